@@ -1,0 +1,67 @@
+# turbojax: everything a newcomer or CI types. Needs only make and Python >= 3.11.
+#
+#   make demo     watch a language model run on an exact, a 4-bit and a 2/4-bit cache
+#   make test     the test suite on a CPU
+#
+# The environment is .venv; it is made on first use and brought up to date when
+# pyproject.toml or constraints.txt change. Another interpreter: make PYTHON=python3.12 test
+
+# The first interpreter on the path that is new enough.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+# Test processes; JAX itself uses threads besides.
+JOBS ?= 2
+# More arguments for `turbojax demo` and for pytest: make demo DEMO="--new-bytes 64"
+DEMO ?=
+PYTEST ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PYTHONUNBUFFERED := 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-gpu lint format format-check types docs clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+demo: $(VENV)/.installed-demo ## generate text from three caches, side by side
+	$(BIN)/turbojax demo $(DEMO)
+
+test: $(VENV)/.installed-test ## run the tests (what needs a GPU is skipped without one)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST)
+
+test-gpu: $(VENV)/.installed-test ## run the GPU tests; fails if there is no GPU
+	$(BIN)/python -m pytest -m gpu $(PYTEST)
+
+lint: $(VENV)/.installed-dev ## ruff: report
+	$(BIN)/ruff check .
+
+format: $(VENV)/.installed-dev ## ruff: sort imports and format in place
+	$(BIN)/ruff check --select I --fix .
+	$(BIN)/ruff format .
+
+format-check: $(VENV)/.installed-dev ## ruff: fail if a file is not formatted
+	$(BIN)/ruff format --check --diff .
+
+types: $(VENV)/.installed-dev ## mypy
+	$(BIN)/mypy
+
+docs: $(VENV)/.installed-dev ## build docs/_build/html; a warning is an error
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	@echo "open docs/_build/html/index.html"
+
+clean: ## remove the environment, caches and built docs
+	rm -rf $(VENV) build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "turbojax needs Python 3.11 or newer on the path, or PYTHON=/path/to/python" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# One stamp per extra, so that a second call installs nothing.
+$(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing turbojax[$*] into $(VENV); a minute or two the first time"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$*]'
+	@touch $@

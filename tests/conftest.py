@@ -1,0 +1,82 @@
+"""Settings of the test suite: strict JAX, reproducible hypothesis, and what `gpu` means.
+
+Warnings are errors; the exceptions are named, with the reason, in pyproject.toml.
+"""
+
+import os
+
+# Read by XLA when it starts: several test processes share one GPU, if there is one.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import hypothesis
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+# What is tested is compiled by the jax at hand, never read from disk.
+jax.config.update("jax_enable_compilation_cache", False)
+
+# A first example compiles, so times vary by orders of magnitude: no deadlines.
+_HEALTH = [hypothesis.HealthCheck.too_slow]
+hypothesis.settings.register_profile(
+    "local", deadline=None, print_blob=True, suppress_health_check=_HEALTH
+)
+hypothesis.settings.register_profile(
+    "ci",
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=_HEALTH,
+    derandomize=True,
+    database=None,
+)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def _gpus() -> list[jax.Device]:
+    return [device for device in jax.devices() if device.platform == "gpu"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips the GPU tests, saying why, where there is no GPU."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not _gpus():
+        reason = f"needs a GPU; jax {jax.__version__} sees {jax.devices()}"
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+class _GpuTestsRan:
+    """Fails a run that asked for GPU tests and ran none: skipped is not green.
+
+    Lives in the process that reports, which under xdist receives every worker's reports.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" and not report.skipped and "gpu" in report.keywords:
+            self.count += 1
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.count == 0 and session.exitstatus in (
+            pytest.ExitCode.OK,
+            pytest.ExitCode.NO_TESTS_COLLECTED,
+        ):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.count == 0:
+            terminalreporter.write_line(
+                f"FAILED: GPU tests were asked for and none ran; jax sees {jax.devices()}", red=True
+            )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Installs the check above where GPU tests are asked for (`-m gpu`)."""
+    wanted = config.option.markexpr.replace("(", " ").replace(")", " ").split()
+    asked = "gpu" in wanted and wanted[max(wanted.index("gpu") - 1, 0)] != "not"
+    if asked and not hasattr(config, "workerinput") and not config.option.collectonly:
+        config.pluginmanager.register(_GpuTestsRan(), "turbojax-gpu-tests-ran")
