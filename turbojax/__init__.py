@@ -1,0 +1,34 @@
+"""turbojax: quantized, compressed and sparse attention for JAX."""
+
+from turbojax import quantizers as quantizers
+from turbojax.cache import CacheSide as CacheSide
+from turbojax.cache import ProgressiveCache as ProgressiveCache
+from turbojax.cache import append as append
+from turbojax.cache import dequantize as dequantize
+from turbojax.cache import init_cache as init_cache
+from turbojax.config import TurboConfig as TurboConfig
+from turbojax.ops.turbo_attention import decode as decode
+from turbojax.ops.turbo_attention import prefill as prefill
+from turbojax.ops.turbo_attention import turbo_attention as turbo_attention
+from turbojax.quantizers import head_priority as head_priority
+from turbojax.sas import SAS as SAS
+from turbojax.sas import sas_softmax as sas_softmax
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "SAS",
+    "CacheSide",
+    "ProgressiveCache",
+    "TurboConfig",
+    "append",
+    "decode",
+    "dequantize",
+    "head_priority",
+    "init_cache",
+    "models",
+    "prefill",
+    "quantizers",
+    "sas_softmax",
+    "turbo_attention",
+]

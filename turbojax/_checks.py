@@ -1,0 +1,102 @@
+"""Argument checks shared by the public functions: one message names value and requirement."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+FLOAT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+
+
+def is_concrete(*arrays: jax.Array) -> bool:
+    """Whether all values can be looked at, that is, no array is being traced."""
+    return not any(isinstance(x, jax.core.Tracer) for x in arrays)
+
+
+def check_float_dtype(name: str, x: jax.Array) -> None:
+    """Raises TypeError unless `x` is bfloat16, float16 or float32."""
+    if x.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"{name}.dtype={x.dtype} must be bfloat16, float16 or float32")
+
+
+def check_query_key_value(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
+    """Checks the `BTNH` / `BSKH` contract of attention arguments.
+
+    Raises:
+      TypeError: dtypes that are not supported or differ.
+      ValueError: ranks or sizes that do not fit.
+    """
+    check_query(query)
+    for name, x in (("key", key), ("value", value)):
+        if x.dtype != query.dtype:
+            raise TypeError(f"{name}.dtype={x.dtype} must equal query.dtype={query.dtype}")
+    check_key_value(key, value)
+    if query.shape[0] != key.shape[0]:
+        raise ValueError(f"{query.shape=} and {key.shape=} must have the same batch size")
+    if query.shape[3] != key.shape[3]:
+        raise ValueError(f"{query.shape=} and {key.shape=} must have the same head dim")
+    check_head_groups(query.shape[2], key.shape[2])
+
+
+def check_query(query: jax.Array) -> None:
+    """Raises unless `query` is a floating-point ``[B, T, N, H]`` array without empty axes."""
+    if query.ndim != 4 or 0 in query.shape:
+        raise ValueError(f"{query.shape=} must be [B, T, N, H], no axis empty")
+    check_float_dtype("query", query)
+
+
+def check_key_value(key: jax.Array, value: jax.Array) -> None:
+    """Raises unless both are floating-point ``[B, S, K, H]`` arrays of one shape and dtype."""
+    if key.ndim != 4 or 0 in key.shape:
+        raise ValueError(f"{key.shape=} must be [B, S, K, H], no axis empty")
+    if value.shape != key.shape:
+        raise ValueError(f"{value.shape=} must equal {key.shape=}")
+    check_float_dtype("key", key)
+    if value.dtype != key.dtype:
+        raise TypeError(f"value.dtype={value.dtype} must equal key.dtype={key.dtype}")
+
+
+def check_head_groups(num_heads: int, num_kv_heads: int) -> None:
+    """Raises ValueError unless every KV head serves the same number of query heads."""
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"{num_heads} query heads must be a multiple of {num_kv_heads} key/value heads"
+        )
+
+
+def check_lengths(name: str, lengths: jax.Array, batch_size: int, largest: int) -> jax.Array:
+    """Checks per-sequence lengths and returns them as int32 ``[B]``.
+
+    Raises:
+      TypeError: if they are no integers.
+      ValueError: another shape, or (outside `jit`) a value outside ``0..largest``.
+    """
+    lengths = jnp.asarray(lengths)
+    if not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise TypeError(f"{name}.dtype={lengths.dtype} must be an integer type")
+    if lengths.shape != (batch_size,):
+        raise ValueError(f"{name}.shape={lengths.shape} must be ({batch_size},), one per sequence")
+    if is_concrete(lengths):
+        values = np.asarray(lengths)
+        if values.size and (values.min() < 0 or values.max() > largest):
+            raise ValueError(f"{name}={values.tolist()} must be between 0 and {largest}")
+    return lengths.astype(jnp.int32)
+
+
+def normalize_window(window: int | tuple[int, int] | None) -> tuple[int, int] | None:
+    """A window as (left, right).
+
+    Raises:
+      ValueError: unless it is None, an integer or a pair of integers, none negative.
+    """
+    if window is None:
+        return None
+    pair = (window, window) if isinstance(window, int) else tuple(window)
+    if len(pair) != 2 or any(not isinstance(w, int) or w < 0 for w in pair):
+        raise ValueError(f"local_window_size={window} must be one or two integers >= 0")
+    return pair[0], pair[1]
+
+
+def check_positive(name: str, x: float | None) -> None:
+    """Raises ValueError unless `x` is None or a positive finite number."""
+    if x is not None and not (np.isfinite(x) and x > 0):
+        raise ValueError(f"{name}={x} must be positive and finite")

@@ -1,0 +1,309 @@
+"""`ProgressiveCache`: the KV cache of FlashQ as a pytree (TurboAttention, sections 3.1-3.3).
+
+A sequence's tokens stand first in blocks of packed stage-2 codes, the newest ones in an int8
+buffer whose scale never changes, so that a stored token is not quantized again until its buffer
+is full and becomes a block.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from turbojax import _checks
+from turbojax.config import TurboConfig
+from turbojax.quantizers import INT8_RANGE, packed_size
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CacheSide:
+    """The keys, or the values, of a `ProgressiveCache`.
+
+    Shapes: `B` sequences, `K` KV heads, `n` blocks of `block` tokens, head dim `H`.
+
+    Attributes:
+      codes: one uint8 array per bit width in use, widest first. Heads stand in slot order: the
+        first array holds the first slots. Keys ``[B, K_i, n, block, H * bits / 8]``, values
+        ``[B, K_i, n, H, block * bits / 8]`` (see `turbojax.quantizers.packing`).
+      channel_scale: int8 ``[B, K, n, H]``, stage-2 scales, at least 1 in a used block.
+      channel_zero: int8 ``[B, K, n, H]``, stage-2 zeros.
+      block_scale: float32 ``[B, K, n]``, stage-1 scales; NaN where a token was not finite.
+      head_slots: int32 ``[B, K]``, the slot of each head: a permutation of ``0..K-1``.
+      buffer: int8 ``[B, K, buffer_size, H]``, stage-1 codes, 0 past the buffer's length.
+      buffer_scale: float32 ``[B, K]``, the universal scales; 0 until the first token fixes them,
+        NaN once a token was not finite.
+      bits: the widths of `codes`.
+      tokens_last: whether codes are packed along tokens (values) or channels (keys).
+    """
+
+    codes: tuple[jax.Array, ...]
+    channel_scale: jax.Array
+    channel_zero: jax.Array
+    block_scale: jax.Array
+    head_slots: jax.Array
+    buffer: jax.Array
+    buffer_scale: jax.Array
+    bits: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    tokens_last: bool = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ProgressiveCache:
+    """Keys and values of `B` sequences, compressed progressively.
+
+    Made by `init_cache`; `prefill`, `append` and `decode` take it and never change it in place
+    (donate it to `jit` to reuse its memory).
+
+    Invariants (`validate` checks them):
+      - ``0 <= buffer_lengths <= lengths <= max_length`` and ``buffer_lengths < buffer_size``;
+      - ``lengths - buffer_lengths`` is a multiple of ``config.block_kv``;
+      - buffer codes are within +-119, ``head_slots`` rows are permutations, scales of stored
+        tokens are positive or NaN.
+
+    Attributes:
+      key: the keys.
+      value: the values.
+      lengths: int32 ``[B]``, tokens held.
+      buffer_lengths: int32 ``[B]``, those of them in the buffer.
+      overflowed: bool ``[B]``, True where a call under `jit` had to leave tokens out: past
+        `max_length`, or a prefill into a sequence that was not empty.
+      config: the `TurboConfig` it was made for.
+      max_length: tokens each sequence can hold.
+      dtype: dtype of the keys and values it takes.
+    """
+
+    key: CacheSide
+    value: CacheSide
+    lengths: jax.Array
+    buffer_lengths: jax.Array
+    overflowed: jax.Array
+    config: TurboConfig = dataclasses.field(metadata={"static": True})
+    max_length: int = dataclasses.field(metadata={"static": True})
+    dtype: np.dtype = dataclasses.field(metadata={"static": True})
+
+    @property
+    def batch_size(self) -> int:
+        """Number of sequences, `B`."""
+        return self.key.buffer.shape[0]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of key/value heads, `K`."""
+        return self.key.buffer.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head, `H`."""
+        return self.key.buffer.shape[3]
+
+    @property
+    def num_blocks(self) -> jax.Array:
+        """int32 ``[B]``: compressed blocks in use."""
+        return (self.lengths - self.buffer_lengths) // self.config.block_kv
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays held, bookkeeping included."""
+        return sum(_nbytes(leaf) for leaf in jax.tree.leaves(self))
+
+    @property
+    def compression_ratio(self) -> float:
+        """Bytes of a bfloat16 cache of `max_length` tokens over `nbytes`."""
+        return self._bfloat16_bytes / self.nbytes
+
+    @property
+    def compression_ratio_without_buffer(self) -> float:
+        """The same, not counting the two int8 buffers, whose size does not grow with length."""
+        buffers = _nbytes(self.key.buffer) + _nbytes(self.value.buffer)
+        return self._bfloat16_bytes / (self.nbytes - buffers)
+
+    @property
+    def _bfloat16_bytes(self) -> int:
+        return 4 * self.batch_size * self.max_length * self.num_kv_heads * self.head_dim
+
+    def validate(self) -> None:
+        """Checks the invariants; under `jit` only shapes and dtypes can be seen.
+
+        Raises:
+          ValueError: naming the field and what it breaks.
+        """
+        expected = jax.eval_shape(
+            lambda: _empty(
+                self.batch_size,
+                self.max_length,
+                self.num_kv_heads,
+                self.head_dim,
+                self.config,
+                self.dtype,
+            )
+        )
+        leaves, structure = jax.tree_util.tree_flatten_with_path(self)
+        wanted, wanted_structure = jax.tree_util.tree_flatten_with_path(expected)
+        if structure != wanted_structure:
+            raise ValueError(f"cache structure {structure} must be {wanted_structure}")
+        for (path, leaf), (_, want) in zip(leaves, wanted, strict=True):
+            if (leaf.shape, leaf.dtype) != (want.shape, want.dtype):
+                name = jax.tree_util.keystr(path)
+                raise ValueError(
+                    f"cache{name} is {leaf.dtype}{list(leaf.shape)}, "
+                    f"must be {want.dtype}{list(want.shape)}"
+                )
+        if _checks.is_concrete(*(leaf for _, leaf in leaves)):
+            _validate_values(self)
+
+
+def init_cache(
+    batch_size: int,
+    max_length: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    config: TurboConfig = TurboConfig(),
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    key_scale: jax.Array | None = None,
+    value_scale: jax.Array | None = None,
+) -> ProgressiveCache:
+    """An empty cache.
+
+    Args:
+      batch_size: sequences, `B`.
+      max_length: tokens each can hold.
+      num_kv_heads: key/value heads, `K`.
+      head_dim: channels, `H`, a multiple of 8.
+      config: bits, blocks and numerics.
+      dtype: of the keys and values to come: bfloat16, float16 or float32.
+      key_scale: optional universal scales of the keys' buffer (section 3.3), positive float32,
+        broadcastable to ``[B, K]``. Otherwise the first tokens fix them.
+      value_scale: the same for the values.
+
+    Raises:
+      TypeError: if `dtype` is none of these.
+      ValueError: if a size is not positive, `head_dim` is no multiple of 8, there are more
+        low-bit heads than heads, or a scale has another shape or is not positive.
+    """
+    sizes = {
+        "batch_size": batch_size,
+        "max_length": max_length,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+    }
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name}={size} must be at least 1")
+    if head_dim % 8:
+        raise ValueError(f"{head_dim=} must be a multiple of 8")
+    for name in ("num_low_bit_key_heads", "num_low_bit_value_heads"):
+        if getattr(config, name) > num_kv_heads:
+            raise ValueError(f"{name}={getattr(config, name)} must be at most {num_kv_heads=}")
+    dtype = jnp.dtype(dtype)
+    if dtype not in _checks.FLOAT_DTYPES:
+        raise TypeError(f"{dtype=!s} must be bfloat16, float16 or float32")
+    cache = _empty(batch_size, max_length, num_kv_heads, head_dim, config, dtype)
+    return dataclasses.replace(
+        cache,
+        key=_with_scale(cache.key, "key_scale", key_scale),
+        value=_with_scale(cache.value, "value_scale", value_scale),
+    )
+
+
+def _empty(
+    batch_size: int,
+    max_length: int,
+    num_kv_heads: int,
+    head_dim: int,
+    config: TurboConfig,
+    dtype: np.dtype,
+) -> ProgressiveCache:
+    def side(bits: int, num_low: int, tokens_last: bool) -> CacheSide:
+        block, heads = config.block_kv, (batch_size, num_kv_heads)
+        blocks = max(1, max_length // block)
+        groups = [(num_kv_heads - num_low, bits), (num_low, config.low_bits)]
+        groups = [(count, width) for count, width in groups if count]
+
+        def codes(count: int, width: int) -> jax.Array:
+            rows, packed = (head_dim, block) if tokens_last else (block, head_dim)
+            shape = (batch_size, count, blocks, rows, packed_size(packed, width))
+            return jnp.zeros(shape, jnp.uint8)
+
+        slots = jnp.broadcast_to(jnp.arange(num_kv_heads, dtype=jnp.int32)[None], heads)
+        return CacheSide(
+            codes=tuple(codes(count, width) for count, width in groups),
+            channel_scale=jnp.zeros((*heads, blocks, head_dim), jnp.int8),
+            channel_zero=jnp.zeros((*heads, blocks, head_dim), jnp.int8),
+            block_scale=jnp.zeros((*heads, blocks), jnp.float32),
+            head_slots=slots,
+            buffer=jnp.zeros((*heads, config.buffer_size, head_dim), jnp.int8),
+            buffer_scale=jnp.zeros(heads, jnp.float32),
+            bits=tuple(width for _, width in groups),
+            tokens_last=tokens_last,
+        )
+
+    return ProgressiveCache(
+        key=side(config.key_bits, config.num_low_bit_key_heads, tokens_last=False),
+        value=side(config.value_bits, config.num_low_bit_value_heads, tokens_last=True),
+        lengths=jnp.zeros(batch_size, jnp.int32),
+        buffer_lengths=jnp.zeros(batch_size, jnp.int32),
+        overflowed=jnp.zeros(batch_size, jnp.bool_),
+        config=config,
+        max_length=max_length,
+        dtype=dtype,
+    )
+
+
+def _with_scale(side: CacheSide, name: str, scale: jax.Array | None) -> CacheSide:
+    if scale is None:
+        return side
+    scale = jnp.asarray(scale, jnp.float32)
+    try:
+        full = jnp.broadcast_to(scale, side.buffer_scale.shape)
+    except ValueError:
+        raise ValueError(
+            f"{name}.shape={scale.shape} must broadcast to {side.buffer_scale.shape}"
+        ) from None
+    if _checks.is_concrete(full) and not np.all((np.asarray(full) > 0) & np.isfinite(full)):
+        raise ValueError(f"{name}={np.asarray(scale).tolist()} must be positive and finite")
+    return dataclasses.replace(side, buffer_scale=full)
+
+
+def _nbytes(x: jax.Array) -> int:
+    return math.prod(x.shape) * x.dtype.itemsize
+
+
+def _validate_values(cache: ProgressiveCache) -> None:
+    lengths, buffered = np.asarray(cache.lengths), np.asarray(cache.buffer_lengths)
+    config = cache.config
+    if np.any((lengths < 0) | (lengths > cache.max_length)):
+        raise ValueError(f"lengths={lengths.tolist()} must be within 0..{cache.max_length}")
+    if np.any((buffered < 0) | (buffered > lengths) | (buffered >= config.buffer_size)):
+        raise ValueError(
+            f"buffer_lengths={buffered.tolist()} must be within 0..{config.buffer_size - 1} "
+            f"and at most lengths={lengths.tolist()}"
+        )
+    if np.any((lengths - buffered) % config.block_kv):
+        raise ValueError(
+            f"lengths - buffer_lengths={(lengths - buffered).tolist()} must be multiples of "
+            f"{config.block_kv=}"
+        )
+    for name, side in (("key", cache.key), ("value", cache.value)):
+        _validate_side(name, side, lengths, np.asarray(cache.num_blocks))
+
+
+def _validate_side(name: str, side: CacheSide, lengths: np.ndarray, blocks: np.ndarray) -> None:
+    if np.any(np.abs(np.asarray(side.buffer, np.int32)) > INT8_RANGE):
+        raise ValueError(f"{name}.buffer must be within +-{INT8_RANGE}")
+    slots = np.asarray(side.head_slots)
+    if np.any(np.sort(slots, axis=-1) != np.arange(slots.shape[-1])):
+        raise ValueError(f"{name}.head_slots={slots.tolist()} must be permutations")
+    scale = np.asarray(side.buffer_scale)
+    if np.any((lengths[:, None] > 0) & (scale <= 0)):
+        raise ValueError(f"{name}.buffer_scale={scale.tolist()} must be positive where tokens are")
+    count = side.block_scale.shape[2]
+    used = (np.arange(count)[None, :] < blocks[:, None])[:, None, :]
+    if np.any(used & (np.asarray(side.block_scale) <= 0)):
+        raise ValueError(f"{name}.block_scale must be positive or NaN in used blocks")
+    if np.any(used[..., None] & (np.asarray(side.channel_scale) < 1)):
+        raise ValueError(f"{name}.channel_scale must be at least 1 in used blocks")

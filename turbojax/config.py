@@ -1,0 +1,72 @@
+"""The static description of a quantized attention: bits, blocks, softmax and number formats."""
+
+import dataclasses
+from typing import Literal, get_args
+
+from turbojax.sas import SAS
+
+Mode = Literal["int8", "int8_fp8", "fp8", "float"]
+PriorityMethod = Literal["gap_std", "entropy", "min_max", "variation"]
+
+SUPPORTED_BITS = (2, 3, 4)
+# Packing splits a block of tokens into eighths (the 1-bit plane of 3-bit codes).
+_BLOCK_MULTIPLE = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class TurboConfig:
+    """Numerics of `turbo_attention` and layout of a `ProgressiveCache` (TurboAttention).
+
+    Frozen and hashable: static under `jit`, stored in the cache it describes.
+
+    Attributes:
+      key_bits: stage-2 bits of the keys' codes, 2, 3 or 4.
+      value_bits: the same for the values.
+      num_low_bit_key_heads: how many KV heads, those of lowest priority, store their keys with
+        `low_bits` (Eq. 12). The count is static, which heads is decided from data.
+      num_low_bit_value_heads: the same for the values, ranked separately.
+      low_bits: bits of those heads.
+      block_q: query tokens that share one stage-1 scale (B_r), a positive multiple of 8.
+      block_kv: key/value tokens of one block (B_c), a positive multiple of 8.
+      buffer_size: tokens of the int8 decode buffer (n_b), a multiple of `block_kv`.
+      softmax: a `SAS`, or ``"exact"``.
+      mode: the operands of the two matrix products: ``"int8"`` (Q, K, P, V int8),
+        ``"int8_fp8"`` (Q, K int8; P, V e4m3), ``"fp8"`` (all e4m3), ``"float"`` (not rounded).
+      head_priority: how heads are ranked, see `head_priority`.
+
+    Raises:
+      ValueError: if a value is outside the range stated here.
+    """
+
+    key_bits: int = 4
+    value_bits: int = 4
+    num_low_bit_key_heads: int = 0
+    num_low_bit_value_heads: int = 0
+    low_bits: int = 2
+    block_q: int = 64
+    block_kv: int = 64
+    buffer_size: int = 64
+    softmax: SAS | Literal["exact"] = SAS()
+    mode: Mode = "int8"
+    head_priority: PriorityMethod = "gap_std"
+
+    def __post_init__(self) -> None:
+        for name in ("key_bits", "value_bits", "low_bits"):
+            if getattr(self, name) not in SUPPORTED_BITS:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {SUPPORTED_BITS}")
+        for name in ("num_low_bit_key_heads", "num_low_bit_value_heads"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        for name in ("block_q", "block_kv"):
+            if getattr(self, name) < 1 or getattr(self, name) % _BLOCK_MULTIPLE:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} must be a positive multiple of {_BLOCK_MULTIPLE}"
+                )
+        if self.buffer_size < 1 or self.buffer_size % self.block_kv:
+            raise ValueError(f"{self.buffer_size=} must be a positive multiple of {self.block_kv=}")
+        if not (isinstance(self.softmax, SAS) or self.softmax == "exact"):
+            raise ValueError(f"{self.softmax=} must be a SAS or 'exact'")
+        if self.mode not in get_args(Mode):
+            raise ValueError(f"{self.mode=} must be one of {get_args(Mode)}")
+        if self.head_priority not in get_args(PriorityMethod):
+            raise ValueError(f"{self.head_priority=} must be one of {get_args(PriorityMethod)}")

@@ -1,0 +1,231 @@
+"""`turbo_attention`, `prefill` and `decode`: arguments, checks and the choice of implementation."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from turbojax import _checks
+from turbojax.cache.progressive import ProgressiveCache
+from turbojax.cache.update import check_cache_arguments, store_prompt
+from turbojax.config import TurboConfig
+from turbojax.ops.registry import Implementation, ImplementationName, Registry
+from turbojax.ops.turbo_attention import decode_reference, reference
+from turbojax.ops.turbo_attention.masking import Visibility
+
+ATTENTION = Registry("turbo_attention", (Implementation("xla", reference.attention),))
+DECODE = Registry("decode", (Implementation("xla", decode_reference.decode),))
+
+
+def turbo_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    config: TurboConfig = TurboConfig(),
+    scale: float | None = None,
+    is_causal: bool = False,
+    key_value_seq_lengths: jax.Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    implementation: ImplementationName | None = None,
+    return_residual: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Attention with quantized products and a sparse softmax (TurboAttention, Algorithm 1).
+
+    Arguments mean what they mean in `jax.nn.dot_product_attention`. Any lengths, also such that
+    are no multiple of a block; memory grows with ``T + S``. Not differentiable yet.
+
+    Args:
+      query: ``[B, T, N, H]``, bfloat16, float16 or float32.
+      key: ``[B, S, K, H]``, the same dtype; `N` is a multiple of `K`.
+      value: ``[B, S, K, H]``.
+      config: numerics and block sizes. The bits concern caches only.
+      scale: factor of the scores; ``1 / sqrt(H)`` if not given.
+      is_causal: query `t` sees keys up to `t` (aligned at the first token).
+      key_value_seq_lengths: optional int ``[B]``: keys at or past it are not there. Under `jit`
+        values outside ``0..S`` act as the nearest bound.
+      local_window_size: optional `w` or ``(left, right)``: query `t` sees keys in
+        ``[t - left, t + right]``.
+      logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
+      implementation: ``"xla"``, or None to choose.
+      return_residual: also return the log-sum-exp of the scores.
+
+    Returns:
+      ``[B, T, N, H]`` in the query's dtype; with `return_residual` also float32 ``[B, T, N]``. A
+      query that sees nothing gives 0 and ``-inf``. NaN or infinity in a key or value makes every
+      query NaN that sees its block.
+
+    Raises:
+      TypeError: if dtypes are not supported or differ.
+      ValueError: if a shape, length, window, cap or name is none of these.
+      NotImplementedError: if the implementation asked for cannot run this, or when it is
+        differentiated.
+    """
+    _checks.check_query_key_value(query, key, value)
+    batch, size = key.shape[:2]
+    if key_value_seq_lengths is None:
+        lengths = jnp.full(batch, size, jnp.int32)
+    else:
+        lengths = _checks.check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch, size)
+    options = _options(query, scale, is_causal, local_window_size, logits_soft_cap)
+    chosen = ATTENTION.select(
+        implementation, query=query, key=key, value=value, config=config, **options
+    )
+    call = _not_differentiable(chosen.run, "turbo_attention", config=config, **options)
+    out, residual = call(query, key, value, jnp.clip(lengths, 0, size))
+    return (out, residual) if return_residual else out
+
+
+def prefill(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cache: ProgressiveCache,
+    *,
+    scale: float | None = None,
+    is_causal: bool = True,
+    key_value_seq_lengths: jax.Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    implementation: ImplementationName | None = None,
+    return_residual: bool = False,
+) -> tuple[jax.Array | tuple[jax.Array, jax.Array], ProgressiveCache]:
+    """Attends within a prompt and stores its keys and values (Algorithm 1).
+
+    Attention uses the stage-1 codes; the cache gets the stage-2 codes of all whole blocks, and
+    the remaining tokens in its int8 buffer.
+
+    Args:
+      query: ``[B, S, N, H]`` in `cache.dtype`.
+      key: ``[B, S, K, H]``.
+      value: ``[B, S, K, H]``.
+      cache: an empty cache for these shapes; its config sets the numerics.
+      scale: see `turbo_attention`.
+      is_causal: see `turbo_attention`, but causal if not given.
+      key_value_seq_lengths: optional int ``[B]``, the prompts' lengths (padding on the right).
+      local_window_size: see `turbo_attention`.
+      logits_soft_cap: see `turbo_attention`.
+      implementation: see `turbo_attention`.
+      return_residual: see `turbo_attention`.
+
+    Returns:
+      The result of `turbo_attention`, and the filled cache. Under `jit`, sequences that were not
+      empty, or whose prompt exceeds `max_length`, turn `overflowed`: the former keep what they
+      hold, the latter the prompt's beginning.
+
+    Raises:
+      TypeError: if dtypes are not `cache.dtype`.
+      ValueError: as `turbo_attention`; if the cache was made for other shapes; outside `jit`, if
+        a sequence is not empty or a prompt longer than `max_length`.
+      NotImplementedError: as `turbo_attention`.
+    """
+    check_cache_arguments(cache, key, value)
+    batch, size = key.shape[:2]
+    if key_value_seq_lengths is None:
+        lengths = jnp.full(batch, size, jnp.int32)
+    else:
+        lengths = _checks.check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch, size)
+    out = turbo_attention(
+        query,
+        key,
+        value,
+        config=cache.config,
+        scale=scale,
+        is_causal=is_causal,
+        key_value_seq_lengths=lengths,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+        implementation=implementation,
+        return_residual=return_residual,
+    )
+    return out, store_prompt(cache, key, value, lengths)
+
+
+def decode(
+    query: jax.Array,
+    cache: ProgressiveCache,
+    *,
+    scale: float | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    implementation: ImplementationName | None = None,
+    return_residual: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Attends the newest tokens' queries to the compressed cache (Algorithm 2).
+
+    The queries are those of the last `T` tokens of each sequence, which `append` has already
+    stored: query `t` stands at position ``length - T + t`` and sees the tokens up to there. A
+    query before the beginning of a sequence shorter than `T` sees nothing.
+
+    Args:
+      query: ``[B, T, N, H]``, usually `T` = 1, in `cache.dtype`.
+      cache: the cache; its config sets the numerics.
+      scale: factor of the scores; ``1 / sqrt(H)`` if not given.
+      local_window_size: optional `w` or ``(left, right)``, relative to the query's position.
+      logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
+      implementation: ``"xla"``, or None to choose.
+      return_residual: also return the log-sum-exp of the scores.
+
+    Returns:
+      ``[B, T, N, H]`` in the query's dtype; with `return_residual` also float32 ``[B, T, N]``. An
+      empty sequence gives 0 and ``-inf``.
+
+    Raises:
+      TypeError: if `cache` is another kind or the query's dtype is not `cache.dtype`.
+      ValueError: if a shape, window, cap or name does not fit.
+      NotImplementedError: if the implementation asked for cannot run this, or when it is
+        differentiated.
+    """
+    if not isinstance(cache, ProgressiveCache):
+        raise TypeError(f"cache is a {type(cache).__name__}, must be a ProgressiveCache")
+    _checks.check_query(query)
+    if query.dtype != cache.dtype:
+        raise TypeError(f"query.dtype={query.dtype} must equal cache.dtype={cache.dtype}")
+    if (query.shape[0], query.shape[3]) != (cache.batch_size, cache.head_dim):
+        raise ValueError(
+            f"{query.shape=} must be [{cache.batch_size}, T, N, {cache.head_dim}], "
+            "as the cache was made for"
+        )
+    _checks.check_head_groups(query.shape[2], cache.num_kv_heads)
+    options = _options(query, scale, True, local_window_size, logits_soft_cap)
+    chosen = DECODE.select(implementation, query=query, cache=cache, **options)
+    out, residual = _not_differentiable(chosen.run, "decode", **options)(query, cache)
+    return (out, residual) if return_residual else out
+
+
+def _options(
+    query: jax.Array,
+    scale: float | None,
+    is_causal: bool,
+    local_window_size: int | tuple[int, int] | None,
+    logits_soft_cap: float | None,
+) -> dict[str, Any]:
+    """The static options of an attention call, checked and completed."""
+    if scale is not None and not np.isfinite(scale):
+        raise ValueError(f"{scale=} must be finite")
+    _checks.check_positive("logits_soft_cap", logits_soft_cap)
+    return {
+        "scale": 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale),
+        "visibility": Visibility(bool(is_causal), _checks.normalize_window(local_window_size)),
+        "logits_soft_cap": None if logits_soft_cap is None else float(logits_soft_cap),
+    }
+
+
+def _not_differentiable(run: Any, op: str, **options: Any) -> Any:
+    """`run` with its options bound, which refuses gradients instead of giving zeros for rounding."""
+
+    @jax.custom_vjp
+    def call(*arrays: Any) -> Any:
+        return run(*arrays, **options)
+
+    def forward(*_: Any) -> Any:
+        raise NotImplementedError(f"{op} has no gradient: rounding to codes has derivative zero")
+
+    def backward(*_: Any) -> Any:  # never reached: forward raises
+        raise NotImplementedError(op)
+
+    call.defvjp(forward, backward)
+    return call

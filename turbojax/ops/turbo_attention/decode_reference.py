@@ -1,0 +1,139 @@
+"""Attention over a `ProgressiveCache` in plain JAX: the definition of `decode` (Algorithm 2).
+
+Every cache block, and the buffer, is one split: its softmax is taken relative to the split's own
+row maximum, and the splits are merged by their log-sum-exp with the exact exponential. The
+result does not depend on how blocks are grouped or in which order they are merged.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from turbojax.cache.blocks import read_blocks
+from turbojax.cache.progressive import CacheSide, ProgressiveCache
+from turbojax.ops.turbo_attention import numerics
+from turbojax.ops.turbo_attention.masking import Visibility
+
+_State = tuple[jax.Array, jax.Array, jax.Array]
+# Tokens dequantized at a time: enough to amortize a loop step, small enough to stay in a cache.
+_CHUNK_TOKENS = 1024
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "visibility", "logits_soft_cap"))
+def decode(
+    query: jax.Array,
+    cache: ProgressiveCache,
+    *,
+    scale: float,
+    visibility: Visibility,
+    logits_soft_cap: float | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Attends the last `T` cached tokens' queries to the cache.
+
+    Args:
+      query: ``[B, T, N, H]``.
+      cache: the cache, which already holds the queries' own keys and values.
+      scale: factor of the scores.
+      visibility: causality and window.
+      logits_soft_cap: optional cap.
+
+    Returns:
+      out ``[B, T, N, H]`` in the query's dtype and the float32 log-sum-exp ``[B, T, N]``.
+    """
+    batch, length, heads, channels = query.shape
+    kv_heads, block = cache.num_kv_heads, cache.config.block_kv
+    grouped = query.reshape(batch, length, kv_heads, heads // kv_heads, channels)
+    q, q_scale = numerics.quantize_scores_operand(
+        jnp.moveaxis(grouped, 1, 3), cache.config.mode, axis=-1
+    )  # [B, K, G, T, H], [B, K, G, T]
+    q_scale = q_scale * scale
+    position = cache.lengths[:, None] - length + jnp.arange(length)[None]
+    compressed = cache.lengths - cache.buffer_lengths
+
+    def attend(state: _State, key: _Splits, value: _Splits, start: jax.Array, visible: jax.Array):
+        splits, tokens = key[0].shape[2:4]
+        keys = start[:, None] + jnp.arange(splits * tokens)[None]
+        mask = visibility.mask(position, keys, cache.lengths) & visible[:, None]
+        mask = mask.reshape(batch, 1, 1, length, splits, tokens)
+        scores = numerics.exact_dot("bkgqh,bkcth->bkgqct", q, key[0])
+        factor = q_scale[..., None] * key[1][:, :, None, None]
+        scores = numerics.cap_logits(scores * factor[..., None], logits_soft_cap)
+        return _merge_splits(state, scores, mask, value, cache)
+
+    allocated = cache.key.block_scale.shape[2]
+    count = min(allocated, max(1, _CHUNK_TOKENS // block))
+
+    def chunk(i: jax.Array, state: _State) -> _State:
+        # The last chunk starts early enough to stay inside; what it reads twice is masked.
+        first = jnp.minimum(i * count, allocated - count)
+        number = first + jnp.arange(count * block)[None] // block
+        visible = (number >= i * count) & (number < cache.num_blocks[:, None])
+        key, value = (_read(side, first, count) for side in (cache.key, cache.value))
+        start = jnp.broadcast_to(first * block, (batch,))
+        return attend(state, key, value, start, visible)
+
+    rows = q.shape[:-1]
+    state = (
+        jnp.zeros((*rows, channels), jnp.float32),
+        jnp.full(rows, -jnp.inf, jnp.float32),
+        jnp.zeros(rows, jnp.float32),
+    )
+    begin, end = visibility.key_range(
+        jnp.min(cache.lengths) - length, jnp.max(cache.lengths) - 1, compressed
+    )
+    chunk_tokens = count * block
+    state = jax.lax.fori_loop(
+        jnp.maximum(begin, 0) // chunk_tokens, -(-end // chunk_tokens), chunk, state
+    )
+    buffered = jnp.arange(cache.config.buffer_size)[None] < cache.buffer_lengths[:, None]
+    key, value = (_buffer(side) for side in (cache.key, cache.value))
+    out, residual = numerics.finish(*attend(state, key, value, compressed, buffered))
+    out = jnp.moveaxis(out, 3, 1).reshape(batch, length, heads, channels)
+    residual = jnp.moveaxis(residual, 3, 1).reshape(batch, length, heads)
+    return out.astype(query.dtype), residual
+
+
+_Splits = tuple[jax.Array, jax.Array]
+"""Codes int8 ``[B, K, splits, tokens, H]`` and scales float32 ``[B, K, splits]``."""
+
+
+def _read(side: CacheSide, first: jax.Array, count: int) -> _Splits:
+    scale = jax.lax.dynamic_slice_in_dim(side.block_scale, first, count, axis=2)
+    return read_blocks(side, first, count), scale
+
+
+def _buffer(side: CacheSide) -> _Splits:
+    return side.buffer[:, :, None], side.buffer_scale[..., None]
+
+
+def _merge_splits(
+    state: _State, scores: jax.Array, mask: jax.Array, value: _Splits, cache: ProgressiveCache
+) -> _State:
+    """Adds splits to a running log-sum-exp.
+
+    Args:
+      state: outputs ``[B, K, G, T, H]``, row maxima and row sums ``[B, K, G, T]``.
+      scores: float32 ``[B, K, G, T, splits, tokens]``.
+      mask: bool ``[B, 1, 1, T, splits, tokens]``.
+      value: the splits' values.
+      cache: for its numerics.
+    """
+    o, m, l = state
+    config = cache.config
+    exp = numerics.exponential(config)
+    scores = jnp.where(mask, scores, -jnp.inf)
+    split_max = jnp.max(scores, axis=-1)  # [B, K, G, T, splits]
+    shift = numerics.finite_maximum(split_max)
+    p = jnp.where(mask, exp(scores - shift[..., None]), 0)
+    codes, p_scale = numerics.round_probabilities(p, exp(split_max - shift)[..., None], config.mode)
+    new_max = jnp.maximum(m, jnp.max(split_max, axis=-1))
+    total_shift = numerics.finite_maximum(new_max)
+    weight = jnp.exp(split_max - total_shift[..., None])
+    factor = weight * p_scale[..., 0] * value[1][:, :, None, None]
+    # A split of which a row sees nothing must not reach it, not even as 0 * NaN.
+    factor = jnp.where(jnp.any(mask, axis=-1), factor, 0)
+    product = numerics.exact_dot("bkgqct,bkcth->bkgqh", codes * factor[..., None], value[0])
+    alpha = jnp.exp(m - total_shift)
+    row_sum = jnp.sum(jnp.sum(p, axis=-1) * weight, axis=-1)
+    return o * alpha[..., None] + product, new_max, l * alpha + row_sum

@@ -1,0 +1,126 @@
+"""What rounds where: the operands of the two products in each mode (TurboAttention, Alg. 1, 2).
+
+Integer and e4m3 operands are multiplied as float32: a product of int8 codes sums to less than
+2**24 over a head or a block, so that float32 holds it exactly.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from turbojax.config import Mode, TurboConfig
+from turbojax.quantizers import E4M3_MAX, INT8_RANGE, quantize_fp8, quantize_int8
+from turbojax.sas import SAS
+
+Exponential = Callable[[jax.Array], jax.Array]
+
+
+def exponential(config: TurboConfig) -> Exponential:
+    """The exponential of the softmax: SAS, or the exact one."""
+    return config.softmax if isinstance(config.softmax, SAS) else jnp.exp
+
+
+def quantize_scores_operand(
+    x: jax.Array, mode: Mode, axis: int | tuple[int, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """Q or K as codes with one scale over `axis`.
+
+    Args:
+      x: floating point, any shape.
+      mode: the number format.
+      axis: axes that share a scale.
+
+    Returns:
+      codes: `x`'s shape: int8, e4m3, or `x` itself in mode ``"float"``.
+      scale: float32, `x`'s shape without `axis`.
+    """
+    if mode in ("int8", "int8_fp8"):
+        return quantize_int8(x, axis=axis)
+    if mode == "fp8":
+        return quantize_fp8(x, axis=axis)
+    return x, _ones_without(x, axis)
+
+
+def quantize_values(value: jax.Array, mode: Mode) -> tuple[jax.Array, jax.Array]:
+    """V as codes: int8 with a scale per block, e4m3 with one per sequence and head.
+
+    The single e4m3 scale lets an 8-bit float accumulator run on over blocks.
+
+    Args:
+      value: floating point ``[B, K, n, block, H]``.
+      mode: the number format.
+
+    Returns:
+      codes ``[B, K, n, block, H]`` and float32 scales ``[B, K, n]``.
+    """
+    if mode == "int8":
+        return quantize_int8(value, axis=(3, 4))
+    if mode in ("int8_fp8", "fp8"):
+        codes, scale = quantize_fp8(value, axis=(2, 3, 4))
+        return codes, jnp.broadcast_to(scale[..., None], value.shape[:3])
+    return value, _ones_without(value, (3, 4))
+
+
+def round_probabilities(
+    p: jax.Array, largest: jax.Array, mode: Mode
+) -> tuple[jax.Array, jax.Array]:
+    """P as the second product's operand.
+
+    Args:
+      p: float32 ``[..., t]``, unnormalized weights of a row's keys in one block.
+      largest: float32 ``[..., 1]``, the exponential of the row's largest score there.
+      mode: the number format.
+
+    Returns:
+      codes: float32 ``[..., t]``: integers of the row's own scale ``largest / 119`` in mode
+        ``"int8"``, e4m3 values with a static scale in the fp8 modes, `p` otherwise.
+      scale: float32 ``[..., 1]``.
+    """
+    if mode == "int8":
+        scale = largest * (1 / INT8_RANGE)
+        scale = jnp.where(scale == 0, 1, scale)
+        return jnp.rint(p / scale), scale
+    if mode in ("int8_fp8", "fp8"):
+        codes = (p * E4M3_MAX).astype(jnp.float8_e4m3fn).astype(jnp.float32)
+        return codes, jnp.full_like(largest, 1 / E4M3_MAX)
+    return p, jnp.ones_like(largest)
+
+
+def exact_dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """`einsum` in float32 at full precision, exact for 8-bit codes."""
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    return jnp.einsum(subscripts, a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def cap_logits(scores: jax.Array, logits_soft_cap: float | None) -> jax.Array:
+    """Soft cap ``c * tanh(s / c)``, or the scores themselves."""
+    if logits_soft_cap is None:
+        return scores
+    return logits_soft_cap * jnp.tanh(scores / logits_soft_cap)
+
+
+def finite_maximum(m: jax.Array) -> jax.Array:
+    """A running maximum that can be subtracted: 0 in rows where nothing was visible yet."""
+    return jnp.where(m == -jnp.inf, 0, m)
+
+
+def finish(o: jax.Array, m: jax.Array, l: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Normalizes an online softmax.
+
+    Args:
+      o: float32 ``[..., H]``, weighted sums of values.
+      m: float32 ``[...]``, row maxima.
+      l: float32 ``[...]``, sums of weights.
+
+    Returns:
+      ``o / l`` and the log-sum-exp ``m + log l``; 0 and ``-inf`` where nothing was visible.
+    """
+    nothing = l == 0
+    out = o / jnp.where(nothing, 1, l)[..., None]
+    return out, jnp.where(nothing, -jnp.inf, m + jnp.log(jnp.where(nothing, 1, l)))
+
+
+def _ones_without(x: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
+    axes = {a % x.ndim for a in ((axis,) if isinstance(axis, int) else axis)}
+    return jnp.ones([n for i, n in enumerate(x.shape) if i not in axes], jnp.float32)

@@ -1,0 +1,148 @@
+"""Blockwise online attention in plain JAX: the definition of `turbo_attention` (Algorithm 1)."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from turbojax.config import TurboConfig
+from turbojax.ops.turbo_attention import numerics
+from turbojax.ops.turbo_attention.masking import Visibility
+
+_State = tuple[jax.Array, jax.Array, jax.Array]
+
+
+@functools.partial(jax.jit, static_argnames=("config", "scale", "visibility", "logits_soft_cap"))
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    key_length: jax.Array,
+    *,
+    config: TurboConfig,
+    scale: float,
+    visibility: Visibility,
+    logits_soft_cap: float | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Prefill attention with the numerics of `config`.
+
+    Memory grows with ``T + S``: query blocks run one after the other, and each walks over the
+    key blocks that it can see.
+
+    Args:
+      query: ``[B, T, N, H]``.
+      key: ``[B, S, K, H]``.
+      value: ``[B, S, K, H]``.
+      key_length: int32 ``[B]``.
+      config: numerics and block sizes.
+      scale: factor of the scores.
+      visibility: causality and window.
+      logits_soft_cap: optional cap.
+
+    Returns:
+      out ``[B, T, N, H]`` in the query's dtype and the float32 log-sum-exp ``[B, T, N]``.
+    """
+    batch, length, heads, channels = query.shape
+    kv_heads = key.shape[2]
+    grouped = query.reshape(batch, length, kv_heads, heads // kv_heads, channels)
+    q_blocks = _query_blocks(grouped, config.block_q)
+    q, q_scale = numerics.quantize_scores_operand(q_blocks, config.mode, axis=(-2, -1))
+    k, k_scale = numerics.quantize_scores_operand(
+        _key_blocks(key, key_length, config.block_kv), config.mode, axis=(-2, -1)
+    )
+    v, v_scale = numerics.quantize_values(
+        _key_blocks(value, key_length, config.block_kv), config.mode
+    )
+
+    def one_query_block(
+        operands: tuple[jax.Array, jax.Array, jax.Array],
+    ) -> tuple[jax.Array, jax.Array]:
+        number, q, q_scale = operands
+        first = number * config.block_q
+        position = first + jnp.arange(config.block_q)
+        last = jnp.minimum(first + config.block_q, length) - 1
+        start, stop = visibility.key_range(first, last, key_length)
+
+        def step(j: jax.Array, state: _State) -> _State:
+            keys = j * config.block_kv + jnp.arange(config.block_kv)
+            mask = visibility.mask(position[None], keys[None], key_length)[:, None, None]
+            scores = numerics.exact_dot("bkgqh,bkth->bkgqt", q, _at(k, j))
+            factor = q_scale * _at(k_scale, j)[:, :, None] * scale
+            scores = numerics.cap_logits(scores * factor[..., None, None], logits_soft_cap)
+            return _online_step(state, scores, mask, _at(v, j), _at(v_scale, j), config)
+
+        rows = q.shape[:-1]
+        empty = (
+            jnp.zeros((*rows, channels), jnp.float32),
+            jnp.full(rows, -jnp.inf, jnp.float32),
+            jnp.zeros(rows, jnp.float32),
+        )
+        blocks = (start // config.block_kv, -(-stop // config.block_kv))
+        return numerics.finish(*jax.lax.fori_loop(*blocks, step, empty))
+
+    numbers = jnp.arange(q.shape[0], dtype=jnp.int32)
+    out, residual = jax.lax.map(one_query_block, (numbers, q, q_scale))
+    out = jnp.moveaxis(out, (0, 4), (1, 2)).reshape(batch, -1, heads, channels)[:, :length]
+    residual = jnp.moveaxis(residual, (0, 4), (1, 2)).reshape(batch, -1, heads)[:, :length]
+    return out.astype(query.dtype), residual
+
+
+def _online_step(
+    state: _State,
+    scores: jax.Array,
+    mask: jax.Array,
+    value: jax.Array,
+    value_scale: jax.Array,
+    config: TurboConfig,
+) -> _State:
+    """One key block of Algorithm 1.
+
+    Blocks are rescaled with the exact exponential. SAS(0) is 0.9996: with it the oldest of `n`
+    blocks would lose a factor 0.9996**n of its weight.
+
+    Args:
+      state: outputs ``[B, K, G, q, H]``, row maxima and row sums ``[B, K, G, q]``.
+      scores: float32 ``[B, K, G, q, t]``.
+      mask: bool ``[B, 1, 1, q, t]``.
+      value: codes ``[B, K, t, H]``.
+      value_scale: float32 ``[B, K]``.
+      config: numerics.
+    """
+    o, m, l = state
+    exp = numerics.exponential(config)
+    scores = jnp.where(mask, scores, -jnp.inf)
+    block_max = jnp.max(scores, axis=-1)
+    new_max = jnp.maximum(m, block_max)
+    shift = numerics.finite_maximum(new_max)
+    p = jnp.where(mask, exp(scores - shift[..., None]), 0)
+    p_codes, p_scale = numerics.round_probabilities(
+        p, exp(block_max - shift)[..., None], config.mode
+    )
+    product = numerics.exact_dot("bkgqt,bkth->bkgqh", p_codes, value)
+    product = product * (p_scale * value_scale[:, :, None, None, None])
+    # A block of which a row sees nothing must not reach it, not even as 0 * NaN.
+    product = jnp.where(jnp.any(mask, axis=-1, keepdims=True), product, 0)
+    alpha = jnp.exp(m - shift)
+    return o * alpha[..., None] + product, new_max, l * alpha + jnp.sum(p, axis=-1)
+
+
+def _query_blocks(query: jax.Array, block: int) -> jax.Array:
+    """``[B, T, K, G, H]`` to blocks ``[n, B, K, G, block, H]``, padded with zeros."""
+    batch, length, kv_heads, group, channels = query.shape
+    query = jnp.pad(query, ((0, 0), (0, -length % block), (0, 0), (0, 0), (0, 0)))
+    blocks = query.reshape(batch, -1, block, kv_heads, group, channels)
+    return jnp.transpose(blocks, (1, 0, 3, 4, 2, 5))
+
+
+def _key_blocks(x: jax.Array, length: jax.Array, block: int) -> jax.Array:
+    """``[B, S, K, H]`` to blocks ``[B, K, n, block, H]``, zero past each length."""
+    batch, size, heads, channels = x.shape
+    valid = jnp.arange(size)[None] < length[:, None]
+    x = jnp.where(valid[:, :, None, None], x, jnp.zeros((), x.dtype))
+    x = jnp.pad(x, ((0, 0), (0, -size % block), (0, 0), (0, 0)))
+    return jnp.transpose(x.reshape(batch, -1, block, heads, channels), (0, 3, 1, 2, 4))
+
+
+def _at(x: jax.Array, block: jax.Array) -> jax.Array:
+    """Block number `block` of ``[B, K, n, ...]``."""
+    return jax.lax.dynamic_index_in_dim(x, block, axis=2, keepdims=False)

@@ -1,0 +1,15 @@
+"""Quantizers: FlashQ stages 1 and 2, e4m3, packing, head priorities."""
+
+from turbojax.quantizers.fp8 import E4M3_MAX as E4M3_MAX
+from turbojax.quantizers.fp8 import quantize_fp8 as quantize_fp8
+from turbojax.quantizers.head_priority import head_priority as head_priority
+from turbojax.quantizers.head_priority import rank_heads as rank_heads
+from turbojax.quantizers.int8 import INT8_RANGE as INT8_RANGE
+from turbojax.quantizers.int8 import quantize_int8 as quantize_int8
+from turbojax.quantizers.int8 import quantize_with_scale as quantize_with_scale
+from turbojax.quantizers.int8 import scale_from_maximum as scale_from_maximum
+from turbojax.quantizers.packing import pack as pack
+from turbojax.quantizers.packing import packed_size as packed_size
+from turbojax.quantizers.packing import unpack as unpack
+from turbojax.quantizers.progressive import dequantize_channels as dequantize_channels
+from turbojax.quantizers.progressive import quantize_channels as quantize_channels

@@ -1,0 +1,39 @@
+"""Symmetric e4m3 quantization, the operands of the 8-bit float modes."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+E4M3_MAX = 448.0
+"""Largest finite e4m3 value."""
+
+_RECIPROCAL_MAX = float(np.float32(1 / E4M3_MAX))
+
+
+def quantize_fp8(x: jax.Array, *, axis: int | Sequence[int]) -> tuple[jax.Array, jax.Array]:
+    """Quantizes to e4m3 with one scale over `axis`: ``s = max|x| / 448``, ``q = e4m3(x / s)``.
+
+    Args:
+      x: floating point, any shape.
+      axis: the axes that share a scale.
+
+    Returns:
+      codes: float8_e4m3fn, `x`'s shape.
+      scale: float32, `x`'s shape without `axis`; 1 where everything is zero, NaN where some value
+        is not finite.
+
+    Raises:
+      TypeError: if `x` is not floating point.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"x.dtype={x.dtype} must be floating point")
+    axes = (axis,) if isinstance(axis, int) else tuple(axis)
+    x = x.astype(jnp.float32)
+    maximum = jnp.max(jnp.abs(x), axis=axes, keepdims=True)
+    scale = maximum * _RECIPROCAL_MAX
+    scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1, scale)
+    scale = jnp.where(jnp.isfinite(maximum), scale, jnp.nan)
+    codes = jnp.clip(x / scale, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)
+    return codes, jnp.squeeze(scale, axis=axes)

@@ -1,0 +1,134 @@
+"""SAS, the sparse activated softmax: exponentials from a small table and a cubic.
+
+Source: TurboAttention (Kang et al., 2024), Eqs. 13-15 and Algorithm 3.
+"""
+
+import dataclasses
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+# Least-squares cubics on [0, 1), constant term first: exp(-f) as the paper prints it (Eq. 15),
+# and 2**-f refitted the same way.
+_POLYNOMIALS = {
+    "e": (0.9996, -0.9922, 0.4626, -0.1025),
+    "2": (0.99989843, -0.69107548, 0.23059295, -0.03950994),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class SAS:
+    """The SAS approximation of ``exp`` on non-positive arguments (Eqs. 13-15).
+
+    With ``y = max(-x, 0)``, ``i = floor(y)`` and ``f = y - i`` the value is 0 below the
+    threshold and ``exp(-i) * poly(f)`` elsewhere. With base 2, ``y`` counts powers of two: the
+    integer part becomes an exponent and needs no table. Both stay within 5e-4 of ``exp`` above
+    the threshold.
+
+    Tiny positive arguments count as zero: compilers contract ``s * c - m * c`` into a fused
+    multiply-add, which leaves the row maximum slightly above 0.
+
+    Attributes:
+      threshold: natural-log units, finite and negative; below it the result is exactly 0.
+      base: ``"e"``, the paper's table, or ``"2"``.
+
+    Raises:
+      ValueError: if the threshold is not finite and negative, or the base is another string.
+    """
+
+    threshold: float = -6.0
+    base: Literal["e", "2"] = "e"
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.threshold) and self.threshold < 0):
+            raise ValueError(f"{self.threshold=} must be finite and negative")
+        if self.base not in _POLYNOMIALS:
+            raise ValueError(f"{self.base=} must be 'e' or '2'")
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Approximates ``exp(x)`` elementwise.
+
+        Args:
+          x: floating point, any shape, ``x <= 0``. ``-inf`` gives 0, NaN gives NaN.
+
+        Returns:
+          Same shape and dtype; computed in at least float32.
+
+        Raises:
+          TypeError: if ``x`` is not floating point.
+        """
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"x.dtype={x.dtype} must be floating point")
+        dtype = jnp.promote_types(x.dtype, jnp.float32)
+        exponent = x.astype(dtype)
+        y = jnp.maximum(-exponent, 0)
+        steps = self._table_size() - 1
+        if self.base == "2":
+            y = y * (1 / math.log(2))
+        # The limit keeps -inf finite; NaN passes through minimum and the polynomial.
+        y = jnp.minimum(y, steps + 1)
+        whole = jnp.floor(y)
+        value = _polynomial(y - whole, _POLYNOMIALS[self.base]) * self._power(whole)
+        return jnp.where(exponent < self.threshold, 0, value).astype(x.dtype)
+
+    def _table_size(self) -> int:
+        """Number of integer parts that can occur at or above the threshold."""
+        unit = math.log(2) if self.base == "2" else 1.0
+        return math.floor(-self.threshold / unit) + 1
+
+    def _power(self, whole: jax.Array) -> jax.Array:
+        """``base ** -whole`` for integral ``whole`` of at most the table's size."""
+        if self.base == "2":
+            return jnp.exp2(-whole)
+        # Selects instead of a gather: kernels lower them, and the table has seven entries.
+        power = jnp.ones_like(whole)
+        for i in range(1, self._table_size() + 1):
+            power = jnp.where(whole >= i, math.exp(-i), power)
+        return power
+
+
+def _polynomial(x: jax.Array, coefficients: tuple[float, ...]) -> jax.Array:
+    value = jnp.full_like(x, coefficients[-1])
+    for c in reversed(coefficients[:-1]):
+        value = value * x + c
+    return value
+
+
+def sas_softmax(
+    x: jax.Array, axis: int = -1, sas: SAS = SAS(), where: jax.Array | None = None
+) -> jax.Array:
+    """Softmax with SAS in place of the exponential (Algorithm 3).
+
+    Args:
+      x: floating point scores, any shape.
+      axis: the axis that sums to one.
+      sas: the approximation.
+      where: optional boolean mask, broadcastable to ``x``; False entries get weight 0.
+
+    Returns:
+      Weights of ``x``'s shape and dtype, computed in at least float32. A row with no unmasked
+      entry is all zeros; an unmasked NaN makes its row NaN.
+
+    Raises:
+      TypeError: if ``x`` is not floating point or ``where`` not boolean.
+      ValueError: if ``where`` does not broadcast to ``x``'s shape.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"x.dtype={x.dtype} must be floating point")
+    scores = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    mask = None
+    if where is not None:
+        if where.dtype != jnp.bool_:
+            raise TypeError(f"where.dtype={where.dtype} must be bool")
+        try:
+            mask = jnp.broadcast_to(where, x.shape)
+        except ValueError:
+            raise ValueError(f"{where.shape=} must broadcast to {x.shape=}") from None
+        scores = jnp.where(mask, scores, -jnp.inf)
+    top = jnp.max(scores, axis=axis, keepdims=True)
+    weights = sas(scores - jnp.where(top == -jnp.inf, 0, top))
+    total = jnp.sum(weights, axis=axis, keepdims=True)
+    weights = weights / jnp.where(total == 0, 1, total)
+    return weights.astype(x.dtype)
