@@ -195,3 +195,16 @@ def test_api_page_lists_every_public_name():
         parent, _, last = target.rpartition(".")
         found = hasattr(importlib.import_module(parent), last) if parent else True
         assert found, f"docs/api.md lists {name}, which does not exist"
+
+
+def test_costs_on_the_numerics_page():
+    page = (ROOT / "docs" / "numerics.md").read_text(encoding="utf-8")
+    channels, block = 128, 64
+    for codes, bits in {
+        "4 bits": 4,
+        "3 bits": 3,
+        "half the heads 4 bits, half 2": 3,
+        "2 bits": 2,
+    }.items():
+        cost = bits + 16 / block + 32 / (block * channels)
+        assert f"| {codes} | {cost:.2f} | {16 / cost:.2f} times smaller |" in page
