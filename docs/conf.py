@@ -2,6 +2,7 @@
 
 import os
 import re
+import textwrap
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -37,34 +38,32 @@ autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_preserve_defaults = True
 autodoc_typehints = "signature"
 napoleon_numpy_docstring = False
-# Attributes are described by their class's docstring, once.
-napoleon_use_ivar = True
-napoleon_custom_sections = [("Returned values", "params_style")]  # see below
+# Attributes are described by their class's docstring, once. For returned values see below.
+napoleon_custom_sections = [("Attributes", "params_style"), ("Returned values", "params_style")]
 python_maximum_signature_line_length = 88
 
 
-def _returned_values(_app: Any, _what: str, _name: str, _obj: Any, _opts: Any, lines: list[str]):
-    """Lets a `Returns:` section that names several values read like `Args:`.
+def _returns(_app: Any, _what: str, _name: str, _obj: Any, _opts: Any, lines: list[str]) -> None:
+    """Takes a `Returns:` section as it is meant, before napoleon reads it.
 
-    Napoleon takes every `Returns:` for one value with a type in front of its colon.
+    Napoleon takes whatever stands before the first colon for a type. A section that names several
+    values is to read like `Args:`, and every other one is plain text.
     """
     if "Returns:" not in lines:
         return
     header = lines.index("Returns:")
-    section = []
-    for line in lines[header + 1 :]:
-        if line and not line.startswith(" "):
-            break
-        section.append(line)
-    text = [line for line in section if line]
-    if not text:
-        return
-    indent = len(text[0]) - len(text[0].lstrip())
-    entries = [line.strip() for line in text if not line.startswith(" " * (indent + 1))]
-    if len(entries) > 1 and all(re.match(r"\w+: ", entry) for entry in entries):
+    end = header + 1
+    while end < len(lines) and (not lines[end] or lines[end].startswith(" ")):
+        end += 1
+    section = textwrap.dedent("\n".join(lines[header + 1 : end])).splitlines()
+    entries = [line for line in section if line and not line.startswith(" ")]
+    names = [re.match(r"\w+(, \w+)*: ", entry) for entry in entries]
+    if all(names) and (len(names) > 1 or ", " in names[0][0]):
         lines[header] = "Returned values:"
+    else:
+        lines[header:end] = [":returns:", *("   " + line if line else "" for line in section), ""]
 
 
 def setup(app: Any) -> None:
     """Runs the above before napoleon, whose priority is 500."""
-    app.connect("autodoc-process-docstring", _returned_values, priority=400)
+    app.connect("autodoc-process-docstring", _returns, priority=400)
