@@ -15,7 +15,7 @@ import pytest
 import turbojax
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("turbojax", "pallas_kernels")
+PACKAGES = ("turbojax", "pallas_kernels", "training")
 MAX_LINES = 500
 
 
