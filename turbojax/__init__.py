@@ -1,5 +1,7 @@
 """turbojax: quantized, compressed and sparse attention for JAX."""
 
+from typing import TYPE_CHECKING
+
 from turbojax import quantizers as quantizers
 from turbojax.cache import CacheSide as CacheSide
 from turbojax.cache import ProgressiveCache as ProgressiveCache
@@ -13,6 +15,9 @@ from turbojax.ops.turbo_attention import turbo_attention as turbo_attention
 from turbojax.quantizers import head_priority as head_priority
 from turbojax.sas import SAS as SAS
 from turbojax.sas import sas_softmax as sas_softmax
+
+if TYPE_CHECKING:
+    from turbojax import models as models
 
 __version__ = "0.1.0"
 
@@ -32,3 +37,12 @@ __all__ = [
     "sas_softmax",
     "turbo_attention",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Imports `turbojax.models`, and with it Flax, when it is first used."""
+    if name == "models":
+        import importlib
+
+        return importlib.import_module("turbojax.models")
+    raise AttributeError(f"module 'turbojax' has no attribute {name!r}")

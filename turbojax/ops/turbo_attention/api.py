@@ -215,7 +215,7 @@ def _options(
 
 
 def _not_differentiable(run: Any, op: str, **options: Any) -> Any:
-    """`run` with its options bound, which refuses gradients instead of giving zeros for rounding."""
+    """`run` with its options bound; refuses gradients, which rounding would make zero."""
 
     @jax.custom_vjp
     def call(*arrays: Any) -> Any:

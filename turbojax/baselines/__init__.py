@@ -1,0 +1,1 @@
+"""Plain-JAX baselines to compare with."""

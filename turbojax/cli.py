@@ -1,0 +1,121 @@
+"""The `turbojax` command."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+except ImportError as error:
+    raise SystemExit(
+        f"the turbojax command needs {error.name}: pip install 'turbojax[demo]'"
+    ) from error
+
+import turbojax
+
+app = typer.Typer(
+    help="Quantized, compressed and sparse attention for JAX.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        typer.echo(f"turbojax {turbojax.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print it, exit."),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def demo(
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Text to read. Default: a module of this Python's standard library that the "
+            "model was not trained on.",
+            show_default=False,
+        ),
+    ] = None,
+    prompt_bytes: Annotated[int, typer.Option(help="Bytes to prefill.")] = 3072,
+    new_bytes: Annotated[int, typer.Option(help="Bytes to decode one by one and score.")] = 384,
+    generate_bytes: Annotated[int, typer.Option(help="Bytes to generate freely.")] = 128,
+    cache: Annotated[
+        str, typer.Option(help="Caches, comma separated: exact, 4bit, 2/4bit, 3bit, 2bit.")
+    ] = "exact,4bit,2/4bit",
+    model: Annotated[
+        str, typer.Option(help="'embedded', or a folder with a byte-level Llama checkpoint.")
+    ] = "embedded",
+    plot: Annotated[Path | None, typer.Option(help="Also draw a picture to this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Read a file with a small language model through several KV caches, side by side.
+
+    The model prefills the beginning of the file, then decodes on through each cache, fed the true
+    bytes: bits per byte, how often the greedy prediction equals that of the first cache, memory
+    and speed. Then it continues the text by itself.
+    """
+    import jax.numpy as jnp
+
+    from turbojax import models
+    from turbojax.demo import DemoSettings, default_file, display, run
+
+    try:
+        settings = DemoSettings(
+            file=file or default_file(prompt_bytes + new_bytes),
+            prompt_bytes=prompt_bytes,
+            new_bytes=new_bytes,
+            generated_bytes=generate_bytes,
+            caches=tuple(name.strip() for name in cache.split(",")),
+        )
+        # float32 is the fast dtype of CPUs; the caches are what is being compared.
+        llama = models.load(model, dtype=jnp.float32)
+        steps = len(settings.caches) * (settings.new_bytes + settings.generated_bytes)
+        with _progress_bar() as bar:
+            task = bar.add_task("starting", total=steps)
+
+            def advance(name: str, count: int) -> None:
+                bar.update(task, advance=count, description=f"{name} cache")
+
+            report = run(llama, settings, advance)
+        if plot is not None:
+            display.save_plot(report, llama, plot)
+    except (OSError, ValueError, NotImplementedError) as error:
+        typer.echo(f"turbojax demo: {error}", err=True)
+        raise typer.Exit(2) from error
+    if as_json:
+        typer.echo(json.dumps(report.to_json(), indent=2))
+    else:
+        Console().print(display.render(report))
+        if plot is not None:
+            typer.echo(f"plot written to {plot}")
+
+
+def _progress_bar() -> Progress:
+    """A bar on standard error, so that standard output stays clean for `--json`."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+
+
+def main() -> None:
+    """Entry point of the `turbojax` command."""
+    sys.exit(app())

@@ -1,0 +1,100 @@
+"""How the demo is shown: a table, the generated texts, a plot."""
+
+from pathlib import Path
+
+import jax
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from turbojax.demo.measure import CacheResult, DemoReport
+from turbojax.models import Llama
+from turbojax.models.caching import cache_by_name, init_caches
+
+
+def render(report: DemoReport) -> RenderableType:
+    """The report for a terminal."""
+    settings = report.settings
+    title = (
+        f"{settings.file.name}: {settings.prompt_bytes} bytes prefilled, "
+        f"{settings.new_bytes} decoded through each cache"
+    )
+    table = Table(title=title)
+    table.add_column("cache")
+    for column in ("bits/byte", "vs first", "same choice", "cache bytes", "ratio", "bytes/s"):
+        table.add_column(column, justify="right")
+    first = report.results[0]
+    for result in report.results:
+        table.add_row(
+            result.name,
+            f"{result.bits_per_byte:.4f}",
+            f"{result.bits_per_byte - first.bits_per_byte:+.4f}",
+            f"{result.agreement:.1%}",
+            f"{result.nbytes:,}",
+            f"{result.compression_ratio:.2f}x",
+            f"{result.bytes_per_second:.1f}",
+        )
+    texts = [_generated_panel(result, first) for result in report.results]
+    footer = Text(f"on {report.device}, {report.seconds:.0f} s", style="dim")
+    return Group(table, *texts, footer)
+
+
+def _generated_panel(result: CacheResult, first: CacheResult) -> Panel:
+    """The freely generated text; what differs from the first cache's stands out."""
+    same = 0
+    for a, b in zip(result.generated, first.generated, strict=True):
+        if a != b:
+            break
+        same += 1
+    text = Text(result.generated[:same].decode("utf-8", "replace"))
+    text.append(result.generated[same:].decode("utf-8", "replace"), style="bold yellow")
+    title = f"{result.name} continues"
+    if result is not first:
+        total = len(result.generated)
+        title += (
+            f": the same {total} bytes as {first.name}"
+            if same == total
+            else f": as {first.name} for {same} of {total} bytes"
+        )
+    return Panel(text, title=title, title_align="left")
+
+
+def save_plot(report: DemoReport, model: Llama, path: Path) -> None:
+    """Draws memory against context length and bits per byte along the text.
+
+    Args:
+      report: what was measured.
+      model: whose caches are drawn.
+      path: the picture's file; its ending chooses the format.
+
+    Raises:
+      OSError: if the file cannot be written.
+      ValueError: if matplotlib does not know the format.
+    """
+    # Imported here: it takes a second that a run without a plot need not wait. A bare `Figure`
+    # needs no display and leaves pyplot's global state alone.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    memory, quality = figure.subplots(1, 2)
+    lengths = [256 * i for i in range(1, model.config.max_length // 256 + 1)]
+    for result in report.results:
+        kind = cache_by_name(result.name, model.config.num_kv_heads)
+        sizes = [
+            jax.eval_shape(lambda n=n, kind=kind: init_caches(model, 1, n, kind)).nbytes / 2**20
+            for n in lengths
+        ]
+        label = f"{result.name} ({result.compression_ratio:.2f}x)"
+        memory.plot(lengths, sizes, label=label)
+        steps = range(1, len(result.curve) + 1)
+        quality.plot(steps, result.curve, label=f"{result.name}: {result.bits_per_byte:.4f}")
+    memory.set(title="KV cache of the model", xlabel="context length (bytes of text)")
+    memory.set_ylabel("MiB")
+    quality.set(title=f"Decoding {report.settings.file.name}", xlabel="bytes decoded")
+    quality.set_ylabel("bits per byte, running mean")
+    for axes in (memory, quality):
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path, dpi=120)
