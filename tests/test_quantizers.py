@@ -81,6 +81,21 @@ def test_stage_1_of_non_finite_blocks(dtype, bad):
     np.testing.assert_array_equal(np.asarray(codes)[[0, 2]], want[[0, 2]])
 
 
+@pytest.mark.parametrize("quantize", [quantizers.quantize_int8, quantizers.quantize_fp8])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_non_finite_tokens_of_large_blocks(quantize, bad):
+    """A vectorized maximum may lose a NaN: wherever it stands in a block, it is seen."""
+    x = np.array(normal((2, 3, 64, 64), seed=6))
+    for position in ((0, 0), (33, 5), (63, 63), (17, 32)):
+        spoiled = x.copy()
+        spoiled[1, 1][position] = bad
+        for f in (quantize, jax.jit(quantize, static_argnames="axis")):
+            scale = np.asarray(f(jnp.asarray(spoiled), axis=(-2, -1))[1])
+            want = np.zeros((2, 3), bool)
+            want[1, 1] = True
+            np.testing.assert_array_equal(np.isnan(scale), want)
+
+
 @pytest.mark.parametrize("top", [2.0**-126, 2.0**-130, 1e-44])
 def test_stage_1_of_subnormal_blocks_stays_finite(top):
     """Scales that underflow never turn numbers into NaN, nor zeros into something."""
