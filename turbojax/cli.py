@@ -51,8 +51,8 @@ def demo(
         ),
     ] = None,
     prompt_bytes: Annotated[int, typer.Option(help="Bytes to prefill.")] = 3072,
-    new_bytes: Annotated[int, typer.Option(help="Bytes to decode one by one and score.")] = 384,
-    generate_bytes: Annotated[int, typer.Option(help="Bytes to generate freely.")] = 128,
+    new_bytes: Annotated[int, typer.Option(help="Bytes to decode one by one and score.")] = 256,
+    generate_bytes: Annotated[int, typer.Option(help="Bytes to generate freely.")] = 96,
     cache: Annotated[
         str, typer.Option(help="Caches, comma separated: exact, 4bit, 2/4bit, 3bit, 2bit.")
     ] = "exact,4bit,2/4bit",

@@ -36,8 +36,8 @@ class DemoSettings:
 
     file: Path
     prompt_bytes: int = 3072
-    new_bytes: int = 384
-    generated_bytes: int = 128
+    new_bytes: int = 256
+    generated_bytes: int = 96
     caches: tuple[str, ...] = ("exact", "4bit", "2/4bit")
 
     def __post_init__(self) -> None:

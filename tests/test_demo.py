@@ -1,0 +1,137 @@
+"""The `turbojax demo` command: what it reports, and what it says when it cannot."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from typer.testing import CliRunner
+
+from turbojax import models
+from turbojax.cli import app
+from turbojax.demo import DemoSettings, default_file
+
+SMALL = ["--prompt-bytes", "70", "--new-bytes", "8", "--generate-bytes", "4"]
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory) -> str:
+    """The folder of a random byte-level model."""
+    config = models.LlamaConfig(
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        max_length=128,
+    )
+    folder = tmp_path_factory.mktemp("tiny")
+    models.save(models.Llama(config, rngs=nnx.Rngs(0)), folder, dtype=jnp.bfloat16)
+    return str(folder)
+
+
+def _run(*arguments: str):
+    return CliRunner().invoke(app, ["demo", *arguments], env={"COLUMNS": "120"})
+
+
+def test_json_report(tiny_model, tmp_path):
+    plot = tmp_path / "demo.png"
+    result = _run("--model", tiny_model, *SMALL, "--json", "--plot", str(plot))
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    exact, *compressed = report["results"]
+    assert [row["name"] for row in report["results"]] == ["exact", "4bit", "2/4bit"]
+    assert exact["agreement"] == 1.0
+    assert 0.99 < exact["compression_ratio"] <= 1.0
+    for row in compressed:
+        assert abs(row["bits_per_byte"] - exact["bits_per_byte"]) < 0.2
+        assert row["nbytes"] < exact["nbytes"]
+        assert row["bytes_per_second"] > 0
+        assert len(row["generated"]) > 0
+    assert compressed[1]["nbytes"] < compressed[0]["nbytes"]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_table_names_each_cache_and_its_text(tiny_model):
+    result = _run("--model", tiny_model, *SMALL, "--cache", "exact, 3bit")
+    assert result.exit_code == 0, result.stderr
+    for text in ("bits/byte", "exact continues", "3bit continues", "70 bytes prefilled"):
+        assert text in result.stdout
+
+
+def test_exact_bits_per_byte_is_that_of_the_model(tiny_model, tmp_path):
+    text = bytes(range(1, 100))
+    file = tmp_path / "text"
+    file.write_bytes(text)
+    result = _run("--model", tiny_model, *SMALL, "--json", "--file", str(file), "--cache", "exact")
+    row = json.loads(result.stdout)["results"][0]
+    tokens = jnp.array([[models.BEGINNING_OF_FILE, *text[:78]]])
+    logits = models.load(tiny_model, dtype=jnp.float32)(tokens)[0, 70:78]
+    losses = jnp.stack(
+        [jax.nn.logsumexp(l) - l[t] for l, t in zip(logits, text[70:78], strict=True)]
+    )
+    assert row["bits_per_byte"] == pytest.approx(float(losses.mean()) / 0.6931472, abs=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--file", "/no/such/file"], "No such file or directory: '/no/such/file'"),
+        (["--file", "/"], "Is a directory"),
+        (["--cache", "5bit"], "cache '5bit' must be one of exact, 4bit, 2/4bit, 3bit, 2bit"),
+        (["--cache", "4bit,4bit"], "must name each cache once"),
+        (["--new-bytes", "0"], "new_bytes=0 must be at least 1"),
+        (["--prompt-bytes", "1000"], "must be at most the model's 128"),
+        (["--model", "/no/such/folder"], "'/no/such/folder' must be 'embedded' or a folder"),
+        (["--plot", "/no/such/folder/x.png"], "No such file or directory"),
+    ],
+)
+def test_errors_are_one_clear_line(tiny_model, arguments, message):
+    result = _run("--model", tiny_model, *SMALL, "--cache", "exact", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert len(result.stderr.strip().splitlines()[-1]) < 400
+
+
+def test_a_file_that_is_too_short(tiny_model, tmp_path):
+    file = tmp_path / "short"
+    file.write_bytes(b"abc")
+    result = _run("--model", tiny_model, *SMALL, "--file", str(file))
+    assert result.exit_code == 2
+    assert "has 3 bytes, must have at least 78" in result.stderr
+
+
+def test_default_file_is_a_held_out_module():
+    file = default_file(4000)
+    assert file.name in models.held_out_modules()
+    assert file.stat().st_size >= 4000
+    with pytest.raises(FileNotFoundError, match="at least 1000000000 bytes"):
+        default_file(10**9)
+
+
+def test_settings_are_checked():
+    with pytest.raises(ValueError, match="prompt_bytes=0"):
+        DemoSettings(file=Path("x"), prompt_bytes=0)
+    with pytest.raises(ValueError, match="must name each cache once"):
+        DemoSettings(file=Path("x"), caches=())
+
+
+def test_help_and_version():
+    help_text = CliRunner().invoke(app, ["--help"]).stdout
+    assert "demo" in help_text
+    assert "--version" in help_text
+    assert CliRunner().invoke(app, ["--version"]).stdout.startswith("turbojax 0.")
+
+
+def test_without_the_extra_the_command_says_what_to_install():
+    code = "import sys; sys.modules['typer'] = None; import turbojax.cli"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "needs typer: pip install 'turbojax[demo]'" in done.stderr

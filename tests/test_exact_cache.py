@@ -1,0 +1,63 @@
+"""The uncompressed baseline cache."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from turbojax.baselines import exact
+
+
+def _tensors(batch: int, length: int, heads: int, seed: int = 0) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), (batch, length, heads, 16))
+
+
+def test_decode_equals_attention_over_the_ragged_history():
+    key, value, query = _tensors(2, 9, 2), _tensors(2, 9, 2, 1), _tensors(2, 3, 4, 2)
+    cache = exact.init_cache(2, 12, 2, 16, dtype=jnp.float32)
+    cache = exact.append(cache, key, value, lengths=jnp.array([9, 5]))
+    out = exact.decode(query, cache)
+    for row, length in enumerate((9, 5)):
+        for t in range(3):
+            stop = length - 3 + t + 1
+            expected = jax.nn.dot_product_attention(
+                query[row : row + 1, t : t + 1],
+                key[row : row + 1, :stop],
+                value[row : row + 1, :stop],
+            )
+            np.testing.assert_allclose(out[row, t], expected[0, 0], atol=2e-6)
+
+
+def test_appending_in_pieces_equals_appending_at_once():
+    key, value = _tensors(2, 7, 2), _tensors(2, 7, 2, 1)
+    empty = exact.init_cache(2, 8, 2, 16)
+    at_once = exact.append(empty, key, value)
+    pieces = empty
+    for t in range(7):
+        pieces = exact.append(pieces, key[:, t : t + 1], value[:, t : t + 1])
+    for a, b in zip(jax.tree.leaves(at_once), jax.tree.leaves(pieces), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_overflow_is_an_error_and_under_jit_a_status():
+    key = _tensors(2, 5, 2)
+    cache = exact.append(exact.init_cache(2, 6, 2, 16), key, key)
+    with pytest.raises(ValueError, match=r"lengths \[10, 10\].*max_length=6"):
+        exact.append(cache, key, key)
+    after = jax.jit(exact.append)(cache, key, key, lengths=jnp.array([5, 1]))
+    assert after.overflowed.tolist() == [True, False]
+    assert after.lengths.tolist() == [6, 6]
+    np.testing.assert_array_equal(after.key[:, :5], cache.key[:, :5])
+    np.testing.assert_array_equal(after.key[:, 5], key[:, 0].astype(jnp.bfloat16))
+
+
+def test_bad_calls_say_what_is_wrong():
+    cache = exact.init_cache(1, 6, 2, 16)
+    with pytest.raises(ValueError, match="must be positive"):
+        exact.init_cache(1, 0, 2, 16)
+    with pytest.raises(TypeError, match="int8 must be bfloat16"):
+        exact.init_cache(1, 4, 2, 16, dtype=jnp.int8)
+    with pytest.raises(ValueError, match="must fit"):
+        exact.append(cache, _tensors(1, 1, 3), _tensors(1, 1, 3))
+    with pytest.raises(ValueError, match="3 query heads must be a multiple of 2"):
+        exact.decode(_tensors(1, 1, 3), cache)
