@@ -40,9 +40,13 @@ def scale_of(maximum, inverse=INV_LEVELS):
 
 
 def divide_f32(x, scale):
-    """The float32 quotient, rounded correctly."""
+    """Division as it is defined here: the float32 product with the float32 reciprocal.
+
+    Both steps are rounded correctly (a double product of float32 numbers is exact).
+    """
     with np.errstate(all="ignore"):
-        return (x.astype(np.float64) / np.asarray(scale, np.float64)).astype(np.float32)
+        reciprocal = np.float32(1) / np.asarray(scale, np.float32)
+        return (x.astype(np.float64) * reciprocal.astype(np.float64)).astype(np.float32)
 
 
 def quantize_int8(x, axis):

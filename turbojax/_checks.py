@@ -1,5 +1,7 @@
 """Argument checks shared by the public functions: one message names value and requirement."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -90,10 +92,11 @@ def normalize_window(window: int | tuple[int, int] | None) -> tuple[int, int] | 
     """
     if window is None:
         return None
-    pair = (window, window) if isinstance(window, int) else tuple(window)
-    if len(pair) != 2 or any(not isinstance(w, int) or w < 0 for w in pair):
-        raise ValueError(f"local_window_size={window} must be one or two integers >= 0")
-    return pair[0], pair[1]
+    pair: Sequence[object] = (window, window) if isinstance(window, int) else tuple(window)
+    match pair:
+        case (int(left), int(right)) if left >= 0 and right >= 0:
+            return left, right
+    raise ValueError(f"local_window_size={window} must be one or two integers >= 0")
 
 
 def check_positive(name: str, x: float | None) -> None:

@@ -61,8 +61,7 @@ class SAS:
         """
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(f"x.dtype={x.dtype} must be floating point")
-        dtype = jnp.promote_types(x.dtype, jnp.float32)
-        exponent = x.astype(dtype)
+        exponent = _at_least_float32(x)
         y = jnp.maximum(-exponent, 0)
         steps = self._table_size() - 1
         if self.base == "2":
@@ -87,6 +86,10 @@ class SAS:
         for i in range(1, self._table_size() + 1):
             power = jnp.where(whole >= i, math.exp(-i), power)
         return power
+
+
+def _at_least_float32(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
 
 
 def _polynomial(x: jax.Array, coefficients: tuple[float, ...]) -> jax.Array:
@@ -117,7 +120,7 @@ def sas_softmax(
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"x.dtype={x.dtype} must be floating point")
-    scores = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    scores = _at_least_float32(x)
     mask = None
     if where is not None:
         if where.dtype != jnp.bool_:

@@ -143,7 +143,7 @@ class ProgressiveCache:
         )
         leaves, structure = jax.tree_util.tree_flatten_with_path(self)
         wanted, wanted_structure = jax.tree_util.tree_flatten_with_path(expected)
-        if structure != wanted_structure:
+        if not structure == wanted_structure:
             raise ValueError(f"cache structure {structure} must be {wanted_structure}")
         for (path, leaf), (_, want) in zip(leaves, wanted, strict=True):
             if (leaf.shape, leaf.dtype) != (want.shape, want.dtype):

@@ -11,6 +11,7 @@ from turbojax import _checks
 from turbojax.cache.blocks import write_blocks
 from turbojax.cache.progressive import CacheSide, ProgressiveCache
 from turbojax.quantizers import (
+    absolute_maximum,
     head_priority,
     quantize_int8,
     quantize_with_scale,
@@ -185,7 +186,7 @@ def _append_side(
 
 def _first_token_scale(scale: jax.Array, x: jax.Array, accepted: jax.Array) -> jax.Array:
     """Fixes universal scales that are still open: twice the very first token's maximum."""
-    first = scale_from_maximum(2 * jnp.max(jnp.abs(x[:, :, 0]), axis=-1))
+    first = scale_from_maximum(2 * absolute_maximum(x[:, :, 0], -1)[..., 0])
     return jnp.where((scale == 0) & (accepted > 0)[:, None], first, scale)
 
 
@@ -236,7 +237,7 @@ def _store_prompt_side(
         side = dataclasses.replace(
             side, head_slots=jnp.where((kept >= block)[:, None], slots, side.head_slots)
         )
-    maximum = jnp.max(jnp.abs(x), axis=(1, 3))
+    maximum = absolute_maximum(x, (1, 3))[:, 0, :, 0]
     is_open = (side.buffer_scale == 0) & (kept > 0)[:, None]
     scale = jnp.where(is_open, scale_from_maximum(maximum), side.buffer_scale)
 
@@ -249,6 +250,7 @@ def _store_prompt_side(
     position = (kept // block * block)[:, None] + jnp.arange(block)[None]
     tail = _take(x, jnp.minimum(position, x.shape[2] - 1))
     in_buffer = (position < kept[:, None])[:, None, :, None]
+    # A given scale does not know of it.
     broken = jnp.any(~jnp.isfinite(tail) & in_buffer, axis=(2, 3))
     scale = jnp.where(broken, jnp.nan, scale)
     buffer = jnp.where(in_buffer, quantize_with_scale(tail, scale[..., None, None]), 0)

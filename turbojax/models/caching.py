@@ -56,6 +56,7 @@ def init_caches(model: Llama, batch_size: int, max_length: int, cache: CacheKind
       ValueError: if `cache` is neither, or a size does not fit.
     """
     sizes = (batch_size, max_length, model.config.num_kv_heads, model.config.head_dim)
+    layer: LayerCache
     if isinstance(cache, TurboConfig):
         layer = init_cache(*sizes, config=cache, dtype=model.dtype)
     elif cache == "exact":

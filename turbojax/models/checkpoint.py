@@ -103,6 +103,8 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     tensors = to_hf_tensors(model, dtype=dtype)
     save_file(tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+    # safetensors creates the file readable for its owner alone; a package must be readable to all.
+    (folder / WEIGHTS_NAME).chmod(0o644)
     stored = tensors["model.embed_tokens.weight"].dtype.name
     config = {**model.config.to_hf(), "torch_dtype": stored, **(extra_config or {})}
     (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from turbojax.quantizers.int8 import absolute_maximum
+
 E4M3_MAX = 448.0
 """Largest finite e4m3 value."""
 
@@ -14,6 +16,8 @@ _RECIPROCAL_MAX = float(np.float32(1 / E4M3_MAX))
 
 def quantize_fp8(x: jax.Array, *, axis: int | Sequence[int]) -> tuple[jax.Array, jax.Array]:
     """Quantizes to e4m3 with one scale over `axis`: ``s = max|x| / 448``, ``q = e4m3(x / s)``.
+
+    Both divisions are products with a float32 reciprocal, as in stage 1.
 
     Args:
       x: floating point, any shape.
@@ -31,9 +35,7 @@ def quantize_fp8(x: jax.Array, *, axis: int | Sequence[int]) -> tuple[jax.Array,
         raise TypeError(f"x.dtype={x.dtype} must be floating point")
     axes = (axis,) if isinstance(axis, int) else tuple(axis)
     x = x.astype(jnp.float32)
-    maximum = jnp.max(jnp.abs(x), axis=axes, keepdims=True)
-    scale = maximum * _RECIPROCAL_MAX
+    scale = absolute_maximum(x, axes) * _RECIPROCAL_MAX
     scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1, scale)
-    scale = jnp.where(jnp.isfinite(maximum), scale, jnp.nan)
-    codes = jnp.clip(x / scale, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)
+    codes = jnp.clip(x * (1 / scale), -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)
     return codes, jnp.squeeze(scale, axis=axes)

@@ -1,4 +1,9 @@
-"""FlashQ stage 1: symmetric INT8 with one scale per block (TurboAttention, Eq. 9)."""
+"""FlashQ stage 1: symmetric INT8 with one scale per block (TurboAttention, Eq. 9).
+
+Divisions are written as products with a reciprocal. XLA makes them of its own accord, but not
+everywhere, and kernels want one division per block: spelled out, the bits are the same eagerly,
+under `jit` and in a kernel.
+"""
 
 from collections.abc import Sequence
 
@@ -10,13 +15,11 @@ INT8_RANGE = 119
 """Largest stage-1 code. Not 127: stage 2 rounds scales and zeros to integers, and 119 is the
 largest range from which a 4-bit code always dequantizes back into int8."""
 
-# A product, because XLA turns a division by a constant into this product under jit but not
-# outside it: written out, eager and jitted bits are the same.
 _RECIPROCAL_RANGE = float(np.float32(1 / INT8_RANGE))
 
 
 def quantize_int8(x: jax.Array, *, axis: int | Sequence[int]) -> tuple[jax.Array, jax.Array]:
-    """Quantizes with one scale over `axis`: ``s = max|x| / 119``, ``q = rint(x / s)``.
+    """Quantizes with one scale over `axis`: ``s = max|x| * (1/119)``, ``q = rint(x * (1/s))``.
 
     Args:
       x: floating point, any shape.
@@ -32,15 +35,26 @@ def quantize_int8(x: jax.Array, *, axis: int | Sequence[int]) -> tuple[jax.Array
     """
     _check_floating(x)
     x = x.astype(jnp.float32)
-    scale = scale_from_maximum(jnp.max(jnp.abs(x), axis=axis, keepdims=True))
-    return _round_to_codes(x, scale), jnp.squeeze(scale, axis=_axes(axis))
+    axes = (axis,) if isinstance(axis, int) else tuple(axis)
+    scale = scale_from_maximum(absolute_maximum(x, axes))
+    return _round_to_codes(x, scale), jnp.squeeze(scale, axis=axes)
+
+
+def absolute_maximum(x: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
+    """Largest absolute value over `axis`, which is kept with size 1; NaN if one is not finite.
+
+    On a CPU a vectorized maximum may lose a NaN, so it is looked for by itself.
+    """
+    magnitude = jnp.abs(x)
+    maximum = jnp.max(magnitude, axis=axis, keepdims=True)
+    return jnp.where(jnp.all(magnitude < jnp.inf, axis=axis, keepdims=True), maximum, jnp.nan)
 
 
 def scale_from_maximum(maximum: jax.Array) -> jax.Array:
     """The stage-1 scale of values up to `maximum` in absolute value (Eq. 9).
 
     Args:
-      maximum: float32, non-negative or NaN, any shape.
+      maximum: float32, non-negative or NaN, any shape, as `absolute_maximum` returns it.
 
     Returns:
       float32, same shape: ``maximum / 119``, 1 for 0, NaN for a maximum that is not finite. A
@@ -70,13 +84,9 @@ def quantize_with_scale(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _round_to_codes(x: jax.Array, scale: jax.Array) -> jax.Array:
-    codes = jnp.rint(x / scale)
+    codes = jnp.rint(x * (1 / scale))
     codes = jnp.where(jnp.isfinite(x) & jnp.isfinite(scale), codes, 0)
     return jnp.clip(codes, -INT8_RANGE, INT8_RANGE).astype(jnp.int8)
-
-
-def _axes(axis: int | Sequence[int]) -> tuple[int, ...]:
-    return (axis,) if isinstance(axis, int) else tuple(axis)
 
 
 def _check_floating(x: jax.Array) -> None:

@@ -1,7 +1,6 @@
 """FlashQ stage 2: channelwise asymmetric codes of stage-1 integers (TurboAttention, Eq. 10).
 
-Everything here is integer arithmetic; float32 division of integers below 2**8 is exact enough
-that rounding to nearest even always sees the true quotient.
+Everything here is integer arithmetic, carried out in float32.
 """
 
 import jax
@@ -43,15 +42,28 @@ def quantize_channels(codes: jax.Array, bits: int) -> tuple[jax.Array, jax.Array
     low = jnp.min(q1, axis=-2, keepdims=True)
     high = jnp.max(q1, axis=-2, keepdims=True)
     scale = jnp.maximum(1, jnp.rint((high - low) / top))
-    zero = jnp.rint(low / scale)
-    smallest = jnp.maximum(0, jnp.ceil(-_INT8_MAX / scale) - zero)
-    largest = jnp.minimum(top, jnp.floor(_INT8_MAX / scale) - zero)
-    q2 = jnp.clip(jnp.rint(q1 / scale) - zero, smallest, largest)
+    reciprocal = 1 / scale
+    zero = _round_quotient(low, reciprocal)
+    # 127 / scale is a whole number for scale 1 alone, where the product is exact.
+    limit = jnp.floor(_INT8_MAX * reciprocal)
+    smallest = jnp.maximum(0, -limit - zero)
+    largest = jnp.minimum(top, limit - zero)
+    q2 = jnp.clip(_round_quotient(q1, reciprocal) - zero, smallest, largest)
     return (
         q2.astype(jnp.uint8),
         jnp.squeeze(scale, axis=-2).astype(jnp.int8),
         jnp.squeeze(zero, axis=-2).astype(jnp.int8),
     )
+
+
+def _round_quotient(numerator: jax.Array, reciprocal: jax.Array) -> jax.Array:
+    """Half-to-even rounding of an integer over a scale, exact although the reciprocal is not.
+
+    Scales are at most 79, so a quotient that is no tie is at least 1/158 away from one. Rounding
+    to 12 fractional bits first restores ties and moves nothing else across.
+    """
+    quotient = jnp.rint(numerator * reciprocal * 4096) * (1 / 4096)
+    return jnp.rint(quotient)
 
 
 def dequantize_channels(

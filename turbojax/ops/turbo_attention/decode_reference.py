@@ -16,6 +16,8 @@ from turbojax.ops.turbo_attention import numerics
 from turbojax.ops.turbo_attention.masking import Visibility
 
 _State = tuple[jax.Array, jax.Array, jax.Array]
+# Codes int8 [B, K, splits, tokens, H] and scales float32 [B, K, splits].
+_Splits = tuple[jax.Array, jax.Array]
 # Tokens dequantized at a time: enough to amortize a loop step, small enough to stay in a cache.
 _CHUNK_TOKENS = 1024
 
@@ -51,7 +53,9 @@ def decode(
     position = cache.lengths[:, None] - length + jnp.arange(length)[None]
     compressed = cache.lengths - cache.buffer_lengths
 
-    def attend(state: _State, key: _Splits, value: _Splits, start: jax.Array, visible: jax.Array):
+    def attend(
+        state: _State, key: _Splits, value: _Splits, start: jax.Array, visible: jax.Array
+    ) -> _State:
         splits, tokens = key[0].shape[2:4]
         keys = start[:, None] + jnp.arange(splits * tokens)[None]
         mask = visibility.mask(position, keys, cache.lengths) & visible[:, None]
@@ -92,10 +96,6 @@ def decode(
     out = jnp.moveaxis(out, 3, 1).reshape(batch, length, heads, channels)
     residual = jnp.moveaxis(residual, 3, 1).reshape(batch, length, heads)
     return out.astype(query.dtype), residual
-
-
-_Splits = tuple[jax.Array, jax.Array]
-"""Codes int8 ``[B, K, splits, tokens, H]`` and scales float32 ``[B, K, splits]``."""
 
 
 def _read(side: CacheSide, first: jax.Array, count: int) -> _Splits:

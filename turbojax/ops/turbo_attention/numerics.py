@@ -80,7 +80,7 @@ def round_probabilities(
     if mode == "int8":
         scale = largest * (1 / INT8_RANGE)
         scale = jnp.where(scale == 0, 1, scale)
-        return jnp.rint(p / scale), scale
+        return jnp.rint(p * (1 / scale)), scale
     if mode in ("int8_fp8", "fp8"):
         codes = (p * E4M3_MAX).astype(jnp.float8_e4m3fn).astype(jnp.float32)
         return codes, jnp.full_like(largest, 1 / E4M3_MAX)

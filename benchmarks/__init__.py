@@ -1,0 +1,1 @@
+"""Measurements of turbojax: run as `python -m benchmarks.NAME`."""

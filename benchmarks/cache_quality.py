@@ -1,0 +1,167 @@
+"""What compressed caches cost on real text: bits per byte on the held-out modules.
+
+`python -m benchmarks.cache_quality --out benchmarks/results/cache_quality.json`
+
+Every window is prefilled to half of its length and then decoded byte by byte, fed the true
+bytes, through each cache.
+"""
+
+import argparse
+import datetime
+import json
+import math
+import platform
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.progress import Progress
+
+import turbojax
+from training.evaluate import windows
+from turbojax import models
+from turbojax.models import generation
+
+DEFAULT_CACHES = ("exact", "4bit", "3bit", "2/4bit", "2bit")
+
+
+def held_out_windows(context: int, per_file: int) -> dict[str, np.ndarray]:
+    """Up to `per_file` windows ``[n, context + 1]`` of each held-out module here."""
+    library = Path(sysconfig.get_path("stdlib"))
+    cut = {}
+    for name in models.held_out_modules():
+        path = library / name
+        if path.is_file() and path.stat().st_size >= context:
+            cut[name] = windows(path.read_bytes(), context)[:per_file]
+    return cut
+
+
+def decode_bits(
+    model: models.Llama,
+    tokens: np.ndarray,
+    prompt: int,
+    cache: models.CacheKind,
+    progress: generation.Progress | None = None,
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Decodes windows through a cache.
+
+    Args:
+      model: a byte-level model.
+      tokens: int32 ``[B, T + 1]``.
+      prompt: how many tokens of each window are prefilled.
+      cache: the cache.
+      progress: called after each decoded position.
+
+    Returns:
+      bits of each target after the prompt ``[B, T + 1 - prompt]``, the greedy choices there, and
+      the cache's bytes.
+    """
+    capacity = tokens.shape[1] - 1
+    session = generation.start(
+        model, jnp.asarray(tokens[:, :prompt]), max_length=capacity, cache=cache
+    )
+    nbytes = session.caches.nbytes
+    bits, choices = [], []
+    for t in range(prompt, tokens.shape[1]):
+        target = jnp.asarray(tokens[:, t])
+        step_bits, choice = _look(session.logits, target)
+        bits.append(step_bits)
+        choices.append(choice)
+        if t < capacity:
+            session = session.step(target)
+        if progress is not None:
+            progress(1)
+    return np.stack(bits, axis=1), np.stack(choices, axis=1), nbytes
+
+
+@jax.jit
+def _look(logits: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
+    log_p = jax.nn.log_softmax(logits, axis=-1)
+    bits = -jnp.take_along_axis(log_p, target[:, None], axis=-1)[:, 0] / math.log(2)
+    return bits, jnp.argmax(logits, axis=-1)
+
+
+def measure(
+    context: int, per_file: int, caches: tuple[str, ...], dtype: Any, progress: Progress
+) -> dict[str, Any]:
+    """Bits per byte of every cache, in all, by position and by file."""
+    model = models.load(dtype=dtype)
+    cut = held_out_windows(context, per_file)
+    tokens = np.concatenate(list(cut.values()))
+    owners = np.repeat(list(cut), [len(w) for w in cut.values()])
+    prompt = (context + 1) // 2
+    middle = (tokens.shape[1] - prompt) // 2
+    rows: dict[str, Any] = {}
+    reference: np.ndarray | None = None
+    for name in caches:
+        task = progress.add_task(name, total=tokens.shape[1] - prompt)
+        bits, choices, nbytes = decode_bits(
+            model,
+            tokens,
+            prompt,
+            models.cache_by_name(name, model.config.num_kv_heads),
+            lambda n, task=task: progress.advance(task, n),
+        )
+        reference = choices if reference is None else reference
+        rows[name] = {
+            "bits_per_byte": float(bits.mean()),
+            "bits_per_byte_by_context": {
+                f"{prompt}-{prompt + middle}": float(bits[:, :middle].mean()),
+                f"{prompt + middle}-{tokens.shape[1]}": float(bits[:, middle:].mean()),
+            },
+            "bits_per_byte_by_file": {file: float(bits[owners == file].mean()) for file in cut},
+            "same_greedy_choice": float(np.mean(choices == reference)),
+            "cache_bytes_per_sequence": nbytes // len(tokens),
+        }
+    return {
+        "windows": len(tokens),
+        "decoded_bytes": int(tokens.shape[0] * (tokens.shape[1] - prompt)),
+        "context": context,
+        "prefilled": prompt,
+        "dtype": jnp.dtype(dtype).name,
+        "caches": rows,
+    }
+
+
+def environment() -> Mapping[str, str]:
+    """Device, versions and date, as every result records them."""
+    return {
+        "device": jax.devices()[0].device_kind,
+        "date": datetime.date.today().isoformat(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "turbojax": turbojax.__version__,
+    }
+
+
+def main() -> None:
+    """Parses the command line, measures, writes JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="JSON file to write; printed if not given")
+    parser.add_argument("--context", type=int, default=4095, help="bytes predicted per window")
+    parser.add_argument("--windows-per-file", type=int, default=4)
+    parser.add_argument("--caches", default=",".join(DEFAULT_CACHES))
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    arguments = parser.parse_args()
+    with Progress() as progress:
+        result = measure(
+            arguments.context,
+            arguments.windows_per_file,
+            tuple(arguments.caches.split(",")),
+            arguments.dtype,
+            progress,
+        )
+    text = json.dumps({**environment(), **result}, indent=2) + "\n"
+    if arguments.out is None:
+        print(text)
+    else:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
