@@ -7,6 +7,7 @@ is full and becomes a block.
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -141,18 +142,17 @@ class ProgressiveCache:
                 self.dtype,
             )
         )
-        leaves, structure = jax.tree_util.tree_flatten_with_path(self)
-        wanted, wanted_structure = jax.tree_util.tree_flatten_with_path(expected)
-        if not structure == wanted_structure:
-            raise ValueError(f"cache structure {structure} must be {wanted_structure}")
-        for (path, leaf), (_, want) in zip(leaves, wanted, strict=True):
+        leaves, wanted = _named_leaves(self), _named_leaves(expected)
+        if leaves.keys() != wanted.keys():
+            raise ValueError(f"cache holds {sorted(leaves)}, must hold {sorted(wanted)}")
+        for name, leaf in leaves.items():
+            want = wanted[name]
             if (leaf.shape, leaf.dtype) != (want.shape, want.dtype):
-                name = jax.tree_util.keystr(path)
                 raise ValueError(
                     f"cache{name} is {leaf.dtype}{list(leaf.shape)}, "
                     f"must be {want.dtype}{list(want.shape)}"
                 )
-        if _checks.is_concrete(*(leaf for _, leaf in leaves)):
+        if _checks.is_concrete(*leaves.values()):
             _validate_values(self)
 
 
@@ -267,6 +267,11 @@ def _with_scale(side: CacheSide, name: str, scale: jax.Array | None) -> CacheSid
     if _checks.is_concrete(full) and not np.all((np.asarray(full) > 0) & np.isfinite(full)):
         raise ValueError(f"{name}={np.asarray(scale).tolist()} must be positive and finite")
     return dataclasses.replace(side, buffer_scale=full)
+
+
+def _named_leaves(tree: Any) -> dict[str, jax.Array]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
 
 def _nbytes(x: jax.Array) -> int:

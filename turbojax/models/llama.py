@@ -90,7 +90,13 @@ class RMSNorm(nnx.Module):
 
 
 def _linear(
-    in_size: int, out_size: int, gain: float, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs
+    in_size: int,
+    out_size: int,
+    gain: float,
+    *,
+    dtype: DTypeLike,
+    param_dtype: DTypeLike,
+    rngs: nnx.Rngs,
 ) -> nnx.Linear:
     """A bias-free linear layer whose weights have variance `gain**2 / in_size`."""
     init = nnx.initializers.variance_scaling(gain**2, "fan_in", "truncated_normal")
