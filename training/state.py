@@ -1,0 +1,276 @@
+"""What a training step needs: the schedule, the order of the data, the step itself, checkpoints."""
+
+import dataclasses
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from flax import nnx
+
+from turbojax.models import Attend, Llama, LlamaConfig, causal_attention
+
+MODEL = LlamaConfig(
+    vocab_size=256,
+    hidden_size=256,
+    intermediate_size=768,
+    num_layers=8,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=64,
+    max_length=4096,
+    tie_embeddings=True,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Everything that decides which weights come out, beside corpus and machine.
+
+    Attributes:
+      steps: optimizer steps in all.
+      tokens_per_step: bytes predicted per step, a multiple of both contexts.
+      short_context: window of the first steps.
+      long_context: window of the last steps.
+      long_fraction: share of the steps at `long_context`.
+      learning_rate: peak of the schedule.
+      warmup_steps: linear rise from 0.
+      decay_fraction: share of the steps, the last ones, in which the rate falls to 0.
+      weight_decay: of matrices and embeddings, not of norms.
+      clip_norm: bound on the global norm of the gradient.
+      seed: of initial weights and data order.
+      precision: compute dtype; master weights and optimizer state are float32.
+
+    Raises:
+      ValueError: if a value is out of range.
+    """
+
+    steps: int
+    tokens_per_step: int = 131072
+    short_context: int = 1024
+    long_context: int = 4096
+    long_fraction: float = 0.3
+    learning_rate: float = 3e-3
+    warmup_steps: int = 1000
+    decay_fraction: float = 0.4
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+    seed: int = 0
+    precision: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "tokens_per_step", "short_context", "long_context"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("short_context", "long_context"):
+            if self.tokens_per_step % getattr(self, name):
+                raise ValueError(
+                    f"tokens_per_step={self.tokens_per_step} must be a multiple of "
+                    f"{name}={getattr(self, name)}"
+                )
+        for name in ("long_fraction", "decay_fraction"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be between 0 and 1")
+
+    @property
+    def short_steps(self) -> int:
+        """Steps at the short context."""
+        return self.steps - round(self.steps * self.long_fraction)
+
+    def context(self, step: int) -> int:
+        """The window of a step."""
+        return self.short_context if step < self.short_steps else self.long_context
+
+    def schedule(self) -> optax.Schedule:
+        """Warm-up, constant, then 1 - sqrt decay to 0 (WSD: its length can be chosen late)."""
+        decay_steps = max(1, round(self.steps * self.decay_fraction))
+
+        def rate(step: Any) -> jax.Array:
+            step = jnp.asarray(step, jnp.float32)
+            rise = jnp.minimum(1.0, (step + 1.0) / max(1, self.warmup_steps))
+            done = jnp.clip((step - (self.steps - decay_steps)) / decay_steps, 0.0, 1.0)
+            return self.learning_rate * rise * (1.0 - jnp.sqrt(done))
+
+        return rate
+
+    def optimizer(self) -> optax.GradientTransformation:
+        """Clipped AdamW."""
+        return optax.chain(
+            optax.clip_by_global_norm(self.clip_norm),
+            optax.adamw(
+                self.schedule(),
+                b1=0.9,
+                b2=0.95,
+                weight_decay=self.weight_decay,
+                mask=_is_matrix,
+            ),
+        )
+
+
+def _is_matrix(params: Any) -> Any:
+    """True for kernels and embeddings, False for the scales of norms (stacked ones too)."""
+    return jax.tree.map_with_path(lambda path, _: "scale" not in jax.tree_util.keystr(path), params)
+
+
+def window_starts(settings: Settings, step: int, num_bytes: int) -> np.ndarray:
+    """Where the windows of a step begin, a pure function of the step: resuming is exact.
+
+    Every epoch visits all windows once, in a new order and cut at a new offset.
+
+    Args:
+      settings: gives seed, contexts and batch sizes.
+      step: from 0.
+      num_bytes: length of the stream, at least twice the context.
+
+    Returns:
+      `[tokens_per_step / context]` int32.
+
+    Raises:
+      ValueError: if the stream is too short.
+    """
+    context = settings.context(step)
+    batch_size = settings.tokens_per_step // context
+    # One window is lost to the offset, one byte to the shift between inputs and targets.
+    num_windows = (num_bytes - 1) // context - 1
+    if num_windows < 1:
+        raise ValueError(f"{num_bytes=} must be more than twice {context=}")
+    first_step = 0 if step < settings.short_steps else settings.short_steps
+    index = (step - first_step) * batch_size + np.arange(batch_size)
+    starts = np.empty(batch_size, np.int32)
+    for epoch in np.unique(index // num_windows):
+        order, offset = _epoch(settings.seed, context, int(epoch), num_windows)
+        here = index // num_windows == epoch
+        starts[here] = order[index[here] % num_windows] * context + offset
+    return starts
+
+
+@functools.lru_cache(maxsize=4)
+def _epoch(seed: int, context: int, epoch: int, num_windows: int) -> tuple[np.ndarray, int]:
+    generator = np.random.default_rng([seed, context, epoch])
+    return generator.permutation(num_windows), int(generator.integers(context))
+
+
+def cudnn_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, cache: Any
+) -> tuple[jax.Array, Any]:
+    """Causal attention by cuDNN: 16-bit operands, an NVIDIA GPU."""
+    out = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
+    return out, cache
+
+
+class Trainer:
+    """Model, optimizer and their jitted step.
+
+    Attributes:
+      settings: see `Settings`.
+      params: float32 master weights, an `nnx.State`.
+      opt_state: the optimizer's state.
+      step: steps done.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        settings: Settings,
+        stream: np.ndarray,
+        *,
+        attend: Attend | None = None,
+        remat: bool = False,
+        unroll: int = 1,
+    ) -> None:
+        """Initializes weights from the seed.
+
+        Args:
+          config: shape of the model.
+          settings: see `Settings`.
+          stream: `[bytes]` uint8, kept in the accelerator's memory.
+          attend: by default cuDNN's attention on a GPU in 16 bits, XLA's otherwise.
+          remat: see `Llama`.
+          unroll: see `Llama`.
+        """
+        dtype = jnp.dtype(settings.precision)
+        if attend is None:
+            use_cudnn = jax.default_backend() == "gpu" and dtype.itemsize == 2
+            attend = cudnn_attention if use_cudnn else causal_attention
+        self.settings, self.config, self.attend = settings, config, attend
+        rngs = nnx.Rngs(settings.seed)
+        model = Llama(config, dtype=dtype, remat=remat, unroll=unroll, rngs=rngs)
+        self._graph, self.params = nnx.split(model)
+        self._optimizer = settings.optimizer()
+        self.opt_state = self._optimizer.init(self.params)
+        self.step = 0
+        self._num_bytes = stream.size
+        self._stream = jnp.asarray(stream)
+        self._train_step = jax.jit(self._make_step(), static_argnums=4, donate_argnums=(0, 1))
+
+    def _make_step(self) -> Any:
+        graph, attend, optimizer = self._graph, self.attend, self._optimizer
+
+        def loss(params: nnx.State, tokens: jax.Array) -> jax.Array:
+            logits = nnx.merge(graph, params)(tokens[:, :-1], attend=attend)
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+            return jnp.mean(losses)
+
+        def train_step(
+            params: nnx.State, opt_state: Any, stream: jax.Array, starts: jax.Array, context: int
+        ) -> tuple[nnx.State, Any, dict[str, jax.Array]]:
+            indices = starts[:, None] + jnp.arange(context + 1, dtype=jnp.int32)[None, :]
+            value, grads = jax.value_and_grad(loss)(params, stream[indices].astype(jnp.int32))
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            metrics = {
+                "bits_per_byte": value / math.log(2.0),
+                "grad_norm": optax.global_norm(grads),
+            }
+            return optax.apply_updates(params, updates), opt_state, metrics
+
+        return train_step
+
+    def run_step(self) -> dict[str, jax.Array]:
+        """Does one optimizer step.
+
+        Returns:
+          `bits_per_byte` and `grad_norm` of the batch, scalars still on the device.
+        """
+        starts = window_starts(self.settings, self.step, self._num_bytes)
+        context = self.settings.context(self.step)
+        self.params, self.opt_state, metrics = self._train_step(
+            self.params, self.opt_state, self._stream, jnp.asarray(starts), context
+        )
+        self.step += 1
+        return metrics
+
+    def model(self) -> Llama:
+        """The model with the current weights, float32, computing in the training precision."""
+        return nnx.merge(self._graph, self.params)
+
+    def save(self, manager: ocp.CheckpointManager) -> None:
+        """Writes weights, optimizer state and step, in the background."""
+        manager.save(self.step, args=ocp.args.StandardSave(self._leaves()), force=True)
+
+    def restore(self, manager: ocp.CheckpointManager) -> bool:
+        """Takes up the latest checkpoint; False if there is none."""
+        step = manager.latest_step()
+        if step is None:
+            return False
+        like = jax.tree.map(ocp.utils.to_shape_dtype_struct, self._leaves())
+        leaves = manager.restore(step, args=ocp.args.StandardRestore(like))
+        tree = jax.tree.structure((self.params, self.opt_state))
+        self.params, self.opt_state = jax.tree.unflatten(tree, list(leaves.values()))
+        self.step = step
+        return True
+
+    def _leaves(self) -> dict[str, jax.Array]:
+        """Path -> array, in the order of the tree: readable without this class."""
+        leaves, _ = jax.tree_util.tree_flatten_with_path((self.params, self.opt_state))
+        return {f"{i:03d}{jax.tree_util.keystr(path)}": x for i, (path, x) in enumerate(leaves)}
+
+
+def checkpoint_manager(folder: Path) -> ocp.CheckpointManager:
+    """Keeps the last two checkpoints under `folder`."""
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
+    return ocp.CheckpointManager(folder.absolute(), options=options)

@@ -1,0 +1,213 @@
+"""Trains the model that ships with turbojax. See README.md beside this file.
+
+    python -m training.train_embedded_model --out runs/embedded --steps 30000
+
+Rerun the same command to resume: the weights are those of an uninterrupted run.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import platform
+import shlex
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from training import corpus, report
+from training.evaluate import bits_per_byte
+from training.state import MODEL, Settings, Trainer, checkpoint_manager
+from turbojax.models import BEGINNING_OF_FILE, held_out_modules, load, save
+
+EVAL_CONTEXTS = (1024, 2048, 4096)
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder of everything written")
+    parser.add_argument("--export", type=Path, help="the model's folder; default: OUT/model")
+    parser.add_argument("--stop-after-minutes", type=float, default=float("inf"))
+    parser.add_argument("--log-every", type=int, default=50, help="steps")
+    parser.add_argument("--evaluate-every", type=int, default=500, help="steps")
+    parser.add_argument("--save-every", type=int, default=5000, help="steps")
+    parser.add_argument("--library-repeats", type=int, default=3, help="of the standard library")
+    parser.add_argument("--remat", action="store_true", help="recompute layers to save memory")
+    parser.add_argument(
+        "--unroll", type=int, default=MODEL.num_layers, help="layers per scan iteration"
+    )
+    for field in dataclasses.fields(Settings):
+        default = None if field.name == "steps" else field.default
+        name = "--" + field.name.replace("_", "-")
+        parser.add_argument(name, type=field.type, required=default is None, default=default)
+    return parser.parse_args(arguments)
+
+
+class Log:
+    """The run's JSON log, which survives interruptions.
+
+    Args:
+      path: the file; continued if it exists.
+      header: facts about the run, replacing those of an earlier session.
+    """
+
+    def __init__(self, path: Path, header: dict[str, Any]) -> None:
+        self._path = path
+        old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        self.content = {"records": [], "evaluations": [], "seconds": 0.0, **old, **header}
+
+    def rewind(self, step: int) -> None:
+        """Forgets what lies after `step`: it will be computed again."""
+        for name in ("records", "evaluations"):
+            self.content[name] = [row for row in self.content[name] if row["step"] <= step]
+
+    def write(self) -> None:
+        """Writes the file."""
+        self._path.write_text(json.dumps(self.content, indent=1) + "\n", encoding="utf-8")
+
+
+def describe_run(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
+    """Facts about machine, versions and settings for the log."""
+    return {
+        "command": _command(args),
+        "date": datetime.date.today().isoformat(),
+        "device": jax.devices()[0].device_kind,
+        "python": platform.python_version(),
+        "versions": {
+            name: importlib.metadata.version(name)
+            for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+        },
+        "model": {**dataclasses.asdict(MODEL), "parameters": MODEL.num_parameters},
+        "settings": dataclasses.asdict(settings),
+        "library_repeats": args.library_repeats,
+    }
+
+
+def _command(args: argparse.Namespace) -> str:
+    """A command that repeats the run, whatever folders and interruptions this one had."""
+    defaults = parse_arguments(["--out", "", "--steps", "0"])
+    options = ["--out", "runs/embedded"]
+    for name, value in vars(args).items():
+        incidental = name in ("out", "export", "stop_after_minutes", "log_every", "save_every")
+        if not incidental and value != getattr(defaults, name):
+            options += ["--" + name.replace("_", "-"), str(value)]
+    return "python -m training.train_embedded_model " + shlex.join(options)
+
+
+def train(args: argparse.Namespace, trainer: Trainer, log: Log, files: dict[str, bytes]) -> None:
+    """Trains until the last step or the time limit, then checkpoints."""
+    manager = checkpoint_manager(args.out / "checkpoints")
+    if trainer.restore(manager):
+        print(f"resuming at step {trainer.step}", flush=True)
+    log.rewind(trainer.step)
+    started = time.monotonic()
+    deadline = started + 60 * args.stop_after_minutes
+    before = log.content["seconds"]
+    with _progress() as progress:
+        total = trainer.settings.steps
+        task = progress.add_task("training", bpb="-", total=total, completed=trainer.step)
+        while trainer.step < total and time.monotonic() < deadline:
+            _run_interval(args, trainer, log, files)
+            log.content["seconds"] = before + time.monotonic() - started
+            record = log.content["records"][-1]
+            progress.update(task, completed=trainer.step, bpb=f"{record['bits_per_byte']:.3f}")
+            progress.console.print(_line(record))
+            if trainer.step % args.save_every < args.log_every:
+                trainer.save(manager)
+                log.write()
+    if manager.latest_step() != trainer.step:
+        trainer.save(manager)
+    manager.close()
+    log.write()
+
+
+def _run_interval(
+    args: argparse.Namespace, trainer: Trainer, log: Log, files: dict[str, bytes]
+) -> None:
+    """Does the steps up to the next line of the log, and evaluates if it is time."""
+    settings, first = trainer.settings, trainer.step
+    last = min(settings.steps, (first // args.log_every + 1) * args.log_every)
+    began = time.monotonic()
+    metrics = [trainer.run_step() for _ in range(last - first)]
+    losses = [float(row["bits_per_byte"]) for row in metrics]
+    seconds = time.monotonic() - began
+    log.content["records"].append(
+        {
+            "step": last,
+            "tokens": last * settings.tokens_per_step,
+            "context": settings.context(last - 1),
+            "bits_per_byte": round(float(np.mean(losses)), 5),
+            "grad_norm": round(float(metrics[-1]["grad_norm"]), 4),
+            "learning_rate": float(settings.schedule()(last - 1)),
+            "tokens_per_second": round((last - first) * settings.tokens_per_step / seconds),
+        }
+    )
+    if not np.isfinite(losses).all():
+        raise FloatingPointError(f"the loss is not finite between steps {first} and {last}")
+    if last // args.evaluate_every > first // args.evaluate_every or last == settings.steps:
+        context = settings.context(last - 1)
+        scores = bits_per_byte(trainer.model(), files, context, attend=trainer.attend)
+        row = {"step": last, "context": context, "held_out_bits_per_byte": scores["all"]}
+        log.content["evaluations"].append(row)
+        print(f"held out at {context}: {scores['all']:.4f} bits per byte", flush=True)
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[bpb]} bits/byte"),
+        TimeRemainingColumn(),
+    )
+
+
+def _line(record: dict[str, Any]) -> str:
+    return (
+        f"step {record['step']:6d}  context {record['context']}  "
+        f"{record['bits_per_byte']:.4f} bits/byte  rate {record['learning_rate']:.2e}  "
+        f"norm {record['grad_norm']:.2f}  {record['tokens_per_second'] / 1e6:.3f} M tokens/s"
+    )
+
+
+def export(folder: Path, trainer: Trainer, log: Log, files: dict[str, bytes]) -> None:
+    """Writes the model in bfloat16, evaluates what was written, and reports."""
+    tokens = {"bos_token_id": BEGINNING_OF_FILE, "eos_token_id": BEGINNING_OF_FILE}
+    save(trainer.model(), folder, dtype="bfloat16", extra_config=tokens)
+    shipped = load(folder)
+    log.content["held_out_bits_per_byte"] = {
+        str(context): bits_per_byte(shipped, files, context, attend=trainer.attend)
+        for context in EVAL_CONTEXTS
+    }
+    log.content["tokens_seen"] = trainer.step * trainer.settings.tokens_per_step
+    log.write()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Builds the corpus, trains, exports."""
+    args = parse_arguments(arguments)
+    names = [field.name for field in dataclasses.fields(Settings)]
+    settings = Settings(**{name: getattr(args, name) for name in names})
+    args.out.mkdir(parents=True, exist_ok=True)
+    if not (args.out / "corpus.npy").exists():
+        corpus.build(args.out, held_out_modules(), library_repeats=args.library_repeats)
+    stream = np.load(args.out / "corpus.npy")
+    files = corpus.read_held_out(held_out_modules())
+    trainer = Trainer(MODEL, settings, stream, remat=args.remat, unroll=args.unroll)
+    log = Log(args.out / "log.json", describe_run(args, settings))
+    print(f"{stream.size:,} bytes of text, {MODEL.num_parameters:,} parameters", flush=True)
+    train(args, trainer, log, files)
+    folder = args.export or args.out / "model"
+    export(folder, trainer, log, files)
+    report.write(folder, log.content, json.loads((args.out / "corpus.json").read_text()))
+    print(f"wrote {folder}")
+
+
+if __name__ == "__main__":
+    main()
