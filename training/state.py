@@ -27,6 +27,9 @@ MODEL = LlamaConfig(
     tie_embeddings=True,
 )
 
+# How far the rate has fallen, from 0 to 1, over the share of the decay that is done.
+_DECAY_SHAPES = {"sqrt": jnp.sqrt, "linear": lambda done: done}
+
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
@@ -41,6 +44,7 @@ class Settings:
       learning_rate: peak of the schedule.
       warmup_steps: linear rise from 0.
       decay_fraction: share of the steps, the last ones, in which the rate falls to 0.
+      decay_shape: "sqrt" falls as 1 - sqrt(x), for a decay from a high rate; "linear" as 1 - x.
       weight_decay: of matrices and embeddings, not of norms.
       clip_norm: bound on the global norm of the gradient.
       seed: of initial weights and data order.
@@ -58,6 +62,7 @@ class Settings:
     learning_rate: float = 3e-3
     warmup_steps: int = 1000
     decay_fraction: float = 0.4
+    decay_shape: str = "sqrt"
     weight_decay: float = 0.1
     clip_norm: float = 1.0
     seed: int = 0
@@ -76,6 +81,8 @@ class Settings:
         for name in ("long_fraction", "decay_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be between 0 and 1")
+        if self.decay_shape not in _DECAY_SHAPES:
+            raise ValueError(f"{self.decay_shape=} must be one of {sorted(_DECAY_SHAPES)}")
 
     @property
     def short_steps(self) -> int:
@@ -87,14 +94,15 @@ class Settings:
         return self.short_context if step < self.short_steps else self.long_context
 
     def schedule(self) -> optax.Schedule:
-        """Warm-up, constant, then 1 - sqrt decay to 0 (WSD: its length can be chosen late)."""
+        """Warm-up, constant, then decay to 0 (WSD: the decay's length can be chosen late)."""
+        shape = _DECAY_SHAPES[self.decay_shape]
         decay_steps = max(1, round(self.steps * self.decay_fraction))
 
         def rate(step: Any) -> jax.Array:
             step = jnp.asarray(step, jnp.float32)
             rise = jnp.minimum(1.0, (step + 1.0) / max(1, self.warmup_steps))
             done = jnp.clip((step - (self.steps - decay_steps)) / decay_steps, 0.0, 1.0)
-            return self.learning_rate * rise * (1.0 - jnp.sqrt(done))
+            return self.learning_rate * rise * (1.0 - shape(done))
 
         return rate
 
@@ -182,8 +190,9 @@ class Trainer:
         attend: Attend | None = None,
         remat: bool = False,
         unroll: int = 1,
+        init: Llama | None = None,
     ) -> None:
-        """Initializes weights from the seed.
+        """Initializes weights from the seed, or takes those of another model.
 
         Args:
           config: shape of the model.
@@ -192,6 +201,11 @@ class Trainer:
           attend: by default cuDNN's attention on a GPU in 16 bits, XLA's otherwise.
           remat: see `Llama`.
           unroll: see `Llama`.
+          init: a model to start from, of the same shape in any dtype; its optimizer state is
+            unknown, so that a fresh one is used.
+
+        Raises:
+          ValueError: if `init` is of another shape.
         """
         dtype = jnp.dtype(settings.precision)
         if attend is None:
@@ -201,6 +215,8 @@ class Trainer:
         rngs = nnx.Rngs(settings.seed)
         model = Llama(config, dtype=dtype, remat=remat, unroll=unroll, rngs=rngs)
         self._graph, self.params = nnx.split(model)
+        if init is not None:
+            self.params = _float32_weights(init, config)
         self._optimizer = settings.optimizer()
         self.opt_state = self._optimizer.init(self.params)
         self.step = 0
@@ -268,6 +284,13 @@ class Trainer:
         """Path -> array, in the order of the tree: readable without this class."""
         leaves, _ = jax.tree_util.tree_flatten_with_path((self.params, self.opt_state))
         return {f"{i:03d}{jax.tree_util.keystr(path)}": x for i, (path, x) in enumerate(leaves)}
+
+
+def _float32_weights(model: Llama, config: LlamaConfig) -> nnx.State:
+    """The model's parameters in float32, in the structure of a fresh model's."""
+    if model.config != config:
+        raise ValueError(f"the model to start from has {model.config}, must have {config}")
+    return jax.tree.map(lambda x: x.astype(jnp.float32), nnx.state(model))
 
 
 def checkpoint_manager(folder: Path) -> ocp.CheckpointManager:

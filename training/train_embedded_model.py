@@ -2,12 +2,16 @@
 
     python -m training.train_embedded_model --out runs/embedded --steps 30000
 
-Rerun the same command to resume: the weights are those of an uninterrupted run.
+Rerun the same command to resume: the weights are those of an uninterrupted run. With `--init` a
+run starts from exported weights instead of random ones, for instance to anneal a run whose
+checkpoints are lost: lower `--learning-rate`, `--decay-fraction 1`, and another `--seed`, so that
+the data come in a new order.
 """
 
 import argparse
 import dataclasses
 import datetime
+import hashlib
 import importlib.metadata
 import json
 import platform
@@ -24,6 +28,7 @@ from training import corpus, report
 from training.evaluate import bits_per_byte
 from training.state import MODEL, Settings, Trainer, checkpoint_manager
 from turbojax.models import BEGINNING_OF_FILE, held_out_modules, load, save
+from turbojax.models.checkpoint import WEIGHTS_NAME
 
 EVAL_CONTEXTS = (1024, 2048, 4096)
 
@@ -33,6 +38,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of everything written")
     parser.add_argument("--export", type=Path, help="the model's folder; default: OUT/model")
+    parser.add_argument(
+        "--init", type=Path, help="exported folder whose weights to start from; default: random"
+    )
     parser.add_argument("--stop-after-minutes", type=float, default=float("inf"))
     parser.add_argument("--log-every", type=int, default=50, help="steps")
     parser.add_argument("--evaluate-every", type=int, default=500, help="steps")
@@ -86,15 +94,20 @@ def describe_run(args: argparse.Namespace, settings: Settings) -> dict[str, Any]
         "model": {**dataclasses.asdict(MODEL), "parameters": MODEL.num_parameters},
         "settings": dataclasses.asdict(settings),
         "library_repeats": args.library_repeats,
+        "init_sha256": _sha256(args.init / WEIGHTS_NAME) if args.init else None,
     }
 
 
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def _command(args: argparse.Namespace) -> str:
-    """A command that repeats the run, whatever folders and interruptions this one had."""
+    """A command that repeats the run, whatever interruptions this one had."""
     defaults = parse_arguments(["--out", "", "--steps", "0"])
-    options = ["--out", "runs/embedded"]
+    options = []
     for name, value in vars(args).items():
-        incidental = name in ("out", "export", "stop_after_minutes", "log_every", "save_every")
+        incidental = name in ("export", "stop_after_minutes", "log_every", "save_every")
         if not incidental and value != getattr(defaults, name):
             options += ["--" + name.replace("_", "-"), str(value)]
     return "python -m training.train_embedded_model " + shlex.join(options)
@@ -199,7 +212,8 @@ def main(arguments: list[str] | None = None) -> None:
         corpus.build(args.out, held_out_modules(), library_repeats=args.library_repeats)
     stream = np.load(args.out / "corpus.npy")
     files = corpus.read_held_out(held_out_modules())
-    trainer = Trainer(MODEL, settings, stream, remat=args.remat, unroll=args.unroll)
+    init = load(args.init) if args.init else None
+    trainer = Trainer(MODEL, settings, stream, remat=args.remat, unroll=args.unroll, init=init)
     log = Log(args.out / "log.json", describe_run(args, settings))
     print(f"{stream.size:,} bytes of text, {MODEL.num_parameters:,} parameters", flush=True)
     train(args, trainer, log, files)
