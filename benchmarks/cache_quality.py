@@ -7,12 +7,9 @@ bytes, through each cache.
 """
 
 import argparse
-import datetime
 import json
 import math
-import platform
 import sysconfig
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from rich.progress import Progress
 
-import turbojax
 from training.evaluate import windows
 from turbojax import models
+from turbojax.demo import environment
 from turbojax.models import generation
 
 DEFAULT_CACHES = ("exact", "4bit", "3bit", "2/4bit", "2bit")
@@ -124,17 +121,6 @@ def measure(
         "prefilled": prompt,
         "dtype": jnp.dtype(dtype).name,
         "caches": rows,
-    }
-
-
-def environment() -> Mapping[str, str]:
-    """Device, versions and date, as every result records them."""
-    return {
-        "device": jax.devices()[0].device_kind,
-        "date": datetime.date.today().isoformat(),
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "turbojax": turbojax.__version__,
     }
 
 

@@ -4,4 +4,5 @@ from turbojax.demo.measure import CacheResult as CacheResult
 from turbojax.demo.measure import DemoReport as DemoReport
 from turbojax.demo.measure import DemoSettings as DemoSettings
 from turbojax.demo.measure import default_file as default_file
+from turbojax.demo.measure import environment as environment
 from turbojax.demo.measure import run as run

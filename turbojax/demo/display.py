@@ -12,6 +12,9 @@ from turbojax.demo.measure import CacheResult, DemoReport
 from turbojax.models import Llama
 from turbojax.models.caching import cache_by_name, init_caches
 
+# A running mean of fewer bytes jumps about and hides the rest of the picture.
+_UNSETTLED = 15
+
 
 def render(report: DemoReport) -> RenderableType:
     """The report for a terminal."""
@@ -36,8 +39,14 @@ def render(report: DemoReport) -> RenderableType:
             f"{result.bytes_per_second:.1f}",
         )
     texts = [_generated_panel(result, first) for result in report.results]
-    footer = Text(f"on {report.device}, {report.seconds:.0f} s", style="dim")
+    footer = Text(
+        f"{report.seconds:.0f} s in all, jax {jax.__version__} on {_device()}", style="dim"
+    )
     return Group(table, *texts, footer)
+
+
+def _device() -> str:
+    return jax.devices()[0].device_kind
 
 
 def _generated_panel(result: CacheResult, first: CacheResult) -> Panel:
@@ -61,7 +70,7 @@ def _generated_panel(result: CacheResult, first: CacheResult) -> Panel:
 
 
 def save_plot(report: DemoReport, model: Llama, path: Path) -> None:
-    """Draws memory against context length and bits per byte along the text.
+    """Draws memory against context length, and what each cache costs along the text.
 
     Args:
       report: what was measured.
@@ -79,6 +88,7 @@ def save_plot(report: DemoReport, model: Llama, path: Path) -> None:
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     memory, quality = figure.subplots(1, 2)
     lengths = [256 * i for i in range(1, model.config.max_length // 256 + 1)]
+    first = report.results[0]
     for result in report.results:
         kind = cache_by_name(result.name, model.config.num_kv_heads)
         sizes = [
@@ -87,14 +97,19 @@ def save_plot(report: DemoReport, model: Llama, path: Path) -> None:
         ]
         label = f"{result.name} ({result.compression_ratio:.2f}x)"
         memory.plot(lengths, sizes, label=label)
-        steps = range(1, len(result.curve) + 1)
-        quality.plot(steps, result.curve, label=f"{result.name}: {result.bits_per_byte:.4f}")
+        cost = [mean - base for mean, base in zip(result.curve, first.curve, strict=True)]
+        steps = range(1 + _UNSETTLED, len(cost) + 1)
+        quality.plot(
+            steps, cost[_UNSETTLED:], label=f"{result.name} ({result.bits_per_byte:.4f} bits/byte)"
+        )
     memory.set(title="KV cache of the model", xlabel="context length (bytes of text)")
     memory.set_ylabel("MiB")
+    memory.set_ylim(bottom=0)
     quality.set(title=f"Decoding {report.settings.file.name}", xlabel="bytes decoded")
-    quality.set_ylabel("bits per byte, running mean")
+    quality.set_ylabel(f"bits per byte more than {first.name}, running mean")
+    widest = max(abs(y) for line in quality.lines for y in [0.02, *line.get_ydata()])
+    quality.set_ylim(-1.2 * widest, 1.2 * widest)
     for axes in (memory, quality):
-        axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
         axes.legend()
     figure.savefig(path, dpi=120)
