@@ -39,14 +39,9 @@ def render(report: DemoReport) -> RenderableType:
             f"{result.bytes_per_second:.1f}",
         )
     texts = [_generated_panel(result, first) for result in report.results]
-    footer = Text(
-        f"{report.seconds:.0f} s in all, jax {jax.__version__} on {_device()}", style="dim"
-    )
+    where = f"jax {jax.__version__} on {jax.devices()[0].device_kind}"
+    footer = Text(f"{report.seconds:.0f} s in all, {where}", style="dim")
     return Group(table, *texts, footer)
-
-
-def _device() -> str:
-    return jax.devices()[0].device_kind
 
 
 def _generated_panel(result: CacheResult, first: CacheResult) -> Panel:
@@ -107,8 +102,9 @@ def save_plot(report: DemoReport, model: Llama, path: Path) -> None:
     memory.set_ylim(bottom=0)
     quality.set(title=f"Decoding {report.settings.file.name}", xlabel="bytes decoded")
     quality.set_ylabel(f"bits per byte more than {first.name}, running mean")
-    widest = max(abs(y) for line in quality.lines for y in [0.02, *line.get_ydata()])
-    quality.set_ylim(-1.2 * widest, 1.2 * widest)
+    # At least this range, so that differences which do not matter do not look large.
+    low, high = quality.get_ylim()
+    quality.set_ylim(min(low, -0.02), max(high, 0.04))
     for axes in (memory, quality):
         axes.grid(alpha=0.3)
         axes.legend()
