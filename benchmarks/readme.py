@@ -1,0 +1,108 @@
+"""Writes the tables of README.md from the committed results.
+
+`python -m benchmarks.readme` rewrites what stands between the markers; with `--check` it only
+says whether that would change anything.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def latest(prefix: str) -> tuple[str, dict[str, Any]]:
+    """Name and content of the newest result whose name begins so; names end with the date."""
+    path = max(RESULTS.glob(f"{prefix}_*.json"))
+    return path.name, json.loads(path.read_text(encoding="utf-8"))
+
+
+def demo_table() -> str:
+    """What `make demo` printed."""
+    name, report = latest("demo")
+    settings = report["settings"]
+    first = report["results"][0]
+    lines = [
+        "| cache | bits per byte | same greedy byte | cache bytes | smaller than bf16 | bytes/s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in report["results"]:
+        difference = row["bits_per_byte"] - first["bits_per_byte"]
+        cost = "" if row is first else f" ({difference:+.4f})"
+        lines.append(
+            f"| {row['name']} | {row['bits_per_byte']:.4f}{cost} | {row['agreement']:.1%} "
+            f"| {row['nbytes']:,} | {row['compression_ratio']:.2f}x "
+            f"| {row['bytes_per_second']:.0f} |"
+        )
+    lines += [
+        "",
+        f"`{Path(settings['file']).name}`: {settings['prompt_bytes']} bytes prefilled, "
+        f"{settings['new_bytes']} decoded; {report['device']}, jax {report['jax']}, "
+        f"{report['date']} ([{name}](benchmarks/results/{name})).",
+    ]
+    return "\n".join(lines)
+
+
+def quality_table() -> str:
+    """What caches cost over all held-out files."""
+    name, report = latest("cache_quality")
+    caches = report["caches"]
+    base = caches["exact"]
+    lines = [
+        "| cache | bits per byte | cost | same greedy byte | smaller than exact |",
+        "|---|---|---|---|---|",
+    ]
+    for label, row in caches.items():
+        cost = row["bits_per_byte"] - base["bits_per_byte"]
+        ratio = base["cache_bytes_per_sequence"] / row["cache_bytes_per_sequence"]
+        lines.append(
+            f"| {label} | {row['bits_per_byte']:.4f} | {cost:+.4f} "
+            f"| {row['same_greedy_choice']:.1%} | {ratio:.2f}x |"
+        )
+    lines += [
+        "",
+        f"{report['decoded_bytes']:,} bytes of {report['windows']} windows, positions "
+        f"{report['prefilled']} to {report['context'] + 1}, decoded one by one; "
+        f"{report['device']}, jax {report['jax']}, {report['date']} "
+        f"([{name}](benchmarks/results/{name})).",
+    ]
+    return "\n".join(lines)
+
+
+TABLES = {"demo": demo_table, "quality": quality_table}
+
+
+def fill(text: str) -> str:
+    """The text with every marked region replaced by its table.
+
+    Raises:
+      ValueError: if a marker is missing.
+    """
+    for name, table in TABLES.items():
+        begin, end = f"<!-- {name} table -->", f"<!-- end of {name} table -->"
+        if begin not in text or end not in text:
+            raise ValueError(f"README.md must hold {begin!r} and {end!r}")
+        head, rest = text.split(begin, 1)
+        text = f"{head}{begin}\n{table()}\n{end}{rest.split(end, 1)[1]}"
+    return text
+
+
+def main() -> None:
+    """Rewrites README.md, or checks it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="fail if README.md is out of date")
+    check = parser.parse_args().check
+    path = ROOT / "README.md"
+    old = path.read_text(encoding="utf-8")
+    new = fill(old)
+    if check and new != old:
+        sys.exit("README.md is out of date: run python -m benchmarks.readme")
+    if not check:
+        path.write_text(new, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""What compressed caches cost on real text, decoded byte by byte by the embedded model.
+
+A sample that a CPU has time for. `benchmarks.cache_quality` measures all held-out modules.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.cache_quality import decode_bits, held_out_windows
+from turbojax import models
+
+CONTEXT, DECODED = 2239, 192
+FILES = ("argparse.py", "configparser.py", "ipaddress.py", "statistics.py")
+
+
+@pytest.fixture(scope="module")
+def model() -> models.Llama:
+    return models.load(dtype=jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def tokens() -> np.ndarray:
+    """One window of each of four held-out modules; decoding begins after 2048 bytes."""
+    cut = held_out_windows(CONTEXT, 1)
+    return np.concatenate([cut[file] for file in FILES])
+
+
+@pytest.fixture(scope="module")
+def exact_bits(model, tokens) -> np.ndarray:
+    """Of one forward pass without any cache, in float32."""
+    logits = model(jnp.asarray(tokens[:, :-1]))[:, -DECODED:]
+    log_p = jax.nn.log_softmax(logits, axis=-1)
+    targets = jnp.asarray(tokens[:, -DECODED:])
+    return -np.asarray(jnp.take_along_axis(log_p, targets[..., None], axis=-1))[..., 0] / np.log(2)
+
+
+def test_the_model_knows_python(exact_bits):
+    assert exact_bits.shape == (len(FILES), DECODED)
+    assert exact_bits.mean() < 1.1
+
+
+@pytest.mark.parametrize(("name", "limit"), [("4bit", 0.01), ("2/4bit", 0.06)])
+def test_a_compressed_cache_costs_little(model, tokens, exact_bits, name, limit):
+    kind = models.cache_by_name(name, model.config.num_kv_heads)
+    bits, _, nbytes = decode_bits(model, tokens, CONTEXT + 1 - DECODED, kind)
+    cost = bits.mean() - exact_bits.mean()
+    assert cost < limit
+    # And it is not the exact cache in disguise.
+    assert np.abs(bits - exact_bits).max() > 1e-3
+    exact_bytes = 4 * np.prod(
+        [model.config.num_layers, len(FILES), CONTEXT, model.config.num_kv_heads, 64]
+    )
+    assert exact_bytes / nbytes > {"4bit": 3.5, "2/4bit": 4.5}[name]

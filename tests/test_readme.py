@@ -1,0 +1,43 @@
+"""README.md: its examples run and its figures are those of the committed results."""
+
+import contextlib
+import io
+import re
+
+import pytest
+
+from benchmarks import readme
+
+README = (readme.ROOT / "README.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+def _run(code: str) -> str:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+    return out.getvalue()
+
+
+def test_cache_example():
+    out = _run(EXAMPLES[0])
+    assert "[1001  641]" in out
+    ratio = float(re.search(r"([\d.]+)x smaller", out).group(1))
+    assert ratio > 4.6
+
+
+def test_model_example():
+    assert len(_run(EXAMPLES[1]).strip()) > 20
+
+
+def test_there_are_no_other_examples():
+    assert len(EXAMPLES) == 2
+
+
+def test_tables_are_those_of_the_results():
+    assert readme.fill(README) == README, "run python -m benchmarks.readme"
+
+
+def test_a_missing_marker_is_named():
+    with pytest.raises(ValueError, match="<!-- demo table -->"):
+        readme.fill("no markers")
