@@ -92,8 +92,8 @@ def normalize_window(window: int | tuple[int, int] | None) -> tuple[int, int] | 
     """
     if window is None:
         return None
-    pair: Sequence[object] = (window, window) if isinstance(window, int) else tuple(window)
-    match pair:
+    pair: Sequence[object] = window if isinstance(window, Sequence) else (window, window)
+    match tuple(pair):
         case (int(left), int(right)) if left >= 0 and right >= 0:
             return left, right
     raise ValueError(f"local_window_size={window} must be one or two integers >= 0")

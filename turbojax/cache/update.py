@@ -38,7 +38,8 @@ def append(
       key: ``[B, T, K, H]`` in `cache.dtype`.
       value: the same shape and dtype.
       lengths: optional int ``[B]``: how many of the `T` tokens belong to each sequence, the first
-        ones. All of them if not given.
+        ones. All of them if not given. Under `jit` values outside ``0..T`` act as the nearest
+        bound; more than `T` count as tokens left out.
 
     Returns:
       The extended cache. Under `jit`, tokens past `max_length` are left out and `overflowed`
@@ -115,7 +116,7 @@ def _append(
     cache: ProgressiveCache, key: jax.Array, value: jax.Array, lengths: jax.Array
 ) -> ProgressiveCache:
     room = cache.max_length - cache.lengths
-    accepted = jnp.clip(lengths, 0, room)
+    accepted = jnp.clip(lengths, 0, jnp.minimum(room, key.shape[1]))
     total = cache.buffer_lengths + accepted
     flushed = total // cache.config.buffer_size
     update = functools.partial(_append_side, cache, accepted=accepted, flushed=flushed)
@@ -126,7 +127,7 @@ def _append(
         value=update(cache.value, value, num_low=low[1]),
         lengths=cache.lengths + accepted,
         buffer_lengths=total - flushed * cache.config.buffer_size,
-        overflowed=cache.overflowed | (lengths > room),
+        overflowed=cache.overflowed | (lengths > accepted),
     )
 
 
