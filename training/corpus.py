@@ -96,7 +96,8 @@ def permissive_licence(metadata: Any) -> str | None:
         return _if_permissive(", ".join(classifiers), classifiers)
     field = (metadata.get("License") or "").strip()
     if field and "\n" not in field and len(field) < 80:
-        return _if_permissive(field, re.split(r"\s+(?:and|or|AND|OR)\s+|[,/]", field))
+        terms = [field] if _is_permissive(field) else re.split(r"\s+(?i:and|or)\s+|[,/]", field)
+        return _if_permissive(field, terms)
     return None
 
 

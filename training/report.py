@@ -1,48 +1,74 @@
-"""The loss curve as a picture, and the model card: both are made from the run's log."""
+r"""The loss curve as a picture, and the model card: both are made from the logs of the run.
 
+A model can come from several runs, each started from the weights of the one before. This writes
+the report anew, from all of their logs:
+
+    python -m training.report runs/embedded/model --corpus runs/embedded/corpus.json \
+        --logs runs/embedded/log.json runs/annealed/log.json
+"""
+
+import argparse
 import json
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 CURVE_NAME = "loss_curve.png"
-LICENCES_NAME = "training_data.json"
+DATA_NAME = "training_data.json"
+
+Log = Mapping[str, Any]
+
+_SNIPPET = """\
+import textwrap  # a module the model has never seen
+from pathlib import Path
+
+import jax.numpy as jnp
+import turbojax as tj
+
+model = tj.models.load("embedded")
+text = bytes([tj.models.BEGINNING_OF_FILE]) + Path(textwrap.__file__).read_bytes()[:2047]
+tokens = jnp.array(list(text), jnp.int32)[None]
+logits = model(tokens)  # [1, 2048, 256], float32; [0, t] predicts byte t + 1 of the text
+print(chr(int(logits[0, -1].argmax())))
+"""
 
 
-def write(folder: Path, log: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
-    """Writes picture, data listing, held-out list and model card beside the weights.
+def write(folder: Path, logs: Sequence[Log], manifest: Mapping[str, Any]) -> None:
+    """Writes picture, data listing and model card beside the weights.
 
     Args:
       folder: the model's folder.
-      log: content of the run's log.
+      logs: the log of each run, in order; figures of the result are those of the last.
       manifest: content of `corpus.json`.
     """
-    plot(log, folder / CURVE_NAME)
-    (folder / LICENCES_NAME).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-    (folder / "README.md").write_text(model_card(log, manifest), encoding="utf-8")
+    plot(logs, folder / CURVE_NAME)
+    (folder / DATA_NAME).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    (folder / "README.md").write_text(model_card(logs, manifest), encoding="utf-8")
 
 
-def plot(log: Mapping[str, Any], path: Path) -> None:
+def plot(logs: Sequence[Log], path: Path) -> None:
     """Draws training and held-out bits per byte over bytes seen."""
     from matplotlib.figure import Figure
 
-    records, evaluations = log["records"], log["evaluations"]
-    per_step = log["settings"]["tokens_per_step"]
     figure = Figure(figsize=(7.5, 4.2), dpi=90, layout="constrained")
     axes = figure.subplots()
-    colours = (("#9ecae1", "#3182bd"), ("#fdae6b", "#d94801"))
-    contexts = sorted({row["context"] for row in records})
-    for context, (light, dark) in zip(contexts, colours, strict=False):
-        rows = [row for row in records if row["context"] == context]
-        x = [row["tokens"] / 1e9 for row in rows]
-        y = [row["bits_per_byte"] for row in rows]
-        axes.plot(x, y, color=light, lw=1, label=f"training, windows of {context}")
-        rows = [row for row in evaluations if row["context"] == context]
-        x = [row["step"] * per_step / 1e9 for row in rows]
-        y = [row["held_out_bits_per_byte"] for row in rows]
-        axes.plot(x, y, "o-", color=dark, ms=3, lw=1.5, label=f"held out, windows of {context}")
-    low = min(row["bits_per_byte"] for row in records)
-    axes.set_ylim(low - 0.1, low + 1.0)
+    before, lowest, labelled = 0.0, float("inf"), set()
+    colours = {0: ("#9ecae1", "#3182bd"), 1: ("#fdae6b", "#d94801")}
+    for log in logs:
+        per_step = log["settings"]["tokens_per_step"] / 1e9
+        for context in sorted({row["context"] for row in log["records"]}):
+            light, dark = colours[int(context > log["settings"]["short_context"])]
+            label = "" if context not in labelled else "_"
+            labelled.add(context)
+            x, y = _curve(log["records"], context, "bits_per_byte", before, per_step)
+            axes.plot(x, y, color=light, lw=1, label=f"{label}training, windows of {context}")
+            lowest = min(lowest, *y)
+            x, y = _curve(log["evaluations"], context, "held_out_bits_per_byte", before, per_step)
+            label = f"{label}held out, windows of {context}"
+            axes.plot(x, y, "o-", color=dark, ms=3, lw=1.5, label=label)
+        before += log["records"][-1]["step"] * per_step
+    axes.set_ylim(lowest - 0.1, lowest + 1.0)
     axes.set_xlabel("bytes seen (billions)")
     axes.set_ylabel("bits per byte")
     axes.grid(alpha=0.3)
@@ -50,17 +76,24 @@ def plot(log: Mapping[str, Any], path: Path) -> None:
     figure.savefig(path)
 
 
-def model_card(log: Mapping[str, Any], manifest: Mapping[str, Any]) -> str:
-    """The model card, every figure taken from log and manifest."""
-    return "\n".join(
-        [
-            *_front_matter(),
-            *_description(log),
-            *_results(log),
-            *_data(manifest),
-            *_training(log),
-        ]
+def _curve(
+    rows: Sequence[Mapping[str, Any]], context: int, name: str, before: float, per_step: float
+) -> tuple[list[float], list[float]]:
+    """Billions of bytes seen, and the named figure, of the rows with this context."""
+    rows = [row for row in rows if row["context"] == context]
+    return [before + row["step"] * per_step for row in rows], [row[name] for row in rows]
+
+
+def model_card(logs: Sequence[Log], manifest: Mapping[str, Any]) -> str:
+    """The model card, every figure taken from logs and manifest."""
+    parts = (
+        _front_matter(),
+        _description(logs[-1]),
+        _results(logs[-1]),
+        _data(manifest),
+        _training(logs),
     )
+    return "\n".join(line for part in parts for line in part)
 
 
 def _front_matter() -> list[str]:
@@ -93,11 +126,7 @@ def _description(log: Mapping[str, Any]) -> list[str]:
         "after the last one",
         "",
         "```python",
-        "import turbojax.models as models",
-        "",
-        'model = models.load("embedded")',
-        "text = bytes([models.BEGINNING_OF_FILE]) + open(path, 'rb').read()[:2048]",
-        "logits = model(jnp.frombuffer(text, jnp.uint8)[None].astype(jnp.int32))",
+        *_SNIPPET.splitlines(),
         "```",
         "",
     ]
@@ -119,7 +148,20 @@ def _results(log: Mapping[str, Any]) -> list[str]:
     for name in [*names, "all"]:
         cells = (f"{scores[c][name]:.3f}" if name in scores[c] else "-" for c in contexts)
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return [*lines, ""]
+    return [*lines, "", *_comparison(log)]
+
+
+def _comparison(log: Log) -> list[str]:
+    """How far another implementation's logits are away, where that was measured."""
+    row = log.get("transformers_comparison")
+    if row is None:
+        return []
+    return [
+        f"`LlamaForCausalLM` of transformers {row['transformers']} reads the folder as it is: on "
+        f"{row['bytes']} bytes of {row['file']} ({row['dtype']}, CPU) its logits, up to "
+        f"{row['max_abs_logit']:.1f} in size, differ by at most {row['max_abs_difference']:.1g}.",
+        "",
+    ]
 
 
 def _data(manifest: Mapping[str, Any]) -> list[str]:
@@ -133,7 +175,7 @@ def _data(manifest: Mapping[str, Any]) -> list[str]:
         "copyleft notice, copies, generated tables, the modules of the table above, and every "
         "file named like one of them or sharing more than 20 % of its long lines. "
         f"{_repeats(manifest)}"
-        f"The ten largest sources; all of them, and what was dropped, are in `{LICENCES_NAME}`.",
+        f"The ten largest sources; all of them, and what was dropped, are in `{DATA_NAME}`.",
         "",
         "| source | licence | files | bytes |",
         "|---|---|---|---|",
@@ -145,33 +187,108 @@ def _data(manifest: Mapping[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
-def _repeats(manifest: Mapping[str, Any]) -> str:
-    often = {name: count for name, count in manifest["repeats"].items() if count > 1}
-    return "".join(f"{name} occurs {count} times in that. " for name, count in often.items())
-
-
-def _training(log: Mapping[str, Any]) -> list[str]:
-    settings, versions = log["settings"], log["versions"]
-    speeds = sorted(row["tokens_per_second"] for row in log["records"])
+def _training(logs: Sequence[Log]) -> list[str]:
+    tokens = sum(log["tokens_seen"] for log in logs)
+    minutes = sum(log["seconds"] for log in logs) / 60
+    devices = sorted({log["device"] for log in logs})
+    last = logs[-1]
+    phases = "" if len(logs) == 1 else f" in {len(logs)} phases"
     return [
         "## Training",
         "",
-        f"{log['tokens_seen']:,} bytes seen in {log['seconds'] / 60:.1f} minutes on one "
-        f"{log['device']} (median {speeds[len(speeds) // 2] / 1e6:.2f} million bytes per second), "
-        f"{log['date']}. AdamW, peak rate {settings['learning_rate']}, "
-        f"{settings['tokens_per_step']:,} bytes per step; windows of "
-        f"{settings['short_context']}, in the last {settings['long_fraction']:.0%} of the steps "
-        f"of {settings['long_context']}; the rate falls to zero over the last "
-        f"{settings['decay_fraction']:.0%}. bfloat16 compute, float32 master weights.",
+        f"{tokens:,} bytes seen in {minutes:.1f} minutes{phases} on one {' and one '.join(devices)}"
+        f", {last['date']}. AdamW, {last['settings']['tokens_per_step']:,} bytes per step, "
+        "bfloat16 compute, float32 master weights.",
         "",
+        *(line for number, log in enumerate(logs, 1) for line in _phase(number, log)),
         f"![loss curve]({CURVE_NAME})",
+        "",
+        "Versions: "
+        + ", ".join(f"{name} {version}" for name, version in last["versions"].items())
+        + f", Python {last['python']}. This page and the curve are written by "
+        "`python -m training.report` from the logs of the phases.",
+        "",
+    ]
+
+
+def _phase(number: int, log: Log) -> list[str]:
+    """One run: where it started, its settings, its end and its command."""
+    settings, last = log["settings"], log["records"][-1]
+    steps, planned = last["step"], settings["steps"]
+    scores = ", ".join(
+        f"{scores['all']:.3f} at {context}"
+        for context, scores in log["held_out_bits_per_byte"].items()
+    )
+    return [
+        f"### Phase {number}: {log['tokens_seen']:,} bytes, {log['seconds'] / 60:.1f} minutes",
+        "",
+        f"{_start(log)} {steps:,} steps. {_contexts(log)} The rate rises to "
+        f"{settings['learning_rate']:g} over {settings['warmup_steps']:,} steps and falls to zero "
+        f"({settings['decay_shape']}) over the last {settings['decay_fraction']:.0%} of "
+        f"{planned:,} steps.{_cut(log) if steps < planned else ''} Held-out bits per byte at the "
+        f"end: {scores}.",
         "",
         "```",
         log["command"],
         "```",
         "",
-        "Versions: "
-        + ", ".join(f"{name} {version}" for name, version in versions.items())
-        + f", Python {log['python']}.",
-        "",
     ]
+
+
+def _start(log: Log) -> str:
+    if not log.get("init_sha256"):
+        return "From random weights."
+    return (
+        "From the bfloat16 weights that the phase before exported (SHA-256 "
+        f"{log['init_sha256'][:16]}...), with a fresh optimizer and the data in a new order."
+    )
+
+
+def _cut(log: Log) -> str:
+    last = log["records"][-1]
+    return (
+        f" It was interrupted by the loss of its machine after step {last['step']:,}, at a rate of "
+        f"{last['learning_rate']:.2g}; the optimizer's state was lost with it."
+    )
+
+
+def _contexts(log: Log) -> str:
+    """The windows, with the speed at each."""
+    rows = log["records"]
+    contexts = sorted({row["context"] for row in rows})
+    parts = []
+    for context in contexts:
+        here = [row for row in rows if row["context"] == context]
+        speed = statistics.median(row["tokens_per_second"] for row in here) / 1e6
+        parts.append(
+            f"windows of {context} bytes up to step {here[-1]['step']:,} "
+            f"({speed:.2f} million bytes per second)"
+        )
+    text = ", then ".join(parts)
+    return text[0].upper() + text[1:] + "."
+
+
+def _repeats(manifest: Mapping[str, Any]) -> str:
+    often = {name: count for name, count in manifest["repeats"].items() if count > 1}
+    return "".join(f"{name} occurs {count} times in that. " for name, count in often.items())
+
+
+def read_logs(path: Path) -> list[Log]:
+    """The logs in a file: the one of a run, or those of several under the key `runs`."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return content["runs"] if "runs" in content else [content]
+
+
+def main() -> None:
+    """Writes the report of a model anew."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="the model's folder")
+    parser.add_argument("--corpus", type=Path, required=True, help="corpus.json of the runs")
+    parser.add_argument("--logs", type=Path, nargs="+", required=True, help="log.json of each run")
+    args = parser.parse_args()
+    logs = [log for path in args.logs for log in read_logs(path)]
+    write(args.folder, logs, json.loads(args.corpus.read_text(encoding="utf-8")))
+
+
+if __name__ == "__main__":
+    main()

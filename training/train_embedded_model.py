@@ -219,7 +219,7 @@ def main(arguments: list[str] | None = None) -> None:
     train(args, trainer, log, files)
     folder = args.export or args.out / "model"
     export(folder, trainer, log, files)
-    report.write(folder, log.content, json.loads((args.out / "corpus.json").read_text()))
+    report.write(folder, [log.content], json.loads((args.out / "corpus.json").read_text()))
     print(f"wrote {folder}")
 
 

@@ -1,0 +1,264 @@
+"""The corpus's filters, the order of the data, and a training run that is cut off and resumed."""
+
+import email
+import json
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from training import corpus, report, train_embedded_model
+from training.corpus import Document, HeldOut
+from training.evaluate import bits_per_byte, windows
+from training.state import Settings, Trainer, checkpoint_manager, window_starts
+from turbojax.models import LlamaConfig, load
+
+TINY = LlamaConfig(
+    vocab_size=256,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_length=64,
+    tie_embeddings=True,
+)
+SETTINGS = Settings(
+    steps=4,
+    tokens_per_step=64,
+    short_context=16,
+    long_context=32,
+    long_fraction=0.5,
+    warmup_steps=2,
+    precision="float32",
+)
+
+
+def metadata(**fields):
+    lines = [f"{name.replace('_', '-')}: {value}" for name, value in fields.items()]
+    return email.message_from_string("\n".join(lines))
+
+
+class TestLicences:
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"License_Expression": "MIT"},
+            {"License_Expression": "BSD-3-Clause AND (Apache-2.0 OR MIT)"},
+            {"License": "BSD 3-Clause"},
+            {"License": "Apache License, Version 2.0"},
+            {"License": "Apache 2.0 License"},
+            {"Classifier": "License :: OSI Approved :: Python Software Foundation License"},
+            # An expression decides even where an old field says nothing useful.
+            {"License_Expression": "ISC", "License": "see file"},
+        ],
+    )
+    def test_permissive(self, fields):
+        assert corpus.permissive_licence(metadata(**fields))
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {},
+            {"License": "see LICENSE"},
+            {"License": "GPL-3.0"},
+            {"License_Expression": "LGPL-2.1-or-later"},
+            {"License_Expression": "MIT AND MPL-2.0"},
+            {"License_Expression": "LicenseRef-NVIDIA-Proprietary"},
+            {"License": "NVIDIA Proprietary Software"},
+            {"Classifier": "License :: OSI Approved :: GNU General Public License (GPL)"},
+            {"Classifier": "License :: Other/Proprietary License"},
+            {"Classifier": "License :: OSI Approved"},
+            {"License_Expression": "AGPL-3.0-only", "License": "MIT"},
+        ],
+    )
+    def test_not_permissive(self, fields):
+        assert corpus.permissive_licence(metadata(**fields)) is None
+
+
+def code(seed: int, lines: int = 40) -> bytes:
+    """Lines long enough to count as text that was copied."""
+    rows = (
+        f"    result_{seed}_{i} = function_of_module(seed_{seed}, line_{i})" for i in range(lines)
+    )
+    return "\n".join(rows).encode()
+
+
+def document(name: str, data: bytes) -> Document:
+    return Document("package 1.0", "MIT", name, data)
+
+
+class TestSelection:
+    def test_drops_what_resembles_a_held_out_module(self):
+        held_out = HeldOut({"textwrap.py": code(1)})
+        near_copy = code(2, 100) + b"\n" + b"\n".join(code(1).splitlines()[:9])
+        quotation = code(2, 100) + b"\n" + b"\n".join(code(1).splitlines()[:8])
+        documents = [
+            document("other/textwrap.py", code(3)),
+            document("vendored_copy.py", near_copy),
+            document("quotation.py", quotation),
+        ]
+        kept, dropped, resembling = corpus.select(documents, held_out)
+        assert [d.name for d in kept] == ["quotation.py"]
+        assert dropped == {"held out": 2}
+        assert len(resembling) == 2
+
+    @pytest.mark.parametrize(
+        ("name", "data", "reason"),
+        [
+            ("a.py", b"x = 1\n", "size"),
+            ("a.py", code(1, 20_000), "size"),
+            ("pip/_vendor/distro.py", code(1), "vendored"),
+            ("a.py", b"# GNU Lesser General Public License\n" + code(1), "licence notice"),
+            ("a.py", b"# caf\xe9\n" + code(1), "not UTF-8"),
+            ("a.py", b"\0" + code(1), "not text"),
+            ("a.py", b"table = [" + b"123, " * 100 + b"]", "generated"),
+            ("a.py", b'text = "' + b"a" * 2000 + b'"', "generated"),
+            ("a.py", code(1), None),
+        ],
+    )
+    def test_reasons(self, name, data, reason):
+        assert corpus.reason_to_drop(document(name, data)) == reason
+
+    def test_copies_are_kept_once_and_order_depends_on_contents_alone(self):
+        documents = [document(f"{i}.py", code(i)) for i in range(5)]
+        again = [document("copy.py", code(0)), *reversed(documents)]
+        first = corpus.select(documents, HeldOut({}))[0]
+        second, dropped, _ = corpus.select(again, HeldOut({}))
+        assert dropped == {"copy": 1}
+        stream = corpus.pack(first)
+        np.testing.assert_array_equal(stream, corpus.pack(second))
+        assert stream[0] == stream[-1] == corpus.SEPARATOR
+        assert sorted(stream.tobytes().strip(b"\0").split(b"\0")) == sorted(d.data for d in first)
+
+    def test_repeats(self):
+        twice = corpus.pack([document("a.py", code(1))], repeats={"package 1.0": 2})
+        assert twice.tobytes() == (b"\0" + code(1)) * 2 + b"\0"
+
+    def test_standard_library_and_packages_are_found(self):
+        names = {d.name for d, _ in zip(corpus.standard_library(), range(50), strict=False)}
+        assert all(name.endswith(".py") and "site-packages" not in name for name in names)
+        package = next(iter(corpus.installed_packages()))
+        assert package.licence
+        assert package.name.endswith(".py")
+
+
+class TestOrder:
+    def test_an_epoch_visits_every_window_once(self):
+        settings = Settings(
+            steps=100, tokens_per_step=64, short_context=16, long_context=32, long_fraction=0.0
+        )
+        num_bytes = 16 * 41 + 1  # 40 windows: ten steps of four
+        starts = np.concatenate([window_starts(settings, step, num_bytes) for step in range(10)])
+        assert len(set(starts.tolist())) == 40
+        assert len(set((starts % 16).tolist())) == 1
+        assert starts.min() >= 0
+        assert starts.max() + 16 < num_bytes
+        later = np.concatenate([window_starts(settings, s, num_bytes) for s in range(10, 20)])
+        assert not np.array_equal(starts, later)
+        np.testing.assert_array_equal(window_starts(settings, 3, num_bytes), starts[12:16])
+
+    def test_context_grows(self):
+        assert [SETTINGS.context(step) for step in range(4)] == [16, 16, 32, 32]
+        assert window_starts(SETTINGS, 1, 1000).shape == (4,)
+        assert window_starts(SETTINGS, 2, 1000).shape == (2,)
+
+    def test_schedule_rises_and_falls_to_zero(self):
+        schedule = Settings(steps=100, warmup_steps=10, decay_fraction=0.5).schedule()
+        rates = np.array([float(schedule(step)) for step in range(101)])
+        np.testing.assert_allclose(rates[[9, 30, 50, 100]], [3e-3, 3e-3, 3e-3, 0], atol=1e-9)
+        assert (np.diff(rates[:10]) > 0).all()
+        assert (np.diff(rates[50:]) < 0).all()
+
+    @pytest.mark.parametrize(
+        "change",
+        [{"steps": 0}, {"tokens_per_step": 100}, {"long_fraction": 1.5}, {"decay_fraction": -0.1}],
+    )
+    def test_bad_settings(self, change):
+        with pytest.raises(ValueError, match="must be"):
+            Settings(**{"steps": 10, **change})
+
+    def test_stream_too_short(self):
+        with pytest.raises(ValueError, match="num_bytes=40 must be more than twice context=32"):
+            window_starts(SETTINGS, 3, 40)
+
+
+def test_windows_cover_the_file_and_start_with_the_separator():
+    cut = windows(bytes(range(1, 11)), 4)
+    assert cut.tolist() == [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8]]
+    with pytest.raises(ValueError, match="must have at least context=11"):
+        windows(bytes(10), 11)
+
+
+@pytest.fixture
+def as_users_run():
+    """JAX's default promotion, which optax relies on; and no log from orbax's threads."""
+    logging.disable(logging.WARNING)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.fixture(scope="module")
+def stream():
+    return np.frombuffer(b"\0".join(code(i) for i in range(10)), np.uint8)
+
+
+def leaves(trainer: Trainer) -> list[np.ndarray]:
+    return [np.asarray(x) for x in jax.tree.leaves((trainer.params, trainer.opt_state))]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.usefixtures("as_users_run")
+def test_resuming_equals_an_uninterrupted_run_bit_for_bit(tmp_path, stream):
+    whole = Trainer(TINY, SETTINGS, stream)
+    losses = [float(whole.run_step()["bits_per_byte"]) for _ in range(4)]
+    assert np.isfinite(losses).all()
+    assert losses[0] == pytest.approx(8, abs=1)
+
+    first = Trainer(TINY, SETTINGS, stream)
+    first.run_step()
+    first.run_step()
+    with checkpoint_manager(tmp_path) as manager:
+        first.save(manager)
+    second = Trainer(TINY, SETTINGS, stream)
+    with checkpoint_manager(tmp_path) as manager:
+        assert second.restore(manager)
+    assert second.step == 2
+    for _ in range(2):
+        second.run_step()
+    for a, b in zip(leaves(whole), leaves(second), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.usefixtures("as_users_run")
+def test_command_trains_and_exports(tmp_path, monkeypatch, stream):
+    held_out = {"a.py": code(100)}
+    monkeypatch.setattr(train_embedded_model, "MODEL", TINY)
+    monkeypatch.setattr(train_embedded_model, "EVAL_CONTEXTS", (16, 32))
+    monkeypatch.setattr(corpus, "read_held_out", lambda names: held_out)
+    np.save(tmp_path / "corpus.npy", stream)
+    package = {"package": "p 1", "licence": "MIT", "files": 1, "bytes": 2}
+    manifest = {"total_bytes": 2, "repeats": {"p 1": 3}, "held_out": [], "packages": [package]}
+    (tmp_path / "corpus.json").write_text(json.dumps(manifest))
+    options = "--steps 4 --tokens-per-step 64 --short-context 16 --long-context 32 --log-every 2"
+    options += " --precision float32 --warmup-steps 2 --evaluate-every 2 --unroll 1"
+    train_embedded_model.main(["--out", str(tmp_path), *options.split()])
+
+    log = json.loads((tmp_path / "log.json").read_text())
+    assert [row["step"] for row in log["records"]] == [2, 4]
+    assert [row["context"] for row in log["evaluations"]] == [16, 32]
+    assert log["tokens_seen"] == 256
+    model = load(tmp_path / "model")
+    assert model.config == TINY
+    assert model.dtype == jnp.bfloat16
+    again = bits_per_byte(model, held_out, 32)
+    assert again["all"] == pytest.approx(log["held_out_bits_per_byte"]["32"]["all"], rel=1e-6)
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "| p 1 | MIT | 1 | 2 |" in card
+    assert "--steps 4" in card
+    assert (tmp_path / "model" / report.CURVE_NAME).stat().st_size > 5000
