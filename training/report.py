@@ -68,6 +68,8 @@ def plot(logs: Sequence[Log], path: Path) -> None:
             label = f"{label}held out, windows of {context}"
             axes.plot(x, y, "o-", color=dark, ms=3, lw=1.5, label=label)
         before += log["records"][-1]["step"] * per_step
+        if log is not logs[-1]:
+            axes.axvline(before, color="0.6", lw=1, ls=":")
     axes.set_ylim(lowest - 0.1, lowest + 1.0)
     axes.set_xlabel("bytes seen (billions)")
     axes.set_ylabel("bits per byte")
@@ -224,7 +226,7 @@ def _phase(number: int, log: Log) -> list[str]:
         "",
         f"{_start(log)} {steps:,} steps. {_contexts(log)} The rate rises to "
         f"{settings['learning_rate']:g} over {settings['warmup_steps']:,} steps and falls to zero "
-        f"({settings['decay_shape']}) over the last {settings['decay_fraction']:.0%} of "
+        f"({_DECAYS[settings['decay_shape']]}) over {_share(settings['decay_fraction'])}"
         f"{planned:,} steps.{_cut(log) if steps < planned else ''} Held-out bits per byte at the "
         f"end: {scores}.",
         "",
@@ -233,6 +235,14 @@ def _phase(number: int, log: Log) -> list[str]:
         "```",
         "",
     ]
+
+
+# How the rate falls over the share x of the decay that is done.
+_DECAYS = {"sqrt": "as 1 - sqrt(x)", "linear": "linearly"}
+
+
+def _share(fraction: float) -> str:
+    return "all " if fraction == 1 else f"the last {fraction:.0%} of "
 
 
 def _start(log: Log) -> str:
@@ -247,8 +257,8 @@ def _start(log: Log) -> str:
 def _cut(log: Log) -> str:
     last = log["records"][-1]
     return (
-        f" It was interrupted by the loss of its machine after step {last['step']:,}, at a rate of "
-        f"{last['learning_rate']:.2g}; the optimizer's state was lost with it."
+        f" It was cut off after step {last['step']:,}, at a rate of {last['learning_rate']:.2g}."
+        f" {log.get('note', '')}".rstrip()
     )
 
 
@@ -276,7 +286,8 @@ def _repeats(manifest: Mapping[str, Any]) -> str:
 def read_logs(path: Path) -> list[Log]:
     """The logs in a file: the one of a run, or those of several under the key `runs`."""
     content = json.loads(path.read_text(encoding="utf-8"))
-    return content["runs"] if "runs" in content else [content]
+    logs: list[Log] = content.get("runs", [content])
+    return logs
 
 
 def main() -> None:
