@@ -140,7 +140,7 @@ def test_errors_are_those_of_the_quantizers():
         s = np.asarray(side.block_scale, np.float64)[..., :2, None]
         bound = s * (0.5 + np.asarray(side.channel_scale, np.float64)[..., :2, :] / 2) * (1 + 1e-5)
         bound = np.repeat(np.moveaxis(bound, 1, 2), 16, axis=1)
-        assert (error <= bound).mean() > 0.97
+        assert (error <= bound).mean() > 0.95
 
 
 @pytest.mark.parametrize("method", ["gap_std", "entropy", "min_max", "variation"])
@@ -229,7 +229,7 @@ def test_calls_of_different_shapes():
     key, value = tokens(40, seed=32)
     cache, t = new(MIXED), 0
     for n in (1, 7, 32):
-        cache = append_jit(cache, key[:, t : t + n], value[:, t : t + n])
+        cache = tj.append(cache, key[:, t : t + n], value[:, t : t + n])
         t += n
     assert_same_bits(cache, append(new(MIXED), key, value))
 
