@@ -342,7 +342,7 @@ def test_memory_does_not_hold_the_whole_cache_dequantized():
 # Prefill -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_causal", [False])
+@pytest.mark.parametrize("is_causal", [True, False])
 def test_prefill_attends_as_turbo_attention_does(is_causal):
     """The same bits, residual included: attention sees stage-1 codes, whatever is stored."""
     query, key, value = tokens(70, 40, HEADS), tokens(70, 41), tokens(70, 42)
@@ -370,8 +370,6 @@ def test_prefill_attends_as_turbo_attention_does(is_causal):
     for a, b in zip((out, lse), want, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
     np.testing.assert_array_equal(cache.lengths, lengths)
-    again, _ = prefill(query, key, value, empty, is_causal=is_causal, key_value_seq_lengths=lengths)
-    np.testing.assert_array_equal(again, out)
 
 
 def test_prefill_is_causal_by_default():
