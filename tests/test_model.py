@@ -355,11 +355,11 @@ class TestEmbedded:
 
     def test_predicts_held_out_files(self):
         cut = []
-        for name in ("argparse.py", "ipaddress.py", "tarfile.py"):
+        for name, share in (("argparse.py", 0.0), ("ipaddress.py", 0.5), ("tarfile.py", 0.5)):
             assert name in held_out_modules()
             data = (Path(sysconfig.get_path("stdlib")) / name).read_bytes()
             stream = np.frombuffer(bytes([BEGINNING_OF_FILE]) + data, np.uint8).astype(np.int32)
-            cut += [stream[start : start + 2049] for start in (0, len(data) // 2)]
+            cut.append(stream[int(share * len(data)) :][:2049])
         windows = jnp.asarray(np.stack(cut))
         log_p = jax.nn.log_softmax(run(load("embedded", dtype=jnp.float32), windows[:, :-1]))
         chosen = jnp.take_along_axis(log_p, windows[:, 1:, None], axis=-1)
