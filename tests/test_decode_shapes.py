@@ -1,5 +1,8 @@
 """`decode` over caches of every shape against the oracle, and bounds of what it adds in error."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +16,7 @@ STATIC = ("scale", "local_window_size", "logits_soft_cap", "return_residual")
 decode = jax.jit(tj.decode, static_argnames=STATIC)
 append = jax.jit(tj.append)
 prefill = jax.jit(tj.prefill)
-dequantize = jax.jit(tj.dequantize, static_argnames="dtype")
+dequantize = jax.jit(tj.dequantize)
 
 
 def tokens(seed, batch, count, heads, head_dim):
@@ -30,10 +33,15 @@ def queries(seed, batch, count, heads, head_dim):
     return jnp.asarray(rng.normal(size=(batch, count, heads, head_dim)), jnp.float32)
 
 
-def filled(config, prompt, added, heads, head_dim, max_length=None):
-    """A cache of which `prompt` [B] tokens were prefilled and `added` [B] appended."""
+@functools.cache
+def filled(fields, prompt, added, heads, head_dim, max_length=None):
+    """A cache of which `prompt` [B] tokens were prefilled and `added` [B] appended.
+
+    What is stored does not depend on mode and softmax, so that one cache serves all of them.
+    """
     batch = len(added)
     max_length = max_length or max(np.add(prompt, added)) + 5
+    config = tj.TurboConfig(mode="float", softmax=EXACT, **dict(fields))
     cache = tj.init_cache(batch, max_length, heads, head_dim, config=config, dtype=jnp.float32)
     if max(prompt):
         k, v = (tokens(i, batch, max(prompt), heads, head_dim) for i in (0, 1))
@@ -42,7 +50,15 @@ def filled(config, prompt, added, heads, head_dim, max_length=None):
     if max(added):
         k, v = (tokens(i, batch, max(added), heads, head_dim) for i in (2, 3))
         cache = append(cache, k, v, lengths=jnp.asarray(added, jnp.int32))
-    return cache
+    cache.validate()
+    return cache, tuple(np.asarray(x) for x in dequantize(cache))
+
+
+def under(cache, mode, softmax=SAS_E):
+    """The cache read with other numerics."""
+    return dataclasses.replace(
+        cache, config=dataclasses.replace(cache.config, mode=mode, softmax=softmax)
+    )
 
 
 def splits(cache):
@@ -55,9 +71,7 @@ def splits(cache):
     return result
 
 
-def assert_matches_oracle(query, cache, **options):
-    cache.validate()
-    key, value = (np.asarray(x) for x in dequantize(cache, dtype=jnp.float32))
+def assert_matches_oracle(query, cache, key, value, **options):
     want = oracles.decode(
         query,
         key,
@@ -75,39 +89,39 @@ def assert_matches_oracle(query, cache, **options):
 
 # Against the oracle ------------------------------------------------------------------------------
 
-SMALL = {"block_q": 16, "block_kv": 16, "buffer_size": 16}
-HALF = {"num_low_bit_key_heads": 1, "num_low_bit_value_heads": 1}
+SMALL = (("block_q", 16), ("block_kv", 16), ("buffer_size", 16))
+HALF = (("num_low_bit_key_heads", 1), ("num_low_bit_value_heads", 1))
 # Configuration; (prompt, added) of each sequence; query heads, KV heads, head dim, queries; rest.
 CASES = {
-    "one token": ({}, [(0, 1)], (4, 4, 64, 1), {}),
-    "prompt alone": ({}, [(130, 0)], (2, 2, 64, 1), {}),
+    "one token": ((), [(0, 1)], (4, 4, 64, 1), {}),
+    "prompt alone": ((), [(130, 0)], (2, 2, 64, 1), {}),
     "ragged": (HALF, [(70, 30), (0, 40), (0, 0), (64, 0)], (4, 2, 80, 1), {}),
-    "eight queries a key": ({}, [(70, 3)], (8, 1, 96, 1), {}),
+    "eight queries a key": ((), [(70, 3)], (8, 1, 96, 1), {}),
     "several tokens, window": (
-        {**SMALL, **HALF},
+        SMALL + HALF,
         [(100, 9), (20, 2), (0, 2)],
         (4, 2, 64, 3),
         {"local_window_size": (25, 0)},
     ),
     "wide, soft cap, scale": (
-        {"block_kv": 32, "buffer_size": 64},
+        (("block_kv", 32), ("buffer_size", 64)),
         [(90, 20)],
         (2, 1, 256, 1),
         {"logits_soft_cap": 4.0, "scale": 0.2},
     ),
     "long blocks, symmetric window": (
-        {"block_kv": 128, "buffer_size": 128, "key_bits": 3, "value_bits": 3},
+        (("block_kv", 128), ("buffer_size", 128), ("key_bits", 3), ("value_bits", 3)),
         [(300, 60)],
         (2, 2, 128, 1),
         {"local_window_size": 150},
     ),
     "mixed bits, long buffer": (
-        {
-            "value_bits": 3,
-            "num_low_bit_key_heads": 3,
-            "num_low_bit_value_heads": 1,
-            "buffer_size": 128,
-        },
+        (
+            ("value_bits", 3),
+            ("num_low_bit_key_heads", 3),
+            ("num_low_bit_value_heads", 1),
+            ("buffer_size", 128),
+        ),
         [(0, 200), (140, 7)],
         (4, 4, 64, 2),
         {},
@@ -129,25 +143,24 @@ def test_the_grid_meets_every_mode_and_softmax():
 def test_equals_the_oracle(case, mode, softmax):
     """Attention over what `dequantize` reads, with the same numerics, after prompt and appends."""
     fields, sequences, (heads, kv_heads, head_dim, count), options = CASES[case]
-    config = tj.TurboConfig(mode=mode, softmax=softmax, **fields)
-    cache = filled(config, *zip(*sequences, strict=True), kv_heads, head_dim)
+    cache, stored = filled(fields, *zip(*sequences, strict=True), kv_heads, head_dim)
     query = queries(1, len(sequences), count, heads, head_dim)
-    assert_matches_oracle(query, cache, **options)
+    assert_matches_oracle(query, under(cache, mode, softmax), *stored, **options)
 
 
 @pytest.mark.parametrize("window", [None, 300])
 def test_long_caches(window):
     """Thousands of tokens, more than are read at a time, in a cache not filled to its end."""
-    cache = filled(tj.TurboConfig(), (0, 0), (2430, 1100), 1, 64, max_length=2600)
-    assert_matches_oracle(queries(2, 2, 1, 2, 64), cache, local_window_size=window)
+    cache, stored = filled((), (0, 0), (2430, 1100), 1, 64, max_length=2600)
+    query = queries(2, 2, 1, 2, 64)
+    assert_matches_oracle(query, under(cache, "int8"), *stored, local_window_size=window)
 
 
 def test_the_room_left_does_not_matter():
     """The same tokens in a longer cache: grouped otherwise, merged to the same result."""
     query = queries(3, 2, 1, 4, 64)
     short, long = (
-        decode(query, filled(tj.TurboConfig(**HALF), (70, 5), (30, 30), 2, 64, max_length=n))
-        for n in (101, 1500)
+        decode(query, filled(HALF, (0, 0), (100, 30), 2, 64, max_length=n)[0]) for n in (101, 1500)
     )
     np.testing.assert_allclose(short, long, atol=2e-6)
 
@@ -155,9 +168,9 @@ def test_the_room_left_does_not_matter():
 @pytest.mark.parametrize("mode", MODES)
 def test_one_token_returns_its_value(mode):
     """Whatever the query: its weight is the only one. Queries before it see nothing."""
-    cache = filled(tj.TurboConfig(mode=mode, **SMALL), (0, 0), (1, 1), 2, 64, max_length=32)
-    value = np.repeat(np.asarray(dequantize(cache)[1])[:, :1], 2, axis=2)
-    out = np.asarray(decode(queries(4, 2, 3, 4, 64), cache))
+    cache, (_, value) = filled(SMALL, (0, 0), (1, 1), 2, 64, max_length=32)
+    value = np.repeat(value[:, :1], 2, axis=2)
+    out = np.asarray(decode(queries(4, 2, 3, 4, 64), under(cache, mode)))
     np.testing.assert_array_equal(out[:, :2], np.zeros((2, 2, 4, 64)))
     # e4m3 holds 0.9996 * 448 as 448.
     np.testing.assert_allclose(out[:, 2:], value, rtol=1e-3 if "fp8" in mode else 1e-5)
@@ -171,11 +184,11 @@ def test_int8_errs_by_its_quantizers_alone():
 
     A weight is rounded by at most half of 1/119 of its split's largest.
     """
-    cache = filled(tj.TurboConfig(softmax=EXACT), (70, 5), (30, 30), 2, 64)
+    cache, stored = filled(HALF, (0, 0), (100, 30), 2, 64, max_length=101)
     query = queries(5, 2, 1, 4, 64)
     codes, scale = oracles.quantize_int8(query, -1)
     rounded = codes * scale[..., None].astype(np.float64)
-    key, value = (np.asarray(x, np.float64) for x in dequantize(cache, dtype=jnp.float32))
+    key, value = (x.astype(np.float64) for x in stored)
     k, v = (np.repeat(np.moveaxis(x, 2, 1), 2, 1) for x in (key, value))
     scores = np.moveaxis(rounded, 2, 1) @ np.swapaxes(k, -1, -2) / 8
     here = np.arange(key.shape[1]) < np.asarray(cache.lengths)[:, None, None, None]
@@ -189,24 +202,30 @@ def test_int8_errs_by_its_quantizers_alone():
             step = np.broadcast_to(part.max(-1, keepdims=True) / 238, part.shape)
             bound[b] += step @ np.abs(v[b, :, start:stop])
     bound = np.moveaxis(bound / p.sum(-1, keepdims=True), 1, 2)
-    error = np.abs(np.asarray(decode(query, cache), np.float64) - want)
+    error = np.abs(np.asarray(decode(query, under(cache, "int8", EXACT)), np.float64) - want)
     assert (error <= bound + 1e-5).all()
     assert error.mean() < 4e-3
 
 
-@pytest.mark.parametrize("softmax", [EXACT, SAS_E, SAS_2], ids=["exact", "sas-e", "sas-2"])
-@pytest.mark.parametrize(("mode", "limit"), [("float", 1e-5), ("int8", 5e-3)])
-def test_constant_values_come_back(softmax, mode, limit):
-    """A constant V is returned however long the cache: no split decays another."""
-    config = tj.TurboConfig(mode=mode, softmax=softmax)
-    cache = tj.init_cache(1, 4200, 1, 64, config=config, dtype=jnp.float32)
+@functools.cache
+def constant():
+    """4150 tokens with a value of 1.5, and the values as they are stored."""
+    cache = tj.init_cache(1, 4200, 1, 64, dtype=jnp.float32)
     cache = append(cache, tokens(7, 1, 4150, 1, 64), jnp.full((1, 4150, 1, 64), 1.5))
-    stored = np.asarray(dequantize(cache, dtype=jnp.float32)[1])[0, :4150]
+    return cache, np.asarray(dequantize(cache)[1])[0, :4150]
+
+
+@pytest.mark.parametrize(
+    ("mode", "softmax", "limit"),
+    [("float", EXACT, 1e-5), ("float", SAS_E, 1e-5), ("float", SAS_2, 1e-5), ("int8", SAS_E, 5e-3)],
+)
+def test_constant_values_come_back(mode, softmax, limit):
+    """A constant V is returned however long the cache: no split decays another."""
+    cache, stored = constant()
     assert np.abs(stored / 1.5 - 1).max() < 0.01
-    out = np.asarray(decode(queries(7, 1, 1, 2, 64), cache))
-    # The block's code and the buffer's may round the constant differently by a hair.
-    low, high = stored.min() * (1 - limit), stored.max() * (1 + limit)
-    assert ((out >= low) & (out <= high)).all()
+    out = np.asarray(decode(queries(7, 1, 1, 2, 64), under(cache, mode, softmax)))
+    # A block's code and the buffer's may round the constant differently.
+    assert ((out >= stored.min() * (1 - limit)) & (out <= stored.max() * (1 + limit))).all()
 
 
 # Non-finite tokens -------------------------------------------------------------------------------
@@ -215,7 +234,7 @@ def test_constant_values_come_back(softmax, mode, limit):
 @pytest.mark.parametrize("how", ["prompt", "appended"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=str)
 @pytest.mark.parametrize("side", [0, 1], ids=["key", "value"])
-@pytest.mark.parametrize("mode", ["int8", "fp8"])
+@pytest.mark.parametrize("mode", ["int8", "float"])
 def test_non_finite_tokens_reach_who_sees_them(mode, side, bad, how):
     """Queries that see the token turn NaN; those that cannot see its block keep their bits.
 
@@ -224,13 +243,12 @@ def test_non_finite_tokens_reach_who_sees_them(mode, side, bad, how):
     """
     k, v = (tokens(8 + i, 1, 79, 2, 64) for i in (0, 1))
     query = queries(8, 1, 60, 4, 64)
-    empty = tj.init_cache(
-        1, 100, 2, 64, config=tj.TurboConfig(mode=mode, **SMALL), dtype=jnp.float32
-    )
+    config = tj.TurboConfig(**dict(SMALL))
+    empty = tj.init_cache(1, 100, 2, 64, config=config, dtype=jnp.float32)
 
     def run(k, v):
         cache = append(empty, k, v) if how == "appended" else prefill(k, k, v, empty)[1]
-        return np.asarray(decode(query, cache, local_window_size=12))[0]
+        return np.asarray(decode(query, under(cache, mode), local_window_size=12))[0]
 
     clean = run(k, v)
     spoiled = [k, v]
@@ -263,6 +281,6 @@ def test_memory_does_not_grow_with_the_cache():
 
 
 def test_gradients_are_refused():
-    cache = filled(tj.TurboConfig(**SMALL), (0, 0), (1, 1), 2, 64, max_length=32)
+    cache, _ = filled(SMALL, (0, 0), (1, 1), 2, 64, max_length=32)
     with pytest.raises(NotImplementedError, match="gradient"):
         jax.grad(lambda q: tj.decode(q, cache).sum())(queries(9, 2, 3, 4, 64))
