@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from training import corpus, report, train_embedded_model
 from training.corpus import Document, HeldOut
 from training.evaluate import bits_per_byte, windows
 from training.state import Settings, Trainer, checkpoint_manager, window_starts
-from turbojax.models import LlamaConfig, load
+from turbojax.models import Llama, LlamaConfig, load
 
 TINY = LlamaConfig(
     vocab_size=256,
@@ -174,9 +175,24 @@ class TestOrder:
         assert (np.diff(rates[:10]) > 0).all()
         assert (np.diff(rates[50:]) < 0).all()
 
+    def test_linear_decay(self):
+        settings = Settings(steps=10, warmup_steps=2, decay_fraction=1.0, decay_shape="linear")
+        rates = [float(settings.schedule()(step)) / 3e-3 for step in (0, 1, 5, 9)]
+        np.testing.assert_allclose(rates, [0.5, 0.9, 0.5, 0.1], rtol=1e-6)
+
+    def test_seed_changes_the_order(self):
+        other = dataclasses.replace(SETTINGS, seed=1)
+        assert not np.array_equal(window_starts(SETTINGS, 0, 3000), window_starts(other, 0, 3000))
+
     @pytest.mark.parametrize(
         "change",
-        [{"steps": 0}, {"tokens_per_step": 100}, {"long_fraction": 1.5}, {"decay_fraction": -0.1}],
+        [
+            {"steps": 0},
+            {"tokens_per_step": 100},
+            {"long_fraction": 1.5},
+            {"decay_fraction": -0.1},
+            {"decay_shape": "cosine"},
+        ],
     )
     def test_bad_settings(self, change):
         with pytest.raises(ValueError, match="must be"):
@@ -223,54 +239,71 @@ def test_resuming_equals_an_uninterrupted_run_bit_for_bit(tmp_path, stream):
     assert np.isfinite(losses).all()
     assert losses[0] == pytest.approx(8, abs=1)
 
-    second = Trainer(TINY, settings, stream)
-    second._train_step = whole._train_step  # a pure function: saves its second compilation
+    resumed = Trainer(TINY, settings, stream)
     with checkpoint_manager(tmp_path) as manager:
-        assert second.restore(manager)
-    assert second.step == 2
-    for _ in range(2):
-        second.run_step()
-    for a, b in zip(leaves(whole), leaves(second), strict=True):
+        assert resumed.restore(manager)
+    assert resumed.step == 2
+    assert [float(resumed.run_step()["bits_per_byte"]) for _ in range(2)] == losses[2:]
+    for a, b in zip(leaves(whole), leaves(resumed), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_starting_from_a_model_of_another_shape(stream):
+    other = dataclasses.replace(TINY, num_layers=1)
+    with pytest.raises(ValueError, match=r"num_layers=1.*must have LlamaConfig.*num_layers=2"):
+        Trainer(TINY, SETTINGS, stream, init=Llama(other, rngs=nnx.Rngs(0)))
+
+
+def train(folder, *options: str) -> tuple[dict, Llama]:
+    """Runs the command on the corpus in `folder`: the log, and the exported model."""
+    sizes = "--tokens-per-step 64 --short-context 16 --long-context 32 --precision float32"
+    rhythm = "--log-every 2 --warmup-steps 2 --evaluate-every 2 --unroll 1"
+    arguments = ["--out", str(folder), *sizes.split(), *rhythm.split(), *options]
+    train_embedded_model.main(arguments)
+    return json.loads((folder / "log.json").read_text()), load(folder / "model")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.usefixtures("no_orbax_log")
-def test_command_trains_and_exports(tmp_path, monkeypatch, stream):
+def test_command_trains_exports_and_starts_from_an_export(tmp_path, monkeypatch, stream):
     held_out = {"a.py": code(100)}
     monkeypatch.setattr(train_embedded_model, "MODEL", TINY)
-    monkeypatch.setattr(train_embedded_model, "EVAL_CONTEXTS", (16, 32))
+    monkeypatch.setattr(train_embedded_model, "EVAL_CONTEXTS", (32,))
     monkeypatch.setattr(corpus, "read_held_out", lambda names: held_out)
-    np.save(tmp_path / "corpus.npy", stream)
     package = {"package": "p 1", "licence": "MIT", "files": 1, "bytes": 2}
     manifest = {"total_bytes": 2, "repeats": {"p 1": 3}, "held_out": [], "packages": [package]}
-    (tmp_path / "corpus.json").write_text(json.dumps(manifest))
-    options = "--steps 4 --tokens-per-step 64 --short-context 16 --long-context 32 --log-every 2"
-    options += " --precision float32 --warmup-steps 2 --evaluate-every 2 --unroll 1"
-    train_embedded_model.main(["--out", str(tmp_path), *options.split()])
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        np.save(tmp_path / name / "corpus.npy", stream)
+        (tmp_path / name / "corpus.json").write_text(json.dumps(manifest))
 
-    log = json.loads((tmp_path / "log.json").read_text())
-    assert [row["step"] for row in log["records"]] == [2, 4]
-    assert [row["context"] for row in log["evaluations"]] == [16, 32]
-    assert log["tokens_seen"] == 256
-    model = load(tmp_path / "model")
+    log, model = train(tmp_path / "first", *["--steps", "2", "--long-fraction", "0"])
+    assert [row["step"] for row in log["records"]] == [2]
+    assert [row["context"] for row in log["evaluations"]] == [16]
+    assert log["tokens_seen"] == 128
+    assert log["init_sha256"] is None
     assert model.config == TINY
     assert model.dtype == jnp.bfloat16
     again = bits_per_byte(model, held_out, 32)
     assert again["all"] == pytest.approx(log["held_out_bits_per_byte"]["32"]["all"], rel=1e-6)
-    card = (tmp_path / "model" / "README.md").read_text()
-    assert "| p 1 | MIT | 1 | 2 |" in card
-    assert "--steps 4" in card
-    assert (tmp_path / "model" / report.CURVE_NAME).stat().st_size > 5000
 
-    # Another run starts from the export, and the card tells of both.
-    trainer = Trainer(TINY, SETTINGS, stream, init=model)
-    weights = trainer.model().embedding.get_value()
-    assert weights.dtype == jnp.float32
-    np.testing.assert_array_equal(weights, model.embedding.get_value().astype(jnp.float32))
-    with pytest.raises(ValueError, match="the model to start from has"):
-        Trainer(dataclasses.replace(TINY, num_layers=1), SETTINGS, stream, init=model)
-    report.write(tmp_path / "model", [log, {**log, "init_sha256": "ab" * 32}], manifest)
-    card = (tmp_path / "model" / "README.md").read_text()
-    assert "512 bytes seen" in card
-    assert "abab" in card
+    # A rate of 0: what comes out is what it started from.
+    exported = tmp_path / "first" / "model"
+    options = "--steps 2 --long-fraction 1 --learning-rate 0 --decay-shape linear --seed 1"
+    options = ["--init", str(exported), *options.split()]
+    second_log, second = train(tmp_path / "second", *options)
+    assert [row["context"] for row in second_log["records"]] == [32]
+    assert len(second_log["init_sha256"]) == 64
+    assert f"--init {exported}" in second_log["command"]
+    for a, b in zip(
+        jax.tree.leaves(nnx.state(model)), jax.tree.leaves(nnx.state(second)), strict=True
+    ):
+        np.testing.assert_array_equal(a, b)
+
+    folder = tmp_path / "second" / "model"
+    report.write(folder, [log, second_log], manifest)
+    card = (folder / "README.md").read_text()
+    assert "| p 1 | MIT | 1 | 2 |" in card
+    assert "Phase 2: 128 bytes" in card
+    assert "--steps 2" in card
+    assert (folder / report.CURVE_NAME).stat().st_size > 5000

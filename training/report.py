@@ -93,7 +93,7 @@ def model_card(logs: Sequence[Log], manifest: Mapping[str, Any]) -> str:
         _description(logs[-1]),
         _results(logs[-1]),
         _data(manifest),
-        _training(logs),
+        _training(logs, manifest),
     )
     return "\n".join(line for part in parts for line in part)
 
@@ -189,7 +189,7 @@ def _data(manifest: Mapping[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
-def _training(logs: Sequence[Log]) -> list[str]:
+def _training(logs: Sequence[Log], manifest: Mapping[str, Any]) -> list[str]:
     tokens = sum(log["tokens_seen"] for log in logs)
     minutes = sum(log["seconds"] for log in logs) / 60
     devices = sorted({log["device"] for log in logs})
@@ -198,7 +198,8 @@ def _training(logs: Sequence[Log]) -> list[str]:
     return [
         "## Training",
         "",
-        f"{tokens:,} bytes seen in {minutes:.1f} minutes{phases} on one {' and one '.join(devices)}"
+        f"{tokens:,} bytes seen ({tokens / manifest['total_bytes']:.1f} passes over the data) in "
+        f"{minutes:.1f} minutes{phases} on one {' and one '.join(devices)}"
         f", {last['date']}. AdamW, {last['settings']['tokens_per_step']:,} bytes per step, "
         "bfloat16 compute, float32 master weights.",
         "",

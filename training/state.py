@@ -1,15 +1,17 @@
 """What a training step needs: the schedule, the order of the data, the step itself, checkpoints."""
 
+import contextlib
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
+import optax  # type: ignore[import-untyped]
 import orbax.checkpoint as ocp
 from flax import nnx
 
@@ -171,6 +173,39 @@ def cudnn_attention(
     return out, cache
 
 
+@functools.partial(
+    jax.jit,
+    static_argnames=("graph", "attend", "settings", "context"),
+    donate_argnames=("params", "opt_state"),
+)
+def _train_step(
+    params: nnx.State,
+    opt_state: Any,
+    stream: jax.Array,
+    starts: jax.Array,
+    *,
+    graph: Any,
+    attend: Attend,
+    settings: Settings,
+    context: int,
+) -> tuple[nnx.State, Any, dict[str, jax.Array]]:
+    """One optimizer step on the windows of `context` bytes that begin at `starts`."""
+    indices = starts[:, None] + jnp.arange(context + 1, dtype=jnp.int32)[None, :]
+    tokens = stream[indices].astype(jnp.int32)
+
+    def loss(params: nnx.State) -> jax.Array:
+        logits = nnx.merge(graph, params)(tokens[:, :-1], attend=attend)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+        return jnp.mean(losses)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    with _default_promotion():
+        updates, opt_state = settings.optimizer().update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    metrics = {"bits_per_byte": value / math.log(2.0), "grad_norm": optax.global_norm(grads)}
+    return params, opt_state, metrics
+
+
 class Trainer:
     """Model, optimizer and their jitted step.
 
@@ -217,34 +252,10 @@ class Trainer:
         self._graph, self.params = nnx.split(model)
         if init is not None:
             self.params = _float32_weights(init, config)
-        self._optimizer = settings.optimizer()
-        self.opt_state = self._optimizer.init(self.params)
+        self.opt_state = settings.optimizer().init(self.params)
         self.step = 0
         self._num_bytes = stream.size
         self._stream = jnp.asarray(stream)
-        self._train_step = jax.jit(self._make_step(), static_argnums=4, donate_argnums=(0, 1))
-
-    def _make_step(self) -> Any:
-        graph, attend, optimizer = self._graph, self.attend, self._optimizer
-
-        def loss(params: nnx.State, tokens: jax.Array) -> jax.Array:
-            logits = nnx.merge(graph, params)(tokens[:, :-1], attend=attend)
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-            return jnp.mean(losses)
-
-        def train_step(
-            params: nnx.State, opt_state: Any, stream: jax.Array, starts: jax.Array, context: int
-        ) -> tuple[nnx.State, Any, dict[str, jax.Array]]:
-            indices = starts[:, None] + jnp.arange(context + 1, dtype=jnp.int32)[None, :]
-            value, grads = jax.value_and_grad(loss)(params, stream[indices].astype(jnp.int32))
-            updates, opt_state = optimizer.update(grads, opt_state, params)
-            metrics = {
-                "bits_per_byte": value / math.log(2.0),
-                "grad_norm": optax.global_norm(grads),
-            }
-            return optax.apply_updates(params, updates), opt_state, metrics
-
-        return train_step
 
     def run_step(self) -> dict[str, jax.Array]:
         """Does one optimizer step.
@@ -254,8 +265,15 @@ class Trainer:
         """
         starts = window_starts(self.settings, self.step, self._num_bytes)
         context = self.settings.context(self.step)
-        self.params, self.opt_state, metrics = self._train_step(
-            self.params, self.opt_state, self._stream, jnp.asarray(starts), context
+        self.params, self.opt_state, metrics = _train_step(
+            self.params,
+            self.opt_state,
+            self._stream,
+            jnp.asarray(starts),
+            graph=self._graph,
+            attend=self.attend,
+            settings=self.settings,
+            context=context,
         )
         self.step += 1
         return metrics
@@ -284,6 +302,13 @@ class Trainer:
         """Path -> array, in the order of the tree: readable without this class."""
         leaves, _ = jax.tree_util.tree_flatten_with_path((self.params, self.opt_state))
         return {f"{i:03d}{jax.tree_util.keystr(path)}": x for i, (path, x) in enumerate(leaves)}
+
+
+@contextlib.contextmanager
+def _default_promotion() -> Iterator[None]:
+    """JAX's default promotion of dtypes and ranks, which optax relies on."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
 
 
 def _float32_weights(model: Llama, config: LlamaConfig) -> nnx.State:

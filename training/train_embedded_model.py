@@ -207,12 +207,12 @@ def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
     names = [field.name for field in dataclasses.fields(Settings)]
     settings = Settings(**{name: getattr(args, name) for name in names})
+    init = load(args.init) if args.init else None
     args.out.mkdir(parents=True, exist_ok=True)
     if not (args.out / "corpus.npy").exists():
         corpus.build(args.out, held_out_modules(), library_repeats=args.library_repeats)
     stream = np.load(args.out / "corpus.npy")
     files = corpus.read_held_out(held_out_modules())
-    init = load(args.init) if args.init else None
     trainer = Trainer(MODEL, settings, stream, remat=args.remat, unroll=args.unroll, init=init)
     log = Log(args.out / "log.json", describe_run(args, settings))
     print(f"{stream.size:,} bytes of text, {MODEL.num_parameters:,} parameters", flush=True)
