@@ -133,3 +133,22 @@ def test_wrong_calls():
         tj.head_priority(x, where=jnp.ones((3, 50), jnp.float32))
     with pytest.raises(ValueError, match=r"\(3, 49\).*\(3, 50\)"):
         tj.head_priority(x, where=jnp.ones((3, 49), bool))
+
+
+@pytest.mark.parametrize("method", ["gap_std", "entropy", "min_max", "variation"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=str)
+def test_one_bad_value_anywhere_is_not_lost(method, bad):
+    """NaN for its head alone, wherever it stands, and that head ranks first; masked, it is gone."""
+    rng = np.random.default_rng(5)
+    x = rng.normal(size=(8, 64, 4, 64)).astype(np.float32)
+    clean = np.asarray(tj.head_priority(jnp.asarray(x), method))
+    where = np.ones((8, 64), bool)
+    for b, (token, channel) in enumerate(rng.integers(64, size=(8, 2))):
+        x[b, token, 2, channel] = bad
+        where[b, token] = False
+    got = np.asarray(tj.head_priority(jnp.asarray(x), method))
+    assert np.isnan(got[:, 2]).all()
+    np.testing.assert_array_equal(got[:, [0, 1, 3]], clean[:, [0, 1, 3]])
+    assert (np.asarray(quantizers.rank_heads(jnp.asarray(got)))[:, 2] == 0).all()
+    masked = tj.head_priority(jnp.asarray(x), method, jnp.asarray(where))
+    assert np.isfinite(masked).all()

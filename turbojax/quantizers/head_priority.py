@@ -30,7 +30,7 @@ def head_priority(
       where: optional bool ``[B, S]``, the tokens that count.
 
     Returns:
-      float32 ``[B, K]``; 0 for a sequence without tokens.
+      float32 ``[B, K]``; 0 for a sequence without tokens, NaN where a value is not finite.
 
     Raises:
       TypeError: if `x` is not floating point or `where` not boolean.
@@ -56,6 +56,9 @@ def head_priority(
     gap = jnp.max(high, axis=-1) - jnp.min(low, axis=-1)
     spread = jnp.std(high - low, axis=-1)
     priority = {"gap_std": gap * spread, "min_max": gap, "variation": spread}[method]
+    # On a CPU a vectorized minimum or maximum may lose a NaN, so it is looked for by itself.
+    finite = jnp.all(jnp.isfinite(x) | ~mask, axis=(1, 3))
+    priority = jnp.where(finite, priority, jnp.nan)
     return jnp.where(jnp.any(where, axis=1)[:, None], priority, 0)
 
 
