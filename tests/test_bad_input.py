@@ -1,5 +1,7 @@
 """Wrong calls of the core: one clear error each, with the value and what is required of it."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -91,6 +93,10 @@ CONFIGS = {
     ),
     "scale's shape": (lambda: init(key_scale=jnp.ones(3)), r"key_scale.shape=\(3,\).*\(2, 2\)"),
     "scale of zero": (lambda: init(value_scale=jnp.zeros(())), r"value_scale=0.0.*positive"),
+    "negative scale": (
+        lambda: init(value_scale=jnp.asarray([[1.0, -1.0]])),
+        r"value_scale=.*-1.0.*positive",
+    ),
     "scale of NaN": (lambda: init(key_scale=jnp.asarray(np.nan)), r"key_scale=nan.*finite"),
 }
 SHAPES = {
@@ -357,3 +363,10 @@ def test_plain_numpy_is_ordinary_input():
     q, k = (np.asarray(x) for x in (QUERY, KEY))
     np.testing.assert_array_equal(attend(q, k), attend())
     np.testing.assert_array_equal(attend(key_value_seq_lengths=[5, 2]), jnp.zeros(QUERY.shape))
+
+
+def test_configs_and_caches_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        CONFIG.key_bits = 2
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        cache().lengths = None

@@ -14,6 +14,7 @@ from cache_helpers import (
     MIXED,
     append,
     assert_holds,
+    assert_same_bits,
     new,
     oracle_for,
     prefill,
@@ -76,6 +77,23 @@ def test_a_non_finite_first_token_is_not_hidden():
     assert np.isnan(got[0, :5, 0]).all()
     assert np.isfinite(got[0, :, 1:]).all()
     assert np.isfinite(got[1:]).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf], ids=str)
+def test_non_finite_tokens_in_any_split(bad):
+    """The same bits one by one, in pieces and at once, and the oracle's: NaN from its block on."""
+    key, value = tokens(40, seed=43)
+    key = key.at[0, 13, 2, 1].set(bad).at[1, 33, 0, 0].set(bad).at[2, 0, 3, 3].set(bad)
+    at_once = append(new(MIXED), key, value)
+    for pieces in ([1] * 40, [1, 19, 20]):
+        cache, t = new(MIXED), 0
+        for n in pieces:
+            cache = append(cache, key[:, t : t + n], value[:, t : t + n])
+            t += n
+        assert_same_bits(cache, at_once)
+    oracle = oracle_for(at_once)
+    oracle.append(key, value)
+    assert_holds(at_once, oracle, deeply=False)
 
 
 # Full caches -------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from oracles.quantizers import (
     quantize_with_scale,
     rank_heads,
     scale_of,
+    sixteen_bits,
 )
 
 
@@ -23,7 +24,7 @@ class CacheSide:
         shape = (spec.batch, spec.heads)
         self.scale = [None] * spec.batch
         if scale is not None:
-            self.scale = list(np.broadcast_to(np.float32(scale), shape).astype(np.float32))
+            self.scale = list(np.broadcast_to(sixteen_bits(scale), shape))
         self.blocks = [[] for _ in range(spec.batch)]
         self.buffer = [[] for _ in range(spec.batch)]
         self.slots = [None] * spec.batch

@@ -25,12 +25,26 @@ def scale_of(maximum, inverse=INV_LEVELS):
     maximum = np.asarray(maximum, np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         scale = (maximum * inverse).astype(np.float32)
+    if inverse == INV_LEVELS:
+        scale = sixteen_bits(scale)
     scale = np.where(scale < np.finfo(np.float32).tiny, np.float32(1), scale)
     return np.where(np.isfinite(maximum), scale, np.float32(np.nan))
 
 
+def sixteen_bits(scale):
+    """Positive scales rounded up to 16 significant bits."""
+    mantissa, exponent = np.frexp(np.asarray(scale, np.float64))
+    return np.ldexp(np.ceil(mantissa * 2.0**16), exponent - 16).astype(np.float32)
+
+
+def exact_codes(x, scale):
+    """Rounded quotients of float32 numbers; float64 is wide enough to see every tie."""
+    with np.errstate(all="ignore"):
+        return np.rint(x.astype(np.float64) / np.asarray(scale, np.float64))
+
+
 def divide_f32(x, scale):
-    """Division as it is defined here: the float32 product with the float32 reciprocal.
+    """The division of e4m3 as it is defined here: the float32 product with the float32 reciprocal.
 
     Both steps are rounded correctly (a double product of float32 numbers is exact).
     """
@@ -44,13 +58,13 @@ def quantize_int8(x, axis):
     x = f32(x)
     axes = (axis,) if isinstance(axis, int) else tuple(axis)
     scale = scale_of(np.max(np.abs(x), axis=axes, initial=0.0))
-    codes = np.rint(divide_f32(x, np.expand_dims(scale, tuple(a % x.ndim for a in axes))))
+    codes = exact_codes(x, np.expand_dims(scale, tuple(a % x.ndim for a in axes)))
     return np.nan_to_num(codes, nan=0).astype(np.int8), scale
 
 
 def quantize_with_scale(x, scale):
     """Codes under a given scale, clamped to +-119; NaN gives an unspecified code (0 here)."""
-    codes = np.rint(divide_f32(f32(x), scale))
+    codes = exact_codes(f32(x), scale)
     return np.clip(np.nan_to_num(codes, nan=0), -LEVELS, LEVELS).astype(np.int8)
 
 
@@ -152,6 +166,8 @@ def head_priority(x, method="gap_std", where=None):
 
 
 def _one_priority(x, method):
+    if not np.isfinite(x).all():
+        return np.nan
     x64 = x.astype(np.float64)
     gap = x64.max() - x64.min()
     spread = np.std(x64.max(0) - x64.min(0))
@@ -164,8 +180,12 @@ def _one_priority(x, method):
 
 
 def rank_heads(priority):
-    """Slot of each head among the heads sorted by falling priority, ties in head order."""
-    order = np.argsort(-np.asarray(priority, np.float64), axis=-1, kind="stable")
+    """Slot of each head among the heads sorted by falling priority, ties in head order.
+
+    NaN counts as the highest priority.
+    """
+    priority = np.where(np.isnan(priority), np.inf, priority)
+    order = np.argsort(-priority, axis=-1, kind="stable")
     slots = np.empty_like(order)
     np.put_along_axis(slots, order, np.broadcast_to(np.arange(order.shape[-1]), order.shape), -1)
     return slots.astype(np.int32)
