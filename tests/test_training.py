@@ -2,8 +2,10 @@
 
 import dataclasses
 import email
+import hashlib
 import json
 import logging
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,7 @@ from training import corpus, report, train_embedded_model
 from training.corpus import Document, HeldOut
 from training.evaluate import bits_per_byte, windows
 from training.state import Settings, Trainer, checkpoint_manager, window_starts
-from turbojax.models import Llama, LlamaConfig, load
+from turbojax.models import Llama, LlamaConfig, embedded_path, load
 
 TINY = LlamaConfig(
     vocab_size=256,
@@ -307,3 +309,12 @@ def test_command_trains_exports_and_starts_from_an_export(tmp_path, monkeypatch,
     assert "Phase 2: 128 bytes" in card
     assert "--steps 2" in card
     assert (folder / report.CURVE_NAME).stat().st_size > 5000
+
+
+def test_shipped_card_is_made_from_the_kept_logs():
+    results = Path(__file__).parents[1] / "benchmarks" / "results"
+    logs = report.read_logs(results / "embedded_training_2026-11-21.json")
+    manifest = json.loads((embedded_path() / report.DATA_NAME).read_text())
+    assert report.model_card(logs, manifest) == (embedded_path() / "README.md").read_text()
+    weights = (embedded_path() / "model.safetensors").read_bytes()
+    assert hashlib.sha256(weights).hexdigest() == logs[-1]["weights_sha256"]
