@@ -64,6 +64,20 @@ def test_stage_1_breaks_ties_to_even():
     np.testing.assert_array_equal(codes, np.rint(halves).astype(np.int8))
 
 
+@pytest.mark.parametrize("compile_it", [False, True])
+def test_stage_1_at_and_beside_every_tie(compile_it):
+    """An approximate quotient may fall on either side: only exact comparisons get it right."""
+    scale = oracles.sixteen_bits(np.random.default_rng(1).uniform(1e-3, 10, (500, 1)))
+    ties = (np.arange(-119, 119) + np.float32(0.5)) * scale
+    beside = [np.nextafter(ties, np.float32(side) * np.inf) for side in (-1, 1)]
+    x = np.concatenate([ties, *beside], axis=1).astype(np.float32)
+    quantize = quantizers.quantize_with_scale
+    quantize = jax.jit(quantize) if compile_it else quantize
+    codes = np.asarray(quantize(jnp.asarray(x), jnp.asarray(scale)))
+    np.testing.assert_array_equal(codes, oracles.quantize_with_scale(x, scale))
+    assert (codes[:, : ties.shape[1]] % 2 == 0).all()
+
+
 def test_stage_1_of_zeros():
     codes, scale = quantizers.quantize_int8(jnp.zeros((2, 4, 8)), axis=(-2, -1))
     np.testing.assert_array_equal(scale, np.ones(2))

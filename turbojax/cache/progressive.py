@@ -15,7 +15,7 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax.config import TurboConfig
-from turbojax.quantizers import INT8_RANGE, packed_size
+from turbojax.quantizers import INT8_RANGE, packed_size, round_scale
 
 
 @jax.tree_util.register_dataclass
@@ -177,7 +177,8 @@ def init_cache(
       config: bits, blocks and numerics.
       dtype: of the keys and values to come: bfloat16, float16 or float32.
       key_scale: optional universal scales of the keys' buffer (section 3.3), positive float32,
-        broadcastable to ``[B, K]``. Otherwise the first tokens fix them.
+        broadcastable to ``[B, K]``; rounded up to 16 significant bits. Otherwise the first
+        tokens fix them.
       value_scale: the same for the values.
 
     Raises:
@@ -266,7 +267,7 @@ def _with_scale(side: CacheSide, name: str, scale: jax.Array | None) -> CacheSid
         ) from None
     if _checks.is_concrete(full) and not np.all((np.asarray(full) > 0) & np.isfinite(full)):
         raise ValueError(f"{name}={np.asarray(scale).tolist()} must be positive and finite")
-    return dataclasses.replace(side, buffer_scale=full)
+    return dataclasses.replace(side, buffer_scale=round_scale(full))
 
 
 def _named_leaves(tree: Any) -> dict[str, jax.Array]:

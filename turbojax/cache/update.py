@@ -30,8 +30,9 @@ def append(
     """Adds new tokens, one or many per sequence.
 
     Tokens go to the int8 buffer with the universal scale, clamped to +-119 codes; a full buffer
-    is compressed to blocks and emptied. The result does not depend, bit for bit, on how a run of
-    tokens is split into calls.
+    is compressed to blocks and emptied. Without a prefill or a given scale, a head's universal
+    scale is twice the maximum of its first token over 119, or 1 if that token is all zero. The
+    result does not depend, bit for bit, on how a run of tokens is split into calls.
 
     Args:
       cache: the cache to extend.

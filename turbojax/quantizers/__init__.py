@@ -2,12 +2,14 @@
 
 from turbojax.quantizers.fp8 import E4M3_MAX as E4M3_MAX
 from turbojax.quantizers.fp8 import quantize_fp8 as quantize_fp8
+from turbojax.quantizers.fp8 import round_to_e4m3 as round_to_e4m3
 from turbojax.quantizers.head_priority import head_priority as head_priority
 from turbojax.quantizers.head_priority import rank_heads as rank_heads
 from turbojax.quantizers.int8 import INT8_RANGE as INT8_RANGE
 from turbojax.quantizers.int8 import absolute_maximum as absolute_maximum
 from turbojax.quantizers.int8 import quantize_int8 as quantize_int8
 from turbojax.quantizers.int8 import quantize_with_scale as quantize_with_scale
+from turbojax.quantizers.int8 import round_scale as round_scale
 from turbojax.quantizers.int8 import scale_from_maximum as scale_from_maximum
 from turbojax.quantizers.packing import pack as pack
 from turbojax.quantizers.packing import packed_size as packed_size

@@ -17,7 +17,7 @@ _RECIPROCAL_MAX = float(np.float32(1 / E4M3_MAX))
 def quantize_fp8(x: jax.Array, *, axis: int | Sequence[int]) -> tuple[jax.Array, jax.Array]:
     """Quantizes to e4m3 with one scale over `axis`: ``s = max|x| / 448``, ``q = e4m3(x / s)``.
 
-    Both divisions are products with a float32 reciprocal, as in stage 1.
+    Both divisions are products with a float32 reciprocal.
 
     Args:
       x: floating point, any shape.
@@ -37,5 +37,14 @@ def quantize_fp8(x: jax.Array, *, axis: int | Sequence[int]) -> tuple[jax.Array,
     x = x.astype(jnp.float32)
     scale = absolute_maximum(x, axes) * _RECIPROCAL_MAX
     scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1, scale)
-    codes = jnp.clip(x * (1 / scale), -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)
+    codes = round_to_e4m3(jnp.clip(x * (1 / scale), -E4M3_MAX, E4M3_MAX))
     return codes, jnp.squeeze(scale, axis=axes)
+
+
+def round_to_e4m3(x: jax.Array) -> jax.Array:
+    """Rounds float32 within +-448 to float8_e4m3fn, and keeps it so.
+
+    XLA drops a conversion that is followed by one back to float32, and the rounding with it
+    (`xla_allow_excess_precision`; seen on GPUs). The barrier prevents that.
+    """
+    return jax.lax.optimization_barrier(x.astype(jnp.float8_e4m3fn))

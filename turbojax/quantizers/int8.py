@@ -1,8 +1,9 @@
 """FlashQ stage 1: symmetric INT8 with one scale per block (TurboAttention, Eq. 9).
 
-Divisions are written as products with a reciprocal. XLA makes them of its own accord, but not
-everywhere, and kernels want one division per block: spelled out, the bits are the same eagerly,
-under `jit` and in a kernel.
+Codes are the same bits everywhere: eagerly, under `jit`, whatever XLA fuses, on a CPU and on a GPU,
+although division is approximate on a GPU and XLA turns it into a product with a reciprocal where
+it likes. A scale has 16 significant bits, so a code times a scale is exact in float32, and what is
+left of a value decides by exact comparisons whether an approximate quotient was rounded right.
 """
 
 from collections.abc import Sequence
@@ -15,11 +16,13 @@ INT8_RANGE = 119
 """Largest stage-1 code. Not 127: stage 2 rounds scales and zeros to integers, and 119 is the
 largest range from which a 4-bit code always dequantizes back into int8."""
 
+# A product, because XLA divides by a constant in this way, but not everywhere.
 _RECIPROCAL_RANGE = float(np.float32(1 / INT8_RANGE))
+_DROPPED_BITS = 8
 
 
 def quantize_int8(x: jax.Array, *, axis: int | Sequence[int]) -> tuple[jax.Array, jax.Array]:
-    """Quantizes with one scale over `axis`: ``s = max|x| * (1/119)``, ``q = rint(x * (1/s))``.
+    """Quantizes with one scale over `axis`: ``s = max|x| / 119``, ``q = rint(x / s)``.
 
     Args:
       x: floating point, any shape.
@@ -57,12 +60,27 @@ def scale_from_maximum(maximum: jax.Array) -> jax.Array:
       maximum: float32, non-negative or NaN, any shape, as `absolute_maximum` returns it.
 
     Returns:
-      float32, same shape: ``maximum / 119``, 1 for 0, NaN for a maximum that is not finite. A
-      maximum so small that the quotient is no normal number counts as 0.
+      float32, same shape: ``maximum / 119`` rounded up to 16 significant bits, 1 for 0, NaN for a
+      maximum that is not finite. A maximum so small that the quotient is no normal number counts
+      as 0.
     """
-    scale = maximum * _RECIPROCAL_RANGE
+    scale = round_scale(maximum * _RECIPROCAL_RANGE)
     scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1, scale)
     return jnp.where(jnp.isfinite(maximum), scale, jnp.nan)
+
+
+def round_scale(scale: jax.Array) -> jax.Array:
+    """Rounds positive scales up to 16 significant bits, by at most 3 parts in 100,000.
+
+    Args:
+      scale: float32, positive and finite, any shape.
+
+    Returns:
+      float32, same shape, times any int8 code exact in float32.
+    """
+    dropped = jnp.uint32(2**_DROPPED_BITS - 1)
+    bits = jax.lax.bitcast_convert_type(scale, jnp.uint32)
+    return jax.lax.bitcast_convert_type((bits + dropped) & ~dropped, jnp.float32)
 
 
 def quantize_with_scale(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -70,7 +88,8 @@ def quantize_with_scale(x: jax.Array, scale: jax.Array) -> jax.Array:
 
     Args:
       x: floating point, any shape.
-      scale: float32, broadcastable to `x` with equal rank, as `quantize_int8` returns them.
+      scale: float32 of at most 16 significant bits (see `round_scale`), broadcastable to `x` with
+        equal rank.
 
     Returns:
       int8 codes in [-119, 119], `x`'s shape. Values that are not finite get code 0: the caller
@@ -84,9 +103,17 @@ def quantize_with_scale(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _round_to_codes(x: jax.Array, scale: jax.Array) -> jax.Array:
-    codes = jnp.rint(x * (1 / scale))
-    codes = jnp.where(jnp.isfinite(x) & jnp.isfinite(scale), codes, 0)
-    return jnp.clip(codes, -INT8_RANGE, INT8_RANGE).astype(jnp.int8)
+    """``rint(x / scale)``, ties to even, clamped to the range: exact, see the module."""
+    # Far from a code, or not finite: nothing to be exact about.
+    quotient = jnp.clip(x * (1 / scale), -INT8_RANGE, INT8_RANGE)
+    guess = jnp.rint(quotient)
+    rest, half = x - guess * scale, 0.5 * scale
+    is_odd = jnp.rint(0.5 * guess) * 2 != guess
+    above = (rest > half) | (is_odd & (rest == half))
+    below = (rest < -half) | (is_odd & (rest == -half))
+    codes = guess + above.astype(jnp.float32) - below.astype(jnp.float32)
+    codes = jnp.clip(codes, -INT8_RANGE, INT8_RANGE)
+    return jnp.where(jnp.isfinite(x) & jnp.isfinite(scale), codes, 0).astype(jnp.int8)
 
 
 def _check_floating(x: jax.Array) -> None:

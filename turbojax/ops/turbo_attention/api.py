@@ -56,7 +56,8 @@ def turbo_attention(
     Returns:
       ``[B, T, N, H]`` in the query's dtype; with `return_residual` also float32 ``[B, T, N]``. A
       query that sees nothing gives 0 and ``-inf``. NaN or infinity in a key or value makes every
-      query NaN that sees its block.
+      query NaN that sees its block (in mode ``"float"`` what exact attention gives; e4m3 values
+      share one scale, so there a bad value reaches all queries of its KV head).
 
     Raises:
       TypeError: if dtypes are not supported or differ.

@@ -10,7 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from turbojax.config import Mode, TurboConfig
-from turbojax.quantizers import E4M3_MAX, INT8_RANGE, quantize_fp8, quantize_int8
+from turbojax.quantizers import (
+    E4M3_MAX,
+    INT8_RANGE,
+    quantize_fp8,
+    quantize_int8,
+    round_to_e4m3,
+)
 from turbojax.sas import SAS
 
 Exponential = Callable[[jax.Array], jax.Array]
@@ -82,7 +88,7 @@ def round_probabilities(
         scale = jnp.where(scale == 0, 1, scale)
         return jnp.rint(p * (1 / scale)), scale
     if mode in ("int8_fp8", "fp8"):
-        codes = (p * E4M3_MAX).astype(jnp.float8_e4m3fn).astype(jnp.float32)
+        codes = round_to_e4m3(p * E4M3_MAX).astype(jnp.float32)
         return codes, jnp.full_like(largest, 1 / E4M3_MAX)
     return p, jnp.ones_like(largest)
 
