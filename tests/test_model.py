@@ -334,6 +334,9 @@ class TestCheckpoint:
         save_file({n: t for n, t in tensors.items() if n != name}, path)
         with pytest.raises(ValueError, match=f"lacks {name}"):
             load(tmp_path)
+        path.write_bytes(path.read_bytes()[:-100])
+        with pytest.raises(ValueError, match="not a readable safetensors file"):
+            load(tmp_path)
 
 
 class TestEmbedded:
