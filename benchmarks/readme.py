@@ -26,16 +26,15 @@ def demo_table() -> str:
     settings = report["settings"]
     first = report["results"][0]
     lines = [
-        "| cache | bits per byte | same greedy byte | cache bytes | smaller than bf16 | bytes/s |",
-        "|---|---|---|---|---|---|",
+        "| cache | bits per byte | same greedy byte | cache bytes | smaller than bf16 |",
+        "|---|---|---|---|---|",
     ]
     for row in report["results"]:
         difference = row["bits_per_byte"] - first["bits_per_byte"]
         cost = "" if row is first else f" ({difference:+.4f})"
         lines.append(
             f"| {row['name']} | {row['bits_per_byte']:.4f}{cost} | {row['agreement']:.1%} "
-            f"| {row['nbytes']:,} | {row['compression_ratio']:.2f}x "
-            f"| {row['bytes_per_second']:.0f} |"
+            f"| {row['nbytes']:,} | {row['compression_ratio']:.2f}x |"
         )
     lines += [
         "",

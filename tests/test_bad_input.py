@@ -54,7 +54,6 @@ CONFIGS = {
     "key bits": (lambda: tj.TurboConfig(key_bits=5), r"key_bits=5.*\(2, 3, 4\)"),
     "value bits": (lambda: tj.TurboConfig(value_bits=8), r"value_bits=8.*\(2, 3, 4\)"),
     "low bits": (lambda: tj.TurboConfig(low_bits=1), r"low_bits=1.*\(2, 3, 4\)"),
-    "bits as text": (lambda: tj.TurboConfig(key_bits="4"), r"key_bits='4'.*\(2, 3, 4\)"),
     "negative count, keys": (
         lambda: tj.TurboConfig(num_low_bit_key_heads=-1),
         r"num_low_bit_key_heads=-1.*not be negative",
@@ -156,6 +155,22 @@ SHAPES = {
 }
 WINDOW = r"must be one or two integers >= 0"
 VALUES = {
+    "query lengths": (
+        lambda: attend(query_seq_lengths=lengths(6, 1)),
+        r"query_seq_lengths=\[6, 1\].*between 0 and 5",
+    ),
+    "fewer queries than keys of a prompt": (
+        lambda: prefill(query=QUERY[:, :4]),
+        r"query.shape=\(2, 4, 4, 16\).*one query per key",
+    ),
+    "window of truth": (
+        lambda: attend(local_window_size=True),
+        r"local_window_size=True.*integers",
+    ),
+    "scale beyond float32": (
+        lambda: init(key_scale=jnp.float32(3.4028e38)),
+        r"key_scale=.*positive and finite",
+    ),
     "length too large": (
         lambda: attend(key_value_seq_lengths=lengths(6, 1)),
         r"key_value_seq_lengths=\[6, 1\].*between 0 and 5",
@@ -275,6 +290,13 @@ KINDS = {
         lambda: tj.quantizers.quantize_channels(jnp.zeros((8, 8)), 4),
         r"float32.*int8",
     ),
+    "bits as text": (lambda: tj.TurboConfig(key_bits="4"), r"key_bits='4'.*integer"),
+    "fractional block": (lambda: tj.TurboConfig(block_kv=64.0), r"block_kv=64.0.*integer"),
+    "fractional max_length": (lambda: init(2, 100.5, 2, 16), r"max_length=100.5.*integer"),
+    "no config": (lambda: init(config=None), r"config=None.*TurboConfig"),
+    "config as text": (lambda: tj.turbo_attention(QUERY, KEY, KEY, config="4bit"), r"TurboConfig"),
+    "scale as text": (lambda: attend(scale="a"), r"scale is a str.*number"),
+    "array as scale": (lambda: decode(scale=jnp.float32(1)), r"scale is a .*Python number"),
     "floats to pack": (lambda: tj.quantizers.pack(jnp.zeros(8), 4), r"float32.*uint8"),
     "signed bytes to unpack": (
         lambda: tj.quantizers.unpack(jnp.zeros(8, jnp.int8), 4),

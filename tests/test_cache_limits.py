@@ -174,7 +174,7 @@ def test_a_prompt_too_long_inside_jit():
 
 
 @pytest.mark.parametrize(
-    ("low", "least", "with_buffer"), [(0, 3.7, 3.6), (4, 4.8, 4.6)], ids=["4-bit", "half 2-bit"]
+    ("low", "least", "with_buffer"), [(0, 3.7, 3.65), (4, 4.8, 4.74)], ids=["4-bit", "half 2-bit"]
 )
 def test_compression_ratio(low, least, with_buffer):
     """4096 tokens, head dim 128: at least 3.7 at 4 bits and 4.8 at half 2 bits, buffer apart."""
@@ -187,7 +187,8 @@ def test_compression_ratio(low, least, with_buffer):
         bfloat16 / (cache.nbytes - buffers)
     )
     assert cache.compression_ratio_without_buffer >= least
-    assert cache.compression_ratio >= with_buffer
+    # As docs/numerics.md says.
+    assert round(cache.compression_ratio, 2) == with_buffer
     print(
         f"{cache.compression_ratio_without_buffer:.3f}, "
         f"with the buffer {cache.compression_ratio:.3f}"

@@ -364,6 +364,7 @@ def test_prefill_attends_as_turbo_attention_does(is_causal):
         value,
         config=BASE,
         is_causal=is_causal,
+        query_seq_lengths=lengths,
         key_value_seq_lengths=lengths,
         return_residual=True,
     )

@@ -108,6 +108,21 @@ def test_a_file_that_is_too_short(tiny_model, tmp_path):
     assert "has 3 bytes, must have at least 78" in result.stderr
 
 
+def test_a_run_too_short_to_time_is_still_json(tiny_model):
+    result = _run("--model", tiny_model, *SMALL, "--new-bytes", "1", "--cache", "exact", "--json")
+    assert json.loads(result.stdout)["results"][0]["bytes_per_second"] is None
+    table = _run("--model", tiny_model, *SMALL, "--new-bytes", "1", "--cache", "exact")
+    assert table.exit_code == 0
+
+
+def test_a_model_of_other_tokens_is_refused(tmp_path):
+    config = models.LlamaConfig(300, 32, 48, 1, 4, 2, 16, 128)
+    models.save(models.Llama(config, rngs=nnx.Rngs(0)), tmp_path)
+    result = _run("--model", str(tmp_path), *SMALL)
+    assert result.exit_code == 2
+    assert "vocab_size=300 must be 256" in result.stderr
+
+
 def test_default_file_is_a_held_out_module():
     file = default_file(4000)
     assert file.name in models.held_out_modules()

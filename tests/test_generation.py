@@ -116,6 +116,14 @@ def test_bad_calls_say_what_is_wrong(model):
         generation.start(model, tokens[0], max_length=20)
     with pytest.raises(ValueError, match="must be 'exact' or a TurboConfig"):
         models.init_caches(model, 1, 10, "4bit")
+    with pytest.raises(ValueError, match=r"tokens in -5..99 must be within 0..63"):
+        models.generate(model, jnp.array([[99, -5]]), max_new_tokens=1)
+    with pytest.raises(TypeError, match="tokens.dtype=float32 must be an integer"):
+        models.generate(model, jnp.ones((1, 4)), max_new_tokens=1)
+    with pytest.raises(ValueError, match=r"max_length=1000 must be at most the model's 256"):
+        generation.start(model, tokens, max_length=1000)
+    with pytest.raises(ValueError, match=r"tokens.shape=\(2,\) must be \(1,\)"):
+        generation.start(model, tokens, max_length=20).step(jnp.array([1, 2]))
     session = generation.start(model, tokens, max_length=10)
     with pytest.raises(ValueError, match="the cache is full"):
         session.step(tokens[:, 0])

@@ -1,7 +1,5 @@
 """Argument checks shared by the public functions: one message names value and requirement."""
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -65,13 +63,15 @@ def check_head_groups(num_heads: int, num_kv_heads: int) -> None:
         )
 
 
-def check_lengths(name: str, lengths: jax.Array, batch_size: int, largest: int) -> jax.Array:
-    """Checks per-sequence lengths and returns them as int32 ``[B]``.
+def check_lengths(name: str, lengths: jax.Array | None, batch_size: int, largest: int) -> jax.Array:
+    """Checks per-sequence lengths and returns them as int32 ``[B]``; None means `largest`.
 
     Raises:
       TypeError: if they are no integers.
       ValueError: another shape, or (outside `jit`) a value outside ``0..largest``.
     """
+    if lengths is None:
+        return jnp.full(batch_size, largest, jnp.int32)
     lengths = jnp.asarray(lengths)
     if not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise TypeError(f"{name}.dtype={lengths.dtype} must be an integer type")
@@ -84,7 +84,21 @@ def check_lengths(name: str, lengths: jax.Array, batch_size: int, largest: int) 
     return lengths.astype(jnp.int32)
 
 
-def normalize_window(window: int | tuple[int, int] | None) -> tuple[int, int] | None:
+def check_sizes(**sizes: int) -> None:
+    """Raises TypeError unless each is an integer, ValueError unless it is at least 1."""
+    for name, size in sizes.items():
+        check_integer(name, size)
+        if size < 1:
+            raise ValueError(f"{name}={size} must be at least 1")
+
+
+def check_integer(name: str, x: object) -> None:
+    """Raises TypeError unless `x` is an integer (and no bool)."""
+    if isinstance(x, bool) or not isinstance(x, int | np.integer):
+        raise TypeError(f"{name}={x!r} must be an integer")
+
+
+def normalize_window(window: object) -> tuple[int, int] | None:
     """A window as (left, right).
 
     Raises:
@@ -92,11 +106,23 @@ def normalize_window(window: int | tuple[int, int] | None) -> tuple[int, int] | 
     """
     if window is None:
         return None
-    pair: Sequence[object] = window if isinstance(window, Sequence) else (window, window)
-    match tuple(pair):
-        case (int(left), int(right)) if left >= 0 and right >= 0:
-            return left, right
-    raise ValueError(f"local_window_size={window} must be one or two integers >= 0")
+    pair = tuple(window) if isinstance(window, tuple | list) else (window, window)
+    integers = [w for w in pair if isinstance(w, int | np.integer) and not isinstance(w, bool)]
+    if len(pair) != 2 or len(integers) != 2 or min(integers) < 0:
+        raise ValueError(f"local_window_size={window!r} must be one or two integers >= 0")
+    # No sequence is this long; beyond it, adding a position could overflow int32.
+    left, right = (min(int(w), 2**30) for w in integers)
+    return left, right
+
+
+def check_number(name: str, x: object) -> None:
+    """Raises unless `x` is None or a finite Python number: options are static under `jit`."""
+    if x is None:
+        return
+    if isinstance(x, jax.Array) or not isinstance(x, int | float | np.number):
+        raise TypeError(f"{name} is a {type(x).__name__}, must be a Python number")
+    if not np.isfinite(x):
+        raise ValueError(f"{name}={x} must be finite")
 
 
 def check_positive(name: str, x: float | None) -> None:

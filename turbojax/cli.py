@@ -97,7 +97,7 @@ def demo(
         typer.echo(f"turbojax demo: {error}", err=True)
         raise typer.Exit(2) from error
     if as_json:
-        typer.echo(json.dumps(report.to_json(), indent=2))
+        typer.echo(json.dumps(report.to_json(), indent=2, allow_nan=False))
     else:
         Console().print(display.render(report))
         if plot is not None:

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal, get_args
 
+from turbojax._checks import check_integer
 from turbojax.sas import SAS
 
 Mode = Literal["int8", "int8_fp8", "fp8", "float"]
@@ -35,6 +36,7 @@ class TurboConfig:
       head_priority: how heads are ranked, see `head_priority`.
 
     Raises:
+      TypeError: if a number is no integer.
       ValueError: if a value is outside the range stated here.
     """
 
@@ -51,6 +53,9 @@ class TurboConfig:
     head_priority: PriorityMethod = "gap_std"
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if field.type is int:
+                check_integer(field.name, getattr(self, field.name))
         for name in ("key_bits", "value_bits", "low_bits"):
             if getattr(self, name) not in SUPPORTED_BITS:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {SUPPORTED_BITS}")

@@ -16,6 +16,7 @@ from oracles.quantizers import quantize_int8 as quantize_int8
 from oracles.quantizers import quantize_with_scale as quantize_with_scale
 from oracles.quantizers import rank_heads as rank_heads
 from oracles.quantizers import round_ratio as round_ratio
+from oracles.quantizers import scale_of as scale_of
 from oracles.quantizers import sixteen_bits as sixteen_bits
 from oracles.quantizers import unpack as unpack
 from oracles.softmax import PRINTED_CUBIC as PRINTED_CUBIC

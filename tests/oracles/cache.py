@@ -22,7 +22,7 @@ class CacheSide:
     def __init__(self, spec, bits, num_low, scale=None):
         self.spec, self.bits, self.num_low = spec, bits, num_low
         shape = (spec.batch, spec.heads)
-        self.scale = [None] * spec.batch
+        self.scale = [np.zeros(spec.heads, np.float32) for _ in range(spec.batch)]  # 0: open
         if scale is not None:
             self.scale = list(np.broadcast_to(sixteen_bits(scale), shape))
         self.blocks = [[] for _ in range(spec.batch)]
@@ -34,9 +34,10 @@ class CacheSide:
         return self.spec.low_bits if is_low else self.bits
 
     def fix_scale(self, b, maximum, factor=1.0):
-        """Fixes the universal scale from a maximum [K] unless it is fixed already."""
-        if self.scale[b] is None:
-            self.scale[b] = scale_of(np.float32(factor) * np.float32(maximum))
+        """Fixes the universal scales from maxima [K]; a head of zeros, or a fixed one, stays."""
+        fixes = (self.scale[b] == 0) & (np.float32(maximum) != 0)
+        new = scale_of(np.float32(factor) * np.float32(maximum))
+        self.scale[b] = np.where(fixes, new, self.scale[b]).astype(np.float32)
 
     def rank(self, b, x):
         """Ranks the heads by x [S, K, H] unless they are ranked already."""
@@ -65,7 +66,7 @@ class CacheSide:
         """Compresses the whole blocks of a prompt [N, K, H] and buffers the rest."""
         if not len(x):
             return
-        self.fix_scale(b, np.abs(x).max((0, 2)))
+        self.fix_scale(b, np.abs(x).max((0, 2)), 2.0 if len(x) < self.spec.block else 1.0)
         whole = len(x) // self.spec.block
         if whole:
             self.rank(b, x)
@@ -84,12 +85,13 @@ class CacheSide:
         """Buffers one token; a full buffer is compressed at once."""
         bad = ~np.isfinite(token).all(-1)
         self.scale[b] = np.where(bad, np.float32(np.nan), self.scale[b]).astype(np.float32)
-        self.buffer[b].append(quantize_with_scale(token, self.scale[b][:, None]))
+        divisor = np.where(self.scale[b] == 0, np.float32(1), self.scale[b])
+        self.buffer[b].append(quantize_with_scale(token, divisor[:, None]))
         if len(self.buffer[b]) == self.spec.buffer_size:
             codes = np.stack(self.buffer[b])
             self.rank(b, f32(codes) * self.scale[b][None, :, None])
             for start, stop in cut(len(codes), self.spec.block):
-                self.compress(b, codes[start:stop], self.scale[b])
+                self.compress(b, codes[start:stop], divisor)
             self.buffer[b] = []
 
     def dequantize(self):

@@ -36,6 +36,11 @@ class ExactCache:
         """Bytes of all arrays held."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
+    @property
+    def compression_ratio(self) -> float:
+        """Bytes of bfloat16 keys and values over `nbytes`."""
+        return 2 * (self.key.size + self.value.size) / self.nbytes
+
 
 def init_cache(
     batch_size: int,
@@ -88,8 +93,6 @@ def append(
     batch, tokens = key.shape[:2]
     if (batch, *key.shape[2:]) != (cache.key.shape[0], *cache.key.shape[2:]):
         raise ValueError(f"{key.shape=} must fit {cache.key.shape=}")
-    if lengths is None:
-        lengths = jnp.full(batch, tokens, jnp.int32)
     lengths = _checks.check_lengths("lengths", lengths, batch, tokens)
     total = cache.lengths + jnp.clip(lengths, 0, tokens)
     if _checks.is_concrete(total) and np.any(np.asarray(total) > cache.max_length):

@@ -34,8 +34,8 @@ class CacheSide:
       block_scale: float32 ``[B, K, n]``, stage-1 scales; NaN where a token was not finite.
       head_slots: int32 ``[B, K]``, the slot of each head: a permutation of ``0..K-1``.
       buffer: int8 ``[B, K, buffer_size, H]``, stage-1 codes, 0 past the buffer's length.
-      buffer_scale: float32 ``[B, K]``, the universal scales; 0 until the first token fixes them,
-        NaN once a token was not finite.
+      buffer_scale: float32 ``[B, K]``, the universal scales; 0 as long as all tokens of the head
+        are zero, NaN once a token was not finite.
       bits: the widths of `codes`.
       tokens_last: whether codes are packed along tokens (values) or channels (keys).
     """
@@ -56,14 +56,17 @@ class CacheSide:
 class ProgressiveCache:
     """Keys and values of `B` sequences, compressed progressively.
 
+    The caches of several layers may be stacked along a new first axis of every array, and mapped
+    or scanned over.
+
     Made by `init_cache`; `prefill`, `append` and `decode` take it and never change it in place
     (donate it to `jit` to reuse its memory).
 
     Invariants (`validate` checks them):
       - ``0 <= buffer_lengths <= lengths <= max_length`` and ``buffer_lengths < buffer_size``;
       - ``lengths - buffer_lengths`` is a multiple of ``config.block_kv``;
-      - buffer codes are within +-119, ``head_slots`` rows are permutations, scales of stored
-        tokens are positive or NaN.
+      - buffer codes are within +-119, ``head_slots`` rows are permutations, scales of blocks
+        and of buffers that are not all zero are positive or NaN.
 
     Attributes:
       key: the keys.
@@ -89,17 +92,17 @@ class ProgressiveCache:
     @property
     def batch_size(self) -> int:
         """Number of sequences, `B`."""
-        return self.key.buffer.shape[0]
+        return self.key.buffer.shape[-4]
 
     @property
     def num_kv_heads(self) -> int:
         """Number of key/value heads, `K`."""
-        return self.key.buffer.shape[1]
+        return self.key.buffer.shape[-3]
 
     @property
     def head_dim(self) -> int:
         """Channels of a head, `H`."""
-        return self.key.buffer.shape[3]
+        return self.key.buffer.shape[-1]
 
     @property
     def num_blocks(self) -> jax.Array:
@@ -124,7 +127,8 @@ class ProgressiveCache:
 
     @property
     def _bfloat16_bytes(self) -> int:
-        return 4 * self.batch_size * self.max_length * self.num_kv_heads * self.head_dim
+        # `lengths` has all leading axes, those of stacked layers too.
+        return 4 * self.lengths.size * self.max_length * self.num_kv_heads * self.head_dim
 
     def validate(self) -> None:
         """Checks the invariants; under `jit` only shapes and dtypes can be seen.
@@ -186,15 +190,11 @@ def init_cache(
       ValueError: if a size is not positive, `head_dim` is no multiple of 8, there are more
         low-bit heads than heads, or a scale has another shape or is not positive.
     """
-    sizes = {
-        "batch_size": batch_size,
-        "max_length": max_length,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-    }
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name}={size} must be at least 1")
+    _checks.check_sizes(
+        batch_size=batch_size, max_length=max_length, num_kv_heads=num_kv_heads, head_dim=head_dim
+    )
+    if not isinstance(config, TurboConfig):
+        raise TypeError(f"config={config!r} must be a TurboConfig")
     if head_dim % 8:
         raise ValueError(f"{head_dim=} must be a multiple of 8")
     for name in ("num_low_bit_key_heads", "num_low_bit_value_heads"):
@@ -265,9 +265,11 @@ def _with_scale(side: CacheSide, name: str, scale: jax.Array | None) -> CacheSid
         raise ValueError(
             f"{name}.shape={scale.shape} must broadcast to {side.buffer_scale.shape}"
         ) from None
-    if _checks.is_concrete(full) and not np.all((np.asarray(full) > 0) & np.isfinite(full)):
+    full = round_scale(full)
+    tiny = np.finfo(np.float32).tiny
+    if _checks.is_concrete(full) and not np.all((np.asarray(full) >= tiny) & np.isfinite(full)):
         raise ValueError(f"{name}={np.asarray(scale).tolist()} must be positive and finite")
-    return dataclasses.replace(side, buffer_scale=round_scale(full))
+    return dataclasses.replace(side, buffer_scale=full)
 
 
 def _named_leaves(tree: Any) -> dict[str, jax.Array]:
@@ -305,8 +307,11 @@ def _validate_side(name: str, side: CacheSide, lengths: np.ndarray, blocks: np.n
     if np.any(np.sort(slots, axis=-1) != np.arange(slots.shape[-1])):
         raise ValueError(f"{name}.head_slots={slots.tolist()} must be permutations")
     scale = np.asarray(side.buffer_scale)
-    if np.any((lengths[:, None] > 0) & (scale <= 0)):
-        raise ValueError(f"{name}.buffer_scale={scale.tolist()} must be positive where tokens are")
+    holds = np.any(np.asarray(side.buffer) != 0, axis=(-1, -2))
+    if np.any((scale < 0) | (holds & (scale == 0))):
+        raise ValueError(
+            f"{name}.buffer_scale={scale.tolist()} must be positive where the buffer is not zero"
+        )
     count = side.block_scale.shape[2]
     used = (np.arange(count)[None, :] < blocks[:, None])[:, None, :]
     if np.any(used & (np.asarray(side.block_scale) <= 0)):

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from turbojax import _checks
+from turbojax._gradient import refuse_gradients
 from turbojax.cache.blocks import read_blocks
 from turbojax.cache.progressive import CacheSide, ProgressiveCache
 
@@ -28,7 +29,7 @@ def dequantize(
     dtype = jnp.dtype(cache.dtype if dtype is None else dtype)
     if dtype not in _checks.FLOAT_DTYPES:
         raise TypeError(f"{dtype=!s} must be bfloat16, float16 or float32")
-    key, value = _dequantize(cache)
+    key, value = refuse_gradients(_dequantize, "dequantize")(cache)
     return key.astype(dtype), value.astype(dtype)
 
 

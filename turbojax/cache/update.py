@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
+from turbojax._gradient import refuse_gradients
 from turbojax.cache.blocks import write_blocks
 from turbojax.cache.progressive import CacheSide, ProgressiveCache
 from turbojax.quantizers import (
@@ -31,16 +32,16 @@ def append(
 
     Tokens go to the int8 buffer with the universal scale, clamped to +-119 codes; a full buffer
     is compressed to blocks and emptied. Without a prefill or a given scale, a head's universal
-    scale is twice the maximum of its first token over 119, or 1 if that token is all zero. The
-    result does not depend, bit for bit, on how a run of tokens is split into calls.
+    scale is twice the maximum of its first token that is not all zero, over 119. The result
+    does not depend, bit for bit, on how a run of tokens is split into calls.
 
     Args:
       cache: the cache to extend.
       key: ``[B, T, K, H]`` in `cache.dtype`.
       value: the same shape and dtype.
       lengths: optional int ``[B]``: how many of the `T` tokens belong to each sequence, the first
-        ones. All of them if not given. Under `jit` values outside ``0..T`` act as the nearest
-        bound; more than `T` count as tokens left out.
+        ones; all of them if not given. `decode` takes the same as `query_seq_lengths`. Under
+        `jit` values outside ``0..T`` act as the nearest bound, and more than `T` as overflow.
 
     Returns:
       The extended cache. Under `jit`, tokens past `max_length` are left out and `overflowed`
@@ -53,8 +54,6 @@ def append(
     """
     check_cache_arguments(cache, key, value)
     batch, tokens = key.shape[:2]
-    if lengths is None:
-        lengths = jnp.full(batch, tokens, jnp.int32)
     lengths = _checks.check_lengths("lengths", lengths, batch, tokens)
     if _checks.is_concrete(lengths, cache.lengths):
         total = np.asarray(cache.lengths) + np.asarray(lengths)
@@ -63,7 +62,7 @@ def append(
                 f"appending would give lengths {total.tolist()}, "
                 f"which must be at most max_length={cache.max_length}"
             )
-    return _append(cache, key, value, lengths)
+    return refuse_gradients(_append, "append")(cache, key, value, lengths)
 
 
 def store_prompt(
@@ -94,7 +93,7 @@ def store_prompt(
             raise ValueError(
                 f"prompt lengths {new.tolist()} must be at most max_length={cache.max_length}"
             )
-    return _store_prompt(cache, key, value, lengths)
+    return refuse_gradients(_store_prompt, "prefill")(cache, key, value, lengths)
 
 
 def check_cache_arguments(cache: ProgressiveCache, key: jax.Array, value: jax.Array) -> None:
@@ -145,12 +144,12 @@ def _append_side(
     x = jnp.swapaxes(x, 1, 2).astype(jnp.float32)  # [B, K, T, H]
     tokens = x.shape[2]
     valid = jnp.arange(tokens)[None] < accepted[:, None]
-    scale = _first_token_scale(side.buffer_scale, x, accepted)
+    scale, is_open = _fix_scale(side.buffer_scale, x, valid)
     # From the first token that is not finite on, the head's codes are 0 and its scale NaN.
     finite = jnp.all(jnp.isfinite(x), axis=-1) | ~valid[:, None]
     broken = jnp.cumsum(~finite, axis=-1) > 0
     broken = broken | jnp.isnan(scale)[..., None]
-    codes = quantize_with_scale(x, scale[..., None, None])
+    codes = quantize_with_scale(x, _or_one(scale)[..., None, None])
     codes = jnp.where(broken[..., None], 0, codes)
 
     # One stream: what the buffer holds, then the new tokens, cut into runs of one buffer.
@@ -162,10 +161,11 @@ def _append_side(
     old = jnp.pad(side.buffer, ((0, 0), (0, 0), (0, (runs - 1) * size), (0, 0)))
     stream = jnp.where((source < 0)[:, None, :, None], old, new)
     stream = jnp.where(used[:, None, :, None], stream, 0)
-    # A run's blocks are NaN if the head broke at or before the run's last token.
+    # A run's blocks have the scale that stood when its last token came.
     last = jnp.arange(1, runs)[None] * size - 1 - cache.buffer_lengths[:, None]
-    run_broken = jnp.take_along_axis(broken, jnp.clip(last, 0, tokens - 1)[:, None], axis=-1)
-    run_scale = jnp.where(run_broken, jnp.nan, scale[..., None])
+    last = jnp.clip(last, 0, tokens - 1)[:, None]
+    run_scale = jnp.where(jnp.take_along_axis(is_open, last, axis=-1), 1, scale[..., None])
+    run_scale = jnp.where(jnp.take_along_axis(broken, last, axis=-1), jnp.nan, run_scale)
 
     batch, heads, _, channels = stream.shape
     full = stream[:, :, : (runs - 1) * size]
@@ -186,10 +186,28 @@ def _append_side(
     )
 
 
-def _first_token_scale(scale: jax.Array, x: jax.Array, accepted: jax.Array) -> jax.Array:
-    """Fixes universal scales that are still open: twice the very first token's maximum."""
-    first = scale_from_maximum(2 * absolute_maximum(x[:, :, 0], -1)[..., 0])
-    return jnp.where((scale == 0) & (accepted > 0)[:, None], first, scale)
+def _fix_scale(scale: jax.Array, x: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Fixes universal scales that are still open: twice the first token that is not all zero.
+
+    Args:
+      scale: float32 ``[B, K]``, 0 where open.
+      x: float32 ``[B, K, T, H]``, new tokens.
+      valid: bool ``[B, T]``, which of them exist.
+
+    Returns:
+      The scales, and bool ``[B, K, T]``: whether a head is still open after each token.
+    """
+    maximum = absolute_maximum(x, -1)[..., 0]
+    seen = jnp.cumsum((maximum != 0) & valid[:, None], axis=-1) > 0
+    first = jnp.argmax(seen, axis=-1)[..., None]
+    fixed = scale_from_maximum(2 * jnp.take_along_axis(maximum, first, axis=-1)[..., 0])
+    is_open = ~seen & (scale == 0)[..., None]
+    return jnp.where((scale == 0) & seen[..., -1], fixed, scale), is_open
+
+
+def _or_one(scale: jax.Array) -> jax.Array:
+    """Scales to divide by: 1 where a head is still open and all its tokens are zero."""
+    return jnp.where(scale == 0, 1, scale)
 
 
 def _rank_first_buffer(
@@ -240,8 +258,10 @@ def _store_prompt_side(
             side, head_slots=jnp.where((kept >= block)[:, None], slots, side.head_slots)
         )
     maximum = absolute_maximum(x, (1, 3))[:, 0, :, 0]
-    is_open = (side.buffer_scale == 0) & (kept > 0)[:, None]
-    scale = jnp.where(is_open, scale_from_maximum(maximum), side.buffer_scale)
+    # Fewer tokens than a block say little about the range to come.
+    headroom = jnp.where(kept < block, 2.0, 1.0)[:, None]
+    is_open = (side.buffer_scale == 0) & (maximum != 0)
+    scale = jnp.where(is_open, scale_from_maximum(headroom * maximum), side.buffer_scale)
 
     x = jnp.pad(x, ((0, 0), (0, -length % block), (0, 0), (0, 0)))
     x = jnp.swapaxes(x, 1, 2)  # [B, K, S, H]
@@ -255,7 +275,7 @@ def _store_prompt_side(
     # A given scale does not know of it.
     broken = jnp.any(~jnp.isfinite(tail) & in_buffer, axis=(2, 3))
     scale = jnp.where(broken, jnp.nan, scale)
-    buffer = jnp.where(in_buffer, quantize_with_scale(tail, scale[..., None, None]), 0)
+    buffer = jnp.where(in_buffer, quantize_with_scale(tail, _or_one(scale)[..., None, None]), 0)
     buffer = jnp.pad(buffer, ((0, 0), (0, 0), (0, size - block), (0, 0)))
     new = (kept > 0)[:, None, None, None]
     return dataclasses.replace(side, buffer=jnp.where(new, buffer, side.buffer), buffer_scale=scale)

@@ -36,7 +36,7 @@ def render(report: DemoReport) -> RenderableType:
             f"{result.agreement:.1%}",
             f"{result.nbytes:,}",
             f"{result.compression_ratio:.2f}x",
-            f"{result.bytes_per_second:.1f}",
+            "-" if result.bytes_per_second is None else f"{result.bytes_per_second:.1f}",
         )
     texts = [_generated_panel(result, first) for result in report.results]
     where = f"jax {jax.__version__} on {jax.devices()[0].device_kind}"

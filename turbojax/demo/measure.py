@@ -69,7 +69,8 @@ class CacheResult:
       agreement: share of the new bytes at which the greedy prediction equals the first cache's.
       nbytes: bytes of the cache, all layers.
       compression_ratio: bytes of a bfloat16 cache of the same capacity over `nbytes`.
-      bytes_per_second: decoding speed of one sequence, compilation excluded.
+      bytes_per_second: decoding speed of one sequence, compilation excluded; None if it was too
+        short to tell.
       generated: the freely generated text.
       curve: mean bits per byte after 1, 2, ... new bytes.
     """
@@ -79,7 +80,7 @@ class CacheResult:
     agreement: float
     nbytes: int
     compression_ratio: float
-    bytes_per_second: float
+    bytes_per_second: float | None
     generated: bytes
     curve: tuple[float, ...]
 
@@ -159,6 +160,8 @@ def run(model: Llama, settings: DemoSettings, progress: Progress | None = None) 
     """
     begun = time.perf_counter()
     kinds = {name: cache_by_name(name, model.config.num_kv_heads) for name in settings.caches}
+    if model.config.vocab_size != 256:
+        raise ValueError(f"vocab_size={model.config.vocab_size} must be 256: the demo reads bytes")
     if settings.max_length > model.config.max_length:
         raise ValueError(
             f"prompt and new bytes need {settings.max_length} tokens, "
@@ -208,7 +211,7 @@ def _measure(
         return generation.start(model, prompt, max_length=settings.max_length, cache=kind)
 
     session = begin()
-    nbytes = session.caches.nbytes
+    nbytes, ratio = session.caches.nbytes, session.caches.compression_ratio
     clock = _Clock(progress)
     logits = generation.score(session, jnp.asarray(target[None]), clock)[0]
     bits = np.asarray(_bits(logits, jnp.asarray(target)))
@@ -218,14 +221,12 @@ def _measure(
         generated.append(int(token[0]))
         if progress is not None:
             progress(1)
-    config = model.config
-    bfloat16 = 4 * settings.max_length * config.num_layers * config.num_kv_heads * config.head_dim
     result = CacheResult(
         name=name,
         bits_per_byte=float(bits.mean()),
         agreement=1.0 if reference is None else float(np.mean(choices == reference)),
         nbytes=nbytes,
-        compression_ratio=bfloat16 / nbytes,
+        compression_ratio=ratio,
         bytes_per_second=clock.rate(),
         generated=bytes(generated),
         curve=tuple(float(x) for x in np.cumsum(bits) / np.arange(1, len(bits) + 1)),
@@ -252,8 +253,8 @@ class _Clock:
         if self._progress is not None:
             self._progress(count)
 
-    def rate(self) -> float:
-        """Tokens per second; NaN if only one token was seen."""
+    def rate(self) -> float | None:
+        """Tokens per second; None if too few were seen."""
         # The last token of a scoring run needs no step of its own.
         steps = len(self._times) - 2
-        return steps / (self._times[-2] - self._times[0]) if steps > 0 else math.nan
+        return steps / (self._times[-2] - self._times[0]) if steps > 0 else None

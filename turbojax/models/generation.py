@@ -49,8 +49,10 @@ class Session:
           tokens: int ``[B]``. The caches of `self` are donated: go on with the result only.
 
         Raises:
-          ValueError: if a cache is full.
+          ValueError: if a cache is full or `tokens` has another shape.
         """
+        if tokens.shape != self.lengths.shape:
+            raise ValueError(f"{tokens.shape=} must be {self.lengths.shape}, one per sequence")
         self._check_room()
         logits, caches = _step(self.graph, self.params, self.caches, tokens, self.lengths)
         return dataclasses.replace(self, caches=caches, logits=logits, lengths=self.lengths + 1)
@@ -83,16 +85,17 @@ def start(
 
     Raises:
       TypeError: if tokens or lengths are no integers.
-      ValueError: if a shape does not fit, a length is outside ``1..T``, or a prompt is longer
-        than `max_length`.
+      ValueError: if a shape does not fit, a token is not in the vocabulary, a length is outside
+        ``1..T``, a prompt is longer than `max_length`, or that is more than the model's.
     """
     if tokens.ndim != 2 or 0 in tokens.shape:
         raise ValueError(f"{tokens.shape=} must be [B, T], no axis empty")
     batch, size = tokens.shape
+    _check_tokens(tokens, model.config.vocab_size)
     if size > max_length:
         raise ValueError(f"prompts of {size} tokens must be at most {max_length=}")
-    if lengths is None:
-        lengths = jnp.full(batch, size, jnp.int32)
+    if max_length > model.config.max_length:
+        raise ValueError(f"{max_length=} must be at most the model's {model.config.max_length}")
     lengths = _checks.check_lengths("lengths", lengths, batch, size)
     if np.any(np.asarray(lengths) < 1):
         raise ValueError(f"lengths={np.asarray(lengths).tolist()} must be at least 1")
@@ -176,6 +179,15 @@ def generate(
         )
     session = start(model, tokens, max_length=total, cache=cache, lengths=lengths)
     return jnp.stack([jnp.asarray(t) for t in stream(session, max_new_tokens)], axis=1)
+
+
+def _check_tokens(tokens: jax.Array, vocab_size: int) -> None:
+    """Raises unless all tokens are in the vocabulary; a gather would clamp them silently."""
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise TypeError(f"tokens.dtype={tokens.dtype} must be an integer type")
+    smallest, largest = int(jnp.min(tokens)), int(jnp.max(tokens))
+    if smallest < 0 or largest >= vocab_size:
+        raise ValueError(f"tokens in {smallest}..{largest} must be within 0..{vocab_size - 1}")
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)

@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from turbojax import _checks
+from turbojax._gradient import refuse_gradients
 from turbojax.cache.progressive import ProgressiveCache
 from turbojax.cache.update import check_cache_arguments, store_prompt
 from turbojax.config import TurboConfig
@@ -27,6 +27,7 @@ def turbo_attention(
     config: TurboConfig = TurboConfig(),
     scale: float | None = None,
     is_causal: bool = False,
+    query_seq_lengths: jax.Array | None = None,
     key_value_seq_lengths: jax.Array | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     logits_soft_cap: float | None = None,
@@ -45,8 +46,10 @@ def turbo_attention(
       config: numerics and block sizes. The bits concern caches only.
       scale: factor of the scores; ``1 / sqrt(H)`` if not given.
       is_causal: query `t` sees keys up to `t` (aligned at the first token).
+      query_seq_lengths: optional int ``[B]``: queries at or past it are padding, which gives 0
+        and ``-inf`` and changes no other query.
       key_value_seq_lengths: optional int ``[B]``: keys at or past it are not there. Under `jit`
-        values outside ``0..S`` act as the nearest bound.
+        values outside the array act as the nearest bound, of queries too.
       local_window_size: optional `w` or ``(left, right)``: query `t` sees keys in
         ``[t - left, t + right]``.
       logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
@@ -65,18 +68,20 @@ def turbo_attention(
       NotImplementedError: if the implementation asked for cannot run this, or when it is
         differentiated.
     """
+    if not isinstance(config, TurboConfig):
+        raise TypeError(f"config={config!r} must be a TurboConfig")
     _checks.check_query_key_value(query, key, value)
     batch, size = key.shape[:2]
-    if key_value_seq_lengths is None:
-        lengths = jnp.full(batch, size, jnp.int32)
-    else:
-        lengths = _checks.check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch, size)
+    key_length = _checks.check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch, size)
+    query_length = _checks.check_lengths(
+        "query_seq_lengths", query_seq_lengths, batch, query.shape[1]
+    )
     options = _options(query, scale, is_causal, local_window_size, logits_soft_cap)
     chosen = ATTENTION.select(
         implementation, query=query, key=key, value=value, config=config, **options
     )
-    call = _not_differentiable(chosen.run, "turbo_attention", config=config, **options)
-    out, residual = call(query, key, value, jnp.clip(lengths, 0, size))
+    call = refuse_gradients(chosen.run, "turbo_attention", config=config, **options)
+    out, residual = call(query, key, value, query_length, jnp.clip(key_length, 0, size))
     return (out, residual) if return_residual else out
 
 
@@ -106,7 +111,8 @@ def prefill(
       cache: an empty cache for these shapes; its config sets the numerics.
       scale: see `turbo_attention`.
       is_causal: see `turbo_attention`, but causal if not given.
-      key_value_seq_lengths: optional int ``[B]``, the prompts' lengths (padding on the right).
+      key_value_seq_lengths: optional int ``[B]``, the prompts' lengths (padding on the right). What
+        stands in the padding changes nothing; its outputs are 0 and ``-inf``.
       local_window_size: see `turbo_attention`.
       logits_soft_cap: see `turbo_attention`.
       implementation: see `turbo_attention`.
@@ -125,10 +131,9 @@ def prefill(
     """
     check_cache_arguments(cache, key, value)
     batch, size = key.shape[:2]
-    if key_value_seq_lengths is None:
-        lengths = jnp.full(batch, size, jnp.int32)
-    else:
-        lengths = _checks.check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch, size)
+    if query.ndim != 4 or query.shape[1] != size:
+        raise ValueError(f"{query.shape=} must be [B, {size}, N, H]: one query per key")
+    lengths = _checks.check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch, size)
     out = turbo_attention(
         query,
         key,
@@ -136,6 +141,7 @@ def prefill(
         config=cache.config,
         scale=scale,
         is_causal=is_causal,
+        query_seq_lengths=lengths,
         key_value_seq_lengths=lengths,
         local_window_size=local_window_size,
         logits_soft_cap=logits_soft_cap,
@@ -150,6 +156,7 @@ def decode(
     cache: ProgressiveCache,
     *,
     scale: float | None = None,
+    query_seq_lengths: jax.Array | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     logits_soft_cap: float | None = None,
     implementation: ImplementationName | None = None,
@@ -159,12 +166,15 @@ def decode(
 
     The queries are those of the last `T` tokens of each sequence, which `append` has already
     stored: query `t` stands at position ``length - T + t`` and sees the tokens up to there. A
-    query before the beginning of a sequence shorter than `T` sees nothing.
+    query before the beginning of a sequence shorter than `T` sees nothing. After an `append` with
+    `lengths`, pass the same as `query_seq_lengths`.
 
     Args:
       query: ``[B, T, N, H]``, usually `T` = 1, in `cache.dtype`.
       cache: the cache; its config sets the numerics.
       scale: factor of the scores; ``1 / sqrt(H)`` if not given.
+      query_seq_lengths: optional int ``[B]``: how many of the `T` queries are real, the first
+        ones; they stand at ``length - query_seq_lengths + t``, and padding gives 0 and ``-inf``.
       local_window_size: optional `w` or ``(left, right)``, relative to the query's position.
       logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
       implementation: ``"xla"``, or None to choose.
@@ -191,9 +201,12 @@ def decode(
             "as the cache was made for"
         )
     _checks.check_head_groups(query.shape[2], cache.num_kv_heads)
+    query_length = _checks.check_lengths(
+        "query_seq_lengths", query_seq_lengths, query.shape[0], query.shape[1]
+    )
     options = _options(query, scale, True, local_window_size, logits_soft_cap)
     chosen = DECODE.select(implementation, query=query, cache=cache, **options)
-    out, residual = _not_differentiable(chosen.run, "decode", **options)(query, cache)
+    out, residual = refuse_gradients(chosen.run, "decode", **options)(query, cache, query_length)
     return (out, residual) if return_residual else out
 
 
@@ -205,28 +218,11 @@ def _options(
     logits_soft_cap: float | None,
 ) -> dict[str, Any]:
     """The static options of an attention call, checked and completed."""
-    if scale is not None and not np.isfinite(scale):
-        raise ValueError(f"{scale=} must be finite")
+    _checks.check_number("scale", scale)
+    _checks.check_number("logits_soft_cap", logits_soft_cap)
     _checks.check_positive("logits_soft_cap", logits_soft_cap)
     return {
         "scale": 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale),
         "visibility": Visibility(bool(is_causal), _checks.normalize_window(local_window_size)),
         "logits_soft_cap": None if logits_soft_cap is None else float(logits_soft_cap),
     }
-
-
-def _not_differentiable(run: Any, op: str, **options: Any) -> Any:
-    """`run` with its options bound; refuses gradients, which rounding would make zero."""
-
-    @jax.custom_vjp
-    def call(*arrays: Any) -> Any:
-        return run(*arrays, **options)
-
-    def forward(*_: Any) -> Any:
-        raise NotImplementedError(f"{op} has no gradient: rounding to codes has derivative zero")
-
-    def backward(*_: Any) -> Any:  # never reached: forward raises
-        raise NotImplementedError(op)
-
-    call.defvjp(forward, backward)
-    return call

@@ -26,6 +26,7 @@ _CHUNK_TOKENS = 1024
 def decode(
     query: jax.Array,
     cache: ProgressiveCache,
+    query_length: jax.Array,
     *,
     scale: float,
     visibility: Visibility,
@@ -36,6 +37,7 @@ def decode(
     Args:
       query: ``[B, T, N, H]``.
       cache: the cache, which already holds the queries' own keys and values.
+      query_length: int32 ``[B]``, the real queries; the rest is padding and gives 0 and ``-inf``.
       scale: factor of the scores.
       visibility: causality and window.
       logits_soft_cap: optional cap.
@@ -50,7 +52,9 @@ def decode(
         jnp.moveaxis(grouped, 1, 3), cache.config.mode, axis=-1
     )  # [B, K, G, T, H], [B, K, G, T]
     q_scale = q_scale * scale
-    position = cache.lengths[:, None] - length + jnp.arange(length)[None]
+    begin = cache.lengths - query_length
+    position = begin[:, None] + jnp.arange(length)[None]
+    is_query = (jnp.arange(length)[None] < query_length[:, None])[:, :, None]
     compressed = cache.lengths - cache.buffer_lengths
 
     def attend(
@@ -58,7 +62,7 @@ def decode(
     ) -> _State:
         splits, tokens = key[0].shape[2:4]
         keys = start[:, None] + jnp.arange(splits * tokens)[None]
-        mask = visibility.mask(position, keys, cache.lengths) & visible[:, None]
+        mask = visibility.mask(position, keys, cache.lengths) & visible[:, None] & is_query
         mask = mask.reshape(batch, 1, 1, length, splits, tokens)
         scores = numerics.exact_dot("bkgqh,bkcth->bkgqct", q, key[0])
         factor = q_scale[..., None] * key[1][:, :, None, None]
@@ -83,12 +87,10 @@ def decode(
         jnp.full(rows, -jnp.inf, jnp.float32),
         jnp.zeros(rows, jnp.float32),
     )
-    begin, end = visibility.key_range(
-        jnp.min(cache.lengths) - length, jnp.max(cache.lengths) - 1, compressed
-    )
+    first, stop = visibility.key_range(jnp.min(begin), jnp.max(cache.lengths) - 1, compressed)
     chunk_tokens = count * block
     state = jax.lax.fori_loop(
-        jnp.maximum(begin, 0) // chunk_tokens, -(-end // chunk_tokens), chunk, state
+        jnp.maximum(first, 0) // chunk_tokens, -(-stop // chunk_tokens), chunk, state
     )
     buffered = jnp.arange(cache.config.buffer_size)[None] < cache.buffer_lengths[:, None]
     key, value = (_buffer(side) for side in (cache.key, cache.value))

@@ -17,6 +17,7 @@ def attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
+    query_length: jax.Array,
     key_length: jax.Array,
     *,
     config: TurboConfig,
@@ -33,7 +34,8 @@ def attention(
       query: ``[B, T, N, H]``.
       key: ``[B, S, K, H]``.
       value: ``[B, S, K, H]``.
-      key_length: int32 ``[B]``.
+      query_length: int32 ``[B]``; queries at or past it are padding and give 0 and ``-inf``.
+      key_length: int32 ``[B]``; keys at or past it are not there.
       config: numerics and block sizes.
       scale: factor of the scores.
       visibility: causality and window.
@@ -44,7 +46,10 @@ def attention(
     """
     batch, length, heads, channels = query.shape
     kv_heads = key.shape[2]
-    grouped = query.reshape(batch, length, kv_heads, heads // kv_heads, channels)
+    # Padding must not reach the scale that a block of queries shares.
+    real = jnp.arange(length)[None] < query_length[:, None]
+    padded = jnp.where(real[:, :, None, None], query, jnp.zeros((), query.dtype))
+    grouped = padded.reshape(batch, length, kv_heads, heads // kv_heads, channels)
     q_blocks = _query_blocks(grouped, config.block_q)
     q, q_scale = numerics.quantize_scores_operand(q_blocks, config.mode, axis=(-2, -1))
     k, k_scale = numerics.quantize_scores_operand(
@@ -65,7 +70,9 @@ def attention(
 
         def step(j: jax.Array, state: _State) -> _State:
             keys = j * config.block_kv + jnp.arange(config.block_kv)
-            mask = visibility.mask(position[None], keys[None], key_length)[:, None, None]
+            mask = visibility.mask(position[None], keys[None], key_length)
+            mask = mask & (position[None] < query_length[:, None])[:, :, None]
+            mask = mask[:, None, None]
             scores = numerics.exact_dot("bkgqh,bkth->bkgqt", q, _at(k, j))
             factor = q_scale * _at(k_scale, j)[:, :, None] * scale
             scores = numerics.cap_logits(scores * factor[..., None, None], logits_soft_cap)

@@ -1,0 +1,148 @@
+"""Padding never matters, and what stands where: query lengths, windows of any size, open scales."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from cache_helpers import CONFIGS, append_jit, assert_holds, new, oracle_for, tokens
+
+import turbojax as tj
+
+CONFIG = tj.TurboConfig(block_q=16, block_kv=16, buffer_size=16)
+LENGTHS = jnp.array([37, 20, 0])
+prefill = jax.jit(tj.prefill, static_argnames="return_residual")
+decode = jax.jit(tj.decode, static_argnames=("local_window_size", "return_residual"))
+
+
+def normal(seed, length=40, heads=4):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(3, length, heads, 16)), jnp.float32)
+
+
+@pytest.mark.parametrize("garbage", [1e4, np.nan])
+def test_queries_in_the_padding_change_no_bit(garbage):
+    """They share a block, and so a scale, with real queries."""
+    query, key, value = normal(0), normal(1, heads=2), normal(2, heads=2)
+    padding = (jnp.arange(40)[None] >= LENGTHS[:, None])[:, :, None, None]
+    spoiled = [jnp.where(padding, garbage, x) for x in (query, key, value)]
+    empty = tj.init_cache(3, 64, 2, 16, config=CONFIG, dtype=jnp.float32)
+
+    def run(q, k, v):
+        return prefill(q, k, v, empty, key_value_seq_lengths=LENGTHS, return_residual=True)
+
+    clean, dirty = run(query, key, value), run(*spoiled)
+    for a, b in zip(jax.tree.leaves(clean), jax.tree.leaves(dirty), strict=True):
+        np.testing.assert_array_equal(a, b)
+    (out, residual), _ = dirty
+    np.testing.assert_array_equal(jnp.where(padding, out, 0), 0)
+    assert (residual[padding[..., 0] & jnp.ones((1, 1, 4), bool)] == -jnp.inf).all()
+
+
+def test_a_padded_prompt_gives_what_it_gives_alone():
+    query, key, value = normal(0), normal(1, heads=2), normal(2, heads=2)
+    empty = tj.init_cache(3, 64, 2, 16, config=CONFIG, dtype=jnp.float32)
+    together, _ = prefill(query, key, value, empty, key_value_seq_lengths=LENGTHS)
+    one = tj.init_cache(1, 64, 2, 16, config=CONFIG, dtype=jnp.float32)
+    alone, _ = prefill(query[1:2, :20], key[1:2, :20], value[1:2, :20], one)
+    np.testing.assert_allclose(together[1, :20], alone[0], atol=1e-6)
+
+
+def test_after_a_ragged_append_queries_stand_where_their_tokens_do():
+    key, value, query = normal(1, heads=2), normal(2, heads=2), normal(0, length=4)
+    cache = tj.init_cache(3, 64, 2, 16, config=CONFIG, dtype=jnp.float32)
+    cache = append_jit(cache, key[:, :20], value[:, :20])
+    counts = jnp.array([4, 1, 0])
+    ragged = append_jit(cache, key[:, 20:24], value[:, 20:24], lengths=counts)
+    out, residual = decode(query, ragged, query_seq_lengths=counts, return_residual=True)
+    # Nothing was flushed since, so that one by one sees the same codes.
+    step = cache
+    for t in range(4):
+        live = (t < counts).astype(jnp.int32)
+        step = append_jit(step, key[:, 20 + t : 21 + t], value[:, 20 + t : 21 + t], lengths=live)
+        want = decode(query[:, t : t + 1], step, query_seq_lengths=live)
+        np.testing.assert_allclose(out[:, t : t + 1], want, atol=2e-6)
+    assert (out[1, 1:] == 0).all()
+    assert (residual[2] == -jnp.inf).all()
+
+
+@pytest.mark.parametrize("window", [2**30, 2**31 - 1, 2**40, (2**40, 0)])
+def test_a_window_wider_than_any_sequence_is_none(window):
+    query, key, value = normal(0), normal(1, heads=2), normal(2, heads=2)
+    with_window = tj.turbo_attention(query, key, value, is_causal=True, local_window_size=window)
+    without = tj.turbo_attention(query, key, value, is_causal=True)
+    np.testing.assert_array_equal(with_window, without)
+    cache = tj.append(tj.init_cache(3, 64, 2, 16, config=CONFIG, dtype=jnp.float32), key, value)
+    np.testing.assert_array_equal(
+        decode(query[:, :1], cache, local_window_size=window), decode(query[:, :1], cache)
+    )
+
+
+@pytest.mark.parametrize("zeros", [1, 15, 16, 40])
+@pytest.mark.parametrize("name", ["4-bit", "mixed"])
+def test_a_head_that_begins_with_zeros_keeps_its_scale_open(name, zeros):
+    """Its scale comes from the first token that says something, in any split."""
+    key, value = tokens(60, seed=5)
+    key = key.at[:, :zeros, 1].set(0)
+    value = value.at[1, :zeros].set(0)
+    at_once = append_jit(new(CONFIGS[name]), key, value)
+    oracle = oracle_for(at_once)
+    oracle.append(key, value)
+    assert_holds(at_once, oracle)
+    at_once.validate()
+    split = append_jit(
+        append_jit(new(CONFIGS[name]), key[:, :23], value[:, :23]), key[:, 23:], value[:, 23:]
+    )
+    for a, b in zip(jax.tree.leaves(at_once), jax.tree.leaves(split), strict=True):
+        np.testing.assert_array_equal(a, b)
+    restored = np.asarray(tj.dequantize(at_once)[0][:, :60, 1])
+    assert np.abs(restored[:, zeros:]).max() > 0
+
+
+def test_only_zeros_are_a_valid_cache():
+    key = jnp.zeros((3, 40, 4, 16))
+    cache = tj.append(new(CONFIGS["mixed"]), key, key)
+    cache.validate()
+    assert (np.asarray(tj.dequantize(cache)[0]) == 0).all()
+    assert (tj.decode(key[:, :1], cache) == 0).all()
+
+
+def test_a_prompt_shorter_than_a_block_leaves_headroom():
+    """One prefilled token fixes the scale as one appended token does."""
+    key, value = tokens(1, seed=9)
+    empty = new(CONFIGS["4-bit"])
+    _, prefilled = tj.prefill(key, key, value, empty)
+    appended = tj.append(empty, key, value)
+    np.testing.assert_array_equal(prefilled.key.buffer_scale, appended.key.buffer_scale)
+    np.testing.assert_array_equal(prefilled.value.buffer, appended.value.buffer)
+    key, value = tokens(16, seed=9)
+    _, whole = tj.prefill(key, key, value, empty)
+    top = np.abs(np.asarray(key)).max((1, 3))
+    np.testing.assert_array_equal(whole.key.buffer_scale, oracles.scale_of(top))
+
+
+@pytest.mark.parametrize("call", ["append", "prefill", "dequantize", "decode"])
+def test_gradients_are_refused(call):
+    key, value = tokens(5)
+    cache = new(CONFIGS["4-bit"])
+
+    def loss(x):
+        if call == "prefill":
+            return tj.prefill(x, x, value, cache)[0].sum()
+        stored = tj.append(cache, jax.lax.stop_gradient(x), value)
+        if call == "append":
+            stored = tj.append(cache, x, value)
+        if call == "dequantize":
+            scaled = jax.tree.map(lambda a: a * x.sum() if a.dtype == x.dtype else a, stored)
+            return tj.dequantize(scaled)[0].sum()
+        return tj.decode(x[:, :1], stored).sum()
+
+    with pytest.raises(NotImplementedError, match=r"has no gradient"):
+        jax.grad(loss)(key)
+
+
+def test_stacked_layers_have_the_same_ratio():
+    layer = tj.init_cache(2, 256, 4, 64, config=CONFIG)
+    stacked = jax.tree.map(lambda x: jnp.stack([x] * 3), layer)
+    assert stacked.nbytes == 3 * layer.nbytes
+    assert stacked.compression_ratio == pytest.approx(layer.compression_ratio)
+    assert (stacked.num_kv_heads, stacked.head_dim, stacked.batch_size) == (4, 64, 2)
