@@ -123,6 +123,8 @@ class TestConfig:
             ("head_dim", 7, "head_dim=7 must be even"),
             ("rope_theta", 0.0, "rope_theta=0.0 must be positive"),
             ("norm_eps", -1e-5, "norm_eps=-1e-05 must be positive"),
+            ("norm_eps", "x", "norm_eps='x' must be positive and finite"),
+            ("rope_theta", float("inf"), "rope_theta=inf must be positive and finite"),
         ],
     )
     def test_bad_values(self, field, value, requirement):

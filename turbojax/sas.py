@@ -17,6 +17,9 @@ _POLYNOMIALS = {
     "2": (0.99989843, -0.69107548, 0.23059295, -0.03950994),
 }
 
+# What lies below has no normal float32 exponential.
+_SMALLEST_THRESHOLD = -87.0
+
 
 @dataclasses.dataclass(frozen=True)
 class SAS:
@@ -31,19 +34,21 @@ class SAS:
     multiply-add, which leaves the row maximum slightly above 0.
 
     Attributes:
-      threshold: natural-log units, finite and negative; below it the result is exactly 0.
+      threshold: natural-log units, in [-87, 0); below it the result is exactly 0.
       base: ``"e"``, the paper's table, or ``"2"``.
 
     Raises:
-      ValueError: if the threshold is not finite and negative, or the base is another string.
+      ValueError: if the threshold is outside this range, or the base is another string.
     """
 
     threshold: float = -6.0
     base: Literal["e", "2"] = "e"
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.threshold) and self.threshold < 0):
-            raise ValueError(f"{self.threshold=} must be finite and negative")
+        if not (math.isfinite(self.threshold) and _SMALLEST_THRESHOLD <= self.threshold < 0):
+            raise ValueError(
+                f"{self.threshold=} must be finite, negative and at least {_SMALLEST_THRESHOLD}"
+            )
         if self.base not in _POLYNOMIALS:
             raise ValueError(f"{self.base=} must be 'e' or '2'")
 
@@ -81,7 +86,7 @@ class SAS:
         """``base ** -whole`` for integral ``whole`` of at most the table's size."""
         if self.base == "2":
             return jnp.exp2(-whole)
-        # Selects instead of a gather: kernels lower them, and the table has seven entries.
+        # Selects instead of a gather: kernels lower them, and the table is short (7 at -6).
         power = jnp.ones_like(whole)
         for i in range(1, self._table_size() + 1):
             power = jnp.where(whole >= i, math.exp(-i), power)

@@ -8,6 +8,7 @@ from oracles.online import quantize_blocks as quantize_blocks
 from oracles.online import visible as visible
 from oracles.quantizers import channel_parameters as channel_parameters
 from oracles.quantizers import dequantize_channels as dequantize_channels
+from oracles.quantizers import e4m3 as e4m3
 from oracles.quantizers import head_priority as head_priority
 from oracles.quantizers import pack as pack
 from oracles.quantizers import quantize_channels as quantize_channels

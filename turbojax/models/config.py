@@ -1,6 +1,7 @@
 """The shape of a Llama-family decoder, and its Hugging Face `config.json`."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -65,8 +66,10 @@ class LlamaConfig:
                 not isinstance(value, int) or isinstance(value, bool) or value < 1
             ):
                 raise ValueError(f"{field.name}={value!r} must be an integer of at least 1")
-            if field.type is float and not value > 0:
-                raise ValueError(f"{field.name}={value!r} must be positive")
+            if field.type is float and not (
+                isinstance(value, int | float) and 0 < value < math.inf
+            ):
+                raise ValueError(f"{field.name}={value!r} must be positive and finite")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
@@ -100,12 +103,12 @@ class LlamaConfig:
         if missing:
             raise ValueError(f"config.json lacks {', '.join(missing)}")
         fields = {field: hf[key] for key, field in _HF_FIELDS.items()}
-        rope = hf.get("rope_parameters") or {}
+        rope = _rope_parameters(hf)
         return cls(
             **fields,
             num_kv_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
             head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
-            rope_theta=float(hf.get("rope_theta") or rope.get("rope_theta") or 10000.0),
+            rope_theta=hf.get("rope_theta") or rope.get("rope_theta") or 10000.0,
             tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
         )
 
@@ -128,6 +131,13 @@ class LlamaConfig:
         }
 
 
+def _rope_parameters(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    rope = hf.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping):
+        raise ValueError(f"rope_parameters={rope!r} must be an object")
+    return rope
+
+
 def _require_supported(hf: Mapping[str, Any]) -> None:
     """Raises NotImplementedError for a checkpoint whose mathematics differs from `Llama`'s."""
     architectures = hf.get("architectures") or ["(none named)"]
@@ -136,6 +146,6 @@ def _require_supported(hf: Mapping[str, Any]) -> None:
     for key, unused in _HF_UNUSED.items():
         if hf.get(key, unused) != unused:
             raise NotImplementedError(f"{key}={hf[key]!r} is not supported: must be {unused!r}")
-    rope_type = (hf.get("rope_parameters") or {}).get("rope_type", "default")
+    rope_type = _rope_parameters(hf).get("rope_type", "default")
     if rope_type != "default":
         raise NotImplementedError(f"rope_type={rope_type!r} is not supported: must be 'default'")
