@@ -65,6 +65,20 @@ def test_after_a_ragged_append_queries_stand_where_their_tokens_do():
     assert (residual[2] == -jnp.inf).all()
 
 
+def test_query_lengths_out_of_range_under_jit_act_as_the_nearest_bound():
+    key, value, query = normal(1, heads=2), normal(2, heads=2), normal(0, length=4)
+    cache = tj.init_cache(3, 64, 2, 16, config=CONFIG, dtype=jnp.float32)
+    cache = append_jit(cache, key[:, :20], value[:, :20])
+    beyond = decode(query, cache, query_seq_lengths=jnp.array([9, -1, 2]))
+    within = decode(query, cache, query_seq_lengths=jnp.array([4, 0, 2]))
+    np.testing.assert_array_equal(beyond, within)
+    attend = jax.jit(tj.turbo_attention)
+    np.testing.assert_array_equal(
+        attend(query, key, value, query_seq_lengths=jnp.array([9, -1, 2])),
+        attend(query, key, value, query_seq_lengths=jnp.array([4, 0, 2])),
+    )
+
+
 @pytest.mark.parametrize("window", [2**30, 2**31 - 1, 2**40, (2**40, 0)])
 def test_a_window_wider_than_any_sequence_is_none(window):
     query, key, value = normal(0), normal(1, heads=2), normal(2, heads=2)

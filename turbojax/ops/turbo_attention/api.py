@@ -175,6 +175,7 @@ def decode(
       scale: factor of the scores; ``1 / sqrt(H)`` if not given.
       query_seq_lengths: optional int ``[B]``: how many of the `T` queries are real, the first
         ones; they stand at ``length - query_seq_lengths + t``, and padding gives 0 and ``-inf``.
+        Under `jit` values outside ``0..T`` act as the nearest bound.
       local_window_size: optional `w` or ``(left, right)``, relative to the query's position.
       logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
       implementation: ``"xla"``, or None to choose.
@@ -206,7 +207,9 @@ def decode(
     )
     options = _options(query, scale, True, local_window_size, logits_soft_cap)
     chosen = DECODE.select(implementation, query=query, cache=cache, **options)
-    out, residual = refuse_gradients(chosen.run, "decode", **options)(query, cache, query_length)
+    out, residual = refuse_gradients(chosen.run, "decode", **options)(
+        query, cache, jnp.clip(query_length, 0, query.shape[1])
+    )
     return (out, residual) if return_residual else out
 
 
