@@ -7,8 +7,11 @@ says whether that would change anything.
 import argparse
 import json
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from benchmarks import tables
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -71,19 +74,57 @@ def quality_table() -> str:
     return "\n".join(lines)
 
 
-TABLES = {"demo": demo_table, "quality": quality_table}
+def decode_table() -> str:
+    """Decode of one model against cuDNN."""
+    name, report = latest("attention")
+    table = tables.decode_table(report, tables.README_DECODE_METHODS, README_MODEL)
+    return f"{table} {tables.source(name, report, 'benchmarks/results/')}"
 
 
-def fill(text: str) -> str:
+def prefill_table() -> str:
+    """Prefill of one model against cuDNN."""
+    name, report = latest("attention")
+    table = tables.prefill_table(report, README_MODEL)
+    return f"{table} {tables.source(name, report, 'benchmarks/results/')}"
+
+
+README_MODEL = "llama3-8b"
+TABLES: dict[str, Callable[[], str]] = {
+    "demo": demo_table,
+    "quality": quality_table,
+    "decode": decode_table,
+    "prefill": prefill_table,
+}
+# Tables of results that need a GPU and may not be there yet.
+_RESULT_OF = {"decode": "attention", "prefill": "attention"}
+
+
+def active() -> dict[str, Callable[[], str]]:
+    """The tables whose results are there."""
+    return {
+        name: table
+        for name, table in TABLES.items()
+        if name not in _RESULT_OF or any(RESULTS.glob(f"{_RESULT_OF[name]}_*.json"))
+    }
+
+
+def fill(
+    text: str, chosen: Mapping[str, Callable[[], str]] | None = None, file: str = "README.md"
+) -> str:
     """The text with every marked region replaced by its table.
+
+    Args:
+      text: holds the markers of all tables.
+      chosen: tables by name; those of README.md if not given.
+      file: the text's name, for the message.
 
     Raises:
       ValueError: if a marker is missing.
     """
-    for name, table in TABLES.items():
+    for name, table in (active() if chosen is None else chosen).items():
         begin, end = f"<!-- {name} table -->", f"<!-- end of {name} table -->"
         if begin not in text or end not in text:
-            raise ValueError(f"README.md must hold {begin!r} and {end!r}")
+            raise ValueError(f"{file} must hold {begin!r} and {end!r}")
         head, rest = text.split(begin, 1)
         text = f"{head}{begin}\n{table()}\n{end}{rest.split(end, 1)[1]}"
     return text

@@ -1,5 +1,7 @@
 """Sessions, scoring and generation, on a tiny random model."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from flax import nnx
 
 import turbojax as tj
 from turbojax import models
+from turbojax.baselines import exact
 from turbojax.models import generation
 
 CACHES = ("exact", "4bit", "2/4bit", "3bit", "2bit")
@@ -26,6 +29,12 @@ def model() -> models.Llama:
         max_length=256,
     )
     return models.Llama(config, rngs=nnx.Rngs(1))
+
+
+@pytest.fixture(scope="module")
+def shallow(model) -> models.Llama:
+    """One layer: quicker to compile."""
+    return models.Llama(dataclasses.replace(model.config, num_layers=1), rngs=nnx.Rngs(1))
 
 
 def _tokens(batch: int, length: int, seed: int = 0) -> jax.Array:
@@ -93,6 +102,161 @@ def test_progress_is_called_once_a_token(model):
     assert seen == [1] * 5
 
 
+def _abstract_step(decoder, batch: int, max_length: int, kind):
+    """The compiled step for caches of this size, without any cache being made."""
+    caches = jax.eval_shape(lambda: models.init_caches(decoder, batch, max_length, kind))
+    tokens = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    lowered = generation.decode_step.lower(decoder, caches, tokens, tokens, implementation=None)
+    return caches.nbytes, lowered.compile().memory_analysis()
+
+
+def test_a_step_updates_compressed_caches_in_place(shallow):
+    decoder = models.unstack(shallow)
+    small, analysis = _abstract_step(decoder, 2, 2048, tj.TurboConfig())
+    large, larger = _abstract_step(decoder, 2, 8192, tj.TurboConfig())
+    assert analysis.alias_size_in_bytes == small
+    assert larger.alias_size_in_bytes == large
+    # Not even one more array of the cache's length, such as the block scales of one layer's keys.
+    scales = 2 * 2 * (8192 - 2048) // 64 * 4
+    assert larger.temp_size_in_bytes - analysis.temp_size_in_bytes < scales
+
+
+def test_appending_to_a_donated_exact_cache_needs_no_copy():
+    # In float32: a CPU scatters bfloat16 by way of a wider copy.
+    cache = jax.eval_shape(lambda: exact.init_cache(2, 4096, 2, 16, dtype=jnp.float32))
+    new = jax.ShapeDtypeStruct((2, 1, 2, 16), jnp.float32)
+    append = jax.jit(exact.append, donate_argnums=0)
+    analysis = append.lower(cache, new, new).compile().memory_analysis()
+    assert analysis.alias_size_in_bytes == cache.nbytes
+    assert analysis.temp_size_in_bytes < cache.nbytes / 50
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CACHES)
+def test_a_step_needs_no_copy_of_the_caches_on_a_gpu(name):
+    config = dataclasses.replace(models.SHAPES["tiny"], head_dim=64, max_length=32768)
+    decoder = models.random_decoder(config)
+    kind = models.cache_by_name(name, config.num_kv_heads)
+    small, analysis = _abstract_step(decoder, 4, 4096, kind)
+    large, larger = _abstract_step(decoder, 4, 32768, kind)
+    assert larger.alias_size_in_bytes == large
+    growth = larger.temp_size_in_bytes - analysis.temp_size_in_bytes
+    # One copy of one layer's keys would be a quarter.
+    assert growth < (large - small) / 10
+
+
+@pytest.mark.gpu
+def test_cudnn_decodes_ragged_exact_caches():
+    query, key, value = (
+        jax.random.normal(jax.random.key(i), (3, length, heads, 128)).astype(jnp.bfloat16)
+        for i, (length, heads) in enumerate([(1, 8), (100, 2), (100, 2)])
+    )
+    cache = exact.append(
+        exact.init_cache(3, 130, 2, 128), key, value, lengths=jnp.array([100, 1, 37])
+    )
+    assert exact.cudnn_unsupported(query, cache.key, decoding=True) is None
+    results = [exact.decode(query, cache, implementation=i) for i in ("xla", "cudnn")]
+    # bfloat16 outputs, and weights rounded to it: 2 ** -8 of values of about 1.
+    np.testing.assert_allclose(*(r.astype(jnp.float32) for r in results), atol=0.03)
+    results = [exact.attention(key, key, value, implementation=i) for i in ("xla", "cudnn")]
+    np.testing.assert_allclose(*(r.astype(jnp.float32) for r in results), atol=0.03)
+
+
+@pytest.mark.parametrize("config", [{}, {"tie_embeddings": True}])
+def test_an_unstacked_model_computes_the_same(model, config):
+    llama = models.Llama(dataclasses.replace(model.config, **config), rngs=nnx.Rngs(2))
+    decoder = models.unstack(llama)
+    tokens = _tokens(2, 9)
+
+    def attend(query, key, value, cache):
+        return exact.attention(query, key, value), cache
+
+    positions = jnp.broadcast_to(jnp.arange(9)[None], (2, 9))
+    hidden, _ = decoder.hidden(tokens, positions, attend, (None, None))
+    np.testing.assert_allclose(decoder.logits(hidden), llama(tokens), atol=1e-5)
+    assert decoder.nbytes == sum(x.nbytes for x in jax.tree.leaves(nnx.state(llama)))
+    assert decoder.nbytes == 4 * llama.config.num_parameters
+
+
+def test_a_consumed_model_gives_its_memory_back(model):
+    llama = models.Llama(model.config, rngs=nnx.Rngs(1))
+    kernel = llama.blocks.mlp.gate_proj.kernel.get_value()
+    decoder = models.unstack(llama, consume=True)
+    assert kernel.is_deleted()
+    tokens = _tokens(1, 5)
+    np.testing.assert_array_equal(
+        models.generate(decoder, tokens, max_new_tokens=3),
+        models.generate(model, tokens, max_new_tokens=3),
+    )
+
+
+def test_a_random_decoder_has_the_shape_of_its_config():
+    decoder = models.random_decoder(models.SHAPES["tiny"])
+    assert decoder.nbytes == 2 * models.SHAPES["tiny"].num_parameters
+    assert {x.dtype for x in jax.tree.leaves(decoder)} == {jnp.dtype(jnp.bfloat16)}
+    first, second = (layer["mlp"]["up_proj"]["kernel"] for layer in decoder.layers)
+    assert not np.array_equal(first, second)
+    parameters = models.SHAPES["llama-3-8b"].num_parameters
+    assert 8.02e9 < parameters < 8.04e9
+
+
+@pytest.mark.parametrize("kind", ["exact", tj.TurboConfig(block_kv=16, buffer_size=16, block_q=16)])
+def test_prompts_in_microbatches_give_the_same_session(shallow, kind):
+    tokens, lengths = _tokens(5, 20), jnp.array([20, 3, 17, 16, 1])
+
+    def begin(size):
+        return generation.start(
+            shallow, tokens, max_length=30, cache=kind, lengths=lengths, prefill_batch_size=size
+        )
+
+    whole, parts = begin(None), begin(3)
+    np.testing.assert_array_equal(whole.lengths, parts.lengths)
+    assert whole.longest == parts.longest == 20
+    np.testing.assert_allclose(whole.logits, parts.logits, atol=1e-5)
+    for a, b in zip(jax.tree.leaves(whole.caches), jax.tree.leaves(parts.caches), strict=True):
+        # Sums of another order round to another code now and then.
+        differ = np.mean(np.asarray(a, np.float32) != np.asarray(b, np.float32))
+        assert differ < 0.01
+
+
+def test_a_named_implementation_reaches_every_op(shallow):
+    tokens = _tokens(1, 8)
+    for kind in ("exact", tj.TurboConfig()):
+        session = generation.start(shallow, tokens, max_length=16, cache=kind, implementation="xla")
+        assert session.step(tokens[:, 0]).implementation == "xla"
+        with pytest.raises((ValueError, NotImplementedError), match="mosaic_gpu"):
+            generation.start(
+                shallow, tokens, max_length=16, cache=kind, implementation="mosaic_gpu"
+            )
+        unable = dataclasses.replace(
+            generation.start(shallow, tokens, max_length=16, cache=kind),
+            implementation="mosaic_gpu",
+        )
+        with pytest.raises((ValueError, NotImplementedError), match="mosaic_gpu"):
+            unable.step(tokens[:, 0])
+
+
+def test_cudnn_is_chosen_where_it_can_run(monkeypatch):
+    def shape(length, heads, channels=128, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct((2, length, heads, channels), dtype)
+
+    query, key = shape(1, 4), shape(64, 2)
+    refusal = exact.cudnn_unsupported(query, key)
+    if jax.default_backend() != "gpu":
+        assert "needs an NVIDIA GPU of compute capability 8.0 or newer, not cpu" in refusal
+    monkeypatch.setattr(exact._device, "gpu_compute_capability", lambda: 7.5)
+    assert "not compute capability 7.5" in exact.cudnn_unsupported(query, key)
+    monkeypatch.setattr(exact._device, "gpu_compute_capability", lambda: 9.0)
+    assert exact.cudnn_unsupported(query, key, decoding=True) is None
+    for arguments, words in [
+        ((shape(1, 4, dtype=jnp.float32), key), "float32 must be bfloat16 or float16"),
+        ((shape(1, 4, dtype=jnp.float16), key), "bfloat16 must equal query.dtype=float16"),
+        ((shape(1, 4, 160), shape(64, 2, 160)), "160 must be a multiple of 8 and at most 128"),
+        ((shape(3, 4), key), "3 queries per sequence must be 1"),
+    ]:
+        assert words in exact.cudnn_unsupported(*arguments, decoding=True)
+
+
 def test_nbytes_counts_all_layers(model):
     caches = models.init_caches(model, 3, 100, tj.TurboConfig())
     assert caches.nbytes == sum(x.nbytes for x in jax.tree.leaves(caches))
@@ -122,6 +286,8 @@ def test_bad_calls_say_what_is_wrong(model):
         models.generate(model, jnp.ones((1, 4)), max_new_tokens=1)
     with pytest.raises(ValueError, match=r"max_length=1000 must be at most the model's 256"):
         generation.start(model, tokens, max_length=1000)
+    with pytest.raises(ValueError, match="prefill_batch_size=0 must be at least 1"):
+        generation.start(model, tokens, max_length=20, prefill_batch_size=0)
     with pytest.raises(ValueError, match=r"tokens.shape=\(2,\) must be \(1,\)"):
         generation.start(model, tokens, max_length=20).step(jnp.array([1, 2]))
     session = generation.start(model, tokens, max_length=10)

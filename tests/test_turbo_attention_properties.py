@@ -285,10 +285,3 @@ def test_memory_grows_with_tokens_not_with_their_square(mode):
     small, large = temporary_bytes(4096, config), temporary_bytes(8192, config)
     assert large <= 2.3 * small
     assert large < 8192 * 8192 * 4 / 8
-
-
-def test_gradients_are_refused():
-    """Not differentiable yet: an error that says so, not a wrong gradient."""
-    q, k, v = tensors(25, 1, 8, 8, 1, 1, 64)
-    with pytest.raises(NotImplementedError, match="gradient"):
-        jax.grad(lambda x: tj.turbo_attention(x, k, v).sum())(q)

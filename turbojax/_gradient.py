@@ -6,12 +6,19 @@ from typing import Any
 import jax
 
 
-def refuse_gradients(run: Callable[..., Any], op: str, **options: Any) -> Callable[..., Any]:
+def refuse_gradients(
+    run: Callable[..., Any],
+    op: str,
+    *,
+    because: str = "rounding to codes has derivative zero",
+    **options: Any,
+) -> Callable[..., Any]:
     """`run` with its options bound; raises NotImplementedError when it is differentiated.
 
     Args:
       run: a function of arrays and of these options.
       op: its name, for the message.
+      because: the reason, for the message.
       **options: keyword arguments that are no arrays.
     """
 
@@ -20,7 +27,7 @@ def refuse_gradients(run: Callable[..., Any], op: str, **options: Any) -> Callab
         return run(*arrays, **options)
 
     def forward(*_: Any) -> Any:
-        raise NotImplementedError(f"{op} has no gradient: rounding to codes has derivative zero")
+        raise NotImplementedError(f"{op} has no gradient: {because}")
 
     def backward(*_: Any) -> Any:  # never reached: forward raises
         raise NotImplementedError(op)

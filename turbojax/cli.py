@@ -104,6 +104,123 @@ def demo(
             typer.echo(f"plot written to {plot}")
 
 
+@app.command()
+def generate(
+    prompt: Annotated[
+        str | None, typer.Argument(help="Text to continue.", show_default=False)
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="Continue this file instead.", show_default=False)
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="A folder with a Llama checkpoint. Default: the embedded model.",
+            show_default=False,
+        ),
+    ] = None,
+    random_weights: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead of a model, random weights of this shape, and random tokens as prompts: "
+            "llama-3-8b or tiny.",
+            show_default=False,
+        ),
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Length of the random prompts of --random-weights. Default: 128.",
+            show_default=False,
+        ),
+    ] = None,
+    cache: Annotated[
+        str, typer.Option(help="The KV cache: exact, 4bit, 2/4bit, 3bit or 2bit.")
+    ] = "4bit",
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to add to each sequence.")] = 128,
+    batch_size: Annotated[
+        int, typer.Option(help="Sequences: copies of the prompt, or random prompts.")
+    ] = 1,
+    prefill_batch_size: Annotated[
+        int | None, typer.Option(help="Prompts that run at a time. Default: all.")
+    ] = None,
+    implementation: Annotated[
+        str | None,
+        typer.Option(
+            help="What runs attention: xla, triton, jax_triton; for the exact cache xla or cudnn. "
+            "Default: the fastest that can.",
+            show_default=False,
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="float32, bfloat16 or float16. Default: float32 on a CPU, otherwise that of the "
+            "checkpoint; bfloat16 for random weights.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Continue a text greedily through a KV cache; say how fast, and how large the cache is."""
+    import jax
+
+    from turbojax import text
+    from turbojax.demo import environment
+
+    try:
+        kind = text.parse_dtype(dtype)
+        if random_weights is None:
+            if prompt_tokens is not None:
+                raise ValueError("--prompt-tokens is for --random-weights")
+            if (prompt is None) == (file is None):
+                raise ValueError("give a prompt or a --file, one of them")
+            content = file.read_bytes() if prompt is None and file else str(prompt).encode()
+            source = text.load_text_model(model or "embedded", kind)
+            tokens = text.copies(source.codec.encode(content), batch_size)
+        else:
+            if not (prompt is None and file is None and model is None):
+                raise ValueError("--random-weights takes no prompt, no --file and no --model")
+            source = text.random_text_model(random_weights, kind)
+            length = 128 if prompt_tokens is None else prompt_tokens
+            tokens = text.random_prompts(source.decoder.config, batch_size, length)
+        report = text.run(
+            source,
+            tokens,
+            max_new_tokens=max_new_tokens,
+            cache=cache,
+            prefill_batch_size=prefill_batch_size,
+            implementation=implementation,
+            show=None if as_json else lambda piece: typer.echo(piece, nl=False),
+        )
+    except (OSError, ValueError, NotImplementedError, ImportError) as error:
+        typer.echo(f"turbojax generate: {error}", err=True)
+        raise typer.Exit(2) from error
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        typer.echo(
+            "turbojax generate: out of memory: try a smaller --batch-size or --prefill-batch-size",
+            err=True,
+        )
+        raise typer.Exit(2) from error
+    if as_json:
+        typer.echo(json.dumps({**environment(), **report.to_json()}, indent=2))
+    else:
+        typer.echo(f"\n{report.summary()}")
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Say which devices and implementations can be used here, and why the others cannot."""
+    from turbojax import doctor as examination
+
+    report = examination.examine()
+    typer.echo(json.dumps(report.to_json(), indent=2) if as_json else report.to_text())
+
+
 def _progress_bar() -> Progress:
     """A bar on standard error, so that standard output stays clean for `--json`."""
     return Progress(

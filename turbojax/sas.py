@@ -5,6 +5,7 @@ Source: TurboAttention (Kang et al., 2024), Eqs. 13-15 and Algorithm 3.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -52,6 +53,11 @@ class SAS:
         if self.base not in _POLYNOMIALS:
             raise ValueError(f"{self.base=} must be 'e' or '2'")
 
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        """The cubic on [0, 1), constant term first, for kernels that are not written in jax."""
+        return _POLYNOMIALS[self.base]
+
     def __call__(self, x: jax.Array) -> jax.Array:
         """Approximates ``exp(x)`` elementwise.
 
@@ -67,20 +73,44 @@ class SAS:
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(f"x.dtype={x.dtype} must be floating point")
         exponent = _at_least_float32(x)
-        y = jnp.maximum(-exponent, 0)
-        steps = self._table_size() - 1
-        if self.base == "2":
-            y = y * (1 / math.log(2))
+        y = jnp.maximum(-exponent, 0) * self.unit
         # The limit keeps -inf finite; NaN passes through minimum and the polynomial.
-        y = jnp.minimum(y, steps + 1)
+        y = jnp.minimum(y, self._table_size())
         whole = jnp.floor(y)
         value = _polynomial(y - whole, _POLYNOMIALS[self.base]) * self._power(whole)
         return jnp.where(exponent < self.threshold, 0, value).astype(x.dtype)
 
+    @property
+    def unit(self) -> float:
+        """Factor that turns natural-log units into powers of `base`."""
+        return math.log2(math.e) if self.base == "2" else 1.0
+
+    def in_kernel(
+        self,
+        x: jax.Array,
+        *,
+        floor: Callable[[jax.Array], jax.Array],
+        exp2: Callable[[jax.Array], jax.Array],
+    ) -> jax.Array:
+        """The same function on `unit` scaled arguments, from a kernel's own instructions.
+
+        Within a few units in the last place of `__call__`: one `exp2` of an integer is faster there
+        than the table's selects.
+
+        Args:
+          x: float32, natural-log units times `unit`. NaN may give any value.
+          floor: rounds non-negative numbers down.
+          exp2: powers of two.
+        """
+        y = jnp.maximum(-x, 0.0)
+        whole = floor(y)
+        power = exp2(whole * (-math.log2(math.e) / self.unit))
+        value = _polynomial(y - whole, _POLYNOMIALS[self.base]) * power
+        return jnp.where(x < self.threshold * self.unit, 0.0, value)
+
     def _table_size(self) -> int:
         """Number of integer parts that can occur at or above the threshold."""
-        unit = math.log(2) if self.base == "2" else 1.0
-        return math.floor(-self.threshold / unit) + 1
+        return math.floor(-self.threshold * self.unit) + 1
 
     def _power(self, whole: jax.Array) -> jax.Array:
         """``base ** -whole`` for integral ``whole`` of at most the table's size."""

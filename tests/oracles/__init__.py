@@ -1,6 +1,8 @@
 """Numpy oracles of the numerics: float64 and integers, no jax, written from the equations."""
 
 from oracles.cache import Cache as Cache
+from oracles.gradient import Gradients as Gradients
+from oracles.gradient import attention_gradients as attention_gradients
 from oracles.online import attention as attention
 from oracles.online import decode as decode
 from oracles.online import plain_attention as plain_attention

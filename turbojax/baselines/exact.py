@@ -1,12 +1,15 @@
 """An uncompressed KV cache with the operations of `ProgressiveCache`: the baseline."""
 
 import dataclasses
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from turbojax import _checks
+from turbojax import _checks, _device
+
+IMPLEMENTATIONS = ("xla", "cudnn")
 
 
 @jax.tree_util.register_dataclass
@@ -102,8 +105,9 @@ def append(
         )
     offset = jnp.arange(tokens)[None]
     index = cache.lengths[:, None] + offset
-    index = jnp.where(offset < lengths[:, None], index, cache.max_length)
-    put = jax.vmap(lambda old, i, new: old.at[i].set(new, mode="drop"))
+    # Padding gets rows past the end, which the scatter drops; no row is named twice.
+    index = jnp.where(offset < lengths[:, None], index, cache.max_length + offset)
+    put = jax.vmap(lambda old, i, new: old.at[i].set(new, mode="drop", unique_indices=True))
     return ExactCache(
         key=put(cache.key, index, key.astype(cache.key.dtype)),
         value=put(cache.value, index, value.astype(cache.value.dtype)),
@@ -112,23 +116,62 @@ def append(
     )
 
 
-def decode(query: jax.Array, cache: ExactCache) -> jax.Array:
+def attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, *, implementation: str | None = None
+) -> jax.Array:
+    """Exact causal attention within prompts.
+
+    Args:
+      query: ``[B, T, N, H]``.
+      key: ``[B, T, K, H]``.
+      value: ``[B, T, K, H]``.
+      implementation: ``"xla"``, ``"cudnn"``, or None for cuDNN where it can.
+
+    Returns:
+      ``[B, T, N, H]`` in the query's dtype.
+
+    Raises:
+      TypeError: if dtypes are not supported or differ.
+      ValueError: if a shape or the name does not fit.
+      NotImplementedError: if cuDNN is asked for and cannot run this here.
+    """
+    _checks.check_query_key_value(query, key, value)
+    chosen = _choose(implementation, query, key)
+    # jax's own function promotes bfloat16 with float32 inside.
+    with jax.numpy_dtype_promotion("standard"):
+        return jax.nn.dot_product_attention(
+            query, key, value, is_causal=True, implementation=chosen
+        )
+
+
+def decode(query: jax.Array, cache: ExactCache, *, implementation: str | None = None) -> jax.Array:
     """Exact attention of the last `T` cached tokens' queries; see `turbojax.decode`.
 
     Args:
       query: ``[B, T, N, H]``.
       cache: the cache, which already holds the queries' own keys and values.
+      implementation: ``"xla"``, ``"cudnn"`` (one query per sequence), or None for cuDNN where it
+        can.
 
     Returns:
       ``[B, T, N, H]`` in the query's dtype.
 
     Raises:
       TypeError: if the query's dtype is not supported.
-      ValueError: if a shape does not fit.
+      ValueError: if a shape or the name does not fit.
+      NotImplementedError: if cuDNN is asked for and cannot run this here.
     """
     _checks.check_query(query)
     _checks.check_head_groups(query.shape[2], cache.key.shape[2])
     tokens = query.shape[1]
+    if _choose(implementation, query, cache.key, decoding=True) == "cudnn":
+        return jax.nn.dot_product_attention(
+            query,
+            cache.key,
+            cache.value,
+            key_value_seq_lengths=cache.lengths,
+            implementation="cudnn",
+        )
     position = cache.lengths[:, None] - tokens + jnp.arange(tokens)[None]
     mask = jnp.arange(cache.max_length)[None, None] <= position[:, :, None]
     # jax's own function promotes bfloat16 with float32 inside.
@@ -138,4 +181,49 @@ def decode(query: jax.Array, cache: ExactCache) -> jax.Array:
             cache.key.astype(query.dtype),
             cache.value.astype(query.dtype),
             mask=mask[:, None],
+            implementation="xla",
         )
+
+
+def cudnn_unsupported(
+    query: jax.Array | jax.ShapeDtypeStruct,
+    key: jax.Array | jax.ShapeDtypeStruct,
+    *,
+    decoding: bool = False,
+) -> str | None:
+    """None if cuDNN's attention takes these arrays here, or the reason why not.
+
+    Args:
+      query: ``[B, T, N, H]``.
+      key: ``[B, S, K, H]``.
+      decoding: whether the queries are those of the newest tokens, and not aligned with the keys.
+    """
+    capability = _device.gpu_compute_capability()
+    if capability is None or capability < 8.0:
+        found = jax.default_backend() if capability is None else f"compute capability {capability}"
+        return f"needs an NVIDIA GPU of compute capability 8.0 or newer, not {found}"
+    if query.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"query.dtype={query.dtype} must be bfloat16 or float16"
+    if key.dtype != query.dtype:
+        return f"key.dtype={key.dtype} must equal query.dtype={query.dtype}"
+    channels = query.shape[-1]
+    if channels % 8 or channels > 128:
+        return f"head dim {channels} must be a multiple of 8 and at most 128"
+    if decoding and query.shape[1] != 1:
+        return f"{query.shape[1]} queries per sequence must be 1"
+    return None
+
+
+def _choose(
+    implementation: str | None, query: jax.Array, key: jax.Array, *, decoding: bool = False
+) -> Literal["xla", "cudnn"]:
+    if implementation not in (None, *IMPLEMENTATIONS):
+        raise ValueError(
+            f"{implementation=} must be None or one of {IMPLEMENTATIONS} for an exact cache"
+        )
+    if implementation == "xla":
+        return "xla"
+    refusal = cudnn_unsupported(query, key, decoding=decoding)
+    if implementation == "cudnn" and refusal is not None:
+        raise NotImplementedError(f"exact attention cannot run here: cudnn: {refusal}")
+    return "xla" if refusal is not None else "cudnn"

@@ -1,6 +1,7 @@
-"""KV caches of a whole model: one pytree with a leading layer axis, and how a layer attends."""
+"""KV caches of a whole model, one per layer, and how a layer attends through its own."""
 
-from typing import Literal
+import dataclasses
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +9,40 @@ import jax.numpy as jnp
 from turbojax.baselines import exact
 from turbojax.cache import ProgressiveCache, append, init_cache
 from turbojax.config import TurboConfig
-from turbojax.models.llama import Attend, Llama, causal_attention
+from turbojax.models.decoder import Decoder
+from turbojax.models.llama import Attend, Llama
 from turbojax.ops.turbo_attention import decode, prefill
 
 CacheKind = Literal["exact"] | TurboConfig
 LayerCache = exact.ExactCache | ProgressiveCache
 CACHE_NAMES = ("exact", "4bit", "2/4bit", "3bit", "2bit")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ModelCaches:
+    """The KV caches of all layers of a model.
+
+    Attributes:
+      layers: one cache per layer, all of one kind and size.
+    """
+
+    layers: tuple[LayerCache, ...]
+
+    @property
+    def max_length(self) -> int:
+        """Tokens each sequence can hold."""
+        return self.layers[0].max_length
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays of all layers."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def compression_ratio(self) -> float:
+        """Bytes of bfloat16 caches of the same capacity over `nbytes`."""
+        return self.layers[0].compression_ratio
 
 
 def cache_by_name(name: str, num_kv_heads: int) -> CacheKind:
@@ -40,49 +69,86 @@ def cache_by_name(name: str, num_kv_heads: int) -> CacheKind:
     return TurboConfig(key_bits=bits, value_bits=bits)
 
 
-def init_caches(model: Llama, batch_size: int, max_length: int, cache: CacheKind) -> LayerCache:
+def init_caches(
+    model: Llama | Decoder, batch_size: int, max_length: int, cache: CacheKind
+) -> ModelCaches:
     """Empty caches for all layers of a model.
 
     Args:
       model: the model.
       batch_size: sequences.
       max_length: tokens each sequence can hold.
-      cache: ``"exact"`` for uncompressed bfloat16, or the config of compressed caches.
-
-    Returns:
-      A cache whose leaves have a leading axis of `num_layers`; its `nbytes` is that of all layers.
+      cache: ``"exact"`` for uncompressed caches, in the model's dtype if that has 16 bits and
+        otherwise in bfloat16, or the config of compressed caches.
 
     Raises:
       ValueError: if `cache` is neither, or a size does not fit.
     """
     sizes = (batch_size, max_length, model.config.num_kv_heads, model.config.head_dim)
-    layer: LayerCache
-    if isinstance(cache, TurboConfig):
-        layer = init_cache(*sizes, config=cache, dtype=model.dtype)
-    elif cache == "exact":
-        layer = exact.init_cache(*sizes)
-    else:
+
+    def layer() -> LayerCache:
+        if isinstance(cache, TurboConfig):
+            return init_cache(*sizes, config=cache, dtype=model.dtype)
+        if cache == "exact":
+            return exact.init_cache(
+                *sizes, dtype=model.dtype if model.dtype.itemsize == 2 else jnp.bfloat16
+            )
         raise ValueError(f"{cache=} must be 'exact' or a TurboConfig")
-    stack = (model.config.num_layers,)
-    return jax.tree.map(lambda x: jnp.tile(x[None], stack + (1,) * x.ndim), layer)
+
+    return ModelCaches(tuple(layer() for _ in range(model.config.num_layers)))
 
 
-def attend_prompt(lengths: jax.Array) -> Attend:
-    """Attention within prompts of these lengths ``[B]``, which also fills the layer's cache."""
+def take_sequences(cache: LayerCache, first: jax.Array | int, count: int) -> LayerCache:
+    """Sequences ``first`` to ``first + count - 1`` of a layer's cache, as a cache of their own."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, count), cache)
+
+
+def put_sequences(cache: LayerCache, part: LayerCache, first: jax.Array | int) -> LayerCache:
+    """A layer's cache with its sequences from `first` on replaced by those of `part`."""
+    return jax.tree.map(
+        lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, first, 0), cache, part
+    )
+
+
+def attend_prompt(
+    lengths: jax.Array, first: jax.Array | int = 0, implementation: str | None = None
+) -> Attend:
+    """Attention within prompts, which also fills their part of the layer's cache.
+
+    Args:
+      lengths: int32 ``[b]``, of the prompts.
+      first: the prompts' first sequence in the cache, which may hold more than `b`.
+      implementation: of `prefill`, or of the exact cache's attention; None to choose.
+    """
 
     def attend(query, key, value, cache):  # type: ignore[no-untyped-def]
-        if isinstance(cache, ProgressiveCache):
-            return prefill(query, key, value, cache, key_value_seq_lengths=lengths)
-        out, _ = causal_attention(query, key, value)
-        return out, exact.append(cache, key, value, lengths=lengths)
+        part = take_sequences(cache, first, query.shape[0])
+        if isinstance(part, ProgressiveCache):
+            name: Any = implementation  # which names there are, `prefill` knows
+            out, part = prefill(
+                query, key, value, part, key_value_seq_lengths=lengths, implementation=name
+            )
+        else:
+            out = exact.attention(query, key, value, implementation=implementation)
+            part = exact.append(part, key, value, lengths=lengths)
+        return out, put_sequences(cache, part, first)
 
     return attend
 
 
-def attend_new_tokens(query, key, value, cache):  # type: ignore[no-untyped-def]
-    """Attention of new tokens to everything cached, themselves included; an `Attend`."""
-    if isinstance(cache, ProgressiveCache):
-        cache = append(cache, key, value)
-        return decode(query, cache), cache
-    cache = exact.append(cache, key, value)
-    return exact.decode(query, cache), cache
+def attend_new_tokens(implementation: str | None = None) -> Attend:
+    """Attention of new tokens to everything cached, themselves included.
+
+    Args:
+      implementation: of `append` and `decode`, or of the exact cache's; None to choose.
+    """
+
+    def attend(query, key, value, cache):  # type: ignore[no-untyped-def]
+        if isinstance(cache, ProgressiveCache):
+            name: Any = implementation  # which names there are, the ops know
+            cache = append(cache, key, value, implementation=name)
+            return decode(query, cache, implementation=name), cache
+        cache = exact.append(cache, key, value)
+        return exact.decode(query, cache, implementation=implementation), cache
+
+    return attend

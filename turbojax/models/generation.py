@@ -3,21 +3,20 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from turbojax import _checks
 from turbojax.models.caching import (
     CacheKind,
-    LayerCache,
+    ModelCaches,
     attend_new_tokens,
     attend_prompt,
     init_caches,
 )
+from turbojax.models.decoder import Decoder, unstack
 from turbojax.models.llama import Llama
 
 Progress = Callable[[int], None]
@@ -29,21 +28,23 @@ class Session:
     """Sequences in progress: a model, its caches, and the logits of the next token.
 
     Attributes:
-      graph: the model's structure.
-      params: its parameters.
+      decoder: the model's weights.
       caches: KV caches of all layers.
       logits: float32 ``[B, V]``, scores of the token that follows.
       lengths: int32 ``[B]``, tokens seen.
+      longest: the largest of `lengths`, known without waiting for the device.
+      implementation: what attends, see `start`.
     """
 
-    graph: Any
-    params: Any
-    caches: LayerCache
+    decoder: Decoder
+    caches: ModelCaches
     logits: jax.Array
     lengths: jax.Array
+    longest: int
+    implementation: str | None = None
 
     def step(self, tokens: jax.Array) -> "Session":
-        """Feeds one token per sequence.
+        """Feeds one token per sequence. Returns before the device is done.
 
         Args:
           tokens: int ``[B]``. The caches of `self` are donated: go on with the result only.
@@ -53,32 +54,41 @@ class Session:
         """
         if tokens.shape != self.lengths.shape:
             raise ValueError(f"{tokens.shape=} must be {self.lengths.shape}, one per sequence")
-        self._check_room()
-        logits, caches = _step(self.graph, self.params, self.caches, tokens, self.lengths)
-        return dataclasses.replace(self, caches=caches, logits=logits, lengths=self.lengths + 1)
-
-    def _check_room(self) -> None:
-        longest = int(np.max(np.asarray(self.lengths)))
-        if longest >= self.caches.max_length:
-            raise ValueError(f"the cache is full: {longest=} of {self.caches.max_length} tokens")
+        if self.longest >= self.caches.max_length:
+            raise ValueError(
+                f"the cache is full: longest={self.longest} of {self.caches.max_length} tokens"
+            )
+        logits, lengths, caches = decode_step(
+            self.decoder, self.caches, tokens, self.lengths, implementation=self.implementation
+        )
+        return dataclasses.replace(
+            self, caches=caches, logits=logits, lengths=lengths, longest=self.longest + 1
+        )
 
 
 def start(
-    model: Llama,
+    model: Llama | Decoder,
     tokens: jax.Array,
     *,
     max_length: int,
     cache: CacheKind = "exact",
     lengths: jax.Array | None = None,
+    prefill_batch_size: int | None = None,
+    implementation: str | None = None,
 ) -> Session:
     """Runs prompts through the model and fills its caches.
 
     Args:
-      model: the model.
+      model: the model. A `Llama` is unstacked first, which holds its layers twice as long as the
+        session lives: for large models give ``unstack(model, consume=True)``.
       tokens: int ``[B, T]``, prompts padded on the right.
       max_length: tokens each sequence will hold at most.
       cache: ``"exact"`` or a `TurboConfig`.
       lengths: optional int ``[B]``, the prompts' lengths, at least 1; `T` if not given.
+      prefill_batch_size: how many prompts run at a time; all if not given. Fewer need less memory
+        beside the caches.
+      implementation: what runs attention and cache: a name that `prefill`, `append` and `decode`
+        take, or for the exact cache ``"xla"`` or ``"cudnn"``; None to choose.
 
     Returns:
       The session after the prompts.
@@ -86,7 +96,9 @@ def start(
     Raises:
       TypeError: if tokens or lengths are no integers.
       ValueError: if a shape does not fit, a token is not in the vocabulary, a length is outside
-        ``1..T``, a prompt is longer than `max_length`, or that is more than the model's.
+        ``1..T``, a prompt is longer than `max_length`, that is more than the model's, or
+        `prefill_batch_size` is not positive.
+      NotImplementedError: if the implementation asked for cannot run this.
     """
     if tokens.ndim != 2 or 0 in tokens.shape:
         raise ValueError(f"{tokens.shape=} must be [B, T], no axis empty")
@@ -99,10 +111,29 @@ def start(
     lengths = _checks.check_lengths("lengths", lengths, batch, size)
     if np.any(np.asarray(lengths) < 1):
         raise ValueError(f"lengths={np.asarray(lengths).tolist()} must be at least 1")
+    count = batch if prefill_batch_size is None else prefill_batch_size
+    _checks.check_sizes(prefill_batch_size=count)
     caches = init_caches(model, batch, max_length, cache)
-    graph, params = nnx.split(model)
-    logits, caches = _prefill(graph, params, caches, tokens, lengths)
-    return Session(graph, params, caches, logits, lengths)
+    decoder = unstack(model) if isinstance(model, Llama) else model
+    logits = []
+    for first in range(0, batch, count):
+        part, caches = _prefill(
+            decoder,
+            caches,
+            tokens[first : first + count],
+            lengths[first : first + count],
+            np.int32(first),
+            implementation=implementation,
+        )
+        logits.append(part)
+    return Session(
+        decoder,
+        caches,
+        logits[0] if len(logits) == 1 else jnp.concatenate(logits),
+        lengths,
+        int(np.max(np.asarray(lengths))),
+        implementation,
+    )
 
 
 def score(session: Session, tokens: jax.Array, progress: Progress | None = None) -> jax.Array:
@@ -145,22 +176,26 @@ def stream(session: Session, max_new_tokens: int) -> Iterator[np.ndarray]:
 
 
 def generate(
-    model: Llama,
+    model: Llama | Decoder,
     tokens: jax.Array,
     *,
     max_new_tokens: int,
     cache: CacheKind = "exact",
     lengths: jax.Array | None = None,
+    prefill_batch_size: int | None = None,
+    implementation: str | None = None,
 ) -> jax.Array:
     """Continues prompts greedily through a KV cache.
 
     Args:
-      model: the model.
+      model: the model, see `start`.
       tokens: int ``[B, T]``, prompts padded on the right.
       max_new_tokens: tokens to add, at least 1; ``T + max_new_tokens`` must be at most the model's
         `max_length`.
       cache: ``"exact"``, or the `TurboConfig` of a compressed cache.
       lengths: optional int ``[B]``, the prompts' lengths.
+      prefill_batch_size: how many prompts run at a time, see `start`.
+      implementation: what runs attention and cache, see `start`.
 
     Returns:
       int32 ``[B, max_new_tokens]``.
@@ -168,6 +203,7 @@ def generate(
     Raises:
       TypeError: if tokens or lengths are no integers.
       ValueError: if a shape or a number does not fit.
+      NotImplementedError: if the implementation asked for cannot run this.
     """
     if max_new_tokens < 1:
         raise ValueError(f"{max_new_tokens=} must be at least 1")
@@ -177,7 +213,15 @@ def generate(
             f"{total} tokens, prompt and new ones, must be at most "
             f"max_length={model.config.max_length}"
         )
-    session = start(model, tokens, max_length=total, cache=cache, lengths=lengths)
+    session = start(
+        model,
+        tokens,
+        max_length=total,
+        cache=cache,
+        lengths=lengths,
+        prefill_batch_size=prefill_batch_size,
+        implementation=implementation,
+    )
     return jnp.stack([jnp.asarray(t) for t in stream(session, max_new_tokens)], axis=1)
 
 
@@ -190,22 +234,46 @@ def _check_tokens(tokens: jax.Array, vocab_size: int) -> None:
         raise ValueError(f"tokens in {smallest}..{largest} must be within 0..{vocab_size - 1}")
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+@functools.partial(jax.jit, static_argnames="implementation", donate_argnames="caches")
+def decode_step(
+    decoder: Decoder,
+    caches: ModelCaches,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    *,
+    implementation: str | None,
+) -> tuple[jax.Array, jax.Array, ModelCaches]:
+    """One token of every sequence through the model; the caches are donated.
+
+    Args:
+      decoder: the weights.
+      caches: the caches.
+      tokens: int ``[B]``.
+      lengths: int32 ``[B]``, tokens held before.
+      implementation: see `start`.
+
+    Returns:
+      Logits float32 ``[B, V]``, the new lengths and the new caches.
+    """
+    attend = attend_new_tokens(implementation)
+    hidden, layers = decoder.hidden(tokens[:, None], lengths[:, None], attend, caches.layers)
+    return decoder.logits(hidden[:, 0]), lengths + 1, ModelCaches(layers)
+
+
+@functools.partial(jax.jit, static_argnames="implementation", donate_argnames="caches")
 def _prefill(
-    graph: Any, params: Any, caches: LayerCache, tokens: jax.Array, lengths: jax.Array
-) -> tuple[jax.Array, LayerCache]:
-    model = nnx.merge(graph, params)
-    logits, caches = model(tokens, attend=attend_prompt(lengths), caches=caches)
-    last = jnp.take_along_axis(logits, (lengths - 1)[:, None, None], axis=1)
-    return last[:, 0], caches
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _step(
-    graph: Any, params: Any, caches: LayerCache, tokens: jax.Array, lengths: jax.Array
-) -> tuple[jax.Array, LayerCache]:
-    model = nnx.merge(graph, params)
-    logits, caches = model(
-        tokens[:, None], positions=lengths[:, None], attend=attend_new_tokens, caches=caches
-    )
-    return logits[:, 0], caches
+    decoder: Decoder,
+    caches: ModelCaches,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    first: jax.Array,
+    *,
+    implementation: str | None,
+) -> tuple[jax.Array, ModelCaches]:
+    """Runs prompts ``[b, T]`` whose sequences begin at `first`; logits after each prompt."""
+    attend = attend_prompt(lengths, first, implementation)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+    hidden, layers = decoder.hidden(tokens, positions, attend, caches.layers)
+    # Logits of all positions would be the largest array of all.
+    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
+    return decoder.logits(last[:, 0]), ModelCaches(layers)

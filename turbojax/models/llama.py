@@ -1,8 +1,8 @@
 """A Llama-family decoder in Flax nnx: RMSNorm, RoPE, grouped queries, SwiGLU.
 
 The layers are one `Block` whose parameters carry a leading layer axis, applied with
-`jax.lax.scan`: compile time does not grow with depth, and a cache for all layers is one pytree
-with the same leading axis.
+`jax.lax.scan`: compile time does not grow with depth. For generation `turbojax.models.decoder`
+takes the layers apart.
 """
 
 from typing import Any, Protocol
@@ -73,8 +73,32 @@ def rotate(x: jax.Array, angles: jax.Array) -> jax.Array:
     return turned.astype(x.dtype)
 
 
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """`x / sqrt(mean(x^2) + eps) * scale` over the last axis, computed in float32.
+
+    Args:
+      x: `[..., size]`.
+      scale: `[size]`.
+      eps: added to the mean square.
+
+    Returns:
+      `[..., size]` in x's dtype.
+    """
+    wide = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    scale = scale.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + scale.shape)
+    return (wide * inverse * scale).astype(x.dtype)
+
+
+def project(hidden: jax.Array, table: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Float32 logits `[..., V]` of `[..., D]`, multiplied with `table [V, D]` in `dtype`."""
+    return jnp.einsum(
+        "...d,vd->...v", hidden, table.astype(dtype), preferred_element_type=jnp.float32
+    )
+
+
 class RMSNorm(nnx.Module):
-    """`x / sqrt(mean(x^2) + eps) * scale` over the last axis, computed in float32."""
+    """`rms_norm` with its scale."""
 
     def __init__(self, size: int, eps: float, *, param_dtype: DTypeLike) -> None:
         self.scale = nnx.Param(jnp.ones((size,), param_dtype))
@@ -82,11 +106,7 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalizes `[..., size]`, in x's dtype."""
-        wide = x.astype(jnp.float32)
-        inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        scale = self.scale[...].astype(jnp.float32)
-        scale = scale.reshape((1,) * (x.ndim - 1) + scale.shape)
-        return (wide * inverse * scale).astype(x.dtype)
+        return rms_norm(x, self.scale[...], self.eps)
 
 
 def _linear(
@@ -265,7 +285,8 @@ class Llama(nnx.Module):
         angles = rope_angles(positions, self.config.head_dim, self.config.rope_theta)
         hidden = self.embedding[...][tokens].astype(self.dtype)
         hidden, new_caches = self._apply_blocks(hidden, angles, attend, caches)
-        logits = self._logits(self.norm(hidden))
+        weight = self.embedding if self.lm_head is None else self.lm_head
+        logits = project(self.norm(hidden), weight[...], self.dtype)
         return logits if caches is None else (logits, new_caches)
 
     def _apply_blocks(
@@ -280,16 +301,6 @@ class Llama(nnx.Module):
 
         body = jax.checkpoint(apply_block) if self.remat else apply_block
         return jax.lax.scan(body, hidden, (params, caches), unroll=self.unroll)
-
-    def _logits(self, hidden: jax.Array) -> jax.Array:
-        """Projects `[B, T, D]` to float32 logits `[B, T, vocab_size]`."""
-        weight = self.embedding if self.lm_head is None else self.lm_head
-        return jnp.einsum(
-            "btd,vd->btv",
-            hidden,
-            weight[...].astype(self.dtype),
-            preferred_element_type=jnp.float32,
-        )
 
     def _check(self, tokens: jax.Array, positions: jax.Array | None, caches: Cache) -> None:
         if not jnp.issubdtype(tokens.dtype, jnp.integer):

@@ -1,64 +1,6 @@
-"""Which implementation runs an op, and in words why another one cannot."""
+"""Which implementation runs an op; it lives in `turbojax._registry`, which the cache uses too."""
 
-import dataclasses
-from collections.abc import Callable
-from typing import Any, Literal
-
-ImplementationName = Literal["xla", "triton", "mosaic_gpu", "jax_triton"]
-IMPLEMENTATION_NAMES = ("mosaic_gpu", "jax_triton", "triton", "xla")
-
-
-def _supports_everything(**_: Any) -> str | None:
-    return None
-
-
-@dataclasses.dataclass(frozen=True)
-class Implementation:
-    """One way to run an op.
-
-    Attributes:
-      name: one of `IMPLEMENTATION_NAMES`.
-      run: the op on checked arguments.
-      unsupported: given the op's arguments by name (arrays or `ShapeDtypeStruct`s), None or the
-        reason why `run` cannot take them here.
-    """
-
-    name: ImplementationName
-    run: Callable[..., Any]
-    unsupported: Callable[..., str | None] = _supports_everything
-
-
-@dataclasses.dataclass(frozen=True)
-class Registry:
-    """The implementations of one op, fastest first."""
-
-    op: str
-    implementations: tuple[Implementation, ...]
-
-    def select(self, requested: str | None, **arguments: Any) -> Implementation:
-        """The implementation asked for, or the first that takes these arguments.
-
-        A named implementation never falls back to another one.
-
-        Raises:
-          ValueError: if the name is unknown.
-          NotImplementedError: if the named one, or every one, cannot run these arguments; the
-            message holds each refusal.
-        """
-        if requested is not None and requested not in IMPLEMENTATION_NAMES:
-            raise ValueError(
-                f"implementation={requested!r} must be None or one of {IMPLEMENTATION_NAMES}"
-            )
-        candidates = [i for i in self.implementations if requested in (None, i.name)]
-        if not candidates:
-            names = ", ".join(repr(i.name) for i in self.implementations)
-            raise NotImplementedError(
-                f"{self.op} has no implementation={requested!r}; it has {names}"
-            )
-        refusals = []
-        for candidate in candidates:
-            refusal = candidate.unsupported(**arguments)
-            if refusal is None:
-                return candidate
-            refusals.append(f"{candidate.name}: {refusal}")
-        raise NotImplementedError(f"{self.op} cannot run here: " + "; ".join(refusals))
+from turbojax._registry import IMPLEMENTATION_NAMES as IMPLEMENTATION_NAMES
+from turbojax._registry import Implementation as Implementation
+from turbojax._registry import ImplementationName as ImplementationName
+from turbojax._registry import Registry as Registry

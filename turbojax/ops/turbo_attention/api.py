@@ -12,11 +12,24 @@ from turbojax.cache.progressive import ProgressiveCache
 from turbojax.cache.update import check_cache_arguments, store_prompt
 from turbojax.config import TurboConfig
 from turbojax.ops.registry import Implementation, ImplementationName, Registry
-from turbojax.ops.turbo_attention import decode_reference, reference
+from turbojax.ops.turbo_attention import decode_reference, reference, triton
+from turbojax.ops.turbo_attention.gradient import straight_through
 from turbojax.ops.turbo_attention.masking import Visibility
 
-ATTENTION = Registry("turbo_attention", (Implementation("xla", reference.attention),))
-DECODE = Registry("decode", (Implementation("xla", decode_reference.decode),))
+ATTENTION = Registry(
+    "turbo_attention",
+    (
+        Implementation("triton", triton.attention, triton.attention_unsupported),
+        Implementation("xla", reference.attention),
+    ),
+)
+DECODE = Registry(
+    "decode",
+    (
+        Implementation("triton", triton.decode, triton.decode_unsupported),
+        Implementation("xla", decode_reference.decode),
+    ),
+)
 
 
 def turbo_attention(
@@ -37,7 +50,10 @@ def turbo_attention(
     """Attention with quantized products and a sparse softmax (TurboAttention, Algorithm 1).
 
     Arguments mean what they mean in `jax.nn.dot_product_attention`. Any lengths, also such that
-    are no multiple of a block; memory grows with ``T + S``. Not differentiable yet.
+    are no multiple of a block; memory grows with ``T + S``, of the gradient too.
+
+    Gradients are straight-through: those of attention without rounding and with the exact
+    exponential, in every mode. There are no second derivatives and no forward mode (`jax.jvp`).
 
     Args:
       query: ``[B, T, N, H]``, bfloat16, float16 or float32.
@@ -66,7 +82,7 @@ def turbo_attention(
       TypeError: if dtypes are not supported or differ.
       ValueError: if a shape, length, window, cap or name is none of these.
       NotImplementedError: if the implementation asked for cannot run this, or when it is
-        differentiated.
+        differentiated twice.
     """
     if not isinstance(config, TurboConfig):
         raise TypeError(f"config={config!r} must be a TurboConfig")
@@ -80,7 +96,7 @@ def turbo_attention(
     chosen = ATTENTION.select(
         implementation, query=query, key=key, value=value, config=config, **options
     )
-    call = refuse_gradients(chosen.run, "turbo_attention", config=config, **options)
+    call = straight_through(chosen.run, config=config, **options)
     out, residual = call(query, key, value, query_length, jnp.clip(key_length, 0, size))
     return (out, residual) if return_residual else out
 
@@ -127,7 +143,8 @@ def prefill(
       TypeError: if dtypes are not `cache.dtype`.
       ValueError: as `turbo_attention`; if the cache was made for other shapes; outside `jit`, if
         a sequence is not empty or a prompt longer than `max_length`.
-      NotImplementedError: as `turbo_attention`.
+      NotImplementedError: as `turbo_attention`, or when it is differentiated, by the query alone
+        too: train with `turbo_attention`.
     """
     check_cache_arguments(cache, key, value)
     batch, size = key.shape[:2]
@@ -148,6 +165,8 @@ def prefill(
         implementation=implementation,
         return_residual=return_residual,
     )
+    # By the query alone it would have a gradient, by the keys, which the cache rounds, none.
+    out = refuse_gradients(lambda x: x, "prefill")(out)
     return out, store_prompt(cache, key, value, lengths)
 
 

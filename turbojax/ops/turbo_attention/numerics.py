@@ -27,6 +27,12 @@ def exponential(config: TurboConfig) -> Exponential:
     return config.softmax if isinstance(config.softmax, SAS) else jnp.exp
 
 
+def largest_weight(config: TurboConfig) -> float:
+    """The exponential at 0: what a row's largest score weighs."""
+    with jax.ensure_compile_time_eval():
+        return float(exponential(config)(jnp.zeros((), jnp.float32)))
+
+
 def quantize_scores_operand(
     x: jax.Array, mode: Mode, axis: int | tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array]:

@@ -1,0 +1,138 @@
+"""`python -m benchmarks run` measures, `python -m benchmarks report` writes the docs' figures."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks import readme, report, tables, timing
+from benchmarks.suites import attention
+from turbojax.demo import environment
+
+SUITES = ("attention",)
+# What two runs must share to stand in one file.
+_SAME = ("device", "python", "jax", "turbojax")
+
+
+def _machine() -> dict[str, Any]:
+    """Device, versions and date."""
+    found = {**environment(), "platform": jax.devices()[0].client.platform_version}
+    try:
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        output = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return found
+    return {**found, "driver": output.stdout.split()[0]}
+
+
+def write(path: Path, result: dict[str, Any]) -> None:
+    """Writes a result so that a reader sees the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".partial")
+    draft.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    os.replace(draft, path)
+
+
+def _previous(path: Path, machine: dict[str, Any]) -> dict[str, Any] | None:
+    """The result to go on with, or None.
+
+    Raises:
+      SystemExit: if it comes from another machine or other versions.
+    """
+    if not path.exists():
+        return None
+    old = json.loads(path.read_text(encoding="utf-8"))
+    differ = [name for name in _SAME if old.get(name) != machine[name]]
+    if differ:
+        sys.exit(
+            f"{path} was measured with "
+            + ", ".join(f"{name} {old.get(name)} (here {machine[name]})" for name in differ)
+            + ": it cannot be resumed"
+        )
+    return old
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measures the rows asked for and writes the file after each."""
+    deadline = time.monotonic() + arguments.seconds
+    machine = _machine()
+    # Figures of a smoke test are no result.
+    folder = Path(tempfile.gettempdir()) if arguments.quick else readme.RESULTS
+    out = arguments.out or folder / f"{arguments.suite}_{machine['date']}.json"
+    result = _previous(out, machine) if arguments.resume else None
+    if result is None:
+        rates, reasons = timing.ceilings(quick=arguments.quick)
+        result = {**machine, "suite": arguments.suite, "quick": arguments.quick}
+        result |= {"ceilings": rates, "ceilings_not_measured": reasons, "rows": []}
+    done = {row["name"] for row in result["rows"] if row["status"] == "ok"}
+    rows = attention.selected(arguments.filter, quick=arguments.quick)
+    rows = [(group, case) for group, case in rows if group.name(case) not in done]
+    if not rows:
+        sys.exit(f"no row is left to run with --filter {arguments.filter!r}")
+    renewed = {group.name(case) for group, case in rows}
+    result["rows"] = [row for row in result["rows"] if row["name"] not in renewed]
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+        task = progress.add_task(arguments.suite, total=len(rows))
+
+        def on_row(row: dict[str, Any]) -> None:
+            result["rows"] = attention.with_ratios([*result["rows"], row])
+            write(out, result)
+            progress.console.print(
+                tables.one_line(result["rows"][-1]), highlight=False, soft_wrap=True
+            )
+            progress.advance(task)
+
+        attention.run(
+            rows,
+            result["ceilings"],
+            on_row,
+            repetitions=arguments.repetitions,
+            deadline=deadline,
+        )
+    print(out)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    commands = parser.add_subparsers(required=True)
+    measure = commands.add_parser("run", help="measure a suite on this device")
+    measure.set_defaults(command=run)
+    measure.add_argument("--suite", choices=SUITES, default=SUITES[0])
+    measure.add_argument("--out", type=Path, help="JSON to write; default: in benchmarks/results")
+    measure.add_argument("--filter", default="", help="regular expression on the rows' names")
+    measure.add_argument("--quick", action="store_true", help="tiny shapes, to see that it runs")
+    measure.add_argument("--repetitions", type=int, help="of each call; default: by its duration")
+    measure.add_argument(
+        "--seconds", type=float, default=float("inf"), help="start no row after this time"
+    )
+    measure.add_argument(
+        "--resume", action="store_true", help="keep the rows that --out already holds"
+    )
+    write_docs = commands.add_parser("report", help="tables and plots of the newest results")
+    write_docs.set_defaults(command=report.run)
+    write_docs.add_argument(
+        "--check", action="store_true", help="only say whether the docs are up to date"
+    )
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Parses the command line and runs the command."""
+    parsed = _parser().parse_args(arguments)
+    parsed.command(parsed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Scripts for a GPU machine: checks and tuning that end in a table and a JSON file."""

@@ -1,0 +1,258 @@
+"""Tables and plots of docs/benchmarks.md, and README.md's tables, from the newest results.
+
+`python -m benchmarks report` rewrites them; with `--check` it fails if that would change anything.
+A plot carries the digest of the result it was drawn from, since pixels differ between versions of
+matplotlib.
+"""
+
+import argparse
+import functools
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks import readme, tables
+from benchmarks.tables import Result
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PAGE = readme.ROOT / "docs" / "benchmarks.md"
+_DIGEST = "Source"
+# What results are called; the date follows.
+_ATTENTION = ("attention",)
+_GENERATION = ("generate", "throughput")
+
+
+def digest(result: Result) -> str:
+    """A short fingerprint of a result."""
+    text = json.dumps(result, sort_keys=True).encode()
+    return hashlib.sha256(text).hexdigest()[:16]
+
+
+def page_tables(results: Path) -> dict[str, Callable[[], str]]:
+    """The tables of docs/benchmarks.md whose results are there."""
+    found: dict[str, Callable[[], str]] = {}
+    if attention := newest(results, _ATTENTION):
+        found |= _attention_tables(*attention)
+    if generate := newest(results, _GENERATION):
+        found["throughput"] = functools.partial(_throughput_section, *generate)
+    return found
+
+
+def _attention_tables(name: str, result: Result) -> dict[str, Callable[[], str]]:
+    footer = tables.source(name, result)
+
+    def section(table: Callable[[Result], str], picture: str = "") -> Callable[[], str]:
+        return lambda: f"{picture}{table(result)}\n\n{footer}"
+
+    def rows(operation: str) -> Callable[[], str]:
+        return lambda: tables.details_table(result, operation)
+
+    return {
+        "ceilings": section(tables.ceilings_table),
+        "decode": section(tables.decode_table, _picture("decode_speed.png")),
+        "decode rows": rows("decode"),
+        "prefill": section(tables.prefill_table, _picture("prefill_speed.png")),
+        "prefill rows": rows("prefill"),
+        "compress": section(tables.compress_table),
+        "compress rows": rows("compress"),
+    }
+
+
+def _throughput_section(name: str, result: Result) -> str:
+    table = tables.throughput_table(result)
+    notes = "".join(f"{note}. " for note in result.get("notes", ()))
+    source = tables.source(name, result)
+    return f"{_picture('throughput.png')}{table}\n\n{notes}{source}"
+
+
+def _picture(name: str) -> str:
+    return f"![{_ALT[name]}]({name})\n\n"
+
+
+def newest(results: Path, prefixes: tuple[str, ...]) -> tuple[str, Result] | None:
+    """Name and content of the newest result whose name begins so; names end with the date."""
+    paths = [path for prefix in prefixes for path in results.glob(f"{prefix}_*.json")]
+    if not paths:
+        return None
+    path = max(paths, key=lambda path: path.stem.rpartition("_")[2])
+    return path.name, json.loads(path.read_text(encoding="utf-8"))
+
+
+_ALT = {
+    "decode_speed.png": "Decode: speed over cuDNN on bfloat16 by shape and cache",
+    "prefill_speed.png": "Prefill: TFLOP/s by shape and mode",
+    "throughput.png": "Generation: tokens per second against the batch size",
+}
+
+
+def _figure(width: float) -> "Figure":
+    # Imported here: tables need no matplotlib. A bare `Figure` needs no display.
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, 5), layout="constrained")
+
+
+def _bars(
+    figure: "Figure", labels: list[str], series: dict[str, list[float | None]], digits: int
+) -> Any:
+    """Grouped bars; a missing one stays empty.
+
+    Args:
+      figure: to draw into.
+      labels: of the groups.
+      series: heights by name.
+      digits: after the point, of the numbers over the bars.
+    """
+    axes = figure.subplots()
+    width = 0.8 / max(1, len(series))
+    for i, (name, heights) in enumerate(series.items()):
+        at = [x - 0.4 + (i + 0.5) * width for x in range(len(labels))]
+        bars = axes.bar(at, [height or 0 for height in heights], width, label=name)
+        text = ["" if height is None else f"{height:.{digits}f}" for height in heights]
+        axes.bar_label(bars, text, fontsize=6, rotation=90, padding=2)
+    axes.set_xticks(range(len(labels)), labels, rotation=30, ha="right", fontsize=8)
+    axes.margins(y=0.15)
+    axes.grid(axis="y", alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=5, fontsize=8)
+    return axes
+
+
+def decode_plot(result: Result) -> "Figure":
+    """Speed over cuDNN by shape, one bar per cache."""
+    groups = tables.shapes(tables.finished(result, "decode"))
+    ours = ("turbo-4bit", "turbo-2/4bit", "turbo-3bit", "turbo-2bit", "kivi-4bit")
+    series: dict[str, list[float | None]] = {}
+    for method in ours:
+        best = [
+            tables.fastest(rows, lambda row, method=method: row["method"] == method)
+            for rows in groups.values()
+        ]
+        heights = [None if row is None else row.get("speedup_over_cudnn") for row in best]
+        if any(heights):
+            series[tables.DECODE_METHODS[method]] = heights
+    figure = _figure(12)
+    axes = _bars(figure, list(groups), series, digits=2)
+    axes.axhline(1, color="black", linewidth=1)
+    axes.set_title(f"Decode, one token per sequence, on {result['device']}")
+    axes.set_ylabel("times faster than cuDNN bf16")
+    return figure
+
+
+def prefill_plot(result: Result) -> "Figure":
+    """TFLOP/s by shape, one bar per mode and implementation."""
+    rows = tables.finished(result, "prefill")
+    groups = tables.shapes(rows)
+    kinds = [("cuDNN bf16", tables.is_cudnn)]
+    pairs = {(tables.mode_of(row), row["implementation"]) for row in rows}
+    for mode in tables.PREFILL_MODES:
+        for implementation in sorted({i for m, i in pairs if m == mode}):
+            kinds.append(
+                (
+                    f"{mode}, {implementation}",
+                    lambda row, kind=(mode, implementation): (
+                        (tables.mode_of(row), row["implementation"]) == kind
+                    ),
+                )
+            )
+    series: dict[str, list[float | None]] = {}
+    for label, matches in kinds:
+        best = [tables.fastest(group, matches) for group in groups.values()]
+        series[label] = [None if row is None else row["tflops_per_second"] for row in best]
+    figure = _figure(12)
+    axes = _bars(figure, list(groups), series, digits=0)
+    axes.set_title(f"Prefill, fastest variant of each mode, on {result['device']}")
+    axes.set_ylabel("TFLOP/s, quantization included")
+    return figure
+
+
+def throughput_plot(result: Result) -> "Figure":
+    """Tokens per second against the batch, one line per cache; a cross where memory ends."""
+    figure = _figure(7)
+    axes = figure.subplots()
+    curves: dict[str, list[dict[str, Any]]] = {}
+    for row in result["rows"]:
+        curves.setdefault(row["cache"], []).append(row)
+    for cache, rows in curves.items():
+        ran = sorted((row for row in rows if row["status"] == "ok"), key=lambda row: row["batch"])
+        if not ran:
+            continue
+        batches = [row["batch"] for row in ran]
+        rates = [row["tokens_per_second"] for row in ran]
+        (line,) = axes.plot(batches, rates, marker="o", label=cache)
+        ended = [row["batch"] for row in rows if row["status"] == "out of memory"]
+        if ended:
+            axes.plot(min(ended), 0, "x", color=line.get_color(), clip_on=False)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    axes.set_ylim(bottom=0)
+    axes.set_title(f"Generation on {result['device']}")
+    axes.set(xlabel="sequences in the batch (x: out of memory)", ylabel="tokens per second")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return figure
+
+
+_PLOTS = {
+    "decode_speed.png": (_ATTENTION, decode_plot),
+    "prefill_speed.png": (_ATTENTION, prefill_plot),
+    "throughput.png": (_GENERATION, throughput_plot),
+}
+
+
+def plots(results: Path) -> dict[str, tuple[Callable[[Result], "Figure"], Result]]:
+    """The plots whose results are there: name, what draws them, and of what."""
+    found = {}
+    for name, (prefixes, draw) in _PLOTS.items():
+        if result := newest(results, prefixes):
+            found[name] = (draw, result[1])
+    return found
+
+
+def _drawn_from(path: Path) -> str | None:
+    """The digest that a plot carries."""
+    from PIL import Image
+
+    if not path.exists():
+        return None
+    with Image.open(path) as image:
+        return image.info.get(_DIGEST)
+
+
+def stale(results: Path, page: Path) -> list[str]:
+    """What of the page and its plots does not show the newest results."""
+    text = page.read_text(encoding="utf-8")
+    wrong = []
+    if readme.fill(text, page_tables(results), page.name) != text:
+        wrong.append(page.name)
+    for name, (_, result) in plots(results).items():
+        if _drawn_from(page.parent / name) != digest(result):
+            wrong.append(name)
+    return wrong
+
+
+def write(results: Path, page: Path) -> None:
+    """Writes the page's tables and its plots."""
+    text = page.read_text(encoding="utf-8")
+    page.write_text(readme.fill(text, page_tables(results), page.name), encoding="utf-8")
+    for name, (draw, result) in plots(results).items():
+        draw(result).savefig(page.parent / name, dpi=110, metadata={_DIGEST: digest(result)})
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """The command `report`."""
+    readme_path = readme.ROOT / "README.md"
+    old = readme_path.read_text(encoding="utf-8")
+    if arguments.check:
+        wrong = stale(readme.RESULTS, PAGE)
+        if readme.fill(old) != old:
+            wrong.append(readme_path.name)
+        if wrong:
+            sys.exit(f"out of date: {', '.join(wrong)}; run python -m benchmarks report")
+        return
+    write(readme.RESULTS, PAGE)
+    readme_path.write_text(readme.fill(old), encoding="utf-8")

@@ -1,0 +1,61 @@
+"""Named attention shapes of real models: one table for tests, benchmarks and tuning."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """The heads of one attention layer.
+
+    Attributes:
+      query: query heads, `N`.
+      kv: key/value heads, `K`.
+      dim: channels of a head, `H`.
+    """
+
+    query: int
+    kv: int
+    dim: int
+
+
+MODELS = {
+    "llama3-8b": Heads(32, 8, 128),
+    "qwen2.5-7b": Heads(28, 4, 128),
+    # Figure 6 of the TurboAttention paper.
+    "phi3-medium": Heads(40, 10, 128),
+    "gemma2-9b": Heads(16, 8, 256),
+    "phi3-mini": Heads(32, 32, 96),
+    # Awkward ones: heads that are no power of two, one KV head, odd groups, small head dims.
+    "falcon-7b": Heads(71, 1, 64),
+    "smollm-135m": Heads(9, 3, 64),
+    "stablelm-3b": Heads(32, 32, 80),
+    "tiny": Heads(4, 2, 64),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One attention call.
+
+    Attributes:
+      model: a name of `MODELS`.
+      batch: sequences, `B`.
+      tokens: keys and values of each, `S`; in a prefill the queries too.
+      is_causal: of a prefill.
+    """
+
+    model: str
+    batch: int
+    tokens: int
+    is_causal: bool = False
+
+    @property
+    def heads(self) -> Heads:
+        """The model's heads."""
+        return MODELS[self.model]
+
+    @property
+    def label(self) -> str:
+        """A part of a row's name: ``llama3-8b/b16-s32768``."""
+        causal = "-causal" if self.is_causal else ""
+        return f"{self.model}/b{self.batch}-s{self.tokens}{causal}"

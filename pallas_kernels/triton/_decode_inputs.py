@@ -1,0 +1,103 @@
+"""What a decode kernel reads: the cache, the settings and a program's queries."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.triton._common import Exponential, Ref
+from pallas_kernels.triton._packed import Span
+from pallas_kernels.triton._rows import quantize_rows
+
+
+class Side(NamedTuple):
+    """One side of a cache: the arrays of `turbojax.cache.CacheSide`, by the same names."""
+
+    codes: tuple[Ref, ...]
+    channel_scale: Ref
+    channel_zero: Ref
+    block_scale: Ref
+    head_slots: Ref
+    buffer: Ref
+    buffer_scale: Ref
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is static in a decode call.
+
+    Attributes:
+      mode: ``"int8"``, ``"int8_fp8"``, ``"fp8"`` or ``"float"``.
+      exp: the softmax's exponential.
+      unit: what it calls one nat.
+      largest: its value at 0.
+      key_bits: widths of the keys' code arrays.
+      value_bits: widths of the values'.
+      block: tokens of a cache block.
+      scale: factor of the scores.
+      window: optional (left, right).
+      soft_cap: optional cap of the scores.
+      splits: programs that share a KV head's blocks.
+      num_warps: per program.
+      num_stages: of the software pipeline.
+      interpret: run without a GPU.
+    """
+
+    mode: str
+    exp: Exponential
+    unit: float
+    largest: float
+    key_bits: tuple[int, ...]
+    value_bits: tuple[int, ...]
+    block: int
+    scale: float
+    window: tuple[int, int] | None
+    soft_cap: float | None
+    splits: int
+    num_warps: int
+    num_stages: int
+    interpret: bool
+
+    @property
+    def has_integer_scores(self) -> bool:
+        """Whether queries and keys are multiplied as int8."""
+        return self.mode in ("int8", "int8_fp8")
+
+
+class Query(NamedTuple):
+    """A program's queries, and which tokens they see."""
+
+    parts: tuple[jax.Array, ...]  # codes [R, span], one per channel span
+    scale: jax.Array  # float32 [R]
+    position: jax.Array  # int32 [R]
+    is_real: jax.Array  # bool [R]
+
+
+def load_query(
+    q_ref: Ref,
+    at: tuple[jax.Array, jax.Array],
+    channels: tuple[Span, ...],
+    *,
+    rows: int,
+    group: int,
+    begin: jax.Array,
+    query_length: jax.Array,
+    s: Settings,
+) -> Query:
+    """Loads a KV head's query rows, row ``g * T + t``, and quantizes each."""
+    b, h = at
+    tokens = q_ref.shape[1]
+    r = jnp.arange(rows, dtype=jnp.int32)
+    is_row = r < group * tokens
+    t, head = r % tokens, h * group + jnp.minimum(r // tokens, group - 1)
+    parts = []
+    for span in channels:
+        inside = jnp.arange(span.padded, dtype=jnp.int32) < span.size
+        ref = q_ref.at[b, t[:, None], head[:, None], span.positions()[None, :]]
+        x = plgpu.load(ref, mask=is_row[:, None] & inside[None, :], other=0)
+        # The factor of the scores stays positive, so that it does not move the maximum.
+        parts.append(x if s.scale >= 0 else -x)
+    codes, scale = quantize_rows(tuple(parts), s.mode)
+    return Query(codes, scale * abs(s.scale), begin + t, is_row & (t < query_length))

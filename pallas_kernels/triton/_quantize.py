@@ -1,0 +1,305 @@
+"""Stage 1, stage 2 and packing of one block inside a kernel, shared by what writes a cache.
+
+Registers can be neither sliced nor concatenated in this lowering, so a block is held as equal
+*runs* along the axis that packing shortens: half a byte pairs code `c` with code `c + n/2`, and so
+on, so that bytes are shifts and ors of whole runs. With as many runs as the narrowest plane of a
+width has codes in a byte, every width works, and the packed axis comes out in equal segments.
+
+Numbers are those of `turbojax.quantizers`, bit for bit, in fewer operations: these count (see
+`compress`). Integers live in float32, where an addition rounds, and are read from its bits.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.triton._common import INT8_RANGE, next_power_of_2, rint
+
+# Widths of the planes of a code, low bits first (see turbojax.quantizers.packing).
+_PLANES = {2: (2,), 3: (2, 1), 4: (4,)}
+# Adding it to float32 within +-2**22 leaves them, rounded half to even, in the low bits.
+_ROUNDER = 12582912.0
+_ROUNDER_BITS = 0x4B400000
+_INFINITY_BITS = 0x7F800000
+_TINY = 1.1754943508222875e-38
+_RECIPROCAL_RANGE = 0.008403361774981022  # the float32 nearest to 1/119
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockLayout:
+    """How a block of tokens is cut into runs, and where its codes go.
+
+    Attributes:
+      tokens: tokens of a block, a power of two and at least 16.
+      channels: head dim, a multiple of 8.
+      bits: widths in use, widest first.
+      heads: how many slots have each width.
+      tokens_last: whether codes are packed along tokens (values) or channels (keys).
+    """
+
+    tokens: int
+    channels: int
+    bits: tuple[int, ...]
+    heads: tuple[int, ...]
+    tokens_last: bool
+
+    @property
+    def num_runs(self) -> int:
+        """Codes that share a byte in the narrowest plane."""
+        return 8 // min(width for bits in self.bits for width in _PLANES[bits])
+
+    @property
+    def run(self) -> int:
+        """Tokens or channels of one run; also bytes of one segment of the packed axis."""
+        return (self.tokens if self.tokens_last else self.channels) // self.num_runs
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Tokens and channels of a run's array, rounded up to powers of two."""
+        if self.tokens_last:
+            return self.run, next_power_of_2(self.channels)
+        return self.tokens, next_power_of_2(self.run)
+
+    def slices(self, run: int, first: jax.Array) -> tuple[pl.Slice, pl.Slice]:
+        """Where a run lies in an array of tokens and channels, its block beginning at `first`."""
+        rows, columns = self.tile
+        if self.tokens_last:
+            return pl.Slice(first + run * self.run, rows), span(0, columns, self.channels, first)
+        return pl.Slice(first, rows), span(run * self.run, columns, self.channels, first)
+
+    def channel_mask(self) -> jax.Array | None:
+        """Channels of a tile that a run has; None if it has all."""
+        count = self.channels if self.tokens_last else self.run
+        return None if count == self.tile[1] else jnp.arange(self.tile[1]) < count
+
+    def mask(self) -> jax.Array | None:
+        """The same, broadcast to the tile."""
+        channels = self.channel_mask()
+        return None if channels is None else jnp.broadcast_to(channels[None], self.tile)
+
+    def transposed(self, x: jax.Array) -> jax.Array:
+        """A tile in the order of its packed codes: channels first for values."""
+        return x.T if self.tokens_last else x
+
+    def transposed_mask(self) -> jax.Array | None:
+        """`mask` of a transposed tile."""
+        mask = self.mask()
+        return None if mask is None else self.transposed(mask)
+
+
+def span(start: int, size: int, limit: int, traced: jax.Array) -> pl.Slice:
+    """``start .. start + size`` of an axis of `limit`, of which a mask takes what is there.
+
+    A slice known to leave its axis is refused, mask or not: such a start is made a traced one.
+    """
+    return pl.Slice(start if start + size <= limit else start + traced * 0, size)
+
+
+def scale_from_bits(bits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Maximum and stage-1 scale from the largest bit pattern of absolute values (Eq. 9).
+
+    As integers, bits of absolute values are in the order of the values, with infinity and NaN
+    above all: unlike a maximum of floats, theirs loses no NaN.
+
+    Args:
+      bits: int32, a scalar, see `magnitude_bits`.
+
+    Returns:
+      maximum and scale, float32 scalars; both NaN if a value was not finite.
+    """
+    finite = bits < _INFINITY_BITS
+    maximum = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    maximum = jnp.where(finite, maximum, jnp.nan)
+    return maximum, scale_from_maximum(maximum)
+
+
+def magnitude_bits(x: jax.Array) -> jax.Array:
+    """int32 bits of ``abs(x)``, float32."""
+    return jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
+
+
+def scale_from_maximum(maximum: jax.Array) -> jax.Array:
+    """The stage-1 scale, rounded up to 16 significant bits; NaN unless `maximum` is finite."""
+    bits = jax.lax.bitcast_convert_type(maximum * _RECIPROCAL_RANGE, jnp.int32)
+    scale = jax.lax.bitcast_convert_type((bits + 255) & ~255, jnp.float32)
+    scale = jnp.where(scale < _TINY, 1.0, scale)
+    return jnp.where(maximum < jnp.inf, scale, jnp.nan)
+
+
+def _shift(x: jax.Array, interpret: bool) -> jax.Array:
+    """`x` rounded half to even, plus `_ROUNDER`.
+
+    In a kernel the addition rounds. Interpreted, XLA would drop it once `_ROUNDER` is subtracted.
+    """
+    return (jnp.round(x) if interpret else x) + _ROUNDER
+
+
+def stage1_codes(x: jax.Array, scale: jax.Array, interpret: bool) -> jax.Array:
+    """``rint(x / scale)``, ties to even, exactly.
+
+    An approximate quotient is rounded first; what is left of the value, exact because the scale
+    has 16 bits, then decides whether it was rounded right.
+
+    Args:
+      x: float32, any shape, less than 2**21 times `scale`.
+      scale: float32 scalar of 16 significant bits.
+      interpret: whether the kernel is interpreted.
+
+    Returns:
+      float32 integers, `x`'s shape.
+    """
+    shifted = _shift(x * (1 / scale), interpret)
+    guess = shifted - _ROUNDER
+    rest = x - guess * scale
+    # Past half a scale, or at half a scale from an odd guess, the neighbour is right. The low
+    # bits of half a scale are free: with the last one set it is the next larger number.
+    even = ~jax.lax.bitcast_convert_type(shifted, jnp.int32) & 1
+    half = jax.lax.bitcast_convert_type(0.5 * scale, jnp.int32)
+    limit = jax.lax.bitcast_convert_type(half | even, jnp.float32)
+    sign = jax.lax.bitcast_convert_type(rest, jnp.int32) & ~0x7FFFFFFF
+    one = jax.lax.bitcast_convert_type(sign | 0x3F800000, jnp.float32)
+    return guess + jnp.where(jnp.abs(rest) >= limit, one, 0.0)
+
+
+def clamped_stage1_codes(x: jax.Array, scale: jax.Array, interpret: bool) -> jax.Array:
+    """`stage1_codes` for a scale fixed beforehand: finite values beyond it become +-119."""
+    largest = 128 * scale  # beyond it all is clamped anyway
+    codes = stage1_codes(jnp.clip(x, -largest, largest), scale, interpret)
+    return jnp.clip(codes, -INT8_RANGE, INT8_RANGE)
+
+
+def write_block(
+    layout: BlockLayout,
+    runs: Sequence[jax.Array],
+    codes: Sequence[jax.Ref],
+    channel_scale: jax.Ref,
+    channel_zero: jax.Ref,
+    sequence: jax.Array,
+    head: jax.Array,
+    slot: jax.Array,
+    block: jax.Array,
+    *,
+    interpret: bool,
+) -> None:
+    """Compresses one block of stage-1 codes and stores it (Eq. 10).
+
+    Args:
+      layout: of the block.
+      runs: float32 integers, each of `layout.tile`.
+      codes: uint8 ``[B, K_i, n, block, H * bits / 8]``, or with tokens last
+        ``[B, K_i, n, H, block * bits / 8]``, one for each width.
+      channel_scale: int8 ``[B, K, n, H]``.
+      channel_zero: the same.
+      sequence: scalar, first index of all of them.
+      head: scalar.
+      slot: scalar, the head's place among the slots of all widths.
+      block: scalar, index along `n`.
+      interpret: whether the kernel is interpreted.
+    """
+    top: jax.Array | np.float32
+    top, *lower = (np.float32(2**bits - 1) for bits in layout.bits)
+    if lower:
+        top = jnp.where(slot < layout.heads[0], top, lower[0])
+    columns = layout.tile[1]
+    inside = layout.channel_mask()
+
+    def quantize(group: Sequence[jax.Array], first: int) -> list[jax.Array]:
+        """Codes of runs that share their channels, the first of which is `first`."""
+        low, high = group[0], group[0]
+        for run in group[1:]:
+            low, high = jnp.minimum(low, run), jnp.maximum(high, run)
+        low, high = jnp.min(low, axis=0), jnp.max(high, axis=0)
+        # A quotient by 15, 7 or 3 is never halfway, so that it need not be exact.
+        steps = _shift((high - low) * (1 / top), interpret) - _ROUNDER
+        scale = jnp.maximum(1.0, steps)
+        reciprocal = 1 / scale
+        zero = _shifted_quotient(low, reciprocal, interpret) - _ROUNDER
+        # 127 / scale rounded down; half a unit keeps clear of the whole numbers.
+        limit = _shift(127.5 * reciprocal - 0.5, interpret) - _ROUNDER
+        smallest = jnp.maximum(0.0, -limit - zero) + (zero + _ROUNDER)
+        largest = jnp.minimum(top, limit - zero) + (zero + _ROUNDER)
+        at = (sequence, head, block, span(first, columns, layout.channels, block))
+        plgpu.store(channel_scale.at[at], rint(scale).astype(jnp.int8), mask=inside)
+        plgpu.store(channel_zero.at[at], rint(zero).astype(jnp.int8), mask=inside)
+        offset = (rint(zero) + _ROUNDER_BITS)[None]
+
+        def codes_of(run: jax.Array) -> jax.Array:
+            shifted = _shifted_quotient(run, reciprocal[None], interpret)
+            clipped = jnp.clip(shifted, smallest[None], largest[None])
+            return jax.lax.bitcast_convert_type(clipped, jnp.int32) - offset
+
+        return [codes_of(run) for run in group]
+
+    if layout.tokens_last:
+        q2 = quantize(runs, 0)
+    else:
+        q2 = [quantize([run], i * layout.run)[0] for i, run in enumerate(runs)]
+    first_slot = 0
+    for array, bits, heads in zip(codes, layout.bits, layout.heads, strict=True):
+        place = (sequence, slot - first_slot, block)
+        store = functools.partial(_store_packed, layout, q2, bits, array, place)
+        if len(layout.bits) == 1:
+            store()
+        else:
+            pl.when((slot >= first_slot) & (slot < first_slot + heads))(store)
+        first_slot += heads
+
+
+def _shifted_quotient(numerator: jax.Array, reciprocal: jax.Array, interpret: bool) -> jax.Array:
+    """Half-to-even rounding of an integer over a channel's scale, plus `_ROUNDER`.
+
+    Exact although the reciprocal is not: see `turbojax.quantizers.progressive`.
+    """
+    fraction = _shift(numerator * (reciprocal * 4096), interpret) - _ROUNDER
+    return _shift(fraction * (1 / 4096), interpret)
+
+
+def _store_packed(
+    layout: BlockLayout,
+    q2: Sequence[jax.Array],
+    bits: int,
+    codes: jax.Ref,
+    place: tuple[jax.Array, ...],
+) -> None:
+    mask = layout.transposed_mask()
+    rows, columns = layout.tile[::-1] if layout.tokens_last else layout.tile
+    for i, segment in enumerate(pack_runs(q2, bits)):
+        at = (
+            span(0, rows, codes.shape[3], place[2]),
+            span(i * layout.run, columns, codes.shape[4], place[2]),
+        )
+        value = layout.transposed(segment.astype(jnp.uint8))
+        plgpu.store(codes.at[(*place, *at)], value, mask=mask)
+
+
+def pack_runs(runs: Sequence[jax.Array], bits: int) -> list[jax.Array]:
+    """Packs codes given as equal runs of an axis (the layout of `turbojax.quantizers.pack`).
+
+    Args:
+      runs: int32 codes below ``2**bits``, a multiple of 2, 8, 4 arrays for 4, 3, 2 bits.
+      bits: 2, 3 or 4.
+
+    Returns:
+      int32 bytes: the packed axis, as segments of a run's length in their order.
+    """
+    segments, shift = [], 0
+    for width in _PLANES[bits]:
+        if len(_PLANES[bits]) == 1:
+            plane = list(runs)
+        else:
+            plane = [(run >> shift) & (2**width - 1) for run in runs]
+        parts = 8 // width
+        count = len(runs) // parts  # runs of a part: segments of this plane
+        for i in range(count):
+            segment = plane[i]
+            for part in range(1, parts):
+                segment = segment | (plane[part * count + i] << (part * width))
+            segments.append(segment)
+        shift += width
+    return segments

@@ -1,0 +1,196 @@
+"""Append: one new token per sequence into the int8 buffer, which becomes blocks when it is full.
+
+A program takes one head of one sequence, fixes its universal scale if that is still open, rounds
+the token and stores its codes. The step that fills the buffer also compresses it and empties it.
+
+A decode step reads 2 H bytes and writes H bytes per head: with 8 heads and 16 sequences some
+50 KB, nothing. The launch is what it costs, and it replaces some 30 kernels of plain JAX. A step
+in which all buffers are full reads and writes some 2 MB more, once in `buffer_size` steps.
+
+  floor       one launch, 2 to 3 us
+  target      at most twice that a side
+
+Ladder:
+  v1  a head of a sequence per program, blocks in a loop                  (not measured yet)
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.triton._common import WHOLE, next_power_of_2, parameters, rint
+from pallas_kernels.triton._quantize import (
+    BlockLayout,
+    clamped_stage1_codes,
+    magnitude_bits,
+    scale_from_bits,
+    scale_from_maximum,
+    span,
+    write_block,
+)
+from pallas_kernels.triton.compress import default_warps
+
+
+def append(
+    x: jax.Array,
+    accepted: jax.Array,
+    row: jax.Array,
+    start: jax.Array,
+    slots: jax.Array,
+    codes: tuple[jax.Array, ...],
+    channel_scale: jax.Array,
+    channel_zero: jax.Array,
+    block_scale: jax.Array,
+    buffer: jax.Array,
+    buffer_scale: jax.Array,
+    *,
+    layout: BlockLayout,
+    num_warps: int | None = None,
+    interpret: bool = False,
+) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Appends one token per sequence to one side of a cache.
+
+    Args:
+      x: bfloat16, float16 or float32 ``[B, K, H]``.
+      accepted: int32 ``[B]``: 0 for a sequence that gets no token, otherwise 1.
+      row: int32 ``[B]``, tokens in the buffer.
+      start: int32 ``[B]``, blocks in use.
+      slots: int32 ``[B, K]``, each head's place among the slots of `codes`.
+      codes: uint8, see `write_block`.
+      channel_scale: int8 ``[B, K, n, H]``.
+      channel_zero: int8 ``[B, K, n, H]``.
+      block_scale: float32 ``[B, K, n]``.
+      buffer: int8 ``[B, K, buffer_size, H]``, zero from `row` on.
+      buffer_scale: float32 ``[B, K]``, 0 where it is open.
+      layout: of a block.
+      num_warps: warps of a program; chosen from the block's size if not given.
+      interpret: run without a GPU.
+
+    Returns:
+      codes, channel_scale, channel_zero, block_scale, buffer and buffer_scale with the token, in
+      their own memory where they were donated.
+    """
+    batch, heads, _ = x.shape
+    state = (*codes, channel_scale, channel_zero, block_scale, buffer, buffer_scale)
+    inputs = (accepted, row, start, slots, x, *state)
+    written: Any = pl.pallas_call(
+        functools.partial(_kernel, layout=layout, interpret=interpret),
+        grid=(heads, batch),
+        in_specs=[WHOLE] * len(inputs),
+        out_specs=[WHOLE] * len(state),
+        out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in state],
+        input_output_aliases={len(inputs) - len(state) + i: i for i in range(len(state))},
+        compiler_params=parameters(num_warps or default_warps(layout), 1),
+        interpret=interpret,
+        name="turbojax_append",
+    )(*inputs)
+    scale, zero, stored_scale, rows, universal = written[len(codes) :]
+    return tuple(written[: len(codes)]), scale, zero, stored_scale, rows, universal
+
+
+def _kernel(
+    accepted: jax.Ref,
+    row: jax.Ref,
+    start: jax.Ref,
+    slots: jax.Ref,
+    x: jax.Ref,
+    *refs: jax.Ref,
+    layout: BlockLayout,
+    interpret: bool,
+) -> None:
+    # The aliased arrays are read and written through their outputs.
+    outputs = refs[len(refs) // 2 :]
+    *codes, channel_scale, channel_zero, block_scale, buffer, buffer_scale = outputs
+    head, sequence = pl.program_id(0), pl.program_id(1)
+    size = buffer.shape[2]
+    columns = next_power_of_2(layout.channels)
+    mask = None
+    if columns != layout.channels:
+        mask = jnp.arange(columns, dtype=jnp.int32) < layout.channels
+
+    channels = span(0, columns, layout.channels, sequence)
+
+    def program() -> None:
+        other = None if mask is None else 0.0
+        token = plgpu.load(x.at[sequence, head, channels], mask=mask, other=other)
+        token = token.astype(jnp.float32)
+        maximum, _ = scale_from_bits(jnp.max(magnitude_bits(token)))
+        held = buffer_scale[sequence, head]
+        # The first token that is not all zero fixes an open scale.
+        scale = jnp.where((held == 0) & (maximum != 0), scale_from_maximum(2 * maximum), held)
+        broken = (maximum != maximum) | (scale != scale)
+        scale = jnp.where(broken, jnp.nan, scale)
+        buffer_scale[sequence, head] = scale
+        one = jnp.where(scale == 0, 1.0, scale)  # all tokens were zero
+        divisor = jnp.where(broken, 1.0, one)
+        q1 = jnp.where(broken, 0.0, clamped_stage1_codes(token, divisor, interpret))
+        place = (sequence, head, row[sequence], channels)
+        plgpu.store(buffer.at[place], rint(q1).astype(jnp.int8), mask=mask)
+        pl.when(row[sequence] == size - 1)(functools.partial(flush, one))
+
+    def flush(scale: jax.Array) -> None:
+        """Compresses the full buffer and empties it."""
+        _barrier(interpret)  # other threads read what was just stored
+        slot, first_block = slots[sequence, head], start[sequence]
+
+        def compress(i: jax.Array, _: None) -> None:
+            runs = _load_block(buffer, layout, sequence, head, i * layout.tokens)
+            block = first_block + i
+
+            def store() -> None:
+                block_scale[sequence, head, block] = scale
+                arrays, at = (codes, channel_scale, channel_zero), (sequence, head, slot, block)
+                write_block(layout, runs, *arrays, *at, interpret=interpret)
+
+            pl.when(block < block_scale.shape[2])(store)
+
+        def empty(i: jax.Array, _: None) -> None:
+            _store_zeros(buffer, layout, sequence, head, i * layout.tokens)
+
+        blocks = size // layout.tokens
+        jax.lax.fori_loop(0, blocks, compress, None)
+        _barrier(interpret)  # nothing may be zeroed before all threads have read it
+        jax.lax.fori_loop(0, blocks, empty, None)
+
+    pl.when(accepted[sequence] > 0)(program)
+
+
+def _load_block(
+    buffer: jax.Ref,
+    layout: BlockLayout,
+    sequence: jax.Array,
+    head: jax.Array,
+    first: jax.Array,
+) -> list[jax.Array]:
+    """Runs of the block of buffered codes that begins at row `first`, as float32."""
+    mask = layout.mask()
+    other = None if mask is None else 0
+    runs = []
+    for run in range(layout.num_runs):
+        place = (sequence, head, *layout.slices(run, first))
+        values = plgpu.load(buffer.at[place], mask=mask, other=other)
+        runs.append(values.astype(jnp.float32))
+    return runs
+
+
+def _store_zeros(
+    buffer: jax.Ref,
+    layout: BlockLayout,
+    sequence: jax.Array,
+    head: jax.Array,
+    first: jax.Array,
+) -> None:
+    zeros, mask = jnp.zeros(layout.tile, jnp.int8), layout.mask()
+    for run in range(layout.num_runs):
+        place = (sequence, head, *layout.slices(run, first))
+        plgpu.store(buffer.at[place], zeros, mask=mask)
+
+
+def _barrier(interpret: bool) -> None:
+    """Waits for the program's other threads, whose loads and stores have no order otherwise."""
+    if not interpret:
+        plgpu.debug_barrier()

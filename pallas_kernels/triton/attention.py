@@ -1,0 +1,328 @@
+"""Prefill attention on quantized operands (TurboAttention, Algorithm 1).
+
+Two numbers, for 2 sequences, 32 query heads, 8 KV heads, 8192 tokens, head dim 128, not causal:
+  - operations: 4 * 2 * 32 * 8192**2 * 128 = 2.2 T; at the 1,550 T/s that int8 matrix products
+    reach on an H100: 1.4 ms. The softmax adds about 12 float32 instructions per score, 4.3 G
+    scores: 1.5 ms of all float32 lanes, which the matrix units do not hide by themselves here.
+  - bytes: 2 * 8192 * (32 + 2 * 8) * 128 in and twice 2 * 8192 * 32 * 128 out, 0.2 GB: 0.08 ms.
+Arithmetic is the floor. Target: 400 T/s, 5.5 ms.
+
+One program takes a tile of queries of one head and walks over the key blocks that some of them
+see, those that all of them see without a mask.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.triton import _common
+from pallas_kernels.triton._common import Exponential, Ref
+from pallas_kernels.triton._packed import Span, whole
+
+_State = tuple[jax.Array, jax.Array, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is static in an attention call.
+
+    Attributes:
+      mode: ``"int8"``, ``"int8_fp8"``, ``"fp8"`` or ``"float"``.
+      exp: the softmax's exponential.
+      unit: what it calls one nat.
+      block_q: query tokens that share a scale.
+      block_kv: tokens of a key block.
+      scale: factor of the scores.
+      is_causal: a query sees keys up to its own position.
+      window: optional (left, right).
+      soft_cap: optional cap of the scores.
+      tile: query tokens of a program.
+      num_warps: per program.
+      num_stages: of the software pipeline.
+      interpret: run without a GPU.
+    """
+
+    mode: str
+    exp: Exponential
+    unit: float
+    block_q: int
+    block_kv: int
+    scale: float
+    is_causal: bool
+    window: tuple[int, int] | None
+    soft_cap: float | None
+    tile: int
+    num_warps: int
+    num_stages: int
+    interpret: bool
+
+
+class _Query(NamedTuple):
+    """A program's tile of queries."""
+
+    codes: jax.Array  # [tile, H]
+    scale: jax.Array  # float32 [tile]
+    position: jax.Array  # int32 [tile]
+    first: jax.Array  # int32 scalar
+    last: jax.Array  # int32 scalar, the last one that is real
+
+
+def _load(ref: Ref, at: tuple[jax.Array, ...], rows: jax.Array, channels: Span) -> jax.Array:
+    """Tokens ``rows`` of ``ref[at]``, channels padded with zeros."""
+    mask = channels.mask()
+    return plgpu.load(
+        ref.at[(*at, rows[:, None], channels.positions()[None, :])],
+        mask=None if mask is None else mask[None, :],
+        other=None if mask is None else 0,
+    )
+
+
+def _key_range(query: _Query, length: jax.Array, s: Settings) -> tuple[jax.Array, ...]:
+    """Blocks that some query sees, ``first <= j < last``, and within them those that all see."""
+    zero = jnp.int32(0)
+    start, stop = zero, length
+    full_start, full_stop = zero, length
+    if s.is_causal:
+        stop, full_stop = jnp.minimum(stop, query.last + 1), jnp.minimum(length, query.first + 1)
+    if s.window is not None:
+        left, right = s.window
+        start, stop = jnp.maximum(query.first - left, 0), jnp.minimum(stop, query.last + right + 1)
+        full_start = jnp.maximum(query.last - left, 0)
+        full_stop = jnp.minimum(full_stop, query.first + right + 1)
+    block = s.block_kv
+    first, last = start // block, (stop + block - 1) // block
+    full_first = jnp.clip((full_start + block - 1) // block, first, last)
+    full_last = jnp.clip(jnp.maximum(full_stop, 0) // block, full_first, last)
+    return first, full_first, full_last, last
+
+
+def _mask(query: _Query, position: jax.Array, length: jax.Array, s: Settings) -> jax.Array:
+    """Visible pairs ``[tile, t]``."""
+    q, k = query.position[:, None], position[None, :]
+    mask = jnp.broadcast_to(k < length, (q.shape[0], k.shape[1]))
+    if s.is_causal:
+        mask = mask & (k <= q)
+    if s.window is not None:
+        mask = mask & (k >= q - s.window[0]) & (k <= q + s.window[1])
+    return mask
+
+
+def _second_product(
+    p: jax.Array, largest: jax.Array, v: jax.Array, s: Settings
+) -> tuple[jax.Array, jax.Array | float]:
+    """Rounded weights times values ``[H, t]``: float32 ``[tile, H]``, and its unit.
+
+    The unit of e4m3 and of floating-point values is the same for all blocks, and left to the end.
+    """
+    dot = functools.partial(_common.dot, interpret=s.interpret)
+    if s.mode == "int8":
+        unit = largest * (1 / _common.INT8_RANGE)
+        unit = jnp.where(unit == 0, 1.0, unit)
+        codes = _common.rint_to_int8(p * (1 / unit)[:, None])
+        return dot(codes, v).astype(jnp.float32), unit
+    if s.mode in ("int8_fp8", "fp8"):
+        return dot((p * _common.E4M3_MAX).astype(v.dtype), v), 1.0
+    if v.dtype == jnp.float32:
+        return dot(p, v), 1.0
+    # Two 16-bit numbers hold a weight to 16 bits and more.
+    high = p.astype(v.dtype)
+    low = (p - high.astype(jnp.float32)).astype(v.dtype)
+    return dot(high, v) + dot(low, v), 1.0
+
+
+def _scores(
+    product: jax.Array, factor: jax.Array, mask: jax.Array | None, s: Settings
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Scores in the exponential's units as ``x * scale``, and their row maxima.
+
+    Without a mask and a cap the maximum is that of the products, and scaling and subtracting it
+    are one instruction per score.
+    """
+    if mask is None and s.soft_cap is None:
+        factor = factor * s.unit
+        return product, factor, jnp.max(product, axis=1) * factor
+    x = product * factor[:, None]
+    if s.soft_cap is not None:
+        x = _common.soft_cap(x, s.soft_cap)
+    x = x * s.unit
+    if mask is not None:
+        x = jnp.where(mask, x, -jnp.inf)
+    return x, jnp.ones_like(factor), jnp.max(x, axis=1)
+
+
+def _step(
+    j: jax.Array,
+    state: _State,
+    *,
+    query: _Query,
+    refs: tuple[Ref, Ref, Ref, Ref],
+    at: tuple[jax.Array, jax.Array],
+    length: jax.Array,
+    channels: Span,
+    is_masked: bool,
+    s: Settings,
+) -> _State:
+    """One key block of Algorithm 1."""
+    k_ref, k_scale_ref, v_ref, v_scale_ref = refs
+    exp = functools.partial(_common.evaluate, s.exp, interpret=s.interpret)
+    o, m, l = state
+    token = j * s.block_kv + jnp.arange(s.block_kv, dtype=jnp.int32)
+    k = _load(k_ref, at, token, channels)
+    product = _common.dot(query.codes, k, s.interpret).astype(jnp.float32)
+    factor = query.scale * plgpu.load(k_scale_ref.at[(*at, j)])
+    mask = _mask(query, token, length, s) if is_masked else None
+    x, scale, block_max = _scores(product, factor, mask, s)
+    new = jnp.maximum(m, block_max)
+    shift = jnp.where(new > -jnp.inf, new, 0.0) if is_masked else new
+    p = exp(x * scale[:, None] - shift[:, None])
+    if mask is not None:
+        p = jnp.where(mask, p, 0.0)
+    v_mask = channels.mask()
+    v = plgpu.load(
+        v_ref.at[(*at, channels.positions()[:, None], token[None, :])],
+        mask=None if v_mask is None else v_mask[:, None],
+        other=None if v_mask is None else 0,
+    )
+    output, unit = _second_product(p, exp(block_max - shift), v, s)
+    if s.mode == "int8":
+        output = output * (unit * plgpu.load(v_scale_ref.at[(*at, j)]))[:, None]
+    # A maximum and SAS lose a NaN scale; the row sum brings it back.
+    lost = factor * 0.0
+    if is_masked:
+        seen = block_max > -jnp.inf
+        lost = jnp.where(seen, lost, 0.0)
+        output = jnp.where(seen[:, None], output, 0.0)
+    alpha = _common.exp2((m - shift) * (_common.LOG2_E / s.unit), s.interpret)
+    return o * alpha[:, None] + output, new, l * alpha + (jnp.sum(p, axis=1) + lost)
+
+
+def _kernel(
+    q_ref: Ref,
+    q_scale_ref: Ref,
+    k_ref: Ref,
+    k_scale_ref: Ref,
+    v_ref: Ref,
+    v_scale_ref: Ref,
+    query_lengths_ref: Ref,
+    key_lengths_ref: Ref,
+    out_ref: Ref,
+    lse_ref: Ref,
+    *,
+    s: Settings,
+) -> None:
+    """One tile of queries of one head."""
+    _, heads, padded, _ = q_ref.shape
+    tokens, head_dim = out_ref.shape[1], out_ref.shape[3]
+    # The last tiles of a causal call have most to do: they start first.
+    i = pl.num_programs(0) - 1 - pl.program_id(0)
+    head, b = pl.program_id(1), pl.program_id(2)
+    h = head // (heads // k_ref.shape[1])
+    channels = whole(head_dim)
+    first = i * s.tile
+    position = first + jnp.arange(s.tile, dtype=jnp.int32)
+    inside = jnp.minimum(position, padded - 1)
+    query_length = plgpu.load(query_lengths_ref.at[b])
+    length = plgpu.load(key_lengths_ref.at[b])
+    codes = _load(q_ref, (b, head), inside, channels)
+    query = _Query(
+        # The factor of the scores stays positive, so that it does not move the maximum.
+        codes=codes if s.scale >= 0 else (-codes.astype(jnp.float32)).astype(codes.dtype),
+        scale=plgpu.load(q_scale_ref.at[b, head, inside // s.block_q]) * abs(s.scale),
+        position=position,
+        first=first,
+        last=jnp.minimum(first + s.tile, query_length) - 1,
+    )
+    step = functools.partial(
+        _step,
+        query=query,
+        refs=(k_ref, k_scale_ref, v_ref, v_scale_ref),
+        at=(b, h),
+        length=length,
+        channels=channels,
+        s=s,
+    )
+    start, full_start, full_stop, stop = _key_range(query, length, s)
+    # Nothing to see for a tile of padding.
+    stop = jnp.where(query.last < first, start, stop)
+    full_stop = jnp.minimum(full_stop, stop)
+    state = (
+        jnp.zeros((s.tile, channels.padded), jnp.float32),
+        jnp.full((s.tile,), -jnp.inf, jnp.float32),
+        jnp.zeros((s.tile,), jnp.float32),
+    )
+    if s.window is not None:
+        before = functools.partial(step, is_masked=True)
+        state = jax.lax.fori_loop(start, jnp.minimum(full_start, stop), before, state)
+    state = jax.lax.fori_loop(
+        full_start, full_stop, functools.partial(step, is_masked=False), state
+    )
+    after = functools.partial(step, is_masked=True)
+    o, m, l = jax.lax.fori_loop(jnp.maximum(full_start, full_stop), stop, after, state)
+
+    if s.mode in ("int8_fp8", "fp8"):
+        o = o * (plgpu.load(v_scale_ref.at[b, h, jnp.int32(0)]) * (1 / _common.E4M3_MAX))
+    nothing = (l == 0) | (position >= query_length)
+    total = jnp.where(nothing, 1.0, l)
+    out = jnp.where(nothing[:, None], 0.0, o * (1 / total)[:, None])
+    lse = jnp.where(nothing, -jnp.inf, m / s.unit + jnp.log(total))
+    c = jnp.arange(channels.padded, dtype=jnp.int32)
+    is_token = position < tokens
+    plgpu.store(
+        out_ref.at[b, position[:, None], head, c[None, :]],
+        out.astype(out_ref.dtype),
+        mask=is_token[:, None] & (c < head_dim)[None, :],
+    )
+    plgpu.store(lse_ref.at[b, position, head], lse, mask=is_token)
+
+
+def attention(
+    q: jax.Array,
+    q_scale: jax.Array,
+    k: jax.Array,
+    k_scale: jax.Array,
+    v: jax.Array,
+    v_scale: jax.Array,
+    query_lengths: jax.Array,
+    key_lengths: jax.Array,
+    *,
+    tokens: int,
+    dtype: jax.typing.DTypeLike,
+    settings: Settings,
+) -> tuple[jax.Array, jax.Array]:
+    """Attends with operands that are quantized already.
+
+    Args:
+      q: ``[B, N, Tp, H]``; `Tp`, `Sp` are padded to whole blocks.
+      q_scale: float32 ``[B, N, Tp / block_q]``.
+      k: ``[B, K, Sp, H]``, q's dtype.
+      k_scale: float32 ``[B, K, Sp / block_kv]``.
+      v: ``[B, K, H, Sp]``.
+      v_scale: float32 ``[B, K, Sp / block_kv]``, in the e4m3 modes one number per head.
+      query_lengths: int32 ``[B]``.
+      key_lengths: int32 ``[B]``.
+      tokens: `T`, queries of the output.
+      dtype: of the output.
+      settings: numerics and launch.
+
+    Returns:
+      ``[B, T, N, H]`` and the float32 log-sum-exp ``[B, T, N]``.
+    """
+    batch, heads, _, head_dim = q.shape
+    return pl.pallas_call(
+        functools.partial(_kernel, s=settings),
+        grid=(pl.cdiv(tokens, settings.tile), heads, batch),
+        in_specs=[_common.WHOLE] * 8,
+        out_specs=[_common.WHOLE] * 2,
+        out_shape=[
+            jax.ShapeDtypeStruct((batch, tokens, heads, head_dim), dtype),
+            jax.ShapeDtypeStruct((batch, tokens, heads), jnp.float32),
+        ],
+        compiler_params=_common.parameters(settings.num_warps, settings.num_stages),
+        interpret=settings.interpret,
+        name="turbojax_attention",
+    )(q, q_scale, k, k_scale, v, v_scale, query_lengths, key_lengths)

@@ -1,0 +1,229 @@
+"""Prefill attention on 8-bit operands: the launcher of the Triton kernel in `_kernel.py`.
+
+The ladder, by compiling for sm_90 (Triton 3.6; head dim 128, tiles of 128 x 64 and 128 x 128):
+
+1. output accumulated in the matrix unit over all keys: ptxas serializes the products (C7514), as
+   one is in flight across iterations while its accumulator is rescaled; biased, see `_kernel.py`;
+2. each block's product kept in flight and merged one iteration later: serialized too (C7515);
+3. each block's product merged at once: neither warning nor spills, 11 (10) instructions an element
+   for 64 (128) keys. This is what runs;
+4. 3, with the next block's scores computed ahead (`Tiling.ahead`): free of warnings and spills for
+   int8 scores and 64 keys; serialized for e4m3, and spills with 128 keys.
+"""
+
+import dataclasses
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+MAX_HEAD_DIM = 256
+"""Largest head dim: beyond it the output of one tile does not fit the registers."""
+BLOCK_KV = (32, 64, 128)
+"""Sizes of a key block, which is one tile: an instruction takes 32 tokens, registers hold 128."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseExponential:
+    """An exponential from a table and a cubic: ``base**-i * cubic(f)`` where ``i + f = -x``.
+
+    Attributes:
+      coefficients: of the cubic on [0, 1), constant term first.
+      threshold: natural-log units, negative; below it the value is 0.
+      base: ``"e"``, or ``"2"`` where `x` counts powers of two.
+    """
+
+    coefficients: tuple[float, ...]
+    threshold: float
+    base: Literal["e", "2"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """How the kernel is laid out on the GPU; results differ by rounding only.
+
+    Attributes:
+      rows: queries of one program, a power of two of at least 64.
+      num_warps: warps that share them.
+      num_stages: key blocks in flight.
+      two_level: e4m3 products of one key block are summed in the matrix unit, blocks in float32.
+        False keeps the sum over all keys in the matrix unit, which is biased.
+      ahead: compute the scores of the next block during the softmax of this one.
+    """
+
+    rows: int
+    num_warps: int
+    num_stages: int
+    two_level: bool = True
+    ahead: bool = False
+
+
+def default_tiling(head_dim: int) -> Tiling:
+    """The largest tile without spills, for any `BLOCK_KV` and every GPU's shared memory.
+
+    Args:
+      head_dim: a power of two.
+    """
+    if head_dim > 128:
+        return Tiling(rows=64, num_warps=8, num_stages=2)
+    return Tiling(rows=128, num_warps=8, num_stages=3)
+
+
+def attention(
+    q: jax.Array,
+    q_scale: jax.Array,
+    k: jax.Array,
+    k_scale: jax.Array,
+    v: jax.Array,
+    v_scale: jax.Array,
+    query_length: jax.Array,
+    key_length: jax.Array,
+    *,
+    tokens: int,
+    out_dtype: jnp.dtype,
+    scale: float,
+    left: int | None,
+    right: int | None,
+    soft_cap: float | None,
+    exponential: SparseExponential | None,
+    tiling: Tiling | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Blockwise online attention (TurboAttention, Algorithm 1).
+
+    ``[B, N, Tp / block_q]`` scales of queries and ``[B, K, Sp / block_kv]`` scales of keys say how
+    long the blocks are. The kernel's key tile is one block: the softmax is relative to the running
+    maximum after each block. Under `vmap` the mapped axis is folded into `B`.
+
+    Args:
+      q: ``[B, N, Tp, H]``, int8 or float8_e4m3fn codes.
+      q_scale: float32 ``[B, N, Tp / block_q]``.
+      k: ``[B, K, Sp, H]``, the same dtype as `q`; `N` is a multiple of `K`.
+      k_scale: float32 ``[B, K, Sp / block_kv]``.
+      v: ``[B, K, H, Sp]``, int8 or float8_e4m3fn codes, tokens contiguous; int8 only if `q` is.
+      v_scale: float32 ``[B, K, Sp / block_kv]``; all equal within a head if `v` is float8.
+      query_length: int32 ``[B]``; queries at or past it give 0 and ``-inf``.
+      key_length: int32 ``[B]``; keys at or past it are not there.
+      tokens: `T`, the queries without padding.
+      out_dtype: bfloat16, float16 or float32.
+      scale: factor of the scores, not negative.
+      left: a query at ``p`` sees no keys before ``p - left``; None: no bound.
+      right: it sees no keys after ``p + right``: 0 is causal; None: no bound.
+      soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
+      exponential: of the softmax; None for the exact one.
+      tiling: `default_tiling` if not given.
+
+    Returns:
+      out ``[B, T, N, H]`` and the float32 log-sum-exp ``[B, T, N]``; 0 and ``-inf`` for queries
+      that see nothing. A NaN scale reaches the queries that see its block.
+
+    Raises:
+      ValueError: if `scale` is negative, or the block size or head dim is not supported.
+    """
+    head_dim = q.shape[-1]
+    block_q = q.shape[2] // q_scale.shape[2]
+    block_kv = k.shape[2] // k_scale.shape[2]
+    if scale < 0:
+        raise ValueError(f"{scale=} must not be negative: negate the queries instead")
+    if head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"{head_dim=} must be at most {MAX_HEAD_DIM}")
+    if block_kv not in BLOCK_KV:
+        raise ValueError(f"{block_kv=} must be one of {BLOCK_KV}")
+    block_h = max(32, 1 << (head_dim - 1).bit_length())
+    padding = block_h - head_dim
+    q, k = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, padding))) for x in (q, k))
+    v = jnp.pad(v, ((0, 0), (0, 0), (0, padding), (0, 0)))
+    tiling = tiling or default_tiling(block_h)
+    launch = functools.partial(
+        _launch,
+        tokens=tokens,
+        head_dim=head_dim,
+        out_dtype=jnp.dtype(out_dtype),
+        tiling=tiling,
+        constants={
+            "SCALE": float(scale),
+            "LEFT": left,
+            "RIGHT": right,
+            "SOFT_CAP": soft_cap,
+            "POLICY": _policy(exponential),
+            "TWO_LEVEL": tiling.two_level or v.dtype == jnp.int8,
+            "AHEAD": tiling.ahead,
+            "BLOCK_Q": block_q,
+            "BLOCK_M": tiling.rows,
+            "BLOCK_N": block_kv,
+            "BLOCK_H": block_h,
+        },
+    )
+    return _fold_vmap(launch)(q, q_scale, k, k_scale, v, v_scale, query_length, key_length)
+
+
+def _policy(exponential: SparseExponential | None) -> tuple[Any, ...] | None:
+    """The exponential as the kernel's constants: the threshold is in the unit of its argument."""
+    if exponential is None:
+        return None
+    is_base_2 = exponential.base == "2"
+    unit = math.log2(math.e) if is_base_2 else 1.0
+    return tuple(exponential.coefficients), exponential.threshold * unit, is_base_2
+
+
+def _launch(
+    *operands: jax.Array,
+    tokens: int,
+    head_dim: int,
+    out_dtype: jnp.dtype,
+    tiling: Tiling,
+    constants: dict[str, Any],
+) -> tuple[jax.Array, jax.Array]:
+    import jax_triton
+
+    from pallas_kernels.upstream_triton import _kernel
+
+    q, q_scale, k, k_scale = operands[:4]
+    batch, heads = q.shape[:2]
+    results = (
+        jax.ShapeDtypeStruct((batch, tokens, heads, head_dim), out_dtype),
+        jax.ShapeDtypeStruct((batch, tokens, heads), jnp.float32),
+    )
+    # jax-triton 0.4 renamed this argument and warns about the old name.
+    renamed = "out_type" in inspect.signature(jax_triton.triton_call).parameters
+    out, residual = jax_triton.triton_call(
+        *operands,
+        heads,
+        k.shape[1],
+        tokens,
+        q_scale.shape[2],
+        k_scale.shape[2],
+        kernel=_kernel.attention_kernel,
+        grid=-(-tokens // tiling.rows) * batch * heads,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+        HEAD_DIM=head_dim,
+        **constants,
+        **{"out_type" if renamed else "out_shape": results},
+    )
+    return out, residual
+
+
+def _fold_vmap(run: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., Any]:
+    """`run`, whose arrays all begin with `B`, with a rule for `vmap`: `triton_call` has none."""
+
+    @jax.custom_batching.custom_vmap
+    def call(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return run(*arrays)
+
+    @call.def_vmap
+    def fold(
+        size: int, batched: list[bool], *arrays: jax.Array
+    ) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
+        mapped = [
+            x if is_batched else jnp.broadcast_to(x[None], (size, *x.shape))
+            for x, is_batched in zip(arrays, batched, strict=True)
+        ]
+        results = call(*(x.reshape(-1, *x.shape[2:]) for x in mapped))
+        unfolded = tuple(x.reshape(size, -1, *x.shape[1:]) for x in results)
+        return unfolded, (True,) * len(unfolded)
+
+    return call

@@ -1,0 +1,29 @@
+"""What the tests of the kernels share: lowering for a GPU that is not there."""
+
+import contextlib
+
+import jax
+
+# The name by which newer versions of jax look up what a GPU can do.
+_GPU = "NVIDIA H100 80GB HBM3"
+
+
+def abstract_gpu():
+    """A context in which jax lowers for an H100, on any machine."""
+    if any(device.platform == "gpu" for device in jax.devices()):
+        return contextlib.nullcontext()
+    device = jax.sharding.AbstractDevice(device_kind=_GPU, num_cores=132, platform="cuda")
+    axes = {"axis_types": (jax.sharding.AxisType.Auto,), "abstract_device": device}
+    mesh = jax.sharding.AbstractMesh((1,), ("device",), **axes)
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+def lower_for_cuda(f, *args, **kwargs):
+    """Lowers `f`, jitted or not, of arrays or `ShapeDtypeStruct`s for a GPU; returns the text.
+
+    A kernel that runs in interpret mode may not lower: this is what finds it on a CPU.
+    """
+    jitted = f if hasattr(f, "trace") else jax.jit(f)
+    with abstract_gpu():
+        lowered = jitted.trace(*args, **kwargs).lower(lowering_platforms=("cuda",))
+    return lowered.as_text()

@@ -1,0 +1,330 @@
+"""The benchmarks: what they count and write, and that they run; not how fast anything is."""
+
+import copy
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import turbojax as tj
+from benchmarks import __main__ as command
+from benchmarks import readme, report, tables, timing
+from benchmarks.shapes import MODELS, Shape
+from benchmarks.suites import accounting, attention, common, compress, decode
+from turbojax.baselines import kivi
+
+# Two sequences of 192 tokens, four query heads on two KV heads of 64 channels.
+TINY = Shape("tiny", 2, 192)
+
+
+def test_operations_of_prefill():
+    # 32 heads, 8192 x 8192 scores of 128 channels, two products of two operations each.
+    shape = Shape("llama3-8b", 2, 8192)
+    assert accounting.attention_operations(shape) == 2 * 32 * 8192 * 8192 * 128 * 4
+    causal = Shape("llama3-8b", 2, 8192, is_causal=True)
+    assert accounting.attention_operations(causal) == 2 * 32 * 8192 * 8192 * 128 * 2
+    work = accounting.prefill_work(shape, "int8_fp8")
+    assert work.shares == {"int8": 0.5, "fp8": 0.5}
+    # 2.199 TFLOP in 4000 us; the ceilings allow half of it at 1000 and half at 2000 TFLOP/s.
+    assert work.rate(4000) == pytest.approx(549.756, rel=1e-5)
+    percent = work.percent_of_ceiling(4000, {"int8": 1000, "fp8": 2000})
+    assert percent == pytest.approx(100 * 549.756 * (0.5 / 1000 + 0.5 / 2000), rel=1e-5)
+    assert work.percent_of_ceiling(4000, {"int8": 1000, "fp8": None}) is None
+
+
+def test_bytes_of_decode():
+    # bfloat16: 16 sequences, 32,741 tokens, 8 heads of 128 channels, K and V, 2 bytes.
+    shape = Shape("llama3-8b", 16, 32768)
+    assert accounting.bfloat16_bytes(shape, 32741) == 16 * 32741 * 8 * 128 * 2 * 2
+    # Ours: 511 blocks of 64 tokens at 4 bits, 2 bytes a channel and 4 for the scale of each; 37
+    # tokens of 128 bytes in the buffer, and its scale.
+    per_head = 511 * (64 * 64 + 2 * 128 + 4) + 37 * 128 + 4
+    assert accounting.turbo_bytes(shape, 32741, tj.TurboConfig()) == 16 * 8 * 2 * per_head
+    mixed = common.turbo_configs(8)["2/4bit"]
+    low = 511 * (64 * 32 + 2 * 128 + 4) + 37 * 128 + 4
+    assert accounting.turbo_bytes(shape, 32741, mixed) == 16 * 2 * (4 * per_head + 4 * low)
+    # The query and the output besides: 16 x 32 x 128 numbers of 2 bytes, twice.
+    work = accounting.decode_work(shape, 1000)
+    assert work.amount == 1000 + 2 * 16 * 32 * 128 * 2
+    assert work.rate(1) == work.amount / 1e3
+    assert work.percent_of_ceiling(10, {"copy": 1.0}) == pytest.approx(work.amount / 100)
+
+
+@pytest.mark.parametrize("name", ["4bit", "2/4bit", "3bit", "2bit"])
+def test_bytes_are_those_of_a_full_cache(name):
+    """Counted from the shapes and from the arrays: the same, but for what keeps the books."""
+    config = common.turbo_configs(2)[name]
+    cache = jax.eval_shape(lambda: tj.init_cache(2, 192, 2, 64, config=config))
+    unused_buffers = 2 * 2 * 2 * config.buffer_size * 64
+    # int32 slots per head, two int32 lengths and a flag per sequence.
+    books = 2 * 2 * 2 * 4 + 2 * (4 + 4 + 1)
+    assert accounting.turbo_bytes(TINY, 192, config) == cache.nbytes - unused_buffers - books
+
+
+def test_bytes_of_kivi_are_those_of_its_cache():
+    shape = Shape("tiny", 2, 256)
+    cache = jax.eval_shape(lambda: kivi.init_cache(2, 256, 2, 64))
+    residual = 2 * 2 * 128 * 2 * 64 * 2
+    assert accounting.kivi_bytes(shape, 256, 4, 64, 128) == cache.nbytes - residual - 2 * 5
+    # 100 tokens fill no residual: all of them are bfloat16.
+    assert accounting.kivi_bytes(shape, 100, 4, 64, 128) == 2 * 2 * 100 * 2 * 64 * 2
+
+
+def test_rows_are_named_once_and_begin_with_the_most_important():
+    rows = attention.selected("", quick=False)
+    names = [group.name(case) for group, case in rows]
+    assert len(set(names)) == len(names)
+    assert names[0] == "decode/llama3-8b/b16-s32768/cudnn"
+    assert "decode/phi3-medium/b4-s32768/turbo-4bit/triton" in names
+    assert "decode/llama3-8b/b1-s131072/turbo-4bit/triton" in names
+    assert "prefill/llama3-8b/b2-s8192-causal/turbo-fp8-exact-128/jax_triton" in names
+    some = attention.selected("prefill/.*/cudnn", quick=False)
+    assert {group.name(case).rsplit("/", 1)[1] for group, case in some} == {"cudnn"}
+
+
+def test_shapes_are_possible():
+    for name, heads in MODELS.items():
+        assert heads.query % heads.kv == 0, name
+        assert heads.dim % 8 == 0, name
+
+
+def test_errors_are_those_of_numpy():
+    rng = np.random.default_rng(0)
+    got, want = rng.normal(size=(2, 3, 4, 5)).astype(np.float32)[:, None]
+    errors = common.errors(jnp.asarray(got), jnp.asarray(want))
+    a, b = (x.astype(np.float64).ravel() for x in (got, want))
+    assert errors["cosine"] == pytest.approx(a @ b / np.sqrt(a @ a * (b @ b)), rel=1e-5)
+    assert errors["relative_l1"] == pytest.approx(np.abs(a - b).sum() / np.abs(b).sum(), rel=1e-5)
+    assert errors["rmse"] == pytest.approx(np.sqrt(np.mean((a - b) ** 2)), rel=1e-5)
+    with pytest.raises(ArithmeticError, match="not finite"):
+        common.errors(jnp.asarray(got).at[0, 0, 0].set(jnp.nan), jnp.asarray(want))
+
+
+def test_inputs_of_decode_use_the_buffer_and_have_outliers():
+    inputs = decode.Inputs(TINY)
+    cache = inputs.turbo(tj.TurboConfig())
+    assert cache.lengths.tolist() == [165, 165]
+    assert cache.buffer_lengths.tolist() == [37, 37]
+    other = inputs.turbo(tj.TurboConfig(mode="float", softmax="exact"))
+    assert other.config.mode == "float"
+    assert other.key.codes is cache.key.codes
+    spread = np.std(np.asarray(inputs.key, np.float32), axis=(0, 1))
+    assert np.all(np.sum(spread > 3, axis=-1) == 3)
+    assert inputs.query.dtype == jnp.bfloat16
+    assert len(np.unique(np.asarray(inputs.value, np.float32))) > 1000
+
+
+def test_rotation_is_what_the_profiler_calls_as_it_is():
+    compiled = jax.jit(lambda x: x + 1).lower(jnp.int32(0)).compile()
+    rotation = timing.Rotation(compiled, [(jnp.int32(1),), (jnp.int32(5),)])
+    assert isinstance(rotation, jax.stages.Wrapped)
+    assert [int(rotation()) for _ in range(3)] == [2, 6, 2]
+
+
+def test_device_time_is_the_sum_of_the_kernels(monkeypatch):
+    """With a profiler that reports two kernels, one of them launched twice."""
+    from jax.experimental.mosaic.gpu import profiler
+
+    def fake_measure(f, *, aggregate, iterations):
+        assert not aggregate
+        assert isinstance(f, jax.stages.Wrapped)
+        kernels = [("a", 0.001), ("b", 0.003), ("a", 0.0015)]
+        return lambda: (f(), [[(n, t * (1 + i)) for n, t in kernels] for i in range(iterations)])
+
+    monkeypatch.setattr(timing, "on_gpu", lambda: True)
+    monkeypatch.setattr(profiler, "measure", fake_measure)
+    x = jnp.zeros(2**20)
+    compiled = jax.jit(lambda x: x + 1).lower(x).compile()
+    taken = timing.measure(compiled, (x,), repetitions=3)
+    # 5.5, 11 and 16.5 us.
+    assert (taken.clock, taken.microseconds) == ("cupti", pytest.approx(11))
+    assert taken.kernels == (("b", pytest.approx(6)), ("a", pytest.approx(5)))
+    # 50 copies of 4 MiB: more than any L2 cache holds.
+    assert len({sets[0].unsafe_buffer_pointer() for sets in timing.rotated((x,))}) == 50
+
+    # What cannot be told apart is timed by the wall clock, and says so.
+    def confused(*_, **__):
+        raise RuntimeError("Kernel names are not consistent across iterations")
+
+    monkeypatch.setattr(profiler, "measure", confused)
+    assert timing.measure(compiled, (x,), repetitions=3).clock == "wall"
+
+
+def test_a_row_that_fails_is_recorded_and_the_run_goes_on():
+    def no_memory(_):
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory\nand a long trace")
+
+    group = attention.Group(compress, TINY)
+    cases = [
+        common.Case("broken", None, no_memory),
+        common.Case("turbo-4bit", "mosaic_gpu", compress.cases(TINY, thorough=False)[0].build),
+    ]
+    rows = []
+    attention.run([(group, case) for case in cases], {"copy": None}, rows.append)
+    assert [row["status"] for row in rows] == ["failed", "not run"]
+    assert rows[0]["reason"] == "RuntimeError: RESOURCE_EXHAUSTED: out of memory"
+    assert rows[1]["reason"]
+    late = []
+    attention.run([(group, cases[0])], {}, late.append, deadline=-1.0)
+    assert (late[0]["status"], "time" in late[0]["reason"]) == ("not run", True)
+
+
+@pytest.fixture(scope="module")
+def result_file(tmp_path_factory):
+    """A quick run on this device, in two calls."""
+    path = tmp_path_factory.mktemp("run") / "attention_2000-01-01.json"
+    common_arguments = ["run", "--quick", "--repetitions", "2", "--out", str(path)]
+    command.main([*common_arguments, "--filter", "(decode|compress)/.*(4bit|/cudnn|/xla)"])
+    first = json.loads(path.read_text())
+    resumed = ["--resume", "--filter", "decode/.*/xla|prefill/.*s128/(cudnn|xla|.*sas-64)"]
+    command.main([*common_arguments, *resumed])
+    second = json.loads(path.read_text())
+    assert second["rows"][: len(first["rows"])] == first["rows"]
+    assert len(second["rows"]) > len(first["rows"])
+    return path
+
+
+def test_a_quick_run_holds_every_row_asked_for(result_file):
+    result = json.loads(result_file.read_text())
+    assert result["device"] == jax.devices()[0].device_kind
+    assert result["ceilings"]["copy"] > 0
+    rows = {row["name"]: row for row in result["rows"]}
+    assert len(rows) == len(result["rows"])
+    ours = rows["decode/tiny/b2-s192/turbo-4bit/xla"]
+    assert ours["status"] == "ok"
+    assert ours["us"] > 0
+    assert ours["percent_of_ceiling"] > 0
+    assert ours["work"] == accounting.turbo_bytes(TINY, 165, tj.TurboConfig()) + 2 * 2 * 4 * 64 * 2
+    # Rough, for a figure in another unit or of another row would be far off: 4 bits keep
+    # the direction, exact attention in bfloat16 nearly everything.
+    assert ours["cosine"] > 0.95
+    assert rows["decode/tiny/b2-s192/xla"]["relative_l1"] < 0.01
+    assert rows["prefill/tiny/b1-s128/xla"]["relative_l1"] < 0.01
+    assert rows["prefill/tiny/b1-s128/turbo-int8-sas-64/xla"]["cosine"] > 0.99
+    assert rows["compress/tiny/b2-s192/turbo-4bit/xla"]["cosine"] > 0.98
+    if jax.default_backend() == "cpu":
+        assert ours["clock"] == "wall"
+        refused = rows["decode/tiny/b2-s192/cudnn"]
+        assert (refused["status"], refused["reason"]) == ("not run", "cuDNN needs a GPU, not cpu")
+        assert rows["prefill/tiny/b1-s128/turbo-int8-sas-64/triton"]["status"] == "not run"
+
+
+def test_a_result_of_other_versions_is_not_resumed(result_file, tmp_path):
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps({**json.loads(result_file.read_text()), "jax": "0.0.1"}))
+    with pytest.raises(SystemExit, match=r"jax 0.0.1 \(here"):
+        command.main(["run", "--quick", "--resume", "--out", str(path)])
+
+
+def test_nothing_to_run_is_an_error(result_file):
+    with pytest.raises(SystemExit, match="no row is left"):
+        command.main(
+            ["run", "--quick", "--resume", "--out", str(result_file), "--filter", "no such row"]
+        )
+
+
+def _with_gpu_rows(result):
+    """The result, with figures of the kind that only a GPU gives."""
+    result = copy.deepcopy(result)
+    for row in result["rows"]:
+        speed = {"cudnn": 10.0, "cudnn-full": 11.0}.get(row["method"])
+        if (row["method"], row["implementation"]) == ("turbo-int8-sas-64", "triton"):
+            speed = 5.0
+        if speed is not None:
+            like = next(r for r in result["rows"] if r["status"] == "ok" and _same(r, row))
+            row |= {**like, **{k: row[k] for k in ("name", "method", "implementation")}}
+            row |= {"us": speed, "kernels": [{"name": "kernel", "us": speed - 1}]}
+            if "tflops_per_second" in row:
+                row["tflops_per_second"] = row["work"] / speed / 1e6
+    result["rows"] = attention.with_ratios(result["rows"])
+    return result
+
+
+def _same(a, b):
+    return a["operation"] == b["operation"] and a["is_causal"] == b["is_causal"]
+
+
+def test_ratios_are_to_the_fastest_cudnn_of_the_shape(result_file):
+    base = {"status": "ok", "operation": "decode", "model": "tiny", "batch": 1, "is_causal": False}
+    rows = [
+        {**base, "tokens": 64, "method": "cudnn", "us": 10.0},
+        {**base, "tokens": 64, "method": "cudnn-full", "us": 8.0},
+        {**base, "tokens": 64, "method": "turbo-4bit", "us": 4.0},
+        {**base, "tokens": 128, "method": "turbo-4bit", "us": 4.0},
+        {**base, "tokens": 64, "method": "xla", "status": "failed"},
+    ]
+    rows = attention.with_ratios(rows)
+    assert [row.get("speedup_over_cudnn") for row in rows] == [0.8, 1.0, 2.0, None, None]
+
+
+GENERATED = {
+    "device": "a device",
+    "jax": "0",
+    "date": "2000-01-01",
+    "rows": [
+        {"cache": "exact", "batch": 1, "tokens_per_second": 10.0, "status": "ok"},
+        {"cache": "exact", "batch": 2, "tokens_per_second": None, "status": "out of memory"},
+        {"cache": "4bit", "batch": 1, "tokens_per_second": 9.0, "status": "ok"},
+        {"cache": "4bit", "batch": 2, "tokens_per_second": 18.0, "status": "ok"},
+    ],
+}
+
+
+def test_report_round_trip(result_file, tmp_path):
+    result = _with_gpu_rows(json.loads(result_file.read_text()))
+    (tmp_path / result_file.name).write_text(json.dumps(result))
+    (tmp_path / "generate_2000-01-01.json").write_text(json.dumps(GENERATED))
+    page = tmp_path / "benchmarks.md"
+    page.write_text(report.PAGE.read_text(encoding="utf-8"), encoding="utf-8")
+    pictures = {"decode_speed.png", "prefill_speed.png", "throughput.png"}
+    assert set(report.stale(tmp_path, page)) == {"benchmarks.md", *pictures}
+    report.write(tmp_path, page)
+    assert report.stale(tmp_path, page) == []
+    assert {path.name for path in tmp_path.glob("*.png")} == pictures
+
+    text = page.read_text(encoding="utf-8")
+    decoded = tables.finished(result, "decode")
+    ours = tables.fastest(decoded, lambda row: row["method"] == "turbo-4bit")
+    assert f"| tiny 2 x 192 | 10 | {ours['us']:,.0f} ({10 / ours['us']:.2f}x) |" in text
+    work = 4 * 4 * 128 * 128 * 64
+    assert f"| tiny 1 x 128 | {work / 10 / 1e6:.3g} | {work / 5 / 1e6:.3g} (2.00x)" in text
+    assert "triton, sas |" in text
+    assert "| `tiny/b2-s192/turbo-2/4bit/triton` | not run: " in text or timing.on_gpu()
+    assert "| 4bit | 2 | 18 | 1.80x |" in text
+    for picture in pictures:
+        assert f"]({picture})" in text
+
+    # Another result makes all that shows it stale.
+    result["rows"][0]["us"] = 1.0
+    (tmp_path / "attention_2000-01-02.json").write_text(json.dumps(result))
+    assert "throughput.png" not in report.stale(tmp_path, page)
+    assert {"benchmarks.md", "decode_speed.png"} <= set(report.stale(tmp_path, page))
+
+
+def test_readme_tables_appear_with_their_results(result_file, tmp_path, monkeypatch):
+    text = (readme.ROOT / "README.md").read_text(encoding="utf-8")
+    for name in ("decode", "prefill"):
+        assert f"<!-- {name} table -->" in text
+    result = _with_gpu_rows(json.loads(result_file.read_text()))
+    (tmp_path / result_file.name).write_text(json.dumps(result))
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    monkeypatch.setattr(readme, "README_MODEL", "tiny")
+    assert set(readme.active()) == {"demo", "quality", "decode", "prefill"}
+    only = {name: readme.TABLES[name] for name in ("decode", "prefill")}
+    filled = readme.fill(text, only)
+    assert "| tiny 2 x 192 | 10 |" in filled
+    assert "(benchmarks/results/attention_2000-01-01.json)" in filled
+    monkeypatch.setattr(readme, "RESULTS", tmp_path / "none")
+    assert set(readme.active()) == {"demo", "quality"}
+
+
+def test_docs_show_the_newest_results():
+    assert report.stale(readme.RESULTS, report.PAGE) == [], "run python -m benchmarks report"
+
+
+def test_a_reason_cannot_break_a_table():
+    row = {"name": "decode/x", "operation": "decode", "status": "failed", "reason": "a | b"}
+    assert "failed: a \\| b" in tables.details_table({"rows": [row]}, "decode")
+    assert tables.one_line(row) == "decode/x: failed: a | b"

@@ -1,0 +1,90 @@
+"""`turbojax doctor`: what it finds, and that nothing that is broken makes it fail."""
+
+import json
+
+import jax
+import pytest
+from typer.testing import CliRunner
+
+from turbojax import _registry, doctor
+from turbojax.cli import app
+
+
+@pytest.fixture(scope="module")
+def report() -> doctor.Report:
+    return doctor.examine()
+
+
+def test_every_op_is_examined(report):
+    names = [op.op for op in report.ops]
+    assert len(set(names)) == len(names)
+    ops = {name.partition(",")[0] for name in names}
+    assert {"turbo_attention", "decode", "append", "store_prompt"} <= ops
+    for op in report.ops:
+        for name, refusal in op.refusals.items():
+            # A refusal in words, and no accident.
+            assert refusal is None or not refusal.startswith(("fails", "not examined")), name
+        assert op.refusals["xla"] is None
+        assert op.chosen is not None
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="about a machine without a GPU")
+def test_without_a_gpu_kernels_are_refused_in_words(report):
+    refusals = [
+        refusal
+        for op in report.ops
+        for name, refusal in op.refusals.items()
+        if name in ("triton", "cudnn")
+    ]
+    assert refusals
+    assert all("needs an NVIDIA GPU" in refusal for refusal in refusals)
+    assert all(op.chosen == "xla" for op in report.ops)
+
+
+def test_versions_and_devices(report):
+    assert report.versions["jax"] == jax.__version__
+    assert report.versions["flax"] is not None
+    assert any(jax.devices()[0].device_kind in device for device in report.devices)
+
+
+def test_text_and_json_hold_the_same(report):
+    text = report.to_text()
+    for op in report.ops:
+        assert op.op in text
+    shown = CliRunner().invoke(app, ["doctor"])
+    assert shown.exit_code == 0
+    assert shown.stdout.strip() == text
+    parsed = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
+    assert parsed == json.loads(json.dumps(report.to_json()))
+    assert parsed["ops"]["append"]["implementations"]["xla"] == "available"
+
+
+def test_broken_and_unknown_things_are_reported(monkeypatch):
+    def broken(**_):
+        raise OSError("libkernel.so is missing\nand more")
+
+    unknown = _registry.Registry("new_op", (_registry.Implementation("xla", broken),))
+    (report,) = doctor._examine(unknown)
+    assert "knows no call" in report.refusals["xla"]
+    calls = {"int8": lambda _: broken(), "float": lambda _: None, "fp8": lambda _: broken()}
+    monkeypatch.setitem(doctor._representative_calls(), "new_op", calls)
+    fails, runs = doctor._examine(unknown)
+    assert fails.op == "new_op, mode int8, fp8"
+    assert fails.refusals == {"xla": "fails: OSError: libkernel.so is missing"}
+    assert (fails.chosen, runs.chosen) == (None, "xla")
+
+
+def test_a_backend_that_does_not_start(monkeypatch, tmp_path):
+    def no_backend(*_, **__):
+        raise RuntimeError("Unable to initialize backend 'cuda'")
+
+    driver = tmp_path / "version"
+    driver.write_text("NVRM")
+    monkeypatch.setattr(doctor, "_NVIDIA_DRIVER", driver)
+    monkeypatch.setattr(jax, "devices", no_backend)
+    monkeypatch.setattr(jax, "default_backend", no_backend)
+    monkeypatch.setattr(doctor.exact, "cudnn_unsupported", no_backend)
+    report = doctor.examine()
+    assert report.devices == ("none: RuntimeError: Unable to initialize backend 'cuda'",)
+    assert "pip install 'turbojax[gpu]'" in report.advice[0]
+    assert "fails: RuntimeError" in report.ops[-1].refusals["cudnn"]

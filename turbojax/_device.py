@@ -1,0 +1,59 @@
+"""What the device can run: the predicates that the kernels' adapters share."""
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Iterator
+
+import jax
+
+_INTERPRETING: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "turbojax_interpret_kernels", default=False
+)
+
+
+@functools.cache
+def gpu_compute_capability() -> float | None:
+    """Compute capability of the default GPU, such as 9.0; looked up once per process.
+
+    Returns:
+      None if jax's default backend is no GPU, or the GPU is not NVIDIA's.
+    """
+    if jax.default_backend() != "gpu":
+        return None
+    try:
+        return float(jax.devices()[0].compute_capability)
+    except (AttributeError, ValueError):  # AMD GPUs name an architecture instead
+        return None
+
+
+def needs_gpu(minimum: float) -> str | None:
+    """None if a compiled kernel can run here, or the reason why not in words.
+
+    Args:
+      minimum: the compute capability that the kernel needs.
+    """
+    if interpreting():
+        return None
+    found = gpu_compute_capability()
+    if found is not None and found >= minimum:
+        return None
+    wanted = f"needs an NVIDIA GPU of compute capability {minimum:.1f} or newer"
+    if found is None:
+        return f"{wanted}; jax's default backend is {jax.default_backend()}"
+    return f"{wanted}; {jax.devices()[0].device_kind} has {found:.1f}"
+
+
+def interpreting() -> bool:
+    """Whether kernels are to be interpreted; hand it to a jitted launcher as a static argument."""
+    return _INTERPRETING.get()
+
+
+@contextlib.contextmanager
+def interpret_kernels() -> Iterator[None]:
+    """Inside it kernels run interpreted, on any device: for tests, slow."""
+    token = _INTERPRETING.set(True)
+    try:
+        yield
+    finally:
+        _INTERPRETING.reset(token)

@@ -1,0 +1,260 @@
+"""The Triton kernels that write a `ProgressiveCache`: what they take, how they are launched."""
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from turbojax._device import interpreting, needs_gpu
+from turbojax.cache import reference
+from turbojax.cache.progressive import CacheSide, ProgressiveCache
+from turbojax.config import TurboConfig
+from turbojax.quantizers import absolute_maximum
+
+if TYPE_CHECKING:
+    from pallas_kernels.triton.compress import BlockLayout
+
+_AMPERE = 8.0
+_LARGEST_HEAD_DIM = 256
+_BLOCKS = (16, 256)
+# Between these sizes the lowering computes offsets of 1-byte elements as 32-bit integers with a
+# sign, and they overflow; beyond it uses 64 bits.
+_OFFSETS_OVERFLOW = (2**31, 2**32)
+
+
+class Operands(NamedTuple):
+    """Stage-1 codes of a prompt, padded to whole blocks: what 8-bit attention reads.
+
+    Attributes:
+      key: int8 ``[B, K, Sp, H]``; tokens past a sequence's length are 0.
+      key_scale: float32 ``[B, K, Sp / block_kv]``, 1 for a block of zeros, NaN for one with a
+        value that is not finite.
+      value: int8 ``[B, K, H, Sp]``, tokens last.
+      value_scale: as `key_scale`.
+    """
+
+    key: jax.Array
+    key_scale: jax.Array
+    value: jax.Array
+    value_scale: jax.Array
+
+
+def store_prompt_unsupported(*, cache: ProgressiveCache, key: jax.Array) -> str | None:
+    """Why `store_prompt` cannot run this here; None if it can."""
+    return _unsupported(cache, key)
+
+
+def append_unsupported(*, cache: ProgressiveCache, key: jax.Array) -> str | None:
+    """Why `append` cannot run this here; None if it can."""
+    if key.shape[1] != 1:
+        return f"key.shape[1]={key.shape[1]} must be 1: it appends token by token"
+    return _unsupported(cache, key)
+
+
+def _unsupported(cache: ProgressiveCache, key: jax.Array) -> str | None:
+    block = cache.config.block_kv
+    if block & (block - 1) or not _BLOCKS[0] <= block <= _BLOCKS[1]:
+        return f"block_kv={block} must be a power of two from {_BLOCKS[0]} to {_BLOCKS[1]}"
+    if cache.head_dim > _LARGEST_HEAD_DIM:
+        return f"head_dim={cache.head_dim} must be at most {_LARGEST_HEAD_DIM}"
+    batch, size, heads, channels = key.shape
+    sizes = [batch * heads * channels * (-(-size // block) * block)]
+    for side in (cache.key, cache.value):
+        sizes += [x.size * x.dtype.itemsize for x in (*side.codes, side.channel_scale, side.buffer)]
+    low, high = _OFFSETS_OVERFLOW
+    for nbytes in sizes:
+        if low < nbytes <= high:
+            return f"an array of {nbytes} bytes, between {low} and {high}, cannot be indexed"
+    return needs_gpu(_AMPERE)
+
+
+def store_prompt(
+    cache: ProgressiveCache, key: jax.Array, value: jax.Array, lengths: jax.Array
+) -> ProgressiveCache:
+    """`reference.store_prompt` with one kernel a side."""
+    return store_prompt_triton(cache, key, value, lengths, with_operands=False)[0]
+
+
+def store_prompt_triton(
+    cache: ProgressiveCache,
+    key: jax.Array,
+    value: jax.Array,
+    lengths: jax.Array,
+    *,
+    with_operands: bool,
+) -> tuple[ProgressiveCache, Operands | None]:
+    """Stores a prompt and, from the same pass, hands out its stage-1 codes.
+
+    Args:
+      cache: as in `turbojax.cache.update.store_prompt`.
+      key: ``[B, S, K, H]``.
+      value: the same.
+      lengths: int32 ``[B]``. Operands hold this many tokens, also where the cache has no room for
+        them.
+      with_operands: whether the second result is wanted.
+
+    Returns:
+      The cache, and the operands or None.
+    """
+    return _store_prompt(
+        cache, key, value, lengths, with_operands=with_operands, interpret=interpreting()
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("with_operands", "interpret"))
+def _store_prompt(
+    cache: ProgressiveCache,
+    key: jax.Array,
+    value: jax.Array,
+    lengths: jax.Array,
+    *,
+    with_operands: bool,
+    interpret: bool,
+) -> tuple[ProgressiveCache, Operands | None]:
+    kept = reference.kept_tokens(cache, key.shape[1], lengths)
+    store = functools.partial(
+        _store_prompt_side,
+        lengths=jnp.clip(lengths, 0, key.shape[1]),
+        kept=kept,
+        config=cache.config,
+        with_stage1=with_operands,
+        interpret=interpret,
+    )
+    key_side, key_operands = store(cache.key, key)
+    value_side, value_operands = store(cache.value, value)
+    filled = reference.with_prompt(cache, key_side, value_side, lengths, kept)
+    if key_operands is None or value_operands is None:
+        return filled, None
+    return filled, Operands(*key_operands, *value_operands)
+
+
+def _store_prompt_side(
+    side: CacheSide,
+    x: jax.Array,
+    *,
+    lengths: jax.Array,
+    kept: jax.Array,
+    config: TurboConfig,
+    with_stage1: bool,
+    interpret: bool,
+) -> tuple[CacheSide, tuple[jax.Array, jax.Array] | None]:
+    from pallas_kernels.triton.compress import compress
+
+    count = kept // config.block_kv
+    side = reference.rank_prompt(side, x, kept, config)
+    written = compress(
+        x,
+        lengths,
+        count,
+        side.head_slots,
+        side.codes,
+        side.channel_scale,
+        side.channel_zero,
+        side.block_scale,
+        layout=_layout(side, config),
+        with_stage1=with_stage1,
+        interpret=interpret,
+    )
+    side = dataclasses.replace(
+        side,
+        codes=written.codes,
+        channel_scale=written.channel_scale,
+        channel_zero=written.channel_zero,
+        block_scale=written.block_scale,
+    )
+    # The largest value kept is in a stored block or in the rest.
+    stored = jnp.arange(written.maximum.shape[-1])[None] < count[:, None]
+    in_blocks = absolute_maximum(jnp.where(stored[:, None], written.maximum, 0), -1)
+    rest = reference.prompt_rest(x, kept, config.block_kv)
+    in_rest = absolute_maximum(rest, (2, 3))[..., 0]
+    maximum = absolute_maximum(jnp.concatenate([in_blocks, in_rest], axis=-1), -1)[..., 0]
+    return reference.buffer_rest(side, rest, maximum, kept, config), written.stage1
+
+
+def append(
+    cache: ProgressiveCache, key: jax.Array, value: jax.Array, lengths: jax.Array
+) -> ProgressiveCache:
+    """`reference.append` of one token per sequence with one kernel a side."""
+    return _append(cache, key, value, lengths, interpret=interpreting())
+
+
+@functools.partial(jax.jit, static_argnames="interpret")
+def _append(
+    cache: ProgressiveCache,
+    key: jax.Array,
+    value: jax.Array,
+    lengths: jax.Array,
+    *,
+    interpret: bool,
+) -> ProgressiveCache:
+    accepted = reference.accepted_tokens(cache, 1, lengths)
+    update = functools.partial(_append_side, cache, accepted=accepted, interpret=interpret)
+    key_side, value_side = update(cache.key, key), update(cache.value, value)
+    return reference.with_appended(cache, key_side, value_side, lengths, accepted)
+
+
+def _append_side(
+    cache: ProgressiveCache,
+    side: CacheSide,
+    x: jax.Array,
+    *,
+    accepted: jax.Array,
+    interpret: bool,
+) -> CacheSide:
+    from pallas_kernels.triton.append import append
+
+    if len(side.codes) > 1:
+        slots = _rank_first_buffer(cache, side, x, accepted)
+        side = dataclasses.replace(side, head_slots=slots)
+    codes, channel_scale, channel_zero, block_scale, buffer, buffer_scale = append(
+        x[:, 0],
+        accepted,
+        cache.buffer_lengths,
+        (cache.lengths - cache.buffer_lengths) // cache.config.block_kv,
+        side.head_slots,
+        side.codes,
+        side.channel_scale,
+        side.channel_zero,
+        side.block_scale,
+        side.buffer,
+        side.buffer_scale,
+        layout=_layout(side, cache.config),
+        interpret=interpret,
+    )
+    return dataclasses.replace(
+        side,
+        codes=codes,
+        channel_scale=channel_scale,
+        channel_zero=channel_zero,
+        block_scale=block_scale,
+        buffer=buffer,
+        buffer_scale=buffer_scale,
+    )
+
+
+def _rank_first_buffer(
+    cache: ProgressiveCache, side: CacheSide, x: jax.Array, accepted: jax.Array
+) -> jax.Array:
+    """The heads' slots; work is done only in the step that fills some sequence's first buffer."""
+    flushed = reference.flushed_buffers(cache, accepted)
+
+    def rank() -> jax.Array:
+        stream, run_scale, _ = reference.buffer_stream(cache, side, x, accepted)
+        return reference.rank_first_buffer(cache, side, stream, run_scale, flushed)
+
+    first = jnp.any(reference.is_first_flush(cache, flushed))
+    return jax.lax.cond(first, rank, lambda: side.head_slots)
+
+
+def _layout(side: CacheSide, config: TurboConfig) -> "BlockLayout":
+    from pallas_kernels.triton.compress import BlockLayout
+
+    return BlockLayout(
+        tokens=config.block_kv,
+        channels=side.buffer.shape[-1],
+        bits=side.bits,
+        heads=tuple(codes.shape[1] for codes in side.codes),
+        tokens_last=side.tokens_last,
+    )

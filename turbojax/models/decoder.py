@@ -1,0 +1,190 @@
+"""A Llama unstacked for inference: one tree of weights per layer.
+
+`Llama` scans over stacked layers, which suits training. Through a KV cache it does not: a scan
+that carries all caches slices one layer's out and writes it back in every iteration, so a step
+would copy the whole cache. Here the layers are a Python loop, every array of every layer is an
+argument of its own, and a donated cache is updated in place.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from turbojax.models.config import LlamaConfig
+from turbojax.models.llama import Attend, Block, Cache, Llama, project, rms_norm, rope_angles
+
+LayerParams = Any
+"""Nested dicts of one layer's arrays, named as in `Block`."""
+
+SHAPES = {
+    "llama-3-8b": LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        max_length=8192,
+        rope_theta=500000.0,
+    ),
+    "tiny": LlamaConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        max_length=512,
+    ),
+}
+"""Shapes that `random_decoder` is used with, by name: of Llama 3 8B, and one for tests."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """The weights of a `Llama`, layer by layer: what `start` and `generate` run.
+
+    Made by `unstack` or `random_decoder`. A pytree that is cheap to pass to `jit`.
+
+    Attributes:
+      embedding: ``[V, D]``.
+      layers: one tree of arrays per layer.
+      norm: ``[D]``, scale of the last norm.
+      lm_head: ``[V, D]``, or None where the embedding serves.
+      config: the shape.
+      dtype: compute dtype.
+    """
+
+    embedding: jax.Array
+    layers: tuple[LayerParams, ...]
+    norm: jax.Array
+    lm_head: jax.Array | None
+    config: LlamaConfig = dataclasses.field(metadata={"static": True})
+    dtype: np.dtype = dataclasses.field(metadata={"static": True})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+
+    def hidden(
+        self, tokens: jax.Array, positions: jax.Array, attend: Attend, caches: tuple[Cache, ...]
+    ) -> tuple[jax.Array, tuple[Cache, ...]]:
+        """The normed residual stream after the last layer, before the projection to logits.
+
+        Args:
+          tokens: int ``[B, T]`` within the vocabulary.
+          positions: int ``[B, T]``, where each token stands in its sequence.
+          attend: called once per layer, after RoPE.
+          caches: one per layer.
+
+        Returns:
+          ``[B, T, D]`` in `dtype`, and the new caches.
+        """
+        graph = _block_graph(self.config, self.dtype, self.embedding.dtype)
+
+        # All layers share one trace and one lowered function; the compiler inlines it.
+        @jax.jit
+        def apply_block(
+            params: LayerParams, hidden: jax.Array, angles: jax.Array, cache: Cache
+        ) -> tuple[jax.Array, Cache]:
+            return nnx.merge(graph, params)(hidden, angles, attend, cache)
+
+        angles = rope_angles(positions, self.config.head_dim, self.config.rope_theta)
+        hidden = self.embedding[tokens].astype(self.dtype)
+        new_caches = []
+        for params, cache in zip(self.layers, caches, strict=True):
+            hidden, new_cache = apply_block(params, hidden, angles, cache)
+            new_caches.append(new_cache)
+        return rms_norm(hidden, self.norm, self.config.norm_eps), tuple(new_caches)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Projects ``[..., D]`` to float32 logits ``[..., V]``."""
+        weight = self.embedding if self.lm_head is None else self.lm_head
+        return project(hidden, weight, self.dtype)
+
+
+def unstack(model: Llama, *, consume: bool = False) -> Decoder:
+    """Splits a model's stacked weights into layers.
+
+    Args:
+      model: the model.
+      consume: delete each stacked array of the model once it is split, so that the weights exist
+        once and not twice. The model cannot be used afterwards.
+
+    Returns:
+      The decoder. It shares the arrays that are not stacked with the model.
+    """
+    stacked, tree = jax.tree.flatten(nnx.to_pure_dict(nnx.state(model.blocks)))
+    columns = []
+    while stacked:
+        array = stacked.pop(0)
+        columns.append(_rows(array))
+        if consume:
+            array.delete()
+    return Decoder(
+        embedding=model.embedding.get_value(),
+        layers=tuple(jax.tree.unflatten(tree, leaves) for leaves in zip(*columns, strict=True)),
+        norm=model.norm.scale.get_value(),
+        lm_head=None if model.lm_head is None else model.lm_head.get_value(),
+        config=model.config,
+        dtype=model.dtype,
+    )
+
+
+def random_decoder(
+    config: LlamaConfig, *, dtype: DTypeLike = jnp.bfloat16, seed: int = 0
+) -> Decoder:
+    """A decoder with random weights, for measuring speed.
+
+    Made on the default device one layer after the other, so that nothing but the weights
+    themselves has to fit.
+
+    Args:
+      config: the shape.
+      dtype: of weights and computation.
+      seed: of the weights.
+    """
+    dtype = jnp.dtype(dtype)
+    keys = jax.random.split(jax.random.key(seed), config.num_layers + 2)
+    table = (config.vocab_size, config.hidden_size)
+    return Decoder(
+        embedding=_random_table(keys[0], table, dtype),
+        layers=tuple(_random_layer(key, config, dtype) for key in keys[2:]),
+        norm=jnp.ones(config.hidden_size, dtype),
+        lm_head=None if config.tie_embeddings else _random_table(keys[1], table, dtype),
+        config=config,
+        dtype=dtype,
+    )
+
+
+@jax.jit
+def _rows(array: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(array[i] for i in range(array.shape[0]))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _random_table(key: jax.Array, shape: tuple[int, int], dtype: np.dtype) -> jax.Array:
+    return jax.random.normal(key, shape, dtype) * jnp.asarray(shape[1] ** -0.5, dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _random_layer(key: jax.Array, config: LlamaConfig, dtype: np.dtype) -> LayerParams:
+    block = Block(config, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(key))
+    return nnx.to_pure_dict(nnx.state(block))
+
+
+@functools.cache
+def _block_graph(config: LlamaConfig, dtype: np.dtype, param_dtype: np.dtype) -> Any:
+    """What a `Block` of this shape is, without its arrays."""
+    make = functools.partial(Block, config, dtype=dtype, param_dtype=param_dtype)
+    return nnx.graphdef(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))

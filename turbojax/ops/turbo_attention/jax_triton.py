@@ -1,0 +1,106 @@
+"""`turbo_attention` by an upstream Triton kernel, launched through jax-triton."""
+
+import functools
+import importlib.util
+
+import jax
+
+from turbojax._device import interpreting, needs_gpu
+from turbojax.config import TurboConfig
+from turbojax.ops.turbo_attention.masking import Visibility
+from turbojax.ops.turbo_attention.operands import quantize_operands
+from turbojax.sas import SAS
+
+_MAX_HEAD_DIM = 256
+_BLOCK_KV = (32, 64, 128)
+# Offsets within one head are 32-bit.
+_MAX_HEAD_SIZE = 2**31
+
+
+@functools.partial(jax.jit, static_argnames=("config", "scale", "visibility", "logits_soft_cap"))
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    query_length: jax.Array,
+    key_length: jax.Array,
+    *,
+    config: TurboConfig,
+    scale: float,
+    visibility: Visibility,
+    logits_soft_cap: float | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Prefill attention with the numerics of `config`, as `reference.attention` defines them.
+
+    Beyond the order of float32 sums two things differ from the reference: hardware exponentials,
+    and e4m3 products, which Hopper accumulates with about 14 bits within one block of keys (or
+    over the head dim).
+
+    Args:
+      query: ``[B, T, N, H]``.
+      key: ``[B, S, K, H]``.
+      value: ``[B, S, K, H]``.
+      query_length: int32 ``[B]``; queries at or past it are padding and give 0 and ``-inf``.
+      key_length: int32 ``[B]``; keys at or past it are not there.
+      config: numerics and block sizes; not mode ``"float"``.
+      scale: factor of the scores.
+      visibility: causality and window.
+      logits_soft_cap: optional cap.
+
+    Returns:
+      out ``[B, T, N, H]`` in the query's dtype and the float32 log-sum-exp ``[B, T, N]``.
+    """
+    from pallas_kernels.upstream_triton import attention as kernel
+
+    if scale < 0:  # the kernel takes the maximum of scores before it scales them
+        query, scale = -query, -scale
+    left, right = visibility.window or (None, None)
+    if visibility.is_causal:
+        right = 0
+    softmax = config.softmax
+    exponential = None
+    if isinstance(softmax, SAS):
+        exponential = kernel.SparseExponential(
+            softmax.coefficients, softmax.threshold, softmax.base
+        )
+    return kernel.attention(
+        *quantize_operands(query, key, value, query_length, key_length, config),
+        query_length,
+        key_length,
+        tokens=query.shape[1],
+        out_dtype=query.dtype,
+        scale=scale,
+        left=left,
+        right=right,
+        soft_cap=logits_soft_cap,
+        exponential=exponential,
+    )
+
+
+def unsupported(
+    *,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    config: TurboConfig,
+    scale: float,
+    visibility: Visibility,
+    logits_soft_cap: float | None,
+) -> str | None:
+    """Why `attention` cannot run these arguments here, or None; see `registry.Implementation`."""
+    del value, scale, visibility, logits_soft_cap  # any will do
+    head_dim = query.shape[-1]
+    if config.mode == "float":
+        return "config.mode='float' must be an 8-bit mode: 'int8', 'int8_fp8' or 'fp8'"
+    if config.block_kv not in _BLOCK_KV:
+        return f"config.block_kv={config.block_kv} must be one of {_BLOCK_KV}, its key tile"
+    if head_dim > _MAX_HEAD_DIM:
+        return f"{head_dim=} must be at most {_MAX_HEAD_DIM}"
+    if max(query.shape[1], key.shape[1]) * 2 * head_dim >= _MAX_HEAD_SIZE:
+        return f"{query.shape=} or {key.shape=} is too long for 32-bit offsets within a head"
+    if interpreting():
+        return "its kernel cannot be interpreted"
+    missing = [name for name in ("jax_triton", "triton") if importlib.util.find_spec(name) is None]
+    if missing:
+        return f"not installed: {' and '.join(missing)}; pip install 'turbojax[triton]'"
+    return needs_gpu(8.0 if config.mode == "int8" else 8.9)

@@ -1,0 +1,258 @@
+"""The Triton kernels behind `turbo_attention` and `decode`: what they take, how they start."""
+
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+
+from turbojax._device import interpreting, needs_gpu
+from turbojax.cache.progressive import CacheSide, ProgressiveCache
+from turbojax.config import TurboConfig
+from turbojax.ops.turbo_attention import numerics
+from turbojax.ops.turbo_attention.masking import Visibility
+from turbojax.ops.turbo_attention.operands import Operands, quantize_operands
+from turbojax.sas import SAS
+
+# Compute capabilities: int8 matrix units with asynchronous copies, and e4m3 conversions.
+_AMPERE, _ADA = 8.0, 8.9
+_LARGEST_HEAD_DIM = 256
+_MOST_QUERY_ROWS = 64
+
+
+def attention_unsupported(
+    *,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    config: TurboConfig,
+    scale: float,
+    visibility: Visibility,
+    logits_soft_cap: float | None,
+) -> str | None:
+    """Why `turbo_attention` cannot run this here; None if it can."""
+    del key, value, scale, visibility, logits_soft_cap
+    return _unsupported(config, query.shape[-1])
+
+
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    query_length: jax.Array,
+    key_length: jax.Array,
+    *,
+    config: TurboConfig,
+    scale: float,
+    visibility: Visibility,
+    logits_soft_cap: float | None,
+) -> tuple[jax.Array, jax.Array]:
+    """`reference.attention`: stage 1 in XLA, then one kernel."""
+    return _attention(
+        query,
+        key,
+        value,
+        query_length,
+        key_length,
+        config=config,
+        scale=scale,
+        visibility=visibility,
+        logits_soft_cap=logits_soft_cap,
+        interpret=interpreting(),
+    )
+
+
+@functools.partial(
+    jax.jit, static_argnames=("config", "scale", "visibility", "logits_soft_cap", "interpret")
+)
+def _attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    query_length: jax.Array,
+    key_length: jax.Array,
+    *,
+    config: TurboConfig,
+    scale: float,
+    visibility: Visibility,
+    logits_soft_cap: float | None,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    operands = quantize_operands(query, key, value, query_length, key_length, config)
+    return attend_operands(
+        operands,
+        query_length,
+        key_length,
+        tokens=query.shape[1],
+        dtype=query.dtype,
+        config=config,
+        scale=scale,
+        visibility=visibility,
+        logits_soft_cap=logits_soft_cap,
+        interpret=interpret,
+    )
+
+
+def attend_operands(
+    operands: Operands,
+    query_length: jax.Array,
+    key_length: jax.Array,
+    *,
+    tokens: int,
+    dtype: jax.typing.DTypeLike,
+    config: TurboConfig,
+    scale: float,
+    visibility: Visibility,
+    logits_soft_cap: float | None,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Launches the prefill kernel; see `pallas_kernels.triton.attention.attention`."""
+    from pallas_kernels.triton import attention as kernel
+
+    tile, num_warps, num_stages = _ATTENTION_LAUNCH
+    exp, unit = _exponential(config)
+    settings = kernel.Settings(
+        mode=config.mode,
+        exp=exp,
+        unit=unit,
+        block_q=config.block_q,
+        block_kv=config.block_kv,
+        scale=scale,
+        is_causal=visibility.is_causal,
+        window=visibility.window,
+        soft_cap=logits_soft_cap,
+        tile=tile,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        interpret=interpret,
+    )
+    return kernel.attention(
+        *operands, query_length, key_length, tokens=tokens, dtype=dtype, settings=settings
+    )
+
+
+_ATTENTION_LAUNCH = (128, 8, 3)
+
+
+def _unsupported(config: TurboConfig, head_dim: int) -> str | None:
+    """Why kernels cannot run this here; None if they can."""
+    block = config.block_kv
+    if block & (block - 1) or not 16 <= block <= 256:
+        return f"block_kv={block} must be a power of two from 16 to 256"
+    if head_dim > _LARGEST_HEAD_DIM or head_dim % 8:
+        return f"{head_dim=} must be a multiple of 8 up to {_LARGEST_HEAD_DIM}"
+    return needs_gpu(_ADA if config.mode in ("int8_fp8", "fp8") else _AMPERE)
+
+
+def decode_unsupported(
+    *,
+    query: jax.Array,
+    cache: ProgressiveCache,
+    scale: float,
+    visibility: Visibility,
+    logits_soft_cap: float | None,
+) -> str | None:
+    """Why `decode` cannot run this here; None if it can."""
+    del scale, visibility, logits_soft_cap
+    group = query.shape[2] // cache.num_kv_heads
+    if query.shape[1] * group > _MOST_QUERY_ROWS:
+        return (
+            f"{query.shape[1]} query tokens times {group} heads per KV head must be at most "
+            f"{_MOST_QUERY_ROWS}"
+        )
+    if cache.config.buffer_size > 256:
+        return f"buffer_size={cache.config.buffer_size} must be at most 256"
+    return _unsupported(cache.config, cache.head_dim)
+
+
+def decode(
+    query: jax.Array,
+    cache: ProgressiveCache,
+    query_length: jax.Array,
+    *,
+    scale: float,
+    visibility: Visibility,
+    logits_soft_cap: float | None,
+) -> tuple[jax.Array, jax.Array]:
+    """`decode_reference.decode` as one kernel and a merge."""
+    return _decode(
+        query,
+        cache,
+        query_length,
+        scale=scale,
+        visibility=visibility,
+        logits_soft_cap=logits_soft_cap,
+        interpret=interpreting(),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "visibility", "logits_soft_cap", "interpret"))
+def _decode(
+    query: jax.Array,
+    cache: ProgressiveCache,
+    query_length: jax.Array,
+    *,
+    scale: float,
+    visibility: Visibility,
+    logits_soft_cap: float | None,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    from pallas_kernels.triton import decode as kernel
+
+    config = cache.config
+    exp, unit = _exponential(config)
+    pairs = cache.batch_size * cache.num_kv_heads
+    settings = kernel.Settings(
+        mode=config.mode,
+        exp=exp,
+        unit=unit,
+        largest=numerics.largest_weight(config),
+        key_bits=cache.key.bits,
+        value_bits=cache.value.bits,
+        block=config.block_kv,
+        scale=scale,
+        window=visibility.window,
+        soft_cap=logits_soft_cap,
+        splits=_splits(pairs, cache.key.block_scale.shape[2]),
+        num_warps=_DECODE_WARPS,
+        num_stages=_DECODE_STAGES,
+        interpret=interpret,
+    )
+    return kernel.decode(
+        query,
+        _side(kernel.Side, cache.key),
+        _side(kernel.Side, cache.value),
+        cache.lengths,
+        cache.buffer_lengths,
+        query_length,
+        settings,
+    )
+
+
+_DECODE_WARPS, _DECODE_STAGES = 1, 3
+# Programs that fill a large GPU several times over, and blocks that are worth a program.
+_ENOUGH_PROGRAMS, _FEWEST_BLOCKS = 1024, 1
+
+
+def _splits(pairs: int, blocks: int) -> int:
+    """Programs per KV head."""
+    wanted = math.ceil(_ENOUGH_PROGRAMS / pairs)
+    return max(1, min(wanted, blocks // _FEWEST_BLOCKS))
+
+
+def _exponential(config: TurboConfig) -> tuple[Callable[..., jax.Array], float]:
+    """The softmax's exponential as a kernel computes it, and what it calls one nat."""
+    if isinstance(config.softmax, SAS):
+        return config.softmax.in_kernel, config.softmax.unit
+    return _exact_exponential, math.log2(math.e)
+
+
+def _exact_exponential(
+    x: jax.Array, *, floor: object, exp2: Callable[[jax.Array], jax.Array]
+) -> jax.Array:
+    del floor
+    return exp2(x)
+
+
+def _side(make, side: CacheSide):  # type: ignore[no-untyped-def]
+    return make(*(getattr(side, name) for name in make._fields))
