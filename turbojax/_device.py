@@ -44,6 +44,18 @@ def needs_gpu(minimum: float) -> str | None:
     return f"{wanted}; {jax.devices()[0].device_kind} has {found:.1f}"
 
 
+def unindexable(*sizes: int) -> str | None:
+    """Why kernels cannot index arrays of these sizes in bytes, if one is such; else None.
+
+    The Triton lowering computes offsets as signed 32-bit integers up to 2**32 bytes, although those
+    of 1-byte elements overflow from 2**31 on; beyond it uses 64 bits.
+    """
+    for size in sizes:
+        if 2**31 < size <= 2**32:
+            return f"an array of {size} bytes, between {2**31} and {2**32}, cannot be indexed"
+    return None
+
+
 def interpreting() -> bool:
     """Whether kernels are to be interpreted; hand it to a jitted launcher as a static argument."""
     return _INTERPRETING.get()

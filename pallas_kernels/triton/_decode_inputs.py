@@ -94,10 +94,9 @@ def load_query(
     t, head = r % tokens, h * group + jnp.minimum(r // tokens, group - 1)
     parts = []
     for span in channels:
-        inside = jnp.arange(span.padded, dtype=jnp.int32) < span.size
         ref = q_ref.at[b, t[:, None], head[:, None], span.positions()[None, :]]
-        x = plgpu.load(ref, mask=is_row[:, None] & inside[None, :], other=0)
+        x = plgpu.load(ref, mask=is_row[:, None] & span.inside()[None, :], other=0)
         # The factor of the scores stays positive, so that it does not move the maximum.
         parts.append(x if s.scale >= 0 else -x)
-    codes, scale = quantize_rows(tuple(parts), s.mode)
+    codes, scale = quantize_rows(tuple(parts), s.mode, s.interpret)
     return Query(codes, scale * abs(s.scale), begin + t, is_row & (t < query_length))

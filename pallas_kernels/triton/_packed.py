@@ -33,11 +33,13 @@ class Span(NamedTuple):
             offset = jnp.where(offset < self.size, offset, 0)
         return self.start + offset
 
-    def mask(self) -> jax.Array | None:
-        """Which are no padding; None if there is none."""
-        if self.padded == self.size:
-            return None
+    def inside(self) -> jax.Array:
+        """Which are no padding."""
         return jnp.arange(self.padded, dtype=jnp.int32) < self.size
+
+    def mask(self) -> jax.Array | None:
+        """`inside`, or None if there is no padding."""
+        return None if self.padded == self.size else self.inside()
 
 
 def spans(size: int, bits: int) -> tuple[Span, ...]:

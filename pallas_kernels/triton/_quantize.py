@@ -66,12 +66,12 @@ class BlockLayout:
             return self.run, next_power_of_2(self.channels)
         return self.tokens, next_power_of_2(self.run)
 
-    def slices(self, run: int, first: jax.Array) -> tuple[pl.Slice, pl.Slice]:
+    def slices(self, run: int, first: jax.Array, nothing: jax.Array) -> tuple[pl.Slice, pl.Slice]:
         """Where a run lies in an array of tokens and channels, its block beginning at `first`."""
         rows, columns = self.tile
         if self.tokens_last:
-            return pl.Slice(first + run * self.run, rows), span(0, columns, self.channels, first)
-        return pl.Slice(first, rows), span(run * self.run, columns, self.channels, first)
+            return pl.Slice(first + run * self.run, rows), pl.Slice(nothing, columns)
+        return pl.Slice(first, rows), pl.Slice(run * self.run + nothing, columns)
 
     def channel_mask(self) -> jax.Array | None:
         """Channels of a tile that a run has; None if it has all."""
@@ -93,12 +93,19 @@ class BlockLayout:
         return None if mask is None else self.transposed(mask)
 
 
-def span(start: int, size: int, limit: int, traced: jax.Array) -> pl.Slice:
-    """``start .. start + size`` of an axis of `limit`, of which a mask takes what is there.
+def unknown_zero(counter: jax.Array, vector: int) -> jax.Array:
+    """0, of which the compiler knows only that it is a multiple of `vector`.
 
-    A slice known to leave its axis is refused, mask or not: such a start is made a traced one.
+    Added to the first channel of a tile, it limits the channels that one thread takes: otherwise
+    16, for 16-byte accesses, which leaves few threads for the channels and many for the tokens,
+    and a reduction over tokens goes through the shuffles of all those threads. Besides, a slice
+    known to leave its array is refused, masked or not.
+
+    Args:
+      counter: int32 scalar, at least 0.
+      vector: a power of two.
     """
-    return pl.Slice(start if start + size <= limit else start + traced * 0, size)
+    return jnp.minimum(counter, 0) * vector
 
 
 def scale_from_bits(bits: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -185,6 +192,7 @@ def write_block(
     slot: jax.Array,
     block: jax.Array,
     *,
+    nothing: jax.Array,
     interpret: bool,
 ) -> None:
     """Compresses one block of stage-1 codes and stores it (Eq. 10).
@@ -200,6 +208,7 @@ def write_block(
       head: scalar.
       slot: scalar, the head's place among the slots of all widths.
       block: scalar, index along `n`.
+      nothing: see `unknown_zero`.
       interpret: whether the kernel is interpreted.
     """
     top: jax.Array | np.float32
@@ -224,7 +233,7 @@ def write_block(
         limit = _shift(127.5 * reciprocal - 0.5, interpret) - _ROUNDER
         smallest = jnp.maximum(0.0, -limit - zero) + (zero + _ROUNDER)
         largest = jnp.minimum(top, limit - zero) + (zero + _ROUNDER)
-        at = (sequence, head, block, span(first, columns, layout.channels, block))
+        at = (sequence, head, block, pl.Slice(first + nothing, columns))
         plgpu.store(channel_scale.at[at], rint(scale).astype(jnp.int8), mask=inside)
         plgpu.store(channel_zero.at[at], rint(zero).astype(jnp.int8), mask=inside)
         offset = (rint(zero) + _ROUNDER_BITS)[None]
@@ -243,7 +252,7 @@ def write_block(
     first_slot = 0
     for array, bits, heads in zip(codes, layout.bits, layout.heads, strict=True):
         place = (sequence, slot - first_slot, block)
-        store = functools.partial(_store_packed, layout, q2, bits, array, place)
+        store = functools.partial(_store_packed, layout, q2, bits, array, place, nothing)
         if len(layout.bits) == 1:
             store()
         else:
@@ -266,14 +275,15 @@ def _store_packed(
     bits: int,
     codes: jax.Ref,
     place: tuple[jax.Array, ...],
+    nothing: jax.Array,
 ) -> None:
     mask = layout.transposed_mask()
-    rows, columns = layout.tile[::-1] if layout.tokens_last else layout.tile
     for i, segment in enumerate(pack_runs(q2, bits)):
-        at = (
-            span(0, rows, codes.shape[3], place[2]),
-            span(i * layout.run, columns, codes.shape[4], place[2]),
-        )
+        packed = i * layout.run
+        if layout.tokens_last:
+            at = pl.Slice(nothing, layout.tile[1]), pl.Slice(packed, layout.run)
+        else:
+            at = pl.Slice(0, layout.tokens), pl.Slice(packed + nothing, layout.tile[1])
         value = layout.transposed(segment.astype(jnp.uint8))
         plgpu.store(codes.at[(*place, *at)], value, mask=mask)
 

@@ -29,10 +29,10 @@ from pallas_kernels.triton._quantize import (
     magnitude_bits,
     scale_from_bits,
     scale_from_maximum,
-    span,
+    unknown_zero,
     write_block,
 )
-from pallas_kernels.triton.compress import default_warps
+from pallas_kernels.triton.compress import default_vector, default_warps
 
 
 def append(
@@ -112,7 +112,8 @@ def _kernel(
     if columns != layout.channels:
         mask = jnp.arange(columns, dtype=jnp.int32) < layout.channels
 
-    channels = span(0, columns, layout.channels, sequence)
+    nothing = unknown_zero(accepted[sequence], default_vector(layout))
+    channels = pl.Slice(nothing, columns)
 
     def program() -> None:
         other = None if mask is None else 0.0
@@ -138,18 +139,18 @@ def _kernel(
         slot, first_block = slots[sequence, head], start[sequence]
 
         def compress(i: jax.Array, _: None) -> None:
-            runs = _load_block(buffer, layout, sequence, head, i * layout.tokens)
+            runs = _load_block(buffer, layout, sequence, head, i * layout.tokens, nothing)
             block = first_block + i
 
             def store() -> None:
                 block_scale[sequence, head, block] = scale
                 arrays, at = (codes, channel_scale, channel_zero), (sequence, head, slot, block)
-                write_block(layout, runs, *arrays, *at, interpret=interpret)
+                write_block(layout, runs, *arrays, *at, nothing=nothing, interpret=interpret)
 
             pl.when(block < block_scale.shape[2])(store)
 
         def empty(i: jax.Array, _: None) -> None:
-            _store_zeros(buffer, layout, sequence, head, i * layout.tokens)
+            _store_zeros(buffer, layout, sequence, head, i * layout.tokens, nothing)
 
         blocks = size // layout.tokens
         jax.lax.fori_loop(0, blocks, compress, None)
@@ -165,13 +166,14 @@ def _load_block(
     sequence: jax.Array,
     head: jax.Array,
     first: jax.Array,
+    nothing: jax.Array,
 ) -> list[jax.Array]:
     """Runs of the block of buffered codes that begins at row `first`, as float32."""
     mask = layout.mask()
     other = None if mask is None else 0
     runs = []
     for run in range(layout.num_runs):
-        place = (sequence, head, *layout.slices(run, first))
+        place = (sequence, head, *layout.slices(run, first, nothing))
         values = plgpu.load(buffer.at[place], mask=mask, other=other)
         runs.append(values.astype(jnp.float32))
     return runs
@@ -183,10 +185,11 @@ def _store_zeros(
     sequence: jax.Array,
     head: jax.Array,
     first: jax.Array,
+    nothing: jax.Array,
 ) -> None:
     zeros, mask = jnp.zeros(layout.tile, jnp.int8), layout.mask()
     for run in range(layout.num_runs):
-        place = (sequence, head, *layout.slices(run, first))
+        place = (sequence, head, *layout.slices(run, first, nothing))
         plgpu.store(buffer.at[place], zeros, mask=mask)
 
 

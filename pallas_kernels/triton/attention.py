@@ -24,6 +24,7 @@ from pallas_kernels.triton import _common
 from pallas_kernels.triton._common import Exponential, Ref
 from pallas_kernels.triton._packed import Span, whole
 
+_TINY = 1.1754943508222875e-38
 _State = tuple[jax.Array, jax.Array, jax.Array]
 
 
@@ -122,7 +123,8 @@ def _second_product(
     dot = functools.partial(_common.dot, interpret=s.interpret)
     if s.mode == "int8":
         unit = largest * (1 / _common.INT8_RANGE)
-        unit = jnp.where(unit == 0, 1.0, unit)
+        # Of so small a weight nothing is left; its reciprocal would be infinite.
+        unit = jnp.where(unit < _TINY, 1.0, unit)
         codes = _common.rint_to_int8(p * (1 / unit)[:, None])
         return dot(codes, v).astype(jnp.float32), unit
     if s.mode in ("int8_fp8", "fp8"):

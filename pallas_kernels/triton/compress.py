@@ -14,8 +14,11 @@ Per value of bfloat16 at 4 bits, blocks of 64 and head dim 128:
 Memory and arithmetic are balanced, so each operation counts: codes are rounded by additions and
 not by conversions, which run at a quarter of the speed or less.
 
-Ladder:
-  v1  a block of a head per program, runs along the packed axis           (not measured yet)
+Ladder, shuffles and instructions counted in the PTX of a thread's 64 values, keys and values:
+  v1  16-byte accesses: few threads along the channels, many along the tokens, among which the
+      channels' extremes are found by shuffles: 329 and 67 of 3760 and 2700  (not measured)
+  v2  accesses of 4 and 8 bytes, so that a warp lies along the channels: 18 and 18 of 2711 and
+      2480                                                                   (not measured yet)
 """
 
 import functools
@@ -35,6 +38,7 @@ from pallas_kernels.triton._quantize import (
     magnitude_bits,
     scale_from_bits,
     stage1_codes,
+    unknown_zero,
     write_block,
 )
 
@@ -78,6 +82,7 @@ def compress(
     layout: BlockLayout,
     with_stage1: bool = False,
     num_warps: int | None = None,
+    vector: int | None = None,
     interpret: bool = False,
 ) -> Compressed:
     """Compresses the blocks of prompts into the arrays of one side of a cache.
@@ -95,6 +100,7 @@ def compress(
       layout: of a block.
       with_stage1: also return the stage-1 codes of all of the prompt's blocks.
       num_warps: warps of a program; chosen from the block's size if not given.
+      vector: channels that a thread takes at once, a power of two; chosen if not given.
       interpret: run without a GPU.
 
     Returns:
@@ -111,8 +117,15 @@ def compress(
         order = (channels, padded) if layout.tokens_last else (padded, channels)
         outputs += [jax.ShapeDtypeStruct((batch, heads, *order), jnp.int8), per_block]
     inputs = (lengths, count, slots, x, *state)
+    kernel = functools.partial(
+        _kernel,
+        layout=layout,
+        with_stage1=with_stage1,
+        vector=vector or default_vector(layout),
+        interpret=interpret,
+    )
     written: Any = pl.pallas_call(
-        functools.partial(_kernel, layout=layout, with_stage1=with_stage1, interpret=interpret),
+        kernel,
         grid=(heads, blocks, batch),
         in_specs=[WHOLE] * len(inputs),
         out_specs=[WHOLE] * len(outputs),
@@ -134,6 +147,14 @@ def default_warps(layout: BlockLayout) -> int:
     return min(_MOST_WARPS, max(1, next_power_of_2(values) // (32 * _VALUES_PER_THREAD)))
 
 
+def default_vector(layout: BlockLayout) -> int:
+    """Channels a thread takes at once: so many that a warp spans all channels of a run.
+
+    Then a reduction over tokens stays within threads, but for one step across warps.
+    """
+    return min(16, max(2, layout.tile[1] // 32))
+
+
 def _kernel(
     lengths: jax.Ref,
     count: jax.Ref,
@@ -142,6 +163,7 @@ def _kernel(
     *refs: jax.Ref,
     layout: BlockLayout,
     with_stage1: bool,
+    vector: int,
     interpret: bool,
 ) -> None:
     widths = len(layout.bits)
@@ -150,11 +172,12 @@ def _kernel(
     head, block, sequence = (pl.program_id(axis) for axis in range(3))
     first = block * layout.tokens
     is_stored = block < count[sequence]
+    nothing = unknown_zero(lengths[sequence], vector)
 
     def program() -> None:
         length = lengths[sequence]
         loaded = [
-            _load_run(x, layout, run, sequence, head, first, length)
+            _load_run(x, layout, run, sequence, head, first, length, nothing)
             for run in range(layout.num_runs)
         ]
         bits = magnitude_bits(loaded[0])
@@ -171,7 +194,7 @@ def _kernel(
             stage1_scale[sequence, head, block] = scale
             mask = layout.transposed_mask()
             for i, run in enumerate(runs):
-                place = layout.slices(i, first)
+                place = layout.slices(i, first, nothing)
                 place = place[::-1] if layout.tokens_last else place
                 q1 = layout.transposed(rint(run).astype(jnp.int8))
                 plgpu.store(stage1_out.at[(sequence, head, *place)], q1, mask=mask)
@@ -179,8 +202,8 @@ def _kernel(
         def store() -> None:
             block_scale[sequence, head, block] = scale
             slot = slots[sequence, head]
-            at = (sequence, head, slot, block)
-            write_block(layout, runs, codes, channel_scale, channel_zero, *at, interpret=interpret)
+            arrays, at = (codes, channel_scale, channel_zero), (sequence, head, slot, block)
+            write_block(layout, runs, *arrays, *at, nothing=nothing, interpret=interpret)
 
         if with_stage1:
             pl.when(is_stored)(store)
@@ -201,9 +224,10 @@ def _load_run(
     head: jax.Array,
     first: jax.Array,
     length: jax.Array,
+    nothing: jax.Array,
 ) -> jax.Array:
     """One run of the block that begins at token `first`, as float32, 0 past the length."""
-    rows, columns = layout.slices(run, first)
+    rows, columns = layout.slices(run, first, nothing)
     tokens = rows.start + jnp.arange(rows.size, dtype=jnp.int32)
     mask = jnp.broadcast_to((tokens < length)[:, None], layout.tile)
     channels = layout.mask()

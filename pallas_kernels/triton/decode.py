@@ -134,6 +134,8 @@ def _walk(
         masks = None
         if not always_visible:
             masks = [mask_of(query, j * s.block + t.positions(), t.mask(), s) for t in tokens]
+        elif tokens[0].size != tokens[0].padded:
+            masks = [jnp.broadcast_to(t.inside()[:, None], products[0].shape) for t in tokens]
         weights, maximum, total = softmax(products, factor, masks, s)
         output: Any = 0
         count: Any = 0

@@ -33,14 +33,23 @@ def _floor_bits(y):
 
 
 @triton.jit
-def _exponential(x, POLICY: tl.constexpr, GAIN: tl.constexpr):
-    """`GAIN` times SAS of `x` <= 0, which is in natural units (base e) or in powers of two.
+def _zero_above(value, y, threshold):
+    """0 where ``y > threshold``. Not `tl.where`: LLVM packs and unpacks its vector of bits."""
+    return tl.inline_asm_elementwise(
+        "{.reg .pred p; setp.gt.f32 p, $2, $3; selp.f32 $0, 0f00000000, $1, p;}",
+        "=f,f,f,f", [value, y, threshold], dtype=tl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _exponential(y, POLICY: tl.constexpr, GAIN: tl.constexpr):
+    """`GAIN` times SAS of ``-y``; `y` is in natural units (base e) or in powers of two.
 
     `POLICY` is (coefficients, threshold, is_base_2): see `attention.SparseExponential`.
     """
     COEFFICIENTS: tl.constexpr = POLICY[0]
-    # Rounding may leave the row maximum slightly above zero; NaN must survive the clamp.
-    y = tl.maximum(-x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    # Rounding may leave the row maximum slightly below zero; NaN must survive the clamp.
+    y = tl.maximum(y, 0.0, propagate_nan=tl.PropagateNan.ALL)
     shifted = _floor_bits(y)
     whole = shifted - 8388608.0
     f = y - whole
@@ -53,7 +62,7 @@ def _exponential(x, POLICY: tl.constexpr, GAIN: tl.constexpr):
         value = value * power.to(tl.float32, bitcast=True)
     else:
         value = value * tl.exp2(whole * -_LOG2_E)
-    return tl.where(x < POLICY[1], 0.0, value)
+    return _zero_above(value, y, -POLICY[1])
 
 
 @triton.jit
@@ -135,7 +144,7 @@ def _attend(
         alpha = tl.exp2((m - shift) * (_LOG2_E / UNIT))
         m = new_max
         if POLICY is not None:
-            p = _exponential(scores * factor[:, None] - shift[:, None], POLICY, GAIN)
+            p = _exponential(shift[:, None] - scores * factor[:, None], POLICY, GAIN)
         elif IS_INT8:
             p = tl.exp2(scores * factor[:, None] - shift[:, None])
         else:
@@ -145,7 +154,7 @@ def _attend(
         if IS_INT8:
             largest = tl.exp2(top - shift)
             if POLICY is not None:
-                largest = _exponential(top - shift, POLICY, GAIN)
+                largest = _exponential(shift - top, POLICY, GAIN)
             p_scale = largest * (1.0 / _INT8_RANGE)
             p_scale = tl.where(p_scale < _SMALLEST, 1.0, p_scale)
             p = p * (1.0 / p_scale)[:, None] + _MAGIC

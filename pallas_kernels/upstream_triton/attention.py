@@ -5,7 +5,7 @@ The ladder, by compiling for sm_90 (Triton 3.6; head dim 128, tiles of 128 x 64 
 1. output accumulated in the matrix unit over all keys: ptxas serializes the products (C7514), as
    one is in flight across iterations while its accumulator is rescaled; biased, see `_kernel.py`;
 2. each block's product kept in flight and merged one iteration later: serialized too (C7515);
-3. each block's product merged at once: neither warning nor spills, 11 (10) instructions an element
+3. each block's product merged at once: neither warning nor spills, 11 (9) instructions an element
    for 64 (128) keys. This is what runs;
 4. 3, with the next block's scores computed ahead (`Tiling.ahead`): free of warnings and spills for
    int8 scores and 64 keys; serialized for e4m3, and spills with 128 keys.
@@ -63,7 +63,7 @@ class Tiling:
 
 
 def default_tiling(head_dim: int) -> Tiling:
-    """The largest tile without spills, for any `BLOCK_KV` and every GPU's shared memory.
+    """The largest tile that fits registers and shared memory, for any `BLOCK_KV` on any GPU.
 
     Args:
       head_dim: a power of two.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from turbojax._device import interpreting, needs_gpu
+from turbojax._device import interpreting, needs_gpu, unindexable
 from turbojax.cache import reference
 from turbojax.cache.progressive import CacheSide, ProgressiveCache
 from turbojax.config import TurboConfig
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 _AMPERE = 8.0
 _LARGEST_HEAD_DIM = 256
 _BLOCKS = (16, 256)
-# Between these sizes the lowering computes offsets of 1-byte elements as 32-bit integers with a
-# sign, and they overflow; beyond it uses 64 bits.
-_OFFSETS_OVERFLOW = (2**31, 2**32)
 
 
 class Operands(NamedTuple):
@@ -63,11 +60,7 @@ def _unsupported(cache: ProgressiveCache, key: jax.Array) -> str | None:
     sizes = [batch * heads * channels * (-(-size // block) * block)]
     for side in (cache.key, cache.value):
         sizes += [x.size * x.dtype.itemsize for x in (*side.codes, side.channel_scale, side.buffer)]
-    low, high = _OFFSETS_OVERFLOW
-    for nbytes in sizes:
-        if low < nbytes <= high:
-            return f"an array of {nbytes} bytes, between {low} and {high}, cannot be indexed"
-    return needs_gpu(_AMPERE)
+    return unindexable(*sizes) or needs_gpu(_AMPERE)
 
 
 def store_prompt(

@@ -12,13 +12,14 @@ from turbojax.cache.progressive import ProgressiveCache
 from turbojax.cache.update import check_cache_arguments, store_prompt
 from turbojax.config import TurboConfig
 from turbojax.ops.registry import Implementation, ImplementationName, Registry
-from turbojax.ops.turbo_attention import decode_reference, reference, triton
+from turbojax.ops.turbo_attention import decode_reference, jax_triton, reference, triton
 from turbojax.ops.turbo_attention.gradient import straight_through
 from turbojax.ops.turbo_attention.masking import Visibility
 
 ATTENTION = Registry(
     "turbo_attention",
     (
+        Implementation("jax_triton", jax_triton.attention, jax_triton.unsupported),
         Implementation("triton", triton.attention, triton.attention_unsupported),
         Implementation("xla", reference.attention),
     ),

@@ -91,7 +91,8 @@ def round_probabilities(
     """
     if mode == "int8":
         scale = largest * (1 / INT8_RANGE)
-        scale = jnp.where(scale == 0, 1, scale)
+        # Of so small a weight nothing is left; its reciprocal would be infinite.
+        scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1, scale)
         return jnp.rint(p * (1 / scale)), scale
     if mode in ("int8_fp8", "fp8"):
         codes = round_to_e4m3(p * E4M3_MAX).astype(jnp.float32)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import jax
 
-from turbojax._device import interpreting, needs_gpu
+from turbojax._device import interpreting, needs_gpu, unindexable
 from turbojax.cache.progressive import CacheSide, ProgressiveCache
 from turbojax.config import TurboConfig
 from turbojax.ops.turbo_attention import numerics
@@ -17,6 +17,7 @@ from turbojax.sas import SAS
 # Compute capabilities: int8 matrix units with asynchronous copies, and e4m3 conversions.
 _AMPERE, _ADA = 8.0, 8.9
 _LARGEST_HEAD_DIM = 256
+_OPERAND_BYTES = {"int8": 1, "int8_fp8": 1, "fp8": 1, "float": 4}
 _MOST_QUERY_ROWS = 64
 
 
@@ -31,8 +32,9 @@ def attention_unsupported(
     logits_soft_cap: float | None,
 ) -> str | None:
     """Why `turbo_attention` cannot run this here; None if it can."""
-    del key, value, scale, visibility, logits_soft_cap
-    return _unsupported(config, query.shape[-1])
+    del value, scale, visibility, logits_soft_cap
+    sizes = [math.prod(x.shape) * _OPERAND_BYTES[config.mode] for x in (query, key)]
+    return _unsupported(config, query.shape[-1], sizes)
 
 
 def attention(
@@ -134,14 +136,14 @@ def attend_operands(
 _ATTENTION_LAUNCH = (128, 8, 3)
 
 
-def _unsupported(config: TurboConfig, head_dim: int) -> str | None:
-    """Why kernels cannot run this here; None if they can."""
+def _unsupported(config: TurboConfig, head_dim: int, sizes: list[int]) -> str | None:
+    """Why kernels cannot run this here, with operands of these sizes in bytes; None if they can."""
     block = config.block_kv
     if block & (block - 1) or not 16 <= block <= 256:
         return f"block_kv={block} must be a power of two from 16 to 256"
     if head_dim > _LARGEST_HEAD_DIM or head_dim % 8:
         return f"{head_dim=} must be a multiple of 8 up to {_LARGEST_HEAD_DIM}"
-    return needs_gpu(_ADA if config.mode in ("int8_fp8", "fp8") else _AMPERE)
+    return unindexable(*sizes) or needs_gpu(_ADA if config.mode in ("int8_fp8", "fp8") else _AMPERE)
 
 
 def decode_unsupported(
@@ -162,7 +164,9 @@ def decode_unsupported(
         )
     if cache.config.buffer_size > 256:
         return f"buffer_size={cache.config.buffer_size} must be at most 256"
-    return _unsupported(cache.config, cache.head_dim)
+    sides = (cache.key, cache.value)
+    sizes = [math.prod(x.shape) for side in sides for x in (*side.codes, side.buffer)]
+    return _unsupported(cache.config, cache.head_dim, sizes)
 
 
 def decode(

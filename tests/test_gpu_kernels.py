@@ -1,0 +1,238 @@
+"""`turbo_attention` and `decode` through Triton, compiled, against the definition at real sizes."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from attention_helpers import attend
+
+import turbojax as tj
+from benchmarks.shapes import MODELS
+
+pytestmark = pytest.mark.gpu
+
+MODES = ("int8", "int8_fp8", "fp8", "float")
+SOFTMAXES = {"exact": "exact", "sas": tj.SAS(), "sas-2": tj.SAS(base="2")}
+STATIC = ("scale", "local_window_size", "logits_soft_cap", "implementation", "return_residual")
+decode = jax.jit(tj.decode, static_argnames=STATIC)
+
+
+def normal(seed, shape, dtype=jnp.bfloat16):
+    """Sampled in float32: bfloat16 samples have a mean and few distinct values."""
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+
+
+def assert_near(got, want, dtype, relative):
+    """Relative L2 distance, the same NaN and infinities, and no element far off."""
+    got, want = (np.asarray(x.astype(jnp.float32), np.float64) for x in (got, want))
+    finite = np.isfinite(want)
+    np.testing.assert_array_equal(got[~finite], want[~finite])
+    difference = got[finite] - want[finite]
+    scale = np.linalg.norm(want[finite]) or 1.0
+    allowed = relative + float(jnp.finfo(dtype).eps)
+    assert np.linalg.norm(difference) <= allowed * scale
+    assert np.abs(difference).max(initial=0) <= 0.03 * max(1.0, np.abs(want[finite]).max())
+
+
+def both(call, *args, **options):
+    """Triton's result twice, equal to the bit, and XLA's."""
+    run = functools.partial(call, *args, return_residual=True, **options)
+    first, second = run(implementation="triton"), run(implementation="triton")
+    for a, b in zip(first, second, strict=True):
+        np.testing.assert_array_equal(a, b)
+    return first, run(implementation="xla")
+
+
+# XLA may multiply e4m3 operands in a unit that accumulates coarsely; see `test_fp8_is_exact`.
+RELATIVE = {"int8": 1e-4, "int8_fp8": 3e-4, "fp8": 5e-3, "float": 1e-3}
+
+ATTENTION = {
+    "ragged causal": {"lengths": (700, 130, 0), "is_causal": True},
+    "window": {"local_window_size": (100, 30)},
+    "causal window, soft cap": {"local_window_size": 64, "is_causal": True, "logits_soft_cap": 8.0},
+    "negative scale": {"scale": -0.1},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("softmax", SOFTMAXES)
+@pytest.mark.parametrize("case", ATTENTION)
+def test_attention(mode, softmax, case):
+    options = dict(ATTENTION[case])
+    lengths = options.pop("lengths", None)
+    if lengths is not None:
+        options["key_value_seq_lengths"] = jnp.array(lengths)
+    q, k, v = normal(1, (3, 700, 8, 128)), normal(2, (3, 700, 2, 128)), normal(3, (3, 700, 2, 128))
+    config = tj.TurboConfig(mode=mode, softmax=SOFTMAXES[softmax])
+    got, want = both(attend, q, k, v, config=config, **options)
+    assert_near(got[0], want[0], q.dtype, RELATIVE[mode])
+    assert_near(got[1], want[1], jnp.float32, RELATIVE[mode])
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("block", [32, 64, 128])
+def test_attention_of_real_models(name, block):
+    heads = MODELS[name]
+    q = normal(4, (1, 300, heads.query, heads.dim))
+    k, v = (normal(i, (1, 300, heads.kv, heads.dim)) for i in (5, 6))
+    config = tj.TurboConfig(block_q=block, block_kv=block, buffer_size=128, softmax="exact")
+    got, want = both(attend, q, k, v, config=config, is_causal=True)
+    assert_near(got[0], want[0], q.dtype, 1e-3)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+@pytest.mark.parametrize("mode", MODES)
+def test_attention_in_other_dtypes(mode, dtype):
+    q, k, v = (normal(i, (2, 200, 4, 64), dtype) for i in range(3))
+    got, want = both(attend, q, k, v, config=tj.TurboConfig(mode=mode))
+    assert_near(got[0], want[0], dtype, RELATIVE[mode])
+
+
+def test_fp8_is_exact():
+    """Mode fp8 against float64: e4m3 products sum without loss that shows, here and in XLA."""
+    q, k, v = (normal(i, (2, 500, h, 128)) for i, h in enumerate((8, 2, 2)))
+    options = {"mode": "fp8", "softmax": "exact", "block_q": 64, "block_kv": 64, "is_causal": True}
+    arrays = [np.asarray(x.astype(jnp.float32)) for x in (q, k, v)]
+    want = oracles.attention(*arrays, **options)
+    config = tj.TurboConfig(mode="fp8", softmax="exact")
+    got, xla = both(attend, q, k, v, config=config, is_causal=True)
+    errors = {n: np.abs(x[1] - want.residual).max() for n, x in (("triton", got), ("xla", xla))}
+    assert errors["triton"] < 1e-5, errors
+    assert errors["xla"] < 1e-5, errors
+
+
+def test_a_long_prompt():
+    """128k tokens, a few queries at its end and everything else in between."""
+    q, k, v = (
+        normal(1, (1, 64, 4, 128)),
+        normal(2, (1, 2**17, 1, 128)),
+        normal(3, (1, 2**17, 1, 128)),
+    )
+    got, want = both(attend, q, k, v, config=tj.TurboConfig(softmax="exact"))
+    assert_near(got[0], want[0], q.dtype, 3e-3)
+    assert_near(got[1], want[1], jnp.float32, 1e-5)
+
+
+# Decode ------------------------------------------------------------------------------------------
+
+
+def filled(heads, head_dim, config, lengths, appended=3, dtype=jnp.bfloat16):
+    batch, size = len(lengths), max(lengths)
+    shape = (batch, size, heads, head_dim)
+    cache = tj.init_cache(batch, size + appended, heads, head_dim, config=config, dtype=dtype)
+    store = jax.jit(tj.prefill, static_argnames=("implementation", "is_causal"))
+    query = jnp.zeros((batch, size, heads, head_dim), dtype)
+    lengths = jnp.asarray(lengths, jnp.int32)
+    _, cache = store(
+        query,
+        normal(1, shape, dtype),
+        normal(2, shape, dtype),
+        cache,
+        key_value_seq_lengths=lengths,
+    )
+    for t in range(appended):
+        new = (batch, 1, heads, head_dim)
+        cache = tj.append(cache, normal(3 + t, new, dtype), normal(30 + t, new, dtype))
+    return cache
+
+
+CACHES = {
+    "4 bits": tj.TurboConfig(),
+    "3 bits": tj.TurboConfig(key_bits=3, value_bits=3),
+    "2 bits": tj.TurboConfig(key_bits=2, value_bits=2, block_kv=128, buffer_size=128),
+    "mixed": tj.TurboConfig(num_low_bit_key_heads=2, num_low_bit_value_heads=1, buffer_size=128),
+    "blocks of 16": tj.TurboConfig(block_kv=16, num_low_bit_value_heads=2, low_bits=3),
+}
+DECODE = {
+    "one query": {"tokens": 1},
+    "speculative": {"tokens": 4},
+    "window": {"tokens": 2, "local_window_size": (100, 0)},
+    "soft cap": {"tokens": 1, "logits_soft_cap": 4.0},
+    "negative scale": {"tokens": 1, "scale": -0.2},
+}
+
+
+@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("mode", MODES)
+def test_decode(name, mode):
+    options = dict(list(DECODE.values())[(len(name) + MODES.index(mode)) % len(DECODE)])
+    softmax = list(SOFTMAXES.values())[MODES.index(mode) % 3]
+    cache = filled(4, 128, CACHES[name], (1000, 64, 1, 0, 331))
+    config = dataclasses.replace(cache.config, mode=mode, softmax=softmax)
+    cache = dataclasses.replace(cache, config=config)
+    query = normal(9, (5, options.pop("tokens"), 16, 128))
+    got, want = both(decode, query, cache, **options)
+    assert_near(got[0], want[0], query.dtype, 1e-3)
+    assert_near(got[1], want[1], jnp.float32, 1e-5)
+
+
+@pytest.mark.parametrize("case", DECODE)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_decode_options_and_dtypes(case, dtype):
+    options = dict(DECODE[case])
+    cache = filled(2, 64, tj.TurboConfig(), (700, 129), dtype=dtype)
+    query = normal(9, (2, options.pop("tokens"), 8, 64), dtype)
+    got, want = both(decode, query, cache, **options)
+    assert_near(got[0], want[0], dtype, 1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_decode_of_real_models(name):
+    heads = MODELS[name]
+    if heads.query // heads.kv > 64:
+        return  # refused in words, which the tests on the CPU hold
+    cache = filled(heads.kv, heads.dim, tj.TurboConfig(), (500,))
+    query = normal(9, (1, 1, heads.query, heads.dim))
+    got, want = both(decode, query, cache)
+    assert_near(got[0], want[0], query.dtype, 1e-4)
+
+
+def test_decode_of_128k_tokens_alone():
+    cache = filled(2, 128, tj.TurboConfig(), (2**17 - 5,))
+    query = normal(9, (1, 1, 8, 128))
+    got, want = both(decode, query, cache)
+    assert_near(got[0], want[0], query.dtype, 1e-3)
+
+
+def test_nan_reaches_what_it_reaches_in_the_definition():
+    cache = filled(2, 64, tj.TurboConfig(), (300, 300))
+    cache = dataclasses.replace(
+        cache,
+        key=dataclasses.replace(
+            cache.key, block_scale=cache.key.block_scale.at[0, 0, 2].set(jnp.nan)
+        ),
+        value=dataclasses.replace(
+            cache.value, buffer_scale=cache.value.buffer_scale.at[1, 1].set(jnp.nan)
+        ),
+    )
+    query = normal(9, (2, 2, 4, 64)).at[1, 0, 0, 0].set(jnp.nan)
+    for mode in MODES:
+        chosen = dataclasses.replace(
+            cache, config=dataclasses.replace(cache.config, mode=mode, softmax="exact")
+        )
+        for options in ({}, {"local_window_size": (100, 0)}):
+            got, want = both(decode, query, chosen, **options)
+            for a, b in zip(got, want, strict=True):
+                np.testing.assert_array_equal(jnp.isnan(a), jnp.isnan(b))
+    q, k, v = (normal(i, (2, 300, 2, 64)) for i in range(3))
+    k, v = k.at[0, 70, 1, 3].set(jnp.nan), v.at[1, 3, 0, 0].set(jnp.inf)
+    for mode in MODES:
+        got, want = both(attend, q, k, v, config=tj.TurboConfig(mode=mode), is_causal=True)
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_array_equal(jnp.isnan(a), jnp.isnan(b))
+
+
+def test_none_takes_the_kernels_here():
+    from turbojax.cache.update import APPEND, STORE_PROMPT
+    from turbojax.ops.turbo_attention.api import DECODE as DECODE_REGISTRY
+
+    cache = filled(2, 64, tj.TurboConfig(), (70,))
+    new = normal(0, (1, 1, 2, 64))
+    for registry in (APPEND, STORE_PROMPT):
+        assert registry.select(None, cache=cache, key=new).name == "triton"
+    options = {"scale": 0.1, "visibility": None, "logits_soft_cap": None}
+    assert DECODE_REGISTRY.select(None, query=new, cache=cache, **options).name == "triton"
