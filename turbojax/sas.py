@@ -91,6 +91,7 @@ class SAS:
         *,
         floor: Callable[[jax.Array], jax.Array],
         exp2: Callable[[jax.Array], jax.Array],
+        fma: Callable[[jax.Array, jax.Array | float, float], jax.Array],
     ) -> jax.Array:
         """The same function on `unit` scaled arguments, from a kernel's own instructions.
 
@@ -101,11 +102,17 @@ class SAS:
           x: float32, natural-log units times `unit`. NaN may give any value.
           floor: rounds non-negative numbers down.
           exp2: powers of two.
+          fma: ``a * b + c``.
         """
         y = jnp.maximum(-x, 0.0)
         whole = floor(y)
         power = exp2(whole * (-math.log2(math.e) / self.unit))
-        value = _polynomial(y - whole, _POLYNOMIALS[self.base]) * power
+        fraction = y - whole
+        *lower, highest = _POLYNOMIALS[self.base]
+        value = fma(fraction, highest, lower[-1])
+        for coefficient in reversed(lower[:-1]):
+            value = fma(value, fraction, coefficient)
+        value = value * power
         return jnp.where(x < self.threshold * self.unit, 0.0, value)
 
     def _table_size(self) -> int:

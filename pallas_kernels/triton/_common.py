@@ -2,6 +2,7 @@
 
 import functools
 import math
+import struct
 from typing import Any, Protocol
 
 import jax
@@ -31,7 +32,7 @@ class Exponential(Protocol):
     Arguments count in units that its owner chooses (nats, or powers of two).
     """
 
-    def __call__(self, x: jax.Array, *, floor: Any, exp2: Any) -> jax.Array: ...
+    def __call__(self, x: jax.Array, *, floor: Any, exp2: Any, fma: Any) -> jax.Array: ...
 
 
 def evaluate(exp: Exponential, x: jax.Array, interpret: bool) -> jax.Array:
@@ -40,6 +41,7 @@ def evaluate(exp: Exponential, x: jax.Array, interpret: bool) -> jax.Array:
         x,
         floor=functools.partial(_floor, interpret=interpret),
         exp2=functools.partial(exp2, interpret=interpret),
+        fma=functools.partial(fma, interpret=interpret),
     )
 
 
@@ -50,6 +52,27 @@ def exp2(x: jax.Array, interpret: bool) -> jax.Array:
     return _float_asm("ex2.approx.ftz.f32 $0, $1;", x)
 
 
+def fma(a: jax.Array, b: jax.Array | float, c: jax.Array | float, interpret: bool) -> jax.Array:
+    """``a * b + c`` in one instruction: multiplications and additions here are not contracted.
+
+    Args:
+      a: float32.
+      b: float32 that broadcasts to `a`, or a constant.
+      c: the same.
+      interpret: whether this runs without a GPU.
+    """
+    if interpret:
+        return a * b + c
+    args, names = [a], []
+    for x in (b, c):
+        if isinstance(x, float):
+            names.append(f"0f{struct.unpack('<I', struct.pack('<f', x))[0]:08X}")
+        else:
+            args.append(jnp.broadcast_to(x, a.shape))
+            names.append(f"${len(args)}")
+    return _float_asm(f"fma.rn.f32 $0, $1, {', '.join(names)};", *args)
+
+
 def _floor(x: jax.Array, interpret: bool) -> jax.Array:
     """Rounds float32 in [0, 2**22) down, through an addition that rounds down."""
     if interpret:
@@ -57,13 +80,13 @@ def _floor(x: jax.Array, interpret: bool) -> jax.Array:
     return _float_asm(f"add.rm.f32 $0, $1, 0f{_ROUNDER_BITS:08X};", x) - _ROUNDER
 
 
-def _float_asm(asm: str, x: jax.Array) -> jax.Array:
+def _float_asm(asm: str, *args: jax.Array) -> jax.Array:
     [out] = plgpu.elementwise_inline_asm(
         asm,
-        args=[x],
-        constraints="=f,f",
+        args=args,
+        constraints=",".join(["=f"] + ["f"] * len(args)),
         pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
+        result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, jnp.float32)],
     )
     return out
 
@@ -73,9 +96,10 @@ def rint(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x + _ROUNDER, jnp.int32) - _ROUNDER_BITS
 
 
-def rint_to_int8(x: jax.Array) -> jax.Array:
-    """Rounds float32 within +-127 to int8, ties to even; the low byte of the sum is the code."""
-    return jax.lax.bitcast_convert_type(x + _ROUNDER, jnp.int32).astype(jnp.int8)
+def round_product(x: jax.Array, factor: jax.Array | float, interpret: bool) -> jax.Array:
+    """``x * factor``, within +-127, rounded to int8, ties to even: the low byte of one sum."""
+    shifted = fma(x, factor, _ROUNDER, interpret)
+    return jax.lax.bitcast_convert_type(shifted, jnp.int32).astype(jnp.int8)
 
 
 def dot(

@@ -50,7 +50,7 @@ def softmax(
         shift = jnp.where(maximum > -jnp.inf, maximum, 0.0)
     weights = []
     for i, x in enumerate(scores):
-        x = x * scale[None, :] - shift[None, :]
+        x = _common.fma(x, scale[None, :], -shift[None, :], s.interpret)
         p = _common.evaluate(s.exp, x, s.interpret)
         weights.append(p if masks is None else jnp.where(masks[i], p, 0.0))
     total = functools.reduce(jnp.add, [jnp.sum(p, axis=0) for p in weights])
@@ -61,7 +61,7 @@ def round_weights(p: jax.Array, s: Settings) -> tuple[jax.Array, jax.Array, floa
     """Weights as the second product's operand, their sums over tokens, what one unit is worth."""
     if s.mode == "int8":
         unit = s.largest / _common.INT8_RANGE
-        codes = _common.rint_to_int8(p * (1 / unit))
+        codes = _common.round_product(p, 1 / unit, s.interpret)
         return codes, jnp.sum(codes.astype(jnp.int32), axis=0), unit
     if s.mode in ("int8_fp8", "fp8"):
         codes = (p * _common.E4M3_MAX).astype(jnp.float8_e4m3fn).astype(jnp.float32)
@@ -101,7 +101,7 @@ def merge_split(
         product = jnp.where(seen[None, :], product, 0.0)
         shift = jnp.where(new > -jnp.inf, new, 0.0)
     alpha, weight = exp(m - shift), exp(maximum - shift)
-    o = o * alpha[None, :] + product * weight[None, :]
+    o = _common.fma(product, weight[None, :], o * alpha[None, :], s.interpret)
     return o, new, l * alpha + (total * weight + lost)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.triton._common import INT8_RANGE, next_power_of_2, rint
+from pallas_kernels.triton._common import INT8_RANGE, fma, next_power_of_2, rint
 
 # Widths of the planes of a code, low bits first (see turbojax.quantizers.packing).
 _PLANES = {2: (2,), 3: (2, 1), 4: (4,)}
@@ -139,12 +139,14 @@ def scale_from_maximum(maximum: jax.Array) -> jax.Array:
     return jnp.where(maximum < jnp.inf, scale, jnp.nan)
 
 
-def _shift(x: jax.Array, interpret: bool) -> jax.Array:
-    """`x` rounded half to even, plus `_ROUNDER`.
+def _shift(x: jax.Array, factor: jax.Array | float, interpret: bool) -> jax.Array:
+    """``x * factor`` rounded half to even, plus `_ROUNDER`, in one instruction.
 
     In a kernel the addition rounds. Interpreted, XLA would drop it once `_ROUNDER` is subtracted.
     """
-    return (jnp.round(x) if interpret else x) + _ROUNDER
+    if interpret:
+        return jnp.round(x * factor) + _ROUNDER
+    return fma(x, factor, _ROUNDER, interpret)
 
 
 def stage1_codes(x: jax.Array, scale: jax.Array, interpret: bool) -> jax.Array:
@@ -161,9 +163,9 @@ def stage1_codes(x: jax.Array, scale: jax.Array, interpret: bool) -> jax.Array:
     Returns:
       float32 integers, `x`'s shape.
     """
-    shifted = _shift(x * (1 / scale), interpret)
+    shifted = _shift(x, 1 / scale, interpret)
     guess = shifted - _ROUNDER
-    rest = x - guess * scale
+    rest = fma(guess, -scale, x, interpret)
     # Past half a scale, or at half a scale from an odd guess, the neighbour is right. The low
     # bits of half a scale are free: with the last one set it is the next larger number.
     even = ~jax.lax.bitcast_convert_type(shifted, jnp.int32) & 1
@@ -225,12 +227,12 @@ def write_block(
             low, high = jnp.minimum(low, run), jnp.maximum(high, run)
         low, high = jnp.min(low, axis=0), jnp.max(high, axis=0)
         # A quotient by 15, 7 or 3 is never halfway, so that it need not be exact.
-        steps = _shift((high - low) * (1 / top), interpret) - _ROUNDER
+        steps = _shift(high - low, float(1 / top), interpret) - _ROUNDER
         scale = jnp.maximum(1.0, steps)
         reciprocal = 1 / scale
         zero = _shifted_quotient(low, reciprocal, interpret) - _ROUNDER
         # 127 / scale rounded down; half a unit keeps clear of the whole numbers.
-        limit = _shift(127.5 * reciprocal - 0.5, interpret) - _ROUNDER
+        limit = _shift(127.5 * reciprocal - 0.5, 1.0, interpret) - _ROUNDER
         smallest = jnp.maximum(0.0, -limit - zero) + (zero + _ROUNDER)
         largest = jnp.minimum(top, limit - zero) + (zero + _ROUNDER)
         at = (sequence, head, block, pl.Slice(first + nothing, columns))
@@ -265,8 +267,11 @@ def _shifted_quotient(numerator: jax.Array, reciprocal: jax.Array, interpret: bo
 
     Exact although the reciprocal is not: see `turbojax.quantizers.progressive`.
     """
-    fraction = _shift(numerator * (reciprocal * 4096), interpret) - _ROUNDER
-    return _shift(fraction * (1 / 4096), interpret)
+    shifted = _shift(numerator, reciprocal * 4096, interpret)
+    if interpret:
+        return _shift(shifted - _ROUNDER, 1 / 4096, interpret)
+    # The first `_ROUNDER` leaves in the constant of the second sum.
+    return fma(shifted, 1 / 4096, _ROUNDER - _ROUNDER / 4096, interpret)
 
 
 def _store_packed(

@@ -125,7 +125,7 @@ def _second_product(
         unit = largest * (1 / _common.INT8_RANGE)
         # Of so small a weight nothing is left; its reciprocal would be infinite.
         unit = jnp.where(unit < _TINY, 1.0, unit)
-        codes = _common.rint_to_int8(p * (1 / unit)[:, None])
+        codes = _common.round_product(p, (1 / unit)[:, None], s.interpret)
         return dot(codes, v).astype(jnp.float32), unit
     if s.mode in ("int8_fp8", "fp8"):
         return dot((p * _common.E4M3_MAX).astype(v.dtype), v), 1.0
@@ -181,7 +181,7 @@ def _step(
     x, scale, block_max = _scores(product, factor, mask, s)
     new = jnp.maximum(m, block_max)
     shift = jnp.where(new > -jnp.inf, new, 0.0) if is_masked else new
-    p = exp(x * scale[:, None] - shift[:, None])
+    p = exp(_common.fma(x, scale[:, None], -shift[:, None], s.interpret))
     if mask is not None:
         p = jnp.where(mask, p, 0.0)
     v_mask = channels.mask()
@@ -200,7 +200,8 @@ def _step(
         lost = jnp.where(seen, lost, 0.0)
         output = jnp.where(seen[:, None], output, 0.0)
     alpha = _common.exp2((m - shift) * (_common.LOG2_E / s.unit), s.interpret)
-    return o * alpha[:, None] + output, new, l * alpha + (jnp.sum(p, axis=1) + lost)
+    o = _common.fma(o, alpha[:, None], output, s.interpret)
+    return o, new, l * alpha + (jnp.sum(p, axis=1) + lost)
 
 
 def _kernel(

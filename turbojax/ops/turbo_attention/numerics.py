@@ -102,8 +102,15 @@ def round_probabilities(
 
 def exact_dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
     """`einsum` in float32 at full precision, exact for 8-bit codes."""
-    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    a, b = _as_float32(a), _as_float32(b)
     return jnp.einsum(subscripts, a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def _as_float32(x: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    # On a GPU XLA would multiply widened e4m3 operands in an 8-bit unit, which accumulates
+    # coarsely: log-sum-exps were off by 7e-4. The barrier hides where they come from.
+    return jax.lax.optimization_barrier(wide) if x.dtype == jnp.float8_e4m3fn else wide
 
 
 def cap_logits(scores: jax.Array, logits_soft_cap: float | None) -> jax.Array:

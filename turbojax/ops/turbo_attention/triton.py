@@ -133,7 +133,7 @@ def attend_operands(
     )
 
 
-_ATTENTION_LAUNCH = (128, 8, 3)
+_ATTENTION_LAUNCH = (64, 4, 3)
 
 
 def _unsupported(config: TurboConfig, head_dim: int, sizes: list[int]) -> str | None:
@@ -252,9 +252,9 @@ def _exponential(config: TurboConfig) -> tuple[Callable[..., jax.Array], float]:
 
 
 def _exact_exponential(
-    x: jax.Array, *, floor: object, exp2: Callable[[jax.Array], jax.Array]
+    x: jax.Array, *, floor: object, exp2: Callable[[jax.Array], jax.Array], fma: object
 ) -> jax.Array:
-    del floor
+    del floor, fma
     return exp2(x)
 
 
