@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cache_helpers import assert_same_bits
 from kernel_helpers import lower_for_cuda
 from test_decode import BASE, HEADS, OPTIONS, assert_close, configured, decode, oracle_of, stored
 from test_decode import tokens as random_tokens
@@ -194,6 +195,32 @@ def test_transforms():
     np.testing.assert_allclose(jax.vmap(one)(query, stacked), jnp.stack(want), atol=1e-6)
     _, scanned = jax.lax.scan(lambda c, x: (c, one(*x)), None, (query, stacked))
     np.testing.assert_allclose(scanned, jnp.stack(want), atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["int8", "int8_fp8"])
+def test_prefill_shares_its_codes_with_the_cache(mode):
+    """One pass over keys and values: the same cache bits and the same outputs as plain JAX."""
+    config = tj.TurboConfig(mode=mode, num_low_bit_key_heads=1)
+    key, value = (normal(i, (3, 150, 2, 64)) for i in (8, 9))
+    query, lengths = normal(10, (3, 150, 4, 64)), jnp.array([150, 64, 0])
+    results = []
+    for name in ("triton", "xla"):
+        cache = tj.init_cache(3, 200, 2, 64, config=config, dtype=jnp.float32)
+        results.append(
+            tj.prefill(
+                query,
+                key,
+                value,
+                cache,
+                key_value_seq_lengths=lengths,
+                implementation=name,
+                return_residual=True,
+            )
+        )
+    ((out, lse), cache), ((want, want_lse), want_cache) = results
+    np.testing.assert_allclose(out, want, atol=2e-5)
+    np.testing.assert_allclose(lse, want_lse, atol=2e-6)
+    assert_same_bits(cache, want_cache)
 
 
 LOWERED = [

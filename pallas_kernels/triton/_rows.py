@@ -6,11 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.triton._common import E4M3_MAX, rint
-from pallas_kernels.triton._quantize import (
-    clamped_stage1_codes,
-    magnitude_bits,
-    scale_from_bits,
-)
+from pallas_kernels.triton._quantize import clamped_stage1_codes, scale_from_maximum
 
 _RECIPROCAL_MAX = 0.002232142857142857  # 1 / 448
 _TINY = 1.1754943508222875e-38
@@ -33,8 +29,13 @@ def quantize_rows(
     if mode == "float":
         return parts, jnp.ones(parts[0].shape[0], jnp.float32)
     wide = tuple(x.astype(jnp.float32) for x in parts)
-    bits = functools.reduce(jnp.maximum, [jnp.max(magnitude_bits(x), axis=1) for x in wide])
-    maximum, scale = scale_from_bits(bits)
+    magnitudes = [jnp.abs(x) for x in wide]
+    maximum = functools.reduce(jnp.maximum, [jnp.max(x, axis=1) for x in magnitudes])
+    # A maximum loses NaN. (One of bit patterns would not, but gave wrong rows on an H100 where
+    # the rows were masked loads of 48 channels.)
+    lost = [jnp.max(jnp.where(x < jnp.inf, 0.0, 1.0), axis=1) for x in magnitudes]
+    maximum = jnp.where(functools.reduce(jnp.maximum, lost) > 0, jnp.nan, maximum)
+    scale = scale_from_maximum(maximum)
     if mode == "fp8":
         scale = maximum * _RECIPROCAL_MAX
         scale = jnp.where(scale < _TINY, 1.0, scale)

@@ -102,6 +102,15 @@ def store_prompt(
       NotImplementedError: if the implementation asked for cannot run this, or when it is
         differentiated.
     """
+    check_prompt(cache, key, value, lengths)
+    chosen = STORE_PROMPT.select(implementation, cache=cache, key=key)
+    return refuse_gradients(chosen.run, "prefill")(cache, key, value, lengths)
+
+
+def check_prompt(
+    cache: ProgressiveCache, key: jax.Array, value: jax.Array, lengths: jax.Array
+) -> None:
+    """Raises unless this prompt fits this cache; under `jit`, lengths cannot be seen."""
     check_cache_arguments(cache, key, value)
     if _checks.is_concrete(lengths, cache.lengths):
         held, new = np.asarray(cache.lengths), np.asarray(lengths)
@@ -111,8 +120,6 @@ def store_prompt(
             raise ValueError(
                 f"prompt lengths {new.tolist()} must be at most max_length={cache.max_length}"
             )
-    chosen = STORE_PROMPT.select(implementation, cache=cache, key=key)
-    return refuse_gradients(chosen.run, "prefill")(cache, key, value, lengths)
 
 
 def check_cache_arguments(cache: ProgressiveCache, key: jax.Array, value: jax.Array) -> None:

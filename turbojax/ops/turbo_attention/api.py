@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from turbojax import _checks
 from turbojax._gradient import refuse_gradients
 from turbojax.cache.progressive import ProgressiveCache
-from turbojax.cache.update import check_cache_arguments, store_prompt
+from turbojax.cache.triton import store_prompt_triton
+from turbojax.cache.update import STORE_PROMPT, check_cache_arguments, check_prompt
 from turbojax.config import TurboConfig
 from turbojax.ops.registry import Implementation, ImplementationName, Registry
 from turbojax.ops.turbo_attention import decode_reference, jax_triton, reference, triton
@@ -151,24 +152,35 @@ def prefill(
     batch, size = key.shape[:2]
     if query.ndim != 4 or query.shape[1] != size:
         raise ValueError(f"{query.shape=} must be [B, {size}, N, H]: one query per key")
+    _checks.check_query_key_value(query, key, value)
     lengths = _checks.check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch, size)
-    out = turbo_attention(
-        query,
-        key,
-        value,
-        config=cache.config,
-        scale=scale,
-        is_causal=is_causal,
-        query_seq_lengths=lengths,
-        key_value_seq_lengths=lengths,
-        local_window_size=local_window_size,
-        logits_soft_cap=logits_soft_cap,
-        implementation=implementation,
-        return_residual=return_residual,
-    )
-    # By the query alone it would have a gradient, by the keys, which the cache rounds, none.
-    out = refuse_gradients(lambda x: x, "prefill")(out)
-    return out, store_prompt(cache, key, value, lengths)
+    check_prompt(cache, key, value, lengths)
+    options = _options(query, scale, is_causal, local_window_size, logits_soft_cap)
+    options["config"] = cache.config
+    attend = ATTENTION.select(implementation, query=query, key=key, value=value, **options)
+    # jax_triton attends only: its caches are written by whatever is best.
+    writer = None if implementation == "jax_triton" else implementation
+    store = STORE_PROMPT.select(writer, cache=cache, key=key)
+    shares_codes = store.name == "triton" and attend.name != "xla" and cache.config.mode == "int8"
+
+    def run(
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        cache: ProgressiveCache,
+        lengths: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, ProgressiveCache]:
+        inside = jnp.clip(lengths, 0, size)
+        if shares_codes:  # one pass over keys and values serves both
+            filled, codes = store_prompt_triton(cache, key, value, lengths, with_operands=True)
+            extra = {"stage1": codes and tuple(codes)}
+        else:
+            filled, extra = store.run(cache, key, value, lengths), {}
+        return *attend.run(query, key, value, inside, inside, **options, **extra), filled
+
+    call = refuse_gradients(run, "prefill")
+    out, residual, filled = call(query, key, value, cache, lengths)
+    return ((out, residual) if return_residual else out), filled
 
 
 def decode(

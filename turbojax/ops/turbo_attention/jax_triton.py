@@ -8,7 +8,7 @@ import jax
 from turbojax._device import interpreting, needs_gpu
 from turbojax.config import TurboConfig
 from turbojax.ops.turbo_attention.masking import Visibility
-from turbojax.ops.turbo_attention.operands import quantize_operands
+from turbojax.ops.turbo_attention.operands import Stage1, quantize_operands
 from turbojax.sas import SAS
 
 _MAX_HEAD_DIM = 256
@@ -17,6 +17,7 @@ _BLOCK_KV = (32, 64, 128)
 _MAX_HEAD_SIZE = 2**31
 
 
+@functools.partial(jax.jit, static_argnames=("config", "scale", "visibility", "logits_soft_cap"))
 @functools.partial(jax.jit, static_argnames=("config", "scale", "visibility", "logits_soft_cap"))
 def attention(
     query: jax.Array,
@@ -29,6 +30,7 @@ def attention(
     scale: float,
     visibility: Visibility,
     logits_soft_cap: float | None,
+    stage1: Stage1 | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Prefill attention with the numerics of `config`, as `reference.attention` defines them.
 
@@ -46,6 +48,7 @@ def attention(
       scale: factor of the scores.
       visibility: causality and window.
       logits_soft_cap: optional cap.
+      stage1: the codes of keys and values, if they are there already.
 
     Returns:
       out ``[B, T, N, H]`` in the query's dtype and the float32 log-sum-exp ``[B, T, N]``.
@@ -64,7 +67,7 @@ def attention(
             softmax.coefficients, softmax.threshold, softmax.base
         )
     return kernel.attention(
-        *quantize_operands(query, key, value, query_length, key_length, config),
+        *quantize_operands(query, key, value, query_length, key_length, config, stage1),
         query_length,
         key_length,
         tokens=query.shape[1],

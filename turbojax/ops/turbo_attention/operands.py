@@ -32,6 +32,10 @@ class Operands(NamedTuple):
     v_scale: jax.Array
 
 
+Stage1 = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+"""The fields `k`, `k_scale`, `v` and `v_scale` of `Operands`."""
+
+
 def quantize_operands(
     query: jax.Array,
     key: jax.Array,
@@ -39,6 +43,7 @@ def quantize_operands(
     query_length: jax.Array,
     key_length: jax.Array,
     config: TurboConfig,
+    stage1: Stage1 | None = None,
 ) -> Operands:
     """Stage 1 of Algorithm 1 for a whole call.
 
@@ -49,8 +54,11 @@ def quantize_operands(
       query_length: int32 ``[B]``; what stands past it counts as zero.
       key_length: int32 ``[B]``.
       config: mode and block sizes.
+      stage1: the keys' and values' part, if it is there already.
     """
     q = quantize_queries(query, query_length, config)
+    if stage1 is not None:
+        return Operands(*q, *stage1)
     k_blocks = blocks(key, key_length, config.block_kv)
     k, k_scale = numerics.quantize_scores_operand(k_blocks, config.mode, axis=(-2, -1))
     v_blocks = blocks(value, key_length, config.block_kv)

@@ -11,7 +11,7 @@ from turbojax.cache.progressive import CacheSide, ProgressiveCache
 from turbojax.config import TurboConfig
 from turbojax.ops.turbo_attention import numerics
 from turbojax.ops.turbo_attention.masking import Visibility
-from turbojax.ops.turbo_attention.operands import Operands, quantize_operands
+from turbojax.ops.turbo_attention.operands import Operands, Stage1, quantize_operands
 from turbojax.sas import SAS
 
 # Compute capabilities: int8 matrix units with asynchronous copies, and e4m3 conversions.
@@ -48,14 +48,16 @@ def attention(
     scale: float,
     visibility: Visibility,
     logits_soft_cap: float | None,
+    stage1: Stage1 | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`reference.attention`: stage 1 in XLA, then one kernel."""
+    """`reference.attention` as one kernel, after stage 1 in XLA where `stage1` does not hold it."""
     return _attention(
         query,
         key,
         value,
         query_length,
         key_length,
+        stage1,
         config=config,
         scale=scale,
         visibility=visibility,
@@ -73,6 +75,7 @@ def _attention(
     value: jax.Array,
     query_length: jax.Array,
     key_length: jax.Array,
+    stage1: Stage1 | None = None,
     *,
     config: TurboConfig,
     scale: float,
@@ -80,7 +83,7 @@ def _attention(
     logits_soft_cap: float | None,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    operands = quantize_operands(query, key, value, query_length, key_length, config)
+    operands = quantize_operands(query, key, value, query_length, key_length, config, stage1)
     return attend_operands(
         operands,
         query_length,
@@ -111,7 +114,7 @@ def attend_operands(
     """Launches the prefill kernel; see `pallas_kernels.triton.attention.attention`."""
     from pallas_kernels.triton import attention as kernel
 
-    tile, num_warps, num_stages = _ATTENTION_LAUNCH
+    tile, num_warps, num_stages = _ATTENTION_LAUNCH[config.mode]
     exp, unit = _exponential(config)
     settings = kernel.Settings(
         mode=config.mode,
@@ -133,7 +136,13 @@ def attend_operands(
     )
 
 
-_ATTENTION_LAUNCH = (64, 4, 3)
+# Query tile, warps, stages, by mode: the fastest on an H100 at head dim 128.
+_ATTENTION_LAUNCH = {
+    "int8": (64, 4, 3),
+    "int8_fp8": (128, 8, 3),
+    "fp8": (128, 8, 3),
+    "float": (64, 4, 3),
+}
 
 
 def _unsupported(config: TurboConfig, head_dim: int, sizes: list[int]) -> str | None:
@@ -233,7 +242,8 @@ def _decode(
     )
 
 
-_DECODE_WARPS, _DECODE_STAGES = 1, 3
+# More warps wait for each other; more stages take shared memory from other programs.
+_DECODE_WARPS, _DECODE_STAGES = 1, 2
 # Programs that fill a large GPU several times over, and blocks that are worth a program.
 _ENOUGH_PROGRAMS, _FEWEST_BLOCKS = 1024, 1
 
