@@ -1,5 +1,6 @@
 """The choice of an implementation, and refusals in words."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -38,10 +39,20 @@ def test_unknown_and_absent_names_differ():
         _registry().select("xla", size=2)
 
 
-def test_attention_refuses_kernels_that_do_not_exist_yet():
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="says what a CPU lacks")
+def test_kernels_say_what_a_cpu_lacks():
     x = jnp.ones((1, 8, 2, 64))
-    with pytest.raises(NotImplementedError, match="turbo_attention has no implementation='triton'"):
-        tj.turbo_attention(x, x, x, implementation="triton")
+    for name in ("triton", "jax_triton"):
+        with pytest.raises(NotImplementedError, match=f"turbo_attention cannot run here: {name}: "):
+            tj.turbo_attention(x, x, x, implementation=name)
+    cache = tj.append(tj.init_cache(1, 8, 2, 64, dtype=jnp.float32), x, x)
+    words = "triton: needs an NVIDIA GPU of compute capability 8.0 or newer; jax's default backend"
+    with pytest.raises(NotImplementedError, match=words):
+        tj.decode(x, cache, implementation="triton")
+
+
+def test_an_implementation_that_an_op_has_not():
+    x = jnp.ones((1, 8, 2, 64))
     cache = tj.append(tj.init_cache(1, 8, 2, 64, dtype=jnp.float32), x, x)
     with pytest.raises(NotImplementedError, match="decode has no implementation='mosaic_gpu'"):
         tj.decode(x, cache, implementation="mosaic_gpu")

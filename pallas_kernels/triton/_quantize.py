@@ -227,7 +227,7 @@ def write_block(
             low, high = jnp.minimum(low, run), jnp.maximum(high, run)
         low, high = jnp.min(low, axis=0), jnp.max(high, axis=0)
         # A quotient by 15, 7 or 3 is never halfway, so that it need not be exact.
-        steps = _shift(high - low, float(1 / top), interpret) - _ROUNDER
+        steps = _shift(high - low, 1 / top, interpret) - _ROUNDER
         scale = jnp.maximum(1.0, steps)
         reciprocal = 1 / scale
         zero = _shifted_quotient(low, reciprocal, interpret) - _ROUNDER
