@@ -12,6 +12,7 @@ Numbers are those of `turbojax.quantizers`, bit for bit, in fewer operations: th
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -213,7 +214,7 @@ def write_block(
       nothing: see `unknown_zero`.
       interpret: whether the kernel is interpreted.
     """
-    top: jax.Array | np.float32
+    top: Any
     top, *lower = (np.float32(2**bits - 1) for bits in layout.bits)
     if lower:
         top = jnp.where(slot < layout.heads[0], top, lower[0])
