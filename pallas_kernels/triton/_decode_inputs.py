@@ -98,5 +98,5 @@ def load_query(
         x = plgpu.load(ref, mask=is_row[:, None] & span.inside()[None, :], other=0)
         # The factor of the scores stays positive, so that it does not move the maximum.
         parts.append(x if s.scale >= 0 else -x)
-    codes, scale = quantize_rows(tuple(parts), s.mode, s.interpret)
+    codes, scale = quantize_rows(tuple(parts), s.mode)
     return Query(codes, scale * abs(s.scale), begin + t, is_row & (t < query_length))
