@@ -11,7 +11,9 @@ in which all buffers are full reads and writes some 2 MB more, once in `buffer_s
   target      at most twice that a side
 
 Ladder:
-  v1  a head of a sequence per program, blocks in a loop                  (not measured yet)
+  v1  a head of a sequence per program, blocks in a loop. Not timed alone. A decode step of a
+      model of Llama-3-8B's shape at batch 16, two launches in each of 32 layers included, takes
+      6.9 ms with it and 6.9 ms with an exact cache.
 """
 
 import functools

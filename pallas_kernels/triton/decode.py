@@ -15,13 +15,17 @@ all products are of int8 codes and exact; those of the values act on a block's r
 and the int8 buffer, has its own softmax, merged by log-sum-exp, first inside a program, then over
 programs (`merge`).
 
-The ladder, same case, H100, jax 0.11.2 (cuDNN on bfloat16 keys and values: 684 us):
+The ladder, same case, H100, jax 0.11.2 (cuDNN on bfloat16 keys and values: 684 to 694 us):
   v1  queries as 16 padded rows, 4 warps: 458 us. One warp, so that no step waits for others
       (no barrier, no shared row maximum): 384 us.
-  v2  tokens as rows, 8 padded columns: half the exponentials, half the updates of the output;
-      scaling and subtracting the maximum in one instruction: 323 us, 2.1 times cuDNN. 236
-      registers leave 8 warps to a multiprocessor, which issue 1.5 instructions a clock: it is
-      bound by the latency of about 1,700 instructions a block, not by memory (46 %).
+  v2  tokens as rows, 8 padded columns: half the exponentials, half the updates of the output:
+      323 us, 2.14 times cuDNN. 236 registers leave 8 warps to a multiprocessor, which issue 1.5
+      instructions a clock: it is bound by the latency of some 1,700 instructions a block, not
+      by memory (46 %). Two or four warps, more programs, or stages: 330 to 520 us.
+  v3  fused multiply-adds, cheaper planes: no difference. Blocks of 128 tokens: 293 us.
+Other widths go through one tile for the whole axis, each byte loaded once for every code in it:
+2 bits 648 us, 3 bits 1,490 us, half of the heads at 2 bits 782 us (all four pairs of widths in one
+kernel). Next: narrow runs as products of 32, one launch for each pair of widths.
 """
 
 import functools

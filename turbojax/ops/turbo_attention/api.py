@@ -71,7 +71,8 @@ def turbo_attention(
       local_window_size: optional `w` or ``(left, right)``: query `t` sees keys in
         ``[t - left, t + right]``.
       logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
-      implementation: ``"xla"``, or None to choose.
+      implementation: ``"jax_triton"``, ``"triton"`` or ``"xla"``, or None for the first of them
+        that can run this. A name never falls back to another.
       return_residual: also return the log-sum-exp of the scores.
 
     Returns:
@@ -133,7 +134,8 @@ def prefill(
         stands in the padding changes nothing; its outputs are 0 and ``-inf``.
       local_window_size: see `turbo_attention`.
       logits_soft_cap: see `turbo_attention`.
-      implementation: see `turbo_attention`.
+      implementation: see `turbo_attention`; it names what writes the cache too (beside
+        ``"jax_triton"``, which only attends, that is chosen).
       return_residual: see `turbo_attention`.
 
     Returns:
@@ -210,7 +212,7 @@ def decode(
         Under `jit` values outside ``0..T`` act as the nearest bound.
       local_window_size: optional `w` or ``(left, right)``, relative to the query's position.
       logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
-      implementation: ``"xla"``, or None to choose.
+      implementation: ``"triton"`` or ``"xla"``, or None to choose.
       return_residual: also return the log-sum-exp of the scores.
 
     Returns:
