@@ -84,7 +84,7 @@ def decode_table() -> str:
 def prefill_table() -> str:
     """Prefill of one model against cuDNN."""
     name, report = latest("attention")
-    table = tables.prefill_table(report, README_MODEL)
+    table = tables.prefill_table(report, README_MODEL, short=True)
     return f"{table} {tables.source(name, report, 'benchmarks/results/')}"
 
 

@@ -18,6 +18,10 @@ DECODE_METHODS = {
 }
 README_DECODE_METHODS = ("turbo-4bit", "turbo-2/4bit", "kivi-4bit")
 PREFILL_MODES = ("int8", "int8_fp8", "fp8", "float")
+# The reason of rows that a run had no time for: tables count them.
+OUT_OF_TIME = "the time given to this run was over"
+# What our kernels' names begin with; merging and quantizing by XLA have other names.
+_OUR_KERNELS = ("turbojax_", "attention_kernel")
 
 
 def finished(result: Result, operation: str) -> list[Row]:
@@ -27,9 +31,15 @@ def finished(result: Result, operation: str) -> list[Row]:
 
 
 def shapes(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Rows by shape, in the order of the file."""
+    """Rows by shape: models in the order of the file, then by batch and tokens."""
+    rows = list(rows)
+    models = [row["model"] for row in rows]
+
+    def order(row: Row) -> tuple[int, ...]:
+        return models.index(row["model"]), row["batch"], row["tokens"], row["is_causal"]
+
     grouped: dict[str, list[Row]] = {}
-    for row in rows:
+    for row in sorted(rows, key=order):
         grouped.setdefault(shape_label(row), []).append(row)
     return grouped
 
@@ -56,6 +66,30 @@ def mode_of(row: Row) -> str | None:
     """The mode of one of our prefills, or None: ``turbo-int8_fp8-sas2-128``."""
     parts = row["method"].split("-")
     return parts[1] if parts[0] == "turbo" and parts[1] in PREFILL_MODES else None
+
+
+def softmax_of(row: Row) -> str:
+    """The softmax of one of our prefills: ``exact``, ``sas`` or ``sas2``."""
+    return row["method"].split("-")[2]
+
+
+def alone(row: Row) -> float | None:
+    """Microseconds of our kernels alone, or all of cuDNN's; None if neither ran.
+
+    Not in it: what XLA does before and after them, such as quantizing the operands of a prefill, or
+    filling a new cache with zeros.
+    """
+    if is_cudnn(row):
+        return row["us"]
+    found = [k["us"] for k in row["kernels"] if k["name"].startswith(_OUR_KERNELS)]
+    return sum(found) if found else None
+
+
+def cut(result: Result, operation: str) -> str:
+    """One sentence on the rows that a run had no time for, or nothing."""
+    rows = [row for row in result["rows"] if row["operation"] == operation]
+    count = sum(row.get("reason") == OUT_OF_TIME for row in rows)
+    return f"{count} of {len(rows)} rows were not run: {OUT_OF_TIME}." if count else ""
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
@@ -113,36 +147,57 @@ def decode_table(result: Result, methods: Iterable[str] = DECODE_METHODS, model:
     return _table(header, lines) + f"\n\n{note}times faster than cuDNN on bfloat16."
 
 
-def prefill_table(result: Result, model: str = "") -> str:
-    """Prefill by shape: TFLOP/s of the fastest variant of each mode, against cuDNN.
+def prefill_table(result: Result, model: str = "", *, short: bool = False) -> str:
+    """Prefill by shape: TFLOP/s of the whole call and of attention alone, against cuDNN.
 
     Args:
       result: of the attention suite.
       model: only this model's shapes, if given.
+      short: only the fastest variant of each 8-bit mode, in place of one for each implementation
+        and kind of softmax.
     """
     rows = [row for row in finished(result, "prefill") if model in ("", row["model"])]
-    present = {mode_of(row) for row in rows}
-    columns = [mode for mode in PREFILL_MODES if mode in present]
     lines = []
     for label, group in shapes(rows).items():
         baseline = fastest(group, is_cudnn)
-        line = [label, "-" if baseline is None else _number(baseline["tflops_per_second"])]
-        for mode in columns:
-            row = fastest(group, lambda row, mode=mode: mode_of(row) == mode)
-            line.append("-" if row is None else _prefill_cell(row))
-        lines.append(line)
-    header = ["batch x tokens", "cuDNN bf16"] + [f"`{mode}`" for mode in columns]
+        if baseline is not None:
+            lines.append(_prefill_line(label, "cuDNN bf16", baseline, baseline))
+        for row in prefill_variants(group, short=short):
+            lines.append(_prefill_line(label, variant_label(row), row, baseline))
+    header = ["batch x tokens", "mode, kernel, softmax, block", "TFLOP/s", "over cuDNN"]
+    header += ["attention alone, TFLOP/s", "over cuDNN"]
+    kinds = "each 8-bit mode" if short else "each mode, kernel and kind of softmax"
     note = (
-        f"TFLOP/s of the whole call, quantization included ({_clock(rows)}), of the fastest "
-        "variant of each mode; in brackets its speed over cuDNN's, and which it is."
+        f"The fastest variant of {kinds} ({_clock(rows)}). The whole call quantizes Q, K and V "
+        "first; attention alone is the kernel that follows."
     )
     return _table(header, lines) + "\n\n" + note
 
 
-def _prefill_cell(row: Row) -> str:
-    softmax = row["method"].split("-")[2]
-    which = f"{row['implementation']}, {softmax}"
-    return f"{_number(row['tflops_per_second'])}{_speedup(row)} {which}"
+def prefill_variants(rows: Iterable[Row], *, short: bool = False) -> list[Row]:
+    """Our fastest row of each mode, implementation and kind of softmax, or of each 8-bit mode."""
+    best: dict[tuple[str, ...], Row] = {}
+    for row in sorted(rows, key=lambda row: row["us"]):
+        mode = mode_of(row)
+        if mode is None or (short and mode == "float"):
+            continue
+        kind = () if short else (row["implementation"], softmax_of(row)[:3])
+        best.setdefault((mode, *kind), row)
+    return sorted(best.values(), key=lambda row: PREFILL_MODES.index(mode_of(row) or ""))
+
+
+def variant_label(row: Row) -> str:
+    """``fp8, jax_triton, exact, 128``."""
+    return ", ".join((mode_of(row) or "", row["implementation"], *row["method"].split("-")[2:]))
+
+
+def _prefill_line(label: str, variant: str, row: Row, baseline: Row | None) -> list[str]:
+    line = [label, variant]
+    for us in (row["us"], alone(row)):
+        line.append("-" if us is None else _number(row["work"] / us / 1e6))
+        known = us is not None and baseline is not None
+        line.append(f"{baseline['us'] / us:.2f}x" if known else "-")
+    return line
 
 
 def _microseconds(row: Row | None) -> str:
@@ -150,19 +205,22 @@ def _microseconds(row: Row | None) -> str:
 
 
 def compress_table(result: Result) -> str:
-    """Compress by shape and cache."""
-    lines = [
-        [
+    """Compress by shape and cache: the whole call, and our kernels alone."""
+    copy = result["ceilings"]["copy"]
+    lines = []
+    for row in finished(result, "compress"):
+        line = [
             shape_label(row),
             f"{row['method'].removeprefix('turbo-')}, {row['implementation']}",
-            _number(row["us"]),
-            _number(row["gigabytes_per_second"]),
-            _percent(row),
-            f"{row['relative_l1']:.4f}",
         ]
-        for row in finished(result, "compress")
-    ]
-    header = ["batch x tokens", "cache", "us", "GB/s", "of copy bandwidth", "relative L1 of K, V"]
+        for us in (row["us"], alone(row)):
+            rate = None if us is None else row["work"] / us / 1e3
+            line.append("-" if us is None else _number(us))
+            line.append("-" if rate is None else f"{rate:,.0f}")
+            line.append("-" if rate is None or copy is None else f"{100 * rate / copy:.0f} %")
+        lines.append([*line, f"{row['relative_l1']:.4f}"])
+    header = ["batch x tokens", "cache", "us", "GB/s", "of copy"]
+    header += ["kernels alone, us", "GB/s", "of copy", "relative L1 of K, V"]
     return _table(header, lines)
 
 
@@ -172,10 +230,13 @@ def _percent(row: Row) -> str:
 
 
 def details_table(result: Result, operation: str) -> str:
-    """Every row of an operation, those that did not run with the reason."""
+    """Every row of an operation, those that did not run with the reason.
+
+    Rows that the run had no time for are counted under the table.
+    """
     lines = []
     for row in result["rows"]:
-        if row["operation"] != operation:
+        if row["operation"] != operation or row.get("reason") == OUT_OF_TIME:
             continue
         name = f"`{row['name'].removeprefix(operation + '/')}`"
         if row["status"] != "ok":
@@ -183,16 +244,16 @@ def details_table(result: Result, operation: str) -> str:
             lines.append([name, reason, *[""] * 7])
             continue
         main = row["kernels"][0]["us"] if row["kernels"] else None
-        alone = _number(main)
+        longest = _number(main)
         if main is not None and operation == "prefill":
-            alone += f" ({_number(row['work'] / main / 1e6)} TFLOP/s)"
+            longest += f" ({_number(row['work'] / main / 1e6)} TFLOP/s)"
         rate = row.get("gigabytes_per_second", row.get("tflops_per_second"))
         ratio = row.get("speedup_over_cudnn")
         lines.append(
             [
                 name,
                 _number(row["us"]),
-                alone,
+                longest,
                 _number(row["wall_us"]),
                 _number(rate),
                 _percent(row),
@@ -203,7 +264,8 @@ def details_table(result: Result, operation: str) -> str:
         )
     rate = "TFLOP/s" if operation == "prefill" else "GB/s"
     header = ["row", "us", "longest kernel", "wall us", rate, "of ceiling", "over cuDNN", "cosine"]
-    return _table([*header, "relative L1, RMSE"], lines)
+    missing = cut(result, operation)
+    return _table([*header, "relative L1, RMSE"], lines) + (f"\n\n{missing}" if missing else "")
 
 
 def ceilings_table(result: Result) -> str:
@@ -223,29 +285,33 @@ def ceilings_table(result: Result) -> str:
 
 
 def throughput_table(result: Result) -> str:
-    """Generation: the best throughput of each cache over the batches that fit."""
+    """Generation: the best throughput of each cache, and what stopped larger batches."""
     by_cache: dict[str, list[Row]] = {}
     for row in result["rows"]:
         by_cache.setdefault(row["cache"], []).append(row)
-    best = {
-        cache: max(
-            (row for row in rows if row["status"] == "ok"),
-            key=lambda row: row["tokens_per_second"],
-            default=None,
-        )
-        for cache, rows in by_cache.items()
-    }
+    best = {cache: _best(rows) for cache, rows in by_cache.items()}
     base = best.get("exact")
     lines = []
     for cache, row in best.items():
+        stops = [f"{r['batch']}: {r['status']}" for r in by_cache[cache] if r["status"] != "ok"]
+        stopped = ", ".join(sorted(set(stops), key=lambda stop: int(stop.split(":")[0])))
         if row is None:
-            lines.append([cache, "-", by_cache[cache][0]["status"], "-"])
+            lines.append([cache, "-", "-", "-", "-", stopped])
             continue
         ratio = "-"
         if base is not None:
             ratio = f"{row['tokens_per_second'] / base['tokens_per_second']:.2f}x"
-        lines.append([cache, str(row["batch"]), _number(row["tokens_per_second"], 4), ratio])
-    return _table(["cache", "best batch", "tokens per second", "over exact"], lines)
+        size = row.get("cache_bytes")
+        megabytes = "-" if size is None else f"{size / row['batch'] / 1e6:.1f}"
+        rate = _number(row["tokens_per_second"], 4)
+        lines.append([cache, str(row["batch"]), rate, ratio, megabytes, stopped or "-"])
+    header = ["cache", "best batch", "tokens per second", "over exact", "MB per sequence"]
+    return _table([*header, "did not run"], lines)
+
+
+def _best(rows: list[Row]) -> Row | None:
+    ran = (row for row in rows if row["status"] == "ok")
+    return max(ran, key=lambda row: row["tokens_per_second"], default=None)
 
 
 def one_line(row: Row) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 import oracles
 import pytest
 from attention_helpers import attend
+from cache_helpers import assert_same_bits
 
 import turbojax as tj
 from benchmarks.shapes import MODELS
@@ -189,6 +190,33 @@ def test_decode_of_real_models(name):
     query = normal(9, (1, 1, heads.query, heads.dim))
     got, want = both(decode, query, cache)
     assert_near(got[0], want[0], query.dtype, 1e-4)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_prefill_shares_its_codes_with_the_cache(mode):
+    """Whatever `None` chooses stores the bits of plain JAX and attends like it."""
+    config = tj.TurboConfig(mode=mode, num_low_bit_value_heads=1, softmax="exact")
+    query, key, value = (normal(i, (2, 500, h, 96)) for i, h in enumerate((8, 2, 2)))
+    call = jax.jit(tj.prefill, static_argnames=("implementation", "return_residual"))
+    results = []
+    for name in (None, "triton", "xla"):
+        cache = tj.init_cache(2, 600, 2, 96, config=config)
+        lengths = jnp.array([500, 130])
+        results.append(
+            call(
+                query,
+                key,
+                value,
+                cache,
+                key_value_seq_lengths=lengths,
+                implementation=name,
+                return_residual=True,
+            )
+        )
+    (want, want_cache) = results[-1]
+    for got, cache in results[:-1]:
+        assert_near(got[0], want[0], query.dtype, RELATIVE[mode])
+        assert_same_bits(cache, want_cache)
 
 
 def test_decode_of_128k_tokens_alone():

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from benchmarks import timing
+from benchmarks import tables, timing
 from benchmarks.shapes import Shape
 from benchmarks.suites import compress, decode, prefill
 from benchmarks.suites.common import Call, Case
@@ -99,7 +99,7 @@ def run(
     for group, case in rows:
         row = describe(group, case)
         if time.monotonic() > deadline:
-            on_row({**row, "status": "not run", "reason": "the time given to this run was over"})
+            on_row({**row, "status": "not run", "reason": tables.OUT_OF_TIME})
             continue
         try:
             if group != current:

@@ -16,13 +16,13 @@ not by conversions, which run at a quarter of the speed or less.
 
 Ladder, keys and values, 4 sequences of 32,768 tokens with 8 heads, H100, jax 0.11.2; shuffles and
 instructions counted in the PTX of a thread's 64 values:
-  v1  16-byte accesses: few threads along the channels, many along the tokens, among which the
-      channels' extremes are found by shuffles, 329 and 67 of 3760 and 2700 instructions:
-      1.01 and 1.68 TB/s
-  v2  accesses of 4 and 8 bytes, so that a warp lies along the channels, 18 shuffles of 2711 and
-      2480 instructions: 1.67 and 1.84 TB/s with 4 bytes
-  v3  fused multiply-adds, which the lowering does not form by itself: 2.08 TB/s (4 bytes) and
-      2.12 TB/s (8 bytes), 69 and 70 % of a copy; with the stage-1 codes 2.53 and 2.49 TB/s.
+  v1  a thread takes 16 channels: few threads along the channels, many along the tokens, among
+      which the channels' extremes are found by shuffles, 329 and 67 of 3760 and 2700
+      instructions: 1.01 and 1.68 TB/s
+  v2  2 to 4 channels, so that a warp lies along the channels, 18 shuffles of 2711 and 2480
+      instructions: 1.67 and 1.84 TB/s with 4
+  v3  fused multiply-adds, which the lowering does not form by itself: 2.08 TB/s with 2 channels
+      and 2.12 TB/s with 4, 69 and 70 % of a copy; with the stage-1 codes 2.53 and 2.49 TB/s.
       8 warps instead of 4: 1.81 and 1.82 TB/s
 """
 

@@ -24,10 +24,10 @@ dim 128, not causal, exact softmax; TFLOP/s, cuDNN on bfloat16 643 in the same r
 | 64 | 64, 4, 3, computed ahead (step 4) | 580 | 600 | 500 |
 | 128 | 128, 8, 3, SAS base e / base 2 | 495 / 537 | 480 / 515 | 413 / 438 |
 
-In another run (cuDNN 698, causal 641) the default reached 815 TFLOP/s in fp8 and 760 causal; with four
-stages 525, with the next 128 keys' scores computed ahead 386. So it is 1.17 to 1.19 times cuDNN, short
-of the 1.2 aimed at. What bounds it: about 8.5 instructions per score outside the matrix unit, which
-only the other program of the multiprocessor hides.
+In another run (cuDNN 698, causal 641) the default reached 815 TFLOP/s in fp8 and 760 causal; with
+four stages 525, with the next 128 keys' scores computed ahead 386. So it is 1.17 to 1.19 times
+cuDNN, short of the 1.2 aimed at. What bounds it: about 8.5 instructions per score outside the
+matrix unit, which only the other program of the multiprocessor hides.
 """
 
 import dataclasses
