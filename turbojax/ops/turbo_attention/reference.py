@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from turbojax.config import TurboConfig
 from turbojax.ops.turbo_attention import numerics
 from turbojax.ops.turbo_attention.masking import Visibility
+from turbojax.ops.turbo_attention.operands import blocks
 
 _State = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -53,10 +54,10 @@ def attention(
     q_blocks = _query_blocks(grouped, config.block_q)
     q, q_scale = numerics.quantize_scores_operand(q_blocks, config.mode, axis=(-2, -1))
     k, k_scale = numerics.quantize_scores_operand(
-        _key_blocks(key, key_length, config.block_kv), config.mode, axis=(-2, -1)
+        blocks(key, key_length, config.block_kv), config.mode, axis=(-2, -1)
     )
     v, v_scale = numerics.quantize_values(
-        _key_blocks(value, key_length, config.block_kv), config.mode
+        blocks(value, key_length, config.block_kv), config.mode
     )
 
     def one_query_block(
@@ -84,8 +85,8 @@ def attention(
             jnp.full(rows, -jnp.inf, jnp.float32),
             jnp.zeros(rows, jnp.float32),
         )
-        blocks = (start // config.block_kv, -(-stop // config.block_kv))
-        return numerics.finish(*jax.lax.fori_loop(*blocks, step, empty))
+        bounds = (start // config.block_kv, -(-stop // config.block_kv))
+        return numerics.finish(*jax.lax.fori_loop(*bounds, step, empty))
 
     numbers = jnp.arange(q.shape[0], dtype=jnp.int32)
     out, residual = jax.lax.map(one_query_block, (numbers, q, q_scale))
@@ -139,15 +140,6 @@ def _query_blocks(query: jax.Array, block: int) -> jax.Array:
     query = jnp.pad(query, ((0, 0), (0, -length % block), (0, 0), (0, 0), (0, 0)))
     blocks = query.reshape(batch, -1, block, kv_heads, group, channels)
     return jnp.transpose(blocks, (1, 0, 3, 4, 2, 5))
-
-
-def _key_blocks(x: jax.Array, length: jax.Array, block: int) -> jax.Array:
-    """``[B, S, K, H]`` to blocks ``[B, K, n, block, H]``, zero past each length."""
-    batch, size, heads, channels = x.shape
-    valid = jnp.arange(size)[None] < length[:, None]
-    x = jnp.where(valid[:, :, None, None], x, jnp.zeros((), x.dtype))
-    x = jnp.pad(x, ((0, 0), (0, -size % block), (0, 0), (0, 0)))
-    return jnp.transpose(x.reshape(batch, -1, block, heads, channels), (0, 3, 1, 2, 4))
 
 
 def _at(x: jax.Array, block: jax.Array) -> jax.Array:
