@@ -6,6 +6,7 @@ matplotlib.
 """
 
 import argparse
+import dataclasses
 import functools
 import hashlib
 import json
@@ -65,9 +66,13 @@ def _attention_tables(name: str, result: Result) -> dict[str, Callable[[], str]]
 
 def _throughput_section(name: str, result: Result) -> str:
     table = tables.throughput_table(result)
-    notes = "".join(f"{note}. " for note in result.get("notes", ()))
+    notes = [note[0].upper() + note[1:] for note in result.get("notes", ())]
+    if settings := result.get("settings"):
+        shape = f"prompts of {settings['prompt']} tokens and {settings['new']} new ones"
+        notes.insert(0, f"A model of the shape {settings['model']}, {shape}")
+    text = "".join(f"{note}. " for note in notes)
     source = tables.source(name, result)
-    return f"{_picture('throughput.png')}{table}\n\n{notes}{source}"
+    return f"{_picture('throughput.png')}{table}\n\n{text}{source}"
 
 
 def _picture(name: str) -> str:
@@ -85,7 +90,7 @@ def newest(results: Path, prefixes: tuple[str, ...]) -> tuple[str, Result] | Non
 
 _ALT = {
     "decode_speed.png": "Decode: speed over cuDNN on bfloat16 by shape and cache",
-    "prefill_speed.png": "Prefill: TFLOP/s by shape and mode",
+    "prefill_speed.png": "Prefill: TFLOP/s by shape, mode and softmax",
     "throughput.png": "Generation: tokens per second against the batch size",
 }
 
@@ -97,77 +102,111 @@ def _figure(width: float) -> "Figure":
     return Figure(figsize=(width, 5), layout="constrained")
 
 
-def _bars(
-    figure: "Figure", labels: list[str], series: dict[str, list[float | None]], digits: int
-) -> Any:
-    """Grouped bars; a missing one stays empty.
+@dataclasses.dataclass(frozen=True)
+class _Bar:
+    """One bar.
+
+    Attributes:
+      height: of the filled part.
+      text: over the bar.
+      reach: of the pale part behind it, if there is one.
+    """
+
+    height: float
+    text: str
+    reach: float | None = None
+
+
+_COLORS = (*(f"C{i}" for i in range(10)), "black", "gold", "navy", "darkgreen")
+
+
+def _bars(figure: "Figure", groups: dict[str, dict[str, _Bar]], width: float) -> Any:
+    """Grouped bars, each group as wide as the bars it has.
 
     Args:
       figure: to draw into.
-      labels: of the groups.
-      series: heights by name.
-      digits: after the point, of the numbers over the bars.
+      groups: the bars of each group by the names of their series.
+      width: of a bar; the groups are 1 apart.
     """
     axes = figure.subplots()
-    width = 0.8 / max(1, len(series))
-    for i, (name, heights) in enumerate(series.items()):
-        at = [x - 0.4 + (i + 0.5) * width for x in range(len(labels))]
-        bars = axes.bar(at, [height or 0 for height in heights], width, label=name)
-        text = ["" if height is None else f"{height:.{digits}f}" for height in heights]
-        axes.bar_label(bars, text, fontsize=6, rotation=90, padding=2)
-    axes.set_xticks(range(len(labels)), labels, rotation=30, ha="right", fontsize=8)
-    axes.margins(y=0.15)
+    names = list(dict.fromkeys(name for group in groups.values() for name in group))
+    for i, name in enumerate(names):
+        at, bars = [], []
+        for x, group in enumerate(groups.values()):
+            if name in group:
+                place = [other for other in names if other in group].index(name)
+                at.append(x + (place + 0.5 - len(group) / 2) * width)
+                bars.append(group[name])
+        color = _COLORS[i % len(_COLORS)]
+        axes.bar(at, [bar.height for bar in bars], 0.92 * width, color=color, label=name)
+        tops = [max(bar.height, bar.reach or 0) for bar in bars]
+        axes.bar(at, tops, 0.92 * width, color=color, alpha=0.35)
+        for x, top, bar in zip(at, tops, bars, strict=True):
+            axes.annotate(
+                bar.text,
+                (x, top),
+                (0, 3),
+                textcoords="offset points",
+                rotation=90,
+                ha="center",
+                va="bottom",
+                fontsize=7,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.3},
+            )
+    axes.set_xticks(range(len(groups)), groups, rotation=30 if len(groups) > 4 else 0)
+    if len(groups) > 4:
+        for label in axes.get_xticklabels():
+            label.set(ha="right", rotation_mode="anchor")
+    axes.set_xlim(-0.6, len(groups) - 0.4)
+    axes.set_axisbelow(True)
     axes.grid(axis="y", alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=5, fontsize=8)
+    figure.legend(loc="outside lower center", ncols=min(6, len(names)), fontsize=8)
     return axes
 
 
 def decode_plot(result: Result) -> "Figure":
     """Speed over cuDNN by shape, one bar per cache."""
-    groups = tables.shapes(tables.finished(result, "decode"))
     ours = ("turbo-4bit", "turbo-2/4bit", "turbo-3bit", "turbo-2bit", "kivi-4bit")
-    series: dict[str, list[float | None]] = {}
-    for method in ours:
-        best = [
-            tables.fastest(rows, lambda row, method=method: row["method"] == method)
-            for rows in groups.values()
-        ]
-        heights = [None if row is None else row.get("speedup_over_cudnn") for row in best]
-        if any(heights):
-            series[tables.DECODE_METHODS[method]] = heights
+    groups: dict[str, dict[str, _Bar]] = {}
+    for label, rows in tables.shapes(tables.finished(result, "decode")).items():
+        groups[label] = {}
+        for method in ours:
+            row = tables.fastest(rows, lambda row, method=method: row["method"] == method)
+            if row is not None and (ratio := row.get("speedup_over_cudnn")) is not None:
+                groups[label][tables.DECODE_METHODS[method]] = _Bar(ratio, f"{ratio:.2f}")
     figure = _figure(12)
-    axes = _bars(figure, list(groups), series, digits=2)
-    axes.axhline(1, color="black", linewidth=1)
+    axes = _bars(figure, groups, 0.19)
+    axes.axhline(1, color="black", linewidth=1, zorder=0.5)
+    axes.margins(y=0.12)
     axes.set_title(f"Decode, one token per sequence, on {result['device']}")
-    axes.set_ylabel("times faster than cuDNN bf16")
+    axes.set_ylabel("times as fast as cuDNN bf16")
     return figure
 
 
 def prefill_plot(result: Result) -> "Figure":
-    """TFLOP/s by shape, one bar per mode and implementation."""
-    rows = tables.finished(result, "prefill")
-    groups = tables.shapes(rows)
-    kinds = [("cuDNN bf16", tables.is_cudnn)]
-    pairs = {(tables.mode_of(row), row["implementation"]) for row in rows}
-    for mode in tables.PREFILL_MODES:
-        for implementation in sorted({i for m, i in pairs if m == mode}):
-            kinds.append(
-                (
-                    f"{mode}, {implementation}",
-                    lambda row, kind=(mode, implementation): (
-                        (tables.mode_of(row), row["implementation"]) == kind
-                    ),
-                )
-            )
-    series: dict[str, list[float | None]] = {}
-    for label, matches in kinds:
-        best = [tables.fastest(group, matches) for group in groups.values()]
-        series[label] = [None if row is None else row["tflops_per_second"] for row in best]
+    """TFLOP/s by shape, one bar per mode and kind of softmax; pale: attention alone."""
+    groups: dict[str, dict[str, _Bar]] = {}
+    for label, rows in tables.shapes(tables.finished(result, "prefill")).items():
+        groups[label] = {}
+        if (row := tables.fastest(rows, tables.is_cudnn)) is not None:
+            groups[label]["cuDNN bf16"] = _rate_bar(row)
+        for row in tables.prefill_variants(rows):
+            softmax = "exact" if tables.softmax_of(row) == "exact" else "SAS"
+            name = f"{tables.mode_of(row)} {softmax}, {row['implementation']}"
+            groups[label][name] = _rate_bar(row)
     figure = _figure(12)
-    axes = _bars(figure, list(groups), series, digits=0)
-    axes.set_title(f"Prefill, fastest variant of each mode, on {result['device']}")
+    axes = _bars(figure, groups, 0.075)
+    axes.margins(y=0.2)
+    axes.set_title(f"Prefill on {result['device']}; pale and in brackets: attention alone")
     axes.set_ylabel("TFLOP/s, quantization included")
     return figure
+
+
+def _rate_bar(row: dict[str, Any]) -> _Bar:
+    rate, alone = row["tflops_per_second"], tables.alone(row)
+    reach = None if alone is None else row["work"] / alone / 1e6
+    text = f"{rate:.0f}" if reach is None or reach == rate else f"{rate:.0f} ({reach:.0f})"
+    return _Bar(rate, text, reach)
 
 
 def throughput_plot(result: Result) -> "Figure":
@@ -189,6 +228,7 @@ def throughput_plot(result: Result) -> "Figure":
             axes.plot(min(ended), 0, "x", color=line.get_color(), clip_on=False)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:.0f}")
+    axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.set_ylim(bottom=0)
     axes.set_title(f"Generation on {result['device']}")
     axes.set(xlabel="sequences in the batch (x: out of memory)", ylabel="tokens per second")

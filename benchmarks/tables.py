@@ -143,8 +143,8 @@ def decode_table(result: Result, methods: Iterable[str] = DECODE_METHODS, model:
             line.append("-" if row is None else _microseconds(row) + _speedup(row))
         lines.append(line)
     header = ["batch x tokens", "cuDNN bf16"] + [DECODE_METHODS[method] for method in columns]
-    note = f"Microseconds for one query token per sequence ({_clock(rows)}); in brackets how many "
-    return _table(header, lines) + f"\n\n{note}times faster than cuDNN on bfloat16."
+    note = f"Microseconds for one query token per sequence ({_clock(rows)}); in brackets the "
+    return _table(header, lines) + f"\n\n{note}speed over that of cuDNN on bfloat16."
 
 
 def prefill_table(result: Result, model: str = "", *, short: bool = False) -> str:
@@ -168,8 +168,8 @@ def prefill_table(result: Result, model: str = "", *, short: bool = False) -> st
     header += ["attention alone, TFLOP/s", "over cuDNN"]
     kinds = "each 8-bit mode" if short else "each mode, kernel and kind of softmax"
     note = (
-        f"The fastest variant of {kinds} ({_clock(rows)}). The whole call quantizes Q, K and V "
-        "first; attention alone is the kernel that follows."
+        f"The fastest variant of {kinds} ({_clock(rows)}). TFLOP/s of the whole call, which first "
+        "brings Q, K and V into the mode's number format, and of the attention kernel that follows."
     )
     return _table(header, lines) + "\n\n" + note
 
@@ -195,8 +195,7 @@ def _prefill_line(label: str, variant: str, row: Row, baseline: Row | None) -> l
     line = [label, variant]
     for us in (row["us"], alone(row)):
         line.append("-" if us is None else _number(row["work"] / us / 1e6))
-        known = us is not None and baseline is not None
-        line.append(f"{baseline['us'] / us:.2f}x" if known else "-")
+        line.append("-" if us is None or baseline is None else f"{baseline['us'] / us:.2f}x")
     return line
 
 
@@ -293,8 +292,8 @@ def throughput_table(result: Result) -> str:
     base = best.get("exact")
     lines = []
     for cache, row in best.items():
-        stops = [f"{r['batch']}: {r['status']}" for r in by_cache[cache] if r["status"] != "ok"]
-        stopped = ", ".join(sorted(set(stops), key=lambda stop: int(stop.split(":")[0])))
+        stops = {r["batch"]: _stop(r) for r in by_cache[cache] if r["status"] != "ok"}
+        stopped = ", ".join(f"{batch}: {stops[batch]}" for batch in sorted(stops))
         if row is None:
             lines.append([cache, "-", "-", "-", "-", stopped])
             continue
@@ -307,6 +306,11 @@ def throughput_table(result: Result) -> str:
         lines.append([cache, str(row["batch"]), rate, ratio, megabytes, stopped or "-"])
     header = ["cache", "best batch", "tokens per second", "over exact", "MB per sequence"]
     return _table([*header, "did not run"], lines)
+
+
+def _stop(row: Row) -> str:
+    """Why a batch was not measured; the text of an allocator's error says no more than its kind."""
+    return row["note"] if row["status"] == "skipped" else row["status"]
 
 
 def _best(rows: list[Row]) -> Row | None:

@@ -235,7 +235,7 @@ def _with_gpu_rows(result):
         if speed is not None:
             like = next(r for r in result["rows"] if r["status"] == "ok" and _same(r, row))
             row |= {**like, **{k: row[k] for k in ("name", "method", "implementation")}}
-            row |= {"us": speed, "kernels": [{"name": "kernel", "us": speed - 1}]}
+            row |= {"us": speed, "kernels": [{"name": "turbojax_kernel", "us": speed - 1}]}
             if "tflops_per_second" in row:
                 row["tflops_per_second"] = row["work"] / speed / 1e6
     result["rows"] = attention.with_ratios(result["rows"])
@@ -268,6 +268,13 @@ GENERATED = {
         {"cache": "exact", "batch": 2, "tokens_per_second": None, "status": "out of memory"},
         {"cache": "4bit", "batch": 1, "tokens_per_second": 9.0, "status": "ok"},
         {"cache": "4bit", "batch": 2, "tokens_per_second": 18.0, "status": "ok"},
+        {
+            "cache": "4bit",
+            "batch": 4,
+            "tokens_per_second": None,
+            "status": "skipped",
+            "note": "no time",
+        },
     ],
 }
 
@@ -289,10 +296,12 @@ def test_report_round_trip(result_file, tmp_path):
     ours = tables.fastest(decoded, lambda row: row["method"] == "turbo-4bit")
     assert f"| tiny 2 x 192 | 10 | {ours['us']:,.0f} ({10 / ours['us']:.2f}x) |" in text
     work = 4 * 4 * 128 * 128 * 64
-    assert f"| tiny 1 x 128 | {work / 10 / 1e6:.3g} | {work / 5 / 1e6:.3g} (2.00x)" in text
-    assert "triton, sas |" in text
+    assert f"| tiny 1 x 128 | cuDNN bf16 | {work / 10 / 1e6:.3g} | 1.00x |" in text
+    ours = f"{work / 5 / 1e6:.3g} | 2.00x | {work / 4 / 1e6:.3g} | 2.50x"
+    assert f"| tiny 1 x 128 | int8, triton, sas, 64 | {ours} |" in text
     assert "| `tiny/b2-s192/turbo-2/4bit/triton` | not run: " in text or timing.on_gpu()
-    assert "| 4bit | 2 | 18 | 1.80x |" in text
+    assert "| 4bit | 2 | 18 | 1.80x | - | 4: no time |" in text
+    assert "| exact | 1 | 10 | 1.00x | - | 2: out of memory |" in text
     for picture in pictures:
         assert f"]({picture})" in text
 
@@ -322,6 +331,82 @@ def test_readme_tables_appear_with_their_results(result_file, tmp_path, monkeypa
 
 def test_docs_show_the_newest_results():
     assert report.stale(readme.RESULTS, report.PAGE) == [], "run python -m benchmarks report"
+
+
+def test_compress_shows_the_kernels_without_what_surrounds_them():
+    row = {
+        "operation": "compress",
+        "status": "ok",
+        "model": "tiny",
+        "batch": 2,
+        "tokens": 192,
+        "is_causal": False,
+        "method": "turbo-4bit",
+        "implementation": "triton",
+        "us": 10.0,
+        "work": 1e6,
+        "relative_l1": 0.1,
+        "kernels": [
+            {"name": "loop_broadcast_fusion", "us": 5.0},
+            {"name": "turbojax_compress", "us": 3.0},
+            {"name": "turbojax_compress__1", "us": 1.0},
+        ],
+    }
+    by_xla = {**row, "implementation": "xla", "kernels": row["kernels"][:1]}
+    table = tables.compress_table({"ceilings": {"copy": 500.0}, "rows": [row, by_xla]})
+    assert "| 4bit, triton | 10 | 100 | 20 % | 4 | 250 | 50 % | 0.1000 |" in table
+    assert "| 4bit, xla | 10 | 100 | 20 % | - | - | - | 0.1000 |" in table
+
+
+def test_rows_without_time_are_counted_and_not_listed():
+    base = {"operation": "decode", "status": "not run"}
+    late = {**base, "reason": tables.OUT_OF_TIME}
+    rows = [{**late, "name": f"decode/late{i}"} for i in range(2)]
+    rows.append({**base, "name": "decode/x", "reason": "no GPU"})
+    table = tables.details_table({"rows": rows}, "decode")
+    assert "late" not in table
+    assert "| `x` | not run: no GPU |" in table
+    assert table.endswith(f"2 of 3 rows were not run: {tables.OUT_OF_TIME}.")
+
+
+def test_prose_agrees_with_the_results():
+    """The figures that docs/benchmarks.md and README.md name outside of their tables."""
+    _, result = report.newest(readme.RESULTS, ("attention",))
+    _, generated = report.newest(readme.RESULTS, ("generate", "throughput"))
+    rows = {row["name"]: row for row in result["rows"] if row["status"] == "ok"}
+    speed = {name: f"{row.get('speedup_over_cudnn', 0):.2f}x" for name, row in rows.items()}
+    long, short = "decode/llama3-8b/b16-s32768/", "decode/llama3-8b/b1-s1024/"
+    prompt = "prefill/llama3-8b/b2-s8192/"
+    four, best = rows[f"{long}turbo-4bit/triton"], rows[f"{prompt}turbo-fp8-exact-128/jax_triton"]
+    mixed = [speed[name] for name in rows if "decode" in name and "turbo-2/4bit" in name]
+    kivi = [speed[name] for name in rows if "decode" in name and "kivi-4bit" in name]
+    compressed = tables.alone(rows["compress/llama3-8b/b16-s32768/turbo-4bit/triton"])
+    ends = generated["summary"]
+    figures = [
+        f"it takes {four['us']:.0f} us",
+        f"tokens, {speed[four['name']]}, and",
+        f"({speed[f'{short}turbo-4bit/triton']}; ",
+        f"{four['percent_of_ceiling']:.0f} % of the ceiling",
+        f"at {min(mixed)} to {max(mixed)} of cuDNN",
+        f"3 bits reach {speed[f'{long}turbo-3bit/triton']},",
+        f"2 bits {speed[f'{long}turbo-2bit/triton']},",
+        f"{min(kivi)} to {max(kivi)}. At",
+        f"{speed[best['name']]} cuDNN with the quantization",
+        f"and {tables.alone(rows[f'{prompt}cudnn']) / tables.alone(best):.2f}x without it",
+        f"makes {speed[f'{prompt}turbo-fp8-sas2-128/jax_triton']} of cuDNN",
+        f"blocks of 64) {speed[f'{prompt}turbo-int8-sas-64/jax_triton']}.",
+        f"{compressed:,.0f} us or",
+        f"{ends['exact']['batch']} sequences and {ends['exact']['tokens_per_second']:,.0f} tokens",
+        f"makes {ends['4bit']['tokens_per_second']:,.0f} with {ends['4bit']['batch']},",
+        f"{ends['4bit']['ratio_to_exact']:.2f}x, where",
+    ]
+    page = " ".join(report.PAGE.read_text(encoding="utf-8").split())
+    assert [figure for figure in figures if figure not in page] == []
+    text = " ".join((readme.ROOT / "README.md").read_text(encoding="utf-8").split())
+    for cache in ends.values():
+        assert f"{cache['tokens_per_second']:,.0f}" in text
+        assert str(cache["batch"]) in text
+    assert f"reaches {speed[f'{prompt}turbo-int8-sas-64/jax_triton']} on this GPU" in text
 
 
 def test_a_reason_cannot_break_a_table():
