@@ -56,9 +56,7 @@ def attention(
     k, k_scale = numerics.quantize_scores_operand(
         blocks(key, key_length, config.block_kv), config.mode, axis=(-2, -1)
     )
-    v, v_scale = numerics.quantize_values(
-        blocks(value, key_length, config.block_kv), config.mode
-    )
+    v, v_scale = numerics.quantize_values(blocks(value, key_length, config.block_kv), config.mode)
 
     def one_query_block(
         operands: tuple[jax.Array, jax.Array, jax.Array],
