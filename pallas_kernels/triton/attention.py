@@ -96,7 +96,7 @@ def _load(ref: Ref, at: tuple[jax.Array, ...], rows: jax.Array, channels: Span) 
     return plgpu.load(
         ref.at[(*at, rows[:, None], channels.positions()[None, :])],
         mask=None if mask is None else mask[None, :],
-        other=None if mask is None else 0,
+        other=None if mask is None else jnp.zeros((), ref.dtype),
     )
 
 
@@ -205,7 +205,7 @@ def _step(
     v = plgpu.load(
         v_ref.at[(*at, channels.positions()[:, None], token[None, :])],
         mask=None if v_mask is None else v_mask[:, None],
-        other=None if v_mask is None else 0,
+        other=None if v_mask is None else jnp.zeros((), v_ref.dtype),
     )
     output, unit = _second_product(p, exp(block_max - shift), v, s)
     if s.mode == "int8":
