@@ -54,7 +54,8 @@ def test_equals_the_oracle(case, mode, softmax):
 
 
 @pytest.mark.parametrize(
-    ("mode", "block_q", "block_kv"), [("int8", 16, 32), ("fp8", 128, 128), ("int8_fp8", 8, 16)]
+    ("mode", "block_q", "block_kv"),
+    [("int8", 16, 32), ("fp8", 128, 128), ("int8_fp8", 8, 32), ("float", 8, 16)],
 )
 def test_other_block_sizes(mode, block_q, block_kv):
     """Scales follow the blocks; a program's tile of queries may hold several, or part of one."""
@@ -104,6 +105,26 @@ def test_nan_reaches_exactly_what_it_reaches_in_the_reference(mode, softmax):
         np.testing.assert_array_equal(np.isinf(a), np.isinf(b))
     assert np.isnan(got[0]).any()
     assert not np.isnan(got[0]).all()
+
+
+REFUSED = {
+    "short blocks": ({"block_kv": 16, "buffer_size": 64}, 64, "block_kv=16 must be at least 32"),
+    "odd blocks": ({"block_kv": 24, "buffer_size": 48}, 64, "block_kv=24 must be"),
+    "wide heads": ({}, 320, "head_dim=320 must be a multiple of 8 up to 256"),
+    "too large a tile": (
+        {"mode": "float", "block_kv": 128, "buffer_size": 128},
+        256,
+        "take 131072 bytes of shared memory, must be at most 65536",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name):
+    options, dim, message = REFUSED[name]
+    q, k, v = tensors(7, 1, 8, 8, 2, 1, dim)
+    with pytest.raises(NotImplementedError, match=message):
+        run(q, k, v, tj.TurboConfig(**options))
 
 
 def test_transforms():

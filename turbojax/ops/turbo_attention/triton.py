@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 
 from turbojax._device import interpreting, needs_gpu, unindexable
 from turbojax.cache.progressive import CacheSide, ProgressiveCache
@@ -17,8 +18,10 @@ from turbojax.sas import SAS
 # Compute capabilities: int8 matrix units with asynchronous copies, and e4m3 conversions.
 _AMPERE, _ADA = 8.0, 8.9
 _LARGEST_HEAD_DIM = 256
-_OPERAND_BYTES = {"int8": 1, "int8_fp8": 1, "fp8": 1, "float": 4}
 _MOST_QUERY_ROWS = 64
+_SHORTEST_8_BIT_BLOCK = 32
+# Shared memory: one key block at most, and the key and value blocks in flight.
+_LARGEST_TILE, _BYTES_IN_FLIGHT = 2**16, 96 * 2**10
 
 
 def attention_unsupported(
@@ -33,8 +36,30 @@ def attention_unsupported(
 ) -> str | None:
     """Why `turbo_attention` cannot run this here; None if it can."""
     del value, scale, visibility, logits_soft_cap
-    sizes = [math.prod(x.shape) * _OPERAND_BYTES[config.mode] for x in (query, key)]
+    if config.mode != "float" and config.block_kv < _SHORTEST_8_BIT_BLOCK:
+        return (
+            f"block_kv={config.block_kv} must be at least {_SHORTEST_8_BIT_BLOCK}: 8-bit products "
+            "take 32 tokens at a time"
+        )
+    bytes_each = _operand_bytes(config, query.dtype)
+    tile = _tile_bytes(config, query.shape[-1], bytes_each)
+    if tile > _LARGEST_TILE:
+        return (
+            f"block_kv={config.block_kv} keys of head_dim={query.shape[-1]} take {tile} bytes of "
+            f"shared memory, must be at most {_LARGEST_TILE}"
+        )
+    sizes = [math.prod(x.shape) * bytes_each for x in (query, key)]
     return _unsupported(config, query.shape[-1], sizes)
+
+
+def _operand_bytes(config: TurboConfig, dtype: jax.typing.DTypeLike) -> int:
+    """Bytes of one element of the products' operands."""
+    return jnp.dtype(dtype).itemsize if config.mode == "float" else 1
+
+
+def _tile_bytes(config: TurboConfig, head_dim: int, bytes_each: int) -> int:
+    """Shared memory of one key block, the head dim rounded up to a power of two."""
+    return config.block_kv * (1 << (head_dim - 1).bit_length()) * bytes_each
 
 
 def attention(
@@ -115,6 +140,9 @@ def attend_operands(
     from pallas_kernels.triton import attention as kernel
 
     tile, num_warps, num_stages = _ATTENTION_LAUNCH[config.mode]
+    bytes_each = _operand_bytes(config, operands.k.dtype)
+    block_bytes = 2 * _tile_bytes(config, operands.k.shape[-1], bytes_each)
+    num_stages = max(1, min(num_stages, _BYTES_IN_FLIGHT // block_bytes))
     exp, unit = _exponential(config)
     settings = kernel.Settings(
         mode=config.mode,
