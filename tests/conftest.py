@@ -3,7 +3,9 @@
 Warnings are errors; the exceptions are named, with the reason, in pyproject.toml.
 """
 
+import gc
 import os
+from pathlib import Path
 
 # Read by XLA when it starts: several test processes share one GPU, if there is one.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -31,6 +33,19 @@ hypothesis.settings.register_profile(
     database=None,
 )
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+# Every program that XLA compiles for a CPU holds a few memory maps, of which Linux allows a process
+# 65,530: beyond, the compiler crashes. Half of that leaves room for a large test.
+_MOST_MAPS = 30_000
+
+
+def pytest_runtest_teardown() -> None:
+    """Drops compiled programs where they become too many."""
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > _MOST_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 def _gpus() -> list[jax.Device]:
