@@ -1,0 +1,112 @@
+"""The queries of a decode program: loaded and quantized by every warp for itself.
+
+Stage 1 with the bits of `turbojax.quantizers`: one scale for each query.
+"""
+
+import struct
+from typing import Any
+
+from pallas_kernels.mosaic import _lane
+from pallas_kernels.mosaic._decode_block import channel_words
+from pallas_kernels.mosaic._decode_types import INT8_RANGE, Lane, Query, Shape
+from pallas_kernels.mosaic._lane import Float, Int, Pointer
+
+_TINY = 1.1754943508222875e-38
+_INFINITY = float("inf")
+
+
+def _float32(x: float) -> float:
+    """Rounded to float32."""
+    return float(struct.unpack("<f", struct.pack("<f", x))[0])
+
+
+def load_query(
+    pointer: Pointer,
+    at: tuple[Int, Int, Int],
+    sizes: tuple[int, int, int, int, str],
+    lengths: tuple[Int, Int],
+    shape: Shape,
+    lane: Lane,
+    factor: float,
+    unit: float,
+) -> Query:
+    """Loads and quantizes a program's queries; row ``head * T + token`` of its KV head.
+
+    Args:
+      pointer: to ``[B, T, N, H]``.
+      at: sequence, KV head, number of the row tile.
+      sizes: `T`, `N`, query heads of a KV head, `H`, name of the dtype.
+      lengths: position of the first token, and how many are real.
+      shape: sizes of the program.
+      lane: the lane.
+      factor: of the scores.
+      unit: of the exponential.
+    """
+    batch, head, tile = at
+    tokens, heads, group, head_dim, dtype = sizes
+    begin, length = lengths
+    width = 4 if dtype == "float32" else 2
+    codes, scales, positions = [], [], []
+    for number in range(shape.score_tiles):
+        base = tile * shape.rows + 4 * number
+        row = (base + (lane.g >> 1)).minimum(group * tokens - 1)
+        index = (batch * tokens + row % tokens) * heads + head * group + row // tokens
+        words = channel_words(
+            pointer.times(index, head_dim * width), lane, head_dim, shape.key_bits, width
+        )
+        x = [v for word in words for v in _numbers(word, dtype)]
+        # The factor of the scores stays positive, so that it does not move the maximum.
+        x = x if factor >= 0 else [-v for v in x]
+        scale = _scale(x)
+        quantized = [_code(v, scale) for v in x]
+        codes.append(
+            [
+                [(c & 255) << (8 * i) for i, c in enumerate(quantized[k : k + 4])]
+                for k in range(0, len(quantized), 4)
+            ]
+        )
+        scales.append(_lane.from_lane(scale, lane.t << 3) * (abs(factor) * unit))
+        own = base + lane.t
+        token = own % tokens
+        is_real = (own < group * tokens) & (token < length)
+        positions.append(is_real.where(begin + token, -1))
+    return Query(codes, scales, positions)
+
+
+def _numbers(word: Int, dtype: str) -> list[Float]:
+    """The one or two numbers in a word."""
+    if dtype == "float32":
+        return [word.as_float()]
+    if dtype == "bfloat16":
+        return [(word << 16).as_float(), (word & 0xFFFF0000).as_float()]
+    return [_lane.half_to_float(word), _lane.half_to_float(word >> 16)]
+
+
+def _scale(x: list[Float]) -> Float:
+    """Stage 1's scale of the row that four lanes share (`scale_from_maximum`)."""
+    magnitudes = [_lane.maximum(v, -v) for v in x]
+    top: Any = magnitudes[0]
+    bad: Any = _lane.number(0.0)
+    for v, m in zip(x, magnitudes, strict=True):
+        top = _lane.maximum(top, m)
+        # Zero, or NaN for what is not finite.
+        bad = _lane.fma(v, 0.0, bad)
+    top = _lane.reduce_lanes(top, _lane.maximum, (1, 2))
+    bad = _lane.reduce_lanes(bad, lambda a, b: a + b, (1, 2))
+    scale = ((top * _float32(1 / INT8_RANGE)).as_int() + 255) & -256
+    value = scale.as_float()
+    return (value < _TINY).where(1.0, value) + bad
+
+
+def _code(x: Float, scale: Float) -> Int:
+    """``rint(x / scale)``, settled by exact comparisons (`turbojax.quantizers.int8`)."""
+    limit = INT8_RANGE
+    quotient = _lane.minimum(_lane.maximum(x / scale, _lane.number(-limit)), _lane.number(limit))
+    shifted = quotient + _lane.ROUNDER
+    code, guess = shifted.as_int() - 0x4B400000, shifted - _lane.ROUNDER
+    rest, half = x - guess * scale, scale * 0.5
+    is_odd = (code & 1).equals(1)
+    above = (rest > half) | (is_odd & rest.equals(half))
+    below = (rest < -half) | (is_odd & rest.equals(-half))
+    code = code + above.where(_lane.integer(1), 0) - below.where(_lane.integer(1), 0)
+    return code.maximum(-int(limit)).minimum(int(limit))

@@ -1,0 +1,81 @@
+"""The end of a decode program: its warps' results, merged, and what it writes."""
+
+import functools
+
+from pallas_kernels.mosaic import _lane
+from pallas_kernels.mosaic._decode_inputs import Arrays, Program, Settings
+from pallas_kernels.mosaic._decode_types import LOG2_E, Lane, Numerics, Shape, State
+from pallas_kernels.mosaic._lane import Float, Int, Pointer
+
+
+def keep(shape: Shape, state: State, area: Pointer, lane: Lane, n: Numerics) -> None:
+    """Writes a warp's result to shared memory: outputs, maxima in powers of two, sums."""
+    _lane.warp_barrier()
+    size = shape.rows * shape.head_dim * 4
+    per_tile = shape.outputs // shape.output_tiles
+    with _lane.when((lane.t << 1) < min(shape.rows, 8)):
+        for tile in range(shape.output_tiles):
+            for k in range(shape.head_dim // 8):
+                channel = lane.g * (shape.head_dim // 8) + ((lane.rotation ^ (k % 4)) + k // 4 * 4)
+                for j in (0, 1):
+                    row = (lane.t << 1) + (8 * tile + j)
+                    index = (row * shape.head_dim + channel) << 2
+                    area.at(index).store(state.outputs[tile * per_tile + 2 * k + j])
+    for tile in range(shape.score_tiles):
+        total = _lane.reduce_lanes(state.totals[tile], lambda x, y: x + y, (4, 8, 16))
+        with _lane.when(lane.g.equals(0)):
+            at = area.at((lane.t + 4 * tile) << 2, size)
+            at.store(state.maxima[tile] * (LOG2_E / n.unit))
+            at.at(4 * shape.rows).store(total)
+
+
+def combine(a: Arrays, at: Program, area: Pointer, s: Settings) -> None:
+    """Merges the warps' results and writes the program's own."""
+    warps, threads = s.warps, 32 * s.warps
+    step, size = s.warp_bytes(a.head_dim), s.rows * a.head_dim
+    for i in range(-(-size // threads)):
+        element = _lane.thread() + i * threads
+        q, channel = element // a.head_dim, element % a.head_dim
+        row = at.tile * s.rows + q
+        with _lane.when((element < size) & (row < a.rows)):
+            statistics = [area.at(q << 2, 4 * size + w * step) for w in range(warps)]
+            maxima = [x.float() for x in statistics]
+            top = functools.reduce(_lane.maximum, maxima)
+            shift = (top > float("-inf")).where(top, 0.0)
+            weights = [_lane.exp2(m - shift) for m in maxima]
+            l = _lane.total(
+                [x.at(4 * s.rows).float() * w for x, w in zip(statistics, weights, strict=True)]
+            )
+            o = _lane.total(
+                [area.at(element << 2, w * step).float() * x for w, x in enumerate(weights)]
+            )
+            if a.is_final:
+                _write_final(a, at, (row, channel), (o, top, l))
+            else:
+                _write_partial(
+                    a, (at.pair * s.splits + at.split) * a.rows + row, channel, (o, top, l)
+                )
+
+
+def _write_final(
+    a: Arrays, at: Program, place: tuple[Int, Int], result: tuple[Float, Float, Float]
+) -> None:
+    (row, channel), (o, top, l) = place, result
+    out, lse = a.outputs
+    head, token = at.head * a.group + row // a.tokens, row % a.tokens
+    index = (at.batch * a.tokens + token) * a.heads + head
+    is_empty = l.equals(0.0)
+    total = is_empty.where(1.0, l)
+    width = 4 if a.dtype == "float32" else 2
+    out.times(index, a.head_dim * width).at(channel * width).store_as(o / total, a.dtype)
+    with _lane.when(channel.equals(0)):
+        value = top * (1 / LOG2_E) + _lane.log2(total) * (1 / LOG2_E)
+        lse.times(index, 4).store(is_empty.where(float("-inf"), value))
+
+
+def _write_partial(a: Arrays, index: Int, channel: Int, result: tuple[Float, Float, Float]) -> None:
+    o, maxima, sums = a.outputs
+    o.times(index, 4 * a.head_dim).at(channel << 2).store(result[0])
+    with _lane.when(channel.equals(0)):
+        maxima.times(index, 4).store(result[1])
+        sums.times(index, 4).store(result[2])

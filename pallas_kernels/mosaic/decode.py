@@ -1,0 +1,111 @@
+"""Decode: a few new queries per sequence against packed codes, for Hopper.
+
+Two numbers, for 16 sequences, 8 KV heads with 4 queries each, 32,768 tokens, head dim 128, 4 bits:
+  - bytes that must move: 571 MB (see `pallas_kernels.triton.decode`); at the 3.0 TB/s of a copy
+    190 us. One multiprocessor has some 790 clocks for a block of 64 tokens at 80 % of that.
+  - instructions: about 750 for a block and warp, see `_decode_block`; four schedulers issue 3,160
+    in those clocks.
+Memory is the floor. Target: 80 % of it, 235 us.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic import _lane
+from pallas_kernels.mosaic._decode_inputs import BARRIER_BYTES, Arrays, Program
+from pallas_kernels.mosaic._decode_inputs import Settings as Settings
+from pallas_kernels.mosaic._decode_inputs import stage_bytes as stage_bytes
+from pallas_kernels.mosaic._decode_result import combine
+from pallas_kernels.mosaic._decode_types import SparseExponential as SparseExponential
+from pallas_kernels.mosaic._decode_warp import walk
+from pallas_kernels.mosaic._lane import Pointer
+from pallas_kernels.triton._decode_inputs import Side as Side
+from pallas_kernels.triton._merge import merge
+
+_GRID = ("tile", "split", "pair")
+
+
+def _kernel(*refs: Any, s: Settings) -> None:
+    """One program; its body is written for single lanes."""
+    inputs, (slots, barriers) = refs[:-2], refs[-2:]
+    ids = tuple(lax.axis_index(name) for name in _GRID)
+    types = jax.tree.map(lambda _: plgpu.RefType(), (inputs, slots, barriers))
+
+    @plgpu.inline_mgpu(arg_types=(*types, (plgpu.Layout.WG_SPLAT(()),) * len(_GRID)))
+    def body(ctx: Any, refs: Any, slots: Any, barriers: Any, ids: Any) -> None:
+        del ctx
+        a = Arrays.of(refs, inputs)
+        at = Program.of(a, [_lane.scalar(x) for x in ids], s)
+        smem = (Pointer.to(slots), Pointer.to(barriers))
+        choice = _lane.integer(0)
+        for side in (a.key, a.value):
+            if len(side.codes) == 2:
+                is_low = side.slot(at.pair) >= side.heads[0]
+                choice = (choice << 1) + is_low.where(_lane.integer(1), 0)
+        groups = [(i, j) for i in range(len(a.key.codes)) for j in range(len(a.value.codes))]
+        for number, widths in enumerate(groups):
+            if len(groups) == 1:
+                walk(a, at, widths, smem, s)
+                continue
+            with _lane.when(choice.equals(number)):
+                walk(a, at, widths, smem, s)
+        _lane.block_barrier()
+        combine(a, at, smem[0], s)
+
+    body(inputs, slots, barriers, ids)
+
+
+def decode(
+    query: jax.Array,
+    key: Side,
+    value: Side,
+    lengths: jax.Array,
+    buffer_lengths: jax.Array,
+    query_lengths: jax.Array,
+    settings: Settings,
+) -> tuple[jax.Array, jax.Array]:
+    """Attends the last `T` cached tokens' queries to a cache; mode ``"int8"``.
+
+    Args:
+      query: ``[B, T, N, H]``, `H` 64, 128 or 256.
+      key: the keys.
+      value: the values.
+      lengths: int32 ``[B]``, tokens held.
+      buffer_lengths: int32 ``[B]``, those of them in the buffer.
+      query_lengths: int32 ``[B]``, how many of the `T` queries are real.
+      settings: numerics and launch.
+
+    Returns:
+      ``[B, T, N, H]`` in the query's dtype and the float32 log-sum-exp ``[B, T, N]``.
+    """
+    s = settings
+    batch, tokens, heads, head_dim = query.shape
+    kv_heads = key.buffer.shape[1]
+    rows, pairs = heads // kv_heads * tokens, batch * kv_heads
+    parts = (pairs, s.splits, rows)
+    out: list[Any] = [((*parts, head_dim), jnp.float32), (parts, jnp.float32), (parts, jnp.float32)]
+    if s.splits == 1:
+        out = [(query.shape, query.dtype), (query.shape[:3], jnp.float32)]
+    results = plgpu.kernel(
+        functools.partial(_kernel, s=s),
+        out_type=[jax.ShapeDtypeStruct(*x) for x in out],
+        scratch_types=[
+            plgpu.SMEM((s.warps * s.warp_bytes(head_dim),), jnp.uint8),
+            plgpu.SMEM((s.warps * s.stages * BARRIER_BYTES // 4,), jnp.int32),
+        ],
+        grid=(pl.cdiv(rows, s.rows), s.splits, pairs),
+        grid_names=_GRID,
+        num_threads=s.warpgroups,
+        thread_name="warpgroup",
+        kernel_name="turbojax_decode_hopper",
+    )(query, key, value, lengths, buffer_lengths, query_lengths)
+    if s.splits == 1:
+        return results[0], results[1]
+    o, m, l = results
+    return merge(o, m, l, query, kv_heads, interpret=False)

@@ -1,0 +1,160 @@
+"""The decode kernel for Hopper, on a CPU: what it refuses, how it is launched, that it lowers."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from kernel_helpers import lower_for_cuda
+
+import turbojax as tj
+from benchmarks.shapes import MODELS
+from turbojax import _device
+from turbojax.ops.turbo_attention import mosaic_decode
+from turbojax.ops.turbo_attention.masking import Visibility
+
+
+def abstract_cache(config=tj.TurboConfig(), *, batch=2, length=1024, kv_heads=2, head_dim=128):
+    return jax.eval_shape(lambda: tj.init_cache(batch, length, kv_heads, head_dim, config=config))
+
+
+def abstract_query(cache, *, tokens=1, group=4, dtype=jnp.bfloat16):
+    shape = (cache.batch_size, tokens, cache.num_kv_heads * group, cache.head_dim)
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def lower(query, cache, *, visibility=None, logits_soft_cap=None, launch=None):
+    def run(query, cache, lengths):
+        return mosaic_decode.decode(
+            query,
+            cache,
+            lengths,
+            scale=0.1,
+            visibility=visibility or Visibility(True, None),
+            logits_soft_cap=logits_soft_cap,
+            launch=launch,
+        )
+
+    lengths = jax.ShapeDtypeStruct((cache.batch_size,), jnp.int32)
+    return lower_for_cuda(run, query, cache, lengths)
+
+
+@pytest.mark.parametrize("softmax", ["exact", tj.SAS(), tj.SAS(base="2")], ids=str)
+@pytest.mark.parametrize(("key_bits", "value_bits"), [(4, 4), (2, 2), (4, 2), (2, 4)])
+def test_it_lowers_for_every_width_and_softmax(softmax, key_bits, value_bits):
+    config = tj.TurboConfig(key_bits=key_bits, value_bits=value_bits, softmax=softmax)
+    cache = abstract_cache(config)
+    text = lower(abstract_query(cache), cache)
+    assert "mosaic_gpu" in text
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_it_lowers_for_every_head_dim_and_dtype(head_dim, dtype):
+    cache = abstract_cache(head_dim=head_dim)
+    assert "mosaic_gpu" in lower(abstract_query(cache, dtype=dtype), cache)
+
+
+@pytest.mark.parametrize(("group", "tokens"), [(1, 1), (4, 1), (5, 1), (16, 1), (4, 8), (16, 8)])
+def test_it_lowers_for_every_number_of_queries(group, tokens):
+    cache = abstract_cache()
+    assert "mosaic_gpu" in lower(abstract_query(cache, group=group, tokens=tokens), cache)
+
+
+def test_it_lowers_with_window_cap_mixed_widths_and_long_blocks():
+    config = tj.TurboConfig(
+        num_low_bit_key_heads=1, num_low_bit_value_heads=1, block_kv=128, buffer_size=128
+    )
+    cache = abstract_cache(config, head_dim=256)
+    text = lower(
+        abstract_query(cache, tokens=3),
+        cache,
+        visibility=Visibility(True, (300, 0)),
+        logits_soft_cap=30.0,
+    )
+    assert "mosaic_gpu" in text
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_only_a_split_head_needs_a_second_kernel(splits):
+    cache = abstract_cache()
+    text = lower(
+        abstract_query(cache), cache, launch=mosaic_decode.Launch(splits, warpgroups=2, stages=3)
+    )
+    assert ("turbojax_decode_merge" in text) == (splits > 1)
+
+
+def refusal(query, cache):
+    return mosaic_decode.decode_unsupported(
+        query=query,
+        cache=cache,
+        scale=1.0,
+        visibility=Visibility(True, None),
+        logits_soft_cap=None,
+    )
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_usual_head_dims_are_taken(hopper, name):
+    heads = MODELS[name]
+    cache = abstract_cache(kv_heads=heads.kv, head_dim=heads.dim)
+    found = refusal(abstract_query(cache, group=heads.query // heads.kv), cache)
+    assert (found is None) == (heads.dim in (64, 128, 256))
+
+
+@pytest.mark.parametrize(
+    ("config", "head_dim", "tokens", "words"),
+    [
+        (tj.TurboConfig(mode="fp8"), 128, 1, "config.mode='fp8' must be 'int8'"),
+        (tj.TurboConfig(), 96, 1, "head_dim=96 must be one of (64, 128, 256)"),
+        (tj.TurboConfig(key_bits=3), 128, 1, "key bits (3,) must be in (2, 4)"),
+        (tj.TurboConfig(block_kv=32), 128, 1, "block_kv=32 must be one of (64, 128)"),
+        (tj.TurboConfig(buffer_size=128), 128, 1, "buffer_size=128 must be block_kv=64"),
+        (tj.TurboConfig(), 128, 33, "132 queries of a KV head must be at most 128"),
+    ],
+)
+def test_refusals_name_value_and_requirement(hopper, config, head_dim, tokens, words):
+    cache = abstract_cache(config, head_dim=head_dim)
+    assert refusal(abstract_query(cache, tokens=tokens), cache) == words
+
+
+@pytest.mark.parametrize("capability", [8.0, 8.9, 10.0, 12.0])
+def test_only_compute_capability_9_0_is_taken(monkeypatch, capability):
+    monkeypatch.setattr(_device, "gpu_compute_capability", lambda: capability)
+    cache = abstract_cache()
+    assert f"has {capability}" in refusal(abstract_query(cache), cache)
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "splits"),
+    [(1, 1024, 4), (1, 4096, 16), (16, 1024, 1), (16, 32768, 4), (64, 4096, 1), (1, 131072, 32)],
+)
+def test_short_caches_fill_the_gpu_and_long_ones_are_cut_evenly(batch, length, splits):
+    cache = abstract_cache(batch=batch, length=length, kv_heads=8)
+    launch = mosaic_decode.default_launch(abstract_query(cache), cache)
+    assert launch.splits == splits
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("batch", [1, 64])
+def test_blocks_in_flight_and_results_fit_shared_memory(head_dim, block, bits, batch):
+    from pallas_kernels.mosaic.decode import stage_bytes
+
+    config = tj.TurboConfig(key_bits=bits, value_bits=bits, block_kv=block, buffer_size=block)
+    cache = abstract_cache(config, batch=batch, length=32768, head_dim=head_dim)
+    launch = mosaic_decode.default_launch(abstract_query(cache, group=8), cache)
+    stage = stage_bytes(head_dim, block, (bits,), (bits,))
+    assert 4 * launch.warpgroups * launch.stages * stage <= 227 * 1024
+    # A warp leaves 8 queries' results where its blocks were.
+    assert 8 * (head_dim + 2) * 4 <= launch.stages * stage
+
+
+def test_an_unsplit_short_cache_has_blocks_for_one_stage_only():
+    cache = abstract_cache(length=64)
+    launch = mosaic_decode.default_launch(abstract_query(cache), cache)
+    assert launch == mosaic_decode.Launch(splits=1, warpgroups=1, stages=1)

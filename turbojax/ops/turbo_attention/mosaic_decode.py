@@ -1,0 +1,159 @@
+"""The Mosaic GPU kernel behind `decode` on Hopper: what it takes, how it is launched."""
+
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+
+from turbojax._device import needs_hopper
+from turbojax.cache.progressive import CacheSide, ProgressiveCache
+from turbojax.config import TurboConfig
+from turbojax.ops.turbo_attention import tuning
+from turbojax.ops.turbo_attention.masking import Visibility
+from turbojax.sas import SAS
+
+if TYPE_CHECKING:
+    from pallas_kernels.mosaic.decode import Side, SparseExponential
+
+_HEAD_DIMS = (64, 128, 256)
+_BLOCKS = (64, 128)
+_BITS = (2, 4)
+_MOST_QUERY_ROWS = 128
+# Of an H100.
+_MULTIPROCESSORS, _SHARED_MEMORY = 132, 227 * 2**10
+_WARPS = 4
+# Programs of a long call, and blocks that one of them should have.
+_EVEN, _ENOUGH_BLOCKS = 512, 64
+
+
+def decode_unsupported(
+    *,
+    query: jax.Array,
+    cache: ProgressiveCache,
+    scale: float,
+    visibility: Visibility,
+    logits_soft_cap: float | None,
+) -> str | None:
+    """Why `decode` cannot run this here; None if it can."""
+    del scale, visibility, logits_soft_cap
+    config = cache.config
+    rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
+    if config.mode != "int8":
+        return f"config.mode={config.mode!r} must be 'int8'"
+    if cache.head_dim not in _HEAD_DIMS:
+        return f"head_dim={cache.head_dim} must be one of {_HEAD_DIMS}"
+    if config.block_kv not in _BLOCKS:
+        return f"block_kv={config.block_kv} must be one of {_BLOCKS}"
+    if config.buffer_size != config.block_kv:
+        return f"buffer_size={config.buffer_size} must be block_kv={config.block_kv}"
+    for name, bits in (("key", cache.key.bits), ("value", cache.value.bits)):
+        if any(width not in _BITS for width in bits):
+            return f"{name} bits {bits} must be in {_BITS}"
+    if rows > _MOST_QUERY_ROWS:
+        return f"{rows} queries of a KV head must be at most {_MOST_QUERY_ROWS}"
+    return needs_hopper()
+
+
+class Launch(NamedTuple):
+    """What is tuned: programs of a KV head, warpgroups of a program, blocks in flight of a warp."""
+
+    splits: int
+    warpgroups: int
+    stages: int
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "visibility", "logits_soft_cap", "launch"))
+def decode(
+    query: jax.Array,
+    cache: ProgressiveCache,
+    query_length: jax.Array,
+    *,
+    scale: float,
+    visibility: Visibility,
+    logits_soft_cap: float | None,
+    launch: Launch | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`decode_reference.decode` as one kernel, and a merge where a KV head is split.
+
+    `launch` is for tuning; None takes it from the table.
+    """
+    from pallas_kernels.mosaic import decode as kernel
+
+    config = cache.config
+    rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
+    tile = 4 if rows <= 4 else 8
+    launch = launch or tuning.launch(
+        "mosaic_decode", default_launch(query, cache), **shape_of(query, cache)
+    )
+    settings = kernel.Settings(
+        exponential=_exponential(config),
+        key_bits=cache.key.bits,
+        value_bits=cache.value.bits,
+        block=config.block_kv,
+        scale=scale,
+        window=visibility.window,
+        soft_cap=logits_soft_cap,
+        rows=tile,
+        **launch._asdict(),
+    )
+    return kernel.decode(
+        query,
+        _side(cache.key),
+        _side(cache.value),
+        cache.lengths,
+        cache.buffer_lengths,
+        query_length,
+        settings,
+    )
+
+
+def shape_of(query: jax.Array, cache: ProgressiveCache) -> dict[str, dict[str, Any]]:
+    """Where a call stands in the table: traits and sizes, see `tuning.launch`."""
+    rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
+    tile = 4 if rows <= 4 else 8
+    traits = {
+        "key_bits": cache.key.bits,
+        "value_bits": cache.value.bits,
+        "head_dim": cache.head_dim,
+        "block_kv": cache.config.block_kv,
+        "rows": tile,
+    }
+    heads = cache.batch_size * cache.num_kv_heads * -(-rows // tile)
+    return {"traits": traits, "sizes": {"heads": heads, "blocks": cache.key.block_scale.shape[2]}}
+
+
+def default_launch(query: jax.Array, cache: ProgressiveCache) -> Launch:
+    """For shapes that were not tuned.
+
+    A short cache is cut so far that every multiprocessor has a program, down to one block for each
+    warp. A long one is cut a little finer than what runs at once, which evens out how fast programs
+    are served; each then has enough to do that merging does not show.
+    """
+    from pallas_kernels.mosaic.decode import stage_bytes
+
+    sizes = shape_of(query, cache)["sizes"]
+    heads, blocks = sizes["heads"], sizes["blocks"]
+    to_fill = min(blocks // _WARPS, _MULTIPROCESSORS // heads)
+    to_even_out = min(_EVEN // heads, blocks // _ENOUGH_BLOCKS)
+    splits = max(1, to_fill, to_even_out)
+    stage = _WARPS * stage_bytes(
+        cache.head_dim, cache.config.block_kv, cache.key.bits, cache.value.bits
+    )
+    useful = -(-blocks // (splits * _WARPS))
+    wanted = 2 if splits * heads > 2 * _MULTIPROCESSORS else 3
+    return Launch(splits, 1, max(1, min(wanted, useful, _SHARED_MEMORY // stage)))
+
+
+def _exponential(config: TurboConfig) -> "SparseExponential | None":
+    from pallas_kernels.mosaic import decode as kernel
+
+    if not isinstance(config.softmax, SAS):
+        return None
+    sas = config.softmax
+    return kernel.SparseExponential(sas.coefficients, sas.threshold, sas.unit)
+
+
+def _side(side: CacheSide) -> "Side":
+    from pallas_kernels.mosaic import decode as kernel
+
+    return kernel.Side(*(getattr(side, name) for name in kernel.Side._fields))
