@@ -1,7 +1,6 @@
 """`turbo_attention` and `decode` through Triton, compiled, against the definition at real sizes."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,46 +9,13 @@ import oracles
 import pytest
 from attention_helpers import attend
 from cache_helpers import assert_same_bits
+from gpu_helpers import MODES, RELATIVE, SOFTMAXES, assert_near, both, decode, filled, normal
 
 import turbojax as tj
 from benchmarks.shapes import MODELS
+from turbojax._device import gpu_compute_capability
 
 pytestmark = pytest.mark.gpu
-
-MODES = ("int8", "int8_fp8", "fp8", "float")
-SOFTMAXES = {"exact": "exact", "sas": tj.SAS(), "sas-2": tj.SAS(base="2")}
-STATIC = ("scale", "local_window_size", "logits_soft_cap", "implementation", "return_residual")
-decode = jax.jit(tj.decode, static_argnames=STATIC)
-
-
-def normal(seed, shape, dtype=jnp.bfloat16):
-    """Sampled in float32: bfloat16 samples have a mean and few distinct values."""
-    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
-
-
-def assert_near(got, want, dtype, relative):
-    """Relative L2 distance, the same NaN and infinities, and no element far off."""
-    got, want = (np.asarray(x.astype(jnp.float32), np.float64) for x in (got, want))
-    finite = np.isfinite(want)
-    np.testing.assert_array_equal(got[~finite], want[~finite])
-    difference = got[finite] - want[finite]
-    scale = np.linalg.norm(want[finite]) or 1.0
-    allowed = relative + float(jnp.finfo(dtype).eps)
-    assert np.linalg.norm(difference) <= allowed * scale
-    assert np.abs(difference).max(initial=0) <= 0.03 * max(1.0, np.abs(want[finite]).max())
-
-
-def both(call, *args, **options):
-    """Triton's result twice, equal to the bit, and XLA's."""
-    run = functools.partial(call, *args, return_residual=True, **options)
-    first, second = run(implementation="triton"), run(implementation="triton")
-    for a, b in zip(first, second, strict=True):
-        np.testing.assert_array_equal(a, b)
-    return first, run(implementation="xla")
-
-
-# XLA may multiply e4m3 operands in a unit that accumulates coarsely; see `test_fp8_is_exact`.
-RELATIVE = {"int8": 1e-4, "int8_fp8": 3e-4, "fp8": 5e-3, "float": 1e-3}
 
 ATTENTION = {
     "ragged causal": {"lengths": (700, 130, 0), "is_causal": True},
@@ -119,26 +85,6 @@ def test_a_long_prompt():
 
 
 # Decode ------------------------------------------------------------------------------------------
-
-
-def filled(heads, head_dim, config, lengths, appended=3, dtype=jnp.bfloat16):
-    batch, size = len(lengths), max(lengths)
-    shape = (batch, size, heads, head_dim)
-    cache = tj.init_cache(batch, size + appended, heads, head_dim, config=config, dtype=dtype)
-    store = jax.jit(tj.prefill, static_argnames=("implementation", "is_causal"))
-    query = jnp.zeros((batch, size, heads, head_dim), dtype)
-    lengths = jnp.asarray(lengths, jnp.int32)
-    _, cache = store(
-        query,
-        normal(1, shape, dtype),
-        normal(2, shape, dtype),
-        cache,
-        key_value_seq_lengths=lengths,
-    )
-    for t in range(appended):
-        new = (batch, 1, heads, head_dim)
-        cache = tj.append(cache, normal(3 + t, new, dtype), normal(30 + t, new, dtype))
-    return cache
 
 
 CACHES = {
@@ -238,9 +184,9 @@ def test_nan_reaches_what_it_reaches_in_the_definition():
         ),
     )
     query = normal(9, (2, 2, 4, 64)).at[1, 0, 0, 0].set(jnp.nan)
-    for mode in MODES:
+    for mode, softmax in zip(MODES, ("exact", tj.SAS(), tj.SAS(), "exact"), strict=True):
         chosen = dataclasses.replace(
-            cache, config=dataclasses.replace(cache.config, mode=mode, softmax="exact")
+            cache, config=dataclasses.replace(cache.config, mode=mode, softmax=softmax)
         )
         for options in ({}, {"local_window_size": (100, 0)}):
             got, want = both(decode, query, chosen, **options)
@@ -263,4 +209,5 @@ def test_none_takes_the_kernels_here():
     for registry in (APPEND, STORE_PROMPT):
         assert registry.select(None, cache=cache, key=new).name == "triton"
     options = {"scale": 0.1, "visibility": None, "logits_soft_cap": None}
-    assert DECODE_REGISTRY.select(None, query=new, cache=cache, **options).name == "triton"
+    best = "mosaic_gpu" if gpu_compute_capability() == 9.0 else "triton"
+    assert DECODE_REGISTRY.select(None, query=new, cache=cache, **options).name == best

@@ -15,6 +15,7 @@ the sum of weights, which is one more product.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 from pallas_kernels.mosaic import _lane
@@ -171,19 +172,23 @@ def softmax(
     for tile, integers in enumerate(products):
         factor = query.scale[tile] * key_scale
         x, slope = [s.to_float() for s in integers], factor
-        if n.soft_cap is not None:
-            x = [_soft_cap(s * (factor * (1 / n.unit)), n.soft_cap) * n.unit for s in x]
-            slope = _lane.number(1.0)
         visible = None
+        # Maxima are of integers: of a NaN and a number an instruction gives the number.
+        highest = x
         if is_masked:
             visible = _visible(query.position[tile], first_token, tokens, lane, n)
-            x = [v.where(s * slope, float("-inf")) for v, s in zip(visible, x, strict=True)]
+            highest = [v.where(s, float("-inf")) for v, s in zip(visible, x, strict=True)]
+        top = _balanced(_lane.maximum, highest)
+        top = _lane.reduce_lanes(top, _lane.maximum, (4, 8, 16))
+        is_seen = top > float("-inf")
+        if n.soft_cap is not None:
+            cap = functools.partial(_soft_cap, factor=factor * (1 / n.unit), cap=n.soft_cap)
+            x, top = [cap(s) * n.unit for s in x], cap(top) * n.unit
             slope = _lane.number(1.0)
-        top = _balanced(_lane.maximum, x)
-        top = _lane.reduce_lanes(top, _lane.maximum, (4, 8, 16)) * slope
+        top = top * slope
         shift, nan = top, factor * 0.0
         if is_masked:
-            is_seen = top > float("-inf")
+            top = is_seen.where(top, float("-inf"))
             shift, nan = is_seen.where(top, 0.0), is_seen.where(nan, 0.0)
             seen.append(is_seen)
         p = [n.exp(_lane.fma(s, slope, -shift)) for s in x]
@@ -204,8 +209,9 @@ def _balanced(op: Any, values: list[Any]) -> Any:
     return values[0]
 
 
-def _soft_cap(x: Float, cap: float) -> Float:
-    """``cap * tanh(x / cap)``, of infinities too."""
+def _soft_cap(x: Float, factor: Float, cap: float) -> Float:
+    """``cap * tanh(x * factor / cap)``, of infinities too."""
+    x = x * factor
     magnitude = _lane.maximum(x, -x)
     e = _lane.exp2(magnitude * (-2 * LOG2_E / cap))
     capped = (_lane.number(1.0) - e) / (e + 1.0) * cap

@@ -31,7 +31,7 @@ def softmax(
 
     Returns:
       unnormalized weights ``[t, R]``, and for each column its maximum in the exponential's units
-      (``-inf`` where nothing is visible) and sum.
+      (``-inf`` where nothing is visible, and perhaps where scores are NaN) and sum.
     """
     scores = products
     scale = factor * s.unit
@@ -69,13 +69,19 @@ def round_weights(p: jax.Array, s: Settings) -> tuple[jax.Array, jax.Array, floa
     return p, jnp.sum(p, axis=0), 1.0
 
 
+def seen_of(masks: list[jax.Array]) -> jax.Array:
+    """Which queries see something, from masks ``[t, R]``."""
+    found = [jnp.max(jnp.where(mask, 1.0, 0.0), axis=0) for mask in masks]
+    return functools.reduce(jnp.maximum, found) > 0
+
+
 def merge_split(
     state: State,
     product: jax.Array,
     maximum: jax.Array,
     total: jax.Array,
     factor: jax.Array,
-    always_visible: bool,
+    seen: jax.Array | None,
     s: Settings,
 ) -> State:
     """Adds a split's result to the running one.
@@ -86,7 +92,7 @@ def merge_split(
       maximum: ``[R]``, ``-inf`` where the split shows nothing.
       total: ``[R]``, sums of weights.
       factor: scale of the scores, which is NaN where a key was.
-      always_visible: whether every query sees the whole split.
+      seen: bool ``[R]``, which queries see something of the split; None if all see all of it.
       s: settings.
     """
     o, m, l = state
@@ -95,8 +101,7 @@ def merge_split(
     lost = factor * 0.0
     new = jnp.maximum(m, maximum)
     shift = new
-    if not always_visible:
-        seen = maximum > -jnp.inf
+    if seen is not None:
         lost = jnp.where(seen, lost, 0.0)
         product = jnp.where(seen[None, :], product, 0.0)
         shift = jnp.where(new > -jnp.inf, new, 0.0)

@@ -47,6 +47,7 @@ from pallas_kernels.triton._decode_split import (
     mask_of,
     merge_split,
     round_weights,
+    seen_of,
     softmax,
 )
 from pallas_kernels.triton._merge import merge
@@ -159,7 +160,8 @@ def _walk(
         output = (output + zero[:, None] * count[None, :]).astype(jnp.float32)
         scale = scale.astype(jnp.float32) * (unit * plgpu.load(value.block_scale.at[here]))
         output = output * scale[:, None]
-        return merge_split(state, output, maximum, total, factor, always_visible, s)
+        seen = None if always_visible or masks is None else seen_of(masks)
+        return merge_split(state, output, maximum, total, factor, seen, s)
 
     return jax.lax.fori_loop(*bounds, step, state)
 
@@ -205,7 +207,7 @@ def _attend_buffer(
     tile = _as_operand(plgpu.load(value.buffer.at[index]), operand.dtype)
     output = _common.dot(tile, operand, s.interpret, (0, 0))
     output = output * (unit * plgpu.load(value.buffer_scale.at[at]))
-    return merge_split(empty(output.shape), output, maximum, total, factor, False, s)
+    return merge_split(empty(output.shape), output, maximum, total, factor, seen_of([mask]), s)
 
 
 def _kernel(

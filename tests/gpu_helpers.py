@@ -1,0 +1,65 @@
+"""What the GPU tests of kernels share: inputs, caches and how results are compared."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import turbojax as tj
+
+MODES = ("int8", "int8_fp8", "fp8", "float")
+SOFTMAXES = {"exact": "exact", "sas": tj.SAS(), "sas-2": tj.SAS(base="2")}
+STATIC = ("scale", "local_window_size", "logits_soft_cap", "implementation", "return_residual")
+decode = jax.jit(tj.decode, static_argnames=STATIC)
+
+
+def normal(seed, shape, dtype=jnp.bfloat16):
+    """Sampled in float32: bfloat16 samples have a mean and few distinct values."""
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+
+
+def assert_near(got, want, dtype, relative):
+    """Relative L2 distance, the same NaN and infinities, and no element far off."""
+    got, want = (np.asarray(x.astype(jnp.float32), np.float64) for x in (got, want))
+    finite = np.isfinite(want)
+    np.testing.assert_array_equal(got[~finite], want[~finite])
+    difference = got[finite] - want[finite]
+    scale = np.linalg.norm(want[finite]) or 1.0
+    allowed = relative + float(jnp.finfo(dtype).eps)
+    assert np.linalg.norm(difference) <= allowed * scale
+    assert np.abs(difference).max(initial=0) <= 0.03 * max(1.0, np.abs(want[finite]).max())
+
+
+def both(call, *args, kernel="triton", **options):
+    """The result of `kernel` twice, equal to the bit, and XLA's."""
+    run = functools.partial(call, *args, return_residual=True, **options)
+    first, second = run(implementation=kernel), run(implementation=kernel)
+    for a, b in zip(first, second, strict=True):
+        # Not as bfloat16, whose NaN are not equal.
+        np.testing.assert_array_equal(a.astype(jnp.float32), b.astype(jnp.float32))
+    return first, run(implementation="xla")
+
+
+# XLA may multiply e4m3 operands in a unit that accumulates coarsely; see `test_fp8_is_exact`.
+RELATIVE = {"int8": 1e-4, "int8_fp8": 3e-4, "fp8": 5e-3, "float": 1e-3}
+
+
+def filled(heads, head_dim, config, lengths, appended=3, dtype=jnp.bfloat16):
+    batch, size = len(lengths), max(lengths)
+    shape = (batch, size, heads, head_dim)
+    cache = tj.init_cache(batch, size + appended, heads, head_dim, config=config, dtype=dtype)
+    store = jax.jit(tj.prefill, static_argnames=("implementation", "is_causal"))
+    query = jnp.zeros((batch, size, heads, head_dim), dtype)
+    lengths = jnp.asarray(lengths, jnp.int32)
+    _, cache = store(
+        query,
+        normal(1, shape, dtype),
+        normal(2, shape, dtype),
+        cache,
+        key_value_seq_lengths=lengths,
+    )
+    for t in range(appended):
+        new = (batch, 1, heads, head_dim)
+        cache = tj.append(cache, normal(3 + t, new, dtype), normal(30 + t, new, dtype))
+    return cache

@@ -1,0 +1,131 @@
+"""`decode` through Mosaic GPU, compiled on Hopper, against the definition."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gpu_helpers import SOFTMAXES, assert_near, decode, filled, normal
+from gpu_helpers import both as both_kernels
+
+import turbojax as tj
+from benchmarks.shapes import MODELS
+from turbojax._device import gpu_compute_capability
+from turbojax.ops.turbo_attention import mosaic_decode
+from turbojax.ops.turbo_attention.masking import Visibility
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        gpu_compute_capability() != 9.0, reason="needs a GPU of compute capability 9.0"
+    ),
+]
+
+
+def both(*args, **options):
+    return both_kernels(decode, *args, kernel="mosaic_gpu", **options)
+
+
+CACHES = {
+    "4 bits": tj.TurboConfig(),
+    "2 bits": tj.TurboConfig(key_bits=2, value_bits=2, block_kv=128, buffer_size=128),
+    "mixed": tj.TurboConfig(num_low_bit_key_heads=2, num_low_bit_value_heads=1),
+    "keys 2, values 4": tj.TurboConfig(key_bits=2),
+}
+LENGTHS = (1000, 64, 1, 0, 331)
+
+
+@pytest.mark.parametrize("softmax", SOFTMAXES)
+@pytest.mark.parametrize("name", CACHES)
+def test_ragged_caches(name, softmax):
+    config = dataclasses.replace(CACHES[name], softmax=SOFTMAXES[softmax])
+    cache = filled(4, 128, config, LENGTHS)
+    got, want = both(normal(9, (5, 1, 16, 128)), cache)
+    assert_near(got[0], want[0], jnp.bfloat16, 1e-4)
+    assert_near(got[1], want[1], jnp.float32, 1e-5)
+
+
+OPTIONS = {
+    "speculative": {"tokens": 8},
+    "window": {"tokens": 2, "local_window_size": (100, 0)},
+    "soft cap": {"tokens": 1, "logits_soft_cap": 4.0},
+    "negative scale": {"tokens": 1, "scale": -0.2},
+    "padding queries": {"tokens": 4, "query_seq_lengths": (4, 1, 0, 2, 3)},
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("case", OPTIONS)
+def test_options_and_dtypes(case, dtype):
+    options = dict(OPTIONS[case])
+    if "query_seq_lengths" in options:
+        options["query_seq_lengths"] = jnp.array(options["query_seq_lengths"])
+    cache = filled(2, 64, tj.TurboConfig(), LENGTHS, appended=5, dtype=dtype)
+    query = normal(9, (5, options.pop("tokens"), 8, 64), dtype)
+    got, want = both(query, cache, **options)
+    assert_near(got[0], want[0], dtype, 3e-4)
+    assert_near(got[1], want[1], jnp.float32, 1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_real_models(name):
+    heads = MODELS[name]
+    if heads.dim not in (64, 128, 256):
+        return  # refused in words, which the tests on the CPU hold
+    cache = filled(heads.kv, heads.dim, tj.TurboConfig(), (500,))
+    got, want = both(normal(9, (1, 1, heads.query, heads.dim)), cache)
+    assert_near(got[0], want[0], jnp.bfloat16, 1e-4)
+
+
+@pytest.mark.parametrize(
+    "launch", [(1, 1, 1), (1, 3, 2), (5, 2, 3), (40, 1, 2)], ids=lambda x: "-".join(map(str, x))
+)
+def test_no_launch_changes_more_than_rounding(launch):
+    """More splits than blocks, more warps than blocks, fewer stages than blocks in flight."""
+    cache = filled(2, 128, tj.TurboConfig(), LENGTHS)
+    query = normal(9, (5, 1, 8, 128))
+    options = {"scale": 0.1, "visibility": Visibility(True, None), "logits_soft_cap": None}
+    chosen = mosaic_decode.Launch(*launch)
+    ones = jnp.ones(5, jnp.int32)
+    got = mosaic_decode.decode(query, cache, ones, launch=chosen, **options)
+    want = decode(query, cache, scale=0.1, implementation="xla", return_residual=True)
+    assert_near(got[0], want[0], jnp.bfloat16, 1e-4)
+    assert_near(got[1], want[1], jnp.float32, 1e-5)
+
+
+def test_128k_tokens_alone():
+    cache = filled(2, 128, tj.TurboConfig(), (2**17 - 5,))
+    got, want = both(normal(9, (1, 1, 8, 128)), cache)
+    assert_near(got[0], want[0], jnp.bfloat16, 1e-3)
+
+
+@pytest.mark.parametrize("softmax", SOFTMAXES)
+def test_nan_reaches_what_it_reaches_in_the_definition(softmax):
+    cache = filled(2, 64, tj.TurboConfig(softmax=SOFTMAXES[softmax]), (300, 300))
+    key, value = cache.key, cache.value
+    cache = dataclasses.replace(
+        cache,
+        key=dataclasses.replace(key, block_scale=key.block_scale.at[0, 0, 2].set(jnp.nan)),
+        value=dataclasses.replace(value, buffer_scale=value.buffer_scale.at[1, 1].set(jnp.nan)),
+    )
+    query = normal(9, (2, 2, 4, 64)).at[1, 0, 0, 0].set(jnp.nan)
+    for options in ({}, {"local_window_size": (100, 0)}):
+        got, want = both(query, cache, **options)
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_array_equal(jnp.isnan(a), jnp.isnan(b))
+
+
+def test_under_vmap_and_scan():
+    cache = filled(2, 64, tj.TurboConfig(), (300, 77))
+    query = normal(9, (3, 2, 1, 4, 64))
+
+    def step(carry, q):
+        return carry, tj.decode(q, cache, implementation="mosaic_gpu")
+
+    scanned = jax.jit(lambda q: jax.lax.scan(step, 0, q)[1])(query)
+    mapped = jax.vmap(lambda q: tj.decode(q, cache, implementation="mosaic_gpu"))(query)
+    for i, q in enumerate(query):
+        want = tj.decode(q, cache, implementation="mosaic_gpu")
+        np.testing.assert_array_equal(scanned[i], want)
+        np.testing.assert_array_equal(mapped[i], want)
