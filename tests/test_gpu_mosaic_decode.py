@@ -79,7 +79,9 @@ def test_real_models(name):
 
 
 @pytest.mark.parametrize(
-    "launch", [(1, 1, 1), (1, 3, 2), (5, 2, 3), (40, 1, 2)], ids=lambda x: "-".join(map(str, x))
+    "launch",
+    [(1, 1, 1, 1), (1, 3, 2, 1), (5, 2, 3, 5), (40, 1, 2, 1), (16, 1, 2, 8)],
+    ids=lambda x: "-".join(map(str, x)),
 )
 def test_no_launch_changes_more_than_rounding(launch):
     """More splits than blocks, more warps than blocks, fewer stages than blocks in flight."""

@@ -73,13 +73,12 @@ def test_it_lowers_with_window_cap_mixed_widths_and_long_blocks():
     assert "mosaic_gpu" in text
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-def test_only_a_split_head_needs_a_second_kernel(splits):
+@pytest.mark.parametrize(("splits", "cluster"), [(1, 1), (3, 1), (3, 3), (8, 4), (8, 8)])
+def test_only_clusters_apart_need_a_second_kernel(splits, cluster):
     cache = abstract_cache()
-    text = lower(
-        abstract_query(cache), cache, launch=mosaic_decode.Launch(splits, warpgroups=2, stages=3)
-    )
-    assert ("turbojax_decode_merge" in text) == (splits > 1)
+    launch = mosaic_decode.Launch(splits, warpgroups=2, stages=3, cluster=cluster)
+    text = lower(abstract_query(cache), cache, launch=launch)
+    assert ("turbojax_decode_merge" in text) == (splits > cluster)
 
 
 def refusal(query, cache):
@@ -136,6 +135,7 @@ def test_short_caches_fill_the_gpu_and_long_ones_are_cut_evenly(batch, length, s
     cache = abstract_cache(batch=batch, length=length, kv_heads=8)
     launch = mosaic_decode.default_launch(abstract_query(cache), cache)
     assert launch.splits == splits
+    assert launch.cluster == (4 if (batch, length) == (1, 1024) else 1)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -157,4 +157,4 @@ def test_blocks_in_flight_and_results_fit_shared_memory(head_dim, block, bits, b
 def test_an_unsplit_short_cache_has_blocks_for_one_stage_only():
     cache = abstract_cache(length=64)
     launch = mosaic_decode.default_launch(abstract_query(cache), cache)
-    assert launch == mosaic_decode.Launch(splits=1, warpgroups=1, stages=1)
+    assert launch == mosaic_decode.Launch(splits=1, warpgroups=1, stages=1, cluster=1)

@@ -25,7 +25,8 @@ class Settings:
       window: optional (left, right).
       soft_cap: optional cap of the scores.
       rows: queries of a program, 4 or 8.
-      splits: programs that share a KV head's blocks.
+      splits: programs that share a KV head's blocks, a multiple of `cluster`.
+      cluster: of them those that merge their results among themselves, at most 8.
       warpgroups: of a program; each of their warps takes its own blocks.
       stages: blocks in flight for each warp.
     """
@@ -39,8 +40,14 @@ class Settings:
     soft_cap: float | None
     rows: int
     splits: int
+    cluster: int
     warpgroups: int
     stages: int
+
+    @property
+    def parts(self) -> int:
+        """Results of a KV head's rows that are written; one if they are final."""
+        return self.splits // self.cluster
 
     @property
     def warps(self) -> int:
@@ -173,6 +180,7 @@ class Program:
       pair: ``batch * K + head``.
       tile: number of its queries among those of the head.
       split: number of its share.
+      member: its number in its cluster.
       begin: position of the first query token.
       query_length: how many are real.
       blocks: of the sequence.
@@ -187,6 +195,7 @@ class Program:
     pair: Int
     tile: Int
     split: Int
+    member: Int
     begin: Int
     query_length: Int
     blocks: Int
@@ -198,7 +207,8 @@ class Program:
     @classmethod
     def of(cls, a: Arrays, ids: list[Int], s: Settings) -> "Program":
         """Where the program stands and which units are its own."""
-        tile, split, pair = ids
+        tile, part, pair, member = ids
+        split = part * s.cluster + member
         batch, head = pair // a.kv_heads, pair % a.kv_heads
         length, buffered, query_length = (
             x.at(batch << 2).word() for x in (a.lengths, a.buffered, a.query_lengths)
@@ -216,6 +226,7 @@ class Program:
             pair=pair,
             tile=tile,
             split=split,
+            member=member,
             begin=begin,
             query_length=query_length,
             blocks=blocks,

@@ -5,7 +5,7 @@ import functools
 from pallas_kernels.mosaic import _lane
 from pallas_kernels.mosaic._decode_inputs import Arrays, Program, Settings
 from pallas_kernels.mosaic._decode_types import LOG2_E, Lane, Numerics, Shape, State
-from pallas_kernels.mosaic._lane import Float, Int, Pointer
+from pallas_kernels.mosaic._lane import ClusterPointer, Float, Int, Pointer
 
 
 def keep(shape: Shape, state: State, area: Pointer, lane: Lane, n: Numerics) -> None:
@@ -30,31 +30,39 @@ def keep(shape: Shape, state: State, area: Pointer, lane: Lane, n: Numerics) -> 
 
 
 def combine(a: Arrays, at: Program, area: Pointer, s: Settings) -> None:
-    """Merges the warps' results and writes the program's own."""
-    warps, threads = s.warps, 32 * s.warps
-    step, size = s.warp_bytes(a.head_dim), s.rows * a.head_dim
-    for i in range(-(-size // threads)):
-        element = _lane.thread() + i * threads
+    """Merges the results of the cluster's warps; each program writes its share of the channels."""
+    areas: list[Pointer | ClusterPointer] = [area]
+    if s.cluster > 1:
+        _lane.cluster_barrier()
+        areas = [ClusterPointer.of(area, rank) for rank in range(s.cluster)]
+    else:
+        _lane.block_barrier()
+    threads, step, size = 32 * s.warps, s.warp_bytes(a.head_dim), s.rows * a.head_dim
+    results = [x.at(warp * step) for x in areas for warp in range(s.warps)]
+    share = -(-size // s.cluster)
+    for start in range(0, share, threads):
+        number = _lane.thread() + start
+        element = at.member * share + number
         q, channel = element // a.head_dim, element % a.head_dim
         row = at.tile * s.rows + q
-        with _lane.when((element < size) & (row < a.rows)):
-            statistics = [area.at(q << 2, 4 * size + w * step) for w in range(warps)]
-            maxima = [x.float() for x in statistics]
+        with _lane.when((number < share) & (element < size) & (row < a.rows)):
+            maxima = [x.at(q << 2, 4 * size).float() for x in results]
+            sums = [x.at(q << 2, 4 * (size + s.rows)).float() for x in results]
+            outputs = [x.at(element << 2).float() for x in results]
             top = functools.reduce(_lane.maximum, maxima)
             shift = (top > float("-inf")).where(top, 0.0)
             weights = [_lane.exp2(m - shift) for m in maxima]
-            l = _lane.total(
-                [x.at(4 * s.rows).float() * w for x, w in zip(statistics, weights, strict=True)]
-            )
-            o = _lane.total(
-                [area.at(element << 2, w * step).float() * x for w, x in enumerate(weights)]
+            o, l = (
+                _lane.total([x * w for x, w in zip(values, weights, strict=True)])
+                for values in (outputs, sums)
             )
             if a.is_final:
                 _write_final(a, at, (row, channel), (o, top, l))
             else:
-                _write_partial(
-                    a, (at.pair * s.splits + at.split) * a.rows + row, channel, (o, top, l)
-                )
+                part = at.pair * s.parts + at.split // s.cluster
+                _write_partial(a, part * a.rows + row, channel, (o, top, l))
+    if s.cluster > 1:  # nobody leaves while others read its memory
+        _lane.cluster_barrier()
 
 
 def _write_final(

@@ -409,6 +409,32 @@ def total(values: Sequence[Any]) -> Any:
     return functools.reduce(lambda a, b: a + b, values)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class ClusterPointer:
+    """Shared memory of some program of the cluster, in bytes."""
+
+    value: Any
+
+    @classmethod
+    def of(cls, pointer: Pointer, rank: int) -> "ClusterPointer":
+        """Where program `rank` has what `pointer` points to here."""
+        text = f"mapa.shared::cluster.u32 $0, $1, {rank};"
+        return cls(_asm(_i32(), [pointer.address()], text, "=r,r", effects=False))
+
+    def at(self, *offsets: Int | int) -> "ClusterPointer":
+        """Some bytes on."""
+        return ClusterPointer(total([Int(self.value), *offsets]).value)
+
+    def float(self) -> Float:
+        """Loads a float32."""
+        return Float(_asm(_f32(), [self.value], "ld.shared::cluster.f32 $0, [$1];", "=f,r", True))
+
+
+def cluster_barrier() -> None:
+    """Waits for all threads of the cluster, and for what they wrote to shared memory."""
+    _act("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;")
+
+
 def init_barrier(barrier: Pointer) -> None:
     """Prepares eight bytes of shared memory as a barrier on which one lane arrives."""
     _act("mbarrier.init.shared.b64 [$0], 1;", barrier.address(), constraints="r")

@@ -22,6 +22,7 @@ _MOST_QUERY_ROWS = 128
 # Of an H100.
 _MULTIPROCESSORS, _SHARED_MEMORY = 132, 227 * 2**10
 _WARPS = 4
+_LARGEST_CLUSTER, _FEW_BLOCKS = 4, 32
 # Programs of a long call, and blocks that one of them should have.
 _EVEN, _ENOUGH_BLOCKS = 512, 64
 
@@ -55,11 +56,19 @@ def decode_unsupported(
 
 
 class Launch(NamedTuple):
-    """What is tuned: programs of a KV head, warpgroups of a program, blocks in flight of a warp."""
+    """What is tuned.
+
+    Attributes:
+      splits: programs of a KV head.
+      warpgroups: of a program.
+      stages: blocks in flight of a warp.
+      cluster: programs of a KV head that merge their results without another kernel.
+    """
 
     splits: int
     warpgroups: int
     stages: int
+    cluster: int = 1
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "visibility", "logits_soft_cap", "launch"))
@@ -136,12 +145,15 @@ def default_launch(query: jax.Array, cache: ProgressiveCache) -> Launch:
     to_fill = min(blocks // _WARPS, _MULTIPROCESSORS // heads)
     to_even_out = min(_EVEN // heads, blocks // _ENOUGH_BLOCKS)
     splits = max(1, to_fill, to_even_out)
+    # Waiting for each other costs more than a second kernel, but where there is little to do.
+    cluster = splits if splits <= _LARGEST_CLUSTER and blocks <= _FEW_BLOCKS else 1
     stage = _WARPS * stage_bytes(
         cache.head_dim, cache.config.block_kv, cache.key.bits, cache.value.bits
     )
     useful = -(-blocks // (splits * _WARPS))
     wanted = 2 if splits * heads > 2 * _MULTIPROCESSORS else 3
-    return Launch(splits, 1, max(1, min(wanted, useful, _SHARED_MEMORY // stage)))
+    stages = max(1, min(wanted, useful, _SHARED_MEMORY // stage))
+    return Launch(splits, 1, stages, cluster)
 
 
 def _exponential(config: TurboConfig) -> "SparseExponential | None":
