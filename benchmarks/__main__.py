@@ -1,4 +1,4 @@
-"""`python -m benchmarks run` measures, `python -m benchmarks report` writes the docs' figures."""
+"""`python -m benchmarks run` measures, `tune` finds launch settings, `report` writes the docs."""
 
 import argparse
 import json
@@ -14,11 +14,11 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks import readme, report, tables, timing
+from benchmarks import readme, report, tables, timing, tune
 from benchmarks.suites import attention
 from turbojax.demo import environment
+from turbojax.ops.turbo_attention.tuning import TABLE
 
-SUITES = ("attention",)
 # What two runs must share to stand in one file.
 _SAME = ("device", "python", "jax", "turbojax")
 
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> None:
         result = {**machine, "suite": arguments.suite, "quick": arguments.quick}
         result |= {"ceilings": rates, "ceilings_not_measured": reasons, "rows": []}
     done = {row["name"] for row in result["rows"] if row["status"] == "ok"}
-    rows = attention.selected(arguments.filter, quick=arguments.quick)
+    rows = attention.selected(arguments.filter, quick=arguments.quick, suite=arguments.suite)
     rows = [(group, case) for group, case in rows if group.name(case) not in done]
     if not rows:
         sys.exit(f"no row is left to run with --filter {arguments.filter!r}")
@@ -104,12 +104,23 @@ def run(arguments: argparse.Namespace) -> None:
     print(out)
 
 
+def tune_kernels(arguments: argparse.Namespace) -> None:
+    """Times launch settings, row by row into a result file, and writes the table of the best."""
+    if not timing.on_gpu():
+        sys.exit(f"tune needs a GPU, not {jax.default_backend()}")
+    machine = _machine()
+    out = arguments.out or readme.RESULTS / f"tuning_{machine['date']}.json"
+    result = _previous(out, machine) if arguments.resume else None
+    result = result or {**machine, "suite": "tuning", "rows": []}
+    tune.command(arguments, out, result, lambda: write(out, result))
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(required=True)
     measure = commands.add_parser("run", help="measure a suite on this device")
     measure.set_defaults(command=run)
-    measure.add_argument("--suite", choices=SUITES, default=SUITES[0])
+    measure.add_argument("--suite", choices=attention.SUITES, default="attention")
     measure.add_argument("--out", type=Path, help="JSON to write; default: in benchmarks/results")
     measure.add_argument("--filter", default="", help="regular expression on the rows' names")
     measure.add_argument("--quick", action="store_true", help="tiny shapes, to see that it runs")
@@ -118,6 +129,17 @@ def _parser() -> argparse.ArgumentParser:
         "--seconds", type=float, default=float("inf"), help="start no row after this time"
     )
     measure.add_argument(
+        "--resume", action="store_true", help="keep the rows that --out already holds"
+    )
+    tuning = commands.add_parser("tune", help="find launch settings of kernels on this device")
+    tuning.set_defaults(command=tune_kernels)
+    tuning.add_argument("--out", type=Path, help="JSON to write; default: in benchmarks/results")
+    tuning.add_argument("--table", type=Path, default=TABLE, help="the table that kernels read")
+    tuning.add_argument("--filter", default="", help="regular expression on the problems' names")
+    tuning.add_argument(
+        "--seconds", type=float, default=float("inf"), help="time nothing after this time"
+    )
+    tuning.add_argument(
         "--resume", action="store_true", help="keep the rows that --out already holds"
     )
     write_docs = commands.add_parser("report", help="tables and plots of the newest results")

@@ -39,6 +39,8 @@ def page_tables(results: Path) -> dict[str, Callable[[], str]]:
     found: dict[str, Callable[[], str]] = {}
     if attention := newest(results, _ATTENTION):
         found |= _attention_tables(*attention)
+    if hopper := newest(results, ("hopper",)):
+        found["hopper"] = functools.partial(_hopper_section, *hopper)
     if generate := newest(results, _GENERATION):
         found["throughput"] = functools.partial(_throughput_section, *generate)
     return found
@@ -62,6 +64,11 @@ def _attention_tables(name: str, result: Result) -> dict[str, Callable[[], str]]
         "compress": section(tables.compress_table),
         "compress rows": rows("compress"),
     }
+
+
+def _hopper_section(name: str, result: Result) -> str:
+    rates = tables.ceilings_table(result)
+    return f"{tables.hopper_table(result)}\n\n{rates}\n\n{tables.source(name, result)}"
 
 
 def _throughput_section(name: str, result: Result) -> str:

@@ -20,6 +20,7 @@ class Heads:
 
 MODELS = {
     "llama3-8b": Heads(32, 8, 128),
+    "llama3.2-1b": Heads(32, 8, 64),
     "qwen2.5-7b": Heads(28, 4, 128),
     # Figure 6 of the TurboAttention paper.
     "phi3-medium": Heads(40, 10, 128),

@@ -20,8 +20,10 @@ README_DECODE_METHODS = ("turbo-4bit", "turbo-2/4bit", "kivi-4bit")
 PREFILL_MODES = ("int8", "int8_fp8", "fp8", "float")
 # The reason of rows that a run had no time for: tables count them.
 OUT_OF_TIME = "the time given to this run was over"
-# What our kernels' names begin with; merging and quantizing by XLA have other names.
+# What our kernels' names begin with; what XLA does around them has other names.
 _OUR_KERNELS = ("turbojax_", "attention_kernel")
+# Those that quantize what a prefill attends to, and write its cache.
+_QUANTIZING = ("turbojax_quantize", "turbojax_maxima", "turbojax_compress")
 
 
 def finished(result: Result, operation: str) -> list[Row]:
@@ -76,12 +78,15 @@ def softmax_of(row: Row) -> str:
 def alone(row: Row) -> float | None:
     """Microseconds of our kernels alone, or all of cuDNN's; None if neither ran.
 
-    Not in it: what XLA does before and after them, such as quantizing the operands of a prefill, or
-    filling a new cache with zeros.
+    Not in it: quantizing the operands of a prefill and writing its cache, and what XLA does before
+    and after kernels, such as filling a new cache with zeros.
     """
     if is_cudnn(row):
         return row["us"]
-    found = [k["us"] for k in row["kernels"] if k["name"].startswith(_OUR_KERNELS)]
+    ours = [k for k in row["kernels"] if k["name"].startswith(_OUR_KERNELS)]
+    if row["operation"] == "prefill":
+        ours = [k for k in ours if not k["name"].startswith(_QUANTIZING)]
+    found = [k["us"] for k in ours]
     return sum(found) if found else None
 
 
@@ -265,6 +270,41 @@ def details_table(result: Result, operation: str) -> str:
     header = ["row", "us", "longest kernel", "wall us", rate, "of ceiling", "over cuDNN", "cosine"]
     missing = cut(result, operation)
     return _table([*header, "relative L1, RMSE"], lines) + (f"\n\n{missing}" if missing else "")
+
+
+def hopper_table(result: Result) -> str:
+    """Decode and prefill by Hopper's kernels: calls, kernels alone, and errors beside them."""
+    lines = []
+    measured = [row for operation in ("decode", "prefill") for row in finished(result, operation)]
+    base = {row["name"]: _shapes_cudnn(measured, row) for row in measured}
+    for row in measured:
+        line = [f"`{row['name']}`"]
+        kernels = alone(row)
+        for us in (row["us"], kernels):
+            line.append(_number(us))
+            line.append("-" if us is None else f"{base[row['name']] / us:.2f}x")
+        share = row["percent_of_ceiling"]
+        if kernels is None or share is None:
+            line += ["-", "-"]
+        else:
+            rate, unit = (row["work"] / kernels / 1e3, "GB/s")
+            if "tflops_per_second" in row:
+                rate, unit = rate / 1e3, "TFLOP/s"
+            line += [f"{_number(rate)} {unit}", f"{share * row['us'] / kernels:.0f} %"]
+        quantizing = [k["us"] for k in row["kernels"] if k["name"].startswith(_QUANTIZING)]
+        line.append(f"{100 * sum(quantizing) / row['us']:.1f} %" if quantizing else "-")
+        errors = f"{row['relative_l1']:.4f}, {row['rmse']:.2g}"
+        lines.append([*line, f"{row['cosine']:.5f}", errors])
+    header = ["row", "call, us", "over cuDNN", "kernels alone, us", "over cuDNN", "rate"]
+    return _table([*header, "of ceiling", "quantizing", "cosine", "relative L1, RMSE"], lines)
+
+
+def _shapes_cudnn(rows: Iterable[Row], like: Row) -> float:
+    """Microseconds of the fastest cuDNN row of a shape; NaN without one."""
+    same = ("operation", "model", "batch", "tokens", "is_causal")
+    matching = [row for row in rows if all(row[name] == like[name] for name in same)]
+    best = fastest(matching, is_cudnn)
+    return float("nan") if best is None else best["us"]
 
 
 def ceilings_table(result: Result) -> str:

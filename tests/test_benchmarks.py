@@ -12,7 +12,7 @@ import turbojax as tj
 from benchmarks import __main__ as command
 from benchmarks import readme, report, tables, timing
 from benchmarks.shapes import MODELS, Shape
-from benchmarks.suites import accounting, attention, common, compress, decode
+from benchmarks.suites import accounting, attention, common, compress, decode, prefill
 from turbojax.baselines import kivi
 
 # Two sequences of 192 tokens, four query heads on two KV heads of 64 channels.
@@ -80,6 +80,9 @@ def test_rows_are_named_once_and_begin_with_the_most_important():
     assert "decode/phi3-medium/b4-s32768/turbo-4bit/triton" in names
     assert "decode/llama3-8b/b1-s131072/turbo-4bit/triton" in names
     assert "prefill/llama3-8b/b2-s8192-causal/turbo-fp8-exact-128/jax_triton" in names
+    rows = attention.selected("", quick=False, suite="hopper")
+    assert len({group.name(case) for group, case in rows}) == len(rows) <= 80
+    assert {case.implementation for _, case in rows} == {None, "mosaic_gpu"}
     some = attention.selected("prefill/.*/cudnn", quick=False)
     assert {group.name(case).rsplit("/", 1)[1] for group, case in some} == {"cudnn"}
 
@@ -159,7 +162,7 @@ def test_a_row_that_fails_is_recorded_and_the_run_goes_on():
     group = attention.Group(compress, TINY)
     cases = [
         common.Case("broken", None, no_memory),
-        common.Case("turbo-4bit", "mosaic_gpu", compress.cases(TINY, thorough=False)[0].build),
+        common.Case("turbo-4bit", "mosaic_gpu", compress.cases(TINY, "short")[0].build),
     ]
     rows = []
     attention.run([(group, case) for case in cases], {"copy": None}, rows.append)
@@ -356,6 +359,34 @@ def test_compress_shows_the_kernels_without_what_surrounds_them():
     table = tables.compress_table({"ceilings": {"copy": 500.0}, "rows": [row, by_xla]})
     assert "| 4bit, triton | 10 | 100 | 20 % | 4 | 250 | 50 % | 0.1000 |" in table
     assert "| 4bit, xla | 10 | 100 | 20 % | - | - | - | 0.1000 |" in table
+
+
+def test_a_cached_prefill_attends_to_the_same():
+    """With what runs on a CPU: the output's error, whatever else is returned."""
+    shape = Shape("tiny", 1, 64)
+    inputs = prefill.Inputs(shape)
+    options = {"config": tj.TurboConfig(), "implementation": "xla"}
+    calls = [make(inputs, **options) for make in (prefill._turbo, prefill._cached)]
+    got, want = (call.error(jax.jit(call.function)(*call.arguments)) for call in calls)
+    assert got == pytest.approx(want, rel=1e-4)
+    names = [case.method for case in prefill.cases(shape, "hopper")]
+    assert "turbo-int8-sas-128-cached" in names
+
+
+def test_hopper_shows_calls_kernels_and_errors():
+    base = {"status": "ok", "operation": "prefill", "model": "tiny", "batch": 1, "tokens": 64}
+    base |= {"is_causal": True, "relative_l1": 0.05, "rmse": 0.001, "cosine": 0.999}
+    base |= {"work": 8e9, "percent_of_ceiling": 40.0, "tflops_per_second": 0.0}
+    cudnn = {**base, "name": "prefill/a/cudnn", "method": "cudnn", "us": 15.0, "kernels": []}
+    ours = {**base, "name": "prefill/a/turbo-fp8", "method": "turbo-fp8-exact-128", "us": 10.0}
+    ours["kernels"] = [
+        {"name": "turbojax_attention_hopper", "us": 8.0},
+        {"name": "turbojax_quantize__1", "us": 1.0},
+        {"name": "turbojax_maxima", "us": 0.5},
+    ]
+    table = tables.hopper_table({"rows": [cudnn, ours]})
+    numbers = "10 | 1.50x | 8 | 1.88x | 1,000 TFLOP/s | 50 % | 15.0 %"
+    assert f"| `prefill/a/turbo-fp8` | {numbers} | 0.99900 | 0.0500, 0.001 |" in table
 
 
 def test_rows_without_time_are_counted_and_not_listed():

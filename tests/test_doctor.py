@@ -39,6 +39,8 @@ def test_without_a_gpu_kernels_are_refused_in_words(report):
     assert refusals
     assert all("needs an NVIDIA GPU" in refusal for refusal in refusals)
     assert all(op.chosen == "xla" for op in report.ops)
+    mosaic = [op.refusals["mosaic_gpu"] for op in report.ops if "mosaic_gpu" in op.refusals]
+    assert sum("of compute capability 9.0, for which alone" in refusal for refusal in mosaic) >= 2
 
 
 def test_versions_and_devices(report):

@@ -1,11 +1,19 @@
 """The choice of an implementation, and refusals in words."""
 
+import functools
+import importlib.util
+
 import jax
 import jax.numpy as jnp
 import pytest
+from kernel_helpers import lower_for_cuda
 
 import turbojax as tj
+from turbojax import _device
+from turbojax._device import interpret_kernels
 from turbojax.ops.registry import Implementation, Registry
+from turbojax.ops.turbo_attention.api import ATTENTION, DECODE
+from turbojax.ops.turbo_attention.masking import Visibility
 
 
 def _registry() -> Registry:
@@ -42,7 +50,7 @@ def test_unknown_and_absent_names_differ():
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="says what a CPU lacks")
 def test_kernels_say_what_a_cpu_lacks():
     x = jnp.ones((1, 8, 2, 64))
-    for name in ("triton", "jax_triton"):
+    for name in ("mosaic_gpu", "triton", "jax_triton"):
         with pytest.raises(NotImplementedError, match=f"turbo_attention cannot run here: {name}: "):
             tj.turbo_attention(x, x, x, implementation=name)
     cache = tj.append(tj.init_cache(1, 8, 2, 64, dtype=jnp.float32), x, x)
@@ -54,5 +62,79 @@ def test_kernels_say_what_a_cpu_lacks():
 def test_an_implementation_that_an_op_has_not():
     x = jnp.ones((1, 8, 2, 64))
     cache = tj.append(tj.init_cache(1, 8, 2, 64, dtype=jnp.float32), x, x)
-    with pytest.raises(NotImplementedError, match="decode has no implementation='mosaic_gpu'"):
-        tj.decode(x, cache, implementation="mosaic_gpu")
+    with pytest.raises(NotImplementedError, match="decode has no implementation='jax_triton'"):
+        tj.decode(x, cache, implementation="jax_triton")
+
+
+def _calls(dtype=jnp.bfloat16, **options):
+    """What the two registries are asked: 8 query heads on 2 KV heads of 128 channels."""
+    config = tj.TurboConfig(**options)
+    query, key = (jax.ShapeDtypeStruct((2, 300, n, 128), dtype) for n in (8, 2))
+    cache = jax.eval_shape(lambda: tj.init_cache(2, 512, 2, 128, config=config, dtype=dtype))
+    static = {"scale": 0.1, "visibility": Visibility(True, None), "logits_soft_cap": None}
+    return (
+        (ATTENTION, {"query": query, "key": key, "value": key, "config": config, **static}),
+        (DECODE, {"query": query.update(shape=(2, 1, 8, 128)), "cache": cache, **static}),
+    )
+
+
+def _pretend(monkeypatch, capability):
+    """There is such a GPU, and no jax-triton."""
+    monkeypatch.setattr(_device, "gpu_compute_capability", lambda: capability)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [(9.0, "mosaic_gpu"), (10.0, "triton"), (9.1, "triton"), (8.9, "triton"), (7.5, "xla")],
+)
+def test_hopper_and_nothing_else_takes_mosaic(monkeypatch, capability, expected):
+    _pretend(monkeypatch, capability)
+    for registry, arguments in _calls():
+        assert registry.select(None, **arguments).name == expected
+        if expected != "mosaic_gpu":
+            words = f"mosaic_gpu: needs an NVIDIA GPU of compute capability 9.0.*has {capability}$"
+            with pytest.raises(NotImplementedError, match=words):
+                registry.select("mosaic_gpu", **arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mode": "float"}, "mode='float'"),
+        ({"block_kv": 32}, "block_kv=32"),
+    ],
+)
+def test_on_hopper_the_next_takes_what_mosaic_refuses(monkeypatch, options, words):
+    _pretend(monkeypatch, 9.0)
+    for registry, arguments in _calls(**options):
+        assert registry.select(None, **arguments).name == "triton"
+        with pytest.raises(NotImplementedError, match=f"cannot run here: mosaic_gpu: .*{words}"):
+            registry.select("mosaic_gpu", **arguments)
+
+
+def test_mosaic_is_not_interpreted():
+    for registry, arguments in _calls():
+        with interpret_kernels():
+            assert registry.select(None, **arguments).name == "triton"
+            with pytest.raises(NotImplementedError, match="mosaic_gpu: its kernel cannot be"):
+                registry.select("mosaic_gpu", **arguments)
+
+
+@pytest.mark.parametrize("mode", ["int8", "int8_fp8", "fp8"])
+def test_what_none_chooses_lowers_for_hopper(monkeypatch, mode):
+    """Attention with its quantization, a prompt that shares it with the cache, and decode."""
+    _pretend(monkeypatch, 9.0)
+    config = tj.TurboConfig(mode=mode)
+    query, key = (jax.ShapeDtypeStruct((2, 300, n, 128), jnp.bfloat16) for n in (8, 2))
+    cache = jax.eval_shape(lambda: tj.init_cache(2, 512, 2, 128, config=config))
+    attend = functools.partial(tj.turbo_attention, config=config, is_causal=True)
+    text = lower_for_cuda(attend, query, key, key)
+    assert "turbojax_attention_hopper" in text
+    assert "turbojax_quantize" in text
+    text = lower_for_cuda(tj.prefill, query, key, key, cache)
+    assert "turbojax_attention_hopper" in text
+    assert "turbojax_compress" in text
+    if mode == "int8":
+        text = lower_for_cuda(tj.decode, query.update(shape=(2, 1, 8, 128)), cache)
+        assert "turbojax_decode_hopper" in text

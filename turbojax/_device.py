@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import jax
 
+_HOPPER = 9.0
 _INTERPRETING: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "turbojax_interpret_kernels", default=False
 )
@@ -27,6 +28,12 @@ def gpu_compute_capability() -> float | None:
         return None
 
 
+@functools.cache
+def gpu_kind() -> str | None:
+    """What the default GPU calls itself, or None; looked up once per process."""
+    return jax.devices()[0].device_kind if jax.default_backend() == "gpu" else None
+
+
 def needs_gpu(minimum: float) -> str | None:
     """None if a compiled kernel can run here, or the reason why not in words.
 
@@ -39,6 +46,23 @@ def needs_gpu(minimum: float) -> str | None:
     if found is not None and found >= minimum:
         return None
     wanted = f"needs an NVIDIA GPU of compute capability {minimum:.1f} or newer"
+    if found is None:
+        return f"{wanted}; jax's default backend is {jax.default_backend()}"
+    return f"{wanted}; {jax.devices()[0].device_kind} has {found:.1f}"
+
+
+def needs_hopper() -> str | None:
+    """None if code for Hopper can run here, or the reason why not in words.
+
+    Mosaic's kernels are compiled for ``sm_90a``, whose matrix instructions no other GPU has, newer
+    ones included; and there is no interpreter of them.
+    """
+    if interpreting():
+        return "its kernel cannot be interpreted"
+    found = gpu_compute_capability()
+    if found == _HOPPER:
+        return None
+    wanted = f"needs an NVIDIA GPU of compute capability {_HOPPER}, for which alone it is compiled"
     if found is None:
         return f"{wanted}; jax's default backend is {jax.default_backend()}"
     return f"{wanted}; {jax.devices()[0].device_kind} has {found:.1f}"

@@ -1,4 +1,4 @@
-"""The attention suite: decode, prefill and compress against what one would run instead."""
+"""Decode, prefill and compress against what one would run instead; what is in which suite."""
 
 import dataclasses
 import re
@@ -12,7 +12,7 @@ import jax
 from benchmarks import tables, timing
 from benchmarks.shapes import Shape
 from benchmarks.suites import compress, decode, prefill
-from benchmarks.suites.common import Call, Case
+from benchmarks.suites.common import Call, Case, Choice
 
 Row = dict[str, Any]
 
@@ -24,29 +24,29 @@ class Group:
     Attributes:
       module: `decode`, `prefill` or `compress`.
       shape: the shape.
-      thorough: whether all variants are run.
+      choice: which rows.
     """
 
     module: ModuleType
     shape: Shape
-    thorough: bool = False
+    choice: Choice = "short"
 
     def cases(self) -> list[Case]:
         """Its rows."""
-        return self.module.cases(self.shape, thorough=self.thorough)
+        return self.module.cases(self.shape, self.choice)
 
     def name(self, case: Case) -> str:
         """A row's name."""
         return case.name(self.module.OPERATION, self.shape)
 
 
-def _groups() -> Iterator[Group]:
+def _attention() -> Iterator[Group]:
     """Everything, what matters most first: a run may be stopped by the clock."""
     llama, paper = "llama3-8b", "phi3-medium"
-    yield Group(decode, Shape(llama, 16, 32768), thorough=True)
-    yield Group(prefill, Shape(llama, 2, 8192), thorough=True)
-    yield Group(prefill, Shape(llama, 2, 8192, is_causal=True), thorough=True)
-    yield Group(compress, Shape(llama, 16, 32768), thorough=True)
+    yield Group(decode, Shape(llama, 16, 32768), "thorough")
+    yield Group(prefill, Shape(llama, 2, 8192), "thorough")
+    yield Group(prefill, Shape(llama, 2, 8192, is_causal=True), "thorough")
+    yield Group(compress, Shape(llama, 16, 32768), "thorough")
     for batch, tokens in ((1, 1024), (16, 1024), (1, 32768), (64, 1024), (16, 4096)):
         yield Group(decode, Shape(llama, batch, tokens))
     for batch, tokens in ((64, 4096), (1, 131072)):
@@ -62,17 +62,36 @@ def _groups() -> Iterator[Group]:
         yield Group(prefill, Shape(paper, batch, tokens, is_causal=True))
 
 
+def _hopper() -> Iterator[Group]:
+    """What Hopper's own kernels are for, in minutes: long prompts, long and short caches."""
+    llama, narrow = "llama3-8b", "llama3.2-1b"
+    yield Group(decode, Shape(llama, 16, 32768), "hopper")
+    for is_causal in (False, True):
+        yield Group(prefill, Shape(llama, 2, 8192, is_causal), "hopper")
+    for batch, tokens in ((1, 131072), (64, 4096)):
+        yield Group(decode, Shape(llama, batch, tokens), "hopper")
+    for is_causal in (False, True):
+        yield Group(prefill, Shape(llama, 1, 32768, is_causal), "hopper-short")
+    yield Group(prefill, Shape(narrow, 2, 8192), "hopper-short")
+    for batch, tokens in ((1, 1024), (16, 4096), (1, 4096), (16, 1024), (4, 1024), (4, 4096)):
+        yield Group(decode, Shape(llama, batch, tokens), "hopper-short")
+    yield Group(prefill, Shape(narrow, 2, 8192, is_causal=True), "hopper-short")
+
+
+SUITES: dict[str, Callable[[], Iterator[Group]]] = {"attention": _attention, "hopper": _hopper}
+
+
 def _quick_groups() -> Iterator[Group]:
     """Tiny shapes: whether everything runs, and nothing about speed."""
-    yield Group(decode, Shape("tiny", 2, 192), thorough=True)
+    yield Group(decode, Shape("tiny", 2, 192), "thorough")
     yield Group(prefill, Shape("tiny", 1, 128))
     yield Group(prefill, Shape("tiny", 1, 128, is_causal=True))
-    yield Group(compress, Shape("tiny", 2, 192), thorough=True)
+    yield Group(compress, Shape("tiny", 2, 192), "thorough")
 
 
-def selected(pattern: str, *, quick: bool) -> list[tuple[Group, Case]]:
-    """The rows whose names the regular expression `pattern` finds, in order."""
-    groups = _quick_groups() if quick else _groups()
+def selected(pattern: str, *, quick: bool, suite: str = "attention") -> list[tuple[Group, Case]]:
+    """The rows of a suite whose names the regular expression `pattern` finds, in order."""
+    groups = _quick_groups() if quick else SUITES[suite]()
     every = [(group, case) for group in groups for case in group.cases()]
     return [(group, case) for group, case in every if re.search(pattern, group.name(case))]
 
@@ -148,7 +167,7 @@ def _measure(
         "clock": taken.clock,
         "repetitions": taken.repetitions,
         "wall_us": taken.wall_microseconds,
-        "kernels": [{"name": name[:80], "us": us} for name, us in taken.kernels[:5]],
+        "kernels": [{"name": name[:80], "us": us} for name, us in taken.kernels[:8]],
         "work": call.work.amount,
         unit: call.work.rate(taken.microseconds),
         "percent_of_ceiling": call.work.percent_of_ceiling(taken.microseconds, ceilings),

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,8 @@ from turbojax import TurboConfig
 _OUTLIER_CHANNELS, _OUTLIER_FACTOR = 3, 5.0
 
 Error = dict[str, float]
+Choice = Literal["short", "thorough", "hopper", "hopper-short"]
+"""Which rows of a shape: some or all of them, or those of the suite of Hopper's kernels."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import turbojax as tj
 from benchmarks.shapes import Shape
 from benchmarks.suites import accounting
-from benchmarks.suites.common import Call, Case, Error, errors, sample_all, turbo_configs
+from benchmarks.suites.common import Call, Case, Choice, Error, errors, sample_all, turbo_configs
 from turbojax.cache.update import store_prompt
 
 OPERATION = "compress"
@@ -53,13 +53,9 @@ def _compress(inputs: Inputs, config: tj.TurboConfig, implementation: str) -> Ca
     )
 
 
-def cases(shape: Shape, *, thorough: bool) -> list[Case]:
-    """The rows of one shape.
-
-    Args:
-      shape: the shape.
-      thorough: also 3 and 2 bits, and plain JAX.
-    """
+def cases(shape: Shape, choice: Choice) -> list[Case]:
+    """The rows of one shape; ``"thorough"``: also 3 and 2 bits, and plain JAX."""
+    thorough = choice == "thorough"
     configs = turbo_configs(shape.heads.kv)
     names = list(configs) if thorough else ["4bit"]
 

@@ -14,6 +14,7 @@ from benchmarks.suites import accounting
 from benchmarks.suites.common import (
     Call,
     Case,
+    Choice,
     Error,
     errors,
     exact_rows,
@@ -160,13 +161,12 @@ def _turbo(inputs: Inputs, config: tj.TurboConfig, implementation: str) -> Call:
     )
 
 
-def cases(shape: Shape, *, thorough: bool) -> list[Case]:
+def cases(shape: Shape, choice: Choice) -> list[Case]:
     """The rows of one shape, what others are compared with first.
 
-    Args:
-      shape: the shape.
-      thorough: also 3 and 2 bits, other softmaxes, and KIVI at 2 bits.
+    ``"thorough"``: also 3 and 2 bits, other softmaxes, and KIVI at 2 bits.
     """
+    thorough = choice == "thorough"
     configs = turbo_configs(shape.heads.kv)
     rows = [
         Case("cudnn", None, functools.partial(_exact, implementation="cudnn")),
@@ -180,6 +180,11 @@ def cases(shape: Shape, *, thorough: bool) -> list[Case]:
         build = functools.partial(_turbo, config=config, implementation=implementation)
         return Case(method, implementation, build)
 
+    if choice.startswith("hopper"):
+        if choice == "hopper-short":
+            names, rows = names[:1], rows[1:]  # the mask only costs cuDNN time
+        return rows + [ours(f"turbo-{name}", configs[name], "mosaic_gpu") for name in names]
+    rows += [ours(f"turbo-{name}", configs[name], "mosaic_gpu") for name in names]
     rows += [ours(f"turbo-{name}", configs[name]) for name in names]
     rows += [
         Case("kivi-4bit", None, functools.partial(_kivi, bits=4)),

@@ -12,6 +12,7 @@ from benchmarks.suites import accounting
 from benchmarks.suites.common import (
     Call,
     Case,
+    Choice,
     Error,
     errors,
     exact_rows,
@@ -101,15 +102,45 @@ def _turbo(inputs: Inputs, config: tj.TurboConfig, implementation: str) -> Call:
     )
 
 
+def _cached(inputs: Inputs, config: tj.TurboConfig, implementation: str) -> Call:
+    """Attention that also stores the prompt, in a cache made inside."""
+    shape = inputs.shape
+    sizes = (shape.batch, shape.tokens, shape.heads.kv, shape.heads.dim)
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tj.ProgressiveCache]:
+        cache = tj.init_cache(*sizes, config=config, dtype=k.dtype)
+        options = {"is_causal": shape.is_causal, "implementation": implementation}
+        return tj.prefill(q, k, v, cache, **options)
+
+    return Call(
+        attend,
+        (inputs.query, inputs.key, inputs.value),
+        accounting.prefill_work(shape, config.mode),
+        lambda result: inputs.error(result[0]),
+        {"block": config.block_kv},
+    )
+
+
 # Mode, softmax, block, implementation; the first ones are the suite's short form.
+_HOPPER = (
+    ("int8_fp8", "exact", 128, "mosaic_gpu"),
+    ("fp8", "exact", 128, "mosaic_gpu"),
+    ("int8", "sas", 128, "mosaic_gpu"),
+    ("int8", "sas", 64, "mosaic_gpu"),
+    ("int8_fp8", "sas", 128, "mosaic_gpu"),
+    ("int8", "exact", 128, "mosaic_gpu"),
+)
 _SHORT = (
+    ("int8", "sas", 64, "mosaic_gpu"),
+    ("fp8", "exact", 128, "mosaic_gpu"),
     ("int8", "sas", 64, "triton"),
     ("int8", "sas2", 128, "triton"),
     ("fp8", "exact", 128, "jax_triton"),
     ("int8_fp8", "exact", 128, "jax_triton"),
 )
 _THOROUGH = (
-    *_SHORT,
+    *_HOPPER,
+    *(row for row in _SHORT if row not in _HOPPER),
     ("int8", "sas", 128, "triton"),
     ("int8", "exact", 128, "triton"),
     ("int8_fp8", "sas2", 128, "triton"),
@@ -126,16 +157,16 @@ _THOROUGH = (
 )
 
 
-def cases(shape: Shape, *, thorough: bool) -> list[Case]:
+def cases(shape: Shape, choice: Choice) -> list[Case]:
     """The rows of one shape, what others are compared with first.
 
-    Args:
-      shape: the shape.
-      thorough: every mode with every softmax that makes sense.
+    ``"thorough"``: every mode with every softmax that makes sense.
     """
     rows = [Case("cudnn", None, functools.partial(_exact, implementation="cudnn"))]
 
-    def ours(mode: str, softmax: str, block: int, implementation: str) -> Case:
+    def ours(
+        mode: str, softmax: str, block: int, implementation: str, cached: bool = False
+    ) -> Case:
         config = tj.TurboConfig(
             mode=mode,
             softmax=SOFTMAXES[softmax],
@@ -143,10 +174,17 @@ def cases(shape: Shape, *, thorough: bool) -> list[Case]:
             block_kv=block,
             buffer_size=block,
         )
-        build = functools.partial(_turbo, config=config, implementation=implementation)
-        return Case(f"turbo-{mode}-{softmax}-{block}", implementation, build)
+        make = _cached if cached else _turbo
+        build = functools.partial(make, config=config, implementation=implementation)
+        method = f"turbo-{mode}-{softmax}-{block}" + ("-cached" if cached else "")
+        return Case(method, implementation, build)
 
-    rows += [ours(*row) for row in (_THOROUGH if thorough else _SHORT)]
+    if choice == "hopper-short":
+        return [*rows, *(ours(*row) for row in _HOPPER[:3])]
+    if choice == "hopper":
+        cached = [ours(*row, cached=True) for row in _HOPPER[:3:2]]
+        return [*rows, *(ours(*row) for row in _HOPPER), *cached]
+    rows += [ours(*row) for row in (_THOROUGH if choice == "thorough" else _SHORT)]
     rows.append(Case("pallas", None, _pallas))
     rows.append(Case("xla", None, functools.partial(_exact, implementation="xla")))
     if shape.batch * shape.tokens <= _XLA_TOKENS:

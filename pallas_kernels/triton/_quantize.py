@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.triton._common import INT8_RANGE, fma, next_power_of_2, rint
+from pallas_kernels.triton._common import E4M3_MAX, INT8_RANGE, fma, next_power_of_2, rint
 
 # Widths of the planes of a code, low bits first (see turbojax.quantizers.packing).
 _PLANES = {2: (2,), 3: (2, 1), 4: (4,)}
@@ -30,6 +30,7 @@ _ROUNDER_BITS = 0x4B400000
 _INFINITY_BITS = 0x7F800000
 _TINY = 1.1754943508222875e-38
 _RECIPROCAL_RANGE = 0.008403361774981022  # the float32 nearest to 1/119
+_RECIPROCAL_E4M3_MAX = float(np.float32(1 / E4M3_MAX))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,8 +110,8 @@ def unknown_zero(counter: jax.Array, vector: int) -> jax.Array:
     return jnp.minimum(counter, 0) * vector
 
 
-def scale_from_bits(bits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Maximum and stage-1 scale from the largest bit pattern of absolute values (Eq. 9).
+def maximum_from_bits(bits: jax.Array) -> jax.Array:
+    """The maximum of absolute values from their largest bit pattern.
 
     As integers, bits of absolute values are in the order of the values, with infinity and NaN
     above all: unlike a maximum of floats, theirs loses no NaN.
@@ -119,12 +120,10 @@ def scale_from_bits(bits: jax.Array) -> tuple[jax.Array, jax.Array]:
       bits: int32, a scalar, see `magnitude_bits`.
 
     Returns:
-      maximum and scale, float32 scalars; both NaN if a value was not finite.
+      A float32 scalar, NaN if a value was not finite.
     """
-    finite = bits < _INFINITY_BITS
     maximum = jax.lax.bitcast_convert_type(bits, jnp.float32)
-    maximum = jnp.where(finite, maximum, jnp.nan)
-    return maximum, scale_from_maximum(maximum)
+    return jnp.where(bits < _INFINITY_BITS, maximum, jnp.nan)
 
 
 def magnitude_bits(x: jax.Array) -> jax.Array:
@@ -138,6 +137,35 @@ def scale_from_maximum(maximum: jax.Array) -> jax.Array:
     scale = jax.lax.bitcast_convert_type((bits + 255) & ~255, jnp.float32)
     scale = jnp.where(scale < _TINY, 1.0, scale)
     return jnp.where(maximum < jnp.inf, scale, jnp.nan)
+
+
+def e4m3_scale_from_maximum(maximum: jax.Array) -> jax.Array:
+    """The scale that brings `maximum`, a float32 scalar, to the largest e4m3 value."""
+    scale = maximum * _RECIPROCAL_E4M3_MAX
+    return jnp.where(scale < _TINY, 1.0, scale)
+
+
+def e4m3_codes(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """``x / scale`` in e4m3; NaN where the scale is.
+
+    Args:
+      x: float32, any shape, at most 448 times `scale` but for rounding.
+      scale: float32 scalar.
+    """
+    # Selected, because a conversion need not keep a NaN.
+    codes = jnp.where(scale == scale, x * (1 / scale), jnp.nan)
+    return codes.astype(jnp.float8_e4m3fn)
+
+
+def permuted_positions(first: jax.Array, count: int) -> jax.Array:
+    """Where Hopper's matrix units want the `count` tokens from `first` on, multiples of 16.
+
+    A product's accumulator, read as the 8-bit operand of the next product, permutes tokens within
+    groups of 16: token ``4t + 2h + r`` stands at ``8h + 2t + r``, with `t` in 0..3, `h` and `r` in
+    0..1. Keys stored in this order undo it.
+    """
+    token = first + jnp.arange(count, dtype=jnp.int32)
+    return (token & -16) | ((token & 2) << 2) | ((token & 12) >> 1) | (token & 1)
 
 
 def _shift(x: jax.Array, factor: jax.Array | float, interpret: bool) -> jax.Array:

@@ -29,7 +29,7 @@ from pallas_kernels.triton._quantize import (
     BlockLayout,
     clamped_stage1_codes,
     magnitude_bits,
-    scale_from_bits,
+    maximum_from_bits,
     scale_from_maximum,
     unknown_zero,
     write_block,
@@ -121,7 +121,7 @@ def _kernel(
         other = None if mask is None else 0.0
         token = plgpu.load(x.at[sequence, head, channels], mask=mask, other=other)
         token = token.astype(jnp.float32)
-        maximum, _ = scale_from_bits(jnp.max(magnitude_bits(token)))
+        maximum = maximum_from_bits(jnp.max(magnitude_bits(token)))
         held = buffer_scale[sequence, head]
         # The first token that is not all zero fixes an open scale.
         scale = jnp.where((held == 0) & (maximum != 0), scale_from_maximum(2 * maximum), held)

@@ -40,8 +40,12 @@ from pallas_kernels.triton._quantize import (
     BlockLayout as BlockLayout,
 )
 from pallas_kernels.triton._quantize import (
+    e4m3_codes,
+    e4m3_scale_from_maximum,
     magnitude_bits,
-    scale_from_bits,
+    maximum_from_bits,
+    permuted_positions,
+    scale_from_maximum,
     stage1_codes,
     unknown_zero,
     write_block,
@@ -62,8 +66,8 @@ class Compressed(NamedTuple):
       block_scale: float32 ``[B, K, n]``.
       maximum: float32 ``[B, K, m]``, largest absolute value of each of the prompt's `m` blocks,
         NaN if one is not finite. Undefined for blocks that were neither stored nor asked for.
-      stage1: None or int8 codes ``[B, K, m * block, H]``, ``[B, K, H, m * block]`` with tokens
-        last, and their float32 scales ``[B, K, m]``.
+      operand: None or codes ``[B, K, m * block, H]``, ``[B, K, H, m * block]`` with tokens
+        last, and their float32 scales ``[B, K, m]``, as `quantize` makes them.
     """
 
     codes: tuple[jax.Array, ...]
@@ -71,7 +75,7 @@ class Compressed(NamedTuple):
     channel_zero: jax.Array
     block_scale: jax.Array
     maximum: jax.Array
-    stage1: tuple[jax.Array, jax.Array] | None
+    operand: tuple[jax.Array, jax.Array] | None
 
 
 def compress(
@@ -85,7 +89,9 @@ def compress(
     block_scale: jax.Array,
     *,
     layout: BlockLayout,
-    with_stage1: bool = False,
+    every_block: bool = False,
+    operand: jax.typing.DTypeLike | None = None,
+    permuted: bool = False,
     num_warps: int | None = None,
     vector: int | None = None,
     interpret: bool = False,
@@ -103,7 +109,10 @@ def compress(
       channel_zero: int8 ``[B, K, n, H]``.
       block_scale: float32 ``[B, K, n]``.
       layout: of a block.
-      with_stage1: also return the stage-1 codes of all of the prompt's blocks.
+      every_block: find the maxima of all of the prompt's blocks, stored or not.
+      operand: also return codes of all of the prompt's blocks: int8, those of stage 1, or
+        float8_e4m3fn, with a scale of their own.
+      permuted: whether the operand's tokens stand in the order of `permuted_positions`.
       num_warps: warps of a program; chosen from the block's size if not given.
       vector: channels that a thread takes at once, a power of two; chosen if not given.
       interpret: run without a GPU.
@@ -111,6 +120,8 @@ def compress(
     Returns:
       The arrays with the blocks written, in their own memory where they were donated.
     """
+    if permuted and layout.tokens_last:
+        raise ValueError("permuted=True with tokens last: only keys are stored in this order")
     batch, size, heads, channels = x.shape
     blocks = pl.cdiv(size, layout.tokens)
     padded = blocks * layout.tokens
@@ -118,14 +129,15 @@ def compress(
     outputs = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in state]
     per_block = jax.ShapeDtypeStruct((batch, heads, blocks), jnp.float32)
     outputs.append(per_block)
-    if with_stage1:
+    if operand is not None:
         order = (channels, padded) if layout.tokens_last else (padded, channels)
-        outputs += [jax.ShapeDtypeStruct((batch, heads, *order), jnp.int8), per_block]
+        outputs += [jax.ShapeDtypeStruct((batch, heads, *order), operand), per_block]
     inputs = (lengths, count, slots, x, *state)
     kernel = functools.partial(
         _kernel,
         layout=layout,
-        with_stage1=with_stage1,
+        every_block=every_block or operand is not None,
+        permuted=permuted,
         vector=vector or default_vector(layout),
         interpret=interpret,
     )
@@ -142,8 +154,8 @@ def compress(
     )(*inputs)
     split = len(codes)
     scale, zero, stored_scale, maximum = written[split : split + 4]
-    stage1 = tuple(written[split + 4 :]) if with_stage1 else None
-    return Compressed(tuple(written[:split]), scale, zero, stored_scale, maximum, stage1)
+    codes_and_scale = tuple(written[split + 4 :]) if operand is not None else None
+    return Compressed(tuple(written[:split]), scale, zero, stored_scale, maximum, codes_and_scale)
 
 
 def default_warps(layout: BlockLayout) -> int:
@@ -167,13 +179,14 @@ def _kernel(
     x: jax.Ref,
     *refs: jax.Ref,
     layout: BlockLayout,
-    with_stage1: bool,
+    every_block: bool,
+    permuted: bool,
     vector: int,
     interpret: bool,
 ) -> None:
     widths = len(layout.bits)
     codes, outputs = refs[widths + 3 : 2 * widths + 3], refs[2 * widths + 3 :]
-    channel_scale, channel_zero, block_scale, block_maximum, *stage1 = outputs
+    channel_scale, channel_zero, block_scale, block_maximum, *operand = outputs
     head, block, sequence = (pl.program_id(axis) for axis in range(3))
     first = block * layout.tokens
     is_stored = block < count[sequence]
@@ -188,21 +201,25 @@ def _kernel(
         bits = magnitude_bits(loaded[0])
         for values in loaded[1:]:
             bits = jnp.maximum(bits, magnitude_bits(values))
-        maximum, scale = scale_from_bits(jnp.max(bits))
+        maximum = maximum_from_bits(jnp.max(bits))
+        scale = scale_from_maximum(maximum)
         is_finite = scale == scale
         block_maximum[sequence, head, block] = maximum
         runs = [
             jnp.where(is_finite, stage1_codes(values, scale, interpret), 0.0) for values in loaded
         ]
-        if with_stage1:
-            stage1_out, stage1_scale = stage1
-            stage1_scale[sequence, head, block] = scale
-            mask = layout.transposed_mask()
-            for i, run in enumerate(runs):
-                place = layout.slices(i, first, nothing)
-                place = place[::-1] if layout.tokens_last else place
-                q1 = layout.transposed(rint(run).astype(jnp.int8))
-                plgpu.store(stage1_out.at[(sequence, head, *place)], q1, mask=mask)
+        if operand:
+            codes_out, scale_out = operand
+            given = scale
+            if codes_out.dtype != jnp.int8:
+                given = e4m3_scale_from_maximum(maximum)
+                operands = [e4m3_codes(values, given) for values in loaded]
+            else:
+                operands = [rint(run).astype(jnp.int8) for run in runs]
+            scale_out[sequence, head, block] = given
+            at = sequence, head, first, nothing
+            for i, values in enumerate(operands):
+                _store_run(codes_out, layout, i, values, *at, permuted=permuted)
 
         def store() -> None:
             block_scale[sequence, head, block] = scale
@@ -210,12 +227,12 @@ def _kernel(
             arrays, at = (codes, channel_scale, channel_zero), (sequence, head, slot, block)
             write_block(layout, runs, *arrays, *at, nothing=nothing, interpret=interpret)
 
-        if with_stage1:
+        if every_block:
             pl.when(is_stored)(store)
         else:
             store()
 
-    if with_stage1:
+    if every_block:
         program()
     else:
         pl.when(is_stored)(program)
@@ -239,3 +256,26 @@ def _load_run(
     mask = mask if channels is None else mask & channels
     values = plgpu.load(x.at[sequence, rows, head, columns], mask=mask, other=0.0)
     return values.astype(jnp.float32)
+
+
+def _store_run(
+    out: jax.Ref,
+    layout: BlockLayout,
+    run: int,
+    values: jax.Array,
+    sequence: jax.Array,
+    head: jax.Array,
+    first: jax.Array,
+    nothing: jax.Array,
+    *,
+    permuted: bool,
+) -> None:
+    """One run of the operand's block that begins at token `first`."""
+    rows, columns = layout.slices(run, first, nothing)
+    place: tuple[Any, ...] = (rows, columns)
+    if permuted:  # of keys, whose runs hold all tokens of a block
+        channel = columns.start + jnp.arange(columns.size, dtype=jnp.int32)
+        place = permuted_positions(first, layout.tokens)[:, None], channel[None]
+    place = place[::-1] if layout.tokens_last else place
+    mask = layout.transposed_mask()
+    plgpu.store(out.at[(sequence, head, *place)], layout.transposed(values), mask=mask)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -10,11 +11,11 @@ import jax.numpy as jnp
 from turbojax._device import interpreting, needs_gpu, unindexable
 from turbojax.cache import reference
 from turbojax.cache.progressive import CacheSide, ProgressiveCache
-from turbojax.config import TurboConfig
+from turbojax.config import Mode, TurboConfig
 from turbojax.quantizers import absolute_maximum
 
 if TYPE_CHECKING:
-    from pallas_kernels.triton.compress import BlockLayout
+    from pallas_kernels.triton.compress import BlockLayout, Compressed
 
 _AMPERE = 8.0
 _LARGEST_HEAD_DIM = 256
@@ -22,14 +23,15 @@ _BLOCKS = (16, 256)
 
 
 class Operands(NamedTuple):
-    """Stage-1 codes of a prompt, padded to whole blocks: what 8-bit attention reads.
+    """A prompt in 8 bits, padded to whole blocks: what attention reads.
 
     Attributes:
-      key: int8 ``[B, K, Sp, H]``; tokens past a sequence's length are 0.
+      key: ``[B, K, Sp, H]``, int8 or, in mode ``"fp8"``, e4m3; tokens past a sequence's length
+        are 0.
       key_scale: float32 ``[B, K, Sp / block_kv]``, 1 for a block of zeros, NaN for one with a
         value that is not finite.
-      value: int8 ``[B, K, H, Sp]``, tokens last.
-      value_scale: as `key_scale`.
+      value: ``[B, K, H, Sp]``, tokens last, int8 or, in modes ``"int8_fp8"`` and ``"fp8"``, e4m3.
+      value_scale: as `key_scale`, in e4m3 one number per sequence and head.
     """
 
     key: jax.Array
@@ -77,8 +79,12 @@ def store_prompt_triton(
     lengths: jax.Array,
     *,
     with_operands: bool,
+    permuted: bool = False,
 ) -> tuple[ProgressiveCache, Operands | None]:
-    """Stores a prompt and, from the same pass, hands out its stage-1 codes.
+    """Stores a prompt and hands out its codes for attention.
+
+    The codes come from the same pass over keys and values; only values in e4m3, whose one scale
+    needs the maximum of all, are read again.
 
     Args:
       cache: as in `turbojax.cache.update.store_prompt`.
@@ -86,17 +92,25 @@ def store_prompt_triton(
       value: the same.
       lengths: int32 ``[B]``. Operands hold this many tokens, also where the cache has no room for
         them.
-      with_operands: whether the second result is wanted.
+      with_operands: whether the second result is wanted; not in mode ``"float"``.
+      permuted: whether the keys' codes stand in the order of `mosaic_gpu`, see
+        `turbojax.ops.turbo_attention.operands.Operands`.
 
     Returns:
       The cache, and the operands or None.
     """
     return _store_prompt(
-        cache, key, value, lengths, with_operands=with_operands, interpret=interpreting()
+        cache,
+        key,
+        value,
+        lengths,
+        with_operands=with_operands,
+        permuted=permuted,
+        interpret=interpreting(),
     )
 
 
-@functools.partial(jax.jit, static_argnames=("with_operands", "interpret"))
+@functools.partial(jax.jit, static_argnames=("with_operands", "permuted", "interpret"))
 def _store_prompt(
     cache: ProgressiveCache,
     key: jax.Array,
@@ -104,23 +118,44 @@ def _store_prompt(
     lengths: jax.Array,
     *,
     with_operands: bool,
+    permuted: bool = False,
     interpret: bool,
 ) -> tuple[ProgressiveCache, Operands | None]:
+    config = cache.config
     kept = reference.kept_tokens(cache, key.shape[1], lengths)
+    inside = jnp.clip(lengths, 0, key.shape[1])
+    key_operand, value_operand = _OPERANDS[config.mode] if with_operands else (None, None)
     store = functools.partial(
-        _store_prompt_side,
-        lengths=jnp.clip(lengths, 0, key.shape[1]),
-        kept=kept,
-        config=cache.config,
-        with_stage1=with_operands,
+        _store_prompt_side, lengths=inside, kept=kept, config=config, interpret=interpret
+    )
+    key_side, keys = store(cache.key, key, operand=key_operand, permuted=permuted)
+    value_side, values = store(cache.value, value, operand=value_operand, every_block=with_operands)
+    filled = reference.with_prompt(cache, key_side, value_side, lengths, kept)
+    if keys.operand is None:
+        return filled, None
+    if values.operand is not None:
+        return filled, Operands(*keys.operand, *values.operand)
+    from pallas_kernels.triton.quantize import quantize
+
+    codes = quantize(
+        value,
+        inside,
+        values.maximum,
+        block=config.block_kv,
+        dtype=jnp.float8_e4m3fn,
+        tokens_last=True,
         interpret=interpret,
     )
-    key_side, key_operands = store(cache.key, key)
-    value_side, value_operands = store(cache.value, value)
-    filled = reference.with_prompt(cache, key_side, value_side, lengths, kept)
-    if key_operands is None or value_operands is None:
-        return filled, None
-    return filled, Operands(*key_operands, *value_operands)
+    return filled, Operands(*keys.operand, *codes)
+
+
+# What the pass over keys, and that over values, can write for attention. One scale for all of a
+# head's values is known only after it.
+_OPERANDS: Mapping[Mode, tuple[jax.typing.DTypeLike, jax.typing.DTypeLike | None]] = {
+    "int8": (jnp.int8, jnp.int8),
+    "int8_fp8": (jnp.int8, None),
+    "fp8": (jnp.float8_e4m3fn, None),
+}
 
 
 def _store_prompt_side(
@@ -130,9 +165,11 @@ def _store_prompt_side(
     lengths: jax.Array,
     kept: jax.Array,
     config: TurboConfig,
-    with_stage1: bool,
+    operand: jax.typing.DTypeLike | None,
+    every_block: bool = False,
+    permuted: bool = False,
     interpret: bool,
-) -> tuple[CacheSide, tuple[jax.Array, jax.Array] | None]:
+) -> tuple[CacheSide, "Compressed"]:
     from pallas_kernels.triton.compress import compress
 
     count = kept // config.block_kv
@@ -147,7 +184,9 @@ def _store_prompt_side(
         side.channel_zero,
         side.block_scale,
         layout=_layout(side, config),
-        with_stage1=with_stage1,
+        every_block=every_block,
+        operand=operand,
+        permuted=permuted,
         interpret=interpret,
     )
     side = dataclasses.replace(
@@ -163,7 +202,7 @@ def _store_prompt_side(
     rest = reference.prompt_rest(x, kept, config.block_kv)
     in_rest = absolute_maximum(rest, (2, 3))[..., 0]
     maximum = absolute_maximum(jnp.concatenate([in_blocks, in_rest], axis=-1), -1)[..., 0]
-    return reference.buffer_rest(side, rest, maximum, kept, config), written.stage1
+    return reference.buffer_rest(side, rest, maximum, kept, config), written
 
 
 def append(

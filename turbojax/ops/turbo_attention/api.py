@@ -13,13 +13,21 @@ from turbojax.cache.triton import store_prompt_triton
 from turbojax.cache.update import STORE_PROMPT, check_cache_arguments, check_prompt
 from turbojax.config import TurboConfig
 from turbojax.ops.registry import Implementation, ImplementationName, Registry
-from turbojax.ops.turbo_attention import decode_reference, jax_triton, reference, triton
+from turbojax.ops.turbo_attention import (
+    decode_reference,
+    jax_triton,
+    mosaic_decode,
+    mosaic_gpu,
+    reference,
+    triton,
+)
 from turbojax.ops.turbo_attention.gradient import straight_through
 from turbojax.ops.turbo_attention.masking import Visibility
 
 ATTENTION = Registry(
     "turbo_attention",
     (
+        Implementation("mosaic_gpu", mosaic_gpu.attention, mosaic_gpu.attention_unsupported),
         Implementation("jax_triton", jax_triton.attention, jax_triton.unsupported),
         Implementation("triton", triton.attention, triton.attention_unsupported),
         Implementation("xla", reference.attention),
@@ -28,6 +36,7 @@ ATTENTION = Registry(
 DECODE = Registry(
     "decode",
     (
+        Implementation("mosaic_gpu", mosaic_decode.decode, mosaic_decode.decode_unsupported),
         Implementation("triton", triton.decode, triton.decode_unsupported),
         Implementation("xla", decode_reference.decode),
     ),
@@ -71,8 +80,9 @@ def turbo_attention(
       local_window_size: optional `w` or ``(left, right)``: query `t` sees keys in
         ``[t - left, t + right]``.
       logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
-      implementation: ``"jax_triton"``, ``"triton"`` or ``"xla"``, or None for the first of them
-        that can run this. A name never falls back to another.
+      implementation: ``"mosaic_gpu"`` (compute capability 9.0 alone), ``"jax_triton"``,
+        ``"triton"`` or ``"xla"``, or None for the first of them that can run this. A name never
+        falls back to another.
       return_residual: also return the log-sum-exp of the scores.
 
     Returns:
@@ -135,7 +145,7 @@ def prefill(
       local_window_size: see `turbo_attention`.
       logits_soft_cap: see `turbo_attention`.
       implementation: see `turbo_attention`; it names what writes the cache too (beside
-        ``"jax_triton"``, which only attends, that is chosen).
+        ``"mosaic_gpu"`` and ``"jax_triton"``, which only attend, that is chosen).
       return_residual: see `turbo_attention`.
 
     Returns:
@@ -160,10 +170,10 @@ def prefill(
     options = _options(query, scale, is_causal, local_window_size, logits_soft_cap)
     options["config"] = cache.config
     attend = ATTENTION.select(implementation, query=query, key=key, value=value, **options)
-    # jax_triton attends only: its caches are written by whatever is best.
-    writer = None if implementation == "jax_triton" else implementation
+    # Some only attend: their caches are written by whatever is best.
+    writer = None if implementation in ("mosaic_gpu", "jax_triton") else implementation
     store = STORE_PROMPT.select(writer, cache=cache, key=key)
-    shares_codes = store.name == "triton" and attend.name != "xla" and cache.config.mode == "int8"
+    shares_codes = store.name == "triton" and attend.name != "xla" and cache.config.mode != "float"
 
     def run(
         query: jax.Array,
@@ -174,7 +184,10 @@ def prefill(
     ) -> tuple[jax.Array, jax.Array, ProgressiveCache]:
         inside = jnp.clip(lengths, 0, size)
         if shares_codes:  # one pass over keys and values serves both
-            filled, codes = store_prompt_triton(cache, key, value, lengths, with_operands=True)
+            permuted = attend.name == "mosaic_gpu"
+            filled, codes = store_prompt_triton(
+                cache, key, value, lengths, with_operands=True, permuted=permuted
+            )
             extra = {"stage1": codes and tuple(codes)}
         else:
             filled, extra = store.run(cache, key, value, lengths), {}
@@ -212,7 +225,8 @@ def decode(
         Under `jit` values outside ``0..T`` act as the nearest bound.
       local_window_size: optional `w` or ``(left, right)``, relative to the query's position.
       logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
-      implementation: ``"triton"`` or ``"xla"``, or None to choose.
+      implementation: ``"mosaic_gpu"`` (compute capability 9.0 alone), ``"triton"`` or ``"xla"``,
+        or None for the first of them that can run this.
       return_residual: also return the log-sum-exp of the scores.
 
     Returns:

@@ -1,12 +1,20 @@
 """The operands of the prefill kernels: codes in the layout that their matrix units want."""
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from turbojax._device import interpreting, needs_gpu, unindexable
 from turbojax.config import TurboConfig
 from turbojax.ops.turbo_attention import numerics
+
+_AMPERE, _ADA = 8.0, 8.9
+_LARGEST_HEAD_DIM = 256
+_LARGEST_BLOCK = 256
+# A launch's second axis.
+_MOST_BLOCKS = 2**16 - 1
 
 
 class Operands(NamedTuple):
@@ -18,7 +26,8 @@ class Operands(NamedTuple):
     Attributes:
       q: ``[B, N, Tp, H]``.
       q_scale: float32 ``[B, N, Tp / block_q]``.
-      k: ``[B, K, Sp, H]``.
+      k: ``[B, K, Sp, H]``; if permuted, row ``16i + 8h + 2t + r`` is token ``16i + 4t + 2h + r``
+        (`t` in 0..3, `h` and `r` in 0..1), the order of `mosaic_gpu`.
       k_scale: float32 ``[B, K, Sp / block_kv]``.
       v: ``[B, K, H, Sp]``: tokens are contiguous, because 8-bit matrix units cannot transpose.
       v_scale: float32 ``[B, K, Sp / block_kv]``.
@@ -44,8 +53,13 @@ def quantize_operands(
     key_length: jax.Array,
     config: TurboConfig,
     stage1: Stage1 | None = None,
+    *,
+    permuted: bool = False,
 ) -> Operands:
-    """Stage 1 of Algorithm 1 for a whole call.
+    """Stage 1 of Algorithm 1 for a whole call: by kernels where they can, else in plain JAX.
+
+    Both give the same bits. Which it is depends on the device and on `interpreting`: a jitted
+    caller takes the latter as a static argument.
 
     Args:
       query: ``[B, T, N, H]``.
@@ -53,26 +67,63 @@ def quantize_operands(
       value: ``[B, S, K, H]``.
       query_length: int32 ``[B]``; what stands past it counts as zero.
       key_length: int32 ``[B]``.
-      config: mode and block sizes.
-      stage1: the keys' and values' part, if it is there already.
+      config: mode and block sizes; `block_kv` a multiple of 16 if permuted.
+      stage1: the keys' and values' part, if it is there already; then `permuted` says how.
+      permuted: the order of the keys' tokens, see `Operands`.
     """
-    q = quantize_queries(query, query_length, config)
-    if stage1 is not None:
-        return Operands(*q, *stage1)
-    k_blocks = blocks(key, key_length, config.block_kv)
-    k, k_scale = numerics.quantize_scores_operand(k_blocks, config.mode, axis=(-2, -1))
-    v_blocks = blocks(value, key_length, config.block_kv)
-    v, v_scale = numerics.quantize_values(v_blocks, config.mode)
-    return Operands(*q, _join(k), k_scale, jnp.swapaxes(_join(v), 2, 3), v_scale)
+    if stage1 is None:
+        stage1 = quantize_keys_and_values(key, value, key_length, config, permuted=permuted)
+    return Operands(*quantize_queries(query, query_length, config), *stage1)
 
 
 def quantize_queries(
     query: jax.Array, query_length: jax.Array, config: TurboConfig
 ) -> tuple[jax.Array, jax.Array]:
     """The fields `q` and `q_scale` of `Operands`."""
-    q_blocks = blocks(query, query_length, config.block_q)
-    q, q_scale = numerics.quantize_scores_operand(q_blocks, config.mode, axis=(-2, -1))
-    return _join(q), q_scale
+    block = config.block_q
+    if _kernels_unsupported(query, block, config) is None:
+        from pallas_kernels.triton.quantize import quantize
+
+        dtype = _dtype(config.mode == "fp8")
+        return quantize(query, query_length, block=block, dtype=dtype, interpret=interpreting())
+    codes, scale = numerics.quantize_scores_operand(
+        blocks(query, query_length, block), config.mode, axis=(-2, -1)
+    )
+    return _join(codes), scale
+
+
+def quantize_keys_and_values(
+    key: jax.Array, value: jax.Array, length: jax.Array, config: TurboConfig, *, permuted: bool
+) -> Stage1:
+    """The fields `k`, `k_scale`, `v` and `v_scale` of `Operands`."""
+    block = config.block_kv
+    if _kernels_unsupported(key, block, config) is None:
+        return _quantize_keys_and_values(key, value, length, config, permuted)
+    k_blocks, v_blocks = (blocks(x, length, block) for x in (key, value))
+    k, k_scale = numerics.quantize_scores_operand(k_blocks, config.mode, axis=(-2, -1))
+    k = permute_tokens(_join(k)) if permuted else _join(k)
+    v, v_scale = numerics.quantize_values(v_blocks, config.mode)
+    return k, k_scale, jnp.swapaxes(_join(v), 2, 3), v_scale
+
+
+def _quantize_keys_and_values(
+    key: jax.Array, value: jax.Array, length: jax.Array, config: TurboConfig, permuted: bool
+) -> Stage1:
+    """The same by kernels: two, and in the e4m3 modes a third that finds the values' maxima."""
+    from pallas_kernels.triton.quantize import absolute_maxima, quantize
+
+    interpret = interpreting()
+    run = functools.partial(quantize, block=config.block_kv, interpret=interpret)
+    keys = run(key, length, dtype=_dtype(config.mode == "fp8"), permuted=permuted)
+    is_e4m3 = config.mode != "int8"
+    maxima = absolute_maxima(value, length, interpret=interpret) if is_e4m3 else None
+    return *keys, *run(value, length, maxima, dtype=_dtype(is_e4m3), tokens_last=True)
+
+
+def permute_tokens(x: jax.Array) -> jax.Array:
+    """``[B, K, S, H]``, `S` a multiple of 16, with tokens in the order that `Operands` names."""
+    groups = x.reshape(*x.shape[:2], -1, 4, 2, 2, x.shape[-1])  # t, h, r
+    return jnp.swapaxes(groups, 3, 4).reshape(x.shape)
 
 
 def blocks(x: jax.Array, length: jax.Array, block: int) -> jax.Array:
@@ -82,6 +133,27 @@ def blocks(x: jax.Array, length: jax.Array, block: int) -> jax.Array:
     x = jnp.where(valid[:, :, None, None], x, jnp.zeros((), x.dtype))
     x = jnp.pad(x, ((0, 0), (0, -size % block), (0, 0), (0, 0)))
     return jnp.transpose(x.reshape(batch, -1, block, heads, channels), (0, 3, 1, 2, 4))
+
+
+def _kernels_unsupported(x: jax.Array, block: int, config: TurboConfig) -> str | None:
+    """Why kernels cannot quantize blocks of `x` here; None if they can."""
+    batch, size, heads, channels = x.shape
+    count = -(-size // block)
+    if config.mode == "float":
+        return "config.mode='float' rounds nothing"
+    if block & (block - 1) or block > _LARGEST_BLOCK:
+        return f"{block=} must be a power of two up to {_LARGEST_BLOCK}"
+    if channels > _LARGEST_HEAD_DIM:
+        return f"head_dim={channels} must be at most {_LARGEST_HEAD_DIM}"
+    if count > _MOST_BLOCKS:
+        return f"{count} blocks must be at most {_MOST_BLOCKS}"
+    return unindexable(batch * heads * channels * count * block) or needs_gpu(
+        _AMPERE if config.mode == "int8" else _ADA
+    )
+
+
+def _dtype(is_e4m3: bool) -> jax.typing.DTypeLike:
+    return jnp.float8_e4m3fn if is_e4m3 else jnp.int8
 
 
 def _join(x: jax.Array) -> jax.Array:

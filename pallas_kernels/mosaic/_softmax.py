@@ -1,0 +1,435 @@
+"""One key block's softmax in registers: scores in, the second product's operand out."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax.experimental.mosaic.gpu as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
+
+from pallas_kernels.mosaic import _registers as r
+from pallas_kernels.mosaic._registers import Value
+
+LOG2_E = math.log2(math.e)
+INT8_RANGE, E4M3_MAX = 119.0, 448.0
+_TINY = 2.0**-126
+_HIDDEN = -(2**30)
+
+
+@dataclasses.dataclass(frozen=True)
+class Exponential:
+    """How the exponential of non-positive scores is computed.
+
+    Attributes:
+      kind: ``"exact"``: the hardware's power of two. ``"polynomial"``: SAS as it is defined, a
+        power of the base times a cubic. ``"hardware"``: the hardware's power of two, and 0 below
+        SAS's threshold: within 1.2e-3 of SAS, and faster.
+      threshold: natural units, negative; below it SAS is 0. Not for ``"exact"``.
+      coefficients: SAS's cubic on [0, 1), constant term first. Only for ``"polynomial"``.
+      is_base_2: whether SAS counts powers of two. Only for ``"polynomial"``.
+    """
+
+    kind: Literal["exact", "hardware", "polynomial"] = "exact"
+    threshold: float = -6.0
+    coefficients: tuple[float, ...] = ()
+    is_base_2: bool = False
+
+    @property
+    def unit(self) -> float:
+        """What the arguments call one nat."""
+        return 1.0 if self.kind == "polynomial" and not self.is_base_2 else LOG2_E
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """What is static in a softmax.
+
+    Attributes:
+      exponential: see there.
+      is_int8: weights become int8 with a scale per row and block; else e4m3 with a static one.
+      scores_are_integers: whether scores come as int32.
+      left: how far back a query sees, or None.
+      right: how far ahead a query sees, or None.
+      soft_cap: the scores' cap, or None.
+    """
+
+    exponential: Exponential
+    is_int8: bool
+    scores_are_integers: bool
+    left: int | None
+    right: int | None
+    soft_cap: float | None
+
+    @property
+    def shift(self) -> float:
+        """Added to exponents of two, to be divided out in the end.
+
+        The hardware's powers of two below -126 are 0: SAS's threshold is moved there, and costs
+        nothing. With the exact exponential of e4m3 weights it is their scale.
+        """
+        if self.exponential.kind == "hardware":
+            return -126.0 - self.exponential.threshold * LOG2_E
+        if self.exponential.kind == "exact" and not self.is_int8:
+            return math.log2(E4M3_MAX)
+        return 0.0
+
+    @property
+    def sum_unit(self) -> float:
+        """What row sums call 1."""
+        if self.exponential.kind == "polynomial" and not self.is_int8:
+            return E4M3_MAX
+        return float(2.0**self.shift)
+
+    @property
+    def output_unit(self) -> float:
+        """What unnormalized outputs call 1, but for scales of values."""
+        return 1.0 if self.is_int8 else E4M3_MAX
+
+
+def exponentials(x: Sequence[Value], shift: Value, factor: Value, policy: Policy) -> list[Value]:
+    """``exp(x * factor - shift)`` in the policy's units."""
+    e = policy.exponential
+    if e.kind != "polynomial":
+        low = r.add(r.constant(policy.shift), r.neg(shift)) if policy.shift else r.neg(shift)
+        return [r.exp2(r.fma(v, factor, low)) for v in x]
+    gain = 1.0 if policy.is_int8 else E4M3_MAX
+    return [_sas(r.fma(v, r.neg(factor), shift), e, gain) for v in x]
+
+
+def _sas(y: Value, e: Exponential, gain: float) -> Value:
+    """`gain` times SAS of ``-y`` as it is defined."""
+    # Rounding may leave the row's maximum slightly below 0; NaN survives, with the sum.
+    y = r.select(r.less(y, r.constant(0.0)), r.constant(0.0), y)
+    whole = r.asm(r.f32(), "add.rm.f32 $0, $1, 0f4B400000;", "=f,f", y)
+    whole = r.add(whole, r.constant(-12582912.0))
+    fraction = r.add(y, r.neg(whole))
+    *lower, highest = (c * gain for c in e.coefficients)
+    value = r.fma(fraction, r.constant(highest), r.constant(lower[-1]))
+    for c in reversed(lower[:-1]):
+        value = r.fma(value, fraction, r.constant(c))
+    power = r.exp2(r.mul(whole, r.constant(-LOG2_E / e.unit)))
+    below = r.less(r.constant(-e.threshold * e.unit), y)
+    return r.select(below, r.constant(0.0), r.mul(value, power))
+
+
+def _capped(x: Value, cap: float) -> Value:
+    """``cap * tanh(x / cap)``; the power is at most 1, so that nothing overflows."""
+    magnitude = r.asm(r.f32(), "abs.f32 $0, $1;", "=f,f", x)
+    t = r.exp2(r.mul(magnitude, r.constant(-2 * LOG2_E / cap)))
+    one = r.constant(1.0)
+    y = r.mul(r.mul(r.add(one, r.neg(t)), r.reciprocal(r.add(one, t))), r.constant(cap))
+    return r.asm(r.f32(), "copysign.f32 $0, $1, $2;", "=f,f,f", x, y)
+
+
+def _visible(limits: tuple[Value, Value], half: int, columns: int, policy: Policy) -> list[Value]:
+    """For each of a row's columns whether the query sees the token it stands for.
+
+    Keys are permuted within groups of 16: see `attention.permute_tokens`.
+
+    Args:
+      limits: the block's first query and the end of the keys, both relative to its first key.
+      half: which of the thread's rows.
+      columns: how many the thread holds of it.
+      policy: what hides keys.
+    """
+    query, length = limits
+    row, t = r.thread()
+    four_t = arith.muli(t, r.integer(4))
+    position = arith.addi(arith.addi(query, row), r.integer(8 * half))
+    stop = length
+    if policy.right is not None:
+        stop = arith.minsi(stop, arith.addi(position, r.integer(policy.right + 1)))
+    stop = arith.subi(stop, four_t)
+    masks = []
+    for c in range(columns):
+        token = r.integer(16 * (c // 4) + c % 4)
+        mask = r.int_less(token, stop)
+        if policy.left is not None:
+            first = arith.subi(arith.subi(position, r.integer(policy.left)), four_t)
+            mask = arith.andi(mask, r.int_at_least(token, first))
+        masks.append(mask)
+    return masks
+
+
+def step(
+    scores: Any, m: Any, l: Any, factor: Any, limits: tuple[Any, Any] | None, policy: Policy
+) -> tuple[Any, ...]:
+    """One block of Algorithm 1, up to the second product.
+
+    Args:
+      scores: ``[64, n]``, code products.
+      m: ``[64]``, running maxima in the exponential's units.
+      l: ``[64]``, running sums, of each thread's own columns.
+      factor: scalar, of the scores, in the exponential's units.
+      limits: see `_visible`; None if every row sees every key.
+      policy: what is static.
+
+    Returns:
+      weights float32 ``[64, n]`` for `pack`; the new `m` and `l`; the factor of what was summed
+      before; and the unit of an int8 row's weights, 0 in a row that sees nothing.
+    """
+    scores = mgpu.optimization_barrier(scores)  # not before the product is there
+    [c] = r.scalars(factor)
+    bounds = None
+    if limits is not None:
+        [query], [length] = (r.scalars(x) for x in limits)
+        bounds = (query, length)
+    rows, state = [], []
+    for half, (x, old, total) in enumerate(
+        zip(r.by_row(scores), r.scalars(m), r.scalars(l), strict=True)
+    ):
+        weights, *rest = _row(x, old, total, c, bounds, half, policy)
+        rows.append(weights)
+        state.append(rest)
+    # Not after the next products are started.
+    weights = mgpu.optimization_barrier(r.of_rows(rows))
+    return weights, *(r.row_array(pair) for pair in zip(*state, strict=True))
+
+
+def maxima(
+    scores: Any, m: Any, factor: Any, limits: tuple[Any, Any] | None, policy: Policy
+) -> tuple[Any, ...]:
+    """The first half of a block's softmax.
+
+    Args:
+      scores: ``[64, n]``, code products.
+      m: ``[64]``, running maxima in the exponential's units.
+      factor: scalar, of the scores, in the exponential's units.
+      limits: see `_visible`; None if every row sees every key.
+      policy: what is static.
+
+    Returns:
+      scores float32 ``[64, n]``, ``-inf`` where hidden; and for each row: their factor; their
+      maximum; the new running maximum; and the factor of what was summed before.
+    """
+    scores = mgpu.optimization_barrier(scores)  # not before the product is there
+    [c] = r.scalars(factor)
+    bounds = None
+    if limits is not None:
+        [query], [length] = (r.scalars(x) for x in limits)
+        bounds = (query, length)
+    rows, state = [], []
+    for half, (x, old) in enumerate(zip(r.by_row(scores), r.scalars(m), strict=True)):
+        values, *rest = _row_maximum(x, old, c, bounds, half, policy)
+        rows.append(values)
+        state.append(rest)
+    # Here, not where it is used.
+    values = mgpu.optimization_barrier(r.of_rows(rows))
+    return values, *(r.row_array(pair) for pair in zip(*state, strict=True))
+
+
+def _row_maximum(
+    x: list[Value],
+    m: Value,
+    c: Value,
+    limits: tuple[Value, Value] | None,
+    half: int,
+    policy: Policy,
+) -> tuple[Any, ...]:
+    """`maxima` of one of a thread's two rows."""
+    masks = None if limits is None else _visible(limits, half, len(x), policy)
+    if masks is None and policy.soft_cap is None:
+        # Scaling and subtracting the maximum will be one instruction per score.
+        if policy.scores_are_integers:
+            top = r.to_float(r.tree(x, arith.maxsi))
+            x = [r.to_float(v) for v in x]
+        else:
+            top = r.tree(x, r.maximum)
+        top = r.mul(r.among_four(top, r.maximum), c)
+    else:
+        if policy.scores_are_integers:
+            x = [r.to_float(v) for v in x]
+        x = [r.mul(v, c) for v in x]
+        if policy.soft_cap is not None:
+            unit = r.constant(policy.exponential.unit)
+            x = [r.mul(_capped(v, policy.soft_cap), unit) for v in x]
+        if masks is not None:
+            hidden = r.constant(-math.inf)
+            x = [r.select(k, v, hidden) for k, v in zip(masks, x, strict=True)]
+        top = r.among_four(r.tree(x, r.maximum), r.maximum)
+        c = r.constant(1.0)
+    new = r.maximum(m, top)
+    scale = r.constant(LOG2_E / policy.exponential.unit)
+    alpha = r.exp2(r.mul(r.add(m, r.neg(_finite(new))), scale))
+    return x, c, top, new, alpha
+
+
+def _finite(m: Value) -> Value:
+    """A running maximum that can be subtracted: 0 in rows where nothing was visible yet."""
+    return r.select(r.equal(m, r.constant(-math.inf)), r.constant(0.0), m)
+
+
+def weigh(
+    scores: Any, factor: Any, top: Any, m: Any, alpha: Any, l: Any, policy: Policy
+) -> tuple[Any, ...]:
+    """The second half: `maxima`'s results, and running sums `l` of each thread's own columns.
+
+    Returns:
+      weights float32 ``[64, n]`` for `pack`; the new sums; and the unit of an int8 row's weights,
+      0 in a row that sees nothing.
+    """
+    rows, state = [], []
+    for x, *row in zip(
+        r.by_row(scores), *(r.scalars(a) for a in (factor, top, m, alpha, l)), strict=True
+    ):
+        c, largest, new, a, total = row
+        shift = _finite(new)
+        p = exponentials(x, shift, c, policy)
+        total = r.fma(total, a, r.tree(p, r.add))
+        p, unit = _scale(p, largest, shift, policy)
+        if policy.is_int8:
+            unseen = r.equal(largest, r.constant(-math.inf))
+            unit = r.select(unseen, r.constant(0.0), unit)
+        rows.append(p)
+        state.append((total, unit))
+    # Not after the next products are started.
+    weights = mgpu.optimization_barrier(r.of_rows(rows))
+    return weights, *(r.row_array(pair) for pair in zip(*state, strict=True))
+
+
+def pack(weights: Any, policy: Policy) -> Any:
+    """What `step` returns, rounded: the second product's 8-bit register operand.
+
+    By itself, because the compiler overlaps no product with instructions that write the registers
+    which another one reads: not before the product that uses them now is done.
+    """
+    pack_four = r.pack_bytes if policy.is_int8 else r.pack_e4m3
+    rows = []
+    for row in r.by_row(weights):
+        x = [r.bits(v) for v in row] if policy.is_int8 else row
+        rows.append([pack_four(x[i : i + 4]) for i in range(0, len(x), 4)])
+    element = ir.IntegerType.get_signless(8) if policy.is_int8 else ir.Float8E4M3FNType.get()
+    return r.operand(rows, element, True if policy.is_int8 else None)
+
+
+def _row(
+    x: list[Value],
+    m: Value,
+    l: Value,
+    c: Value,
+    limits: tuple[Value, Value] | None,
+    half: int,
+    policy: Policy,
+) -> tuple[Any, ...]:
+    """`step` of one of a thread's two rows."""
+    zero, infinite = r.constant(0.0), r.constant(-math.inf)
+    masks = None if limits is None else _visible(limits, half, len(x), policy)
+    if masks is None and policy.soft_cap is None:
+        # Scaling and subtracting the maximum are one instruction per score.
+        if policy.scores_are_integers:
+            top = r.to_float(r.tree(x, arith.maxsi))
+            x = [r.to_float(v) for v in x]
+        else:
+            top = r.tree(x, r.maximum)
+        top = r.mul(r.among_four(top, r.maximum), c)
+        factor = c
+    else:
+        if policy.scores_are_integers:
+            x = [r.to_float(v) for v in x]
+        x = [r.mul(v, c) for v in x]
+        if policy.soft_cap is not None:
+            unit = r.constant(policy.exponential.unit)
+            x = [r.mul(_capped(v, policy.soft_cap), unit) for v in x]
+        if masks is not None:
+            x = [r.select(k, v, infinite) for k, v in zip(masks, x, strict=True)]
+        top = r.among_four(r.tree(x, r.maximum), r.maximum)
+        factor = r.constant(1.0)
+    new = r.maximum(m, top)
+    shift = new
+    if masks is not None:
+        shift = r.select(r.equal(new, infinite), zero, new)
+    p = exponentials(x, shift, factor, policy)
+    if masks is not None:
+        p = [r.select(k, v, zero) for k, v in zip(masks, p, strict=True)]
+    scale = r.constant(LOG2_E / policy.exponential.unit)
+    alpha = r.exp2(r.mul(r.add(m, r.neg(shift)), scale))
+    total = r.fma(l, alpha, r.tree(p, r.add))
+    p, unit = _scale(p, top, shift, policy)
+    if masks is not None and policy.is_int8:
+        unit = r.select(r.equal(top, infinite), zero, unit)
+    return p, new, total, alpha, unit
+
+
+def _scale(p: list[Value], top: Value, shift: Value, policy: Policy) -> tuple[list[Value], Value]:
+    """Weights as `pack` takes them, and what an int8 code stands for."""
+    if not policy.is_int8:
+        if policy.exponential.kind == "hardware":
+            gain = r.constant(E4M3_MAX * 2.0**-policy.shift)
+            p = [r.mul(v, gain) for v in p]
+        return p, r.constant(1.0)
+    [largest] = exponentials([top], shift, r.constant(1.0), policy)
+    nothing = r.less(largest, r.constant(_TINY * INT8_RANGE if not policy.shift else _TINY))
+    # Powers of two on the way keep everything in range: weights may be as small as 2**-126.
+    inverse = r.mul(r.reciprocal(largest), r.constant(INT8_RANGE / 128))
+    inverse = r.select(nothing, r.constant(0.0), inverse)
+    unit = r.mul(largest, r.constant(2.0**-policy.shift / INT8_RANGE))
+    unit = r.select(nothing, r.constant(1.0), unit)
+    # The sum's last bit counts 1/128: what is in its low byte is the code, rounded half to even.
+    rounder = r.constant(12582912.0 / 128)
+    return [r.fma(v, inverse, rounder) for v in p], unit
+
+
+def accumulate(output: Any, product: Any, alpha: Any, unit: Any, policy: Policy) -> Any:
+    """What was summed before, rescaled, and the second product of one block.
+
+    Args:
+      output: float32 ``[64, H]``.
+      product: ``[64, H]``.
+      alpha: ``[64]``.
+      unit: ``[64]``; None in the e4m3 modes, whose unit is left to the end.
+      policy: what is static.
+    """
+    product = mgpu.optimization_barrier(product)
+    units = [None, None] if unit is None else r.scalars(unit)
+    rows = []
+    for old, new, a, u in zip(
+        r.by_row(output), r.by_row(product), r.scalars(alpha), units, strict=True
+    ):
+        if u is not None:
+            new = [r.mul(r.to_float(v), u) for v in new]
+        rows.append([r.fma(x, a, y) for x, y in zip(old, new, strict=True)])
+    # Not later: the product's registers are needed for the next one.
+    return mgpu.optimization_barrier(r.of_rows(rows))
+
+
+def finish(
+    output: Any, m: Any, l: Any, last: Any, scale: Any, policy: Policy, width: int
+) -> tuple[Any, ...]:
+    """Normalized outputs and log-sum-exps; 0 and ``-inf`` in rows that saw nothing.
+
+    Args:
+      output: float32 ``[64, H]``.
+      m: ``[64]``.
+      l: ``[64]``, sums of each thread's own columns.
+      last: int32 scalar: rows from there on are padding.
+      scale: float32 scalar, of the values.
+      policy: what is static.
+      width: of the parts that are returned.
+
+    Returns:
+      ``H / width`` outputs ``[64, width]``, and the log-sum-exps ``[64]``.
+    """
+    [stop], [v_scale] = r.scalars(last), r.scalars(scale)
+    row, _ = r.thread()
+    zero, infinite = r.constant(0.0), r.constant(-math.inf)
+    # A power of two on the way: sums may be as small as 2**-118.
+    power = 2.0 ** -math.floor(math.log2(policy.sum_unit))
+    gain = r.constant(policy.sum_unit * power / policy.output_unit)
+    rows, lse = [], []
+    for half, (x, maximum, part) in enumerate(
+        zip(r.by_row(output), r.scalars(m), r.scalars(l), strict=True)
+    ):
+        total = r.among_four(part, r.add)
+        is_padding = r.int_at_least(arith.addi(row, r.integer(8 * half)), stop)
+        nothing = arith.ori(is_padding, r.equal(total, zero))
+        weight = r.mul(r.reciprocal(r.mul(total, r.constant(power))), r.mul(gain, v_scale))
+        rows.append([r.select(nothing, zero, r.mul(v, weight)) for v in x])
+        natural = r.mul(maximum, r.constant(1 / policy.exponential.unit))
+        logarithm = r.add(r.log2(total), r.constant(-math.log2(policy.sum_unit)))
+        value = r.fma(logarithm, r.constant(1 / LOG2_E), natural)
+        lse.append(r.select(nothing, infinite, value))
+    columns = width // 4
+    parts = [r.of_rows([x[i : i + columns] for x in rows]) for i in range(0, len(rows[0]), columns)]
+    return *parts, r.row_array(lse)

@@ -1,0 +1,225 @@
+"""Stage 1 of attention: queries, keys and values to 8 bits, in the order matrix units want.
+
+A program takes one block of one head of one sequence: it loads the block once, finds its scale,
+rounds and stores. Values in e4m3 share one scale per sequence and head, so a kernel before finds
+their maxima.
+
+Bytes, 2 sequences of 8192 tokens, 32 query and 8 KV heads, head dim 128, bfloat16:
+
+  queries     134 MB read, 67 written
+  keys        34 and 17
+  values      34 and 17; in e4m3 34 more, of which the L2 cache still holds a part
+  operations  about 13 a value (conversion 1, maximum 2, code 10): 1.3 G, 45 us of all float32
+              lanes, under the bytes
+  floor       H100: 0.30 GB at 3.0 TB/s are 100 us, in e4m3 112 us
+  target      140 us, 6 % of a prefill at 900 TFLOP/s
+
+Ladder, us for the whole call, blocks of 128, H100, jax 0.11.2 (results/quantize_2026-11-21.json):
+                                                       int8  int8_fp8   fp8
+  v1  XLA, which writes what it transposes in between   323       305   231
+  v2  these kernels                                     130       136   123
+Alone, on 134 MB, in TB/s (a copy reaches 3.03): tokens 2.7 in int8, 2.9 in e4m3, in either order;
+values 2.5 and 2.9; maxima 3.0. Twice the warps, half of them, or fewer channels to a thread change
+less than 5 %, but 128 values a thread (2 warps, blocks of 128): 1.85 TB/s in int8.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.triton._common import WHOLE, Ref, next_power_of_2, parameters, rint
+from pallas_kernels.triton._quantize import (
+    e4m3_codes,
+    e4m3_scale_from_maximum,
+    magnitude_bits,
+    maximum_from_bits,
+    permuted_positions,
+    scale_from_maximum,
+    stage1_codes,
+)
+
+_VALUES_PER_THREAD = 64
+_MOST_WARPS = 16
+# Maxima that every program of `quantize` may read, and tokens that are looked through at once.
+_MOST_MAXIMA = 128
+_TILE_OF_MAXIMA = 64
+
+
+def quantize(
+    x: jax.Array,
+    lengths: jax.Array,
+    maxima: jax.Array | None = None,
+    *,
+    block: int,
+    dtype: jax.typing.DTypeLike,
+    tokens_last: bool = False,
+    permuted: bool = False,
+    num_warps: int | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Quantizes blocks of tokens with one scale each, or with one for all blocks of a head.
+
+    Args:
+      x: bfloat16, float16 or float32 ``[B, S, K, H]``.
+      lengths: int32 ``[B]``, at most `S`: tokens past it count as zero.
+      maxima: optional float32 ``[B, K, m]``, NaN for what is not finite. If given, the largest of
+        them sets the scale of all blocks; it must not be less than any absolute value.
+      block: tokens of a block, a power of two.
+      dtype: int8 (scale of a maximum over 119) or float8_e4m3fn (over 448).
+      tokens_last: whether codes are transposed.
+      permuted: whether tokens stand in the order of `permuted_positions`; then `block` is a
+        multiple of 16.
+      num_warps: warps of a program; chosen from the block's size if not given.
+      interpret: run without a GPU.
+
+    Returns:
+      codes: ``[B, K, Sp, H]``, or ``[B, K, H, Sp]`` with tokens last; `Sp` is `S` rounded up to
+        whole blocks.
+      scale: float32 ``[B, K, Sp / block]``: 1 for zeros alone, NaN with a value that is not finite.
+        Codes are 0 there, in e4m3 NaN.
+    """
+    batch, size, heads, channels = x.shape
+    blocks = pl.cdiv(size, block)
+    order = (channels, blocks * block) if tokens_last else (blocks * block, channels)
+    if maxima is not None and maxima.shape[2] > _MOST_MAXIMA:
+        maxima = maximum_from_bits(jnp.max(magnitude_bits(maxima), axis=2, keepdims=True))
+    inputs = (lengths, x) if maxima is None else (lengths, x, maxima)
+    values = block * next_power_of_2(channels)
+    codes, scale = pl.pallas_call(
+        functools.partial(
+            _quantize_kernel,
+            block=block,
+            tokens_last=tokens_last,
+            permuted=permuted,
+            interpret=interpret,
+        ),
+        grid=(heads, blocks, batch),
+        in_specs=[WHOLE] * len(inputs),
+        out_specs=[WHOLE] * 2,
+        out_shape=[
+            jax.ShapeDtypeStruct((batch, heads, *order), dtype),
+            jax.ShapeDtypeStruct((batch, heads, blocks), jnp.float32),
+        ],
+        compiler_params=parameters(num_warps or _default_warps(values), 1),
+        interpret=interpret,
+        name="turbojax_quantize",
+    )(*inputs)
+    return codes, scale
+
+
+def absolute_maxima(x: jax.Array, lengths: jax.Array, *, interpret: bool = False) -> jax.Array:
+    """Maxima of absolute values, over some tokens and all channels each, for `quantize`.
+
+    Args:
+      x: bfloat16, float16 or float32 ``[B, S, K, H]``.
+      lengths: int32 ``[B]``, at most `S`: tokens past it count as zero.
+      interpret: run without a GPU.
+
+    Returns:
+      float32 ``[B, K, m]`` with `m` up to 128, NaN where a value is not finite.
+    """
+    batch, size, heads, channels = x.shape
+    tiles = pl.cdiv(size, _TILE_OF_MAXIMA * _MOST_MAXIMA)
+    programs = pl.cdiv(size, _TILE_OF_MAXIMA * tiles)
+    values = _TILE_OF_MAXIMA * next_power_of_2(channels)
+    return pl.pallas_call(
+        functools.partial(_maxima_kernel, tiles=tiles),
+        grid=(heads, programs, batch),
+        in_specs=[WHOLE] * 2,
+        out_specs=WHOLE,
+        out_shape=jax.ShapeDtypeStruct((batch, heads, programs), jnp.float32),
+        compiler_params=parameters(_default_warps(values), 1),
+        interpret=interpret,
+        name="turbojax_maxima",
+    )(lengths, x)
+
+
+def _default_warps(values: int) -> int:
+    return min(_MOST_WARPS, max(1, values // (32 * _VALUES_PER_THREAD)))
+
+
+def _quantize_kernel(
+    lengths: Ref,
+    x: Ref,
+    *refs: Ref,
+    block: int,
+    tokens_last: bool,
+    permuted: bool,
+    interpret: bool,
+) -> None:
+    *maxima, codes, scales = refs
+    head, number, sequence = (pl.program_id(axis) for axis in range(3))
+    first, length = number * block, lengths[sequence]
+    token = first + jnp.arange(block, dtype=jnp.int32)
+    channel, inside = _channels(x)
+    values = _load(x, sequence, token, head, channel, inside, length)
+    if maxima:
+        bits = _bits_of_maxima(maxima[0], sequence, head)
+    else:
+        bits = jnp.max(magnitude_bits(values))
+    maximum = maximum_from_bits(bits)
+    if codes.dtype == jnp.int8:
+        scale = scale_from_maximum(maximum)
+        rounded = stage1_codes(values, scale, interpret)
+        result = rint(jnp.where(scale == scale, rounded, 0.0)).astype(jnp.int8)
+    else:
+        scale = e4m3_scale_from_maximum(maximum)
+        result = e4m3_codes(values, scale)
+    scales[sequence, head, number] = scale
+    row = permuted_positions(first, block) if permuted else token
+    mask = None if inside is None else jnp.broadcast_to(inside[None], values.shape)
+    at: tuple[Any, ...] = (row[:, None], channel[None])
+    if tokens_last:
+        result, at = result.T, (channel[:, None], row[None])
+        mask = None if mask is None else mask.T
+    plgpu.store(codes.at[(sequence, head, *at)], result, mask=mask)
+
+
+def _maxima_kernel(lengths: Ref, x: Ref, maxima: Ref, *, tiles: int) -> None:
+    head, number, sequence = (pl.program_id(axis) for axis in range(3))
+    length = lengths[sequence]
+    channel, inside = _channels(x)
+
+    def step(tile: jax.Array, bits: jax.Array) -> jax.Array:
+        first = (number * tiles + tile) * _TILE_OF_MAXIMA
+        token = first + jnp.arange(_TILE_OF_MAXIMA, dtype=jnp.int32)
+        values = _load(x, sequence, token, head, channel, inside, length)
+        return jnp.maximum(bits, magnitude_bits(values))
+
+    bits = jnp.zeros((_TILE_OF_MAXIMA, channel.shape[0]), jnp.int32)
+    bits = jax.lax.fori_loop(0, tiles, step, bits)
+    maxima[sequence, head, number] = maximum_from_bits(jnp.max(bits))
+
+
+def _channels(x: Ref) -> tuple[jax.Array, jax.Array | None]:
+    """Channels, their number rounded up to a power of two, and which of them there are."""
+    count = x.shape[3]
+    channel = jnp.arange(next_power_of_2(count), dtype=jnp.int32)
+    return channel, None if channel.shape[0] == count else channel < count
+
+
+def _load(
+    x: Ref,
+    sequence: jax.Array,
+    token: jax.Array,
+    head: jax.Array,
+    channel: jax.Array,
+    inside: jax.Array | None,
+    length: jax.Array,
+) -> jax.Array:
+    """Tokens as float32, 0 past the length and past the channels."""
+    mask = jnp.broadcast_to((token < length)[:, None], (token.shape[0], channel.shape[0]))
+    mask = mask if inside is None else mask & inside[None]
+    values = plgpu.load(x.at[sequence, token[:, None], head, channel[None]], mask=mask, other=0.0)
+    return values.astype(jnp.float32)
+
+
+def _bits_of_maxima(maxima: Ref, sequence: jax.Array, head: jax.Array) -> jax.Array:
+    count = maxima.shape[2]
+    place = jnp.arange(next_power_of_2(count), dtype=jnp.int32)
+    found = plgpu.load(maxima.at[sequence, head, place], mask=place < count, other=0.0)
+    return jnp.max(magnitude_bits(found))

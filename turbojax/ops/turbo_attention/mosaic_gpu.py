@@ -1,0 +1,173 @@
+"""The Mosaic GPU kernel behind `turbo_attention` on Hopper: what it takes, how it starts."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from turbojax._device import needs_hopper
+from turbojax.config import TurboConfig
+from turbojax.ops.turbo_attention import tuning
+from turbojax.ops.turbo_attention.masking import Visibility
+from turbojax.ops.turbo_attention.operands import Operands, Stage1, quantize_operands
+from turbojax.sas import SAS
+
+# What matrix instructions and their shared memory are made for; others are padded with zeros.
+_HEAD_DIMS = (64, 128, 256)
+_BLOCK_KV = (64, 128)
+# Query rows of one warpgroup, which have one scale.
+_ROWS = 64
+# Above it the hardware's powers of two cannot be shifted to where they vanish.
+_HIGHEST_THRESHOLD = -5.0
+
+
+def attention_unsupported(
+    *,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    config: TurboConfig,
+    scale: float,
+    visibility: Visibility,
+    logits_soft_cap: float | None,
+) -> str | None:
+    """Why `turbo_attention` cannot run this here; None if it can."""
+    del key, value, scale, visibility, logits_soft_cap  # any will do
+    head_dim = query.shape[-1]
+    if config.mode == "float":
+        return "config.mode='float' must be an 8-bit mode: 'int8', 'int8_fp8' or 'fp8'"
+    if config.block_kv not in _BLOCK_KV:
+        return f"config.block_kv={config.block_kv} must be one of {_BLOCK_KV}, its key tile"
+    if config.block_q % _ROWS:
+        return f"config.block_q={config.block_q} must be a multiple of {_ROWS}, its query tile"
+    if head_dim > _HEAD_DIMS[-1]:
+        return f"{head_dim=} must be at most {_HEAD_DIMS[-1]}"
+    return needs_hopper()
+
+
+class Launch(NamedTuple):
+    """What is tuned: key and value blocks in shared memory, and whether warpgroups take turns."""
+
+    stages: int
+    takes_turns: bool
+
+
+@functools.partial(
+    jax.jit, static_argnames=("config", "scale", "visibility", "logits_soft_cap", "launch")
+)
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    query_length: jax.Array,
+    key_length: jax.Array,
+    *,
+    config: TurboConfig,
+    scale: float,
+    visibility: Visibility,
+    logits_soft_cap: float | None,
+    stage1: Stage1 | None = None,
+    launch: Launch | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Prefill attention with the numerics of `config`, as `reference.attention` defines them.
+
+    Beyond the order of float32 sums three things differ from the reference: hardware exponentials,
+    also in SAS, of which only the threshold is kept (they are within 1.2e-3 of it); and e4m3
+    products, which Hopper accumulates with about 14 bits within one block of keys (or over the
+    head dim).
+
+    Args:
+      query: ``[B, T, N, H]``.
+      key: ``[B, S, K, H]``.
+      value: ``[B, S, K, H]``.
+      query_length: int32 ``[B]``; queries at or past it are padding and give 0 and ``-inf``.
+      key_length: int32 ``[B]``; keys at or past it are not there.
+      config: numerics and block sizes; not mode ``"float"``.
+      scale: factor of the scores.
+      visibility: causality and window.
+      logits_soft_cap: optional cap.
+      stage1: the codes of keys and values, if they are there already, the keys permuted (see
+        `Operands`).
+      launch: for tuning; None takes it from the table.
+
+    Returns:
+      out ``[B, T, N, H]`` in the query's dtype and the float32 log-sum-exp ``[B, T, N]``.
+    """
+    from pallas_kernels.mosaic import attention as kernel
+
+    if scale < 0:  # the kernel takes the maximum of scores before it scales them
+        query, scale = -query, -scale
+    operands = quantize_operands(
+        query, key, value, query_length, key_length, config, stage1, permuted=True
+    )
+    head_dim = query.shape[-1]
+    operands = _pad_channels(operands, _padded_head_dim(head_dim))
+    launch = launch or tuning.launch(
+        "mosaic_gpu", default_launch(query), **shape_of(query, key, config, visibility)
+    )
+    out, residual = kernel.attention(
+        *operands,
+        query_length,
+        key_length,
+        tokens=query.shape[1],
+        dtype=query.dtype,
+        settings=kernel.Settings(
+            mode=config.mode,
+            exponential=_exponential(config, kernel.Exponential),
+            block_q=config.block_q,
+            block_kv=config.block_kv,
+            scale=scale,
+            is_causal=visibility.is_causal,
+            window=visibility.window,
+            soft_cap=logits_soft_cap,
+            **launch._asdict(),
+        ),
+    )
+    return out[..., :head_dim], residual
+
+
+def shape_of(
+    query: jax.Array, key: jax.Array, config: TurboConfig, visibility: Visibility
+) -> dict[str, dict[str, Any]]:
+    """Where a call stands in the table: traits and sizes, see `tuning.launch`."""
+    traits = {
+        "mode": config.mode,
+        "softmax": "exact" if config.softmax == "exact" else "sas",
+        "is_causal": visibility.is_causal,
+        "head_dim": _padded_head_dim(query.shape[-1]),
+        "block_kv": config.block_kv,
+    }
+    sizes = {"heads": query.shape[0] * query.shape[2], "tokens": key.shape[1]}
+    return {"traits": traits, "sizes": sizes}
+
+
+def default_launch(query: jax.Array) -> Launch:
+    """For shapes that were not tuned."""
+    return Launch(2 if _padded_head_dim(query.shape[-1]) == 256 else 3, True)
+
+
+def _padded_head_dim(head_dim: int) -> int:
+    return next(n for n in _HEAD_DIMS if n >= head_dim)
+
+
+def _exponential(config: TurboConfig, make):  # type: ignore[no-untyped-def]
+    """The softmax's exponential as the kernel computes it fastest."""
+    sas = config.softmax
+    if not isinstance(sas, SAS):
+        return make("exact")
+    kind = "hardware" if sas.threshold <= _HIGHEST_THRESHOLD else "polynomial"
+    return make(kind, sas.threshold, sas.coefficients, sas.base == "2")
+
+
+def _pad_channels(operands: Operands, size: int) -> Operands:
+    """Operands with zeros up to `size` channels."""
+    extra = size - operands.q.shape[-1]
+    if extra == 0:
+        return operands
+
+    def pad(x: jax.Array, axis: int) -> jax.Array:
+        widths = [(0, extra) if i == axis else (0, 0) for i in range(x.ndim)]
+        return jnp.pad(x, widths)
+
+    return operands._replace(q=pad(operands.q, 3), k=pad(operands.k, 3), v=pad(operands.v, 2))
