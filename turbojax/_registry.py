@@ -6,6 +6,12 @@ from typing import Any, Literal
 
 ImplementationName = Literal["xla", "triton", "mosaic_gpu", "jax_triton"]
 IMPLEMENTATION_NAMES = ("mosaic_gpu", "jax_triton", "triton", "xla")
+_ATTENDING_ONLY = ("mosaic_gpu", "jax_triton")
+
+
+def writer_beside(implementation: Any) -> Any:
+    """What writes caches where `implementation` attends: None, the best, where it cannot write."""
+    return None if implementation in _ATTENDING_ONLY else implementation
 
 
 def _supports_everything(**_: Any) -> str | None:

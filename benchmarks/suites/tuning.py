@@ -36,6 +36,11 @@ def problems() -> Iterator[Problem]:
         yield _prefill(Shape(model, batch, tokens, is_causal), mode, softmax)
 
 
+def _clusters(splits: int, tokens: int) -> tuple[int, ...]:
+    """Programs that merge among themselves: none, or all of a short cache."""
+    return (1, splits) if 1 < splits <= 8 and tokens <= 4096 else (1,)
+
+
 def _first(default: Any, others: Iterator[Any]) -> tuple[Any, ...]:
     """The default before the others, each once."""
     return tuple(dict.fromkeys([default, *others]))
@@ -50,8 +55,9 @@ def _decode(shape: Shape, bits: str) -> Problem:
     default = mosaic_decode.default_launch(query, cache)
     splits = {max(1, round(share * default.splits)) for share in _SPLITS}
     candidates = (
-        mosaic_decode.Launch(*launch)
-        for launch in itertools.product(sorted(splits), (1,), (1, 2, 3))
+        mosaic_decode.Launch(count, 1, stages, cluster)
+        for count, stages in itertools.product(sorted(splits), (1, 2, 3))
+        for cluster in _clusters(count, shape.tokens)
     )
 
     def build() -> tuple[tuple[Any, ...], Callable[[Any], Callable[..., Any]]]:

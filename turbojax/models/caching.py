@@ -11,6 +11,7 @@ from turbojax.cache import ProgressiveCache, append, init_cache
 from turbojax.config import TurboConfig
 from turbojax.models.decoder import Decoder
 from turbojax.models.llama import Attend, Llama
+from turbojax.ops.registry import writer_beside
 from turbojax.ops.turbo_attention import decode, prefill
 
 CacheKind = Literal["exact"] | TurboConfig
@@ -140,13 +141,14 @@ def attend_new_tokens(implementation: str | None = None) -> Attend:
     """Attention of new tokens to everything cached, themselves included.
 
     Args:
-      implementation: of `append` and `decode`, or of the exact cache's; None to choose.
+      implementation: of `decode`, and of `append` if it can write caches, or of the exact
+        cache's; None to choose.
     """
 
     def attend(query, key, value, cache):  # type: ignore[no-untyped-def]
         if isinstance(cache, ProgressiveCache):
             name: Any = implementation  # which names there are, the ops know
-            cache = append(cache, key, value, implementation=name)
+            cache = append(cache, key, value, implementation=writer_beside(name))
             return decode(query, cache, implementation=name), cache
         cache = exact.append(cache, key, value)
         return exact.decode(query, cache, implementation=implementation), cache

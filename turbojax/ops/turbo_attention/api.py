@@ -12,7 +12,12 @@ from turbojax.cache.progressive import ProgressiveCache
 from turbojax.cache.triton import store_prompt_triton
 from turbojax.cache.update import STORE_PROMPT, check_cache_arguments, check_prompt
 from turbojax.config import TurboConfig
-from turbojax.ops.registry import Implementation, ImplementationName, Registry
+from turbojax.ops.registry import (
+    Implementation,
+    ImplementationName,
+    Registry,
+    writer_beside,
+)
 from turbojax.ops.turbo_attention import (
     decode_reference,
     jax_triton,
@@ -170,9 +175,7 @@ def prefill(
     options = _options(query, scale, is_causal, local_window_size, logits_soft_cap)
     options["config"] = cache.config
     attend = ATTENTION.select(implementation, query=query, key=key, value=value, **options)
-    # Some only attend: their caches are written by whatever is best.
-    writer = None if implementation in ("mosaic_gpu", "jax_triton") else implementation
-    store = STORE_PROMPT.select(writer, cache=cache, key=key)
+    store = STORE_PROMPT.select(writer_beside(implementation), cache=cache, key=key)
     shares_codes = store.name == "triton" and attend.name != "xla" and cache.config.mode != "float"
 
     def run(
