@@ -6,6 +6,7 @@ fastest candidates go into `turbojax/ops/turbo_attention/tuning.json`.
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import json
 import re
@@ -79,14 +80,16 @@ def run(
                 on_row(_described(problem, candidate) | {"reason": tables.OUT_OF_TIME})
             continue
         arguments, function_of = problem.build()
+        default = problem.candidates[0]
+        wanted = list(dict.fromkeys([default, *left]))
         want = None
-        for candidate in problem.candidates:
-            is_default = candidate is problem.candidates[0]
-            if not is_default and candidate not in left:
-                continue
+        for candidate, compiling in zip(
+            wanted, compile_all(function_of, wanted, arguments), strict=True
+        ):
+            is_default = candidate is default
             row = _described(problem, candidate)
             try:
-                compiled = jax.jit(function_of(candidate)).lower(*arguments).compile()
+                compiled = compiling.result()
                 got = compiled(*arguments)
                 want = got if want is None and is_default else want
                 row["distance"] = distance(got, want)
@@ -100,6 +103,20 @@ def run(
                 on_row(row)
             if want is None:  # without the default there is nothing to compare with
                 break
+
+
+def compile_all(
+    function_of: Callable[[Any], Callable[..., Any]],
+    candidates: Sequence[Any],
+    arguments: tuple[Any, ...],
+) -> list[concurrent.futures.Future[Any]]:
+    """Compiles side by side, and waits: nothing compiles while something is timed."""
+
+    def compile_one(candidate: Any) -> Any:
+        return jax.jit(function_of(candidate)).lower(*arguments).compile()
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        return [pool.submit(compile_one, candidate) for candidate in candidates]
 
 
 def _described(problem: Problem, candidate: Any) -> Row:
