@@ -37,7 +37,6 @@ class Settings:
       stages: key and value blocks in shared memory.
       takes_turns: whether the warpgroups issue products in turns.
       ahead: whether a block's scores are computed under the exponentials of the one before.
-      unroll: how many blocks a turn of the loop takes, if `ahead`.
       programs: how many run side by side, one to a multiprocessor.
     """
 
@@ -53,7 +52,6 @@ class Settings:
     takes_turns: bool = False
     programs: int = 132
     ahead: bool = False
-    unroll: int = 2
 
     @property
     def policy(self) -> Policy:
@@ -195,9 +193,7 @@ class Consumer:
         def f(q: Any, k: Any) -> Any:
             return _products.start(q, k, swizzle=swizzle, a_swizzle=swizzle)
 
-        return inline(f, (tiled(self.q), tiled(k)), matrix((ROWS, s.block_kv), dtype))(
-            self.q, k
-        )
+        return inline(f, (tiled(self.q), tiled(k)), matrix((ROWS, s.block_kv), dtype))(self.q, k)
 
     def output(self, p: jax.Array, slot: jax.Array) -> jax.Array:
         """Starts the second product of a block."""
@@ -330,96 +326,106 @@ class Consumer:
         plgpu.barrier_arrive(self.free[1].at[slot])
         return self.merge(o, product, next_alpha, unit_of_last), m, l, following
 
+    def limits(self, j: jax.Array, is_masked: bool) -> tuple[jax.Array, ...]:
+        """What `_softmax` compares block `j`'s keys with, if there is something to hide."""
+        key = j * self.s.block_kv
+        return (self.first - key, self.length - key) if is_masked else ()
+
     def maxima(
-        self, scores: jax.Array, m: jax.Array, j: jax.Array, k_scale: jax.Array, is_masked: bool
+        self, scores: jax.Array, m: jax.Array, factor: jax.Array, limits: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, ...]:
-        """`_softmax.maxima` of block `j`."""
-        types = [plgpu.Layout.WGMMA, ROW, SCALAR]
-        args = [scores, m, self.factor * k_scale]
-        if is_masked:
-            key = j * self.s.block_kv
-            args += [self.first - key, self.length - key]
-            types += [SCALAR, SCALAR]
+        """`_softmax.maxima`."""
+        types = (plgpu.Layout.WGMMA, ROW, SCALAR, *[SCALAR] * len(limits))
 
         def f(scores: Any, m: Any, factor: Any, *limits: Any) -> tuple[Any, ...]:
             return _softmax.maxima(scores, m, factor, limits or None, self.s.policy)
 
+        return inline(f, types, (row_type(),) * 3)(scores, m, factor, *limits)
+
+    def arguments(
+        self, scores: jax.Array, m: jax.Array, factor: jax.Array, limits: tuple[jax.Array, ...]
+    ) -> jax.Array:
+        """`_softmax.arguments`."""
+        types = (plgpu.Layout.WGMMA, ROW, SCALAR, *[SCALAR] * len(limits))
+
+        def f(scores: Any, m: Any, factor: Any, *limits: Any) -> Any:
+            return _softmax.arguments(scores, m, factor, limits or None, self.s.policy)
+
         values = matrix(scores.shape, jnp.float32)
-        return inline(f, tuple(types), (values, *[row_type()] * 4))(*args)
+        return inline(f, types, values)(scores, m, factor, *limits)
 
     def weigh(self, *args: jax.Array) -> tuple[jax.Array, ...]:
         """`_softmax.weigh`."""
-        types = (plgpu.Layout.WGMMA, *[ROW] * 5)
+        types = (plgpu.Layout.WGMMA, *[ROW] * 4)
         weights = matrix(args[0].shape, jnp.float32)
         f = functools.partial(_softmax.weigh, policy=self.s.policy)
         return inline(f, types, (weights, row_type(), row_type()))(*args)
 
     def run_ahead(self, slot: jax.Array) -> tuple[jax.Array, ...]:
-        """`run`, with the next block's scores computed under this one's exponentials."""
+        """`run`, with the next block's scores computed under this one's exponentials.
+
+        The compiler moves instructions freely between asynchronous products, but not over a loop:
+        the waits for memory stand where it must not.
+        """
         s, blocks = self.s, self.blocks
         head_dim = self.buffers[1].shape[1]
 
         def full(x: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
             return plgpu.layout_cast(jnp.full(shape, x, jnp.float32), layout)
 
-        def finish(weights: jax.Array, slot: jax.Array) -> jax.Array:
-            """Starts the product of weights, when every other is done."""
-            plgpu.barrier_wait(self.ready[1].at[slot])
-            plgpu.wgmma_wait(0)
-            return self.output(self.pack(weights), slot)
+        def first(is_masked: bool) -> tuple[jax.Array, ...]:
+            limits = self.limits(blocks.begin, is_masked)
+            top, m, alpha = self.maxima(scores, full(-jnp.inf, (ROWS,), ROW), factor, limits)
+            return self.arguments(scores, m, factor, limits), top, m, alpha
 
-        scale = self.scales[0][(*self.at, blocks.begin)]
+        factor = self.factor * self.scales[0][(*self.at, blocks.begin)]
         self.wait_for_key(blocks.begin, slot)
         scores = self.scores(slot)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(self.free[0].at[slot])
-        m, l = full(-jnp.inf, (ROWS,), ROW), full(0.0, (ROWS,), ROW)
-        x, c, top, m, alpha = lax.cond(
-            blocks.full_first,
-            lambda: self.maxima(scores, m, blocks.begin, scale, False),
-            lambda: self.maxima(scores, m, blocks.begin, scale, True),
-        )
+        x, top, m, alpha = lax.cond(blocks.full_first, lambda: first(False), lambda: first(True))
         following = next_slot(slot, s)
         self.wait_for_key(blocks.begin + 1, following)
-        o = full(0.0, (ROWS, head_dim), plgpu.Layout.WGMMA)
+        o, l = full(0.0, (ROWS, head_dim), plgpu.Layout.WGMMA), full(0.0, (ROWS,), ROW)
 
         def step(j: jax.Array, carry: tuple[jax.Array, ...], is_masked: bool) -> Any:
-            """Weights of block ``j - 1`` and scores of `j`."""
-            o, x, c, top, m, alpha, l, before, slot = carry
-            following = next_slot(slot, s)
-            scale = self.scales[0][(*self.at, j)]
+            """Weights of block ``j - 1``, scores of `j`."""
+            o, l, x, top, m, alpha, before, slot = carry
+            k_scale = self.scales[0][(*self.at, j)]
             scores = self.scores(slot)
-            weights, l, unit = self.weigh(x, c, top, m, alpha, l)
-            # A loop over which the compiler moves no instructions: exponentials stay before it.
-            product = finish(weights, before)
+            weights, l, unit = self.weigh(x, top, m, alpha, l)
+            plgpu.barrier_wait(self.ready[1].at[before])
+            plgpu.wgmma_wait(0)
+            product = self.output(self.pack(weights), before)
             plgpu.barrier_arrive(self.free[0].at[slot])
-            x, c, top, m, next_alpha = self.maxima(scores, m, j, scale, is_masked)
+
+            @pl.when(k_scale < 0)  # never: a loop that keeps maxima from coming between products
+            def _() -> None:
+                plgpu.barrier_wait(self.ready[0].at[slot])
+
+            factor, limits = self.factor * k_scale, self.limits(j, is_masked)
+            top, m, next_alpha = self.maxima(scores, m, factor, limits)
             unit = self.value_unit(unit, j - 1)
+            following = next_slot(slot, s)
             self.wait_for_key(j + 1, following)
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(self.free[1].at[before])
             o = self.merge(o, product, alpha, unit)
-            return o, x, c, top, m, next_alpha, l, slot, following
+            # Now, because it moves them to the registers that the product leaves.
+            x = self.arguments(scores, m, factor, limits)
+            return o, l, x, top, m, next_alpha, slot, following
 
-        def several(i: jax.Array, carry: tuple[jax.Array, ...]) -> Any:
-            for k in range(s.unroll):
-                carry = step(blocks.inner + i * s.unroll + k, carry, False)
-            return carry
-
-        carry = (o, x, c, top, m, alpha, l, slot, following)
+        carry = (o, l, x, top, m, alpha, slot, following)
         masked, plain = (functools.partial(step, is_masked=x) for x in (True, False))
         if s.policy.left is not None:
             carry = lax.fori_loop(blocks.begin + 1, blocks.inner, masked, carry)
-        turns = lax.div(blocks.outer - blocks.inner, jnp.int32(s.unroll))
-        carry = lax.fori_loop(jnp.int32(0), turns, several, carry)
-        if s.unroll > 1:
-            rest = blocks.inner + turns * s.unroll
-            carry = lax.fori_loop(rest, blocks.outer, plain, carry)
+        carry = lax.fori_loop(blocks.inner, blocks.outer, plain, carry)
         carry = lax.fori_loop(blocks.outer, blocks.end, masked, carry)
-        o, x, c, top, m, alpha, l, slot, following = carry
+        o, l, x, top, m, alpha, slot, following = carry
         plgpu.barrier_arrive(self.query_free)
-        weights, l, unit = self.weigh(x, c, top, m, alpha, l)
-        product = finish(weights, slot)
+        weights, l, unit = self.weigh(x, top, m, alpha, l)
+        plgpu.barrier_wait(self.ready[1].at[slot])
+        product = self.output(self.pack(weights), slot)
         unit = self.value_unit(unit, blocks.end - 1)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(self.free[1].at[slot])

@@ -90,12 +90,23 @@ class Policy:
 
 def exponentials(x: Sequence[Value], shift: Value, factor: Value, policy: Policy) -> list[Value]:
     """``exp(x * factor - shift)`` in the policy's units."""
+    return _exponentials(_arguments(x, shift, factor, policy), policy)
+
+
+def _arguments(x: Sequence[Value], shift: Value, factor: Value, policy: Policy) -> list[Value]:
+    """``x * factor - shift``, as `_exponentials` takes it: one instruction each."""
+    if policy.exponential.kind == "polynomial":
+        return [r.fma(v, r.neg(factor), shift) for v in x]
+    low = r.add(r.constant(policy.shift), r.neg(shift)) if policy.shift else r.neg(shift)
+    return [r.fma(v, factor, low) for v in x]
+
+
+def _exponentials(x: Sequence[Value], policy: Policy) -> list[Value]:
     e = policy.exponential
     if e.kind != "polynomial":
-        low = r.add(r.constant(policy.shift), r.neg(shift)) if policy.shift else r.neg(shift)
-        return [r.exp2(r.fma(v, factor, low)) for v in x]
+        return [r.exp2(v) for v in x]
     gain = 1.0 if policy.is_int8 else E4M3_MAX
-    return [_sas(r.fma(v, r.neg(factor), shift), e, gain) for v in x]
+    return [_sas(v, e, gain) for v in x]
 
 
 def _sas(y: Value, e: Exponential, gain: float) -> Value:
@@ -191,7 +202,7 @@ def step(
 def maxima(
     scores: Any, m: Any, factor: Any, limits: tuple[Any, Any] | None, policy: Policy
 ) -> tuple[Any, ...]:
-    """The first half of a block's softmax.
+    """Row maxima of a block.
 
     Args:
       scores: ``[64, n]``, code products.
@@ -201,59 +212,73 @@ def maxima(
       policy: what is static.
 
     Returns:
-      scores float32 ``[64, n]``, ``-inf`` where hidden; and for each row: their factor; their
-      maximum; the new running maximum; and the factor of what was summed before.
+      ``[64]`` each: the block's maxima, the new running ones, and the factor of what was summed
+      before.
     """
     scores = mgpu.optimization_barrier(scores)  # not before the product is there
     [c] = r.scalars(factor)
-    bounds = None
-    if limits is not None:
-        [query], [length] = (r.scalars(x) for x in limits)
-        bounds = (query, length)
-    rows, state = [], []
+    state = []
     for half, (x, old) in enumerate(zip(r.by_row(scores), r.scalars(m), strict=True)):
-        values, *rest = _row_maximum(x, old, c, bounds, half, policy)
-        rows.append(values)
-        state.append(rest)
-    # Here, not where it is used.
-    values = mgpu.optimization_barrier(r.of_rows(rows))
-    return values, *(r.row_array(pair) for pair in zip(*state, strict=True))
+        if limits is None and policy.soft_cap is None:
+            if policy.scores_are_integers:
+                top = r.to_float(r.chain(x, arith.maxsi))
+            else:
+                top = r.chain(x, r.maximum)
+            top = r.mul(r.among_four(top, r.maximum), c)
+        else:
+            x = _seen_scores(x, c, limits, half, policy)
+            top = r.among_four(r.chain(x, r.maximum), r.maximum)
+        new = r.maximum(old, top)
+        scale = r.constant(LOG2_E / policy.exponential.unit)
+        state.append((top, new, r.exp2(r.mul(r.add(old, r.neg(_finite(new))), scale))))
+    return tuple(r.row_array(pair) for pair in zip(*state, strict=True))
 
 
-def _row_maximum(
+def arguments(
+    scores: Any, m: Any, factor: Any, limits: tuple[Any, Any] | None, policy: Policy
+) -> Any:
+    """Scores minus the running maxima, float32 ``[64, n]``, as `weigh` takes them.
+
+    Args:
+      scores: see `maxima`.
+      m: `maxima`'s second result.
+      factor: see `maxima`.
+      limits: see `maxima`.
+      policy: what is static.
+    """
+    [c] = r.scalars(factor)
+    rows = []
+    for half, (x, maximum) in enumerate(zip(r.by_row(scores), r.scalars(m), strict=True)):
+        scale = c
+        if limits is not None or policy.soft_cap is not None:
+            x, scale = _seen_scores(x, c, limits, half, policy), r.constant(1.0)
+        elif policy.scores_are_integers:
+            x = [r.to_float(v) for v in x]
+        rows.append(_arguments(x, _finite(maximum), scale, policy))
+    # Here, not where they are used.
+    return mgpu.optimization_barrier(r.of_rows(rows))
+
+
+def _seen_scores(
     x: list[Value],
-    m: Value,
     c: Value,
     limits: tuple[Value, Value] | None,
     half: int,
     policy: Policy,
-) -> tuple[Any, ...]:
-    """`maxima` of one of a thread's two rows."""
-    masks = None if limits is None else _visible(limits, half, len(x), policy)
-    if masks is None and policy.soft_cap is None:
-        # Scaling and subtracting the maximum will be one instruction per score.
-        if policy.scores_are_integers:
-            top = r.to_float(r.tree(x, arith.maxsi))
-            x = [r.to_float(v) for v in x]
-        else:
-            top = r.tree(x, r.maximum)
-        top = r.mul(r.among_four(top, r.maximum), c)
-    else:
-        if policy.scores_are_integers:
-            x = [r.to_float(v) for v in x]
-        x = [r.mul(v, c) for v in x]
-        if policy.soft_cap is not None:
-            unit = r.constant(policy.exponential.unit)
-            x = [r.mul(_capped(v, policy.soft_cap), unit) for v in x]
-        if masks is not None:
-            hidden = r.constant(-math.inf)
-            x = [r.select(k, v, hidden) for k, v in zip(masks, x, strict=True)]
-        top = r.among_four(r.tree(x, r.maximum), r.maximum)
-        c = r.constant(1.0)
-    new = r.maximum(m, top)
-    scale = r.constant(LOG2_E / policy.exponential.unit)
-    alpha = r.exp2(r.mul(r.add(m, r.neg(_finite(new))), scale))
-    return x, c, top, new, alpha
+) -> list[Value]:
+    """Scaled and capped scores of a row, ``-inf`` where they are hidden."""
+    if policy.scores_are_integers:
+        x = [r.to_float(v) for v in x]
+    x = [r.mul(v, c) for v in x]
+    if policy.soft_cap is not None:
+        unit = r.constant(policy.exponential.unit)
+        x = [r.mul(_capped(v, policy.soft_cap), unit) for v in x]
+    if limits is None:
+        return x
+    [query], [length] = (r.scalars(v) for v in limits)
+    hidden = r.constant(-math.inf)
+    masks = _visible((query, length), half, len(x), policy)
+    return [r.select(k, v, hidden) for k, v in zip(masks, x, strict=True)]
 
 
 def _finite(m: Value) -> Value:
@@ -261,24 +286,19 @@ def _finite(m: Value) -> Value:
     return r.select(r.equal(m, r.constant(-math.inf)), r.constant(0.0), m)
 
 
-def weigh(
-    scores: Any, factor: Any, top: Any, m: Any, alpha: Any, l: Any, policy: Policy
-) -> tuple[Any, ...]:
-    """The second half: `maxima`'s results, and running sums `l` of each thread's own columns.
+def weigh(scores: Any, top: Any, m: Any, alpha: Any, l: Any, policy: Policy) -> tuple[Any, ...]:
+    """Weights of `arguments`, with `maxima`'s results and the sums of each thread's own columns.
 
     Returns:
       weights float32 ``[64, n]`` for `pack`; the new sums; and the unit of an int8 row's weights,
       0 in a row that sees nothing.
     """
     rows, state = [], []
-    for x, *row in zip(
-        r.by_row(scores), *(r.scalars(a) for a in (factor, top, m, alpha, l)), strict=True
-    ):
-        c, largest, new, a, total = row
-        shift = _finite(new)
-        p = exponentials(x, shift, c, policy)
-        total = r.fma(total, a, r.tree(p, r.add))
-        p, unit = _scale(p, largest, shift, policy)
+    for x, *row in zip(r.by_row(scores), *(r.scalars(a) for a in (top, m, alpha, l)), strict=True):
+        largest, new, a, total = row
+        p = _exponentials(x, policy)
+        total = r.fma(total, a, r.chain(p, r.add))
+        p, unit = _scale(p, largest, _finite(new), policy)
         if policy.is_int8:
             unseen = r.equal(largest, r.constant(-math.inf))
             unit = r.select(unseen, r.constant(0.0), unit)

@@ -16,6 +16,7 @@ from turbojax.sas import SAS
 # What matrix instructions and their shared memory are made for; others are padded with zeros.
 _HEAD_DIMS = (64, 128, 256)
 _BLOCK_KV = (64, 128)
+_MULTIPROCESSORS = 132
 # Query rows of one warpgroup, which have one scale.
 _ROWS = 64
 # Above it the hardware's powers of two cannot be shifted to where they vanish.
@@ -47,10 +48,11 @@ def attention_unsupported(
 
 
 class Launch(NamedTuple):
-    """What is tuned: key and value blocks in shared memory, and whether warpgroups take turns."""
+    """What is tuned, see `pallas_kernels.mosaic.attention.Settings`."""
 
     stages: int
     takes_turns: bool
+    ahead: bool = False
 
 
 @functools.partial(
@@ -121,6 +123,7 @@ def attention(
             is_causal=visibility.is_causal,
             window=visibility.window,
             soft_cap=logits_soft_cap,
+            programs=_multiprocessors(),
             **launch._asdict(),
         ),
     )
@@ -144,7 +147,12 @@ def shape_of(
 
 def default_launch(query: jax.Array) -> Launch:
     """For shapes that were not tuned."""
-    return Launch(2 if _padded_head_dim(query.shape[-1]) == 256 else 3, True)
+    return Launch(2 if _padded_head_dim(query.shape[-1]) == 256 else 4, False)
+
+
+def _multiprocessors() -> int:
+    """Of the default GPU; an H100's where there is none."""
+    return getattr(jax.devices()[0], "core_count", None) or _MULTIPROCESSORS
 
 
 def _padded_head_dim(head_dim: int) -> int:
