@@ -37,6 +37,7 @@ class Settings:
       stages: key and value blocks in shared memory.
       takes_turns: whether the warpgroups issue products in turns.
       ahead: whether a block's scores are computed under the exponentials of the one before.
+      multiplied: of eight powers of two, how many the multipliers compute, not the unit for it.
       programs: how many run side by side, one to a multiprocessor.
     """
 
@@ -52,6 +53,7 @@ class Settings:
     takes_turns: bool = False
     programs: int = 132
     ahead: bool = False
+    multiplied: int = 0
 
     @property
     def policy(self) -> Policy:
@@ -65,6 +67,7 @@ class Settings:
             left=left,
             right=right,
             soft_cap=self.soft_cap,
+            multiplied=self.multiplied,
         )
 
 
@@ -265,8 +268,9 @@ class Consumer:
         s, blocks = self.s, self.blocks
         head_dim = self.buffers[1].shape[1]
 
-        def full(x: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
-            dtype = jnp.float32 if isinstance(x, float) else jnp.int32
+        def full(
+            x: float, shape: tuple[int, ...], layout: Any, dtype: Any = jnp.float32
+        ) -> jax.Array:
             return plgpu.layout_cast(jnp.full(shape, x, dtype), layout)
 
         scale = self.scales[0][(*self.at, blocks.begin)]
@@ -286,7 +290,8 @@ class Consumer:
         plgpu.barrier_wait(self.ready[1].at[slot])
         p = self.pack(p)
         o = full(0.0, (ROWS, head_dim), plgpu.Layout.WGMMA)
-        product = full(0 if s.mode == "int8" else 0.0, (ROWS, head_dim), plgpu.Layout.WGMMA)
+        dtype = jnp.int32 if s.mode == "int8" else jnp.float32
+        product = full(0, (ROWS, head_dim), plgpu.Layout.WGMMA, dtype)
 
         def step(j: jax.Array, carry: tuple[jax.Array, ...], is_masked: bool) -> Any:
             o, product, alpha, unit, m, l, next_alpha, next_unit, p, before, slot = carry

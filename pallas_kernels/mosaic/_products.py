@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-call"
+# mypy: disable-error-code="call-arg, arg-type"
 """Products of 8-bit operands on a warpgroup's matrix unit.
 
 Pallas's own start from an accumulator of zeros, which takes as many instructions as it has
@@ -46,9 +46,8 @@ def _steps(ref: Value, swizzle: int, group: tuple[int, int], *, is_left: bool) -
     for i in range(groups):
         for j in range(swizzle // _DEPTH):
             offset = mma_utils.encode_addr(i * group_stride + j * strides[1][0])
-            steps.append(
-                arith.addi(base, arith.constant(_i64(), ir.IntegerAttr.get(_i64(), offset)))
-            )
+            distance = arith.ConstantOp(_i64(), ir.IntegerAttr.get(_i64(), offset))
+            steps.append(arith.addi(base, distance.result))
     return steps
 
 
@@ -111,7 +110,7 @@ def start(a: Any, b: Value, *, swizzle: int, a_swizzle: int | None = None) -> An
     kind = r.i32() if is_int else r.f32()
     letter = "=r" if is_int else "=f"
     constraints = [letter] * count + (["r"] * size + ["l"] if size > 1 else ["l", "l"]) * len(left)
-    result = llvm.inline_asm(
+    result: Value = llvm.inline_asm(
         llvm.StructType.get_literal([kind] * count),
         inputs,
         "\n".join(lines),

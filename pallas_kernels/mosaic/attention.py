@@ -28,10 +28,9 @@ The ladder, same case, H100, jax 0.11.2, blocks of 128, T/s (cuDNN on bfloat16: 
      803 and not 818, 657 and not 738. ** SAS.
 What bounds v3: leaving out the powers of two (1,093 T/s), the maxima (908), the sums of outputs
 (965), or all of them (1,915) says that no unit is full, and that a warpgroup's phases (product,
-maximum, powers, product) follow each other. `Settings.ahead` is written for that.
-
-Tried and left: `ex2.approx.f16x2` is two instructions of the unit, not one; powers of two on the
-multipliers need 8 instructions, and these are the other unit that is full.
+maximum, powers, product) follow each other. `Settings.ahead` is written for that; like
+`Settings.multiplied` it has not been measured. Left: `ex2.approx.f16x2` is two instructions of the
+unit, not one; integer scores that are read as floats cost as many moves as they save conversions.
 """
 
 import functools

@@ -53,6 +53,7 @@ class Launch(NamedTuple):
     stages: int
     takes_turns: bool
     ahead: bool = False
+    multiplied: int = 0
 
 
 @functools.partial(

@@ -1,0 +1,201 @@
+"""`turbo_attention` through Mosaic GPU on a Hopper GPU, against the definition in XLA."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_helpers import EXACT, FLOAT, SAS_2, SAS_E, attend, tensors
+
+import turbojax as tj
+from turbojax import _device
+from turbojax.ops.turbo_attention import mosaic_gpu
+from turbojax.ops.turbo_attention.masking import Visibility
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(_device.needs_hopper() is not None, reason=str(_device.needs_hopper())),
+]
+
+MODES = ("int8", "int8_fp8", "fp8")
+kernel = functools.partial(attend, implementation="mosaic_gpu", return_residual=True)
+xla = functools.partial(attend, implementation="xla", return_residual=True)
+
+# Every feature, head dim and odd length; modes and softmaxes rotate through them.
+CASES = {
+    "one query": {"shape": (2, 1, 200, 4, 2, 64)},
+    "one token": {"shape": (1, 1, 1, 2, 2, 32)},
+    "seven, causal": {"shape": (1, 7, 7, 6, 2, 80), "is_causal": True},
+    "ragged and causal": {
+        "shape": (3, 330, 200, 2, 1, 96),
+        "is_causal": True,
+        "key_value_seq_lengths": (200, 77, 0),
+    },
+    "window": {"shape": (1, 330, 330, 2, 2, 128), "local_window_size": (90, 3)},
+    "causal window, lengths": {
+        "shape": (2, 300, 400, 4, 2, 64),
+        "is_causal": True,
+        "local_window_size": 150,
+        "key_value_seq_lengths": (328, 65),
+    },
+    "soft cap and scale": {"shape": (2, 70, 100, 2, 2, 256), "logits_soft_cap": 5.0, "scale": 0.2},
+    "negative scale": {"shape": (1, 200, 200, 4, 1, 48), "scale": -0.1},
+}
+PAIRS = [(m, s) for s in (EXACT, SAS_E, SAS_2) for m in MODES]
+GRID = [
+    pytest.param(case, *pair, id="-".join(map(str, (case, *pair))))
+    for i, case in enumerate(CASES)
+    for pair in [PAIRS[(2 * i + 4 * j) % len(PAIRS)] for j in range(3)]
+]
+
+
+def error(got, exact):
+    """Root mean square, over what is finite in both."""
+    got, exact = np.asarray(got, np.float64), np.asarray(exact, np.float64)
+    assert np.array_equal(np.isfinite(got), np.isfinite(exact))
+    finite = np.isfinite(exact)
+    return np.sqrt(np.mean(np.square(got[finite] - exact[finite]))) if finite.any() else 0.0
+
+
+def check(q, k, v, config, **options):
+    """Near the definition, and no farther from exact attention than it.
+
+    A hardware exponential lies within 1.2e-3 of SAS's, and another value of a weight may round to
+    the next code: 1/119 of the largest weight of a row, or 6 % of an e4m3 one.
+    """
+    options = {n: jnp.asarray(x) if "lengths" in n else x for n, x in options.items()}
+    got = kernel(q, k, v, config=config, **options)
+    assert (got[0].dtype, got[0].shape) == (q.dtype, q.shape)
+    want = xla(q, k, v, config=config, **options)
+    exact = xla(q, k, v, config=FLOAT, **options)
+    near = 1e-3 if config.mode == "int8" and config.softmax == EXACT else 1e-2
+    for ours, theirs, truth, bound in zip(got, want, exact, (near, 1e-3), strict=True):
+        finite = np.asarray(truth, np.float64)[np.isfinite(np.asarray(truth, np.float64))]
+        scale = np.sqrt(np.mean(np.square(finite))) if finite.size else 0.0
+        own = float(jnp.finfo(ours.dtype).eps) * scale
+        assert error(ours, theirs) <= bound * scale + own
+        assert error(ours, truth) <= 1.25 * error(theirs, truth) + 1e-3 * scale + own
+
+
+@pytest.mark.parametrize(("case", "mode", "softmax"), GRID)
+def test_equals_the_definition(case, mode, softmax):
+    options = dict(CASES[case])
+    q, k, v = tensors(sum(map(ord, case)), *options.pop("shape"))
+    check(q, k, v, tj.TurboConfig(mode=mode, softmax=softmax), **options)
+
+
+@pytest.mark.parametrize(("block_q", "block_kv"), [(64, 64), (128, 64), (64, 128), (256, 128)])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_block_sizes(block_q, block_kv, head_dim):
+    q, k, v = tensors(1, 1, 300, 390, 2, 1, head_dim)
+    for mode, softmax in zip(MODES, (SAS_E, EXACT, SAS_2), strict=True):
+        sizes = {"block_q": block_q, "block_kv": block_kv, "buffer_size": block_kv}
+        check(q, k, v, tj.TurboConfig(mode=mode, softmax=softmax, **sizes), is_causal=True)
+
+
+@pytest.mark.parametrize("softmax", [tj.SAS(-3.0), tj.SAS(-20.0, "2")], ids=["-3", "-20"])
+@pytest.mark.parametrize("mode", MODES)
+def test_thresholds(mode, softmax):
+    q, k, v = tensors(2, 1, 170, 300, 2, 1, 64)
+    check(q, k, v, tj.TurboConfig(mode=mode, softmax=softmax), is_causal=True)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "f16"])
+def test_half_precision_inputs(mode, dtype):
+    q, k, v = tensors(2, 1, 170, 130, 2, 1, 64, dtype)
+    check(q, k, v, tj.TurboConfig(mode=mode), is_causal=True)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_padding_queries_change_nothing(mode):
+    q, k, v = tensors(3, 2, 300, 300, 4, 2, 64)
+    config = tj.TurboConfig(mode=mode)
+    lengths = jnp.array([300, 130])
+    options = {"key_value_seq_lengths": lengths, "query_seq_lengths": lengths, "is_causal": True}
+    out, residual = kernel(q, k, v, config=config, **options)
+    beyond = (jnp.arange(300)[None] >= lengths[:, None])[:, :, None, None]
+    spoiled = [jnp.where(beyond, jnp.nan, x) for x in (q, k, v)]
+    again = kernel(*spoiled, config=config, **options)
+    np.testing.assert_array_equal(out, again[0])
+    np.testing.assert_array_equal(residual, again[1])
+    assert np.all(np.asarray(out[1, 130:]) == 0)
+    assert np.all(np.isneginf(residual[1, 130:]))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("spoiled", ["query", "key", "value"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("softmax", [EXACT, SAS_E, SAS_2], ids=["exact", "e", "2"])
+def test_what_is_not_finite_reaches_the_rows_it_reaches_in_the_reference(
+    mode, spoiled, bad, softmax
+):
+    names = ("query", "key", "value")
+    operands = dict(zip(names, tensors(4, 1, 300, 300, 2, 1, 64), strict=True))
+    operands[spoiled] = operands[spoiled].at[0, 130, 0, 5].set(bad)
+    config = tj.TurboConfig(mode=mode, softmax=softmax)
+    for options in ({"is_causal": True}, {"local_window_size": (70, 20)}):
+        got = kernel(*operands.values(), config=config, **options)
+        want = xla(*operands.values(), config=config, **options)
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_array_equal(np.isnan(a), np.isnan(b))
+        assert np.isnan(want[0]).any()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_transforms_and_repetition_give_the_same_bits(mode):
+    q, k, v = tensors(6, 4, 130, 130, 4, 2, 64)
+    config = tj.TurboConfig(mode=mode)
+    run = functools.partial(
+        tj.turbo_attention, config=config, is_causal=True, implementation="mosaic_gpu"
+    )
+    want = run(q, k, v)
+    np.testing.assert_array_equal(run(q, k, v), want)
+    np.testing.assert_array_equal(jax.jit(run)(q, k, v), want)
+    split = [x.reshape(2, 2, *x.shape[1:]) for x in (q, k, v)]
+    _, scanned = jax.lax.scan(lambda carry, x: (carry, run(*x)), 0, split)
+    np.testing.assert_array_equal(scanned.reshape(want.shape), want)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_launches_agree(mode, head_dim):
+    """More tiles than multiprocessors; float32 sums in another order may round a weight apart."""
+    q, k, v = tensors(7, 4, 700, 700, 16, 2, head_dim, jnp.bfloat16)
+    lengths = jnp.array([700, 130, 699, 64], jnp.int32)
+    run = functools.partial(
+        mosaic_gpu.attention,
+        *(q, k, v, lengths, lengths),
+        config=tj.TurboConfig(mode=mode),
+        scale=0.1,
+        visibility=Visibility(True, (400, 0)),
+        logits_soft_cap=None,
+    )
+    want = run()
+    for launch in (
+        (2, False),
+        (3, True),
+        (4, False, False, 2),
+        (4, False, True),
+        (2, False, True, 1),
+    ):
+        for a, b in zip(run(launch=mosaic_gpu.Launch(*launch)), want, strict=True):
+            finite = np.isfinite(np.asarray(b, np.float32))
+            np.testing.assert_array_equal(np.isfinite(np.asarray(a, np.float32)), finite)
+            assert error(a, b) <= 3e-3 * np.std(np.asarray(b, np.float32)[finite])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_long_contexts(mode):
+    """128k keys: the error does not grow with the length, also where all values have one sign."""
+    rng = np.random.default_rng(8)
+    q = jnp.asarray(rng.normal(size=(1, 64, 2, 128)), jnp.bfloat16)
+    k = jnp.asarray(rng.normal(size=(1, 2**17, 1, 128)), jnp.bfloat16)
+    v = jnp.asarray(np.abs(rng.normal(size=k.shape)) + 1, jnp.bfloat16)
+    exact, _ = xla(q, k, v, config=FLOAT)
+    for block_kv in (64, 128):
+        config = tj.TurboConfig(mode=mode, softmax=EXACT, block_kv=block_kv, buffer_size=block_kv)
+        out, _ = kernel(q, k, v, config=config)
+        theirs, _ = xla(q, k, v, config=config)
+        assert error(out, exact) <= 2 * error(theirs, exact) + 2e-3 * float(jnp.max(exact))
