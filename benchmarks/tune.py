@@ -8,6 +8,7 @@ fastest candidates go into `turbojax/ops/turbo_attention/tuning.json`.
 import argparse
 import concurrent.futures
 import dataclasses
+import functools
 import json
 import re
 import time
@@ -112,11 +113,18 @@ def compile_all(
 ) -> list[concurrent.futures.Future[Any]]:
     """Compiles side by side, and waits: nothing compiles while something is timed."""
 
-    def compile_one(candidate: Any) -> Any:
-        return jax.jit(function_of(candidate)).lower(*arguments).compile()
+    def lowered(candidate: Any) -> Callable[[], Any]:
+        try:  # one after the other: Mosaic's lowering keeps global state
+            return jax.jit(function_of(candidate)).lower(*arguments).compile
+        except Exception as error:
+            return functools.partial(_raise, error)
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        return [pool.submit(compile_one, candidate) for candidate in candidates]
+        return [pool.submit(lowered(candidate)) for candidate in candidates]
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _described(problem: Problem, candidate: Any) -> Row:
