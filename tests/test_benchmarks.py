@@ -320,14 +320,14 @@ def test_readme_tables_appear_with_their_results(result_file, tmp_path, monkeypa
     for name in ("decode", "prefill"):
         assert f"<!-- {name} table -->" in text
     result = _with_gpu_rows(json.loads(result_file.read_text()))
-    (tmp_path / result_file.name).write_text(json.dumps(result))
+    (tmp_path / "hopper_2000-01-01.json").write_text(json.dumps(result))
     monkeypatch.setattr(readme, "RESULTS", tmp_path)
     monkeypatch.setattr(readme, "README_MODEL", "tiny")
     assert set(readme.active()) == {"demo", "quality", "decode", "prefill"}
     only = {name: readme.TABLES[name] for name in ("decode", "prefill")}
     filled = readme.fill(text, only)
     assert "| tiny 2 x 192 | 10 |" in filled
-    assert "(benchmarks/results/attention_2000-01-01.json)" in filled
+    assert "(benchmarks/results/hopper_2000-01-01.json)" in filled
     monkeypatch.setattr(readme, "RESULTS", tmp_path / "none")
     assert set(readme.active()) == {"demo", "quality"}
 
@@ -437,7 +437,58 @@ def test_prose_agrees_with_the_results():
     for cache in ends.values():
         assert f"{cache['tokens_per_second']:,.0f}" in text
         assert str(cache["batch"]) in text
-    assert f"reaches {speed[f'{prompt}turbo-int8-sas-64/jax_triton']} on this GPU" in text
+    assert f"on this one {four['speedup_over_cudnn']:.2f} times" in text
+
+
+def test_prose_agrees_with_the_results_on_hopper():
+    _, result = report.newest(readme.RESULTS, ("hopper",))
+    rows = {row["name"]: row for row in result["rows"] if row["status"] == "ok"}
+    long, prompt = "decode/llama3-8b/b16-s32768/", "prefill/llama3-8b/b2-s8192/"
+    four, mixed = (rows[f"{long}turbo-{bits}bit/mosaic_gpu"] for bits in ("4", "2/4"))
+    slow = rows[f"{prompt}turbo-int8-sas-64/mosaic_gpu"]["speedup_over_cudnn"]
+    page, text = (
+        " ".join(path.read_text(encoding="utf-8").split())
+        for path in (report.PAGE, readme.ROOT / "README.md")
+    )
+    figures = [
+        f"is {four['speedup_over_cudnn']:.2f} times as fast",
+        f"at {four['percent_of_ceiling']:.0f} % of a copy",
+        f"at 2 bits {mixed['speedup_over_cudnn']:.2f} times",
+        f"reaches {slow:.2f}x on this GPU",
+    ]
+    assert [figure for figure in figures if figure not in text] == []
+    assert f"{four['us']:.0f} us at 16 x 32k with 4 bits" in page
+    assert f"{mixed['us']:.0f} us with 2/4 bits, {mixed['percent_of_ceiling']:.0f} %" in page
+
+
+def test_prose_agrees_with_the_sweeps_on_hopper():
+    _, sweep = report.newest(readme.RESULTS, ("decode_launches",))
+    _, versions = report.newest(readme.RESULTS, ("prefill_versions",))
+    page, text = (
+        " ".join(path.read_text(encoding="utf-8").split())
+        for path in (report.PAGE, readme.ROOT / "README.md")
+    )
+    for batch, tokens in ((64, 4), (1, 128), (16, 4), (16, 1), (4, 4), (1, 4), (4, 1), (1, 1)):
+        speeds = [
+            row["speedup_over_cudnn"]
+            for row in sweep["rows"]
+            if (row["batch"], row["tokens"], row["cache"]) == (batch, tokens * 1024, "4bit")
+            and row["kv_heads"] == 8
+        ]
+        best = max(speed for speed in speeds if speed is not None)
+        figure = f"{best:.2f}x"
+        assert f"{batch} x {tokens}k {figure}" in page
+        if (batch, tokens) in ((64, 4), (1, 128), (1, 1)):
+            assert f"{best:.2f} times" in text
+    fourth = {
+        (row["mode"], row["is_causal"]): row for row in versions["rows"] if row["name"] == "v4"
+    }
+    for key in (("fp8", False), ("fp8", True), ("int8_fp8", False)):
+        row = fourth[key]
+        figure = f"{row['tflops_per_second']:.0f}"
+        assert figure in page
+        assert f"{row['speedup_over_cudnn']:.2f}x" in page
+        assert key[0] == "int8_fp8" or figure in text
 
 
 def test_a_reason_cannot_break_a_table():

@@ -91,7 +91,7 @@ def _prefill(shape: Shape, mode: str, softmax: str) -> Problem:
         for n in (heads.query, heads.kv)
     )
     visibility = Visibility(shape.is_causal, None)
-    default = mosaic_gpu.default_launch(query)
+    default = mosaic_gpu.default_launch(query, config)
     candidates = (
         mosaic_gpu.Launch(stages, False, ahead, multiplied)
         for stages, ahead, multiplied in PREFILL_LAUNCHES

@@ -24,13 +24,19 @@ The ladder, same case, H100, jax 0.11.2, blocks of 128, T/s (cuDNN on bfloat16: 
       (3: 798)                                               818      882       738
       the same, SAS by the hardware's powers of two          834      838         -
       causal (cuDNN 647)                                     763      803 **      -
+  v3 in another run (cuDNN 699, causal 643)                       894
+  v4  `Settings.ahead`: the next block's scores under
+      this one's powers of two                               897     966       461 ***
+      causal                                                         902
   *  with warpgroups that take turns at the matrix units: 572 and not 690 for int8_fp8 then; in v3
-     803 and not 818, 657 and not 738. ** SAS.
+     803 and not 818, 657 and not 738. ** SAS. *** 640 bytes of registers spilled: mode int8 stays
+     with v3. Rows of v4: `benchmarks/results/prefill_versions_2026-11-21.json`.
 What bounds v3: leaving out the powers of two (1,093 T/s), the maxima (908), the sums of outputs
 (965), or all of them (1,915) says that no unit is full, and that a warpgroup's phases (product,
-maximum, powers, product) follow each other. `Settings.ahead` is written for that; like
-`Settings.multiplied` it has not been measured. Left: `ex2.approx.f16x2` is two instructions of the
-unit, not one; integer scores that are read as floats cost as many moves as they save conversions.
+maximum, powers, product) follow each other. v4 answers that, and spills 60 (fp8) to 108 bytes
+(int8_fp8). `Settings.multiplied` has not been measured. Left: `ex2.approx.f16x2` is two
+instructions of the unit, not one; integer scores that are read as floats cost as many moves as
+they save conversions.
 """
 
 import functools

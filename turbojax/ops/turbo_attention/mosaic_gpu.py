@@ -107,7 +107,7 @@ def attention(
     head_dim = query.shape[-1]
     operands = _pad_channels(operands, _padded_head_dim(head_dim))
     launch = launch or tuning.launch(
-        "mosaic_gpu", default_launch(query), **shape_of(query, key, config, visibility)
+        "mosaic_gpu", default_launch(query, config), **shape_of(query, key, config, visibility)
     )
     out, residual = kernel.attention(
         *operands,
@@ -146,9 +146,14 @@ def shape_of(
     return {"traits": traits, "sizes": sizes}
 
 
-def default_launch(query: jax.Array) -> Launch:
-    """For shapes that were not tuned."""
-    return Launch(2 if _padded_head_dim(query.shape[-1]) == 256 else 4, False)
+def default_launch(query: jax.Array, config: TurboConfig) -> Launch:
+    """For shapes that were not tuned.
+
+    Computing scores ahead takes more registers than there are in mode ``"int8"``, whose second
+    products are converted too, and with 256 channels.
+    """
+    is_wide = _padded_head_dim(query.shape[-1]) == _HEAD_DIMS[-1]
+    return Launch(2 if is_wide else 4, False, config.mode != "int8" and not is_wide)
 
 
 def _multiprocessors() -> int:
