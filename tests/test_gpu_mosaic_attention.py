@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_helpers import EXACT, FLOAT, SAS_2, SAS_E, attend, tensors
+from gpu_helpers import CASES, GRID, error
+from gpu_helpers import EIGHT_BIT_MODES as MODES
 
 import turbojax as tj
 from turbojax import _device
@@ -18,44 +20,8 @@ pytestmark = [
     pytest.mark.skipif(_device.needs_hopper() is not None, reason=str(_device.needs_hopper())),
 ]
 
-MODES = ("int8", "int8_fp8", "fp8")
 kernel = functools.partial(attend, implementation="mosaic_gpu", return_residual=True)
 xla = functools.partial(attend, implementation="xla", return_residual=True)
-
-# Every feature, head dim and odd length; modes and softmaxes rotate through them.
-CASES = {
-    "one query": {"shape": (2, 1, 200, 4, 2, 64)},
-    "one token": {"shape": (1, 1, 1, 2, 2, 32)},
-    "seven, causal": {"shape": (1, 7, 7, 6, 2, 80), "is_causal": True},
-    "ragged and causal": {
-        "shape": (3, 330, 200, 2, 1, 96),
-        "is_causal": True,
-        "key_value_seq_lengths": (200, 77, 0),
-    },
-    "window": {"shape": (1, 330, 330, 2, 2, 128), "local_window_size": (90, 3)},
-    "causal window, lengths": {
-        "shape": (2, 300, 400, 4, 2, 64),
-        "is_causal": True,
-        "local_window_size": 150,
-        "key_value_seq_lengths": (328, 65),
-    },
-    "soft cap and scale": {"shape": (2, 70, 100, 2, 2, 256), "logits_soft_cap": 5.0, "scale": 0.2},
-    "negative scale": {"shape": (1, 200, 200, 4, 1, 48), "scale": -0.1},
-}
-PAIRS = [(m, s) for s in (EXACT, SAS_E, SAS_2) for m in MODES]
-GRID = [
-    pytest.param(case, *pair, id="-".join(map(str, (case, *pair))))
-    for i, case in enumerate(CASES)
-    for pair in [PAIRS[(2 * i + 4 * j) % len(PAIRS)] for j in range(3)]
-]
-
-
-def error(got, exact):
-    """Root mean square, over what is finite in both."""
-    got, exact = np.asarray(got, np.float64), np.asarray(exact, np.float64)
-    assert np.array_equal(np.isfinite(got), np.isfinite(exact))
-    finite = np.isfinite(exact)
-    return np.sqrt(np.mean(np.square(got[finite] - exact[finite]))) if finite.any() else 0.0
 
 
 def check(q, k, v, config, **options):
