@@ -11,15 +11,13 @@ from gpu_helpers import both as both_kernels
 
 import turbojax as tj
 from benchmarks.shapes import MODELS
-from turbojax._device import gpu_compute_capability
+from turbojax._device import needs_hopper
 from turbojax.ops.turbo_attention import mosaic_decode
 from turbojax.ops.turbo_attention.masking import Visibility
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        gpu_compute_capability() != 9.0, reason="needs a GPU of compute capability 9.0"
-    ),
+    pytest.mark.skipif(needs_hopper() is not None, reason=str(needs_hopper())),
 ]
 
 

@@ -41,11 +41,6 @@ def unpack(words: list[Int], bits: int) -> list[Int]:
     ]
 
 
-def _in_operand_order(runs: list[list[Int]]) -> list[Int]:
-    """Words loaded run by run, in the order of `unpack`."""
-    return [word for group in zip(*runs, strict=True) for word in group]
-
-
 def channel_words(pointer: Pointer, lane: Lane, size: int, bits: int, scale: int = 1) -> list[Int]:
     """A number per channel, in the order of the key operand's words.
 

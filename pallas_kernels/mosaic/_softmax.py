@@ -161,7 +161,7 @@ def _capped(x: Value, cap: float) -> Value:
 def _visible(limits: tuple[Value, Value], half: int, columns: int, policy: Policy) -> list[Value]:
     """For each of a row's columns whether the query sees the token it stands for.
 
-    Keys are permuted within groups of 16: see `attention.permute_tokens`.
+    Keys are permuted within groups of 16: see `attention.attention`.
 
     Args:
       limits: the block's first query and the end of the keys, both relative to its first key.

@@ -66,27 +66,7 @@ from pallas_kernels.mosaic._attention_tile import (
 )
 from pallas_kernels.mosaic._softmax import Exponential
 
-__all__ = ["Exponential", "Settings", "attention", "permute_tokens"]
-
-
-def permute_tokens(x: jax.Array, axis: int) -> jax.Array:
-    """Orders keys as the kernel wants them: tokens permuted within groups of 16.
-
-    Thread `t` of four holds columns ``8 h + 2 t + r`` of a product of scores (`h`, `r` 0 or 1),
-    and as the next product's 8-bit operand tokens ``4 t .. 4 t + 3``. If column ``8 h + 2 t + r``
-    stands for token ``4 t + 2 h + r``, no value changes threads.
-
-    Args:
-      x: any array, with a multiple of 16 tokens.
-      axis: that of the tokens.
-
-    Returns:
-      `x` with token ``16 i + 4 t + 2 h + r`` at place ``16 i + 8 h + 2 t + r``.
-    """
-    axis %= x.ndim
-    before, after = x.shape[:axis], x.shape[axis + 1 :]
-    split = x.reshape(*before, -1, 4, 2, 2, *after)
-    return jnp.swapaxes(split, axis + 1, axis + 2).reshape(x.shape)
+__all__ = ["Exponential", "Settings", "attention"]
 
 
 def _out_width(head_dim: int, dtype: Any) -> int:
@@ -290,7 +270,10 @@ def attention(
       q: ``[B, N, Tp, H]``; `Tp`, `Sp` are padded to whole blocks, `H` is 64, 128 or 256. The sign
         of a negative scale is in it.
       q_scale: float32 ``[B, N, Tp / block_q]``.
-      k: ``[B, K, Sp, H]``, q's dtype, tokens in the order of `permute_tokens`.
+      k: ``[B, K, Sp, H]``, q's dtype, tokens permuted within groups of 16: place
+        ``8 h + 2 t + r`` holds token ``4 t + 2 h + r`` (`t` in 0..3; `h`, `r` in 0..1). Thread `t`
+        of four holds these columns of the scores, and as the next product's operand tokens
+        ``4 t .. 4 t + 3``: so no weight changes threads.
       k_scale: float32 ``[B, K, Sp / block_kv]``.
       v: ``[B, K, H, Sp]``.
       v_scale: float32 ``[B, K, Sp / block_kv]``, in the e4m3 modes one number per head.
