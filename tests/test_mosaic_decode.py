@@ -81,6 +81,17 @@ def test_only_clusters_apart_need_a_second_kernel(splits, cluster):
     assert ("turbojax_decode_merge" in text) == (splits > cluster)
 
 
+@pytest.mark.parametrize(
+    ("splits", "cluster", "words"),
+    [(5, 2, "splits=5 must be a positive multiple"), (16, 16, "cluster=16 must be from 1 to 8")],
+)
+def test_a_launch_that_would_lose_blocks_is_refused(splits, cluster, words):
+    cache = abstract_cache()
+    launch = mosaic_decode.Launch(splits, warpgroups=1, stages=2, cluster=cluster)
+    with pytest.raises(ValueError, match=words):
+        lower(abstract_query(cache), cache, launch=launch)
+
+
 def refusal(query, cache):
     return mosaic_decode.decode_unsupported(
         query=query,

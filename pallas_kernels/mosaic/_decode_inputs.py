@@ -11,6 +11,9 @@ from pallas_kernels.mosaic._decode_types import Shape, SparseExponential
 from pallas_kernels.mosaic._lane import Int, Pointer
 from pallas_kernels.triton._decode_inputs import Side
 
+# Programs, on every Hopper GPU.
+_LARGEST_CLUSTER = 8
+
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
@@ -29,6 +32,9 @@ class Settings:
       cluster: of them those that merge their results among themselves, at most 8.
       warpgroups: of a program; each of their warps takes its own blocks.
       stages: blocks in flight for each warp.
+
+    Raises:
+      ValueError: if `splits` is no multiple of `cluster`, or `cluster` larger than hardware allows.
     """
 
     exponential: SparseExponential | None
@@ -43,6 +49,12 @@ class Settings:
     cluster: int
     warpgroups: int
     stages: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.cluster <= _LARGEST_CLUSTER:
+            raise ValueError(f"{self.cluster=} must be from 1 to {_LARGEST_CLUSTER}")
+        if self.splits < 1 or self.splits % self.cluster:
+            raise ValueError(f"{self.splits=} must be a positive multiple of {self.cluster=}")
 
     @property
     def parts(self) -> int:
