@@ -14,8 +14,8 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks import readme, report, tables, timing, tune
-from benchmarks.suites import attention
+from benchmarks import readme, report, timing, tune
+from benchmarks.suites import attention, pooled
 from turbojax.demo import environment
 from turbojax.ops.turbo_attention.tuning import TABLE
 
@@ -64,17 +64,18 @@ def _previous(path: Path, machine: dict[str, Any]) -> dict[str, Any] | None:
 def run(arguments: argparse.Namespace) -> None:
     """Measures the rows asked for and writes the file after each."""
     deadline = time.monotonic() + arguments.seconds
+    suite = pooled if arguments.suite == "pooled" else attention
     machine = _machine()
     # Figures of a smoke test are no result.
     folder = Path(tempfile.gettempdir()) if arguments.quick else readme.RESULTS
     out = arguments.out or folder / f"{arguments.suite}_{machine['date']}.json"
     result = _previous(out, machine) if arguments.resume else None
     if result is None:
-        rates, reasons = timing.ceilings(quick=arguments.quick)
+        rates, reasons = timing.ceilings(quick=arguments.quick, formats=suite.FORMATS)
         result = {**machine, "suite": arguments.suite, "quick": arguments.quick}
         result |= {"ceilings": rates, "ceilings_not_measured": reasons, "rows": []}
     done = {row["name"] for row in result["rows"] if row["status"] == "ok"}
-    rows = attention.selected(arguments.filter, quick=arguments.quick, suite=arguments.suite)
+    rows = suite.selected(arguments.filter, quick=arguments.quick, suite=arguments.suite)
     rows = [(group, case) for group, case in rows if group.name(case) not in done]
     if not rows:
         sys.exit(f"no row is left to run with --filter {arguments.filter!r}")
@@ -90,11 +91,11 @@ def run(arguments: argparse.Namespace) -> None:
             result["rows"] = attention.with_ratios([*result["rows"], row])
             write(out, result)
             progress.console.print(
-                tables.one_line(result["rows"][-1]), highlight=False, soft_wrap=True
+                suite.one_line(result["rows"][-1]), highlight=False, soft_wrap=True
             )
             progress.advance(task)
 
-        attention.run(
+        suite.run(
             rows,
             result["ceilings"],
             on_row,
@@ -120,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True)
     measure = commands.add_parser("run", help="measure a suite on this device")
     measure.set_defaults(command=run)
-    measure.add_argument("--suite", choices=attention.SUITES, default="attention")
+    measure.add_argument("--suite", choices=[*attention.SUITES, "pooled"], default="attention")
     measure.add_argument("--out", type=Path, help="JSON to write; default: in benchmarks/results")
     measure.add_argument("--filter", default="", help="regular expression on the rows' names")
     measure.add_argument("--quick", action="store_true", help="tiny shapes, to see that it runs")

@@ -11,15 +11,21 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import tables
+from benchmarks import pooled_tables, tables
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
 
+def dated(results: Path, prefix: str) -> list[Path]:
+    """The results of this name, each with its date, in that order."""
+    every = results.glob(f"{prefix}_*.json")
+    return sorted(path for path in every if path.stem.rpartition("_")[0] == prefix)
+
+
 def latest(prefix: str) -> tuple[str, dict[str, Any]]:
-    """Name and content of the newest result whose name begins so; names end with the date."""
-    path = max(RESULTS.glob(f"{prefix}_*.json"))
+    """Name and content of the newest result of this name, after which the date comes."""
+    path = dated(RESULTS, prefix)[-1]
     return path.name, json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -88,15 +94,21 @@ def prefill_table() -> str:
     return f"{table} {tables.source(name, report, 'benchmarks/results/')}"
 
 
+def pooled_table() -> str:
+    """Pooled attention against cuDNN's dense attention."""
+    return pooled_tables.readme_table(*latest("pooled"))
+
+
 README_MODEL = "llama3-8b"
 TABLES: dict[str, Callable[[], str]] = {
     "demo": demo_table,
     "quality": quality_table,
     "decode": decode_table,
     "prefill": prefill_table,
+    "pooled": pooled_table,
 }
 # Tables of results that need a GPU and may not be there yet.
-_RESULT_OF = {"decode": "hopper", "prefill": "hopper"}
+_RESULT_OF = {"decode": "hopper", "prefill": "hopper", "pooled": "pooled"}
 
 
 def active() -> dict[str, Callable[[], str]]:
@@ -104,7 +116,7 @@ def active() -> dict[str, Callable[[], str]]:
     return {
         name: table
         for name, table in TABLES.items()
-        if name not in _RESULT_OF or any(RESULTS.glob(f"{_RESULT_OF[name]}_*.json"))
+        if name not in _RESULT_OF or dated(RESULTS, _RESULT_OF[name])
     }
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import readme, tables
+from benchmarks import pooled_tables, readme, tables
 from benchmarks.tables import Result
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ _DIGEST = "Source"
 # What results are called; the date follows.
 _ATTENTION = ("attention",)
 _GENERATION = ("generate", "throughput")
+_POOLED, _TRAINING = ("pooled",), ("pooled_training",)
 
 
 def digest(result: Result) -> str:
@@ -43,7 +44,19 @@ def page_tables(results: Path) -> dict[str, Callable[[], str]]:
         found["hopper"] = functools.partial(_hopper_section, *hopper)
     if generate := newest(results, _GENERATION):
         found["throughput"] = functools.partial(_throughput_section, *generate)
+    if pooled := newest(results, _POOLED):
+        for label, operation in _POOLED_TABLES.items():
+            found[label] = functools.partial(pooled_tables.page_section, *pooled, operation)
+    if training := newest(results, _TRAINING):
+        found["pooled training"] = functools.partial(pooled_tables.training_section, *training)
     return found
+
+
+_POOLED_TABLES = {
+    "pooled forward": pooled_tables.FORWARD,
+    "pooled gradient": pooled_tables.GRADIENT,
+    "pooled selection": pooled_tables.SELECT,
+}
 
 
 def _attention_tables(name: str, result: Result) -> dict[str, Callable[[], str]]:
@@ -87,8 +100,8 @@ def _picture(name: str) -> str:
 
 
 def newest(results: Path, prefixes: tuple[str, ...]) -> tuple[str, Result] | None:
-    """Name and content of the newest result whose name begins so; names end with the date."""
-    paths = [path for prefix in prefixes for path in results.glob(f"{prefix}_*.json")]
+    """Name and content of the newest result of one of these names, after which the date comes."""
+    paths = [path for prefix in prefixes for path in readme.dated(results, prefix)]
     if not paths:
         return None
     path = max(paths, key=lambda path: path.stem.rpartition("_")[2])
@@ -248,6 +261,8 @@ _PLOTS = {
     "decode_speed.png": (_ATTENTION, decode_plot),
     "prefill_speed.png": (_ATTENTION, prefill_plot),
     "throughput.png": (_GENERATION, throughput_plot),
+    pooled_tables.PLOT: (_POOLED, pooled_tables.speed_plot),
+    pooled_tables.TRAINING_PLOT: (_TRAINING, pooled_tables.training_plot),
 }
 
 

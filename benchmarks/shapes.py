@@ -33,13 +33,19 @@ MODELS = {
     "tiny": Heads(4, 2, 64),
 }
 
+# Plain shapes of no model, for benchmarks.
+PLAIN = {
+    "mha-16": Heads(16, 16, 128),
+    "mha-16-narrow": Heads(16, 16, 64),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """One attention call.
 
     Attributes:
-      model: a name of `MODELS`.
+      model: a name of `MODELS` or `PLAIN`.
       batch: sequences, `B`.
       tokens: keys and values of each, `S`; in a prefill the queries too.
       is_causal: of a prefill.
@@ -53,7 +59,7 @@ class Shape:
     @property
     def heads(self) -> Heads:
         """The model's heads."""
-        return MODELS[self.model]
+        return (MODELS | PLAIN)[self.model]
 
     @property
     def label(self) -> str:

@@ -97,12 +97,13 @@ def cut(result: Result, operation: str) -> str:
     return f"{count} of {len(rows)} rows were not run: {OUT_OF_TIME}." if count else ""
 
 
-def _table(header: list[str], rows: list[list[str]]) -> str:
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _number(value: float | None, digits: int = 3) -> str:
+def number(value: float | None, digits: int = 3) -> str:
     """A figure with so many significant digits."""
     if value is None:
         return "-"
@@ -149,7 +150,7 @@ def decode_table(result: Result, methods: Iterable[str] = DECODE_METHODS, model:
         lines.append(line)
     header = ["batch x tokens", "cuDNN bf16"] + [DECODE_METHODS[method] for method in columns]
     note = f"Microseconds for one query token per sequence ({_clock(rows)}); in brackets the "
-    return _table(header, lines) + f"\n\n{note}speed over that of cuDNN on bfloat16."
+    return table(header, lines) + f"\n\n{note}speed over that of cuDNN on bfloat16."
 
 
 def prefill_table(result: Result, model: str = "", *, short: bool = False) -> str:
@@ -176,7 +177,7 @@ def prefill_table(result: Result, model: str = "", *, short: bool = False) -> st
         f"The fastest variant of {kinds} ({_clock(rows)}). TFLOP/s of the whole call, which first "
         "brings Q, K and V into the mode's number format, and of the attention kernel that follows."
     )
-    return _table(header, lines) + "\n\n" + note
+    return table(header, lines) + "\n\n" + note
 
 
 def prefill_variants(rows: Iterable[Row], *, short: bool = False) -> list[Row]:
@@ -199,13 +200,13 @@ def variant_label(row: Row) -> str:
 def _prefill_line(label: str, variant: str, row: Row, baseline: Row | None) -> list[str]:
     line = [label, variant]
     for us in (row["us"], alone(row)):
-        line.append("-" if us is None else _number(row["work"] / us / 1e6))
+        line.append("-" if us is None else number(row["work"] / us / 1e6))
         line.append("-" if us is None or baseline is None else f"{baseline['us'] / us:.2f}x")
     return line
 
 
 def _microseconds(row: Row | None) -> str:
-    return "-" if row is None else _number(row["us"])
+    return "-" if row is None else number(row["us"])
 
 
 def compress_table(result: Result) -> str:
@@ -219,13 +220,13 @@ def compress_table(result: Result) -> str:
         ]
         for us in (row["us"], alone(row)):
             rate = None if us is None else row["work"] / us / 1e3
-            line.append("-" if us is None else _number(us))
+            line.append("-" if us is None else number(us))
             line.append("-" if rate is None else f"{rate:,.0f}")
             line.append("-" if rate is None or copy is None else f"{100 * rate / copy:.0f} %")
         lines.append([*line, f"{row['relative_l1']:.4f}"])
     header = ["batch x tokens", "cache", "us", "GB/s", "of copy"]
     header += ["kernels alone, us", "GB/s", "of copy", "relative L1 of K, V"]
-    return _table(header, lines)
+    return table(header, lines)
 
 
 def _percent(row: Row) -> str:
@@ -248,18 +249,18 @@ def details_table(result: Result, operation: str) -> str:
             lines.append([name, reason, *[""] * 7])
             continue
         main = row["kernels"][0]["us"] if row["kernels"] else None
-        longest = _number(main)
+        longest = number(main)
         if main is not None and operation == "prefill":
-            longest += f" ({_number(row['work'] / main / 1e6)} TFLOP/s)"
+            longest += f" ({number(row['work'] / main / 1e6)} TFLOP/s)"
         rate = row.get("gigabytes_per_second", row.get("tflops_per_second"))
         ratio = row.get("speedup_over_cudnn")
         lines.append(
             [
                 name,
-                _number(row["us"]),
+                number(row["us"]),
                 longest,
-                _number(row["wall_us"]),
-                _number(rate),
+                number(row["wall_us"]),
+                number(rate),
                 _percent(row),
                 "-" if ratio is None else f"{ratio:.2f}x",
                 f"{row['cosine']:.5f}",
@@ -269,7 +270,7 @@ def details_table(result: Result, operation: str) -> str:
     rate = "TFLOP/s" if operation == "prefill" else "GB/s"
     header = ["row", "us", "longest kernel", "wall us", rate, "of ceiling", "over cuDNN", "cosine"]
     missing = cut(result, operation)
-    return _table([*header, "relative L1, RMSE"], lines) + (f"\n\n{missing}" if missing else "")
+    return table([*header, "relative L1, RMSE"], lines) + (f"\n\n{missing}" if missing else "")
 
 
 def hopper_table(result: Result) -> str:
@@ -281,7 +282,7 @@ def hopper_table(result: Result) -> str:
         line = [f"`{row['name']}`"]
         kernels = alone(row)
         for us in (row["us"], kernels):
-            line.append(_number(us))
+            line.append(number(us))
             line.append("-" if us is None else f"{base[row['name']] / us:.2f}x")
         share = row["percent_of_ceiling"]
         if kernels is None or share is None:
@@ -290,13 +291,13 @@ def hopper_table(result: Result) -> str:
             rate, unit = (row["work"] / kernels / 1e3, "GB/s")
             if "tflops_per_second" in row:
                 rate, unit = rate / 1e3, "TFLOP/s"
-            line += [f"{_number(rate)} {unit}", f"{share * row['us'] / kernels:.0f} %"]
+            line += [f"{number(rate)} {unit}", f"{share * row['us'] / kernels:.0f} %"]
         quantizing = [k["us"] for k in row["kernels"] if k["name"].startswith(_QUANTIZING)]
         line.append(f"{100 * sum(quantizing) / row['us']:.1f} %" if quantizing else "-")
         errors = f"{row['relative_l1']:.4f}, {row['rmse']:.2g}"
         lines.append([*line, f"{row['cosine']:.5f}", errors])
     header = ["row", "call, us", "over cuDNN", "kernels alone, us", "over cuDNN", "rate"]
-    return _table([*header, "of ceiling", "quantizing", "cosine", "relative L1, RMSE"], lines)
+    return table([*header, "of ceiling", "quantizing", "cosine", "relative L1, RMSE"], lines)
 
 
 def _shapes_cudnn(rows: Iterable[Row], like: Row) -> float:
@@ -319,8 +320,8 @@ def ceilings_table(result: Result) -> str:
     for key, (label, unit) in names.items():
         rate = result["ceilings"][key]
         reason = result["ceilings_not_measured"].get(key, "not measured").replace("|", "\\|")
-        lines.append([label, reason if rate is None else f"{_number(rate, 4)} {unit}"])
-    return _table(["through XLA, 8192 x 8192 x 8192", "rate"], lines)
+        lines.append([label, reason if rate is None else f"{number(rate, 4)} {unit}"])
+    return table(["through XLA, 8192 x 8192 x 8192", "rate"], lines)
 
 
 def throughput_table(result: Result) -> str:
@@ -342,10 +343,10 @@ def throughput_table(result: Result) -> str:
             ratio = f"{row['tokens_per_second'] / base['tokens_per_second']:.2f}x"
         size = row.get("cache_bytes")
         megabytes = "-" if size is None else f"{size / row['batch'] / 1e6:.1f}"
-        rate = _number(row["tokens_per_second"], 4)
+        rate = number(row["tokens_per_second"], 4)
         lines.append([cache, str(row["batch"]), rate, ratio, megabytes, stopped or "-"])
     header = ["cache", "best batch", "tokens per second", "over exact", "MB per sequence"]
-    return _table([*header, "did not run"], lines)
+    return table([*header, "did not run"], lines)
 
 
 def _stop(row: Row) -> str:

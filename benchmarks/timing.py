@@ -155,15 +155,18 @@ def _timing(
     )
 
 
-def ceilings(*, quick: bool = False) -> tuple[dict[str, float | None], dict[str, str]]:
+def ceilings(
+    *, quick: bool = False, formats: Sequence[str] = ("bf16", "int8", "fp8")
+) -> tuple[dict[str, float | None], dict[str, str]]:
     """What this device reaches at best, through XLA.
 
     Args:
       quick: small arrays, for a smoke test; says nothing about the device.
+      formats: number formats of the matrix products.
 
     Returns:
       rates: GB/s read and written under ``"copy"``, TFLOP/s of a square matrix product under
-        ``"bf16"``, ``"int8"`` and ``"fp8"``; None where it did not run.
+        the name of each format; None where it did not run.
       reasons: why it did not.
     """
     rates: dict[str, float | None] = {}
@@ -174,7 +177,7 @@ def ceilings(*, quick: bool = False) -> tuple[dict[str, float | None], dict[str,
     rates["copy"] = 2 * nbytes(x) / timing.microseconds / 1e3
     del x
     size = 256 if quick else 8192
-    for name in ("bf16", "int8", "fp8"):
+    for name in formats:
         try:
             timing = _matmul(name, size)
         except Exception as error:  # a device without the format; the reason is kept

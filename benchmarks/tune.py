@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import tables, timing
+from benchmarks.suites.common import compile_side_by_side
 
 Row = dict[str, Any]
 Measure = Callable[[Callable[..., Any], tuple[Any, ...]], timing.Timing]
@@ -113,18 +114,10 @@ def compile_all(
 ) -> list[concurrent.futures.Future[Any]]:
     """Compiles side by side, and waits: nothing compiles while something is timed."""
 
-    def lowered(candidate: Any) -> Callable[[], Any]:
-        try:  # one after the other: Mosaic's lowering keeps global state
-            return jax.jit(function_of(candidate)).lower(*arguments).compile
-        except Exception as error:
-            return functools.partial(_raise, error)
+    def lower(candidate: Any) -> jax.stages.Lowered:
+        return jax.jit(function_of(candidate)).lower(*arguments)
 
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        return [pool.submit(lowered(candidate)) for candidate in candidates]
-
-
-def _raise(error: Exception) -> None:
-    raise error
+    return compile_side_by_side(functools.partial(lower, candidate) for candidate in candidates)
 
 
 def _described(problem: Problem, candidate: Any) -> Row:

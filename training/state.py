@@ -1,11 +1,8 @@
 """What a training step needs: the schedule, the order of the data, the step itself, checkpoints."""
 
-import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,6 +12,10 @@ import optax  # type: ignore[import-untyped]
 import orbax.checkpoint as ocp
 from flax import nnx
 
+from turbojax.finetune import order
+from turbojax.finetune.checkpoint import checkpoint_manager as checkpoint_manager
+from turbojax.finetune.checkpoint import restore_tree, save_tree
+from turbojax.finetune.optimizer import clipped_adamw, default_promotion
 from turbojax.models import Attend, Llama, LlamaConfig, causal_attention
 
 MODEL = LlamaConfig(
@@ -110,21 +111,9 @@ class Settings:
 
     def optimizer(self) -> optax.GradientTransformation:
         """Clipped AdamW."""
-        return optax.chain(
-            optax.clip_by_global_norm(self.clip_norm),
-            optax.adamw(
-                self.schedule(),
-                b1=0.9,
-                b2=0.95,
-                weight_decay=self.weight_decay,
-                mask=_is_matrix,
-            ),
+        return clipped_adamw(
+            self.schedule(), weight_decay=self.weight_decay, clip_norm=self.clip_norm
         )
-
-
-def _is_matrix(params: Any) -> Any:
-    """True for kernels and embeddings, False for the scales of norms (stacked ones too)."""
-    return jax.tree.map_with_path(lambda path, _: "scale" not in jax.tree_util.keystr(path), params)
 
 
 def window_starts(settings: Settings, step: int, num_bytes: int) -> np.ndarray:
@@ -145,24 +134,9 @@ def window_starts(settings: Settings, step: int, num_bytes: int) -> np.ndarray:
     """
     context = settings.context(step)
     batch_size = settings.tokens_per_step // context
-    # One window is lost to the offset, one byte to the shift between inputs and targets.
-    num_windows = (num_bytes - 1) // context - 1
-    if num_windows < 1:
-        raise ValueError(f"{num_bytes=} must be more than twice {context=}")
     first_step = 0 if step < settings.short_steps else settings.short_steps
     index = (step - first_step) * batch_size + np.arange(batch_size)
-    starts = np.empty(batch_size, np.int32)
-    for epoch in np.unique(index // num_windows):
-        order, offset = _epoch(settings.seed, context, int(epoch), num_windows)
-        here = index // num_windows == epoch
-        starts[here] = order[index[here] % num_windows] * context + offset
-    return starts
-
-
-@functools.lru_cache(maxsize=4)
-def _epoch(seed: int, context: int, epoch: int, num_windows: int) -> tuple[np.ndarray, int]:
-    generator = np.random.default_rng([seed, context, epoch])
-    return generator.permutation(num_windows), int(generator.integers(context))
+    return order.window_starts(index, num_bytes=num_bytes, context=context, seed=settings.seed)
 
 
 def cudnn_attention(
@@ -199,7 +173,7 @@ def _train_step(
         return jnp.mean(losses)
 
     value, grads = jax.value_and_grad(loss)(params)
-    with _default_promotion():
+    with default_promotion():
         updates, opt_state = settings.optimizer().update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
     metrics = {"bits_per_byte": value / math.log(2.0), "grad_norm": optax.global_norm(grads)}
@@ -284,31 +258,15 @@ class Trainer:
 
     def save(self, manager: ocp.CheckpointManager) -> None:
         """Writes weights, optimizer state and step, in the background."""
-        manager.save(self.step, args=ocp.args.StandardSave(self._leaves()), force=True)
+        save_tree(manager, self.step, (self.params, self.opt_state))
 
     def restore(self, manager: ocp.CheckpointManager) -> bool:
         """Takes up the latest checkpoint; False if there is none."""
-        step = manager.latest_step()
-        if step is None:
+        found = restore_tree(manager, (self.params, self.opt_state))
+        if found is None:
             return False
-        like = jax.tree.map(ocp.utils.to_shape_dtype_struct, self._leaves())
-        leaves = manager.restore(step, args=ocp.args.StandardRestore(like))
-        tree = jax.tree.structure((self.params, self.opt_state))
-        self.params, self.opt_state = jax.tree.unflatten(tree, list(leaves.values()))
-        self.step = step
+        self.step, (self.params, self.opt_state) = found
         return True
-
-    def _leaves(self) -> dict[str, jax.Array]:
-        """Path -> array, in the order of the tree: readable without this class."""
-        leaves, _ = jax.tree_util.tree_flatten_with_path((self.params, self.opt_state))
-        return {f"{i:03d}{jax.tree_util.keystr(path)}": x for i, (path, x) in enumerate(leaves)}
-
-
-@contextlib.contextmanager
-def _default_promotion() -> Iterator[None]:
-    """JAX's default promotion of dtypes and ranks, which optax relies on."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def _float32_weights(model: Llama, config: LlamaConfig) -> nnx.State:
@@ -316,9 +274,3 @@ def _float32_weights(model: Llama, config: LlamaConfig) -> nnx.State:
     if model.config != config:
         raise ValueError(f"the model to start from has {model.config}, must have {config}")
     return jax.tree.map(lambda x: x.astype(jnp.float32), nnx.state(model))
-
-
-def checkpoint_manager(folder: Path) -> ocp.CheckpointManager:
-    """Keeps the last two checkpoints under `folder`."""
-    options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
-    return ocp.CheckpointManager(folder.absolute(), options=options)

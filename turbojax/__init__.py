@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from turbojax import levels as levels
 from turbojax import quantizers as quantizers
 from turbojax.cache import CacheSide as CacheSide
 from turbojax.cache import ProgressiveCache as ProgressiveCache
@@ -9,6 +10,9 @@ from turbojax.cache import append as append
 from turbojax.cache import dequantize as dequantize
 from turbojax.cache import init_cache as init_cache
 from turbojax.config import TurboConfig as TurboConfig
+from turbojax.levels import level_density as level_density
+from turbojax.levels import select_levels as select_levels
+from turbojax.ops.pooled_attention import pooled_attention as pooled_attention
 from turbojax.ops.turbo_attention import decode as decode
 from turbojax.ops.turbo_attention import prefill as prefill
 from turbojax.ops.turbo_attention import turbo_attention as turbo_attention
@@ -31,10 +35,14 @@ __all__ = [
     "dequantize",
     "head_priority",
     "init_cache",
+    "level_density",
+    "levels",
     "models",
+    "pooled_attention",
     "prefill",
     "quantizers",
     "sas_softmax",
+    "select_levels",
     "turbo_attention",
 ]
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import jax
 
 _HOPPER = 9.0
+_MULTIPROCESSORS = 132
 _INTERPRETING: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "turbojax_interpret_kernels", default=False
 )
@@ -32,6 +33,11 @@ def gpu_compute_capability() -> float | None:
 def gpu_kind() -> str | None:
     """What the default GPU calls itself, or None; looked up once per process."""
     return jax.devices()[0].device_kind if jax.default_backend() == "gpu" else None
+
+
+def multiprocessors() -> int:
+    """Of the default GPU; an H100's where there is none."""
+    return getattr(jax.devices()[0], "core_count", None) or _MULTIPROCESSORS
 
 
 def needs_gpu(minimum: float) -> str | None:

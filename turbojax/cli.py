@@ -15,6 +15,7 @@ except ImportError as error:
     ) from error
 
 import turbojax
+from turbojax import cli_train
 
 app = typer.Typer(
     help="Quantized, compressed and sparse attention for JAX.",
@@ -144,6 +145,28 @@ def generate(
     prefill_batch_size: Annotated[
         int | None, typer.Option(help="Prompts that run at a time. Default: all.")
     ] = None,
+    prefill: Annotated[
+        str,
+        typer.Option(
+            help="How prompts attend to themselves: dense, or pooled with levels chosen by window, "
+            "topk or threshold."
+        ),
+    ] = "dense",
+    prefill_window: Annotated[
+        int | None,
+        typer.Option(
+            help="Of --prefill window: distance in tokens up to which nothing is pooled; "
+            "beyond, means of 8 tokens. Default: 896.",
+            show_default=False,
+        ),
+    ] = None,
+    prefill_block_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Of pooled prefill: tokens of a block that has one level. Default: 128.",
+            show_default=False,
+        ),
+    ] = None,
     implementation: Annotated[
         str | None,
         typer.Option(
@@ -191,6 +214,7 @@ def generate(
             cache=cache,
             prefill_batch_size=prefill_batch_size,
             implementation=implementation,
+            pooled_prefill=text.parse_prefill(prefill, prefill_window, prefill_block_size),
             show=None if as_json else lambda piece: typer.echo(piece, nl=False),
         )
     except (OSError, ValueError, NotImplementedError, ImportError) as error:
@@ -211,6 +235,65 @@ def generate(
 
 
 @app.command()
+def levels(
+    file: Annotated[
+        Path | None,
+        typer.Option(help="Text to read. Default: as for `demo`.", show_default=False),
+    ] = None,
+    layer: Annotated[int, typer.Option(help="Whose queries and keys, from 0 on.")] = 4,
+    head: Annotated[
+        str | None,
+        typer.Option(help="Heads, comma separated. Default: all.", show_default=False),
+    ] = None,
+    policy: Annotated[
+        str,
+        typer.Option(
+            help="Policies, comma separated: topk, threshold, threshold95 (bounds up to 0.95), "
+            "topk+similarity, threshold+similarity, window, strided."
+        ),
+    ] = "topk,topk+similarity,threshold95,window",
+    tokens: Annotated[int, typer.Option(help="Length of the text in tokens.")] = 4096,
+    block: Annotated[int, typer.Option(help="Queries, and keys, of a block.")] = 32,
+    model: Annotated[
+        str, typer.Option(help="'embedded', or a folder with a byte-level Llama checkpoint.")
+    ] = "embedded",
+    plot: Annotated[Path | None, typer.Option(help="Draw the levels to this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Show which blocks pooled attention reads, and how coarsely, for a real model and text.
+
+    Each policy chooses levels from the queries and keys of one layer: density (work, relative to
+    dense attention) and error of the layer's attention with these levels.
+    """
+    import jax.numpy as jnp
+
+    from turbojax import levels_map, models
+    from turbojax.demo import default_file
+
+    try:
+        settings = levels_map.MapSettings(
+            file=file or default_file(tokens - 1),
+            layer=layer,
+            heads=None if head is None else tuple(int(number) for number in head.split(",")),
+            policies=tuple(name.strip() for name in policy.split(",")),
+            tokens=tokens,
+            block=block,
+        )
+        report = levels_map.run(models.load(model, dtype=jnp.float32), settings)
+        if plot is not None:
+            levels_map.save_plot(report, plot)
+    except (OSError, ValueError, NotImplementedError) as error:
+        typer.echo(f"turbojax levels: {error}", err=True)
+        raise typer.Exit(2) from error
+    if as_json:
+        typer.echo(json.dumps(report.to_json(), indent=2, allow_nan=False))
+    else:
+        Console().print(levels_map.render(report))
+        if plot is not None:
+            typer.echo(f"plot written to {plot}")
+
+
+@app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
@@ -219,6 +302,10 @@ def doctor(
 
     report = examination.examine()
     typer.echo(json.dumps(report.to_json(), indent=2) if as_json else report.to_text())
+
+
+app.command()(cli_train.train)
+app.command()(cli_train.compare)
 
 
 def _progress_bar() -> Progress:

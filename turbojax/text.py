@@ -186,6 +186,30 @@ def parse_dtype(name: str | None) -> np.dtype | None:
     return jnp.dtype(name)
 
 
+def parse_prefill(
+    name: str, window: int | None, block_size: int | None
+) -> models.PooledAttention | None:
+    """How prompts attend, from what a command line says; None for dense attention.
+
+    Args:
+      name: ``"dense"``, or a policy of `models.pooled_by_name`.
+      window: see there; None for its default.
+      block_size: see there; None for its default.
+
+    Raises:
+      ValueError: if there is no such name, a number does not fit, or it is given in vain.
+    """
+    if name not in ("dense", *models.POLICY_NAMES):
+        names = ", ".join(("dense", *models.POLICY_NAMES))
+        raise ValueError(f"prefill {name!r} must be one of {names}")
+    if name != "dense":
+        size = 128 if block_size is None else block_size
+        return models.pooled_by_name(name, window=window, block_size=size)
+    if window is not None or block_size is not None:
+        raise ValueError("prefill window and block size are for pooled attention, not 'dense'")
+    return None
+
+
 def load_text_model(path: str, dtype: np.dtype | None = None) -> TextModel:
     """Loads a checkpoint with what reads its text.
 
@@ -247,6 +271,7 @@ def run(
     cache: str,
     prefill_batch_size: int | None = None,
     implementation: str | None = None,
+    pooled_prefill: models.PooledAttention | None = None,
     show: Callable[[str], None] | None = None,
 ) -> GenerationReport:
     """Continues prompts greedily and measures it.
@@ -258,6 +283,7 @@ def run(
       cache: its name, see `models.cache_by_name`.
       prefill_batch_size: see `models.start`.
       implementation: see `models.start`.
+      pooled_prefill: see `models.start`.
       show: called with the first sequence's text, piece by piece.
 
     Raises:
@@ -274,6 +300,7 @@ def run(
         cache=models.cache_by_name(cache, decoder.config.num_kv_heads),
         prefill_batch_size=prefill_batch_size,
         implementation=implementation,
+        pooled_prefill=pooled_prefill,
     )
     jax.block_until_ready(session.logits)
     prefilled = time.perf_counter()

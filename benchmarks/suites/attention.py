@@ -12,9 +12,12 @@ import jax
 from benchmarks import tables, timing
 from benchmarks.shapes import Shape
 from benchmarks.suites import compress, decode, prefill
-from benchmarks.suites.common import Call, Case, Choice
+from benchmarks.suites.common import Call, Case, Choice, failure
 
 Row = dict[str, Any]
+one_line = tables.one_line
+FORMATS = ("bf16", "int8", "fp8")
+"""Ceilings that these suites compare with."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,10 +129,8 @@ def run(
                 inputs = group.module.Inputs(group.shape)
                 current = group
             row |= _measure(case.build(inputs), ceilings, repetitions)
-        except NotImplementedError as error:
-            row |= {"status": "not run", "reason": _first_line(error)}
         except Exception as error:  # out of memory, a compiler's refusal: facts to be recorded
-            row |= {"status": "failed", "reason": f"{type(error).__name__}: {_first_line(error)}"}
+            row |= failure(error)
         on_row(row)
 
 
@@ -194,8 +195,3 @@ def with_ratios(rows: list[Row]) -> list[Row]:
 
 def _shape_of(row: Row) -> tuple[Any, ...]:
     return tuple(row[name] for name in ("operation", "model", "batch", "tokens", "is_causal"))
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:400] if lines else type(error).__name__

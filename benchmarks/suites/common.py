@@ -1,8 +1,9 @@
 """What the cases of the attention suite share: calls, inputs, and errors against exact results."""
 
+import concurrent.futures
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import jax
@@ -64,6 +65,39 @@ def require_gpu(what: str) -> None:
     """Raises NotImplementedError without a GPU."""
     if not timing.on_gpu():
         raise NotImplementedError(f"{what} needs a GPU, not {jax.default_backend()}")
+
+
+def compile_side_by_side(
+    lowerings: Iterable[Callable[[], jax.stages.Lowered]],
+) -> list[concurrent.futures.Future[Any]]:
+    """Compiles side by side, and waits: nothing compiles while something is timed.
+
+    Args:
+      lowerings: called one after the other, since Mosaic's lowering keeps global state. What one
+        raises is in its future.
+    """
+
+    def lowered(lower: Callable[[], jax.stages.Lowered]) -> Callable[[], Any]:
+        try:
+            return lower().compile
+        except Exception as error:
+            return functools.partial(_raise, error)
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        return [pool.submit(lowered(lower)) for lower in lowerings]
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def failure(error: Exception) -> dict[str, str]:
+    """What a row says about the error that ended it."""
+    lines = str(error).strip().splitlines()
+    reason = lines[0][:400] if lines else type(error).__name__
+    if isinstance(error, NotImplementedError):
+        return {"status": "not run", "reason": reason}
+    return {"status": "failed", "reason": f"{type(error).__name__}: {reason}"}
 
 
 @functools.partial(jax.jit, static_argnames=("batch", "tokens", "heads", "dim", "outliers"))

@@ -23,3 +23,6 @@ from turbojax.models.generation import stream as stream
 from turbojax.models.llama import Attend as Attend
 from turbojax.models.llama import Llama as Llama
 from turbojax.models.llama import causal_attention as causal_attention
+from turbojax.models.pooled import POLICY_NAMES as POLICY_NAMES
+from turbojax.models.pooled import PooledAttention as PooledAttention
+from turbojax.models.pooled import pooled_by_name as pooled_by_name

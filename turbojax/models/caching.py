@@ -8,9 +8,11 @@ import jax.numpy as jnp
 
 from turbojax.baselines import exact
 from turbojax.cache import ProgressiveCache, append, init_cache
+from turbojax.cache.update import store_prompt
 from turbojax.config import TurboConfig
 from turbojax.models.decoder import Decoder
 from turbojax.models.llama import Attend, Llama
+from turbojax.models.pooled import PooledAttention
 from turbojax.ops.registry import writer_beside
 from turbojax.ops.turbo_attention import decode, prefill
 
@@ -112,26 +114,38 @@ def put_sequences(cache: LayerCache, part: LayerCache, first: jax.Array | int) -
 
 
 def attend_prompt(
-    lengths: jax.Array, first: jax.Array | int = 0, implementation: str | None = None
+    lengths: jax.Array,
+    first: jax.Array | int = 0,
+    implementation: str | None = None,
+    pooled: PooledAttention | None = None,
 ) -> Attend:
     """Attention within prompts, which also fills their part of the layer's cache.
 
     Args:
       lengths: int32 ``[b]``, of the prompts.
       first: the prompts' first sequence in the cache, which may hold more than `b`.
-      implementation: of `prefill`, or of the exact cache's attention; None to choose.
+      implementation: of `prefill`, or of the exact cache's attention; None to choose. With
+        `pooled` it only writes the cache, where it can.
+      pooled: attend with this instead, to the prompts' own keys and values.
     """
 
     def attend(query, key, value, cache):  # type: ignore[no-untyped-def]
         part = take_sequences(cache, first, query.shape[0])
-        if isinstance(part, ProgressiveCache):
-            name: Any = implementation  # which names there are, `prefill` knows
+        name: Any = implementation  # which names there are, the ops know
+        out: Any
+        if pooled is not None:
+            levels = pooled.levels(query, key, lengths)
+            out = pooled.attend(query, key, value, levels, lengths)
+        if not isinstance(part, ProgressiveCache):
+            if pooled is None:
+                out = exact.attention(query, key, value, implementation=implementation)
+            part = exact.append(part, key, value, lengths=lengths)
+        elif pooled is None:
             out, part = prefill(
                 query, key, value, part, key_value_seq_lengths=lengths, implementation=name
             )
         else:
-            out = exact.attention(query, key, value, implementation=implementation)
-            part = exact.append(part, key, value, lengths=lengths)
+            part = store_prompt(part, key, value, lengths, implementation=writer_beside(name))
         return out, put_sequences(cache, part, first)
 
     return attend

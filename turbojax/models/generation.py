@@ -18,6 +18,7 @@ from turbojax.models.caching import (
 )
 from turbojax.models.decoder import Decoder, unstack
 from turbojax.models.llama import Llama
+from turbojax.models.pooled import PooledAttention
 
 Progress = Callable[[int], None]
 """Called with the number of tokens done since the last call."""
@@ -75,6 +76,7 @@ def start(
     lengths: jax.Array | None = None,
     prefill_batch_size: int | None = None,
     implementation: str | None = None,
+    pooled_prefill: PooledAttention | None = None,
 ) -> Session:
     """Runs prompts through the model and fills its caches.
 
@@ -89,6 +91,9 @@ def start(
         beside the caches.
       implementation: what runs attention and cache: a name that `prefill`, `append` and `decode`
         take, or for the exact cache ``"xla"`` or ``"cudnn"``; None to choose.
+      pooled_prefill: how the prompts attend to themselves, instead of exactly (or, for a
+        compressed cache, with its codes). It has an `implementation` of its own. Their keys and
+        values are cached one by one, and decoding attends to all of them.
 
     Returns:
       The session after the prompts.
@@ -124,6 +129,7 @@ def start(
             lengths[first : first + count],
             np.int32(first),
             implementation=implementation,
+            pooled=pooled_prefill,
         )
         logits.append(part)
     return Session(
@@ -184,6 +190,7 @@ def generate(
     lengths: jax.Array | None = None,
     prefill_batch_size: int | None = None,
     implementation: str | None = None,
+    pooled_prefill: PooledAttention | None = None,
 ) -> jax.Array:
     """Continues prompts greedily through a KV cache.
 
@@ -196,6 +203,7 @@ def generate(
       lengths: optional int ``[B]``, the prompts' lengths.
       prefill_batch_size: how many prompts run at a time, see `start`.
       implementation: what runs attention and cache, see `start`.
+      pooled_prefill: how the prompts attend to themselves, see `start`.
 
     Returns:
       int32 ``[B, max_new_tokens]``.
@@ -221,6 +229,7 @@ def generate(
         lengths=lengths,
         prefill_batch_size=prefill_batch_size,
         implementation=implementation,
+        pooled_prefill=pooled_prefill,
     )
     return jnp.stack([jnp.asarray(t) for t in stream(session, max_new_tokens)], axis=1)
 
@@ -260,7 +269,7 @@ def decode_step(
     return decoder.logits(hidden[:, 0]), lengths + 1, ModelCaches(layers)
 
 
-@functools.partial(jax.jit, static_argnames="implementation", donate_argnames="caches")
+@functools.partial(jax.jit, static_argnames=("implementation", "pooled"), donate_argnames="caches")
 def _prefill(
     decoder: Decoder,
     caches: ModelCaches,
@@ -269,9 +278,10 @@ def _prefill(
     first: jax.Array,
     *,
     implementation: str | None,
+    pooled: PooledAttention | None,
 ) -> tuple[jax.Array, ModelCaches]:
     """Runs prompts ``[b, T]`` whose sequences begin at `first`; logits after each prompt."""
-    attend = attend_prompt(lengths, first, implementation)
+    attend = attend_prompt(lengths, first, implementation, pooled)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
     hidden, layers = decoder.hidden(tokens, positions, attend, caches.layers)
     # Logits of all positions would be the largest array of all.

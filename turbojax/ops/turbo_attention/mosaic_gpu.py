@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from turbojax._device import needs_hopper
+from turbojax._device import multiprocessors, needs_hopper
 from turbojax.config import TurboConfig
 from turbojax.ops.turbo_attention import tuning
 from turbojax.ops.turbo_attention.masking import Visibility
@@ -16,7 +16,6 @@ from turbojax.sas import SAS
 # What matrix instructions and their shared memory are made for; others are padded with zeros.
 _HEAD_DIMS = (64, 128, 256)
 _BLOCK_KV = (64, 128)
-_MULTIPROCESSORS = 132
 # Query rows of one warpgroup, which have one scale.
 _ROWS = 64
 # Above it the hardware's powers of two cannot be shifted to where they vanish.
@@ -124,7 +123,7 @@ def attention(
             is_causal=visibility.is_causal,
             window=visibility.window,
             soft_cap=logits_soft_cap,
-            programs=_multiprocessors(),
+            programs=multiprocessors(),
             **launch._asdict(),
         ),
     )
@@ -154,11 +153,6 @@ def default_launch(query: jax.Array, config: TurboConfig) -> Launch:
     """
     is_wide = _padded_head_dim(query.shape[-1]) == _HEAD_DIMS[-1]
     return Launch(2 if is_wide else 4, False, config.mode != "int8" and not is_wide)
-
-
-def _multiprocessors() -> int:
-    """Of the default GPU; an H100's where there is none."""
-    return getattr(jax.devices()[0], "core_count", None) or _MULTIPROCESSORS
 
 
 def _padded_head_dim(head_dim: int) -> int:

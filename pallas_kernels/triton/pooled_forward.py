@@ -1,0 +1,170 @@
+"""Pooled attention, forward (multi-scale KV pooling, Li, 2025, Algorithm 1).
+
+Two numbers, for 1 sequence, 16 heads, 16384 tokens, head dim 128, bfloat16, every block at level 1:
+  - operations: 4 * 16 * 16384**2 * 128 = 2.2 T; at 800 T/s, what matrix products reach on an H100:
+    2.7 ms. At density `d` (the mean of 1 / level, 0 where skipped) that times `d`.
+  - bytes: 4 * 16384 * 16 * 128 * 2, 0.27 GB: 0.09 ms; and keys and values again for each query
+    block that does not find them in the second-level cache.
+Arithmetic is the floor from a density of 4 % on. Target: 480 T/s, 4.6 ms times `d`.
+
+One program takes a tile of queries of one head and walks over the pooled keys that its row of the
+lists names, see `_pooled_common.walk`.
+
+The ladder, same case, H100, T/s of the operations that are not skipped:
+                                     all level 1      a mixture     a third of it
+  v1
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.triton import _common
+from pallas_kernels.triton._common import Ref
+from pallas_kernels.triton._packed import Span, whole
+from pallas_kernels.triton._pooled_common import (
+    Keys,
+    Lists,
+    Settings,
+    Side,
+    load_keys,
+    load_rows,
+    mine,
+    walk,
+)
+
+_LN_2 = 1 / _common.LOG2_E
+_State = tuple[jax.Array, jax.Array, jax.Array]
+
+
+class _Query(NamedTuple):
+    """A program's tile of queries."""
+
+    rows: jax.Array  # [tile, H]
+    position: jax.Array  # int32 [tile]
+    b: jax.Array
+    h: jax.Array  # KV head
+
+
+def _step(
+    keys: Keys, state: _State, *, query: _Query, k: Side, v: Side, channels: Span, s: Settings
+) -> _State:
+    """One tile of pooled keys."""
+    o, m, l = state
+    at = (query.b, query.h, channels)
+    factor = abs(s.scale) * _common.LOG2_E
+    x = _common.dot(query.rows, load_keys(k, keys, *at), s.interpret)
+    mask = keys.visible(query.position)
+    # The maximum is that of scores without a bias, which adds 3 at most.
+    if mask is not None:
+        x = jnp.where(mask, x * factor, -jnp.inf)
+        factor = 1.0
+    new = jnp.maximum(m, jnp.max(x, axis=1) * factor)
+    shift = jnp.where(new > -jnp.inf, new, 0.0)
+    less = -shift[:, None]
+    if keys.bias is not None:
+        less = keys.bias[None, :] + less
+    p = _common.exp2(_common.fma(x, factor, less, s.interpret), s.interpret)
+    values = load_keys(v, keys, *at)
+    # Values are added to a decayed sum, so that the product accumulates in place.
+    alpha = _common.exp2(m - shift, s.interpret)
+    o = o * alpha[:, None] + _common.dot(p.astype(values.dtype), values, s.interpret, (1, 0))
+    return o, new, l * alpha + jnp.sum(p, axis=1)
+
+
+def _kernel(
+    q_ref: Ref,
+    k: Side,
+    v: Side,
+    lists: Lists,
+    query_lengths: Ref,
+    key_lengths: Ref,
+    out_ref: Ref,
+    lse_ref: Ref,
+    *,
+    s: Settings,
+) -> None:
+    """One tile of queries of one head."""
+    _, tokens, heads, head_dim = q_ref.shape
+    # The last tiles of a causal call have most to do: they start first.
+    tile = pl.num_programs(0) - 1 - pl.program_id(0)
+    head, b = pl.program_id(1), pl.program_id(2)
+    h = head // (heads // k.tokens.shape[2])
+    channels = whole(head_dim)
+    position = tile * s.tile + jnp.arange(s.tile, dtype=jnp.int32)
+    is_token = position < tokens
+    rows = load_rows(q_ref, (b, position[:, None], head), channels, is_token)
+    if s.scale < 0:  # factors of the scores are positive, so that they do not move maxima
+        rows = (-rows.astype(jnp.float32)).astype(rows.dtype)
+    lists_b, lists_n, _, _ = lists.blocks.shape
+    at = (mine(lists_b, b), mine(lists_n, head), tile // (s.block_q // s.tile))
+    step = functools.partial(
+        _step, query=_Query(rows, position, b, h), k=k, v=v, channels=channels, s=s
+    )
+    state = (
+        jnp.zeros((s.tile, channels.padded), jnp.float32),
+        jnp.full((s.tile,), -jnp.inf, jnp.float32),
+        jnp.zeros((s.tile,), jnp.float32),
+    )
+    key_length = plgpu.load(key_lengths.at[b])
+    o, m, l = walk(step, state, lists, at, key_length, k.tokens.shape[1], s)
+
+    is_padding = position >= plgpu.load(query_lengths.at[b])
+    nothing = (l == 0) | is_padding
+    total = jnp.where(nothing, 1.0, l)
+    out = jnp.where(nothing[:, None], 0.0, o * (1 / total)[:, None])
+    lse = jnp.where(nothing, -jnp.inf, m * _LN_2 + jnp.log(total))
+    is_wrong = (plgpu.load(lists.counts.at[(*at, jnp.int32(8))]) != 0) & ~is_padding
+    out, lse = jnp.where(is_wrong[:, None], jnp.nan, out), jnp.where(is_wrong, jnp.nan, lse)
+    c = jnp.arange(channels.padded, dtype=jnp.int32)
+    plgpu.store(
+        out_ref.at[b, position[:, None], head, c[None, :]],
+        out.astype(out_ref.dtype),
+        mask=is_token[:, None] & (c < head_dim)[None, :],
+    )
+    plgpu.store(lse_ref.at[b, position, head], lse, mask=is_token)
+
+
+def forward(
+    q: jax.Array,
+    k: Side,
+    v: Side,
+    lists: Lists,
+    query_lengths: jax.Array,
+    key_lengths: jax.Array,
+    settings: Settings,
+) -> tuple[jax.Array, jax.Array]:
+    """Attends to pooled keys.
+
+    Args:
+      q: ``[B, T, N, H]``.
+      k: the keys, in q's dtype.
+      v: the values.
+      lists: which blocks each block of queries attends to, by level.
+      query_lengths: int32 ``[B]``, at most `T`.
+      key_lengths: int32 ``[B]``, at most `S`.
+      settings: numerics and launch.
+
+    Returns:
+      ``[B, T, N, H]`` in q's dtype and the float32 log-sum-exp ``[B, T, N]``; 0 and ``-inf`` for
+      queries that see nothing, NaN in rows of the lists that are marked as wrong.
+    """
+    batch, tokens, heads, _ = q.shape
+    arguments = (q, k, v, lists, query_lengths, key_lengths)
+    return pl.pallas_call(
+        functools.partial(_kernel, s=settings),
+        grid=(pl.cdiv(tokens, settings.tile), heads, batch),
+        in_specs=jax.tree.map(lambda _: _common.WHOLE, arguments),
+        out_specs=[_common.WHOLE] * 2,
+        out_shape=[
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct((batch, tokens, heads), jnp.float32),
+        ],
+        compiler_params=_common.parameters(settings.num_warps, settings.num_stages),
+        interpret=settings.interpret,
+        name="turbojax_pooled_forward",
+    )(*arguments)

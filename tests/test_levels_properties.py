@@ -1,0 +1,289 @@
+"""What holds for all levels: invariants, transforms, patterns, and calls that are refused."""
+
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import turbojax as tj
+from turbojax.levels import LocalWindow, SimilarityCap, Strided, Threshold, TopK, block_importance
+
+POLICIES = (
+    TopK(),
+    TopK(0, 0.3, 0.3, 1),
+    Threshold(),
+    Threshold((0.2, 0.9, 0.9, 1.0), least=0),
+    SimilarityCap(TopK(0.1, 0.2, 0.5, 1.0), (0.1, 0.05, 0.02)),
+    LocalWindow(16, (32, 48, 64), sinks=0),
+    SimilarityCap(LocalWindow(16, (32, 48, None)), (0.1, 0.05, 0.02)),
+    Strided(8, 3, level=2, others=0, sinks=0),
+)
+BLOCKS = {"block_q": 16, "block_kv": 16}
+
+
+def _normal(seed, shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+
+
+def _visible(shape, blocks, is_causal, query_length, key_length):
+    """Which pairs of blocks hold a query that sees a key, token by token."""
+    query = np.arange(shape[0] * blocks[0])
+    key = np.arange(shape[1] * blocks[1])
+    seen = (query[:, None] < query_length) & (key[None, :] < key_length)
+    if is_causal:
+        seen &= key[None, :] <= query[:, None]
+    return seen.reshape(shape[0], blocks[0], shape[1], blocks[1]).any((1, 3))
+
+
+@hypothesis.settings(max_examples=30)
+@hypothesis.given(
+    data=st.data(),
+    policy=st.sampled_from(POLICIES),
+    is_causal=st.booleans(),
+    blocks=st.sampled_from([(16, 16), (8, 24), (48, 8)]),
+    sizes=st.sampled_from([(70, 70), (33, 130), (130, 33), (1, 1)]),
+    seed=st.integers(0, 3),
+)
+def test_invariants(data, policy, is_causal, blocks, sizes, seed):
+    lengths = [data.draw(st.integers(0, size), label="length") for size in sizes]
+    query, key = _normal(seed, (1, sizes[0], 2, 8)), _normal(seed + 9, (1, sizes[1], 1, 8))
+    options = {"block_q": blocks[0], "block_kv": blocks[1], "is_causal": is_causal}
+    arrays = {
+        "query_seq_lengths": jnp.array(lengths[:1]),
+        "key_value_seq_lengths": jnp.array(lengths[1:]),
+    }
+    levels = np.asarray(tj.select_levels(query, key, policy, **options, **arrays))
+    shape = -(-sizes[0] // blocks[0]), -(-sizes[1] // blocks[1])
+    assert levels.shape == (1, 2, *shape)
+    assert levels.dtype == np.int8
+    assert set(np.unique(levels)) <= {0, 1, 2, 4, 8}
+    visible = _visible(shape, blocks, is_causal, *lengths)
+    assert not levels[0, :, ~visible].any()
+    seeing = visible.any(-1)
+    assert (levels[0, :, seeing] == 1).any(-1).all()
+    if is_causal:
+        queries = np.arange(shape[0])[:, None] * blocks[0]
+        own = np.arange(1, shape[1] + 1)[None, :] * blocks[1] > queries
+        if not isinstance(policy, Strided | LocalWindow):
+            own[:, 0] = True
+        assert (levels[0, :, own & visible] == 1).all()
+    # What lies past the lengths changes nothing.
+    poison = [
+        jnp.arange(size)[None, :, None, None] >= n for size, n in zip(sizes, lengths, strict=True)
+    ]
+    query, key = (jnp.where(p, jnp.nan, x) for p, x in zip(poison, (query, key), strict=True))
+    again = tj.select_levels(query, key, policy, **options, **arrays)
+    assert np.array_equal(again, levels)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_full_lengths_are_no_lengths(policy):
+    query, key = _normal(0, (2, 70, 4, 8)), _normal(1, (2, 53, 2, 8))
+    select = functools.partial(tj.select_levels, query, key, policy, **BLOCKS)
+    lengths = {
+        "query_seq_lengths": jnp.array([70, 70]),
+        "key_value_seq_lengths": jnp.array([53, 53]),
+    }
+    assert np.array_equal(select(), select(**lengths))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_transforms_give_the_same_bits(policy):
+    query, key = _normal(2, (3, 80, 4, 8), jnp.bfloat16), _normal(3, (3, 80, 2, 8), jnp.bfloat16)
+    select = functools.partial(tj.select_levels, policy=policy, is_causal=True, **BLOCKS)
+    eager = np.asarray(select(query, key))
+    assert np.array_equal(eager, select(query, key))
+    assert np.array_equal(eager, jax.jit(select)(query, key))
+    mapped = jax.vmap(select)(query[:, None], key[:, None])[:, 0]
+    assert np.array_equal(eager, mapped)
+    _, scanned = jax.lax.scan(lambda c, x: (c, select(x[0][None], x[1][None])[0]), 0, (query, key))
+    assert np.array_equal(eager, scanned)
+
+
+def test_sequences_and_heads_do_not_matter_to_each_other():
+    query, key = _normal(4, (2, 64, 4, 8)), _normal(5, (2, 64, 2, 8))
+    options = {**BLOCKS, "is_causal": True}
+    both = tj.select_levels(query, key, TopK(), **options)
+    one = tj.select_levels(query[1:, :, 2:], key[1:, :, 1:], TopK(), **options)
+    assert np.array_equal(both[1:, 2:], one)
+    grouped = tj.select_levels(query, jnp.repeat(key, 2, axis=2), TopK(), **options)
+    assert np.array_equal(both, grouped)
+
+
+@pytest.mark.parametrize("policy", [TopK(), Threshold()])
+def test_causal_levels_do_not_know_the_future(policy):
+    query, key = _normal(6, (1, 96, 2, 8)), _normal(7, (1, 96, 2, 8))
+    options = {**BLOCKS, "is_causal": True}
+    before = tj.select_levels(query, key, policy, **options)
+    after = tj.select_levels(query.at[:, 48:].set(3), key.at[:, 48:].set(9), policy, **options)
+    assert np.array_equal(before[:, :, :3], after[:, :, :3])
+    assert not np.array_equal(before, after)
+
+
+def test_levels_pass_no_gradient():
+    query, key = _normal(8, (1, 64, 2, 8)), _normal(9, (1, 64, 2, 8))
+
+    def loss(query, key):
+        levels = tj.select_levels(query, key, Threshold(), **BLOCKS)
+        return jnp.sum(levels.astype(jnp.float32)) * jnp.sum(query)
+
+    factor = float(np.sum(np.asarray(tj.select_levels(query, key, Threshold(), **BLOCKS))))
+    d_query, d_key = jax.grad(loss, (0, 1))(query, key)
+    assert np.array_equal(d_query, np.full(query.shape, factor, np.float32))
+    assert not np.any(d_key)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_broken_keys_are_attended_to(value, is_causal):
+    """Where it can be seen, a block with such a key is at level 1: it shows."""
+    query, key = _normal(10, (1, 128, 2, 8)), _normal(11, (1, 128, 2, 8))
+    key = key.at[0, 37, 1, 3].set(value)
+    options = {**BLOCKS, "is_causal": is_causal}
+    importance = np.asarray(block_importance(query, key, **options))
+    rows = slice(3 if is_causal else 0, None)
+    assert np.isposinf(importance[0, 1, rows, 2]).all()
+    assert np.isfinite(importance[0, 0]).all()
+    assert np.isfinite(np.delete(importance[0, 1], 2, axis=-1)).all()
+    for policy in (TopK(0.2, 0.3, 0.5, 0.5), Threshold(least=0.2), SimilarityCap(TopK(0.2, 0.2))):
+        if is_causal:  # two blocks are forced: the third is free from the row on that has 11
+            policy = TopK(0.5, 0.5, 0.5, 0.5)
+        levels = np.asarray(tj.select_levels(query, key, policy, **options))
+        free = slice(4 if is_causal else 0, None)
+        assert (levels[0, 1, free, 2] == 1).all()
+
+
+def test_a_broken_query_concerns_its_row_alone():
+    query, key = _normal(12, (1, 128, 1, 8)), _normal(13, (1, 128, 1, 8))
+    whole = tj.select_levels(query, key, TopK(), **BLOCKS)
+    broken = tj.select_levels(query.at[0, 35].set(jnp.nan), key, TopK(), **BLOCKS)
+    assert np.array_equal(np.delete(whole, 2, axis=2), np.delete(broken, 2, axis=2))
+    # All blocks are equally suspicious, and the later ones come first.
+    assert broken[0, 0, 2].tolist() == [0, 0, 0, 0, 8, 8, 2, 1]
+
+
+def test_equal_blocks_are_ranked_by_position():
+    ones = jnp.ones((1, 128, 1, 8))
+    levels = tj.select_levels(ones, ones, TopK(), **BLOCKS)
+    assert (np.asarray(levels[0, 0]) == [0, 0, 0, 0, 8, 8, 2, 1]).all()
+
+
+def test_local_window():
+    got = LocalWindow(20, (40, 50, None), sinks=9).levels(
+        96, 96, block_q=16, block_kv=8, is_causal=True
+    )
+    want = np.zeros((6, 12), int)
+    for i, j in np.ndindex(6, 12):
+        if j * 8 <= i * 16 + 15:
+            distance = max(0, i * 16 - (j * 8 + 7))
+            fitting = [r for r, bound in ((1, 20), (2, 40), (4, 50), (8, 1e9)) if distance <= bound]
+            want[i, j] = 1 if j * 8 < 9 else fitting[0]
+    assert got.shape == (1, 1, 6, 12)
+    assert np.array_equal(got[0, 0], want)
+    assert {1, 2, 4, 8} <= set(want.ravel())
+    # Not causal: to both sides; and what is beyond the last bound is skipped.
+    both = LocalWindow(0, (8, 8, 24), sinks=0).levels(80, 80, block_q=8, block_kv=8)
+    assert np.array_equal(both[0, 0], both[0, 0].T)
+    assert both[0, 0, 4].tolist() == [0, 8, 8, 2, 1, 2, 8, 8, 0, 0]
+
+
+def test_strided():
+    got = Strided(8, 3, level=2, others=8).levels(72, 72, block_q=8, block_kv=8, is_causal=True)
+    assert got[0, 0, 7].tolist() == [1, 8, 8, 2, 8, 8, 1, 1, 0]
+    assert got[0, 0, 8].tolist() == [1, 8, 8, 2, 8, 8, 2, 1, 1]
+
+
+@pytest.mark.parametrize("policy", [LocalWindow(32, (48, 64, None)), Strided(32, 2)])
+def test_a_pattern_is_the_same_through_select_levels(policy):
+    query, key = _normal(14, (2, 70, 4, 8)), _normal(15, (2, 90, 2, 8))
+    for is_causal in (False, True):
+        options = {**BLOCKS, "is_causal": is_causal}
+        alone = policy.levels(70, 90, **options)
+        chosen = tj.select_levels(query, key, policy, **options)
+        assert np.array_equal(chosen, np.broadcast_to(alone, (2, 4, 5, 6)))
+
+
+def test_a_row_far_from_all_keys_sees_the_nearest():
+    levels = LocalWindow(0, (0, 0, 0), sinks=0).levels(64, 24, block_q=8, block_kv=8)
+    assert levels[0, 0, 7].tolist() == [0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TopK(0.2, 0.1), r"=\(0.2, 0.1, 0.25, 0.5\) must not decrease"),
+        (lambda: TopK(level8=1.5), "must be between 0 and 1"),
+        (lambda: TopK(level1=float("nan")), "must be finite"),
+        (lambda: Threshold((0.5, 0.6)), r"mass=\(0.5, 0.6\) must be 4 bounds"),
+        (lambda: Threshold((0.0, 0.6, 0.7, 0.8)), "must be above 0"),
+        (lambda: Threshold(least=-0.1), "must be between 0 and 1"),
+        (lambda: SimilarityCap(TopK(), (0.1, 0.2)), "must be three"),
+        (lambda: SimilarityCap(TopK(), (0.1, 0.2, 2)), "must be between -1 and 1"),
+        (lambda: LocalWindow(-1), "window=-1 must be at least 0"),
+        (lambda: LocalWindow(100, (50, 200, 300)), "must not decrease, from window=100 on"),
+        (lambda: LocalWindow(1, (None, 50, 300)), "must not decrease"),
+        (lambda: LocalWindow(1, (2, 3)), r"bounds=\(2, 3\) must be three"),
+        (lambda: Strided(stride=0), "stride=0 must be at least 1"),
+        (lambda: Strided(others=3), r"others=3 must be one of \(0, 1, 2, 4, 8\)"),
+        (lambda: Strided().levels(64, 64, block_kv=12), "block_kv=12 must be a multiple of 8"),
+        (lambda: Strided().levels(0, 64), "query_tokens=0 must be at least 1"),
+        (lambda: Strided().levels(64, 2**20, block_kv=8), "must be at most 65536"),
+    ],
+)
+def test_bad_policies_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_wrong_kinds_are_refused():
+    x = _normal(16, (1, 64, 2, 8))
+    with pytest.raises(TypeError, match="policy is a str, must be one of"):
+        tj.select_levels(x, x, "topk")
+    with pytest.raises(TypeError, match="policy is a SimilarityCap"):
+        SimilarityCap(SimilarityCap(TopK()))
+    with pytest.raises(TypeError, match="must be a Python number"):
+        TopK(level1="0.1")
+    with pytest.raises(TypeError, match=r"window=1.5 must be an integer"):
+        LocalWindow(1.5)
+    with pytest.raises(TypeError, match=r"key.dtype=bfloat16 must equal query.dtype=float32"):
+        tj.select_levels(x, x.astype(jnp.bfloat16), TopK())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block_q": 0}, "block_q=0 must be at least 1"),
+        ({"block_kv": 20}, "block_kv=20 must be a multiple of 8"),
+        ({"query_samples": 129}, "query_samples=129 must be at most block_q=128"),
+        ({"key_means": 3}, "key_means=3 must divide block_kv=128"),
+        ({"query_seq_lengths": jnp.array([65])}, "must be between 0 and 64"),
+        ({"key_value_seq_lengths": jnp.array([1, 2])}, "one per sequence"),
+        ({"scale": float("inf")}, "scale=inf must be finite"),
+    ],
+)
+def test_bad_arguments_are_refused(options, message):
+    x = _normal(17, (1, 64, 2, 8))
+    with pytest.raises(ValueError, match=message):
+        tj.select_levels(x, x, TopK(), **options)
+
+
+def test_policies_are_hashable_and_take_lists():
+    assert Threshold([0.4, 0.5, 0.6, 0.8]) == Threshold()
+    assert len({TopK(), TopK(), LocalWindow(bounds=[2048, 8192, None]), LocalWindow()}) == 2
+    assert hash(SimilarityCap(Strided())) == hash(SimilarityCap(Strided()))
+
+
+def test_scale_and_samples_are_used():
+    query, key = _normal(18, (1, 64, 1, 8)), _normal(19, (1, 64, 1, 8))
+    base = np.asarray(block_importance(query, key, **BLOCKS))
+    scaled = block_importance(2 * query, key, scale=0.5 / 8**0.5, **BLOCKS)
+    assert np.abs(base - np.asarray(scaled)).max() < 1e-6
+    for options in ({"query_samples": 2}, {"key_means": 2}, {"scale": 1.0}):
+        other = np.asarray(block_importance(query, key, **BLOCKS, **options))
+        assert np.abs(base - other).max() > 1e-3
+        levels = tj.select_levels(query, key, TopK(), **BLOCKS, **options)
+        assert levels.shape == (1, 1, 4, 4)

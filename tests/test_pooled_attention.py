@@ -1,0 +1,296 @@
+"""`pooled_attention` forward: against the float64 oracle, and what its definition implies.
+
+Float32 results may be as far from the oracle as twice what dense float32 arithmetic is, plus a few
+units in the last place. In half precision the pooled keys and values are rounded once, of which
+dense arithmetic with the same rounding measures the effect, and the output once more.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from pooled_helpers import (
+    CASES,
+    LEVELS,
+    Case,
+    api_options,
+    assert_as_good_as_plain,
+    operands,
+    options,
+    oracle,
+    plain,
+    random_levels,
+    worst,
+)
+
+import turbojax as tj
+from turbojax.ops.pooled_attention import reference
+from turbojax.ops.pooled_attention.pooling import group_counts, pool, spread
+from turbojax.ops.pooled_attention.static import Static
+
+BLOCKS = {"block_q": 32, "block_kv": 32}
+
+
+@functools.partial(jax.jit, static_argnums=4)
+def _attend(q, k, v, levels, static, lengths):
+    return tj.pooled_attention(q, k, v, levels, return_residual=True, **dict(static), **lengths)
+
+
+def attend(case, q, k, v, levels):
+    """Output and residual."""
+    static, lengths = api_options(case)
+    return _attend(q, k, v, levels, static, lengths)
+
+
+def check(name, dtype):
+    case = CASES[name]
+    arrays = operands(case, dtype)[:4]
+    out, residual = attend(case, *arrays)
+    assert (out.shape, out.dtype) == (arrays[0].shape, dtype)
+    assert (residual.shape, residual.dtype) == (out.shape[:3], jnp.float32)
+    want = oracle(*arrays, **options(case))
+    assert_as_good_as_plain((out, residual), want, plain(*arrays, **options(case)))
+    blind = np.isneginf(want[1])
+    assert (np.asarray(out)[blind] == 0).all()
+    return blind
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_oracle(name):
+    """Every level alone and mixed; tails, causality, groups, lengths, blocks of other sizes."""
+    blind = check(name, jnp.float32)
+    assert blind.all() == (name == "level 0")
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", ["mixture", "both lengths, causal", "tail of seven tokens"])
+def test_half_precision(name, dtype):
+    check(name, dtype)
+
+
+@pytest.mark.parametrize("name", ["both lengths, causal", "odd blocks"])
+def test_float64(name):
+    """The reference is exact where it is given the precision: nothing is off by a little."""
+    case = CASES[name]
+    q, k, v, levels, *_ = (np.asarray(x) for x in operands(case))
+    lengths = api_options(case)[1]
+    q, k, v = (x.astype(np.float64) for x in (q, k, v))
+    kwargs = options(case)
+    static = Static(*(kwargs[n] for n in ("block_q", "block_kv", "scale", "is_causal")))
+    with jax.enable_x64(True):
+        got = reference.attention(
+            *map(jnp.asarray, (q, k, v, levels)),
+            lengths.get("query_seq_lengths"),
+            lengths.get("key_value_seq_lengths"),
+            static=static,
+        )
+        got = [np.asarray(x) for x in got]
+    for x, y in zip(got, oracle(q, k, v, levels, **kwargs), strict=True):
+        assert x.dtype == np.float64
+        assert worst(x, y) < 1e-13
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_level_1_everywhere_is_dense_attention(is_causal):
+    """jax's own, grouped queries and lengths included."""
+    case = Case(90, 130, heads=4, kv_heads=2, batch=3, is_causal=is_causal)
+    q, k, v, levels, *_ = operands(case)
+    lengths = {
+        "query_seq_lengths": jnp.asarray([90, 33, 90], jnp.int32),
+        "key_value_seq_lengths": jnp.asarray([130, 77, 1], jnp.int32),
+    }
+    got = tj.pooled_attention(
+        q, k, v, jnp.ones_like(levels), is_causal=is_causal, **BLOCKS, **lengths
+    )
+    want = jax.nn.dot_product_attention(q, k, v, is_causal=is_causal, **lengths)
+    real = np.arange(90) < np.array([90, 33, 90])[:, None]
+    np.testing.assert_allclose(np.asarray(got)[real], np.asarray(want)[real], atol=2e-6)
+    assert (np.asarray(got)[~real] == 0).all()
+
+
+@pytest.mark.parametrize("size", [96, 91, 89])
+def test_pooling_equal_tokens_changes_nothing(size):
+    """Tokens that are alike by eights: each level then is dense attention, and so is any mixture.
+
+    Not so if a group at the end, or across the end of a sequence, counted other than its tokens.
+    """
+    case = Case(40, size, heads=2, kv_heads=2)
+    q, k, v, levels, *_ = operands(case)
+    k, v = (jnp.repeat(x[:, ::8], 8, axis=1)[:, :size] for x in (k, v))
+    lengths = {"key_value_seq_lengths": jnp.asarray([size, 43], jnp.int32)}
+    call = functools.partial(tj.pooled_attention, q, k, v, return_residual=True, **BLOCKS)
+    want = call(jnp.ones_like(levels), **lengths)
+    mixture = jnp.asarray(random_levels(np.random.default_rng(1), levels.shape, (0, *[0.25] * 4)))
+    for chosen in (*(jnp.full_like(levels, r) for r in LEVELS), mixture):
+        got = call(chosen, **lengths)
+        for x, y in zip(got, want, strict=True):
+            np.testing.assert_allclose(x, y, atol=3e-6)
+
+
+def test_levels_of_any_integer_dtype_and_of_numpy():
+    case = CASES["grouped queries"]
+    q, k, v, levels, *_ = operands(case)
+    want = attend(case, q, k, v, levels)
+    for dtype in (np.int32, np.uint8, np.int16):
+        got = attend(case, q, k, v, np.asarray(levels, dtype))
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_shared_levels_are_those_of_every_head_and_sequence():
+    for name in ("one level array", "levels shared by heads", "levels shared by the batch"):
+        case = CASES[name]
+        q, k, v, levels, *_ = operands(case)
+        whole = jnp.broadcast_to(levels, (case.batch, case.heads, *levels.shape[2:]))
+        got, want = attend(case, q, k, v, levels), attend(case, q, k, v, whole)
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_padding_has_no_say():
+    """Whatever stands at or past the lengths."""
+    case = CASES["both lengths, causal"]
+    q, k, v, levels, *_ = operands(case)
+    want = attend(case, q, k, v, levels)
+    q, k, v = (np.asarray(x).copy() for x in (q, k, v))
+    for b in range(case.batch):
+        q[b, case.query_lengths[b] :] = np.nan
+        k[b, case.key_lengths[b] :] = np.nan
+        v[b, case.key_lengths[b] :] = np.inf
+    got = attend(case, *map(jnp.asarray, (q, k, v)), levels)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize("of", ["key", "value"])
+@pytest.mark.parametrize("name", ["mixture", "mixture, causal"])
+def test_a_bad_value_reaches_those_who_see_it_and_nobody_else(name, of):
+    case = CASES[name]
+    q, k, v, levels, *_ = operands(case)
+    bad = np.asarray(k if of == "key" else v).copy()
+    bad[0, 77, 1] = np.nan
+    k, v = (bad, v) if of == "key" else (k, bad)
+    got = attend(case, q, jnp.asarray(k), jnp.asarray(v), levels)[0]
+    want, _ = oracle(q, k, v, levels, **options(case))
+    reached = np.isnan(want)
+    assert 0 < reached.sum() < reached[0].size / 2
+    np.testing.assert_array_equal(np.isnan(got), reached)
+    assert worst(np.where(reached, 0, np.asarray(got)), np.where(reached, 0, want)) < 2e-6
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wrong"), [(jnp.int8, 3), (jnp.int8, -1), (jnp.int32, 257), (jnp.uint8, 255)]
+)
+def test_under_jit_a_wrong_level_makes_its_queries_nan(dtype, wrong):
+    """And no others: not those of another block, head or sequence."""
+    case = CASES["queries' lengths"]
+    q, k, v, levels, *_ = operands(case)
+    levels = levels.astype(dtype)
+    want = attend(case, q, k, v, levels)
+    got = attend(case, q, k, v, levels.at[1, 0, 1, 2].set(wrong))
+    first, end = case.block_q, min(2 * case.block_q, case.query_lengths[1])
+    assert end < 2 * case.block_q  # so that there is padding in the block, which stays what it is
+    for x, y in zip(got, want, strict=True):
+        x, y = np.asarray(x).copy(), np.asarray(y)
+        assert np.isnan(x[1, first:end, 0]).all()
+        x[1, first:end, 0] = y[1, first:end, 0]
+        np.testing.assert_array_equal(x, y)
+
+
+def test_two_runs_have_equal_bits():
+    case = CASES["both lengths, causal"]
+    arrays = operands(case)[:4]
+    first, second = (attend(case, *arrays) for _ in range(2))
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+
+
+def test_jit_and_vmap():
+    """Over everything at once, and over the levels alone."""
+    case = Case(40, 70, heads=2, batch=6, is_causal=True)
+    q, k, v, levels, *_ = operands(case)
+    lengths = jnp.asarray([70, 11, 0, 3, 69, 32], jnp.int32)
+
+    def call(q, k, v, levels, lengths):
+        return tj.pooled_attention(
+            q, k, v, levels, is_causal=True, key_value_seq_lengths=lengths, **BLOCKS
+        )
+
+    want = call(q, k, v, levels, lengths)
+    arrays = (q, k, v, levels, lengths)
+    np.testing.assert_allclose(jax.jit(call)(*arrays), want, atol=1e-6)
+    parts = [x.reshape(3, 2, *x.shape[1:]) for x in arrays]
+    got = jax.jit(jax.vmap(call))(*parts)
+    np.testing.assert_allclose(got.reshape(want.shape), want, atol=1e-6)
+    by_levels = jax.vmap(call, in_axes=(None, None, None, 0, None))
+    got = by_levels(q[:2], k[:2], v[:2], parts[3], lengths[:2])
+    again = call(q[:2], k[:2], v[:2], levels[4:], lengths[:2])
+    np.testing.assert_allclose(got[2], again, atol=1e-6)
+
+
+def test_other_levels_need_no_compilation():
+    case = CASES["mixture"]
+    q, k, v, levels, *_ = operands(case)
+    traced = []
+
+    @jax.jit
+    def step(levels):
+        traced.append(levels.shape)
+
+        def loss(q):
+            return jnp.sum(tj.pooled_attention(q, k, v, levels, **BLOCKS))
+
+        return jax.grad(loss)(q)
+
+    results = [step(jnp.full_like(levels, r)) for r in LEVELS]
+    assert len(traced) == 1
+    assert worst(results[0], results[3]) > 1e-3
+    tj.pooled_attention(q, k, v, levels, **BLOCKS)
+    before = reference.attention._cache_size()
+    tj.pooled_attention(q, k, v, jnp.full_like(levels, 8), **BLOCKS)
+    assert reference.attention._cache_size() == before
+
+
+def temporary_bytes(tokens, is_causal=True):
+    def call(x, levels):
+        return tj.pooled_attention(x, x, x, levels, is_causal=is_causal)
+
+    x = jax.ShapeDtypeStruct((1, tokens, 1, 64), jnp.float32)
+    levels = jax.ShapeDtypeStruct((1, 1, tokens // 128, tokens // 128), jnp.int8)
+    return jax.jit(call).lower(x, levels).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_memory_grows_with_tokens_not_with_their_square():
+    small, large = temporary_bytes(4096), temporary_bytes(8192)
+    assert large <= 2.3 * small
+    assert large < 8192 * 8192 * 4 / 4
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("size", [24, 29])
+def test_pool_and_spread(size, level):
+    """Means of the tokens that are there, and the adjoint: <pool(x), d> = <x, spread(d)>."""
+    rng = np.random.default_rng(2)
+    lengths = np.array([size, 13, 0, 1], np.int32)
+    x = rng.normal(size=(4, size, 2, 3)).astype(np.float32)
+    d = rng.normal(size=(4, -(-size // level), 2, 3)).astype(np.float32)
+    want, counts = np.zeros(d.shape), np.zeros(d.shape[:2], int)
+    for b, g in np.ndindex(*counts.shape):
+        tokens = x[b, g * level : min((g + 1) * level, lengths[b])].astype(np.float64)
+        counts[b, g] = len(tokens)
+        if len(tokens):
+            want[b, g] = tokens.mean(0)
+        else:
+            d[b, g] = np.nan  # nobody asks
+    past = np.arange(size) >= lengths[:, None]
+    dirty = jnp.asarray(np.where(past[..., None, None], np.nan, x))
+    length = jnp.asarray(lengths)
+    np.testing.assert_array_equal(group_counts(length, size, level), counts)
+    got = pool(dirty, length, level)
+    np.testing.assert_allclose(got, want, atol=1e-6)
+    back = np.asarray(spread(jnp.asarray(d), length, size, level))
+    assert back.dtype == np.float32
+    assert (back[past] == 0).all()
+    sides = (want * np.nan_to_num(d)).sum((1, 2, 3)), (np.where(past[..., None, None], 0, x) * back)
+    np.testing.assert_allclose(sides[0], sides[1].sum((1, 2, 3)), atol=1e-5)
+    half = pool(dirty.astype(jnp.bfloat16), length, level)
+    assert half.dtype == jnp.bfloat16
+    assert worst(half, want) <= 2 * 2.0**-8 * np.abs(x).max()

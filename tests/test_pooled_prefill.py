@@ -1,0 +1,146 @@
+"""Generation whose prompts attend with pooled attention: sessions, caches, padding, the command."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from typer.testing import CliRunner
+
+import turbojax as tj
+from turbojax import models
+from turbojax.cli import app
+from turbojax.levels import LocalWindow, SimilarityCap
+from turbojax.models import PooledAttention, generation, pooled_by_name
+
+COMPRESSED = tj.TurboConfig(block_kv=16, buffer_size=16, block_q=16)
+EVERYTHING = PooledAttention(LocalWindow(4096, (4096, 4096, None)), 32, 32)
+LOCAL = pooled_by_name("window", window=32, block_size=32)
+
+
+@pytest.fixture(scope="module")
+def model() -> models.Llama:
+    config = models.LlamaConfig(
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        max_length=256,
+    )
+    return models.Llama(config, rngs=nnx.Rngs(1))
+
+
+def _tokens(batch: int, length: int) -> jax.Array:
+    return jax.random.randint(jax.random.key(0), (batch, length), 0, 256)
+
+
+@pytest.mark.parametrize("length", [200, 3])
+def test_level_1_everywhere_generates_what_exact_attention_does(model, length):
+    tokens = _tokens(2, length)
+    dense = models.start(model, tokens, max_length=256)
+    pooled = models.start(model, tokens, max_length=256, pooled_prefill=EVERYTHING)
+    # Sums in another order, in float32.
+    bound = 1e-5 * float(jnp.max(jnp.abs(dense.logits)))
+    np.testing.assert_allclose(pooled.logits, dense.logits, atol=bound)
+    one, two = (np.stack(list(generation.stream(s, 8))) for s in (dense, pooled))
+    np.testing.assert_array_equal(one, two)
+
+
+def test_prompt_is_cached_token_by_token(model):
+    """What the first layer caches does not depend on attention, whatever the levels are."""
+    tokens = _tokens(1, 200)
+    for kind in ("exact", COMPRESSED):
+        dense = models.start(model, tokens, max_length=208, cache=kind)
+        pooled = models.start(model, tokens, max_length=208, cache=kind, pooled_prefill=LOCAL)
+        for a, b in zip(
+            jax.tree.leaves(dense.caches.layers[0]),
+            jax.tree.leaves(pooled.caches.layers[0]),
+            strict=True,
+        ):
+            np.testing.assert_array_equal(a, b)
+        assert int(pooled.caches.layers[1].lengths[0]) == 200
+        assert float(jnp.max(jnp.abs(pooled.logits - dense.logits))) > 1e-3
+
+
+def test_logits_are_those_of_a_forward_pass_with_pooled_attention(model):
+    tokens = _tokens(2, 150)
+    session = models.start(model, tokens, max_length=160, pooled_prefill=LOCAL)
+    expected = model(tokens, attend=LOCAL)[:, -1]
+    bound = 1e-5 * float(jnp.max(jnp.abs(expected)))
+    np.testing.assert_allclose(session.logits, expected, atol=bound)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cache", "pooled"),
+    [
+        ("exact", pooled_by_name("threshold", block_size=32)),
+        (COMPRESSED, PooledAttention(SimilarityCap(LocalWindow(32, (64, 96, None))), 32, 32)),
+    ],
+)
+def test_ragged_prompts_generate_what_each_generates_alone(model, cache, pooled):
+    tokens, lengths = _tokens(2, 180), (180, 7)
+    options = {"max_new_tokens": 20, "cache": cache, "pooled_prefill": pooled}
+    together = models.generate(model, tokens, lengths=jnp.array(lengths), **options)
+    for row, length in enumerate(lengths):
+        alone = models.generate(model, tokens[row : row + 1, :length], **options)
+        np.testing.assert_array_equal(together[row], alone[0])
+
+
+def test_prompts_in_turn(model):
+    tokens = _tokens(3, 100)
+    options = {"max_new_tokens": 3, "pooled_prefill": LOCAL}
+    whole = models.generate(model, tokens, **options)
+    parts = models.generate(model, tokens, prefill_batch_size=2, **options)
+    np.testing.assert_array_equal(whole, parts)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"block_kv": 12}, "block_kv=12 must be a multiple of 8"),
+        ({"implementation": "cuda"}, "cuda"),
+        ({"policy": "window"}, "policy is a str, must be one of turbojax.levels"),
+    ],
+)
+def test_bad_options_are_refused(model, change, message):
+    pooled = PooledAttention(**{"policy": LocalWindow(), **change})
+    with pytest.raises((ValueError, TypeError), match=message):
+        models.start(model, _tokens(1, 10), max_length=20, pooled_prefill=pooled)
+
+
+def test_names():
+    pooled = pooled_by_name("window", window=64, block_size=32, implementation="xla")
+    assert pooled == PooledAttention(LocalWindow(64, (64, 64, None)), 32, 32, "xla")
+    with pytest.raises(ValueError, match="policy 'best' must be one of window, topk, threshold"):
+        pooled_by_name("best")
+    with pytest.raises(ValueError, match="window=-1"):
+        pooled_by_name("window", window=-1)
+    with pytest.raises(ValueError, match="window=64 is for policy 'window', not 'topk'"):
+        pooled_by_name("topk", window=64)
+
+
+def test_command(model, tmp_path):
+    models.save(model, tmp_path)
+    base = ["generate", "a" * 200, "--model", str(tmp_path), "--max-new-tokens", "4", "--json"]
+    options = ["--prefill", "window", "--prefill-window", "16", "--prefill-block-size", "16"]
+    result = CliRunner().invoke(app, [*base, "--cache", "exact", *options])
+    assert result.exit_code == 0, result.stderr
+    tokens = jnp.array([[0, *b"a" * 200]])
+    pooled = pooled_by_name("window", window=16, block_size=16)
+    loaded = models.load(tmp_path, dtype=jnp.float32)
+    expected = models.generate(loaded, tokens, max_new_tokens=4, pooled_prefill=pooled)
+    text = bytes(expected[0].tolist()).decode("utf-8", "replace")
+    assert json.loads(result.stdout)["text"] == text
+    for wrong, message in (
+        (["--prefill", "best"], "prefill 'best' must be one of dense, window, topk, threshold"),
+        (["--prefill-window", "9"], "are for pooled attention, not 'dense'"),
+    ):
+        result = CliRunner().invoke(app, [*base, *wrong])
+        assert result.exit_code == 2
+        assert message in result.stderr

@@ -1,0 +1,19 @@
+"""Fine-tuning of a byte-level model at a long context, with dense or pooled attention.
+
+Needs `pip install 'turbojax[train]'`.
+"""
+
+from turbojax.finetune.comparison import compare as compare
+from turbojax.finetune.comparison import read_log as read_log
+from turbojax.finetune.comparison import summary as summary
+from turbojax.finetune.data import Corpus as Corpus
+from turbojax.finetune.data import corpus_of as corpus_of
+from turbojax.finetune.data import standard_library_corpus as standard_library_corpus
+from turbojax.finetune.display import save_plot as save_plot
+from turbojax.finetune.run import MODEL_NAME as MODEL_NAME
+from turbojax.finetune.run import Rhythm as Rhythm
+from turbojax.finetune.run import fine_tune as fine_tune
+from turbojax.finetune.settings import Settings as Settings
+from turbojax.finetune.settings import for_context as for_context
+from turbojax.finetune.trainer import Trainer as Trainer
+from turbojax.finetune.trainer import dense_attention as dense_attention

@@ -1,0 +1,134 @@
+"""Two runs over the same data, side by side: how far the losses are apart, and the time saved."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from turbojax.finetune.run import LOG_NAME
+
+# A run's settings that must agree for losses at the same step to be comparable.
+_SAME = ("settings", "model", "stream_sha256")
+
+Log = Mapping[str, Any]
+
+
+def read_log(path: Path) -> dict[str, Any]:
+    """The log of a run.
+
+    Args:
+      path: the run's folder or its `log.json`.
+
+    Raises:
+      FileNotFoundError: if there is none.
+      ValueError: if it is no such log.
+    """
+    file = path / LOG_NAME if path.is_dir() else path
+    content = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(content, dict) or not {"identity", "losses", "records"} <= content.keys():
+        raise ValueError(f"{file} must be the log of a run of turbojax train")
+    if not content["losses"]:
+        raise ValueError(f"{file} must hold at least one step")
+    return content
+
+
+def smooth(losses: np.ndarray, width: int) -> np.ndarray:
+    """Mean of each value and up to ``width - 1`` before it; float64, as long as `losses`."""
+    total = np.concatenate([[0.0], np.cumsum(np.asarray(losses, np.float64))])
+    end = np.arange(1, len(total))
+    begin = np.maximum(0, end - width)
+    return (total[end] - total[begin]) / (end - begin)
+
+
+def compare(first: Log, second: Log, *, width: int = 20) -> dict[str, Any]:
+    """What the second run lost and saved against the first.
+
+    Args:
+      first: a log, usually of dense attention.
+      second: the log of a run with the same settings, start and data; compared over the steps
+        that both have done.
+      width: steps over which losses are averaged, see `smooth`.
+
+    Returns:
+      A JSON object: both logs under ``"runs"``, and under ``"comparison"``
+
+      - `steps`, `smoothing`: see above;
+      - `final_ratio`: smoothed loss of the second over that of the first at the last step;
+      - `largest_ratio`, `mean_ratio`: the same over the steps with a whole window of `width`
+        (all steps if there is none);
+      - `held_out_ratio`: of bits per byte of the held-out text at the end, each with its own
+        attention; None if a run has not ended;
+      - `density`: mean over the second run's steps;
+      - `seconds`: of both, in training steps alone; `seconds_saved`, `speedup`.
+
+    Raises:
+      ValueError: if the runs differ in settings, model or data, or `width` is not positive.
+    """
+    if width < 1:
+        raise ValueError(f"{width=} must be at least 1")
+    for name in _SAME:
+        one, two = first["identity"].get(name), second["identity"].get(name)
+        if one != two:
+            raise ValueError(f"{name} of the runs must be the same: {one} and {two}")
+    steps = min(len(first["losses"]), len(second["losses"]))
+    one, two = (smooth(log["losses"][:steps], width) for log in (first, second))
+    ratio = two / one
+    whole = ratio[width - 1 :] if steps >= width else ratio
+    seconds = [float(seconds_at(log)[steps - 1]) for log in (first, second)]
+    density = [row["density"] for row in second["records"]]
+    comparison = {
+        "steps": steps,
+        "smoothing": width,
+        "final_ratio": round(float(ratio[-1]), 5),
+        "largest_ratio": round(float(whole.max()), 5),
+        "mean_ratio": round(float(whole.mean()), 5),
+        "held_out_ratio": _held_out_ratio(first, second),
+        "density": round(float(np.mean(density)), 5),
+        "seconds": [round(x, 3) for x in seconds],
+        "seconds_saved": round(seconds[0] - seconds[1], 3),
+        "speedup": round(seconds[0] / seconds[1], 3),
+    }
+    return {"comparison": comparison, "runs": [dict(first), dict(second)]}
+
+
+def seconds_at(log: Log) -> np.ndarray:
+    """Time in training steps at the end of every step, float64; linear between records."""
+    records = log["records"]
+    steps = [0, *(row["step"] for row in records)]
+    seconds = [0.0, *(row["seconds"] for row in records)]
+    return np.interp(np.arange(1, len(log["losses"]) + 1), steps, seconds)
+
+
+def _held_out_ratio(first: Log, second: Log) -> float | None:
+    scores = [log.get("held_out_bits_per_byte", {}).get("run") for log in (first, second)]
+    if scores[0] is None or scores[1] is None:
+        return None
+    return round(scores[1] / scores[0], 5)
+
+
+def label(log: Log) -> str:
+    """A run's name in tables and pictures."""
+    attention = log["identity"]["attention"]
+    if attention["kind"] == "dense":
+        return "dense"
+    density = float(np.mean([row["density"] for row in log["records"]]))
+    return f"pooled, density {density:.2f}"
+
+
+def summary(result: Mapping[str, Any]) -> str:
+    """A few lines for a terminal."""
+    row, (first, second) = result["comparison"], result["runs"]
+    held_out = row["held_out_ratio"]
+    lines = [
+        f"{label(second)}, against {label(first)}, over {row['steps']} steps on "
+        f"{second['environment']['device']}:",
+        f"  loss, mean of {row['smoothing']} steps: {row['final_ratio']:.4f} times at the end, "
+        f"{row['mean_ratio']:.4f} on average, {row['largest_ratio']:.4f} at most",
+        f"  time in steps: {row['seconds'][0]:.1f} s and {row['seconds'][1]:.1f} s, "
+        f"{row['seconds_saved']:.1f} s saved, {row['speedup']:.2f} times as fast",
+    ]
+    if held_out is not None:
+        lines.append(f"  held-out bits per byte: {held_out:.4f} times")
+    return "\n".join(lines)

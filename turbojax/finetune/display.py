@@ -1,0 +1,50 @@
+"""Loss curves as pictures."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from turbojax.finetune.comparison import label, seconds_at, smooth
+
+_COLOURS = ("#3182bd", "#d94801", "#31a354")
+
+
+def save_plot(logs: Sequence[Mapping[str, Any]], path: Path, *, width: int = 20) -> None:
+    """Draws the losses of runs, over steps and over time in steps, and their held-out scores.
+
+    Args:
+      logs: of the runs, at most three.
+      path: the picture; its ending decides the format.
+      width: steps over which the curves are averaged; single steps are drawn pale.
+
+    Raises:
+      ValueError: if there are no runs or too many, or matplotlib does not know the format.
+    """
+    from matplotlib.figure import Figure
+
+    if not 1 <= len(logs) <= len(_COLOURS):
+        raise ValueError(f"{len(logs)} runs must be 1 to {len(_COLOURS)}")
+    figure = Figure(figsize=(10, 4.2), dpi=100, layout="constrained")
+    by_step, by_time = figure.subplots(1, 2, sharey=True)
+    for log, colour in zip(logs, _COLOURS, strict=False):
+        steps = range(1, len(log["losses"]) + 1)
+        curve = smooth(log["losses"], width)
+        by_step.plot(steps, log["losses"], color=colour, lw=0.5, alpha=0.3)
+        by_step.plot(steps, curve, color=colour, lw=1.5, label=label(log))
+        by_time.plot(seconds_at(log), curve, color=colour, lw=1.5, label=label(log))
+        scores = log["evaluations"]
+        if scores:
+            x, y = zip(*((r["step"], r["held_out_bits_per_byte"]) for r in scores), strict=True)
+            by_step.plot(x, y, "o--", color=colour, ms=4, lw=0.8, label=f"{label(log)}, held out")
+    by_step.set_xlabel("step")
+    by_step.set_ylabel("bits per byte")
+    by_time.set_xlabel("seconds in training steps")
+    for axes in (by_step, by_time):
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False)
+    settings = logs[0]["identity"]["settings"]
+    figure.suptitle(
+        f"{settings['context']} bytes of context, {settings['batch_size']} sequences per step, "
+        f"{logs[0]['environment']['device']}"
+    )
+    figure.savefig(path)

@@ -1,0 +1,264 @@
+"""A run from start or checkpoint to the exported model, and its log."""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from turbojax.demo import environment
+from turbojax.finetune.checkpoint import checkpoint_manager
+from turbojax.finetune.data import Corpus
+from turbojax.finetune.evaluate import bits_per_byte
+from turbojax.finetune.settings import Settings
+from turbojax.finetune.trainer import Trainer, dense_attention
+from turbojax.models import BEGINNING_OF_FILE, Attend, Llama, PooledAttention, save
+
+LOG_NAME = "log.json"
+CHECKPOINTS_NAME = "checkpoints"
+MODEL_NAME = "model"
+
+Report = Callable[[dict[str, Any]], None]
+"""Called with every record and evaluation as it enters the log."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rhythm:
+    """How often, in steps, a run does what does not change its weights.
+
+    Attributes:
+      log_every: between records; the device is waited for then.
+      save_every: between checkpoints.
+      evaluate_every: between evaluations on the held-out text; 0 for the end alone.
+      evaluate_windows: how many sequences of it are read then, the first ones.
+
+    Raises:
+      ValueError: if a number is not positive, or negative for `evaluate_every`.
+    """
+
+    log_every: int = 10
+    save_every: int = 100
+    evaluate_every: int = 100
+    evaluate_windows: int = 64
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            least, value = int(field.name != "evaluate_every"), getattr(self, field.name)
+            if value < least:
+                raise ValueError(f"{field.name}={value} must be at least {least}")
+
+    def next_stop(self, step: int, steps: int) -> int:
+        """The step after `step` at which there is something to do."""
+        every = [n for n in (self.log_every, self.save_every, self.evaluate_every) if n]
+        return min(steps, *((step // n + 1) * n for n in every))
+
+
+def fine_tune(
+    folder: Path,
+    model: Llama,
+    settings: Settings,
+    corpus: Corpus,
+    *,
+    pooled: PooledAttention | None = None,
+    remat: bool = False,
+    rhythm: Rhythm = Rhythm(),
+    source: str = "",
+    report: Report = lambda row: None,
+) -> dict[str, Any]:
+    """Fine-tunes a byte-level model and exports it; continues where `folder` holds checkpoints.
+
+    The state of a run is weights, optimizer and step, and the data of a step are a function of
+    the step: after an interruption of any kind the weights are those of an uninterrupted run, bit
+    for bit where the device's kernels give the same bits twice.
+
+    Args:
+      folder: gets `log.json`, checkpoints and, at the end, the model in Hugging Face's layout.
+      model: the model to start from.
+      settings: see `Settings`.
+      corpus: training and held-out text.
+      pooled: how to attend; exactly, if not given.
+      remat: see `Trainer`.
+      rhythm: see `Rhythm`.
+      source: where the model came from, for the log.
+      report: called with every record and evaluation.
+
+    Returns:
+      The log, see `docs/training.md`.
+
+    Raises:
+      ValueError: if the model does not read bytes, the text is too short, or `folder` holds a run
+        with other settings or data.
+      FloatingPointError: if the loss is not finite.
+    """
+    if len(corpus.held_out) < settings.context:
+        raise ValueError(
+            f"{len(corpus.held_out)} bytes of held-out text must be at least "
+            f"context={settings.context}"
+        )
+    held_out = corpus.held_out[: rhythm.evaluate_windows * settings.context]
+    trainer = Trainer(model, settings, corpus.stream, pooled=pooled, remat=remat)
+    log = Log(folder / LOG_NAME, _describe(trainer, corpus, pooled, source))
+    with checkpoint_manager(folder / CHECKPOINTS_NAME) as manager:
+        trainer.restore(manager)
+        log.rewind(trainer.step)
+        report({"step": trainer.step, "resumed": trainer.step > 0})
+        if trainer.step == 0 and rhythm.evaluate_every:
+            log.content["evaluations"] = []
+            _evaluate(trainer, held_out, log, report)
+        while trainer.step < settings.steps:
+            _run_interval(trainer, log, rhythm, report)
+            if rhythm.evaluate_every and trainer.step % rhythm.evaluate_every == 0:
+                _evaluate(trainer, held_out, log, report)
+            if trainer.step % rhythm.save_every == 0 or trainer.step == settings.steps:
+                # First the log: one that is ahead of the checkpoint can be rewound.
+                log.write()
+                trainer.save(manager)
+    _export(folder / MODEL_NAME, trainer)
+    log.content["held_out_bits_per_byte"] = {
+        name: held_out_bits(trainer, held_out, attend)
+        for name, attend in {"run": trainer.attend, "dense": dense_attention}.items()
+        if name == "run" or pooled is not None
+    }
+    log.write()
+    return log.content
+
+
+class Log:
+    """The run's log, which survives interruptions.
+
+    Args:
+      path: the file; continued if it exists.
+      header: facts about the run. Those under ``"identity"`` must equal the file's.
+
+    Raises:
+      ValueError: if the file is another run's.
+    """
+
+    def __init__(self, path: Path, header: dict[str, Any]) -> None:
+        self._path = path
+        old: dict[str, Any] = {}
+        if path.exists():
+            old = json.loads(path.read_text(encoding="utf-8"))
+            for name, value in header["identity"].items():
+                if old["identity"].get(name) != value:
+                    raise ValueError(
+                        f"{path.parent} holds a run with {name}={old['identity'].get(name)}, "
+                        f"which must be {value}: choose another folder"
+                    )
+        empty: dict[str, Any] = {"losses": [], "records": [], "evaluations": []}
+        self.content = {**empty, **old, **header}
+
+    @property
+    def seconds(self) -> float:
+        """Time in training steps so far, without compilation, evaluation and saving."""
+        records = self.content["records"]
+        return records[-1]["seconds"] if records else 0.0
+
+    def rewind(self, step: int) -> None:
+        """Forgets what lies after `step`: it will be computed again.
+
+        Raises:
+          ValueError: if there is less than that.
+        """
+        if len(self.content["losses"]) < step:
+            raise ValueError(
+                f"{self._path} holds {len(self.content['losses'])} steps, must hold the {step} "
+                "of the checkpoint beside it"
+            )
+        self.content["losses"] = self.content["losses"][:step]
+        for name in ("records", "evaluations"):
+            self.content[name] = [row for row in self.content[name] if row["step"] <= step]
+
+    def write(self) -> None:
+        """Writes the file, so that there is always a whole one."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        new = self._path.with_suffix(".new")
+        new.write_text(json.dumps(self.content) + "\n", encoding="utf-8")
+        os.replace(new, self._path)
+
+
+def held_out_bits(trainer: Trainer, held_out: bytes, attend: Attend) -> float:
+    """Bits per byte of a text at the run's context, under a way to attend."""
+    settings = trainer.settings
+    files = {"held out": held_out}
+    scores = bits_per_byte(
+        trainer.model(), files, settings.context, attend=attend, batch_size=settings.batch_size
+    )
+    return scores["all"]
+
+
+def _run_interval(trainer: Trainer, log: Log, rhythm: Rhythm, report: Report) -> None:
+    """Does the steps up to the next stop and logs them."""
+    trainer.compile()
+    log.content["compile_seconds"] = round(trainer.compile_seconds, 2)
+    settings, first = trainer.settings, trainer.step
+    stop = rhythm.next_stop(first, settings.steps)
+    begun = time.perf_counter()
+    metrics = [trainer.run_step() for _ in range(stop - first)]
+    losses = [float(row["bits_per_byte"]) for row in metrics]
+    seconds = time.perf_counter() - begun
+    if not np.isfinite(losses).all():
+        raise FloatingPointError(f"the loss is not finite between steps {first} and {stop}")
+    log.content["losses"] += [round(loss, 6) for loss in losses]
+    record = {
+        "step": stop,
+        "bits_per_byte": round(float(np.mean(losses)), 5),
+        "grad_norm": round(float(metrics[-1]["grad_norm"]), 4),
+        "density": round(float(np.mean([float(row["density"]) for row in metrics])), 5),
+        "learning_rate": float(settings.schedule()(stop - 1)),
+        "tokens_per_second": round((stop - first) * settings.tokens_per_step / seconds),
+        "seconds": round(log.seconds + seconds, 4),
+    }
+    log.content["records"].append(record)
+    report(record)
+
+
+def _evaluate(trainer: Trainer, held_out: bytes, log: Log, report: Report) -> None:
+    bits = held_out_bits(trainer, held_out, trainer.attend)
+    row = {"step": trainer.step, "held_out_bits_per_byte": round(bits, 5)}
+    log.content["evaluations"].append(row)
+    report(row)
+
+
+def _export(folder: Path, trainer: Trainer) -> None:
+    precision = trainer.settings.precision
+    tokens = {"bos_token_id": BEGINNING_OF_FILE, "eos_token_id": BEGINNING_OF_FILE}
+    save(trainer.model(), folder, dtype=precision, extra_config=tokens)
+
+
+def _describe(
+    trainer: Trainer, corpus: Corpus, pooled: PooledAttention | None, source: str
+) -> dict[str, Any]:
+    """Facts about run, machine and versions; those that decide the weights under "identity"."""
+    config = trainer.config
+    attention = {"kind": "dense"} if pooled is None else {"kind": "pooled", **pooled.describe()}
+    facts: dict[str, Any] = {
+        "identity": {
+            "settings": dataclasses.asdict(trainer.settings),
+            "attention": attention,
+            "model": {**dataclasses.asdict(config), "parameters": config.num_parameters},
+            "stream_sha256": hashlib.sha256(corpus.stream.tobytes()).hexdigest(),
+        },
+        "source": source,
+        "data": {
+            "description": corpus.description,
+            "bytes": int(corpus.stream.size),
+            "held_out_bytes": len(corpus.held_out),
+        },
+        "environment": {
+            **environment(),
+            **{
+                name: importlib.metadata.version(name)
+                for name in ("jaxlib", "flax", "optax", "orbax-checkpoint")
+            },
+        },
+    }
+    # As it will be read back: tuples are lists there.
+    plain: dict[str, Any] = json.loads(json.dumps(facts))
+    return plain

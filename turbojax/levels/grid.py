@@ -1,0 +1,109 @@
+"""The grid of blocks: which are there, which are visible, which hold the diagonal."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from turbojax import _checks
+from turbojax.ops.pooled_attention.static import LEVELS as LEVELS
+
+# A block's number goes into the low bits of its rank, next to what is left of its importance.
+_MOST_COLUMNS = 2**16
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Queries in rows of `block_q`, keys in columns of `block_kv` tokens.
+
+    Attributes:
+      query_tokens: T.
+      key_tokens: S.
+      block_q: queries of a row.
+      block_kv: keys of a column, a multiple of 8.
+      is_causal: a query sees the keys up to its own position.
+
+    Raises:
+      TypeError: if a number is no integer.
+      ValueError: if one is not positive, `block_kv` no multiple of 8, or there are more than
+        65536 columns.
+    """
+
+    query_tokens: int
+    key_tokens: int
+    block_q: int
+    block_kv: int
+    is_causal: bool
+
+    def __post_init__(self) -> None:
+        _checks.check_sizes(
+            query_tokens=self.query_tokens,
+            key_tokens=self.key_tokens,
+            block_q=self.block_q,
+            block_kv=self.block_kv,
+        )
+        if self.block_kv % LEVELS[-1]:
+            raise ValueError(f"block_kv={self.block_kv} must be a multiple of {LEVELS[-1]}")
+        if self.columns > _MOST_COLUMNS:
+            raise ValueError(
+                f"{self.key_tokens} keys in blocks of {self.block_kv} are {self.columns} blocks, "
+                f"must be at most {_MOST_COLUMNS}"
+            )
+
+    @property
+    def rows(self) -> int:
+        """T_r, blocks of queries."""
+        return -(-self.query_tokens // self.block_q)
+
+    @property
+    def columns(self) -> int:
+        """T_c, blocks of keys."""
+        return -(-self.key_tokens // self.block_kv)
+
+    def lengths(
+        self, query_length: jax.Array | None, key_length: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """int32 ``[B]`` within bounds, or ``[1]`` with all tokens where there are no lengths."""
+        full = [jnp.full(1, size, jnp.int32) for size in (self.query_tokens, self.key_tokens)]
+        return (
+            full[0] if query_length is None else jnp.clip(query_length, 0, self.query_tokens),
+            full[1] if key_length is None else jnp.clip(key_length, 0, self.key_tokens),
+        )
+
+    def last_query(self, query_length: jax.Array) -> jax.Array:
+        """Position after a row's last query, 0 for a row without any: int32 ``[B or 1, T_r]``."""
+        start = jnp.arange(self.rows, dtype=jnp.int32)[None] * self.block_q
+        stop = jnp.minimum(start + self.block_q, query_length[:, None])
+        return jnp.where(stop > start, stop, 0)
+
+    def count(self, query_length: jax.Array, key_length: jax.Array) -> jax.Array:
+        """How many blocks a row sees, always the first ones: int32 ``[B or 1, T_r]``."""
+        stop = self.last_query(query_length)
+        seen = jnp.where(stop > 0, key_length[:, None], 0)
+        if self.is_causal:
+            seen = jnp.minimum(seen, stop)
+        return (seen + self.block_kv - 1) // self.block_kv
+
+    def visible(self, query_length: jax.Array, key_length: jax.Array) -> jax.Array:
+        """Blocks of which some query of the row sees some key: bool ``[B or 1, T_r, T_c]``."""
+        column = jnp.arange(self.columns, dtype=jnp.int32)[None, None]
+        return column < self.count(query_length, key_length)[:, :, None]
+
+    def forced(self) -> jax.Array:
+        """Blocks at level 1 whatever their importance, if visible: bool ``[1, T_r, T_c]``.
+
+        Causal: the first block, and those that hold the position of a query of the row.
+        """
+        if not self.is_causal:
+            return jnp.zeros((1, self.rows, self.columns), bool)
+        column = jnp.arange(self.columns, dtype=jnp.int32)[None, None]
+        first_query = jnp.arange(self.rows, dtype=jnp.int32)[None, :, None] * self.block_q
+        return (column == 0) | ((column + 1) * self.block_kv > first_query)
+
+    def distance(self) -> jax.Array:
+        """Tokens between the nearest query and key of two blocks: int32 ``[1, T_r, T_c]``."""
+        first_query = jnp.arange(self.rows, dtype=jnp.int32)[None, :, None] * self.block_q
+        first_key = jnp.arange(self.columns, dtype=jnp.int32)[None, None] * self.block_kv
+        past = first_query - (first_key + self.block_kv - 1)
+        future = first_key - (first_query + self.block_q - 1)
+        return jnp.maximum(0, jnp.maximum(past, future))

@@ -1,0 +1,154 @@
+"""How a layer attends to a prompt or a training text with pooled attention."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from turbojax.levels import (
+    LocalWindow,
+    Pattern,
+    Policy,
+    Threshold,
+    TopK,
+    level_density,
+    select_levels,
+)
+from turbojax.ops.pooled_attention import pooled_attention
+
+POLICY_NAMES = ("window", "topk", "threshold")
+
+
+@dataclasses.dataclass(frozen=True)
+class PooledAttention:
+    """Causal `pooled_attention` with the levels of a policy; static under `jit`.
+
+    An `Attend`: `Llama` takes it in training, `generate` and `start` take it for the prompt.
+
+    Attributes:
+      policy: see `turbojax.levels`. A pattern's levels are made when a function is traced; the
+        others are chosen by every layer in every call, and have no gradient.
+      block_q: queries that share a row of levels.
+      block_kv: keys that share a level, a multiple of 8.
+      implementation: of `pooled_attention`; None to choose.
+    """
+
+    policy: Policy = LocalWindow()  # noqa: RUF009 - frozen
+    block_q: int = 128
+    block_kv: int = 128
+    implementation: str | None = None
+
+    def __call__(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, cache: Any = None
+    ) -> tuple[jax.Array, Any]:
+        """Attends over the given tokens alone; the cache passes through untouched."""
+        return self.attend(query, key, value, self.levels(query, key)), cache
+
+    def levels(
+        self, query: jax.Array, key: jax.Array, lengths: jax.Array | None = None
+    ) -> jax.Array:
+        """The levels of a layer.
+
+        Args:
+          query: ``[B, T, N, H]``.
+          key: ``[B, T, K, H]``.
+          lengths: optional int32 ``[B]``; what lies past them is padding.
+
+        Returns:
+          int8 ``[B or 1, N or 1, ceil(T / block_q), ceil(T / block_kv)]``.
+        """
+        if isinstance(self.policy, Pattern):
+            # Positions alone: a constant of the program, which `pooled_attention` can check.
+            with jax.ensure_compile_time_eval():
+                return self.policy.levels(
+                    query.shape[1],
+                    key.shape[1],
+                    block_q=self.block_q,
+                    block_kv=self.block_kv,
+                    is_causal=True,
+                )
+        return select_levels(
+            query,
+            key,
+            self.policy,
+            block_q=self.block_q,
+            block_kv=self.block_kv,
+            is_causal=True,
+            query_seq_lengths=lengths,
+            key_value_seq_lengths=lengths,
+        )
+
+    def attend(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        levels: jax.Array,
+        lengths: jax.Array | None = None,
+    ) -> jax.Array:
+        """Attends under given levels.
+
+        Args:
+          query: ``[B, T, N, H]``.
+          key: ``[B, T, K, H]``.
+          value: ``[B, T, K, H]``.
+          levels: see `levels`.
+          lengths: optional int32 ``[B]``; what lies past them is padding.
+
+        Returns:
+          ``[B, T, N, H]`` in the query's dtype.
+        """
+        name: Any = self.implementation  # which names there are, `pooled_attention` knows
+        out = pooled_attention(
+            query,
+            key,
+            value,
+            levels,
+            block_q=self.block_q,
+            block_kv=self.block_kv,
+            is_causal=True,
+            query_seq_lengths=lengths,
+            key_value_seq_lengths=lengths,
+            implementation=name,
+        )
+        assert isinstance(out, jax.Array)
+        return out
+
+    def density(self, levels: jax.Array) -> jax.Array:
+        """The share of dense causal attention's work that levels leave, a float32 scalar."""
+        return level_density(levels, is_causal=True, block_q=self.block_q, block_kv=self.block_kv)
+
+    def describe(self) -> dict[str, Any]:
+        """The options as plain JSON values."""
+        options = {name: getattr(self, name) for name in ("block_q", "block_kv", "implementation")}
+        return {"policy": repr(self.policy), **options}
+
+
+def pooled_by_name(
+    name: str,
+    *,
+    window: int | None = None,
+    block_size: int = 128,
+    implementation: str | None = None,
+) -> PooledAttention:
+    """The attention that names and numbers on a command line stand for.
+
+    Args:
+      name: ``"window"``, tokens one by one up to a distance of `window`, and means of 8 beyond; or
+        ``"topk"`` or ``"threshold"``, see `turbojax.levels.TopK` and `turbojax.levels.Threshold`.
+      window: tokens, 896 if not given; of ``"window"`` alone.
+      block_size: tokens of a block of queries, and of keys.
+      implementation: of `pooled_attention`; None to choose.
+
+    Raises:
+      TypeError: if a number is no integer.
+      ValueError: if there is no such name, or a number does not fit or is given in vain.
+    """
+    if name not in POLICY_NAMES:
+        raise ValueError(f"policy {name!r} must be one of {', '.join(POLICY_NAMES)}")
+    if window is not None and name != "window":
+        raise ValueError(f"{window=} is for policy 'window', not {name!r}")
+    near = 896 if window is None else window
+    policies: dict[str, Policy] = {"topk": TopK(), "threshold": Threshold()}
+    policy = policies.get(name) or LocalWindow(near, (near, near, None))
+    return PooledAttention(policy, block_size, block_size, implementation)

@@ -1,0 +1,195 @@
+"""`pooled_attention`: arguments, checks, the choice of implementation, and the gradient's rule."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from turbojax import _checks
+from turbojax._gradient import refuse_gradients
+from turbojax.ops.pooled_attention import mosaic_gpu, reference, triton
+from turbojax.ops.pooled_attention.static import LEVELS, Static
+from turbojax.ops.registry import Implementation, ImplementationName, Registry
+
+FORWARD = Registry(
+    "pooled_attention",
+    (
+        Implementation("mosaic_gpu", mosaic_gpu.attention, mosaic_gpu.unsupported),
+        Implementation("triton", triton.attention, triton.unsupported),
+        Implementation("xla", reference.attention),
+    ),
+)
+GRADIENT = Registry(
+    "the gradient of pooled_attention",
+    (
+        Implementation("mosaic_gpu", mosaic_gpu.gradient, mosaic_gpu.unsupported),
+        Implementation("triton", triton.gradient, triton.unsupported),
+        Implementation("xla", reference.gradient),
+    ),
+)
+
+_VALID = (0, *LEVELS)
+
+
+def pooled_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    levels: jax.Array,
+    *,
+    block_q: int = 128,
+    block_kv: int = 128,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    implementation: ImplementationName | None = None,
+    return_residual: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Block-sparse attention in which each block of keys has a resolution (multi-scale KV pooling).
+
+    ``levels[b, n, i, j]`` says how the queries of block `i` see the keys of block `j`: 0 not at
+    all, 1 token by token, and 2, 4 or 8 as means of so many adjacent keys, with the means of their
+    values (Li, 2025, Algorithm 1). A mean weighs as many tokens as it stands for: the logarithm of
+    their number is added to its score. Where fewer are left at the end of a sequence, it is the
+    mean of those, and weighs as many.
+
+    The levels are data: other ones need no compilation. Memory grows with ``T + S``, of the
+    gradient too, which passes through the means to every token (Algorithms 2 and 3). There are no
+    second derivatives and no forward mode (`jax.jvp`).
+
+    Args:
+      query: ``[B, T, N, H]``, bfloat16, float16 or float32.
+      key: ``[B, S, K, H]``, the same dtype; `N` is a multiple of `K`.
+      value: ``[B, S, K, H]``.
+      levels: integers ``[B or 1, N or 1, ceil(T / block_q), ceil(S / block_kv)]``, each 0, 1, 2, 4
+        or 8. They have no gradient.
+      block_q: queries that share a row of levels.
+      block_kv: keys that share a level, a multiple of 8.
+      scale: factor of the scores; ``1 / sqrt(H)`` if not given.
+      is_causal: query `t` sees a mean if it sees the last of its tokens, that is, if that is not
+        past `t` (aligned at the first token).
+      query_seq_lengths: optional int ``[B]``: queries at or past it are padding, which gives 0
+        and ``-inf`` and changes no other query.
+      key_value_seq_lengths: optional int ``[B]``: keys at or past it are not there. Under `jit`
+        values outside the array act as the nearest bound, of queries too.
+      implementation: ``"mosaic_gpu"`` (compute capability 9.0 alone), ``"triton"`` or ``"xla"``, or
+        None for the first of them that can run this. A name never falls back to another, and
+        names what computes the gradient too.
+      return_residual: also return the log-sum-exp of the scores.
+
+    Returns:
+      ``[B, T, N, H]`` in the query's dtype; with `return_residual` also float32 ``[B, T, N]``. A
+      query that sees nothing gives 0 and ``-inf``, and has gradient 0. NaN in a key or value
+      reaches the queries of the blocks that attend to its block. Under `jit`, where values cannot
+      be looked at, a level that is none of the five makes its whole row of queries NaN.
+
+    Raises:
+      TypeError: if dtypes are not supported or differ, or if `levels` are no integers.
+      ValueError: if a shape, length, block, name or (outside `jit`) level is none of these.
+      NotImplementedError: if the implementation asked for cannot run this or its gradient, or when
+        it is differentiated twice.
+    """
+    _checks.check_query_key_value(query, key, value)
+    static = _static(query, block_q, block_kv, scale, is_causal)
+    levels = _check_levels(levels, query, key, static)
+    query_length = _length("query_seq_lengths", query_seq_lengths, query)
+    key_length = _length("key_value_seq_lengths", key_value_seq_lengths, key)
+    arguments = {"query": query, "key": key, "value": value, "levels": levels, "static": static}
+    # The gradient is chosen here too: what cannot run is refused now, not in a backward pass.
+    call = _differentiable(
+        FORWARD.select(implementation, **arguments).run,
+        GRADIENT.select(implementation, **arguments).run,
+        static,
+    )
+    out, residual = call(query, key, value, levels, query_length, key_length)
+    return (out, residual) if return_residual else out
+
+
+def _static(
+    query: jax.Array, block_q: int, block_kv: int, scale: float | None, is_causal: bool
+) -> Static:
+    """The static options of a call, checked and completed."""
+    _checks.check_sizes(block_q=block_q, block_kv=block_kv)
+    if block_kv % LEVELS[-1]:
+        raise ValueError(f"{block_kv=} must be a multiple of {LEVELS[-1]}")
+    _checks.check_number("scale", scale)
+    return Static(
+        block_q=int(block_q),
+        block_kv=int(block_kv),
+        scale=1 / math.sqrt(query.shape[-1]) if scale is None else float(scale),
+        is_causal=bool(is_causal),
+    )
+
+
+def _check_levels(levels: jax.Array, query: jax.Array, key: jax.Array, static: Static) -> jax.Array:
+    """Levels as int8; what is none of the five stays none.
+
+    Raises:
+      TypeError: if they are no integers.
+      ValueError: another shape, or (outside `jit`) another value.
+    """
+    levels = jnp.asarray(levels)
+    if not jnp.issubdtype(levels.dtype, jnp.integer):
+        raise TypeError(f"levels.dtype={levels.dtype} must be an integer type")
+    batch, length, heads, _ = query.shape
+    rows, columns = -(-length // static.block_q), -(-key.shape[1] // static.block_kv)
+    fits = levels.ndim == 4 and levels.shape[2:] == (rows, columns)
+    if not fits or levels.shape[0] not in (1, batch) or levels.shape[1] not in (1, heads):
+        raise ValueError(
+            f"{levels.shape=} must be ({batch} or 1, {heads} or 1, {rows}, {columns}): sequences, "
+            f"heads, blocks of {static.block_q} queries, blocks of {static.block_kv} keys"
+        )
+    if _checks.is_concrete(levels):
+        values = np.unique(np.asarray(levels))
+        wrong = values[~np.isin(values, _VALID)]
+        if wrong.size:
+            raise ValueError(f"levels hold {wrong.tolist()}, must be among {_VALID}")
+    if levels.dtype == jnp.int8:
+        return levels
+    # A value beyond int8 must not become a level by wrapping around.
+    return jnp.where((levels < 0) | (levels > LEVELS[-1]), 9, levels).astype(jnp.int8)
+
+
+def _length(name: str, lengths: jax.Array | None, x: jax.Array) -> jax.Array | None:
+    """Lengths of ``[B, T, ...]`` within its bounds, or None where all is there."""
+    if lengths is None:
+        return None
+    batch, size = x.shape[:2]
+    return jnp.clip(_checks.check_lengths(name, lengths, batch, size), 0, size)
+
+
+def _differentiable(
+    run: Callable[..., tuple[jax.Array, jax.Array]],
+    run_gradient: Callable[..., tuple[jax.Array, jax.Array, jax.Array]],
+    static: Static,
+) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """`run` with its options bound, differentiable in reverse mode by `run_gradient`.
+
+    Kept for the backward pass: query, key, value, levels, lengths, the output and the residual.
+    """
+    differentiate_once = refuse_gradients(
+        run_gradient,
+        "the gradient of pooled_attention",
+        because="only first derivatives are supported",
+        static=static,
+    )
+
+    @jax.custom_vjp
+    def call(*arrays: Any) -> tuple[jax.Array, jax.Array]:
+        return run(*arrays, static=static)
+
+    def forward(*arrays: Any) -> Any:
+        # `call`, not `run`: a second derivative must not find a way through the implementation.
+        results = call(*arrays)
+        return results, (*arrays, *results)
+
+    def backward(saved: Any, cotangents: Any) -> Any:
+        # Levels and lengths are integers.
+        return *differentiate_once(*saved, *cotangents), None, None, None
+
+    call.defvjp(forward, backward)
+    return call

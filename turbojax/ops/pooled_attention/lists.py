@@ -1,0 +1,194 @@
+"""Block lists by level, which let the kernels skip blocks at no cost. Plain JAX, on the device."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from turbojax.ops.pooled_attention.static import LEVELS, Static
+
+_BITS = 16
+"""Of an entry of `KeyLists`, those that say which blocks of the tile are meant."""
+
+
+class QueryLists(NamedTuple):
+    """What each block of queries attends to.
+
+    Attributes:
+      blocks: int32 ``[B or 1, N or 1, T_r, T_c]``, key blocks: those of level 1, then 2, 4 and 8,
+        each in ascending order, then what is skipped.
+      counts: int32 ``[B or 1, N or 1, T_r, 9]``: for levels 1, 2, 4 and 8 the blocks that some
+        query of the row sees; for each level how many of those, the first ones, are complete (all
+        their tokens are there, and visible to all queries); and 1 if a level of the row is none.
+    """
+
+    blocks: jax.Array
+    counts: jax.Array
+
+
+class KeyLists(NamedTuple):
+    """Which queries attend to each tile of pooled keys of one level.
+
+    Attributes:
+      queries: int32 ``[B or 1, N or 1, tiles, T_r]``: ``i << 16 | bits`` in ascending order of the
+        query block `i`; bit `p` says that the tile's block number `p` has this level for it.
+      counts: int32 ``[B or 1, N or 1, tiles, 2]``: entries, and how many of them, the first ones,
+        need the causal mask.
+    """
+
+    queries: jax.Array
+    counts: jax.Array
+
+
+def _lengths(length: jax.Array | None, tokens: int) -> jax.Array:
+    """int32 ``[B or 1, 1, 1, 1]``."""
+    if length is None:
+        return jnp.full((1, 1, 1, 1), tokens, jnp.int32)
+    return length[:, None, None, None]
+
+
+def _visible(
+    levels: jax.Array, level: jax.Array, query_length: jax.Array, key_length: jax.Array, s: Static
+) -> jax.Array:
+    """Where some query of the block sees a pooled key of the key block.
+
+    Args:
+      levels: ``[B or 1, N or 1, T_r, T_c]``, for its shape.
+      level: int32, tokens in a group, broadcasts to `levels`.
+      query_length: int32 ``[B or 1, 1, 1, 1]``.
+      key_length: the same.
+      s: block sizes and causality.
+    """
+    i = jnp.arange(levels.shape[2], dtype=jnp.int32)[None, None, :, None]
+    j = jnp.arange(levels.shape[3], dtype=jnp.int32)[None, None, None, :]
+    visible = (i * s.block_q < query_length) & (j * s.block_kv < key_length)
+    if s.is_causal:
+        last_query = jnp.minimum((i + 1) * s.block_q, query_length) - 1
+        visible &= jnp.minimum(j * s.block_kv + level, key_length) - 1 <= last_query
+    return visible
+
+
+def by_query(
+    levels: jax.Array,
+    query_tokens: int,
+    key_tokens: int,
+    query_length: jax.Array | None,
+    key_length: jax.Array | None,
+    static: Static,
+) -> QueryLists:
+    """The lists that the forward pass and the gradient of the queries walk over.
+
+    Args:
+      levels: integers ``[B or 1, N or 1, T_r, T_c]``.
+      query_tokens: `T`.
+      key_tokens: `S`.
+      query_length: optional int32 ``[B]``.
+      key_length: optional int32 ``[B]``.
+      static: block sizes and causality.
+    """
+    levels = levels.astype(jnp.int32)
+    lengths = _lengths(query_length, query_tokens), _lengths(key_length, key_tokens)
+    i = jnp.arange(levels.shape[2], dtype=jnp.int32)[None, None, :, None]
+    j = jnp.arange(levels.shape[3], dtype=jnp.int32)[None, None, None, :]
+    visible = _visible(levels, levels, *lengths, static)
+    complete = (j + 1) * static.block_kv <= lengths[1]
+    if static.is_causal:
+        complete &= (j + 1) * static.block_kv - 1 <= i * static.block_q
+    kind = jnp.full_like(levels, len(LEVELS))
+    for number, level in enumerate(LEVELS):
+        kind = jnp.where(levels == level, number, kind)
+    invalid = (kind == len(LEVELS)) & (levels != 0)
+    kind = jnp.where(visible, kind, len(LEVELS))
+    blocks = jnp.sort(kind * levels.shape[3] + j, axis=-1) % levels.shape[3]
+    has = [kind == number for number in range(len(LEVELS))]
+    columns = [*has, *(x & complete for x in has)]
+    counts = [jnp.sum(x, axis=-1, dtype=jnp.int32) for x in columns]
+    counts.append(jnp.any(invalid, axis=-1).astype(jnp.int32))
+    # Lengths may differ where levels are shared by a batch.
+    counts = [jnp.broadcast_to(x, blocks.shape[:-1]) for x in counts]
+    return QueryLists(blocks, jnp.stack(counts, axis=-1))
+
+
+def by_key(
+    levels: jax.Array,
+    level: int,
+    rows: int,
+    query_tokens: int,
+    key_tokens: int,
+    query_length: jax.Array | None,
+    key_length: jax.Array | None,
+    static: Static,
+) -> KeyLists:
+    """The lists that the gradients of keys and values of one level walk over.
+
+    Args:
+      levels: integers ``[B or 1, N or 1, T_r, T_c]``.
+      level: 1, 2, 4 or 8.
+      rows: groups of this level in a tile; tile `u` begins at group ``u * rows``. A power of two
+        that covers at most 16 blocks, as `block_kv` is a power of two.
+      query_tokens: `T`.
+      key_tokens: `S`.
+      query_length: optional int32 ``[B]``.
+      key_length: optional int32 ``[B]``.
+      static: block sizes and causality.
+    """
+    lengths = _lengths(query_length, query_tokens), _lengths(key_length, key_tokens)
+    bits, masked = _attending(levels.astype(jnp.int32), level, rows, key_tokens, lengths, static)
+    return _listed(bits, masked)
+
+
+def by_every_key(
+    levels: jax.Array,
+    rows: int,
+    query_tokens: int,
+    key_tokens: int,
+    query_length: jax.Array | None,
+    key_length: jax.Array | None,
+    static: Static,
+) -> KeyLists:
+    """`by_key` of levels 1, 2, 4 and 8, one after the other along the axis of tiles."""
+    lengths = _lengths(query_length, query_tokens), _lengths(key_length, key_tokens)
+    levels = levels.astype(jnp.int32)
+    found = [_attending(levels, level, rows, key_tokens, lengths, static) for level in LEVELS]
+    bits, masked = (jnp.concatenate(x, axis=2) for x in zip(*found, strict=True))
+    return _listed(bits, masked)
+
+
+def _attending(
+    levels: jax.Array,
+    level: int,
+    rows: int,
+    key_tokens: int,
+    lengths: tuple[jax.Array, jax.Array],
+    static: Static,
+) -> tuple[jax.Array, jax.Array]:
+    """The bits of every query block for every tile, and whether it needs the causal mask.
+
+    Returns:
+      int32 and bool ``[B or 1, N or 1, tiles, T_r]``.
+    """
+    tile = rows * level  # tokens
+    blocks, parts = max(1, tile // static.block_kv), max(1, static.block_kv // tile)
+    if blocks > _BITS:
+        raise ValueError(f"a tile of {rows=} of {level=} covers {blocks} blocks, must be <= {_BITS}")
+    tiles = -(-key_tokens // tile)
+    active = (levels == level) & _visible(levels, jnp.int32(level), *lengths, static)
+    active = jnp.pad(active, ((0, 0),) * 3 + ((0, -active.shape[3] % blocks),))
+    active = active.reshape(*active.shape[:3], -1, blocks).astype(jnp.int32)
+    weights = jnp.left_shift(1, jnp.arange(blocks, dtype=jnp.int32))
+    bits = jnp.sum(active * weights[None, None, None, None], axis=-1)
+    bits = jnp.swapaxes(jnp.repeat(bits, parts, axis=-1)[..., :tiles], 2, 3)
+    masked = jnp.zeros_like(bits, dtype=bool)
+    if static.is_causal:
+        i = jnp.arange(levels.shape[2], dtype=jnp.int32)[None, None, None, :]
+        end = (jnp.arange(tiles, dtype=jnp.int32)[None, None, :, None] + 1) * tile
+        masked = (bits != 0) & (i * static.block_q < jnp.minimum(end, lengths[1]) - 1)
+    return bits, masked
+
+
+def _listed(bits: jax.Array, masked: jax.Array) -> KeyLists:
+    """The entries whose bits are not 0, in order of the query block."""
+    i = jnp.arange(bits.shape[3], dtype=jnp.int32)[None, None, None, :]
+    entries = jnp.where(bits != 0, (i << _BITS) | bits, jnp.iinfo(jnp.int32).max)
+    counts = [jnp.sum(x, axis=-1, dtype=jnp.int32) for x in (bits != 0, masked)]
+    return KeyLists(jnp.sort(entries, axis=-1), jnp.stack(counts, axis=-1))

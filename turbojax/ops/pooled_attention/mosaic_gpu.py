@@ -1,0 +1,185 @@
+"""The Mosaic GPU kernels behind `pooled_attention` on Hopper: what they take, how they start."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from turbojax._device import multiprocessors, needs_hopper
+from turbojax.ops.pooled_attention import lists, operands
+from turbojax.ops.pooled_attention.static import Static
+
+# What matrix instructions and their shared memory are made for; others are padded with zeros.
+_HEAD_DIMS = (64, 128)
+_DTYPES = (jnp.bfloat16, jnp.float16)
+_BLOCK_KV = (64, 128)
+# Queries of a program, and pooled keys of a tile.
+_TILE = 128
+# Copies take tokens in eights.
+_COPY = 8
+# An entry of the lists by key holds the number of a query block in 15 bits.
+_MOST_QUERY_BLOCKS = 2**15
+
+
+def unsupported(
+    *, query: jax.Array, key: jax.Array, value: jax.Array, levels: jax.Array, static: Static
+) -> str | None:
+    """Why the kernels cannot run this here, forward or backward; None if they can."""
+    del key, value
+    if query.dtype not in _DTYPES:
+        return f"query.dtype={query.dtype} must be bfloat16 or float16"
+    if query.shape[-1] > _HEAD_DIMS[-1]:
+        return f"head_dim={query.shape[-1]} must be at most {_HEAD_DIMS[-1]}"
+    if static.block_q % _TILE:
+        return f"block_q={static.block_q} must be a multiple of {_TILE}, its query tile"
+    if static.block_kv not in _BLOCK_KV:
+        return f"block_kv={static.block_kv} must be one of {_BLOCK_KV}"
+    if levels.shape[2] > _MOST_QUERY_BLOCKS:
+        return f"{levels.shape[2]} blocks of queries must be at most {_MOST_QUERY_BLOCKS}"
+    return needs_hopper()
+
+
+class Launch(NamedTuple):
+    """Tiles in shared memory at the same time, of each kernel."""
+
+    forward: int
+    query_gradient: int
+    key_gradient: int
+
+
+def default_launch(head_dim: int) -> Launch:
+    """As many as fit."""
+    return Launch(4, 4, 6) if head_dim <= _HEAD_DIMS[0] else Launch(2, 2, 4)
+
+
+class _Operands(NamedTuple):
+    """A call's arrays as the kernels take them."""
+
+    query: jax.Array
+    """``[B, T, N, H]``, its sign that of the scale, `T` a multiple of 8, `H` 64 or 128."""
+    keys: tuple[jax.Array, ...]
+    values: tuple[jax.Array, ...]
+    query_length: jax.Array
+    key_length: jax.Array
+
+
+def _operands(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    query_length: jax.Array | None,
+    key_length: jax.Array | None,
+    static: Static,
+) -> _Operands:
+    from pallas_kernels.triton.pooled_pool import pool
+
+    tokens = operands.lengths(query_length, *query.shape[:2])
+    length = operands.lengths(key_length, *key.shape[:2])
+
+    def side(x: jax.Array) -> tuple[jax.Array, ...]:
+        x = _padded(operands.without_padding(x, key_length))
+        return x, *pool(x, length, multiple=static.block_kv)
+
+    return _Operands(_signed(_padded(query), static), side(key), side(value), tokens, length)
+
+
+def _padded(x: jax.Array) -> jax.Array:
+    """``[B, T, heads, H]`` with zeros up to a multiple of 8 tokens and a head dim of ours."""
+    head_dim = next(n for n in _HEAD_DIMS if n >= x.shape[-1])
+    x = operands.pad_axis(x, 1, -(-x.shape[1] // _COPY) * _COPY)
+    return operands.pad_axis(x, 3, head_dim)
+
+
+def _signed(query: jax.Array, static: Static) -> jax.Array:
+    """The query, with the sign of the scale: the kernel takes maxima before it scales."""
+    return -query if static.scale < 0 else query
+
+
+def _settings(static: Static, stages: int) -> Any:
+    from pallas_kernels.mosaic.pooled_forward import Settings
+
+    return Settings(
+        block_q=static.block_q,
+        block_kv=static.block_kv,
+        scale=abs(static.scale),
+        is_causal=static.is_causal,
+        stages=stages,
+        programs=multiprocessors(),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("static", "launch"))
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    levels: jax.Array,
+    query_length: jax.Array | None,
+    key_length: jax.Array | None,
+    *,
+    static: Static,
+    launch: Launch | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`reference.attention` as a pass of pooling and one kernel; `launch` is for tuning.
+
+    Weights are rounded to the operands' 16 bits before they multiply the values.
+    """
+    from pallas_kernels.mosaic import pooled_forward
+
+    launch = launch or default_launch(query.shape[-1])
+    sizes = (query.shape[1], key.shape[1])
+    x = _operands(query, key, value, query_length, key_length, static)
+    blocks, counts = lists.by_query(levels, *sizes, query_length, key_length, static)
+    settings = _settings(static, launch.forward)
+    out, residual = pooled_forward.attention(
+        x.query, x.keys, x.values, blocks, counts, x.query_length, x.key_length, settings
+    )
+    residual = jnp.swapaxes(residual[:, :, : sizes[0]], 1, 2)
+    return out[:, : sizes[0], :, : query.shape[-1]], residual
+
+
+@functools.partial(jax.jit, static_argnames=("static", "launch"))
+def gradient(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    levels: jax.Array,
+    query_length: jax.Array | None,
+    key_length: jax.Array | None,
+    out: jax.Array,
+    residual: jax.Array,
+    d_out: jax.Array,
+    d_residual: jax.Array,
+    *,
+    static: Static,
+    launch: Launch | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`reference.gradient` as kernels: queries, then keys and values level by level.
+
+    Weights and the scores' gradients are rounded to the operands' 16 bits before they multiply.
+    """
+    from pallas_kernels.mosaic import pooled_key_gradient, pooled_query_gradient
+
+    launch = launch or default_launch(query.shape[-1])
+    sizes, head_dim = (query.shape[1], key.shape[1]), query.shape[-1]
+    x = _operands(query, key, value, query_length, key_length, static)
+    lse, delta = operands.gradient_rows(
+        out, residual, d_out, d_residual, -(-sizes[0] // _TILE) * _TILE
+    )
+    queries = (x.query, _padded(d_out), lse, delta)
+    found = lists.by_query(levels, *sizes, query_length, key_length, static)
+    settings = _settings(static, launch.query_gradient)
+    d_query = pooled_query_gradient.query_gradient(
+        *queries, x.keys, x.values, *found, x.key_length, settings
+    )
+    settings = _settings(static, launch.key_gradient)
+    listed = lists.by_every_key(levels, _TILE, *sizes, query_length, key_length, static)
+    by_level = pooled_key_gradient.key_gradient(
+        *queries, x.keys, x.values, *listed, x.key_length, settings=settings
+    )
+    d_key, d_value = (
+        operands.merge_gradients(parts, key_length, sizes[1], key.dtype)[..., :head_dim]
+        for parts in by_level
+    )
+    return _signed(d_query[:, : sizes[0], :, :head_dim], static), d_key, d_value

@@ -1,0 +1,71 @@
+"""Means over groups of adjacent tokens, and their adjoint (multi-scale KV pooling, Li, 2025).
+
+A group of level `r` is `r` tokens, the first at a multiple of `r`. Of a group across the end of a
+sequence only the tokens that are there count: it is their mean, and it weighs as many.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def sum_dtype(dtype: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
+    """What values of this dtype are summed in: float32, or float64 for float64."""
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
+
+
+def group_counts(key_length: jax.Array, size: int, level: int) -> jax.Array:
+    """How many tokens each group holds.
+
+    Args:
+      key_length: int32 ``[B]``, tokens of each sequence; what exceeds `size` acts as `size`.
+      size: `S`, tokens of the array.
+      level: tokens of a whole group.
+
+    Returns:
+      int32 ``[B, ceil(S / level)]``, from 0 to `level`.
+    """
+    first = jnp.arange(0, size, level, dtype=jnp.int32)
+    return jnp.clip(jnp.minimum(key_length, size)[:, None] - first[None], 0, level)
+
+
+def pool(x: jax.Array, key_length: jax.Array, level: int) -> jax.Array:
+    """The mean of each group's tokens, summed in float32 and rounded once.
+
+    Args:
+      x: ``[B, S, K, H]``; what stands at or past a sequence's end is not looked at.
+      key_length: int32 ``[B]``.
+      level: tokens of a whole group.
+
+    Returns:
+      ``[B, ceil(S / level), K, H]`` in the dtype of `x`; zeros for groups without a token.
+    """
+    batch, size, heads, channels = x.shape
+    there = jnp.arange(size, dtype=jnp.int32)[None] < key_length[:, None]
+    x = jnp.where(there[..., None, None], x, jnp.zeros((), x.dtype))
+    if level == 1:
+        return x
+    dtype = sum_dtype(x.dtype)
+    x = jnp.pad(x, ((0, 0), (0, -size % level), (0, 0), (0, 0)))
+    sums = jnp.sum(x.reshape(batch, -1, level, heads, channels), axis=2, dtype=dtype)
+    counts = jnp.maximum(group_counts(key_length, size, level), 1).astype(dtype)
+    return (sums / counts[..., None, None]).astype(x.dtype)
+
+
+def spread(d: jax.Array, key_length: jax.Array, size: int, level: int) -> jax.Array:
+    """The adjoint of `pool`: each token of a group gets the group's gradient over its count.
+
+    Args:
+      d: ``[B, ceil(S / level), K, H]``, gradient of the pooled array; that of a group without a
+        token is not looked at.
+      key_length: int32 ``[B]``.
+      size: `S`.
+      level: tokens of a whole group.
+
+    Returns:
+      ``[B, S, K, H]`` in float32 (float64 if `d` is); zeros at and past a sequence's end.
+    """
+    dtype = sum_dtype(d.dtype)
+    counts = jnp.maximum(group_counts(key_length, size, level), 1).astype(dtype)
+    shares = jnp.repeat(d.astype(dtype) / counts[..., None, None], level, axis=1)[:, :size]
+    there = jnp.arange(size, dtype=jnp.int32)[None] < key_length[:, None]
+    return jnp.where(there[..., None, None], shares, jnp.zeros((), dtype))

@@ -1,0 +1,228 @@
+"""The Triton kernels behind `pooled_attention`: what they take, how they start."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from turbojax._device import interpreting, needs_gpu, unindexable
+from turbojax.ops.pooled_attention import lists, operands
+from turbojax.ops.pooled_attention.static import LEVELS, Static
+
+_AMPERE = 8.0
+_LARGEST_HEAD_DIM = 256
+# An entry of the lists by key holds the number of a query block in 15 bits, and 16 blocks of keys.
+_MOST_QUERY_BLOCKS, _MOST_BLOCKS = 2**15, 16
+
+
+def unsupported(
+    *, query: jax.Array, key: jax.Array, value: jax.Array, levels: jax.Array, static: Static
+) -> str | None:
+    """Why the kernels cannot run this here, forward or backward; None if they can."""
+    del value
+    for name in ("block_q", "block_kv"):
+        block = getattr(static, name)
+        if block & (block - 1) or not 16 <= block <= 256:
+            return f"{name}={block} must be a power of two from 16 to 256"
+    head_dim = query.shape[-1]
+    if head_dim > _LARGEST_HEAD_DIM or head_dim % 8:
+        return f"{head_dim=} must be a multiple of 8 up to {_LARGEST_HEAD_DIM}"
+    if levels.shape[2] > _MOST_QUERY_BLOCKS:
+        return f"{levels.shape[2]} blocks of queries must be at most {_MOST_QUERY_BLOCKS}"
+    # Gradients of the keys are float32 on their way.
+    sizes = [math.prod(query.shape) * query.dtype.itemsize, math.prod(key.shape) * 4]
+    return unindexable(*sizes, math.prod(levels.shape) * 4) or needs_gpu(_AMPERE)
+
+
+# Bytes of an operand that stays in a program, and of one that a step brings: keys, or queries.
+_PROGRAM_BYTES, _KEY_BYTES, _QUERY_BYTES = 32 * 2**10, 16 * 2**10, 8 * 2**10
+# Queries, or groups by level, of a program: what wide arrays leave of it.
+_QUERIES, _KEYS = 128, 64
+_GROUPS = {1: 128, 2: 64, 4: 64, 8: 64}
+
+
+def _fitting(most: int, bytes_: int, dtype: jax.typing.DTypeLike, head_dim: int) -> int:
+    """Rows of a tile, `most` of them at most, a power of two from 16 on."""
+    row = (1 << (head_dim - 1).bit_length()) * jnp.dtype(dtype).itemsize
+    return max(16, min(most, bytes_ // row))
+
+
+def _launch(rows: int, query: jax.Array) -> dict[str, int]:
+    """Warps, for what a program's tile of `rows` accumulates in registers, and stages.
+
+    Float32 operands are split in shared memory, which leaves less for stages.
+    """
+    num_warps = 8 if rows > 64 or query.shape[-1] > 128 else 4
+    return {"num_warps": num_warps, "num_stages": 2 if query.dtype == jnp.float32 else 3}
+
+
+def _walk_settings(query: jax.Array, static: Static, interpret: bool) -> Any:
+    """Launch of the kernels that walk over lists by query."""
+    from pallas_kernels.triton._pooled_common import Settings
+
+    dtype, head_dim = query.dtype, query.shape[-1]
+    tile = min(static.block_q, _fitting(_QUERIES, _PROGRAM_BYTES, dtype, head_dim))
+    return Settings(
+        block_q=static.block_q,
+        block_kv=static.block_kv,
+        scale=static.scale,
+        is_causal=static.is_causal,
+        tile=tile,
+        tile_kv=_fitting(_KEYS, _KEY_BYTES, dtype, head_dim),
+        **_launch(tile, query),
+        interpret=interpret,
+    )
+
+
+def _key_settings(query: jax.Array, level: int, static: Static, interpret: bool) -> Any:
+    """Launch of the gradients of keys and values of one level."""
+    from pallas_kernels.triton.pooled_key_gradient import Settings
+
+    dtype, head_dim = query.dtype, query.shape[-1]
+    rows = _fitting(_GROUPS[level], _PROGRAM_BYTES, dtype, head_dim)
+    rows = min(rows, _MOST_BLOCKS * static.block_kv // level)
+    return Settings(
+        level=level,
+        rows=rows,
+        step=min(static.block_q, _fitting(static.block_q, _QUERY_BYTES, dtype, head_dim)),
+        block_q=static.block_q,
+        block_kv=static.block_kv,
+        scale=static.scale,
+        is_causal=static.is_causal,
+        **_launch(rows, query),
+        interpret=interpret,
+    )
+
+
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    levels: jax.Array,
+    query_length: jax.Array | None,
+    key_length: jax.Array | None,
+    *,
+    static: Static,
+) -> tuple[jax.Array, jax.Array]:
+    """`reference.attention` as a pass of pooling and one kernel."""
+    arrays = (query, key, value, levels, query_length, key_length)
+    return _attention(*arrays, static=static, interpret=interpreting())
+
+
+@functools.partial(jax.jit, static_argnames=("static", "interpret"))
+def _attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    levels: jax.Array,
+    query_length: jax.Array | None,
+    key_length: jax.Array | None,
+    *,
+    static: Static,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    from pallas_kernels.triton import _pooled_common, pooled_forward
+
+    tokens = (query.shape[1], key.shape[1])
+    lengths = _lengths(query, key, query_length, key_length)
+    return pooled_forward.forward(
+        query,
+        _side(key, lengths[1], interpret),
+        _side(value, lengths[1], interpret),
+        _pooled_common.Lists(*lists.by_query(levels, *tokens, query_length, key_length, static)),
+        *lengths,
+        _walk_settings(query, static, interpret),
+    )
+
+
+def gradient(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    levels: jax.Array,
+    query_length: jax.Array | None,
+    key_length: jax.Array | None,
+    out: jax.Array,
+    residual: jax.Array,
+    d_out: jax.Array,
+    d_residual: jax.Array,
+    *,
+    static: Static,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`reference.gradient` as kernels: queries, then keys and values level by level."""
+    arrays = (query, key, value, levels, query_length, key_length)
+    cotangents = (out, residual, d_out, d_residual)
+    return _gradient(*arrays, *cotangents, static=static, interpret=interpreting())
+
+
+@functools.partial(jax.jit, static_argnames=("static", "interpret"))
+def _gradient(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    levels: jax.Array,
+    query_length: jax.Array | None,
+    key_length: jax.Array | None,
+    out: jax.Array,
+    residual: jax.Array,
+    d_out: jax.Array,
+    d_residual: jax.Array,
+    *,
+    static: Static,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    from pallas_kernels.triton import (
+        _pooled_common,
+        pooled_key_gradient,
+        pooled_pool,
+        pooled_query_gradient,
+    )
+
+    tokens = (query.shape[1], key.shape[1])
+    lengths = _lengths(query, key, query_length, key_length)
+    k, v = (_side(x, lengths[1], interpret) for x in (key, value))
+    rows = operands.gradient_rows(out, residual, d_out, d_residual, query.shape[1])
+    queries = _pooled_common.Queries(query, d_out, *rows)
+    d_query = pooled_query_gradient.query_gradient(
+        queries,
+        k,
+        v,
+        _pooled_common.Lists(*lists.by_query(levels, *tokens, query_length, key_length, static)),
+        *lengths,
+        _walk_settings(query, static, interpret),
+    )
+    by_level = []
+    for level in LEVELS:
+        settings = _key_settings(query, level, static, interpret)
+        found = lists.by_key(
+            levels, level, settings.rows, *tokens, query_length, key_length, static
+        )
+        entries = pooled_key_gradient.Lists(*found)
+        by_level.append(
+            pooled_key_gradient.key_gradient(queries, k, v, entries, *lengths, settings)
+        )
+    d_key, d_value = (
+        pooled_pool.unpool(d, lengths[1], tokens=tokens[1], dtype=key.dtype, interpret=interpret)
+        for d in zip(*by_level, strict=True)
+    )
+    return d_query, d_key, d_value
+
+
+def _lengths(
+    query: jax.Array, key: jax.Array, query_length: jax.Array | None, key_length: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """int32 ``[B]`` each."""
+    return (
+        operands.lengths(query_length, *query.shape[:2]),
+        operands.lengths(key_length, *key.shape[:2]),
+    )
+
+
+def _side(x: jax.Array, key_length: jax.Array, interpret: bool) -> Any:
+    """Keys or values as the kernels take them."""
+    from pallas_kernels.triton import _pooled_common, pooled_pool
+
+    pooled = pooled_pool.pool_together(x, key_length, interpret=interpret)
+    return _pooled_common.Side(x, pooled)
