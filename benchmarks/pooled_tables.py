@@ -177,7 +177,6 @@ _DENSITY_TICKS = (0.05, 0.1, 0.2, 0.5, 1)
 def speed_plot(result: Result) -> "Figure":
     """Speed over cuDNN against the density, with the ideal line: the fastest of ours."""
     from matplotlib.figure import Figure
-
     from matplotlib.ticker import NullLocator
 
     figure = Figure(figsize=(11, 5), layout="constrained")

@@ -212,9 +212,11 @@ def _lower(group: Group, job: Job) -> jax.stages.Lowered:
     if job == _REFERENCE:
         arguments = jax.eval_shape(_first_head, *arguments)
     function = _attend(group.shape, job)
-    if job.by == "cudnn":
-        arguments = arguments[:-1]
-    return jax.jit(function).lower(*arguments)
+    if job.by != "cudnn":
+        return jax.jit(function).lower(*arguments)
+    # jax's own function promotes bfloat16 with float32 inside.
+    with jax.numpy_dtype_promotion("standard"):
+        return jax.jit(function).lower(*arguments[:-1])
 
 
 def _select(shape: Shape, policy: str) -> Callable[..., jax.Array]:
@@ -234,9 +236,7 @@ def _attend(shape: Shape, job: Job) -> Callable[..., Any]:
         if job.by != "cudnn":
             return tj.pooled_attention(query, key, value, *levels, **_BLOCKS, **options)
         common.require_gpu("cuDNN")
-        # jax's own function promotes bfloat16 with float32 inside.
-        with jax.numpy_dtype_promotion("standard"):
-            return jax.nn.dot_product_attention(query, key, value, **options)
+        return jax.nn.dot_product_attention(query, key, value, **options)
 
     def forward(
         query: jax.Array, key: jax.Array, value: jax.Array, d_out: jax.Array, *levels: jax.Array

@@ -1,7 +1,6 @@
 """What the pooled suite attends to: keys that are alike among neighbours, and maps of levels."""
 
 import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -86,12 +85,12 @@ def random_levels(shape: Shape, density: float, *, sink: bool = False) -> jax.Ar
     return jnp.asarray(levels[None])
 
 
-def _counts(visible: np.ndarray, forced: np.ndarray, shares: Sequence[float]) -> np.ndarray:
+def _counts(visible: np.ndarray, forced: np.ndarray, shares: np.ndarray) -> np.ndarray:
     """Blocks of each level in each row: int ``[T_r, 4]``."""
     counts = np.zeros((len(visible), len(LEVELS)), int)
     carried = np.zeros(len(LEVELS))
     for i, blocks in enumerate(visible):
-        wanted, left = np.asarray(shares) * blocks + carried, int(blocks)
+        wanted, left = shares * blocks + carried, int(blocks)
         for j, share in enumerate(wanted):
             least = int(forced[i]) if j == 0 else 0
             counts[i, j] = np.clip(round(share), least, left)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import inspect
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +24,8 @@ TILE = 128
 ROW, COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 # A block that no array has: copies of it give zeros.
 _NOWHERE = 2**20
+# jax's types do not export it.
+accumulator: Any = vars(plgpu)["ACC"]
 _LOAD_TAKES_INDEX = inspect.signature(plgpu.load).parameters["idx"].default is inspect._empty
 
 
@@ -102,7 +105,7 @@ def iota(size: int, layout: Any) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
 
 
-def along(x: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
+def along(x: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
     """``x[..]`` repeated over the other axis of a matrix."""
     return lax.broadcast_in_dim(x, shape, (axis,))
 
@@ -115,12 +118,12 @@ def product(*pairs: tuple[Any, Any], columns: int) -> Any:
             plgpu.wgmma(out, a, b)
         return tuple(out[...] for out in sums)
 
-    return pl.run_scoped(run, *[plgpu.ACC((ROWS, columns), jnp.float32)] * len(pairs))
+    return pl.run_scoped(run, *[accumulator((ROWS, columns), jnp.float32)] * len(pairs))
 
 
 def add_product(total: jax.Array, a: Any, b: Any) -> jax.Array:
     """``total + a @ b``."""
-    return pl.run_state(lambda out: plgpu.wgmma(out, a, b))(plgpu.ACC.init(total))
+    return pl.run_state(lambda out: plgpu.wgmma(out, a, b))(accumulator.init(total))
 
 
 def next_slot(slot: jax.Array, stages: int) -> jax.Array:
@@ -208,7 +211,7 @@ def bias_of(w: Walk, t: jax.Array) -> jax.Array:
 class Source(NamedTuple):
     """Keys or values, and where tiles of them go."""
 
-    levels: tuple[Ref, ...]
+    levels: Sequence[Ref]
     """``[B, S, K, H]``, then ``[B, K, G, H]`` of levels 2, 4 and 8."""
     at: tuple[jax.Array, jax.Array]
     """Sequence and KV head."""
@@ -329,8 +332,8 @@ def _write_columns(
     log_chunk = s.chunk.bit_length() - 1
     piece = lax.shift_right_logical(column, jnp.full_like(column, log_chunk))
     block = jnp.zeros_like(column)
-    for c, (number, _) in enumerate(chosen):
-        block = jnp.where(piece == c, number, block)
+    for c, (one, _) in enumerate(chosen):
+        block = jnp.where(piece == c, one, block)
     chunk = piece + first
     level = jnp.zeros_like(column)
     for end in w.starts[1:4]:
@@ -338,8 +341,7 @@ def _write_columns(
     start = fill(w.starts[0])
     for number in range(1, len(LEVELS)):
         start = jnp.where(level == number, fill(w.starts[number]), start)
-    chunks = lax.shift_left(jnp.full_like(column, LEVELS[-1]), jnp.zeros_like(column))
-    chunks = lax.shift_right_logical(chunks, level)  # of a block
+    chunks = lax.shift_right_logical(jnp.full_like(column, LEVELS[-1]), level)  # of a block
     row = ((chunk - start) & (chunks - 1)) * s.chunk + (column & (s.chunk - 1))
     begin = block * s.block_kv + lax.shift_left(row, level)
     end = jnp.minimum(begin + lax.shift_left(jnp.full_like(column, 1), level), fill(key_length))

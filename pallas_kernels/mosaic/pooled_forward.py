@@ -49,9 +49,7 @@ def over_tiles(q: Ref, f: Any) -> None:
     total = q.shape[0] * q.shape[2] * pl.cdiv(q.shape[1], WARPGROUPS * ROWS)
     program, programs = lax.axis_index("program"), lax.axis_size("program")
     mine = lax.div(total - 1 - program, jnp.int32(programs)) + 1
-    lax.fori_loop(
-        jnp.int32(0), mine, lambda n, slot: f(program + n * programs, slot), jnp.int32(0)
-    )
+    lax.fori_loop(jnp.int32(0), mine, lambda n, slot: f(program + n * programs, slot), jnp.int32(0))
 
 
 def _attend(
@@ -103,7 +101,7 @@ def _attend(
             turns()
             return out[...]
 
-        x = pl.run_scoped(scores, plgpu.ACC(shape, jnp.float32))
+        x = pl.run_scoped(scores, tiles.accumulator(shape, jnp.float32))
         edge = [tiles.load(ref.at[slot], COLUMN) for ref in columns] if is_edge else None
         plgpu.barrier_arrive(k_free.at[slot])
         p, m_new, shift = weights(t, x, m, edge)
@@ -120,7 +118,7 @@ def _attend(
             plgpu.wgmma(out, p16, v.at[slot])
             wait_for_key(t + 1, following)
 
-        o = pl.run_state(output)(plgpu.ACC.init(o))
+        o = pl.run_state(output)(tiles.accumulator.init(o))
         plgpu.barrier_arrive(v_free.at[slot])
         return o, m_new, l, following
 

@@ -79,9 +79,10 @@ def _pick(kind: jax.Array, values: list[int]) -> jax.Array:
 class _Work:
     """A tile of pooled keys of one head, by its number.
 
-    The shared first tiles come first. Then the coarsest level: its tiles are attended to by most queries. Those of one head
-    follow each other, which share queries; every other head's in reverse, because the first ones
-    have most to do in a causal call, and a program's tiles should take as long as another's.
+    The shared first tiles come first. Then the coarsest level, whose tiles most queries attend to.
+    Those of one head follow each other, which share queries; every other head's in reverse, because
+    the first ones have most to do in a causal call, and a program's tiles should take as long as
+    another's.
     """
 
     def __init__(self, number: jax.Array, plan: _Plan) -> None:
@@ -169,9 +170,7 @@ def _step(
     x = x * s.factor + (tiles.along(bias, shape, 0) - tiles.along(lse, shape, 1))
     if is_masked:
         at = tiles.iota(_QUERIES, COLUMN) + position
-        x = jnp.where(
-            tiles.along(rows.last, shape, 0) <= tiles.along(at, shape, 1), x, -jnp.inf
-        )
+        x = jnp.where(tiles.along(rows.last, shape, 0) <= tiles.along(at, shape, 1), x, -jnp.inf)
     p = jnp.exp2(x)
     d_v = tiles.add_product(d_v, p.astype(q.dtype), d_o)
     d_s = p * (d_p - tiles.along(tiles.load(delta, COLUMN), shape, 1))
@@ -225,9 +224,7 @@ def _kernel(*refs: Ref, plan: _Plan) -> None:
                 keys = (k.at[me], values.at[me])
                 sums = lax.cond(
                     (entry & rows.mine) != 0,
-                    lambda: _step(
-                        tuple(sums), entry, position, rows, keys, queries, s, is_masked
-                    ),
+                    lambda: _step(tuple(sums), entry, position, rows, keys, queries, s, is_masked),
                     lambda: tuple(sums),
                 )
                 plgpu.barrier_arrive(query_free.at[slot])

@@ -170,7 +170,9 @@ def _attending(
     tile = rows * level  # tokens
     blocks, parts = max(1, tile // static.block_kv), max(1, static.block_kv // tile)
     if blocks > _BITS:
-        raise ValueError(f"a tile of {rows=} of {level=} covers {blocks} blocks, must be <= {_BITS}")
+        raise ValueError(
+            f"a tile of {rows=} of {level=} covers {blocks} blocks, must be <= {_BITS}"
+        )
     tiles = -(-key_tokens // tile)
     active = (levels == level) & _visible(levels, jnp.int32(level), *lengths, static)
     active = jnp.pad(active, ((0, 0),) * 3 + ((0, -active.shape[3] % blocks),))
