@@ -323,7 +323,7 @@ class TestCommands:
         models.save(tiny_model(), tmp_path / "start")
         (tmp_path / "words.txt").write_bytes(text(0, 6000))
         options = "--context 256 --batch 2 --steps 2 --log-every 1"
-        pooled = ["--block-size", "32", "--window", "64"]
+        pooled = ["--block-size", "32", "--policy", "window", "--window", "64"]
         base = ["train", "--data", str(tmp_path / "words.txt"), "--model", str(tmp_path / "start")]
         for kind in ("dense", "pooled"):
             out = str(tmp_path / kind)

@@ -117,7 +117,7 @@ def test_bad_options_are_refused(model, change, message):
 def test_names():
     pooled = pooled_by_name("window", window=64, block_size=32, implementation="xla")
     assert pooled == PooledAttention(LocalWindow(64, (64, 64, None)), 32, 32, "xla")
-    with pytest.raises(ValueError, match="policy 'best' must be one of window, topk, threshold"):
+    with pytest.raises(ValueError, match="policy 'best' must be one of threshold, topk, window"):
         pooled_by_name("best")
     with pytest.raises(ValueError, match="window=-1"):
         pooled_by_name("window", window=-1)
@@ -138,7 +138,7 @@ def test_command(model, tmp_path):
     text = bytes(expected[0].tolist()).decode("utf-8", "replace")
     assert json.loads(result.stdout)["text"] == text
     for wrong, message in (
-        (["--prefill", "best"], "prefill 'best' must be one of dense, window, topk, threshold"),
+        (["--prefill", "best"], "prefill 'best' must be one of dense, threshold, topk, window"),
         (["--prefill-window", "9"], "are for pooled attention, not 'dense'"),
     ):
         result = CliRunner().invoke(app, [*base, *wrong])

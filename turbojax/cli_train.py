@@ -35,8 +35,9 @@ def train(
     policy: Annotated[
         str | None,
         typer.Option(
-            help="How pooled attention chooses levels: window (near blocks token by token, the "
-            "past as means; the default), topk or threshold (by an estimate, per layer and step).",
+            help="How pooled attention chooses levels: threshold (by an estimate of the attention, "
+            "per layer and step; the default), topk (the same), or window (near blocks token by "
+            "token, the past as means).",
             show_default=False,
         ),
     ] = None,
@@ -207,7 +208,7 @@ def _pooled(
         raise ValueError(f"attention {attention!r} must be dense or pooled")
     if attention == "pooled":
         return models.pooled_by_name(
-            policy or "window",
+            policy or "threshold",
             window=window,
             block_size=128 if block_size is None else block_size,
             implementation=implementation,

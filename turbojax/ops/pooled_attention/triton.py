@@ -173,12 +173,7 @@ def _gradient(
     static: Static,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    from pallas_kernels.triton import (
-        _pooled_common,
-        pooled_key_gradient,
-        pooled_pool,
-        pooled_query_gradient,
-    )
+    from pallas_kernels.triton import _pooled_common, pooled_key_gradient, pooled_query_gradient
 
     tokens = (query.shape[1], key.shape[1])
     lengths = _lengths(query, key, query_length, key_length)
@@ -204,7 +199,7 @@ def _gradient(
             pooled_key_gradient.key_gradient(queries, k, v, entries, *lengths, settings)
         )
     d_key, d_value = (
-        pooled_pool.unpool(d, lengths[1], tokens=tokens[1], dtype=key.dtype, interpret=interpret)
+        operands.merge_gradients(d, key_length, tokens[1], key.dtype)
         for d in zip(*by_level, strict=True)
     )
     return d_query, d_key, d_value

@@ -1,0 +1,115 @@
+"""`implementation="mosaic_gpu"` of `pooled_attention` without a GPU: refusals, order, lowering.
+
+No interpreter runs its matrix instructions: what it computes is checked on a GPU, in
+`test_gpu_pooled.py`.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from kernel_helpers import lower_for_cuda
+
+import turbojax as tj
+from turbojax import _device
+from turbojax.ops.pooled_attention import api, mosaic_gpu
+from turbojax.ops.pooled_attention.static import Static
+
+
+def shapes(head_dim=128, dtype=jnp.bfloat16, tokens=1000, size=1003, block_q=128, block_kv=128):
+    query = jax.ShapeDtypeStruct((2, tokens, 4, head_dim), dtype)
+    key = jax.ShapeDtypeStruct((2, size, 2, head_dim), dtype)
+    levels = (2, 4, -(-tokens // block_q), -(-size // block_kv))
+    return query, key, key, jax.ShapeDtypeStruct(levels, jnp.int8)
+
+
+def refusal(block_q=128, block_kv=128, **options):
+    query, key, value, levels = shapes(block_q=block_q, block_kv=block_kv, **options)
+    static = Static(block_q, block_kv, 0.1, True)
+    return mosaic_gpu.unsupported(query=query, key=key, value=value, levels=levels, static=static)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("head_dim", [8, 64, 80, 128])
+@pytest.mark.parametrize(("block_q", "block_kv"), [(128, 128), (256, 64), (384, 128)])
+def test_hopper_runs_it(dtype, head_dim, block_q, block_kv):
+    assert refusal(block_q, block_kv, head_dim=head_dim, dtype=dtype) is None
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dtype": jnp.float32}, "query.dtype=float32 must be bfloat16 or float16"),
+        ({"head_dim": 136}, "head_dim=136 must be at most 128"),
+        ({"block_q": 64}, "block_q=64 must be a multiple of 128, its query tile"),
+        ({"block_kv": 256}, "block_kv=256 must be one of (64, 128)"),
+        ({"tokens": 2**22 + 1}, "32769 blocks of queries must be at most 32768"),
+    ],
+)
+def test_refusals_in_words(options, words):
+    assert refusal(**options) == words
+
+
+def test_needs_hopper():
+    assert "needs an NVIDIA GPU of compute capability 9.0" in refusal()
+    with _device.interpret_kernels():
+        assert refusal() == "its kernel cannot be interpreted"
+    query, key, value, levels = (jnp.zeros(x.shape, x.dtype) for x in shapes())
+    with pytest.raises(NotImplementedError, match=r"mosaic_gpu: needs an NVIDIA GPU"):
+        tj.pooled_attention(query, key, value, levels, implementation="mosaic_gpu")
+
+
+@pytest.mark.usefixtures("hopper")
+def test_is_the_first_choice_on_hopper():
+    query, key, value, levels = shapes()
+    static = Static(128, 128, 0.1, False)
+    arguments = {"query": query, "key": key, "value": value, "levels": levels, "static": static}
+    for registry in (api.FORWARD, api.GRADIENT):
+        assert registry.select(None, **arguments).name == "mosaic_gpu"
+        wide = {**arguments, "query": jax.ShapeDtypeStruct((2, 1000, 4, 128), jnp.float32)}
+        assert registry.select(None, **wide).name == "triton"
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "block_q", "block_kv", "scale", "is_causal", "with_lengths"),
+    [
+        (128, 128, 128, 0.1, False, False),
+        (128, 256, 64, 0.1, True, True),
+        (64, 128, 128, 0.1, True, False),
+        (64, 128, 64, -0.1, False, True),
+        (96, 128, 128, 0.1, True, False),
+    ],
+)
+def test_lowers_for_cuda(head_dim, block_q, block_kv, scale, is_causal, with_lengths):
+    """What lowers also fits into shared memory: the lowering counts it."""
+    query, key, value, levels = shapes(head_dim=head_dim, block_q=block_q, block_kv=block_kv)
+    length = jax.ShapeDtypeStruct((2,), jnp.int32) if with_lengths else None
+    residual = jax.ShapeDtypeStruct(query.shape[:3], jnp.float32)
+    static = Static(block_q, block_kv, scale, is_causal)
+    arrays = (query, key, value, levels, length, length)
+    forward = lower_for_cuda(mosaic_gpu.attention, *arrays, static=static)
+    cotangents = (query, residual, query, residual)
+    backward = lower_for_cuda(mosaic_gpu.gradient, *arrays, *cotangents, static=static)
+    assert "turbojax_pooled_attention_hopper" in forward
+    for name in ("query", "key"):
+        assert f"turbojax_pooled_{name}_gradient_hopper" in backward
+
+
+def test_levels_are_data():
+    """One trace serves all levels."""
+    traced = []
+
+    def attend(*arrays):
+        traced.append(arrays)
+        return mosaic_gpu.attention(*arrays, None, None, static=Static(128, 128, 0.1, True))
+
+    jitted = jax.jit(attend)
+    for _ in range(2):
+        lower_for_cuda(jitted, *shapes())
+    assert len(traced) == 1

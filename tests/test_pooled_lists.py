@@ -1,0 +1,193 @@
+"""The block lists of pooled attention, against loops over all blocks; and the adapters' arrays."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from turbojax.ops.pooled_attention import lists, operands, pooling
+from turbojax.ops.pooled_attention.static import LEVELS, Static
+
+# Query tokens, key tokens, block_q, block_kv, is_causal, query lengths, key lengths.
+SHAPES = [
+    (128, 128, 32, 32, False, None, None),
+    (150, 190, 32, 32, True, None, None),
+    (150, 150, 16, 64, True, None, None),
+    (150, 150, 64, 16, True, None, None),
+    (203, 70, 32, 16, True, None, None),
+    (130, 133, 32, 32, True, (130, 64, 0), (133, 61, 0)),
+    (130, 133, 32, 64, False, (31, 130, 1), (1, 133, 64)),
+]
+
+
+def draw(shape, batch=1, heads=2, seed=0, extra=()):
+    tokens, size, block_q, block_kv = shape[:4]
+    levels = (batch, heads, -(-tokens // block_q), -(-size // block_kv))
+    return np.random.default_rng(seed).choice(np.array([0, *LEVELS, *extra], np.int8), levels)
+
+
+def arguments(shape):
+    tokens, size, block_q, block_kv, is_causal, query_lengths, key_lengths = shape
+    found = [None if x is None else jnp.array(x, jnp.int32) for x in (query_lengths, key_lengths)]
+    return (tokens, size, *found), Static(block_q, block_kv, 1.0, is_causal)
+
+
+def sequences(shape):
+    """Lengths of queries and keys of each sequence."""
+    tokens, size, *_, query_lengths, key_lengths = shape
+    return list(zip(query_lengths or [tokens], key_lengths or [size], strict=True))
+
+
+def groups_of(j, level, block_kv, length):
+    """(first, last valid) token of each group of a block that holds a token."""
+    starts = range(j * block_kv, (j + 1) * block_kv, level)
+    return [(t, min(t + level, length) - 1) for t in starts if t < length]
+
+
+def sees(shape, i, group, query_length):
+    """Positions of the queries of block `i` that see a group."""
+    block_q, is_causal = shape[2], shape[4]
+    rows = range(i * block_q, min((i + 1) * block_q, query_length))
+    return [q for q in rows if not is_causal or group[1] <= q]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_lists_by_query_hold_what_a_loop_finds(shape):
+    levels = draw(shape)
+    rest, static = arguments(shape)
+    found = jax.jit(functools.partial(lists.by_query, static=static), static_argnums=(1, 2))(
+        jnp.asarray(levels), *rest
+    )
+    blocks, counts = np.asarray(found.blocks), np.asarray(found.counts)
+    for b, (query_length, key_length) in enumerate(sequences(shape)):
+        for n, i in np.ndindex(levels.shape[1:3]):
+            want, complete = [], []
+            for level in LEVELS:
+                here = []
+                for j in np.flatnonzero(levels[0, n, i] == level):
+                    groups = groups_of(j, level, static.block_kv, key_length)
+                    if any(sees(shape, i, group, query_length) for group in groups):
+                        last = (j + 1) * static.block_kv - 1
+                        all_see = not static.is_causal or last <= i * static.block_q
+                        here.append((int(j), last < key_length and all_see))
+                want += [j for j, _ in here]
+                complete.append(sum(flag for _, flag in here))
+                # The complete ones come first.
+                assert [flag for _, flag in here] == sorted((f for _, f in here), reverse=True)
+                assert len(here) == counts[b, n, i, LEVELS.index(level)]
+            assert blocks[b, n, i, : len(want)].tolist() == want
+            assert counts[b, n, i, 4:8].tolist() == complete
+            assert counts[b, n, i, 8] == 0
+
+
+def test_a_level_that_is_none_is_counted():
+    shape = SHAPES[0]
+    levels = np.zeros((1, 1, 4, 4), np.int8)
+    levels[0, 0, 2, 1] = 3
+    rest, static = arguments(shape)
+    counts = lists.by_query(jnp.asarray(levels), *rest, static).counts
+    assert counts[0, 0, :, 8].tolist() == [0, 0, 1, 0]
+
+
+# A tile holds at most 16 blocks, so that of 64 rows wants blocks of 32.
+@pytest.mark.parametrize(
+    ("shape", "rows"),
+    [(shape, rows) for shape in SHAPES for rows in (16, 32, 64) if rows <= 2 * shape[3]],
+)
+def test_lists_by_key_hold_what_a_loop_finds(shape, rows):
+    levels = draw(shape, seed=1)
+    rest, static = arguments(shape)
+    every = lists.by_every_key(jnp.asarray(levels), rows, *rest, static)
+    before = 0
+    for level in LEVELS:
+        found = lists.by_key(jnp.asarray(levels), level, rows, *rest, static)
+        tiles = found.queries.shape[2]
+        assert tiles == -(-shape[1] // (rows * level))
+        for x, y in zip(found, every, strict=True):
+            np.testing.assert_array_equal(x, y[:, :, before : before + tiles])
+        before += tiles
+        for b, lengths in enumerate(sequences(shape)):
+            for n, tile in np.ndindex(levels.shape[1], tiles):
+                queries, counts = (np.asarray(x)[b, n, tile] for x in found)
+                entries, masked = entries_of(shape, levels[0, n], level, rows, tile, lengths)
+                assert queries[: counts[0]].tolist() == entries
+                # What needs no mask is not masked for nothing, and what does, is.
+                assert counts[1] >= masked
+                assert counts[1] <= len(entries)
+    assert every.queries.shape[2] == before
+
+
+def entries_of(shape, levels, level, rows, tile, lengths):
+    """Entries of a tile, and how many, the first ones, hold a pair that is not visible."""
+    block_kv = shape[3]
+    first, last = tile * rows * level, (tile + 1) * rows * level
+    entries, masked = [], 0
+    for i in range(levels.shape[0]):
+        bits, hides = 0, False
+        for j in range(levels.shape[1]):
+            start, stop = max(first, j * block_kv), min(last, (j + 1) * block_kv)
+            if start >= stop or levels[i, j] != level:
+                continue
+            whole = groups_of(j, level, block_kv, lengths[1])
+            if not any(sees(shape, i, group, lengths[0]) for group in whole):
+                continue
+            bits |= 1 << (j - first // block_kv)
+            queries = range(i * shape[2], min((i + 1) * shape[2], lengths[0]))
+            for group in whole:
+                if start <= group[0] < stop:
+                    hides |= len(sees(shape, i, group, lengths[0])) < len(queries)
+        if bits:
+            entries.append(i << 16 | bits)
+            if hides:
+                masked = len(entries)
+    return entries, masked
+
+
+def test_a_tile_of_too_many_blocks_is_refused():
+    levels = jnp.ones((1, 1, 1, 64), jnp.int8)
+    with pytest.raises(ValueError, match="covers 32 blocks, must be <= 16"):
+        lists.by_key(levels, 8, 64, 16, 1024, None, None, Static(16, 16, 1.0, False))
+
+
+@pytest.mark.parametrize(
+    ("size", "lengths"), [(37, None), (64, None), (1, None), (40, (13, 40)), (24, (0, 17))]
+)
+def test_merged_gradients_are_the_sum_of_the_adjoints(size, lengths):
+    rng = np.random.default_rng(0)
+    key_length = None if lengths is None else jnp.array(lengths, jnp.int32)
+    # Kernels may append groups: here some, of NaN, which must not be looked at.
+    parts = []
+    for level in LEVELS:
+        groups = -(-size // level)
+        part = rng.normal(size=(2, 3, groups, 8)).astype(np.float32)
+        parts.append(jnp.pad(jnp.asarray(part), ((0, 0), (0, 0), (0, 3), (0, 0))))
+    got = operands.merge_gradients(tuple(parts), key_length, size, jnp.float32)
+    want = 0
+    for level, part in zip(LEVELS, parts, strict=True):
+        there = jnp.swapaxes(part[:, :, : -(-size // level)], 1, 2)
+        want = want + pooling.spread(there, operands.lengths(key_length, 2, size), size, level)
+    assert got.shape == (2, size, 3, 8)
+    np.testing.assert_allclose(got, want, rtol=2e-6, atol=2e-6)
+
+
+def test_rows_of_the_gradient():
+    rng = np.random.default_rng(0)
+    out, d_out = (jnp.asarray(rng.normal(size=(2, 5, 3, 4)), jnp.float32) for _ in range(2))
+    residual = jnp.asarray(rng.normal(size=(2, 5, 3)), jnp.float32).at[1, 2, 0].set(-jnp.inf)
+    d_residual = jnp.asarray(rng.normal(size=(2, 5, 3)), jnp.float32).at[1, 2, 0].set(jnp.nan)
+    lse, delta = (
+        np.asarray(x) for x in operands.gradient_rows(out, residual, d_out, d_residual, 8)
+    )
+    assert lse.shape == delta.shape == (2, 3, 8)
+    want = np.sum(np.asarray(out, np.float64) * d_out, axis=-1) - np.asarray(d_residual)
+    for b, t, n in np.ndindex(2, 5, 3):
+        if (b, t, n) == (1, 2, 0):
+            assert lse[b, n, t] == np.inf
+            assert delta[b, n, t] == 0
+        else:
+            assert lse[b, n, t] == pytest.approx(float(residual[b, t, n]) / np.log(2), rel=1e-6)
+            assert delta[b, n, t] == pytest.approx(float(want[b, t, n]), rel=1e-5, abs=1e-5)
+    assert np.all(lse[:, :, 5:] == np.inf)
+    assert np.all(delta[:, :, 5:] == 0)
