@@ -19,7 +19,7 @@ def test_every_op_is_examined(report):
     names = [op.op for op in report.ops]
     assert len(set(names)) == len(names)
     ops = {name.partition(",")[0] for name in names}
-    assert {"turbo_attention", "decode", "append", "store_prompt"} <= ops
+    assert {"turbo_attention", "decode", "append", "store_prompt", "pooled_attention"} <= ops
     for op in report.ops:
         for name, refusal in op.refusals.items():
             # A refusal in words, and no accident.

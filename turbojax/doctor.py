@@ -17,6 +17,7 @@ from turbojax.baselines import exact
 from turbojax.cache import ProgressiveCache, append, init_cache
 from turbojax.cache.update import store_prompt
 from turbojax.config import Mode, TurboConfig
+from turbojax.ops.pooled_attention import pooled_attention
 from turbojax.ops.turbo_attention import decode, turbo_attention
 
 _Call = Callable[[str], Any]
@@ -126,7 +127,7 @@ def _examine(registry: Registry) -> list[OpReport]:
     for mode, call in calls.items():
         found = OpReport(
             registry.op,
-            {i.name: _refusal(registry.op, call, i.name) for i in registry.implementations},
+            {i.name: _refusal(call, i.name) for i in registry.implementations},
         )
         same = next((modes for modes, report in reports if report == found), None)
         if same is None:
@@ -141,14 +142,15 @@ def _examine(registry: Registry) -> list[OpReport]:
     ]
 
 
-def _refusal(op: str, call: _Call | None, name: str) -> str | None:
+def _refusal(call: _Call | None, name: str) -> str | None:
     """Why this implementation cannot run the call here: it is traced, but not run."""
     if call is None:
         return "not examined: the doctor knows no call of this op"
     try:
         call(name)
     except NotImplementedError as error:
-        return str(error).removeprefix(f"{op} cannot run here: ").removeprefix(f"{name}: ")
+        # An op's gradient is refused in the op's name.
+        return str(error).split(" cannot run here: ", 1)[-1].removeprefix(f"{name}: ")
     except Exception as error:  # whatever is broken here: to say so is what the doctor is for
         return f"fails: {type(error).__name__}: {_first_line(error)}"
     return None
@@ -176,6 +178,9 @@ def _representative_calls() -> dict[str, dict[str, _Call]]:
     lengths = jax.ShapeDtypeStruct((_BATCH,), jnp.int32)
     configs = [TurboConfig(mode=mode) for mode in get_args(Mode)]
     default = cache(TurboConfig())
+    blocks = -(-_LENGTH // 128)
+    levels = jax.ShapeDtypeStruct((1, 1, blocks, blocks), jnp.int8)
+    pooled = {"": trace(functools.partial(pooled_attention, is_causal=True), *prompt, levels)}
     return {
         "turbo_attention": {
             config.mode: trace(
@@ -185,6 +190,9 @@ def _representative_calls() -> dict[str, dict[str, _Call]]:
         },
         "decode": {config.mode: trace(decode, query, cache(config)) for config in configs},
         "append": {"": trace(append, default, key, value)},
+        # Named for the forward pass, an implementation runs the backward pass too, or neither.
+        "pooled_attention": pooled,
+        "the gradient of pooled_attention": pooled,
         "store_prompt": {"": trace(store_prompt, default, *prompt[1:], lengths)},
     }
 

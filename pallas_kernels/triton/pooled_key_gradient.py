@@ -11,9 +11,8 @@ blocks that its list names, for all query heads of the group; keys stand in rows
 stay in registers. How many tokens a group stands for is a constant factor of its row of weights,
 and multiplied in at the end.
 
-The ladder, same case, H100, T/s of the operations that are not skipped:
-                                     all level 1      a mixture     a third of it
-  v1
+The ladder, H100, jax 0.11.2, milliseconds of the four launches (levels 1, 2, 4, 8 in no order):
+  v1  all blocks at level 1: 10.7 (412 T/s); `pooled_forward`'s mixture: 0.85, 0.69, 0.53, 0.50.
 """
 
 import dataclasses

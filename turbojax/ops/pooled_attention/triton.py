@@ -38,8 +38,9 @@ def unsupported(
 
 # Bytes of an operand that stays in a program, and of one that a step brings: keys, or queries.
 _PROGRAM_BYTES, _KEY_BYTES, _QUERY_BYTES = 32 * 2**10, 16 * 2**10, 8 * 2**10
-# Queries, or groups by level, of a program: what wide arrays leave of it.
-_QUERIES, _KEYS = 128, 64
+# Queries (forward and of the gradient), or groups by level, of a program: what wide arrays leave of
+# it. Measured: benchmarks/results/pooled_triton_launches_2026-11-21.json.
+_FORWARD_QUERIES, _GRADIENT_QUERIES, _KEYS = 64, 128, 64
 _GROUPS = {1: 128, 2: 64, 4: 64, 8: 64}
 
 
@@ -58,12 +59,12 @@ def _launch(rows: int, query: jax.Array) -> dict[str, int]:
     return {"num_warps": num_warps, "num_stages": 2 if query.dtype == jnp.float32 else 3}
 
 
-def _walk_settings(query: jax.Array, static: Static, interpret: bool) -> Any:
-    """Launch of the kernels that walk over lists by query."""
+def _walk_settings(query: jax.Array, static: Static, queries: int, interpret: bool) -> Any:
+    """Launch of a kernel that walks over lists by query, with so many queries at most."""
     from pallas_kernels.triton._pooled_common import Settings
 
     dtype, head_dim = query.dtype, query.shape[-1]
-    tile = min(static.block_q, _fitting(_QUERIES, _PROGRAM_BYTES, dtype, head_dim))
+    tile = min(static.block_q, _fitting(queries, _PROGRAM_BYTES, dtype, head_dim))
     return Settings(
         block_q=static.block_q,
         block_kv=static.block_kv,
@@ -133,7 +134,7 @@ def _attention(
         _side(value, lengths[1], interpret),
         _pooled_common.Lists(*lists.by_query(levels, *tokens, query_length, key_length, static)),
         *lengths,
-        _walk_settings(query, static, interpret),
+        _walk_settings(query, static, _FORWARD_QUERIES, interpret),
     )
 
 
@@ -186,7 +187,7 @@ def _gradient(
         v,
         _pooled_common.Lists(*lists.by_query(levels, *tokens, query_length, key_length, static)),
         *lengths,
-        _walk_settings(query, static, interpret),
+        _walk_settings(query, static, _GRADIENT_QUERIES, interpret),
     )
     by_level = []
     for level in LEVELS:
