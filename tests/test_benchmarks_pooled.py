@@ -233,3 +233,71 @@ def test_tables_say_what_did_not_run():
     assert table.endswith(f"1 of 2 rows were not run: {tables.OUT_OF_TIME}.")
     assert pooled_tables.one_line(refused) == f"{base['name']}: not run: a | b"
     assert "| shape | policy |" in pooled_tables.selection_table({"rows": [refused]})
+
+
+def test_prose_agrees_with_the_results():
+    """The figures that docs/benchmarks.md and README.md name outside of their tables."""
+    _, training = report.newest(readme.RESULTS, ("pooled_training",))
+    _, windows = report.newest(readme.RESULTS, ("pooled_training_windows",))
+    _, versions = report.newest(readme.RESULTS, ("pooled_versions",))
+    _, launches = report.newest(readme.RESULTS, ("pooled_triton_launches",))
+    _, suite = report.newest(readme.RESULTS, ("pooled",))
+    page, text = (
+        " ".join(path.read_text(encoding="utf-8").split())
+        for path in (report.PAGE, readme.ROOT / "README.md")
+    )
+    compared, (dense, pooled) = training["comparison"], training["runs"]
+    [whole] = [
+        row["speedup_over_cudnn"]
+        for row in suite["rows"]
+        if row["name"] == "pooled/mha-16/b1-s16384/all-1/mosaic_gpu"
+    ]
+    edges, together, shared = versions["versions"][1:]
+
+    def row(version, density, tokens=16384, is_causal=False):
+        place = (density, tokens, is_causal, "mosaic_gpu")
+        [found] = [
+            x
+            for x in version["rows"]
+            if (x.get("density"), x["tokens"], x["is_causal"], x["method"]) == place
+        ]
+        return found
+
+    def keys(version, *place):
+        times = row(version, *place)["kernels_us"]
+        return sum(us for name, us in times.items() if "key_gradient" in name) / 1000
+
+    def both(found):
+        return [f"{found[f'{name}_speedup']:.2f}" for name in ("forward", "forward_backward")]
+
+    long = [row(edges, density, 32768) for density in (0.157, 0.053)]
+    causal = row(edges, 0.173, 32768, True)
+    in_readme = [
+        f"was {long[0]['forward_speedup']:.2f} times as fast at density 0.157",
+        f"({long[0]['forward_backward_speedup']:.2f} times with the backward pass)",
+        f"{long[1]['forward_speedup']:.2f} times at 0.053",
+        f"({long[1]['forward_backward_speedup']:.2f} times)",
+        f"a dense kernel, at {whole:.2f}x",
+        f"at {compared['density'] * 100:.0f} % of the work, takes {compared['speedup']:.2f} times",
+        f"its loss is {compared['final_ratio']:.3f} times the dense one",
+        f"are at {pooled['held_out_bits_per_byte']['dense']:.4f} bits per held-out byte",
+        f"those of the dense run at {dense['held_out_bits_per_byte']['run']:.4f}.",
+    ]
+    times = {(x["levels"], x["launch"]): x["forward_ms"] for x in launches["rows"]}
+    in_page = [
+        "made {}x forward and {}x with the backward pass".format(*both(long[0])),
+        "0.053 made {}x and {}x".format(*both(long[1])),
+        "0.173 made {}x and {}x".format(*both(causal)),
+        f"take {keys(together, 0.16):.2f} ms and not {keys(edges, 0.16):.2f} at density 0.16",
+        f"{keys(shared, 0.086, 16384, True):.2f} ms and not "
+        f"{keys(together, 0.086, 16384, True):.2f} at density 0.086",
+        f"{times['ones', '64/64/4/3']:.2f} ms with all blocks at level 1",
+        f"against {times['ones', '128/64/8/3']:.2f} ms with 128 and 8",
+        f"{windows['comparisons'][0]['final_ratio']:.3f} times the dense loss",
+        f"(density {windows['comparisons'][0]['density']:.3f})",
+        f"{windows['comparisons'][1]['final_ratio']:.3f} with level 1 up to 896",
+        f"(density {windows['comparisons'][1]['density']:.3f})",
+        f"at {windows['comparisons'][1]['speedup']:.2f} times the speed of dense",
+    ]
+    assert [figure for figure in in_readme if figure not in text] == []
+    assert [figure for figure in in_page if figure not in page] == []

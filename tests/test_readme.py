@@ -30,8 +30,14 @@ def test_model_example():
     assert len(_run(EXAMPLES[1]).strip()) > 20
 
 
+def test_pooled_example():
+    shape, times = re.search(r"(\(.*\)) ([\d.]+) times less work", _run(EXAMPLES[2])).groups()
+    assert shape == "(1, 1024, 4, 64)"
+    assert float(times) > 3
+
+
 def test_there_are_no_other_examples():
-    assert len(EXAMPLES) == 2
+    assert len(EXAMPLES) == 3
 
 
 def test_tables_are_those_of_the_results():
