@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from rich.progress import Progress
 
-from training.evaluate import windows
 from turbojax import models
 from turbojax.demo import environment
+from turbojax.finetune.evaluate import windows
 from turbojax.models import generation
 
 DEFAULT_CACHES = ("exact", "4bit", "3bit", "2/4bit", "2bit")

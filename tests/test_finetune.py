@@ -34,7 +34,7 @@ TINY = models.LlamaConfig(
 SETTINGS = finetune.Settings(
     steps=5, context=256, batch_size=2, learning_rate=1e-2, warmup_steps=2, precision="float32"
 )
-POOLED = pooled_by_name("window", window=64, block_size=32)
+POOLED = pooled_by_name("threshold", block_size=32)
 RHYTHM = finetune.Rhythm(log_every=2, save_every=2, evaluate_every=0)
 
 pytestmark = [
@@ -212,10 +212,7 @@ class TestRun:
         assert [row["step"] for row in log["records"]] == [2, 4, 5]
         seconds = [row["seconds"] for row in log["records"]]
         assert seconds == sorted(seconds)
-        # Eight blocks. A block's nearest key is 32 (i - j) - 31 tokens away: up to 64, that is
-        # i - j = 2, level 1; then 8. Block 0 has level 1.
-        rows = [min(i + 1, 4) + max(i - 3, 0) / 8 for i in range(8)]
-        assert log["records"][-1]["density"] == pytest.approx(sum(rows) / 36, abs=1e-5)
+        assert all(0 < row["density"] < 1 for row in log["records"])
         assert log["identity"]["attention"]["kind"] == "pooled"
         assert set(log["held_out_bits_per_byte"]) == {"run", "dense"}
         model = models.load(folder / "model")
@@ -242,6 +239,11 @@ class TestRun:
     def test_a_folder_is_one_run(self, whole):
         with pytest.raises(ValueError, match="holds a run with attention=.*choose another folder"):
             tune(whole[0], pooled=None)
+        other = models.Llama(TINY, rngs=nnx.Rngs(2))
+        with pytest.raises(ValueError, match="holds a run with start_sha256="):
+            finetune.fine_tune(whole[0], other, SETTINGS, corpus(), pooled=POOLED)
+        with pytest.raises(ValueError, match="holds a run with held_out_sha256="):
+            tune(whole[0], rhythm=finetune.Rhythm(evaluate_windows=1))
         short = finetune.Corpus(corpus().stream, b"abc", "")
         with pytest.raises(ValueError, match="3 bytes of held-out text must be at least context"):
             finetune.fine_tune(whole[0], tiny_model(), SETTINGS, short)
@@ -294,6 +296,10 @@ class TestComparison:
         assert row["largest_ratio"] == pytest.approx(ratios.max())
         assert row["mean_ratio"] == pytest.approx(ratios.mean(), abs=1e-5)
         assert (row["speedup"], row["seconds_saved"], row["density"]) == (4.0, 6.0, 0.25)
+        pooled["records"] = [{**row, "density": 0.5 / row["step"]} for row in pooled["records"]]
+        pooled["records"][0]["step"] = 3
+        row = finetune.compare(dense, pooled, width=2)["comparison"]
+        assert row["density"] == pytest.approx((3 * 0.25 + 0.125) / 4)
         assert row["held_out_ratio"] == pytest.approx(1.01)
 
     def test_runs_of_different_length_are_compared_where_both_are(self):
@@ -333,6 +339,16 @@ class TestCommands:
             assert result.exit_code == 0, result.stderr
             assert "held out, with this attention" in result.stdout
             assert (tmp_path / f"{kind}.png").stat().st_size > 5000
+        # A prompt longer than the context that the model had at first.
+        prompt = ["generate", "a" * 200, "--max-new-tokens", "1", "--json"]
+        result = command(*prompt, "--model", str(tmp_path / "pooled" / "model"))
+        assert result.exit_code == 0, result.stderr
+        assert json.loads(result.stdout)["prompt_tokens"] == 201
+        log = comparison.read_log(tmp_path / "pooled")
+        # Eight blocks. A block's nearest key is 32 (i - j) - 31 tokens away: up to 64, that is
+        # i - j = 2, level 1; then 8. Block 0 has level 1.
+        rows = [min(i + 1, 4) + max(i - 3, 0) / 8 for i in range(8)]
+        assert log["records"][-1]["density"] == pytest.approx(sum(rows) / 36, abs=1e-5)
         log = comparison.read_log(tmp_path / "dense")
         assert [row["step"] for row in log["evaluations"]] == [0, 1, 2]
         assert log["identity"]["settings"]["precision"] == "float32"
@@ -366,12 +382,3 @@ class TestCommands:
         result = command("compare", str(tmp_path), str(tmp_path))
         assert result.exit_code == 2
         assert "log.json" in result.stderr
-
-
-def test_levels_chosen_in_every_step():
-    pooled = pooled_by_name("topk", block_size=32)
-    trainer = finetune.Trainer(tiny_model(), SETTINGS, corpus().stream, pooled=pooled)
-    metrics = trainer.run_step()
-    assert np.isfinite(float(metrics["bits_per_byte"]))
-    assert np.isfinite(float(metrics["grad_norm"]))
-    assert 0 < float(metrics["density"]) < 1

@@ -22,11 +22,14 @@ POLICIES = (
     SimilarityCap(LocalWindow(16, (32, 48, None)), (0.1, 0.05, 0.02)),
     Strided(8, 3, level=2, others=0, sinks=0),
 )
+# One of each path through the code.
+PATHS = (POLICIES[0], POLICIES[2], POLICIES[4], POLICIES[6])
 BLOCKS = {"block_q": 16, "block_kv": 16}
 
 
 def _normal(seed, shape, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+    # From numpy: jax would compile a generator for every shape.
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32).astype(dtype))
 
 
 def _visible(shape, blocks, is_causal, query_length, key_length):
@@ -39,7 +42,7 @@ def _visible(shape, blocks, is_causal, query_length, key_length):
     return seen.reshape(shape[0], blocks[0], shape[1], blocks[1]).any((1, 3))
 
 
-@hypothesis.settings(max_examples=30)
+@hypothesis.settings(max_examples=20)
 @hypothesis.given(
     data=st.data(),
     policy=st.sampled_from(POLICIES),
@@ -80,7 +83,7 @@ def test_invariants(data, policy, is_causal, blocks, sizes, seed):
     assert np.array_equal(again, levels)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", PATHS)
 def test_full_lengths_are_no_lengths(policy):
     query, key = _normal(0, (2, 70, 4, 8)), _normal(1, (2, 53, 2, 8))
     select = functools.partial(tj.select_levels, query, key, policy, **BLOCKS)
@@ -91,7 +94,7 @@ def test_full_lengths_are_no_lengths(policy):
     assert np.array_equal(select(), select(**lengths))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", PATHS)
 def test_transforms_give_the_same_bits(policy):
     query, key = _normal(2, (3, 80, 4, 8), jnp.bfloat16), _normal(3, (3, 80, 2, 8), jnp.bfloat16)
     select = functools.partial(tj.select_levels, policy=policy, is_causal=True, **BLOCKS)
@@ -207,6 +210,15 @@ def test_a_pattern_is_the_same_through_select_levels(policy):
         assert np.array_equal(chosen, np.broadcast_to(alone, (2, 4, 5, 6)))
 
 
+def test_the_default_window_leaves_a_quarter_of_the_work_at_16k():
+    levels = LocalWindow().levels(16384, 16384, is_causal=True)
+    # A block's nearest key is 128 (i - j) - 127 tokens away: up to 896, that is i - j = 7, level 1.
+    rows = [min(i + 1, 9) + max(i - 8, 0) / 8 for i in range(128)]
+    density = tj.level_density(levels, is_causal=True)
+    assert float(density) == pytest.approx(sum(rows) / (128 * 129 / 2), rel=1e-6)
+    assert float(density) == pytest.approx(0.243, abs=1e-3)
+
+
 def test_a_row_far_from_all_keys_sees_the_nearest():
     levels = LocalWindow(0, (0, 0, 0), sinks=0).levels(64, 24, block_q=8, block_kv=8)
     assert levels[0, 0, 7].tolist() == [0, 0, 1]
@@ -273,7 +285,7 @@ def test_bad_arguments_are_refused(options, message):
 
 def test_policies_are_hashable_and_take_lists():
     assert Threshold([0.4, 0.5, 0.6, 0.8]) == Threshold()
-    assert len({TopK(), TopK(), LocalWindow(bounds=[2048, 8192, None]), LocalWindow()}) == 2
+    assert len({TopK(), TopK(), LocalWindow(64, [64, 64, None]), LocalWindow(64)}) == 2
     assert hash(SimilarityCap(Strided())) == hash(SimilarityCap(Strided()))
 
 
@@ -285,5 +297,3 @@ def test_scale_and_samples_are_used():
     for options in ({"query_samples": 2}, {"key_means": 2}, {"scale": 1.0}):
         other = np.asarray(block_importance(query, key, **BLOCKS, **options))
         assert np.abs(base - other).max() > 1e-3
-        levels = tj.select_levels(query, key, TopK(), **BLOCKS, **options)
-        assert levels.shape == (1, 1, 4, 4)

@@ -177,9 +177,11 @@ def test_rows_of_the_gradient():
     out, d_out = (jnp.asarray(rng.normal(size=(2, 5, 3, 4)), jnp.float32) for _ in range(2))
     residual = jnp.asarray(rng.normal(size=(2, 5, 3)), jnp.float32).at[1, 2, 0].set(-jnp.inf)
     d_residual = jnp.asarray(rng.normal(size=(2, 5, 3)), jnp.float32).at[1, 2, 0].set(jnp.nan)
-    lse, delta = (
-        np.asarray(x) for x in operands.gradient_rows(out, residual, d_out, d_residual, 8)
+    spoiled = d_out.at[1, 2, 0, 1].set(jnp.nan)
+    cleaned, lse, delta = (
+        np.asarray(x) for x in operands.gradient_rows(out, residual, spoiled, d_residual, 8)
     )
+    np.testing.assert_array_equal(cleaned, d_out.at[1, 2, 0].set(0))
     assert lse.shape == delta.shape == (2, 3, 8)
     want = np.sum(np.asarray(out, np.float64) * d_out, axis=-1) - np.asarray(d_residual)
     for b, t, n in np.ndindex(2, 5, 3):

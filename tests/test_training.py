@@ -14,9 +14,16 @@ import pytest
 from flax import nnx
 
 from training import corpus, report, train_embedded_model
-from training.corpus import Document, HeldOut
-from training.evaluate import bits_per_byte, windows
-from training.state import Settings, Trainer, checkpoint_manager, window_starts
+from training.state import Settings, Trainer, window_starts
+from turbojax.finetune.checkpoint import checkpoint_manager
+from turbojax.finetune.documents import (
+    Document,
+    HeldOut,
+    reason_to_drop,
+    select,
+    standard_library,
+)
+from turbojax.finetune.evaluate import bits_per_byte, windows
 from turbojax.models import Llama, LlamaConfig, embedded_path, load
 
 TINY = LlamaConfig(
@@ -105,7 +112,7 @@ class TestSelection:
             document("vendored_copy.py", near_copy),
             document("quotation.py", quotation),
         ]
-        kept, dropped, resembling = corpus.select(documents, held_out)
+        kept, dropped, resembling = select(documents, held_out)
         assert [d.name for d in kept] == ["quotation.py"]
         assert dropped == {"held out": 2}
         assert len(resembling) == 2
@@ -125,17 +132,17 @@ class TestSelection:
         ],
     )
     def test_reasons(self, name, data, reason):
-        assert corpus.reason_to_drop(document(name, data)) == reason
+        assert reason_to_drop(document(name, data)) == reason
 
     def test_copies_are_kept_once_and_order_depends_on_contents_alone(self):
         documents = [document(f"{i}.py", code(i)) for i in range(5)]
         again = [document("copy.py", code(0)), *reversed(documents)]
-        first = corpus.select(documents, HeldOut({}))[0]
-        second, dropped, _ = corpus.select(again, HeldOut({}))
+        first = select(documents, HeldOut({}))[0]
+        second, dropped, _ = select(again, HeldOut({}))
         assert dropped == {"copy": 1}
         stream = corpus.pack(first)
         np.testing.assert_array_equal(stream, corpus.pack(second))
-        assert stream[0] == stream[-1] == corpus.SEPARATOR
+        assert stream[0] == stream[-1] == 0
         assert sorted(stream.tobytes().strip(b"\0").split(b"\0")) == sorted(d.data for d in first)
 
     def test_repeats(self):
@@ -143,7 +150,7 @@ class TestSelection:
         assert twice.tobytes() == (b"\0" + code(1)) * 2 + b"\0"
 
     def test_standard_library_and_packages_are_found(self):
-        names = {d.name for d, _ in zip(corpus.standard_library(), range(50), strict=False)}
+        names = {d.name for d, _ in zip(standard_library(), range(50), strict=False)}
         assert all(name.endswith(".py") and "site-packages" not in name for name in names)
         package = next(iter(corpus.installed_packages()))
         assert package.licence
@@ -271,7 +278,7 @@ def test_command_trains_exports_and_starts_from_an_export(tmp_path, monkeypatch,
     held_out = {"a.py": code(100)}
     monkeypatch.setattr(train_embedded_model, "MODEL", TINY)
     monkeypatch.setattr(train_embedded_model, "EVAL_CONTEXTS", (32,))
-    monkeypatch.setattr(corpus, "read_held_out", lambda names: held_out)
+    monkeypatch.setattr(train_embedded_model, "read_held_out", lambda names: held_out)
     package = {"package": "p 1", "licence": "MIT", "files": 1, "bytes": 2}
     manifest = {"total_bytes": 2, "repeats": {"p 1": 3}, "held_out": [], "packages": [package]}
     for name in ("first", "second"):

@@ -181,7 +181,7 @@ def test_launches_agree(tile, tile_kv):
         sides = [triton._side(x, whole[1], True) for x in (k, v)]
         out, residual = pooled_forward.forward(q, *sides, found, *whole, settings)
         rows = operands_of.gradient_rows(out, residual, d_out, d_residual, 130)
-        queries = _pooled_common.Queries(q, d_out, *rows)
+        queries = _pooled_common.Queries(q, *rows)
         d_q = pooled_query_gradient.query_gradient(queries, *sides, found, *whole, settings)
         return out, residual, d_q
 

@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from turbojax.finetune.documents import SEPARATOR as SEPARATOR
-from turbojax.finetune.documents import Document as Document
-from turbojax.finetune.documents import HeldOut as HeldOut
-from turbojax.finetune.documents import pack as pack
-from turbojax.finetune.documents import read_held_out as read_held_out
-from turbojax.finetune.documents import reason_to_drop as reason_to_drop
-from turbojax.finetune.documents import select as select
-from turbojax.finetune.documents import standard_library as standard_library
+from turbojax.finetune.documents import (
+    Document,
+    HeldOut,
+    join,
+    read_held_out,
+    select,
+    standard_library,
+)
 
 # SPDX identifiers and the usual spellings, lower case. Copyleft licences, weak ones too, and
 # everything unknown are left out.
@@ -103,6 +103,25 @@ def installed_packages() -> Iterator[Document]:
 
 def _name_of(distribution: importlib.metadata.Distribution) -> str:
     return (distribution.metadata["Name"] or "").lower()
+
+
+def pack(documents: Iterable[Document], *, repeats: dict[str, int] | None = None) -> np.ndarray:
+    """Joins documents into one stream, in an order that depends on their contents alone.
+
+    Args:
+      documents: what to join.
+      repeats: package -> how often its documents occur, 1 for packages not named.
+
+    Returns:
+      `[bytes]` uint8: byte 0, a document, byte 0, a document, ... and a final byte 0.
+    """
+    chosen = []
+    for document in documents:
+        for copy in range((repeats or {}).get(document.package, 1)):
+            key = hashlib.sha256(document.data + bytes([copy])).digest()
+            chosen.append((key, document.data))
+    chosen.sort(key=lambda item: item[0])
+    return join(data for _, data in chosen)
 
 
 def build(folder: Path, held_out_names: Iterable[str], *, library_repeats: int = 1) -> None:

@@ -13,10 +13,10 @@ import orbax.checkpoint as ocp
 from flax import nnx
 
 from turbojax.finetune import order
-from turbojax.finetune.checkpoint import checkpoint_manager as checkpoint_manager
 from turbojax.finetune.checkpoint import restore_tree, save_tree
 from turbojax.finetune.optimizer import clipped_adamw, default_promotion
-from turbojax.models import Attend, Llama, LlamaConfig, causal_attention
+from turbojax.finetune.trainer import dense_attention
+from turbojax.models import Attend, Llama, LlamaConfig
 
 MODEL = LlamaConfig(
     vocab_size=256,
@@ -139,14 +139,6 @@ def window_starts(settings: Settings, step: int, num_bytes: int) -> np.ndarray:
     return order.window_starts(index, num_bytes=num_bytes, context=context, seed=settings.seed)
 
 
-def cudnn_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, cache: Any
-) -> tuple[jax.Array, Any]:
-    """Causal attention by cuDNN: 16-bit operands, an NVIDIA GPU."""
-    out = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
-    return out, cache
-
-
 @functools.partial(
     jax.jit,
     static_argnames=("graph", "attend", "settings", "context"),
@@ -196,7 +188,7 @@ class Trainer:
         settings: Settings,
         stream: np.ndarray,
         *,
-        attend: Attend | None = None,
+        attend: Attend = dense_attention,
         remat: bool = False,
         unroll: int = 1,
         init: Llama | None = None,
@@ -207,7 +199,7 @@ class Trainer:
           config: shape of the model.
           settings: see `Settings`.
           stream: `[bytes]` uint8, kept in the accelerator's memory.
-          attend: by default cuDNN's attention on a GPU in 16 bits, XLA's otherwise.
+          attend: how layers attend.
           remat: see `Llama`.
           unroll: see `Llama`.
           init: a model to start from, of the same shape in any dtype; its optimizer state is
@@ -216,13 +208,9 @@ class Trainer:
         Raises:
           ValueError: if `init` is of another shape.
         """
-        dtype = jnp.dtype(settings.precision)
-        if attend is None:
-            use_cudnn = jax.default_backend() == "gpu" and dtype.itemsize == 2
-            attend = cudnn_attention if use_cudnn else causal_attention
         self.settings, self.config, self.attend = settings, config, attend
         rngs = nnx.Rngs(settings.seed)
-        model = Llama(config, dtype=dtype, remat=remat, unroll=unroll, rngs=rngs)
+        model = Llama(config, dtype=settings.precision, remat=remat, unroll=unroll, rngs=rngs)
         self._graph, self.params = nnx.split(model)
         if init is not None:
             self.params = _float32_weights(init, config)

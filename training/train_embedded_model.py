@@ -25,8 +25,10 @@ import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from training import corpus, report
-from training.evaluate import bits_per_byte
-from training.state import MODEL, Settings, Trainer, checkpoint_manager
+from training.state import MODEL, Settings, Trainer
+from turbojax.finetune.checkpoint import checkpoint_manager
+from turbojax.finetune.documents import read_held_out
+from turbojax.finetune.evaluate import bits_per_byte
 from turbojax.models import BEGINNING_OF_FILE, held_out_modules, load, save
 from turbojax.models.checkpoint import WEIGHTS_NAME
 
@@ -212,7 +214,7 @@ def main(arguments: list[str] | None = None) -> None:
     if not (args.out / "corpus.npy").exists():
         corpus.build(args.out, held_out_modules(), library_repeats=args.library_repeats)
     stream = np.load(args.out / "corpus.npy")
-    files = corpus.read_held_out(held_out_modules())
+    files = read_held_out(held_out_modules())
     trainer = Trainer(MODEL, settings, stream, remat=args.remat, unroll=args.unroll, init=init)
     log = Log(args.out / "log.json", describe_run(args, settings))
     print(f"{stream.size:,} bytes of text, {MODEL.num_parameters:,} parameters", flush=True)

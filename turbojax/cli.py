@@ -171,7 +171,7 @@ def generate(
         str | None,
         typer.Option(
             help="What runs attention: xla, triton, jax_triton; for the exact cache xla or cudnn. "
-            "Default: the fastest that can.",
+            "Pooled prefill chooses for itself. Default: the fastest that can.",
             show_default=False,
         ),
     ] = None,
@@ -248,7 +248,8 @@ def levels(
     policy: Annotated[
         str,
         typer.Option(
-            help="Policies, comma separated: topk, threshold, threshold95 (bounds up to 0.95), "
+            help="Policies, comma separated: topk, threshold (up to 0.8 of the attention, not the "
+            "0.97 of `turbojax train`), threshold95 (up to 0.95), "
             "topk+similarity, threshold+similarity, window, strided."
         ),
     ] = "topk,topk+similarity,threshold95,window",

@@ -85,7 +85,7 @@ def train(
         int, typer.Option(help="Steps between held-out scores; 0: at the end alone.")
     ] = 100,
     evaluate_windows: Annotated[
-        int, typer.Option(help="Sequences of the held-out text that are scored.")
+        int, typer.Option(help="Sequences of the held-out text that are scored, at most.")
     ] = 64,
     plot: Annotated[Path | None, typer.Option(help="Draw the loss to this file.")] = None,
 ) -> None:
@@ -94,10 +94,12 @@ def train(
     Run the same command again to go on after an interruption. At the end OUT/model is a Hugging
     Face folder that `turbojax generate --model` reads, and OUT/log.json the log.
     """
-    try:
-        import jax
+    import jax
 
-        from turbojax import finetune, models
+    from turbojax import models
+
+    try:
+        from turbojax import finetune
 
         if precision is None:
             precision = "float32" if jax.default_backend() == "cpu" else "bfloat16"
@@ -135,7 +137,12 @@ def train(
         if plot is not None:
             finetune.save_plot([log], plot)
     except (OSError, ValueError, NotImplementedError, ImportError, FloatingPointError) as error:
-        typer.echo(f"turbojax train: {error}", err=True)
+        raise _failure("train", error) from error
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        message = "turbojax train: out of memory: try a smaller --batch or --context, or --remat"
+        typer.echo(message, err=True)
         raise typer.Exit(2) from error
     for name, bits in log["held_out_bits_per_byte"].items():
         kind = "this attention" if name == "run" else "dense attention"
@@ -163,9 +170,15 @@ def compare(
         if plot is not None:
             finetune.save_plot(logs, plot, width=smoothing)
     except (OSError, ValueError, ImportError) as error:
-        typer.echo(f"turbojax compare: {error}", err=True)
-        raise typer.Exit(2) from error
+        raise _failure("compare", error) from error
     typer.echo(finetune.summary(result))
+
+
+def _failure(command: str, error: Exception) -> typer.Exit:
+    """Says what went wrong, and returns what ends the command."""
+    missing = ": pip install 'turbojax[train]'" if isinstance(error, ImportError) else ""
+    typer.echo(f"turbojax {command}: {error}{missing}", err=True)
+    return typer.Exit(2)
 
 
 class _Display:

@@ -130,9 +130,9 @@ def next_slot(slot: jax.Array, stages: int) -> jax.Array:
     return jnp.where(slot == stages - 1, 0, slot + 1)
 
 
-def _pick(level: jax.Array, values: tuple[jax.Array, ...]) -> jax.Array:
+def pick(level: jax.Array, values: tuple[jax.Array | int, ...]) -> jax.Array:
     """``values[level]``."""
-    first, *others = values
+    first, *others = (jnp.asarray(value, jnp.int32) for value in values)
     for number, value in enumerate(others, 1):
         first = jnp.where(level == number, value, first)
     return first
@@ -305,9 +305,9 @@ def _edge_block(w: Walk, chunk: jax.Array, blocks: Ref) -> tuple[jax.Array, jax.
     level is that of the chunks before.
     """
     kind = level_of(chunk, w.starts[1:4])
-    within = chunk - _pick(kind, w.starts[:4])
+    within = chunk - pick(kind, w.starts[:4])
     log_chunks = 3 - kind  # of a block
-    place = _pick(kind, w.left) + lax.shift_right_logical(within, log_chunks)
+    place = pick(kind, w.left) + lax.shift_right_logical(within, log_chunks)
     block = blocks[(*w.at, jnp.minimum(place, blocks.shape[3] - 1))]
     begins = (within & (lax.shift_left(jnp.int32(1), log_chunks) - 1)) == 0
     kind = jnp.where(begins, kind, -1)

@@ -39,7 +39,7 @@ __all__ = ["Settings", "attention"]
 class Work:
     """A tile of 128 queries of one head, by its number: tiles of one head follow each other."""
 
-    def __init__(self, number: jax.Array, q: Ref, k: Ref, blocks: Ref, s: Settings) -> None:
+    def __init__(self, number: jax.Array, q: Ref, k: Ref, s: Settings) -> None:
         heads, per_head = q.shape[2], pl.cdiv(q.shape[1], WARPGROUPS * ROWS)
         row = lax.div(number, jnp.int32(per_head))
         place = lax.rem(number, jnp.int32(per_head))
@@ -147,8 +147,8 @@ def _finish(
     o: jax.Array, m: jax.Array, l: jax.Array, is_there: jax.Array, invalid: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Normalized output and log-sum-exp; 0 and ``-inf`` in rows that saw nothing."""
-    nothing = ~is_there | (l == 0)
     l = jnp.where(invalid != 0, jnp.nan, l)
+    nothing = ~is_there | (l == 0)
     share = jnp.where(nothing, 0.0, 1 / l)
     lse = jnp.where(nothing, -jnp.inf, m * (1 / LOG2_E) + jnp.log(l))
     o = jnp.where(tiles.along(nothing, o.shape, 0), 0.0, o * tiles.along(share, o.shape, 0))
@@ -171,7 +171,7 @@ def _kernel(*refs: Ref, s: Settings) -> None:
         (q_ready, k_ready, v_ready), (q_free, k_free, v_free) = ready, free
 
         def consume(number: jax.Array, slot: jax.Array) -> jax.Array:
-            work = Work(number, q_ref, ks[0], blocks, s)
+            work = Work(number, q_ref, ks[0], s)
             w = tiles.walk(blocks, counts, (work.b, work.head, work.i), s)
             first = work.first + me * ROWS
             plgpu.barrier_wait(q_ready.at[me])
@@ -198,7 +198,7 @@ def _kernel(*refs: Ref, s: Settings) -> None:
             return slot
 
         def produce(number: jax.Array, slot: jax.Array) -> jax.Array:
-            work = Work(number, q_ref, ks[0], blocks, s)
+            work = Work(number, q_ref, ks[0], s)
             w = tiles.walk(blocks, counts, (work.b, work.head, work.i), s)
             for i in range(WARPGROUPS):
                 plgpu.barrier_wait(q_free.at[i])

@@ -74,14 +74,6 @@ class _Plan:
         return self.shared + self.rows * sum(self.tiles)
 
 
-def _pick(kind: jax.Array, values: list[int]) -> jax.Array:
-    """``values[kind]``."""
-    first = jnp.int32(values[0])
-    for number, value in enumerate(values[1:], 1):
-        first = jnp.where(kind == number, value, first)
-    return first
-
-
 class _Work:
     """A tile of pooled keys of one head, by its number.
 
@@ -97,8 +89,8 @@ class _Work:
         # Where the levels end, the coarsest first.
         ends = [plan.rows * sum(plan.tiles[-n:]) for n in range(1, len(tiles.LEVELS) + 1)]
         kind = 3 - tiles.level_of(tile, tuple(jnp.int32(end) for end in ends[:-1]))
-        tile = tile - _pick(3 - kind, [0, *ends[:-1]])
-        per_head = _pick(kind, list(plan.tiles))
+        tile = tile - tiles.pick(3 - kind, (0, *ends[:-1]))
+        per_head = tiles.pick(kind, plan.tiles)
         row, place = lax.div(tile, per_head), lax.rem(tile, per_head)
         place = jnp.where(lax.rem(row, jnp.int32(2)) == 0, place, per_head - 1 - place)
         self.kind = jnp.where(is_shared, 0, kind)
@@ -108,8 +100,8 @@ class _Work:
         self.b = lax.div(row, jnp.int32(plan.kv_heads))
         self.h = lax.rem(row, jnp.int32(plan.kv_heads))
         self.group = plan.heads // plan.kv_heads
-        before = [sum(plan.tiles[:n]) for n in range(len(tiles.LEVELS))]
-        self.listed = self.tile + _pick(self.kind, before)
+        before = tuple(sum(plan.tiles[:n]) for n in range(len(tiles.LEVELS)))
+        self.listed = self.tile + tiles.pick(self.kind, before)
         self.result = jnp.where(is_shared, sum(plan.tiles) + self.part - 1, self.listed)
         # log2 of the groups of a block.
         self.shift = jnp.int32(plan.s.block_kv.bit_length() - 1) - self.kind
@@ -152,6 +144,12 @@ def _rows(work: _Work, me: jax.Array, key_length: jax.Array) -> _Rows:
     return _Rows(bias, end - 1, bit, lax.shift_left(mine, first))
 
 
+def _is_among(entry: jax.Array, rows: _Rows) -> jax.Array:
+    """Which of the pooled keys belong to a block that an entry, or several together, names."""
+    bits = jnp.broadcast_to(entry & ((1 << _BITS) - 1), rows.bit.shape)
+    return (lax.shift_right_logical(bits, rows.bit) & 1) == 1
+
+
 def _step(
     sums: tuple[jax.Array, jax.Array],
     entry: jax.Array,
@@ -169,9 +167,7 @@ def _step(
     shape = (ROWS, _QUERIES)
     pairs = (k, tiles.transposed(q)), (values, tiles.transposed(d_o))
     x, d_p = tiles.product(*pairs, columns=_QUERIES)
-    bits = jnp.broadcast_to(entry & ((1 << _BITS) - 1), rows.bit.shape)
-    is_mine = (lax.shift_right_logical(bits, rows.bit) & 1) == 1
-    bias = jnp.where(is_mine, rows.bias, -jnp.inf)
+    bias = jnp.where(_is_among(entry, rows), rows.bias, -jnp.inf)
     lse = tiles.load(lse, COLUMN)
     x = x * s.factor + (tiles.along(bias, shape, 0) - tiles.along(lse, shape, 1))
     if is_masked:
@@ -221,7 +217,7 @@ def _kernel(*refs: Ref, plan: _Plan) -> None:
             plgpu.barrier_wait(key_ready.at[me])
 
             def step(t: jax.Array, carry: Any, at: tuple[Any, ...], is_masked: bool) -> Any:
-                *sums, slot = carry
+                *sums, seen, slot = carry
                 entry = entries[(*at, lax.div(t, jnp.int32(plan.steps)))]
                 begin = lax.rem(t, jnp.int32(plan.steps)) * _QUERIES
                 position = lax.shift_right_logical(entry, jnp.int32(_BITS)) * s.block_q + begin
@@ -234,7 +230,7 @@ def _kernel(*refs: Ref, plan: _Plan) -> None:
                     lambda: tuple(sums),
                 )
                 plgpu.barrier_arrive(query_free.at[slot])
-                return *sums, tiles.next_slot(slot, s.stages)
+                return *sums, seen | entry, tiles.next_slot(slot, s.stages)
 
             def head(g: jax.Array, carry: Any) -> Any:
                 at = list_at(work, g)
@@ -248,9 +244,13 @@ def _kernel(*refs: Ref, plan: _Plan) -> None:
                 return lax.fori_loop(first * plan.steps, last * plan.steps, one, carry)
 
             zeros = tiles.full(0.0, (ROWS, head_dim), plgpu.Layout.WGMMA)
-            carry = lax.fori_loop(jnp.int32(0), jnp.int32(work.group), head, (zeros, zeros, slot))
-            d_k, d_v, slot = carry
+            carry = (zeros, zeros, jnp.int32(0), slot)
+            carry = lax.fori_loop(jnp.int32(0), jnp.int32(work.group), head, carry)
+            d_k, d_v, seen, slot = carry
             plgpu.barrier_arrive(key_free.at[me])
+            # A block to which nothing attends gets nothing, also if there is NaN in it.
+            is_seen = tiles.along(_is_among(seen, rows), zeros.shape, 0)
+            d_k, d_v = (jnp.where(is_seen, x, 0.0) for x in (d_k, d_v))
             span = pl.ds(work.result * TILE + me * ROWS, ROWS)
             for ref, x in zip(outputs, (d_k * s.scale, d_v), strict=True):
                 _store(x, out.at[me], ref.at[work.b, work.h, span])

@@ -103,11 +103,11 @@ def _kernel(*refs: Ref, s: Settings) -> None:
         (q_ready, k_ready, v_ready), (q_free, k_free, v_free) = ready, free
 
         def consume(number: jax.Array, slot: jax.Array) -> jax.Array:
-            work = Work(number, q_ref, ks[0], blocks, s)
+            work = Work(number, q_ref, ks[0], s)
             w = tiles.walk(blocks, counts, (work.b, work.head, work.i), s)
             first = work.first + me * ROWS
             plgpu.barrier_wait(q_ready.at[me])
-            rows = (tiles.load(x.at[me], ROW) for x in (lse, delta))
+            rows = [tiles.load(x.at[me], ROW) for x in (lse, delta)]
             total, slot = _gradient(
                 w,
                 slot,
@@ -120,6 +120,9 @@ def _kernel(*refs: Ref, s: Settings) -> None:
             )
             plgpu.barrier_arrive(q_free.at[me])
             total = jnp.where(w.invalid != 0, jnp.nan, total * s.scale)
+            # What sees nothing gets nothing, also from tiles with NaN.
+            blind = tiles.along(rows[0] == jnp.inf, total.shape, 0)
+            total = jnp.where(blind, 0.0, total)
             target = out_ref.at[work.b, pl.ds(first, ROWS), work.head]
             for begin in range(0, head_dim, _WIDTH):
                 part = lax.slice(total, (0, begin), (ROWS, begin + _WIDTH))
@@ -130,7 +133,7 @@ def _kernel(*refs: Ref, s: Settings) -> None:
             return slot
 
         def produce(number: jax.Array, slot: jax.Array) -> jax.Array:
-            work = Work(number, q_ref, ks[0], blocks, s)
+            work = Work(number, q_ref, ks[0], s)
             w = tiles.walk(blocks, counts, (work.b, work.head, work.i), s)
             for i in range(WARPGROUPS):
                 plgpu.barrier_wait(q_free.at[i])

@@ -33,7 +33,7 @@ def restore_tree(manager: ocp.CheckpointManager, like: Any) -> tuple[int, Any] |
         return None
     shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, _leaves(like))
     leaves = manager.restore(step, args=ocp.args.StandardRestore(shapes))
-    return step, jax.tree.unflatten(jax.tree.structure(like), list(leaves.values()))
+    return step, jax.tree.unflatten(jax.tree.structure(like), [leaves[name] for name in shapes])
 
 
 def _leaves(tree: Any) -> dict[str, jax.Array]:

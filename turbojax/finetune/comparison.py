@@ -9,8 +9,8 @@ import numpy as np
 
 from turbojax.finetune.run import LOG_NAME
 
-# A run's settings that must agree for losses at the same step to be comparable.
-_SAME = ("settings", "model", "stream_sha256")
+# What runs must have in common for losses at the same step, and held-out scores, to be comparable.
+_SAME = ("settings", "model", "start_sha256", "stream_sha256", "held_out_sha256")
 
 Log = Mapping[str, Any]
 
@@ -64,7 +64,8 @@ def compare(first: Log, second: Log, *, width: int = 20) -> dict[str, Any]:
       - `seconds`: of both, in training steps alone; `seconds_saved`, `speedup`.
 
     Raises:
-      ValueError: if the runs differ in settings, model or data, or `width` is not positive.
+      ValueError: if the runs differ in settings, model, start, data or held-out text, or `width` is
+        not positive.
     """
     if width < 1:
         raise ValueError(f"{width=} must be at least 1")
@@ -77,7 +78,6 @@ def compare(first: Log, second: Log, *, width: int = 20) -> dict[str, Any]:
     ratio = two / one
     whole = ratio[width - 1 :] if steps >= width else ratio
     seconds = [float(seconds_at(log)[steps - 1]) for log in (first, second)]
-    density = [row["density"] for row in second["records"]]
     comparison = {
         "steps": steps,
         "smoothing": width,
@@ -85,7 +85,7 @@ def compare(first: Log, second: Log, *, width: int = 20) -> dict[str, Any]:
         "largest_ratio": round(float(whole.max()), 5),
         "mean_ratio": round(float(whole.mean()), 5),
         "held_out_ratio": _held_out_ratio(first, second),
-        "density": round(float(np.mean(density)), 5),
+        "density": round(mean_density(second), 5),
         "seconds": [round(x, 3) for x in seconds],
         "seconds_saved": round(seconds[0] - seconds[1], 3),
         "speedup": round(seconds[0] / seconds[1], 3),
@@ -101,6 +101,12 @@ def seconds_at(log: Log) -> np.ndarray:
     return np.interp(np.arange(1, len(log["losses"]) + 1), steps, seconds)
 
 
+def mean_density(log: Log) -> float:
+    """Mean over the steps of a log."""
+    steps = np.diff([0, *(row["step"] for row in log["records"])])
+    return float(np.average([row["density"] for row in log["records"]], weights=steps))
+
+
 def _held_out_ratio(first: Log, second: Log) -> float | None:
     scores = [log.get("held_out_bits_per_byte", {}).get("run") for log in (first, second)]
     if scores[0] is None or scores[1] is None:
@@ -113,8 +119,7 @@ def label(log: Log) -> str:
     attention = log["identity"]["attention"]
     if attention["kind"] == "dense":
         return "dense"
-    density = float(np.mean([row["density"] for row in log["records"]]))
-    return f"pooled, density {density:.2f}"
+    return f"pooled, density {mean_density(log):.2f}"
 
 
 def summary(result: Mapping[str, Any]) -> str:

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 
-SEPARATOR = 0
 MAX_FILE_BYTES = 1_000_000
 MIN_FILE_BYTES = 64
 MAX_LINE_CHARS = 1000
@@ -157,25 +156,6 @@ def select(
         seen.add(digest)
         kept.append(document)
     return kept, dict(dropped), resembling
-
-
-def pack(documents: Iterable[Document], *, repeats: dict[str, int] | None = None) -> np.ndarray:
-    """Joins documents into one stream, in an order that depends on their contents alone.
-
-    Args:
-      documents: what to join.
-      repeats: package -> how often its documents occur, 1 for packages not named.
-
-    Returns:
-      `[bytes]` uint8: byte 0, a document, byte 0, a document, ... and a final byte 0.
-    """
-    chosen = []
-    for document in documents:
-        for copy in range((repeats or {}).get(document.package, 1)):
-            key = hashlib.sha256(document.data + bytes([copy])).digest()
-            chosen.append((key, document.data))
-    chosen.sort(key=lambda item: item[0])
-    return join(data for _, data in chosen)
 
 
 def join(contents: Iterable[bytes]) -> np.ndarray:

@@ -20,12 +20,14 @@ def window_starts(index: np.ndarray, *, num_bytes: int, context: int, seed: int)
       ``[n]`` int32.
 
     Raises:
-      ValueError: if the stream holds no two windows.
+      ValueError: if the stream holds no two windows, or its positions do not fit int32.
     """
     # One window is lost to the offset, one byte to the shift between inputs and targets.
     num_windows = (num_bytes - 1) // context - 1
     if num_windows < 1:
         raise ValueError(f"{num_bytes=} must be more than twice {context=}")
+    if num_bytes >= 2**31:
+        raise ValueError(f"{num_bytes=} must be below 2**31")
     starts = np.empty(index.shape, np.int32)
     for epoch in np.unique(index // num_windows):
         order, offset = _epoch(seed, context, int(epoch), num_windows)

@@ -6,10 +6,11 @@ import importlib.metadata
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from turbojax.demo import environment
@@ -25,7 +26,7 @@ CHECKPOINTS_NAME = "checkpoints"
 MODEL_NAME = "model"
 
 Report = Callable[[dict[str, Any]], None]
-"""Called with every record and evaluation as it enters the log."""
+"""Called with the step that a run begins at, then with every record and evaluation of the log."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,10 +34,10 @@ class Rhythm:
     """How often, in steps, a run does what does not change its weights.
 
     Attributes:
-      log_every: between records; the device is waited for then.
+      log_every: at most between records; the device is waited for then.
       save_every: between checkpoints.
       evaluate_every: between evaluations on the held-out text; 0 for the end alone.
-      evaluate_windows: how many sequences of it are read then, the first ones.
+      evaluate_windows: how many sequences of it are read then at most, the first ones.
 
     Raises:
       ValueError: if a number is not positive, or negative for `evaluate_every`.
@@ -86,14 +87,14 @@ def fine_tune(
       remat: see `Trainer`.
       rhythm: see `Rhythm`.
       source: where the model came from, for the log.
-      report: called with every record and evaluation.
+      report: see `Report`.
 
     Returns:
       The log, see `docs/training.md`.
 
     Raises:
       ValueError: if the model does not read bytes, the text is too short, or `folder` holds a run
-        with other settings or data.
+        with other settings, data or starting weights.
       FloatingPointError: if the loss is not finite.
     """
     if len(corpus.held_out) < settings.context:
@@ -103,7 +104,7 @@ def fine_tune(
         )
     held_out = corpus.held_out[: rhythm.evaluate_windows * settings.context]
     trainer = Trainer(model, settings, corpus.stream, pooled=pooled, remat=remat)
-    log = Log(folder / LOG_NAME, _describe(trainer, corpus, pooled, source))
+    log = Log(folder / LOG_NAME, _describe(trainer, corpus, held_out, pooled, source))
     with checkpoint_manager(folder / CHECKPOINTS_NAME) as manager:
         trainer.restore(manager)
         log.rewind(trainer.step)
@@ -145,10 +146,11 @@ class Log:
         old: dict[str, Any] = {}
         if path.exists():
             old = json.loads(path.read_text(encoding="utf-8"))
+            identity = old.get("identity", {})
             for name, value in header["identity"].items():
-                if old["identity"].get(name) != value:
+                if identity.get(name) != value:
                     raise ValueError(
-                        f"{path.parent} holds a run with {name}={old['identity'].get(name)}, "
+                        f"{path.parent} holds a run with {name}={identity.get(name)}, "
                         f"which must be {value}: choose another folder"
                     )
         empty: dict[str, Any] = {"losses": [], "records": [], "evaluations": []}
@@ -233,9 +235,9 @@ def _export(folder: Path, trainer: Trainer) -> None:
 
 
 def _describe(
-    trainer: Trainer, corpus: Corpus, pooled: PooledAttention | None, source: str
+    trainer: Trainer, corpus: Corpus, held_out: bytes, pooled: PooledAttention | None, source: str
 ) -> dict[str, Any]:
-    """Facts about run, machine and versions; those that decide the weights under "identity"."""
+    """Facts about run, machine and versions; those that decide the figures under "identity"."""
     config = trainer.config
     attention = {"kind": "dense"} if pooled is None else {"kind": "pooled", **pooled.describe()}
     facts: dict[str, Any] = {
@@ -243,7 +245,11 @@ def _describe(
             "settings": dataclasses.asdict(trainer.settings),
             "attention": attention,
             "model": {**dataclasses.asdict(config), "parameters": config.num_parameters},
-            "stream_sha256": hashlib.sha256(corpus.stream.tobytes()).hexdigest(),
+            "start_sha256": _sha256(
+                np.asarray(x).tobytes() for x in jax.tree.leaves(trainer.params)
+            ),
+            "stream_sha256": _sha256([corpus.stream.tobytes()]),
+            "held_out_sha256": _sha256([held_out]),
         },
         "source": source,
         "data": {
@@ -262,3 +268,10 @@ def _describe(
     # As it will be read back: tuples are lists there.
     plain: dict[str, Any] = json.loads(json.dumps(facts))
     return plain
+
+
+def _sha256(parts: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()

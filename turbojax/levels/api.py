@@ -150,6 +150,11 @@ def level_density(
         wrong = np.setdiff1d(np.asarray(levels), (0, *LEVELS))
         if wrong.size:
             raise ValueError(f"levels hold {wrong.tolist()}, must be among {(0, *LEVELS)}")
+    return _density(levels, is_causal=bool(is_causal), block_q=block_q, block_kv=block_kv)
+
+
+@functools.partial(jax.jit, static_argnames=("is_causal", "block_q", "block_kv"))
+def _density(levels: jax.Array, *, is_causal: bool, block_q: int, block_kv: int) -> jax.Array:
     rows, columns = levels.shape[-2:]
     stop = (np.arange(rows) + 1) * block_q
     counts = np.minimum(-(-stop // block_kv), columns) if is_causal else np.full(rows, columns)

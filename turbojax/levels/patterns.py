@@ -1,6 +1,7 @@
 """Levels by position alone: a map that is made once, outside of the training step."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +39,7 @@ class Pattern:
           ValueError: if one is not positive or `block_kv` no multiple of 8.
         """
         grid = Grid(query_tokens, key_tokens, block_q, block_kv, bool(is_causal))
-        return self.on(grid, *grid.lengths(None, None))[:, None]
+        return _levels(self, grid)
 
     def on(self, grid: Grid, query_length: jax.Array, key_length: jax.Array) -> jax.Array:
         """The map for sequences with these lengths: int8 ``[B or 1, T_r, T_c]``."""
@@ -55,6 +56,12 @@ class Pattern:
     def _wanted(self, grid: Grid) -> jax.Array:
         """Levels without regard to what is visible: int32 ``[1, T_r, T_c]``."""
         raise NotImplementedError
+
+
+@functools.partial(jax.jit, static_argnames=("pattern", "grid"))
+def _levels(pattern: Pattern, grid: Grid) -> jax.Array:
+    """A pattern's map for full sequences: int8 ``[1, 1, T_r, T_c]``."""
+    return pattern.on(grid, *grid.lengths(None, None))[:, None]
 
 
 def _near(grid: Grid, window: int, sinks: int) -> jax.Array:
@@ -80,7 +87,7 @@ class LocalWindow(Pattern):
     Attributes:
       window: up to this distance, level 1.
       bounds: up to which distance blocks beyond have level 2, 4 and 8; farther ones are skipped.
-        None: however far.
+        None: however far. If not given, ``(window, window, None)``: level 8 beyond the window.
       sinks: the blocks of so many first tokens have level 1.
 
     Raises:
@@ -88,13 +95,13 @@ class LocalWindow(Pattern):
       ValueError: if one is negative, there are not three bounds, or they decrease.
     """
 
-    window: int = 1024
-    bounds: tuple[int | None, ...] = (2048, 8192, None)
+    window: int = 896
+    bounds: tuple[int | None, ...] = ()
     sinks: int = 1
 
     def __post_init__(self) -> None:
         _check_tokens(window=self.window, sinks=self.sinks)
-        object.__setattr__(self, "bounds", tuple(self.bounds))
+        object.__setattr__(self, "bounds", tuple(self.bounds) or (self.window, self.window, None))
         if len(self.bounds) != len(LEVELS) - 1:
             raise ValueError(f"bounds={self.bounds} must be three, of the levels 2, 4 and 8")
         for bound in self.bounds:

@@ -78,6 +78,7 @@ def key_similarity(
     return similarity(jax.lax.stop_gradient(key), grid.lengths(None, length)[1], grid)
 
 
+@functools.partial(jax.jit, static_argnames="grid")
 def similarity(key: jax.Array, key_length: jax.Array, grid: Grid) -> jax.Array:
     """`key_similarity` of checked arguments; `key_length` is int32 ``[B or 1]``.
 

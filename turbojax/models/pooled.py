@@ -35,7 +35,7 @@ class PooledAttention:
       key_means: the same.
     """
 
-    policy: Policy = LocalWindow()  # noqa: RUF009 - frozen
+    policy: Policy
     block_q: int = 128
     block_kv: int = 128
     implementation: str | None = None
@@ -141,10 +141,11 @@ def pooled_by_name(
 
     Args:
       name: ``"threshold"``, by cumulative attention (up to 0.62 at level 1, 0.77 at 2, 0.89 at 4
-        and 0.97 at 8, estimated from 8 queries and 8 means of keys a block); ``"topk"``, the default
-        `turbojax.levels.TopK`; or ``"window"``, tokens one by one up to a distance of `window`, and
-        means of 8 beyond.
-      window: tokens, 896 if not given; of ``"window"`` alone.
+        and 0.97 at 8, estimated from 8 queries and 8 means of keys a block); ``"topk"``, the
+        default `turbojax.levels.TopK`; or ``"window"``, tokens one by one up to a distance of
+        `window`, and means of 8 beyond.
+      window: tokens, that of the default `turbojax.levels.LocalWindow` (896) if not given; of
+        ``"window"`` alone.
       block_size: tokens of a block of queries, and of keys.
       implementation: of `pooled_attention`; None to choose.
 
@@ -160,6 +161,8 @@ def pooled_by_name(
         # The published bounds (0.4, 0.5, 0.6, 0.8) leave out too much of a small model's attention.
         policy: Policy = Threshold((0.62, 0.77, 0.89, 0.97))
         return PooledAttention(policy, block_size, block_size, implementation, 8, 8)
-    near = 896 if window is None else window
-    policy = TopK() if name == "topk" else LocalWindow(near, (near, near, None))
+    if name == "topk":
+        policy = TopK()
+    else:
+        policy = LocalWindow() if window is None else LocalWindow(window)
     return PooledAttention(policy, block_size, block_size, implementation)

@@ -163,8 +163,10 @@ def gradient(
 
     launch = launch or default_launch(query.shape[-1])
     sizes, head_dim = (query.shape[1], key.shape[1]), query.shape[-1]
+    # The kernels load padding, too, and weigh it with 0: NaN there would pass.
+    query = operands.without_padding(query, query_length)
     x = _operands(query, key, value, query_length, key_length, static)
-    lse, delta = operands.gradient_rows(
+    d_out, lse, delta = operands.gradient_rows(
         out, residual, d_out, d_residual, -(-sizes[0] // _TILE) * _TILE
     )
     queries = (x.query, _padded(d_out), lse, delta)

@@ -35,7 +35,7 @@ def lengths(length: jax.Array | None, batch: int, tokens: int) -> jax.Array:
 
 def gradient_rows(
     out: jax.Array, residual: jax.Array, d_out: jax.Array, d_residual: jax.Array, tokens: int
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What the kernels of the backward pass need to know of each row.
 
     Args:
@@ -46,17 +46,18 @@ def gradient_rows(
       tokens: `Tp`, at least `T`.
 
     Returns:
-      float32 ``[B, N, Tp]``, twice: the log-sum-exp in powers of two, ``inf`` for rows that saw
-      nothing or are not there, so that their weights are 0; and ``rowsum(d_out * out)`` less the
-      residual's cotangent, 0 there.
+      `d_out` with zeros for rows that saw nothing or are not there: no weight of 0 makes up for a
+      NaN. And float32 ``[B, N, Tp]``, twice: the log-sum-exp in powers of two, ``inf`` there, so
+      that their weights are 0; and ``rowsum(d_out * out)`` less the residual's cotangent, 0 there.
     """
+    is_empty = residual == -jnp.inf
+    d_out = jnp.where(is_empty[..., None], jnp.zeros((), d_out.dtype), d_out)
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     # Or XLA transposes within the sum, which takes five times as long as reading the two arrays.
     delta = jax.lax.optimization_barrier(delta) - d_residual
-    is_empty = residual == -jnp.inf
     lse = jnp.where(is_empty, jnp.inf, residual * _LOG2_E)
     lse, delta = (jnp.swapaxes(x, 1, 2) for x in (lse, jnp.where(is_empty, 0.0, delta)))
-    return pad_axis(lse, 2, tokens, math.inf), pad_axis(delta, 2, tokens)
+    return d_out, pad_axis(lse, 2, tokens, math.inf), pad_axis(delta, 2, tokens)
 
 
 def merge_gradients(

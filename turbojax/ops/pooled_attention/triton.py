@@ -180,7 +180,7 @@ def _gradient(
     lengths = _lengths(query, key, query_length, key_length)
     k, v = (_side(x, lengths[1], interpret) for x in (key, value))
     rows = operands.gradient_rows(out, residual, d_out, d_residual, query.shape[1])
-    queries = _pooled_common.Queries(query, d_out, *rows)
+    queries = _pooled_common.Queries(query, *rows)
     d_query = pooled_query_gradient.query_gradient(
         queries,
         k,
