@@ -208,6 +208,45 @@ def bias_of(w: Walk, t: jax.Array) -> jax.Array:
     return level_of(t, _sums(w.whole)[1:4]).astype(jnp.float32)
 
 
+def barriers(query_arrivals: int, s: Settings) -> tuple[list[Any], list[Any]]:
+    """Of queries, keys and values: what is ready, and what is free again.
+
+    Args:
+      query_arrivals: copies that make up a warpgroup's queries.
+      s: settings.
+    """
+    # A tile is ready when its chunks are, and what belongs to it.
+    tile = plgpu.Barrier(num_arrivals=s.chunks + 1, num_barriers=s.stages)
+    free = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=s.stages)
+    return (
+        [plgpu.Barrier(num_arrivals=query_arrivals, num_barriers=WARPGROUPS), tile, tile],
+        [plgpu.Barrier(num_barriers=WARPGROUPS), free, free],
+    )
+
+
+def column_memory(s: Settings) -> list[Any]:
+    """For the columns of the edges, see `produce`."""
+    return [plgpu.SMEM((s.stages, TILE), dtype) for dtype in (jnp.float32, jnp.int32)]
+
+
+def divide_work(me: jax.Array, free: list[Ref], s: Settings, consume: Any, produce: Any) -> None:
+    """Two warpgroups consume, with all memory free at first, and the third one produces."""
+
+    @pl.when(me < WARPGROUPS)
+    def _() -> None:
+        plgpu.set_max_registers(232, action="increase")
+        plgpu.barrier_arrive(free[0].at[me])
+        for barrier in free[1:]:
+            for i in range(s.stages):
+                plgpu.barrier_arrive(barrier.at[i])
+        consume()
+
+    @pl.when(me == WARPGROUPS)
+    def _() -> None:
+        plgpu.set_max_registers(40, action="decrease")
+        produce()
+
+
 class Source(NamedTuple):
     """Keys or values, and where tiles of them go."""
 

@@ -213,21 +213,14 @@ def _kernel(*refs: Ref, s: Settings) -> None:
             )
             return tiles.produce(w, slot, blocks, sources, columns, key_lengths[work.b], s)
 
-        @pl.when(me < WARPGROUPS)
-        def _() -> None:
-            plgpu.set_max_registers(232, action="increase")
-            plgpu.barrier_arrive(q_free.at[me])
-            for barrier in (k_free, v_free):
-                for i in range(s.stages):
-                    plgpu.barrier_arrive(barrier.at[i])
-            over_tiles(q_ref, consume)
+        tiles.divide_work(
+            me,
+            free,
+            s,
+            lambda: over_tiles(q_ref, consume),
+            lambda: over_tiles(q_ref, produce),
+        )
 
-        @pl.when(me == WARPGROUPS)
-        def _() -> None:
-            plgpu.set_max_registers(40, action="decrease")
-            over_tiles(q_ref, produce)
-
-    arrivals = s.chunks + 1
     pl.run_scoped(
         body,
         tiles.memory((WARPGROUPS, ROWS, head_dim), q_ref.dtype),
@@ -235,15 +228,8 @@ def _kernel(*refs: Ref, s: Settings) -> None:
         tiles.memory((s.stages, TILE, head_dim), q_ref.dtype),
         tiles.memory((WARPGROUPS, ROWS, head_dim), q_ref.dtype),
         plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32),
-        [plgpu.SMEM((s.stages, TILE), dtype) for dtype in (jnp.float32, jnp.int32)],
-        [
-            plgpu.Barrier(num_barriers=WARPGROUPS),
-            *[plgpu.Barrier(num_arrivals=arrivals, num_barriers=s.stages)] * 2,
-        ],
-        [
-            plgpu.Barrier(num_barriers=WARPGROUPS),
-            *[plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=s.stages)] * 2,
-        ],
+        tiles.column_memory(s),
+        *tiles.barriers(1, s),
         plgpu.Barrier(num_arrivals=WARPGROUPS),
         collective_axes="warpgroup",
     )
