@@ -33,7 +33,8 @@ IMPLEMENTATIONS = ("triton", "mosaic_gpu")
 # What every implementation takes.
 LARGE = {
     "mixture": Case(300, 330, heads=4, kv_heads=2, block_q=128, block_kv=64),
-    "causal": Case(391, 391, heads=4, kv_heads=2, block_q=128, block_kv=128, is_causal=True),
+    # The last group of level 8 holds one token.
+    "causal": Case(385, 385, heads=4, kv_heads=2, block_q=128, block_kv=128, is_causal=True),
     "causal, small blocks": Case(300, 203, block_q=256, block_kv=64, is_causal=True),
     "lengths": Case(
         300,
@@ -51,6 +52,20 @@ LARGE = {
     ),
     "shared levels": Case(260, 260, heads=4, block_q=128, block_kv=64, shared="both"),
     "negative scale": Case(200, 200, block_q=128, block_kv=128, scale=-0.2),
+    "no keys": Case(200, 333, batch=3, block_q=128, block_kv=64, key_lengths=(333, 0, 5)),
+    "shorter than a block": Case(11, 13, block_q=128, block_kv=128),
+    "more queries": Case(900, 260, heads=4, kv_heads=2, block_q=256, block_kv=64, is_causal=True),
+    **{
+        f"level {r}": Case(
+            391,
+            391,
+            block_q=128,
+            block_kv=64,
+            is_causal=True,
+            probabilities=tuple(float(r == x) for x in (0, 1, 2, 4, 8)),
+        )
+        for r in (0, 1, 2, 4, 8)
+    },
 }
 
 
@@ -217,3 +232,48 @@ def test_nan_reaches_the_blocks_that_attend_to_it(implementation, name):
     assert (attends | ~found).all()
     assert not found[1].any()
     assert not found[:, :, 2:].any()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_cotangents_of_what_sees_nothing_are_not_looked_at(implementation):
+    case = LARGE["mostly skipped"]
+    *arrays, d_out, d_residual = operands(case, jnp.bfloat16, 128)
+    need(implementation, arrays[0], case)
+    want = run(implementation, case, *arrays, d_out, d_residual)
+    blind = jnp.isneginf(want[1])
+    assert blind.any()
+    d_out = jnp.where(blind[..., None], jnp.asarray(jnp.nan, d_out.dtype), d_out)
+    got = run(implementation, case, *arrays, d_out, jnp.where(blind, jnp.nan, d_residual))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a.astype(jnp.float32), b.astype(jnp.float32))
+    for x in (got[0], got[2]):
+        assert not np.asarray(x[blind].astype(jnp.float32)).any()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("position", [1, 2])
+def test_nan_in_skipped_blocks_has_no_gradient(implementation, position):
+    """Also where its tile holds other blocks, to which queries attend."""
+    case = Case(260, 260, block_q=128, block_kv=64, probabilities=(0.0, 0.1, 0.2, 0.3, 0.4))
+    arrays = list(operands(case, jnp.bfloat16, 128))
+    need(implementation, arrays[0], case)
+    arrays[3] = arrays[3].at[:, :, :, 1].set(0)
+    want = run(implementation, case, *arrays)
+    arrays[position] = arrays[position].at[:, 70, 0].set(jnp.nan)
+    for a, b in zip(run(implementation, case, *arrays), want, strict=True):
+        np.testing.assert_array_equal(a.astype(jnp.float32), b.astype(jnp.float32))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("rest", [0, 1])
+def test_an_invalid_level_under_jit_gives_nan(implementation, rest):
+    """In its row of queries alone, also where the row holds nothing else."""
+    case = LARGE["shared levels"]
+    arrays = list(operands(case, jnp.bfloat16, 128))
+    need(implementation, arrays[0], case)
+    arrays[3] = jnp.full_like(arrays[3], 1).at[:, :, 0].set(rest).at[:, :, 0, 2].set(3)
+    out, residual, *_ = run(implementation, case, *arrays)
+    for x in (out[:, :128], residual[:, :128]):
+        assert np.isnan(x.astype(jnp.float32)).all()
+    for x in (out[:, 128:], residual[:, 128:]):
+        assert np.isfinite(x.astype(jnp.float32)).all()

@@ -99,17 +99,3 @@ def test_lowers_for_cuda(head_dim, block_q, block_kv, scale, is_causal, with_len
     assert "turbojax_pooled_attention_hopper" in forward
     for name in ("query", "key"):
         assert f"turbojax_pooled_{name}_gradient_hopper" in backward
-
-
-def test_levels_are_data():
-    """One trace serves all levels."""
-    traced = []
-
-    def attend(*arrays):
-        traced.append(arrays)
-        return mosaic_gpu.attention(*arrays, None, None, static=Static(128, 128, 0.1, True))
-
-    jitted = jax.jit(attend)
-    for _ in range(2):
-        lower_for_cuda(jitted, *shapes())
-    assert len(traced) == 1

@@ -215,7 +215,7 @@ def test_pooling_and_its_adjoint(dtype):
 
 
 def test_padding_changes_nothing():
-    """NaN past the ends, in operands and cotangents: the same bits, and zeros."""
+    """NaN past the ends, and in cotangents of what sees nothing: the same bits, and zeros."""
     case = CASES["both lengths, causal"]
     *arrays, levels, d_out, d_residual = operands(case)
     want = jax.tree.leaves(run(case, *arrays, levels, d_out, d_residual))
@@ -225,6 +225,7 @@ def test_padding_changes_nothing():
     )
     blind = np.isneginf(want[1])
     d_residual = jnp.where(blind, jnp.nan, d_residual)
+    d_out = jnp.where(blind[..., None], jnp.nan, d_out)
     got = jax.tree.leaves(run(case, q, k, v, levels, d_out, d_residual))
     for a, b in zip(got, want, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -345,3 +346,15 @@ def test_lowers_for_cuda(dtype, head_dim, block_q, block_kv, is_causal):
     assert "turbojax_pooled_forward" in forward
     for name in ("pool", "pooled_query_gradient", "pooled_key_gradient"):
         assert f"turbojax_{name}" in backward
+
+
+def test_levels_are_data():
+    """Other levels run the same compiled kernels."""
+    case = CASES["mixture"]
+    *arrays, levels, d_out, d_residual = operands(case)
+    first = run(case, *arrays, levels, d_out, d_residual)
+    sizes = triton._attention._cache_size(), triton._gradient._cache_size()
+    other = jnp.where(levels == 1, 8, 1).astype(jnp.int8)
+    second = run(case, *arrays, other, d_out, d_residual)
+    assert (triton._attention._cache_size(), triton._gradient._cache_size()) == sizes
+    assert not np.array_equal(first[0], second[0])
