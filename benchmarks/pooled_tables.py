@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks import tables
 from benchmarks.tables import Result, Row
+from turbojax.finetune import display
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -274,25 +275,4 @@ def _bits(value: float | None) -> str:
 
 def training_plot(result: Mapping[str, Any]) -> "Figure":
     """Smoothed losses over steps and over time in steps."""
-    from matplotlib.figure import Figure
-
-    from turbojax.finetune.comparison import label as run_label
-    from turbojax.finetune.comparison import seconds_at, smooth
-
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
-    by_step, by_time = figure.subplots(1, 2, sharey=True)
-    for i, log in enumerate(result["runs"]):
-        curve, name = smooth(log["losses"], result["comparison"]["smoothing"]), run_label(log)
-        by_step.plot(range(1, len(curve) + 1), curve, color=f"C{i}", label=name)
-        by_step.plot(range(1, len(curve) + 1), log["losses"], color=f"C{i}", lw=0.5, alpha=0.3)
-        by_time.plot(seconds_at(log), curve, color=f"C{i}", label=name)
-        if scores := log["evaluations"]:
-            x, y = zip(*((r["step"], r["held_out_bits_per_byte"]) for r in scores), strict=True)
-            by_step.plot(x, y, "o--", color=f"C{i}", ms=4, lw=0.8, label=f"{name}, held out")
-    by_step.set(xlabel="step", ylabel="bits per byte")
-    by_time.set(xlabel="seconds in training steps")
-    for axes in (by_step, by_time):
-        axes.grid(alpha=0.3)
-        axes.legend(frameon=False)
-    figure.suptitle(f"Fine-tuning on {result['runs'][0]['environment']['device']}")
-    return figure
+    return display.draw(result["runs"], width=result["comparison"]["smoothing"])

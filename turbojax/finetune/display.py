@@ -2,36 +2,38 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from turbojax.finetune.comparison import label, seconds_at, smooth
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _COLOURS = ("#3182bd", "#d94801", "#31a354")
 
 
-def save_plot(logs: Sequence[Mapping[str, Any]], path: Path, *, width: int = 20) -> None:
-    """Draws the losses of runs, over steps and over time in steps, and their held-out scores.
+def draw(logs: Sequence[Mapping[str, Any]], *, width: int = 20) -> "Figure":
+    """The losses of runs, over steps and over time in steps, and their held-out scores.
 
     Args:
       logs: of the runs, at most three.
-      path: the picture; its ending decides the format.
       width: steps over which the curves are averaged; single steps are drawn pale.
 
     Raises:
-      ValueError: if there are no runs or too many, or matplotlib does not know the format.
+      ValueError: if there are no runs or too many.
     """
     from matplotlib.figure import Figure
 
     if not 1 <= len(logs) <= len(_COLOURS):
         raise ValueError(f"{len(logs)} runs must be 1 to {len(_COLOURS)}")
-    figure = Figure(figsize=(10, 4.2), dpi=100, layout="constrained")
+    figure = Figure(figsize=(10, 4.4), dpi=100, layout="constrained")
     by_step, by_time = figure.subplots(1, 2, sharey=True)
     for log, colour in zip(logs, _COLOURS, strict=False):
         steps = range(1, len(log["losses"]) + 1)
         curve = smooth(log["losses"], width)
         by_step.plot(steps, log["losses"], color=colour, lw=0.5, alpha=0.3)
         by_step.plot(steps, curve, color=colour, lw=1.5, label=label(log))
-        by_time.plot(seconds_at(log), curve, color=colour, lw=1.5, label=label(log))
+        by_time.plot(seconds_at(log), curve, color=colour, lw=1.5)
         scores = log["evaluations"]
         if scores:
             x, y = zip(*((r["step"], r["held_out_bits_per_byte"]) for r in scores), strict=True)
@@ -41,10 +43,25 @@ def save_plot(logs: Sequence[Mapping[str, Any]], path: Path, *, width: int = 20)
     by_time.set_xlabel("seconds in training steps")
     for axes in (by_step, by_time):
         axes.grid(alpha=0.3)
-        axes.legend(frameon=False)
+    # Below: the curves leave no room.
+    figure.legend(loc="outside lower center", ncols=2 * len(logs), frameon=False)
     settings = logs[0]["identity"]["settings"]
     figure.suptitle(
-        f"{settings['context']} bytes of context, {settings['batch_size']} sequences per step, "
+        f"{settings['context']:,} bytes of context, {settings['batch_size']} sequences per step, "
         f"{logs[0]['environment']['device']}"
     )
-    figure.savefig(path)
+    return figure
+
+
+def save_plot(logs: Sequence[Mapping[str, Any]], path: Path, *, width: int = 20) -> None:
+    """Saves what `draw` draws.
+
+    Args:
+      logs: see `draw`.
+      path: the picture; its ending decides the format.
+      width: see `draw`.
+
+    Raises:
+      ValueError: if there are no runs or too many, or matplotlib does not know the format.
+    """
+    draw(logs, width=width).savefig(path)

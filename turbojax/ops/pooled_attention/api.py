@@ -57,9 +57,10 @@ def pooled_attention(
     their number is added to its score. Where fewer are left at the end of a sequence, it is the
     mean of those, and weighs as many.
 
-    The levels are data: other ones need no compilation. Memory grows with ``T + S``, of the
-    gradient too, which passes through the means to every token (Algorithms 2 and 3). There are no
-    second derivatives and no forward mode (`jax.jvp`).
+    The levels are data: other ones need no compilation. Beside them, and lists of their shape that
+    the kernels make (some tens of bytes a level), memory grows with ``T + S``, of the gradient too,
+    which passes through the means to every token (Algorithms 2 and 3). There are no second
+    derivatives and no forward mode (`jax.jvp`).
 
     Args:
       query: ``[B, T, N, H]``, bfloat16, float16 or float32.
