@@ -95,3 +95,25 @@ def pytest_configure(config: pytest.Config) -> None:
     asked = "gpu" in wanted and wanted[max(wanted.index("gpu") - 1, 0)] != "not"
     if asked and not hasattr(config, "workerinput") and not config.option.collectonly:
         config.pluginmanager.register(_GpuTestsRan(), "turbojax-gpu-tests-ran")
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory) -> str:
+    """The folder of a random byte-level model."""
+    from flax import nnx
+
+    from turbojax import models
+
+    config = models.LlamaConfig(
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        max_length=128,
+    )
+    folder = tmp_path_factory.mktemp("tiny")
+    models.save(models.Llama(config, rngs=nnx.Rngs(0)), folder, dtype=jax.numpy.bfloat16)
+    return str(folder)

@@ -18,31 +18,13 @@ from turbojax.demo import DemoSettings, default_file
 SMALL = ["--prompt-bytes", "70", "--new-bytes", "8", "--generate-bytes", "4"]
 
 
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory) -> str:
-    """The folder of a random byte-level model."""
-    config = models.LlamaConfig(
-        vocab_size=256,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        max_length=128,
-    )
-    folder = tmp_path_factory.mktemp("tiny")
-    models.save(models.Llama(config, rngs=nnx.Rngs(0)), folder, dtype=jnp.bfloat16)
-    return str(folder)
-
-
 def _run(*arguments: str):
     return CliRunner().invoke(app, ["demo", *arguments], env={"COLUMNS": "120"})
 
 
-def test_json_report(tiny_model, tmp_path):
+def test_json_report(tiny_folder, tmp_path):
     plot = tmp_path / "demo.png"
-    result = _run("--model", tiny_model, *SMALL, "--json", "--plot", str(plot))
+    result = _run("--model", tiny_folder, *SMALL, "--json", "--plot", str(plot))
     assert result.exit_code == 0, result.stderr
     report = json.loads(result.stdout)
     exact, *compressed = report["results"]
@@ -58,21 +40,21 @@ def test_json_report(tiny_model, tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_table_names_each_cache_and_its_text(tiny_model):
-    result = _run("--model", tiny_model, *SMALL, "--cache", "exact, 3bit")
+def test_table_names_each_cache_and_its_text(tiny_folder):
+    result = _run("--model", tiny_folder, *SMALL, "--cache", "exact, 3bit")
     assert result.exit_code == 0, result.stderr
     for text in ("bits/byte", "exact continues", "3bit continues", "70 bytes prefilled"):
         assert text in result.stdout
 
 
-def test_exact_bits_per_byte_is_that_of_the_model(tiny_model, tmp_path):
+def test_exact_bits_per_byte_is_that_of_the_model(tiny_folder, tmp_path):
     text = bytes(range(1, 100))
     file = tmp_path / "text"
     file.write_bytes(text)
-    result = _run("--model", tiny_model, *SMALL, "--json", "--file", str(file), "--cache", "exact")
+    result = _run("--model", tiny_folder, *SMALL, "--json", "--file", str(file), "--cache", "exact")
     row = json.loads(result.stdout)["results"][0]
     tokens = jnp.array([[models.BEGINNING_OF_FILE, *text[:78]]])
-    logits = models.load(tiny_model, dtype=jnp.float32)(tokens)[0, 70:78]
+    logits = models.load(tiny_folder, dtype=jnp.float32)(tokens)[0, 70:78]
     losses = jnp.stack(
         [jax.nn.logsumexp(l) - l[t] for l, t in zip(logits, text[70:78], strict=True)]
     )
@@ -92,26 +74,26 @@ def test_exact_bits_per_byte_is_that_of_the_model(tiny_model, tmp_path):
         (["--plot", "/no/such/folder/x.png"], "No such file or directory"),
     ],
 )
-def test_errors_are_one_clear_line(tiny_model, arguments, message):
-    result = _run("--model", tiny_model, *SMALL, "--cache", "exact", *arguments)
+def test_errors_are_one_clear_line(tiny_folder, arguments, message):
+    result = _run("--model", tiny_folder, *SMALL, "--cache", "exact", *arguments)
     assert result.exit_code == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr
     assert len(result.stderr.strip().splitlines()[-1]) < 400
 
 
-def test_a_file_that_is_too_short(tiny_model, tmp_path):
+def test_a_file_that_is_too_short(tiny_folder, tmp_path):
     file = tmp_path / "short"
     file.write_bytes(b"abc")
-    result = _run("--model", tiny_model, *SMALL, "--file", str(file))
+    result = _run("--model", tiny_folder, *SMALL, "--file", str(file))
     assert result.exit_code == 2
     assert "has 3 bytes, must have at least 78" in result.stderr
 
 
-def test_a_run_too_short_to_time_is_still_json(tiny_model):
-    result = _run("--model", tiny_model, *SMALL, "--new-bytes", "1", "--cache", "exact", "--json")
+def test_a_run_too_short_to_time_is_still_json(tiny_folder):
+    result = _run("--model", tiny_folder, *SMALL, "--new-bytes", "1", "--cache", "exact", "--json")
     assert json.loads(result.stdout)["results"][0]["bytes_per_second"] is None
-    table = _run("--model", tiny_model, *SMALL, "--new-bytes", "1", "--cache", "exact")
+    table = _run("--model", tiny_folder, *SMALL, "--new-bytes", "1", "--cache", "exact")
     assert table.exit_code == 0
 
 

@@ -17,33 +17,15 @@ SMALL = ["--tokens", "96", "--block", "8", "--layer", "1"]
 IN_TABLE = ("topk", "strided")
 
 
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory) -> str:
-    """The folder of a random byte-level model."""
-    config = models.LlamaConfig(
-        vocab_size=256,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        max_length=128,
-    )
-    folder = tmp_path_factory.mktemp("tiny")
-    models.save(models.Llama(config, rngs=nnx.Rngs(0)), folder, dtype=jnp.bfloat16)
-    return str(folder)
-
-
 def _run(*arguments: str):
     return CliRunner().invoke(app, ["levels", *arguments], env={"COLUMNS": "160"})
 
 
-def test_json_report_and_picture(tiny_model, tmp_path):
+def test_json_report_and_picture(tiny_folder, tmp_path):
     plot = tmp_path / "levels.png"
     names = [name for name in levels_map.POLICY_NAMES if name not in IN_TABLE]
     options = ["--policy", ",".join(names), "--json", "--plot", str(plot)]
-    result = _run("--model", tiny_model, *SMALL, *options)
+    result = _run("--model", tiny_folder, *SMALL, *options)
     assert result.exit_code == 0, result.stderr
     report = json.loads(result.stdout)
     assert [row["name"] for row in report["results"]] == names
@@ -63,18 +45,18 @@ def test_json_report_and_picture(tiny_model, tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_table(tiny_model):
-    result = _run("--model", tiny_model, *SMALL, "--policy", ", ".join(IN_TABLE), "--head", "2,0")
+def test_table(tiny_folder):
+    result = _run("--model", tiny_folder, *SMALL, "--policy", ", ".join(IN_TABLE), "--head", "2,0")
     assert result.exit_code == 0, result.stderr
     for text in (*IN_TABLE, "ideal speed-up", "96 tokens in blocks of 8", "2 heads"):
         assert text in result.stdout
 
 
-def test_operands_are_those_of_the_layer(tiny_model, tmp_path):
+def test_operands_are_those_of_the_layer(tiny_folder, tmp_path):
     """Attention with the layer's query and key, done by hand from the weights."""
     file = tmp_path / "text"
     file.write_bytes(bytes(range(1, 64)))
-    model = models.load(tiny_model, dtype=jnp.float32)
+    model = models.load(tiny_folder, dtype=jnp.float32)
     settings = levels_map.MapSettings(file=file, layer=1, tokens=64, block=8)
     query, key, value = levels_map._layer_operands(model, settings)
     seen = []
@@ -105,17 +87,17 @@ def test_operands_are_those_of_the_layer(tiny_model, tmp_path):
         (["--plot", "/no/such/folder/x.png"], "No such file or directory"),
     ],
 )
-def test_errors_are_one_clear_line(tiny_model, arguments, message):
-    result = _run("--model", tiny_model, *SMALL, "--policy", "window", *arguments)
+def test_errors_are_one_clear_line(tiny_folder, arguments, message):
+    result = _run("--model", tiny_folder, *SMALL, "--policy", "window", *arguments)
     assert result.exit_code == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr
 
 
-def test_a_file_that_is_too_short(tiny_model, tmp_path):
+def test_a_file_that_is_too_short(tiny_folder, tmp_path):
     file = tmp_path / "short"
     file.write_bytes(b"abc")
-    result = _run("--model", tiny_model, *SMALL, "--file", str(file))
+    result = _run("--model", tiny_folder, *SMALL, "--file", str(file))
     assert result.exit_code == 2
     assert "has 3 bytes, must have at least 95" in result.stderr
 
