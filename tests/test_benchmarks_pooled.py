@@ -278,7 +278,7 @@ def test_prose_agrees_with_the_results():
         f"{long[1]['forward_speedup']:.2f} times at 0.053",
         f"({long[1]['forward_backward_speedup']:.2f} times)",
         f"a dense kernel, at {whole:.2f}x",
-        f"at {compared['density'] * 100:.0f} % of the work, takes {compared['speedup']:.2f} times",
+        f"at {compared['density'] * 100:.0f} % of the work, is {compared['speedup']:.2f} times",
         f"its loss is {compared['final_ratio']:.3f} times the dense one",
         f"are at {pooled['held_out_bits_per_byte']['dense']:.4f} bits per held-out byte",
         f"those of the dense run at {dense['held_out_bits_per_byte']['run']:.4f}.",
