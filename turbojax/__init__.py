@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from turbojax import fireq as fireq
 from turbojax import levels as levels
 from turbojax import quantizers as quantizers
 from turbojax.cache import CacheSide as CacheSide
@@ -21,6 +22,7 @@ from turbojax.sas import SAS as SAS
 from turbojax.sas import sas_softmax as sas_softmax
 
 if TYPE_CHECKING:
+    from turbojax import flax as flax
     from turbojax import models as models
 
 __version__ = "0.1.0"
@@ -33,6 +35,8 @@ __all__ = [
     "append",
     "decode",
     "dequantize",
+    "fireq",
+    "flax",
     "head_priority",
     "init_cache",
     "level_density",
@@ -48,9 +52,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Imports `turbojax.models`, and with it Flax, when it is first used."""
-    if name == "models":
+    """Imports what needs Flax when it is first used."""
+    if name in ("flax", "models"):
         import importlib
 
-        return importlib.import_module("turbojax.models")
+        return importlib.import_module(f"turbojax.{name}")
     raise AttributeError(f"module 'turbojax' has no attribute {name!r}")

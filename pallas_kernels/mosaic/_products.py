@@ -5,6 +5,7 @@ Pallas's own start from an accumulator of zeros, which takes as many instruction
 registers. These ignore what the accumulator held.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.experimental.mosaic.gpu as mgpu
@@ -57,6 +58,9 @@ def _name(element: ir.Type) -> str:
 
 def _words(a: Any) -> list[list[Value]]:
     """A register operand as the four words of each instruction."""
+    if isinstance(a.mlir_dtype, ir.IntegerType) and ir.IntegerType(a.mlir_dtype).width == 32:
+        flat = r.scalars(a)
+        return [flat[i : i + 4] for i in range(0, len(flat), 4)]
     word = ir.VectorType.get((1,), r.i32())
     words = [
         vector.extract(
@@ -69,14 +73,18 @@ def _words(a: Any) -> list[list[Value]]:
     return [words[i : i + 4] for i in range(0, len(words), 4)]
 
 
-def start(a: Any, b: Value, *, swizzle: int, a_swizzle: int | None = None) -> Any:
+def start(
+    a: Any, b: Value, *, swizzle: int, a_swizzle: int | None = None, total: Any | None = None
+) -> Any:
     """Starts ``a @ b`` as one group of asynchronous products.
 
     Args:
-      a: the left operand ``[64, k]``, in registers (layout `WGMMA_8BIT`) or in tiled shared memory.
+      a: the left operand ``[64, k]``, in registers (layout `WGMMA_8BIT`, or its words, see
+        `_int4_operand.load`) or in tiled shared memory.
       b: the right one, tiled shared memory of ``[n, k]``.
       swizzle: bytes of a row of a tile of `b`.
       a_swizzle: the same of `a`, if that is in memory.
+      total: added to, if given: what such a call returned.
 
     Returns:
       int32 or float32 ``[64, n]``, not to be touched before a wait for the group.
@@ -94,6 +102,7 @@ def start(a: Any, b: Value, *, swizzle: int, a_swizzle: int | None = None) -> An
     count, size = n // 2, len(left[0])
     inputs = [x for pair in zip(left, right, strict=True) for x in (*pair[0], pair[1])]
     accumulator = "{" + ",".join(f"${i}" for i in range(count)) + "}"
+    inputs += [] if total is None else [x for p in total.registers.flat for x in r.elements(p)]
     kinds = "s32.s8.s8" if is_int else f"f32.{_name(element)}.{_name(element)}"
     scales = "" if is_int else ", 1, 1"
     lines, at = ["{.reg .pred no, yes; setp.ne.b32 no, 0, 0; setp.ne.b32 yes, 1, 0;"], count
@@ -104,12 +113,13 @@ def start(a: Any, b: Value, *, swizzle: int, a_swizzle: int | None = None) -> An
         source = "{" + ",".join(names[:-1]) + "}" if size > 1 else names[0]
         lines.append(
             f"wgmma.mma_async.sync.aligned.m64n{n}k32.{kinds} {accumulator}, {source}, {names[-1]},"
-            f" {'yes' if i else 'no'}{scales};"
+            f" {'no' if i == 0 and total is None else 'yes'}{scales};"
         )
     lines.append("wgmma.commit_group.sync.aligned;}")
     kind = r.i32() if is_int else r.f32()
     letter = "=r" if is_int else "=f"
     constraints = [letter] * count + (["r"] * size + ["l"] if size > 1 else ["l", "l"]) * len(left)
+    constraints += [] if total is None else [str(i) for i in range(count)]
     result: Value = llvm.inline_asm(
         llvm.StructType.get_literal([kind] * count),
         inputs,
@@ -119,13 +129,17 @@ def start(a: Any, b: Value, *, swizzle: int, a_swizzle: int | None = None) -> An
         asm_dialect=0,
     )
     values = [llvm.extractvalue(kind, result, [i]) for i in range(count)]
+    return _accumulator(values, kind)
+
+
+def _accumulator(values: Sequence[Value], kind: ir.Type) -> Any:
     pair = ir.VectorType.get((2,), kind)
-    shape = mgpu.WGMMA_LAYOUT.registers_shape((_ROWS, n))
-    registers = np.empty((count // 2,), dtype=object)
-    for i in range(count // 2):
+    shape = mgpu.WGMMA_LAYOUT.registers_shape((_ROWS, 2 * len(values)))
+    registers = np.empty((len(values) // 2,), dtype=object)
+    for i in range(len(values) // 2):
         registers[i] = vector.from_elements(pair, values[2 * i : 2 * i + 2])
     return mgpu.FragmentedArray(
         _registers=registers.reshape(shape),
         _layout=mgpu.WGMMA_LAYOUT,
-        _is_signed=True if is_int else None,
+        _is_signed=True if isinstance(kind, ir.IntegerType) else None,
     )

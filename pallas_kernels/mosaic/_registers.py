@@ -150,7 +150,8 @@ def chain(xs: Sequence[Value], combine: Any) -> Value:
     return combine(*totals)
 
 
-def _elements(register: Value) -> list[Value]:
+def elements(register: Value) -> list[Value]:
+    """What a register array's one register holds."""
     if not isinstance(register.type, ir.VectorType):
         return [register]
     [size] = ir.VectorType(register.type).shape
@@ -164,7 +165,7 @@ def _elements(register: Value) -> list[Value]:
 def by_row(a: Any) -> list[list[Value]]:
     """Of an accumulator ``[64, n]``: for each of the two rows its ``n / 4`` columns."""
     registers = a.registers.reshape(-1, 2)
-    return [[x for r in registers[:, half] for x in _elements(r)] for half in range(2)]
+    return [[x for r in registers[:, half] for x in elements(r)] for half in range(2)]
 
 
 def of_rows(rows: Sequence[Sequence[Value]]) -> Any:
@@ -182,7 +183,7 @@ def of_rows(rows: Sequence[Sequence[Value]]) -> Any:
 
 def scalars(a: Any) -> list[Value]:
     """A row array's two registers, or the one of a scalar."""
-    return [x for r in a.registers.flat for x in _elements(r)]
+    return [x for r in a.registers.flat for x in elements(r)]
 
 
 def row_array(pair: Sequence[Value]) -> Any:

@@ -1,10 +1,14 @@
-"""Quantizers: FlashQ stages 1 and 2, e4m3, packing, head priorities."""
+"""Quantizers: FlashQ stages 1 and 2, e4m3, INT4 weights, packing, head priorities."""
 
 from turbojax.quantizers.fp8 import E4M3_MAX as E4M3_MAX
+from turbojax.quantizers.fp8 import Fp8Tokens as Fp8Tokens
 from turbojax.quantizers.fp8 import quantize_fp8 as quantize_fp8
+from turbojax.quantizers.fp8 import quantize_tokens as quantize_tokens
 from turbojax.quantizers.fp8 import round_to_e4m3 as round_to_e4m3
 from turbojax.quantizers.head_priority import head_priority as head_priority
 from turbojax.quantizers.head_priority import rank_heads as rank_heads
+from turbojax.quantizers.int4 import Int4Weight as Int4Weight
+from turbojax.quantizers.int4 import quantize_weight as quantize_weight
 from turbojax.quantizers.int8 import INT8_RANGE as INT8_RANGE
 from turbojax.quantizers.int8 import absolute_maximum as absolute_maximum
 from turbojax.quantizers.int8 import quantize_int8 as quantize_int8

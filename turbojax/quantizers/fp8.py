@@ -1,11 +1,13 @@
 """Symmetric e4m3 quantization, the operands of the 8-bit float modes."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from turbojax import _checks
 from turbojax.quantizers.int8 import absolute_maximum
 
 E4M3_MAX = 448.0
@@ -39,6 +41,62 @@ def quantize_fp8(x: jax.Array, *, axis: int | Sequence[int]) -> tuple[jax.Array,
     scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1, scale)
     codes = round_to_e4m3(jnp.clip(x * (1 / scale), -E4M3_MAX, E4M3_MAX))
     return codes, jnp.squeeze(scale, axis=axes)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Fp8Tokens:
+    """Activations in e4m3, one scale per token (FireQ, section 3.1).
+
+    Attributes:
+      codes: float8_e4m3fn ``[..., K]``.
+      scale: bfloat16 ``[...]``; NaN marks a token in which some value was not finite.
+      dtype: dtype of what was quantized, in which products of it are returned.
+    """
+
+    codes: jax.Array
+    scale: jax.Array
+    dtype: np.dtype = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``[..., K]``, that of what was quantized."""
+        return self.codes.shape
+
+
+def quantize_tokens(x: jax.Array) -> Fp8Tokens:
+    """Quantizes to e4m3 with a bfloat16 scale per token (FireQ, section 3.1).
+
+    ``s = bf16(max|x| / 448)``, ``q = e4m3(x / s)``. Both divisions are products with a float32
+    reciprocal. A scale rounded down makes the largest values saturate.
+
+    Args:
+      x: bfloat16, float16 or float32 ``[..., K]``.
+
+    Returns:
+      The codes and scales: 1 where a token is zero (a magnitude below the smallest normal
+      float32 number counts as zero), otherwise at least the smallest normal number; NaN, of scale
+      and codes, where a value is not finite.
+
+    Raises:
+      TypeError: if the dtype is not supported.
+      ValueError: if `x` has no axis, or no channels.
+    """
+    _checks.check_float_dtype("x", x)
+    if x.ndim == 0 or x.shape[-1] == 0:
+        raise ValueError(f"{x.shape=} must be [..., K], K at least 1")
+    wide = x.astype(jnp.float32)
+    maximum = absolute_maximum(wide, x.ndim - 1)
+    tiny = float(jnp.finfo(jnp.float32).tiny)
+    scale = jnp.maximum(maximum * _RECIPROCAL_MAX, tiny)
+    scale = jnp.where(maximum < tiny, 1.0, scale)
+    scale = jnp.where(jnp.isnan(maximum), jnp.nan, scale)
+    # XLA would drop the rounding where the scale is widened again.
+    rounded = jax.lax.optimization_barrier(scale.astype(jnp.bfloat16))
+    scale = rounded.astype(jnp.float32)
+    codes = jnp.clip(wide * (1 / scale), -E4M3_MAX, E4M3_MAX)
+    codes = round_to_e4m3(jnp.where(jnp.isnan(scale), jnp.nan, codes))
+    return Fp8Tokens(codes, jnp.squeeze(rounded, axis=-1), np.dtype(x.dtype))
 
 
 def round_to_e4m3(x: jax.Array) -> jax.Array:

@@ -1,0 +1,189 @@
+"""INT4 weights times e4m3 activations for Hopper (FireQ, section 3.1.1)."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic import _int4_operand, _products
+from pallas_kernels.mosaic import _matmul_program as program
+from pallas_kernels.mosaic._int4_operand import GROUP, ROW_BYTES, TABLE_BYTES, TABLES
+from pallas_kernels.mosaic._int4_result import ROWS
+from pallas_kernels.mosaic._int4_result import Epilogue as Epilogue
+from pallas_kernels.mosaic._matmul_program import SCALAR, TILE, WARPGROUPS, Ref, Tile, Work
+from pallas_kernels.mosaic._matmul_program import Settings as Settings
+
+_ROW = plgpu.Layout.WGMMA.reduce(1)
+
+
+TABLES_BYTES = TABLES * TABLE_BYTES
+"""Shared memory that the tables take."""
+
+
+def stage_bytes(scale_bytes: int) -> int:
+    """Shared memory that the weights of a stage take."""
+    return TILE * (ROW_BYTES + scale_bytes)
+
+
+def _operand(
+    weights: tuple[Ref, ...], slot: jax.Array, half: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """A warpgroup's weights of a group: `_int4_operand.operand`."""
+    codes, scales, *tables = weights
+    refs = [codes.at[slot], scales.at[slot], *tables]
+    types = (SCALAR, *[plgpu.RefType()] * len(refs))
+    words = plgpu.ShapeDtypeStruct((ROWS, GROUP // 4), jnp.dtype(jnp.int32), plgpu.Layout.WGMMA)
+    unit = plgpu.ShapeDtypeStruct((ROWS,), jnp.dtype(jnp.float32), _ROW)
+
+    @plgpu.inline_mgpu(arg_types=types, return_type=(words, unit))
+    def run(context: Any, row: Any, codes: Any, scales: Any, *tables: Any) -> Any:
+        del context
+        return _int4_operand.operand(codes, scales, tables[0] if tables else None, row)
+
+    return run(half * ROWS, *refs)
+
+
+def _start(words: jax.Array, x: Ref, total: jax.Array | None) -> jax.Array:
+    """Starts a group's product, added to `total`."""
+    kind = plgpu.ShapeDtypeStruct((ROWS, x.shape[0]), jnp.dtype(jnp.float32), plgpu.Layout.WGMMA)
+    arrays = [words] if total is None else [words, total]
+    types = (program.swizzled_type(x.dtype), *[plgpu.Layout.WGMMA] * len(arrays))
+
+    @plgpu.inline_mgpu(arg_types=types, return_type=kind)
+    def run(context: Any, x: Any, words: Any, *total: Any) -> Any:
+        del context
+        return _products.start(words, x, swizzle=128, total=total[0] if total else None)
+
+    return run(x, *arrays)
+
+
+def _accumulate(
+    work: Work, slot: jax.Array, me: jax.Array, m: Tile, weights: tuple[Ref, ...], s: Settings
+) -> tuple[jax.Array, jax.Array]:
+    """A warpgroup's sums over its groups of inputs, the first of all in `slot`; the slot after."""
+    half, team = lax.rem(me, jnp.int32(WARPGROUPS)), lax.div(me, jnp.int32(WARPGROUPS))
+    after = lax.rem(slot + (work.end - work.begin), jnp.int32(s.stages))
+    # A team keeps to its slots: barriers count every warpgroup's waits.
+    late = lax.rem(team + slot, jnp.int32(s.teams))
+    begin = work.begin + late
+    slot = lax.rem(slot + late, jnp.int32(s.stages))
+
+    def wait(g: jax.Array, slot: jax.Array) -> None:
+        @pl.when(g < work.end)
+        def _() -> None:
+            plgpu.barrier_wait(m.ready.at[slot])
+
+    def step(g: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        total, words, unit, slot = carry
+        following = lax.rem(slot + s.teams, jnp.int32(s.stages))
+        product = _start(words, m.x.at[slot], None if s.is_two_level else total)
+        wait(begin + (g + 1) * s.teams, following)
+        # While the product is on its way. After the last group this converts whatever is there.
+        words, next_unit = _operand(weights, following, half)
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(m.free.at[slot])
+        if s.is_two_level:
+            product = total + product * lax.broadcast_in_dim(unit, product.shape, (0,))
+        return product, words, next_unit, following
+
+    wait(begin, slot)
+    words, unit = _operand(weights, slot, half)
+    zeros = jnp.full((ROWS, s.tokens), 0.0, jnp.float32)
+    carry = (plgpu.layout_cast(zeros, plgpu.Layout.WGMMA), words, unit, slot)
+    steps = lax.div(jnp.maximum(work.end - begin, 0) + (s.teams - 1), jnp.int32(s.teams))
+    total, *_ = lax.fori_loop(jnp.int32(0), steps, step, carry)
+    return total, after
+
+
+def _kernel(*refs: Ref, tiles: tuple[int, int], s: Settings, has_tables: bool) -> None:
+    a = program.arrays_of(refs, 2 + has_tables, s.epilogue)
+    codes_ref, scales_ref, *tables_ref = a.weights
+    me = lax.axis_index("warpgroup")
+
+    def body(m: Tile, codes: Ref, scales: Ref, tables: list[Ref], tables_ready: Ref) -> None:
+        def consume(work: Work, slot: jax.Array) -> jax.Array:
+            total, slot = _accumulate(work, slot, me, m, (codes, scales, *tables), s)
+            total = program.add_teams(total, me, m, s)
+            program.store(total, work, me, m, a, s)
+            return slot
+
+        def copy(g: jax.Array, slot: jax.Array, work: Work) -> None:
+            rows, part = pl.ds(work.row, TILE), pl.ds(g * ROW_BYTES, ROW_BYTES)
+            plgpu.copy_gmem_to_smem(codes_ref.at[rows, part], codes.at[slot], m.ready.at[slot])
+            plgpu.copy_gmem_to_smem(scales_ref.at[g, rows], scales.at[slot], m.ready.at[slot])
+
+        def wait_for_tables() -> None:
+            if has_tables:
+                plgpu.barrier_wait(tables_ready)
+
+        def copy_tables() -> None:
+            if has_tables:
+                plgpu.copy_gmem_to_smem(tables_ref[0], tables[0], tables_ready)
+
+        program.run_program(
+            tiles,
+            codes_ref.shape[1] // ROW_BYTES,
+            m,
+            s,
+            consume,
+            lambda work, slot: program.produce(work, slot, m, a, s, copy),
+            (wait_for_tables, copy_tables),
+        )
+
+    pl.run_scoped(
+        body,
+        program.tile_memory(2, a.x.dtype, s),
+        plgpu.SMEM((s.stages, TILE, ROW_BYTES), jnp.uint8),
+        plgpu.SMEM((s.stages, TILE), scales_ref.dtype),
+        [plgpu.SMEM((TABLES, TABLE_BYTES), jnp.uint8)] * has_tables,
+        plgpu.Barrier(),
+        collective_axes="warpgroup",
+    )
+
+
+def int4_matmul(
+    codes: jax.Array,
+    scales: jax.Array,
+    tables: jax.Array | None,
+    x: jax.Array,
+    token_scales: jax.Array,
+    output_scales: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    columns: int,
+    settings: Settings,
+) -> jax.Array:
+    """Tokens times INT4 weights.
+
+    Args:
+      codes: uint8 ``[N', K' / 2]``, rows of 128 inputs in 64 bytes: byte ``16 t + 4 s + b`` holds
+        input ``32 s + 4 t + 2 b % 4 + 16 * (b // 2)`` in its low nibble and the next one in its
+        high one; signed.
+      scales: ``[K' / 128, N']``, e4m3 (with `tables`) or bfloat16.
+      tables: uint8 ``[128, 16]``: of each e4m3 scale, by its bits, e4m3 of its products with
+        0..7, -8..-1.
+      x: e4m3 ``[M, K']``; `M` at most 8 or a multiple of 8.
+      token_scales: bfloat16 ``[M]``.
+      output_scales: float32 ``[N']``.
+      bias: float32 ``[N']``.
+      residual: ``[M, columns]`` in the output's dtype.
+      columns: of the output: `N`, or half of it for gated weights; a multiple of 8.
+      settings: what is static.
+
+    Returns:
+      ``[M, columns]``; with several parts their float32 sums, ``[parts, M, columns]``, before
+      everything that the epilogue does.
+    """
+    weights = [codes, scales]
+    if tables is not None:
+        weights = [codes, lax.bitcast_convert_type(scales, jnp.uint8), tables]
+    kernel = functools.partial(_kernel, s=settings, has_tables=tables is not None)
+    name = "turbojax_int4_matmul_hopper"
+    run = program.launch(kernel, name, x.shape[0], codes.shape[0], columns, settings)
+    optional = [array for array in (bias, residual) if array is not None]
+    return run(*weights, x, token_scales, output_scales, *optional)

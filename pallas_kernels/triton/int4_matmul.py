@@ -1,0 +1,323 @@
+"""INT4 weights times FP8 tokens (FireQ), on any GPU since Ampere.
+
+Two numbers, K=4096 inputs, N=14336 outputs, groups of 128 with e4m3 scales:
+  - bytes that must move: codes 29.4 MB, scales 0.46 MB, and for 16 tokens 0.07 MB of activations
+    and 0.46 MB of results: 30.4 MB, at the 3.0 TB/s that a copy reaches on an H100 10 us.
+  - operations: 0.12 G a token: for 16 tokens nothing, for 4096 tokens 481 G, at 800 TFLOP/s 601 us.
+    Beside them each of the 58.7 M weights is converted once for every tile of tokens, in about 4
+    instructions: 8 us of all lanes of an H100, 0.26 ms for 32 tiles of 128 tokens.
+
+Weights are the rows of the products, tokens the columns: weights are converted in registers, of
+which the matrix units take their first operand, and few tokens are a narrow product. Both operands
+are float16, which holds every e4m3 value: products are exact, sums those of float32. A byte tile of
+a group gives two operands of 64 inputs, low and high nibbles; the tokens come in that order
+(`turbojax.ops.int4_matmul.triton`). Where tiles are few, programs share a tile's groups and leave
+float32 sums, which XLA adds up and finishes.
+
+Not measured yet. Compiled by Triton 3.6 for an H100: 4.9 instructions a weight in the loop of a
+launch for 16 tokens, 1.0 of them conversions to and from e4m3; no launch spills registers.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.triton import _common, _e4m3
+from pallas_kernels.triton._common import WHOLE, Ref, parameters
+
+GROUP = 128
+_BYTES = GROUP // 2
+# Tiles of tokens that follow each other for one tile of outputs, which the L2 cache then holds.
+_NEIGHBOURS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Static options of a launch.
+
+    Attributes:
+      tokens: tokens of a program, a power of two and at least 16.
+      outputs: outputs of a program, the same.
+      splits: programs that share the groups of a tile.
+      num_warps: warps of a program.
+      num_stages: steps in flight.
+      gated: whether rows are gate and up, interleaved by eights.
+      activation: None, "silu", "gelu", or "swiglu", exactly for gated weights.
+      has_e4m3: whether the GPU converts to e4m3.
+      interpret: run without a GPU.
+    """
+
+    tokens: int
+    outputs: int
+    splits: int
+    num_warps: int
+    num_stages: int
+    gated: bool
+    activation: str | None
+    has_e4m3: bool
+    interpret: bool
+
+
+def matmul(
+    x: jax.Array,
+    codes: jax.Array,
+    scales: jax.Array,
+    token_scale: jax.Array,
+    output_scale: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    shape: tuple[int, int],
+    dtype: jax.typing.DTypeLike,
+    settings: Settings,
+) -> jax.Array:
+    """``activation(token_scale * output_scale * (x @ weights.T) + bias) + residual``.
+
+    Args:
+      x: float16 ``[M', K']``, exact e4m3 values; each 128 inputs in the order of the nibbles, low
+        ones first. `M'` is a multiple of `settings.tokens`.
+      codes: uint8 ``[N', K' / 2]``.
+      scales: uint8 ``[K' / 128, N']``, the bits of e4m3 scales, by which the weights are rounded to
+        e4m3 values; or bfloat16, by which sums of groups are multiplied.
+      token_scale: bfloat16 ``[M]``.
+      output_scale: float32 ``[N']``.
+      bias: optional float32 ``[N']``.
+      residual: optional ``[M, N]``.
+      shape: `M` and `N`, tokens and outputs: of gated weights at most half of `N'`, else `N'`.
+      dtype: of the result.
+      settings: see there.
+
+    Returns:
+      ``[M, N]``.
+    """
+    s = settings
+    (size, outputs), sides = shape, 2 if s.gated else 1
+    tiles = (x.shape[0] // s.tokens, pl.cdiv(outputs, s.outputs))
+    vectors = [token_scale, output_scale]
+    if bias is not None:
+        vectors.append(bias)
+    inputs = [x, codes, scales]
+    if s.splits == 1:
+        inputs += vectors if residual is None else [*vectors, residual]
+        kernel = functools.partial(
+            _finishing_kernel,
+            tiles=tiles,
+            has_bias=bias is not None,
+            has_residual=residual is not None,
+            s=s,
+        )
+        out = jax.ShapeDtypeStruct((size, outputs), dtype)
+    else:
+        kernel = functools.partial(_summing_kernel, tiles=tiles, s=s)
+        out = jax.ShapeDtypeStruct((s.splits, sides, size, outputs), jnp.float32)
+    result = pl.pallas_call(
+        kernel,
+        grid=(tiles[0] * tiles[1], s.splits),
+        in_specs=[WHOLE] * len(inputs),
+        out_specs=WHOLE,
+        out_shape=out,
+        compiler_params=parameters(s.num_warps, s.num_stages),
+        interpret=s.interpret,
+        name="turbojax_int4_matmul",
+    )(*inputs)
+    if s.splits == 1:
+        return result
+    partial = jnp.sum(result, axis=0)
+    rows = [_rows(jnp.arange(outputs), side, s) for side in range(sides)]
+    return finish(
+        list(partial),
+        token_scale.astype(jnp.float32)[:, None],
+        [output_scale[row][None] for row in rows],
+        None if bias is None else [bias[row][None] for row in rows],
+        residual,
+        s.activation,
+        dtype,
+    )
+
+
+def finish(
+    sums: list[jax.Array],
+    token_scale: jax.Array,
+    output_scale: list[jax.Array],
+    bias: list[jax.Array] | None,
+    residual: jax.Array | None,
+    activation: str | None,
+    dtype: jax.typing.DTypeLike,
+) -> jax.Array:
+    """Scales, bias, activation, residual; in float32, inside a kernel and outside.
+
+    Args:
+      sums: float32 of one rank, of gated weights gate and up.
+      token_scale: float32 that broadcasts to them.
+      output_scale: the same, for each of the sums.
+      bias: the same, or None.
+      residual: of the sums' shape, any floating-point type, or None.
+      activation: see `Settings`.
+      dtype: of the result.
+    """
+    y = [x * token_scale * scale for x, scale in zip(sums, output_scale, strict=True)]
+    if bias is not None:
+        y = [x + b for x, b in zip(y, bias, strict=True)]
+    if activation == "swiglu":
+        gate, up = y
+        result = _sigmoid_product(gate, gate) * up
+    else:
+        [result] = y
+        if activation == "silu":
+            result = _sigmoid_product(result, result)
+        elif activation == "gelu":
+            # 1 + tanh(z) is twice the logistic function of 2 z.
+            cubic = result + 0.044715 * (result * result * result)
+            result = _sigmoid_product(result, 1.5957691216057308 * cubic)
+    if residual is not None:
+        result = result + residual.astype(jnp.float32)
+    return result.astype(dtype)
+
+
+def _sigmoid_product(x: jax.Array, z: jax.Array) -> jax.Array:
+    """``x * sigmoid(z)``."""
+    return x / (1.0 + jnp.exp(-z))
+
+
+def _rows(output: jax.Array, side: int, s: Settings) -> jax.Array:
+    """Rows of the weight that give these outputs, gate (0) or up (1) if it is gated."""
+    return 2 * output - (output & 7) + 8 * side if s.gated else output
+
+
+def _tile(tiles: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
+    """The program's tile of tokens and of outputs."""
+    index, (across, down) = pl.program_id(0), tiles
+    if across <= _NEIGHBOURS:
+        return jax.lax.rem(index, across), jax.lax.div(index, across)
+    band = jax.lax.div(index, _NEIGHBOURS * down)
+    inside = index - band * (_NEIGHBOURS * down)
+    width = jnp.minimum(across - band * _NEIGHBOURS, _NEIGHBOURS)
+    return band * _NEIGHBOURS + jax.lax.rem(inside, width), jax.lax.div(inside, width)
+
+
+def _finishing_kernel(
+    x: Ref,
+    codes: Ref,
+    scales: Ref,
+    *refs: Ref,
+    tiles: tuple[int, int],
+    has_bias: bool,
+    has_residual: bool,
+    s: Settings,
+) -> None:
+    *vectors, out = refs
+    token_scale, output_scale = vectors[:2]
+    sums, token, output, rows = _sums(x, codes, scales, tiles, out.shape, s)
+    # Past the last token or output anything may be read.
+    token_at = jnp.minimum(token, out.shape[0] - 1)
+    at = (token[None, :], output[:, None])
+    mask = _mask(token, output, out.shape)
+    residual = plgpu.load(vectors[-1].at[at], mask=mask, other=0.0) if has_residual else None
+    result = finish(
+        sums,
+        plgpu.load(token_scale.at[token_at]).astype(jnp.float32)[None, :],
+        [plgpu.load(output_scale.at[row])[:, None] for row in rows],
+        [plgpu.load(vectors[2].at[row])[:, None] for row in rows] if has_bias else None,
+        residual,
+        s.activation,
+        out.dtype,
+    )
+    plgpu.store(out.at[at], result, mask=mask)
+
+
+def _summing_kernel(
+    x: Ref, codes: Ref, scales: Ref, out: Ref, *, tiles: tuple[int, int], s: Settings
+) -> None:
+    sums, token, output, _ = _sums(x, codes, scales, tiles, out.shape[2:], s)
+    mask = _mask(token, output, out.shape[2:])
+    for side, value in enumerate(sums):
+        at = (pl.program_id(1), side, token[None, :], output[:, None])
+        plgpu.store(out.at[at], value, mask=mask)
+
+
+def _mask(token: jax.Array, output: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return (token < shape[0])[None, :] & (output < shape[1])[:, None]
+
+
+def _sums(
+    x: Ref,
+    codes: Ref,
+    scales: Ref,
+    tiles: tuple[int, int],
+    shape: tuple[int, ...],
+    s: Settings,
+) -> tuple[list[jax.Array], jax.Array, jax.Array, list[jax.Array]]:
+    """This program's sums of products.
+
+    Returns:
+      sums: float32 ``[outputs, tokens]``, of gated weights gate and up.
+      token: int32 ``[tokens]``.
+      output: int32 ``[outputs]``.
+      rows: of the weights, int32 ``[outputs]`` for each of the sums; inside the array.
+    """
+    groups = scales.shape[0]
+    column, row = _tile(tiles)
+    token = column * s.tokens + jnp.arange(s.tokens, dtype=jnp.int32)
+    output = row * s.outputs + jnp.arange(s.outputs, dtype=jnp.int32)
+    inside = jnp.minimum(output, shape[1] - 1) if shape[1] % s.outputs else output
+    rows = [_rows(inside, side, s) for side in range(2 if s.gated else 1)]
+    each = pl.cdiv(groups, s.splits)
+    first: Any = pl.program_id(1) * each if s.splits > 1 else 0
+    last: Any = jnp.minimum(first + each, groups) if s.splits > 1 else groups
+
+    def scale_of(group: jax.Array) -> list[jax.Array]:
+        group = jnp.minimum(group, groups - 1)
+        return [plgpu.load(scales.at[group, row]) for row in rows]
+
+    def step(group: jax.Array, state: Any) -> Any:
+        sums, scale = state
+        # Asked for one step ahead: the compiler's pipeline leaves loads of single bytes alone.
+        following = scale_of(group + 1)
+        operands = [_tokens(x, token, group, half) for half in range(2)]
+        added = [
+            _add(total, codes, row, group, one, operands, s)
+            for total, row, one in zip(sums, rows, scale, strict=True)
+        ]
+        return added, following
+
+    zeros = [jnp.zeros((s.outputs, s.tokens), jnp.float32) for _ in rows]
+    sums, _ = jax.lax.fori_loop(first, last, step, (zeros, scale_of(jnp.int32(first))))
+    return sums, token, output, rows
+
+
+def _tokens(x: Ref, token: jax.Array, group: jax.Array, half: int) -> jax.Array:
+    """``[tokens, 64]`` inputs of a group, those of the low or the high nibbles."""
+    column = group * GROUP + half * _BYTES + jnp.arange(_BYTES, dtype=jnp.int32)
+    return plgpu.load(x.at[token[:, None], column[None, :]])
+
+
+def _add(
+    total: jax.Array,
+    codes: Ref,
+    row: jax.Array,
+    group: jax.Array,
+    scale: jax.Array,
+    operands: list[jax.Array],
+    s: Settings,
+) -> jax.Array:
+    """`total` plus the products of one group."""
+    column = group * _BYTES + jnp.arange(_BYTES, dtype=jnp.int32)
+    tile = plgpu.load(codes.at[row[:, None], column[None, :]])
+    tile = jax.lax.bitcast_convert_type(tile, jnp.int8)
+    halves = [_e4m3.nibble(tile, bool(half), s.interpret) for half in range(2)]
+    if scale.dtype == jnp.uint8:
+        factor = _e4m3.from_bits(scale.astype(jnp.int32)).astype(jnp.float16)[:, None]
+        halves = [_e4m3.round_float16(q * factor, s.has_e4m3, s.interpret) for q in halves]
+        for weight, tokens in zip(halves, operands, strict=True):
+            total = total + _common.dot(weight, tokens, s.interpret)
+        return total
+    low, high = (
+        _common.dot(weight, tokens, s.interpret)
+        for weight, tokens in zip(halves, operands, strict=True)
+    )
+    return total + (low + high) * scale.astype(jnp.float32)[:, None]

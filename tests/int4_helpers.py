@@ -1,0 +1,66 @@
+"""What the tests of INT4 products share: operands, and the oracle's answer to them."""
+
+import jax.numpy as jnp
+import numpy as np
+from oracles import int4 as oracle
+
+import turbojax as tj
+from turbojax.quantizers import int4, quantize_tokens
+
+
+def random_weight(rng, out_size, in_size, scale_dtype, *, gated=False):
+    """A weight with factors of its outputs; with a group of zeros in it, and large rows."""
+
+    def one():
+        w = rng.normal(size=(out_size, in_size)) * np.exp(rng.normal(size=(out_size, 1)))
+        w[0, :128] = 0
+        factor = 2.0 ** rng.integers(-3, 2, out_size)
+        w = jnp.asarray(w * in_size**-0.5, jnp.float32)
+        factor = jnp.asarray(factor, jnp.float32)
+        return tj.fireq.quantize_weight(w, scale_dtype=scale_dtype, output_scale=factor)
+
+    return tj.fireq.gate_and_up(one(), one()) if gated else one()
+
+
+def random_tokens(rng, count, in_size, dtype=jnp.bfloat16):
+    """Tokens of very different sizes, the last of several zero, with outliers."""
+    x = rng.normal(size=(count, in_size)) * np.exp(2 * rng.normal(size=(count, 1)))
+    x[:, rng.integers(in_size)] *= 30
+    if count > 1:
+        x[-1] = 0
+    return quantize_tokens(jnp.asarray(x, jnp.float32).astype(dtype))
+
+
+def random_epilogue(rng, count, weight, dtype):
+    """Bias ``[out]`` and residual ``[M, result]``."""
+    bias = jnp.asarray(rng.normal(size=weight.out_size), jnp.float32)
+    residual = jnp.asarray(rng.normal(size=(count, weight.result_size)), jnp.float32)
+    return bias, residual.astype(dtype)
+
+
+def stored_bias(bias, weight):
+    return None if bias is None else int4.pad_rows(bias, weight)
+
+
+def wide(x):
+    return np.asarray(x.astype(jnp.float32), np.float64)
+
+
+def assert_equals_oracle(got, tokens, weight, bias, residual, activation):
+    """Within what float32 sums and the result's dtype may lose, NaN where they are."""
+    options = {
+        "activation": activation,
+        "bias": 0.0 if bias is None else wide(bias),
+        "residual": 0.0 if residual is None else wide(residual),
+    }
+    values = wide(tj.fireq.dequantize(weight))
+    with np.errstate(over="ignore"):  # of exponentials that become infinite
+        want, bound = oracle.matmul(wide(tokens.codes), wide(tokens.scale), values, **options)
+    assert got.shape == want.shape
+    assert got.dtype == tokens.dtype
+    bound = bound + float(jnp.finfo(tokens.dtype).eps) * np.abs(want)
+    missing = np.isnan(want)
+    np.testing.assert_array_equal(np.isnan(wide(got)), missing)
+    error = np.abs(wide(got) - want)[~missing]
+    allowed = bound[~missing]
+    assert (error <= allowed).all(), (error / allowed).max()

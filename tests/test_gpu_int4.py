@@ -1,0 +1,178 @@
+"""`int4_matmul` and `fp8_tokens` compiled, against the oracle and the definition in XLA.
+
+Each implementation runs what it takes; a test of what it refuses says so and is skipped.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from int4_helpers import (
+    assert_equals_oracle,
+    random_epilogue,
+    random_tokens,
+    random_weight,
+    stored_bias,
+    wide,
+)
+
+import turbojax as tj
+from pallas_kernels.triton import _e4m3
+from turbojax.ops.fp8_tokens import quantize_activation, rms_norm_quantize
+from turbojax.ops.int4_matmul.api import MATMUL, matmul
+from turbojax.quantizers import Fp8Tokens
+
+pytestmark = pytest.mark.gpu
+
+KERNELS = ("triton", "mosaic_gpu")
+# Tokens, outputs, inputs; scales; activation: whole tiles and odd sizes, few tokens and many.
+CASES = {
+    "one token": ((1, 4096, 4096), "e4m3", None),
+    "few tokens, gated": ((16, 1408, 2048), "e4m3", "swiglu"),
+    "odd sizes": ((17, 200, 300), "bf16", "gelu"),
+    "odd sizes, gated": ((33, 75, 1000), "bf16", "swiglu"),
+    "one tile": ((64, 512, 4096), "e4m3", "silu"),
+    "several tiles": ((300, 1030, 520), "e4m3", "gelu"),
+    "many tokens": ((2049, 768, 1024), "e4m3", None),
+    "many tokens, gated": ((1024, 704, 640), "e4m3", "swiglu"),
+    "many tokens, bf16": ((1000, 640, 1024), "bf16", None),
+}
+
+
+def operands(case, dtype=jnp.bfloat16, seed=0):
+    (count, out_size, in_size), scale_dtype, activation = case
+    rng = np.random.default_rng(seed)
+    weight = random_weight(rng, out_size, in_size, scale_dtype, gated=activation == "swiglu")
+    tokens = random_tokens(rng, count, in_size, dtype)
+    return tokens, weight, *random_epilogue(rng, count, weight, dtype)
+
+
+def run(implementation, tokens, weight, bias, residual, activation):
+    """By name, or a skip with the refusal."""
+    [found] = [x for x in MATMUL.implementations if x.name == implementation]
+    options = {"activation": activation, "residual": residual}
+    rows = stored_bias(bias, weight)
+    refusal = found.unsupported(tokens=tokens, weight=weight, bias=rows, **options)
+    if refusal is not None:
+        pytest.skip(f"{implementation}: {refusal}")
+    options["bias"] = bias
+    call = functools.partial(matmul, implementation=implementation, activation=activation)
+    return jax.jit(call)(tokens, weight, bias=bias, residual=residual)
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_oracle(implementation, name):
+    check(implementation, name)
+
+
+@pytest.mark.parametrize("name", ["one tile", "odd sizes, gated"])
+def test_the_definition_equals_the_oracle(name):
+    """In XLA, where a product of e4m3 operands in an 8-bit unit would be too coarse."""
+    check("xla", name)
+
+
+def check(implementation, name):
+    arrays, activation = operands(CASES[name]), CASES[name][2]
+    got = run(implementation, *arrays, activation)
+    assert_equals_oracle(got, *arrays, activation)
+    again = run(implementation, *arrays, activation)
+    np.testing.assert_array_equal(wide(got), wide(again))
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
+def test_dtypes(implementation, dtype):
+    """Float32 results show what bfloat16 rounds away: sums are those of float32."""
+    arrays = operands(((70, 320, 4096), "e4m3", None), dtype)
+    assert_equals_oracle(run(implementation, *arrays, None), *arrays, None)
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("scale_dtype", ["e4m3", "bf16"])
+def test_every_weight_by_itself(implementation, scale_dtype):
+    """One hot tokens pick the weights out one by one: the order of inputs, and every value."""
+    weight = random_weight(np.random.default_rng(1), 128, 512, scale_dtype)
+    codes = jnp.eye(512, dtype=jnp.float32).astype(jnp.float8_e4m3fn)
+    tokens = Fp8Tokens(codes, jnp.ones(512, jnp.bfloat16), np.dtype(np.float32))
+    got = run(implementation, tokens, weight, None, None, None)
+    np.testing.assert_array_equal(got.T, tj.fireq.dequantize(weight))
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize(("count", "activation"), [(5, "swiglu"), (200, None)])
+def test_nan_and_saturation(implementation, count, activation):
+    """NaN in its token and its output alone; scales of 64, whose codes of -8 saturate."""
+    tokens, weight, *_ = operands(((count, 64, 384), "e4m3", activation), jnp.float32)
+    tokens = dataclasses.replace(tokens, scale=tokens.scale.at[2].set(jnp.nan))
+    scales = weight.scales.at[:, ::3].set(64).at[1, 9].set(jnp.nan)
+    weight = dataclasses.replace(weight, scales=scales)
+    arrays = (tokens, weight, None, None)
+    assert_equals_oracle(run(implementation, *arrays, activation), *arrays, activation)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_the_public_function(dtype):
+    """What None chooses, quantization included, as XLA has it, and its gradient."""
+    rng = np.random.default_rng(3)
+    weight = random_weight(rng, 320, 520, "e4m3", gated=True)
+    x = jnp.asarray(rng.normal(size=(3, 7, 520)), dtype)
+
+    def call(x, implementation):
+        y = matmul(x, weight, activation="swiglu", implementation=implementation)
+        return jnp.sum(y.astype(jnp.float32) ** 2), y
+
+    both = jax.value_and_grad(call, has_aux=True)
+    (_, got), d_got = jax.jit(both, static_argnums=1)(x, None)
+    (_, want), d_want = jax.jit(both, static_argnums=1)(x, "xla")
+    for a, b in ((got, want), (d_got, d_want)):
+        allowed = 4 * float(jnp.finfo(dtype).eps) + 1e-5
+        assert np.linalg.norm(wide(a) - wide(b)) <= allowed * np.linalg.norm(wide(b))
+
+
+# Activations --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [(48, jnp.float16), (300, jnp.bfloat16), (4096, jnp.float32), (11008, jnp.bfloat16)],
+)
+def test_activations(size, dtype):
+    """The bits of XLA on the same GPU; after a norm, whose sums differ, but for a few steps."""
+    rng = np.random.default_rng(size)
+    x = rng.normal(size=(37, size)) * np.exp(3 * rng.normal(size=(37, 1)))
+    x[3], x[5, size // 2], x[6, -1] = 0, np.nan, np.inf
+    x = jnp.asarray(x, jnp.float32).astype(dtype)
+    scale = jnp.asarray(rng.normal(size=size), dtype)
+    plain, norm = (
+        [jax.jit(functools.partial(f, implementation=name))(*args) for name in ("triton", "xla")]
+        for f, args in (
+            (quantize_activation, (x,)),
+            (functools.partial(rms_norm_quantize, eps=1e-5), (x, scale)),
+        )
+    )
+    for (got, want), most in ((plain, 0), (norm, 0.002)):
+        for a, b in ((got.codes, want.codes), (got.scale, want.scale)):
+            missing = np.isnan(wide(b))
+            np.testing.assert_array_equal(np.isnan(wide(a)), missing)
+            unsigned = jnp.uint8 if b.dtype.itemsize == 1 else jnp.uint16
+            a, b = (
+                np.asarray(jax.lax.bitcast_convert_type(i, unsigned), np.int64)[~missing]
+                for i in (a, b)
+            )
+            difference = np.abs(a - b)
+            assert difference.max() <= (most > 0)
+            assert np.count_nonzero(difference) <= most * x.size
+
+
+def test_integers_round_like_the_gpu():
+    """What older GPUs use instead of conversions, on every bfloat16 number."""
+    x = jax.lax.bitcast_convert_type(jnp.arange(2**16, dtype=jnp.uint16), jnp.bfloat16)
+    x = x.astype(jnp.float32)
+    x = x[jnp.abs(x) <= 448]
+    want = jax.lax.bitcast_convert_type(jax.jit(tj.quantizers.round_to_e4m3)(x), jnp.uint8)
+    got = jax.jit(_e4m3.to_bits)(x)
+    np.testing.assert_array_equal(got, want.astype(jnp.int32))

@@ -1,0 +1,66 @@
+"""INT4 weights, e4m3 activations, smoothing and the KV4 cache (FireQ, Baek et al., 2025)."""
+
+from typing import TYPE_CHECKING
+
+from turbojax.cache.kv4 import Kv4Cache as Kv4Cache
+from turbojax.cache.kv4 import append as append
+from turbojax.cache.kv4 import init_cache as init_cache
+from turbojax.ops.fp8_tokens import quantize_activation as quantize_activation
+from turbojax.ops.fp8_tokens import rms_norm_quantize as rms_norm_quantize
+from turbojax.ops.int4_matmul import matmul as matmul
+from turbojax.ops.kv4_attention import decode as decode
+from turbojax.ops.kv4_attention import prefill as prefill
+from turbojax.quantizers.fp8 import Fp8Tokens as Fp8Tokens
+from turbojax.quantizers.fp8 import quantize_tokens as quantize_tokens
+from turbojax.quantizers.int4 import Int4Weight as Int4Weight
+from turbojax.quantizers.int4 import concatenate as concatenate
+from turbojax.quantizers.int4 import dequantize as dequantize
+from turbojax.quantizers.int4 import gate_and_up as gate_and_up
+from turbojax.quantizers.int4 import quantize_weight as quantize_weight
+from turbojax.quantizers.int4_storage import from_tensors as from_tensors
+from turbojax.quantizers.int4_storage import load_weights as load_weights
+from turbojax.quantizers.int4_storage import save_weights as save_weights
+from turbojax.quantizers.int4_storage import to_tensors as to_tensors
+from turbojax.smoothing import channel_absmean_scale as channel_absmean_scale
+from turbojax.smoothing import channel_rope_scale as channel_rope_scale
+from turbojax.smoothing import per_tensor_scale as per_tensor_scale
+from turbojax.smoothing import rope_preserving_norm as rope_preserving_norm
+
+if TYPE_CHECKING:
+    from turbojax.models import quantize_model as quantize_model
+
+__all__ = [
+    "Fp8Tokens",
+    "Int4Weight",
+    "Kv4Cache",
+    "append",
+    "channel_absmean_scale",
+    "channel_rope_scale",
+    "concatenate",
+    "decode",
+    "dequantize",
+    "from_tensors",
+    "gate_and_up",
+    "init_cache",
+    "load_weights",
+    "matmul",
+    "per_tensor_scale",
+    "prefill",
+    "quantize_activation",
+    "quantize_model",
+    "quantize_tokens",
+    "quantize_weight",
+    "rms_norm_quantize",
+    "rope_preserving_norm",
+    "save_weights",
+    "to_tensors",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Imports `quantize_model`, and with it Flax, when it is first used."""
+    if name == "quantize_model":
+        import importlib
+
+        return importlib.import_module("turbojax.models").quantize_model
+    raise AttributeError(f"module 'turbojax.fireq' has no attribute {name!r}")

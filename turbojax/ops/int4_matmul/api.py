@@ -1,0 +1,223 @@
+"""`matmul`: arguments, checks, the choice of implementation, and the gradient's rule."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from turbojax import _checks
+from turbojax._gradient import refuse_gradients
+from turbojax.ops.fp8_tokens import quantize_activation
+from turbojax.ops.int4_matmul import mosaic_gpu, reference, triton
+from turbojax.ops.int4_matmul.static import ACTIVATIONS, Activation
+from turbojax.ops.registry import Implementation, ImplementationName, Registry
+from turbojax.quantizers import Fp8Tokens, Int4Weight
+from turbojax.quantizers.int4 import pad_rows
+
+MATMUL = Registry(
+    "int4_matmul",
+    (
+        Implementation("mosaic_gpu", mosaic_gpu.matmul, mosaic_gpu.unsupported),
+        Implementation("triton", triton.matmul, triton.unsupported),
+        Implementation("xla", reference.matmul),
+    ),
+)
+
+
+def matmul(
+    x: jax.Array | Fp8Tokens,
+    weight: Int4Weight,
+    *,
+    bias: jax.Array | None = None,
+    activation: Activation | None = None,
+    residual: jax.Array | None = None,
+    implementation: ImplementationName | None = None,
+) -> jax.Array:
+    """``act(x W^T + bias) + residual`` with INT4 weights and e4m3 activations (FireQ, section 3.1).
+
+    Activations are quantized with a scale per token, unless they are already, and multiplied with
+    the weight's values. Everything after that is float32, rounded once to the result's dtype.
+
+    The gradient is that of ``act(x W^T + bias) + residual`` with the dequantized weight, straight
+    through the rounding of `x`: for `x`, `bias` and `residual`. The weight is frozen, its gradient
+    is zero. XLA computes it, and memory for it grows with the dequantized weight. There are no
+    second derivatives and no forward mode (`jax.jvp`).
+
+    Args:
+      x: ``[..., K]``, bfloat16, float16 or float32; or tokens already quantized, which have no
+        gradient.
+      weight: ``[N, K]``, see `quantize_weight`; of a gated product ``[2 F, K]``, see `gate_and_up`.
+      bias: optional floating point ``[N]``; of a gated weight ``[2 F]``, that of the gate first.
+      activation: ``"silu"``, ``"gelu"`` (its tanh form), or None; for a gated weight ``"swiglu"``
+        and nothing else: ``silu(gate) * up``.
+      residual: optional ``[..., N]`` or ``[..., F]`` in `x`'s dtype, added after the activation.
+      implementation: ``"mosaic_gpu"`` (compute capability 9.0 alone), ``"triton"`` or ``"xla"``, or
+        None for the first of them that can run this. A name never falls back to another.
+
+    Returns:
+      ``[..., N]``, of a gated weight ``[..., F]``, in the dtype of `x` before it was quantized. A
+      token with a value that is not finite gives NaN, and so does an output with such a weight.
+
+    Raises:
+      TypeError: if an argument is of another kind or dtype.
+      ValueError: if a shape, size, name or activation does not fit.
+      NotImplementedError: if the implementation asked for cannot run this, when quantized tokens
+        are differentiated, or when anything is differentiated twice.
+    """
+    check_activation(activation, weight)
+    bias = check_bias(bias, weight)
+    x = _check_x(x, weight)
+    *lead, _ = x.shape
+    flat, bias, residual = _operands(x, weight, bias, residual)
+    chosen = MATMUL.select(
+        implementation,
+        tokens=_tokens_of(flat),
+        weight=weight,
+        bias=bias,
+        residual=residual,
+        activation=activation,
+    )
+    if isinstance(flat, Fp8Tokens):
+        call = refuse_gradients(chosen.run, "matmul of quantized tokens", activation=activation)
+    else:
+        # The name is that of the product; every quantizer gives the same bits.
+        quantize = functools.partial(
+            quantize_activation, implementation="xla" if implementation == "xla" else None
+        )
+        call = _differentiable(quantize, chosen.run, activation)
+    return call(flat, weight, bias, residual).reshape(*lead, weight.result_size)
+
+
+def check_activation(activation: Activation | None, weight: Int4Weight) -> None:
+    """Checks a weight, and that an activation fits it.
+
+    Raises:
+      TypeError: if the weight is none, or one of its arrays has another dtype.
+      ValueError: if an array has another shape, or the activation does not fit.
+    """
+    if not isinstance(weight, Int4Weight):
+        raise TypeError(f"weight is a {type(weight).__name__}, must be an Int4Weight")
+    weight.validate()
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f"{activation=} must be None or one of {ACTIVATIONS}")
+    if weight.gated != (activation == "swiglu"):
+        raise ValueError(f"{activation=} must be 'swiglu' for gated weights, and only for them")
+
+
+def check_bias(bias: jax.Array | None, weight: Int4Weight) -> jax.Array | None:
+    """A bias that is floating point ``[out_size]``, or None.
+
+    Raises:
+      TypeError: if its dtype is not supported.
+      ValueError: if its shape does not fit.
+    """
+    if bias is None:
+        return None
+    bias = jnp.asarray(bias)
+    _checks.check_float_dtype("bias", bias)
+    if bias.shape != (weight.out_size,):
+        raise ValueError(f"{bias.shape=} must be ({weight.out_size},)")
+    return bias
+
+
+def _check_x(x: jax.Array | Fp8Tokens, weight: Int4Weight) -> jax.Array | Fp8Tokens:
+    """Activations whose shape and dtype are right.
+
+    Raises:
+      TypeError: if the dtype is not supported.
+      ValueError: if the last axis is not the weight's inputs, or an axis is empty.
+    """
+    if isinstance(x, Fp8Tokens):
+        if x.codes.dtype != jnp.float8_e4m3fn or x.scale.dtype != jnp.bfloat16:
+            raise TypeError(
+                f"x.codes.dtype={x.codes.dtype} and x.scale.dtype={x.scale.dtype} must be "
+                "float8_e4m3fn and bfloat16"
+            )
+        if x.scale.shape != x.shape[:-1]:
+            raise ValueError(f"{x.scale.shape=} must be {x.shape[:-1]}, one for each token")
+    else:
+        x = jnp.asarray(x)
+        _checks.check_float_dtype("x", x)
+    if not x.shape or x.shape[-1] != weight.in_size or 0 in x.shape:
+        raise ValueError(f"{x.shape=} must be [..., {weight.in_size}], no axis empty")
+    return x
+
+
+def _operands(
+    x: jax.Array | Fp8Tokens,
+    weight: Int4Weight,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+) -> tuple[jax.Array | Fp8Tokens, jax.Array | None, jax.Array | None]:
+    """Activations and residual as matrices, the bias as the weight's rows.
+
+    Raises:
+      TypeError: if the residual's dtype differs.
+      ValueError: if its shape does not fit.
+    """
+    *lead, inputs = x.shape
+    rows = math.prod(lead)
+    bias = None if bias is None else pad_rows(bias.astype(jnp.float32), weight)
+    if residual is not None:
+        residual = jnp.asarray(residual)
+        if residual.dtype != x.dtype:
+            raise TypeError(f"{residual.dtype=} must equal that of x, {x.dtype}")
+        if residual.shape != (*lead, weight.result_size):
+            raise ValueError(f"{residual.shape=} must be {(*lead, weight.result_size)}")
+        residual = residual.reshape(rows, weight.result_size)
+    if isinstance(x, Fp8Tokens):
+        return (
+            Fp8Tokens(x.codes.reshape(rows, inputs), x.scale.reshape(rows), x.dtype),
+            bias,
+            residual,
+        )
+    return x.reshape(rows, inputs), bias, residual
+
+
+def _tokens_of(x: jax.Array | Fp8Tokens) -> Fp8Tokens:
+    """What ``[M, K]`` is once it is quantized, in shapes and dtypes."""
+    if isinstance(x, Fp8Tokens):
+        return x
+    codes: Any = jax.ShapeDtypeStruct(x.shape, jnp.float8_e4m3fn)
+    scale: Any = jax.ShapeDtypeStruct(x.shape[:1], jnp.bfloat16)
+    return Fp8Tokens(codes, scale, np.dtype(x.dtype))
+
+
+def _differentiable(
+    quantize: Callable[[jax.Array], Fp8Tokens],
+    run: Callable[..., jax.Array],
+    activation: Activation | None,
+) -> Callable[..., jax.Array]:
+    """Quantization and `run`, differentiable in reverse mode straight through the rounding.
+
+    Kept for the backward pass: the activations, the weight and the bias.
+    """
+    differentiate_once = refuse_gradients(
+        reference.gradient,
+        "the gradient of matmul",
+        because="only first derivatives are supported",
+        activation=activation,
+    )
+
+    @jax.custom_vjp
+    def call(
+        x: jax.Array, weight: Int4Weight, bias: jax.Array | None, residual: jax.Array | None
+    ) -> jax.Array:
+        return run(quantize(x), weight, bias, residual, activation=activation)
+
+    def forward(*arrays: Any) -> Any:
+        # `call`, not `run`: a second derivative must not find a way through the implementation.
+        return call(*arrays), arrays
+
+    def backward(saved: Any, d_out: jax.Array) -> Any:
+        x, weight, bias, residual = saved
+        d_x, d_bias = differentiate_once(x, weight, bias, d_out)
+        # None: the weight is frozen.
+        return d_x, None, None if bias is None else d_bias, None if residual is None else d_out
+
+    call.defvjp(forward, backward)
+    return call

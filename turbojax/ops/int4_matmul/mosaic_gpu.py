@@ -1,0 +1,182 @@
+"""The Mosaic GPU kernels behind `int4_matmul` on Hopper: what they take, how they start."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from turbojax._device import multiprocessors, needs_hopper
+from turbojax.ops.int4_matmul import reference
+from turbojax.ops.int4_matmul.static import Activation
+from turbojax.quantizers import E4M3_MAX, Fp8Tokens, Int4Weight
+
+_DTYPES = (jnp.bfloat16, jnp.float16)
+_GROUP = 128
+# Outputs of a tile; tokens that a tile may have; tokens that copies of more than these come in.
+_TILE, _TOKENS, _COPY = 128, (8, 16, 32, 64, 128, 256), 8
+# With so few tokens memory sets the pace, and twice the warpgroups convert.
+_FEW = 64
+# Most tokens of a tile with sums in two levels, which take twice the registers.
+_TWO_LEVELS = 128
+# From so many tokens on it pays to expand e4m3 weights first.
+_MANY = 2048
+# Tokens up to which programs share a tile where there are few, and groups that are worth one.
+_SHARED, _FEWEST_GROUPS = 256, 4
+_MOST_STAGES = 12
+_SHARED_BYTES = 227 * 1024
+
+
+def unsupported(
+    *,
+    tokens: Fp8Tokens,
+    weight: Int4Weight,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    activation: Activation | None,
+) -> str | None:
+    """Why the kernels cannot run this here; None if they can."""
+    del bias, residual, activation
+    if tokens.dtype not in _DTYPES:
+        return f"dtype={tokens.dtype} must be bfloat16 or float16"
+    if weight.group_size != _GROUP:
+        return f"group_size={weight.group_size} must be {_GROUP}"
+    return needs_hopper()
+
+
+class Launch(NamedTuple):
+    """How the kernels start.
+
+    Attributes:
+      tokens: of a tile.
+      stages: groups of inputs in shared memory.
+      teams: pairs of warpgroups that take groups in turn.
+      parts: programs that share a tile.
+      expands: whether weights become e4m3 in memory first.
+    """
+
+    tokens: int
+    stages: int
+    teams: int
+    parts: int
+    expands: bool
+
+
+def default_launch(rows: int, weight: Int4Weight) -> Launch:
+    """For so many tokens."""
+    is_e4m3 = weight.scale_dtype == "e4m3"
+    expands = is_e4m3 and rows >= _MANY
+    most = _TOKENS[-1] if is_e4m3 else _TWO_LEVELS
+    tokens = next((n for n in _TOKENS if n >= rows and n <= most), most)
+    teams = 2 if tokens <= _FEW else 1
+    outputs, groups = weight.codes.shape[0], weight.scales.shape[0]
+    tiles = -(-rows // tokens) * -(-outputs // _TILE)
+    parts = 1
+    if rows <= _SHARED:
+        parts = max(1, min(multiprocessors() // tiles, groups // _FEWEST_GROUPS))
+    return Launch(tokens, _stages(tokens, teams, parts, expands, is_e4m3), teams, parts, expands)
+
+
+def _stages(tokens: int, teams: int, parts: int, expands: bool, is_e4m3: bool) -> int:
+    """As many as fit, a multiple of the teams."""
+    from pallas_kernels.mosaic import fp8_matmul, int4_matmul
+
+    epilogue = int4_matmul.Epilogue(None, False, False, "bfloat16", 0)
+    weights = fp8_matmul.STAGE_BYTES if expands else int4_matmul.stage_bytes(1 if is_e4m3 else 2)
+
+    def size(stages: int) -> int:
+        settings = int4_matmul.Settings(epilogue, tokens, stages, teams, parts)
+        return settings.shared_bytes(weights) + (0 if expands else int4_matmul.TABLES_BYTES)
+
+    return max(n for n in range(teams, _MOST_STAGES + 1, teams) if size(n) <= _SHARED_BYTES)
+
+
+def matmul(
+    tokens: Fp8Tokens,
+    weight: Int4Weight,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    activation: Activation | None,
+) -> jax.Array:
+    """`reference.matmul` as one kernel; with a sum after it, or the weights expanded before it.
+
+    Sums of up to 128 tokens, and all with bfloat16 scales, are float32 from group to group. Others
+    stay in the matrix unit, whose additions keep about 14 bits.
+    """
+    launch = default_launch(tokens.codes.shape[0], weight)
+    return _matmul(tokens, weight, bias, residual, activation=activation, launch=launch)
+
+
+@functools.partial(jax.jit, static_argnames=("activation", "launch"))
+def _matmul(
+    tokens: Fp8Tokens,
+    weight: Int4Weight,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    activation: Activation | None,
+    launch: Launch,
+) -> jax.Array:
+    from pallas_kernels.mosaic import fp8_matmul, int4_expand, int4_matmul
+
+    rows, width = tokens.codes.shape[0], weight.result_size
+    size = rows if rows <= _COPY else -(-rows // _COPY) * _COPY
+    columns = weight.codes.shape[0] // (2 if weight.gated else 1)
+    is_shared = launch.parts > 1
+    epilogue = int4_matmul.Epilogue(
+        activation=None if is_shared else activation,
+        has_bias=bias is not None and not is_shared,
+        has_residual=residual is not None and not is_shared,
+        dtype=str(tokens.dtype),
+        swizzle=0 if launch.tokens < _FEW else (64 if weight.gated else 128),
+    )
+    settings = int4_matmul.Settings(
+        epilogue=epilogue,
+        tokens=launch.tokens,
+        stages=launch.stages,
+        teams=launch.teams,
+        parts=launch.parts,
+        is_two_level=launch.tokens <= _TWO_LEVELS,
+        programs=multiprocessors(),
+    )
+    x = _padded(tokens.codes, (size, weight.codes.shape[1] * 2))
+    scale = _padded(tokens.scale, (size,))
+    vectors = (x, scale, weight.output_scale)
+    tables = None if weight.scales.dtype == jnp.bfloat16 else jnp.asarray(_tables())
+    if is_shared:
+        columns = weight.codes.shape[0]
+        rest: tuple[Any, Any] = (None, None)
+    else:
+        rest = (bias, None if residual is None else _padded(residual, (size, columns)))
+    if launch.expands and tables is not None:
+        expanded = int4_expand.int4_expand(
+            weight.codes, weight.scales, tables, programs=multiprocessors()
+        )
+        out = fp8_matmul.fp8_matmul(expanded, *vectors, *rest, columns=columns, settings=settings)
+        return out[:rows, :width]
+    out = int4_matmul.int4_matmul(
+        weight.codes, weight.scales, tables, *vectors, *rest, columns=columns, settings=settings
+    )
+    if not is_shared:
+        return out[:rows, :width]
+    sums = jnp.sum(out, axis=0)[:rows]
+    out = reference.epilogue(sums, tokens.scale, weight, bias, residual, activation=activation)
+    return out.astype(tokens.dtype)
+
+
+def _padded(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """`x` with zeros behind it."""
+    if x.shape == shape:
+        return x
+    return jnp.pad(x, [(0, new - old) for old, new in zip(x.shape, shape, strict=True)])
+
+
+@functools.cache
+def _tables() -> np.ndarray:
+    """uint8 ``[128, 16]``: of each e4m3 scale, by its bits, its products with 0..7, -8..-1."""
+    scales = np.arange(128, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
+    codes = np.array([*range(8), *range(-8, 0)], np.float32)
+    products = np.clip(scales[:, None] * codes, -E4M3_MAX, E4M3_MAX)
+    return products.astype(jnp.float8_e4m3fn).view(np.uint8)

@@ -1,0 +1,162 @@
+"""INT4 x FP8 products in plain JAX: the definition (FireQ, Baek et al., 2025, section 3.1).
+
+Operands are 8-bit floats or small integers, which bfloat16 and float32 hold exactly; sums are
+float32. On a GPU the operands are multiplied as bfloat16, on a CPU as float32.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from turbojax.ops.int4_matmul.static import Activation
+from turbojax.quantizers import Fp8Tokens, Int4Weight
+from turbojax.quantizers.int4 import GATED_ROWS, scaled_values, unpack_codes
+
+
+@functools.partial(jax.jit, static_argnames="activation")
+def matmul(
+    tokens: Fp8Tokens,
+    weight: Int4Weight,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    activation: Activation | None,
+) -> jax.Array:
+    """The product with its epilogue.
+
+    With e4m3 scales ``sum_k x[m, k] e4m3(s[n] q[n, k])``, with bfloat16 scales a sum per group,
+    times the group's scale; then what `epilogue` does.
+
+    Args:
+      tokens: codes ``[M, K]`` and scales ``[M]``.
+      weight: of `K` inputs and, padded, `N` rows.
+      bias: float32 ``[N]`` in the order of the weight's rows, or None.
+      residual: ``[M, result_size]``, or None.
+      activation: what is applied to the sum; ``"swiglu"`` for gated weights.
+
+    Returns:
+      ``[M, result_size]`` in the tokens' dtype.
+    """
+    sums = jax.lax.platform_dependent(
+        tokens.codes,
+        weight,
+        cpu=functools.partial(_sums, dtype=jnp.float32),
+        default=functools.partial(_sums, dtype=jnp.bfloat16),
+    )
+    out = epilogue(sums, tokens.scale, weight, bias, residual, activation=activation)
+    return out.astype(tokens.dtype)
+
+
+def epilogue(
+    sums: jax.Array,
+    scale: jax.Array,
+    weight: Int4Weight,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    activation: Activation | None,
+) -> jax.Array:
+    """``act(sums * scale_m * output_scale_n + bias_n) + residual`` in float32.
+
+    Args:
+      sums: float32 ``[M, N]``.
+      scale: of the tokens, ``[M]``.
+      weight: gives `output_scale` and the order of its rows.
+      bias: float32 ``[N]``, or None.
+      residual: ``[M, result_size]``, or None.
+      activation: with ``"swiglu"`` eight rows of the gate alternate with eight of its partner.
+
+    Returns:
+      float32 ``[M, result_size]``.
+    """
+    out = sums * scale.astype(jnp.float32)[:, None] * weight.output_scale[None]
+    if bias is not None:
+        out = out + bias[None]
+    out = activate(out, activation)[:, : weight.result_size]
+    return out if residual is None else out + residual.astype(jnp.float32)
+
+
+def activate(x: jax.Array, activation: Activation | None) -> jax.Array:
+    """The activation of float32 ``[M, N]``; ``"swiglu"`` halves `N`."""
+    if activation is None:
+        return x
+    if activation == "silu":
+        return jax.nn.silu(x)
+    if activation == "gelu":
+        return jax.nn.gelu(x, approximate=True)
+    parts = x.reshape(x.shape[0], -1, 2, GATED_ROWS)
+    return (jax.nn.silu(parts[:, :, 0]) * parts[:, :, 1]).reshape(x.shape[0], -1)
+
+
+def _sums(codes: jax.Array, weight: Int4Weight, *, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """float32 ``[M, N]``, without the tokens' scales and `output_scale`."""
+    # On a GPU XLA would multiply widened e4m3 operands in an 8-bit unit, which accumulates
+    # coarsely. The barrier hides where they come from.
+    codes = jax.lax.optimization_barrier(codes.astype(dtype))
+    if weight.scale_dtype == "e4m3":
+        return _dot(codes, scaled_values(weight).astype(dtype)[:, : weight.in_size])
+    values = unpack_codes(weight.codes).astype(dtype)
+    padding = values.shape[1] - weight.in_size
+    codes = jnp.pad(codes, ((0, 0), (0, padding)))
+
+    def by_group(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, weight.group_size), 1, 0)
+
+    def add(
+        total: jax.Array, group: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[jax.Array, None]:
+        x, q, scale = group
+        return total + _dot(x, q) * scale.astype(jnp.float32)[None], None
+
+    # Group by group: all sums at once would be K / group_size times the output.
+    start = jnp.zeros((codes.shape[0], values.shape[0]), jnp.float32)
+    return jax.lax.scan(add, start, (by_group(codes), by_group(values), weight.scales))[0]
+
+
+def _dot(x: jax.Array, w: jax.Array) -> jax.Array:
+    """``x w^T`` of ``[M, k]`` and ``[N, k]``, summed in float32."""
+    return jax.lax.dot_general(
+        x,
+        w,
+        (((1,), (1,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+@functools.partial(jax.jit, static_argnames="activation")
+def gradient(
+    x: jax.Array,
+    weight: Int4Weight,
+    bias: jax.Array | None,
+    d_out: jax.Array,
+    *,
+    activation: Activation | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Straight through the rounding of activations: the vjp of ``act(x W^T + bias)``.
+
+    `W` is the dequantized weight. Products take operands in bfloat16 where `x` has that dtype,
+    otherwise in float32, and always sum in float32.
+
+    Args:
+      x: ``[M, K]``, not quantized.
+      weight: of `K` inputs and, padded, `N` rows.
+      bias: float32 ``[N]`` in the order of the weight's rows, or None.
+      d_out: ``[M, result_size]``, cotangent of the output.
+      activation: as in `matmul`.
+
+    Returns:
+      d_x ``[M, K]`` in `x`'s dtype, and d_bias float32 ``[N]``.
+    """
+    dtype = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
+    values = scaled_values(weight).astype(dtype)[:, : weight.in_size]
+    sums = _dot(x.astype(dtype), values) * weight.output_scale[None]
+    sums = sums if bias is None else sums + bias[None]
+
+    def finish(sums: jax.Array) -> jax.Array:
+        return activate(sums, activation)[:, : weight.result_size]
+
+    (d_sums,) = jax.vjp(finish, sums)[1](d_out.astype(jnp.float32))
+    d_x = _dot((d_sums * weight.output_scale[None]).astype(dtype), values.T)
+    return d_x.astype(x.dtype), jnp.sum(d_sums, axis=0)

@@ -1,0 +1,6 @@
+"""What is static in a call of `matmul`."""
+
+from typing import Literal
+
+Activation = Literal["silu", "gelu", "swiglu"]
+ACTIVATIONS = ("silu", "gelu", "swiglu")

@@ -1,0 +1,177 @@
+"""`prefill` and `decode` of a `Kv4Cache`: arguments, checks and the choice of implementation."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from turbojax import _checks
+from turbojax._gradient import refuse_gradients
+from turbojax.cache import kv4
+from turbojax.cache.kv4 import Kv4Cache
+from turbojax.config import TurboConfig
+from turbojax.ops.kv4_attention import reference, triton
+from turbojax.ops.registry import Implementation, ImplementationName, Registry
+from turbojax.ops.turbo_attention import turbo_attention
+from turbojax.ops.turbo_attention.masking import Visibility
+
+DECODE = Registry(
+    "fireq.decode",
+    (
+        Implementation("triton", triton.decode, triton.decode_unsupported),
+        Implementation("xla", reference.decode),
+    ),
+)
+PREFILL = TurboConfig(mode="fp8", softmax="exact", block_q=128, block_kv=128, buffer_size=128)
+"""Numerics of attention within a prompt: e4m3 products and the exact exponential."""
+
+
+def prefill(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cache: Kv4Cache,
+    *,
+    scale: float | None = None,
+    is_causal: bool = True,
+    key_value_seq_lengths: jax.Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    implementation: ImplementationName | None = None,
+    return_residual: bool = False,
+) -> tuple[jax.Array | tuple[jax.Array, jax.Array], Kv4Cache]:
+    """Attends within a prompt in e4m3 and stores its keys and values in 4 bits (FireQ, 2025).
+
+    Attention does not see the 4-bit codes: it is `turbojax.turbo_attention` in mode ``"fp8"`` with
+    the exact softmax and blocks of 128.
+
+    Args:
+      query: ``[B, S, N, H]`` in `cache.dtype`.
+      key: ``[B, S, K, H]``, after the rotary embedding, as the query.
+      value: ``[B, S, K, H]``.
+      cache: an empty cache for these shapes.
+      scale: factor of the scores; ``1 / sqrt(H)`` if not given.
+      is_causal: whether a query sees keys up to its own position only.
+      key_value_seq_lengths: optional int ``[B]``, the prompts' lengths (padding on the right). What
+        stands in the padding changes nothing; its outputs are 0 and ``-inf``.
+      local_window_size: see `turbojax.turbo_attention`.
+      logits_soft_cap: see `turbojax.turbo_attention`.
+      implementation: of the attention, see `turbojax.turbo_attention`; XLA writes the cache.
+      return_residual: also return the log-sum-exp of the scores.
+
+    Returns:
+      The result of `turbojax.turbo_attention`, and the filled cache. Under `jit`, sequences that
+      were not empty, or whose prompt exceeds `max_length`, turn `overflowed`: the former keep what
+      they hold, the latter the prompt's beginning.
+
+    Raises:
+      TypeError: if dtypes are not `cache.dtype` or `cache` is another kind.
+      ValueError: as `turbojax.turbo_attention`; if the cache was made for other shapes; outside
+        `jit`, if a sequence is not empty or a prompt longer than `max_length`.
+      NotImplementedError: if the implementation asked for cannot run this, or when it is
+        differentiated.
+    """
+    kv4.check_cache_arguments(cache, key, value)
+    batch, size = key.shape[:2]
+    if query.ndim != 4 or query.shape[1] != size:
+        raise ValueError(f"{query.shape=} must be [B, {size}, N, H]: one query per key")
+    _checks.check_query_key_value(query, key, value)
+    lengths = _checks.check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch, size)
+    kv4.check_prompt(cache, key, value, lengths)
+
+    def run(
+        query: jax.Array, key: jax.Array, value: jax.Array, cache: Kv4Cache, lengths: jax.Array
+    ) -> tuple[jax.Array | tuple[jax.Array, jax.Array], Kv4Cache]:
+        inside = jnp.clip(lengths, 0, size)
+        out = turbo_attention(
+            query,
+            key,
+            value,
+            config=PREFILL,
+            scale=scale,
+            is_causal=is_causal,
+            query_seq_lengths=inside,
+            key_value_seq_lengths=inside,
+            local_window_size=local_window_size,
+            logits_soft_cap=logits_soft_cap,
+            implementation=implementation,
+            return_residual=return_residual,
+        )
+        return out, kv4.store_prompt(cache, key, value, lengths)
+
+    return refuse_gradients(run, "fireq.prefill")(query, key, value, cache, lengths)
+
+
+def decode(
+    query: jax.Array,
+    cache: Kv4Cache,
+    *,
+    scale: float | None = None,
+    query_seq_lengths: jax.Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    implementation: ImplementationName | None = None,
+    return_residual: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Attends the newest tokens' queries to a cache of 4-bit codes (FireQ, 2025).
+
+    Queries are rounded to e4m3 with one scale per token and head; a score is the product of e4m3
+    and 4-bit codes times both scales, in float32, and so are the softmax and the weighted sum of
+    values.
+
+    The queries are those of the last `T` tokens of each sequence, which `append` has already
+    stored: query `t` stands at position ``length - T + t`` and sees the tokens up to there. A query
+    before the beginning of a sequence shorter than `T` sees nothing. After an `append` with
+    `lengths`, pass the same as `query_seq_lengths`.
+
+    Args:
+      query: ``[B, T, N, H]``, usually `T` = 1, in `cache.dtype`.
+      cache: the cache.
+      scale: factor of the scores; ``1 / sqrt(H)`` if not given.
+      query_seq_lengths: optional int ``[B]``: how many of the `T` queries are real, the first
+        ones; they stand at ``length - query_seq_lengths + t``, and padding gives 0 and ``-inf``.
+        Under `jit` values outside ``0..T`` act as the nearest bound.
+      local_window_size: optional `w` or ``(left, right)``, relative to the query's position.
+      logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
+      implementation: ``"triton"`` (rounds weights times values' scales to bfloat16), ``"xla"``, or
+        None for the first of them that can run this.
+      return_residual: also return the log-sum-exp of the scores.
+
+    Returns:
+      ``[B, T, N, H]`` in the query's dtype; with `return_residual` also float32 ``[B, T, N]``. An
+      empty sequence gives 0 and ``-inf``. A key, value or query that is not finite makes NaN of
+      what attends to it, and of nothing else.
+
+    Raises:
+      TypeError: if `cache` is another kind or the query's dtype is not `cache.dtype`.
+      ValueError: if a shape, length, window, cap or name does not fit.
+      NotImplementedError: if the implementation asked for cannot run this, or when it is
+        differentiated.
+    """
+    kv4.check_cache(cache)
+    _checks.check_query(query)
+    if query.dtype != cache.dtype:
+        raise TypeError(f"query.dtype={query.dtype} must equal cache.dtype={cache.dtype}")
+    if (query.shape[0], query.shape[3]) != (cache.batch_size, cache.head_dim):
+        raise ValueError(
+            f"{query.shape=} must be [{cache.batch_size}, T, N, {cache.head_dim}], "
+            "as the cache was made for"
+        )
+    _checks.check_head_groups(query.shape[2], cache.num_kv_heads)
+    query_length = _checks.check_lengths(
+        "query_seq_lengths", query_seq_lengths, query.shape[0], query.shape[1]
+    )
+    _checks.check_number("scale", scale)
+    _checks.check_number("logits_soft_cap", logits_soft_cap)
+    _checks.check_positive("logits_soft_cap", logits_soft_cap)
+    options: dict[str, Any] = {
+        "scale": 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale),
+        "visibility": Visibility(True, _checks.normalize_window(local_window_size)),
+        "logits_soft_cap": None if logits_soft_cap is None else float(logits_soft_cap),
+    }
+    chosen = DECODE.select(implementation, query=query, cache=cache, **options)
+    out, residual = refuse_gradients(chosen.run, "fireq.decode", **options)(
+        query, cache, jnp.clip(query_length, 0, query.shape[1])
+    )
+    return (out, residual) if return_residual else out

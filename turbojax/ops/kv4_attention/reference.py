@@ -1,0 +1,110 @@
+"""Attention over a `Kv4Cache` in plain JAX: the definition of `fireq.decode`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from turbojax.cache.kv4 import Kv4Cache, unpack_codes
+from turbojax.ops.turbo_attention import numerics
+from turbojax.ops.turbo_attention.masking import Visibility
+from turbojax.quantizers import quantize_fp8
+
+_State = tuple[jax.Array, jax.Array, jax.Array]
+# Tokens dequantized at a time: enough to amortize a loop step, small enough to stay in a cache.
+_CHUNK_TOKENS = 1024
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "visibility", "logits_soft_cap"))
+def decode(
+    query: jax.Array,
+    cache: Kv4Cache,
+    query_length: jax.Array,
+    *,
+    scale: float,
+    visibility: Visibility,
+    logits_soft_cap: float | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Attends the last `T` cached tokens' queries to the cache, chunk by chunk.
+
+    Args:
+      query: ``[B, T, N, H]``.
+      cache: the cache, which already holds the queries' own keys and values.
+      query_length: int32 ``[B]``, the real queries; the rest is padding and gives 0 and ``-inf``.
+      scale: factor of the scores.
+      visibility: causality and window.
+      logits_soft_cap: optional cap.
+
+    Returns:
+      out ``[B, T, N, H]`` in the query's dtype and the float32 log-sum-exp ``[B, T, N]``.
+    """
+    batch, length, heads, channels = query.shape
+    kv_heads = cache.num_kv_heads
+    grouped = query.reshape(batch, length, kv_heads, heads // kv_heads, channels)
+    q, q_scale = quantize_fp8(jnp.moveaxis(grouped, 1, 3), axis=-1)  # [B, K, G, T, H]
+    q_scale = (q_scale * scale)[..., None]
+    begin = cache.lengths - query_length
+    position = begin[:, None] + jnp.arange(length)[None]
+    is_query = (jnp.arange(length)[None] < query_length[:, None])[:, :, None]
+    allocated = cache.key_scale.shape[2]
+    count = min(allocated, _CHUNK_TOKENS)
+
+    def chunk(i: jax.Array, state: _State) -> _State:
+        # The last chunk starts early enough to stay inside; what it reads twice is masked.
+        first = jnp.minimum(i * count, allocated - count)
+        token = (first + jnp.arange(count))[None]
+        mask = visibility.mask(position, token, cache.lengths) & is_query
+        mask = (mask & (token >= i * count)[:, None])[:, None, None]
+        key, key_scale, value, value_scale = (
+            jax.lax.dynamic_slice_in_dim(x, first, count, axis=2)
+            for x in (cache.key_codes, cache.key_scale, cache.value_codes, cache.value_scale)
+        )
+        scores = numerics.exact_dot("bkgqh,bkth->bkgqt", q, unpack_codes(key))
+        scores = scores * (q_scale * _per_token(key_scale))
+        scores = numerics.cap_logits(scores, logits_soft_cap)
+        return _step(state, scores, mask, value, value_scale)
+
+    rows = q.shape[:-1]
+    state = (
+        jnp.zeros((*rows, channels), jnp.float32),
+        jnp.full(rows, -jnp.inf, jnp.float32),
+        jnp.zeros(rows, jnp.float32),
+    )
+    start, stop = visibility.key_range(jnp.min(begin), jnp.max(cache.lengths) - 1, cache.lengths)
+    bounds = jnp.maximum(start, 0) // count, -(-stop // count)
+    out, residual = numerics.finish(*jax.lax.fori_loop(*bounds, chunk, state))
+    out = jnp.moveaxis(out, 3, 1).reshape(batch, length, heads, channels)
+    residual = jnp.moveaxis(residual, 3, 1).reshape(batch, length, heads)
+    return out.astype(query.dtype), residual
+
+
+def _step(
+    state: _State,
+    scores: jax.Array,
+    mask: jax.Array,
+    value: jax.Array,
+    value_scale: jax.Array,
+) -> _State:
+    """Adds a chunk to an online softmax.
+
+    Args:
+      state: outputs ``[B, K, G, T, H]``, row maxima and row sums ``[B, K, G, T]``.
+      scores: float32 ``[B, K, G, T, t]``.
+      mask: bool ``[B, 1, 1, T, t]``.
+      value: packed codes ``[B, K, t, H / 2]``.
+      value_scale: ``[B, K, t]``.
+    """
+    o, m, l = state
+    new = jnp.maximum(m, jnp.max(jnp.where(mask, scores, -jnp.inf), axis=-1))
+    shift = numerics.finite_maximum(new)
+    p = jnp.where(mask, jnp.exp(scores - shift[..., None]), 0)
+    # A token that a row does not see must not reach it, not even as 0 * NaN.
+    weights = jnp.where(mask, p * _per_token(value_scale), 0)
+    product = numerics.exact_dot("bkgqt,bkth->bkgqh", weights, unpack_codes(value))
+    alpha = jnp.exp(m - shift)
+    return o * alpha[..., None] + product, new, l * alpha + jnp.sum(p, axis=-1)
+
+
+def _per_token(scale: jax.Array) -> jax.Array:
+    """Scales ``[B, K, t]`` as float32 that broadcast to scores ``[B, K, G, T, t]``."""
+    return scale.astype(jnp.float32)[:, :, None, None]

@@ -1,0 +1,438 @@
+"""INT4 weights in groups, each with a scale in e4m3 or bfloat16 (FireQ, Baek et al., 2025).
+
+The 128 inputs of a block are 64 bytes in the order of Hopper's register operand: byte
+``16 t + 4 s + b`` holds input ``32 s + 4 t + 2 (b % 2) + 16 (b // 2)`` in its low nibble and the
+next input in its high one (`t`, `s`, `b` from 0 to 3), as two's complement.
+
+Scales and codes are rounded exactly, so their bits are the same everywhere: an approximate quotient
+only guesses, and comparisons of numbers that float32 holds exactly settle the rest.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from turbojax import _checks
+from turbojax.quantizers.fp8 import E4M3_MAX
+from turbojax.quantizers.int8 import absolute_maximum
+
+INT4_RANGE = 7
+"""The code that a group's largest absolute value gets."""
+OUT_MULTIPLE = 64
+"""Stored rows are padded to a multiple of this."""
+BLOCK = 128
+"""Inputs that are packed together; stored inputs are padded to a multiple of this."""
+GATED_ROWS = 8
+"""Rows of a gate that alternate with as many of its partner in a gated weight."""
+
+ScaleDtype = Literal["e4m3", "bf16"]
+_SCALE_DTYPES = {"e4m3": jnp.dtype(jnp.float8_e4m3fn), "bf16": jnp.dtype(jnp.bfloat16)}
+# 7 times it is the largest e4m3 value.
+_LARGEST_E4M3_SCALE = E4M3_MAX / INT4_RANGE
+_RECIPROCAL_RANGE = float(np.float32(1 / INT4_RANGE))
+_TINY = float(np.finfo(np.float32).tiny)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Int4Weight:
+    """A weight ``[out, in]`` in 4 bits (FireQ, section 3.1).
+
+    `N` is `out_size` rounded up to a multiple of 64, `K` is `in_size` rounded up to one of 128 and
+    of `group_size`. Padding is zeros. In a gated weight rows of two weights alternate, see
+    `gate_and_up`.
+
+    Attributes:
+      codes: uint8 ``[N, K / 2]``, two nibbles a byte in the order of the module's docstring.
+      scales: float8_e4m3fn or bfloat16 ``[K / group_size, N]``; NaN where some value of a group was
+        not finite.
+      output_scale: float32 ``[N]``, a factor of each output; 1 in padding.
+      out_size: outputs.
+      in_size: inputs.
+      group_size: inputs that share a scale.
+      gated: whether it holds a gate and its partner; `out_size` counts both.
+    """
+
+    codes: jax.Array
+    scales: jax.Array
+    output_scale: jax.Array
+    out_size: int = dataclasses.field(metadata={"static": True})
+    in_size: int = dataclasses.field(metadata={"static": True})
+    group_size: int = dataclasses.field(default=BLOCK, metadata={"static": True})
+    gated: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(out_size, in_size)``."""
+        return self.out_size, self.in_size
+
+    @property
+    def scale_dtype(self) -> ScaleDtype:
+        """``"e4m3"`` or ``"bf16"``: which of the two variants this is."""
+        return "bf16" if self.scales.dtype == jnp.bfloat16 else "e4m3"
+
+    @property
+    def result_size(self) -> int:
+        """Size of a product's last axis: `out_size`, of a gated weight half of it."""
+        return self.out_size // 2 if self.gated else self.out_size
+
+    @property
+    def padded_shape(self) -> tuple[int, int]:
+        """Stored rows and inputs, ``(N, K)``."""
+        return stored_rows(self.out_size, self.gated), stored_inputs(self.in_size, self.group_size)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales, padding included."""
+        return self.codes.nbytes + self.scales.nbytes + self.output_scale.nbytes
+
+    def validate(self) -> None:
+        """Checks the invariants of shapes and dtypes.
+
+        Raises:
+          TypeError: if a dtype is none of the above.
+          ValueError: if a size or a shape does not fit.
+        """
+        _check_group_size(self.group_size)
+        _checks.check_sizes(out_size=self.out_size, in_size=self.in_size)
+        if self.gated and self.out_size % 2:
+            raise ValueError(f"{self.out_size=} of a gated weight must be even")
+        rows, inputs = self.padded_shape
+        wanted = {
+            "codes": ((rows, inputs // 2), ("uint8",)),
+            "scales": ((inputs // self.group_size, rows), ("float8_e4m3fn", "bfloat16")),
+            "output_scale": ((rows,), ("float32",)),
+        }
+        for name, (shape, dtypes) in wanted.items():
+            array = getattr(self, name)
+            if array.dtype.name not in dtypes:
+                raise TypeError(f"{name}.dtype={array.dtype} must be {' or '.join(dtypes)}")
+            if array.shape != shape:
+                raise ValueError(
+                    f"{name}.shape={array.shape} must be {shape} for {self.out_size=}, "
+                    f"{self.in_size=}, {self.group_size=}, {self.gated=}"
+                )
+
+
+def stored_rows(out_size: int, gated: bool = False) -> int:
+    """Rows that `out_size` outputs take, padding included."""
+    if gated:
+        out_size = 2 * _round_up(out_size // 2, GATED_ROWS)
+    return _round_up(out_size, OUT_MULTIPLE)
+
+
+def stored_inputs(in_size: int, group_size: int = BLOCK) -> int:
+    """Inputs that a row stores, padding included."""
+    return _round_up(in_size, math.lcm(BLOCK, group_size))
+
+
+def quantize_weight(
+    w: jax.Array,
+    *,
+    group_size: int = BLOCK,
+    scale_dtype: ScaleDtype = "e4m3",
+    output_scale: jax.Array | float | None = None,
+) -> Int4Weight:
+    """Quantizes a weight to 4 bits (FireQ, section 3.1).
+
+    A group of `group_size` inputs of one output has the scale ``s = max|w| / 7``, rounded to
+    `scale_dtype`, in e4m3 at least 2**-9; its codes are ``clip(rint(w / s), -8, 7)`` with that
+    rounded scale.
+
+    Args:
+      w: bfloat16, float16 or float32 ``[out, in]``.
+      group_size: 32, 64 or a multiple of 128. The kernels take 128.
+      scale_dtype: ``"e4m3"``, where a weight's value is rounded to e4m3 too, or ``"bf16"``, where
+        the scale multiplies the sum of its group.
+      output_scale: optional factor of the outputs, a number or ``[out]``: what undoes a scaling of
+        `w` (see `per_tensor_scale`). The codes do not depend on it.
+
+    Returns:
+      The weight. A group in which something is not finite has scale NaN and codes 0; under `jit`,
+      where values cannot be looked at, also one whose scale e4m3 cannot take.
+
+    Raises:
+      TypeError: if a dtype is not supported.
+      ValueError: if a shape or option is none of these, or (outside `jit`) if the scale of finite
+        weights is beyond 64, so that e4m3 cannot hold 7 times the scale.
+    """
+    w = jnp.asarray(w)
+    _checks.check_float_dtype("w", w)
+    if w.ndim != 2 or 0 in w.shape:
+        raise ValueError(f"{w.shape=} must be [out, in], no axis empty")
+    _check_group_size(group_size)
+    if scale_dtype not in _SCALE_DTYPES:
+        raise ValueError(f"{scale_dtype=} must be one of {tuple(_SCALE_DTYPES)}")
+    factor = _output_scale(output_scale, w.shape[0])
+    codes, scales, too_large = _quantize(w, group_size, scale_dtype)
+    if _checks.is_concrete(too_large) and bool(too_large):
+        largest = float(jnp.max(jnp.where(jnp.isfinite(w), jnp.abs(w), 0)))
+        raise ValueError(
+            f"max|w|={largest} is too large for e4m3 scales: max|w| / 7 must round to "
+            f"{_LARGEST_E4M3_SCALE:g} at most; scale w down, or take scale_dtype='bf16'"
+        )
+    return Int4Weight(
+        codes=codes,
+        scales=scales,
+        output_scale=_pad_rows(factor, codes.shape[0], 1.0),
+        out_size=w.shape[0],
+        in_size=w.shape[1],
+        group_size=group_size,
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _quantize(
+    w: jax.Array, group_size: int, scale_dtype: ScaleDtype
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Packed codes, scales, and whether a finite weight was too large for its scale's dtype."""
+    rows, inputs = stored_rows(w.shape[0]), stored_inputs(w.shape[1], group_size)
+    w = w.astype(jnp.float32)
+    w = jnp.pad(w, ((0, rows - w.shape[0]), (0, inputs - w.shape[1])))
+    groups = w.reshape(rows, inputs // group_size, group_size)
+    maximum = absolute_maximum(groups, 2)
+    scale = _rounded_scale(maximum, _SCALE_DTYPES[scale_dtype])
+    limit = _LARGEST_E4M3_SCALE if scale_dtype == "e4m3" else jnp.inf
+    beyond = scale > limit
+    scale = jnp.where(beyond | ~(maximum < jnp.inf), jnp.nan, scale)
+    codes = pack_codes(_codes(groups, scale).reshape(rows, inputs))
+    scales = scale[..., 0].T.astype(_SCALE_DTYPES[scale_dtype])
+    return codes, scales, jnp.any(beyond)
+
+
+def _rounded_scale(maximum: jax.Array, dtype: np.dtype) -> jax.Array:
+    """``maximum / 7`` rounded to the nearest number of `dtype`, ties to even, as float32."""
+    unsigned = jnp.uint8 if dtype.itemsize == 1 else jnp.uint16
+    guess = jnp.minimum(maximum * _RECIPROCAL_RANGE, float(jnp.finfo(dtype).max))
+    # Bits of positive numbers count them up, so a neighbour is one away.
+    bits = jax.lax.bitcast_convert_type(guess.astype(dtype), unsigned).astype(jnp.int32)
+
+    def value(bits: jax.Array) -> jax.Array:
+        rounded = jax.lax.bitcast_convert_type(bits.astype(unsigned), dtype)
+        return rounded.astype(jnp.float32)
+
+    # Seven times the middle between neighbours has 12 bits at most.
+    above = (value(bits) + value(bits + 1)) * (INT4_RANGE / 2)
+    below = (value(bits) + value(jnp.maximum(bits - 1, 0))) * (INT4_RANGE / 2)
+    is_odd = bits % 2 == 1
+    up = (maximum > above) | (is_odd & (maximum == above))
+    down = (bits > 0) & ((maximum < below) | (is_odd & (maximum == below)))
+    bits = bits + up.astype(jnp.int32) - down.astype(jnp.int32)
+    if dtype.itemsize == 1:
+        return value(jnp.maximum(bits, 1))
+    # Of subnormal numbers not every device makes the same.
+    return jnp.where(maximum < _TINY, 1.0, jnp.maximum(value(bits), _TINY))
+
+
+def _codes(w: jax.Array, scale: jax.Array) -> jax.Array:
+    """``clip(rint(w / scale), -8, 7)`` in int8, ties to even; 0 where the scale is NaN.
+
+    A code times a scale is exact in float32, and so is what it leaves of a value near it.
+    """
+    lowest, highest = -INT4_RANGE - 1, INT4_RANGE
+    guess = jnp.rint(jnp.clip(w * (1 / scale), lowest - 1, highest + 1))
+    rest = 2 * (w - guess * scale)
+    is_odd = jnp.rint(0.5 * guess) * 2 != guess
+    above = (rest > scale) | (is_odd & (rest == scale))
+    below = (rest < -scale) | (is_odd & (rest == -scale))
+    codes = guess + above.astype(jnp.float32) - below.astype(jnp.float32)
+    return jnp.where(jnp.isfinite(scale), jnp.clip(codes, lowest, highest), 0).astype(jnp.int8)
+
+
+def pack_codes(codes: jax.Array) -> jax.Array:
+    """Packs int8 codes ``[..., K]`` in -8..7, `K` a multiple of 128, to uint8 ``[..., K / 2]``."""
+    lead = codes.shape[:-1]
+    nibbles = jax.lax.bitcast_convert_type(codes, jnp.uint8) & 15
+    # Bits of an input's number, from the top: s (2), b // 2, t (2), b % 2, nibble.
+    nibbles = jnp.moveaxis(nibbles.reshape(*lead, -1, 4, 2, 4, 2, 2), -3, -5)
+    return (nibbles[..., 0] | (nibbles[..., 1] << 4)).reshape(*lead, -1)
+
+
+def unpack_codes(packed: jax.Array) -> jax.Array:
+    """Inverse of `pack_codes`: uint8 ``[..., K / 2]`` to int8 ``[..., K]``."""
+    lead = packed.shape[:-1]
+    signed = jax.lax.bitcast_convert_type(packed, jnp.int8)
+    nibbles = jnp.stack([(signed << 4) >> 4, signed >> 4], axis=-1)
+    return jnp.moveaxis(nibbles.reshape(*lead, -1, 4, 4, 2, 2, 2), -5, -3).reshape(*lead, -1)
+
+
+@jax.jit
+def dequantize(weight: Int4Weight) -> jax.Array:
+    """The weight's values, `output_scale` applied.
+
+    With e4m3 scales a value is ``e4m3(scale * code)``, with bfloat16 scales ``scale * code``.
+
+    Args:
+      weight: the weight.
+
+    Returns:
+      float32 ``[out, in]``; of a gated weight all rows of the gate, then those of its partner.
+    """
+    values = scaled_values(weight) * weight.output_scale[:, None]
+    return unpad_rows(values, weight)[:, : weight.in_size]
+
+
+def scaled_values(weight: Int4Weight) -> jax.Array:
+    """The weight's values, float32 ``[N, K]``: padded, in stored order, without `output_scale`.
+
+    With e4m3 scales they are ``e4m3(scale * code)``, saturating (FireQ's table of 16 values a
+    group), with bfloat16 scales ``scale * code``.
+    """
+    codes = unpack_codes(weight.codes).astype(jnp.float32)
+    scale = jnp.repeat(weight.scales.T.astype(jnp.float32), weight.group_size, axis=1)
+    values = codes * scale
+    if weight.scale_dtype == "bf16":
+        return values
+    # Not by way of e4m3, to which a CPU converts one number at a time.
+    small = jnp.rint(values * 2.0**9) * 2.0**-9
+    large = jax.lax.reduce_precision(values, exponent_bits=8, mantissa_bits=3)
+    values = jnp.where(jnp.abs(values) < 2.0**-6, small, large)
+    return jnp.clip(values, -E4M3_MAX, E4M3_MAX)
+
+
+def unpad_rows(x: jax.Array, weight: Int4Weight) -> jax.Array:
+    """Stored rows ``[N, ...]`` to outputs ``[out_size, ...]``, those of a gate first."""
+    if not weight.gated:
+        return x[: weight.out_size]
+    parts = x.reshape(-1, 2, GATED_ROWS, *x.shape[1:])
+    gate, up = (parts[:, i].reshape(-1, *x.shape[1:])[: weight.result_size] for i in (0, 1))
+    return jnp.concatenate([gate, up])
+
+
+def pad_rows(x: jax.Array, weight: Int4Weight) -> jax.Array:
+    """Outputs ``[out_size, ...]``, those of a gate first, to stored rows ``[N, ...]``, padded by 0.
+
+    The inverse of `unpad_rows`; it brings a bias into the order of the weight's rows.
+    """
+    rows = stored_rows(weight.out_size, weight.gated)
+    if weight.gated:
+        half = weight.result_size
+        x = _alternate(*(_pad_rows(part, _round_up(half, GATED_ROWS)) for part in jnp.split(x, 2)))
+    return _pad_rows(x, rows)
+
+
+def concatenate(weights: Sequence[Int4Weight]) -> Int4Weight:
+    """Joins weights of the same inputs along their outputs, for example those of q, k and v.
+
+    Args:
+      weights: at least one, none of them gated, alike in `in_size`, group size and scale dtype.
+
+    Returns:
+      A weight whose rows are those of the weights, one after the other, padded at the end alone.
+
+    Raises:
+      ValueError: if there is none, or they are not alike, or gated.
+    """
+    _check_alike(weights)
+    out_size = sum(w.out_size for w in weights)
+    return _join(
+        weights,
+        out_size,
+        stored_rows(out_size),
+        lambda parts: jnp.concatenate(parts),
+        [w.out_size for w in weights],
+    )
+
+
+def gate_and_up(gate: Int4Weight, up: Int4Weight) -> Int4Weight:
+    """Joins the two weights of a gated product, so that both results of an output lie together.
+
+    Rows ``16 i`` to ``16 i + 7`` are rows ``8 i`` to ``8 i + 7`` of the gate, and the next eight
+    are the same rows of its partner. `matmul` with ``activation="swiglu"`` takes such a weight.
+
+    Args:
+      gate: the weight ``[F, in]`` whose product is activated.
+      up: the weight ``[F, in]`` that it is multiplied with, alike in all sizes and dtypes.
+
+    Returns:
+      A gated weight of ``2 F`` outputs.
+
+    Raises:
+      ValueError: if they are not alike, or gated.
+    """
+    _check_alike((gate, up))
+    if gate.out_size != up.out_size:
+        raise ValueError(f"{gate.out_size=} must equal {up.out_size=}")
+    rows = _round_up(gate.out_size, GATED_ROWS)
+    out_size = 2 * gate.out_size
+    joined = _join(
+        (gate, up),
+        out_size,
+        stored_rows(out_size, gated=True),
+        lambda parts: _alternate(*parts),
+        [rows, rows],
+    )
+    return dataclasses.replace(joined, gated=True)
+
+
+def _join(
+    weights: Sequence[Int4Weight],
+    out_size: int,
+    rows: int,
+    join: Callable[[list[jax.Array]], jax.Array],
+    taken: list[int],
+) -> Int4Weight:
+    """A weight of `join`ed rows, of which each weight gives as many as `taken` says."""
+
+    def leaf(arrays: list[jax.Array], padding: float) -> jax.Array:
+        parts = [x[:n] for x, n in zip(arrays, taken, strict=True)]
+        return _pad_rows(join(parts), rows, padding)
+
+    first = weights[0]
+    nothing = 2.0**-9 if first.scale_dtype == "e4m3" else 1.0
+    return Int4Weight(
+        codes=leaf([w.codes for w in weights], 0),
+        scales=leaf([w.scales.T for w in weights], nothing).T,
+        output_scale=leaf([w.output_scale for w in weights], 1.0),
+        out_size=out_size,
+        in_size=first.in_size,
+        group_size=first.group_size,
+    )
+
+
+def _alternate(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Rows of both by eights; their number is a multiple of 8."""
+    parts = [x.reshape(-1, GATED_ROWS, *x.shape[1:]) for x in (gate, up)]
+    return jnp.stack(parts, axis=1).reshape(-1, *gate.shape[1:])
+
+
+def _pad_rows(x: jax.Array, rows: int, value: float = 0) -> jax.Array:
+    padding = jnp.full((rows - x.shape[0], *x.shape[1:]), value, x.dtype)
+    return jnp.concatenate([x, padding])
+
+
+def _output_scale(scale: jax.Array | float | None, out_size: int) -> jax.Array:
+    """float32 ``[out]``."""
+    scale = jnp.asarray(1.0 if scale is None else scale)
+    if not jnp.issubdtype(scale.dtype, jnp.floating):
+        raise TypeError(f"output_scale.dtype={scale.dtype} must be floating point")
+    if scale.shape not in ((), (out_size,)):
+        raise ValueError(f"output_scale.shape={scale.shape} must be () or ({out_size},)")
+    return jnp.broadcast_to(scale.astype(jnp.float32), (out_size,))
+
+
+def _check_group_size(group_size: int) -> None:
+    _checks.check_integer("group_size", group_size)
+    if group_size not in (32, 64) and (group_size < BLOCK or group_size % BLOCK):
+        raise ValueError(f"{group_size=} must be 32, 64 or a multiple of {BLOCK}")
+
+
+def _check_alike(weights: Sequence[Int4Weight]) -> None:
+    if not weights:
+        raise ValueError("weights must hold at least one weight")
+    traits = [(w.in_size, w.group_size, w.scale_dtype, w.gated) for w in weights]
+    if any(t != traits[0] for t in traits) or weights[0].gated:
+        raise ValueError(
+            f"weights must be alike in in_size, group_size and scale_dtype, and not gated; "
+            f"they are {traits}"
+        )
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

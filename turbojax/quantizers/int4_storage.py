@@ -1,0 +1,123 @@
+"""INT4 weights as named tensors, and as safetensors files.
+
+A weight named `name` is stored as the tensors ``name.codes`` (uint8), ``name.scales`` and
+``name.output_scale`` (float32), with its sizes as JSON in the file's metadata under `name`. Scales
+in e4m3 are stored as their bits, uint8, since safetensors cannot hand them to numpy.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from turbojax.quantizers.int4 import Int4Weight
+
+_ARRAYS = ("codes", "scales", "output_scale")
+_SIZES = {"out_size": int, "in_size": int, "group_size": int, "gated": bool, "scale_dtype": str}
+
+
+def to_tensors(weight: Int4Weight, name: str) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """A weight as what a safetensors file holds.
+
+    Args:
+      weight: the weight.
+      name: what its tensors are called.
+
+    Returns:
+      tensors: the arrays by name, on the host, each contiguous.
+      metadata: the weight's sizes, one entry.
+    """
+    tensors = {}
+    for part in _ARRAYS:
+        array = np.ascontiguousarray(jax.device_get(getattr(weight, part)))
+        is_e4m3 = array.dtype == jnp.float8_e4m3fn
+        tensors[f"{name}.{part}"] = array.view(np.uint8) if is_e4m3 else array
+    return tensors, {name: json.dumps({size: getattr(weight, size) for size in _SIZES})}
+
+
+def from_tensors(
+    tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str], name: str
+) -> Int4Weight:
+    """The weight that `to_tensors` was given, bit for bit.
+
+    Args:
+      tensors: its tensors, among others.
+      metadata: its sizes, among others.
+      name: what its tensors are called.
+
+    Raises:
+      TypeError: if a tensor has another dtype.
+      ValueError: if something is missing, cannot be read, or does not fit.
+    """
+    missing = [f"{name}.{part}" for part in _ARRAYS if f"{name}.{part}" not in tensors]
+    if missing or name not in metadata:
+        raise ValueError(f"{name!r} lacks {missing or 'its entry in the metadata'}")
+    sizes = _read_sizes(name, metadata[name])
+    arrays = {part: tensors[f"{name}.{part}"] for part in _ARRAYS}
+    scale_dtype = sizes.pop("scale_dtype")
+    if scale_dtype == "e4m3":
+        if arrays["scales"].dtype != np.uint8:
+            raise TypeError(
+                f"{name}.scales.dtype={arrays['scales'].dtype} must be uint8, bits of e4m3"
+            )
+        arrays["scales"] = arrays["scales"].view(jnp.float8_e4m3fn)
+    leaves: dict[str, Any] = {part: jnp.asarray(array) for part, array in arrays.items()}
+    weight = Int4Weight(**leaves, **sizes)
+    weight.validate()
+    if weight.scale_dtype != scale_dtype:
+        raise TypeError(f"{name}.scales.dtype={weight.scales.dtype} must be that of {scale_dtype=}")
+    return weight
+
+
+def save_weights(weights: Mapping[str, Int4Weight], path: str | os.PathLike[str]) -> None:
+    """Writes weights by name to one safetensors file; `load_weights` reads them bit for bit."""
+    from safetensors.numpy import save_file
+
+    tensors: dict[str, np.ndarray] = {}
+    metadata: dict[str, str] = {}
+    for name, weight in weights.items():
+        arrays, sizes = to_tensors(weight, name)
+        tensors |= arrays
+        metadata |= sizes
+    save_file(tensors, path, metadata=metadata)
+
+
+def load_weights(path: str | os.PathLike[str]) -> dict[str, Int4Weight]:
+    """Reads what `save_weights` wrote.
+
+    Args:
+      path: the file.
+
+    Returns:
+      The weights by name, on JAX's default device.
+
+    Raises:
+      FileNotFoundError: if there is no such file.
+      TypeError: if a tensor has another dtype.
+      ValueError: if the file cannot be read, or a weight is not whole.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
+    return {name: from_tensors(tensors, metadata, name) for name in metadata}
+
+
+def _read_sizes(name: str, text: str) -> dict[str, Any]:
+    try:
+        sizes = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"metadata of {name!r} is no JSON: {error}") from error
+    found = {key: type(value) for key, value in sizes.items()} if isinstance(sizes, dict) else sizes
+    if found != _SIZES:
+        wanted = {key: kind.__name__ for key, kind in _SIZES.items()}
+        raise ValueError(f"metadata of {name!r} is {text}, must hold {wanted}")
+    return sizes

@@ -1,0 +1,205 @@
+"""Folds smoothing factors into a layer's weights; in exact arithmetic the layer stays the same.
+
+CAS multiplies a projection's columns and divides what produces its inputs: the rows of the
+projection before, or the norm's factor. RPN divides rows of k and multiplies those of q. PTS
+multiplies a whole weight and divides its output. CRS cannot be folded, because a rotation does not
+commute with it: it stays as `LayerWeights.key_channel_scale`.
+"""
+
+import dataclasses
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+from turbojax import _checks
+from turbojax.smoothing.attention import channel_rope_scale, rope_preserving_norm
+from turbojax.smoothing.layer import PROJECTIONS, LayerWeights, Projection, widened_layer
+from turbojax.smoothing.linear import channel_absmean_scale, per_tensor_scale
+from turbojax.smoothing.statistics import KeyStatistics
+
+CasInputs = Literal["constant", "all"]
+"""How CAS treats inputs that come from a norm."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Smoothing:
+    """What `smooth_layer` does; each of the four can be left out. FireQ (Baek et al., 2025).
+
+    Attributes:
+      cas: channel-wise absmean scaling (Def. 3.1).
+      pts: per-tensor scaling (Def. 3.2).
+      rpn: RoPE-preserving normalization of the keys (Theorem 3.1).
+      crs: channel-wise RoPE scaling of the keys with outliers.
+      alpha: factor of RPN.
+      beta: factor of CRS beside RPN; without RPN the outliers are scaled to the size of the other
+        channels instead, see `channel_rope_scale`.
+      num_pairs: pairs of channels per head that CRS scales.
+      cas_inputs: whether CAS also scales the inputs of q, k, v and of gate, up, which come from a
+        norm: "constant" gives all of them one factor, as the paper does for stability, which is as
+        if there were none; "all" scales them, too.
+
+    Raises:
+      TypeError: if a factor is no number or `num_pairs` no integer.
+      ValueError: if a factor is not positive, `num_pairs` negative or `cas_inputs` unknown.
+    """
+
+    cas: bool = True
+    pts: bool = True
+    rpn: bool = True
+    crs: bool = True
+    alpha: float = 8.0
+    beta: float = 8.0
+    num_pairs: int = 8
+    cas_inputs: CasInputs = "constant"
+
+    def __post_init__(self) -> None:
+        for name in ("alpha", "beta"):
+            if getattr(self, name) is None:
+                raise TypeError(f"{name}=None must be a number")
+            _checks.check_number(name, getattr(self, name))
+            _checks.check_positive(name, getattr(self, name))
+        _checks.check_integer("num_pairs", self.num_pairs)
+        if self.num_pairs < 0:
+            raise ValueError(f"num_pairs={self.num_pairs} must not be negative")
+        if self.cas_inputs not in get_args(CasInputs):
+            raise ValueError(f"cas_inputs={self.cas_inputs!r} must be in {get_args(CasInputs)}")
+
+
+def smooth_layer(
+    layer: LayerWeights, statistics: KeyStatistics | None, smoothing: Smoothing = Smoothing()
+) -> LayerWeights:
+    """Smooths a layer for INT4 weights and keys; in exact arithmetic it computes the same.
+
+    Args:
+      layer: the weights, not smoothed before.
+      statistics: of the layer's keys; only RPN and CRS need them.
+      smoothing: what to do.
+
+    Returns:
+      The layer in float32, or float64 where it was; with `output_scale` in every projection if PTS
+      was asked for, and `key_channel_scale` if CRS was.
+
+    Raises:
+      TypeError: if an array is not floating point.
+      ValueError: if shapes do not fit, statistics are missing or of no tokens, the layer has been
+        smoothed, a head has fewer pairs than `num_pairs`, or (outside `jit`) a value is not finite.
+    """
+    layer.validate()
+    if layer.key_channel_scale is not None or any(
+        getattr(layer, name).output_scale is not None for name in PROJECTIONS
+    ):
+        raise ValueError("layer has output or key channel scales: it must not be smoothed before")
+    layer = widened_layer(layer)
+    if smoothing.cas:
+        layer = _scale_channels(layer, smoothing.cas_inputs)
+    if smoothing.rpn or smoothing.crs:
+        layer = _smooth_keys(layer, statistics, smoothing)
+    if smoothing.pts:
+        scaled: dict[str, Any] = {
+            name: fold_per_tensor(getattr(layer, name)) for name in PROJECTIONS
+        }
+        layer = dataclasses.replace(layer, **scaled)
+    return layer
+
+
+def fold_value_output(layer: LayerWeights, scale: jax.Array) -> LayerWeights:
+    """CAS between v and o: columns of o times `scale`, rows and bias of v divided.
+
+    Args:
+      layer: the layer.
+      scale: ``[K, H]``, shared by the query heads of a group, whose outputs mix the same values.
+    """
+    scale = _of_heads(layer, "scale", scale, layer.head_dim)
+    columns = jnp.repeat(scale, layer.num_heads // layer.num_kv_heads, axis=0)
+    v, o = layer.v.scale_rows(1 / scale.reshape(-1)), layer.o.scale_columns(columns.reshape(-1))
+    return dataclasses.replace(layer, v=v, o=o)
+
+
+def fold_up_down(layer: LayerWeights, scale: jax.Array) -> LayerWeights:
+    """CAS from up to down: columns of down times `scale` ``[F]``, rows and bias of up divided."""
+    up, down = layer.up.scale_rows(1 / scale), layer.down.scale_columns(scale)
+    return dataclasses.replace(layer, up=up, down=down)
+
+
+def fold_attention_input(layer: LayerWeights, scale: jax.Array) -> LayerWeights:
+    """CAS of q, k, v: their columns times `scale` ``[D]``, the norm's factor divided."""
+    return dataclasses.replace(
+        layer,
+        attention_norm=layer.attention_norm / scale.astype(layer.attention_norm.dtype),
+        **{name: getattr(layer, name).scale_columns(scale) for name in ("q", "k", "v")},
+    )
+
+
+def fold_mlp_input(layer: LayerWeights, scale: jax.Array) -> LayerWeights:
+    """CAS of gate and up: their columns times `scale` ``[D]``, the norm's factor divided."""
+    return dataclasses.replace(
+        layer,
+        mlp_norm=layer.mlp_norm / scale.astype(layer.mlp_norm.dtype),
+        **{name: getattr(layer, name).scale_columns(scale) for name in ("gate", "up")},
+    )
+
+
+def fold_query_key(layer: LayerWeights, scale: jax.Array) -> LayerWeights:
+    """RPN: rows and bias of k divided by `scale`, those of q multiplied.
+
+    Args:
+      layer: the layer.
+      scale: ``[K, H/2]``, for both channels of a pair.
+    """
+    scale = _of_heads(layer, "scale", scale, layer.head_dim // 2)
+    channels = jnp.concatenate([scale, scale], axis=1)
+    queries = jnp.repeat(channels, layer.num_heads // layer.num_kv_heads, axis=0)
+    q, k = layer.q.scale_rows(queries.reshape(-1)), layer.k.scale_rows(1 / channels.reshape(-1))
+    return dataclasses.replace(layer, q=q, k=k)
+
+
+def fold_per_tensor(projection: Projection) -> Projection:
+    """PTS: the weight times `per_tensor_scale`, a power of two, and its output divided; no bias."""
+    delta = per_tensor_scale(projection.weight)
+    weight = projection.weight * delta.astype(projection.weight.dtype)
+    return dataclasses.replace(projection, weight=weight, output_scale=1 / delta)
+
+
+def _scale_channels(layer: LayerWeights, inputs: CasInputs) -> LayerWeights:
+    """CAS of the whole layer."""
+    width, groups = layer.o.weight.shape[0], layer.num_heads // layer.num_kv_heads
+    # One factor per channel of the values: the rows of a group's heads count together.
+    heads = (width, layer.num_kv_heads, groups, layer.head_dim)
+    o = jnp.swapaxes(layer.o.weight.reshape(heads), 1, 2).reshape(width * groups, -1)
+    per_value = channel_absmean_scale(o).reshape(layer.num_kv_heads, layer.head_dim)
+    layer = fold_value_output(layer, per_value)
+    layer = fold_up_down(layer, channel_absmean_scale(layer.down.weight))
+    if inputs == "all":
+        qkv = [layer.q.weight, layer.k.weight, layer.v.weight]
+        layer = fold_attention_input(layer, channel_absmean_scale(qkv))
+        gate_up = [layer.gate.weight, layer.up.weight]
+        layer = fold_mlp_input(layer, channel_absmean_scale(gate_up))
+    return layer
+
+
+def _smooth_keys(
+    layer: LayerWeights, statistics: KeyStatistics | None, smoothing: Smoothing
+) -> LayerWeights:
+    """CRS and RPN, whichever was asked for."""
+    if statistics is None:
+        raise ValueError("statistics=None: RPN and CRS need the statistics of the layer's keys")
+    statistics.validate()
+    _of_heads(layer, "statistics.absmax", statistics.absmax, layer.head_dim)
+    chosen = None
+    if smoothing.crs:
+        beta = smoothing.beta if smoothing.rpn else None
+        scale, chosen = channel_rope_scale(
+            statistics.absmax, num_pairs=smoothing.num_pairs, beta=beta
+        )
+        layer = dataclasses.replace(layer, key_channel_scale=scale)
+    if smoothing.rpn:
+        norm = rope_preserving_norm(statistics.pair_norm, alpha=smoothing.alpha, exclude=chosen)
+        layer = fold_query_key(layer, norm)
+    return layer
+
+
+def _of_heads(layer: LayerWeights, name: str, scale: jax.Array, size: int) -> jax.Array:
+    if scale.shape != (layer.num_kv_heads, size):
+        raise ValueError(f"{name}.shape={scale.shape} must be ({layer.num_kv_heads}, {size})")
+    return scale

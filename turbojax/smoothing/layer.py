@@ -1,0 +1,154 @@
+"""A decoder layer's weights as smoothing sees them, whatever model they come from."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from turbojax.smoothing._values import check_finite, widened
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Projection:
+    """A linear layer ``y = (x @ weight.T) * output_scale + bias``.
+
+    Attributes:
+      weight: ``[out, in]``.
+      bias: ``[out]``, or None.
+      output_scale: scalar, the reciprocal of what PTS multiplied the weight with, or None for 1.
+    """
+
+    weight: jax.Array
+    bias: jax.Array | None = None
+    output_scale: jax.Array | None = None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps ``[..., in]`` to ``[..., out]`` in the weight's dtype, without quantization."""
+        y = jnp.einsum("...i,oi->...o", x, self.weight)
+        if self.output_scale is not None:
+            y = y * self.output_scale.astype(y.dtype)
+        if self.bias is not None:
+            y = y + self.bias.reshape((1,) * (y.ndim - 1) + self.bias.shape)
+        return y
+
+    def scale_rows(self, factor: jax.Array) -> "Projection":
+        """Outputs times `factor` ``[out]``: rows of the weight, and the bias."""
+        weight = self.weight * factor.astype(self.weight.dtype)[:, None]
+        bias = None if self.bias is None else self.bias * factor.astype(self.bias.dtype)
+        return dataclasses.replace(self, weight=weight, bias=bias)
+
+    def scale_columns(self, factor: jax.Array) -> "Projection":
+        """Inputs times `factor` ``[in]``: columns of the weight."""
+        return dataclasses.replace(
+            self, weight=self.weight * factor.astype(self.weight.dtype)[None, :]
+        )
+
+
+PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
+"""Names of the projections of a `LayerWeights`."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerWeights:
+    """One pre-norm decoder layer with RoPE, grouped queries and a gated feed-forward layer.
+
+    What it computes, with ``rms(x) = x / sqrt(mean(x^2) + eps)``:
+    ``h += o(attention(rope(q(a)), rope(k(a)), v(a)))`` of ``a = rms(h) * attention_norm``, then
+    ``h += down(act(gate(m)) * up(m))`` of ``m = rms(h) * mlp_norm``.
+
+    Invariants, checked by `validate`:
+      - D is the residual width, N and K the query and key/value heads, H the head dim, F the inner
+        width; N is a multiple of K, and query head n attends to head ``n // (N / K)``.
+      - Rows of q, k and v and columns of o are heads one after the other; RoPE turns channels i and
+        ``i + H/2`` of a head.
+
+    Attributes:
+      attention_norm: ``[D]``, factor of the norm before attention.
+      q: weight ``[N H, D]``.
+      k: weight ``[K H, D]``.
+      v: weight ``[K H, D]``.
+      o: weight ``[D, N H]``.
+      mlp_norm: ``[D]``, factor of the norm before the feed-forward layer.
+      gate: weight ``[F, D]``.
+      up: weight ``[F, D]``.
+      down: weight ``[D, F]``.
+      num_kv_heads: K.
+      head_dim: H, even.
+      key_channel_scale: ``[K, H]``, by which rotated keys are divided and rotated queries
+        multiplied (CRS, see `scale_rotated`), or None.
+    """
+
+    attention_norm: jax.Array
+    q: Projection
+    k: Projection
+    v: Projection
+    o: Projection
+    mlp_norm: jax.Array
+    gate: Projection
+    up: Projection
+    down: Projection
+    num_kv_heads: int = dataclasses.field(metadata={"static": True})
+    head_dim: int = dataclasses.field(metadata={"static": True})
+    key_channel_scale: jax.Array | None = None
+
+    @property
+    def num_heads(self) -> int:
+        """N, the query heads."""
+        return self.q.weight.shape[0] // self.head_dim
+
+    def validate(self) -> None:
+        """Raises unless the shapes fit together and (outside `jit`) all values are finite.
+
+        Raises:
+          TypeError: if an array is not floating point.
+          ValueError: otherwise.
+        """
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even and positive")
+        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads or not self.num_heads:
+            raise ValueError(
+                f"{self.num_heads} query heads must be a multiple of "
+                f"num_kv_heads={self.num_kv_heads}"
+            )
+        for name, shape in self._shapes().items():
+            projection: Projection = getattr(self, name)
+            _check(f"{name}.weight", projection.weight, shape)
+            if projection.bias is not None:
+                _check(f"{name}.bias", projection.bias, shape[:1])
+            if projection.output_scale is not None:
+                _check(f"{name}.output_scale", projection.output_scale, ())
+        width = self.o.weight.shape[:1]
+        _check("attention_norm", self.attention_norm, width)
+        _check("mlp_norm", self.mlp_norm, width)
+        if self.key_channel_scale is not None:
+            heads = (self.num_kv_heads, self.head_dim)
+            _check("key_channel_scale", self.key_channel_scale, heads)
+
+    def _shapes(self) -> dict[str, tuple[int, int]]:
+        """What each projection's weight must be."""
+        width, inner = self.o.weight.shape[0], self.gate.weight.shape[0]
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return {
+            "q": (queries, width),
+            "k": (keys, width),
+            "v": (keys, width),
+            "o": (width, queries),
+            "gate": (inner, width),
+            "up": (inner, width),
+            "down": (width, inner),
+        }
+
+
+def widened_layer(layer: LayerWeights) -> LayerWeights:
+    """The layer in float32 at least: folding into a narrower format would round, or overflow."""
+    return jax.tree.map(lambda x: widened("weight", x), layer)
+
+
+def _check(name: str, x: jax.Array, shape: tuple[int, ...]) -> None:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{name}.dtype={x.dtype} must be floating point")
+    if x.shape != shape or 0 in x.shape:
+        raise ValueError(f"{name}.shape={x.shape} must be {shape}, no axis empty")
+    check_finite(name, x)
