@@ -36,8 +36,15 @@ def test_pooled_example():
     assert float(times) > 3
 
 
+def test_int4_example():
+    shape, dtype, bits = re.search(r"(\(.*\)) (\w+) ([\d.]+) bits", _run(EXAMPLES[3])).groups()
+    assert (shape, dtype) == ("(2, 16, 512)", "bfloat16")
+    # Codes, a byte of scale for every 128 of them, four bytes for every output.
+    assert float(bits) == pytest.approx(4 + 8 / 128 + 32 * 2560 / (3 * 512 * 1024), abs=0.005)
+
+
 def test_there_are_no_other_examples():
-    assert len(EXAMPLES) == 3
+    assert len(EXAMPLES) == 4
 
 
 def test_tables_are_those_of_the_results():

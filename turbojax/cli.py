@@ -15,7 +15,7 @@ except ImportError as error:
     ) from error
 
 import turbojax
-from turbojax import cli_train
+from turbojax import cli_quantize, cli_train
 
 app = typer.Typer(
     help="Quantized, compressed and sparse attention for JAX.",
@@ -55,7 +55,7 @@ def demo(
     new_bytes: Annotated[int, typer.Option(help="Bytes to decode one by one and score.")] = 256,
     generate_bytes: Annotated[int, typer.Option(help="Bytes to generate freely.")] = 96,
     cache: Annotated[
-        str, typer.Option(help="Caches, comma separated: exact, 4bit, 2/4bit, 3bit, 2bit.")
+        str, typer.Option(help="Caches, comma separated: exact, 4bit, 2/4bit, 3bit, 2bit, kv4.")
     ] = "exact,4bit,2/4bit",
     model: Annotated[
         str, typer.Option(help="'embedded', or a folder with a byte-level Llama checkpoint.")
@@ -83,7 +83,7 @@ def demo(
             caches=tuple(name.strip() for name in cache.split(",")),
         )
         # float32 is the fast dtype of CPUs; the caches are what is being compared.
-        llama = models.load(model, dtype=jnp.float32)
+        llama = models.load_llama(model, dtype=jnp.float32)
         steps = len(settings.caches) * (settings.new_bytes + settings.generated_bytes)
         with _progress_bar() as bar:
             task = bar.add_task("starting", total=steps)
@@ -116,7 +116,7 @@ def generate(
     model: Annotated[
         str | None,
         typer.Option(
-            help="A folder with a Llama checkpoint. Default: the embedded model.",
+            help="A folder with a Llama checkpoint, quantized or not. Default: the embedded model.",
             show_default=False,
         ),
     ] = None,
@@ -128,6 +128,13 @@ def generate(
             show_default=False,
         ),
     ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            help="Of --random-weights: float, or int4 for INT4 linear layers. Default: float.",
+            show_default=False,
+        ),
+    ] = None,
     prompt_tokens: Annotated[
         int | None,
         typer.Option(
@@ -136,7 +143,7 @@ def generate(
         ),
     ] = None,
     cache: Annotated[
-        str, typer.Option(help="The KV cache: exact, 4bit, 2/4bit, 3bit or 2bit.")
+        str, typer.Option(help="The KV cache: exact, 4bit, 2/4bit, 3bit, 2bit or kv4.")
     ] = "4bit",
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to add to each sequence.")] = 128,
     batch_size: Annotated[
@@ -196,6 +203,8 @@ def generate(
         if random_weights is None:
             if prompt_tokens is not None:
                 raise ValueError("--prompt-tokens is for --random-weights")
+            if weights is not None:
+                raise ValueError("--weights is for --random-weights")
             if (prompt is None) == (file is None):
                 raise ValueError("give a prompt or a --file, one of them")
             content = file.read_bytes() if prompt is None and file else str(prompt).encode()
@@ -204,7 +213,7 @@ def generate(
         else:
             if not (prompt is None and file is None and model is None):
                 raise ValueError("--random-weights takes no prompt, no --file and no --model")
-            source = text.random_text_model(random_weights, kind)
+            source = text.random_text_model(random_weights, kind, weights or "float")
             length = 128 if prompt_tokens is None else prompt_tokens
             tokens = text.random_prompts(source.decoder.config, batch_size, length)
         report = text.run(
@@ -280,7 +289,7 @@ def levels(
             tokens=tokens,
             block=block,
         )
-        report = levels_map.run(models.load(model, dtype=jnp.float32), settings)
+        report = levels_map.run(models.load_llama(model, dtype=jnp.float32), settings)
         if plot is not None:
             levels_map.save_plot(report, plot)
     except (OSError, ValueError, NotImplementedError) as error:
@@ -307,6 +316,7 @@ def doctor(
 
 app.command()(cli_train.train)
 app.command()(cli_train.compare)
+app.command()(cli_quantize.quantize)
 
 
 def _progress_bar() -> Progress:

@@ -120,7 +120,7 @@ def train(
             raise ValueError("--held-out is for --data")
         else:
             corpus = finetune.standard_library_corpus()
-        start = models.load(model)
+        start = models.load_llama(model)
         typer.echo(f"{corpus.stream.size:,} bytes of text; {start.config.num_parameters:,} weights")
         with _progress_bar() as bar:
             log = finetune.fine_tune(

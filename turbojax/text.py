@@ -15,6 +15,7 @@ from turbojax import _checks, models
 from turbojax.models import generation
 
 TOKENIZER_NAME = "tokenizer.json"
+WEIGHTS = ("float", "int4")
 DTYPES = ("float32", "bfloat16", "float16")
 BYTES = 256
 # Tokens of the prompt that the first new one is decoded after.
@@ -125,7 +126,7 @@ class TokenizerCodec:
 class TextModel:
     """A model to generate with, and how to read and write its tokens."""
 
-    decoder: models.Decoder
+    decoder: models.Decoder | models.QuantizedDecoder
     codec: Codec
 
 
@@ -214,8 +215,8 @@ def load_text_model(path: str, dtype: np.dtype | None = None) -> TextModel:
     """Loads a checkpoint with what reads its text.
 
     Args:
-      path: ``"embedded"`` or a checkpoint's folder. A vocabulary of 256 tokens is bytes; otherwise
-        the folder's `tokenizer.json` is used, and without one tokens are numbers.
+      path: ``"embedded"`` or a checkpoint's folder, quantized or not. A vocabulary of 256 tokens is
+        bytes; otherwise the folder's `tokenizer.json` is used, and without one tokens are numbers.
       dtype: of weights and computation. By default float32 on a CPU, where it is the fast one, and
         otherwise that of the checkpoint.
 
@@ -231,23 +232,30 @@ def load_text_model(path: str, dtype: np.dtype | None = None) -> TextModel:
     model = models.load(path, dtype=dtype)
     if codec is None:
         codec = ByteCodec() if model.config.vocab_size == BYTES else NumberCodec()
+    if isinstance(model, models.QuantizedDecoder):
+        return TextModel(model, codec)
     return TextModel(models.unstack(model, consume=True), codec)
 
 
-def random_text_model(shape: str, dtype: np.dtype | None = None) -> TextModel:
+def random_text_model(
+    shape: str, dtype: np.dtype | None = None, weights: str = "float"
+) -> TextModel:
     """A model with random weights, whose tokens are numbers.
 
     Args:
       shape: a name in `models.SHAPES`.
       dtype: of weights and computation, by default bfloat16.
+      weights: ``"float"``, or ``"int4"`` for INT4 weights in all linear layers.
 
     Raises:
-      ValueError: if there is no such shape.
+      ValueError: if there is no such shape, or no such kind of weights.
     """
+    if weights not in WEIGHTS:
+        raise ValueError(f"weights {weights!r} must be one of {', '.join(WEIGHTS)}")
     if shape not in models.SHAPES:
         raise ValueError(f"random weights {shape!r} must be one of {', '.join(models.SHAPES)}")
-    decoder = models.random_decoder(models.SHAPES[shape], dtype=dtype or jnp.bfloat16)
-    return TextModel(decoder, NumberCodec())
+    make = models.random_decoder if weights == "float" else models.random_quantized_decoder
+    return TextModel(make(models.SHAPES[shape], dtype=dtype or jnp.bfloat16), NumberCodec())
 
 
 def copies(tokens: list[int], batch_size: int) -> np.ndarray:

@@ -7,18 +7,20 @@ import jax
 import jax.numpy as jnp
 
 from turbojax.baselines import exact
-from turbojax.cache import ProgressiveCache, append, init_cache
+from turbojax.cache import ProgressiveCache, append, init_cache, kv4
 from turbojax.cache.update import store_prompt
 from turbojax.config import TurboConfig
 from turbojax.models.decoder import Decoder
 from turbojax.models.llama import Attend, Llama
 from turbojax.models.pooled import PooledAttention
+from turbojax.models.quantized import QuantizedDecoder
+from turbojax.ops import kv4_attention
 from turbojax.ops.registry import writer_beside
 from turbojax.ops.turbo_attention import decode, prefill
 
-CacheKind = Literal["exact"] | TurboConfig
-LayerCache = exact.ExactCache | ProgressiveCache
-CACHE_NAMES = ("exact", "4bit", "2/4bit", "3bit", "2bit")
+CacheKind = Literal["exact", "kv4"] | TurboConfig
+LayerCache = exact.ExactCache | ProgressiveCache | kv4.Kv4Cache
+CACHE_NAMES = ("exact", "4bit", "2/4bit", "3bit", "2bit", "kv4")
 
 
 @jax.tree_util.register_dataclass
@@ -52,8 +54,9 @@ def cache_by_name(name: str, num_kv_heads: int) -> CacheKind:
     """The cache that a name on a command line stands for.
 
     Args:
-      name: ``"exact"``, the bits of all heads (``"4bit"``, ``"3bit"``, ``"2bit"``), or
-        ``"2/4bit"``: half of the KV heads at 2 bits, the others at 4.
+      name: ``"exact"``, the bits of all heads (``"4bit"``, ``"3bit"``, ``"2bit"``),
+        ``"2/4bit"``: half of the KV heads at 2 bits, the others at 4, or ``"kv4"``: 4 bits with a
+        scale per token and head (FireQ).
       num_kv_heads: of the model.
 
     Raises:
@@ -63,6 +66,8 @@ def cache_by_name(name: str, num_kv_heads: int) -> CacheKind:
         raise ValueError(f"cache {name!r} must be one of {', '.join(CACHE_NAMES)}")
     if name == "exact":
         return "exact"
+    if name == "kv4":
+        return "kv4"
     if name == "2/4bit":
         if num_kv_heads % 2:
             raise ValueError(f"cache {name!r} needs an even number of KV heads, not {num_kv_heads}")
@@ -73,7 +78,7 @@ def cache_by_name(name: str, num_kv_heads: int) -> CacheKind:
 
 
 def init_caches(
-    model: Llama | Decoder, batch_size: int, max_length: int, cache: CacheKind
+    model: Llama | Decoder | QuantizedDecoder, batch_size: int, max_length: int, cache: CacheKind
 ) -> ModelCaches:
     """Empty caches for all layers of a model.
 
@@ -82,10 +87,10 @@ def init_caches(
       batch_size: sequences.
       max_length: tokens each sequence can hold.
       cache: ``"exact"`` for uncompressed caches, in the model's dtype if that has 16 bits and
-        otherwise in bfloat16, or the config of compressed caches.
+        otherwise in bfloat16, ``"kv4"``, or the config of progressively compressed caches.
 
     Raises:
-      ValueError: if `cache` is neither, or a size does not fit.
+      ValueError: if `cache` is none of these, or a size does not fit.
     """
     sizes = (batch_size, max_length, model.config.num_kv_heads, model.config.head_dim)
 
@@ -96,7 +101,9 @@ def init_caches(
             return exact.init_cache(
                 *sizes, dtype=model.dtype if model.dtype.itemsize == 2 else jnp.bfloat16
             )
-        raise ValueError(f"{cache=} must be 'exact' or a TurboConfig")
+        if cache == "kv4":
+            return kv4.init_cache(*sizes, dtype=model.dtype)
+        raise ValueError(f"{cache=} must be 'exact', 'kv4' or a TurboConfig")
 
     return ModelCaches(tuple(layer() for _ in range(model.config.num_layers)))
 
@@ -136,16 +143,24 @@ def attend_prompt(
         if pooled is not None:
             levels = pooled.levels(query, key, lengths)
             out = pooled.attend(query, key, value, levels, lengths)
-        if not isinstance(part, ProgressiveCache):
+        if isinstance(part, ProgressiveCache):
+            if pooled is None:
+                out, part = prefill(
+                    query, key, value, part, key_value_seq_lengths=lengths, implementation=name
+                )
+            else:
+                part = store_prompt(part, key, value, lengths, implementation=writer_beside(name))
+        elif isinstance(part, kv4.Kv4Cache):
+            if pooled is None:
+                out, part = kv4_attention.prefill(
+                    query, key, value, part, key_value_seq_lengths=lengths, implementation=name
+                )
+            else:
+                part = kv4.append(part, key, value, lengths=lengths)
+        else:
             if pooled is None:
                 out = exact.attention(query, key, value, implementation=implementation)
             part = exact.append(part, key, value, lengths=lengths)
-        elif pooled is None:
-            out, part = prefill(
-                query, key, value, part, key_value_seq_lengths=lengths, implementation=name
-            )
-        else:
-            part = store_prompt(part, key, value, lengths, implementation=writer_beside(name))
         return out, put_sequences(cache, part, first)
 
     return attend
@@ -160,8 +175,11 @@ def attend_new_tokens(implementation: str | None = None) -> Attend:
     """
 
     def attend(query, key, value, cache):  # type: ignore[no-untyped-def]
+        name: Any = implementation  # which names there are, the ops know
+        if isinstance(cache, kv4.Kv4Cache):
+            cache = kv4.append(cache, key, value)
+            return kv4_attention.decode(query, cache, implementation=name), cache
         if isinstance(cache, ProgressiveCache):
-            name: Any = implementation  # which names there are, the ops know
             cache = append(cache, key, value, implementation=writer_beside(name))
             return decode(query, cache, implementation=name), cache
         cache = exact.append(cache, key, value)

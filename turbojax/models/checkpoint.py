@@ -17,15 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
 
+from turbojax.models import _folder, quantized_checkpoint
+from turbojax.models._folder import WEIGHTS_NAME as WEIGHTS_NAME
 from turbojax.models.config import LlamaConfig
 from turbojax.models.llama import Llama
+from turbojax.models.quantized import QuantizedDecoder
 
 BEGINNING_OF_FILE = 0
-CONFIG_NAME = "config.json"
-WEIGHTS_NAME = "model.safetensors"
 
 # Per-layer tensors: name under "model.layers.{i}." -> (path under `blocks`, is a matrix). Hugging
 # Face stores matrices as [out, in], nnx as [in, out].
@@ -55,30 +54,68 @@ def held_out_modules() -> tuple[str, ...]:
 
 def load(
     path_or_name: str | os.PathLike[str] = "embedded", *, dtype: DTypeLike | None = None
-) -> Llama:
-    """Loads a Llama checkpoint.
+) -> Llama | QuantizedDecoder:
+    """Loads a Llama checkpoint, or a quantized one.
 
     Args:
       path_or_name: ``"embedded"`` for the shipped model, or a folder with `config.json` and
-        `model.safetensors` in Hugging Face's Llama layout.
-      dtype: dtype of parameters and computation, by default that of the stored tensors.
+        `model.safetensors`, in Hugging Face's Llama layout or written by `save_quantized`.
+      dtype: dtype of parameters and computation, by default that of the stored tensors. Codes and
+        scales of a quantized checkpoint stay as they are.
 
     Returns:
       The model, its parameters on JAX's default device.
 
     Raises:
       FileNotFoundError: if the folder or one of its two files does not exist.
-      NotImplementedError: if the architecture is not supported, see `LlamaConfig.from_hf`.
+      NotImplementedError: if the architecture or the quantization is not supported, see
+        `LlamaConfig.from_hf`.
       ValueError: if a file cannot be parsed, or tensors are missing, unexpected or mis-shaped.
     """
-    folder = embedded_path() if path_or_name == "embedded" else Path(path_or_name)
-    config = LlamaConfig.from_hf(_read_json(_require_file(folder, CONFIG_NAME)))
-    weights = _require_file(folder, WEIGHTS_NAME)
-    try:
-        tensors = load_file(weights)
-    except SafetensorError as error:
-        raise ValueError(f"{weights} is not a readable safetensors file: {error}") from error
-    _require_tensors(tensors, config, weights)
+    folder, hf = checkpoint_folder(path_or_name), read_config(path_or_name)
+    if quantized_checkpoint.is_quantized(hf):
+        return quantized_checkpoint.read(folder, hf, dtype=dtype)
+    return _read(folder, hf, dtype)
+
+
+def load_llama(
+    path_or_name: str | os.PathLike[str] = "embedded", *, dtype: DTypeLike | None = None
+) -> Llama:
+    """Loads a checkpoint whose weights are floating point, as `load` does.
+
+    Raises:
+      FileNotFoundError, NotImplementedError, ValueError: as `load`.
+      ValueError: also if the checkpoint is quantized.
+    """
+    folder, hf = checkpoint_folder(path_or_name), read_config(path_or_name)
+    if quantized_checkpoint.is_quantized(hf):
+        raise ValueError(
+            f"{str(folder)!r} is a quantized model: the weights must be floating point"
+        )
+    return _read(folder, hf, dtype)
+
+
+def checkpoint_folder(path_or_name: str | os.PathLike[str]) -> Path:
+    """The folder that a name or path stands for; see `load`."""
+    return embedded_path() if path_or_name == "embedded" else Path(path_or_name)
+
+
+def read_config(path_or_name: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a checkpoint's `config.json` says.
+
+    Raises:
+      FileNotFoundError: if there is none.
+      ValueError: if it cannot be parsed.
+    """
+    folder = checkpoint_folder(path_or_name)
+    return _folder.read_json(_folder.require_file(folder, _folder.CONFIG_NAME))
+
+
+def _read(folder: Path, hf: Mapping[str, Any], dtype: DTypeLike | None) -> Llama:
+    config = LlamaConfig.from_hf(hf)
+    weights = _folder.require_file(folder, _folder.WEIGHTS_NAME)
+    tensors = _folder.read_tensors(weights)
+    _folder.require_tensors(tensors, expected_shapes(config), weights)
     if dtype is None:
         dtype = tensors["model.embed_tokens.weight"].dtype
     return from_hf_tensors(config, tensors, dtype=dtype)
@@ -99,15 +136,10 @@ def save(
       dtype: dtype of the stored tensors, by default that of the parameters.
       extra_config: further keys of `config.json`, such as `bos_token_id`.
     """
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
     tensors = to_hf_tensors(model, dtype=dtype)
-    save_file(tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
-    # safetensors creates the file readable for its owner alone; a package must be readable to all.
-    (folder / WEIGHTS_NAME).chmod(0o644)
     stored = tensors["model.embed_tokens.weight"].dtype.name
     config = {**model.config.to_hf(), "torch_dtype": stored, **(extra_config or {})}
-    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    _folder.write(path, config, tensors)
 
 
 def from_hf_tensors(
@@ -187,42 +219,3 @@ def _variable(state: Any, path: tuple[str, ...]) -> Any:
     for key in path:
         state = state[key]
     return state
-
-
-def _require_file(folder: Path, name: str) -> Path:
-    if not folder.is_dir():
-        raise FileNotFoundError(
-            f"{str(folder)!r} must be 'embedded' or a folder with {CONFIG_NAME} and {WEIGHTS_NAME}"
-        )
-    if not (folder / name).is_file():
-        raise FileNotFoundError(f"{str(folder)!r} is no checkpoint: it must hold {name}")
-    return folder / name
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not readable JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object, not {type(content).__name__}")
-    return content
-
-
-def _require_tensors(tensors: Mapping[str, np.ndarray], config: LlamaConfig, source: Path) -> None:
-    """Raises ValueError unless the tensors are exactly those of the configuration."""
-    expected = expected_shapes(config)
-    missing = sorted(expected.keys() - tensors.keys())
-    if missing:
-        raise ValueError(f"{source} lacks {_some(missing)}")
-    unexpected = sorted(tensors.keys() - expected.keys())
-    if unexpected:
-        raise ValueError(f"{source} holds unexpected tensors: {_some(unexpected)}")
-    for name, shape in expected.items():
-        if tensors[name].shape != shape:
-            raise ValueError(f"{source}: {name} has shape {tensors[name].shape}, must be {shape}")
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more

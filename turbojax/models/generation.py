@@ -19,6 +19,7 @@ from turbojax.models.caching import (
 from turbojax.models.decoder import Decoder, unstack
 from turbojax.models.llama import Llama
 from turbojax.models.pooled import PooledAttention
+from turbojax.models.quantized import QuantizedDecoder
 
 Progress = Callable[[int], None]
 """Called with the number of tokens done since the last call."""
@@ -37,7 +38,7 @@ class Session:
       implementation: what attends, see `start`.
     """
 
-    decoder: Decoder
+    decoder: Decoder | QuantizedDecoder
     caches: ModelCaches
     logits: jax.Array
     lengths: jax.Array
@@ -68,7 +69,7 @@ class Session:
 
 
 def start(
-    model: Llama | Decoder,
+    model: Llama | Decoder | QuantizedDecoder,
     tokens: jax.Array,
     *,
     max_length: int,
@@ -81,11 +82,11 @@ def start(
     """Runs prompts through the model and fills its caches.
 
     Args:
-      model: the model. A `Llama` is unstacked first, which holds its layers twice as long as the
-        session lives: for large models give ``unstack(model, consume=True)``.
+      model: the model, quantized or not. A `Llama` is unstacked first, which holds its layers twice
+        as long as the session lives: for large models give ``unstack(model, consume=True)``.
       tokens: int ``[B, T]``, prompts padded on the right.
       max_length: tokens each sequence will hold at most.
-      cache: ``"exact"`` or a `TurboConfig`.
+      cache: ``"exact"``, ``"kv4"`` or a `TurboConfig`.
       lengths: optional int ``[B]``, the prompts' lengths, at least 1; `T` if not given.
       prefill_batch_size: how many prompts run at a time; all if not given. Fewer need less memory
         beside the caches.
@@ -108,7 +109,7 @@ def start(
     if tokens.ndim != 2 or 0 in tokens.shape:
         raise ValueError(f"{tokens.shape=} must be [B, T], no axis empty")
     batch, size = tokens.shape
-    _check_tokens(tokens, model.config.vocab_size)
+    check_tokens(tokens, model.config.vocab_size)
     if size > max_length:
         raise ValueError(f"prompts of {size} tokens must be at most {max_length=}")
     if max_length > model.config.max_length:
@@ -182,7 +183,7 @@ def stream(session: Session, max_new_tokens: int) -> Iterator[np.ndarray]:
 
 
 def generate(
-    model: Llama | Decoder,
+    model: Llama | Decoder | QuantizedDecoder,
     tokens: jax.Array,
     *,
     max_new_tokens: int,
@@ -199,7 +200,7 @@ def generate(
       tokens: int ``[B, T]``, prompts padded on the right.
       max_new_tokens: tokens to add, at least 1; ``T + max_new_tokens`` must be at most the model's
         `max_length`.
-      cache: ``"exact"``, or the `TurboConfig` of a compressed cache.
+      cache: ``"exact"``, ``"kv4"``, or the `TurboConfig` of a compressed cache.
       lengths: optional int ``[B]``, the prompts' lengths.
       prefill_batch_size: how many prompts run at a time, see `start`.
       implementation: what runs attention and cache, see `start`.
@@ -234,7 +235,7 @@ def generate(
     return jnp.stack([jnp.asarray(t) for t in stream(session, max_new_tokens)], axis=1)
 
 
-def _check_tokens(tokens: jax.Array, vocab_size: int) -> None:
+def check_tokens(tokens: jax.Array, vocab_size: int) -> None:
     """Raises unless all tokens are in the vocabulary; a gather would clamp them silently."""
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise TypeError(f"tokens.dtype={tokens.dtype} must be an integer type")
@@ -245,7 +246,7 @@ def _check_tokens(tokens: jax.Array, vocab_size: int) -> None:
 
 @functools.partial(jax.jit, static_argnames="implementation", donate_argnames="caches")
 def decode_step(
-    decoder: Decoder,
+    decoder: Decoder | QuantizedDecoder,
     caches: ModelCaches,
     tokens: jax.Array,
     lengths: jax.Array,
@@ -271,7 +272,7 @@ def decode_step(
 
 @functools.partial(jax.jit, static_argnames=("implementation", "pooled"), donate_argnames="caches")
 def _prefill(
-    decoder: Decoder,
+    decoder: Decoder | QuantizedDecoder,
     caches: ModelCaches,
     tokens: jax.Array,
     lengths: jax.Array,

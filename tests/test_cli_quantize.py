@@ -1,0 +1,212 @@
+"""The `turbojax quantize` command, and `turbojax generate` with what it writes."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from typer.testing import CliRunner
+
+from turbojax import models, quantizing, text
+from turbojax.cli import app
+
+QUICK = ("--calibration-tokens", "128", "--evaluation-tokens", "128", "--window", "64")
+
+
+def _run(command: str, *arguments: str):
+    return CliRunner().invoke(app, [command, *arguments], env={"COLUMNS": "120"})
+
+
+def _quantize(folder: str, out, *arguments: str):
+    return _run("quantize", "--model", folder, "--out", str(out), *QUICK, *arguments)
+
+
+@pytest.fixture(scope="module")
+def quantized(tiny_folder, tmp_path_factory) -> tuple[str, dict]:
+    out = tmp_path_factory.mktemp("quantized")
+    result = _quantize(tiny_folder, out, "--json")
+    assert result.exit_code == 0, result.stderr
+    return str(out), json.loads(result.stdout)
+
+
+def test_json_says_what_was_done_and_what_it_costs(tiny_folder, quantized):
+    out, report = quantized
+    decoder = models.load(out)
+    assert isinstance(decoder, models.QuantizedDecoder)
+    assert report["bits_per_weight"] == decoder.bits_per_weight
+    assert report["calibration_tokens"] == report["evaluated_tokens"] == 128
+    assert report["unit"] == "byte"
+    assert report["settings"]["smoothing"]["crs"] is True
+    assert report["device"]
+    sizes = [report["bytes_before"], report["bytes_after"]]
+    files = [models.checkpoint_folder(f) / models.WEIGHTS_NAME for f in (tiny_folder, out)]
+    assert sizes == [file.stat().st_size for file in files]
+    # Random weights know nothing: about 8 bits of a byte, whatever the weights.
+    bits = [x for row in report["bits"].values() for x in row.values()]
+    assert len(set(bits)) == 4
+    assert all(6 < x < 10 for x in bits)
+
+
+def test_bits_are_those_of_the_models(tiny_folder, quantized):
+    out, report = quantized
+    stream = [
+        t for content in quantizing.evaluation_text() for t in text.ByteCodec().encode(content)
+    ]
+    windows = quantizing.windows(stream, 65, 2)
+    for name, folder in (("before", tiny_folder), ("after", out)):
+        decoder = text.load_text_model(folder, jnp.dtype(jnp.float32)).decoder
+        for cache in ("exact", "kv4"):
+            bits = models.token_bits(decoder, windows, cache=cache, batch_size=1).mean()
+            assert report["bits"][name][cache] == pytest.approx(float(bits), rel=1e-5)
+
+
+def test_the_table_and_the_bars(tiny_folder, tmp_path):
+    result = _quantize(tiny_folder, tmp_path, "--scale-dtype", "bf16", "--no-crs", "--no-rpn")
+    assert result.exit_code == 0, result.stderr
+    for words in ("before", "after", "megabytes", "bits/byte, kv4", f"wrote {tmp_path}"):
+        assert words in result.stdout
+    # Neither RPN nor CRS: nothing to calibrate.
+    assert "calibration" not in result.stderr
+    for words in ("layers", "2/2", "evaluation", "512/512"):
+        assert words in result.stderr
+    decoder = models.load(tmp_path)
+    assert decoder.layers[0].qkv.scale_dtype == "bf16"
+    assert decoder.layers[0].key_channel_scale is None
+
+
+def test_what_is_asked_for_is_quantized(tiny_folder, tmp_path):
+    options = ("--quantize-embedding", "--quantize-head", "--evaluation-tokens", "0")
+    result = _quantize(tiny_folder, tmp_path, *options, "--cas-inputs", "all", "--json")
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report["bits"] == {}
+    assert report["settings"]["smoothing"]["cas_inputs"] == "all"
+    assert "calibration" in result.stderr
+    decoder = models.load(tmp_path)
+    assert models.read_config(tmp_path)["quantization_config"]["embedding"] == "int4"
+    assert decoder.bits_per_weight == report["bits_per_weight"]
+
+
+@pytest.mark.parametrize("cache", ["exact", "kv4"])
+def test_the_quantized_model_generates(quantized, cache):
+    out, _ = quantized
+    result = _run(
+        "generate", "abc", "--model", out, "--cache", cache, "--max-new-tokens", "5", "--json"
+    )
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    decoder = models.load(out, dtype=jnp.float32)
+    expected = models.generate(decoder, jnp.array([[0, *b"abc"]]), max_new_tokens=5, cache=cache)
+    assert report["text"] == bytes(expected[0].tolist()).decode("utf-8", "replace")
+    assert report["cache"] == cache
+
+
+def test_random_int4_weights_generate():
+    options = ("--random-weights", "tiny", "--weights", "int4", "--cache", "kv4")
+    result = _run("generate", *options, "--max-new-tokens", "3", "--prompt-tokens", "5", "--json")
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert len(report["text"].split()) == 3
+    # 4 bits and a 16-bit scale for 16 channels, and tokens allocated by 128.
+    assert report["compression_ratio"] == pytest.approx(16 * 8 / 128 / (4 + 16 / 16), rel=0.02)
+
+
+def test_tokens_that_are_numbers(tmp_path):
+    config = models.LlamaConfig(
+        vocab_size=60,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        max_length=128,
+    )
+    models.save(models.Llama(config, rngs=nnx.Rngs(0)), tmp_path / "model")
+    numbers = tmp_path / "numbers"
+    numbers.write_text(" ".join(str(i * 7 % 60) for i in range(200)))
+    missing = _quantize(str(tmp_path / "model"), tmp_path / "out")
+    assert missing.exit_code == 2
+    assert "give token numbers in a calibration file" in missing.stderr
+    files = ("--calibration-file", str(numbers), "--evaluation-file", str(numbers))
+    result = _quantize(str(tmp_path / "model"), tmp_path / "out", *files)
+    assert result.exit_code == 0, result.stderr
+    assert "bits/token, exact" in result.stdout
+
+
+def test_companions_of_a_model_are_copied(tiny_folder, tmp_path):
+    source, out = tmp_path / "model", tmp_path / "out"
+    models.save(models.load(tiny_folder), source, extra_config={"eos_token_id": 7})
+    (source / "tokenizer_config.json").write_text("{}")
+    result = _quantize(str(source), out, "--evaluation-tokens", "0")
+    assert result.exit_code == 0, result.stderr
+    assert (out / "tokenizer_config.json").read_text() == "{}"
+    assert models.read_config(out)["eos_token_id"] == 7
+    assert models.read_config(out)["torch_dtype"] == "bfloat16"
+
+
+def test_windows_are_spread_over_a_stream():
+    stream = list(range(103))
+    cut = quantizing.windows(stream, 10, 4)
+    np.testing.assert_array_equal(cut[:, 0], [0, 30, 60, 90])
+    np.testing.assert_array_equal(cut[0], range(10))
+    assert quantizing.windows(stream, 10, 99).shape == (10, 10)
+
+
+def test_calibration_never_sees_held_out_text():
+    held_out = {content[:4096] for content in quantizing.evaluation_text()}
+    calibration = quantizing.calibration_text(200_000)
+    assert sum(map(len, calibration)) >= 200_000
+    assert held_out
+    assert not held_out & {content[:4096] for content in calibration}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "/no/such/folder"], "'/no/such/folder' must be 'embedded' or a folder"),
+        (["--scale-dtype", "int8"], "scale dtype 'int8' must be e4m3 or bf16"),
+        (["--cas-inputs", "some"], "cas_inputs='some' must be"),
+        (["--calibration-tokens", "0"], "calibration_tokens=0 must be at least 1"),
+        (["--evaluation-tokens", "-1"], "evaluation_tokens=-1 must not be negative"),
+        (["--window", "0"], "window=0 must be at least 1"),
+        (["--calibration-file", "/no/such/file"], "No such file or directory: '/no/such/file'"),
+    ],
+)
+def test_errors_are_one_clear_line(tiny_folder, tmp_path, arguments, message):
+    result = _quantize(tiny_folder, tmp_path, *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_quantized_model_is_refused_where_floats_are_needed(quantized, tmp_path):
+    out, _ = quantized
+    again = _quantize(out, tmp_path)
+    assert again.exit_code == 2
+    assert "is quantized already" in again.stderr
+    for command in (("levels", "--model", out), ("demo", "--model", out)):
+        result = _run(*command)
+        assert result.exit_code == 2
+        assert "is a quantized model: the weights must be floating point" in result.stderr
+
+
+def test_a_model_is_not_overwritten(tiny_folder):
+    result = _quantize(tiny_folder, tiny_folder)
+    assert result.exit_code == 2
+    assert "is the model's own folder" in result.stderr
+    assert isinstance(models.load(tiny_folder), models.Llama)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["a", "--weights", "int4"], "--weights is for --random-weights"),
+        (["--random-weights", "tiny", "--weights", "int3"], "'int3' must be one of float, int4"),
+    ],
+)
+def test_generate_says_what_weights_are_for(arguments, message):
+    result = _run("generate", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr

@@ -1,0 +1,453 @@
+"""Quantized decoders: what `quantize_model` computes, how it runs, and its checkpoints."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from turbojax import models, smoothing
+from turbojax.cache import kv4
+from turbojax.models import generation
+from turbojax.models.calibration import calibrate
+from turbojax.models.llama import causal_attention
+from turbojax.models.quantize import layer_params, layer_weights, quantize_from, quantize_layer
+from turbojax.models.quantized import take_rows
+from turbojax.quantizers.int4 import Int4Weight, dequantize, quantize_weight
+
+NO_SMOOTHING = smoothing.Smoothing(cas=False, pts=False, rpn=False, crs=False)
+
+
+@pytest.fixture(scope="module")
+def model() -> models.Llama:
+    # Grouped queries, and sizes that are no multiples of what codes are padded to.
+    config = models.LlamaConfig(
+        vocab_size=64,
+        hidden_size=48,
+        intermediate_size=84,
+        num_layers=2,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=24,
+        max_length=256,
+    )
+    return models.Llama(config, rngs=nnx.Rngs(1))
+
+
+def _tokens(batch: int, length: int, seed: int = 0) -> jax.Array:
+    return jax.random.randint(jax.random.key(seed), (batch, length), 0, 64)
+
+
+@pytest.fixture(scope="module")
+def calibration() -> np.ndarray:
+    return np.asarray(_tokens(3, 40, seed=9))
+
+
+@pytest.fixture(scope="module")
+def quantized(model, calibration) -> models.QuantizedDecoder:
+    return models.quantize_model(model, calibration)
+
+
+def _logits(decoder, tokens: jax.Array, attend=causal_attention) -> np.ndarray:
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+    nothing = (None,) * decoder.config.num_layers
+    hidden, _ = jax.jit(decoder.hidden, static_argnums=2)(tokens, positions, attend, nothing)
+    return np.asarray(decoder.logits(hidden), np.float64)
+
+
+# An oracle in float64 numpy: the decoder's mathematics from its dequantized weights.
+
+
+def _e4m3(x: np.ndarray) -> np.ndarray:
+    """Rounds to e4m3: 3 bits after the leading one, at least 2**-9, at most 448."""
+    exponent = np.maximum(np.floor(np.log2(np.maximum(np.abs(x), 2.0**-20))), -6)
+    step = 2.0 ** (exponent - 3)
+    return np.clip(np.rint(x / step) * step, -448, 448)
+
+
+def _bf16(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float32).astype(jnp.bfloat16).astype(np.float64)
+
+
+def _rounded_tokens(x: np.ndarray) -> np.ndarray:
+    scale = _bf16(np.abs(x).max(-1, keepdims=True) / 448)
+    return _e4m3(np.clip(x / scale, -448, 448)) * scale
+
+
+def _norm(x: np.ndarray, scale: np.ndarray, eps: float) -> np.ndarray:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * scale
+
+
+def _turn(x: np.ndarray, theta: float) -> np.ndarray:
+    half = x.shape[-1] // 2
+    angle = np.arange(x.shape[1])[:, None] * theta ** (-np.arange(half) * 2.0 / x.shape[-1])
+    cos, sin = np.cos(angle)[None, :, None], np.sin(angle)[None, :, None]
+    a, b = x[..., :half], x[..., half:]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def _oracle(decoder: models.QuantizedDecoder, tokens: jax.Array, round_tokens=_rounded_tokens):
+    """float64 logits ``[B, T, V]``; attention exact."""
+    c = decoder.config
+
+    def wide(x):
+        return np.asarray(dequantize(x) if isinstance(x, Int4Weight) else x, np.float64)
+
+    hidden = wide(decoder.embedding)[np.asarray(tokens)]
+    batch, length, _ = hidden.shape
+    for layer in decoder.layers:
+        x = round_tokens(_norm(hidden, wide(layer.attention_norm), c.norm_eps))
+        heads = (x @ wide(layer.qkv).T).reshape(batch, length, -1, c.head_dim)
+        q, k, v = np.split(heads, [c.num_heads, c.num_heads + c.num_kv_heads], axis=2)
+        q, k = _turn(q, c.rope_theta), _turn(k, c.rope_theta)
+        k, v = (np.repeat(y, c.num_heads // c.num_kv_heads, axis=2) for y in (k, v))
+        if layer.key_channel_scale is not None:
+            scale = np.repeat(wide(layer.key_channel_scale), c.num_heads // c.num_kv_heads, axis=0)
+            q, k = q * scale, k / scale
+        scores = np.einsum("btnh,bsnh->bnts", q, k) * c.head_dim**-0.5
+        scores = np.where(np.tril(np.ones((length, length), bool)), scores, -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        out = np.einsum("bnts,bsnh->btnh", weights, v).reshape(batch, length, -1)
+        hidden = hidden + round_tokens(out) @ wide(layer.o).T
+        x = round_tokens(_norm(hidden, wide(layer.mlp_norm), c.norm_eps))
+        gate, up = np.split(x @ wide(layer.gate_up).T, 2, axis=-1)
+        inner = round_tokens(gate / (1 + np.exp(-gate)) * up)
+        hidden = hidden + inner @ wide(layer.down).T
+    head = decoder.embedding if decoder.lm_head is None else decoder.lm_head
+    hidden = _norm(hidden, wide(decoder.norm), c.norm_eps)
+    if isinstance(head, Int4Weight):
+        hidden = round_tokens(hidden)
+    return hidden @ wide(head).T
+
+
+@pytest.mark.parametrize(("scale_dtype", "tables"), [("e4m3", False), ("bf16", True)])
+def test_a_quantized_decoder_computes_what_its_weights_say(model, calibration, scale_dtype, tables):
+    decoder = models.quantize_model(
+        model,
+        calibration,
+        scale_dtype=scale_dtype,
+        quantize_embedding=tables,
+        quantize_head=tables,
+    )
+    tokens = _tokens(2, 20)
+    expected = _oracle(decoder, tokens)
+    error = np.linalg.norm(_logits(decoder, tokens) - expected, axis=-1)
+    without = np.linalg.norm(_oracle(decoder, tokens, lambda x: x) - expected, axis=-1)
+    # Now and then float32 rounds an activation to the neighbour of what float64 does, and later
+    # tokens attend to that one; a token without is exact to float32. The oracle that does not round
+    # activations is further off everywhere.
+    assert np.quantile(error, 0.25) < 1e-4
+    assert np.linalg.norm(error) < 0.5 * np.linalg.norm(without)
+
+
+def test_smoothing_leaves_the_model_the_same_in_exact_arithmetic(model, calibration):
+    """Smoothed, but not rounded: what `quantize_model` rounds is the model that it was given."""
+    decoder = models.unstack(model)
+    statistics = calibrate(decoder, calibration)
+    tokens = _tokens(1, 30)
+    exact = _logits(decoder, tokens)
+    for inputs in ("constant", "all"):
+        options = smoothing.Smoothing(pts=False, crs=False, cas_inputs=inputs)
+        layers = tuple(
+            layer_params(smoothing.smooth_layer(layer_weights(p, model.config), s, options))
+            for p, s in zip(decoder.layers, statistics, strict=True)
+        )
+        smoothed = dataclasses.replace(decoder, layers=layers)
+        changed = jax.tree.leaves(jax.tree.map(lambda a, b: jnp.any(a != b), decoder, smoothed))
+        assert sum(map(bool, changed)) > 2
+        np.testing.assert_allclose(_logits(smoothed, tokens), exact, atol=1e-4)
+
+
+@pytest.mark.parametrize("parts", ["crs", "none", "all"])
+def test_every_part_of_smoothing_gives_a_model_close_to_the_exact_one(model, calibration, parts):
+    chosen = {name: parts in (name, "all") for name in ("cas", "pts", "rpn", "crs")}
+    decoder = models.quantize_model(
+        model, calibration, smoothing=smoothing.Smoothing(**chosen), scale_dtype="bf16"
+    )
+    assert (decoder.layers[0].key_channel_scale is not None) == chosen["crs"]
+    tokens = _tokens(2, 30)
+    exact = np.asarray(model(tokens), np.float64)
+    error = np.linalg.norm(_logits(decoder, tokens) - exact) / np.linalg.norm(exact)
+    # A normal weight is off by 12 % of its size. Four matrices of each layer and the activations
+    # follow one another, but they feed a residual stream that they only add to.
+    assert 0.02 < error < 0.35
+
+
+def test_calibration_sees_the_keys_of_every_layer(model, calibration):
+    decoder, seen = models.unstack(model), []
+
+    def watch(query, key, value, cache):
+        seen.append(np.asarray(key))
+        return causal_attention(query, key, value, cache)
+
+    with jax.disable_jit():
+        positions = jnp.broadcast_to(jnp.arange(40)[None], (3, 40))
+        decoder.hidden(jnp.asarray(calibration), positions, watch, (None, None))
+    done = []
+    statistics = calibrate(decoder, calibration, batch_size=2, progress=done.append)
+    assert done == [80, 40]
+    for key, found in zip(seen, statistics, strict=True):
+        assert int(found.tokens) == calibration.size
+        np.testing.assert_allclose(found.absmax, np.abs(key).max((0, 1)), rtol=1e-5)
+        pairs = np.hypot(key[..., :12], key[..., 12:]).max((0, 1))
+        np.testing.assert_allclose(found.pair_norm, pairs, rtol=1e-5)
+
+
+def test_weights_beyond_the_range_of_e4m3_scales_are_scaled_down_exactly(model):
+    """A power of two moves from a weight to its output: the codes are those of a smaller weight."""
+    decoder = models.unstack(model)
+
+    def enlarged(factor):
+        layers = [jax.tree.map(lambda x: x, layer) for layer in decoder.layers]
+        kernel = layers[0]["attention"]["q_proj"]["kernel"]
+        layers[0]["attention"]["q_proj"]["kernel"] = kernel * factor
+        return quantize_from(
+            dataclasses.replace(decoder, layers=tuple(layers)), (None, None), NO_SMOOTHING
+        )
+
+    largest = float(jnp.abs(decoder.layers[0]["attention"]["q_proj"]["kernel"]).max())
+    within = 2.0 ** np.floor(np.log2(448 / largest))
+    small, large = (enlarged(f).layers[0].qkv for f in (within, within * 1024))
+    np.testing.assert_array_equal(small.codes, large.codes)
+    rows = model.config.num_heads * model.config.head_dim
+    ratio = np.asarray(dequantize(large) / jnp.where(dequantize(small) == 0, 1, dequantize(small)))
+    assert set(np.unique(ratio[:rows])) == {0.0, 1024.0}
+    assert set(np.unique(ratio[rows:])) <= {0.0, 1.0}
+
+
+def test_taking_rows_of_a_quantized_table():
+    table = quantize_weight(jax.random.normal(jax.random.key(0), (70, 40)))
+    index = jnp.array([[69, 0, 3], [3, 3, 68]])
+    expected = np.asarray(dequantize(table))[np.asarray(index)]
+    np.testing.assert_array_equal(take_rows(table, index), expected)
+    np.testing.assert_array_equal(jax.jit(take_rows)(table, index), expected)
+
+
+@pytest.mark.parametrize("kind", ["exact", "kv4"])
+def test_ragged_prompts_generate_what_each_generates_alone(quantized, kind):
+    tokens, lengths = _tokens(2, 40), (40, 7)
+    together = models.generate(
+        quantized, tokens, max_new_tokens=8, cache=kind, lengths=jnp.array(lengths)
+    )
+    for row, length in enumerate(lengths):
+        alone = models.generate(
+            quantized, tokens[row : row + 1, :length], max_new_tokens=8, cache=kind
+        )
+        np.testing.assert_array_equal(together[row], alone[0])
+
+
+@pytest.mark.parametrize("of", ["float", "quantized"])
+def test_one_pass_equals_decoding_token_by_token_through_the_cache(model, quantized, of):
+    decoder = models.unstack(model) if of == "float" else quantized
+    tokens = _tokens(2, 24)
+    caches = models.init_caches(decoder, 2, 24, "kv4")
+    expected = models.token_bits(decoder, np.asarray(tokens), cache="kv4", batch_size=2)
+    bits = []
+    for t in range(23):
+        logits, _, caches = generation.decode_step(
+            decoder, caches, tokens[:, t], jnp.full(2, t, jnp.int32), implementation=None
+        )
+        log_p = jax.nn.log_softmax(logits)[jnp.arange(2), tokens[:, t + 1]]
+        bits.append(-np.asarray(log_p) / np.log(2))
+    # Sums of another order round a code the other way now and then; the roundings to 4 bits are
+    # far larger than what is left.
+    exact = models.token_bits(decoder, np.asarray(tokens), cache="exact", batch_size=2)
+    difference = np.abs(np.stack(bits, axis=1) - expected)
+    assert np.median(difference) < 1e-4
+    assert np.linalg.norm(difference) < 0.1 * np.linalg.norm(expected - exact)
+
+
+def test_prompts_of_kv4_are_attended_in_e4m3_and_cached_in_4_bits(quantized):
+    tokens = _tokens(2, 40)
+    session = models.start(quantized, tokens, max_length=50, cache="kv4")
+    layer = session.caches.layers[0]
+    assert isinstance(layer, kv4.Kv4Cache)
+    np.testing.assert_array_equal(layer.lengths, [40, 40])
+    session.caches.layers[1].validate()
+    expected = _logits(quantized, tokens)[:, -1]
+    error = np.linalg.norm(session.logits - expected) / np.linalg.norm(expected)
+    # Queries, keys, values and weights in e4m3 are off by at most 2**-4 of themselves each.
+    assert 0 < error < 0.1
+    parts = models.start(quantized, tokens, max_length=50, cache="kv4", prefill_batch_size=1)
+    for a, b in zip(jax.tree.leaves(session.caches), jax.tree.leaves(parts.caches), strict=True):
+        assert np.mean(np.asarray(a, np.float32) != np.asarray(b, np.float32)) < 0.02
+
+
+def test_kv4_of_pooled_prompts(model):
+    tokens = _tokens(1, 32)
+    pooled = models.pooled_by_name("window", window=16, block_size=16)
+    pooled_session, session = (
+        models.start(model, tokens, max_length=40, cache="kv4", pooled_prefill=p)
+        for p in (pooled, None)
+    )
+    first, other = (s.caches.layers[0] for s in (pooled_session, session))
+    # The first layer's keys do not depend on how prompts attend.
+    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_step_updates_kv4_caches_in_place(quantized):
+    def compiled(length):
+        caches = jax.eval_shape(lambda: models.init_caches(quantized, 2, length, "kv4"))
+        tokens = jax.ShapeDtypeStruct((2,), jnp.int32)
+        lowered = generation.decode_step.lower(
+            quantized, caches, tokens, tokens, implementation=None
+        )
+        return caches.nbytes, lowered.compile().memory_analysis()
+
+    nbytes, analysis = compiled(2048)
+    assert analysis.alias_size_in_bytes == nbytes
+
+
+def _same_bits(a, b) -> None:
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale_dtype", "tied", "options"),
+    [
+        (jnp.float32, "e4m3", True, {}),
+        (jnp.bfloat16, "bf16", True, {"quantize_embedding": True}),
+        (jnp.bfloat16, "e4m3", True, {"quantize_head": True}),
+        (jnp.float16, "e4m3", False, {"quantize_embedding": True, "quantize_head": True}),
+        (jnp.bfloat16, "e4m3", False, {}),
+    ],
+)
+def test_a_checkpoint_is_read_back_bit_for_bit(tmp_path, dtype, scale_dtype, tied, options):
+    config = dataclasses.replace(models.SHAPES["tiny"], tie_embeddings=tied, num_layers=1)
+    model = models.random_decoder(config, dtype=dtype)
+    crs = scale_dtype == "e4m3"
+    decoder = models.quantize_model(
+        model,
+        np.arange(20)[None],
+        smoothing=smoothing.Smoothing(crs=crs),
+        scale_dtype=scale_dtype,
+        **options,
+    )
+    models.save_quantized(decoder, tmp_path, extra_config={"bos_token_id": 3})
+    loaded = models.load(tmp_path)
+    _same_bits(decoder, loaded)
+    assert models.read_config(tmp_path)["bos_token_id"] == 3
+    assert models.load(tmp_path, dtype=jnp.float16).dtype == jnp.float16
+
+
+def test_a_loaded_checkpoint_generates_the_same(quantized, tmp_path):
+    models.save_quantized(quantized, tmp_path)
+    loaded, tokens = models.load(tmp_path), _tokens(1, 12)
+    for kind in ("exact", "kv4"):
+        np.testing.assert_array_equal(
+            *(models.generate(m, tokens, max_new_tokens=6, cache=kind) for m in (quantized, loaded))
+        )
+
+
+def test_which_tables_are_quantized(model, calibration):
+    def tables(tied, **options):
+        config = dataclasses.replace(model.config, tie_embeddings=tied, num_layers=1)
+        llama = models.Llama(config, rngs=nnx.Rngs(0))
+        decoder = models.quantize_model(llama, calibration, **options)
+        return tuple(type(x) for x in (decoder.embedding, decoder.lm_head))
+
+    table, none = type(jnp.ones(1)), type(None)
+    embedding, head = {"quantize_embedding": True}, {"quantize_head": True}
+    assert tables(False) == (table, table)
+    assert tables(True) == (table, none)
+    assert tables(True, **embedding) == (Int4Weight, table)
+    assert tables(True, **head) == (table, Int4Weight)
+    assert tables(True, **embedding, **head) == (Int4Weight, none)
+    assert tables(False, **embedding, **head) == (Int4Weight, Int4Weight)
+
+
+def test_progress_is_told(model, calibration):
+    told = []
+    models.quantize_model(model, calibration, progress=lambda *event: told.append(event))
+    assert told == [("calibration", 40)] * 3 + [("layers", 1)] * 2
+
+
+def test_random_quantized_decoders():
+    config = dataclasses.replace(models.SHAPES["tiny"], intermediate_size=100)
+    for scale_dtype in ("e4m3", "bf16"):
+        decoder = models.random_quantized_decoder(
+            config, scale_dtype=scale_dtype, quantize_head=scale_dtype == "bf16"
+        )
+        layer = decoder.layers[0]
+        assert layer.qkv.shape == (config.head_dim * 8, 64)
+        assert layer.gate_up.result_size == 100
+        assert not np.array_equal(layer.o.codes, decoder.layers[1].o.codes)
+        # Of standard deviation 1 / sqrt(in), but for the rounding to 4 bits.
+        assert np.std(dequantize(layer.qkv)) == pytest.approx(64**-0.5, rel=0.05)
+        assert decoder.layers[0].qkv.scale_dtype == scale_dtype
+    session = models.start(decoder, jnp.ones((1, 4), jnp.int32), max_length=4, cache="kv4")
+    assert session.logits.dtype == jnp.float32
+    assert bool(jnp.isfinite(session.logits).all())
+
+
+def test_memory_of_a_large_shape():
+    config = dataclasses.replace(models.SHAPES["llama-3-8b"], num_layers=1)
+    decoder = jax.eval_shape(lambda: models.random_quantized_decoder(config))
+    # 4 bits a weight, 8 bits a group of 128, 4 bytes an output.
+    assert decoder.bits_per_weight == pytest.approx(4 + 8 / 128, abs=0.02)
+    weights = config.num_parameters - 2 * config.vocab_size * config.hidden_size
+    tables = 2 * 2 * config.vocab_size * config.hidden_size
+    assert decoder.nbytes == pytest.approx(tables + weights * 4.07 / 8, rel=0.001)
+
+
+def test_bad_calls_say_what_is_wrong(model, quantized, calibration, tmp_path):
+    with pytest.raises(ValueError, match="tokens=None: RPN and CRS need text"):
+        models.quantize_model(model)
+    with pytest.raises(ValueError, match=r"tokens in 0..64 must be within 0..63"):
+        models.quantize_model(model, np.array([[0, 64]]))
+    with pytest.raises(TypeError, match="tokens.dtype=float32 must be an integer"):
+        models.quantize_model(model, np.ones((1, 4), np.float32))
+    with pytest.raises(ValueError, match=r"tokens.shape=\(4,\) must be \[n, T\]"):
+        models.quantize_model(model, np.ones(4, np.int32))
+    with pytest.raises(ValueError, match=r"tokens.shape=\(1, 1\) must be \[n, T \+ 1\]"):
+        models.token_bits(quantized, np.ones((1, 1), np.int32))
+    with pytest.raises(ValueError, match="cache='4bit' must be one of exact, kv4"):
+        models.token_bits(quantized, np.ones((1, 4), np.int32), cache="4bit")
+    weights = layer_weights(models.unstack(model).layers[0], model.config)
+    biased = dataclasses.replace(weights.q, bias=jnp.ones(len(weights.q.weight)))
+    with pytest.raises(NotImplementedError, match="q has a bias"):
+        quantize_layer(dataclasses.replace(weights, q=biased))
+
+
+def test_bad_checkpoints_say_what_is_wrong(quantized, tmp_path):
+    models.save_quantized(quantized, tmp_path)
+    config = models.read_config(tmp_path)
+    block = config["quantization_config"]
+
+    def rewrite(**changes):
+        content = config | {"quantization_config": block | changes}
+        (tmp_path / "config.json").write_text(json.dumps(content))
+
+    with pytest.raises(ValueError, match="is a quantized model: the weights must be floating"):
+        models.load_llama(tmp_path)
+    for changes, error, message in [
+        ({"quant_method": "gptq"}, NotImplementedError, "quant_method='gptq' is not supported"),
+        ({"version": 2}, NotImplementedError, "version=2 must be 1"),
+        ({"scale_dtype": "int8"}, ValueError, "scale_dtype='int8' must be"),
+        ({"group_size": 64}, ValueError, "group_size=64 must be 128"),
+        ({"embedding": "int8"}, ValueError, "embedding='int8' must be"),
+        ({"lm_head": "int8"}, ValueError, "lm_head='int8' must be"),
+        ({"key_channel_scale": False}, ValueError, "unexpected tensors: layers.0.key_channel_scal"),
+        ({"scale_dtype": "bf16"}, ValueError, "scales has dtype uint8, must be bfloat16"),
+    ]:
+        rewrite(**changes)
+        with pytest.raises(error, match=message):
+            models.load(tmp_path)
+    rewrite()
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"norm": tensors["norm"][:-1]}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"norm has shape \(47,\), must be \(48,\)"):
+        models.load(tmp_path)
+    del tensors["layers.1.o.codes"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="lacks layers.1.o.codes"):
+        models.load(tmp_path)

@@ -1,0 +1,148 @@
+"""The command `turbojax quantize`."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+
+def quantize(
+    out: Annotated[Path, typer.Option(help="Folder to write the quantized model to.")],
+    model: Annotated[
+        str, typer.Option(help="'embedded', or a folder with a Llama checkpoint.")
+    ] = "embedded",
+    scale_dtype: Annotated[
+        str,
+        typer.Option(
+            help="Scales of the groups of weights: e4m3, or bf16, which is a little more precise."
+        ),
+    ] = "e4m3",
+    cas: Annotated[
+        bool, typer.Option(help="Even out the input channels of o and down (CAS).")
+    ] = True,
+    cas_inputs: Annotated[
+        str,
+        typer.Option(
+            help="Whether CAS also evens out what the norms write: constant (no) or all (yes)."
+        ),
+    ] = "constant",
+    pts: Annotated[
+        bool, typer.Option(help="Scale each weight by a power of two against underflow (PTS).")
+    ] = True,
+    rpn: Annotated[bool, typer.Option(help="Even out pairs of key channels (RPN).")] = True,
+    crs: Annotated[bool, typer.Option(help="Scale the largest key channels (CRS).")] = True,
+    quantize_embedding: Annotated[
+        bool, typer.Option("--quantize-embedding", help="The embedding to INT4, too.")
+    ] = False,
+    quantize_head: Annotated[
+        bool, typer.Option("--quantize-head", help="The projection to logits to INT4, too.")
+    ] = False,
+    calibration_file: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Text to calibrate RPN and CRS with; may be repeated. Default: modules of this "
+            "Python's standard library.",
+            show_default=False,
+        ),
+    ] = None,
+    calibration_tokens: Annotated[int, typer.Option(help="Tokens of it to read.")] = 16384,
+    evaluation_file: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Text to measure with; may be repeated. Default: the modules of the standard "
+            "library that the embedded model was not trained on.",
+            show_default=False,
+        ),
+    ] = None,
+    evaluation_tokens: Annotated[
+        int, typer.Option(help="Tokens of it to predict; 0 to measure nothing.")
+    ] = 16384,
+    window: Annotated[
+        int, typer.Option(help="Tokens that the model sees at once, in both.")
+    ] = 1024,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Quantize a model's linear layers to INT4 and say what that saves and costs.
+
+    The folder it writes is what `turbojax generate --model` and `turbojax.models.load` read.
+    """
+    from turbojax import quantizing
+    from turbojax.demo import environment
+    from turbojax.smoothing import Smoothing
+
+    try:
+        settings = quantizing.QuantizeSettings(
+            model=model,
+            out=out,
+            smoothing=Smoothing(
+                cas=cas, pts=pts, rpn=rpn, crs=crs, cas_inputs=cast(Any, cas_inputs)
+            ),
+            scale_dtype=cast(Any, scale_dtype),
+            quantize_embedding=quantize_embedding,
+            quantize_head=quantize_head,
+            calibration_files=tuple(calibration_file or ()),
+            calibration_tokens=calibration_tokens,
+            evaluation_files=tuple(evaluation_file or ()),
+            evaluation_tokens=evaluation_tokens,
+            window=window,
+        )
+        with _Bars() as bars:
+            report = quantizing.run(settings, bars.advance)
+    except (OSError, ValueError, NotImplementedError, ImportError) as error:
+        typer.echo(f"turbojax quantize: {error}", err=True)
+        raise typer.Exit(2) from error
+    if as_json:
+        typer.echo(json.dumps({**environment(), **report.to_json()}, indent=2, allow_nan=False))
+    else:
+        Console().print(_table(report))
+        typer.echo(f"wrote {out}")
+
+
+def _table(report: Any) -> Table:
+    """Before and after, a row each."""
+    table = Table()
+    caches = list(report.bits.get("before", {}))
+    for title in (
+        "",
+        "megabytes",
+        "bits per weight",
+        *(f"bits/{report.unit}, {c}" for c in caches),
+    ):
+        table.add_column(title, justify="left" if not title else "right")
+    sizes = {"before": report.bytes_before, "after": report.bytes_after}
+    for name, size in sizes.items():
+        weights = f"{report.bits_per_weight:.2f}" if name == "after" else ""
+        costs = [f"{report.bits[name][cache]:.4f}" for cache in caches]
+        table.add_row(name, f"{size / 1e6:,.2f}", weights, *costs)
+    return table
+
+
+class _Bars:
+    """A bar for each phase, on standard error, so that standard output stays clean."""
+
+    def __init__(self) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+        )
+        self._tasks: dict[str, Any] = {}
+
+    def __enter__(self) -> "_Bars":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._progress.stop()
+
+    def advance(self, phase: str, done: int, total: int) -> None:
+        """See `quantizing.Progress`."""
+        if phase not in self._tasks:
+            self._tasks[phase] = self._progress.add_task(phase, total=total)
+        self._progress.advance(self._tasks[phase], done)

@@ -1,0 +1,174 @@
+"""Checkpoints of quantized decoders: codes and scales as they lie in memory, bit for bit.
+
+A folder with `config.json`, whose `quantization_config` says what is quantized and how, and
+`model.safetensors`. A tensor is named after its place in `QuantizedDecoder`, such as
+``layers.0.qkv.codes``. e4m3 scales are stored as bytes: not every reader of safetensors knows
+the type.
+"""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from turbojax.models import _folder
+from turbojax.models.config import LlamaConfig
+from turbojax.models.quantized import QuantizedDecoder, random_quantized_decoder, random_weight
+from turbojax.quantizers.int4 import Int4Weight
+
+QUANT_METHOD = "turbojax-fireq"
+VERSION = 1
+_KINDS: dict[str, tuple[Any, ...]] = {
+    "bits": (4,),
+    "group_size": (128,),
+    "scale_dtype": ("e4m3", "bf16"),
+    "key_channel_scale": (True, False),
+    "embedding": ("int4", "float"),
+    "lm_head": ("int4", "float", None),
+}
+_E4M3 = jnp.dtype(jnp.float8_e4m3fn)
+
+
+def save_quantized(
+    model: QuantizedDecoder,
+    path: str | os.PathLike[str],
+    *,
+    dtype: DTypeLike | None = None,
+    extra_config: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes a quantized decoder into a folder; `load` reads it back bit for bit.
+
+    Args:
+      model: the decoder.
+      path: the folder, created if it does not exist; its two files are overwritten.
+      dtype: dtype in which embedding and head are stored where they are not quantized, and of
+        the loaded model; by default the decoder's.
+      extra_config: further keys of `config.json`, such as `bos_token_id`.
+    """
+    stored = jnp.dtype(model.dtype if dtype is None else dtype)
+    tensors = {}
+    for name, leaf in _named_leaves(model):
+        array = np.asarray(jax.device_get(leaf))
+        if name in ("embedding", "lm_head"):
+            array = array.astype(stored)
+        tensors[name] = array.view(np.uint8) if array.dtype == _E4M3 else array
+    config = {
+        **model.config.to_hf(),
+        "torch_dtype": stored.name,
+        **(extra_config or {}),
+        "quantization_config": _description(model),
+    }
+    _folder.write(path, config, tensors)
+
+
+def is_quantized(hf: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` belongs to a quantized checkpoint.
+
+    Raises:
+      NotImplementedError: if it belongs to one that something else wrote.
+    """
+    block = hf.get("quantization_config")
+    if block is None:
+        return False
+    method = block.get("quant_method") if isinstance(block, Mapping) else block
+    if method != QUANT_METHOD:
+        raise NotImplementedError(
+            f"quant_method={method!r} is not supported: must be {QUANT_METHOD!r}"
+        )
+    return True
+
+
+def read(folder: Path, hf: Mapping[str, Any], *, dtype: DTypeLike | None) -> QuantizedDecoder:
+    """Reads the checkpoint of a folder.
+
+    Args:
+      folder: where it lies.
+      hf: its `config.json`, of which `is_quantized` is true.
+      dtype: of activations, embedding and head; by default what the checkpoint says.
+
+    Raises:
+      FileNotFoundError: if there is no `model.safetensors`.
+      NotImplementedError: if the version or the architecture is not supported.
+      ValueError: if a file cannot be parsed, or tensors are missing, unexpected or mis-shaped.
+    """
+    block = hf["quantization_config"]
+    if block.get("version") != VERSION:
+        raise NotImplementedError(f"version={block.get('version')!r} must be {VERSION}")
+    compute = jnp.dtype(hf.get("torch_dtype", "bfloat16") if dtype is None else dtype)
+    template = _template(LlamaConfig.from_hf(hf), block, compute)
+    named = _named_leaves(template)
+    source = _folder.require_file(folder, _folder.WEIGHTS_NAME)
+    tensors = _folder.read_tensors(source)
+    _folder.require_tensors(tensors, {name: leaf.shape for name, leaf in named}, source)
+    leaves = [_restore(name, tensors[name], leaf.dtype, source) for name, leaf in named]
+    return jax.tree.unflatten(jax.tree.structure(template), leaves)
+
+
+def _restore(name: str, array: np.ndarray, dtype: np.dtype, source: Path) -> jax.Array:
+    if dtype == _E4M3 and array.dtype == np.uint8:
+        array = array.view(_E4M3)
+    if name in ("embedding", "lm_head"):
+        array = array.astype(dtype)
+    if array.dtype != dtype:
+        raise ValueError(f"{source}: {name} has dtype {array.dtype}, must be {dtype}")
+    return jnp.asarray(array)
+
+
+def _named_leaves(tree: QuantizedDecoder) -> list[tuple[str, Any]]:
+    """Every array with its place, such as ``layers.0.qkv.codes``."""
+    with_path, _ = jax.tree.flatten_with_path(tree)
+    return [(jax.tree_util.keystr(path, simple=True, separator="."), x) for path, x in with_path]
+
+
+def _description(model: QuantizedDecoder) -> dict[str, Any]:
+    first = model.layers[0].qkv
+    head = model.lm_head
+    return {
+        "quant_method": QUANT_METHOD,
+        "version": VERSION,
+        "bits": 4,
+        "group_size": first.group_size,
+        "scale_dtype": "e4m3" if first.scales.dtype == _E4M3 else "bf16",
+        "key_channel_scale": model.layers[0].key_channel_scale is not None,
+        "embedding": "int4" if isinstance(model.embedding, Int4Weight) else "float",
+        "lm_head": None if head is None else "int4" if isinstance(head, Int4Weight) else "float",
+    }
+
+
+def _template(config: LlamaConfig, block: Mapping[str, Any], dtype: np.dtype) -> QuantizedDecoder:
+    """A decoder of shapes and dtypes, without arrays, as its description says."""
+    for name, allowed in _KINDS.items():
+        if block.get(name) not in allowed:
+            raise ValueError(
+                f"quantization_config: {name}={block.get(name)!r} must be "
+                f"{' or '.join(map(str, allowed))}"
+            )
+    scale_dtype = block["scale_dtype"]
+
+    def table(kind: str | None) -> Any:
+        shape = (config.vocab_size, config.hidden_size)
+        if kind == "int4":
+            return jax.eval_shape(lambda: random_weight(jax.random.key(0), shape, 1.0, scale_dtype))
+        return None if kind is None else jax.ShapeDtypeStruct(shape, dtype)
+
+    decoder = jax.eval_shape(
+        lambda: random_quantized_decoder(config, scale_dtype=scale_dtype, dtype=dtype)
+    )
+    layers = decoder.layers
+    if block["key_channel_scale"]:
+        sizes = jax.ShapeDtypeStruct((config.num_kv_heads, config.head_dim), jnp.float32)
+        layers = tuple(dataclasses.replace(layer, key_channel_scale=sizes) for layer in layers)
+    return QuantizedDecoder(
+        embedding=table(block["embedding"]),
+        layers=layers,
+        norm=decoder.norm,
+        lm_head=table(block["lm_head"]),
+        config=config,
+        dtype=dtype,
+    )

@@ -1,0 +1,298 @@
+"""What `turbojax quantize` does: a model and text in, a quantized folder and its costs out."""
+
+import dataclasses
+import shutil
+import sysconfig
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from turbojax import _checks, models, text
+from turbojax.models.evaluation import CacheName
+from turbojax.models.quantize import EVERYTHING
+from turbojax.quantizers.int4 import ScaleDtype
+from turbojax.smoothing import Smoothing
+
+Progress = Callable[[str, int, int], None]
+"""Called with a phase, how much is done since the last call, and how much there is in all."""
+
+CACHES: tuple[CacheName, ...] = ("exact", "kv4")
+# What goes with the weights, where a model's folder has it.
+_COMPANIONS = (text.TOKENIZER_NAME, "tokenizer_config.json", "special_tokens_map.json")
+_KEPT_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizeSettings:
+    """What to quantize, and how.
+
+    Attributes:
+      model: ``"embedded"`` or a checkpoint's folder.
+      out: the folder to write.
+      smoothing: see `models.quantize_model`.
+      scale_dtype: see there.
+      quantize_embedding: see there.
+      quantize_head: see there.
+      calibration_files: text to calibrate with; modules of the standard library if empty.
+      calibration_tokens: how many tokens of it are used.
+      evaluation_files: text to measure with; the embedded model's held-out modules if empty.
+      evaluation_tokens: how many tokens are measured; 0 for none.
+      window: tokens that the model sees at once, in both.
+
+    Raises:
+      ValueError: if a number is out of range.
+    """
+
+    model: str
+    out: Path
+    smoothing: Smoothing = EVERYTHING
+    scale_dtype: ScaleDtype = "e4m3"
+    quantize_embedding: bool = False
+    quantize_head: bool = False
+    calibration_files: tuple[Path, ...] = ()
+    calibration_tokens: int = 16384
+    evaluation_files: tuple[Path, ...] = ()
+    evaluation_tokens: int = 16384
+    window: int = 1024
+
+    def __post_init__(self) -> None:
+        _checks.check_sizes(calibration_tokens=self.calibration_tokens, window=self.window)
+        if self.evaluation_tokens < 0:
+            raise ValueError(f"evaluation_tokens={self.evaluation_tokens} must not be negative")
+        if self.scale_dtype not in ("e4m3", "bf16"):
+            raise ValueError(f"scale dtype {self.scale_dtype!r} must be e4m3 or bf16")
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizeReport:
+    """What one run did.
+
+    Attributes:
+      settings: what was run.
+      bytes_before: of the checkpoint's weights on disk.
+      bytes_after: of the quantized one.
+      bits_per_weight: of the quantized matrices: codes, scales and padding.
+      calibration_tokens: tokens seen in calibration.
+      evaluated_tokens: tokens that were predicted.
+      unit: what bits are counted per: ``"byte"``, or ``"token"`` where tokens are numbers.
+      bits: mean bits on the held-out text, ``{"before" | "after": {cache: bits}}``; empty if there
+        was none.
+      seconds: wall time.
+    """
+
+    settings: QuantizeSettings
+    bytes_before: int
+    bytes_after: int
+    bits_per_weight: float
+    calibration_tokens: int
+    evaluated_tokens: int
+    unit: str
+    bits: dict[str, dict[str, float]]
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain JSON values."""
+        settings = dataclasses.asdict(self.settings) | {"out": str(self.settings.out)}
+        for name in ("calibration_files", "evaluation_files"):
+            settings[name] = [str(path) for path in getattr(self.settings, name)]
+        return {**dataclasses.asdict(self), "settings": settings}
+
+
+def run(settings: QuantizeSettings, progress: Progress | None = None) -> QuantizeReport:
+    """Quantizes a model, writes it, and measures what that costs.
+
+    Args:
+      settings: what to do.
+      progress: called as calibration, layers and evaluation are done.
+
+    Raises:
+      OSError: if a file cannot be read or written.
+      ValueError, NotImplementedError, ImportError: see `models.quantize_model` and
+        `text.load_text_model`; also if the model is quantized already, or the text too short.
+    """
+    begun = time.perf_counter()
+    source = text.load_text_model(settings.model)
+    model = source.decoder
+    if not isinstance(model, models.Decoder):
+        raise ValueError(f"{settings.model!r} is quantized already")
+    window = min(settings.window, model.config.max_length)
+    # Both before the long part, so that what is missing is said at once.
+    calibration = None
+    if settings.smoothing.rpn or settings.smoothing.crs:
+        calibration = _calibration_windows(settings, source.codec, window)
+    held_out = _evaluation_windows(settings, source.codec, window)
+    tell: Progress = progress or (lambda phase, done, total: None)
+    sizes = {
+        "calibration": 0 if calibration is None else calibration.size,
+        "layers": model.config.num_layers,
+    }
+    quantized = models.quantize_model(
+        model,
+        calibration,
+        smoothing=settings.smoothing,
+        scale_dtype=settings.scale_dtype,
+        quantize_embedding=settings.quantize_embedding,
+        quantize_head=settings.quantize_head,
+        progress=lambda phase, done: tell(phase, done, sizes[phase]),
+    )
+    before, after = _write(settings, quantized)
+    bits, scored, unit = {}, 0, "byte"
+    if held_out is not None:
+        bits = _costs({"before": model, "after": quantized}, held_out, tell)
+        scored, unit = held_out.scored, held_out.unit
+    return QuantizeReport(
+        settings=settings,
+        bytes_before=before,
+        bytes_after=after,
+        bits_per_weight=quantized.bits_per_weight,
+        calibration_tokens=sizes["calibration"],
+        evaluated_tokens=scored,
+        unit=unit,
+        bits=bits,
+        seconds=time.perf_counter() - begun,
+    )
+
+
+def calibration_text(num_bytes: int) -> list[bytes]:
+    """Modules of this interpreter's standard library that are not held out, in a fixed order.
+
+    Args:
+      num_bytes: how much is needed.
+
+    Returns:
+      Whole files, at least so much together unless there is no more.
+    """
+    held_out = set(models.held_out_modules())
+    library = Path(sysconfig.get_path("stdlib"))
+    paths = [path for path in sorted(library.glob("*.py")) if path.name not in held_out]
+    contents, size = list[bytes](), 0
+    for i in np.random.default_rng(0).permutation(len(paths)):
+        if size >= num_bytes:
+            break
+        contents.append(paths[i].read_bytes())
+        size += len(contents[-1])
+    return contents
+
+
+def evaluation_text() -> list[bytes]:
+    """The held-out modules of this interpreter's standard library."""
+    library = Path(sysconfig.get_path("stdlib"))
+    paths = [library / name for name in models.held_out_modules()]
+    return [path.read_bytes() for path in paths if path.is_file()]
+
+
+def windows(tokens: Sequence[int], length: int, count: int) -> np.ndarray:
+    """Windows that do not overlap, spread evenly over a stream.
+
+    Args:
+      tokens: the stream.
+      length: of a window.
+      count: how many at most.
+
+    Returns:
+      int32 ``[n, length]``, n at least 1.
+
+    Raises:
+      ValueError: if the stream is shorter than one window.
+    """
+    whole = len(tokens) // length
+    if whole < 1:
+        raise ValueError(f"the text has {len(tokens)} tokens, must have {length} at least")
+    chosen = np.linspace(0, whole - 1, min(count, whole)).astype(int)
+    stream = np.asarray(tokens[: whole * length], np.int32).reshape(whole, length)
+    return stream[chosen]
+
+
+@dataclasses.dataclass(frozen=True)
+class _HeldOut:
+    """Windows to measure with, and the bytes that a token of them stands for on average."""
+
+    tokens: np.ndarray
+    bytes_per_token: float
+    unit: str
+
+    @property
+    def scored(self) -> int:
+        return int(self.tokens[:, 1:].size)
+
+
+def _stream(codec: text.Codec, contents: Sequence[bytes]) -> list[int]:
+    return [token for content in contents for token in codec.encode(content)]
+
+
+def _calibration_windows(settings: QuantizeSettings, codec: text.Codec, window: int) -> np.ndarray:
+    if settings.calibration_files:
+        contents = [path.read_bytes() for path in settings.calibration_files]
+    elif isinstance(codec, text.NumberCodec):
+        raise ValueError(
+            f"there is no {text.TOKENIZER_NAME}: give token numbers in a calibration file"
+        )
+    else:
+        # A token is eight bytes at most, on average.
+        contents = calibration_text(8 * settings.calibration_tokens)
+    stream = _stream(codec, contents)
+    length = min(window, settings.calibration_tokens, len(stream))
+    return windows(stream, length, settings.calibration_tokens // length)
+
+
+def _evaluation_windows(
+    settings: QuantizeSettings, codec: text.Codec, window: int
+) -> _HeldOut | None:
+    contents = [path.read_bytes() for path in settings.evaluation_files]
+    are_numbers = isinstance(codec, text.NumberCodec)
+    if settings.evaluation_tokens == 0 or (are_numbers and not contents):
+        return None
+    contents = contents or evaluation_text()
+    stream = _stream(codec, contents)
+    length = min(window, settings.evaluation_tokens)
+    cut = windows(stream, length + 1, max(settings.evaluation_tokens // length, 1))
+    if are_numbers:
+        return _HeldOut(cut, 1.0, "token")
+    if isinstance(codec, text.ByteCodec):
+        return _HeldOut(cut, 1.0, "byte")
+    return _HeldOut(cut, sum(map(len, contents)) / len(stream), "byte")
+
+
+def _costs(
+    candidates: dict[str, models.Decoder | models.QuantizedDecoder],
+    held_out: _HeldOut,
+    tell: Progress,
+) -> dict[str, dict[str, float]]:
+    total = len(candidates) * len(CACHES) * held_out.scored
+
+    def mean(model: models.Decoder | models.QuantizedDecoder, cache: CacheName) -> float:
+        bits = models.token_bits(
+            model,
+            held_out.tokens,
+            cache=cache,
+            batch_size=1,
+            progress=lambda n: tell("evaluation", n, total),
+        )
+        return float(bits.mean(dtype=np.float64)) / held_out.bytes_per_token
+
+    return {
+        name: {cache: mean(model, cache) for cache in CACHES} for name, model in candidates.items()
+    }
+
+
+def _write(settings: QuantizeSettings, model: models.QuantizedDecoder) -> tuple[int, int]:
+    """Writes the folder; bytes of the weights before and after."""
+    source = models.checkpoint_folder(settings.model)
+    out = settings.out
+    if out.resolve() == source.resolve():
+        raise ValueError(f"{str(out)!r} is the model's own folder, must be another one")
+    hf = models.read_config(settings.model)
+    models.save_quantized(
+        model,
+        out,
+        dtype=hf.get("torch_dtype") or hf.get("dtype"),
+        extra_config={key: hf[key] for key in _KEPT_KEYS if key in hf},
+    )
+    for name in _COMPANIONS:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, out / name)
+    sizes = [(folder / models.WEIGHTS_NAME).stat().st_size for folder in (source, out)]
+    return sizes[0], sizes[1]
