@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import readme, report, timing, tune
-from benchmarks.suites import attention, pooled
+from benchmarks.suites import attention, fireq, pooled
 from turbojax.demo import environment
 from turbojax.ops.turbo_attention.tuning import TABLE
 
@@ -61,10 +62,18 @@ def _previous(path: Path, machine: dict[str, Any]) -> dict[str, Any] | None:
     return old
 
 
+def _suite(name: str) -> ModuleType:
+    """The module of a suite."""
+    if name in fireq.SUITES:
+        return fireq
+    return pooled if name == "pooled" else attention
+
+
 def run(arguments: argparse.Namespace) -> None:
     """Measures the rows asked for and writes the file after each."""
     deadline = time.monotonic() + arguments.seconds
-    suite = pooled if arguments.suite == "pooled" else attention
+    suite = _suite(arguments.suite)
+    with_ratios = getattr(suite, "with_ratios", attention.with_ratios)
     machine = _machine()
     # Figures of a smoke test are no result.
     folder = Path(tempfile.gettempdir()) if arguments.quick else readme.RESULTS
@@ -88,7 +97,7 @@ def run(arguments: argparse.Namespace) -> None:
         task = progress.add_task(arguments.suite, total=len(rows))
 
         def on_row(row: dict[str, Any]) -> None:
-            result["rows"] = attention.with_ratios([*result["rows"], row])
+            result["rows"] = with_ratios([*result["rows"], row])
             write(out, result)
             progress.console.print(
                 suite.one_line(result["rows"][-1]), highlight=False, soft_wrap=True
@@ -121,7 +130,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True)
     measure = commands.add_parser("run", help="measure a suite on this device")
     measure.set_defaults(command=run)
-    measure.add_argument("--suite", choices=[*attention.SUITES, "pooled"], default="attention")
+    suites = [*attention.SUITES, "pooled", *fireq.SUITES]
+    measure.add_argument("--suite", choices=suites, default="attention")
     measure.add_argument("--out", type=Path, help="JSON to write; default: in benchmarks/results")
     measure.add_argument("--filter", default="", help="regular expression on the rows' names")
     measure.add_argument("--quick", action="store_true", help="tiny shapes, to see that it runs")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import pooled_tables, tables
+from benchmarks import fireq_tables, pooled_tables, tables
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -99,6 +99,11 @@ def pooled_table() -> str:
     return pooled_tables.readme_table(*latest("pooled"))
 
 
+def fireq_table() -> str:
+    """INT4 products against XLA's in bfloat16 and e4m3."""
+    return fireq_tables.readme_table(*latest("fireq"))
+
+
 README_MODEL = "llama3-8b"
 TABLES: dict[str, Callable[[], str]] = {
     "demo": demo_table,
@@ -106,9 +111,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "decode": decode_table,
     "prefill": prefill_table,
     "pooled": pooled_table,
+    "fireq": fireq_table,
 }
 # Tables of results that need a GPU and may not be there yet.
-_RESULT_OF = {"decode": "hopper", "prefill": "hopper", "pooled": "pooled"}
+_RESULT_OF = {"decode": "hopper", "prefill": "hopper", "pooled": "pooled", "fireq": "fireq"}
 
 
 def active() -> dict[str, Callable[[], str]]:

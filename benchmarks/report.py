@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import pooled_tables, readme, tables
+from benchmarks import fireq_tables, pooled_tables, readme, tables
 from benchmarks.tables import Result
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ _DIGEST = "Source"
 _ATTENTION = ("attention",)
 _GENERATION = ("generate", "throughput")
 _POOLED, _TRAINING = ("pooled",), ("pooled_training",)
+_FIREQ, _FIREQ_MODEL = ("fireq",), ("fireq_model",)
 
 
 def digest(result: Result) -> str:
@@ -49,6 +50,10 @@ def page_tables(results: Path) -> dict[str, Callable[[], str]]:
             found[label] = functools.partial(pooled_tables.page_section, *pooled, operation)
     if training := newest(results, _TRAINING):
         found["pooled training"] = functools.partial(pooled_tables.training_section, *training)
+    for prefixes, labels in _FIREQ_TABLES.items():
+        if fireq := newest(results, prefixes):
+            for label, operation in labels.items():
+                found[label] = functools.partial(fireq_tables.page_section, *fireq, operation)
     return found
 
 
@@ -56,6 +61,15 @@ _POOLED_TABLES = {
     "pooled forward": pooled_tables.FORWARD,
     "pooled gradient": pooled_tables.GRADIENT,
     "pooled selection": pooled_tables.SELECT,
+}
+_FIREQ_TABLES = {
+    _FIREQ: {
+        "fireq matmul": fireq_tables.MATMUL,
+        "fireq feed-forward": fireq_tables.FFN,
+        "fireq quantize": fireq_tables.QUANTIZE,
+        "fireq decode": fireq_tables.DECODE,
+    },
+    _FIREQ_MODEL: {"fireq model": fireq_tables.MODEL},
 }
 
 
@@ -263,6 +277,7 @@ _PLOTS = {
     "throughput.png": (_GENERATION, throughput_plot),
     pooled_tables.PLOT: (_POOLED, pooled_tables.speed_plot),
     pooled_tables.TRAINING_PLOT: (_TRAINING, pooled_tables.training_plot),
+    fireq_tables.PLOT: (_FIREQ, fireq_tables.speed_plot),
 }
 
 
