@@ -46,10 +46,14 @@ def wide(x):
     return np.asarray(x.astype(jnp.float32), np.float64)
 
 
-def assert_equals_oracle(got, tokens, weight, bias, residual, activation):
-    """Within what float32 sums and the result's dtype may lose, NaN where they are."""
+def assert_equals_oracle(got, tokens, weight, bias, residual, activation, depth=None):
+    """Within what sums and the result's dtype may lose, NaN where they are; returns the oracle's.
+
+    Sums are float32, but for those of `depth` inputs, if given, which are the matrix unit's.
+    """
     options = {
         "activation": activation,
+        "depth": depth,
         "bias": 0.0 if bias is None else wide(bias),
         "residual": 0.0 if residual is None else wide(residual),
     }
@@ -64,3 +68,4 @@ def assert_equals_oracle(got, tokens, weight, bias, residual, activation):
     error = np.abs(wide(got) - want)[~missing]
     allowed = bound[~missing]
     assert (error <= allowed).all(), (error / allowed).max()
+    return want

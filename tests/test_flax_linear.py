@@ -158,6 +158,20 @@ def test_layers_in_a_scan():
     np.testing.assert_array_equal(jax.jit(run)(x, stacked), want)
 
 
+@pytest.mark.parametrize("precision", [None, "highest"])
+def test_precision_is_handed_on(monkeypatch, precision):
+    seen = []
+
+    def matmul(x, weight, **options):
+        seen.append(options["precision"])
+        return tj.fireq.matmul(x, weight, **options)
+
+    monkeypatch.setattr("turbojax.flax.linear.matmul", matmul)
+    layer = tj.flax.Int4Linear.from_linear(linear(), precision=precision)
+    nnx.jit(lambda layer, x: layer(x))(layer, tokens())
+    assert seen == [precision]
+
+
 def test_bad_input():
     module, weight = tj.flax.Int4Linear, tj.fireq.quantize_weight(jnp.ones((4, 8)))
     with pytest.raises(TypeError, match="weight is a ArrayImpl, must be an Int4Weight"):
@@ -166,6 +180,8 @@ def test_bad_input():
         module(weight, activation="swiglu")
     with pytest.raises(ValueError, match=r"bias.shape=\(8,\) must be \(4,\)"):
         module(weight, bias=jnp.ones(8))
+    with pytest.raises(ValueError, match="precision='exact' must be None"):
+        module(weight, precision="exact")
     with pytest.raises(TypeError, match="linear is a Embed, must be an nnx.Linear"):
         module.from_linear(nnx.Embed(4, 8, rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match=r"must be \[..., 8\]"):

@@ -302,6 +302,35 @@ def test_kernels_say_what_a_cpu_lacks():
             call(implementation=name)
 
 
+@pytest.mark.parametrize("precision", ["default", "high", "highest", jax.lax.Precision.HIGHEST])
+def test_precision_changes_nothing_in_float32(precision):
+    call = make(130, 200, 40, epilogue=EPILOGUES[5])
+    want = call(implementation="xla")
+    np.testing.assert_array_equal(call(implementation="xla", precision=precision), want)
+    both = (call(tj.fireq.quantize_tokens(call.x), precision=p) for p in (None, precision))
+    np.testing.assert_array_equal(*both)
+
+    def total(x):
+        return jnp.sum(call(x, implementation="xla", precision=precision) ** 2)
+
+    def plain(x):
+        return jnp.sum(call(x, implementation="xla") ** 2)
+
+    np.testing.assert_array_equal(jax.grad(total)(call.x), jax.grad(plain)(call.x))
+
+
+@pytest.mark.parametrize(
+    "precision",
+    ["exact", "HIGHEST", 2, True, ("highest", "highest"), jax.lax.DotAlgorithmPreset.F32_F32_F32],
+)
+def test_bad_precision(precision):
+    call = make(3, 200, 40)
+    with pytest.raises(
+        ValueError, match=r"precision=.* must be None, 'default', 'high', 'highest'"
+    ):
+        call(precision=precision)
+
+
 def test_bad_input():
     call = make(3, 200, 40)
     x, weight = call.x, call.weight

@@ -14,11 +14,13 @@ import jax.numpy as jnp
 import turbojax
 from turbojax._registry import Registry
 from turbojax.baselines import exact
-from turbojax.cache import ProgressiveCache, append, init_cache
+from turbojax.cache import ProgressiveCache, append, init_cache, kv4
 from turbojax.cache.update import store_prompt
 from turbojax.config import Mode, TurboConfig
+from turbojax.ops import fp8_tokens, int4_matmul, kv4_attention
 from turbojax.ops.pooled_attention import pooled_attention
 from turbojax.ops.turbo_attention import decode, turbo_attention
+from turbojax.quantizers import quantize_weight
 
 _Call = Callable[[str], Any]
 
@@ -181,6 +183,10 @@ def _representative_calls() -> dict[str, dict[str, _Call]]:
     blocks = -(-_LENGTH // 128)
     levels = jax.ShapeDtypeStruct((1, 1, blocks, blocks), jnp.int8)
     pooled = {"": trace(functools.partial(pooled_attention, is_causal=True), *prompt, levels)}
+    width = _HEADS * _HEAD_DIM
+    hidden = jax.ShapeDtypeStruct((_BATCH, _LENGTH, width), jnp.bfloat16)
+    weight = jax.eval_shape(quantize_weight, jax.ShapeDtypeStruct((width, width), jnp.bfloat16))
+    kv4_cache = jax.eval_shape(lambda: kv4.init_cache(_BATCH, _LENGTH, _KV_HEADS, _HEAD_DIM))
     return {
         "turbo_attention": {
             config.mode: trace(
@@ -194,6 +200,9 @@ def _representative_calls() -> dict[str, dict[str, _Call]]:
         "pooled_attention": pooled,
         "the gradient of pooled_attention": pooled,
         "store_prompt": {"": trace(store_prompt, default, *prompt[1:], lengths)},
+        "fp8_tokens": {"": trace(fp8_tokens.quantize_activation, hidden)},
+        "int4_matmul": {"": trace(int4_matmul.matmul, hidden, weight)},
+        "fireq.decode": {"": trace(kv4_attention.decode, query, kv4_cache)},
     }
 
 

@@ -340,7 +340,8 @@ def run_program(
 
         before[0]()
         over_tiles(consume)
-        plgpu.wait_smem_to_gmem(0)
+        # What is read will be written before the kernel is over.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     @pl.when(me == s.warpgroups)
     def _() -> None:

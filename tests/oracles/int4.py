@@ -138,11 +138,22 @@ def activate(z, activation):
     return gate * sigmoid(gate) * up
 
 
-def matmul(codes, scale, values, *, output_scale=1.0, bias=0.0, activation=None, residual=0.0):
+def matmul(
+    codes,
+    scale,
+    values,
+    *,
+    output_scale=1.0,
+    bias=0.0,
+    activation=None,
+    residual=0.0,
+    depth=None,
+):
     """The product and its epilogue, and a bound of what float32 arithmetic may be off by.
 
     Sums of `K` exact products are off by at most ``K u sum|x w|`` in any order; the epilogue adds a
-    few roundings. An activation's slope is below 1.2.
+    few roundings. An activation's slope is below 1.2. Sums of `depth` inputs that Hopper's matrix
+    unit computes lose what `matrix_unit_error` says, too.
     """
     unit = 2.0**-24
     factor = np.asarray(scale)[:, None] * output_scale
@@ -150,6 +161,8 @@ def matmul(codes, scale, values, *, output_scale=1.0, bias=0.0, activation=None,
     size = np.abs(codes) @ np.abs(values).T * np.abs(factor) + np.abs(bias)
     # The sum, scales of groups, two factors and the bias.
     error = (codes.shape[1] + 8) * unit * size
+    if depth is not None:
+        error = error + matrix_unit_error(codes, values, depth) * np.abs(factor)
     y = activate(z, activation)
     if activation == "swiglu":
         (gate, up), (d_gate, d_up) = np.split(z, 2, axis=-1), np.split(error, 2, axis=-1)
@@ -159,3 +172,51 @@ def matmul(codes, scale, values, *, output_scale=1.0, bias=0.0, activation=None,
     # The functions themselves are good to a few units; so is what they are made of.
     error = error + 16 * unit * (np.abs(y) + np.abs(residual))
     return y + residual, error
+
+
+# Hopper's matrix unit for e4m3: how many products an instruction adds, and at how many places.
+_STEP, _FRACTION = 32, 13
+
+
+def _exponent(x):
+    """Of each number's leading bit; of zero, a very small one."""
+    return np.where(x == 0, -99, np.frexp(x)[1] - 1)
+
+
+def matrix_unit(codes, values):
+    """``codes @ values.T`` as the matrix unit computes it, of e4m3 numbers.
+
+    An instruction takes 32 products and the sum before them, aligns them to the largest of their
+    exponents, and drops what lies below 13 binary places of it; then it adds them, and drops what
+    lies below 13 places of the result. Operands' exponents, not their products', are compared.
+    """
+    low = -6  # the exponent of subnormal numbers
+    total = np.zeros((codes.shape[0], values.shape[0]))
+    for k in range(0, codes.shape[1], _STEP):
+        x, w = codes[:, None, k : k + _STEP], values[None, :, k : k + _STEP]
+        exponents = np.maximum(_exponent(x), low) + np.maximum(_exponent(w), low)
+        largest = np.where(x * w == 0, -99, exponents).max(-1)
+        unit = np.ldexp(1.0, np.maximum(largest, _exponent(total)) - _FRACTION)
+        total = unit * (np.trunc(x * w / unit[..., None]).sum(-1) + np.trunc(total / unit))
+        unit = np.ldexp(1.0, _exponent(total) - _FRACTION)
+        total = unit * np.trunc(total / unit)
+    return total
+
+
+def matrix_unit_error(codes, values, depth):
+    """A bound of what `matrix_unit` loses if its sums are taken out after every `depth` inputs.
+
+    Let a unit be ``2^-13`` of the largest number in an instruction, which is at most the sum or the
+    root of the products' squares. The instruction may lose one unit of the sum before it and one of
+    its result. Products have 8 bits, and lose something only if they are ``2^6`` times smaller
+    than the largest; what they lose has their signs and mostly cancels: one unit for all of them.
+    """
+    total = np.zeros((codes.shape[0], values.shape[0]))
+    error = np.zeros_like(total)
+    for k in range(0, codes.shape[1], _STEP):
+        x, w = codes[:, k : k + _STEP], values[:, k : k + _STEP].T
+        before = total if k % depth else np.zeros_like(total)
+        total = before + x @ w
+        largest = np.maximum(np.maximum(np.abs(before), np.abs(total)), np.sqrt(x**2 @ w**2))
+        error += 3 * 2.0**-_FRACTION * largest
+    return error

@@ -5,8 +5,13 @@ from typing import Self
 import jax
 from flax import nnx
 
-from turbojax.ops.int4_matmul.api import check_activation, check_bias, matmul
-from turbojax.ops.int4_matmul.static import Activation
+from turbojax.ops.int4_matmul.api import (
+    check_activation,
+    check_bias,
+    check_precision,
+    matmul,
+)
+from turbojax.ops.int4_matmul.static import Activation, Precision
 from turbojax.ops.registry import ImplementationName
 from turbojax.quantizers import Fp8Tokens
 from turbojax.quantizers.int4 import BLOCK, Int4Weight, ScaleDtype, quantize_weight
@@ -31,6 +36,7 @@ class Int4Linear(nnx.Module):
       in_features: inputs.
       out_features: outputs, of a gated weight half of its rows.
       activation: what is applied to the result.
+      precision: of its sums, see `matmul`.
       implementation: what computes it, see `matmul`.
     """
 
@@ -40,6 +46,7 @@ class Int4Linear(nnx.Module):
         *,
         bias: jax.Array | None = None,
         activation: Activation | None = None,
+        precision: Precision | None = None,
         implementation: ImplementationName | None = None,
     ):
         """Takes a quantized weight; `from_linear` quantizes one.
@@ -48,13 +55,15 @@ class Int4Linear(nnx.Module):
           weight: ``[out, in]``, or gated.
           bias: floating point ``[out]``; of a gated weight that of the gate first.
           activation: as in `matmul`.
+          precision: as in `matmul`.
           implementation: as in `matmul`.
 
         Raises:
           TypeError: if the weight or the bias is of another kind or dtype.
-          ValueError: if the bias has another shape or the activation does not fit the weight.
+          ValueError: if the bias has another shape, or the activation or precision does not fit.
         """
         check_activation(activation, weight)
+        check_precision(precision)
         bias = check_bias(bias, weight)
         self.codes = FrozenParam(weight.codes)
         self.scales = FrozenParam(weight.scales)
@@ -65,6 +74,7 @@ class Int4Linear(nnx.Module):
         self.group_size = weight.group_size
         self.gated = weight.gated
         self.activation = activation
+        self.precision = precision
         self.implementation = implementation
 
     @classmethod
@@ -75,6 +85,7 @@ class Int4Linear(nnx.Module):
         group_size: int = BLOCK,
         scale_dtype: ScaleDtype = "e4m3",
         activation: Activation | None = None,
+        precision: Precision | None = None,
         implementation: ImplementationName | None = None,
     ) -> Self:
         """Quantizes a layer's kernel; its bias is kept as it is.
@@ -84,6 +95,7 @@ class Int4Linear(nnx.Module):
           group_size: as in `quantize_weight`.
           scale_dtype: as in `quantize_weight`.
           activation: as in `matmul`.
+          precision: as in `matmul`.
           implementation: as in `matmul`.
 
         Raises:
@@ -97,6 +109,7 @@ class Int4Linear(nnx.Module):
             quantize_weight(kernel.T, group_size=group_size, scale_dtype=scale_dtype),
             bias=None if linear.bias is None else linear.bias.get_value(),
             activation=activation,
+            precision=precision,
             implementation=implementation,
         )
 
@@ -128,6 +141,7 @@ class Int4Linear(nnx.Module):
             self.weight,
             bias=None if self.bias is None else self.bias.get_value(),
             activation=self.activation,
+            precision=self.precision,
             residual=residual,
             implementation=self.implementation,
         )

@@ -1,5 +1,6 @@
 """`matmul`: arguments, checks, the choice of implementation, and the gradient's rule."""
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from turbojax import _checks
 from turbojax._gradient import refuse_gradients
 from turbojax.ops.fp8_tokens import quantize_activation
 from turbojax.ops.int4_matmul import mosaic_gpu, reference, triton
-from turbojax.ops.int4_matmul.static import ACTIVATIONS, Activation
+from turbojax.ops.int4_matmul.static import ACTIVATIONS, Activation, Precision
 from turbojax.ops.registry import Implementation, ImplementationName, Registry
 from turbojax.quantizers import Fp8Tokens, Int4Weight
 from turbojax.quantizers.int4 import pad_rows
@@ -35,12 +36,14 @@ def matmul(
     bias: jax.Array | None = None,
     activation: Activation | None = None,
     residual: jax.Array | None = None,
+    precision: Precision | None = None,
     implementation: ImplementationName | None = None,
 ) -> jax.Array:
     """``act(x W^T + bias) + residual`` with INT4 weights and e4m3 activations (FireQ, section 3.1).
 
     Activations are quantized with a scale per token, unless they are already, and multiplied with
-    the weight's values. Everything after that is float32, rounded once to the result's dtype.
+    the weight's values. Everything after that is float32, rounded once to the result's dtype; only
+    ``"mosaic_gpu"`` leaves part of the sums to an 8-bit matrix unit, see `precision`.
 
     The gradient is that of ``act(x W^T + bias) + residual`` with the dequantized weight, straight
     through the rounding of `x`: for `x`, `bias` and `residual`. The weight is frozen, its gradient
@@ -55,6 +58,11 @@ def matmul(
       activation: ``"silu"``, ``"gelu"`` (its tanh form), or None; for a gated weight ``"swiglu"``
         and nothing else: ``silu(gate) * up``.
       residual: optional ``[..., N]`` or ``[..., F]`` in `x`'s dtype, added after the activation.
+      precision: None, ``"default"``, ``"high"``, ``"highest"`` or a `jax.lax.Precision`. By default
+        sums of more than 128 tokens may stay in an 8-bit matrix unit, whose additions keep about 14
+        bits, as those of XLA's own products of e4m3 do. From ``"high"`` on they leave it after each
+        group of 128 inputs and are added in float32. That concerns ``"mosaic_gpu"`` alone: the
+        others, and the gradient, always sum in float32.
       implementation: ``"mosaic_gpu"`` (compute capability 9.0 alone), ``"triton"`` or ``"xla"``, or
         None for the first of them that can run this. A name never falls back to another.
 
@@ -64,11 +72,12 @@ def matmul(
 
     Raises:
       TypeError: if an argument is of another kind or dtype.
-      ValueError: if a shape, size, name or activation does not fit.
+      ValueError: if a shape, size, name, activation or precision does not fit.
       NotImplementedError: if the implementation asked for cannot run this, when quantized tokens
         are differentiated, or when anything is differentiated twice.
     """
     check_activation(activation, weight)
+    is_precise = check_precision(precision)
     bias = check_bias(bias, weight)
     x = _check_x(x, weight)
     *lead, _ = x.shape
@@ -81,14 +90,15 @@ def matmul(
         residual=residual,
         activation=activation,
     )
+    run = functools.partial(chosen.run, activation=activation, is_precise=is_precise)
     if isinstance(flat, Fp8Tokens):
-        call = refuse_gradients(chosen.run, "matmul of quantized tokens", activation=activation)
+        call = refuse_gradients(run, "matmul of quantized tokens")
     else:
         # The name is that of the product; every quantizer gives the same bits.
         quantize = functools.partial(
             quantize_activation, implementation="xla" if implementation == "xla" else None
         )
-        call = _differentiable(quantize, chosen.run, activation)
+        call = _differentiable(quantize, run, activation)
     return call(flat, weight, bias, residual).reshape(*lead, weight.result_size)
 
 
@@ -106,6 +116,20 @@ def check_activation(activation: Activation | None, weight: Int4Weight) -> None:
         raise ValueError(f"{activation=} must be None or one of {ACTIVATIONS}")
     if weight.gated != (activation == "swiglu"):
         raise ValueError(f"{activation=} must be 'swiglu' for gated weights, and only for them")
+
+
+def check_precision(precision: Precision | None) -> bool:
+    """Whether sums are to leave the matrix unit after each group of inputs.
+
+    Raises:
+      ValueError: if it is not what `jax.lax.Precision` knows, or more than one.
+    """
+    # An enumeration also takes its members' numbers, and tuples of them.
+    if precision is None or isinstance(precision, str | jax.lax.Precision):
+        with contextlib.suppress(ValueError):
+            return jax.lax.Precision(precision) != jax.lax.Precision.DEFAULT
+    names = "None, 'default', 'high', 'highest' or a jax.lax.Precision"
+    raise ValueError(f"{precision=} must be {names}")
 
 
 def check_bias(bias: jax.Array | None, weight: Int4Weight) -> jax.Array | None:
@@ -207,7 +231,7 @@ def _differentiable(
     def call(
         x: jax.Array, weight: Int4Weight, bias: jax.Array | None, residual: jax.Array | None
     ) -> jax.Array:
-        return run(quantize(x), weight, bias, residual, activation=activation)
+        return run(quantize(x), weight, bias, residual)
 
     def forward(*arrays: Any) -> Any:
         # `call`, not `run`: a second derivative must not find a way through the implementation.

@@ -63,11 +63,12 @@ class Launch(NamedTuple):
     expands: bool
 
 
-def default_launch(rows: int, weight: Int4Weight) -> Launch:
-    """For so many tokens."""
+def default_launch(rows: int, weight: Int4Weight, *, is_precise: bool = False) -> Launch:
+    """For so many tokens; `is_precise` with sums in two levels for any number."""
     is_e4m3 = weight.scale_dtype == "e4m3"
-    expands = is_e4m3 and rows >= _MANY
-    most = _TOKENS[-1] if is_e4m3 else _TWO_LEVELS
+    in_two_levels = is_precise or not is_e4m3
+    expands = rows >= _MANY and not in_two_levels
+    most = _TWO_LEVELS if in_two_levels else _TOKENS[-1]
     tokens = next((n for n in _TOKENS if n >= rows and n <= most), most)
     teams = 2 if tokens <= _FEW else 1
     outputs, groups = weight.codes.shape[0], weight.scales.shape[0]
@@ -99,13 +100,14 @@ def matmul(
     residual: jax.Array | None,
     *,
     activation: Activation | None,
+    is_precise: bool,
 ) -> jax.Array:
     """`reference.matmul` as one kernel; with a sum after it, or the weights expanded before it.
 
-    Sums of up to 128 tokens, and all with bfloat16 scales, are float32 from group to group. Others
-    stay in the matrix unit, whose additions keep about 14 bits.
+    Sums of up to 128 tokens, all with bfloat16 scales, and all if `is_precise`, are float32 from
+    group to group. Others stay in the matrix unit, whose additions keep about 14 bits.
     """
-    launch = default_launch(tokens.codes.shape[0], weight)
+    launch = default_launch(tokens.codes.shape[0], weight, is_precise=is_precise)
     return _matmul(tokens, weight, bias, residual, activation=activation, launch=launch)
 
 

@@ -14,7 +14,7 @@ from turbojax.quantizers import Fp8Tokens, Int4Weight
 from turbojax.quantizers.int4 import GATED_ROWS, scaled_values, unpack_codes
 
 
-@functools.partial(jax.jit, static_argnames="activation")
+@functools.partial(jax.jit, static_argnames=("activation", "is_precise"))
 def matmul(
     tokens: Fp8Tokens,
     weight: Int4Weight,
@@ -22,6 +22,7 @@ def matmul(
     residual: jax.Array | None,
     *,
     activation: Activation | None,
+    is_precise: bool,
 ) -> jax.Array:
     """The product with its epilogue.
 
@@ -34,10 +35,12 @@ def matmul(
       bias: float32 ``[N]`` in the order of the weight's rows, or None.
       residual: ``[M, result_size]``, or None.
       activation: what is applied to the sum; ``"swiglu"`` for gated weights.
+      is_precise: without effect, for sums are always float32.
 
     Returns:
       ``[M, result_size]`` in the tokens' dtype.
     """
+    del is_precise
     sums = jax.lax.platform_dependent(
         tokens.codes,
         weight,

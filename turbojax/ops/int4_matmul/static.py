@@ -2,5 +2,8 @@
 
 from typing import Literal
 
+import jax
+
 Activation = Literal["silu", "gelu", "swiglu"]
 ACTIVATIONS = ("silu", "gelu", "swiglu")
+Precision = Literal["default", "high", "highest"] | jax.lax.Precision

@@ -57,8 +57,10 @@ def matmul(
     residual: jax.Array | None,
     *,
     activation: Activation | None,
+    is_precise: bool,
 ) -> jax.Array:
     """`reference.matmul` as one kernel; few tokens times few outputs have a sum after it."""
+    del is_precise  # sums of float16 products are always float32
     launch = _launch(tokens.codes.shape[0], weight, activation, interpreting())
     return _matmul(tokens, weight, bias, residual, launch=launch)
 

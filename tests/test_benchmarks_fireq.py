@@ -1,0 +1,278 @@
+"""FireQ's suites: what they count, that they run and compare, and their tables and plot."""
+
+import copy
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import __main__ as command
+from benchmarks import fireq_tables, readme, report, tables, timing
+from benchmarks.suites import fireq, fireq_cases, fireq_inputs, fireq_model
+from turbojax import models
+
+
+def test_rows_are_named_once_and_come_with_what_they_are_compared_with():
+    names = [group.name(case) for group, case in fireq.selected("", quick=False)]
+    assert len(set(names)) == len(names)
+    assert names[0] == "matmul/k4096-n14336/m16/bf16"
+    assert "matmul/k4096-n11008/m1/int4-activations/mosaic_gpu" in names
+    assert "matmul/k14336-n4096/m4096/int4/triton" in names
+    assert "kv4-decode/llama3-8b/b16-s32768/cudnn" in names
+    assert "quantize/norm-16384x4096/e4m3/triton" in names
+    scales = fireq.selected("bf16-scales", quick=False)
+    assert sorted({group.facts["tokens"] for group, _ in scales}) == [16, 1024]
+    for suite in fireq.SUITES:
+        for group in fireq.SUITES[suite]():
+            families = {case.family for case in group.cases}
+            assert families > set(fireq_tables.BASELINES[group.operation])
+    models_ = fireq.selected("", quick=False, suite="fireq_model")
+    assert [group.facts["prefill_batch_size"] for group, _ in models_[::2]] == [16, 8, 4]
+
+
+def test_floors():
+    needs = fireq_inputs.Needs(nbytes=3e9, operations=4e12, unit="fp8")
+    # 3 GB take 1 ms at 3,000 GB/s, 4 TFLOP 4 ms at 1,000 TFLOP/s.
+    ceilings = {"copy": 3000.0, "fp8": 1000.0, "bf16": None}
+    assert needs.floor(ceilings) == (pytest.approx(4000), "fp8")
+    facts = needs.facts(8000, ceilings)
+    assert facts["percent_of_ceiling"] == pytest.approx(50)
+    assert facts["gigabytes_per_second"] == pytest.approx(375)
+    assert facts["tflops_per_second"] == pytest.approx(500)
+    few = dataclasses.replace(needs, operations=1e9)
+    assert few.floor(ceilings) == (pytest.approx(1000), "copy")
+    unknown = dataclasses.replace(needs, unit="bf16")
+    assert unknown.floor(ceilings) is None
+    assert unknown.facts(8000, ceilings)["percent_of_ceiling"] is None
+    # Without operations their rate need not be known.
+    assert dataclasses.replace(unknown, operations=0).floor(ceilings)[1] == "copy"
+
+
+def _build(group, method):
+    [case] = [c for c in group.cases if c.method == method and c.implementation in (None, "xla")]
+    return case.build(fireq_inputs.Arrays())
+
+
+def test_bytes_and_operations_of_a_product():
+    group = fireq_cases.matmul(192, 72, 5, implementations=("xla",))
+    bf16, fp8, int4, whole = (
+        _build(group, name).needs for name in ("bf16", "fp8", "int4", "int4-activations")
+    )
+    out = 5 * 72 * 2
+    assert bf16.nbytes == 5 * 192 * 2 + 72 * 192 * 2 + out
+    assert fp8.nbytes == 5 * 192 + 72 * 192 + out
+    # 72 outputs are stored as 128, 192 inputs as 256 in two groups; a float32 for each output.
+    weight = 128 * (256 // 2 + 2 + 4)
+    assert int4.nbytes == 5 * 192 + 5 * 2 + weight + out
+    assert whole.nbytes == 5 * 192 * 2 + weight + out
+    assert {x.operations for x in (bf16, fp8, int4, whole)} == {2 * 5 * 72 * 192}
+    assert [x.unit for x in (bf16, fp8, int4)] == ["bf16", "fp8", "fp8"]
+
+
+def test_bytes_and_operations_of_a_layer_and_of_a_model():
+    layer = _build(fireq_cases.feed_forward("tiny", 64, 96, 3, implementations=("xla",)), "bf16")
+    assert layer.needs.nbytes == 2 * (3 * 64 * 96 + 2 * 3 * 64)
+    assert layer.needs.operations == 2 * 3 * (3 * 64 * 96)
+    prefill = _build(fireq_model.prefill("tiny", 2, 24), "bf16")
+    config = models.SHAPES["tiny"]
+    layers = prefill.arguments[0].layers
+    linear = sum(x.size for x in jax.tree.leaves(layers) if x.ndim > 1)
+    pairs = 2 * config.num_layers * config.num_heads * 24 * 24 / 2
+    # Both products of attention have two operations for every channel of every visible pair.
+    attention = pairs * 4 * config.head_dim
+    assert prefill.needs.operations == 2 * 2 * 24 * linear + attention
+
+
+def test_methods_have_the_same_weights():
+    x, bf16, fp8 = (
+        np.asarray(a, np.float64)
+        for a in (
+            fireq_inputs.values(fireq_inputs.int4(40, 192)),
+            fireq_inputs.dense(40, 192),
+            fireq_inputs.dense_fp8(40, 192),
+        )
+    )
+    assert np.abs(fp8 * 192**-0.5 - bf16).mean() < 0.04 * np.abs(bf16).mean()
+    # Steps of 4 bits: a seventh of the largest of 128 numbers.
+    assert np.abs(x - bf16).mean() < 0.15 * np.abs(bf16).mean()
+    gate, up = np.split(np.asarray(fireq_inputs.dense_gate_and_up(40, 192), np.float64), 2)
+    np.testing.assert_array_equal(gate, bf16)
+    assert np.abs(gate - up).mean() > np.abs(gate).mean()
+    gated = np.asarray(fireq_inputs.values(fireq_inputs.gate_and_up(40, 192)), np.float64)
+    np.testing.assert_array_equal(gated[:40], x)
+    assert np.abs(gated[40:] - up).mean() < 0.15 * np.abs(up).mean()
+
+
+def _run(folder, suite):
+    """A quick run on this device, without the rows of Hopper's kernels."""
+    out = folder / f"{suite}.json"
+    options = ["--quick", "--repetitions", "2", "--out", str(out)]
+    command.main(["run", "--suite", suite, "--filter", "^(?!.*mosaic)", *options])
+    return json.loads(out.read_text())
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    return _run(tmp_path_factory.mktemp("run"), "fireq")
+
+
+@pytest.fixture(scope="module")
+def model_result(tmp_path_factory):
+    return _run(tmp_path_factory.mktemp("run"), "fireq_model")
+
+
+def test_a_quick_run_measures_and_compares(result):
+    rows = {row["name"]: row for row in result["rows"]}
+    assert set(result["ceilings"]) == {"copy", "bf16", "fp8"}
+    place = "matmul/k192-n72/m5"
+    ours = rows[f"{place}/int4/xla"]
+    for name in ("bf16", "fp8", "int4/xla", "int4-activations/xla", "int4-bf16-scales/xla"):
+        row = rows[f"{place}/{name}"]
+        assert row["status"] == "ok", row
+        # Nothing but the rounding of the result to bfloat16: 2**-9 at most, half of it on average.
+        assert 0 < row["relative_l1"] < 2**-9
+        assert row["speedup_over"]["fp8"] == rows[f"{place}/fp8"]["us"] / row["us"]
+    assert ours["percent_of_ceiling"] == 100 * ours["floor_us"] / ours["us"]
+    layers = [rows[f"feed-forward/tiny/m3/{name}"] for name in ("bf16", "bf16-apart", "int4/xla")]
+    fastest = min(row["us"] for row in layers[:2])
+    for row in layers:
+        assert row["speedup_over"] == {"bf16": fastest / row["us"]}
+        assert row["relative_l1"] < 0.01
+    for kind in ("plain", "norm"):
+        # e4m3 has three bits after the first: an error of 2**-4 at most.
+        assert 0.01 < rows[f"quantize/{kind}-3x64/e4m3/xla"]["relative_l1"] < 2**-5
+    decode = rows["kv4-decode/tiny/b2-s192/kv4/xla"]
+    assert decode["relative_l1"] < 1e-3 < decode["against_exact"]["relative_l1"]
+    assert set(decode["speedup_over"]) == ({"cudnn", "turbo"} if timing.on_gpu() else {"turbo"})
+    assert "relative_l1" not in rows["kv4-decode/tiny/b2-s192/turbo-4bit/xla"]
+    if not timing.on_gpu():
+        assert "triton: needs" in rows[f"{place}/int4/triton"]["reason"]
+        assert rows["kv4-decode/tiny/b2-s192/cudnn"]["status"] == "not run"
+
+
+def test_a_quick_run_of_models(model_result):
+    assert [row["family"] for row in model_result["rows"]] == ["bf16", "int4-kv4"]
+    for row in model_result["rows"]:
+        assert row["status"] == "ok", row
+        assert row["percent_of_ceiling"] > 0
+        assert set(row["speedup_over"]) == {"bf16"}
+        assert row["tokens_per_second"] == pytest.approx(2 * 24 / (1e-6 * row["us"]))
+
+
+def test_the_prefill_is_that_of_start():
+    call = _build(fireq_model.prefill("tiny", 4, 24), "int4-kv4")
+    call = dataclasses.replace(call, count=2)
+    steps = fireq_model._Steps(call.lower().compile(), call)
+    logits = jnp.concatenate([steps(), steps()])
+    model, prompts = call.arguments
+    session = models.start(model, prompts, max_length=24, cache="kv4", prefill_batch_size=2)
+    np.testing.assert_array_equal(logits, session.logits)
+    jax.tree.map(np.testing.assert_array_equal, steps.caches, session.caches)
+
+
+@pytest.mark.parametrize("spoil", ["nan", "other"])
+def test_a_wrong_output_is_a_failed_row(monkeypatch, spoil):
+    """NaN in a row that is not compared is found too."""
+    rows = fireq.selected("matmul.*/(bf16|int4/xla)$", quick=True)
+    build = fireq_cases._dense_product
+
+    def broken(*arguments, **options):
+        call = build(*arguments, **options)
+
+        def wrong(x, w):
+            out = call.function(x, w)
+            return out.at[3, 2].set(jnp.nan) if spoil == "nan" else out[:, ::-1]
+
+        return dataclasses.replace(call, function=wrong)
+
+    [[group, bf16], ours] = rows
+    monkeypatch.setattr(fireq_cases, "_dense_product", broken)
+    again = fireq_cases.matmul(192, 72, 5, implementations=())
+    assert 3 not in fireq_inputs.compared_rows(5)
+    found = []
+    fireq.run([(again, again.cases[0]), ours], {}, found.append, repetitions=2)
+    assert [row["status"] for row in found] == ["failed", "ok"]
+    assert ("not finite" if spoil == "nan" else "wrong") in found[0]["reason"]
+    assert found[0]["name"] == group.name(bf16)
+    assert fireq.with_ratios(found)[1]["speedup_over"] == {}
+
+
+def test_failures_are_rows(monkeypatch):
+    rows = fireq.selected("", quick=True, suite="fireq_model")
+
+    def full(*_):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory\nby some bytes")
+
+    monkeypatch.setattr(fireq_model.Prefill, "caches", full)
+    found = []
+    fireq.run(rows, {}, found.append, repetitions=2)
+    assert [row["status"] for row in found] == ["failed", "failed"]
+    assert "RESOURCE_EXHAUSTED" in found[0]["reason"]
+    late = []
+    fireq.run(rows, {}, late.append, deadline=-1.0)
+    assert {row["reason"] for row in late} == {tables.OUT_OF_TIME}
+
+
+def _page(folder):
+    """The page of the docs with the markers of all tables."""
+    page = folder / "benchmarks.md"
+    text = report.PAGE.read_text(encoding="utf-8")
+    for labels in report._FIREQ_TABLES.values():
+        for label in labels:
+            if f"<!-- {label} table -->" not in text:
+                text += f"\n<!-- {label} table -->\n<!-- end of {label} table -->\n"
+    page.write_text(text, encoding="utf-8")
+    return page
+
+
+def test_report_round_trip(result, model_result, tmp_path, monkeypatch):
+    page = _page(tmp_path)
+    result = copy.deepcopy(result)
+    for row in result["rows"]:
+        if row["operation"] in (fireq_tables.MATMUL, fireq_tables.FFN) and row["status"] == "ok":
+            row["us"] = {"bf16": 60.0, "fp8": 30.0, "int4": 15.0}[row["family"]]
+    result["rows"] = fireq.with_ratios(result["rows"])
+    (tmp_path / "fireq_2000-01-01.json").write_text(json.dumps(result))
+    # Neither another suite's result nor the ablation is this one's.
+    (tmp_path / "fireq_ablation_2001-01-01.json").write_text("{}")
+    (tmp_path / "fireq_model_2001-01-02.json").write_text(json.dumps(model_result))
+    assert set(report.stale(tmp_path, page)) == {"benchmarks.md", "fireq_speed.png"}
+    report.write(tmp_path, page)
+    assert report.stale(tmp_path, page) == []
+    text = page.read_text(encoding="utf-8")
+    assert "| 192 to 72, 5 tokens | INT4 | xla | 15 | 4.00x | 2.00x |" in text
+    assert "| tiny (64, 96), 3 tokens | INT4 | xla | 15 | 4.00x |" in text
+    assert "| RMSNorm and rounding, 3 x 64 | to e4m3 | xla |" in text
+    assert "| tiny, 2 x 192 | KV4 | xla |" in text
+    assert "| tiny, 2 x 24 | INT4, e4m3, KV4 | 2 |" in text
+    assert "](fireq_speed.png)" in text
+    if not timing.on_gpu():
+        assert "| triton | not run: int4_matmul cannot run here: triton: needs" in text
+
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    monkeypatch.setattr(fireq_tables, "README_PRODUCT", (192, 72))
+    assert "fireq" in readme.active()
+    markers = "<!-- fireq table -->\n<!-- end of fireq table -->"
+    filled = readme.fill(markers, {"fireq": readme.TABLES["fireq"]})
+    ours = "15 (4.00x, 2.00x)"
+    assert f"| 192 to 72, 5 tokens | 60 | 30 | {ours} | {ours} |" in filled
+    assert "| tiny (64, 96), 3 tokens | 60 | - | - | 15 (4.00x) |" in filled
+    assert "(benchmarks/results/fireq_2000-01-01.json)" in filled
+
+
+def test_tables_say_what_did_not_run():
+    group, case = fireq.selected("int4/triton", quick=True)[0]
+    base = fireq.describe(group, case)
+    refused = {**base, "status": "not run", "reason": "a | b"}
+    late = {**base, "status": "not run", "reason": tables.OUT_OF_TIME}
+    table = fireq_tables.operation_table({"rows": [refused, late]}, base["operation"])
+    assert "| triton | not run: a \\| b |" in table
+    assert table.endswith(f"1 of 2 rows were not run: {tables.OUT_OF_TIME}.")
+    assert len({line.count(" | ") for line in table.splitlines()[:3]}) == 1
+    assert fireq_tables.one_line(refused) == f"{base['name']}: not run: a | b"
+    group, case = fireq.selected("", quick=True, suite="fireq_model")[0]
+    failed = {**fireq.describe(group, case), "status": "failed", "reason": "no memory"}
+    assert "| failed: no memory |" in fireq_tables.model_table({"rows": [failed]})
