@@ -276,3 +276,16 @@ def test_tables_say_what_did_not_run():
     group, case = fireq.selected("", quick=True, suite="fireq_model")[0]
     failed = {**fireq.describe(group, case), "status": "failed", "reason": "no memory"}
     assert "| failed: no memory |" in fireq_tables.model_table({"rows": [failed]})
+
+
+def test_prose_agrees_with_the_results():
+    """The figures that README and docs/fireq.md name outside of their tables."""
+    _, models_run = report.newest(readme.RESULTS, ("fireq_model",))
+    by_place = {(row["tokens"], row["method"]): row for row in models_run["rows"]}
+    ours, dense = by_place[4096, "int4-kv4"], by_place[4096, "bf16"]
+    text = " ".join((readme.ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"{ours['speedup_over']['bf16']:.2f} times as fast as in bfloat16 with cuDNN's" in text
+    assert f"{ours['tokens_per_second']:,.0f} tokens per second for 16 prompts of 4k tokens" in text
+    share = ours["weight_bytes"] / dense["weight_bytes"]
+    assert 0.3 < share < 0.4
+    assert "with a third of the weights' memory" in text

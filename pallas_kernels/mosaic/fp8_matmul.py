@@ -10,7 +10,7 @@ The ladder, H100, jax 0.11.2, microseconds for 1024 and 4096 tokens (XLA 77 and 
       of 128                                                        88
       the same in clusters of two that share copies of tokens       97 and 103
       of 192                                                       110
-  v2  the output written from two places in turn                           325
+  v2  the output written from two places in turn                           331
 """
 
 import functools
