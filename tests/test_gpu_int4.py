@@ -29,6 +29,8 @@ from turbojax.quantizers.int4 import BLOCK
 pytestmark = pytest.mark.gpu
 
 KERNELS = ("triton", "mosaic_gpu")
+# The widest results that they have.
+DTYPES = {"triton": jnp.float32, "mosaic_gpu": jnp.bfloat16}
 # Tokens, outputs, inputs; scales; activation: whole tiles and odd sizes, few tokens and many.
 CASES = {
     "one token": ((1, 4096, 4096), "e4m3", None),
@@ -40,6 +42,14 @@ CASES = {
     "many tokens": ((2049, 768, 1024), "e4m3", None),
     "many tokens, gated": ((1024, 704, 640), "e4m3", "swiglu"),
     "many tokens, bf16": ((1000, 640, 1024), "bf16", None),
+    # On Hopper one program to a tile: of 8, 16, 64, 128 and 256 tokens, and several to a program.
+    "five tokens, gated": ((5, 75, 300), "e4m3", "swiglu"),
+    "eight tokens": ((8, 200, 520), "e4m3", None),
+    "many outputs, gated": ((16, 9000, 640), "e4m3", "swiglu"),
+    "many outputs, bf16, gated": ((64, 9000, 640), "bf16", "swiglu"),
+    "few inputs": ((64, 200, 300), "e4m3", "silu"),
+    "a tile and one token": ((129, 200, 300), "e4m3", "gelu"),
+    "two tiles and one token, gated": ((257, 75, 130), "e4m3", "swiglu"),
 }
 
 
@@ -137,22 +147,36 @@ def test_every_weight_by_itself(implementation, scale_dtype):
     """One hot tokens pick the weights out one by one: the order of inputs, and every value."""
     weight = random_weight(np.random.default_rng(1), 128, 512, scale_dtype)
     codes = jnp.eye(512, dtype=jnp.float32).astype(jnp.float8_e4m3fn)
-    tokens = Fp8Tokens(codes, jnp.ones(512, jnp.bfloat16), np.dtype(np.float32))
+    dtype = DTYPES[implementation]
+    tokens = Fp8Tokens(codes, jnp.ones(512, jnp.bfloat16), np.dtype(dtype))
     got = run(implementation, tokens, weight, None, None, None)
-    np.testing.assert_array_equal(got.T, tj.fireq.dequantize(weight))
+    want = tj.fireq.dequantize(weight).T.astype(dtype)
+    np.testing.assert_array_equal(wide(got), wide(want))
 
 
 @pytest.mark.parametrize("implementation", KERNELS)
 @pytest.mark.parametrize(("count", "activation"), [(5, "swiglu"), (200, None)])
 def test_nan_and_saturation(implementation, count, activation):
     """NaN in its token and its output alone; scales of 64, whose codes of -8 saturate."""
-    tokens, weight, *_ = operands(((count, 64, 384), "e4m3", activation), jnp.float32)
+    dtype = DTYPES[implementation]
+    tokens, weight, *_ = operands(((count, 64, 384), "e4m3", activation), dtype)
     tokens = dataclasses.replace(tokens, scale=tokens.scale.at[2].set(jnp.nan))
     scales = weight.scales.at[:, ::3].set(64).at[1, 9].set(jnp.nan)
     weight = dataclasses.replace(weight, scales=scales)
     arrays = (tokens, weight, None, None)
     depth = summed_together(implementation, tokens, weight)
     assert_equals_oracle(run(implementation, *arrays, activation), *arrays, activation, depth)
+
+
+@pytest.mark.parametrize("count", [1, 3, 16])
+def test_under_vmap(count):
+    """Each of several calls as it would be alone."""
+    arrays = [operands(((count, 320, 520), "e4m3", None), seed=i)[0] for i in range(3)]
+    weight = operands(((count, 320, 520), "e4m3", None))[1]
+    many = jax.tree.map(lambda *x: jnp.stack(x), *arrays)
+    got = jax.jit(jax.vmap(matmul, in_axes=(0, None)))(many, weight)
+    alone = jax.jit(matmul)
+    np.testing.assert_array_equal(wide(got), wide(jnp.stack([alone(x, weight) for x in arrays])))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])

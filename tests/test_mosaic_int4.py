@@ -16,7 +16,7 @@ from kernel_helpers import lower_for_cuda
 from oracles import int4 as oracle
 
 import turbojax as tj
-from pallas_kernels.mosaic import _int4_operand, fp8_matmul, int4_matmul
+from pallas_kernels.mosaic import _int4_operand
 from turbojax import _device
 from turbojax.ops.int4_matmul import matmul, mosaic_gpu
 from turbojax.ops.int4_matmul.api import MATMUL
@@ -112,13 +112,25 @@ def test_launches(shape, scales, is_precise):
         # Every part has a group of inputs, and a part alone as many as it is worth.
         groups = weight.scales.shape[0]
         assert launch.parts == 1 or (rows <= 256 and groups >= 4 * launch.parts)
-        epilogue = int4_matmul.Epilogue(None, False, False, "bfloat16", 0)
-        sizes = (launch.tokens, launch.stages, launch.teams, launch.parts)
-        settings = int4_matmul.Settings(epilogue, *sizes)
-        scale_bytes = {"e4m3": 1, "bf16": 2}[scales]
-        stage = fp8_matmul.STAGE_BYTES if launch.expands else int4_matmul.stage_bytes(scale_bytes)
-        tables = 0 if launch.expands else int4_matmul.TABLES_BYTES
-        assert settings.shared_bytes(stage) + tables <= SHARED_BYTES
+        assert shared_bytes(launch, {"e4m3": 1, "bf16": 2}[scales]) <= SHARED_BYTES
+
+
+def shared_bytes(launch, scale_bytes):
+    """What Pallas allocates: every buffer in units of 1,024 bytes, and barriers of 8."""
+    stages = launch.stages
+    # Of tokens above 64 the output goes by two places of 64; of a part it is float32.
+    places, written = (1, launch.tokens) if launch.tokens <= 64 else (2, 64)
+    buffers = [
+        stages * launch.tokens * 128,
+        2 * -(-launch.tokens // 64) * 64,
+        places * written * 128 * (4 if launch.parts > 1 else 2),
+        (launch.teams - 1) * 128 * launch.tokens * 4,
+    ]
+    if launch.expands:
+        buffers.append(stages * 128 * 128)
+    else:
+        buffers += [stages * 128 * 64, stages * 128 * scale_bytes, 128 * 16]
+    return sum(-(-size // 1024) * 1024 for size in buffers) + 8 * (2 * stages + 9)
 
 
 # Lowering -----------------------------------------------------------------------------------------
@@ -177,6 +189,16 @@ def test_lowers_for_cuda(case):
 
 def test_every_number_of_tokens_lowers():
     assert {case[0] for case in LOWERED} == set(ROWS)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("count", [1, 3, 7, 8, 64])
+def test_lowers_under_vmap(count):
+    """Rows of the tokens' scales are copied from strides that copies can have."""
+    tokens, weight = specification(count, 200, 300)
+    many = jax.tree.map(lambda x: jax.ShapeDtypeStruct((5, *x.shape), x.dtype), tokens)
+    call = functools.partial(matmul, implementation="mosaic_gpu")
+    assert "turbojax_int4_matmul_hopper" in lower_for_cuda(jax.vmap(call, (0, None)), many, weight)
 
 
 @pytest.mark.usefixtures("hopper")

@@ -237,6 +237,16 @@ def test_it_lowers(case, has_e4m3):
     assert ("cvt.rn.satfinite.e4m3x2" in text) == (has_e4m3 and scale_dtype == "e4m3")
 
 
+@pytest.mark.parametrize("rows", [16, 2000])
+def test_it_lowers_with_64_bits(rows):
+    """Where plain numbers are 64 bits wide; with few tiles of tokens and with many."""
+    tokens, weight = specification(rows, 300, 520, "e4m3")
+    with jax.enable_x64(True):
+        launch = triton._launch(rows, weight, None, interpret=False)
+        call = functools.partial(triton._matmul, launch=launch)
+        assert "turbojax_int4_matmul" in lower_for_cuda(call, tokens, weight, None, None)
+
+
 # e4m3 by integers ---------------------------------------------------------------------------------
 
 

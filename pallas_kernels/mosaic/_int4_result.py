@@ -96,7 +96,8 @@ def _store(address: Int, words: Sequence[Int]) -> None:
 def _load(address: Int, count: int) -> list[Int]:
     """The reverse of `_store`."""
     names = ", ".join(f"${i}" for i in range(count))
-    result = llvm.StructType.get_literal([r.i32()] * count)
+    # One result is no structure.
+    result = llvm.StructType.get_literal([r.i32()] * count) if count > 1 else r.i32()
     text = f"ldmatrix.sync.aligned.m8n8.x{count}.trans.shared.b16 {{{names}}}, [${count}];"
     out = llvm.inline_asm(
         result,
@@ -106,6 +107,8 @@ def _load(address: Int, count: int) -> list[Int]:
         has_side_effects=True,
         asm_dialect=0,
     )
+    if count == 1:
+        return [Int(out)]
     return [Int(_lane.llvm.extractvalue(r.i32(), out, [i])) for i in range(count)]
 
 

@@ -191,12 +191,13 @@ def _rows(output: jax.Array, side: int, s: Settings) -> jax.Array:
 
 def _tile(tiles: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
     """The program's tile of tokens and of outputs."""
-    index, (across, down) = pl.program_id(0), tiles
-    if across <= _NEIGHBOURS:
+    # With x64, plain numbers would be 64 bits wide.
+    index, across, down = pl.program_id(0), jnp.int32(tiles[0]), jnp.int32(tiles[1])
+    if tiles[0] <= _NEIGHBOURS:
         return jax.lax.rem(index, across), jax.lax.div(index, across)
     band = jax.lax.div(index, _NEIGHBOURS * down)
     inside = index - band * (_NEIGHBOURS * down)
-    width = jnp.minimum(across - band * _NEIGHBOURS, _NEIGHBOURS)
+    width = jnp.minimum(across - band * _NEIGHBOURS, jnp.int32(_NEIGHBOURS))
     return band * _NEIGHBOURS + jax.lax.rem(inside, width), jax.lax.div(inside, width)
 
 

@@ -167,6 +167,7 @@ def quantize_weight(
     if w.ndim != 2 or 0 in w.shape:
         raise ValueError(f"{w.shape=} must be [out, in], no axis empty")
     _check_group_size(group_size)
+    group_size = int(group_size)
     if scale_dtype not in _SCALE_DTYPES:
         raise ValueError(f"{scale_dtype=} must be one of {tuple(_SCALE_DTYPES)}")
     factor = _output_scale(output_scale, w.shape[0])

@@ -108,7 +108,9 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, Int4Weight]:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
-    return {name: from_tensors(tensors, metadata, name) for name in metadata}
+    # The customary "format" is about the file.
+    names = [name for name in metadata if name != "format"]
+    return {name: from_tensors(tensors, metadata, name) for name in names}
 
 
 def _read_sizes(name: str, text: str) -> dict[str, Any]:

@@ -144,7 +144,8 @@ def _matmul(
         programs=multiprocessors(),
     )
     x = _padded(tokens.codes, (size, weight.codes.shape[1] * 2))
-    scale = _padded(tokens.scale, (size,))
+    # Under `vmap` its rows are copied too, whose strides must be multiples of 16 bytes.
+    scale = _padded(tokens.scale, (-(-size // _COPY) * _COPY,))
     vectors = (x, scale, weight.output_scale)
     tables = None if weight.scales.dtype == jnp.bfloat16 else jnp.asarray(_tables())
     if is_shared:
