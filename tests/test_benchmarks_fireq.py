@@ -289,3 +289,49 @@ def test_prose_agrees_with_the_results():
     share = ours["weight_bytes"] / dense["weight_bytes"]
     assert 0.3 < share < 0.4
     assert "with a third of the weights' memory" in text
+    memory = [
+        row[key] / 1e9 for row in (ours, dense) for key in ("weight_bytes", "temporary_bytes")
+    ]
+    assert (
+        "{:.1f} GB of weights and {:.1f} GB beside them, against {:.1f} and {:.1f} GB".format(
+            *memory
+        )
+        in text
+    )
+    _, kernels = report.newest(readme.RESULTS, ("fireq",))
+    rows = {row["name"]: row for row in kernels["rows"] if row["status"] == "ok"}
+    for name, row in rows.items():
+        if name.startswith("matmul/k4096-n14336/") and name.endswith("/int4/mosaic_gpu"):
+            assert (row["speedup_over"]["fp8"] < 1) == (row["tokens"] >= 256)
+    assert "is faster from 256 tokens on" in text
+    kv4, turbo = (
+        rows[f"kv4-decode/llama3-8b/b16-s32768/{name}"]["us"]
+        for name in ("kv4/triton", "turbo-4bit/mosaic_gpu")
+    )
+    assert (
+        f"Decoding from a `kv4` cache takes {kv4:.0f} us at the shape of the decode table" in text
+    )
+    assert f"the `4bit` cache, which has a kernel for Hopper, takes {turbo:.0f}." in text
+
+
+def test_prose_agrees_with_the_ablation():
+    """The figures of `cas_inputs` in docs/fireq.md."""
+    path = readme.RESULTS / "fireq_ablation_2026-11-21.json"
+    result = json.loads(path.read_text(encoding="utf-8"))
+    text = " ".join((readme.ROOT / "docs" / "fireq.md").read_text(encoding="utf-8").split())
+    rows, variants = result["bits_per_byte"], result["variants"]
+    planted, as_is = rows["planted"], rows["as_is"]
+    constant = variants["planted, cas_inputs=constant"]["all"]
+    assert (
+        f"at {planted['none']:.3f} bits per byte without smoothing, {planted['all']:.3f} with all "
+        f'of it, and {constant:.3f} with `"constant"`'
+    ) in text
+    cost = planted["none"] - as_is["none"]
+    shares = [(planted["none"] - x) / cost for x in (planted["all"], constant)]
+    assert "{:.1f} % and {:.0f} % of what the".format(*(100 * s for s in shares)) in text
+    unsmoothed = variants["as_is, cas_inputs=constant"]
+    assert unsmoothed["none"] == as_is["none"]
+    assert (
+        f'{as_is["none"]:.3f} without smoothing, {as_is["all"]:.3f} with `"all"`, '
+        f'{unsmoothed["all"]:.3f} with `"constant"`'
+    ) in text

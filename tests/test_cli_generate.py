@@ -94,7 +94,7 @@ def test_tokens_are_numbers_without_a_tokenizer(number_model):
     assert len(report["text"].split()) == 3
     result = _run("some words", "--model", number_model)
     assert result.exit_code == 2
-    assert "no tokenizer.json, so the prompt must be token numbers" in result.stderr
+    assert "no tokenizer.json, so the text must be token numbers" in result.stderr
 
 
 class FakeTokenizer:

@@ -38,6 +38,7 @@ def test_json_says_what_was_done_and_what_it_costs(tiny_folder, quantized):
     assert report["calibration_tokens"] == report["evaluated_tokens"] == 128
     assert report["unit"] == "byte"
     assert report["settings"]["smoothing"]["crs"] is True
+    assert report["settings"]["smoothing"]["cas_inputs"] == "all"
     assert report["device"]
     sizes = [report["bytes_before"], report["bytes_after"]]
     files = [models.checkpoint_folder(f) / models.WEIGHTS_NAME for f in (tiny_folder, out)]
@@ -77,11 +78,11 @@ def test_the_table_and_the_bars(tiny_folder, tmp_path):
 
 def test_what_is_asked_for_is_quantized(tiny_folder, tmp_path):
     options = ("--quantize-embedding", "--quantize-head", "--evaluation-tokens", "0")
-    result = _quantize(tiny_folder, tmp_path, *options, "--cas-inputs", "all", "--json")
+    result = _quantize(tiny_folder, tmp_path, *options, "--cas-inputs", "constant", "--json")
     assert result.exit_code == 0, result.stderr
     report = json.loads(result.stdout)
     assert report["bits"] == {}
-    assert report["settings"]["smoothing"]["cas_inputs"] == "all"
+    assert report["settings"]["smoothing"]["cas_inputs"] == "constant"
     assert "calibration" in result.stderr
     decoder = models.load(tmp_path)
     assert models.read_config(tmp_path)["quantization_config"]["embedding"] == "int4"
@@ -133,6 +134,10 @@ def test_tokens_that_are_numbers(tmp_path):
     result = _quantize(str(tmp_path / "model"), tmp_path / "out", *files)
     assert result.exit_code == 0, result.stderr
     assert "bits/token, exact" in result.stdout
+    numbers.write_text("1 2 x")
+    result = _quantize(str(tmp_path / "model"), tmp_path / "out", *files)
+    assert result.exit_code == 2
+    assert f"calibration text '{numbers}': there is no tokenizer.json" in result.stderr
 
 
 def test_companions_of_a_model_are_copied(tiny_folder, tmp_path):
@@ -172,6 +177,22 @@ def test_calibration_never_sees_held_out_text():
         (["--evaluation-tokens", "-1"], "evaluation_tokens=-1 must not be negative"),
         (["--window", "0"], "window=0 must be at least 1"),
         (["--calibration-file", "/no/such/file"], "No such file or directory: '/no/such/file'"),
+        (
+            ["--calibration-file", "/dev/null", "--no-rpn", "--no-crs"],
+            "calibration files are for RPN and CRS, and both are left out",
+        ),
+        (
+            ["--evaluation-file", "/dev/null", "--evaluation-tokens", "0"],
+            "evaluation files are given, so evaluation_tokens must not be 0",
+        ),
+        (
+            ["--calibration-file", "/dev/null"],
+            "the calibration text (/dev/null) has 1 tokens, must have 64 at least",
+        ),
+        (
+            ["--evaluation-file", "/dev/null"],
+            "the evaluation text (/dev/null) has 1 tokens, must have 65 at least",
+        ),
     ],
 )
 def test_errors_are_one_clear_line(tiny_folder, tmp_path, arguments, message):
@@ -192,11 +213,85 @@ def test_a_quantized_model_is_refused_where_floats_are_needed(quantized, tmp_pat
         assert "is a quantized model: the weights must be floating point" in result.stderr
 
 
-def test_a_model_is_not_overwritten(tiny_folder):
-    result = _quantize(tiny_folder, tiny_folder)
+def test_a_model_is_not_overwritten(tiny_folder, tmp_path):
+    other, file = tmp_path / "other", tmp_path / "file"
+    models.save(models.load(tiny_folder), other)
+    file.write_text("")
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / models.WEIGHTS_NAME).write_text("")
+    for out, message in [
+        (tiny_folder, "is the model's own folder"),
+        (other, "holds another model: must be a new folder"),
+        (tmp_path / "weights", "holds another model: must be a new folder"),
+        (file, f"must be a folder, '{file}' is a file"),
+        (file / "below", f"must be a folder, '{file}' is a file"),
+    ]:
+        result = _quantize(tiny_folder, out)
+        assert result.exit_code == 2
+        assert message in result.stderr
+        assert "calibration" not in result.stderr
+    for folder in (tiny_folder, other):
+        assert isinstance(models.load(folder), models.Llama)
+
+
+def test_a_quantized_folder_is_overwritten(tiny_folder, tmp_path):
+    for options in ((), ("--no-crs",)):
+        result = _quantize(tiny_folder, tmp_path, "--evaluation-tokens", "0", *options)
+        assert result.exit_code == 0, result.stderr
+    assert models.load(tmp_path).layers[0].key_channel_scale is None
+
+
+def test_no_text_is_found(tiny_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(quantizing.sysconfig, "get_path", lambda name: str(tmp_path))
+    for options, kind in (((), "calibration"), (("--no-rpn", "--no-crs"), "evaluation")):
+        result = _quantize(tiny_folder, tmp_path / "out", *options)
+        assert result.exit_code == 2
+        assert f"no {kind} text found in the standard library" in result.stderr
+
+
+def test_a_checkpoint_that_names_no_dtype_is_refused_at_once(tiny_folder, tmp_path):
+    models.save(models.load(tiny_folder), tmp_path / "model", extra_config={"torch_dtype": "auto"})
+    result = _quantize(str(tmp_path / "model"), tmp_path / "out")
     assert result.exit_code == 2
-    assert "is the model's own folder" in result.stderr
-    assert isinstance(models.load(tiny_folder), models.Llama)
+    assert "torch_dtype='auto' must be one of float32, bfloat16, float16" in result.stderr
+    assert "calibration" not in result.stderr
+
+
+def test_a_sharded_checkpoint_is_named(tiny_folder, tmp_path):
+    models.save(models.load(tiny_folder), tmp_path / "model")
+    weights = tmp_path / "model" / models.WEIGHTS_NAME
+    weights.rename(weights.with_name("model-00001-of-00001.safetensors"))
+    weights.with_name("model.safetensors.index.json").write_text("{}")
+    result = _quantize(str(tmp_path / "model"), tmp_path / "out")
+    assert result.exit_code == 2
+    assert "model.safetensors.index.json: weights in several files" in result.stderr
+    assert "must be one file, model.safetensors" in result.stderr
+
+
+def test_bits_that_are_no_numbers_are_null(tiny_folder, tmp_path, monkeypatch):
+    nan = np.full((2, 64), np.nan, np.float32)
+    monkeypatch.setattr(models, "token_bits", lambda *_, **__: nan)
+    result = _quantize(tiny_folder, tmp_path, "--json")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["bits"]["after"] == {"exact": None, "kv4": None}
+
+
+def test_caches_that_cannot_hold_the_heads_are_left_out(tmp_path):
+    config = models.LlamaConfig(
+        vocab_size=256,
+        hidden_size=24,
+        intermediate_size=48,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=12,
+        max_length=128,
+    )
+    models.save(models.Llama(config, rngs=nnx.Rngs(0)), tmp_path / "model")
+    result = _quantize(str(tmp_path / "model"), tmp_path / "out", "--no-crs", "--json")
+    assert result.exit_code == 0, result.stderr
+    bits = json.loads(result.stdout)["bits"]
+    assert [list(row) for row in bits.values()] == [["exact"], ["exact"]]
 
 
 @pytest.mark.parametrize(

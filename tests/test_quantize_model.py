@@ -1,21 +1,20 @@
 """Quantized decoders: what `quantize_model` computes, how it runs, and its checkpoints."""
 
 import dataclasses
-import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file, save_file
 
 from turbojax import models, smoothing
 from turbojax.cache import kv4
 from turbojax.models import generation
 from turbojax.models.calibration import calibrate
+from turbojax.models.evaluation import through_kv4
 from turbojax.models.llama import causal_attention
-from turbojax.models.quantize import layer_params, layer_weights, quantize_from, quantize_layer
+from turbojax.models.quantize import layer_params, layer_weights, quantize_from
 from turbojax.models.quantized import take_rows
 from turbojax.quantizers.int4 import Int4Weight, dequantize, quantize_weight
 
@@ -270,9 +269,11 @@ def test_prompts_of_kv4_are_attended_in_e4m3_and_cached_in_4_bits(quantized):
     np.testing.assert_array_equal(layer.lengths, [40, 40])
     session.caches.layers[1].validate()
     expected = _logits(quantized, tokens)[:, -1]
-    error = np.linalg.norm(session.logits - expected) / np.linalg.norm(expected)
-    # Queries, keys, values and weights in e4m3 are off by at most 2**-4 of themselves each.
-    assert 0 < error < 0.1
+    # Keys and values have three bits after the first one; through the cache's codes, whose steps
+    # are a seventh of the largest value, the prompts would be further off. Both have e4m3 queries.
+    error = np.linalg.norm(session.logits - expected)
+    through_codes = _logits(quantized, tokens, through_kv4)[:, -1]
+    assert 0 < error < 0.8 * np.linalg.norm(through_codes - expected)
     parts = models.start(quantized, tokens, max_length=50, cache="kv4", prefill_batch_size=1)
     for a, b in zip(jax.tree.leaves(session.caches), jax.tree.leaves(parts.caches), strict=True):
         assert np.mean(np.asarray(a, np.float32) != np.asarray(b, np.float32)) < 0.02
@@ -397,57 +398,3 @@ def test_memory_of_a_large_shape():
     weights = config.num_parameters - 2 * config.vocab_size * config.hidden_size
     tables = 2 * 2 * config.vocab_size * config.hidden_size
     assert decoder.nbytes == pytest.approx(tables + weights * 4.07 / 8, rel=0.001)
-
-
-def test_bad_calls_say_what_is_wrong(model, quantized, calibration, tmp_path):
-    with pytest.raises(ValueError, match="tokens=None: RPN and CRS need text"):
-        models.quantize_model(model)
-    with pytest.raises(ValueError, match=r"tokens in 0..64 must be within 0..63"):
-        models.quantize_model(model, np.array([[0, 64]]))
-    with pytest.raises(TypeError, match="tokens.dtype=float32 must be an integer"):
-        models.quantize_model(model, np.ones((1, 4), np.float32))
-    with pytest.raises(ValueError, match=r"tokens.shape=\(4,\) must be \[n, T\]"):
-        models.quantize_model(model, np.ones(4, np.int32))
-    with pytest.raises(ValueError, match=r"tokens.shape=\(1, 1\) must be \[n, T \+ 1\]"):
-        models.token_bits(quantized, np.ones((1, 1), np.int32))
-    with pytest.raises(ValueError, match="cache='4bit' must be one of exact, kv4"):
-        models.token_bits(quantized, np.ones((1, 4), np.int32), cache="4bit")
-    weights = layer_weights(models.unstack(model).layers[0], model.config)
-    biased = dataclasses.replace(weights.q, bias=jnp.ones(len(weights.q.weight)))
-    with pytest.raises(NotImplementedError, match="q has a bias"):
-        quantize_layer(dataclasses.replace(weights, q=biased))
-
-
-def test_bad_checkpoints_say_what_is_wrong(quantized, tmp_path):
-    models.save_quantized(quantized, tmp_path)
-    config = models.read_config(tmp_path)
-    block = config["quantization_config"]
-
-    def rewrite(**changes):
-        content = config | {"quantization_config": block | changes}
-        (tmp_path / "config.json").write_text(json.dumps(content))
-
-    with pytest.raises(ValueError, match="is a quantized model: the weights must be floating"):
-        models.load_llama(tmp_path)
-    for changes, error, message in [
-        ({"quant_method": "gptq"}, NotImplementedError, "quant_method='gptq' is not supported"),
-        ({"version": 2}, NotImplementedError, "version=2 must be 1"),
-        ({"scale_dtype": "int8"}, ValueError, "scale_dtype='int8' must be"),
-        ({"group_size": 64}, ValueError, "group_size=64 must be 128"),
-        ({"embedding": "int8"}, ValueError, "embedding='int8' must be"),
-        ({"lm_head": "int8"}, ValueError, "lm_head='int8' must be"),
-        ({"key_channel_scale": False}, ValueError, "unexpected tensors: layers.0.key_channel_scal"),
-        ({"scale_dtype": "bf16"}, ValueError, "scales has dtype uint8, must be bfloat16"),
-    ]:
-        rewrite(**changes)
-        with pytest.raises(error, match=message):
-            models.load(tmp_path)
-    rewrite()
-    tensors = load_file(tmp_path / "model.safetensors")
-    save_file(tensors | {"norm": tensors["norm"][:-1]}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"norm has shape \(47,\), must be \(48,\)"):
-        models.load(tmp_path)
-    del tensors["layers.1.o.codes"]
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="lacks layers.1.o.codes"):
-        models.load(tmp_path)

@@ -215,6 +215,18 @@ def test_pts_is_per_tensor_and_scales_no_bias():
     assert len({float(getattr(smoothed, name).output_scale) for name in PROJECTIONS}) > 1
 
 
+def test_pts_keeps_an_output_scale_that_is_there():
+    projection = Projection(jnp.full((3, 2), 1e-4), output_scale=jnp.float16(3))
+    delta = float(sm.per_tensor_scale(projection.weight))
+    folded = sm.fold_per_tensor(projection)
+    assert delta > 1
+    assert folded.output_scale == np.float32(3 / delta)
+    x = jnp.ones((1, 2))
+    np.testing.assert_array_equal(folded(x), projection(x))
+    twice = sm.fold_per_tensor(folded)  # nothing underflows any more
+    assert twice.output_scale == folded.output_scale
+
+
 @pytest.mark.parametrize(("rpn", "crs"), [(True, False), (True, True), (False, True)])
 def test_keys_of_calibration_are_within_the_bound(rpn, crs):
     smoothing = Smoothing(cas_inputs="all", rpn=rpn, crs=crs, alpha=4.0, beta=2.0, num_pairs=2)
@@ -307,6 +319,18 @@ def test_smoothing_nothing_changes_nothing():
 def test_smoothing_is_validated_at_birth(options, error):
     with pytest.raises(error, match=next(iter(options))):
         Smoothing(**options)
+
+
+def test_what_norms_write_is_smoothed_unless_it_shall_stay():
+    layer = random_layer(dtype=np.float32)
+    parts = {"pts": False, "rpn": False, "crs": False}
+    default, every, constant = (
+        sm.smooth_layer(layer, None, Smoothing(**parts, **inputs))
+        for inputs in ({}, {"cas_inputs": "all"}, {"cas_inputs": "constant"})
+    )
+    jax.tree.map(np.testing.assert_array_equal, default, every)
+    np.testing.assert_array_equal(constant.mlp_norm, layer.mlp_norm)
+    assert not np.array_equal(default.mlp_norm, layer.mlp_norm)
 
 
 def test_smooth_layer_refuses():

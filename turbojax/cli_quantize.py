@@ -11,30 +11,45 @@ from rich.table import Table
 
 
 def quantize(
-    out: Annotated[Path, typer.Option(help="Folder to write the quantized model to.")],
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="Folder to write the quantized model to: new, or of a quantized model, which is "
+            "overwritten."
+        ),
+    ],
     model: Annotated[
-        str, typer.Option(help="'embedded', or a folder with a Llama checkpoint.")
+        str,
+        typer.Option(
+            help="'embedded', or a folder with a Llama checkpoint: config.json, one "
+            "model.safetensors, and tokenizer.json, which needs the extra 'text'."
+        ),
     ] = "embedded",
     scale_dtype: Annotated[
         str,
         typer.Option(
-            help="Scales of the groups of weights: e4m3, or bf16, which is a little more precise."
+            help="Scales of the groups of weights: e4m3, for the fastest kernels, or bf16, with "
+            "which dequantized weights are not rounded again."
         ),
     ] = "e4m3",
     cas: Annotated[
-        bool, typer.Option(help="Even out the input channels of o and down (CAS).")
+        bool, typer.Option(help="Even out the input channels of the weights (CAS).")
     ] = True,
     cas_inputs: Annotated[
         str,
         typer.Option(
-            help="Whether CAS also evens out what the norms write: constant (no) or all (yes)."
+            help="Whether CAS also evens out what the norms write (inputs of q, k, v, gate and "
+            "up): all, for models with outliers there, or constant, as the paper has it, which is "
+            "a little better for some models without."
         ),
-    ] = "constant",
+    ] = "all",
     pts: Annotated[
         bool, typer.Option(help="Scale each weight by a power of two against underflow (PTS).")
     ] = True,
     rpn: Annotated[bool, typer.Option(help="Even out pairs of key channels (RPN).")] = True,
-    crs: Annotated[bool, typer.Option(help="Scale the largest key channels (CRS).")] = True,
+    crs: Annotated[
+        bool, typer.Option(help="Scale the largest key channels (CRS): 8 pairs of each head.")
+    ] = True,
     quantize_embedding: Annotated[
         bool, typer.Option("--quantize-embedding", help="The embedding to INT4, too.")
     ] = False,
@@ -44,8 +59,8 @@ def quantize(
     calibration_file: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Text to calibrate RPN and CRS with; may be repeated. Default: modules of this "
-            "Python's standard library.",
+            help="Text to calibrate RPN and CRS with; may be repeated. Token numbers where there "
+            "is no tokenizer.json. Default: modules of this Python's standard library.",
             show_default=False,
         ),
     ] = None,
@@ -66,9 +81,11 @@ def quantize(
     ] = 1024,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Quantize a model's linear layers to INT4 and say what that saves and costs.
+    """Quantize the linear layers of a model's blocks to INT4 and say what that saves and costs.
 
-    The folder it writes is what `turbojax generate --model` and `turbojax.models.load` read.
+    The folder it writes is what `turbojax generate --model` and `turbojax.models.load` read. The
+    column "exact" is measured with exact attention, "kv4" with keys, values and queries as decoding
+    through a kv4 cache has them, for every token. Both models are in memory together.
     """
     from turbojax import quantizing
     from turbojax.demo import environment

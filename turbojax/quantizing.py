@@ -1,6 +1,7 @@
 """What `turbojax quantize` does: a model and text in, a quantized folder and its costs out."""
 
 import dataclasses
+import math
 import shutil
 import sysconfig
 import time
@@ -11,8 +12,10 @@ from typing import Any
 import numpy as np
 
 from turbojax import _checks, models, text
-from turbojax.models.evaluation import CacheName
+from turbojax.models.config import stored_dtype
+from turbojax.models.evaluation import CacheName, caches_of
 from turbojax.models.quantize import EVERYTHING
+from turbojax.models.quantized_checkpoint import QUANT_METHOD
 from turbojax.quantizers.int4 import ScaleDtype
 from turbojax.smoothing import Smoothing
 
@@ -31,19 +34,20 @@ class QuantizeSettings:
 
     Attributes:
       model: ``"embedded"`` or a checkpoint's folder.
-      out: the folder to write.
+      out: the folder to write: new, empty, or with a quantized model, which is overwritten.
       smoothing: see `models.quantize_model`.
       scale_dtype: see there.
       quantize_embedding: see there.
       quantize_head: see there.
-      calibration_files: text to calibrate with; modules of the standard library if empty.
+      calibration_files: text to calibrate RPN and CRS with; modules of the standard library if
+        empty.
       calibration_tokens: how many tokens of it are used.
       evaluation_files: text to measure with; the embedded model's held-out modules if empty.
       evaluation_tokens: how many tokens are measured; 0 for none.
       window: tokens that the model sees at once, in both.
 
     Raises:
-      ValueError: if a number is out of range.
+      ValueError: if a number is out of range, or files are given that nothing would read.
     """
 
     model: str
@@ -64,6 +68,10 @@ class QuantizeSettings:
             raise ValueError(f"evaluation_tokens={self.evaluation_tokens} must not be negative")
         if self.scale_dtype not in ("e4m3", "bf16"):
             raise ValueError(f"scale dtype {self.scale_dtype!r} must be e4m3 or bf16")
+        if self.calibration_files and not (self.smoothing.rpn or self.smoothing.crs):
+            raise ValueError("calibration files are for RPN and CRS, and both are left out")
+        if self.evaluation_files and self.evaluation_tokens == 0:
+            raise ValueError("evaluation files are given, so evaluation_tokens must not be 0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +87,8 @@ class QuantizeReport:
       evaluated_tokens: tokens that were predicted.
       unit: what bits are counted per: ``"byte"``, or ``"token"`` where tokens are numbers.
       bits: mean bits on the held-out text, ``{"before" | "after": {cache: bits}}``; empty if there
-        was none.
+        was none. ``"exact"`` attends exactly; ``"kv4"`` as decoding does through a `Kv4Cache`, for
+        every token, and is left out where the cache cannot hold the model's heads.
       seconds: wall time.
     """
 
@@ -94,11 +103,15 @@ class QuantizeReport:
     seconds: float
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain JSON values."""
+        """The report as plain JSON values; bits that are no finite number are None."""
         settings = dataclasses.asdict(self.settings) | {"out": str(self.settings.out)}
         for name in ("calibration_files", "evaluation_files"):
             settings[name] = [str(path) for path in getattr(self.settings, name)]
-        return {**dataclasses.asdict(self), "settings": settings}
+        bits = {
+            name: {cache: x if math.isfinite(x) else None for cache, x in row.items()}
+            for name, row in self.bits.items()
+        }
+        return {**dataclasses.asdict(self), "settings": settings, "bits": bits}
 
 
 def run(settings: QuantizeSettings, progress: Progress | None = None) -> QuantizeReport:
@@ -111,9 +124,12 @@ def run(settings: QuantizeSettings, progress: Progress | None = None) -> Quantiz
     Raises:
       OSError: if a file cannot be read or written.
       ValueError, NotImplementedError, ImportError: see `models.quantize_model` and
-        `text.load_text_model`; also if the model is quantized already, or the text too short.
+        `text.load_text_model`; also if the model is quantized already, the text too short, or
+        something else lies in the folder to write.
     """
     begun = time.perf_counter()
+    _check_out(settings)
+    stored_dtype(models.read_config(settings.model))
     source = text.load_text_model(settings.model)
     model = source.decoder
     if not isinstance(model, models.Decoder):
@@ -219,41 +235,96 @@ class _HeldOut:
         return int(self.tokens[:, 1:].size)
 
 
-def _stream(codec: text.Codec, contents: Sequence[bytes]) -> list[int]:
-    return [token for content in contents for token in codec.encode(content)]
+def _check_out(settings: QuantizeSettings) -> None:
+    """Raises ValueError if writing the quantized model would destroy something, or fail."""
+    out = settings.out
+    if out.resolve() == models.checkpoint_folder(settings.model).resolve():
+        raise ValueError(f"{str(out)!r} is the model's own folder, must be another one")
+    existing = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise ValueError(f"out={str(out)!r} must be a folder, {str(existing)!r} is a file")
+    if not any((out / name).exists() for name in ("config.json", models.WEIGHTS_NAME)):
+        return
+    hf = models.read_config(out) if (out / "config.json").is_file() else {}
+    block = hf.get("quantization_config")
+    if not isinstance(block, dict) or block.get("quant_method") != QUANT_METHOD:
+        raise ValueError(
+            f"out={str(out)!r} holds another model: must be a new folder, or one that "
+            "turbojax quantize wrote"
+        )
+
+
+def _stream(kind: str, codec: text.Codec, named: Sequence[tuple[str, bytes]]) -> list[int]:
+    """All tokens of the calibration or evaluation text; an error says which text it is about."""
+    stream = list[int]()
+    for name, content in named:
+        try:
+            stream += codec.encode(content)
+        except ValueError as error:
+            raise ValueError(f"{kind} text {name!r}: {error}") from error
+    return stream
+
+
+def _cut(
+    kind: str,
+    codec: text.Codec,
+    files: Sequence[Path],
+    default: Callable[[], Sequence[bytes]],
+    length: int,
+    count: int,
+) -> tuple[np.ndarray, float]:
+    """Windows of the files or the default text, and how many bytes of it are a token.
+
+    Raises:
+      ValueError: if there is not one window of it.
+    """
+    place = "the standard library"
+    if files:
+        named = [(str(path), path.read_bytes()) for path in files]
+        place = ", ".join(name for name, _ in named)
+    else:
+        named = [(place, content) for content in default()]
+    if not named:
+        raise ValueError(f"no {kind} text found in {place}: give a file for {kind}")
+    stream = _stream(kind, codec, named)
+    if len(stream) < length:
+        raise ValueError(
+            f"the {kind} text ({place}) has {len(stream)} tokens, must have {length} at least: "
+            "give more text or a smaller window"
+        )
+    size = sum(len(content) for _, content in named)
+    return windows(stream, length, count), size / len(stream)
 
 
 def _calibration_windows(settings: QuantizeSettings, codec: text.Codec, window: int) -> np.ndarray:
-    if settings.calibration_files:
-        contents = [path.read_bytes() for path in settings.calibration_files]
-    elif isinstance(codec, text.NumberCodec):
+    files, wanted = settings.calibration_files, settings.calibration_tokens
+    if isinstance(codec, text.NumberCodec) and not files:
         raise ValueError(
             f"there is no {text.TOKENIZER_NAME}: give token numbers in a calibration file"
         )
-    else:
+    length = min(window, wanted)
+
+    def default() -> list[bytes]:
         # A token is eight bytes at most, on average.
-        contents = calibration_text(8 * settings.calibration_tokens)
-    stream = _stream(codec, contents)
-    length = min(window, settings.calibration_tokens, len(stream))
-    return windows(stream, length, settings.calibration_tokens // length)
+        return calibration_text(8 * wanted)
+
+    return _cut("calibration", codec, files, default, length, wanted // length)[0]
 
 
 def _evaluation_windows(
     settings: QuantizeSettings, codec: text.Codec, window: int
 ) -> _HeldOut | None:
-    contents = [path.read_bytes() for path in settings.evaluation_files]
+    files, wanted = settings.evaluation_files, settings.evaluation_tokens
     are_numbers = isinstance(codec, text.NumberCodec)
-    if settings.evaluation_tokens == 0 or (are_numbers and not contents):
+    if wanted == 0 or (are_numbers and not files):
         return None
-    contents = contents or evaluation_text()
-    stream = _stream(codec, contents)
-    length = min(window, settings.evaluation_tokens)
-    cut = windows(stream, length + 1, max(settings.evaluation_tokens // length, 1))
+    length = min(window, wanted)
+    cut, bytes_per_token = _cut(
+        "evaluation", codec, files, evaluation_text, length + 1, max(wanted // length, 1)
+    )
     if are_numbers:
         return _HeldOut(cut, 1.0, "token")
-    if isinstance(codec, text.ByteCodec):
-        return _HeldOut(cut, 1.0, "byte")
-    return _HeldOut(cut, sum(map(len, contents)) / len(stream), "byte")
+    return _HeldOut(cut, 1.0 if isinstance(codec, text.ByteCodec) else bytes_per_token, "byte")
 
 
 def _costs(
@@ -261,7 +332,8 @@ def _costs(
     held_out: _HeldOut,
     tell: Progress,
 ) -> dict[str, dict[str, float]]:
-    total = len(candidates) * len(CACHES) * held_out.scored
+    caches = caches_of(next(iter(candidates.values())))
+    total = len(candidates) * len(caches) * held_out.scored
 
     def mean(model: models.Decoder | models.QuantizedDecoder, cache: CacheName) -> float:
         bits = models.token_bits(
@@ -274,21 +346,18 @@ def _costs(
         return float(bits.mean(dtype=np.float64)) / held_out.bytes_per_token
 
     return {
-        name: {cache: mean(model, cache) for cache in CACHES} for name, model in candidates.items()
+        name: {cache: mean(model, cache) for cache in caches} for name, model in candidates.items()
     }
 
 
 def _write(settings: QuantizeSettings, model: models.QuantizedDecoder) -> tuple[int, int]:
     """Writes the folder; bytes of the weights before and after."""
-    source = models.checkpoint_folder(settings.model)
-    out = settings.out
-    if out.resolve() == source.resolve():
-        raise ValueError(f"{str(out)!r} is the model's own folder, must be another one")
+    source, out = models.checkpoint_folder(settings.model), settings.out
     hf = models.read_config(settings.model)
     models.save_quantized(
         model,
         out,
-        dtype=hf.get("torch_dtype") or hf.get("dtype"),
+        dtype=stored_dtype(hf),
         extra_config={key: hf[key] for key in _KEPT_KEYS if key in hf},
     )
     for name in _COMPANIONS:

@@ -13,10 +13,10 @@ import numpy as np
 
 from turbojax import _checks, models
 from turbojax.models import generation
+from turbojax.models.config import DTYPES
 
 TOKENIZER_NAME = "tokenizer.json"
 WEIGHTS = ("float", "int4")
-DTYPES = ("float32", "bfloat16", "float16")
 BYTES = 256
 # Tokens of the prompt that the first new one is decoded after.
 _CONTEXT = 4
@@ -65,10 +65,10 @@ class NumberCodec:
             tokens = [int(word) for word in text.split()]
         except ValueError as error:
             raise ValueError(
-                f"there is no {TOKENIZER_NAME}, so the prompt must be token numbers: {error}"
+                f"there is no {TOKENIZER_NAME}, so the text must be token numbers: {error}"
             ) from error
         if not tokens:
-            raise ValueError("the prompt must hold at least one token")
+            raise ValueError("the text must hold at least one token")
         return tokens
 
     def decoder(self, prompt: list[int]) -> Callable[[int | None], str]:
@@ -101,7 +101,7 @@ class TokenizerCodec:
         """The tokens of UTF-8 text, special ones included."""
         tokens = self._tokenizer.encode(text.decode("utf-8")).ids
         if not tokens:
-            raise ValueError("the prompt must hold at least one token")
+            raise ValueError("the text must hold at least one token")
         return tokens
 
     def decoder(self, prompt: list[int]) -> Callable[[int | None], str]:
@@ -245,7 +245,7 @@ def random_text_model(
     Args:
       shape: a name in `models.SHAPES`.
       dtype: of weights and computation, by default bfloat16.
-      weights: ``"float"``, or ``"int4"`` for INT4 weights in all linear layers.
+      weights: ``"float"``, or ``"int4"`` for INT4 weights in the blocks' linear layers.
 
     Raises:
       ValueError: if there is no such shape, or no such kind of weights.

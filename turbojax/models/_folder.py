@@ -12,6 +12,8 @@ from safetensors.numpy import load_file, save_file
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
+SHARDS_NAME = f"{WEIGHTS_NAME}.index.json"
+"""What stands beside weights that are split into several files."""
 
 
 def require_file(folder: Path, name: str) -> Path:
@@ -25,6 +27,11 @@ def require_file(folder: Path, name: str) -> Path:
             f"{str(folder)!r} must be 'embedded' or a folder with {CONFIG_NAME} and {WEIGHTS_NAME}"
         )
     if not (folder / name).is_file():
+        if name == WEIGHTS_NAME and (folder / SHARDS_NAME).is_file():
+            raise FileNotFoundError(
+                f"{str(folder)!r} holds {SHARDS_NAME}: weights in several files are not supported, "
+                f"they must be one file, {WEIGHTS_NAME}"
+            )
         raise FileNotFoundError(f"{str(folder)!r} is no checkpoint: it must hold {name}")
     return folder / name
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from turbojax import _checks
 from turbojax.models.decoder import Decoder
 from turbojax.models.generation import Progress, check_tokens
 from turbojax.models.llama import Cache, causal_attention
@@ -29,9 +30,11 @@ def calibrate(
       The statistics of each layer.
 
     Raises:
-      TypeError: if tokens are no integers.
-      ValueError: if the shape does not fit, or a token is not in the vocabulary.
+      TypeError: if tokens or the batch size are no integers.
+      ValueError: if the shape does not fit, a token is not in the vocabulary, or `batch_size` is
+        not positive.
     """
+    _checks.check_sizes(batch_size=batch_size)
     if tokens.ndim != 2 or 0 in tokens.shape:
         raise ValueError(f"{tokens.shape=} must be [n, T], no axis empty")
     check_tokens(jnp.asarray(tokens), model.config.vocab_size)

@@ -135,7 +135,15 @@ def save(
       path: the folder, created if it does not exist; its two files are overwritten.
       dtype: dtype of the stored tensors, by default that of the parameters.
       extra_config: further keys of `config.json`, such as `bos_token_id`.
+
+    Raises:
+      TypeError: if the model is not a `Llama`.
     """
+    if not isinstance(model, Llama):
+        raise TypeError(
+            f"model is a {type(model).__name__}, must be a Llama; save_quantized writes quantized "
+            "models"
+        )
     tensors = to_hf_tensors(model, dtype=dtype)
     stored = tensors["model.embed_tokens.weight"].dtype.name
     config = {**model.config.to_hf(), "torch_dtype": stored, **(extra_config or {})}

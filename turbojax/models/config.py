@@ -5,7 +5,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+
 ARCHITECTURE = "LlamaForCausalLM"
+DTYPES = ("float32", "bfloat16", "float16")
 
 # config.json key -> LlamaConfig field, where the two are the same number.
 _HF_FIELDS = {
@@ -129,6 +133,21 @@ class LlamaConfig:
             "tie_word_embeddings": self.tie_embeddings,
             **{key: value for key, value in _HF_UNUSED.items() if value is not None},
         }
+
+
+def stored_dtype(hf: Mapping[str, Any]) -> np.dtype | None:
+    """The dtype that a `config.json` names, as `torch_dtype` or `dtype`; None if it names none.
+
+    Raises:
+      ValueError: if it is none of `DTYPES`.
+    """
+    for key in ("torch_dtype", "dtype"):
+        name = hf.get(key)
+        if name is not None:
+            if name not in DTYPES:
+                raise ValueError(f"config.json: {key}={name!r} must be one of {', '.join(DTYPES)}")
+            return jnp.dtype(name)
+    return None
 
 
 def _rope_parameters(hf: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from turbojax import _checks
 from turbojax.cache import kv4
 from turbojax.models.decoder import Decoder
-from turbojax.models.generation import Progress
+from turbojax.models.generation import Progress, check_tokens
 from turbojax.models.llama import Attend, Cache, causal_attention
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.quantizers.fp8 import quantize_fp8
@@ -40,6 +41,11 @@ def _held(x: jax.Array) -> jax.Array:
 _ATTEND: dict[CacheName, Attend] = {"exact": causal_attention, "kv4": through_kv4}
 
 
+def caches_of(model: Decoder | QuantizedDecoder) -> tuple[CacheName, ...]:
+    """The caches that can hold a model's heads: ``"kv4"`` packs 8 channels at a time."""
+    return ("exact",) if model.config.head_dim % 8 else ("exact", "kv4")
+
+
 def token_bits(
     model: Decoder | QuantizedDecoder,
     tokens: np.ndarray,
@@ -62,12 +68,24 @@ def token_bits(
       float32 ``[n, T]``, bits.
 
     Raises:
-      ValueError: if the shape does not fit or there is no such cache.
+      TypeError: if the model is another, or tokens or the batch size are no integers.
+      ValueError: if the shape does not fit, a token is not in the vocabulary, `batch_size` is not
+        positive, there is no such cache, or it cannot hold the model's heads.
     """
+    if not isinstance(model, Decoder | QuantizedDecoder):
+        raise TypeError(
+            f"model is a {type(model).__name__}, must be a Decoder (see unstack) or a "
+            "QuantizedDecoder"
+        )
+    _checks.check_sizes(batch_size=batch_size)
     if tokens.ndim != 2 or len(tokens) < 1 or tokens.shape[1] < 2:
         raise ValueError(f"{tokens.shape=} must be [n, T + 1] with n and T at least 1")
     if cache not in _ATTEND:
         raise ValueError(f"{cache=} must be one of {', '.join(_ATTEND)}")
+    if cache not in caches_of(model):
+        size = model.config.head_dim
+        raise ValueError(f"{cache=} needs a head_dim that is a multiple of 8, not {size}")
+    check_tokens(jnp.asarray(tokens), model.config.vocab_size)
     bits = []
     for first in range(0, len(tokens), batch_size):
         part = tokens[first : first + batch_size]

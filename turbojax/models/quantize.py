@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from turbojax import _checks
 from turbojax.models.calibration import calibrate
 from turbojax.models.config import LlamaConfig
 from turbojax.models.decoder import Decoder, LayerParams, unstack
@@ -46,7 +47,7 @@ def quantize_model(
     batch_size: int = 1,
     progress: Progress | None = None,
 ) -> QuantizedDecoder:
-    """Quantizes all linear layers of a model to INT4 weights (FireQ, Baek et al., 2025).
+    """Quantizes the linear layers of a model's blocks to INT4 weights (FireQ, Baek et al., 2025).
 
     Activations become e4m3 with a scale per token as the model runs. Smoothing is folded into the
     weights in float32 before they are rounded, but for CRS, which stays in the model.
@@ -67,10 +68,23 @@ def quantize_model(
       The quantized decoder, which computes in the model's dtype.
 
     Raises:
-      TypeError: if tokens are no integers.
-      ValueError: if tokens are needed and missing or do not fit, or a weight is not finite or too
-        large for its scale's format.
+      TypeError: if the model is another kind, such as a quantized one, or tokens or the batch size
+        are no integers.
+      ValueError: if tokens are needed and missing or do not fit, a head has fewer pairs than CRS is
+        to scale, `batch_size` is not positive, or a weight is not finite or too large for its
+        scale's format.
     """
+    if not isinstance(model, Llama | Decoder):
+        raise TypeError(
+            f"model is a {type(model).__name__}, must be a Llama or a Decoder, not quantized before"
+        )
+    _checks.check_sizes(batch_size=batch_size)
+    pairs = model.config.head_dim // 2
+    if smoothing.crs and smoothing.num_pairs > pairs:
+        raise ValueError(
+            f"num_pairs={smoothing.num_pairs} must be at most the {pairs} pairs of a head: leave "
+            "CRS out (crs=False, --no-crs) or give Smoothing a smaller num_pairs"
+        )
     if (smoothing.rpn or smoothing.crs) and tokens is None:
         raise ValueError("tokens=None: RPN and CRS need text for calibration")
     decoder = unstack(model) if isinstance(model, Llama) else model

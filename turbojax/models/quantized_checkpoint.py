@@ -18,7 +18,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from turbojax.models import _folder
-from turbojax.models.config import LlamaConfig
+from turbojax.models.config import DTYPES, LlamaConfig, stored_dtype
 from turbojax.models.quantized import QuantizedDecoder, random_quantized_decoder, random_weight
 from turbojax.quantizers.int4 import Int4Weight
 
@@ -50,8 +50,21 @@ def save_quantized(
       dtype: dtype in which embedding and head are stored where they are not quantized, and of
         the loaded model; by default the decoder's.
       extra_config: further keys of `config.json`, such as `bos_token_id`.
+
+    Raises:
+      TypeError: if the model is not quantized.
+      ValueError: if its layers do not have one kind and the sizes of its config, or the dtype is
+        another than float32, bfloat16 and float16.
     """
+    if not isinstance(model, QuantizedDecoder):
+        raise TypeError(
+            f"model is a {type(model).__name__}, must be a QuantizedDecoder, as quantize_model "
+            "returns it"
+        )
+    _check_layers(model)
     stored = jnp.dtype(model.dtype if dtype is None else dtype)
+    if stored.name not in DTYPES:
+        raise ValueError(f"dtype={stored.name} must be one of {', '.join(DTYPES)}")
     tensors = {}
     for name, leaf in _named_leaves(model):
         array = np.asarray(jax.device_get(leaf))
@@ -72,11 +85,14 @@ def is_quantized(hf: Mapping[str, Any]) -> bool:
 
     Raises:
       NotImplementedError: if it belongs to one that something else wrote.
+      ValueError: if its `quantization_config` is no object.
     """
     block = hf.get("quantization_config")
     if block is None:
         return False
-    method = block.get("quant_method") if isinstance(block, Mapping) else block
+    if not isinstance(block, Mapping):
+        raise ValueError(f"config.json: quantization_config={block!r} must be an object")
+    method = block.get("quant_method")
     if method != QUANT_METHOD:
         raise NotImplementedError(
             f"quant_method={method!r} is not supported: must be {QUANT_METHOD!r}"
@@ -100,7 +116,8 @@ def read(folder: Path, hf: Mapping[str, Any], *, dtype: DTypeLike | None) -> Qua
     block = hf["quantization_config"]
     if block.get("version") != VERSION:
         raise NotImplementedError(f"version={block.get('version')!r} must be {VERSION}")
-    compute = jnp.dtype(hf.get("torch_dtype", "bfloat16") if dtype is None else dtype)
+    named_dtype = stored_dtype(hf) or jnp.bfloat16
+    compute = jnp.dtype(named_dtype if dtype is None else dtype)
     template = _template(LlamaConfig.from_hf(hf), block, compute)
     named = _named_leaves(template)
     source = _folder.require_file(folder, _folder.WEIGHTS_NAME)
@@ -124,6 +141,26 @@ def _named_leaves(tree: QuantizedDecoder) -> list[tuple[str, Any]]:
     """Every array with its place, such as ``layers.0.qkv.codes``."""
     with_path, _ = jax.tree.flatten_with_path(tree)
     return [(jax.tree_util.keystr(path, simple=True, separator="."), x) for path, x in with_path]
+
+
+def _check_layers(model: QuantizedDecoder) -> None:
+    """Raises ValueError unless the layers are what `read` makes of the model's description."""
+    if len(model.layers) != model.config.num_layers:
+        raise ValueError(
+            f"{len(model.layers)} layers must be config.num_layers={model.config.num_layers}"
+        )
+
+    def described(tree: Any) -> Any:
+        kinds = [(x.shape, jnp.dtype(x.dtype)) for x in jax.tree.leaves(tree)]
+        return jax.tree.structure(tree), kinds
+
+    expected = _template(model.config, _description(model), model.dtype).layers
+    for i, (layer, template) in enumerate(zip(model.layers, expected, strict=True)):
+        if described(layer) != described(template):
+            raise ValueError(
+                f"layers[{i}] must have the sizes of the config, and the scales, groups and "
+                "key_channel_scale (or none) of layers[0]"
+            )
 
 
 def _description(model: QuantizedDecoder) -> dict[str, Any]:

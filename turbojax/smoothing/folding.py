@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from turbojax import _checks
+from turbojax.smoothing._values import widened
 from turbojax.smoothing.attention import channel_rope_scale, rope_preserving_norm
 from turbojax.smoothing.layer import PROJECTIONS, LayerWeights, Projection, widened_layer
 from turbojax.smoothing.linear import channel_absmean_scale, per_tensor_scale
@@ -36,8 +37,9 @@ class Smoothing:
         channels instead, see `channel_rope_scale`.
       num_pairs: pairs of channels per head that CRS scales.
       cas_inputs: whether CAS also scales the inputs of q, k, v and of gate, up, which come from a
-        norm: "constant" gives all of them one factor, as the paper does for stability, which is as
-        if there were none; "all" scales them, too.
+        norm: "all" scales them, too, which outliers there need; "constant" gives all of them one
+        factor, as the paper does for stability, which is as if there were none. It can be a little
+        better for a model without such outliers.
 
     Raises:
       TypeError: if a factor is no number or `num_pairs` no integer.
@@ -51,7 +53,7 @@ class Smoothing:
     alpha: float = 8.0
     beta: float = 8.0
     num_pairs: int = 8
-    cas_inputs: CasInputs = "constant"
+    cas_inputs: CasInputs = "all"
 
     def __post_init__(self) -> None:
         for name in ("alpha", "beta"):
@@ -155,10 +157,17 @@ def fold_query_key(layer: LayerWeights, scale: jax.Array) -> LayerWeights:
 
 
 def fold_per_tensor(projection: Projection) -> Projection:
-    """PTS: the weight times `per_tensor_scale`, a power of two, and its output divided; no bias."""
+    """PTS: the weight times `per_tensor_scale`, a power of two, and its output divided; no bias.
+
+    An `output_scale` that is there already is divided, too.
+    """
     delta = per_tensor_scale(projection.weight)
     weight = projection.weight * delta.astype(projection.weight.dtype)
-    return dataclasses.replace(projection, weight=weight, output_scale=1 / delta)
+    output_scale = 1 / delta
+    if projection.output_scale is not None:
+        before = widened("output_scale", projection.output_scale)
+        output_scale = before * output_scale.astype(before.dtype)
+    return dataclasses.replace(projection, weight=weight, output_scale=output_scale)
 
 
 def _scale_channels(layer: LayerWeights, inputs: CasInputs) -> LayerWeights:

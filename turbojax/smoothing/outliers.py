@@ -1,8 +1,9 @@
 """Plants outliers in a layer by rescalings that leave it the same: for tests and ablations.
 
 A small model has hardly any of the outliers for which smoothing exists. With these its keys and
-weight channels are as uneven as a large model's, while it computes the same numbers: all factors
-are powers of two, of which each is multiplied in at one place and divided out at another.
+weight channels are uneven, while it computes the same numbers: all factors are powers of two, of
+which each is multiplied in at one place and divided out at another. Factors of columns are what CAS
+can undo exactly, so for CAS these outliers are the best case.
 """
 
 import dataclasses
