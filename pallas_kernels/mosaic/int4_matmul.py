@@ -32,6 +32,7 @@ v2 is what runs. Conversion costs it what it does not hide: with words that stay
 tokens' copies 115. But fewer instructions for it, shifts by multipliers instead of the unit that
 permutes bytes, or converting just before a product instead of during the one before changed little
 or nothing: why is not known. From 2048 tokens on weights are expanded first, `fp8_matmul`.
+These and more rows are in `benchmarks/results/fireq_versions_2026-11-21.json`.
 """
 
 import functools

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax._gradient import refuse_gradients
+from turbojax.cache import checks
 from turbojax.quantizers import absolute_maximum, pack, unpack
 
 LARGEST_CODE = 7
@@ -171,13 +171,7 @@ def append(
     check_cache_arguments(cache, key, value)
     batch, tokens = key.shape[:2]
     lengths = _checks.check_lengths("lengths", lengths, batch, tokens)
-    if _checks.is_concrete(lengths, cache.lengths):
-        total = np.asarray(cache.lengths) + np.asarray(lengths)
-        if np.any(total > cache.max_length):
-            raise ValueError(
-                f"appending would give lengths {total.tolist()}, "
-                f"which must be at most max_length={cache.max_length}"
-            )
+    checks.check_room(cache, lengths)
     return refuse_gradients(_append, "append")(cache, key, value, lengths)
 
 
@@ -269,37 +263,16 @@ def unpack_codes(packed: jax.Array) -> jax.Array:
     return (nibbles ^ 8) - 8
 
 
-def check_cache(cache: Any) -> None:
-    """Raises TypeError unless `cache` is a `Kv4Cache`."""
-    if not isinstance(cache, Kv4Cache):
-        raise TypeError(f"cache is a {type(cache).__name__}, must be a Kv4Cache")
-
-
 def check_cache_arguments(cache: Kv4Cache, key: jax.Array, value: jax.Array) -> None:
     """Raises unless `key` and `value` are tokens for this cache."""
-    check_cache(cache)
-    _checks.check_key_value(key, value)
-    expected = (cache.batch_size, cache.num_kv_heads, cache.head_dim)
-    if (key.shape[0], key.shape[2], key.shape[3]) != expected:
-        batch, heads, channels = expected
-        raise ValueError(
-            f"{key.shape=} must be [{batch}, T, {heads}, {channels}], as the cache was made for"
-        )
-    if key.dtype != cache.dtype:
-        raise TypeError(f"key.dtype={key.dtype} must equal cache.dtype={cache.dtype}")
+    checks.check_kind(cache, Kv4Cache)
+    checks.check_tokens(cache, key, value)
 
 
 def check_prompt(cache: Kv4Cache, key: jax.Array, value: jax.Array, lengths: jax.Array) -> None:
     """Raises unless this prompt fits this cache; under `jit`, lengths cannot be seen."""
     check_cache_arguments(cache, key, value)
-    if _checks.is_concrete(lengths, cache.lengths):
-        held, new = np.asarray(cache.lengths), np.asarray(lengths)
-        if np.any((held > 0) & (new > 0)):
-            raise ValueError(f"cache.lengths={held.tolist()} must be 0: prefill starts a sequence")
-        if np.any(new > cache.max_length):
-            raise ValueError(
-                f"prompt lengths {new.tolist()} must be at most max_length={cache.max_length}"
-            )
+    checks.check_prompt_lengths(cache, lengths)
 
 
 def _empty(

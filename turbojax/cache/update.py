@@ -1,12 +1,11 @@
 """Writing to a `ProgressiveCache`: a prompt, or new tokens (TurboAttention, section 3.3)."""
 
 import jax
-import numpy as np
 
 from turbojax import _checks
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
-from turbojax.cache import reference, triton
+from turbojax.cache import checks, reference, triton
 from turbojax.cache.progressive import ProgressiveCache
 
 APPEND = Registry(
@@ -64,13 +63,7 @@ def append(
     check_cache_arguments(cache, key, value)
     batch, tokens = key.shape[:2]
     lengths = _checks.check_lengths("lengths", lengths, batch, tokens)
-    if _checks.is_concrete(lengths, cache.lengths):
-        total = np.asarray(cache.lengths) + np.asarray(lengths)
-        if np.any(total > cache.max_length):
-            raise ValueError(
-                f"appending would give lengths {total.tolist()}, "
-                f"which must be at most max_length={cache.max_length}"
-            )
+    checks.check_room(cache, lengths)
     chosen = APPEND.select(implementation, cache=cache, key=key)
     return refuse_gradients(chosen.run, "append")(cache, key, value, lengths)
 
@@ -112,26 +105,10 @@ def check_prompt(
 ) -> None:
     """Raises unless this prompt fits this cache; under `jit`, lengths cannot be seen."""
     check_cache_arguments(cache, key, value)
-    if _checks.is_concrete(lengths, cache.lengths):
-        held, new = np.asarray(cache.lengths), np.asarray(lengths)
-        if np.any((held > 0) & (new > 0)):
-            raise ValueError(f"cache.lengths={held.tolist()} must be 0: prefill starts a sequence")
-        if np.any(new > cache.max_length):
-            raise ValueError(
-                f"prompt lengths {new.tolist()} must be at most max_length={cache.max_length}"
-            )
+    checks.check_prompt_lengths(cache, lengths)
 
 
 def check_cache_arguments(cache: ProgressiveCache, key: jax.Array, value: jax.Array) -> None:
     """Raises unless `key` and `value` are tokens for this cache."""
-    if not isinstance(cache, ProgressiveCache):
-        raise TypeError(f"cache is a {type(cache).__name__}, must be a ProgressiveCache")
-    _checks.check_key_value(key, value)
-    expected = (cache.batch_size, cache.num_kv_heads, cache.head_dim)
-    if (key.shape[0], key.shape[2], key.shape[3]) != expected:
-        batch, heads, channels = expected
-        raise ValueError(
-            f"{key.shape=} must be [{batch}, T, {heads}, {channels}], as the cache was made for"
-        )
-    if key.dtype != cache.dtype:
-        raise TypeError(f"key.dtype={key.dtype} must equal cache.dtype={cache.dtype}")
+    checks.check_kind(cache, ProgressiveCache)
+    checks.check_tokens(cache, key, value)

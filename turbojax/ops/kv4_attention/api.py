@@ -1,20 +1,17 @@
 """`prefill` and `decode` of a `Kv4Cache`: arguments, checks and the choice of implementation."""
 
-import math
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from turbojax import _checks
 from turbojax._gradient import refuse_gradients
-from turbojax.cache import kv4
+from turbojax.cache import checks, kv4
 from turbojax.cache.kv4 import Kv4Cache
 from turbojax.config import TurboConfig
 from turbojax.ops.kv4_attention import reference, triton
 from turbojax.ops.registry import Implementation, ImplementationName, Registry
 from turbojax.ops.turbo_attention import turbo_attention
-from turbojax.ops.turbo_attention.masking import Visibility
+from turbojax.ops.turbo_attention.masking import attention_options
 
 DECODE = Registry(
     "fireq.decode",
@@ -149,27 +146,12 @@ def decode(
       NotImplementedError: if the implementation asked for cannot run this, or when it is
         differentiated.
     """
-    kv4.check_cache(cache)
-    _checks.check_query(query)
-    if query.dtype != cache.dtype:
-        raise TypeError(f"query.dtype={query.dtype} must equal cache.dtype={cache.dtype}")
-    if (query.shape[0], query.shape[3]) != (cache.batch_size, cache.head_dim):
-        raise ValueError(
-            f"{query.shape=} must be [{cache.batch_size}, T, N, {cache.head_dim}], "
-            "as the cache was made for"
-        )
-    _checks.check_head_groups(query.shape[2], cache.num_kv_heads)
+    checks.check_kind(cache, Kv4Cache)
+    checks.check_query(cache, query)
     query_length = _checks.check_lengths(
         "query_seq_lengths", query_seq_lengths, query.shape[0], query.shape[1]
     )
-    _checks.check_number("scale", scale)
-    _checks.check_number("logits_soft_cap", logits_soft_cap)
-    _checks.check_positive("logits_soft_cap", logits_soft_cap)
-    options: dict[str, Any] = {
-        "scale": 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale),
-        "visibility": Visibility(True, _checks.normalize_window(local_window_size)),
-        "logits_soft_cap": None if logits_soft_cap is None else float(logits_soft_cap),
-    }
+    options = attention_options(query, scale, True, local_window_size, logits_soft_cap)
     chosen = DECODE.select(implementation, query=query, cache=cache, **options)
     out, residual = refuse_gradients(chosen.run, "fireq.decode", **options)(
         query, cache, jnp.clip(query_length, 0, query.shape[1])

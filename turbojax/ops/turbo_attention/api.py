@@ -1,13 +1,11 @@
 """`turbo_attention`, `prefill` and `decode`: arguments, checks and the choice of implementation."""
 
-import math
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from turbojax import _checks
 from turbojax._gradient import refuse_gradients
+from turbojax.cache import checks
 from turbojax.cache.progressive import ProgressiveCache
 from turbojax.cache.triton import store_prompt_triton
 from turbojax.cache.update import STORE_PROMPT, check_cache_arguments, check_prompt
@@ -27,7 +25,7 @@ from turbojax.ops.turbo_attention import (
     triton,
 )
 from turbojax.ops.turbo_attention.gradient import straight_through
-from turbojax.ops.turbo_attention.masking import Visibility
+from turbojax.ops.turbo_attention.masking import attention_options
 
 ATTENTION = Registry(
     "turbo_attention",
@@ -110,7 +108,7 @@ def turbo_attention(
     query_length = _checks.check_lengths(
         "query_seq_lengths", query_seq_lengths, batch, query.shape[1]
     )
-    options = _options(query, scale, is_causal, local_window_size, logits_soft_cap)
+    options = attention_options(query, scale, is_causal, local_window_size, logits_soft_cap)
     chosen = ATTENTION.select(
         implementation, query=query, key=key, value=value, config=config, **options
     )
@@ -172,7 +170,7 @@ def prefill(
     _checks.check_query_key_value(query, key, value)
     lengths = _checks.check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch, size)
     check_prompt(cache, key, value, lengths)
-    options = _options(query, scale, is_causal, local_window_size, logits_soft_cap)
+    options = attention_options(query, scale, is_causal, local_window_size, logits_soft_cap)
     options["config"] = cache.config
     attend = ATTENTION.select(implementation, query=query, key=key, value=value, **options)
     store = STORE_PROMPT.select(writer_beside(implementation), cache=cache, key=key)
@@ -242,41 +240,14 @@ def decode(
       NotImplementedError: if the implementation asked for cannot run this, or when it is
         differentiated.
     """
-    if not isinstance(cache, ProgressiveCache):
-        raise TypeError(f"cache is a {type(cache).__name__}, must be a ProgressiveCache")
-    _checks.check_query(query)
-    if query.dtype != cache.dtype:
-        raise TypeError(f"query.dtype={query.dtype} must equal cache.dtype={cache.dtype}")
-    if (query.shape[0], query.shape[3]) != (cache.batch_size, cache.head_dim):
-        raise ValueError(
-            f"{query.shape=} must be [{cache.batch_size}, T, N, {cache.head_dim}], "
-            "as the cache was made for"
-        )
-    _checks.check_head_groups(query.shape[2], cache.num_kv_heads)
+    checks.check_kind(cache, ProgressiveCache)
+    checks.check_query(cache, query)
     query_length = _checks.check_lengths(
         "query_seq_lengths", query_seq_lengths, query.shape[0], query.shape[1]
     )
-    options = _options(query, scale, True, local_window_size, logits_soft_cap)
+    options = attention_options(query, scale, True, local_window_size, logits_soft_cap)
     chosen = DECODE.select(implementation, query=query, cache=cache, **options)
     out, residual = refuse_gradients(chosen.run, "decode", **options)(
         query, cache, jnp.clip(query_length, 0, query.shape[1])
     )
     return (out, residual) if return_residual else out
-
-
-def _options(
-    query: jax.Array,
-    scale: float | None,
-    is_causal: bool,
-    local_window_size: int | tuple[int, int] | None,
-    logits_soft_cap: float | None,
-) -> dict[str, Any]:
-    """The static options of an attention call, checked and completed."""
-    _checks.check_number("scale", scale)
-    _checks.check_number("logits_soft_cap", logits_soft_cap)
-    _checks.check_positive("logits_soft_cap", logits_soft_cap)
-    return {
-        "scale": 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale),
-        "visibility": Visibility(bool(is_causal), _checks.normalize_window(local_window_size)),
-        "logits_soft_cap": None if logits_soft_cap is None else float(logits_soft_cap),
-    }

@@ -1,9 +1,13 @@
 """Which keys a query sees: lengths, causality and a sliding window."""
 
 import dataclasses
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from turbojax import _checks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,3 +67,21 @@ class Visibility:
             start = jnp.maximum(start, first - left)
             stop = jnp.minimum(stop, last + right + 1)
         return start, stop
+
+
+def attention_options(
+    query: jax.Array,
+    scale: float | None,
+    is_causal: bool,
+    local_window_size: int | tuple[int, int] | None,
+    logits_soft_cap: float | None,
+) -> dict[str, Any]:
+    """The static options of an attention call, checked and completed."""
+    _checks.check_number("scale", scale)
+    _checks.check_number("logits_soft_cap", logits_soft_cap)
+    _checks.check_positive("logits_soft_cap", logits_soft_cap)
+    return {
+        "scale": 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale),
+        "visibility": Visibility(bool(is_causal), _checks.normalize_window(local_window_size)),
+        "logits_soft_cap": None if logits_soft_cap is None else float(logits_soft_cap),
+    }

@@ -1,0 +1,66 @@
+"""Checks of tokens, prompts and queries against the cache they are for, whatever its kind."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from turbojax import _checks
+
+Cache = Any
+"""Has `batch_size`, `num_kv_heads`, `head_dim`, `dtype`, `lengths` and `max_length`."""
+
+
+def check_kind(cache: Cache, kind: type) -> None:
+    """Raises TypeError unless `cache` is of this class."""
+    if not isinstance(cache, kind):
+        raise TypeError(f"cache is a {type(cache).__name__}, must be a {kind.__name__}")
+
+
+def check_tokens(cache: Cache, key: jax.Array, value: jax.Array) -> None:
+    """Raises unless `key` and `value` are tokens for this cache."""
+    _checks.check_key_value(key, value)
+    expected = (cache.batch_size, cache.num_kv_heads, cache.head_dim)
+    if (key.shape[0], key.shape[2], key.shape[3]) != expected:
+        batch, heads, channels = expected
+        raise ValueError(
+            f"{key.shape=} must be [{batch}, T, {heads}, {channels}], as the cache was made for"
+        )
+    if key.dtype != cache.dtype:
+        raise TypeError(f"key.dtype={key.dtype} must equal cache.dtype={cache.dtype}")
+
+
+def check_room(cache: Cache, lengths: jax.Array) -> None:
+    """Raises unless there is room for so many tokens; under `jit`, lengths cannot be seen."""
+    if _checks.is_concrete(lengths, cache.lengths):
+        total = np.asarray(cache.lengths) + np.asarray(lengths)
+        if np.any(total > cache.max_length):
+            raise ValueError(
+                f"appending would give lengths {total.tolist()}, "
+                f"which must be at most max_length={cache.max_length}"
+            )
+
+
+def check_prompt_lengths(cache: Cache, lengths: jax.Array) -> None:
+    """Raises unless prompts fit empty sequences; under `jit`, lengths cannot be seen."""
+    if _checks.is_concrete(lengths, cache.lengths):
+        held, new = np.asarray(cache.lengths), np.asarray(lengths)
+        if np.any((held > 0) & (new > 0)):
+            raise ValueError(f"cache.lengths={held.tolist()} must be 0: prefill starts a sequence")
+        if np.any(new > cache.max_length):
+            raise ValueError(
+                f"prompt lengths {new.tolist()} must be at most max_length={cache.max_length}"
+            )
+
+
+def check_query(cache: Cache, query: jax.Array) -> None:
+    """Raises unless `query` is ``[B, T, N, H]`` for this cache."""
+    _checks.check_query(query)
+    if query.dtype != cache.dtype:
+        raise TypeError(f"query.dtype={query.dtype} must equal cache.dtype={cache.dtype}")
+    if (query.shape[0], query.shape[3]) != (cache.batch_size, cache.head_dim):
+        raise ValueError(
+            f"{query.shape=} must be [{cache.batch_size}, T, N, {cache.head_dim}], "
+            "as the cache was made for"
+        )
+    _checks.check_head_groups(query.shape[2], cache.num_kv_heads)
