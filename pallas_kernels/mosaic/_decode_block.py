@@ -173,11 +173,11 @@ def softmax(
         if is_masked:
             visible = _visible(query.position[tile], first_token, tokens, lane, n)
             highest = [v.where(s, float("-inf")) for v, s in zip(visible, x, strict=True)]
-        top = _balanced(_lane.maximum, highest)
+        top = balanced(_lane.maximum, highest)
         top = _lane.reduce_lanes(top, _lane.maximum, (4, 8, 16))
         is_seen = top > float("-inf")
         if n.soft_cap is not None:
-            cap = functools.partial(_soft_cap, factor=factor * (1 / n.unit), cap=n.soft_cap)
+            cap = functools.partial(soft_cap, factor=factor * (1 / n.unit), cap=n.soft_cap)
             x, top = [cap(s) * n.unit for s in x], cap(top) * n.unit
             slope = _lane.number(1.0)
         top = top * slope
@@ -190,13 +190,13 @@ def softmax(
         if visible is not None:
             p = [v.where(w, 0.0) for v, w in zip(visible, p, strict=True)]
         maxima.append(top)
-        totals.append(_balanced(lambda a, b: a + b, p))
+        totals.append(balanced(lambda a, b: a + b, p))
         lost.append(nan)
         words.append([_pack(p[i : i + 4], lane, n) for i in range(0, len(p), 4)])
     return Weights(words, maxima, totals, seen or None, lost)
 
 
-def _balanced(op: Any, values: list[Any]) -> Any:
+def balanced(op: Any, values: list[Any]) -> Any:
     """Combines values pairwise, for short chains."""
     while len(values) > 1:
         pairs = [op(a, b) for a, b in zip(values[::2], values[1::2], strict=False)]
@@ -204,7 +204,7 @@ def _balanced(op: Any, values: list[Any]) -> Any:
     return values[0]
 
 
-def _soft_cap(x: Float, factor: Float, cap: float) -> Float:
+def soft_cap(x: Float, factor: Float, cap: float) -> Float:
     """``cap * tanh(x * factor / cap)``, of infinities too."""
     x = x * factor
     magnitude = _lane.maximum(x, -x)

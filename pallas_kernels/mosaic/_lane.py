@@ -215,6 +215,16 @@ def log2(x: Float) -> Float:
     return assembly("lg2.approx.ftz.f32 $0, $1;", x)
 
 
+def divide(a: Float, b: Float) -> Float:
+    """A quotient within two units in the last place: the instructions that Triton's makes."""
+    return assembly("div.full.f32 $0, $1, $2;", a, b)
+
+
+def reciprocal(x: Float) -> Float:
+    """``1 / x`` within a unit in the last place."""
+    return assembly("rcp.approx.ftz.f32 $0, $1;", x)
+
+
 def half_to_float(x: Int) -> Float:
     """The float16 in the low half of a word."""
     text = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; cvt.f32.f16 $0, low; }"
@@ -445,10 +455,10 @@ def publish_barriers() -> None:
     _act("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;")
 
 
-def expect_bytes(barrier: Pointer, size: int) -> None:
+def expect_bytes(barrier: Pointer, size: Int | int) -> None:
     """Arrives, and lets `barrier` wait for copies of so many bytes."""
-    text = f"mbarrier.arrive.expect_tx.shared.b64 _, [$0], {size};"
-    _act(text, barrier.address(), constraints="r")
+    text = "mbarrier.arrive.expect_tx.shared.b64 _, [$0], $1;"
+    _act(text, barrier.address(), _integer(size), constraints="r,r")
 
 
 def copy(source: Pointer, target: Pointer, size: int, barrier: Pointer) -> None:
