@@ -298,6 +298,13 @@ def reduce_lanes(x: Any, op: Callable[[Any, Any], Any], distances: Sequence[int]
     return x
 
 
+def ballot(condition: Bool) -> Int:
+    """A bit for each lane: whether `condition` holds there."""
+    bit = condition.where(integer(1), 0)
+    text = "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }"
+    return Int(_asm(_i32(), [bit.value], text, "=r,r", effects=True))
+
+
 def thread() -> Int:
     """The thread's number in its block."""
     return Int(arith.index_cast(_i32(), gpu.thread_id(gpu.Dimension.x)))
@@ -453,6 +460,11 @@ def init_barrier(barrier: Pointer) -> None:
 def publish_barriers() -> None:
     """Lets the copy engine see new barriers."""
     _act("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;")
+
+
+def publish_stores() -> None:
+    """Orders this lane's stores to shared memory before later copies to the same place."""
+    _act("fence.proxy.async.shared::cta;")
 
 
 def expect_bytes(barrier: Pointer, size: Int | int) -> None:

@@ -5,13 +5,14 @@ sums of two float16, in two columns.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from pallas_kernels.mosaic import _lane, _lane_half
 from pallas_kernels.mosaic._lane import Float, Int, Pointer
 from pallas_kernels.mosaic._paged_query import largest
-from pallas_kernels.mosaic._paged_types import Lane, Query, Settings, parity
+from pallas_kernels.mosaic._paged_types import Lane, Program, Query, Settings, parity
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,6 +46,45 @@ class Fp8:
         zero = _lane.number(0.0)
         return [is_high.where(high, low) for low, high in planes], (zero, zero), zero, top
 
+    def unseen(self, slot: Pointer, begin: Int, at: Program, lane: Lane) -> list[Int]:
+        """Prepares a block of which some query may not see all: the rows of values that are lost.
+
+        A product takes what a query does not see as 0 times it, so what is not finite there, or
+        stands past the sequence's end, is made 0 in shared memory. Who does see it gets NaN from
+        the bits that this returns, one for each token of the block.
+        """
+        values = slot.at(self.s.block * self.head_dim)
+        zero, first = _lane.integer(0), at.begin + 1
+        is_mixed = begin + self.s.block > first
+        if self.s.window is not None:
+            is_mixed = is_mixed | (begin >= zero)
+        words = self.s.block // 32
+
+        def prepare(_: Int, lost: list[Int]) -> list[Int]:
+            lost = []
+            for i in range(words):
+                token = lane.number + 32 * i
+                row = values.at(token * self.head_dim)
+                found = [self._lost(word) for word in row.words(self.head_dim // 4)]
+                bad = functools.reduce(lambda a, b: a | b, found)
+                is_lost, is_past = bad > 0, begin + token >= at.length
+                with _lane.when(is_lost | is_past):
+                    for word in range(self.head_dim // 4):
+                        row.at(4 * word).store(zero)
+                lost.append(_lane.ballot(is_lost))
+            _lane.publish_stores()
+            _lane.warp_barrier()
+            return lost
+
+        once = is_mixed.where(_lane.integer(1), 0)
+        return _lane.loop(zero, once, 1, [zero] * words, prepare)
+
+    def _lost(self, word: Int) -> Int:
+        """Positive if some byte of a word is not finite, else 0."""
+        smallest = 0x7F if self.s.kind == "fp8_e4m3" else 0x7C
+        carried = (word & 0x7F7F7F7F) + (128 - smallest) * 0x01010101
+        return (carried >> 7) & 0x01010101
+
     def scores(self, slot: Pointer, query: Query, lane: Lane) -> list[list[Float]]:
         """Scores of each tile's query `t` with the lane's tokens."""
         row, held = self.head_dim, self.s.held
@@ -74,10 +114,13 @@ class Fp8:
         weights: list[list[Float]],
         visible: list[list[_lane.Bool]],
         alphas: list[Float],
+        lost: list[Int],
         lane: Lane,
     ) -> list[list[Float]]:
         """``outputs * alpha + weights x values``, for each tile's query `t`."""
-        del visible  # weights of what is not seen are 0
+        nan = _lane.number(float("nan"))
+        flags = [self._sees(lost, seen, lane).where(nan, 0.0) for seen in visible]
+        alphas = [alpha + flag for alpha, flag in zip(alphas, flags, strict=True)]
         operands = [self._weight_operands(w, lane) for w in weights]
         zero = _lane.number(0.0)
         out: list[list[Float]] = [[] for _ in outputs]
@@ -90,6 +133,15 @@ class Fp8:
                     old = outputs[tile][len(out[tile])]
                     out[tile].append(_lane.fma(old, alphas[tile], c[2 * j] + c[2 * j + 1]))
         return out
+
+    def _sees(self, lost: list[Int], seen: list[_lane.Bool], lane: Lane) -> _lane.Bool:
+        """Whether a query sees one of the tokens whose bits are set."""
+        first = lane.g * self.s.held
+        bits = lost[0] if len(lost) == 1 else (lane.g < 4).where(lost[0], lost[1])
+        bits = bits >> (first & 31)
+        found = [mask.where((bits >> (lane.odd ^ i)) & 1, 0) for i, mask in enumerate(seen)]
+        hit = functools.reduce(lambda a, b: a | b, found)
+        return _lane.reduce_lanes(hit, lambda a, b: a | b, (4, 8, 16)) > 0
 
     def _weight_operands(self, w: list[Float], lane: Lane) -> list[Int]:
         """Operand words of weights."""

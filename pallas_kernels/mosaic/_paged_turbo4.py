@@ -14,7 +14,7 @@ from typing import Any
 from pallas_kernels.mosaic import _lane
 from pallas_kernels.mosaic._lane import Float, Int, Pointer
 from pallas_kernels.mosaic._paged_query import largest
-from pallas_kernels.mosaic._paged_types import Lane, Query, Settings, parity
+from pallas_kernels.mosaic._paged_types import Lane, Program, Query, Settings, parity
 
 # The largest number whose high byte is at most 127 after rounding.
 _RANGE = 127.0 * 256
@@ -80,6 +80,11 @@ class Turbo4:
         rest = ((high << 8) + low).to_float() * (whole - self.s.middle)
         return (low * -whole, high * -whole), rest
 
+    def unseen(self, slot: Pointer, begin: Int, at: Program, lane: Lane) -> list[Int]:
+        """Nothing: codes are finite, and norms of what is not seen are not multiplied with."""
+        del slot, begin, at, lane
+        return []
+
     def scores(self, slot: Pointer, query: Query, lane: Lane) -> list[list[Float]]:
         """Scores of each tile's query `t` with the lane's tokens."""
         row, held = self.s.row_bytes(self.head_dim), self.s.held
@@ -124,9 +129,11 @@ class Turbo4:
         weights: list[list[Float]],
         visible: list[list[_lane.Bool]],
         alphas: list[Float],
+        lost: list[Int],
         lane: Lane,
     ) -> list[list[Float]]:
         """``outputs * alpha + weights x values``, for each tile's query `t`."""
+        del lost
         row = self.s.row_bytes(self.head_dim)
         norms = self.norms(slot.at(2 * self.s.block * row + 2 * self.s.block), lane)
         operands, factors, starts, rests = [], [], [], []

@@ -61,7 +61,8 @@ def walk(
         page = _page_of(a, at, lane, later, s)
         barrier, slot = barriers.at(number * BARRIER_BYTES), slots.at(number * stage)
         _lane.wait(barrier, parity)
-        state = _attend(State.of(flat, s.tiles), slot, block * s.block, query, lane, products, s)
+        place = slot, block * s.block
+        state = _attend(State.of(flat, s.tiles), place, at, query, lane, products, s)
         _lane.warp_barrier()
         _start_copies(a, at, lane, later, page, (slot, barrier), s)
         is_last = number.equals(s.stages - 1)
@@ -123,14 +124,16 @@ def _start_copies(
 
 def _attend(
     state: State,
-    slot: Pointer,
-    begin: Int,
+    place: tuple[Pointer, Int],
+    at: Program,
     query: Query,
     lane: Lane,
     products: Products,
     s: Settings,
 ) -> State:
-    """Adds the block in shared memory at `slot`, whose first token is `begin`."""
+    """Adds the block in shared memory, given where it stands there, and its first token."""
+    slot, begin = place
+    lost = products.unseen(slot, begin, at, lane)
     alphas, weights, masks, maxima, totals = [], [], [], [], []
     first = begin + lane.g * s.held
     for tile, x in enumerate(products.scores(slot, query, lane)):
@@ -151,7 +154,7 @@ def _attend(
         maxima.append(new)
         total = balanced(lambda u, v: u + v, p)
         totals.append(_lane.fma(state.totals[tile], alpha, total))
-    outputs = products.add_values(state.outputs, slot, weights, masks, alphas, lane)
+    outputs = products.add_values(state.outputs, slot, weights, masks, alphas, lost, lane)
     return State(outputs, maxima, totals)
 
 

@@ -114,8 +114,11 @@ def attend(
     )(query, pages, tables, lengths, query_lengths)
     if parts == 1:
         return results[0], results[1]
+    o, m, l = results
     return merge_parts(
-        *results,
+        o,
+        m,
+        l,
         lengths,
         query_lengths,
         tokens=tokens,

@@ -1,0 +1,302 @@
+"""A warp in numpy: what `pallas_kernels.mosaic._lane` and `_lane_half` emit, on arrays of 32 lanes.
+
+Stands in for both modules, so that code written for one lane runs on a CPU, lane by lane the same.
+"""
+
+import contextlib
+import dataclasses
+import functools
+
+import ml_dtypes
+import numpy as np
+
+LANES = np.arange(32)
+ROUNDER = 12582912.0
+# The lanes that run, and within `when` those of them for which it holds.
+_ACTIVE = [np.ones(32, bool)]
+
+
+def _bits(x):
+    return x.value if isinstance(x, Int) else np.full(32, x % 2**32, np.uint32)
+
+
+def _numbers(x):
+    return x.value if isinstance(x, Float) else np.full(32, x, np.float32)
+
+
+def _signed(x):
+    return _bits(x).view(np.int32)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Bool:
+    value: np.ndarray
+
+    def __and__(self, other):
+        return Bool(self.value & other.value)
+
+    def __or__(self, other):
+        return Bool(self.value | other.value)
+
+    def where(self, a, b):
+        if isinstance(a, Float) or isinstance(b, Float):
+            return Float(np.where(self.value, _numbers(a), _numbers(b)))
+        return Int(np.where(self.value, _bits(a), _bits(b)))
+
+
+def _integer_op(op):
+    return lambda a, b: Int(op(_bits(a).astype(np.int64), _bits(b).astype(np.int64)))
+
+
+def _integer_test(op):
+    return lambda a, b: Bool(op(_signed(a), _signed(b)))
+
+
+class Int:
+    """32 bits of every lane."""
+
+    def __init__(self, value):
+        self.value = (np.asarray(value).astype(np.int64) % 2**32).astype(np.uint32)
+
+    __add__, __sub__, __mul__ = (_integer_op(op) for op in (np.add, np.subtract, np.multiply))
+    __and__, __or__, __xor__ = (
+        _integer_op(op) for op in (np.bitwise_and, np.bitwise_or, np.bitwise_xor)
+    )
+    __lshift__, __rshift__ = (_integer_op(op) for op in (np.left_shift, np.right_shift))
+    __floordiv__, __mod__ = (_integer_op(op) for op in (np.floor_divide, np.remainder))
+    __le__, __ge__, __lt__, __gt__, equals = (
+        _integer_test(op) for op in (np.less_equal, np.greater_equal, np.less, np.greater, np.equal)
+    )
+
+    def maximum(self, other):
+        return Int(np.maximum(_signed(self), _signed(other)))
+
+    def minimum(self, other):
+        return Int(np.minimum(_signed(self), _signed(other)))
+
+    def to_float(self):
+        return Float(_signed(self).astype(np.float32))
+
+    def as_float(self):
+        return Float(self.value.view(np.float32))
+
+
+def _float_op(op):
+    def run(a, b):
+        with np.errstate(all="ignore"):
+            return Float(op(_numbers(a), _numbers(b)))
+
+    return run
+
+
+def _float_test(op):
+    return lambda a, b: Bool(op(_numbers(a), _numbers(b)))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Float:
+    """A float32 of every lane."""
+
+    value: np.ndarray
+
+    __add__, __sub__, __mul__, __truediv__ = (
+        _float_op(op) for op in (np.add, np.subtract, np.multiply, np.divide)
+    )
+    __lt__, __gt__, equals = (_float_test(op) for op in (np.less, np.greater, np.equal))
+
+    def __neg__(self):
+        return Float(-self.value)
+
+    def as_int(self):
+        return Int(self.value.astype(np.float32).view(np.uint32))
+
+
+def integer(x):
+    return Int(np.full(32, x))
+
+
+def number(x):
+    return Float(np.full(32, x, np.float32))
+
+
+# Of NaN and a number these give the number, as the instructions do.
+maximum, minimum = _float_op(np.fmax), _float_op(np.fmin)
+
+
+def fma(a, b, c):
+    with np.errstate(all="ignore"):
+        exact = _numbers(a).astype(np.float64) * _numbers(b) + _numbers(c)
+        return Float(exact.astype(np.float32))
+
+
+def exp2(x):
+    with np.errstate(all="ignore"):
+        return Float(np.exp2(x.value))
+
+
+def reciprocal(x):
+    with np.errstate(all="ignore"):
+        return Float(np.float32(1) / x.value)
+
+
+def total(values):
+    return functools.reduce(lambda a, b: a + b, values)
+
+
+def half_to_float(x):
+    return Float((x.value & 0xFFFF).astype(np.uint16).view(np.float16).astype(np.float32))
+
+
+def permute_bytes(a, b, selector):
+    source = np.stack([(_bits(x) >> (8 * i)) & 255 for x in (a, b) for i in range(4)])
+    out = np.zeros(32, np.int64)
+    for i in range(4):
+        nibble = (_bits(selector) >> (4 * i)) & 15
+        byte = source[nibble & 7, LANES].astype(np.int64)
+        byte = np.where(nibble & 8, np.where(byte & 128, 255, 0), byte)
+        out |= byte << (8 * i)
+    return Int(out)
+
+
+def _bytes(word):
+    """Signed bytes ``[32, 4]``."""
+    return word.value[:, None].view(np.int8).astype(np.int64)
+
+
+def dot4(a, b, c):
+    return Int((_bytes(a) * _bytes(b)).sum(1) + _signed(c))
+
+
+def ballot(condition):
+    return integer(int((condition.value.astype(np.int64) << LANES).sum()))
+
+
+def uniform(x):
+    return from_lane(x, integer(0))
+
+
+def warp_barrier():
+    pass
+
+
+publish_stores = warp_barrier
+
+
+@contextlib.contextmanager
+def when(condition):
+    """Of the lanes where `condition` holds the stores count; there must be nothing else inside."""
+    _ACTIVE.append(condition.value & _ACTIVE[-1])
+    yield
+    _ACTIVE.pop()
+
+
+def loop(start, stop, step, state, body):
+    """Of bounds that all lanes share."""
+    assert len(set(start.value)) == len(set(stop.value)) == 1
+    for i in range(_signed(start)[0], _signed(stop)[0], step):
+        state = body(integer(i), state)
+    return state
+
+
+def from_lane(x, lane):
+    return type(x)(x.value[lane.value % 32])
+
+
+def reduce_lanes(x, op, distances):
+    for distance in distances:
+        x = op(x, type(x)(x.value[LANES ^ distance]))
+    return x
+
+
+def _product(a, b, c, unpack, depth):
+    """A product of tiles whose words hold `depth` numbers each; lane ``4 g + t``."""
+    g, t = LANES // 4, LANES % 4
+    left, right = np.zeros((16, 8 * depth)), np.zeros((8 * depth, 8))
+    out = np.zeros((16, 8))
+    for i, word in enumerate(a):
+        for k, part in enumerate(unpack(word).T):
+            left[g + 8 * (i % 2), 4 * depth * (i // 2) + depth * t + k] = part
+    for i, word in enumerate(b):
+        for k, part in enumerate(unpack(word).T):
+            right[4 * depth * i + depth * t + k, g] = part
+    for i, start in enumerate(c):
+        out[g + 8 * (i // 2), 2 * t + i % 2] = start
+    with np.errstate(all="ignore"):
+        out = out + left @ right
+    return [out[g + 8 * (i // 2), 2 * t + i % 2] for i in range(4)]
+
+
+def matmul(a, b, c):
+    """Of int8: ``[16, 32] x [32, 8]``."""
+    return [Int(x) for x in _product(a, b, [_signed(x) for x in c], _bytes, 4)]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pointer:
+    """Bytes of memory, at an offset of every lane."""
+
+    memory: np.ndarray
+    offset: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(32, np.int64))
+
+    def at(self, *offsets):
+        return Pointer(self.memory, self.offset + sum(_signed(x).astype(np.int64) for x in offsets))
+
+    def times(self, index, size):
+        return Pointer(self.memory, self.offset + _signed(index).astype(np.int64) * size)
+
+    def words(self, count):
+        size = 4 * min(count, 4)
+        assert not np.any(self.offset % size), "the load is not aligned"
+        index = self.offset[:, None] + np.arange(4 * count)
+        words = np.ascontiguousarray(self.memory[index]).view(np.uint32)
+        return [Int(words[:, i]) for i in range(count)]
+
+    def word(self):
+        return self.words(1)[0]
+
+    def float(self):
+        return self.word().as_float()
+
+    def store(self, x):
+        index = self.offset[:, None] + np.arange(4)
+        data = x.value.view(np.uint32)[:, None].view(np.uint8)
+        self.memory[index[_ACTIVE[-1]]] = data[_ACTIVE[-1]]
+
+
+class Half:
+    """Stands in for `_lane_half`."""
+
+    @staticmethod
+    def pack(low, high):
+        with np.errstate(all="ignore"):
+            pair = np.stack([low.value, high.value], 1).astype(np.float16)
+        return Int(pair.view(np.uint32)[:, 0])
+
+    @staticmethod
+    def unpack(word):
+        return half_to_float(word), half_to_float(word >> 16)
+
+    @staticmethod
+    def _convert(word, kind):
+        numbers = word.value[:, None].view(kind).astype(np.float16)
+        pairs = np.ascontiguousarray(numbers).view(np.uint32)
+        return Int(pairs[:, 0]), Int(pairs[:, 1])
+
+    @classmethod
+    def from_e4m3(cls, word):
+        return cls._convert(word, ml_dtypes.float8_e4m3fn)
+
+    @classmethod
+    def from_e5m2(cls, word):
+        return cls._convert(word, ml_dtypes.float8_e5m2)
+
+    @staticmethod
+    def matmul(a, b, c):
+        """Of float16: ``[16, 16] x [16, 8]``."""
+
+        def unpack(word):
+            return word.value[:, None].view(np.float16).astype(np.float64)
+
+        return [
+            Float(x.astype(np.float32)) for x in _product(a, b, [x.value for x in c], unpack, 2)
+        ]

@@ -1,0 +1,349 @@
+"""Paged attention for Hopper, on a CPU: refusals, lowering, and what a warp computes.
+
+A warp's arithmetic runs on arrays of 32 lanes (`oracles.warp`); copies, barriers and the real
+matrix unit are checked on a GPU, in `test_gpu_paged.py`.
+"""
+
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from kernel_helpers import lower_for_cuda
+from oracles import warp
+
+from benchmarks.shapes import MODELS
+from pallas_kernels.mosaic import (
+    _decode_block,
+    _paged_fp8,
+    _paged_query,
+    _paged_turbo4,
+    _paged_types,
+    _paged_warp,
+)
+from turbojax import _device, polar
+from turbojax.cache.paged import init_paged_cache
+from turbojax.ops.paged_attention import mosaic_gpu
+from turbojax.ops.turbo_attention.masking import Visibility
+
+KINDS = ("turbo4", "fp8_e4m3", "fp8_e5m2")
+SHARED_BYTES = 227 * 1024
+
+
+# What is refused, and that the rest lowers --------------------------------------------------------
+
+
+def specification(
+    kind, *, batch=2, tokens=1, heads=8, kv_heads=2, head_dim=128, page_size=64, max_pages=40,
+    dtype=jnp.bfloat16,
+):  # fmt: skip
+    """Arguments of `attend` that are shapes alone."""
+    cache = jax.eval_shape(
+        lambda: init_paged_cache(64, page_size, kv_heads, head_dim, kv_dtype=kind, dtype=dtype)
+    )
+    kept = jnp.float32 if kind == "turbo4" else dtype
+    query = jax.ShapeDtypeStruct((batch, tokens, heads, head_dim), kept)
+    tables = jax.ShapeDtypeStruct((batch, max_pages), jnp.int32)
+    lengths = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    return query, cache, tables, lengths, lengths
+
+
+def lower(kind, *, window=None, logits_soft_cap=None, launch=None, **shape):
+    attend = functools.partial(
+        mosaic_gpu.attend,
+        scale=0.1,
+        visibility=Visibility(True, window),
+        logits_soft_cap=logits_soft_cap,
+        launch=launch,
+    )
+    return lower_for_cuda(jax.jit(attend), *specification(kind, **shape))
+
+
+def refusal(kind, **shape):
+    query, cache, tables, _, _ = specification(kind, **shape)
+    return mosaic_gpu.unsupported(
+        query=query,
+        cache=cache,
+        block_tables=tables,
+        scale=1.0,
+        visibility=Visibility(True, None),
+        logits_soft_cap=None,
+    )
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
+def test_it_lowers_for_every_page(kind, head_dim, page_size):
+    assert "mosaic_gpu" in lower(kind, head_dim=head_dim, page_size=page_size)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("heads", "tokens"), [(2, 1), (6, 1), (8, 1), (8, 5), (32, 4)])
+def test_it_lowers_for_every_number_of_queries(kind, heads, tokens):
+    text = lower(kind, heads=heads, tokens=tokens, window=(300, 0), logits_soft_cap=30.0)
+    assert "mosaic_gpu" in text
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=str)
+def test_it_lowers_for_every_dtype(dtype):
+    assert "mosaic_gpu" in lower("fp8_e4m3", dtype=dtype)
+
+
+@pytest.mark.parametrize(("max_pages", "is_split"), [(16, False), (17, True)])
+def test_only_long_tables_need_a_second_kernel(max_pages, is_split):
+    part = mosaic_gpu.Launch().part
+    text = lower("turbo4", max_pages=max_pages * part // 1024)
+    assert ("turbojax_paged_merge" in text) == is_split
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_usual_head_dims_are_taken(hopper, name):
+    heads = MODELS[name]
+    found = refusal("turbo4", heads=heads.query, kv_heads=heads.kv, head_dim=heads.dim)
+    is_usual = heads.dim in (64, 128, 256) and heads.query // heads.kv <= 64
+    assert (found is None) == is_usual
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "words"),
+    [
+        ("auto", {}, "kv_dtype='auto' must be one of ('turbo4', 'fp8_e4m3', 'fp8_e5m2')"),
+        ("turbo4", {"head_dim": 96}, "head_dim=96 must be one of (64, 128, 256)"),
+        ("turbo4", {"tokens": 17}, "68 queries of a KV head must be at most 64"),
+    ],
+)
+def test_refusals_name_value_and_requirement(hopper, kind, shape, words):
+    assert refusal(kind, **shape) == words
+
+
+def test_it_is_refused_where_there_is_no_hopper():
+    assert "needs an NVIDIA GPU of compute capability 9.0" in refusal("turbo4")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_what_is_in_flight_fits_shared_memory(kind, head_dim, tokens):
+    query, cache, *_ = specification(kind, head_dim=head_dim, tokens=tokens)
+    s, _ = mosaic_gpu.settings_of(
+        query, cache, 1.0, Visibility(True, None), None, mosaic_gpu.Launch()
+    )
+    assert s.warps * s.warp_bytes(head_dim) <= SHARED_BYTES
+    assert s.part % (s.block * s.warps) == 0
+
+
+# What a warp computes -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lanes(monkeypatch):
+    """The kernel's modules on arrays of lanes; gives the lane."""
+    for module in (
+        _decode_block, _paged_fp8, _paged_query, _paged_turbo4, _paged_types, _paged_warp,
+    ):  # fmt: skip
+        monkeypatch.setattr(module, "_lane", warp)
+    monkeypatch.setattr(_paged_fp8, "_lane_half", warp.Half)
+    number = warp.Int(warp.LANES)
+    g = number >> 2
+    return _paged_types.Lane(number, g, number & 3, _paged_types.parity(g))
+
+
+def settings(kind, *, block=64, rows=4, window=None, soft_cap=None, scale=0.125):
+    table, middle, step = polar.integer_centroids(4)
+    return _paged_types.Settings(
+        kind, tuple(table), middle, scale * (step if kind == "turbo4" else 1.0), window, soft_cap,
+        rows=rows, part=1024, block=block, warpgroups=1, stages=2,
+    )  # fmt: skip
+
+
+def random_block(rng, kind, block, head_dim):
+    """A block in shared memory, and its keys and values in float64."""
+    if kind != "turbo4":
+        stored = ml_dtypes.float8_e4m3fn if kind == "fp8_e4m3" else ml_dtypes.float8_e5m2
+        sides = [rng.normal(size=(block, head_dim)).astype(stored) for _ in range(2)]
+        return np.concatenate([x.view(np.uint8).ravel() for x in sides]), [
+            x.astype(np.float64) for x in sides
+        ]
+    codes = rng.integers(16, size=(2, block, head_dim), dtype=np.uint8)
+    norms = rng.uniform(1, 20, size=(2, block)).astype(np.float16)
+    packed = np.asarray(polar.pack(jnp.asarray(codes)))
+    table, middle, _ = polar.integer_centroids(4)
+    values = (np.asarray(table) - middle)[codes] * norms[..., None].astype(np.float64)
+    memory = np.concatenate([packed.ravel(), norms.view(np.uint8).ravel()])
+    return memory, list(values)
+
+
+def program(query, length, query_length, key_scale=None):
+    """The arrays and the place of a program with one sequence and one KV head."""
+    _, tokens, heads, head_dim = query.shape
+    memory = warp.Pointer(query.reshape(-1).view(np.uint8))
+    scale = None if key_scale is None else warp.Pointer(np.float32([key_scale]).view(np.uint8))
+    a = types.SimpleNamespace(
+        query=memory, tokens=tokens, heads=heads, group=heads, rows=heads * tokens,
+        head_dim=head_dim, dtype=query.dtype.name, pages=types.SimpleNamespace(key_scale=scale),
+    )  # fmt: skip
+    zero = warp.integer(0)
+    at = types.SimpleNamespace(
+        tile=zero, head=zero, batch=zero, begin=warp.integer(length - query_length),
+        query_length=warp.integer(query_length), length=warp.integer(length),
+    )  # fmt: skip
+    return a, at
+
+
+def run(lane, s, blocks, query, length, query_length, key_scale=None):
+    """Outputs ``[rows, H]``, maxima and sums ``[rows]`` of a warp that takes all blocks."""
+    a, at = program(query, length, query_length, key_scale)
+    module = _paged_turbo4 if s.has_norms else _paged_fp8
+    products = (_paged_turbo4.Turbo4 if s.has_norms else _paged_fp8.Fp8).of(a.head_dim, s)
+    loaded = _paged_query.load_query(a, at, lane, products, s)
+    state = _paged_types.State.empty(s.tiles, a.head_dim // 8)
+    for i, memory in enumerate(blocks):
+        place = warp.Pointer(memory.copy()), warp.integer(i * s.block)
+        state = _paged_warp._attend(state, place, at, loaded, lane, products, s)
+        state = _paged_types.State.of(state.flat(), s.tiles)
+    out = np.full((s.rows, a.head_dim), np.nan)
+    maxima, totals = np.zeros(s.rows), np.zeros(s.rows)
+    g, t = warp.LANES // 4, warp.LANES % 4
+    for tile in range(s.tiles):
+        for i, x in enumerate(state.outputs[tile]):
+            channel = module.channel(i, lane, a.head_dim).value.astype(np.int64)
+            assert np.all(np.isnan(out[4 * tile + t, channel])), "a channel is written twice"
+            out[4 * tile + t, channel] = x.value
+        maxima[4 * tile + t[g == 0]] = state.maxima[tile].value[g == 0]
+        np.add.at(totals, 4 * tile + t, state.totals[tile].value)
+    return out, maxima, totals
+
+
+def oracle(query, sides, s, length, query_length, key_scale=1.0):
+    """The same in float64, normalized: outputs and log-sum-exps by row ``head * T + token``."""
+    key, value = sides
+    _, tokens, heads, _ = query.shape
+    outs, residuals = [], []
+    for row in range(heads * tokens):
+        head, token = divmod(row, tokens)
+        x = query[0, token, head].astype(np.float64) @ key.T * (s.scale * key_scale)
+        if s.soft_cap is not None:
+            x = s.soft_cap * np.tanh(x / s.soft_cap)
+        position = length - query_length + token
+        where = np.arange(len(key))
+        seen = (where <= position) & (token < query_length)
+        if s.window is not None:
+            seen &= (where >= position - s.window[0]) & (where <= position + s.window[1])
+        if not seen.any():
+            outs.append(np.zeros(key.shape[1]))
+            residuals.append(-np.inf)
+            continue
+        x, v = x[seen], value[seen]
+        p = np.exp(x - x.max())
+        outs.append(p @ v / p.sum())
+        residuals.append(x.max() + np.log(p.sum()))
+    return np.array(outs), np.array(residuals)
+
+
+def compare(lane, s, blocks, query, length, query_length, key_scale=None):
+    memories, sides = zip(*blocks, strict=True)
+    out, maxima, totals = run(lane, s, memories, query, length, query_length, key_scale)
+    whole = [np.concatenate(side) for side in zip(*sides, strict=True)]
+    want, residual = oracle(query, whole, s, length, query_length, key_scale or 1.0)
+    real = len(want)
+    seen = np.isfinite(residual)
+    assert np.all(totals[:real][~seen] == 0)
+    assert np.all(out[:real][~seen] == 0)
+    out, totals = out[:real][seen], totals[:real][seen]
+    error, weight_error = 1e-6, 1e-6
+    if s.has_norms:
+        # Queries, and weights times norms in a block, are rounded to a 65,024th of their largest.
+        error += s.scale * np.abs(whole[0]).sum(1).max() * np.abs(query).max() / 65024
+        weight_error += length / 65024
+    error = error * (key_scale or 1.0) + 1e-6 * np.abs(residual[seen]).max()
+    np.testing.assert_allclose(
+        maxima[:real][seen] / np.log2(np.e) + np.log(totals), residual[seen], rtol=0, atol=error
+    )
+    tolerance = (2 * error + weight_error) * np.abs(whole[1]).max()
+    np.testing.assert_allclose(out / totals[:, None], want[seen], rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("head_dim", "block"), [(64, 64), (128, 64), (128, 32), (256, 32)])
+def test_a_warp_attends_as_the_definition_says(lanes, kind, head_dim, block):
+    rng = np.random.default_rng(head_dim + block)
+    s = settings(kind, block=block)
+    blocks = [random_block(rng, kind, block, head_dim) for _ in range(3)]
+    query = rng.normal(size=(1, 1, 4, head_dim)).astype(np.float32)
+    compare(lanes, s, blocks, query, 3 * block - 5, 1, None if s.has_norms else 0.5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=str)
+def test_queries_of_every_dtype_are_loaded(lanes, kind, dtype):
+    rng = np.random.default_rng(0)
+    blocks = [random_block(rng, kind, 64, 128)]
+    query = rng.normal(size=(1, 1, 4, 128)).astype(dtype)
+    compare(lanes, settings(kind), blocks, query, 64, 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", [{"window": (20, 0)}, {"window": (9, 2), "soft_cap": 3.0}])
+def test_several_queries_see_what_they_may(lanes, kind, options):
+    rng = np.random.default_rng(1)
+    s = settings(kind, rows=8, block=32, **options)
+    blocks = [random_block(rng, kind, 32, 128) for _ in range(3)]
+    # Two heads of three tokens, of which two are real, fill six rows of eight.
+    query = rng.normal(size=(1, 3, 2, 128)).astype(np.float32)
+    compare(lanes, s, blocks, query, 71, 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_block_that_no_query_sees_changes_no_bit(lanes, kind):
+    rng = np.random.default_rng(2)
+    s = settings(kind)
+    memories = [random_block(rng, kind, 64, 128)[0] for _ in range(3)]
+    query = rng.normal(size=(1, 1, 4, 128)).astype(np.float32)
+    # Garbage, as shared memory may hold: NaN norms and floats, here and past the end of block 1.
+    memories[2] = np.full_like(memories[2], 0x7F)
+    tail = memories[1].reshape(2, -1) if kind != "turbo4" else memories[1][8192:].reshape(2, -1)
+    tail[:, tail.shape[1] * 36 // 64 :] = 0x7F
+    short = run(lanes, s, memories[:2], query, 100, 1)
+    long = run(lanes, s, memories, query, 100, 1)
+    for a, b in zip(short, long, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("where", ["query", "key", "value"])
+def test_nan_reaches_what_attends_to_it_and_nothing_else(lanes, kind, where):
+    rng = np.random.default_rng(3)
+    s = settings(kind, rows=8)
+    memory = random_block(rng, kind, 64, 128)[0]
+    query = rng.normal(size=(1, 2, 2, 128)).astype(np.float32)
+    if where == "query":
+        query[0, 1, 0, 5] = np.nan
+    elif s.has_norms:
+        norms = memory[2 * 64 * 64 :].view(np.float16).reshape(2, 64)
+        norms[int(where == "value"), 40] = np.nan
+    else:
+        rows = memory.reshape(2, 64, 128)
+        rows[int(where == "value"), 40, 7] = 0x7F
+    out, _, totals = run(lanes, s, [memory], query, 41, 2)
+    # Rows: two heads, each with tokens 39 and 40.
+    lost = np.isnan(out[:4] / totals[:4, None]).any(1)
+    assert lost.tolist() == ([False, True, False, False] if where == "query" else [False, True] * 2)
+
+
+def test_every_code_is_its_centroid(lanes):
+    table, _, _ = polar.integer_centroids(4)
+    products = _paged_turbo4.Turbo4.of(128, settings("turbo4"))
+    rng = np.random.default_rng(4)
+    codes = rng.integers(16, size=(32, 8))
+    word = warp.Int((codes << (4 * np.arange(8))).sum(1))
+    found = np.concatenate([warp._bytes(x) for x in products.look_up(word)], axis=1)
+    np.testing.assert_array_equal(found, np.asarray(table)[codes])
