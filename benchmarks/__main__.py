@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import readme, report, timing, tune
-from benchmarks.suites import attention, fireq, pooled
+from benchmarks.suites import attention, engine, fireq, paged, pooled
 from turbojax.demo import environment
 from turbojax.ops.turbo_attention.tuning import TABLE
 
@@ -64,8 +64,9 @@ def _previous(path: Path, machine: dict[str, Any]) -> dict[str, Any] | None:
 
 def _suite(name: str) -> ModuleType:
     """The module of a suite."""
-    if name in fireq.SUITES:
-        return fireq
+    for suite in (fireq, paged, engine):
+        if name in suite.SUITES:
+            return suite
     return pooled if name == "pooled" else attention
 
 
@@ -130,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True)
     measure = commands.add_parser("run", help="measure a suite on this device")
     measure.set_defaults(command=run)
-    suites = [*attention.SUITES, "pooled", *fireq.SUITES]
+    suites = [*attention.SUITES, "pooled", *fireq.SUITES, *paged.SUITES, *engine.SUITES]
     measure.add_argument("--suite", choices=suites, default="attention")
     measure.add_argument("--out", type=Path, help="JSON to write; default: in benchmarks/results")
     measure.add_argument("--filter", default="", help="regular expression on the rows' names")

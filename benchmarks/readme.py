@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import fireq_tables, pooled_tables, tables
+from benchmarks import fireq_tables, paged_tables, pooled_tables, tables
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -104,6 +104,11 @@ def fireq_table() -> str:
     return fireq_tables.readme_table(*latest("fireq"))
 
 
+def paged_table() -> str:
+    """Attention over pages against cuDNN on dense bfloat16."""
+    return paged_tables.readme_table(*latest("paged"))
+
+
 README_MODEL = "llama3-8b"
 TABLES: dict[str, Callable[[], str]] = {
     "demo": demo_table,
@@ -112,9 +117,16 @@ TABLES: dict[str, Callable[[], str]] = {
     "prefill": prefill_table,
     "pooled": pooled_table,
     "fireq": fireq_table,
+    "paged": paged_table,
 }
 # Tables of results that need a GPU and may not be there yet.
-_RESULT_OF = {"decode": "hopper", "prefill": "hopper", "pooled": "pooled", "fireq": "fireq"}
+_RESULT_OF = {
+    "decode": "hopper",
+    "prefill": "hopper",
+    "pooled": "pooled",
+    "fireq": "fireq",
+    "paged": "paged",
+}
 
 
 def active() -> dict[str, Callable[[], str]]:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import fireq_tables, pooled_tables, readme, tables
+from benchmarks import fireq_tables, paged_tables, pooled_tables, readme, tables
 from benchmarks.tables import Result
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ _ATTENTION = ("attention",)
 _GENERATION = ("generate", "throughput")
 _POOLED, _TRAINING = ("pooled",), ("pooled_training",)
 _FIREQ, _FIREQ_MODEL = ("fireq",), ("fireq_model",)
+_PAGED, _ENGINE = ("paged",), ("engine",)
 
 
 def digest(result: Result) -> str:
@@ -54,6 +55,10 @@ def page_tables(results: Path) -> dict[str, Callable[[], str]]:
         if fireq := newest(results, prefixes):
             for label, operation in labels.items():
                 found[label] = functools.partial(fireq_tables.page_section, *fireq, operation)
+    for prefixes, labels in _PAGED_TABLES.items():
+        if paged := newest(results, prefixes):
+            for label, operation in labels.items():
+                found[label] = functools.partial(paged_tables.page_section, *paged, operation)
     return found
 
 
@@ -70,6 +75,15 @@ _FIREQ_TABLES = {
         "fireq decode": fireq_tables.DECODE,
     },
     _FIREQ_MODEL: {"fireq model": fireq_tables.MODEL},
+}
+_PAGED_TABLES = {
+    _PAGED: {
+        "paged decode": paged_tables.DECODE,
+        "paged page size": paged_tables.PAGES,
+        "paged chunk": paged_tables.CHUNK,
+        "paged append": paged_tables.APPEND,
+    },
+    _ENGINE: {"engine": paged_tables.ENGINE},
 }
 
 
@@ -194,7 +208,8 @@ def _bars(figure: "Figure", groups: dict[str, dict[str, _Bar]], width: float) ->
     axes.set_xlim(-0.6, len(groups) - 0.4)
     axes.set_axisbelow(True)
     axes.grid(axis="y", alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=min(6, len(names)), fontsize=8)
+    if names:
+        figure.legend(loc="outside lower center", ncols=min(6, len(names)), fontsize=8)
     return axes
 
 
@@ -271,6 +286,36 @@ def throughput_plot(result: Result) -> "Figure":
     return figure
 
 
+def paged_plot(result: Result) -> "Figure":
+    """Speed over cuDNN by shape, one bar per kind of pages."""
+    groups = {
+        place: {name: _Bar(ratio, f"{ratio:.2f}") for name, ratio in bars.items()}
+        for place, bars in paged_tables.speed_bars(result).items()
+    }
+    figure = _figure(12)
+    axes = _bars(figure, groups, 0.17)
+    axes.axhline(1, color="black", linewidth=1, zorder=0.5)
+    axes.margins(y=0.12)
+    axes.set_title(f"Attention over pages, one token per sequence, on {result['device']}")
+    axes.set_ylabel("times as fast as cuDNN on dense bf16")
+    return figure
+
+
+def engine_plot(result: Result) -> "Figure":
+    """What the engine does with a pool of one size, relative to bfloat16 pages."""
+    groups = {
+        place: {name: _Bar(ratio, text) for name, (ratio, text) in bars.items()}
+        for place, bars in paged_tables.engine_bars(result).items()
+    }
+    figure = _figure(8)
+    axes = _bars(figure, groups, 0.25)
+    axes.axhline(1, color="black", linewidth=1, zorder=0.5)
+    axes.margins(y=0.2)
+    axes.set_title(f"One pool size on {result['device']}; over the bars the figures")
+    axes.set_ylabel("times bf16 pages")
+    return figure
+
+
 _PLOTS = {
     "decode_speed.png": (_ATTENTION, decode_plot),
     "prefill_speed.png": (_ATTENTION, prefill_plot),
@@ -278,6 +323,8 @@ _PLOTS = {
     pooled_tables.PLOT: (_POOLED, pooled_tables.speed_plot),
     pooled_tables.TRAINING_PLOT: (_TRAINING, pooled_tables.training_plot),
     fireq_tables.PLOT: (_FIREQ, fireq_tables.speed_plot),
+    paged_tables.PLOTS[paged_tables.DECODE]: (_PAGED, paged_plot),
+    paged_tables.PLOTS[paged_tables.ENGINE]: (_ENGINE, engine_plot),
 }
 
 

@@ -278,7 +278,7 @@ def test_bad_calls_say_what_is_wrong(model):
         generation.start(model, tokens, max_length=20, lengths=jnp.array([11]))
     with pytest.raises(ValueError, match=r"tokens.shape=\(10,\) must be \[B, T\]"):
         generation.start(model, tokens[0], max_length=20)
-    with pytest.raises(ValueError, match="must be 'exact', 'kv4' or a TurboConfig"):
+    with pytest.raises(ValueError, match="must be 'exact', 'kv4', .*'turbo4' or a TurboConfig"):
         models.init_caches(model, 1, 10, "4bit")
     with pytest.raises(ValueError, match=r"tokens in -5..99 must be within 0..63"):
         models.generate(model, jnp.array([[99, -5]]), max_new_tokens=1)

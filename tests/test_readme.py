@@ -43,8 +43,15 @@ def test_int4_example():
     assert float(bits) == pytest.approx(4 + 8 / 128 + 32 * 2560 / (3 * 512 * 1024), abs=0.005)
 
 
+def test_paged_example():
+    # The prompt's 15 full pages are shared; the last one is copied. 132 bytes per token and head.
+    assert _run(EXAMPLES[4]) == (
+        f"(2, 1, 16, 128) 2002 tokens in 17 pages, {17 * 64 * 4 * 132:,} bytes\n"
+    )
+
+
 def test_there_are_no_other_examples():
-    assert len(EXAMPLES) == 4
+    assert len(EXAMPLES) == 5
 
 
 def test_tables_are_those_of_the_results():

@@ -4,15 +4,21 @@ from typing import TYPE_CHECKING
 
 from turbojax import fireq as fireq
 from turbojax import levels as levels
+from turbojax import paged as paged
+from turbojax import polar as polar
 from turbojax import quantizers as quantizers
 from turbojax.cache import CacheSide as CacheSide
 from turbojax.cache import ProgressiveCache as ProgressiveCache
 from turbojax.cache import append as append
 from turbojax.cache import dequantize as dequantize
 from turbojax.cache import init_cache as init_cache
+from turbojax.cache.allocator import PageAllocator as PageAllocator
+from turbojax.cache.paged import PagedCache as PagedCache
+from turbojax.cache.paged import init_paged_cache as init_paged_cache
 from turbojax.config import TurboConfig as TurboConfig
 from turbojax.levels import level_density as level_density
 from turbojax.levels import select_levels as select_levels
+from turbojax.ops.paged_attention import paged_attention as paged_attention
 from turbojax.ops.pooled_attention import pooled_attention as pooled_attention
 from turbojax.ops.turbo_attention import decode as decode
 from turbojax.ops.turbo_attention import prefill as prefill
@@ -30,6 +36,8 @@ __version__ = "0.1.0"
 __all__ = [
     "SAS",
     "CacheSide",
+    "PageAllocator",
+    "PagedCache",
     "ProgressiveCache",
     "TurboConfig",
     "append",
@@ -39,9 +47,13 @@ __all__ = [
     "flax",
     "head_priority",
     "init_cache",
+    "init_paged_cache",
     "level_density",
     "levels",
     "models",
+    "paged",
+    "paged_attention",
+    "polar",
     "pooled_attention",
     "prefill",
     "quantizers",

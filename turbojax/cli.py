@@ -15,7 +15,7 @@ except ImportError as error:
     ) from error
 
 import turbojax
-from turbojax import cli_quantize, cli_train
+from turbojax import cli_quantize, cli_serve, cli_train
 
 app = typer.Typer(
     help="Quantized, compressed and sparse attention for JAX.",
@@ -55,7 +55,11 @@ def demo(
     new_bytes: Annotated[int, typer.Option(help="Bytes to decode one by one and score.")] = 256,
     generate_bytes: Annotated[int, typer.Option(help="Bytes to generate freely.")] = 96,
     cache: Annotated[
-        str, typer.Option(help="Caches, comma separated: exact, 4bit, 2/4bit, 3bit, 2bit, kv4.")
+        str,
+        typer.Option(
+            help="Caches, comma separated: exact, 4bit, 2/4bit, 3bit, 2bit, kv4, paged, fp8_e4m3, "
+            "fp8_e5m2, turbo4."
+        ),
     ] = "exact,4bit,2/4bit",
     model: Annotated[
         str, typer.Option(help="'embedded', or a folder with a byte-level Llama checkpoint.")
@@ -107,6 +111,7 @@ def demo(
 
 @app.command()
 def generate(
+    context: typer.Context,
     prompt: Annotated[
         str | None, typer.Argument(help="Text to continue.", show_default=False)
     ] = None,
@@ -143,7 +148,11 @@ def generate(
         ),
     ] = None,
     cache: Annotated[
-        str, typer.Option(help="The KV cache: exact, 4bit, 2/4bit, 3bit, 2bit or kv4.")
+        str,
+        typer.Option(
+            help="The KV cache: exact, 4bit, 2/4bit, 3bit, 2bit, kv4, paged, fp8_e4m3, fp8_e5m2 or "
+            "turbo4."
+        ),
     ] = "4bit",
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to add to each sequence.")] = 128,
     batch_size: Annotated[
@@ -190,15 +199,64 @@ def generate(
             show_default=False,
         ),
     ] = None,
+    requests: Annotated[
+        Path | None,
+        typer.Option(
+            help="Instead of one text, many, sampled or not, through a paged cache: a file of JSON "
+            "lines with prompt, and optionally id, max_new_tokens, stop (a list of texts or "
+            "tokens), temperature, top_k, top_p, seed. Results are JSON lines, too.",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Of --requests: the file for the results. Default: standard output.",
+            show_default=False,
+        ),
+    ] = None,
+    kv_dtype: Annotated[
+        str, typer.Option(help="Of --requests: pages in auto, fp8_e4m3, fp8_e5m2 or turbo4.")
+    ] = "auto",
+    page_size: Annotated[
+        int, typer.Option(help="Of --requests: tokens of a page: 16, 32, 64 or 128.")
+    ] = 64,
+    num_pages: Annotated[
+        int | None,
+        typer.Option(
+            help="Of --requests: pages of the pool. Default: enough for --max-sequences of the "
+            "longest requests.",
+            show_default=False,
+        ),
+    ] = None,
+    pool_bytes: Annotated[
+        int | None,
+        typer.Option(
+            help="Of --requests: instead, bytes of the pool, all layers.", show_default=False
+        ),
+    ] = None,
+    max_sequences: Annotated[
+        int, typer.Option(help="Of --requests: requests that run at a time.")
+    ] = 8,
+    prefill_chunk: Annotated[
+        int, typer.Option(help="Of --requests: tokens of a prompt that run in a step.")
+    ] = 64,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
-    """Continue a text greedily through a KV cache; say how fast, and how large the cache is."""
+    """Continue a text greedily through a KV cache; say how fast, and how large the cache is.
+
+    With --requests, continue many at once: see there.
+    """
     import jax
 
     from turbojax import text
     from turbojax.demo import environment
 
     try:
+        cli_serve.check_options(context)
+        if requests is not None:
+            cli_serve.run(context)
+            return
         kind = text.parse_dtype(dtype)
         if random_weights is None:
             if prompt_tokens is not None:
@@ -232,10 +290,12 @@ def generate(
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        typer.echo(
-            "turbojax generate: out of memory: try a smaller --batch-size or --prefill-batch-size",
-            err=True,
+        smaller = (
+            "--batch-size or --prefill-batch-size"
+            if requests is None
+            else "--pool-bytes or --max-sequences"
         )
+        typer.echo(f"turbojax generate: out of memory: try a smaller {smaller}", err=True)
         raise typer.Exit(2) from error
     if as_json:
         typer.echo(json.dumps({**environment(), **report.to_json()}, indent=2))

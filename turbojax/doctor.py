@@ -15,9 +15,11 @@ import turbojax
 from turbojax._registry import Registry
 from turbojax.baselines import exact
 from turbojax.cache import ProgressiveCache, append, init_cache, kv4
+from turbojax.cache.paged import KV_DTYPES, PagedCache, init_paged_cache
 from turbojax.cache.update import store_prompt
 from turbojax.config import Mode, TurboConfig
 from turbojax.ops import fp8_tokens, int4_matmul, kv4_attention
+from turbojax.ops.paged_attention import paged_attention
 from turbojax.ops.pooled_attention import pooled_attention
 from turbojax.ops.turbo_attention import decode, turbo_attention
 from turbojax.quantizers import quantize_weight
@@ -36,6 +38,9 @@ PACKAGES = (
 )
 # Llama 3 8B: what an op is asked about. Sizes of batch and length refuse nothing.
 _BATCH, _LENGTH, _HEADS, _KV_HEADS, _HEAD_DIM = 1, 1024, 32, 8, 128
+_PAGE_SIZE = 64
+# What the variants of an op's call are, if not modes.
+_VARIANTS = {"paged_attention": "kv_dtype"}
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -44,7 +49,8 @@ class OpReport:
     """Which implementations of an op run here.
 
     Attributes:
-      op: its name, and the modes (`TurboConfig.mode`) that this is about, where they matter.
+      op: its name, and the modes (`TurboConfig.mode`) or dtypes of the cache that this is about,
+        where they matter.
       refusals: None, or the reason why not, by implementation, the preferred one first.
     """
 
@@ -123,7 +129,7 @@ def registries() -> list[Registry]:
 
 
 def _examine(registry: Registry) -> list[OpReport]:
-    """One report, or several if the modes are not treated alike."""
+    """One report, or several if the modes or dtypes are not treated alike."""
     calls = _representative_calls().get(registry.op, {"": None})
     reports: list[tuple[list[str], OpReport]] = []
     for mode, call in calls.items():
@@ -139,7 +145,9 @@ def _examine(registry: Registry) -> list[OpReport]:
     if len(reports) == 1:
         return [reports[0][1]]
     return [
-        OpReport(f"{report.op}, mode {', '.join(modes)}", report.refusals)
+        OpReport(
+            f"{report.op}, {_VARIANTS.get(report.op, 'mode')} {', '.join(modes)}", report.refusals
+        )
         for modes, report in reports
     ]
 
@@ -160,7 +168,7 @@ def _refusal(call: _Call | None, name: str) -> str | None:
 
 @functools.cache
 def _representative_calls() -> dict[str, dict[str, _Call]]:
-    """By op and mode: a call of the named implementation, traced for the shape of Llama 3 8B."""
+    """By op and variant: a call of the named implementation, traced for the shape of Llama 3 8B."""
 
     def tokens(length: int, heads: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((_BATCH, length, heads, _HEAD_DIM), jnp.bfloat16)
@@ -187,6 +195,13 @@ def _representative_calls() -> dict[str, dict[str, _Call]]:
     hidden = jax.ShapeDtypeStruct((_BATCH, _LENGTH, width), jnp.bfloat16)
     weight = jax.eval_shape(quantize_weight, jax.ShapeDtypeStruct((width, width), jnp.bfloat16))
     kv4_cache = jax.eval_shape(lambda: kv4.init_cache(_BATCH, _LENGTH, _KV_HEADS, _HEAD_DIM))
+    pages = _LENGTH // _PAGE_SIZE
+    tables = jax.ShapeDtypeStruct((_BATCH, pages), jnp.int32)
+
+    def paged(kv_dtype: str) -> PagedCache:
+        sizes = (pages, _PAGE_SIZE, _KV_HEADS, _HEAD_DIM)
+        return jax.eval_shape(lambda: init_paged_cache(*sizes, kv_dtype=kv_dtype))
+
     return {
         "turbo_attention": {
             config.mode: trace(
@@ -203,6 +218,10 @@ def _representative_calls() -> dict[str, dict[str, _Call]]:
         "fp8_tokens": {"": trace(fp8_tokens.quantize_activation, hidden)},
         "int4_matmul": {"": trace(int4_matmul.matmul, hidden, weight)},
         "fireq.decode": {"": trace(kv4_attention.decode, query, kv4_cache)},
+        "paged_attention": {
+            kv_dtype: trace(paged_attention, query, paged(kv_dtype), tables, lengths)
+            for kv_dtype in KV_DTYPES
+        },
     }
 
 

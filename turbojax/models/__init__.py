@@ -19,6 +19,14 @@ from turbojax.models.decoder import SHAPES as SHAPES
 from turbojax.models.decoder import Decoder as Decoder
 from turbojax.models.decoder import random_decoder as random_decoder
 from turbojax.models.decoder import unstack as unstack
+from turbojax.models.engine import Engine as Engine
+from turbojax.models.engine import EngineStatistics as EngineStatistics
+from turbojax.models.engine import Event as Event
+from turbojax.models.engine import Finished as Finished
+from turbojax.models.engine import NewToken as NewToken
+from turbojax.models.engine import Request as Request
+from turbojax.models.engine import Result as Result
+from turbojax.models.engine import Sampling as Sampling
 from turbojax.models.evaluation import token_bits as token_bits
 from turbojax.models.generation import Session as Session
 from turbojax.models.generation import generate as generate

@@ -10,6 +10,7 @@ from turbojax.baselines import exact
 from turbojax.cache import ProgressiveCache, append, init_cache, kv4
 from turbojax.cache.update import store_prompt
 from turbojax.config import TurboConfig
+from turbojax.models import paged
 from turbojax.models.decoder import Decoder
 from turbojax.models.llama import Attend, Llama
 from turbojax.models.pooled import PooledAttention
@@ -18,9 +19,9 @@ from turbojax.ops import kv4_attention
 from turbojax.ops.registry import writer_beside
 from turbojax.ops.turbo_attention import decode, prefill
 
-CacheKind = Literal["exact", "kv4"] | TurboConfig
-LayerCache = exact.ExactCache | ProgressiveCache | kv4.Kv4Cache
-CACHE_NAMES = ("exact", "4bit", "2/4bit", "3bit", "2bit", "kv4")
+CacheKind = Literal["exact", "kv4"] | paged.PagedKind | TurboConfig
+LayerCache = exact.ExactCache | ProgressiveCache | kv4.Kv4Cache | paged.PagedLayer
+CACHE_NAMES = ("exact", "4bit", "2/4bit", "3bit", "2bit", "kv4", *paged.PAGED_KINDS)
 
 
 @jax.tree_util.register_dataclass
@@ -55,8 +56,9 @@ def cache_by_name(name: str, num_kv_heads: int) -> CacheKind:
 
     Args:
       name: ``"exact"``, the bits of all heads (``"4bit"``, ``"3bit"``, ``"2bit"``),
-        ``"2/4bit"``: half of the KV heads at 2 bits, the others at 4, or ``"kv4"``: 4 bits with a
-        scale per token and head (FireQ).
+        ``"2/4bit"``: half of the KV heads at 2 bits, the others at 4, ``"kv4"``: 4 bits with a
+        scale per token and head (FireQ), or pages of tokens as they are (``"paged"``), in an 8-bit
+        float (``"fp8_e4m3"``, ``"fp8_e5m2"``) or as ``"turbo4"``.
       num_kv_heads: of the model.
 
     Raises:
@@ -68,6 +70,9 @@ def cache_by_name(name: str, num_kv_heads: int) -> CacheKind:
         return "exact"
     if name == "kv4":
         return "kv4"
+    for kind in paged.PAGED_KINDS:
+        if name == kind:
+            return kind
     if name == "2/4bit":
         if num_kv_heads % 2:
             raise ValueError(f"cache {name!r} needs an even number of KV heads, not {num_kv_heads}")
@@ -87,7 +92,9 @@ def init_caches(
       batch_size: sequences.
       max_length: tokens each sequence can hold.
       cache: ``"exact"`` for uncompressed caches, in the model's dtype if that has 16 bits and
-        otherwise in bfloat16, ``"kv4"``, or the config of progressively compressed caches.
+        otherwise in bfloat16, ``"kv4"``, pages of tokens in the model's dtype (``"paged"``), in
+        8-bit floats (``"fp8_e4m3"``, ``"fp8_e5m2"``: at scale 1, so that keys and values must be
+        within 448 or 57344) or as ``"turbo4"``, or the config of progressively compressed caches.
 
     Raises:
       ValueError: if `cache` is none of these, or a size does not fit.
@@ -103,18 +110,26 @@ def init_caches(
             )
         if cache == "kv4":
             return kv4.init_cache(*sizes, dtype=model.dtype)
-        raise ValueError(f"{cache=} must be 'exact', 'kv4' or a TurboConfig")
+        if cache in paged.PAGED_KINDS:
+            return paged.init_layer(*sizes, kind=cache, dtype=model.dtype)
+        names = ", ".join(repr(kind) for kind in ("exact", "kv4", *paged.PAGED_KINDS))
+        raise ValueError(f"{cache=} must be {names} or a TurboConfig")
 
     return ModelCaches(tuple(layer() for _ in range(model.config.num_layers)))
 
 
 def take_sequences(cache: LayerCache, first: jax.Array | int, count: int) -> LayerCache:
     """Sequences ``first`` to ``first + count - 1`` of a layer's cache, as a cache of their own."""
+    if isinstance(cache, paged.PagedLayer):
+        return paged.take_sequences(cache, first, count)
     return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, count), cache)
 
 
 def put_sequences(cache: LayerCache, part: LayerCache, first: jax.Array | int) -> LayerCache:
     """A layer's cache with its sequences from `first` on replaced by those of `part`."""
+    if isinstance(cache, paged.PagedLayer):
+        assert isinstance(part, paged.PagedLayer)
+        return paged.put_sequences(cache, part, first)
     return jax.tree.map(
         lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, first, 0), cache, part
     )
@@ -127,6 +142,8 @@ def attend_prompt(
     pooled: PooledAttention | None = None,
 ) -> Attend:
     """Attention within prompts, which also fills their part of the layer's cache.
+
+    Into pages the prompts are written first, and attend to what these hold, as later tokens will.
 
     Args:
       lengths: int32 ``[b]``, of the prompts.
@@ -150,6 +167,10 @@ def attend_prompt(
                 )
             else:
                 part = store_prompt(part, key, value, lengths, implementation=writer_beside(name))
+        elif isinstance(part, paged.PagedLayer):
+            part = paged.append(part, key, value, lengths=lengths)
+            if pooled is None:
+                out = paged.attend(query, part, query_lengths=lengths, implementation=name)
         elif isinstance(part, kv4.Kv4Cache):
             if pooled is None:
                 out, part = kv4_attention.prefill(
@@ -176,6 +197,9 @@ def attend_new_tokens(implementation: str | None = None) -> Attend:
 
     def attend(query, key, value, cache):  # type: ignore[no-untyped-def]
         name: Any = implementation  # which names there are, the ops know
+        if isinstance(cache, paged.PagedLayer):
+            cache = paged.append(cache, key, value)
+            return paged.attend(query, cache, implementation=name), cache
         if isinstance(cache, kv4.Kv4Cache):
             cache = kv4.append(cache, key, value)
             return kv4_attention.decode(query, cache, implementation=name), cache

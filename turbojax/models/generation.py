@@ -86,12 +86,13 @@ def start(
         as long as the session lives: for large models give ``unstack(model, consume=True)``.
       tokens: int ``[B, T]``, prompts padded on the right.
       max_length: tokens each sequence will hold at most.
-      cache: ``"exact"``, ``"kv4"`` or a `TurboConfig`.
+      cache: what `init_caches` takes: ``"exact"``, ``"turbo4"``, a `TurboConfig`, ...
       lengths: optional int ``[B]``, the prompts' lengths, at least 1; `T` if not given.
       prefill_batch_size: how many prompts run at a time; all if not given. Fewer need less memory
         beside the caches.
       implementation: what runs attention and cache: a name that `prefill`, `append` and `decode`
-        take, or for the exact cache ``"xla"`` or ``"cudnn"``; None to choose.
+        take, for pages one of `turbojax.paged_attention`, or for the exact cache ``"xla"`` or
+        ``"cudnn"``; None to choose.
       pooled_prefill: how the prompts attend to themselves, instead of exactly (or, for a
         compressed cache, with its codes). It has an `implementation` of its own. Their keys and
         values are cached one by one, and decoding attends to all of them.
@@ -200,7 +201,7 @@ def generate(
       tokens: int ``[B, T]``, prompts padded on the right.
       max_new_tokens: tokens to add, at least 1; ``T + max_new_tokens`` must be at most the model's
         `max_length`.
-      cache: ``"exact"``, ``"kv4"``, or the `TurboConfig` of a compressed cache.
+      cache: what `init_caches` takes: ``"exact"``, ``"turbo4"``, a `TurboConfig`, ...
       lengths: optional int ``[B]``, the prompts' lengths.
       prefill_batch_size: how many prompts run at a time, see `start`.
       implementation: what runs attention and cache, see `start`.

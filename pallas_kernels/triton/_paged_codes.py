@@ -1,0 +1,146 @@
+"""Stored 8- and 4-bit values as 16-bit operands of a product, and queries to go with them."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import triton as plgpu
+
+KEYS, VALUES = "keys", "values"
+
+VALUE_OFFSET = 128.0
+"""Values of codes are too large by this."""
+
+_SUBNORMAL = 2.0**-24
+
+
+class Codec(NamedTuple):
+    """4-bit codes: `table` holds 16 integers in 0..127, of which `half` is the middle."""
+
+    table: tuple[int, ...]
+    half: float
+
+
+def key_unit(interpret: bool) -> float:
+    """What keys of codes are multiplied by: as float16 subnormals their bits are the integers."""
+    return 1.0 if interpret else _SUBNORMAL
+
+
+def look_up(x: jax.Array, codec: Codec, kind: str, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    """Table entries of the low and of the high nibbles of uint8 `x`.
+
+    Args:
+      x: uint8, any shape.
+      codec: the table.
+      kind: `KEYS`: float16, times `key_unit`; `VALUES`: bfloat16, plus `VALUE_OFFSET`.
+      interpret: run without a GPU.
+    """
+    dtype, offset, above = jnp.float16, 0.0, 0
+    if kind == VALUES:
+        dtype, offset, above = jnp.bfloat16, VALUE_OFFSET, 0x43434343
+    if interpret:
+        wide = x.astype(jnp.int32)
+        low, high = (_entries(n, codec.table) + offset for n in (wide & 15, wide >> 4))
+        return low.astype(dtype), high.astype(dtype)
+    low, high = (_look_up(x, codec, above, dtype, wanted) for wanted in (0x4240, 0x4341))
+    return low, high
+
+
+def _look_up(
+    x: jax.Array, codec: Codec, above: int, dtype: jax.typing.DTypeLike, wanted: int
+) -> jax.Array:
+    table = bytes(codec.table)
+    words = [int.from_bytes(table[i : i + 4], "little") for i in range(0, 16, 4)]
+    names = dict(zip(("t0", "t1", "t2", "t3"), words, strict=True))
+    [out] = plgpu.elementwise_inline_asm(
+        _LOOK_UP.format(above=above, wanted=wanted, **names),
+        args=[jax.lax.bitcast_convert_type(x, jnp.int8)],
+        constraints="=r,=r,r",
+        pack=4,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, dtype)],
+    )
+    return out
+
+
+# Nibbles of four bytes: bytes by two permutes each half, then each between bytes of zeros (the bits
+# of a float16 subnormal) or under the upper byte of a bfloat16 128. All but the last permutes are
+# the same for low and high nibbles, and the assembler does them once. It would also put a constant
+# into a register anew for every permute (one takes no two of them), a quarter of all instructions;
+# `zero`, of which it does not know that it is 0, makes them values to be kept.
+_LOOK_UP = """{{
+.reg .b32 x, y, a, b, zero, t0, t1, t2, t3, above;
+mov.u32 zero, %lanemask_lt;
+shr.u32 zero, zero, 31;
+xor.b32 t0, zero, {t0:#x};
+xor.b32 t1, zero, {t1:#x};
+xor.b32 t2, zero, {t2:#x};
+xor.b32 t3, zero, {t3:#x};
+xor.b32 above, zero, {above:#x};
+xor.b32 y, $2, 0x88888888;
+prmt.b32 a, t0, t1, $2;
+prmt.b32 b, t2, t3, y;
+or.b32 a, a, b;
+prmt.b32 $0, a, above, {wanted:#x};
+shr.u32 x, $2, 16;
+shr.u32 y, y, 16;
+prmt.b32 a, t0, t1, x;
+prmt.b32 b, t2, t3, y;
+or.b32 a, a, b;
+prmt.b32 $1, a, above, {wanted:#x};
+}}"""
+
+
+def _entries(code: jax.Array, table: tuple[int, ...]) -> jax.Array:
+    """float32 entries of int32 codes: there is no table in a kernel."""
+    choose = lambda value, i: jnp.where(code == i, jnp.float32(table[i]), value)  # noqa: E731
+    return functools.reduce(choose, range(len(table)), jnp.zeros(code.shape, jnp.float32))
+
+
+def fp8_to_float16(x: jax.Array, interpret: bool) -> jax.Array:
+    """float16 values of float8_e4m3fn or float8_e5m2, exact, NaN and infinities too."""
+    if interpret:
+        return x.astype(jnp.float16)
+    is_e5m2 = x.dtype == jnp.float8_e5m2
+    [out] = plgpu.elementwise_inline_asm(
+        _E5M2 if is_e5m2 else _E4M3,
+        args=[jax.lax.bitcast_convert_type(x, jnp.int8)],
+        constraints="=r,=r,r",
+        pack=4,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float16)],
+    )
+    return out
+
+
+# The upper byte of a float16 is an e5m2.
+_E5M2 = """{
+prmt.b32 $0, $2, 0, 0x1404;
+prmt.b32 $1, $2, 0, 0x3424;
+}"""
+_E4M3 = """{
+.reg .b16 low, high;
+mov.b32 {low, high}, $2;
+cvt.rn.f16x2.e4m3x2 $0, low;
+cvt.rn.f16x2.e4m3x2 $1, high;
+}"""
+
+
+def to_float16(pieces: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """Rows over a power of two so that they fit float16, where 11 bits of the largest are left.
+
+    Args:
+      pieces: floating point ``[R, c]``, channels of the same rows.
+
+    Returns:
+      float16 pieces of at most 2, and the float32 powers ``[R]``, NaN for a row that is not finite.
+    """
+    wide = tuple(x.astype(jnp.float32) for x in pieces)
+    largest = functools.reduce(jnp.maximum, (jnp.max(jnp.abs(x), axis=1) for x in wide))
+    exponent = jax.lax.bitcast_convert_type(largest, jnp.int32) & 0x7F800000
+    # Those of zero, infinity and their inverses are no powers of two.
+    exponent = jnp.clip(exponent, 1 << 23, 253 << 23)
+    power = jax.lax.bitcast_convert_type(exponent, jnp.float32)
+    inverse = jax.lax.bitcast_convert_type((254 << 23) - exponent, jnp.float32)
+    # 0 for finite rows; a maximum may lose a NaN.
+    spoiled = functools.reduce(jnp.add, (jnp.sum(x * 0.0, axis=1) for x in wide))
+    return tuple((x * inverse[:, None]).astype(jnp.float16) for x in wide), power + spoiled

@@ -1,0 +1,518 @@
+"""Attention of new queries to keys and values in pages: 16-bit or wider, fp8, or 4-bit codes.
+
+Two numbers, for 16 sequences of 32,768 tokens, 8 KV heads with 4 queries each, head dim 128:
+  - bytes that must move, 2 sides * 16 * 8 * 32768 tokens * (64 of codes + 2 of norm) = 554 MB for
+    4 bits, 1,074 MB for fp8, 2,147 MB for bfloat16: at the 3.0 TB/s that a copy reaches on an H100
+    185, 358 and 716 us.
+  - operations: 2 products * 2 * 16 * 32 * 32768 * 128 = 8.6 G, with 8 padded columns 17 G: 22 us of
+    bfloat16. Looking up 1.07 G codes takes 1.6 instructions each, 57 us of all integer lanes.
+  Memory is the floor.
+Target: 80 % of the floor's speed for bfloat16 and fp8, half of it for 4 bits (a lookup cannot hide
+behind memory in a kernel that loads, looks up and multiplies in the same warp).
+
+One program takes some query rows of one KV head (row ``g * T + t``: all heads of the group share
+what is read) and one part of `PART` tokens, as far as those rows see it: programs past the end
+stop at once and write nothing, and the parts are merged (`_paged_merge`). Tokens, and channels of
+values, are the rows of the products, as in `kv4_decode`: queries are few, and eight columns are the
+fewest that a product takes. A tile of tokens spans one page or several, whose numbers are loaded
+from the table. All tiles stand at fixed places, and the launch does not depend on the queries: a
+row's bits are the same whatever its neighbours are.
+
+4-bit codes: four nibbles are a selector of a byte permute, so two permutes look four codes up in
+the lower and the upper half of the table of 7-bit integers; a selector whose highest bit is set
+replicates the (zero) sign of a byte, so the wrong half gives 0 and the bytes are joined by OR. A
+byte holds channels `2 i` and ``2 i + 1``, so each product is one of even and one of odd channels.
+Keys are multiplied as float16 subnormals, whose bits are the integers, and values as bfloat16 128
+and more, whose low bits are the integers; what that is off by is taken away from the sums (exactly
+the rounded queries' and weights'). Queries are scaled by a power of two to fit float16.
+
+The ladder, not measured yet; warp instructions for 64 tokens of a KV head with 4 queries of 128
+channels (bfloat16, fp8, 4 bits), as Triton 3.6 compiles them for compute capability 9.0:
+  v1  tiles of 64 tokens, 255 registers: 740, 1,196, 2,014; 2,000 bytes of spills with 32 columns.
+  v2  the table's words kept in registers, see `_paged_codes`: 4 bits 1,597.
+  v3  tiles of 32, at most 16 columns: 826, 1,306, 1,744 and 168 registers, so that 12 warps to a
+      multiprocessor wait for memory instead of 8; no spills.
+Of 4 bits' instructions 830 look up, and 190 turn values from channels to tokens.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.triton import _common, _paged_codes
+from pallas_kernels.triton._common import Ref
+from pallas_kernels.triton._paged_codes import Codec as Codec
+from pallas_kernels.triton._paged_merge import PART, finish, finite, merge_parts
+
+# Columns of the smallest matrix product, terms of its sum, and the most columns of a program: more
+# do not fit a warp's registers.
+_ROWS, _NARROWEST, _MOST_ROWS = 8, 16, 16
+_NO_POSITION = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is static in a call.
+
+    Attributes:
+      window: optional (left, right); queries never see past their own position.
+      soft_cap: optional cap of the scores.
+      codec: of 4-bit codes, None for other values.
+      tile: tokens taken at a time, a power of two from 16 to `PART`.
+      num_warps: per program.
+      num_stages: of the software pipeline.
+      interpret: run without a GPU.
+    """
+
+    window: tuple[int, int] | None
+    soft_cap: float | None
+    codec: Codec | None
+    tile: int
+    num_warps: int
+    num_stages: int
+    interpret: bool
+
+
+class Side(NamedTuple):
+    """Keys or values ``[P, K, page_size, W]``; norms float16 ``[P, K, page_size]`` of codes."""
+
+    data: Ref
+    norm: Ref | None
+
+
+class _Query(NamedTuple):
+    """A program's queries, and where they stand."""
+
+    pieces: tuple[jax.Array, ...]  # [R, c]: all channels, or even and odd ones
+    scale: jax.Array  # float32 [R], of the scores too
+    offset: jax.Array | None  # float32 [R], to be taken off the products
+    position: jax.Array  # int32 [R], -1 for padding
+
+
+class _State(NamedTuple):
+    """Of an online softmax."""
+
+    outputs: tuple[jax.Array, ...]  # float32 [c, R] for each piece
+    weights: jax.Array | None  # float32 [16, R]: 16 times the same sums of rounded weights
+    m: jax.Array  # float32 [R], maxima in powers of two
+    l: jax.Array  # float32 [R], sums of weights
+
+
+class _Place(NamedTuple):
+    """Where a program reads."""
+
+    sequence: jax.Array
+    head: jax.Array
+    channel: jax.Array  # int32 [c], of the stored data
+
+
+def attend(
+    query: jax.Array,
+    key: Side,
+    value: Side,
+    block_tables: jax.Array,
+    lengths: jax.Array,
+    query_lengths: jax.Array,
+    factor: jax.Array,
+    settings: Settings,
+) -> tuple[jax.Array, jax.Array]:
+    """Attends the newest tokens' queries to their sequences' pages.
+
+    Args:
+      query: ``[B, T, N, H]``; float32 for codes, in the values' dtype for 16 bits or wider.
+      key: the keys.
+      value: the values.
+      block_tables: int32 ``[B, max_pages]``, all within the pool.
+      lengths: int32 ``[B]``, tokens held, the queries' own included.
+      query_lengths: int32 ``[B]``, how many of the `T` queries are real.
+      factor: float32 scalar, of the scores.
+      settings: policies and launch.
+
+    Returns:
+      float32 ``[B, T, N, H]`` and the log-sum-exp ``[B, T, N]``.
+    """
+    batch, tokens, heads, head_dim = query.shape
+    _, kv_heads, page_size, _ = key.data.shape
+    rows, pairs = heads // kv_heads * tokens, batch * kv_heads
+    parts = pl.cdiv(block_tables.shape[1] * page_size, PART)
+    arguments = (query, key, value, block_tables, lengths, query_lengths, factor.reshape(1))
+    shapes = [(batch, tokens, heads, head_dim), (batch, tokens, heads)]
+    if parts > 1:
+        shapes = [(pairs, parts, rows, head_dim), (pairs, parts, rows), (pairs, parts, rows)]
+    results = pl.pallas_call(
+        functools.partial(_kernel if parts > 1 else _single_kernel, s=settings),
+        grid=(pl.cdiv(rows, _tile_rows(rows)), parts, pairs),
+        in_specs=jax.tree.map(lambda _: _common.WHOLE, arguments),
+        out_specs=[_common.WHOLE] * len(shapes),
+        out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
+        compiler_params=_common.parameters(settings.num_warps, settings.num_stages),
+        interpret=settings.interpret,
+        name="turbojax_paged_attention",
+    )(*arguments)
+    if parts == 1:
+        return results[0], results[1]
+    o, m, l = results
+    return merge_parts(
+        o,
+        m,
+        l,
+        lengths,
+        query_lengths,
+        tokens=tokens,
+        heads=heads,
+        kv_heads=kv_heads,
+        window=settings.window,
+        interpret=settings.interpret,
+    )
+
+
+def _tile_rows(rows: int) -> int:
+    return min(max(_ROWS, _common.next_power_of_2(rows)), _MOST_ROWS)
+
+
+class _Rows(NamedTuple):
+    """Which query a row is."""
+
+    number: jax.Array  # int32 [R]
+    is_row: jax.Array  # bool [R]
+    t: jax.Array  # int32 [R]
+    head: jax.Array  # int32 [R], of the query's heads
+    position: jax.Array  # int32 [R], -1 for padding
+
+
+class _Tiles(NamedTuple):
+    """Numbers of tiles: first, of the first and past the last that all rows see whole, end."""
+
+    first: jax.Array
+    whole: jax.Array
+    whole_end: jax.Array
+    end: jax.Array
+    seen_first: jax.Array  # the tokens that some row sees are from here ..
+    seen_last: jax.Array  # .. to here
+
+
+def _kernel(
+    q_ref: Ref,
+    key: Side,
+    value: Side,
+    tables_ref: Ref,
+    lengths_ref: Ref,
+    query_lengths_ref: Ref,
+    factor_ref: Ref,
+    o_ref: Ref,
+    m_ref: Ref,
+    l_ref: Ref,
+    *,
+    s: Settings,
+) -> None:
+    """Rows of one KV head, one part of several."""
+    part, pair = pl.program_id(1), pl.program_id(2)
+    rows = _rows(q_ref, key, lengths_ref, query_lengths_ref)
+    place, tiles = _place(key), _tiles(rows, part, s)
+
+    @pl.when(tiles.first < tiles.end)
+    def _() -> None:
+        state = _attend(rows, tiles, place, q_ref, key, value, tables_ref, factor_ref, s)
+        for o, channel in zip(_centred(state, s), _channels(place, s), strict=True):
+            mask = rows.is_row[None, :] & (channel < q_ref.shape[3])[:, None]
+            to = o_ref.at[pair, part, rows.number[None, :], channel[:, None]]
+            plgpu.store(to, o, mask=mask)
+        plgpu.store(m_ref.at[pair, part, rows.number], state.m, mask=rows.is_row)
+        plgpu.store(l_ref.at[pair, part, rows.number], state.l, mask=rows.is_row)
+
+
+def _single_kernel(
+    q_ref: Ref,
+    key: Side,
+    value: Side,
+    tables_ref: Ref,
+    lengths_ref: Ref,
+    query_lengths_ref: Ref,
+    factor_ref: Ref,
+    out_ref: Ref,
+    lse_ref: Ref,
+    *,
+    s: Settings,
+) -> None:
+    """Rows of one KV head, the only part: the result."""
+    rows = _rows(q_ref, key, lengths_ref, query_lengths_ref)
+    place, tiles = _place(key), _tiles(rows, pl.program_id(1), s)
+    state = _attend(rows, tiles, place, q_ref, key, value, tables_ref, factor_ref, s)
+    is_query = rows.position >= 0
+    for o, channel in zip(_centred(state, s), _channels(place, s), strict=True):
+        out, _ = finish(o, finite(state.m), state.l)
+        out = jnp.where(is_query[None, :], out, 0.0)
+        mask = rows.is_row[None, :] & (channel < q_ref.shape[3])[:, None]
+        to = out_ref.at[place.sequence, rows.t[None, :], rows.head[None, :], channel[:, None]]
+        plgpu.store(to, out, mask=mask)
+    _, lse = finish(state.outputs[0], finite(state.m), state.l)
+    to = lse_ref.at[place.sequence, rows.t, rows.head]
+    plgpu.store(to, jnp.where(is_query, lse, -jnp.inf), mask=rows.is_row)
+
+
+def _place(key: Side) -> _Place:
+    _, kv_heads, _, width = key.data.shape
+    pair = pl.program_id(2)
+    channel = jnp.arange(max(_NARROWEST, _common.next_power_of_2(width)), dtype=jnp.int32)
+    return _Place(pair // kv_heads, pair % kv_heads, channel)
+
+
+def _channels(place: _Place, s: Settings) -> tuple[jax.Array, ...]:
+    """The head's channels that each piece holds."""
+    if s.codec is None:
+        return (place.channel,)
+    return 2 * place.channel, 2 * place.channel + 1
+
+
+def _rows(q_ref: Ref, key: Side, lengths_ref: Ref, query_lengths_ref: Ref) -> _Rows:
+    _, tokens, heads, _ = q_ref.shape
+    kv_heads = key.data.shape[1]
+    group = heads // kv_heads
+    count = _tile_rows(group * tokens)
+    pair = pl.program_id(2)
+    length, real = (
+        plgpu.load(ref.at[pair // kv_heads]) for ref in (lengths_ref, query_lengths_ref)
+    )
+    number = pl.program_id(0) * count + jnp.arange(count, dtype=jnp.int32)
+    is_row = number < group * tokens
+    t = number % tokens
+    head = pair % kv_heads * group + number // tokens
+    position = jnp.where(is_row & (t < real), length - real + t, -1)
+    return _Rows(number, is_row, t, head, position)
+
+
+def _tiles(rows: _Rows, part: jax.Array, s: Settings) -> _Tiles:
+    """What the rows see of a part."""
+    last = jnp.max(rows.position)
+    earliest = jnp.min(jnp.where(rows.position >= 0, rows.position, _NO_POSITION))
+    seen_first, whole = jnp.int32(0), jnp.int32(0)
+    if s.window is not None:
+        seen_first = jnp.maximum(earliest - s.window[0], 0)
+        whole = jnp.maximum(last - s.window[0] + s.tile - 1, 0) // s.tile
+    in_part = PART // s.tile
+    first = jnp.maximum(seen_first // s.tile, part * in_part)
+    end = jnp.minimum((last + s.tile) // s.tile, (part + 1) * in_part)
+    end = jnp.maximum(end, first)
+    whole = jnp.clip(whole, first, end)
+    whole_end = jnp.clip((earliest + 1) // s.tile, whole, end)
+    return _Tiles(first, whole, whole_end, end, seen_first, last)
+
+
+def _attend(
+    rows: _Rows,
+    tiles: _Tiles,
+    place: _Place,
+    q_ref: Ref,
+    key: Side,
+    value: Side,
+    tables_ref: Ref,
+    factor_ref: Ref,
+    s: Settings,
+) -> _State:
+    """Attends rows to tiles; only those that some row does not see whole are masked."""
+    query = _load_query(q_ref, factor_ref, rows, place, key, s)
+    count = rows.number.shape[0]
+    empty = jnp.zeros((place.channel.shape[0], count), jnp.float32)
+    state = _State(
+        outputs=tuple(empty for _ in query.pieces),
+        weights=None if s.codec is None else jnp.zeros((_NARROWEST, count), jnp.float32),
+        m=jnp.full(count, -jnp.inf, jnp.float32),
+        l=jnp.zeros(count, jnp.float32),
+    )
+    step = functools.partial(
+        _step, query=query, key=key, value=value, tables_ref=tables_ref, place=place, s=s
+    )
+    masked = functools.partial(step, tiles=tiles, shared=q_ref.shape[1] == 1)
+    if s.window is not None:
+        state = jax.lax.fori_loop(tiles.first, tiles.whole, masked, state)
+    state = jax.lax.fori_loop(tiles.whole, tiles.whole_end, step, state)
+    return jax.lax.fori_loop(tiles.whole_end, tiles.end, masked, state)
+
+
+def _load_query(
+    q_ref: Ref, factor_ref: Ref, rows: _Rows, place: _Place, key: Side, s: Settings
+) -> _Query:
+    """The rows, in float16 for 8- and 4-bit keys."""
+    pieces = tuple(
+        plgpu.load(
+            q_ref.at[place.sequence, rows.t[:, None], rows.head[:, None], channel[None, :]],
+            mask=rows.is_row[:, None] & (channel < q_ref.shape[3])[None, :],
+            other=0,
+        )
+        for channel in _channels(place, s)
+    )
+    scale = plgpu.load(factor_ref.at[jnp.zeros_like(rows.number)])
+    if s.soft_cap is None:
+        scale = scale * _common.LOG2_E
+    offset = None
+    if key.data.dtype.itemsize == 1:
+        pieces, powers = _paged_codes.to_float16(pieces)
+        scale = scale * powers
+    if s.codec is not None:
+        unit = _paged_codes.key_unit(s.interpret)
+        even, odd = (jnp.sum(x.astype(jnp.float32), axis=1) for x in pieces)
+        total = even + odd
+        offset, scale = total * (s.codec.half * unit), scale * (1 / unit)
+    return _Query(pieces, scale, offset, rows.position)
+
+
+def _step(
+    i: jax.Array,
+    state: _State,
+    *,
+    query: _Query,
+    key: Side,
+    value: Side,
+    tables_ref: Ref,
+    place: _Place,
+    s: Settings,
+    tiles: _Tiles | None = None,
+    shared: bool = True,
+) -> _State:
+    """Attends to tile `i`; tokens are rows and queries columns.
+
+    Args:
+      i: the tile's number.
+      state: of the softmax.
+      query: the queries.
+      key: the keys.
+      value: the values.
+      tables_ref: block tables.
+      place: where to read.
+      s: settings.
+      tiles: what rows see, if some row does not see the tile whole.
+      shared: whether all rows see the same tokens.
+    """
+    token = i * s.tile + jnp.arange(s.tile, dtype=jnp.int32)
+    page, slot = _locate(i, token, tables_ref, place, key.data.shape[2], s)
+    keys = _load(key, page, slot, place, None, _paged_codes.KEYS, s)
+    some = None
+    if tiles is not None:
+        some = (token >= tiles.seen_first) & (token <= tiles.seen_last)
+    values = _load(value, page, slot, place, some, _paged_codes.VALUES, s)
+
+    products = (_common.dot(x, q, s.interpret) for x, q in zip(keys, query.pieces, strict=True))
+    scores = functools.reduce(jnp.add, products)
+    if query.offset is not None:
+        scores = scores - query.offset[None, :]
+    if key.norm is not None:
+        scores = scores * _norm(key, page, slot, place)[:, None]
+    scores = scores * query.scale[None, :]
+    if s.soft_cap is not None:
+        scores = _common.soft_cap(scores, s.soft_cap) * _common.LOG2_E
+    visible = None if tiles is None else _visible(query, token, s)
+    if visible is not None:
+        scores = jnp.where(visible, scores, -jnp.inf)
+    new = jnp.maximum(state.m, jnp.max(scores, axis=0))
+    shift = finite(new)
+    # A column that sees nothing has no maximum but only zero weights: 2 ** -inf.
+    p = _common.exp2(scores - shift[None, :], s.interpret)
+    alpha = _common.exp2(state.m - shift, s.interpret)
+
+    weights = p
+    if value.norm is not None:
+        weights = p * _norm(value, page, slot, place)[:, None]
+        if visible is not None:  # not even as 0 * NaN
+            weights = jnp.where(visible, weights, 0.0)
+    weights = weights.astype(values[0].dtype)
+    product = functools.partial(_common.dot, interpret=s.interpret, contracting=(0, 0))
+    hidden = visible if s.codec is None and not shared else None
+    outputs = tuple(
+        _add(o * alpha[None, :], x, weights, hidden, product)
+        for o, x in zip(state.outputs, values, strict=True)
+    )
+    sums = state.weights
+    if sums is not None:
+        ones = jnp.ones((s.tile, _NARROWEST), weights.dtype)
+        sums = sums * alpha[None, :] + product(ones, weights)
+    return _State(outputs, sums, new, state.l * alpha + jnp.sum(p, axis=0))
+
+
+def _add(
+    o: jax.Array,
+    x: jax.Array,
+    weights: jax.Array,
+    visible: jax.Array | None,
+    product: Callable[[jax.Array, jax.Array], jax.Array],
+) -> jax.Array:
+    """Adds the product of values and weights; what a row does not see does not reach it as NaN.
+
+    Args:
+      o: float32 ``[c, R]``.
+      x: values ``[t, c]``.
+      weights: ``[t, R]``, 0 where not visible.
+      visible: bool ``[t, R]``, or None if all that is not visible to some row is 0 in `x`.
+      product: of the two.
+    """
+    if visible is None:
+        return o + product(x, weights)
+    is_finite = jnp.abs(x.astype(jnp.float32)) < jnp.inf
+    clean = jnp.where(is_finite, x, jnp.zeros_like(x))
+    spoiled = jnp.where(is_finite, jnp.zeros_like(x), jnp.ones_like(x))
+    count = product(spoiled, visible.astype(x.dtype))
+    return jnp.where(count > 0, jnp.nan, o + product(clean, weights))
+
+
+def _locate(
+    i: jax.Array, token: jax.Array, tables_ref: Ref, place: _Place, page_size: int, s: Settings
+) -> tuple[jax.Array, jax.Array]:
+    """Pages (one, or each token's) and the tokens' slots in them."""
+    if page_size % s.tile == 0:
+        in_page = page_size // s.tile
+        page = plgpu.load(tables_ref.at[place.sequence, i // in_page])
+        return page, i % in_page * s.tile + jnp.arange(s.tile, dtype=jnp.int32)
+    # A table need not end with a tile.
+    entry = jnp.minimum(token // page_size, tables_ref.shape[1] - 1)
+    return plgpu.load(tables_ref.at[place.sequence, entry]), token % page_size
+
+
+def _load(
+    side: Side,
+    page: jax.Array,
+    slot: jax.Array,
+    place: _Place,
+    some: jax.Array | None,
+    kind: str,
+    s: Settings,
+) -> tuple[jax.Array, ...]:
+    """A tile ``[t, c]`` as operands, in one piece or two; 0 where not `some`, except codes."""
+    width = side.data.shape[3]
+    mask = None if place.channel.shape[0] == width else (place.channel < width)[None, :]
+    if some is not None and s.codec is None:
+        mask = some[:, None] if mask is None else some[:, None] & mask
+    if page.ndim:
+        page = page[:, None]
+    at = side.data.at[page, place.head, slot[:, None], place.channel[None, :]]
+    other = 0 if s.codec is not None else 0.0
+    tile = plgpu.load(at) if mask is None else plgpu.load(at, mask=mask, other=other)
+    if s.codec is not None:
+        return _paged_codes.look_up(tile, s.codec, kind, s.interpret)
+    if tile.dtype.itemsize == 1:
+        return (_paged_codes.fp8_to_float16(tile, s.interpret),)
+    return (tile,)
+
+
+def _norm(side: Side, page: jax.Array, slot: jax.Array, place: _Place) -> jax.Array:
+    assert side.norm is not None
+    return plgpu.load(side.norm.at[page, place.head, slot]).astype(jnp.float32)
+
+
+def _visible(query: _Query, token: jax.Array, s: Settings) -> jax.Array:
+    """Which tokens each query sees, ``[t, R]``: none past its own, so none past the length."""
+    q, k = query.position[None, :], token[:, None]
+    return k <= q if s.window is None else (k <= q) & (k >= q - s.window[0])
+
+
+def _centred(state: _State, s: Settings) -> tuple[jax.Array, ...]:
+    """The outputs without what the codes' operands are too large by."""
+    if s.codec is None or state.weights is None:
+        return state.outputs
+    # The rows are all the same.
+    total = jnp.max(state.weights, axis=0) * (s.codec.half + _paged_codes.VALUE_OFFSET)
+    return tuple(o - total[None, :] for o in state.outputs)

@@ -1,0 +1,43 @@
+"""docs/paged.md: its examples run, one after the other, and print what the page says."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+PAGE = (Path(__file__).parents[1] / "docs" / "paged.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+ENGINE = next(i for i, example in enumerate(EXAMPLES) if "Engine(" in example)
+
+
+def run(names: dict[str, Any], *examples: str) -> list[str]:
+    """What the examples print, which share `names`."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        for example in examples:
+            exec(compile(example, "docs/paged.md", "exec"), names)
+    return out.getvalue().splitlines()
+
+
+def test_by_hand():
+    lines = run({"__name__": "docs"}, *EXAMPLES[:ENGINE], *EXAMPLES[ENGINE + 1 :])
+    assert re.fullmatch(r"0\.009\d of the squares is lost", lines[0])
+    assert lines[1:4] == [
+        "(2, 1, 8, 64) (0, 1) (2,)",
+        "(0, 3) (0, 1)",
+        "32 of 41 tokens found, same bits: True",
+    ]
+    counts = re.fullmatch(r"(\d+) pages are needed and (\d+) are free", lines[4]).groups()
+    needed, free = map(int, counts)
+    assert needed == free + 1
+    assert re.fullmatch(r"\d of 64 pages, [\d,]+ bytes, \d+ tokens", lines[5])
+    assert lines[6:] == ["(1000, 66) 4.125 bits a value"]
+
+
+def test_engine():
+    _, *results, last = run({"__name__": "docs"}, EXAMPLES[0], EXAMPLES[ENGINE])
+    kinds = [re.match(r"(\d) (\w+) '", line).groups() for line in results]
+    assert sorted(kinds) == [("0", "stop"), ("1", "length"), ("2", "length")]
+    reused = int(re.match(r"(\d+) tokens of prompts found, [1-9]\d* pages kept", last).group(1))
+    assert reused >= 128  # 64 tokens of the beginning, by two requests

@@ -1,0 +1,393 @@
+"""The engine with real weights and real text: what it generates, whatever else it does."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from turbojax import models, polar
+from turbojax.models import Engine, Finished, NewToken, Request, Sampling
+from turbojax.models.engine import swap
+from turbojax.models.engine.scheduler import Status
+from turbojax.models.llama import causal_attention
+
+PAGE, NEW, LENGTH = 16, 24, 160
+TINY = models.LlamaConfig(
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    max_length=128,
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> models.Decoder:
+    """The embedded model's embedding and first layers: real text in, something like it out."""
+    whole = models.unstack(models.load(dtype=jnp.float32))
+    config = dataclasses.replace(whole.config, num_layers=3)
+    return dataclasses.replace(whole, layers=whole.layers[:3], config=config)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Beginnings of Python files: two of one file, one of them longer; one of a single token."""
+    head = b'"""Tools for text."""\n\nimport os\nimport sys\n\n\ndef main(arguments):\n    for name in '
+    other = b"class Reader:\n    def __init__(self, path):\n        self.path = path\n"
+    return [[0, *head], [0, *head[:70], *other[:50]], [0, *other], [0], [0, *head, *other[:40]]]
+
+
+def make(model, **options) -> Engine:
+    settings = {
+        "num_pages": 40,
+        "page_size": PAGE,
+        "max_sequences": 4,
+        "max_length": LENGTH,
+        "prefill_chunk": 24,
+    }
+    return Engine(model, **{**settings, **options})
+
+
+def requests_of(prompts, temperature: float) -> list[Request]:
+    return [
+        Request(prompt, NEW, sampling=Sampling(temperature=temperature, seed=i))
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def run(made: Engine, wanted: list[Request]) -> list[tuple[int, ...]]:
+    """The results' tokens; the first half of the requests comes a few steps late, and last."""
+    half = len(wanted) // 2
+    numbers = {i: made.add(wanted[i]) for i in range(half, len(wanted))}
+    results = {}
+    for _ in range(5):
+        results |= _finished(made.step())
+    numbers |= {i: made.add(wanted[i]) for i in range(half)}
+    results |= made.run()
+    assert all(result.finish_reason == "length" for result in results.values())
+    return [results[numbers[i]].tokens for i in range(len(wanted))]
+
+
+def _finished(events) -> dict:
+    return {event.request_id: event.result for event in events if isinstance(event, Finished)}
+
+
+def held(x: jax.Array, kv_dtype: str) -> jax.Array:
+    """Keys or values as pages hold them, written without pages."""
+    if kv_dtype == "auto":
+        return x
+    if kv_dtype == "fp8_e4m3":
+        return x.astype(jnp.float8_e4m3fn).astype(x.dtype)
+    rotation = polar.rotation(x.shape[-1])
+    codes, norms = polar.encode(x, rotation)
+    table, half, unit = polar.integer_centroids(4)
+    centroids = (jnp.asarray(table, jnp.float32) - half) * (unit / x.shape[-1] ** 0.5)
+    values = centroids[codes] * norms.astype(jnp.float32)[..., None]
+    return polar.unrotate(values, rotation)
+
+
+def without_a_cache(model, prompts, kv_dtype: str) -> list[tuple[int, ...]]:
+    """Greedy continuations: every token from a forward pass over all tokens before it."""
+
+    def attend(query, key, value, cache):
+        return causal_attention(query, held(key, kv_dtype), held(value, kv_dtype), cache)
+
+    @jax.jit
+    def following(tokens, lengths):
+        positions = jnp.broadcast_to(jnp.arange(LENGTH)[None], tokens.shape)
+        nothing = (None,) * model.config.num_layers
+        hidden, _ = model.hidden(tokens, positions, attend, nothing)
+        last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
+        return jnp.argmax(model.logits(last[:, 0]), axis=-1)
+
+    tokens = np.zeros((len(prompts), LENGTH), np.int32)
+    lengths = np.array([len(prompt) for prompt in prompts])
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    for _ in range(NEW):
+        tokens[np.arange(len(prompts)), lengths] = following(jnp.asarray(tokens), lengths)
+        lengths += 1
+    return [tuple(tokens[i, n - NEW : n].tolist()) for i, n in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3", "turbo4"])
+def test_greedy_text_is_that_of_the_model_without_a_cache(model, prompts, kv_dtype):
+    tokens = run(make(model, kv_dtype=kv_dtype), requests_of(prompts, 0.0))
+    assert tokens == without_a_cache(model, prompts, kv_dtype)
+    assert len(set(tokens)) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("kv_dtype", ["auto", "turbo4"])
+def test_text_does_not_depend_on_what_else_happens(model, prompts, kv_dtype, temperature):
+    wanted = requests_of(prompts, temperature)
+    single = make(model, kv_dtype=kv_dtype, max_sequences=1, num_pages=10, prefix_caching=False)
+    alone = [run_one(single, request) for request in wanted]
+    roomy = make(model, kv_dtype=kv_dtype)
+    assert run(roomy, wanted) == alone
+    assert roomy.statistics().preemptions == 0
+    assert roomy.statistics().reused_tokens > 0
+    # Again, now that prompts and results are in the pool.
+    assert run(roomy, wanted) == alone
+    tight = make(model, kv_dtype=kv_dtype, num_pages=11, prefix_caching=False)
+    assert run(tight, wanted) == alone
+    assert tight.statistics().preemptions > 0
+    shared = make(model, kv_dtype=kv_dtype, num_pages=11, prefill_chunk=11, max_sequences=3)
+    assert run(shared, wanted[::-1]) == alone[::-1]
+
+
+def run_one(made: Engine, request: Request) -> tuple[int, ...]:
+    number = made.add(request)
+    return made.run()[number].tokens
+
+
+def test_one_program_runs_every_mix(prompts, monkeypatch):
+    model = models.random_decoder(dataclasses.replace(TINY, vocab_size=256), dtype=jnp.float32)
+    traces = []
+    plain = models.Decoder.hidden
+
+    def counted(self, *arguments):
+        traces.append(None)
+        return plain(self, *arguments)
+
+    monkeypatch.setattr(models.Decoder, "hidden", counted)
+    # A size no other test has: what is compiled is kept by shape.
+    made = make(model, num_pages=9, max_length=128, prefill_chunk=13, max_sequences=3)
+    mixed = [
+        dataclasses.replace(request, sampling=sampling, stop_tokens=stop)
+        for request, sampling, stop in zip(
+            [r for r in requests_of(prompts, 0.0) if r.total <= 128],
+            (
+                Sampling(),
+                Sampling(temperature=1.0, top_k=3),
+                Sampling(temperature=0.5, top_p=0.9),
+                Sampling(temperature=1.0),
+            ),
+            ((), (5, 6, 7), (), ()),
+            strict=True,
+        )
+    ]
+    numbers = [made.add(request) for request in mixed]
+    for _ in range(7):
+        made.step()
+    made.abort(numbers[0])
+    made.run()
+    assert made.statistics().steps > 10
+    assert len(traces) == 1
+
+
+def test_events_tell_the_results(model, prompts):
+    made = make(model)
+    wanted = requests_of(prompts[2:4], 0.0)
+    numbers = [made.add(request) for request in wanted]
+    tokens: dict[int, list[int]] = {number: [] for number in numbers}
+    results = {}
+    for event in made.stream():
+        assert event.request_id not in results
+        if isinstance(event, NewToken):
+            assert event.index == len(tokens[event.request_id])
+            tokens[event.request_id].append(event.token)
+        else:
+            results[event.request_id] = event.result
+    assert made.idle
+    assert made.step() == []
+    for number, request in zip(numbers, wanted, strict=True):
+        result = results[number]
+        assert result.tokens == tuple(tokens[number])
+        assert (result.finish_reason, result.prompt_tokens) == ("length", len(request.tokens))
+        assert 0 <= result.waited_seconds <= result.first_token_seconds <= result.seconds
+
+
+def test_stop_tokens_and_progress(model, prompts):
+    made = make(model)
+    whole = run_one(made, Request(prompts[0], NEW))
+    stop = whole[5]
+    counts = []
+    number = made.add(Request(prompts[0], NEW, stop_tokens=(stop,)))
+    result = made.run(counts.append)[number]
+    assert result.finish_reason == "stop"
+    assert result.tokens == whole[: whole.index(stop) + 1]
+    assert sum(counts) == len(result.tokens)
+
+
+def test_seeds_differ_and_repeat(model, prompts):
+    made = make(model)
+    drawn = [
+        run_one(made, Request(prompts[2], NEW, sampling=Sampling(temperature=1.0, seed=seed)))
+        for seed in (1, 2, 1)
+    ]
+    assert drawn[0] == drawn[2] != drawn[1]
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e5m2", "turbo4"])
+def test_swapped_pages_return_to_the_bit(kv_dtype):
+    model = models.random_decoder(TINY, dtype=jnp.bfloat16)
+    made = make(model, kv_dtype=kv_dtype, num_pages=40, max_length=128)
+    caches = jax.tree.map(
+        lambda x: x if x.ndim == 0 else _random_bits(x.shape, x.dtype), made._caches
+    )
+    before = jax.device_get(caches)
+    pages = tuple(range(3, 40, 2))[:19]  # more than one group, the last one not full
+    content = swap.read(caches, pages)
+    targets = tuple(range(0, 38, 2))
+    after = jax.device_get(swap.write(caches, targets, content))
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        if old.ndim == 0:
+            assert old == new
+            continue
+        wanted = old.copy()
+        wanted[list(targets)] = old[list(pages)]
+        assert wanted.tobytes() == new.tobytes()
+    assert swap.nbytes(content) >= 19 * 2 * made._caches[0].page_bytes
+
+
+def _random_bits(shape, dtype) -> jax.Array:
+    size = int(np.prod(shape)) * dtype.itemsize
+    return jnp.asarray(np.frombuffer(np.random.default_rng(size).bytes(size), dtype).reshape(shape))
+
+
+def test_a_quantized_model(prompts):
+    config = dataclasses.replace(TINY, hidden_size=64, intermediate_size=64, head_dim=32)
+    model = models.random_quantized_decoder(config, dtype=jnp.float32)
+    wanted = [Request([t % 97 for t in p[:40]], 12) for p in prompts]
+    single = make(model, kv_dtype="turbo4", max_length=64, max_sequences=1)
+    alone = [run_one(single, request) for request in wanted]
+    together = make(model, kv_dtype="turbo4", max_length=64, num_pages=6)
+    numbers = [together.add(request) for request in wanted]
+    results = together.run()
+    assert [results[number].tokens for number in numbers] == alone
+    assert together.statistics().preemptions > 0
+
+
+def test_a_llama_is_unstacked(tiny_folder):
+    llama = models.load_llama(tiny_folder, dtype=jnp.float32)
+    options = {"num_pages": 4, "max_length": 32, "page_size": 16}
+    request = Request([1, 2, 3], 5)
+    assert run_one(Engine(llama, **options), request) == run_one(
+        Engine(models.unstack(llama), **options), request
+    )
+
+
+def test_nan_fails_its_own_request_alone():
+    model = models.random_decoder(TINY, dtype=jnp.float32)
+    broken = dataclasses.replace(model, embedding=model.embedding.at[7].set(jnp.nan))
+    good = Request([1, 2, 3], 6)
+    # Greedy over logits that hold no NaN: the head must not be the broken embedding.
+    broken = dataclasses.replace(broken, lm_head=model.embedding)
+    expected = run_one(make(broken, max_length=64), good)
+    made = make(broken, max_length=64)
+    bad_number, number = made.add(Request([4, 7, 5] * 9, 6)), made.add(good)
+    results = made.run()
+    assert results[number].tokens == expected
+    assert results[number].finish_reason == "length"
+    assert (results[bad_number].tokens, results[bad_number].finish_reason) == ((), "failed")
+    assert results[bad_number].first_token_seconds is None
+
+
+def test_values_beyond_fp8_fail():
+    model = models.random_decoder(TINY, dtype=jnp.float32)
+    made = make(model, kv_dtype="fp8_e4m3", key_scale=1e-6, max_length=64)
+    number = made.add(Request([1, 2, 3], 6))
+    assert made.run()[number].finish_reason == "failed"
+
+
+def test_statistics_and_what_a_pool_holds():
+    config = dataclasses.replace(TINY, head_dim=128, num_heads=2)
+    model = models.random_decoder(config, dtype=jnp.bfloat16)
+    plain = make(model, max_length=64).statistics()
+    small = make(model, kv_dtype="turbo4", max_length=64).statistics()
+    # Keys and values of two layers and two heads: 128 numbers of 2 bytes; 64 bytes and a norm.
+    assert (plain.token_bytes, small.token_bytes) == (2 * 2 * 2 * 256, 2 * 2 * 2 * 66)
+    assert small.compression_ratio == pytest.approx(256 / 66)
+    assert plain.token_bytes / small.token_bytes >= 3.7
+    assert plain.token_capacity == 640
+    assert plain.pool_bytes >= 640 * plain.token_bytes
+    assert (plain.steps, plain.tokens_per_second, plain.occupancy) == (0, 0.0, 0.0)
+
+    made = make(model, max_length=64)
+    made.add(Request([1] * 40, 9))
+    made.add(Request([2] * 3, 9))
+    for _ in range(4):
+        made.step()
+    during = made.statistics()
+    assert (during.running, during.waiting) == (2, 0)
+    # Two pieces of the first prompt; the second prompt while the first decodes; both decode.
+    assert during.tokens_held == 42 + 4
+    assert during.occupancy == 4 / 40
+    made.run()
+    after = made.statistics()
+    assert (after.new_tokens, after.prompt_tokens, after.finished) == (18, 43, 2)
+    assert (after.running, after.occupancy) == (0, 0.0)
+    assert after.cached_pages == 3
+    assert after.tokens_per_second == after.new_tokens / after.seconds
+    assert after.to_json()["occupancy"] == 0.0
+
+
+def test_abort_of_running_and_swapped_requests(model, prompts):
+    made = make(model, num_pages=11, prefix_caching=False)
+    numbers = [made.add(request) for request in requests_of(prompts, 0.0)]
+    while all(s.status is not Status.SWAPPED for s in made._sequences.values()):
+        made.step()
+    away = next(n for n, s in made._sequences.items() if s.status is Status.SWAPPED)
+    made.abort(away)
+    made.abort(numbers[0], reason="stop")
+    results = made.run()
+    assert results[away].finish_reason == "aborted"
+    assert results[numbers[0]].finish_reason == "stop"
+    expected = without_a_cache(model, prompts, "auto")
+    for number, tokens in zip(numbers, expected, strict=True):
+        if number in results:
+            assert results[number].tokens == tokens[: len(results[number].tokens)]
+    assert made.statistics().free_pages == 11
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "message"),
+    [
+        (Request([97], 1), ValueError, "token=97 of a request must be within 0..96"),
+        (Request([-1], 1), ValueError, "token=-1 of a request"),
+        (Request([1], 1, stop_tokens=[100]), ValueError, "token=100 of a request"),
+        (Request([1] * 60, 5), ValueError, "60 tokens and 5 new ones must be at most max_length"),
+        (Request([1] * 40, 10), ValueError, "need 4 pages, must be at most num_pages=3"),
+        ([1, 2], TypeError, "request is a list, must be a Request"),
+    ],
+)
+def test_add_refuses_what_can_never_run(request_, error, message):
+    made = make(models.random_decoder(TINY, dtype=jnp.float32), num_pages=3, max_length=64)
+    with pytest.raises(error, match=message):
+        made.add(request_)
+    assert made.idle
+    # 48 places: the last token needs none.
+    made.add(Request([1] * 40, 9))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"num_pages": 0}, ValueError, "num_pages=0 must be at least 1"),
+        ({"page_size": 10}, ValueError, "page_size=10 must be one of"),
+        ({"max_sequences": 0}, ValueError, "max_sequences=0 must be at least 1"),
+        ({"prefill_chunk": 0}, ValueError, "prefill_chunk=0 must be at least 1"),
+        ({"prefill_chunk": 2.5}, TypeError, "prefill_chunk=2.5 must be an integer"),
+        ({"max_length": 129}, ValueError, "max_length=129 must be at most the model's 128"),
+        ({"kv_dtype": "int3"}, ValueError, "kv_dtype='int3' must be one of"),
+        ({"key_scale": 2.0}, ValueError, "key_scale=2.0 has no use"),
+    ],
+)
+def test_an_engine_refuses(options, error, message):
+    with pytest.raises(error, match=message):
+        Engine(
+            models.random_decoder(TINY, dtype=jnp.float32),
+            **{"num_pages": 3, "max_length": 64, **options},
+        )
+
+
+def test_an_engine_needs_a_model():
+    with pytest.raises(TypeError, match="model is a str, must be a Llama"):
+        Engine("embedded", num_pages=3)

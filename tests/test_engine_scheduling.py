@@ -1,0 +1,388 @@
+"""The engine's host side, driven through thousands of operations with a device made of numpy.
+
+The device stores tokens in pages and predicts from all the tokens that it reads back through the
+tables it is given. A wrong page, a page overwritten too soon, a token fed twice or a prefix that is
+none changes what a request gets.
+"""
+
+import dataclasses
+from unittest import mock
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from turbojax import models
+from turbojax.models.engine import Engine, Finished, NewToken, Request, engine
+from turbojax.models.engine.sampling import NOTHING
+from turbojax.models.engine.scheduler import Status
+
+VOCABULARY = 5
+PAGE = 16
+CONFIG = models.LlamaConfig(
+    vocab_size=VOCABULARY,
+    hidden_size=16,
+    intermediate_size=16,
+    num_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=16,
+    max_length=256,
+)
+
+
+def next_token(tokens: list[int]) -> int:
+    """Depends on every token and its place; after a 4 at the beginning, sometimes there is none."""
+    total = sum((3 * i + 1) * (token + 1) for i, token in enumerate(tokens))
+    if tokens[-1] == NOTHING or (tokens[0] == 4 and total % 31 == 0):
+        return NOTHING
+    return total % 7 % VOCABULARY
+
+
+def expected(request: Request) -> tuple[tuple[int, ...], str]:
+    tokens = list(request.tokens)
+    for _ in range(request.max_new_tokens):
+        token = next_token(tokens)
+        if token == NOTHING:
+            return tuple(tokens[len(request.tokens) :]), "failed"
+        tokens.append(token)
+        if tokens[-1] in request.stop_tokens:
+            return tuple(tokens[len(request.tokens) :]), "stop"
+    return tuple(tokens[len(request.tokens) :]), "length"
+
+
+class FakeDevice:
+    """What `run_step` and `swap` do, for tokens instead of keys and values."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.pages = np.full((num_pages, PAGE), -99)
+        self.programs = set()
+
+    def run_step(self, decoder, caches, last_tokens, work, *, implementation):
+        slots = len(work.tokens)
+        self.programs.add(tuple(np.shape(x) for x in (work.tables, work.tokens, work.piece)))
+        chosen = np.full(slots + 1, -7)
+        fed = np.where(work.tokens >= 0, work.tokens, np.asarray(last_tokens))
+        written = []
+        for row in range(slots + 1):
+            new = [fed[row]] if row < slots else list(work.piece)
+            new = new[: work.counts[row]]
+            if not new:
+                assert work.lengths[row] == 0
+                assert np.all(work.tables[row] == -1)
+                continue
+            for position, token in enumerate(new, start=work.lengths[row]):
+                page, at = work.tables[row, position // PAGE], position % PAGE
+                assert page >= 0
+                written.append((page, at))
+                self.pages[page, at] = token
+        assert len(set(written)) == len(written)
+        for row in range(slots + 1):
+            if work.counts[row]:
+                length = work.lengths[row] + work.counts[row]
+                held = self.pages[work.tables[row, : -(-length // PAGE)]].reshape(-1)[:length]
+                # The token after the last may be none, until the host knows.
+                assert np.all(held[:-1] >= 0), "a token that nobody wrote"
+                assert held[-1] >= NOTHING
+                chosen[row] = next_token(held.tolist())
+        last = np.where(work.counts[:slots] > 0, chosen[:slots], np.asarray(last_tokens))
+        if work.piece_slot < slots:
+            last[work.piece_slot] = chosen[slots]
+        return caches, last, chosen, np.int32(0)
+
+    def read(self, caches, pages):
+        return self.pages[list(pages)].copy()
+
+    def write(self, caches, pages, content):
+        assert len(pages) == len(content)
+        self.pages[list(pages)] = content
+        return caches
+
+
+def make(pages: int, slots: int, chunk: int, prefixes: bool) -> tuple[Engine, FakeDevice]:
+    made = Engine(
+        models.random_decoder(CONFIG, dtype=jnp.float32),
+        num_pages=pages,
+        page_size=PAGE,
+        max_sequences=slots,
+        prefill_chunk=chunk,
+        prefix_caching=prefixes,
+    )
+    return made, FakeDevice(pages)
+
+
+def step(made: Engine, device: FakeDevice) -> list:
+    with (
+        mock.patch.object(engine, "run_step", device.run_step),
+        mock.patch.object(engine.swap, "read", device.read),
+        mock.patch.object(engine.swap, "write", device.write),
+    ):
+        return made.step()
+
+
+# Few tokens and round lengths, so that prompts begin alike and end where pages end.
+prompts = st.builds(
+    lambda kind, length, tail: [(kind * i - 1) % VOCABULARY for i in range(length)] + tail,
+    st.integers(1, 2),
+    st.sampled_from([0, 15, 16, 31, 32, 33, 48]),
+    st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=17),
+)
+requests = st.builds(
+    Request,
+    prompts,
+    st.integers(1, 40),
+    st.sampled_from([(), (), (0,), (1, 3)]),
+)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    @initialize(
+        pages=st.integers(4, 10),
+        slots=st.integers(1, 5),
+        chunk=st.sampled_from([1, 7, 16, 40]),
+        prefixes=st.booleans(),
+    )
+    def start(self, pages, slots, chunk, prefixes):
+        self.engine, self.device = make(pages, slots, chunk, prefixes)
+        self.pending: dict[int, Request] = {}
+        self.tokens: dict[int, list[int]] = {}
+        self.aborted: set[int] = set()
+        self.prompts: dict[int, tuple[int, ...]] = {}
+
+    @rule(request=requests)
+    def add(self, request):
+        pages = -(-(request.total - 1) // PAGE)
+        if pages > len(self.device.pages):
+            with pytest.raises(ValueError, match=f"need {pages} pages, must be at most num_pages"):
+                self.engine.add(request)
+            return
+        number = self.engine.add(request)
+        self.pending[number], self.tokens[number] = request, []
+        self.prompts[number] = request.tokens
+
+    @rule(request=requests, data=st.data())
+    def add_what_follows_another(self, request, data):
+        """A prompt that holds another request's text, as in a conversation."""
+        if self.tokens:
+            number = data.draw(st.sampled_from(sorted(self.tokens)))
+            begin = [*self.prompts[number], *self.tokens[number], *request.tokens]
+            self.add(dataclasses.replace(request, tokens=begin[:150]))
+
+    @rule(count=st.integers(1, 12))
+    def steps(self, count):
+        for _ in range(count):
+            self.follow(step(self.engine, self.device))
+
+    @precondition(lambda self: self.pending.keys() - self.aborted)
+    @rule(data=st.data())
+    def abort(self, data):
+        number = data.draw(st.sampled_from(sorted(self.pending.keys() - self.aborted)))
+        self.engine.abort(number)
+        self.aborted.add(number)
+        with pytest.raises(KeyError, match=f"request {number} is not known, or is done"):
+            self.engine.abort(number)
+
+    @rule()
+    def finish_all(self):
+        # Each step advances at least one request by a token, or waits for the last one's.
+        limit = sum(request.total + 3 for request in self.pending.values()) + 3
+        for _ in range(limit):
+            if self.engine.idle:
+                break
+            self.follow(step(self.engine, self.device))
+        assert self.engine.idle
+        assert not self.pending
+        statistics = self.engine.statistics()
+        assert statistics.free_pages + statistics.cached_pages == statistics.pages
+        assert (statistics.running, statistics.waiting, statistics.swapped) == (0, 0, 0)
+        assert statistics.swapped_bytes == 0
+
+    def follow(self, events):
+        for event in events:
+            number = event.request_id
+            request = self.pending[number]
+            if isinstance(event, NewToken):
+                assert event.index == len(self.tokens[number])
+                self.tokens[number].append(event.token)
+                continue
+            assert isinstance(event, Finished)
+            tokens, reason = expected(request)
+            assert event.result.tokens == tuple(self.tokens[number])
+            if number in self.aborted:
+                assert event.result.finish_reason == "aborted"
+                assert event.result.tokens == tokens[: len(event.result.tokens)]
+            else:
+                assert (event.result.tokens, event.result.finish_reason) == (tokens, reason)
+            del self.pending[number]
+            self.aborted.discard(number)
+
+    @invariant()
+    def holds_together(self):
+        if not hasattr(self, "engine"):
+            return
+        scheduler, allocator = self.engine._scheduler, self.engine._allocator
+        allocator.validate()
+        assert len(self.device.programs) <= 1
+        slots = [s.slot for s in scheduler.running]
+        assert len(set(slots)) == len(slots)
+        assert sum(s.prefilling for s in scheduler.running) <= 1
+        assert len(allocator.sequences) == len(scheduler.running)
+        assert set(self.engine._swapped) == {s.request_id for s in scheduler.swapped}
+        for sequence in scheduler.running:
+            assert sequence.status is Status.RUNNING
+            assert allocator.length(sequence.handle) == sequence.held < sequence.request.total
+            assert sequence.sampled < sequence.request.max_new_tokens
+        # First come, first served.
+        queues = (scheduler.running, scheduler.swapped, scheduler.waiting)
+        order = [sorted(s.request_id for s in queue) for queue in queues]
+        assert sum(order, []) == sorted(sum(order, []))
+
+    def teardown(self):
+        if hasattr(self, "engine"):
+            self.finish_all()
+
+
+EngineMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestEngineMachine = EngineMachine.TestCase
+
+
+def run_all(made: Engine, device: FakeDevice, wanted: list[Request]) -> dict:
+    numbers = [made.add(request) for request in wanted]
+    results = {}
+    for _ in range(10_000):
+        if made.idle:
+            break
+        events = step(made, device)
+        results.update({e.request_id: e.result for e in events if isinstance(e, Finished)})
+    for number, request in zip(numbers, wanted, strict=True):
+        assert (results[number].tokens, results[number].finish_reason) == expected(request)
+    return results
+
+
+def test_the_youngest_leaves_and_the_oldest_never():
+    made, device = make(8, 4, 16, prefixes=False)
+    wanted = [Request([i % VOCABULARY] * 20, 60) for i in range(4)]
+    results = run_all(made, device, wanted)
+    assert results[0].preemptions == 0
+    assert results[3].preemptions + results[2].preemptions > 0
+    ends = sorted(results, key=lambda number: results[number].seconds)
+    assert ends[0] == 0
+
+
+def test_prefixes_go_before_running_requests():
+    made, device = make(9, 2, 16, prefixes=True)
+    for kind in range(4):
+        run_all(made, device, [Request([kind] * 33, 1)])
+    assert made.statistics().cached_pages == 8
+    run_all(made, device, [Request([0, 4] * 30, 60)])
+    assert made.statistics().preemptions == 0
+
+
+def test_a_prompt_in_the_pool_is_not_run_again_but_for_its_last_token():
+    made, device = make(16, 2, 16, prefixes=True)
+    prompt = [0, 1, 2, 3] * 12  # three full pages
+    first = run_all(made, device, [Request(prompt, 2)])[0]
+    before = made.statistics().prompt_tokens
+    second = run_all(made, device, [Request(prompt, 2)])[1]
+    assert (first.reused_tokens, second.reused_tokens) == (0, 32)
+    assert made.statistics().prompt_tokens == before + 16
+    longer = run_all(made, device, [Request([*prompt, *second.tokens, 1], 2)])[2]
+    assert longer.reused_tokens == 48
+    assert (made.statistics().prefix_hits, made.statistics().reused_tokens) == (2, 80)
+
+
+def test_what_a_result_holds_is_found_by_the_next_turn():
+    made, device = make(16, 2, 16, prefixes=True)
+    prompt = [2, 1] * 4
+    first = run_all(made, device, [Request(prompt, 60)])[0]
+    turn = run_all(made, device, [Request([*prompt, *first.tokens, 3], 4)])[1]
+    # 8 + 60 tokens, of which the last was never fed: four full pages.
+    assert turn.reused_tokens == 64
+
+
+def test_requests_that_come_together_share_their_beginning():
+    made, device = make(32, 4, 16, prefixes=True)
+    run_all(made, device, [Request([1] * 40 + [i], 8) for i in range(4)])
+    assert made.statistics().prefix_hits == 3
+
+
+def test_private_copies_of_a_known_prefix_do_not_block_the_pool():
+    """A prefix held by nobody stays while somebody holds a page after it: it has to go, too."""
+    made, device = make(6, 2, 16, prefixes=True)
+    allocator, prefixes = made._allocator, made._scheduler._prefixes
+    tokens = [1] * 96
+    # The first two pages of the text below, in pages that no sequence holds.
+    handle = allocator.allocate(32)
+    prefixes.insert(tokens[:32], allocator.pages(handle))
+    allocator.free(handle)
+    number = made.add(Request(tokens[:33], 60))
+    sequence = made._sequences[number]
+    with mock.patch.object(prefixes, "lookup", return_value=((), 0)):
+        while sequence.held < 48:
+            step(made, device)
+    # A page of its own now stands after pages that are not its own.
+    prefixes.insert(tokens[:48], allocator.pages(sequence.handle))
+    assert prefixes.evict(6) == 0
+    for _ in range(60):
+        step(made, device)
+    assert made.idle
+
+
+def test_aborting_at_every_moment():
+    for moment in range(40):
+        made, device = make(5, 2, 16, prefixes=False)
+        numbers = [made.add(Request([i] * 30, 30)) for i in range(3)]
+        for _ in range(moment):
+            step(made, device)
+        seen = {n: made._sequences[n].status for n in numbers if n in made._sequences}
+        for number in seen:
+            made.abort(number)
+        while not made.idle:
+            step(made, device)
+        statistics = made.statistics()
+        assert statistics.free_pages == 5
+        assert statistics.swapped_bytes == 0
+        assert statistics.finished == 3
+        if moment == 0:
+            assert set(seen.values()) == {Status.WAITING}
+    assert Status.RUNNING in _statuses_over_time()
+    assert Status.SWAPPED in _statuses_over_time()
+
+
+def _statuses_over_time() -> set[Status]:
+    """Of the requests of the test above, so that it is known to meet them."""
+    made, device = make(5, 2, 16, prefixes=False)
+    numbers = [made.add(Request([i] * 30, 30)) for i in range(3)]
+    found = set()
+    for _ in range(40):
+        step(made, device)
+        found |= {made._sequences[n].status for n in numbers if n in made._sequences}
+    return found
+
+
+def test_nobody_overtakes_who_had_to_leave():
+    made, device = make(6, 2, 16, prefixes=False)
+    for request in (Request([1] * 16, 64), Request([2] * 30, 40), Request([3], 1)):
+        made.add(request)
+    met = 0
+    while not made.idle:
+        step(made, device)
+        status = {n: sequence.status for n, sequence in made._sequences.items()}
+        if status.get(1) is Status.SWAPPED:
+            met += 1
+            assert status[2] is Status.WAITING
+    assert met
+
+
+def test_no_token_of_a_failed_request_is_taken_for_another():
+    """A token that is none was fed for a step, and filled a page."""
+    made, device = make(8, 2, 16, prefixes=True)
+    tails = ([a, b, c] for a in range(5) for b in range(5) for c in range(5))
+    prompt = next(p for tail in tails if next_token(p := [4] * 12 + tail) == NOTHING)
+    results = run_all(made, device, [Request(prompt, 5)])
+    assert results[0].finish_reason == "failed"
+    for token in range(VOCABULARY):
+        run_all(made, device, [Request([*prompt, token, 1], 3)])

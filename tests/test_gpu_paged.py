@@ -1,0 +1,200 @@
+"""`paged_attention` compiled on a GPU: every implementation against the oracle and plain JAX."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gpu_helpers import assert_near
+from paged_helpers import (
+    KV_DTYPES,
+    OPTIONS,
+    SHAPES,
+    assert_matches_oracle,
+    attend,
+    check_chunks,
+    check_donated,
+    check_nan,
+    check_neighbours_and_places,
+    equal,
+    filled,
+    kernel_units,
+    normal,
+    options_of,
+)
+
+from turbojax.cache import paged
+from turbojax.ops.turbo_attention.masking import Visibility
+
+pytestmark = pytest.mark.gpu
+
+KERNELS = ("mosaic_gpu", "triton")
+# The kernels that ran: at the end there must have been both.
+RAN = set()
+
+
+def implementation(kernel, query, cache, tables):
+    """A call of `kernel`, or a skip that says why it cannot run this."""
+    from turbojax.ops.paged_attention import api
+
+    [chosen] = [i for i in api.PAGED.implementations if i.name == kernel]
+    refusal = chosen.unsupported(
+        query=jax.ShapeDtypeStruct(
+            query.shape, jnp.float32 if cache.kv_dtype == "turbo4" else query.dtype
+        ),
+        cache=cache,
+        block_tables=tables,
+        scale=1.0,
+        visibility=Visibility(True, None),
+        logits_soft_cap=None,
+    )
+    if refusal is not None:
+        pytest.skip(f"{kernel}: {refusal}")
+    RAN.add(kernel)
+    return functools.partial(attend, implementation=kernel)
+
+
+def matches(kernel, query, cache, tables, lengths, **options):
+    call = implementation(kernel, query, cache, tables)
+    units = kernel_units(cache)
+    assert_matches_oracle(query, cache, tables, lengths, units=units, call=call, **options)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("name", SHAPES)
+def test_equals_the_oracle(name, kv_dtype, kernel):
+    lengths, kv_heads, dim, heads, count = SHAPES[name]
+    if kv_dtype == "turbo4" and dim == 48:
+        pytest.skip("there is no rotation of 48 channels")
+    for dtype in (jnp.bfloat16, jnp.float32):
+        cache, tables = filled(kv_dtype, lengths, kv_heads, dim, dtype=dtype)
+        query = normal(3, (len(lengths), count, heads, dim), dtype)
+        matches(kernel, query, cache, tables, lengths)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name, kv_dtype, kernel):
+    arguments, options = options_of(name, kv_dtype, jnp.bfloat16)
+    matches(kernel, *arguments, **options)
+
+
+# Lengths, KV heads, head dim, query heads and tokens, page size: full sizes, against plain JAX.
+LARGE = {
+    "Llama-3-8B": ((4096, 4000, 1, 0), 8, 128, 32, 1, 64),
+    "three tokens": ((5000, 777), 8, 128, 32, 3, 64),
+    "a chunk of 16": ((3000, 1030), 4, 128, 16, 16, 16),
+    "a prompt": ((1300,), 2, 128, 8, 200, 64),
+    "head dim 64, window": ((3000, 128), 8, 64, 64, 2, 32),
+    "head dim 256": ((2100, 65), 2, 256, 16, 3, 128),
+    "eight heads a group": ((2500, 1025), 2, 128, 16, 1, 128),
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("name", LARGE)
+def test_full_sizes(name, kv_dtype, kernel):
+    """Twice the same bits, and plain JAX's numbers but for the rounding of weights and queries."""
+    lengths, kv_heads, dim, heads, count, page_size = LARGE[name]
+    cache, tables = filled(kv_dtype, lengths, kv_heads, dim, page_size, dtype=jnp.bfloat16)
+    query = normal(4, (len(lengths), count, heads, dim), jnp.bfloat16)
+    options = {"local_window_size": (1000, 0)} if "window" in name else {}
+    arguments = query, cache, tables, np.asarray(lengths, np.int32)
+    run = implementation(kernel, query, cache, tables)
+    got = run(*arguments, return_residual=True, **options)
+    equal(run(*arguments, return_residual=True, **options), got)
+    want = attend(*arguments, return_residual=True, implementation="xla", **options)
+    assert_near(got[0], want[0], jnp.bfloat16, 2.0**-8)
+    assert_near(got[1], want[1], jnp.float32, 1e-3 if kv_dtype == "turbo4" else 2e-5)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_page_sizes_do_not_matter(kv_dtype, kernel):
+    lengths, query = (1300, 17), normal(6, (2, 2, 4, 128), jnp.bfloat16)
+    want = None
+    for page_size in paged.PAGE_SIZES:
+        cache, tables = filled(kv_dtype, lengths, 2, 128, page_size, dtype=jnp.bfloat16)
+        run = implementation(kernel, query, cache, tables)
+        got = run(query, cache, tables, np.asarray(lengths, np.int32), return_residual=True)
+        want = got if want is None else want
+        equal(got, want)
+
+
+def runs(kernel, kv_dtype, head_dim=128, dtype=jnp.bfloat16):
+    cache, tables = filled(kv_dtype, (40, 33), head_dim=head_dim, dtype=dtype)
+    return implementation(kernel, normal(1, (2, 1, 4, head_dim), dtype), cache, tables)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_neighbours_and_places_do_not_matter(kv_dtype, kernel):
+    check_neighbours_and_places(runs(kernel, kv_dtype), kv_dtype, jnp.bfloat16, 128)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_chunks_do_not_matter(head_dim, kv_dtype, kernel):
+    call = runs(kernel, kv_dtype, head_dim)
+    check_chunks(call, kv_dtype, jnp.bfloat16, head_dim)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_what_is_not_finite_reaches_what_attends_to_it(kv_dtype, kernel):
+    check_nan(runs(kernel, kv_dtype, 32, jnp.float32), kv_dtype)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_what_is_not_finite_in_16_bits(kv_dtype, kernel):
+    check_nan(runs(kernel, kv_dtype, 128), kv_dtype, jnp.bfloat16, 128)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_append_and_attend_with_a_donated_pool(kv_dtype, kernel):
+    check_donated(runs(kernel, kv_dtype, 128), kv_dtype, jnp.bfloat16, 128)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_what_is_out_of_range_is_nan_under_jit(kv_dtype, kernel):
+    lengths = np.asarray((1100, 33), np.int32)
+    cache, tables = filled(kv_dtype, (1100, 33), head_dim=128, dtype=jnp.bfloat16)
+    query = normal(8, (2, 1, 4, 128), jnp.bfloat16)
+    run = implementation(kernel, query, cache, tables)
+    want = run(query, cache, tables, lengths)
+    for broken in (-1, cache.num_pages, 2**31 - 1):
+        got = run(query, cache, tables.at[0, 40].set(broken), lengths)
+        equal(got[1], want[1])
+        assert np.isnan(np.asarray(got[0].astype(jnp.float32))).all()
+
+
+def test_xla_equals_the_oracle():
+    for kv_dtype in KV_DTYPES:
+        lengths = (1100, 20)
+        cache, tables = filled(kv_dtype, lengths, 2, 64)
+        query = normal(5, (2, 2, 4, 64))
+        call = functools.partial(attend, implementation="xla")
+        assert_matches_oracle(query, cache, tables, lengths, call=call)
+
+
+def test_the_gpu_chooses_a_kernel():
+    for kv_dtype in KV_DTYPES:
+        cache, tables = filled(kv_dtype, (40, 33), head_dim=128, dtype=jnp.bfloat16)
+        query = normal(1, (2, 1, 4, 128), jnp.bfloat16)
+        text = attend.lower(query, cache, tables, jnp.asarray((40, 33))).as_text()
+        assert "turbojax_paged" in text
+
+
+def test_both_kernels_ran():
+    """Last: a skip is not green."""
+    assert "triton" in RAN
+    if jax.devices()[0].compute_capability == "9.0":
+        assert "mosaic_gpu" in RAN

@@ -1,0 +1,339 @@
+"""Paged caches as a model's cache: writing, attending and generating."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from turbojax import models
+from turbojax.models import caching, generation, paged
+
+KINDS = paged.PAGED_KINDS
+
+
+@pytest.fixture(scope="module")
+def model() -> models.Llama:
+    config = models.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        max_length=2048,
+    )
+    return models.Llama(config, rngs=nnx.Rngs(1))
+
+
+def _tokens(batch: int, length: int, seed: int = 0) -> jax.Array:
+    return jax.random.randint(jax.random.key(seed), (batch, length), 0, 64)
+
+
+def _normal(seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32)
+
+
+def _dense(query: np.ndarray, key: np.ndarray, value: np.ndarray) -> np.ndarray:
+    """Causal attention of one sequence's last queries in float64: [T, N, H], [S, K, H]."""
+    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    groups = query.shape[1] // key.shape[1]
+    key, value = (np.repeat(x, groups, axis=1) for x in (key, value))
+    scores = np.einsum("tnh,snh->nts", query, key) / np.sqrt(query.shape[-1])
+    last = len(key) - len(query) + np.arange(len(query))
+    scores = np.where(np.arange(len(key))[None] <= last[:, None], scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    return np.einsum("nts,snh->tnh", weights, value)
+
+
+def test_a_layer_attends_to_what_was_appended():
+    layer = paged.init_layer(3, 90, 2, 16, kind="paged", dtype=jnp.float32, page_size=16)
+    key, value, query = _normal(0, 3, 70, 2, 16), _normal(1, 3, 70, 2, 16), _normal(2, 3, 70, 4, 16)
+    lengths = jnp.array([70, 0, 33])
+    layer = paged.append(layer, key, value, lengths=lengths)
+    out = paged.attend(query, layer, query_lengths=lengths)
+    for row, length in enumerate(lengths.tolist()):
+        if length:
+            expected = _dense(query[row, :length], key[row, :length], value[row, :length])
+            np.testing.assert_allclose(out[row, :length], expected, atol=1e-5)
+        assert not np.any(out[row, length:])
+    new = _normal(3, 3, 1, 2, 16), _normal(4, 3, 1, 2, 16)
+    layer = paged.append(layer, *new)
+    np.testing.assert_array_equal(layer.lengths, lengths + 1)
+    out = paged.attend(query[:, :1], layer)
+    for row, length in enumerate(lengths.tolist()):
+        held = [
+            np.concatenate([x[row, :length], y[row]])
+            for x, y in zip((key, value), new, strict=True)
+        ]
+        np.testing.assert_allclose(out[row], _dense(query[row, :1], *held), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["paged", "turbo4"])
+def test_chunks_of_a_prompt_change_no_bit(monkeypatch, kind):
+    key, value, query = _normal(0, 2, 75, 2, 16), _normal(1, 2, 75, 2, 16), _normal(2, 2, 75, 4, 16)
+    lengths = jnp.array([75, 41])
+    layer = paged.init_layer(2, 80, 2, 16, kind=kind, dtype=jnp.float32, page_size=16)
+    layer = paged.append(layer, key[:, :5], value[:, :5])
+    layer = paged.append(layer, key, value, lengths=lengths)
+    whole = paged.attend(query, layer, query_lengths=lengths)
+    monkeypatch.setattr(paged, "QUERY_CHUNK", 16)
+    for lens in (lengths, None):
+        if lens is None:
+            layer = paged.append(
+                paged.init_layer(2, 80, 2, 16, kind=kind, dtype=jnp.float32, page_size=16),
+                key,
+                value,
+            )
+            monkeypatch.undo()
+            whole = paged.attend(query, layer)
+            monkeypatch.setattr(paged, "QUERY_CHUNK", 16)
+        parts = paged.attend(query, layer, query_lengths=lens)
+        np.testing.assert_array_equal(parts, whole)
+        assert np.any(np.asarray(parts[0]) != 0)
+
+
+@pytest.mark.parametrize("kind", ["fp8_e4m3", "turbo4"])
+def test_a_part_of_the_sequences_is_filled_alone(kind):
+    layer = paged.init_layer(4, 40, 2, 16, kind=kind, dtype=jnp.float32, page_size=16)
+    key, value, query = _normal(0, 4, 33, 2, 16), _normal(1, 4, 33, 2, 16), _normal(2, 4, 33, 4, 16)
+    lengths = jnp.array([33, 5, 20, 0])
+    whole = paged.append(layer, key, value, lengths=lengths)
+
+    @jax.jit
+    def fill(layer, first):
+        part = caching.take_sequences(layer, first, 2)
+        rows = (jax.lax.dynamic_slice_in_dim(x, first, 2) for x in (key, value, lengths, query))
+        k, v, n, q = rows
+        part = paged.append(part, k, v, lengths=n)
+        out = paged.attend(q, part, query_lengths=n)
+        return caching.put_sequences(layer, part, first), out
+
+    second, out_second = fill(layer, 2)
+    np.testing.assert_array_equal(second.lengths, [0, 0, 20, 0])
+    both, out_first = fill(second, 0)
+    for a, b in zip(jax.tree.leaves(both), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+    np.testing.assert_array_equal(
+        jnp.concatenate([out_first, out_second]),
+        paged.attend(query, whole, query_lengths=lengths),
+    )
+
+
+def test_tokens_past_the_end():
+    layer = paged.init_layer(2, 20, 1, 16, kind="paged", dtype=jnp.float32, page_size=16)
+    key, value = _normal(0, 2, 18, 1, 16), _normal(1, 2, 18, 1, 16)
+    layer = paged.append(layer, key, value, lengths=jnp.array([18, 3]))
+    with pytest.raises(ValueError, match=r"lengths \[23, 8\].*at most max_length=20"):
+        paged.append(layer, key[:, :5], value[:, :5])
+    fuller = jax.jit(paged.append)(layer, key[:, :5], value[:, :5])
+    np.testing.assert_array_equal(fuller.lengths, [20, 8])
+    np.testing.assert_array_equal(fuller.overflowed, [True, False])
+    assert int(fuller.pages.lost) == 0
+    # The second page of the first sequence has room for more than `max_length`: it stays empty.
+    assert not np.any(np.asarray(fuller.pages.key[1, :, 4:]))
+    # Nothing landed in the pages of the other sequence.
+    np.testing.assert_array_equal(fuller.pages.key[2, 0, :8], jnp.r_[key[1, :3, 0], key[1, :5, 0]])
+    assert not np.any(np.asarray(fuller.pages.key[3]))
+
+
+def test_bad_calls_say_what_is_wrong(model):
+    with pytest.raises(ValueError, match="kind='kv4' must be one of paged, fp8_e4m3"):
+        paged.init_layer(1, 20, 1, 16, kind="kv4")
+    with pytest.raises(ValueError, match="max_length=0 must be at least 1"):
+        paged.init_layer(1, 0, 1, 16, kind="paged")
+    layer = paged.init_layer(2, 20, 1, 16, kind="paged", dtype=jnp.float32)
+    one = _normal(0, 1, 3, 1, 16)
+    with pytest.raises(ValueError, match="must have 2 sequences"):
+        paged.append(layer, one, one)
+    with pytest.raises(ValueError, match=r"lengths=\[4, 0\] must be between 0 and 3"):
+        paged.append(layer, *(jnp.repeat(one, 2, 0),) * 2, lengths=jnp.array([4, 0]))
+    with pytest.raises(ValueError, match="'turbo8' must be one of exact, .*turbo4"):
+        models.cache_by_name("turbo8", 2)
+    with pytest.raises(NotImplementedError, match="jax_triton"):
+        models.start(
+            model, _tokens(1, 4), max_length=8, cache="turbo4", implementation="jax_triton"
+        )
+
+
+def test_names_and_sizes(model):
+    assert set(KINDS) <= set(models.CACHE_NAMES)
+    for kind in KINDS:
+        assert models.cache_by_name(kind, 3) == kind
+    config = dataclasses.replace(models.SHAPES["llama-3-8b"], num_layers=2)
+    decoder = models.Decoder(None, (), None, None, config=config, dtype=jnp.dtype(jnp.bfloat16))
+    tokens, heads, layers = 3 * 1024, 8, 2
+    for kind, token_bytes in {
+        "paged": 2 * 256,
+        "fp8_e4m3": 2 * 128,
+        "fp8_e5m2": 2 * 128,
+        "turbo4": 2 * 66,
+    }.items():
+        # Shapes are enough, as for the demo's plot.
+        caches = jax.eval_shape(lambda kind=kind: models.init_caches(decoder, 3, 1000, kind))
+        pages = token_bytes * tokens * heads * layers
+        # Beside the pages: tables, lengths, two scales and a counter.
+        assert pages <= caches.nbytes <= pages + layers * 4 * (3 * 16 + 3 + 3 + 3)
+        assert caches.max_length == 1000
+        ratio = 4 * 3 * 1000 * heads * 128 * layers / caches.nbytes
+        assert caches.compression_ratio == pytest.approx(ratio)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((kind, jnp.float32) for kind in KINDS), ("paged", jnp.bfloat16), ("turbo4", jnp.bfloat16)],
+)
+def test_every_paged_cache_stays_close_to_one_forward_pass(model, name, dtype):
+    tokens = _tokens(1, 120)
+    llama = models.Llama(model.config, dtype=dtype, rngs=nnx.Rngs(1))
+    kind = models.cache_by_name(name, 2)
+    session = models.start(llama, tokens[:, :100], max_length=120, cache=kind)
+    assert session.caches.layers[0].pages.dtype == dtype
+    logits = models.score(session, tokens[:, 100:])
+    expected = model(tokens)[:, 99:-1]
+    error = float(jnp.linalg.norm(logits - expected) / jnp.linalg.norm(expected))
+    # What keys and values have of error, each at most 3 or 2 bits of fraction (half of 2**-3, of
+    # 2**-2) or, for turbo4, 0.0095 of the square; independent, so that their squares add.
+    bound = {"paged": 1e-5, "fp8_e4m3": 2**-4, "fp8_e5m2": 2**-3, "turbo4": 0.0975}[name]
+    bound *= np.sqrt(2)
+    if dtype == jnp.bfloat16:
+        # The model itself, in bfloat16 and without any cache.
+        bound += (
+            float(jnp.linalg.norm(llama(tokens)[:, 99:-1] - expected))
+            / float(jnp.linalg.norm(expected))
+            + 2**-8
+        )
+    assert error < bound
+    if name != "paged":
+        assert error > 1e-4
+
+
+@pytest.mark.parametrize("kind", ["fp8_e4m3", "turbo4"])
+def test_ragged_prompts_generate_what_each_generates_alone(model, kind):
+    tokens, lengths = _tokens(2, 70), (70, 7)
+    together = models.generate(
+        model, tokens, max_new_tokens=8, cache=kind, lengths=jnp.array(lengths)
+    )
+    for row, length in enumerate(lengths):
+        alone = models.generate(model, tokens[row : row + 1, :length], max_new_tokens=8, cache=kind)
+        np.testing.assert_array_equal(together[row], alone[0])
+
+
+def test_what_stands_in_the_padding_does_not_matter(model):
+    lengths = jnp.array([9, 70])
+    tokens = _tokens(2, 70)
+    garbage = tokens.at[0, 9:].set(63)
+
+    def run(t):
+        return models.start(model, t, max_length=80, cache="turbo4", lengths=lengths)
+
+    a, b = run(tokens), run(garbage)
+    np.testing.assert_array_equal(a.logits, b.logits)
+    for x, y in zip(jax.tree.leaves(a.caches), jax.tree.leaves(b.caches), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_prompts_in_microbatches_give_the_same_session(model):
+    tokens, lengths = _tokens(5, 70), jnp.array([70, 3, 64, 65, 1])
+
+    def begin(size):
+        return models.start(
+            model,
+            tokens,
+            max_length=80,
+            cache="turbo4",
+            lengths=lengths,
+            prefill_batch_size=size,
+        )
+
+    whole, parts = begin(None), begin(3)
+    np.testing.assert_array_equal(whole.lengths, parts.lengths)
+    np.testing.assert_allclose(whole.logits, parts.logits, atol=1e-5)
+    for a, b in zip(jax.tree.leaves(whole.caches), jax.tree.leaves(parts.caches), strict=True):
+        # Sums of another order round to another code now and then.
+        differ = np.mean(np.asarray(a, np.float32) != np.asarray(b, np.float32))
+        assert differ < 0.01
+
+
+def test_a_pooled_prompt_fills_the_pages(model):
+    tokens = _tokens(2, 70)
+    pooled = models.pooled_by_name("window", window=16, block_size=16)
+    session = models.start(model, tokens, max_length=80, cache="turbo4", pooled_prefill=pooled)
+    plain = models.start(model, tokens, max_length=80, cache="turbo4")
+    # One layer: its keys and values do not depend on how the prompt attended.
+    for a, b in zip(jax.tree.leaves(session.caches), jax.tree.leaves(plain.caches), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_quantized_model_decodes_through_pages():
+    config = dataclasses.replace(models.SHAPES["tiny"], num_layers=1)
+    decoder = models.random_quantized_decoder(config)
+    tokens = _tokens(2, 12)
+    logits = []
+    for kind in ("paged", "exact"):
+        session = models.start(decoder, tokens[:, :-1], max_length=12, cache=kind)
+        logits.append(session.step(tokens[:, -1]).logits)
+    # Both hold bfloat16. Sums rounded differently tip a few activations to the next e4m3 number,
+    # an eighth away at most.
+    paged_logits, expected = logits
+    error = jnp.linalg.norm(paged_logits - expected) / jnp.linalg.norm(expected)
+    assert float(error) < 2**-3
+
+
+def _abstract_step(decoder, batch: int, max_length: int, kind):
+    """The compiled step for caches of this size, without any cache being made."""
+    caches = jax.eval_shape(lambda: models.init_caches(decoder, batch, max_length, kind))
+    tokens = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    lowered = generation.decode_step.lower(decoder, caches, tokens, tokens, implementation=None)
+    return caches.nbytes, lowered.compile().memory_analysis()
+
+
+def test_a_step_updates_the_pages_in_place(model):
+    decoder = models.unstack(model)
+    small, analysis = _abstract_step(decoder, 2, 512, "turbo4")
+    large, larger = _abstract_step(decoder, 2, 2048, "turbo4")
+    assert analysis.alias_size_in_bytes == small
+    assert larger.alias_size_in_bytes == large
+    growth = larger.temp_size_in_bytes - analysis.temp_size_in_bytes
+    # A copy of one layer's keys would be almost a half.
+    assert growth < (large - small) / 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_needs_no_copy_of_the_pages_on_a_gpu(kind):
+    config = dataclasses.replace(models.SHAPES["tiny"], head_dim=64, max_length=32768)
+    decoder = models.random_decoder(config)
+    small, analysis = _abstract_step(decoder, 4, 4096, kind)
+    large, larger = _abstract_step(decoder, 4, 32768, kind)
+    assert larger.alias_size_in_bytes == large
+    growth = larger.temp_size_in_bytes - analysis.temp_size_in_bytes
+    # One copy of one layer's keys would be a quarter.
+    assert growth < (large - small) / 10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kernel_gives_the_logits_of_the_definition(kind):
+    config = dataclasses.replace(models.SHAPES["tiny"], head_dim=64, max_length=2048)
+    decoder = models.random_decoder(config)
+    tokens = jax.random.randint(jax.random.key(0), (3, 700), 0, config.vocab_size)
+    lengths = jnp.array([700, 64, 513])
+
+    def logits(implementation):
+        session = models.start(
+            decoder,
+            tokens,
+            max_length=720,
+            cache=kind,
+            lengths=lengths,
+            implementation=implementation,
+        )
+        return models.score(session, tokens[:, :8])
+
+    expected = logits("xla")
+    np.testing.assert_allclose(logits(None), expected, atol=0.05 * float(jnp.std(expected)))

@@ -1,0 +1,212 @@
+"""`paged_attention` in plain JAX against a float64 oracle over the pages' content."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from paged_helpers import (
+    KV_DTYPES,
+    OPTIONS,
+    SHAPES,
+    alternating,
+    assert_matches_oracle,
+    attend,
+    check_chunks,
+    check_donated,
+    check_nan,
+    check_neighbours_and_places,
+    equal,
+    filled,
+    normal,
+    options_of,
+)
+
+import turbojax as tj
+from turbojax.cache import paged
+from turbojax.ops.paged_attention import paged_attention
+
+
+@pytest.mark.parametrize(("name", "kv_dtype"), alternating(SHAPES))
+def test_equals_the_oracle(name, kv_dtype):
+    lengths, kv_heads, dim, heads, count = SHAPES[name]
+    cache, tables = filled(kv_dtype, lengths, kv_heads, dim)
+    query = normal(3, (len(lengths), count, heads, dim))
+    assert_matches_oracle(query, cache, tables, lengths)
+
+
+@pytest.mark.parametrize(("name", "kv_dtype"), alternating(OPTIONS))
+def test_options(name, kv_dtype):
+    arguments, options = options_of(name, kv_dtype)
+    assert_matches_oracle(*arguments, **options)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_half_precision(kv_dtype):
+    dtype = jnp.float16 if kv_dtype in ("auto", "fp8_e5m2") else jnp.bfloat16
+    lengths = (90, 20)
+    cache, tables = filled(kv_dtype, lengths, 2, 64, dtype=dtype)
+    assert_matches_oracle(normal(5, (2, 2, 4, 64), dtype), cache, tables, lengths)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_page_sizes_do_not_matter(kv_dtype):
+    lengths, query = (300, 17), normal(6, (2, 2, 4, 32))
+    want = None
+    for page_size in (16, 64, 128):
+        cache, tables = filled(kv_dtype, lengths, page_size=page_size)
+        got = attend(query, cache, tables, np.asarray(lengths, np.int32), return_residual=True)
+        want = got if want is None else want
+        equal(got, want)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_neighbours_and_places_do_not_matter(kv_dtype):
+    check_neighbours_and_places(attend, kv_dtype)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_chunks_do_not_matter(kv_dtype):
+    dtype = jnp.float32 if kv_dtype in ("auto", "turbo4") else jnp.bfloat16
+    check_chunks(attend, kv_dtype, dtype)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_what_is_not_finite_reaches_what_attends_to_it(kv_dtype):
+    check_nan(attend, kv_dtype)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_what_is_out_of_range_is_nan_under_jit(kv_dtype):
+    """For that sequence, padding included; the others' bits stay."""
+    lengths = np.asarray((40, 33, 20, 0, 48), np.int32)
+    cache, tables = filled(kv_dtype, tuple(lengths.tolist()))
+    query, real = normal(8, (5, 2, 4, 32)), jnp.asarray((2, 1, 2, 2, 2), jnp.int32)
+    want = attend(query, cache, tables, lengths, query_seq_lengths=real, return_residual=True)
+    assert not any(np.isnan(x).any() for x in want)
+
+    def bad(tables, lengths, *broken):
+        got = attend(query, cache, tables, lengths, query_seq_lengths=real, return_residual=True)
+        sound = np.setdiff1d(np.arange(5), broken)
+        equal([x[sound] for x in got], [x[sound] for x in want])
+        for x in got:
+            assert np.isnan(np.asarray(x)[list(broken)]).all()
+
+    bad(tables.at[1, 2].set(-1), lengths, 1)
+    bad(tables.at[0, 0].set(cache.num_pages).at[1, 1].set(2**31 - 1), lengths, 0, 1)
+    bad(tables, np.asarray((49, 33, -1, 0, 2**31 - 1), np.int32), 0, 2, 4)
+    # What no token needs may be anything.
+    bad(tables.at[2, 2].set(2**30).at[3].set(-5), lengths)
+
+
+def test_queries_past_their_number_under_jit_act_as_the_nearest():
+    lengths = (40, 33)
+    cache, tables = filled("auto", lengths)
+    query = normal(9, (2, 3, 4, 32))
+    call = functools.partial(attend, query, cache, tables, np.asarray(lengths, np.int32))
+    equal(
+        call(query_seq_lengths=jnp.asarray([7, -2], jnp.int32)),
+        call(query_seq_lengths=jnp.asarray([3, 0], jnp.int32)),
+    )
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "turbo4"])
+def test_transforms(kv_dtype):
+    """Eager and jitted the same bits; vmap and scan the same numbers."""
+    caches = [filled(kv_dtype, (20, 4), seed=seed) for seed in (0, 1)]
+    pools, tables = jax.tree.map(lambda *x: jnp.stack(x), *caches)
+    lengths = jnp.asarray((20, 4), jnp.int32)
+    query = normal(9, (2, 2, 1, 4, 32))
+    want = [attend(q, *c, lengths) for q, c in zip(query, caches, strict=True)]
+    equal(paged_attention(query[0], *caches[0], lengths), want[0])
+    want = jnp.stack(want)
+    got = jax.vmap(paged_attention, in_axes=(0, 0, 0, None))(query, pools, tables, lengths)
+    np.testing.assert_allclose(got, want, atol=1e-6)
+    _, scanned = jax.lax.scan(
+        lambda c, x: (c, paged_attention(*x, lengths)), None, (query, pools, tables)
+    )
+    np.testing.assert_allclose(scanned, want, atol=1e-6)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_append_and_attend_with_a_donated_pool(kv_dtype):
+    check_donated(attend, kv_dtype)
+
+
+def test_memory_does_not_grow_with_the_sequences():
+    """Tile by tile: far less than the keys in float32 would take."""
+    cache = jax.eval_shape(lambda: paged.init_paged_cache(2**11, 64, 2, 64))
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 2**11), (1,))]
+    query = jax.ShapeDtypeStruct((1, 16, 8, 64), jnp.bfloat16)
+    compiled = attend.lower(query, cache, *arrays).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**17 * 2 * 64 * 4 / 16
+
+
+# Refusals ----------------------------------------------------------------------------------------
+
+
+def test_gradients_are_refused():
+    cache, tables = filled("auto", (20, 4))
+    lengths = jnp.asarray((20, 4), jnp.int32)
+    with pytest.raises(NotImplementedError, match="paged_attention has no gradient"):
+        jax.grad(lambda q: paged_attention(q, cache, tables, lengths).sum())(
+            normal(0, (2, 1, 4, 32))
+        )
+
+
+QUERY = jnp.zeros((2, 1, 4, 32))
+
+
+def ask(query=QUERY, cache=None, tables=None, lengths=(20, 4), **options):
+    held, places = filled("auto", (20, 4))
+    return paged_attention(
+        query,
+        held if cache is None else cache,
+        places if tables is None else tables,
+        jnp.asarray(lengths),
+        **options,
+    )
+
+
+TABLES = jnp.asarray([[0, 1], [2, -1]], jnp.int32)
+WRONG = {
+    "cache": (TypeError, lambda: ask(cache=tj.init_cache(2, 9, 2, 32)), "must be a PagedCache"),
+    "rank": (ValueError, lambda: ask(QUERY[0]), r"\(1, 4, 32\).*\[B, T, N, H\]"),
+    "dtype": (TypeError, lambda: ask(QUERY.astype(jnp.bfloat16)), "bfloat16.*float32"),
+    "head dim": (ValueError, lambda: ask(QUERY[..., :16]), r"\[B, T, N, 32\]"),
+    "heads": (ValueError, lambda: ask(QUERY[:, :, :3]), "3 query heads.*multiple of 2"),
+    "batch": (ValueError, lambda: ask(QUERY[:1]), r"\[1, max_pages\]"),
+    "table's dtype": (TypeError, lambda: ask(tables=TABLES.astype(jnp.float32)), "integer type"),
+    "page": (
+        ValueError,
+        lambda: ask(tables=TABLES.at[0, 1].set(6)),
+        r"block_tables\[0, 1\]=6 is needed.*0\.\.5",
+    ),
+    "no page": (ValueError, lambda: ask(lengths=(20, 17), tables=TABLES), r"\[1, 1\]=-1.*needed"),
+    "too long": (ValueError, lambda: ask(lengths=(33, 4)), r"lengths=\[33, 4\].*between 0 and 32"),
+    "negative length": (ValueError, lambda: ask(lengths=(-1, 4)), "between 0 and 32"),
+    "lengths": (ValueError, lambda: ask(lengths=(4,)), r"lengths.shape=\(1,\) must be \(2,\)"),
+    "lengths' dtype": (TypeError, lambda: ask(lengths=(4.0, 3.0)), "integer type"),
+    "query lengths": (
+        ValueError,
+        lambda: ask(query_seq_lengths=jnp.asarray([2, 0])),
+        r"query_seq_lengths=\[2, 0\].*between 0 and 1",
+    ),
+    "window": (ValueError, lambda: ask(local_window_size=-1), "integers >= 0"),
+    "soft cap": (ValueError, lambda: ask(logits_soft_cap=-1.0), "logits_soft_cap=-1.0.*positive"),
+    "scale": (TypeError, lambda: ask(scale="a"), "scale is a str"),
+    "name": (ValueError, lambda: ask(implementation="cuda"), "implementation='cuda'.*one of"),
+    "no such": (
+        NotImplementedError,
+        lambda: ask(implementation="jax_triton"),
+        "paged_attention has no implementation='jax_triton'; it has",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_call_says_what_is_wrong(name):
+    error, call, message = WRONG[name]
+    with pytest.raises(error, match=message):
+        call()

@@ -1,0 +1,362 @@
+"""`PageAllocator`: which pages of a pool each sequence holds. Host code, no arrays of jax."""
+
+import array
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from turbojax import _checks
+
+
+class PoolExhausted(RuntimeError):
+    """Too few pages are free for what was asked; nothing has changed.
+
+    Attributes:
+      needed: pages that the call needs.
+      free: pages that are free.
+    """
+
+    def __init__(self, needed: int, free: int) -> None:
+        super().__init__(f"{needed} pages are needed and {free} are free")
+        self.needed = needed
+        self.free = free
+
+
+@dataclasses.dataclass(frozen=True)
+class PageCopy:
+    """A page to copy before its sequence writes on: it was shared and partially filled.
+
+    Attributes:
+      source: page to read.
+      destination: page to write, which stands in the sequence's table already.
+    """
+
+    source: int
+    destination: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolStatistics:
+    """What a `PageAllocator` has handed out.
+
+    Attributes:
+      num_pages: pages of the pool.
+      free: pages that nobody holds.
+      shared: pages with more than one holder, a prefix cache counted as one.
+      sequences: sequences alive.
+      tokens: tokens that they hold; one in a shared page counts for each sequence.
+      bytes: bytes of the pages held, None where the size of a page was not given.
+    """
+
+    num_pages: int
+    free: int
+    shared: int
+    sequences: int
+    tokens: int
+    bytes: int | None
+
+    @property
+    def used(self) -> int:
+        """Pages held by someone."""
+        return self.num_pages - self.free
+
+
+@dataclasses.dataclass
+class _Sequence:
+    pages: array.array
+    length: int
+
+
+class PageAllocator:
+    """Hands out the pages of a pool to sequences, with shared pages and copy on write.
+
+    A sequence holds just the pages its tokens need, in order. All pages are alike, and a block
+    table takes any of them in any order, so nothing fragments and there is nothing to defragment.
+
+    A page may have several holders: sequences (after `fork`, or when allocated with a prefix), and
+    whoever called `retain`. It is free again when the last of them lets go. Full pages are never
+    written again, so they are shared as they are; a page partially filled is copied when one of
+    several holders extends it.
+
+    Not thread-safe. What fails changes nothing.
+
+    Args:
+      num_pages: pages of the pool.
+      page_size: tokens a page.
+
+    Raises:
+      TypeError: if one is no integer.
+      ValueError: if one is less than 1.
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        _checks.check_sizes(num_pages=num_pages, page_size=page_size)
+        self._page_size = int(page_size)
+        self._holders = [0] * int(num_pages)
+        # How many of the holders are `retain`'s.
+        self._retained = [0] * int(num_pages)
+        # A stack: a page used a moment ago is taken first. Page 0 comes first of all.
+        self._free = list(range(int(num_pages) - 1, -1, -1))
+        self._sequences: dict[int, _Sequence] = {}
+        self._next_id = 0
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool."""
+        return len(self._holders)
+
+    @property
+    def page_size(self) -> int:
+        """Tokens a page."""
+        return self._page_size
+
+    @property
+    def num_free(self) -> int:
+        """Pages that nobody holds."""
+        return len(self._free)
+
+    @property
+    def occupancy(self) -> float:
+        """The part of the pages that someone holds, 0 to 1."""
+        return 1 - self.num_free / self.num_pages
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """The sequences alive, oldest first."""
+        return tuple(self._sequences)
+
+    def allocate(self, tokens: int = 0, prefix_pages: Iterable[int] = ()) -> int:
+        """A new sequence.
+
+        Args:
+          tokens: tokens it holds, those of the prefix not counted.
+          prefix_pages: full pages in use that it begins with and shares, from a `PrefixCache` or
+            another sequence. Its length is then ``len(prefix_pages) * page_size + tokens``.
+
+        Returns:
+          Its id, never used before.
+
+        Raises:
+          PoolExhausted: if too few pages are free.
+          TypeError: if `tokens` or a page is no integer.
+          ValueError: if `tokens` is negative, or a page of the prefix is free or not in the pool.
+        """
+        _check_tokens(tokens)
+        shared = [self._in_use(page) for page in prefix_pages]
+        fresh = self._take(self._pages_for(tokens))
+        for page in shared:
+            self._holders[page] += 1
+        length = len(shared) * self.page_size + int(tokens)
+        return self._add(_Sequence(array.array("i", [*shared, *fresh]), length))
+
+    def extend(self, sequence: int, tokens: int) -> list[PageCopy]:
+        """Makes room for more tokens, all of them or none.
+
+        Args:
+          sequence: its id.
+          tokens: how many more it will hold.
+
+        Returns:
+          What to copy (`turbojax.paged.copy_pages`) before any page is written, forked or freed:
+          the last page, if it was partially filled and has other holders, who keep the old one.
+
+        Raises:
+          PoolExhausted: if too few pages are free.
+          KeyError: if there is no such sequence.
+          TypeError: if `tokens` is no integer.
+          ValueError: if `tokens` is negative.
+        """
+        state = self._find(sequence)
+        _check_tokens(tokens)
+        pages, length = state.pages, state.length + int(tokens)
+        is_partial = tokens > 0 and state.length % self.page_size > 0
+        replaces = is_partial and self._holders[pages[-1]] > 1
+        fresh = self._take(self._pages_for(length) - len(pages) + int(replaces))
+        copies = []
+        if replaces:
+            copies = [PageCopy(source=pages[-1], destination=fresh[0])]
+            self._holders[pages.pop()] -= 1
+        pages.extend(fresh)
+        state.length = length
+        return copies
+
+    def fork(self, sequence: int) -> int:
+        """A new sequence with the same tokens, sharing all pages.
+
+        Args:
+          sequence: id of the one to fork.
+
+        Returns:
+          The new one's id.
+
+        Raises:
+          KeyError: if there is no such sequence.
+        """
+        state = self._find(sequence)
+        for page in state.pages:
+            self._holders[page] += 1
+        return self._add(_Sequence(state.pages[:], state.length))
+
+    def free(self, sequence: int) -> None:
+        """Ends a sequence: pages without another holder are free.
+
+        Args:
+          sequence: its id.
+
+        Raises:
+          KeyError: if there is no such sequence, as when it was freed before.
+        """
+        state = self._find(sequence)
+        del self._sequences[sequence]
+        # The first page is to be on top of the stack.
+        for page in reversed(state.pages):
+            self._let_go(page)
+
+    def length(self, sequence: int) -> int:
+        """Tokens that a sequence holds; KeyError if there is no such sequence."""
+        return self._find(sequence).length
+
+    def pages(self, sequence: int) -> tuple[int, ...]:
+        """Pages that a sequence holds, in order; KeyError if there is no such sequence."""
+        return tuple(self._find(sequence).pages)
+
+    def block_tables(self, sequences: Sequence[int | None], max_pages: int) -> np.ndarray:
+        """The block tables of several sequences.
+
+        Args:
+          sequences: ids; None gives a row without pages.
+          max_pages: columns.
+
+        Returns:
+          int32 ``[B, max_pages]``, -1 past each sequence's pages.
+
+        Raises:
+          KeyError: if there is no such sequence.
+          TypeError: if `max_pages` is no integer.
+          ValueError: if `max_pages` is less than 1 or than what a sequence holds.
+        """
+        _checks.check_sizes(max_pages=max_pages)
+        tables = np.full((len(sequences), max_pages), -1, np.int32)
+        for row, sequence in zip(tables, sequences, strict=True):
+            if sequence is None:
+                continue
+            pages = self._find(sequence).pages
+            if len(pages) > max_pages:
+                raise ValueError(
+                    f"{max_pages=} must be at least {len(pages)}, what sequence {sequence} holds"
+                )
+            row[: len(pages)] = pages
+        return tables
+
+    def holders(self, page: int) -> int:
+        """How many sequences and retainers hold a page; ValueError if it is not in the pool."""
+        return self._holders[self._in_pool(page)]
+
+    def retain(self, page: int) -> None:
+        """Holds a page in use on behalf of no sequence, as a prefix cache does.
+
+        Args:
+          page: its number.
+
+        Raises:
+          TypeError: if it is no integer.
+          ValueError: if it is free or not in the pool.
+        """
+        page = self._in_use(page)
+        self._holders[page] += 1
+        self._retained[page] += 1
+
+    def release(self, page: int) -> None:
+        """Takes one `retain` back; without another holder the page is free.
+
+        Args:
+          page: its number.
+
+        Raises:
+          TypeError: if it is no integer.
+          ValueError: if it is not in the pool or not retained.
+        """
+        page = self._in_pool(page)
+        if not self._retained[page]:
+            raise ValueError(f"{page=} must be retained before it is released")
+        self._retained[page] -= 1
+        self._let_go(page)
+
+    def statistics(self, page_bytes: int | None = None) -> PoolStatistics:
+        """Pages, sequences, tokens and, given the bytes of a page, bytes handed out."""
+        used = self.num_pages - self.num_free
+        return PoolStatistics(
+            num_pages=self.num_pages,
+            free=self.num_free,
+            shared=sum(count > 1 for count in self._holders),
+            sequences=len(self._sequences),
+            tokens=sum(state.length for state in self._sequences.values()),
+            bytes=None if page_bytes is None else used * page_bytes,
+        )
+
+    def validate(self) -> None:
+        """Checks that holders are those of tables and retainers, and the rest is free, once.
+
+        Raises:
+          ValueError: naming what is broken.
+        """
+        holders = list(self._retained)
+        for sequence, state in self._sequences.items():
+            if len(state.pages) != self._pages_for(state.length):
+                raise ValueError(
+                    f"sequence {sequence} has {len(state.pages)} pages for {state.length} tokens"
+                )
+            for page in state.pages:
+                holders[page] += 1
+        for page, (counted, kept) in enumerate(zip(holders, self._holders, strict=True)):
+            if counted != kept:
+                raise ValueError(f"page {page} has {counted} holders, {kept} are on record")
+        free = [page for page, count in enumerate(holders) if count == 0]
+        if sorted(self._free) != free:
+            raise ValueError(f"pages {sorted(self._free)} are listed as free, must be {free}")
+
+    def _add(self, state: _Sequence) -> int:
+        sequence, self._next_id = self._next_id, self._next_id + 1
+        self._sequences[sequence] = state
+        return sequence
+
+    def _find(self, sequence: int) -> _Sequence:
+        state = self._sequences.get(sequence)
+        if state is None:
+            raise KeyError(f"there is no sequence {sequence!r}: it was freed or never allocated")
+        return state
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-int(tokens) // self.page_size)
+
+    def _take(self, count: int) -> list[int]:
+        if count > self.num_free:
+            raise PoolExhausted(count, self.num_free)
+        taken = [self._free.pop() for _ in range(count)]
+        for page in taken:
+            self._holders[page] = 1
+        return taken
+
+    def _let_go(self, page: int) -> None:
+        self._holders[page] -= 1
+        if self._holders[page] == 0:
+            self._free.append(page)
+
+    def _in_pool(self, page: int) -> int:
+        _checks.check_integer("page", page)
+        if not 0 <= page < self.num_pages:
+            raise ValueError(f"{page=} must be within 0..{self.num_pages - 1}")
+        return int(page)
+
+    def _in_use(self, page: int) -> int:
+        page = self._in_pool(page)
+        if not self._holders[page]:
+            raise ValueError(f"{page=} is free: only a page in use can be shared")
+        return page
+
+
+def _check_tokens(tokens: int) -> None:
+    _checks.check_integer("tokens", tokens)
+    if tokens < 0:
+        raise ValueError(f"{tokens=} must not be negative")

@@ -1,0 +1,190 @@
+"""Checks of block tables, lengths and page numbers against the pool they are for."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from turbojax import _checks
+
+Pool = Any
+"""A `PagedCache`."""
+
+
+def check_block_tables(block_tables: jax.Array, batch_size: int | None = None) -> jax.Array:
+    """Returns block tables as int32 ``[B, max_pages]``.
+
+    Raises:
+      TypeError: if they are no integers.
+      ValueError: if the shape is another.
+    """
+    block_tables = jnp.asarray(block_tables)
+    if not jnp.issubdtype(block_tables.dtype, jnp.integer):
+        raise TypeError(f"block_tables.dtype={block_tables.dtype} must be an integer type")
+    batch = "B" if batch_size is None else batch_size
+    fits = block_tables.ndim == 2 and batch_size in (None, block_tables.shape[0])
+    if not fits or 0 in block_tables.shape:
+        raise ValueError(f"{block_tables.shape=} must be [{batch}, max_pages], no axis empty")
+    return block_tables.astype(jnp.int32)
+
+
+def check_lengths(name: str, lengths: jax.Array, batch_size: int) -> jax.Array:
+    """Returns lengths as int32 ``[B]``; whether they fit their tables is checked elsewhere.
+
+    Raises:
+      TypeError: if they are no integers.
+      ValueError: if the shape is another.
+    """
+    lengths = jnp.asarray(lengths)
+    if not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise TypeError(f"{name}.dtype={lengths.dtype} must be an integer type")
+    if lengths.shape != (batch_size,):
+        raise ValueError(f"{name}.shape={lengths.shape} must be ({batch_size},), one per sequence")
+    return lengths.astype(jnp.int32)
+
+
+def readable(pool: Pool, block_tables: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Bool ``[B]``: whether the length fits the table and all pages needed are in the pool."""
+    entries = block_tables.shape[1]
+    fits = (lengths >= 0) & (lengths <= entries * pool.page_size)
+    first = jnp.arange(entries, dtype=jnp.int32)[None] * pool.page_size
+    has_page = (block_tables >= 0) & (block_tables < pool.num_pages)
+    return fits & jnp.all(has_page | (first >= lengths[:, None]), axis=1)
+
+
+def check_readable(pool: Pool, block_tables: jax.Array, lengths: jax.Array) -> None:
+    """Raises ValueError unless all sequences are `readable`; under `jit`, nothing can be seen."""
+    if not _checks.is_concrete(block_tables, lengths):
+        return
+    tables, held = np.asarray(block_tables), np.asarray(lengths)
+    room = tables.shape[1] * pool.page_size
+    if np.any((held < 0) | (held > room)):
+        raise ValueError(
+            f"lengths={held.tolist()} must be between 0 and {room}, "
+            f"what {tables.shape[1]} pages of {pool.page_size} tokens hold"
+        )
+    needed = np.arange(tables.shape[1])[None] * pool.page_size < held[:, None]
+    _check_entries(pool, tables, needed)
+
+
+def check_places(
+    pool: Pool, block_tables: jax.Array, lengths: jax.Array, new_lengths: jax.Array
+) -> None:
+    """Raises ValueError unless each new token has a place of its own; not under `jit`."""
+    if not _checks.is_concrete(block_tables, lengths, new_lengths):
+        return
+    tables, before = np.asarray(block_tables), np.asarray(lengths).astype(np.int64)
+    after = before + np.asarray(new_lengths)
+    room = tables.shape[1] * pool.page_size
+    if np.any((before < 0) | (before > room)):
+        raise ValueError(f"lengths={before.tolist()} must be between 0 and {room}")
+    if np.any(after > room):
+        raise ValueError(
+            f"appending would give lengths {after.tolist()}, which must be at most {room}, "
+            f"what {tables.shape[1]} pages of {pool.page_size} tokens hold"
+        )
+    first = np.arange(tables.shape[1])[None] * pool.page_size
+    written = (first + pool.page_size > before[:, None]) & (first < after[:, None])
+    _check_entries(pool, tables, written)
+    _check_distinct(pool, tables, written, before, after)
+
+
+def _check_distinct(
+    pool: Pool, tables: np.ndarray, written: np.ndarray, before: np.ndarray, after: np.ndarray
+) -> None:
+    pages, counts = np.unique(tables[written], return_counts=True)
+    for page in pages[counts > 1]:
+        taken = np.zeros(pool.page_size, np.int64)
+        for b, entry in np.argwhere(written & (tables == page)):
+            start = entry * pool.page_size
+            taken[max(before[b] - start, 0) : max(after[b] - start, 0)] += 1
+        if np.any(taken > 1):
+            raise ValueError(
+                f"two tokens would be written to slot {int(np.argmax(taken > 1))} of page {page}: "
+                "a shared page must be copied before it is extended"
+            )
+
+
+def check_page_numbers(pool: Pool, name: str, pages: jax.Array, count: int | None) -> jax.Array:
+    """Returns page numbers as int32 ``[n]``; -1 is padding.
+
+    Raises:
+      TypeError: if they are no integers.
+      ValueError: if the shape is another than ``[count]``, or, outside `jit`, one is neither -1 nor
+        in the pool.
+    """
+    pages = jnp.asarray(pages)
+    if not jnp.issubdtype(pages.dtype, jnp.integer):
+        raise TypeError(f"{name}.dtype={pages.dtype} must be an integer type")
+    if pages.ndim != 1 or count not in (None, pages.size):
+        raise ValueError(f"{name}.shape={pages.shape} must be [{'n' if count is None else count}]")
+    if _checks.is_concrete(pages):
+        numbers = np.asarray(pages)
+        if np.any((numbers < -1) | (numbers >= pool.num_pages)):
+            raise ValueError(
+                f"{name}={numbers.tolist()} must be within 0..{pool.num_pages - 1}, or -1 to skip"
+            )
+    return pages.astype(jnp.int32)
+
+
+def check_destinations(name: str, pages: jax.Array) -> None:
+    """Raises ValueError, outside `jit`, where a page would be written twice."""
+    if _checks.is_concrete(pages):
+        numbers, counts = np.unique(np.asarray(pages), return_counts=True)
+        if np.any(twice := (counts > 1) & (numbers != -1)):
+            raise ValueError(f"{name} names page {numbers[twice][0]} more than once")
+
+
+def check_range(
+    pool: Pool,
+    key: jax.Array,
+    value: jax.Array,
+    content: Mapping[str, jax.Array],
+    new_lengths: jax.Array,
+) -> None:
+    """Raises ValueError, outside `jit`, where a finite value is beyond what the format stores."""
+    seen = _checks.is_concrete(key, value, new_lengths, *content.values())
+    if pool.kv_dtype == "auto" or not seen:
+        return
+    real = np.arange(key.shape[1])[None] < np.asarray(new_lengths)[:, None]
+    for name, x in (("key", key), ("value", value)):
+        stored = content.get(f"{name}_norm", content[name])
+        beyond = np.asarray(_beyond(x, stored)) & real
+        if np.any(beyond):
+            b, t = np.argwhere(beyond)[0]
+            raise ValueError(f"{name}[{b}, {t}] {_explain(pool, name)}")
+
+
+@jax.jit
+def _beyond(x: jax.Array, stored: jax.Array) -> jax.Array:
+    """Bool ``[B, T]``: finite vectors that became NaN."""
+    axes = tuple(range(2, x.ndim))
+    finite = jnp.all(jnp.isfinite(x), axis=-1)
+    # Before a conversion, and exact: NaN differs from itself.
+    nan = jnp.isnan(stored.astype(jnp.float32))
+    lost = finite & (nan if nan.ndim == finite.ndim else jnp.any(nan, axis=-1))
+    return jnp.any(lost, axis=axes[:-1])
+
+
+def _explain(pool: Pool, name: str) -> str:
+    if pool.kv_dtype == "turbo4":
+        largest = float(jnp.finfo(jnp.float16).max)
+        return f"has a norm beyond {largest:g}, the largest that turbo4 stores in float16"
+    scale = float(getattr(pool, f"{name}_scale"))
+    largest = float(jnp.finfo(getattr(pool, name).dtype).max)
+    return (
+        f"holds values beyond {largest * scale:g}, the largest of "
+        f"kv_dtype={pool.kv_dtype!r} with {name}_scale={scale:g}"
+    )
+
+
+def _check_entries(pool: Pool, tables: np.ndarray, needed: np.ndarray) -> None:
+    bad = needed & ((tables < 0) | (tables >= pool.num_pages))
+    if np.any(bad):
+        b, entry = np.argwhere(bad)[0]
+        raise ValueError(
+            f"block_tables[{b}, {entry}]={tables[b, entry]} is needed and must be within "
+            f"0..{pool.num_pages - 1}"
+        )

@@ -1,0 +1,10 @@
+"""Continuous batching: requests that come at any time, through one model and one pool of pages."""
+
+from turbojax.models.engine.engine import Engine as Engine
+from turbojax.models.engine.requests import Event as Event
+from turbojax.models.engine.requests import Finished as Finished
+from turbojax.models.engine.requests import NewToken as NewToken
+from turbojax.models.engine.requests import Request as Request
+from turbojax.models.engine.requests import Result as Result
+from turbojax.models.engine.requests import Sampling as Sampling
+from turbojax.models.engine.statistics import EngineStatistics as EngineStatistics

@@ -1,0 +1,266 @@
+"""Which sequences a step runs, and whose pages are where: host code, no arrays.
+
+First come, first served. Where the pool is full, what only the prefix cache holds goes first, then
+the youngest running sequence leaves for host memory, and comes back before any new one is
+admitted. The youngest itself waits instead. So the oldest always goes on, and as every request
+fits into the pool alone, all of them end.
+"""
+
+import collections
+import dataclasses
+import enum
+
+from turbojax import paged
+from turbojax.models.engine.requests import Request
+
+
+class Status(enum.Enum):
+    """Where a sequence is."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    SWAPPED = "swapped"
+    LEFT = "left"  # without slot and pages; its last token may still be on its way
+    DONE = "done"
+
+
+@dataclasses.dataclass(eq=False)
+class Sequence:
+    """A request on its way.
+
+    Attributes:
+      request_id: increases with the order of arrival.
+      request: what was asked for.
+      status: where it is.
+      slot: of the compiled step, while running.
+      handle: of the allocator, while running.
+      held: tokens in its pages, or on their way there.
+      sampled: new tokens chosen, or on their way here.
+      new_tokens: those that are known.
+      reused: tokens of the prompt found in the prefix cache.
+      preemptions: how often it left.
+      override: the next step takes its token from the host, not from the slot.
+    """
+
+    request_id: int
+    request: Request
+    status: Status = Status.WAITING
+    slot: int = -1
+    handle: int = -1
+    held: int = 0
+    sampled: int = 0
+    new_tokens: list[int] = dataclasses.field(default_factory=list)
+    reused: int = 0
+    preemptions: int = 0
+    override: bool = False
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether part of the prompt is still to run."""
+        return self.held < len(self.request.tokens)
+
+    def tokens(self, first: int, count: int) -> list[int]:
+        """Known tokens of prompt and result from position `first` on, at most `count`."""
+        everything = [*self.request.tokens, *self.new_tokens]
+        return everything[first : first + count]
+
+
+@dataclasses.dataclass
+class Plan:
+    """What happens before and in a step.
+
+    Attributes:
+      leaving: sequences that leave the pool, and the pages to read before anything is written.
+      returning: sequences that come back, and the pages to write.
+      decoding: sequences that run one token; `held` does not count it yet.
+      piece: the sequence whose prompt runs, and how many tokens of it.
+    """
+
+    leaving: list[tuple[Sequence, tuple[int, ...]]] = dataclasses.field(default_factory=list)
+    returning: list[tuple[Sequence, tuple[int, ...]]] = dataclasses.field(default_factory=list)
+    decoding: list[Sequence] = dataclasses.field(default_factory=list)
+    piece: tuple[Sequence, int] | None = None
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to run."""
+        return not self.decoding and self.piece is None
+
+
+class Scheduler:
+    """Queues, slots and pages.
+
+    Invariants:
+      - Running sequences are older than swapped ones, and those older than waiting ones.
+      - At most one running sequence is in its prompt.
+      - Only full pages are shared, so no page that is written is.
+
+    Args:
+      allocator: of the pool's pages.
+      prefixes: what finds pages of earlier prompts; None for no reuse.
+      slots: sequences that run at a time.
+      piece_size: tokens of a prompt that run at a time.
+    """
+
+    def __init__(
+        self,
+        allocator: paged.PageAllocator,
+        prefixes: paged.PrefixCache | None,
+        slots: int,
+        piece_size: int,
+    ) -> None:
+        self._allocator = allocator
+        self._prefixes = prefixes
+        self._piece_size = piece_size
+        self._free_slots = list(range(slots))[::-1]
+        self.waiting: collections.deque[Sequence] = collections.deque()
+        self.running: list[Sequence] = []
+        self.swapped: list[Sequence] = []
+        self.preemptions = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a new sequence."""
+        self.waiting.append(sequence)
+
+    def plan(self) -> Plan:
+        """Decides on the next step; pages for its new tokens are allocated."""
+        plan = Plan()
+        self._resume(plan)
+        self._admit()
+        for sequence in sorted(self.running, key=_age):
+            # Making room for an older one may have sent this one away.
+            if sequence.status is not Status.RUNNING:
+                continue
+            count = self._new_tokens(sequence)
+            if not self._make_room(sequence, count, plan):
+                continue
+            if sequence.prefilling:
+                plan.piece = (sequence, count)
+            else:
+                plan.decoding.append(sequence)
+        return plan
+
+    def release(self, sequence: Sequence, status: Status) -> None:
+        """Takes a sequence out of its queue; its full pages stay in the prefix cache.
+
+        Args:
+          sequence: in any status.
+          status: `LEFT` or `DONE`.
+        """
+        if sequence.status is Status.RUNNING:
+            self.keep_prefix(sequence)
+            self._leave(sequence)
+        elif sequence.status is Status.SWAPPED:
+            self.swapped.remove(sequence)
+        elif sequence.status is Status.WAITING:
+            self.waiting.remove(sequence)
+        sequence.status = status
+
+    def keep_prefix(self, sequence: Sequence) -> None:
+        """Lets later requests find the full pages of a running sequence's known tokens."""
+        if self._prefixes is None:
+            return
+        size = self._allocator.page_size
+        known = sequence.tokens(0, sequence.held)
+        count = len(known) // size
+        pages = self._allocator.pages(sequence.handle)[:count]
+        self._prefixes.insert(known[: count * size], pages)
+
+    def _new_tokens(self, sequence: Sequence) -> int:
+        rest = len(sequence.request.tokens) - sequence.held
+        return min(rest, self._piece_size) if rest > 0 else 1
+
+    def _resume(self, plan: Plan) -> None:
+        """Brings back swapped sequences, oldest first, while there is room."""
+        while self.swapped and self._free_slots:
+            sequence = min(self.swapped, key=_age)
+            if not self._has_room(sequence.held + self._new_tokens(sequence)):
+                return
+            self.swapped.remove(sequence)
+            sequence.handle = self._allocator.allocate(sequence.held)
+            self._start(sequence)
+            # The slot does not know its last token.
+            sequence.override = not sequence.prefilling
+            plan.returning.append((sequence, self._allocator.pages(sequence.handle)))
+
+    def _admit(self) -> None:
+        """Starts the oldest waiting sequence, if a slot, the prompt's turn and the pages allow."""
+        busy = self.swapped or any(sequence.prefilling for sequence in self.running)
+        if busy or not self.waiting or not self._free_slots:
+            return
+        sequence = self.waiting[0]
+        prompt = list(sequence.request.tokens)
+        found: tuple[int, ...] = ()
+        if self._prefixes is not None:
+            # The last token has to run: its logits choose the next.
+            found, sequence.held = self._prefixes.lookup(prompt[:-1])
+        # Allocated before anything is evicted, so that what was found is not.
+        sequence.handle = self._allocator.allocate(prefix_pages=found)
+        if not self._has_room(len(prompt) - sequence.held):
+            self._allocator.free(sequence.handle)
+            sequence.held = 0
+            return
+        self.waiting.popleft()
+        sequence.reused = sequence.held
+        self._start(sequence)
+
+    def _start(self, sequence: Sequence) -> None:
+        sequence.slot = self._free_slots.pop()
+        sequence.status = Status.RUNNING
+        self.running.append(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        self._allocator.free(sequence.handle)
+        self._free_slots.append(sequence.slot)
+        self.running.remove(sequence)
+
+    def _has_room(self, tokens: int) -> bool:
+        """Whether pages for so many tokens are free, and one more for every running sequence.
+
+        With less, what comes in would soon be sent away again.
+        """
+        wanted = -(-tokens // self._allocator.page_size) + len(self.running)
+        return self._missing(wanted) == 0
+
+    def _missing(self, wanted: int) -> int:
+        """How many of the pages wanted are not free, after evicting prefixes."""
+        missing = max(wanted - self._allocator.num_free, 0)
+        if missing and self._prefixes is not None:
+            missing = max(missing - self._prefixes.evict(missing), 0)
+        return missing
+
+    def _make_room(self, sequence: Sequence, count: int, plan: Plan) -> bool:
+        """Allocates pages for new tokens; sends younger sequences away for them if it must."""
+        size = self._allocator.page_size
+        wanted = -(-(sequence.held + count) // size) - -(-sequence.held // size)
+        while self._missing(wanted):
+            youngest = max(self.running, key=_age)
+            if youngest is not sequence:
+                self._preempt(youngest, plan)
+            elif len(self.running) == 1 and self._prefixes is not None and len(self._prefixes):
+                # A prefix that nobody holds stays while somebody holds a page after it, which
+                # happens where sequences came to the same tokens by themselves.
+                self._prefixes.clear()
+            else:
+                return False
+        copies = self._allocator.extend(sequence.handle, count)
+        if copies:
+            raise AssertionError(f"only full pages are shared, yet {copies=} are needed")
+        return True
+
+    def _preempt(self, sequence: Sequence, plan: Plan) -> None:
+        pages = self._allocator.pages(sequence.handle)
+        if any(entry[0] is sequence for entry in plan.returning):
+            # Its pages are not written yet. `_has_room` leaves a page for everyone who decodes, and
+            # who is in its prompt is the youngest.
+            raise AssertionError(f"request {sequence.request_id} returned and leaves in one step")
+        plan.leaving.append((sequence, pages))
+        self._leave(sequence)
+        sequence.status = Status.SWAPPED
+        sequence.preemptions += 1
+        self.preemptions += 1
+        self.swapped.append(sequence)
+
+
+def _age(sequence: Sequence) -> int:
+    return sequence.request_id

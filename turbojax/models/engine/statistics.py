@@ -1,0 +1,70 @@
+"""What an engine has done and holds."""
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineStatistics:
+    """Counts since the engine was made, and what it holds now.
+
+    Attributes:
+      steps: compiled steps run.
+      first_step_seconds: of the first step, which is compiled in it.
+      seconds: spent in all others.
+      new_tokens: tokens that requests got.
+      prompt_tokens: tokens of prompts that ran.
+      reused_tokens: tokens of prompts found in the prefix cache.
+      prefix_hits: requests that found some.
+      preemptions: how often a request had to leave the pool.
+      finished: requests done, for whatever reason.
+      waiting: requests not begun.
+      running: requests in the pool.
+      swapped: requests in host memory.
+      swapped_bytes: bytes of host memory that hold their pages.
+      pages: of the pool.
+      free_pages: in no use.
+      cached_pages: in no use but to be found by later prompts.
+      tokens_held: tokens of running requests in the pool.
+      token_capacity: tokens that the pool holds at most.
+      pool_bytes: of all layers' caches.
+      token_bytes: bytes of one token, all layers.
+      compression_ratio: bytes of a token in bfloat16 over `token_bytes`.
+    """
+
+    steps: int
+    first_step_seconds: float
+    seconds: float
+    new_tokens: int
+    prompt_tokens: int
+    reused_tokens: int
+    prefix_hits: int
+    preemptions: int
+    finished: int
+    waiting: int
+    running: int
+    swapped: int
+    swapped_bytes: int
+    pages: int
+    free_pages: int
+    cached_pages: int
+    tokens_held: int
+    token_capacity: int
+    pool_bytes: int
+    token_bytes: int
+    compression_ratio: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens of all requests over `seconds`; 0 before there are any."""
+        return self.new_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def occupancy(self) -> float:
+        """Share of the pages that running requests hold, 0..1."""
+        return 1 - (self.free_pages + self.cached_pages) / self.pages
+
+    def to_json(self) -> dict[str, Any]:
+        """All numbers as plain JSON values."""
+        derived = {"tokens_per_second": self.tokens_per_second, "occupancy": self.occupancy}
+        return {**dataclasses.asdict(self), **derived}

@@ -1,0 +1,143 @@
+"""The one compiled step of an engine: tokens of all decoding sequences and a piece of a prompt.
+
+All tokens go through the layers as one batch of rows of fixed size, ``S`` of decoding sequences
+and ``C`` of one prompt, so any mix of work runs the same program, and a row's numbers do not depend
+on what the other rows hold.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from turbojax import paged
+from turbojax.models.decoder import Decoder
+from turbojax.models.engine.sampling import Array, SamplingRows, sample
+from turbojax.models.llama import Attend
+from turbojax.models.quantized import QuantizedDecoder
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a step does: rows 0..S-1 decode, one slot each, and row S is a piece of a prompt.
+
+    A row without work has no tokens, length 0 and an empty table.
+
+    Attributes:
+      tables: int32 ``[S + 1, P]``, pages of the rows' sequences.
+      lengths: int32 ``[S + 1]``, tokens in their pages before this step.
+      counts: int32 ``[S + 1]``, new tokens: 0 or 1, and 0..C of the piece.
+      tokens: int32 ``[S]``, the token to decode; -1 for the one that the slot got last.
+      piece: int32 ``[C]``, the prompt's next tokens.
+      piece_slot: int32 ``[]``, the slot that goes on with the token after the prompt; S while the
+        prompt is not complete.
+      sampling: of all ``S + 1`` rows.
+    """
+
+    tables: Array
+    lengths: Array
+    counts: Array
+    tokens: Array
+    piece: Array
+    piece_slot: Array
+    sampling: SamplingRows
+
+
+def idle_work(slots: int, piece_size: int, max_pages: int) -> Work:
+    """A step's work without any, in numpy arrays, to be filled in."""
+    rows = slots + 1
+    return Work(
+        tables=np.full((rows, max_pages), -1, np.int32),
+        lengths=np.zeros(rows, np.int32),
+        counts=np.zeros(rows, np.int32),
+        tokens=np.full(slots, -1, np.int32),
+        piece=np.zeros(piece_size, np.int32),
+        piece_slot=np.int32(slots),
+        sampling=SamplingRows(
+            temperature=np.zeros(rows, np.float32),
+            top_k=np.zeros(rows, np.int32),
+            top_p=np.ones(rows, np.float32),
+            seed=np.zeros(rows, np.uint32),
+            index=np.zeros(rows, np.int32),
+        ),
+    )
+
+
+@functools.partial(
+    jax.jit, static_argnames="implementation", donate_argnames=("caches", "last_tokens")
+)
+def run_step(
+    decoder: Decoder | QuantizedDecoder,
+    caches: tuple[paged.PagedCache, ...],
+    last_tokens: jax.Array,
+    work: Work,
+    *,
+    implementation: str | None,
+) -> tuple[tuple[paged.PagedCache, ...], jax.Array, jax.Array, jax.Array]:
+    """One step of all sequences.
+
+    Args:
+      decoder: the weights.
+      caches: the layers' pools, donated.
+      last_tokens: int32 ``[S]``, the token that each slot got last, donated.
+      work: what to do.
+      implementation: of `paged_attention`.
+
+    Returns:
+      The new pools and last tokens; int32 ``[S + 1]``, the rows' next tokens (see `sample`; of rows
+      without work they mean nothing); int32 ``[]``, tokens that the pools could not store, ever.
+    """
+    slots, size = work.tokens.shape[0], work.piece.shape[0]
+    within = jnp.arange(size, dtype=jnp.int32)
+    decoding = jnp.where(work.tokens >= 0, work.tokens, last_tokens)
+    tokens = jnp.concatenate([decoding, work.piece])
+    positions = jnp.concatenate([work.lengths[:slots], work.lengths[slots] + within])
+    hidden, caches = decoder.hidden(
+        tokens[None], positions[None], _attend(work, positions, implementation), caches
+    )
+    last_of_piece = slots + jnp.maximum(work.counts[slots:] - 1, 0)
+    rows = jnp.concatenate([jnp.arange(slots, dtype=jnp.int32), last_of_piece])
+    chosen = sample(decoder.logits(hidden[0][rows]), work.sampling)
+    last_tokens = jnp.where(work.counts[:slots] > 0, chosen[:slots], last_tokens)
+    last_tokens = last_tokens.at[work.piece_slot].set(chosen[slots], mode="drop")
+    return caches, last_tokens, chosen, caches[0].lost
+
+
+def _attend(work: Work, positions: jax.Array, implementation: str | None) -> Attend:
+    """Attention of all rows ``[1, S + C, heads, H]`` to their sequences' pages."""
+    slots, size = work.tokens.shape[0], work.piece.shape[0]
+    piece_table = jnp.broadcast_to(work.tables[slots:], (size, work.tables.shape[1]))
+    row_tables = jnp.concatenate([work.tables[:slots], piece_table])
+    in_piece = jnp.arange(size, dtype=jnp.int32) < work.counts[slots]
+    row_counts = jnp.concatenate([work.counts[:slots], in_piece.astype(jnp.int32)])
+    lengths = work.lengths + work.counts
+    attention: Any = paged.attention  # which implementations there are, it knows
+
+    def attend(query, key, value, cache):  # type: ignore[no-untyped-def]
+        # Every row is written as if a sequence of its own: one scatter for all of them.
+        cache = paged.append(
+            cache, key[0][:, None], value[0][:, None], row_tables, positions, new_lengths=row_counts
+        )
+        decoded = attention(
+            query[0, :slots, None],
+            cache,
+            work.tables[:slots],
+            lengths[:slots],
+            query_seq_lengths=work.counts[:slots],
+            implementation=implementation,
+        )
+        piece = attention(
+            query[:, slots:],
+            cache,
+            work.tables[slots:],
+            lengths[slots:],
+            query_seq_lengths=work.counts[slots:],
+            implementation=implementation,
+        )
+        return jnp.concatenate([decoded[:, 0], piece[0]])[None], cache
+
+    return attend

@@ -1,0 +1,67 @@
+"""Moving a sequence's pages between the pools of all layers and host memory, bit for bit."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from turbojax import paged
+
+Content = list[tuple[dict[str, np.ndarray], ...]]
+"""Pages in host memory: one group after the other, of each the layers, of each the arrays."""
+
+# One shape, compiled once; the last group is filled up with -1, which names no page.
+_GROUP = 16
+
+
+def read(caches: tuple[paged.PagedCache, ...], pages: tuple[int, ...]) -> Content:
+    """The content of pages, in host memory.
+
+    Args:
+      caches: one per layer.
+      pages: page numbers.
+    """
+    # All groups are on their way before the first is waited for.
+    groups = [_read(caches, group) for group in _groups(pages)]
+    return [jax.device_get(group) for group in groups]
+
+
+def write(
+    caches: tuple[paged.PagedCache, ...], pages: tuple[int, ...], content: Content
+) -> tuple[paged.PagedCache, ...]:
+    """Writes what `read` gave to other pages.
+
+    Args:
+      caches: one per layer, donated.
+      pages: as many page numbers as were read.
+      content: what to write.
+    """
+    for group, arrays in zip(_groups(pages), content, strict=True):
+        caches = _write(caches, group, arrays)
+    return caches
+
+
+def nbytes(content: Content) -> int:
+    """Bytes held in host memory."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(content))
+
+
+def _groups(pages: tuple[int, ...]) -> list[np.ndarray]:
+    padded = np.array([*pages, *[-1] * (-len(pages) % _GROUP)], np.int32)
+    return list(padded.reshape(-1, _GROUP))
+
+
+@jax.jit
+def _read(caches: tuple[paged.PagedCache, ...], pages: jax.Array) -> Any:
+    return tuple(paged.read_pages(cache, pages) for cache in caches)
+
+
+@functools.partial(jax.jit, donate_argnames="caches")
+def _write(
+    caches: tuple[paged.PagedCache, ...], pages: jax.Array, content: Any
+) -> tuple[paged.PagedCache, ...]:
+    return tuple(
+        paged.write_pages(cache, pages, arrays)
+        for cache, arrays in zip(caches, content, strict=True)
+    )

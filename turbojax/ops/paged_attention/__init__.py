@@ -1,0 +1,3 @@
+"""Attention to the pages of a `PagedCache`."""
+
+from turbojax.ops.paged_attention.api import paged_attention as paged_attention

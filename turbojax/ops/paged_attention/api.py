@@ -1,0 +1,154 @@
+"""`paged_attention`: arguments, checks and the choice of implementation."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from turbojax import _checks, polar
+from turbojax._device import interpreting
+from turbojax._gradient import refuse_gradients
+from turbojax.cache import checks, page_checks
+from turbojax.cache.paged import PagedCache
+from turbojax.ops.paged_attention import mosaic_gpu, reference, triton
+from turbojax.ops.registry import Implementation, ImplementationName, Registry
+from turbojax.ops.turbo_attention.masking import Visibility, attention_options
+
+PAGED = Registry(
+    "paged_attention",
+    (
+        Implementation("mosaic_gpu", mosaic_gpu.attend, mosaic_gpu.unsupported),
+        Implementation("triton", triton.attend, triton.unsupported),
+        Implementation("xla", reference.attend),
+    ),
+)
+
+
+def paged_attention(
+    query: jax.Array,
+    cache: PagedCache,
+    block_tables: jax.Array,
+    lengths: jax.Array,
+    *,
+    query_seq_lengths: jax.Array | None = None,
+    scale: float | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    implementation: ImplementationName | None = None,
+    return_residual: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Attends the newest tokens' queries to the pages of their sequences.
+
+    Serves decoding (`T` = 1), several new tokens, and a prompt chunk by chunk: the queries are
+    those of the last tokens of each sequence, which `turbojax.paged.append` has already stored.
+    Query `t` of `n` stands at position ``length - n + t`` and sees the tokens up to there, its own
+    included.
+    A query before the beginning of a sequence shorter than `n` sees nothing.
+
+    For turbo4 the queries are rotated, scores and weighted sums are taken of the codes' centroids
+    (those of `turbojax.polar.integer_centroids`) times the tokens' norms, and the output is rotated
+    back (PolarQuant, Han et al., 2025). The softmax is online over 1,024 tokens at fixed places, so
+    that a sequence's result depends, to the bit, neither on what else is in the batch, nor on where
+    its pages lie, nor on the width of the table or how its prompt is cut into chunks.
+
+    Args:
+      query: ``[B, T, N, H]`` in `cache.dtype`, after the rotary embedding.
+      cache: the pages.
+      block_tables: integer ``[B, max_pages]``, the pages of each sequence in order; entries past
+        its length may be anything, usually -1.
+      lengths: integer ``[B]``, tokens held, those of the queries included.
+      query_seq_lengths: optional int ``[B]``: how many of the `T` queries are real, the first
+        ones, `n` above; padding gives 0 and ``-inf``. Under `jit` values outside ``0..T`` act as
+        the nearest bound.
+      scale: factor of the scores; ``1 / sqrt(H)`` if not given.
+      local_window_size: optional `w` or ``(left, right)``, relative to the query's position.
+      logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
+      implementation: ``"mosaic_gpu"`` or ``"triton"`` (8- and 4-bit pages multiply queries in
+        float16 and weights in half precision), ``"xla"`` (float32), or None for the first of them
+        that can run this.
+      return_residual: also return the log-sum-exp of the scores.
+
+    Returns:
+      ``[B, T, N, H]`` in the query's dtype; with `return_residual` also float32 ``[B, T, N]``. An
+      empty sequence gives 0 and ``-inf``. A key, value or query that is not finite makes NaN of
+      what attends to it, and of nothing else. Under `jit`, all is NaN for a sequence whose length
+      or a needed page is out of range, and none of its pages is read.
+
+    Raises:
+      TypeError: if `cache` is another kind, the query's dtype is not `cache.dtype`, or tables or
+        lengths are no integers.
+      ValueError: if a shape, window, cap or name does not fit, or, outside `jit`, a length or a
+        needed page is out of range.
+      NotImplementedError: if the implementation asked for cannot run this, or when it is
+        differentiated.
+    """
+    checks.check_kind(cache, PagedCache)
+    _check_query(cache, query)
+    batch, tokens = query.shape[:2]
+    block_tables = page_checks.check_block_tables(block_tables, batch)
+    lengths = page_checks.check_lengths("lengths", lengths, batch)
+    page_checks.check_readable(cache, block_tables, lengths)
+    query_lengths = _checks.check_lengths("query_seq_lengths", query_seq_lengths, batch, tokens)
+    options = attention_options(query, scale, True, local_window_size, logits_soft_cap)
+    seen = jax.ShapeDtypeStruct(query.shape, query.dtype)
+    if cache.kv_dtype == "turbo4":
+        seen = jax.ShapeDtypeStruct(query.shape, jnp.float32)
+    chosen = PAGED.select(
+        implementation, query=seen, cache=cache, block_tables=block_tables, **options
+    )
+    run = functools.partial(_attend, attend=chosen.run, interpret=interpreting())
+    out, residual = refuse_gradients(run, "paged_attention", **options)(
+        query, cache, block_tables, lengths, query_lengths
+    )
+    return (out, residual) if return_residual else out
+
+
+def _check_query(cache: PagedCache, query: jax.Array) -> None:
+    _checks.check_query(query)
+    if query.dtype != cache.dtype:
+        raise TypeError(f"query.dtype={query.dtype} must equal cache.dtype={cache.dtype}")
+    if query.shape[3] != cache.head_dim:
+        raise ValueError(
+            f"{query.shape=} must be [B, T, N, {cache.head_dim}], as the cache was made for"
+        )
+    _checks.check_head_groups(query.shape[2], cache.num_kv_heads)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("attend", "interpret", "scale", "visibility", "logits_soft_cap")
+)
+def _attend(
+    query: jax.Array,
+    cache: PagedCache,
+    block_tables: jax.Array,
+    lengths: jax.Array,
+    query_lengths: jax.Array,
+    *,
+    attend: Callable[..., tuple[jax.Array, jax.Array]],
+    interpret: bool,
+    scale: float,
+    visibility: Visibility,
+    logits_soft_cap: float | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Around an implementation: what it must not see, and the rotation.
+
+    `interpret` is there so that a program traced for the interpreter is not taken for another.
+    """
+    del interpret
+    ok = page_checks.readable(cache, block_tables, lengths)
+    seen = polar.rotate(query, cache.rotation) if cache.kv_dtype == "turbo4" else query
+    out, residual = attend(
+        seen,
+        cache,
+        jnp.clip(block_tables, 0, cache.num_pages - 1),
+        jnp.where(ok, lengths, 0),
+        jnp.clip(query_lengths, 0, query.shape[1]),
+        scale=scale,
+        visibility=visibility,
+        logits_soft_cap=logits_soft_cap,
+    )
+    if cache.kv_dtype == "turbo4":
+        out = polar.unrotate(out, cache.rotation)
+    out = jnp.where(ok[:, None, None, None], out, jnp.nan).astype(query.dtype)
+    return out, jnp.where(ok[:, None, None], residual, jnp.nan)

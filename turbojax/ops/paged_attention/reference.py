@@ -1,0 +1,190 @@
+"""Attention over pages in plain JAX: the definition of `paged_attention`.
+
+A query's result is the same to the bit whatever else is in the batch, wherever the pages lie,
+however wide the table is and however a prompt is cut into chunks: a product is always that of one
+query token with one run of `_TILE` tokens, and loops have bounds that XLA cannot see, so that it
+does not unroll the shorter ones into other programs.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from turbojax import polar
+from turbojax.cache.paged import PagedCache
+from turbojax.ops.turbo_attention import numerics
+from turbojax.ops.turbo_attention.masking import Visibility
+
+# Tokens taken at a time, whole pages of any size.
+_TILE = 256
+
+_State = tuple[jax.Array, jax.Array, jax.Array]
+"""Weighted sums ``[T, K, G, H]``, maxima and sums of weights ``[T, K, G]`` of one sequence."""
+
+
+class _Tile(NamedTuple):
+    """Keys and values of a run of tokens, and what a token's score and weight are multiplied by."""
+
+    key: jax.Array  # float32 [K, t, H]
+    key_norm: jax.Array | None  # float32 [K, t]
+    value: jax.Array
+    value_norm: jax.Array | None
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "visibility", "logits_soft_cap"))
+def attend(
+    query: jax.Array,
+    cache: PagedCache,
+    block_tables: jax.Array,
+    lengths: jax.Array,
+    query_lengths: jax.Array,
+    *,
+    scale: float,
+    visibility: Visibility,
+    logits_soft_cap: float | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Attends the newest tokens' queries to their sequences' pages.
+
+    Args:
+      query: ``[B, T, N, H]``; for turbo4 rotated, in float32.
+      cache: the pages.
+      block_tables: int32 ``[B, max_pages]``, all within the pool.
+      lengths: int32 ``[B]``, tokens held, the queries' own included.
+      query_lengths: int32 ``[B]``, the real queries; the rest is padding.
+      scale: factor of the scores.
+      visibility: causality and window.
+      logits_soft_cap: optional cap.
+
+    Returns:
+      float32 ``[B, T, N, H]`` (for turbo4 rotated as the query) and the log-sum-exp ``[B, T, N]``.
+    """
+    if query.shape[1] == 1:
+        # An axis of one would be dropped, and the products that are left added in another order.
+        query = jnp.pad(query, ((0, 0), (0, 1), (0, 0), (0, 0)))
+        out, residual = attend(
+            query,
+            cache,
+            block_tables,
+            lengths,
+            query_lengths,
+            scale=scale,
+            visibility=visibility,
+            logits_soft_cap=logits_soft_cap,
+        )
+        return out[:, :1], residual[:, :1]
+    batch, tokens, heads, channels = query.shape
+    kv_heads = cache.num_kv_heads
+    rows = (batch, tokens, kv_heads, heads // kv_heads)
+    q = query.astype(jnp.float32).reshape(*rows, channels)
+    tables = _in_tiles(block_tables, cache.page_size)
+    key_factor, value_factor = _factors(cache)
+    score = functools.partial(_score, factor=scale * key_factor, soft_cap=logits_soft_cap)
+
+    def sequence(b: jax.Array, results: _State) -> _State:
+        begin = lengths[b] - query_lengths[b]
+
+        def tile(i: jax.Array, state: _State) -> _State:
+            content = _read(cache, tables[b, i])
+            token = i * _TILE + jnp.arange(_TILE)
+
+            def one(t: jax.Array, state: _State) -> _State:
+                o_all, m_all, l_all = state
+                seen = visibility.mask(
+                    (begin + t)[None, None], token[None], lengths[b][None]
+                ).reshape(_TILE)
+                scores = score(q[b, t], content)
+                o, m, l = _step((o_all[t], m_all[t], l_all[t]), scores, seen, content)
+                return o_all.at[t].set(o), m_all.at[t].set(m), l_all.at[t].set(l)
+
+            # Queries before the tile see nothing of it.
+            return jax.lax.fori_loop(
+                jnp.maximum(i * _TILE - begin, 0), query_lengths[b], one, state
+            )
+
+        start, stop = visibility.key_range(begin, lengths[b] - 1, lengths[b][None])
+        bounds = jnp.maximum(start, 0) // _TILE, -(-stop // _TILE)
+        out, top, total = results
+        o, m, l = jax.lax.fori_loop(*bounds, tile, (out[b], top[b], total[b]))
+        return out.at[b].set(o), top.at[b].set(m), total.at[b].set(l)
+
+    empty = (
+        jnp.zeros((*rows, channels), jnp.float32),
+        jnp.full(rows, -jnp.inf, jnp.float32),
+        jnp.zeros(rows, jnp.float32),
+    )
+    count = jax.lax.optimization_barrier(jnp.int32(batch))
+    out, residual = numerics.finish(*jax.lax.fori_loop(0, count, sequence, empty))
+    out = (out * value_factor).reshape(query.shape)
+    return out, residual.reshape(batch, tokens, heads)
+
+
+def _in_tiles(block_tables: jax.Array, page_size: int) -> jax.Array:
+    """Page ids ``[B, tiles, pages of a tile]``; page 0 past the table's end."""
+    per_tile = _TILE // page_size
+    missing = -block_tables.shape[1] % per_tile
+    padded = jnp.pad(block_tables, ((0, 0), (0, missing)))
+    return padded.reshape(len(padded), -1, per_tile)
+
+
+def _factors(cache: PagedCache) -> tuple[jax.Array, jax.Array]:
+    """What scores, and outputs, are multiplied by, whatever the token."""
+    if cache.kv_dtype == "turbo4":
+        _, _, step = polar.integer_centroids(4)
+        unit = jnp.float32(step / np.sqrt(cache.head_dim))
+        return unit, unit
+    if cache.key_scale is not None and cache.value_scale is not None:
+        return cache.key_scale, cache.value_scale
+    return jnp.float32(1), jnp.float32(1)
+
+
+def _read(cache: PagedCache, pages: jax.Array) -> _Tile:
+    """Tokens of `pages` one after the other."""
+
+    def take(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x[pages], 1, 0).reshape(x.shape[1], _TILE, *x.shape[3:])
+
+    key, value = take(cache.key), take(cache.value)
+    if cache.key_norm is None or cache.value_norm is None:
+        return _Tile(key.astype(jnp.float32), None, value.astype(jnp.float32), None)
+    table, half, _ = polar.integer_centroids(4)
+    centroids = jnp.asarray(np.asarray(table) - half, jnp.float32)
+    norms = (take(x).astype(jnp.float32) for x in (cache.key_norm, cache.value_norm))
+    key, value = (centroids[polar.unpack(x).astype(jnp.int32)] for x in (key, value))
+    key_norm, value_norm = norms
+    return _Tile(key, key_norm, value, value_norm)
+
+
+def _score(q: jax.Array, tile: _Tile, *, factor: jax.Array, soft_cap: float | None) -> jax.Array:
+    """Scores ``[K, G, t]`` of one query token ``[K, G, H]``."""
+    products = numerics.exact_dot("kgh,kth->kgt", q, tile.key)
+    if tile.key_norm is None:
+        return numerics.cap_logits(products * factor, soft_cap)
+    return numerics.cap_logits(products * (factor * tile.key_norm)[:, None], soft_cap)
+
+
+def _step(state: _State, scores: jax.Array, seen: jax.Array, tile: _Tile) -> _State:
+    """Adds a tile to an online softmax of one query token.
+
+    Args:
+      state: sums ``[K, G, H]``, maxima and sums of weights ``[K, G]``.
+      scores: float32 ``[K, G, t]``.
+      seen: bool ``[t]``.
+      tile: the values.
+    """
+    o, m, l = state
+    mask = seen[None, None]
+    new = jnp.maximum(m, jnp.max(jnp.where(mask, scores, -jnp.inf), axis=-1))
+    shift = numerics.finite_maximum(new)
+    p = jnp.where(mask, jnp.exp(scores - shift[..., None]), 0)
+    weights, value = p, tile.value
+    # A token that is not seen must not reach the query, not even as 0 * NaN.
+    if tile.value_norm is None:
+        value = jnp.where(seen[None, :, None], value, 0)
+    else:
+        weights = jnp.where(mask, p * tile.value_norm[:, None], 0)
+    product = numerics.exact_dot("kgt,kth->kgh", weights, value)
+    alpha = jnp.exp(m - shift)
+    return o * alpha[..., None] + product, new, l * alpha + jnp.sum(p, axis=-1)

@@ -1,0 +1,118 @@
+"""The Triton kernel behind `paged_attention`: what it takes, how it is launched."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from turbojax import polar
+from turbojax._device import interpreting, needs_gpu, unindexable
+from turbojax.cache.paged import PagedCache
+from turbojax.ops.turbo_attention.masking import Visibility
+
+# Compute capabilities: with conversions from e4m3, and with bfloat16 and what else is needed.
+_ADA, _AMPERE = 8.9, 8.0
+_SMALLEST_HEAD_DIM, _LARGEST_HEAD_DIM = 16, 256
+
+
+def unsupported(
+    *,
+    query: jax.Array,
+    cache: PagedCache,
+    block_tables: jax.Array,
+    scale: float,
+    visibility: Visibility,
+    logits_soft_cap: float | None,
+) -> str | None:
+    """Why `attend` cannot run this here; None if it can."""
+    del query, block_tables, scale, visibility, logits_soft_cap
+    if not _SMALLEST_HEAD_DIM <= cache.head_dim <= _LARGEST_HEAD_DIM:
+        return (
+            f"head_dim={cache.head_dim} must be between {_SMALLEST_HEAD_DIM} and "
+            f"{_LARGEST_HEAD_DIM}"
+        )
+    size = math.prod(cache.key.shape) * cache.key.dtype.itemsize
+    return unindexable(size) or needs_gpu(_ADA if cache.kv_dtype == "fp8_e4m3" else _AMPERE)
+
+
+def attend(
+    query: jax.Array,
+    cache: PagedCache,
+    block_tables: jax.Array,
+    lengths: jax.Array,
+    query_lengths: jax.Array,
+    *,
+    scale: float,
+    visibility: Visibility,
+    logits_soft_cap: float | None,
+) -> tuple[jax.Array, jax.Array]:
+    """`reference.attend` as one kernel and a merge.
+
+    For 8- and 4-bit pages queries are rounded to float16 relative to their largest value; weights
+    are rounded to the values' dtype, for fp8 to float16, and times turbo4's norms to bfloat16.
+    """
+    return _attend(
+        query,
+        cache,
+        block_tables,
+        lengths,
+        query_lengths,
+        scale=scale,
+        visibility=visibility,
+        logits_soft_cap=logits_soft_cap,
+        interpret=interpreting(),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "visibility", "logits_soft_cap", "interpret"))
+def _attend(
+    query: jax.Array,
+    cache: PagedCache,
+    block_tables: jax.Array,
+    lengths: jax.Array,
+    query_lengths: jax.Array,
+    *,
+    scale: float,
+    visibility: Visibility,
+    logits_soft_cap: float | None,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    from pallas_kernels.triton import paged_attention as kernel
+
+    key_factor, value_factor = jnp.float32(scale), jnp.float32(1)
+    codec = None
+    if cache.kv_dtype == "turbo4":
+        table, half, step = polar.integer_centroids(4)
+        codec = kernel.Codec(table, half)
+        value_factor = jnp.float32(step / math.sqrt(cache.head_dim))
+        key_factor = key_factor * value_factor
+    elif cache.key_scale is not None and cache.value_scale is not None:
+        key_factor, value_factor = key_factor * cache.key_scale, cache.value_scale
+    settings = kernel.Settings(
+        window=visibility.window,
+        soft_cap=logits_soft_cap,
+        codec=codec,
+        tile=_TILE,
+        num_warps=_WARPS[cache.head_dim > 128],
+        num_stages=1,
+        interpret=interpret,
+    )
+    out, residual = kernel.attend(
+        query,
+        kernel.Side(cache.key, cache.key_norm),
+        kernel.Side(cache.value, cache.value_norm),
+        block_tables,
+        lengths,
+        query_lengths,
+        key_factor,
+        settings,
+    )
+    return out * value_factor, residual
+
+
+# Tokens at a time.
+_TILE = 32
+# For head dims up to 128, and for larger ones. The same whatever the queries: the order in which a
+# product's and a sum's terms are added depends on it.
+_WARPS = (1, 2)
