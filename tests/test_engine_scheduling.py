@@ -237,8 +237,8 @@ class EngineMachine(RuleBasedStateMachine):
             assert sequence.sampled < sequence.request.max_new_tokens
         # First come, first served.
         queues = (scheduler.running, scheduler.swapped, scheduler.waiting)
-        order = [sorted(s.request_id for s in queue) for queue in queues]
-        assert sum(order, []) == sorted(sum(order, []))
+        order = [number for queue in queues for number in sorted(s.request_id for s in queue)]
+        assert order == sorted(order)
 
     def teardown(self):
         if hasattr(self, "engine"):

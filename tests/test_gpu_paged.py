@@ -138,6 +138,19 @@ def test_neighbours_and_places_do_not_matter(kv_dtype, kernel):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_a_merge_of_one_part_changes_no_bit(kv_dtype, kernel):
+    lengths, query = (1000, 70), normal(6, (2, 2, 4, 128), jnp.bfloat16)
+    one, several = (
+        filled(kv_dtype, lengths, head_dim=128, dtype=jnp.bfloat16, width=width)
+        for width in (64, 200)
+    )
+    run = runs(kernel, kv_dtype)
+    want = run(query, *one, np.asarray(lengths, np.int32), return_residual=True)
+    equal(run(query, *several, np.asarray(lengths, np.int32), return_residual=True), want)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_chunks_do_not_matter(head_dim, kv_dtype, kernel):
     call = runs(kernel, kv_dtype, head_dim)

@@ -28,7 +28,7 @@ from turbojax.cache import paged
 from turbojax.ops.paged_attention import paged_attention
 
 
-@pytest.mark.parametrize(("name", "kv_dtype"), alternating(SHAPES))
+@pytest.mark.parametrize(("name", "kv_dtype"), alternating(SHAPES, count=2))
 def test_equals_the_oracle(name, kv_dtype):
     lengths, kv_heads, dim, heads, count = SHAPES[name]
     cache, tables = filled(kv_dtype, lengths, kv_heads, dim)
@@ -50,7 +50,7 @@ def test_half_precision(kv_dtype):
     assert_matches_oracle(normal(5, (2, 2, 4, 64), dtype), cache, tables, lengths)
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "turbo4"])
 def test_page_sizes_do_not_matter(kv_dtype):
     lengths, query = (300, 17), normal(6, (2, 2, 4, 32))
     want = None
@@ -129,7 +129,7 @@ def test_transforms(kv_dtype):
     np.testing.assert_allclose(scanned, want, atol=1e-6)
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "turbo4"])
 def test_append_and_attend_with_a_donated_pool(kv_dtype):
     check_donated(attend, kv_dtype)
 

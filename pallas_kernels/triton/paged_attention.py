@@ -35,7 +35,6 @@ channels (bfloat16, fp8, 4 bits), as Triton 3.6 compiles them for compute capabi
 Of 4 bits' instructions 830 look up, and 190 turn values from channels to tokens.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -49,41 +48,14 @@ from pallas_kernels.triton import _common, _paged_codes
 from pallas_kernels.triton._common import Ref
 from pallas_kernels.triton._paged_codes import Codec as Codec
 from pallas_kernels.triton._paged_merge import PART, finish, finite, merge_parts
+from pallas_kernels.triton._paged_tiles import Place, load, locate, norm
+from pallas_kernels.triton._paged_tiles import Settings as Settings
+from pallas_kernels.triton._paged_tiles import Side as Side
 
 # Columns of the smallest matrix product, terms of its sum, and the most columns of a program: more
 # do not fit a warp's registers.
 _ROWS, _NARROWEST, _MOST_ROWS = 8, 16, 16
 _NO_POSITION = 2**30
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What is static in a call.
-
-    Attributes:
-      window: optional (left, right); queries never see past their own position.
-      soft_cap: optional cap of the scores.
-      codec: of 4-bit codes, None for other values.
-      tile: tokens taken at a time, a power of two from 16 to `PART`.
-      num_warps: per program.
-      num_stages: of the software pipeline.
-      interpret: run without a GPU.
-    """
-
-    window: tuple[int, int] | None
-    soft_cap: float | None
-    codec: Codec | None
-    tile: int
-    num_warps: int
-    num_stages: int
-    interpret: bool
-
-
-class Side(NamedTuple):
-    """Keys or values ``[P, K, page_size, W]``; norms float16 ``[P, K, page_size]`` of codes."""
-
-    data: Ref
-    norm: Ref | None
 
 
 class _Query(NamedTuple):
@@ -102,14 +74,6 @@ class _State(NamedTuple):
     weights: jax.Array | None  # float32 [16, R]: 16 times the same sums of rounded weights
     m: jax.Array  # float32 [R], maxima in powers of two
     l: jax.Array  # float32 [R], sums of weights
-
-
-class _Place(NamedTuple):
-    """Where a program reads."""
-
-    sequence: jax.Array
-    head: jax.Array
-    channel: jax.Array  # int32 [c], of the stored data
 
 
 def attend(
@@ -256,14 +220,14 @@ def _single_kernel(
     plgpu.store(to, jnp.where(is_query, lse, -jnp.inf), mask=rows.is_row)
 
 
-def _place(key: Side) -> _Place:
+def _place(key: Side) -> Place:
     _, kv_heads, _, width = key.data.shape
     pair = pl.program_id(2)
     channel = jnp.arange(max(_NARROWEST, _common.next_power_of_2(width)), dtype=jnp.int32)
-    return _Place(pair // kv_heads, pair % kv_heads, channel)
+    return Place(pair // kv_heads, pair % kv_heads, channel)
 
 
-def _channels(place: _Place, s: Settings) -> tuple[jax.Array, ...]:
+def _channels(place: Place, s: Settings) -> tuple[jax.Array, ...]:
     """The head's channels that each piece holds."""
     if s.codec is None:
         return (place.channel,)
@@ -307,7 +271,7 @@ def _tiles(rows: _Rows, part: jax.Array, s: Settings) -> _Tiles:
 def _attend(
     rows: _Rows,
     tiles: _Tiles,
-    place: _Place,
+    place: Place,
     q_ref: Ref,
     key: Side,
     value: Side,
@@ -336,7 +300,7 @@ def _attend(
 
 
 def _load_query(
-    q_ref: Ref, factor_ref: Ref, rows: _Rows, place: _Place, key: Side, s: Settings
+    q_ref: Ref, factor_ref: Ref, rows: _Rows, place: Place, key: Side, s: Settings
 ) -> _Query:
     """The rows, in float16 for 8- and 4-bit keys."""
     pieces = tuple(
@@ -370,7 +334,7 @@ def _step(
     key: Side,
     value: Side,
     tables_ref: Ref,
-    place: _Place,
+    place: Place,
     s: Settings,
     tiles: _Tiles | None = None,
     shared: bool = True,
@@ -390,19 +354,19 @@ def _step(
       shared: whether all rows see the same tokens.
     """
     token = i * s.tile + jnp.arange(s.tile, dtype=jnp.int32)
-    page, slot = _locate(i, token, tables_ref, place, key.data.shape[2], s)
-    keys = _load(key, page, slot, place, None, _paged_codes.KEYS, s)
+    page, slot = locate(i, token, tables_ref, place, key.data.shape[2], s)
+    keys = load(key, page, slot, place, None, _paged_codes.KEYS, s)
     some = None
     if tiles is not None:
         some = (token >= tiles.seen_first) & (token <= tiles.seen_last)
-    values = _load(value, page, slot, place, some, _paged_codes.VALUES, s)
+    values = load(value, page, slot, place, some, _paged_codes.VALUES, s)
 
     products = (_common.dot(x, q, s.interpret) for x, q in zip(keys, query.pieces, strict=True))
     scores = functools.reduce(jnp.add, products)
     if query.offset is not None:
         scores = scores - query.offset[None, :]
     if key.norm is not None:
-        scores = scores * _norm(key, page, slot, place)[:, None]
+        scores = scores * norm(key, page, slot, place)[:, None]
     scores = scores * query.scale[None, :]
     if s.soft_cap is not None:
         scores = _common.soft_cap(scores, s.soft_cap) * _common.LOG2_E
@@ -417,7 +381,7 @@ def _step(
 
     weights = p
     if value.norm is not None:
-        weights = p * _norm(value, page, slot, place)[:, None]
+        weights = p * norm(value, page, slot, place)[:, None]
         if visible is not None:  # not even as 0 * NaN
             weights = jnp.where(visible, weights, 0.0)
     weights = weights.astype(values[0].dtype)
@@ -457,50 +421,6 @@ def _add(
     spoiled = jnp.where(is_finite, jnp.zeros_like(x), jnp.ones_like(x))
     count = product(spoiled, visible.astype(x.dtype))
     return jnp.where(count > 0, jnp.nan, o + product(clean, weights))
-
-
-def _locate(
-    i: jax.Array, token: jax.Array, tables_ref: Ref, place: _Place, page_size: int, s: Settings
-) -> tuple[jax.Array, jax.Array]:
-    """Pages (one, or each token's) and the tokens' slots in them."""
-    if page_size % s.tile == 0:
-        in_page = page_size // s.tile
-        page = plgpu.load(tables_ref.at[place.sequence, i // in_page])
-        return page, i % in_page * s.tile + jnp.arange(s.tile, dtype=jnp.int32)
-    # A table need not end with a tile.
-    entry = jnp.minimum(token // page_size, tables_ref.shape[1] - 1)
-    return plgpu.load(tables_ref.at[place.sequence, entry]), token % page_size
-
-
-def _load(
-    side: Side,
-    page: jax.Array,
-    slot: jax.Array,
-    place: _Place,
-    some: jax.Array | None,
-    kind: str,
-    s: Settings,
-) -> tuple[jax.Array, ...]:
-    """A tile ``[t, c]`` as operands, in one piece or two; 0 where not `some`, except codes."""
-    width = side.data.shape[3]
-    mask = None if place.channel.shape[0] == width else (place.channel < width)[None, :]
-    if some is not None and s.codec is None:
-        mask = some[:, None] if mask is None else some[:, None] & mask
-    if page.ndim:
-        page = page[:, None]
-    at = side.data.at[page, place.head, slot[:, None], place.channel[None, :]]
-    other = 0 if s.codec is not None else 0.0
-    tile = plgpu.load(at) if mask is None else plgpu.load(at, mask=mask, other=other)
-    if s.codec is not None:
-        return _paged_codes.look_up(tile, s.codec, kind, s.interpret)
-    if tile.dtype.itemsize == 1:
-        return (_paged_codes.fp8_to_float16(tile, s.interpret),)
-    return (tile,)
-
-
-def _norm(side: Side, page: jax.Array, slot: jax.Array, place: _Place) -> jax.Array:
-    assert side.norm is not None
-    return plgpu.load(side.norm.at[page, place.head, slot]).astype(jnp.float32)
 
 
 def _visible(query: _Query, token: jax.Array, s: Settings) -> jax.Array:

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,13 @@ from turbojax.polar.rotation import (
 
 LARGEST_NORM = 65504.0
 """The largest float16."""
+
+TINY, HUGE = 2.0**-60, 2.0**40
+"""Sums of squares below and above which a norm is 0 or no float16, whatever the codes are."""
+
+_EXPONENT = 0x7F800000
+_LOW_BITS = 0xFFF
+_SMALLEST_EXPONENT = (127 - 14) << 23  # of float16's normal numbers, as bits of float32
 
 
 def encode(x: jax.Array, rotation: Rotation, bits: int = 4) -> tuple[jax.Array, jax.Array]:
@@ -188,33 +196,105 @@ def from_interchange(content: jax.Array) -> tuple[jax.Array, jax.Array]:
 @functools.partial(jax.jit, static_argnames="bits")
 def _encode(x: jax.Array, rotation: Rotation, *, bits: int) -> tuple[jax.Array, jax.Array]:
     # Squares over- and underflow only where the float16 norm does, so nothing is scaled before.
-    x, head_dim = x.astype(jnp.float32), rotation.head_dim
+    x = x.astype(jnp.float32)
     squares = _ordered_sum(_square(x))
-    norm = jnp.sqrt(squares)
+    is_tiny, is_bounded = squares < TINY, squares <= HUGE
+    squares = jnp.where(is_bounded & ~is_tiny, squares, 1)
+    norm = jnp.where(is_tiny, 0, _exact_root(squares))
     coordinates = hadamard_product(flip_signs(x, rotation))  # sqrt(d) times those of R x
-    codes, chosen = _nearest(coordinates, norm, bits)
-    # One root of a quotient: XLA may turn a quotient of roots into a product with an approximation.
-    corrected = jnp.sqrt(squares[..., 0] / (chosen * np.float32(1 / head_dim)))
-    corrected = jnp.where(corrected <= LARGEST_NORM, corrected, jnp.nan)
-    return codes, corrected.astype(jnp.float16)
+    codes, levels = _nearest(coordinates, norm, level_tables(bits, rotation.head_dim))
+    corrected = _corrected(squares[..., 0], levels)
+    corrected = jnp.where(is_tiny[..., 0], 0, corrected)
+    is_valid = is_bounded[..., 0] & (corrected <= LARGEST_NORM)
+    # Selected in float16: a conversion of NaN has other bits elsewhere.
+    norms = jnp.where(is_valid, corrected.astype(jnp.float16), jnp.float16(jnp.nan))
+    return jnp.where(is_bounded, codes, jnp.uint8(0)), norms
 
 
-def _nearest(coordinates: jax.Array, norm: jax.Array, bits: int) -> tuple[jax.Array, jax.Array]:
-    """Codes of ``[..., d]``, and the sums ``[...]`` of their centroids' squares for N(0, 1).
+class LevelTables(NamedTuple):
+    """What `encode` compares with and adds up.
 
-    The squares are added as integers, exactly and so in any order: ``d`` of them fit into 31 bits.
+    Attributes:
+      thresholds: float32 between the levels for N(0, 1), increasing.
+      squares: the levels' squares as integers in some unit, as large as `d` of them fit 31 bits:
+        they are added exactly, and so in any order.
+      unit: float32, that unit over `d`.
     """
+
+    thresholds: tuple[float, ...]
+    squares: tuple[int, ...]
+    unit: float
+
+
+@functools.cache
+def level_tables(bits: int, head_dim: int) -> LevelTables:
+    """Tables for codes of `bits` of `head_dim` channels."""
     squares = lloyd_max(bits) ** 2
-    scale = 2.0 ** math.floor(math.log2((2**31 - 1) / (squares.max() + 1) / coordinates.shape[-1]))
-    integers = [int(i) for i in np.rint(squares * scale)]
+    scale = 2.0 ** math.floor(math.log2((2**31 - 1) / (squares.max() + 1) / head_dim))
+    return LevelTables(
+        thresholds=tuple(float(np.float32(t)) for t in thresholds(bits)),
+        squares=tuple(int(i) for i in np.rint(squares * scale)),
+        unit=float(np.float32(1 / head_dim) / np.float32(scale)),
+    )
+
+
+def _nearest(
+    coordinates: jax.Array, norm: jax.Array, tables: LevelTables
+) -> tuple[jax.Array, jax.Array]:
+    """Codes of ``[..., d]``, and the mean squares ``[...]`` of their levels for N(0, 1)."""
     codes = jnp.zeros(coordinates.shape, jnp.uint8)
-    chosen = jnp.full(coordinates.shape, integers[0], jnp.int32)
-    for threshold, integer in zip(thresholds(bits), integers[1:], strict=True):
+    chosen = jnp.full(coordinates.shape, tables.squares[0], jnp.int32)
+    for threshold, integer in zip(tables.thresholds, tables.squares[1:], strict=True):
         reached = coordinates >= norm * np.float32(threshold)
         codes = codes + reached.astype(jnp.uint8)
         chosen = jnp.where(reached, jnp.int32(integer), chosen)
     total = jnp.sum(chosen, axis=-1, dtype=jnp.int32)
-    return codes, total.astype(jnp.float32) * np.float32(1 / scale)
+    return codes, total.astype(jnp.float32) * np.float32(tables.unit)
+
+
+def _corrected(squares: jax.Array, levels: jax.Array) -> jax.Array:
+    """The root of ``squares / levels`` rounded to float16, still float32; more if too large.
+
+    Division and roots are approximate on a GPU, and XLA rewrites them. So they only say between
+    which two float16 the number lies, and whether it reaches their middle (whose square is exact,
+    of 24 bits) is compared: the same bits everywhere, in kernels too.
+    """
+    guess = jnp.sqrt(squares / levels)
+    # Above a float16 of this exponent the next one follows after a quantum.
+    exponent = jax.lax.bitcast_convert_type(guess, jnp.int32) & _EXPONENT
+    exponent = jnp.maximum(exponent, _SMALLEST_EXPONENT) - (10 << 23)
+    quantum = jax.lax.bitcast_convert_type(exponent, jnp.float32)
+    inverse = jax.lax.bitcast_convert_type((254 << 23) - exponent, jnp.float32)
+    whole = jnp.floor(guess * inverse)
+    middle = (whole + 0.5) * quantum
+    up = ((middle * middle) * levels <= squares).astype(jnp.float32)
+    too_large = np.float32(LARGEST_NORM**2) * levels < squares
+    return jnp.where(too_large, jnp.inf, (whole + up) * quantum)
+
+
+def _exact_root(x: jax.Array) -> jax.Array:
+    """The square root of float32 from `TINY` to `HUGE`, rounded to nearest wherever it is taken."""
+    root = jnp.sqrt(x)
+    for _ in range(2):  # an approximation may be two units off
+        root = _nearer_root(root, x)
+    return root
+
+
+def _nearer_root(root: jax.Array, x: jax.Array) -> jax.Array:
+    """`root` or the float32 next to it, if that is nearer to the root of `x`.
+
+    What is left of `x` without the root's square is exact enough to tell: of 12 bits each, the
+    halves of the root have exact products, and only the last subtraction rounds.
+    """
+    bits = jax.lax.bitcast_convert_type(root, jnp.int32)
+    below, high, above = (
+        jax.lax.bitcast_convert_type(i, jnp.float32) for i in (bits - 1, bits & ~_LOW_BITS, bits + 1)
+    )
+    low = root - high
+    rest = ((x - high * high) - (high + high) * low) - low * low
+    step = (rest > root * (above - root)).astype(jnp.int32)
+    step = step - (rest <= root * (below - root)).astype(jnp.int32)
+    return jax.lax.bitcast_convert_type(bits + step, jnp.float32)
 
 
 def _square(x: jax.Array) -> jax.Array:
@@ -222,7 +302,8 @@ def _square(x: jax.Array) -> jax.Array:
 
     Of 12 bits each, the halves of `x` have exact products.
     """
-    high = jax.lax.reduce_precision(x, 8, 11)
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    high = jax.lax.bitcast_convert_type(bits & ~_LOW_BITS, jnp.float32)
     low = x - high
     return high * high + ((high + high) * low + low * low)
 

@@ -9,7 +9,8 @@ import numpy as np
 from turbojax import _checks
 
 FinishReason = Literal["length", "stop", "aborted", "failed"]
-_FLOAT32 = np.finfo(np.float32)
+# Python's numbers, which any other can be compared with.
+_SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Sampling:
                 continue
             if isinstance(x, bool) or not isinstance(x, int | float | np.number):
                 raise TypeError(f"{name}={x!r} must be a number")
-        if self.temperature and not _FLOAT32.tiny <= self.temperature <= _FLOAT32.max:
+        if self.temperature and not _SMALLEST <= self.temperature <= _LARGEST:
             raise ValueError(
                 f"temperature={self.temperature} must be 0, or positive and finite in float32"
             )

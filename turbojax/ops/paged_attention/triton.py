@@ -32,7 +32,7 @@ def unsupported(
             f"head_dim={cache.head_dim} must be between {_SMALLEST_HEAD_DIM} and "
             f"{_LARGEST_HEAD_DIM}"
         )
-    size = math.prod(cache.key.shape) * cache.key.dtype.itemsize
+    size = math.prod(cache.key.shape) if cache.key.dtype.itemsize == 1 else 0
     return unindexable(size) or needs_gpu(_ADA if cache.kv_dtype == "fp8_e4m3" else _AMPERE)
 
 

@@ -1,0 +1,354 @@
+"""Append to 4-bit pages: new keys and values rotated, encoded and stored, in one launch.
+
+Two numbers, for 4 sequences of 4,096 tokens, 8 KV heads, head dim 128, bfloat16:
+  - bytes that must move: 2 sides * 131072 vectors * (256 read + 64 of codes + 2 of norm) = 84 MB,
+    at the 3.0 TB/s that a copy reaches on an H100 28 us, 30 us with the launch.
+  - operations: 34 M channels, 7 additions of the rotation each and some 30 to square, compare and
+    pack: at 29 T a second of all lanes 42 us.
+  One token of 64 sequences moves 0.3 MB: a launch, and a chain of loads to find the place.
+Target: 150 us for the first, 10 us for the second.
+
+The numbers are those of `turbojax.polar.encode`, bit for bit: the same additions in the same order,
+squares whose sums do not depend on contraction, and a norm that comparisons decide.
+
+A program takes some vectors of one side, in pieces of their channels: stages of the rotation
+between pieces are additions of whole arrays. Within a piece a channel needs its partner, and
+registers can be neither sliced nor shuffled here; but a sum over an axis of two is known to both,
+and of integers it wraps around, so what is left of the sum of the bits without the own ones are
+the partner's, exactly.
+
+The ladder, not measured yet.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.triton._common import WHOLE, Ref, parameters
+
+_LARGEST_NORM = 65504.0
+# Sums of squares beyond which norms are 0 or no float16 whatever the codes are.
+_TINY, _HUGE = 2.0**-60, 2.0**40
+_SMALLEST_EXPONENT = (127 - 14) << 23  # of float16's normal numbers, as bits of float32
+_EXPONENT = 0x7F800000
+
+
+@dataclasses.dataclass(frozen=True)
+class Codec:
+    """The upper half of a symmetric quantizer of 16 levels for N(0, 1).
+
+    Attributes:
+      thresholds: 7, increasing; another one is 0.
+      squares: 8 integers below 2**26, the squares of the levels in some unit; a vector's fit 31 bits.
+      unit: that unit over the head dim.
+    """
+
+    thresholds: tuple[float, ...]
+    squares: tuple[int, ...]
+    unit: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is static in a call.
+
+    Attributes:
+      codec: of the codes.
+      tokens: of a sequence in this call, `T`.
+      rows: vectors of a program, a power of two.
+      pieces: into which a vector is cut, a power of two.
+      num_warps: per program.
+      interpret: run without a GPU.
+    """
+
+    codec: Codec
+    tokens: int
+    rows: int
+    pieces: int
+    num_warps: int
+    interpret: bool
+
+
+class Pages(NamedTuple):
+    """uint8 codes ``[P, K, page_size, H / 2]`` and float16 norms ``[P, K, page_size]``."""
+
+    key: Ref
+    value: Ref
+    key_norm: Ref
+    value_norm: Ref
+
+
+class _Place(NamedTuple):
+    """Where the vectors of a program go, each int32 ``[R]``, and bool ``[R]``, whether they do."""
+
+    page: jax.Array
+    head: jax.Array
+    slot: jax.Array
+    kept: jax.Array
+
+
+def append(
+    key: jax.Array,
+    value: jax.Array,
+    signs: jax.Array,
+    block_tables: jax.Array,
+    lengths: jax.Array,
+    new_lengths: jax.Array,
+    pages: Pages,
+    settings: Settings,
+) -> Pages:
+    """Stores tokens; those without a page in the pool are left out.
+
+    Args:
+      key: bfloat16, float16 or float32 ``[B * T * K, H]``, `H` a power of two.
+      value: the same.
+      signs: float32 ``[H]``, the rotation's.
+      block_tables: int32 ``[B, entries]``.
+      lengths: int32 ``[B]``, tokens held before.
+      new_lengths: int32 ``[B]``, how many of the `T` tokens are stored, the first ones.
+      pages: of the pool.
+      settings: how, and the codec.
+
+    Returns:
+      The pages with the tokens, in their own memory where they were donated.
+    """
+    inputs = (block_tables, lengths, new_lengths, signs, key, value, *pages)
+    count = len(inputs) - len(pages)
+    written: Any = pl.pallas_call(
+        functools.partial(_kernel, s=settings),
+        grid=(pl.cdiv(key.shape[0], settings.rows), 2),
+        in_specs=[WHOLE] * len(inputs),
+        out_specs=[WHOLE] * len(pages),
+        out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in pages],
+        input_output_aliases={count + i: i for i in range(len(pages))},
+        compiler_params=parameters(settings.num_warps, 1),
+        interpret=settings.interpret,
+        name="turbojax_paged_append",
+    )(*inputs)
+    return Pages(*written)
+
+
+def _kernel(
+    tables: Ref,
+    lengths: Ref,
+    new_lengths: Ref,
+    signs: Ref,
+    key: Ref,
+    value: Ref,
+    *refs: Ref,
+    s: Settings,
+) -> None:
+    # The aliased arrays are written through their outputs.
+    pages = Pages(*refs[len(Pages._fields) :])
+    tile, side = pl.program_id(0), pl.program_id(1)
+
+    def write(x: Ref, codes: Ref, norms: Ref) -> None:
+        number = tile * s.rows + jnp.arange(s.rows, dtype=jnp.int32)
+        # What stands past the end is read again and not stored.
+        row = jnp.minimum(number, x.shape[0] - 1)
+        channels = _channels(x.shape[1], s)
+        loaded = [plgpu.load(x.at[row[:, None], c[None, :]]) for c in channels]
+        place = _find(row, number < x.shape[0], tables, lengths, new_lengths, codes, s)
+        flips = [plgpu.load(signs.at[c])[None, :] for c in channels]
+        packed, norm = _encode(loaded, flips, s)
+        width = x.shape[1] // 2 // s.pieces
+        byte = jnp.arange(width, dtype=jnp.int32)
+        vector = place.page[:, None], place.head[:, None], place.slot[:, None]
+        mask = jnp.broadcast_to(place.kept[:, None], (s.rows, width))
+        for i, piece in enumerate(packed):
+            at = codes.at[(*vector, (i * width + byte)[None, :])]
+            plgpu.store(at, piece.astype(jnp.uint8), mask=mask)
+        plgpu.store(norms.at[place.page, place.head, place.slot], norm, mask=place.kept)
+
+    pl.when(side == 0)(functools.partial(write, key, pages.key, pages.key_norm))
+    pl.when(side == 1)(functools.partial(write, value, pages.value, pages.value_norm))
+
+
+def _channels(head_dim: int, s: Settings) -> list[jax.Array]:
+    """The channels of each piece."""
+    width = head_dim // s.pieces
+    return [i * width + jnp.arange(width, dtype=jnp.int32) for i in range(s.pieces)]
+
+
+def _find(
+    row: jax.Array,
+    is_row: jax.Array,
+    tables: Ref,
+    lengths: Ref,
+    new_lengths: Ref,
+    codes: Ref,
+    s: Settings,
+) -> _Place:
+    """The places of vectors; what has none keeps a place inside the pool but is not stored."""
+    num_pages, heads, page_size, _ = codes.shape
+    token = jax.lax.div(row, jnp.int32(heads))
+    sequence = jax.lax.div(token, jnp.int32(s.tokens))
+    within = token - sequence * s.tokens
+    # Wraps around to negative, that is, out of range, where int32 ends.
+    position = plgpu.load(lengths.at[sequence]) + within
+    # Page sizes are powers of two; negative positions give negative entries.
+    entry = position >> (page_size.bit_length() - 1)
+    last = tables.shape[1] - 1
+    page = plgpu.load(tables.at[sequence, jnp.minimum(jnp.maximum(entry, 0), last)])
+    has_page = (entry >= 0) & (entry <= last) & (page >= 0) & (page < num_pages)
+    kept = is_row & has_page & (within < plgpu.load(new_lengths.at[sequence]))
+    page = jnp.where(has_page, page, 0)
+    return _Place(page, row - token * heads, position & (page_size - 1), kept)
+
+
+def _encode(
+    loaded: list[jax.Array], flips: list[jax.Array], s: Settings
+) -> tuple[list[jax.Array], jax.Array]:
+    """Codes and norms of vectors.
+
+    Args:
+      loaded: pieces ``[R, c]`` as they are stored.
+      flips: float32 ``[1, c]``, the signs of their channels.
+      s: settings.
+
+    Returns:
+      int32 ``[R, c / 2]`` for each piece, two codes a number; float16 ``[R]``.
+    """
+    is_float32 = loaded[0].dtype == jnp.float32
+    x = [piece.astype(jnp.float32) for piece in loaded]
+    squares = _total([_square(piece) if is_float32 else piece * piece for piece in x])
+    is_tiny, is_bounded = squares < _TINY, squares <= _HUGE
+    squares = jnp.where(is_bounded & ~is_tiny, squares, 1.0)
+    norm = jnp.where(is_tiny, 0.0, _exact_root(squares, s.interpret))
+    # Of float32 that are not negative, bits are in the order of the numbers.
+    thresholds = [_bits(norm * jnp.float32(t))[:, None] for t in s.codec.thresholds]
+    rotated = _hadamard([piece * flip for piece, flip in zip(x, flips, strict=True)])
+    packed, chosen = [], None
+    for piece in rotated:
+        codes, parts = _nearest(piece, thresholds, s.codec)
+        chosen = parts if chosen is None else chosen + parts
+        packed.append(jnp.where(is_bounded[:, None], _pack(codes), 0))
+    assert chosen is not None
+    total = jnp.sum(chosen, axis=1, dtype=jnp.int32)
+    corrected = _corrected(squares, total.astype(jnp.float32) * jnp.float32(s.codec.unit))
+    corrected = jnp.where(is_tiny, 0.0, corrected)
+    is_valid = is_bounded & (corrected <= _LARGEST_NORM)
+    return packed, jnp.where(is_valid, corrected.astype(jnp.float16), jnp.float16(jnp.nan))
+
+
+def _square(x: jax.Array) -> jax.Array:
+    """See `turbojax.polar.codec`; other dtypes have exact squares."""
+    high = jax.lax.bitcast_convert_type(_bits(x) & ~0xFFF, jnp.float32)
+    low = x - high
+    return high * high + ((high + high) * low + low * low)
+
+
+def _total(pieces: list[jax.Array]) -> jax.Array:
+    """The sums over all channels, the upper half added to the lower one until one is left."""
+    while len(pieces) > 1:
+        half = len(pieces) // 2
+        pieces = [a + b for a, b in zip(pieces[:half], pieces[half:], strict=True)]
+    x = pieces[0]
+    # Every channel gets the sum, which keeps them where they are; in the end all are the same.
+    half = x.shape[1] // 2
+    while half:
+        x = _added(x, half)
+        half //= 2
+    return jax.lax.bitcast_convert_type(jnp.max(_bits(x), axis=1), jnp.float32)
+
+
+def _added(x: jax.Array, half: int) -> jax.Array:
+    pairs = x.reshape(x.size // (2 * half), 2, half)
+    both = jnp.sum(pairs, axis=1)[:, None, :]
+    return jnp.broadcast_to(both, pairs.shape).reshape(x.shape)
+
+
+def _hadamard(pieces: list[jax.Array]) -> list[jax.Array]:
+    """Of each pair (a, b) of channels `half` apart ``(a + b, a - b)``, for each `half` in turn."""
+    width, half = pieces[0].shape[1], 1
+    while half < width:
+        pieces = [_stage(piece, half) for piece in pieces]
+        half *= 2
+    apart = 1
+    while apart < len(pieces):
+        new = []
+        for i, own in enumerate(pieces):
+            new.append(pieces[i - apart] - own if i & apart else own + pieces[i + apart])
+        pieces, apart = new, 2 * apart
+    return pieces
+
+
+def _stage(x: jax.Array, half: int) -> jax.Array:
+    shape = x.shape
+    x = x.reshape(shape[0] * shape[1] // (2 * half), 2, half)
+    bits = _bits(x)
+    both = jnp.sum(bits, axis=1, dtype=jnp.int32)
+    partner = jax.lax.bitcast_convert_type(both[:, None, :] - bits, jnp.float32)
+    is_second = jnp.arange(2, dtype=jnp.int32)[None, :, None] == 1
+    return (partner + jnp.where(is_second, -x, x)).reshape(shape)
+
+
+def _nearest(
+    x: jax.Array, thresholds: list[jax.Array], codec: Codec
+) -> tuple[jax.Array, jax.Array]:
+    """Codes and the squares of their levels, int32.
+
+    Args:
+      x: float32 ``[R, c]``.
+      thresholds: int32 ``[R, 1]``, the bits of those of positive numbers.
+      codec: the levels.
+    """
+    # Ties go up: the magnitude of a negative number must exceed a threshold. That of -0 need not.
+    negative = jnp.where(x < 0, -1, 0)
+    size = (_bits(x) & 0x7FFFFFFF) + negative
+    # One number for the code of a positive channel and the square: comparisons are used once, as
+    # there are few registers for their results.
+    entries = [jnp.int32(16 * square + 8 + i) for i, square in enumerate(codec.squares)]
+    chosen = jnp.full(x.shape, entries[0], jnp.int32)
+    for threshold, entry in zip(thresholds, entries[1:], strict=True):
+        chosen = jnp.where(size >= threshold, entry, chosen)
+    # 8 + i, or 7 - i.
+    return (chosen ^ negative) & 15, chosen >> 4
+
+
+def _pack(codes: jax.Array) -> jax.Array:
+    """int32 ``[R, c / 2]``: channel ``2 i`` in the low nibble, ``2 i + 1`` in the high one."""
+    rows, width = codes.shape
+    pairs = codes.reshape(rows * width // 2, 2)
+    is_second = jnp.arange(2, dtype=jnp.int32)[None, :] == 1
+    packed = jnp.sum(jnp.where(is_second, pairs << 4, pairs), axis=1, dtype=jnp.int32)
+    return packed.reshape(rows, width // 2)
+
+
+def _corrected(squares: jax.Array, levels: jax.Array) -> jax.Array:
+    """The root of ``squares / levels`` rounded to float16, still float32; more if too large.
+
+    See `turbojax.polar.codec`: what is approximate here is decided by a comparison.
+    """
+    guess = jnp.sqrt(squares / levels)
+    exponent = jnp.maximum(_bits(guess) & _EXPONENT, _SMALLEST_EXPONENT) - (10 << 23)
+    quantum = jax.lax.bitcast_convert_type(exponent, jnp.float32)
+    inverse = jax.lax.bitcast_convert_type((254 << 23) - exponent, jnp.float32)
+    whole = (guess * inverse).astype(jnp.int32).astype(jnp.float32)
+    middle = (whole + 0.5) * quantum
+    up = jnp.where((middle * middle) * levels <= squares, 1.0, 0.0)
+    too_large = (_LARGEST_NORM * _LARGEST_NORM) * levels < squares
+    return jnp.where(too_large, jnp.inf, (whole + up) * quantum)
+
+
+def _exact_root(x: jax.Array, interpret: bool) -> jax.Array:
+    """The square root, rounded to nearest."""
+    if interpret:
+        return jnp.sqrt(x)
+    [out] = plgpu.elementwise_inline_asm(
+        "sqrt.rn.f32 $0, $1;",
+        args=[x],
+        constraints="=f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
+    )
+    return out
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, jnp.int32)

@@ -1,0 +1,220 @@
+"""`turbojax generate --requests`: results, stop texts, and what it says when it cannot."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from turbojax import models, serving, text
+from turbojax.cli import app
+
+
+@pytest.fixture(scope="module")
+def model(tiny_folder) -> text.TextModel:
+    return text.load_text_model(tiny_folder, jnp.dtype(jnp.float32))
+
+
+def _run(*arguments: str):
+    return CliRunner().invoke(app, ["generate", *arguments], env={"COLUMNS": "120"})
+
+
+def _write(tmp_path, *lines: dict | str) -> str:
+    file = tmp_path / "requests.jsonl"
+    file.write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines))
+    return str(file)
+
+
+def _continued(model: text.TextModel, prompt: str, count: int) -> tuple[list[int], str]:
+    """By `models.generate`, through pages of its own."""
+    tokens = jnp.asarray([model.codec.encode(prompt.encode())])
+    new = models.generate(model.decoder, tokens, max_new_tokens=count, cache="paged")
+    new = np.asarray(new[0]).tolist()
+    return new, bytes(new).decode("utf-8", "replace")
+
+
+def test_results_are_those_of_generate_one_by_one(tiny_folder, model, tmp_path):
+    prompts = ("abc", "", "longer é")
+    lines = [{"prompt": p, "max_new_tokens": 5 + i} for i, p in enumerate(prompts)]
+    lines[1]["id"] = "empty"
+    file = _write(tmp_path, *lines, "")
+    result = _run("--requests", file, "--model", tiny_folder, "--max-sequences", "2")
+    assert result.exit_code == 0, result.stderr
+    results = {x["id"]: x for x in map(json.loads, result.stdout.splitlines())}
+    assert set(results) == {1, "empty", 3}
+    for number, (prompt, line) in enumerate(zip(prompts, lines, strict=True), start=1):
+        got = results[line.get("id", number)]
+        tokens, words = _continued(model, prompt, line["max_new_tokens"])
+        assert (got["tokens"], got["text"]) == (tokens, words)
+        assert got["finish_reason"] == "length"
+        assert got["prompt_tokens"] == 1 + len(prompt.encode())
+        assert 0 < got["first_token_seconds"] <= got["seconds"]
+    assert "3 requests, 18 tokens" in result.stderr
+    assert "auto pages" in result.stderr
+
+
+def test_a_file_for_the_results_and_numbers_as_json(tiny_folder, tmp_path):
+    file = _write(tmp_path, {"prompt": "abc"}, {"prompt": "abd", "temperature": 0.7, "top_k": 4})
+    out = tmp_path / "results.jsonl"
+    options = ["--model", tiny_folder, "--max-new-tokens", "4", "--page-size", "16"]
+    result = _run(
+        *("--requests", file, "--out", str(out), "--json", "--kv-dtype", "turbo4"),
+        *("--pool-bytes", "4000", *options),
+    )
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    statistics = report["statistics"]
+    assert (report["requests"], report["kv_dtype"], report["page_size"]) == (2, "turbo4", 16)
+    # Two layers, two heads, keys and values: 8 bytes of codes and 2 of norm a token.
+    assert statistics["token_bytes"] == 2 * 2 * 2 * 10
+    assert statistics["pages"] == 4000 // (16 * 80)
+    assert statistics["new_tokens"] == 8
+    assert report["device"]
+    assert [len(json.loads(x)["tokens"]) for x in out.read_text().splitlines()] == [4, 4]
+
+
+def test_equal_prompts_are_drawn_differently_and_again_the_same(tiny_folder, tmp_path):
+    lines = [{"prompt": "abc", "temperature": 1.0, "max_new_tokens": 12}] * 2
+    file = _write(tmp_path, *lines, {**lines[0], "seed": 1})
+    result = _run("--requests", file, "--model", tiny_folder)
+    tokens = {x["id"]: x["tokens"] for x in map(json.loads, result.stdout.splitlines())}
+    # The seed of a line that names none is its number.
+    assert tokens[1] == tokens[3] != tokens[2]
+
+
+def test_random_weights_take_numbers(tmp_path):
+    file = _write(tmp_path, {"prompt": "1 17 4", "max_new_tokens": 3})
+    result = _run("--requests", file, "--random-weights", "tiny", "--dtype", "float32")
+    assert result.exit_code == 0, result.stderr
+    got = json.loads(result.stdout)
+    assert got["prompt_tokens"] == 3
+    assert got["text"] == "".join(f"{token} " for token in got["tokens"])
+
+
+class LetterCodec:
+    """A token is a pair of letters: a stop text may begin in one and end in the next."""
+
+    def encode(self, content: bytes) -> list[int]:
+        return [1, *content]
+
+    def decoder(self, prompt):
+        return lambda token: "" if token is None else f"{token % 10}{token // 10 % 10}"
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 5])
+def test_a_stop_text_ends_the_result_wherever_it_begins(model, place):
+    letters = text.TextModel(model.decoder, LetterCodec())
+    whole = _serve(letters, [{"prompt": "abc", "max_new_tokens": 10}])[1]
+    assert len(whole["text"]) == 20
+    stop = whole["text"][place : place + 3]
+    cut = whole["text"].index(stop)
+    lines = [
+        {"prompt": "abc", "max_new_tokens": 10, "stop": ["never", stop]},
+        {"prompt": "abc", "max_new_tokens": 10, "stop": [300 % 256]},
+    ]
+    results = _serve(letters, lines)
+    assert results[1]["text"] == whole["text"][:cut]
+    assert results[1]["finish_reason"] == "stop"
+    # The tokens up to the one that completes the stop text, and none after it.
+    assert results[1]["tokens"] == whole["tokens"][: (cut + 2) // 2 + 1]
+
+
+def test_a_stop_text_in_the_last_token(model):
+    letters = text.TextModel(model.decoder, LetterCodec())
+    whole = _serve(letters, [{"prompt": "abd", "max_new_tokens": 3}])[1]
+    stop = whole["text"][3:]
+    assert stop not in whole["text"][:-1]
+    got = _serve(letters, [{"prompt": "abd", "max_new_tokens": 3, "stop": [stop]}])[1]
+    assert (got["text"], got["finish_reason"]) == (whole["text"][:3], "stop")
+
+
+def test_a_stop_token_is_no_part_of_the_text(model):
+    whole = _serve(model, [{"prompt": "abc", "max_new_tokens": 9}])[1]
+    stop = whole["tokens"][4]
+    count = whole["tokens"].index(stop)
+    got = _serve(model, [{"prompt": "abc", "max_new_tokens": 9, "stop": [stop]}])[1]
+    assert got["tokens"] == whole["tokens"][: count + 1]
+    assert got["text"] == bytes(whole["tokens"][:count]).decode("utf-8", "replace")
+    assert got["finish_reason"] == "stop"
+
+
+def _serve(model: text.TextModel, lines: list[dict]) -> dict:
+    content = "\n".join(map(json.dumps, lines)).encode()
+    results: list[dict] = []
+    requests = serving.read_requests(content, model.codec, 8)
+    serving.serve(model, requests, emit=results.append, page_size=16)
+    return {result["id"]: result for result in results}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "must be a JSON object"),
+        ("{}", "'prompt' must be a string"),
+        ({"prompt": 3}, "'prompt' must be a string"),
+        ({"prompt": "a", "max_tokens": 3}, "'max_tokens' must be one of id, prompt"),
+        ({"prompt": "a", "id": 1.5}, "id=1.5 must be a string or an integer"),
+        ({"prompt": "a", "id": 1}, "id 1 must not be that of another line"),
+        ({"prompt": "a", "stop": "b"}, "stop='b' must be a list"),
+        ({"prompt": "a", "stop": [""]}, "must be a list of texts, none empty"),
+        ({"prompt": "a", "stop": [True]}, "must be a list of texts, none empty"),
+        ({"prompt": "a", "stop": [256]}, "token=256 of a request must be within 0..255"),
+        ({"prompt": "a", "max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
+        ({"prompt": "a", "max_new_tokens": "4"}, "max_new_tokens='4' must be an integer"),
+        ({"prompt": "a", "temperature": "warm"}, "temperature='warm' must be a number"),
+        ({"prompt": "a", "top_k": 4}, "top_k=4 needs a temperature above 0"),
+        ({"prompt": "a" * 130}, "131 tokens and 130 new ones must be at most max_length=128"),
+        ('{"prompt": "\\ud800"}', "surrogates not allowed"),
+    ],
+)
+def test_a_bad_line_is_named(tiny_folder, tmp_path, line, message):
+    file = _write(tmp_path, {"prompt": "a", "max_new_tokens": 2}, "", line)
+    result = _run("--requests", file, "--model", tiny_folder, "--max-new-tokens", "130")
+    assert result.exit_code == 2
+    assert "line 3: " in result.stderr
+    assert message in result.stderr
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["abc", "--requests", "FILE"], "prompt has no use with --requests"),
+        (["--requests", "FILE", "--cache", "exact"], "--cache has no use with --requests"),
+        (["--requests", "FILE", "--batch-size", "2"], "--batch-size has no use with --requests"),
+        (["--requests", "FILE", "--file", "x"], "--file has no use with --requests"),
+        (["--requests", "FILE", "--prefill", "topk"], "--prefill has no use with --requests"),
+        (["abc", "--kv-dtype", "turbo4"], "--kv-dtype is for --requests"),
+        (["abc", "--num-pages", "4"], "--num-pages is for --requests"),
+        (["abc", "--out", "x"], "--out is for --requests"),
+        (["--requests", "/no/such/file"], "No such file or directory: '/no/such/file'"),
+        (["--requests", "FILE", "--weights", "int4"], "--weights is for --random-weights"),
+        (["--requests", "FILE", "--kv-dtype", "int3"], "kv_dtype='int3' must be one of auto"),
+        (["--requests", "FILE", "--page-size", "5"], "page_size=5 must be one of"),
+        (["--requests", "FILE", "--page-size", "0"], "page_size=0 must be at least 1"),
+        (["--requests", "FILE", "--max-sequences", "0"], "max_sequences=0 must be at least 1"),
+        (["--requests", "FILE", "--prefill-chunk", "0"], "prefill_chunk=0 must be at least 1"),
+        (["--requests", "FILE", "--pool-bytes", "10"], "pool_bytes=10 must be at least"),
+        (["--requests", "FILE", "--num-pages", "1"], "line 1: a prompt of 1 tokens and 128 new"),
+        (
+            ["--requests", "FILE", "--num-pages", "4", "--pool-bytes", "9"],
+            "give the number of pages or the bytes",
+        ),
+        (["--requests", "FILE", "--implementation", "fast"], "implementation='fast' must be"),
+        (["--requests", "EMPTY"], "there must be at least one request"),
+    ],
+)
+def test_errors_are_one_clear_line(tmp_path, arguments, message):
+    file, empty = _write(tmp_path, {"prompt": "1"}), tmp_path / "empty"
+    empty.write_text("\n\n")
+    names = {"FILE": file, "EMPTY": str(empty)}
+    arguments = [names.get(x, x) for x in arguments]
+    if "--weights" not in arguments:
+        arguments += ["--random-weights", "tiny"] if "abc" not in arguments else []
+    result = _run(*arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
