@@ -121,6 +121,7 @@ def attend(
         l,
         lengths,
         query_lengths,
+        part=s.part,
         tokens=tokens,
         heads=heads,
         kv_heads=kv_heads,

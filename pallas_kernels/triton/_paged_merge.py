@@ -1,6 +1,6 @@
 """Merging the parts of a paged attention call by log-sum-exp.
 
-A part is a run of `PART` tokens at a fixed place of the sequence, so that a row's result depends on
+A part is a run of tokens at a fixed place of the sequence, so that a row's result depends on
 nothing but its own tokens: not on the table's width, nor on what else is attended to. Parts are
 merged `_GROUP` at a time, these in a tree of fixed shape, and group after group; a part in which a
 row sees nothing adds zeros, and one past its end is never read.
@@ -16,10 +16,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.triton import _common
 from pallas_kernels.triton._common import Ref
 
-PART = 1024
-"""Tokens of a part."""
-
-_GROUP = 16
+_GROUP = 32
 _LN_2 = 1 / _common.LOG2_E
 
 
@@ -48,6 +45,7 @@ def merge_parts(
     lengths: jax.Array,
     query_lengths: jax.Array,
     *,
+    part: int,
     tokens: int,
     heads: int,
     kv_heads: int,
@@ -66,6 +64,7 @@ def merge_parts(
       l: float32, the same shape, sums of weights.
       lengths: int32 ``[B]``, tokens held, the queries' own included.
       query_lengths: int32 ``[B]``, how many of the queries are real.
+      part: tokens of a part.
       tokens: `T`.
       heads: `N` = ``G * K``.
       kv_heads: `K`.
@@ -78,7 +77,7 @@ def merge_parts(
     batch, head_dim = o.shape[0] // kv_heads, o.shape[3]
     left = None if window is None else window[0]
     return pl.pallas_call(
-        functools.partial(_merge_kernel, left=left),
+        functools.partial(_merge_kernel, size=part, left=left),
         grid=(heads // kv_heads * tokens, batch * kv_heads),
         in_specs=[_common.WHOLE] * 5,
         out_specs=[_common.WHOLE] * 2,
@@ -86,7 +85,7 @@ def merge_parts(
             jax.ShapeDtypeStruct((batch, tokens, heads, head_dim), jnp.float32),
             jax.ShapeDtypeStruct((batch, tokens, heads), jnp.float32),
         ],
-        compiler_params=_common.parameters(num_warps=1, num_stages=1),
+        compiler_params=_common.parameters(num_warps=4, num_stages=1),
         interpret=interpret,
         name="turbojax_paged_merge",
     )(o, m, l, lengths, query_lengths)
@@ -101,6 +100,7 @@ def _merge_kernel(
     out_ref: Ref,
     lse_ref: Ref,
     *,
+    size: int,
     left: int | None,
 ) -> None:
     """Merges the parts of one row."""
@@ -110,9 +110,9 @@ def _merge_kernel(
     b, t = pair // kv_heads, row % tokens
     length, count = (plgpu.load(ref.at[b]) for ref in (lengths_ref, query_lengths_ref))
     position = jnp.where(t < count, length - count + t, -1)
-    start, stop = jnp.int32(0), (position + PART) // PART
+    start, stop = jnp.int32(0), (position + size) // size
     if left is not None:
-        start = jnp.maximum(position - left, 0) // PART
+        start = jnp.maximum(position - left, 0) // size
     channel = jnp.arange(_common.next_power_of_2(head_dim), dtype=jnp.int32)
     inside = channel < head_dim
 

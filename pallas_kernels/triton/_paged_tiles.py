@@ -20,7 +20,9 @@ class Settings:
       window: optional (left, right); queries never see past their own position.
       soft_cap: optional cap of the scores.
       codec: of 4-bit codes, None for other values.
-      tile: tokens taken at a time, a power of two from 16 to `PART`.
+      part: tokens of a program, a power of two.
+      tile: tokens taken at a time, a power of two from 16 to `part`.
+      rows: queries of a program at most, a power of two from 8.
       num_warps: per program.
       num_stages: of the software pipeline.
       interpret: run without a GPU.
@@ -29,7 +31,9 @@ class Settings:
     window: tuple[int, int] | None
     soft_cap: float | None
     codec: Codec | None
+    part: int
     tile: int
+    rows: int
     num_warps: int
     num_stages: int
     interpret: bool

@@ -31,6 +31,8 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.triton._common import WHOLE, Ref, parameters
 
+NAME = "turbojax_paged_append"
+
 _LARGEST_NORM = 65504.0
 # Sums of squares beyond which norms are 0 or no float16 whatever the codes are.
 _TINY, _HUGE = 2.0**-60, 2.0**40
@@ -44,7 +46,8 @@ class Codec:
 
     Attributes:
       thresholds: 7, increasing; another one is 0.
-      squares: 8 integers below 2**26, the squares of the levels in some unit; a vector's fit 31 bits.
+      squares: 8 integers below 2**26, the squares of the levels in some unit; sums of a vector's
+        fit 31 bits.
       unit: that unit over the head dim.
     """
 
@@ -128,7 +131,7 @@ def append(
         input_output_aliases={count + i: i for i in range(len(pages))},
         compiler_params=parameters(settings.num_warps, 1),
         interpret=settings.interpret,
-        name="turbojax_paged_append",
+        name=NAME,
     )(*inputs)
     return Pages(*written)
 

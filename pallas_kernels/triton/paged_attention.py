@@ -11,7 +11,7 @@ Target: 80 % of the floor's speed for bfloat16 and fp8, half of it for 4 bits (a
 behind memory in a kernel that loads, looks up and multiplies in the same warp).
 
 One program takes some query rows of one KV head (row ``g * T + t``: all heads of the group share
-what is read) and one part of `PART` tokens, as far as those rows see it: programs past the end
+what is read) and one part of its tokens, as far as those rows see it: programs past the end
 stop at once and write nothing, and the parts are merged (`_paged_merge`). Tokens, and channels of
 values, are the rows of the products, as in `kv4_decode`: queries are few, and eight columns are the
 fewest that a product takes. A tile of tokens spans one page or several, whose numbers are loaded
@@ -47,14 +47,13 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.triton import _common, _paged_codes
 from pallas_kernels.triton._common import Ref
 from pallas_kernels.triton._paged_codes import Codec as Codec
-from pallas_kernels.triton._paged_merge import PART, finish, finite, merge_parts
+from pallas_kernels.triton._paged_merge import finish, finite, merge_parts
 from pallas_kernels.triton._paged_tiles import Place, load, locate, norm
 from pallas_kernels.triton._paged_tiles import Settings as Settings
 from pallas_kernels.triton._paged_tiles import Side as Side
 
-# Columns of the smallest matrix product, terms of its sum, and the most columns of a program: more
-# do not fit a warp's registers.
-_ROWS, _NARROWEST, _MOST_ROWS = 8, 16, 16
+# Columns of the smallest matrix product, and terms of its sum.
+_ROWS, _NARROWEST = 8, 16
 _NO_POSITION = 2**30
 
 
@@ -104,14 +103,14 @@ def attend(
     batch, tokens, heads, head_dim = query.shape
     _, kv_heads, page_size, _ = key.data.shape
     rows, pairs = heads // kv_heads * tokens, batch * kv_heads
-    parts = pl.cdiv(block_tables.shape[1] * page_size, PART)
+    parts = pl.cdiv(block_tables.shape[1] * page_size, settings.part)
     arguments = (query, key, value, block_tables, lengths, query_lengths, factor.reshape(1))
     shapes = [(batch, tokens, heads, head_dim), (batch, tokens, heads)]
     if parts > 1:
         shapes = [(pairs, parts, rows, head_dim), (pairs, parts, rows), (pairs, parts, rows)]
     results = pl.pallas_call(
         functools.partial(_kernel if parts > 1 else _single_kernel, s=settings),
-        grid=(pl.cdiv(rows, _tile_rows(rows)), parts, pairs),
+        grid=(pl.cdiv(rows, _tile_rows(rows, settings)), parts, pairs),
         in_specs=jax.tree.map(lambda _: _common.WHOLE, arguments),
         out_specs=[_common.WHOLE] * len(shapes),
         out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
@@ -128,6 +127,7 @@ def attend(
         l,
         lengths,
         query_lengths,
+        part=settings.part,
         tokens=tokens,
         heads=heads,
         kv_heads=kv_heads,
@@ -136,8 +136,8 @@ def attend(
     )
 
 
-def _tile_rows(rows: int) -> int:
-    return min(max(_ROWS, _common.next_power_of_2(rows)), _MOST_ROWS)
+def _tile_rows(rows: int, s: Settings) -> int:
+    return min(max(_ROWS, _common.next_power_of_2(rows)), s.rows)
 
 
 class _Rows(NamedTuple):
@@ -177,7 +177,7 @@ def _kernel(
 ) -> None:
     """Rows of one KV head, one part of several."""
     part, pair = pl.program_id(1), pl.program_id(2)
-    rows = _rows(q_ref, key, lengths_ref, query_lengths_ref)
+    rows = _rows(q_ref, key, lengths_ref, query_lengths_ref, s)
     place, tiles = _place(key), _tiles(rows, part, s)
 
     @pl.when(tiles.first < tiles.end)
@@ -205,7 +205,7 @@ def _single_kernel(
     s: Settings,
 ) -> None:
     """Rows of one KV head, the only part: the result."""
-    rows = _rows(q_ref, key, lengths_ref, query_lengths_ref)
+    rows = _rows(q_ref, key, lengths_ref, query_lengths_ref, s)
     place, tiles = _place(key), _tiles(rows, pl.program_id(1), s)
     state = _attend(rows, tiles, place, q_ref, key, value, tables_ref, factor_ref, s)
     is_query = rows.position >= 0
@@ -234,11 +234,11 @@ def _channels(place: Place, s: Settings) -> tuple[jax.Array, ...]:
     return 2 * place.channel, 2 * place.channel + 1
 
 
-def _rows(q_ref: Ref, key: Side, lengths_ref: Ref, query_lengths_ref: Ref) -> _Rows:
+def _rows(q_ref: Ref, key: Side, lengths_ref: Ref, query_lengths_ref: Ref, s: Settings) -> _Rows:
     _, tokens, heads, _ = q_ref.shape
     kv_heads = key.data.shape[1]
     group = heads // kv_heads
-    count = _tile_rows(group * tokens)
+    count = _tile_rows(group * tokens, s)
     pair = pl.program_id(2)
     length, real = (
         plgpu.load(ref.at[pair // kv_heads]) for ref in (lengths_ref, query_lengths_ref)
@@ -259,7 +259,7 @@ def _tiles(rows: _Rows, part: jax.Array, s: Settings) -> _Tiles:
     if s.window is not None:
         seen_first = jnp.maximum(earliest - s.window[0], 0)
         whole = jnp.maximum(last - s.window[0] + s.tile - 1, 0) // s.tile
-    in_part = PART // s.tile
+    in_part = s.part // s.tile
     first = jnp.maximum(seen_first // s.tile, part * in_part)
     end = jnp.minimum((last + s.tile) // s.tile, (part + 1) * in_part)
     end = jnp.maximum(end, first)

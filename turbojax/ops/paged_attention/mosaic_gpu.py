@@ -33,7 +33,7 @@ class Launch(NamedTuple):
     part: int = 1024
     warpgroups: int = 1
     stages: int = 2
-    rows: int = 8
+    rows: int = 16
 
 
 def unsupported(

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +66,25 @@ def attend(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "visibility", "logits_soft_cap", "interpret"))
+class Launch(NamedTuple):
+    """What is tuned; it must depend on no size but the number of query rows.
+
+    Attributes:
+      part: tokens of a program.
+      tile: of them at a time.
+      rows: queries of a program at most.
+      num_warps: of a program.
+    """
+
+    part: int
+    tile: int
+    rows: int
+    num_warps: int
+
+
+@functools.partial(
+    jax.jit, static_argnames=("scale", "visibility", "logits_soft_cap", "interpret", "launch")
+)
 def _attend(
     query: jax.Array,
     cache: PagedCache,
@@ -77,6 +96,7 @@ def _attend(
     visibility: Visibility,
     logits_soft_cap: float | None,
     interpret: bool,
+    launch: Launch | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     from pallas_kernels.triton import paged_attention as kernel
 
@@ -93,9 +113,8 @@ def _attend(
         window=visibility.window,
         soft_cap=logits_soft_cap,
         codec=codec,
-        tile=_TILE,
-        num_warps=_WARPS[cache.head_dim > 128],
         num_stages=1,
+        **(launch or default_launch(query, cache))._asdict(),
         interpret=interpret,
     )
     out, residual = kernel.attend(
@@ -111,8 +130,19 @@ def _attend(
     return out * value_factor, residual
 
 
-# Tokens at a time.
-_TILE = 32
-# For head dims up to 128, and for larger ones. The same whatever the queries: the order in which a
-# product's and a sum's terms are added depends on it.
-_WARPS = (1, 2)
+def default_launch(query: jax.Array, cache: PagedCache) -> Launch:
+    """How a call is cut up: one way for few query rows of a KV head, another for many.
+
+    Within either the order in which terms are added is the same whatever the queries.
+    """
+    is_wide = cache.head_dim > 128
+    if query.shape[1] * query.shape[2] // cache.num_kv_heads > MOST_NARROW_ROWS:
+        tile = 64 if cache.kv_dtype == "turbo4" else 128
+        return Launch(part=1024, tile=tile // 2 if is_wide else tile, rows=64, num_warps=4)
+    if cache.kv_dtype == "turbo4":
+        return Launch(part=512, tile=32 if is_wide else 64, rows=16, num_warps=2)
+    return Launch(part=512, tile=64 if is_wide else 128, rows=16, num_warps=4)
+
+
+# Query rows of a KV head up to which a call is made for decoding.
+MOST_NARROW_ROWS = 64
