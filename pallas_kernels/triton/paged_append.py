@@ -187,7 +187,7 @@ def _find(
     codes: Ref,
     s: Settings,
 ) -> _Place:
-    """The places of vectors; what has none keeps a place inside the pool but is not stored."""
+    """The places of vectors."""
     num_pages, heads, page_size, _ = codes.shape
     token = jax.lax.div(row, jnp.int32(heads))
     sequence = jax.lax.div(token, jnp.int32(s.tokens))
@@ -200,7 +200,8 @@ def _find(
     page = plgpu.load(tables.at[sequence, jnp.minimum(jnp.maximum(entry, 0), last)])
     has_page = (entry >= 0) & (entry <= last) & (page >= 0) & (page < num_pages)
     kept = is_row & has_page & (within < plgpu.load(new_lengths.at[sequence]))
-    page = jnp.where(has_page, page, 0)
+    # Otherwise nowhere, so that interpreted it takes no other vector's place.
+    page = jnp.where(kept, page, num_pages)
     return _Place(page, row - token * heads, position & (page_size - 1), kept)
 
 

@@ -26,13 +26,21 @@ Keys are multiplied as float16 subnormals, whose bits are the integers, and valu
 and more, whose low bits are the integers; what that is off by is taken away from the sums (exactly
 the rounded queries' and weights'). Queries are scaled by a power of two to fit float16.
 
-The ladder, not measured yet; warp instructions for 64 tokens of a KV head with 4 queries of 128
-channels (bfloat16, fp8, 4 bits), as Triton 3.6 compiles them for compute capability 9.0:
-  v1  tiles of 64 tokens, 255 registers: 740, 1,196, 2,014; 2,000 bytes of spills with 32 columns.
-  v2  the table's words kept in registers, see `_paged_codes`: 4 bits 1,597.
-  v3  tiles of 32, at most 16 columns: 826, 1,306, 1,744 and 168 registers, so that 12 warps to a
-      multiprocessor wait for memory instead of 8; no spills.
-Of 4 bits' instructions 830 look up, and 190 turn values from channels to tokens.
+The ladder, H100, jax 0.11.2, device time with the merge, for the tokens of a part, those taken at a
+time, and warps:
+                                      16 x 32k   1 x 4k
+  cuDNN on dense bfloat16               690 us   9.5 us
+  v1  4 bits, 1024, 64, 1               364     50.6     a product too many, constants of permutes
+      bfloat16, 1024, 64, 1             752     32.5     made anew
+  v2  4 bits, 1024, 64, 1               291     40.8
+      4 bits, 512, 64, 1                303     23.7
+      4 bits, 512, 64, 2, taken         303     19.9
+      4 bits, 512, 64, 4                398     15.4
+      bfloat16, 512, 128, 4, taken      764     12.1
+      fp8, 512, 128, 4, taken           408     13.2
+  256 queries of 4 x 8k: 2.1 ms of bfloat16 with the first launch; with 64 query rows to a program
+  and four warps 0.89 ms, 155 TFLOP/s, and 1.51 ms of 4 bits.
+These and more rows are in `benchmarks/results/paged_versions_2026-11-21.json`.
 """
 
 import functools
