@@ -26,7 +26,7 @@ The ladder, H100, jax 0.11.2, device time of both kernels (cuDNN on dense bfloat
     1 block in flight        231       125
     blocks of 32 tokens      212       113
     two warpgroups           253       145        24               too few programs at a time
-    32 parts merged at once  207       116        19      12.7     and 65 us instead of 82 at 1 x 128k
+    32 parts merged at once  207       116        19      12.7     1 x 128k: 65, not 82 us
   pages of 16, 32, 128       225, 214, 208 us
   fp8, parts of 1024         373       195        32      12.4     1.88 times, 96 %
   16 queries of 4 x 8k, 4, 8, 16 in a program: 175, 142, 117 us of turbo4, 327, 200, 130 of fp8

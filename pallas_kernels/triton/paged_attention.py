@@ -30,9 +30,10 @@ The ladder, H100, jax 0.11.2, device time with the merge, for the tokens of a pa
 time, and warps:
                                       16 x 32k   1 x 4k
   cuDNN on dense bfloat16               690 us   9.5 us
-  v1  4 bits, 1024, 64, 1               364     50.6     a product too many, constants of permutes
-      bfloat16, 1024, 64, 1             752     32.5     made anew
-  v2  4 bits, 1024, 64, 1               291     40.8
+  v1  4 bits, 1024, 64, 1               364     50.6     2,014 instructions for 64 tokens
+      bfloat16, 1024, 64, 1             752     32.5     740
+  v2  4 bits, 1024, 64, 1               291     40.8     1,597: the table's words in registers,
+                                                         see `_paged_codes`
       4 bits, 512, 64, 1                303     23.7
       4 bits, 512, 64, 2, taken         303     19.9
       4 bits, 512, 64, 4                398     15.4
