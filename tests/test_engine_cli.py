@@ -1,7 +1,9 @@
 """`turbojax generate --requests`: results, stop texts, and what it says when it cannot."""
 
 import json
+from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from typer.testing import CliRunner
 
 from turbojax import models, serving, text
 from turbojax.cli import app
+from turbojax.models import Engine
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +55,7 @@ def test_results_are_those_of_generate_one_by_one(tiny_folder, model, tmp_path):
         assert 0 < got["first_token_seconds"] <= got["seconds"]
     assert "3 requests, 18 tokens" in result.stderr
     assert "auto pages" in result.stderr
+    assert "(2.00x larger than bfloat16)" in result.stderr
 
 
 def test_a_file_for_the_results_and_numbers_as_json(tiny_folder, tmp_path):
@@ -81,6 +85,91 @@ def test_equal_prompts_are_drawn_differently_and_again_the_same(tiny_folder, tmp
     tokens = {x["id"]: x["tokens"] for x in map(json.loads, result.stdout.splitlines())}
     # The seed of a line that names none is its number.
     assert tokens[1] == tokens[3] != tokens[2]
+
+
+def test_the_default_pool_holds_as_many_as_run_at_a_time(model):
+    lines = [{"prompt": "a" * 39, "max_new_tokens": 24}] * 16
+    requests = serving.read_requests(
+        "\n".join(map(json.dumps, lines)).encode(), model.codec, max_new_tokens=1
+    )
+    running = []
+    plain = Engine.step
+
+    def step(engine):
+        events = plain(engine)
+        running.append(engine.statistics().running)
+        return events
+
+    with mock.patch.object(Engine, "step", step):
+        report = serving.serve(model, requests, emit=lambda result: None, max_sequences=8)
+    assert (report.statistics.pages, max(running)) == (8, 8)
+    assert report.statistics.preemptions == 0
+
+
+def test_serving_nothing(model):
+    with pytest.raises(ValueError, match="there must be at least one request"):
+        serving.serve(model, [], emit=print)
+
+
+def test_ids_that_are_no_unicode_and_a_terminal_that_takes_ascii(tiny_folder, tmp_path):
+    file = _write(tmp_path, {"id": "\ud800", "prompt": "a"}, {"id": "é", "prompt": "b"})
+    options = ["--requests", file, "--model", tiny_folder, "--max-new-tokens", "2"]
+    result = CliRunner(charset="ascii").invoke(app, ["generate", *options])
+    assert result.exit_code == 0, result.stderr
+    assert [json.loads(x)["id"] for x in result.stdout.splitlines()] == ["\ud800", "é"]
+    out = tmp_path / "out"
+    assert _run(*options, "--out", str(out)).exit_code == 0
+    assert [json.loads(x)["id"] for x in out.read_text().splitlines()] == ["\ud800", "é"]
+
+
+@pytest.mark.parametrize(
+    ("line", "options", "message"),
+    [
+        ({"prompt": 1}, [], "'prompt' must be a string"),
+        ({"prompt": "a" * 200}, [], "line 2: a prompt of 201 tokens"),
+        ({"prompt": "a"}, ["--page-size", "5"], "page_size=5"),
+        ({"prompt": "a"}, ["--implementation", "fast"], "implementation='fast'"),
+    ],
+)
+def test_earlier_results_stay_if_nothing_runs(tiny_folder, tmp_path, line, options, message):
+    file, out = _write(tmp_path, {"prompt": "a"}, line), tmp_path / "out"
+    out.write_text("kept")
+    options = ["--model", tiny_folder, "--max-new-tokens", "2", *options]
+    result = _run("--requests", file, "--out", str(out), *options)
+    assert (result.exit_code, out.read_text()) == (2, "kept")
+    assert message in result.stderr
+
+
+def test_out_of_memory_says_what_can_be_smaller(tiny_folder, tmp_path):
+    file = _write(tmp_path, {"prompt": "a"})
+    error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+    with mock.patch.object(serving, "serve", side_effect=error):
+        result = _run("--requests", file, "--model", tiny_folder)
+    assert result.exit_code == 2
+    assert "try a smaller --num-pages, --pool-bytes or --max-sequences" in result.stderr
+
+
+def test_results_do_not_overwrite_the_requests(tiny_folder, tmp_path):
+    file = _write(tmp_path, {"prompt": "a"})
+    link = tmp_path / "link"
+    link.symlink_to(file)
+    result = _run("--requests", file, "--out", str(link), "--model", tiny_folder)
+    assert result.exit_code == 2
+    assert "must not be the file of --requests" in result.stderr
+    assert json.loads(link.read_text()) == {"prompt": "a"}
+
+
+@pytest.mark.parametrize("results", [False, True])
+def test_the_next_turn_finds_a_result_if_asked_for(tmp_path, results):
+    """Prompts and results are numbers, so that a result can be a prompt."""
+    options = ["--random-weights", "tiny", "--max-sequences", "1", "--page-size", "16"]
+    options += ["--max-new-tokens", "20", *["--cache-results"][:results]]
+    first = _run("--requests", _write(tmp_path, {"prompt": "1"}), *options)
+    turn = "1 " + json.loads(first.stdout)["text"]
+    result = _run("--requests", _write(tmp_path, {"prompt": "1"}, {"prompt": turn}), *options)
+    assert result.exit_code == 0, result.stderr
+    reused = [json.loads(x)["reused_tokens"] for x in result.stdout.splitlines()]
+    assert reused == [0, 16 if results else 0]
 
 
 def test_random_weights_take_numbers(tmp_path):
@@ -156,7 +245,9 @@ def _serve(model: text.TextModel, lines: list[dict]) -> dict:
         ({"prompt": 3}, "'prompt' must be a string"),
         ({"prompt": "a", "max_tokens": 3}, "'max_tokens' must be one of id, prompt"),
         ({"prompt": "a", "id": 1.5}, "id=1.5 must be a string or an integer"),
-        ({"prompt": "a", "id": 1}, "id 1 must not be that of another line"),
+        ({"prompt": "a", "id": 1}, "id 1 must not be that of line 1 (a line without an id has its"),
+        ('{"prompt": "a", "prompt": "b"}', "'prompt' must not be given twice"),
+        ("[" * 100_000, "must not be nested so deep"),
         ({"prompt": "a", "stop": "b"}, "stop='b' must be a list"),
         ({"prompt": "a", "stop": [""]}, "must be a list of texts, none empty"),
         ({"prompt": "a", "stop": [True]}, "must be a list of texts, none empty"),
@@ -190,6 +281,7 @@ def test_a_bad_line_is_named(tiny_folder, tmp_path, line, message):
         (["abc", "--kv-dtype", "turbo4"], "--kv-dtype is for --requests"),
         (["abc", "--num-pages", "4"], "--num-pages is for --requests"),
         (["abc", "--out", "x"], "--out is for --requests"),
+        (["abc", "--cache-results"], "--cache-results is for --requests"),
         (["--requests", "/no/such/file"], "No such file or directory: '/no/such/file'"),
         (["--requests", "FILE", "--weights", "int4"], "--weights is for --random-weights"),
         (["--requests", "FILE", "--kv-dtype", "int3"], "kv_dtype='int3' must be one of auto"),

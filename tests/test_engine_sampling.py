@@ -1,4 +1,6 @@
-"""Sampling inside the engine's step, against float64 distributions."""
+"""Choosing tokens after the engine's step, against float64 distributions."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -6,9 +8,17 @@ import numpy as np
 import pytest
 
 from turbojax.models import Request, Sampling
-from turbojax.models.engine.sampling import NOTHING, SamplingRows, restrict, sample
+from turbojax.models.engine.sampling import (
+    NOTHING,
+    SamplingRows,
+    choose,
+    kind_of,
+    restrict,
+    sample,
+)
 
 SIZE = 12
+KINDS = ("greedy", "draw", "restrict")
 
 
 def rows(count, temperature=1.0, top_k=0, top_p=1.0, seed=None, index=0) -> SamplingRows:
@@ -54,7 +64,8 @@ def test_tokens_follow_the_distribution(temperature, top_k, top_p, by):
     numbers = np.arange(count)
     options = {"seed": numbers, "index": 3} if by == "seed" else {"seed": 5, "index": numbers}
     logits = jnp.broadcast_to(jnp.asarray(LOGITS)[None], (count, SIZE))
-    drawn = np.asarray(sample(logits, rows(count, temperature, top_k, top_p, **options)))
+    drawn = sample(logits, rows(count, temperature, top_k, top_p, **options), "restrict")
+    drawn = np.asarray(drawn)
     wanted = distribution(LOGITS, temperature, top_k, top_p)
     counts = np.bincount(drawn, minlength=SIZE)
     assert not np.any(counts[wanted == 0])
@@ -92,19 +103,75 @@ def test_a_tiny_top_p_keeps_the_first():
     assert np.isfinite(np.asarray(kept)[0]).sum() == 1
 
 
-def test_greedy_is_the_largest_logit_whatever_the_others_do():
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_is_the_largest_logit_whatever_the_others_do(kind):
     logits = jnp.asarray(np.random.default_rng(1).normal(size=(6, SIZE)), jnp.float32)
     temperature = np.array([0, 1, 0, 1, 0, 0])
-    mixed = np.asarray(sample(logits, rows(6, temperature)))
+    mixed = np.asarray(sample(logits, rows(6, temperature), kind))
     largest = np.argmax(np.asarray(logits), axis=-1)
     assert np.array_equal(mixed[temperature == 0], largest[temperature == 0])
-    assert np.array_equal(np.asarray(sample(logits, rows(6, 0.0))), largest)
+    assert np.array_equal(np.asarray(sample(logits, rows(6, 0.0), kind)), largest)
+
+
+def test_a_draw_from_all_tokens_is_the_same_whatever_the_others_ask_for():
+    rng = np.random.default_rng(4)
+    count, size = 200, 500
+    logits = jnp.asarray(rng.normal(scale=3.0, size=(count, size)), jnp.float32)
+    temperature = rng.choice([0.0, 0.3, 1.0], count)
+    restricted = rng.random(count) < 0.5
+    options = temperature, np.where(restricted, 3, 0), np.where(restricted, 0.9, 1.0)
+    last = np.zeros(count - 1, np.int32)
+    counts, slot = np.ones(count, np.int32), np.int32(0)
+    draw, mixed = (
+        np.asarray(choose(logits, jnp.asarray(last), counts, slot, rows(count, *x), kind=kind)[0])
+        for kind, x in (("draw", options[:1]), ("restrict", options))
+    )
+    assert np.array_equal(draw[~restricted], mixed[~restricted])
+    assert not np.array_equal(draw[restricted], mixed[restricted])
+
+
+def test_no_kind_has_a_branch_on_the_device():
+    """The host would have to read the predicate before it could go on."""
+    logits = jnp.zeros((4, SIZE), jnp.float32)
+    arguments = logits, jnp.zeros(3, jnp.int32), np.ones(4, np.int32), np.int32(0), rows(4)
+    for kind in KINDS:
+        program = choose.lower(*arguments, kind=kind).as_text()
+        assert "argmax" in program or "reduce" in program
+        assert "stablehlo.case" not in program
+        assert "stablehlo.if" not in program
+    assert "sort" in program
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ([], "greedy"),
+        ([Sampling(), Sampling(seed=3)], "greedy"),
+        ([Sampling(), Sampling(temperature=0.5)], "draw"),
+        ([Sampling(temperature=0.5), Sampling(temperature=0.5, top_k=4)], "restrict"),
+        ([Sampling(temperature=0.5, top_p=0.9), Sampling()], "restrict"),
+    ],
+)
+def test_the_kind_is_what_the_rows_need(options, wanted):
+    assert kind_of(options) == wanted
+
+
+def test_slots_go_on_with_what_was_chosen():
+    logits = jax.nn.one_hot(jnp.asarray([3, 4, 5, 6]), SIZE)
+    last = np.array([7, 8, 9], np.int32)
+    counts = np.array([1, 0, 0, 5], np.int32)
+    for slot, wanted in ((1, [3, 6, 9]), (3, [3, 8, 9])):
+        chosen, after = choose(
+            logits, jnp.asarray(last), counts, np.int32(slot), rows(4, 0.0), kind="greedy"
+        )
+        assert chosen.tolist() == [3, 4, 5, 6]
+        assert after.tolist() == wanted
 
 
 def test_a_tiny_temperature_is_greedy():
     logits = jnp.asarray(np.random.default_rng(1).normal(size=(64, SIZE)), jnp.float32)
     tiny = float(np.finfo(np.float32).tiny)
-    drawn = sample(logits, rows(64, tiny))
+    drawn = sample(logits, rows(64, tiny), "draw")
     assert np.array_equal(np.asarray(drawn), np.argmax(np.asarray(logits), axis=-1))
 
 
@@ -115,7 +182,7 @@ def test_a_row_depends_on_itself_alone():
     temperature = rng.choice([0.0, 0.7, 1.3], count)
     top_k, top_p = rng.choice([0, 3], count), rng.choice([1.0, 0.8], count)
     index = rng.integers(0, 50, count)
-    run = jax.jit(sample)
+    run = jax.jit(functools.partial(sample, kind="restrict"))
     together = np.asarray(run(logits, rows(count, temperature, top_k, top_p, None, index)))
     for row in range(count):
         options = (x[row : row + 1] for x in (temperature, top_k, top_p, np.arange(count), index))
@@ -123,11 +190,12 @@ def test_a_row_depends_on_itself_alone():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_nan_gives_no_token(temperature):
+@pytest.mark.parametrize("kind", KINDS)
+def test_nan_gives_no_token(temperature, kind):
     logits = np.zeros((3, SIZE), np.float32)
     logits[1, 5] = np.nan
     logits[2, 5] = -np.inf
-    drawn = np.asarray(sample(jnp.asarray(logits), rows(3, temperature)))
+    drawn = np.asarray(sample(jnp.asarray(logits), rows(3, temperature), kind))
     assert drawn[1] == NOTHING
     assert np.all(drawn[[0, 2]] >= 0)
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from turbojax import models
-from turbojax.models.engine import Engine, Finished, NewToken, Request, engine
+from turbojax.models.engine import Engine, Finished, NewToken, Request, compilation, engine
 from turbojax.models.engine.sampling import NOTHING
 from turbojax.models.engine.scheduler import Status
 
@@ -55,11 +55,12 @@ def expected(request: Request) -> tuple[tuple[int, ...], str]:
 
 
 class FakeDevice:
-    """What `run_step` and `swap` do, for tokens instead of keys and values."""
+    """What `run_step`, `choose` and `swap` do, for tokens instead of keys and values."""
 
     def __init__(self, num_pages: int) -> None:
         self.pages = np.full((num_pages, PAGE), -99)
-        self.programs = set()
+        self.programs: set[tuple] = set()
+        self.kinds: set[str] = set()
 
     def run_step(self, decoder, caches, last_tokens, work, *, implementation):
         slots = len(work.tokens)
@@ -88,10 +89,14 @@ class FakeDevice:
                 assert np.all(held[:-1] >= 0), "a token that nobody wrote"
                 assert held[-1] >= NOTHING
                 chosen[row] = next_token(held.tolist())
-        last = np.where(work.counts[:slots] > 0, chosen[:slots], np.asarray(last_tokens))
-        if work.piece_slot < slots:
-            last[work.piece_slot] = chosen[slots]
-        return caches, last, chosen, np.int32(0)
+        return caches, chosen, np.int32(0)
+
+    def choose(self, chosen, last_tokens, counts, piece_slot, rows, *, kind):
+        self.kinds.add(kind)
+        last = np.where(counts[:-1] > 0, chosen[:-1], np.asarray(last_tokens))
+        if piece_slot < len(last):
+            last[piece_slot] = chosen[-1]
+        return chosen, last
 
     def read(self, caches, pages):
         return self.pages[list(pages)].copy()
@@ -102,7 +107,9 @@ class FakeDevice:
         return caches
 
 
-def make(pages: int, slots: int, chunk: int, prefixes: bool) -> tuple[Engine, FakeDevice]:
+def make(
+    pages: int, slots: int, chunk: int, prefixes: bool, results: bool = False
+) -> tuple[Engine, FakeDevice]:
     made = Engine(
         models.random_decoder(CONFIG, dtype=jnp.float32),
         num_pages=pages,
@@ -110,6 +117,7 @@ def make(pages: int, slots: int, chunk: int, prefixes: bool) -> tuple[Engine, Fa
         max_sequences=slots,
         prefill_chunk=chunk,
         prefix_caching=prefixes,
+        cache_results=results,
     )
     return made, FakeDevice(pages)
 
@@ -117,6 +125,7 @@ def make(pages: int, slots: int, chunk: int, prefixes: bool) -> tuple[Engine, Fa
 def step(made: Engine, device: FakeDevice) -> list:
     with (
         mock.patch.object(engine, "run_step", device.run_step),
+        mock.patch.object(engine, "choose", device.choose),
         mock.patch.object(engine.swap, "read", device.read),
         mock.patch.object(engine.swap, "write", device.write),
     ):
@@ -143,10 +152,10 @@ class EngineMachine(RuleBasedStateMachine):
         pages=st.integers(4, 10),
         slots=st.integers(1, 5),
         chunk=st.sampled_from([1, 7, 16, 40]),
-        prefixes=st.booleans(),
+        reuse=st.sampled_from([(False, False), (True, False), (True, True)]),
     )
-    def start(self, pages, slots, chunk, prefixes):
-        self.engine, self.device = make(pages, slots, chunk, prefixes)
+    def start(self, pages, slots, chunk, reuse):
+        self.engine, self.device = make(pages, slots, chunk, *reuse)
         self.pending: dict[int, Request] = {}
         self.tokens: dict[int, list[int]] = {}
         self.aborted: set[int] = set()
@@ -281,6 +290,98 @@ def test_prefixes_go_before_running_requests():
     assert made.statistics().preemptions == 0
 
 
+def test_pages_are_not_kept_for_who_needs_no_more():
+    """A pool for eight requests runs eight: of each, one page holds all it will ever have."""
+    made, device = make(8, 8, 16, prefixes=True)
+    wanted = [Request([i % VOCABULARY] * 4, 13) for i in range(16)]
+    for request in wanted:
+        made.add(request)
+    most = 0
+    while not made.idle:
+        step(made, device)
+        most = max(most, made.statistics().running)
+    assert most == 8
+    assert made.statistics().preemptions == 0
+
+
+def test_a_prompt_is_not_looked_up_again_while_nothing_has_changed():
+    made, device = make(8, 4, 16, prefixes=True)
+    made.add(Request([0] * 60, 60))
+    for _ in range(8):
+        step(made, device)
+    with mock.patch.object(
+        made._scheduler._prefixes, "lookup", wraps=made._scheduler._prefixes.lookup
+    ) as lookup:
+        number = made.add(Request([1] * 100, 4))
+        for _ in range(20):
+            step(made, device)
+        assert lookup.call_count == 1
+        made.abort(number)
+        made.add(Request([2] * 100, 4))
+        for _ in range(5):
+            step(made, device)
+        assert lookup.call_count == 2
+        made.abort(0)
+        while not made.idle:
+            step(made, device)
+        assert lookup.call_count == 3
+    assert made.statistics().finished == 3
+
+
+def test_the_rate_leaves_out_tokens_and_time_of_steps_that_compile():
+    made, device = make(16, 4, 16, prefixes=False)
+    clock = mock.Mock(now=0.0)
+    run = device.run_step
+
+    def run_step(*arguments, **options):
+        # The fourth step compiles once more, as where a first request is drawn.
+        first = clock.steps in (0, 3)
+        clock.now += 100.0 if first else 0.5
+        clock.steps += 1
+        if first:
+            compilation.note()
+        return run(*arguments, **options)
+
+    clock.steps, device.run_step = 0, run_step
+    with mock.patch.object(engine.time, "perf_counter", side_effect=lambda: clock.now):
+        for kind in (1, 2):
+            made.add(Request([kind] * 10, 9))
+        while not made.idle:
+            step(made, device)
+    after = made.statistics()
+    assert (after.first_step_seconds, after.first_step_tokens) == (200.0, 3 - 1)
+    # Prompts run one after the other: ten steps, and a call that only reads the last token.
+    assert (after.steps, after.seconds, after.new_tokens) == (10, 4.0, 18)
+    assert after.tokens_per_second == 4.0
+
+
+def test_a_token_in_a_shared_page_is_held_once():
+    made, device = make(16, 4, 16, prefixes=True)
+    for last in range(4):
+        made.add(Request([1] * 40 + [last], 8))
+    while made.statistics().running < 4:
+        step(made, device)
+    held = [sequence.held for sequence in made._scheduler.running]
+    assert all(count > 40 for count in held)
+    # Two pages are one and the same.
+    assert made.statistics().tokens_held == sum(held) - 3 * 32
+    assert made.statistics().tokens_held <= made.statistics().token_capacity
+
+
+def test_nothing_is_evicted_for_who_has_to_wait():
+    made, device = make(10, 2, 16, prefixes=True)
+    run_all(made, device, [Request([1, 3] * 17, 1)])
+    assert made.statistics().cached_pages == 2
+    made.add(Request([0] * 60, 20))
+    made.add(Request([2] * 90, 20))
+    for _ in range(12):
+        step(made, device)
+    during = made.statistics()
+    assert (during.running, during.waiting, during.cached_pages) == (1, 1, 2)
+    run_all(made, device, [])
+    assert made.idle
+
+
 def test_a_prompt_in_the_pool_is_not_run_again_but_for_its_last_token():
     made, device = make(16, 2, 16, prefixes=True)
     prompt = [0, 1, 2, 3] * 12  # three full pages
@@ -294,13 +395,15 @@ def test_a_prompt_in_the_pool_is_not_run_again_but_for_its_last_token():
     assert (made.statistics().prefix_hits, made.statistics().reused_tokens) == (2, 80)
 
 
-def test_what_a_result_holds_is_found_by_the_next_turn():
-    made, device = make(16, 2, 16, prefixes=True)
-    prompt = [2, 1] * 4
+@pytest.mark.parametrize("results", [False, True])
+def test_what_a_result_holds_is_found_by_the_next_turn_if_asked_for(results):
+    made, device = make(16, 2, 16, prefixes=True, results=results)
+    prompt = [2, 1] * 12
     first = run_all(made, device, [Request(prompt, 60)])[0]
     turn = run_all(made, device, [Request([*prompt, *first.tokens, 3], 4)])[1]
-    # 8 + 60 tokens, of which the last was never fed: four full pages.
-    assert turn.reused_tokens == 64
+    # 24 + 60 tokens, of which the last was never fed: five full pages, of which one holds nothing
+    # but tokens of the prompt.
+    assert turn.reused_tokens == (80 if results else 16)
 
 
 def test_requests_that_come_together_share_their_beginning():
@@ -379,7 +482,7 @@ def test_nobody_overtakes_who_had_to_leave():
 
 def test_no_token_of_a_failed_request_is_taken_for_another():
     """A token that is none was fed for a step, and filled a page."""
-    made, device = make(8, 2, 16, prefixes=True)
+    made, device = make(8, 2, 16, prefixes=True, results=True)
     tails = ([a, b, c] for a in range(5) for b in range(5) for c in range(5))
     prompt = next(p for tail in tails if next_token(p := [4] * 12 + tail) == NOTHING)
     results = run_all(made, device, [Request(prompt, 5)])

@@ -183,18 +183,24 @@ def test_names_and_sizes(model):
         assert caches.compression_ratio == pytest.approx(ratio)
 
 
+@pytest.fixture(scope="module")
+def one_pass(model) -> jax.Array:
+    """Logits without any cache."""
+    return model(_tokens(1, 120))[:, 99:-1]
+
+
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [*((kind, jnp.float32) for kind in KINDS), ("paged", jnp.bfloat16), ("turbo4", jnp.bfloat16)],
+    ("name", "dtype"), [*((kind, jnp.float32) for kind in KINDS), ("turbo4", jnp.bfloat16)]
 )
-def test_every_paged_cache_stays_close_to_one_forward_pass(model, name, dtype):
-    tokens = _tokens(1, 120)
-    llama = models.Llama(model.config, dtype=dtype, rngs=nnx.Rngs(1))
+def test_every_paged_cache_stays_close_to_one_forward_pass(model, one_pass, name, dtype):
+    tokens, expected = _tokens(1, 120), one_pass
+    llama = model
+    if dtype != jnp.float32:
+        llama = models.Llama(model.config, dtype=dtype, rngs=nnx.Rngs(1))
     kind = models.cache_by_name(name, 2)
     session = models.start(llama, tokens[:, :100], max_length=120, cache=kind)
     assert session.caches.layers[0].pages.dtype == dtype
     logits = models.score(session, tokens[:, 100:])
-    expected = model(tokens)[:, 99:-1]
     error = float(jnp.linalg.norm(logits - expected) / jnp.linalg.norm(expected))
     # What keys and values have of error, each at most 3 or 2 bits of fraction (half of 2**-3, of
     # 2**-2) or, for turbo4, 0.0095 of the square; independent, so that their squares add.
@@ -219,8 +225,29 @@ def test_ragged_prompts_generate_what_each_generates_alone(model, kind):
         model, tokens, max_new_tokens=8, cache=kind, lengths=jnp.array(lengths)
     )
     for row, length in enumerate(lengths):
-        alone = models.generate(model, tokens[row : row + 1, :length], max_new_tokens=8, cache=kind)
+        # Padded, too: one program for both.
+        one, held = tokens[row : row + 1], jnp.array([length])
+        alone = models.generate(model, one, max_new_tokens=8, cache=kind, lengths=held)
         np.testing.assert_array_equal(together[row], alone[0])
+
+
+@pytest.mark.parametrize("factor", [1, 3e4])
+def test_keys_beyond_the_range_of_pages_end_generation(model, factor):
+    """They become NaN under `jit`; the most likely token of NaN logits would be some token."""
+    decoder = models.unstack(model)
+    block = dict(decoder.layers[0])
+    kernel = block["attention"]["k_proj"]["kernel"] * factor
+    block["attention"] = {**block["attention"], "k_proj": {"kernel": kernel}}
+    decoder = dataclasses.replace(decoder, layers=(block,))
+    tokens, lengths = _tokens(2, 70), jnp.array([70, 7])
+    options = {"max_new_tokens": 8, "lengths": lengths, "cache": "fp8_e4m3"}
+    if factor == 1:
+        assert models.generate(decoder, tokens, **options).shape == (2, 8)
+        return
+    with pytest.raises(ValueError, match=r"logits of sequences \[0, 1\] hold NaN.*fp8_e4m3 pages"):
+        models.generate(decoder, tokens, **options)
+    # Kept as they are, they are no error.
+    models.generate(decoder, tokens, **{**options, "cache": "paged"})
 
 
 def test_what_stands_in_the_padding_does_not_matter(model):
@@ -319,12 +346,15 @@ def test_a_step_needs_no_copy_of_the_pages_on_a_gpu(kind):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kernel_gives_the_logits_of_the_definition(kind):
+    """As close to those of the model in float32 as the definition's, which is in bfloat16, too."""
     config = dataclasses.replace(models.SHAPES["tiny"], head_dim=64, max_length=2048)
-    decoder = models.random_decoder(config)
+    half = models.random_decoder(config)
+    single = jax.tree.map(lambda x: x.astype(jnp.float32), half)
+    single = dataclasses.replace(single, dtype=jnp.dtype(jnp.float32))
     tokens = jax.random.randint(jax.random.key(0), (3, 700), 0, config.vocab_size)
     lengths = jnp.array([700, 64, 513])
 
-    def logits(implementation):
+    def logits(decoder, implementation):
         session = models.start(
             decoder,
             tokens,
@@ -335,5 +365,12 @@ def test_a_kernel_gives_the_logits_of_the_definition(kind):
         )
         return models.score(session, tokens[:, :8])
 
-    expected = logits("xla")
-    np.testing.assert_allclose(logits(None), expected, atol=0.05 * float(jnp.std(expected)))
+    expected = logits(single, "xla")
+
+    def error(implementation):
+        difference = logits(half, implementation) - expected
+        return float(jnp.linalg.norm(difference) / jnp.linalg.norm(expected))
+
+    # Each rounding through the layers lands elsewhere once one of them differs, so that twice the
+    # error is as good. A kernel rounds weights and queries as well, to 2**-9 relative at most.
+    assert 0 < error(None) < 2 * error("xla") + 2**-8

@@ -283,6 +283,56 @@ def test_a_warp_attends_as_the_definition_says(lanes, kind, head_dim, block):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1e-39, 1e-30, 1e-6, 1e6, 1e30, 3e38])
+def test_queries_of_any_size_are_finite(lanes, kind, size):
+    rng = np.random.default_rng(5)
+    s = settings(kind, scale=1e-3 / max(size, 1e-3))
+    memory, _ = random_block(rng, kind, 64, 128)
+    query = (rng.uniform(-1, 1, size=(1, 1, 4, 128)) * size).astype(np.float32)
+    query[0, 0, 1, ::2] = 0
+    query[0, 0, 2] = 0
+    out, _, totals = run(lanes, s, [memory], query, 64, 1)
+    assert np.isfinite(out / totals[:, None]).all()
+    # A query of zeros attends to all alike, and so do those too small to tell.
+    alike = [2] if size > 1e-25 else [0, 1, 2, 3]
+    np.testing.assert_allclose(totals[alike], 64, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_are_weighted_as_the_weights_say(lanes, kind):
+    """The second product alone, where no score's error hides it."""
+    rng = np.random.default_rng(6)
+    s = settings(kind, rows=8)
+    memory, (_, values) = random_block(rng, kind, 64, 128)
+    module = _paged_turbo4 if s.has_norms else _paged_fp8
+    products = (_paged_turbo4.Turbo4 if s.has_norms else _paged_fp8.Fp8).of(128, s)
+    weights, old = rng.random((8, 64)), rng.normal(size=(8, 128))
+    g, t = warp.LANES // 4, warp.LANES % 4
+    odd = lanes.odd.value.astype(np.int64)
+
+    def of_lanes(x):
+        return warp.Float(x.astype(np.float32))
+
+    p = [[of_lanes(weights[4 * n + t, 8 * g + (i ^ odd)]) for i in range(8)] for n in (0, 1)]
+    seen = [[warp.Bool(np.ones(32, bool))] * 8] * 2
+    channels = [module.channel(i, lanes, 128).value.astype(np.int64) for i in range(16)]
+    before = [[of_lanes(old[4 * n + t, c]) for c in channels] for n in (0, 1)]
+    alphas, lost = [warp.number(0.5)] * 2, [warp.integer(0)] * 2
+    after = products.add_values(before, warp.Pointer(memory), p, seen, alphas, lost, lanes)
+    out = np.zeros((8, 128))
+    for n in (0, 1):
+        for c, x in zip(channels, after[n], strict=True):
+            out[4 * n + t, c] = x.value
+    want = 0.5 * old + weights @ values
+    error = 2.0**-20 * np.abs(want).max()
+    if s.has_norms:
+        norms = memory[2 * 64 * 64 + 128 :].view(np.float16).astype(np.float64)
+        largest = (weights * norms).max()
+        error += largest / 65024 * np.abs(values / norms[:, None]).sum(0).max()
+    np.testing.assert_allclose(out, want, rtol=0, atol=error)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=str)
 def test_queries_of_every_dtype_are_loaded(lanes, kind, dtype):
     rng = np.random.default_rng(0)

@@ -100,6 +100,18 @@ def test_what_is_out_of_range_is_nan_under_jit(kv_dtype):
     bad(tables.at[2, 2].set(2**30).at[3].set(-5), lengths)
 
 
+def test_64_bits_are_taken_where_they_fit():
+    """And what no token needs may be anything, beyond 32 bits too."""
+    cache, tables = filled("auto", (40, 33, 20))
+    lengths, query = np.array([40, 33, 20]), normal(10, (3, 1, 4, 32))
+    wide = np.asarray(tables).astype(np.int64)
+    wide[2, 2] = 2**32
+    equal(
+        [paged_attention(query, cache, wide, lengths)],
+        [paged_attention(query, cache, tables, lengths.astype(np.int32))],
+    )
+
+
 def test_queries_past_their_number_under_jit_act_as_the_nearest():
     lengths = (40, 33)
     cache, tables = filled("auto", lengths)
@@ -188,6 +200,21 @@ WRONG = {
     "negative length": (ValueError, lambda: ask(lengths=(-1, 4)), "between 0 and 32"),
     "lengths": (ValueError, lambda: ask(lengths=(4,)), r"lengths.shape=\(1,\) must be \(2,\)"),
     "lengths' dtype": (TypeError, lambda: ask(lengths=(4.0, 3.0)), "integer type"),
+    "wide page": (
+        ValueError,
+        lambda: ask(tables=np.array([[0, 2**32 + 1], [2, -1]])),
+        r"block_tables\[0, 1\]=2147483647 is needed",
+    ),
+    "wide query length": (
+        ValueError,
+        lambda: ask(query_seq_lengths=np.array([1, 2**32 + 1])),
+        "query_seq_lengths holds 4294967297",
+    ),
+    "wide list": (
+        ValueError,
+        lambda: ask(query_seq_lengths=[1, -(2**40)]),
+        "query_seq_lengths holds -1099511627776",
+    ),
     "query lengths": (
         ValueError,
         lambda: ask(query_seq_lengths=jnp.asarray([2, 0])),

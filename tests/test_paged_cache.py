@@ -460,6 +460,14 @@ WRONG = {
     "tables' dtype": (TypeError, lambda: add(tables=TABLES * 1.0), "block_tables.dtype=float32"),
     "lengths": (ValueError, lambda: add(lengths=ZERO[:2]), r"lengths.shape=\(2,\) must be \(3,\)"),
     "lengths' dtype": (TypeError, lambda: add(lengths=ZERO * 1.0), "lengths.dtype=float32"),
+    # jnp.asarray makes 0 of 2**32.
+    "wide lengths": (ValueError, lambda: add(lengths=ZERO + 2**32), "lengths holds 4294967296"),
+    "wide new": (ValueError, lambda: add(new_lengths=ZERO + 2**32), "new_lengths holds 4294967296"),
+    "wide tables": (
+        ValueError,
+        lambda: add(tables=TABLES.astype(np.int64) + 2**32),
+        r"block_tables\[0, 0\]=2147483647 is needed",
+    ),
     "new": (ValueError, lambda: add(new_lengths=ZERO + 3), r"new_lengths=\[3, 3, 3\].*0 and 2"),
     "read": (TypeError, lambda: paged.gather(KEY, TABLES, ZERO), "must be a PagedCache"),
     "read dtype": (

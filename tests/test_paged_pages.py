@@ -54,7 +54,7 @@ def test_copies_read_before_they_write(kind, call):
     want = {name: x.copy() for name, x in arrays(cache).items()}
     for x in want.values():
         x[[2, 3, 6, 5]] = x[[1, 2, 5, 6]]
-    got = call(cache, np.array([1, 2, -1, 5, 6, 4]), np.array([2, 3, 0, 6, 5, -1]))
+    got = call(cache, np.array([1, 2, -1, 5, 6, 4, -1]), np.array([2, 3, 0, 6, 5, -1, 3]))
     assert_pages(got, want)
     assert int(got.lost) == 0
 
@@ -114,6 +114,12 @@ WRONG = {
         lambda c: paged.copy_pages(c, PAIR + 6, PAIR),
         r"sources=\[7, 8\]",
     ),
+    "wide source": (
+        ValueError,
+        lambda c: paged.copy_pages(c, PAIR + 2**32, PAIR),
+        "sources holds 4294967297, must be within -2147483648..2147483647",
+    ),
+    "wide pages": (ValueError, lambda c: paged.read_pages(c, PAIR - 2**40), "pages holds -1099511"),
     "destination": (ValueError, lambda c: paged.copy_pages(c, PAIR, PAIR - 3), r"\[-2, -1\] must"),
     "twice": (ValueError, lambda c: paged.copy_pages(c, PAIR, PAIR * 0), "page 0 more than once"),
     "count": (ValueError, lambda c: paged.copy_pages(c, PAIR, PAIR[:1]), r"\(1,\) must be \[2\]"),

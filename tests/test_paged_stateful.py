@@ -29,6 +29,7 @@ copy_pages = jax.jit(paged.copy_pages, donate_argnums=0)
 write_pages = jax.jit(paged.write_pages, donate_argnums=0)
 read_pages = jax.jit(paged.read_pages)
 gather = jax.jit(paged.gather, static_argnames="dtype")
+attention = jax.jit(functools.partial(paged.attention, implementation="xla"))
 
 # Prompts that begin alike: for a page, for two, not at all; one holds another's page elsewhere.
 PROMPTS = np.random.default_rng(1).integers(0, NUMBERS, (4, ROOM))
@@ -176,6 +177,32 @@ class Model(stateful.RuleBasedStateMachine):
         free = self.pool.num_free
         assert self.prefixes.evict(count) == self.pool.num_free - free <= count
         self.poison_free_pages()
+
+    @stateful.rule(number=st.integers(0, NUMBERS - 1))
+    def attend(self, number):
+        """What the last tokens see is what a softmax over the dense arrays gives."""
+        rows = [s for s, numbers in self.numbers.items() if numbers]
+        if not rows:
+            return
+        _, held = bank(self.kind)
+        (queries, _), _ = bank(self.kind)
+        query = np.broadcast_to(queries[number, 0][:, None], (HEADS, 2, HEAD_DIM))
+        padded = [*rows, *[None] * (SEQUENCES - len(rows))]
+        tables = self.pool.block_tables(padded, MAX_PAGES)
+        lengths = np.array([0 if s is None else self.pool.length(s) for s in padded], np.int32)
+        asked = jnp.asarray(np.tile(query.reshape(1, 1, 2 * HEADS, HEAD_DIM), (SEQUENCES, 1, 1, 1)))
+        got = np.asarray(attention(asked, self.cache, tables, lengths))
+        for row, sequence in enumerate(rows):
+            numbers = self.numbers[sequence]
+            key, value = held[:, numbers, np.arange(len(numbers))].astype(np.float64)
+            scores = np.einsum("kgh,skh->kgs", query, key) / np.sqrt(HEAD_DIM)
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            want = np.einsum("kgs,skh->kgh", weights / weights.sum(-1, keepdims=True), value)
+            # In float32, of scores and values up to some tens.
+            np.testing.assert_allclose(
+                got[row, 0].reshape(want.shape), want, rtol=0, atol=2.0**-14 * np.abs(value).max()
+            )
+        assert not got[len(rows) :].any()
 
     @stateful.rule(target=away, sequence=stateful.consumes(live))
     def swap_out(self, sequence):

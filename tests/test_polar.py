@@ -11,6 +11,7 @@ from cache_helpers import assert_same_bits
 from oracles import polar as oracle
 
 from turbojax import polar
+from turbojax.polar.codec import check_norms
 
 LARGEST_MSE = {2: 0.1213, 3: 0.0349, 4: 0.0095}
 """Relative. With Max's error `D`, vectors of equal length are ``2 - 2 sqrt(1 - D)`` apart: 0.1212
@@ -257,8 +258,8 @@ def test_norms_beyond_float16(value, dtype):
     )
     assert_same_bits(norms[0, 0], polar.encode(x[0, 0], rotation)[1])
     with pytest.raises(ValueError, match=r"key\[1, 2\] has length"):
-        polar.check_norms("key", x, norms)
-    polar.check_norms("key", x[0], norms[0])
+        check_norms("key", x, norms)
+    check_norms("key", x[0], norms[0])
     decoded = polar.decode(codes, norms, rotation)
     assert np.isnan(np.asarray(decoded)[1, 2]).all()
 

@@ -1,5 +1,7 @@
 """Argument checks shared by the public functions: one message names value and requirement."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,16 +74,42 @@ def check_lengths(name: str, lengths: jax.Array | None, batch_size: int, largest
     """
     if lengths is None:
         return jnp.full(batch_size, largest, jnp.int32)
-    lengths = jnp.asarray(lengths)
-    if not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise TypeError(f"{name}.dtype={lengths.dtype} must be an integer type")
+    lengths = as_int32(name, lengths)
     if lengths.shape != (batch_size,):
         raise ValueError(f"{name}.shape={lengths.shape} must be ({batch_size},), one per sequence")
     if is_concrete(lengths):
         values = np.asarray(lengths)
         if values.size and (values.min() < 0 or values.max() > largest):
             raise ValueError(f"{name}={values.tolist()} must be between 0 and {largest}")
-    return lengths.astype(jnp.int32)
+    return lengths
+
+
+def as_int32(name: str, x: Any, *, saturate: bool = False) -> jax.Array:
+    """Returns integers as an int32 array; none wraps around to another.
+
+    Args:
+      name: of the argument.
+      x: integers of any dtype, of jax, numpy or Python.
+      saturate: whether values beyond int32 become the nearest bound, as they do under `jit`.
+
+    Raises:
+      TypeError: if they are no integers.
+      ValueError: unless `saturate`, outside `jit`, if one is beyond int32.
+    """
+    if not isinstance(x, jax.Array):
+        # jnp.asarray drops the upper half of numpy's 64 bits.
+        wide = np.asarray(x) if is_concrete(*jax.tree.leaves(x)) else None
+        is_wide = wide is not None and jnp.issubdtype(wide.dtype, jnp.integer)
+        x = wide if is_wide else jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{name}.dtype={x.dtype} must be an integer type")
+    given, held = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)
+    if given.min < held.min or given.max > held.max:
+        inside = x.clip(max(given.min, held.min), min(given.max, held.max))
+        if not saturate and is_concrete(x) and np.any(wrong := np.asarray(inside != x)):
+            raise ValueError(f"{name} holds {x[wrong][0]}, must be within {held.min}..{held.max}")
+        x = inside
+    return jnp.asarray(x, jnp.int32)
 
 
 def check_sizes(**sizes: int) -> None:

@@ -186,8 +186,9 @@ def generate(
     implementation: Annotated[
         str | None,
         typer.Option(
-            help="What runs attention: xla, triton, jax_triton; for the exact cache xla or cudnn. "
-            "Pooled prefill chooses for itself. Default: the fastest that can.",
+            help="What runs attention: xla, triton, jax_triton, and for pages mosaic_gpu; for the "
+            "exact cache xla or cudnn. Pooled prefill chooses for itself. Default: the fastest "
+            "that can.",
             show_default=False,
         ),
     ] = None,
@@ -216,7 +217,10 @@ def generate(
         ),
     ] = None,
     kv_dtype: Annotated[
-        str, typer.Option(help="Of --requests: pages in auto, fp8_e4m3, fp8_e5m2 or turbo4.")
+        str,
+        typer.Option(
+            help="Of --requests: pages in auto (uncompressed), fp8_e4m3, fp8_e5m2 or turbo4."
+        ),
     ] = "auto",
     page_size: Annotated[
         int, typer.Option(help="Of --requests: tokens of a page: 16, 32, 64 or 128.")
@@ -241,6 +245,14 @@ def generate(
     prefill_chunk: Annotated[
         int, typer.Option(help="Of --requests: tokens of a prompt that run in a step.")
     ] = 64,
+    cache_results: Annotated[
+        bool,
+        typer.Option(
+            "--cache-results",
+            help="Of --requests: prompts that begin with another one's result find its pages, too; "
+            "their text may then differ by rounding from one that runs alone.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Continue a text greedily through a KV cache; say how fast, and how large the cache is.
@@ -293,7 +305,7 @@ def generate(
         smaller = (
             "--batch-size or --prefill-batch-size"
             if requests is None
-            else "--pool-bytes or --max-sequences"
+            else "--num-pages, --pool-bytes or --max-sequences"
         )
         typer.echo(f"turbojax generate: out of memory: try a smaller {smaller}", err=True)
         raise typer.Exit(2) from error

@@ -4,7 +4,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import typer
 from rich.console import Console
@@ -19,6 +19,7 @@ _OF_REQUESTS = (
     "pool_bytes",
     "max_sequences",
     "prefill_chunk",
+    "cache_results",
 )
 _OF_BOTH = ("model", "random_weights", "weights", "dtype", "max_new_tokens", "implementation")
 
@@ -70,22 +71,27 @@ def run(context: typer.Context) -> None:
             options["random_weights"], kind, options["weights"] or "float"
         )
     path: Path = options["requests"]
+    results = _Results(options["out"])
+    results.check_is_not(path)
     try:
         requests = serving.read_requests(path.read_bytes(), model.codec, options["max_new_tokens"])
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    with _writer(options["out"]) as write, _bar(len(requests)) as advance:
+    with results, _bar(len(requests)) as advance:
         report = serving.serve(
             model,
             requests,
-            emit=lambda result: write(json.dumps(result, ensure_ascii=False)),
+            # In ASCII, which every terminal takes; an `id` may be no Unicode text at all.
+            emit=lambda result: results.write(json.dumps(result)),
             progress=advance,
+            accepted=results.open,
             kv_dtype=options["kv_dtype"],
             page_size=options["page_size"],
             num_pages=options["num_pages"],
             pool_bytes=options["pool_bytes"],
             max_sequences=options["max_sequences"],
             prefill_chunk=options["prefill_chunk"],
+            cache_results=options["cache_results"],
             implementation=options["implementation"],
         )
     numbers = {**environment(), **report.to_json()}
@@ -98,19 +104,33 @@ def _is_given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-@contextlib.contextmanager
-def _writer(path: Path | None) -> Iterator[Callable[[str], None]]:
-    """What writes a line, at once: a long run is to be followed."""
-    if path is None:
-        yield typer.echo
-        return
-    with path.open("w", encoding="utf-8") as file:
+class _Results(contextlib.ExitStack):
+    """Where results go, each at once: a long run is to be followed.
 
-        def write(line: str) -> None:
-            file.write(line + "\n")
-            file.flush()
+    Args:
+      path: of a file, whose content is kept until `open`; None for standard output.
+    """
 
-        yield write
+    def __init__(self, path: Path | None) -> None:
+        super().__init__()
+        self._path = path
+        self._file: TextIO | None = None
+
+    def check_is_not(self, requests: Path) -> None:
+        """Raises ValueError if results would overwrite the requests."""
+        if self._path is not None and self._path.is_file() and self._path.samefile(requests):
+            raise ValueError(f"--out {self._path} must not be the file of --requests")
+
+    def open(self) -> None:
+        """Begins the file anew."""
+        if self._path is not None:
+            self._file = self.enter_context(self._path.open("w", encoding="utf-8"))
+
+    def write(self, line: str) -> None:
+        """Adds a line."""
+        typer.echo(line, file=self._file)
+        if self._file is not None:
+            self._file.flush()
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from turbojax.models.engine import (
     Result,
     Sampling,
 )
-from turbojax.text import Codec, TextModel
+from turbojax.text import Codec, TextModel, than_bfloat16
 
 _SAMPLING = ("temperature", "top_k", "top_p", "seed")
 _KEYS = ("id", "prompt", "max_new_tokens", "stop", *_SAMPLING)
@@ -73,7 +73,7 @@ class ServingReport:
             f"{self.requests} requests, {held.new_tokens:,} tokens, "
             f"{held.tokens_per_second:,.1f} tokens/s; {self.kv_dtype} pages for "
             f"{held.token_capacity:,} tokens, {held.pool_bytes:,} bytes "
-            f"({held.compression_ratio:.2f}x smaller than bfloat16); "
+            f"({than_bfloat16(held.compression_ratio)}); "
             f"{held.reused_tokens:,} prompt tokens reused, {held.preemptions} preemptions"
         )
 
@@ -95,17 +95,22 @@ def read_requests(content: bytes, codec: Codec, max_new_tokens: int) -> list[Tex
       ValueError: naming the line: if it is no such object, or its values do not fit. If there is no
         request.
     """
-    requests, names = list[TextRequest](), set[str | int]()
+    requests, lines = list[TextRequest](), dict[str | int, int]()
     for number, line in enumerate(content.split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
             found = _parse(line, number, codec, max_new_tokens)
-            if found.id in names:
-                raise ValueError(f"id {found.id!r} must not be that of another line")
+            if found.id in lines:
+                raise ValueError(
+                    f"id {found.id!r} must not be that of line {lines[found.id]} "
+                    "(a line without an id has its number)"
+                )
         except (ValueError, TypeError) as error:
             raise ValueError(f"line {number}: {error}") from error
-        names.add(found.id)
+        except RecursionError as error:
+            raise ValueError(f"line {number}: must not be nested so deep") from error
+        lines[found.id] = number
         requests.append(found)
     if not requests:
         raise ValueError("there must be at least one request")
@@ -118,34 +123,43 @@ def serve(
     *,
     emit: Callable[[dict[str, Any]], None],
     progress: Callable[[int, int], None] | None = None,
+    accepted: Callable[[], None] | None = None,
     kv_dtype: str = "auto",
     page_size: int = 64,
     num_pages: int | None = None,
     pool_bytes: int | None = None,
     max_sequences: int = 8,
     prefill_chunk: int = 64,
+    cache_results: bool = False,
     implementation: str | None = None,
 ) -> ServingReport:
     """Runs requests through an engine.
+
+    A result's `tokens` are all that were generated: those of the stop text, which its `text` leaves
+    out, included.
 
     Args:
       model: what generates.
       requests: what to continue.
       emit: called with each result as soon as there is one, as plain JSON values.
       progress: called with the number of new tokens, and of requests done, since the last call.
-      kv_dtype: see `Engine`.
+      accepted: called once, when nothing was wrong with any request and before the first one runs.
+      kv_dtype: see `Engine`, for the default as well.
       page_size: see `Engine`.
       num_pages: see `Engine`; by default enough for `max_sequences` of the longest requests.
       pool_bytes: instead, bytes that the pages of all layers take at most.
       max_sequences: see `Engine`.
       prefill_chunk: see `Engine`.
+      cache_results: see `Engine`.
       implementation: see `Engine`.
 
     Raises:
-      ValueError: if a number does not fit, both sizes of the pool are given, or a request is too
-        long; the message names its line.
+      ValueError: if there is no request, a number does not fit, both sizes of the pool are given,
+        or a request is too long; the message names its line.
       NotImplementedError: if the implementation asked for cannot run this.
     """
+    if not requests:
+        raise ValueError("there must be at least one request")
     _checks.check_sizes(max_sequences=max_sequences, page_size=page_size)
     longest = max(r.request.total for r in requests)
     largest = model.decoder.config.max_length
@@ -164,6 +178,7 @@ def serve(
         max_sequences=max_sequences,
         max_length=min(longest, largest),
         prefill_chunk=prefill_chunk,
+        cache_results=cache_results,
         implementation=implementation,
     )
     texts = {}
@@ -172,6 +187,8 @@ def serve(
             texts[engine.add(request.request)] = _Text(request, model.codec)
         except ValueError as error:
             raise ValueError(f"line {request.line}: {error}") from error
+    if accepted is not None:
+        accepted()
     while not engine.idle:
         events = engine.step()
         _follow(engine, events, texts, emit)
@@ -271,8 +288,8 @@ def _follow(
 
 def _parse(line: bytes, number: int, codec: Codec, max_new_tokens: int) -> TextRequest:
     try:
-        values = json.loads(line.removeprefix(codecs.BOM_UTF8))
-    except ValueError as error:
+        values = json.loads(line.removeprefix(codecs.BOM_UTF8), object_pairs_hook=_unique)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"not JSON: {error}") from error
     if not isinstance(values, dict):
         raise ValueError("must be a JSON object")
@@ -296,6 +313,16 @@ def _parse(line: bytes, number: int, codec: Codec, max_new_tokens: int) -> TextR
         Sampling(**{"seed": number, **chosen}),
     )
     return TextRequest(name, number, request, tuple(x for x in stop if isinstance(x, str)))
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, none of whose keys is given twice."""
+    values = dict[str, Any]()
+    for key, value in pairs:
+        if key in values:
+            raise ValueError(f"{key!r} must not be given twice")
+        values[key] = value
+    return values
 
 
 def _rounded(seconds: float | None) -> float | None:

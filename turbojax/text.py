@@ -170,7 +170,7 @@ class GenerationReport:
         )
         return (
             f"{speed}, batch {self.batch_size}; {self.cache} cache {self.cache_bytes:,} bytes "
-            f"({self.compression_ratio:.2f}x smaller than bfloat16)"
+            f"({than_bfloat16(self.compression_ratio)})"
         )
 
 
@@ -271,6 +271,15 @@ def random_prompts(config: models.LlamaConfig, batch_size: int, length: int) -> 
     return rng.integers(config.vocab_size, size=(batch_size, length), dtype=np.int32)
 
 
+def than_bfloat16(ratio: float) -> str:
+    """How a cache compares with one of bfloat16 that is `ratio` times as large."""
+    if ratio == 1:
+        return "as large as bfloat16"
+    if ratio > 1:
+        return f"{ratio:.2f}x smaller than bfloat16"
+    return f"{1 / ratio:.2f}x larger than bfloat16"
+
+
 def run(
     model: TextModel,
     tokens: np.ndarray,
@@ -295,7 +304,7 @@ def run(
       show: called with the first sequence's text, piece by piece.
 
     Raises:
-      ValueError, NotImplementedError: see `models.start`.
+      ValueError, NotImplementedError: see `models.start` and `models.generate`.
     """
     if max_new_tokens < 1:
         raise ValueError(f"{max_new_tokens=} must be at least 1")

@@ -1,7 +1,7 @@
 """Requests through `turbojax.models.Engine` with a pool of a fixed size, in wall time.
 
 One engine at a time for each kind of pages, all with the same random weights and the same requests.
-The first step, which is compiled in it, comes before the clock starts.
+Steps as they are needed run, and are compiled, before the clock starts.
 """
 
 import dataclasses
@@ -196,10 +196,11 @@ def measure(model: models.Decoder, group: Group, kv_dtype: str, deadline: float)
         max_length=setting.max_length,
         prefill_chunk=setting.prefill_chunk,
     )
-    _compile(engine, setting)
+    requests = group.make()
+    _compile(engine, setting, requests)
     compiled = time.perf_counter() - begun
     before = engine.statistics()
-    asked = {engine.add(request): request for request in group.make()}
+    asked = {engine.add(request): request for request in requests}
     done, most_tokens, most_sequences = {}, 0, 0
     begun = time.perf_counter()
     while not engine.idle and time.monotonic() < deadline:
@@ -247,11 +248,13 @@ def _status(done: int, requests: int) -> Row:
     }
 
 
-def _compile(engine: Engine, setting: Setting) -> None:
-    """Runs a short request, and moves a page to the host and back."""
-    engine.add(Request([0] * (setting.prefill_chunk + 1), max_new_tokens=2))
-    engine.run()
-    content = swap.read(engine._caches, (0,))
+def _compile(engine: Engine, setting: Setting, requests: list[Request]) -> None:
+    """Runs a short request for each way to sample, and moves a page to the host and back."""
+    for sampling in {dataclasses.replace(request.sampling, seed=0) for request in requests}:
+        prompt = [0] * (setting.prefill_chunk + 1)
+        engine.add(Request(prompt, max_new_tokens=2, sampling=sampling))
+        engine.run()
+    content = swap.fetch(swap.read(engine._caches, (0,)))
     engine._caches = jax.block_until_ready(swap.write(engine._caches, (0,), content))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from pallas_kernels.mosaic import _lane, _lane_half
 from pallas_kernels.mosaic._lane import Float, Int, Pointer
-from pallas_kernels.mosaic._paged_query import largest
+from pallas_kernels.mosaic._paged_query import scaled
 from pallas_kernels.mosaic._paged_types import Lane, Program, Query, Settings, parity
 
 
@@ -39,9 +39,8 @@ class Fp8:
         self, x: list[Float], lane: Lane
     ) -> tuple[list[Int], tuple[Any, Any], Float, Float]:
         """A query's operand words, its columns' starts, its offset, its scale."""
-        top, inverse = largest(x)
-        scaled = [v * inverse for v in x]
-        planes = [_planes(scaled[k : k + 2]) for k in range(0, len(x), 2)]
+        x, top = scaled(x)
+        planes = [_planes(x[k : k + 2]) for k in range(0, len(x), 2)]
         is_high = (lane.g & 1).equals(1)
         zero = _lane.number(0.0)
         return [is_high.where(high, low) for low, high in planes], (zero, zero), zero, top

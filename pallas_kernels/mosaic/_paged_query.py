@@ -6,6 +6,8 @@ from pallas_kernels.mosaic import _lane
 from pallas_kernels.mosaic._lane import Float, Int
 from pallas_kernels.mosaic._paged_types import LOG2_E, TILE, Arrays, Lane, Program, Query, Settings
 
+_DOWN, _SMALLEST = 2.0**-16, 2.0**-100
+
 
 def load_query(a: Arrays, at: Program, lane: Lane, pages: Any, s: Settings) -> Query:
     """Loads the program's queries, row ``head * T + token`` of their KV head.
@@ -44,10 +46,10 @@ def load_query(a: Arrays, at: Program, lane: Lane, pages: Any, s: Settings) -> Q
     return Query(operands, starts, offsets, factors, positions)
 
 
-def largest(x: list[Float]) -> tuple[Float, Float]:
-    """The largest magnitude of a query's numbers, NaN unless all are finite, and its reciprocal.
+def scaled(x: list[Float]) -> tuple[list[Float], Float]:
+    """A query's numbers over the largest magnitude among them, and that; NaN unless all are finite.
 
-    The reciprocal of 0 is 0.
+    Numbers below ``2**-84`` become 0: no score can tell.
     """
     top, bad = _lane.number(0.0), _lane.number(0.0)
     for v in x:
@@ -56,7 +58,10 @@ def largest(x: list[Float]) -> tuple[Float, Float]:
         bad = _lane.fma(v, 0.0, bad)
     top = _lane.reduce_lanes(top, _lane.maximum, (1, 2))
     bad = _lane.reduce_lanes(bad, lambda u, v: u + v, (1, 2))
-    return top + bad, (top > 0.0).where(_lane.reciprocal(top), 0.0)
+    # Far from where a reciprocal overflows, or is flushed to 0.
+    top = _lane.maximum(top * _DOWN, _lane.number(_SMALLEST))
+    inverse = _lane.reciprocal(top)
+    return [v * _DOWN * inverse for v in x], (top + bad) * (1 / _DOWN)
 
 
 def _numbers(word: Int, dtype: str) -> list[Float]:

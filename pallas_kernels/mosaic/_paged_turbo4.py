@@ -13,7 +13,7 @@ from typing import Any
 
 from pallas_kernels.mosaic import _lane
 from pallas_kernels.mosaic._lane import Float, Int, Pointer
-from pallas_kernels.mosaic._paged_query import largest
+from pallas_kernels.mosaic._paged_query import scaled
 from pallas_kernels.mosaic._paged_types import Lane, Program, Query, Settings, parity
 
 # The largest number whose high byte is at most 127 after rounding.
@@ -57,11 +57,11 @@ class Turbo4:
         self, x: list[Float], lane: Lane
     ) -> tuple[list[Int], tuple[Any, Any], Float, Float]:
         """A query's operand words, its columns' starts, its offset, its scale."""
-        top, inverse = largest(x)
-        inverse, is_high = inverse * _RANGE, lane.g & 1
+        x, top = scaled(x)
+        is_high = lane.g & 1
         words, total = [], _lane.integer(0)
         for k in range(0, len(x), 4):
-            word = _plane([_rounded(v, inverse) for v in x[k : k + 4]], is_high)
+            word = _plane([_rounded(v, _lane.number(_RANGE)) for v in x[k : k + 4]], is_high)
             words.append(word)
             total = _lane.dot4(word, _lane.integer(_EVERY_BYTE), total)
         total = _lane.reduce_lanes(total, lambda u, v: u + v, (1, 2))

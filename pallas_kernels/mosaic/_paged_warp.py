@@ -229,7 +229,9 @@ def _write_final(
     index = (at.batch * a.tokens + token) * a.heads + head
     is_empty = l.equals(0.0)
     total = is_empty.where(1.0, l)
-    out.times(index, 4 * a.head_dim).at(channel << 2).store(_lane.divide(o, total))
+    # What sees nothing may have been multiplied with 0 times NaN.
+    normalized = is_empty.where(_lane.number(0.0), _lane.divide(o, total))
+    out.times(index, 4 * a.head_dim).at(channel << 2).store(normalized)
     with _lane.when(channel.equals(0)):
         value = top * (1 / LOG2_E) + _lane.log2(total) * (1 / LOG2_E)
         lse.times(index, 4).store(is_empty.where(float("-inf"), value))

@@ -107,6 +107,8 @@ def attend(
       float32 ``[B, T, N, H]``, in units of the stored values, and the log-sum-exp ``[B, T, N]``.
     """
     s = settings
+    if s.part % (s.block * s.warps):
+        raise ValueError(f"{s.part=} must be a multiple of {s.block=} times {s.warps=}")
     batch, tokens, heads, head_dim = query.shape
     kv_heads, page_size = pages.key.shape[1:3]
     rows, pairs = heads // kv_heads * tokens, batch * kv_heads

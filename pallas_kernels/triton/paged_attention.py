@@ -34,11 +34,15 @@ time, and warps:
       bfloat16, 1024, 64, 1             752     32.5     740
   v2  4 bits, 1024, 64, 1               291     40.8     1,597: the table's words in registers,
                                                          see `_paged_codes`
-      4 bits, 512, 64, 1                303     23.7
-      4 bits, 512, 64, 2, taken         303     19.9
+      4 bits, 512, 64, 1, taken         303     23.7
+      4 bits, 512, 64, 2                303     19.9
       4 bits, 512, 64, 4                398     15.4
-      bfloat16, 512, 128, 4, taken      764     12.1
-      fp8, 512, 128, 4, taken           408     13.2
+      bfloat16, 512, 128, 4             764     12.1
+      fp8, 512, 64, 1, taken            407     24.2
+      fp8, 512, 128, 4                  408     13.2
+  v3  several warps, always 16 columns: a row's bits no longer depend on how many rows there are
+      bfloat16, 512, 128, 4, taken      780     21.7   both of the whole call
+      fp8, 512, 128, 4                  528     21.3
   256 queries of 4 x 8k: 2.1 ms of bfloat16 with the first launch; with 64 query rows to a program
   and four warps 0.89 ms, 155 TFLOP/s, and 1.51 ms of 4 bits.
 These and more rows are in `benchmarks/results/paged_versions_2026-11-21.json`.
@@ -146,6 +150,9 @@ def attend(
 
 
 def _tile_rows(rows: int, s: Settings) -> int:
+    # How several warps share a sum over tokens depends on the number of columns.
+    if s.num_warps > 1:
+        return s.rows
     return min(max(_ROWS, _common.next_power_of_2(rows)), s.rows)
 
 

@@ -129,14 +129,19 @@ def fma(a, b, c):
         return Float(exact.astype(np.float32))
 
 
+def _flushed(x):
+    """Subnormal numbers as 0, of the sign they had."""
+    return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x)
+
+
 def exp2(x):
     with np.errstate(all="ignore"):
-        return Float(np.exp2(x.value))
+        return Float(_flushed(np.exp2(_flushed(x.value))))
 
 
 def reciprocal(x):
     with np.errstate(all="ignore"):
-        return Float(np.float32(1) / x.value)
+        return Float(_flushed(np.float32(1) / _flushed(x.value)))
 
 
 def total(values):

@@ -284,7 +284,12 @@ class PageAllocator:
         self._let_go(page)
 
     def statistics(self, page_bytes: int | None = None) -> PoolStatistics:
-        """Pages, sequences, tokens and, given the bytes of a page, bytes handed out."""
+        """Pages, sequences and tokens, and bytes handed out if given those of a page.
+
+        Args:
+          page_bytes: as `PagedCache.page_bytes`, which is of one layer; a model whose layers' pools
+            share this allocator has a page in each.
+        """
         used = self.num_pages - self.num_free
         return PoolStatistics(
             num_pages=self.num_pages,

@@ -20,14 +20,13 @@ def check_block_tables(block_tables: jax.Array, batch_size: int | None = None) -
       TypeError: if they are no integers.
       ValueError: if the shape is another.
     """
-    block_tables = jnp.asarray(block_tables)
-    if not jnp.issubdtype(block_tables.dtype, jnp.integer):
-        raise TypeError(f"block_tables.dtype={block_tables.dtype} must be an integer type")
+    # What stands past a sequence's length may be anything.
+    block_tables = _checks.as_int32("block_tables", block_tables, saturate=True)
     batch = "B" if batch_size is None else batch_size
     fits = block_tables.ndim == 2 and batch_size in (None, block_tables.shape[0])
     if not fits or 0 in block_tables.shape:
         raise ValueError(f"{block_tables.shape=} must be [{batch}, max_pages], no axis empty")
-    return block_tables.astype(jnp.int32)
+    return block_tables
 
 
 def check_lengths(name: str, lengths: jax.Array, batch_size: int) -> jax.Array:
@@ -35,14 +34,12 @@ def check_lengths(name: str, lengths: jax.Array, batch_size: int) -> jax.Array:
 
     Raises:
       TypeError: if they are no integers.
-      ValueError: if the shape is another.
+      ValueError: if the shape is another, or, outside `jit`, one is beyond int32.
     """
-    lengths = jnp.asarray(lengths)
-    if not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise TypeError(f"{name}.dtype={lengths.dtype} must be an integer type")
+    lengths = _checks.as_int32(name, lengths)
     if lengths.shape != (batch_size,):
         raise ValueError(f"{name}.shape={lengths.shape} must be ({batch_size},), one per sequence")
-    return lengths.astype(jnp.int32)
+    return lengths
 
 
 def readable(pool: Pool, block_tables: jax.Array, lengths: jax.Array) -> jax.Array:
@@ -115,9 +112,7 @@ def check_page_numbers(pool: Pool, name: str, pages: jax.Array, count: int | Non
       ValueError: if the shape is another than ``[count]``, or, outside `jit`, one is neither -1 nor
         in the pool.
     """
-    pages = jnp.asarray(pages)
-    if not jnp.issubdtype(pages.dtype, jnp.integer):
-        raise TypeError(f"{name}.dtype={pages.dtype} must be an integer type")
+    pages = _checks.as_int32(name, pages)
     if pages.ndim != 1 or count not in (None, pages.size):
         raise ValueError(f"{name}.shape={pages.shape} must be [{'n' if count is None else count}]")
     if _checks.is_concrete(pages):
@@ -126,13 +121,18 @@ def check_page_numbers(pool: Pool, name: str, pages: jax.Array, count: int | Non
             raise ValueError(
                 f"{name}={numbers.tolist()} must be within 0..{pool.num_pages - 1}, or -1 to skip"
             )
-    return pages.astype(jnp.int32)
+    return pages
 
 
-def check_destinations(name: str, pages: jax.Array) -> None:
-    """Raises ValueError, outside `jit`, where a page would be written twice."""
-    if _checks.is_concrete(pages):
-        numbers, counts = np.unique(np.asarray(pages), return_counts=True)
+def check_destinations(name: str, pages: jax.Array, sources: jax.Array | None = None) -> None:
+    """Raises ValueError, outside `jit`, where a page would be written twice.
+
+    A page whose source is -1 is not written; neither is -1.
+    """
+    sources = pages if sources is None else sources
+    if _checks.is_concrete(pages, sources):
+        written = np.asarray(pages)[np.asarray(sources) != -1]
+        numbers, counts = np.unique(written, return_counts=True)
         if np.any(twice := (counts > 1) & (numbers != -1)):
             raise ValueError(f"{name} names page {numbers[twice][0]} more than once")
 
@@ -150,7 +150,7 @@ def check_range(
         return
     real = np.arange(key.shape[1])[None] < np.asarray(new_lengths)[:, None]
     for name, x in (("key", key), ("value", value)):
-        stored = content.get(f"{name}_norm", content[name])
+        stored = content[f"{name}_norm" if pool.kv_dtype == "turbo4" else name]
         beyond = np.asarray(_beyond(x, stored)) & real
         if np.any(beyond):
             b, t = np.argwhere(beyond)[0]

@@ -7,8 +7,6 @@ on its page nor on the call that brings it.
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +14,10 @@ import numpy as np
 
 from turbojax import _checks, polar
 from turbojax._gradient import refuse_gradients
-from turbojax.cache import checks, page_checks
+from turbojax._registry import Implementation, ImplementationName, Registry
+from turbojax.cache import checks, page_checks, page_writing, paged_triton
+from turbojax.cache.page_writing import page_arrays as page_arrays
+from turbojax.cache.page_writing import to_fp8 as to_fp8
 
 PAGE_SIZES = (16, 32, 64, 128)
 
@@ -26,6 +27,14 @@ KV_DTYPES = ("auto", *_FP8, "turbo4")
 """Ways to store a page; see `PagedCache`."""
 
 _BITS = 4
+
+APPEND = Registry(
+    "paged.append",
+    (
+        Implementation("triton", paged_triton.append, paged_triton.append_unsupported),
+        Implementation("xla", page_writing.append),
+    ),
+)
 
 
 @jax.tree_util.register_dataclass
@@ -214,6 +223,7 @@ def append(
     lengths: jax.Array,
     *,
     new_lengths: jax.Array | None = None,
+    implementation: ImplementationName | None = None,
 ) -> PagedCache:
     """Writes new tokens, one or many per sequence: token `t` of sequence `b` at ``lengths[b] + t``.
 
@@ -231,6 +241,8 @@ def append(
       lengths: integer ``[B]``, tokens held before.
       new_lengths: optional integer ``[B]``: how many of the `T` tokens belong to each sequence, the
         first ones; all of them if not given.
+      implementation: ``"triton"`` (turbo4 with a head dim that is a power of two, one kernel),
+        ``"xla"``, or None to choose. All store the same bits.
 
     Returns:
       The pool with the tokens. Under `jit`, a token without a page in the pool, past its block
@@ -243,16 +255,19 @@ def append(
       ValueError: if a shape does not fit, or, outside `jit`: where a token has no place, two have
         the same one, or a value exceeds the format's range. Under `jit` the last becomes NaN. NaN
         and infinity are no error: they are stored as they are (auto) or as NaN.
-      NotImplementedError: when it is differentiated.
+      NotImplementedError: if the implementation asked for cannot run this, or when it is
+        differentiated.
     """
     block_tables, lengths = _check_arguments(cache, key, value, block_tables, lengths)
     batch, tokens = key.shape[:2]
     new_lengths = _checks.check_lengths("new_lengths", new_lengths, batch, tokens)
     page_checks.check_places(cache, block_tables, lengths, new_lengths)
-    # Two programs outside `jit`, so that what the first one gives can be checked between them.
-    content = refuse_gradients(_encode, "append")(cache, key, value)
+    chosen = APPEND.select(implementation, cache=cache, key=key, block_tables=block_tables)
+    cache, content = refuse_gradients(chosen.run, "append")(
+        cache, key, value, block_tables, lengths, new_lengths
+    )
     page_checks.check_range(cache, key, value, content, new_lengths)
-    return refuse_gradients(_store, "append")(cache, content, block_tables, lengths, new_lengths)
+    return cache
 
 
 def gather(
@@ -292,12 +307,6 @@ def gather(
         raise TypeError(f"dtype={wanted} must be floating point")
     key, value = _gather(cache, block_tables, lengths)
     return key.astype(wanted), value.astype(wanted)
-
-
-def page_arrays(cache: PagedCache) -> dict[str, jax.Array]:
-    """The arrays with an axis of pages, the first, by field name."""
-    names = ("key", "value", "key_norm", "value_norm")
-    return {name: x for name in names if (x := getattr(cache, name)) is not None}
 
 
 def _check_arguments(
@@ -357,78 +366,6 @@ def _empty(
         dtype=dtype,
         seed=seed,
     )
-
-
-# Writing -----------------------------------------------------------------------------------------
-
-
-@jax.jit
-def _encode(cache: PagedCache, key: jax.Array, value: jax.Array) -> dict[str, jax.Array]:
-    """What the tokens ``[B, T, K, H]`` become in each array: ``[B, T, K, ...]``."""
-    if cache.kv_dtype == "auto":
-        return {"key": key, "value": value}
-    if cache.kv_dtype == "turbo4":
-        key_codes, key_norm = polar.encode(key, cache.rotation, _BITS)
-        value_codes, value_norm = polar.encode(value, cache.rotation, _BITS)
-        return {
-            "key": polar.pack(key_codes),
-            "value": polar.pack(value_codes),
-            "key_norm": key_norm,
-            "value_norm": value_norm,
-        }
-    assert cache.key_scale is not None
-    assert cache.value_scale is not None
-    return {
-        "key": to_fp8(key, cache.key_scale, cache.key.dtype),
-        "value": to_fp8(value, cache.value_scale, cache.value.dtype),
-    }
-
-
-@jax.jit
-def _store(
-    cache: PagedCache,
-    content: Mapping[str, jax.Array],
-    block_tables: jax.Array,
-    lengths: jax.Array,
-    new_lengths: jax.Array,
-) -> PagedCache:
-    tokens = content["key"].shape[1]
-    entries = block_tables.shape[1]
-    offset = jnp.arange(tokens, dtype=jnp.int32)[None]
-    # Wraps around to negative, that is, out of range, where int32 ends.
-    position = lengths[:, None] + offset
-    entry, slot = position // cache.page_size, position % cache.page_size
-    page = jnp.take_along_axis(block_tables, jnp.clip(entry, 0, entries - 1), axis=1)
-    wanted = offset < new_lengths[:, None]
-    has_page = (entry >= 0) & (entry < entries) & (page >= 0) & (page < cache.num_pages)
-    # What is left out gets pages past the end, which the scatter drops, each its own: no place is
-    # named twice.
-    nowhere = cache.num_pages + jnp.arange(page.size, dtype=jnp.int32).reshape(page.shape)
-    page = jnp.where(wanted & has_page, page, nowhere)
-    lost = jnp.sum(wanted & ~has_page, dtype=jnp.int32)
-    lost = lost + jnp.sum(jnp.maximum(new_lengths - tokens, 0), dtype=jnp.int32)
-    arrays: dict[str, Any] = {
-        name: old.at[page, :, slot].set(content[name], mode="drop", unique_indices=True)
-        for name, old in page_arrays(cache).items()
-    }
-    return dataclasses.replace(cache, lost=cache.lost + lost, **arrays)
-
-
-def to_fp8(x: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
-    """``x / scale`` (a product with the reciprocal) in 8 bits; NaN beyond the largest value."""
-    information = jnp.finfo(dtype)
-    x = x.astype(jnp.float32) * (1 / scale)
-    # Rounded here, to nearest, ties to even, so that the conversion is exact: a backend may
-    # convert in two steps, which rounds twice. The quantum and its inverse are powers of two, made
-    # from their bits.
-    smallest = np.float32(information.smallest_normal).view(np.int32)
-    exponent = jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7F800000
-    exponent = jnp.maximum(exponent, int(smallest)) - (information.nmant << 23)
-    quantum = jax.lax.bitcast_convert_type(exponent, jnp.float32)
-    inverse = jax.lax.bitcast_convert_type((254 << 23) - exponent, jnp.float32)
-    rounded = jnp.rint(x * inverse) * quantum
-    fits = jnp.abs(x) <= float(information.max)
-    return jnp.where(fits, rounded, jnp.nan).astype(dtype)
 
 
 # Reading -----------------------------------------------------------------------------------------

@@ -26,12 +26,12 @@ def copy_pages(cache: PagedCache, sources: jax.Array, destinations: jax.Array) -
     Raises:
       TypeError: if `cache` is another kind or the numbers are no integers.
       ValueError: if the shapes are not ``[n]``, or, outside `jit`, a number is neither -1 nor in
-        the pool, or two copies have one destination.
+        the pool, or two copies (pairs without a -1) have one destination.
     """
     checks.check_kind(cache, PagedCache)
     sources = page_checks.check_page_numbers(cache, "sources", sources, None)
     destinations = page_checks.check_page_numbers(cache, "destinations", destinations, sources.size)
-    page_checks.check_destinations("destinations", destinations)
+    page_checks.check_destinations("destinations", destinations, sources)
     return _copy(cache, sources, destinations)
 
 

@@ -18,6 +18,7 @@ from turbojax.models.caching import (
 )
 from turbojax.models.decoder import Decoder, unstack
 from turbojax.models.llama import Llama
+from turbojax.models.paged import PagedLayer
 from turbojax.models.pooled import PooledAttention
 from turbojax.models.quantized import QuantizedDecoder
 
@@ -175,10 +176,17 @@ def stream(session: Session, max_new_tokens: int) -> Iterator[np.ndarray]:
 
     Yields:
       int32 ``[B]``, the next token of each sequence.
+
+    Raises:
+      ValueError: where the logits hold NaN, so that there is no next token: for instance where fp8
+        pages cannot hold a layer's keys or values.
     """
     for i in range(max_new_tokens):
-        tokens = jnp.argmax(session.logits, axis=-1)
-        yield np.asarray(tokens, np.int32)
+        tokens = _most_likely(session.logits)
+        known = np.asarray(tokens)
+        if np.any(known < 0):
+            raise ValueError(_why_nothing(session, np.flatnonzero(known < 0).tolist()))
+        yield known
         if i + 1 < max_new_tokens:
             session = session.step(tokens)
 
@@ -212,7 +220,7 @@ def generate(
 
     Raises:
       TypeError: if tokens or lengths are no integers.
-      ValueError: if a shape or a number does not fit.
+      ValueError: if a shape or a number does not fit, or where logits hold NaN, see `stream`.
       NotImplementedError: if the implementation asked for cannot run this.
     """
     if max_new_tokens < 1:
@@ -243,6 +251,21 @@ def check_tokens(tokens: jax.Array, vocab_size: int) -> None:
     smallest, largest = int(jnp.min(tokens)), int(jnp.max(tokens))
     if smallest < 0 or largest >= vocab_size:
         raise ValueError(f"tokens in {smallest}..{largest} must be within 0..{vocab_size - 1}")
+
+
+@jax.jit
+def _most_likely(logits: jax.Array) -> jax.Array:
+    """int32 ``[B]``, the largest logit; -1 where one is NaN."""
+    chosen = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return jnp.where(jnp.any(jnp.isnan(logits), axis=-1), -1, chosen)
+
+
+def _why_nothing(session: Session, rows: list[int]) -> str:
+    message = f"the logits of sequences {rows} hold NaN: there is no next token"
+    layer = session.caches.layers[0]
+    if isinstance(layer, PagedLayer) and layer.pages.kv_dtype != "auto":
+        message += f"; keys or values beyond the range of {layer.pages.kv_dtype} pages become NaN"
+    return message
 
 
 @functools.partial(jax.jit, static_argnames="implementation", donate_argnames="caches")

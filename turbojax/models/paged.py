@@ -23,7 +23,7 @@ PAGE_SIZE = 64
 """Tokens of a page."""
 
 QUERY_CHUNK = 512
-"""Queries per sequence that attend at a time; more are taken one chunk after the other."""
+"""Queries of all sequences together that attend at a time, see `query_chunk`."""
 
 
 @jax.tree_util.register_dataclass
@@ -167,7 +167,7 @@ def attend(
     """Causal attention of the newest tokens to all that is held, themselves included.
 
     They attend to the pages, in the precision these are kept in, whether they come as a prompt or
-    one by one. Long prompts are taken in chunks of `QUERY_CHUNK` queries, which changes no bit.
+    one by one. Long prompts are taken in chunks, see `query_chunk`.
 
     Args:
       query: ``[B, T, N, H]`` in the layer's dtype.
@@ -193,7 +193,8 @@ def attend(
             implementation=implementation,
         )
 
-    if tokens <= QUERY_CHUNK:
+    size = query_chunk(batch, heads // layer.pages.num_kv_heads)
+    if tokens <= size:
         return run(query, layer.lengths, query_lengths)
     if query_lengths is None:
         query_lengths = jnp.full(batch, tokens, jnp.int32)
@@ -201,16 +202,32 @@ def attend(
 
     def chunk(item: tuple[jax.Array, jax.Array]) -> Any:
         first, queries = item
-        held = before + jnp.minimum(query_lengths, first + QUERY_CHUNK)
-        return run(queries, held, jnp.clip(query_lengths - first, 0, QUERY_CHUNK))
+        held = before + jnp.minimum(query_lengths, first + size)
+        return run(queries, held, jnp.clip(query_lengths - first, 0, size))
 
-    count = -(-tokens // QUERY_CHUNK)
-    padding = count * QUERY_CHUNK - tokens
+    count = -(-tokens // size)
+    padding = count * size - tokens
     parts = jnp.pad(query, ((0, 0), (0, padding), (0, 0), (0, 0)))
-    parts = jnp.moveaxis(parts.reshape(batch, count, QUERY_CHUNK, heads, channels), 1, 0)
-    firsts = QUERY_CHUNK * jnp.arange(count, dtype=jnp.int32)
+    parts = jnp.moveaxis(parts.reshape(batch, count, size, heads, channels), 1, 0)
+    firsts = size * jnp.arange(count, dtype=jnp.int32)
     out = jnp.moveaxis(jax.lax.map(chunk, (firsts, parts)), 0, 1)
     return out.reshape(batch, -1, heads, channels)[:, :tokens]
+
+
+def query_chunk(batch_size: int, group: int) -> int:
+    """Queries per sequence that attend at a time; more are taken one chunk after the other.
+
+    Fewer for more sequences, because kernels keep results of every 1,024 tokens of the table's
+    width until they are merged, 4 bytes for each channel of each query and head. But so many that a
+    KV head has more than 64 rows of queries: all prompts longer than a chunk run in the kernel
+    made for that, whatever the batch, and where they are cut changes no bit.
+
+    Args:
+      batch_size: sequences.
+      group: query heads of a KV head.
+    """
+    least = 64 // group + 1
+    return max(QUERY_CHUNK // batch_size // 16, -(-least // 16)) * 16
 
 
 def take_sequences(layer: PagedLayer, first: jax.Array | int, count: int) -> PagedLayer:

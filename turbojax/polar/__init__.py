@@ -9,7 +9,6 @@ length of the encoded one.
 from turbojax.polar.centroids import centroids as centroids
 from turbojax.polar.centroids import integer_centroids as integer_centroids
 from turbojax.polar.centroids import lloyd_max as lloyd_max
-from turbojax.polar.codec import check_norms as check_norms
 from turbojax.polar.codec import decode as decode
 from turbojax.polar.codec import encode as encode
 from turbojax.polar.codec import from_interchange as from_interchange

@@ -288,7 +288,8 @@ def _nearer_root(root: jax.Array, x: jax.Array) -> jax.Array:
     """
     bits = jax.lax.bitcast_convert_type(root, jnp.int32)
     below, high, above = (
-        jax.lax.bitcast_convert_type(i, jnp.float32) for i in (bits - 1, bits & ~_LOW_BITS, bits + 1)
+        jax.lax.bitcast_convert_type(i, jnp.float32)
+        for i in (bits - 1, bits & ~_LOW_BITS, bits + 1)
     )
     low = root - high
     rest = ((x - high * high) - (high + high) * low) - low * low

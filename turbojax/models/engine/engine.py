@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import numpy as np
 
 from turbojax import _checks, paged
 from turbojax.models.decoder import Decoder, unstack
-from turbojax.models.engine import swap
+from turbojax.models.engine import compilation, swap
 from turbojax.models.engine.requests import (
     Event,
     Finished,
@@ -20,10 +20,10 @@ from turbojax.models.engine.requests import (
     Request,
     Result,
 )
-from turbojax.models.engine.sampling import NOTHING
+from turbojax.models.engine.sampling import NOTHING, choose, kind_of
 from turbojax.models.engine.scheduler import Plan, Scheduler, Sequence, Status
 from turbojax.models.engine.statistics import EngineStatistics
-from turbojax.models.engine.step import Work, idle_work, run_step
+from turbojax.models.engine.step import Work, check_implementation, idle_work, run_step
 from turbojax.models.llama import Llama
 from turbojax.models.quantized import QuantizedDecoder
 
@@ -39,6 +39,7 @@ class _Times:
 class _Counts:
     steps: int = 0
     first_step_seconds: float = 0.0
+    first_step_tokens: int = 0
     seconds: float = 0.0
     new_tokens: int = 0
     prompt_tokens: int = 0
@@ -66,15 +67,19 @@ class Engine:
     """Runs requests that come at any time through one model and one paged cache.
 
     Every step runs one token of each sequence that is generating, and a piece of one prompt: always
-    the same compiled program, whatever the mix. Prompts attend to the pages, that is to keys and
-    values as the cache stores them, like the tokens after them. A request's text does not depend on
-    what else runs, on the order of arrival, on prefixes found in the pool or on having left the
-    pool for a while.
+    the same compiled program of the model, whatever the mix. A second one, small, chooses tokens:
+    one of three, by what the requests that run ask for. Prompts attend to the pages, that is to
+    keys and values as the cache stores them, like the tokens after them.
+
+    A request's text depends on its own tokens and options, and on the engine's settings (such as
+    `max_sequences`, `prefill_chunk` and `implementation`, which make other programs). It does not
+    depend on what else runs, on the order of arrival, on the size of the pool, on prefixes found
+    there or on having left it for a while.
 
     A request gets pages as it needs them. Where the pool is full, the youngest running request is
-    swapped out to host memory, and continues later with the same bits. Full pages of prompts and
-    results stay in the pool while nobody needs the room, and are found by later requests that begin
-    with the same tokens.
+    swapped out to host memory, and continues later with the same bits. Full pages of prompts stay
+    in the pool while nobody needs the room, and are found by later requests that begin with the
+    same tokens.
 
     A step is given to the device before the tokens of the one before are read, so events come with
     the next call of `step`. An engine is for one thread; an exception inside `step` ends it.
@@ -84,11 +89,16 @@ class Engine:
       num_pages: pages of each layer's pool.
       page_size: tokens of a page: 16, 32, 64 or 128.
       kv_dtype: how pages are stored: ``"auto"`` (the model's dtype), ``"fp8_e4m3"``,
-        ``"fp8_e5m2"`` or ``"turbo4"``, see `PagedCache`.
+        ``"fp8_e5m2"`` or ``"turbo4"``, see `PagedCache`. Nothing is compressed unless asked for,
+        as texts are to be the model's; `init_paged_cache`, which is there to compress, has
+        another default.
       max_sequences: requests that run at a time.
       max_length: tokens of prompt and result of a request at most; by default the model's.
       prefill_chunk: tokens of a prompt that run in a step.
       prefix_caching: whether pages are kept for requests that begin with the same tokens.
+      cache_results: also pages of results, as for the next turn of a conversation. A text that
+        continues one may then differ in rounding from one that ran alone, where single tokens and
+        prompts run in different kernels.
       key_scale: see `init_paged_cache`.
       value_scale: see `init_paged_cache`.
       seed: of turbo4's rotation, see `init_paged_cache`. Sampling has seeds of its own.
@@ -96,7 +106,8 @@ class Engine:
 
     Raises:
       TypeError: if the model or a number is of the wrong kind.
-      ValueError: if a number does not fit.
+      ValueError: if a number does not fit, or a name is unknown.
+      NotImplementedError: if the implementation asked for cannot run the engine's step here.
     """
 
     def __init__(
@@ -110,6 +121,7 @@ class Engine:
         max_length: int | None = None,
         prefill_chunk: int = 64,
         prefix_caching: bool = True,
+        cache_results: bool = False,
         key_scale: float = 1.0,
         value_scale: float = 1.0,
         seed: int = 0,
@@ -125,6 +137,8 @@ class Engine:
         )
         if self.max_length > model.config.max_length:
             raise ValueError(f"{max_length=} must be at most the model's {model.config.max_length}")
+        if cache_results and not prefix_caching:
+            raise ValueError(f"{cache_results=} has no use with {prefix_caching=}")
         self._caches = tuple(
             paged.init_cache(
                 num_pages,
@@ -143,9 +157,13 @@ class Engine:
         self._implementation = implementation
         self._max_pages = -(-self.max_length // page_size)
         self._slots, self._chunk = max_sequences, prefill_chunk
+        work = idle_work(max_sequences, prefill_chunk, self._max_pages)
+        check_implementation(implementation, work, self._caches[0], self._decoder.config.num_heads)
         self._allocator = paged.PageAllocator(num_pages, page_size)
         prefixes = paged.PrefixCache(self._allocator) if prefix_caching else None
-        self._scheduler = Scheduler(self._allocator, prefixes, max_sequences, prefill_chunk)
+        self._scheduler = Scheduler(
+            self._allocator, prefixes, max_sequences, prefill_chunk, cache_results=cache_results
+        )
         self._last_tokens = jnp.zeros(max_sequences, jnp.int32)
         self._sequences: dict[int, Sequence] = {}
         self._times: dict[int, _Times] = {}
@@ -205,7 +223,10 @@ class Engine:
 
         Raises:
           KeyError: if there is no such request, or it is done.
+          ValueError: if there is no such reason.
         """
+        if reason not in ("aborted", "stop"):
+            raise ValueError(f"{reason=} must be 'aborted' or 'stop'")
         if request_id not in self._sequences:
             raise KeyError(f"request {request_id} is not known, or is done")
         self._finish(self._sequences[request_id], reason)
@@ -216,10 +237,14 @@ class Engine:
         Returns:
           What happened since the last call, in order.
         """
-        begun, is_first = time.perf_counter(), self._counts.steps == 0
+        begun, compiled = time.perf_counter(), compilation.count()
+        tokens = self._counts.new_tokens
         plan = self._scheduler.plan()
-        self._swap(plan)
+        # Nothing waits for the device before it has the next step.
+        leaving = self._swap(plan)
         previous, self._in_flight = self._in_flight, self._dispatch(plan)
+        for request_id, copies in leaving.items():
+            self._swapped[request_id] = swap.fetch(copies)
         if previous is not None:
             self._collect(previous)
         for sequence in list(self._scheduler.running):
@@ -227,10 +252,12 @@ class Engine:
             if sequence.sampled == sequence.request.max_new_tokens:
                 self._scheduler.release(sequence, Status.LEFT)
         events, self._events = self._events, []
-        if is_first:
-            self._counts.first_step_seconds += time.perf_counter() - begun
+        seconds = time.perf_counter() - begun
+        if compilation.count() > compiled:
+            self._counts.first_step_seconds += seconds
+            self._counts.first_step_tokens += self._counts.new_tokens - tokens
         else:
-            self._counts.seconds += time.perf_counter() - begun
+            self._counts.seconds += seconds
         return events
 
     def stream(self) -> Iterator[Event]:
@@ -262,8 +289,6 @@ class Engine:
     def statistics(self) -> EngineStatistics:
         """What was done so far, and what is held now."""
         scheduler, cache, layers = self._scheduler, self._caches[0], len(self._caches)
-        held = {page for s in scheduler.running for page in self._allocator.pages(s.handle)}
-        free = self._allocator.num_free
         return EngineStatistics(
             **dataclasses.asdict(self._counts),
             preemptions=scheduler.preemptions,
@@ -272,22 +297,22 @@ class Engine:
             swapped=len(scheduler.swapped),
             swapped_bytes=sum(swap.nbytes(content) for content in self._swapped.values()),
             pages=cache.num_pages,
-            free_pages=free,
-            cached_pages=cache.num_pages - free - len(held),
-            tokens_held=sum(sequence.held for sequence in scheduler.running),
+            free_pages=self._allocator.num_free,
+            cached_pages=scheduler.cached_pages(),
+            tokens_held=scheduler.held_tokens(),
             token_capacity=cache.num_pages * cache.page_size,
             pool_bytes=sum(layer.nbytes for layer in self._caches),
             token_bytes=layers * cache.token_bytes,
             compression_ratio=cache.compression_ratio,
         )
 
-    def _swap(self, plan: Plan) -> None:
+    def _swap(self, plan: Plan) -> dict[int, list[Any]]:
         """Everything that leaves is read before a page of it can be written."""
-        for sequence, pages in plan.leaving:
-            self._swapped[sequence.request_id] = swap.read(self._caches, pages)
+        leaving = {s.request_id: swap.read(self._caches, pages) for s, pages in plan.leaving}
         for sequence, pages in plan.returning:
             content = self._swapped.pop(sequence.request_id)
             self._caches = swap.write(self._caches, pages, content)
+        return leaving
 
     def _dispatch(self, plan: Plan) -> _InFlight | None:
         """Gives the device a step; the sequences advance."""
@@ -306,18 +331,22 @@ class Engine:
         if plan.piece is not None:
             sequence, count = plan.piece
             self._fill_row(work, self._slots, sequence, count)
-            work.piece[:count] = sequence.tokens(sequence.held, count)
+            work.piece[:count] = sequence.request.tokens[sequence.held : sequence.held + count]
             self._advance_prompt(sequence, count)
             if not sequence.prefilling:
                 work = dataclasses.replace(work, piece_slot=np.int32(sequence.slot))
                 sequence.sampled += 1
                 rows.append((self._slots, sequence))
-        self._caches, self._last_tokens, tokens, lost = run_step(
+        self._caches, logits, lost = run_step(
             self._decoder,
             self._caches,
             self._last_tokens,
             work,
             implementation=self._implementation,
+        )
+        kind = kind_of(sequence.request.sampling for _, sequence in rows)
+        tokens, self._last_tokens = choose(
+            logits, self._last_tokens, work.counts, work.piece_slot, work.sampling, kind=kind
         )
         self._counts.steps += 1
         return _InFlight(rows, tokens, lost)
@@ -347,8 +376,9 @@ class Engine:
 
     def _collect(self, step: _InFlight) -> None:
         """Waits for a step's tokens."""
-        tokens = np.asarray(step.tokens)
-        if lost := int(step.lost):
+        tokens, lost = jax.device_get((step.tokens, step.lost))
+        # Of the first layer: all layers write to the same places.
+        if lost:
             raise AssertionError(f"the pool lost {lost} tokens: a page was missing")
         for row, sequence in step.rows:
             if sequence.status is Status.DONE:

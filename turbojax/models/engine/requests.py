@@ -157,6 +157,7 @@ Event = NewToken | Finished
 
 def _integers(name: str, values: Sequence[int]) -> tuple[int, ...]:
     """The values as Python integers."""
+    values = tuple(values)  # an iterator can be read only once
     for value in values:
         _checks.check_integer(f"a member of {name}", value)
     return tuple(int(value) for value in values)

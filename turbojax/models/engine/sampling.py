@@ -1,10 +1,23 @@
-"""Choosing the next token of every row from its logits, inside the compiled step."""
+"""Choosing the next token of every row from its logits, after the compiled step.
+
+What is needed depends on the rows: the largest logit, a draw, or a draw from some of the tokens,
+for which they are sorted. The host knows which, so these are programs of their own and no branches
+inside the step: a branch on the device would make it wait for the host, and the host for it.
+"""
 
 import dataclasses
-from typing import Any
+import functools
+from collections.abc import Iterable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+
+from turbojax.models.engine import compilation
+from turbojax.models.engine.requests import Sampling
+
+Kind = Literal["greedy", "draw", "restrict"]
+"""What the rows of a step need at most."""
 
 NOTHING = -1
 """Chosen where the logits hold NaN: there is no next token."""
@@ -33,36 +46,76 @@ class SamplingRows:
     index: Array
 
 
-def sample(logits: jax.Array, rows: SamplingRows) -> jax.Array:
+def kind_of(options: Iterable[Sampling]) -> Kind:
+    """What rows with these options need.
+
+    Args:
+      options: of the rows whose tokens are wanted.
+    """
+    drawn = [option for option in options if option.temperature]
+    if any(option.top_k is not None or option.top_p is not None for option in drawn):
+        return "restrict"
+    return "draw" if drawn else "greedy"
+
+
+@functools.partial(jax.jit, static_argnames="kind", donate_argnames="last_tokens")
+def choose(
+    logits: jax.Array,
+    last_tokens: jax.Array,
+    counts: Array,
+    piece_slot: Array,
+    rows: SamplingRows,
+    *,
+    kind: Kind,
+) -> tuple[jax.Array, jax.Array]:
+    """The next tokens, and which of them the slots go on with; a program for each kind.
+
+    Args:
+      logits: float32 ``[S + 1, V]``, as `run_step` gives them.
+      last_tokens: int32 ``[S]``, the token that each slot got last, donated.
+      counts: int32 ``[S + 1]``, see `Work`.
+      piece_slot: int32 ``[]``, see `Work`.
+      rows: how to choose.
+      kind: of the rows, see `kind_of`.
+
+    Returns:
+      int32 ``[S + 1]``, the rows' next tokens, see `sample` (of rows without work they mean
+      nothing), and the new last tokens.
+    """
+    compilation.note()
+    slots = last_tokens.shape[0]
+    chosen = sample(logits, rows, kind)
+    last_tokens = jnp.where(counts[:slots] > 0, chosen[:slots], last_tokens)
+    return chosen, last_tokens.at[piece_slot].set(chosen[slots], mode="drop")
+
+
+def sample(logits: jax.Array, rows: SamplingRows, kind: Kind) -> jax.Array:
     """The next token of every row: the largest logit, or of logits with Gumbel noise.
 
-    A row's token depends on nothing but that row. Sorting for `top_k` and `top_p`, and drawing,
-    happen only where some row asks for it.
+    A row's token depends on nothing but that row: not on `kind` either, where that is enough.
 
     Args:
       logits: float32 ``[R, V]``.
       rows: how to choose.
+      kind: what is looked at: ``"greedy"``: nothing but the logits; ``"draw"``: temperature and
+        seed, too; ``"restrict"``: everything.
 
     Returns:
       int32 ``[R]``; `NOTHING` where a logit is NaN.
     """
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    drawn = jax.lax.cond(jnp.any(rows.temperature > 0), lambda: _draw(logits, rows), lambda: greedy)
-    chosen = jnp.where(rows.temperature > 0, drawn, greedy)
+    chosen = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if kind != "greedy":
+        chosen = jnp.where(rows.temperature > 0, _draw(logits, rows, kind), chosen)
     return jnp.where(jnp.any(jnp.isnan(logits), axis=-1), NOTHING, chosen)
 
 
-def _draw(logits: jax.Array, rows: SamplingRows) -> jax.Array:
+def _draw(logits: jax.Array, rows: SamplingRows, kind: Kind) -> jax.Array:
     """Gumbel-max: the largest of logits plus noise is a sample of their softmax."""
     temperature = jnp.where(rows.temperature > 0, rows.temperature, 1.0)
     # Differences to the largest first: a tiny temperature leaves 0 and -inf, no NaN.
     scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature[:, None]
-    restricted = (rows.top_k > 0) | (rows.top_p < 1)
-    scaled = jax.lax.cond(
-        jnp.any(restricted & (rows.temperature > 0)),
-        lambda: restrict(scaled, rows.top_k, rows.top_p),
-        lambda: scaled,
-    )
+    if kind == "restrict":
+        scaled = restrict(scaled, rows.top_k, rows.top_p)
 
     def noise(seed: jax.Array, index: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), index)

@@ -59,10 +59,10 @@ class Sequence:
         """Whether part of the prompt is still to run."""
         return self.held < len(self.request.tokens)
 
-    def tokens(self, first: int, count: int) -> list[int]:
-        """Known tokens of prompt and result from position `first` on, at most `count`."""
-        everything = [*self.request.tokens, *self.new_tokens]
-        return everything[first : first + count]
+    @property
+    def known(self) -> list[int]:
+        """The tokens in its pages, but for those that the host does not know yet."""
+        return [*self.request.tokens, *self.new_tokens][: self.held]
 
 
 @dataclasses.dataclass
@@ -100,6 +100,7 @@ class Scheduler:
       prefixes: what finds pages of earlier prompts; None for no reuse.
       slots: sequences that run at a time.
       piece_size: tokens of a prompt that run at a time.
+      cache_results: whether results' pages are found as well, not only those of prompts.
     """
 
     def __init__(
@@ -108,15 +109,20 @@ class Scheduler:
         prefixes: paged.PrefixCache | None,
         slots: int,
         piece_size: int,
+        *,
+        cache_results: bool,
     ) -> None:
         self._allocator = allocator
         self._prefixes = prefixes
         self._piece_size = piece_size
+        self._cache_results = cache_results
         self._free_slots = list(range(slots))[::-1]
         self.waiting: collections.deque[Sequence] = collections.deque()
         self.running: list[Sequence] = []
         self.swapped: list[Sequence] = []
         self.preemptions = 0
+        # Could not start, and still cannot: since then nobody left and no prefix became known.
+        self._refused: Sequence | None = None
 
     def add(self, sequence: Sequence) -> None:
         """Queues a new sequence."""
@@ -141,7 +147,7 @@ class Scheduler:
         return plan
 
     def release(self, sequence: Sequence, status: Status) -> None:
-        """Takes a sequence out of its queue; its full pages stay in the prefix cache.
+        """Takes a sequence out of its queue; its pages stay in the prefix cache, see `keep_prefix`.
 
         Args:
           sequence: in any status.
@@ -157,14 +163,35 @@ class Scheduler:
         sequence.status = status
 
     def keep_prefix(self, sequence: Sequence) -> None:
-        """Lets later requests find the full pages of a running sequence's known tokens."""
+        """Lets later requests find the full pages of a running sequence.
+
+        Those of its prompt, whose tokens ran as a later prompt's would; results' tokens ran one by
+        one, which another kernel may do, equal within rounding only.
+        """
         if self._prefixes is None:
             return
         size = self._allocator.page_size
-        known = sequence.tokens(0, sequence.held)
+        prompt = len(sequence.request.tokens)
+        known = sequence.known if self._cache_results else sequence.known[:prompt]
         count = len(known) // size
         pages = self._allocator.pages(sequence.handle)[:count]
-        self._prefixes.insert(known[: count * size], pages)
+        if self._prefixes.insert(known[: count * size], pages):
+            self._refused = None
+
+    def cached_pages(self) -> int:
+        """Pages that only the prefix cache holds."""
+        handles = self._allocator.sequences
+        held = {page for handle in handles for page in self._allocator.pages(handle)}
+        return self._allocator.num_pages - self._allocator.num_free - len(held)
+
+    def held_tokens(self) -> int:
+        """Tokens in the pages of running sequences, those in a shared page once."""
+        size, full, others = self._allocator.page_size, set[int](), 0
+        for sequence in self.running:
+            # Only full pages are shared.
+            full.update(self._allocator.pages(sequence.handle)[: sequence.held // size])
+            others += sequence.held % size
+        return len(full) * size + others
 
     def _new_tokens(self, sequence: Sequence) -> int:
         rest = len(sequence.request.tokens) - sequence.held
@@ -189,6 +216,8 @@ class Scheduler:
         if busy or not self.waiting or not self._free_slots:
             return
         sequence = self.waiting[0]
+        if sequence is self._refused:
+            return
         prompt = list(sequence.request.tokens)
         found: tuple[int, ...] = ()
         if self._prefixes is not None:
@@ -199,6 +228,7 @@ class Scheduler:
         if not self._has_room(len(prompt) - sequence.held):
             self._allocator.free(sequence.handle)
             sequence.held = 0
+            self._refused = sequence
             return
         self.waiting.popleft()
         sequence.reused = sequence.held
@@ -213,13 +243,21 @@ class Scheduler:
         self._allocator.free(sequence.handle)
         self._free_slots.append(sequence.slot)
         self.running.remove(sequence)
+        self._refused = None
 
     def _has_room(self, tokens: int) -> bool:
-        """Whether pages for so many tokens are free, and one more for every running sequence.
+        """Whether pages for so many tokens are free, and one for each sequence that will need more.
 
         With less, what comes in would soon be sent away again.
         """
-        wanted = -(-tokens // self._allocator.page_size) + len(self.running)
+        size = self._allocator.page_size
+        # The last token is never fed, so it needs no place.
+        growing = sum(-(-(s.request.total - 1) // size) > -(-s.held // size) for s in self.running)
+        wanted = -(-tokens // size) + growing
+        # Usually nothing is evicted for who has to wait all the same. But some of the pages counted
+        # here may stay: an unused prefix does while somebody holds a page after it.
+        if wanted > self._allocator.num_free + self.cached_pages():
+            return False
         return self._missing(wanted) == 0
 
     def _missing(self, wanted: int) -> int:
@@ -241,6 +279,7 @@ class Scheduler:
                 # A prefix that nobody holds stays while somebody holds a page after it, which
                 # happens where sequences came to the same tokens by themselves.
                 self._prefixes.clear()
+                self._refused = None
             else:
                 return False
         copies = self._allocator.extend(sequence.handle, count)
@@ -251,8 +290,8 @@ class Scheduler:
     def _preempt(self, sequence: Sequence, plan: Plan) -> None:
         pages = self._allocator.pages(sequence.handle)
         if any(entry[0] is sequence for entry in plan.returning):
-            # Its pages are not written yet. `_has_room` leaves a page for everyone who decodes, and
-            # who is in its prompt is the youngest.
+            # Its pages are not written yet. `_has_room` leaves a page for everyone who decodes and
+            # will need one, and who is in its prompt is the youngest.
             raise AssertionError(f"request {sequence.request_id} returned and leaves in one step")
         plan.leaving.append((sequence, pages))
         self._leave(sequence)

@@ -10,7 +10,10 @@ class EngineStatistics:
 
     Attributes:
       steps: compiled steps run.
-      first_step_seconds: of the first step, which is compiled in it.
+      first_step_seconds: spent in calls of `Engine.step` in which a program was compiled: the first
+        one, and the first that drew tokens, that drew from some of them, and that swapped, unless
+        an engine like this one has compiled it before.
+      first_step_tokens: new tokens that these calls brought.
       seconds: spent in all others.
       new_tokens: tokens that requests got.
       prompt_tokens: tokens of prompts that ran.
@@ -25,7 +28,7 @@ class EngineStatistics:
       pages: of the pool.
       free_pages: in no use.
       cached_pages: in no use but to be found by later prompts.
-      tokens_held: tokens of running requests in the pool.
+      tokens_held: tokens of running requests in the pool; one in a shared page counts once.
       token_capacity: tokens that the pool holds at most.
       pool_bytes: of all layers' caches.
       token_bytes: bytes of one token, all layers.
@@ -34,6 +37,7 @@ class EngineStatistics:
 
     steps: int
     first_step_seconds: float
+    first_step_tokens: int
     seconds: float
     new_tokens: int
     prompt_tokens: int
@@ -56,8 +60,9 @@ class EngineStatistics:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens of all requests over `seconds`; 0 before there are any."""
-        return self.new_tokens / self.seconds if self.seconds else 0.0
+        """New tokens of all requests over time, compilation aside; 0 before there are any."""
+        tokens = self.new_tokens - self.first_step_tokens
+        return tokens / self.seconds if self.seconds else 0.0
 
     @property
     def occupancy(self) -> float:

@@ -1,4 +1,4 @@
-"""The one compiled step of an engine: tokens of all decoding sequences and a piece of a prompt.
+"""The one compiled model step of an engine: tokens of all decoding sequences, a piece of a prompt.
 
 All tokens go through the layers as one batch of rows of fixed size, ``S`` of decoding sequences
 and ``C`` of one prompt, so any mix of work runs the same program, and a row's numbers do not depend
@@ -15,9 +15,12 @@ import numpy as np
 
 from turbojax import paged
 from turbojax.models.decoder import Decoder
-from turbojax.models.engine.sampling import Array, SamplingRows, sample
+from turbojax.models.engine import compilation
+from turbojax.models.engine.sampling import Array, SamplingRows
 from turbojax.models.llama import Attend
 from turbojax.models.quantized import QuantizedDecoder
+from turbojax.ops.paged_attention.api import select
+from turbojax.ops.turbo_attention.masking import attention_options
 
 
 @jax.tree_util.register_dataclass
@@ -67,9 +70,31 @@ def idle_work(slots: int, piece_size: int, max_pages: int) -> Work:
     )
 
 
-@functools.partial(
-    jax.jit, static_argnames="implementation", donate_argnames=("caches", "last_tokens")
-)
+def check_implementation(
+    implementation: str | None, work: Work, cache: paged.PagedCache, num_heads: int
+) -> None:
+    """Raises unless `paged_attention` can run both of a step's calls; nothing is compiled.
+
+    Args:
+      implementation: as in `run_step`.
+      work: of the sizes of a step.
+      cache: one layer's pool.
+      num_heads: of queries.
+
+    Raises:
+      ValueError: if the name is unknown.
+      NotImplementedError: if the implementation cannot run this here.
+    """
+    slots, size = work.tokens.shape[0], work.piece.shape[0]
+    calls = ((slots, 1, work.tables[:slots]), (1, size, work.tables[slots:]))
+    for rows, tokens, tables in calls:
+        shape = (rows, tokens, num_heads, cache.head_dim)
+        query: Any = jax.ShapeDtypeStruct(shape, cache.dtype)
+        options = attention_options(query, None, True, None, None)
+        select(implementation, query, cache, tables, **options)
+
+
+@functools.partial(jax.jit, static_argnames="implementation", donate_argnames="caches")
 def run_step(
     decoder: Decoder | QuantizedDecoder,
     caches: tuple[paged.PagedCache, ...],
@@ -77,20 +102,21 @@ def run_step(
     work: Work,
     *,
     implementation: str | None,
-) -> tuple[tuple[paged.PagedCache, ...], jax.Array, jax.Array, jax.Array]:
-    """One step of all sequences.
+) -> tuple[tuple[paged.PagedCache, ...], jax.Array, jax.Array]:
+    """One step of all sequences, up to the logits; `choose` goes on with them.
 
     Args:
       decoder: the weights.
       caches: the layers' pools, donated.
-      last_tokens: int32 ``[S]``, the token that each slot got last, donated.
-      work: what to do.
+      last_tokens: int32 ``[S]``, the token that each slot got last.
+      work: what to do; its `sampling` and `piece_slot` are for `choose`.
       implementation: of `paged_attention`.
 
     Returns:
-      The new pools and last tokens; int32 ``[S + 1]``, the rows' next tokens (see `sample`; of rows
-      without work they mean nothing); int32 ``[]``, tokens that the pools could not store, ever.
+      The new pools; float32 ``[S + 1, V]``, the rows' logits (of rows without work they mean
+      nothing); int32 ``[]``, tokens that a layer's pool could not store, ever.
     """
+    compilation.note()
     slots, size = work.tokens.shape[0], work.piece.shape[0]
     within = jnp.arange(size, dtype=jnp.int32)
     decoding = jnp.where(work.tokens >= 0, work.tokens, last_tokens)
@@ -101,10 +127,8 @@ def run_step(
     )
     last_of_piece = slots + jnp.maximum(work.counts[slots:] - 1, 0)
     rows = jnp.concatenate([jnp.arange(slots, dtype=jnp.int32), last_of_piece])
-    chosen = sample(decoder.logits(hidden[0][rows]), work.sampling)
-    last_tokens = jnp.where(work.counts[:slots] > 0, chosen[:slots], last_tokens)
-    last_tokens = last_tokens.at[work.piece_slot].set(chosen[slots], mode="drop")
-    return caches, last_tokens, chosen, caches[0].lost
+    # All layers write to the same places, so that one of them counts for all.
+    return caches, decoder.logits(hidden[0][rows]), caches[0].lost
 
 
 def _attend(work: Work, positions: jax.Array, implementation: str | None) -> Attend:

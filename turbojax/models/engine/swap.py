@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from turbojax import paged
+from turbojax.models.engine import compilation
 
 Content = list[tuple[dict[str, np.ndarray], ...]]
 """Pages in host memory: one group after the other, of each the layers, of each the arrays."""
@@ -15,22 +16,32 @@ Content = list[tuple[dict[str, np.ndarray], ...]]
 _GROUP = 16
 
 
-def read(caches: tuple[paged.PagedCache, ...], pages: tuple[int, ...]) -> Content:
-    """The content of pages, in host memory.
+def read(caches: tuple[paged.PagedCache, ...], pages: tuple[int, ...]) -> list[Any]:
+    """Tells the device to copy pages; waits for nothing. The pages may be written then.
 
     Args:
       caches: one per layer.
       pages: page numbers.
+
+    Returns:
+      What `fetch` takes.
     """
-    # All groups are on their way before the first is waited for.
-    groups = [_read(caches, group) for group in _groups(pages)]
-    return [jax.device_get(group) for group in groups]
+    return [_read(caches, group) for group in _groups(pages)]
+
+
+def fetch(copies: list[Any]) -> Content:
+    """Waits for what `read` began, and brings it to host memory.
+
+    Args:
+      copies: as `read` gave them.
+    """
+    return [jax.device_get(group) for group in copies]
 
 
 def write(
     caches: tuple[paged.PagedCache, ...], pages: tuple[int, ...], content: Content
 ) -> tuple[paged.PagedCache, ...]:
-    """Writes what `read` gave to other pages.
+    """Writes what was read to other pages.
 
     Args:
       caches: one per layer, donated.
@@ -54,6 +65,7 @@ def _groups(pages: tuple[int, ...]) -> list[np.ndarray]:
 
 @jax.jit
 def _read(caches: tuple[paged.PagedCache, ...], pages: jax.Array) -> Any:
+    compilation.note()
     return tuple(paged.read_pages(cache, pages) for cache in caches)
 
 
@@ -61,6 +73,7 @@ def _read(caches: tuple[paged.PagedCache, ...], pages: jax.Array) -> Any:
 def _write(
     caches: tuple[paged.PagedCache, ...], pages: jax.Array, content: Any
 ) -> tuple[paged.PagedCache, ...]:
+    compilation.note()
     return tuple(
         paged.write_pages(cache, pages, arrays)
         for cache, arrays in zip(caches, content, strict=True)

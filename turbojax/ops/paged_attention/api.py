@@ -48,9 +48,13 @@ def paged_attention(
 
     For turbo4 the queries are rotated, scores and weighted sums are taken of the codes' centroids
     (those of `turbojax.polar.integer_centroids`) times the tokens' norms, and the output is rotated
-    back (PolarQuant, Han et al., 2025). The softmax is online over 1,024 tokens at fixed places, so
-    that a sequence's result depends, to the bit, neither on what else is in the batch, nor on where
-    its pages lie, nor on the width of the table or how its prompt is cut into chunks.
+    back (PolarQuant, Han et al., 2025).
+
+    The softmax is online over tokens in runs at fixed places, so that a sequence's result depends,
+    to the bit, neither on what else is in the batch, nor on where its pages lie, nor on the width
+    of the table. Nor does it depend on how a prompt is cut into chunks, among calls whose query
+    rows per KV head, `T` times ``N / K``, are on the same side of 64: beyond, ``"mosaic_gpu"``
+    leaves them to ``"triton"``, which runs more of them at a time.
 
     Args:
       query: ``[B, T, N, H]`` in `cache.dtype`, after the rotary embedding.
@@ -91,17 +95,40 @@ def paged_attention(
     page_checks.check_readable(cache, block_tables, lengths)
     query_lengths = _checks.check_lengths("query_seq_lengths", query_seq_lengths, batch, tokens)
     options = attention_options(query, scale, True, local_window_size, logits_soft_cap)
-    seen = jax.ShapeDtypeStruct(query.shape, query.dtype)
-    if cache.kv_dtype == "turbo4":
-        seen = jax.ShapeDtypeStruct(query.shape, jnp.float32)
-    chosen = PAGED.select(
-        implementation, query=seen, cache=cache, block_tables=block_tables, **options
-    )
+    chosen = select(implementation, query, cache, block_tables, **options)
     run = functools.partial(_attend, attend=chosen.run, interpret=interpreting())
     out, residual = refuse_gradients(run, "paged_attention", **options)(
         query, cache, block_tables, lengths, query_lengths
     )
     return (out, residual) if return_residual else out
+
+
+def select(
+    implementation: str | None,
+    query: jax.Array | jax.ShapeDtypeStruct,
+    cache: PagedCache,
+    block_tables: jax.Array,
+    *,
+    scale: float,
+    visibility: Visibility,
+    logits_soft_cap: float | None,
+) -> Implementation:
+    """What runs a call of `paged_attention` with these arguments; nothing but shapes is looked at.
+
+    Raises:
+      ValueError: if the name is unknown.
+      NotImplementedError: if what is asked for cannot run this.
+    """
+    turned = cache.kv_dtype == "turbo4"
+    return PAGED.select(
+        implementation,
+        query=jax.ShapeDtypeStruct(query.shape, jnp.float32 if turned else query.dtype),
+        cache=cache,
+        block_tables=block_tables,
+        scale=scale,
+        visibility=visibility,
+        logits_soft_cap=logits_soft_cap,
+    )
 
 
 def _check_query(cache: PagedCache, query: jax.Array) -> None:

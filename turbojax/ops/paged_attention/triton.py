@@ -139,9 +139,10 @@ def default_launch(query: jax.Array, cache: PagedCache) -> Launch:
     if query.shape[1] * query.shape[2] // cache.num_kv_heads > MOST_NARROW_ROWS:
         tile = 64 if cache.kv_dtype == "turbo4" else 128
         return Launch(part=1024, tile=tile // 2 if is_wide else tile, rows=64, num_warps=4)
-    if cache.kv_dtype == "turbo4":
-        return Launch(part=512, tile=32 if is_wide else 64, rows=16, num_warps=2)
-    return Launch(part=512, tile=64 if is_wide else 128, rows=16, num_warps=4)
+    if cache.kv_dtype == "auto":
+        return Launch(part=512, tile=64 if is_wide else 128, rows=16, num_warps=4)
+    tile, num_warps = (32, 2) if is_wide else (64, 1)
+    return Launch(part=512, tile=tile, rows=16, num_warps=num_warps)
 
 
 # Query rows of a KV head up to which a call is made for decoding.

@@ -1,0 +1,80 @@
+"""What the tests of the kernel that writes turbo4 pages share: tokens of all kinds, and bits."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from cache_helpers import assert_same_bits
+
+from turbojax.cache import paged
+
+TABLES = np.array([[7, 2, 9, -1], [0, 11, 3, 8], [4, 1, 5, 6]], np.int32)
+PAGES = 12
+
+
+def compiled(implementation):
+    return jax.jit(functools.partial(paged.append, implementation=implementation))
+
+
+def new(head_dim, dtype, page_size=16, heads=3, seed=4):
+    """A pool full of litter, which nothing but the tokens may change."""
+    cache = paged.init_paged_cache(PAGES, page_size, heads, head_dim, dtype=dtype, seed=seed)
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda x: jnp.asarray(rng.integers(0, 200, x.shape).astype(x.dtype)) if x.ndim else x, cache
+    )
+
+
+def tokens(count, head_dim, dtype, heads=3, seed=0, batch=3):
+    """Vectors of lengths from float16's subnormal numbers to its largest, a few channels loud."""
+    rng = np.random.default_rng(seed)
+    shape = (2, batch, count, heads, head_dim)
+    x = rng.normal(size=shape) * np.exp(rng.uniform(-18, 6, size=(*shape[:-1], 1)))
+    x = x * np.where(rng.random(head_dim) < 0.1, 9.0, 1.0)
+    return tuple(jnp.asarray(np.clip(y, -6e4, 6e4), dtype) for y in x)
+
+
+def strange(head_dim, dtype, heads=3):
+    """One vector a kind: what is no number, what is too large or too small, zeros, few channels."""
+    largest = float(jnp.finfo(dtype).max)
+    rng = np.random.default_rng(1)
+    normal = rng.normal(size=head_dim)
+    normal *= 1 / np.linalg.norm(normal)
+    kinds = [np.zeros(head_dim), -np.zeros(head_dim), np.full(head_dim, largest)]
+    kinds += [np.eye(head_dim)[i % head_dim] * size for i, size in enumerate((1, -3.5, 6e4, 61727))]
+    # -0 among the coordinates: a half of zeros, and one whose sum is 0.
+    kinds += [np.eye(head_dim)[5] - np.eye(head_dim)[4], np.eye(head_dim)[1] + np.eye(head_dim)[3]]
+    for bad in (np.nan, np.inf, -np.inf, largest, -largest, 61_740.0, 1e-40):
+        kinds.append(np.where(np.arange(head_dim) == 7, bad, 0.0))
+        kinds.append(np.where(np.arange(head_dim) == 3, bad, normal))
+    # Around 65,504, around half of the smallest float16, around what counts as nothing.
+    kinds += [normal * size for size in np.linspace(65_000, 66_100, 23)]
+    kinds += [normal * 2.0**-24 * size for size in np.linspace(0.3, 2.7, 25)]
+    kinds += [normal * 10.0**power for power in range(-46, 39, 3)]
+    kinds += [-normal * 2.0**-30 * size for size in (0.999, 1, 1.001)]
+    kinds += [np.eye(head_dim)[2] * 2.0**-30, np.eye(head_dim)[2] * 2.0**20]
+    kinds += [np.full(head_dim, sign * 2.0**power) for sign in (1, -1) for power in (-3, 0, 5)]
+    with np.errstate(over="ignore"):
+        x = np.clip(kinds, -1e39, 1e39).astype(np.float32).astype(jnp.dtype(dtype))
+    x = np.concatenate([x, np.zeros((-len(x) % (3 * heads), head_dim), x.dtype)])
+    x = jnp.asarray(x).reshape(3, -1, heads, head_dim)
+    return x, jnp.flip(x, (0, 1))
+
+
+def integers(*values):
+    return jnp.asarray(values, jnp.int32)
+
+
+def assert_stores_the_same(cache, key, value, tables, lengths, run, **given):
+    """The bits of plain JAX, of every array; returns the pool."""
+    want = compiled("xla")(cache, key, value, tables, lengths, **given)
+    got = run(cache, key, value, tables, lengths, **given)
+    bits = functools.partial(jax.tree.map, as_bits)
+    assert_same_bits(bits(got), bits(want))
+    return got
+
+
+def as_bits(x):
+    """NaN too."""
+    return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.float16 else x

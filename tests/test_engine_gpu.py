@@ -1,0 +1,39 @@
+"""The engine compiled for a GPU: a request's tokens do not depend on what else it does."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+from engine_helpers import make, real_prompts, requests_of, run_one
+
+from turbojax import models
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3", "turbo4"])
+def test_text_does_not_depend_on_what_else_happens(kv_dtype, temperature):
+    whole = models.unstack(models.load(dtype=jnp.bfloat16))
+    _check(whole, requests_of(real_prompts(), temperature), kv_dtype)
+
+
+def test_a_quantized_model():
+    shape = dataclasses.replace(models.SHAPES["tiny"], hidden_size=256, head_dim=128, num_heads=4)
+    model = models.random_quantized_decoder(shape, dtype=jnp.bfloat16)
+    _check(model, requests_of(real_prompts(), 0.0), "turbo4")
+
+
+def _check(model, wanted, kv_dtype):
+    single = make(model, kv_dtype=kv_dtype, prefix_caching=False)
+    alone = [run_one(single, request) for request in wanted]
+    for options in (
+        {"num_pages": 40},
+        {"num_pages": 10},
+        {"num_pages": 10, "prefix_caching": False},
+    ):
+        made = make(model, kv_dtype=kv_dtype, **options)
+        numbers = [made.add(request) for request in wanted]
+        results = made.run()
+        assert [results[number].tokens for number in numbers] == alone, options
+    assert made.statistics().preemptions > 0
