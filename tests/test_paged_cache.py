@@ -461,8 +461,16 @@ WRONG = {
     "lengths": (ValueError, lambda: add(lengths=ZERO[:2]), r"lengths.shape=\(2,\) must be \(3,\)"),
     "lengths' dtype": (TypeError, lambda: add(lengths=ZERO * 1.0), "lengths.dtype=float32"),
     # jnp.asarray makes 0 of 2**32.
-    "wide lengths": (ValueError, lambda: add(lengths=ZERO + 2**32), "lengths holds 4294967296"),
-    "wide new": (ValueError, lambda: add(new_lengths=ZERO + 2**32), "new_lengths holds 4294967296"),
+    "wide lengths": (
+        ValueError,
+        lambda: add(lengths=ZERO + np.int64(2**32)),
+        "lengths holds 4294967296",
+    ),
+    "wide new": (
+        ValueError,
+        lambda: add(new_lengths=ZERO + np.int64(2**32)),
+        "new_lengths holds 4294967296",
+    ),
     "wide tables": (
         ValueError,
         lambda: add(tables=TABLES.astype(np.int64) + 2**32),
