@@ -418,3 +418,43 @@ def test_a_quick_run_can_be_reported(result, engine_result):
             "| xla |" in paged_tables.operation_table(result, operation)
         )
     assert "| turbo4 |" in paged_tables.engine_table(engine_result)
+
+
+def test_prose_agrees_with_the_results():
+    """The figures that README and docs/benchmarks.md name outside of their tables."""
+    result = json.loads((readme.RESULTS / "paged_2026-11-21.json").read_text(encoding="utf-8"))
+    rows = {row["name"]: row for row in result["rows"]}
+    best = rows["paged-decode/llama3-8b/b16-s32768/turbo4/mosaic_gpu"]
+    fp8 = rows["paged-decode/llama3-8b/b16-s32768/fp8_e4m3/mosaic_gpu"]
+    over = best["speedup_over"]
+    pages = "paged-page-size/llama3-8b/b16-s32768/turbo4/page-{}/mosaic_gpu"
+    slower = rows[pages.format(16)]["us"] / rows[pages.format(64)]["us"] - 1
+    append = [
+        rows[f"paged-append/llama3-8b/{x}/turbo4"]["us"] for x in ("b64-s4096", "b4-s32768-t4096")
+    ]
+    figures = [
+        f"turbo4 takes {best['us']:.0f} us",
+        f"{over['bf16-pages']:.2f} times the speed of our bfloat16 pages",
+        f"{over['cudnn']:.2f} times that of cuDNN",
+        f"{over['fp8-pages']:.2f} times that of fp8 pages",
+        f"fp8 takes {fp8['us']:.0f}",
+        f"Pages of 16 tokens cost turbo4 {slower:.0%}".replace("%", " %"),
+        f"64 sequences takes {append[0]:.1f} us",
+        f"16,384 tokens of prompts {append[1]:.0f} us",
+    ]
+    text = " ".join(report.PAGE.read_text(encoding="utf-8").split())
+    assert [figure for figure in figures if figure not in text] == []
+    result = json.loads((readme.RESULTS / "engine_2026-11-21.json").read_text(encoding="utf-8"))
+    rows = {row["name"].removeprefix("engine/llama-3-8b/"): row for row in result["rows"]}
+    speed = {name: f"{row['generated_per_second']:,.0f}" for name, row in rows.items()}
+    figures = [
+        f"{rows['long/turbo4']['token_capacity']:,} tokens where bfloat16 holds "
+        f"{rows['long/auto']['token_capacity']:,}",
+        f"{rows['long/turbo4']['capacity_over_auto']:.2f} times as many",
+        f"at {speed['long/turbo4']} new tokens per second",
+        f"at {speed['long/fp8_e4m3']}, from bfloat16 at {speed['long/auto']}",
+        f"({rows['long/auto']['finished']} of 48 requests",
+        f"{speed['short/turbo4']}, {speed['short/fp8_e4m3']} and {speed['short/auto']}",
+    ]
+    text = " ".join((readme.ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert [figure for figure in figures if figure not in text] == []
