@@ -43,8 +43,7 @@ def paged_attention(
     Serves decoding (`T` = 1), several new tokens, and a prompt chunk by chunk: the queries are
     those of the last tokens of each sequence, which `turbojax.paged.append` has already stored.
     Query `t` of `n` stands at position ``length - n + t`` and sees the tokens up to there, its own
-    included.
-    A query before the beginning of a sequence shorter than `n` sees nothing.
+    included. A query before the beginning of a sequence shorter than `n` sees nothing.
 
     For turbo4 the queries are rotated, scores and weighted sums are taken of the codes' centroids
     (those of `turbojax.polar.integer_centroids`) times the tokens' norms, and the output is rotated
@@ -52,9 +51,9 @@ def paged_attention(
 
     The softmax is online over tokens in runs at fixed places, so that a sequence's result depends,
     to the bit, neither on what else is in the batch, nor on where its pages lie, nor on the width
-    of the table. Nor does it depend on how a prompt is cut into chunks, among calls whose query
-    rows per KV head, `T` times ``N / K``, are on the same side of 64: beyond, ``"mosaic_gpu"``
-    leaves them to ``"triton"``, which runs more of them at a time.
+    of the table (of the log-sum-exp up to its last bit). Nor does it depend on how a prompt is cut
+    into chunks, among calls whose query rows per KV head, `T` times ``N / K``, are on the same side
+    of 64: beyond, ``"mosaic_gpu"`` leaves them to ``"triton"``, which runs more of them at a time.
 
     Args:
       query: ``[B, T, N, H]`` in `cache.dtype`, after the rotary embedding.
@@ -68,15 +67,16 @@ def paged_attention(
       scale: factor of the scores; ``1 / sqrt(H)`` if not given.
       local_window_size: optional `w` or ``(left, right)``, relative to the query's position.
       logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
-      implementation: ``"mosaic_gpu"`` or ``"triton"`` (8- and 4-bit pages multiply queries in
-        float16 and weights in half precision), ``"xla"`` (float32), or None for the first of them
-        that can run this.
+      implementation: ``"mosaic_gpu"`` (8-bit pages: queries and weights as sums of two float16;
+        4-bit: as integers of 15 bits), ``"triton"`` (8- and 4-bit pages: queries in float16 and
+        weights in half precision), ``"xla"`` (float32), or None for the first of them that can run
+        this. In float16 weights below ``2**-25`` of the largest are lost.
       return_residual: also return the log-sum-exp of the scores.
 
     Returns:
       ``[B, T, N, H]`` in the query's dtype; with `return_residual` also float32 ``[B, T, N]``. An
-      empty sequence gives 0 and ``-inf``. A key, value or query that is not finite makes NaN of
-      what attends to it, and of nothing else. Under `jit`, all is NaN for a sequence whose length
+      empty sequence gives 0 and ``-inf``. A key, value or query that is NaN makes NaN of what
+      attends to it, and of nothing else. Under `jit`, all is NaN for a sequence whose length
       or a needed page is out of range, and none of its pages is read.
 
     Raises:
