@@ -54,7 +54,7 @@ def load_query(
         words = channel_words(
             pointer.times(index, head_dim * width), lane, head_dim, shape.key_bits, width
         )
-        x = [v for word in words for v in _numbers(word, dtype)]
+        x = [v for word in words for v in numbers(word, dtype)]
         # The factor of the scores stays positive, so that it does not move the maximum.
         x = x if factor >= 0 else [-v for v in x]
         scale = _scale(x)
@@ -73,7 +73,7 @@ def load_query(
     return Query(codes, scales, positions)
 
 
-def _numbers(word: Int, dtype: str) -> list[Float]:
+def numbers(word: Int, dtype: str) -> list[Float]:
     """The one or two numbers in a word."""
     if dtype == "float32":
         return [word.as_float()]

@@ -1,6 +1,7 @@
 """The end of a decode program: its warps' results, merged, and what it writes."""
 
 import functools
+from typing import Any
 
 from pallas_kernels.mosaic import _lane
 from pallas_kernels.mosaic._decode_inputs import Arrays, Program, Settings
@@ -60,7 +61,7 @@ def combine(a: Arrays, at: Program, area: Pointer, s: Settings) -> None:
                 _write_final(a, at, (row, channel), (o, top, l))
             else:
                 part = at.pair * s.parts + at.split // s.cluster
-                _write_partial(a, part * a.rows + row, channel, (o, top, l))
+                write_partial(a, part * a.rows + row, channel, (o, top, l))
     if s.cluster > 1:  # nobody leaves while others read its memory
         _lane.cluster_barrier()
 
@@ -81,7 +82,15 @@ def _write_final(
         lse.times(index, 4).store(is_empty.where(float("-inf"), value))
 
 
-def _write_partial(a: Arrays, index: Int, channel: Int, result: tuple[Float, Float, Float]) -> None:
+def write_partial(a: Any, index: Int, channel: Int, result: tuple[Float, Float, Float]) -> None:
+    """Writes an element of one of several results: output, maximum and sum.
+
+    Args:
+      a: has `outputs` and `head_dim`.
+      index: of the result's row among those of all results.
+      channel: of the output.
+      result: what to write.
+    """
     o, maxima, sums = a.outputs
     o.times(index, 4 * a.head_dim).at(channel << 2).store(result[0])
     with _lane.when(channel.equals(0)):

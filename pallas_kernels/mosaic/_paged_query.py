@@ -3,7 +3,8 @@
 from typing import Any
 
 from pallas_kernels.mosaic import _lane
-from pallas_kernels.mosaic._lane import Float, Int
+from pallas_kernels.mosaic._decode_query import numbers
+from pallas_kernels.mosaic._lane import Float
 from pallas_kernels.mosaic._paged_types import LOG2_E, TILE, Arrays, Lane, Program, Query, Settings
 
 _DOWN, _SMALLEST = 2.0**-16, 2.0**-100
@@ -29,7 +30,7 @@ def load_query(a: Arrays, at: Program, lane: Lane, pages: Any, s: Settings) -> Q
         index = (at.batch * a.tokens + token) * a.heads + head
         source = a.query.times(index, a.head_dim * width).at(lane.t * (a.head_dim // 4 * width))
         words = source.words(a.head_dim // 16 * width)
-        x = [number for word in words for number in _numbers(word, a.dtype)]
+        x = [number for word in words for number in numbers(word, a.dtype)]
         words, start, offset, scale = pages.query_operands(x, lane)
         operands.append(words)
         starts.append(start)
@@ -62,12 +63,3 @@ def scaled(x: list[Float]) -> tuple[list[Float], Float]:
     top = _lane.maximum(top * _DOWN, _lane.number(_SMALLEST))
     inverse = _lane.reciprocal(top)
     return [v * _DOWN * inverse for v in x], (top + bad) * (1 / _DOWN)
-
-
-def _numbers(word: Int, dtype: str) -> list[Float]:
-    """The one or two numbers in a word."""
-    if dtype == "float32":
-        return [word.as_float()]
-    if dtype == "bfloat16":
-        return [(word << 16).as_float(), (word & 0xFFFF0000).as_float()]
-    return [_lane.half_to_float(word), _lane.half_to_float(word >> 16)]

@@ -4,6 +4,7 @@ from typing import Any
 
 from pallas_kernels.mosaic import _lane
 from pallas_kernels.mosaic._decode_block import balanced, soft_cap
+from pallas_kernels.mosaic._decode_result import write_partial
 from pallas_kernels.mosaic._lane import Float, Int, Pointer
 from pallas_kernels.mosaic._paged_fp8 import Fp8
 from pallas_kernels.mosaic._paged_query import load_query
@@ -217,7 +218,7 @@ def combine(a: Arrays, at: Program, area: Pointer, s: Settings) -> None:
                 _write_final(a, at, row, channel, result)
             else:
                 index = (at.pair * a.parts(s.part) + at.part) * a.rows + row
-                _write_part(a, index, channel, result)
+                write_partial(a, index, channel, result)
 
 
 def _write_final(
@@ -235,11 +236,3 @@ def _write_final(
     with _lane.when(channel.equals(0)):
         value = top * (1 / LOG2_E) + _lane.log2(total) * (1 / LOG2_E)
         lse.times(index, 4).store(is_empty.where(float("-inf"), value))
-
-
-def _write_part(a: Arrays, index: Int, channel: Int, result: tuple[Float, Float, Float]) -> None:
-    o, maxima, sums = a.outputs
-    o.times(index, 4 * a.head_dim).at(channel << 2).store(result[0])
-    with _lane.when(channel.equals(0)):
-        maxima.times(index, 4).store(result[1])
-        sums.times(index, 4).store(result[2])
