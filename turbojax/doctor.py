@@ -16,6 +16,7 @@ from turbojax._registry import Registry
 from turbojax.baselines import exact
 from turbojax.cache import ProgressiveCache, append, init_cache, kv4
 from turbojax.cache.paged import KV_DTYPES, PagedCache, init_paged_cache
+from turbojax.cache.paged import append as append_to_pages
 from turbojax.cache.update import store_prompt
 from turbojax.config import Mode, TurboConfig
 from turbojax.ops import fp8_tokens, int4_matmul, kv4_attention
@@ -218,6 +219,8 @@ def _representative_calls() -> dict[str, dict[str, _Call]]:
         "fp8_tokens": {"": trace(fp8_tokens.quantize_activation, hidden)},
         "int4_matmul": {"": trace(int4_matmul.matmul, hidden, weight)},
         "fireq.decode": {"": trace(kv4_attention.decode, query, kv4_cache)},
+        # The others need no kernel.
+        "paged.append": {"": trace(append_to_pages, paged("turbo4"), key, value, tables, lengths)},
         "paged_attention": {
             kv_dtype: trace(paged_attention, query, paged(kv_dtype), tables, lengths)
             for kv_dtype in KV_DTYPES
