@@ -442,6 +442,12 @@ def test_prose_agrees_with_the_results():
         f"64 sequences takes {append[0]:.1f} us",
         f"16,384 tokens of prompts {append[1]:.0f} us",
     ]
+    versions = json.loads((readme.RESULTS / "paged_versions_2026-11-21.json").read_text("utf-8"))
+    plain, kernel = (row["us"] for row in versions["append"])
+    figures += [
+        f"of which {kernel['64 x 1']} are the kernel",
+        f"where plain XLA took {plain['4 x 4096']:,.0f}",
+    ]
     text = " ".join(report.PAGE.read_text(encoding="utf-8").split())
     assert [figure for figure in figures if figure not in text] == []
     result = json.loads((readme.RESULTS / "engine_2026-11-21.json").read_text(encoding="utf-8"))

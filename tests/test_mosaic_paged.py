@@ -20,6 +20,7 @@ from pallas_kernels.mosaic import (
     _decode_block,
     _decode_query,
     _paged_fp8,
+    _paged_operands,
     _paged_query,
     _paged_turbo4,
     _paged_types,
@@ -149,8 +150,8 @@ def test_what_is_in_flight_fits_shared_memory(kind, head_dim, tokens):
 def lanes(monkeypatch):
     """The kernel's modules on arrays of lanes; gives the lane."""
     for module in (
-        _decode_block, _decode_query, _paged_fp8, _paged_query, _paged_turbo4, _paged_types,
-        _paged_warp,
+        _decode_block, _decode_query, _paged_fp8, _paged_operands, _paged_query, _paged_turbo4,
+        _paged_types, _paged_warp,
     ):  # fmt: skip
         monkeypatch.setattr(module, "_lane", warp)
     monkeypatch.setattr(_paged_fp8, "_lane_half", warp.Half)

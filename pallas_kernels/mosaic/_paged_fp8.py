@@ -11,8 +11,9 @@ from typing import Any
 
 from pallas_kernels.mosaic import _lane, _lane_half
 from pallas_kernels.mosaic._lane import Float, Int, Pointer
+from pallas_kernels.mosaic._paged_operands import key_rows, value_words, weight_words
 from pallas_kernels.mosaic._paged_query import scaled
-from pallas_kernels.mosaic._paged_types import Lane, Program, Query, Settings, parity
+from pallas_kernels.mosaic._paged_types import Lane, Program, Query, Settings
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,18 +87,8 @@ class Fp8:
 
     def scores(self, slot: Pointer, query: Query, lane: Lane) -> list[list[Float]]:
         """Scores of each tile's query `t` with the lane's tokens."""
-        row, held = self.head_dim, self.s.held
-        first = slot.at(lane.g * (held * row) + lane.t * (row // 4))
         out: list[list[Float]] = [[] for _ in query.operands]
-        for i in range(0, held, 2):
-            pair = [
-                [
-                    w
-                    for word in first.at((lane.odd ^ j) * row).words(row // 16)
-                    for w in self.convert(word)
-                ]
-                for j in (i, i + 1)
-            ]
+        for pair in key_rows(slot, self.head_dim, self.s.held, lane, self.convert):
             for tile, operands in enumerate(query.operands):
                 c = [*query.start[tile], *query.start[tile]]
                 for k in range(0, len(operands), 2):
@@ -146,24 +137,14 @@ class Fp8:
         """Operand words of weights."""
         words = []
         for k in range(0, len(w), 2):
-            planes = _planes(w[k : k + 2])
-            for half in (0, 1):
-                source = (((lane.t << 1) + half) << 2) + (lane.g >> 1)
-                low, high = (_lane.from_lane(x, source) for x in planes)
-                words.append((lane.g & 1).equals(1).where(high, low))
+            words += weight_words(list(_planes(w[k : k + 2])), lane)
         return words
 
     def _value_rows(self, values: Pointer, lane: Lane) -> Any:
         """Yields the operand words of two channels after the other, in the order of `channel`."""
         row, held = self.head_dim, self.s.held
-        per_lane = row // 8
-        loaded = []
-        for half in (0, 1):
-            g = (lane.t << 1) + half
-            first = values.at(g * (held * row) + lane.g * per_lane)
-            odd = parity(g)
-            loaded.append([first.at((odd ^ i) * row).words(per_lane // 4) for i in range(held)])
-        for j in range(per_lane // 4):
+        loaded = value_words(values, row, held, lane)
+        for j in range(row // 32):
             for selector in (0x5140, 0x7362):
                 yield [
                     word

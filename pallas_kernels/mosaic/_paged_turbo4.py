@@ -13,8 +13,9 @@ from typing import Any
 
 from pallas_kernels.mosaic import _lane
 from pallas_kernels.mosaic._lane import Float, Int, Pointer
+from pallas_kernels.mosaic._paged_operands import key_rows, value_words, weight_words
 from pallas_kernels.mosaic._paged_query import scaled
-from pallas_kernels.mosaic._paged_types import Lane, Program, Query, Settings, parity
+from pallas_kernels.mosaic._paged_types import Lane, Program, Query, Settings
 
 # The largest number whose high byte is at most 127 after rounding.
 _RANGE = 127.0 * 256
@@ -87,19 +88,11 @@ class Turbo4:
 
     def scores(self, slot: Pointer, query: Query, lane: Lane) -> list[list[Float]]:
         """Scores of each tile's query `t` with the lane's tokens."""
-        row, held = self.s.row_bytes(self.head_dim), self.s.held
-        first = slot.at(lane.g * (held * row) + lane.t * (row // 4))
+        row = self.s.row_bytes(self.head_dim)
+        pairs = key_rows(slot, row, self.s.held, lane, self.look_up)
         norms = self.norms(slot.at(2 * self.s.block * row), lane)
         out: list[list[Float]] = [[] for _ in query.operands]
-        for i in range(0, held, 2):
-            pair = [
-                [
-                    w
-                    for word in first.at((lane.odd ^ j) * row).words(row // 16)
-                    for w in self.look_up(word)
-                ]
-                for j in (i, i + 1)
-            ]
+        for pair in pairs:
             for tile, operands in enumerate(query.operands):
                 low, high = query.start[tile]
                 c = [low, high, low, high]
@@ -108,7 +101,7 @@ class Turbo4:
                     c = _lane.matmul(a, operands[k : k + 2], c)
                 for j in (0, 1):
                     x = ((c[2 * j + 1] << 8) + c[2 * j]).to_float() + query.offset[tile]
-                    out[tile].append(x * (norms[i + j] * query.factor[tile]))
+                    out[tile].append(x * (norms[len(out[tile])] * query.factor[tile]))
         return out
 
     def norms(self, pointer: Pointer, lane: Lane) -> list[Float]:
@@ -171,23 +164,14 @@ class Turbo4:
         for k in range(0, len(w), 4):
             rounded = [_rounded(x, inverse) for x in w[k : k + 4]]
             planes = [_plane(rounded, _lane.integer(i)) for i in (0, 1)]
-            for half in (0, 1):
-                source = (((lane.t << 1) + half) << 2) + (lane.g >> 1)
-                low, high = (_lane.from_lane(x, source) for x in planes)
-                words.append((lane.g & 1).equals(1).where(high, low))
+            words += weight_words(planes, lane)
         return words, top * (1 / _RANGE)
 
     def _value_rows(self, values: Pointer, lane: Lane) -> Any:
         """Yields the operand words of two channels after the other, in the order of `channel`."""
         row, held = self.s.row_bytes(self.head_dim), self.s.held
-        per_lane = row // 8
-        loaded = []
-        for half in (0, 1):
-            g = (lane.t << 1) + half
-            first = values.at(g * (held * row) + lane.g * per_lane)
-            odd = parity(g)
-            loaded.append([first.at((odd ^ i) * row).words(per_lane // 4) for i in range(held)])
-        for j in range(per_lane // 4):
+        loaded = value_words(values, row, held, lane)
+        for j in range(row // 32):
             # [k-step][half of its tokens][pair of channels]
             codes = [
                 [_transposed([loaded[half][k + b][j] for b in range(4)]) for half in (0, 1)]

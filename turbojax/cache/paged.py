@@ -107,7 +107,7 @@ class PagedCache:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page, keys and values."""
+        """Bytes of one page, keys and values, of one layer."""
         return sum(_nbytes(x) for x in page_arrays(self).values()) // self.num_pages
 
     @property
