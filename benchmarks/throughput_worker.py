@@ -21,8 +21,10 @@ from turbojax.baselines import exact
 from turbojax.cache import ProgressiveCache
 from turbojax.cache.update import store_prompt
 from turbojax.demo import environment
+from turbojax.layer_cache import LayerCache
+from turbojax.layer_cache.kinds import put_sequences, take_sequences
 from turbojax.models import generation
-from turbojax.models.caching import LayerCache, init_caches, put_sequences, take_sequences
+from turbojax.models.caching import init_caches
 
 WARM_UP_STEPS = 2
 

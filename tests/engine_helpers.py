@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import models, polar
-from turbojax.models import Engine, Request, Sampling
-from turbojax.models.llama import causal_attention
+from turbojax.models import Engine, Request, Sampling, causal_attention
 
 PAGE, NEW, LENGTH = 16, 40, 112
 TINY = models.LlamaConfig(
@@ -76,7 +75,7 @@ def greedy_without_a_cache(model, prompts, results, kv_dtype: str) -> list[tuple
     By induction over the places, results that equal these are the greedy continuations.
     """
 
-    def attend(query, key, value, cache):
+    def attend(query, key, value, cache, options=None):
         return causal_attention(query, held(key, kv_dtype), held(value, kv_dtype), cache)
 
     tokens = np.zeros((len(prompts), LENGTH), np.int32)

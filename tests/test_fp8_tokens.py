@@ -11,7 +11,7 @@ from kernel_helpers import lower_for_cuda
 from oracles import int4 as oracle
 
 from turbojax._device import interpret_kernels
-from turbojax.models.llama import rms_norm
+from turbojax.flax.norms import rms_norm
 from turbojax.ops.fp8_tokens import quantize_activation, rms_norm_quantize, triton
 from turbojax.quantizers import quantize_tokens
 

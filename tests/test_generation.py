@@ -168,7 +168,7 @@ def test_an_unstacked_model_computes_the_same(model, config):
     decoder = models.unstack(llama)
     tokens = _tokens(2, 9)
 
-    def attend(query, key, value, cache):
+    def attend(query, key, value, cache, options=None):
         return exact.attention(query, key, value), cache
 
     positions = jnp.broadcast_to(jnp.arange(9)[None], (2, 9))

@@ -61,7 +61,7 @@ def test_operands_are_those_of_the_layer(tiny_folder, tmp_path):
     query, key, value = levels_map._layer_operands(model, settings)
     seen = []
 
-    def attend(query, key, value, cache):
+    def attend(query, key, value, cache, options=None):
         jax.debug.callback(lambda *x: seen.append(x), query, key, value, ordered=True)
         return models.causal_attention(query, key, value)
 

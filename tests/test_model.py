@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
+from turbojax.flax.norms import RMSNorm
 from turbojax.models import (
     BEGINNING_OF_FILE,
     Llama,
@@ -23,7 +24,7 @@ from turbojax.models import (
     save,
 )
 from turbojax.models.checkpoint import expected_shapes, to_hf_tensors
-from turbojax.models.llama import RMSNorm, rope_angles, rotate
+from turbojax.rotary import Rope, rotate
 
 TINY = LlamaConfig(
     vocab_size=23,
@@ -189,7 +190,7 @@ class TestForward:
         np.testing.assert_allclose(norm(jnp.asarray(x)), expected, atol=1e-5)
 
         positions = np.array([[0, 1, 7, 100, 4095]])
-        turned = rotate(jnp.asarray(x), rope_angles(jnp.asarray(positions), 8, 10000.0))
+        turned = rotate(jnp.asarray(x), Rope(8).angles(jnp.asarray(positions)))
         for t, position in enumerate(positions[0]):
             for head in range(2):
                 expected = oracle_rope(x[0, t, head].astype(np.float64), int(position), 10000.0)
@@ -245,7 +246,7 @@ class TestForward:
             model(tokens, caches=jnp.zeros((2, 5)))
 
 
-def exact_cache_attend(query, key, value, cache):
+def exact_cache_attend(query, key, value, cache, options=None):
     """Attention through an exact cache: keys, values, and how many tokens they hold."""
     keys, values, length = cache
     start = (0, length, 0, 0)

@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 
 from turbojax import models
-from turbojax.models import caching, generation, paged
+from turbojax.layer_cache import kinds, paged
+from turbojax.models import generation
 
 KINDS = paged.PAGED_KINDS
 
@@ -106,12 +107,12 @@ def test_a_part_of_the_sequences_is_filled_alone(kind):
 
     @jax.jit
     def fill(layer, first):
-        part = caching.take_sequences(layer, first, 2)
+        part = kinds.take_sequences(layer, first, 2)
         rows = (jax.lax.dynamic_slice_in_dim(x, first, 2) for x in (key, value, lengths, query))
         k, v, n, q = rows
         part = paged.append(part, k, v, lengths=n)
         out = paged.attend(q, part, query_lengths=n)
-        return caching.put_sequences(layer, part, first), out
+        return kinds.put_sequences(layer, part, first), out
 
     second, out_second = fill(layer, 2)
     np.testing.assert_array_equal(second.lengths, [0, 0, 20, 0])

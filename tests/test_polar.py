@@ -85,7 +85,7 @@ def test_keys_of_the_embedded_model():
     text = np.frombuffer(b"def mean(values):\n    return sum(values) / len(values)\n" * 4, np.uint8)
     tokens = jnp.asarray(text[None].astype(np.int32))
 
-    def attend(query, key, value, cache):
+    def attend(query, key, value, cache, options=None):
         del cache
         return jax.nn.dot_product_attention(query, key, value, is_causal=True), (key, value)
 

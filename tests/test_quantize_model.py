@@ -10,10 +10,9 @@ from flax import nnx
 
 from turbojax import models, smoothing
 from turbojax.cache import kv4
-from turbojax.models import generation
+from turbojax.models import causal_attention, generation
 from turbojax.models.calibration import calibrate
 from turbojax.models.evaluation import through_kv4
-from turbojax.models.llama import causal_attention
 from turbojax.models.quantize import layer_params, layer_weights, quantize_from
 from turbojax.models.quantized import take_rows
 from turbojax.quantizers.int4 import Int4Weight, dequantize, quantize_weight

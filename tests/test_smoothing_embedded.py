@@ -15,7 +15,8 @@ import pytest
 from benchmarks.cache_quality import held_out_windows
 from turbojax import models
 from turbojax import smoothing as sm
-from turbojax.models.llama import causal_attention, rope_angles, rotate
+from turbojax.models import causal_attention
+from turbojax.rotary import Rope, rotate
 
 TOKENS = 512
 LAYERS = (0, 4, 7)
@@ -33,7 +34,7 @@ class Sample:
         x = jnp.asarray(self.inputs * np.asarray(layer.attention_norm / self.layer.attention_norm))
         query, key = (p(x).reshape(1, TOKENS, -1, layer.head_dim) for p in (layer.q, layer.k))
         if after:
-            angles = rope_angles(jnp.arange(TOKENS)[None], layer.head_dim, 10000.0)
+            angles = Rope(layer.head_dim).angles(jnp.arange(TOKENS)[None])
             query, key = rotate(query, angles), rotate(key, angles)
             if layer.key_channel_scale is not None:
                 query, key = sm.scale_rotated(query, key, layer.key_channel_scale)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax.demo.measure import environment
+from turbojax.layer_cache.options import PLAIN, AttentionOptions, require_plain
 from turbojax.levels import (
     LocalWindow,
     Policy,
@@ -185,8 +186,13 @@ def _layer_operands(model: Llama, settings: MapSettings) -> tuple[jax.Array, jax
     tokens = jnp.asarray(np.array([[BEGINNING_OF_FILE, *content]], np.int32))
 
     def attend(
-        query: jax.Array, key: jax.Array, value: jax.Array, cache: Any
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        cache: Any,
+        options: AttentionOptions = PLAIN,
     ) -> tuple[jax.Array, Any]:
+        require_plain(options, "the map of levels")
         return causal_attention(query, key, value)[0], (query, key, value)
 
     decoder = unstack(model)

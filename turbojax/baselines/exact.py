@@ -1,6 +1,7 @@
 """An uncompressed KV cache with the operations of `ProgressiveCache`: the baseline."""
 
 import dataclasses
+import functools
 from typing import Literal
 
 import jax
@@ -8,8 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks, _device
+from turbojax.config import TurboConfig
+from turbojax.ops.turbo_attention import turbo_attention
+from turbojax.ops.turbo_attention.masking import attention_options
+from turbojax.ops.turbo_attention.numerics import cap_logits
 
 IMPLEMENTATIONS = ("xla", "cudnn")
+_FLOAT = TurboConfig(mode="float", softmax="exact")
 
 
 @jax.tree_util.register_dataclass
@@ -117,7 +123,14 @@ def append(
 
 
 def attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, *, implementation: str | None = None
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    scale: float | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    implementation: str | None = None,
 ) -> jax.Array:
     """Exact causal attention within prompts.
 
@@ -125,6 +138,10 @@ def attention(
       query: ``[B, T, N, H]``.
       key: ``[B, T, K, H]``.
       value: ``[B, T, K, H]``.
+      scale: factor of the scores; ``1 / sqrt(H)`` if not given.
+      local_window_size: see `turbojax.turbo_attention`.
+      logits_soft_cap: the same; with one, `turbojax.turbo_attention` attends, in mode ``"float"``
+        and with the exact softmax.
       implementation: ``"xla"``, ``"cudnn"``, or None for cuDNN where it can.
 
     Returns:
@@ -132,57 +149,135 @@ def attention(
 
     Raises:
       TypeError: if dtypes are not supported or differ.
-      ValueError: if a shape or the name does not fit.
+      ValueError: if a shape, an option or the name does not fit.
       NotImplementedError: if cuDNN is asked for and cannot run this here.
     """
     _checks.check_query_key_value(query, key, value)
-    chosen = _choose(implementation, query, key)
+    chosen = _choose(implementation, query, key, logits_soft_cap=logits_soft_cap)
+    if logits_soft_cap is not None:
+        out = turbo_attention(
+            query,
+            key,
+            value,
+            config=_FLOAT,
+            scale=scale,
+            is_causal=True,
+            local_window_size=local_window_size,
+            logits_soft_cap=logits_soft_cap,
+            implementation="xla" if implementation == "xla" else None,
+        )
+        assert isinstance(out, jax.Array)
+        return out
     # jax's own function promotes bfloat16 with float32 inside.
     with jax.numpy_dtype_promotion("standard"):
         return jax.nn.dot_product_attention(
-            query, key, value, is_causal=True, implementation=chosen
+            query,
+            key,
+            value,
+            scale=scale,
+            is_causal=True,
+            local_window_size=_checks.normalize_window(local_window_size),
+            implementation=chosen,
         )
 
 
-def decode(query: jax.Array, cache: ExactCache, *, implementation: str | None = None) -> jax.Array:
+def decode(
+    query: jax.Array,
+    cache: ExactCache,
+    *,
+    scale: float | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
     """Exact attention of the last `T` cached tokens' queries; see `turbojax.decode`.
 
     Args:
       query: ``[B, T, N, H]``.
       cache: the cache, which already holds the queries' own keys and values.
-      implementation: ``"xla"``, ``"cudnn"`` (one query per sequence), or None for cuDNN where it
-        can.
+      scale: factor of the scores; ``1 / sqrt(H)`` if not given.
+      local_window_size: see `turbojax.decode`.
+      logits_soft_cap: see `turbojax.decode`.
+      implementation: ``"xla"``, ``"cudnn"`` (one query per sequence, neither window nor cap), or
+        None for cuDNN where it can.
 
     Returns:
       ``[B, T, N, H]`` in the query's dtype.
 
     Raises:
       TypeError: if the query's dtype is not supported.
-      ValueError: if a shape or the name does not fit.
+      ValueError: if a shape, an option or the name does not fit.
       NotImplementedError: if cuDNN is asked for and cannot run this here.
     """
     _checks.check_query(query)
     _checks.check_head_groups(query.shape[2], cache.key.shape[2])
+    options = attention_options(query, scale, True, local_window_size, logits_soft_cap)
     tokens = query.shape[1]
-    if _choose(implementation, query, cache.key, decoding=True) == "cudnn":
+    chosen = _choose(
+        implementation,
+        query,
+        cache.key,
+        decoding=True,
+        windowed=local_window_size is not None,
+        logits_soft_cap=logits_soft_cap,
+    )
+    if chosen == "cudnn":
         return jax.nn.dot_product_attention(
             query,
             cache.key,
             cache.value,
+            scale=scale,
             key_value_seq_lengths=cache.lengths,
             implementation="cudnn",
         )
     position = cache.lengths[:, None] - tokens + jnp.arange(tokens)[None]
-    mask = jnp.arange(cache.max_length)[None, None] <= position[:, :, None]
-    # jax's own function promotes bfloat16 with float32 inside.
-    with jax.numpy_dtype_promotion("standard"):
-        return jax.nn.dot_product_attention(
-            query,
-            cache.key.astype(query.dtype),
-            cache.value.astype(query.dtype),
-            mask=mask[:, None],
-            implementation="xla",
-        )
+    mask = options["visibility"].mask(position, jnp.arange(cache.max_length)[None], cache.lengths)
+    return masked_attention(
+        query,
+        cache.key.astype(query.dtype),
+        cache.value.astype(query.dtype),
+        mask,
+        scale=options["scale"],
+        logits_soft_cap=logits_soft_cap,
+    )
+
+
+def masked_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: jax.Array,
+    *,
+    scale: float,
+    logits_soft_cap: float | None = None,
+) -> jax.Array:
+    """Exact attention under a mask, by XLA.
+
+    Args:
+      query: ``[B, T, N, H]``.
+      key: ``[B, S, K, H]``.
+      value: ``[B, S, K, H]``.
+      mask: bool ``[B, T, S]``, what is visible; a row without anything is the mean of all values.
+      scale: factor of the scores.
+      logits_soft_cap: see `turbojax.decode`.
+
+    Returns:
+      ``[B, T, N, H]`` in the query's dtype.
+    """
+    if logits_soft_cap is None:
+        # jax's own function promotes bfloat16 with float32 inside.
+        with jax.numpy_dtype_promotion("standard"):
+            return jax.nn.dot_product_attention(
+                query, key, value, scale=scale, mask=mask[:, None], implementation="xla"
+            )
+    batch, tokens, _, channels = query.shape
+    grouped = query.reshape(batch, tokens, key.shape[2], -1, channels)
+    dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    scores = cap_logits(dot("btkgh,bskh->bkgts", grouped, key) * scale, logits_soft_cap)
+    scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(query.dtype)
+    out = dot("bkgts,bskh->btkgh", weights, value)
+    return out.reshape(query.shape).astype(query.dtype)
 
 
 def cudnn_unsupported(
@@ -190,6 +285,8 @@ def cudnn_unsupported(
     key: jax.Array | jax.ShapeDtypeStruct,
     *,
     decoding: bool = False,
+    windowed: bool = False,
+    logits_soft_cap: float | None = None,
 ) -> str | None:
     """None if cuDNN's attention takes these arrays here, or the reason why not.
 
@@ -197,6 +294,8 @@ def cudnn_unsupported(
       query: ``[B, T, N, H]``.
       key: ``[B, S, K, H]``.
       decoding: whether the queries are those of the newest tokens, and not aligned with the keys.
+      windowed: whether there is a window, which is counted from the first key.
+      logits_soft_cap: of the scores.
     """
     capability = _device.gpu_compute_capability()
     if capability is None or capability < 8.0:
@@ -209,13 +308,23 @@ def cudnn_unsupported(
     channels = query.shape[-1]
     if channels % 8 or channels > 128:
         return f"head dim {channels} must be a multiple of 8 and at most 128"
+    if logits_soft_cap is not None:
+        return f"{logits_soft_cap=} must be None"
+    if decoding and windowed:
+        return "decoding takes no window"
     if decoding and query.shape[1] != 1:
         return f"{query.shape[1]} queries per sequence must be 1"
     return None
 
 
 def _choose(
-    implementation: str | None, query: jax.Array, key: jax.Array, *, decoding: bool = False
+    implementation: str | None,
+    query: jax.Array,
+    key: jax.Array,
+    *,
+    decoding: bool = False,
+    windowed: bool = False,
+    logits_soft_cap: float | None = None,
 ) -> Literal["xla", "cudnn"]:
     if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(
@@ -223,7 +332,9 @@ def _choose(
         )
     if implementation == "xla":
         return "xla"
-    refusal = cudnn_unsupported(query, key, decoding=decoding)
+    refusal = cudnn_unsupported(
+        query, key, decoding=decoding, windowed=windowed, logits_soft_cap=logits_soft_cap
+    )
     if implementation == "cudnn" and refusal is not None:
         raise NotImplementedError(f"exact attention cannot run here: cudnn: {refusal}")
     return "xla" if refusal is not None else "cudnn"

@@ -9,8 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from turbojax.demo.measure import CacheResult, DemoReport
+from turbojax.layer_cache import cache_by_name
 from turbojax.models import Llama
-from turbojax.models.caching import cache_by_name, init_caches
+from turbojax.models.caching import init_caches
 
 # A running mean of fewer bytes jumps about and hides the rest of the picture.
 _UNSETTLED = 15

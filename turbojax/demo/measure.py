@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import turbojax
+from turbojax.layer_cache import CacheKind, cache_by_name
 from turbojax.models import BEGINNING_OF_FILE, Llama, generation, held_out_modules
-from turbojax.models.caching import CacheKind, cache_by_name
 
 Progress = Callable[[str, int], None]
 """Called with the name of a cache and the number of bytes done since the last call."""

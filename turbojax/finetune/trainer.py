@@ -17,14 +17,19 @@ from turbojax.finetune import order
 from turbojax.finetune.checkpoint import restore_tree, save_tree
 from turbojax.finetune.optimizer import default_promotion
 from turbojax.finetune.settings import Settings, for_context
+from turbojax.layer_cache.options import PLAIN, AttentionOptions
 from turbojax.models import Attend, Llama, PooledAttention
 
 
 def dense_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, cache: Any = None
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cache: Any = None,
+    options: AttentionOptions = PLAIN,
 ) -> tuple[jax.Array, Any]:
     """Exact causal attention: cuDNN's where it runs, which needs a GPU and 16 bits, else XLA's."""
-    return exact.attention(query, key, value), cache
+    return exact.attention(query, key, value, **options.arguments()), cache
 
 
 class Trainer:
@@ -150,12 +155,17 @@ class _MeasuredAttention:
         self._attend = attend
 
     def __call__(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, cache: jax.Array
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        cache: jax.Array,
+        options: AttentionOptions = PLAIN,
     ) -> tuple[jax.Array, jax.Array]:
         if not isinstance(self._attend, PooledAttention):
-            return self._attend(query, key, value, None)[0], jnp.ones_like(cache)
-        levels = self._attend.levels(query, key)
-        out = self._attend.attend(query, key, value, levels)
+            return self._attend(query, key, value, None, options)[0], jnp.ones_like(cache)
+        levels = self._attend.levels(query, key, options=options)
+        out = self._attend.attend(query, key, value, levels, options=options)
         return out, self._attend.density(levels).astype(cache.dtype)
 
 

@@ -1,9 +1,15 @@
 """A Llama-family decoder in Flax nnx, its checkpoints, and the model shipped with turbojax."""
 
-from turbojax.models.caching import CACHE_NAMES as CACHE_NAMES
-from turbojax.models.caching import CacheKind as CacheKind
+from turbojax.layer_cache import CACHE_NAMES as CACHE_NAMES
+from turbojax.layer_cache import POLICY_NAMES as POLICY_NAMES
+from turbojax.layer_cache import Attend as Attend
+from turbojax.layer_cache import AttentionOptions as AttentionOptions
+from turbojax.layer_cache import CacheKind as CacheKind
+from turbojax.layer_cache import PooledAttention as PooledAttention
+from turbojax.layer_cache import cache_by_name as cache_by_name
+from turbojax.layer_cache import causal_attention as causal_attention
+from turbojax.layer_cache import pooled_by_name as pooled_by_name
 from turbojax.models.caching import ModelCaches as ModelCaches
-from turbojax.models.caching import cache_by_name as cache_by_name
 from turbojax.models.caching import init_caches as init_caches
 from turbojax.models.checkpoint import BEGINNING_OF_FILE as BEGINNING_OF_FILE
 from turbojax.models.checkpoint import WEIGHTS_NAME as WEIGHTS_NAME
@@ -33,12 +39,7 @@ from turbojax.models.generation import generate as generate
 from turbojax.models.generation import score as score
 from turbojax.models.generation import start as start
 from turbojax.models.generation import stream as stream
-from turbojax.models.llama import Attend as Attend
 from turbojax.models.llama import Llama as Llama
-from turbojax.models.llama import causal_attention as causal_attention
-from turbojax.models.pooled import POLICY_NAMES as POLICY_NAMES
-from turbojax.models.pooled import PooledAttention as PooledAttention
-from turbojax.models.pooled import pooled_by_name as pooled_by_name
 from turbojax.models.quantize import quantize_model as quantize_model
 from turbojax.models.quantized import QuantizedDecoder as QuantizedDecoder
 from turbojax.models.quantized import random_quantized_decoder as random_quantized_decoder

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
+from turbojax.layer_cache import AttentionOptions, causal_attention
+from turbojax.layer_cache.options import PLAIN, Cache
 from turbojax.models.decoder import Decoder
 from turbojax.models.generation import Progress, check_tokens
-from turbojax.models.llama import Cache, causal_attention
 from turbojax.smoothing import KeyStatistics
 
 
@@ -55,9 +56,13 @@ def _watch(
     """The statistics take the place of the caches: each layer gets its own and returns it."""
 
     def attend(
-        query: jax.Array, key: jax.Array, value: jax.Array, cache: Cache
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        cache: Cache,
+        options: AttentionOptions = PLAIN,
     ) -> tuple[jax.Array, Cache]:
-        out, _ = causal_attention(query, key, value)
+        out, _ = causal_attention(query, key, value, None, options)
         # A rotation leaves the norm of a pair as it is, so the rotated keys serve for both.
         return out, cache.update(key, key)
 

@@ -3,10 +3,19 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
+
+from turbojax import _checks
+from turbojax.layer_cache import AttentionOptions
+from turbojax.rotary import Rope, RopeScaling
+
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2"]
+"""Whose tensor names and `config.json` a model has: Hugging Face's `model_type`."""
+
+Activation = Literal["silu", "gelu_tanh"]
 
 ARCHITECTURE = "LlamaForCausalLM"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -46,6 +55,23 @@ class LlamaConfig:
       rope_theta: base of the rotary frequencies.
       norm_eps: epsilon of every RMSNorm.
       tie_embeddings: whether the output projection is the embedding's transpose.
+      family: whose checkpoints it comes from; the mathematics is in the other fields alone.
+      activation: of the feed-forward layer's gate; ``"gelu_tanh"`` is GELU's approximation by tanh.
+      qkv_bias: whether queries, keys and values have biases.
+      output_bias: whether the attention's output projection has one.
+      mlp_bias: whether the feed-forward layer's projections have biases.
+      qk_norm: whether the heads of queries and keys are normed before they are rotated.
+      rope_scaling: optional change of the rotary frequencies.
+      rotary_dim: channels of a head that RoPE turns, the first ones; all if not given.
+      attention_scale: factor of the scores; ``1 / sqrt(H)`` if not given.
+      attention_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
+      final_soft_cap: the same of the logits.
+      local_windows: for each layer, how many tokens a query sees, its own included, or None for
+        all; empty if no layer has a window.
+      embedding_scale: optional factor of the embeddings, rounded to the computation's dtype.
+      norm_offset: added to the scale of every norm; 1 in Gemma's checkpoints.
+      post_norms: whether what attention and feed-forward layer add to the residual stream is
+        normed, too.
 
     Raises:
       ValueError: if a value is out of the range stated here.
@@ -62,10 +88,27 @@ class LlamaConfig:
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
+    family: Family = "llama"
+    activation: Activation = "silu"
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    rope_scaling: RopeScaling | None = None
+    rotary_dim: int | None = None
+    attention_scale: float | None = None
+    attention_soft_cap: float | None = None
+    final_soft_cap: float | None = None
+    local_windows: tuple[int | None, ...] = ()
+    embedding_scale: float | None = None
+    norm_offset: float = dataclasses.field(default=0.0, metadata={"may_be_zero": True})
+    post_norms: bool = False
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            if field.metadata.get("may_be_zero"):
+                continue
             if field.type is int and (
                 not isinstance(value, int) or isinstance(value, bool) or value < 1
             ):
@@ -78,17 +121,43 @@ class LlamaConfig:
             raise ValueError(
                 f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
             )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even: RoPE rotates pairs")
+        _ = self.rope, [self.attention_options(layer) for layer in range(self.num_layers)]
+        if self.local_windows and len(self.local_windows) != self.num_layers:
+            raise ValueError(
+                f"local_windows has {len(self.local_windows)} entries, must have "
+                f"num_layers={self.num_layers}"
+            )
+        for name in ("final_soft_cap", "embedding_scale"):
+            _checks.check_number(name, getattr(self, name))
+            _checks.check_positive(name, getattr(self, name))
+
+    @property
+    def rope(self) -> Rope:
+        """The rotary embedding."""
+        return Rope(self.head_dim, self.rope_theta, self.rotary_dim, self.rope_scaling)
+
+    def attention_options(self, layer: int) -> AttentionOptions:
+        """What this layer asks of its attention.
+
+        Args:
+          layer: its number; a window as long as the longest sequence is none.
+        """
+        window = self.local_windows[layer] if layer < len(self.local_windows) else None
+        if window is not None and window >= self.max_length:
+            window = None
+        return AttentionOptions(self.attention_scale, window, self.attention_soft_cap)
 
     @property
     def num_parameters(self) -> int:
         """How many numbers a model of this shape holds."""
-        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
-        feed_forward = 3 * self.hidden_size * self.intermediate_size
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        norms = (2 * self.num_layers + 1) * self.hidden_size
-        return self.num_layers * (attention + feed_forward) + embeddings + norms
+        size, inner, head = self.hidden_size, self.intermediate_size, self.head_dim
+        width, kv_width = self.num_heads * head, self.num_kv_heads * head
+        layer = 2 * size * (width + kv_width) + 3 * size * inner
+        layer += self.qkv_bias * (width + 2 * kv_width) + self.output_bias * size
+        layer += self.mlp_bias * (2 * inner + size) + self.qk_norm * 2 * head
+        layer += (4 if self.post_norms else 2) * size
+        tables = self.vocab_size * size * (1 if self.tie_embeddings else 2)
+        return self.num_layers * layer + tables + size
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> "LlamaConfig":

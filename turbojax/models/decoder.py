@@ -16,8 +16,11 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from turbojax.flax.norms import rms_norm
+from turbojax.layer_cache import Attend, AttentionOptions
+from turbojax.layer_cache.options import Cache
 from turbojax.models.config import LlamaConfig
-from turbojax.models.llama import Attend, Block, Cache, Llama, project, rms_norm, rope_angles
+from turbojax.models.llama import Block, Llama, embed, project
 
 LayerParams = Any
 """Nested dicts of one layer's arrays, named as in `Block`."""
@@ -92,25 +95,33 @@ class Decoder:
         """
         graph = _block_graph(self.config, self.dtype, self.embedding.dtype)
 
-        # All layers share one trace and one lowered function; the compiler inlines it.
-        @jax.jit
+        # Layers with the same options share one trace and one lowered function; the compiler
+        # inlines it.
+        @functools.partial(jax.jit, static_argnames="options")
         def apply_block(
-            params: LayerParams, hidden: jax.Array, angles: jax.Array, cache: Cache
+            params: LayerParams,
+            hidden: jax.Array,
+            angles: jax.Array,
+            cache: Cache,
+            options: AttentionOptions,
         ) -> tuple[jax.Array, Cache]:
-            return nnx.merge(graph, params)(hidden, angles, attend, cache)
+            return nnx.merge(graph, params)(hidden, angles, attend, cache, options)
 
-        angles = rope_angles(positions, self.config.head_dim, self.config.rope_theta)
-        hidden = self.embedding[tokens].astype(self.dtype)
+        config = self.config
+        angles = config.rope.angles(positions)
+        hidden = embed(self.embedding, tokens, config, self.dtype)
         new_caches = []
-        for params, cache in zip(self.layers, caches, strict=True):
-            hidden, new_cache = apply_block(params, hidden, angles, cache)
+        for i, (params, cache) in enumerate(zip(self.layers, caches, strict=True)):
+            options = config.attention_options(i)
+            hidden, new_cache = apply_block(params, hidden, angles, cache, options)
             new_caches.append(new_cache)
-        return rms_norm(hidden, self.norm, self.config.norm_eps), tuple(new_caches)
+        normed = rms_norm(hidden, self.norm, config.norm_eps, config.norm_offset)
+        return normed, tuple(new_caches)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Projects ``[..., D]`` to float32 logits ``[..., V]``."""
         weight = self.embedding if self.lm_head is None else self.lm_head
-        return project(hidden, weight, self.dtype)
+        return project(hidden, weight, self.dtype, self.config.final_soft_cap)
 
 
 def unstack(model: Llama, *, consume: bool = False) -> Decoder:
@@ -160,7 +171,7 @@ def random_decoder(
     return Decoder(
         embedding=_random_table(keys[0], table, dtype),
         layers=tuple(_random_layer(key, config, dtype) for key in keys[2:]),
-        norm=jnp.ones(config.hidden_size, dtype),
+        norm=jnp.full(config.hidden_size, 1 - config.norm_offset, dtype),
         lm_head=None if config.tie_embeddings else _random_table(keys[1], table, dtype),
         config=config,
         dtype=dtype,

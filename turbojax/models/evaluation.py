@@ -10,9 +10,10 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax.cache import kv4
+from turbojax.layer_cache import Attend, AttentionOptions, causal_attention
+from turbojax.layer_cache.options import PLAIN, Cache
 from turbojax.models.decoder import Decoder
 from turbojax.models.generation import Progress, check_tokens
-from turbojax.models.llama import Attend, Cache, causal_attention
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.quantizers.fp8 import quantize_fp8
 
@@ -20,7 +21,11 @@ CacheName = Literal["exact", "kv4"]
 
 
 def through_kv4(
-    query: jax.Array, key: jax.Array, value: jax.Array, cache: Cache = None
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cache: Cache = None,
+    options: AttentionOptions = PLAIN,
 ) -> tuple[jax.Array, Cache]:
     """What decoding token by token through a `Kv4Cache` attends to, for all tokens at once.
 
@@ -28,7 +33,7 @@ def through_kv4(
     """
     codes, scale = quantize_fp8(query, axis=-1)
     rounded = codes.astype(jnp.float32) * scale[..., None]
-    out, cache = causal_attention(rounded, _held(key), _held(value), cache)
+    out, cache = causal_attention(rounded, _held(key), _held(value), cache, options)
     return out.astype(query.dtype), cache
 
 

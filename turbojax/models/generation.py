@@ -2,25 +2,37 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
-from turbojax.models.caching import (
+from turbojax.layer_cache import (
     CacheKind,
-    ModelCaches,
+    PagedLayer,
+    PooledAttention,
     attend_new_tokens,
     attend_prompt,
-    init_caches,
 )
+from turbojax.models.caching import ModelCaches, init_caches
 from turbojax.models.decoder import Decoder, unstack
 from turbojax.models.llama import Llama
-from turbojax.models.paged import PagedLayer
-from turbojax.models.pooled import PooledAttention
+from turbojax.models.padding import align
 from turbojax.models.quantized import QuantizedDecoder
+from turbojax.models.sampling import (
+    GREEDY,
+    NOTHING,
+    Kind,
+    Sampling,
+    SamplingRows,
+    kind_of,
+    sample,
+    sampling_rows,
+)
+from turbojax.models.stopping import Endings, check_stops
+from turbojax.models.tokenizer import Tokenizer
 
 Progress = Callable[[int], None]
 """Called with the number of tokens done since the last call."""
@@ -167,28 +179,79 @@ def score(session: Session, tokens: jax.Array, progress: Progress | None = None)
     return jnp.stack(logits, axis=1)
 
 
-def stream(session: Session, max_new_tokens: int) -> Iterator[np.ndarray]:
-    """Generates greedily, token by token.
+def stream(
+    session: Session,
+    max_new_tokens: int,
+    *,
+    sampling: Sampling = GREEDY,
+    stop_tokens: Iterable[int] = (),
+    stop_strings: Iterable[str] = (),
+    tokenizer: Tokenizer | None = None,
+    prompts: Sequence[Sequence[int]] | None = None,
+    pad_token: int = 0,
+    drawn: int = 0,
+) -> Iterator[np.ndarray]:
+    """Generates token by token, until all sequences have ended.
 
     Args:
       session: a started session; its caches are donated.
-      max_new_tokens: how many tokens per sequence.
+      max_new_tokens: tokens per sequence, at most.
+      sampling: how tokens are chosen, see `generate`.
+      stop_tokens: see `generate`.
+      stop_strings: see `generate`.
+      tokenizer: see `generate`.
+      prompts: the tokens of every sequence so far. Of use for `stop_strings` alone, if tokens read
+        differently after others.
+      pad_token: what stands for the next token of a sequence that has ended.
+      drawn: new tokens that every sequence has so far: a session that goes on draws with other
+        numbers than one that begins.
 
-    Yields:
-      int32 ``[B]``, the next token of each sequence.
+    Returns:
+      Yields int32 ``[B]``, the next token of each sequence.
 
     Raises:
-      ValueError: where the logits hold NaN, so that there is no next token: for instance where fp8
-        pages cannot hold a layer's keys or values.
+      TypeError: if a stop token is no integer, or a stop text no text.
+      ValueError: if a number or the number of prompts does not fit. While yielding: where the
+        logits of a sequence that has not ended hold NaN, so that there is no next token: for
+        instance where fp8 pages cannot hold a layer's keys or values.
     """
+    _checks.check_sizes(max_new_tokens=max_new_tokens)
+    _checks.check_integer("drawn", drawn)
+    if drawn < 0:
+        raise ValueError(f"{drawn=} must be at least 0")
+    batch = session.lengths.shape[0]
+    prompts = [[]] * batch if prompts is None else prompts
+    if len(prompts) != batch:
+        raise ValueError(f"{len(prompts)} prompts must be {batch}, one per sequence")
+    check_pad_token(pad_token)
+    endings = Endings(prompts, stop_tokens, stop_strings, tokenizer)
+    # Each row has random numbers of its own, which depend on its place and on nothing else.
+    options = [
+        dataclasses.replace(sampling, seed=(sampling.seed + row) % 2**32) for row in range(batch)
+    ]
+    return _stream(session, max_new_tokens, options, endings, pad_token, drawn)
+
+
+def _stream(
+    session: Session,
+    max_new_tokens: int,
+    options: Sequence[Sampling],
+    endings: Endings,
+    pad_token: int,
+    drawn: int,
+) -> Iterator[np.ndarray]:
+    kind = kind_of(options)
     for i in range(max_new_tokens):
-        tokens = _most_likely(session.logits)
-        known = np.asarray(tokens)
-        if np.any(known < 0):
-            raise ValueError(_why_nothing(session, np.flatnonzero(known < 0).tolist()))
+        chosen, fed = _choose(session.logits, sampling_rows(options, drawn + i), kind=kind)
+        known = np.where(endings.ended, np.int32(pad_token), np.asarray(chosen))
+        nothing = ~endings.ended & (known == NOTHING)
+        if np.any(nothing):
+            raise ValueError(_why_nothing(session, np.flatnonzero(nothing).tolist()))
+        endings.add(known)
         yield known
-        if i + 1 < max_new_tokens:
-            session = session.step(tokens)
+        if i + 1 == max_new_tokens or endings.ended.all():
+            return
+        session = session.step(fed)
 
 
 def generate(
@@ -198,19 +261,40 @@ def generate(
     max_new_tokens: int,
     cache: CacheKind = "exact",
     lengths: jax.Array | None = None,
+    attention_mask: jax.Array | np.ndarray | None = None,
+    sampling: Sampling = GREEDY,
+    stop_tokens: Iterable[int] = (),
+    stop_strings: Iterable[str] = (),
+    tokenizer: Tokenizer | None = None,
+    pad_token: int = 0,
+    on_token: Callable[[np.ndarray], None] | None = None,
     prefill_batch_size: int | None = None,
     implementation: str | None = None,
     pooled_prefill: PooledAttention | None = None,
 ) -> jax.Array:
-    """Continues prompts greedily through a KV cache.
+    """Continues prompts through a KV cache.
+
+    A sequence ends with a token of `stop_tokens`, or with the one that completes a text of
+    `stop_strings`; both are part of the result, and `pad_token` fills up what is left of its row.
+    Generation is over when all sequences have ended, or have `max_new_tokens`.
 
     Args:
       model: the model, see `start`.
-      tokens: int ``[B, T]``, prompts padded on the right.
-      max_new_tokens: tokens to add, at least 1; ``T + max_new_tokens`` must be at most the model's
-        `max_length`.
+      tokens: int ``[B, T]``, prompts padded on the right, or with an `attention_mask` anywhere.
+      max_new_tokens: tokens to add at most, at least 1; prompt and new tokens together must be at
+        most the model's `max_length`.
       cache: what `init_caches` takes: ``"exact"``, ``"turbo4"``, a `TurboConfig`, ...
       lengths: optional int ``[B]``, the prompts' lengths.
+      attention_mask: instead of `lengths`, bool or 0 and 1 ``[B, T]``, true at real tokens; see
+        `align`.
+      sampling: how tokens are chosen, by default the most likely one. Row b of the batch draws
+        with the seed ``sampling.seed + b`` (modulo ``2**32``), so that equal prompts differ, and
+        that what a row says does not depend on the others.
+      stop_tokens: tokens that end a sequence, such as a tokenizer's `eos_token_ids`.
+      stop_strings: texts that end a sequence, wherever in the tokens they begin and end.
+      tokenizer: what turns tokens into the text in which `stop_strings` are looked for.
+      pad_token: stands in the result after a sequence's end; any int32, -1 for instance.
+      on_token: called with each step's tokens, int32 ``[B]``, as soon as they are known.
       prefill_batch_size: how many prompts run at a time, see `start`.
       implementation: what runs attention and cache, see `start`.
       pooled_prefill: how the prompts attend to themselves, see `start`.
@@ -219,29 +303,64 @@ def generate(
       int32 ``[B, max_new_tokens]``.
 
     Raises:
-      TypeError: if tokens or lengths are no integers.
-      ValueError: if a shape or a number does not fit, or where logits hold NaN, see `stream`.
+      TypeError: if tokens, lengths, mask or stops are of the wrong kind.
+      ValueError: if a shape or a number does not fit, a prompt is longer than the model's context
+        allows, the mask has holes, or where logits hold NaN, see `stream`.
       NotImplementedError: if the implementation asked for cannot run this.
     """
-    if max_new_tokens < 1:
-        raise ValueError(f"{max_new_tokens=} must be at least 1")
-    total = tokens.shape[-1] + max_new_tokens
-    if total > model.config.max_length:
+    _checks.check_sizes(max_new_tokens=max_new_tokens)
+    # Before the prompts run, which may take long.
+    ends, texts = check_stops(stop_tokens, stop_strings, tokenizer)
+    check_pad_token(pad_token)
+    if attention_mask is not None:
+        if lengths is not None:
+            raise ValueError("give lengths or an attention_mask, one of them")
+        tokens, lengths = align(tokens, attention_mask)
+    limit = model.config.max_length
+    if lengths is not None and tokens.ndim == 2 and tokens.shape[1] + max_new_tokens > limit:
+        # Padding takes no part: a batch that fits without it fits.
+        lengths = _checks.check_lengths("lengths", lengths, *tokens.shape)
+        tokens = tokens[:, : max(int(jnp.max(lengths)), 1)]
+    size = tokens.shape[-1]
+    if size + max_new_tokens > limit:
         raise ValueError(
-            f"{total} tokens, prompt and new ones, must be at most "
-            f"max_length={model.config.max_length}"
+            f"{size + max_new_tokens} tokens, {size} of the longest prompt and {max_new_tokens} "
+            f"new ones, must be at most the model's context, max_length={limit}"
         )
     session = start(
         model,
         tokens,
-        max_length=total,
+        max_length=size + max_new_tokens,
         cache=cache,
         lengths=lengths,
         prefill_batch_size=prefill_batch_size,
         implementation=implementation,
         pooled_prefill=pooled_prefill,
     )
-    return jnp.stack([jnp.asarray(t) for t in stream(session, max_new_tokens)], axis=1)
+    new = stream(
+        session,
+        max_new_tokens,
+        sampling=sampling,
+        stop_tokens=ends,
+        stop_strings=texts,
+        tokenizer=tokenizer,
+        prompts=_rows(tokens, session.lengths) if texts else None,
+        pad_token=pad_token,
+    )
+    result = np.full((tokens.shape[0], max_new_tokens), pad_token, np.int32)
+    for i, step in enumerate(new):
+        result[:, i] = step
+        if on_token is not None:
+            on_token(step)
+    return jnp.asarray(result)
+
+
+def _rows(tokens: jax.Array, lengths: jax.Array) -> list[list[int]]:
+    """The prompts, without padding."""
+    return [
+        row[:length].tolist()
+        for row, length in zip(np.asarray(tokens), np.asarray(lengths), strict=True)
+    ]
 
 
 def check_tokens(tokens: jax.Array, vocab_size: int) -> None:
@@ -253,11 +372,18 @@ def check_tokens(tokens: jax.Array, vocab_size: int) -> None:
         raise ValueError(f"tokens in {smallest}..{largest} must be within 0..{vocab_size - 1}")
 
 
-@jax.jit
-def _most_likely(logits: jax.Array) -> jax.Array:
-    """int32 ``[B]``, the largest logit; -1 where one is NaN."""
-    chosen = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    return jnp.where(jnp.any(jnp.isnan(logits), axis=-1), -1, chosen)
+def check_pad_token(pad_token: int) -> None:
+    """Raises unless it is an integer of int32."""
+    _checks.check_integer("pad_token", pad_token)
+    if not -(2**31) <= pad_token < 2**31:
+        raise ValueError(f"{pad_token=} must be within int32")
+
+
+@functools.partial(jax.jit, static_argnames="kind")
+def _choose(logits: jax.Array, rows: SamplingRows, *, kind: Kind) -> tuple[jax.Array, jax.Array]:
+    """The next tokens, int32 ``[B]``, and the same to go on with, also where there is none."""
+    chosen = sample(logits, rows, kind)
+    return chosen, jnp.maximum(chosen, 0)
 
 
 def _why_nothing(session: Session, rows: list[int]) -> str:

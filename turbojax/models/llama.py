@@ -1,182 +1,66 @@
-"""A Llama-family decoder in Flax nnx: RMSNorm, RoPE, grouped queries, SwiGLU.
+"""A Llama-family decoder in Flax nnx: RMSNorm, RoPE, grouped queries, gated feed-forward layers.
 
 The layers are one `Block` whose parameters carry a leading layer axis, applied with
 `jax.lax.scan`: compile time does not grow with depth. For generation `turbojax.models.decoder`
 takes the layers apart.
 """
 
-from typing import Any, Protocol
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from turbojax.flax.norms import RMSNorm
+from turbojax.flax.projections import AttentionProjections, linear
+from turbojax.layer_cache import Attend, AttentionOptions, causal_attention, padded_attention
+from turbojax.layer_cache.options import Cache
 from turbojax.models.config import LlamaConfig
 
-Cache = Any
+
+def embed(table: jax.Array, tokens: jax.Array, config: LlamaConfig, dtype: DTypeLike) -> jax.Array:
+    """Embeddings ``[..., D]`` of tokens, scaled where the model asks for it."""
+    hidden = table[tokens].astype(dtype)
+    if config.embedding_scale is not None:
+        hidden = hidden * jnp.asarray(config.embedding_scale, dtype)
+    return hidden
 
 
-class Attend(Protocol):
-    """How a layer attends, and what it does with its cache."""
-
-    def __call__(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, cache: Cache
-    ) -> tuple[jax.Array, Cache]:
-        """Attends for one layer.
-
-        Args:
-          query: `[B, T, N, H]`, rotated.
-          key: `[B, T, K, H]`, rotated.
-          value: `[B, T, K, H]`.
-          cache: this layer's slice of the caches, or None.
-
-        Returns:
-          The output `[B, T, N, H]` and the layer's new cache, of the same structure.
-        """
-        ...
-
-
-def causal_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, cache: Cache = None
-) -> tuple[jax.Array, Cache]:
-    """Exact causal attention over the given tokens alone; the cache passes through untouched.
-
-    `jax.nn.dot_product_attention`, which under strict dtype promotion has no gradient in bfloat16
-    on a CPU; in float32 it has.
-    """
-    # jax's own function promotes bfloat16 with float32 inside: not allowed under strict promotion.
-    with jax.numpy_dtype_promotion("standard"):
-        return jax.nn.dot_product_attention(query, key, value, is_causal=True), cache
-
-
-def rope_angles(positions: jax.Array, head_dim: int, theta: float) -> jax.Array:
-    """Rotary angles `[B, T, 1, H/2]` float32 of the positions `[B, T]`."""
-    exponent = jnp.arange(head_dim // 2, dtype=jnp.float32) * (2.0 / head_dim)
-    frequencies = jnp.float32(theta) ** -exponent
-    return positions.astype(jnp.float32)[:, :, None, None] * frequencies[None, None, None, :]
-
-
-def rotate(x: jax.Array, angles: jax.Array) -> jax.Array:
-    """Applies RoPE: channel i and channel i + H/2 turn together by the pair's angle.
-
-    Args:
-      x: `[B, T, heads, H]`.
-      angles: `[B, T, 1, H/2]` float32.
-
-    Returns:
-      `[B, T, heads, H]` in x's dtype, computed in float32.
-    """
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
-
-
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """`x / sqrt(mean(x^2) + eps) * scale` over the last axis, computed in float32.
-
-    Args:
-      x: `[..., size]`.
-      scale: `[size]`.
-      eps: added to the mean square.
-
-    Returns:
-      `[..., size]` in x's dtype.
-    """
-    wide = x.astype(jnp.float32)
-    inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    scale = scale.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + scale.shape)
-    return (wide * inverse * scale).astype(x.dtype)
-
-
-def project(hidden: jax.Array, table: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Float32 logits `[..., V]` of `[..., D]`, multiplied with `table [V, D]` in `dtype`."""
-    return jnp.einsum(
+def project(
+    hidden: jax.Array, table: jax.Array, dtype: DTypeLike, soft_cap: float | None = None
+) -> jax.Array:
+    """Float32 logits ``[..., V]`` of ``[..., D]``: the product with `table` ``[V, D]`` in `dtype`."""
+    logits = jnp.einsum(
         "...d,vd->...v", hidden, table.astype(dtype), preferred_element_type=jnp.float32
     )
+    return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
 
 
-class RMSNorm(nnx.Module):
-    """`rms_norm` with its scale."""
-
-    def __init__(self, size: int, eps: float, *, param_dtype: DTypeLike) -> None:
-        self.scale = nnx.Param(jnp.ones((size,), param_dtype))
-        self.eps = eps
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalizes `[..., size]`, in x's dtype."""
-        return rms_norm(x, self.scale[...], self.eps)
-
-
-def _linear(
-    in_size: int,
-    out_size: int,
-    gain: float,
-    *,
-    dtype: DTypeLike,
-    param_dtype: DTypeLike,
-    rngs: nnx.Rngs,
-) -> nnx.Linear:
-    """A bias-free linear layer whose weights have variance `gain**2 / in_size`."""
-    init = nnx.initializers.variance_scaling(gain**2, "fan_in", "truncated_normal")
-    return nnx.Linear(
-        in_size,
-        out_size,
-        use_bias=False,
-        dtype=dtype,
-        param_dtype=param_dtype,
-        kernel_init=init,
-        rngs=rngs,
-    )
-
-
-class Attention(nnx.Module):
-    """Grouped-query attention with RoPE; the attention itself is the caller's `attend`."""
-
-    def __init__(
-        self, config: LlamaConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs
-    ) -> None:
-        self.config = config
-        query_size = config.num_heads * config.head_dim
-        kv_size = config.num_kv_heads * config.head_dim
-        dtypes: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        # Both outputs of a block add to the residual stream; this gain keeps its variance at
-        # initialization independent of depth.
-        out_gain = (2 * config.num_layers) ** -0.5
-        self.q_proj = _linear(config.hidden_size, query_size, 1.0, **dtypes)
-        self.k_proj = _linear(config.hidden_size, kv_size, 1.0, **dtypes)
-        self.v_proj = _linear(config.hidden_size, kv_size, 1.0, **dtypes)
-        self.o_proj = _linear(query_size, config.hidden_size, out_gain, **dtypes)
-
-    def __call__(
-        self, x: jax.Array, angles: jax.Array, attend: Attend, cache: Cache
-    ) -> tuple[jax.Array, Cache]:
-        """Maps `[B, T, D]` to `[B, T, D]` and updates the layer's cache."""
-        batch, length, _ = x.shape
-        heads = (batch, length, -1, self.config.head_dim)
-        query = rotate(self.q_proj(x).reshape(heads), angles)
-        key = rotate(self.k_proj(x).reshape(heads), angles)
-        value = self.v_proj(x).reshape(heads)
-        out, cache = attend(query, key, value, cache)
-        return self.o_proj(out.reshape(batch, length, -1)), cache
+def activate(x: jax.Array, config: LlamaConfig) -> jax.Array:
+    """The activation of the feed-forward layer's gate."""
+    return jax.nn.silu(x) if config.activation == "silu" else jax.nn.gelu(x, approximate=True)
 
 
 class FeedForward(nnx.Module):
-    """SwiGLU: `down(silu(gate(x)) * up(x))`."""
+    """A gated layer: ``down(activation(gate(x)) * up(x))``; SwiGLU with SiLU."""
 
     def __init__(
         self, config: LlamaConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs
     ) -> None:
         size, inner = config.hidden_size, config.intermediate_size
-        dtypes: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.gate_proj = _linear(size, inner, 1.0, **dtypes)
-        self.up_proj = _linear(size, inner, 1.0, **dtypes)
-        self.down_proj = _linear(inner, size, (2 * config.num_layers) ** -0.5, **dtypes)
+        make = functools.partial(
+            linear, use_bias=config.mlp_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+        )
+        self.config = config
+        self.gate_proj = make(size, inner)
+        self.up_proj = make(size, inner)
+        self.down_proj = make(inner, size, gain=_output_gain(config))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps `[B, T, D]` to `[B, T, D]`."""
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        """Maps ``[B, T, D]`` to ``[B, T, D]``."""
+        return self.down_proj(activate(self.gate_proj(x), self.config) * self.up_proj(x))
 
 
 class Block(nnx.Module):
@@ -186,18 +70,48 @@ class Block(nnx.Module):
         self, config: LlamaConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs
     ) -> None:
         dtypes: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps, param_dtype=param_dtype)
-        self.attention = Attention(config, **dtypes)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, param_dtype=param_dtype)
+        norm = functools.partial(
+            RMSNorm,
+            config.hidden_size,
+            config.norm_eps,
+            offset=config.norm_offset,
+            param_dtype=param_dtype,
+        )
+        self.attention_norm = norm()
+        self.attention = AttentionProjections(
+            config.hidden_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.rope,
+            qkv_bias=config.qkv_bias,
+            output_bias=config.output_bias,
+            qk_norm_eps=config.norm_eps if config.qk_norm else None,
+            norm_offset=config.norm_offset,
+            output_gain=_output_gain(config),
+            **dtypes,
+        )
+        self.attention_post_norm = norm() if config.post_norms else None
+        self.mlp_norm = norm()
         self.mlp = FeedForward(config, **dtypes)
+        self.mlp_post_norm = norm() if config.post_norms else None
 
     def __call__(
-        self, hidden: jax.Array, angles: jax.Array, attend: Attend, cache: Cache
+        self,
+        hidden: jax.Array,
+        angles: jax.Array,
+        attend: Attend,
+        cache: Cache,
+        options: AttentionOptions,
     ) -> tuple[jax.Array, Cache]:
-        """Maps the residual stream `[B, T, D]` to the next layer's and updates the cache."""
-        out, cache = self.attention(self.attention_norm(hidden), angles, attend, cache)
-        hidden = hidden + out
-        return hidden + self.mlp(self.mlp_norm(hidden)), cache
+        """Maps the residual stream ``[B, T, D]`` to the next layer's and updates the cache."""
+        query, key, value = self.attention.heads(self.attention_norm(hidden), angles)
+        out, cache = attend(query, key, value, cache, options)
+        out = self.attention.output(out)
+        hidden = hidden + (
+            out if self.attention_post_norm is None else self.attention_post_norm(out)
+        )
+        out = self.mlp(self.mlp_norm(hidden))
+        return hidden + (out if self.mlp_post_norm is None else self.mlp_post_norm(out)), cache
 
 
 class Llama(nnx.Module):
@@ -249,7 +163,12 @@ class Llama(nnx.Module):
             return Block(config, dtype=self.dtype, param_dtype=param_dtype, rngs=rngs)
 
         self.blocks = create_blocks(rngs)
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps, param_dtype=param_dtype)
+        self.norm = RMSNorm(
+            config.hidden_size,
+            config.norm_eps,
+            offset=config.norm_offset,
+            param_dtype=param_dtype,
+        )
         self.lm_head = (
             None if config.tie_embeddings else nnx.Param(init(rngs.params(), table, param_dtype))
         )
@@ -259,6 +178,7 @@ class Llama(nnx.Module):
         tokens: jax.Array,
         *,
         positions: jax.Array | None = None,
+        attention_mask: jax.Array | None = None,
         attend: Attend = causal_attention,
         caches: Cache = None,
     ) -> Any:
@@ -267,7 +187,9 @@ class Llama(nnx.Module):
         Args:
           tokens: `[B, T]` integers in `[0, vocab_size)`.
           positions: `[B, T]` integers, where each token stands in its sequence; by default
-            `arange(T)`.
+            `arange(T)`, or counted from the first token that the mask does not hide.
+          attention_mask: optional bool or integer `[B, T]`, False or 0 for padding, on either side:
+            no token attends to it, and its own logits mean nothing. Exact attention alone.
           attend: called once per layer, after RoPE, see `Attend`.
           caches: any pytree whose leaves have a leading layer axis; each layer gets its slice.
 
@@ -276,31 +198,64 @@ class Llama(nnx.Module):
 
         Raises:
           TypeError: if tokens or positions are not integers.
-          ValueError: if tokens are not `[B, T]` with T at most `max_length`, or positions have
-            another shape, or a cache leaf has no leading axis of `num_layers`.
+          ValueError: if tokens are not `[B, T]` with T at most `max_length`, or positions or the
+            mask have another shape, or a cache leaf has no leading axis of `num_layers`, or a mask
+            is given with another `attend`.
         """
         self._check(tokens, positions, caches)
+        if attention_mask is not None:
+            mask = _check_mask(attention_mask, tokens, attend)
+            attend = padded_attention(mask)
+            if positions is None:
+                positions = jnp.maximum(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
-        angles = rope_angles(positions, self.config.head_dim, self.config.rope_theta)
-        hidden = self.embedding[...][tokens].astype(self.dtype)
+        angles = self.config.rope.angles(positions)
+        hidden = embed(self.embedding[...], tokens, self.config, self.dtype)
         hidden, new_caches = self._apply_blocks(hidden, angles, attend, caches)
         weight = self.embedding if self.lm_head is None else self.lm_head
-        logits = project(self.norm(hidden), weight[...], self.dtype)
+        logits = project(self.norm(hidden), weight[...], self.dtype, self.config.final_soft_cap)
         return logits if caches is None else (logits, new_caches)
 
     def _apply_blocks(
         self, hidden: jax.Array, angles: jax.Array, attend: Attend, caches: Cache
     ) -> tuple[jax.Array, Cache]:
-        """Scans the stacked layers over the residual stream `[B, T, D]`."""
+        """Scans the stacked layers over the residual stream `[B, T, D]`.
+
+        An iteration applies as many layers as there are until their options repeat.
+        """
+        count = self.config.num_layers
+        options = [self.config.attention_options(layer) for layer in range(count)]
+        period = next(
+            p
+            for p in range(1, count + 1)
+            if count % p == 0 and options == options[:p] * (count // p)
+        )
         graph, params = nnx.split(self.blocks)
 
-        def apply_block(hidden: jax.Array, layer: tuple[Any, Cache]) -> tuple[jax.Array, Cache]:
-            params, cache = layer
-            return nnx.merge(graph, params)(hidden, angles, attend, cache)
+        def apply_block(
+            hidden: jax.Array, params: Any, cache: Cache, options: AttentionOptions
+        ) -> tuple[jax.Array, Cache]:
+            return nnx.merge(graph, params)(hidden, angles, attend, cache, options)
 
-        body = jax.checkpoint(apply_block) if self.remat else apply_block
-        return jax.lax.scan(body, hidden, (params, caches), unroll=self.unroll)
+        if self.remat:
+            apply_block = jax.checkpoint(apply_block, static_argnums=3)
+
+        def apply_period(hidden: jax.Array, layers: tuple[Any, Cache]) -> tuple[jax.Array, Cache]:
+            new_caches = []
+            for i in range(period):
+                params, cache = jax.tree.map(lambda x, i=i: x[i], layers)
+                hidden, new_cache = apply_block(hidden, params, cache, options[i])
+                new_caches.append(new_cache)
+            return hidden, jax.tree.map(lambda *x: jnp.stack(x), *new_caches)
+
+        def group(x: jax.Array) -> jax.Array:
+            return x.reshape(count // period, period, *x.shape[1:])
+
+        layers = jax.tree.map(group, (params, caches))
+        unroll = max(self.unroll // period, 1)
+        hidden, new_caches = jax.lax.scan(apply_period, hidden, layers, unroll=unroll)
+        return hidden, jax.tree.map(lambda x: x.reshape(count, *x.shape[2:]), new_caches)
 
     def _check(self, tokens: jax.Array, positions: jax.Array | None, caches: Cache) -> None:
         if not jnp.issubdtype(tokens.dtype, jnp.integer):
@@ -324,3 +279,25 @@ class Llama(nnx.Module):
                     f"a cache leaf of shape {jnp.shape(leaf)} must have a leading axis of "
                     f"num_layers={self.config.num_layers}"
                 )
+
+
+def _output_gain(config: LlamaConfig) -> float:
+    """Of initial weights of what adds to the residual stream.
+
+    Each block does so twice; this keeps the stream's variance independent of depth.
+    """
+    return (2 * config.num_layers) ** -0.5
+
+
+def _check_mask(mask: jax.Array, tokens: jax.Array, attend: Attend) -> jax.Array:
+    if mask.shape != tokens.shape:
+        raise ValueError(
+            f"attention_mask.shape={mask.shape} must equal tokens.shape={tokens.shape}"
+        )
+    if not (mask.dtype == jnp.bool_ or jnp.issubdtype(mask.dtype, jnp.integer)):
+        raise TypeError(f"attention_mask.dtype={mask.dtype} must be bool or an integer type")
+    if attend is not causal_attention:
+        raise ValueError(
+            "attention_mask has no use with another attend: it must get lengths itself"
+        )
+    return mask.astype(jnp.bool_)

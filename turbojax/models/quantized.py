@@ -15,8 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from turbojax.flax.norms import rms_norm
+from turbojax.layer_cache import Attend
+from turbojax.layer_cache.options import PLAIN, Cache
 from turbojax.models.config import LlamaConfig
-from turbojax.models.llama import Attend, Cache, project, rms_norm, rope_angles, rotate
+from turbojax.models.llama import project
 from turbojax.ops.fp8_tokens import quantize_activation, rms_norm_quantize
 from turbojax.ops.int4_matmul import matmul
 from turbojax.quantizers.int4 import (
@@ -66,10 +69,10 @@ class QuantizedLayer:
         """Maps the residual stream ``[B, T, D]`` to the next layer's and updates the cache."""
         tokens = rms_norm_quantize(hidden, self.attention_norm, config.norm_eps)
         query, key, value = _heads(matmul(tokens, self.qkv), config)
-        query, key = rotate(query, angles), rotate(key, angles)
+        query, key = config.rope.rotate(query, angles), config.rope.rotate(key, angles)
         if self.key_channel_scale is not None:
             query, key = scale_rotated(query, key, self.key_channel_scale)
-        out, cache = attend(query, key, value, cache)
+        out, cache = attend(query, key, value, cache, PLAIN)
         attended = quantize_activation(out.reshape(*hidden.shape[:2], -1))
         hidden = matmul(attended, self.o, residual=hidden)
         tokens = rms_norm_quantize(hidden, self.mlp_norm, config.norm_eps)
@@ -124,7 +127,7 @@ class QuantizedDecoder:
         ) -> tuple[jax.Array, Cache]:
             return layer(hidden, angles, attend, cache, self.config)
 
-        angles = rope_angles(positions, self.config.head_dim, self.config.rope_theta)
+        angles = self.config.rope.angles(positions)
         hidden = take_rows(self.embedding, tokens).astype(self.dtype)
         new_caches = []
         for layer, cache in zip(self.layers, caches, strict=True):

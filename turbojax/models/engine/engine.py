@@ -20,12 +20,13 @@ from turbojax.models.engine.requests import (
     Request,
     Result,
 )
-from turbojax.models.engine.sampling import NOTHING, choose, kind_of
+from turbojax.models.engine.sampling import choose
 from turbojax.models.engine.scheduler import Plan, Scheduler, Sequence, Status
 from turbojax.models.engine.statistics import EngineStatistics
 from turbojax.models.engine.step import Work, check_implementation, idle_work, run_step
 from turbojax.models.llama import Llama
 from turbojax.models.quantized import QuantizedDecoder
+from turbojax.models.sampling import NOTHING, kind_of
 
 
 @dataclasses.dataclass
@@ -355,12 +356,7 @@ class Engine:
         work.tables[row] = self._allocator.block_tables([sequence.handle], self._max_pages)[0]
         work.lengths[row] = sequence.held
         work.counts[row] = count
-        options = sequence.request.sampling
-        work.sampling.temperature[row] = options.temperature
-        work.sampling.top_k[row] = min(options.top_k or 0, self._decoder.config.vocab_size)
-        work.sampling.top_p[row] = 1.0 if options.top_p is None else options.top_p
-        work.sampling.seed[row] = options.seed
-        work.sampling.index[row] = sequence.sampled
+        work.sampling.set(row, sequence.request.sampling, sequence.sampled)
 
     def _advance_prompt(self, sequence: Sequence, count: int) -> None:
         times = self._times[sequence.request_id]

@@ -4,61 +4,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
-import numpy as np
-
 from turbojax import _checks
+from turbojax.models.sampling import GREEDY, Sampling
 
 FinishReason = Literal["length", "stop", "aborted", "failed"]
-# Python's numbers, which any other can be compared with.
-_SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
-
-
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen from the logits.
-
-    The random numbers of a token follow from `seed` and from how many tokens the request has so
-    far, so they do not depend on what else runs, nor on when.
-
-    Attributes:
-      temperature: 0 for the most likely token; otherwise logits are divided by it.
-      top_k: draw from the `top_k` most likely tokens, ties with the last of them included; None
-        for all.
-      top_p: draw from the fewest most likely tokens whose probabilities, after temperature and
-        `top_k`, add up to at least this, ties with the last of them included; None for all.
-      seed: of the random numbers, ``0..2**32 - 1``.
-
-    Raises:
-      TypeError: if a number is no number.
-      ValueError: if it is out of range, or `top_k` or `top_p` come without a temperature.
-    """
-
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("temperature", "top_p"):
-            x = getattr(self, name)
-            if name == "top_p" and x is None:
-                continue
-            if isinstance(x, bool) or not isinstance(x, int | float | np.number):
-                raise TypeError(f"{name}={x!r} must be a number")
-        if self.temperature and not _SMALLEST <= self.temperature <= _LARGEST:
-            raise ValueError(
-                f"temperature={self.temperature} must be 0, or positive and finite in float32"
-            )
-        if self.top_k is not None:
-            _checks.check_sizes(top_k=self.top_k)
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
-        for name in ("top_k", "top_p"):
-            if not self.temperature and getattr(self, name) is not None:
-                raise ValueError(f"{name}={getattr(self, name)} needs a temperature above 0")
-        _checks.check_integer("seed", self.seed)
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed={self.seed} must be within 0..2**32 - 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +28,7 @@ class Request:
     tokens: Sequence[int]
     max_new_tokens: int = 128
     stop_tokens: Sequence[int] = ()
-    sampling: Sampling = Sampling()
+    sampling: Sampling = GREEDY
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", _integers("tokens", self.tokens))

@@ -14,11 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import paged
+from turbojax.layer_cache import Attend
+from turbojax.layer_cache.options import PLAIN
 from turbojax.models.decoder import Decoder
 from turbojax.models.engine import compilation
-from turbojax.models.engine.sampling import Array, SamplingRows
-from turbojax.models.llama import Attend
 from turbojax.models.quantized import QuantizedDecoder
+from turbojax.models.sampling import Array, SamplingRows, greedy_rows
 from turbojax.ops.paged_attention.api import select
 from turbojax.ops.turbo_attention.masking import attention_options
 
@@ -60,13 +61,7 @@ def idle_work(slots: int, piece_size: int, max_pages: int) -> Work:
         tokens=np.full(slots, -1, np.int32),
         piece=np.zeros(piece_size, np.int32),
         piece_slot=np.int32(slots),
-        sampling=SamplingRows(
-            temperature=np.zeros(rows, np.float32),
-            top_k=np.zeros(rows, np.int32),
-            top_p=np.ones(rows, np.float32),
-            seed=np.zeros(rows, np.uint32),
-            index=np.zeros(rows, np.int32),
-        ),
+        sampling=greedy_rows(rows),
     )
 
 
@@ -141,7 +136,7 @@ def _attend(work: Work, positions: jax.Array, implementation: str | None) -> Att
     lengths = work.lengths + work.counts
     attention: Any = paged.attention  # which implementations there are, it knows
 
-    def attend(query, key, value, cache):  # type: ignore[no-untyped-def]
+    def attend(query, key, value, cache, options=PLAIN):  # type: ignore[no-untyped-def]
         # Every row is written as if a sequence of its own: one scatter for all of them.
         cache = paged.append(
             cache, key[0][:, None], value[0][:, None], row_tables, positions, new_lengths=row_counts
@@ -153,6 +148,7 @@ def _attend(work: Work, positions: jax.Array, implementation: str | None) -> Att
             lengths[:slots],
             query_seq_lengths=work.counts[:slots],
             implementation=implementation,
+            **options.arguments(),
         )
         piece = attention(
             query[:, slots:],
@@ -161,6 +157,7 @@ def _attend(work: Work, positions: jax.Array, implementation: str | None) -> Att
             lengths[slots:],
             query_seq_lengths=work.counts[slots:],
             implementation=implementation,
+            **options.arguments(),
         )
         return jnp.concatenate([decoded[:, 0], piece[0]])[None], cache
 

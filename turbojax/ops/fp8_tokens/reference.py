@@ -21,7 +21,7 @@ def quantize(x: jax.Array, scale: jax.Array | None, *, eps: float) -> Fp8Tokens:
 
 
 def _rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """`turbojax.models.llama.rms_norm`, which no layer below the models may import."""
+    """`turbojax.flax.norms.rms_norm`, which no op may import."""
     wide = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     normalized = wide * inverse * scale.astype(jnp.float32)[None]

@@ -1,4 +1,4 @@
-"""Paged KV caches as a model's cache: a pool of pages per layer, and every sequence's own in it."""
+"""Paged KV caches as a layer's cache: a pool of pages per layer, and every sequence's own in it."""
 
 import dataclasses
 import math
@@ -12,6 +12,7 @@ from turbojax import _checks
 from turbojax._registry import ImplementationName
 from turbojax.cache.paged import PagedCache, init_paged_cache
 from turbojax.cache.paged import append as append_to_pages
+from turbojax.layer_cache.options import PLAIN, AttentionOptions
 from turbojax.ops.paged_attention import paged_attention
 
 PagedKind = Literal["paged", "fp8_e4m3", "fp8_e5m2", "turbo4"]
@@ -162,6 +163,7 @@ def attend(
     layer: PagedLayer,
     *,
     query_lengths: jax.Array | None = None,
+    options: AttentionOptions = PLAIN,
     implementation: ImplementationName | None = None,
 ) -> jax.Array:
     """Causal attention of the newest tokens to all that is held, themselves included.
@@ -173,6 +175,7 @@ def attend(
       query: ``[B, T, N, H]`` in the layer's dtype.
       layer: the cache, which holds the queries' own keys and values.
       query_lengths: optional int32 ``[B]``, how many of the `T` queries are real, the first ones.
+      options: of the layer.
       implementation: of `turbojax.paged_attention`; None to choose.
 
     Returns:
@@ -191,6 +194,7 @@ def attend(
             lengths,
             query_seq_lengths=real,
             implementation=implementation,
+            **options.arguments(),
         )
 
     size = query_chunk(batch, heads // layer.pages.num_kv_heads)

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from turbojax.layer_cache.options import PLAIN, AttentionOptions, require_plain
 from turbojax.levels import (
     LocalWindow,
     Pattern,
@@ -43,13 +44,23 @@ class PooledAttention:
     key_means: int = 4
 
     def __call__(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, cache: Any = None
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        cache: Any = None,
+        options: AttentionOptions = PLAIN,
     ) -> tuple[jax.Array, Any]:
         """Attends over the given tokens alone; the cache passes through untouched."""
-        return self.attend(query, key, value, self.levels(query, key)), cache
+        levels = self.levels(query, key, options=options)
+        return self.attend(query, key, value, levels, options=options), cache
 
     def levels(
-        self, query: jax.Array, key: jax.Array, lengths: jax.Array | None = None
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        lengths: jax.Array | None = None,
+        options: AttentionOptions = PLAIN,
     ) -> jax.Array:
         """The levels of a layer.
 
@@ -57,10 +68,15 @@ class PooledAttention:
           query: ``[B, T, N, H]``.
           key: ``[B, T, K, H]``.
           lengths: optional int32 ``[B]``; what lies past them is padding.
+          options: of the layer.
 
         Returns:
           int8 ``[B or 1, N or 1, ceil(T / block_q), ceil(T / block_kv)]``.
+
+        Raises:
+          NotImplementedError: if the layer has a window or a cap of its scores.
         """
+        require_plain(options, "pooled attention", but_scale=True)
         if isinstance(self.policy, Pattern):
             # Positions alone: a constant of the program, which `pooled_attention` can check.
             with jax.ensure_compile_time_eval():
@@ -77,6 +93,7 @@ class PooledAttention:
             self.policy,
             block_q=self.block_q,
             block_kv=self.block_kv,
+            scale=options.scale,
             is_causal=True,
             query_seq_lengths=lengths,
             key_value_seq_lengths=lengths,
@@ -91,6 +108,7 @@ class PooledAttention:
         value: jax.Array,
         levels: jax.Array,
         lengths: jax.Array | None = None,
+        options: AttentionOptions = PLAIN,
     ) -> jax.Array:
         """Attends under given levels.
 
@@ -100,10 +118,15 @@ class PooledAttention:
           value: ``[B, T, K, H]``.
           levels: see `levels`.
           lengths: optional int32 ``[B]``; what lies past them is padding.
+          options: of the layer.
 
         Returns:
           ``[B, T, N, H]`` in the query's dtype.
+
+        Raises:
+          NotImplementedError: if the layer has a window or a cap of its scores.
         """
+        require_plain(options, "pooled attention", but_scale=True)
         name: Any = self.implementation  # which names there are, `pooled_attention` knows
         out = pooled_attention(
             query,
@@ -112,6 +135,7 @@ class PooledAttention:
             levels,
             block_q=self.block_q,
             block_kv=self.block_kv,
+            scale=options.scale,
             is_causal=True,
             query_seq_lengths=lengths,
             key_value_seq_lengths=lengths,

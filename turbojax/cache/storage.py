@@ -1,0 +1,187 @@
+"""Arrays in one safetensors file with what they mean: written whole or not at all, read checked.
+
+The file's metadata holds the format, its version, a JSON text with everything but the arrays'
+content (among it each array's dtype, shape and SHA-256), and the SHA-256 of that text. Which arrays
+a cache becomes, others decide: this module knows files only.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+FORMAT = "turbojax-cache"
+VERSION = 1
+
+# Not every reader of safetensors knows 8-bit floats: they are stored as bytes.
+_AS_BYTES = {name: jnp.dtype(name) for name in ("float8_e4m3fn", "float8_e5m2")}
+_PERMISSIONS = 0o644
+
+
+def write(
+    path: str | os.PathLike[str],
+    description: Mapping[str, Any],
+    arrays: Mapping[str, np.ndarray],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Writes a file; a reader sees the old one, or the new one whole.
+
+    Args:
+      path: of the file, which is replaced if it exists. Its folder must exist.
+      description: what the arrays are, in plain JSON values.
+      arrays: by name.
+      metadata: the user's own, strings by string.
+
+    Raises:
+      FileNotFoundError: if there is no such folder.
+      TypeError: if `metadata` is something else.
+    """
+    target = Path(path)
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"{str(target.parent)!r} must be a folder, to write {target.name}")
+    text = json.dumps(
+        {
+            "description": dict(description),
+            "metadata": _checked_metadata(metadata),
+            "arrays": {name: _summary(x) for name, x in sorted(arrays.items())},
+        }
+    )
+    stored = {
+        name: np.ascontiguousarray(x).view(np.uint8) if x.dtype.name in _AS_BYTES else x
+        for name, x in arrays.items()
+    }
+    header = {
+        "format": FORMAT,
+        "version": str(VERSION),
+        "content": text,
+        "fingerprint": hashlib.sha256(text.encode()).hexdigest(),
+    }
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    os.close(handle)
+    try:
+        save_file(stored, temporary, metadata=header)
+        os.chmod(temporary, _PERMISSIONS)
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+class StoredFile:
+    """An open file, see `open_file`.
+
+    Attributes:
+      path: where it lies.
+      description: what was written.
+      metadata: the user's own.
+    """
+
+    def __init__(self, path: Path, tensors: Any) -> None:
+        self.path = path
+        self._tensors = tensors
+        header = tensors.metadata() or {}
+        if header.get("format") != FORMAT:
+            raise ValueError(
+                f"{path} is no stored cache: its format is {header.get('format')!r}, "
+                f"must be {FORMAT!r}"
+            )
+        if header.get("version") != str(VERSION):
+            raise ValueError(
+                f"{path} has version {header.get('version')!r}, this turbojax reads '{VERSION}'"
+            )
+        text = header.get("content", "")
+        if hashlib.sha256(text.encode()).hexdigest() != header.get("fingerprint"):
+            raise ValueError(f"{path} is damaged: its fingerprint does not match its metadata")
+        content = json.loads(text)
+        self.description: dict[str, Any] = content["description"]
+        self.metadata: dict[str, str] = content["metadata"]
+        self._summaries: dict[str, dict[str, Any]] = content["arrays"]
+        self._read: set[str] = set()
+        differing = sorted(self._summaries.keys() ^ set(tensors.keys()))
+        if differing:
+            raise ValueError(f"{path} is damaged: its metadata and its arrays differ in {differing}")
+
+    def require(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
+        """Raises ValueError unless the file holds an array of this name, shape and dtype."""
+        self._require_name(name)
+        held = "{dtype}{shape}".format(**self._summaries[name])
+        wanted = f"{np.dtype(dtype).name}{list(shape)}"
+        if held != wanted:
+            raise ValueError(f"{self.path}: {name} is {held}, must be {wanted}")
+
+    def require_all_read(self) -> None:
+        """Raises ValueError if there are arrays that nobody has read."""
+        if unread := sorted(self._summaries.keys() - self._read):
+            raise ValueError(f"{self.path} holds {unread} beyond what it describes")
+
+    def read(self, name: str) -> np.ndarray:
+        """One array, in host memory.
+
+        Raises:
+          ValueError: if there is none of this name, or its content is not what was written.
+        """
+        self._require_name(name)
+        self._read.add(name)
+        x: np.ndarray = self._tensors.get_tensor(name)
+        dtype = self._summaries[name]["dtype"]
+        if dtype in _AS_BYTES and x.dtype == np.uint8:
+            x = x.view(_AS_BYTES[dtype])
+        if _summary(x) != self._summaries[name]:
+            raise ValueError(f"{self.path} is damaged: {name} does not match its fingerprint")
+        return x
+
+    def _require_name(self, name: str) -> None:
+        if name not in self._summaries:
+            raise ValueError(f"{self.path} lacks {name}")
+
+
+@contextlib.contextmanager
+def open_file(path: str | os.PathLike[str]) -> Iterator[StoredFile]:
+    """Opens a file that `write` wrote; arrays are read one by one.
+
+    Args:
+      path: of the file.
+
+    Raises:
+      FileNotFoundError: if there is none.
+      ValueError: naming the file, if it is cut off, something else, of another version or damaged.
+    """
+    source = Path(path)
+    if not source.is_file():
+        raise FileNotFoundError(f"{str(source)!r} must be the file of a stored cache")
+    try:
+        opened = safe_open(source, framework="np")
+    except SafetensorError as error:
+        raise ValueError(
+            f"{source} is cut off, or no safetensors file: {error}"
+        ) from error
+    with opened as tensors:
+        yield StoredFile(source, tensors)
+
+
+def _summary(x: np.ndarray) -> dict[str, Any]:
+    data = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+    digest = hashlib.sha256(data.data).hexdigest()
+    return {"dtype": x.dtype.name, "shape": list(x.shape), "sha256": digest}
+
+
+def _checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
+    if metadata is None:
+        return {}
+    if not isinstance(metadata, Mapping):
+        raise TypeError(f"metadata is a {type(metadata).__name__}, must be a dict of strings")
+    for key, value in metadata.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise TypeError(f"metadata[{key!r}]={value!r} must be a string, by string")
+    return dict(metadata)

@@ -1,0 +1,47 @@
+"""RMSNorm, as a function and as an nnx module."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float, offset: float = 0.0) -> jax.Array:
+    """``x / sqrt(mean(x^2) + eps) * (offset + scale)`` over the last axis, computed in float32.
+
+    Args:
+      x: ``[..., size]``.
+      scale: ``[size]``.
+      eps: added to the mean square.
+      offset: added to the scale; Gemma's checkpoints hold the scale less one.
+
+    Returns:
+      ``[..., size]`` in `x`'s dtype.
+    """
+    wide = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    factor = scale.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + scale.shape)
+    if offset:
+        factor = factor + jnp.float32(offset)
+    return (wide * inverse * factor).astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """`rms_norm` with its scale.
+
+    Attributes:
+      scale: `nnx.Param` ``[size]``; initialized so that ``offset + scale`` is 1.
+      eps: see `rms_norm`.
+      offset: see `rms_norm`.
+    """
+
+    def __init__(
+        self, size: int, eps: float, *, offset: float = 0.0, param_dtype: DTypeLike
+    ) -> None:
+        self.scale = nnx.Param(jnp.full((size,), 1 - offset, param_dtype))
+        self.eps = eps
+        self.offset = offset
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalizes ``[..., size]``, in `x`'s dtype."""
+        return rms_norm(x, self.scale[...], self.eps, self.offset)

@@ -1,0 +1,396 @@
+"""What of a layer's cache is worth storing, and how the cache is made of it again.
+
+Only what sequences hold is kept: of a cache with room for 32k tokens that holds 500, these 500. What
+lies past a sequence's length means nothing, and comes back as zeros.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from turbojax import _checks
+from turbojax.baselines import exact
+from turbojax.cache import ProgressiveCache, init_cache, kv4
+from turbojax.cache.paged import PagedCache, init_paged_cache
+from turbojax.cache.storage import StoredFile
+from turbojax.config import TurboConfig
+from turbojax.layer_cache.kinds import LayerCache
+from turbojax.layer_cache.paged import PagedLayer
+from turbojax.sas import SAS
+
+Description = Mapping[str, Any]
+"""Kind, sizes and configuration of a cache, in plain JSON values."""
+
+Counts = Mapping[str, np.ndarray]
+"""How many tokens, blocks and buffered tokens each sequence holds: int ``[..., B]`` by name."""
+
+
+class _Rule(NamedTuple):
+    """An array's axis that grows with what is held.
+
+    Attributes:
+      axis: counted from the end; that of the sequences comes before it.
+      counted: the name of its counts.
+    """
+
+    axis: int
+    counted: str
+
+
+class _Kind(NamedTuple):
+    """How one class of caches is stored.
+
+    Attributes:
+      cls: the class.
+      describe: its sizes and options.
+      make: an empty cache of a description; called abstractly.
+      rules: by the name of a field; arrays of other fields are kept whole.
+    """
+
+    cls: type
+    describe: Callable[[Any], dict[str, Any]]
+    make: Callable[[Description], Any]
+    rules: Mapping[str, _Rule]
+
+
+def describe(cache: Any) -> dict[str, Any]:
+    """Kind, sizes and configuration of a layer's cache, whose arrays may be abstract.
+
+    Raises:
+      TypeError: if it is no cache that can be stored.
+    """
+    name = _kind_name(cache)
+    return {"kind": name, **_KINDS[name].describe(cache)}
+
+
+def pack(cache: LayerCache | PagedCache) -> dict[str, np.ndarray]:
+    """The arrays to store, in host memory.
+
+    Raises:
+      TypeError: if it is no cache that can be stored.
+      ValueError: under `jit`.
+    """
+    rules = _KINDS[_kind_name(cache)].rules
+    if not _checks.is_concrete(*jax.tree.leaves(cache)):
+        raise ValueError("a cache cannot be stored under jit: its values are not known there")
+    leaves = _named_leaves(_in_rows(cache) if isinstance(cache, PagedLayer) else cache)
+    counts = _counts({name: np.asarray(leaves[name]) for name in _lengths_of(leaves)}, cache)
+    arrays = {}
+    for name, x in leaves.items():
+        rule = rules.get(_field(name))
+        arrays[name] = np.asarray(x) if rule is None else _held(x, rule.axis, counts[rule.counted])
+    return arrays
+
+
+def unpack(
+    file: StoredFile, prefix: str, description: Description, max_length: int | None = None
+) -> Any:
+    """A cache of what `pack` made, on the default device; one array at a time is in host memory.
+
+    Args:
+      file: where it lies.
+      prefix: of its arrays' names.
+      description: see `describe`.
+      max_length: tokens each sequence shall be able to hold; as it was if not given.
+
+    Raises:
+      ValueError: naming the file, if the description is none, arrays are missing, mis-shaped or
+        damaged, what they hold cannot be, or `max_length` is less than what is held.
+    """
+    rules, template = _template(file.path, description, max_length)
+    structs = _named_leaves(template)
+    for name in _lengths_of(structs):
+        file.require(prefix + name, structs[name].shape, structs[name].dtype)
+    counts = _counts({name: file.read(prefix + name) for name in _lengths_of(structs)}, template)
+    _check_counts(file.path, counts, template)
+    leaves = []
+    for name, struct in structs.items():
+        rule = rules.get(_field(name))
+        if rule is None:
+            file.require(prefix + name, struct.shape, struct.dtype)
+            leaves.append(jnp.asarray(file.read(prefix + name)))
+        else:
+            held, full = counts[rule.counted], struct.shape
+            rest = _rows_first(full, rule.axis, held.ndim)[held.ndim + 1 :]
+            file.require(prefix + name, (int(held.sum()), *rest), struct.dtype)
+            leaves.append(_spread(file.read(prefix + name), rule.axis, held, full))
+    cache = jax.tree.unflatten(jax.tree.structure(template), leaves)
+    _validate(file.path, cache)
+    return _in_pages(cache) if isinstance(cache, PagedLayer) else cache
+
+
+# Kinds -------------------------------------------------------------------------------------------
+
+
+def _sizes(cache: Any) -> dict[str, Any]:
+    """What all but a bare pool have; leading axes are those of stacked layers."""
+    is_exact, is_paged = isinstance(cache, exact.ExactCache), isinstance(cache, PagedLayer)
+    heads: Any = cache.pages if is_paged else cache
+    return {
+        "stacked": list(cache.lengths.shape[:-1]),
+        "batch_size": cache.lengths.shape[-1],
+        "max_length": cache.max_length,
+        "num_kv_heads": cache.key.shape[-2] if is_exact else heads.num_kv_heads,
+        "head_dim": cache.key.shape[-1] if is_exact else heads.head_dim,
+        "dtype": cache.key.dtype.name if is_exact else heads.dtype.name,
+    }
+
+
+def _pool(pages: Any) -> dict[str, Any]:
+    return {"page_size": pages.page_size, "kv_dtype": pages.kv_dtype, "seed": pages.seed}
+
+
+def _arguments(description: Description) -> tuple[list[int], dict[str, Any]]:
+    names = ("batch_size", "max_length", "num_kv_heads", "head_dim")
+    return [description[name] for name in names], {"dtype": jnp.dtype(description["dtype"])}
+
+
+def _make_exact(description: Description) -> exact.ExactCache:
+    sizes, dtype = _arguments(description)
+    return exact.init_cache(*sizes, **dtype)
+
+
+def _make_kv4(description: Description) -> kv4.Kv4Cache:
+    sizes, dtype = _arguments(description)
+    return kv4.init_cache(*sizes, **dtype)
+
+
+def _make_progressive(description: Description) -> ProgressiveCache:
+    sizes, dtype = _arguments(description)
+    config = dict(description["config"])
+    if isinstance(config["softmax"], Mapping):
+        config["softmax"] = SAS(**config["softmax"])
+    return init_cache(*sizes, config=TurboConfig(**config), **dtype)
+
+
+def _make_pool(description: Description) -> PagedCache:
+    return init_paged_cache(
+        description["num_pages"],
+        description["page_size"],
+        description["num_kv_heads"],
+        description["head_dim"],
+        kv_dtype=description["kv_dtype"],
+        dtype=jnp.dtype(description["dtype"]),
+        seed=description["seed"],
+    )
+
+
+def _make_layer(description: Description) -> PagedLayer:
+    """In rows, see `_in_rows`."""
+    batch, size = description["batch_size"], description["page_size"]
+    pages = -(-description["max_length"] // size)
+    layer = PagedLayer(
+        pages=_make_pool({**description, "num_pages": batch * pages}),
+        block_tables=jnp.arange(batch * pages, dtype=jnp.int32).reshape(batch, pages),
+        lengths=jnp.zeros(batch, jnp.int32),
+        overflowed=jnp.zeros(batch, jnp.bool_),
+        max_length=description["max_length"],
+    )
+    return _in_rows(layer)
+
+
+_TOKENS, _BLOCKS, _BUFFERED = "lengths", "num_blocks", "buffer_lengths"
+
+_KINDS = {
+    "exact": _Kind(
+        exact.ExactCache,
+        _sizes,
+        _make_exact,
+        {"key": _Rule(-3, _TOKENS), "value": _Rule(-3, _TOKENS)},
+    ),
+    "progressive": _Kind(
+        ProgressiveCache,
+        lambda cache: {**_sizes(cache), "config": dataclasses.asdict(cache.config)},
+        _make_progressive,
+        {
+            "codes": _Rule(-3, _BLOCKS),
+            "channel_scale": _Rule(-2, _BLOCKS),
+            "channel_zero": _Rule(-2, _BLOCKS),
+            "block_scale": _Rule(-1, _BLOCKS),
+            "buffer": _Rule(-2, _BUFFERED),
+        },
+    ),
+    "kv4": _Kind(
+        kv4.Kv4Cache,
+        _sizes,
+        _make_kv4,
+        {
+            "key_codes": _Rule(-2, _TOKENS),
+            "key_scale": _Rule(-1, _TOKENS),
+            "value_codes": _Rule(-2, _TOKENS),
+            "value_scale": _Rule(-1, _TOKENS),
+        },
+    ),
+    "paged_layer": _Kind(
+        PagedLayer,
+        lambda cache: {**_sizes(cache), **_pool(cache.pages)},
+        _make_layer,
+        {
+            "key": _Rule(-2, _TOKENS),
+            "value": _Rule(-2, _TOKENS),
+            "key_norm": _Rule(-1, _TOKENS),
+            "value_norm": _Rule(-1, _TOKENS),
+        },
+    ),
+    "paged_pool": _Kind(
+        PagedCache,
+        lambda cache: {
+            "num_pages": cache.num_pages,
+            "num_kv_heads": cache.num_kv_heads,
+            "head_dim": cache.head_dim,
+            "dtype": cache.dtype.name,
+            **_pool(cache),
+        },
+        _make_pool,
+        {},
+    ),
+}
+
+
+def _kind_name(cache: Any) -> str:
+    for name, kind in _KINDS.items():
+        if type(cache) is kind.cls:
+            return name
+    names = ", ".join(kind.cls.__name__ for kind in _KINDS.values())
+    raise TypeError(f"cache is a {type(cache).__name__}, must be one of {names}")
+
+
+def _template(
+    path: Path, description: Description, max_length: int | None
+) -> tuple[Mapping[str, _Rule], Any]:
+    """The rules of a description's kind, and its cache without arrays."""
+    try:
+        kind = _KINDS[description["kind"]]
+        if max_length is not None:
+            description = {**description, "max_length": max_length}
+        empty = jax.eval_shape(lambda: kind.make(description))
+        stacked = tuple(description.get("stacked", ()))
+    except (KeyError, TypeError, ValueError, NotImplementedError) as error:
+        raise ValueError(f"{path} describes no cache that is known here: {error!r}") from error
+    add_axes = lambda x: jax.ShapeDtypeStruct((*stacked, *x.shape), x.dtype)  # noqa: E731
+    return kind.rules, jax.tree.map(add_axes, empty)
+
+
+# Pages of a layer --------------------------------------------------------------------------------
+
+
+def _in_rows(layer: PagedLayer) -> PagedLayer:
+    """A layer whose page arrays are ``[B, K, S, ...]``, in the order of tokens: no layer to use."""
+    pages, (batch, entries) = layer.pages, layer.block_tables.shape
+    # Entries past a sequence's pages may be anything; what they yield is not looked at.
+    tables = jnp.clip(layer.block_tables, 0, pages.num_pages - 1)
+
+    def rows(x: jax.Array) -> jax.Array:
+        x = jnp.moveaxis(x[tables], 1, 2)  # [B, K, entries, page_size, ...]
+        return x.reshape(batch, x.shape[1], entries * pages.page_size, *x.shape[4:])
+
+    return dataclasses.replace(layer, pages=_map_pages(rows, pages))
+
+
+def _in_pages(layer: PagedLayer) -> PagedLayer:
+    """The inverse of `_in_rows`, for tables that name all pages in order."""
+    batch, entries = layer.block_tables.shape
+
+    def split(x: jax.Array) -> jax.Array:
+        x = x.reshape(batch, x.shape[1], entries, -1, *x.shape[3:])
+        return jnp.moveaxis(x, 2, 1).reshape(batch * entries, *x.shape[1:2], *x.shape[3:])
+
+    return dataclasses.replace(layer, pages=_map_pages(split, layer.pages))
+
+
+def _map_pages(change: Callable[[jax.Array], jax.Array], pages: PagedCache) -> PagedCache:
+    names = [name for name in ("key", "value", "key_norm", "value_norm")]
+    held = {name: getattr(pages, name) for name in names}
+    return dataclasses.replace(
+        pages, **{name: change(x) for name, x in held.items() if x is not None}
+    )
+
+
+# Arrays ------------------------------------------------------------------------------------------
+
+
+def _named_leaves(tree: Any) -> dict[str, Any]:
+    """Every array by its place, such as ``key.codes.0``."""
+    leaves, _ = jax.tree.flatten_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
+
+
+def _field(name: str) -> str:
+    """The last name of a place that is no number: ``codes`` of ``key.codes.0``."""
+    return next(part for part in reversed(name.split(".")) if not part.isdigit())
+
+
+def _lengths_of(leaves: Mapping[str, Any]) -> list[str]:
+    return [name for name in ("lengths", "buffer_lengths") if name in leaves]
+
+
+def _counts(lengths: dict[str, np.ndarray], cache: Any) -> dict[str, np.ndarray]:
+    if not isinstance(cache, ProgressiveCache):
+        return dict(lengths)
+    compressed = lengths[_TOKENS] - lengths[_BUFFERED]
+    return {**lengths, _BLOCKS: compressed // cache.config.block_kv}
+
+
+def _check_counts(path: Path, counts: Counts, template: Any) -> None:
+    """Raises ValueError where a file's lengths cannot be those of such a cache."""
+    for name, held in counts.items():
+        if np.any(held < 0):
+            raise ValueError(f"{path}: {name}={held.tolist()} must not be negative")
+    if _TOKENS in counts and np.any(counts[_TOKENS] > template.max_length):
+        raise ValueError(
+            f"{path} holds lengths={counts[_TOKENS].tolist()}, which must be at most "
+            f"max_length={template.max_length}"
+        )
+    if _BUFFERED in counts:
+        size, held = template.config.buffer_size, counts[_BUFFERED]
+        if np.any(held >= size):
+            raise ValueError(f"{path}: buffer_lengths={held.tolist()} must be below {size}")
+
+
+def _rows_first(x: Any, axis: int, ndim: int) -> tuple[int, ...]:
+    """The shape with `axis` moved behind the first `ndim` axes, which count sequences."""
+    shape = list(x)
+    size = shape.pop(len(shape) + axis)
+    return (*shape[:ndim], size, *shape[ndim:])
+
+
+def _held(x: jax.Array, axis: int, counts: np.ndarray) -> np.ndarray:
+    """What sequences hold, one after the other: ``[sum of counts, ...]``."""
+    longest = int(counts.max(initial=0))
+    # Cut on the device: what nobody holds is not copied to the host.
+    rows = np.asarray(jax.lax.slice_in_dim(x, 0, longest, axis=x.ndim + axis))
+    rows = np.moveaxis(rows, axis, counts.ndim)
+    return rows[np.arange(longest) < counts[..., None]]
+
+
+def _spread(x: np.ndarray, axis: int, counts: np.ndarray, shape: tuple[int, ...]) -> jax.Array:
+    """The inverse of `_held`: an array of this shape, 0 where nothing is held."""
+    longest = int(counts.max(initial=0))
+    rows = np.zeros((*counts.shape, longest, *x.shape[1:]), x.dtype)
+    rows[np.arange(longest) < counts[..., None]] = x
+    held = jnp.asarray(np.moveaxis(rows, counts.ndim, axis))
+    padding = [(0, 0)] * len(shape)
+    padding[axis] = (0, shape[axis] - longest)
+    return jnp.pad(held, padding)
+
+
+def _validate(path: Path, cache: Any) -> None:
+    """Raises ValueError if the cache breaks an invariant of its class."""
+    parts = [cache]
+    for _ in getattr(cache, "lengths", jnp.zeros(1)).shape[:-1]:
+        parts = [jax.tree.map(lambda x: x[i], part) for part in parts for i in range(_layers(part))]
+    for part in parts:
+        if hasattr(part, "validate"):
+            try:
+                part.validate()
+            except ValueError as error:
+                raise ValueError(f"{path} holds no valid cache: {error}") from error
+
+
+def _layers(cache: Any) -> int:
+    return len(cache.lengths)

@@ -1,0 +1,187 @@
+"""Conversations as text: the chat template that comes with a checkpoint."""
+
+import datetime
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from turbojax.models.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+"""``{"role": "user", "content": "Hello"}``, and whatever else a template looks at."""
+
+
+def render_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> str:
+    """The text of a conversation, by the template of the checkpoint.
+
+    Its special tokens are part of the text: encode it with ``add_special_tokens=False``, as
+    `chat_tokens` does.
+
+    Args:
+      tokenizer: of the checkpoint.
+      messages: the conversation so far.
+      add_generation_prompt: whether to begin the assistant's next message.
+      tools: functions that the assistant may call, as JSON schemas, for templates that know them.
+      variables: further names that the template looks at, such as ``{"enable_thinking": False}``.
+
+    Raises:
+      ImportError: if the package `jinja2` is not installed.
+      TypeError: if a message is no mapping with a role.
+      ValueError: if there is no message or no template, or the template refuses these messages.
+    """
+    if tokenizer.chat_template is None:
+        raise ValueError("the tokenizer has no chat template: give a text, not a conversation")
+    return render_template(
+        tokenizer.chat_template,
+        messages,
+        add_generation_prompt=add_generation_prompt,
+        tools=tools,
+        variables={**tokenizer.special_tokens, **(variables or {})},
+    )
+
+
+def chat_tokens(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """The tokens of a conversation.
+
+    Args:
+      tokenizer: of the checkpoint.
+      messages: see `render_chat`.
+      add_generation_prompt: see there.
+      tools: see there.
+      variables: see there.
+
+    Raises:
+      ImportError, TypeError, ValueError: see `render_chat`.
+    """
+    text = render_chat(
+        tokenizer,
+        messages,
+        add_generation_prompt=add_generation_prompt,
+        tools=tools,
+        variables=variables,
+    )
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def render_template(
+    template: str,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> str:
+    """Renders a chat template, which is a Jinja template that may do nothing but write text.
+
+    Templates find `messages`, `tools`, `documents` (none), `add_generation_prompt`, the
+    variables, ``raise_exception(message)``, ``strftime_now(format)``, the filter `tojson` without
+    HTML's escapes, ``break`` and ``continue``, and ``{% generation %}``, which marks an assistant's
+    words and writes them as they are. Blocks leave no empty lines behind.
+
+    Args:
+      template: its text.
+      messages: see `render_chat`.
+      add_generation_prompt: see there.
+      tools: see there.
+      variables: names and values, the texts of special tokens among them.
+
+    Raises:
+      ImportError, TypeError, ValueError: see `render_chat`.
+    """
+    if not messages:
+        raise ValueError("a conversation must have at least one message")
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise TypeError(f"{message=} must be a mapping with a role, which is a text")
+    names = {
+        "messages": messages,
+        "tools": tools,
+        "documents": None,
+        "add_generation_prompt": add_generation_prompt,
+    }
+    if taken := sorted(names.keys() & (variables or {}).keys()):
+        raise ValueError(f"variables must not hold {taken[0]!r}, which is an argument")
+    compiled = _compile(template)
+    try:
+        return compiled.render({**names, **(variables or {})})
+    except Exception as error:  # whatever its expressions do with these messages
+        raise ValueError(f"the chat template refuses these messages: {error}") from error
+
+
+@functools.lru_cache(maxsize=16)
+def _compile(template: str) -> Any:
+    environment = _environment()
+    import jinja2
+
+    try:
+        return environment.from_string(template)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"the chat template is not readable: {error}") from error
+
+
+def _environment() -> Any:
+    """Where templates run: they come with weights from anywhere, so they may only write text."""
+    try:
+        import jinja2
+        import jinja2.ext
+        import jinja2.nodes
+        import jinja2.sandbox
+    except ImportError as error:
+        raise ImportError(
+            "chat templates need the package jinja2: pip install 'turbojax[text]'"
+        ) from error
+
+    class Generation(jinja2.ext.Extension):
+        """``{% generation %}``: marks what a model is trained to write."""
+
+        tags = {"generation"}  # noqa: RUF012 - as the base class has it
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.Scope(body, lineno=line)
+
+    def raise_exception(message: str) -> NoReturn:
+        raise jinja2.TemplateError(message)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[Generation, jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(
+    x: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as it is written for a model: jinja2's own filter escapes what HTML would read."""
+    return json.dumps(
+        x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.datetime.now().strftime(format)

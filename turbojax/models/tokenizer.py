@@ -1,0 +1,347 @@
+"""Text to tokens and back: bytes, decimal numbers, or a checkpoint's own `tokenizer.json`."""
+
+import codecs
+import collections
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from turbojax import _checks
+from turbojax.models.checkpoint import checkpoint_folder
+
+TOKENIZER_NAME = "tokenizer.json"
+BYTES = 256
+BEGINNING_OF_TEXT = 0
+"""Stands before the first byte of every text of a byte-level model."""
+
+_SENTENCEPIECE_NAME = "tokenizer.model"
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+# Tokens before the new ones that they are decoded after: one alone may lose its leading space.
+_CONTEXT = 4
+# Tokens that are bytes of characters, at most, before those.
+_LONGEST_RUN = 64
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+Decode = Callable[[int | None], str]
+"""From each token after a prompt to the text it completes, possibly ""; None ends the text."""
+
+
+class Tokenizer(Protocol):
+    """Translates between text and a model's tokens.
+
+    Attributes:
+      vocab_size: the largest token plus one; a model's vocabulary must not be smaller.
+      bos_token_id: the token that begins a text, if there is one.
+      eos_token_ids: tokens that end a text; none if texts have no end.
+      special_tokens: texts of special tokens by role, such as ``{"bos_token": "<s>"}``.
+      chat_template: the Jinja template that makes one text of a conversation, if there is one; see
+        `render_chat`.
+    """
+
+    vocab_size: int
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    special_tokens: Mapping[str, str]
+    chat_template: str | None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The tokens of a text.
+
+        Args:
+          text: the text. Bytes that are no UTF-8 come as `str` makes them with the error handler
+            ``surrogateescape``; a tokenizer that reads nothing but Unicode refuses them.
+          add_special_tokens: whether to add those that stand around every text, such as the one
+            that begins it.
+
+        Raises:
+          ValueError: if the tokenizer cannot read the text.
+        """
+        ...
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of tokens, without special ones."""
+        ...
+
+    def stream(self, prompt: Sequence[int] = ()) -> Decode:
+        """Decodes token by token: the texts together are what `decode` makes of all tokens.
+
+        Args:
+          prompt: the tokens before the first.
+        """
+        ...
+
+
+class ByteTokenizer:
+    """Token i is the byte of value i, and byte 0 begins a text: the embedded model's way.
+
+    Texts are UTF-8; bytes that are no UTF-8 are read as `Tokenizer.encode` says, and shown as
+    replacement characters.
+
+    Args:
+      eos_token_ids: tokens that end a text.
+    """
+
+    def __init__(self, eos_token_ids: Iterable[int] = ()) -> None:
+        self.vocab_size = BYTES
+        self.bos_token_id: int | None = BEGINNING_OF_TEXT
+        self.eos_token_ids: tuple[int, ...] = tuple(eos_token_ids)
+        self.special_tokens: Mapping[str, str] = {}
+        self.chat_template: str | None = None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """See `Tokenizer`: the beginning of a text, then its bytes."""
+        begin = [BEGINNING_OF_TEXT] if add_special_tokens else []
+        return [*begin, *text.encode("utf-8", "surrogateescape")]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """See `Tokenizer`; byte 0 is a character like any other."""
+        return bytes(int(token) for token in tokens).decode("utf-8", "replace")
+
+    def stream(self, prompt: Sequence[int] = ()) -> Decode:
+        """See `Tokenizer`."""
+        del prompt  # a byte means the same after any other
+        utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+        def decode(token: int | None) -> str:
+            return utf8.decode(b"", True) if token is None else utf8.decode(bytes([token]))
+
+        return decode
+
+
+class NumberTokenizer:
+    """Tokens as decimal numbers, as in ``"1 17 4"``: for models without a tokenizer.
+
+    Args:
+      vocab_size: tokens of the model.
+      eos_token_ids: tokens that end a text.
+    """
+
+    def __init__(self, vocab_size: int, eos_token_ids: Iterable[int] = ()) -> None:
+        _checks.check_sizes(vocab_size=vocab_size)
+        self.vocab_size = vocab_size
+        self.bos_token_id: int | None = None
+        self.eos_token_ids: tuple[int, ...] = tuple(eos_token_ids)
+        self.special_tokens: Mapping[str, str] = {}
+        self.chat_template: str | None = None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """See `Tokenizer`; there are no special tokens to add."""
+        del add_special_tokens
+        try:
+            return [int(word) for word in text.split()]
+        except ValueError as error:
+            raise ValueError(
+                f"there is no {TOKENIZER_NAME}, so the text must be token numbers: {error}"
+            ) from error
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """See `Tokenizer`: a space after each number."""
+        return "".join(f"{token} " for token in tokens)
+
+    def stream(self, prompt: Sequence[int] = ()) -> Decode:
+        """See `Tokenizer`."""
+        del prompt  # so does a number
+        return lambda token: "" if token is None else f"{token} "
+
+
+class JsonTokenizer:
+    """A Hugging Face `tokenizer.json`, with what stands beside it.
+
+    Read, where they are there: `tokenizer_config.json` and `special_tokens_map.json` (special
+    tokens, the chat template), `chat_template.jinja` (goes before the one in
+    `tokenizer_config.json`), `generation_config.json` or else `config.json` (tokens that end a
+    text). Tokens that end a text are all that these files name.
+
+    Args:
+      path: the file, or its folder.
+
+    Raises:
+      ImportError: if the package `tokenizers` is not installed.
+      FileNotFoundError: if there is no such file.
+      ValueError: if a file cannot be read or holds something else.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        given = Path(path)
+        file = given / TOKENIZER_NAME if given.is_dir() else given
+        self._tokenizer = _read_tokenizer(file)
+        known = self._tokenizer.get_vocab(with_added_tokens=True)
+        # Numbers may be left out, so that this can be more than there are tokens.
+        self.vocab_size = max(known.values(), default=-1) + 1
+        folder = file.parent
+        settings = _read_object(folder / "tokenizer_config.json")
+        others = _read_object(folder / "special_tokens_map.json")
+        self.special_tokens: Mapping[str, str] = {
+            name: text
+            for name in _SPECIAL
+            if (text := _content(settings.get(name, others.get(name)))) is not None
+        }
+        self.bos_token_id: int | None = self._number("bos_token")
+        self.eos_token_ids: tuple[int, ...] = _ends(folder, self._number("eos_token"))
+        self.chat_template: str | None = _template(folder, settings)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """See `Tokenizer`."""
+        try:
+            text.encode("utf-8")  # the package's own message does not say what is wrong
+        except UnicodeEncodeError as error:
+            raise ValueError(f"the text is not Unicode: {error}") from error
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """See `Tokenizer`; tokens that the vocabulary leaves out have no text."""
+        return self._tokenizer.decode([int(token) for token in tokens])
+
+    def stream(self, prompt: Sequence[int] = ()) -> Decode:
+        """See `Tokenizer`; text is held back as long as its last character is incomplete."""
+        # Each entry is the tokens of whole characters: decoded from inside one, or from inside a
+        # run of bytes, what follows would look different.
+        shown: collections.deque[list[int]] = collections.deque([self._end(prompt)], _CONTEXT)
+        waiting = list[int]()
+
+        def decode(token: int | None) -> str:
+            nonlocal waiting
+            waiting += [] if token is None else [int(token)]
+            context = [held for tokens in shown for held in tokens]
+            before, text = self.decode(context), self.decode(context + waiting)
+            if token is not None and text.endswith(_INCOMPLETE):
+                return ""
+            if len(text) > len(before):
+                shown.append(waiting)
+            else:  # special tokens push out nothing that has a text
+                shown[-1].extend(waiting)
+            waiting = []
+            return text[len(before) :]
+
+        return decode
+
+    def _end(self, prompt: Sequence[int]) -> list[int]:
+        """The last tokens of a prompt, from the beginning of a character on."""
+        start = max(len(prompt) - _CONTEXT, 0)
+        earliest = max(start - _LONGEST_RUN, 0)
+        while start > earliest and self.decode(prompt[start:]).startswith(_INCOMPLETE):
+            start -= 1
+        return [int(token) for token in prompt[start:]]
+
+    def _number(self, name: str) -> int | None:
+        text = self.special_tokens.get(name)
+        return None if text is None else self._tokenizer.token_to_id(text)
+
+
+def load_tokenizer(
+    path_or_name: str | os.PathLike[str] = "embedded", vocab_size: int | None = None
+) -> Tokenizer:
+    """The tokenizer of a checkpoint.
+
+    Args:
+      path_or_name: ``"embedded"`` for the shipped model, or a checkpoint's folder.
+      vocab_size: of the model, by default what the folder's `config.json` says.
+
+    Returns:
+      The folder's `tokenizer.json`. Without one, bytes if the vocabulary has 256 tokens, which is
+      how the embedded model reads, and numbers otherwise.
+
+    Raises:
+      ImportError: if there is a `tokenizer.json` and the package `tokenizers` is missing.
+      FileNotFoundError: if there is neither a `tokenizer.json` nor anything that says how large the
+        vocabulary is.
+      ValueError: if the tokenizer knows tokens that are not in the model's vocabulary, there is
+        nothing but a `tokenizer.model`, or a file cannot be read.
+    """
+    if vocab_size is not None:
+        _checks.check_sizes(vocab_size=vocab_size)
+    folder = checkpoint_folder(path_or_name)
+    if vocab_size is None:
+        vocab_size = _vocab_size(folder)
+    if (folder / TOKENIZER_NAME).is_file():
+        tokenizer = JsonTokenizer(folder)
+        # A model's table may be padded, but a token beyond its end has no embedding.
+        if vocab_size is not None and tokenizer.vocab_size > vocab_size:
+            raise ValueError(
+                f"{folder / TOKENIZER_NAME} knows tokens up to {tokenizer.vocab_size - 1}, which "
+                f"must be below the model's {vocab_size=}"
+            )
+        return tokenizer
+    if (folder / _SENTENCEPIECE_NAME).is_file():
+        raise ValueError(
+            f"{str(folder)!r} holds {_SENTENCEPIECE_NAME} and no {TOKENIZER_NAME}: "
+            f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r}) of "
+            "the package transformers writes one"
+        )
+    if vocab_size is None:
+        raise FileNotFoundError(
+            f"{str(folder)!r} must hold {TOKENIZER_NAME}, or a config.json with a vocab_size"
+        )
+    ends = _ends(folder, None)
+    return ByteTokenizer(ends) if vocab_size == BYTES else NumberTokenizer(vocab_size, ends)
+
+
+def _vocab_size(folder: Path) -> int | None:
+    size = _read_object(folder / "config.json").get("vocab_size")
+    return size if isinstance(size, int) and not isinstance(size, bool) else None
+
+
+def _read_tokenizer(file: Path) -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise ImportError(
+            f"{file} needs the package tokenizers: pip install 'turbojax[text]'"
+        ) from error
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no {file}")
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the package raises nothing more special
+        raise ValueError(f"{file} is not a readable tokenizer: {error}") from error
+    # A file may ask for texts to be cut, or filled up, to one length.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _read_object(path: Path) -> Mapping[str, Any]:
+    """A file's JSON object; an empty one if there is no file."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, not {type(content).__name__}")
+    return content
+
+
+def _content(token: Any) -> str | None:
+    """The text of a special token, which is written as a string or as an object."""
+    text = token.get("content") if isinstance(token, Mapping) else token
+    return text if isinstance(text, str) else None
+
+
+def _ends(folder: Path, eos: int | None) -> tuple[int, ...]:
+    """Tokens that end a text: of the generation's settings, and the tokenizer's own."""
+    path = folder / "generation_config.json"
+    path = path if path.is_file() else folder / "config.json"
+    found = _read_object(path).get("eos_token_id")
+    numbers = [] if found is None else found if isinstance(found, list) else [found]
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise ValueError(f"{path}: eos_token_id={found!r} must be one token or a list of them")
+    return tuple(sorted({*numbers, *([] if eos is None else [eos])}))
+
+
+def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    """The chat template; the one named "default" where there are several."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    found = settings.get("chat_template")
+    if isinstance(found, list):
+        named = {entry.get("name"): entry for entry in found if isinstance(entry, Mapping)}
+        found = named.get("default", {}).get("template")
+    if found is not None and not isinstance(found, str):
+        raise ValueError(f"{folder / 'tokenizer_config.json'}: chat_template must be a text")
+    return found

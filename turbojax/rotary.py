@@ -1,0 +1,235 @@
+"""Rotary position embedding (RoPE, Su et al., 2021), and its scalings for longer contexts.
+
+Channel i of the rotated ones is paired with channel i + R/2, as Llama checkpoints of the Hugging
+Face layout have it, and the pair turns by ``position * frequency[i]``.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from turbojax import _checks
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearScaling:
+    """Positions divided by a factor (Chen et al., 2023, "position interpolation").
+
+    Attributes:
+      factor: at least 1.
+    """
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        _check_at_least("factor", self.factor, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3Scaling:
+    """Low frequencies divided by a factor, high ones kept, a ramp between (Llama 3.1).
+
+    Attributes:
+      factor: of low frequencies, at least 1.
+      low_freq_factor: frequencies with fewer turns than this within `original_max_length` are low.
+      high_freq_factor: those with more turns than this are high; larger than `low_freq_factor`.
+      original_max_length: tokens the model was trained with before.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_length: int
+
+    def __post_init__(self) -> None:
+        _check_at_least("factor", self.factor, 1)
+        _check_at_least("original_max_length", self.original_max_length, 1)
+        if not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor={self.low_freq_factor} must be positive and less than "
+                f"high_freq_factor={self.high_freq_factor}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (Peng et al., 2023): a ramp over channels, and larger rotated vectors.
+
+    Attributes:
+      factor: of low frequencies, at least 1.
+      original_max_length: tokens the model was trained with before.
+      beta_fast: turns within `original_max_length` from which on a frequency is kept.
+      beta_slow: turns up to which a frequency is divided by `factor`.
+      attention_factor: of rotated queries and keys; ``0.1 ln(factor) + 1`` if not given.
+      truncate: whether the ramp begins and ends at whole channels.
+    """
+
+    factor: float
+    original_max_length: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        _check_at_least("factor", self.factor, 1)
+        _check_at_least("original_max_length", self.original_max_length, 1)
+        if not 0 < self.beta_slow < self.beta_fast:
+            raise ValueError(
+                f"beta_slow={self.beta_slow} must be positive and less than "
+                f"beta_fast={self.beta_fast}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class LongRopeScaling:
+    """LongRoPE (Ding et al., 2024): every frequency divided by a factor of its own.
+
+    Attributes:
+      factors: one per pair of rotated channels, positive.
+      attention_factor: of rotated queries and keys.
+    """
+
+    factors: tuple[float, ...]
+    attention_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        for factor in self.factors:
+            if not 0 < factor < math.inf:
+                raise ValueError(f"factors hold {factor}, must be positive and finite")
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """Rotary frequencies of a head; static under `jit`.
+
+    Attributes:
+      head_dim: channels of a head, `H`.
+      theta: base of the frequencies ``theta ** (-2 i / R)``.
+      rotary_dim: even number `R` of channels that turn, the first ones; all if not given.
+      scaling: optional change of the frequencies.
+
+    Raises:
+      ValueError: if a value is out of the range stated here.
+    """
+
+    head_dim: int
+    theta: float = 10000.0
+    rotary_dim: int | None = None
+    scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        _checks.check_sizes(head_dim=self.head_dim)
+        if not 0 < self.theta < math.inf:
+            raise ValueError(f"theta={self.theta} must be positive and finite")
+        if self.channels % 2 or not 0 < self.channels <= self.head_dim:
+            name = "head_dim" if self.rotary_dim is None else "rotary_dim"
+            raise ValueError(
+                f"{name}={self.channels} must be even: RoPE rotates pairs"
+                if self.channels % 2
+                else f"rotary_dim={self.channels} must be 2 to head_dim={self.head_dim}"
+            )
+        if isinstance(self.scaling, LongRopeScaling) and (
+            len(self.scaling.factors) != self.channels // 2
+        ):
+            raise ValueError(
+                f"{len(self.scaling.factors)} LongRoPE factors must be {self.channels // 2}, "
+                "one per pair of channels"
+            )
+
+    @property
+    def channels(self) -> int:
+        """Channels that turn, `R`."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+    @property
+    def amplitude(self) -> float:
+        """What rotated queries and keys are multiplied with."""
+        if isinstance(self.scaling, YarnScaling):
+            given = self.scaling.attention_factor
+            return 0.1 * math.log(self.scaling.factor) + 1 if given is None else given
+        return self.scaling.attention_factor if isinstance(self.scaling, LongRopeScaling) else 1.0
+
+    def frequencies(self) -> np.ndarray:
+        """Radians per token of each pair, float64 ``[R/2]``."""
+        frequencies = self.theta ** (-2.0 / self.channels * np.arange(self.channels // 2))
+        match self.scaling:
+            case LinearScaling(factor):
+                return frequencies / factor
+            case LongRopeScaling(factors):
+                return frequencies / np.array(factors)
+            case Llama3Scaling():
+                return _llama3(frequencies, self.scaling)
+            case YarnScaling():
+                return _yarn(frequencies, self.scaling, self.theta)
+        return frequencies
+
+    def angles(self, positions: jax.Array) -> jax.Array:
+        """Angles of the positions, which `rotate` takes.
+
+        Args:
+          positions: integer ``[B, T]``.
+
+        Returns:
+          float32 ``[B, T, 1, R/2]``.
+        """
+        frequencies = jnp.asarray(self.frequencies(), jnp.float32)
+        return positions.astype(jnp.float32)[:, :, None, None] * frequencies[None, None, None, :]
+
+    def rotate(self, x: jax.Array, angles: jax.Array) -> jax.Array:
+        """`rotate` with this embedding's amplitude."""
+        return rotate(x, angles, self.amplitude)
+
+
+def rotate(x: jax.Array, angles: jax.Array, amplitude: float = 1.0) -> jax.Array:
+    """Turns the first ``R`` channels: i and i + R/2 together, by the pair's angle.
+
+    Args:
+      x: ``[B, T, heads, H]``.
+      angles: float32 ``[B, T, 1, R/2]``, R at most H.
+      amplitude: the turned channels are multiplied with it.
+
+    Returns:
+      ``[B, T, heads, H]`` in `x`'s dtype, computed in float32.
+    """
+    half = angles.shape[-1]
+    wide = x.astype(jnp.float32)
+    first, second, rest = jnp.split(wide, (half, 2 * half), axis=-1)
+    cos, sin = jnp.cos(angles) * amplitude, jnp.sin(angles) * amplitude
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate([*turned, rest], axis=-1).astype(x.dtype)
+
+
+def _llama3(frequencies: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
+    turns = scaling.original_max_length * frequencies / (2 * math.pi)
+    span = scaling.high_freq_factor - scaling.low_freq_factor
+    kept = np.clip((turns - scaling.low_freq_factor) / span, 0, 1)
+    return frequencies * (kept + (1 - kept) / scaling.factor)
+
+
+def _yarn(frequencies: np.ndarray, scaling: YarnScaling, theta: float) -> np.ndarray:
+    count = len(frequencies)
+
+    def channel(turns: float) -> float:
+        """The pair, as a real number, that makes so many turns in the original context."""
+        length = scaling.original_max_length / (turns * 2 * math.pi)
+        return count * math.log(length) / math.log(theta)
+
+    first, last = channel(scaling.beta_fast), channel(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * count - 1)
+    # A ramp of no width would divide by zero.
+    ramp = np.clip((np.arange(count) - first) / (max(last - first, 0) or 1e-3), 0, 1)
+    return frequencies * (1 - ramp + ramp / scaling.factor)
+
+
+def _check_at_least(name: str, value: float, least: float) -> None:
+    if not least <= value < math.inf:
+        raise ValueError(f"{name}={value} must be finite and at least {least}")
