@@ -16,12 +16,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import readme, report, timing, tune
-from benchmarks.suites import attention, engine, fireq, paged, pooled
+from benchmarks.suites import attention, engine, families, fireq, flax, loading, paged, pooled
 from turbojax.demo import environment
 from turbojax.ops.turbo_attention.tuning import TABLE
 
 # What two runs must share to stand in one file.
 _SAME = ("device", "python", "jax", "turbojax")
+_OTHERS = (fireq, paged, engine, flax, families, loading)
 
 
 def _machine() -> dict[str, Any]:
@@ -64,7 +65,7 @@ def _previous(path: Path, machine: dict[str, Any]) -> dict[str, Any] | None:
 
 def _suite(name: str) -> ModuleType:
     """The module of a suite."""
-    for suite in (fireq, paged, engine):
+    for suite in _OTHERS:
         if name in suite.SUITES:
             return suite
     return pooled if name == "pooled" else attention
@@ -75,13 +76,17 @@ def run(arguments: argparse.Namespace) -> None:
     deadline = time.monotonic() + arguments.seconds
     suite = _suite(arguments.suite)
     with_ratios = getattr(suite, "with_ratios", attention.with_ratios)
+    for name, value in getattr(suite, "ENVIRONMENT", {}).items():
+        os.environ.setdefault(name, value)  # read when jax first asks for a device
     machine = _machine()
     # Figures of a smoke test are no result.
     folder = Path(tempfile.gettempdir()) if arguments.quick else readme.RESULTS
     out = arguments.out or folder / f"{arguments.suite}_{machine['date']}.json"
     result = _previous(out, machine) if arguments.resume else None
     if result is None:
-        rates, reasons = timing.ceilings(quick=arguments.quick, formats=suite.FORMATS)
+        rates, reasons = {}, {}
+        if suite.FORMATS is not None:
+            rates, reasons = timing.ceilings(quick=arguments.quick, formats=suite.FORMATS)
         result = {**machine, "suite": arguments.suite, "quick": arguments.quick}
         result |= {"ceilings": rates, "ceilings_not_measured": reasons, "rows": []}
     done = {row["name"] for row in result["rows"] if row["status"] == "ok"}
@@ -131,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True)
     measure = commands.add_parser("run", help="measure a suite on this device")
     measure.set_defaults(command=run)
-    suites = [*attention.SUITES, "pooled", *fireq.SUITES, *paged.SUITES, *engine.SUITES]
+    suites = [*attention.SUITES, "pooled", *(name for suite in _OTHERS for name in suite.SUITES)]
     measure.add_argument("--suite", choices=suites, default="attention")
     measure.add_argument("--out", type=Path, help="JSON to write; default: in benchmarks/results")
     measure.add_argument("--filter", default="", help="regular expression on the rows' names")

@@ -26,7 +26,8 @@ from turbojax import models, quantizing, smoothing
 from turbojax.demo import environment
 from turbojax.models.calibration import calibrate
 from turbojax.models.quantize import layer_params, layer_weights, quantize_from
-from turbojax.text import ByteCodec
+from turbojax.models.tokenizer import ByteTokenizer
+from turbojax.text import read_text
 
 COLUMNS: dict[str, tuple[str, ...]] = {
     "none": (),
@@ -77,10 +78,12 @@ class Text:
     @classmethod
     def of_library(cls, window: int, calibrated: int, evaluated: int) -> "Text":
         """So many windows of the running Python's standard library."""
-        codec = ByteCodec()
+        tokenizer = ByteTokenizer()
 
         def cut(contents: list[bytes], length: int, count: int) -> np.ndarray:
-            stream = [token for content in contents for token in codec.encode(content)]
+            stream = [
+                token for content in contents for token in tokenizer.encode(read_text(content))
+            ]
             return quantizing.windows(stream, length, count)
 
         calibration = quantizing.calibration_text(4 * window * calibrated)

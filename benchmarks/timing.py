@@ -91,7 +91,16 @@ def measure(
       arguments: arrays and pytrees.
       repetitions: how many, at least 2; chosen from the time of one if not given.
     """
-    call = Rotation(compiled, rotated(arguments))
+    return measure_call(Rotation(compiled, rotated(arguments)), repetitions=repetitions)
+
+
+def measure_call(call: Rotation, *, repetitions: int | None = None) -> Timing:
+    """Times what is called again and again; it may hand a state on from call to call.
+
+    Args:
+      call: what to time.
+      repetitions: how many, at least 2; chosen from the time of one if not given.
+    """
     jax.block_until_ready(call())
     walls = [_wall(call, 1)]
     if repetitions is None:

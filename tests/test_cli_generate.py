@@ -1,16 +1,18 @@
 """The `turbojax generate` command: what it prints, and what it says when it cannot."""
 
 import json
+import shutil
 import sys
-import types
 
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from tokenizer_helpers import byte_level, save
 from typer.testing import CliRunner
 
-from turbojax import models, text
+from turbojax import cli_generate, models, text
 from turbojax.cli import app
+from turbojax.models.tokenizer import load_tokenizer
 
 CONFIG = {
     "hidden_size": 32,
@@ -97,56 +99,150 @@ def test_tokens_are_numbers_without_a_tokenizer(number_model):
     assert "no tokenizer.json, so the text must be token numbers" in result.stderr
 
 
-class FakeTokenizer:
-    """A token is a letter, and 0 the first byte of a two-byte one; a first space is lost."""
-
-    @staticmethod
-    def from_file(path):
-        if "broken" in path:
-            raise Exception("expected value")  # what the package raises
-        return FakeTokenizer()
-
-    def encode(self, string):
-        return types.SimpleNamespace(ids=[ord(c) - 32 for c in string])
-
-    def decode(self, tokens):
-        raw = b"".join(
-            b"\xc3" if t == 0 else b"\xa9" if t == 1 else bytes([t + 30]) for t in tokens
-        )
-        return raw.decode("utf-8", "replace").removeprefix(" ")
+TEMPLATE = """\
+{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
 
 
-@pytest.fixture
-def tokenizers(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tokenizers", types.SimpleNamespace(Tokenizer=FakeTokenizer))
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory) -> str:
+    """A folder with a tokenizer and a chat template."""
+    folder = tmp_path_factory.mktemp("chat")
+    _save(folder, 320)
+    config = {"bos_token": "<s>", "eos_token": "<|im_end|>", "chat_template": TEMPLATE}
+    save(byte_level(), folder, {"tokenizer_config.json": config})
+    return str(folder)
 
 
-def test_a_tokenizer_shows_whole_characters_and_keeps_spaces(tokenizers, tmp_path):
-    codec = text.TokenizerCodec(tmp_path / "tokenizer.json")
-    decode = codec.decoder([40, 41])
-    # A space, a letter, the two halves of one letter, a letter, and a half that stays alone.
-    pieces = [decode(token) for token in (2, 40, 0, 1, 41, 0, None)]
-    assert pieces == [" ", "F", "", "é", "G", "", "\N{REPLACEMENT CHARACTER}"]
-    assert codec.encode(b"AB") == [33, 34]
-    with pytest.raises(ValueError, match="at least one token"):
-        codec.encode(b"")
-    with pytest.raises(ValueError, match="broken is not a readable tokenizer: expected value"):
-        text.TokenizerCodec(tmp_path / "broken")
+def _greedy(folder: str, tokens: list[int], count: int) -> list[int]:
+    model = models.load(folder, dtype=jnp.float32)
+    return models.generate(model, jnp.array([tokens]), max_new_tokens=count)[0].tolist()
 
 
-def test_a_folder_with_a_tokenizer(tokenizers, monkeypatch, tmp_path):
-    folder = _save(tmp_path, 96)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    assert _json("AB", "--model", folder, "--max-new-tokens", "2")["prompt_tokens"] == 2
+def test_a_folder_with_a_tokenizer(chat_model, monkeypatch):
+    tokenizer = load_tokenizer(chat_model)
+    tokens = tokenizer.encode("The dog")
+    report = _json("The dog", "--model", chat_model, "--max-new-tokens", "9")
+    assert report["prompt_tokens"] == len(tokens)
+    new = _greedy(chat_model, tokens, 9)
+    assert tokenizer.eos_token_ids[0] not in new
+    whole = tokenizer.decode([*tokens, *new])
+    assert report["text"] == whole.removeprefix("The dog")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    result = _run("AB", "--model", folder)
+    result = _run("AB", "--model", chat_model)
     assert result.exit_code == 2
     assert "needs the package tokenizers: pip install 'turbojax[text]'" in result.stderr
 
 
-def test_bytes_show_whole_characters():
-    decode = text.ByteCodec().decoder([])
-    assert [decode(b) for b in (*"aé".encode(), 0xC3, None)] == ["a", "", "é", "", "\ufffd"]
+def test_a_tokenizer_that_knows_more_than_the_model(tmp_path):
+    folder = _save(tmp_path, 319)
+    save(byte_level(), tmp_path)
+    result = _run("AB", "--model", folder)
+    assert result.exit_code == 2
+    assert "knows tokens up to 319, which must be below the model's vocab_size=319" in result.stderr
+
+
+@pytest.mark.parametrize("system", [[], ["--system", "Be brief."]])
+def test_chat_writes_the_prompt_by_the_template(chat_model, system):
+    said = "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
+    if system:
+        said = "<|im_start|>system\nBe brief.<|im_end|>\n" + said
+    tokenizer = load_tokenizer(chat_model)
+    tokens = tokenizer.encode("<s>" + said, add_special_tokens=False)
+    options = ["--model", chat_model, "--max-new-tokens", "5"]
+    report = _json("Who?", "--chat", *system, *options)
+    assert report["prompt_tokens"] == len(tokens)
+    new = _greedy(chat_model, tokens, 5)
+    assert report["text"] == tokenizer.decode([*tokens, *new]).removeprefix(
+        tokenizer.decode(tokens)
+    )
+
+
+def test_a_text_ends_where_its_tokenizer_says(chat_model, tmp_path):
+    new = _greedy(chat_model, load_tokenizer(chat_model).encode("A dog"), 8)
+    shutil.copytree(chat_model, tmp_path / "other")
+    file = tmp_path / "other" / "generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": [new[4], 1]}))
+    options = ["--max-new-tokens", "8", "--model"]
+    report = _json("A dog", *options, str(file.parent))
+    count = new.index(new[4]) + 1
+    assert (report["new_tokens"], report["finish_reason"]) == (count, "stop")
+    whole = _json("A dog", *options, chat_model)
+    assert (whole["new_tokens"], whole["finish_reason"]) == (8, "length")
+    assert whole["text"].startswith(report["text"])
+    assert len(report["text"]) < len(whole["text"])
+
+
+def test_drawing_options_reach_the_draws(number_model):
+    options = ["--model", number_model, "--max-new-tokens", "12", "--batch-size", "2"]
+
+    def drawn(*more) -> str:
+        return _json("1 17 4", *options, *more)["text"]
+
+    def wanted(**sampling) -> str:
+        model = models.load(number_model, dtype=jnp.float32)
+        new = models.generate(
+            model,
+            jnp.array([[1, 17, 4]]),
+            max_new_tokens=12,
+            sampling=models.Sampling(**sampling),
+        )
+        return "".join(f"{token} " for token in new[0].tolist())
+
+    warm = ["--temperature", "0.7", "--seed", "3"]
+    assert drawn(*warm) == wanted(temperature=0.7, seed=3)
+    for flag, value in (("top_k", 4), ("top_p", 0.5), ("min_p", 0.3)):
+        given = drawn(*warm, "--" + flag.replace("_", "-"), str(value))
+        assert given == wanted(temperature=0.7, seed=3, **{flag: value}) != drawn(*warm)
+
+
+def test_stop_texts_end_the_text(number_model):
+    options = ["--model", number_model, "--max-new-tokens", "12"]
+    whole = _json("1 17 4", *options)["text"]
+    words = whole.split()
+    stop = f" {words[5]} {words[6]}"
+    report = _json("1 17 4", *options, "--stop", "never", "--stop", stop)
+    assert report["text"] == whole[: whole.index(stop)]
+    assert (report["new_tokens"], report["finish_reason"]) == (7, "stop")
+    assert len(whole[: whole.index(stop)].split()) == 5
+
+
+def test_escapes_of_stop_texts():
+    assert text.unescape(r"a\n\t\r\\n\d") == "a\n\t\r\\n\\d"
+    assert text.unescape("\n") == "\n"
+
+
+@pytest.mark.parametrize("stream", ["--stream", "--no-stream"])
+def test_streaming_prints_the_same(byte_model, monkeypatch, stream):
+    shown = []
+    monkeypatch.setattr(cli_generate, "_show", shown.append)
+    options = ["--model", byte_model, "--max-new-tokens", "9", "--dtype", "float32"]
+    assert _run("abc", *options, stream, "--cache", "exact").exit_code == 0
+    alone = _json("abc", *options)["text"]
+    assert "".join(shown) == alone
+    assert (len(shown) > 1) == (stream == "--stream")
+
+
+def test_a_pipe_gets_the_text_at_the_end_and_a_terminal_as_it_comes(byte_model, monkeypatch):
+    options = ["--model", byte_model, "--max-new-tokens", "9", "--cache", "exact"]
+    for terminal in (False, True):
+        shown = []
+        monkeypatch.setattr(cli_generate, "_show", shown.append)
+        monkeypatch.setattr(cli_generate, "_is_terminal", lambda terminal=terminal: terminal)
+        assert _run("abc", *options).exit_code == 0
+        assert (len(shown) > 1) == terminal
+
+
+def test_files_that_are_no_unicode(byte_model, chat_model, tmp_path):
+    file = tmp_path / "bytes"
+    file.write_bytes(b"a\xff\xc3")
+    options = ["--file", str(file), "--max-new-tokens", "2", "--model"]
+    assert _json(*options, byte_model)["prompt_tokens"] == 4
+    result = _run(*options, chat_model)
+    assert result.exit_code == 2
+    assert "the text is not Unicode" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -157,7 +253,14 @@ def test_bytes_show_whole_characters():
         (["--file", "/no/such/file"], "No such file or directory: '/no/such/file'"),
         (["a", "--prompt-tokens", "3"], "--prompt-tokens is for --random-weights"),
         (["a", "--random-weights", "tiny"], "--random-weights takes no prompt"),
-        (["--random-weights", "huge"], "'huge' must be one of llama-3-8b, tiny"),
+        (["--random-weights", "tiny", "--chat"], "no --model and no --chat"),
+        (["a", "--system", "b"], "--system is for --chat"),
+        (["a", "--chat"], "the tokenizer has no chat template"),
+        (["a", "--json", "--stream"], "it takes no --stream"),
+        (["a", "--min-p", "0.1"], "min_p=0.1 needs a temperature above 0"),
+        (["a", "--temperature", "1", "--top-p", "2"], "top_p=2.0 must be above 0 and at most 1"),
+        (["a", "--stop", ""], "must not hold an empty text"),
+        (["--random-weights", "huge"], "'huge' must be one of llama"),
         (["--random-weights", "tiny", "--prompt-tokens", "0"], "prompt_tokens=0 must be at least"),
         (["--random-weights", "tiny", "--prompt-tokens", "600"], "must be at most the model's 512"),
         (["--random-weights", "tiny", "--batch-size", "0"], "batch_size=0 must be at least 1"),
@@ -173,6 +276,8 @@ def test_errors_are_one_clear_line(arguments, message):
     assert result.exit_code == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+    assert result.stderr.startswith("turbojax generate: ")
+    assert result.stderr.count("\n") == 1
 
 
 @pytest.mark.skipif(jnp.ones(1).device.platform == "gpu", reason="about a machine without a GPU")
@@ -181,3 +286,9 @@ def test_an_implementation_that_cannot_run_says_why(cache, name):
     result = _run("--random-weights", "tiny", "--cache", cache, "--implementation", name)
     assert result.exit_code == 2
     assert "cannot run here" in result.stderr or "has no implementation" in result.stderr
+
+
+def test_a_text_without_tokens(number_model):
+    result = _run("", "--model", number_model)
+    assert result.exit_code == 2
+    assert "the text must hold at least one token" in result.stderr

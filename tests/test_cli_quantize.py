@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from turbojax import models, quantizing, text
 from turbojax.cli import app
+from turbojax.models.tokenizer import ByteTokenizer
 
 QUICK = ("--calibration-tokens", "128", "--evaluation-tokens", "128", "--window", "64")
 
@@ -52,7 +53,9 @@ def test_json_says_what_was_done_and_what_it_costs(tiny_folder, quantized):
 def test_bits_are_those_of_the_models(tiny_folder, quantized):
     out, report = quantized
     stream = [
-        t for content in quantizing.evaluation_text() for t in text.ByteCodec().encode(content)
+        t
+        for content in quantizing.evaluation_text()
+        for t in ByteTokenizer().encode(text.read_text(content))
     ]
     windows = quantizing.windows(stream, 65, 2)
     for name, folder in (("before", tiny_folder), ("after", out)):

@@ -17,8 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from turbojax import models
 from turbojax.models.engine import Engine, Finished, NewToken, Request, compilation, engine
-from turbojax.models.engine.sampling import NOTHING
 from turbojax.models.engine.scheduler import Status
+from turbojax.models.sampling import NOTHING
 
 VOCABULARY = 5
 PAGE = 16

@@ -15,7 +15,7 @@ except ImportError as error:
     ) from error
 
 import turbojax
-from turbojax import cli_quantize, cli_serve, cli_train
+from turbojax import cli_generate, cli_quantize, cli_serve, cli_train
 
 app = typer.Typer(
     help="Quantized, compressed and sparse attention for JAX.",
@@ -110,212 +110,6 @@ def demo(
 
 
 @app.command()
-def generate(
-    context: typer.Context,
-    prompt: Annotated[
-        str | None, typer.Argument(help="Text to continue.", show_default=False)
-    ] = None,
-    file: Annotated[
-        Path | None, typer.Option(help="Continue this file instead.", show_default=False)
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="A folder with a Llama checkpoint, quantized or not. Default: the embedded model.",
-            show_default=False,
-        ),
-    ] = None,
-    random_weights: Annotated[
-        str | None,
-        typer.Option(
-            help="Instead of a model, random weights of this shape, and random tokens as prompts: "
-            "llama-3-8b or tiny.",
-            show_default=False,
-        ),
-    ] = None,
-    weights: Annotated[
-        str | None,
-        typer.Option(
-            help="Of --random-weights: float, or int4 for INT4 linear layers. Default: float.",
-            show_default=False,
-        ),
-    ] = None,
-    prompt_tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="Length of the random prompts of --random-weights. Default: 128.",
-            show_default=False,
-        ),
-    ] = None,
-    cache: Annotated[
-        str,
-        typer.Option(
-            help="The KV cache: exact, 4bit, 2/4bit, 3bit, 2bit, kv4, paged, fp8_e4m3, fp8_e5m2 or "
-            "turbo4."
-        ),
-    ] = "4bit",
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to add to each sequence.")] = 128,
-    batch_size: Annotated[
-        int, typer.Option(help="Sequences: copies of the prompt, or random prompts.")
-    ] = 1,
-    prefill_batch_size: Annotated[
-        int | None, typer.Option(help="Prompts that run at a time. Default: all.")
-    ] = None,
-    prefill: Annotated[
-        str,
-        typer.Option(
-            help="How prompts attend to themselves: dense, or pooled with levels chosen by window, "
-            "topk or threshold."
-        ),
-    ] = "dense",
-    prefill_window: Annotated[
-        int | None,
-        typer.Option(
-            help="Of --prefill window: distance in tokens up to which nothing is pooled; "
-            "beyond, means of 8 tokens. Default: 896.",
-            show_default=False,
-        ),
-    ] = None,
-    prefill_block_size: Annotated[
-        int | None,
-        typer.Option(
-            help="Of pooled prefill: tokens of a block that has one level. Default: 128.",
-            show_default=False,
-        ),
-    ] = None,
-    implementation: Annotated[
-        str | None,
-        typer.Option(
-            help="What runs attention: xla, triton, jax_triton, and for pages mosaic_gpu; for the "
-            "exact cache xla or cudnn. Pooled prefill chooses for itself. Default: the fastest "
-            "that can.",
-            show_default=False,
-        ),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="float32, bfloat16 or float16. Default: float32 on a CPU, otherwise that of the "
-            "checkpoint; bfloat16 for random weights.",
-            show_default=False,
-        ),
-    ] = None,
-    requests: Annotated[
-        Path | None,
-        typer.Option(
-            help="Instead of one text, many, sampled or not, through a paged cache: a file of JSON "
-            "lines with prompt, and optionally id, max_new_tokens, stop (a list of texts or "
-            "tokens), temperature, top_k, top_p, seed. Results are JSON lines, too.",
-            show_default=False,
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Of --requests: the file for the results. Default: standard output.",
-            show_default=False,
-        ),
-    ] = None,
-    kv_dtype: Annotated[
-        str,
-        typer.Option(
-            help="Of --requests: pages in auto (uncompressed), fp8_e4m3, fp8_e5m2 or turbo4."
-        ),
-    ] = "auto",
-    page_size: Annotated[
-        int, typer.Option(help="Of --requests: tokens of a page: 16, 32, 64 or 128.")
-    ] = 64,
-    num_pages: Annotated[
-        int | None,
-        typer.Option(
-            help="Of --requests: pages of the pool. Default: enough for --max-sequences of the "
-            "longest requests.",
-            show_default=False,
-        ),
-    ] = None,
-    pool_bytes: Annotated[
-        int | None,
-        typer.Option(
-            help="Of --requests: instead, bytes of the pool, all layers.", show_default=False
-        ),
-    ] = None,
-    max_sequences: Annotated[
-        int, typer.Option(help="Of --requests: requests that run at a time.")
-    ] = 8,
-    prefill_chunk: Annotated[
-        int, typer.Option(help="Of --requests: tokens of a prompt that run in a step.")
-    ] = 64,
-    cache_results: Annotated[
-        bool,
-        typer.Option(
-            "--cache-results",
-            help="Of --requests: prompts that begin with another one's result find its pages, too; "
-            "their text may then differ by rounding from one that runs alone.",
-        ),
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
-) -> None:
-    """Continue a text greedily through a KV cache; say how fast, and how large the cache is.
-
-    With --requests, continue many at once: see there.
-    """
-    import jax
-
-    from turbojax import text
-    from turbojax.demo import environment
-
-    try:
-        cli_serve.check_options(context)
-        if requests is not None:
-            cli_serve.run(context)
-            return
-        kind = text.parse_dtype(dtype)
-        if random_weights is None:
-            if prompt_tokens is not None:
-                raise ValueError("--prompt-tokens is for --random-weights")
-            if weights is not None:
-                raise ValueError("--weights is for --random-weights")
-            if (prompt is None) == (file is None):
-                raise ValueError("give a prompt or a --file, one of them")
-            content = file.read_bytes() if prompt is None and file else str(prompt).encode()
-            source = text.load_text_model(model or "embedded", kind)
-            tokens = text.copies(source.codec.encode(content), batch_size)
-        else:
-            if not (prompt is None and file is None and model is None):
-                raise ValueError("--random-weights takes no prompt, no --file and no --model")
-            source = text.random_text_model(random_weights, kind, weights or "float")
-            length = 128 if prompt_tokens is None else prompt_tokens
-            tokens = text.random_prompts(source.decoder.config, batch_size, length)
-        report = text.run(
-            source,
-            tokens,
-            max_new_tokens=max_new_tokens,
-            cache=cache,
-            prefill_batch_size=prefill_batch_size,
-            implementation=implementation,
-            pooled_prefill=text.parse_prefill(prefill, prefill_window, prefill_block_size),
-            show=None if as_json else lambda piece: typer.echo(piece, nl=False),
-        )
-    except (OSError, ValueError, NotImplementedError, ImportError) as error:
-        typer.echo(f"turbojax generate: {error}", err=True)
-        raise typer.Exit(2) from error
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        smaller = (
-            "--batch-size or --prefill-batch-size"
-            if requests is None
-            else "--num-pages, --pool-bytes or --max-sequences"
-        )
-        typer.echo(f"turbojax generate: out of memory: try a smaller {smaller}", err=True)
-        raise typer.Exit(2) from error
-    if as_json:
-        typer.echo(json.dumps({**environment(), **report.to_json()}, indent=2))
-    else:
-        typer.echo(f"\n{report.summary()}")
-
-
-@app.command()
 def levels(
     file: Annotated[
         Path | None,
@@ -386,6 +180,8 @@ def doctor(
     typer.echo(json.dumps(report.to_json(), indent=2) if as_json else report.to_text())
 
 
+app.command()(cli_generate.generate)
+app.command()(cli_serve.serve)
 app.command()(cli_train.train)
 app.command()(cli_train.compare)
 app.command()(cli_quantize.quantize)

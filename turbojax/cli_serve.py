@@ -1,107 +1,119 @@
-"""What `turbojax generate --requests` prints, and which options it takes."""
+"""The command `turbojax serve`: its options, and what it prints."""
 
 import contextlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-_OF_REQUESTS = (
-    "requests",
-    "out",
-    "kv_dtype",
-    "page_size",
-    "num_pages",
-    "pool_bytes",
-    "max_sequences",
-    "prefill_chunk",
-    "cache_results",
-)
-_OF_BOTH = ("model", "random_weights", "weights", "dtype", "max_new_tokens", "implementation")
+from turbojax import cli_options
+
+File = Annotated[
+    Path,
+    typer.Argument(
+        help="JSON lines with prompt, and optionally id, max_new_tokens, stop (a list of texts or "
+        "tokens), temperature, top_k, top_p, min_p, seed.",
+        show_default=False,
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(help="File for the results. Default: standard output.", show_default=False),
+]
+KvDtype = Annotated[
+    str, typer.Option(help="Pages in auto (uncompressed), fp8_e4m3, fp8_e5m2 or turbo4.")
+]
+PageSize = Annotated[int, typer.Option(help="Tokens of a page: 16, 32, 64 or 128.")]
+NumPages = Annotated[
+    int | None,
+    typer.Option(
+        help="Pages of the pool. Default: enough for --max-sequences of the longest requests.",
+        show_default=False,
+    ),
+]
+PoolBytes = Annotated[
+    int | None,
+    typer.Option(help="Instead, bytes of the pool, all layers.", show_default=False),
+]
+MaxSequences = Annotated[int, typer.Option(help="Requests that run at a time.")]
+PrefillChunk = Annotated[int, typer.Option(help="Tokens of a prompt that run in a step.")]
+CacheResults = Annotated[
+    bool,
+    typer.Option(
+        "--cache-results",
+        help="Prompts that begin with another one's result find its pages, too; their text may "
+        "then differ by rounding from one that runs alone.",
+    ),
+]
+Implementation = Annotated[
+    str | None,
+    typer.Option(
+        help="What runs attention: xla, triton or mosaic_gpu. Default: the fastest that can.",
+        show_default=False,
+    ),
+]
 
 
-def check_options(context: typer.Context) -> None:
-    """Raises ValueError where an option is given that means nothing with, or without, `--requests`.
+def serve(
+    file: File,
+    out: Out = None,
+    model: cli_options.Model = None,
+    max_new_tokens: cli_options.MaxNewTokens = 128,
+    kv_dtype: KvDtype = "auto",
+    page_size: PageSize = 64,
+    num_pages: NumPages = None,
+    pool_bytes: PoolBytes = None,
+    max_sequences: MaxSequences = 8,
+    prefill_chunk: PrefillChunk = 64,
+    cache_results: CacheResults = False,
+    implementation: Implementation = None,
+    dtype: cli_options.Dtype = None,
+    random_weights: cli_options.RandomWeights = None,
+    weights: cli_options.Weights = None,
+    as_json: cli_options.AsJson = False,
+) -> None:
+    """Continue many texts at once, sampled or not, on one pool of pages.
 
-    Args:
-      context: of the command `generate`.
+    Results are JSON lines, in the order in which they end.
     """
-    given = [name for name in context.params if _is_given(context, name)]
-    if "requests" in given:
-        wrong = [name for name in given if name not in (*_OF_REQUESTS, *_OF_BOTH, "as_json")]
-        message = "has no use with --requests"
-    else:
-        wrong = [name for name in given if name in _OF_REQUESTS]
-        message = "is for --requests"
-    if wrong:
-        flags = {parameter.name: parameter.opts[0] for parameter in context.command.params}
-        raise ValueError(f"{flags[wrong[0]]} {message}")
-
-
-def run(context: typer.Context) -> None:
-    """Runs the requests of a file, with the options of the command `generate`.
-
-    Results go to standard output or to the file `--out`, one line of JSON each, in the order in
-    which they end; a bar, and unless `--out` is given the summary, to standard error.
-
-    Args:
-      context: of the command.
-
-    Raises:
-      OSError: if a file cannot be read or written.
-      ValueError, NotImplementedError, ImportError: if something does not fit.
-    """
-    from turbojax import serving, text
+    from turbojax import serving
     from turbojax.demo import environment
 
-    options = context.params
-    kind = text.parse_dtype(options["dtype"])
-    if options["random_weights"] is None:
-        if options["weights"] is not None:
-            raise ValueError("--weights is for --random-weights")
-        model = text.load_text_model(options["model"] or "embedded", kind)
-    else:
-        if options["model"] is not None:
-            raise ValueError("--random-weights takes no --model")
-        model = text.random_text_model(
-            options["random_weights"], kind, options["weights"] or "float"
-        )
-    path: Path = options["requests"]
-    results = _Results(options["out"])
-    results.check_is_not(path)
-    try:
-        requests = serving.read_requests(path.read_bytes(), model.codec, options["max_new_tokens"])
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    with results, _bar(len(requests)) as advance:
-        report = serving.serve(
-            model,
-            requests,
-            # In ASCII, which every terminal takes; an `id` may be no Unicode text at all.
-            emit=lambda result: results.write(json.dumps(result)),
-            progress=advance,
-            accepted=results.open,
-            kv_dtype=options["kv_dtype"],
-            page_size=options["page_size"],
-            num_pages=options["num_pages"],
-            pool_bytes=options["pool_bytes"],
-            max_sequences=options["max_sequences"],
-            prefill_chunk=options["prefill_chunk"],
-            cache_results=options["cache_results"],
-            implementation=options["implementation"],
-        )
+    with cli_options.one_line_errors(
+        "turbojax serve", smaller="--num-pages, --pool-bytes or --max-sequences"
+    ):
+        source = cli_options.load(model, random_weights, weights, dtype)
+        results = _Results(out)
+        results.check_is_not(file)
+        try:
+            requests = serving.read_requests(file.read_bytes(), source.tokenizer, max_new_tokens)
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from error
+        with results, _bar(len(requests)) as advance:
+            report = serving.serve(
+                source,
+                requests,
+                # In ASCII, which every terminal takes; an `id` may be no Unicode text at all.
+                emit=lambda result: results.write(json.dumps(result)),
+                progress=advance,
+                accepted=results.open,
+                kv_dtype=kv_dtype,
+                page_size=page_size,
+                num_pages=num_pages,
+                pool_bytes=pool_bytes,
+                max_sequences=max_sequences,
+                prefill_chunk=prefill_chunk,
+                cache_results=cache_results,
+                implementation=implementation,
+            )
     numbers = {**environment(), **report.to_json()}
-    last = json.dumps(numbers, indent=2) if options["as_json"] else report.summary()
-    typer.echo(last, err=options["out"] is None)
-
-
-def _is_given(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
+    last = json.dumps(numbers, indent=2) if as_json else report.summary()
+    # Beside results on standard output, numbers go where they do not mix with them.
+    typer.echo(last, err=out is None)
 
 
 class _Results(contextlib.ExitStack):
@@ -119,7 +131,7 @@ class _Results(contextlib.ExitStack):
     def check_is_not(self, requests: Path) -> None:
         """Raises ValueError if results would overwrite the requests."""
         if self._path is not None and self._path.is_file() and self._path.samefile(requests):
-            raise ValueError(f"--out {self._path} must not be the file of --requests")
+            raise ValueError(f"--out {self._path} must not be the file of the requests")
 
     def open(self) -> None:
         """Begins the file anew."""

@@ -16,6 +16,12 @@ from turbojax.models.config import stored_dtype
 from turbojax.models.evaluation import CacheName, caches_of
 from turbojax.models.quantize import EVERYTHING
 from turbojax.models.quantized_checkpoint import QUANT_METHOD
+from turbojax.models.tokenizer import (
+    TOKENIZER_NAME,
+    ByteTokenizer,
+    NumberTokenizer,
+    Tokenizer,
+)
 from turbojax.quantizers.int4 import ScaleDtype
 from turbojax.smoothing import Smoothing
 
@@ -24,7 +30,13 @@ Progress = Callable[[str, int, int], None]
 
 CACHES: tuple[CacheName, ...] = ("exact", "kv4")
 # What goes with the weights, where a model's folder has it.
-_COMPANIONS = (text.TOKENIZER_NAME, "tokenizer_config.json", "special_tokens_map.json")
+_COMPANIONS = (
+    TOKENIZER_NAME,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
 _KEPT_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -138,8 +150,8 @@ def run(settings: QuantizeSettings, progress: Progress | None = None) -> Quantiz
     # Both before the long part, so that what is missing is said at once.
     calibration = None
     if settings.smoothing.rpn or settings.smoothing.crs:
-        calibration = _calibration_windows(settings, source.codec, window)
-    held_out = _evaluation_windows(settings, source.codec, window)
+        calibration = _calibration_windows(settings, source.tokenizer, window)
+    held_out = _evaluation_windows(settings, source.tokenizer, window)
     tell: Progress = progress or (lambda phase, done, total: None)
     sizes = {
         "calibration": 0 if calibration is None else calibration.size,
@@ -254,12 +266,12 @@ def _check_out(settings: QuantizeSettings) -> None:
         )
 
 
-def _stream(kind: str, codec: text.Codec, named: Sequence[tuple[str, bytes]]) -> list[int]:
+def _stream(kind: str, tokenizer: Tokenizer, named: Sequence[tuple[str, bytes]]) -> list[int]:
     """All tokens of the calibration or evaluation text; an error says which text it is about."""
     stream = list[int]()
     for name, content in named:
         try:
-            stream += codec.encode(content)
+            stream += tokenizer.encode(text.read_text(content))
         except ValueError as error:
             raise ValueError(f"{kind} text {name!r}: {error}") from error
     return stream
@@ -267,7 +279,7 @@ def _stream(kind: str, codec: text.Codec, named: Sequence[tuple[str, bytes]]) ->
 
 def _cut(
     kind: str,
-    codec: text.Codec,
+    tokenizer: Tokenizer,
     files: Sequence[Path],
     default: Callable[[], Sequence[bytes]],
     length: int,
@@ -286,7 +298,7 @@ def _cut(
         named = [(place, content) for content in default()]
     if not named:
         raise ValueError(f"no {kind} text found in {place}: give a file for {kind}")
-    stream = _stream(kind, codec, named)
+    stream = _stream(kind, tokenizer, named)
     if len(stream) < length:
         raise ValueError(
             f"the {kind} text ({place}) has {len(stream)} tokens, must have {length} at least: "
@@ -296,35 +308,35 @@ def _cut(
     return windows(stream, length, count), size / len(stream)
 
 
-def _calibration_windows(settings: QuantizeSettings, codec: text.Codec, window: int) -> np.ndarray:
+def _calibration_windows(
+    settings: QuantizeSettings, tokenizer: Tokenizer, window: int
+) -> np.ndarray:
     files, wanted = settings.calibration_files, settings.calibration_tokens
-    if isinstance(codec, text.NumberCodec) and not files:
-        raise ValueError(
-            f"there is no {text.TOKENIZER_NAME}: give token numbers in a calibration file"
-        )
+    if isinstance(tokenizer, NumberTokenizer) and not files:
+        raise ValueError(f"there is no {TOKENIZER_NAME}: give token numbers in a calibration file")
     length = min(window, wanted)
 
     def default() -> list[bytes]:
         # A token is eight bytes at most, on average.
         return calibration_text(8 * wanted)
 
-    return _cut("calibration", codec, files, default, length, wanted // length)[0]
+    return _cut("calibration", tokenizer, files, default, length, wanted // length)[0]
 
 
 def _evaluation_windows(
-    settings: QuantizeSettings, codec: text.Codec, window: int
+    settings: QuantizeSettings, tokenizer: Tokenizer, window: int
 ) -> _HeldOut | None:
     files, wanted = settings.evaluation_files, settings.evaluation_tokens
-    are_numbers = isinstance(codec, text.NumberCodec)
+    are_numbers = isinstance(tokenizer, NumberTokenizer)
     if wanted == 0 or (are_numbers and not files):
         return None
     length = min(window, wanted)
     cut, bytes_per_token = _cut(
-        "evaluation", codec, files, evaluation_text, length + 1, max(wanted // length, 1)
+        "evaluation", tokenizer, files, evaluation_text, length + 1, max(wanted // length, 1)
     )
     if are_numbers:
         return _HeldOut(cut, 1.0, "token")
-    return _HeldOut(cut, 1.0 if isinstance(codec, text.ByteCodec) else bytes_per_token, "byte")
+    return _HeldOut(cut, 1.0 if isinstance(tokenizer, ByteTokenizer) else bytes_per_token, "byte")
 
 
 def _costs(

@@ -88,18 +88,34 @@ class YarnScaling:
 class LongRopeScaling:
     """LongRoPE (Ding et al., 2024): every frequency divided by a factor of its own.
 
+    Which factors apply depends on the longest sequence that the model is used for, see `Rope`.
+    (transformers looks at each call's longest sequence instead, so that the same text has other
+    keys in a longer one; what is cached would then no longer fit.)
+
     Attributes:
-      factors: one per pair of rotated channels, positive.
+      short_factors: one per pair of rotated channels, positive; for sequences of up to
+        `original_max_length` tokens.
+      long_factors: the same for longer ones.
+      original_max_length: tokens the model was trained with before.
       attention_factor: of rotated queries and keys.
     """
 
-    factors: tuple[float, ...]
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    original_max_length: int
     attention_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        for factor in self.factors:
-            if not 0 < factor < math.inf:
-                raise ValueError(f"factors hold {factor}, must be positive and finite")
+        _check_at_least("original_max_length", self.original_max_length, 1)
+        for name in ("short_factors", "long_factors"):
+            for factor in getattr(self, name):
+                if not 0 < factor < math.inf:
+                    raise ValueError(f"{name} hold {factor}, must be positive and finite")
+
+    def factors(self, max_length: int) -> tuple[float, ...]:
+        """The factors for sequences of up to so many tokens."""
+        long = max_length > self.original_max_length
+        return self.long_factors if long else self.short_factors
 
 
 RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
@@ -114,6 +130,7 @@ class Rope:
       theta: base of the frequencies ``theta ** (-2 i / R)``.
       rotary_dim: even number `R` of channels that turn, the first ones; all if not given.
       scaling: optional change of the frequencies.
+      max_length: longest sequence, by which LongRoPE chooses its factors; of use for it alone.
 
     Raises:
       ValueError: if a value is out of the range stated here.
@@ -123,6 +140,7 @@ class Rope:
     theta: float = 10000.0
     rotary_dim: int | None = None
     scaling: RopeScaling | None = None
+    max_length: int | None = None
 
     def __post_init__(self) -> None:
         _checks.check_sizes(head_dim=self.head_dim)
@@ -135,13 +153,19 @@ class Rope:
                 if self.channels % 2
                 else f"rotary_dim={self.channels} must be 2 to head_dim={self.head_dim}"
             )
-        if isinstance(self.scaling, LongRopeScaling) and (
-            len(self.scaling.factors) != self.channels // 2
-        ):
-            raise ValueError(
-                f"{len(self.scaling.factors)} LongRoPE factors must be {self.channels // 2}, "
-                "one per pair of channels"
-            )
+        if not isinstance(self.scaling, LongRopeScaling):
+            if self.max_length is not None:
+                raise ValueError(f"max_length={self.max_length} is of use for LongRoPE alone")
+            return
+        if self.max_length is None:
+            raise ValueError("max_length=None must be given: LongRoPE chooses its factors by it")
+        _checks.check_sizes(max_length=self.max_length)
+        for factors in (self.scaling.short_factors, self.scaling.long_factors):
+            if len(factors) != self.channels // 2:
+                raise ValueError(
+                    f"{len(factors)} LongRoPE factors must be {self.channels // 2}, one per pair "
+                    "of channels"
+                )
 
     @property
     def channels(self) -> int:
@@ -162,8 +186,8 @@ class Rope:
         match self.scaling:
             case LinearScaling(factor):
                 return frequencies / factor
-            case LongRopeScaling(factors):
-                return frequencies / np.array(factors)
+            case LongRopeScaling() if self.max_length is not None:
+                return frequencies / np.array(self.scaling.factors(self.max_length))
             case Llama3Scaling():
                 return _llama3(frequencies, self.scaling)
             case YarnScaling():

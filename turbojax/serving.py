@@ -1,4 +1,4 @@
-"""Many texts in, many texts out: what `turbojax generate --requests` does around an engine."""
+"""Many texts in, many texts out: what `turbojax serve` does around an engine."""
 
 import codecs
 import dataclasses
@@ -20,9 +20,11 @@ from turbojax.models.engine import (
     Result,
     Sampling,
 )
-from turbojax.text import Codec, TextModel, than_bfloat16
+from turbojax.models.stopping import TextStream
+from turbojax.models.tokenizer import Tokenizer
+from turbojax.text import TextModel, than_bfloat16
 
-_SAMPLING = ("temperature", "top_k", "top_p", "seed")
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 _KEYS = ("id", "prompt", "max_new_tokens", "stop", *_SAMPLING)
 
 
@@ -78,17 +80,17 @@ class ServingReport:
         )
 
 
-def read_requests(content: bytes, codec: Codec, max_new_tokens: int) -> list[TextRequest]:
+def read_requests(content: bytes, tokenizer: Tokenizer, max_new_tokens: int) -> list[TextRequest]:
     r"""The requests of a file in JSON lines.
 
     A line is an object with `prompt`, and optionally `id` (a string or an integer; by default the
-    line's number), `max_new_tokens`, `stop` (texts, and tokens as integers), `temperature`,
-    `top_k`, `top_p` and `seed` (by default the line's number, so that equal prompts differ; see
-    `Sampling`). Empty lines are skipped.
+    line's number), `max_new_tokens`, `stop` (texts, and tokens as integers, beside those with which
+    the tokenizer ends every text), `temperature`, `top_k`, `top_p`, `min_p` and `seed` (by default
+    the line's number, so that equal prompts differ; see `Sampling`). Empty lines are skipped.
 
     Args:
       content: UTF-8 text.
-      codec: what turns prompts into tokens.
+      tokenizer: what turns prompts into tokens.
       max_new_tokens: of lines that do not say.
 
     Raises:
@@ -100,7 +102,7 @@ def read_requests(content: bytes, codec: Codec, max_new_tokens: int) -> list[Tex
         if not line.strip():
             continue
         try:
-            found = _parse(line, number, codec, max_new_tokens)
+            found = _parse(line, number, tokenizer, max_new_tokens)
             if found.id in lines:
                 raise ValueError(
                     f"id {found.id!r} must not be that of line {lines[found.id]} "
@@ -184,7 +186,7 @@ def serve(
     texts = {}
     for request in requests:
         try:
-            texts[engine.add(request.request)] = _Text(request, model.codec)
+            texts[engine.add(request.request)] = _Text(request, model.tokenizer)
         except ValueError as error:
             raise ValueError(f"line {request.line}: {error}") from error
     if accepted is not None:
@@ -233,29 +235,26 @@ def pages_within(
 class _Text:
     """The text of a request as its tokens come."""
 
-    def __init__(self, request: TextRequest, codec: Codec) -> None:
+    def __init__(self, request: TextRequest, tokenizer: Tokenizer) -> None:
         self.request = request
-        self.text = ""
-        self.stopped = False
-        self._decode = codec.decoder(list(request.request.tokens))
+        decode = tokenizer.stream(list(request.request.tokens))
+        self._text = TextStream(decode, request.stop)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop text has come."""
+        return self._text.stopped
 
     def add(self, token: int | None) -> None:
-        """Adds a token's text, None ends it; cuts it at the first stop text."""
-        if self.stopped or token in self.request.request.stop_tokens:
-            return
-        # A stop text may have begun in the pieces before.
-        longest = max(map(len, self.request.stop), default=0)
-        start = max(len(self.text) - longest, 0)
-        self.text += self._decode(token)
-        found = [at for stop in self.request.stop if (at := self.text.find(stop, start)) >= 0]
-        if found:
-            self.text, self.stopped = self.text[: min(found)], True
+        """Adds a token's text, None ends it; a stop token has none."""
+        if token not in self.request.request.stop_tokens:
+            self._text.add(token)
 
     def to_json(self, result: Result) -> dict[str, Any]:
         """The request's line of results."""
         return {
             "id": self.request.id,
-            "text": self.text,
+            "text": self._text.text,
             "tokens": list(result.tokens),
             "finish_reason": "stop" if self.stopped else result.finish_reason,
             "seconds": round(result.seconds, 6),
@@ -286,7 +285,7 @@ def _follow(
             engine.abort(event.request_id, reason="stop")
 
 
-def _parse(line: bytes, number: int, codec: Codec, max_new_tokens: int) -> TextRequest:
+def _parse(line: bytes, number: int, tokenizer: Tokenizer, max_new_tokens: int) -> TextRequest:
     try:
         values = json.loads(line.removeprefix(codecs.BOM_UTF8), object_pairs_hook=_unique)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -307,9 +306,9 @@ def _parse(line: bytes, number: int, codec: Codec, max_new_tokens: int) -> TextR
         raise ValueError(f"{stop=} must be a list of texts, none empty, and tokens")
     chosen = {key: values[key] for key in _SAMPLING if key in values}
     request = Request(
-        codec.encode(values["prompt"].encode()),
+        tokenizer.encode(values["prompt"]),
         values.get("max_new_tokens", max_new_tokens),
-        [x for x in stop if not isinstance(x, str)],
+        [*(x for x in stop if not isinstance(x, str)), *tokenizer.eos_token_ids],
         Sampling(**{"seed": number, **chosen}),
     )
     return TextRequest(name, number, request, tuple(x for x in stop if isinstance(x, str)))

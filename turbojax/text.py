@@ -1,11 +1,10 @@
 """Text in, text out: what `turbojax generate` does around a model."""
 
-import codecs
 import dataclasses
+import re
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,121 +12,24 @@ import numpy as np
 
 from turbojax import _checks, models
 from turbojax.models import generation
+from turbojax.models.chat import chat_tokens
 from turbojax.models.config import DTYPES
+from turbojax.models.sampling import GREEDY
+from turbojax.models.stopping import TextStream, check_stop_strings
+from turbojax.models.tokenizer import NumberTokenizer, Tokenizer, load_tokenizer
 
-TOKENIZER_NAME = "tokenizer.json"
 WEIGHTS = ("float", "int4")
-BYTES = 256
-# Tokens of the prompt that the first new one is decoded after.
-_CONTEXT = 4
-
-
-class Codec(Protocol):
-    """Translates between text and a model's tokens."""
-
-    def encode(self, text: bytes) -> list[int]:
-        """The tokens of a prompt.
-
-        Raises:
-          ValueError: if the text has none, or is not what the codec reads.
-        """
-        ...
-
-    def decoder(self, prompt: list[int]) -> Callable[[int | None], str]:
-        """A function from each token after the prompt to the text it completes; None ends it."""
-        ...
-
-
-class ByteCodec:
-    """Token i is the byte of value i, and byte 0 begins a text: the embedded model's way."""
-
-    def encode(self, text: bytes) -> list[int]:
-        """The beginning of a file, then the bytes."""
-        return [models.BEGINNING_OF_FILE, *text]
-
-    def decoder(self, prompt: list[int]) -> Callable[[int | None], str]:
-        """See `Codec`; bytes that are no UTF-8 show as replacement characters."""
-        del prompt  # a byte means the same after any other
-        utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-
-        def decode(token: int | None) -> str:
-            return utf8.decode(b"", True) if token is None else utf8.decode(bytes([token]))
-
-        return decode
-
-
-class NumberCodec:
-    """Tokens as decimal numbers: for models without a tokenizer."""
-
-    def encode(self, text: bytes) -> list[int]:
-        """The numbers of a text like ``"1 17 4"``."""
-        try:
-            tokens = [int(word) for word in text.split()]
-        except ValueError as error:
-            raise ValueError(
-                f"there is no {TOKENIZER_NAME}, so the text must be token numbers: {error}"
-            ) from error
-        if not tokens:
-            raise ValueError("the text must hold at least one token")
-        return tokens
-
-    def decoder(self, prompt: list[int]) -> Callable[[int | None], str]:
-        """See `Codec`."""
-        del prompt  # so does a number
-        return lambda token: "" if token is None else f"{token} "
-
-
-class TokenizerCodec:
-    """A Hugging Face `tokenizer.json`.
-
-    Raises:
-      ImportError: if the package `tokenizers` is not installed.
-      ValueError: if the file cannot be read.
-    """
-
-    def __init__(self, path: Path) -> None:
-        try:
-            import tokenizers
-        except ImportError as error:
-            raise ImportError(
-                f"{path} needs the package tokenizers: pip install 'turbojax[text]'"
-            ) from error
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the package raises nothing more special
-            raise ValueError(f"{path} is not a readable tokenizer: {error}") from error
-
-    def encode(self, text: bytes) -> list[int]:
-        """The tokens of UTF-8 text, special ones included."""
-        tokens = self._tokenizer.encode(text.decode("utf-8")).ids
-        if not tokens:
-            raise ValueError("the text must hold at least one token")
-        return tokens
-
-    def decoder(self, prompt: list[int]) -> Callable[[int | None], str]:
-        """See `Codec`; text is held back as long as its last character is incomplete."""
-        # A token alone may lose its leading space, so it is decoded after those before it.
-        shown, waiting = prompt[-_CONTEXT:], list[int]()
-
-        def decode(token: int | None) -> str:
-            nonlocal shown, waiting
-            waiting += [] if token is None else [token]
-            before = self._tokenizer.decode(shown)
-            text = self._tokenizer.decode(shown + waiting)
-            if token is not None and text.endswith("\N{REPLACEMENT CHARACTER}"):
-                return ""
-            shown, waiting = waiting or shown, []
-            return text[len(before) :]
-
-        return decode
+# Stands for the next token of a sequence that has ended.
+_ENDED = -1
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
 
 
 @dataclasses.dataclass(frozen=True)
 class TextModel:
-    """A model to generate with, and how to read and write its tokens."""
+    """A model to generate with, and what turns text into its tokens and back."""
 
     decoder: models.Decoder | models.QuantizedDecoder
-    codec: Codec
+    tokenizer: Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +40,9 @@ class GenerationReport:
       cache: name of the cache.
       batch_size: sequences.
       prompt_tokens: of each.
-      new_tokens: of each.
+      new_tokens: of the first; the others have as many, or fewer or more if they are drawn and
+        some end.
+      finish_reason: of the first: ``"length"``, or ``"stop"`` at a token or text that ends it.
       text: what the first sequence was continued with.
       cache_bytes: of all layers and sequences.
       compression_ratio: bytes of bfloat16 caches of the same capacity over these.
@@ -151,6 +55,7 @@ class GenerationReport:
     batch_size: int
     prompt_tokens: int
     new_tokens: int
+    finish_reason: str
     text: str
     cache_bytes: int
     compression_ratio: float
@@ -215,26 +120,23 @@ def load_text_model(path: str, dtype: np.dtype | None = None) -> TextModel:
     """Loads a checkpoint with what reads its text.
 
     Args:
-      path: ``"embedded"`` or a checkpoint's folder, quantized or not. A vocabulary of 256 tokens is
-        bytes; otherwise the folder's `tokenizer.json` is used, and without one tokens are numbers.
+      path: ``"embedded"`` or a checkpoint's folder, quantized or not. What reads its text, see
+        `load_tokenizer`.
       dtype: of weights and computation. By default float32 on a CPU, where it is the fast one, and
         otherwise that of the checkpoint.
 
     Raises:
       ImportError: if there is a `tokenizer.json` and the package `tokenizers` is missing.
-      OSError, ValueError, NotImplementedError: see `models.load`.
+      OSError, ValueError, NotImplementedError: see `models.load` and `load_tokenizer`.
     """
     if dtype is None and jax.default_backend() == "cpu":
         dtype = jnp.dtype(jnp.float32)
-    tokenizer = Path(path) / TOKENIZER_NAME
     # Before the weights are read, which takes longer.
-    codec: Codec | None = TokenizerCodec(tokenizer) if tokenizer.is_file() else None
+    tokenizer = load_tokenizer(path)
     model = models.load(path, dtype=dtype)
-    if codec is None:
-        codec = ByteCodec() if model.config.vocab_size == BYTES else NumberCodec()
     if isinstance(model, models.QuantizedDecoder):
-        return TextModel(model, codec)
-    return TextModel(models.unstack(model, consume=True), codec)
+        return TextModel(model, tokenizer)
+    return TextModel(models.unstack(model, consume=True), tokenizer)
 
 
 def random_text_model(
@@ -255,7 +157,46 @@ def random_text_model(
     if shape not in models.SHAPES:
         raise ValueError(f"random weights {shape!r} must be one of {', '.join(models.SHAPES)}")
     make = models.random_decoder if weights == "float" else models.random_quantized_decoder
-    return TextModel(make(models.SHAPES[shape], dtype=dtype or jnp.bfloat16), NumberCodec())
+    config = models.SHAPES[shape]
+    return TextModel(make(config, dtype=dtype or jnp.bfloat16), NumberTokenizer(config.vocab_size))
+
+
+def read_text(content: bytes) -> str:
+    """UTF-8 as text; other bytes as `Tokenizer.encode` takes them."""
+    return content.decode("utf-8", "surrogateescape")
+
+
+def unescape(text: str) -> str:
+    r"""A text of a command line: ``\n``, ``\t``, ``\r`` and ``\\`` are what they are in Python."""
+    return re.sub(r"\\([ntr\\])", lambda match: _ESCAPES[match[1]], text)
+
+
+def prompt_tokens(
+    model: TextModel, content: str, *, chat: bool = False, system: str | None = None
+) -> list[int]:
+    """The tokens of a prompt.
+
+    Args:
+      model: whose.
+      content: a text to continue, or with `chat` what the user says.
+      chat: whether to write it as a conversation, by the checkpoint's template.
+      system: what stands before a conversation, if something does.
+
+    Raises:
+      ImportError: if a package is missing that this needs.
+      ValueError: if there is no token, no template, or no `chat` to have a `system`.
+    """
+    if system is not None and not chat:
+        raise ValueError("a system message is for a conversation: it needs chat")
+    if chat:
+        said = [("system", system), ("user", content)]
+        messages = [{"role": role, "content": x} for role, x in said if x is not None]
+        tokens = chat_tokens(model.tokenizer, messages)
+    else:
+        tokens = model.tokenizer.encode(content)
+    if not tokens:
+        raise ValueError("the text must hold at least one token")
+    return tokens
 
 
 def copies(tokens: list[int], batch_size: int) -> np.ndarray:
@@ -286,18 +227,22 @@ def run(
     *,
     max_new_tokens: int,
     cache: str,
+    sampling: models.Sampling = GREEDY,
+    stop_strings: Sequence[str] = (),
     prefill_batch_size: int | None = None,
     implementation: str | None = None,
     pooled_prefill: models.PooledAttention | None = None,
     show: Callable[[str], None] | None = None,
 ) -> GenerationReport:
-    """Continues prompts greedily and measures it.
+    """Continues prompts and measures it; a text ends where its tokenizer says that texts end.
 
     Args:
       model: what generates.
       tokens: int32 ``[B, T]``.
-      max_new_tokens: to add to each.
+      max_new_tokens: to add to each, at most.
       cache: its name, see `models.cache_by_name`.
+      sampling: how tokens are chosen, see `models.generate`.
+      stop_strings: texts that end a text and are no part of it.
       prefill_batch_size: see `models.start`.
       implementation: see `models.start`.
       pooled_prefill: see `models.start`.
@@ -306,9 +251,10 @@ def run(
     Raises:
       ValueError, NotImplementedError: see `models.start` and `models.generate`.
     """
-    if max_new_tokens < 1:
-        raise ValueError(f"{max_new_tokens=} must be at least 1")
-    decoder, (batch, length) = model.decoder, tokens.shape
+    # Before the prompts run, which may take long.
+    _checks.check_sizes(max_new_tokens=max_new_tokens)
+    check_stop_strings(stop_strings)
+    decoder, (batch, length), ends = model.decoder, tokens.shape, model.tokenizer.eos_token_ids
     begun = time.perf_counter()
     session = models.start(
         decoder,
@@ -322,27 +268,64 @@ def run(
     jax.block_until_ready(session.logits)
     prefilled = time.perf_counter()
     nbytes, ratio = session.caches.nbytes, session.caches.compression_ratio
-    decode, pieces, times = model.codec.decoder(tokens[0].tolist()), [], []
-
-    def emit(piece: str) -> None:
-        pieces.append(piece)
-        if show is not None:
-            show(piece)
-
-    for new in generation.stream(session, max_new_tokens):
+    prompts = tokens.tolist()
+    first = _FirstText(TextStream(model.tokenizer.stream(prompts[0]), stop_strings), ends, show)
+    times, counts = [], []
+    for new in generation.stream(
+        session,
+        max_new_tokens,
+        sampling=sampling,
+        stop_tokens=ends,
+        stop_strings=stop_strings,
+        tokenizer=model.tokenizer,
+        prompts=prompts,
+        pad_token=_ENDED,
+    ):
         times.append(time.perf_counter())
-        emit(decode(int(new[0])))
-    emit(decode(None))
+        counts.append(int(np.sum(new != _ENDED)))
+        first.add(int(new[0]))
+    first.end()
     # The first token comes with the prefill, the second from a step that was compiled first.
-    steps = len(times) - 2
+    timed = sum(counts[2:])
     return GenerationReport(
         cache=cache,
         batch_size=batch,
         prompt_tokens=length,
-        new_tokens=max_new_tokens,
-        text="".join(pieces),
+        new_tokens=first.tokens,
+        finish_reason="stop" if first.stopped else "length",
+        text=first.text.text,
         cache_bytes=nbytes,
         compression_ratio=ratio,
         prefill_seconds=prefilled - begun,
-        tokens_per_second=batch * steps / (times[-1] - times[1]) if steps > 0 else None,
+        tokens_per_second=timed / (times[-1] - times[1]) if timed else None,
     )
+
+
+class _FirstText:
+    """The first sequence: its text, shown as it comes, how many tokens it has and how it ends."""
+
+    def __init__(
+        self, text: TextStream, ends: Sequence[int], show: Callable[[str], None] | None
+    ) -> None:
+        self.text = text
+        self.tokens = 0
+        self.stopped = False
+        self._ends = ends
+        self._show = show
+
+    def add(self, token: int) -> None:
+        if token == _ENDED:
+            return
+        self.tokens += 1
+        self.stopped = token in self._ends
+        if not self.stopped:
+            self._emit(self.text.add(token))
+            self.stopped = self.text.stopped
+
+    def end(self) -> None:
+        self._emit(self.text.add(None))
+        self.stopped |= self.text.stopped
+
+    def _emit(self, piece: str) -> None:
+        if piece and self._show is not None:
+            self._show(piece)

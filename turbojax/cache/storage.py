@@ -110,7 +110,9 @@ class StoredFile:
         self._read: set[str] = set()
         differing = sorted(self._summaries.keys() ^ set(tensors.keys()))
         if differing:
-            raise ValueError(f"{path} is damaged: its metadata and its arrays differ in {differing}")
+            raise ValueError(
+                f"{path} is damaged: its metadata and its arrays differ in {differing}"
+            )
 
     def require(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
         """Raises ValueError unless the file holds an array of this name, shape and dtype."""
@@ -163,9 +165,7 @@ def open_file(path: str | os.PathLike[str]) -> Iterator[StoredFile]:
     try:
         opened = safe_open(source, framework="np")
     except SafetensorError as error:
-        raise ValueError(
-            f"{source} is cut off, or no safetensors file: {error}"
-        ) from error
+        raise ValueError(f"{source} is cut off, or no safetensors file: {error}") from error
     with opened as tensors:
         yield StoredFile(source, tensors)
 
@@ -181,7 +181,8 @@ def _checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
         return {}
     if not isinstance(metadata, Mapping):
         raise TypeError(f"metadata is a {type(metadata).__name__}, must be a dict of strings")
-    for key, value in metadata.items():
-        if not isinstance(key, str) or not isinstance(value, str):
-            raise TypeError(f"metadata[{key!r}]={value!r} must be a string, by string")
-    return dict(metadata)
+    items: list[tuple[Any, Any]] = list(metadata.items())
+    for key, value in items:
+        if not (isinstance(key, str) and isinstance(value, str)):
+            raise TypeError(f"metadata[{key!r}]={value!r}: both must be strings")
+    return dict(items)

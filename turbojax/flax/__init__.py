@@ -1,6 +1,19 @@
-"""Flax nnx modules."""
+"""Flax modules and attention functions: for nnx, and in `turbojax.flax.linen` for linen."""
 
+from turbojax.flax import linen as linen
+from turbojax.flax.attention import TurboAttention as TurboAttention
+from turbojax.flax.attention_fn import PooledAttentionFn as PooledAttentionFn
+from turbojax.flax.attention_fn import TurboAttentionFn as TurboAttentionFn
+from turbojax.flax.attention_fn import attention_fn as attention_fn
 from turbojax.flax.linear import FrozenParam as FrozenParam
 from turbojax.flax.linear import Int4Linear as Int4Linear
 
-__all__ = ["FrozenParam", "Int4Linear"]
+__all__ = [
+    "FrozenParam",
+    "Int4Linear",
+    "PooledAttentionFn",
+    "TurboAttention",
+    "TurboAttentionFn",
+    "attention_fn",
+    "linen",
+]

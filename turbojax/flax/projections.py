@@ -1,4 +1,4 @@
-"""The linear layers around an attention with grouped queries and rotary positions."""
+"""The linear layers around an attention with grouped queries, and their rotary positions."""
 
 import functools
 from typing import Any
@@ -21,7 +21,8 @@ class AttentionProjections(nnx.Module):
       o_proj: ``[N H, D]``.
       q_norm: `RMSNorm` of each head's query before it is rotated, or None.
       k_norm: the same of keys.
-      rope: how positions turn queries and keys.
+      rope: how positions turn queries and keys, or None.
+      head_dim: channels of a head, `H`.
     """
 
     def __init__(
@@ -29,8 +30,9 @@ class AttentionProjections(nnx.Module):
         hidden_size: int,
         num_heads: int,
         num_kv_heads: int,
-        rope: Rope,
+        rope: Rope | None,
         *,
+        head_dim: int | None = None,
         qkv_bias: bool = False,
         output_bias: bool = False,
         qk_norm_eps: float | None = None,
@@ -47,7 +49,8 @@ class AttentionProjections(nnx.Module):
           hidden_size: width `D` of the residual stream.
           num_heads: query heads `N`.
           num_kv_heads: key/value heads `K`.
-          rope: rotary embedding, which knows the width `H` of a head.
+          rope: rotary embedding, which knows the width `H` of a head; None for no positions.
+          head_dim: `H`; needed without a rotary embedding.
           qkv_bias: whether queries, keys and values have biases.
           output_bias: whether the output has one.
           qk_norm_eps: epsilon of norms of queries and keys; None for no such norms.
@@ -59,9 +62,14 @@ class AttentionProjections(nnx.Module):
           dtype: of the computation.
           param_dtype: of the parameters.
           rngs: source of the initial parameters (stream `params`).
+
+        Raises:
+          ValueError: if `head_dim` is missing, or another one than the rotary embedding's.
         """
+        self.rope = rope
+        self.head_dim = check_head_dim(rope, head_dim)
         make = functools.partial(linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        width, kv_width = num_heads * rope.head_dim, num_kv_heads * rope.head_dim
+        width, kv_width = num_heads * self.head_dim, num_kv_heads * self.head_dim
         inward = outward = None
         if sharding is not None:
             inward, outward = tuple(sharding), tuple(sharding[::-1])
@@ -72,32 +80,66 @@ class AttentionProjections(nnx.Module):
             width, hidden_size, sharding=outward, gain=output_gain, use_bias=output_bias
         )
         norm = functools.partial(
-            RMSNorm, rope.head_dim, qk_norm_eps or 0.0, offset=norm_offset, param_dtype=param_dtype
+            RMSNorm, self.head_dim, qk_norm_eps or 0.0, offset=norm_offset, param_dtype=param_dtype
         )
         self.q_norm = None if qk_norm_eps is None else norm()
         self.k_norm = None if qk_norm_eps is None else norm()
-        self.rope = rope
 
-    def heads(self, x: jax.Array, angles: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def heads(
+        self, x: jax.Array, angles: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values.
 
         Args:
           x: ``[B, T, D]``.
-          angles: float32 ``[B, T, 1, R/2]``, see `Rope.angles`.
+          angles: float32 ``[B, T, 1, R/2]``, see `Rope.angles`; None without a rotary embedding.
 
         Returns:
           Query ``[B, T, N, H]`` and key ``[B, T, K, H]``, rotated, and value ``[B, T, K, H]``.
+
+        Raises:
+          ValueError: if there are angles and no rotary embedding, or the other way round.
         """
-        shape = (*x.shape[:2], -1, self.rope.head_dim)
+        shape = (*x.shape[:2], -1, self.head_dim)
         query, key = self.q_proj(x).reshape(shape), self.k_proj(x).reshape(shape)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         value = self.v_proj(x).reshape(shape)
-        return self.rope.rotate(query, angles), self.rope.rotate(key, angles), value
+        return *rotate(self.rope, query, key, angles), value
 
     def output(self, attended: jax.Array) -> jax.Array:
         """Maps attended values ``[B, T, N, H]`` to ``[B, T, D]``."""
         return self.o_proj(attended.reshape(*attended.shape[:2], -1))
+
+
+def check_head_dim(rope: Rope | None, head_dim: int | None) -> int:
+    """The width of a head, given by itself or by the rotary embedding.
+
+    Raises:
+      ValueError: if neither says it, or both say something else.
+    """
+    if rope is None:
+        if head_dim is None:
+            raise ValueError("head_dim=None must be given where rope=None does not say it")
+        return head_dim
+    if head_dim not in (None, rope.head_dim):
+        raise ValueError(f"{head_dim=} must equal rope.head_dim={rope.head_dim}")
+    return rope.head_dim
+
+
+def rotate(
+    rope: Rope | None, query: jax.Array, key: jax.Array, angles: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Queries and keys at their positions; as they are without a rotary embedding.
+
+    Raises:
+      ValueError: if there are angles and no rotary embedding, or the other way round.
+    """
+    if (rope is None) != (angles is None):
+        raise ValueError(f"{rope=} must have angles if and only if it is not None")
+    if rope is None or angles is None:
+        return query, key
+    return rope.rotate(query, angles), rope.rotate(key, angles)
 
 
 def linear(
@@ -124,7 +166,6 @@ def linear(
       param_dtype: of the parameters.
       rngs: source of the initial parameters.
     """
-    init = nnx.initializers.variance_scaling(gain**2, "fan_in", "truncated_normal")
     metadata: dict[str, Any] = {}
     if sharding is not None:
         metadata["kernel_metadata"] = {"out_sharding": sharding}
@@ -136,7 +177,12 @@ def linear(
         use_bias=use_bias,
         dtype=dtype,
         param_dtype=param_dtype,
-        kernel_init=init,
+        kernel_init=kernel_init(gain),
         rngs=rngs,
         **metadata,
     )
+
+
+def kernel_init(gain: float) -> jax.nn.initializers.Initializer:
+    """Initial weights of variance ``gain**2`` over the number of inputs."""
+    return jax.nn.initializers.variance_scaling(gain**2, "fan_in", "truncated_normal")

@@ -10,7 +10,7 @@ from turbojax.cache import ProgressiveCache, init_cache, kv4
 from turbojax.config import TurboConfig
 from turbojax.layer_cache import paged
 
-CacheKind = Literal["exact", "kv4"] | paged.PagedKind | TurboConfig
+CacheKind = Literal["exact", "kv4", "bfloat16"] | paged.PagedKind | TurboConfig
 LayerCache = exact.ExactCache | ProgressiveCache | kv4.Kv4Cache | paged.PagedLayer
 CACHE_NAMES = ("exact", "4bit", "2/4bit", "3bit", "2bit", "kv4", *paged.PAGED_KINDS)
 
@@ -62,8 +62,8 @@ def init_layer_cache(
       max_length: tokens each can hold.
       num_kv_heads: key/value heads, `K`.
       head_dim: channels, `H`.
-      kind: ``"exact"`` for an uncompressed cache, in `dtype` if that has 16 bits and otherwise in
-        bfloat16, ``"kv4"``, pages of tokens in `dtype` (``"paged"``), in 8-bit floats
+      kind: ``"exact"`` for keys and values as they are, ``"bfloat16"`` for the same rounded to
+        that, ``"kv4"``, pages of tokens in `dtype` (``"paged"``), in 8-bit floats
         (``"fp8_e4m3"``, ``"fp8_e5m2"``: at scale 1, so that keys and values must be within 448 or
         57344) or as ``"turbo4"``, or the config of a progressively compressed cache.
       dtype: of queries, keys and values.
@@ -74,13 +74,13 @@ def init_layer_cache(
     sizes, dtype = (batch_size, max_length, num_kv_heads, head_dim), jnp.dtype(dtype)
     if isinstance(kind, TurboConfig):
         return init_cache(*sizes, config=kind, dtype=dtype)
-    if kind == "exact":
-        return exact.init_cache(*sizes, dtype=dtype if dtype.itemsize == 2 else jnp.bfloat16)
+    if kind in ("exact", "bfloat16"):
+        return exact.init_cache(*sizes, dtype=dtype if kind == "exact" else jnp.bfloat16)
     if kind == "kv4":
         return kv4.init_cache(*sizes, dtype=dtype)
     if kind in paged.PAGED_KINDS:
         return paged.init_layer(*sizes, kind=kind, dtype=dtype)
-    names = ", ".join(repr(name) for name in ("exact", "kv4", *paged.PAGED_KINDS))
+    names = ", ".join(repr(name) for name in ("exact", "kv4", *paged.PAGED_KINDS, "bfloat16"))
     raise ValueError(f"cache={kind!r} must be {names} or a TurboConfig")
 
 

@@ -1,7 +1,7 @@
 """What of a layer's cache is worth storing, and how the cache is made of it again.
 
-Only what sequences hold is kept: of a cache with room for 32k tokens that holds 500, these 500. What
-lies past a sequence's length means nothing, and comes back as zeros.
+Only what sequences hold is kept: of a cache with room for 32k tokens that holds 500, these 500.
+What lies past a sequence's length means nothing, and comes back as zeros.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import numpy as np
 from turbojax import _checks
 from turbojax.baselines import exact
 from turbojax.cache import ProgressiveCache, init_cache, kv4
-from turbojax.cache.paged import PagedCache, init_paged_cache
+from turbojax.cache.paged import PagedCache, init_paged_cache, page_arrays
 from turbojax.cache.storage import StoredFile
 from turbojax.config import TurboConfig
 from turbojax.layer_cache.kinds import LayerCache
@@ -73,11 +73,13 @@ def pack(cache: LayerCache | PagedCache) -> dict[str, np.ndarray]:
 
     Raises:
       TypeError: if it is no cache that can be stored.
-      ValueError: under `jit`.
+      ValueError: under `jit`, or for stacked layers of pages.
     """
     rules = _KINDS[_kind_name(cache)].rules
     if not _checks.is_concrete(*jax.tree.leaves(cache)):
         raise ValueError("a cache cannot be stored under jit: its values are not known there")
+    if isinstance(cache, PagedLayer) and cache.lengths.ndim > 1:
+        raise ValueError("stacked layers of pages cannot be stored together, only one by one")
     leaves = _named_leaves(_in_rows(cache) if isinstance(cache, PagedLayer) else cache)
     counts = _counts({name: np.asarray(leaves[name]) for name in _lengths_of(leaves)}, cache)
     arrays = {}
@@ -121,7 +123,7 @@ def unpack(
             leaves.append(_spread(file.read(prefix + name), rule.axis, held, full))
     cache = jax.tree.unflatten(jax.tree.structure(template), leaves)
     _validate(file.path, cache)
-    return _in_pages(cache) if isinstance(cache, PagedLayer) else cache
+    return _in_pages(cache, description["page_size"]) if isinstance(cache, PagedLayer) else cache
 
 
 # Kinds -------------------------------------------------------------------------------------------
@@ -272,15 +274,19 @@ def _template(
         stacked = tuple(description.get("stacked", ()))
     except (KeyError, TypeError, ValueError, NotImplementedError) as error:
         raise ValueError(f"{path} describes no cache that is known here: {error!r}") from error
-    add_axes = lambda x: jax.ShapeDtypeStruct((*stacked, *x.shape), x.dtype)  # noqa: E731
-    return kind.rules, jax.tree.map(add_axes, empty)
+    return kind.rules, jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((*stacked, *x.shape), x.dtype), empty
+    )
 
 
 # Pages of a layer --------------------------------------------------------------------------------
 
 
 def _in_rows(layer: PagedLayer) -> PagedLayer:
-    """A layer whose page arrays are ``[B, K, S, ...]``, in the order of tokens: no layer to use."""
+    """A layer whose page arrays are ``[B, K, S, ...]``, in the order of tokens, without tables.
+
+    Only to be stored: where its pages lay does not matter.
+    """
     pages, (batch, entries) = layer.pages, layer.block_tables.shape
     # Entries past a sequence's pages may be anything; what they yield is not looked at.
     tables = jnp.clip(layer.block_tables, 0, pages.num_pages - 1)
@@ -289,26 +295,24 @@ def _in_rows(layer: PagedLayer) -> PagedLayer:
         x = jnp.moveaxis(x[tables], 1, 2)  # [B, K, entries, page_size, ...]
         return x.reshape(batch, x.shape[1], entries * pages.page_size, *x.shape[4:])
 
-    return dataclasses.replace(layer, pages=_map_pages(rows, pages))
+    return dataclasses.replace(layer, pages=_map_pages(rows, pages), block_tables=tables[:, :0])
 
 
-def _in_pages(layer: PagedLayer) -> PagedLayer:
-    """The inverse of `_in_rows`, for tables that name all pages in order."""
-    batch, entries = layer.block_tables.shape
+def _in_pages(layer: PagedLayer, page_size: int) -> PagedLayer:
+    """The inverse of `_in_rows`, with the pages of each sequence in order."""
+    batch, entries = layer.batch_size, layer.pages.key.shape[2] // page_size
+    tables = jnp.arange(batch * entries, dtype=jnp.int32).reshape(batch, entries)
 
     def split(x: jax.Array) -> jax.Array:
         x = x.reshape(batch, x.shape[1], entries, -1, *x.shape[3:])
         return jnp.moveaxis(x, 2, 1).reshape(batch * entries, *x.shape[1:2], *x.shape[3:])
 
-    return dataclasses.replace(layer, pages=_map_pages(split, layer.pages))
+    return dataclasses.replace(layer, pages=_map_pages(split, layer.pages), block_tables=tables)
 
 
 def _map_pages(change: Callable[[jax.Array], jax.Array], pages: PagedCache) -> PagedCache:
-    names = [name for name in ("key", "value", "key_norm", "value_norm")]
-    held = {name: getattr(pages, name) for name in names}
-    return dataclasses.replace(
-        pages, **{name: change(x) for name, x in held.items() if x is not None}
-    )
+    changed: dict[str, Any] = {name: change(x) for name, x in page_arrays(pages).items()}
+    return dataclasses.replace(pages, **changed)
 
 
 # Arrays ------------------------------------------------------------------------------------------
@@ -338,6 +342,10 @@ def _counts(lengths: dict[str, np.ndarray], cache: Any) -> dict[str, np.ndarray]
 
 def _check_counts(path: Path, counts: Counts, template: Any) -> None:
     """Raises ValueError where a file's lengths cannot be those of such a cache."""
+    if _BUFFERED in counts:
+        size, buffered = template.config.buffer_size, counts[_BUFFERED]
+        if np.any(buffered >= size):
+            raise ValueError(f"{path}: buffer_lengths={buffered.tolist()} must be below {size}")
     for name, held in counts.items():
         if np.any(held < 0):
             raise ValueError(f"{path}: {name}={held.tolist()} must not be negative")
@@ -346,10 +354,6 @@ def _check_counts(path: Path, counts: Counts, template: Any) -> None:
             f"{path} holds lengths={counts[_TOKENS].tolist()}, which must be at most "
             f"max_length={template.max_length}"
         )
-    if _BUFFERED in counts:
-        size, held = template.config.buffer_size, counts[_BUFFERED]
-        if np.any(held >= size):
-            raise ValueError(f"{path}: buffer_lengths={held.tolist()} must be below {size}")
 
 
 def _rows_first(x: Any, axis: int, ndim: int) -> tuple[int, ...]:
@@ -374,23 +378,20 @@ def _spread(x: np.ndarray, axis: int, counts: np.ndarray, shape: tuple[int, ...]
     rows = np.zeros((*counts.shape, longest, *x.shape[1:]), x.dtype)
     rows[np.arange(longest) < counts[..., None]] = x
     held = jnp.asarray(np.moveaxis(rows, counts.ndim, axis))
-    padding = [(0, 0)] * len(shape)
-    padding[axis] = (0, shape[axis] - longest)
-    return jnp.pad(held, padding)
+    padding = [(0, 0, 0)] * len(shape)
+    padding[axis] = (0, shape[axis] - longest, 0)
+    return jax.lax.pad(held, jnp.zeros((), x.dtype), padding)
 
 
 def _validate(path: Path, cache: Any) -> None:
     """Raises ValueError if the cache breaks an invariant of its class."""
-    parts = [cache]
-    for _ in getattr(cache, "lengths", jnp.zeros(1)).shape[:-1]:
-        parts = [jax.tree.map(lambda x: x[i], part) for part in parts for i in range(_layers(part))]
-    for part in parts:
-        if hasattr(part, "validate"):
-            try:
-                part.validate()
-            except ValueError as error:
-                raise ValueError(f"{path} holds no valid cache: {error}") from error
-
-
-def _layers(cache: Any) -> int:
-    return len(cache.lengths)
+    if isinstance(cache, PagedLayer | exact.ExactCache):
+        return  # all that there is to check has been checked
+    if not isinstance(cache, PagedCache) and cache.lengths.ndim > 1:
+        for layer in range(len(cache.lengths)):
+            _validate(path, jax.tree.map(lambda x: x[layer], cache))  # noqa: B023
+        return
+    try:
+        cache.validate()
+    except ValueError as error:
+        raise ValueError(f"{path} holds no valid cache: {error}") from error

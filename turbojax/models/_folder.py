@@ -1,39 +1,144 @@
-"""The two files of a checkpoint's folder: `config.json` and `model.safetensors`."""
+"""The files of a checkpoint's folder: `config.json`, and tensors in safetensors files.
 
+A safetensors file is the length of a header (8 bytes, little endian), the header (a JSON object
+that gives dtype, shape and place of each tensor), and the tensors' bytes. Tensors are read and
+written one at a time, so that a large file never lies in memory as a whole.
+"""
+
+import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors import SafetensorError, safe_open
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
-SHARDS_NAME = f"{WEIGHTS_NAME}.index.json"
-"""What stands beside weights that are split into several files."""
+INDEX_NAME = f"{WEIGHTS_NAME}.index.json"
+"""What stands beside weights that are split into several files, and says which are where."""
+
+MAX_SHARD_BYTES = 5_000_000_000
+
+# Names of dtypes in safetensors files.
+_DTYPES: dict[str, np.dtype] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": jnp.dtype(jnp.bfloat16),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_HEADER_LENGTH_BYTES = 8
+_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
-def require_file(folder: Path, name: str) -> Path:
-    """The file of this name in a folder.
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A tensor in a safetensors file.
+
+    Attributes:
+      file: where it lies.
+      dtype: its dtype's name there, such as ``"BF16"``.
+      shape: its shape.
+      begin: its first byte in the file.
+      nbytes: how many there are.
+    """
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    nbytes: int
+
+    @property
+    def numpy_dtype(self) -> np.dtype:
+        """The dtype of what is read.
+
+        Raises:
+          NotImplementedError: if numpy has none like it.
+        """
+        dtype = _DTYPES.get(self.dtype)
+        if dtype is None:
+            raise NotImplementedError(f"{self.file}: dtype {self.dtype} is not supported")
+        return dtype
+
+    def read(self, first: int = 0, count: int | None = None) -> np.ndarray:
+        """Reads some rows, by default all.
+
+        Args:
+          first: of the rows.
+          count: how many; None for all from the first.
+
+        Raises:
+          NotImplementedError: see `numpy_dtype`.
+          ValueError: if the file has become shorter.
+        """
+        shape, dtype = self.shape, self.numpy_dtype
+        if count is not None:
+            shape = (min(count, shape[0] - first), *shape[1:])
+        row = dtype.itemsize * int(np.prod(self.shape[1:], dtype=np.int64))
+        offset = self.begin + first * row
+        size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        content = np.fromfile(self.file, np.uint8, count=size, offset=offset)
+        if content.size != size:
+            raise ValueError(f"{self.file} ends before byte {offset + size}")
+        return content.view(dtype).reshape(shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A tensor to be written, made when its turn comes.
+
+    Attributes:
+      name: in the file.
+      dtype: one that `Stored.read` knows.
+      shape: its shape.
+      make: returns it.
+    """
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    make: Callable[[], np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in a file."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+def require_folder(folder: Path) -> None:
+    """Raises an OSError unless the folder exists.
 
     Raises:
-      FileNotFoundError: if the folder or the file does not exist.
+      FileNotFoundError: if nothing is there.
+      NotADirectoryError: if something else is.
     """
+    wanted = f"must be 'embedded' or a folder with {CONFIG_NAME} and {WEIGHTS_NAME}"
+    if not folder.exists():
+        raise FileNotFoundError(f"{str(folder)!r} {wanted}: there is no such folder")
     if not folder.is_dir():
-        raise FileNotFoundError(
-            f"{str(folder)!r} must be 'embedded' or a folder with {CONFIG_NAME} and {WEIGHTS_NAME}"
-        )
-    if not (folder / name).is_file():
-        if name == WEIGHTS_NAME and (folder / SHARDS_NAME).is_file():
-            raise FileNotFoundError(
-                f"{str(folder)!r} holds {SHARDS_NAME}: weights in several files are not supported, "
-                f"they must be one file, {WEIGHTS_NAME}"
-            )
-        raise FileNotFoundError(f"{str(folder)!r} is no checkpoint: it must hold {name}")
-    return folder / name
+        raise NotADirectoryError(f"{str(folder)!r} {wanted}, not a file")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """What a folder's `config.json` says.
+
+    Raises:
+      OSError: if there is no such folder, or no such file in it.
+      ValueError: if the file cannot be parsed, or holds no object.
+    """
+    require_folder(folder)
+    if not (folder / CONFIG_NAME).is_file():
+        raise FileNotFoundError(f"{str(folder)!r} is no checkpoint: it must hold {CONFIG_NAME}")
+    return read_json(folder / CONFIG_NAME)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -51,45 +156,196 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_tensors(path: Path) -> dict[str, np.ndarray]:
-    """All tensors of a safetensors file.
+def weight_files(folder: Path) -> tuple[Path, ...]:
+    """The safetensors files of a checkpoint, one or many.
+
+    `model.safetensors` goes before an index of several files, as it does for transformers.
 
     Raises:
-      ValueError: if the file cannot be parsed.
+      FileNotFoundError: if there are none, or one that the index names is missing.
+      ValueError: if the index cannot be read.
     """
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
+    if (folder / WEIGHTS_NAME).is_file():
+        return (folder / WEIGHTS_NAME,)
+    if (folder / INDEX_NAME).is_file():
+        return tuple(dict.fromkeys(_read_index(folder).values()))
+    pickles = [name for name in _PICKLES if (folder / name).exists()]
+    if pickles:
+        raise FileNotFoundError(
+            f"{str(folder)!r} must hold {WEIGHTS_NAME}; {pickles[0]} is not read, because a pickle "
+            f"can run any code: AutoModelForCausalLM.from_pretrained({str(folder)!r})"
+            ".save_pretrained(...) of the package transformers writes safetensors"
+        )
+    raise FileNotFoundError(
+        f"{str(folder)!r} is no checkpoint: it must hold {WEIGHTS_NAME} or {INDEX_NAME}"
+    )
+
+
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """All tensors of a checkpoint's files, in the order in which they lie there; none is read.
+
+    Raises:
+      FileNotFoundError: see `weight_files`.
+      ValueError: if a file cannot be parsed or is cut short, two files hold tensors of one name,
+        or the index places a tensor in a file that lacks it.
+    """
+    tensors: dict[str, Stored] = {}
+    for file in weight_files(folder):
+        for name, stored in _read_header(file):
+            if name in tensors:
+                raise ValueError(f"{tensors[name].file} and {file} both hold {name}")
+            tensors[name] = stored
+    if not (folder / WEIGHTS_NAME).is_file():
+        lost: dict[Path, list[str]] = {}
+        for name, file in _read_index(folder).items():
+            if name not in tensors or tensors[name].file != file:
+                lost.setdefault(file, []).append(name)
+        for file, names in lost.items():
+            raise ValueError(f"{file} lacks {some(names)}, which {INDEX_NAME} places there")
+    return tensors
 
 
 def require_tensors(
-    tensors: Mapping[str, np.ndarray], expected: Mapping[str, tuple[int, ...]], source: Path
+    tensors: Mapping[str, Stored], expected: Mapping[str, tuple[int, ...]], folder: Path
 ) -> None:
     """Raises ValueError unless the tensors have exactly these names and shapes."""
     missing = sorted(expected.keys() - tensors.keys())
     if missing:
-        raise ValueError(f"{source} lacks {_some(missing)}")
+        files = {x.file for x in tensors.values()}
+        source = files.pop() if len(files) == 1 else folder / INDEX_NAME
+        raise ValueError(f"{source} lacks {some(missing)}")
     unexpected = sorted(tensors.keys() - expected.keys())
     if unexpected:
-        raise ValueError(f"{source} holds unexpected tensors: {_some(unexpected)}")
+        file = tensors[unexpected[0]].file
+        raise ValueError(f"{file} holds unexpected tensors: {some(unexpected)}")
     for name, shape in expected.items():
-        if tensors[name].shape != shape:
-            raise ValueError(f"{source}: {name} has shape {tensors[name].shape}, must be {shape}")
+        stored = tensors[name]
+        if stored.shape != shape:
+            raise ValueError(f"{stored.file}: {name} has shape {stored.shape}, must be {shape}")
 
 
 def write(
-    path: str | os.PathLike[str], config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]
+    path: str | os.PathLike[str],
+    config: Mapping[str, Any],
+    tensors: Sequence[Tensor],
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Writes both files into a folder, which is created if it does not exist."""
+    """Writes a checkpoint into a folder, which is created if it does not exist.
+
+    All weights are written under other names before what was there is touched. Then the folder
+    has no `config.json`, and so is no checkpoint, until everything has its name.
+
+    Args:
+      path: the folder; the checkpoint it held is replaced, other files stay.
+      config: content of `config.json`.
+      tensors: what to write.
+      max_shard_bytes: of the tensors in one file; a larger tensor gets a file of its own.
+    """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(dict(tensors), folder / WEIGHTS_NAME, metadata={"format": "pt"})
-    # safetensors creates the file readable for its owner alone; a package must be readable to all.
-    (folder / WEIGHTS_NAME).chmod(0o644)
-    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    shards = _split(tensors, max_shard_bytes)
+    count = len(shards)
+    names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+    if count == 1:
+        names = [WEIGHTS_NAME]
+    parts = [folder / f"{name}.part" for name in names]
+    try:
+        for part, shard in zip(parts, shards, strict=True):
+            _write_tensors(part, shard)
+        (folder / CONFIG_NAME).unlink(missing_ok=True)
+        for old in (folder / INDEX_NAME, folder / WEIGHTS_NAME, *folder.glob(_SHARD_PATTERN)):
+            old.unlink(missing_ok=True)
+        for part, name in zip(parts, names, strict=True):
+            part.rename(folder / name)
+    finally:
+        for part in parts:
+            part.unlink(missing_ok=True)
+    if count > 1:
+        places = {x.name: n for n, shard in zip(names, shards, strict=True) for x in shard}
+        total = {"total_size": sum(x.nbytes for x in tensors)}
+        _write_json(folder / INDEX_NAME, {"metadata": total, "weight_map": places})
+    _write_json(folder / CONFIG_NAME, config)
 
 
-def _some(names: list[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """The first few of these names."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
+
+
+_SHARD_PATTERN = "model-[0-9]*-of-[0-9]*.safetensors"
+
+
+def _read_index(folder: Path) -> dict[str, Path]:
+    """Which file holds each tensor."""
+    index = folder / INDEX_NAME
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise ValueError(f"{index} must hold a weight_map, from tensors to files")
+    for name, file in places.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ValueError(f"{index} places {name} in {file!r}, must be a file beside it")
+    missing = sorted({file for file in places.values() if not (folder / file).is_file()})
+    if missing:
+        raise FileNotFoundError(f"{str(folder)!r} lacks {some(missing)}, which {INDEX_NAME} names")
+    return {name: folder / file for name, file in places.items()}
+
+
+def _read_header(file: Path) -> Iterator[tuple[str, Stored]]:
+    """Name and place of each tensor of a file, in their order."""
+    # The library checks the header, and that the file is as long as it says. It does not say where
+    # tensors lie, and reads bfloat16 for numpy only in its newest versions.
+    try:
+        with safe_open(file, framework="numpy"):
+            pass
+    except SafetensorError as error:
+        raise ValueError(
+            f"{file} is not a readable safetensors file, or was cut short: {error}"
+        ) from error
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(_HEADER_LENGTH_BYTES), "little")
+        header = json.loads(opened.read(length))
+    header.pop("__metadata__", None)
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        begin, end = entry["data_offsets"]
+        start = _HEADER_LENGTH_BYTES + length + begin
+        yield name, Stored(file, entry["dtype"], tuple(entry["shape"]), start, end - begin)
+
+
+def _split(tensors: Sequence[Tensor], max_bytes: int) -> list[list[Tensor]]:
+    """Groups of neighbours, each of at most so many bytes or a single tensor."""
+    shards: list[list[Tensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if shards[-1] and size + tensor.nbytes > max_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.nbytes
+    return shards
+
+
+def _write_tensors(path: Path, tensors: Sequence[Tensor]) -> None:
+    # Tensors begin at multiples of their items' sizes if wide items come first.
+    ordered = sorted(tensors, key=lambda x: -x.dtype.itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for x in ordered:
+        begin, end = end, end + x.nbytes
+        header[x.name] = {
+            "dtype": _DTYPE_NAMES[x.dtype],
+            "shape": list(x.shape),
+            "data_offsets": [begin, end],
+        }
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % _HEADER_LENGTH_BYTES)
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(_HEADER_LENGTH_BYTES, "little"))
+        file.write(encoded)
+        for x in ordered:
+            array = np.ascontiguousarray(x.make())
+            file.write(array.reshape(-1).view(np.uint8).data)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

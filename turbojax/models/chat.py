@@ -106,7 +106,8 @@ def render_template(
     if not messages:
         raise ValueError("a conversation must have at least one message")
     for message in messages:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        given: Any = message
+        if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
             raise TypeError(f"{message=} must be a mapping with a role, which is a text")
     names = {
         "messages": messages,

@@ -1,44 +1,35 @@
-"""Hugging Face Llama folders: `config.json` and one `model.safetensors`.
+"""Hugging Face folders: `config.json`, and weights in one safetensors file or several.
 
 The model shipped with this package is such a folder, named ``"embedded"``. It is byte-level:
 token i is the byte of value i, and byte 0 stands before the first byte of every document
 (`BEGINNING_OF_FILE`), in training and wherever the model is used.
 """
 
+import dataclasses
+import functools
 import importlib.resources
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from turbojax.models import _folder, quantized_checkpoint
+from turbojax import _checks
+from turbojax.models import _folder, loading, quantized_checkpoint
+from turbojax.models._folder import MAX_SHARD_BYTES
 from turbojax.models._folder import WEIGHTS_NAME as WEIGHTS_NAME
 from turbojax.models.config import LlamaConfig
+from turbojax.models.decoder import Decoder
 from turbojax.models.llama import Llama
 from turbojax.models.quantized import QuantizedDecoder
+from turbojax.models.tensors import TensorSpec, checkpoint_tensors
 
 BEGINNING_OF_FILE = 0
-
-# Per-layer tensors: name under "model.layers.{i}." -> (path under `blocks`, is a matrix). Hugging
-# Face stores matrices as [out, in], nnx as [in, out].
-_LAYER_TENSORS = {
-    "input_layernorm.weight": (("attention_norm", "scale"), False),
-    "self_attn.q_proj.weight": (("attention", "q_proj", "kernel"), True),
-    "self_attn.k_proj.weight": (("attention", "k_proj", "kernel"), True),
-    "self_attn.v_proj.weight": (("attention", "v_proj", "kernel"), True),
-    "self_attn.o_proj.weight": (("attention", "o_proj", "kernel"), True),
-    "post_attention_layernorm.weight": (("mlp_norm", "scale"), False),
-    "mlp.gate_proj.weight": (("mlp", "gate_proj", "kernel"), True),
-    "mlp.up_proj.weight": (("mlp", "up_proj", "kernel"), True),
-    "mlp.down_proj.weight": (("mlp", "down_proj", "kernel"), True),
-}
 
 
 def embedded_path() -> Path:
@@ -53,38 +44,59 @@ def held_out_modules() -> tuple[str, ...]:
 
 
 def load(
-    path_or_name: str | os.PathLike[str] = "embedded", *, dtype: DTypeLike | None = None
+    path_or_name: str | os.PathLike[str] = "embedded",
+    *,
+    dtype: DTypeLike | None = None,
+    max_length: int | None = None,
+    progress: loading.Progress | None = None,
 ) -> Llama | QuantizedDecoder:
-    """Loads a Llama checkpoint, or a quantized one.
+    """Loads a checkpoint of the Llama family, or a quantized one.
+
+    Tensors go to JAX's default device one at a time: beside the model, host and device hold about
+    one of them.
 
     Args:
-      path_or_name: ``"embedded"`` for the shipped model, or a folder with `config.json` and
-        `model.safetensors`, in Hugging Face's Llama layout or written by `save_quantized`.
-      dtype: dtype of parameters and computation, by default that of the stored tensors. Codes and
-        scales of a quantized checkpoint stay as they are.
+      path_or_name: ``"embedded"`` for the shipped model, or a folder in Hugging Face's layout or
+        written by `save_quantized`: `config.json`, and `model.safetensors` or several files with
+        `model.safetensors.index.json`.
+      dtype: dtype of parameters and computation: float32, bfloat16 or float16. By default what
+        `config.json` names, and that of the embedding if it names none. Codes and scales of a
+        quantized checkpoint stay as they are.
+      max_length: longest sequence the model is meant for, by default what `config.json` says.
+      progress: called after each tensor with the bytes read and the bytes there are.
 
     Returns:
-      The model, its parameters on JAX's default device.
+      The model.
 
     Raises:
-      FileNotFoundError: if the folder or one of its two files does not exist.
-      NotImplementedError: if the architecture or the quantization is not supported, see
-        `LlamaConfig.from_hf`.
-      ValueError: if a file cannot be parsed, or tensors are missing, unexpected or mis-shaped.
+      OSError: `FileNotFoundError` if the folder or one of its files does not exist,
+        `NotADirectoryError` if the path is a file.
+      NotImplementedError: if the architecture, the quantization or a tensor's dtype is not
+        supported, see `LlamaConfig.from_hf`.
+      ValueError: if a file cannot be parsed or is cut short; tensors are missing, unexpected,
+        mis-shaped, or too large for `dtype`; tied embeddings differ; or an argument is out of
+        range.
     """
     folder, hf = checkpoint_folder(path_or_name), read_config(path_or_name)
     if quantized_checkpoint.is_quantized(hf):
-        return quantized_checkpoint.read(folder, hf, dtype=dtype)
-    return _read(folder, hf, dtype)
+        return quantized_checkpoint.read(
+            folder, hf, dtype=dtype, max_length=max_length, progress=progress
+        )
+    config = _config(hf, max_length)
+    return loading.read_llama(folder, hf, config, dtype=dtype, progress=progress)
 
 
 def load_llama(
-    path_or_name: str | os.PathLike[str] = "embedded", *, dtype: DTypeLike | None = None
+    path_or_name: str | os.PathLike[str] = "embedded",
+    *,
+    dtype: DTypeLike | None = None,
+    max_length: int | None = None,
+    progress: loading.Progress | None = None,
 ) -> Llama:
     """Loads a checkpoint whose weights are floating point, as `load` does.
 
     Raises:
-      FileNotFoundError, NotImplementedError, ValueError: as `load`.
+      OSError, NotImplementedError, ValueError: as `load`.
       ValueError: also if the checkpoint is quantized.
     """
     folder, hf = checkpoint_folder(path_or_name), read_config(path_or_name)
@@ -92,7 +104,31 @@ def load_llama(
         raise ValueError(
             f"{str(folder)!r} is a quantized model: the weights must be floating point"
         )
-    return _read(folder, hf, dtype)
+    config = _config(hf, max_length)
+    return loading.read_llama(folder, hf, config, dtype=dtype, progress=progress)
+
+
+def load_decoder(
+    path_or_name: str | os.PathLike[str] = "embedded",
+    *,
+    dtype: DTypeLike | None = None,
+    max_length: int | None = None,
+    progress: loading.Progress | None = None,
+) -> Decoder | QuantizedDecoder:
+    """Loads what generation runs: the weights layer by layer, without stacking them first.
+
+    Equal to `unstack` of what `load` returns, and to `load` where the checkpoint is quantized.
+
+    Raises:
+      OSError, NotImplementedError, ValueError: as `load`.
+    """
+    folder, hf = checkpoint_folder(path_or_name), read_config(path_or_name)
+    if quantized_checkpoint.is_quantized(hf):
+        return quantized_checkpoint.read(
+            folder, hf, dtype=dtype, max_length=max_length, progress=progress
+        )
+    config = _config(hf, max_length)
+    return loading.read_decoder(folder, hf, config, dtype=dtype, progress=progress)
 
 
 def checkpoint_folder(path_or_name: str | os.PathLike[str]) -> Path:
@@ -104,21 +140,22 @@ def read_config(path_or_name: str | os.PathLike[str]) -> dict[str, Any]:
     """What a checkpoint's `config.json` says.
 
     Raises:
-      FileNotFoundError: if there is none.
+      OSError: if there is no such folder, or no such file in it.
       ValueError: if it cannot be parsed.
     """
+    return _folder.read_config(checkpoint_folder(path_or_name))
+
+
+def weight_files(path_or_name: str | os.PathLike[str]) -> tuple[Path, ...]:
+    """The safetensors files of a checkpoint, one or many.
+
+    Raises:
+      OSError: if there is no such folder, or a file is missing in it.
+      ValueError: if the index of several files cannot be read.
+    """
     folder = checkpoint_folder(path_or_name)
-    return _folder.read_json(_folder.require_file(folder, _folder.CONFIG_NAME))
-
-
-def _read(folder: Path, hf: Mapping[str, Any], dtype: DTypeLike | None) -> Llama:
-    config = LlamaConfig.from_hf(hf)
-    weights = _folder.require_file(folder, _folder.WEIGHTS_NAME)
-    tensors = _folder.read_tensors(weights)
-    _folder.require_tensors(tensors, expected_shapes(config), weights)
-    if dtype is None:
-        dtype = tensors["model.embed_tokens.weight"].dtype
-    return from_hf_tensors(config, tensors, dtype=dtype)
+    _folder.require_folder(folder)
+    return _folder.weight_files(folder)
 
 
 def save(
@@ -126,104 +163,85 @@ def save(
     path: str | os.PathLike[str],
     *,
     dtype: DTypeLike | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
     extra_config: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes a model as a Hugging Face Llama folder; `load` reads it back bit for bit.
+    """Writes a model as a Hugging Face folder; `load` reads it back bit for bit.
+
+    The host holds one tensor at a time. New weights are complete before a checkpoint that is
+    already there is touched.
 
     Args:
       model: the model to save.
-      path: the folder, created if it does not exist; its two files are overwritten.
-      dtype: dtype of the stored tensors, by default that of the parameters.
+      path: the folder, created if it does not exist; a checkpoint in it is replaced.
+      dtype: dtype of the stored tensors, float32, bfloat16 or float16, by default that of the
+        parameters.
+      max_shard_bytes: of the tensors in one file. A model with more of them is split into several
+        files with an index; a larger tensor gets a file of its own.
       extra_config: further keys of `config.json`, such as `bos_token_id`.
 
     Raises:
       TypeError: if the model is not a `Llama`.
+      ValueError: if the dtype is another, or `max_shard_bytes` is not positive.
     """
     if not isinstance(model, Llama):
         raise TypeError(
             f"model is a {type(model).__name__}, must be a Llama; save_quantized writes quantized "
             "models"
         )
-    tensors = to_hf_tensors(model, dtype=dtype)
-    stored = tensors["model.embed_tokens.weight"].dtype.name
+    _checks.check_sizes(max_shard_bytes=max_shard_bytes)
+    tensors = _tensors(model, dtype)
+    stored = tensors[0].dtype.name
     config = {**model.config.to_hf(), "torch_dtype": stored, **(extra_config or {})}
-    _folder.write(path, config, tensors)
-
-
-def from_hf_tensors(
-    config: LlamaConfig, tensors: Mapping[str, np.ndarray], *, dtype: DTypeLike
-) -> Llama:
-    """Builds a model from tensors under Hugging Face names, `[out, in]`, cast to `dtype`."""
-    model = nnx.eval_shape(lambda: Llama(config, param_dtype=dtype, rngs=nnx.Rngs(0)))
-    state = nnx.state(model)
-
-    def put(path: tuple[str, ...], array: np.ndarray) -> None:
-        _variable(state, path).set_value(jnp.asarray(array.astype(jnp.dtype(dtype))))
-
-    for suffix, (path, is_matrix) in _LAYER_TENSORS.items():
-        layers = [tensors[_layer_name(i, suffix)] for i in range(config.num_layers)]
-        put(("blocks", *path), np.stack([layer.T if is_matrix else layer for layer in layers]))
-    put(("embedding",), tensors["model.embed_tokens.weight"])
-    put(("norm", "scale"), tensors["model.norm.weight"])
-    if not config.tie_embeddings:
-        put(("lm_head",), tensors["lm_head.weight"])
-    nnx.update(model, state)
-    return model
+    _folder.write(path, config, tensors, max_shard_bytes)
 
 
 def to_hf_tensors(model: Llama, *, dtype: DTypeLike | None = None) -> dict[str, np.ndarray]:
     """The model's parameters under Hugging Face names, matrices as `[out, in]`, on the host."""
-    state = nnx.state(model)
-
-    def get(path: tuple[str, ...]) -> np.ndarray:
-        array = np.asarray(jax.device_get(_variable(state, path).get_value()))
-        return array if dtype is None else array.astype(jnp.dtype(dtype))
-
-    tensors = {"model.embed_tokens.weight": get(("embedding",))}
-    for suffix, (path, is_matrix) in _LAYER_TENSORS.items():
-        for i, layer in enumerate(get(("blocks", *path))):
-            # safetensors writes the buffer as it lies in memory: a transposed view would be wrong.
-            tensors[_layer_name(i, suffix)] = np.ascontiguousarray(layer.T if is_matrix else layer)
-    tensors["model.norm.weight"] = get(("norm", "scale"))
-    if not model.config.tie_embeddings:
-        tensors["lm_head.weight"] = get(("lm_head",))
-    return tensors
+    return {tensor.name: tensor.make() for tensor in _tensors(model, dtype)}
 
 
 def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor a checkpoint of this shape holds."""
-    return dict(_expected_shapes(config))
+    return {spec.name: spec.shape for spec in checkpoint_tensors(config)}
 
 
-def _expected_shapes(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    size, inner = config.hidden_size, config.intermediate_size
-    query_size = config.num_heads * config.head_dim
-    kv_size = config.num_kv_heads * config.head_dim
-    layer = {
-        "input_layernorm.weight": (size,),
-        "self_attn.q_proj.weight": (query_size, size),
-        "self_attn.k_proj.weight": (kv_size, size),
-        "self_attn.v_proj.weight": (kv_size, size),
-        "self_attn.o_proj.weight": (size, query_size),
-        "post_attention_layernorm.weight": (size,),
-        "mlp.gate_proj.weight": (inner, size),
-        "mlp.up_proj.weight": (inner, size),
-        "mlp.down_proj.weight": (size, inner),
-    }
-    yield "model.embed_tokens.weight", (config.vocab_size, size)
-    for i in range(config.num_layers):
-        for suffix, shape in layer.items():
-            yield _layer_name(i, suffix), shape
-    yield "model.norm.weight", (size,)
-    if not config.tie_embeddings:
-        yield "lm_head.weight", (config.vocab_size, size)
+def _config(hf: Mapping[str, Any], max_length: int | None) -> LlamaConfig:
+    config = LlamaConfig.from_hf(hf)
+    return config if max_length is None else dataclasses.replace(config, max_length=max_length)
 
 
-def _layer_name(layer: int, suffix: str) -> str:
-    return f"model.layers.{layer}.{suffix}"
+def _tensors(model: Llama, dtype: DTypeLike | None) -> list[_folder.Tensor]:
+    """What a checkpoint of the model holds; each tensor is made when it is asked for."""
+    state = nnx.state(model)
+
+    def part(path: tuple[str, ...]) -> jax.Array:
+        return loading.variable(state, path).get_value()
+
+    def make(spec: TensorSpec, stored: np.dtype) -> np.ndarray:
+        rows = [
+            np.asarray(
+                part(x.path)
+                if x.layer is None
+                else _take(part(x.path), np.int32(x.layer), transpose=x.transpose)
+            )
+            for x in spec.placements
+        ]
+        whole = rows[0] if len(rows) == 1 else np.concatenate(rows)
+        return whole.astype(stored, copy=False)
+
+    tensors = []
+    for spec in checkpoint_tensors(model.config):
+        given = part(spec.placements[0].path).dtype if dtype is None else dtype
+        stored = loading.check_dtype(given)
+        tensors.append(
+            _folder.Tensor(spec.name, stored, spec.shape, functools.partial(make, spec, stored))
+        )
+    return tensors
 
 
-def _variable(state: Any, path: tuple[str, ...]) -> Any:
-    for key in path:
-        state = state[key]
-    return state
+@functools.partial(jax.jit, static_argnames="transpose")
+def _take(stacked: jax.Array, layer: jax.Array, *, transpose: bool) -> jax.Array:
+    """One layer's array of a stack."""
+    array = jax.lax.dynamic_index_in_dim(stacked, layer, 0, keepdims=False)
+    return array.T if transpose else array

@@ -3,40 +3,19 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, get_args
 
 import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
 from turbojax.layer_cache import AttentionOptions
-from turbojax.rotary import Rope, RopeScaling
+from turbojax.models import families
+from turbojax.models.families import Activation as Activation
+from turbojax.models.families import Family as Family
+from turbojax.rotary import LongRopeScaling, Rope, RopeScaling
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2"]
-"""Whose tensor names and `config.json` a model has: Hugging Face's `model_type`."""
-
-Activation = Literal["silu", "gelu_tanh"]
-
-ARCHITECTURE = "LlamaForCausalLM"
 DTYPES = ("float32", "bfloat16", "float16")
-
-# config.json key -> LlamaConfig field, where the two are the same number.
-_HF_FIELDS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_heads",
-    "max_position_embeddings": "max_length",
-    "rms_norm_eps": "norm_eps",
-}
-# Features of Llama checkpoints this decoder does not have, with the value that means "unused".
-_HF_UNUSED = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "rope_scaling": None,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +100,14 @@ class LlamaConfig:
             raise ValueError(
                 f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
             )
+        if self.family not in families.FAMILIES:
+            raise ValueError(
+                f"family={self.family!r} must be one of {', '.join(families.FAMILIES)}"
+            )
+        if self.activation not in get_args(Activation):
+            raise ValueError(
+                f"activation={self.activation!r} must be one of {get_args(Activation)}"
+            )
         _ = self.rope, [self.attention_options(layer) for layer in range(self.num_layers)]
         if self.local_windows and len(self.local_windows) != self.num_layers:
             raise ValueError(
@@ -134,7 +121,8 @@ class LlamaConfig:
     @property
     def rope(self) -> Rope:
         """The rotary embedding."""
-        return Rope(self.head_dim, self.rope_theta, self.rotary_dim, self.rope_scaling)
+        longest = self.max_length if isinstance(self.rope_scaling, LongRopeScaling) else None
+        return Rope(self.head_dim, self.rope_theta, self.rotary_dim, self.rope_scaling, longest)
 
     def attention_options(self, layer: int) -> AttentionOptions:
         """What this layer asks of its attention.
@@ -161,47 +149,46 @@ class LlamaConfig:
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> "LlamaConfig":
-        """Reads the content of a Hugging Face `config.json`.
+        """Reads the content of a Hugging Face `config.json`, of any `Family`.
+
+        Keys that are missing have transformers' defaults; only sizes must be there. A key that is
+        unknown and holds something is refused: it may change what the model computes.
 
         Args:
           hf: the parsed JSON object.
 
         Raises:
-          NotImplementedError: if the architecture is not LlamaForCausalLM, or uses biases, scaled
-            RoPE or an activation other than SiLU.
-          ValueError: if a required key is missing or a value is out of range.
+          NotImplementedError: naming it, if the architecture is not supported, or a key's value.
+          ValueError: if a required key is missing, a value is out of range, or two disagree.
         """
-        _require_supported(hf)
-        missing = sorted(set(_HF_FIELDS) - set(hf))
-        if missing:
-            raise ValueError(f"config.json lacks {', '.join(missing)}")
-        fields = {field: hf[key] for key, field in _HF_FIELDS.items()}
-        rope = _rope_parameters(hf)
-        return cls(
-            **fields,
-            num_kv_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
-            head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
-            rope_theta=hf.get("rope_theta") or rope.get("rope_theta") or 10000.0,
-            tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
-        )
+        return cls(**families.read(hf))
 
     def to_hf(self) -> dict[str, Any]:
         """The content of a `config.json` that `from_hf` and `transformers` read back.
 
-        Both spellings of the RoPE base are written: `rope_theta` for transformers up to 4,
-        `rope_parameters` from 5 on.
+        RoPE is written twice: as transformers up to 4 spells it, and as it does from 5 on.
+
+        Raises:
+          ValueError: naming the fields, if files of this family cannot say what they hold.
         """
-        return {
-            "architectures": [ARCHITECTURE],
-            "model_type": "llama",
-            **{key: getattr(self, field) for key, field in _HF_FIELDS.items()},
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "rope_theta": self.rope_theta,
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
-            "tie_word_embeddings": self.tie_embeddings,
-            **{key: value for key, value in _HF_UNUSED.items() if value is not None},
-        }
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        hf = families.write(fields)
+        mine, read = self._canonical(), self.from_hf(hf)._canonical()
+        wrong = [name for name in fields if getattr(mine, name) != getattr(read, name)]
+        if wrong:
+            values = ", ".join(f"{name}={fields[name]!r}" for name in wrong)
+            raise ValueError(f"a config.json of family {self.family!r} cannot say {values}")
+        return hf
+
+    def _canonical(self) -> "LlamaConfig":
+        """The same mathematics with as little left open as can be."""
+        scale, windows = self.attention_scale, self.local_windows
+        return dataclasses.replace(
+            self,
+            attention_scale=self.head_dim**-0.5 if scale is None else scale,
+            local_windows=windows if any(windows) else (),
+            rotary_dim=self.rope.channels,
+        )
 
 
 def stored_dtype(hf: Mapping[str, Any]) -> np.dtype | None:
@@ -217,23 +204,3 @@ def stored_dtype(hf: Mapping[str, Any]) -> np.dtype | None:
                 raise ValueError(f"config.json: {key}={name!r} must be one of {', '.join(DTYPES)}")
             return jnp.dtype(name)
     return None
-
-
-def _rope_parameters(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-    rope = hf.get("rope_parameters") or {}
-    if not isinstance(rope, Mapping):
-        raise ValueError(f"rope_parameters={rope!r} must be an object")
-    return rope
-
-
-def _require_supported(hf: Mapping[str, Any]) -> None:
-    """Raises NotImplementedError for a checkpoint whose mathematics differs from `Llama`'s."""
-    architectures = hf.get("architectures") or ["(none named)"]
-    if architectures != [ARCHITECTURE]:
-        raise NotImplementedError(f"{architectures=} is not supported: must be {[ARCHITECTURE]}")
-    for key, unused in _HF_UNUSED.items():
-        if hf.get(key, unused) != unused:
-            raise NotImplementedError(f"{key}={hf[key]!r} is not supported: must be {unused!r}")
-    rope_type = _rope_parameters(hf).get("rope_type", "default")
-    if rope_type != "default":
-        raise NotImplementedError(f"rope_type={rope_type!r} is not supported: must be 'default'")

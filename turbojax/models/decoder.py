@@ -25,31 +25,6 @@ from turbojax.models.llama import Block, Llama, embed, project
 LayerParams = Any
 """Nested dicts of one layer's arrays, named as in `Block`."""
 
-SHAPES = {
-    "llama-3-8b": LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        max_length=8192,
-        rope_theta=500000.0,
-    ),
-    "tiny": LlamaConfig(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=96,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        max_length=512,
-    ),
-}
-"""Shapes that `random_decoder` is used with, by name: of Llama 3 8B, and one for tests."""
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

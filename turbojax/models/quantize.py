@@ -70,6 +70,8 @@ def quantize_model(
     Raises:
       TypeError: if the model is another kind, such as a quantized one, or tokens or the batch size
         are no integers.
+      NotImplementedError: naming the fields, if the model computes what a quantized one does not,
+        see `check_config`.
       ValueError: if tokens are needed and missing or do not fit, a head has fewer pairs than CRS is
         to scale, `batch_size` is not positive, or a weight is not finite or too large for its
         scale's format.
@@ -78,6 +80,7 @@ def quantize_model(
         raise TypeError(
             f"model is a {type(model).__name__}, must be a Llama or a Decoder, not quantized before"
         )
+    check_config(model.config)
     _checks.check_sizes(batch_size=batch_size)
     pairs = model.config.head_dim // 2
     if smoothing.crs and smoothing.num_pairs > pairs:
@@ -116,8 +119,9 @@ def quantize_from(
     """`quantize_model` after calibration: `statistics` are those of each layer, or None.
 
     Raises:
-      ValueError: as there.
+      NotImplementedError, ValueError: as there.
     """
+    check_config(decoder.config)
     layers = []
     for params, seen in zip(decoder.layers, statistics, strict=True):
         smooth = smooth_layer(layer_weights(params, decoder.config), seen, smoothing)
@@ -133,6 +137,40 @@ def quantize_from(
         config=decoder.config,
         dtype=decoder.dtype,
     )
+
+
+def check_config(config: LlamaConfig) -> None:
+    """Checks that a `QuantizedDecoder` computes what a model of this shape does.
+
+    It has two norms a layer, SwiGLU, plain attention and no biases. Smoothing takes channels i and
+    i + H/2 of a head for a pair.
+
+    Raises:
+      NotImplementedError: naming the fields that say otherwise.
+    """
+    plain = {
+        "activation": "silu",
+        "qkv_bias": False,
+        "output_bias": False,
+        "mlp_bias": False,
+        "qk_norm": False,
+        "attention_soft_cap": None,
+        "final_soft_cap": None,
+        "embedding_scale": None,
+        "norm_offset": 0.0,
+        "post_norms": False,
+    }
+    wrong = [name for name, value in plain.items() if getattr(config, name) != value]
+    if config.attention_scale not in (None, config.head_dim**-0.5):
+        wrong.append("attention_scale")
+    if config.rotary_dim not in (None, config.head_dim):
+        wrong.append("rotary_dim")
+    options = [config.attention_options(layer) for layer in range(config.num_layers)]
+    if any(x.local_window_size is not None for x in options):
+        wrong.append("local_windows")
+    if wrong:
+        values = ", ".join(f"{name}={getattr(config, name)!r}" for name in wrong)
+        raise NotImplementedError(f"quantized models do not support {values}")
 
 
 def layer_weights(params: LayerParams, config: LlamaConfig) -> LayerWeights:

@@ -1,9 +1,9 @@
 """Checkpoints of quantized decoders: codes and scales as they lie in memory, bit for bit.
 
 A folder with `config.json`, whose `quantization_config` says what is quantized and how, and
-`model.safetensors`. A tensor is named after its place in `QuantizedDecoder`, such as
-``layers.0.qkv.codes``. e4m3 scales are stored as bytes: not every reader of safetensors knows
-the type.
+`model.safetensors`, or several files with an index. A tensor is named after its place in
+`QuantizedDecoder`, such as ``layers.0.qkv.codes``. e4m3 scales are stored as bytes: not every
+reader of safetensors knows the type.
 """
 
 import dataclasses
@@ -17,8 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from turbojax import _checks
 from turbojax.models import _folder
-from turbojax.models.config import DTYPES, LlamaConfig, stored_dtype
+from turbojax.models.config import LlamaConfig, stored_dtype
+from turbojax.models.loading import Progress, check_dtype
+from turbojax.models.quantize import check_config
 from turbojax.models.quantized import QuantizedDecoder, random_quantized_decoder, random_weight
 from turbojax.quantizers.int4 import Int4Weight
 
@@ -40,21 +43,23 @@ def save_quantized(
     path: str | os.PathLike[str],
     *,
     dtype: DTypeLike | None = None,
+    max_shard_bytes: int = _folder.MAX_SHARD_BYTES,
     extra_config: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes a quantized decoder into a folder; `load` reads it back bit for bit.
 
     Args:
       model: the decoder.
-      path: the folder, created if it does not exist; its two files are overwritten.
+      path: the folder, created if it does not exist; a checkpoint in it is replaced.
       dtype: dtype in which embedding and head are stored where they are not quantized, and of
         the loaded model; by default the decoder's.
+      max_shard_bytes: of the tensors in one file, see `save`.
       extra_config: further keys of `config.json`, such as `bos_token_id`.
 
     Raises:
       TypeError: if the model is not quantized.
       ValueError: if its layers do not have one kind and the sizes of its config, or the dtype is
-        another than float32, bfloat16 and float16.
+        another than float32, bfloat16 and float16, or `max_shard_bytes` is not positive.
     """
     if not isinstance(model, QuantizedDecoder):
         raise TypeError(
@@ -62,22 +67,16 @@ def save_quantized(
             "returns it"
         )
     _check_layers(model)
-    stored = jnp.dtype(model.dtype if dtype is None else dtype)
-    if stored.name not in DTYPES:
-        raise ValueError(f"dtype={stored.name} must be one of {', '.join(DTYPES)}")
-    tensors = {}
-    for name, leaf in _named_leaves(model):
-        array = np.asarray(jax.device_get(leaf))
-        if name in ("embedding", "lm_head"):
-            array = array.astype(stored)
-        tensors[name] = array.view(np.uint8) if array.dtype == _E4M3 else array
+    _checks.check_sizes(max_shard_bytes=max_shard_bytes)
+    stored = check_dtype(model.dtype if dtype is None else dtype)
+    tensors = [_tensor(name, leaf, stored) for name, leaf in _named_leaves(model)]
     config = {
         **model.config.to_hf(),
         "torch_dtype": stored.name,
         **(extra_config or {}),
         "quantization_config": _description(model),
     }
-    _folder.write(path, config, tensors)
+    _folder.write(path, config, tensors, max_shard_bytes)
 
 
 def is_quantized(hf: Mapping[str, Any]) -> bool:
@@ -100,41 +99,72 @@ def is_quantized(hf: Mapping[str, Any]) -> bool:
     return True
 
 
-def read(folder: Path, hf: Mapping[str, Any], *, dtype: DTypeLike | None) -> QuantizedDecoder:
+def read(
+    folder: Path,
+    hf: Mapping[str, Any],
+    *,
+    dtype: DTypeLike | None,
+    max_length: int | None = None,
+    progress: Progress | None = None,
+) -> QuantizedDecoder:
     """Reads the checkpoint of a folder.
 
     Args:
       folder: where it lies.
       hf: its `config.json`, of which `is_quantized` is true.
       dtype: of activations, embedding and head; by default what the checkpoint says.
+      max_length: of the model, by default what the checkpoint says.
+      progress: called after each tensor with the bytes read and the bytes there are.
 
     Raises:
-      FileNotFoundError: if there is no `model.safetensors`.
-      NotImplementedError: if the version or the architecture is not supported.
-      ValueError: if a file cannot be parsed, or tensors are missing, unexpected or mis-shaped.
+      FileNotFoundError: if there are no weights.
+      NotImplementedError: if the version, the architecture or what it computes is not supported.
+      ValueError: if a file cannot be parsed, tensors are missing, unexpected or mis-shaped, or an
+        argument is out of range.
     """
     block = hf["quantization_config"]
     if block.get("version") != VERSION:
         raise NotImplementedError(f"version={block.get('version')!r} must be {VERSION}")
     named_dtype = stored_dtype(hf) or jnp.bfloat16
-    compute = jnp.dtype(named_dtype if dtype is None else dtype)
-    template = _template(LlamaConfig.from_hf(hf), block, compute)
+    compute = check_dtype(named_dtype if dtype is None else dtype)
+    config = LlamaConfig.from_hf(hf)
+    if max_length is not None:
+        config = dataclasses.replace(config, max_length=max_length)
+    check_config(config)
+    template = _template(config, block, compute)
     named = _named_leaves(template)
-    source = _folder.require_file(folder, _folder.WEIGHTS_NAME)
-    tensors = _folder.read_tensors(source)
-    _folder.require_tensors(tensors, {name: leaf.shape for name, leaf in named}, source)
-    leaves = [_restore(name, tensors[name], leaf.dtype, source) for name, leaf in named]
+    tensors = _folder.stored_tensors(folder)
+    _folder.require_tensors(tensors, {name: leaf.shape for name, leaf in named}, folder)
+    total, done, leaves = sum(stored.nbytes for stored in tensors.values()), 0, []
+    for name, leaf in named:
+        leaves.append(jax.block_until_ready(_restore(name, tensors[name], leaf.dtype)))
+        done += tensors[name].nbytes
+        if progress is not None:
+            progress(done, total)
     return jax.tree.unflatten(jax.tree.structure(template), leaves)
 
 
-def _restore(name: str, array: np.ndarray, dtype: np.dtype, source: Path) -> jax.Array:
+def _restore(name: str, stored: _folder.Stored, dtype: np.dtype) -> jax.Array:
+    array = stored.read()
     if dtype == _E4M3 and array.dtype == np.uint8:
         array = array.view(_E4M3)
     if name in ("embedding", "lm_head"):
         array = array.astype(dtype)
     if array.dtype != dtype:
-        raise ValueError(f"{source}: {name} has dtype {array.dtype}, must be {dtype}")
+        raise ValueError(f"{stored.file}: {name} has dtype {array.dtype}, must be {dtype}")
     return jnp.asarray(array)
+
+
+def _tensor(name: str, leaf: jax.Array, stored: np.dtype) -> _folder.Tensor:
+    """A leaf to be written; tables that are not quantized become `stored`."""
+    dtype = stored if name in ("embedding", "lm_head") else np.dtype(leaf.dtype)
+
+    def make() -> np.ndarray:
+        array = np.asarray(leaf).astype(dtype, copy=False)
+        return array.view(np.uint8) if dtype == _E4M3 else array
+
+    written = np.dtype(np.uint8) if dtype == _E4M3 else dtype
+    return _folder.Tensor(name, written, leaf.shape, make)
 
 
 def _named_leaves(tree: QuantizedDecoder) -> list[tuple[str, Any]]:

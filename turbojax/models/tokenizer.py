@@ -2,18 +2,17 @@
 
 import codecs
 import collections
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from turbojax import _checks
-from turbojax.models.checkpoint import checkpoint_folder
+from turbojax.models import _folder
 
 TOKENIZER_NAME = "tokenizer.json"
 BYTES = 256
-BEGINNING_OF_TEXT = 0
+BEGINNING_OF_FILE = 0
 """Stands before the first byte of every text of a byte-level model."""
 
 _SENTENCEPIECE_NAME = "tokenizer.model"
@@ -85,14 +84,14 @@ class ByteTokenizer:
 
     def __init__(self, eos_token_ids: Iterable[int] = ()) -> None:
         self.vocab_size = BYTES
-        self.bos_token_id: int | None = BEGINNING_OF_TEXT
+        self.bos_token_id: int | None = BEGINNING_OF_FILE
         self.eos_token_ids: tuple[int, ...] = tuple(eos_token_ids)
         self.special_tokens: Mapping[str, str] = {}
         self.chat_template: str | None = None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """See `Tokenizer`: the beginning of a text, then its bytes."""
-        begin = [BEGINNING_OF_TEXT] if add_special_tokens else []
+        begin = [BEGINNING_OF_FILE] if add_special_tokens else []
         return [*begin, *text.encode("utf-8", "surrogateescape")]
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -245,18 +244,23 @@ def load_tokenizer(
 
     Raises:
       ImportError: if there is a `tokenizer.json` and the package `tokenizers` is missing.
-      FileNotFoundError: if there is neither a `tokenizer.json` nor anything that says how large the
-        vocabulary is.
+      FileNotFoundError: if there is neither a `tokenizer.json` nor a `config.json`.
       ValueError: if the tokenizer knows tokens that are not in the model's vocabulary, there is
-        nothing but a `tokenizer.model`, or a file cannot be read.
+        nothing but a `tokenizer.model`, nothing says how large the vocabulary is, or a file cannot
+        be read.
     """
     if vocab_size is not None:
         _checks.check_sizes(vocab_size=vocab_size)
-    folder = checkpoint_folder(path_or_name)
-    if vocab_size is None:
-        vocab_size = _vocab_size(folder)
+    if path_or_name == "embedded":
+        if vocab_size not in (None, BYTES):
+            raise ValueError(f"{vocab_size=} of the embedded model must be {BYTES}")
+        # A text ends where the next one begins.
+        return ByteTokenizer([BEGINNING_OF_FILE])
+    folder = Path(path_or_name)
     if (folder / TOKENIZER_NAME).is_file():
         tokenizer = JsonTokenizer(folder)
+        if vocab_size is None:
+            vocab_size = _vocab_size(_read_object(folder / _folder.CONFIG_NAME))
         # A model's table may be padded, but a token beyond its end has no embedding.
         if vocab_size is not None and tokenizer.vocab_size > vocab_size:
             raise ValueError(
@@ -271,15 +275,17 @@ def load_tokenizer(
             "the package transformers writes one"
         )
     if vocab_size is None:
-        raise FileNotFoundError(
-            f"{str(folder)!r} must hold {TOKENIZER_NAME}, or a config.json with a vocab_size"
+        vocab_size = _vocab_size(_folder.read_config(folder))
+    if vocab_size is None:
+        raise ValueError(
+            f"{str(folder)!r} must hold {TOKENIZER_NAME}, or a vocab_size in its config.json"
         )
     ends = _ends(folder, None)
     return ByteTokenizer(ends) if vocab_size == BYTES else NumberTokenizer(vocab_size, ends)
 
 
-def _vocab_size(folder: Path) -> int | None:
-    size = _read_object(folder / "config.json").get("vocab_size")
+def _vocab_size(config: Mapping[str, Any]) -> int | None:
+    size = config.get("vocab_size")
     return size if isinstance(size, int) and not isinstance(size, bool) else None
 
 
@@ -304,15 +310,7 @@ def _read_tokenizer(file: Path) -> Any:
 
 def _read_object(path: Path) -> Mapping[str, Any]:
     """A file's JSON object; an empty one if there is no file."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not readable JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object, not {type(content).__name__}")
-    return content
+    return _folder.read_json(path) if path.is_file() else {}
 
 
 def _content(token: Any) -> str | None:
@@ -324,7 +322,7 @@ def _content(token: Any) -> str | None:
 def _ends(folder: Path, eos: int | None) -> tuple[int, ...]:
     """Tokens that end a text: of the generation's settings, and the tokenizer's own."""
     path = folder / "generation_config.json"
-    path = path if path.is_file() else folder / "config.json"
+    path = path if path.is_file() else folder / _folder.CONFIG_NAME
     found = _read_object(path).get("eos_token_id")
     numbers = [] if found is None else found if isinstance(found, list) else [found]
     for number in numbers:

@@ -1,4 +1,4 @@
-"""`turbojax generate --requests`: results, stop texts, and what it says when it cannot."""
+"""`turbojax serve`: results, stop texts, and what it says when it cannot."""
 
 import json
 from unittest import mock
@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from turbojax import models, serving, text
 from turbojax.cli import app
 from turbojax.models import Engine
+from turbojax.models.tokenizer import ByteTokenizer
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +21,7 @@ def model(tiny_folder) -> text.TextModel:
 
 
 def _run(*arguments: str):
-    return CliRunner().invoke(app, ["generate", *arguments], env={"COLUMNS": "120"})
+    return CliRunner().invoke(app, ["serve", *arguments], env={"COLUMNS": "120"})
 
 
 def _write(tmp_path, *lines: dict | str) -> str:
@@ -31,7 +32,7 @@ def _write(tmp_path, *lines: dict | str) -> str:
 
 def _continued(model: text.TextModel, prompt: str, count: int) -> tuple[list[int], str]:
     """By `models.generate`, through pages of its own."""
-    tokens = jnp.asarray([model.codec.encode(prompt.encode())])
+    tokens = jnp.asarray([model.tokenizer.encode(prompt)])
     new = models.generate(model.decoder, tokens, max_new_tokens=count, cache="paged")
     new = np.asarray(new[0]).tolist()
     return new, bytes(new).decode("utf-8", "replace")
@@ -42,7 +43,7 @@ def test_results_are_those_of_generate_one_by_one(tiny_folder, model, tmp_path):
     lines = [{"prompt": p, "max_new_tokens": 5 + i} for i, p in enumerate(prompts)]
     lines[1]["id"] = "empty"
     file = _write(tmp_path, *lines, "")
-    result = _run("--requests", file, "--model", tiny_folder, "--max-sequences", "2")
+    result = _run(file, "--model", tiny_folder, "--max-sequences", "2")
     assert result.exit_code == 0, result.stderr
     results = {x["id"]: x for x in map(json.loads, result.stdout.splitlines())}
     assert set(results) == {1, "empty", 3}
@@ -63,7 +64,7 @@ def test_a_file_for_the_results_and_numbers_as_json(tiny_folder, tmp_path):
     out = tmp_path / "results.jsonl"
     options = ["--model", tiny_folder, "--max-new-tokens", "4", "--page-size", "16"]
     result = _run(
-        *("--requests", file, "--out", str(out), "--json", "--kv-dtype", "turbo4"),
+        *(file, "--out", str(out), "--json", "--kv-dtype", "turbo4"),
         *("--pool-bytes", "4000", *options),
     )
     assert result.exit_code == 0, result.stderr
@@ -81,7 +82,7 @@ def test_a_file_for_the_results_and_numbers_as_json(tiny_folder, tmp_path):
 def test_equal_prompts_are_drawn_differently_and_again_the_same(tiny_folder, tmp_path):
     lines = [{"prompt": "abc", "temperature": 1.0, "max_new_tokens": 12}] * 2
     file = _write(tmp_path, *lines, {**lines[0], "seed": 1})
-    result = _run("--requests", file, "--model", tiny_folder)
+    result = _run(file, "--model", tiny_folder)
     tokens = {x["id"]: x["tokens"] for x in map(json.loads, result.stdout.splitlines())}
     # The seed of a line that names none is its number.
     assert tokens[1] == tokens[3] != tokens[2]
@@ -90,7 +91,7 @@ def test_equal_prompts_are_drawn_differently_and_again_the_same(tiny_folder, tmp
 def test_the_default_pool_holds_as_many_as_run_at_a_time(model):
     lines = [{"prompt": "a" * 39, "max_new_tokens": 24}] * 16
     requests = serving.read_requests(
-        "\n".join(map(json.dumps, lines)).encode(), model.codec, max_new_tokens=1
+        "\n".join(map(json.dumps, lines)).encode(), model.tokenizer, max_new_tokens=1
     )
     running = []
     plain = Engine.step
@@ -113,8 +114,8 @@ def test_serving_nothing(model):
 
 def test_ids_that_are_no_unicode_and_a_terminal_that_takes_ascii(tiny_folder, tmp_path):
     file = _write(tmp_path, {"id": "\ud800", "prompt": "a"}, {"id": "é", "prompt": "b"})
-    options = ["--requests", file, "--model", tiny_folder, "--max-new-tokens", "2"]
-    result = CliRunner(charset="ascii").invoke(app, ["generate", *options])
+    options = [file, "--model", tiny_folder, "--max-new-tokens", "2"]
+    result = CliRunner(charset="ascii").invoke(app, ["serve", *options])
     assert result.exit_code == 0, result.stderr
     assert [json.loads(x)["id"] for x in result.stdout.splitlines()] == ["\ud800", "é"]
     out = tmp_path / "out"
@@ -135,7 +136,7 @@ def test_earlier_results_stay_if_nothing_runs(tiny_folder, tmp_path, line, optio
     file, out = _write(tmp_path, {"prompt": "a"}, line), tmp_path / "out"
     out.write_text("kept")
     options = ["--model", tiny_folder, "--max-new-tokens", "2", *options]
-    result = _run("--requests", file, "--out", str(out), *options)
+    result = _run(file, "--out", str(out), *options)
     assert (result.exit_code, out.read_text()) == (2, "kept")
     assert message in result.stderr
 
@@ -144,7 +145,7 @@ def test_out_of_memory_says_what_can_be_smaller(tiny_folder, tmp_path):
     file = _write(tmp_path, {"prompt": "a"})
     error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
     with mock.patch.object(serving, "serve", side_effect=error):
-        result = _run("--requests", file, "--model", tiny_folder)
+        result = _run(file, "--model", tiny_folder)
     assert result.exit_code == 2
     assert "try a smaller --num-pages, --pool-bytes or --max-sequences" in result.stderr
 
@@ -153,9 +154,9 @@ def test_results_do_not_overwrite_the_requests(tiny_folder, tmp_path):
     file = _write(tmp_path, {"prompt": "a"})
     link = tmp_path / "link"
     link.symlink_to(file)
-    result = _run("--requests", file, "--out", str(link), "--model", tiny_folder)
+    result = _run(file, "--out", str(link), "--model", tiny_folder)
     assert result.exit_code == 2
-    assert "must not be the file of --requests" in result.stderr
+    assert "must not be the file of the requests" in result.stderr
     assert json.loads(link.read_text()) == {"prompt": "a"}
 
 
@@ -164,9 +165,9 @@ def test_the_next_turn_finds_a_result_if_asked_for(tmp_path, results):
     """Prompts and results are numbers, so that a result can be a prompt."""
     options = ["--random-weights", "tiny", "--max-sequences", "1", "--page-size", "16"]
     options += ["--max-new-tokens", "20", *["--cache-results"][:results]]
-    first = _run("--requests", _write(tmp_path, {"prompt": "1"}), *options)
+    first = _run(_write(tmp_path, {"prompt": "1"}), *options)
     turn = "1 " + json.loads(first.stdout)["text"]
-    result = _run("--requests", _write(tmp_path, {"prompt": "1"}, {"prompt": turn}), *options)
+    result = _run(_write(tmp_path, {"prompt": "1"}, {"prompt": turn}), *options)
     assert result.exit_code == 0, result.stderr
     reused = [json.loads(x)["reused_tokens"] for x in result.stdout.splitlines()]
     assert reused == [0, 16 if results else 0]
@@ -174,26 +175,23 @@ def test_the_next_turn_finds_a_result_if_asked_for(tmp_path, results):
 
 def test_random_weights_take_numbers(tmp_path):
     file = _write(tmp_path, {"prompt": "1 17 4", "max_new_tokens": 3})
-    result = _run("--requests", file, "--random-weights", "tiny", "--dtype", "float32")
+    result = _run(file, "--random-weights", "tiny", "--dtype", "float32")
     assert result.exit_code == 0, result.stderr
     got = json.loads(result.stdout)
     assert got["prompt_tokens"] == 3
     assert got["text"] == "".join(f"{token} " for token in got["tokens"])
 
 
-class LetterCodec:
+class Letters(ByteTokenizer):
     """A token is a pair of letters: a stop text may begin in one and end in the next."""
 
-    def encode(self, content: bytes) -> list[int]:
-        return [1, *content]
-
-    def decoder(self, prompt):
+    def stream(self, prompt=()):
         return lambda token: "" if token is None else f"{token % 10}{token // 10 % 10}"
 
 
 @pytest.mark.parametrize("place", [0, 1, 2, 5])
 def test_a_stop_text_ends_the_result_wherever_it_begins(model, place):
-    letters = text.TextModel(model.decoder, LetterCodec())
+    letters = text.TextModel(model.decoder, Letters())
     whole = _serve(letters, [{"prompt": "abc", "max_new_tokens": 10}])[1]
     assert len(whole["text"]) == 20
     stop = whole["text"][place : place + 3]
@@ -210,7 +208,7 @@ def test_a_stop_text_ends_the_result_wherever_it_begins(model, place):
 
 
 def test_a_stop_text_in_the_last_token(model):
-    letters = text.TextModel(model.decoder, LetterCodec())
+    letters = text.TextModel(model.decoder, Letters())
     whole = _serve(letters, [{"prompt": "abd", "max_new_tokens": 3}])[1]
     stop = whole["text"][3:]
     assert stop not in whole["text"][:-1]
@@ -228,10 +226,26 @@ def test_a_stop_token_is_no_part_of_the_text(model):
     assert got["finish_reason"] == "stop"
 
 
+def test_what_a_tokenizer_ends_texts_with_ends_them(model):
+    whole = _serve(model, [{"prompt": "abc", "max_new_tokens": 9}])[1]
+    stop = whole["tokens"][3]
+    ending = text.TextModel(model.decoder, ByteTokenizer([stop]))
+    got = _serve(ending, [{"prompt": "abc", "max_new_tokens": 9}])[1]
+    count = whole["tokens"].index(stop)
+    assert (got["tokens"], got["finish_reason"]) == (whole["tokens"][: count + 1], "stop")
+    assert got["text"] == bytes(whole["tokens"][:count]).decode("utf-8", "replace")
+
+
+def test_min_p_of_one_is_greedy(model):
+    greedy = {"prompt": "abc", "max_new_tokens": 9}
+    got = _serve(model, [greedy, {**greedy, "temperature": 2.0, "min_p": 1.0}])
+    assert got[1]["tokens"] == got[2]["tokens"]
+
+
 def _serve(model: text.TextModel, lines: list[dict]) -> dict:
     content = "\n".join(map(json.dumps, lines)).encode()
     results: list[dict] = []
-    requests = serving.read_requests(content, model.codec, 8)
+    requests = serving.read_requests(content, model.tokenizer, 8)
     serving.serve(model, requests, emit=results.append, page_size=16)
     return {result["id"]: result for result in results}
 
@@ -256,13 +270,14 @@ def _serve(model: text.TextModel, lines: list[dict]) -> dict:
         ({"prompt": "a", "max_new_tokens": "4"}, "max_new_tokens='4' must be an integer"),
         ({"prompt": "a", "temperature": "warm"}, "temperature='warm' must be a number"),
         ({"prompt": "a", "top_k": 4}, "top_k=4 needs a temperature above 0"),
+        ({"prompt": "a", "temperature": 1, "min_p": 2}, "min_p=2 must be within 0..1"),
         ({"prompt": "a" * 130}, "131 tokens and 130 new ones must be at most max_length=128"),
         ('{"prompt": "\\ud800"}', "surrogates not allowed"),
     ],
 )
 def test_a_bad_line_is_named(tiny_folder, tmp_path, line, message):
     file = _write(tmp_path, {"prompt": "a", "max_new_tokens": 2}, "", line)
-    result = _run("--requests", file, "--model", tiny_folder, "--max-new-tokens", "130")
+    result = _run(file, "--model", tiny_folder, "--max-new-tokens", "130")
     assert result.exit_code == 2
     assert "line 3: " in result.stderr
     assert message in result.stderr
@@ -273,30 +288,25 @@ def test_a_bad_line_is_named(tiny_folder, tmp_path, line, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["abc", "--requests", "FILE"], "prompt has no use with --requests"),
-        (["--requests", "FILE", "--cache", "exact"], "--cache has no use with --requests"),
-        (["--requests", "FILE", "--batch-size", "2"], "--batch-size has no use with --requests"),
-        (["--requests", "FILE", "--file", "x"], "--file has no use with --requests"),
-        (["--requests", "FILE", "--prefill", "topk"], "--prefill has no use with --requests"),
-        (["abc", "--kv-dtype", "turbo4"], "--kv-dtype is for --requests"),
-        (["abc", "--num-pages", "4"], "--num-pages is for --requests"),
-        (["abc", "--out", "x"], "--out is for --requests"),
-        (["abc", "--cache-results"], "--cache-results is for --requests"),
-        (["--requests", "/no/such/file"], "No such file or directory: '/no/such/file'"),
-        (["--requests", "FILE", "--weights", "int4"], "--weights is for --random-weights"),
-        (["--requests", "FILE", "--kv-dtype", "int3"], "kv_dtype='int3' must be one of auto"),
-        (["--requests", "FILE", "--page-size", "5"], "page_size=5 must be one of"),
-        (["--requests", "FILE", "--page-size", "0"], "page_size=0 must be at least 1"),
-        (["--requests", "FILE", "--max-sequences", "0"], "max_sequences=0 must be at least 1"),
-        (["--requests", "FILE", "--prefill-chunk", "0"], "prefill_chunk=0 must be at least 1"),
-        (["--requests", "FILE", "--pool-bytes", "10"], "pool_bytes=10 must be at least"),
-        (["--requests", "FILE", "--num-pages", "1"], "line 1: a prompt of 1 tokens and 128 new"),
+        (["/no/such/file"], "No such file or directory: '/no/such/file'"),
+        (["FILE", "--weights", "int4"], "--weights is for --random-weights"),
+        (["FILE", "--kv-dtype", "int3"], "kv_dtype='int3' must be one of auto"),
+        (["FILE", "--page-size", "5"], "page_size=5 must be one of"),
+        (["FILE", "--page-size", "0"], "page_size=0 must be at least 1"),
+        (["FILE", "--max-sequences", "0"], "max_sequences=0 must be at least 1"),
+        (["FILE", "--prefill-chunk", "0"], "prefill_chunk=0 must be at least 1"),
+        (["FILE", "--pool-bytes", "10"], "pool_bytes=10 must be at least"),
+        (["FILE", "--num-pages", "1"], "line 1: a prompt of 1 tokens and 128 new"),
         (
-            ["--requests", "FILE", "--num-pages", "4", "--pool-bytes", "9"],
+            ["FILE", "--num-pages", "4", "--pool-bytes", "9"],
             "give the number of pages or the bytes",
         ),
-        (["--requests", "FILE", "--implementation", "fast"], "implementation='fast' must be"),
-        (["--requests", "EMPTY"], "there must be at least one request"),
+        (["FILE", "--implementation", "fast"], "implementation='fast' must be"),
+        (["EMPTY"], "there must be at least one request"),
+        (
+            ["FILE", "--model", "x", "--random-weights", "tiny"],
+            "--random-weights takes no --model",
+        ),
     ],
 )
 def test_errors_are_one_clear_line(tmp_path, arguments, message):
@@ -304,8 +314,8 @@ def test_errors_are_one_clear_line(tmp_path, arguments, message):
     empty.write_text("\n\n")
     names = {"FILE": file, "EMPTY": str(empty)}
     arguments = [names.get(x, x) for x in arguments]
-    if "--weights" not in arguments:
-        arguments += ["--random-weights", "tiny"] if "abc" not in arguments else []
+    if not {"--weights", "--model"} & set(arguments):
+        arguments += ["--random-weights", "tiny"]
     result = _run(*arguments)
     assert result.exit_code == 2
     assert message in result.stderr

@@ -1,0 +1,330 @@
+"""One decode step of whole models of several families, through caches of several kinds.
+
+Real shapes, random weights, caches filled with random tokens. The time of a step is wall time, of
+many steps in a row that are waited for once, as in generation; that of its kernels stands beside
+it. What one would run instead is the exact cache: cuDNN where it can, else XLA.
+"""
+
+import dataclasses
+import functools
+import gc
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import model_tables, tables, timing
+from benchmarks.suites import common, fireq_inputs, steps
+from turbojax import models
+from turbojax.layer_cache import LayerCache, cache_by_name, init_layer_cache
+from turbojax.models import generation
+from turbojax.models.caching import init_caches
+
+Row = dict[str, Any]
+SUITES = ("families",)
+FORMATS = ()
+"""No number format's ceiling is compared with."""
+ENVIRONMENT = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93"}
+"""Set before jax starts: exact caches of the largest model take most of 80 GB."""
+one_line = model_tables.one_line
+CACHES = ("exact", "fp8_e4m3", "turbo4", "4bit")
+
+# Sequences that are filled at a time.
+_FILLED_AT_A_TIME = 4
+# As many as the buffer of a progressive cache holds: it is compressed once.
+_STEPS = 64
+_LEAST_STEPS, _MOST_SECONDS = 20, 2.5
+_KERNEL_STEPS = 3
+# One before the clock starts, one to see how long it takes, one before kernels are timed.
+_OTHER_STEPS = 2 + _KERNEL_STEPS + 1
+# Rounding changes logits by a tenth or so; a wrong output by about 1.
+_WRONG = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """A model of `models.SHAPES`, whose caches can hold `tokens` tokens of `batch` sequences."""
+
+    model: str
+    batch: int
+    tokens: int
+
+    def name(self, cache: str) -> str:
+        """``model-decode/gemma-2-9b/b16-s8192/turbo4``."""
+        return f"{model_tables.FAMILIES}/{self.model}/{self.label}/{cache}"
+
+    @property
+    def label(self) -> str:
+        """``b16-s8192``."""
+        return f"b{self.batch}-s{self.tokens}"
+
+    @property
+    def config(self) -> models.LlamaConfig:
+        """The model's."""
+        return models.SHAPES[self.model]
+
+    @property
+    def held(self) -> int:
+        """Tokens that caches hold before the first step, so that all steps fit."""
+        return self.tokens - _STEPS - _OTHER_STEPS
+
+    def kind(self, cache: str) -> models.CacheKind:
+        """The cache of this name."""
+        return cache_by_name(cache, self.config.num_kv_heads)
+
+
+def _groups() -> list[Group]:
+    """What matters most first: a run may be stopped by the clock. At most the model's context."""
+    names = ("llama-3.1-8b", "mistral-7b", "qwen-2.5-7b", "gemma-2-9b", "phi-3-mini")
+    return [Group(name, 16, min(8192, models.SHAPES[name].max_length)) for name in names]
+
+
+def _quick_groups() -> list[Group]:
+    """A tiny model: whether everything runs, and nothing about speed."""
+    return [Group("tiny", 2, 192)]
+
+
+def selected(pattern: str, *, quick: bool, suite: str = "families") -> list[tuple[Group, str]]:
+    """The rows whose names the regular expression `pattern` finds, in order."""
+    del suite
+    groups = _quick_groups() if quick else _groups()
+    every = [(group, cache) for group in groups for cache in CACHES]
+    return [(group, cache) for group, cache in every if re.search(pattern, group.name(cache))]
+
+
+def run(
+    rows: list[tuple[Group, str]],
+    ceilings: dict[str, float | None],
+    on_row: Callable[[Row], None],
+    *,
+    repetitions: int | None = None,
+    deadline: float = float("inf"),
+) -> None:
+    """Measures rows one after the other; a row that fails says so and the run goes on.
+
+    All steps are compiled before anything is measured.
+
+    Args:
+      rows: as `selected`.
+      ceilings: see `timing.ceilings`.
+      on_row: called with each finished row.
+      repetitions: steps that are timed, at most 64; chosen from the time of one if not given.
+      deadline: of `time.monotonic`; no row is started after it.
+    """
+    groups = list(dict.fromkeys(group for group, _ in rows))
+    caches = {group: [cache for other, cache in rows if other == group] for group in groups}
+    compiled = {}
+    if time.monotonic() <= deadline:
+        kinds = [(lower, c) for lower in (_lower, _lower_fill) for c in CACHES]
+        wanted = {g: [(f, c) for f, c in kinds if c in caches[g]] for g in groups}
+        lowerings = [[functools.partial(f, g, c) for f, c in wanted[g]] for g in groups]
+        for group, found in zip(groups, steps.compile_groups(lowerings), strict=True):
+            for (lower, cache), future in zip(wanted[group], found, strict=True):
+                compiled.setdefault((group, cache), []).append(future)
+    for group in groups:
+        inputs: Inputs | None = None
+        for cache in caches[group]:
+            row = describe(group, cache)
+            if time.monotonic() > deadline:
+                on_row({**row, "status": "not run", "reason": tables.OUT_OF_TIME})
+                continue
+            try:
+                inputs = inputs or Inputs(group)
+                step, fill = (future.result() for future in compiled.pop((group, cache)))
+                row |= measure(inputs, cache, step, fill, ceilings, repetitions)
+            except Exception as error:  # out of memory, a compiler's refusal: facts to be recorded
+                row |= common.failure(error)
+            gc.collect()
+            on_row(row)
+        # The weights make room for the next model's.
+        del inputs
+        gc.collect()
+
+
+def _lower(group: Group, cache: str) -> jax.stages.Lowered:
+    """A step of the model through this cache."""
+
+    def arguments() -> tuple[Any, ...]:
+        model = models.random_decoder(group.config)
+        caches = init_caches(model, group.batch, group.tokens, group.kind(cache))
+        return model, (caches, jnp.zeros(group.batch, jnp.int32)), _tokens(group)
+
+    return jax.jit(_step, donate_argnums=1).lower(*jax.eval_shape(arguments))
+
+
+def _lower_fill(group: Group, cache: str) -> jax.stages.Lowered:
+    """What fills some sequences of a layer's cache."""
+    layer = jax.eval_shape(functools.partial(_empty, group, group.kind(cache)))
+    number, first = jnp.uint32(0), jnp.int32(0)
+    return steps.fill.lower(
+        layer,
+        number,
+        first,
+        count=min(group.batch, _FILLED_AT_A_TIME),
+        tokens=group.held,
+        kv_heads=group.config.num_kv_heads,
+        head_dim=group.config.head_dim,
+        dtype=jnp.dtype(jnp.bfloat16),
+    )
+
+
+def _empty(group: Group, kind: models.CacheKind) -> LayerCache:
+    config = group.config
+    sizes = (group.batch, group.tokens, config.num_kv_heads, config.head_dim)
+    return init_layer_cache(*sizes, kind=kind, dtype=jnp.bfloat16)
+
+
+def _step(
+    model: models.Decoder, state: tuple[models.ModelCaches, jax.Array], tokens: jax.Array
+) -> tuple[jax.Array, tuple[models.ModelCaches, jax.Array]]:
+    caches, lengths = state
+    logits, lengths, caches = generation.decode_step(
+        model, caches, tokens, lengths, implementation=None
+    )
+    return logits, (caches, lengths)
+
+
+def _tokens(group: Group) -> jax.Array:
+    rng = np.random.default_rng(0)
+    return jnp.asarray(rng.integers(group.config.vocab_size, size=group.batch, dtype=np.int32))
+
+
+class Inputs:
+    """A model's weights, and what its first step gives with the exact cache once that is known."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.model = jax.block_until_ready(models.random_decoder(group.config))
+        self.exact: jax.Array | None = None
+
+    def caches(self, kind: models.CacheKind, fill: Callable[..., Any]) -> models.ModelCaches:
+        """Full ones."""
+        group = self.group
+        layers = []
+        for number in range(group.config.num_layers):
+            layer = _empty(group, kind)
+            for first in range(0, group.batch, min(group.batch, _FILLED_AT_A_TIME)):
+                layer = fill(layer, jnp.uint32(number), jnp.int32(first))
+            layers.append(layer)
+        return jax.block_until_ready(models.ModelCaches(tuple(layers)))
+
+
+def describe(group: Group, cache: str) -> Row:
+    """What is known of a row before it runs."""
+    config = group.config
+    options = {config.attention_options(layer) for layer in range(config.num_layers)}
+    return {
+        "name": group.name(cache),
+        "operation": model_tables.FAMILIES,
+        "label": group.label,
+        "method": cache,
+        "model": group.model,
+        "batch": group.batch,
+        "tokens": group.tokens,
+        "layers": config.num_layers,
+        "heads": config.num_heads,
+        "kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "windows": sorted({x.local_window_size for x in options if x.local_window_size}),
+        "all_layers_have_windows": all(x.local_window_size for x in options),
+        "soft_cap": config.attention_soft_cap,
+    }
+
+
+def measure(
+    inputs: Inputs,
+    cache: str,
+    compiled: Callable[..., Any],
+    fill: Callable[..., Any],
+    ceilings: dict[str, float | None],
+    repetitions: int | None,
+) -> Row:
+    """Times steps of the model through a full cache.
+
+    Raises:
+      ArithmeticError: if the logits are not finite, or far from those of the exact cache.
+    """
+    group = inputs.group
+    caches = inputs.caches(group.kind(cache), fill)
+    cache_bytes, lengths = caches.nbytes, jnp.full(group.batch, group.held, jnp.int32)
+    call = steps.Steps(compiled, inputs.model, (caches, lengths), _tokens(group))
+    needed = _needed_bytes(inputs.model, caches)
+    del caches
+    logits = jax.block_until_ready(call())
+    facts: Row = {}
+    if inputs.exact is not None or cache == "exact":
+        facts["relative_l2"] = steps.difference(
+            logits, logits if inputs.exact is None else inputs.exact
+        )
+        if facts["relative_l2"] > _WRONG:
+            raise ArithmeticError(f"the logits are wrong: relative L2 {facts['relative_l2']}")
+    if cache == "exact":
+        inputs.exact = logits
+    seconds = timing._wall(call, 1)
+    count = repetitions or max(_LEAST_STEPS, min(_STEPS, round(_MOST_SECONDS / seconds)))
+    count = min(count, _STEPS)
+    seconds = timing._wall(call, count)
+    microseconds = 1e6 * seconds
+    needs = fireq_inputs.Needs(needed, 0.0, "bf16")
+    analysis = compiled.memory_analysis()
+    return {
+        "status": "ok",
+        "us": microseconds,
+        "clock": "wall",
+        "repetitions": count,
+        "first_length": group.held + 2,
+        "tokens_per_second": group.batch / seconds,
+        "cache_bytes": cache_bytes,
+        "weight_bytes": inputs.model.nbytes,
+        "temporary_bytes": getattr(analysis, "temp_size_in_bytes", None),
+        **needs.facts(microseconds, ceilings),
+        **facts,
+        **_kernels(call),
+    }
+
+
+def _needed_bytes(model: models.Decoder, caches: models.ModelCaches) -> float:
+    """Read by a step: weights, but of a table of embeddings a few rows, and what windows show."""
+    needed = float(model.nbytes)
+    if model.lm_head is not None:
+        needed -= timing.nbytes(model.embedding)
+    for i, layer in enumerate(caches.layers):
+        window = model.config.attention_options(i).local_window_size
+        share = 1.0 if window is None else min(1.0, window / caches.max_length)
+        needed += share * layer.nbytes
+    return needed
+
+
+def _kernels(call: steps.Steps) -> Row:
+    """Time of a step on the device, the median of some, and its longest kernels."""
+    kernels = timing._cupti(call, _KERNEL_STEPS) if timing.on_gpu() else None
+    if kernels is None:
+        return {"device_us": None, "kernels": []}
+    totals = [sum(us for _, us in launches) for launches in kernels]
+    longest = timing._by_kernel(kernels)
+    return {
+        "device_us": float(np.median(totals)),
+        "kernels": fireq_inputs.kernel_facts(longest),
+    }
+
+
+def with_ratios(rows: list[Row]) -> list[Row]:
+    """The rows with what they are over the exact cache: in speed, and in bytes."""
+    exact = {
+        (row["model"], row["label"]): row
+        for row in rows
+        if row["method"] == "exact" and row["status"] == "ok"
+    }
+    return [_with_ratio(row, exact.get((row["model"], row["label"]))) for row in rows]
+
+
+def _with_ratio(row: Row, base: Row | None) -> Row:
+    if row["status"] != "ok" or base is None:
+        return row
+    ratio = base["cache_bytes"] / row["cache_bytes"]
+    speedup = {"exact": base["us"] / row["us"]}
+    return {**row, "speedup_over": speedup, "smaller_than_exact": ratio}

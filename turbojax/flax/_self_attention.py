@@ -1,0 +1,257 @@
+"""What self-attention with a cache does, whichever Flax module holds its parameters."""
+
+import dataclasses
+from typing import Any, Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from turbojax import _checks
+from turbojax.baselines import exact
+from turbojax.config import TurboConfig
+from turbojax.flax.projections import check_head_dim
+from turbojax.layer_cache import (
+    AttentionOptions,
+    CacheKind,
+    LayerCache,
+    PooledAttention,
+    attend_new_tokens,
+    attend_prompt,
+    init_layer_cache,
+)
+from turbojax.layer_cache.options import require_plain
+from turbojax.ops.turbo_attention import turbo_attention
+from turbojax.rotary import Rope
+
+WholeAttention = Literal["exact"] | TurboConfig | PooledAttention
+"""What attends within whole sequences."""
+
+
+class Layers(Protocol):
+    """A module's parameters at work, see `AttentionProjections`."""
+
+    def heads(
+        self, x: jax.Array, angles: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values."""
+        ...
+
+    def output(self, attended: jax.Array) -> jax.Array:
+        """Maps ``[B, T, N, H]`` to ``[B, T, D]``."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class SelfAttention:
+    """How a module attends, checked and completed; static under `jit`.
+
+    Attributes:
+      hidden_size: channels of a token.
+      cache: kind of the cache.
+      attention: what attends within whole sequences.
+      options: scale, window and cap.
+      rope: rotary embedding, or None.
+      head_dim: channels of a head.
+      num_kv_heads: key/value heads.
+      implementation: of the ops; None to choose.
+      dtype: of the computation.
+    """
+
+    hidden_size: int
+    cache: CacheKind
+    attention: WholeAttention
+    options: AttentionOptions
+    rope: Rope | None
+    head_dim: int
+    num_kv_heads: int
+    implementation: Any
+    dtype: Any
+
+    def init_cache(self, batch_size: int, max_length: int) -> LayerCache:
+        """An empty cache."""
+        return init_layer_cache(
+            batch_size,
+            max_length,
+            self.num_kv_heads,
+            self.head_dim,
+            kind=self.cache,
+            dtype=self.dtype,
+        )
+
+    def whole(
+        self,
+        layers: Layers,
+        x: jax.Array,
+        positions: jax.Array | None,
+        lengths: jax.Array | None,
+    ) -> jax.Array:
+        """Attends within whole sequences; see `TurboAttention.__call__`."""
+        x, lengths = self._check(x, lengths)
+        if positions is not None:
+            self._check_positions(positions, x)
+        angles = self._angles(_places(x) if positions is None else positions)
+        out = layers.output(self._attend(*layers.heads(x, angles), lengths))
+        return _hide_padding(out, lengths)
+
+    def prefill(
+        self, layers: Layers, x: jax.Array, lengths: jax.Array | None, cache: LayerCache
+    ) -> tuple[jax.Array, LayerCache]:
+        """Attends within prompts and stores them; see `TurboAttention.prefill`."""
+        x, known = self._check(x, lengths, cache)
+        held = cache.lengths > 0
+        if _checks.is_concrete(held) and np.any(np.asarray(held)):
+            raise ValueError(
+                f"cache.lengths={cache.lengths.tolist()} must be 0 before a prompt: call "
+                "init_cache to begin anew, or decode to go on"
+            )
+        lengths = jnp.where(held, 0, x.shape[1] if known is None else known)
+        pooled = self.attention if isinstance(self.attention, PooledAttention) else None
+        attend = attend_prompt(lengths, implementation=self.implementation, pooled=pooled)
+        query, key, value = layers.heads(x, self._angles(_places(x)))
+        out, cache = attend(query, key, value, cache, self.options)
+        cache = dataclasses.replace(cache, overflowed=cache.overflowed | held)
+        return _hide_padding(layers.output(out), lengths), cache
+
+    def decode(
+        self, layers: Layers, x: jax.Array, cache: LayerCache
+    ) -> tuple[jax.Array, LayerCache]:
+        """Stores new tokens and attends to all that is held; see `TurboAttention.decode`."""
+        x, _ = self._check(x, None, cache)
+        angles = self._angles(cache.lengths[:, None] + _places(x))
+        query, key, value = layers.heads(x, angles)
+        out, cache = attend_new_tokens(self.implementation)(query, key, value, cache, self.options)
+        return layers.output(out), cache
+
+    def _angles(self, positions: jax.Array) -> jax.Array | None:
+        """Angles of positions ``[B, T]``; None without a rotary embedding."""
+        return None if self.rope is None else self.rope.angles(positions)
+
+    def _attend(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array | None
+    ) -> jax.Array:
+        """Causal attention within whole sequences, ``[B, T, N, H]``."""
+        if isinstance(self.attention, PooledAttention):
+            levels = self.attention.levels(query, key, lengths, self.options)
+            return self.attention.attend(query, key, value, levels, lengths, self.options)
+        arguments = {**self.options.arguments(), "implementation": self.implementation}
+        if self.attention == "exact":
+            return exact.attention(query, key, value, **arguments)
+        out = turbo_attention(
+            query,
+            key,
+            value,
+            config=self.attention,
+            is_causal=True,
+            query_seq_lengths=lengths,
+            key_value_seq_lengths=lengths,
+            **arguments,
+        )
+        assert isinstance(out, jax.Array)
+        return out
+
+    def _check(
+        self, x: jax.Array, lengths: jax.Array | None, cache: LayerCache | None = None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Checked tokens, 0 in the padding, and int32 lengths within ``0..T``.
+
+        Raises:
+          TypeError: if dtypes are not supported.
+          ValueError: if a shape or length does not fit, or the cache is of another batch.
+        """
+        if x.ndim != 3 or x.shape[2] != self.hidden_size or 0 in x.shape:
+            raise ValueError(f"{x.shape=} must be [B, T, {self.hidden_size}], no axis empty")
+        _checks.check_float_dtype("x", x)
+        if cache is not None and cache.lengths.shape != x.shape[:1]:
+            raise ValueError(
+                f"{x.shape=} must have {cache.lengths.shape[0]} sequences, as the cache has"
+            )
+        if lengths is None:
+            return x, None
+        batch, tokens = x.shape[:2]
+        lengths = jnp.clip(_checks.check_lengths("lengths", lengths, batch, tokens), 0, tokens)
+        return _hide_padding(x, lengths), lengths
+
+    def _check_positions(self, positions: jax.Array, x: jax.Array) -> None:
+        if self.rope is None:
+            raise ValueError(f"{positions.shape=} must be None: there is no rotary embedding")
+        if not jnp.issubdtype(positions.dtype, jnp.integer):
+            raise TypeError(f"positions.dtype={positions.dtype} must be an integer type")
+        if positions.shape != x.shape[:2]:
+            raise ValueError(f"{positions.shape=} must be {x.shape[:2]}, one per token")
+
+
+def make_self_attention(
+    hidden_size: int,
+    num_heads: int,
+    num_kv_heads: int | None,
+    head_dim: int | None,
+    *,
+    rope: Rope | Literal["default"] | None,
+    cache: CacheKind,
+    attention: WholeAttention | None,
+    options: AttentionOptions,
+    implementation: str | None,
+    dtype: DTypeLike,
+) -> SelfAttention:
+    """What a module's arguments ask for, see `TurboAttention`.
+
+    Raises:
+      TypeError: if a size is no integer, or another argument of another kind.
+      ValueError: if sizes do not fit, or the cache is of no known kind.
+      NotImplementedError: if pooled attention cannot attend with the options.
+    """
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    _checks.check_sizes(hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    _checks.check_head_groups(num_heads, num_kv_heads)
+    if rope not in ("default", None) and not isinstance(rope, Rope):
+        raise TypeError(f"rope={rope!r} must be a Rope, 'default' or None")
+    if isinstance(rope, Rope):
+        head_dim = check_head_dim(rope, head_dim)
+    elif head_dim is None:
+        if hidden_size % num_heads:
+            raise ValueError(f"{hidden_size=} must be a multiple of {num_heads=} without head_dim")
+        head_dim = hidden_size // num_heads
+    _checks.check_sizes(head_dim=head_dim)
+    made = SelfAttention(
+        hidden_size=hidden_size,
+        cache=cache,
+        attention=_check_attention(cache, attention, options),
+        options=options,
+        rope=Rope(head_dim) if rope == "default" else rope,
+        head_dim=head_dim,
+        num_kv_heads=num_kv_heads,
+        implementation=implementation,
+        dtype=jnp.dtype(dtype),
+    )
+    jax.eval_shape(lambda: made.init_cache(1, 1))  # refuses unknown kinds now
+    return made
+
+
+def _check_attention(
+    cache: CacheKind, attention: WholeAttention | None, options: AttentionOptions
+) -> WholeAttention:
+    if not isinstance(options, AttentionOptions):
+        raise TypeError(f"options={options!r} must be AttentionOptions")
+    if attention is None:
+        return cache if isinstance(cache, TurboConfig) else "exact"
+    if isinstance(attention, PooledAttention):
+        require_plain(options, "pooled attention", but_scale=True)
+    elif not isinstance(attention, TurboConfig) and attention != "exact":
+        raise TypeError(
+            f"attention={attention!r} must be 'exact', a TurboConfig or PooledAttention"
+        )
+    return attention
+
+
+def _hide_padding(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
+    """``[B, T, D]`` with 0 past the lengths."""
+    if lengths is None:
+        return x
+    return jnp.where(_places(x)[:, :, None] < lengths[:, None, None], x, 0)
+
+
+def _places(x: jax.Array) -> jax.Array:
+    """Places of the tokens of ``[B, T, D]`` in `x`, int32 ``[B, T]``."""
+    return jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32)[None], x.shape[:2])

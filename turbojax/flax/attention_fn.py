@@ -1,0 +1,445 @@
+"""Attention functions for Flax's own modules, nnx's and linen's.
+
+Flax hands over a mask; the kernels know lengths, causality and windows. So lengths are read from
+the mask, and what they and the static options show is compared with it.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from turbojax import _checks
+from turbojax.config import TurboConfig
+from turbojax.levels import Pattern, Policy, select_levels
+from turbojax.ops.pooled_attention import pooled_attention
+from turbojax.ops.registry import ImplementationName
+from turbojax.ops.turbo_attention import turbo_attention
+from turbojax.ops.turbo_attention.masking import Visibility
+
+
+class _AttentionFn:
+    """What the attention functions have in common: Flax's arguments."""
+
+    is_causal: bool
+    local_window_size: int | tuple[int, int] | None = None
+
+    def __call__(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        bias: jax.Array | None = None,
+        mask: jax.Array | None = None,
+        broadcast_dropout: bool = True,
+        dropout_rng: jax.Array | None = None,
+        dropout_rate: float = 0.0,
+        deterministic: bool = False,
+        dtype: DTypeLike | None = None,
+        precision: Any = None,
+        module: Any = None,
+        is_causal: bool = False,
+        force_fp32_for_softmax: bool = False,
+        einsum_dot_general: Any = None,
+        qk_attn_weights_einsum: Any = None,
+        attn_weights_value_einsum: Any = None,
+        input_positions: jax.Array | None = None,
+    ) -> jax.Array:
+        """Attends; the arguments are those that Flax's modules pass, in their order.
+
+        Args:
+          query: ``[batch..., T, N, H]``.
+          key: ``[batch..., S, K, H]``; `N` is a multiple of `K`.
+          value: ``[batch..., S, K, H]``.
+          bias: None: scores have no bias here.
+          mask: optional, broadcastable to ``[batch..., N, T, S]``, True or nonzero for what is
+            visible. It may hide keys and queries past a length per sequence, and what causality and
+            the window hide; the same for all heads. One that hides something else raises outside
+            `jit`, and makes its sequences NaN under it. A single query under a mask is the newest
+            token that it shows, as in decoding, also where the function is causal.
+          broadcast_dropout: has no meaning without dropout.
+          dropout_rng: the same.
+          dropout_rate: 0, unless `deterministic`.
+          deterministic: whether there is no dropout.
+          dtype: of the computation; that of the operands, promoted, if not given.
+          precision: None: the kernels have their own.
+          module: None: the weights, which it would keep, never exist as a whole.
+          is_causal: whether query `t` sees keys up to `t`, if the function does not say so itself.
+          force_fp32_for_softmax: the softmax is in float32 in either case.
+          einsum_dot_general: None.
+          qk_attn_weights_einsum: None.
+          attn_weights_value_einsum: None.
+          input_positions: None: rotate queries and keys before.
+
+        Returns:
+          ``[batch..., T, N, H]`` in `dtype`. Queries that see nothing give 0.
+
+        Raises:
+          TypeError: if dtypes are not supported.
+          ValueError: if a shape does not fit, or, outside `jit`, the mask hides something else.
+          NotImplementedError: for active dropout, and for what must be None above.
+        """
+        if dropout_rate > 0 and not deterministic:
+            raise NotImplementedError(
+                f"{dropout_rate=} must be 0, or deterministic True: there is no dropout here"
+            )
+        _refuse(
+            bias=bias,
+            precision=precision,
+            module=module,
+            einsum_dot_general=einsum_dot_general,
+            qk_attn_weights_einsum=qk_attn_weights_einsum,
+            attn_weights_value_einsum=attn_weights_value_einsum,
+            input_positions=input_positions,
+        )
+        query, key, value = _promote(query, key, value, dtype)
+        shape = _check_shapes(query, key, value)
+        causal = self.is_causal or bool(is_causal)
+        if mask is not None:
+            mask = _check_mask(mask, query, key)
+        query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
+        return self._masked(query, key, value, mask, causal).reshape(shape)
+
+    def _masked(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        mask: jax.Array | None,
+        is_causal: bool,
+    ) -> jax.Array:
+        """Attends to what a mask ``[B or 1, N or 1, T or 1, S]`` shows."""
+        if mask is None:
+            return self._attend(query, key, value, is_causal, None, None)
+        window = _checks.normalize_window(self.local_window_size)
+        visibility = Visibility(is_causal, window)
+        lengths = _read_lengths(mask, query.shape[1], visibility)
+        query_length, key_length, fits = (jnp.broadcast_to(x, query.shape[:1]) for x in lengths)
+        if _checks.is_concrete(fits) and not np.all(np.asarray(fits)):
+            raise ValueError(
+                f"mask of sequences {np.flatnonzero(~np.asarray(fits)).tolist()} must hide keys "
+                "and queries past a length, for all heads alike, and nothing else but what "
+                f"is_causal={is_causal} and local_window_size={self.local_window_size} hide; a "
+                "causal mask needs a function with is_causal=True"
+            )
+        if query.shape[1] == 1 < key.shape[1]:
+            out = self._attend_newest(query, key, value, key_length)
+        else:
+            out = self._attend(query, key, value, is_causal, query_length, key_length)
+        # A product, so that gradients become NaN as well.
+        broken = jnp.where(fits, 1, jnp.nan).astype(out.dtype)
+        return out * broken[:, None, None, None]
+
+    def _attend(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        is_causal: bool,
+        query_length: jax.Array | None,
+        key_length: jax.Array | None,
+    ) -> jax.Array:
+        """Attends ``[B, T, N, H]`` to ``[B, S, K, H]``."""
+        raise NotImplementedError
+
+    def _attend_newest(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, key_length: jax.Array
+    ) -> jax.Array:
+        """Attends the token at ``key_length - 1``, ``[B, 1, N, H]``."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class TurboAttentionFn(_AttentionFn):
+    """`turbojax.turbo_attention` as the `attention_fn` of Flax's attention modules.
+
+    Frozen and hashable: modules with equal functions share what is compiled. For modules that are
+    trained or used with a causal mask, set `is_causal`: a mask is data, and cannot say it.
+
+    >>> from flax import nnx
+    >>> import turbojax as tj
+    >>> causal = tj.flax.TurboAttentionFn(is_causal=True)
+    >>> layer = nnx.MultiHeadAttention(
+    ...     num_heads=4, in_features=64, attention_fn=causal, decode=False, rngs=nnx.Rngs(0)
+    ... )
+    >>> layer(jax.numpy.ones((2, 10, 64))).shape
+    (2, 10, 64)
+
+    Attributes:
+      config: numerics and block sizes.
+      is_causal: query `t` sees keys up to `t`.
+      local_window_size: optional `w` or ``(left, right)``, see `turbojax.turbo_attention`.
+      logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
+      implementation: see `turbojax.turbo_attention`.
+
+    Raises:
+      TypeError: if `config` is no `TurboConfig`, or the cap no number.
+      ValueError: if the window or the cap is out of range.
+    """
+
+    config: TurboConfig = TurboConfig()
+    is_causal: bool = False
+    local_window_size: int | tuple[int, int] | None = None
+    logits_soft_cap: float | None = None
+    implementation: ImplementationName | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.config, TurboConfig):
+            raise TypeError(f"config={self.config!r} must be a TurboConfig")
+        # One form, so that equal windows are equal functions.
+        window = _checks.normalize_window(self.local_window_size)
+        object.__setattr__(self, "local_window_size", window)
+        _checks.check_number("logits_soft_cap", self.logits_soft_cap)
+        _checks.check_positive("logits_soft_cap", self.logits_soft_cap)
+
+    def _attend(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        is_causal: bool,
+        query_length: jax.Array | None,
+        key_length: jax.Array | None,
+    ) -> jax.Array:
+        out = turbo_attention(
+            query,
+            key,
+            value,
+            config=self.config,
+            is_causal=is_causal,
+            query_seq_lengths=query_length,
+            key_value_seq_lengths=key_length,
+            local_window_size=self.local_window_size,
+            logits_soft_cap=self.logits_soft_cap,
+            implementation=self.implementation,
+        )
+        assert isinstance(out, jax.Array)
+        return out
+
+    def _attend_newest(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, key_length: jax.Array
+    ) -> jax.Array:
+        window = _checks.normalize_window(self.local_window_size)
+        if window is not None:
+            key, value, key_length = _take_newest(key, value, key_length, window[0] + 1)
+        whole = dataclasses.replace(self, local_window_size=None)
+        return whole._attend(query, key, value, False, None, key_length)
+
+
+@dataclasses.dataclass(frozen=True)
+class PooledAttentionFn(_AttentionFn):
+    """`turbojax.pooled_attention` as the `attention_fn` of Flax's attention modules.
+
+    A single query under a mask, as in decoding, attends to the keys one by one.
+
+    >>> from flax import linen as nn
+    >>> import turbojax as tj
+    >>> pooled = tj.flax.PooledAttentionFn(tj.levels.TopK(), is_causal=True)
+    >>> layer = nn.MultiHeadDotProductAttention(num_heads=4, attention_fn=pooled)
+    >>> x = jax.numpy.ones((2, 300, 64))
+    >>> layer.apply(layer.init(jax.random.key(0), x), x).shape
+    (2, 300, 64)
+
+    Attributes:
+      policy: see `turbojax.levels`. Levels of a pattern are made when a function is traced, the
+        others in every call; they have no gradient.
+      block_q: queries that share a row of levels.
+      block_kv: keys that share a level, a multiple of 8.
+      is_causal: query `t` sees keys up to `t`.
+      implementation: see `turbojax.pooled_attention`.
+      query_samples: of `turbojax.select_levels`, for policies that estimate.
+      key_means: the same.
+
+    Raises:
+      TypeError: if `policy` is none, or a size no integer.
+      ValueError: if a size is out of range.
+    """
+
+    policy: Policy
+    block_q: int = 128
+    block_kv: int = 128
+    is_causal: bool = False
+    implementation: ImplementationName | None = None
+    query_samples: int = 4
+    key_means: int = 4
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.policy, Policy):
+            kind = type(self.policy).__name__
+            raise TypeError(f"policy is a {kind}, must be one of turbojax.levels")
+        names = ("block_q", "block_kv", "query_samples", "key_means")
+        _checks.check_sizes(**{name: getattr(self, name) for name in names})
+        if self.block_kv % 8:
+            raise ValueError(f"block_kv={self.block_kv} must be a multiple of 8")
+
+    def _attend(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        is_causal: bool,
+        query_length: jax.Array | None,
+        key_length: jax.Array | None,
+    ) -> jax.Array:
+        blocks: dict[str, Any] = {"block_q": self.block_q, "block_kv": self.block_kv}
+        if isinstance(self.policy, Pattern):
+            # Positions alone: a constant of the program, which `pooled_attention` can check.
+            with jax.ensure_compile_time_eval():
+                levels = self.policy.levels(
+                    query.shape[1], key.shape[1], is_causal=is_causal, **blocks
+                )
+        else:
+            levels = select_levels(
+                query,
+                key,
+                self.policy,
+                **blocks,
+                is_causal=is_causal,
+                query_seq_lengths=query_length,
+                key_value_seq_lengths=key_length,
+                query_samples=self.query_samples,
+                key_means=self.key_means,
+            )
+        return self._pooled(query, key, value, levels, is_causal, query_length, key_length)
+
+    def _attend_newest(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, key_length: jax.Array
+    ) -> jax.Array:
+        # A constant, like a pattern's levels.
+        levels = np.ones((1, 1, 1, -(-key.shape[1] // self.block_kv)), np.int8)
+        return self._pooled(query, key, value, levels, False, None, key_length)
+
+    def _pooled(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        levels: Any,
+        is_causal: bool,
+        query_length: jax.Array | None,
+        key_length: jax.Array | None,
+    ) -> jax.Array:
+        out = pooled_attention(
+            query,
+            key,
+            value,
+            levels,
+            block_q=self.block_q,
+            block_kv=self.block_kv,
+            is_causal=is_causal,
+            query_seq_lengths=query_length,
+            key_value_seq_lengths=key_length,
+            implementation=self.implementation,
+        )
+        assert isinstance(out, jax.Array)
+        return out
+
+
+attention_fn = TurboAttentionFn()
+"""`TurboAttentionFn` with the default `turbojax.TurboConfig`, not causal by itself."""
+
+
+def _refuse(**arguments: Any) -> None:
+    """Raises NotImplementedError for the first argument that is not None."""
+    for name, x in arguments.items():
+        if x is not None:
+            shown = f"of shape {x.shape}" if isinstance(x, jax.Array | np.ndarray) else repr(x)
+            reasons = {
+                "bias": "scores have no bias here",
+                "module": "attention weights never exist as a whole, so none can be sown",
+                "input_positions": "rotate queries and keys before they attend",
+            }
+            why = reasons.get(name, "the products' precision is the configuration's")
+            raise NotImplementedError(f"{name} {shown} must be None: {why}")
+
+
+def _promote(
+    query: jax.Array, key: jax.Array, value: jax.Array, dtype: DTypeLike | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The operands in one dtype."""
+    common = jnp.result_type(query, key, value) if dtype is None else jnp.dtype(dtype)
+    query, key, value = (jnp.asarray(x, common) for x in (query, key, value))
+    return query, key, value
+
+
+def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[int, ...]:
+    """The shape of the result; the rest is checked where attention takes place."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.ndim < 3:
+            raise ValueError(f"{name}.shape={x.shape} must be [batch..., tokens, heads, channels]")
+    if key.shape[:-3] != query.shape[:-3]:
+        raise ValueError(f"{query.shape=} and {key.shape=} must have the same batch axes")
+    if value.shape != key.shape:
+        raise ValueError(f"{value.shape=} must equal {key.shape=}")
+    return query.shape
+
+
+def _check_mask(mask: jax.Array, query: jax.Array, key: jax.Array) -> jax.Array:
+    """A mask as bool ``[B or 1, N or 1, T or 1, S]``.
+
+    Raises:
+      TypeError: if it is no array of numbers or bool.
+      ValueError: if it cannot be broadcast to ``[batch..., N, T, S]``.
+    """
+    mask = jnp.asarray(mask)
+    if not (mask.dtype == jnp.bool_ or jnp.issubdtype(mask.dtype, jnp.number)):
+        raise TypeError(f"mask.dtype={mask.dtype} must be bool or a number")
+    batch = query.shape[:-3]
+    full = (*batch, query.shape[-2], query.shape[-3], key.shape[-3])
+    shape = (1,) * (len(full) - mask.ndim) + mask.shape
+    if len(shape) != len(full) or any(m not in (1, n) for m, n in zip(shape, full, strict=True)):
+        raise ValueError(f"{mask.shape=} must be broadcastable to {full}")
+    own = (1,) * len(batch) if math.prod(shape[:-3]) == 1 else batch
+    visible = mask.astype(jnp.bool_).reshape(shape)
+    visible = jnp.broadcast_to(visible, (*own, *shape[-3:-1], full[-1]))
+    return visible.reshape(math.prod(own), *visible.shape[-3:])
+
+
+@functools.partial(jax.jit, static_argnames=("tokens", "visibility"))
+def _read_lengths(
+    mask: jax.Array, tokens: int, visibility: Visibility
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Which lengths a mask stands for, and whether it shows just what these show.
+
+    Args:
+      mask: bool ``[B, N or 1, T or 1, S]``.
+      tokens: queries `T`.
+      visibility: what is known of it.
+
+    Returns:
+      Lengths of queries and of keys, int32 ``[B]``, and bool ``[B]``.
+    """
+    batch, _, rows, size = mask.shape
+    row, column = jnp.arange(rows)[None], jnp.arange(size)[None]
+    if rows == 1:  # of keys alone: all queries see the same, as far as the mask knows
+        visibility = Visibility(is_causal=False, window=None)
+
+    def shown(query_length: jax.Array, key_length: jax.Array) -> jax.Array:
+        visible = (
+            visibility.mask(row, column, key_length) & (row < query_length[:, None])[..., None]
+        )
+        return visible[:, None]
+
+    seen = mask & shown(jnp.full(batch, rows), jnp.full(batch, size))
+    key_length = jnp.max(jnp.where(seen.any((1, 2)), column + 1, 0), axis=1)
+    query_length = jnp.max(jnp.where(seen.any((1, 3)), row + 1, 0), axis=1)
+    fits = (seen == shown(query_length, key_length)).all((1, 2, 3))
+    if rows == 1:
+        query_length = jnp.full(batch, tokens)
+    return query_length.astype(jnp.int32), key_length.astype(jnp.int32), fits
+
+
+def _take_newest(
+    key: jax.Array, value: jax.Array, lengths: jax.Array, count: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The last `count` keys and values of each sequence, moved to the front, and their number."""
+    first = jnp.maximum(lengths - count, 0)
+    index = first[:, None] + jnp.arange(min(count, key.shape[1]))[None]
+    index = index[:, :, None, None]
+    key, value = (jnp.take_along_axis(x, index, axis=1) for x in (key, value))
+    return key, value, lengths - first

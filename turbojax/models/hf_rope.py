@@ -1,0 +1,260 @@
+"""Rotary embeddings in a Hugging Face `config.json`, in the spellings of transformers 4 and 5.
+
+Version 4 has `rope_theta` beside `rope_scaling`, version 5 both in `rope_parameters`.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from turbojax.rotary import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeScaling,
+    YarnScaling,
+)
+
+_THETA, _PARTIAL = "rope_theta", "partial_rotary_factor"
+_ORIGINAL = "original_max_position_embeddings"
+
+KEYS = ("rope_scaling", "rope_parameters", _THETA, _PARTIAL, _ORIGINAL)
+"""Keys of `config.json` that speak of rotary embeddings."""
+
+# rope_type -> keys that must be there, keys that may.
+_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ()),
+    "yarn": (
+        ("factor",),
+        ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+    ),
+    "longrope": (("short_factor", "long_factor"), ("factor", "attention_factor")),
+}
+_NO_NUMBERS = {"short_factor", "long_factor", "truncate"}
+# Keys of every kind; "finetuned" says how a model was made.
+_COMMON = {"rope_type", "type", _THETA, _PARTIAL, _ORIGINAL, "finetuned"}
+
+
+def read(hf: Mapping[str, Any], family: str, head_dim: int, max_length: int) -> dict[str, Any]:
+    """The fields of `LlamaConfig` that describe the rotary embedding.
+
+    Args:
+      hf: the content of `config.json`.
+      family: its `model_type`.
+      head_dim: channels of a head.
+      max_length: `max_position_embeddings`.
+
+    Raises:
+      NotImplementedError: for another kind of rotary embedding or an option that is not supported.
+      ValueError: if a key is missing, a value is of the wrong kind, or two of them disagree.
+    """
+    given = _merged(hf)
+    kind = given.get("rope_type", "default")
+    if family == "phi3" and kind in ("su", "yarn"):
+        kind = "longrope"  # as early checkpoints of Phi-3 call it
+    kinds = ("default", "longrope") if family == "phi3" else tuple(_KINDS)
+    if kind not in kinds:
+        raise NotImplementedError(
+            f"rope_type={kind!r} is not supported: must be one of {', '.join(kinds)}"
+        )
+    required, optional = _KINDS[kind]
+    missing = [key for key in required if given.get(key) is None]
+    if missing:
+        raise ValueError(f"config.json: RoPE of type {kind!r} lacks {', '.join(missing)}")
+    for key in sorted(set(given) - {*required, *optional, *_COMMON}):
+        if given[key]:
+            raise NotImplementedError(
+                f"RoPE's {key}={given[key]!r} is not supported for type {kind!r}: must be left out"
+            )
+    numbers: dict[str, Any] = {_ORIGINAL: 4096 if family == "phi3" else max_length}
+    numbers |= {
+        key: _number(key, given[key])
+        for key in (*required, *optional, _THETA, _PARTIAL, _ORIGINAL)
+        if given.get(key) is not None and key not in _NO_NUMBERS
+    }
+    return {
+        "rope_theta": numbers.get(_THETA, 10000.0),
+        "rope_scaling": _scaling(kind, given, numbers, max_length),
+        "rotary_dim": _rotary_dim(numbers.get(_PARTIAL, 1.0), family, head_dim),
+    }
+
+
+def write(
+    theta: float,
+    scaling: RopeScaling | None,
+    rotary_dim: int | None,
+    *,
+    family: str,
+    head_dim: int,
+    max_length: int,
+) -> dict[str, Any]:
+    """Keys of `config.json` that `read` and both spellings' readers understand.
+
+    Args:
+      theta: base of the frequencies.
+      scaling: their change, or None.
+      rotary_dim: channels that turn, None for all.
+      family: `model_type`.
+      head_dim: channels of a head.
+      max_length: `max_position_embeddings`.
+    """
+    scaled = _scaling_keys(scaling, max_length)
+    keys: dict[str, Any] = {
+        _THETA: theta,
+        "rope_parameters": {"rope_type": "default", **scaled, _THETA: theta},
+    }
+    if family == "phi3":
+        partial = 1.0 if rotary_dim is None else rotary_dim / head_dim
+        keys[_PARTIAL] = keys["rope_parameters"][_PARTIAL] = partial
+    if scaled and family == "phi3":
+        # Version 4 wants just these keys here, and the length beside them.
+        keys[_ORIGINAL] = scaled.pop(_ORIGINAL)
+        scaled["type"] = scaled.pop("rope_type")
+    return {**keys, "rope_scaling": scaled} if scaled else keys
+
+
+def _merged(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """What all places say, if they agree; `rope_type` for either of its names."""
+    new, old = _object(hf, "rope_parameters"), _object(hf, "rope_scaling")
+    # Whoever adds `rope_scaling` to a file of version 5 means it.
+    if new.get("rope_type", "default") == "default" and "rope_type" in old:
+        new.pop("rope_type", None)
+    merged = {key: hf[key] for key in (_THETA, _PARTIAL, _ORIGINAL) if hf.get(key) is not None}
+    for place in (new, old):
+        for key, value in place.items():
+            if value is None:
+                continue
+            if merged.setdefault(key, value) != value:
+                raise ValueError(
+                    f"config.json gives RoPE's {key} twice, as {merged[key]!r} and {value!r}"
+                )
+    return merged
+
+
+def _object(hf: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = hf.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name}={value!r} must be an object")
+    for key, inner in value.items():
+        if isinstance(inner, Mapping):
+            raise NotImplementedError(
+                f"{name} has an object of its own for {key!r}, which is not supported: all layers "
+                "must have the same RoPE"
+            )
+    result = {key: inner for key, inner in value.items() if key != "type"}
+    kind = value.get("type")
+    if kind is not None and result.setdefault("rope_type", kind) != kind:
+        raise ValueError(f"{name}: type={kind!r} must be rope_type={result['rope_type']!r}")
+    return result
+
+
+def _number(key: str, value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"config.json: RoPE's {key}={value!r} must be a number")
+    return value
+
+
+def _factors(key: str, value: Any) -> tuple[float, ...]:
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"config.json: RoPE's {key}={value!r} must be a list of numbers")
+    return tuple(_number(key, factor) for factor in value)
+
+
+def _rotary_dim(partial: float, family: str, head_dim: int) -> int | None:
+    if partial == 1:
+        return None
+    if family != "phi3":
+        raise NotImplementedError(
+            f"{_PARTIAL}={partial} is not supported for {family!r}: must be left out"
+        )
+    return int(head_dim * partial)
+
+
+def _scaling(
+    kind: str, given: Mapping[str, Any], numbers: Mapping[str, Any], max_length: int
+) -> RopeScaling | None:
+    original = numbers[_ORIGINAL]
+    if kind == "linear":
+        return LinearScaling(numbers["factor"])
+    if kind == "llama3":
+        low, high = numbers["low_freq_factor"], numbers["high_freq_factor"]
+        return Llama3Scaling(numbers["factor"], low, high, original)
+    if kind == "yarn":
+        return YarnScaling(
+            numbers["factor"],
+            original,
+            # transformers takes a zero for "not given", too.
+            beta_fast=numbers.get("beta_fast") or 32.0,
+            beta_slow=numbers.get("beta_slow") or 1.0,
+            attention_factor=_yarn_amplitude(numbers),
+            truncate=bool(given.get("truncate", True)),
+        )
+    if kind == "longrope":
+        factor = numbers.get("factor", max_length / original)
+        amplitude = numbers.get("attention_factor")
+        return LongRopeScaling(
+            _factors("short_factor", given["short_factor"]),
+            _factors("long_factor", given["long_factor"]),
+            original,
+            _long_amplitude(factor, original) if amplitude is None else amplitude,
+        )
+    return None
+
+
+def _yarn_amplitude(numbers: Mapping[str, Any]) -> float | None:
+    """The factor if it is no function of the scaling's own."""
+    if numbers.get("attention_factor") is not None:
+        return float(numbers["attention_factor"])
+    upper, lower = numbers.get("mscale"), numbers.get("mscale_all_dim")
+    if not upper or not lower:
+        return None
+    log = math.log(numbers["factor"]) if numbers["factor"] > 1 else 0.0
+    return (0.1 * upper * log + 1) / (0.1 * lower * log + 1)
+
+
+def _long_amplitude(factor: float, original: int) -> float:
+    """LongRoPE's factor of queries and keys (Ding et al., 2024, section 3)."""
+    if factor <= 1:
+        return 1.0
+    if original < 2:
+        raise ValueError(f"config.json: RoPE's {_ORIGINAL}={original} must be at least 2")
+    return math.sqrt(1 + math.log(factor) / math.log(original))
+
+
+def _scaling_keys(scaling: RopeScaling | None, max_length: int) -> dict[str, Any]:
+    match scaling:
+        case LinearScaling(factor):
+            return {"rope_type": "linear", "factor": float(factor)}
+        case Llama3Scaling():
+            return {
+                "rope_type": "llama3",
+                "factor": float(scaling.factor),
+                "low_freq_factor": float(scaling.low_freq_factor),
+                "high_freq_factor": float(scaling.high_freq_factor),
+                _ORIGINAL: scaling.original_max_length,
+            }
+        case YarnScaling():
+            keys = {
+                "rope_type": "yarn",
+                "factor": float(scaling.factor),
+                _ORIGINAL: scaling.original_max_length,
+                "beta_fast": float(scaling.beta_fast),
+                "beta_slow": float(scaling.beta_slow),
+            }
+            if scaling.attention_factor is not None:
+                keys["attention_factor"] = float(scaling.attention_factor)
+            return keys if scaling.truncate else {**keys, "truncate": False}
+        case LongRopeScaling():
+            original = scaling.original_max_length
+            keys = {
+                "rope_type": "longrope",
+                "short_factor": list(scaling.short_factors),
+                "long_factor": list(scaling.long_factors),
+                _ORIGINAL: original,
+            }
+            if scaling.attention_factor != _long_amplitude(max_length / original, original):
+                keys["attention_factor"] = float(scaling.attention_factor)
+            return keys
+    return {}

@@ -1,0 +1,144 @@
+"""Shapes of published models, by name: what `random_decoder` is used with to measure speed."""
+
+from turbojax.models.config import LlamaConfig
+from turbojax.rotary import Llama3Scaling
+
+_LLAMA_2_7B = LlamaConfig(
+    vocab_size=32000,
+    hidden_size=4096,
+    intermediate_size=11008,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=32,
+    head_dim=128,
+    max_length=4096,
+)
+
+_LLAMA_3_8B = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    max_length=8192,
+    rope_theta=500000.0,
+)
+
+_LLAMA_3_1_8B = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    max_length=131072,
+    rope_theta=500000.0,
+    rope_scaling=Llama3Scaling(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_length=8192
+    ),
+)
+
+_MISTRAL_7B = LlamaConfig(
+    family="mistral",
+    vocab_size=32000,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    max_length=32768,
+    local_windows=(4096,) * 32,
+)
+
+_QWEN_2_5_7B = LlamaConfig(
+    family="qwen2",
+    vocab_size=152064,
+    hidden_size=3584,
+    intermediate_size=18944,
+    num_layers=28,
+    num_heads=28,
+    num_kv_heads=4,
+    head_dim=128,
+    max_length=131072,
+    rope_theta=1000000.0,
+    norm_eps=1e-6,
+    qkv_bias=True,
+)
+
+_QWEN_3_8B = LlamaConfig(
+    family="qwen3",
+    vocab_size=151936,
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_layers=36,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    max_length=40960,
+    rope_theta=1000000.0,
+    norm_eps=1e-6,
+    qk_norm=True,
+)
+
+_PHI_3_MINI = LlamaConfig(
+    family="phi3",
+    vocab_size=32064,
+    hidden_size=3072,
+    intermediate_size=8192,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=32,
+    head_dim=96,
+    max_length=4096,
+    local_windows=(2047,) * 32,
+)
+
+_GEMMA_2_9B = LlamaConfig(
+    family="gemma2",
+    vocab_size=256000,
+    hidden_size=3584,
+    intermediate_size=14336,
+    num_layers=42,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=256,
+    max_length=8192,
+    norm_eps=1e-6,
+    tie_embeddings=True,
+    activation="gelu_tanh",
+    attention_scale=256**-0.5,
+    attention_soft_cap=50.0,
+    final_soft_cap=30.0,
+    local_windows=(4096, None) * 21,
+    embedding_scale=3584**0.5,
+    norm_offset=1.0,
+    post_norms=True,
+)
+
+_TINY = LlamaConfig(
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    max_length=512,
+)
+
+SHAPES = {
+    "llama-2-7b": _LLAMA_2_7B,
+    "llama-3-8b": _LLAMA_3_8B,
+    "llama-3.1-8b": _LLAMA_3_1_8B,
+    "mistral-7b": _MISTRAL_7B,
+    "qwen-2.5-7b": _QWEN_2_5_7B,
+    "qwen-3-8b": _QWEN_3_8B,
+    "phi-3-mini": _PHI_3_MINI,
+    "gemma-2-9b": _GEMMA_2_9B,
+    "tiny": _TINY,
+}
+"""Of the base models: Mistral 7B v0.1, Phi-3 mini with 4k tokens of context; one for tests."""
