@@ -18,6 +18,15 @@ METHODS = {
     "pooled": "with `PooledAttentionFn`, top-k",
 }
 """Modules and functions, as tables call them."""
+_SHORT = {
+    "nnx-cudnn": "Flax's, cuDNN",
+    "exact": "exact cache",
+    "turbo4": "turbo4 pages",
+    "4bit": "4-bit cache",
+    "turbo-int8": "turbo, int8",
+    "turbo-fp8": "turbo, fp8",
+    "pooled": "pooled, top-k",
+}
 PLOT = "flax_speed.png"
 _ALT = "Attention layers in nnx: speed over Flax's own module"
 _UNITS = {"copy": "bytes", "bf16": "bf16"}
@@ -31,7 +40,9 @@ def layer(row: Row) -> str:
     """``32 heads on 8 of 128, 16 x 8k``."""
     tokens = row["tokens"]
     size = f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
-    return f"{row['heads']} heads on {row['kv_heads']} of {row['head_dim']}, {row['batch']} x {size}"
+    return (
+        f"{row['heads']} heads on {row['kv_heads']} of {row['head_dim']}, {row['batch']} x {size}"
+    )
 
 
 def _ratios(row: Row) -> list[str]:
@@ -168,10 +179,7 @@ def bars(result: Result) -> dict[str, dict[str, tuple[float, str]]]:
                 if method == "nnx" or over is None:
                     continue
                 bar = (over, f"{over:.2f}: {tables.number(row['us'] / 1e3)} ms")
-                label = METHODS[method].replace("`", "")
-                if method == "nnx-cudnn":
-                    label = "nnx.MultiHeadAttention, cuDNN"
-                groups.setdefault(f"{what}\n{place}", {})[label] = bar
+                groups.setdefault(f"{what}\n{place}", {})[_SHORT[method]] = bar
     return groups
 
 

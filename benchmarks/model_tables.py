@@ -22,7 +22,7 @@ METHODS = {
 PLOTS = {FAMILIES: "families_speed.png", LOADING: "loading.png"}
 PLOT_ALTS = {
     FAMILIES: "Decode steps of whole models: speed over the exact cache by model and cache",
-    LOADING: "Loading a checkpoint: bytes held at most over the model's, on the device and the host",
+    LOADING: "Loading a checkpoint: memory held at most, in units of the model's size",
 }
 _FILES = {"memory": "in the page cache", "disk": "on disk"}
 

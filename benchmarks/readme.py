@@ -11,7 +11,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import fireq_tables, paged_tables, pooled_tables, tables
+from benchmarks import (
+    fireq_tables,
+    flax_tables,
+    model_tables,
+    paged_tables,
+    pooled_tables,
+    tables,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -109,6 +116,16 @@ def paged_table() -> str:
     return paged_tables.readme_table(*latest("paged"))
 
 
+def flax_table() -> str:
+    """An attention layer in nnx: Flax's own module against ours."""
+    return flax_tables.readme_table(*latest("flax"))
+
+
+def families_table() -> str:
+    """Decode steps of whole models of several families."""
+    return model_tables.families_readme_table(*latest("families"))
+
+
 README_MODEL = "llama3-8b"
 TABLES: dict[str, Callable[[], str]] = {
     "demo": demo_table,
@@ -118,6 +135,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "pooled": pooled_table,
     "fireq": fireq_table,
     "paged": paged_table,
+    "flax": flax_table,
+    "families": families_table,
 }
 # Tables of results that need a GPU and may not be there yet.
 _RESULT_OF = {
@@ -126,6 +145,8 @@ _RESULT_OF = {
     "pooled": "pooled",
     "fireq": "fireq",
     "paged": "paged",
+    "flax": "flax",
+    "families": "families",
 }
 
 

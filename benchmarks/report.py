@@ -15,7 +15,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import fireq_tables, paged_tables, pooled_tables, readme, tables
+from benchmarks import (
+    fireq_tables,
+    flax_tables,
+    model_tables,
+    paged_tables,
+    pooled_tables,
+    readme,
+    tables,
+)
 from benchmarks.tables import Result
 
 if TYPE_CHECKING:
@@ -29,6 +37,7 @@ _GENERATION = ("generate", "throughput")
 _POOLED, _TRAINING = ("pooled",), ("pooled_training",)
 _FIREQ, _FIREQ_MODEL = ("fireq",), ("fireq_model",)
 _PAGED, _ENGINE = ("paged",), ("engine",)
+_FLAX, _FAMILIES, _LOADING = ("flax",), ("families",), ("loading",)
 
 
 def digest(result: Result) -> str:
@@ -59,6 +68,13 @@ def page_tables(results: Path) -> dict[str, Callable[[], str]]:
         if paged := newest(results, prefixes):
             for label, operation in labels.items():
                 found[label] = functools.partial(paged_tables.page_section, *paged, operation)
+    if flax := newest(results, _FLAX):
+        for label, operation in _FLAX_TABLES.items():
+            found[label] = functools.partial(flax_tables.page_section, *flax, operation)
+    if families := newest(results, _FAMILIES):
+        found["families"] = functools.partial(model_tables.families_section, *families)
+    if loading := newest(results, _LOADING):
+        found["loading"] = functools.partial(model_tables.loading_section, *loading)
     return found
 
 
@@ -85,6 +101,7 @@ _PAGED_TABLES = {
     },
     _ENGINE: {"engine": paged_tables.ENGINE},
 }
+_FLAX_TABLES = {"flax decode": flax_tables.DECODE, "flax training": flax_tables.TRAINING}
 
 
 def _attention_tables(name: str, result: Result) -> dict[str, Callable[[], str]]:
@@ -286,34 +303,75 @@ def throughput_plot(result: Result) -> "Figure":
     return figure
 
 
+def _plot_of_ratios(
+    bars: dict[str, dict[str, tuple[float, str]]],
+    title: str,
+    label: str,
+    *,
+    width: float = 12,
+    bar: float = 0.17,
+    margin: float = 0.2,
+) -> "Figure":
+    """Bars of ratios with a line at 1.
+
+    Args:
+      bars: by group and series the ratio, and the text over it.
+      title: of the plot.
+      label: what is relative to what.
+      width: of the plot, in inches.
+      bar: width of a bar; the groups are 1 apart.
+      margin: above the highest bar, for its text.
+    """
+    groups = {
+        place: {name: _Bar(*height_and_text) for name, height_and_text in found.items()}
+        for place, found in bars.items()
+    }
+    figure = _figure(width)
+    axes = _bars(figure, groups, bar)
+    axes.axhline(1, color="black", linewidth=1, zorder=0.5)
+    axes.margins(y=margin)
+    axes.set_title(title)
+    axes.set_ylabel(label)
+    return figure
+
+
 def paged_plot(result: Result) -> "Figure":
     """Speed over cuDNN by shape, one bar per kind of pages."""
-    groups = {
-        place: {name: _Bar(ratio, f"{ratio:.2f}") for name, ratio in bars.items()}
-        for place, bars in paged_tables.speed_bars(result).items()
+    bars = {
+        place: {name: (ratio, f"{ratio:.2f}") for name, ratio in found.items()}
+        for place, found in paged_tables.speed_bars(result).items()
     }
-    figure = _figure(12)
-    axes = _bars(figure, groups, 0.17)
-    axes.axhline(1, color="black", linewidth=1, zorder=0.5)
-    axes.margins(y=0.12)
-    axes.set_title(f"Attention over pages, one token per sequence, on {result['device']}")
-    axes.set_ylabel("times as fast as cuDNN on dense bf16")
-    return figure
+    title = f"Attention over pages, one token per sequence, on {result['device']}"
+    return _plot_of_ratios(bars, title, "times as fast as cuDNN on dense bf16", margin=0.12)
 
 
 def engine_plot(result: Result) -> "Figure":
     """What the engine does with a pool of one size, relative to bfloat16 pages."""
-    groups = {
-        place: {name: _Bar(ratio, text) for name, (ratio, text) in bars.items()}
-        for place, bars in paged_tables.engine_bars(result).items()
-    }
-    figure = _figure(8)
-    axes = _bars(figure, groups, 0.25)
-    axes.axhline(1, color="black", linewidth=1, zorder=0.5)
-    axes.margins(y=0.2)
-    axes.set_title(f"One pool size on {result['device']}; over the bars the figures")
-    axes.set_ylabel("times bf16 pages")
-    return figure
+    title = f"One pool size on {result['device']}; over the bars the figures"
+    bars = paged_tables.engine_bars(result)
+    return _plot_of_ratios(bars, title, "times bf16 pages", width=8, bar=0.25)
+
+
+def flax_plot(result: Result) -> "Figure":
+    """Speed over Flax's own module by layer, one bar per module and cache."""
+    title = f"One attention layer in nnx on {result['device']}"
+    label = "times as fast as nnx.MultiHeadAttention"
+    return _plot_of_ratios(flax_tables.bars(result), title, label, bar=0.2)
+
+
+def families_plot(result: Result) -> "Figure":
+    """Speed of decode steps over the exact cache by model, one bar per cache."""
+    title = f"One decode step of the whole model on {result['device']}"
+    label = "times as fast as with the exact cache"
+    return _plot_of_ratios(model_tables.families_bars(result), title, label, bar=0.2)
+
+
+def loading_plot(result: Result) -> "Figure":
+    """Most memory over the checkpoint's size, one bar per way to load it."""
+    row = result["rows"][0]
+    title = f"Loading {row['model']}, {row['model_bytes'] / 1e9:.1f} GB, on {result['device']}"
+    bars = model_tables.loading_bars(result)
+    return _plot_of_ratios(bars, title, "times the checkpoint's size", width=7, bar=0.25)
 
 
 _PLOTS = {
@@ -325,6 +383,9 @@ _PLOTS = {
     fireq_tables.PLOT: (_FIREQ, fireq_tables.speed_plot),
     paged_tables.PLOTS[paged_tables.DECODE]: (_PAGED, paged_plot),
     paged_tables.PLOTS[paged_tables.ENGINE]: (_ENGINE, engine_plot),
+    flax_tables.PLOT: (_FLAX, flax_plot),
+    model_tables.PLOTS[model_tables.FAMILIES]: (_FAMILIES, families_plot),
+    model_tables.PLOTS[model_tables.LOADING]: (_LOADING, loading_plot),
 }
 
 

@@ -223,7 +223,7 @@ class TestTensors:
 
 
 def test_a_damaged_header_is_an_error_or_changes_nothing_of_the_rest(one):
-    """One byte after the other replaced: no other kind of error comes out."""
+    """One byte after the other replaced: no other error comes out, and it names the file."""
     file = one / "model.safetensors"
     content = bytearray(file.read_bytes())
     length = int.from_bytes(content[:8], "little")
@@ -237,6 +237,6 @@ def test_a_damaged_header_is_an_error_or_changes_nothing_of_the_rest(one):
             load_decoder(one)
             outcomes.add("loaded")
         except (ValueError, NotImplementedError) as error:
-            assert str(file) in str(error)
-            outcomes.add(type(error))
-    assert ValueError in outcomes
+            outcomes.add((type(error), str(file) in str(error)))
+    assert (ValueError, True) in outcomes
+    assert all(outcome == "loaded" or outcome[1] for outcome in outcomes)

@@ -25,8 +25,8 @@ CONFIG = LlamaConfig(
 )
 LARGEST = 512 * 1536 * 4
 
-# Peak resident memory is the kernel's figure for this process, in KiB. Everything is done twice: the
-# first time jax, too, allocates what it needs for itself, compiled programs above all.
+# Peak resident memory is the kernel's figure for this process, in KiB. Everything is done twice:
+# the first time jax, too, allocates what it needs for itself, compiled programs above all.
 MEASURE = """
 import gc, json, sys
 import jax

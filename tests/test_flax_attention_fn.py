@@ -1,4 +1,4 @@
-"""Attention functions in Flax's own modules: masks read as lengths, and every argument accounted for."""
+"""Attention functions in Flax's modules: masks read as lengths, every argument accounted for."""
 
 import inspect
 
@@ -13,9 +13,7 @@ import turbojax as tj
 from turbojax.flax import PooledAttentionFn, TurboAttentionFn, attention_fn
 
 # Attention without quantization, so that a mask's effect is seen to float32's last digits.
-FLOAT = tj.TurboConfig(
-    mode="float", softmax="exact", block_q=16, block_kv=16, buffer_size=16
-)
+FLOAT = tj.TurboConfig(mode="float", softmax="exact", block_q=16, block_kv=16, buffer_size=16)
 PLAIN = TurboAttentionFn(FLOAT)
 CAUSAL = TurboAttentionFn(FLOAT, is_causal=True)
 # Sums of up to 50 products of order 1, weights that add up to 1: some tens of units of rounding.
@@ -101,7 +99,6 @@ def test_causal_without_a_mask(tokens, keys, given):
 def test_window_and_cap():
     fn = TurboAttentionFn(FLOAT, is_causal=True, local_window_size=(4, 0), logits_soft_cap=1.5)
     arrays = operands()
-    near = causal_mask() & ~causal_mask().T[::-1, ::-1].T  # placeholder, replaced below
     distance = np.arange(21)[:, None] - np.arange(21)[None]
     near = (distance >= 0) & (distance <= 4)
     close(fn(*arrays), oracle(*arrays, near, cap=1.5))
@@ -125,13 +122,15 @@ def test_one_mask_for_all_sequences():
     close(PLAIN(*arrays, mask=jnp.asarray(mask)), oracle(*arrays, mask))
 
 
+FIRST = np.array([True, False])[:, None, None, None]  # sequence 0; sequence 1 breaks the rules
+PLACE = np.arange(21)
 WRONG = {
-    "left padding": (PLAIN, ~valid([0, 8])[:, None, None]),
-    "a hole": (PLAIN, valid([21, 21])[:, None, None] & (np.arange(21) != 3 + 30 * np.array([1, 0])[:, None])[:, None, None]),
-    "causal, unknown to the function": (PLAIN, np.stack([np.ones((21, 21), bool), causal_mask()])[:, None]),
-    "heads differ": (PLAIN, np.stack([np.ones((4, 1, 21), bool), np.arange(21) < np.array([21, 21, 20, 21])[:, None, None]])),
-    "a query of its own": (CAUSAL, causal_mask() & ~((np.arange(21) == 5)[:, None] & (np.arange(2) == 1)[:, None, None, None])),
-}  # fmt: skip
+    "left padding": (PLAIN, FIRST | (PLACE >= 8)),
+    "a hole": (PLAIN, FIRST | (PLACE != 3)),
+    "causal, unknown to the function": (PLAIN, FIRST | causal_mask()),
+    "heads differ": (PLAIN, FIRST | (np.array([21, 21, 20, 21])[:, None, None] > PLACE)),
+    "a query of its own": (CAUSAL, causal_mask() & (FIRST | (PLACE != 5)[:, None])),
+}
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -317,12 +316,13 @@ def test_nnx_gradient():
 
     mask = jnp.asarray(causal_mask() & valid([21, 13])[:, None, None])
     grads = [
-        nnx.grad(loss)(layer, tokens(), mask)
+        jax.tree.leaves(nnx.grad(loss)(layer, tokens(), mask))
         for layer in (nnx_layer(nnx.dot_product_attention), nnx_layer(CAUSAL))
     ]
-    for exact, ours in zip(*map(jax.tree.leaves, grads), strict=True):
-        scale = jnp.abs(exact).max()
-        np.testing.assert_allclose(ours, exact, rtol=0, atol=float(64 * MODULE_ROUNDING * scale))
+    # Biases of keys have gradient 0, of terms as large as other parameters' gradients.
+    scale = max(float(jnp.abs(x).max()) for x in grads[0])
+    for exact, ours in zip(*grads, strict=True):
+        np.testing.assert_allclose(ours, exact, rtol=0, atol=MODULE_ROUNDING * scale)
 
 
 @pytest.mark.parametrize("window", [None, (3, 0)])
@@ -404,7 +404,7 @@ def test_the_default_is_turbo_attention():
 
 POLICIES = {
     "estimated": tj.levels.TopK(),
-    "pattern": tj.levels.LocalWindow(16),
+    "pattern": tj.levels.LocalWindow(8),
 }
 
 
@@ -412,22 +412,22 @@ POLICIES = {
 @pytest.mark.parametrize("causal", [False, True])
 def test_pooled(causal, policy):
     """Bit for bit `pooled_attention` at the levels of the policy; its gradient too."""
-    fn = PooledAttentionFn(POLICIES[policy], 16, 16, is_causal=causal)
-    arrays = operands(tokens=100, kv_heads=2)
-    lengths = jnp.array([100, 70])
-    blocks = {"block_q": 16, "block_kv": 16, "is_causal": causal}
+    fn = PooledAttentionFn(POLICIES[policy], 8, 8, is_causal=causal)
+    arrays = operands(tokens=48, kv_heads=2)
+    lengths = jnp.array([48, 30])
+    blocks = {"block_q": 8, "block_kv": 8, "is_causal": causal}
     known = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
     if policy == "pattern":
-        levels = POLICIES[policy].levels(100, 100, **blocks)
+        levels = POLICIES[policy].levels(48, 48, **blocks)
     else:
         levels = tj.select_levels(*arrays[:2], POLICIES[policy], **blocks, **known)
-    assert len(np.unique(levels)) > 2
+    assert len(np.unique(levels)) > 1
 
     def by_hand(*arrays):
         return tj.pooled_attention(*arrays, levels, **blocks, **known)
 
-    inside = valid([100, 70], 100)[:, None]
-    mask = inside[..., None] & inside[:, :, None] & (causal_mask(100, 100) | (not causal))
+    inside = valid([48, 30], 48)[:, None]
+    mask = inside[..., None] & inside[:, :, None] & (causal_mask(48, 48) | (not causal))
 
     def ours(*arrays):
         return fn(*arrays, mask=jnp.asarray(mask))
@@ -450,10 +450,11 @@ def test_pooled_decodes_key_by_key():
 
 def test_pooled_in_modules():
     fn = PooledAttentionFn(tj.levels.TopK(), 16, 16, is_causal=True)
-    x = tokens(64)
+    x = tokens(40)
     layer = nnx_layer(fn)
-    assert jnp.isfinite(layer(x)).all()
     grads = nnx.grad(lambda layer: jnp.square(layer(x)).sum())(layer)
-    assert all(jnp.isfinite(g).all() and (g != 0).any() for g in jax.tree.leaves(grads) if g.size > 99)
+    for kernel in jax.tree.leaves(nnx.filter_state(grads, nnx.PathContains("kernel"))):
+        assert jnp.isfinite(kernel).all()
+        assert (kernel != 0).any()
     variables = linen_layer(fn).init(jax.random.key(0), x)
     assert jnp.isfinite(linen_layer(fn).apply(variables, x)).all()

@@ -214,7 +214,11 @@ def test_prompts_in_microbatches_give_the_same_session(shallow, kind):
     assert whole.longest == parts.longest == 20
     np.testing.assert_allclose(whole.logits, parts.logits, atol=1e-5)
     for a, b in zip(jax.tree.leaves(whole.caches), jax.tree.leaves(parts.caches), strict=True):
-        # Sums of another order round to another code now and then.
+        if a.dtype == jnp.float32:
+            # Sums of 32 and 48 products, of values about 1, in another order.
+            np.testing.assert_allclose(a, b, atol=1e-5)
+            continue
+        # They round to another code now and then.
         differ = np.mean(np.asarray(a, np.float32) != np.asarray(b, np.float32))
         assert differ < 0.01
 
@@ -278,7 +282,7 @@ def test_bad_calls_say_what_is_wrong(model):
         generation.start(model, tokens, max_length=20, lengths=jnp.array([11]))
     with pytest.raises(ValueError, match=r"tokens.shape=\(10,\) must be \[B, T\]"):
         generation.start(model, tokens[0], max_length=20)
-    with pytest.raises(ValueError, match="must be 'exact', 'kv4', .*'turbo4' or a TurboConfig"):
+    with pytest.raises(ValueError, match="must be 'exact', 'kv4', .*'turbo4'.* or a TurboConfig"):
         models.init_caches(model, 1, 10, "4bit")
     with pytest.raises(ValueError, match=r"tokens in -5..99 must be within 0..63"):
         models.generate(model, jnp.array([[99, -5]]), max_new_tokens=1)

@@ -72,8 +72,14 @@ def in_float32(decoder):
     return dataclasses.replace(wide, dtype=jnp.dtype(jnp.float32))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", FAMILIES)
+# The families whose heads and scores are unlike Llama's through every cache, the others through some.
+CASES = [
+    *((family, kind) for family in ("gemma", "phi") for kind in KINDS),
+    *((family, kind) for family in ("mistral", "qwen") for kind in ("turbo4", "4bit")),
+]
+
+
+@pytest.mark.parametrize(("family", "kind"), CASES)
 def test_kernels_are_as_good_as_xla(family, kind):
     """What is chosen errs no more than XLA in bfloat16 does, both against XLA in float32."""
     decoder = models.random_decoder(FAMILIES[family], dtype=jnp.bfloat16, seed=1)
@@ -106,7 +112,7 @@ def test_flax_module_as_good_as_xla(kind):
             2,
             128,
             cache=KINDS[kind],
-            local_window_size=40,
+            options=models.AttentionOptions(local_window_size=40),
             dtype=dtype,
             param_dtype=jnp.float32,
             implementation=implementation,

@@ -148,11 +148,11 @@ class TestConfig:
         "change",
         [
             {"architectures": ["MistralForCausalLM"]},
-            {"architectures": None},
+            {"architectures": None, "model_type": None},
             {"hidden_act": "gelu"},
-            {"attention_bias": True},
-            {"rope_scaling": {"rope_type": "llama3"}},
-            {"rope_parameters": {"rope_type": "yarn"}},
+            {"num_local_experts": 8},
+            {"rope_scaling": {"rope_type": "dynamic"}},
+            {"rope_parameters": {"rope_type": "proportional"}},
         ],
     )
     def test_unsupported(self, change):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from turbojax import models
-from turbojax.models import Engine, Finished, Request
+from turbojax.models import Engine, Request
 
 NEW = 10
 PROMPTS = (40, 33, 35)
@@ -88,14 +88,10 @@ def test_greedy_texts_of_an_engine(folders, name):
         max_length=64,
     )
     prompts = hf.tokens(len(PROMPTS), max(PROMPTS))
-    names = [
-        engine.submit(Request([int(x) for x in text[:n]], NEW))
+    numbers = [
+        engine.add(Request([int(x) for x in text[:n]], NEW))
         for text, n in zip(prompts, PROMPTS, strict=True)
     ]
-    found = {}
-    while len(found) < len(names):
-        for event in engine.step():
-            if isinstance(event, Finished):
-                found[event.request_id] = event.result.tokens
-    for key, text in zip(names, expected(name), strict=True):
-        assert list(found[key]) == text.tolist()
+    results = engine.run()
+    for number, text in zip(numbers, expected(name), strict=True):
+        assert list(results[number].tokens) == text.tolist()

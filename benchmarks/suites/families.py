@@ -123,7 +123,7 @@ def run(
         wanted = {g: [(f, c) for f, c in kinds if c in caches[g]] for g in groups}
         lowerings = [[functools.partial(f, g, c) for f, c in wanted[g]] for g in groups]
         for group, found in zip(groups, steps.compile_groups(lowerings), strict=True):
-            for (lower, cache), future in zip(wanted[group], found, strict=True):
+            for (_, cache), future in zip(wanted[group], found, strict=True):
                 compiled.setdefault((group, cache), []).append(future)
     for group in groups:
         inputs: Inputs | None = None

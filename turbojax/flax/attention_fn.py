@@ -161,13 +161,14 @@ class TurboAttentionFn(_AttentionFn):
     Frozen and hashable: modules with equal functions share what is compiled. For modules that are
     trained or used with a causal mask, set `is_causal`: a mask is data, and cannot say it.
 
+    >>> import jax.numpy as jnp
     >>> from flax import nnx
     >>> import turbojax as tj
     >>> causal = tj.flax.TurboAttentionFn(is_causal=True)
     >>> layer = nnx.MultiHeadAttention(
     ...     num_heads=4, in_features=64, attention_fn=causal, decode=False, rngs=nnx.Rngs(0)
     ... )
-    >>> layer(jax.numpy.ones((2, 10, 64))).shape
+    >>> layer(jnp.ones((2, 10, 64))).shape
     (2, 10, 64)
 
     Attributes:
@@ -237,11 +238,12 @@ class PooledAttentionFn(_AttentionFn):
 
     A single query under a mask, as in decoding, attends to the keys one by one.
 
+    >>> import jax, jax.numpy as jnp
     >>> from flax import linen as nn
     >>> import turbojax as tj
     >>> pooled = tj.flax.PooledAttentionFn(tj.levels.TopK(), is_causal=True)
     >>> layer = nn.MultiHeadDotProductAttention(num_heads=4, attention_fn=pooled)
-    >>> x = jax.numpy.ones((2, 300, 64))
+    >>> x = jnp.ones((2, 300, 64))
     >>> layer.apply(layer.init(jax.random.key(0), x), x).shape
     (2, 300, 64)
 

@@ -283,7 +283,7 @@ def _read_index(folder: Path) -> dict[str, Path]:
     if not isinstance(places, dict) or not places:
         raise ValueError(f"{index} must hold a weight_map, from tensors to files")
     for name, file in places.items():
-        if not isinstance(file, str) or Path(file).name != file:
+        if not isinstance(file, str) or file in ("", "..") or Path(file).name != file:
             raise ValueError(f"{index} places {name} in {file!r}, must be a file beside it")
     missing = sorted({file for file in places.values() if not (folder / file).is_file()})
     if missing:

@@ -1,0 +1,536 @@
+"""The suites of Flax's modules, of families of models and of loading: that they run, and tables."""
+
+import concurrent.futures
+import copy
+import dataclasses
+import functools
+import json
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from benchmarks import __main__ as command
+from benchmarks import flax_tables, model_tables, readme, report, tables, timing
+from benchmarks.suites import families, flax, loading, loading_worker, steps
+from turbojax import models
+from turbojax.layer_cache import init_layer_cache
+from turbojax.models import generation
+
+SUITES = {"flax": flax, "families": families, "loading": loading}
+TINY_LAYER = flax.Layer(4, 2, 16, 2, 128)
+TINY = families.Group("tiny", 2, 192)
+
+
+def _names(suite):
+    return [group.name(case) for group, case in suite.selected("", quick=False)]
+
+
+def test_rows_are_named_once_and_come_with_what_they_are_compared_with():
+    for suite in SUITES.values():
+        names = _names(suite)
+        assert len(set(names)) == len(names)
+        assert suite.selected("", quick=True)
+    names = _names(families)
+    assert names[:2] == [f"model-decode/llama-3.1-8b/b16-s8192/{x}" for x in ("exact", "fp8_e4m3")]
+    assert "model-decode/gemma-2-9b/b16-s8192/4bit" in names
+    # Its context is no longer.
+    assert "model-decode/phi-3-mini/b16-s4096/turbo4" in names
+    names = _names(flax)
+    assert "flax-decode/h32-kv8-d128/b16-s8192/nnx" in names
+    assert "flax-training/h16-kv16-d128/b2-s8192/pooled" in names
+    names = _names(loading)
+    assert names[1] == "loading/llama-3-8b/memory/load_decoder"
+    assert names[-1] == "loading/llama-3-8b/disk/load_decoder"
+    assert set(families.CACHES) <= set(model_tables.CACHES)
+    methods = {method for _, method in flax.selected("", quick=False)}
+    assert methods == set(flax_tables.METHODS) == {"nnx", *flax_tables._SHORT}
+    assert set(loading.METHODS) == set(model_tables.METHODS)
+    for suite in (flax_tables, model_tables):
+        assert suite.one_line({"status": "failed", "name": "x", "reason": "y"}) == "x: failed: y"
+
+
+# Parameters in billions, as the models' cards give them.
+BILLIONS = {
+    "llama-2-7b": 6.74,
+    "llama-3-8b": 8.03,
+    "llama-3.1-8b": 8.03,
+    "mistral-7b": 7.24,
+    "qwen-2.5-7b": 7.62,
+    "qwen-3-8b": 8.19,
+    "phi-3-mini": 3.82,
+    "gemma-2-9b": 9.24,
+}
+
+
+def test_shapes_are_those_of_published_models():
+    assert set(models.SHAPES) == {*BILLIONS, "tiny"}
+    for name, billions in BILLIONS.items():
+        config = models.SHAPES[name]
+        assert round(config.num_parameters / 1e9, 2) == billions
+        assert models.LlamaConfig.from_hf(config.to_hf()) == config
+
+
+def test_every_step_of_a_real_size_can_be_traced():
+    """No array is made: shapes, windows and kinds of caches fit each other."""
+    rows = families.selected("gemma|phi|llama.*4bit", quick=False)
+    assert len(rows) == 9
+    for group, cache in rows:
+        lowered = families._lower(group, cache)
+        logits, (caches, lengths) = lowered.out_info
+        assert logits.shape == (16, group.config.vocab_size)
+        assert len(caches.layers) == group.config.num_layers
+        assert lengths.shape == (16,)
+
+
+# Steps and caches ---------------------------------------------------------------------------------
+
+
+def _filled(kind, tokens=100, seed=3):
+    cache = init_layer_cache(2, 128, 2, 16, kind=kind, dtype=jnp.bfloat16)
+    sizes = {"tokens": tokens, "kv_heads": 2, "head_dim": 16, "dtype": jnp.dtype(jnp.bfloat16)}
+    for first in range(2):
+        cache = steps.fill(cache, np.uint32(seed), np.int32(first), count=1, **sizes)
+    return cache
+
+
+def test_caches_are_filled_with_the_same_random_tokens():
+    cache = _filled("exact")
+    assert cache.lengths.tolist() == [100, 100]
+    key, value = (np.asarray(x, np.float32) for x in (cache.key, cache.value))
+    assert not np.any(key[:, 100:])
+    assert not np.array_equal(key[0], key[1])
+    assert key[:, :100].std() == pytest.approx(1, abs=0.05)
+    # Of each channel 200 numbers: their mean is known to 0.07, and channels' means are spread by 1.
+    means = value[:, :100].mean(axis=(0, 1))
+    np.testing.assert_allclose(value[0, :100].mean(axis=0), means, atol=0.5)
+    assert means.std() > 0.5
+    pages = _filled("paged").pages
+    tokens = np.asarray(pages.key, np.float32)
+    assert sorted(tokens[tokens != 0].tolist()) == sorted(key[key != 0].tolist())
+
+
+def test_a_step_is_that_of_generation():
+    compiled = families._lower(TINY, "exact").compile()
+    fill = families._lower_fill(TINY, "exact").compile()
+    inputs = families.Inputs(TINY)
+    lengths = jnp.full(2, TINY.held, jnp.int32)
+    make = functools.partial(inputs.caches, "exact", fill)
+    call = steps.Steps(compiled, inputs.model, (make(), lengths), families._tokens(TINY))
+    caches, tokens = make(), families._tokens(TINY)
+    for i in range(2):
+        logits, lengths, caches = generation.decode_step(
+            inputs.model, caches, tokens, lengths, implementation=None
+        )
+        np.testing.assert_array_equal(call(), logits)
+        assert call.state[1].tolist() == [TINY.held + 1 + i] * 2
+    # All steps fit into the cache.
+    assert TINY.held + families._STEPS + families._OTHER_STEPS <= TINY.tokens
+
+
+@pytest.mark.parametrize("method", ["nnx", "exact"])
+def test_layers_go_on_from_full_caches(method):
+    layer = TINY_LAYER
+    graph, arguments = flax._decode_arguments(layer, method)
+    [held] = {layer.tokens - flax._STEPS}
+    params, cache, x = arguments
+    module = nnx.merge(graph, params, jax.tree.map(jnp.copy, cache))
+    with flax._relaxed(method):
+        want = module(x, decode=True) if method == "nnx" else module.decode(x)
+    if method == "nnx":
+        assert module.cache_index.get_value() == held + 1
+        assert np.any(module.cached_key.get_value()[:, held - 1])
+    else:
+        assert module.cache.lengths.tolist() == [held + 1] * layer.batch
+    compiled = flax._lower(flax.Group(flax.DECODE, layer), method).compile()
+    call = steps.Steps(compiled, params, cache, x)
+    # XLA fuses what runs at once: the rounding of bfloat16, no more.
+    assert steps.difference(call(), want) < 2**-7
+
+
+def test_needed_bytes():
+    """Windows show a part of a cache; an embedding that is no output is hardly read."""
+    config = dataclasses.replace(models.SHAPES["tiny"], local_windows=(64, None))
+    model = jax.eval_shape(lambda: models.random_decoder(config))
+    caches = jax.eval_shape(lambda: models.init_caches(model, 2, 256, "exact"))
+    table = 512 * 64 * 2
+    one = caches.layers[0].nbytes
+    needed = families._needed_bytes(model, caches)
+    assert needed == model.nbytes - table + one / 4 + one
+    config = dataclasses.replace(config, tie_embeddings=True)
+    tied = jax.eval_shape(lambda: models.random_decoder(config))
+    assert families._needed_bytes(tied, caches) == tied.nbytes + one / 4 + one
+
+
+def test_groups_compile_their_first_function_first():
+    order = []
+
+    class Lowered:
+        def __init__(self, name):
+            self.name = name
+
+        def compile(self):
+            time.sleep(0.05 if self.name.endswith("0") else 0)
+            order.append(self.name)
+            return self.name
+
+    def broken():
+        raise NotImplementedError("cannot be lowered")
+
+    names = [[f"{g}{i}" for i in range(3)] for g in "ab"]
+    groups = [[functools.partial(Lowered, name) for name in group] for group in names]
+    groups[1].append(broken)
+    found = steps.compile_groups(groups)
+    assert [[f.result() for f in group[:3]] for group in found] == names
+    for group in names:
+        assert order.index(group[0]) == min(order.index(name) for name in group)
+    assert isinstance(found[1][3], concurrent.futures.Future)
+    with pytest.raises(NotImplementedError, match="cannot be lowered"):
+        found[1][3].result()
+
+
+def test_wrong_outputs():
+    x = jnp.ones((2, 3), jnp.bfloat16)
+    expected = {}
+    row = flax._error((x, x), expected, "nnx")
+    assert row == {"against": "nnx", "relative_l2": 0.0, "gradient_relative_l2": 0.0}
+    assert flax._error((1.25 * x, x), expected, "turbo-int8")["relative_l2"] == 0.25
+    for wrong in ((-x, x), (x, -x)):
+        with pytest.raises(ArithmeticError, match="wrong: relative L2 2.000 from nnx"):
+            flax._error(wrong, expected, "turbo-int8")
+        # Which attends to means of blocks.
+        flax._error(wrong, expected, "pooled")
+        with pytest.raises(ArithmeticError, match="not finite"):
+            flax._error(jax.tree.map(lambda x: x.at[1, 2].set(jnp.nan), wrong), expected, "pooled")
+
+
+def test_wrong_logits_are_a_failed_row(monkeypatch):
+    """Other tokens than those of the exact cache."""
+    make = families.Inputs.caches
+
+    def other(self, kind, fill):
+        if kind == "exact":
+            return make(self, kind, fill)
+        return make(self, kind, lambda layer, number, first: fill(layer, number + 9, first))
+
+    monkeypatch.setattr(families.Inputs, "caches", other)
+    found = []
+    families.run(families.selected("exact|fp8", quick=True), {}, found.append, repetitions=2)
+    assert [row["status"] for row in found] == ["ok", "failed"]
+    assert "the logits are wrong" in found[1]["reason"]
+
+
+@pytest.mark.parametrize("suite", SUITES.values(), ids=list(SUITES))
+def test_no_row_is_begun_late(suite, monkeypatch):
+    monkeypatch.setattr(steps, "compile_groups", None)
+    monkeypatch.setattr(loading, "write", None)
+    found = []
+    suite.run(suite.selected("", quick=True), {}, found.append, deadline=-1.0)
+    assert {row["reason"] for row in found} == {tables.OUT_OF_TIME}
+    assert {row["status"] for row in found} == {"not run"}
+
+
+# Whole runs ---------------------------------------------------------------------------------------
+
+
+def _run(folder, suite, pattern=""):
+    out = folder / f"{suite}.json"
+    options = ["--quick", "--repetitions", "2", "--filter", pattern, "--out", str(out)]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in getattr(SUITES[suite], "ENVIRONMENT", {}).items():
+            patch.setenv(name, value)
+        command.main(["run", "--suite", suite, *options])
+    return json.loads(out.read_text())
+
+
+@pytest.fixture(scope="module")
+def flax_result(tmp_path_factory):
+    pattern = "nnx|decode.*(exact|turbo4)|training.*(turbo-int8|pooled)"
+    return _run(tmp_path_factory.mktemp("run"), "flax", pattern)
+
+
+@pytest.fixture(scope="module")
+def families_result(tmp_path_factory):
+    return _run(tmp_path_factory.mktemp("run"), "families")
+
+
+@pytest.fixture(scope="module")
+def loading_result(tmp_path_factory):
+    return _run(tmp_path_factory.mktemp("run"), "loading")
+
+
+@pytest.mark.slow
+def test_a_quick_run_of_flax(flax_result):
+    rows = {row["name"].rpartition("/")[2]: row for row in flax_result["rows"]}
+    assert set(flax_result["ceilings"]) == {"copy", "bf16"}
+    for name, row in rows.items():
+        if name == "nnx-cudnn" and not timing.on_gpu():
+            assert row["reason"] == f"cuDNN needs a GPU, not {jax.default_backend()}"
+            continue
+        assert row["status"] == "ok", row
+        assert set(row["speedup_over"]) == ({"nnx"} if not timing.on_gpu() else {"nnx", "cudnn"})
+    # Codes of 4 bits are off by a tenth, sums of many by less; a wrong output would be off by 1.
+    assert 0 < rows["turbo4"]["relative_l2"] < 0.1
+    # bfloat16 keys and values of 2 heads of 16, 2 sequences of 256 tokens; an index or lengths.
+    held = 2 * 2 * 256 * 2 * 16 * 2
+    assert held < rows["exact"]["cache_bytes"] < held + 64
+    # 8 bytes of codes and 2 of norm, against 32.
+    assert rows["turbo4"]["smaller_than_nnx"] == pytest.approx(3.2, rel=0.02)
+    for name in ("turbo-int8", "pooled"):
+        assert 0 < rows[name]["gradient_relative_l2"] < 0.1
+        # Four projections forward and twice backward; attention of every token to every other.
+        products = 3 * 2 * 256 * 4 * 32 * 32 + 3.5 * 2 * 256 * 256 * 32
+        assert rows[name]["operations"] == products
+
+
+@pytest.mark.slow
+def test_a_quick_run_of_families(families_result):
+    rows = {row["method"]: row for row in families_result["rows"]}
+    assert list(rows) == list(families.CACHES)
+    for row in rows.values():
+        assert row["status"] == "ok", row
+        assert row["tokens_per_second"] == pytest.approx(2 / (1e-6 * row["us"]))
+        assert row["speedup_over"] == {"exact": rows["exact"]["us"] / row["us"]}
+        assert row["weight_bytes"] == 2 * models.SHAPES["tiny"].num_parameters
+        assert row["clock"] == "wall"
+    assert rows["exact"]["relative_l2"] == 0
+    for name in ("fp8_e4m3", "turbo4", "4bit"):
+        assert 0 < rows[name]["relative_l2"] < 0.1
+    assert rows["fp8_e4m3"]["smaller_than_exact"] == pytest.approx(2, rel=0.01)
+
+
+@pytest.mark.slow
+def test_a_quick_run_of_loading(loading_result):
+    assert loading_result["ceilings"] == {}
+    rows = {(row["files"], row["method"]): row for row in loading_result["rows"]}
+    assert len(rows) == 6
+    for (files, method), row in rows.items():
+        assert row["status"] == "ok", row
+        assert row["model_bytes"] == 2 * models.SHAPES["tiny"].num_parameters
+        if method != "read":
+            assert row["peak_host_bytes"] is None or row["peak_host_bytes"] > 0
+        bases = {"read", "naive"} if files == "memory" else {"read"}
+        assert set(row["speedup_over"]) == bases
+
+
+def test_what_is_written_is_a_checkpoint(tmp_path):
+    loading.write(loading.Group("tiny", 3), tmp_path)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 3
+    model = models.load_decoder(tmp_path)
+    assert model.config == models.SHAPES["tiny"]
+    assert model.dtype == jnp.bfloat16
+    numbers = loading.weights().view(jnp.dtype(jnp.bfloat16)).astype(np.float32)
+    assert numbers.std() == pytest.approx(0.02, rel=0.02)
+    begin = loading.begin_of("model.embed_tokens.weight")
+    want = numbers[(begin + np.arange(512 * 64)) % numbers.size].reshape(512, 64)
+    np.testing.assert_array_equal(model.embedding.astype(jnp.float32), want)
+    for method, load in (("load_decoder", models.load_decoder), ("naive", loading_worker._naive)):
+        loading_worker._check(method, tmp_path, load(tmp_path))
+    # The naive way makes what `load` makes.
+    arrays, state = loading_worker._naive(tmp_path), nnx.state(models.load(tmp_path))
+    for path, variable in nnx.to_flat_state(state):
+        np.testing.assert_array_equal(
+            arrays[path].astype(jnp.float32), variable.get_value().astype(jnp.float32)
+        )
+    assert len(arrays) == len(nnx.to_flat_state(state))
+
+
+def test_other_weights_are_noticed(tmp_path):
+    loading.write(loading.Group("tiny", 1), tmp_path)
+    model = models.load_decoder(tmp_path)
+    kernel = model.layers[-1]["mlp"]["down_proj"]["kernel"]
+    kernel = kernel.at[5, 0].add(1)
+    model.layers[-1]["mlp"]["down_proj"]["kernel"] = kernel
+    with pytest.raises(ArithmeticError, match=r"layers\.1\.mlp\.down_proj.*not what was written"):
+        loading_worker._check("load_decoder", tmp_path, model)
+
+
+def test_a_process_that_fails_is_a_failed_row(monkeypatch, tmp_path):
+    def truncated(group, folder):
+        (folder / "model.safetensors").write_bytes(b"short")
+
+    monkeypatch.setattr(loading, "write", truncated)
+    found = []
+    loading.run(loading.selected("memory/load_decoder", quick=True), {}, found.append)
+    [row] = found
+    assert row["status"] == "failed"
+    assert "config.json" in row["reason"]
+    monkeypatch.delattr(loading.os, "posix_fadvise")
+    with pytest.raises(NotImplementedError, match="needs posix_fadvise"):
+        loading._to_disk([tmp_path])
+
+
+def test_host_memory():
+    before = loading_worker._own_bytes()
+    if before is None:  # a system without /proc
+        assert loading_worker.HostMemory().peak is None
+        return
+    memory = loading_worker.HostMemory()
+    with memory:
+        block = np.ones(1 << 26, np.uint8)
+        time.sleep(10 * loading_worker._SAMPLED_SECONDS)
+        del block
+    assert 0.9 < memory.peak / (1 << 26) < 2
+
+
+# Tables -------------------------------------------------------------------------------------------
+
+
+def _made_up(suite):
+    """A result of a whole run with made-up figures."""
+    result = {"device": "a device", "jax": "0", "date": "2000-01-01", "suite": suite.SUITES[0]}
+    rates = {} if suite is loading else {"copy": 3000.0, "bf16": 700.0}
+    return {**result, "ceilings": rates, "ceilings_not_measured": {}}
+
+
+def _flax_result():
+    us = {"nnx": 800.0, "nnx-cudnn": 700.0, "exact": 650.0, "turbo4": 200.0}
+    rows = []
+    for group, method in flax.selected("", quick=False):
+        row = {**flax.describe(group, method), "status": "ok", "clock": "cupti"}
+        row |= {"us": us.get(method, 400.0), "wall_us": 900.0, "percent_of_ceiling": 55.5}
+        row |= {"bound": "copy", "against": "nnx", "relative_l2": 0.01, "temporary_bytes": 3e9}
+        if group.operation == flax.DECODE:
+            row["cache_bytes"] = int({"turbo4": 144e6}.get(method, 537e6))
+        else:
+            row["gradient_relative_l2"] = 0.02
+        rows.append(row)
+    rows[4] |= {"status": "failed", "reason": "too | large"}
+    rows[-1] |= {"status": "not run", "reason": tables.OUT_OF_TIME}
+    return {**_made_up(flax), "rows": flax.with_ratios(rows)}
+
+
+def _families_result():
+    us = {"exact": 20000.0, "fp8_e4m3": 16000.0, "turbo4": 10000.0, "4bit": 12000.0}
+    rows = []
+    for group, cache in families.selected("", quick=False):
+        row = {**families.describe(group, cache), "status": "ok", "clock": "wall"}
+        row |= {"us": us[cache], "device_us": 9000.0, "tokens_per_second": 1600.0}
+        row |= {"cache_bytes": int(16e9 * {"exact": 1, "fp8_e4m3": 0.5}.get(cache, 0.26))}
+        row |= {"percent_of_ceiling": 50.0, "relative_l2": 0.02, "repetitions": 64}
+        rows.append(row)
+    rows[-1] |= {"status": "not run", "reason": tables.OUT_OF_TIME}
+    rows[-2] |= {"status": "failed", "reason": "no | memory"}
+    return {**_made_up(families), "rows": families.with_ratios(rows)}
+
+
+def _loading_result():
+    seconds = {"read": 4.0, "load_decoder": 8.0, "load": 10.0, "naive": 40.0}
+    rows = []
+    for group, case in loading.selected("", quick=False):
+        row = {**loading.describe(group, case), "status": "ok", "seconds": seconds[case.method]}
+        row |= {"gigabytes_per_second": 16.06 / row["seconds"]}
+        if case.method != "read":
+            peak = 1.3 if case.method == "naive" else 1.02
+            row |= {"peak_device_bytes": int(peak * row["model_bytes"])}
+            row |= {"peak_host_bytes": int((peak - 1) * row["model_bytes"])}
+        rows.append(row)
+    rows[-1] |= {"status": "failed", "reason": "no | disk"}
+    return {**_made_up(loading), "rows": loading.with_ratios(rows)}
+
+
+MADE_UP = {"flax": _flax_result, "families": _families_result, "loading": _loading_result}
+LABELS = {
+    "flax": ("flax decode", "flax training"),
+    "families": ("families",),
+    "loading": ("loading",),
+}
+PICTURES = ("flax_speed.png", "families_speed.png", "loading.png")
+
+
+def test_tables_of_a_made_up_result():
+    result = _flax_result()
+    decode, training = flax_tables.decode_table(result), flax_tables.training_table(result)
+    place = "32 heads on 8 of 128, 16 x 8k"
+    line = f"| {place} | `TurboAttention`, turbo4 pages | 200 | 4.00x | 3.50x | 900 | 144 | 3.73x |"
+    assert line in decode
+    assert "| failed: too \\| large |" in decode
+    assert "| with `TurboAttentionFn()` | 0.40 | 2.00x | 1.75x | 0.90 | 3.00 |" in training
+    assert training.endswith(f"1 of 5 rows were not run: {tables.OUT_OF_TIME}.")
+    table = model_tables.families_table(_families_result())
+    line = "| gemma-2-9b | 16 x 8k | turbo4 pages | 10.00 | 2.00x | 9.00 | 1,600 | 4.16 | 3.85x |"
+    assert line in table
+    assert "| phi-3-mini | 16 x 4k | turbo4 pages | failed: no \\| memory |" in table
+    section = model_tables.families_section("x.json", _families_result())
+    assert (
+        "gemma-2-9b: 16 heads on 8 of 256, windows of 4,096 in some layers, scores capped at 50"
+        in section
+    )
+    assert "mistral-7b: 32 heads on 8 of 128, windows of 4,096;" in section
+    loaded = model_tables.loading_table(_loading_result())
+    line = "| llama-3-8b | in the page cache | `load` | 10.00 | 4.00x | 1.61 | 1.020x | 0.020x |"
+    assert line in loaded
+    assert "| failed: no \\| disk |" in loaded
+    for text in (decode, training.rpartition("\n\n")[0], table.rpartition("\n\n")[0], loaded):
+        assert len({line.replace("\\|", "").count("|") for line in text.splitlines()}) == 1
+
+
+def test_lines_of_a_made_up_result():
+    lines = {
+        name: [SUITES[name].one_line(row) for row in make()["rows"]]
+        for name, make in MADE_UP.items()
+    }
+    assert any("4.00x nnx, 3.50x nnx-cudnn" in line for line in lines["flax"])
+    assert any("10.00 ms a step of 64, 2.00x exact" in line for line in lines["families"])
+    assert any("8.00 s, 2.01 GB/s, 5.00x naive" in line for line in lines["loading"])
+
+
+def test_report_round_trip(tmp_path, monkeypatch):
+    page = tmp_path / "benchmarks.md"
+    labels = [label for group in LABELS.values() for label in group]
+    markers = "".join(f"<!-- {x} table -->\n<!-- end of {x} table -->\n" for x in labels)
+    page.write_text(markers, encoding="utf-8")
+    assert report.stale(tmp_path, page) == []
+    for name, make in MADE_UP.items():
+        (tmp_path / f"{name}_2000-01-01.json").write_text(json.dumps(make()))
+    assert set(report.stale(tmp_path, page)) == {"benchmarks.md", *PICTURES}
+    report.write(tmp_path, page)
+    assert report.stale(tmp_path, page) == []
+    text = page.read_text(encoding="utf-8")
+    for picture in PICTURES:
+        assert f"]({picture})" in text
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    assert {"flax", "families"} <= set(readme.active())
+    markers = "<!-- {0} table -->\n<!-- end of {0} table -->\n"
+    chosen = {name: readme.TABLES[name] for name in ("flax", "families")}
+    filled = readme.fill("".join(map(markers.format, chosen)), chosen)
+    assert "| 32 heads on 8 of 128, 16 x 8k | 800, 537 MB | 700 (1.14x), 537 MB |" in filled
+    place = "| llama-3.1-8b, 16 x 8k | 20.0 ms, 16.0 GB | 16.0 ms (1.25x), 2.0x smaller |"
+    assert place in filled
+
+
+def test_bars_of_a_result_that_is_not_complete():
+    """A run that the clock cut, or whose baseline failed, can be drawn."""
+    bars = flax_tables.bars(_flax_result())
+    place = "decoding\n32 heads on 8 of 128, 16 x 8k"
+    assert bars[place]["turbo4 pages"] == (4.0, "4.00: 0.2 ms")
+    bars = model_tables.families_bars(_families_result())
+    assert bars["gemma-2-9b\n16 x 8k"]["4-bit"] == (20 / 12, "12.0 ms")
+    bars = model_tables.loading_bars(_loading_result())
+    assert set(bars) == {"most on the device", "most on the host"}
+    draw = {"flax": report.flax_plot, "families": report.families_plot}
+    for name, plot in draw.items():
+        made = MADE_UP[name]()
+        base = "nnx" if name == "flax" else "exact"
+        without = copy.deepcopy(made)
+        without["rows"] = [row for row in without["rows"] if row["method"] != base]
+        for row in without["rows"]:
+            row.pop("speedup_over", None)
+            row.pop("smaller_than_exact", None)
+        without["rows"] = SUITES[name].with_ratios(without["rows"])
+        plot(without)
+        plot({**made, "rows": []})
+    made = _loading_result()
+    made["rows"] = made["rows"][:1]
+    report.loading_plot(made)
+
+
+@pytest.mark.slow
+def test_a_quick_run_can_be_reported(flax_result, families_result, loading_result):
+    for operation in (flax_tables.DECODE, flax_tables.TRAINING):
+        assert "nnx.MultiHeadAttention" in flax_tables.page_section("x", flax_result, operation)
+    assert "| tiny, 2 x 192 |" in model_tables.families_readme_table("x", families_result)
+    assert "`load_decoder`" in model_tables.loading_section("x", loading_result)

@@ -1,0 +1,229 @@
+"""Refusals: `config.json` that says something else, or something wrong."""
+
+import dataclasses
+
+import pytest
+from family_helpers import least
+
+from turbojax.models import LlamaConfig
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        (
+            "llama",
+            {"architectures": ["MixtralForCausalLM"]},
+            "'MixtralForCausalLM'.* must be one of Ll",
+        ),
+        (
+            "llama",
+            {"architectures": ["LlamaForSequenceClassification"]},
+            "is not supported: must be",
+        ),
+        (
+            "llama",
+            {"model_type": "mixtral"},
+            "model_type='mixtral' is not supported: must be 'llama'",
+        ),
+        (
+            "llama",
+            {"architectures": None, "model_type": "qwen3_moe"},
+            "model_type='qwen3_moe' is not",
+        ),
+        (
+            "llama",
+            {"architectures": None, "model_type": None},
+            "names no architecture.*Gemma2ForCausalLM",
+        ),
+        (
+            "llama",
+            {"hidden_act": "gelu"},
+            "hidden_act='gelu' is not supported: must be one of silu",
+        ),
+        ("llama", {"hidden_act": None}, "hidden_act=None is not supported"),
+        ("gemma2", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported: must be 'gelu_py"),
+        ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation='gelu' is not supported"),
+        (
+            "gemma2",
+            {"use_bidirectional_attention": True},
+            "use_bidirectional_attention=True is not",
+        ),
+        (
+            "mistral",
+            {"attention_bias": True},
+            "attention_bias=True is not supported: must be left out",
+        ),
+        (
+            "llama",
+            {"num_local_experts": 8},
+            "num_local_experts=8 is not supported: must be left out",
+        ),
+        ("llama", {"sliding_window": 8}, "sliding_window=8 is not supported: must be left out"),
+        ("llama", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported: must be left out"),
+        ("llama", {"new_idea": "on"}, "new_idea='on' is not supported: must be left out"),
+        ("phi3", {"full_attn_mod": 2}, "full_attn_mod=2 is not supported: must be 1"),
+        ("gemma2", {"sliding_window_size": 3}, "sliding_window_size=3 is not supported"),
+        (
+            "llama",
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "rope_type='dynamic' is not",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "proportional"}},
+            "rope_type='proportional' is not",
+        ),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            "must be one of default, longrope",
+        ),
+        ("llama", {"rope_parameters": {"mrope_section": [1, 2]}}, r"mrope_section=\[1, 2\] is not"),
+        (
+            "llama",
+            {"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 3}},
+            "beta_fast=3 is",
+        ),
+        (
+            "llama",
+            {"partial_rotary_factor": 0.5},
+            "partial_rotary_factor=0.5 is not supported for 'll",
+        ),
+        (
+            "gemma2",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "default"}}},
+            "all layers must have the same RoPE",
+        ),
+        (
+            "qwen2",
+            {"layer_types": ["full_attention", "chunked_attention"]},
+            "layer_types=.*chunked",
+        ),
+        ("qwen2", {"layer_types": ["full_attention"]}, "for each of 2 layers"),
+        (
+            "mistral",
+            {"layer_types": ["full_attention"] * 2},
+            "layer_types=.* for 'mistral': must be",
+        ),
+    ],
+)
+def test_not_supported(family, change, message):
+    with pytest.raises(NotImplementedError, match=message):
+        LlamaConfig.from_hf(least(family, **change))
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("llama", {"hidden_size": None}, "config.json lacks hidden_size"),
+        ("llama", {"num_hidden_layers": "2"}, "num_hidden_layers='2' must be an integer"),
+        ("llama", {"max_position_embeddings": True}, "max_position_embeddings=True must be an int"),
+        (
+            "llama",
+            {"num_attention_heads": 5},
+            "hidden_size=64 must be a multiple of num_attention_",
+        ),
+        ("llama", {"rms_norm_eps": None}, "norm_eps=None must be positive"),
+        ("llama", {"rope_scaling": "linear"}, "rope_scaling='linear' must be an object"),
+        ("llama", {"rope_scaling": {"type": "linear"}}, "RoPE of type 'linear' lacks factor"),
+        (
+            "llama",
+            {"rope_scaling": {"type": "linear", "factor": "2"}},
+            "factor='2' must be a number",
+        ),
+        (
+            "llama",
+            {"rope_scaling": {"type": "linear", "factor": 0.5}},
+            "factor=0.5 must be finite and",
+        ),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            "lacks low_freq_factor, high_freq_factor",
+        ),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "linear", "type": "yarn", "factor": 2.0}},
+            "type='yarn' must be rope_type='linear'",
+        ),
+        (
+            "llama",
+            {"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}},
+            "gives RoPE's rope_theta twice, as 5.0 and 6.0",
+        ),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+            "1 LongRoPE factors must be 8",
+        ),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "longrope", "short_factor": 1.0, "long_factor": [1.0]}},
+            "short_factor=1.0 must be a list",
+        ),
+        (
+            "qwen2",
+            {"layer_types": ["sliding_attention"] * 2},
+            "must give the window that layer_types",
+        ),
+        ("gemma2", {"sliding_window": None}, "sliding_window=None .* must give the window"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0 must be positive"),
+        ("gemma2", {"attn_logit_softcapping": -1.0}, "logits_soft_cap=-1.0 must be positive"),
+    ],
+)
+def test_wrong(family, change, message):
+    with pytest.raises(ValueError, match=message):
+        LlamaConfig.from_hf(least(family, **change))
+
+
+def test_harmless_keys_are_of_no_concern():
+    keys = {
+        "_name_or_path": "x",
+        "_attn_implementation_autoset": True,
+        "attention_dropout": 0.1,
+        "id2label": {"0": "LABEL_0"},
+        "use_mrope": False,
+        "num_experts": 0,
+        "dual_chunk_attention_config": None,
+        "quantization_config": {"quant_method": "other"},  # refused where the weights are read
+    }
+    assert LlamaConfig.from_hf(least("qwen2", **keys)) == LlamaConfig.from_hf(least("qwen2"))
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("llama", {"qk_norm": True}, "a config.json of family 'llama' cannot say qk_norm=True"),
+        ("llama", {"local_windows": (4, None)}, r"cannot say local_windows=\(4, None\)"),
+        ("llama", {"output_bias": True}, "cannot say output_bias=True"),
+        ("mistral", {"local_windows": (4, None)}, r"cannot say local_windows=\(4, None\)"),
+        ("qwen2", {"local_windows": (4, 5)}, r"cannot say local_windows=\(4, 5\)"),
+        ("qwen2", {"qkv_bias": False}, "cannot say qkv_bias=False"),
+        ("gemma2", {"embedding_scale": None}, "cannot say embedding_scale=None"),
+        ("gemma2", {"norm_offset": 0.0, "post_norms": False}, "norm_offset=0.0, post_norms=False"),
+        ("mistral", {"attention_scale": 0.3, "final_soft_cap": 3.0}, "attention_scale=0.3, final_"),
+    ],
+)
+def test_what_a_family_cannot_say_is_not_written(family, change, message):
+    config = dataclasses.replace(LlamaConfig.from_hf(least(family)), **change)
+    with pytest.raises(ValueError, match=message):
+        config.to_hf()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("family", "gpt2", "family='gpt2' must be one of llama, mistral"),
+        ("activation", "relu", "activation='relu' must be one of"),
+        ("local_windows", (3,), "local_windows has 1 entries, must have num_layers=2"),
+        ("final_soft_cap", 0.0, "final_soft_cap=0.0 must be positive"),
+        ("embedding_scale", -1.0, "embedding_scale=-1.0 must be positive"),
+        ("rotary_dim", 5, "rotary_dim=5 must be even"),
+        ("rotary_dim", 18, "rotary_dim=18 must be 2 to head_dim=16"),
+    ],
+)
+def test_bad_fields(field, value, message):
+    config = LlamaConfig.from_hf(least("llama"))
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(config, **{field: value})
