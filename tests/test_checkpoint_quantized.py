@@ -12,7 +12,8 @@ from safetensors.numpy import load_file, save_file
 
 from turbojax import models, smoothing
 from turbojax.models.checkpoint import load, load_decoder, weight_files
-from turbojax.models.quantize import check_config, quantize_from
+from turbojax.models.quantize import quantize_from
+from turbojax.models.quantized import check_config
 from turbojax.rotary import LinearScaling, YarnScaling
 
 CONFIG = models.LlamaConfig(

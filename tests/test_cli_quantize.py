@@ -260,15 +260,30 @@ def test_a_checkpoint_that_names_no_dtype_is_refused_at_once(tiny_folder, tmp_pa
     assert "calibration" not in result.stderr
 
 
-def test_a_sharded_checkpoint_is_named(tiny_folder, tmp_path):
+def test_a_sharded_checkpoint(tiny_folder, tmp_path):
+    """Gives the model that one file gives, and its size on disk is that of all shards."""
+    model, kept = models.load(tiny_folder), tmp_path / "model"
+    models.save(model, kept, max_shard_bytes=20_000)
+    shards = models.weight_files(kept)
+    assert len(shards) > 1
+    reports = []
+    for folder, out in ((tiny_folder, "whole"), (kept, "parts")):
+        result = _quantize(str(folder), tmp_path / out, "--json")
+        assert result.exit_code == 0, result.stderr
+        reports.append(json.loads(result.stdout))
+    assert reports[1]["bytes_before"] == sum(file.stat().st_size for file in shards)
+    whole, parts = (tmp_path / out / models.WEIGHTS_NAME for out in ("whole", "parts"))
+    assert whole.read_bytes() == parts.read_bytes()
+
+
+def test_an_index_that_names_no_tensor(tiny_folder, tmp_path):
     models.save(models.load(tiny_folder), tmp_path / "model")
     weights = tmp_path / "model" / models.WEIGHTS_NAME
     weights.rename(weights.with_name("model-00001-of-00001.safetensors"))
     weights.with_name("model.safetensors.index.json").write_text("{}")
     result = _quantize(str(tmp_path / "model"), tmp_path / "out")
     assert result.exit_code == 2
-    assert "model.safetensors.index.json: weights in several files" in result.stderr
-    assert "must be one file, model.safetensors" in result.stderr
+    assert "model.safetensors.index.json must hold a weight_map" in result.stderr
 
 
 def test_bits_that_are_no_numbers_are_null(tiny_folder, tmp_path, monkeypatch):

@@ -1,8 +1,9 @@
 """`TurboAttention` under Flax's transforms: nothing changes but where and when it is computed."""
 
+import os
 import subprocess
 import sys
-import textwrap
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +49,7 @@ def filled(kind="4bit", length=20, **options):
     return layer
 
 
-@pytest.mark.parametrize("kind", ["exact", "4bit", "kv4", "turbo4"])
+@pytest.mark.parametrize("kind", ["exact", "4bit", "turbo4"])
 def test_jit(kind):
     """One program for all steps, which give what steps outside `jit` give, state included."""
     layer = filled(kind)
@@ -118,9 +119,9 @@ def test_donation():
 
 def test_gradient_is_the_slope():
     """Of exact attention: against differences of the float64 oracle along random directions."""
-    layer, x = module(cache="exact", qkv_bias=True, qk_norm_eps=1e-3), tokens(9)
-    lengths = np.array([9, 4])
-    weight = tokens(9, seed=5).astype(np.float64)
+    layer, x = module(cache="exact", qkv_bias=True, qk_norm_eps=1e-3), tokens(6)
+    lengths = np.array([6, 4])
+    weight = tokens(6, seed=5).astype(np.float64)
 
     def loss(layer):
         return (layer(x, lengths=jnp.asarray(lengths)) * weight.astype(np.float32)).sum()
@@ -148,7 +149,7 @@ def test_gradient_is_the_slope():
 
 
 def test_gradient_of_turbo_attention():
-    """Straight through: close to the exact one, and to the bit the same through `jit`'s modules."""
+    """Straight through the rounding: along the exact one."""
     x = tokens(20)
 
     def loss(layer):
@@ -211,7 +212,7 @@ def test_orbax_parameters(tmp_path):
     np.testing.assert_array_equal(empty(tokens(5)), layer(tokens(5)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["exact", "4bit", "kv4", "fp8_e4m3", "turbo4"])
 def test_orbax_parameters_and_cache(kind, tmp_path):
     """Generation goes on from disk as if nothing had happened; 8-bit floats and codes included."""
     layer, x = filled(kind), tokens(1, seed=7)
@@ -305,13 +306,12 @@ print("equal")
 """
 
 
+@pytest.mark.slow
 def test_over_a_mesh():
     """Heads over two devices and sequences over two: what one device computes."""
-    import os
-
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    root = Path(__file__).resolve().parent.parent
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(MESH)],
+        [sys.executable, "-W", "error", "-c", MESH],
         capture_output=True,
         text=True,
         timeout=300,
@@ -320,7 +320,7 @@ def test_over_a_mesh():
             **os.environ,
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-            "PYTHONPATH": os.pathsep.join([root, os.path.join(root, "tests")]),
+            "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests")]),
             "JAX_NUMPY_DTYPE_PROMOTION": "strict",
             "JAX_NUMPY_RANK_PROMOTION": "raise",
         },

@@ -72,7 +72,7 @@ def in_float32(decoder):
     return dataclasses.replace(wide, dtype=jnp.dtype(jnp.float32))
 
 
-# The families whose heads and scores are unlike Llama's through every cache, the others through some.
+# Heads and scores unlike Llama's through every cache, the other families through some.
 CASES = [
     *((family, kind) for family in ("gemma", "phi") for kind in KINDS),
     *((family, kind) for family in ("mistral", "qwen") for kind in ("turbo4", "4bit")),

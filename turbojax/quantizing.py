@@ -255,7 +255,7 @@ def _check_out(settings: QuantizeSettings) -> None:
     existing = next(path for path in (out, *out.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise ValueError(f"out={str(out)!r} must be a folder, {str(existing)!r} is a file")
-    if not any((out / name).exists() for name in ("config.json", models.WEIGHTS_NAME)):
+    if not ((out / "config.json").exists() or any(out.glob("*.safetensors*"))):
         return
     hf = models.read_config(out) if (out / "config.json").is_file() else {}
     block = hf.get("quantization_config")
@@ -375,5 +375,7 @@ def _write(settings: QuantizeSettings, model: models.QuantizedDecoder) -> tuple[
     for name in _COMPANIONS:
         if (source / name).is_file():
             shutil.copyfile(source / name, out / name)
-    sizes = [(folder / models.WEIGHTS_NAME).stat().st_size for folder in (source, out)]
+    sizes = [
+        sum(file.stat().st_size for file in models.weight_files(folder)) for folder in (source, out)
+    ]
     return sizes[0], sizes[1]

@@ -127,16 +127,13 @@ def load_text_model(path: str, dtype: np.dtype | None = None) -> TextModel:
 
     Raises:
       ImportError: if there is a `tokenizer.json` and the package `tokenizers` is missing.
-      OSError, ValueError, NotImplementedError: see `models.load` and `load_tokenizer`.
+      OSError, ValueError, NotImplementedError: see `models.load_decoder` and `load_tokenizer`.
     """
     if dtype is None and jax.default_backend() == "cpu":
         dtype = jnp.dtype(jnp.float32)
     # Before the weights are read, which takes longer.
     tokenizer = load_tokenizer(path)
-    model = models.load(path, dtype=dtype)
-    if isinstance(model, models.QuantizedDecoder):
-        return TextModel(model, tokenizer)
-    return TextModel(models.unstack(model, consume=True), tokenizer)
+    return TextModel(models.load_decoder(path, dtype=dtype), tokenizer)
 
 
 def random_text_model(

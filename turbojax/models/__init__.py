@@ -24,6 +24,7 @@ from turbojax.models.checkpoint import load_decoder as load_decoder
 from turbojax.models.checkpoint import load_llama as load_llama
 from turbojax.models.checkpoint import read_config as read_config
 from turbojax.models.checkpoint import save as save
+from turbojax.models.checkpoint import weight_files as weight_files
 from turbojax.models.config import LlamaConfig as LlamaConfig
 from turbojax.models.decoder import Decoder as Decoder
 from turbojax.models.decoder import random_decoder as random_decoder

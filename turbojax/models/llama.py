@@ -31,7 +31,7 @@ def embed(table: jax.Array, tokens: jax.Array, config: LlamaConfig, dtype: DType
 def project(
     hidden: jax.Array, table: jax.Array, dtype: DTypeLike, soft_cap: float | None = None
 ) -> jax.Array:
-    """Float32 logits ``[..., V]`` of ``[..., D]``: the product with `table` ``[V, D]`` in `dtype`."""
+    """Float32 logits ``[..., V]``: ``[..., D]`` times `table` ``[V, D]``, multiplied in `dtype`."""
     logits = jnp.einsum(
         "...d,vd->...v", hidden, table.astype(dtype), preferred_element_type=jnp.float32
     )

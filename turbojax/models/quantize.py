@@ -11,7 +11,7 @@ from turbojax.models.calibration import calibrate
 from turbojax.models.config import LlamaConfig
 from turbojax.models.decoder import Decoder, LayerParams, unstack
 from turbojax.models.llama import Llama
-from turbojax.models.quantized import QuantizedDecoder, QuantizedLayer
+from turbojax.models.quantized import QuantizedDecoder, QuantizedLayer, check_config
 from turbojax.quantizers.fp8 import E4M3_MAX
 from turbojax.quantizers.int4 import (
     Int4Weight,
@@ -137,40 +137,6 @@ def quantize_from(
         config=decoder.config,
         dtype=decoder.dtype,
     )
-
-
-def check_config(config: LlamaConfig) -> None:
-    """Checks that a `QuantizedDecoder` computes what a model of this shape does.
-
-    It has two norms a layer, SwiGLU, plain attention and no biases. Smoothing takes channels i and
-    i + H/2 of a head for a pair.
-
-    Raises:
-      NotImplementedError: naming the fields that say otherwise.
-    """
-    plain = {
-        "activation": "silu",
-        "qkv_bias": False,
-        "output_bias": False,
-        "mlp_bias": False,
-        "qk_norm": False,
-        "attention_soft_cap": None,
-        "final_soft_cap": None,
-        "embedding_scale": None,
-        "norm_offset": 0.0,
-        "post_norms": False,
-    }
-    wrong = [name for name, value in plain.items() if getattr(config, name) != value]
-    if config.attention_scale not in (None, config.head_dim**-0.5):
-        wrong.append("attention_scale")
-    if config.rotary_dim not in (None, config.head_dim):
-        wrong.append("rotary_dim")
-    options = [config.attention_options(layer) for layer in range(config.num_layers)]
-    if any(x.local_window_size is not None for x in options):
-        wrong.append("local_windows")
-    if wrong:
-        values = ", ".join(f"{name}={getattr(config, name)!r}" for name in wrong)
-        raise NotImplementedError(f"quantized models do not support {values}")
 
 
 def layer_weights(params: LayerParams, config: LlamaConfig) -> LayerWeights:

@@ -144,6 +144,40 @@ class QuantizedDecoder:
         return project(hidden, table, self.dtype)
 
 
+def check_config(config: LlamaConfig) -> None:
+    """Checks that a `QuantizedDecoder` computes what a model of this shape does.
+
+    It has two norms a layer, SwiGLU, plain attention and no biases. Smoothing takes channels i and
+    i + H/2 of a head for a pair.
+
+    Raises:
+      NotImplementedError: naming the fields that say otherwise.
+    """
+    plain = {
+        "activation": "silu",
+        "qkv_bias": False,
+        "output_bias": False,
+        "mlp_bias": False,
+        "qk_norm": False,
+        "attention_soft_cap": None,
+        "final_soft_cap": None,
+        "embedding_scale": None,
+        "norm_offset": 0.0,
+        "post_norms": False,
+    }
+    wrong = [name for name, value in plain.items() if getattr(config, name) != value]
+    if config.attention_scale not in (None, config.head_dim**-0.5):
+        wrong.append("attention_scale")
+    if config.rotary_dim not in (None, config.head_dim):
+        wrong.append("rotary_dim")
+    options = [config.attention_options(layer) for layer in range(config.num_layers)]
+    if any(x.local_window_size is not None for x in options):
+        wrong.append("local_windows")
+    if wrong:
+        values = ", ".join(f"{name}={getattr(config, name)!r}" for name in wrong)
+        raise NotImplementedError(f"quantized models do not support {values}")
+
+
 def take_rows(table: jax.Array | Int4Weight, index: jax.Array) -> jax.Array:
     """Rows ``[..., D]`` of a table ``[V, D]``; float32 if it is quantized."""
     if not isinstance(table, Int4Weight):
@@ -179,7 +213,11 @@ def random_quantized_decoder(
       quantize_head: whether the projection to logits has INT4 weights too.
       dtype: of activations, embedding and head.
       seed: of the weights.
+
+    Raises:
+      NotImplementedError: if a quantized decoder does not compute what this shape's model does.
     """
+    check_config(config)
     dtype = jnp.dtype(dtype)
     keys = iter(jax.random.split(jax.random.key(seed), 7 * config.num_layers + 2))
     size, inner = config.hidden_size, config.intermediate_size

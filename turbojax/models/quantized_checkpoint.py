@@ -21,8 +21,12 @@ from turbojax import _checks
 from turbojax.models import _folder
 from turbojax.models.config import LlamaConfig, stored_dtype
 from turbojax.models.loading import Progress, check_dtype
-from turbojax.models.quantize import check_config
-from turbojax.models.quantized import QuantizedDecoder, random_quantized_decoder, random_weight
+from turbojax.models.quantized import (
+    QuantizedDecoder,
+    check_config,
+    random_quantized_decoder,
+    random_weight,
+)
 from turbojax.quantizers.int4 import Int4Weight
 
 QUANT_METHOD = "turbojax-fireq"
