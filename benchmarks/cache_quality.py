@@ -96,11 +96,13 @@ def measure(
     reference: np.ndarray | None = None
     for name in caches:
         task = progress.add_task(name, total=tokens.shape[1] - prompt)
+        kind = models.cache_by_name(name, model.config.num_kv_heads)
         bits, choices, nbytes = decode_bits(
             model,
             tokens,
             prompt,
-            models.cache_by_name(name, model.config.num_kv_heads),
+            # Of bfloat16 also where the model computes in float32: what caches are compared to.
+            "bfloat16" if kind == "exact" else kind,
             lambda n, task=task: progress.advance(task, n),
         )
         reference = choices if reference is None else reference

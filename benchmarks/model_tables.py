@@ -7,6 +7,7 @@ from benchmarks.tables import Result, Row
 FAMILIES, LOADING = "model-decode", "loading"
 CACHES = {
     "exact": "exact, bf16",
+    "paged": "pages, bf16",
     "fp8_e4m3": "fp8 pages, e4m3",
     "turbo4": "turbo4 pages",
     "4bit": "4-bit",

@@ -71,6 +71,7 @@ MASKS = {
     "causal and keys": (CAUSAL, causal_mask() & KEYS),
     "causal and both": (CAUSAL, causal_mask() & BOTH),
     "keys alone, causal by itself": (CAUSAL, KEYS),
+    "both, causal by itself": (CAUSAL, BOTH),
     "every head": (PLAIN, np.repeat(KEYS, 4, axis=1)),
     "nothing": (PLAIN, np.zeros((2, 1, 1, 21), bool)),
     "one sequence has nothing": (PLAIN, valid([21, 0])[:, None, None]),

@@ -8,8 +8,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from turbojax.demo.measure import CacheResult, DemoReport
-from turbojax.layer_cache import cache_by_name
+from turbojax.demo.measure import CacheResult, DemoReport, cache_kind
 from turbojax.models import Llama
 from turbojax.models.caching import init_caches
 
@@ -88,7 +87,7 @@ def save_plot(report: DemoReport, model: Llama, path: Path) -> None:
     lengths = [256 * i for i in range(1, model.config.max_length // 256 + 1)]
     first = report.results[0]
     for result in report.results:
-        kind = cache_by_name(result.name, model.config.num_kv_heads)
+        kind = cache_kind(result.name, model)
         sizes = [
             jax.eval_shape(lambda n=n, kind=kind: init_caches(model, 1, n, kind)).nbytes / 2**20
             for n in lengths

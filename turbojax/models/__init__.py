@@ -48,11 +48,15 @@ from turbojax.models.quantize import quantize_model as quantize_model
 from turbojax.models.quantized import QuantizedDecoder as QuantizedDecoder
 from turbojax.models.quantized import random_quantized_decoder as random_quantized_decoder
 from turbojax.models.quantized_checkpoint import save_quantized as save_quantized
+from turbojax.models.sampling import GREEDY as GREEDY
 from turbojax.models.sampling import Sampling as Sampling
 from turbojax.models.shapes import SHAPES as SHAPES
 from turbojax.models.storage import load_cache as load_cache
 from turbojax.models.storage import load_session as load_session
 from turbojax.models.storage import save_cache as save_cache
 from turbojax.models.storage import save_session as save_session
+from turbojax.models.tokenizer import ByteTokenizer as ByteTokenizer
+from turbojax.models.tokenizer import JsonTokenizer as JsonTokenizer
+from turbojax.models.tokenizer import NumberTokenizer as NumberTokenizer
 from turbojax.models.tokenizer import Tokenizer as Tokenizer
 from turbojax.models.tokenizer import load_tokenizer as load_tokenizer

@@ -1,0 +1,147 @@
+"""Sessions and the caches of a model on disk: generation goes on as without the detour."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from storage_helpers import KINDS, assert_same_contents, rewrite
+
+from turbojax import models
+from turbojax.models.caching import ModelCaches, init_caches
+from turbojax.models.storage import load_cache, load_session, save_cache, save_session
+
+CONFIG = models.LlamaConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    max_length=256,
+)
+PROMPTS = np.random.default_rng(3).integers(0, 64, (2, 40))
+
+
+def _model(config=CONFIG, seed=0, dtype=jnp.float32):
+    # Compute in float32: tokens drawn from a random model differ, so that a wrong cache shows.
+    return models.random_decoder(config, dtype=dtype, seed=seed)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return _model()
+
+
+def _started(model, kind, max_length=80):
+    return models.start(
+        model,
+        jnp.asarray(PROMPTS),
+        max_length=max_length,
+        cache=kind,
+        lengths=jnp.array([40, 23]),
+    )
+
+
+def _next(session, count=24, **options):
+    return np.stack(list(models.stream(session, count, **options)))
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_generation_goes_on_from_a_file(tmp_path, model, kind):
+    path = tmp_path / "session"
+    session = _started(model, kind)
+    for token in (5, 9):  # a little way into the answer
+        session = session.step(jnp.array([token, token + 1]))
+    save_session(path, session, metadata={"prompt": "numbers"})
+    loaded, metadata = load_session(path, model)
+    assert metadata == {"prompt": "numbers"}
+    assert (loaded.longest, loaded.caches.max_length) == (42, 80)
+    np.testing.assert_array_equal(loaded.logits, session.logits)
+    sampling = models.Sampling(temperature=1.0, top_k=20, seed=7)
+    sampled = _next(loaded, sampling=sampling)
+    np.testing.assert_array_equal(sampled, _next(session, sampling=sampling))
+    assert len(np.unique(sampled)) > 8
+    greedy = _next(load_session(path, model)[0])
+    session = _started(model, kind)
+    for token in (5, 9):
+        session = session.step(jnp.array([token, token + 1]))
+    np.testing.assert_array_equal(greedy, _next(session))
+
+
+def test_a_session_may_get_more_room(tmp_path, model):
+    save_session(tmp_path / "session", _started(model, "exact", 41))
+    session, _ = load_session(tmp_path / "session", model, max_length=80)
+    np.testing.assert_array_equal(_next(session), _next(_started(model, "exact", 80)))
+    with pytest.raises(ValueError, match="max_length=257 must be at most the model's 256"):
+        load_session(tmp_path / "session", model, max_length=257)
+    with pytest.raises(ValueError, match="max_length=39"):
+        load_session(tmp_path / "session", model, max_length=39)
+
+
+def test_a_session_takes_the_model_it_was_made_with(tmp_path, model):
+    path = tmp_path / "session"
+    save_session(path, _started(model, "turbo4"))
+    with pytest.raises(ValueError, match=r"session is of a model of this shape with other weights"):
+        load_session(path, _model(seed=1))
+    with pytest.raises(ValueError, match="dtype=float32, not bfloat16"):
+        load_session(path, _model(dtype=jnp.bfloat16))
+    for change in ({"num_layers": 3}, {"rope_theta": 5000.0}, {"num_kv_heads": 4}):
+        name = next(iter(change))
+        with pytest.raises(ValueError, match=f"is of another model: {name}="):
+            load_session(path, _model(dataclasses.replace(CONFIG, **change)))
+    with pytest.raises(ValueError, match=r"holds a session: tj.models.load_session reads it"):
+        load_cache(path)
+
+
+def test_a_stacked_and_a_quantized_model_have_sessions(tmp_path):
+    path = tmp_path / "session"
+    llama = models.Llama(CONFIG, rngs=nnx.Rngs(0))
+    save_session(path, _started(llama, "kv4"))
+    loaded, _ = load_session(path, llama)
+    np.testing.assert_array_equal(_next(loaded, 5), _next(_started(llama, "kv4"), 5))
+    config = dataclasses.replace(CONFIG, hidden_size=128, intermediate_size=128, head_dim=32)
+    quantized = models.random_quantized_decoder(config)
+    save_session(path, _started(quantized, "kv4"))
+    loaded, _ = load_session(path, quantized)
+    np.testing.assert_array_equal(_next(loaded, 5), _next(_started(quantized, "kv4"), 5))
+    with pytest.raises(ValueError, match="class=QuantizedDecoder, not Decoder"):
+        load_session(path, _model(config))
+
+
+@pytest.mark.parametrize("kind", ["exact", "mixed", "turbo4"])
+def test_caches_of_a_model_come_back(tmp_path, model, kind):
+    path = tmp_path / "caches"
+    caches = _started(model, KINDS[kind]).caches
+    save_cache(path, caches)
+    loaded, _ = load_cache(path, like=init_caches(model, 2, 120, KINDS[kind]))
+    assert isinstance(loaded, ModelCaches)
+    assert loaded.max_length == 120
+    for one, other in zip(loaded.layers, caches.layers, strict=True):
+        assert_same_contents(one, other)
+    deeper = dataclasses.replace(CONFIG, num_layers=3)
+    with pytest.raises(ValueError, match=r"with 2 layers, `like` is one of kind 'model' with 3"):
+        load_cache(path, like=init_caches(_model(deeper), 2, 80, KINDS[kind]))
+    with pytest.raises(ValueError, match="kind 'model'"):
+        load_cache(path, like=caches.layers[0])
+    with pytest.raises(ValueError, match="holds no session but a cache"):
+        load_session(path, model)
+
+
+def test_sessions_are_checked(tmp_path, model):
+    with pytest.raises(TypeError, match="session is a ModelCaches"):
+        save_session(tmp_path / "session", _started(model, "exact").caches)
+    save_session(tmp_path / "session", _started(model, "exact"))
+
+    def refused(match, arrays):
+        rewrite(tmp_path / "session", tmp_path / "other", arrays=arrays)
+        with pytest.raises(ValueError, match=match):
+            load_session(tmp_path / "other", model)
+
+    refused("logits is float32", lambda x: x.update(logits=x["logits"][:, 1:].copy()))
+    refused(
+        r"lengths=\[41, 23\] must be \[40, 23\]",
+        lambda x: x.update(lengths=np.array([41, 23], np.int32)),
+    )
