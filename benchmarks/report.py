@@ -360,9 +360,9 @@ def flax_plot(result: Result) -> "Figure":
 
 
 def families_plot(result: Result) -> "Figure":
-    """Speed of decode steps over the exact cache by model, one bar per cache."""
+    """Speed of decode steps over the faster uncompressed cache by model, one bar per cache."""
     title = f"One decode step of the whole model on {result['device']}"
-    label = "times as fast as with the exact cache"
+    label = "times as fast as the faster uncompressed cache"
     return _plot_of_ratios(model_tables.families_bars(result), title, label, bar=0.2)
 
 

@@ -1,4 +1,4 @@
-"""What the tests of stored caches and sessions share: kinds, filled caches, what "the same" means."""
+"""What tests of stored caches share: kinds, filled caches, and what "the same" means."""
 
 import hashlib
 import json

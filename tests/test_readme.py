@@ -30,14 +30,18 @@ def test_model_example():
     assert len(_run(EXAMPLES[1]).strip()) > 20
 
 
+def test_flax_example():
+    assert _run(EXAMPLES[2]) == "(2, 300, 512)\n[301 121] (2, 1, 512)\n"
+
+
 def test_pooled_example():
-    shape, times = re.search(r"(\(.*\)) ([\d.]+) times less work", _run(EXAMPLES[2])).groups()
+    shape, times = re.search(r"(\(.*\)) ([\d.]+) times less work", _run(EXAMPLES[3])).groups()
     assert shape == "(1, 1024, 4, 64)"
     assert float(times) > 3
 
 
 def test_int4_example():
-    shape, dtype, bits = re.search(r"(\(.*\)) (\w+) ([\d.]+) bits", _run(EXAMPLES[3])).groups()
+    shape, dtype, bits = re.search(r"(\(.*\)) (\w+) ([\d.]+) bits", _run(EXAMPLES[4])).groups()
     assert (shape, dtype) == ("(2, 16, 512)", "bfloat16")
     # Codes, a byte of scale for every 128 of them, four bytes for every output.
     assert float(bits) == pytest.approx(4 + 8 / 128 + 32 * 2560 / (3 * 512 * 1024), abs=0.005)
@@ -45,13 +49,13 @@ def test_int4_example():
 
 def test_paged_example():
     # The prompt's 15 full pages are shared; the last one is copied. 132 bytes per token and head.
-    assert _run(EXAMPLES[4]) == (
+    assert _run(EXAMPLES[5]) == (
         f"(2, 1, 16, 128) 2002 tokens in 17 pages, {17 * 64 * 4 * 132:,} bytes\n"
     )
 
 
 def test_there_are_no_other_examples():
-    assert len(EXAMPLES) == 5
+    assert len(EXAMPLES) == 6
 
 
 def test_tables_are_those_of_the_results():

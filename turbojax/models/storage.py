@@ -162,7 +162,9 @@ def load_session(
     decoder = unstack(model) if isinstance(model, Llama) else model
     with files.open_file(path) as file:
         if file.description.get("kind") != _SESSION:
-            raise ValueError(f"{file.path} holds no session but a cache: tj.load_cache reads it")
+            raise ValueError(
+                f"{file.path} holds no session but a cache: tj.models.load_cache reads it"
+            )
         _check_model(file.path, file.description["model"], _fingerprint(decoder))
         caches = _unpack(file, file.description["caches"], max_length)
         batch = caches.layers[0].lengths.shape[0]
