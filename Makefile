@@ -22,7 +22,7 @@ export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-gpu lint format format-check types docs clean
+.PHONY: help demo test test-gpu lint format format-check types notebooks docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -49,6 +49,9 @@ format-check: $(VENV)/.installed-dev ## ruff: fail if a file is not formatted
 types: $(VENV)/.installed-dev ## mypy
 	$(BIN)/mypy
 
+notebooks: $(VENV)/.installed-notebooks ## run the notebooks in place, outputs included
+	$(BIN)/jupyter execute --inplace --timeout 600 colab/*.ipynb
+
 docs: $(VENV)/.installed-dev ## build docs/_build/html; a warning is an error
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 	@echo "open docs/_build/html/index.html"
@@ -62,6 +65,6 @@ $(BIN)/python:
 
 # One stamp per extra, so that a second call installs nothing.
 $(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
-	@echo "Installing turbojax[$*] into $(VENV); a minute or two the first time"
+	@echo "Installing turbojax[$*] into $(VENV); some minutes the first time (for tests with torch)"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$*]'
 	@touch $@

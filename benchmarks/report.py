@@ -356,7 +356,7 @@ def flax_plot(result: Result) -> "Figure":
     """Speed over Flax's own module by layer, one bar per module and cache."""
     title = f"One attention layer in nnx on {result['device']}"
     label = "times as fast as nnx.MultiHeadAttention"
-    return _plot_of_ratios(flax_tables.bars(result), title, label, bar=0.2)
+    return _plot_of_ratios(flax_tables.bars(result), title, label, bar=0.2, margin=0.35)
 
 
 def families_plot(result: Result) -> "Figure":
@@ -371,7 +371,9 @@ def loading_plot(result: Result) -> "Figure":
     row = result["rows"][0]
     title = f"Loading {row['model']}, {row['model_bytes'] / 1e9:.1f} GB, on {result['device']}"
     bars = model_tables.loading_bars(result)
-    return _plot_of_ratios(bars, title, "times the checkpoint's size", width=7, bar=0.25)
+    return _plot_of_ratios(
+        bars, title, "times the checkpoint's size", width=7, bar=0.25, margin=0.35
+    )
 
 
 _PLOTS = {
