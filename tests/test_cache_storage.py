@@ -1,6 +1,8 @@
 """KV caches on disk: the same bits, few bytes, and refusals that say why."""
 
 import dataclasses
+import os
+import stat
 
 import cache_helpers
 import jax
@@ -353,3 +355,18 @@ def test_the_same_contents_have_the_same_fingerprint(tmp_path):
         save_cache(tmp_path / name, x)
     assert _fingerprint(tmp_path / "cache") == _fingerprint(tmp_path / "noisy")
     assert _fingerprint(tmp_path / "cache") != _fingerprint(tmp_path / "other")
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o077, 0o600), (0o027, 0o640), (0o022, 0o644)])
+def test_permissions_are_those_of_any_new_file(tmp_path, mask, mode):
+    before = os.umask(mask)
+    try:
+        files.write(tmp_path / "new", {}, {"x": np.zeros(3)})
+        kept = tmp_path / "kept"
+        kept.touch()
+        kept.chmod(0o660)
+        files.write(kept, {}, {"x": np.zeros(3)})
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == mode
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o660

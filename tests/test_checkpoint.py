@@ -204,11 +204,29 @@ class TestDtypes:
             load(tmp_path, dtype=jnp.float16)
         assert np.isinf(load(tmp_path, dtype=jnp.bfloat16).norm.scale.get_value()[0])
 
+    def test_numbers_too_large_are_not_saved(self, tmp_path):
+        hf_helpers.write("llama2", tmp_path)
+        tensors = load_file(tmp_path / "model.safetensors")
+        name = "model.layers.1.mlp.down_proj.weight"
+        tensors[name][3, 4] = 70000
+        tensors["model.norm.weight"][0] = np.inf
+        save_file(tensors, tmp_path / "model.safetensors")
+        model, before = load(tmp_path), (tmp_path / "model.safetensors").read_bytes()
+        for call in (lambda: save(model, tmp_path, dtype="float16"), lambda: half(model)):
+            with pytest.raises(ValueError, match=f"dtype=float16 cannot hold {name}"):
+                call()
+        assert (tmp_path / "model.safetensors").read_bytes() == before
+        assert not list(tmp_path.glob("*.part"))
+        save(model, tmp_path, dtype="bfloat16")
+        assert np.isinf(load(tmp_path).norm.scale.get_value()[0])
+
     def test_other_dtypes_are_refused(self, tmp_path):
         hf_helpers.write("llama2", tmp_path)
         for call in (load, load_llama, load_decoder):
             with pytest.raises(ValueError, match="dtype=int8 must be one of float32"):
                 call(tmp_path, dtype=jnp.int8)
+            with pytest.raises(ValueError, match="dtype='bf16' must be one of float32, bfloat16"):
+                call(tmp_path, dtype="bf16")
         with pytest.raises(ValueError, match="dtype=float64 must be one of float32"):
             save(load(tmp_path), tmp_path / "out", dtype=np.float64)
         assert not (tmp_path / "out").exists()
@@ -347,6 +365,34 @@ class TestSaving:
             save(model, out)
         assert {x.name: x.read_bytes() for x in out.iterdir()} == before
 
+    @pytest.mark.parametrize("limit", [1 << 30, 60_000])
+    @pytest.mark.parametrize(
+        ("extra", "error", "message"),
+        [
+            ({"eos_token_id": np.int64(3)}, TypeError, "eos_token_id=.*3.* must be what JSON"),
+            ({"num_hidden_layers": 1}, ValueError, "num_hidden_layers=1 must be left out"),
+            ({"quantization_config": {}}, ValueError, "quantization_config={} must be left out"),
+            (
+                {"rope_scaling": {"type": "linear", "factor": 2.0}},
+                ValueError,
+                "must not make another model of this one",
+            ),
+            ({"new_idea": "on"}, NotImplementedError, "new_idea='on' is not supported"),
+        ],
+    )
+    def test_further_keys_that_cannot_be_written(self, tmp_path, limit, extra, error, message):
+        hf_helpers.write("llama2", tmp_path / "in")
+        model, out = load(tmp_path / "in"), tmp_path / "out"
+        with pytest.raises(error, match=message):
+            save(model, out, extra_config=extra, max_shard_bytes=limit)
+        assert not out.exists()
+        save(model, out, extra_config={"eos_token_id": [3, 4]}, max_shard_bytes=limit)
+        assert json.loads((out / "config.json").read_text())["eos_token_id"] == [3, 4]
+        before = {x.name: x.read_bytes() for x in out.iterdir()}
+        with pytest.raises(error, match=message):
+            save(model, out, extra_config=extra, max_shard_bytes=limit)
+        assert {x.name: x.read_bytes() for x in out.iterdir()} == before
+
     def test_a_link_is_replaced_and_not_followed(self, tmp_path):
         """Folders that hold links to shared files are common."""
         hf_helpers.write("llama2", tmp_path / "in")
@@ -366,6 +412,10 @@ class TestSaving:
         with pytest.raises(ValueError, match="final_soft_cap=3.0"):
             save(model, tmp_path / "out")
         assert not (tmp_path / "out").exists()
+
+
+def half(model) -> dict:
+    return to_hf_tensors(model, dtype="float16")
 
 
 def edit(folder, **changes) -> None:

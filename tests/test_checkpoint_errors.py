@@ -240,3 +240,59 @@ def test_a_damaged_header_is_an_error_or_changes_nothing_of_the_rest(one):
             outcomes.add((type(error), str(file) in str(error)))
     assert (ValueError, True) in outcomes
     assert all(outcome == "loaded" or outcome[1] for outcome in outcomes)
+
+
+def overwrite(source: Path, target: Path) -> None:
+    """Other numbers of the same size in the same file."""
+    content = bytearray(source.read_bytes())
+    content[-1] ^= 1
+    target.write_bytes(content)
+
+
+class TestReplaced:
+    """A checkpoint is replaced while it is read: never half of one model and half of another."""
+
+    @pytest.mark.parametrize("change", ["replaced", "overwritten", "removed", "cut short"])
+    def test_weights(self, originals, many, change):
+        def progress(done, total):
+            if done == total or not file.exists():
+                return
+            match change:
+                case "replaced":
+                    shutil.copyfile(file, many / "new")
+                    (many / "new").rename(file)
+                case "overwritten":
+                    overwrite(file, file)
+                case "removed":
+                    file.unlink()
+                case "cut short":
+                    file.write_bytes(file.read_bytes()[:-8])
+
+        # Read last, and so after the change.
+        last = weight_files(originals["many"])[-1].name
+        for loader in LOADERS[::2]:
+            shutil.copytree(originals["many"], many, dirs_exist_ok=True)
+            file = many / last
+            with pytest.raises(ValueError, match=rf"{last} changed while it was read"):
+                loader(many, progress=progress)
+
+    def test_by_another_model(self, one):
+        other = models.Llama(CONFIG, rngs=nnx.Rngs(1))
+        with pytest.raises(ValueError, match="model.safetensors changed while it was read"):
+            load(one, progress=lambda *_: save(other, one))
+        assert load(one).config == CONFIG
+
+    @pytest.mark.parametrize("text", ["{}", None])
+    def test_config_json(self, one, monkeypatch, text):
+        """After it was read, and before the weights' headers."""
+        from turbojax.models import _folder
+
+        find, file = _folder.stored_tensors, one / "config.json"
+
+        def late(folder):
+            file.unlink() if text is None else file.write_text(text)
+            return find(folder)
+
+        monkeypatch.setattr(_folder, "stored_tensors", late)
+        with pytest.raises(ValueError, match="config.json changed while it was read"):
+            load(one)

@@ -158,3 +158,39 @@ def test_a_config_that_was_edited_is_refused(quantized, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | {"mlp_bias": True}))
     with pytest.raises(NotImplementedError, match="do not support mlp_bias=True"):
         load(tmp_path)
+
+
+def test_numbers_too_large_are_refused(quantized, tmp_path):
+    table = quantized.embedding.at[3, 4].set(70000.0)
+    large = dataclasses.replace(quantized, embedding=table)
+    models.save_quantized(large, tmp_path)
+    before = {x.name: x.read_bytes() for x in tmp_path.iterdir()}
+    for call in (
+        lambda: models.save_quantized(large, tmp_path, dtype="float16"),
+        lambda: load(tmp_path, dtype="float16"),
+    ):
+        with pytest.raises(ValueError, match="dtype=float16 cannot hold embedding"):
+            call()
+    assert {x.name: x.read_bytes() for x in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("extra", "error"),
+    [
+        ({"bos_token_id": np.int64(3)}, TypeError),
+        ({"vocab_size": 5}, ValueError),
+        ({"quantization_config": None}, ValueError),
+    ],
+)
+def test_further_keys_that_cannot_be_written(quantized, tmp_path, extra, error):
+    models.save_quantized(quantized, tmp_path, extra_config={"bos_token_id": 3})
+    before = {x.name: x.read_bytes() for x in tmp_path.iterdir()}
+    with pytest.raises(error, match=f"extra_config: {next(iter(extra))}="):
+        models.save_quantized(quantized, tmp_path, extra_config=extra)
+    assert {x.name: x.read_bytes() for x in tmp_path.iterdir()} == before
+
+
+def test_a_checkpoint_that_is_replaced_is_refused(quantized, tmp_path):
+    models.save_quantized(quantized, tmp_path)
+    with pytest.raises(ValueError, match="model.safetensors changed while it was read"):
+        load(tmp_path, progress=lambda *_: models.save_quantized(quantized, tmp_path))

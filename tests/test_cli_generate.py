@@ -5,6 +5,7 @@ import shutil
 import sys
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from tokenizer_helpers import byte_level, save
@@ -286,6 +287,53 @@ def test_an_implementation_that_cannot_run_says_why(cache, name):
     result = _run("--random-weights", "tiny", "--cache", cache, "--implementation", name)
     assert result.exit_code == 2
     assert "cannot run here" in result.stderr or "has no implementation" in result.stderr
+
+
+@pytest.mark.parametrize("prompt", ["5000000000", "3 60", "1" + "0" * 30, "-- -1"])
+def test_numbers_outside_the_vocabulary(number_model, prompt):
+    result = _run("--model", number_model, *prompt.split(" ", prompt.startswith("--")))
+    assert result.exit_code == 2
+    assert "must be within 0..59" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--cache", "5bit"],
+        ["--stop", ""],
+        ["--max-new-tokens", "0"],
+        ["--batch-size", "0"],
+        ["--prefill-batch-size", "0"],
+    ],
+)
+def test_cheap_mistakes_are_found_before_the_model_is_loaded(options):
+    result = _run("a", "--model", "/no/such/folder", *options)
+    assert result.exit_code == 2
+    assert "folder" not in result.stderr
+    assert "must" in result.stderr
+
+
+def test_a_special_token_as_stop_text(chat_model, monkeypatch):
+    token = load_tokenizer(chat_model).special_token("<|im_end|>")
+    drawn = np.array([[9], [token], [9], [9]], np.int32)
+    seen = []
+
+    def choose(*_, **__):
+        seen.append(drawn[len(seen)])
+        return seen[-1], jnp.asarray(seen[-1])
+
+    monkeypatch.setattr(text.generation, "_choose", choose)
+    options = ["--model", chat_model, "--max-new-tokens", "4", "--stop", "<|im_end|>"]
+    report = _json("abc", *options)
+    assert (report["new_tokens"], report["finish_reason"]) == (2, "stop")
+
+
+def test_almost_as_large_is_as_large():
+    for ratio in (0.998, 1, 1.004):
+        assert text.than_bfloat16(ratio) == "as large as bfloat16"
+    assert text.than_bfloat16(0.5) == "2.00x larger than bfloat16"
+    assert text.than_bfloat16(1.25) == "1.25x smaller than bfloat16"
 
 
 def test_a_text_without_tokens(number_model):

@@ -269,6 +269,7 @@ def _serve(model: text.TextModel, lines: list[dict]) -> dict:
         ({"prompt": "a", "max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
         ({"prompt": "a", "max_new_tokens": "4"}, "max_new_tokens='4' must be an integer"),
         ({"prompt": "a", "temperature": "warm"}, "temperature='warm' must be a number"),
+        ({"prompt": "a", "stop": [-1]}, "token=-1 of a request must be within"),
         ({"prompt": "a", "top_k": 4}, "top_k=4 needs a temperature above 0"),
         ({"prompt": "a", "temperature": 1, "min_p": 2}, "min_p=2 must be within 0..1"),
         ({"prompt": "a" * 130}, "131 tokens and 130 new ones must be at most max_length=128"),
@@ -320,3 +321,20 @@ def test_errors_are_one_clear_line(tmp_path, arguments, message):
     assert result.exit_code == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--out", "/no/such/folder/out"], "--out /no/such/folder/out must be a file"),
+        (["--out", "/"], "--out / must be a file in a folder that exists"),
+        (["--max-new-tokens", "0"], "max_new_tokens=0 must be at least 1"),
+        (["--max-sequences", "0"], "max_sequences=0 must be at least 1"),
+    ],
+)
+def test_cheap_mistakes_are_found_before_the_model_is_loaded(tmp_path, options, message):
+    result = _run(_write(tmp_path, {"prompt": "a"}), "--model", "/nowhere", *options)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    result = _run("/no/such/file", "--model", "/nowhere")
+    assert "No such file or directory: '/no/such/file'" in result.stderr

@@ -90,7 +90,9 @@ def test_prompt_then_new_tokens(variant):
 def test_positions():
     layer = module(cache="exact")
     x, positions = tokens(7), np.array([[0, 1, 2, 3, 4, 5, 6], [3, 5, 6, 10, 11, 12, 39]])
-    close(layer(x, positions=jnp.asarray(positions)), oracle(params(layer), x, positions=positions))
+    out = layer(x, positions=jnp.asarray(positions))
+    close(out, oracle(params(layer), x, positions=positions))
+    np.testing.assert_array_equal(layer(x, positions=positions.tolist()), out)
 
 
 @pytest.mark.parametrize("length", [1, 3])
@@ -173,6 +175,15 @@ def test_calls(call, kind, message):
     [
         ({"cache": "5bit"}, ValueError, "cache='5bit' must be"),
         ({"attention": "turbo"}, TypeError, "attention='turbo' must be"),
+        ({"implementation": "bogus"}, ValueError, "implementation='bogus' must be None or one of"),
+        ({"implementation": "cudnn"}, ValueError, "implementation='cudnn' must be None or one of"),
+        ({"cache": "exact", "implementation": "triton"}, ValueError, r"of \('xla', 'cudnn'\)"),
+        ({"qk_norm_eps": -5.0}, ValueError, "qk_norm_eps=-5.0 must be at least 0"),
+        ({"qk_norm_eps": "x"}, TypeError, "qk_norm_eps is a str"),
+        ({"sharding": (None,)}, ValueError, "must be a pair"),
+        ({"sharding": (None, "model", None)}, ValueError, "must be a pair"),
+        ({"sharding": "ab"}, TypeError, "must be None or a pair"),
+        ({"sharding": (None, 1)}, TypeError, "must hold names"),
         ({"options": 3}, TypeError, "options=3 must be AttentionOptions"),
         ({"rope": 10000.0}, TypeError, "rope=10000.0 must be a Rope"),
         ({"rope": Rope(16)}, ValueError, "head_dim=8 must equal rope.head_dim=16"),

@@ -156,12 +156,40 @@ def test_compressed_caches_have_no_gradient(kind):
             nnx.grad(loss)(layer)
 
 
-def test_implementations_are_those_of_the_ops():
-    layer = module(cache=SMALL, implementation="cudnn")
-    with pytest.raises(ValueError, match="cudnn"):
-        layer(tokens(4))
-    layer.init_cache(2, 16)
-    with pytest.raises(ValueError, match="cudnn"):
-        layer.prefill(tokens(4))
+def test_implementations_are_those_of_the_caches_ops():
+    """Exact attention does not know ``"triton"``, nor `turbo_attention` ``"cudnn"``."""
+    x = tokens(4)
+    paged = module(cache="turbo4", implementation="triton")
+    np.testing.assert_array_equal(paged(x), module(cache="turbo4")(x))
+    exact = module(cache="exact", attention=SMALL, implementation="cudnn")
+    np.testing.assert_array_equal(exact(x), module(cache=SMALL)(x))
+    # Where they are of a kind, the name is used: neither runs on this device.
+    for options in (
+        {"cache": SMALL, "implementation": "mosaic_gpu"},
+        {"cache": "kv4", "attention": SMALL, "implementation": "mosaic_gpu"},
+        {"cache": "exact", "implementation": "cudnn"},
+    ):
+        layer = module(**options)
+        layer.init_cache(2, 16)
+        for call in (layer, layer.prefill):
+            with pytest.raises(NotImplementedError, match="cannot run here"):
+                call(x)
     layer = module(cache=SMALL, implementation="xla")
-    np.testing.assert_array_equal(layer(tokens(4)), module(cache=SMALL)(tokens(4)))
+    np.testing.assert_array_equal(layer(x), module(cache=SMALL)(x))
+
+
+@pytest.mark.parametrize("kind", ["exact", "4bit", "kv4", "paged"])
+@pytest.mark.parametrize("attention", ["exact", SMALL], ids=["exactly", "turbo"])
+def test_prompts_attend_as_asked(kind, attention):
+    """To their own keys and values, whatever the cache keeps; and they are stored as ever."""
+    x, lengths = tokens(20), jnp.array([20, 7])
+    asked, plain = module(cache=KINDS[kind], attention=attention), module(cache=KINDS[kind])
+    for layer in (asked, plain):
+        layer.init_cache(2, 32)
+    out, other = asked.prefill(x, lengths), plain.prefill(x, lengths)
+    np.testing.assert_array_equal(out, asked(x, lengths=lengths))
+    own = {"exact": "exact", "paged": "exact", "4bit": SMALL}.get(kind)
+    if attention != own:
+        assert jnp.abs(out - other).max() > 16 * ROUNDING
+    for a, b in zip(*map(jax.tree.leaves, (asked.cache, plain.cache)), strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -169,6 +169,12 @@ def test_what_is_refused():
         twin(rope=Rope(16)).init(jax.random.key(0), x)
     with pytest.raises(ValueError, match="cache='5bit' must be"):
         twin(cache="5bit").init(jax.random.key(0), x)
+    with pytest.raises(ValueError, match="implementation='bogus' must be None or one of"):
+        twin(implementation="bogus").init(jax.random.key(0), x)
+    with pytest.raises(ValueError, match="qk_norm_eps=-5.0 must be at least 0"):
+        twin(qk_norm_eps=-5.0).init(jax.random.key(0), x)
+    with pytest.raises(ValueError, match="must be a pair"):
+        twin(sharding=("model",)).init(jax.random.key(0), x)
 
 
 def test_modules_are_static():

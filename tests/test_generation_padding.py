@@ -142,3 +142,63 @@ def test_a_mask_of_jax(model, prompts):
     aligned, _ = align(jnp.asarray(tokens), jnp.asarray(mask, bool))
     assert isinstance(aligned, jax.Array)
     assert aligned[1, :5].tolist() == prompts[1].tolist()
+
+
+@pytest.mark.parametrize("wrong", [2**32 + 5, -(2**32) + 5, 64, -1])
+def test_tokens_outside_the_vocabulary_are_refused(model, wrong):
+    tokens, message = np.array([[3, wrong]]), "must be within"
+    for given in (tokens, tokens.tolist()):
+        with pytest.raises(ValueError, match=message):
+            models.start(model, given, max_length=8)
+        with pytest.raises(ValueError, match=message):
+            models.generate(model, given, max_new_tokens=2)
+    session = models.start(model, [[3, 5]], max_length=8)
+    with pytest.raises(ValueError, match=message):
+        session.step(np.array([wrong]))
+    with pytest.raises(ValueError, match=message):
+        session.step([wrong])
+    with pytest.raises(ValueError, match=message):
+        models.score(session, tokens)
+
+
+def test_lists_are_tokens(model):
+    expected = models.generate(model, jnp.array([[3, 5]]), max_new_tokens=3)
+    np.testing.assert_array_equal(models.generate(model, [[3, 5]], max_new_tokens=3), expected)
+    session = models.start(model, [[3, 5]], max_length=8)
+    np.testing.assert_array_equal(session.step([7]).logits.shape, (1, 64))
+    with pytest.raises(TypeError, match="must be an integer type"):
+        models.start(model, [[3, 5]], max_length=8).step(jnp.array([7.0]))
+
+
+@pytest.mark.parametrize("wrong", [64, 9999, -1])
+def test_on_the_device_they_give_nan_in_their_own_sequence(model, wrong):
+    session = models.start(model, [[3, 5], [3, 5]], max_length=8)
+    expected = models.start(model, [[3, 5], [3, 5]], max_length=8).step([7, 7]).logits
+    logits = session.step(jnp.array([7, wrong])).logits
+    assert np.isnan(logits[1]).all()
+    np.testing.assert_array_equal(logits[0], expected[0])
+
+
+@pytest.mark.parametrize("wrong", [64, -1])
+def test_a_forward_pass_gives_nan_for_them_but_not_for_padding(wrong):
+    llama = models.Llama(
+        models.LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=48,
+            num_layers=1,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=16,
+            max_length=32,
+        ),
+        rngs=nnx.Rngs(0),
+    )
+    logits = np.asarray(llama(np.array([[3, wrong, 5], [3, 4, 5]])))
+    assert np.isnan(logits[0, 1:]).all()
+    assert np.isfinite(logits[1]).all()
+    mask = np.array([[0, 1, 1]])
+    padded = llama(jnp.array([[wrong, 3, 5]]), attention_mask=jnp.asarray(mask))
+    other = llama(jnp.array([[7, 3, 5]]), attention_mask=jnp.asarray(mask))
+    np.testing.assert_array_equal(padded[0, 1:], other[0, 1:])
+    assert np.isfinite(padded[0, 1:]).all()

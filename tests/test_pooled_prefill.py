@@ -111,10 +111,9 @@ def test_a_padded_prompt_generates_what_it_generates_alone(model, cache, pooled)
         ({"policy": "window"}, "policy is a str, must be one of turbojax.levels"),
     ],
 )
-def test_bad_options_are_refused(model, change, message):
-    pooled = PooledAttention(**{"policy": LocalWindow(), **change})
+def test_bad_options_are_refused(change, message):
     with pytest.raises((ValueError, TypeError), match=message):
-        models.start(model, _tokens(1, 10), max_length=20, pooled_prefill=pooled)
+        PooledAttention(**{"policy": LocalWindow(), **change})
 
 
 def test_names():

@@ -143,9 +143,43 @@ def test_dtype_is_kept_and_nan_stays_in_its_pair():
         (lambda: LongRopeScaling((1.0,), (1.0,), 0), "original_max_length=0 must be finite and at"),
         (lambda: Rope(8, scaling=LONG, max_length=4), "1 LongRoPE factors must be 4"),
         (lambda: Rope(2, scaling=LONG), "max_length=None must be given"),
+        (lambda: YarnScaling(4, 4096, attention_factor=0.0), "attention_factor=0.0 must be pos"),
+        (lambda: YarnScaling(4, 4096, attention_factor=-1.0), "attention_factor=-1.0 must be pos"),
+        (lambda: YarnScaling(4, 4096, attention_factor=math.nan), "attention_factor=nan must be"),
+        (lambda: YarnScaling(4, 4096, beta_fast=math.inf), "beta_fast=inf must be finite"),
+        (lambda: LongRopeScaling((1.0,), (1.0,), 16, 0.0), "attention_factor=0.0 must be positive"),
+        (lambda: LongRopeScaling((1.0,), (1.0,), 16, math.inf), "attention_factor=inf must be"),
+        (lambda: Llama3Scaling(8, 1, math.inf, 8192), "high_freq_factor=inf must be finite"),
+        (lambda: Rope(8, theta=1.0, scaling=YarnScaling(4, 4096)), "theta=1.0 must be more than 1"),
+        (lambda: Rope(8, theta=0.5, scaling=YarnScaling(4, 4096)), "theta=0.5 must be more than 1"),
         (lambda: Rope(2, max_length=4), "max_length=4 is of use for LongRoPE alone"),
     ],
 )
 def test_bad_values(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: LinearScaling("4"), "factor is a str, must be a Python number"),
+        (lambda: LinearScaling(None), "factor=None must be a number"),
+        (lambda: Llama3Scaling(8, "1", 4, 8192), "low_freq_factor is a str"),
+        (lambda: YarnScaling(4, "4096"), "original_max_length is a str"),
+        (lambda: YarnScaling(4, 4096, attention_factor="1"), "attention_factor is a str"),
+        (lambda: LongRopeScaling(("1",), (1.0,), 16), "short_factors is a str"),
+        (lambda: LongRopeScaling((1.0,), 1.0, 16), "long_factors=1.0 must be a tuple"),
+        (lambda: Rope(8, theta="100"), "theta is a str"),
+        (lambda: Rope(8, rotary_dim=4.0), "rotary_dim=4.0 must be an integer"),
+    ],
+)
+def test_other_kinds(make, message):
+    with pytest.raises(TypeError, match=message):
+        make()
+
+
+def test_lists_of_factors_become_tuples():
+    scaling = LongRopeScaling([1.0], [2.0], 16)
+    assert scaling == LONG
+    assert hash(Rope(2, scaling=scaling, max_length=4)) == hash(Rope(2, scaling=LONG, max_length=4))

@@ -1,5 +1,6 @@
 """Choosing tokens from logits, against float64 distributions."""
 
+import dataclasses
 import functools
 
 import jax
@@ -206,3 +207,28 @@ def test_rows_hold_what_the_options_say():
     assert made.index.tolist() == [4, 4, 4]
     dtypes = [x.dtype.name for x in jax.tree.leaves(made)]
     assert dtypes == ["float32", "int32", "float32", "float32", "uint32", "int32"]
+
+
+def test_numbers_of_numpy_become_those_of_python():
+    given = Sampling(
+        temperature=np.float32(0.5),
+        top_k=np.int32(3),
+        top_p=np.float64(0.5),
+        min_p=np.float16(0.25),
+        seed=np.int32(5),
+    )
+    assert given == Sampling(0.5, 3, 0.5, 0.25, 5)
+    kinds = [type(getattr(given, x)) for x in ("temperature", "top_k", "top_p", "min_p", "seed")]
+    assert kinds == [float, int, float, float, int]
+    assert (given.seed + 1) % 2**32 == 6  # int32 does not hold 2 ** 32
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 4}, {"top_p": 0.9}, {"min_p": 0.1}])
+def test_a_logit_of_infinity_is_the_token(options):
+    logits = np.random.default_rng(0).normal(size=(8, 32)).astype(np.float32)
+    logits[:, 17] = np.inf
+    for temperature in (0.0, 1.0):
+        chosen = Sampling(temperature, **(options if temperature else {}))
+        held = sampling_rows([dataclasses.replace(chosen, seed=i) for i in range(8)])
+        got = sample(jnp.asarray(logits), held, kind_of([chosen]))
+        np.testing.assert_array_equal(got, np.full(8, 17))

@@ -9,8 +9,10 @@ from flax import nnx
 from storage_helpers import KINDS, assert_same_contents, rewrite
 
 from turbojax import models
+from turbojax.cache import storage as files
 from turbojax.models.caching import ModelCaches, init_caches
 from turbojax.models.storage import load_cache, load_session, save_cache, save_session
+from turbojax.rotary import LongRopeScaling
 
 CONFIG = models.LlamaConfig(
     vocab_size=64,
@@ -145,3 +147,44 @@ def test_sessions_are_checked(tmp_path, model):
         r"lengths=\[41, 23\] must be \[40, 23\]",
         lambda x: x.update(lengths=np.array([41, 23], np.int32)),
     )
+
+
+@pytest.mark.parametrize("place", [(0, 0), (1, 17), (31, 31)])
+def test_a_change_of_one_weight_is_noticed(tmp_path, model, place):
+    path = tmp_path / "session"
+    save_session(path, _started(model, "exact"))
+    layer = {**model.layers[0], "mlp": {**model.layers[0]["mlp"]}}
+    kernel = layer["mlp"]["up_proj"]["kernel"]
+    layer["mlp"]["up_proj"] = {"kernel": kernel.at[place].multiply(1.0001)}
+    other = dataclasses.replace(model, layers=(layer, *model.layers[1:]))
+    with pytest.raises(ValueError, match="with other weights"):
+        load_session(path, other)
+    swapped = dataclasses.replace(model, norm=model.norm, embedding=model.embedding[::-1])
+    with pytest.raises(ValueError, match="with other weights"):
+        load_session(path, swapped)
+
+
+def test_the_models_longest_sequence_may_be_another(tmp_path, model):
+    path = tmp_path / "session"
+    save_session(path, _started(model, "exact"))
+    longer = dataclasses.replace(model, config=dataclasses.replace(CONFIG, max_length=512))
+    session, _ = load_session(path, longer, max_length=300)
+    np.testing.assert_array_equal(_next(session), _next(_started(model, "exact")))
+    shorter = dataclasses.replace(model, config=dataclasses.replace(CONFIG, max_length=70))
+    with pytest.raises(ValueError, match="caches for 80 tokens, more than the model's 70"):
+        load_session(path, shorter)
+    load_session(path, shorter, max_length=70)
+    scaling = LongRopeScaling((1.0,) * 8, (2.0,) * 8, 64)
+    config = dataclasses.replace(CONFIG, rope_scaling=scaling)
+    save_session(path, _started(dataclasses.replace(model, config=config), "exact"))
+    config = dataclasses.replace(config, max_length=512)
+    with pytest.raises(ValueError, match="max_length=256, not 512"):
+        load_session(path, dataclasses.replace(model, config=config))
+
+
+@pytest.mark.parametrize("kind", ["session", "model"])
+def test_a_description_that_lacks_something_names_the_file(tmp_path, model, kind):
+    path = tmp_path / "stored"
+    files.write(path, {"kind": kind}, {"x": np.zeros(3)})
+    with pytest.raises(ValueError, match=r"stored is damaged: its description lacks '\w+'"):
+        load_session(path, model) if kind == "session" else load_cache(path)

@@ -9,6 +9,7 @@ from tokenizer_helpers import KINDS, TEXTS, byte_level, save
 from transformers import AutoTokenizer
 
 from turbojax.models import embedded_path
+from turbojax.models.stopping import check_stops
 from turbojax.models.tokenizer import (
     ByteTokenizer,
     JsonTokenizer,
@@ -215,6 +216,11 @@ def test_a_folder_without_a_tokenizer_says_what_to_do(tmp_path):
             "tokenizer_config.json must hold a JSON object, not list",
         ),
         ({"tokenizer_config.json": {"chat_template": 3}}, "chat_template must be a text"),
+        ({"tokenizer_config.json": {"chat_template": ["a"]}}, "chat_template must be a text"),
+        (
+            {"tokenizer_config.json": {"chat_template": [{"name": []}]}},
+            "config.json: chat_template",
+        ),
         ({"generation_config.json": {"eos_token_id": "a"}}, "eos_token_id='a' must be one token"),
         ({"generation_config.json": {"eos_token_id": [-1]}}, r"eos_token_id=\[-1\] must be one"),
     ],
@@ -222,6 +228,49 @@ def test_a_folder_without_a_tokenizer_says_what_to_do(tmp_path):
 def test_files_that_cannot_be_read(tmp_path, files, message):
     with pytest.raises(ValueError, match=message):
         JsonTokenizer(save(byte_level(), tmp_path, files))
+
+
+def test_a_chat_template_that_is_no_unicode(tmp_path):
+    save(byte_level(), tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"a\xff")
+    with pytest.raises(ValueError, match=r"chat_template.jinja is no UTF-8"):
+        JsonTokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("split", [1, 2, 3])
+def test_a_prompt_may_end_inside_a_character(folder, split):
+    # Its bytes are tokens of their own.
+    text = "the \U0001f98a dog and the dog, the dog"
+    for tokenizer in (JsonTokenizer(folder), ByteTokenizer()):
+        tokens = tokenizer.encode(text)
+        fox = next(
+            i
+            for i in range(len(tokens))
+            if tokenizer.decode(tokens[: i + 1]).endswith("\U0001f98a")
+        )
+        decode = tokenizer.stream(tokens[: fox - 3 + split])
+        pieces = [decode(token) for token in tokens[fox - 3 + split :]]
+        assert "".join(pieces) + decode(None) == text[4:]
+
+
+def test_a_character_that_stays_incomplete_is_not_shown_again(folder):
+    for tokenizer in (JsonTokenizer(folder), ByteTokenizer()):
+        cut = tokenizer.encode("a\U0001f98a", add_special_tokens=False)[:-1]
+        decode = tokenizer.stream(cut)
+        end = tokenizer.encode("!", add_special_tokens=False)
+        assert "".join(map(decode, end[-1:])) + decode(None) == "!"
+
+
+def test_special_tokens_have_texts_that_are_not_shown(folder):
+    tokenizer = JsonTokenizer(folder)
+    token = tokenizer.special_token("<|im_end|>")
+    assert token == tokenizer.encode("<|im_end|>", add_special_tokens=False)[-1]
+    assert tokenizer.decode([token]) == ""
+    assert [tokenizer.special_token(text) for text in ("the", " ", "im_end")] == [None] * 3
+    assert check_stops([7], ["<|im_end|>", "the"], tokenizer) == (
+        {7, token},
+        ("<|im_end|>", "the"),
+    )
 
 
 def test_without_the_package(tmp_path, monkeypatch):

@@ -157,9 +157,18 @@ def generate(
         _check_source(prompt, file, model, chat, system, random_weights, prompt_tokens)
         sampling = Sampling(temperature, top_k, top_p, min_p, seed)
         pooled = text.parse_prefill(prefill, prefill_window, prefill_block_size)
+        stops = [text.unescape(x) for x in stop or ()]
+        text.check_options(
+            max_new_tokens=max_new_tokens,
+            cache=cache,
+            stop_strings=stops,
+            batch_size=batch_size,
+            prefill_batch_size=prefill_batch_size,
+            prompt_tokens=prompt_tokens,
+        )
+        content = str(prompt) if file is None else text.read_text(file.read_bytes())
         source = cli_options.load(model, random_weights, weights, dtype)
         if random_weights is None:
-            content = str(prompt) if file is None else text.read_text(file.read_bytes())
             one = text.prompt_tokens(source, content, chat=chat, system=system)
             tokens = text.copies(one, batch_size)
         else:
@@ -171,7 +180,7 @@ def generate(
             max_new_tokens=max_new_tokens,
             cache=cache,
             sampling=sampling,
-            stop_strings=[text.unescape(x) for x in stop or ()],
+            stop_strings=stops,
             prefill_batch_size=prefill_batch_size,
             implementation=implementation,
             pooled_prefill=pooled,

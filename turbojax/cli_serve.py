@@ -80,17 +80,22 @@ def serve(
 
     Results are JSON lines, in the order in which they end.
     """
-    from turbojax import serving
+    from turbojax import _checks, serving
     from turbojax.demo import environment
 
     with cli_options.one_line_errors(
         "turbojax serve", smaller="--num-pages, --pool-bytes or --max-sequences"
     ):
-        source = cli_options.load(model, random_weights, weights, dtype)
+        # Before the model is loaded, which may take minutes.
+        content = file.read_bytes()
         results = _Results(out)
-        results.check_is_not(file)
+        results.check(file)
+        _checks.check_sizes(
+            max_new_tokens=max_new_tokens, max_sequences=max_sequences, page_size=page_size
+        )
+        source = cli_options.load(model, random_weights, weights, dtype)
         try:
-            requests = serving.read_requests(file.read_bytes(), source.tokenizer, max_new_tokens)
+            requests = serving.read_requests(content, source.tokenizer, max_new_tokens)
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from error
         with results, _bar(len(requests)) as advance:
@@ -128,9 +133,13 @@ class _Results(contextlib.ExitStack):
         self._path = path
         self._file: TextIO | None = None
 
-    def check_is_not(self, requests: Path) -> None:
-        """Raises ValueError if results would overwrite the requests."""
-        if self._path is not None and self._path.is_file() and self._path.samefile(requests):
+    def check(self, requests: Path) -> None:
+        """Raises ValueError if there is no such place, or it is the file of the requests."""
+        if self._path is None:
+            return
+        if self._path.is_dir() or not self._path.parent.is_dir():
+            raise ValueError(f"--out {self._path} must be a file in a folder that exists")
+        if self._path.is_file() and self._path.samefile(requests):
             raise ValueError(f"--out {self._path} must not be the file of the requests")
 
     def open(self) -> None:

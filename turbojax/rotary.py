@@ -47,6 +47,8 @@ class Llama3Scaling:
     def __post_init__(self) -> None:
         _check_at_least("factor", self.factor, 1)
         _check_at_least("original_max_length", self.original_max_length, 1)
+        for name in ("low_freq_factor", "high_freq_factor"):
+            _check_number(name, getattr(self, name))
         if not 0 < self.low_freq_factor < self.high_freq_factor:
             raise ValueError(
                 f"low_freq_factor={self.low_freq_factor} must be positive and less than "
@@ -63,7 +65,7 @@ class YarnScaling:
       original_max_length: tokens the model was trained with before.
       beta_fast: turns within `original_max_length` from which on a frequency is kept.
       beta_slow: turns up to which a frequency is divided by `factor`.
-      attention_factor: of rotated queries and keys; ``0.1 ln(factor) + 1`` if not given.
+      attention_factor: of rotated queries and keys, positive; ``0.1 ln(factor) + 1`` if not given.
       truncate: whether the ramp begins and ends at whole channels.
     """
 
@@ -77,6 +79,10 @@ class YarnScaling:
     def __post_init__(self) -> None:
         _check_at_least("factor", self.factor, 1)
         _check_at_least("original_max_length", self.original_max_length, 1)
+        for name in ("beta_fast", "beta_slow"):
+            _check_number(name, getattr(self, name))
+        if self.attention_factor is not None:
+            _check_positive("attention_factor", self.attention_factor)
         if not 0 < self.beta_slow < self.beta_fast:
             raise ValueError(
                 f"beta_slow={self.beta_slow} must be positive and less than "
@@ -94,10 +100,10 @@ class LongRopeScaling:
 
     Attributes:
       short_factors: one per pair of rotated channels, positive; for sequences of up to
-        `original_max_length` tokens.
+        `original_max_length` tokens. A list becomes a tuple.
       long_factors: the same for longer ones.
       original_max_length: tokens the model was trained with before.
-      attention_factor: of rotated queries and keys.
+      attention_factor: of rotated queries and keys, positive.
     """
 
     short_factors: tuple[float, ...]
@@ -107,8 +113,14 @@ class LongRopeScaling:
 
     def __post_init__(self) -> None:
         _check_at_least("original_max_length", self.original_max_length, 1)
+        _check_positive("attention_factor", self.attention_factor)
         for name in ("short_factors", "long_factors"):
-            for factor in getattr(self, name):
+            factors = getattr(self, name)
+            if not isinstance(factors, list | tuple):
+                raise TypeError(f"{name}={factors!r} must be a tuple of numbers")
+            object.__setattr__(self, name, tuple(factors))
+            for factor in factors:
+                _check_number(name, factor)
                 if not 0 < factor < math.inf:
                     raise ValueError(f"{name} hold {factor}, must be positive and finite")
 
@@ -127,7 +139,7 @@ class Rope:
 
     Attributes:
       head_dim: channels of a head, `H`.
-      theta: base of the frequencies ``theta ** (-2 i / R)``.
+      theta: base of the frequencies ``theta ** (-2 i / R)``; more than 1 with YaRN.
       rotary_dim: even number `R` of channels that turn, the first ones; all if not given.
       scaling: optional change of the frequencies.
       max_length: longest sequence, by which LongRoPE chooses its factors; of use for it alone.
@@ -144,8 +156,11 @@ class Rope:
 
     def __post_init__(self) -> None:
         _checks.check_sizes(head_dim=self.head_dim)
-        if not 0 < self.theta < math.inf:
-            raise ValueError(f"theta={self.theta} must be positive and finite")
+        _check_positive("theta", self.theta)
+        if isinstance(self.scaling, YarnScaling) and self.theta <= 1:
+            raise ValueError(f"theta={self.theta} must be more than 1 with YaRN")
+        if self.rotary_dim is not None:
+            _checks.check_integer("rotary_dim", self.rotary_dim)
         if self.channels % 2 or not 0 < self.channels <= self.head_dim:
             name = "head_dim" if self.rotary_dim is None else "rotary_dim"
             raise ValueError(
@@ -254,6 +269,18 @@ def _yarn(frequencies: np.ndarray, scaling: YarnScaling, theta: float) -> np.nda
     return frequencies * (1 - ramp + ramp / scaling.factor)
 
 
+def _check_number(name: str, value: object) -> None:
+    if value is None:
+        raise TypeError(f"{name}=None must be a number")
+    _checks.check_number(name, value)
+
+
+def _check_positive(name: str, value: float) -> None:
+    _check_number(name, value)
+    _checks.check_positive(name, value)
+
+
 def _check_at_least(name: str, value: float, least: float) -> None:
+    _check_number(name, value)
     if not least <= value < math.inf:
         raise ValueError(f"{name}={value} must be finite and at least {least}")

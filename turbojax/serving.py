@@ -20,7 +20,7 @@ from turbojax.models.engine import (
     Result,
     Sampling,
 )
-from turbojax.models.stopping import TextStream
+from turbojax.models.stopping import TextStream, check_stops
 from turbojax.models.tokenizer import Tokenizer
 from turbojax.text import TextModel, than_bfloat16
 
@@ -305,13 +305,17 @@ def _parse(line: bytes, number: int, tokenizer: Tokenizer, max_new_tokens: int) 
     ):
         raise ValueError(f"{stop=} must be a list of texts, none empty, and tokens")
     chosen = {key: values[key] for key in _SAMPLING if key in values}
+    numbers = [x for x in stop if not isinstance(x, str)]
+    tokens, texts = check_stops(
+        [*numbers, *tokenizer.eos_token_ids], [x for x in stop if isinstance(x, str)], tokenizer
+    )
     request = Request(
         tokenizer.encode(values["prompt"]),
         values.get("max_new_tokens", max_new_tokens),
-        [*(x for x in stop if not isinstance(x, str)), *tokenizer.eos_token_ids],
+        sorted(tokens),
         Sampling(**{"seed": number, **chosen}),
     )
-    return TextRequest(name, number, request, tuple(x for x in stop if isinstance(x, str)))
+    return TextRequest(name, number, request, texts)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

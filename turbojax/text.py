@@ -15,7 +15,7 @@ from turbojax.models import generation
 from turbojax.models.chat import chat_tokens
 from turbojax.models.config import DTYPES
 from turbojax.models.sampling import GREEDY
-from turbojax.models.stopping import TextStream, check_stop_strings
+from turbojax.models.stopping import TextStream, check_stop_strings, check_stops
 from turbojax.models.tokenizer import NumberTokenizer, Tokenizer, load_tokenizer
 
 WEIGHTS = ("float", "int4")
@@ -158,6 +158,27 @@ def random_text_model(
     return TextModel(make(config, dtype=dtype or jnp.bfloat16), NumberTokenizer(config.vocab_size))
 
 
+def check_options(
+    *, max_new_tokens: int, cache: str, stop_strings: Sequence[str], **sizes: int | None
+) -> None:
+    """Checks what can be checked without a model, which may take minutes to load.
+
+    Args:
+      max_new_tokens: see `run`.
+      cache: see `run`.
+      stop_strings: see `run`.
+      **sizes: numbers that must be at least 1, where they are given.
+
+    Raises:
+      ValueError: if one does not fit.
+    """
+    given = {name: size for name, size in sizes.items() if size is not None}
+    _checks.check_sizes(max_new_tokens=max_new_tokens, **given)
+    if cache not in models.CACHE_NAMES:
+        raise ValueError(f"cache {cache!r} must be one of {', '.join(models.CACHE_NAMES)}")
+    check_stop_strings(stop_strings)
+
+
 def read_text(content: bytes) -> str:
     """UTF-8 as text; other bytes as `Tokenizer.encode` takes them."""
     return content.decode("utf-8", "surrogateescape")
@@ -181,7 +202,8 @@ def prompt_tokens(
 
     Raises:
       ImportError: if a package is missing that this needs.
-      ValueError: if there is no token, no template, or no `chat` to have a `system`.
+      ValueError: if there is no token, one is not in the model's vocabulary, there is no template,
+        or no `chat` to have a `system`.
     """
     if system is not None and not chat:
         raise ValueError("a system message is for a conversation: it needs chat")
@@ -193,6 +215,9 @@ def prompt_tokens(
         tokens = model.tokenizer.encode(content)
     if not tokens:
         raise ValueError("the text must hold at least one token")
+    smallest, largest, size = min(tokens), max(tokens), model.decoder.config.vocab_size
+    if smallest < 0 or largest >= size:
+        raise ValueError(f"tokens in {smallest}..{largest} must be within 0..{size - 1}")
     return tokens
 
 
@@ -211,11 +236,10 @@ def random_prompts(config: models.LlamaConfig, batch_size: int, length: int) -> 
 
 def than_bfloat16(ratio: float) -> str:
     """How a cache compares with one of bfloat16 that is `ratio` times as large."""
-    if ratio == 1:
+    times = f"{max(ratio, 1 / ratio):.2f}"
+    if times == "1.00":
         return "as large as bfloat16"
-    if ratio > 1:
-        return f"{ratio:.2f}x smaller than bfloat16"
-    return f"{1 / ratio:.2f}x larger than bfloat16"
+    return f"{times}x {'smaller' if ratio > 1 else 'larger'} than bfloat16"
 
 
 def run(
@@ -250,8 +274,8 @@ def run(
     """
     # Before the prompts run, which may take long.
     _checks.check_sizes(max_new_tokens=max_new_tokens)
-    check_stop_strings(stop_strings)
-    decoder, (batch, length), ends = model.decoder, tokens.shape, model.tokenizer.eos_token_ids
+    stops, _ = check_stops(model.tokenizer.eos_token_ids, stop_strings, model.tokenizer)
+    decoder, (batch, length), ends = model.decoder, tokens.shape, sorted(stops)
     begun = time.perf_counter()
     session = models.start(
         decoder,

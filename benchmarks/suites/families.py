@@ -2,8 +2,8 @@
 
 Real shapes, random weights, caches filled with random tokens. The time of a step is wall time, of
 many steps in a row that are waited for once, as in generation; that of its kernels stands beside
-it. What one would run instead is the faster of the exact cache (cuDNN where it can, else XLA) and of
-pages of tokens as they are (Triton).
+it. What one would run instead is the faster of the exact cache (cuDNN where it can, else XLA) and
+of pages of tokens as they are (Triton).
 """
 
 import dataclasses

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,7 +25,6 @@ VERSION = 1
 
 # Not every reader of safetensors knows 8-bit floats: they are stored as bytes.
 _AS_BYTES = {name: jnp.dtype(name) for name in ("float8_e4m3fn", "float8_e5m2")}
-_PERMISSIONS = 0o644
 
 
 def write(
@@ -36,7 +36,8 @@ def write(
     """Writes a file; a reader sees the old one, or the new one whole.
 
     Args:
-      path: of the file, which is replaced if it exists. Its folder must exist.
+      path: of the file, which is replaced if it exists, with the same permissions. Its folder must
+        exist.
       description: what the arrays are, in plain JSON values.
       arrays: by name.
       metadata: the user's own, strings by string.
@@ -65,17 +66,28 @@ def write(
         "content": text,
         "fingerprint": hashlib.sha256(text.encode()).hexdigest(),
     }
+    mode = _mode(target)
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     os.close(handle)
     try:
         save_file(stored, temporary, metadata=header)
-        os.chmod(temporary, _PERMISSIONS)
+        os.chmod(temporary, mode)
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, target)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def _mode(target: Path) -> int:
+    """Permissions: those of the file that is replaced, or what any new file would get."""
+    if target.exists():
+        return stat.S_IMODE(target.stat().st_mode)
+    # It cannot be read without being set. What another thread creates meanwhile is private.
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return 0o666 & ~mask
 
 
 class StoredFile:
@@ -167,7 +179,10 @@ def open_file(path: str | os.PathLike[str]) -> Iterator[StoredFile]:
     except SafetensorError as error:
         raise ValueError(f"{source} is cut off, or no safetensors file: {error}") from error
     with opened as tensors:
-        yield StoredFile(source, tensors)
+        try:
+            yield StoredFile(source, tensors)
+        except KeyError as error:  # of what a reader looks for in the description
+            raise ValueError(f"{source} is damaged: its description lacks {error}") from error
 
 
 def _summary(x: np.ndarray) -> dict[str, Any]:

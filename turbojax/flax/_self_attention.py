@@ -9,6 +9,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from turbojax import _checks
+from turbojax._registry import IMPLEMENTATION_NAMES
 from turbojax.baselines import exact
 from turbojax.config import TurboConfig
 from turbojax.flax.projections import check_head_dim
@@ -21,12 +22,11 @@ from turbojax.layer_cache import (
     attend_prompt,
     init_layer_cache,
 )
-from turbojax.layer_cache.options import require_plain
-from turbojax.ops.turbo_attention import turbo_attention
+from turbojax.layer_cache.attend import WholeAttention, attend_within, within_implementation
+from turbojax.layer_cache.options import check_implementation, require_plain
 from turbojax.rotary import Rope
 
-WholeAttention = Literal["exact"] | TurboConfig | PooledAttention
-"""What attends within whole sequences."""
+_EXACT_KINDS = ("exact", "bfloat16")
 
 
 class Layers(Protocol):
@@ -50,18 +50,19 @@ class SelfAttention:
     Attributes:
       hidden_size: channels of a token.
       cache: kind of the cache.
-      attention: what attends within whole sequences.
+      attention: what attends within whole sequences, and within prompts; None for what the cache
+        attends to prompts with, and, where that needs the cache, exactly.
       options: scale, window and cap.
       rope: rotary embedding, or None.
       head_dim: channels of a head.
       num_kv_heads: key/value heads.
-      implementation: of the ops; None to choose.
+      implementation: of the cache's ops; None to choose.
       dtype: of the computation.
     """
 
     hidden_size: int
     cache: CacheKind
-    attention: WholeAttention
+    attention: WholeAttention | None
     options: AttentionOptions
     rope: Rope | None
     head_dim: int
@@ -90,7 +91,7 @@ class SelfAttention:
         """Attends within whole sequences; see `TurboAttention.__call__`."""
         x, lengths = self._check(x, lengths)
         if positions is not None:
-            self._check_positions(positions, x)
+            positions = self._check_positions(positions, x)
         angles = self._angles(_places(x) if positions is None else positions)
         out = layers.output(self._attend(*layers.heads(x, angles), lengths))
         return _hide_padding(out, lengths)
@@ -107,8 +108,9 @@ class SelfAttention:
                 "init_cache to begin anew, or decode to go on"
             )
         lengths = jnp.where(held, 0, x.shape[1] if known is None else known)
-        pooled = self.attention if isinstance(self.attention, PooledAttention) else None
-        attend = attend_prompt(lengths, implementation=self.implementation, pooled=pooled)
+        attend = attend_prompt(
+            lengths, implementation=self.implementation, attention=self.attention
+        )
         query, key, value = layers.heads(x, self._angles(_places(x)))
         out, cache = attend(query, key, value, cache, self.options)
         cache = dataclasses.replace(cache, overflowed=cache.overflowed | held)
@@ -132,24 +134,11 @@ class SelfAttention:
         self, query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array | None
     ) -> jax.Array:
         """Causal attention within whole sequences, ``[B, T, N, H]``."""
-        if isinstance(self.attention, PooledAttention):
-            levels = self.attention.levels(query, key, lengths, self.options)
-            return self.attention.attend(query, key, value, levels, lengths, self.options)
-        arguments = {**self.options.arguments(), "implementation": self.implementation}
-        if self.attention == "exact":
-            return exact.attention(query, key, value, **arguments)
-        out = turbo_attention(
-            query,
-            key,
-            value,
-            config=self.attention,
-            is_causal=True,
-            query_seq_lengths=lengths,
-            key_value_seq_lengths=lengths,
-            **arguments,
-        )
-        assert isinstance(out, jax.Array)
-        return out
+        attention = self.attention
+        if attention is None:
+            attention = self.cache if isinstance(self.cache, TurboConfig) else "exact"
+        name = within_implementation(self.implementation, attention, self.cache in _EXACT_KINDS)
+        return attend_within(query, key, value, lengths, attention, self.options, name)
 
     def _check(
         self, x: jax.Array, lengths: jax.Array | None, cache: LayerCache | None = None
@@ -173,13 +162,13 @@ class SelfAttention:
         lengths = jnp.clip(_checks.check_lengths("lengths", lengths, batch, tokens), 0, tokens)
         return _hide_padding(x, lengths), lengths
 
-    def _check_positions(self, positions: jax.Array, x: jax.Array) -> None:
+    def _check_positions(self, positions: Any, x: jax.Array) -> jax.Array:
+        positions = _checks.as_int32("positions", positions)
         if self.rope is None:
             raise ValueError(f"{positions.shape=} must be None: there is no rotary embedding")
-        if not jnp.issubdtype(positions.dtype, jnp.integer):
-            raise TypeError(f"positions.dtype={positions.dtype} must be an integer type")
         if positions.shape != x.shape[:2]:
             raise ValueError(f"{positions.shape=} must be {x.shape[:2]}, one per token")
+        return positions
 
 
 def make_self_attention(
@@ -199,7 +188,8 @@ def make_self_attention(
 
     Raises:
       TypeError: if a size is no integer, or another argument of another kind.
-      ValueError: if sizes do not fit, or the cache is of no known kind.
+      ValueError: if sizes do not fit, the cache is of no known kind, or there is no such
+        implementation.
       NotImplementedError: if pooled attention cannot attend with the options.
     """
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -217,7 +207,7 @@ def make_self_attention(
     made = SelfAttention(
         hidden_size=hidden_size,
         cache=cache,
-        attention=_check_attention(cache, attention, options),
+        attention=_check_attention(attention, options),
         options=options,
         rope=Rope(head_dim) if rope == "default" else rope,
         head_dim=head_dim,
@@ -226,19 +216,19 @@ def make_self_attention(
         dtype=jnp.dtype(dtype),
     )
     jax.eval_shape(lambda: made.init_cache(1, 1))  # refuses unknown kinds now
+    names = exact.IMPLEMENTATIONS if cache in _EXACT_KINDS else IMPLEMENTATION_NAMES
+    check_implementation(implementation, names)
     return made
 
 
 def _check_attention(
-    cache: CacheKind, attention: WholeAttention | None, options: AttentionOptions
-) -> WholeAttention:
+    attention: WholeAttention | None, options: AttentionOptions
+) -> WholeAttention | None:
     if not isinstance(options, AttentionOptions):
         raise TypeError(f"options={options!r} must be AttentionOptions")
-    if attention is None:
-        return cache if isinstance(cache, TurboConfig) else "exact"
     if isinstance(attention, PooledAttention):
         require_plain(options, "pooled attention", but_scale=True)
-    elif not isinstance(attention, TurboConfig) and attention != "exact":
+    elif not isinstance(attention, TurboConfig) and attention not in ("exact", None):
         raise TypeError(
             f"attention={attention!r} must be 'exact', a TurboConfig or PooledAttention"
         )

@@ -8,9 +8,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from turbojax.config import TurboConfig
-from turbojax.flax._self_attention import WholeAttention, make_self_attention
+from turbojax.flax._self_attention import make_self_attention
 from turbojax.flax.projections import AttentionProjections
 from turbojax.layer_cache import AttentionOptions, CacheKind, LayerCache
+from turbojax.layer_cache.attend import WholeAttention
 from turbojax.layer_cache.options import PLAIN
 from turbojax.rotary import Rope
 
@@ -71,9 +72,10 @@ class TurboAttention(AttentionProjections):
           num_kv_heads: key/value heads `K`, of which `N` is a multiple; `N` if not given.
           head_dim: channels `H` of a head; those of `rope`, or ``D / N``, if not given.
           cache: kind of the cache, see `turbojax.layer_cache.init_layer_cache`.
-          attention: what attends within whole sequences: ``"exact"``, `turbo_attention` of a
-            config, or pooled attention, which prompts are then attended with, too. If not given,
-            what prompts are attended with: that of the cache's config, or ``"exact"``.
+          attention: what attends within whole sequences and within prompts, to their own keys and
+            values: ``"exact"``, `turbo_attention` of a config, or pooled attention. If not given,
+            both attend with the cache's config, or exactly, with one exception: prompts attend to
+            what ``"kv4"`` and pages keep of keys and values, as `decode` does.
           options: scale, window and cap of scores.
           rope: rotary embedding; None for none. The default is ``Rope(head_dim)``.
           qkv_bias: whether queries, keys and values have biases.
@@ -81,15 +83,19 @@ class TurboAttention(AttentionProjections):
           qk_norm_eps: epsilon of RMSNorms of queries and keys; None for no such norms.
           sharding: mesh axes over which the residual stream and the heads are split, such as
             ``(None, "model")``, see `AttentionProjections`.
-          implementation: of the ops that attend and write the cache; None to choose. A
-            `PooledAttention` names its own.
+          implementation: of the cache's ops, those that attend and those that write; None to
+            choose. ``"xla"`` or ``"cudnn"`` with an exact cache, else a name that
+            `turbojax.turbo_attention` takes. It goes to `turbo_attention` within whole sequences
+            and prompts as well, unless the cache is exact, and to exact attention only if it is;
+            otherwise these choose for themselves. A `PooledAttention` names its own.
           dtype: of the computation and the output, `param_dtype` if not given.
           param_dtype: of the parameters.
           rngs: source of the initial parameters (stream `params`).
 
         Raises:
           TypeError: if a size is no integer, or another argument of another kind.
-          ValueError: if sizes do not fit, or the cache is of no known kind.
+          ValueError: if sizes do not fit, the cache is of no known kind, or `implementation`,
+            `qk_norm_eps` or `sharding` is none that there can be.
           NotImplementedError: if pooled attention cannot attend with the options.
         """
         dtype = param_dtype if dtype is None else dtype

@@ -16,6 +16,8 @@ from jax.typing import DTypeLike
 
 from turbojax import _checks
 from turbojax.config import TurboConfig
+from turbojax.layer_cache.options import check_implementation
+from turbojax.layer_cache.pooled import check_pooled
 from turbojax.levels import Pattern, Policy, select_levels
 from turbojax.ops.pooled_attention import pooled_attention
 from turbojax.ops.registry import ImplementationName
@@ -154,6 +156,11 @@ class _AttentionFn:
         raise NotImplementedError
 
 
+def _check_causal(is_causal: object) -> None:
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"{is_causal=} must be a bool")
+
+
 @dataclasses.dataclass(frozen=True)
 class TurboAttentionFn(_AttentionFn):
     """`turbojax.turbo_attention` as the `attention_fn` of Flax's attention modules.
@@ -179,8 +186,8 @@ class TurboAttentionFn(_AttentionFn):
       implementation: see `turbojax.turbo_attention`.
 
     Raises:
-      TypeError: if `config` is no `TurboConfig`, or the cap no number.
-      ValueError: if the window or the cap is out of range.
+      TypeError: if `config` is no `TurboConfig`, `is_causal` no bool, or the cap no number.
+      ValueError: if the window or the cap is out of range, or there is no such implementation.
     """
 
     config: TurboConfig = TurboConfig()
@@ -192,6 +199,8 @@ class TurboAttentionFn(_AttentionFn):
     def __post_init__(self) -> None:
         if not isinstance(self.config, TurboConfig):
             raise TypeError(f"config={self.config!r} must be a TurboConfig")
+        _check_causal(self.is_causal)
+        check_implementation(self.implementation)
         # One form, so that equal windows are equal functions.
         window = _checks.normalize_window(self.local_window_size)
         object.__setattr__(self, "local_window_size", window)
@@ -258,8 +267,8 @@ class PooledAttentionFn(_AttentionFn):
       key_means: the same.
 
     Raises:
-      TypeError: if `policy` is none, or a size no integer.
-      ValueError: if a size is out of range.
+      TypeError: if `policy` is none, `is_causal` no bool, or a size no integer.
+      ValueError: if a size is out of range, or there is no such implementation.
     """
 
     policy: Policy
@@ -271,13 +280,15 @@ class PooledAttentionFn(_AttentionFn):
     key_means: int = 4
 
     def __post_init__(self) -> None:
-        if not isinstance(self.policy, Policy):
-            kind = type(self.policy).__name__
-            raise TypeError(f"policy is a {kind}, must be one of turbojax.levels")
-        names = ("block_q", "block_kv", "query_samples", "key_means")
-        _checks.check_sizes(**{name: getattr(self, name) for name in names})
-        if self.block_kv % 8:
-            raise ValueError(f"block_kv={self.block_kv} must be a multiple of 8")
+        check_pooled(
+            self.policy,
+            self.block_q,
+            self.block_kv,
+            self.implementation,
+            self.query_samples,
+            self.key_means,
+        )
+        _check_causal(self.is_causal)
 
     def _attend(
         self,

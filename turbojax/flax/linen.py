@@ -9,10 +9,11 @@ from flax import linen as nn
 from jax.typing import DTypeLike
 
 from turbojax.config import TurboConfig
-from turbojax.flax._self_attention import WholeAttention, make_self_attention
+from turbojax.flax._self_attention import make_self_attention
 from turbojax.flax.norms import rms_norm
-from turbojax.flax.projections import kernel_init, rotate
+from turbojax.flax.projections import check_norm_eps, check_sharding, kernel_init, rotate
 from turbojax.layer_cache import AttentionOptions, CacheKind, LayerCache
+from turbojax.layer_cache.attend import WholeAttention
 from turbojax.layer_cache.options import PLAIN
 from turbojax.rotary import Rope
 
@@ -67,14 +68,14 @@ class TurboAttention(nn.Module):
       num_kv_heads: key/value heads `K`; `N` if not given.
       head_dim: channels `H` of a head; those of `rope`, or ``D / N``, if not given.
       cache: kind of the cache.
-      attention: what attends within whole sequences.
+      attention: what attends within whole sequences and prompts.
       options: scale, window and cap of scores.
       rope: rotary embedding; None for none.
       qkv_bias: whether queries, keys and values have biases.
       output_bias: whether the output has one.
       qk_norm_eps: epsilon of RMSNorms of queries and keys; None for no such norms.
       sharding: names of the axes over which the residual stream and the heads are split.
-      implementation: of the ops; None to choose.
+      implementation: of the cache's ops; None to choose.
       dtype: of the computation and the output, `param_dtype` if not given.
       param_dtype: of the parameters.
     """
@@ -97,6 +98,8 @@ class TurboAttention(nn.Module):
 
     def setup(self) -> None:
         """Makes the layers; raises what the nnx module's constructor raises."""
+        check_norm_eps(self.qk_norm_eps)
+        check_sharding(self.sharding)
         dtype = self.param_dtype if self.dtype is None else self.dtype
         self.core = core = make_self_attention(
             self.hidden_size,

@@ -1,12 +1,14 @@
 """The linear layers around an attention with grouped queries, and their rotary positions."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from flax import nnx
 from jax.typing import DTypeLike
 
+from turbojax import _checks
 from turbojax.flax.norms import RMSNorm
 from turbojax.rotary import Rope
 
@@ -64,8 +66,12 @@ class AttentionProjections(nnx.Module):
           rngs: source of the initial parameters (stream `params`).
 
         Raises:
-          ValueError: if `head_dim` is missing, or another one than the rotary embedding's.
+          TypeError: if `qk_norm_eps` is no number, or `sharding` holds no names.
+          ValueError: if `head_dim` is missing, or another one than the rotary embedding's,
+            `qk_norm_eps` is negative or `sharding` no pair.
         """
+        check_norm_eps(qk_norm_eps)
+        check_sharding(sharding)
         self.rope = rope
         self.head_dim = check_head_dim(rope, head_dim)
         make = functools.partial(linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
@@ -125,6 +131,25 @@ def check_head_dim(rope: Rope | None, head_dim: int | None) -> int:
     if head_dim not in (None, rope.head_dim):
         raise ValueError(f"{head_dim=} must equal rope.head_dim={rope.head_dim}")
     return rope.head_dim
+
+
+def check_norm_eps(eps: float | None) -> None:
+    """Raises unless an epsilon is None or a finite number that is not negative."""
+    _checks.check_number("qk_norm_eps", eps)
+    if eps is not None and eps < 0:
+        raise ValueError(f"qk_norm_eps={eps} must be at least 0")
+
+
+def check_sharding(sharding: object) -> None:
+    """Raises unless it is None or two names of axes, each of which may be None."""
+    if sharding is None:
+        return
+    if isinstance(sharding, str) or not isinstance(sharding, Sequence):
+        raise TypeError(f"{sharding=} must be None or a pair of names of axes")
+    if len(sharding) != 2:
+        raise ValueError(f"{sharding=} must be a pair: axes of the residual stream and the heads")
+    if not all(name is None or isinstance(name, str) for name in sharding):
+        raise TypeError(f"{sharding=} must hold names of axes, or None")
 
 
 def rotate(

@@ -1,6 +1,6 @@
 """How a layer attends: to its own tokens, to a prompt, or to what its cache holds."""
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -8,14 +8,18 @@ import jax.numpy as jnp
 from turbojax.baselines import exact
 from turbojax.cache import ProgressiveCache, append, kv4
 from turbojax.cache.update import store_prompt
+from turbojax.config import TurboConfig
 from turbojax.layer_cache import paged
 from turbojax.layer_cache.kinds import LayerCache, put_sequences, take_sequences
 from turbojax.layer_cache.options import PLAIN, Attend, AttentionOptions, Cache
 from turbojax.layer_cache.pooled import PooledAttention
 from turbojax.ops import kv4_attention
 from turbojax.ops.registry import writer_beside
-from turbojax.ops.turbo_attention import decode, prefill
+from turbojax.ops.turbo_attention import decode, prefill, turbo_attention
 from turbojax.ops.turbo_attention.masking import attention_options
+
+WholeAttention = Literal["exact"] | TurboConfig | PooledAttention
+"""What attends within whole sequences."""
 
 
 def causal_attention(
@@ -68,31 +72,92 @@ def attend_prompt(
     lengths: jax.Array,
     first: jax.Array | int = 0,
     implementation: str | None = None,
-    pooled: PooledAttention | None = None,
+    attention: WholeAttention | None = None,
 ) -> Attend:
     """Attention within prompts, which also fills their part of the layer's cache.
 
-    Into pages the prompts are written first, and attend to what these hold, as later tokens will.
+    An exact cache's prompts attend exactly, those of a `ProgressiveCache` by `turbo_attention` with
+    its config. With ``"kv4"`` they attend to keys and values as the cache keeps them. Into pages
+    the prompts are written first, and attend to what these hold, as later tokens will.
 
     Args:
       lengths: int32 ``[b]``, of the prompts.
       first: the prompts' first sequence in the cache, which may hold more than `b`.
       implementation: of `prefill`, or of the exact cache's attention; None to choose. With
-        `pooled` it only writes the cache, where it can.
-      pooled: attend with this instead, to the prompts' own keys and values.
+        `attention` it writes the cache, where it can, and attends as `attend_within` says.
+      attention: attend with this instead, to the prompts' own keys and values.
     """
 
     def attend(query, key, value, cache, options=PLAIN):  # type: ignore[no-untyped-def]
         part = take_sequences(cache, first, query.shape[0])
-        if pooled is None:
+        if attention is None:
             out, part = _prefill(query, key, value, part, lengths, options, implementation)
         else:
-            levels = pooled.levels(query, key, lengths, options)
-            out = pooled.attend(query, key, value, levels, lengths, options)
+            name = within_implementation(
+                implementation, attention, isinstance(part, exact.ExactCache)
+            )
+            out = attend_within(query, key, value, lengths, attention, options, name)
             part = _store(part, key, value, lengths, implementation)
         return out, put_sequences(cache, part, first)
 
     return attend
+
+
+def within_implementation(
+    implementation: str | None, attention: WholeAttention, exact_cache: bool
+) -> str | None:
+    """What `implementation` of a cache's ops is to `attend_within`.
+
+    Exact attention and exact caches share names, and so do `turbo_attention` and the other caches.
+    Where the two are not of a kind, None: what attends chooses for itself.
+    """
+    return implementation if (attention == "exact") == exact_cache else None
+
+
+def attend_within(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    lengths: jax.Array | None,
+    attention: WholeAttention,
+    options: AttentionOptions = PLAIN,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Causal attention within whole sequences, without a cache.
+
+    Args:
+      query: ``[B, T, N, H]``.
+      key: ``[B, T, K, H]``.
+      value: ``[B, T, K, H]``.
+      lengths: optional int32 ``[B]``; what lies past them is padding, which reaches no other token.
+      attention: what attends.
+      options: of the layer.
+      implementation: of `exact.attention` or `turbo_attention`; None to choose. A
+        `PooledAttention` names its own.
+
+    Returns:
+      ``[B, T, N, H]`` in the query's dtype; rows of padding mean nothing.
+    """
+    if isinstance(attention, PooledAttention):
+        levels = attention.levels(query, key, lengths, options)
+        return attention.attend(query, key, value, levels, lengths, options)
+    name: Any = implementation
+    arguments = {**options.arguments(), "implementation": name}
+    if attention == "exact":
+        key, value = (_hide_padding(x, lengths) for x in (key, value))
+        return exact.attention(query, key, value, **arguments)
+    out = turbo_attention(
+        query,
+        key,
+        value,
+        config=attention,
+        is_causal=True,
+        query_seq_lengths=lengths,
+        key_value_seq_lengths=lengths,
+        **arguments,
+    )
+    assert isinstance(out, jax.Array)
+    return out
 
 
 def attend_new_tokens(implementation: str | None = None) -> Attend:
@@ -145,8 +210,16 @@ def _prefill(
         )
     if isinstance(cache, ProgressiveCache):
         return prefill(query, key, value, cache, key_value_seq_lengths=lengths, **arguments)
-    out = exact.attention(query, key, value, **arguments)
+    out = attend_within(query, key, value, lengths, "exact", options, implementation)
     return out, exact.append(cache, key, value, lengths=lengths)
+
+
+def _hide_padding(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
+    """``[B, T, K, H]`` with 0 past the lengths: a masked NaN would still be 0 times NaN."""
+    if lengths is None:
+        return x
+    real = jnp.arange(x.shape[1])[None] < lengths[:, None]
+    return jnp.where(real[:, :, None, None], x, 0)
 
 
 def _store(

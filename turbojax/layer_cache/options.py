@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import jax
 
 from turbojax import _checks
+from turbojax._registry import IMPLEMENTATION_NAMES
 
 Cache = Any
 
@@ -21,7 +22,9 @@ class AttentionOptions:
       logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
 
     Raises:
-      ValueError: if a number is not positive.
+      TypeError: if a number is no Python number, or the window no integer.
+      ValueError: if the scale is not finite (it may be negative), the window below 1, or the cap
+        not positive and finite.
     """
 
     scale: float | None = None
@@ -30,6 +33,7 @@ class AttentionOptions:
 
     def __post_init__(self) -> None:
         _checks.check_number("scale", self.scale)
+        _checks.check_number("logits_soft_cap", self.logits_soft_cap)
         _checks.check_positive("logits_soft_cap", self.logits_soft_cap)
         if self.local_window_size is not None:
             _checks.check_sizes(local_window_size=self.local_window_size)
@@ -78,6 +82,14 @@ class Attend(Protocol):
           NotImplementedError: if it cannot attend with these options.
         """
         ...
+
+
+def check_implementation(
+    implementation: object, names: tuple[str, ...] = IMPLEMENTATION_NAMES
+) -> None:
+    """Raises ValueError unless it is None or among the names."""
+    if implementation is not None and implementation not in names:
+        raise ValueError(f"{implementation=} must be None or one of {names}")
 
 
 def require_plain(options: AttentionOptions, what: str, *, but_scale: bool = False) -> None:

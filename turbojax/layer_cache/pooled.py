@@ -5,7 +5,13 @@ from typing import Any
 
 import jax
 
-from turbojax.layer_cache.options import PLAIN, AttentionOptions, require_plain
+from turbojax import _checks
+from turbojax.layer_cache.options import (
+    PLAIN,
+    AttentionOptions,
+    check_implementation,
+    require_plain,
+)
 from turbojax.levels import (
     LocalWindow,
     Pattern,
@@ -42,6 +48,17 @@ class PooledAttention:
     implementation: str | None = None
     query_samples: int = 4
     key_means: int = 4
+
+    def __post_init__(self) -> None:
+        """Checks the options, see `check_pooled`."""
+        check_pooled(
+            self.policy,
+            self.block_q,
+            self.block_kv,
+            self.implementation,
+            self.query_samples,
+            self.key_means,
+        )
 
     def __call__(
         self,
@@ -152,6 +169,30 @@ class PooledAttention:
         """The options as plain JSON values."""
         options = {x.name: getattr(self, x.name) for x in dataclasses.fields(self)}
         return {**options, "policy": repr(self.policy)}
+
+
+def check_pooled(
+    policy: object,
+    block_q: int,
+    block_kv: int,
+    implementation: object,
+    query_samples: int,
+    key_means: int,
+) -> None:
+    """Checks what pooled attention is configured with, see `PooledAttention`.
+
+    Raises:
+      TypeError: if `policy` is none, or a size no integer.
+      ValueError: if a size is out of range, or there is no such implementation.
+    """
+    if not isinstance(policy, Policy):
+        raise TypeError(f"policy is a {type(policy).__name__}, must be one of turbojax.levels")
+    _checks.check_sizes(
+        block_q=block_q, block_kv=block_kv, query_samples=query_samples, key_means=key_means
+    )
+    if block_kv % 8:
+        raise ValueError(f"{block_kv=} must be a multiple of 8")
+    check_implementation(implementation)
 
 
 def pooled_by_name(

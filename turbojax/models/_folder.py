@@ -49,6 +49,7 @@ class Stored:
       shape: its shape.
       begin: its first byte in the file.
       nbytes: how many there are.
+      version: of the file, when its header was read.
     """
 
     file: Path
@@ -56,6 +57,7 @@ class Stored:
     shape: tuple[int, ...]
     begin: int
     nbytes: int
+    version: tuple[int, int, int]
 
     @property
     def numpy_dtype(self) -> np.dtype:
@@ -78,7 +80,7 @@ class Stored:
 
         Raises:
           NotImplementedError: see `numpy_dtype`.
-          ValueError: if the file has become shorter.
+          ValueError: if the file is not the one whose header was read.
         """
         shape, dtype = self.shape, self.numpy_dtype
         if count is not None:
@@ -86,9 +88,15 @@ class Stored:
         row = dtype.itemsize * int(np.prod(self.shape[1:], dtype=np.int64))
         offset = self.begin + first * row
         size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-        content = np.fromfile(self.file, np.uint8, count=size, offset=offset)
-        if content.size != size:
-            raise ValueError(f"{self.file} ends before byte {offset + size}")
+        try:
+            with self.file.open("rb") as opened:
+                content = np.fromfile(opened, np.uint8, count=size, offset=offset)
+                # Looked at last, so that no change goes unseen.
+                same = _version(os.fstat(opened.fileno())) == self.version
+        except FileNotFoundError as error:
+            raise _changed(self.file) from error
+        if not same or content.size != size:
+            raise _changed(self.file)
         return content.view(dtype).reshape(shape)
 
 
@@ -112,6 +120,21 @@ class Tensor:
     def nbytes(self) -> int:
         """Its size in a file."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+def cast(tensor: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+    """The tensor in another dtype.
+
+    Raises:
+      ValueError: if a finite number becomes infinite.
+    """
+    if tensor.dtype == dtype:
+        return tensor
+    with np.errstate(over="ignore"):
+        result = tensor.astype(dtype)
+    if np.count_nonzero(np.isinf(result)) != np.count_nonzero(np.isinf(tensor)):
+        raise ValueError(f"dtype={dtype.name} cannot hold {name}, whose numbers are larger")
+    return result
 
 
 def require_folder(folder: Path) -> None:
@@ -139,6 +162,20 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not (folder / CONFIG_NAME).is_file():
         raise FileNotFoundError(f"{str(folder)!r} is no checkpoint: it must hold {CONFIG_NAME}")
     return read_json(folder / CONFIG_NAME)
+
+
+def require_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raises ValueError unless a folder's `config.json` still says this.
+
+    To be called after `stored_tensors`: `write` takes the old `config.json` away before it touches
+    the weights, so that those belong to what was read before.
+    """
+    try:
+        found = read_config(folder)
+    except FileNotFoundError as error:
+        raise _changed(folder / CONFIG_NAME) from error
+    if json.dumps(found, sort_keys=True) != json.dumps(config, sort_keys=True):
+        raise _changed(folder / CONFIG_NAME)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -232,39 +269,45 @@ def write(
 ) -> None:
     """Writes a checkpoint into a folder, which is created if it does not exist.
 
-    All weights are written under other names before what was there is touched. Then the folder
-    has no `config.json`, and so is no checkpoint, until everything has its name.
+    All files are written under other names before what was there is touched. Then the folder has
+    no `config.json`, and so is no checkpoint, until everything else has its name.
 
     Args:
       path: the folder; the checkpoint it held is replaced, other files stay.
       config: content of `config.json`.
       tensors: what to write.
       max_shard_bytes: of the tensors in one file; a larger tensor gets a file of its own.
+
+    Raises:
+      TypeError: if JSON cannot say what the config holds.
     """
     folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
     shards = _split(tensors, max_shard_bytes)
     count = len(shards)
     names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
     if count == 1:
         names = [WEIGHTS_NAME]
-    parts = [folder / f"{name}.part" for name in names]
-    try:
-        for part, shard in zip(parts, shards, strict=True):
-            _write_tensors(part, shard)
-        (folder / CONFIG_NAME).unlink(missing_ok=True)
-        for old in (folder / INDEX_NAME, folder / WEIGHTS_NAME, *folder.glob(_SHARD_PATTERN)):
-            old.unlink(missing_ok=True)
-        for part, name in zip(parts, names, strict=True):
-            part.rename(folder / name)
-    finally:
-        for part in parts:
-            part.unlink(missing_ok=True)
+    texts = {CONFIG_NAME: _encode(config)}
     if count > 1:
         places = {x.name: n for n, shard in zip(names, shards, strict=True) for x in shard}
         total = {"total_size": sum(x.nbytes for x in tensors)}
-        _write_json(folder / INDEX_NAME, {"metadata": total, "weight_map": places})
-    _write_json(folder / CONFIG_NAME, config)
+        # Renamed in this order: config.json comes last.
+        texts = {INDEX_NAME: _encode({"metadata": total, "weight_map": places}), **texts}
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = {name: folder / f"{name}.part" for name in (*names, *texts)}
+    try:
+        for name, shard in zip(names, shards, strict=True):
+            _write_tensors(parts[name], shard)
+        for name, text in texts.items():
+            parts[name].write_bytes(text)
+        (folder / CONFIG_NAME).unlink(missing_ok=True)
+        for old in (folder / INDEX_NAME, folder / WEIGHTS_NAME, *folder.glob(_SHARD_PATTERN)):
+            old.unlink(missing_ok=True)
+        for name, part in parts.items():
+            part.rename(folder / name)
+    finally:
+        for part in parts.values():
+            part.unlink(missing_ok=True)
 
 
 def some(names: Sequence[str]) -> str:
@@ -295,21 +338,34 @@ def _read_header(file: Path) -> Iterator[tuple[str, Stored]]:
     """Name and place of each tensor of a file, in their order."""
     # The library checks the header, and that the file is as long as it says. It does not say where
     # tensors lie, and reads bfloat16 for numpy only in its newest versions.
-    try:
-        with safe_open(file, framework="numpy"):
-            pass
-    except SafetensorError as error:
-        raise ValueError(
-            f"{file} is not a readable safetensors file, or was cut short: {error}"
-        ) from error
     with file.open("rb") as opened:
+        version = _version(os.fstat(opened.fileno()))
+        try:
+            with safe_open(file, framework="numpy"):
+                pass
+        except SafetensorError as error:
+            raise ValueError(
+                f"{file} is not a readable safetensors file, or was cut short: {error}"
+            ) from error
+        if _version(file.stat()) != version:
+            raise _changed(file)
         length = int.from_bytes(opened.read(_HEADER_LENGTH_BYTES), "little")
         header = json.loads(opened.read(length))
     header.pop("__metadata__", None)
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         begin, end = entry["data_offsets"]
         start = _HEADER_LENGTH_BYTES + length + begin
-        yield name, Stored(file, entry["dtype"], tuple(entry["shape"]), start, end - begin)
+        shape = tuple(entry["shape"])
+        yield name, Stored(file, entry["dtype"], shape, start, end - begin, version)
+
+
+def _version(stat: os.stat_result) -> tuple[int, int, int]:
+    """What is another one if a file was replaced or written to."""
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def _changed(file: Path) -> ValueError:
+    return ValueError(f"{file} changed while it was read: load it again when it is complete")
 
 
 def _split(tensors: Sequence[Tensor], max_bytes: int) -> list[list[Tensor]]:
@@ -347,5 +403,5 @@ def _write_tensors(path: Path, tensors: Sequence[Tensor]) -> None:
             file.write(array.reshape(-1).view(np.uint8).data)
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+def _encode(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()

@@ -38,7 +38,7 @@ def calibrate(
     _checks.check_sizes(batch_size=batch_size)
     if tokens.ndim != 2 or 0 in tokens.shape:
         raise ValueError(f"{tokens.shape=} must be [n, T], no axis empty")
-    check_tokens(jnp.asarray(tokens), model.config.vocab_size)
+    tokens = np.asarray(check_tokens(tokens, model.config.vocab_size))
     config = model.config
     statistics = (KeyStatistics.init(config.num_kv_heads, config.head_dim),) * config.num_layers
     for first in range(0, len(tokens), batch_size):

@@ -23,7 +23,7 @@ from turbojax import _checks
 from turbojax.models import _folder, loading, quantized_checkpoint
 from turbojax.models._folder import MAX_SHARD_BYTES
 from turbojax.models._folder import WEIGHTS_NAME as WEIGHTS_NAME
-from turbojax.models.config import LlamaConfig
+from turbojax.models.config import LlamaConfig, config_json
 from turbojax.models.decoder import Decoder
 from turbojax.models.llama import Llama
 from turbojax.models.quantized import QuantizedDecoder
@@ -178,11 +178,14 @@ def save(
         parameters.
       max_shard_bytes: of the tensors in one file. A model with more of them is split into several
         files with an index; a larger tensor gets a file of its own.
-      extra_config: further keys of `config.json`, such as `bos_token_id`.
+      extra_config: further keys of `config.json`, such as `bos_token_id`; none that the model's
+        own config says.
 
     Raises:
-      TypeError: if the model is not a `Llama`.
-      ValueError: if the dtype is another, or `max_shard_bytes` is not positive.
+      NotImplementedError: if `load` would refuse a key of `extra_config`.
+      TypeError: if the model is not a `Llama`, or JSON cannot say what `extra_config` holds.
+      ValueError: if the dtype is another or too small for a weight, `max_shard_bytes` is not
+        positive, or `extra_config` contradicts the model.
     """
     if not isinstance(model, Llama):
         raise TypeError(
@@ -191,8 +194,7 @@ def save(
         )
     _checks.check_sizes(max_shard_bytes=max_shard_bytes)
     tensors = _tensors(model, dtype)
-    stored = tensors[0].dtype.name
-    config = {**model.config.to_hf(), "torch_dtype": stored, **(extra_config or {})}
+    config = config_json(model.config, tensors[0].dtype, extra_config)
     _folder.write(path, config, tensors, max_shard_bytes)
 
 
@@ -228,7 +230,7 @@ def _tensors(model: Llama, dtype: DTypeLike | None) -> list[_folder.Tensor]:
             for x in spec.placements
         ]
         whole = rows[0] if len(rows) == 1 else np.concatenate(rows)
-        return whole.astype(stored, copy=False)
+        return _folder.cast(whole, stored, spec.name)
 
     tensors = []
     for spec in checkpoint_tensors(model.config):

@@ -1,6 +1,7 @@
 """The shape of a Llama-family decoder, and its Hugging Face `config.json`."""
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping
 from typing import Any, get_args
@@ -14,6 +15,9 @@ from turbojax.models import families
 from turbojax.models.families import Activation as Activation
 from turbojax.models.families import Family as Family
 from turbojax.rotary import LongRopeScaling, Rope, RopeScaling
+
+# Keys that `to_hf` leaves open.
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -189,6 +193,39 @@ class LlamaConfig:
             local_windows=windows if any(windows) else (),
             rotary_dim=self.rope.channels,
         )
+
+
+def config_json(
+    config: LlamaConfig, dtype: np.dtype, extra: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """The content of a checkpoint's `config.json`.
+
+    Args:
+      config: what the model is.
+      dtype: of its tensors.
+      extra: further keys.
+
+    Raises:
+      NotImplementedError: if a further key is one that `LlamaConfig.from_hf` refuses.
+      TypeError: if JSON cannot say the value of one.
+      ValueError: if one says what the model's own keys say, or makes another model of it.
+    """
+    hf, extra = config.to_hf(), extra or {}
+    for key, value in extra.items():
+        if key == "quantization_config" or (key in hf and key not in _TOKENS):
+            raise ValueError(
+                f"extra_config: {key}={value!r} must be left out: what the model is says it"
+            )
+        try:
+            json.dumps({key: value})
+        except TypeError as error:
+            raise TypeError(
+                f"extra_config: {key}={value!r} must be what JSON can say: {error}"
+            ) from error
+    merged = {**hf, "torch_dtype": dtype.name, **extra}
+    if LlamaConfig.from_hf(merged) != LlamaConfig.from_hf(hf):
+        raise ValueError(f"extra_config={dict(extra)!r} must not make another model of this one")
+    return merged
 
 
 def stored_dtype(hf: Mapping[str, Any]) -> np.dtype | None:

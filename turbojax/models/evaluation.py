@@ -90,7 +90,7 @@ def token_bits(
     if cache not in caches_of(model):
         size = model.config.head_dim
         raise ValueError(f"{cache=} needs a head_dim that is a multiple of 8, not {size}")
-    check_tokens(jnp.asarray(tokens), model.config.vocab_size)
+    tokens = np.asarray(check_tokens(tokens, model.config.vocab_size))
     bits = []
     for first in range(0, len(tokens), batch_size):
         part = tokens[first : first + batch_size]

@@ -5,6 +5,7 @@ those that are like every model's.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
@@ -120,6 +121,8 @@ _RULES: dict[str, _Rules] = {
         {"hidden_act": "gelu_pytorch_tanh"},
     ),
 }
+# As `_Rules.idle`, of every family; to transformers, null is no less false than false.
+_IDLE = {"is_causal": True}
 
 # Keys that change nothing of a model's mathematics in inference: where it comes from, what its
 # tokenizer, training or generation look like, how weights are stored.
@@ -129,7 +132,7 @@ bad_words_ids begin_suppress_tokens bos_token_id cache_implementation chunk_size
 decoder_start_token_id diversity_penalty do_sample dtype
 early_stopping embd_pdrop encoder_no_repeat_ngram_size eos_token_id
 exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
-gradient_checkpointing id2label initializer_range is_decoder label2id
+gradient_checkpointing id2label initializer_range is_decoder is_llama_config label2id
 length_penalty mask_token_id max_length max_sequence_length min_length model_max_length
 model_type no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences
 output_attentions output_hidden_states output_scores pad_token_id prefix pretraining_tp
@@ -161,8 +164,10 @@ def read(hf: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"config.json lacks {', '.join(missing)}")
     keys = {**rules.defaults, **hf}
     for key in (*_SIZES, "max_position_embeddings"):
-        if not isinstance(keys[key], int) or isinstance(keys[key], bool) or keys[key] < 1:
-            raise ValueError(f"config.json: {key}={keys[key]!r} must be an integer of at least 1")
+        _integer(keys, key)
+    for key in ("num_key_value_heads", "head_dim"):
+        if keys[key] is not None:
+            _integer(keys, key)
     heads, max_length = keys["num_attention_heads"], keys["max_position_embeddings"]
     head_dim = keys["head_dim"] or _even_share(keys["hidden_size"], heads)
     return {
@@ -171,8 +176,8 @@ def read(hf: Mapping[str, Any]) -> dict[str, Any]:
         "num_kv_heads": keys["num_key_value_heads"] or heads,
         "head_dim": head_dim,
         "max_length": max_length,
-        "norm_eps": keys["rms_norm_eps"],
-        "tie_embeddings": bool(keys["tie_word_embeddings"]),
+        "norm_eps": _number(keys, "rms_norm_eps"),
+        "tie_embeddings": _flag(keys, "tie_word_embeddings"),
         "local_windows": _windows(keys, family),
         **hf_rope.read(hf, family, head_dim, max_length),
         **_mathematics(keys, family),
@@ -231,6 +236,8 @@ def write(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _family(hf: Mapping[str, Any]) -> Family:
     """The family that `architectures` and `model_type` name, one of which must be there."""
     architectures, model_type = hf.get("architectures"), hf.get("model_type")
+    if architectures is not None:
+        _strings("architectures", architectures)
     supported = {_RULES[family].architecture: family for family in FAMILIES}
     if not architectures and model_type is None:
         raise NotImplementedError(
@@ -251,21 +258,55 @@ def _family(hf: Mapping[str, Any]) -> Family:
 def _require_known(hf: Mapping[str, Any], rules: _Rules) -> None:
     """Raises NotImplementedError for keys that may change the mathematics in unknown ways."""
     known = {*_SIZES, *rules.defaults, *hf_rope.KEYS} | _HARMLESS
+    idle = {**_IDLE, **rules.idle}
     for key in sorted(hf):
         value = hf[key]
-        if key in known or key.startswith("_") or not value:
+        if key in known or key.startswith("_"):
             continue
+        if value is None and key not in _IDLE:
+            continue
+        if key in idle:
+            if value != idle[key]:
+                raise NotImplementedError(
+                    f"config.json: {key}={value!r} is not supported: must be {idle[key]!r}"
+                )
+            continue
+        if not value:
+            continue  # switched off
         if key == "sliding_window_size" and value == hf.get("sliding_window"):
             continue  # another name that early Gemma 2 files give it, too
-        if key not in rules.idle:
-            raise NotImplementedError(
-                f"config.json: {key}={value!r} is not supported: must be left out, which is right "
-                f"if it changes nothing about how a {rules.architecture} computes"
-            )
-        if value != rules.idle[key]:
-            raise NotImplementedError(
-                f"config.json: {key}={value!r} is not supported: must be {rules.idle[key]!r}"
-            )
+        raise NotImplementedError(
+            f"config.json: {key}={value!r} is not supported: must be left out, which is right "
+            f"if it changes nothing about how a {rules.architecture} computes"
+        )
+
+
+def _integer(keys: Mapping[str, Any], key: str, least: int = 1) -> int:
+    value = keys[key]
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"config.json: {key}={value!r} must be an integer of at least {least}")
+    return value
+
+
+def _number(keys: Mapping[str, Any], key: str) -> Any:
+    """A positive number."""
+    value = keys[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"config.json: {key}={value!r} must be positive and finite")
+    return value
+
+
+def _flag(keys: Mapping[str, Any], key: str) -> bool:
+    """A switch; off where it is null, or no key of the family."""
+    value = keys.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"config.json: {key}={value!r} must be true or false")
+    return bool(value)
+
+
+def _strings(key: str, value: Any) -> None:
+    if not isinstance(value, list | tuple) or not all(isinstance(x, str) for x in value):
+        raise ValueError(f"config.json: {key}={value!r} must be a list of strings")
 
 
 def _even_share(hidden_size: int, heads: int) -> int:
@@ -280,27 +321,30 @@ def _even_share(hidden_size: int, heads: int) -> int:
 def _mathematics(keys: Mapping[str, Any], family: str) -> dict[str, Any]:
     """Fields that say how a layer computes, beside its sizes, windows and positions."""
     name = "hidden_activation" if family == "gemma2" else "hidden_act"
+    if not isinstance(keys[name], str | None):
+        raise ValueError(f"config.json: {name}={keys[name]!r} must be a string")
     if keys[name] not in _ACTIVATIONS:
         raise NotImplementedError(
             f"{name}={keys[name]!r} is not supported: must be one of {', '.join(_ACTIVATIONS)}"
         )
     # Qwen 2 has biases of queries, keys and values, and no key for them.
-    bias = bool(keys.get("attention_bias"))
+    bias = _flag(keys, "attention_bias")
     fields: dict[str, Any] = {
         "activation": _ACTIVATIONS[keys[name]],
         "qkv_bias": bias or family == "qwen2",
         "output_bias": bias,
-        "mlp_bias": bool(keys.get("mlp_bias")),
+        "mlp_bias": _flag(keys, "mlp_bias"),
         "qk_norm": family == "qwen3",
     }
     if family == "gemma2":
-        scalar = keys["query_pre_attn_scalar"]
-        if isinstance(scalar, bool) or not isinstance(scalar, int | float) or not scalar > 0:
-            raise ValueError(f"config.json: query_pre_attn_scalar={scalar!r} must be positive")
+        caps = ("attn_logit_softcapping", "final_logit_softcapping")
+        attention_cap, final_cap = (
+            None if keys[name] is None else _number(keys, name) for name in caps
+        )
         fields |= {
-            "attention_scale": scalar**-0.5,
-            "attention_soft_cap": keys["attn_logit_softcapping"],
-            "final_soft_cap": keys["final_logit_softcapping"],
+            "attention_scale": _number(keys, "query_pre_attn_scalar") ** -0.5,
+            "attention_soft_cap": attention_cap,
+            "final_soft_cap": final_cap,
             "embedding_scale": keys["hidden_size"] ** 0.5,
             "norm_offset": 1.0,
             "post_norms": True,
@@ -311,15 +355,19 @@ def _mathematics(keys: Mapping[str, Any], family: str) -> dict[str, Any]:
 def _windows(keys: Mapping[str, Any], family: str) -> tuple[int | None, ...]:
     """For each layer how many tokens a query sees; empty if no layer has a window."""
     layers, window = keys["num_hidden_layers"], keys.get("sliding_window")
-    if not keys.get("use_sliding_window", True):
+    if "use_sliding_window" in keys and not _flag(keys, "use_sliding_window"):
         window = None
+    if window is not None:
+        _integer(keys, "sliding_window")
     if family == "gemma2":
         usual = [_FULL if i % 2 else _SLIDING for i in range(layers)]
     else:
         # Of Qwen's models the first layers have none.
-        first = keys.get("max_window_layers", 0)
+        first = _integer(keys, "max_window_layers", 0) if "max_window_layers" in keys else 0
         usual = [_FULL if window is None or i < first else _SLIDING for i in range(layers)]
     types = keys["layer_types"]
+    if types is not None:
+        _strings("layer_types", types)
     if types is None:
         types = usual
     elif len(types) != layers or set(types) - {_SLIDING, _FULL}:

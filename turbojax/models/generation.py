@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,15 +59,23 @@ class Session:
     longest: int
     implementation: str | None = None
 
-    def step(self, tokens: jax.Array) -> "Session":
+    def step(self, tokens: Any) -> "Session":
         """Feeds one token per sequence. Returns before the device is done.
 
         Args:
-          tokens: int ``[B]``. The caches of `self` are donated: go on with the result only.
+          tokens: int ``[B]``. The caches of `self` are donated: go on with the result only. What
+            stands on the device is not looked at, for which this would have to wait: a token there
+            that is not in the vocabulary gives NaN in its sequence's logits.
 
         Raises:
-          ValueError: if a cache is full or `tokens` has another shape.
+          TypeError: if `tokens` are no integers.
+          ValueError: if a cache is full, `tokens` has another shape, or, where it is no array of
+            jax, one is not in the vocabulary.
         """
+        if not isinstance(tokens, jax.Array):
+            tokens = check_tokens(tokens, self.decoder.config.vocab_size)
+        if not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise TypeError(f"tokens.dtype={tokens.dtype} must be an integer type")
         if tokens.shape != self.lengths.shape:
             raise ValueError(f"{tokens.shape=} must be {self.lengths.shape}, one per sequence")
         if self.longest >= self.caches.max_length:
@@ -83,7 +92,7 @@ class Session:
 
 def start(
     model: Llama | Decoder | QuantizedDecoder,
-    tokens: jax.Array,
+    tokens: Any,
     *,
     max_length: int,
     cache: CacheKind = "exact",
@@ -120,6 +129,7 @@ def start(
         `prefill_batch_size` is not positive.
       NotImplementedError: if the implementation asked for cannot run this.
     """
+    tokens = _checks.as_int32("tokens", tokens)
     if tokens.ndim != 2 or 0 in tokens.shape:
         raise ValueError(f"{tokens.shape=} must be [B, T], no axis empty")
     batch, size = tokens.shape
@@ -157,7 +167,7 @@ def start(
     )
 
 
-def score(session: Session, tokens: jax.Array, progress: Progress | None = None) -> jax.Array:
+def score(session: Session, tokens: Any, progress: Progress | None = None) -> jax.Array:
     """Teacher-forced decoding: the logits that precede each given token.
 
     Args:
@@ -167,7 +177,17 @@ def score(session: Session, tokens: jax.Array, progress: Progress | None = None)
 
     Returns:
       float32 ``[B, T, V]``.
+
+    Raises:
+      TypeError: if tokens are no integers.
+      ValueError: if their shape does not fit, one is not in the vocabulary, or a cache is full.
     """
+    tokens = _checks.as_int32("tokens", tokens)
+    batch = session.lengths.shape[0]
+    if tokens.ndim != 2 or 0 in tokens.shape or tokens.shape[0] != batch:
+        raise ValueError(f"{tokens.shape=} must be [{batch}, T], T at least 1")
+    if _checks.is_concrete(tokens):
+        check_tokens(tokens, session.decoder.config.vocab_size)
     logits = []
     for t in range(tokens.shape[1]):
         logits.append(session.logits)
@@ -256,7 +276,7 @@ def _stream(
 
 def generate(
     model: Llama | Decoder | QuantizedDecoder,
-    tokens: jax.Array,
+    tokens: Any,
     *,
     max_new_tokens: int,
     cache: CacheKind = "exact",
@@ -291,7 +311,8 @@ def generate(
         with the seed ``sampling.seed + b`` (modulo ``2**32``), so that equal prompts differ, and
         that what a row says does not depend on the others.
       stop_tokens: tokens that end a sequence, such as a tokenizer's `eos_token_ids`.
-      stop_strings: texts that end a sequence, wherever in the tokens they begin and end.
+      stop_strings: texts that end a sequence, wherever in the tokens they begin and end. One that
+        is written like a special token, such as ``"<|im_end|>"``, is a stop token, too.
       tokenizer: what turns tokens into the text in which `stop_strings` are looked for.
       pad_token: stands in the result after a sequence's end; any int32, -1 for instance.
       on_token: called with each step's tokens, int32 ``[B]``, as soon as they are known.
@@ -316,6 +337,7 @@ def generate(
         if lengths is not None:
             raise ValueError("give lengths or an attention_mask, one of them")
         tokens, lengths = align(tokens, attention_mask)
+    tokens = _checks.as_int32("tokens", tokens)
     limit = model.config.max_length
     if lengths is not None and tokens.ndim == 2 and tokens.shape[1] + max_new_tokens > limit:
         # Padding takes no part: a batch that fits without it fits.
@@ -363,13 +385,15 @@ def _rows(tokens: jax.Array, lengths: jax.Array) -> list[list[int]]:
     ]
 
 
-def check_tokens(tokens: jax.Array, vocab_size: int) -> None:
-    """Raises unless all tokens are in the vocabulary; a gather would clamp them silently."""
-    if not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise TypeError(f"tokens.dtype={tokens.dtype} must be an integer type")
+def check_tokens(tokens: Any, vocab_size: int) -> jax.Array:
+    """Tokens as int32; raises unless all are integers in the vocabulary."""
+    tokens = _checks.as_int32("tokens", tokens)
+    if not tokens.size:
+        return tokens
     smallest, largest = int(jnp.min(tokens)), int(jnp.max(tokens))
     if smallest < 0 or largest >= vocab_size:
         raise ValueError(f"tokens in {smallest}..{largest} must be within 0..{vocab_size - 1}")
+    return tokens
 
 
 def check_pad_token(pad_token: int) -> None:

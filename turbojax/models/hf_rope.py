@@ -74,6 +74,11 @@ def read(hf: Mapping[str, Any], family: str, head_dim: int, max_length: int) -> 
         for key in (*required, *optional, _THETA, _PARTIAL, _ORIGINAL)
         if given.get(key) is not None and key not in _NO_NUMBERS
     }
+    for key in (_PARTIAL, _ORIGINAL):
+        if not 0 < numbers.get(key, 1.0) < math.inf:
+            raise ValueError(
+                f"config.json: RoPE's {key}={numbers[key]!r} must be positive and finite"
+            )
     return {
         "rope_theta": numbers.get(_THETA, 10000.0),
         "rope_scaling": _scaling(kind, given, numbers, max_length),
@@ -156,6 +161,12 @@ def _number(key: str, value: Any) -> Any:
     return value
 
 
+def _flag(key: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"config.json: RoPE's {key}={value!r} must be true or false")
+    return value
+
+
 def _factors(key: str, value: Any) -> tuple[float, ...]:
     if not isinstance(value, list | tuple):
         raise ValueError(f"config.json: RoPE's {key}={value!r} must be a list of numbers")
@@ -189,7 +200,7 @@ def _scaling(
             beta_fast=numbers.get("beta_fast") or 32.0,
             beta_slow=numbers.get("beta_slow") or 1.0,
             attention_factor=_yarn_amplitude(numbers),
-            truncate=bool(given.get("truncate", True)),
+            truncate=_flag("truncate", given.get("truncate", True)),
         )
     if kind == "longrope":
         factor = numbers.get("factor", max_length / original)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from turbojax import _checks
 from turbojax.flax.norms import RMSNorm
 from turbojax.flax.projections import AttentionProjections, linear
 from turbojax.layer_cache import Attend, AttentionOptions, causal_attention, padded_attention
@@ -21,8 +22,12 @@ from turbojax.models.config import LlamaConfig
 
 
 def embed(table: jax.Array, tokens: jax.Array, config: LlamaConfig, dtype: DTypeLike) -> jax.Array:
-    """Embeddings ``[..., D]`` of tokens, scaled where the model asks for it."""
-    hidden = table[tokens].astype(dtype)
+    """Embeddings ``[..., D]`` of tokens, scaled where the model asks for it.
+
+    NaN for a token that is not in the vocabulary: no other token's embedding stands for it.
+    """
+    found = table.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+    hidden = found.astype(dtype)
     if config.embedding_scale is not None:
         hidden = hidden * jnp.asarray(config.embedding_scale, dtype)
     return hidden
@@ -185,7 +190,8 @@ class Llama(nnx.Module):
         """Predicts the next token at every position.
 
         Args:
-          tokens: `[B, T]` integers in `[0, vocab_size)`.
+          tokens: `[B, T]` integers in `[0, vocab_size)`. Others are not looked for: the logits
+            of their sequence are NaN.
           positions: `[B, T]` integers, where each token stands in its sequence; by default
             `arange(T)`, or counted from the first token that the mask does not hide.
           attention_mask: optional bool or integer `[B, T]`, False or 0 for padding, on either side:
@@ -202,9 +208,13 @@ class Llama(nnx.Module):
             mask have another shape, or a cache leaf has no leading axis of `num_layers`, or a mask
             is given with another `attend`.
         """
+        if not isinstance(tokens, jax.Array):
+            tokens = _checks.as_int32("tokens", tokens)
         self._check(tokens, positions, caches)
         if attention_mask is not None:
             mask = _check_mask(attention_mask, tokens, attend)
+            # Padding may hold any number; its value, times a weight of 0, must not be NaN.
+            tokens = jnp.where(mask, tokens, jnp.zeros_like(tokens))
             attend = padded_attention(mask)
             if positions is None:
                 positions = jnp.maximum(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)

@@ -139,9 +139,13 @@ def check_dtype(dtype: DTypeLike) -> np.dtype:
     Raises:
       ValueError: if it is none of `DTYPES`.
     """
-    found = jnp.dtype(dtype)
+    wanted = f"must be one of {', '.join(DTYPES)}"
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError as error:
+        raise ValueError(f"{dtype=} {wanted}") from error
     if found.name not in DTYPES:
-        raise ValueError(f"dtype={found.name} must be one of {', '.join(DTYPES)}")
+        raise ValueError(f"dtype={found.name} {wanted}")
     return found
 
 
@@ -151,6 +155,7 @@ def _prepare(
     """The tensors to be read, all there and of the right shape, and what they are cast to."""
     target = None if dtype is None else check_dtype(dtype)
     found = _folder.stored_tensors(folder)
+    _folder.require_config(folder, hf)
     tensors = {name: x for name, x in found.items() if not is_ignored(name)}
     repeated = tensors.pop(HEAD, None) if config.tie_embeddings else None
     expected = {spec.name: spec.shape for spec in checkpoint_tensors(config)}
@@ -179,27 +184,12 @@ def _read(
     specs: dict[str, TensorSpec] = {spec.name: spec for spec in checkpoint_tensors(config)}
     total, done = sum(stored.nbytes for stored in tensors.values()), 0
     for name, stored in tensors.items():
-        tensor = _cast(stored.read(), dtype, name)
+        tensor = _folder.cast(stored.read(), dtype, name)
         for placement in specs[name].placements:
             put(placement, tensor if placement.rows is None else tensor[slice(*placement.rows)])
         done += stored.nbytes
         if progress is not None:
             progress(done, total)
-
-
-def _cast(tensor: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
-    """The tensor in another dtype.
-
-    Raises:
-      ValueError: if a finite number becomes infinite.
-    """
-    if tensor.dtype == dtype:
-        return tensor
-    with np.errstate(over="ignore"):
-        cast = tensor.astype(dtype)
-    if np.count_nonzero(np.isinf(cast)) != np.count_nonzero(np.isinf(tensor)):
-        raise ValueError(f"dtype={dtype.name} cannot hold {name}, whose numbers are larger")
-    return cast
 
 
 def _require_equal(embedding: _folder.Stored, head: _folder.Stored) -> None:

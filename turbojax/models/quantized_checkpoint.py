@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from turbojax import _checks
 from turbojax.models import _folder
-from turbojax.models.config import LlamaConfig, stored_dtype
+from turbojax.models.config import LlamaConfig, config_json, stored_dtype
 from turbojax.models.loading import Progress, check_dtype
 from turbojax.models.quantized import (
     QuantizedDecoder,
@@ -58,12 +58,15 @@ def save_quantized(
       dtype: dtype in which embedding and head are stored where they are not quantized, and of
         the loaded model; by default the decoder's.
       max_shard_bytes: of the tensors in one file, see `save`.
-      extra_config: further keys of `config.json`, such as `bos_token_id`.
+      extra_config: further keys of `config.json`, such as `bos_token_id`; none that the model's
+        own config says.
 
     Raises:
-      TypeError: if the model is not quantized.
+      NotImplementedError: if `load` would refuse a key of `extra_config`.
+      TypeError: if the model is not quantized, or JSON cannot say what `extra_config` holds.
       ValueError: if its layers do not have one kind and the sizes of its config, or the dtype is
-        another than float32, bfloat16 and float16, or `max_shard_bytes` is not positive.
+        another than float32, bfloat16 and float16 or too small for a weight, or `max_shard_bytes`
+        is not positive, or `extra_config` contradicts the model.
     """
     if not isinstance(model, QuantizedDecoder):
         raise TypeError(
@@ -75,9 +78,7 @@ def save_quantized(
     stored = check_dtype(model.dtype if dtype is None else dtype)
     tensors = [_tensor(name, leaf, stored) for name, leaf in _named_leaves(model)]
     config = {
-        **model.config.to_hf(),
-        "torch_dtype": stored.name,
-        **(extra_config or {}),
+        **config_json(model.config, stored, extra_config),
         "quantization_config": _description(model),
     }
     _folder.write(path, config, tensors, max_shard_bytes)
@@ -138,6 +139,7 @@ def read(
     template = _template(config, block, compute)
     named = _named_leaves(template)
     tensors = _folder.stored_tensors(folder)
+    _folder.require_config(folder, hf)
     _folder.require_tensors(tensors, {name: leaf.shape for name, leaf in named}, folder)
     total, done, leaves = sum(stored.nbytes for stored in tensors.values()), 0, []
     for name, leaf in named:
@@ -153,7 +155,7 @@ def _restore(name: str, stored: _folder.Stored, dtype: np.dtype) -> jax.Array:
     if dtype == _E4M3 and array.dtype == np.uint8:
         array = array.view(_E4M3)
     if name in ("embedding", "lm_head"):
-        array = array.astype(dtype)
+        array = _folder.cast(array, dtype, name)
     if array.dtype != dtype:
         raise ValueError(f"{stored.file}: {name} has dtype {array.dtype}, must be {dtype}")
     return jnp.asarray(array)
@@ -164,7 +166,7 @@ def _tensor(name: str, leaf: jax.Array, stored: np.dtype) -> _folder.Tensor:
     dtype = stored if name in ("embedding", "lm_head") else np.dtype(leaf.dtype)
 
     def make() -> np.ndarray:
-        array = np.asarray(leaf).astype(dtype, copy=False)
+        array = _folder.cast(np.asarray(leaf), dtype, name)
         return array.view(np.uint8) if dtype == _E4M3 else array
 
     written = np.dtype(np.uint8) if dtype == _E4M3 else dtype

@@ -58,6 +58,10 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            # numpy's integers are narrow: what is added to them would not fit.
+            if isinstance(x := getattr(self, field.name), np.number):
+                object.__setattr__(self, field.name, x.item())
         for name in ("temperature", "top_p", "min_p"):
             x = getattr(self, name)
             if name != "temperature" and x is None:
@@ -163,7 +167,8 @@ def kind_of(options: Iterable[Sampling]) -> Kind:
 def sample(logits: jax.Array, rows: SamplingRows, kind: Kind) -> jax.Array:
     """The next token of every row: the largest logit, or of logits with Gumbel noise.
 
-    A row's token depends on nothing but that row: not on `kind` either, where that is enough.
+    A row's token depends on nothing but that row: not on `kind` either, where that is enough. A
+    logit of +inf is that of the token, for draws as well.
 
     Args:
       logits: float32 ``[R, V]``.
@@ -183,8 +188,11 @@ def sample(logits: jax.Array, rows: SamplingRows, kind: Kind) -> jax.Array:
 def _draw(logits: jax.Array, rows: SamplingRows, kind: Kind) -> jax.Array:
     """Gumbel-max: the largest of logits plus noise is a sample of their softmax."""
     temperature = jnp.where(rows.temperature > 0, rows.temperature, 1.0)
-    # Differences to the largest first: a tiny temperature leaves 0 and -inf, no NaN.
-    scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature[:, None]
+    # Differences to the largest first: a tiny temperature leaves 0 and -inf, no NaN. The largest is
+    # 0 also where it is infinite, and all others are -inf then.
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    difference = jnp.where(logits == largest, jnp.zeros_like(logits), logits - largest)
+    scaled = difference / temperature[:, None]
     if kind == "restrict":
         scaled = restrict(scaled, rows.top_k, rows.top_p, rows.min_p)
 

@@ -105,6 +105,9 @@ def check_stops(
 ) -> tuple[frozenset[int], tuple[str, ...]]:
     """The tokens as Python integers, and the texts.
 
+    A text that is written like a special token stands for that token as well: decoded text does not
+    show it.
+
     Raises:
       TypeError, ValueError: see `Endings`.
     """
@@ -113,7 +116,8 @@ def check_stops(
         _checks.check_integer("a member of stop_tokens", token)
     if strings and tokenizer is None:
         raise ValueError(f"stop_strings={strings!r} need a tokenizer")
-    return frozenset(int(token) for token in tokens), strings
+    special = [] if tokenizer is None else [tokenizer.special_token(text) for text in strings]
+    return frozenset(int(x) for x in (*tokens, *special) if x is not None), strings
 
 
 def check_stop_strings(stop_strings: Iterable[str]) -> tuple[str, ...]:

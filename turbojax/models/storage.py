@@ -26,8 +26,8 @@ StorableCache = LayerCache | PagedCache | ModelCaches
 """A layer's cache of any kind, a pool of pages, or the caches of a model."""
 
 _MODEL, _SESSION = "model", "session"
-_SAMPLED = 16
-"""Numbers of every array of a model that go into its fingerprint."""
+_SAMPLED = 64
+"""Numbers of every array of a model that go into its fingerprint as they are."""
 
 
 def save_cache(
@@ -141,7 +141,8 @@ def load_session(
 
     Args:
       path: of the file.
-      model: the same weights in the same dtype; see `start`.
+      model: the same weights in the same dtype; see `start`. Its `max_length` may be another one,
+        unless LongRoPE chooses its factors by it.
       max_length: tokens each sequence will hold at most; what it was if not given.
       implementation: what runs attention and cache, see `start`.
 
@@ -167,6 +168,11 @@ def load_session(
             )
         _check_model(file.path, file.description["model"], _fingerprint(decoder))
         caches = _unpack(file, file.description["caches"], max_length)
+        if caches.max_length > model.config.max_length:
+            raise ValueError(
+                f"{file.path} has caches for {caches.max_length} tokens, more than the model's "
+                f"{model.config.max_length}: give max_length"
+            )
         batch = caches.layers[0].lengths.shape[0]
         file.require("logits", (batch, model.config.vocab_size), np.dtype(np.float32))
         file.require("lengths", (batch,), np.dtype(np.int32))
@@ -250,11 +256,13 @@ def _fit(path: Path, description: Mapping[str, Any], like: Any) -> int | None:
 
 
 def _fingerprint(decoder: Decoder | QuantizedDecoder) -> dict[str, Any]:
-    """What tells models apart: shape, dtype, and a hash of a few numbers of every weight."""
+    """What tells models apart: shape, dtype, and a hash of what `_sample` takes of every weight."""
     digest = hashlib.sha256()
-    for x in jax.device_get([_sample(x) for x in jax.tree.leaves(decoder)]):
+    for x in jax.device_get(jax.tree.leaves([_sample(x) for x in jax.tree.leaves(decoder)])):
         digest.update(x.tobytes())
     config = {name: repr(x) for name, x in dataclasses.asdict(decoder.config).items()}
+    if decoder.config.rope.max_length is None:
+        del config["max_length"]  # it says what is allowed, and changes no number
     return {
         "class": type(decoder).__name__,
         "dtype": decoder.dtype.name,
@@ -263,8 +271,18 @@ def _fingerprint(decoder: Decoder | QuantizedDecoder) -> dict[str, Any]:
     }
 
 
-def _sample(x: jax.Array) -> jax.Array:
-    return x[(0,) * (x.ndim - 1)][:_SAMPLED] if x.ndim else x
+@jax.jit
+def _sample(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Numbers from all over an array, and the sum of all its bits modulo ``2**32``.
+
+    Integers add up to the same in any order, on any device.
+    """
+    flat = x.reshape(-1)
+    # Odd, so that rows of a power of two give more than one of their columns.
+    step = (flat.size // _SAMPLED) | 1
+    unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(flat, unsigned)
+    return flat[::step][:_SAMPLED], jnp.sum(bits, dtype=jnp.uint32)
 
 
 def _check_model(path: Path, held: Mapping[str, Any], given: Mapping[str, Any]) -> None:

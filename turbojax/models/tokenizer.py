@@ -67,8 +67,13 @@ class Tokenizer(Protocol):
         """Decodes token by token: the texts together are what `decode` makes of all tokens.
 
         Args:
-          prompt: the tokens before the first.
+          prompt: the tokens before the first. A character that begins in them is text of the token
+            that completes it.
         """
+        ...
+
+    def special_token(self, text: str) -> int | None:
+        """The token that is written like this and that `decode` leaves out, if there is one."""
         ...
 
 
@@ -100,13 +105,25 @@ class ByteTokenizer:
 
     def stream(self, prompt: Sequence[int] = ()) -> Decode:
         """See `Tokenizer`."""
-        del prompt  # a byte means the same after any other
         utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        # A character has four bytes at most.
+        utf8.decode(bytes(int(token) for token in prompt[-3:]))
+        begun = bool(utf8.getstate()[0])
 
         def decode(token: int | None) -> str:
-            return utf8.decode(b"", True) if token is None else utf8.decode(bytes([token]))
+            nonlocal begun
+            text = utf8.decode(b"", True) if token is None else utf8.decode(bytes([token]))
+            if begun and text:
+                # What stays incomplete was shown with the prompt.
+                text, begun = text.removeprefix(_INCOMPLETE), False
+            return text
 
         return decode
+
+    def special_token(self, text: str) -> int | None:
+        """See `Tokenizer`: every byte is text."""
+        del text
+        return None
 
 
 class NumberTokenizer:
@@ -141,8 +158,13 @@ class NumberTokenizer:
 
     def stream(self, prompt: Sequence[int] = ()) -> Decode:
         """See `Tokenizer`."""
-        del prompt  # so does a number
+        del prompt  # a number means the same after any other
         return lambda token: "" if token is None else f"{token} "
+
+    def special_token(self, text: str) -> int | None:
+        """See `Tokenizer`: every number is text."""
+        del text
+        return None
 
 
 class JsonTokenizer:
@@ -207,14 +229,23 @@ class JsonTokenizer:
             before, text = self.decode(context), self.decode(context + waiting)
             if token is not None and text.endswith(_INCOMPLETE):
                 return ""
-            if len(text) > len(before):
+            begun = before.endswith(_INCOMPLETE)
+            if len(text) > len(before) and not begun:
                 shown.append(waiting)
             else:  # special tokens push out nothing that has a text
                 shown[-1].extend(waiting)
             waiting = []
+            # The prompt may end inside a character, which is whole now.
+            if begun and not text.startswith(before):
+                before = before.rstrip(_INCOMPLETE)
             return text[len(before) :]
 
         return decode
+
+    def special_token(self, text: str) -> int | None:
+        """See `Tokenizer`."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return next((i for i, x in added.items() if x.special and x.content == text), None)
 
     def _end(self, prompt: Sequence[int]) -> list[int]:
         """The last tokens of a prompt, from the beginning of a character on."""
@@ -335,11 +366,17 @@ def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     """The chat template; the one named "default" where there are several."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file} is no UTF-8: {error}") from error
     found = settings.get("chat_template")
-    if isinstance(found, list):
-        named = {entry.get("name"): entry for entry in found if isinstance(entry, Mapping)}
-        found = named.get("default", {}).get("template")
-    if found is not None and not isinstance(found, str):
-        raise ValueError(f"{folder / 'tokenizer_config.json'}: chat_template must be a text")
-    return found
+    entries = found if isinstance(found, list) else [{"name": "default", "template": found}]
+    for entry in entries:
+        texts = [entry.get(x) for x in ("name", "template")] if isinstance(entry, Mapping) else [1]
+        if found is not None and not all(isinstance(x, str) for x in texts):
+            raise ValueError(
+                f"{folder / 'tokenizer_config.json'}: chat_template must be a text, or a list of "
+                "objects with a name and a template"
+            )
+    return next((entry["template"] for entry in entries if entry["name"] == "default"), None)
