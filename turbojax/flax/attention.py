@@ -74,8 +74,8 @@ class TurboAttention(AttentionProjections):
           cache: kind of the cache, see `turbojax.layer_cache.init_layer_cache`.
           attention: what attends within whole sequences and within prompts, to their own keys and
             values: ``"exact"``, `turbo_attention` of a config, or pooled attention. If not given,
-            both attend with the cache's config, or exactly, with one exception: prompts attend to
-            what ``"kv4"`` and pages keep of keys and values, as `decode` does.
+            both attend with the cache's config, or exactly, but for prompts of two kinds: with
+            ``"kv4"`` they attend in e4m3, with pages to what these hold, as `decode` does.
           options: scale, window and cap of scores.
           rope: rotary embedding; None for none. The default is ``Rope(head_dim)``.
           qkv_bias: whether queries, keys and values have biases.

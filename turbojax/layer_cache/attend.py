@@ -77,8 +77,8 @@ def attend_prompt(
     """Attention within prompts, which also fills their part of the layer's cache.
 
     An exact cache's prompts attend exactly, those of a `ProgressiveCache` by `turbo_attention` with
-    its config. With ``"kv4"`` they attend to keys and values as the cache keeps them. Into pages
-    the prompts are written first, and attend to what these hold, as later tokens will.
+    its config, those of a `Kv4Cache` by `turbo_attention` in e4m3. Into pages the prompts are
+    written first, and attend to what these hold, as later tokens will.
 
     Args:
       lengths: int32 ``[b]``, of the prompts.
