@@ -179,7 +179,7 @@ def test_every_part_of_smoothing_gives_a_model_close_to_the_exact_one(model, cal
 def test_calibration_sees_the_keys_of_every_layer(model, calibration):
     decoder, seen = models.unstack(model), []
 
-    def watch(query, key, value, cache):
+    def watch(query, key, value, cache, options=None):
         seen.append(np.asarray(key))
         return causal_attention(query, key, value, cache)
 

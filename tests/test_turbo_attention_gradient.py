@@ -428,7 +428,7 @@ def train(attention, remat=False):
     return np.asarray(losses)
 
 
-def int8_attention(query, key, value, cache=None):
+def int8_attention(query, key, value, cache=None, options=None):
     return tj.turbo_attention(query, key, value, is_causal=True), cache
 
 
