@@ -56,7 +56,12 @@ def _times(ratio: float | None) -> str:
 
 def _share(row: Row) -> str:
     percent = row["percent_of_ceiling"]
-    return "-" if percent is None else f"{percent:.0f} % ({_UNITS[row['bound']]})"
+    # What is counted is dense attention's work, of which pooled attention leaves most out.
+    return (
+        "-"
+        if percent is None or row["method"] == "pooled"
+        else f"{percent:.0f} % ({_UNITS[row['bound']]})"
+    )
 
 
 def decode_table(result: Result) -> str:

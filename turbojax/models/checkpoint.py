@@ -28,8 +28,7 @@ from turbojax.models.decoder import Decoder
 from turbojax.models.llama import Llama
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.tensors import TensorSpec, checkpoint_tensors
-
-BEGINNING_OF_FILE = 0
+from turbojax.models.tokenizer import BEGINNING_OF_FILE as BEGINNING_OF_FILE
 
 
 def embedded_path() -> Path:
