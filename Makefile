@@ -1,7 +1,7 @@
 # turbojax: everything a newcomer or CI types. Needs only make and Python >= 3.11.
 #
 #   make demo     watch a language model run on an exact, a 4-bit and a 2/4-bit cache
-#   make test     the test suite on a CPU
+#   make test     the tests on a CPU, in about ten minutes; make test-all runs every one of them
 #
 # The environment is .venv; it is made on first use and brought up to date when
 # pyproject.toml or constraints.txt change. Another interpreter: make PYTHON=python3.12 test
@@ -17,12 +17,13 @@ PYTEST ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+ON_CPU = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-gpu lint format format-check types notebooks docs clean
+.PHONY: help demo test test-slow test-all test-gpu lint format format-check types notebooks docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -30,8 +31,17 @@ help: ## show this list
 demo: $(VENV)/.installed-demo ## generate text from three caches, side by side
 	$(BIN)/turbojax demo $(DEMO)
 
-test: $(VENV)/.installed-test ## run the tests (what needs a GPU is skipped without one)
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST)
+test: export JAX_PLATFORMS := cpu
+test: $(VENV)/.installed-test ## run the tests on a CPU, but for the slow ones
+	$(ON_CPU) -m "not gpu and not slow" $(PYTEST)
+
+# Apart from `test` so that CI runs each test once.
+test-slow: export JAX_PLATFORMS := cpu
+test-slow: $(VENV)/.installed-test-all ## run the rest: slow tests, and equal bits as users compile
+	$(ON_CPU) -m "slow and not gpu" $(PYTEST)
+	TURBOJAX_OPTIMIZE=1 $(ON_CPU) -m "bits and not gpu" $(PYTEST)
+
+test-all: test test-slow ## run every test that needs no GPU
 
 test-gpu: $(VENV)/.installed-test ## run the GPU tests; fails if there is no GPU
 	$(BIN)/python -m pytest -m gpu $(PYTEST)
@@ -57,7 +67,7 @@ docs: $(VENV)/.installed-dev ## build docs/_build/html; a warning is an error
 	@echo "open docs/_build/html/index.html"
 
 clean: ## remove the environment, caches and built docs
-	rm -rf $(VENV) build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .cache build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "turbojax needs Python 3.11 or newer on the path, or PYTHON=/path/to/python" >&2; exit 1; }
@@ -65,6 +75,6 @@ $(BIN)/python:
 
 # One stamp per extra, so that a second call installs nothing.
 $(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
-	@echo "Installing turbojax[$*] into $(VENV); some minutes the first time (for tests with torch)"
+	@echo "Installing turbojax[$*] into $(VENV); a minute or two the first time"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$*]'
 	@touch $@

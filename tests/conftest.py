@@ -5,9 +5,26 @@ Warnings are errors; the exceptions are named, with the reason, in pyproject.tom
 
 import gc
 import os
+import shutil
 from pathlib import Path
 
-# Read by XLA when it starts: several test processes share one GPU, if there is one.
+# Settings that XLA and JAX read when they start.
+#
+# Nearly all of the suite's time is compilation, so on a CPU programs are compiled four times faster,
+# with few optimizations. Where equal bits between two programs are promised, that would prove little:
+# such tests are marked `bits`, and `make test-all` runs them again as users compile (TURBOJAX_OPTIMIZE=1).
+_QUICK_CPU = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+)
+# On a GPU it is the search for the fastest product of matrices, in references that run once, and
+# several processes share the memory.
+_QUICK_GPU = "--xla_gpu_autotune_level=0"
+_ON_GPU = os.environ.get("JAX_PLATFORMS") != "cpu" and Path("/dev/nvidiactl").exists()
+if os.environ.get("TURBOJAX_OPTIMIZE") != "1":
+    _quick = _QUICK_GPU if _ON_GPU else _QUICK_CPU
+    if _quick not in os.environ.get("XLA_FLAGS", ""):  # a worker inherits them
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_quick}".strip()
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import hypothesis
@@ -16,8 +33,13 @@ import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# What is tested is compiled by the jax at hand, never read from disk.
-jax.config.update("jax_enable_compilation_cache", False)
+# Compiled programs are shared by the test processes, and by the next run; `make clean` removes them.
+# The key holds the program, the flags and the versions of jax and XLA.
+_PROGRAMS = Path(__file__).resolve().parents[1] / ".cache" / "programs"
+_MOST_BYTES = 2**30
+jax.config.update("jax_compilation_cache_dir", str(_PROGRAMS))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 # A first example compiles, so times vary by orders of magnitude: no deadlines.
 _HEALTH = [hypothesis.HealthCheck.too_slow]
@@ -90,7 +112,10 @@ class _GpuTestsRan:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Installs the check above where GPU tests are asked for (`-m gpu`)."""
+    """Installs the check above where GPU tests are asked for (`-m gpu`); keeps the disk tidy."""
+    if not hasattr(config, "workerinput") and _PROGRAMS.exists():
+        if sum(path.stat().st_size for path in _PROGRAMS.iterdir()) > _MOST_BYTES:
+            shutil.rmtree(_PROGRAMS)
     wanted = config.option.markexpr.replace("(", " ").replace(")", " ").split()
     asked = "gpu" in wanted and wanted[max(wanted.index("gpu") - 1, 0)] != "not"
     if asked and not hasattr(config, "workerinput") and not config.option.collectonly:
