@@ -77,13 +77,29 @@ def _gpus() -> list[jax.Device]:
     return [device for device in jax.devices() if device.platform == "gpu"]
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips the GPU tests, saying why, where there is no GPU."""
+    """Leaves a few cases of `quick` tests to `make test`; skips GPU tests without a GPU, saying why."""
+    _leave_few_cases(items)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _gpus():
         reason = f"needs a GPU; jax {jax.__version__} sees {jax.devices()}"
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _leave_few_cases(items: list[pytest.Item]) -> None:
+    """Marks all but `count` cases of a test with `quick(count)` as slow; those are spread evenly."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("quick"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for group in cases.values():
+        (count,) = group[0].get_closest_marker("quick").args
+        kept = {i * (len(group) - 1) // max(count - 1, 1) for i in range(count)}
+        for i, item in enumerate(group):
+            if i not in kept:
+                item.add_marker(pytest.mark.slow)
 
 
 class _GpuTestsRan:
