@@ -1,27 +1,18 @@
-"""Greedy texts of every family, token by token those of transformers' `generate`."""
+"""Greedy texts of every family, token by token those recorded from transformers' `generate`."""
 
 import functools
 
 import hf_helpers as hf
 import jax.numpy as jnp
 import numpy as np
+import parity_recordings as recordings
+import parity_texts as texts
 import pytest
-import torch
 
 from turbojax import models
 from turbojax.models import Engine, Request
 
-NEW = 10
-PROMPTS = (40, 33, 35)
-VARIANTS = (
-    "llama3.1",
-    "mistral",
-    "qwen2-window",
-    "qwen2.5-yarn",
-    "qwen3",
-    "phi3-longrope",
-    "gemma2",
-)
+NEW = texts.GREEDY_NEW
 
 
 @pytest.fixture(scope="module")
@@ -29,43 +20,28 @@ def folders(tmp_path_factory):
     return functools.cache(lambda name: hf.write(name, tmp_path_factory.mktemp(name)))
 
 
-def batch(side: str) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts of three lengths, padded with zeros, and their mask."""
-    longest = max(PROMPTS)
-    mask = hf.padding_mask(PROMPTS, longest, side)
-    ids = np.zeros_like(mask)
-    for row, (text, n) in enumerate(zip(hf.tokens(len(PROMPTS), longest), PROMPTS, strict=True)):
-        ids[row, mask[row].astype(bool)] = text[:n]
-    return ids, mask
+def expected(name: str) -> list[list[int]]:
+    return recordings.facts(name)["greedy"]
 
 
-@functools.cache
-def expected(name: str) -> np.ndarray:
-    ids, mask = batch("left")
-    with torch.no_grad():
-        out = hf.reference(name).generate(
-            torch.tensor(ids),
-            attention_mask=torch.tensor(mask),
-            do_sample=False,
-            max_new_tokens=NEW,
-            eos_token_id=None,
-        )
-    return out[:, ids.shape[1] :].numpy()
+def test_the_prompts_are_those_of_the_recording():
+    ids, _ = texts.greedy("left")
+    np.testing.assert_array_equal(ids, recordings.arrays()["greedy/tokens"])
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", texts.GREEDY)
 def test_greedy_texts(folders, name):
     model = models.load_decoder(folders(name))
     for side in ("left", "right"):
-        ids, mask = batch(side)
+        ids, mask = texts.greedy(side)
         tokens = models.generate(model, jnp.asarray(ids), attention_mask=mask, max_new_tokens=NEW)
         np.testing.assert_array_equal(tokens, expected(name))
-    assert len({tuple(row) for row in expected(name)}) == len(PROMPTS)
+    assert len({tuple(row) for row in expected(name)}) == len(texts.GREEDY_PROMPTS)
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma2"])
 def test_greedy_texts_from_pages(folders, name):
-    ids, mask = batch("left")
+    ids, mask = texts.greedy("left")
     tokens = models.generate(
         models.load_decoder(folders(name)),
         jnp.asarray(ids),
@@ -87,11 +63,11 @@ def test_greedy_texts_of_an_engine(folders, name):
         prefill_chunk=16,
         max_length=64,
     )
-    prompts = hf.tokens(len(PROMPTS), max(PROMPTS))
+    prompts, mask = texts.greedy("right")
     numbers = [
-        engine.add(Request([int(x) for x in text[:n]], NEW))
-        for text, n in zip(prompts, PROMPTS, strict=True)
+        engine.add(Request([int(x) for x in text[row.astype(bool)]], NEW))
+        for text, row in zip(prompts, mask, strict=True)
     ]
     results = engine.run()
     for number, text in zip(numbers, expected(name), strict=True):
-        assert list(results[number].tokens) == text.tolist()
+        assert list(results[number].tokens) == text
