@@ -249,3 +249,30 @@ PUBLISHED = {
         9_241_705_984,
     ),
 }
+
+# Keys of a file, and the window of each of two layers.
+WINDOWS = [
+    ("mistral", {"sliding_window": None}, ()),
+    ("mistral", {"sliding_window": 9}, (9, 9)),
+    ("mistral", {}, (4096, 4096)),
+    ("qwen2", {"sliding_window": 9}, ()),
+    ("qwen2", {"sliding_window": 9, "use_sliding_window": True}, ()),
+    (
+        "qwen2",
+        {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1},
+        (None, 9),
+    ),
+    (
+        "qwen3",
+        {
+            "sliding_window": 9,
+            "use_sliding_window": True,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        (9, None),
+    ),
+    ("phi3", {}, ()),
+    ("phi3", {"sliding_window": 9}, (9, 9)),
+    ("gemma2", {"sliding_window": 9}, (9, None)),
+    ("gemma2", {"layer_types": ["full_attention", "full_attention"]}, ()),
+]

@@ -19,17 +19,17 @@ import parity_texts as texts
 import tokenizer_helpers
 import torch
 import torch_helpers as theirs
-import transformers
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
-PACKAGES = ("transformers", "torch", "tokenizers", "jinja2", "numpy")
+PACKAGES = ("transformers", "torch", "tokenizers", "jinja2")
 # Written at every release, and nothing of the model's.
 _NOT_RECORDED = ("transformers_version",)
 
 
 def versions() -> dict[str, str]:
-    return {package: importlib.metadata.version(package) for package in PACKAGES}
+    """Without what a build adds, such as `+cpu`."""
+    return {x: importlib.metadata.version(x).partition("+")[0] for x in PACKAGES}
 
 
 def facts(name: str) -> dict[str, Any]:
@@ -48,8 +48,8 @@ def facts(name: str) -> dict[str, Any]:
         "frequencies": rotary.original_inv_freq.tolist(),
         "amplitude": rotary.attention_scaling,
     }
-    if name in texts.GREEDY:
-        found["greedy"] = theirs.greedy(model, *texts.greedy("left"), texts.GREEDY_NEW).tolist()
+    if name in texts.CONTINUED:
+        found["greedy"] = theirs.greedy(model, *texts.greedy("left"), texts.NEW).tolist()
     if name in texts.FAMILIES:
         exact = theirs.logits(model, texts.short())
         with tempfile.TemporaryDirectory() as folder:
@@ -69,17 +69,14 @@ def logits(name: str) -> dict[str, recordings.Logits]:
     found = {"forward": theirs.logits(model, ids, mask)[mask.astype(bool)]}
     if name in texts.FAMILIES:
         found["short"] = theirs.logits(model, texts.short())
-    if name in texts.CACHED:
+    if name in texts.CONTINUED:
         found["cache"] = texts.after_prompts(theirs.logits(model, texts.cached()))
     return {kind: recordings.shorten(x) for kind, x in found.items()}
 
 
 def defaults(family: str) -> list[dict[str, Any]]:
     """What transformers fills into the two least files of a family."""
-    filled = [
-        transformers.AutoConfig.for_model(**json.loads(json.dumps(file))).to_dict()
-        for file in families.least_files(family)
-    ]
+    filled = [theirs.config(file).to_dict() for file in families.least_files(family)]
     return [{k: v for k, v in x.items() if k not in _NOT_RECORDED} for x in filled]
 
 

@@ -29,14 +29,18 @@ def short() -> np.ndarray:
     return hf.tokens(3, SHORT)
 
 
-# Beyond the windows, and for LongRoPE beyond the length the model was made for.
-PROMPTS = np.array([36, 1, 17])
-NEW = 6
-CACHED = (
+# Beyond the windows, and for LongRoPE beyond the length the model was made for. Prompts of both
+# kinds below are as long, so that programs are compiled once for the two.
+PROMPTS = np.array([40, 1, 17])
+GREEDY_PROMPTS = np.array([40, 33, 35])
+NEW = 10
+CONTINUED = (
     "llama3.1",
     "llama-biased",
     "mistral",
     "qwen2-window",
+    "qwen2.5-yarn",
+    "qwen3",
     "qwen3-window",
     "phi3-longrope",
     "gemma2",
@@ -59,22 +63,9 @@ def after_prompts(logits: np.ndarray) -> np.ndarray:
     return np.stack([row[n - 1 : n - 1 + NEW] for row, n in zip(logits, PROMPTS, strict=True)])
 
 
-GREEDY_PROMPTS = (40, 33, 35)
-GREEDY_NEW = 10
-GREEDY = (
-    "llama3.1",
-    "mistral",
-    "qwen2-window",
-    "qwen2.5-yarn",
-    "qwen3",
-    "phi3-longrope",
-    "gemma2",
-)
-
-
 def greedy(side: str) -> tuple[np.ndarray, np.ndarray]:
     """Prompts of three lengths, padded with zeros, and their mask."""
-    longest = max(GREEDY_PROMPTS)
+    longest = int(GREEDY_PROMPTS.max())
     mask = hf.padding_mask(GREEDY_PROMPTS, longest, side)
     ids = np.zeros_like(mask)
     rows = zip(hf.tokens(len(GREEDY_PROMPTS), longest), GREEDY_PROMPTS, strict=True)

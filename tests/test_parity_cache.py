@@ -1,9 +1,8 @@
-"""Prompts and new tokens through KV caches, next to logits recorded from transformers.
+"""Prompts and new tokens through KV caches, next to what is recorded from transformers.
 
-In float32, with a cache that holds keys and values as they are.
+In float32, with a cache that holds keys and values as they are: logits of prompts and of tokens
+after them, and greedy texts, token by token those of transformers' `generate`.
 """
-
-import functools
 
 import hf_helpers as hf
 import jax.numpy as jnp
@@ -13,45 +12,91 @@ import parity_texts as texts
 import pytest
 
 from turbojax import models
+from turbojax.models import Engine, Request
 
 TOLERANCE = texts.TOLERANCE
-PROMPTS = texts.PROMPTS
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    return functools.cache(lambda name: hf.write(name, tmp_path_factory.mktemp(name)))
+def load(tmp_path_factory):
+    return lambda name: models.load_decoder(hf.write(name, tmp_path_factory.mktemp(name)))
 
 
 def through(kind, model) -> np.ndarray:
     """Logits after each prompt and after each of the tokens that follow but the last."""
     ids = recordings.arrays()["cache/tokens"].astype(np.int32)
-    longest = int(PROMPTS.max())
+    longest = int(texts.PROMPTS.max())
     session = models.start(
         model,
         jnp.asarray(ids[:, :longest]),
         max_length=longest + texts.NEW,
-        lengths=jnp.asarray(PROMPTS),
+        lengths=jnp.asarray(texts.PROMPTS),
         cache=kind,
     )
     return np.asarray(models.score(session, jnp.asarray(texts.continued(ids))))
 
 
-@pytest.mark.parametrize("name", texts.CACHED)
-def test_prompts_of_different_lengths_and_single_tokens(folders, name):
-    logits = through("exact", models.load_decoder(folders(name)))
-    assert recordings.error(logits, recordings.logits(name, "cache")) < TOLERANCE
+def error(kind, model, name: str) -> float:
+    return recordings.error(through(kind, model), recordings.logits(name, "cache"))
+
+
+def continues(kind, model, name: str, side: str) -> None:
+    """Fails unless greedy texts are the recorded ones, which differ."""
+    ids, mask = texts.greedy(side)
+    expected = recordings.facts(name)["greedy"]
+    assert len({tuple(row) for row in expected}) == len(texts.GREEDY_PROMPTS)
+    options = {"attention_mask": mask, "max_new_tokens": texts.NEW, "cache": kind}
+    tokens = models.generate(model, jnp.asarray(ids), **options)
+    np.testing.assert_array_equal(tokens, expected)
+
+
+# Logits and texts in one test: the programs that compute them are the same.
+@pytest.mark.parametrize("name", texts.CONTINUED)
+def test_prompts_of_different_lengths_and_new_tokens(load, name):
+    model = load(name)
+    assert error("exact", model, name) < TOLERANCE
+    continues("exact", model, name, "left")
+    continues("exact", model, name, "right")
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma2"])
-def test_pages(folders, name):
+def test_pages(load, name):
     """Windows and caps in the kernels' definition for pages."""
-    logits = through("paged", models.load(folders(name)))
-    assert recordings.error(logits, recordings.logits(name, "cache")) < TOLERANCE
+    model = load(name)
+    assert error("paged", model, name) < TOLERANCE
+    continues("paged", model, name, "left")
 
 
-def test_the_exact_cache_is_needed_for_this(folders):
+def test_the_exact_cache_is_needed_for_this(load):
     """Rounded to bfloat16, keys and values cost more than the tolerance."""
-    logits = through("bfloat16", models.load(folders("mistral")))
-    error = recordings.error(logits, recordings.logits("mistral", "cache"))
-    assert 10 * TOLERANCE < error < 0.3
+    assert 10 * TOLERANCE < error("bfloat16", load("mistral"), "mistral") < 0.3
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["mistral", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gemma2", "phi3-longrope"))],
+)
+def test_greedy_texts_of_an_engine(load, name):
+    """Prompts in pieces, between other requests' tokens."""
+    engine = Engine(
+        load(name),
+        num_pages=32,
+        page_size=16,
+        max_sequences=2,
+        prefill_chunk=16,
+        max_length=64,
+    )
+    prompts, mask = texts.greedy("right")
+    numbers = [
+        engine.add(Request([int(x) for x in text[row.astype(bool)]], texts.NEW))
+        for text, row in zip(prompts, mask, strict=True)
+    ]
+    results = engine.run()
+    for number, text in zip(numbers, recordings.facts(name)["greedy"], strict=True):
+        assert list(results[number].tokens) == text
+
+
+def test_prompts_are_those_of_the_recording():
+    arrays = recordings.arrays()
+    np.testing.assert_array_equal(texts.greedy("left")[0], arrays["greedy/tokens"])
+    np.testing.assert_array_equal(texts.cached(), arrays["cache/tokens"])

@@ -1,6 +1,9 @@
 """Logits of every family, next to those recorded from transformers for the same checkpoint."""
 
+import dataclasses
 import functools
+import math
+from pathlib import Path
 
 import hf_helpers as hf
 import jax
@@ -12,6 +15,7 @@ import pytest
 from flax import nnx
 
 from turbojax import models
+from turbojax.rotary import LongRopeScaling
 
 TOLERANCE = texts.TOLERANCE
 
@@ -53,7 +57,13 @@ def test_logits_of_short_texts_without_a_mask(load, name):
     assert 0.8 < recorded.columns.std() < 3
 
 
-@pytest.mark.parametrize("name", texts.FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("llama3.1", "gemma2") else pytest.param(name, marks=pytest.mark.slow)
+        for name in texts.FAMILIES
+    ],
+)
 def test_bfloat16_is_as_close_as_that_of_transformers(load, name):
     ids = jnp.asarray(recordings.arrays()["short/tokens"].astype(np.int32))
     options = {"max_length": hf.longest(name, texts.SHORT), "dtype": jnp.bfloat16}
@@ -66,8 +76,61 @@ def test_bfloat16_is_as_close_as_that_of_transformers(load, name):
     assert 1e-3 < theirs < 0.5
 
 
-def test_recordings_tell_variants_of_the_same_weights_apart():
-    """Long factors were taken for long texts, and other ones for texts shorter than those."""
-    frequencies = recordings.facts("phi3-longrope")["frequencies"]
-    theta = 10000.0 ** (-np.arange(6) / 6)
-    np.testing.assert_allclose(frequencies, theta / hf.LONG["short_factor"], rtol=1e-6)
+SHORT = tuple(hf.LONG["short_factor"])
+LONG = tuple(hf.LONG["long_factor"])
+AMPLITUDE = math.sqrt(1 + math.log(256 / 32) / math.log(32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("llama2", {"norm_eps": 0.1}),
+        ("llama-linear", {"rope_scaling": None}),
+        ("llama3.1", {"rope_scaling": None}),
+        ("llama3.1", {"rope_theta": 5000.0}),
+        ("mistral", {"local_windows": ()}),
+        ("mistral", {"local_windows": (8, 8, 8)}),
+        ("qwen2-window", {"local_windows": (6, 6, 6)}),
+        ("qwen2-window", {"local_windows": (None, None, 6)}),
+        ("qwen2.5-yarn", {"rope_scaling": None}),
+        ("phi3", {"local_windows": ()}),
+        ("phi3-longrope", {"rope_scaling": LongRopeScaling(SHORT, SHORT, 32, AMPLITUDE)}),
+        ("phi3-longrope", {"rope_scaling": LongRopeScaling(SHORT, LONG, 32, 1.0)}),
+        ("gemma2", {"attention_soft_cap": None}),
+        ("gemma2", {"final_soft_cap": None}),
+        ("gemma2", {"local_windows": (None, 8, None, 8)}),
+        ("gemma2", {"attention_scale": None}),
+        ("gemma2", {"embedding_scale": None}),
+        ("gemma2", {"norm_offset": 0.0}),
+        ("gemma2", {"activation": "silu"}),
+    ],
+)
+def test_what_a_configuration_says_is_seen(load, name, change):
+    """So that the tests above would see it if it were not read, or not obeyed."""
+    model = load(name)
+    ids, mask = (jnp.asarray(x) for x in texts.forward())
+    config = dataclasses.replace(model.config, **change)
+    changed = nnx.eval_shape(lambda: models.Llama(config, rngs=nnx.Rngs(0)))
+    nnx.update(changed, nnx.state(model))
+    logits = np.asarray(program(*nnx.split(changed), ids, mask))[np.asarray(mask, bool)]
+    error = np.abs(logits[..., recordings.COLUMNS] - recordings.logits(name, "forward").columns)
+    assert error.max() > 100 * TOLERANCE
+
+
+def test_texts_are_those_of_the_recording():
+    arrays = recordings.arrays()
+    for found, kind in ((texts.forward()[0], "forward"), (texts.short(), "short")):
+        np.testing.assert_array_equal(found, arrays[f"{kind}/tokens"])
+    np.testing.assert_array_equal(texts.forward()[1], arrays["forward/mask"])
+
+
+def test_recorded_versions_are_those_of_the_constraints():
+    """Whoever changes one there records anew."""
+    lines = (Path(__file__).parents[1] / "constraints.txt").read_text(encoding="utf-8").lower()
+    pinned = {line.partition(";")[0].strip() for line in lines.splitlines()}
+    for file in ("models", "text"):
+        versions = recordings.read(file)["versions"]
+        assert versions.keys() == {"transformers", "torch", "tokenizers", "jinja2"}
+        for package, version in versions.items():
+            assert f"{package}=={version}" in pinned

@@ -43,6 +43,26 @@ def load(folder: Path, dtype: Any = torch.float32) -> Any:
     return model.eval()
 
 
+def config(file: dict[str, Any]) -> transformers.PretrainedConfig:
+    """What transformers reads of a `config.json`."""
+    # It keeps and changes what it is given.
+    return transformers.AutoConfig.for_model(**json.loads(json.dumps(file)))
+
+
+def amplitude(file: dict[str, Any]) -> float:
+    """What a Llama of such a file multiplies queries and keys with."""
+    return transformers.LlamaForCausalLM(config(file)).model.rotary_emb.attention_scaling
+
+
+def whole_state(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a folder, which must be just those that transformers asks for."""
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(report.values()), report
+    return model.state_dict()
+
+
 @torch.no_grad()
 def logits(
     model: Any, ids: np.ndarray, mask: np.ndarray | None = None, *, dtype: Any = torch.float32
