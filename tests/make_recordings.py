@@ -77,7 +77,9 @@ def logits(name: str) -> dict[str, recordings.Logits]:
 def defaults(family: str) -> list[dict[str, Any]]:
     """What transformers fills into the two least files of a family."""
     filled = [theirs.config(file).to_dict() for file in families.least_files(family)]
-    return [{k: v for k, v in x.items() if k not in _NOT_RECORDED} for x in filled]
+    kept = [{k: v for k, v in x.items() if k not in _NOT_RECORDED} for x in filled]
+    # Keys that are numbers become texts, as in a file.
+    return json.loads(json.dumps(kept))
 
 
 def tokens(kind: str) -> dict[str, Any]:

@@ -73,9 +73,8 @@ def test_scale_of_long_rope(theirs):
         max_position_embeddings=8192,
     )
     amplitude = math.sqrt(1 + math.log(8) / math.log(1024))
-    for length in (8192, 1024):
-        config = dataclasses.replace(LlamaConfig.from_hf(keys), max_length=length)
-        assert theirs.config(config.to_hf()).rope_parameters["attention_factor"] == amplitude
+    short = dataclasses.replace(LlamaConfig.from_hf(keys), max_length=1024)
+    assert theirs.config(short.to_hf()).rope_parameters["attention_factor"] == amplitude
 
 
 @pytest.mark.parametrize(("family", "keys", "windows"), WINDOWS)
