@@ -27,6 +27,13 @@ def least(family: str, **keys) -> dict:
     return {"architectures": [ARCHITECTURES[family]], "model_type": family, **SIZES, **keys}
 
 
+def least_files(family: str) -> tuple[dict, dict]:
+    """Two of them: in the second, the number of heads that share keys is left out, too."""
+    other = least(family, num_attention_heads=32, hidden_size=256)
+    del other["num_key_value_heads"]
+    return least(family), other
+
+
 # What the files of published models say, in the spellings they have it in; factors of LongRoPE are
 # made up.
 PUBLISHED = {
@@ -242,3 +249,30 @@ PUBLISHED = {
         9_241_705_984,
     ),
 }
+
+# Keys of a file, and the window of each of two layers.
+WINDOWS = [
+    ("mistral", {"sliding_window": None}, ()),
+    ("mistral", {"sliding_window": 9}, (9, 9)),
+    ("mistral", {}, (4096, 4096)),
+    ("qwen2", {"sliding_window": 9}, ()),
+    ("qwen2", {"sliding_window": 9, "use_sliding_window": True}, ()),
+    (
+        "qwen2",
+        {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1},
+        (None, 9),
+    ),
+    (
+        "qwen3",
+        {
+            "sliding_window": 9,
+            "use_sliding_window": True,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        (9, None),
+    ),
+    ("phi3", {}, ()),
+    ("phi3", {"sliding_window": 9}, (9, 9)),
+    ("gemma2", {"sliding_window": 9}, (9, None)),
+    ("gemma2", {"layer_types": ["full_attention", "full_attention"]}, ()),
+]

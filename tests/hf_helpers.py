@@ -1,28 +1,24 @@
-"""Tiny random checkpoints of every family, written by transformers, and what it computes of them.
+"""Tiny random checkpoints of every family, as transformers writes them, made without it.
 
 Their weights are large: attention is peaked, soft caps bite, norms and biases differ from what they
 do to nothing. The windows are shorter than the texts, and so are the lengths that scaled rotary
 embeddings were made for.
+
+What `config.json` says and which tensors there are is recorded from transformers; the weights
+follow from a tensor's name and a seed. `tests/test_parity_live_checkpoint.py` holds both to what
+transformers writes.
 """
 
 import dataclasses
-import functools
 import json
-import os
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-
 import numpy as np
-import torch
-import transformers
-
-# The matrices are too small to share.
-torch.set_num_threads(1)
-transformers.logging.set_verbosity_error()
-transformers.logging.disable_progress_bar()
+import parity_recordings
+from safetensors.numpy import save_file
 
 VOCAB = 128
 SMALL = {
@@ -122,44 +118,66 @@ VARIANTS = {
 }
 
 
-@functools.cache
-def reference(name: str) -> Any:
-    """The model of a variant, as transformers makes and computes it: float32, eager attention."""
-    variant = VARIANTS[name]
-    # Configs keep and change what they are given.
-    keys = json.loads(json.dumps({**SMALL, **variant.keys}))
-    config = getattr(transformers, f"{variant.family}Config")(**keys, attn_implementation="eager")
-    model = getattr(transformers, f"{variant.family}ForCausalLM")(config)
-    generator = torch.Generator().manual_seed(sum(name.encode()))
-
-    def normal(parameter: torch.Tensor, std: float, mean: float = 0.0) -> None:
-        parameter.copy_(mean + std * torch.randn(parameter.shape, generator=generator))
-
-    with torch.no_grad():
-        for path, parameter in model.named_parameters():
-            if "norm" in path:
-                normal(parameter, 0.3, 0.0 if variant.family == "Gemma2" else 1.0)
-            elif path.endswith("bias"):
-                normal(parameter, 0.5)
-            elif "embed_tokens" in path:
-                normal(parameter, 0.2)
-            else:
-                normal(parameter, 1.5 * parameter.shape[1] ** -0.5)
-    return model.eval()
+def seed(name: str) -> int:
+    """Of a variant's weights."""
+    return sum(name.encode())
 
 
-def write(name: str, folder: Path, **options: Any) -> Path:
-    """Has transformers write the checkpoint of a variant."""
-    reference(name).save_pretrained(folder, **options)
+def weight(name: str, tensor: str, shape: Sequence[int]) -> np.ndarray:
+    """A tensor of a variant, float32: nearly normal, from integers, so the same everywhere.
+
+    It is the sum of four uniform 16-bit numbers, taken from the raw bits of a generator whose
+    stream NumPy does not change.
+    """
+    generator = np.random.PCG64([seed(name), zlib.crc32(tensor.encode())])
+    words = generator.random_raw(int(np.prod(shape))).astype("<u8").view("<u2")
+    noise = words.reshape(*shape, 4).sum(-1, dtype=np.int64) - 2 * (2**16 - 1)
+    normal = noise / np.sqrt(4 * (2**32 - 1) / 12)
+    if "norm" in tensor:
+        std, mean = 0.3, 0.0 if VARIANTS[name].family == "Gemma2" else 1.0
+    elif tensor.endswith("bias"):
+        std, mean = 0.5, 0.0
+    elif "embed_tokens" in tensor:
+        std, mean = 0.2, 0.0
+    else:
+        std, mean = 1.5 * shape[1] ** -0.5, 0.0
+    return (mean + std * normal).astype(np.float32)
+
+
+def config(name: str) -> dict[str, Any]:
+    """What transformers writes into the `config.json` of a variant."""
+    return parity_recordings.facts(name)["config"]
+
+
+def tensors(name: str) -> dict[str, np.ndarray]:
+    """What its files hold: a head that is the embedding is not among it."""
+    shapes = parity_recordings.facts(name)["tensors"]
+    return {tensor: weight(name, tensor, shape) for tensor, shape in shapes.items()}
+
+
+def write(name: str, folder: Path, *, shard_bytes: int | None = None) -> Path:
+    """Writes the checkpoint of a variant, in one file or in several of about so many bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config(name)), encoding="utf-8")
+    content, metadata = tensors(name), {"format": "pt"}
+    if shard_bytes is None:
+        save_file(content, folder / "model.safetensors", metadata)
+        return folder
+    shards: list[dict[str, np.ndarray]] = [{}]
+    for tensor, array in content.items():
+        held = sum(x.nbytes for x in shards[-1].values())
+        if shards[-1] and held + array.nbytes > shard_bytes:
+            shards.append({})
+        shards[-1][tensor] = array
+    places = {}
+    for i, shard in enumerate(shards):
+        file = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
+        save_file(shard, folder / file, metadata)
+        places |= dict.fromkeys(shard, file)
+    total = sum(x.nbytes for x in content.values())
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     return folder
-
-
-def load(folder: Path, dtype: Any = torch.float32) -> Any:
-    """What transformers makes of a folder."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation="eager", local_files_only=True
-    )
-    return model.eval()
 
 
 def longest(name: str, length: int) -> int | None:
@@ -180,19 +198,6 @@ def padding_mask(lengths: Sequence[int], size: int, side: str) -> np.ndarray:
 
 
 def tokens(batch: int, length: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng([seed, batch, length]).integers(1, VOCAB, (batch, length))
-
-
-@torch.no_grad()
-def logits(
-    model: Any, ids: np.ndarray, mask: np.ndarray | None = None, *, dtype: Any = torch.float32
-) -> np.ndarray:
-    """What transformers computes, positions counted from each row's first token."""
-    arguments: dict[str, Any] = {}
-    mask = None if mask is None else np.asarray(mask)
-    if mask is not None:
-        arguments["attention_mask"] = torch.tensor(mask, dtype=torch.long)
-        arguments["position_ids"] = torch.tensor(np.maximum(mask.cumsum(1) - 1, 0))
-    out = model(torch.tensor(ids), use_cache=False, **arguments).logits
-    assert out.dtype == dtype
-    return out.float().numpy()
+    """Random tokens but the padding's, the same everywhere: from a generator's raw bits."""
+    raw = np.random.PCG64([seed, batch, length]).random_raw(batch * length)
+    return 1 + (raw % (VOCAB - 1)).astype(np.int64).reshape(batch, length)

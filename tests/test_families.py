@@ -1,21 +1,16 @@
-"""What `config.json` of every family means: as transformers reads it."""
+"""What `config.json` of every family means: as transformers reads it, as recorded."""
 
 import dataclasses
 import json
 import math
 
 import hf_helpers as hf
+import parity_recordings as recordings
 import pytest
-import transformers
-from family_helpers import ARCHITECTURES, PUBLISHED, SIZES, least
+from family_helpers import ARCHITECTURES, PUBLISHED, WINDOWS, least, least_files
 
 from turbojax.models import LlamaConfig
 from turbojax.rotary import LinearScaling, LongRopeScaling, YarnScaling
-
-
-def theirs(config: dict) -> transformers.PretrainedConfig:
-    config = json.loads(json.dumps(config))
-    return transformers.AutoConfig.for_model(**config)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -31,65 +26,44 @@ def test_published_configurations(name):
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_defaults_are_those_of_transformers(family):
     """What transformers fills in, written out, means the same."""
-    keys = least(family)
-    filled = theirs(keys).to_dict()
-    assert set(filled) > set(keys)
-    assert LlamaConfig.from_hf({**keys, **filled}) == LlamaConfig.from_hf(keys)
-    del keys["num_key_value_heads"]
-    keys["num_attention_heads"], keys["hidden_size"] = 32, 256
-    filled = theirs(keys).to_dict()
-    assert LlamaConfig.from_hf({**keys, **filled}) == LlamaConfig.from_hf(keys)
+    recorded = recordings.read("models")["defaults"][family]
+    for keys, filled in zip(least_files(family), recorded, strict=True):
+        assert set(filled) > set(keys)
+        assert LlamaConfig.from_hf({**keys, **filled}) == LlamaConfig.from_hf(keys)
 
 
 @pytest.mark.parametrize("name", hf.VARIANTS)
-def test_what_transformers_reads_of_ours_is_what_it_wrote(tmp_path, name):
-    hf.reference(name).config.save_pretrained(tmp_path)
-    file = json.loads((tmp_path / "config.json").read_text())
+def test_files_of_transformers_are_read_and_written(name):
+    file = hf.config(name)
     config = LlamaConfig.from_hf(file)
-    assert config.family == theirs(file).model_type
-    written = theirs(config.to_hf())
-    original = theirs(file)
-    names = {
-        "attention_bias",
-        "attn_logit_softcapping",
-        "final_logit_softcapping",
-        "head_dim",
-        "hidden_act",
-        "hidden_activation",
-        "layer_types",
-        "max_position_embeddings",
-        "mlp_bias",
-        "query_pre_attn_scalar",
-        "rms_norm_eps",
-        "sliding_window",
-        "tie_word_embeddings",
-        "use_sliding_window",
-        "num_key_value_heads",
-        *SIZES,
-    }
-    for key in names:
-        assert getattr(written, key, None) == getattr(original, key, None), key
-    rope, wanted = dict(written.rope_parameters), dict(original.rope_parameters)
-    rope.pop("type", None)
-    # Defaults, which ours writes out.
-    defaults = {"beta_fast": 32.0, "beta_slow": 1.0} if wanted["rope_type"] == "yarn" else {}
-    assert rope == {**defaults, **wanted}
+    assert config.family == file["model_type"]
+    for ours, key in {
+        "vocab_size": "vocab_size",
+        "hidden_size": "hidden_size",
+        "intermediate_size": "intermediate_size",
+        "num_layers": "num_hidden_layers",
+        "num_heads": "num_attention_heads",
+        "num_kv_heads": "num_key_value_heads",
+        "max_length": "max_position_embeddings",
+        "norm_eps": "rms_norm_eps",
+        "tie_embeddings": "tie_word_embeddings",
+    }.items():
+        assert getattr(config, ours) == file[key], key
+    assert LlamaConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
 
 
 @pytest.mark.parametrize("name", hf.VARIANTS)
 def test_frequencies_are_those_of_transformers(name):
     """Including what queries and keys are multiplied with."""
-    theirs = hf.reference(name)
-    config = LlamaConfig.from_hf(theirs.config.to_dict())
-    rotary = theirs.model.rotary_emb
+    recorded = recordings.facts(name)
+    config = LlamaConfig.from_hf(recorded["config"])
     if config.rope_scaling is not None and hasattr(config.rope_scaling, "original_max_length"):
         short = dataclasses.replace(config, max_length=config.rope_scaling.original_max_length)
     else:
         short = config
     # transformers computes powers and quotients in float32.
-    frequencies = rotary.original_inv_freq.numpy()
-    assert short.rope.frequencies() == pytest.approx(frequencies, rel=1e-6)
-    assert config.rope.amplitude == pytest.approx(rotary.attention_scaling, rel=1e-12)
+    assert short.rope.frequencies() == pytest.approx(recorded["frequencies"], rel=1e-6)
+    assert config.rope.amplitude == pytest.approx(recorded["amplitude"], rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -138,8 +112,6 @@ def test_yarn_with_two_scales():
     config = LlamaConfig.from_hf(least("llama", rope_scaling=keys))
     expected = (0.08 * math.log(40) + 1) / (0.05 * math.log(40) + 1)
     assert config.rope.amplitude == pytest.approx(expected, rel=1e-12)
-    model = transformers.LlamaForCausalLM(theirs(least("llama", rope_scaling=keys))).model
-    assert config.rope.amplitude == pytest.approx(model.rotary_emb.attention_scaling, rel=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["longrope", "su", "yarn"])
@@ -161,49 +133,15 @@ def test_names_of_long_rope_in_phi3(kind):
     assert config.rope.frequencies()[0] == pytest.approx(1 / 3)
     file = short.to_hf()
     assert LlamaConfig.from_hf(json.loads(json.dumps(file))) == short
-    assert theirs(file).rope_parameters["attention_factor"] == amplitude
     # transformers 4 takes these three keys and no others.
     assert set(config.to_hf()["rope_scaling"]) == {"type", "short_factor", "long_factor"}
 
 
-@pytest.mark.parametrize(
-    ("family", "keys", "windows"),
-    [
-        ("mistral", {"sliding_window": None}, ()),
-        ("mistral", {"sliding_window": 9}, (9, 9)),
-        ("mistral", {}, (4096, 4096)),
-        ("qwen2", {"sliding_window": 9}, ()),
-        ("qwen2", {"sliding_window": 9, "use_sliding_window": True}, ()),
-        (
-            "qwen2",
-            {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1},
-            (None, 9),
-        ),
-        (
-            "qwen3",
-            {
-                "sliding_window": 9,
-                "use_sliding_window": True,
-                "layer_types": ["sliding_attention", "full_attention"],
-            },
-            (9, None),
-        ),
-        ("phi3", {}, ()),
-        ("phi3", {"sliding_window": 9}, (9, 9)),
-        ("gemma2", {"sliding_window": 9}, (9, None)),
-        ("gemma2", {"layer_types": ["full_attention", "full_attention"]}, ()),
-    ],
-)
+@pytest.mark.parametrize(("family", "keys", "windows"), WINDOWS)
 def test_windows(family, keys, windows):
     config = LlamaConfig.from_hf(least(family, **keys))
     assert config.local_windows == windows
     assert LlamaConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
-    if family != "gemma2" or windows:
-        types = getattr(theirs(config.to_hf()), "layer_types", None)
-        if types is not None:
-            assert [kind == "sliding_attention" for kind in types] == [
-                bool(window) for window in windows or (None, None)
-            ]
 
 
 def test_either_name_of_the_architecture_is_enough():

@@ -1,115 +1,102 @@
-"""Prompts and new tokens through KV caches, next to transformers' passes over the whole text.
+"""Prompts and new tokens through KV caches, next to what is recorded from transformers.
 
-In float32, with a cache that holds keys and values as they are. The tolerance is that of
-`test_parity_forward.py`.
+In float32, with a cache that holds keys and values as they are: logits of prompts and of tokens
+after them, and greedy texts, token by token those of transformers' `generate`.
 """
-
-import functools
 
 import hf_helpers as hf
 import jax.numpy as jnp
 import numpy as np
+import parity_recordings as recordings
+import parity_texts as texts
 import pytest
-import torch
 
 from turbojax import models
+from turbojax.models import Engine, Request
 
-TOLERANCE = 1e-4
-# Beyond the windows, and for LongRoPE beyond the length the model was made for.
-PROMPTS = np.array([36, 1, 17])
-NEW = 6
-VARIANTS = (
-    "llama3.1",
-    "llama-biased",
-    "mistral",
-    "qwen2-window",
-    "qwen3-window",
-    "phi3-longrope",
-    "gemma2",
-    "gemma2-odd",
-)
+TOLERANCE = texts.TOLERANCE
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    return functools.cache(lambda name: hf.write(name, tmp_path_factory.mktemp(name)))
+def load(tmp_path_factory):
+    return lambda name: models.load_decoder(hf.write(name, tmp_path_factory.mktemp(name)))
 
 
-def continued(ids: np.ndarray) -> np.ndarray:
-    """The tokens after each prompt, `[B, NEW]`."""
-    return np.stack([row[n : n + NEW] for row, n in zip(ids, PROMPTS, strict=True)])
-
-
-def through(kind, model, ids: np.ndarray) -> np.ndarray:
+def through(kind, model) -> np.ndarray:
     """Logits after each prompt and after each of the tokens that follow but the last."""
-    longest = int(PROMPTS.max())
+    ids = recordings.arrays()["cache/tokens"].astype(np.int32)
+    longest = int(texts.PROMPTS.max())
     session = models.start(
         model,
         jnp.asarray(ids[:, :longest]),
-        max_length=longest + NEW,
-        lengths=jnp.asarray(PROMPTS),
+        max_length=longest + texts.NEW,
+        lengths=jnp.asarray(texts.PROMPTS),
         cache=kind,
     )
-    return np.asarray(models.score(session, jnp.asarray(continued(ids))))
+    return np.asarray(models.score(session, jnp.asarray(texts.continued(ids))))
 
 
-@functools.cache
-def expected(name: str) -> np.ndarray:
-    """The same by transformers, from one pass over the whole text."""
-    whole = hf.logits(hf.reference(name), texts())
-    return np.stack([row[n - 1 : n - 1 + NEW] for row, n in zip(whole, PROMPTS, strict=True)])
+def error(kind, model, name: str) -> float:
+    return recordings.error(through(kind, model), recordings.logits(name, "cache"))
 
 
-def texts() -> np.ndarray:
-    return hf.tokens(len(PROMPTS), int(PROMPTS.max()) + NEW)
+def continues(kind, model, name: str, side: str) -> None:
+    """Fails unless greedy texts are the recorded ones, which differ."""
+    ids, mask = texts.greedy(side)
+    expected = recordings.facts(name)["greedy"]
+    assert len({tuple(row) for row in expected}) == len(texts.GREEDY_PROMPTS)
+    options = {"attention_mask": mask, "max_new_tokens": texts.NEW, "cache": kind}
+    tokens = models.generate(model, jnp.asarray(ids), **options)
+    np.testing.assert_array_equal(tokens, expected)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_prompts_of_different_lengths_and_single_tokens(folders, name):
-    model = models.load_decoder(folders(name))
-    logits = through("exact", model, texts())
-    np.testing.assert_allclose(logits, expected(name), rtol=0, atol=TOLERANCE)
+# Logits and texts in one test: the programs that compute them are the same.
+@pytest.mark.parametrize("name", texts.CONTINUED)
+def test_prompts_of_different_lengths_and_new_tokens(load, name):
+    model = load(name)
+    assert error("exact", model, name) < TOLERANCE
+    continues("exact", model, name, "left")
+    continues("exact", model, name, "right")
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma2"])
-def test_pages(folders, name):
+def test_pages(load, name):
     """Windows and caps in the kernels' definition for pages."""
-    logits = through("paged", models.load(folders(name)), texts())
-    np.testing.assert_allclose(logits, expected(name), rtol=0, atol=TOLERANCE)
+    model = load(name)
+    assert error("paged", model, name) < TOLERANCE
+    continues("paged", model, name, "left")
 
 
-def test_the_exact_cache_is_needed_for_this(folders):
+def test_the_exact_cache_is_needed_for_this(load):
     """Rounded to bfloat16, keys and values cost more than the tolerance."""
-    logits = through("bfloat16", models.load(folders("mistral")), texts())
-    error = np.abs(logits - expected("mistral")).max()
-    assert 10 * TOLERANCE < error < 0.3
+    assert 10 * TOLERANCE < error("bfloat16", load("mistral"), "mistral") < 0.3
 
 
-@pytest.mark.parametrize("name", ["mistral", "gemma2"])
-def test_as_transformers_does_with_its_own_cache(folders, name):
-    """Its prompt and its steps, left-padded as it wants them; the same prompts without padding."""
-    ids, longest = texts(), int(PROMPTS.max())
-    mask = hf.padding_mask(PROMPTS, longest, "left")
-    prompts = np.zeros_like(mask)
-    for row, n in enumerate(PROMPTS):
-        prompts[row, longest - n :] = ids[row, :n]
-    model, new, steps = hf.reference(name), continued(ids), []
-    with torch.no_grad():
-        given = {"input_ids": torch.tensor(prompts), "past_key_values": None}
-        position = torch.tensor(np.maximum(mask.cumsum(1) - 1, 0))
-        for i in range(NEW):
-            out = model(
-                **given,
-                attention_mask=torch.tensor(mask),
-                position_ids=position,
-                use_cache=True,
-            )
-            steps.append(out.logits[:, -1].numpy())
-            given = {
-                "input_ids": torch.tensor(new[:, i : i + 1]),
-                "past_key_values": out.past_key_values,
-            }
-            mask = np.concatenate([mask, np.ones((len(mask), 1), mask.dtype)], 1)
-            position = torch.tensor(PROMPTS[:, None] + i)
-    logits = through("exact", models.load_decoder(folders(name)), ids)
-    np.testing.assert_allclose(logits, np.stack(steps, 1), rtol=0, atol=TOLERANCE)
+@pytest.mark.parametrize(
+    "name",
+    ["mistral", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gemma2", "phi3-longrope"))],
+)
+def test_greedy_texts_of_an_engine(load, name):
+    """Prompts in pieces, between other requests' tokens."""
+    engine = Engine(
+        load(name),
+        num_pages=32,
+        page_size=16,
+        max_sequences=2,
+        prefill_chunk=16,
+        max_length=64,
+    )
+    prompts, mask = texts.greedy("right")
+    numbers = [
+        engine.add(Request([int(x) for x in text[row.astype(bool)]], texts.NEW))
+        for text, row in zip(prompts, mask, strict=True)
+    ]
+    results = engine.run()
+    for number, text in zip(numbers, recordings.facts(name)["greedy"], strict=True):
+        assert list(results[number].tokens) == text
+
+
+def test_prompts_are_those_of_the_recording():
+    arrays = recordings.arrays()
+    np.testing.assert_array_equal(texts.greedy("left")[0], arrays["greedy/tokens"])
+    np.testing.assert_array_equal(texts.cached(), arrays["cache/tokens"])

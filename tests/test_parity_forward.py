@@ -1,8 +1,4 @@
-"""Logits of every family, next to what transformers computes of the same folder on a CPU.
-
-The tolerance is absolute, on logits whose standard deviation is about 1.5 and whose largest is 4
-to 8: what is seen is below 5e-5, float32's rounding through three layers of peaked attention.
-"""
+"""Logits of every family, next to those recorded from transformers for the same checkpoint."""
 
 import dataclasses
 import functools
@@ -12,72 +8,71 @@ import hf_helpers as hf
 import jax
 import jax.numpy as jnp
 import numpy as np
+import parity_recordings as recordings
+import parity_texts as texts
 import pytest
-import torch
 from flax import nnx
 
 from turbojax import models
 from turbojax.rotary import LongRopeScaling
 
-TOLERANCE = 1e-4
-LENGTHS = (1, 20, 60)
-BATCH = 3
-# One variant of each family is enough where it is not the mathematics that is in question.
-FAMILIES = ("llama3.1", "mistral", "qwen2.5-yarn", "qwen3-window", "phi3-longrope", "gemma2")
+TOLERANCE = texts.TOLERANCE
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """The folder that transformers writes for a variant."""
-    return functools.cache(lambda name: hf.write(name, tmp_path_factory.mktemp(name)))
+def load(tmp_path_factory):
+    """A variant's model; the folder is written once."""
+    folders = functools.cache(lambda name: hf.write(name, tmp_path_factory.mktemp(name)))
+    return lambda name, **options: models.load(folders(name), **options)
 
 
-@pytest.fixture(scope="module")
-def load(folders):
-    return functools.cache(lambda name, **options: models.load(folders(name), **options))
-
-
-def program(graph):
-    """The forward pass as a function of the parameters, quick to compile."""
-
-    def run(state, ids, mask):
-        return nnx.merge(graph, state)(ids, attention_mask=mask)
-
-    return jax.jit(run, compiler_options={"xla_backend_optimization_level": 0})
-
-
-def forward(model: models.Llama, ids) -> np.ndarray:
-    graph, state = nnx.split(model)
-    return np.asarray(program(graph)(state, jnp.asarray(ids), None))
-
-
-@pytest.mark.parametrize(
-    ("name", "length"),
-    [(name, n) for name in hf.VARIANTS for n in LENGTHS if name in FAMILIES or n == max(LENGTHS)],
-)
-def test_logits(load, name, length):
-    model = load(name, max_length=hf.longest(name, length))
-    ids = hf.tokens(BATCH, length)
-    expected = hf.logits(hf.reference(name), ids)
-    assert 0.8 < expected.std() < 3
-    np.testing.assert_allclose(forward(model, ids), expected, rtol=0, atol=TOLERANCE)
+@jax.jit(static_argnums=0)
+def program(graph, state, ids, mask):
+    """The forward pass as a function of the parameters."""
+    return nnx.merge(graph, state)(ids, attention_mask=mask)
 
 
 @pytest.mark.parametrize("name", hf.VARIANTS)
-def test_padding_on_either_side(load, name):
-    length = 40
-    model = load(name, max_length=hf.longest(name, length))
-    ids = hf.tokens(BATCH, length)
-    masks = [hf.padding_mask((40, 23, 1), length, side) for side in ("left", "right")]
-    graph, state = nnx.split(model)
-    run = program(graph)
-    for mask in masks:
-        real = mask.astype(bool)
-        expected = hf.logits(hf.reference(name), ids, mask)[real]
-        for padding in (0, 99):
-            padded = jnp.asarray(np.where(real, ids, padding))
-            logits = np.asarray(run(state, padded, jnp.asarray(mask)))
-            np.testing.assert_allclose(logits[real], expected, rtol=0, atol=TOLERANCE)
+def test_logits_with_and_without_padding_on_either_side(load, name):
+    arrays = recordings.arrays()
+    ids, mask = arrays["forward/tokens"].astype(np.int32), arrays["forward/mask"]
+    recorded = recordings.logits(name, "forward")
+    assert 0.8 < recorded.columns.std() < 3
+    graph, state = nnx.split(load(name, max_length=hf.longest(name, texts.LENGTH)))
+    # What stands at padding does not matter.
+    for padding in (0, 99):
+        padded = jnp.asarray(np.where(mask, ids, padding))
+        logits = np.asarray(program(graph, state, padded, jnp.asarray(mask)))
+        assert recordings.error(logits[mask], recorded) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", texts.FAMILIES)
+def test_logits_of_short_texts_without_a_mask(load, name):
+    ids = jnp.asarray(recordings.arrays()["short/tokens"].astype(np.int32))
+    graph, state = nnx.split(load(name, max_length=hf.longest(name, texts.SHORT)))
+    logits = np.asarray(program(graph, state, ids, None))
+    recorded = recordings.logits(name, "short")
+    assert recordings.error(logits, recorded) < TOLERANCE
+    assert 0.8 < recorded.columns.std() < 3
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("llama3.1", "gemma2") else pytest.param(name, marks=pytest.mark.slow)
+        for name in texts.FAMILIES
+    ],
+)
+def test_bfloat16_is_as_close_as_that_of_transformers(load, name):
+    ids = jnp.asarray(recordings.arrays()["short/tokens"].astype(np.int32))
+    options = {"max_length": hf.longest(name, texts.SHORT), "dtype": jnp.bfloat16}
+    graph, state = nnx.split(load(name, **options))
+    logits = np.asarray(program(graph, state, ids, None))[..., recordings.COLUMNS]
+    ours = (logits - recordings.logits(name, "short").columns).std()
+    theirs = recordings.facts(name)["bfloat16_error"]
+    # Both round after every step; the steps are not the same, so neither are the errors.
+    assert ours < 1.25 * theirs
+    assert 1e-3 < theirs < 0.5
 
 
 SHORT = tuple(hf.LONG["short_factor"])
@@ -85,6 +80,7 @@ LONG = tuple(hf.LONG["long_factor"])
 AMPLITUDE = math.sqrt(1 + math.log(256 / 32) / math.log(32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "change"),
     [
@@ -112,30 +108,17 @@ AMPLITUDE = math.sqrt(1 + math.log(256 / 32) / math.log(32))
 def test_what_a_configuration_says_is_seen(load, name, change):
     """So that the tests above would see it if it were not read, or not obeyed."""
     model = load(name)
-    ids = hf.tokens(BATCH, 60)
+    ids, mask = (jnp.asarray(x) for x in texts.forward())
     config = dataclasses.replace(model.config, **change)
     changed = nnx.eval_shape(lambda: models.Llama(config, rngs=nnx.Rngs(0)))
     nnx.update(changed, nnx.state(model))
-    logits = forward(changed, ids)
-    assert np.abs(logits - hf.logits(hf.reference(name), ids)).max() > 100 * TOLERANCE
+    logits = np.asarray(program(*nnx.split(changed), ids, mask))[np.asarray(mask, bool)]
+    error = np.abs(logits[..., recordings.COLUMNS] - recordings.logits(name, "forward").columns)
+    assert error.max() > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize("name", hf.VARIANTS)
-def test_transformers_reads_what_is_saved(load, tmp_path, name):
-    model = load(name)
-    models.save(model, tmp_path)
-    assert models.load(tmp_path).config == model.config
-    again, ids = hf.load(tmp_path), hf.tokens(2, 50)
-    np.testing.assert_array_equal(hf.logits(again, ids), hf.logits(hf.reference(name), ids))
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_bfloat16_is_as_close_as_that_of_transformers(folders, load, name):
-    ids = hf.tokens(4, 40)
-    exact = hf.logits(hf.reference(name), ids)
-    theirs = hf.logits(hf.load(folders(name), torch.bfloat16), ids, dtype=torch.bfloat16) - exact
-    model = load(name, dtype=jnp.bfloat16)
-    ours = forward(model, ids) - exact
-    # Both round after every step; the steps are not the same, so neither are the errors.
-    assert ours.std() < 1.25 * theirs.std()
-    assert 1e-3 < theirs.std() < 0.5
+def test_texts_are_those_of_the_recording():
+    arrays = recordings.arrays()
+    for found, kind in ((texts.forward()[0], "forward"), (texts.short(), "short")):
+        np.testing.assert_array_equal(found, arrays[f"{kind}/tokens"])
+    np.testing.assert_array_equal(texts.forward()[1], arrays["forward/mask"])

@@ -1,12 +1,13 @@
-"""Tokenizers: against the packages that checkpoints' files are made for."""
+"""Tokenizers: against what is recorded of the packages that checkpoints' files are made for."""
 
 import json
 import sys
 
 import numpy as np
+import parity_recordings as recordings
 import pytest
+import tokenizer_helpers
 from tokenizer_helpers import KINDS, TEXTS, byte_level, save
-from transformers import AutoTokenizer
 
 from turbojax.models import embedded_path
 from turbojax.models.stopping import check_stops
@@ -23,24 +24,23 @@ BEGIN_AND_END = {"bos_token": "<s>", "eos_token": "</s>"}
 @pytest.fixture(scope="module", params=KINDS)
 def folder(request, tmp_path_factory):
     """A folder that transformers reads, too."""
-    config = {**BEGIN_AND_END, "tokenizer_class": "PreTrainedTokenizerFast"}
-    return save(
-        KINDS[request.param](),
-        tmp_path_factory.mktemp(request.param),
-        {"tokenizer_config.json": config},
-    )
+    return tokenizer_helpers.folder(request.param, tmp_path_factory.mktemp(request.param))
 
 
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("special", [True, False])
-def test_tokens_and_text_are_those_of_transformers(folder, text, special):
-    ours, theirs = JsonTokenizer(folder), AutoTokenizer.from_pretrained(folder)
-    tokens = ours.encode(text, add_special_tokens=special)
-    assert tokens == theirs.encode(text, add_special_tokens=special)
-    assert (tokens[0] == ours.bos_token_id) == special
-    assert ours.decode(tokens) == theirs.decode(tokens, skip_special_tokens=True) == text
-    assert ours.vocab_size == len(theirs)
-    assert (ours.bos_token_id, ours.eos_token_ids) == (theirs.bos_token_id, (theirs.eos_token_id,))
+def test_tokens_and_text_are_those_of_transformers(tmp_path, kind, special):
+    tokenizer = JsonTokenizer(tokenizer_helpers.folder(kind, tmp_path))
+    recorded = recordings.read("text")["tokens"][kind]
+    rows = recorded["special" if special else "plain"]
+    for text, expected in zip(TEXTS, rows, strict=True):
+        tokens = tokenizer.encode(text, add_special_tokens=special)
+        assert tokens == expected
+        assert (tokens[0] == tokenizer.bos_token_id) == special
+        assert tokenizer.decode(tokens) == text
+    assert tokenizer.vocab_size == recorded["vocab_size"]
+    assert tokenizer.bos_token_id == recorded["bos_token_id"]
+    assert tokenizer.eos_token_ids == (recorded["eos_token_id"],)
 
 
 @pytest.mark.parametrize("text", TEXTS)

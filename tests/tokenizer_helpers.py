@@ -88,3 +88,9 @@ def save(tokenizer: Tokenizer, folder: Path, files: dict[str, dict | str] | None
         text = content if isinstance(content, str) else json.dumps(content)
         (folder / name).write_text(text, encoding="utf-8")
     return folder
+
+
+def folder(kind: str, path: Path) -> Path:
+    """Writes one of `KINDS` as transformers reads it, too."""
+    config = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    return save(KINDS[kind](), path, {"tokenizer_config.json": config})
