@@ -5,6 +5,7 @@ Warnings are errors; the exceptions are named, with the reason, in pyproject.tom
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # Read by XLA when it starts: several test processes share one GPU, if there is one.
@@ -13,6 +14,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import hypothesis
 import jax
 import pytest
+from implementations import interpreted
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -117,3 +119,10 @@ def tiny_folder(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("tiny")
     models.save(models.Llama(config, rngs=nnx.Rngs(0)), folder, dtype=jax.numpy.bfloat16)
     return str(folder)
+
+
+@pytest.fixture(params=["xla", "triton"])
+def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
+    """What of an op runs on a CPU: plain JAX, and its Triton kernel, interpreted."""
+    with interpreted(request.param):
+        yield request.param
