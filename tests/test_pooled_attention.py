@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grids import pairwise, slow_after
 from pooled_helpers import (
     CASES,
     LEVELS,
@@ -57,15 +58,37 @@ def check(name, dtype):
     return blind
 
 
-@pytest.mark.parametrize("name", CASES)
+# What the others are more of: a level alone and mixed, tails, causality, lengths, other blocks.
+FAST = (
+    "level 0",
+    "level 8, causal, ragged",
+    "mixture",
+    "mixture, causal",
+    "tail of seven tokens",
+    "queries' lengths",
+    "both lengths, causal",
+    "negative scale",
+    "odd blocks",
+)
+
+
+@pytest.mark.parametrize("name", slow_after(len(FAST), sorted(CASES, key=lambda x: x not in FAST)))
 def test_equals_the_oracle(name):
     """Every level alone and mixed; tails, causality, groups, lengths, blocks of other sizes."""
     blind = check(name, jnp.float32)
     assert blind.all() == (name == "level 0")
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("name", ["mixture", "both lengths, causal", "tail of seven tokens"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    slow_after(
+        2,
+        pairwise(
+            name=["mixture", "both lengths, causal", "tail of seven tokens"],
+            dtype=[jnp.bfloat16, jnp.float16],
+        ),
+    ),
+)
 def test_half_precision(name, dtype):
     check(name, dtype)
 
@@ -110,7 +133,7 @@ def test_level_1_everywhere_is_dense_attention(is_causal):
     assert (np.asarray(got)[~real] == 0).all()
 
 
-@pytest.mark.parametrize("size", [96, 91, 89])
+@pytest.mark.parametrize("size", slow_after(1, [91, 96, 89]))
 def test_pooling_equal_tokens_changes_nothing(size):
     """Tokens that are alike by eights: each level then is dense attention, and so is any mixture.
 
@@ -120,7 +143,9 @@ def test_pooling_equal_tokens_changes_nothing(size):
     q, k, v, levels, *_ = operands(case)
     k, v = (jnp.repeat(x[:, ::8], 8, axis=1)[:, :size] for x in (k, v))
     lengths = {"key_value_seq_lengths": jnp.asarray([size, 43], jnp.int32)}
-    call = functools.partial(tj.pooled_attention, q, k, v, return_residual=True, **BLOCKS)
+    call = jax.jit(
+        functools.partial(tj.pooled_attention, q, k, v, return_residual=True, **BLOCKS)
+    )
     want = call(jnp.ones_like(levels), **lengths)
     mixture = jnp.asarray(random_levels(np.random.default_rng(1), levels.shape, (0, *[0.25] * 4)))
     for chosen in (*(jnp.full_like(levels, r) for r in LEVELS), mixture):
@@ -264,8 +289,9 @@ def test_memory_grows_with_tokens_not_with_their_square():
     assert large < 8192 * 8192 * 4 / 4
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("size", [24, 29])
+@pytest.mark.parametrize(
+    ("size", "level"), slow_after(4, [(size, level) for size in (29, 24) for level in LEVELS])
+)
 def test_pool_and_spread(size, level):
     """Means of the tokens that are there, and the adjoint: <pool(x), d> = <x, spread(d)>."""
     rng = np.random.default_rng(2)
