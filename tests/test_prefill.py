@@ -19,8 +19,8 @@ from decode_helpers import (
     queries,
     random,
 )
-from grids import pairwise
-from implementations import ON_CPU, interpreted
+from grids import pairwise, slow_after
+from implementations import ON_CPU, interpreted, kernel_is_slow
 
 import turbojax as tj
 
@@ -45,8 +45,10 @@ def prefill(implementation, config=BASE, lengths=(TOKENS,) * BATCH, **options):
 
 
 @pytest.mark.parametrize(
-    ("implementation", "mode", "is_causal"),
-    pairwise(implementation=ON_CPU, mode=["int8", "int8_fp8"], is_causal=[True, False]),
+    ("mode", "implementation", "is_causal"),
+    slow_after(
+        2, pairwise(mode=["int8", "int8_fp8"], implementation=ON_CPU, is_causal=[True, False])
+    ),
 )
 def test_prefill_attends_as_turbo_attention_does(implementation, mode, is_causal):
     """Residual included: attention sees stage-1 codes, whatever is stored, in the same bits."""
@@ -70,12 +72,13 @@ def test_prefill_attends_as_turbo_attention_does(implementation, mode, is_causal
         assert_same_bits(cache, prefill("xla", config, lengths, is_causal=is_causal)[1])
 
 
-def test_prefill_is_causal_by_default(implementation):
-    default, causal = prefill(implementation), prefill(implementation, is_causal=True)
+def test_prefill_is_causal_by_default():
+    default, causal = prefill("xla"), prefill("xla", is_causal=True)
     jax.tree.map(np.testing.assert_array_equal, default[0], causal[0])
     jax.tree.map(np.testing.assert_array_equal, default[1], causal[1])
 
 
+@kernel_is_slow
 def test_decoding_continues_the_prompt(implementation):
     """Attention over a prompt's last token, by prefill and by decode: equal up to stage 2.
 

@@ -19,14 +19,11 @@ from attention_helpers import (
     tensors,
 )
 from grids import pairwise, slow_after
-from implementations import ON_CPU, interpreted
+from implementations import ON_CPU, by_mode, interpreted
 
 import turbojax as tj
 
-
-@pytest.fixture(params=MODES)
-def mode(request):
-    return request.param
+every_mode = by_mode(MODES)
 
 
 def run(q, k, v, config, implementation, **options):
@@ -63,6 +60,7 @@ def test_old_blocks_are_not_decayed(softmax):
 
 
 @pytest.mark.parametrize("garbage", [1e4, np.nan, np.inf], ids=str)
+@every_mode
 def test_padding_never_changes_a_bit(implementation, mode, garbage):
     """Tokens past the lengths may hold anything; a length of 0 gives zeros and -inf."""
     q, k, v = standard()
@@ -88,6 +86,7 @@ def test_lengths_cut_like_slices(implementation):
     np.testing.assert_allclose(cut, sliced, atol=2e-6)
 
 
+@every_mode
 def test_the_batch_never_changes_a_bit(implementation, mode):
     """A sequence alone and the same one in company, wherever it stands, whatever the others do."""
     q, k, v = standard()
@@ -113,6 +112,7 @@ def test_a_batch_of_one(implementation, mode):
     np.testing.assert_array_equal(alone[0], together[1])
 
 
+@every_mode
 def test_heads_do_not_mix(implementation, mode):
     """Query heads use their group's keys; other heads' data leave them alone."""
     q, k, v = standard()
@@ -126,7 +126,7 @@ def test_heads_do_not_mix(implementation, mode):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=str)
 @pytest.mark.parametrize("where", ["key", "value"])
-@pytest.mark.parametrize("mode", ["int8", "int8_fp8", "fp8"])
+@by_mode(["int8", "int8_fp8", "fp8"])
 def test_non_finite_tokens_reach_who_sees_them(implementation, mode, where, bad):
     """A query that sees the token gets NaN, one that cannot see its block keeps its bits.
 
@@ -163,7 +163,7 @@ def test_non_finite_tokens_in_floating_point(implementation, bad):
 
 
 @pytest.mark.parametrize(
-    ("mode", "implementation"), slow_after(3, pairwise(mode=MODES, implementation=ON_CPU))
+    ("mode", "implementation"), slow_after(2, [(mode, name) for mode in MODES for name in ON_CPU])
 )
 def test_non_finite_tokens_outside_a_window(implementation, mode):
     """The window hides a block as the causal mask does."""
@@ -174,6 +174,7 @@ def test_non_finite_tokens_outside_a_window(implementation, mode):
     assert np.isfinite(out[:, 64 + 32 :]).all()
 
 
+@every_mode
 def test_nan_in_a_query_stays_with_its_block(implementation, mode):
     """A query's NaN may reach the queries that share its scale, no others."""
     q, k, v = standard()
@@ -186,6 +187,7 @@ def test_nan_in_a_query_stays_with_its_block(implementation, mode):
     np.testing.assert_array_equal(got[0, 128:], clean[0, 128:])
 
 
+@every_mode
 def test_zero_inputs(implementation, mode):
     """All-zero blocks divide by a scale of one, not by zero."""
     zeros = [np.zeros_like(x) for x in standard()]
@@ -195,6 +197,7 @@ def test_zero_inputs(implementation, mode):
     np.testing.assert_allclose(lse, np.broadcast_to(want, lse.shape), atol=5e-4)
 
 
+@every_mode
 def test_extreme_scores(implementation, mode):
     """Scores of thousands: the maximum is subtracted before anything is exponentiated."""
     q, k, v = standard()
@@ -203,6 +206,7 @@ def test_extreme_scores(implementation, mode):
     assert np.abs(out).max() <= np.abs(v).max() * 1.05
 
 
+@every_mode
 def test_two_runs_give_the_same_bits(implementation, mode):
     first, second = (attend_standard(*standard(), mode, implementation) for _ in range(2))
     for a, b in zip(first, second, strict=True):
@@ -266,7 +270,7 @@ def test_eager_equals_jit(implementation, mode):
 
 @pytest.mark.parametrize(
     ("implementation", "mode"),
-    slow_after(2, [("xla", "int8"), ("triton", "int8"), ("xla", "float")]),
+    slow_after(1, [("xla", "int8"), ("triton", "int8"), ("xla", "float")]),
 )
 def test_vmap_and_scan(implementation, mode):
     """Mapped over a new axis, keys mapped or shared; and scanned over it."""
