@@ -20,9 +20,7 @@ from turbojax.cache.update import store_prompt
 
 SOFTMAXES = {"exact": EXACT, "sas-e": SAS_E, "sas-2": SAS_2}
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 3, 4, 2, 64
-BASE = tj.TurboConfig(
-    num_low_bit_key_heads=1, num_low_bit_value_heads=1, block_q=32, block_kv=32, buffer_size=64
-)
+BASE = tj.TurboConfig(num_low_bit_key_heads=1, block_q=32, block_kv=32, buffer_size=64)
 
 STATIC = ("scale", "local_window_size", "logits_soft_cap", "implementation", "return_residual")
 _decode = jax.jit(tj.decode, static_argnames=STATIC)
@@ -96,7 +94,6 @@ _BASE_FIELDS = tuple(
     (name, getattr(BASE, name))
     for name in (
         "num_low_bit_key_heads",
-        "num_low_bit_value_heads",
         "block_q",
         "block_kv",
         "buffer_size",
