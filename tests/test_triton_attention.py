@@ -89,6 +89,18 @@ def test_refusals(name):
         run(q, k, v, tj.TurboConfig(**options))
 
 
+@pytest.mark.slow
+def test_vmap_and_scan_give_the_same_bits():
+    q, k, v = tensors(6, 3, 20, 70, 2, 1, 64)
+    one = functools.partial(tj.turbo_attention, config=tj.TurboConfig(), implementation="triton")
+    want = one(q, k, v)
+    np.testing.assert_array_equal(want, one(q, k, v))
+    singles = [np.asarray(x)[:, None] for x in (q, k, v)]
+    np.testing.assert_array_equal(jax.vmap(one)(*singles)[:, 0], want)
+    _, scanned = jax.lax.scan(lambda c, x: (c, one(*x)), None, tuple(singles))
+    np.testing.assert_array_equal(scanned[:, 0], want)
+
+
 def test_the_gradient_is_straight_through():
     """As that of plain JAX."""
     config = tj.TurboConfig()

@@ -258,13 +258,13 @@ def test_bits_do_not_matter_to_attention(implementation):
     slow_after(1, [("xla", "int8"), ("triton", "int8"), ("xla", "fp8")]),
 )
 def test_eager_equals_jit(implementation, mode):
+    """Lengths included, which `jit` does not know beforehand."""
     q, k, v = tensors(20, 1, 20, 70, 2, 1, 64)
     config = tj.TurboConfig(mode=mode)
+    options = {"is_causal": True, "key_value_seq_lengths": np.asarray([33], np.int32)}
     with interpreted(implementation):
-        eager = tj.turbo_attention(
-            q, k, v, config=config, is_causal=True, implementation=implementation
-        )
-    jitted, _ = run(q, k, v, config, implementation, is_causal=True)
+        eager = tj.turbo_attention(q, k, v, config=config, implementation=implementation, **options)
+    jitted, _ = run(q, k, v, config, implementation, **options)
     np.testing.assert_allclose(eager, jitted, atol=3e-6)
 
 
