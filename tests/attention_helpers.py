@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from implementations import interpreted
 
 import turbojax as tj
 
@@ -41,22 +42,33 @@ def tensors(seed, batch, tokens, size, heads, kv_heads, head_dim, dtype=jnp.floa
 
 @functools.cache
 def standard(seed=10):
-    """One shape for all properties, so that they share what is compiled."""
-    return tensors(seed, BATCH, TOKENS, TOKENS, 4, 2, 64)
+    """One shape for all properties, so that they share what is compiled; in numpy."""
+    return tuple(np.asarray(x) for x in tensors(seed, BATCH, TOKENS, TOKENS, 4, 2, 64))
 
 
-def attend_standard(q, k, v, mode, lengths=(TOKENS,) * BATCH, softmax=SAS_E):
+def attend_standard(
+    q, k, v, mode, implementation="xla", lengths=(TOKENS,) * BATCH, softmax=SAS_E, **options
+):
     """Output and residual of causal attention, as numpy arrays."""
-    result = attend(
-        q,
-        k,
-        v,
-        config=tj.TurboConfig(mode=mode, softmax=softmax),
-        is_causal=True,
-        key_value_seq_lengths=jnp.asarray(lengths, jnp.int32),
-        return_residual=True,
-    )
+    with interpreted(implementation):
+        result = attend(
+            q,
+            k,
+            v,
+            config=tj.TurboConfig(mode=mode, softmax=softmax),
+            key_value_seq_lengths=np.asarray(lengths, np.int32),
+            implementation=implementation,
+            return_residual=True,
+            **({"is_causal": True} | options),
+        )
     return tuple(np.asarray(x) for x in result)
+
+
+def changed(x, index, value):
+    """A copy of a numpy array with another value somewhere."""
+    x = x.copy()
+    x[index] = value
+    return x
 
 
 def oracle_softmax(softmax):

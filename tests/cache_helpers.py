@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracles
+from implementations import interpreted
 
 import turbojax as tj
+from turbojax.cache.update import store_prompt
 
 BATCH, HEADS, HEAD_DIM = 3, 4, 16
 CONFIGS = {
@@ -28,25 +30,42 @@ CONFIGS = {
     ),
 }
 MIXED = CONFIGS["mixed"]
+# Named, not chosen: inside a context in which kernels are interpreted, they would be the choice.
+_DEFAULT = "xla" if jax.default_backend() == "cpu" else None
 
-append_jit = jax.jit(tj.append)
-prefill_jit = jax.jit(tj.prefill, static_argnames=("is_causal", "return_residual"))
+append_jit = jax.jit(tj.append, static_argnames="implementation")
 dequantize_jit = jax.jit(tj.dequantize, static_argnames="dtype")
+_store_jit = jax.jit(store_prompt, static_argnames="implementation")
+_new_jit = jax.jit(tj.init_cache, static_argnums=(0, 1, 2, 3), static_argnames=("config", "dtype"))
+# Runs of tokens are padded to a multiple of this, so that few shapes are compiled.
+_WHOLE = 40
 
 
 def tokens(count, seed=0, dtype=jnp.float32, batch=BATCH, spread=1.0):
-    """Keys and values [B, count, K, H] whose heads differ clearly, with loud channels."""
+    """Keys and values [B, count, K, H] in numpy: heads differ clearly, some channels are loud."""
     rng = np.random.default_rng(seed)
     shape = (batch, count, HEADS, HEAD_DIM)
     loud = np.where(rng.random((batch, 1, HEADS, HEAD_DIM)) < 0.15, 4.0, 1.0)
     heads = rng.permutation(np.array([0.4, 0.8, 1.6, 3.0]))[:, None]
-    return tuple(
-        jnp.asarray(rng.normal(size=shape) * loud * heads * spread, dtype) for _ in range(2)
-    )
+    draw = (rng.normal(size=shape) * loud * heads * spread for _ in range(2))
+    return tuple(x.astype(np.float32).astype(dtype) for x in draw)
+
+
+def changed(x, index, value):
+    """A copy of a numpy array with another value somewhere."""
+    x = x.copy()
+    x[index] = value
+    return x
 
 
 def new(config, max_length=100, dtype=jnp.float32, batch=BATCH, **scales):
-    return tj.init_cache(batch, max_length, HEADS, HEAD_DIM, config=config, dtype=dtype, **scales)
+    options = {"config": config, "dtype": dtype, **scales}
+    return on_host(_new_jit(batch, max_length, HEADS, HEAD_DIM, **options))
+
+
+def on_host(tree):
+    """The same in numpy, whose slices and copies compile nothing."""
+    return jax.tree.map(np.asarray, tree)
 
 
 def used():
@@ -54,18 +73,43 @@ def used():
     return append(prefill(new(MIXED), *tokens(40, seed=70), (40, 20, 5)), *tokens(20, seed=71))
 
 
-def prefill(cache, key, value, lengths=None, jit=True):
-    """Stores a prompt; the queries do not matter here."""
-    if lengths is not None:
-        lengths = jnp.asarray(lengths, jnp.int32)
-    call = prefill_jit if jit else tj.prefill
-    return call(key, key, value, cache, key_value_seq_lengths=lengths)[1]
+def padded(x):
+    return np.pad(x, ((0, 0), (0, -x.shape[1] % _WHOLE), (0, 0), (0, 0)))
 
 
-def append(cache, key, value, lengths=None, jit=True):
-    if lengths is not None:
-        lengths = jnp.asarray(lengths, jnp.int32)
-    return (append_jit if jit else tj.append)(cache, key, value, lengths=lengths)
+def lengths_of(key, lengths):
+    return np.asarray([key.shape[1]] * len(key) if lengths is None else lengths, np.int32)
+
+
+def prefill(cache, key, value, lengths=None, implementation=None):
+    """Stores a prompt, as `tj.prefill` does after it has attended."""
+    lengths = lengths_of(key, lengths)
+    key, value = (padded(np.asarray(x)) for x in (key, value))
+    with interpreted(implementation or "xla"):
+        implementation = implementation or _DEFAULT
+        return on_host(_store_jit(cache, key, value, lengths, implementation=implementation))
+
+
+def append(cache, key, value, lengths=None, implementation=None):
+    """Appends; token by token where the implementation takes one at a time."""
+    lengths = lengths_of(key, lengths)
+    key, value = (padded(np.asarray(x)) for x in (key, value))
+    if implementation != "triton":
+        return on_host(append_jit(cache, key, value, lengths=lengths, implementation=_DEFAULT))
+    with interpreted(implementation):
+        return on_host(_one_by_one(cache, key, value, lengths))
+
+
+@jax.jit
+def _one_by_one(cache, key, value, lengths):
+    def step(cache, xs):
+        t, k, v = xs
+        given = (t < lengths).astype(jnp.int32)
+        cache = tj.append(cache, k[:, None], v[:, None], lengths=given, implementation="triton")
+        return cache, None
+
+    key, value = (jnp.moveaxis(x, 1, 0) for x in (key, value))
+    return jax.lax.scan(step, cache, (jnp.arange(len(key)), key, value))[0]
 
 
 def oracle_for(cache, key_scale=None, value_scale=None):

@@ -161,3 +161,9 @@ def tiny_folder(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("tiny")
     models.save(models.Llama(config, rngs=nnx.Rngs(0)), folder, dtype=jax.numpy.bfloat16)
     return str(folder)
+
+
+@pytest.fixture(params=["xla", "triton"])
+def implementation(request: pytest.FixtureRequest) -> str:
+    """What of an op runs on a CPU: plain JAX, and its Triton kernel, if it is interpreted."""
+    return request.param

@@ -41,12 +41,20 @@ def tokens(count, seed=0, dtype=jnp.bfloat16, batch=3):
     return tuple(jnp.asarray(rng.normal(size=shape), dtype) for _ in range(2))
 
 
+_APPEND = {
+    cache: jax.jit(module.append)
+    for cache, module in (
+        (tj.ProgressiveCache, tj),
+        (exact.ExactCache, exact),
+        (kv4.Kv4Cache, kv4),
+        (paged.PagedLayer, paged),
+    )
+}
+
+
 def append(cache, key, value, lengths=None):
-    lengths = None if lengths is None else jnp.asarray(lengths, jnp.int32)
-    if isinstance(cache, tj.ProgressiveCache):
-        return tj.append(cache, key, value, lengths=lengths)
-    module = {exact.ExactCache: exact, kv4.Kv4Cache: kv4, paged.PagedLayer: paged}[type(cache)]
-    return module.append(cache, key, value, lengths=lengths)
+    lengths = None if lengths is None else np.asarray(lengths, np.int32)
+    return _APPEND[type(cache)](cache, key, value, lengths=lengths)
 
 
 def filled(kind, max_length=70, dtype=jnp.bfloat16):

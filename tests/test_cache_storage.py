@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grids import pairwise, slow_after
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from storage_helpers import (
@@ -50,8 +51,13 @@ def test_a_cache_comes_back_and_goes_on_bit_for_bit(tmp_path, kind):
     assert_same_contents(append(loaded, *more), append(cache, *more))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
-@pytest.mark.parametrize("kind", [MIXED, "kv4", "turbo4", "paged"], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    slow_after(
+        2, pairwise(kind=[MIXED, "kv4", "turbo4", "paged"], dtype=[jnp.float32, jnp.float16])
+    ),
+    ids=str,
+)
 def test_other_dtypes_come_back(tmp_path, kind, dtype):
     cache = filled(kind, dtype=dtype)
     save_cache(tmp_path / "cache", cache)

@@ -1,4 +1,4 @@
-"""`fireq.matmul`: against float64 sums over codes that the oracle quantizes itself.
+"""The contract of `fireq.matmul`: float64 sums over codes that the oracle quantizes itself.
 
 The reference is exact up to float32 sums: the oracle says by how much those may be off.
 """
@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grids import pairwise, slow_after
+from implementations import ON_CPU, interpreted
 from kernel_helpers import lower_for_cuda
 from oracles import int4 as oracle
 
@@ -44,8 +46,12 @@ class Call:
     values: np.ndarray
     output_scale: np.ndarray | float
 
-    def __call__(self, x=None, **options):
-        return tj.fireq.matmul(self.x if x is None else x, self.weight, **self.options, **options)
+    def __call__(self, x=None, implementation=None, **options):
+        x, options = self.x if x is None else x, {**self.options, **options}
+        if implementation != "triton":
+            return tj.fireq.matmul(x, self.weight, implementation=implementation, **options)
+        with interpreted(implementation):
+            return tj.fireq.matmul(x, self.weight, implementation=implementation, **options)
 
     def oracle(self):
         """The result in float64 and what it may be off by, the result's own rounding included."""
@@ -94,14 +100,16 @@ def assert_near(got, want, allowed):
     assert (np.abs(wide(got) - want) <= allowed)[finite].all()
 
 
-def assert_as_the_oracle(call):
-    got, (want, allowed) = call(), call.oracle()
+def assert_as_the_oracle(call, implementation="xla"):
+    got, (want, allowed) = call(implementation=implementation), call.oracle()
     assert (got.dtype, got.shape) == (call.x.dtype, want.shape)
     assert np.isfinite(want).all()
     assert_near(got, want, allowed)
 
 
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(
+    "rows", slow_after(5, sorted(ROWS, key=lambda rows: rows not in (1, 16, 65, 257, 4095)))
+)
 def test_rows(rows):
     """Every number of tokens, with 200 inputs (no multiple of 128) and 72 outputs (none of 64)."""
     scale_dtype = SCALE_DTYPES[rows % 2]
@@ -109,21 +117,45 @@ def test_rows(rows):
     assert_as_the_oracle(make(rows, 200, 72, scale_dtype, jnp.bfloat16, epilogue))
 
 
+# Tokens, inputs and outputs: one of each, around the tiles of kernels, and several tiles.
+SIZES = [
+    (5, 300, 70),
+    (1, 128, 64),
+    (17, 130, 1),
+    (70, 520, 200),
+    (3, 7, 130),
+    (5, 1, 1),
+    (5, 127, 63),
+    (5, 129, 65),
+    (5, 1000, 10),
+    (300, 256, 65),
+]
+SIZE_GRID = [
+    (*case, EPILOGUES[i % 6], DTYPES[i % 3])
+    for i, case in enumerate(pairwise(size=SIZES, implementation=ON_CPU, scale_dtype=SCALE_DTYPES))
+]
+
+
 @pytest.mark.parametrize(
-    ("inputs", "outputs"), [(1, 1), (128, 64), (127, 63), (129, 65), (1000, 10)]
+    ("size", "implementation", "scale_dtype", "epilogue", "dtype"), slow_after(6, SIZE_GRID)
 )
-@pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
-def test_sizes(inputs, outputs, scale_dtype):
-    epilogue = EPILOGUES[4] if (inputs % 2 == 0) == (scale_dtype == "e4m3") else {}
-    assert_as_the_oracle(make(5, inputs, outputs, scale_dtype, epilogue=epilogue))
+def test_sizes(size, implementation, scale_dtype, epilogue, dtype):
+    """Epilogues and dtypes rotate through them."""
+    assert_as_the_oracle(make(*size, scale_dtype, dtype, epilogue), implementation)
 
 
-@pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
-@pytest.mark.parametrize("number", range(len(EPILOGUES)))
-def test_epilogues(number, scale_dtype):
+@pytest.mark.parametrize(
+    ("number", "implementation", "scale_dtype"),
+    slow_after(
+        9,
+        pairwise(number=range(len(EPILOGUES)), implementation=ON_CPU, scale_dtype=SCALE_DTYPES),
+    ),
+)
+def test_epilogues(number, implementation, scale_dtype):
     """Dtypes rotate through them."""
     dtype = DTYPES[(number + (scale_dtype == "e4m3")) % 3]
-    assert_as_the_oracle(make(9, 200, 40, scale_dtype, dtype, EPILOGUES[number]))
+    call = make(9, 200, 40, scale_dtype, dtype, EPILOGUES[number])
+    assert_as_the_oracle(call, implementation)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +177,7 @@ def test_the_oracle_is_close_to_the_product_itself():
     assert 0.10 < np.linalg.norm(got - want) / np.linalg.norm(want) < 0.14
 
 
-@pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
+@pytest.mark.parametrize("scale_dtype", slow_after(1, SCALE_DTYPES))
 def test_zero_groups_and_tokens(scale_dtype):
     """Zero weights, zero tokens: ordinary input, exact zeros, and the bias alone."""
     w = normal((40, 384), 1).at[3].set(0).at[:, 128:256].set(0)
@@ -243,7 +275,7 @@ def test_quantized_tokens_and_leading_axes():
     assert one.shape == (40,)
 
 
-@pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
+@pytest.mark.parametrize("scale_dtype", slow_after(1, SCALE_DTYPES))
 def test_transforms(scale_dtype):
     """jit, vmap over tokens and over weights, scan over layers: the same values, twice the same."""
     calls = [make(6, 200, 200, scale_dtype)]
@@ -272,8 +304,10 @@ def test_transforms(scale_dtype):
     np.testing.assert_array_equal(layers[1], tj.fireq.matmul(first, weights[1]))
 
 
-@pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
-@pytest.mark.parametrize("epilogue", [{}, EPILOGUES[4]], ids=["plain", "gated"])
+@pytest.mark.parametrize(
+    ("epilogue", "scale_dtype"),
+    slow_after(1, [(e, s) for e in (EPILOGUES[4], {}) for s in SCALE_DTYPES]),
+)
 def test_the_reference_lowers_for_a_gpu_as_bfloat16(scale_dtype, epilogue):
     """The operands are exact in it, and a GPU multiplies float32 slowly."""
     call = make(16, 256, 128, scale_dtype, jnp.bfloat16, epilogue)

@@ -1,4 +1,4 @@
-"""`fireq.decode` and `fireq.prefill` in plain JAX against a float64 oracle of their numerics."""
+"""The contract of `fireq.decode` and `fireq.prefill`: a float64 oracle of their numerics; NaN."""
 
 import dataclasses
 import functools
@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+from grids import pairwise, slow_after
+from implementations import ON_CPU, interpreted
 
 import turbojax as tj
 from turbojax.cache import kv4
@@ -116,11 +118,39 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_equals_the_oracle(name):
+# The kernel rounds weights to bfloat16, to the nearest.
+WEIGHT_UNIT = {"xla": 0.0, "triton": 2.0**-8}
+
+
+def run(implementation):
+    """`decode` with the implementation, interpreted if it is a kernel."""
+
+    def call(*arguments, **options):
+        with interpreted(implementation):
+            return decode(*arguments, implementation=implementation, **options)
+
+    return call
+
+
+def matches(implementation, query, cache, **options):
+    unit = WEIGHT_UNIT[implementation]
+    assert_matches_oracle(query, cache, unit, run(implementation), **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation"), slow_after(4, pairwise(name=list(SHAPES), implementation=ON_CPU))
+)
+def test_equals_the_oracle(name, implementation):
     lengths, kv_heads, dim, heads, count = SHAPES[name]
     query = normal(3, (len(lengths), count, heads, dim))
-    assert_matches_oracle(query, filled(kv_heads, dim, lengths))
+    matches(implementation, query, filled(kv_heads, dim, lengths))
+
+
+@pytest.mark.parametrize("count", slow_after(1, [4, 1]))
+def test_edges(implementation, count):
+    """Nothing, one token, exactly one tile, one more, the allocation, many query heads."""
+    cache = filled(1, 16, (0, 1, 64, 65, 128))
+    matches(implementation, normal(10, (5, count, 16, 16)), cache)
 
 
 OPTIONS = {
@@ -143,18 +173,21 @@ def options_of(name):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_options(name):
+def test_options(implementation, name):
     query, cache, options = options_of(name)
-    assert_matches_oracle(query, cache, **options)
+    matches(implementation, query, cache, **options)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "f16"])
-def test_half_precision(dtype):
-    assert_matches_oracle(normal(5, (2, 2, 4, 64), dtype), filled(2, 64, (90, 20), dtype))
+@pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    slow_after(2, pairwise(implementation=ON_CPU, dtype=[jnp.bfloat16, jnp.float16])[::-1]),
+)
+def test_half_precision(implementation, dtype):
+    matches(implementation, normal(5, (2, 2, 4, 64), dtype), filled(2, 64, (90, 20), dtype))
 
 
-def test_an_empty_cache():
-    out, lse = decode(
+def test_an_empty_cache(implementation):
+    out, lse = run(implementation)(
         normal(6, (2, 1, 4, 16)),
         kv4.init_cache(2, 9, 2, 16, dtype=jnp.float32),
         return_residual=True,
@@ -195,8 +228,8 @@ def check_nan(call):
     assert rows[1, 2, 3]
 
 
-def test_what_is_not_finite_reaches_what_attends_to_it():
-    check_nan(decode)
+def test_what_is_not_finite_reaches_what_attends_to_it(implementation):
+    check_nan(run(implementation))
 
 
 def check_beyond_the_length(call):
@@ -217,22 +250,25 @@ def check_beyond_the_length(call):
         np.testing.assert_array_equal(got, want)
 
 
-def test_what_stands_beyond_the_length_is_not_seen():
-    check_beyond_the_length(decode)
+def test_what_stands_beyond_the_length_is_not_seen(implementation):
+    check_beyond_the_length(run(implementation))
 
 
-def test_transforms():
+def test_transforms(implementation):
     """Eager and jitted, vmap over layers, scan: the same numbers; twice the same bits."""
     caches = [filled(2, 16, lengths, room=8) for lengths in ((20, 4), (20, 9))]
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *caches)
+    stacked = jax.tree.map(lambda *x: np.stack(x), *caches)
     query = normal(9, (2, 2, 1, 4, 16))
-    want = [decode(q, c) for q, c in zip(query, caches, strict=True)]
-    np.testing.assert_array_equal(decode(query[0], caches[0]), want[0])
-    np.testing.assert_array_equal(api.decode(query[0], caches[0]), want[0])
-    want = jnp.stack(want)
-    np.testing.assert_allclose(jax.vmap(api.decode)(query, stacked), want, atol=1e-6)
-    _, scanned = jax.lax.scan(lambda c, x: (c, api.decode(*x)), None, (query, stacked))
-    np.testing.assert_allclose(scanned, want, atol=1e-6)
+    call, one = run(implementation), functools.partial(api.decode, implementation=implementation)
+    want = [np.asarray(call(q, c)) for q, c in zip(query, caches, strict=True)]
+    np.testing.assert_array_equal(call(query[0], caches[0]), want[0])
+    with interpreted(implementation):
+        np.testing.assert_array_equal(one(query[0], caches[0]), want[0])
+        mapped = jax.jit(jax.vmap(one))(query, stacked)
+        scan = jax.jit(lambda *xs: jax.lax.scan(lambda c, x: (c, one(*x)), None, xs)[1])
+        scanned = scan(query, stacked)
+    np.testing.assert_allclose(mapped, np.stack(want), atol=1e-6)
+    np.testing.assert_allclose(scanned, np.stack(want), atol=1e-6)
 
 
 def test_memory_does_not_grow_with_the_dequantized_cache():

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from grids import pairwise, slow_after
 from kernel_helpers import lower_for_cuda
 
 import turbojax as tj
@@ -37,26 +38,24 @@ def lower(query, cache, *, visibility=None, logits_soft_cap=None, launch=None):
     return lower_for_cuda(run, query, cache, lengths)
 
 
-@pytest.mark.parametrize("softmax", ["exact", tj.SAS(), tj.SAS(base="2")], ids=str)
-@pytest.mark.parametrize(("key_bits", "value_bits"), [(4, 4), (2, 2), (4, 2), (2, 4)])
-def test_it_lowers_for_every_width_and_softmax(softmax, key_bits, value_bits):
-    config = tj.TurboConfig(key_bits=key_bits, value_bits=value_bits, softmax=softmax)
-    cache = abstract_cache(config)
-    text = lower(abstract_query(cache), cache)
-    assert "mosaic_gpu" in text
+LOWERED = pairwise(
+    queries=[(4, 1), (16, 8), (5, 1), (1, 1), (16, 1), (4, 8)],
+    bits=[(4, 2), (2, 2), (4, 4), (2, 4)],
+    head_dim=[128, 64, 256],
+    softmax=[tj.SAS(), "exact", tj.SAS(base="2")],
+    dtype=[jnp.bfloat16, jnp.float16, jnp.float32],
+)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_it_lowers_for_every_head_dim_and_dtype(head_dim, dtype):
-    cache = abstract_cache(head_dim=head_dim)
-    assert "mosaic_gpu" in lower(abstract_query(cache, dtype=dtype), cache)
-
-
-@pytest.mark.parametrize(("group", "tokens"), [(1, 1), (4, 1), (5, 1), (16, 1), (4, 8), (16, 8)])
-def test_it_lowers_for_every_number_of_queries(group, tokens):
-    cache = abstract_cache()
-    assert "mosaic_gpu" in lower(abstract_query(cache, group=group, tokens=tokens), cache)
+@pytest.mark.parametrize(
+    ("queries", "bits", "head_dim", "softmax", "dtype"), slow_after(3, LOWERED)
+)
+def test_it_lowers(queries, bits, head_dim, softmax, dtype):
+    """Every width, softmax, head dim, dtype and number of queries, each with each other."""
+    config = tj.TurboConfig(key_bits=bits[0], value_bits=bits[1], softmax=softmax)
+    cache = abstract_cache(config, head_dim=head_dim)
+    query = abstract_query(cache, group=queries[0], tokens=queries[1], dtype=dtype)
+    assert "mosaic_gpu" in lower(query, cache)
 
 
 def test_it_lowers_with_window_cap_mixed_widths_and_long_blocks():
@@ -73,7 +72,9 @@ def test_it_lowers_with_window_cap_mixed_widths_and_long_blocks():
     assert "mosaic_gpu" in text
 
 
-@pytest.mark.parametrize(("splits", "cluster"), [(1, 1), (3, 1), (3, 3), (8, 4), (8, 8)])
+@pytest.mark.parametrize(
+    ("splits", "cluster"), slow_after(2, [(3, 1), (8, 8), (1, 1), (3, 3), (8, 4)])
+)
 def test_only_clusters_apart_need_a_second_kernel(splits, cluster):
     cache = abstract_cache()
     launch = mosaic_decode.Launch(splits, warpgroups=2, stages=3, cluster=cluster)

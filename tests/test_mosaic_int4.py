@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grids import slow_after
 from int4_helpers import random_tokens, wide
 from kernel_helpers import lower_for_cuda
 from oracles import int4 as oracle
@@ -167,7 +168,13 @@ LOWERED = [
 ]
 
 
-@pytest.mark.parametrize("case", LOWERED, ids=str)
+# One of each of the two kernels, gated or not, in the fast tier.
+FIRST = [LOWERED[i] for i in (1, 9, 22)]
+
+
+@pytest.mark.parametrize(
+    "case", [*FIRST, *(pytest.param(c, marks=pytest.mark.slow) for c in LOWERED if c not in FIRST)]
+)
 def test_lowers_for_cuda(case):
     """What lowers also fits into shared memory: the lowering counts it."""
     *shape, scales, activation, words = case
@@ -192,7 +199,7 @@ def test_every_number_of_tokens_lowers():
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("count", [1, 3, 7, 8, 64])
+@pytest.mark.parametrize("count", slow_after(1, [7, 1, 3, 8, 64]))
 def test_lowers_under_vmap(count):
     """Rows of the tokens' scales are copied from strides that copies can have."""
     tokens, weight = specification(count, 200, 300)
@@ -202,7 +209,9 @@ def test_lowers_under_vmap(count):
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("precision", [None, "default", "high", jax.lax.Precision.HIGHEST])
+@pytest.mark.parametrize(
+    "precision", slow_after(2, [None, "high", "default", jax.lax.Precision.HIGHEST])
+)
 def test_precision_reaches_the_kernel(precision):
     """Weights are expanded only for sums that stay in the matrix unit."""
     tokens, weight = specification(2048, 64, 128)

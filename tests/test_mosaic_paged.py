@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from grids import pairwise, slow_after
 from kernel_helpers import lower_for_cuda
 from oracles import warp
 
@@ -81,23 +82,24 @@ def hopper(monkeypatch):
     monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
-def test_it_lowers_for_every_page(kind, head_dim, page_size):
-    assert "mosaic_gpu" in lower(kind, head_dim=head_dim, page_size=page_size)
+LOWERED = pairwise(
+    queries=[(8, 1), (8, 5), (2, 1), (6, 1), (32, 4)],
+    page_size=[64, 16, 32, 128],
+    kind=KINDS,
+    head_dim=[128, 64, 256],
+    dtype=[jnp.bfloat16, jnp.float16, jnp.float32],
+    options=[{}, {"window": (300, 0), "logits_soft_cap": 30.0}],
+)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("heads", "tokens"), [(2, 1), (6, 1), (8, 1), (8, 5), (32, 4)])
-def test_it_lowers_for_every_number_of_queries(kind, heads, tokens):
-    text = lower(kind, heads=heads, tokens=tokens, window=(300, 0), logits_soft_cap=30.0)
-    assert "mosaic_gpu" in text
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=str)
-def test_it_lowers_for_every_dtype(dtype):
-    assert "mosaic_gpu" in lower("fp8_e4m3", dtype=dtype)
+@pytest.mark.parametrize(
+    ("queries", "page_size", "kind", "head_dim", "dtype", "options"), slow_after(3, LOWERED)
+)
+def test_it_lowers(queries, page_size, kind, head_dim, dtype, options):
+    """Every page, head dim, dtype and number of queries, each with each other."""
+    heads, tokens = queries
+    options = {**options, "page_size": page_size, "head_dim": head_dim, "dtype": dtype}
+    assert "mosaic_gpu" in lower(kind, heads=heads, tokens=tokens, **options)
 
 
 @pytest.mark.parametrize(("max_pages", "is_split"), [(16, False), (17, True)])
@@ -275,8 +277,13 @@ def compare(lane, s, blocks, query, length, query_length, key_scale=None):
     np.testing.assert_allclose(out / totals[:, None], want[seen], rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("head_dim", "block"), [(64, 64), (128, 64), (128, 32), (256, 32)])
+@pytest.mark.parametrize(
+    ("kind", "head_dim", "block"),
+    slow_after(
+        3,
+        [(kind, *shape) for shape in ((128, 64), (64, 64), (128, 32), (256, 32)) for kind in KINDS],
+    ),
+)
 def test_a_warp_attends_as_the_definition_says(lanes, kind, head_dim, block):
     rng = np.random.default_rng(head_dim + block)
     s = settings(kind, block=block)
@@ -285,8 +292,10 @@ def test_a_warp_attends_as_the_definition_says(lanes, kind, head_dim, block):
     compare(lanes, s, blocks, query, 3 * block - 5, 1, None if s.has_norms else 0.5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [1e-39, 1e-30, 1e-6, 1e6, 1e30, 3e38])
+@pytest.mark.parametrize(
+    ("size", "kind"),
+    slow_after(6, [(s, k) for s in (1e-39, 3e38, 1e-30, 1e-6, 1e6, 1e30) for k in KINDS]),
+)
 def test_queries_of_any_size_are_finite(lanes, kind, size):
     rng = np.random.default_rng(5)
     s = settings(kind, scale=1e-3 / max(size, 1e-3))
@@ -335,8 +344,10 @@ def test_values_are_weighted_as_the_weights_say(lanes, kind):
     np.testing.assert_allclose(out, want, rtol=0, atol=error)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    slow_after(1, pairwise(dtype=[ml_dtypes.bfloat16, np.float16, np.float32], kind=KINDS)),
+)
 def test_queries_of_every_dtype_are_loaded(lanes, kind, dtype):
     rng = np.random.default_rng(0)
     blocks = [random_block(rng, kind, 64, 128)]

@@ -1,4 +1,4 @@
-"""`paged_attention` in plain JAX against a float64 oracle over the pages' content."""
+"""The contract of `paged_attention`: a float64 oracle over the pages' content; NaN; transforms."""
 
 import functools
 
@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grids import pairwise, slow_after
+from implementations import ON_CPU, interpreted
 from paged_helpers import (
     KV_DTYPES,
     OPTIONS,
@@ -19,6 +21,7 @@ from paged_helpers import (
     check_neighbours_and_places,
     equal,
     filled,
+    kernel_units,
     normal,
     options_of,
 )
@@ -28,76 +31,129 @@ from turbojax.cache import paged
 from turbojax.ops.paged_attention import paged_attention
 
 
-@pytest.mark.parametrize(("name", "kv_dtype"), alternating(SHAPES, count=2))
-def test_equals_the_oracle(name, kv_dtype):
+def run(implementation):
+    """`paged_attention` with the implementation, interpreted if it is a kernel."""
+
+    def call(*arguments, **options):
+        with interpreted(implementation):
+            return attend(*arguments, implementation=implementation, **options)
+
+    return call
+
+
+def matches(implementation, query, cache, *arguments, **options):
+    if implementation == "triton":
+        options["units"] = kernel_units(cache)
+    assert_matches_oracle(query, cache, *arguments, call=run(implementation), **options)
+
+
+# Each shape with each implementation; shapes and what is stored meet once or twice.
+SHAPE_GRID = [("xla", *case) for case in alternating(SHAPES, count=2)]
+SHAPE_GRID = [*SHAPE_GRID[::5], *(x for i, x in enumerate(SHAPE_GRID) if i % 5)]
+KERNEL_GRID = [("triton", *case) for case in alternating(SHAPES, 3)]
+KERNEL_GRID = [*KERNEL_GRID[::3], *(x for i, x in enumerate(KERNEL_GRID) if i % 3)]
+
+
+@pytest.mark.parametrize(
+    ("implementation", "name", "kv_dtype"),
+    [*slow_after(3, SHAPE_GRID), *slow_after(3, KERNEL_GRID)],
+)
+def test_equals_the_oracle(implementation, name, kv_dtype):
     lengths, kv_heads, dim, heads, count = SHAPES[name]
     cache, tables = filled(kv_dtype, lengths, kv_heads, dim)
     query = normal(3, (len(lengths), count, heads, dim))
-    assert_matches_oracle(query, cache, tables, lengths)
+    matches(implementation, query, cache, tables, lengths)
 
 
 @pytest.mark.parametrize(("name", "kv_dtype"), alternating(OPTIONS))
-def test_options(name, kv_dtype):
+def test_options(implementation, name, kv_dtype):
     arguments, options = options_of(name, kv_dtype)
-    assert_matches_oracle(*arguments, **options)
+    matches(implementation, *arguments, **options)
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_half_precision(kv_dtype):
-    dtype = jnp.float16 if kv_dtype in ("auto", "fp8_e5m2") else jnp.bfloat16
+@pytest.mark.parametrize(
+    ("implementation", "kv_dtype"),
+    slow_after(
+        2, sorted(pairwise(implementation=ON_CPU, kv_dtype=KV_DTYPES), key=lambda x: x[1])[::-1]
+    ),
+)
+def test_half_precision(implementation, kv_dtype):
+    halves = {"auto": {"xla": jnp.float16, "triton": jnp.bfloat16}[implementation]}
+    dtype = {**halves, "fp8_e5m2": jnp.float16}.get(kv_dtype, jnp.bfloat16)
     lengths = (90, 20)
     cache, tables = filled(kv_dtype, lengths, 2, 64, dtype=dtype)
-    assert_matches_oracle(normal(5, (2, 2, 4, 64), dtype), cache, tables, lengths)
+    matches(implementation, normal(5, (2, 2, 4, 64), dtype), cache, tables, lengths)
 
 
-@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "turbo4"])
-def test_page_sizes_do_not_matter(kv_dtype):
+@pytest.mark.parametrize("kv_dtype", slow_after(1, ["turbo4", "fp8_e4m3"]))
+def test_page_sizes_do_not_matter(implementation, kv_dtype):
+    """Tiles of several pages, of one, and of a part of one; a table that ends within a tile."""
     lengths, query = (300, 17), normal(6, (2, 2, 4, 32))
     want = None
-    for page_size in (16, 64, 128):
+    for page_size in (16, 32, 128):
         cache, tables = filled(kv_dtype, lengths, page_size=page_size)
-        got = attend(query, cache, tables, np.asarray(lengths, np.int32), return_residual=True)
+        got = run(implementation)(
+            query, cache, tables, np.asarray(lengths, np.int32), return_residual=True
+        )
         want = got if want is None else want
         equal(got, want)
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_neighbours_and_places_do_not_matter(kv_dtype):
-    check_neighbours_and_places(attend, kv_dtype)
+@pytest.mark.parametrize(
+    ("kv_dtype", "implementation"),
+    slow_after(
+        2, pairwise(kv_dtype=["turbo4", "auto", "fp8_e4m3", "fp8_e5m2"], implementation=ON_CPU)
+    ),
+)
+def test_neighbours_and_places_do_not_matter(implementation, kv_dtype):
+    check_neighbours_and_places(run(implementation), kv_dtype)
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("kv_dtype", slow_after(1, KV_DTYPES[::-1]))
 def test_chunks_do_not_matter(kv_dtype):
     dtype = jnp.float32 if kv_dtype in ("auto", "turbo4") else jnp.bfloat16
     check_chunks(attend, kv_dtype, dtype)
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_what_is_not_finite_reaches_what_attends_to_it(kv_dtype):
-    check_nan(attend, kv_dtype)
+def test_what_is_not_finite_reaches_what_attends_to_it(implementation, kv_dtype):
+    check_nan(run(implementation), kv_dtype)
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_what_is_out_of_range_is_nan_under_jit(kv_dtype):
+@pytest.mark.parametrize(
+    ("implementation", "kv_dtype"),
+    slow_after(2, [(name, kind) for kind in KV_DTYPES[::-1] for name in ON_CPU]),
+)
+def test_what_is_out_of_range_is_nan_under_jit(implementation, kv_dtype):
     """For that sequence, padding included; the others' bits stay."""
     lengths = np.asarray((40, 33, 20, 0, 48), np.int32)
     cache, tables = filled(kv_dtype, tuple(lengths.tolist()))
     query, real = normal(8, (5, 2, 4, 32)), jnp.asarray((2, 1, 2, 2, 2), jnp.int32)
-    want = attend(query, cache, tables, lengths, query_seq_lengths=real, return_residual=True)
+    tables = np.asarray(tables)
+    call = functools.partial(
+        run(implementation), query, cache, query_seq_lengths=real, return_residual=True
+    )
+    want = call(tables, lengths)
     assert not any(np.isnan(x).any() for x in want)
 
     def bad(tables, lengths, *broken):
-        got = attend(query, cache, tables, lengths, query_seq_lengths=real, return_residual=True)
+        got = call(tables, lengths)
         sound = np.setdiff1d(np.arange(5), broken)
-        equal([x[sound] for x in got], [x[sound] for x in want])
+        equal([np.asarray(x)[sound] for x in got], [np.asarray(x)[sound] for x in want])
         for x in got:
             assert np.isnan(np.asarray(x)[list(broken)]).all()
 
-    bad(tables.at[1, 2].set(-1), lengths, 1)
-    bad(tables.at[0, 0].set(cache.num_pages).at[1, 1].set(2**31 - 1), lengths, 0, 1)
+    def changed(*places):
+        other = tables.copy()
+        for place, value in places:
+            other[place] = value
+        return other
+
+    bad(changed(((1, 2), -1)), lengths, 1)
+    bad(changed(((0, 0), cache.num_pages), ((1, 1), 2**31 - 1)), lengths, 0, 1)
     bad(tables, np.asarray((49, 33, -1, 0, 2**31 - 1), np.int32), 0, 2, 4)
     # What no token needs may be anything.
-    bad(tables.at[2, 2].set(2**30).at[3].set(-5), lengths)
+    bad(changed(((2, 2), 2**30), (3, -5)), lengths)
 
 
 def test_64_bits_are_taken_where_they_fit():
@@ -123,7 +179,7 @@ def test_queries_past_their_number_under_jit_act_as_the_nearest():
     )
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "turbo4"])
+@pytest.mark.parametrize("kv_dtype", slow_after(1, ["turbo4", "auto"]))
 def test_transforms(kv_dtype):
     """Eager and jitted the same bits; vmap and scan the same numbers."""
     caches = [filled(kv_dtype, (20, 4), seed=seed) for seed in (0, 1)]
@@ -141,7 +197,7 @@ def test_transforms(kv_dtype):
     np.testing.assert_allclose(scanned, want, atol=1e-6)
 
 
-@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "turbo4"])
+@pytest.mark.parametrize("kv_dtype", slow_after(1, ["turbo4", "fp8_e4m3"]))
 def test_append_and_attend_with_a_donated_pool(kv_dtype):
     check_donated(attend, kv_dtype)
 

@@ -9,6 +9,7 @@ import numpy as np
 import oracles.paged as oracle
 import pytest
 from cache_helpers import assert_same_bits
+from grids import pairwise, slow_after
 
 from turbojax import polar
 from turbojax.cache import paged
@@ -68,8 +69,10 @@ def assert_close(got, want, kind):
 # What is stored ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    slow_after(5, pairwise(dtype=[jnp.float32, jnp.bfloat16, jnp.float16], kind=KINDS)),
+)
 def test_tokens_come_back_as_the_codec_makes_them(kind, dtype):
     """Ragged, in two calls, over pages out of order; what is past a length reads as zero."""
     scales = {"key_scale": 0.3, "value_scale": 2.0} if kind.startswith("fp8") else {}
@@ -208,8 +211,10 @@ def test_how_tokens_are_split_into_calls_does_not_matter(kind, jitted):
     assert_same_bits(alone, at_once)
 
 
-@pytest.mark.parametrize("size", paged.PAGE_SIZES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("size", "kind"),
+    slow_after(2, [(s, k) for s in paged.PAGE_SIZES[::-1] for k in KINDS[::-1]]),
+)
 def test_pages_and_their_size_do_not_change_bits(kind, size):
     key, value = random_tokens(130, 7, batch=1)
     count = -(-130 // size)

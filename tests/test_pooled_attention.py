@@ -1,4 +1,4 @@
-"""`pooled_attention` forward: against the float64 oracle, and what its definition implies.
+"""The contract of `pooled_attention` forward: the float64 oracle, and what its definition implies.
 
 Float32 results may be as far from the oracle as twice what dense float32 arithmetic is, plus a few
 units in the last place. In half precision the pooled keys and values are rounded once, of which
@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grids import pairwise, slow_after
+from implementations import interpreted, kernel_is_slow
 from pooled_helpers import (
     CASES,
     LEVELS,
@@ -33,21 +35,23 @@ from turbojax.ops.pooled_attention.static import Static
 BLOCKS = {"block_q": 32, "block_kv": 32}
 
 
-@functools.partial(jax.jit, static_argnums=4)
-def _attend(q, k, v, levels, static, lengths):
-    return tj.pooled_attention(q, k, v, levels, return_residual=True, **dict(static), **lengths)
+@functools.partial(jax.jit, static_argnums=(4, 6))
+def _attend(q, k, v, levels, static, lengths, implementation):
+    options = {"return_residual": True, "implementation": implementation}
+    return tj.pooled_attention(q, k, v, levels, **options, **dict(static), **lengths)
 
 
-def attend(case, q, k, v, levels):
+def attend(case, q, k, v, levels, implementation="xla"):
     """Output and residual."""
     static, lengths = api_options(case)
-    return _attend(q, k, v, levels, static, lengths)
+    with interpreted(implementation):
+        return _attend(q, k, v, levels, static, lengths, implementation)
 
 
-def check(name, dtype):
+def check(name, dtype, implementation="xla"):
     case = CASES[name]
     arrays = operands(case, dtype)[:4]
-    out, residual = attend(case, *arrays)
+    out, residual = attend(case, *arrays, implementation)
     assert (out.shape, out.dtype) == (arrays[0].shape, dtype)
     assert (residual.shape, residual.dtype) == (out.shape[:3], jnp.float32)
     want = oracle(*arrays, **options(case))
@@ -57,15 +61,50 @@ def check(name, dtype):
     return blind
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_equals_the_oracle(name):
+# What the others are more of: a level alone and mixed, tails, causality, lengths, other blocks.
+FAST = (
+    "level 0",
+    "level 8, causal, ragged",
+    "mixture",
+    "mixture, causal",
+    "tail of seven tokens",
+    "queries' lengths",
+    "both lengths, causal",
+    "negative scale",
+    "odd blocks",
+)
+
+
+GRID = [("xla", name) for name in sorted(CASES, key=lambda name: name not in FAST)]
+# The kernels' gradients and outputs are compared together elsewhere, in more of the cases.
+KERNEL_GRID = (
+    "negative scale",
+    "causal, larger query blocks",
+    "blocks of 128",
+    "shorter than a block",
+)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "name"),
+    [*slow_after(len(FAST), GRID), *slow_after(1, [("triton", name) for name in KERNEL_GRID])],
+)
+def test_equals_the_oracle(implementation, name):
     """Every level alone and mixed; tails, causality, groups, lengths, blocks of other sizes."""
-    blind = check(name, jnp.float32)
+    blind = check(name, jnp.float32, implementation)
     assert blind.all() == (name == "level 0")
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("name", ["mixture", "both lengths, causal", "tail of seven tokens"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    slow_after(
+        2,
+        pairwise(
+            name=["mixture", "both lengths, causal", "tail of seven tokens"],
+            dtype=[jnp.bfloat16, jnp.float16],
+        ),
+    ),
+)
 def test_half_precision(name, dtype):
     check(name, dtype)
 
@@ -110,7 +149,7 @@ def test_level_1_everywhere_is_dense_attention(is_causal):
     assert (np.asarray(got)[~real] == 0).all()
 
 
-@pytest.mark.parametrize("size", [96, 91, 89])
+@pytest.mark.parametrize("size", slow_after(1, [91, 96, 89]))
 def test_pooling_equal_tokens_changes_nothing(size):
     """Tokens that are alike by eights: each level then is dense attention, and so is any mixture.
 
@@ -120,7 +159,7 @@ def test_pooling_equal_tokens_changes_nothing(size):
     q, k, v, levels, *_ = operands(case)
     k, v = (jnp.repeat(x[:, ::8], 8, axis=1)[:, :size] for x in (k, v))
     lengths = {"key_value_seq_lengths": jnp.asarray([size, 43], jnp.int32)}
-    call = functools.partial(tj.pooled_attention, q, k, v, return_residual=True, **BLOCKS)
+    call = jax.jit(functools.partial(tj.pooled_attention, q, k, v, return_residual=True, **BLOCKS))
     want = call(jnp.ones_like(levels), **lengths)
     mixture = jnp.asarray(random_levels(np.random.default_rng(1), levels.shape, (0, *[0.25] * 4)))
     for chosen in (*(jnp.full_like(levels, r) for r in LEVELS), mixture):
@@ -178,15 +217,30 @@ def test_a_bad_value_reaches_those_who_see_it_and_nobody_else(name, of):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "wrong"), [(jnp.int8, 3), (jnp.int8, -1), (jnp.int32, 257), (jnp.uint8, 255)]
+    ("implementation", "dtype", "wrong"),
+    slow_after(
+        5,
+        [
+            ("triton", jnp.int8, 3),
+            ("xla", jnp.int8, 3),
+            ("xla", jnp.int8, -1),
+            ("xla", jnp.int32, 257),
+            ("xla", jnp.uint8, 255),
+            ("triton", jnp.int8, -1),
+            ("triton", jnp.int32, 257),
+            ("triton", jnp.uint8, 255),
+        ],
+    ),
 )
-def test_under_jit_a_wrong_level_makes_its_queries_nan(dtype, wrong):
+def test_under_jit_a_wrong_level_makes_its_queries_nan(implementation, dtype, wrong):
     """And no others: not those of another block, head or sequence."""
     case = CASES["queries' lengths"]
     q, k, v, levels, *_ = operands(case)
-    levels = levels.astype(dtype)
-    want = attend(case, q, k, v, levels)
-    got = attend(case, q, k, v, levels.at[1, 0, 1, 2].set(wrong))
+    levels = np.asarray(levels).astype(dtype)
+    want = attend(case, q, k, v, levels, implementation)
+    spoiled = levels.copy()
+    spoiled[1, 0, 1, 2] = wrong
+    got = attend(case, q, k, v, spoiled, implementation)
     first, end = case.block_q, min(2 * case.block_q, case.query_lengths[1])
     assert end < 2 * case.block_q  # so that there is padding in the block, which stays what it is
     for x, y in zip(got, want, strict=True):
@@ -196,34 +250,39 @@ def test_under_jit_a_wrong_level_makes_its_queries_nan(dtype, wrong):
         np.testing.assert_array_equal(x, y)
 
 
-def test_two_runs_have_equal_bits():
+@kernel_is_slow
+def test_two_runs_have_equal_bits(implementation):
     case = CASES["both lengths, causal"]
     arrays = operands(case)[:4]
-    first, second = (attend(case, *arrays) for _ in range(2))
+    first, second = (attend(case, *arrays, implementation) for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
-def test_jit_and_vmap():
-    """Over everything at once, and over the levels alone."""
+@kernel_is_slow
+def test_transforms(implementation):
+    """vmap over everything at once, and over the levels alone; scan; eager equals jit."""
     case = Case(40, 70, heads=2, batch=6, is_causal=True)
     q, k, v, levels, *_ = operands(case)
-    lengths = jnp.asarray([70, 11, 0, 3, 69, 32], jnp.int32)
+    lengths = np.asarray([70, 11, 0, 3, 69, 32], np.int32)
+    options = {"is_causal": True, "implementation": implementation, **BLOCKS}
 
     def call(q, k, v, levels, lengths):
-        return tj.pooled_attention(
-            q, k, v, levels, is_causal=True, key_value_seq_lengths=lengths, **BLOCKS
-        )
+        return tj.pooled_attention(q, k, v, levels, key_value_seq_lengths=lengths, **options)
 
-    want = call(q, k, v, levels, lengths)
-    arrays = (q, k, v, levels, lengths)
-    np.testing.assert_allclose(jax.jit(call)(*arrays), want, atol=1e-6)
+    arrays = tuple(np.asarray(x) for x in (q, k, v, levels, lengths))
     parts = [x.reshape(3, 2, *x.shape[1:]) for x in arrays]
-    got = jax.jit(jax.vmap(call))(*parts)
+    with interpreted(implementation):
+        want = np.asarray(call(*map(jnp.asarray, arrays)))
+        np.testing.assert_allclose(jax.jit(call)(*arrays), want, atol=1e-6)
+        got = np.asarray(jax.jit(jax.vmap(call))(*parts))
+        scan = jax.jit(lambda *xs: jax.lax.scan(lambda c, x: (c, call(*x)), None, xs)[1])
+        scanned = np.asarray(scan(*parts))
+        over_levels = jax.jit(jax.vmap(call, in_axes=(None, None, None, 0, None)))
+        by_levels = over_levels(q[:2], k[:2], v[:2], parts[3], lengths[:2])
+        again = jax.jit(call)(q[:2], k[:2], v[:2], arrays[3][4:], lengths[:2])
     np.testing.assert_allclose(got.reshape(want.shape), want, atol=1e-6)
-    by_levels = jax.vmap(call, in_axes=(None, None, None, 0, None))
-    got = by_levels(q[:2], k[:2], v[:2], parts[3], lengths[:2])
-    again = call(q[:2], k[:2], v[:2], levels[4:], lengths[:2])
-    np.testing.assert_allclose(got[2], again, atol=1e-6)
+    np.testing.assert_allclose(scanned, got, atol=1e-6)
+    np.testing.assert_allclose(by_levels[2], again, atol=1e-6)
 
 
 def test_other_levels_need_no_compilation():
@@ -264,8 +323,9 @@ def test_memory_grows_with_tokens_not_with_their_square():
     assert large < 8192 * 8192 * 4 / 4
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("size", [24, 29])
+@pytest.mark.parametrize(
+    ("size", "level"), slow_after(4, [(size, level) for size in (29, 24) for level in LEVELS])
+)
 def test_pool_and_spread(size, level):
     """Means of the tokens that are there, and the adjoint: <pool(x), d> = <x, spread(d)>."""
     rng = np.random.default_rng(2)

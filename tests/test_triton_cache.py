@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cache_helpers import assert_same_bits
+from grids import pairwise, slow_after
 from kernel_helpers import lower_for_cuda
 
 import turbojax as tj
@@ -104,7 +105,9 @@ def assert_appends_the_same(cache, key, value, lengths=None):
 # Bits --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", slow_after(2, ["mixed", "3 bits", "4 bits", "2 bits", "4/3 and 2"])
+)
 def test_a_prompt_and_then_tokens(name):
     """Ragged, through full buffers; blocks that are not stored keep what stood there."""
     case = CASES[name]
@@ -136,7 +139,7 @@ def test_a_prompt_and_then_tokens(name):
     assert cache.num_blocks[1] > 62 // config.block_kv
 
 
-@pytest.mark.parametrize("name", ["4 bits", "mixed"])
+@pytest.mark.parametrize("name", slow_after(1, ["4 bits", "mixed"]))
 def test_an_empty_cache_fixes_its_scales_by_the_first_tokens(name):
     """Which are zero at first; heads are ranked on the first full buffer."""
     case = CASES[name]
@@ -186,7 +189,7 @@ def test_numbers_at_the_ends_of_the_range():
     assert_appends_the_same(new(case), *(x * factor for x in small))
 
 
-@pytest.mark.parametrize("bits", [(4, 3), (2, 4)], ids=str)
+@pytest.mark.parametrize("bits", slow_after(1, [[4, 3], [2, 4]]), ids=str)
 def test_every_range_of_a_channel(bits):
     """Stage 2 for each smallest and largest stage-1 code, exactly as plain JAX has it."""
     low, high = (x.ravel() for x in np.meshgrid(np.arange(-119, 120), np.arange(-119, 120)))
@@ -343,9 +346,25 @@ def test_arrays_whose_offsets_overflow_are_refused():
 # Lowering ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("channels", [8, 96, 128, 256])
-@pytest.mark.parametrize("widths", [(4, 0), (3, 0), (2, 0), (4, 1)], ids=str)
-def test_kernels_lower_for_a_gpu(widths, channels):
+KERNELS = {
+    "compress with operands": (300, functools.partial(triton._store_prompt, with_operands=True)),
+    "compress": (300, functools.partial(triton._store_prompt, with_operands=False)),
+    "append": (1, triton._append),
+}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "widths", "channels"),
+    slow_after(
+        3,
+        pairwise(
+            kernel=list(KERNELS),
+            widths=[(4, 1), (4, 0), (3, 0), (2, 0)],
+            channels=[128, 8, 96, 256],
+        ),
+    ),
+)
+def test_kernels_lower_for_a_gpu(kernel, widths, channels):
     bits, low = widths
     config = tj.TurboConfig(
         key_bits=bits,
@@ -355,13 +374,9 @@ def test_kernels_lower_for_a_gpu(widths, channels):
         buffer_size=128,
     )
     cache = jax.eval_shape(lambda: tj.init_cache(2, 1024, 4, channels, config=config))
+    count, function = KERNELS[kernel]
+    tokens = jax.ShapeDtypeStruct((2, count, 4, channels), jnp.bfloat16)
     lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
-
-    def shape(count):
-        return jax.ShapeDtypeStruct((2, count, 4, channels), jnp.bfloat16)
-
-    for with_operands in (True, False):
-        run = functools.partial(triton._store_prompt, with_operands=with_operands, interpret=False)
-        assert "turbojax_compress" in lower_for_cuda(run, cache, shape(300), shape(300), lengths)
-    run = functools.partial(triton._append, interpret=False)
-    assert "turbojax_append" in lower_for_cuda(run, cache, shape(1), shape(1), lengths)
+    run = functools.partial(function, interpret=False)
+    text = lower_for_cuda(run, cache, tokens, tokens, lengths)
+    assert f"turbojax_{kernel.split()[0]}" in text

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cache_helpers import assert_same_bits
+from grids import pairwise, slow_after
 from kernel_helpers import lower_for_cuda
 from paged_append_helpers import (
     PAGES,
@@ -39,14 +40,17 @@ same = functools.partial(assert_stores_the_same, run=run)
 
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "page_size"),
-    [
-        (16, jnp.bfloat16, 16),
-        (32, jnp.float32, 32),
-        (64, jnp.float16, 16),
-        (128, jnp.bfloat16, 64),
-        (128, jnp.float32, 16),
-        (256, jnp.bfloat16, 128),
-    ],
+    slow_after(
+        2,
+        [
+            (32, jnp.float32, 32),
+            (128, jnp.bfloat16, 64),
+            (16, jnp.bfloat16, 16),
+            (64, jnp.float16, 16),
+            (128, jnp.float32, 16),
+            (256, jnp.bfloat16, 128),
+        ],
+    ),
 )
 def test_ragged_tokens(head_dim, dtype, page_size):
     """Over the ends of pages; then one token each, of which a sequence gets none."""
@@ -58,8 +62,9 @@ def test_ragged_tokens(head_dim, dtype, page_size):
     same(cache, *tokens(1, head_dim, dtype, seed=1), TABLES, before + count, **given)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [16, 128])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), slow_after(2, pairwise(dtype=DTYPES, head_dim=[16, 128]))
+)
 def test_strange_vectors(head_dim, dtype):
     key, value = strange(head_dim, dtype)
     cache = same(new(head_dim, dtype), key, value, TABLES, integers(0, 0, 0))
@@ -80,7 +85,7 @@ def stored_norms(cache, count):
 LAUNCHES = [(1, 1, jnp.float32), (8, 1, jnp.float16), (16, 2, jnp.bfloat16), (64, 8, jnp.float32)]
 
 
-@pytest.mark.parametrize(("rows", "pieces", "dtype"), LAUNCHES)
+@pytest.mark.parametrize(("rows", "pieces", "dtype"), slow_after(1, LAUNCHES))
 def test_how_vectors_are_cut_does_not_matter(rows, pieces, dtype):
     cache, lengths = new(128, dtype), integers(5, 14, 0)
     x = tokens(7, 128, dtype, seed=rows)
@@ -238,17 +243,23 @@ def test_arrays_whose_offsets_overflow_are_refused():
 # Lowering ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("head_dim", "page_size"), [(16, 16), (64, 32), (128, 64), (256, 128)])
-def test_lowers_for_a_gpu(head_dim, page_size, dtype):
-    for batch, count in ((64, 1), (4, 100), (4, 4096)):
-        cache = jax.eval_shape(
-            functools.partial(paged.init_paged_cache, 99, page_size, 8, head_dim, dtype=dtype)
-        )
-        x = jax.ShapeDtypeStruct((batch, count, 8, head_dim), dtype)
-        lengths = jax.ShapeDtypeStruct((batch,), jnp.int32)
-        tables = jax.ShapeDtypeStruct((batch, 70), jnp.int32)
-        call = functools.partial(paged_triton._append, interpret=False)
-        text = lower_for_cuda(call, cache, x, x, tables, lengths, lengths)
-        assert text.count(kernel.NAME) >= 1
-        assert "output_operand_alias" in text
+LOWERED = pairwise(
+    page=[(128, 64), (16, 16), (64, 32), (256, 128)],
+    dtype=DTYPES,
+    count=[(64, 1), (4, 100), (4, 4096)],
+)
+
+
+@pytest.mark.parametrize(("page", "dtype", "count"), slow_after(2, LOWERED))
+def test_lowers_for_a_gpu(page, dtype, count):
+    (head_dim, page_size), (batch, count) = page, count
+    cache = jax.eval_shape(
+        functools.partial(paged.init_paged_cache, 99, page_size, 8, head_dim, dtype=dtype)
+    )
+    x = jax.ShapeDtypeStruct((batch, count, 8, head_dim), dtype)
+    lengths = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    tables = jax.ShapeDtypeStruct((batch, 70), jnp.int32)
+    call = functools.partial(paged_triton._append, interpret=False)
+    text = lower_for_cuda(call, cache, x, x, tables, lengths, lengths)
+    assert text.count(kernel.NAME) >= 1
+    assert "output_operand_alias" in text

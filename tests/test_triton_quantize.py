@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cache_helpers import assert_same_bits
+from grids import pairwise, slow_after
 from kernel_helpers import lower_for_cuda
 
 import turbojax as tj
@@ -98,8 +99,12 @@ def run(arrays, config, **options):
 # Bits; the same tests run compiled on a GPU ------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "mode"),
+    slow_after(
+        3, sorted(pairwise(case=list(CASES), mode=MODES), key=lambda x: x[0] != "head dim 80")
+    ),
+)
 def test_bits(case, mode):
     arrays, config = tensors(case), config_of(case, mode)
     permuted = mode != "int8_fp8"
@@ -168,7 +173,8 @@ def test_the_kernels_permute_like_plain_jax():
 
 
 @pytest.mark.parametrize(
-    ("mode", "permuted"), [("int8", True), ("int8_fp8", True), ("fp8", True), ("fp8", False)]
+    ("mode", "permuted"),
+    slow_after(2, [("int8", True), ("fp8", True), ("int8_fp8", True), ("fp8", False)]),
 )
 def test_a_prompt_that_is_stored_gives_the_same_operands(mode, permuted):
     """From the pass that compresses, for blocks that the cache has no room for too."""
@@ -184,7 +190,7 @@ def test_a_prompt_that_is_stored_gives_the_same_operands(mode, permuted):
     assert_same(operands.Operands(*want[:2], *got), want)
 
 
-@pytest.mark.parametrize("mode", ["int8_fp8", "fp8"])
+@pytest.mark.parametrize("mode", slow_after(1, ["int8_fp8", "fp8"]))
 def test_prefill_shares_its_codes_with_the_cache(mode):
     """The same output as attention by itself, and the cache of plain JAX."""
     query, key, value, _, lengths = tensors("head dim 80")
@@ -245,8 +251,9 @@ def test_without_a_gpu_plain_jax_gives_the_same():
 # Lowering ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dim", [8, 80, 128, 256])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("dim", "mode"), slow_after(2, [(d, m) for d in (128, 8, 80, 256) for m in MODES])
+)
 def test_attention_lowers_with_its_quantization(monkeypatch, mode, dim):
     """The whole call as a GPU gets it."""
     monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
@@ -265,8 +272,7 @@ def test_attention_lowers_with_its_quantization(monkeypatch, mode, dim):
     assert ("turbojax_maxima" in text) == (mode != "int8")
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dim", [96, 128])
+@pytest.mark.parametrize(("dim", "mode"), slow_after(2, [(d, m) for d in (96, 128) for m in MODES]))
 def test_a_permuted_prompt_lowers(mode, dim):
     config = tj.TurboConfig(mode=mode)
     cache = jax.eval_shape(lambda: tj.init_cache(2, 1024, 4, dim, config=config))

@@ -1,4 +1,10 @@
-"""`turbo_attention` against the float64 oracle and exact attention."""
+"""The contract of `turbo_attention`, first part: the float64 oracle and exact attention.
+
+Every implementation that a CPU can run is held to it. `test_turbo_attention_properties.py` is the
+second part: what must not matter, bad values and transforms.
+"""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,18 +17,18 @@ from attention_helpers import (
     MODES,
     SAS_2,
     SAS_E,
+    TOKENS,
     assert_agrees,
     attend,
+    attend_standard,
     oracle_softmax,
+    standard,
     tensors,
 )
+from grids import pairwise, slow_after
+from implementations import ON_CPU, interpreted, kernel_is_slow
 
 import turbojax as tj
-
-
-@pytest.fixture(params=MODES)
-def mode(request):
-    return request.param
 
 
 def oracle_of(query, key, value, config, **options):
@@ -38,16 +44,52 @@ def oracle_of(query, key, value, config, **options):
     )
 
 
-def assert_matches_oracle(query, key, value, config, **options):
-    want = oracle_of(query, key, value, config, **options)
+def run(query, key, value, config, implementation, **options):
+    """Output and residual, as numpy arrays."""
     if options.get("key_value_seq_lengths") is not None:
-        options["key_value_seq_lengths"] = jnp.asarray(options["key_value_seq_lengths"], jnp.int32)
-    out, lse = attend(query, key, value, config=config, return_residual=True, **options)
+        lengths = np.asarray(options["key_value_seq_lengths"], np.int32)
+        options["key_value_seq_lengths"] = lengths
+    options |= {"implementation": implementation, "return_residual": True}
+    with interpreted(implementation):
+        return tuple(np.asarray(x) for x in attend(query, key, value, config=config, **options))
+
+
+def assert_matches_oracle(query, key, value, config, implementation, **options):
+    want = oracle_of(query, key, value, config, **options)
+    out, lse = run(query, key, value, config, implementation, **options)
     assert (out.dtype, out.shape) == (query.dtype, query.shape)
     assert_agrees(out, lse, want, value)
 
 
-# Every feature meets every mode once; shapes are awkward on purpose.
+LENGTHS = (150, 77, 0)
+
+
+@functools.cache
+def standard_oracle(mode, softmax):
+    """It takes as long as the op itself: both implementations are compared with one."""
+    config = tj.TurboConfig(mode=mode, softmax=softmax)
+    return oracle_of(*standard(), config, is_causal=True, key_value_seq_lengths=LENGTHS)
+
+
+# Every mode first, then what is left of all pairs.
+FIRST = [(m, SAS_E, "xla") for m in MODES] + [("int8", EXACT, "xla"), ("fp8", SAS_2, "xla")]
+FIRST += [("int8", SAS_E, "triton"), ("float", EXACT, "triton"), ("fp8", SAS_2, "triton")]
+EVERY = [(m, s, i) for m in MODES for s in (SAS_E, EXACT, SAS_2) for i in ON_CPU]
+
+
+@pytest.mark.parametrize(
+    ("mode", "softmax", "implementation"),
+    slow_after(len(FIRST), [*FIRST, *(case for case in EVERY if case not in FIRST)]),
+)
+def test_equals_the_oracle(implementation, mode, softmax):
+    """Ragged and causal, every mode with every softmax."""
+    q, k, v = standard()
+    out, lse = attend_standard(q, k, v, mode, implementation, LENGTHS, softmax)
+    assert (out.dtype, out.shape) == (q.dtype, q.shape)
+    assert_agrees(out, lse, standard_oracle(mode, softmax), v)
+
+
+# Options and awkward shapes, each on both implementations.
 CASES = {
     "one query": {"shape": (2, 1, 200, 4, 2, 64)},
     "one token": {"shape": (1, 1, 1, 2, 2, 64)},
@@ -66,46 +108,81 @@ CASES = {
     },
     "soft cap and scale": {"shape": (2, 70, 100, 2, 2, 256), "logits_soft_cap": 5.0, "scale": 0.2},
 }
-# Modes and softmaxes rotate through the cases, so that each pair meets one case or two.
 PAIRS = [(m, s) for s in (EXACT, SAS_E, SAS_2) for m in MODES]
 GRID = [
-    pytest.param(case, *pair, id="-".join(map(str, (case, *pair))))
+    (case, name, *PAIRS[(3 * i + 5 * j) % len(PAIRS)])
     for i, case in enumerate(CASES)
-    for pair in [PAIRS[(3 * i + 5 * j) % len(PAIRS)] for j in range(3)]
+    for j, name in enumerate(ON_CPU if i % 2 else ON_CPU[::-1])
+]
+# In the fast tier the ones of one query each and the options; the rest is more of them.
+FAST = {("one query", "triton"), ("window", "xla"), ("seven, causal", "xla")}
+FAST |= {("soft cap and scale", name) for name in ON_CPU}
+
+
+@pytest.mark.parametrize(
+    ("case", "implementation", "mode", "softmax"),
+    slow_after(len(FAST), sorted(GRID, key=lambda case: case[:2] not in FAST)),
+)
+def test_shapes_and_options_equal_the_oracle(case, implementation, mode, softmax):
+    options = dict(CASES[case])
+    q, k, v = tensors(sum(map(ord, case)), *options.pop("shape"))
+    config = tj.TurboConfig(mode=mode, softmax=softmax)
+    assert_matches_oracle(q, k, v, config, implementation, **options)
+
+
+BLOCKS = [
+    ("xla", "int8", SAS_E, 16, 32),
+    ("triton", "int8", SAS_E, 16, 32),
+    ("xla", "fp8", SAS_E, 16, 32),
+    ("xla", "int8_fp8", EXACT, 16, 32),
+    ("xla", "float", EXACT, 16, 32),
+    ("triton", "fp8", SAS_E, 128, 128),
+    ("triton", "int8_fp8", SAS_E, 8, 32),
+    ("triton", "float", SAS_E, 8, 16),
 ]
 
 
-def test_the_grid_meets_every_mode_and_softmax():
-    assert {param.values[1:] for param in GRID} == set(PAIRS)
+@pytest.mark.parametrize(
+    ("implementation", "mode", "softmax", "block_q", "block_kv"), slow_after(2, BLOCKS)
+)
+def test_other_block_sizes(implementation, mode, softmax, block_q, block_kv):
+    """Scales follow the blocks; a program's tile of queries may hold several, or part of one."""
+    q, k, v = tensors(1, 1, 150, 150, 2, 1, 64)
+    config = tj.TurboConfig(
+        mode=mode, softmax=softmax, block_q=block_q, block_kv=block_kv, buffer_size=block_kv
+    )
+    assert_matches_oracle(q, k, v, config, implementation, is_causal=True)
 
 
-@pytest.mark.parametrize(("case", "mode", "softmax"), GRID)
-def test_equals_the_oracle(case, mode, softmax):
-    options = dict(CASES[case])
-    q, k, v = tensors(sum(map(ord, case)), *options.pop("shape"))
-    assert_matches_oracle(q, k, v, tj.TurboConfig(mode=mode, softmax=softmax), **options)
-
-
-def test_other_block_sizes(mode):
-    """Blocks of 16 queries and 32 keys: scales follow the blocks, in every mode."""
-    q, k, v = tensors(1, 1, 50, 90, 2, 1, 64)
-    softmax = EXACT if mode in ("int8_fp8", "float") else SAS_E
-    config = tj.TurboConfig(mode=mode, softmax=softmax, block_q=16, block_kv=32, buffer_size=32)
-    assert_matches_oracle(q, k, v, config, is_causal=True)
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "f16"])
-@pytest.mark.parametrize("mode", ["int8", "float"])
-def test_half_precision_inputs(mode, dtype):
+@pytest.mark.parametrize(
+    ("implementation", "dtype", "mode"),
+    slow_after(
+        2,
+        pairwise(implementation=ON_CPU, dtype=[jnp.bfloat16, jnp.float16], mode=["int8", "float"]),
+    ),
+)
+def test_half_precision_inputs(implementation, dtype, mode):
     """Rounded once, at the end, to the query's dtype."""
     q, k, v = tensors(2, 1, 70, 130, 2, 1, 64, dtype)
-    assert_matches_oracle(q, k, v, tj.TurboConfig(mode=mode), is_causal=True)
+    config = tj.TurboConfig(mode=mode)
+    assert_matches_oracle(q, k, v, config, implementation, is_causal=True)
 
 
-def test_a_threshold_of_its_own():
+@pytest.mark.parametrize("scale", slow_after(1, [-0.2, 0.0]))
+def test_scales_that_are_not_positive(implementation, scale):
+    """A negative factor turns maxima around; zero makes all scores equal."""
+    q, k, v = tensors(3, 1, 20, 90, 2, 1, 64)
+    assert_matches_oracle(q, k, v, tj.TurboConfig(softmax=EXACT), implementation, scale=scale)
+
+
+@pytest.mark.parametrize(
+    ("threshold", "implementation"),
+    slow_after(2, pairwise(threshold=[-2.0, -12.0], implementation=ON_CPU)[::-1]),
+)
+def test_a_threshold_of_its_own(threshold, implementation):
     q, k, v = tensors(3, 1, 20, 130, 2, 2, 64)
-    for threshold in (-2.0, -12.0):
-        assert_matches_oracle(q, k, v, tj.TurboConfig(softmax=tj.SAS(threshold=threshold)))
+    config = tj.TurboConfig(softmax=tj.SAS(threshold=threshold))
+    assert_matches_oracle(q, k, v, config, implementation)
 
 
 # Against exact attention -------------------------------------------------------------------------
@@ -121,45 +198,62 @@ EXACT_CASES = {
 }
 
 
-@pytest.mark.parametrize("case", EXACT_CASES)
-def test_float_and_exact_is_attention(case):
-    """Mode float with the exact softmax equals jax.nn.dot_product_attention and float64."""
+@pytest.mark.parametrize(
+    ("case", "implementation"),
+    slow_after(3, pairwise(case=list(EXACT_CASES)[::-1], implementation=ON_CPU)),
+)
+def test_float_and_exact_is_attention(case, implementation):
+    """Mode float with the exact softmax equals attention in float64."""
     options = dict(EXACT_CASES[case])
     q, k, v = tensors(5, 2, 90, 130, 6, 2, 64)
-    lengths = options.pop("key_value_seq_lengths", None)
-    if lengths is not None:
-        options["key_value_seq_lengths"] = jnp.asarray(lengths, jnp.int32)
-    got = attend(q, k, v, config=FLOAT, **options)
-    with jax.default_matmul_precision("highest"):
-        theirs = jax.nn.dot_product_attention(q, k, v, **options)
-    np.testing.assert_allclose(got, theirs, atol=5e-6)
+    got, _ = run(q, k, v, FLOAT, implementation, **options)
     mask = oracles.visible(
         np.tile(np.arange(90), (2, 1)),
         np.arange(130),
         is_causal=options.get("is_causal", False),
         window=options.get("local_window_size"),
-        lengths=lengths or (130, 130),
+        lengths=options.get("key_value_seq_lengths", (130, 130)),
     )
     exact = oracles.plain_attention(q, k, v, scale=options.get("scale"), mask=mask)
     np.testing.assert_allclose(got, exact, atol=3e-6)
 
 
-def test_soft_cap_is_attention():
-    q, k, v = tensors(6, 2, 40, 130, 2, 2, 64)
-    got = attend(q * 4, k, v, config=FLOAT, logits_soft_cap=7.0)
-    np.testing.assert_allclose(
-        got, oracles.plain_attention(q * 4, k, v, logits_soft_cap=7.0), atol=1e-5
-    )
+@pytest.mark.parametrize(
+    "case", slow_after(1, ["causal window", *sorted(set(EXACT_CASES) - {"causal window"})])
+)
+def test_options_mean_what_they_mean_to_jax(case):
+    """Equal to `jax.nn.dot_product_attention`: the same conventions."""
+    options = dict(EXACT_CASES[case])
+    q, k, v = tensors(5, 2, 90, 130, 6, 2, 64)
+    got, _ = run(q, k, v, FLOAT, "xla", **options)
+    if "key_value_seq_lengths" in options:
+        lengths = jnp.asarray(options["key_value_seq_lengths"], jnp.int32)
+        options["key_value_seq_lengths"] = lengths
+    with jax.default_matmul_precision("highest"):
+        theirs = jax.nn.dot_product_attention(q, k, v, **options)
+    np.testing.assert_allclose(got, theirs, atol=5e-6)
+
+
+@kernel_is_slow
+def test_soft_cap_is_attention(implementation):
+    q, k, v = tensors(6, 2, 90, 130, 6, 2, 64)
+    q = np.asarray(q) * 4
+    got, _ = run(q, k, v, FLOAT, implementation, logits_soft_cap=7.0)
+    want = oracles.plain_attention(q, k, v, logits_soft_cap=7.0)
+    np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 def rounded(x, block):
     """What stage 1 keeps of x [B, T, N, H]."""
     codes, scales = oracles.quantize_blocks(np.asarray(x), block, "int8")
-    return jnp.asarray(codes * scales[..., None], jnp.float32)
+    return np.asarray(codes * scales[..., None], np.float32)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_int8_errs_by_its_quantizers_alone(is_causal):
+@pytest.mark.parametrize(
+    ("is_causal", "implementation"),
+    slow_after(2, [(True, "xla"), (False, "triton"), (False, "xla"), (True, "triton")]),
+)
+def test_int8_errs_by_its_quantizers_alone(is_causal, implementation):
     """Exact softmax, float32: int8 is float attention over the rounded operands, up to P.
 
     A weight is rounded by at most half of 1/119 of the largest of its row and block, so the
@@ -167,9 +261,9 @@ def test_int8_errs_by_its_quantizers_alone(is_causal):
     """
     q, k, v = tensors(7, 2, 130, 200, 4, 2, 64)
     config = tj.TurboConfig(softmax=EXACT)
-    int8 = np.asarray(attend(q, k, v, config=config, is_causal=is_causal), np.float64)
+    int8 = run(q, k, v, config, implementation, is_causal=is_causal)[0].astype(np.float64)
     operands = rounded(q, 64), rounded(k, 64), rounded(v, 64)
-    ideal = np.asarray(attend(*operands, config=FLOAT, is_causal=is_causal), np.float64)
+    ideal = run(*operands, FLOAT, implementation, is_causal=is_causal)[0].astype(np.float64)
     mask = oracles.visible(
         np.tile(np.arange(130), (2, 1)),
         np.arange(200),
@@ -204,9 +298,11 @@ def _rounding_of_weights(q, k, v, mask, block=64):
 
 
 @pytest.mark.parametrize(("mode", "limit"), [("int8", 0.02), ("int8_fp8", 0.05), ("fp8", 0.08)])
-def test_relative_error_of_each_mode(mode, limit):
+@kernel_is_slow
+def test_relative_error_of_each_mode(implementation, mode, limit):
     """Relative L1 error against exact attention: a guard against a silent loss of accuracy."""
-    q, k, v = tensors(8, 1, 128, 256, 2, 2, 128)
-    exact = oracles.plain_attention(q, k, v)
-    got = np.asarray(attend(q, k, v, config=tj.TurboConfig(mode=mode, softmax=EXACT)), np.float64)
+    q, k, v = standard()
+    causal = np.tril(np.ones((TOKENS, TOKENS), bool))
+    exact = oracles.plain_attention(q, k, v, mask=np.tile(causal, (len(q), 1, 1)))
+    got = attend_standard(q, k, v, mode, implementation, softmax=EXACT)[0].astype(np.float64)
     assert np.abs(got - exact).sum() / np.abs(exact).sum() < limit

@@ -16,6 +16,7 @@ import oracles
 import pytest
 from attention_helpers import EXACT, MODES, SAS_2, tensors
 from flax import nnx
+from grids import pairwise, slow_after
 
 import turbojax as tj
 
@@ -138,7 +139,10 @@ def worst(got, want):
     return np.abs(np.asarray(got, np.float64) - want).max()
 
 
-@pytest.mark.parametrize("name", CASES)
+FAST = ("one token", "grouped queries", "window", "soft cap", "both lengths", "everything")
+
+
+@pytest.mark.parametrize("name", slow_after(6, sorted(CASES, key=lambda name: name not in FAST)))
 def test_equals_the_oracle(name):
     """Causality, windows, caps, groups, lengths; cotangents of the output and of the residual."""
     options = CASES[name][1]
@@ -153,8 +157,12 @@ def test_equals_the_oracle(name):
         assert worst(z, y) <= 100 * EPS * max(size.max(), 1)  # no licence: it is close itself
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("name", ["causal, more keys", "everything"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    slow_after(
+        1, pairwise(name=["everything", "causal, more keys"], dtype=[jnp.bfloat16, jnp.float16])
+    ),
+)
 def test_half_precision(dtype, name):
     """Gradients come in the inputs' dtype, rounded once after float32 sums."""
     options = CASES[name][1]
@@ -204,7 +212,7 @@ def test_the_oracle_is_the_derivative():
     np.testing.assert_allclose((4 * fine - coarse) / 3, slope, rtol=1e-5)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", slow_after(2, MODES))
 def test_every_mode_and_softmax_has_the_same_gradient(mode):
     """Straight through: the bits of the gradient do not know how the output was rounded."""
     arrays, _ = operands("causal, more keys")
@@ -355,7 +363,7 @@ def test_forward_mode_is_refused():
             jax.jvp(lambda x, of=function: of(x, k, v), (q,), (q,))
 
 
-@pytest.mark.parametrize("by", [0, 1, 2])
+@pytest.mark.parametrize("by", slow_after(1, [0, 1, 2]))
 def test_prefill_is_not_differentiable(by):
     """By the query alone neither: only the cache would lose its gradient, silently."""
     q, k, v = tensors(38, 1, 16, 16, 2, 1, 16)
@@ -377,7 +385,11 @@ def temporary_bytes(tokens, **options):
     return jax.jit(jax.grad(of)).lower(x).compile().memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize("options", [{"is_causal": True}, {"local_window_size": 128}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"is_causal": True}, pytest.param({"local_window_size": 128}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_memory_grows_with_tokens_not_with_their_square(options):
     """Twice the tokens, at most about twice the temporaries; far below one array of T x S."""
     small, large = temporary_bytes(4096, **options), temporary_bytes(8192, **options)

@@ -1,0 +1,62 @@
+"""Grids of test cases that stay small: each pair of values meets, not each combination."""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+
+
+def pairwise(**axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Cases in which every two values of two axes occur together at least once.
+
+    The axes keep their order in each case, and the same axes always give the same cases. One axis
+    alone gives its values. About as many cases as the two longest axes have combinations.
+    """
+    for name, values in axes.items():
+        if not len(values):
+            raise ValueError(f"axis {name!r} must have at least one value")
+    sizes = [len(values) for values in axes.values()]
+    count = len(sizes)
+    if count < 2:
+        return [(value,) for values in axes.values() for value in values]
+    missing = {
+        (i, a, j, b)
+        for i, j in itertools.combinations(range(count), 2)
+        for a, b in itertools.product(range(sizes[i]), range(sizes[j]))
+    }
+    cases = []
+    while missing:
+        case: list[int | None] = [None] * count
+        # A pair that is still missing, then for each axis the value that meets the most others.
+        i, a, j, b = min(missing)
+        case[i], case[j] = a, b
+        for k in range(count):
+            if case[k] is None:
+                case[k] = max(
+                    range(sizes[k]),
+                    key=lambda value, k=k, case=case: (
+                        sum(_pair(k, value, m, case[m]) in missing for m in range(count)),
+                        -sum(chosen[k] == value for chosen in cases),
+                    ),
+                )
+        missing -= {(i, case[i], j, case[j]) for i, j in itertools.combinations(range(count), 2)}
+        cases.append(case)
+    values = list(axes.values())
+    return [tuple(values[k][chosen] for k, chosen in enumerate(case)) for case in cases]
+
+
+def _pair(i: int, a: int, j: int, b: int | None) -> tuple[int, int, int, int] | None:
+    """Two chosen values in the order in which pairs are kept; None if there is no pair."""
+    if i == j or b is None:
+        return None
+    return (i, a, j, b) if i < j else (j, b, i, a)
+
+
+def slow_after(fast: int, cases: Iterable[Any]) -> list[Any]:
+    """The same cases, those after the first `fast` marked as slow: more of what these show."""
+    marked = []
+    for index, case in enumerate(cases):
+        values = case if isinstance(case, tuple) else (case,)
+        marked.append(case if index < fast else pytest.param(*values, marks=pytest.mark.slow))
+    return marked

@@ -1,0 +1,44 @@
+"""The grids of the other tests."""
+
+import itertools
+
+import pytest
+from grids import pairwise, slow_after
+
+AXES = {"a": "xyz", "b": [1, 2, 3, 4], "c": [None, True], "d": [0.5, 1.5, 2.5]}
+
+
+def pairs(cases):
+    return {
+        (i, case[i], j, case[j]) for case in cases for i, j in itertools.combinations(range(4), 2)
+    }
+
+
+def test_every_pair_occurs():
+    assert pairs(pairwise(**AXES)) == pairs(itertools.product(*AXES.values()))
+
+
+def test_there_are_few_of_them():
+    """Of 72 combinations, 12 are needed for the two longest axes."""
+    assert 12 <= len(pairwise(**AXES)) <= 15
+    assert len(pairwise(a=range(5), b=range(4))) == 20
+    assert pairwise(a="xy") == [("x",), ("y",)]
+
+
+def test_they_are_the_same_each_time_and_none_twice():
+    cases = pairwise(**AXES)
+    assert cases == pairwise(**AXES)
+    assert len(set(cases)) == len(cases)
+
+
+def test_an_axis_without_values_is_refused():
+    with pytest.raises(ValueError, match="axis 'b' must"):
+        pairwise(a=[1, 2], b=[])
+
+
+def test_slow_after_marks_the_rest():
+    first, *rest = slow_after(1, [(1, 2), (3, 4), (5, 6)])
+    assert first == (1, 2)
+    assert [p.values for p in rest] == [(3, 4), (5, 6)]
+    assert all(m.name == "slow" for p in rest for m in p.marks)
+    assert slow_after(2, "abc")[2].values == ("c",)
