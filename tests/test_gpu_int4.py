@@ -120,14 +120,25 @@ def test_the_definition_equals_the_oracle(name):
     check("xla", name)
 
 
+# What sums lose of a result's norm. `oracles.int4.matrix_unit` says 4e-4 at most, of the cases here
+# whose sums stay in it longest; float32 loses less.
+SUMS = 1e-3
+
+
 def check(implementation, name, precision=None):
-    """Near the oracle, and twice the same bits."""
+    """Near the oracle, and twice the same bits.
+
+    The oracle rounded to the result's dtype says what rounding costs: typically 1.7e-3 of the norm
+    in bfloat16, up to 2**-8 where a few large results hold most of it. What sums lose does not
+    depend on that, so that squares add up.
+    """
     arrays, activation = operands(CASES[name]), CASES[name][2]
     got = run(implementation, *arrays, activation, precision)
     depth = summed_together(implementation, *arrays[:2], precision)
     want = assert_equals_oracle(got, *arrays, activation, depth)
-    # Rounding to bfloat16 alone makes 1.7e-3.
-    assert np.linalg.norm(wide(got) - want) <= 2.5e-3 * np.linalg.norm(want)
+    rounding = wide(jnp.asarray(want, jnp.float32).astype(got.dtype)) - want
+    allowed = np.hypot(np.linalg.norm(rounding), SUMS * np.linalg.norm(want))
+    assert np.linalg.norm(wide(got) - want) <= allowed
     again = run(implementation, *arrays, activation, precision)
     np.testing.assert_array_equal(wide(got), wide(again))
 
