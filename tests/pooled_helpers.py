@@ -6,10 +6,8 @@ says how far plain arithmetic is from the truth (`plain`, `plain_gradient`).
 """
 
 import dataclasses
-import functools
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""`benchmarks.device.sanitize`: every kernel has a case, and what the sanitizer says is read right."""
+"""`benchmarks.device.sanitize`: every kernel has a case, and what is printed is read right."""
 
 import json
 import re

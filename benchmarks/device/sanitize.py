@@ -135,7 +135,7 @@ def dry(pattern: str) -> None:
     for name, case in cases().items():
         if re.search(pattern, name) and case.needs is None:
             with (
-                mock.patch.object(_device, "gpu_compute_capability", lambda: 9.0),
+                mock.patch.object(_device, "gpu_compute_capability", return_value=9.0),
                 jax.sharding.use_abstract_mesh(mesh),
             ):
                 lower(name)
