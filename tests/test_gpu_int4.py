@@ -54,6 +54,7 @@ CASES = {
 }
 
 
+@functools.lru_cache(maxsize=4)
 def operands(case, dtype=jnp.bfloat16, seed=0):
     (count, out_size, in_size), scale_dtype, activation = case
     rng = np.random.default_rng(seed)
@@ -71,9 +72,14 @@ def run(implementation, tokens, weight, bias, residual, activation, precision=No
     if refusal is not None:
         assert needs_hopper() is not None, refusal
         pytest.skip(f"{implementation}: {refusal}")
+    call = compiled(implementation, activation, precision)
+    return call(tokens, weight, bias=bias, residual=residual)
+
+
+@functools.cache
+def compiled(implementation, activation, precision):
     options = {"activation": activation, "precision": precision}
-    call = functools.partial(matmul, implementation=implementation, **options)
-    return jax.jit(call)(tokens, weight, bias=bias, residual=residual)
+    return jax.jit(functools.partial(matmul, implementation=implementation, **options))
 
 
 def summed_together(implementation, tokens, weight, precision=None):
@@ -84,9 +90,9 @@ def summed_together(implementation, tokens, weight, precision=None):
     return weight.codes.shape[1] * 2 if stays else BLOCK
 
 
+@pytest.mark.parametrize("precision", [None, "highest"])
 @pytest.mark.parametrize("implementation", KERNELS)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("precision", [None, "highest"])
 def test_equals_the_oracle(implementation, name, precision):
     check(implementation, name, precision)
 

@@ -134,8 +134,13 @@ def test_page_sizes_do_not_matter(kv_dtype, kernel):
 
 
 def runs(kernel, kv_dtype, head_dim=128, dtype=jnp.bfloat16):
-    cache, tables = filled(kv_dtype, (40, 33), head_dim=head_dim, dtype=dtype)
-    return implementation(kernel, normal(1, (2, 1, 4, head_dim), dtype), cache, tables)
+    """`implementation` for pages of this kind, which are not made for it."""
+    pool = functools.partial(
+        paged.init_paged_cache, 8, 16, 2, head_dim, kv_dtype=kv_dtype, dtype=dtype
+    )
+    query = jax.ShapeDtypeStruct((2, 1, 4, head_dim), dtype)
+    tables = jax.ShapeDtypeStruct((2, 4), jnp.int32)
+    return implementation(kernel, query, jax.eval_shape(pool), tables)
 
 
 @pytest.mark.parametrize(("kv_dtype", "kernel"), PAIRS)
