@@ -43,8 +43,14 @@ test-slow: $(VENV)/.installed-test-all ## run the rest: slow tests, and equal bi
 
 test-all: test test-slow ## run every test that needs no GPU
 
-test-gpu: $(VENV)/.installed-test ## run the GPU tests; fails if there is no GPU
-	$(BIN)/python -m pytest -m gpu $(PYTEST)
+# Processes that share the GPU, each of which compiles on one core.
+GPU_JOBS ?= 16
+# XLA would try out products of the definitions that kernels are compared with, process by process.
+GPU_XLA_FLAGS := --xla_gpu_autotune_level=0
+
+test-gpu: $(VENV)/.installed-test ## run the GPU tests and record them; fails if there is no GPU
+	XLA_FLAGS="$(GPU_XLA_FLAGS) $(XLA_FLAGS)" $(BIN)/python -m pytest -m gpu \
+		-n $(GPU_JOBS) --dist worksteal -p benchmarks.gpu_tests $(PYTEST)
 
 lint: $(VENV)/.installed-dev ## ruff: report
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ import pytest
 from attention_helpers import EXACT, SAS_2, SAS_E
 
 import turbojax as tj
+from turbojax.cache.update import store_prompt
 
 MODES = ("int8", "int8_fp8", "fp8", "float")
 SOFTMAXES = {"exact": "exact", "sas": tj.SAS(), "sas-2": tj.SAS(base="2")}
@@ -47,20 +48,14 @@ def both(call, *args, kernel="triton", **options):
 RELATIVE = {"int8": 1e-4, "int8_fp8": 3e-4, "fp8": 5e-3, "float": 1e-3}
 
 
+@functools.lru_cache(maxsize=8)
 def filled(heads, head_dim, config, lengths, appended=3, dtype=jnp.bfloat16):
+    """A cache of prompts of these lengths and a few tokens each, with which nothing is attended."""
     batch, size = len(lengths), max(lengths)
     shape = (batch, size, heads, head_dim)
     cache = tj.init_cache(batch, size + appended, heads, head_dim, config=config, dtype=dtype)
-    store = jax.jit(tj.prefill, static_argnames=("implementation", "is_causal"))
-    query = jnp.zeros((batch, size, heads, head_dim), dtype)
-    lengths = jnp.asarray(lengths, jnp.int32)
-    _, cache = store(
-        query,
-        normal(1, shape, dtype),
-        normal(2, shape, dtype),
-        cache,
-        key_value_seq_lengths=lengths,
-    )
+    prompt = normal(1, shape, dtype), normal(2, shape, dtype)
+    cache = jax.jit(store_prompt)(cache, *prompt, jnp.asarray(lengths, jnp.int32))
     for t in range(appended):
         new = (batch, 1, heads, head_dim)
         cache = tj.append(cache, normal(3 + t, new, dtype), normal(30 + t, new, dtype))

@@ -13,6 +13,7 @@ TABLES = np.array([[7, 2, 9, -1], [0, 11, 3, 8], [4, 1, 5, 6]], np.int32)
 PAGES = 12
 
 
+@functools.cache
 def compiled(implementation):
     return jax.jit(functools.partial(paged.append, implementation=implementation))
 

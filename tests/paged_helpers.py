@@ -226,11 +226,12 @@ OPTIONS = {
 }
 
 
-def options_of(name, kv_dtype, dtype=jnp.float32):
+def options_of(name, kv_dtype, dtype=jnp.float32, head_dim=None):
     """A call's arguments and options; lengths differ from the queries' in all ways."""
+    head_dim = head_dim or (48 if kv_dtype == "turbo4" else 40)
     options = dict(OPTIONS[name])
     lengths = (1111, 70, 0, 2) if options.pop("long", False) else (150, 7, 0, 2)
-    cache, tables = filled(kv_dtype, lengths, 2, 48 if kv_dtype == "turbo4" else 40, dtype=dtype)
+    cache, tables = filled(kv_dtype, lengths, 2, head_dim, dtype=dtype)
     query = normal(4, (4, 3, 4, cache.head_dim), dtype)
     return (query, cache, tables, lengths), options
 

@@ -1,15 +1,13 @@
 """What the tests of pooled attention share: the float64 oracle, named cases, and their operands.
 
 The oracle lists every pooled key one by one and looks at all pairs at once. It shares no code with
-`turbojax`. Its gradient is jax's, in float64, of the same sum over all pairs (`dense`), which in
-float32 also says how far plain arithmetic is from the truth (`plain`, `plain_gradient`).
+`turbojax`. Its gradient is that of the same sum over all pairs (`Dense`), which in float32 also
+says how far plain arithmetic is from the truth (`plain`, `plain_gradient`).
 """
 
 import dataclasses
-import functools
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -171,12 +169,10 @@ def _groups(size, length):
 
 def _seen(levels, groups, tokens, length, *, block_q, block_kv, is_causal):
     """Which queries see which groups, bool [T, groups], from one head's levels [T_r, T_c]."""
-    seen = np.zeros((tokens, len(groups)), bool)
-    for q in range(min(tokens, length)):
-        for g, (level, first, end) in enumerate(groups):
-            chosen = levels[q // block_q, first // block_kv] == level
-            seen[q, g] = chosen and end > first and (not is_causal or end - 1 <= q)
-    return seen
+    level, first, end = np.array(groups).T
+    query = np.arange(tokens)[:, None]
+    seen = (levels[query // block_q, first // block_kv] == level) & (end > first) & (query < length)
+    return seen & (end - 1 <= query) if is_causal else seen
 
 
 def structure(q_shape, size, levels, *, block_q, block_kv, is_causal, query_lengths, key_lengths):
@@ -259,33 +255,65 @@ def _poison(out, residual, levels, block_q, query_lengths):
     return np.where(wrong[..., None], np.nan, out), np.where(wrong, np.nan, residual)
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "pooled_dtype"))
-def dense(query, key, value, averages, counts, seen, *, scale, pooled_dtype=None):
+class Dense:
     """The same from matrices: averages [B, groups, S], counts [B, groups], seen [B, N, T, groups].
 
-    In the precision of its operands, of float32 at least; `pooled_dtype` rounds the pooled keys and
-    values, which is what keeping them in the inputs' dtype does.
+    In the precision of `dtype`; `pooled_dtype` rounds the pooled keys and values, which is what
+    keeping them in the inputs' dtype does.
     """
-    dtype = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
-    einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
-    averages, counts = averages.astype(dtype), counts.astype(dtype)
-    group = query.shape[2] // key.shape[2]
 
-    def pool(x):
-        x = einsum("bgs,bskh->bgkh", averages, x.astype(dtype))
-        x = x if pooled_dtype is None else x.astype(pooled_dtype).astype(dtype)
-        return jnp.repeat(x, group, axis=2)
+    def __init__(
+        self, query, key, value, averages, counts, seen, *, scale, dtype, pooled_dtype=None
+    ):
+        self.scale, self.dtype, self.pooled_dtype = dtype(scale), dtype, pooled_dtype
+        self.averages = averages.astype(dtype)
+        self.group = query.shape[2] // key.shape[2]
+        self.query, self.key, self.value = (
+            np.swapaxes(np.asarray(query).astype(dtype), 1, 2),
+            self._pooled(key),
+            self._pooled(value),
+        )
+        scores = self.query @ self.key.mT * self.scale
+        scores = scores + np.log(np.maximum(counts, 1)).astype(dtype)[:, None, None]
+        some = seen.any(-1, keepdims=True)
+        shift = np.where(some, np.where(seen, scores, -np.inf).max(-1, keepdims=True), dtype(0))
+        weights = np.where(seen, np.exp(np.where(seen, scores - shift, dtype(0))), dtype(0))
+        total = np.where(some, weights.sum(-1, keepdims=True), dtype(1))
+        self.weights = weights / total
+        self.residual = np.where(some, np.log(total) + shift, dtype(-np.inf))[..., 0]
 
-    scores = einsum("btnh,bgnh->bntg", query.astype(dtype), pool(key)) * jnp.asarray(scale, dtype)
-    scores = scores + jnp.log(jnp.maximum(counts, 1))[:, None, None]
-    some = seen.any(-1, keepdims=True)
-    highest = jax.lax.stop_gradient(jnp.max(jnp.where(seen, scores, -jnp.inf), -1, keepdims=True))
-    shift = jnp.where(some, highest, 0)
-    weights = jnp.where(seen, jnp.exp(jnp.where(seen, scores - shift, 0)), 0)
-    total = jnp.where(some, weights.sum(-1, keepdims=True), 1)
-    out = einsum("bntg,bgnh->btnh", weights / total, pool(value))
-    residual = jnp.where(some, jnp.log(total) + shift, -jnp.inf)[..., 0]
-    return out, jnp.swapaxes(residual, 1, 2)
+    def _pooled(self, x):
+        """Of ``[B, S, K, H]`` every query head's groups, ``[B, N, groups, H]``."""
+        x = np.asarray(x).astype(self.dtype).swapaxes(1, 2)
+        x = self.averages[:, None] @ x
+        if self.pooled_dtype is not None:
+            x = x.astype(self.pooled_dtype).astype(self.dtype)
+        return np.repeat(x, self.group, axis=1)
+
+    def results(self):
+        """Output ``[B, T, N, H]`` and log-sum-exp ``[B, T, N]``."""
+        return np.swapaxes(self.weights @ self.value, 1, 2), np.swapaxes(self.residual, 1, 2)
+
+    def gradients(self, d_out, d_residual):
+        """Of query, key and value, for the cotangents of `results`."""
+        d_out = np.swapaxes(np.asarray(d_out).astype(self.dtype), 1, 2)
+        d_residual = np.swapaxes(np.asarray(d_residual).astype(self.dtype), 1, 2)[..., None]
+        d_weights = d_out @ self.value.mT
+        mean = (self.weights * d_weights).sum(-1, keepdims=True)
+        d_scores = self.weights * (d_weights - mean + d_residual) * self.scale
+        d_query = np.swapaxes(d_scores @ self.key, 1, 2)
+        return (
+            d_query,
+            self._spread(d_scores.mT @ self.query),
+            self._spread(self.weights.mT @ d_out),
+        )
+
+    def _spread(self, x):
+        """The transpose of `_pooled`."""
+        x = x.reshape(x.shape[0], -1, self.group, *x.shape[2:]).sum(2)
+        if self.pooled_dtype is not None:
+            x = x.astype(self.pooled_dtype).astype(self.dtype)
+        return np.swapaxes(self.averages.mT[:, None] @ x, 1, 2)
 
 
 def _dense_operands(query, key, value, levels, *, scale, **kwargs):
@@ -311,36 +339,29 @@ def _dense_operands(query, key, value, levels, *, scale, **kwargs):
 def plain(query, key, value, levels, *, scale, **kwargs):
     """Output and residual of dense float32 arithmetic, pooled keys in the inputs' dtype."""
     arrays = _dense_operands(query, key, value, levels, scale=scale, **kwargs)
-    return dense(*map(jnp.asarray, arrays), scale=scale, pooled_dtype=query.dtype)
+    return Dense(*arrays, scale=scale, dtype=np.float32, pooled_dtype=query.dtype).results()
 
 
 def oracle_gradient(query, key, value, levels, d_out, d_residual, *, scale, **kwargs):
-    """Gradients of query, key and value in float64, by autodiff of `dense`.
+    """Gradients of query, key and value in float64, of `Dense`.
 
     The pooled keys are not rounded. The cotangents of queries that see nothing are ignored.
     """
     arrays = _dense_operands(query, key, value, levels, scale=scale, **kwargs)
     some = arrays[5].any(-1).swapaxes(1, 2)
-    d_out, d_residual = f64(d_out), f64(d_residual)
-    cotangents = (np.where(some[..., None], d_out, 0), np.where(some, d_residual, 0))
-    q, k, v = (f64(x) for x in arrays[:3])
+    q, k, v, d_out, d_residual = (f64(x) for x in (*arrays[:3], d_out, d_residual))
     q = np.where(some.any(-1)[..., None, None], q, 0)
-    with jax.enable_x64(True):
-        call = functools.partial(dense, scale=scale)
-        rest = tuple(jnp.asarray(x) for x in arrays[3:])
-        _, pull = jax.vjp(lambda q, k, v: call(q, k, v, *rest), *map(jnp.asarray, (q, k, v)))
-        return tuple(np.asarray(x) for x in pull(tuple(map(jnp.asarray, cotangents))))
+    exact = Dense(q, k, v, *arrays[3:], scale=scale, dtype=np.float64)
+    return exact.gradients(np.where(some[..., None], d_out, 0), np.where(some, d_residual, 0))
 
 
 def plain_gradient(query, key, value, levels, d_out, d_residual, *, scale, **kwargs):
-    """jax's gradients of `plain`, float32 throughout but for the rounded pooled keys."""
-    arrays = [
-        jnp.asarray(x) for x in _dense_operands(query, key, value, levels, scale=scale, **kwargs)
-    ]
-    call = functools.partial(dense, scale=scale, pooled_dtype=query.dtype)
-    _, pull = jax.vjp(lambda q, k, v: call(q, k, v, *arrays[3:]), *arrays[:3])
+    """Gradients of `plain`, float32 throughout but for pooled keys, their gradients and results."""
+    arrays = _dense_operands(query, key, value, levels, scale=scale, **kwargs)
     some = arrays[5].any(-1).swapaxes(1, 2)
-    return pull((d_out.astype(jnp.float32), jnp.where(some, d_residual, 0)))
+    rounded = Dense(*arrays, scale=scale, dtype=np.float32, pooled_dtype=query.dtype)
+    gradients = rounded.gradients(d_out, np.where(some, d_residual, 0))
+    return tuple(x.astype(query.dtype) for x in gradients)
 
 
 def worst(got, want):

@@ -1,6 +1,6 @@
 """`int4_matmul` and `fp8_tokens` compiled, against the oracle and the definition in XLA.
 
-Each implementation runs what it takes; a test of what it refuses says so and is skipped.
+What an implementation refuses is tested on the CPU.
 """
 
 import dataclasses
@@ -21,6 +21,7 @@ from int4_helpers import (
 
 import turbojax as tj
 from pallas_kernels.triton import _e4m3
+from turbojax._device import needs_hopper
 from turbojax.ops.fp8_tokens import quantize_activation, rms_norm_quantize
 from turbojax.ops.int4_matmul.api import MATMUL, matmul
 from turbojax.quantizers import Fp8Tokens
@@ -53,6 +54,7 @@ CASES = {
 }
 
 
+@functools.lru_cache(maxsize=4)
 def operands(case, dtype=jnp.bfloat16, seed=0):
     (count, out_size, in_size), scale_dtype, activation = case
     rng = np.random.default_rng(seed)
@@ -62,16 +64,22 @@ def operands(case, dtype=jnp.bfloat16, seed=0):
 
 
 def run(implementation, tokens, weight, bias, residual, activation, precision=None):
-    """By name, or a skip with the refusal."""
+    """By name; where the GPU is no Hopper perhaps a skip with the refusal."""
     [found] = [x for x in MATMUL.implementations if x.name == implementation]
     options = {"activation": activation, "residual": residual}
     rows = stored_bias(bias, weight)
     refusal = found.unsupported(tokens=tokens, weight=weight, bias=rows, **options)
     if refusal is not None:
+        assert needs_hopper() is not None, refusal
         pytest.skip(f"{implementation}: {refusal}")
+    call = compiled(implementation, activation, precision)
+    return call(tokens, weight, bias=bias, residual=residual)
+
+
+@functools.cache
+def compiled(implementation, activation, precision):
     options = {"activation": activation, "precision": precision}
-    call = functools.partial(matmul, implementation=implementation, **options)
-    return jax.jit(call)(tokens, weight, bias=bias, residual=residual)
+    return jax.jit(functools.partial(matmul, implementation=implementation, **options))
 
 
 def summed_together(implementation, tokens, weight, precision=None):
@@ -82,9 +90,9 @@ def summed_together(implementation, tokens, weight, precision=None):
     return weight.codes.shape[1] * 2 if stays else BLOCK
 
 
+@pytest.mark.parametrize("precision", [None, "highest"])
 @pytest.mark.parametrize("implementation", KERNELS)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("precision", [None, "highest"])
 def test_equals_the_oracle(implementation, name, precision):
     check(implementation, name, precision)
 
@@ -120,20 +128,33 @@ def test_the_definition_equals_the_oracle(name):
     check("xla", name)
 
 
+# What sums lose of a result's norm. `oracles.int4.matrix_unit` says 4e-4 at most, of the cases here
+# whose sums stay in it longest; float32 loses less.
+SUMS = 1e-3
+
+
 def check(implementation, name, precision=None):
-    """Near the oracle, and twice the same bits."""
+    """Near the oracle, and twice the same bits.
+
+    The oracle rounded to the result's dtype says what rounding costs: typically 1.7e-3 of the norm
+    in bfloat16, up to 2**-8 where a few large results hold most of it. What sums lose does not
+    depend on that, so that squares add up.
+    """
     arrays, activation = operands(CASES[name]), CASES[name][2]
     got = run(implementation, *arrays, activation, precision)
     depth = summed_together(implementation, *arrays[:2], precision)
     want = assert_equals_oracle(got, *arrays, activation, depth)
-    # Rounding to bfloat16 alone makes 1.7e-3.
-    assert np.linalg.norm(wide(got) - want) <= 2.5e-3 * np.linalg.norm(want)
+    rounding = wide(jnp.asarray(want, jnp.float32).astype(got.dtype)) - want
+    allowed = np.hypot(np.linalg.norm(rounding), SUMS * np.linalg.norm(want))
+    assert np.linalg.norm(wide(got) - want) <= allowed
     again = run(implementation, *arrays, activation, precision)
     np.testing.assert_array_equal(wide(got), wide(again))
 
 
-@pytest.mark.parametrize("implementation", KERNELS)
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
+@pytest.mark.parametrize(
+    ("dtype", "implementation"),
+    [(jnp.float16, "triton"), (jnp.float16, "mosaic_gpu"), (jnp.float32, "triton")],
+)
 def test_dtypes(implementation, dtype):
     """Other results show what bfloat16 rounds away: what the sums are."""
     arrays = operands(((70, 320, 4096), "e4m3", None), dtype)

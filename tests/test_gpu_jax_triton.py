@@ -24,12 +24,10 @@ from gpu_helpers import EIGHT_BIT_MODES as MODES
 import turbojax as tj
 
 _MISSING = [name for name in ("jax_triton", "triton") if importlib.util.find_spec(name) is None]
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        bool(_MISSING), reason=f"not installed: {_MISSING}; pip install 'turbojax[triton]'"
-    ),
-]
+if _MISSING:
+    reason = f"not installed: {_MISSING}; pip install 'turbojax[triton]'"
+    pytest.skip(reason, allow_module_level=True)
+pytestmark = pytest.mark.gpu
 
 kernel = functools.partial(attend, implementation="jax_triton", return_residual=True)
 xla = functools.partial(attend, implementation="xla", return_residual=True)

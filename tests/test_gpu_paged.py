@@ -1,7 +1,6 @@
 """`paged_attention` compiled on a GPU: every implementation against the oracle and plain JAX."""
 
 import functools
-import os
 
 import jax
 import jax.numpy as jnp
@@ -26,18 +25,32 @@ from paged_helpers import (
     spoil,
 )
 
+from turbojax._device import needs_hopper
 from turbojax.cache import paged
 from turbojax.ops.turbo_attention.masking import Visibility
 
 pytestmark = pytest.mark.gpu
 
-KERNELS = ("mosaic_gpu", "triton")
-# The kernels that ran: at the end there must have been both.
-RAN = set()
+# What the kernel for Hopper takes; that it refuses the rest is tested on the CPU.
+HOPPER_KINDS, HOPPER_DIMS, HOPPER_ROWS = ("turbo4", "fp8_e4m3", "fp8_e5m2"), (64, 128, 256), 64
+PAIRS = [
+    *((kv_dtype, kernel) for kv_dtype in HOPPER_KINDS for kernel in ("mosaic_gpu", "triton")),
+    ("auto", "triton"),
+]
+
+
+def grid(shapes):
+    """Names, kinds of pages and kernels that take them; both kernels of a kind are neighbours."""
+    return [
+        (name, kv_dtype, kernel)
+        for name, (_, kv_heads, dim, heads, count, *_) in shapes.items()
+        for kv_dtype, kernel in PAIRS
+        if kernel == "triton" or (dim in HOPPER_DIMS and count * heads // kv_heads <= HOPPER_ROWS)
+    ]
 
 
 def implementation(kernel, query, cache, tables):
-    """A call of `kernel`, or a skip that says why it cannot run this."""
+    """A call of `kernel`; where the GPU is no Hopper perhaps a skip that says so."""
     from turbojax.ops.paged_attention import api
 
     [chosen] = [i for i in api.PAGED.implementations if i.name == kernel]
@@ -52,8 +65,8 @@ def implementation(kernel, query, cache, tables):
         logits_soft_cap=None,
     )
     if refusal is not None:
+        assert needs_hopper() is not None, refusal
         pytest.skip(f"{kernel}: {refusal}")
-    RAN.add((kernel, cache.kv_dtype, cache.head_dim))
     return functools.partial(attend, implementation=kernel)
 
 
@@ -63,9 +76,7 @@ def matches(kernel, query, cache, tables, lengths, **options):
     assert_matches_oracle(query, cache, tables, lengths, units=units, call=call, **options)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("name", "kv_dtype", "kernel"), grid(SHAPES))
 def test_equals_the_oracle(name, kv_dtype, kernel):
     lengths, kv_heads, dim, heads, count = SHAPES[name]
     for dtype in (jnp.bfloat16, jnp.float32):
@@ -74,11 +85,11 @@ def test_equals_the_oracle(name, kv_dtype, kernel):
         matches(kernel, query, cache, tables, lengths)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize(("kv_dtype", "kernel"), PAIRS)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name, kv_dtype, kernel):
-    arguments, options = options_of(name, kv_dtype, jnp.bfloat16)
+    head_dim = 64 if kernel == "mosaic_gpu" else None
+    arguments, options = options_of(name, kv_dtype, jnp.bfloat16, head_dim)
     matches(kernel, *arguments, **options)
 
 
@@ -94,9 +105,7 @@ LARGE = {
 }
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize(("name", "kv_dtype", "kernel"), grid(LARGE))
 def test_full_sizes(name, kv_dtype, kernel):
     """Twice the same bits, and plain JAX's numbers but for the rounding of weights and queries."""
     lengths, kv_heads, dim, heads, count, page_size = LARGE[name]
@@ -112,8 +121,7 @@ def test_full_sizes(name, kv_dtype, kernel):
     assert_near(got[1], want[1], jnp.float32, 1e-3 if kv_dtype == "turbo4" else 2e-5)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize(("kv_dtype", "kernel"), PAIRS)
 def test_page_sizes_do_not_matter(kv_dtype, kernel):
     lengths, query = (1300, 17), normal(6, (2, 2, 4, 128), jnp.bfloat16)
     want = None
@@ -126,18 +134,21 @@ def test_page_sizes_do_not_matter(kv_dtype, kernel):
 
 
 def runs(kernel, kv_dtype, head_dim=128, dtype=jnp.bfloat16):
-    cache, tables = filled(kv_dtype, (40, 33), head_dim=head_dim, dtype=dtype)
-    return implementation(kernel, normal(1, (2, 1, 4, head_dim), dtype), cache, tables)
+    """`implementation` for pages of this kind, which are not made for it."""
+    pool = functools.partial(
+        paged.init_paged_cache, 8, 16, 2, head_dim, kv_dtype=kv_dtype, dtype=dtype
+    )
+    query = jax.ShapeDtypeStruct((2, 1, 4, head_dim), dtype)
+    tables = jax.ShapeDtypeStruct((2, 4), jnp.int32)
+    return implementation(kernel, query, jax.eval_shape(pool), tables)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize(("kv_dtype", "kernel"), PAIRS)
 def test_neighbours_and_places_do_not_matter(kv_dtype, kernel):
     check_neighbours_and_places(runs(kernel, kv_dtype), kv_dtype, jnp.bfloat16, 128)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize(("kv_dtype", "kernel"), PAIRS)
 def test_a_merge_of_one_part_changes_no_bit(kv_dtype, kernel):
     """Of outputs; logarithms are taken by other instructions."""
     lengths, query = (500, 70), normal(6, (2, 2, 4, 128), jnp.bfloat16)
@@ -152,22 +163,19 @@ def test_a_merge_of_one_part_changes_no_bit(kv_dtype, kernel):
     np.testing.assert_allclose(lse, want_lse, rtol=1e-6)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize(("kv_dtype", "kernel"), PAIRS)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_chunks_do_not_matter(head_dim, kv_dtype, kernel):
     call = runs(kernel, kv_dtype, head_dim)
     check_chunks(call, kv_dtype, jnp.bfloat16, head_dim)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize(("kv_dtype", "kernel"), PAIRS)
 def test_what_is_not_finite_reaches_what_attends_to_it(kv_dtype, kernel):
     check_nan(runs(kernel, kv_dtype, 64, jnp.float32), kv_dtype, head_dim=64)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize(("kv_dtype", "kernel"), PAIRS)
 @pytest.mark.parametrize("width", [4, 200], ids=["one part", "several"])
 def test_padding_gives_0_beside_what_is_not_finite(width, kv_dtype, kernel):
     lengths = (60, 31, 31)
@@ -190,8 +198,7 @@ def test_padding_gives_0_beside_what_is_not_finite(width, kv_dtype, kernel):
     assert np.all(lse[1:] == -np.inf)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize(("kv_dtype", "kernel"), PAIRS)
 @pytest.mark.parametrize("size", [1e-39, 1e-30, 1e30])
 def test_queries_of_any_size_are_finite(size, kv_dtype, kernel):
     cache, tables = filled(kv_dtype, (40, 33), head_dim=128, dtype=jnp.bfloat16)
@@ -201,8 +208,7 @@ def test_queries_of_any_size_are_finite(size, kv_dtype, kernel):
     assert np.isfinite(np.asarray(out.astype(jnp.float32))).all()
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize(("kv_dtype", "kernel"), PAIRS)
 @pytest.mark.parametrize("width", [4, 200], ids=["one part", "several"])
 def test_several_pools_at_once(width, kv_dtype, kernel):
     """Mapped over pools, as layers may be."""
@@ -219,20 +225,17 @@ def test_several_pools_at_once(width, kv_dtype, kernel):
         assert_near(got[i], run(query[i], one, table, lengths), jnp.bfloat16, 2.0**-8)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize(("kv_dtype", "kernel"), PAIRS)
 def test_what_is_not_finite_in_16_bits(kv_dtype, kernel):
     check_nan(runs(kernel, kv_dtype, 128), kv_dtype, jnp.bfloat16, 128)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize(("kv_dtype", "kernel"), PAIRS)
 def test_append_and_attend_with_a_donated_pool(kv_dtype, kernel):
     check_donated(runs(kernel, kv_dtype, 128), kv_dtype, jnp.bfloat16, 128)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize(("kv_dtype", "kernel"), PAIRS)
 def test_what_is_out_of_range_is_nan_under_jit(kv_dtype, kernel):
     lengths = np.asarray((1100, 33), np.int32)
     cache, tables = filled(kv_dtype, (1100, 33), head_dim=128, dtype=jnp.bfloat16)
@@ -262,12 +265,8 @@ def test_the_gpu_chooses_a_kernel():
         assert "turbojax_paged" in text
 
 
-def test_both_kernels_ran():
-    """Last: a skip is not green."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        pytest.skip("every process ran a part of the tests; run them in one")
-    wanted = {("triton", kind, dim) for kind in KV_DTYPES for dim in (64, 128, 256)}
-    if jax.devices()[0].compute_capability == "9.0":
-        kinds = ("turbo4", "fp8_e4m3", "fp8_e5m2")
-        wanted |= {("mosaic_gpu", kind, dim) for kind in kinds for dim in (64, 128, 256)}
-    assert wanted <= RAN, f"did not run: {sorted(wanted - RAN)}"
+def test_the_grids_meet_every_kind_of_pages_and_head_dim():
+    wanted = {(kind, "triton", dim) for kind in KV_DTYPES for dim in HOPPER_DIMS}
+    wanted |= {(kind, "mosaic_gpu", dim) for kind in HOPPER_KINDS for dim in HOPPER_DIMS}
+    shapes = {**SHAPES, **LARGE}
+    assert wanted <= {(kind, kernel, shapes[name][2]) for name, kind, kernel in grid(shapes)}

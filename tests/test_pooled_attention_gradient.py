@@ -1,8 +1,8 @@
-"""Gradients of `pooled_attention`: against float64 autodiff of the sum over all pooled keys.
+"""Gradients of `pooled_attention`: against those of the sum over all pooled keys, in float64.
 
 That oracle is itself held to finite differences of the forward oracle, with which it shares no
-arithmetic. Float32 results may be as far from it as twice what jax's own gradient of dense float32
-attention is, plus a few units in the last place.
+arithmetic. Float32 results may be as far from it as twice what the same gradient in plain float32
+is, plus a few units in the last place.
 """
 
 import functools

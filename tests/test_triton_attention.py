@@ -69,6 +69,20 @@ def test_nan_reaches_exactly_what_it_reaches_in_the_reference(mode, softmax):
     assert not np.isnan(got[0]).all()
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "f16"])
+def test_infinite_values_stay_infinite_in_half_precision(dtype):
+    """A weight is two numbers there, of which the second may be 0 or negative."""
+    q, k, v = tensors(5, 1, 70, 70, 2, 1, 64, dtype)
+    v = v.at[0, 3, 0, 0].set(jnp.inf).at[0, 5, 0, 1].set(-jnp.inf).at[0, 6, 0, 2].set(jnp.nan)
+    config = tj.TurboConfig(mode="float", softmax=EXACT)
+    got, _ = run(q, k, v, config)
+    want, _ = attend(q, k, v, config=config, implementation="xla", return_residual=True)
+    got, want = (np.asarray(x.astype(jnp.float32)) for x in (got, want))
+    np.testing.assert_array_equal(got[..., :3], want[..., :3])
+    assert np.isposinf(got[..., 0]).all()
+    assert np.isfinite(got[..., 3:]).all()
+
+
 REFUSED = {
     "short blocks": ({"block_kv": 16, "buffer_size": 64}, 64, "block_kv=16 must be at least 32"),
     "odd blocks": ({"block_kv": 24, "buffer_size": 48}, 64, "block_kv=24 must be"),

@@ -151,7 +151,9 @@ def _second_product(
     # Two 16-bit numbers hold a weight to 16 bits and more.
     high = p.astype(v.dtype)
     low = (p - high.astype(jnp.float32)).astype(v.dtype)
-    return dot(high, v) + dot(low, v), 1.0
+    # An infinite value times a weight is infinite; times 0, or with the other sign, NaN.
+    rest = dot(low, v)
+    return dot(high, v) + jnp.where(jnp.abs(rest) < jnp.inf, rest, 0.0), 1.0
 
 
 def _scores(

@@ -1,0 +1,248 @@
+"""One small call of every kernel, for `benchmarks.device.sanitize`.
+
+Shapes are the smallest that reach every part of a kernel: more than one block, an odd end, a mask.
+Operands are made by numpy, so that little else runs on the GPU.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import triton as plgpu_triton
+
+import turbojax as tj
+from pallas_kernels.triton._common import WHOLE, parameters
+from turbojax.cache import kv4, paged
+from turbojax.cache.update import store_prompt
+from turbojax.ops import kv4_attention
+from turbojax.ops.fp8_tokens import quantize_activation, rms_norm_quantize
+from turbojax.ops.int4_matmul.api import matmul
+from turbojax.ops.paged_attention import paged_attention
+from turbojax.quantizers import Fp8Tokens, quantize_weight
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call and the kernels in it.
+
+    Attributes:
+      kernels: their names, as `pallas_kernels` gives them.
+      build: makes the function and its arguments.
+      needs: a module that must be installed, or None.
+    """
+
+    kernels: tuple[str, ...]
+    build: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
+    needs: str | None = None
+
+
+def _normal(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(jnp.dtype(dtype)))
+
+
+def _prompt(tokens: int = 150, dim: int = 64) -> tuple[jax.Array, ...]:
+    return tuple(_normal(i, 1, tokens, heads, dim) for i, heads in enumerate((2, 1, 1)))
+
+
+def _attention(implementation: str, mode: Any) -> Any:
+    config = tj.TurboConfig(mode=mode)
+    call = functools.partial(
+        tj.turbo_attention, config=config, is_causal=True, implementation=implementation
+    )
+    return call, _prompt()
+
+
+def _write() -> Any:
+    def call(cache: Any, key: jax.Array, value: jax.Array, new: jax.Array) -> Any:
+        lengths = jnp.array([150], jnp.int32)
+        cache = store_prompt(cache, key, value, lengths, implementation="triton")
+
+        # 22 tokens are in the buffer: after ten more it is full, and becomes a block.
+        def step(cache: Any, token: jax.Array) -> Any:
+            return tj.append(cache, token, token, implementation="triton"), None
+
+        return jax.lax.scan(step, cache, jnp.moveaxis(new, 1, 0)[:, :, None])[0]
+
+    config = tj.TurboConfig(block_q=32, block_kv=32, buffer_size=32)
+    cache = tj.init_cache(1, 200, 1, 64, config=config)
+    return call, (cache, *_prompt()[1:], _normal(5, 1, 12, 1, 64))
+
+
+def _decode(implementation: str) -> Any:
+    def call(cache: Any, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
+        lengths = jnp.array([330], jnp.int32)
+        cache = store_prompt(cache, key, value, lengths, implementation="triton")
+        return tj.decode(query, cache, implementation=implementation)
+
+    arguments = (_normal(3, 1, 1, 4, 64), *_prompt(330)[1:])
+    return call, (tj.init_cache(1, 400, 1, 64, config=tj.TurboConfig()), *arguments)
+
+
+def _kv4() -> Any:
+    def call(cache: Any, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
+        cache = kv4.append(cache, key, value)
+        return kv4_attention.decode(query, cache, implementation="triton")
+
+    arguments = (_normal(3, 1, 1, 4, 64), *_prompt(330)[1:])
+    return call, (kv4.init_cache(1, 400, 1, 64), *arguments)
+
+
+def _fp8_tokens() -> Any:
+    def call(x: jax.Array, scale: jax.Array) -> Any:
+        chosen = {"implementation": "triton"}
+        return quantize_activation(x, **chosen), rms_norm_quantize(x, scale, eps=1e-5, **chosen)
+
+    return call, (_normal(0, 5, 300), _normal(1, 300))
+
+
+def _int4(implementation: str, tokens: int, outputs: int, inputs: int) -> Any:
+    def call(codes: jax.Array, scale: jax.Array, weight: Any, bias: jax.Array) -> Any:
+        x = Fp8Tokens(codes, scale, np.dtype(jnp.bfloat16))
+        return matmul(x, weight, bias=bias, activation="silu", implementation=implementation)
+
+    codes = _normal(0, tokens, inputs, dtype=jnp.float8_e4m3fn)
+    weight = quantize_weight(_normal(1, outputs, inputs, dtype=jnp.float32))
+    bias = _normal(2, outputs, dtype=jnp.float32)
+    return call, (codes, jnp.ones(tokens, jnp.bfloat16), weight, bias)
+
+
+def _paged(implementation: str, kv_dtype: Any, width: int) -> Any:
+    """A table of more than 1,024 tokens means several parts, and a merge."""
+
+    def call(cache: Any, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
+        tables = jnp.arange(width, dtype=jnp.int32)[None]
+        chosen = "triton" if kv_dtype == "turbo4" else "xla"
+        start = jnp.zeros(1, jnp.int32)
+        cache = paged.append(cache, key, value, tables, start, implementation=chosen)
+        lengths = jnp.array([key.shape[1]], jnp.int32)
+        return paged_attention(query, cache, tables, lengths, implementation=implementation)
+
+    scales = {"key_scale": 0.05, "value_scale": 0.05} if kv_dtype.startswith("fp8") else {}
+    cache = paged.init_paged_cache(
+        width, 16, 1, 64, kv_dtype=kv_dtype, dtype=jnp.bfloat16, **scales
+    )
+    tokens = 1100 if width > 64 else 100
+    return call, (cache, _normal(3, 1, 2, 4, 64), *_prompt(tokens)[1:])
+
+
+def _pooled(implementation: str) -> Any:
+    def call(q: jax.Array, k: jax.Array, v: jax.Array, levels: jax.Array) -> Any:
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            return tj.pooled_attention(
+                q,
+                k,
+                v,
+                levels,
+                is_causal=True,
+                block_q=128,
+                block_kv=64,
+                implementation=implementation,
+            )
+
+        out, pull = jax.vjp(attend, q, k, v)
+        return out, pull(out)
+
+    # Every level, and blocks that are skipped.
+    levels = np.array([[1, 2, 0, 0, 0], [8, 4, 2, 1, 0], [4, 0, 8, 2, 1]], np.int8)
+    return call, (*_prompt(270), jnp.asarray(levels)[None, None])
+
+
+def _case(kernels: str, build: Callable[..., Any], *arguments: Any) -> Case:
+    names = tuple(f"turbojax_{name}" for name in kernels.split())
+    return Case(names, functools.partial(build, *arguments))
+
+
+CASES = {
+    "attention, int8": _case("quantize attention", _attention, "triton", "int8"),
+    "attention, int8_fp8": _case("maxima quantize attention", _attention, "triton", "int8_fp8"),
+    "attention, float": _case("attention", _attention, "triton", "float"),
+    "cache, written": _case("compress append", _write),
+    "cache, decode": _case("decode decode_merge", _decode, "triton"),
+    "kv4, decode": _case("kv4_decode decode_merge", _kv4),
+    "fp8 tokens": _case("fp8_tokens", _fp8_tokens),
+    "int4, many tokens": _case("int4_matmul", _int4, "triton", 130, 136, 300),
+    "int4, few tokens": _case("int4_matmul", _int4, "triton", 3, 136, 1024),
+    "paged, turbo4": _case("paged_append paged_attention", _paged, "triton", "turbo4", 20),
+    "paged, turbo4, parts": _case(
+        "paged_append paged_attention paged_merge", _paged, "triton", "turbo4", 80
+    ),
+    "paged, fp8": _case("paged_attention", _paged, "triton", "fp8_e4m3", 20),
+    "paged, bf16": _case("paged_attention", _paged, "triton", "auto", 20),
+    "pooled": _case(
+        "pool pooled_forward pooled_query_gradient pooled_key_gradient", _pooled, "triton"
+    ),
+    "attention, jax-triton": Case(
+        ("attention_kernel",),
+        functools.partial(_attention, "jax_triton", "int8_fp8"),
+        needs="jax_triton",
+    ),
+    "attention, int8, Hopper": _case("attention_hopper", _attention, "mosaic_gpu", "int8"),
+    "attention, int8_fp8, Hopper": _case("attention_hopper", _attention, "mosaic_gpu", "int8_fp8"),
+    "cache, decode, Hopper": _case("decode_hopper", _decode, "mosaic_gpu"),
+    "int4, many tokens, Hopper": _case(
+        "int4_expand_hopper fp8_matmul_hopper", _int4, "mosaic_gpu", 2100, 136, 300
+    ),
+    "int4, tiles, Hopper": _case("int4_matmul_hopper", _int4, "mosaic_gpu", 130, 136, 300),
+    "int4, few tokens, Hopper": _case("int4_matmul_hopper", _int4, "mosaic_gpu", 3, 136, 1024),
+    "paged, turbo4, Hopper": _case("paged_hopper", _paged, "mosaic_gpu", "turbo4", 20),
+    "paged, fp8, parts, Hopper": _case("paged_hopper", _paged, "mosaic_gpu", "fp8_e4m3", 80),
+    "pooled, Hopper": _case(
+        "pooled_attention_hopper pooled_query_gradient_hopper pooled_key_gradient_hopper",
+        _pooled,
+        "mosaic_gpu",
+    ),
+}
+
+
+# What must be found, or finding nothing means nothing ---------------------------------------------
+
+
+def _out_of_bounds() -> Any:
+    def kernel(x: Any, out: Any) -> None:
+        at = jnp.arange(64, dtype=jnp.int32)
+        # Far past its end: allocations may be larger than asked for.
+        plgpu_triton.store(out.at[at + 2**24], plgpu_triton.load(x.at[at]))
+
+    call = pl.pallas_call(
+        kernel,
+        in_specs=[WHOLE],
+        out_specs=WHOLE,
+        out_shape=jax.ShapeDtypeStruct((64,), jnp.float32),
+        compiler_params=parameters(1, 1),
+        name="turbojax_control",
+    )
+    return call, (_normal(0, 64, dtype=jnp.float32),)
+
+
+def _race() -> Any:
+    """Two warpgroups write the same words and read what they find, and no barrier between."""
+
+    def kernel(x: Any, out: Any, shared: Any) -> None:
+        me = jax.lax.axis_index("warpgroup")
+        shared[...] = x[...] * (me + 1).astype(jnp.float32)
+        out[me] = shared[...]
+
+    call = plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((2, 128), jnp.float32),
+        scratch_types=[plgpu.SMEM((128,), jnp.float32)],
+        num_threads=2,
+        thread_name="warpgroup",
+        kernel_name="turbojax_control_hopper",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+    )
+    return call, (_normal(0, 128, dtype=jnp.float32),)
+
+
+CONTROLS = {
+    "control, out of bounds": ("memcheck", _case("control", _out_of_bounds)),
+    "control, a race": ("racecheck", _case("control_hopper", _race)),
+}

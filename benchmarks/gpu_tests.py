@@ -1,0 +1,156 @@
+"""A record of the GPU tests: `python -m pytest -m gpu -p benchmarks.gpu_tests`, as `make test-gpu`.
+
+At the end of a run of all of them it writes `benchmarks/results/gpu_tests_DATE.json`, red runs
+included; `--gpu-record FOLDER` names another folder. A run of some of them (`-k`, paths) is no
+record of all. In a checkout without git, TURBOJAX_COMMIT says which commit it is.
+"""
+
+import collections
+import dataclasses
+import importlib.metadata
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RESULTS = Path(__file__).parent / "results"
+_SLOWEST = 10
+
+
+def commit() -> str | None:
+    """The commit that is checked out, with a mark if files differ from it; None if unknown."""
+    given = os.environ.get("TURBOJAX_COMMIT")
+    if given:
+        return given
+    folder = Path(__file__).parent
+    try:
+        head, status = (
+            subprocess.run(
+                ["git", *arguments], cwd=folder, capture_output=True, text=True, check=True
+            ).stdout.strip()
+            for arguments in (("rev-parse", "HEAD"), ("status", "--porcelain"))
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return f"{head}, changed" if status else head
+
+
+def machine() -> dict[str, Any]:
+    """Date, device, driver, versions, commit, and jax's backend."""
+    # Imported late: plugins are loaded before the tests' settings of jax.
+    import jax
+
+    from benchmarks.__main__ import _machine
+
+    found = _machine()
+    names = ("date", "device", "driver", "jax", "python", "turbojax")
+    return {
+        **{name: found.get(name) for name in names},
+        "jaxlib": importlib.metadata.version("jaxlib"),
+        "commit": commit(),
+        "backend": jax.default_backend(),
+    }
+
+
+@dataclasses.dataclass
+class Outcomes:
+    """What became of every test, by its name.
+
+    Attributes:
+      seconds: of set-up, call and tear-down together.
+      passed: names.
+      failed: names of those that failed, or whose set-up or tear-down did.
+      skipped: how many were skipped for which reason.
+    """
+
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    passed: set[str] = dataclasses.field(default_factory=set)
+    failed: set[str] = dataclasses.field(default_factory=set)
+    skipped: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+
+    def add(self, report: pytest.TestReport) -> None:
+        """Takes the report of a phase of a test."""
+        name = report.nodeid
+        self.seconds[name] = self.seconds.get(name, 0.0) + report.duration
+        if report.failed:
+            self.failed.add(name)
+            self.passed.discard(name)
+        elif report.skipped:
+            reason = report.longrepr
+            text = str(reason[2] if isinstance(reason, tuple) else reason)
+            self.skipped[text.removeprefix("Skipped: ")] += 1
+        elif report.when == "call" and name not in self.failed:
+            self.passed.add(name)
+
+    def to_json(self) -> dict[str, Any]:
+        """Counts, the slowest tests, and what failed or was skipped."""
+        slowest = sorted(self.seconds.items(), key=lambda pair: -pair[1])[:_SLOWEST]
+        return {
+            "passed": len(self.passed),
+            "failed": len(self.failed),
+            "skipped": self.skipped.total(),
+            "skipped_because": dict(self.skipped.most_common()),
+            "slowest": [{"test": name, "seconds": round(s, 1)} for name, s in slowest],
+            "failures": sorted(self.failed),
+        }
+
+
+class Recorder:
+    """Listens in the process that reports, which under xdist hears of every worker's tests."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.outcomes = Outcomes()
+        self.start = time.monotonic()
+        self.message = ""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.outcomes.add(report)
+
+    # Before conftest.py's check may turn an empty run red: that has nothing to record.
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        ended = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+        if not ended or not self.outcomes.passed:
+            self.message = "no record: the tests did not run to their end"
+            return
+        found = machine()
+        if found.pop("backend") != "gpu":
+            self.message = f"no record: {found['device']} is no GPU"
+            return
+        result = {
+            **found,
+            **self.outcomes.to_json(),
+            "seconds": round(time.monotonic() - self.start, 1),
+            "workers": getattr(session.config.option, "numprocesses", None) or 1,
+        }
+        path = self.folder / f"gpu_tests_{found['date']}.json"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        self.message = f"recorded in {path}"
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        terminalreporter.write_line(self.message)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Where to."""
+    parser.addoption("--gpu-record", type=Path, default=RESULTS, metavar="FOLDER")
+
+
+def is_whole(config: pytest.Config) -> bool:
+    """Whether this run is of all GPU tests and of nothing else."""
+    names = ("keyword", "deselect", "collectonly", "maxfail", "lf")
+    some = any(getattr(config.option, name, None) for name in names)
+    paths = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
+    return config.option.markexpr == "gpu" and not some and not paths
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Records what is worth it."""
+    if not hasattr(config, "workerinput") and is_whole(config):
+        config.pluginmanager.register(Recorder(config.option.gpu_record), "turbojax-gpu-record")

@@ -1,0 +1,101 @@
+"""The record of the GPU tests: what counts as what, and when there is one."""
+
+import json
+import types
+
+import pytest
+
+from benchmarks import gpu_tests
+
+MACHINE = {"date": "2000-01-01", "device": "a GPU", "driver": "1", "commit": "abc"}
+
+
+def report(name, when="call", outcome="passed", seconds=1.0, longrepr=None):
+    return types.SimpleNamespace(
+        nodeid=name,
+        when=when,
+        duration=seconds,
+        longrepr=longrepr,
+        **{word: word == outcome for word in ("passed", "failed", "skipped")},
+    )
+
+
+def recorder(folder, monkeypatch, backend="gpu"):
+    monkeypatch.setattr(gpu_tests, "machine", lambda: {**MACHINE, "backend": backend})
+    made = gpu_tests.Recorder(folder)
+    for one in (
+        report("a", "setup", seconds=0.5),
+        report("a"),
+        report("a", "teardown"),
+        report("b", seconds=9.0),
+        report("b", "teardown", "failed"),
+        report("c", "setup", "failed"),
+        report("d", "setup", "skipped", longrepr=("file", 3, "Skipped: too old")),
+        report("e", "call", "skipped", longrepr=("file", 4, "Skipped: too old")),
+    ):
+        made.pytest_runtest_logreport(one)
+    return made
+
+
+def session(jobs=16):
+    option = types.SimpleNamespace(numprocesses=jobs)
+    return types.SimpleNamespace(config=types.SimpleNamespace(option=option))
+
+
+def test_a_record(tmp_path, monkeypatch):
+    made = recorder(tmp_path / "results", monkeypatch)
+    made.pytest_sessionfinish(session(), pytest.ExitCode.TESTS_FAILED)
+    [path] = (tmp_path / "results").iterdir()
+    assert path.name == "gpu_tests_2000-01-01.json"
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert found.pop("seconds") >= 0
+    assert found == {
+        **MACHINE,
+        "passed": 1,
+        "failed": 2,
+        "skipped": 2,
+        "skipped_because": {"too old": 2},
+        "slowest": [
+            {"test": name, "seconds": s}
+            for name, s in (("b", 10.0), ("a", 2.5), ("c", 1.0), ("d", 1.0), ("e", 1.0))
+        ],
+        "failures": ["b", "c"],
+        "workers": 16,
+    }
+
+
+@pytest.mark.parametrize(
+    ("backend", "status", "message"),
+    [("cpu", 0, "a GPU is no GPU"), ("gpu", 2, "not run to their end"), ("gpu", 5, "not run to")],
+)
+def test_no_record(tmp_path, monkeypatch, backend, status, message):
+    made = recorder(tmp_path, monkeypatch, backend)
+    made.pytest_sessionfinish(session(), pytest.ExitCode(status))
+    assert message in made.message
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("given", "source", "whole"),
+    [
+        ({}, "TESTPATHS", True),
+        ({"keyword": "int4"}, "TESTPATHS", False),
+        ({"markexpr": "not gpu"}, "TESTPATHS", False),
+        ({"maxfail": 1}, "TESTPATHS", False),
+        ({}, "ARGS", False),
+    ],
+)
+def test_only_all_of_them_are_recorded(given, source, whole):
+    option = types.SimpleNamespace(**({"markexpr": "gpu", "keyword": ""} | given))
+    config = types.SimpleNamespace(
+        option=option, args_source=getattr(pytest.Config.ArgsSource, source)
+    )
+    assert gpu_tests.is_whole(config) is whole
+
+
+def test_the_commit(monkeypatch):
+    monkeypatch.setenv("TURBOJAX_COMMIT", "abc")
+    assert gpu_tests.commit() == "abc"
+    monkeypatch.delenv("TURBOJAX_COMMIT")
+    monkeypatch.setenv("PATH", "")
+    assert gpu_tests.commit() is None
