@@ -45,11 +45,9 @@ test-all: test test-slow ## run every test that needs no GPU
 
 # Processes that share the GPU, each of which compiles on one core.
 GPU_JOBS ?= 16
-# XLA would try out products of the definitions that kernels are compared with, process by process.
-GPU_XLA_FLAGS := --xla_gpu_autotune_level=0
 
 test-gpu: $(VENV)/.installed-test ## run the GPU tests and record them; fails if there is no GPU
-	XLA_FLAGS="$(GPU_XLA_FLAGS) $(XLA_FLAGS)" $(BIN)/python -m pytest -m gpu \
+	$(BIN)/python -m pytest -m gpu \
 		-n $(GPU_JOBS) --dist worksteal -p benchmarks.gpu_tests $(PYTEST)
 
 lint: $(VENV)/.installed-dev ## ruff: report

@@ -1,4 +1,4 @@
-"""`python -m benchmarks run` measures, `tune` finds launch settings, `report` writes the docs."""
+"""`python -m benchmarks run` measures, `report` writes the docs."""
 
 import argparse
 import json
@@ -15,10 +15,9 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks import readme, report, timing, tune
+from benchmarks import readme, report, timing
 from benchmarks.suites import attention, engine, families, fireq, flax, loading, paged, pooled
 from turbojax.demo import environment
-from turbojax.ops.turbo_attention.tuning import TABLE
 
 # What two runs must share to stand in one file.
 _SAME = ("device", "python", "jax", "turbojax")
@@ -120,17 +119,6 @@ def run(arguments: argparse.Namespace) -> None:
     print(out)
 
 
-def tune_kernels(arguments: argparse.Namespace) -> None:
-    """Times launch settings, row by row into a result file, and writes the table of the best."""
-    if not timing.on_gpu():
-        sys.exit(f"tune needs a GPU, not {jax.default_backend()}")
-    machine = _machine()
-    out = arguments.out or readme.RESULTS / f"tuning_{machine['date']}.json"
-    result = _previous(out, machine) if arguments.resume else None
-    result = result or {**machine, "suite": "tuning", "rows": []}
-    tune.command(arguments, out, result, lambda: write(out, result))
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(required=True)
@@ -146,17 +134,6 @@ def _parser() -> argparse.ArgumentParser:
         "--seconds", type=float, default=float("inf"), help="start no row after this time"
     )
     measure.add_argument(
-        "--resume", action="store_true", help="keep the rows that --out already holds"
-    )
-    tuning = commands.add_parser("tune", help="find launch settings of kernels on this device")
-    tuning.set_defaults(command=tune_kernels)
-    tuning.add_argument("--out", type=Path, help="JSON to write; default: in benchmarks/results")
-    tuning.add_argument("--table", type=Path, default=TABLE, help="the table that kernels read")
-    tuning.add_argument("--filter", default="", help="regular expression on the problems' names")
-    tuning.add_argument(
-        "--seconds", type=float, default=float("inf"), help="time nothing after this time"
-    )
-    tuning.add_argument(
         "--resume", action="store_true", help="keep the rows that --out already holds"
     )
     write_docs = commands.add_parser("report", help="tables and plots of the newest results")

@@ -139,13 +139,7 @@ def test_launches_agree(mode, head_dim):
         logits_soft_cap=None,
     )
     want = run()
-    for launch in (
-        (2, False),
-        (3, True),
-        (4, False, False, 2),
-        (4, False, True),
-        (2, False, True, 1),
-    ):
+    for launch in ((2, False), (3, False), (4, True), (2, True)):
         for a, b in zip(run(launch=mosaic_gpu.Launch(*launch)), want, strict=True):
             finite = np.isfinite(np.asarray(b, np.float32))
             np.testing.assert_array_equal(np.isfinite(np.asarray(a, np.float32)), finite)

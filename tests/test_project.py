@@ -124,12 +124,12 @@ def test_kernels_import_nothing_from_turbojax():
     assert not any(wrong.values()), wrong
 
 
-def test_private_modules_of_jax_only_in_compat():
+def test_no_private_module_of_jax_is_used():
     private = "jax." + "_src"
     wrong = [
         str(path.relative_to(ROOT))
         for path in source_files()
-        if path.name != "_compat.py" and private in path.read_text(encoding="utf-8")
+        if private in path.read_text(encoding="utf-8")
     ]
     assert not wrong
 

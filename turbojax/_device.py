@@ -29,12 +29,6 @@ def gpu_compute_capability() -> float | None:
         return None
 
 
-@functools.cache
-def gpu_kind() -> str | None:
-    """What the default GPU calls itself, or None; looked up once per process."""
-    return jax.devices()[0].device_kind if jax.default_backend() == "gpu" else None
-
-
 def multiprocessors() -> int:
     """Of the default GPU; an H100's where there is none."""
     return getattr(jax.devices()[0], "core_count", None) or _MULTIPROCESSORS

@@ -35,9 +35,7 @@ class Settings:
       window: optional (left, right).
       soft_cap: optional cap of the scores.
       stages: key and value blocks in shared memory.
-      takes_turns: whether the warpgroups issue products in turns.
       ahead: whether a block's scores are computed under the exponentials of the one before.
-      multiplied: of eight powers of two, how many the multipliers compute, not the unit for it.
       programs: how many run side by side, one to a multiprocessor.
     """
 
@@ -50,10 +48,8 @@ class Settings:
     window: tuple[int, int] | None
     soft_cap: float | None
     stages: int = 4
-    takes_turns: bool = False
     programs: int = 132
     ahead: bool = False
-    multiplied: int = 0
 
     @property
     def policy(self) -> Policy:
@@ -67,7 +63,6 @@ class Settings:
             left=left,
             right=right,
             soft_cap=self.soft_cap,
-            multiplied=self.multiplied,
         )
 
 
@@ -162,8 +157,6 @@ class Consumer:
     ready: tuple[Ref, Ref]
     free: tuple[Ref, Ref]
     query_free: Ref
-    turns: Ref
-    me: jax.Array
     scales: tuple[Ref, Ref]
     at: tuple[jax.Array, jax.Array]
     factor: jax.Array
@@ -171,14 +164,6 @@ class Consumer:
     length: jax.Array
     blocks: Span
     s: Settings
-
-    def my_turn(self) -> None:
-        if self.s.takes_turns:
-            plgpu.barrier_wait(self.turns.at[self.me])
-
-    def your_turn(self) -> None:
-        if self.s.takes_turns:
-            plgpu.barrier_arrive(self.turns.at[1 - self.me])
 
     def wait_for_key(self, j: jax.Array, slot: jax.Array) -> None:
         """Until keys of block `j` are in shared memory, if there is such a block."""
@@ -298,12 +283,10 @@ class Consumer:
             following = next_slot(slot, s)
             scale = self.scales[0][(*self.at, j)]
             value_unit = self.value_unit(next_unit, j - 1)
-            self.my_turn()
             scores = self.scores(slot)
             # While the scores are on their way.
             o = self.merge(o, product, alpha, unit)
             product = self.output(p, before)
-            self.your_turn()
             plgpu.wgmma_wait(1)
             plgpu.barrier_arrive(self.free[0].at[slot])
             alpha, unit = next_alpha, value_unit

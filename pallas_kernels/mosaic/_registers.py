@@ -106,10 +106,6 @@ def bits(a: Value) -> Value:
     return arith.bitcast(i32(), a)
 
 
-def from_bits(a: Value) -> Value:
-    return arith.bitcast(f32(), a)
-
-
 def thread() -> tuple[Value, Value]:
     """The first row of the thread's two within its warpgroup's 64, and its place `t` of four."""
     tid = asm(i32(), "mov.u32 $0, %tid.x;", "=r")

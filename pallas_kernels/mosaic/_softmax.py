@@ -15,8 +15,6 @@ from pallas_kernels.mosaic._registers import Value
 LOG2_E = math.log2(math.e)
 INT8_RANGE, E4M3_MAX = 119.0, 448.0
 _TINY = 2.0**-126
-# 2**f on [-1/2, 1/2], constant term first, within 8e-5.
-_POWER = (0.9999280738, 0.6932609902, 0.2426111202, 0.0551716436)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +52,6 @@ class Policy:
       left: how far back a query sees, or None.
       right: how far ahead a query sees, or None.
       soft_cap: the scores' cap, or None.
-      multiplied: of eight of the hardware's powers of two, how many the multipliers compute.
     """
 
     exponential: Exponential
@@ -63,7 +60,6 @@ class Policy:
     left: int | None
     right: int | None
     soft_cap: float | None
-    multiplied: int = 0
 
     @property
     def shift(self) -> float:
@@ -107,30 +103,9 @@ def _arguments(x: Sequence[Value], shift: Value, factor: Value, policy: Policy) 
 def _exponentials(x: Sequence[Value], policy: Policy) -> list[Value]:
     e = policy.exponential
     if e.kind != "polynomial":
-        flushes = e.kind == "hardware"
-        hardware = 8 - policy.multiplied
-        return [r.exp2(v) if i % 8 < hardware else _power(v, flushes) for i, v in enumerate(x)]
+        return [r.exp2(v) for v in x]
     gain = 1.0 if policy.is_int8 else E4M3_MAX
     return [_sas(v, e, gain) for v in x]
-
-
-def _power(x: Value, flushes: bool) -> Value:
-    """``2 ** x`` within 8e-5 without the unit for it, at least ``2 ** -126``; NaN may be lost.
-
-    Args:
-      x: float32 below 128.
-      flushes: whether it is 0 below -126, as the hardware's.
-    """
-    low, rounder = r.constant(-126.0), r.constant(12582912.0)
-    y = r.maximum(x, low)
-    shifted = r.add(y, rounder)  # in its low bits the nearest integer
-    fraction = r.add(y, r.neg(r.add(shifted, r.neg(rounder))))
-    value = r.constant(_POWER[-1])
-    for c in reversed(_POWER[:-1]):
-        value = r.fma(value, fraction, r.constant(c))
-    exponent = arith.shli(r.bits(shifted), r.integer(23))
-    value = r.from_bits(arith.addi(r.bits(value), exponent))
-    return r.select(r.less(x, low), r.constant(0.0), value) if flushes else value
 
 
 def _sas(y: Value, e: Exponential, gain: float) -> Value:

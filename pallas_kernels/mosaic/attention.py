@@ -34,9 +34,8 @@ The ladder, same case, H100, jax 0.11.2, blocks of 128, T/s (cuDNN on bfloat16: 
 What bounds v3: leaving out the powers of two (1,093 T/s), the maxima (908), the sums of outputs
 (965), or all of them (1,915) says that no unit is full, and that a warpgroup's phases (product,
 maximum, powers, product) follow each other. v4 answers that, and spills 60 (fp8) to 108 bytes
-(int8_fp8). `Settings.multiplied` has not been measured. Left: `ex2.approx.f16x2` is two
-instructions of the unit, not one; integer scores that are read as floats cost as many moves as
-they save conversions.
+(int8_fp8). Left: `ex2.approx.f16x2` is two instructions of the unit, not one; integer scores that
+are read as floats cost as many moves as they save conversions.
 """
 
 import functools
@@ -133,7 +132,7 @@ def _consume(
     """Attends with a warpgroup's half of a tile, and stores; the next slot."""
     q_ref, q_scale_ref, _, k_scale_ref, _, v_scale_ref, *_ = refs
     q, k, v, out, lse = memory
-    q_ready, k_ready, v_ready, q_free, k_free, v_free, turns = barriers
+    q_ready, k_ready, v_ready, q_free, k_free, v_free = barriers
     out_ref, lse_ref = results
     head_dim = q_ref.shape[-1]
     start = work.first + me * ROWS
@@ -148,8 +147,6 @@ def _consume(
         ready=(k_ready, v_ready),
         free=(k_free, v_free),
         query_free=q_free.at[me],
-        turns=turns,
-        me=me,
         scales=(k_scale_ref, v_scale_ref),
         at=(work.b, work.h),
         factor=factor,
@@ -188,9 +185,7 @@ def _kernel(*refs: Ref, s: Settings, tiles: int) -> None:
     programs = lax.axis_size("program")
     mine = lax.div(total - 1 - program, jnp.int32(programs)) + 1
 
-    def body(
-        q: Ref, k: Ref, v: Ref, out: Ref, lse: Ref, ready: list[Ref], free: list[Ref], turns: Ref
-    ) -> None:
+    def body(q: Ref, k: Ref, v: Ref, out: Ref, lse: Ref, ready: list[Ref], free: list[Ref]) -> None:
         def over_tiles(f: Any) -> None:
             def one(i: jax.Array, slot: jax.Array) -> jax.Array:
                 return f(_Work(program + i * programs, tiles, tuple(inputs), s), slot)
@@ -204,12 +199,6 @@ def _kernel(*refs: Ref, s: Settings, tiles: int) -> None:
             for barrier in free[1:]:
                 for i in range(s.stages):
                     plgpu.barrier_arrive(barrier.at[i])
-            if s.takes_turns:
-
-                @pl.when(me == 1)
-                def _() -> None:
-                    plgpu.barrier_arrive(turns.at[0])
-
             over_tiles(
                 lambda work, slot: _consume(
                     work,
@@ -217,7 +206,7 @@ def _kernel(*refs: Ref, s: Settings, tiles: int) -> None:
                     me,
                     tuple(inputs),
                     (q, k, v, out, lse),
-                    (*ready, *free, turns),
+                    (*ready, *free),
                     (out_ref, lse_ref),
                     s,
                 )
@@ -245,7 +234,6 @@ def _kernel(*refs: Ref, s: Settings, tiles: int) -> None:
             plgpu.Barrier(num_barriers=WARPGROUPS),
             *[plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=s.stages)] * 2,
         ],
-        plgpu.Barrier(num_barriers=WARPGROUPS),
         collective_axes="warpgroup",
     )
 

@@ -4,13 +4,10 @@
 Where things are accumulated. ``Q K^T`` of one tile is one accumulator over the head dim. ``P V``
 of one key block of `BLOCK_N` tokens is one accumulator of the matrix unit, exact for int8; Hopper's
 e4m3 unit keeps about 14 bits of it and truncates. `max_num_imprecise_acc` is relaxed to a whole
-block for that: Triton could add up in float32 after every instruction, at the cost of speed. With
-`TWO_LEVEL` the accumulator starts from zero in every block, and its sum is added to the output in
-float32 registers. Without, the output itself stays in the matrix unit over all keys: its errors
-then have one sign and grow with their number.
-
-With `AHEAD` the scores of the next block are computed while the softmax of this one runs, which
-takes registers; the last product of a block then is merged when the next one begins.
+block for that: Triton could add up in float32 after every instruction, at the cost of speed. The
+accumulator starts from zero in every block, and its sum is added to the output in float32
+registers. If the output itself stayed in the matrix unit over all keys, its errors would have one
+sign and grow with their number.
 """
 
 import triton
@@ -83,30 +80,17 @@ def _scores(q, k, j, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr):
 
 
 @triton.jit
-def _add_product(acc, alpha, codes, gain, v, j, BLOCK_N: tl.constexpr):
-    """The output of the blocks before, rescaled by `alpha`, plus that of block `j`."""
-    tile = tl.load(v + j * BLOCK_N)
-    if codes.dtype == tl.int8:
-        product = tl.dot(codes, tile, out_dtype=tl.int32).to(tl.float32) * gain[:, None]
-    else:
-        product = tl.dot(codes, tile, max_num_imprecise_acc=BLOCK_N)
-    return acc * alpha[:, None] + product
-
-
-@triton.jit
 def _attend(
-    state, begin, end, stop, q, pointers, rows, factor_q, length,
+    state, begin, end, q, pointers, rows, factor_q, length,
     BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    SOFT_CAP: tl.constexpr, POLICY: tl.constexpr, TWO_LEVEL: tl.constexpr, AHEAD: tl.constexpr,
-    MASKED: tl.constexpr,
+    SOFT_CAP: tl.constexpr, POLICY: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Key blocks ``begin .. end - 1`` of Algorithm 1; `MASKED` says whether some keys are hidden.
 
-    `state` is the output, row maxima and row sums, and with `AHEAD` the scores of block `begin` and
-    what is still to be merged of the block before. `stop` ends the blocks of the whole tile.
+    `state` is the output, row maxima and row sums.
     """
     k, k_scale, v, v_scale = pointers
-    acc, m, l, next_scores, codes, gain, alpha = state
+    acc, m, l = state
     IS_INT8: tl.constexpr = v.dtype.element_ty == tl.int8
     GAIN: tl.constexpr = 1.0 if IS_INT8 else _E4M3_MAX
     # Scores are in the softmax's own unit: powers of two, or natural for base e.
@@ -117,12 +101,7 @@ def _attend(
         if IS_INT8:
             scale_v = tl.load(v_scale + j)
         # scores
-        if AHEAD:
-            acc = _add_product(acc, alpha, codes, gain, v, tl.maximum(j - 1, 0), BLOCK_N)
-            scores = next_scores.to(tl.float32)
-            next_scores = _scores(q, k, tl.minimum(j + 1, stop - 1), BLOCK_N, BLOCK_H)
-        else:
-            scores = _scores(q, k, j, BLOCK_N, BLOCK_H).to(tl.float32)
+        scores = _scores(q, k, j, BLOCK_N, BLOCK_H).to(tl.float32)
         if MASKED or SOFT_CAP is not None:
             scores = scores * factor[:, None]
             factor = tl.full(factor.shape, 1.0, tl.float32)
@@ -161,14 +140,14 @@ def _attend(
             codes = p.to(tl.int32, bitcast=True).to(tl.int8)
             # A block of which a row sees nothing must not reach it, not even as 0 * NaN.
             gain = tl.where(top == -float("inf"), 0.0, p_scale * scale_v)
+            tile = tl.load(v + j * BLOCK_N)
+            product = tl.dot(codes, tile, out_dtype=tl.int32).to(tl.float32) * gain[:, None]
         else:
             codes = p.to(tl.float8e4nv)
-        if not TWO_LEVEL:
             tile = tl.load(v + j * BLOCK_N)
-            acc = tl.dot(codes, tile, acc * alpha[:, None], max_num_imprecise_acc=BLOCK_N)
-        elif not AHEAD:
-            acc = _add_product(acc, alpha, codes, gain, v, j, BLOCK_N)
-    return acc, m, l, next_scores, codes, gain, alpha
+            product = tl.dot(codes, tile, max_num_imprecise_acc=BLOCK_N)
+        acc = acc * alpha[:, None] + product
+    return acc, m, l
 
 
 @triton.jit
@@ -177,12 +156,11 @@ def attention_kernel(
     heads, kv_heads, tokens, q_blocks, kv_blocks,
     out, lse,
     HEAD_DIM: tl.constexpr, SCALE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    SOFT_CAP: tl.constexpr, POLICY: tl.constexpr, TWO_LEVEL: tl.constexpr, AHEAD: tl.constexpr,
+    SOFT_CAP: tl.constexpr, POLICY: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """`BLOCK_M` queries of one head against all key blocks they see; see `attention.attention`."""
     IS_INT8: tl.constexpr = v.dtype.element_ty == tl.int8
-    IS_INT8_QK: tl.constexpr = k.dtype.element_ty == tl.int8
     UNIT: tl.constexpr = 1.0 if POLICY is not None and not POLICY[2] else _LOG2_E
 
     # Which tile. Under a causal mask the last ones are the longest and start first.
@@ -235,34 +213,25 @@ def attention_kernel(
         v_scale,
     )
 
-    next_scores = tl.zeros([BLOCK_M, BLOCK_N], tl.int32 if IS_INT8_QK else tl.float32)
-    if AHEAD and begin < end:
-        next_scores = _scores(q_tile, pointers[0], begin, BLOCK_N, BLOCK_H)
     state = (
         tl.zeros([BLOCK_M, BLOCK_H], tl.float32),
         tl.full([BLOCK_M], -float("inf"), tl.float32),
         tl.zeros([BLOCK_M], tl.float32),
-        next_scores,
-        tl.zeros([BLOCK_M, BLOCK_N], tl.int8 if IS_INT8 else tl.float8e4nv),
-        tl.zeros([BLOCK_M], tl.float32),
-        tl.zeros([BLOCK_M], tl.float32),
     )
     if LEFT is not None:
         state = _attend(
-            state, begin, inner, end, q_tile, pointers, rows, factor_q, length,
-            BLOCK_N, BLOCK_H, LEFT, RIGHT, SOFT_CAP, POLICY, TWO_LEVEL, AHEAD, True,
+            state, begin, inner, q_tile, pointers, rows, factor_q, length,
+            BLOCK_N, BLOCK_H, LEFT, RIGHT, SOFT_CAP, POLICY, True,
         )  # fmt: skip
     state = _attend(
-        state, inner, outer, end, q_tile, pointers, rows, factor_q, length,
-        BLOCK_N, BLOCK_H, LEFT, RIGHT, SOFT_CAP, POLICY, TWO_LEVEL, AHEAD, False,
+        state, inner, outer, q_tile, pointers, rows, factor_q, length,
+        BLOCK_N, BLOCK_H, LEFT, RIGHT, SOFT_CAP, POLICY, False,
     )  # fmt: skip
     state = _attend(
-        state, outer, end, end, q_tile, pointers, rows, factor_q, length,
-        BLOCK_N, BLOCK_H, LEFT, RIGHT, SOFT_CAP, POLICY, TWO_LEVEL, AHEAD, True,
+        state, outer, end, q_tile, pointers, rows, factor_q, length,
+        BLOCK_N, BLOCK_H, LEFT, RIGHT, SOFT_CAP, POLICY, True,
     )  # fmt: skip
-    acc, m, l, next_scores, codes, gain, alpha = state
-    if AHEAD:
-        acc = _add_product(acc, alpha, codes, gain, pointers[2], tl.maximum(end - 1, 0), BLOCK_N)
+    acc, m, l = state
 
     # Rows that saw nothing, padding among them, are 0 and -inf. NaN is not 0.
     seen = (l != 0.0) & (rows < last_query)

@@ -7,8 +7,9 @@ The ladder, by compiling for sm_90 (Triton 3.6; head dim 128, tiles of 128 x 64 
 2. each block's product kept in flight and merged one iteration later: serialized too (C7515);
 3. each block's product merged at once: neither warning nor spills, 11 (9) instructions an element
    for 64 (128) keys. This is what runs;
-4. 3, with the next block's scores computed ahead (`Tiling.ahead`): free of warnings and spills for
-   int8 scores and 64 keys; serialized for e4m3, and spills with 128 keys.
+4. 3, with the next block's scores computed during the softmax of this one: free of warnings and
+   spills for int8 scores and 64 keys; serialized for e4m3, and spills with 128 keys. It was slower
+   and is gone.
 
 Measured on an H100 (jax 0.11.2, Triton 3.6; 2 sequences, 32 query and 8 KV heads, 8192 tokens, head
 dim 128, not causal, exact softmax; TFLOP/s, cuDNN on bfloat16 643 in the same run):
@@ -70,16 +71,11 @@ class Tiling:
       rows: queries of one program, a power of two of at least 64.
       num_warps: warps that share them.
       num_stages: key blocks in flight.
-      two_level: e4m3 products of one key block are summed in the matrix unit, blocks in float32.
-        False keeps the sum over all keys in the matrix unit, which is biased.
-      ahead: compute the scores of the next block during the softmax of this one.
     """
 
     rows: int
     num_warps: int
     num_stages: int
-    two_level: bool = True
-    ahead: bool = False
 
 
 def default_tiling(head_dim: int) -> Tiling:
@@ -170,8 +166,6 @@ def attention(
             "RIGHT": right,
             "SOFT_CAP": soft_cap,
             "POLICY": _policy(exponential),
-            "TWO_LEVEL": tiling.two_level or v.dtype == jnp.int8,
-            "AHEAD": tiling.ahead,
             "BLOCK_Q": block_q,
             "BLOCK_M": tiling.rows,
             "BLOCK_N": block_kv,

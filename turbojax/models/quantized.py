@@ -223,7 +223,7 @@ def random_quantized_decoder(
     size, inner = config.hidden_size, config.intermediate_size
     kv_size = config.num_kv_heads * config.head_dim
     query_size = config.num_heads * config.head_dim
-    # Both outputs of a layer add to the residual stream, see `llama.Attention`.
+    # Both outputs of a layer add to the residual stream, see `llama._output_gain`.
     gain = (2 * config.num_layers) ** -0.5
 
     def weight(out_size: int, in_size: int, gain: float = 1.0) -> Int4Weight:

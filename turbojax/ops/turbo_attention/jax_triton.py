@@ -18,7 +18,6 @@ _MAX_HEAD_SIZE = 2**31
 
 
 @functools.partial(jax.jit, static_argnames=("config", "scale", "visibility", "logits_soft_cap"))
-@functools.partial(jax.jit, static_argnames=("config", "scale", "visibility", "logits_soft_cap"))
 def attention(
     query: jax.Array,
     key: jax.Array,

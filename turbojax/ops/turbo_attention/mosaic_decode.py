@@ -1,14 +1,13 @@
 """The Mosaic GPU kernel behind `decode` on Hopper: what it takes, how it is launched."""
 
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 
 from turbojax._device import needs_hopper
 from turbojax.cache.progressive import CacheSide, ProgressiveCache
 from turbojax.config import TurboConfig
-from turbojax.ops.turbo_attention import tuning
 from turbojax.ops.turbo_attention.masking import Visibility
 from turbojax.sas import SAS
 
@@ -56,7 +55,7 @@ def decode_unsupported(
 
 
 class Launch(NamedTuple):
-    """What is tuned.
+    """How the kernel is laid out on the GPU; results differ by rounding only.
 
     Attributes:
       splits: programs of a KV head.
@@ -84,16 +83,13 @@ def decode(
 ) -> tuple[jax.Array, jax.Array]:
     """`decode_reference.decode` as one kernel, and a merge where a KV head is split.
 
-    `launch` is for tuning; None takes it from the table.
+    `launch` is `default_launch` if not given.
     """
     from pallas_kernels.mosaic import decode as kernel
 
     config = cache.config
     rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
-    tile = 4 if rows <= 4 else 8
-    launch = launch or tuning.launch(
-        "mosaic_decode", default_launch(query, cache), **shape_of(query, cache)
-    )
+    launch = launch or default_launch(query, cache)
     settings = kernel.Settings(
         exponential=_exponential(config),
         key_bits=cache.key.bits,
@@ -102,7 +98,7 @@ def decode(
         scale=scale,
         window=visibility.window,
         soft_cap=logits_soft_cap,
-        rows=tile,
+        rows=_tile(rows),
         **launch._asdict(),
     )
     return kernel.decode(
@@ -116,23 +112,13 @@ def decode(
     )
 
 
-def shape_of(query: jax.Array, cache: ProgressiveCache) -> dict[str, dict[str, Any]]:
-    """Where a call stands in the table: traits and sizes, see `tuning.launch`."""
-    rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
-    tile = 4 if rows <= 4 else 8
-    traits = {
-        "key_bits": cache.key.bits,
-        "value_bits": cache.value.bits,
-        "head_dim": cache.head_dim,
-        "block_kv": cache.config.block_kv,
-        "rows": tile,
-    }
-    heads = cache.batch_size * cache.num_kv_heads * -(-rows // tile)
-    return {"traits": traits, "sizes": {"heads": heads, "blocks": cache.key.block_scale.shape[2]}}
+def _tile(rows: int) -> int:
+    """Queries of a KV head that a program takes."""
+    return 4 if rows <= 4 else 8
 
 
 def default_launch(query: jax.Array, cache: ProgressiveCache) -> Launch:
-    """For shapes that were not tuned.
+    """For any shape, from the sizes of an H100.
 
     A short cache is cut so far that every multiprocessor has a program, down to one block for each
     warp. A long one is cut a little finer than what runs at once, which evens out how fast programs
@@ -140,8 +126,9 @@ def default_launch(query: jax.Array, cache: ProgressiveCache) -> Launch:
     """
     from pallas_kernels.mosaic.decode import stage_bytes
 
-    sizes = shape_of(query, cache)["sizes"]
-    heads, blocks = sizes["heads"], sizes["blocks"]
+    rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
+    heads = cache.batch_size * cache.num_kv_heads * -(-rows // _tile(rows))
+    blocks = cache.key.block_scale.shape[2]
     to_fill = min(blocks // _WARPS, _MULTIPROCESSORS // heads)
     to_even_out = min(_EVEN // heads, blocks // _ENOUGH_BLOCKS)
     splits = max(1, to_fill, to_even_out)

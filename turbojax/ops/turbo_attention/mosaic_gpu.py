@@ -1,14 +1,13 @@
 """The Mosaic GPU kernel behind `turbo_attention` on Hopper: what it takes, how it starts."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from turbojax._device import multiprocessors, needs_hopper
 from turbojax.config import TurboConfig
-from turbojax.ops.turbo_attention import tuning
 from turbojax.ops.turbo_attention.masking import Visibility
 from turbojax.ops.turbo_attention.operands import Operands, Stage1, quantize_operands
 from turbojax.sas import SAS
@@ -47,12 +46,10 @@ def attention_unsupported(
 
 
 class Launch(NamedTuple):
-    """What is tuned, see `pallas_kernels.mosaic.attention.Settings`."""
+    """How the kernel is laid out, see `pallas_kernels.mosaic.attention.Settings`."""
 
     stages: int
-    takes_turns: bool
-    ahead: bool = False
-    multiplied: int = 0
+    ahead: bool
 
 
 @functools.partial(
@@ -91,7 +88,7 @@ def attention(
       logits_soft_cap: optional cap.
       stage1: the codes of keys and values, if they are there already, the keys permuted (see
         `Operands`).
-      launch: for tuning; None takes it from the table.
+      launch: `default_launch` if not given.
 
     Returns:
       out ``[B, T, N, H]`` in the query's dtype and the float32 log-sum-exp ``[B, T, N]``.
@@ -105,9 +102,7 @@ def attention(
     )
     head_dim = query.shape[-1]
     operands = _pad_channels(operands, _padded_head_dim(head_dim))
-    launch = launch or tuning.launch(
-        "mosaic_gpu", default_launch(query, config), **shape_of(query, key, config, visibility)
-    )
+    launch = launch or default_launch(query, config)
     out, residual = kernel.attention(
         *operands,
         query_length,
@@ -130,29 +125,14 @@ def attention(
     return out[..., :head_dim], residual
 
 
-def shape_of(
-    query: jax.Array, key: jax.Array, config: TurboConfig, visibility: Visibility
-) -> dict[str, dict[str, Any]]:
-    """Where a call stands in the table: traits and sizes, see `tuning.launch`."""
-    traits = {
-        "mode": config.mode,
-        "softmax": "exact" if config.softmax == "exact" else "sas",
-        "is_causal": visibility.is_causal,
-        "head_dim": _padded_head_dim(query.shape[-1]),
-        "block_kv": config.block_kv,
-    }
-    sizes = {"heads": query.shape[0] * query.shape[2], "tokens": key.shape[1]}
-    return {"traits": traits, "sizes": sizes}
-
-
 def default_launch(query: jax.Array, config: TurboConfig) -> Launch:
-    """For shapes that were not tuned.
+    """What was fastest in the measurements of `pallas_kernels.mosaic.attention`.
 
     Computing scores ahead takes more registers than there are in mode ``"int8"``, whose second
     products are converted too, and with 256 channels.
     """
     is_wide = _padded_head_dim(query.shape[-1]) == _HEAD_DIMS[-1]
-    return Launch(2 if is_wide else 4, False, config.mode != "int8" and not is_wide)
+    return Launch(2 if is_wide else 4, config.mode != "int8" and not is_wide)
 
 
 def _padded_head_dim(head_dim: int) -> int:
