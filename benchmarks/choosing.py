@@ -139,15 +139,15 @@ def figures_table(results: Path, link: str) -> str:
         ],
         [
             f"**{figures.smaller('4bit')}** smaller, {figures.cost('4bit')} bits per byte",
-            f"a 4-bit cache on held-out text; it makes the same greedy choice {share:.1%} of the "
-            "time (small byte-level model)",
+            f"a 4-bit cache on held-out text; it makes the same greedy choice for "
+            f"{100 * share:.1f} % of the bytes (small byte-level model)",
         ],
         [
             f"**{times(ends['4bit']['ratio_to_exact'])}** the tokens per second",
-            f"a model of the shape of {model} on one GPU: {ends['4bit']['tokens_per_second']:,.0f} "
-            f"tokens per second with {ends['4bit']['batch']} sequences in 4 bits, "
-            f"{ends['exact']['tokens_per_second']:,.0f} with {ends['exact']['batch']} in bfloat16, "
-            "where memory ends",
+            f"decoding with a model of the shape of {model} on one GPU, its batch as large as "
+            f"memory or the run allowed: {ends['4bit']['tokens_per_second']:,.0f} tokens per "
+            f"second with {ends['4bit']['batch']} sequences in 4 bits, "
+            f"{ends['exact']['tokens_per_second']:,.0f} with {ends['exact']['batch']} in bfloat16",
         ],
     ]
     names = {"hopper": 0, "cache_quality": 1, "generate": 2}

@@ -194,8 +194,8 @@ def loading_section(name: str, result: Result) -> str:
     row = result["rows"][0]
     notes = (
         f"A checkpoint of {row['model_bytes'] / 1e9:.1f} GB in {row['shards']} shards, bfloat16; "
-        "memory in units of it. Each row runs in a process of its own. On the host memory of the "
-        "process's own counts, above what it had before, and not the file's pages that it maps. "
+        "memory in units of it. Each row runs in a process of its own. Host memory is what the "
+        "process itself allocates, above what it had before, without the pages of mapped files. "
     )
     picture = f"![{PLOT_ALTS[LOADING]}]({PLOTS[LOADING]})\n\n"
     return f"{picture}{loading_table(result)}\n\n{notes}{tables.source(name, result)}"
