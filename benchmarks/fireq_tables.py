@@ -151,7 +151,7 @@ def model_table(result: Result) -> str:
 
 
 def page_section(name: str, result: Result, operation: str) -> str:
-    """A table of docs/benchmarks.md and where its figures come from."""
+    """A table of docs/benchmarks and where its figures come from."""
     table = model_table(result) if operation == MODEL else operation_table(result, operation)
     picture = f"![{PLOT_ALT}]({PLOT})\n\n" if operation == MATMUL else ""
     names = {"copy": "Reading and writing 1 GiB: {:,.0f} GB/s. "}
@@ -166,15 +166,15 @@ PLOT = "fireq_speed.png"
 PLOT_ALT = "INT4 products: speed over bfloat16 against the number of tokens"
 
 
-README_PRODUCT = (4096, 14336)
+SUMMARY_PRODUCT = (4096, 14336)
 
 
-def readme_table(name: str, result: Result) -> str:
+def summary(name: str, result: Result) -> str:
     """The feed-forward layers, and one product by tokens: bfloat16, e4m3, INT4 with e4m3 scales."""
     by_place: dict[str, list[Row]] = {}
     for row in [*_rows(result, MATMUL), *_rows(result, FFN)]:
         sizes = (row["inputs"], row["outputs"])
-        if row["status"] == "ok" and (row["operation"] == FFN or sizes == README_PRODUCT):
+        if row["status"] == "ok" and (row["operation"] == FFN or sizes == SUMMARY_PRODUCT):
             by_place.setdefault(row["label"], []).append(row)
     lines = []
     for rows in by_place.values():
@@ -186,7 +186,7 @@ def readme_table(name: str, result: Result) -> str:
         "Time of the kernels on the device; in brackets the speed over XLA in bfloat16, and in "
         "e4m3. In the last column the bfloat16 activations are rounded to e4m3 too."
     )
-    source = tables.source(name, result, "benchmarks/results/")
+    source = tables.source(name, result)
     return f"{tables.table([*header, 'from bf16, us'], lines)}\n\n{note} {source}"
 
 

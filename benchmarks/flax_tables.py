@@ -129,7 +129,7 @@ def _with_cut(result: Result, operation: str, table: str) -> str:
 
 
 def page_section(name: str, result: Result, operation: str) -> str:
-    """A table of docs/benchmarks.md and where its figures come from."""
+    """A table of docs/benchmarks and where its figures come from."""
     table = decode_table(result) if operation == DECODE else training_table(result)
     picture = f"![{_ALT}]({PLOT})\n\n" if operation == DECODE else ""
     names = {"copy": "Reading and writing 1 GiB: {:,.0f} GB/s. "}
@@ -147,7 +147,7 @@ def _by_layer(result: Result, operation: str) -> dict[str, dict[str, Row]]:
     return layers
 
 
-def readme_table(name: str, result: Result) -> str:
+def summary(name: str, result: Result) -> str:
     """Decoding by layer: microseconds, the speed over Flax's module, and its cache's size."""
     shown = ("nnx", "nnx-cudnn", "exact", "turbo4", "4bit")
     lines = []
@@ -170,7 +170,7 @@ def readme_table(name: str, result: Result) -> str:
         "of its cache; in brackets the speed over Flax's own module. Time of the kernels on the "
         "device."
     )
-    source = tables.source(name, result, "benchmarks/results/")
+    source = tables.source(name, result)
     return f"{tables.table(header, lines)}\n\n{note} {source}"
 
 

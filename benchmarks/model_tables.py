@@ -98,7 +98,7 @@ def _shapes_sentence(result: Result) -> str:
 
 
 def families_section(name: str, result: Result) -> str:
-    """The table of docs/benchmarks.md and where its figures come from."""
+    """The table of docs/benchmarks and where its figures come from."""
     notes = f"Attention: {_shapes_sentence(result)}. "
     if copy := result["ceilings"].get("copy"):
         notes += f"Reading and writing 1 GiB: {copy:,.0f} GB/s. "
@@ -106,7 +106,7 @@ def families_section(name: str, result: Result) -> str:
     return f"{picture}{families_table(result)}\n\n{notes}{tables.source(name, result)}"
 
 
-def families_readme_table(name: str, result: Result) -> str:
+def families_summary(name: str, result: Result) -> str:
     """Milliseconds of a step by model, and how much smaller the caches are."""
     lines = []
     for model, rows in _by_model(result).items():
@@ -131,7 +131,7 @@ def families_readme_table(name: str, result: Result) -> str:
         "cache: the exact one, which is cuDNN's attention where a model has neither windows nor "
         "caps nor heads wider than 128 and otherwise XLA's, or pages, which are Triton's."
     )
-    source = tables.source(name, result, "benchmarks/results/")
+    source = tables.source(name, result)
     return f"{tables.table(header, lines)}\n\n{note} {source}"
 
 
@@ -190,12 +190,12 @@ def _times(count: int | None, row: Row) -> str:
 
 
 def loading_section(name: str, result: Result) -> str:
-    """The table of docs/benchmarks.md and where its figures come from."""
+    """The table of docs/benchmarks and where its figures come from."""
     row = result["rows"][0]
     notes = (
         f"A checkpoint of {row['model_bytes'] / 1e9:.1f} GB in {row['shards']} shards, bfloat16; "
-        "memory in units of it. Each row runs in a process of its own. On the host memory of the "
-        "process's own counts, above what it had before, and not the file's pages that it maps. "
+        "memory in units of it. Each row runs in a process of its own. Host memory is what the "
+        "process itself allocates, above what it had before, without the pages of mapped files. "
     )
     picture = f"![{PLOT_ALTS[LOADING]}]({PLOTS[LOADING]})\n\n"
     return f"{picture}{loading_table(result)}\n\n{notes}{tables.source(name, result)}"

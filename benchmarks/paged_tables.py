@@ -149,7 +149,7 @@ def _workload(row: Row) -> str:
 
 
 def page_section(name: str, result: Result, operation: str) -> str:
-    """A table of docs/benchmarks.md and where its figures come from."""
+    """A table of docs/benchmarks and where its figures come from."""
     picture = f"![{PLOT_ALTS[operation]}]({PLOTS[operation]})\n\n" if operation in PLOTS else ""
     table = engine_table(result) if operation == ENGINE else operation_table(result, operation)
     names = {"copy": "Reading and writing 1 GiB: {:,.0f} GB/s. "}
@@ -178,7 +178,7 @@ def by_place(result: Result) -> dict[str, list[Row]]:
     return places
 
 
-def readme_table(name: str, result: Result) -> str:
+def summary(name: str, result: Result) -> str:
     """Decode by shape: the fastest of cuDNN and of each kind of pages."""
     lines = []
     for place, rows in by_place(result).items():
@@ -197,7 +197,7 @@ def readme_table(name: str, result: Result) -> str:
         "Microseconds for one query token per sequence, time of the kernels on the device; in "
         "brackets the speed over that of cuDNN."
     )
-    source = tables.source(name, result, "benchmarks/results/")
+    source = tables.source(name, result)
     return f"{tables.table(header, lines)}\n\n{note} {source}"
 
 

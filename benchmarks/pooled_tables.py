@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 # The operations of the suite, as they begin the rows' names.
 FORWARD, GRADIENT, SELECT = "pooled", "pooled-gradient", "pooled-select"
-README_METHODS = ("mixture-0.156", "mixture-0.05")
-README_MODEL = "mha-16"
+SUMMARY_METHODS = ("mixture-0.156", "mixture-0.05")
+SUMMARY_MODEL = "mha-16"
 _SHAPE = ("model", "batch", "tokens", "is_causal")
 
 
@@ -138,7 +138,7 @@ def _by_method(result: Result, operation: str) -> dict[tuple[Any, str], Row]:
 
 
 def page_section(name: str, result: Result, operation: str) -> str:
-    """A table of docs/benchmarks.md and where its figures come from."""
+    """A table of docs/benchmarks and where its figures come from."""
     table = selection_table(result) if operation == SELECT else attention_table(result, operation)
     picture = f"![{PLOT_ALT}]({PLOT})\n\n" if operation == FORWARD else ""
     rate = result["ceilings"].get("bf16")
@@ -149,12 +149,12 @@ def page_section(name: str, result: Result, operation: str) -> str:
 PLOT, PLOT_ALT = "pooled_speed.png", "Pooled attention: speed over cuDNN against the density"
 
 
-def readme_table(name: str, result: Result) -> str:
+def summary(name: str, result: Result) -> str:
     """A few rows: the fastest of ours, forward and with the backward pass, against cuDNN."""
     forward, both = (_by_method(result, operation) for operation in (FORWARD, GRADIENT))
     lines = []
-    for row in ordered(row for row in forward.values() if row["method"] in README_METHODS):
-        if row["model"] != README_MODEL:
+    for row in ordered(row for row in forward.values() if row["method"] in SUMMARY_METHODS):
+        if row["model"] != SUMMARY_MODEL:
             continue
         trained = both.get((_shape_of(row), row["method"]))
         cells = [_time_and_ratio(row), "-" if trained is None else _time_and_ratio(trained)]
@@ -164,7 +164,7 @@ def readme_table(name: str, result: Result) -> str:
         "Time of the kernels on the device; in brackets the speed over that of cuDNN's dense "
         "attention in bfloat16. The ideal is the inverse of the density."
     )
-    source = tables.source(name, result, "benchmarks/results/")
+    source = tables.source(name, result)
     return f"{tables.table(header, lines)}\n\n{note} {source}"
 
 
@@ -188,7 +188,7 @@ def speed_plot(result: Result) -> "Figure":
     ):
         by_shape: dict[str, list[Row]] = {}
         for row in ordered(_by_method(result, operation).values()):
-            is_shown = row["implementation"] is not None and row["model"] == README_MODEL
+            is_shown = row["implementation"] is not None and row["model"] == SUMMARY_MODEL
             if is_shown and "speedup_over_cudnn" in row:
                 densities.append(row["density"])
                 by_shape.setdefault(label(row), []).append(row)

@@ -16,7 +16,7 @@ DECODE_METHODS = {
     "pallas": "jax Pallas",
     "xla": "XLA",
 }
-README_DECODE_METHODS = ("turbo-4bit", "turbo-2/4bit", "kivi-4bit")
+SUMMARY_DECODE_METHODS = ("turbo-4bit", "turbo-2/4bit", "kivi-4bit")
 PREFILL_MODES = ("int8", "int8_fp8", "fp8", "float")
 # The reason of rows that a run had no time for: tables count them.
 OUT_OF_TIME = "the time given to this run was over"

@@ -2,11 +2,13 @@
 
 import copy
 import json
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from docs_helpers import copied_docs, docs_text
 
 import turbojax as tj
 from benchmarks import __main__ as command
@@ -286,15 +288,15 @@ def test_report_round_trip(result_file, tmp_path):
     result = _with_gpu_rows(json.loads(result_file.read_text()))
     (tmp_path / result_file.name).write_text(json.dumps(result))
     (tmp_path / "generate_2000-01-01.json").write_text(json.dumps(GENERATED))
-    page = tmp_path / "benchmarks.md"
-    page.write_text(report.PAGE.read_text(encoding="utf-8"), encoding="utf-8")
+    docs = copied_docs(tmp_path)
+    wrong = {"benchmarks/attention.md", "benchmarks/index.md", "benchmarks/models.md"}
     pictures = {"decode_speed.png", "prefill_speed.png", "throughput.png"}
-    assert set(report.stale(tmp_path, page)) == {"benchmarks.md", *pictures}
-    report.write(tmp_path, page)
-    assert report.stale(tmp_path, page) == []
-    assert {path.name for path in tmp_path.glob("*.png")} == pictures
+    assert set(report.stale(tmp_path, docs)) == wrong | pictures
+    report.write(tmp_path, docs)
+    assert report.stale(tmp_path, docs) == []
+    assert {path.name for path in (docs / "benchmarks").glob("*.png")} == pictures
 
-    text = page.read_text(encoding="utf-8")
+    text = "".join((docs / name).read_text(encoding="utf-8") for name in sorted(wrong))
     decoded = tables.finished(result, "decode")
     ours = tables.fastest(decoded, lambda row: row["method"] == "turbo-4bit")
     assert f"| tiny 2 x 192 | 10 | {ours['us']:,.0f} ({10 / ours['us']:.2f}x) |" in text
@@ -311,29 +313,41 @@ def test_report_round_trip(result_file, tmp_path):
     # Another result makes all that shows it stale.
     result["rows"][0]["us"] = 1.0
     (tmp_path / "attention_2000-01-02.json").write_text(json.dumps(result))
-    assert "throughput.png" not in report.stale(tmp_path, page)
-    assert {"benchmarks.md", "decode_speed.png"} <= set(report.stale(tmp_path, page))
+    assert "throughput.png" not in report.stale(tmp_path, docs)
+    assert {"benchmarks/attention.md", "decode_speed.png"} <= set(report.stale(tmp_path, docs))
 
 
-def test_readme_tables_appear_with_their_results(result_file, tmp_path, monkeypatch):
-    text = (readme.ROOT / "README.md").read_text(encoding="utf-8")
-    for name in ("decode", "prefill"):
-        assert f"<!-- {name} table -->" in text
+def test_summaries_appear_with_their_results(result_file, tmp_path, monkeypatch):
     result = _with_gpu_rows(json.loads(result_file.read_text()))
     (tmp_path / "hopper_2000-01-01.json").write_text(json.dumps(result))
-    monkeypatch.setattr(readme, "RESULTS", tmp_path)
-    monkeypatch.setattr(readme, "README_MODEL", "tiny")
-    assert set(readme.active()) == {"demo", "quality", "decode", "prefill"}
-    only = {name: readme.TABLES[name] for name in ("decode", "prefill")}
-    filled = readme.fill(text, only)
-    assert "| tiny 2 x 192 | 10 |" in filled
-    assert "(benchmarks/results/hopper_2000-01-01.json)" in filled
-    monkeypatch.setattr(readme, "RESULTS", tmp_path / "none")
-    assert set(readme.active()) == {"demo", "quality"}
+    monkeypatch.setattr(report, "SUMMARY_MODEL", "tiny")
+    found = report.page_tables(tmp_path)
+    assert set(found) == {"hopper", "decode summary", "prefill summary"}
+    assert "| tiny 2 x 192 | 10 |" in found["decode summary"]()
+    assert "(`benchmarks/results/hopper_2000-01-01.json`)" in found["prefill summary"]()
+    assert report.page_tables(tmp_path / "none") == {}
 
 
 def test_docs_show_the_newest_results():
-    assert report.stale(readme.RESULTS, report.PAGE) == [], "run python -m benchmarks report"
+    assert report.stale(readme.RESULTS, report.DOCS) == [], "run python -m benchmarks report"
+
+
+def test_every_marker_belongs_to_a_table():
+    marked = [
+        name
+        for text in report.pages(report.DOCS).values()
+        for name in re.findall(r"<!-- (?!end of )(.*) table -->", text)
+    ]
+    assert sorted(marked) == sorted(report.page_tables(readme.RESULTS))
+
+
+def test_a_table_is_on_one_page():
+    region = "<!-- a table -->\n<!-- end of a table -->\n"
+    filled = report.fill_pages({"x.md": region, "y.md": ""}, {"a": lambda: "| 1 |"})
+    assert filled == {"x.md": "<!-- a table -->\n| 1 |\n<!-- end of a table -->\n", "y.md": ""}
+    for texts in ({"x.md": ""}, {"x.md": region, "y.md": region}):
+        with pytest.raises(ValueError, match="one page must hold '<!-- a table -->'"):
+            report.fill_pages(texts, {"a": lambda: "| 1 |"})
 
 
 def test_compress_shows_the_kernels_without_what_surrounds_them():
@@ -401,7 +415,7 @@ def test_rows_without_time_are_counted_and_not_listed():
 
 
 def test_prose_agrees_with_the_results():
-    """The figures that docs/benchmarks.md and README.md name outside of their tables."""
+    """The figures that the docs name outside of their tables."""
     _, result = report.newest(readme.RESULTS, ("attention",))
     _, generated = report.newest(readme.RESULTS, ("generate", "throughput"))
     rows = {row["name"]: row for row in result["rows"] if row["status"] == "ok"}
@@ -431,13 +445,9 @@ def test_prose_agrees_with_the_results():
         f"makes {ends['4bit']['tokens_per_second']:,.0f} with {ends['4bit']['batch']},",
         f"{ends['4bit']['ratio_to_exact']:.2f}x, where",
     ]
-    page = " ".join(report.PAGE.read_text(encoding="utf-8").split())
-    assert [figure for figure in figures if figure not in page] == []
-    text = " ".join((readme.ROOT / "README.md").read_text(encoding="utf-8").split())
-    for cache in ends.values():
-        assert f"{cache['tokens_per_second']:,.0f}" in text
-        assert str(cache["batch"]) in text
-    assert f"on this one {four['speedup_over_cudnn']:.2f} times" in text
+    figures.append(f"on this one {four['speedup_over_cudnn']:.2f} times")
+    text = docs_text("benchmarks/attention.md", "benchmarks/models.md")
+    assert [figure for figure in figures if figure not in text] == []
 
 
 def test_prose_agrees_with_the_results_on_hopper():
@@ -446,28 +456,22 @@ def test_prose_agrees_with_the_results_on_hopper():
     long, prompt = "decode/llama3-8b/b16-s32768/", "prefill/llama3-8b/b2-s8192/"
     four, mixed = (rows[f"{long}turbo-{bits}bit/mosaic_gpu"] for bits in ("4", "2/4"))
     slow = rows[f"{prompt}turbo-int8-sas-64/mosaic_gpu"]["speedup_over_cudnn"]
-    page, text = (
-        " ".join(path.read_text(encoding="utf-8").split())
-        for path in (report.PAGE, readme.ROOT / "README.md")
-    )
+    text = docs_text("benchmarks/attention.md")
     figures = [
         f"is {four['speedup_over_cudnn']:.2f} times as fast",
         f"at {four['percent_of_ceiling']:.0f} % of a copy",
-        f"at 2 bits {mixed['speedup_over_cudnn']:.2f} times",
+        f"at 2 bits it is {mixed['speedup_over_cudnn']:.2f} times",
         f"reaches {slow:.2f}x on this GPU",
+        f"{four['us']:.0f} us at 16 x 32k with 4 bits",
+        f"{mixed['us']:.0f} us with 2/4 bits, {mixed['percent_of_ceiling']:.0f} %",
     ]
     assert [figure for figure in figures if figure not in text] == []
-    assert f"{four['us']:.0f} us at 16 x 32k with 4 bits" in page
-    assert f"{mixed['us']:.0f} us with 2/4 bits, {mixed['percent_of_ceiling']:.0f} %" in page
 
 
 def test_prose_agrees_with_the_sweeps_on_hopper():
     _, sweep = report.newest(readme.RESULTS, ("decode_launches",))
     _, versions = report.newest(readme.RESULTS, ("prefill_versions",))
-    page, text = (
-        " ".join(path.read_text(encoding="utf-8").split())
-        for path in (report.PAGE, readme.ROOT / "README.md")
-    )
+    text = docs_text("benchmarks/attention.md")
     for batch, tokens in ((64, 4), (1, 128), (16, 4), (16, 1), (4, 4), (1, 4), (4, 1), (1, 1)):
         speeds = [
             row["speedup_over_cudnn"]
@@ -477,7 +481,7 @@ def test_prose_agrees_with_the_sweeps_on_hopper():
         ]
         best = max(speed for speed in speeds if speed is not None)
         figure = f"{best:.2f}x"
-        assert f"{batch} x {tokens}k {figure}" in page
+        assert f"{batch} x {tokens}k {figure}" in text
         if (batch, tokens) in ((64, 4), (1, 128), (1, 1)):
             assert f"{best:.2f} times" in text
     fourth = {
@@ -485,10 +489,8 @@ def test_prose_agrees_with_the_sweeps_on_hopper():
     }
     for key in (("fp8", False), ("fp8", True), ("int8_fp8", False)):
         row = fourth[key]
-        figure = f"{row['tflops_per_second']:.0f}"
-        assert figure in page
-        assert f"{row['speedup_over_cudnn']:.2f}x" in page
-        assert key[0] == "int8_fp8" or figure in text
+        assert f"{row['tflops_per_second']:.0f}" in text
+        assert f"{row['speedup_over_cudnn']:.2f}x" in text
 
 
 def test_a_reason_cannot_break_a_table():

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from docs_helpers import copied_docs, docs_text
 
 from benchmarks import __main__ as command
 from benchmarks import fireq_tables, readme, report, tables, timing
@@ -216,20 +217,10 @@ def test_failures_are_rows(monkeypatch):
     assert {row["reason"] for row in late} == {tables.OUT_OF_TIME}
 
 
-def _page(folder):
-    """The page of the docs with the markers of all tables."""
-    page = folder / "benchmarks.md"
-    text = report.PAGE.read_text(encoding="utf-8")
-    for labels in report._FIREQ_TABLES.values():
-        for label in labels:
-            if f"<!-- {label} table -->" not in text:
-                text += f"\n<!-- {label} table -->\n<!-- end of {label} table -->\n"
-    page.write_text(text, encoding="utf-8")
-    return page
-
-
 def test_report_round_trip(result, model_result, tmp_path, monkeypatch):
-    page = _page(tmp_path)
+    docs = copied_docs(tmp_path)
+    page = "benchmarks/int4.md"
+    monkeypatch.setattr(fireq_tables, "SUMMARY_PRODUCT", (192, 72))
     result = copy.deepcopy(result)
     for row in result["rows"]:
         if row["operation"] in (fireq_tables.MATMUL, fireq_tables.FFN) and row["status"] == "ok":
@@ -239,10 +230,10 @@ def test_report_round_trip(result, model_result, tmp_path, monkeypatch):
     # Neither another suite's result nor the ablation is this one's.
     (tmp_path / "fireq_ablation_2001-01-01.json").write_text("{}")
     (tmp_path / "fireq_model_2001-01-02.json").write_text(json.dumps(model_result))
-    assert set(report.stale(tmp_path, page)) == {"benchmarks.md", "fireq_speed.png"}
-    report.write(tmp_path, page)
-    assert report.stale(tmp_path, page) == []
-    text = page.read_text(encoding="utf-8")
+    assert set(report.stale(tmp_path, docs)) == {page, "fireq_speed.png"}
+    report.write(tmp_path, docs)
+    assert report.stale(tmp_path, docs) == []
+    text = (docs / page).read_text(encoding="utf-8")
     assert "| 192 to 72, 5 tokens | INT4 | xla | 15 | 4.00x | 2.00x |" in text
     assert "| tiny (64, 96), 3 tokens | INT4 | xla | 15 | 4.00x |" in text
     assert "| RMSNorm and rounding, 3 x 64 | to e4m3 | xla |" in text
@@ -252,15 +243,10 @@ def test_report_round_trip(result, model_result, tmp_path, monkeypatch):
     if not timing.on_gpu():
         assert "| triton | not run: int4_matmul cannot run here: triton: needs" in text
 
-    monkeypatch.setattr(readme, "RESULTS", tmp_path)
-    monkeypatch.setattr(fireq_tables, "README_PRODUCT", (192, 72))
-    assert "fireq" in readme.active()
-    markers = "<!-- fireq table -->\n<!-- end of fireq table -->"
-    filled = readme.fill(markers, {"fireq": readme.TABLES["fireq"]})
     ours = "15 (4.00x, 2.00x)"
-    assert f"| 192 to 72, 5 tokens | 60 | 30 | {ours} | {ours} |" in filled
-    assert "| tiny (64, 96), 3 tokens | 60 | - | - | 15 (4.00x) |" in filled
-    assert "(benchmarks/results/fireq_2000-01-01.json)" in filled
+    assert f"| 192 to 72, 5 tokens | 60 | 30 | {ours} | {ours} |" in text
+    assert "| tiny (64, 96), 3 tokens | 60 | - | - | 15 (4.00x) |" in text
+    assert "(`benchmarks/results/fireq_2000-01-01.json`)" in text
 
 
 def test_tables_say_what_did_not_run():
@@ -279,11 +265,11 @@ def test_tables_say_what_did_not_run():
 
 
 def test_prose_agrees_with_the_results():
-    """The figures that README and docs/fireq.md name outside of their tables."""
+    """The figures that docs/benchmarks/int4.md names outside of its tables."""
     _, models_run = report.newest(readme.RESULTS, ("fireq_model",))
     by_place = {(row["tokens"], row["method"]): row for row in models_run["rows"]}
     ours, dense = by_place[4096, "int4-kv4"], by_place[4096, "bf16"]
-    text = " ".join((readme.ROOT / "README.md").read_text(encoding="utf-8").split())
+    text = docs_text("benchmarks/int4.md")
     assert f"{ours['speedup_over']['bf16']:.2f} times as fast as in bfloat16 with cuDNN's" in text
     assert f"{ours['tokens_per_second']:,.0f} tokens per second for 16 prompts of 4k tokens" in text
     share = ours["weight_bytes"] / dense["weight_bytes"]
@@ -308,9 +294,7 @@ def test_prose_agrees_with_the_results():
         rows[f"kv4-decode/llama3-8b/b16-s32768/{name}"]["us"]
         for name in ("kv4/triton", "turbo-4bit/mosaic_gpu")
     )
-    assert (
-        f"Decoding from a `kv4` cache takes {kv4:.0f} us at the shape of the decode table" in text
-    )
+    assert f"Decoding from a `kv4` cache takes {kv4:.0f} us at 16 sequences of 32k tokens" in text
     assert f"the `4bit` cache, which has a kernel for Hopper, takes {turbo:.0f}." in text
 
 

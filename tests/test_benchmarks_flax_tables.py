@@ -3,7 +3,9 @@
 import copy
 import json
 
-from benchmarks import flax_tables, model_tables, readme, report, tables
+from docs_helpers import copied_docs
+
+from benchmarks import flax_tables, model_tables, plots, report, tables
 from benchmarks.suites import families, flax, loading
 
 SUITES = {"flax": flax, "families": families, "loading": loading}
@@ -65,11 +67,6 @@ def _loading_result():
 
 
 MADE_UP = {"flax": _flax_result, "families": _families_result, "loading": _loading_result}
-LABELS = {
-    "flax": ("flax decode", "flax training"),
-    "families": ("families",),
-    "loading": ("loading",),
-}
 PICTURES = ("flax_speed.png", "families_speed.png", "loading.png")
 
 
@@ -111,29 +108,21 @@ def test_lines_of_a_made_up_result():
     assert any("8.00 s, 2.01 GB/s, 5.00x naive" in line for line in lines["loading"])
 
 
-def test_report_round_trip(tmp_path, monkeypatch):
-    page = tmp_path / "benchmarks.md"
-    labels = [label for group in LABELS.values() for label in group]
-    markers = "".join(f"<!-- {x} table -->\n<!-- end of {x} table -->\n" for x in labels)
-    page.write_text(markers, encoding="utf-8")
-    assert report.stale(tmp_path, page) == []
+def test_report_round_trip(tmp_path):
+    docs, page = copied_docs(tmp_path), "benchmarks/models.md"
+    assert report.stale(tmp_path, docs) == []
     for name, make in MADE_UP.items():
         (tmp_path / f"{name}_2000-01-01.json").write_text(json.dumps(make()))
-    assert set(report.stale(tmp_path, page)) == {"benchmarks.md", *PICTURES}
-    report.write(tmp_path, page)
-    assert report.stale(tmp_path, page) == []
-    text = page.read_text(encoding="utf-8")
+    assert set(report.stale(tmp_path, docs)) == {page, *PICTURES}
+    report.write(tmp_path, docs)
+    assert report.stale(tmp_path, docs) == []
+    text = (docs / page).read_text(encoding="utf-8")
     for picture in PICTURES:
         assert f"]({picture})" in text
-    monkeypatch.setattr(readme, "RESULTS", tmp_path)
-    assert {"flax", "families"} <= set(readme.active())
-    markers = "<!-- {0} table -->\n<!-- end of {0} table -->\n"
-    chosen = {name: readme.TABLES[name] for name in ("flax", "families")}
-    filled = readme.fill("".join(map(markers.format, chosen)), chosen)
-    assert "| 32 heads on 8 of 128, 16 x 8k | 800, 537 MB | 700 (1.14x), 537 MB |" in filled
+    assert "| 32 heads on 8 of 128, 16 x 8k | 800, 537 MB | 700 (1.14x), 537 MB |" in text
     # Over the faster uncompressed cache.
     place = "| llama-3.1-8b, 16 x 8k | 20.0 ms, 16.0 GB | 15.0 ms | 12.5 ms (1.20x), 2.0x smaller |"
-    assert place in filled
+    assert place in text
 
 
 def test_bars_of_a_result_that_is_not_complete():
@@ -145,7 +134,7 @@ def test_bars_of_a_result_that_is_not_complete():
     assert bars["gemma-2-9b\n16 x 8k"]["4-bit"] == (15 / 12, "12.0 ms")
     bars = model_tables.loading_bars(_loading_result())
     assert set(bars) == {"most on the device", "most on the host"}
-    draw = {"flax": report.flax_plot, "families": report.families_plot}
+    draw = {"flax": plots.flax_plot, "families": plots.families_plot}
     for name, plot in draw.items():
         made = MADE_UP[name]()
         base = "nnx" if name == "flax" else "exact"
@@ -159,4 +148,4 @@ def test_bars_of_a_result_that_is_not_complete():
         plot({**made, "rows": []})
     made = _loading_result()
     made["rows"] = made["rows"][:1]
-    report.loading_plot(made)
+    plots.loading_plot(made)

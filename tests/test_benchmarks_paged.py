@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from docs_helpers import copied_docs, docs_text
 
 from benchmarks import __main__ as command
-from benchmarks import paged_tables, readme, report, tables, timing
+from benchmarks import paged_tables, plots, readme, report, tables, timing
 from benchmarks.shapes import Shape
 from benchmarks.suites import engine, paged, paged_cases, paged_inputs
 from benchmarks.suites.fireq_inputs import Arrays
@@ -365,25 +366,20 @@ def test_tables_of_a_made_up_result():
     assert any("pool holds 127,040" in line for line in lines)
 
 
-def test_report_round_trip(tmp_path, monkeypatch):
-    page = tmp_path / "benchmarks.md"
-    page.write_text(report.PAGE.read_text(encoding="utf-8"), encoding="utf-8")
-    # The repository's page has the markers, and without results nothing is asked of it.
-    assert report.stale(tmp_path, page) == []
+def test_report_round_trip(tmp_path):
+    docs, page = copied_docs(tmp_path), "benchmarks/paged.md"
+    # Without results nothing is asked of the pages.
+    assert report.stale(tmp_path, docs) == []
     for name, made in (("paged", _paged_result()), ("engine", _engine_result())):
         (tmp_path / f"{name}_2000-01-01.json").write_text(json.dumps(made))
-    assert set(report.stale(tmp_path, page)) == {"benchmarks.md", "paged_speed.png", "engine.png"}
-    report.write(tmp_path, page)
-    assert report.stale(tmp_path, page) == []
-    text = page.read_text(encoding="utf-8")
+    assert set(report.stale(tmp_path, docs)) == {page, "paged_speed.png", "engine.png"}
+    report.write(tmp_path, docs)
+    assert report.stale(tmp_path, docs) == []
+    text = (docs / page).read_text(encoding="utf-8")
     for picture in ("paged_speed.png", "engine.png"):
         assert f"]({picture})" in text
     assert "Reading and writing 1 GiB: 3,000 GB/s. A product" in text
-    monkeypatch.setattr(readme, "RESULTS", tmp_path)
-    assert "paged" in readme.active()
-    markers = "<!-- paged table -->\n<!-- end of paged table -->"
-    filled = readme.fill(markers, {"paged": readme.TABLES["paged"]})
-    assert "| 64 x 4k | 700 | 1,500 (0.47x) | 400 (1.75x) | 200 (3.50x) |" in filled
+    assert "| 64 x 4k | 700 | 1,500 (0.47x) | 400 (1.75x) | 200 (3.50x) |" in text
 
 
 def test_bars_of_a_result_that_is_not_complete():
@@ -402,13 +398,13 @@ def test_bars_of_a_result_that_is_not_complete():
     for row in without["rows"]:
         row.get("speedup_over", {}).pop("cudnn", None)
     assert paged_tables.speed_bars(without) == {}
-    report.paged_plot(without)
+    plots.paged_plot(without)
     made = _engine_result()
     bars = paged_tables.engine_bars(made)
     assert bars["new tokens per second,\n128 to 256 a request"]["turbo4"] == (2.0, "2,000")
     assert bars["tokens the pool holds"]["turbo4"][1] == "127,040"
     made["rows"] = []
-    report.engine_plot(made)
+    plots.engine_plot(made)
 
 
 @pytest.mark.slow
@@ -421,7 +417,7 @@ def test_a_quick_run_can_be_reported(result, engine_result):
 
 
 def test_prose_agrees_with_the_results():
-    """The figures that README and docs/benchmarks.md name outside of their tables."""
+    """The figures that docs/benchmarks/paged.md names outside of its tables."""
     result = json.loads((readme.RESULTS / "paged_2026-11-21.json").read_text(encoding="utf-8"))
     rows = {row["name"]: row for row in result["rows"]}
     best = rows["paged-decode/llama3-8b/b16-s32768/turbo4/mosaic_gpu"]
@@ -448,7 +444,7 @@ def test_prose_agrees_with_the_results():
         f"of which {kernel['64 x 1']} are the kernel",
         f"where plain XLA took {plain['4 x 4096']:,.0f}",
     ]
-    text = " ".join(report.PAGE.read_text(encoding="utf-8").split())
+    text = docs_text("benchmarks/paged.md")
     assert [figure for figure in figures if figure not in text] == []
     result = json.loads((readme.RESULTS / "engine_2026-11-21.json").read_text(encoding="utf-8"))
     rows = {row["name"].removeprefix("engine/llama-3-8b/"): row for row in result["rows"]}
@@ -462,5 +458,4 @@ def test_prose_agrees_with_the_results():
         f"({rows['long/auto']['finished']} of 48 requests",
         f"{speed['short/turbo4']}, {speed['short/fp8_e4m3']} and {speed['short/auto']}",
     ]
-    text = " ".join((readme.ROOT / "README.md").read_text(encoding="utf-8").split())
     assert [figure for figure in figures if figure not in text] == []

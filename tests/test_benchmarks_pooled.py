@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from docs_helpers import copied_docs, docs_text
 
 import turbojax as tj
 from benchmarks import __main__ as command
@@ -185,9 +186,9 @@ def test_report_round_trip(result, tmp_path, monkeypatch):
     from turbojax import finetune
 
     assert report.newest(tmp_path, ("pooled",)) is None
-    page = tmp_path / "benchmarks.md"
-    page.write_text(report.PAGE.read_text(encoding="utf-8"), encoding="utf-8")
-    assert report.stale(tmp_path, page) == []
+    docs, page = copied_docs(tmp_path), "benchmarks/pooled.md"
+    assert report.stale(tmp_path, docs) == []
+    monkeypatch.setattr(pooled_tables, "SUMMARY_MODEL", "tiny")
     training = finetune.compare(_log("dense", 8.0), _log("pooled", 5.0), width=2)
     (tmp_path / "pooled_training_2000-01-02.json").write_text(json.dumps(training))
     # It is no result of the suite.
@@ -195,12 +196,12 @@ def test_report_round_trip(result, tmp_path, monkeypatch):
     result = _with_gpu_rows(result)
     (tmp_path / "pooled_2000-01-01.json").write_text(json.dumps(result))
     pictures = {"pooled_speed.png", "pooled_training.png"}
-    assert set(report.stale(tmp_path, page)) == {"benchmarks.md", *pictures}
-    report.write(tmp_path, page)
-    assert report.stale(tmp_path, page) == []
-    assert {path.name for path in tmp_path.glob("*.png")} == pictures
+    assert set(report.stale(tmp_path, docs)) == {page, *pictures}
+    report.write(tmp_path, docs)
+    assert report.stale(tmp_path, docs) == []
+    assert {path.name for path in (docs / "benchmarks").glob("*.png")} == pictures
 
-    text = page.read_text(encoding="utf-8")
+    text = (docs / page).read_text(encoding="utf-8")
     start = "| tiny, 1 x 384 causal | mixture-0.05 | xla | 0.5000 |"
     # Four times as fast at half of the work: twice what can be hoped for.
     assert f"{start} 1 | 4.00x | 2.00x | 200 % |" in text
@@ -212,16 +213,9 @@ def test_report_round_trip(result, tmp_path, monkeypatch):
     assert "| pooled | 0.250 | 5.0 | 819 | 1.60x | 1.2500 | 1.5000 | 1.3750 |" in text
     for picture in pictures:
         assert f"]({picture})" in text
+    assert "| tiny, 1 x 384 causal | 0.500 | 1 (4.00x) | 4 (4.00x) |" in text
     (tmp_path / "pooled_2000-01-03.json").write_text(json.dumps({**result, "jax": "1"}))
-    assert set(report.stale(tmp_path, page)) == {"benchmarks.md", "pooled_speed.png"}
-
-    monkeypatch.setattr(readme, "RESULTS", tmp_path)
-    monkeypatch.setattr(pooled_tables, "README_MODEL", "tiny")
-    assert "pooled" in readme.active()
-    text = (readme.ROOT / "README.md").read_text(encoding="utf-8")
-    filled = readme.fill(text, {"pooled": readme.TABLES["pooled"]})
-    assert "| tiny, 1 x 384 causal | 0.500 | 1 (4.00x) | 4 (4.00x) |" in filled
-    assert "(benchmarks/results/pooled_2000-01-03.json)" in filled
+    assert set(report.stale(tmp_path, docs)) == {page, "pooled_speed.png"}
 
 
 def test_tables_say_what_did_not_run():
@@ -236,16 +230,13 @@ def test_tables_say_what_did_not_run():
 
 
 def test_prose_agrees_with_the_results():
-    """The figures that docs/benchmarks.md and README.md name outside of their tables."""
+    """The figures that docs/benchmarks/pooled.md names outside of its tables."""
     _, training = report.newest(readme.RESULTS, ("pooled_training",))
     _, windows = report.newest(readme.RESULTS, ("pooled_training_windows",))
     _, versions = report.newest(readme.RESULTS, ("pooled_versions",))
     _, launches = report.newest(readme.RESULTS, ("pooled_triton_launches",))
     _, suite = report.newest(readme.RESULTS, ("pooled",))
-    page, text = (
-        " ".join(path.read_text(encoding="utf-8").split())
-        for path in (report.PAGE, readme.ROOT / "README.md")
-    )
+    text = docs_text("benchmarks/pooled.md")
     compared, (dense, pooled) = training["comparison"], training["runs"]
     [whole] = [
         row["speedup_over_cudnn"]
@@ -272,7 +263,7 @@ def test_prose_agrees_with_the_results():
 
     long = [row(edges, density, 32768) for density in (0.157, 0.053)]
     causal = row(edges, 0.173, 32768, True)
-    in_readme = [
+    figures = [
         f"was {long[0]['forward_speedup']:.2f} times as fast at density 0.157",
         f"({long[0]['forward_backward_speedup']:.2f} times with the backward pass)",
         f"{long[1]['forward_speedup']:.2f} times at 0.053",
@@ -284,7 +275,7 @@ def test_prose_agrees_with_the_results():
         f"those of the dense run at {dense['held_out_bits_per_byte']['run']:.4f}.",
     ]
     times = {(x["levels"], x["launch"]): x["forward_ms"] for x in launches["rows"]}
-    in_page = [
+    figures += [
         "made {}x forward and {}x with the backward pass".format(*both(long[0])),
         "0.053 made {}x and {}x".format(*both(long[1])),
         "0.173 made {}x and {}x".format(*both(causal)),
@@ -299,5 +290,4 @@ def test_prose_agrees_with_the_results():
         f"(density {windows['comparisons'][1]['density']:.3f})",
         f"at {windows['comparisons'][1]['speedup']:.2f} times the speed of dense",
     ]
-    assert [figure for figure in in_readme if figure not in text] == []
-    assert [figure for figure in in_page if figure not in page] == []
+    assert [figure for figure in figures if figure not in text] == []

@@ -1,67 +1,100 @@
-"""README.md: its examples run and its figures are those of the committed results."""
+"""README.md: its example runs, its figures are those of the results, its links lead somewhere."""
 
-import contextlib
-import io
+import json
 import re
 
 import pytest
+from docs_helpers import DOCS, ROOT, examples, run
 
-from benchmarks import readme
+from benchmarks import choosing, readme
 
-README = (readme.ROOT / "README.md").read_text(encoding="utf-8")
-EXAMPLES = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-
-
-def _run(code: str) -> str:
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
-    return out.getvalue()
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_cache_example():
-    out = _run(EXAMPLES[0])
+def test_the_example():
+    [example] = examples(ROOT / "README.md")
+    out = run(example)
     assert "[1001  641]" in out
     ratio = float(re.search(r"([\d.]+)x smaller", out).group(1))
-    assert ratio > 4.6
+    assert 3.5 < ratio < 4
 
 
-def test_model_example():
-    assert len(_run(EXAMPLES[1]).strip()) > 20
+def test_it_is_one_page():
+    assert len(README.splitlines()) <= 150
 
 
-def test_flax_example():
-    assert _run(EXAMPLES[2]) == "(2, 300, 512)\n[301 121] (2, 1, 512)\n"
+def test_every_example_of_the_docs_is_run():
+    """A page with examples has a test that runs them."""
+    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md") if examples(path)}
+    tested = {"quickstart.md", "flax.md", "models.md", "paged.md"}
+    assert {page for page in pages if not page.startswith("_build")} == tested
+    for page in tested:
+        assert (ROOT / "tests" / f"test_docs_{page.removesuffix('.md')}.py").exists()
 
 
-def test_pooled_example():
-    shape, times = re.search(r"(\(.*\)) ([\d.]+) times less work", _run(EXAMPLES[3])).groups()
-    assert shape == "(1, 1024, 4, 64)"
-    assert float(times) > 3
-
-
-def test_int4_example():
-    shape, dtype, bits = re.search(r"(\(.*\)) (\w+) ([\d.]+) bits", _run(EXAMPLES[4])).groups()
-    assert (shape, dtype) == ("(2, 16, 512)", "bfloat16")
-    # Codes, a byte of scale for every 128 of them, four bytes for every output.
-    assert float(bits) == pytest.approx(4 + 8 / 128 + 32 * 2560 / (3 * 512 * 1024), abs=0.005)
-
-
-def test_paged_example():
-    # The prompt's 15 full pages are shared; the last one is copied. 132 bytes per token and head.
-    assert _run(EXAMPLES[5]) == (
-        f"(2, 1, 16, 128) 2002 tokens in 17 pages, {17 * 64 * 4 * 132:,} bytes\n"
-    )
-
-
-def test_there_are_no_other_examples():
-    assert len(EXAMPLES) == 6
+@pytest.mark.parametrize(
+    "path",
+    [
+        path
+        for path in (*ROOT.glob("*.md"), ROOT / "benchmarks/README.md", *DOCS.rglob("*.md"))
+        if "_build" not in path.parts
+    ],
+    ids=lambda path: path.relative_to(ROOT).as_posix(),
+)
+def test_links_lead_to_files(path):
+    text = path.read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    local = [link for link in links if not re.match(r"[a-z]+:", link)]
+    assert [link for link in local if not (path.parent / link).exists()] == []
+    pages = re.findall(r"\{doc\}`([^`<]+)`", text)
+    assert [page for page in pages if not (path.parent / f"{page}.md").exists()] == []
 
 
 def test_tables_are_those_of_the_results():
     assert readme.fill(README) == README, "run python -m benchmarks.readme"
+    assert set(readme.active()) == set(readme.TABLES)
 
 
 def test_a_missing_marker_is_named():
-    with pytest.raises(ValueError, match="<!-- demo table -->"):
+    with pytest.raises(ValueError, match="<!-- figures table -->"):
         readme.fill("no markers")
+
+
+def test_figures_need_their_results(tmp_path, monkeypatch):
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    assert set(readme.active()) == {"gpu tests"}
+
+
+def test_the_last_run_of_the_gpu_tests(tmp_path, monkeypatch):
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    assert readme.gpu_tests_line() == "No full run of the GPU tests is recorded yet."
+    record = {
+        "date": "2000-01-02",
+        "device": "a device",
+        "driver": "1.2",
+        "jax": "0.1",
+        "commit": "0123456789abcdef",
+        "passed": 1234,
+        "failed": 1,
+        "skipped": 2,
+        "seconds": 420.0,
+        "workers": 16,
+    }
+    (tmp_path / "gpu_tests_2000-01-01.json").write_text("{}")
+    (tmp_path / "gpu_tests_2000-01-02.json").write_text(json.dumps(record))
+    assert readme.gpu_tests_line() == (
+        "The last full run of the GPU tests: 1,234 passed, 1 failed, 2 skipped, in 7.0 minutes "
+        "with 16 processes; a device, driver 1.2, jax 0.1, 2000-01-02, commit 0123456789 "
+        "([gpu_tests_2000-01-02.json](benchmarks/results/gpu_tests_2000-01-02.json))."
+    )
+
+
+def test_a_figure_that_was_not_measured_is_named(tmp_path):
+    figures = choosing.Figures(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no result called hopper"):
+        figures.row("hopper", "decode/x")
+    rows = [{"name": "decode/x", "status": "failed", "reason": "no memory"}]
+    (tmp_path / "hopper_2000-01-01.json").write_text(json.dumps({"rows": rows}))
+    for name in ("decode/x", "decode/y"):
+        with pytest.raises(ValueError, match=f"called hopper has no figures of {name}"):
+            figures.row("hopper", name)

@@ -106,9 +106,8 @@ PrefillBlockSize = Annotated[
 Implementation = Annotated[
     str | None,
     typer.Option(
-        help="What runs attention: xla, triton, jax_triton, and for pages mosaic_gpu; for the "
-        "exact cache xla or cudnn. Pooled prefill chooses for itself. Default: the fastest that "
-        "can.",
+        help="What runs attention: mosaic_gpu (not for kv4), triton or xla; for the exact cache "
+        "xla or cudnn. Pooled prefill chooses for itself. Default: the fastest that can.",
         show_default=False,
     ),
 ]

@@ -1,0 +1,415 @@
+"""What a reader decides by: figures of several results, side by side.
+
+Three tables: the three figures of README.md, one line for each area at the head of the benchmarks,
+and the page that says which cache and which mode suits which task.
+"""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+from benchmarks import tables
+from benchmarks.stored import newest
+from benchmarks.tables import Result, Row
+
+NEEDED = (
+    "attention",
+    "cache_quality",
+    "decode_launches",
+    "engine",
+    "families",
+    "fireq",
+    "fireq_ablation",
+    "fireq_model",
+    "flax",
+    "generate",
+    "hopper",
+    "paged",
+    "pooled",
+    "pooled_training",
+)
+
+
+class Figures:
+    """Figures of the newest results, and a note of which results were read.
+
+    Attributes:
+      sources: name and content of every result that a figure was taken from.
+    """
+
+    def __init__(self, results: Path) -> None:
+        self._results = results
+        self.sources: dict[str, Result] = {}
+
+    def result(self, prefix: str) -> Result:
+        """The newest result of this name."""
+        found = newest(self._results, (prefix,))
+        if found is None:
+            raise FileNotFoundError(f"{self._results} holds no result called {prefix}")
+        self.sources[found[0]] = found[1]
+        return found[1]
+
+    def row(self, prefix: str, name: str) -> Row:
+        """The measured row of this name."""
+        rows = [row for row in self.result(prefix)["rows"] if row.get("name") == name]
+        if len(rows) != 1 or rows[0]["status"] != "ok":
+            raise ValueError(f"the newest result called {prefix} has no figures of {name}")
+        return rows[0]
+
+    def over_cudnn(self, prefix: str, name: str) -> str:
+        """The speed over cuDNN."""
+        row = self.row(prefix, name)
+        if "speedup_over_cudnn" in row:
+            return times(row["speedup_over_cudnn"])
+        return times(row["speedup_over"]["cudnn"])
+
+    def over(self, prefix: str, name: str, base: str) -> str:
+        """The speed over another row."""
+        return times(self.row(prefix, name)["speedup_over"][base])
+
+    def smaller(self, cache: str) -> str:
+        """How much smaller a cache is than the exact one, on text."""
+        caches = self.result("cache_quality")["caches"]
+        sizes = [caches[name]["cache_bytes_per_sequence"] for name in ("exact", cache)]
+        return times(sizes[0] / sizes[1])
+
+    def cost(self, cache: str) -> str:
+        """What a cache costs on text, in bits per byte."""
+        caches = self.result("cache_quality")["caches"]
+        return f"{caches[cache]['bits_per_byte'] - caches['exact']['bits_per_byte']:+.4f}"
+
+    def launched(self, batch: int, tokens: int) -> str:
+        """The best speed over cuDNN of the 4-bit cache, of the launch settings that were tried."""
+        return times(
+            max(
+                row["speedup_over_cudnn"]
+                for row in self.result("decode_launches")["rows"]
+                if (row["batch"], row["tokens"], row["kv_heads"]) == (batch, tokens, 8)
+                and row["cache"] == "4bit"
+                and row["speedup_over_cudnn"] is not None
+            )
+        )
+
+    def devices(self, link: str = "") -> str:
+        """Where the figures come from: the files of each device."""
+        files: dict[str, list[str]] = {}
+        for name, result in sorted(self.sources.items()):
+            files.setdefault(_device(result), []).append(
+                f"[{name}]({link}{name})" if link else f"`{name}`"
+            )
+        return ". ".join(f"{device}: {', '.join(names)}" for device, names in files.items()) + "."
+
+
+def _device(result: Result) -> str:
+    runs: list[dict[str, Any]] = result.get("runs") or []
+    return result["device"] if "device" in result else runs[0]["environment"]["device"]
+
+
+def times(ratio: float) -> str:
+    """``3.43x``."""
+    return f"{ratio:.2f}x"
+
+
+_LONG = "decode/llama3-8b/b16-s32768/"
+_PROMPT = "prefill/llama3-8b/b2-s8192/"
+_CAUSAL = "prefill/llama3-8b/b2-s8192-causal/"
+_PAGES = "paged-decode/llama3-8b/b16-s32768/"
+_MIXTURE = "mha-16/b1-s16384/mixture-0.156/mosaic_gpu"
+_PRODUCT = "matmul/k4096-n14336/"
+
+
+def figures_table(results: Path, link: str) -> str:
+    """The three figures of README.md, each with its device.
+
+    Args:
+      results: the folder of the results.
+      link: what stands before a file's name in its link.
+    """
+    figures = Figures(results)
+    decode = figures.row("hopper", f"{_LONG}turbo-4bit/mosaic_gpu")
+    whole = figures.result("generate")
+    model, ends = whole["settings"]["model"], whole["summary"]
+    quality = figures.result("cache_quality")
+    share = quality["caches"]["4bit"]["same_greedy_choice"]
+    lines = [
+        [
+            f"**{times(decode['speedup_over_cudnn'])}** as fast",
+            "decoding attention over 16 sequences of 32k tokens, 4-bit cache against cuDNN in "
+            f"bfloat16, at {decode['percent_of_ceiling']:.0f} % of the memory bandwidth",
+        ],
+        [
+            f"**{figures.smaller('4bit')}** smaller, {figures.cost('4bit')} bits per byte",
+            f"a 4-bit cache on held-out text; it makes the same greedy choice for "
+            f"{100 * share:.1f} % of the bytes (small byte-level model)",
+        ],
+        [
+            f"**{times(ends['4bit']['ratio_to_exact'])}** the tokens per second",
+            f"decoding with a model of the shape of {model} on one GPU, its batch as large as "
+            f"memory or the run allowed: {ends['4bit']['tokens_per_second']:,.0f} tokens per "
+            f"second with {ends['4bit']['batch']} sequences in 4 bits, "
+            f"{ends['exact']['tokens_per_second']:,.0f} with {ends['exact']['batch']} in bfloat16",
+        ],
+    ]
+    names = {"hopper": 0, "cache_quality": 1, "generate": 2}
+    for prefix, at in names.items():
+        found = newest(results, (prefix,))
+        assert found is not None  # `figures` has read it
+        name, result = found
+        lines[at].append(f"{result['device']}, {result['date']} ([file]({link}{name}))")
+    return tables.table(["", "what was measured", "on"], lines)
+
+
+def headline_table(results: Path) -> str:
+    """One line for each area."""
+    figures = Figures(results)
+    engine = [
+        figures.row("engine", f"engine/llama-3-8b/short/{pages}")["token_capacity"]
+        for pages in ("turbo4", "auto")
+    ]
+    training = figures.result("pooled_training")["comparison"]
+    fp8 = "turbo-fp8-exact-128/mosaic_gpu"
+    over = functools.partial(figures.over_cudnn, "hopper")
+    ends = figures.result("generate")["summary"]["4bit"]
+    lines = [
+        [
+            "decoding from a 4-bit cache, 16 x 32k",
+            f"{over(f'{_LONG}turbo-4bit/mosaic_gpu')} cuDNN in bfloat16",
+            "{doc}`attention`",
+        ],
+        [
+            "attention within a prompt in `fp8`, 2 x 8k, causal",
+            f"{over(f'{_CAUSAL}{fp8}')} cuDNN in bfloat16",
+            "{doc}`attention`",
+        ],
+        [
+            "pooled attention at 16k tokens, density 0.156, forward and backward",
+            f"{figures.over_cudnn('pooled', f'pooled-gradient/{_MIXTURE}')} cuDNN, dense",
+            "{doc}`pooled`",
+        ],
+        [
+            "fine-tuning at 16k bytes with pooled attention",
+            f"{times(training['speedup'])} dense attention, loss "
+            f"{training['final_ratio']:.3f} times the dense one",
+            "{doc}`pooled`",
+        ],
+        [
+            "INT4 x e4m3 product, 16 tokens",
+            f"{figures.over('fireq', f'{_PRODUCT}m16/int4/mosaic_gpu', 'bf16')} XLA in bfloat16",
+            "{doc}`int4`",
+        ],
+        [
+            "decoding from turbo4 pages, 16 x 32k",
+            f"{figures.over_cudnn('paged', f'{_PAGES}turbo4/mosaic_gpu')} cuDNN on dense bfloat16",
+            "{doc}`paged`",
+        ],
+        [
+            "tokens in a pool of turbo4 pages",
+            f"{times(engine[0] / engine[1])} those of bfloat16 pages in the same memory",
+            "{doc}`paged`",
+        ],
+        [
+            "generation with a batch as large as memory allows, 4-bit cache",
+            f"{times(ends['ratio_to_exact'])} the exact cache",
+            "{doc}`models`",
+        ],
+        [
+            "4-bit cache on held-out text",
+            f"{figures.cost('4bit')} bits per byte, {figures.smaller('4bit')} smaller",
+            "{doc}`quality`",
+        ],
+    ]
+    table = tables.table(["what", "speed, size or cost", "page"], lines)
+    return f"{table}\n\n{figures.devices()}"
+
+
+def choosing_table(results: Path) -> str:
+    """What to write for which task, with its measured gain and cost."""
+    figures = Figures(results)
+    lines = [*_caches(figures), *_prompts(figures), *_weights(figures)]
+    header = ["what you have", "what to write", "runs as", "gain", "cost"]
+    return f"{tables.table(header, lines)}\n\n{figures.devices()}"
+
+
+def _caches(figures: Figures) -> list[list[str]]:
+    hopper = functools.partial(figures.over_cudnn, "hopper")
+    triton = functools.partial(figures.over_cudnn, "attention")
+    paged = functools.partial(figures.over_cudnn, "paged")
+    family = functools.partial(figures.over, "families")
+    capacity = [
+        figures.row("engine", f"engine/llama-3-8b/short/{pages}")["token_capacity"]
+        for pages in ("turbo4", "fp8_e4m3", "auto")
+    ]
+    step = "model-decode/{}/paged"
+
+    def pages_cost(kind: str) -> str:
+        if kind in figures.result("cache_quality")["caches"]:
+            return f"{figures.cost(kind)} bits per byte"
+        row = figures.row("families", f"model-decode/llama-3.1-8b/b16-s8192/{kind}")
+        return f"logits {row['relative_l2']:.3f} off (relative L2, random keys and values)"
+
+    return [
+        [
+            "**Decoding** one batch, where reading the cache takes the time; H100 or H200",
+            "`cache=tj.TurboConfig()`",
+            "`mosaic_gpu`; head dims 64, 128, 256",
+            f"{hopper(f'{_LONG}turbo-4bit/mosaic_gpu')} cuDNN, {figures.smaller('4bit')} smaller",
+            f"{figures.cost('4bit')} bits per byte",
+        ],
+        [
+            "the same on another NVIDIA GPU, or with another head dim",
+            "`cache=tj.TurboConfig()`",
+            "`triton`, Ampere and newer",
+            f"{triton(f'{_LONG}turbo-4bit/triton')} cuDNN (on an H100), "
+            f"{figures.smaller('4bit')} smaller",
+            f"{figures.cost('4bit')} bits per byte",
+        ],
+        [
+            "memory is tighter still; H100 or H200",
+            "`cache=tj.TurboConfig(num_low_bit_key_heads=4, num_low_bit_value_heads=4)`, half of "
+            "your KV heads",
+            "`mosaic_gpu`",
+            f"{hopper(f'{_LONG}turbo-2/4bit/mosaic_gpu')} cuDNN, "
+            f"{figures.smaller('2/4bit')} smaller",
+            f"{figures.cost('2/4bit')} bits per byte",
+        ],
+        [
+            "the same size with a smaller loss, and speed does not matter",
+            "`cache=tj.TurboConfig(key_bits=3, value_bits=3)`",
+            "`triton`",
+            f"{triton(f'{_LONG}turbo-3bit/triton')} cuDNN, {figures.smaller('3bit')} smaller",
+            f"{figures.cost('3bit')} bits per byte",
+        ],
+        [
+            "**many requests** of different lengths, that come and go or share beginnings",
+            '`tj.models.Engine(model, num_pages=4096, kv_dtype="turbo4")`, or '
+            "`turbojax serve --kv-dtype turbo4`",
+            "`mosaic_gpu` on H100 and H200, else `triton`",
+            f"{paged(f'{_PAGES}turbo4/mosaic_gpu')} cuDNN, {times(capacity[0] / capacity[2])} "
+            "the tokens in the same memory",
+            pages_cost("turbo4"),
+        ],
+        [
+            "the same, closer to the model's own numbers",
+            '`kv_dtype="fp8_e4m3"`',
+            "`mosaic_gpu`, else `triton` (Ada and newer)",
+            f"{paged(f'{_PAGES}fp8_e4m3/mosaic_gpu')} cuDNN, {times(capacity[1] / capacity[2])} "
+            "the tokens",
+            pages_cost("fp8_e4m3"),
+        ],
+        [
+            "**exact numbers**; a model with windows, soft caps or heads wider than 128",
+            '`cache="paged"`',
+            '`triton`; `"exact"` would be XLA there',
+            f"{family(step.format('mistral-7b/b16-s8192'), 'exact')} the exact cache (Mistral 7B), "
+            f"{family(step.format('gemma-2-9b/b16-s8192'), 'exact')} (Gemma 2 9B)",
+            "none; as large as bfloat16",
+        ],
+        [
+            "a single short sequence, or exact numbers without windows and caps",
+            '`cache="exact"`',
+            "cuDNN",
+            f"compression gains little at 1 x 1k: 4-bit {figures.launched(1, 1024)} cuDNN, "
+            f"turbo4 pages {paged('paged-decode/llama3-8b/b1-s1024/turbo4/mosaic_gpu')}",
+            "none",
+        ],
+    ]
+
+
+def _prompts(figures: Figures) -> list[list[str]]:
+    hopper = functools.partial(figures.over_cudnn, "hopper")
+    triton = functools.partial(figures.over_cudnn, "attention")
+    error = [
+        f"relative L1 {figures.row(suite, f'{_CAUSAL}turbo-{name}')['relative_l1']:.3f}"
+        for suite, name in (
+            ("hopper", "fp8-exact-128/mosaic_gpu"),
+            ("hopper", "int8-sas-128/mosaic_gpu"),
+            ("attention", "fp8-exact-128/jax_triton"),
+        )
+    ]
+    pooled = functools.partial(figures.over_cudnn, "pooled")
+    training = figures.result("pooled_training")["comparison"]
+    gradient = "flax-training/h16-kv16-d128/b2-s8192/turbo-fp8"
+    blocks = "block_q=128, block_kv=128, buffer_size=128"
+    return [
+        [
+            "**prompts**, attention without a cache; H100 or H200",
+            f'`tj.turbo_attention(..., config=tj.TurboConfig(mode="fp8", softmax="exact", '
+            f"{blocks}))`",
+            "`mosaic_gpu`; head dims up to 256",
+            f"{hopper(f'{_PROMPT}turbo-fp8-exact-128/mosaic_gpu')} cuDNN, causal "
+            f"{hopper(f'{_CAUSAL}turbo-fp8-exact-128/mosaic_gpu')}",
+            error[0],
+        ],
+        [
+            "prompts that go into a 4-bit cache, which `mosaic_gpu` decodes in mode `int8` only",
+            f"`cache=tj.TurboConfig({blocks})`",
+            "`mosaic_gpu`",
+            f"{hopper(f'{_PROMPT}turbo-int8-sas-128/mosaic_gpu')} cuDNN, causal "
+            f"{hopper(f'{_CAUSAL}turbo-int8-sas-128/mosaic_gpu')}; with the default blocks of 64 "
+            f"{hopper(f'{_PROMPT}turbo-int8-sas-64/mosaic_gpu')}",
+            error[1],
+        ],
+        [
+            "prompts on another NVIDIA GPU, Ada or newer",
+            "`pip install 'turbojax[triton]'`, and the configuration with `mode=\"fp8\"`",
+            "`jax_triton`",
+            f"{triton(f'{_PROMPT}turbo-fp8-exact-128/jax_triton')} cuDNN (on an H100)",
+            error[2],
+        ],
+        [
+            "prompts on Ampere, or without jax-triton",
+            '`jax.nn.dot_product_attention(..., implementation="cudnn")`',
+            "cuDNN",
+            f"our `triton` kernel in `int8` reaches "
+            f"{triton(f'{_PROMPT}turbo-int8-exact-128/triton')} cuDNN (on an H100)",
+            "none",
+        ],
+        [
+            "**training** or prompts at 16k tokens and more",
+            "`tj.pooled_attention` with the levels of `tj.select_levels`",
+            "`mosaic_gpu` on H100 and H200, else `triton`",
+            f"{pooled(f'pooled/{_MIXTURE}')} cuDNN forward, "
+            f"{pooled(f'pooled-gradient/{_MIXTURE}')} with the backward pass, at 16 % of the "
+            f"work; training {times(training['speedup'])}",
+            f"{training['final_ratio']:.3f} times the loss of dense training",
+        ],
+        [
+            "training at shorter contexts",
+            '`jax.nn.dot_product_attention(..., implementation="cudnn")`',
+            "cuDNN",
+            "the gradient of `tj.turbo_attention` is plain XLA: "
+            f"{figures.over('flax', gradient, 'nnx-cudnn')} cuDNN",
+            "none",
+        ],
+    ]
+
+
+def _weights(figures: Figures) -> list[list[str]]:
+    product = functools.partial(figures.over, "fireq")
+    prompts = [
+        row
+        for row in figures.result("fireq_model")["rows"]
+        if (row["tokens"], row["method"]) == (4096, "int4-kv4")
+    ]
+    ablation = figures.result("fireq_ablation")
+    lost = ablation["bits_per_byte"]["as_is"]["all"] - ablation["exact_bits_per_byte"]
+    sixteen, many = (f"{_PRODUCT}{count}/int4/mosaic_gpu" for count in ("m16", "m1024"))
+    return [
+        [
+            "**weights**: few tokens at a time, so that reading them takes the time",
+            "`turbojax quantize --model FOLDER --out runs/int4`, or `tj.fireq.quantize_weight(w)`",
+            "`mosaic_gpu` on H100 and H200, else `triton`",
+            f"{product(sixteen, 'bf16')} a bfloat16 product of 16 tokens, "
+            f"{product(many, 'bf16')} one of 1,024; prompts of a whole model "
+            f"{times(prompts[0]['speedup_over']['bf16'])}",
+            f"{lost:+.3f} bits per byte, with e4m3 activations and a `kv4` cache (embedded model)",
+        ],
+        [
+            "a cache for such a model",
+            '`cache="kv4"`: a scale for every token and head, no buffer; `tj.TurboConfig()` is '
+            "faster",
+            "`triton`, Ada and newer",
+            f"{figures.over('fireq', 'kv4-decode/llama3-8b/b16-s32768/kv4/triton', 'cudnn')} cuDNN",
+            "in the line above",
+        ],
+    ]
