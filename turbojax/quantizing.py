@@ -147,7 +147,7 @@ def run(settings: QuantizeSettings, progress: Progress | None = None) -> Quantiz
     if not isinstance(model, models.Decoder):
         raise ValueError(f"{settings.model!r} is quantized already")
     window = min(settings.window, model.config.max_length)
-    # Both before the long part, so that what is missing is said at once.
+    # Both are made before the long part, so that missing text is reported at once.
     calibration = None
     if settings.smoothing.rpn or settings.smoothing.crs:
         calibration = _calibration_windows(settings, source.tokenizer, window)

@@ -103,7 +103,7 @@ def parse_prefill(
       block_size: see there; None for its default.
 
     Raises:
-      ValueError: if there is no such name, a number does not fit, or it is given in vain.
+      ValueError: if there is no such name, a number does not fit, or it has no effect.
     """
     if name not in ("dense", *models.POLICY_NAMES):
         names = ", ".join(("dense", *models.POLICY_NAMES))

@@ -11,7 +11,7 @@ from pallas_kernels.mosaic._decode_types import Shape, SparseExponential
 from pallas_kernels.mosaic._lane import Int, Pointer
 from pallas_kernels.triton._decode_inputs import Side
 
-# Programs, on every Hopper GPU.
+# In programs, on every Hopper GPU.
 _LARGEST_CLUSTER = 8
 
 
@@ -63,7 +63,7 @@ class Settings:
 
     @property
     def warps(self) -> int:
-        """Of a program."""
+        """Warps of a program."""
         return 4 * self.warpgroups
 
     def warp_bytes(self, head_dim: int) -> int:
@@ -101,7 +101,7 @@ class SidePointers:
 
     @classmethod
     def of(cls, refs: Any, side: Side) -> "SidePointers":
-        """Of the references to `side`."""
+        """The pointers behind the references to `side`."""
         names = Side._fields
         pointers = {name: jax.tree.map(Pointer.to, getattr(refs, name)) for name in names}
         return cls(**pointers, heads=tuple(x.shape[1] for x in side.codes))
@@ -160,7 +160,7 @@ class Arrays:
 
     @classmethod
     def of(cls, refs: Any, inputs: Any) -> "Arrays":
-        """Of Mosaic's references, and of Pallas' own, which know shapes."""
+        """The arrays behind Mosaic's references and Pallas' own, which know shapes."""
         q, key, value = inputs[:3]
         query, key_refs, value_refs, lengths, buffered, query_lengths, *outputs = refs
         _, tokens, heads, head_dim = q.shape

@@ -29,7 +29,7 @@ class PageCopy:
 
     Attributes:
       source: page to read.
-      destination: page to write, which stands in the sequence's table already.
+      destination: page to write, which is already in the sequence's table.
     """
 
     source: int
@@ -284,7 +284,7 @@ class PageAllocator:
         self._let_go(page)
 
     def statistics(self, page_bytes: int | None = None) -> PoolStatistics:
-        """Pages, sequences and tokens, and bytes handed out if given those of a page.
+        """Counts of pages, sequences and tokens, and of bytes if the size of a page is given.
 
         Args:
           page_bytes: as `PagedCache.page_bytes`, which is of one layer; a model whose layers' pools
@@ -301,7 +301,7 @@ class PageAllocator:
         )
 
     def validate(self) -> None:
-        """Checks that holders are those of tables and retainers, and the rest is free, once.
+        """Checks the recorded holders against tables and retainers, and the list of free pages.
 
         Raises:
           ValueError: naming what is broken.

@@ -1,6 +1,6 @@
 """`Kv4Cache`: keys and values in 4 bits with one scale per token and head (FireQ's KV4).
 
-A token is rounded once, when it comes, and depends on no other: no buffer, no blocks, and the
+A token is rounded once, when it arrives, independently of all others: no buffer, no blocks, and the
 cache's bits do not depend on how tokens are split into calls.
 """
 
@@ -19,7 +19,7 @@ from turbojax.cache import checks
 from turbojax.quantizers import absolute_maximum, pack, unpack
 
 LARGEST_CODE = 7
-"""Of a 4-bit code; the scale never calls for -8."""
+"""Largest 4-bit code; with these scales -8 does not occur."""
 
 ALLOCATION = 128
 """Tokens are allocated in multiples of this, so that kernels read whole tiles."""
@@ -229,8 +229,8 @@ def quantize_vectors(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """4-bit codes with one scale per vector: ``s = bf16(max|x| / 7)``, ``q = rint(x / s)``.
 
     The division by 7 is a product with the float32 nearest to a seventh. The codes are exactly
-    those of the rounded scale, everywhere: a code times a scale has 11 significant bits, so what is
-    left of a value decides by exact comparisons whether an approximate quotient was rounded right.
+    those of the rounded scale, everywhere: a code times a scale has 11 significant bits, so exact
+    comparisons with the remainder decide whether an approximate quotient was rounded correctly.
 
     Args:
       x: floating point ``[..., H]``, `H` even.

@@ -1,6 +1,6 @@
 """`ProgressiveCache`: the KV cache of FlashQ as a pytree (TurboAttention, sections 3.1-3.3).
 
-A sequence's tokens stand first in blocks of packed stage-2 codes, the newest ones in an int8
+A sequence's tokens are kept in blocks of packed stage-2 codes, the newest ones in an int8
 buffer whose scale never changes, so that a stored token is not quantized again until its buffer
 is full and becomes a block.
 """

@@ -34,8 +34,8 @@ def standard_library_corpus() -> Corpus:
     """The `*.py` files of this interpreter's standard library, tests of Python included.
 
     Held out are the modules that the embedded model was not trained on, and what resembles them;
-    neither are copies, generated tables and files under another licence trained on. In order of
-    their paths, so that the files of a package are neighbours.
+    copies, generated tables and files under another licence are left out. In order of their paths,
+    so that the files of a package are neighbours.
 
     Raises:
       FileNotFoundError: if this interpreter comes without source files.

@@ -243,5 +243,5 @@ def _hide_padding(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
 
 
 def _places(x: jax.Array) -> jax.Array:
-    """Places of the tokens of ``[B, T, D]`` in `x`, int32 ``[B, T]``."""
+    """Positions of the tokens of ``[B, T, D]`` in `x`, int32 ``[B, T]``."""
     return jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32)[None], x.shape[:2])

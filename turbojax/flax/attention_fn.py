@@ -1,7 +1,7 @@
 """Attention functions for Flax's own modules, nnx's and linen's.
 
 Flax hands over a mask; the kernels know lengths, causality and windows. So lengths are read from
-the mask, and what they and the static options show is compared with it.
+the mask, and the mask is compared with what they and the static options imply.
 """
 
 import dataclasses
@@ -201,7 +201,7 @@ class TurboAttentionFn(_AttentionFn):
             raise TypeError(f"config={self.config!r} must be a TurboConfig")
         _check_causal(self.is_causal)
         check_implementation(self.implementation)
-        # One form, so that equal windows are equal functions.
+        # One form, so that functions with equal windows are equal.
         window = _checks.normalize_window(self.local_window_size)
         object.__setattr__(self, "local_window_size", window)
         _checks.check_number("logits_soft_cap", self.logits_soft_cap)
@@ -267,7 +267,7 @@ class PooledAttentionFn(_AttentionFn):
       key_means: the same.
 
     Raises:
-      TypeError: if `policy` is none, `is_causal` no bool, or a size no integer.
+      TypeError: if `policy` is not a policy, `is_causal` not a bool, or a size not an integer.
       ValueError: if a size is out of range, or there is no such implementation.
     """
 

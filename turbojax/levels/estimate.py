@@ -31,10 +31,10 @@ def block_importance(
 ) -> jax.Array:
     """Estimates the share of a query block's attention that falls on each key block.
 
-    `query_samples` queries of each block, the last ones of as many equal parts, attend to
-    `key_means` means of each key block, the means of as many equal parts; a mean of `c` keys
-    counts as `c`. A sampled query sees a mean if it sees the last of its keys. The weights are
-    added over a block and averaged over those samples that see something.
+    Each query block is cut into `query_samples` equal parts, and the last query of each part is
+    sampled. The samples attend to `key_means` means of each key block, those of as many equal
+    parts; a mean of `c` keys counts as `c`. A sampled query sees a mean if it sees the last of its
+    keys. The weights are added over a block and averaged over those samples that see something.
 
     Args:
       query: ``[B, T, N, H]``; only the samples are read.
@@ -50,8 +50,8 @@ def block_importance(
 
     Returns:
       float32 ``[B, N, ceil(T / block_q), ceil(S / block_kv)]``, rows that sum to 1 (or 0, where
-      nothing is seen). A block with which some sample has a score that is no finite number, as it
-      is with NaN or infinity among its keys, has infinity, and the rest of the row sums to 1.
+      nothing is seen). A block with which some sample has a score that is not finite, as with NaN
+      or infinity among its keys, has infinity, and the rest of the row sums to 1.
 
     Raises:
       TypeError: if dtypes are not supported or differ.
@@ -142,7 +142,7 @@ def _sample_queries(
 ) -> tuple[jax.Array, jax.Array]:
     """The last query of each of a block's equal parts.
 
-    Where a sequence ends before, its last query stands in.
+    Where a sequence ends earlier, its last query is used instead.
 
     Returns:
       sampled: ``[B, N, T_r * samples, H]``, the heads of a key/value head next to each other.
@@ -217,8 +217,8 @@ def _block_log_mass(
       grid: the blocks.
 
     Returns:
-      float32 ``[B, N, P, T_c]``: -inf where nothing is visible, NaN where a visible score is no
-      finite number.
+      float32 ``[B, N, P, T_c]``: -inf where nothing is visible, NaN where a visible score is not
+      finite.
     """
     means = scores.shape[3]
     count = _counts(key_length, grid, means)

@@ -79,7 +79,7 @@ def _check_tokens(**tokens: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class LocalWindow(Pattern):
-    """Near keys as they are, the past the coarser the farther it is.
+    """Near keys one by one, farther ones as means, the coarser the farther they are.
 
     Distances are in tokens, between the nearest query and key of two blocks; the diagonal has 0.
     Without `is_causal` they reach to both sides.
@@ -87,7 +87,7 @@ class LocalWindow(Pattern):
     Attributes:
       window: up to this distance, level 1.
       bounds: up to which distance blocks beyond have level 2, 4 and 8; farther ones are skipped.
-        None: however far. If not given, ``(window, window, None)``: level 8 beyond the window.
+        None: no limit. If not given, ``(window, window, None)``: level 8 beyond the window.
       sinks: the blocks of so many first tokens have level 1.
 
     Raises:
@@ -124,7 +124,8 @@ class LocalWindow(Pattern):
 
 @dataclasses.dataclass(frozen=True)
 class Strided(Pattern):
-    """Near keys as they are, of the past every `stride`-th block finely and the others coarsely.
+    """Near keys one by one; of the blocks farther away every `stride`-th finely, the others
+    coarsely.
 
     Attributes:
       window: up to this distance, level 1; see `LocalWindow`.
@@ -135,7 +136,7 @@ class Strided(Pattern):
 
     Raises:
       TypeError: if a number is no integer.
-      ValueError: if one is negative, the stride below 1, or a level none.
+      ValueError: if one is negative, the stride below 1, or a level not one of these.
     """
 
     window: int = 1024

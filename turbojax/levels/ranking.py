@@ -30,7 +30,7 @@ def _check_ascending(name: str, values: tuple[float, ...], least: float) -> None
 
 
 def _shares(fraction: float, columns: int) -> np.ndarray:
-    """``ceil(fraction * n)`` for n = 0..columns, forgiving 0.05 that it is above 1/20: int32."""
+    """int32 ``ceil(fraction * n)`` for n = 0..columns, as if fractions such as 0.05 were exact."""
     exact = fraction * np.arange(columns + 1)
     return np.minimum(np.ceil(exact - 1e-9 * exact), np.arange(columns + 1)).astype(np.int32)
 

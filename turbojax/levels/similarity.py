@@ -1,4 +1,4 @@
-"""How alike a block's keys are, and the policy that pools only what is: `SimilarityCap`."""
+"""How similar a block's keys are, and the policy that pools only similar ones: `SimilarityCap`."""
 
 import dataclasses
 import functools
@@ -55,7 +55,7 @@ def key_similarity(
     """Mean cosine similarity of the keys in groups of 2, 4 and 8 adjacent tokens, per block.
 
     The mean is over all pairs of different tokens that share a group. A block without such pairs
-    has 1, a key that is zero is like no other (0), and a key that is not finite gives NaN.
+    has 1, a zero key has similarity 0 to any other, and a key that is not finite gives NaN.
 
     Args:
       key: ``[B, S, K, H]``.

@@ -182,7 +182,7 @@ def save(
 
     Raises:
       NotImplementedError: if `load` would refuse a key of `extra_config`.
-      TypeError: if the model is not a `Llama`, or JSON cannot say what `extra_config` holds.
+      TypeError: if the model is not a `Llama`, or JSON cannot express what `extra_config` holds.
       ValueError: if the dtype is another or too small for a weight, `max_shard_bytes` is not
         positive, or `extra_config` contradicts the model.
     """

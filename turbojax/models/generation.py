@@ -63,9 +63,9 @@ class Session:
         """Feeds one token per sequence. Returns before the device is done.
 
         Args:
-          tokens: int ``[B]``. The caches of `self` are donated: go on with the result only. What
-            stands on the device is not looked at, for which this would have to wait: a token there
-            that is not in the vocabulary gives NaN in its sequence's logits.
+          tokens: int ``[B]``. The caches of `self` are donated: go on with the result only. Tokens
+              that are on the device are not checked, because that would mean waiting for it: one
+              that is not in the vocabulary gives NaN in its sequence's logits.
 
         Raises:
           TypeError: if `tokens` are no integers.
@@ -223,8 +223,8 @@ def stream(
       prompts: the tokens of every sequence so far. Of use for `stop_strings` alone, if tokens read
         differently after others.
       pad_token: what stands for the next token of a sequence that has ended.
-      drawn: new tokens that every sequence has so far: a session that goes on draws with other
-        numbers than one that begins.
+      drawn: new tokens that every sequence has so far, so that a continued session does not draw
+          with the random numbers of its beginning again.
 
     Returns:
       Yields int32 ``[B]``, the next token of each sequence.
@@ -308,8 +308,8 @@ def generate(
       attention_mask: instead of `lengths`, bool or 0 and 1 ``[B, T]``, true at real tokens; see
         `align`.
       sampling: how tokens are chosen, by default the most likely one. Row b of the batch draws
-        with the seed ``sampling.seed + b`` (modulo ``2**32``), so that equal prompts differ, and
-        that what a row says does not depend on the others.
+        with the seed ``sampling.seed + b`` (modulo ``2**32``), so that equal prompts get different
+        texts, and no row's text depends on the others.
       stop_tokens: tokens that end a sequence, such as a tokenizer's `eos_token_ids`.
       stop_strings: texts that end a sequence, wherever in the tokens they begin and end. One that
         is written like a special token, such as ``"<|im_end|>"``, is a stop token, too.
@@ -405,7 +405,7 @@ def check_pad_token(pad_token: int) -> None:
 
 @functools.partial(jax.jit, static_argnames="kind")
 def _choose(logits: jax.Array, rows: SamplingRows, *, kind: Kind) -> tuple[jax.Array, jax.Array]:
-    """The next tokens, int32 ``[B]``, and the same to go on with, also where there is none."""
+    """The next tokens, int32 ``[B]``, and the same to feed: token 0 where there is none."""
     chosen = sample(logits, rows, kind)
     return chosen, jnp.maximum(chosen, 0)
 

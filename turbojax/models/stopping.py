@@ -20,7 +20,7 @@ class TextStream:
       stopped: whether a stop text has come.
 
     Raises:
-      TypeError: if a stop text is none.
+      TypeError: if a stop text is not a text.
       ValueError: if one is empty.
     """
 

@@ -39,7 +39,8 @@ def save_cache(
     """Stores a KV cache, such as a prompt's, in one safetensors file.
 
     Of each sequence only the tokens it holds are written, bit for bit; of a bare pool of pages,
-    which does not know who holds what, all pages. A reader sees the old file, or the new one whole.
+    which does not know who holds what, all pages. A reader sees either the old file or the complete
+    new one.
 
     Args:
       path: of the file, which is replaced if it exists. Its folder must exist.

@@ -1,4 +1,5 @@
-"""The scalar quantizer of rotated coordinates: Lloyd-Max for the normal law, and its integer form.
+"""The scalar quantizer of rotated coordinates: Lloyd-Max for the normal distribution, in floats and
+integers.
 
 Lloyd (1982), Max (1960): a quantizer of least mean squared error has each threshold midway between
 two centroids and each centroid at the mean of its cell.
@@ -22,7 +23,7 @@ HALF = 63.5
 
 @functools.cache
 def lloyd_max(bits: int) -> np.ndarray:
-    """The Lloyd-Max centroids of the standard normal law.
+    """The Lloyd-Max centroids of the standard normal distribution.
 
     Args:
       bits: 2, 3 or 4.
@@ -50,7 +51,7 @@ def lloyd_max(bits: int) -> np.ndarray:
 
 @functools.cache
 def centroids(bits: int, head_dim: int) -> np.ndarray:
-    """The centroids of a rotated unit vector's coordinates, whose law is close to N(0, 1/d).
+    """The centroids of a rotated unit vector's coordinates, which are close to N(0, 1/d).
 
     Args:
       bits: 2, 3 or 4.
@@ -115,7 +116,7 @@ def check_bits(bits: int) -> None:
 
 
 def _cell_probabilities(bits: int) -> np.ndarray:
-    """Of the positive half's cells under the normal law."""
+    """Those of the positive half's cells under the normal distribution."""
     edges = [0.0, *thresholds(bits)[2 ** (bits - 1) :], math.inf]
     return np.array([_tail(low) - _tail(high) for low, high in itertools.pairwise(edges)])
 

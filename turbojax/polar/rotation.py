@@ -1,7 +1,8 @@
 """A fixed random rotation of head vectors: signs, then a normalized Hadamard transform.
 
 Rotated coordinates of any vector are close to independent normal variables, so one scalar quantizer
-serves all of them, and a rotated query meets rotated keys with the same dot product.
+serves all of them, and the dot product of a rotated query and a rotated key is that of the
+originals.
 """
 
 import dataclasses
@@ -66,7 +67,7 @@ def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
     """``R x`` for vectors along the last axis.
 
     Butterflies add in a fixed order and one product scales, so a vector's bits do not depend on the
-    array it stands in.
+    array it is part of.
 
     Args:
       x: ``[..., H]``, bfloat16, float16 or float32.

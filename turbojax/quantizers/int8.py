@@ -1,9 +1,9 @@
 """FlashQ stage 1: symmetric INT8 with one scale per block (TurboAttention, Eq. 9).
 
 Codes are the same bits everywhere: eagerly, under `jit`, whatever XLA fuses, on a CPU and on a GPU,
-although division is approximate on a GPU and XLA turns it into a product with a reciprocal where
-it likes. A scale has 16 significant bits, so a code times a scale is exact in float32, and what is
-left of a value decides by exact comparisons whether an approximate quotient was rounded right.
+although division is approximate on a GPU and XLA may turn it into a product with a reciprocal. A
+scale has 16 significant bits, so a code times a scale is exact in float32, and exact comparisons
+with the remainder decide whether an approximate quotient was rounded correctly.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """Smoothing of keys around RoPE, which turns channels i and i + H/2 together.
 
-Pairs without outliers are scaled before RoPE, at no cost, by one factor each, which a rotation
-passes through (RPN). The few pairs with outliers are scaled after it, channel by channel (CRS).
-FireQ (Baek et al., 2025), section 3.2.1.
+Pairs without outliers are scaled before RoPE, at no cost, by one factor each, which commutes with
+the rotation (RPN). The few pairs with outliers are scaled after it, channel by channel (CRS). FireQ
+(Baek et al., 2025), section 3.2.1.
 """
 
 import jax

@@ -109,7 +109,7 @@ def run_step(
 
     Returns:
       The new pools; float32 ``[S + 1, V]``, the rows' logits (of rows without work they mean
-      nothing); int32 ``[]``, tokens that a layer's pool could not store, ever.
+      nothing); int32 ``[]``, tokens that a layer's pool could not store so far.
     """
     compilation.note()
     slots, size = work.tokens.shape[0], work.piece.shape[0]
@@ -134,7 +134,7 @@ def _attend(work: Work, positions: jax.Array, implementation: str | None) -> Att
     in_piece = jnp.arange(size, dtype=jnp.int32) < work.counts[slots]
     row_counts = jnp.concatenate([work.counts[:slots], in_piece.astype(jnp.int32)])
     lengths = work.lengths + work.counts
-    attention: Any = paged.attention  # which implementations there are, it knows
+    attention: Any = paged.attention  # it knows which implementations exist
 
     def attend(query, key, value, cache, options=PLAIN):  # type: ignore[no-untyped-def]
         # Every row is written as if a sequence of its own: one scatter for all of them.

@@ -137,8 +137,8 @@ def decode(
 
     Returns:
       ``[B, T, N, H]`` in the query's dtype; with `return_residual` also float32 ``[B, T, N]``. An
-      empty sequence gives 0 and ``-inf``. A key, value or query that is not finite makes NaN of
-      what attends to it, and of nothing else.
+      empty sequence gives 0 and ``-inf``. A key, value or query that is not finite turns the
+      results it takes part in to NaN, and no others.
 
     Raises:
       TypeError: if `cache` is another kind or the query's dtype is not `cache.dtype`.

@@ -57,10 +57,10 @@ def pooled_attention(
     their number is added to its score. Where fewer are left at the end of a sequence, it is the
     mean of those, and weighs as many.
 
-    The levels are data: other ones need no compilation. Beside them, and lists of their shape that
-    the kernels make (some tens of bytes a level), memory grows with ``T + S``, of the gradient too,
-    which passes through the means to every token (Algorithms 2 and 3). There are no second
-    derivatives and no forward mode (`jax.jvp`).
+    The levels are data: changing them needs no compilation. Apart from them, and from lists that
+    the kernels make of them (some tens of bytes a level), memory grows with ``T + S``, also for the
+    gradient, which passes through the means to every token (Algorithms 2 and 3). There are no
+    second derivatives and no forward mode (`jax.jvp`).
 
     Args:
       query: ``[B, T, N, H]``, bfloat16, float16 or float32.
@@ -90,7 +90,7 @@ def pooled_attention(
 
     Raises:
       TypeError: if dtypes are not supported or differ, or if `levels` are no integers.
-      ValueError: if a shape, length, block, name or (outside `jit`) level is none of these.
+      ValueError: if a shape, length, block, name or (outside `jit`) level does not fit.
       NotImplementedError: if the implementation asked for cannot run this or its gradient, or when
         it is differentiated twice.
     """
@@ -127,7 +127,7 @@ def _static(
 
 
 def _check_levels(levels: jax.Array, query: jax.Array, key: jax.Array, static: Static) -> jax.Array:
-    """Levels as int8; what is none of the five stays none.
+    """Levels as int8; a value that is not a level stays invalid.
 
     Raises:
       TypeError: if they are no integers.

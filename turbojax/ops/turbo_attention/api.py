@@ -63,8 +63,8 @@ def turbo_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention with quantized products and a sparse softmax (TurboAttention, Algorithm 1).
 
-    Arguments mean what they mean in `jax.nn.dot_product_attention`. Any lengths, also such that
-    are no multiple of a block; memory grows with ``T + S``, of the gradient too.
+    Arguments mean what they mean in `jax.nn.dot_product_attention`. Lengths need not be multiples
+    of a block; memory grows with ``T + S``, also for the gradient.
 
     Gradients are straight-through: those of attention without rounding and with the exact
     exponential, in every mode. There are no second derivatives and no forward mode (`jax.jvp`).
@@ -96,7 +96,7 @@ def turbo_attention(
 
     Raises:
       TypeError: if dtypes are not supported or differ.
-      ValueError: if a shape, length, window, cap or name is none of these.
+      ValueError: if a shape, length, window, cap or name does not fit.
       NotImplementedError: if the implementation asked for cannot run this, or when it is
         differentiated twice.
     """
@@ -147,8 +147,8 @@ def prefill(
         stands in the padding changes nothing; its outputs are 0 and ``-inf``.
       local_window_size: see `turbo_attention`.
       logits_soft_cap: see `turbo_attention`.
-      implementation: see `turbo_attention`; it names what writes the cache too (beside
-        ``"mosaic_gpu"`` and ``"jax_triton"``, which only attend, that is chosen).
+      implementation: see `turbo_attention`; it also names what writes the cache, except for
+          ``"mosaic_gpu"`` and ``"jax_triton"``, which only attend: then the writer is chosen.
       return_residual: see `turbo_attention`.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The operands of the prefill kernels: codes in the layout that their matrix units want."""
+"""The operands of the prefill kernels: codes in the layout that matrix units need."""
 
 import functools
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from turbojax.ops.turbo_attention import numerics
 _AMPERE, _ADA = 8.0, 8.9
 _LARGEST_HEAD_DIM = 256
 _LARGEST_BLOCK = 256
-# A launch's second axis.
+# The limit of a launch's second axis.
 _MOST_BLOCKS = 2**16 - 1
 
 
