@@ -20,7 +20,7 @@ from benchmarks.suites import attention, engine, families, fireq, flax, loading,
 from turbojax.demo import environment
 from turbojax.ops.turbo_attention.tuning import TABLE
 
-# What two runs must share to stand in one file.
+# What two runs must have in common to be stored in one file.
 _SAME = ("device", "python", "jax", "turbojax")
 _OTHERS = (fireq, paged, engine, flax, families, loading)
 
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> None:
     for name, value in getattr(suite, "ENVIRONMENT", {}).items():
         os.environ.setdefault(name, value)  # read when jax first asks for a device
     machine = _machine()
-    # Figures of a smoke test are no result.
+    # Figures of a smoke test are not results.
     folder = Path(tempfile.gettempdir()) if arguments.quick else readme.RESULTS
     out = arguments.out or folder / f"{arguments.suite}_{machine['date']}.json"
     result = _previous(out, machine) if arguments.resume else None

@@ -138,7 +138,7 @@ def measure(
 
 
 def recovered(exact: float, as_is: dict[str, float], planted: dict[str, float]) -> dict[str, float]:
-    """Shares of what the planted outliers cost that smoothing gives back.
+    """Shares of what the planted outliers cost that smoothing recovers.
 
     Returns:
       against_unsmoothed: of the loss that planting adds to the quantized, unsmoothed model:

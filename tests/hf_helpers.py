@@ -1,8 +1,8 @@
 """Tiny random checkpoints of every family, written by transformers, and what it computes of them.
 
-Their weights are large: attention is peaked, soft caps bite, norms and biases differ from what they
-do to nothing. The windows are shorter than the texts, and so are the lengths that scaled rotary
-embeddings were made for.
+Their weights are large: attention is peaked, soft caps have an effect, and so have norms and
+biases. The windows are shorter than the texts, and so are the lengths that scaled rotary embeddings
+were made for.
 """
 
 import dataclasses

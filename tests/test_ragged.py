@@ -1,4 +1,5 @@
-"""Padding never matters, and what stands where: query lengths, windows of any size, open scales."""
+"""Padding never matters, and positions are right: query lengths, windows of any size, open
+scales."""
 
 import jax
 import jax.numpy as jnp

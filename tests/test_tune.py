@@ -1,4 +1,4 @@
-"""Tuning: the table that kernels read, and how it is made; with a clock that is not there."""
+"""Tuning: the table that kernels read, and how it is made; with a fake clock."""
 
 import functools
 import json

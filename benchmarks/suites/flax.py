@@ -344,8 +344,8 @@ def _error(out: Any, expected: dict[str, Any], method: str) -> Row:
     """The difference from the first output of its kind, which is kept.
 
     Raises:
-      ArithmeticError: if it is not finite, or so large that it is wrong; pooled attention means
-        to differ.
+      ArithmeticError: if it is not finite, or so large that it is wrong; pooled attention is meant
+          to differ.
     """
     name, want = next(iter(expected.items()), (method, out))
     errors = [

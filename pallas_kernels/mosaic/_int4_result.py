@@ -76,7 +76,7 @@ def _address(out: Any, token: Int, byte: Int, e: Epilogue) -> Int:
     size = 2 * e.outputs
     if e.swizzle == 0:
         return base + token * size + byte
-    # Sixteen bytes change places with those as many rows of 128 bytes further.
+    # Swizzled: chunks of 16 bytes are permuted by the number of their row of 128 bytes.
     line = token * size + byte
     mask = e.swizzle // 16 - 1
     return base + (line ^ (((line >> 7) & mask) << 4))

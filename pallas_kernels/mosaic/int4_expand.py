@@ -42,7 +42,7 @@ def _expand(codes: Ref, scales: Ref, tables: Ref, row: jax.Array, out: Ref) -> N
 
 
 def _kernel(codes_ref: Ref, scales_ref: Ref, tables_ref: Ref, out_ref: Ref) -> None:
-    """A program: every so-manieth group of 128 rows and 128 inputs."""
+    """One program; its groups of 128 rows and 128 inputs are as far apart as there are programs."""
     groups, me = codes_ref.shape[1] // ROW_BYTES, lax.axis_index("warpgroup")
     program, programs = lax.axis_index("program"), lax.axis_size("program")
     count = pl.cdiv(codes_ref.shape[0], TILE) * groups

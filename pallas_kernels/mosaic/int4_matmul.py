@@ -27,11 +27,11 @@ The ladder, 14336 x 4096, H100, jax 0.11.2, microseconds of the kernel (XLA in b
       which are on their way at any time                        19.8   22.3   35.4   126    428
   v2, products of non-negative and negative weights apart, so
       that 7 instructions convert eight of them, not 11          20.2   23.1
-v2 is what runs. Conversion costs it what it does not hide: with words that stay the same v2 takes
+v2 is what runs. Part of the conversion is not hidden: with constant words instead, v2 takes
 16.3 us for 16 tokens and 94 for 1024, without the tables and their use 16.8 and 100; without the
 tokens' copies 115. But fewer instructions for it, shifts by multipliers instead of the unit that
 permutes bytes, or converting just before a product instead of during the one before changed little
-or nothing: why is not known. From 2048 tokens on weights are expanded first, `fp8_matmul`.
+or nothing: why is not known. From 2048 tokens on weights are expanded first (`fp8_matmul`).
 These and more rows are in `benchmarks/results/fireq_versions_2026-11-21.json`.
 """
 

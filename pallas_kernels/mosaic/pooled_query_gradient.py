@@ -83,7 +83,7 @@ def _gradient(
 
 
 def _kernel(*refs: Ref, s: Settings) -> None:
-    """A program: every so-manieth tile of queries."""
+    """One persistent program, which takes every `s.programs`-th tile of queries."""
     q_ref, d_o_ref, lse_ref, delta_ref, *rest = refs
     ks, vs, (blocks, counts, key_lengths, out_ref) = rest[:4], rest[4:8], rest[8:]
     me, head_dim = lax.axis_index("warpgroup"), q_ref.shape[-1]
@@ -120,7 +120,7 @@ def _kernel(*refs: Ref, s: Settings) -> None:
             )
             plgpu.barrier_arrive(q_free.at[me])
             total = jnp.where(w.invalid != 0, jnp.nan, total * s.scale)
-            # What sees nothing gets nothing, also from tiles with NaN.
+            # A query that sees nothing gets nothing, even from tiles with NaN.
             blind = tiles.along(rows[0] == jnp.inf, total.shape, 0)
             total = jnp.where(blind, 0.0, total)
             target = out_ref.at[work.b, pl.ds(first, ROWS), work.head]

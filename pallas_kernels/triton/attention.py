@@ -52,7 +52,7 @@ class Settings:
     Attributes:
       mode: ``"int8"``, ``"int8_fp8"``, ``"fp8"`` or ``"float"``.
       exp: the softmax's exponential.
-      unit: what it calls one nat.
+      unit: of its argument, how many are one nat.
       block_q: query tokens that share a scale.
       block_kv: tokens of a key block.
       scale: factor of the scores.
@@ -140,7 +140,7 @@ def _second_product(
     dot = functools.partial(_common.dot, interpret=s.interpret)
     if s.mode == "int8":
         unit = largest * (1 / _common.INT8_RANGE)
-        # Of so small a weight nothing is left; its reciprocal would be infinite.
+        # So small a weight rounds to 0, and its reciprocal would be infinite.
         unit = jnp.where(unit < _TINY, 1.0, unit)
         codes = _common.round_product(p, (1 / unit)[:, None], s.interpret)
         return dot(codes, v).astype(jnp.float32), unit

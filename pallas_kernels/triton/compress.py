@@ -51,7 +51,7 @@ from pallas_kernels.triton._quantize import (
     write_block,
 )
 
-# Values that a thread holds; decides on the warps of a program.
+# Values that a thread holds, which determines the warps of a program.
 _VALUES_PER_THREAD = 64
 _MOST_WARPS = 16
 

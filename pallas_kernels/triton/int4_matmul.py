@@ -46,7 +46,7 @@ class Settings:
       splits: programs that share the groups of a tile.
       num_warps: warps of a program.
       num_stages: steps in flight.
-      gated: whether rows are gate and up, interleaved by eights.
+      gated: whether rows are gate and up, in alternating groups of eight.
       activation: None, "silu", "gelu", or "swiglu", exactly for gated weights.
       has_e4m3: whether the GPU converts to e4m3.
       interpret: run without a GPU.

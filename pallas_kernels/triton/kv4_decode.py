@@ -116,7 +116,7 @@ def decode(
       query: ``[B, T, N, H]``.
       key: the keys, of `S` tokens, a multiple of the tile.
       value: the values.
-      lengths: int32 ``[B]``, tokens held; what stands beyond is not looked at.
+      lengths: int32 ``[B]``, tokens held; what is stored beyond is not used.
       query_lengths: int32 ``[B]``, how many of the `T` queries are real.
       settings: factors and launch.
 
@@ -280,7 +280,8 @@ def _load_codes(
 ) -> tuple[jax.Array, jax.Array]:
     """Codes of both halves of the channels, bfloat16 ``[t, c]``; those of the padding are -8 .. 7.
 
-    They meet queries that are 0 there, or make rows of the output that are not stored.
+    They are multiplied with queries that are 0 there, or make rows of the output that are not
+    stored.
     """
     half = side.codes.shape[3]
     if channel.shape[0] != half:

@@ -73,9 +73,9 @@ def pool(
     """The means of groups of 2, 4 and 8 tokens, each level in an array of its own.
 
     Args:
-      x: ``[B, S, K, H]``, keys or values; what stands at or past a sequence's end is not looked at.
+      x: ``[B, S, K, H]``, keys or values; what is stored at or past a sequence's end is not used.
       key_lengths: int32 ``[B]``.
-      multiple: of 8: as if there were so many tokens, or a multiple, `P` in all.
+      multiple: of 8, to a multiple of which the number of tokens is rounded up, to `P`.
       rows: groups of eight tokens to a program, a power of two.
       num_warps: per program.
       interpret: run without a GPU.

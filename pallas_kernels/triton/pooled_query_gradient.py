@@ -107,7 +107,7 @@ def _kernel(
     d_q = jnp.zeros((s.tile, channels.padded), jnp.float32)
     key_length = plgpu.load(key_lengths.at[b])
     d_q = walk(step, d_q, lists, at, key_length, k.tokens.shape[1], s) * s.scale
-    # What sees nothing gets nothing, also from tiles with NaN.
+    # A query that sees nothing gets nothing, even from tiles with NaN.
     d_q = jnp.where(rows.lse[:, None] == jnp.inf, 0.0, d_q)
     c = jnp.arange(channels.padded, dtype=jnp.int32)
     plgpu.store(

@@ -1,4 +1,4 @@
-"""Stage 1 of attention: queries, keys and values to 8 bits, in the order matrix units want.
+"""Stage 1 of attention: queries, keys and values to 8 bits, in the order that matrix units need.
 
 A program takes one block of one head of one sequence: it loads the block once, finds its scale,
 rounds and stores. Values in e4m3 share one scale per sequence and head, so a kernel before finds

@@ -15,7 +15,8 @@ from turbojax import _checks
 
 BITS = (2, 3, 4)
 LARGEST_INTEGER = 127
-"""Of the integer tables: with 7 bits, a byte's highest one is free for kernels to select with."""
+"""Of an integer table's entries: 7 bits leave a byte's highest bit free for kernels to select
+with."""
 
 HALF = 63.5
 """What kernels subtract from an entry of an integer table."""
