@@ -45,7 +45,7 @@ def write(path: Path, result: dict[str, Any]) -> None:
 
 
 def _previous(path: Path, machine: dict[str, Any]) -> dict[str, Any] | None:
-    """The result to go on with, or None.
+    """The result to continue, or None.
 
     Raises:
       SystemExit: if it comes from another machine or other versions.

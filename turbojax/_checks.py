@@ -69,7 +69,7 @@ def check_lengths(name: str, lengths: jax.Array | None, batch_size: int, largest
     """Checks per-sequence lengths and returns them as int32 ``[B]``; None means `largest`.
 
     Raises:
-      TypeError: if they are no integers.
+      TypeError: if they are not integers.
       ValueError: another shape, or (outside `jit`) a value outside ``0..largest``.
     """
     if lengths is None:
@@ -93,7 +93,7 @@ def as_int32(name: str, x: Any, *, saturate: bool = False) -> jax.Array:
       saturate: whether values beyond int32 become the nearest bound, as they do under `jit`.
 
     Raises:
-      TypeError: if they are no integers.
+      TypeError: if they are not integers.
       ValueError: unless `saturate`, outside `jit`, if one is beyond int32.
     """
     if not isinstance(x, jax.Array):

@@ -19,7 +19,7 @@ def gpu_compute_capability() -> float | None:
     """Compute capability of the default GPU, such as 9.0; looked up once per process.
 
     Returns:
-      None if jax's default backend is no GPU, or the GPU is not NVIDIA's.
+      None if jax's default backend is not a GPU, or the GPU is not NVIDIA's.
     """
     if jax.default_backend() != "gpu":
         return None

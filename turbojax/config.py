@@ -36,7 +36,7 @@ class TurboConfig:
       head_priority: how heads are ranked, see `head_priority`.
 
     Raises:
-      TypeError: if a number is no integer.
+      TypeError: if a number is not an integer.
       ValueError: if a value is outside the range stated here.
     """
 

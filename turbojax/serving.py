@@ -34,7 +34,7 @@ class TextRequest:
 
     Attributes:
       id: what its result is called.
-      line: where it stands in the file, counted from 1.
+      line: its line in the file, counted from 1.
       request: the same in tokens.
       stop: texts that end the result and are no part of it.
     """
@@ -203,7 +203,7 @@ def serve(
 def pages_within(
     decoder: Decoder | QuantizedDecoder, pool_bytes: int, page_size: int, kv_dtype: str
 ) -> int:
-    """Pages of all layers that fit into so many bytes.
+    """How many pages of all layers fit into this many bytes.
 
     Args:
       decoder: the model.

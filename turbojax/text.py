@@ -198,7 +198,7 @@ def prompt_tokens(
       model: whose.
       content: a text to continue, or with `chat` what the user says.
       chat: whether to write it as a conversation, by the checkpoint's template.
-      system: what stands before a conversation, if something does.
+      system: the message that precedes a conversation, if there is one.
 
     Raises:
       ImportError: if a package is missing that this needs.

@@ -202,7 +202,7 @@ def close(got: jax.Array, want: jax.Array) -> Row:
 
 
 def compared_rows(count: int) -> np.ndarray:
-    """Which of so many rows are compared: the first, the last and some between."""
+    """Which rows of this many are compared: the first, the last and some between."""
     return np.linspace(0, count - 1, _COMPARED).astype(np.int32)
 
 

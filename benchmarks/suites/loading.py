@@ -54,7 +54,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """A checkpoint in bfloat16: a model of `models.SHAPES`, in so many files."""
+    """A checkpoint in bfloat16: a model of `models.SHAPES`, in several files."""
 
     model: str
     shards: int

@@ -26,7 +26,7 @@ _FAMILIES = {"auto": "bf16-pages", "fp8_e4m3": "fp8-pages"}
 _JAX_BLOCK = 128
 # Relative L2 of stored keys and values: three bits after the first, and 4 bits in all.
 _STORED = {"auto": 0.0, "fp8_e4m3": 0.04, "turbo4": 0.12}
-# An append writes to so many places in turn.
+# An append writes to this many places in turn.
 _PLACES = 16
 
 Kinds = Iterable[tuple[str, str]]

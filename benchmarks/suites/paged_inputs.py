@@ -339,6 +339,6 @@ class Appending:
         return self
 
     def block_until_ready(self) -> "Appending":
-        """Waits for the last call, as `jax.block_until_ready` asks of what is no array."""
+        """Waits for the last call, as `jax.block_until_ready` asks of what is not an array."""
         jax.block_until_ready(self.cache)
         return self

@@ -34,7 +34,8 @@ class Settings:
       stages: blocks in flight for each warp.
 
     Raises:
-      ValueError: if `splits` is no multiple of `cluster`, or `cluster` larger than hardware allows.
+      ValueError: if `splits` is not a multiple of `cluster`, or `cluster` larger than hardware
+        allows.
     """
 
     exponential: SparseExponential | None
@@ -218,7 +219,7 @@ class Program:
 
     @classmethod
     def of(cls, a: Arrays, ids: list[Int], s: Settings) -> "Program":
-        """Where the program stands and which units are its own."""
+        """The program's place and which units are its own."""
         tile, part, pair, member = ids
         split = part * s.cluster + member
         batch, head = pair // a.kv_heads, pair % a.kv_heads

@@ -468,7 +468,7 @@ def publish_stores() -> None:
 
 
 def expect_bytes(barrier: Pointer, size: Int | int) -> None:
-    """Arrives, and lets `barrier` wait for copies of so many bytes."""
+    """Arrives, and lets `barrier` wait for copies of this many bytes."""
     text = "mbarrier.arrive.expect_tx.shared.b64 _, [$0], $1;"
     _act(text, barrier.address(), _integer(size), constraints="r,r")
 

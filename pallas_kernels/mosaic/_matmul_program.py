@@ -23,7 +23,7 @@ WARPGROUPS = 2
 TILE = WARPGROUPS * ROWS
 """Outputs of a tile, before a gated product halves them."""
 SCALAR = plgpu.Layout.WG_SPLAT(())
-# Copies are of multiples of so many bytes.
+# Copies are of multiples of this many bytes.
 _COPY_UNIT = 128
 # Tokens of a tile that are written at a time, to the staging places in turn.
 _MOST_WRITTEN, _PLACES = 64, 2
@@ -93,7 +93,7 @@ class Settings:
         return WARPGROUPS * self.teams
 
     def shared_bytes(self, stage: int) -> int:
-        """Shared memory besides tables, where the weights of a stage take so many bytes."""
+        """Shared memory besides tables, where the weights of a stage take this many bytes."""
         out = self.places * self.written * self.columns * (4 if self.parts > 1 else 2)
         sums = TILE * self.tokens * 4 * (self.teams - 1)
         return self.stages * (stage + self.tokens * GROUP) + out + sums + 2 * self.scaled + 1024
@@ -154,7 +154,7 @@ def swizzled_type(dtype: Any, swizzle: int = 128) -> Any:
 
 
 def tile_memory(copies: int, x: Any, s: Settings) -> Tile:
-    """What a program allocates besides its weights, of which a stage takes so many copies."""
+    """What a program allocates besides its weights, of which a stage takes this many copies."""
     e, barrier = s.epilogue, plgpu.Barrier
     shape = (WARPGROUPS, s.places, s.written, s.width)
     if s.parts > 1:
@@ -351,7 +351,8 @@ def run_program(
 
 
 def launch(kernel: Any, name: str, tokens: int, rows: int, columns: int, s: Settings) -> Any:
-    """The call of a kernel ``kernel(*refs, tiles=)`` for so many tokens, weight rows, outputs."""
+    """The call of a kernel ``kernel(*refs, tiles=)`` for given numbers of tokens, weight rows and
+    outputs."""
     tiles = (pl.cdiv(tokens, s.tokens), pl.cdiv(rows, TILE))
     shape, dtype = (tokens, columns), jnp.dtype(s.epilogue.dtype)
     out = jax.ShapeDtypeStruct(shape, dtype)

@@ -50,8 +50,8 @@ class Fp8:
         """Prepares a block of which some query may not see all: the rows of values that are lost.
 
         A product takes what a query does not see as 0 times it, so what is not finite there, or
-        stands past the sequence's end, is made 0 in shared memory. A query that does see it gets
-        NaN because of the bits that this returns, one for each token of the block.
+        lies past the sequence's end, is made 0 in shared memory. A query that does see it gets NaN
+        because of the bits that this returns, one for each token of the block.
         """
         values = slot.at(self.s.block * self.head_dim)
         zero, first = _lane.integer(0), at.begin + 1

@@ -203,7 +203,7 @@ class Program:
 
     @classmethod
     def of(cls, a: Arrays, ids: list[Int], s: Settings) -> "Program":
-        """Where the program stands."""
+        """The program's place."""
         tile, part, pair = ids
         batch, head = pair // a.kv_heads, pair % a.kv_heads
         length, query_length = (x.at(batch << 2).word() for x in (a.lengths, a.query_lengths))

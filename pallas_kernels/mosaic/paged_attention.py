@@ -98,7 +98,7 @@ def attend(
       query: ``[B, T, N, H]``, `H` 64, 128 or 256.
       pages: the pool.
       tables: int32 ``[B, max_pages]``, numbers of the sequences' pages; those past its length are
-          not read.
+        not read.
       lengths: int32 ``[B]``, tokens held.
       query_lengths: int32 ``[B]``, how many of the `T` queries are real.
       settings: numerics and launch.

@@ -138,7 +138,7 @@ def to_float16(pieces: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], ja
     wide = tuple(x.astype(jnp.float32) for x in pieces)
     largest = functools.reduce(jnp.maximum, (jnp.max(jnp.abs(x), axis=1) for x in wide))
     exponent = jax.lax.bitcast_convert_type(largest, jnp.int32) & 0x7F800000
-    # Those of zero, infinity and their inverses are no powers of two.
+    # Those of zero, infinity and their inverses are not powers of two.
     exponent = jnp.clip(exponent, 1 << 23, 253 << 23)
     power = jax.lax.bitcast_convert_type(exponent, jnp.float32)
     inverse = jax.lax.bitcast_convert_type((254 << 23) - exponent, jnp.float32)

@@ -162,7 +162,7 @@ def permuted_positions(first: jax.Array, count: int) -> jax.Array:
     16.
 
     A product's accumulator, read as the 8-bit operand of the next product, permutes tokens within
-    groups of 16: token ``4t + 2h + r`` stands at ``8h + 2t + r``, with `t` in 0..3, `h` and `r` in
+    groups of 16: token ``4t + 2h + r`` is at ``8h + 2t + r``, with `t` in 0..3, `h` and `r` in
     0..1. Keys stored in this order undo it.
     """
     token = first + jnp.arange(count, dtype=jnp.int32)

@@ -112,7 +112,7 @@ def compress(
       every_block: find the maxima of all of the prompt's blocks, stored or not.
       operand: also return codes of all of the prompt's blocks: int8, those of stage 1, or
         float8_e4m3fn, with a scale of their own.
-      permuted: whether the operand's tokens stand in the order of `permuted_positions`.
+      permuted: whether the operand's tokens are in the order of `permuted_positions`.
       num_warps: warps of a program; chosen from the block's size if not given.
       vector: channels that a thread takes at once, a power of two; chosen if not given.
       interpret: run without a GPU.

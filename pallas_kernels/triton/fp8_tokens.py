@@ -30,7 +30,7 @@ LARGEST = 2**15
 
 _RECIPROCAL_MAX = float(np.float32(1 / E4M3_MAX))
 _TINY = float(np.finfo(np.float32).tiny)
-# A token is cut into so many chunks at most, of so many channels at least: 16-byte loads.
+# A token is cut into at most this many chunks, of at least this many channels: 16-byte loads.
 _MOST_CHUNKS, _SMALLEST_CHUNK = 8, 1024
 _VALUES_PER_THREAD = 32
 

@@ -94,7 +94,7 @@ class Side(NamedTuple):
 
 
 class _Query(NamedTuple):
-    """A program's queries, and where they stand."""
+    """A program's queries and their positions."""
 
     halves: tuple[jax.Array, jax.Array]  # e4m3 values as bfloat16 [R, c]
     scale: jax.Array  # float32 [R], of the scores too

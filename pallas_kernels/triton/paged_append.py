@@ -157,7 +157,7 @@ def _kernel(
 
     def write(x: Ref, codes: Ref, norms: Ref) -> None:
         number = tile * s.rows + jnp.arange(s.rows, dtype=jnp.int32)
-        # What stands past the end is read again and not stored.
+        # Rows past the end read the last vector again and are not stored.
         row = jnp.minimum(number, x.shape[0] - 1)
         channels = _channels(x.shape[1], s)
         loaded = [plgpu.load(x.at[row[:, None], c[None, :]]) for c in channels]

@@ -71,7 +71,7 @@ _NO_POSITION = 2**30
 
 
 class _Query(NamedTuple):
-    """A program's queries, and where they stand."""
+    """A program's queries and their positions."""
 
     pieces: tuple[jax.Array, ...]  # [R, c]: all channels, or even and odd ones
     scale: jax.Array  # float32 [R], of the scores too

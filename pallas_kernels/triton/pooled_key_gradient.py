@@ -7,7 +7,7 @@ Two numbers, for 1 sequence, 16 heads, 16384 tokens, head dim 128, bfloat16, eve
 Arithmetic is the floor. Target: 400 T/s, 11 ms times the density.
 
 One launch for each level. A program takes a tile of groups of one KV head and walks over the query
-blocks that its list names, for all query heads of the group; keys stand in rows, so that both sums
+blocks that its list names, for all query heads of the group; keys are rows, so that both sums
 stay in registers. How many tokens a group stands for is a constant factor of its row of weights,
 and multiplied in at the end.
 

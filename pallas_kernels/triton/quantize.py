@@ -71,7 +71,7 @@ def quantize(
       block: tokens of a block, a power of two.
       dtype: int8 (scale of a maximum over 119) or float8_e4m3fn (over 448).
       tokens_last: whether codes are transposed.
-      permuted: whether tokens stand in the order of `permuted_positions`; then `block` is a
+      permuted: whether tokens are in the order of `permuted_positions`; then `block` is a
         multiple of 16.
       num_warps: warps of a program; chosen from the block's size if not given.
       interpret: run without a GPU.

@@ -105,8 +105,8 @@ def init_cache(
       dtype: of keys, values, minima and scales.
 
     Raises:
-      TypeError: if `dtype` is none of bfloat16, float16, float32, or a size is no integer.
-      ValueError: if a size is not positive or no such multiple, or `bits` another number.
+      TypeError: if `dtype` is none of bfloat16, float16, float32, or a size is not an integer.
+      ValueError: if a size is not positive or not such a multiple, or `bits` another number.
     """
     _checks.check_sizes(
         batch_size=batch_size,

@@ -42,7 +42,7 @@ class Kv4Cache:
     new first axis of every array, and mapped or scanned over.
 
     Invariants (`validate` checks them): ``0 <= lengths <= max_length``, and scales of tokens held
-    are positive or NaN. What stands past a sequence's length is arbitrary.
+    are positive or NaN. What is stored past a sequence's length is arbitrary.
 
     Attributes:
       key_codes: uint8 ``[B, K, S, H / 2]``.
@@ -130,8 +130,8 @@ def init_cache(
       dtype: of the keys and values to come: bfloat16, float16 or float32.
 
     Raises:
-      TypeError: if `dtype` is none of these or a size no integer.
-      ValueError: if a size is not positive or `head_dim` no multiple of 8.
+      TypeError: if `dtype` is none of these or a size not an integer.
+      ValueError: if a size is not positive or `head_dim` not a multiple of 8.
     """
     _checks.check_sizes(
         batch_size=batch_size, max_length=max_length, num_kv_heads=num_kv_heads, head_dim=head_dim

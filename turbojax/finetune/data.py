@@ -61,7 +61,7 @@ def corpus_of(paths: Sequence[Path], held_out: Sequence[Path] = ()) -> Corpus:
 
     Raises:
       FileNotFoundError: if a path does not exist.
-      ValueError: if a named file is no text, or there is none.
+      ValueError: if a named file is not text, or there is none.
     """
     contents = documents.read_texts(paths)
     if not contents:

@@ -187,7 +187,7 @@ def make_self_attention(
     """What a module's arguments ask for, see `TurboAttention`.
 
     Raises:
-      TypeError: if a size is no integer, or another argument of another kind.
+      TypeError: if a size is not an integer, or another argument of another kind.
       ValueError: if sizes do not fit, the cache is of no known kind, or there is no such
         implementation.
       NotImplementedError: if pooled attention cannot attend with the options.

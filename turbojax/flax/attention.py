@@ -94,7 +94,7 @@ class TurboAttention(AttentionProjections):
           rngs: source of the initial parameters (stream `params`).
 
         Raises:
-          TypeError: if a size is no integer, or another argument of another kind.
+          TypeError: if a size is not an integer, or another argument of another kind.
           ValueError: if sizes do not fit, the cache is of no known kind, or `implementation`,
             `qk_norm_eps` or `sharding` is invalid.
           NotImplementedError: if pooled attention cannot attend with the options.

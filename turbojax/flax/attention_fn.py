@@ -186,7 +186,8 @@ class TurboAttentionFn(_AttentionFn):
       implementation: see `turbojax.turbo_attention`.
 
     Raises:
-      TypeError: if `config` is no `TurboConfig`, `is_causal` no bool, or the cap no number.
+      TypeError: if `config` is not a `TurboConfig`, `is_causal` not a bool, or the cap not a
+        number.
       ValueError: if the window or the cap is out of range, or there is no such implementation.
     """
 
@@ -396,7 +397,7 @@ def _check_mask(mask: jax.Array, query: jax.Array, key: jax.Array) -> jax.Array:
     """A mask as bool ``[B or 1, N or 1, T or 1, S]``.
 
     Raises:
-      TypeError: if it is no array of numbers or bool.
+      TypeError: if it is not an array of numbers or bool.
       ValueError: if it cannot be broadcast to ``[batch..., N, T, S]``.
     """
     mask = jnp.asarray(mask)
@@ -417,7 +418,7 @@ def _check_mask(mask: jax.Array, query: jax.Array, key: jax.Array) -> jax.Array:
 def _read_lengths(
     mask: jax.Array, tokens: int, visibility: Visibility
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Which lengths a mask stands for, and whether it shows just what these show.
+    """Which lengths a mask stands for, and whether it shows exactly what these show.
 
     Args:
       mask: bool ``[B, N or 1, T or 1, S]``.

@@ -66,7 +66,7 @@ class AttentionProjections(nnx.Module):
           rngs: source of the initial parameters (stream `params`).
 
         Raises:
-          TypeError: if `qk_norm_eps` is no number, or `sharding` holds no names.
+          TypeError: if `qk_norm_eps` is not a number, or `sharding` holds no names.
           ValueError: if `head_dim` is missing, or another one than the rotary embedding's,
             `qk_norm_eps` is negative or `sharding` no pair.
         """

@@ -92,7 +92,7 @@ def init_layer(
       page_size: tokens of a page.
 
     Raises:
-      TypeError: if a size is no integer or the dtype is not supported.
+      TypeError: if a size is not an integer or the dtype is not supported.
       ValueError: if a size is not positive or not supported, or there is no such kind.
     """
     _checks.check_sizes(batch_size=batch_size, max_length=max_length, page_size=page_size)

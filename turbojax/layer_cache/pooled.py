@@ -215,7 +215,7 @@ def pooled_by_name(
       implementation: of `pooled_attention`; None to choose.
 
     Raises:
-      TypeError: if a number is no integer.
+      TypeError: if a number is not an integer.
       ValueError: if there is no such name, or a number does not fit or has no effect.
     """
     if name not in POLICY_NAMES:

@@ -62,7 +62,7 @@ def describe(cache: Any) -> dict[str, Any]:
     """Kind, sizes and configuration of a layer's cache, whose arrays may be abstract.
 
     Raises:
-      TypeError: if it is no cache that can be stored.
+      TypeError: if it is not a cache that can be stored.
     """
     name = _kind_name(cache)
     return {"kind": name, **_KINDS[name].describe(cache)}
@@ -72,7 +72,7 @@ def pack(cache: LayerCache | PagedCache) -> dict[str, np.ndarray]:
     """The arrays to store, in host memory.
 
     Raises:
-      TypeError: if it is no cache that can be stored.
+      TypeError: if it is not a cache that can be stored.
       ValueError: under `jit`, or for stacked layers of pages.
     """
     rules = _KINDS[_kind_name(cache)].rules
@@ -102,7 +102,7 @@ def unpack(
 
     Raises:
       ValueError: naming the file, if the description is not one, arrays are missing, mis-shaped,
-          damaged or impossible, or `max_length` is less than what is held.
+        damaged or impossible, or `max_length` is less than what is held.
     """
     rules, template = _template(file.path, description, max_length)
     structs = _named_leaves(template)
@@ -325,7 +325,7 @@ def _named_leaves(tree: Any) -> dict[str, Any]:
 
 
 def _field(name: str) -> str:
-    """The last name of a place that is no number: ``codes`` of ``key.codes.0``."""
+    """The last name of a place that is not a number: ``codes`` of ``key.codes.0``."""
     return next(part for part in reversed(name.split(".")) if not part.isdigit())
 
 

@@ -135,11 +135,12 @@ def level_density(
       block_kv: keys of a block; matters if `is_causal`.
 
     Returns:
-      float32 scalar; NaN under `jit` if a value is no level.
+      float32 scalar; NaN under `jit` if a value is not a level.
 
     Raises:
-      TypeError: if levels are no integers.
-      ValueError: if they have no two axes or an empty one, or, outside `jit`, a value is no level.
+      TypeError: if levels are not integers.
+      ValueError: if they have no two axes or an empty one, or, outside `jit`, a value is not a
+        level.
     """
     if not jnp.issubdtype(levels.dtype, jnp.integer):
         raise TypeError(f"levels.dtype={levels.dtype} must be an integer type")

@@ -11,7 +11,7 @@ import numpy as np
 from turbojax import _checks
 from turbojax.levels.grid import Grid
 
-# Sums of at most so many tokens are written out. XLA then reads the keys in wide loads, which it
+# Sums of at most this many tokens are written out. XLA then reads the keys in wide loads, which it
 # does not for a reduction over few rows.
 _UNROLLED = 64
 
@@ -97,7 +97,7 @@ def check_lengths(
 
 
 def check_sampling(grid: Grid, scale: float | None, samples: int, means: int) -> None:
-    """Checks how much of the queries and keys is looked at."""
+    """Checks how many queries and means are sampled."""
     _checks.check_number("scale", scale)
     _checks.check_sizes(query_samples=samples, key_means=means)
     if samples > grid.block_q:
@@ -164,7 +164,7 @@ def _sample_queries(
 def _mean_keys(key: jax.Array, key_length: jax.Array | None, grid: Grid, means: int) -> jax.Array:
     """Means of a key block's equal parts, ``[B, K, means, T_c, H]`` in the keys' dtype.
 
-    The blocks stand side by side for each part: what is done to the scores over a block's means is
+    The blocks are side by side for each part: what is done to the scores over a block's means is
     then elementwise work on rows of `T_c`.
     """
     batch, size, kv_heads, channels = key.shape

@@ -11,7 +11,7 @@ from turbojax.levels.grid import LEVELS, Grid
 
 
 class Pattern:
-    """What patterns have in common: they look at positions, not at data."""
+    """What patterns have in common: they depend on positions, not on data."""
 
     def levels(
         self,
@@ -35,8 +35,8 @@ class Pattern:
           int8 ``[1, 1, ceil(T / block_q), ceil(S / block_kv)]``, for all sequences and heads.
 
         Raises:
-          TypeError: if a number is no integer.
-          ValueError: if one is not positive or `block_kv` no multiple of 8.
+          TypeError: if a number is not an integer.
+          ValueError: if one is not positive or `block_kv` not a multiple of 8.
         """
         grid = Grid(query_tokens, key_tokens, block_q, block_kv, bool(is_causal))
         return _levels(self, grid)
@@ -91,7 +91,7 @@ class LocalWindow(Pattern):
       sinks: the blocks of so many first tokens have level 1.
 
     Raises:
-      TypeError: if a number is no integer.
+      TypeError: if a number is not an integer.
       ValueError: if one is negative, there are not three bounds, or they decrease.
     """
 
@@ -135,7 +135,7 @@ class Strided(Pattern):
       sinks: the blocks of so many first tokens have level 1.
 
     Raises:
-      TypeError: if a number is no integer.
+      TypeError: if a number is not an integer.
       ValueError: if one is negative, the stride below 1, or a level not one of these.
     """
 

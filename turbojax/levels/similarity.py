@@ -26,8 +26,8 @@ class SimilarityCap:
       limits: of the levels 2, 4 and 8.
 
     Raises:
-      TypeError: if the policy is no `TopK`, `Threshold`, `LocalWindow` or `Strided`, or a limit no
-        number.
+      TypeError: if the policy is not a `TopK`, `Threshold`, `LocalWindow` or `Strided`, or a limit
+        not a number.
       ValueError: if there are not three limits or one is outside ``-1..1``.
     """
 
@@ -66,7 +66,7 @@ def key_similarity(
       float32 ``[3, B, K, ceil(S / block_kv)]``, for groups of 2, 4 and 8.
 
     Raises:
-      TypeError: if the keys' dtype is not supported or lengths are no integers.
+      TypeError: if the keys' dtype is not supported or lengths are not integers.
       ValueError: if shapes, blocks or lengths do not fit.
     """
     _checks.check_key_value(key, key)

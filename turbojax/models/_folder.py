@@ -270,7 +270,7 @@ def write(
     """Writes a checkpoint into a folder, which is created if it does not exist.
 
     All files are written under other names before what was there is touched. Then the folder has
-    no `config.json`, and so is no checkpoint, until everything else has its name.
+    no `config.json`, and so is not a checkpoint, until everything else has its name.
 
     Args:
       path: the folder; the checkpoint it held is replaced, other files stay.
@@ -369,7 +369,7 @@ def _changed(file: Path) -> ValueError:
 
 
 def _split(tensors: Sequence[Tensor], max_bytes: int) -> list[list[Tensor]]:
-    """Groups of neighbours, each of at most so many bytes or a single tensor."""
+    """Groups of neighbours, each of at most this many bytes or a single tensor."""
     shards: list[list[Tensor]] = [[]]
     size = 0
     for tensor in tensors:

@@ -214,13 +214,13 @@ def config_json(
     for key, value in extra.items():
         if key == "quantization_config" or (key in hf and key not in _TOKENS):
             raise ValueError(
-                f"extra_config: {key}={value!r} must be left out: what the model is says it"
+                f"extra_config: {key}={value!r} must be left out: it is derived from the model"
             )
         try:
             json.dumps({key: value})
         except TypeError as error:
             raise TypeError(
-                f"extra_config: {key}={value!r} must be what JSON can say: {error}"
+                f"extra_config: {key}={value!r} must be serializable as JSON: {error}"
             ) from error
     merged = {**hf, "torch_dtype": dtype.name, **extra}
     if LlamaConfig.from_hf(merged) != LlamaConfig.from_hf(hf):

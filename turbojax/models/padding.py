@@ -23,7 +23,7 @@ def align(tokens: Any, attention_mask: Any) -> tuple[jax.Array, jax.Array]:
       `generate` take.
 
     Raises:
-      TypeError: if the tokens are no integers, or the mask is neither bool nor integers.
+      TypeError: if the tokens are not integers, or the mask is neither bool nor integers.
       ValueError: if a shape does not fit, the mask holds something else than 0 and 1, a row has no
         real token, or padding between real ones.
     """

@@ -69,7 +69,7 @@ def quantize_model(
 
     Raises:
       TypeError: if the model is another kind, such as a quantized one, or tokens or the batch size
-        are no integers.
+        are not integers.
       NotImplementedError: naming the fields, if the model computes what a quantized one does not,
         see `check_config`.
       ValueError: if tokens are needed and missing or do not fit, a head has fewer pairs than CRS is

@@ -73,7 +73,7 @@ class Endings:
       ended: bool ``[B]``.
 
     Raises:
-      TypeError: if a stop token is no integer, or a stop text no text.
+      TypeError: if a stop token is not an integer, or a stop text not text.
       ValueError: if a stop text is empty, or there are some and no tokenizer.
     """
 

@@ -1,4 +1,4 @@
-"""KV caches and sessions on disk: a prompt is read once, and generation goes on from there."""
+"""KV caches and sessions on disk: a prompt is read once, and generation continues from there."""
 
 import dataclasses
 import hashlib
@@ -81,8 +81,8 @@ def load_cache(
 
     Raises:
       FileNotFoundError: if there is no such file.
-      TypeError: if `like` is no cache or `max_length` no integer.
-      ValueError: naming the file and the cause, if it is no stored cache, cut off, damaged, of
+      TypeError: if `like` is not a cache or `max_length` not an integer.
+      ValueError: naming the file and the cause, if it is not a stored cache, cut off, damaged, of
         another version, does not fit `like`, or does not fit into `max_length`; or if both
         arguments are given.
     """
@@ -108,7 +108,7 @@ def save_session(
 ) -> None:
     """Stores a session: its caches, lengths and the logits of the next token, not the model.
 
-    Generation goes on from the file exactly as it would from the session.
+    Generation continues from the file exactly as it would from the session.
 
     Args:
       path: of the file, which is replaced if it exists. Its folder must exist.
@@ -152,10 +152,10 @@ def load_session(
 
     Raises:
       FileNotFoundError: if there is no such file.
-      ValueError: naming the file and the cause, if it is no stored session, cut off, damaged, of
+      ValueError: naming the file and the cause, if it is not a stored session, cut off, damaged, of
         another version or model, or does not fit into `max_length`; or if that is more than the
         model's.
-      TypeError: if `max_length` is no integer.
+      TypeError: if `max_length` is not an integer.
     """
     if max_length is not None:
         _checks.check_sizes(max_length=max_length)

@@ -33,7 +33,7 @@ def lloyd_max(bits: int) -> np.ndarray:
       float64 ``[2**bits]``, increasing and exactly symmetric; read-only.
 
     Raises:
-      TypeError: if `bits` is no integer.
+      TypeError: if `bits` is not an integer.
       ValueError: if `bits` is another number.
     """
     check_bits(bits)
@@ -62,7 +62,7 @@ def centroids(bits: int, head_dim: int) -> np.ndarray:
       float32 ``[2**bits]``: `lloyd_max` over ``sqrt(d)``; read-only.
 
     Raises:
-      TypeError: if an argument is no integer.
+      TypeError: if an argument is not an integer.
       ValueError: if `bits` is none of these or `head_dim` is not positive.
     """
     _checks.check_sizes(head_dim=head_dim)
@@ -92,7 +92,7 @@ def integer_centroids(bits: int = 4) -> tuple[tuple[int, ...], float, float]:
       step: a float.
 
     Raises:
-      TypeError: if `bits` is no integer.
+      TypeError: if `bits` is not an integer.
       ValueError: if `bits` is another number.
     """
     target = lloyd_max(bits)[2 ** (bits - 1) :]

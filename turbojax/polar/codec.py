@@ -50,7 +50,7 @@ def encode(x: jax.Array, rotation: Rotation, bits: int = 4) -> tuple[jax.Array, 
         numbers; NaN where `x` is not finite and, under `jit`, where the norm exceeds 65504.
 
     Raises:
-      TypeError: if `x` has another dtype, `rotation` is another kind or `bits` is no integer.
+      TypeError: if `x` has another dtype, `rotation` is another kind or `bits` is not an integer.
       ValueError: if the head dims differ or `bits` is another number, or, outside `jit`, if a
         finite vector's norm exceeds 65504.
       NotImplementedError: when it is differentiated.

@@ -52,7 +52,7 @@ def rotation(head_dim: int, seed: int = 0) -> Rotation:
       seed: of the signs, the highest bits of numpy's PCG64 words.
 
     Raises:
-      TypeError: if an argument is no integer.
+      TypeError: if an argument is not an integer.
       ValueError: if there is no rotation of this head dim, or `seed` is negative.
     """
     _checks.check_sizes(head_dim=head_dim)

@@ -61,7 +61,7 @@ def scale_from_maximum(maximum: jax.Array) -> jax.Array:
 
     Returns:
       float32, same shape: ``maximum / 119`` rounded up to 16 significant bits, 1 for 0, NaN for a
-      maximum that is not finite. A maximum so small that the quotient is no normal number counts
+      maximum that is not finite. A maximum so small that the quotient is not a normal number counts
       as 0.
     """
     scale = round_scale(maximum * _RECIPROCAL_RANGE)

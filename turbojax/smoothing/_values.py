@@ -44,7 +44,7 @@ def check_maxima(name: str, x: jax.Array, rank: int = 2) -> jax.Array:
 
 
 def factor_or_one(factor: jax.Array) -> jax.Array:
-    """`factor`, and 1 where it or its reciprocal is no normal finite number.
+    """`factor`, and 1 where it or its reciprocal is not a normal finite number.
 
     So a channel of zeros, or of numbers almost as small, stays as it is. NaN
     stays NaN.

@@ -189,7 +189,7 @@ class Engine:
           Its number, counted from 0 in the order of arrival.
 
         Raises:
-          TypeError: if it is no `Request`.
+          TypeError: if it is not a `Request`.
           ValueError: if a token is not in the vocabulary, or prompt and result are longer than
             `max_length` or than the whole pool.
         """

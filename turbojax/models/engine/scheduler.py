@@ -246,7 +246,8 @@ class Scheduler:
         self._refused = None
 
     def _has_room(self, tokens: int) -> bool:
-        """Whether pages for so many tokens are free, and one for each sequence that will need more.
+        """Whether pages for this many tokens are free, and one for each sequence that will need
+        more.
 
         With less, what comes in would soon be sent away again.
         """

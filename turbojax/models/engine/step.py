@@ -37,7 +37,7 @@ class Work:
       counts: int32 ``[S + 1]``, new tokens: 0 or 1, and 0..C of the piece.
       tokens: int32 ``[S]``, the token to decode; -1 for the one that the slot got last.
       piece: int32 ``[C]``, the prompt's next tokens.
-      piece_slot: int32 ``[]``, the slot that goes on with the token after the prompt; S while the
+      piece_slot: int32 ``[]``, the slot that continues with the token after the prompt; S while the
         prompt is not complete.
       sampling: of all ``S + 1`` rows.
     """
@@ -98,7 +98,7 @@ def run_step(
     *,
     implementation: str | None,
 ) -> tuple[tuple[paged.PagedCache, ...], jax.Array, jax.Array]:
-    """One step of all sequences, up to the logits; `choose` goes on with them.
+    """One step of all sequences, up to the logits; `choose` continues with them.
 
     Args:
       decoder: the weights.

@@ -68,7 +68,7 @@ def rms_norm_quantize(
       Codes and scales of `y`, see `quantize_activation`.
 
     Raises:
-      TypeError: if a dtype is not supported or `eps` is no Python number.
+      TypeError: if a dtype is not supported or `eps` is not a Python number.
       ValueError: if a shape does not fit, `eps` is negative or not finite, or the name unknown.
       NotImplementedError: see `quantize_activation`.
     """

@@ -20,7 +20,7 @@ _TILE, _TOKENS, _COPY = 128, (8, 16, 32, 64, 128, 256), 8
 _FEW = 64
 # Largest number of tokens in a tile with sums in two levels, which take twice the registers.
 _TWO_LEVELS = 128
-# From so many tokens on it pays to expand e4m3 weights first.
+# From this many tokens on it pays to expand e4m3 weights first.
 _MANY = 2048
 # Tokens up to which programs share a tile where there are few, and groups that are worth one.
 _SHARED, _FEWEST_GROUPS = 256, 4

@@ -66,7 +66,7 @@ def matmul(
 
 
 def _launch(rows: int, weight: Int4Weight, activation: Activation | None, interpret: bool) -> Any:
-    """Tiles and splits for so many tokens."""
+    """Tiles and splits for this many tokens."""
     from pallas_kernels.triton.int4_matmul import Settings
 
     capability, processors = gpu_compute_capability(), multiprocessors()

@@ -42,7 +42,7 @@ def paged_attention(
 
     Serves decoding (`T` = 1), several new tokens, and a prompt chunk by chunk: the queries are
     those of the last tokens of each sequence, which `turbojax.paged.append` has already stored.
-    Query `t` of `n` stands at position ``length - n + t`` and sees the tokens up to there, its own
+    Query `t` of `n` is at position ``length - n + t`` and sees the tokens up to there, its own
     included. A query before the beginning of a sequence shorter than `n` sees nothing.
 
     For turbo4 the queries are rotated, scores and weighted sums are taken of the codes' centroids
@@ -81,7 +81,7 @@ def paged_attention(
 
     Raises:
       TypeError: if `cache` is another kind, the query's dtype is not `cache.dtype`, or tables or
-        lengths are no integers.
+        lengths are not integers.
       ValueError: if a shape, window, cap or name does not fit, or, outside `jit`, a length or a
         needed page is out of range.
       NotImplementedError: if the implementation asked for cannot run this, or when it is
@@ -113,7 +113,7 @@ def select(
     visibility: Visibility,
     logits_soft_cap: float | None,
 ) -> Implementation:
-    """What runs a call of `paged_attention` with these arguments; nothing but shapes is looked at.
+    """What runs a call of `paged_attention` with these arguments; only shapes and dtypes are used.
 
     Raises:
       ValueError: if the name is unknown.

@@ -1,6 +1,6 @@
 """Pooled attention in plain JAX: the definition (multi-scale KV pooling, Li, 2025).
 
-All four pooled versions of the keys, and of the values, stand in one array, the *pyramid*. Each of
+All four pooled versions of the keys, and of the values, are in one array, the *pyramid*. Each of
 its rows is visible to a query whose block has chosen the row's level for the row's block, if the
 causal rule allows it. One softmax over the whole pyramid then is Algorithm 1 without its loop.
 """
@@ -269,7 +269,7 @@ def _untile(x: jax.Array, length: int, static: Static) -> jax.Array:
 
 
 def _real(tile: _Tile, query_length: jax.Array) -> jax.Array:
-    """Which of a tile's queries are no padding, bool ``[B, 1, 1, t, 1]``."""
+    """Which of a tile's queries are not padding, bool ``[B, 1, 1, t, 1]``."""
     real = (tile.position[None] < query_length[:, None]) & tile.inside[None]
     return real[:, None, None, :, None]
 

@@ -60,7 +60,7 @@ def _launch(rows: int, query: jax.Array) -> dict[str, int]:
 
 
 def _walk_settings(query: jax.Array, static: Static, queries: int, interpret: bool) -> Any:
-    """Launch of a kernel that walks over lists by query, with so many queries at most."""
+    """Launch of a kernel that walks over lists by query, with this many queries at most."""
     from pallas_kernels.triton._pooled_common import Settings
 
     dtype, head_dim = query.dtype, query.shape[-1]

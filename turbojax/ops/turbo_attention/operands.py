@@ -65,7 +65,7 @@ def quantize_operands(
       query: ``[B, T, N, H]``.
       key: ``[B, S, K, H]``.
       value: ``[B, S, K, H]``.
-      query_length: int32 ``[B]``; what stands past it counts as zero.
+      query_length: int32 ``[B]``; tokens past it count as zero.
       key_length: int32 ``[B]``.
       config: mode and block sizes; `block_kv` a multiple of 16 if permuted.
       stage1: the keys' and values' part, if it is there already; then `permuted` says how.
