@@ -351,8 +351,7 @@ def run_program(
 
 
 def launch(kernel: Any, name: str, tokens: int, rows: int, columns: int, s: Settings) -> Any:
-    """The call of a kernel ``kernel(*refs, tiles=)`` for given numbers of tokens, weight rows and
-    outputs."""
+    """The call of a kernel ``kernel(*refs, tiles=)``, given the tokens, weight rows and outputs."""
     tiles = (pl.cdiv(tokens, s.tokens), pl.cdiv(rows, TILE))
     shape, dtype = (tokens, columns), jnp.dtype(s.epilogue.dtype)
     out = jax.ShapeDtypeStruct(shape, dtype)

@@ -1,5 +1,4 @@
-"""What the kernels of pooled attention on Hopper share: tiles of pooled keys, and how they are
-loaded."""
+"""What pooled attention's kernels on Hopper share: tiles of pooled keys, and their loading."""
 
 import dataclasses
 import functools

@@ -1,6 +1,6 @@
 """Prefill attention on quantized operands (TurboAttention, Algorithm 1), for Hopper.
 
-Two numbers, for 2 sequences, 32 query heads, 8 KV heads, 8192 tokens, head dim 128, not causal:
+Roofline, for 2 sequences, 32 query heads, 8 KV heads, 8192 tokens, head dim 128, not causal:
   - operations: 4 * 2 * 32 * 8192**2 * 128 = 2.2 T; at the 1,980 T/s of an H100's 8-bit matrix
     units 1.11 ms. The exponentials, 16 a clock, take as many clocks, 1,024 for 128 queries by 128
     keys, and the 8 instructions for each score take 1,050.
@@ -10,7 +10,7 @@ Three units are equally busy, so they must work at the same time. Target: 900 T/
 A program takes tiles of 128 queries of one head in turn. One warpgroup copies queries, keys and
 values to shared memory, two attend with 64 queries each.
 
-The ladder, same case, H100, jax 0.11.2, blocks of 128, T/s (cuDNN on bfloat16: 687 to 705):
+Versions, same case, H100, jax 0.11.2, blocks of 128, T/s (cuDNN on bfloat16: 687 to 705):
                                                        int8_fp8     fp8    int8, SAS
   v1  the weights of one block times its values while
       the scores of the next are computed; but the

@@ -1,6 +1,6 @@
 """INT4 weights times e4m3 activations for Hopper (FireQ, section 3.1.1).
 
-Two numbers, for weights of 14336 x 4096 and `M` tokens:
+Roofline, for weights of 14336 x 4096 and `M` tokens:
   - bytes: 29.4 MB of codes, 0.5 MB of scales: 10 us at the 3.0 TB/s of a copy, whatever `M` is up
     to a hundred or so.
   - operations: 2 * 14336 * 4096 * M: at the 1,979 T/s of an H100's 8-bit matrix units 15 us for
@@ -14,7 +14,7 @@ are converted, and never go back to memory. Two warpgroups share the tokens' inp
 matrix unit has one group of 128 inputs they convert the next. For few tokens four warpgroups take
 groups in turn, in pairs.
 
-The ladder, 14336 x 4096, H100, jax 0.11.2, microseconds of the kernel (XLA in bfloat16: 47, 50, 55,
+Versions, 14336 x 4096, H100, jax 0.11.2, microseconds of the kernel (XLA in bfloat16: 47, 50, 55,
 148, 577; in e4m3: 26, 31, 32, 77, 294), of tokens                16     64    256   1024   4096
   v1  3 to 12 stages                                            21.4   24.0          120    406
   v2  the output in parts, so that 4 stages fit; two teams      19.6   21.4   34.0          396

@@ -1,6 +1,6 @@
 """Pooled attention's forward pass for Hopper (multi-scale KV pooling, Li 2025, Algorithm 1).
 
-Two numbers, for one sequence, 16 heads, 16384 tokens, head dim 128, density 0.156 (of the blocks
+Roofline, for one sequence, 16 heads, 16384 tokens, head dim 128, density 0.156 (of the blocks
 5 % at level 1, 10 % at 2, 10 % at 4, 25 % at 8):
   - operations: 0.156 * 4 * 16 * 16384**2 * 128 = 0.34 T; at the 989 T/s of an H100's 16-bit matrix
     units 0.35 ms.
@@ -10,7 +10,7 @@ Arithmetic is the floor. Target: 580 T/s, 0.6 ms: what a dense kernel of this ki
 A program takes tiles of 128 queries of one head in turn. One warpgroup gathers blocks of one level
 into tiles of 128 pooled keys, two attend with 64 queries each and take turns at the matrix units.
 
-The ladder, same case, H100, jax 0.11.2, milliseconds of the kernel, at densities 1 (cuDNN 3.15),
+Versions, same case, H100, jax 0.11.2, milliseconds of the kernel, at densities 1 (cuDNN 3.15),
 0.16 and 0.058:
   v1  edges of each level in tiles of their own, whose
       columns the warpgroups that attend compute               3.30    0.630    0.302

@@ -1,6 +1,6 @@
 """Gradients of keys and values of pooled attention for Hopper (Li 2025, Algorithm 2).
 
-Two numbers, for one sequence, 16 heads, 16384 tokens, head dim 128, density 0.156, all levels:
+Roofline, for one sequence, 16 heads, 16384 tokens, head dim 128, density 0.156, all levels:
   - operations: 0.156 * 8 * 16 * 16384**2 * 128 = 0.69 T; at 989 T/s 0.69 ms. A tile of 128 pooled
     keys covers several blocks, and queries that attend to some of them are multiplied with the 64
     keys of a warpgroup: up to 1.0 T where blocks have their levels at random.
@@ -13,7 +13,7 @@ the gradients of their outputs; two have 64 keys each as rows, so that weights a
 are the left operands of the products that follow, in registers. A warpgroup none of whose blocks
 has this level for these queries skips them.
 
-The ladder, same case, H100, jax 0.11.2, milliseconds at densities 1, 0.16 and 0.058; causal at 0.19
+Versions, same case, H100, jax 0.11.2, milliseconds at densities 1, 0.16 and 0.058; causal at 0.19
 and 0.086, where all queries attend to the first block:
   v1  a launch for each level                         7.17    2.06    0.991     1.99    1.28
   v2  one launch, the coarsest level first            7.39    1.90    0.983     1.74    1.20

@@ -158,8 +158,7 @@ def e4m3_codes(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def permuted_positions(first: jax.Array, count: int) -> jax.Array:
-    """Positions at which Hopper's matrix units need `count` tokens from `first` on, multiples of
-    16.
+    """Where Hopper's matrix units need the `count` tokens from `first` on, multiples of 16.
 
     A product's accumulator, read as the 8-bit operand of the next product, permutes tokens within
     groups of 16: token ``4t + 2h + r`` is at ``8h + 2t + r``, with `t` in 0..3, `h` and `r` in

@@ -10,7 +10,7 @@ step in which all buffers are full reads and writes some 2 MB more, once in `buf
   floor       one launch, 2 to 3 us
   target      at most twice that a side
 
-Ladder:
+Versions:
   v1  a head of a sequence per program, blocks in a loop. Not timed alone. A decode step of a
       model of Llama-3-8B's shape at batch 16, two launches in each of 32 layers included, takes
       6.9 ms with it and 6.9 ms with an exact cache.

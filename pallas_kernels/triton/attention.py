@@ -1,6 +1,6 @@
 """Prefill attention on quantized operands (TurboAttention, Algorithm 1).
 
-Two numbers, for 2 sequences, 32 query heads, 8 KV heads, 8192 tokens, head dim 128, not causal:
+Roofline, for 2 sequences, 32 query heads, 8 KV heads, 8192 tokens, head dim 128, not causal:
   - operations: 4 * 2 * 32 * 8192**2 * 128 = 2.2 T; at the 1,550 T/s that int8 matrix products
     reach on an H100: 1.4 ms. The softmax adds about 12 float32 instructions per score, 4.3 G
     scores: 1.5 ms of all float32 lanes, which the matrix units do not hide by themselves here.
@@ -10,7 +10,7 @@ Arithmetic is the floor. Target: 400 T/s, 5.5 ms.
 One program takes a tile of queries of one head and walks over the key blocks that some of them
 see, those that all of them see without a mask.
 
-The ladder, same case, H100, jax 0.11.2, T/s (cuDNN on bfloat16: 643 to 698):
+Versions, same case, H100, jax 0.11.2, T/s (cuDNN on bfloat16: 643 to 698):
                                           blocks of 64               blocks of 128
                                     exact   SAS e   SAS 2      exact   SAS e   SAS 2
   v1  tiles of 128, 8 warps           354     259       -        446       -     304

@@ -14,7 +14,7 @@ Per value of bfloat16 at 4 bits, blocks of 64 and head dim 128:
 Memory and arithmetic are balanced, so each operation counts: codes are rounded by additions and
 not by conversions, which run at a quarter of the speed or less.
 
-Ladder, keys and values, 4 sequences of 32,768 tokens with 8 heads, H100, jax 0.11.2; shuffles and
+Versions, keys and values, 4 sequences of 32,768 tokens with 8 heads, H100, jax 0.11.2; shuffles and
 instructions counted in the PTX of a thread's 64 values:
   v1  a thread takes 16 channels: few threads along the channels, many along the tokens, among
       which the channels' extremes are found by shuffles, 329 and 67 of 3760 and 2700

@@ -1,6 +1,6 @@
 """Append to 4-bit pages: new keys and values rotated, encoded and stored, in one launch.
 
-Two numbers, for 4 sequences of 4,096 tokens, 8 KV heads, head dim 128, bfloat16:
+Roofline, for 4 sequences of 4,096 tokens, 8 KV heads, head dim 128, bfloat16:
   - bytes that must move: 2 sides * 131072 vectors * (256 read + 64 of codes + 2 of norm) = 84 MB,
     at the 3.0 TB/s that a copy reaches on an H100 28 us, 30 us with the launch.
   - operations: 34 M channels at 40 instructions (7 additions of the rotation, 7 comparisons and as
@@ -18,7 +18,7 @@ registers can be neither sliced nor shuffled here; but both channels of a pair g
 axis of two. Sums of integers wrap around, so subtracting a channel's own bits from the sum of both
 gives its partner's bits, exactly.
 
-The ladder, H100, jax 0.11.2, device time of the kernel; beside it XLA counts what was lost, 3.6 us:
+Versions, H100, jax 0.11.2, device time of the kernel; beside it XLA counts what was lost, 3.6 us:
                                           64 tokens   320 tokens   4 x 4,096 tokens
   XLA, all kernels                          27.5 us                   3,423 us
   v1  rows, pieces and warps as taken        2.8        5.2 us          114

@@ -1,6 +1,6 @@
 """Attention of new queries to keys and values in pages: 16-bit or wider, fp8, or 4-bit codes.
 
-Two numbers, for 16 sequences of 32,768 tokens, 8 KV heads with 4 queries each, head dim 128:
+Roofline, for 16 sequences of 32,768 tokens, 8 KV heads with 4 queries each, head dim 128:
   - bytes that must move, 2 sides * 16 * 8 * 32768 tokens * (64 of codes + 2 of norm) = 554 MB for
     4 bits, 1,074 MB for fp8, 2,147 MB for bfloat16: at the 3.0 TB/s that a copy reaches on an H100
     185, 358 and 716 us.
@@ -26,7 +26,7 @@ Keys are multiplied as float16 subnormals, whose bits are the integers, and valu
 and more, whose low bits are the integers; the offset this adds is subtracted again, using the sums
 of the rounded queries and weights. Queries are scaled by a power of two to fit float16.
 
-The ladder, H100, jax 0.11.2, device time with the merge, for the tokens of a part, those taken at a
+Versions, H100, jax 0.11.2, device time with the merge, for the tokens of a part, those taken at a
 time, and warps:
                                       16 x 32k   1 x 4k
   cuDNN on dense bfloat16               690 us   9.5 us

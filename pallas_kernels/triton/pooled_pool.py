@@ -1,6 +1,6 @@
 """Means of 2, 4 and 8 adjacent tokens (multi-scale KV pooling, Li, 2025).
 
-Two numbers, for 1 sequence, 16 heads, 16384 tokens, head dim 128, bfloat16, keys or values alone:
+Roofline, for 1 sequence, 16 heads, 16384 tokens, head dim 128, bfloat16, keys or values alone:
   - bytes: 67 MB in, 7/8 of that out, 0.13 GB; at 3.0 TB/s, what a copy reaches on an H100: 42 us.
   - operations: a few per element, nothing beside the bytes.
 Bytes are the floor: each is read and written once. Target: 50 us.

@@ -14,7 +14,7 @@ Bytes, 2 sequences of 8192 tokens, 32 query and 8 KV heads, head dim 128, bfloat
   floor       H100: 0.30 GB at 3.0 TB/s are 100 us, in e4m3 112 us
   target      140 us, 6 % of a prefill at 900 TFLOP/s
 
-Ladder, us for the whole call, blocks of 128, H100, jax 0.11.2 (results/quantize_2026-11-21.json):
+Versions, us for the whole call, blocks of 128, H100, jax 0.11.2 (results/quantize_2026-11-21.json):
                                                        int8  int8_fp8   fp8
   v1  XLA, which writes what it transposes in between   323       305   231
   v2  these kernels                                     130       136   123

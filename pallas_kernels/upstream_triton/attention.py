@@ -1,6 +1,6 @@
 """Prefill attention on 8-bit operands: the launcher of the Triton kernel in `_kernel.py`.
 
-The ladder, by compiling for sm_90 (Triton 3.6; head dim 128, tiles of 128 x 64 and 128 x 128):
+Versions, by compiling for sm_90 (Triton 3.6; head dim 128, tiles of 128 x 64 and 128 x 128):
 
 1. output accumulated in the matrix unit over all keys: ptxas serializes the products (C7514), as
    one is in flight across iterations while its accumulator is rescaled; biased, see `_kernel.py`;

@@ -1,5 +1,4 @@
-"""Arrays and their description in one safetensors file: written whole or not at all, checked when
-read.
+"""Arrays and their description in one safetensors file, written whole and checked when read.
 
 The file's metadata holds the format, its version, a JSON text with everything but the arrays'
 content (among it each array's dtype, shape and SHA-256), and the SHA-256 of that text. Other

@@ -1,5 +1,4 @@
-"""Paged KV caches as a layer's cache: one pool per layer, with pages of its own for every
-sequence."""
+"""Paged KV caches as a layer's cache: one pool, in which each sequence has its own pages."""
 
 import dataclasses
 import math

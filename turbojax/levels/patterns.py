@@ -124,8 +124,7 @@ class LocalWindow(Pattern):
 
 @dataclasses.dataclass(frozen=True)
 class Strided(Pattern):
-    """Near keys one by one; of the blocks farther away every `stride`-th finely, the others
-    coarsely.
+    """Near keys one by one; of farther blocks every `stride`-th finely, the others coarsely.
 
     Attributes:
       window: up to this distance, level 1; see `LocalWindow`.

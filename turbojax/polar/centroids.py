@@ -1,5 +1,4 @@
-"""The scalar quantizer of rotated coordinates: Lloyd-Max for the normal distribution, in floats and
-integers.
+"""The scalar quantizer of rotated coordinates: Lloyd-Max for N(0, 1), in floats and in integers.
 
 Lloyd (1982), Max (1960): a quantizer of least mean squared error has each threshold midway between
 two centroids and each centroid at the mean of its cell.

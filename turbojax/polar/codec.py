@@ -99,8 +99,7 @@ def decode(
 
 
 def check_norms(name: str, x: jax.Array, norms: jax.Array) -> None:
-    """Raises ValueError where `encode` gave a finite vector no norm; under `jit`, nothing is
-    checked.
+    """Raises ValueError where `encode` gave a finite vector no norm; not under `jit`.
 
     For callers that encode inside their own `jit`.
 

@@ -246,8 +246,7 @@ class Scheduler:
         self._refused = None
 
     def _has_room(self, tokens: int) -> bool:
-        """Whether pages for this many tokens are free, and one for each sequence that will need
-        more.
+        """Whether pages are free for these tokens, and one for each sequence that will need more.
 
         With less, what comes in would soon be sent away again.
         """

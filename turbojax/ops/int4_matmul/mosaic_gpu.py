@@ -64,8 +64,7 @@ class Launch(NamedTuple):
 
 
 def default_launch(rows: int, weight: Int4Weight, *, is_precise: bool = False) -> Launch:
-    """The launch for this many tokens; with `is_precise` sums have two levels whatever their
-    number."""
+    """The launch for this many tokens; with `is_precise`, sums always have two levels."""
     is_e4m3 = weight.scale_dtype == "e4m3"
     in_two_levels = is_precise or not is_e4m3
     expands = rows >= _MANY and not in_two_levels
@@ -103,8 +102,7 @@ def matmul(
     activation: Activation | None,
     is_precise: bool,
 ) -> jax.Array:
-    """`reference.matmul` as one kernel, for some sizes with a sum after it or weights expanded
-    before.
+    """`reference.matmul` as one kernel, sometimes with a sum after it or weights expanded before.
 
     Sums of up to 128 tokens, all with bfloat16 scales, and all if `is_precise`, are float32 from
     group to group. Others stay in the matrix unit, whose additions keep about 14 bits.

@@ -1,5 +1,4 @@
-"""The Mosaic GPU kernels behind `pooled_attention` on Hopper: what they take, how they are
-launched."""
+"""The Mosaic GPU kernels behind `pooled_attention` on Hopper: what they take, and their launch."""
 
 import functools
 from typing import Any, NamedTuple

@@ -1,5 +1,4 @@
-"""The Triton kernels behind `turbo_attention` and `decode`: what they take, how they are
-launched."""
+"""The Triton kernels behind `turbo_attention` and `decode`: what they take, and their launch."""
 
 import functools
 import math
