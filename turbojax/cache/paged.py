@@ -53,7 +53,7 @@ class PagedCache:
 
     Made by `init_paged_cache`; the functions of `turbojax.paged` take it and never change it in
     place (donate it to `jit` to reuse its memory). The content of pages that no sequence holds, and
-    of pages past a sequence's length, is arbitrary.
+    of slots past a sequence's length, is arbitrary.
 
     Attributes:
       key: the stored keys: uint8 ``[P, K, page_size, H / 2]`` for turbo4, in the order of

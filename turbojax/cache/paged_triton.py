@@ -74,7 +74,7 @@ def _append(
     )
     place = find_places(cache, tokens, block_tables, lengths, new_lengths)
     cache = dataclasses.replace(cache, lost=cache.lost + place.lost, **written._asdict())
-    # Gathered only where they are used, outside `jit`. Tokens that were left out have none.
+    # Read again only for the check outside `jit`. Tokens that were left out have none.
     at = (place.page, slice(None), place.slot)
     norms = {
         name: getattr(written, name).at[at].get(mode="fill", fill_value=0)

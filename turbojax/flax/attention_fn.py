@@ -268,7 +268,8 @@ class PooledAttentionFn(_AttentionFn):
       key_means: the same.
 
     Raises:
-      TypeError: if `policy` is not a policy, `is_causal` not a bool, or a size not an integer.
+      TypeError: if `policy` is not one of `turbojax.levels`, `is_causal` not a bool, or a size not
+        an integer.
       ValueError: if a size is out of range, or there is no such implementation.
     """
 

@@ -182,7 +182,7 @@ def check_pooled(
     """Checks what pooled attention is configured with, see `PooledAttention`.
 
     Raises:
-      TypeError: if `policy` is not a policy, or a size not an integer.
+      TypeError: if `policy` is not one of `turbojax.levels`, or a size not an integer.
       ValueError: if a size is out of range, or there is no such implementation.
     """
     if not isinstance(policy, Policy):

@@ -63,7 +63,7 @@ def select_levels(
       `pooled_attention`.
 
     Raises:
-      TypeError: if the policy is not a policy, or dtypes are not supported or differ.
+      TypeError: if the policy is none of those above, or dtypes are not supported or differ.
       ValueError: if shapes, blocks, lengths or numbers of samples do not fit.
     """
     if not isinstance(policy, Policy):

@@ -97,7 +97,7 @@ def check_lengths(
 
 
 def check_sampling(grid: Grid, scale: float | None, samples: int, means: int) -> None:
-    """Checks how many queries and means are sampled."""
+    """Checks the numbers of samples and of means."""
     _checks.check_number("scale", scale)
     _checks.check_sizes(query_samples=samples, key_means=means)
     if samples > grid.block_q:
