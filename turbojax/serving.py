@@ -84,9 +84,10 @@ def read_requests(content: bytes, tokenizer: Tokenizer, max_new_tokens: int) -> 
     r"""The requests of a file in JSON lines.
 
     A line is an object with `prompt`, and optionally `id` (a string or an integer; by default the
-    line's number), `max_new_tokens`, `stop` (texts, and tokens as integers, beside those with which
-    the tokenizer ends every text), `temperature`, `top_k`, `top_p`, `min_p` and `seed` (by default
-    the line's number, so that equal prompts differ; see `Sampling`). Empty lines are skipped.
+    line's number), `max_new_tokens`, `stop` (texts, and tokens as integers, in addition to those
+    with which the tokenizer ends every text), `temperature`, `top_k`, `top_p`, `min_p` and `seed`
+    (by default the line's number, so that equal prompts differ; see `Sampling`). Empty lines are
+    skipped.
 
     Args:
       content: UTF-8 text.

@@ -66,7 +66,7 @@ class _Plan:
 
     @property
     def shared(self) -> int:
-        """Parts of first tiles beside the first part, which come before all tiles."""
+        """Parts of first tiles besides the first part; they come before all tiles."""
         return self.rows * (_PARTS - 1)
 
     @property

@@ -149,7 +149,7 @@ def e4m3_codes(x: jax.Array, scale: jax.Array) -> jax.Array:
     """``x / scale`` in e4m3; NaN where the scale is.
 
     Args:
-      x: float32, any shape, at most 448 times `scale` but for rounding.
+      x: float32, any shape, at most 448 times `scale`, up to rounding.
       scale: float32 scalar.
     """
     # Selected, because a conversion need not keep a NaN.

@@ -167,7 +167,7 @@ def default_warps(layout: BlockLayout) -> int:
 def default_vector(layout: BlockLayout) -> int:
     """Channels a thread takes at once: so many that a warp spans all channels of a run.
 
-    Then a reduction over tokens stays within threads, but for one step across warps.
+    Then a reduction over tokens stays within threads, except one step across warps.
     """
     return min(16, max(2, layout.tile[1] // 32))
 

@@ -127,7 +127,7 @@ def attention(
       v: ``[B, K, H, Sp]``, int8 or float8_e4m3fn codes, tokens contiguous; int8 only if `q` is.
       v_scale: float32 ``[B, K, Sp / block_kv]``; all equal within a head if `v` is float8.
       query_length: int32 ``[B]``; queries at or past it give 0 and ``-inf``.
-      key_length: int32 ``[B]``; keys at or past it are not there.
+      key_length: int32 ``[B]``; keys at or past it are ignored.
       tokens: `T`, the queries without padding.
       out_dtype: bfloat16, float16 or float32.
       scale: factor of the scores, not negative.

@@ -44,7 +44,7 @@ class PagedCache:
 
     Shapes: `K` KV heads, head dim `H`, `page_size` tokens a page. What `kv_dtype` means:
 
-    - ``"auto"``: as they come, in `dtype`.
+    - ``"auto"``: unchanged, in `dtype`.
     - ``"fp8_e4m3"``, ``"fp8_e5m2"``: ``x = stored * scale`` with one scale for all keys and one for
       all values, chosen at the start.
     - ``"turbo4"``: a random rotation, 4-bit codes of its coordinates and a norm per token and head

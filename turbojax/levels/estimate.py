@@ -44,7 +44,7 @@ def block_importance(
       is_causal: a query sees the keys up to its own position.
       scale: factor of the scores; ``1 / sqrt(H)`` if not given.
       query_seq_lengths: optional int ``[B]``; what is past them is not sampled.
-      key_value_seq_lengths: optional int ``[B]``; keys past them are not there.
+      key_value_seq_lengths: optional int ``[B]``; keys past them are ignored.
       query_samples: queries that are sampled of a block, at most `block_q`.
       key_means: means of a key block, a divisor of `block_kv`.
 

@@ -60,7 +60,7 @@ def key_similarity(
     Args:
       key: ``[B, S, K, H]``.
       block_kv: keys of a block, a multiple of 8.
-      key_value_seq_lengths: optional int ``[B]``; keys past them are not there.
+      key_value_seq_lengths: optional int ``[B]``; keys past them are ignored.
 
     Returns:
       float32 ``[3, B, K, ceil(S / block_kv)]``, for groups of 2, 4 and 8.

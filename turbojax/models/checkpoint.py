@@ -51,7 +51,7 @@ def load(
 ) -> Llama | QuantizedDecoder:
     """Loads a checkpoint of the Llama family, or a quantized one.
 
-    Tensors go to JAX's default device one at a time: beside the model, host and device hold about
+    Tensors go to JAX's default device one at a time: besides the model, host and device hold about
     one of them.
 
     Args:

@@ -51,7 +51,8 @@ class _Rules:
 
     Attributes:
       architecture: its causal language model's name.
-      defaults: keys that are read, beside the sizes and those of RoPE, and their values if missing.
+      defaults: keys that are read, besides the sizes and those of RoPE, and their values if
+        missing.
       idle: keys of other models, or of older versions, with the one value that changes nothing.
     """
 
@@ -319,7 +320,7 @@ def _even_share(hidden_size: int, heads: int) -> int:
 
 
 def _mathematics(keys: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """Fields that say how a layer computes, beside its sizes, windows and positions."""
+    """Fields that say how a layer computes, besides its sizes, windows and positions."""
     name = "hidden_activation" if family == "gemma2" else "hidden_act"
     if not isinstance(keys[name], str | None):
         raise ValueError(f"config.json: {name}={keys[name]!r} must be a string")

@@ -111,7 +111,7 @@ def start(
       cache: what `init_caches` takes: ``"exact"``, ``"turbo4"``, a `TurboConfig`, ...
       lengths: optional int ``[B]``, the prompts' lengths, at least 1; `T` if not given.
       prefill_batch_size: how many prompts run at a time; all if not given. Fewer need less memory
-        beside the caches.
+        besides the caches.
       implementation: what runs attention and cache: a name that `prefill`, `append` and `decode`
         take, for pages one of `turbojax.paged_attention`, or for the exact cache ``"xla"`` or
         ``"cudnn"``; None to choose.

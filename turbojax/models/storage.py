@@ -89,7 +89,7 @@ def load_cache(
     if max_length is not None:
         _checks.check_sizes(max_length=max_length)
         if like is not None:
-            raise ValueError(f"{max_length=} must be None beside `like`, which has its own")
+            raise ValueError(f"{max_length=} must be None where `like` is given, which has its own")
     with files.open_file(path) as file:
         kind = file.description.get("kind")
         if kind == _SESSION:

@@ -46,7 +46,7 @@ def quantize_int8(x: jax.Array, *, axis: int | Sequence[int]) -> tuple[jax.Array
 def absolute_maximum(x: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
     """Largest absolute value over `axis`, which is kept with size 1; NaN if one is not finite.
 
-    On a CPU a vectorized maximum may lose a NaN, so it is looked for by itself.
+    On a CPU a vectorized maximum may lose a NaN, so NaN is checked for separately.
     """
     magnitude = jnp.abs(x)
     maximum = jnp.max(magnitude, axis=axis, keepdims=True)

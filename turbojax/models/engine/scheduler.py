@@ -61,7 +61,7 @@ class Sequence:
 
     @property
     def known(self) -> list[int]:
-        """The tokens in its pages, but for those that the host does not know yet."""
+        """The tokens in its pages, except those that the host does not know yet."""
         return [*self.request.tokens, *self.new_tokens][: self.held]
 
 

@@ -137,7 +137,7 @@ def _attend(work: Work, positions: jax.Array, implementation: str | None) -> Att
     attention: Any = paged.attention  # it knows which implementations exist
 
     def attend(query, key, value, cache, options=PLAIN):  # type: ignore[no-untyped-def]
-        # Every row is written as if a sequence of its own: one scatter for all of them.
+        # Every row is written as if it were a sequence of its own: one scatter for all of them.
         cache = paged.append(
             cache, key[0][:, None], value[0][:, None], row_tables, positions, new_lengths=row_counts
         )

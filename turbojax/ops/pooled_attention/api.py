@@ -75,7 +75,7 @@ def pooled_attention(
         past `t` (aligned at the first token).
       query_seq_lengths: optional int ``[B]``: queries at or past it are padding, which gives 0
         and ``-inf`` and changes no other query.
-      key_value_seq_lengths: optional int ``[B]``: keys at or past it are not there. Under `jit`
+      key_value_seq_lengths: optional int ``[B]``: keys at or past it are ignored. Under `jit`
         values outside the array act as the nearest bound, of queries too.
       implementation: ``"mosaic_gpu"`` (compute capability 9.0 alone), ``"triton"`` or ``"xla"``, or
         None for the first of them that can run this. A name never falls back to another, and

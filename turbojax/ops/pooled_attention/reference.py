@@ -72,7 +72,7 @@ def attention(
       value: ``[B, S, K, H]``.
       levels: integers ``[B or 1, N or 1, T_r, T_c]``.
       query_length: optional int32 ``[B]``; queries at or past it give 0 and ``-inf``.
-      key_length: optional int32 ``[B]``; keys at or past it are not there.
+      key_length: optional int32 ``[B]``; keys at or past it are ignored.
       static: blocks, scale and causality.
 
     Returns:

@@ -78,7 +78,7 @@ def turbo_attention(
       is_causal: query `t` sees keys up to `t` (aligned at the first token).
       query_seq_lengths: optional int ``[B]``: queries at or past it are padding, which gives 0
         and ``-inf`` and changes no other query.
-      key_value_seq_lengths: optional int ``[B]``: keys at or past it are not there. Under `jit`
+      key_value_seq_lengths: optional int ``[B]``: keys at or past it are ignored. Under `jit`
         values outside the array act as the nearest bound, of queries too.
       local_window_size: optional `w` or ``(left, right)``: query `t` sees keys in
         ``[t - left, t + right]``.
