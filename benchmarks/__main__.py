@@ -19,7 +19,7 @@ from benchmarks import readme, report, timing
 from benchmarks.suites import attention, engine, families, fireq, flax, loading, paged, pooled
 from turbojax.demo import environment
 
-# What two runs must share to stand in one file.
+# What two runs must have in common to be stored in one file.
 _SAME = ("device", "python", "jax", "turbojax")
 _OTHERS = (fireq, paged, engine, flax, families, loading)
 
@@ -44,7 +44,7 @@ def write(path: Path, result: dict[str, Any]) -> None:
 
 
 def _previous(path: Path, machine: dict[str, Any]) -> dict[str, Any] | None:
-    """The result to go on with, or None.
+    """The result to continue, or None.
 
     Raises:
       SystemExit: if it comes from another machine or other versions.
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> None:
     for name, value in getattr(suite, "ENVIRONMENT", {}).items():
         os.environ.setdefault(name, value)  # read when jax first asks for a device
     machine = _machine()
-    # Figures of a smoke test are no result.
+    # Figures of a smoke test are not results.
     folder = Path(tempfile.gettempdir()) if arguments.quick else readme.RESULTS
     out = arguments.out or folder / f"{arguments.suite}_{machine['date']}.json"
     result = _previous(out, machine) if arguments.resume else None

@@ -138,7 +138,7 @@ def measure(
 
 
 def recovered(exact: float, as_is: dict[str, float], planted: dict[str, float]) -> dict[str, float]:
-    """Shares of what the planted outliers cost that smoothing gives back.
+    """Shares of what the planted outliers cost that smoothing recovers.
 
     Returns:
       against_unsmoothed: of the loss that planting adds to the quantized, unsmoothed model:
@@ -228,7 +228,7 @@ def save_plot(result: dict[str, Any], path: Path) -> None:
 
     figure = Figure(figsize=(9, 4.2), layout="constrained")
     axes = figure.add_subplot()
-    # Label, color, marker, and where a mark's number stands: the marks may coincide.
+    # Label, color, marker, and the place of a mark's number: the marks may coincide.
     looks = {
         "planted_strongly": ("strong outliers planted", "#8c2d19", "s", (0, 8)),
         "planted": ("moderate outliers planted", "#e08a5b", "D", (21, -3)),

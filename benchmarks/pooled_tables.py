@@ -98,7 +98,7 @@ _GRADIENT_ERRORS = (("cosine", ".5f"), ("relative_l1", ".4f"), ("rmse", ".2g"))
 
 
 def selection_table(result: Result) -> str:
-    """What choosing levels takes, beside the forward pass that they steer."""
+    """What choosing levels takes, compared with the forward pass that uses them."""
     forward = _by_method(result, FORWARD)
     both = _by_method(result, GRADIENT)
     lines = []

@@ -26,7 +26,7 @@ MODELS = {
     "phi3-medium": Heads(40, 10, 128),
     "gemma2-9b": Heads(16, 8, 256),
     "phi3-mini": Heads(32, 32, 96),
-    # Awkward ones: heads that are no power of two, one KV head, odd groups, small head dims.
+    # Awkward ones: heads that are not a power of two, one KV head, odd groups, small head dims.
     "falcon-7b": Heads(71, 1, 64),
     "smollm-135m": Heads(9, 3, 64),
     "stablelm-3b": Heads(32, 32, 80),

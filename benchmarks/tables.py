@@ -104,7 +104,7 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A figure with so many significant digits."""
+    """A figure with this many significant digits."""
     if value is None:
         return "-"
     if value >= 10 ** (digits - 1):

@@ -1,8 +1,8 @@
 """Time on the device, and the two rates that bound it.
 
-On a GPU a time is the sum of the kernels' times as CUPTI records them: nothing of the host's is in
-it, and neither are copies that XLA leaves to the driver. So the wall time per call of many calls in
-a row stands beside it: where it is much longer, either launches or such copies take the rest.
+On a GPU a time is the sum of the kernels' times as CUPTI records them: it includes neither the
+host's time nor copies that XLA leaves to the driver. So the wall time per call of many calls in a
+row is reported beside it: where it is much longer, either launches or such copies take the rest.
 """
 
 import dataclasses
@@ -180,7 +180,7 @@ def ceilings(
     """
     rates: dict[str, float | None] = {}
     reasons: dict[str, str] = {}
-    # Not a plain copy, which XLA hands to the driver, out of CUPTI's sight.
+    # Not a plain copy, which XLA hands to the driver, where CUPTI does not record it.
     x = jax.random.bits(jax.random.key(0), (2**20 if quick else 2**28,), jnp.uint32)
     timing = measure(jax.jit(jnp.bitwise_not).lower(x).compile(), (x,))
     rates["copy"] = 2 * nbytes(x) / timing.microseconds / 1e3

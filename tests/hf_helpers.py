@@ -1,8 +1,8 @@
 """Tiny random checkpoints of every family, as transformers writes them, made without it.
 
-Their weights are large: attention is peaked, soft caps bite, norms and biases differ from what they
-do to nothing. The windows are shorter than the texts, and so are the lengths that scaled rotary
-embeddings were made for.
+Their weights are large: attention is peaked, soft caps have an effect, and so have norms and
+biases. The windows are shorter than the texts, and so are the lengths that scaled rotary embeddings
+were made for.
 
 What `config.json` says and which tensors there are is recorded from transformers; the weights
 follow from a tensor's name and a seed. `tests/test_parity_live_checkpoint.py` holds both to what

@@ -1,4 +1,4 @@
-"""What the tests of the kernels share: lowering for a GPU that is not there."""
+"""What the tests of the kernels share: lowering for a GPU on a machine without one."""
 
 import contextlib
 

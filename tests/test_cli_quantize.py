@@ -190,11 +190,11 @@ def test_calibration_never_sees_held_out_text():
         ),
         (
             ["--calibration-file", "/dev/null"],
-            "the calibration text (/dev/null) has 1 tokens, must have 64 at least",
+            "the calibration text (/dev/null) has 1 tokens, must have at least 64",
         ),
         (
             ["--evaluation-file", "/dev/null"],
-            "the evaluation text (/dev/null) has 1 tokens, must have 65 at least",
+            "the evaluation text (/dev/null) has 1 tokens, must have at least 65",
         ),
     ],
 )

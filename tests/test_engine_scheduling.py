@@ -1,8 +1,8 @@
 """The engine's host side, driven through thousands of operations with a device made of numpy.
 
 The device stores tokens in pages and predicts from all the tokens that it reads back through the
-tables it is given. A wrong page, a page overwritten too soon, a token fed twice or a prefix that is
-none changes what a request gets.
+tables it is given. A wrong page, a page overwritten too soon, a token fed twice or a wrong prefix
+changes what a request gets.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Refusals: `config.json` that says something else, or something wrong."""
+"""Refusals: `config.json` with something that is not supported, or wrong."""
 
 import dataclasses
 

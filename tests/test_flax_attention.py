@@ -1,4 +1,4 @@
-"""`TurboAttention`: its mathematics, without a cache and through an exact one."""
+"""`TurboAttention`: what it computes, without a cache and through an exact one."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""`tj.polar`'s tables: Lloyd-Max by quadrature and against print, and their integer form."""
+"""`tj.polar`'s tables: Lloyd-Max by quadrature and against published values, and in integers."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The shape of the project: arrows of imports, sizes of files, names and versions."""
+"""The shape of the project: directions of imports, sizes of files, names and versions."""
 
 import ast
 import dataclasses

@@ -1,4 +1,4 @@
-"""Padding never matters, and what stands where: query lengths, windows of any size, open scales."""
+"""Padding never matters, positions do: query lengths, windows of any size, open scales."""
 
 import jax
 import jax.numpy as jnp

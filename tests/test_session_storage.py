@@ -1,4 +1,4 @@
-"""Sessions and the caches of a model on disk: generation goes on as without the detour."""
+"""Sessions and the caches of a model on disk: generation goes on as if nothing had been stored."""
 
 import dataclasses
 

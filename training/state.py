@@ -36,7 +36,7 @@ _DECAY_SHAPES = {"sqrt": jnp.sqrt, "linear": lambda done: done}
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Everything that decides which weights come out, beside corpus and machine.
+    """Everything that decides which weights come out, apart from corpus and machine.
 
     Attributes:
       steps: optimizer steps in all.

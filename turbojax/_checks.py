@@ -10,7 +10,7 @@ FLOAT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 def is_concrete(*arrays: jax.Array) -> bool:
-    """Whether all values can be looked at, that is, no array is being traced."""
+    """Whether all values are known, that is, no array is being traced."""
     return not any(isinstance(x, jax.core.Tracer) for x in arrays)
 
 
@@ -69,7 +69,7 @@ def check_lengths(name: str, lengths: jax.Array | None, batch_size: int, largest
     """Checks per-sequence lengths and returns them as int32 ``[B]``; None means `largest`.
 
     Raises:
-      TypeError: if they are no integers.
+      TypeError: if they are not integers.
       ValueError: another shape, or (outside `jit`) a value outside ``0..largest``.
     """
     if lengths is None:
@@ -85,7 +85,7 @@ def check_lengths(name: str, lengths: jax.Array | None, batch_size: int, largest
 
 
 def as_int32(name: str, x: Any, *, saturate: bool = False) -> jax.Array:
-    """Returns integers as an int32 array; none wraps around to another.
+    """Returns integers as an int32 array, without wrapping around.
 
     Args:
       name: of the argument.
@@ -93,7 +93,7 @@ def as_int32(name: str, x: Any, *, saturate: bool = False) -> jax.Array:
       saturate: whether values beyond int32 become the nearest bound, as they do under `jit`.
 
     Raises:
-      TypeError: if they are no integers.
+      TypeError: if they are not integers.
       ValueError: unless `saturate`, outside `jit`, if one is beyond int32.
     """
     if not isinstance(x, jax.Array):

@@ -19,7 +19,7 @@ def gpu_compute_capability() -> float | None:
     """Compute capability of the default GPU, such as 9.0; looked up once per process.
 
     Returns:
-      None if jax's default backend is no GPU, or the GPU is not NVIDIA's.
+      None if jax's default backend is not a GPU, or the GPU is not NVIDIA's.
     """
     if jax.default_backend() != "gpu":
         return None
@@ -30,7 +30,7 @@ def gpu_compute_capability() -> float | None:
 
 
 def multiprocessors() -> int:
-    """Of the default GPU; an H100's where there is none."""
+    """Number of multiprocessors of the default GPU; that of an H100 where there is no GPU."""
     return getattr(jax.devices()[0], "core_count", None) or _MULTIPROCESSORS
 
 
@@ -69,7 +69,7 @@ def needs_hopper() -> str | None:
 
 
 def unindexable(*sizes: int) -> str | None:
-    """Why kernels cannot index arrays of these sizes in bytes, if one is such; else None.
+    """Why kernels cannot index arrays of these sizes (in bytes); None if they can.
 
     The Triton lowering computes offsets as signed 32-bit integers up to 2**32 bytes, although those
     of 1-byte elements overflow from 2**31 on; beyond it uses 64 bits.
@@ -87,7 +87,7 @@ def interpreting() -> bool:
 
 @contextlib.contextmanager
 def interpret_kernels() -> Iterator[None]:
-    """Inside it kernels run interpreted, on any device: for tests, slow."""
+    """Context in which kernels run interpreted, on any device: slow, for tests."""
     token = _INTERPRETING.set(True)
     try:
         yield

@@ -19,7 +19,7 @@ def refuse_gradients(
       run: a function of arrays and of these options.
       op: its name, for the message.
       because: the reason, for the message.
-      **options: keyword arguments that are no arrays.
+      **options: keyword arguments that are not arrays.
     """
 
     @jax.custom_vjp

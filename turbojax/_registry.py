@@ -10,7 +10,7 @@ _ATTENDING_ONLY = ("mosaic_gpu", "jax_triton")
 
 
 def writer_beside(implementation: Any) -> Any:
-    """What writes caches where `implementation` attends: None, the best, where it cannot write."""
+    """The implementation that writes caches where this one attends; None where it only attends."""
     return None if implementation in _ATTENDING_ONLY else implementation
 
 

@@ -42,7 +42,7 @@ Temperature = Annotated[
     float, typer.Option(help="0 for the most likely token; otherwise logits are divided by it.")
 ]
 TopK = Annotated[
-    int | None, typer.Option(help="Draw from so many most likely tokens.", show_default=False)
+    int | None, typer.Option(help="Draw from this many most likely tokens.", show_default=False)
 ]
 TopP = Annotated[
     float | None,
@@ -152,7 +152,7 @@ def generate(
         "turbojax generate", smaller="--batch-size or --prefill-batch-size"
     ):
         if as_json and stream:
-            raise ValueError("--json prints the text in its place: it takes no --stream")
+            raise ValueError("--json prints the text as part of an object: it takes no --stream")
         _check_source(prompt, file, model, chat, system, random_weights, prompt_tokens)
         sampling = Sampling(temperature, top_k, top_p, min_p, seed)
         pooled = text.parse_prefill(prefill, prefill_window, prefill_block_size)

@@ -122,7 +122,7 @@ def serve(
 
 
 class _Results(contextlib.ExitStack):
-    """Where results go, each at once: a long run is to be followed.
+    """Where results go. Each is written at once, so that a long run can be followed.
 
     Args:
       path: of a file, whose content is kept until `open`; None for standard output.

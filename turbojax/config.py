@@ -24,7 +24,7 @@ class TurboConfig:
       key_bits: stage-2 bits of the keys' codes, 2, 3 or 4.
       value_bits: the same for the values.
       num_low_bit_key_heads: how many KV heads, those of lowest priority, store their keys with
-        `low_bits` (Eq. 12). The count is static, which heads is decided from data.
+        `low_bits` (Eq. 12). The count is static; which heads these are is decided from the data.
       num_low_bit_value_heads: the same for the values, ranked separately.
       low_bits: bits of those heads.
       block_q: query tokens that share one stage-1 scale (B_r), a positive multiple of 8.
@@ -36,7 +36,7 @@ class TurboConfig:
       head_priority: how heads are ranked, see `head_priority`.
 
     Raises:
-      TypeError: if a number is no integer.
+      TypeError: if a number is not an integer.
       ValueError: if a value is outside the range stated here.
     """
 

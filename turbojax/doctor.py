@@ -37,7 +37,7 @@ PACKAGES = (
     "triton",
     "tokenizers",
 )
-# Llama 3 8B: what an op is asked about. Sizes of batch and length refuse nothing.
+# Llama 3 8B: what an op is asked about. Batch size and length never lead to a refusal.
 _BATCH, _LENGTH, _HEADS, _KV_HEADS, _HEAD_DIM = 1, 1024, 32, 8, 128
 _PAGE_SIZE = 64
 # What the variants of an op's call are, if not modes.

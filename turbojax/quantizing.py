@@ -115,7 +115,7 @@ class QuantizeReport:
     seconds: float
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain JSON values; bits that are no finite number are None."""
+        """The report as plain JSON values; bits that are not finite are None."""
         settings = dataclasses.asdict(self.settings) | {"out": str(self.settings.out)}
         for name in ("calibration_files", "evaluation_files"):
             settings[name] = [str(path) for path in getattr(self.settings, name)]
@@ -147,7 +147,7 @@ def run(settings: QuantizeSettings, progress: Progress | None = None) -> Quantiz
     if not isinstance(model, models.Decoder):
         raise ValueError(f"{settings.model!r} is quantized already")
     window = min(settings.window, model.config.max_length)
-    # Both before the long part, so that what is missing is said at once.
+    # Both are made before the long part, so that missing text is reported at once.
     calibration = None
     if settings.smoothing.rpn or settings.smoothing.crs:
         calibration = _calibration_windows(settings, source.tokenizer, window)
@@ -191,7 +191,7 @@ def calibration_text(num_bytes: int) -> list[bytes]:
       num_bytes: how much is needed.
 
     Returns:
-      Whole files, at least so much together unless there is no more.
+      Whole files, together at least this many bytes unless there are no more.
     """
     held_out = set(models.held_out_modules())
     library = Path(sysconfig.get_path("stdlib"))
@@ -228,7 +228,7 @@ def windows(tokens: Sequence[int], length: int, count: int) -> np.ndarray:
     """
     whole = len(tokens) // length
     if whole < 1:
-        raise ValueError(f"the text has {len(tokens)} tokens, must have {length} at least")
+        raise ValueError(f"the text has {len(tokens)} tokens, must have at least {length}")
     chosen = np.linspace(0, whole - 1, min(count, whole)).astype(int)
     stream = np.asarray(tokens[: whole * length], np.int32).reshape(whole, length)
     return stream[chosen]
@@ -236,7 +236,7 @@ def windows(tokens: Sequence[int], length: int, count: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class _HeldOut:
-    """Windows to measure with, and the bytes that a token of them stands for on average."""
+    """Windows to measure with, and how many bytes one of their tokens stands for on average."""
 
     tokens: np.ndarray
     bytes_per_token: float
@@ -301,7 +301,7 @@ def _cut(
     stream = _stream(kind, tokenizer, named)
     if len(stream) < length:
         raise ValueError(
-            f"the {kind} text ({place}) has {len(stream)} tokens, must have {length} at least: "
+            f"the {kind} text ({place}) has {len(stream)} tokens, must have at least {length}: "
             "give more text or a smaller window"
         )
     size = sum(len(content) for _, content in named)

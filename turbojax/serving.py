@@ -34,7 +34,7 @@ class TextRequest:
 
     Attributes:
       id: what its result is called.
-      line: where it stands in the file, counted from 1.
+      line: its line in the file, counted from 1.
       request: the same in tokens.
       stop: texts that end the result and are no part of it.
     """
@@ -84,9 +84,10 @@ def read_requests(content: bytes, tokenizer: Tokenizer, max_new_tokens: int) -> 
     r"""The requests of a file in JSON lines.
 
     A line is an object with `prompt`, and optionally `id` (a string or an integer; by default the
-    line's number), `max_new_tokens`, `stop` (texts, and tokens as integers, beside those with which
-    the tokenizer ends every text), `temperature`, `top_k`, `top_p`, `min_p` and `seed` (by default
-    the line's number, so that equal prompts differ; see `Sampling`). Empty lines are skipped.
+    line's number), `max_new_tokens`, `stop` (texts, and tokens as integers, in addition to those
+    with which the tokenizer ends every text), `temperature`, `top_k`, `top_p`, `min_p` and `seed`
+    (by default the line's number, so that equal prompts differ; see `Sampling`). Empty lines are
+    skipped.
 
     Args:
       content: UTF-8 text.
@@ -203,7 +204,7 @@ def serve(
 def pages_within(
     decoder: Decoder | QuantizedDecoder, pool_bytes: int, page_size: int, kv_dtype: str
 ) -> int:
-    """Pages of all layers that fit into so many bytes.
+    """How many pages of all layers fit into this many bytes.
 
     Args:
       decoder: the model.

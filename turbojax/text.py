@@ -103,7 +103,7 @@ def parse_prefill(
       block_size: see there; None for its default.
 
     Raises:
-      ValueError: if there is no such name, a number does not fit, or it is given in vain.
+      ValueError: if there is no such name, a number does not fit, or it has no effect.
     """
     if name not in ("dense", *models.POLICY_NAMES):
         names = ", ".join(("dense", *models.POLICY_NAMES))
@@ -198,7 +198,7 @@ def prompt_tokens(
       model: whose.
       content: a text to continue, or with `chat` what the user says.
       chat: whether to write it as a conversation, by the checkpoint's template.
-      system: what stands before a conversation, if something does.
+      system: the message that precedes a conversation, if there is one.
 
     Raises:
       ImportError: if a package is missing that this needs.

@@ -11,7 +11,7 @@ The product of 8192 tokens is 0.41 T operations, 0.57 ms at 720 T/s. What can be
 and quantization move besides: 2 x 84 MB and 0.15 GB, 0.1 ms at 3.0 TB/s. So a fused product must
 reach 85 % of cuBLAS's rate.
 
-On an H100 it is not worth it, although the codes are the same, each of them (jax 0.11.2,
+On an H100 it is not worth it, although every code is the same (jax 0.11.2,
 `benchmarks/results/fused_projection_2026-11-21.json`; 8192 and 16,384 tokens, blocks of 128):
 
 - separate 701 and 1311 us. At 8192 the product takes 522, the weights' concatenation, which

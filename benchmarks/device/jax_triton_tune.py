@@ -215,7 +215,7 @@ def time_variants(deadline: float) -> Iterator[Row]:
 
 
 def table(report: Row) -> str:
-    """What matters, last what is fastest."""
+    """The figures that matter, the fastest variants last."""
     lines = ["", "correctness (relative L2 / max against XLA; error against exact: ours, XLA's)"]
     for row in report["correctness"]:
         out = row["out"]

@@ -108,7 +108,7 @@ def _exact(inputs: Inputs, implementation: str, masked: bool = True) -> Call:
 
 
 def _pallas(inputs: Inputs) -> Call:
-    """The kernel that jax ships, fed the layout that it wants (heads before tokens)."""
+    """The kernel that jax ships, fed the layout that it needs (heads before tokens)."""
     require_gpu("jax's Pallas kernel")
     from jax.experimental.pallas.ops.gpu import decode_attention
 

@@ -1,7 +1,7 @@
 """Requests through `turbojax.models.Engine` with a pool of a fixed size, in wall time.
 
 One engine at a time for each kind of pages, all with the same random weights and the same requests.
-Steps as they are needed run, and are compiled, before the clock starts.
+Every kind of step that is needed is compiled and run before the clock starts.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Requests, random tokens of random numbers, the same for every kind of pages.
+    """Requests of random tokens and random lengths, the same for every kind of pages.
 
     Attributes:
       label: as in the rows' names.

@@ -1,9 +1,9 @@
 """One decode step of whole models of several families, through caches of several kinds.
 
 Real shapes, random weights, caches filled with random tokens. The time of a step is wall time, of
-many steps in a row that are waited for once, as in generation; that of its kernels stands beside
-it. What one would run instead is the faster of the exact cache (cuDNN where it can, else XLA) and
-of pages of tokens as they are (Triton).
+many steps in a row that are waited for once, as in generation; that of its kernels is reported
+beside it. What one would run instead is the faster of the exact cache (cuDNN where it can, else
+XLA) and of pages of tokens as they are (Triton).
 """
 
 import dataclasses
@@ -290,7 +290,7 @@ def measure(
 
 
 def _needed_bytes(model: models.Decoder, caches: models.ModelCaches) -> float:
-    """Read by a step: weights, but of a table of embeddings a few rows, and what windows show."""
+    """Bytes that a step reads: weights (a few rows of the embeddings), and what windows show."""
     needed = float(model.nbytes)
     if model.lm_head is not None:
         needed -= timing.nbytes(model.embedding)

@@ -19,7 +19,7 @@ from turbojax import fireq
 from turbojax.fireq import Fp8Tokens, Int4Weight
 
 Row = dict[str, Any]
-# So many rows of an output are compared.
+# This many rows of an output are compared.
 _COMPARED = 4
 # Relative L1: rounding gives 0.03 at most, a wrong output about 1.
 _WRONG = 0.05
@@ -122,7 +122,8 @@ class Needs:
 
 
 Check = Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
-"""Of an output and what it is held against: some rows, what they should be, is all finite?"""
+"""Takes an output and its reference; gives some rows, what they should be, whether all is
+finite."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +202,7 @@ def close(got: jax.Array, want: jax.Array) -> Row:
 
 
 def compared_rows(count: int) -> np.ndarray:
-    """Which of so many rows are compared: the first, the last and some between."""
+    """Which rows of this many are compared: the first, the last and some between."""
     return np.linspace(0, count - 1, _COMPARED).astype(np.int32)
 
 
@@ -225,7 +226,7 @@ def product(x: jax.Array, w: jax.Array) -> jax.Array:
 def check_product(
     out: jax.Array, x: jax.Array | Fp8Tokens, w: jax.Array | Int4Weight
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of a product in any format, against its own operands in float32."""
+    """Compares a product in any format with that of its own operands in float32."""
     rows = compared_rows(out.shape[0])
     some = jax.tree.map(lambda leaf: leaf[rows], x)
     return out[rows], product(values(some), values(w)), jnp.all(jnp.isfinite(out))

@@ -19,7 +19,8 @@ from turbojax import models
 from turbojax.models import generation
 
 OPERATION = fireq_tables.MODEL
-# Prompts at a time hold about so many tokens in all: enough for every unit, little beside weights.
+# Prompts that run together hold about this many tokens in all: enough for every unit, little
+# compared with the weights.
 _TOKENS_AT_A_TIME = 16384
 _REPETITIONS = 3
 Model = models.Decoder | models.QuantizedDecoder

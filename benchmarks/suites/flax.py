@@ -37,7 +37,7 @@ one_line = flax_tables.one_line
 DECODE, TRAINING = flax_tables.DECODE, flax_tables.TRAINING
 
 _BFLOAT16 = jnp.dtype(jnp.bfloat16)
-# Steps beyond what a cache holds at first: `timing.measure_call` makes at most so many. A
+# Steps beyond what a cache holds at first: `timing.measure_call` makes at most this many. A
 # progressive cache, whose buffer is empty at first, compresses none of them yet.
 _STEPS = 64
 # Above the rounding of 4-bit caches and of 8-bit attention; a wrong output is off by about 1.
@@ -344,7 +344,7 @@ def _error(out: Any, expected: dict[str, Any], method: str) -> Row:
     """The difference from the first output of its kind, which is kept.
 
     Raises:
-      ArithmeticError: if it is not finite, or so large that it is wrong; pooled attention means
+      ArithmeticError: if it is not finite, or so large that it is wrong; pooled attention is meant
         to differ.
     """
     name, want = next(iter(expected.items()), (method, out))

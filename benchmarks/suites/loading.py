@@ -34,7 +34,7 @@ one_line = model_tables.one_line
 
 METHODS = ("read", "load_decoder", "load", "naive")
 _BYTES = 2
-# Weights repeat after so many numbers, no two tensors from the same place on.
+# Weights repeat after this many numbers; no two tensors begin at the same place.
 _BLOCK = 1 << 22
 _SECONDS = 300
 
@@ -54,7 +54,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """A checkpoint in bfloat16: a model of `models.SHAPES`, in so many files."""
+    """A checkpoint in bfloat16: a model of `models.SHAPES`, in several files."""
 
     model: str
     shards: int
@@ -165,7 +165,7 @@ def weights() -> np.ndarray:
 
 
 def begin_of(name: str) -> int:
-    """Where in `weights` a tensor begins, which goes round and round."""
+    """Where in `weights` a tensor begins; its values go on from there cyclically."""
     return sum(ord(letter) * (i + 1) for i, letter in enumerate(name)) * 97 % _BLOCK
 
 
@@ -197,7 +197,7 @@ def measure(group: Group, case: Case, folder: Path) -> Row:
     """
     files = sorted(folder.glob("*.safetensors"))
     _to_disk(files) if case.files == "disk" else _to_memory(files)
-    # The other process takes memory as it always does.
+    # The other process allocates memory as it does by default.
     environment = {k: v for k, v in os.environ.items() if k not in ENVIRONMENT}
     command = [sys.executable, "-m", "benchmarks.suites.loading_worker"]
     done = subprocess.run(

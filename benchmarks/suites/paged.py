@@ -1,7 +1,7 @@
 """Attention over pages of 16, 8 and 4 bits, and appending to them, in device time.
 
 Against cuDNN on dense bfloat16, jax's own paged kernel, our bfloat16 pages and our fp8 pages. The
-whole public call is timed: checks, rotation and what turns the output back are in it.
+whole public call is timed, with its checks and the rotations of queries and outputs.
 """
 
 import re

@@ -26,7 +26,7 @@ _FAMILIES = {"auto": "bf16-pages", "fp8_e4m3": "fp8-pages"}
 _JAX_BLOCK = 128
 # Relative L2 of stored keys and values: three bits after the first, and 4 bits in all.
 _STORED = {"auto": 0.0, "fp8_e4m3": 0.04, "turbo4": 0.12}
-# An append writes to so many places in turn.
+# An append writes to this many places in turn.
 _PLACES = 16
 
 Kinds = Iterable[tuple[str, str]]
@@ -118,7 +118,7 @@ def _dense_token_bytes(shape: Shape) -> int:
 
 
 def _jax(problem: Problem, arrays: Arrays, *, block: int | None) -> Checked:
-    """The kernel that jax ships, on our bfloat16 pages in the layout that it wants.
+    """The kernel that jax ships, on our bfloat16 pages in the layout that it needs.
 
     It takes no scale, so the queries are scaled before.
     """
@@ -138,7 +138,7 @@ def _jax(problem: Problem, arrays: Arrays, *, block: int | None) -> Checked:
             q = q[:, 0] * q.shape[-1] ** -0.5
             return kernel.paged_attention(q, key, value, tables, lengths, **options)[:, None]
 
-    # It wants a page in every entry.
+    # It needs a page in every entry.
     operands = (query, *pages, jnp.maximum(tables, 0), lengths)
     against = (query, cache, tables, lengths)
     needs = problem.needs(cache.token_bytes)

@@ -1,7 +1,7 @@
 """What the paged suite attends to and appends, and whether an output is right.
 
-Pools are made of random bits and normal numbers as they stand in memory, never token by token, and
-a sequence's pages lie in random order all over its pool.
+Pools are filled with random bits and normal numbers directly, not token by token, and a sequence's
+pages lie in random order all over its pool.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from turbojax.paged import PagedCache
 
 # Sequences end in the middle of a page.
 _SHORT_OF_FULL = 27
-# Random numbers come again after so many: they are made once for all pools. A wrong page is found.
+# Random numbers repeat after this many: they are made once for all pools. A wrong page still shows.
 _PERIOD, _PERIOD_WITHOUT_GPU = 2**26, 2**16
 _BFLOAT16 = 2
 # Relative L2: rounding gives 0.01 at most, a wrong output about 1.
@@ -339,6 +339,6 @@ class Appending:
         return self
 
     def block_until_ready(self) -> "Appending":
-        """Waits for the last call, as `jax.block_until_ready` asks of what is no array."""
+        """Waits for the last call, as `jax.block_until_ready` asks of what is not an array."""
         jax.block_until_ready(self.cache)
         return self

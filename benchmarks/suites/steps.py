@@ -19,7 +19,7 @@ Lower = Callable[[], jax.stages.Lowered]
 
 
 def compile_groups(groups: Sequence[Sequence[Lower]]) -> list[list[Future]]:
-    """Compiles what groups need: the first of each group alone, the others of it beside the rest.
+    """Compiles what groups need: the first of each group alone, the others side by side.
 
     XLA times its products to choose among them, on a device that should do nothing else, and
     remembers the choice. So a group, whose members share their products, begins with one of them.

@@ -72,7 +72,7 @@ def _swizzle(size: int) -> int:
 
 
 def tile(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory as matrix instructions and copies want it."""
+    """Shared memory in the layout that matrix instructions and copies need."""
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = _swizzle(shape[-1] * itemsize)
     transforms = (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
@@ -106,7 +106,7 @@ def row_type() -> Any:
 class Span(NamedTuple):
     """Key blocks of a tile: ``begin`` alone, then up to `inner`, `outer` and `end`.
 
-    Those from `inner` to `outer` every query sees without a mask; `full_first` says whether the
+    Every query sees those from `inner` to `outer` without a mask; `full_first` says whether the
     first one too.
     """
 
@@ -137,7 +137,7 @@ def span(first: jax.Array, length: jax.Array, s: Settings) -> Span:
     end = jnp.maximum(end, 1)
     begin = jnp.minimum(begin, end - 1)
     full_first = (begin * block >= full_start) & ((begin + 1) * block <= full_stop)
-    # The first block is looked at by itself.
+    # The first block is processed by itself.
     inner = jnp.clip(lax.div(full_start + (block - 1), block), begin + 1, end)
     outer = jnp.clip(lax.div(full_stop, block), inner, end)
     return Span(begin, inner, outer, end, full_first)

@@ -2,12 +2,12 @@
 
 Matrix products are of 16 rows, 8 columns and 32 in between, with 8-bit operands. Rows are tokens in
 the first and channels in the second, columns are queries. Lane ``4 g + t`` holds rows ``g`` and
-``g + 8``, columns ``2 t`` and ``2 t + 1``. Which token or channel a row stands for is ours to
-choose, so that
+``g + 8``, columns ``2 t`` and ``2 t + 1``. Which token or channel a row stands for is free to
+choose. It is chosen so that
 
   - packed codes are loaded as wide words and unpacked by a shift and a mask, four codes at once,
-  - the weights that a lane computes are, packed, a word of the second product's operand, which
-    four shuffles bring to where it is wanted.
+  - the weights that a lane computes are, packed, a word of the second product's operand, which four
+    shuffles bring to the lanes that need it.
 
 A query's code times its channel's scale takes 15 bits: two columns of the first product hold its
 high and its low byte. Zeros of channels are one more row of "codes", those of values a factor of

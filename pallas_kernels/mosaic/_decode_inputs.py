@@ -11,7 +11,7 @@ from pallas_kernels.mosaic._decode_types import Shape, SparseExponential
 from pallas_kernels.mosaic._lane import Int, Pointer
 from pallas_kernels.triton._decode_inputs import Side
 
-# Programs, on every Hopper GPU.
+# In programs, on every Hopper GPU.
 _LARGEST_CLUSTER = 8
 
 
@@ -34,7 +34,8 @@ class Settings:
       stages: blocks in flight for each warp.
 
     Raises:
-      ValueError: if `splits` is no multiple of `cluster`, or `cluster` larger than hardware allows.
+      ValueError: if `splits` is not a multiple of `cluster`, or `cluster` larger than hardware
+        allows.
     """
 
     exponential: SparseExponential | None
@@ -63,7 +64,7 @@ class Settings:
 
     @property
     def warps(self) -> int:
-        """Of a program."""
+        """Warps of a program."""
         return 4 * self.warpgroups
 
     def warp_bytes(self, head_dim: int) -> int:
@@ -101,7 +102,7 @@ class SidePointers:
 
     @classmethod
     def of(cls, refs: Any, side: Side) -> "SidePointers":
-        """Of the references to `side`."""
+        """The pointers behind the references to `side`."""
         names = Side._fields
         pointers = {name: jax.tree.map(Pointer.to, getattr(refs, name)) for name in names}
         return cls(**pointers, heads=tuple(x.shape[1] for x in side.codes))
@@ -160,7 +161,7 @@ class Arrays:
 
     @classmethod
     def of(cls, refs: Any, inputs: Any) -> "Arrays":
-        """Of Mosaic's references, and of Pallas' own, which know shapes."""
+        """The arrays behind Mosaic's references and Pallas' own, which know shapes."""
         q, key, value = inputs[:3]
         query, key_refs, value_refs, lengths, buffered, query_lengths, *outputs = refs
         _, tokens, heads, head_dim = q.shape
@@ -218,7 +219,7 @@ class Program:
 
     @classmethod
     def of(cls, a: Arrays, ids: list[Int], s: Settings) -> "Program":
-        """Where the program stands and which units are its own."""
+        """The program's place and which units are its own."""
         tile, part, pair, member = ids
         split = part * s.cluster + member
         batch, head = pair // a.kv_heads, pair % a.kv_heads

@@ -62,7 +62,7 @@ def combine(a: Arrays, at: Program, area: Pointer, s: Settings) -> None:
             else:
                 part = at.pair * s.parts + at.split // s.cluster
                 write_partial(a, part * a.rows + row, channel, (o, top, l))
-    if s.cluster > 1:  # nobody leaves while others read its memory
+    if s.cluster > 1:  # no program ends while others read its memory
         _lane.cluster_barrier()
 
 

@@ -25,7 +25,7 @@ class SparseExponential:
     unit: float
 
     def __call__(self, x: Float) -> Float:
-        """Of ``x <= 0``, in natural-log units times `unit`."""
+        """SAS of ``x <= 0``, in natural-log units times `unit`."""
         y = _lane.maximum(-x, _lane.number(0.0))
         whole = _lane.floor(y)
         power = _lane.exp2(whole * (-LOG2_E / self.unit))
@@ -54,7 +54,7 @@ class Numerics:
 
     @property
     def unit(self) -> float:
-        """What the exponential calls one nat."""
+        """Units of the exponential's argument in one nat."""
         return LOG2_E if self.exponential is None else self.exponential.unit
 
     @property
@@ -67,7 +67,7 @@ class Numerics:
         return _lane.exp2(x) if self.exponential is None else self.exponential(x)
 
     def exact_exp(self, x: Float) -> Float:
-        """Of differences of maxima."""
+        """The exact exponential, of differences of maxima."""
         return _lane.exp2(x) if self.unit == LOG2_E else _lane.exp2(x * (LOG2_E / self.unit))
 
 
@@ -108,7 +108,7 @@ class Shape:
 
     @property
     def bytes(self) -> int:
-        """Of a block."""
+        """Bytes of a block."""
         return sum(size for _, size in self.parts)
 
     def offset(self, name: str) -> int:
@@ -145,7 +145,7 @@ class Lane:
       g: row of the products.
       t: column pair.
       rotation: ``g % 4``, by which rows of one lane are permuted, so that the lanes that load at
-        the same time find their words in different banks.
+        the same time access different banks.
       selector: the bytes of a word in this order.
     """
 

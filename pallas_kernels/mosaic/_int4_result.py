@@ -76,7 +76,7 @@ def _address(out: Any, token: Int, byte: Int, e: Epilogue) -> Int:
     size = 2 * e.outputs
     if e.swizzle == 0:
         return base + token * size + byte
-    # Sixteen bytes change places with those as many rows of 128 bytes further.
+    # Swizzled: chunks of 16 bytes are permuted by the number of their row of 128 bytes.
     line = token * size + byte
     mask = e.swizzle // 16 - 1
     return base + (line ^ (((line >> 7) & mask) << 4))
@@ -96,7 +96,7 @@ def _store(address: Int, words: Sequence[Int]) -> None:
 def _load(address: Int, count: int) -> list[Int]:
     """The reverse of `_store`."""
     names = ", ".join(f"${i}" for i in range(count))
-    # One result is no structure.
+    # A single result is not a structure.
     result = llvm.StructType.get_literal([r.i32()] * count) if count > 1 else r.i32()
     text = f"ldmatrix.sync.aligned.m8n8.x{count}.trans.shared.b16 {{{names}}}, [${count}];"
     out = llvm.inline_asm(
@@ -113,7 +113,7 @@ def _load(address: Int, count: int) -> list[Int]:
 
 
 def _row_factors(ref: Any, row: Int) -> list[Float]:
-    """Of the lane's two rows; of rows that there are not, some other row's."""
+    """Factors of the lane's two rows; for rows that do not exist, those of some other row."""
     last = ir.MemRefType(ref.type).shape[0] - 1
     rows = [(row + 8 * half).minimum(last) for half in range(2)]
     return [Pointer.to(ref).at(x << 2).float() for x in rows]
@@ -201,7 +201,7 @@ def _scaled(
 
 
 def _places(sums: Any, memory: Any) -> Iterator[tuple[int, int, Pointer]]:
-    """Of an accumulator's numbers: row, place in the row, and where they go, lane beside lane."""
+    """Of an accumulator's numbers: row, place in the row, and address, contiguous over lanes."""
     thread = Int(r.asm(r.i32(), "mov.u32 $0, %tid.x;", "=r")) & 127
     base = Pointer.to(memory).at(thread << 2)
     columns = len(r.by_row(sums)[0])

@@ -17,7 +17,7 @@ from jaxlib.mlir.dialects import gpu as _gpu
 from jaxlib.mlir.dialects import llvm as _llvm
 from jaxlib.mlir.dialects import scf as _scf
 
-# What these generate is typed in part, and wrongly here and there.
+# These bindings are only partly typed, and in places wrongly.
 ir, arith, gpu, llvm, scf = cast(tuple[Any, ...], (_ir, _arith, _gpu, _llvm, _scf))
 
 # Added to float32 below 2**22 it leaves their integer, rounded half to even, in the low bits.
@@ -216,7 +216,7 @@ def log2(x: Float) -> Float:
 
 
 def divide(a: Float, b: Float) -> Float:
-    """A quotient within two units in the last place: the instructions that Triton's makes."""
+    """A quotient within two units in the last place: the instruction that Triton emits."""
     return assembly("div.full.f32 $0, $1, $2;", a, b)
 
 
@@ -311,7 +311,7 @@ def thread() -> Int:
 
 
 def uniform(x: Int) -> Int:
-    """A number that all lanes of a warp agree on, so that the compiler knows."""
+    """Tells the compiler that a number is the same in all lanes of a warp."""
     return from_lane(x, integer(0))
 
 
@@ -468,7 +468,7 @@ def publish_stores() -> None:
 
 
 def expect_bytes(barrier: Pointer, size: Int | int) -> None:
-    """Arrives, and lets `barrier` wait for copies of so many bytes."""
+    """Arrives, and lets `barrier` wait for copies of this many bytes."""
     text = "mbarrier.arrive.expect_tx.shared.b64 _, [$0], $1;"
     _act(text, barrier.address(), _integer(size), constraints="r,r")
 

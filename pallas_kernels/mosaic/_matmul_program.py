@@ -23,9 +23,9 @@ WARPGROUPS = 2
 TILE = WARPGROUPS * ROWS
 """Outputs of a tile, before a gated product halves them."""
 SCALAR = plgpu.Layout.WG_SPLAT(())
-# Copies are of multiples of so many bytes.
+# Copies are of multiples of this many bytes.
 _COPY_UNIT = 128
-# Tokens of a tile that are written at a time, to the places in turn.
+# Tokens of a tile that are written at a time, to the staging places in turn.
 _MOST_WRITTEN, _PLACES = 64, 2
 
 
@@ -69,7 +69,7 @@ class Settings:
 
     @property
     def places(self) -> int:
-        """For tokens that are written."""
+        """Staging places in shared memory for tokens that are written."""
         return 1 if self.tokens <= _MOST_WRITTEN else _PLACES
 
     @property
@@ -80,20 +80,20 @@ class Settings:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a thread that computes, and of one that copies.
+        """Registers of a thread that computes, and of one that copies.
 
-        Together at most what the threads have at first: 168 of three warpgroups, 96 of five. More
-        would be waited for forever.
+        Together at most what the threads have at the start (168 each with three warpgroups, 96 with
+        five): a kernel that asks for more waits forever.
         """
         return (232, 40) if self.teams == 1 else (112, 32)
 
     @property
     def warpgroups(self) -> int:
-        """That compute."""
+        """Warpgroups that compute."""
         return WARPGROUPS * self.teams
 
     def shared_bytes(self, stage: int) -> int:
-        """Shared memory besides tables, where the weights of a stage take so many bytes."""
+        """Shared memory besides tables, where the weights of a stage take this many bytes."""
         out = self.places * self.written * self.columns * (4 if self.parts > 1 else 2)
         sums = TILE * self.tokens * 4 * (self.teams - 1)
         return self.stages * (stage + self.tokens * GROUP) + out + sums + 2 * self.scaled + 1024
@@ -141,7 +141,7 @@ class Work:
 
 
 def swizzled(shape: tuple[int, ...], dtype: Any, swizzle: int = 128) -> Any:
-    """Shared memory whose rows are interleaved, as matrix instructions want it."""
+    """Shared memory whose rows are interleaved, as matrix instructions need it."""
     wide = swizzle // jnp.dtype(dtype).itemsize
     transforms = (plgpu.TilingTransform((8, wide)), plgpu.SwizzleTransform(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
@@ -154,7 +154,7 @@ def swizzled_type(dtype: Any, swizzle: int = 128) -> Any:
 
 
 def tile_memory(copies: int, x: Any, s: Settings) -> Tile:
-    """What a program allocates besides its weights, of which a stage takes so many copies."""
+    """What a program allocates besides its weights, of which a stage takes this many copies."""
     e, barrier = s.epilogue, plgpu.Barrier
     shape = (WARPGROUPS, s.places, s.written, s.width)
     if s.parts > 1:
@@ -300,7 +300,7 @@ def run_program(
     copy: Callable[[Work, jax.Array], jax.Array],
     before: tuple[Callable[[], None], Callable[[], None]],
 ) -> None:
-    """A program: every so-manieth tile.
+    """One program, which takes every `s.programs`-th tile.
 
     Args:
       tiles: of tokens, and of outputs.
@@ -351,7 +351,7 @@ def run_program(
 
 
 def launch(kernel: Any, name: str, tokens: int, rows: int, columns: int, s: Settings) -> Any:
-    """The call of a kernel ``kernel(*refs, tiles=)`` for so many tokens, weight rows, outputs."""
+    """The call of a kernel ``kernel(*refs, tiles=)``, given the tokens, weight rows and outputs."""
     tiles = (pl.cdiv(tokens, s.tokens), pl.cdiv(rows, TILE))
     shape, dtype = (tokens, columns), jnp.dtype(s.epilogue.dtype)
     out = jax.ShapeDtypeStruct(shape, dtype)

@@ -1,7 +1,7 @@
 """Pages of 8-bit floats: how a warp multiplies with e4m3 or e5m2.
 
-Both are float16 numbers, so products are of float16, summed in float32. Queries and weights are
-sums of two float16, in two columns.
+All their values are float16 numbers, so products are of float16, summed in float32. Queries and
+weights are sums of two float16, in two columns.
 """
 
 import dataclasses
@@ -50,8 +50,8 @@ class Fp8:
         """Prepares a block of which some query may not see all: the rows of values that are lost.
 
         A product takes what a query does not see as 0 times it, so what is not finite there, or
-        stands past the sequence's end, is made 0 in shared memory. Who does see it gets NaN from
-        the bits that this returns, one for each token of the block.
+        lies past the sequence's end, is made 0 in shared memory. A query that does see it gets NaN
+        because of the bits that this returns, one for each token of the block.
         """
         values = slot.at(self.s.block * self.head_dim)
         zero, first = _lane.integer(0), at.begin + 1

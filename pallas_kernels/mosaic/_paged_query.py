@@ -50,7 +50,7 @@ def load_query(a: Arrays, at: Program, lane: Lane, pages: Any, s: Settings) -> Q
 def scaled(x: list[Float]) -> tuple[list[Float], Float]:
     """A query's numbers over the largest magnitude among them, and that; NaN unless all are finite.
 
-    Numbers below ``2**-84`` become 0: no score can tell.
+    Numbers below ``2**-84`` become 0, which changes no score.
     """
     top, bad = _lane.number(0.0), _lane.number(0.0)
     for v in x:

@@ -3,8 +3,8 @@
 Products are of int8. A code becomes its centroid, seven bits, by byte permutes of a table: a
 selector nibble with its highest bit set gives the table's sign bits, which are 0, so the two halves
 of the table are looked up in turn and joined. Queries and weights are numbers of 15 bits, a high
-and a low byte in two columns. Centroids stand for themselves less `Settings.middle`; what that
-takes off is known beforehand and is where the sums start.
+and a low byte in two columns. An entry of the table stands for itself minus `Settings.middle`; what
+that offset contributes is known beforehand, and the sums start from it.
 """
 
 import dataclasses
@@ -105,7 +105,7 @@ class Turbo4:
         return out
 
     def norms(self, pointer: Pointer, lane: Lane) -> list[Float]:
-        """Of the lane's tokens, from those of a block."""
+        """Norms of the lane's tokens, from those of a block."""
         held = self.s.held
         words = pointer.at(lane.g * (2 * held)).words(held // 2)
         selector = (lane.odd * 0x2222) ^ 0x3210
@@ -156,7 +156,7 @@ class Turbo4:
 
     def _weight_operands(self, w: list[Float], lane: Lane) -> tuple[list[Int], Float]:
         """Operand words of weights, of 15 bits of the largest in the block, and their unit."""
-        # Of floats that are not negative; as integers NaN is the largest.
+        # Bits of non-negative floats are ordered like integers, with NaN the largest.
         bits = functools.reduce(lambda a, b: a.maximum(b), [x.as_int() for x in w])
         top = _lane.reduce_lanes(bits, lambda a, b: a.maximum(b), (4, 8, 16)).as_float()
         inverse = (top > 0.0).where(_lane.reciprocal(top) * _RANGE, 0.0)

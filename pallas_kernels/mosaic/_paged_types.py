@@ -20,7 +20,7 @@ class Settings:
 
     Attributes:
       kind: what pages hold: ``"turbo4"``, ``"fp8_e4m3"`` or ``"fp8_e5m2"``.
-      centroids: turbo4: 16 numbers in 0..127, which stand for themselves less `middle`.
+      centroids: turbo4: 16 numbers in 0..127, each of which stands for itself minus `middle`.
       middle: turbo4: a multiple of a half.
       scale: factor of the scores.
       window: optional (left, right).
@@ -61,15 +61,15 @@ class Settings:
 
     @property
     def warps(self) -> int:
-        """Of a program."""
+        """Warps of a program."""
         return 4 * self.warpgroups
 
     def row_bytes(self, head_dim: int) -> int:
-        """Of one token's key or value."""
+        """Bytes of one token's key or value."""
         return head_dim // 2 if self.kind == _TURBO4 else head_dim
 
     def token_bytes(self, head_dim: int) -> int:
-        """Of one token's key and value, norms included."""
+        """Bytes of one token's key and value, norms included."""
         return 2 * self.row_bytes(head_dim) + (4 if self.has_norms else 0)
 
     def warp_bytes(self, head_dim: int) -> int:
@@ -151,7 +151,7 @@ class Arrays:
 
     @classmethod
     def of(cls, refs: Any, inputs: Any) -> "Arrays":
-        """Of Mosaic's references, and of Pallas' own, which know shapes."""
+        """The arrays behind Mosaic's references and Pallas' own, which know shapes."""
         query, pages, tables = inputs[:3]
         names = [name for name in Pages._fields if getattr(pages, name) is not None]
         found = {name: Pointer.to(getattr(refs[1], name)) for name in names}
@@ -203,7 +203,7 @@ class Program:
 
     @classmethod
     def of(cls, a: Arrays, ids: list[Int], s: Settings) -> "Program":
-        """Where the program stands."""
+        """The program's place."""
         tile, part, pair = ids
         batch, head = pair // a.kv_heads, pair % a.kv_heads
         length, query_length = (x.at(batch << 2).word() for x in (a.lengths, a.query_lengths))

@@ -132,7 +132,7 @@ def _attend(
     products: Products,
     s: Settings,
 ) -> State:
-    """Adds the block in shared memory, given where it stands there, and its first token."""
+    """Adds the block in shared memory, given its place there, and its first token."""
     slot, begin = place
     lost = products.unseen(slot, begin, at, lane)
     alphas, weights, masks, maxima, totals = [], [], [], [], []
@@ -160,7 +160,7 @@ def _attend(
 
 
 def _visible(distance: Int, lane: Lane, s: Settings) -> list[_lane.Bool]:
-    """Which of the lane's tokens a query sees that stands `distance` after the first of them."""
+    """Which of the lane's tokens are seen by a query `distance` tokens after the first of them."""
     out = []
     for i in range(s.held):
         token = lane.odd ^ i

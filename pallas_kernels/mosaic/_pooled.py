@@ -1,4 +1,4 @@
-"""What the kernels of pooled attention on Hopper share: tiles of pooled keys, and how they come."""
+"""What pooled attention's kernels on Hopper share: tiles of pooled keys, and their loading."""
 
 import dataclasses
 import functools
@@ -61,7 +61,7 @@ class Settings:
 
     @property
     def chunks(self) -> int:
-        """Of a tile."""
+        """Chunks of a tile."""
         return TILE // self.chunk
 
     def pieces(self, level: int) -> int:
@@ -82,7 +82,7 @@ def parameters() -> Any:
 
 
 def memory(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory as matrix instructions and copies want it."""
+    """Shared memory in the layout that matrix instructions and copies need."""
     wide = 128 // jnp.dtype(dtype).itemsize
     transforms = (plgpu.TilingTransform((8, wide)), plgpu.SwizzleTransform(128))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
@@ -139,7 +139,7 @@ def pick(level: jax.Array, values: tuple[jax.Array | int, ...]) -> jax.Array:
 
 
 def _sums(values: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """What stands before each of the values, and all of them."""
+    """The sum of the values before each one, and the sum of all."""
     sums = [jnp.int32(0)]
     for value in values:
         sums.append(sums[-1] + value)
@@ -164,7 +164,7 @@ class Walk(NamedTuple):
     starts: tuple[jax.Array, ...]
     """The chunk of the edges where each level begins, and their number."""
     invalid: jax.Array
-    """Whether a level is none."""
+    """Whether a level is invalid."""
     num_whole: jax.Array
     total: jax.Array
 
@@ -340,7 +340,7 @@ def produce(
 def _edge_block(w: Walk, chunk: jax.Array, blocks: Ref) -> tuple[jax.Array, jax.Array]:
     """Of a chunk of the edges: its block and its level's number.
 
-    The number is 4 behind the last chunk, and -1 where a block goes on that began before; then its
+    The number is 4 past the last chunk, and -1 where a block that began before continues; then its
     level is that of the chunks before.
     """
     kind = level_of(chunk, w.starts[1:4])
@@ -361,7 +361,7 @@ def _write_columns(
     targets: list[Ref],
     s: Settings,
 ) -> None:
-    """What stands in the columns of a tile of the edges, see `produce`; a column to a thread."""
+    """Describes the columns of a tile of the edges, see `produce`; one column per thread."""
     layout = plgpu.Layout.WG_STRIDED((TILE,), vec_size=1)
     column = iota(TILE, layout)
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="call-arg, arg-type"
-"""Arithmetic on the registers of a warpgroup's arrays, below what Pallas can say.
+"""Arithmetic on the registers of a warpgroup's arrays, below what Pallas can express.
 
 Arrays of ``[64, n]`` in the layout of a matrix unit's accumulator: thread ``4 g + t`` of a warp
 holds rows ``g`` and ``g + 8`` of the warp's 16, and of each the columns ``8 j + 2 t`` and
@@ -72,7 +72,7 @@ def neg(a: Value) -> Value:
 
 
 def maximum(a: Value, b: Value) -> Value:
-    """The larger of two float32, or the one that is no NaN."""
+    """The larger of two float32, or the one that is not NaN."""
     return arith.maxnumf(a, b)
 
 

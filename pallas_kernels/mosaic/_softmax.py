@@ -37,7 +37,7 @@ class Exponential:
 
     @property
     def unit(self) -> float:
-        """What the arguments call one nat."""
+        """Units of the arguments in one nat."""
         return 1.0 if self.kind == "polynomial" and not self.is_base_2 else LOG2_E
 
 
@@ -76,14 +76,14 @@ class Policy:
 
     @property
     def sum_unit(self) -> float:
-        """What row sums call 1."""
+        """The number that stands for 1 in row sums."""
         if self.exponential.kind == "polynomial" and not self.is_int8:
             return E4M3_MAX
         return float(2.0**self.shift)
 
     @property
     def output_unit(self) -> float:
-        """What unnormalized outputs call 1, but for scales of values."""
+        """The number that stands for 1 in unnormalized outputs, apart from the values' scales."""
         return 1.0 if self.is_int8 else E4M3_MAX
 
 

@@ -1,16 +1,16 @@
 """Prefill attention on quantized operands (TurboAttention, Algorithm 1), for Hopper.
 
-Two numbers, for 2 sequences, 32 query heads, 8 KV heads, 8192 tokens, head dim 128, not causal:
+Roofline, for 2 sequences, 32 query heads, 8 KV heads, 8192 tokens, head dim 128, not causal:
   - operations: 4 * 2 * 32 * 8192**2 * 128 = 2.2 T; at the 1,980 T/s of an H100's 8-bit matrix
-    units 1.11 ms. As many clocks, 1,024 for 128 queries by 128 keys, take the 16 exponentials a
-    clock, and 1,050 the 8 instructions for each score.
+    units 1.11 ms. The exponentials, 16 a clock, take as many clocks, 1,024 for 128 queries by 128
+    keys, and the 8 instructions for each score take 1,050.
   - bytes: 2 * 8192 * (32 + 2 * 8) * 128 in and 2 * 2 * 8192 * 32 * 128 out, 0.24 GB: 0.08 ms.
-Three units are equally busy: what counts is that they work at the same time. Target: 900 T/s.
+Three units are equally busy, so they must work at the same time. Target: 900 T/s.
 
 A program takes tiles of 128 queries of one head in turn. One warpgroup copies queries, keys and
 values to shared memory, two attend with 64 queries each.
 
-The ladder, same case, H100, jax 0.11.2, blocks of 128, T/s (cuDNN on bfloat16: 687 to 705):
+Versions, same case, H100, jax 0.11.2, blocks of 128, T/s (cuDNN on bfloat16: 687 to 705):
                                                        int8_fp8     fp8    int8, SAS
   v1  the weights of one block times its values while
       the scores of the next are computed; but the
@@ -19,7 +19,7 @@ The ladder, same case, H100, jax 0.11.2, blocks of 128, T/s (cuDNN on bfloat16: 
   v2  bytes written when the product is done; products
       that ignore their accumulator instead of zeroing
       it; barriers against moving what is in flight          775      807       643
-  v3  programs that stay and copy ahead over tiles, no
+  v3  persistent programs that copy ahead over tiles, no
       mask for a first block that is seen, 4 stages
       (3: 798)                                               818      882       738
       the same, SAS by the hardware's powers of two          834      838         -
@@ -177,7 +177,7 @@ def _consume(
 
 
 def _kernel(*refs: Ref, s: Settings, tiles: int) -> None:
-    """A program: every so-manieth tile."""
+    """One persistent program, which takes every `s.programs`-th tile."""
     *inputs, out_ref, lse_ref = refs
     batch, heads, _, head_dim = inputs[0].shape
     total = batch * heads * tiles

@@ -1,6 +1,6 @@
 """Decode: a few new queries per sequence against packed codes, for Hopper.
 
-Two numbers, for 16 sequences, 8 KV heads with 4 queries each, 32,768 tokens, head dim 128, 4 bits:
+Roofline, for 16 sequences, 8 KV heads with 4 queries each, 32,768 tokens, head dim 128, 4 bits:
   - bytes that must move: 571 MB (see `pallas_kernels.triton.decode`); at the 3.0 TB/s of a copy
     190 us. One multiprocessor has some 790 clocks for a block of 64 tokens at 80 % of that.
   - instructions: about 750 for a block and warp, see `_decode_block`; four schedulers issue 3,160
@@ -14,7 +14,7 @@ codes are register operands after a shift and a mask (`_decode_block`). The warp
 merged in shared memory; programs that share a KV head merge in a cluster where there is little to
 do, and by a second small kernel elsewhere.
 
-The ladder, H100, jax 0.11.2, device time (cuDNN on bfloat16 keys and values in the same run):
+Versions, H100, jax 0.11.2, device time (cuDNN on bfloat16 keys and values in the same run):
   Triton, tokens as rows            323 us, 2.14 times cuDNN: 8 warps a multiprocessor, loads and
                                     products of a warp wait for each other.
   v1, as above, 2 blocks in flight, 16 x 32k, cuDNN 701 us

@@ -1,6 +1,6 @@
 """INT4 weights times e4m3 activations for Hopper (FireQ, section 3.1.1).
 
-Two numbers, for weights of 14336 x 4096 and `M` tokens:
+Roofline, for weights of 14336 x 4096 and `M` tokens:
   - bytes: 29.4 MB of codes, 0.5 MB of scales: 10 us at the 3.0 TB/s of a copy, whatever `M` is up
     to a hundred or so.
   - operations: 2 * 14336 * 4096 * M: at the 1,979 T/s of an H100's 8-bit matrix units 15 us for
@@ -14,7 +14,7 @@ are converted, and never go back to memory. Two warpgroups share the tokens' inp
 matrix unit has one group of 128 inputs they convert the next. For few tokens four warpgroups take
 groups in turn, in pairs.
 
-The ladder, 14336 x 4096, H100, jax 0.11.2, microseconds of the kernel (XLA in bfloat16: 47, 50, 55,
+Versions, 14336 x 4096, H100, jax 0.11.2, microseconds of the kernel (XLA in bfloat16: 47, 50, 55,
 148, 577; in e4m3: 26, 31, 32, 77, 294), of tokens                16     64    256   1024   4096
   v1  3 to 12 stages                                            21.4   24.0          120    406
   v2  the output in parts, so that 4 stages fit; two teams      19.6   21.4   34.0          396
@@ -27,11 +27,11 @@ The ladder, 14336 x 4096, H100, jax 0.11.2, microseconds of the kernel (XLA in b
       which are on their way at any time                        19.8   22.3   35.4   126    428
   v2, products of non-negative and negative weights apart, so
       that 7 instructions convert eight of them, not 11          20.2   23.1
-v2 is what runs. Conversion costs it what it does not hide: with words that stay the same v2 takes
+v2 is what runs. Part of the conversion is not hidden: with constant words instead, v2 takes
 16.3 us for 16 tokens and 94 for 1024, without the tables and their use 16.8 and 100; without the
 tokens' copies 115. But fewer instructions for it, shifts by multipliers instead of the unit that
 permutes bytes, or converting just before a product instead of during the one before changed little
-or nothing: why is not known. From 2048 tokens on weights are expanded first, `fp8_matmul`.
+or nothing: why is not known. From 2048 tokens on weights are expanded first (`fp8_matmul`).
 These and more rows are in `benchmarks/results/fireq_versions_2026-11-21.json`.
 """
 

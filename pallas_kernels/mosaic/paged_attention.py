@@ -1,6 +1,6 @@
 """Attention of new queries to pages of 4-bit codes or 8-bit floats, for Hopper.
 
-Two numbers, for 16 sequences, 8 KV heads with 4 queries each, 32,768 tokens, head dim 128:
+Roofline, for 16 sequences, 8 KV heads with 4 queries each, 32,768 tokens, head dim 128:
   - bytes that must move: 16 * 8 * 32768 tokens * 132 = 554 MB for turbo4, 256 bytes a token and
     1,074 MB for 8-bit floats; at the 3.0 TB/s of a copy 185 and 358 us. One multiprocessor has 650
     clocks for a block of 64 tokens of turbo4, and 1,260 of 8-bit floats.
@@ -17,7 +17,7 @@ A program takes one part of a sequence, `Settings.part` tokens at a fixed place:
 and in which order, depends on a token's position alone, not on the length of its sequence, on how a
 prompt is cut into chunks, or on the rest of the batch. Parts are merged by a second kernel.
 
-The ladder, H100, jax 0.11.2, device time of both kernels (cuDNN on dense bfloat16 in the same run):
+Versions, H100, jax 0.11.2, device time of both kernels (cuDNN on dense bfloat16 in the same run):
   turbo4                   16 x 32k   64 x 4k   1 x 32k   1 x 4k
     cuDNN                    702 us    351 us     51 us    9.5 us
     parts of 1024, taken     209       112        20      12.6     3.35 times, 88 % of a copy's rate
@@ -98,7 +98,7 @@ def attend(
       query: ``[B, T, N, H]``, `H` 64, 128 or 256.
       pages: the pool.
       tables: int32 ``[B, max_pages]``, numbers of the sequences' pages; those past its length are
-        not looked at.
+        not read.
       lengths: int32 ``[B]``, tokens held.
       query_lengths: int32 ``[B]``, how many of the `T` queries are real.
       settings: numerics and launch.

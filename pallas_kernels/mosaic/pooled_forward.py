@@ -1,6 +1,6 @@
 """Pooled attention's forward pass for Hopper (multi-scale KV pooling, Li 2025, Algorithm 1).
 
-Two numbers, for one sequence, 16 heads, 16384 tokens, head dim 128, density 0.156 (of the blocks
+Roofline, for one sequence, 16 heads, 16384 tokens, head dim 128, density 0.156 (of the blocks
 5 % at level 1, 10 % at 2, 10 % at 4, 25 % at 8):
   - operations: 0.156 * 4 * 16 * 16384**2 * 128 = 0.34 T; at the 989 T/s of an H100's 16-bit matrix
     units 0.35 ms.
@@ -10,15 +10,16 @@ Arithmetic is the floor. Target: 580 T/s, 0.6 ms: what a dense kernel of this ki
 A program takes tiles of 128 queries of one head in turn. One warpgroup gathers blocks of one level
 into tiles of 128 pooled keys, two attend with 64 queries each and take turns at the matrix units.
 
-The ladder, same case, H100, jax 0.11.2, milliseconds of the kernel, at densities 1 (cuDNN 3.15),
+Versions, same case, H100, jax 0.11.2, milliseconds of the kernel, at densities 1 (cuDNN 3.15),
 0.16 and 0.058:
   v1  edges of each level in tiles of their own, whose
       columns the warpgroups that attend compute               3.30    0.630    0.302
   v2  one sequence of edges, levels mixed in a tile; the
       copying warpgroup writes what stands in the columns      3.35    0.598    0.270
       causal (cuDNN 1.70), densities 1, 0.19 and 0.086         1.77    0.419    0.261
-A first form that held the warpgroups half a step apart over all tiles hung: the copying one waits
-for both before a next tile. `benchmarks/results/pooled_versions_2026-11-21.json` has these runs.
+A first version that kept the warpgroups half a step apart across tiles deadlocked: the copying one
+waits for both before the next tile. `benchmarks/results/pooled_versions_2026-11-21.json` has these
+runs.
 """
 
 import functools
@@ -44,7 +45,7 @@ class Work:
         row = lax.div(number, jnp.int32(per_head))
         place = lax.rem(number, jnp.int32(per_head))
         # The last tiles of a causal call have most to do: every other head begins with them, so
-        # that a program's tiles take as long together as another's.
+        # that all programs have about equally much to do.
         place = jnp.where(lax.rem(row, jnp.int32(2)) == 0, per_head - 1 - place, place)
         self.b, self.head = lax.div(row, jnp.int32(heads)), lax.rem(row, jnp.int32(heads))
         self.h = lax.div(self.head, jnp.int32(heads // k.shape[2]))
@@ -156,7 +157,7 @@ def _finish(
 
 
 def _kernel(*refs: Ref, s: Settings) -> None:
-    """A program: every so-manieth tile of queries."""
+    """One persistent program, which takes every `s.programs`-th tile of queries."""
     q_ref, *rest = refs
     ks, vs, (blocks, counts, query_lengths, key_lengths, out_ref, lse_ref) = (
         rest[:4],
@@ -254,7 +255,7 @@ def attention(
       values: the same.
       blocks: int32 ``[B or 1, N or 1, T_r, T_c]``: key blocks of levels 1, 2, 4 and 8.
       counts: int32 ``[B or 1, N or 1, T_r, 9]``: blocks of each level, how many of them are
-        complete, and whether a level is none.
+        complete, and whether a level is invalid.
       query_lengths: int32 ``[B]``.
       key_lengths: int32 ``[B]``.
       settings: numerics and launch.

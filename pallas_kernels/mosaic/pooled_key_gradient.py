@@ -1,19 +1,19 @@
 """Gradients of keys and values of pooled attention for Hopper (Li 2025, Algorithm 2).
 
-Two numbers, for one sequence, 16 heads, 16384 tokens, head dim 128, density 0.156, all levels:
+Roofline, for one sequence, 16 heads, 16384 tokens, head dim 128, density 0.156, all levels:
   - operations: 0.156 * 8 * 16 * 16384**2 * 128 = 0.69 T; at 989 T/s 0.69 ms. A tile of 128 pooled
     keys covers several blocks, and queries that attend to some of them are multiplied with the 64
     keys of a warpgroup: up to 1.0 T where blocks have their levels at random.
   - bytes: queries and gradients of outputs for each tile that they attend to, from the L2 cache:
     0.1 to 2 GB; two float32 results: 0.5 GB: 0.16 ms.
-Target: 450 T/s with what is multiplied in vain.
+Target: 450 T/s, products that are masked afterwards included.
 
 A program takes tiles of 128 pooled keys in turn. One warpgroup copies 64 queries at a time, with
 the gradients of their outputs; two have 64 keys each as rows, so that weights and score gradients
 are the left operands of the products that follow, in registers. A warpgroup none of whose blocks
-has this level for these queries lets them pass.
+has this level for these queries skips them.
 
-The ladder, same case, H100, jax 0.11.2, milliseconds at densities 1, 0.16 and 0.058; causal at 0.19
+Versions, same case, H100, jax 0.11.2, milliseconds at densities 1, 0.16 and 0.058; causal at 0.19
 and 0.086, where all queries attend to the first block:
   v1  a launch for each level                         7.17    2.06    0.991     1.99    1.28
   v2  one launch, the coarsest level first            7.39    1.90    0.983     1.74    1.20
@@ -40,7 +40,7 @@ _QUERIES = 64
 _BITS = 16
 # Channels of a result that are written at once.
 _WIDTH = 32
-# Programs that share the first tile of level 1: what a text begins with is often seen by all.
+# Programs that share the first tile of level 1: all queries often see the beginning of a text.
 _PARTS = 8
 
 
@@ -66,7 +66,7 @@ class _Plan:
 
     @property
     def shared(self) -> int:
-        """Parts of first tiles beside the first part, which come before all tiles."""
+        """Parts of first tiles besides the first part; they come before all tiles."""
         return self.rows * (_PARTS - 1)
 
     @property
@@ -78,9 +78,9 @@ class _Work:
     """A tile of pooled keys of one head, by its number.
 
     The shared first tiles come first. Then the coarsest level, whose tiles most queries attend to.
-    Those of one head follow each other, which share queries; every other head's in reverse, because
-    the first ones have most to do in a causal call, and a program's tiles should take as long as
-    another's.
+    Those of one head, which share queries, follow each other, and every other head's are in reverse
+    order: in a causal call the first ones have most to do, and all programs should have about
+    equally much to do.
     """
 
     def __init__(self, number: jax.Array, plan: _Plan) -> None:
@@ -180,7 +180,7 @@ def _step(
 
 
 def _kernel(*refs: Ref, plan: _Plan) -> None:
-    """A program: every so-manieth tile of pooled keys."""
+    """One persistent program, which takes every `programs`-th tile of pooled keys."""
     q_ref, d_o_ref, lse_ref, delta_ref, *rest = refs
     ks, vs, (entries, counts, lengths), outputs = rest[:4], rest[4:8], rest[8:11], rest[11:]
     me, head_dim, s = lax.axis_index("warpgroup"), q_ref.shape[-1], plan.s
@@ -248,7 +248,7 @@ def _kernel(*refs: Ref, plan: _Plan) -> None:
             carry = lax.fori_loop(jnp.int32(0), jnp.int32(work.group), head, carry)
             d_k, d_v, seen, slot = carry
             plgpu.barrier_arrive(key_free.at[me])
-            # A block to which nothing attends gets nothing, also if there is NaN in it.
+            # A block to which nothing attends gets nothing, even if it holds NaN.
             is_seen = tiles.along(_is_among(seen, rows), zeros.shape, 0)
             d_k, d_v = (jnp.where(is_seen, x, 0.0) for x in (d_k, d_v))
             span = pl.ds(work.result * TILE + me * ROWS, ROWS)

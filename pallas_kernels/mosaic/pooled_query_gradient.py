@@ -1,6 +1,6 @@
 """Gradient of the queries of pooled attention for Hopper (Li 2025, Algorithm 2).
 
-Two numbers, for one sequence, 16 heads, 16384 tokens, head dim 128, density 0.156:
+Roofline, for one sequence, 16 heads, 16384 tokens, head dim 128, density 0.156:
   - operations: 0.156 * 6 * 16 * 16384**2 * 128 = 0.51 T; at 989 T/s 0.52 ms.
   - bytes: queries, gradients of outputs, keys and values (1.9 times), the result: 0.5 GB: 0.16 ms.
 Target: 500 T/s, 1.0 ms.
@@ -8,7 +8,7 @@ Target: 500 T/s, 1.0 ms.
 The walk is that of `pooled_forward`; of a tile of 128 pooled keys a warpgroup takes 64 at a time,
 because scores, their gradients and the sum share its registers.
 
-The ladder, same case, H100, jax 0.11.2, milliseconds of the kernel at densities 1, 0.16 and 0.058:
+Versions, same case, H100, jax 0.11.2, milliseconds of the kernel at densities 1, 0.16 and 0.058:
   v1  walk and edges of v1 of `pooled_forward`                 4.36    0.802    0.376
   v2  those of its v2                                          4.46    0.793    0.356
 That is 740 and 650 T/s.
@@ -83,7 +83,7 @@ def _gradient(
 
 
 def _kernel(*refs: Ref, s: Settings) -> None:
-    """A program: every so-manieth tile of queries."""
+    """One persistent program, which takes every `s.programs`-th tile of queries."""
     q_ref, d_o_ref, lse_ref, delta_ref, *rest = refs
     ks, vs, (blocks, counts, key_lengths, out_ref) = rest[:4], rest[4:8], rest[8:]
     me, head_dim = lax.axis_index("warpgroup"), q_ref.shape[-1]
@@ -120,7 +120,7 @@ def _kernel(*refs: Ref, s: Settings) -> None:
             )
             plgpu.barrier_arrive(q_free.at[me])
             total = jnp.where(w.invalid != 0, jnp.nan, total * s.scale)
-            # What sees nothing gets nothing, also from tiles with NaN.
+            # A query that sees nothing gets nothing, even from tiles with NaN.
             blind = tiles.along(rows[0] == jnp.inf, total.shape, 0)
             total = jnp.where(blind, 0.0, total)
             target = out_ref.at[work.b, pl.ds(first, ROWS), work.head]
@@ -190,7 +190,7 @@ def query_gradient(
       q: as in `pooled_forward.attention`.
       d_out: ``[B, T, N, H]``, q's dtype.
       lse: float32 ``[B, N, Tp]``, `T` rounded up to 128: the log-sum-exp in powers of two;
-        ``inf`` for rows that are not there or saw nothing, in which `d_out` is 0.
+        ``inf`` for rows that do not exist or saw nothing, in which `d_out` is 0.
       delta: float32 ``[B, N, Tp]``: ``rowsum(d_out * out)`` less the residual's cotangent.
       keys: as in `pooled_forward.attention`.
       values: the same.

@@ -31,7 +31,7 @@ class Settings:
     Attributes:
       mode: ``"int8"``, ``"int8_fp8"``, ``"fp8"`` or ``"float"``.
       exp: the softmax's exponential.
-      unit: what it calls one nat.
+      unit: of its argument, how many are one nat.
       largest: its value at 0.
       key_bits: widths of the keys' code arrays.
       value_bits: widths of the values'.

@@ -12,14 +12,14 @@ from pallas_kernels.triton._common import rint
 _MAGNITUDE, _INFINITY = 0x7FFFFFFF, 0x7F800000
 # Bits of float32 448 and 2**-6, the largest and the smallest normal e4m3 value.
 _LARGEST, _SMALLEST_NORMAL = 0x43E00000, 0x3C800000
-_DROPPED = 20  # bits of a float32 mantissa that e4m3 has not
+_DROPPED = 20  # bits of a float32 mantissa that e4m3 lacks
 _NAN = 0x7F
 
 
 def _rounded(magnitude: jax.Array) -> jax.Array:
     """Bits of non-negative float32 rounded to 4 significant bits, ties to even; at most 448.
 
-    NaN, and what else is past infinity, stays.
+    NaN, like all bit patterns above infinity, stays as it is.
     """
     odd = (magnitude >> _DROPPED) & 1
     rounded = (magnitude + ((1 << (_DROPPED - 1)) - 1) + odd) & -(1 << _DROPPED)

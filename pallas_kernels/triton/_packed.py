@@ -34,7 +34,7 @@ class Span(NamedTuple):
         return self.start + offset
 
     def inside(self) -> jax.Array:
-        """Which are no padding."""
+        """Which are not padding."""
         return jnp.arange(self.padded, dtype=jnp.int32) < self.size
 
     def mask(self) -> jax.Array | None:

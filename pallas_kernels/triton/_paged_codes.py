@@ -10,7 +10,7 @@ from jax.experimental.pallas import triton as plgpu
 KEYS, VALUES = "keys", "values"
 
 VALUE_OFFSET = 128.0
-"""Values of codes are too large by this."""
+"""By how much operands of values made from codes are too large."""
 
 _SUBNORMAL = 2.0**-24
 
@@ -65,9 +65,10 @@ def _look_up(
 
 # Nibbles of four bytes: bytes by two permutes each half, then each between bytes of zeros (the bits
 # of a float16 subnormal) or under the upper byte of a bfloat16 128. All but the last permutes are
-# the same for low and high nibbles, and the assembler does them once. It would also put a constant
-# into a register anew for every permute (one takes no two of them), a quarter of all instructions;
-# `zero`, of which it does not know that it is 0, makes them values to be kept.
+# the same for low and high nibbles, and the assembler does them once. It would also load a constant
+# into a register anew for every permute (which takes at most one constant), a quarter of all
+# instructions. Combined with `zero`, whose value the assembler does not know, constants become
+# values that it keeps in registers.
 _LOOK_UP = """{{
 .reg .b32 x, y, a, b, zero, t0, t1, t2, t3, above;
 mov.u32 zero, %lanemask_lt;
@@ -137,7 +138,7 @@ def to_float16(pieces: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], ja
     wide = tuple(x.astype(jnp.float32) for x in pieces)
     largest = functools.reduce(jnp.maximum, (jnp.max(jnp.abs(x), axis=1) for x in wide))
     exponent = jax.lax.bitcast_convert_type(largest, jnp.int32) & 0x7F800000
-    # Those of zero, infinity and their inverses are no powers of two.
+    # Those of zero, infinity and their inverses are not powers of two.
     exponent = jnp.clip(exponent, 1 << 23, 253 << 23)
     power = jax.lax.bitcast_convert_type(exponent, jnp.float32)
     inverse = jax.lax.bitcast_convert_type((254 << 23) - exponent, jnp.float32)

@@ -54,9 +54,9 @@ def merge_parts(
 ) -> tuple[jax.Array, jax.Array]:
     """Merges parts.
 
-    Row ``g * T + t`` is query `t` of the KV head's head `g`; it stands at ``length - query_length +
-    t``, and of its parts those that hold a token it sees are read: what stands in the others, and
-    in rows from ``G * T`` on, is never looked at and need not be written.
+    Row ``g * T + t`` is query `t` of the KV head's head `g`; it is at position ``length -
+    query_length + t``, and of its parts those that hold a token it sees are read: the content of
+    the others, and in rows from ``G * T`` on, is never read and need not be written.
 
     Args:
       o: float32 ``[B * K, parts, R, H]`` with ``R >= G * T``, sums of weighted values.

@@ -1,4 +1,4 @@
-"""Tiles of tokens: where they stand in pages, and their loads as operands of a product."""
+"""Tiles of tokens: where they are in pages, and their loads as operands of a product."""
 
 import dataclasses
 from typing import NamedTuple

@@ -115,7 +115,7 @@ class _Part(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where pooled keys of a walk stand; vectors, or constants where they have one level."""
+    """Where pooled keys of a walk are; vectors, or constants where they have one level."""
 
     position: jax.Array  # of their block in the list; a scalar if they have one block
     offset: jax.Array  # int32 [tile_kv], in the block
@@ -166,7 +166,7 @@ def load_keys(side: Side, keys: Keys, b: jax.Array, h: jax.Array, channels: Span
 
 
 def _parts(counts: Ref, at: tuple[jax.Array, ...], s: Settings) -> tuple[_Part, _Part]:
-    """The tokens' part and that of the groups, where all complete blocks stand first."""
+    """The tokens' part and that of the groups, where all complete blocks come first."""
     logs = range(len(LEVELS))
     rows = s.block_kv.bit_length() - 1  # log2 of the tokens of a block
     seen = [plgpu.load(counts.at[(*at, jnp.int32(n))]) for n in logs]
@@ -193,7 +193,7 @@ def _parts(counts: Ref, at: tuple[jax.Array, ...], s: Settings) -> tuple[_Part, 
 def _locate(
     tile: jax.Array, part: _Part, is_edge: bool, offsets: dict[int, int], s: Settings
 ) -> _Place:
-    """Where the pooled keys of a tile stand; past the end as if they were the last one."""
+    """Where the pooled keys of a tile are; past the end as if they were the last one."""
     rows = s.block_kv.bit_length() - 1
     first = tile * s.tile_kv
     if not part.is_pooled and s.tile_kv <= s.block_kv:

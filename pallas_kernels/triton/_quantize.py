@@ -149,7 +149,7 @@ def e4m3_codes(x: jax.Array, scale: jax.Array) -> jax.Array:
     """``x / scale`` in e4m3; NaN where the scale is.
 
     Args:
-      x: float32, any shape, at most 448 times `scale` but for rounding.
+      x: float32, any shape, at most 448 times `scale`, up to rounding.
       scale: float32 scalar.
     """
     # Selected, because a conversion need not keep a NaN.
@@ -158,10 +158,10 @@ def e4m3_codes(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def permuted_positions(first: jax.Array, count: int) -> jax.Array:
-    """Where Hopper's matrix units want the `count` tokens from `first` on, multiples of 16.
+    """Where Hopper's matrix units need the `count` tokens from `first` on, multiples of 16.
 
     A product's accumulator, read as the 8-bit operand of the next product, permutes tokens within
-    groups of 16: token ``4t + 2h + r`` stands at ``8h + 2t + r``, with `t` in 0..3, `h` and `r` in
+    groups of 16: token ``4t + 2h + r`` is at ``8h + 2t + r``, with `t` in 0..3, `h` and `r` in
     0..1. Keys stored in this order undo it.
     """
     token = first + jnp.arange(count, dtype=jnp.int32)
@@ -181,8 +181,8 @@ def _shift(x: jax.Array, factor: jax.Array | float, interpret: bool) -> jax.Arra
 def stage1_codes(x: jax.Array, scale: jax.Array, interpret: bool) -> jax.Array:
     """``rint(x / scale)``, ties to even, exactly.
 
-    An approximate quotient is rounded first; what is left of the value, exact because the scale
-    has 16 bits, then decides whether it was rounded right.
+    An approximate quotient is rounded first; the remainder of the value, exact because the scale
+    has 16 bits, then decides whether it was rounded correctly.
 
     Args:
       x: float32, any shape, less than 2**21 times `scale`.

@@ -2,7 +2,8 @@
 
 `_quantize` computes the same codes in fewer operations on bit patterns. On rows whose channels are
 no power of two (masked loads of 48 channels) that gave wrong codes on an H100, though not in
-interpret mode nor for whole blocks; this form was right there. A few rows cost nothing.
+interpret mode nor for whole blocks; this form was right there, and for a few rows its cost does not
+matter.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """Prefill attention on quantized operands (TurboAttention, Algorithm 1).
 
-Two numbers, for 2 sequences, 32 query heads, 8 KV heads, 8192 tokens, head dim 128, not causal:
+Roofline, for 2 sequences, 32 query heads, 8 KV heads, 8192 tokens, head dim 128, not causal:
   - operations: 4 * 2 * 32 * 8192**2 * 128 = 2.2 T; at the 1,550 T/s that int8 matrix products
     reach on an H100: 1.4 ms. The softmax adds about 12 float32 instructions per score, 4.3 G
     scores: 1.5 ms of all float32 lanes, which the matrix units do not hide by themselves here.
@@ -10,7 +10,7 @@ Arithmetic is the floor. Target: 400 T/s, 5.5 ms.
 One program takes a tile of queries of one head and walks over the key blocks that some of them
 see, those that all of them see without a mask.
 
-The ladder, same case, H100, jax 0.11.2, T/s (cuDNN on bfloat16: 643 to 698):
+Versions, same case, H100, jax 0.11.2, T/s (cuDNN on bfloat16: 643 to 698):
                                           blocks of 64               blocks of 128
                                     exact   SAS e   SAS 2      exact   SAS e   SAS 2
   v1  tiles of 128, 8 warps           354     259       -        446       -     304
@@ -52,7 +52,7 @@ class Settings:
     Attributes:
       mode: ``"int8"``, ``"int8_fp8"``, ``"fp8"`` or ``"float"``.
       exp: the softmax's exponential.
-      unit: what it calls one nat.
+      unit: of its argument, how many are one nat.
       block_q: query tokens that share a scale.
       block_kv: tokens of a key block.
       scale: factor of the scores.
@@ -140,7 +140,7 @@ def _second_product(
     dot = functools.partial(_common.dot, interpret=s.interpret)
     if s.mode == "int8":
         unit = largest * (1 / _common.INT8_RANGE)
-        # Of so small a weight nothing is left; its reciprocal would be infinite.
+        # So small a weight rounds to 0, and its reciprocal would be infinite.
         unit = jnp.where(unit < _TINY, 1.0, unit)
         codes = _common.round_product(p, (1 / unit)[:, None], s.interpret)
         return dot(codes, v).astype(jnp.float32), unit

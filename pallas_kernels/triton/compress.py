@@ -14,7 +14,7 @@ Per value of bfloat16 at 4 bits, blocks of 64 and head dim 128:
 Memory and arithmetic are balanced, so each operation counts: codes are rounded by additions and
 not by conversions, which run at a quarter of the speed or less.
 
-Ladder, keys and values, 4 sequences of 32,768 tokens with 8 heads, H100, jax 0.11.2; shuffles and
+Versions, keys and values, 4 sequences of 32,768 tokens with 8 heads, H100, jax 0.11.2; shuffles and
 instructions counted in the PTX of a thread's 64 values:
   v1  a thread takes 16 channels: few threads along the channels, many along the tokens, among
       which the channels' extremes are found by shuffles, 329 and 67 of 3760 and 2700
@@ -51,7 +51,7 @@ from pallas_kernels.triton._quantize import (
     write_block,
 )
 
-# Values that a thread holds; decides on the warps of a program.
+# Values that a thread holds, which determines the warps of a program.
 _VALUES_PER_THREAD = 64
 _MOST_WARPS = 16
 
@@ -112,7 +112,7 @@ def compress(
       every_block: find the maxima of all of the prompt's blocks, stored or not.
       operand: also return codes of all of the prompt's blocks: int8, those of stage 1, or
         float8_e4m3fn, with a scale of their own.
-      permuted: whether the operand's tokens stand in the order of `permuted_positions`.
+      permuted: whether the operand's tokens are in the order of `permuted_positions`.
       num_warps: warps of a program; chosen from the block's size if not given.
       vector: channels that a thread takes at once, a power of two; chosen if not given.
       interpret: run without a GPU.
@@ -167,7 +167,7 @@ def default_warps(layout: BlockLayout) -> int:
 def default_vector(layout: BlockLayout) -> int:
     """Channels a thread takes at once: so many that a warp spans all channels of a run.
 
-    Then a reduction over tokens stays within threads, but for one step across warps.
+    Then a reduction over tokens stays within threads, except one step across warps.
     """
     return min(16, max(2, layout.tile[1] // 32))
 

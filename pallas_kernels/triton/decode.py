@@ -1,6 +1,6 @@
 """Decode: a few new queries per sequence against a cache of packed codes (TurboAttention, Alg. 2).
 
-Two numbers, for 16 sequences, 8 KV heads with 4 queries each, 32,768 tokens, head dim 128, 4 bits:
+Roofline, for 16 sequences, 8 KV heads with 4 queries each, 32,768 tokens, head dim 128, 4 bits:
   - bytes that must move: 2 sides * 16 * 8 * 32768 tokens * (64 + 4 + 1/16) bytes = 571 MB;
     at the 3.0 TB/s that a copy reaches on an H100: 190 us.
   - operations: 2 products * 2 * 16 * 32 * 32768 * 128 = 8.6 G, with 8 padded columns and two
@@ -15,7 +15,7 @@ all products are of int8 codes and exact; those of the values act on a block's r
 and the int8 buffer, has its own softmax, merged by log-sum-exp, first inside a program, then over
 programs (`merge`).
 
-The ladder, same case, H100, jax 0.11.2 (cuDNN on bfloat16 keys and values: 684 to 694 us):
+Versions, same case, H100, jax 0.11.2 (cuDNN on bfloat16 keys and values: 684 to 694 us):
   v1  queries as 16 padded rows, 4 warps: 458 us. One warp, so that no step waits for others
       (no barrier, no shared row maximum): 384 us.
   v2  tokens as rows, 8 padded columns: half the exponentials, half the updates of the output:

@@ -1,6 +1,6 @@
 """INT4 weights times FP8 tokens (FireQ), on any GPU since Ampere.
 
-Two numbers, K=4096 inputs, N=14336 outputs, groups of 128 with e4m3 scales:
+Roofline, for K=4096 inputs, N=14336 outputs, groups of 128 with e4m3 scales:
   - bytes that must move: codes 29.4 MB, scales 0.46 MB, and for 16 tokens 0.07 MB of activations
     and 0.46 MB of results: 30.4 MB, at the 3.0 TB/s that a copy reaches on an H100 10 us.
   - operations: 0.12 G a token: for 16 tokens nothing, for 4096 tokens 481 G, at 800 TFLOP/s 601 us.
@@ -46,7 +46,7 @@ class Settings:
       splits: programs that share the groups of a tile.
       num_warps: warps of a program.
       num_stages: steps in flight.
-      gated: whether rows are gate and up, interleaved by eights.
+      gated: whether rows are gate and up, in alternating groups of eight.
       activation: None, "silu", "gelu", or "swiglu", exactly for gated weights.
       has_e4m3: whether the GPU converts to e4m3.
       interpret: run without a GPU.

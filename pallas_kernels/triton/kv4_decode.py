@@ -1,6 +1,6 @@
 """Decode: a few new queries per sequence against 4-bit keys and values with a scale per token.
 
-Two numbers, for 16 sequences, 8 KV heads with 4 queries each, 32,768 tokens, head dim 128:
+Roofline, for 16 sequences, 8 KV heads with 4 queries each, 32,768 tokens, head dim 128:
   - bytes that must move: 2 sides * 16 * 8 * 32768 tokens * (64 of codes + 2 of scale) = 554 MB;
     at the 3.0 TB/s that a copy reaches on an H100: 185 us.
   - operations: 2 products * 2 * 16 * 32 * 32768 * 128 = 8.6 G, with 8 padded columns 17 G: 22 us of
@@ -16,7 +16,7 @@ and one of high ones. Codes as bfloat16 are exact, and so are the queries, which
 weights times values' scales are rounded to bfloat16. Softmax online, programs merged by
 log-sum-exp (`merge`).
 
-The ladder, not measured yet; warp instructions for 64 tokens of a KV head, as Triton 3.6 compiles
+Versions, not measured yet; warp instructions for 64 tokens of a KV head, as Triton 3.6 compiles
 them for compute capability 9.0 (what issues at 1.5 a clock, as in `decode`, does 1,000 in 188 us):
   v1  two stages: 1,909 instructions, 255 registers. Keys come through shared memory and are
       unpacked as operands, but values are carried to the next step as bytes and packed again.
@@ -94,7 +94,7 @@ class Side(NamedTuple):
 
 
 class _Query(NamedTuple):
-    """A program's queries, and where they stand."""
+    """A program's queries and their positions."""
 
     halves: tuple[jax.Array, jax.Array]  # e4m3 values as bfloat16 [R, c]
     scale: jax.Array  # float32 [R], of the scores too
@@ -116,7 +116,7 @@ def decode(
       query: ``[B, T, N, H]``.
       key: the keys, of `S` tokens, a multiple of the tile.
       value: the values.
-      lengths: int32 ``[B]``, tokens held; what stands beyond is not looked at.
+      lengths: int32 ``[B]``, tokens held; what is stored beyond is not used.
       query_lengths: int32 ``[B]``, how many of the `T` queries are real.
       settings: factors and launch.
 
@@ -280,7 +280,8 @@ def _load_codes(
 ) -> tuple[jax.Array, jax.Array]:
     """Codes of both halves of the channels, bfloat16 ``[t, c]``; those of the padding are -8 .. 7.
 
-    They meet queries that are 0 there, or make rows of the output that are not stored.
+    They are multiplied with queries that are 0 there, or make rows of the output that are not
+    stored.
     """
     half = side.codes.shape[3]
     if channel.shape[0] != half:

@@ -1,6 +1,6 @@
 """Append to 4-bit pages: new keys and values rotated, encoded and stored, in one launch.
 
-Two numbers, for 4 sequences of 4,096 tokens, 8 KV heads, head dim 128, bfloat16:
+Roofline, for 4 sequences of 4,096 tokens, 8 KV heads, head dim 128, bfloat16:
   - bytes that must move: 2 sides * 131072 vectors * (256 read + 64 of codes + 2 of norm) = 84 MB,
     at the 3.0 TB/s that a copy reaches on an H100 28 us, 30 us with the launch.
   - operations: 34 M channels at 40 instructions (7 additions of the rotation, 7 comparisons and as
@@ -14,11 +14,11 @@ squares whose sums do not depend on contraction, and a norm that comparisons dec
 
 A program takes some vectors of one side, in pieces of their channels: stages of the rotation
 between pieces are additions of whole arrays. Within a piece a channel needs its partner, and
-registers can be neither sliced nor shuffled here; but a sum over an axis of two is known to both,
-and of integers it wraps around, so what is left of the sum of the bits without the own ones are
-the partner's, exactly.
+registers can be neither sliced nor shuffled here; but both channels of a pair get the sum over an
+axis of two. Sums of integers wrap around, so subtracting a channel's own bits from the sum of both
+gives its partner's bits, exactly.
 
-The ladder, H100, jax 0.11.2, device time of the kernel; beside it XLA counts what was lost, 3.6 us:
+Versions, H100, jax 0.11.2, device time of the kernel; beside it XLA counts what was lost, 3.6 us:
                                           64 tokens   320 tokens   4 x 4,096 tokens
   XLA, all kernels                          27.5 us                   3,423 us
   v1  rows, pieces and warps as taken        2.8        5.2 us          114
@@ -157,7 +157,7 @@ def _kernel(
 
     def write(x: Ref, codes: Ref, norms: Ref) -> None:
         number = tile * s.rows + jnp.arange(s.rows, dtype=jnp.int32)
-        # What stands past the end is read again and not stored.
+        # Rows past the end read the last vector again and are not stored.
         row = jnp.minimum(number, x.shape[0] - 1)
         channels = _channels(x.shape[1], s)
         loaded = [plgpu.load(x.at[row[:, None], c[None, :]]) for c in channels]
@@ -197,7 +197,7 @@ def _find(
     token = jax.lax.div(row, jnp.int32(heads))
     sequence = jax.lax.div(token, jnp.int32(s.tokens))
     within = token - sequence * s.tokens
-    # Wraps around to negative, that is, out of range, where int32 ends.
+    # Where int32 overflows this wraps around to a negative number, which is out of range.
     position = plgpu.load(lengths.at[sequence]) + within
     # Page sizes are powers of two; negative positions give negative entries.
     entry = position >> (page_size.bit_length() - 1)

@@ -1,6 +1,6 @@
 """Attention of new queries to keys and values in pages: 16-bit or wider, fp8, or 4-bit codes.
 
-Two numbers, for 16 sequences of 32,768 tokens, 8 KV heads with 4 queries each, head dim 128:
+Roofline, for 16 sequences of 32,768 tokens, 8 KV heads with 4 queries each, head dim 128:
   - bytes that must move, 2 sides * 16 * 8 * 32768 tokens * (64 of codes + 2 of norm) = 554 MB for
     4 bits, 1,074 MB for fp8, 2,147 MB for bfloat16: at the 3.0 TB/s that a copy reaches on an H100
     185, 358 and 716 us.
@@ -15,7 +15,7 @@ what is read) and one part of its tokens, as far as those rows see it: programs 
 stop at once and write nothing, and the parts are merged (`_paged_merge`). Tokens, and channels of
 values, are the rows of the products, as in `kv4_decode`: queries are few, and eight columns are the
 fewest that a product takes. A tile of tokens spans one page or several, whose numbers are loaded
-from the table. All tiles stand at fixed places, and the launch does not depend on the queries: a
+from the table. All tiles are at fixed positions, and the launch does not depend on the queries: a
 row's bits are the same whatever its neighbours are.
 
 4-bit codes: four nibbles are a selector of a byte permute, so two permutes look four codes up in
@@ -23,10 +23,10 @@ the lower and the upper half of the table of 7-bit integers; a selector whose hi
 replicates the (zero) sign of a byte, so the wrong half gives 0 and the bytes are joined by OR. A
 byte holds channels `2 i` and ``2 i + 1``, so each product is one of even and one of odd channels.
 Keys are multiplied as float16 subnormals, whose bits are the integers, and values as bfloat16 128
-and more, whose low bits are the integers; what that is off by is taken away from the sums (exactly
-the rounded queries' and weights'). Queries are scaled by a power of two to fit float16.
+and more, whose low bits are the integers; the offset this adds is subtracted again, using the sums
+of the rounded queries and weights. Queries are scaled by a power of two to fit float16.
 
-The ladder, H100, jax 0.11.2, device time with the merge, for the tokens of a part, those taken at a
+Versions, H100, jax 0.11.2, device time with the merge, for the tokens of a part, those taken at a
 time, and warps:
                                       16 x 32k   1 x 4k
   cuDNN on dense bfloat16               690 us   9.5 us
@@ -71,7 +71,7 @@ _NO_POSITION = 2**30
 
 
 class _Query(NamedTuple):
-    """A program's queries, and where they stand."""
+    """A program's queries and their positions."""
 
     pieces: tuple[jax.Array, ...]  # [R, c]: all channels, or even and odd ones
     scale: jax.Array  # float32 [R], of the scores too
@@ -446,7 +446,7 @@ def _visible(query: _Query, token: jax.Array, s: Settings) -> jax.Array:
 
 
 def _centred(state: _State, s: Settings) -> tuple[jax.Array, ...]:
-    """The outputs without what the codes' operands are too large by."""
+    """The outputs without what the codes' operands are too large by, see `_paged_codes`."""
     if s.codec is None or state.weights is None:
         return state.outputs
     # The rows are all the same.

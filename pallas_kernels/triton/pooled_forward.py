@@ -1,6 +1,6 @@
 """Pooled attention, forward (multi-scale KV pooling, Li, 2025, Algorithm 1).
 
-Two numbers, for 1 sequence, 16 heads, 16384 tokens, head dim 128, bfloat16, every block at level 1:
+Roofline, for 1 sequence, 16 heads, 16384 tokens, head dim 128, bfloat16, every block at level 1:
   - operations: 4 * 16 * 16384**2 * 128 = 2.2 T; at 800 T/s, what matrix products reach on an H100:
     2.7 ms. At density `d` (the mean of 1 / level, 0 where skipped) that times `d`.
   - bytes: 4 * 16384 * 16 * 128 * 2, 0.27 GB: 0.09 ms; and keys and values again for each query
@@ -10,7 +10,7 @@ Arithmetic is the floor from a density of 4 % on. Target: 480 T/s, 4.6 ms times 
 One program takes a tile of queries of one head and walks over the pooled keys that its row of the
 lists names, see `_pooled_common.walk`.
 
-The ladder, same case, H100, jax 0.11.2, milliseconds of the kernel (cuDNN, all blocks: 3.16; the
+Versions, same case, H100, jax 0.11.2, milliseconds of the kernel (cuDNN, all blocks: 3.16; the
 mixture is 5 % at level 1, 10 % at 2, 10 % at 4, 25 % at 8, density 0.16):
                                               all level 1        a mixture
   v1  the lists read one step ahead, 128 queries,

@@ -1,17 +1,17 @@
 """Pooled attention, gradients of keys and values (multi-scale KV pooling, Li, 2025, Algorithm 3).
 
-Two numbers, for 1 sequence, 16 heads, 16384 tokens, head dim 128, bfloat16, every block at level 1:
+Roofline, for 1 sequence, 16 heads, 16384 tokens, head dim 128, bfloat16, every block at level 1:
   - operations: 8 * 16 * 16384**2 * 128 = 4.4 T; at 800 T/s on an H100: 5.5 ms, times the density.
   - bytes: 4 * 16384 * 16 * 128 * 2 in and twice that, in float32, out: 0.54 GB: 0.18 ms; queries
     again for each tile of keys that does not find them in the second-level cache.
 Arithmetic is the floor. Target: 400 T/s, 11 ms times the density.
 
 One launch for each level. A program takes a tile of groups of one KV head and walks over the query
-blocks that its list names, for all query heads of the group; keys stand in rows, so that both sums
+blocks that its list names, for all query heads of the group; keys are rows, so that both sums
 stay in registers. How many tokens a group stands for is a constant factor of its row of weights,
 and multiplied in at the end.
 
-The ladder, H100, jax 0.11.2, milliseconds of the four launches (levels 1, 2, 4, 8 in no order):
+Versions, H100, jax 0.11.2, milliseconds of the four launches (levels 1, 2, 4, 8 in no order):
   v1  all blocks at level 1: 10.7 (412 T/s); `pooled_forward`'s mixture: 0.85, 0.69, 0.53, 0.50.
 """
 

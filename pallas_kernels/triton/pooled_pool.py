@@ -1,8 +1,8 @@
 """Means of 2, 4 and 8 adjacent tokens (multi-scale KV pooling, Li, 2025).
 
-Two numbers, for 1 sequence, 16 heads, 16384 tokens, head dim 128, bfloat16, keys or values alone:
+Roofline, for 1 sequence, 16 heads, 16384 tokens, head dim 128, bfloat16, keys or values alone:
   - bytes: 67 MB in, 7/8 of that out, 0.13 GB; at 3.0 TB/s, what a copy reaches on an H100: 42 us.
-  - operations: a few per element, nothing beside the bytes.
+  - operations: a few per element, negligible next to the bytes.
 Bytes are the floor: each is read and written once. Target: 50 us.
 
 A program takes groups of eight tokens of one head. Their eight tokens are eight tiles of rows, read
@@ -73,9 +73,10 @@ def pool(
     """The means of groups of 2, 4 and 8 tokens, each level in an array of its own.
 
     Args:
-      x: ``[B, S, K, H]``, keys or values; what stands at or past a sequence's end is not looked at.
+      x: ``[B, S, K, H]``, keys or values; what is stored at or past a sequence's end is not used.
       key_lengths: int32 ``[B]``.
-      multiple: of 8: as if there were so many tokens, or a multiple, `P` in all.
+      multiple: `P` is the number of tokens rounded up to a multiple of this, itself a multiple of
+        8.
       rows: groups of eight tokens to a program, a power of two.
       num_warps: per program.
       interpret: run without a GPU.

@@ -1,13 +1,13 @@
 """Pooled attention, gradient of the queries (multi-scale KV pooling, Li, 2025, Algorithm 2).
 
-Two numbers, for 1 sequence, 16 heads, 16384 tokens, head dim 128, bfloat16, every block at level 1:
+Roofline, for 1 sequence, 16 heads, 16384 tokens, head dim 128, bfloat16, every block at level 1:
   - operations: 6 * 16 * 16384**2 * 128 = 3.3 T; at 800 T/s on an H100: 4.1 ms, times the density.
   - bytes: 5 * 16384 * 16 * 128 * 2, 0.34 GB: 0.11 ms.
 Arithmetic is the floor. Target: 400 T/s, 8.2 ms times the density.
 
 The same walk as forward: ``dS = P * (dP - D)`` with P from the log-sum-exp, ``dQ = scale dS K``.
 
-The ladder, same case, H100, jax 0.11.2, milliseconds of the kernel:
+Versions, same case, H100, jax 0.11.2, milliseconds of the kernel:
                                               all level 1        a mixture
   v1  128 queries, steps of 64, 8 warps, 3 stages   5.77 (572 T/s)   1.18 (449 T/s)
       2 stages                                      7.55             1.31
@@ -107,7 +107,7 @@ def _kernel(
     d_q = jnp.zeros((s.tile, channels.padded), jnp.float32)
     key_length = plgpu.load(key_lengths.at[b])
     d_q = walk(step, d_q, lists, at, key_length, k.tokens.shape[1], s) * s.scale
-    # What sees nothing gets nothing, also from tiles with NaN.
+    # A query that sees nothing gets nothing, even from tiles with NaN.
     d_q = jnp.where(rows.lse[:, None] == jnp.inf, 0.0, d_q)
     c = jnp.arange(channels.padded, dtype=jnp.int32)
     plgpu.store(

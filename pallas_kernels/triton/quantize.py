@@ -1,4 +1,4 @@
-"""Stage 1 of attention: queries, keys and values to 8 bits, in the order matrix units want.
+"""Stage 1 of attention: queries, keys and values to 8 bits, in the order that matrix units need.
 
 A program takes one block of one head of one sequence: it loads the block once, finds its scale,
 rounds and stores. Values in e4m3 share one scale per sequence and head, so a kernel before finds
@@ -14,7 +14,7 @@ Bytes, 2 sequences of 8192 tokens, 32 query and 8 KV heads, head dim 128, bfloat
   floor       H100: 0.30 GB at 3.0 TB/s are 100 us, in e4m3 112 us
   target      140 us, 6 % of a prefill at 900 TFLOP/s
 
-Ladder, us for the whole call, blocks of 128, H100, jax 0.11.2 (results/quantize_2026-11-21.json):
+Versions, us for the whole call, blocks of 128, H100, jax 0.11.2 (results/quantize_2026-11-21.json):
                                                        int8  int8_fp8   fp8
   v1  XLA, which writes what it transposes in between   323       305   231
   v2  these kernels                                     130       136   123
@@ -71,7 +71,7 @@ def quantize(
       block: tokens of a block, a power of two.
       dtype: int8 (scale of a maximum over 119) or float8_e4m3fn (over 448).
       tokens_last: whether codes are transposed.
-      permuted: whether tokens stand in the order of `permuted_positions`; then `block` is a
+      permuted: whether tokens are in the order of `permuted_positions`; then `block` is a
         multiple of 16.
       num_warps: warps of a program; chosen from the block's size if not given.
       interpret: run without a GPU.

@@ -1,6 +1,6 @@
 """Prefill attention on 8-bit operands: the launcher of the Triton kernel in `_kernel.py`.
 
-The ladder, by compiling for sm_90 (Triton 3.6; head dim 128, tiles of 128 x 64 and 128 x 128):
+Versions, by compiling for sm_90 (Triton 3.6; head dim 128, tiles of 128 x 64 and 128 x 128):
 
 1. output accumulated in the matrix unit over all keys: ptxas serializes the products (C7514), as
    one is in flight across iterations while its accumulator is rescaled; biased, see `_kernel.py`;
@@ -123,7 +123,7 @@ def attention(
       v: ``[B, K, H, Sp]``, int8 or float8_e4m3fn codes, tokens contiguous; int8 only if `q` is.
       v_scale: float32 ``[B, K, Sp / block_kv]``; all equal within a head if `v` is float8.
       query_length: int32 ``[B]``; queries at or past it give 0 and ``-inf``.
-      key_length: int32 ``[B]``; keys at or past it are not there.
+      key_length: int32 ``[B]``; keys at or past it are ignored.
       tokens: `T`, the queries without padding.
       out_dtype: bfloat16, float16 or float32.
       scale: factor of the scores, not negative.

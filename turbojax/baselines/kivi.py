@@ -1,7 +1,7 @@
 """A KIVI-style cache: keys quantized per channel, values per token, dequantized before attention.
 
-After Liu et al., *KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache* (2024): what one
-has without a fused kernel. The newest tokens are kept as they are until a residual of them is
+After Liu et al., *KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache* (2024): what is
+possible without a fused kernel. The newest tokens are kept as they are until a residual of them is
 full. KIVI slides the values' residual by one token at a time; here keys and values share one
 schedule, so up to `residual_length` values fewer are exact.
 """
@@ -105,8 +105,8 @@ def init_cache(
       dtype: of keys, values, minima and scales.
 
     Raises:
-      TypeError: if `dtype` is none of bfloat16, float16, float32, or a size is no integer.
-      ValueError: if a size is not positive or no such multiple, or `bits` another number.
+      TypeError: if `dtype` is none of bfloat16, float16, float32, or a size is not an integer.
+      ValueError: if a size is not positive or not such a multiple, or `bits` another number.
     """
     _checks.check_sizes(
         batch_size=batch_size,
@@ -302,7 +302,7 @@ def _quantize(x: jax.Array, bits: int, axis: int) -> tuple[jax.Array, jax.Array,
     wide = x.astype(jnp.float32)
     minimum = jnp.min(wide, axis=axis)
     scale = (jnp.max(wide, axis=axis) - minimum) * (1 / top)
-    # Said in words: not every device's minimum passes a NaN on.
+    # Written out, because not every device's minimum propagates NaN.
     scale = jnp.where(jnp.all(jnp.isfinite(wide), axis=axis), scale, jnp.nan)
     minimum, scale = minimum.astype(x.dtype), scale.astype(x.dtype)
     step = jnp.where(scale == 0, 1, scale.astype(jnp.float32))

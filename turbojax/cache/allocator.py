@@ -29,7 +29,7 @@ class PageCopy:
 
     Attributes:
       source: page to read.
-      destination: page to write, which stands in the sequence's table already.
+      destination: page to write, which is already in the sequence's table.
     """
 
     source: int
@@ -86,7 +86,7 @@ class PageAllocator:
       page_size: tokens a page.
 
     Raises:
-      TypeError: if one is no integer.
+      TypeError: if one is not an integer.
       ValueError: if one is less than 1.
     """
 
@@ -139,7 +139,7 @@ class PageAllocator:
 
         Raises:
           PoolExhausted: if too few pages are free.
-          TypeError: if `tokens` or a page is no integer.
+          TypeError: if `tokens` or a page is not an integer.
           ValueError: if `tokens` is negative, or a page of the prefix is free or not in the pool.
         """
         _check_tokens(tokens)
@@ -164,7 +164,7 @@ class PageAllocator:
         Raises:
           PoolExhausted: if too few pages are free.
           KeyError: if there is no such sequence.
-          TypeError: if `tokens` is no integer.
+          TypeError: if `tokens` is not an integer.
           ValueError: if `tokens` is negative.
         """
         state = self._find(sequence)
@@ -233,7 +233,7 @@ class PageAllocator:
 
         Raises:
           KeyError: if there is no such sequence.
-          TypeError: if `max_pages` is no integer.
+          TypeError: if `max_pages` is not an integer.
           ValueError: if `max_pages` is less than 1 or than what a sequence holds.
         """
         _checks.check_sizes(max_pages=max_pages)
@@ -260,7 +260,7 @@ class PageAllocator:
           page: its number.
 
         Raises:
-          TypeError: if it is no integer.
+          TypeError: if it is not an integer.
           ValueError: if it is free or not in the pool.
         """
         page = self._in_use(page)
@@ -274,7 +274,7 @@ class PageAllocator:
           page: its number.
 
         Raises:
-          TypeError: if it is no integer.
+          TypeError: if it is not an integer.
           ValueError: if it is not in the pool or not retained.
         """
         page = self._in_pool(page)
@@ -284,7 +284,7 @@ class PageAllocator:
         self._let_go(page)
 
     def statistics(self, page_bytes: int | None = None) -> PoolStatistics:
-        """Pages, sequences and tokens, and bytes handed out if given those of a page.
+        """Counts of pages, sequences and tokens, and of bytes if the size of a page is given.
 
         Args:
           page_bytes: as `PagedCache.page_bytes`, which is of one layer; a model whose layers' pools
@@ -301,7 +301,7 @@ class PageAllocator:
         )
 
     def validate(self) -> None:
-        """Checks that holders are those of tables and retainers, and the rest is free, once.
+        """Checks the recorded holders against tables and retainers, and the list of free pages.
 
         Raises:
           ValueError: naming what is broken.

@@ -31,7 +31,7 @@ def check_tokens(cache: Cache, key: jax.Array, value: jax.Array) -> None:
 
 
 def check_room(cache: Cache, lengths: jax.Array) -> None:
-    """Raises unless there is room for so many tokens; under `jit`, lengths cannot be seen."""
+    """Raises unless there is room for this many tokens; under `jit`, lengths cannot be seen."""
     if _checks.is_concrete(lengths, cache.lengths):
         total = np.asarray(cache.lengths) + np.asarray(lengths)
         if np.any(total > cache.max_length):

@@ -1,6 +1,6 @@
 """`Kv4Cache`: keys and values in 4 bits with one scale per token and head (FireQ's KV4).
 
-A token is rounded once, when it comes, and depends on no other: no buffer, no blocks, and the
+A token is rounded once, when it arrives, independently of all others: no buffer, no blocks, and the
 cache's bits do not depend on how tokens are split into calls.
 """
 
@@ -19,7 +19,7 @@ from turbojax.cache import checks
 from turbojax.quantizers import absolute_maximum, pack, unpack
 
 LARGEST_CODE = 7
-"""Of a 4-bit code; the scale never calls for -8."""
+"""Largest 4-bit code; with these scales -8 does not occur."""
 
 ALLOCATION = 128
 """Tokens are allocated in multiples of this, so that kernels read whole tiles."""
@@ -42,7 +42,7 @@ class Kv4Cache:
     new first axis of every array, and mapped or scanned over.
 
     Invariants (`validate` checks them): ``0 <= lengths <= max_length``, and scales of tokens held
-    are positive or NaN. What stands past a sequence's length is arbitrary.
+    are positive or NaN. What is stored past a sequence's length is arbitrary.
 
     Attributes:
       key_codes: uint8 ``[B, K, S, H / 2]``.
@@ -130,8 +130,8 @@ def init_cache(
       dtype: of the keys and values to come: bfloat16, float16 or float32.
 
     Raises:
-      TypeError: if `dtype` is none of these or a size no integer.
-      ValueError: if a size is not positive or `head_dim` no multiple of 8.
+      TypeError: if `dtype` is none of these or a size not an integer.
+      ValueError: if a size is not positive or `head_dim` not a multiple of 8.
     """
     _checks.check_sizes(
         batch_size=batch_size, max_length=max_length, num_kv_heads=num_kv_heads, head_dim=head_dim
@@ -229,8 +229,8 @@ def quantize_vectors(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """4-bit codes with one scale per vector: ``s = bf16(max|x| / 7)``, ``q = rint(x / s)``.
 
     The division by 7 is a product with the float32 nearest to a seventh. The codes are exactly
-    those of the rounded scale, everywhere: a code times a scale has 11 significant bits, so what is
-    left of a value decides by exact comparisons whether an approximate quotient was rounded right.
+    those of the rounded scale, everywhere: a code times a scale has 11 significant bits, so exact
+    comparisons with the remainder decide whether an approximate quotient was rounded correctly.
 
     Args:
       x: floating point ``[..., H]``, `H` even.

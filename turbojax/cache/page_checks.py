@@ -17,10 +17,10 @@ def check_block_tables(block_tables: jax.Array, batch_size: int | None = None) -
     """Returns block tables as int32 ``[B, max_pages]``.
 
     Raises:
-      TypeError: if they are no integers.
+      TypeError: if they are not integers.
       ValueError: if the shape is another.
     """
-    # What stands past a sequence's length may be anything.
+    # Entries past a sequence's length may be anything.
     block_tables = _checks.as_int32("block_tables", block_tables, saturate=True)
     batch = "B" if batch_size is None else batch_size
     fits = block_tables.ndim == 2 and batch_size in (None, block_tables.shape[0])
@@ -33,7 +33,7 @@ def check_lengths(name: str, lengths: jax.Array, batch_size: int) -> jax.Array:
     """Returns lengths as int32 ``[B]``; whether they fit their tables is checked elsewhere.
 
     Raises:
-      TypeError: if they are no integers.
+      TypeError: if they are not integers.
       ValueError: if the shape is another, or, outside `jit`, one is beyond int32.
     """
     lengths = _checks.as_int32(name, lengths)
@@ -108,7 +108,7 @@ def check_page_numbers(pool: Pool, name: str, pages: jax.Array, count: int | Non
     """Returns page numbers as int32 ``[n]``; -1 is padding.
 
     Raises:
-      TypeError: if they are no integers.
+      TypeError: if they are not integers.
       ValueError: if the shape is another than ``[count]``, or, outside `jit`, one is neither -1 nor
         in the pool.
     """

@@ -18,7 +18,7 @@ class Places(NamedTuple):
     """Where the tokens of a call go.
 
     Attributes:
-      page: int32 ``[B, T]``; past the pool's end, each its own, for tokens that are left out.
+      page: int32 ``[B, T]``; for tokens that are left out, distinct numbers past the pool's end.
       slot: int32 ``[B, T]``, in the page.
       lost: int32 ``[]``, tokens that should be stored and have no place.
     """
@@ -51,13 +51,13 @@ def find_places(
     """Where `tokens` tokens per sequence go."""
     entries = block_tables.shape[1]
     offset = jnp.arange(tokens, dtype=jnp.int32)[None]
-    # Wraps around to negative, that is, out of range, where int32 ends.
+    # Where int32 overflows this wraps around to a negative number, which is out of range.
     position = lengths[:, None] + offset
     entry, slot = position // cache.page_size, position % cache.page_size
     page = jnp.take_along_axis(block_tables, jnp.clip(entry, 0, entries - 1), axis=1)
     wanted = offset < new_lengths[:, None]
     has_page = (entry >= 0) & (entry < entries) & (page >= 0) & (page < cache.num_pages)
-    # What is left out gets pages past the end, which the scatter drops, each its own: no place is
+    # Tokens that are left out get distinct pages past the end, which the scatter drops: no place is
     # named twice.
     nowhere = cache.num_pages + jnp.arange(page.size, dtype=jnp.int32).reshape(page.shape)
     page = jnp.where(wanted & has_page, page, nowhere)

@@ -44,7 +44,7 @@ class PagedCache:
 
     Shapes: `K` KV heads, head dim `H`, `page_size` tokens a page. What `kv_dtype` means:
 
-    - ``"auto"``: as they come, in `dtype`.
+    - ``"auto"``: unchanged, in `dtype`.
     - ``"fp8_e4m3"``, ``"fp8_e5m2"``: ``x = stored * scale`` with one scale for all keys and one for
       all values, chosen at the start.
     - ``"turbo4"``: a random rotation, 4-bit codes of its coordinates and a norm per token and head
@@ -52,8 +52,8 @@ class PagedCache:
       channels.
 
     Made by `init_paged_cache`; the functions of `turbojax.paged` take it and never change it in
-    place (donate it to `jit` to reuse its memory). What stands in a page that no sequence holds,
-    and past a sequence's length, is arbitrary.
+    place (donate it to `jit` to reuse its memory). The content of pages that no sequence holds, and
+    of slots past a sequence's length, is arbitrary.
 
     Attributes:
       key: the stored keys: uint8 ``[P, K, page_size, H / 2]`` for turbo4, in the order of
@@ -181,7 +181,8 @@ def init_paged_cache(
       seed: for turbo4, of the rotation.
 
     Raises:
-      TypeError: if `dtype` is none of these, a size or the seed no integer, or a scale no number.
+      TypeError: if `dtype` is none of these, a size or the seed not an integer, or a scale not a
+        number.
       ValueError: if a size is not positive or not among those above, `kv_dtype` is unknown, a scale
         is not positive, or a scale or seed is given that `kv_dtype` has no use for.
     """
@@ -251,7 +252,7 @@ def append(
 
     Raises:
       TypeError: if `cache` is another kind, a dtype differs from `cache.dtype`, or tables or
-        lengths are no integers.
+        lengths are not integers.
       ValueError: if a shape does not fit, or, outside `jit`: where a token has no place, two have
         the same one, or a value exceeds the format's range. Under `jit` the last becomes NaN. NaN
         and infinity are no error: they are stored as they are (auto) or as NaN.
@@ -293,7 +294,7 @@ def gather(
       for a sequence with a length or a needed page out of range.
 
     Raises:
-      TypeError: if `cache` is another kind, tables or lengths are no integers, or `dtype` is not
+      TypeError: if `cache` is another kind, tables or lengths are not integers, or `dtype` is not
         floating point.
       ValueError: if a shape does not fit, or, outside `jit`, a length or a needed page is out of
         range.

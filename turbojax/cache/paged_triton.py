@@ -41,7 +41,7 @@ def append(
     lengths: jax.Array,
     new_lengths: jax.Array,
 ) -> tuple[Pool, dict[str, jax.Array]]:
-    """`page_writing.append` with one kernel; of what the tokens became, the norms."""
+    """`page_writing.append` with one kernel; of what the tokens became, it returns the norms."""
     arguments = cache, key, value, block_tables, lengths, new_lengths
     return _append(*arguments, interpret=interpreting())
 
@@ -74,7 +74,7 @@ def _append(
     )
     place = find_places(cache, tokens, block_tables, lengths, new_lengths)
     cache = dataclasses.replace(cache, lost=cache.lost + place.lost, **written._asdict())
-    # Read again only by who looks at them, outside `jit`. What was left out has none.
+    # Read again only for the check outside `jit`. Tokens that were left out have none.
     at = (place.page, slice(None), place.slot)
     norms = {
         name: getattr(written, name).at[at].get(mode="fill", fill_value=0)
@@ -84,7 +84,7 @@ def _append(
 
 
 def settings(vectors: int, tokens: int, channels: int, interpret: bool) -> "Settings":
-    """For this number of vectors of each side, of `tokens` tokens a sequence."""
+    """Settings for this number of vectors per side, with `tokens` tokens per sequence."""
     from pallas_kernels.triton.paged_append import Codec, Settings
 
     tables = level_tables(_BITS, channels)

@@ -24,7 +24,7 @@ def copy_pages(cache: PagedCache, sources: jax.Array, destinations: jax.Array) -
       number outside the pool does nothing either, and `lost` counts its tokens.
 
     Raises:
-      TypeError: if `cache` is another kind or the numbers are no integers.
+      TypeError: if `cache` is another kind or the numbers are not integers.
       ValueError: if the shapes are not ``[n]``, or, outside `jit`, a number is neither -1 nor in
         the pool, or two copies (pairs without a -1) have one destination.
     """
@@ -48,7 +48,7 @@ def read_pages(cache: PagedCache, pages: jax.Array) -> dict[str, jax.Array]:
       the field holds codes), as does, under `jit`, a number outside the pool.
 
     Raises:
-      TypeError: if `cache` is another kind or the numbers are no integers.
+      TypeError: if `cache` is another kind or the numbers are not integers.
       ValueError: if their shape is not ``[n]``, or, outside `jit`, one is neither -1 nor in the
         pool.
     """
@@ -71,7 +71,7 @@ def write_pages(
       and `lost` counts its tokens.
 
     Raises:
-      TypeError: if `cache` is another kind, the numbers are no integers or a dtype differs.
+      TypeError: if `cache` is another kind, the numbers are not integers or a dtype differs.
       ValueError: if a field is missing or unknown, a shape does not fit, or, outside `jit`, a
         number is neither -1 nor in the pool, or a page is named twice.
     """

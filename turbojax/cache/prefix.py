@@ -60,8 +60,8 @@ class PrefixCache:
           that must run at least one token of a prompt looks up all tokens but the last.
 
         Raises:
-          TypeError: if tokens are no integers.
-          ValueError: if they are no sequence.
+          TypeError: if tokens are not integers.
+          ValueError: if they are not a sequence.
         """
         chain: list[_Entry] = []
         children = self._roots
@@ -87,7 +87,7 @@ class PrefixCache:
           stay.
 
         Raises:
-          TypeError: if tokens or pages are no integers.
+          TypeError: if tokens or pages are not integers.
           ValueError: if there are fewer pages than the tokens fill, or one to be remembered is free
             or not in the pool. Nothing is remembered then.
         """

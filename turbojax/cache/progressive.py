@@ -1,6 +1,6 @@
 """`ProgressiveCache`: the KV cache of FlashQ as a pytree (TurboAttention, sections 3.1-3.3).
 
-A sequence's tokens stand first in blocks of packed stage-2 codes, the newest ones in an int8
+A sequence's tokens are kept in blocks of packed stage-2 codes, the newest ones in an int8
 buffer whose scale never changes, so that a stored token is not quantized again until its buffer
 is full and becomes a block.
 """
@@ -26,7 +26,7 @@ class CacheSide:
     Shapes: `B` sequences, `K` KV heads, `n` blocks of `block` tokens, head dim `H`.
 
     Attributes:
-      codes: one uint8 array per bit width in use, widest first. Heads stand in slot order: the
+      codes: one uint8 array per bit width in use, widest first. Heads are in slot order: the
         first array holds the first slots. Keys ``[B, K_i, n, block, H * bits / 8]``, values
         ``[B, K_i, n, H, block * bits / 8]`` (see `turbojax.quantizers.packing`).
       channel_scale: int8 ``[B, K, n, H]``, stage-2 scales, at least 1 in a used block.
@@ -187,7 +187,7 @@ def init_cache(
 
     Raises:
       TypeError: if `dtype` is none of these.
-      ValueError: if a size is not positive, `head_dim` is no multiple of 8, there are more
+      ValueError: if a size is not positive, `head_dim` is not a multiple of 8, there are more
         low-bit heads than heads, or a scale has another shape or is not positive.
     """
     _checks.check_sizes(

@@ -125,7 +125,7 @@ def buffer_stream(
     old = jnp.pad(side.buffer, ((0, 0), (0, 0), (0, (runs - 1) * size), (0, 0)))
     stream = jnp.where((source < 0)[:, None, :, None], old, new)
     stream = jnp.where(used[:, None, :, None], stream, 0)
-    # A run's blocks have the scale that stood when its last token came.
+    # A run's blocks have the scale that was in effect when its last token arrived.
     last = jnp.arange(1, runs)[None] * size - 1 - cache.buffer_lengths[:, None]
     last = jnp.clip(last, 0, tokens - 1)[:, None]
     run_scale = jnp.where(jnp.take_along_axis(is_open, last, axis=-1), 1, scale[..., None])
@@ -284,7 +284,7 @@ def buffer_rest(
     headroom = jnp.where(kept < block, 2.0, 1.0)[:, None]
     is_open = (side.buffer_scale == 0) & (maximum != 0)
     scale = jnp.where(is_open, scale_from_maximum(headroom * maximum), side.buffer_scale)
-    # A given scale does not know of it.
+    # Needed where the scale was given and not taken from `maximum`.
     broken = jnp.any(~jnp.isfinite(rest), axis=(2, 3))
     scale = jnp.where(broken, jnp.nan, scale)
     buffer = quantize_with_scale(rest, _or_one(scale)[..., None, None])

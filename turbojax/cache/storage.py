@@ -1,8 +1,8 @@
-"""Arrays in one safetensors file with what they mean: written whole or not at all, read checked.
+"""Arrays and their description in one safetensors file, written whole and checked when read.
 
 The file's metadata holds the format, its version, a JSON text with everything but the arrays'
-content (among it each array's dtype, shape and SHA-256), and the SHA-256 of that text. Which arrays
-a cache becomes, others decide: this module knows files only.
+content (among it each array's dtype, shape and SHA-256), and the SHA-256 of that text. Other
+modules decide which arrays represent a cache; this one only handles files.
 """
 
 import contextlib
@@ -33,14 +33,14 @@ def write(
     arrays: Mapping[str, np.ndarray],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes a file; a reader sees the old one, or the new one whole.
+    """Writes a file; a reader sees either the old one or the complete new one.
 
     Args:
       path: of the file, which is replaced if it exists, with the same permissions. Its folder must
         exist.
       description: what the arrays are, in plain JSON values.
       arrays: by name.
-      metadata: the user's own, strings by string.
+      metadata: the user's own, a dict of strings.
 
     Raises:
       FileNotFoundError: if there is no such folder.
@@ -84,7 +84,8 @@ def _mode(target: Path) -> int:
     """Permissions: those of the file that is replaced, or what any new file would get."""
     if target.exists():
         return stat.S_IMODE(target.stat().st_mode)
-    # It cannot be read without being set. What another thread creates meanwhile is private.
+    # The umask cannot be read without setting it. A file that another thread creates meanwhile is
+    # private.
     mask = os.umask(0o077)
     os.umask(mask)
     return 0o666 & ~mask

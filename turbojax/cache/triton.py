@@ -93,7 +93,7 @@ def store_prompt_triton(
       lengths: int32 ``[B]``. Operands hold this many tokens, also where the cache has no room for
         them.
       with_operands: whether the second result is wanted; not in mode ``"float"``.
-      permuted: whether the keys' codes stand in the order of `mosaic_gpu`, see
+      permuted: whether the keys' codes are in the order of `mosaic_gpu`, see
         `turbojax.ops.turbo_attention.operands.Operands`.
 
     Returns:

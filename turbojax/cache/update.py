@@ -54,7 +54,7 @@ def append(
       turns True for their sequence; nothing that was stored changes.
 
     Raises:
-      TypeError: if a dtype differs from `cache.dtype`, or `lengths` are no integers.
+      TypeError: if a dtype differs from `cache.dtype`, or `lengths` are not integers.
       ValueError: if a shape does not fit, or, outside `jit`, a sequence would exceed
         `max_length` or a length is outside ``0..T``.
       NotImplementedError: if the implementation asked for cannot run this, or when it is

@@ -42,7 +42,7 @@ def render(report: DemoReport) -> RenderableType:
     where = f"jax {jax.__version__} on {jax.devices()[0].device_kind}"
     footer = Text(f"{report.seconds:.0f} s in all, {where}", style="dim")
     if jax.default_backend() == "cpu":
-        footer.append("; bytes/s are no measure: CPUs widen the exact cache's bfloat16 every step")
+        footer.append("; bytes/s do not compare: CPUs widen the exact cache's bfloat16 every step")
     return Group(table, *texts, footer)
 
 

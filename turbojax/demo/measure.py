@@ -117,7 +117,7 @@ class DemoReport:
 
 
 def environment() -> dict[str, str]:
-    """Device, versions and date: what a measurement is worth nothing without."""
+    """Device, versions and date, without which a measurement is worth nothing."""
     return {
         "device": jax.devices()[0].device_kind,
         "date": datetime.date.today().isoformat(),

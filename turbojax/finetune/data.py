@@ -34,8 +34,8 @@ def standard_library_corpus() -> Corpus:
     """The `*.py` files of this interpreter's standard library, tests of Python included.
 
     Held out are the modules that the embedded model was not trained on, and what resembles them;
-    neither are copies, generated tables and files under another licence trained on. In order of
-    their paths, so that the files of a package are neighbours.
+    copies, generated tables and files under another licence are left out. In order of their paths,
+    so that the files of a package are neighbours.
 
     Raises:
       FileNotFoundError: if this interpreter comes without source files.
@@ -61,7 +61,7 @@ def corpus_of(paths: Sequence[Path], held_out: Sequence[Path] = ()) -> Corpus:
 
     Raises:
       FileNotFoundError: if a path does not exist.
-      ValueError: if a named file is no text, or there is none.
+      ValueError: if a named file is not text, or there is none.
     """
     contents = documents.read_texts(paths)
     if not contents:

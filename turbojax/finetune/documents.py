@@ -187,7 +187,7 @@ def read_texts(paths: Iterable[Path]) -> list[bytes]:
 
     Raises:
       FileNotFoundError: if a path does not exist.
-      ValueError: if a named file is no UTF-8 text without byte 0.
+      ValueError: if a named file is not UTF-8 text without byte 0.
     """
     contents = []
     for path in paths:

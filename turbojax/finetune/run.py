@@ -31,7 +31,7 @@ Report = Callable[[dict[str, Any]], None]
 
 @dataclasses.dataclass(frozen=True)
 class Rhythm:
-    """How often, in steps, a run does what does not change its weights.
+    """How often, in steps, a run logs, saves and evaluates; none of this changes its weights.
 
     Attributes:
       log_every: at most between records; the device is waited for then.

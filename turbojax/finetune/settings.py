@@ -1,4 +1,4 @@
-"""What decides which weights a fine-tuning run ends with, beside model, data and machine."""
+"""What decides which weights a fine-tuning run ends with, apart from model, data and machine."""
 
 import dataclasses
 import math

@@ -187,7 +187,7 @@ def make_self_attention(
     """What a module's arguments ask for, see `TurboAttention`.
 
     Raises:
-      TypeError: if a size is no integer, or another argument of another kind.
+      TypeError: if a size is not an integer, or another argument of another kind.
       ValueError: if sizes do not fit, the cache is of no known kind, or there is no such
         implementation.
       NotImplementedError: if pooled attention cannot attend with the options.
@@ -243,5 +243,5 @@ def _hide_padding(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
 
 
 def _places(x: jax.Array) -> jax.Array:
-    """Places of the tokens of ``[B, T, D]`` in `x`, int32 ``[B, T]``."""
+    """Positions of the tokens of ``[B, T, D]`` in `x`, int32 ``[B, T]``."""
     return jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32)[None], x.shape[:2])

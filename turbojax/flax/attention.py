@@ -74,8 +74,9 @@ class TurboAttention(AttentionProjections):
           cache: kind of the cache, see `turbojax.layer_cache.init_layer_cache`.
           attention: what attends within whole sequences and within prompts, to their own keys and
             values: ``"exact"``, `turbo_attention` of a config, or pooled attention. If not given,
-            both attend with the cache's config, or exactly, but for prompts of two kinds: with
-            ``"kv4"`` they attend in e4m3, with pages to what these hold, as `decode` does.
+            both attend with the cache's config, or exactly. Prompts differ with two kinds of cache:
+            with ``"kv4"`` they attend in e4m3, and with pages to keys and values as stored there,
+            as `decode` does.
           options: scale, window and cap of scores.
           rope: rotary embedding; None for none. The default is ``Rope(head_dim)``.
           qkv_bias: whether queries, keys and values have biases.
@@ -93,9 +94,9 @@ class TurboAttention(AttentionProjections):
           rngs: source of the initial parameters (stream `params`).
 
         Raises:
-          TypeError: if a size is no integer, or another argument of another kind.
+          TypeError: if a size is not an integer, or another argument of another kind.
           ValueError: if sizes do not fit, the cache is of no known kind, or `implementation`,
-            `qk_norm_eps` or `sharding` is none that there can be.
+            `qk_norm_eps` or `sharding` is invalid.
           NotImplementedError: if pooled attention cannot attend with the options.
         """
         dtype = param_dtype if dtype is None else dtype
@@ -138,7 +139,7 @@ class TurboAttention(AttentionProjections):
 
         Args:
           x: ``[B, T, D]``.
-          positions: optional integers ``[B, T]``, where tokens stand; ``0..T-1`` if not given.
+          positions: optional integers ``[B, T]``, those of the tokens; ``0..T-1`` if not given.
           lengths: optional integers ``[B]``; what lies past them is padding, which changes nothing
             and gives 0. Under `jit` values outside ``0..T`` act as the nearest bound.
 
@@ -152,7 +153,7 @@ class TurboAttention(AttentionProjections):
         return self.core.whole(self, x, positions, lengths)
 
     def init_cache(self, batch_size: int, max_length: int) -> None:
-        """Makes an empty cache; one that was there is gone.
+        """Makes an empty cache; an earlier one is discarded.
 
         Args:
           batch_size: sequences.

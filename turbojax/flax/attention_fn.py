@@ -1,7 +1,7 @@
 """Attention functions for Flax's own modules, nnx's and linen's.
 
 Flax hands over a mask; the kernels know lengths, causality and windows. So lengths are read from
-the mask, and what they and the static options show is compared with it.
+the mask, and the mask is compared with what they and the static options imply.
 """
 
 import dataclasses
@@ -186,7 +186,8 @@ class TurboAttentionFn(_AttentionFn):
       implementation: see `turbojax.turbo_attention`.
 
     Raises:
-      TypeError: if `config` is no `TurboConfig`, `is_causal` no bool, or the cap no number.
+      TypeError: if `config` is not a `TurboConfig`, `is_causal` not a bool, or the cap not a
+        number.
       ValueError: if the window or the cap is out of range, or there is no such implementation.
     """
 
@@ -201,7 +202,7 @@ class TurboAttentionFn(_AttentionFn):
             raise TypeError(f"config={self.config!r} must be a TurboConfig")
         _check_causal(self.is_causal)
         check_implementation(self.implementation)
-        # One form, so that equal windows are equal functions.
+        # One form, so that functions with equal windows are equal.
         window = _checks.normalize_window(self.local_window_size)
         object.__setattr__(self, "local_window_size", window)
         _checks.check_number("logits_soft_cap", self.logits_soft_cap)
@@ -267,7 +268,8 @@ class PooledAttentionFn(_AttentionFn):
       key_means: the same.
 
     Raises:
-      TypeError: if `policy` is none, `is_causal` no bool, or a size no integer.
+      TypeError: if `policy` is not one of `turbojax.levels`, `is_causal` not a bool, or a size not
+        an integer.
       ValueError: if a size is out of range, or there is no such implementation.
     """
 
@@ -396,7 +398,7 @@ def _check_mask(mask: jax.Array, query: jax.Array, key: jax.Array) -> jax.Array:
     """A mask as bool ``[B or 1, N or 1, T or 1, S]``.
 
     Raises:
-      TypeError: if it is no array of numbers or bool.
+      TypeError: if it is not an array of numbers or bool.
       ValueError: if it cannot be broadcast to ``[batch..., N, T, S]``.
     """
     mask = jnp.asarray(mask)
@@ -417,7 +419,7 @@ def _check_mask(mask: jax.Array, query: jax.Array, key: jax.Array) -> jax.Array:
 def _read_lengths(
     mask: jax.Array, tokens: int, visibility: Visibility
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Which lengths a mask stands for, and whether it shows just what these show.
+    """Which lengths a mask stands for, and whether it shows exactly what these show.
 
     Args:
       mask: bool ``[B, N or 1, T or 1, S]``.

@@ -99,7 +99,7 @@ class Int4Linear(nnx.Module):
           implementation: as in `matmul`.
 
         Raises:
-          TypeError: if it is no `nnx.Linear`, or of another dtype.
+          TypeError: if it is not an `nnx.Linear`, or of another dtype.
           ValueError: as `quantize_weight`.
         """
         if not isinstance(linear, nnx.Linear):

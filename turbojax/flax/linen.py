@@ -1,4 +1,4 @@
-"""`TurboAttention` for Flax linen: the same mathematics, parameters and names as in nnx."""
+"""`TurboAttention` for Flax linen: the same computation, parameters and names as in nnx."""
 
 import functools
 from typing import Any, Literal
@@ -138,7 +138,7 @@ class TurboAttention(nn.Module):
         return self.core.whole(self, x, positions, lengths)
 
     def init_cache(self, batch_size: int, max_length: int) -> None:
-        """Makes an empty cache; one that was there is gone. Needs no parameters."""
+        """Makes an empty cache; an earlier one is discarded. Needs no parameters."""
         self._store(self.core.init_cache(batch_size, max_length))
 
     def prefill(self, x: jax.Array, lengths: jax.Array | None = None) -> jax.Array:

@@ -59,14 +59,14 @@ class AttentionProjections(nnx.Module):
           norm_offset: of these norms, see `rms_norm`.
           output_gain: of the output's initial weights.
           sharding: mesh axes, or logical ones, over which the residual stream and the heads are
-            split, such as ``(None, "model")``; None for no annotations. With them Flax wants a mesh
+            split, such as ``(None, "model")``; None for no annotations. With them Flax needs a mesh
             where parameters are made.
           dtype: of the computation.
           param_dtype: of the parameters.
           rngs: source of the initial parameters (stream `params`).
 
         Raises:
-          TypeError: if `qk_norm_eps` is no number, or `sharding` holds no names.
+          TypeError: if `qk_norm_eps` is not a number, or `sharding` holds no names.
           ValueError: if `head_dim` is missing, or another one than the rotary embedding's,
             `qk_norm_eps` is negative or `sharding` no pair.
         """
@@ -122,7 +122,7 @@ def check_head_dim(rope: Rope | None, head_dim: int | None) -> int:
     """The width of a head, given by itself or by the rotary embedding.
 
     Raises:
-      ValueError: if neither says it, or both say something else.
+      ValueError: if neither gives it, or the two differ.
     """
     if rope is None:
         if head_dim is None:

@@ -77,8 +77,8 @@ def attend_prompt(
     """Attention within prompts, which also fills their part of the layer's cache.
 
     An exact cache's prompts attend exactly, those of a `ProgressiveCache` by `turbo_attention` with
-    its config, those of a `Kv4Cache` by `turbo_attention` in e4m3. Into pages the prompts are
-    written first, and attend to what these hold, as later tokens will.
+    its config, those of a `Kv4Cache` by `turbo_attention` in e4m3. With pages, prompts are written
+    first and attend to what the pages hold, as later tokens will.
 
     Args:
       lengths: int32 ``[b]``, of the prompts.
@@ -106,10 +106,10 @@ def attend_prompt(
 def within_implementation(
     implementation: str | None, attention: WholeAttention, exact_cache: bool
 ) -> str | None:
-    """What `implementation` of a cache's ops is to `attend_within`.
+    """The implementation that `attend_within` gets, given that of a cache's ops.
 
     Exact attention and exact caches share names, and so do `turbo_attention` and the other caches.
-    Where the two are not of a kind, None: what attends chooses for itself.
+    Where the attention and the cache share no names, None: the attention chooses for itself.
     """
     return implementation if (attention == "exact") == exact_cache else None
 
@@ -169,7 +169,7 @@ def attend_new_tokens(implementation: str | None = None) -> Attend:
     """
 
     def attend(query, key, value, cache, options=PLAIN):  # type: ignore[no-untyped-def]
-        name: Any = implementation  # which names there are, the ops know
+        name: Any = implementation  # the ops know which names exist
         arguments = {**options.arguments(), "implementation": name}
         if isinstance(cache, paged.PagedLayer):
             cache = paged.append(cache, key, value)

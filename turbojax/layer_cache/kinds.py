@@ -26,7 +26,7 @@ def cache_by_name(name: str, num_kv_heads: int) -> CacheKind:
       num_kv_heads: of the model.
 
     Raises:
-      ValueError: if the name is another one, or half of the heads is no whole number.
+      ValueError: if the name is another one, or half of the heads is not a whole number.
     """
     if name not in CACHE_NAMES:
         raise ValueError(f"cache {name!r} must be one of {', '.join(CACHE_NAMES)}")

@@ -22,7 +22,7 @@ class AttentionOptions:
       logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
 
     Raises:
-      TypeError: if a number is no Python number, or the window no integer.
+      TypeError: if a number is not a Python number, or the window not an integer.
       ValueError: if the scale is not finite (it may be negative), the window below 1, or the cap
         not positive and finite.
     """

@@ -1,4 +1,4 @@
-"""Paged KV caches as a layer's cache: a pool of pages per layer, and every sequence's own in it."""
+"""Paged KV caches as a layer's cache: one pool, in which each sequence has its own pages."""
 
 import dataclasses
 import math
@@ -91,7 +91,7 @@ def init_layer(
       page_size: tokens of a page.
 
     Raises:
-      TypeError: if a size is no integer or the dtype is not supported.
+      TypeError: if a size is not an integer or the dtype is not supported.
       ValueError: if a size is not positive or not supported, or there is no such kind.
     """
     _checks.check_sizes(batch_size=batch_size, max_length=max_length, page_size=page_size)
@@ -222,9 +222,9 @@ def query_chunk(batch_size: int, group: int) -> int:
     """Queries per sequence that attend at a time; more are taken one chunk after the other.
 
     Fewer for more sequences, because kernels keep results of every 1,024 tokens of the table's
-    width until they are merged, 4 bytes for each channel of each query and head. But so many that a
-    KV head has more than 64 rows of queries: all prompts longer than a chunk run in the kernel
-    made for that, whatever the batch, and where they are cut changes no bit.
+    width until they are merged, 4 bytes for each channel of each query and head. But always enough
+    that a KV head has more than 64 rows of queries: all prompts longer than a chunk then run in the
+    kernel made for many rows, whatever the batch, and no bit depends on where they are cut.
 
     Args:
       batch_size: sequences.
@@ -244,7 +244,7 @@ def take_sequences(layer: PagedLayer, first: jax.Array | int, count: int) -> Pag
 
 
 def put_sequences(layer: PagedLayer, part: PagedLayer, first: jax.Array | int) -> PagedLayer:
-    """The layer with `part`, made of it by `take_sequences` and `append`, in its place."""
+    """The layer with the sequences of `part`, which `take_sequences` and `append` made from it."""
     lengths, overflowed = (
         jax.lax.dynamic_update_slice_in_dim(x, new, first, 0)
         for x, new in ((layer.lengths, part.lengths), (layer.overflowed, part.overflowed))

@@ -144,7 +144,7 @@ class PooledAttention:
           NotImplementedError: if the layer has a window or a cap of its scores.
         """
         require_plain(options, "pooled attention", but_scale=True)
-        name: Any = self.implementation  # which names there are, `pooled_attention` knows
+        name: Any = self.implementation  # `pooled_attention` knows which names exist
         out = pooled_attention(
             query,
             key,
@@ -182,7 +182,7 @@ def check_pooled(
     """Checks what pooled attention is configured with, see `PooledAttention`.
 
     Raises:
-      TypeError: if `policy` is none, or a size no integer.
+      TypeError: if `policy` is not one of `turbojax.levels`, or a size not an integer.
       ValueError: if a size is out of range, or there is no such implementation.
     """
     if not isinstance(policy, Policy):
@@ -215,8 +215,8 @@ def pooled_by_name(
       implementation: of `pooled_attention`; None to choose.
 
     Raises:
-      TypeError: if a number is no integer.
-      ValueError: if there is no such name, or a number does not fit or is given in vain.
+      TypeError: if a number is not an integer.
+      ValueError: if there is no such name, or a number does not fit or has no effect.
     """
     if name not in POLICY_NAMES:
         raise ValueError(f"policy {name!r} must be one of {', '.join(POLICY_NAMES)}")

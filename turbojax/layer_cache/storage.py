@@ -1,4 +1,4 @@
-"""What of a layer's cache is worth storing, and how the cache is made of it again.
+"""Which parts of a layer's cache are stored, and how the cache is restored from them.
 
 Only what sequences hold is kept: of a cache with room for 32k tokens that holds 500, these 500.
 What lies past a sequence's length means nothing, and comes back as zeros.
@@ -62,7 +62,7 @@ def describe(cache: Any) -> dict[str, Any]:
     """Kind, sizes and configuration of a layer's cache, whose arrays may be abstract.
 
     Raises:
-      TypeError: if it is no cache that can be stored.
+      TypeError: if it is not a cache that can be stored.
     """
     name = _kind_name(cache)
     return {"kind": name, **_KINDS[name].describe(cache)}
@@ -72,7 +72,7 @@ def pack(cache: LayerCache | PagedCache) -> dict[str, np.ndarray]:
     """The arrays to store, in host memory.
 
     Raises:
-      TypeError: if it is no cache that can be stored.
+      TypeError: if it is not a cache that can be stored.
       ValueError: under `jit`, or for stacked layers of pages.
     """
     rules = _KINDS[_kind_name(cache)].rules
@@ -101,8 +101,8 @@ def unpack(
       max_length: tokens each sequence shall be able to hold; as it was if not given.
 
     Raises:
-      ValueError: naming the file, if the description is none, arrays are missing, mis-shaped or
-        damaged, what they hold cannot be, or `max_length` is less than what is held.
+      ValueError: naming the file, if the description is not one, arrays are missing, mis-shaped,
+        damaged or impossible, or `max_length` is less than what is held.
     """
     rules, template = _template(file.path, description, max_length)
     structs = _named_leaves(template)
@@ -130,7 +130,7 @@ def unpack(
 
 
 def _sizes(cache: Any) -> dict[str, Any]:
-    """What all but a bare pool have; leading axes are those of stacked layers."""
+    """Sizes that every kind but a bare pool has; leading axes are those of stacked layers."""
     is_exact, is_paged = isinstance(cache, exact.ExactCache), isinstance(cache, PagedLayer)
     heads: Any = cache.pages if is_paged else cache
     return {
@@ -288,7 +288,7 @@ def _in_rows(layer: PagedLayer) -> PagedLayer:
     Only to be stored: where its pages lay does not matter.
     """
     pages, (batch, entries) = layer.pages, layer.block_tables.shape
-    # Entries past a sequence's pages may be anything; what they yield is not looked at.
+    # Entries past a sequence's pages may be anything; what is read there is not used.
     tables = jnp.clip(layer.block_tables, 0, pages.num_pages - 1)
 
     def rows(x: jax.Array) -> jax.Array:
@@ -325,7 +325,7 @@ def _named_leaves(tree: Any) -> dict[str, Any]:
 
 
 def _field(name: str) -> str:
-    """The last name of a place that is no number: ``codes`` of ``key.codes.0``."""
+    """The last name of a place that is not a number: ``codes`` of ``key.codes.0``."""
     return next(part for part in reversed(name.split(".")) if not part.isdigit())
 
 

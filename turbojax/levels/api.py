@@ -40,9 +40,9 @@ def select_levels(
     levels; among equally important blocks the later ones come first.
 
     A block with keys that are NaN or infinite counts as more important than any finite one, so that
-    what is broken there is attended to and shows, and is not skipped in silence; the same holds for
-    all blocks of a row with such a sampled query, and ranks are then by position. The choice has no
-    gradient.
+    it is attended to and shows up in the output instead of being skipped silently; the same holds
+    for all blocks of a row with such a sampled query, and ranks are then by position. The choice
+    has no gradient.
 
     Args:
       query: ``[B, T, N, H]``, bfloat16, float16 or float32. Patterns use its shape alone.
@@ -63,7 +63,7 @@ def select_levels(
       `pooled_attention`.
 
     Raises:
-      TypeError: if the policy is none, or dtypes are not supported or differ.
+      TypeError: if the policy is none of those above, or dtypes are not supported or differ.
       ValueError: if shapes, blocks, lengths or numbers of samples do not fit.
     """
     if not isinstance(policy, Policy):
@@ -135,11 +135,12 @@ def level_density(
       block_kv: keys of a block; matters if `is_causal`.
 
     Returns:
-      float32 scalar; NaN under `jit` if a value is no level.
+      float32 scalar; NaN under `jit` if a value is not a level.
 
     Raises:
-      TypeError: if levels are no integers.
-      ValueError: if they have no two axes or an empty one, or, outside `jit`, a value is no level.
+      TypeError: if levels are not integers.
+      ValueError: if they have no two axes or an empty one, or, outside `jit`, a value is not a
+        level.
     """
     if not jnp.issubdtype(levels.dtype, jnp.integer):
         raise TypeError(f"levels.dtype={levels.dtype} must be an integer type")

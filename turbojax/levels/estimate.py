@@ -11,7 +11,7 @@ import numpy as np
 from turbojax import _checks
 from turbojax.levels.grid import Grid
 
-# Sums of at most so many tokens are written out. XLA then reads the keys in wide loads, which it
+# Sums of at most this many tokens are written out. XLA then reads the keys in wide loads, which it
 # does not for a reduction over few rows.
 _UNROLLED = 64
 
@@ -31,10 +31,10 @@ def block_importance(
 ) -> jax.Array:
     """Estimates the share of a query block's attention that falls on each key block.
 
-    `query_samples` queries of each block, the last ones of as many equal parts, attend to
-    `key_means` means of each key block, the means of as many equal parts; a mean of `c` keys
-    counts as `c`. A sampled query sees a mean if it sees the last of its keys. The weights are
-    added over a block and averaged over those samples that see something.
+    Each query block is cut into `query_samples` equal parts, and the last query of each part is
+    sampled. The samples attend to `key_means` means of each key block, those of as many equal
+    parts; a mean of `c` keys counts as `c`. A sampled query sees a mean if it sees the last of its
+    keys. The weights are added over a block and averaged over those samples that see something.
 
     Args:
       query: ``[B, T, N, H]``; only the samples are read.
@@ -44,14 +44,14 @@ def block_importance(
       is_causal: a query sees the keys up to its own position.
       scale: factor of the scores; ``1 / sqrt(H)`` if not given.
       query_seq_lengths: optional int ``[B]``; what is past them is not sampled.
-      key_value_seq_lengths: optional int ``[B]``; keys past them are not there.
+      key_value_seq_lengths: optional int ``[B]``; keys past them are ignored.
       query_samples: queries that are sampled of a block, at most `block_q`.
       key_means: means of a key block, a divisor of `block_kv`.
 
     Returns:
       float32 ``[B, N, ceil(T / block_q), ceil(S / block_kv)]``, rows that sum to 1 (or 0, where
-      nothing is seen). A block with which some sample has a score that is no finite number, as it
-      is with NaN or infinity among its keys, has infinity, and the rest of the row sums to 1.
+      nothing is seen). A block with which some sample has a score that is not finite, as with NaN
+      or infinity among its keys, has infinity, and the rest of the row sums to 1.
 
     Raises:
       TypeError: if dtypes are not supported or differ.
@@ -97,7 +97,7 @@ def check_lengths(
 
 
 def check_sampling(grid: Grid, scale: float | None, samples: int, means: int) -> None:
-    """Checks how much of the queries and keys is looked at."""
+    """Checks the numbers of samples and of means."""
     _checks.check_number("scale", scale)
     _checks.check_sizes(query_samples=samples, key_means=means)
     if samples > grid.block_q:
@@ -142,7 +142,7 @@ def _sample_queries(
 ) -> tuple[jax.Array, jax.Array]:
     """The last query of each of a block's equal parts.
 
-    Where a sequence ends before, its last query stands in.
+    Where a sequence ends earlier, its last query is used instead.
 
     Returns:
       sampled: ``[B, N, T_r * samples, H]``, the heads of a key/value head next to each other.
@@ -164,7 +164,7 @@ def _sample_queries(
 def _mean_keys(key: jax.Array, key_length: jax.Array | None, grid: Grid, means: int) -> jax.Array:
     """Means of a key block's equal parts, ``[B, K, means, T_c, H]`` in the keys' dtype.
 
-    The blocks stand side by side for each part: what is done to the scores over a block's means is
+    The blocks are side by side for each part: what is done to the scores over a block's means is
     then elementwise work on rows of `T_c`.
     """
     batch, size, kv_heads, channels = key.shape
@@ -217,8 +217,8 @@ def _block_log_mass(
       grid: the blocks.
 
     Returns:
-      float32 ``[B, N, P, T_c]``: -inf where nothing is visible, NaN where a visible score is no
-      finite number.
+      float32 ``[B, N, P, T_c]``: -inf where nothing is visible, NaN where a visible score is not
+      finite.
     """
     means = scores.shape[3]
     count = _counts(key_length, grid, means)

@@ -24,8 +24,8 @@ class Grid:
       is_causal: a query sees the keys up to its own position.
 
     Raises:
-      TypeError: if a number is no integer.
-      ValueError: if one is not positive, `block_kv` no multiple of 8, or there are more than
+      TypeError: if a number is not an integer.
+      ValueError: if one is not positive, `block_kv` not a multiple of 8, or there are more than
         65536 columns.
     """
 

@@ -11,7 +11,7 @@ from turbojax.levels.grid import LEVELS, Grid
 
 
 class Pattern:
-    """What patterns have in common: they look at positions, not at data."""
+    """What patterns have in common: they depend on positions, not on data."""
 
     def levels(
         self,
@@ -35,8 +35,8 @@ class Pattern:
           int8 ``[1, 1, ceil(T / block_q), ceil(S / block_kv)]``, for all sequences and heads.
 
         Raises:
-          TypeError: if a number is no integer.
-          ValueError: if one is not positive or `block_kv` no multiple of 8.
+          TypeError: if a number is not an integer.
+          ValueError: if one is not positive or `block_kv` not a multiple of 8.
         """
         grid = Grid(query_tokens, key_tokens, block_q, block_kv, bool(is_causal))
         return _levels(self, grid)
@@ -79,7 +79,7 @@ def _check_tokens(**tokens: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class LocalWindow(Pattern):
-    """Near keys as they are, the past the coarser the farther it is.
+    """Near keys one by one, farther ones as means, the coarser the farther they are.
 
     Distances are in tokens, between the nearest query and key of two blocks; the diagonal has 0.
     Without `is_causal` they reach to both sides.
@@ -87,11 +87,11 @@ class LocalWindow(Pattern):
     Attributes:
       window: up to this distance, level 1.
       bounds: up to which distance blocks beyond have level 2, 4 and 8; farther ones are skipped.
-        None: however far. If not given, ``(window, window, None)``: level 8 beyond the window.
+        None: no limit. If not given, ``(window, window, None)``: level 8 beyond the window.
       sinks: the blocks of so many first tokens have level 1.
 
     Raises:
-      TypeError: if a number is no integer.
+      TypeError: if a number is not an integer.
       ValueError: if one is negative, there are not three bounds, or they decrease.
     """
 
@@ -124,7 +124,7 @@ class LocalWindow(Pattern):
 
 @dataclasses.dataclass(frozen=True)
 class Strided(Pattern):
-    """Near keys as they are, of the past every `stride`-th block finely and the others coarsely.
+    """Near keys one by one; of farther blocks every `stride`-th finely, the others coarsely.
 
     Attributes:
       window: up to this distance, level 1; see `LocalWindow`.
@@ -134,8 +134,8 @@ class Strided(Pattern):
       sinks: the blocks of so many first tokens have level 1.
 
     Raises:
-      TypeError: if a number is no integer.
-      ValueError: if one is negative, the stride below 1, or a level none.
+      TypeError: if a number is not an integer.
+      ValueError: if one is negative, the stride below 1, or a level not one of these.
     """
 
     window: int = 1024

@@ -30,7 +30,7 @@ def _check_ascending(name: str, values: tuple[float, ...], least: float) -> None
 
 
 def _shares(fraction: float, columns: int) -> np.ndarray:
-    """``ceil(fraction * n)`` for n = 0..columns, forgiving 0.05 that it is above 1/20: int32."""
+    """int32 ``ceil(fraction * n)`` for n = 0..columns, as if fractions such as 0.05 were exact."""
     exact = fraction * np.arange(columns + 1)
     return np.minimum(np.ceil(exact - 1e-9 * exact), np.arange(columns + 1)).astype(np.int32)
 
@@ -51,7 +51,7 @@ class TopK:
       level8: the same for level 8.
 
     Raises:
-      TypeError: if one is no number.
+      TypeError: if one is not a number.
       ValueError: unless ``0 <= level1 <= level2 <= level4 <= level8 <= 1``.
     """
 
@@ -98,7 +98,7 @@ class Threshold:
       least: at least this fraction of the visible blocks, rounded up, has level 1.
 
     Raises:
-      TypeError: if one is no number.
+      TypeError: if one is not a number.
       ValueError: unless `mass` are four numbers that do not decrease, above 0 and at most 1, and
         `least` is between 0 and 1.
     """

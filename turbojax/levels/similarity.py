@@ -1,4 +1,4 @@
-"""How alike a block's keys are, and the policy that pools only what is: `SimilarityCap`."""
+"""How similar a block's keys are, and the policy that pools only similar ones: `SimilarityCap`."""
 
 import dataclasses
 import functools
@@ -26,8 +26,8 @@ class SimilarityCap:
       limits: of the levels 2, 4 and 8.
 
     Raises:
-      TypeError: if the policy is no `TopK`, `Threshold`, `LocalWindow` or `Strided`, or a limit no
-        number.
+      TypeError: if the policy is not a `TopK`, `Threshold`, `LocalWindow` or `Strided`, or a limit
+        not a number.
       ValueError: if there are not three limits or one is outside ``-1..1``.
     """
 
@@ -55,18 +55,18 @@ def key_similarity(
     """Mean cosine similarity of the keys in groups of 2, 4 and 8 adjacent tokens, per block.
 
     The mean is over all pairs of different tokens that share a group. A block without such pairs
-    has 1, a key that is zero is like no other (0), and a key that is not finite gives NaN.
+    has 1, a zero key has similarity 0 to any other, and a key that is not finite gives NaN.
 
     Args:
       key: ``[B, S, K, H]``.
       block_kv: keys of a block, a multiple of 8.
-      key_value_seq_lengths: optional int ``[B]``; keys past them are not there.
+      key_value_seq_lengths: optional int ``[B]``; keys past them are ignored.
 
     Returns:
       float32 ``[3, B, K, ceil(S / block_kv)]``, for groups of 2, 4 and 8.
 
     Raises:
-      TypeError: if the keys' dtype is not supported or lengths are no integers.
+      TypeError: if the keys' dtype is not supported or lengths are not integers.
       ValueError: if shapes, blocks or lengths do not fit.
     """
     _checks.check_key_value(key, key)

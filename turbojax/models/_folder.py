@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = f"{WEIGHTS_NAME}.index.json"
-"""What stands beside weights that are split into several files, and says which are where."""
+"""The index of weights that are split into several files: which tensor is in which file."""
 
 MAX_SHARD_BYTES = 5_000_000_000
 
@@ -91,7 +91,7 @@ class Stored:
         try:
             with self.file.open("rb") as opened:
                 content = np.fromfile(opened, np.uint8, count=size, offset=offset)
-                # Looked at last, so that no change goes unseen.
+                # Checked last, so that no change goes unnoticed.
                 same = _version(os.fstat(opened.fileno())) == self.version
         except FileNotFoundError as error:
             raise _changed(self.file) from error
@@ -270,7 +270,7 @@ def write(
     """Writes a checkpoint into a folder, which is created if it does not exist.
 
     All files are written under other names before what was there is touched. Then the folder has
-    no `config.json`, and so is no checkpoint, until everything else has its name.
+    no `config.json`, and so is not a checkpoint, until everything else has its name.
 
     Args:
       path: the folder; the checkpoint it held is replaced, other files stay.
@@ -360,7 +360,7 @@ def _read_header(file: Path) -> Iterator[tuple[str, Stored]]:
 
 
 def _version(stat: os.stat_result) -> tuple[int, int, int]:
-    """What is another one if a file was replaced or written to."""
+    """A value that changes if the file is replaced or written to."""
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
@@ -369,7 +369,7 @@ def _changed(file: Path) -> ValueError:
 
 
 def _split(tensors: Sequence[Tensor], max_bytes: int) -> list[list[Tensor]]:
-    """Groups of neighbours, each of at most so many bytes or a single tensor."""
+    """Groups of neighbours, each of at most this many bytes or a single tensor."""
     shards: list[list[Tensor]] = [[]]
     size = 0
     for tensor in tensors:

@@ -31,7 +31,7 @@ def calibrate(
       The statistics of each layer.
 
     Raises:
-      TypeError: if tokens or the batch size are no integers.
+      TypeError: if tokens or the batch size are not integers.
       ValueError: if the shape does not fit, a token is not in the vocabulary, or `batch_size` is
         not positive.
     """

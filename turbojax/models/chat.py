@@ -34,7 +34,7 @@ def render_chat(
 
     Raises:
       ImportError: if the package `jinja2` is not installed.
-      TypeError: if a message is no mapping with a role.
+      TypeError: if a message is not a mapping with a role.
       ValueError: if there is no message or no template, or the template refuses these messages.
     """
     if tokenizer.chat_template is None:

@@ -51,7 +51,7 @@ def load(
 ) -> Llama | QuantizedDecoder:
     """Loads a checkpoint of the Llama family, or a quantized one.
 
-    Tensors go to JAX's default device one at a time: beside the model, host and device hold about
+    Tensors go to JAX's default device one at a time: besides the model, host and device hold about
     one of them.
 
     Args:
@@ -182,7 +182,7 @@ def save(
 
     Raises:
       NotImplementedError: if `load` would refuse a key of `extra_config`.
-      TypeError: if the model is not a `Llama`, or JSON cannot say what `extra_config` holds.
+      TypeError: if the model is not a `Llama`, or JSON cannot express what `extra_config` holds.
       ValueError: if the dtype is another or too small for a weight, `max_shard_bytes` is not
         positive, or `extra_config` contradicts the model.
     """

@@ -38,7 +38,7 @@ class LlamaConfig:
       rope_theta: base of the rotary frequencies.
       norm_eps: epsilon of every RMSNorm.
       tie_embeddings: whether the output projection is the embedding's transpose.
-      family: whose checkpoints it comes from; the mathematics is in the other fields alone.
+      family: whose checkpoints it comes from; what is computed depends on the other fields alone.
       activation: of the feed-forward layer's gate; ``"gelu_tanh"`` is GELU's approximation by tanh.
       qkv_bias: whether queries, keys and values have biases.
       output_bias: whether the attention's output projection has one.
@@ -173,7 +173,7 @@ class LlamaConfig:
         RoPE is written twice: as transformers up to 4 spells it, and as it does from 5 on.
 
         Raises:
-          ValueError: naming the fields, if files of this family cannot say what they hold.
+          ValueError: naming the fields, if files of this family cannot express what they hold.
         """
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         hf = families.write(fields)
@@ -185,7 +185,7 @@ class LlamaConfig:
         return hf
 
     def _canonical(self) -> "LlamaConfig":
-        """The same mathematics with as little left open as can be."""
+        """An equal model's configuration with the defaults filled in, for comparisons."""
         scale, windows = self.attention_scale, self.local_windows
         return dataclasses.replace(
             self,
@@ -207,20 +207,20 @@ def config_json(
 
     Raises:
       NotImplementedError: if a further key is one that `LlamaConfig.from_hf` refuses.
-      TypeError: if JSON cannot say the value of one.
-      ValueError: if one says what the model's own keys say, or makes another model of it.
+      TypeError: if JSON cannot express the value of one.
+      ValueError: if one repeats a key of the model's own, or turns it into another model.
     """
     hf, extra = config.to_hf(), extra or {}
     for key, value in extra.items():
         if key == "quantization_config" or (key in hf and key not in _TOKENS):
             raise ValueError(
-                f"extra_config: {key}={value!r} must be left out: what the model is says it"
+                f"extra_config: {key}={value!r} must be left out: it is derived from the model"
             )
         try:
             json.dumps({key: value})
         except TypeError as error:
             raise TypeError(
-                f"extra_config: {key}={value!r} must be what JSON can say: {error}"
+                f"extra_config: {key}={value!r} must be serializable as JSON: {error}"
             ) from error
     merged = {**hf, "torch_dtype": dtype.name, **extra}
     if LlamaConfig.from_hf(merged) != LlamaConfig.from_hf(hf):

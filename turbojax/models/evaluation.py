@@ -73,7 +73,7 @@ def token_bits(
       float32 ``[n, T]``, bits.
 
     Raises:
-      TypeError: if the model is another, or tokens or the batch size are no integers.
+      TypeError: if the model is another, or tokens or the batch size are not integers.
       ValueError: if the shape does not fit, a token is not in the vocabulary, `batch_size` is not
         positive, there is no such cache, or it cannot hold the model's heads.
     """

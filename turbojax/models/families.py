@@ -1,7 +1,7 @@
 """What `config.json` of each family of Hugging Face checkpoints means.
 
 A family's defaults are what transformers takes where a key is missing; its own files leave out
-those that are like every model's.
+those whose value all of its models share.
 """
 
 import dataclasses
@@ -51,7 +51,8 @@ class _Rules:
 
     Attributes:
       architecture: its causal language model's name.
-      defaults: keys that are read, beside the sizes and those of RoPE, and their values if missing.
+      defaults: keys that are read, besides the sizes and those of RoPE, and their values if
+        missing.
       idle: keys of other models, or of older versions, with the one value that changes nothing.
     """
 
@@ -121,10 +122,10 @@ _RULES: dict[str, _Rules] = {
         {"hidden_act": "gelu_pytorch_tanh"},
     ),
 }
-# As `_Rules.idle`, of every family; to transformers, null is no less false than false.
+# As `_Rules.idle`, for every family; transformers treats null like false.
 _IDLE = {"is_causal": True}
 
-# Keys that change nothing of a model's mathematics in inference: where it comes from, what its
+# Keys that do not change what a model computes in inference: where it comes from, what its
 # tokenizer, training or generation look like, how weights are stored.
 _HARMLESS_TEXT = """
 architectures attention_dropout attn_implementation auto_map
@@ -187,7 +188,7 @@ def read(hf: Mapping[str, Any]) -> dict[str, Any]:
 def write(fields: Mapping[str, Any]) -> dict[str, Any]:
     """A `config.json` for the fields of a `LlamaConfig`.
 
-    It says what its family can say: whether that is all, `read` must show.
+    It holds what files of its family can express; comparing with `read` shows whether that is all.
     """
     family, layers = fields["family"], fields["num_layers"]
     rules = _RULES[family]
@@ -200,14 +201,14 @@ def write(fields: Mapping[str, Any]) -> dict[str, Any]:
         "num_key_value_heads": fields["num_kv_heads"],
         "head_dim": fields["head_dim"],
         "tie_word_embeddings": fields["tie_embeddings"],
-        # Not known here; where they are missing, transformers takes those of one certain model.
+        # Not known here. Without the keys transformers would take those of one particular model.
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
     }
     if (
         family in ("qwen2", "phi3")
         and fields["head_dim"] * fields["num_heads"] == (fields["hidden_size"])
     ):
-        del keys["head_dim"]  # no key of these families' own
+        del keys["head_dim"]  # these families have no such key
     keys |= hf_rope.write(
         fields["rope_theta"],
         fields["rope_scaling"],
@@ -319,7 +320,7 @@ def _even_share(hidden_size: int, heads: int) -> int:
 
 
 def _mathematics(keys: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """Fields that say how a layer computes, beside its sizes, windows and positions."""
+    """Fields that say how a layer computes, besides its sizes, windows and positions."""
     name = "hidden_activation" if family == "gemma2" else "hidden_act"
     if not isinstance(keys[name], str | None):
         raise ValueError(f"config.json: {name}={keys[name]!r} must be a string")

@@ -63,14 +63,14 @@ class Session:
         """Feeds one token per sequence. Returns before the device is done.
 
         Args:
-          tokens: int ``[B]``. The caches of `self` are donated: go on with the result only. What
-            stands on the device is not looked at, for which this would have to wait: a token there
-            that is not in the vocabulary gives NaN in its sequence's logits.
+          tokens: int ``[B]``. The caches of `self` are donated: continue with the result only.
+            Tokens that are on the device are not checked, because that would mean waiting for it:
+            one that is not in the vocabulary gives NaN in its sequence's logits.
 
         Raises:
-          TypeError: if `tokens` are no integers.
-          ValueError: if a cache is full, `tokens` has another shape, or, where it is no array of
-            jax, one is not in the vocabulary.
+          TypeError: if `tokens` are not integers.
+          ValueError: if a cache is full, `tokens` has another shape, or, where it is not an array
+            of jax, one is not in the vocabulary.
         """
         if not isinstance(tokens, jax.Array):
             tokens = check_tokens(tokens, self.decoder.config.vocab_size)
@@ -111,7 +111,7 @@ def start(
       cache: what `init_caches` takes: ``"exact"``, ``"turbo4"``, a `TurboConfig`, ...
       lengths: optional int ``[B]``, the prompts' lengths, at least 1; `T` if not given.
       prefill_batch_size: how many prompts run at a time; all if not given. Fewer need less memory
-        beside the caches.
+        besides the caches.
       implementation: what runs attention and cache: a name that `prefill`, `append` and `decode`
         take, for pages one of `turbojax.paged_attention`, or for the exact cache ``"xla"`` or
         ``"cudnn"``; None to choose.
@@ -123,7 +123,7 @@ def start(
       The session after the prompts.
 
     Raises:
-      TypeError: if tokens or lengths are no integers.
+      TypeError: if tokens or lengths are not integers.
       ValueError: if a shape does not fit, a token is not in the vocabulary, a length is outside
         ``1..T``, a prompt is longer than `max_length`, that is more than the model's, or
         `prefill_batch_size` is not positive.
@@ -179,7 +179,7 @@ def score(session: Session, tokens: Any, progress: Progress | None = None) -> ja
       float32 ``[B, T, V]``.
 
     Raises:
-      TypeError: if tokens are no integers.
+      TypeError: if tokens are not integers.
       ValueError: if their shape does not fit, one is not in the vocabulary, or a cache is full.
     """
     tokens = _checks.as_int32("tokens", tokens)
@@ -222,15 +222,15 @@ def stream(
       tokenizer: see `generate`.
       prompts: the tokens of every sequence so far. Of use for `stop_strings` alone, if tokens read
         differently after others.
-      pad_token: what stands for the next token of a sequence that has ended.
-      drawn: new tokens that every sequence has so far: a session that goes on draws with other
-        numbers than one that begins.
+      pad_token: yielded in place of the next token of a sequence that has ended.
+      drawn: new tokens that every sequence has so far, so that a continued session does not draw
+        with the random numbers of its beginning again.
 
     Returns:
       Yields int32 ``[B]``, the next token of each sequence.
 
     Raises:
-      TypeError: if a stop token is no integer, or a stop text no text.
+      TypeError: if a stop token is not an integer, or a stop text not text.
       ValueError: if a number or the number of prompts does not fit. While yielding: where the
         logits of a sequence that has not ended hold NaN, so that there is no next token: for
         instance where fp8 pages cannot hold a layer's keys or values.
@@ -308,13 +308,13 @@ def generate(
       attention_mask: instead of `lengths`, bool or 0 and 1 ``[B, T]``, true at real tokens; see
         `align`.
       sampling: how tokens are chosen, by default the most likely one. Row b of the batch draws
-        with the seed ``sampling.seed + b`` (modulo ``2**32``), so that equal prompts differ, and
-        that what a row says does not depend on the others.
+        with the seed ``sampling.seed + b`` (modulo ``2**32``), so that equal prompts get different
+        texts, and no row's text depends on the others.
       stop_tokens: tokens that end a sequence, such as a tokenizer's `eos_token_ids`.
       stop_strings: texts that end a sequence, wherever in the tokens they begin and end. One that
         is written like a special token, such as ``"<|im_end|>"``, is a stop token, too.
       tokenizer: what turns tokens into the text in which `stop_strings` are looked for.
-      pad_token: stands in the result after a sequence's end; any int32, -1 for instance.
+      pad_token: fills the result after a sequence's end; any int32, -1 for instance.
       on_token: called with each step's tokens, int32 ``[B]``, as soon as they are known.
       prefill_batch_size: how many prompts run at a time, see `start`.
       implementation: what runs attention and cache, see `start`.
@@ -405,7 +405,7 @@ def check_pad_token(pad_token: int) -> None:
 
 @functools.partial(jax.jit, static_argnames="kind")
 def _choose(logits: jax.Array, rows: SamplingRows, *, kind: Kind) -> tuple[jax.Array, jax.Array]:
-    """The next tokens, int32 ``[B]``, and the same to go on with, also where there is none."""
+    """The next tokens, int32 ``[B]``, and the same to feed: token 0 where there is none."""
     chosen = sample(logits, rows, kind)
     return chosen, jnp.maximum(chosen, 0)
 

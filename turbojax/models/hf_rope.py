@@ -19,7 +19,7 @@ _THETA, _PARTIAL = "rope_theta", "partial_rotary_factor"
 _ORIGINAL = "original_max_position_embeddings"
 
 KEYS = ("rope_scaling", "rope_parameters", _THETA, _PARTIAL, _ORIGINAL)
-"""Keys of `config.json` that speak of rotary embeddings."""
+"""Keys of `config.json` that describe rotary embeddings."""
 
 # rope_type -> keys that must be there, keys that may.
 _KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -114,7 +114,7 @@ def write(
         partial = 1.0 if rotary_dim is None else rotary_dim / head_dim
         keys[_PARTIAL] = keys["rope_parameters"][_PARTIAL] = partial
     if scaled and family == "phi3":
-        # Version 4 wants just these keys here, and the length beside them.
+        # Version 4 expects exactly these keys here, and the length outside.
         keys[_ORIGINAL] = scaled.pop(_ORIGINAL)
         scaled["type"] = scaled.pop("rope_type")
     return {**keys, "rope_scaling": scaled} if scaled else keys
@@ -123,7 +123,7 @@ def write(
 def _merged(hf: Mapping[str, Any]) -> dict[str, Any]:
     """What all places say, if they agree; `rope_type` for either of its names."""
     new, old = _object(hf, "rope_parameters"), _object(hf, "rope_scaling")
-    # Whoever adds `rope_scaling` to a file of version 5 means it.
+    # A `rope_scaling` that was added to a file of version 5 is meant to count.
     if new.get("rope_type", "default") == "default" and "rope_type" in old:
         new.pop("rope_type", None)
     merged = {key: hf[key] for key in (_THETA, _PARTIAL, _ORIGINAL) if hf.get(key) is not None}
@@ -215,7 +215,7 @@ def _scaling(
 
 
 def _yarn_amplitude(numbers: Mapping[str, Any]) -> float | None:
-    """The factor if it is no function of the scaling's own."""
+    """YaRN's factor of queries and keys where the file sets it; None for the usual one."""
     if numbers.get("attention_factor") is not None:
         return float(numbers["attention_factor"])
     upper, lower = numbers.get("mscale"), numbers.get("mscale_all_dim")

@@ -24,7 +24,7 @@ from turbojax.models.config import LlamaConfig
 def embed(table: jax.Array, tokens: jax.Array, config: LlamaConfig, dtype: DTypeLike) -> jax.Array:
     """Embeddings ``[..., D]`` of tokens, scaled where the model asks for it.
 
-    NaN for a token that is not in the vocabulary: no other token's embedding stands for it.
+    NaN for a token that is not in the vocabulary, instead of another token's embedding.
     """
     found = table.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
     hidden = found.astype(dtype)

@@ -1,8 +1,8 @@
 """Weights from a checkpoint's files to the device, one tensor at a time.
 
 The arrays of the model are made first. A tensor is read, cast, and written into its place, which is
-donated, before the next one is read: at most one of them exists beside the model, on the host as on
-the device.
+donated, before the next one is read: at most one of them exists besides the model, on the host as
+on the device.
 """
 
 import functools

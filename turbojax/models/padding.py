@@ -14,16 +14,16 @@ def align(tokens: Any, attention_mask: Any) -> tuple[jax.Array, jax.Array]:
 
     Args:
       tokens: int ``[B, T]``, with any numbers in the padding.
-      attention_mask: bool or 0 and 1 ``[B, T]``, what a Hugging Face tokenizer returns beside the
-        tokens: true at real tokens, which must follow each other. Padding may stand on either side
-        of them, or on both.
+      attention_mask: bool or 0 and 1 ``[B, T]``, what a Hugging Face tokenizer returns along with
+        the tokens: true at real tokens, which must follow each other. Padding may stand on either
+        side of them, or on both.
 
     Returns:
       Tokens int32 ``[B, T]``, with zeros on the right, and lengths int32 ``[B]``: what `start` and
       `generate` take.
 
     Raises:
-      TypeError: if the tokens are no integers, or the mask is neither bool nor integers.
+      TypeError: if the tokens are not integers, or the mask is neither bool nor integers.
       ValueError: if a shape does not fit, the mask holds something else than 0 and 1, a row has no
         real token, or padding between real ones.
     """

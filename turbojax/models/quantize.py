@@ -50,7 +50,7 @@ def quantize_model(
     """Quantizes the linear layers of a model's blocks to INT4 weights (FireQ, Baek et al., 2025).
 
     Activations become e4m3 with a scale per token as the model runs. Smoothing is folded into the
-    weights in float32 before they are rounded, but for CRS, which stays in the model.
+    weights in float32 before they are rounded, except CRS, which stays in the model.
 
     Args:
       model: the model.
@@ -69,7 +69,7 @@ def quantize_model(
 
     Raises:
       TypeError: if the model is another kind, such as a quantized one, or tokens or the batch size
-        are no integers.
+        are not integers.
       NotImplementedError: naming the fields, if the model computes what a quantized one does not,
         see `check_config`.
       ValueError: if tokens are needed and missing or do not fit, a head has fewer pairs than CRS is
@@ -206,7 +206,7 @@ def _within_e4m3(weight: jax.Array, output_scale: jax.Array) -> tuple[jax.Array,
     """Halves a weight until e4m3 takes 7 times its largest scale, and doubles its output for it.
 
     RPN makes queries as much larger as it makes keys smaller, which can be too much for the format;
-    PTS knows no scaling down.
+    PTS never scales down.
     """
     _, excess = jnp.frexp(jnp.max(jnp.abs(weight)) * (1 / E4M3_MAX))
     factor = jnp.ldexp(jnp.float32(1), jnp.maximum(excess, 0))

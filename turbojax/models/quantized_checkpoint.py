@@ -89,7 +89,7 @@ def is_quantized(hf: Mapping[str, Any]) -> bool:
 
     Raises:
       NotImplementedError: if it belongs to one that something else wrote.
-      ValueError: if its `quantization_config` is no object.
+      ValueError: if its `quantization_config` is not an object.
     """
     block = hf.get("quantization_config")
     if block is None:

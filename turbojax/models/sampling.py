@@ -1,8 +1,8 @@
 """Choosing the next token of every row from its logits.
 
 What is needed depends on the rows: the largest logit, a draw, or a draw from some of the tokens,
-for which they are sorted. The host knows which (`kind_of`), so these are programs of their own and
-no branches on the device: a branch would make the device wait for the host, and the host for it.
+for which they are sorted. The host knows which (`kind_of`), so each case is a program of its own
+instead of a branch on the device, which would make device and host wait for each other.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ class Sampling:
       seed: of the random numbers, ``0..2**32 - 1``.
 
     Raises:
-      TypeError: if a number is no number.
+      TypeError: if an option is not a number.
       ValueError: if it is out of range, or `top_k`, `top_p` or `min_p` come without a temperature.
     """
 
@@ -168,7 +168,7 @@ def sample(logits: jax.Array, rows: SamplingRows, kind: Kind) -> jax.Array:
     """The next token of every row: the largest logit, or of logits with Gumbel noise.
 
     A row's token depends on nothing but that row: not on `kind` either, where that is enough. A
-    logit of +inf is that of the token, for draws as well.
+    token with logit +inf is chosen, in draws as well.
 
     Args:
       logits: float32 ``[R, V]``.

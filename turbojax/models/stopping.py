@@ -20,7 +20,7 @@ class TextStream:
       stopped: whether a stop text has come.
 
     Raises:
-      TypeError: if a stop text is none.
+      TypeError: if a stop text is not a text.
       ValueError: if one is empty.
     """
 
@@ -73,7 +73,7 @@ class Endings:
       ended: bool ``[B]``.
 
     Raises:
-      TypeError: if a stop token is no integer, or a stop text no text.
+      TypeError: if a stop token is not an integer, or a stop text not text.
       ValueError: if a stop text is empty, or there are some and no tokenizer.
     """
 

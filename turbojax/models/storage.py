@@ -1,4 +1,4 @@
-"""KV caches and sessions on disk: a prompt is read once, and generation goes on from there."""
+"""KV caches and sessions on disk: a prompt is read once, and generation continues from there."""
 
 import dataclasses
 import hashlib
@@ -39,7 +39,8 @@ def save_cache(
     """Stores a KV cache, such as a prompt's, in one safetensors file.
 
     Of each sequence only the tokens it holds are written, bit for bit; of a bare pool of pages,
-    which does not know who holds what, all pages. A reader sees the old file, or the new one whole.
+    which does not know who holds what, all pages. A reader sees either the old file or the complete
+    new one.
 
     Args:
       path: of the file, which is replaced if it exists. Its folder must exist.
@@ -80,15 +81,15 @@ def load_cache(
 
     Raises:
       FileNotFoundError: if there is no such file.
-      TypeError: if `like` is no cache or `max_length` no integer.
-      ValueError: naming the file and the cause, if it is no stored cache, cut off, damaged, of
+      TypeError: if `like` is not a cache or `max_length` not an integer.
+      ValueError: naming the file and the cause, if it is not a stored cache, cut off, damaged, of
         another version, does not fit `like`, or does not fit into `max_length`; or if both
         arguments are given.
     """
     if max_length is not None:
         _checks.check_sizes(max_length=max_length)
         if like is not None:
-            raise ValueError(f"{max_length=} must be None beside `like`, which has its own")
+            raise ValueError(f"{max_length=} must be None where `like` is given, which has its own")
     with files.open_file(path) as file:
         kind = file.description.get("kind")
         if kind == _SESSION:
@@ -107,7 +108,7 @@ def save_session(
 ) -> None:
     """Stores a session: its caches, lengths and the logits of the next token, not the model.
 
-    Generation goes on from the file exactly as it would from the session.
+    Generation continues from the file exactly as it would from the session.
 
     Args:
       path: of the file, which is replaced if it exists. Its folder must exist.
@@ -151,10 +152,10 @@ def load_session(
 
     Raises:
       FileNotFoundError: if there is no such file.
-      ValueError: naming the file and the cause, if it is no stored session, cut off, damaged, of
+      ValueError: naming the file and the cause, if it is not a stored session, cut off, damaged, of
         another version or model, or does not fit into `max_length`; or if that is more than the
         model's.
-      TypeError: if `max_length` is no integer.
+      TypeError: if `max_length` is not an integer.
     """
     if max_length is not None:
         _checks.check_sizes(max_length=max_length)

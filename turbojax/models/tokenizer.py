@@ -49,7 +49,7 @@ class Tokenizer(Protocol):
         """The tokens of a text.
 
         Args:
-          text: the text. Bytes that are no UTF-8 come as `str` makes them with the error handler
+          text: the text. Bytes that are not UTF-8 come as `str` makes them with the error handler
             ``surrogateescape``; a tokenizer that reads nothing but Unicode refuses them.
           add_special_tokens: whether to add those that stand around every text, such as the one
             that begins it.
@@ -80,7 +80,7 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """Token i is the byte of value i, and byte 0 begins a text: the embedded model's way.
 
-    Texts are UTF-8; bytes that are no UTF-8 are read as `Tokenizer.encode` says, and shown as
+    Texts are UTF-8; bytes that are not UTF-8 are read as `Tokenizer.encode` says, and shown as
     replacement characters.
 
     Args:

@@ -1,1 +1,1 @@
-"""Attention operations: one folder per op, and the registry that says who can run what."""
+"""Attention operations: one folder per op, and the registry of implementations."""

@@ -1,4 +1,4 @@
-"""Paged KV caches: the pool of pages, who holds which, and attention over them.
+"""Paged KV caches: the pool of pages, its allocator, and attention over them.
 
 `init_cache` makes the pool and `PageAllocator` hands out its pages; `append` writes tokens into
 them and `attention` reads them.

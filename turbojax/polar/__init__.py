@@ -1,9 +1,8 @@
 """Vectors in 4 bits per coordinate and one norm: the codec of the turbo4 cache.
 
-A vector is turned by a fixed random rotation, after which its coordinates are nearly normal
-whatever it was, and each is rounded to the nearest centroid of one scalar quantizer (PolarQuant,
-Han et al., 2025; Lloyd, 1982; Max, 1960). The norm is corrected so that the decoded vector has the
-length of the encoded one.
+A fixed random rotation makes the coordinates of any vector nearly normal, and each is then rounded
+to the nearest centroid of one scalar quantizer (PolarQuant, Han et al., 2025; Lloyd, 1982; Max,
+1960). The norm is corrected so that the decoded vector has the length of the encoded one.
 """
 
 from turbojax.polar.centroids import centroids as centroids

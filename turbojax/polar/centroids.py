@@ -1,4 +1,4 @@
-"""The scalar quantizer of rotated coordinates: Lloyd-Max for the normal law, and its integer form.
+"""The scalar quantizer of rotated coordinates: Lloyd-Max for N(0, 1), in floats and in integers.
 
 Lloyd (1982), Max (1960): a quantizer of least mean squared error has each threshold midway between
 two centroids and each centroid at the mean of its cell.
@@ -14,7 +14,8 @@ from turbojax import _checks
 
 BITS = (2, 3, 4)
 LARGEST_INTEGER = 127
-"""Of the integer tables: with 7 bits, a byte's highest one is free for kernels to select with."""
+"""Of an integer table's entries: 7 bits leave a byte's highest bit free for kernels to select
+with."""
 
 HALF = 63.5
 """What kernels subtract from an entry of an integer table."""
@@ -22,7 +23,7 @@ HALF = 63.5
 
 @functools.cache
 def lloyd_max(bits: int) -> np.ndarray:
-    """The Lloyd-Max centroids of the standard normal law.
+    """The Lloyd-Max centroids of the standard normal distribution.
 
     Args:
       bits: 2, 3 or 4.
@@ -31,7 +32,7 @@ def lloyd_max(bits: int) -> np.ndarray:
       float64 ``[2**bits]``, increasing and exactly symmetric; read-only.
 
     Raises:
-      TypeError: if `bits` is no integer.
+      TypeError: if `bits` is not an integer.
       ValueError: if `bits` is another number.
     """
     check_bits(bits)
@@ -50,7 +51,7 @@ def lloyd_max(bits: int) -> np.ndarray:
 
 @functools.cache
 def centroids(bits: int, head_dim: int) -> np.ndarray:
-    """The centroids of a rotated unit vector's coordinates, whose law is close to N(0, 1/d).
+    """The centroids of a rotated unit vector's coordinates, which are close to N(0, 1/d).
 
     Args:
       bits: 2, 3 or 4.
@@ -60,7 +61,7 @@ def centroids(bits: int, head_dim: int) -> np.ndarray:
       float32 ``[2**bits]``: `lloyd_max` over ``sqrt(d)``; read-only.
 
     Raises:
-      TypeError: if an argument is no integer.
+      TypeError: if an argument is not an integer.
       ValueError: if `bits` is none of these or `head_dim` is not positive.
     """
     _checks.check_sizes(head_dim=head_dim)
@@ -90,7 +91,7 @@ def integer_centroids(bits: int = 4) -> tuple[tuple[int, ...], float, float]:
       step: a float.
 
     Raises:
-      TypeError: if `bits` is no integer.
+      TypeError: if `bits` is not an integer.
       ValueError: if `bits` is another number.
     """
     target = lloyd_max(bits)[2 ** (bits - 1) :]
@@ -115,7 +116,7 @@ def check_bits(bits: int) -> None:
 
 
 def _cell_probabilities(bits: int) -> np.ndarray:
-    """Of the positive half's cells under the normal law."""
+    """Those of the positive half's cells under the normal distribution."""
     edges = [0.0, *thresholds(bits)[2 ** (bits - 1) :], math.inf]
     return np.array([_tail(low) - _tail(high) for low, high in itertools.pairwise(edges)])
 

@@ -37,7 +37,7 @@ def encode(x: jax.Array, rotation: Rotation, bits: int = 4) -> tuple[jax.Array, 
 
     A coordinate of ``R x`` goes to the nearest of the ``2**bits`` centroids times ``|x|`` (ties
     upward), and the norm is ``|x|`` over the length of the chosen centroids. Every sum is taken in
-    a fixed order: a vector's bits do not depend on the array it stands in.
+    a fixed order: a vector's bits do not depend on the array it is part of.
 
     Args:
       x: ``[..., H]``, bfloat16, float16 or float32.
@@ -50,7 +50,7 @@ def encode(x: jax.Array, rotation: Rotation, bits: int = 4) -> tuple[jax.Array, 
         numbers; NaN where `x` is not finite and, under `jit`, where the norm exceeds 65504.
 
     Raises:
-      TypeError: if `x` has another dtype, `rotation` is another kind or `bits` is no integer.
+      TypeError: if `x` has another dtype, `rotation` is another kind or `bits` is not an integer.
       ValueError: if the head dims differ or `bits` is another number, or, outside `jit`, if a
         finite vector's norm exceeds 65504.
       NotImplementedError: when it is differentiated.
@@ -99,7 +99,7 @@ def decode(
 
 
 def check_norms(name: str, x: jax.Array, norms: jax.Array) -> None:
-    """Raises ValueError where `encode` gave a finite vector no norm; under `jit`, nothing is seen.
+    """Raises ValueError where `encode` gave a finite vector no norm; not under `jit`.
 
     For callers that encode inside their own `jit`.
 
@@ -255,9 +255,9 @@ def _nearest(
 def _corrected(squares: jax.Array, levels: jax.Array) -> jax.Array:
     """The root of ``squares / levels`` rounded to float16, still float32; more if too large.
 
-    Division and roots are approximate on a GPU, and XLA rewrites them. So they only say between
-    which two float16 the number lies, and whether it reaches their middle (whose square is exact,
-    of 24 bits) is compared: the same bits everywhere, in kernels too.
+    Division and roots are approximate on a GPU, and XLA rewrites them. So they are used only to
+    find between which two float16 the number lies; whether it reaches their midpoint (whose square
+    is exact, of 24 bits) is decided by a comparison: the same bits everywhere, in kernels too.
     """
     guess = jnp.sqrt(squares / levels)
     # Above a float16 of this exponent the next one follows after a quantum.
@@ -283,7 +283,7 @@ def _exact_root(x: jax.Array) -> jax.Array:
 def _nearer_root(root: jax.Array, x: jax.Array) -> jax.Array:
     """`root` or the float32 next to it, if that is nearer to the root of `x`.
 
-    What is left of `x` without the root's square is exact enough to tell: of 12 bits each, the
+    The remainder, `x` minus the root's square, is exact enough to decide: of 12 bits each, the
     halves of the root have exact products, and only the last subtraction rounds.
     """
     bits = jax.lax.bitcast_convert_type(root, jnp.int32)

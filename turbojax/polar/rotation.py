@@ -1,7 +1,8 @@
 """A fixed random rotation of head vectors: signs, then a normalized Hadamard transform.
 
 Rotated coordinates of any vector are close to independent normal variables, so one scalar quantizer
-serves all of them, and a rotated query meets rotated keys with the same dot product.
+serves all of them, and the dot product of a rotated query and a rotated key is that of the
+originals.
 """
 
 import dataclasses
@@ -51,7 +52,7 @@ def rotation(head_dim: int, seed: int = 0) -> Rotation:
       seed: of the signs, the highest bits of numpy's PCG64 words.
 
     Raises:
-      TypeError: if an argument is no integer.
+      TypeError: if an argument is not an integer.
       ValueError: if there is no rotation of this head dim, or `seed` is negative.
     """
     _checks.check_sizes(head_dim=head_dim)
@@ -66,7 +67,7 @@ def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
     """``R x`` for vectors along the last axis.
 
     Butterflies add in a fixed order and one product scales, so a vector's bits do not depend on the
-    array it stands in.
+    array it is part of.
 
     Args:
       x: ``[..., H]``, bfloat16, float16 or float32.

@@ -56,7 +56,7 @@ def head_priority(
     gap = jnp.max(high, axis=-1) - jnp.min(low, axis=-1)
     spread = jnp.std(high - low, axis=-1)
     priority = {"gap_std": gap * spread, "min_max": gap, "variation": spread}[method]
-    # On a CPU a vectorized minimum or maximum may lose a NaN, so it is looked for by itself.
+    # On a CPU a vectorized minimum or maximum may lose a NaN, so NaN is checked for separately.
     finite = jnp.all(jnp.isfinite(x) | ~mask, axis=(1, 3))
     priority = jnp.where(finite, priority, jnp.nan)
     return jnp.where(jnp.any(where, axis=1)[:, None], priority, 0)

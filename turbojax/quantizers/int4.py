@@ -5,7 +5,7 @@ The 128 inputs of a block are 64 bytes in the order of Hopper's register operand
 next input in its high one (`t`, `s`, `b` from 0 to 3), as two's complement.
 
 Scales and codes are rounded exactly, so their bits are the same everywhere: an approximate quotient
-only guesses, and comparisons of numbers that float32 holds exactly settle the rest.
+gives a candidate, and comparisons of numbers that float32 holds exactly confirm or correct it.
 """
 
 import dataclasses
@@ -155,7 +155,7 @@ def quantize_weight(
 
     Returns:
       The weight. A group in which something is not finite has scale NaN and codes 0; under `jit`,
-      where values cannot be looked at, also one whose scale e4m3 cannot take.
+      where values cannot be checked, also one whose scale is too large for e4m3.
 
     Raises:
       TypeError: if a dtype is not supported.
@@ -211,7 +211,7 @@ def _rounded_scale(maximum: jax.Array, dtype: np.dtype) -> jax.Array:
     """``maximum / 7`` rounded to the nearest number of `dtype`, ties to even, as float32."""
     unsigned = jnp.uint8 if dtype.itemsize == 1 else jnp.uint16
     guess = jnp.minimum(maximum * _RECIPROCAL_RANGE, float(jnp.finfo(dtype).max))
-    # Bits of positive numbers count them up, so a neighbour is one away.
+    # The bits of positive floats, read as integers, increase with them, so a neighbour is one away.
     bits = jax.lax.bitcast_convert_type(guess.astype(dtype), unsigned).astype(jnp.int32)
 
     def value(bits: jax.Array) -> jax.Array:
@@ -227,7 +227,7 @@ def _rounded_scale(maximum: jax.Array, dtype: np.dtype) -> jax.Array:
     bits = bits + up.astype(jnp.int32) - down.astype(jnp.int32)
     if dtype.itemsize == 1:
         return value(jnp.maximum(bits, 1))
-    # Of subnormal numbers not every device makes the same.
+    # Devices differ in how they treat subnormal numbers.
     return jnp.where(maximum < _TINY, 1.0, jnp.maximum(value(bits), _TINY))
 
 
@@ -398,7 +398,7 @@ def _join(
 
 
 def _alternate(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Rows of both by eights; their number is a multiple of 8."""
+    """Rows of both in alternating groups of eight; their number is a multiple of 8."""
     parts = [x.reshape(-1, GATED_ROWS, *x.shape[1:]) for x in (gate, up)]
     return jnp.stack(parts, axis=1).reshape(-1, *gate.shape[1:])
 

@@ -1,9 +1,9 @@
 """FlashQ stage 1: symmetric INT8 with one scale per block (TurboAttention, Eq. 9).
 
 Codes are the same bits everywhere: eagerly, under `jit`, whatever XLA fuses, on a CPU and on a GPU,
-although division is approximate on a GPU and XLA turns it into a product with a reciprocal where
-it likes. A scale has 16 significant bits, so a code times a scale is exact in float32, and what is
-left of a value decides by exact comparisons whether an approximate quotient was rounded right.
+although division is approximate on a GPU and XLA may turn it into a product with a reciprocal. A
+scale has 16 significant bits, so a code times a scale is exact in float32, and exact comparisons
+with the remainder decide whether an approximate quotient was rounded correctly.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ def quantize_int8(x: jax.Array, *, axis: int | Sequence[int]) -> tuple[jax.Array
 def absolute_maximum(x: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
     """Largest absolute value over `axis`, which is kept with size 1; NaN if one is not finite.
 
-    On a CPU a vectorized maximum may lose a NaN, so it is looked for by itself.
+    On a CPU a vectorized maximum may lose a NaN, so NaN is checked for separately.
     """
     magnitude = jnp.abs(x)
     maximum = jnp.max(magnitude, axis=axis, keepdims=True)
@@ -61,7 +61,7 @@ def scale_from_maximum(maximum: jax.Array) -> jax.Array:
 
     Returns:
       float32, same shape: ``maximum / 119`` rounded up to 16 significant bits, 1 for 0, NaN for a
-      maximum that is not finite. A maximum so small that the quotient is no normal number counts
+      maximum that is not finite. A maximum so small that the quotient is not a normal number counts
       as 0.
     """
     scale = round_scale(maximum * _RECIPROCAL_RANGE)

@@ -22,7 +22,7 @@ def packed_size(size: int, bits: int) -> int:
       bits: 2, 3 or 4.
 
     Raises:
-      ValueError: if `bits` is another number or `size` no such multiple.
+      ValueError: if `bits` is another number or `size` not such a multiple.
     """
     if bits not in _PLANES:
         raise ValueError(f"{bits=} must be one of {tuple(_PLANES)}")
@@ -74,7 +74,7 @@ def unpack(packed: jax.Array, bits: int, axis: int = -1) -> jax.Array:
 
     Raises:
       TypeError: if `packed` is not uint8.
-      ValueError: if `bits` is another number or the axis is no packed length.
+      ValueError: if `bits` is another number or the axis is not a packed length.
     """
     _check_bytes(packed, "packed")
     if bits not in _PLANES:

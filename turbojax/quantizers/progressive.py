@@ -29,7 +29,7 @@ def quantize_channels(codes: jax.Array, bits: int) -> tuple[jax.Array, jax.Array
 
     Raises:
       TypeError: if `codes` is not int8.
-      ValueError: if `bits` is no supported number or `codes` has fewer than two axes.
+      ValueError: if `bits` is not a supported number or `codes` has fewer than two axes.
     """
     if codes.dtype != jnp.int8:
         raise TypeError(f"codes.dtype={codes.dtype} must be int8")
@@ -59,7 +59,7 @@ def quantize_channels(codes: jax.Array, bits: int) -> tuple[jax.Array, jax.Array
 def _round_quotient(numerator: jax.Array, reciprocal: jax.Array) -> jax.Array:
     """Half-to-even rounding of an integer over a scale, exact although the reciprocal is not.
 
-    Scales are at most 79, so a quotient that is no tie is at least 1/158 away from one. Rounding
+    Scales are at most 79, so a quotient that is not a tie is at least 1/158 away from one. Rounding
     to 12 fractional bits first restores ties and moves nothing else across.
     """
     quotient = jnp.rint(numerator * reciprocal * 4096) * (1 / 4096)

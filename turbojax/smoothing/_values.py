@@ -20,7 +20,7 @@ def widened(name: str, x: jax.Array) -> jax.Array:
 
 
 def check_finite(name: str, *arrays: jax.Array) -> None:
-    """Raises ValueError if a value is NaN or infinite; traced values cannot be looked at."""
+    """Raises ValueError if a value is NaN or infinite; traced values cannot be checked."""
     for x in arrays:
         if _checks.is_concrete(x) and not bool(np.isfinite(np.asarray(x)).all()):
             raise ValueError(f"{name} must be finite, and has values that are NaN or infinite")
@@ -44,9 +44,9 @@ def check_maxima(name: str, x: jax.Array, rank: int = 2) -> jax.Array:
 
 
 def factor_or_one(factor: jax.Array) -> jax.Array:
-    """`factor`, and 1 where it or its reciprocal is no normal finite number.
+    """`factor`, and 1 where it or its reciprocal is not a normal finite number.
 
-    So a channel of zeros, or of numbers so small that they might as well be, stays as it is. NaN
+    So a channel of zeros, or of numbers almost as small, stays as it is. NaN
     stays NaN.
     """
     tiny = jnp.finfo(factor.dtype).tiny

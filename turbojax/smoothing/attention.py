@@ -1,8 +1,8 @@
 """Smoothing of keys around RoPE, which turns channels i and i + H/2 together.
 
-Pairs without outliers are scaled before RoPE, at no cost, by one factor each, which a rotation
-passes through (RPN). The few pairs with outliers are scaled after it, channel by channel (CRS).
-FireQ (Baek et al., 2025), section 3.2.1.
+Pairs without outliers are scaled before RoPE, at no cost, by one factor each, which commutes with
+the rotation (RPN). The few pairs with outliers are scaled after it, channel by channel (CRS). FireQ
+(Baek et al., 2025), section 3.2.1.
 """
 
 import jax
@@ -30,7 +30,7 @@ def rope_preserving_norm(
       are excluded or always zero.
 
     Raises:
-      TypeError: if the norms are not floating point, `exclude` not bool or alpha no number.
+      TypeError: if the norms are not floating point, `exclude` not bool or alpha not a number.
       ValueError: if shapes do not fit, alpha is not positive, or (outside `jit`) a norm is
         negative or not finite.
     """
@@ -67,7 +67,7 @@ def channel_rope_scale(
       chosen: bool ``[K, H/2]``.
 
     Raises:
-      TypeError: if `key_absmax` is not floating point, `num_pairs` no integer or beta no number.
+      TypeError: if `key_absmax` is not floating point, `num_pairs` no integer or beta not a number.
       ValueError: if H is odd, `num_pairs` negative or more than ``H / 2``, beta not positive, or
         (outside `jit`) a value is negative or not finite.
     """

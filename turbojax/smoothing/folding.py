@@ -33,8 +33,8 @@ class Smoothing:
       rpn: RoPE-preserving normalization of the keys (Theorem 3.1).
       crs: channel-wise RoPE scaling of the keys with outliers.
       alpha: factor of RPN.
-      beta: factor of CRS beside RPN; without RPN the outliers are scaled to the size of the other
-        channels instead, see `channel_rope_scale`.
+      beta: factor of CRS together with RPN; without RPN the outliers are scaled to the size of the
+        other channels instead, see `channel_rope_scale`.
       num_pairs: pairs of channels per head that CRS scales.
       cas_inputs: whether CAS also scales the inputs of q, k, v and of gate, up, which come from a
         norm: "all" scales them, too, which outliers there need; "constant" gives all of them one
@@ -42,7 +42,7 @@ class Smoothing:
         better for a model without such outliers.
 
     Raises:
-      TypeError: if a factor is no number or `num_pairs` no integer.
+      TypeError: if a factor is not a number or `num_pairs` no integer.
       ValueError: if a factor is not positive, `num_pairs` negative or `cas_inputs` unknown.
     """
 

@@ -36,10 +36,10 @@ def channel_absmean_scale(
 
     Returns:
       ``[in]``, float32, or float64 if a weight is. 1 for columns of zeros and where the factor
-      would be no normal number.
+      would not be a normal number.
 
     Raises:
-      TypeError: if a weight is not floating point or the target no number.
+      TypeError: if a weight is not floating point or the target not a number.
       ValueError: if a weight is not ``[out, in]`` or empty, inputs differ, the target is not
         positive, or (outside `jit`) a weight is not finite.
     """

@@ -40,8 +40,8 @@ class Outliers:
 
     Raises:
       TypeError: if a value is of the wrong kind.
-      ValueError: if a factor is no power of two, a count or the spread negative, or the share not
-        between 0 and 1.
+      ValueError: if a factor is not a power of two, a count or the spread negative, or the share
+        not between 0 and 1.
     """
 
     key_pairs: int = 2

@@ -79,8 +79,8 @@ class Engine:
 
     A request gets pages as it needs them. Where the pool is full, the youngest running request is
     swapped out to host memory, and continues later with the same bits. Full pages of prompts stay
-    in the pool while nobody needs the room, and are found by later requests that begin with the
-    same tokens.
+    in the pool as long as the space is not needed, and are found by later requests that begin with
+    the same tokens.
 
     A step is given to the device before the tokens of the one before are read, so events come with
     the next call of `step`. An engine is for one thread; an exception inside `step` ends it.
@@ -90,16 +90,16 @@ class Engine:
       num_pages: pages of each layer's pool.
       page_size: tokens of a page: 16, 32, 64 or 128.
       kv_dtype: how pages are stored: ``"auto"`` (the model's dtype), ``"fp8_e4m3"``,
-        ``"fp8_e5m2"`` or ``"turbo4"``, see `PagedCache`. Nothing is compressed unless asked for,
-        as texts are to be the model's; `init_paged_cache`, which is there to compress, has
-        another default.
+        ``"fp8_e5m2"`` or ``"turbo4"``, see `PagedCache`. By default nothing is compressed, so that
+        texts are exactly the model's; `init_paged_cache`, whose purpose is compression, has another
+        default.
       max_sequences: requests that run at a time.
       max_length: tokens of prompt and result of a request at most; by default the model's.
       prefill_chunk: tokens of a prompt that run in a step.
       prefix_caching: whether pages are kept for requests that begin with the same tokens.
-      cache_results: also pages of results, as for the next turn of a conversation. A text that
-        continues one may then differ in rounding from one that ran alone, where single tokens and
-        prompts run in different kernels.
+      cache_results: whether pages of results are kept, too, for instance for the next turn of a
+        conversation. A text that continues one may then differ in rounding from one that ran alone,
+        where single tokens and prompts run in different kernels.
       key_scale: see `init_paged_cache`.
       value_scale: see `init_paged_cache`.
       seed: of turbo4's rotation, see `init_paged_cache`. Sampling has seeds of its own.
@@ -189,7 +189,7 @@ class Engine:
           Its number, counted from 0 in the order of arrival.
 
         Raises:
-          TypeError: if it is no `Request`.
+          TypeError: if it is not a `Request`.
           ValueError: if a token is not in the vocabulary, or prompt and result are longer than
             `max_length` or than the whole pool.
         """

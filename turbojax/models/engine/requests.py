@@ -21,7 +21,7 @@ class Request:
       sampling: how tokens are chosen.
 
     Raises:
-      TypeError: if a token or a number is no integer.
+      TypeError: if a token or a number is not an integer.
       ValueError: if the prompt is empty or `max_new_tokens` is not positive.
     """
 

@@ -19,7 +19,7 @@ def choose(
     *,
     kind: Kind,
 ) -> tuple[jax.Array, jax.Array]:
-    """The next tokens, and which of them the slots go on with; a program for each kind.
+    """The next tokens, and those that the slots continue with; one program for each kind.
 
     Args:
       logits: float32 ``[S + 1, V]``, as `run_step` gives them.

@@ -61,7 +61,7 @@ class Sequence:
 
     @property
     def known(self) -> list[int]:
-        """The tokens in its pages, but for those that the host does not know yet."""
+        """The tokens in its pages, except those that the host does not know yet."""
         return [*self.request.tokens, *self.new_tokens][: self.held]
 
 
@@ -93,7 +93,7 @@ class Scheduler:
     Invariants:
       - Running sequences are older than swapped ones, and those older than waiting ones.
       - At most one running sequence is in its prompt.
-      - Only full pages are shared, so no page that is written is.
+      - Only full pages are shared, so no page that is being written is shared.
 
     Args:
       allocator: of the pool's pages.
@@ -246,7 +246,7 @@ class Scheduler:
         self._refused = None
 
     def _has_room(self, tokens: int) -> bool:
-        """Whether pages for so many tokens are free, and one for each sequence that will need more.
+        """Whether pages are free for these tokens, and one for each sequence that will need more.
 
         With less, what comes in would soon be sent away again.
         """
@@ -254,8 +254,8 @@ class Scheduler:
         # The last token is never fed, so it needs no place.
         growing = sum(-(-(s.request.total - 1) // size) > -(-s.held // size) for s in self.running)
         wanted = -(-tokens // size) + growing
-        # Usually nothing is evicted for who has to wait all the same. But some of the pages counted
-        # here may stay: an unused prefix does while somebody holds a page after it.
+        # Usually nothing is evicted for a sequence that has to wait anyway. But some of the pages
+        # counted here may stay: an unused prefix does while somebody holds a page after it.
         if wanted > self._allocator.num_free + self.cached_pages():
             return False
         return self._missing(wanted) == 0
@@ -290,8 +290,8 @@ class Scheduler:
     def _preempt(self, sequence: Sequence, plan: Plan) -> None:
         pages = self._allocator.pages(sequence.handle)
         if any(entry[0] is sequence for entry in plan.returning):
-            # Its pages are not written yet. `_has_room` leaves a page for everyone who decodes and
-            # will need one, and who is in its prompt is the youngest.
+            # Its pages are not written yet. `_has_room` leaves a page for every decoding sequence
+            # that will need one, and the sequence in its prompt is the youngest.
             raise AssertionError(f"request {sequence.request_id} returned and leaves in one step")
         plan.leaving.append((sequence, pages))
         self._leave(sequence)

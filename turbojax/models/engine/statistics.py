@@ -26,8 +26,8 @@ class EngineStatistics:
       swapped: requests in host memory.
       swapped_bytes: bytes of host memory that hold their pages.
       pages: of the pool.
-      free_pages: in no use.
-      cached_pages: in no use but to be found by later prompts.
+      free_pages: not in use.
+      cached_pages: used by no request, but kept for later prompts.
       tokens_held: tokens of running requests in the pool; one in a shared page counts once.
       token_capacity: tokens that the pool holds at most.
       pool_bytes: of all layers' caches.

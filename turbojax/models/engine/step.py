@@ -37,7 +37,7 @@ class Work:
       counts: int32 ``[S + 1]``, new tokens: 0 or 1, and 0..C of the piece.
       tokens: int32 ``[S]``, the token to decode; -1 for the one that the slot got last.
       piece: int32 ``[C]``, the prompt's next tokens.
-      piece_slot: int32 ``[]``, the slot that goes on with the token after the prompt; S while the
+      piece_slot: int32 ``[]``, the slot that continues with the token after the prompt; S while the
         prompt is not complete.
       sampling: of all ``S + 1`` rows.
     """
@@ -98,7 +98,7 @@ def run_step(
     *,
     implementation: str | None,
 ) -> tuple[tuple[paged.PagedCache, ...], jax.Array, jax.Array]:
-    """One step of all sequences, up to the logits; `choose` goes on with them.
+    """One step of all sequences, up to the logits; `choose` continues with them.
 
     Args:
       decoder: the weights.
@@ -109,7 +109,7 @@ def run_step(
 
     Returns:
       The new pools; float32 ``[S + 1, V]``, the rows' logits (of rows without work they mean
-      nothing); int32 ``[]``, tokens that a layer's pool could not store, ever.
+      nothing); int32 ``[]``, tokens that a layer's pool could not store so far.
     """
     compilation.note()
     slots, size = work.tokens.shape[0], work.piece.shape[0]
@@ -134,10 +134,10 @@ def _attend(work: Work, positions: jax.Array, implementation: str | None) -> Att
     in_piece = jnp.arange(size, dtype=jnp.int32) < work.counts[slots]
     row_counts = jnp.concatenate([work.counts[:slots], in_piece.astype(jnp.int32)])
     lengths = work.lengths + work.counts
-    attention: Any = paged.attention  # which implementations there are, it knows
+    attention: Any = paged.attention  # it knows which implementations exist
 
     def attend(query, key, value, cache, options=PLAIN):  # type: ignore[no-untyped-def]
-        # Every row is written as if a sequence of its own: one scatter for all of them.
+        # Every row is written as if it were a sequence of its own: one scatter for all of them.
         cache = paged.append(
             cache, key[0][:, None], value[0][:, None], row_tables, positions, new_lengths=row_counts
         )

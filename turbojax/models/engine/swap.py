@@ -10,14 +10,14 @@ from turbojax import paged
 from turbojax.models.engine import compilation
 
 Content = list[tuple[dict[str, np.ndarray], ...]]
-"""Pages in host memory: one group after the other, of each the layers, of each the arrays."""
+"""Pages in host memory: groups of pages, of each group the layers, of each layer the arrays."""
 
 # One shape, compiled once; the last group is filled up with -1, which names no page.
 _GROUP = 16
 
 
 def read(caches: tuple[paged.PagedCache, ...], pages: tuple[int, ...]) -> list[Any]:
-    """Tells the device to copy pages; waits for nothing. The pages may be written then.
+    """Starts to copy pages on the device, without waiting; the pages may be overwritten after that.
 
     Args:
       caches: one per layer.

@@ -56,7 +56,7 @@ def rms_norm_quantize(
 
     ``y = x / sqrt(mean(x^2) + eps) * scale`` over the last axis is computed in float32 and rounded
     to `x`'s dtype, as `turbojax.models` does, before it is quantized. Implementations add up the
-    squares in orders of their own; so now and then a code differs by one step.
+    squares in different orders, so occasionally a code differs by one step.
 
     Args:
       x: ``[..., K]``, bfloat16, float16 or float32.
@@ -68,7 +68,7 @@ def rms_norm_quantize(
       Codes and scales of `y`, see `quantize_activation`.
 
     Raises:
-      TypeError: if a dtype is not supported or `eps` is no Python number.
+      TypeError: if a dtype is not supported or `eps` is not a Python number.
       ValueError: if a shape does not fit, `eps` is negative or not finite, or the name unknown.
       NotImplementedError: see `quantize_activation`.
     """

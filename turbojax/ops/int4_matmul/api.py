@@ -58,11 +58,11 @@ def matmul(
       activation: ``"silu"``, ``"gelu"`` (its tanh form), or None; for a gated weight ``"swiglu"``
         and nothing else: ``silu(gate) * up``.
       residual: optional ``[..., N]`` or ``[..., F]`` in `x`'s dtype, added after the activation.
-      precision: None, ``"default"``, ``"high"``, ``"highest"`` or a `jax.lax.Precision`. By default
-        sums of more than 128 tokens may stay in an 8-bit matrix unit, whose additions keep about 14
-        bits, as those of XLA's own products of e4m3 do. From ``"high"`` on they leave it after each
-        group of 128 inputs and are added in float32. That concerns ``"mosaic_gpu"`` alone: the
-        others, and the gradient, always sum in float32.
+      precision: None, ``"default"``, ``"high"``, ``"highest"`` or a `jax.lax.Precision`. By
+        default, with more than 128 tokens, sums may stay in an 8-bit matrix unit, whose additions
+        keep about 14 bits, as those of XLA's own products of e4m3 do. From ``"high"`` on they leave
+        it after each group of 128 inputs and are added in float32. That concerns ``"mosaic_gpu"``
+        alone: the others, and the gradient, always sum in float32.
       implementation: ``"mosaic_gpu"`` (compute capability 9.0 alone), ``"triton"`` or ``"xla"``, or
         None for the first of them that can run this. A name never falls back to another.
 
@@ -106,7 +106,7 @@ def check_activation(activation: Activation | None, weight: Int4Weight) -> None:
     """Checks a weight, and that an activation fits it.
 
     Raises:
-      TypeError: if the weight is none, or one of its arrays has another dtype.
+      TypeError: if the weight is not an `Int4Weight`, or one of its arrays has another dtype.
       ValueError: if an array has another shape, or the activation does not fit.
     """
     if not isinstance(weight, Int4Weight):

@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernels behind `int4_matmul` on Hopper: what they take, how they start."""
+"""The Mosaic GPU kernels behind `int4_matmul` on Hopper: what they take, how they are launched."""
 
 import functools
 from typing import Any, NamedTuple
@@ -16,11 +16,11 @@ _DTYPES = (jnp.bfloat16, jnp.float16)
 _GROUP = 128
 # Outputs of a tile; tokens that a tile may have; tokens that copies of more than these come in.
 _TILE, _TOKENS, _COPY = 128, (8, 16, 32, 64, 128, 256), 8
-# With so few tokens memory sets the pace, and twice the warpgroups convert.
+# With so few tokens memory bandwidth is the limit, and twice as many warpgroups convert.
 _FEW = 64
-# Most tokens of a tile with sums in two levels, which take twice the registers.
+# Largest number of tokens in a tile with sums in two levels, which take twice the registers.
 _TWO_LEVELS = 128
-# From so many tokens on it pays to expand e4m3 weights first.
+# From this many tokens on it pays to expand e4m3 weights first.
 _MANY = 2048
 # Tokens up to which programs share a tile where there are few, and groups that are worth one.
 _SHARED, _FEWEST_GROUPS = 256, 4
@@ -46,13 +46,13 @@ def unsupported(
 
 
 class Launch(NamedTuple):
-    """How the kernels start.
+    """How the kernels are launched.
 
     Attributes:
       tokens: of a tile.
       stages: groups of inputs in shared memory.
       teams: pairs of warpgroups that take groups in turn.
-      parts: programs that share a tile.
+      parts: programs that share a tile (split-K).
       expands: whether weights become e4m3 in memory first.
     """
 
@@ -64,7 +64,7 @@ class Launch(NamedTuple):
 
 
 def default_launch(rows: int, weight: Int4Weight, *, is_precise: bool = False) -> Launch:
-    """For so many tokens; `is_precise` with sums in two levels for any number."""
+    """The launch for this many tokens; with `is_precise`, sums always have two levels."""
     is_e4m3 = weight.scale_dtype == "e4m3"
     in_two_levels = is_precise or not is_e4m3
     expands = rows >= _MANY and not in_two_levels
@@ -102,7 +102,7 @@ def matmul(
     activation: Activation | None,
     is_precise: bool,
 ) -> jax.Array:
-    """`reference.matmul` as one kernel; with a sum after it, or the weights expanded before it.
+    """`reference.matmul` as one kernel, sometimes with a sum after it or weights expanded before.
 
     Sums of up to 128 tokens, all with bfloat16 scales, and all if `is_precise`, are float32 from
     group to group. Others stay in the matrix unit, whose additions keep about 14 bits.

@@ -1,4 +1,4 @@
-"""The Triton kernel behind `int4_matmul`: the order of the tokens, and how it starts."""
+"""The Triton kernel behind `int4_matmul`: the order of the tokens, and how it is launched."""
 
 import functools
 import math
@@ -22,12 +22,12 @@ _AMPERE, _ADA = 8.0, 8.9
 _LARGE = (9.0, 10.0, 10.3)
 _GROUP = 128
 _FEWEST_TOKENS, _MOST_TOKENS = 16, 128
-# Past so many tokens matrix units, not memory, set the pace. Before, each multiprocessor gets so
-# many warps, that there are loads in flight; after, one program.
+# Beyond this many tokens the matrix units, not memory, are the limit. Up to it, each multiprocessor
+# gets this many warps, to keep loads in flight; beyond it, one program.
 _FEW_TOKENS, _WARPS = 128, 16
 # Groups that are worth a program.
 _FEWEST_GROUPS = 4
-# Float32 sums of programs that share a tile, at most in units of its codes' bytes.
+# Bytes of the float32 sums of programs that share a tile, at most, over those of its codes.
 _SUMS = 0.5
 
 
@@ -59,14 +59,14 @@ def matmul(
     activation: Activation | None,
     is_precise: bool,
 ) -> jax.Array:
-    """`reference.matmul` as one kernel; few tokens times few outputs have a sum after it."""
+    """`reference.matmul` as one kernel, and a sum after it where tokens and outputs are few."""
     del is_precise  # sums of float16 products are always float32
     launch = _launch(tokens.codes.shape[0], weight, activation, interpreting())
     return _matmul(tokens, weight, bias, residual, launch=launch)
 
 
 def _launch(rows: int, weight: Int4Weight, activation: Activation | None, interpret: bool) -> Any:
-    """Tiles and splits for so many tokens."""
+    """Tiles and splits for this many tokens."""
     from pallas_kernels.triton.int4_matmul import Settings
 
     capability, processors = gpu_compute_capability(), multiprocessors()

@@ -50,8 +50,8 @@ def prefill(
       cache: an empty cache for these shapes.
       scale: factor of the scores; ``1 / sqrt(H)`` if not given.
       is_causal: whether a query sees keys up to its own position only.
-      key_value_seq_lengths: optional int ``[B]``, the prompts' lengths (padding on the right). What
-        stands in the padding changes nothing; its outputs are 0 and ``-inf``.
+      key_value_seq_lengths: optional int ``[B]``, the prompts' lengths (padding on the right). The
+        content of the padding changes nothing; its outputs are 0 and ``-inf``.
       local_window_size: see `turbojax.turbo_attention`.
       logits_soft_cap: see `turbojax.turbo_attention`.
       implementation: of the attention, see `turbojax.turbo_attention`; XLA writes the cache.
@@ -118,7 +118,7 @@ def decode(
     values.
 
     The queries are those of the last `T` tokens of each sequence, which `append` has already
-    stored: query `t` stands at position ``length - T + t`` and sees the tokens up to there. A query
+    stored: query `t` is at position ``length - T + t`` and sees the tokens up to there. A query
     before the beginning of a sequence shorter than `T` sees nothing. After an `append` with
     `lengths`, pass the same as `query_seq_lengths`.
 
@@ -127,7 +127,7 @@ def decode(
       cache: the cache.
       scale: factor of the scores; ``1 / sqrt(H)`` if not given.
       query_seq_lengths: optional int ``[B]``: how many of the `T` queries are real, the first
-        ones; they stand at ``length - query_seq_lengths + t``, and padding gives 0 and ``-inf``.
+        ones; they are at ``length - query_seq_lengths + t``, and padding gives 0 and ``-inf``.
         Under `jit` values outside ``0..T`` act as the nearest bound.
       local_window_size: optional `w` or ``(left, right)``, relative to the query's position.
       logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
@@ -137,8 +137,8 @@ def decode(
 
     Returns:
       ``[B, T, N, H]`` in the query's dtype; with `return_residual` also float32 ``[B, T, N]``. An
-      empty sequence gives 0 and ``-inf``. A key, value or query that is not finite makes NaN of
-      what attends to it, and of nothing else.
+      empty sequence gives 0 and ``-inf``. A key, value or query that is not finite turns the
+      results it takes part in to NaN, and no others.
 
     Raises:
       TypeError: if `cache` is another kind or the query's dtype is not `cache.dtype`.

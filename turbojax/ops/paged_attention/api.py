@@ -42,14 +42,14 @@ def paged_attention(
 
     Serves decoding (`T` = 1), several new tokens, and a prompt chunk by chunk: the queries are
     those of the last tokens of each sequence, which `turbojax.paged.append` has already stored.
-    Query `t` of `n` stands at position ``length - n + t`` and sees the tokens up to there, its own
+    Query `t` of `n` is at position ``length - n + t`` and sees the tokens up to there, its own
     included. A query before the beginning of a sequence shorter than `n` sees nothing.
 
     For turbo4 the queries are rotated, scores and weighted sums are taken of the codes' centroids
     (those of `turbojax.polar.integer_centroids`) times the tokens' norms, and the output is rotated
     back (PolarQuant, Han et al., 2025).
 
-    The softmax is online over tokens in runs at fixed places, so that a sequence's result depends,
+    The online softmax takes tokens in runs at fixed positions, so that a sequence's result depends,
     to the bit, neither on what else is in the batch, nor on where its pages lie, nor on the width
     of the table (of the log-sum-exp up to its last bit). Nor does it depend on how a prompt is cut
     into chunks, among calls whose query rows per KV head, `T` times ``N / K``, are on the same side
@@ -75,13 +75,13 @@ def paged_attention(
 
     Returns:
       ``[B, T, N, H]`` in the query's dtype; with `return_residual` also float32 ``[B, T, N]``. An
-      empty sequence gives 0 and ``-inf``. A key, value or query that is NaN makes NaN of what
-      attends to it, and of nothing else. Under `jit`, all is NaN for a sequence whose length
-      or a needed page is out of range, and none of its pages is read.
+      empty sequence gives 0 and ``-inf``. A key, value or query that is NaN turns the results it
+      takes part in to NaN, and no others. Under `jit`, all is NaN for a sequence whose length or a
+      needed page is out of range, and none of its pages is read.
 
     Raises:
       TypeError: if `cache` is another kind, the query's dtype is not `cache.dtype`, or tables or
-        lengths are no integers.
+        lengths are not integers.
       ValueError: if a shape, window, cap or name does not fit, or, outside `jit`, a length or a
         needed page is out of range.
       NotImplementedError: if the implementation asked for cannot run this, or when it is
@@ -113,7 +113,7 @@ def select(
     visibility: Visibility,
     logits_soft_cap: float | None,
 ) -> Implementation:
-    """What runs a call of `paged_attention` with these arguments; nothing but shapes is looked at.
+    """What runs a call of `paged_attention` with these arguments; only shapes and dtypes are used.
 
     Raises:
       ValueError: if the name is unknown.
@@ -158,9 +158,10 @@ def _attend(
     visibility: Visibility,
     logits_soft_cap: float | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Around an implementation: what it must not see, and the rotation.
+    """Runs an implementation: hides invalid sequences from it and, for turbo4, rotates queries.
 
-    `interpret` is there so that a program traced for the interpreter is not taken for another.
+    `interpret` is an argument so that a program traced for the interpreter is not reused without
+    it.
     """
     del interpret
     ok = page_checks.readable(cache, block_tables, lengths)

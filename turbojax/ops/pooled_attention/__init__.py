@@ -1,3 +1,3 @@
-"""Attention to keys and values pooled at a level of each block's own."""
+"""Attention to keys and values that are pooled, each block at a level of its own."""
 
 from turbojax.ops.pooled_attention.api import pooled_attention as pooled_attention

@@ -52,15 +52,15 @@ def pooled_attention(
     """Block-sparse attention in which each block of keys has a resolution (multi-scale KV pooling).
 
     ``levels[b, n, i, j]`` says how the queries of block `i` see the keys of block `j`: 0 not at
-    all, 1 token by token, and 2, 4 or 8 as means of so many adjacent keys, with the means of their
-    values (Li, 2025, Algorithm 1). A mean weighs as many tokens as it stands for: the logarithm of
-    their number is added to its score. Where fewer are left at the end of a sequence, it is the
-    mean of those, and weighs as many.
+    all, 1 token by token, and 2, 4 or 8 as means of that many adjacent keys, with the means of
+    their values (Li, 2025, Algorithm 1). A mean weighs as many tokens as it stands for: the
+    logarithm of their number is added to its score. Where fewer are left at the end of a sequence,
+    it is the mean of those, and weighs as many.
 
-    The levels are data: other ones need no compilation. Beside them, and lists of their shape that
-    the kernels make (some tens of bytes a level), memory grows with ``T + S``, of the gradient too,
-    which passes through the means to every token (Algorithms 2 and 3). There are no second
-    derivatives and no forward mode (`jax.jvp`).
+    The levels are data: changing them needs no compilation. Apart from them, and from lists that
+    the kernels make of them (some tens of bytes a level), memory grows with ``T + S``, also for the
+    gradient, which passes through the means to every token (Algorithms 2 and 3). There are no
+    second derivatives and no forward mode (`jax.jvp`).
 
     Args:
       query: ``[B, T, N, H]``, bfloat16, float16 or float32.
@@ -75,7 +75,7 @@ def pooled_attention(
         past `t` (aligned at the first token).
       query_seq_lengths: optional int ``[B]``: queries at or past it are padding, which gives 0
         and ``-inf`` and changes no other query.
-      key_value_seq_lengths: optional int ``[B]``: keys at or past it are not there. Under `jit`
+      key_value_seq_lengths: optional int ``[B]``: keys at or past it are ignored. Under `jit`
         values outside the array act as the nearest bound, of queries too.
       implementation: ``"mosaic_gpu"`` (compute capability 9.0 alone), ``"triton"`` or ``"xla"``, or
         None for the first of them that can run this. A name never falls back to another, and
@@ -86,11 +86,11 @@ def pooled_attention(
       ``[B, T, N, H]`` in the query's dtype; with `return_residual` also float32 ``[B, T, N]``. A
       query that sees nothing gives 0 and ``-inf``, and has gradient 0. NaN in a key or value
       reaches the queries of the blocks that attend to its block. Under `jit`, where values cannot
-      be looked at, a level that is none of the five makes its whole row of queries NaN.
+      be checked, a level that is none of the five makes its whole row of queries NaN.
 
     Raises:
-      TypeError: if dtypes are not supported or differ, or if `levels` are no integers.
-      ValueError: if a shape, length, block, name or (outside `jit`) level is none of these.
+      TypeError: if dtypes are not supported or differ, or if `levels` are not integers.
+      ValueError: if a shape, length, block, name or (outside `jit`) level does not fit.
       NotImplementedError: if the implementation asked for cannot run this or its gradient, or when
         it is differentiated twice.
     """
@@ -127,10 +127,10 @@ def _static(
 
 
 def _check_levels(levels: jax.Array, query: jax.Array, key: jax.Array, static: Static) -> jax.Array:
-    """Levels as int8; what is none of the five stays none.
+    """Levels as int8; a value that is not a level stays invalid.
 
     Raises:
-      TypeError: if they are no integers.
+      TypeError: if they are not integers.
       ValueError: another shape, or (outside `jit`) another value.
     """
     levels = jnp.asarray(levels)

@@ -19,7 +19,7 @@ class QueryLists(NamedTuple):
         each in ascending order, then what is skipped.
       counts: int32 ``[B or 1, N or 1, T_r, 9]``: for levels 1, 2, 4 and 8 the blocks that some
         query of the row sees; for each level how many of those, the first ones, are complete (all
-        their tokens are there, and visible to all queries); and 1 if a level of the row is none.
+        their tokens are there, and visible to all queries); and 1 if a level of the row is invalid.
     """
 
     blocks: jax.Array

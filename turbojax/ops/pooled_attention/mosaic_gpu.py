@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernels behind `pooled_attention` on Hopper: what they take, how they start."""
+"""The Mosaic GPU kernels behind `pooled_attention` on Hopper: what they take, and their launch."""
 
 import functools
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ _DTYPES = (jnp.bfloat16, jnp.float16)
 _BLOCK_KV = (64, 128)
 # Queries of a program, and pooled keys of a tile.
 _TILE = 128
-# Copies take tokens in eights.
+# Copies move tokens in multiples of eight.
 _COPY = 8
 # An entry of the lists by key holds the number of a query block in 15 bits.
 _MOST_QUERY_BLOCKS = 2**15
@@ -41,7 +41,7 @@ def unsupported(
 
 
 class Launch(NamedTuple):
-    """Tiles in shared memory at the same time, of each kernel."""
+    """How many tiles each kernel keeps in shared memory at a time."""
 
     forward: int
     query_gradient: int
@@ -85,7 +85,7 @@ def _operands(
 
 
 def _padded(x: jax.Array) -> jax.Array:
-    """``[B, T, heads, H]`` with zeros up to a multiple of 8 tokens and a head dim of ours."""
+    """``[B, T, heads, H]`` with zeros up to a multiple of 8 tokens and a supported head dim."""
     head_dim = next(n for n in _HEAD_DIMS if n >= x.shape[-1])
     x = operands.pad_axis(x, 1, -(-x.shape[1] // _COPY) * _COPY)
     return operands.pad_axis(x, 3, head_dim)
@@ -163,7 +163,7 @@ def gradient(
 
     launch = launch or default_launch(query.shape[-1])
     sizes, head_dim = (query.shape[1], key.shape[1]), query.shape[-1]
-    # The kernels load padding, too, and weigh it with 0: NaN there would pass.
+    # The kernels load padding, too, and weight it with 0, which does not remove a NaN.
     query = operands.without_padding(query, query_length)
     x = _operands(query, key, value, query_length, key_length, static)
     d_out, lse, delta = operands.gradient_rows(

@@ -46,14 +46,15 @@ def gradient_rows(
       tokens: `Tp`, at least `T`.
 
     Returns:
-      `d_out` with zeros for rows that saw nothing or are not there: no weight of 0 makes up for a
-      NaN. And float32 ``[B, N, Tp]``, twice: the log-sum-exp in powers of two, ``inf`` there, so
+      `d_out` with zeros for rows that saw nothing or do not exist, as a weight of 0 does not remove
+      a NaN. And float32 ``[B, N, Tp]``, twice: the log-sum-exp in powers of two, ``inf`` there, so
       that their weights are 0; and ``rowsum(d_out * out)`` less the residual's cotangent, 0 there.
     """
     is_empty = residual == -jnp.inf
     d_out = jnp.where(is_empty[..., None], jnp.zeros((), d_out.dtype), d_out)
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-    # Or XLA transposes within the sum, which takes five times as long as reading the two arrays.
+    # Otherwise XLA transposes within the sum, which takes five times as long as reading the two
+    # arrays.
     delta = jax.lax.optimization_barrier(delta) - d_residual
     lse = jnp.where(is_empty, jnp.inf, residual * _LOG2_E)
     lse, delta = (jnp.swapaxes(x, 1, 2) for x in (lse, jnp.where(is_empty, 0.0, delta)))

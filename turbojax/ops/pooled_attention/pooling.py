@@ -32,7 +32,7 @@ def pool(x: jax.Array, key_length: jax.Array, level: int) -> jax.Array:
     """The mean of each group's tokens, summed in float32 and rounded once.
 
     Args:
-      x: ``[B, S, K, H]``; what stands at or past a sequence's end is not looked at.
+      x: ``[B, S, K, H]``; what is stored at or past a sequence's end is not used.
       key_length: int32 ``[B]``.
       level: tokens of a whole group.
 
@@ -56,7 +56,7 @@ def spread(d: jax.Array, key_length: jax.Array, size: int, level: int) -> jax.Ar
 
     Args:
       d: ``[B, ceil(S / level), K, H]``, gradient of the pooled array; that of a group without a
-        token is not looked at.
+        token is not used.
       key_length: int32 ``[B]``.
       size: `S`.
       level: tokens of a whole group.

@@ -1,6 +1,6 @@
 """Pooled attention in plain JAX: the definition (multi-scale KV pooling, Li, 2025).
 
-All four pooled versions of the keys, and of the values, stand in one array, the *pyramid*. Each of
+All four pooled versions of the keys, and of the values, are in one array, the *pyramid*. Each of
 its rows is visible to a query whose block has chosen the row's level for the row's block, if the
 causal rule allows it. One softmax over the whole pyramid then is Algorithm 1 without its loop.
 """
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from turbojax.ops.pooled_attention.pooling import group_counts, pool, spread, sum_dtype
 from turbojax.ops.pooled_attention.static import LEVELS, Static
 
-# Queries that are looked at together, at most: it bounds the scores that exist at a time.
+# Most queries that are processed together, which bounds the scores that exist at a time.
 _LARGEST_TILE = 128
 
 _Arrays = tuple[jax.Array, ...]
@@ -42,7 +42,7 @@ class _Tile(NamedTuple):
 
     Attributes:
       position: int32 ``[t]``.
-      inside: bool ``[t]``, whether they are queries of this block, or of the next one's.
+      inside: bool ``[t]``, whether they are queries of this block and not of the next one.
       levels: ``[B or 1, K or 1, G or 1, T_c]``.
       arrays: ``[B, K, G, t, ...]`` each, what there is per query.
     """
@@ -72,7 +72,7 @@ def attention(
       value: ``[B, S, K, H]``.
       levels: integers ``[B or 1, N or 1, T_r, T_c]``.
       query_length: optional int32 ``[B]``; queries at or past it give 0 and ``-inf``.
-      key_length: optional int32 ``[B]``; keys at or past it are not there.
+      key_length: optional int32 ``[B]``; keys at or past it are ignored.
       static: blocks, scale and causality.
 
     Returns:
@@ -269,7 +269,7 @@ def _untile(x: jax.Array, length: int, static: Static) -> jax.Array:
 
 
 def _real(tile: _Tile, query_length: jax.Array) -> jax.Array:
-    """Which of a tile's queries are no padding, bool ``[B, 1, 1, t, 1]``."""
+    """Which of a tile's queries are not padding, bool ``[B, 1, 1, t, 1]``."""
     real = (tile.position[None] < query_length[:, None]) & tile.inside[None]
     return real[:, None, None, :, None]
 
@@ -286,7 +286,7 @@ def _visible(tile: _Tile, real: jax.Array, pyramid: _Pyramid, static: Static) ->
 
 
 def _invalid(levels: jax.Array) -> jax.Array:
-    """Whether a level is none: bool ``[B or 1, K or 1, G or 1, 1, 1]``."""
+    """Whether a level is invalid: bool ``[B or 1, K or 1, G or 1, 1, 1]``."""
     right = functools.reduce(jnp.logical_or, [levels == level for level in (0, *LEVELS)])
     return jnp.any(~right, axis=-1, keepdims=True)[..., None]
 
@@ -311,10 +311,10 @@ def _dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
 def _weighted_sum(
     subscripts: str, weights: jax.Array, mask: jax.Array, x: jax.Array, *, of_rows: bool
 ) -> jax.Array:
-    """`_dot` of weights ``[B, K, G, t, R]`` and vectors that reach only whom the mask lets.
+    """`_dot` of weights ``[B, K, G, t, R]`` and vectors; a masked vector has no effect.
 
-    A vector that is not finite would reach all sums, as 0 times NaN. Here it is left out, and its
-    visible weights are NaN instead.
+    A vector that is not finite would otherwise reach all sums, as 0 times NaN. Here it is left out,
+    and its visible weights are NaN instead.
 
     Args:
       subscripts: of the product.

@@ -8,7 +8,7 @@ LEVELS = (1, 2, 4, 8)
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """The options of a call that are no arrays.
+    """The options of a call that are not arrays.
 
     Attributes:
       block_q: queries that share a row of levels.

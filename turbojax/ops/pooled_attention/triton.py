@@ -1,4 +1,4 @@
-"""The Triton kernels behind `pooled_attention`: what they take, how they start."""
+"""The Triton kernels behind `pooled_attention`: what they take, how they are launched."""
 
 import functools
 import math
@@ -36,7 +36,7 @@ def unsupported(
     return unindexable(*sizes, math.prod(levels.shape) * 4) or needs_gpu(_AMPERE)
 
 
-# Bytes of an operand that stays in a program, and of one that a step brings: keys, or queries.
+# Bytes of an operand that a program keeps, and of one that each step loads: keys, or queries.
 _PROGRAM_BYTES, _KEY_BYTES, _QUERY_BYTES = 32 * 2**10, 16 * 2**10, 8 * 2**10
 # Queries (forward and of the gradient), or groups by level, of a program: what wide arrays leave of
 # it. Measured: benchmarks/results/pooled_triton_launches_2026-11-21.json.
@@ -60,7 +60,7 @@ def _launch(rows: int, query: jax.Array) -> dict[str, int]:
 
 
 def _walk_settings(query: jax.Array, static: Static, queries: int, interpret: bool) -> Any:
-    """Launch of a kernel that walks over lists by query, with so many queries at most."""
+    """Launch of a kernel that walks over lists by query, with this many queries at most."""
     from pallas_kernels.triton._pooled_common import Settings
 
     dtype, head_dim = query.dtype, query.shape[-1]

@@ -63,8 +63,8 @@ def turbo_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention with quantized products and a sparse softmax (TurboAttention, Algorithm 1).
 
-    Arguments mean what they mean in `jax.nn.dot_product_attention`. Any lengths, also such that
-    are no multiple of a block; memory grows with ``T + S``, of the gradient too.
+    Arguments mean what they mean in `jax.nn.dot_product_attention`. Lengths need not be multiples
+    of a block; memory grows with ``T + S``, also for the gradient.
 
     Gradients are straight-through: those of attention without rounding and with the exact
     exponential, in every mode. There are no second derivatives and no forward mode (`jax.jvp`).
@@ -78,7 +78,7 @@ def turbo_attention(
       is_causal: query `t` sees keys up to `t` (aligned at the first token).
       query_seq_lengths: optional int ``[B]``: queries at or past it are padding, which gives 0
         and ``-inf`` and changes no other query.
-      key_value_seq_lengths: optional int ``[B]``: keys at or past it are not there. Under `jit`
+      key_value_seq_lengths: optional int ``[B]``: keys at or past it are ignored. Under `jit`
         values outside the array act as the nearest bound, of queries too.
       local_window_size: optional `w` or ``(left, right)``: query `t` sees keys in
         ``[t - left, t + right]``.
@@ -96,7 +96,7 @@ def turbo_attention(
 
     Raises:
       TypeError: if dtypes are not supported or differ.
-      ValueError: if a shape, length, window, cap or name is none of these.
+      ValueError: if a shape, length, window, cap or name does not fit.
       NotImplementedError: if the implementation asked for cannot run this, or when it is
         differentiated twice.
     """
@@ -143,12 +143,12 @@ def prefill(
       cache: an empty cache for these shapes; its config sets the numerics.
       scale: see `turbo_attention`.
       is_causal: see `turbo_attention`, but causal if not given.
-      key_value_seq_lengths: optional int ``[B]``, the prompts' lengths (padding on the right). What
-        stands in the padding changes nothing; its outputs are 0 and ``-inf``.
+      key_value_seq_lengths: optional int ``[B]``, the prompts' lengths (padding on the right). The
+        content of the padding changes nothing; its outputs are 0 and ``-inf``.
       local_window_size: see `turbo_attention`.
       logits_soft_cap: see `turbo_attention`.
-      implementation: see `turbo_attention`; it names what writes the cache too (beside
-        ``"mosaic_gpu"`` and ``"jax_triton"``, which only attend, that is chosen).
+      implementation: see `turbo_attention`; it also names what writes the cache, except for
+        ``"mosaic_gpu"`` and ``"jax_triton"``, which only attend: then the writer is chosen.
       return_residual: see `turbo_attention`.
 
     Returns:
@@ -213,7 +213,7 @@ def decode(
     """Attends the newest tokens' queries to the compressed cache (Algorithm 2).
 
     The queries are those of the last `T` tokens of each sequence, which `append` has already
-    stored: query `t` stands at position ``length - T + t`` and sees the tokens up to there. A
+    stored: query `t` is at position ``length - T + t`` and sees the tokens up to there. A
     query before the beginning of a sequence shorter than `T` sees nothing. After an `append` with
     `lengths`, pass the same as `query_seq_lengths`.
 
@@ -222,7 +222,7 @@ def decode(
       cache: the cache; its config sets the numerics.
       scale: factor of the scores; ``1 / sqrt(H)`` if not given.
       query_seq_lengths: optional int ``[B]``: how many of the `T` queries are real, the first
-        ones; they stand at ``length - query_seq_lengths + t``, and padding gives 0 and ``-inf``.
+        ones; they are at ``length - query_seq_lengths + t``, and padding gives 0 and ``-inf``.
         Under `jit` values outside ``0..T`` act as the nearest bound.
       local_window_size: optional `w` or ``(left, right)``, relative to the query's position.
       logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.

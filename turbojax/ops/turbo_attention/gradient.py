@@ -96,7 +96,7 @@ def _gradient(
       key: ``[B, S, K, H]``.
       value: ``[B, S, K, H]``.
       query_length: int32 ``[B]``; queries at or past it are padding: zero gradient.
-      key_length: int32 ``[B]``; keys at or past it are not there: zero gradient.
+      key_length: int32 ``[B]``; keys at or past it are ignored: zero gradient.
       d_out: ``[B, T, N, H]``, cotangent of the output.
       d_residual: float32 ``[B, T, N]``, cotangent of the log-sum-exp.
       scale: factor of the scores.

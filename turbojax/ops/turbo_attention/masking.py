@@ -30,7 +30,7 @@ class Visibility:
         Args:
           query_position: int32 ``[B or 1, T]``.
           key_position: int32 ``[B or 1, S]``.
-          key_length: int32 ``[B]``, keys at or past it are not there.
+          key_length: int32 ``[B]``, keys at or past it are ignored.
 
         Returns:
           bool ``[B, T, S]``.

@@ -121,8 +121,8 @@ def default_launch(query: jax.Array, cache: ProgressiveCache) -> Launch:
     """For any shape, from the sizes of an H100.
 
     A short cache is cut so far that every multiprocessor has a program, down to one block for each
-    warp. A long one is cut a little finer than what runs at once, which evens out how fast programs
-    are served; each then has enough to do that merging does not show.
+    warp. A long one is cut into a few more programs than run at once, which evens out differences
+    in their speed; each still has enough work that merging costs little in comparison.
     """
     from pallas_kernels.mosaic.decode import stage_bytes
 
@@ -132,7 +132,7 @@ def default_launch(query: jax.Array, cache: ProgressiveCache) -> Launch:
     to_fill = min(blocks // _WARPS, _MULTIPROCESSORS // heads)
     to_even_out = min(_EVEN // heads, blocks // _ENOUGH_BLOCKS)
     splits = max(1, to_fill, to_even_out)
-    # Waiting for each other costs more than a second kernel, but where there is little to do.
+    # Waiting for each other costs more than a second kernel, except where there is little to do.
     cluster = splits if splits <= _LARGEST_CLUSTER and blocks <= _FEW_BLOCKS else 1
     stage = _WARPS * stage_bytes(
         cache.head_dim, cache.config.block_kv, cache.key.bits, cache.value.bits

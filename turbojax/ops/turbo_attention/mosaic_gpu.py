@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernel behind `turbo_attention` on Hopper: what it takes, how it starts."""
+"""The Mosaic GPU kernel behind `turbo_attention` on Hopper: what it takes, how it is launched."""
 
 import functools
 from typing import NamedTuple
@@ -17,7 +17,7 @@ _HEAD_DIMS = (64, 128, 256)
 _BLOCK_KV = (64, 128)
 # Query rows of one warpgroup, which have one scale.
 _ROWS = 64
-# Above it the hardware's powers of two cannot be shifted to where they vanish.
+# Above it the hardware's powers of two cannot be shifted so far that they become 0.
 _HIGHEST_THRESHOLD = -5.0
 
 
@@ -81,7 +81,7 @@ def attention(
       key: ``[B, S, K, H]``.
       value: ``[B, S, K, H]``.
       query_length: int32 ``[B]``; queries at or past it are padding and give 0 and ``-inf``.
-      key_length: int32 ``[B]``; keys at or past it are not there.
+      key_length: int32 ``[B]``; keys at or past it are ignored.
       config: numerics and block sizes; not mode ``"float"``.
       scale: factor of the scores.
       visibility: causality and window.

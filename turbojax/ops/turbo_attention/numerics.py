@@ -57,7 +57,7 @@ def quantize_scores_operand(
 def quantize_values(value: jax.Array, mode: Mode) -> tuple[jax.Array, jax.Array]:
     """V as codes: int8 with a scale per block, e4m3 with one per sequence and head.
 
-    The single e4m3 scale lets an 8-bit float accumulator run on over blocks.
+    The single e4m3 scale lets an 8-bit float accumulator run over all blocks without rescaling.
 
     Args:
       value: floating point ``[B, K, n, block, H]``.
@@ -91,7 +91,7 @@ def round_probabilities(
     """
     if mode == "int8":
         scale = largest * (1 / INT8_RANGE)
-        # Of so small a weight nothing is left; its reciprocal would be infinite.
+        # So small a weight rounds to 0, and its reciprocal would be infinite.
         scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1, scale)
         return jnp.rint(p * (1 / scale)), scale
     if mode in ("int8_fp8", "fp8"):

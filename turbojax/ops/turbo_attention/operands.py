@@ -1,4 +1,4 @@
-"""The operands of the prefill kernels: codes in the layout that their matrix units want."""
+"""The operands of the prefill kernels: codes in the layout that matrix units need."""
 
 import functools
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from turbojax.ops.turbo_attention import numerics
 _AMPERE, _ADA = 8.0, 8.9
 _LARGEST_HEAD_DIM = 256
 _LARGEST_BLOCK = 256
-# A launch's second axis.
+# The limit of a launch's second axis.
 _MOST_BLOCKS = 2**16 - 1
 
 
@@ -65,7 +65,7 @@ def quantize_operands(
       query: ``[B, T, N, H]``.
       key: ``[B, S, K, H]``.
       value: ``[B, S, K, H]``.
-      query_length: int32 ``[B]``; what stands past it counts as zero.
+      query_length: int32 ``[B]``; tokens past it count as zero.
       key_length: int32 ``[B]``.
       config: mode and block sizes; `block_kv` a multiple of 16 if permuted.
       stage1: the keys' and values' part, if it is there already; then `permuted` says how.

@@ -36,7 +36,7 @@ def attention(
       key: ``[B, S, K, H]``.
       value: ``[B, S, K, H]``.
       query_length: int32 ``[B]``; queries at or past it are padding and give 0 and ``-inf``.
-      key_length: int32 ``[B]``; keys at or past it are not there.
+      key_length: int32 ``[B]``; keys at or past it are ignored.
       config: numerics and block sizes.
       scale: factor of the scores.
       visibility: causality and window.

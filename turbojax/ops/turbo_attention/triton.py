@@ -1,4 +1,4 @@
-"""The Triton kernels behind `turbo_attention` and `decode`: what they take, how they start."""
+"""The Triton kernels behind `turbo_attention` and `decode`: what they take, and their launch."""
 
 import functools
 import math
@@ -283,7 +283,7 @@ def _splits(pairs: int, blocks: int) -> int:
 
 
 def _exponential(config: TurboConfig) -> tuple[Callable[..., jax.Array], float]:
-    """The softmax's exponential as a kernel computes it, and what it calls one nat."""
+    """The softmax's exponential as a kernel computes it, and its units per nat."""
     if isinstance(config.softmax, SAS):
         return config.softmax.in_kernel, config.softmax.unit
     return _exact_exponential, math.log2(math.e)
