@@ -11,9 +11,10 @@ from pathlib import Path
 
 # Settings that XLA and JAX read when they start.
 #
-# Nearly all of the suite's time is compilation, so on a CPU programs are compiled four times faster,
-# with few optimizations. Where equal bits between two programs are promised, that would prove little:
-# such tests are marked `bits`, and `make test-all` runs them again as users compile (TURBOJAX_OPTIMIZE=1).
+# Nearly all of the suite's time is compilation, so on a CPU programs are compiled with few
+# optimizations, four times faster. Where equal bits between two programs are promised, that would
+# prove little: such tests are marked `bits`, and `make test-all` runs them again as users compile
+# (TURBOJAX_OPTIMIZE=1).
 _QUICK_CPU = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     "--xla_cpu_parallel_codegen_split_count=1"
@@ -36,8 +37,8 @@ import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# Compiled programs are shared by the test processes, and by the next run; `make clean` removes them.
-# The key holds the program, the flags and the versions of jax and XLA.
+# Compiled programs are shared by the test processes, and by the next run; `make clean` removes
+# them. The key holds the program, the flags and the versions of jax and XLA.
 _PROGRAMS = Path(__file__).resolve().parents[1] / ".cache" / "programs"
 _MOST_BYTES = 2**30
 jax.config.update("jax_compilation_cache_dir", str(_PROGRAMS))
@@ -79,7 +80,7 @@ def _gpus() -> list[jax.Device]:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves a few cases of `quick` tests to `make test`; skips GPU tests without a GPU, saying why."""
+    """Leaves few cases of `quick` tests to `make test`; skips GPU tests where there is no GPU."""
     _leave_few_cases(items)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _gpus():
@@ -89,7 +90,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _leave_few_cases(items: list[pytest.Item]) -> None:
-    """Marks all but `count` cases of a test with `quick(count)` as slow; those are spread evenly."""
+    """Marks as slow all but `count` cases, spread evenly, of a test with `quick(count)`."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("quick"):
@@ -130,11 +131,17 @@ class _GpuTestsRan:
             )
 
 
+def _remove_many_programs() -> None:
+    """Bounds what the programs of earlier runs take on the disk."""
+    used = sum(path.stat().st_size for path in _PROGRAMS.glob("*"))
+    if used > _MOST_BYTES:
+        shutil.rmtree(_PROGRAMS)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Installs the check above where GPU tests are asked for (`-m gpu`); keeps the disk tidy."""
-    if not hasattr(config, "workerinput") and _PROGRAMS.exists():
-        if sum(path.stat().st_size for path in _PROGRAMS.iterdir()) > _MOST_BYTES:
-            shutil.rmtree(_PROGRAMS)
+    if not hasattr(config, "workerinput"):
+        _remove_many_programs()
     wanted = config.option.markexpr.replace("(", " ").replace(")", " ").split()
     asked = "gpu" in wanted and wanted[max(wanted.index("gpu") - 1, 0)] != "not"
     if asked and not hasattr(config, "workerinput") and not config.option.collectonly:
