@@ -7,9 +7,11 @@ record of all. In a checkout without git, TURBOJAX_COMMIT says which commit it i
 
 import collections
 import dataclasses
+import datetime
 import importlib.metadata
 import json
 import os
+import platform
 import subprocess
 import time
 from pathlib import Path
@@ -39,21 +41,41 @@ def commit() -> str | None:
     return f"{head}, changed" if status else head
 
 
+def _driver() -> str | None:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        output = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return (output.stdout.split() or [None])[0]
+
+
 def machine() -> dict[str, Any]:
     """Date, device, driver, versions, commit, and jax's backend."""
     # Imported late: plugins are loaded before the tests' settings of jax.
     import jax
 
-    from benchmarks.__main__ import _machine
+    import turbojax
 
-    found = _machine()
-    names = ("date", "device", "driver", "jax", "python", "turbojax")
     return {
-        **{name: found.get(name) for name in names},
+        "date": datetime.date.today().isoformat(),
+        "device": jax.devices()[0].device_kind,
+        "driver": _driver(),
+        "jax": jax.__version__,
         "jaxlib": importlib.metadata.version("jaxlib"),
+        "python": platform.python_version(),
+        "turbojax": turbojax.__version__,
         "commit": commit(),
         "backend": jax.default_backend(),
     }
+
+
+def write(path: Path, result: dict[str, Any]) -> None:
+    """Writes a record so that a reader sees the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".partial")
+    draft.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    os.replace(draft, path)
 
 
 @dataclasses.dataclass
@@ -129,8 +151,7 @@ class Recorder:
             "workers": getattr(session.config.option, "numprocesses", None) or 1,
         }
         path = self.folder / f"gpu_tests_{found['date']}.json"
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write(path, result)
         self.message = f"recorded in {path}"
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:

@@ -141,3 +141,27 @@ def test_what_is_not_installed_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(sanitize.importlib.util, "find_spec", lambda name: None)
     row = sanitize.check(sanitize.Task("attention, jax-triton", "memcheck"), 9.0, None)
     assert (row["status"], row["reason"]) == ("not run", "jax_triton is not installed")
+
+
+def test_a_whole_run(tmp_path, monkeypatch, capsys):
+    """With a stand-in: every row is there, in order, whichever ended first."""
+    asked = {"date": "2000-01-01", "device": "a GPU", "backend": "gpu"}
+    answers = iter((json.dumps(asked), "Version 2025.3 (build 1)\n"))
+    monkeypatch.setattr(
+        sanitize.subprocess,
+        "run",
+        lambda *_, **__: types.SimpleNamespace(returncode=0, stdout=next(answers)),
+    )
+    script = tmp_path / "sanitizer"
+    script.write_text(f"#!{sys.executable}\nprint({SAID['clean'][0]!r})\n", encoding="utf-8")
+    script.chmod(0o755)
+    out = tmp_path / "found.json"
+    sanitize.main(["--sanitizer", str(script), "--filter", "kv4|paged, b", "--out", str(out)])
+    found = json.loads(out.read_text(encoding="utf-8"))
+    assert (found["device"], found["sanitizer"]) == ("a GPU", "2025.3")
+    assert [(row["tool"], row["case"], row["status"]) for row in found["rows"]] == [
+        (tool, name, "clean")
+        for tool in ("memcheck", "racecheck")
+        for name in ("kv4, decode", "paged, bf16")
+    ]
+    assert str(out) in capsys.readouterr().out

@@ -236,7 +236,6 @@ def _version(sanitizer: str) -> str:
 def run_all(arguments: argparse.Namespace) -> None:
     """Runs every task and writes the result after each."""
     from benchmarks import gpu_tests
-    from benchmarks.__main__ import write
 
     start = time.monotonic()
     # jax is asked in a process of its own, which holds no memory of the GPU afterwards.
@@ -270,7 +269,7 @@ def run_all(arguments: argparse.Namespace) -> None:
             rows = {order.index(Task(r["case"], r["tool"])): r for r in [*result["rows"], row]}
             result["rows"] = [rows[i] for i in sorted(rows)]
             result["seconds"] = round(time.monotonic() - start, 1)
-            write(out, result)
+            gpu_tests.write(out, result)
             print(row["tool"], row["case"], row["status"], row.get("found"), flush=True)
     print(out)
 
