@@ -428,8 +428,8 @@ def test_prose_agrees_with_the_results():
     compressed = tables.alone(rows["compress/llama3-8b/b16-s32768/turbo-4bit/triton"])
     ends = generated["summary"]
     figures = [
-        f"it takes {four['us']:.0f} us",
-        f"tokens, {speed[four['name']]}, and",
+        f"tokens take {four['us']:.0f} us",
+        f", {speed[four['name']]}. It is faster",
         f"({speed[f'{short}turbo-4bit/triton']}; ",
         f"{four['percent_of_ceiling']:.0f} % of the ceiling",
         f"at {min(mixed)} to {max(mixed)} of cuDNN",
