@@ -222,8 +222,8 @@ def test_nbytes_counts_what_is_held(config):
 
 def test_nbytes_without_arrays():
     """Shapes suffice: the size of a cache can be planned without allocating it."""
-    shapes = jax.eval_shape(lambda: new(MIXED))
-    assert shapes.nbytes == new(MIXED).nbytes
+    shapes = jax.eval_shape(lambda: tj.init_cache(BATCH, 100, HEADS, HEAD_DIM, config=MIXED))
+    assert shapes.nbytes == new(MIXED, dtype=shapes.dtype).nbytes
 
 
 # validate ----------------------------------------------------------------------------------------
