@@ -31,7 +31,7 @@ from cache_helpers import (
 from grids import pairwise, slow_after
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from implementations import ON_CPU, interpreted
+from implementations import ON_CPU, interpreted, kernel_is_slow
 
 import turbojax as tj
 
@@ -264,6 +264,7 @@ def test_padding_never_changes_a_bit(implementation, garbage):
     assert_same_bits(store(0.0), store(garbage))
 
 
+@kernel_is_slow
 def test_the_batch_never_changes_a_bit(implementation):
     """A sequence alone and in company."""
     key, value = tokens(40, seed=34)
