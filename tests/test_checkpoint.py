@@ -361,7 +361,7 @@ class TestSaving:
     @pytest.mark.parametrize(
         ("extra", "error", "message"),
         [
-            ({"eos_token_id": np.int64(3)}, TypeError, "eos_token_id=.*3.* must be what JSON"),
+            ({"eos_token_id": np.int64(3)}, TypeError, "eos_token_id=.*3.* must be serializable"),
             ({"num_hidden_layers": 1}, ValueError, "num_hidden_layers=1 must be left out"),
             ({"quantization_config": {}}, ValueError, "quantization_config={} must be left out"),
             (
