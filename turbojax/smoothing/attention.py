@@ -67,7 +67,8 @@ def channel_rope_scale(
       chosen: bool ``[K, H/2]``.
 
     Raises:
-      TypeError: if `key_absmax` is not floating point, `num_pairs` no integer or beta not a number.
+      TypeError: if `key_absmax` is not floating point, `num_pairs` not an integer, or beta not a
+        number.
       ValueError: if H is odd, `num_pairs` negative or more than ``H / 2``, beta not positive, or
         (outside `jit`) a value is negative or not finite.
     """

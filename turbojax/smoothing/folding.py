@@ -42,7 +42,7 @@ class Smoothing:
         better for a model without such outliers.
 
     Raises:
-      TypeError: if a factor is not a number or `num_pairs` no integer.
+      TypeError: if a factor is not a number or `num_pairs` not an integer.
       ValueError: if a factor is not positive, `num_pairs` negative or `cas_inputs` unknown.
     """
 
