@@ -16,7 +16,7 @@ import pytest
 import turbojax
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("turbojax", "pallas_kernels", "training")
+PACKAGES = ("turbojax", "pallas_kernels", "training", "benchmarks")
 MAX_LINES = 500
 
 
