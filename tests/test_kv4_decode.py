@@ -9,7 +9,7 @@ import numpy as np
 import oracles
 import pytest
 from grids import pairwise, slow_after
-from implementations import ON_CPU, interpreted
+from implementations import ON_CPU, interpreted, kernel_is_slow
 
 import turbojax as tj
 from turbojax.cache import kv4
@@ -254,8 +254,12 @@ def test_what_stands_beyond_the_length_is_not_seen(implementation):
     check_beyond_the_length(run(implementation))
 
 
+@kernel_is_slow
 def test_transforms(implementation):
-    """Eager and jitted, vmap over layers, scan: the same numbers; twice the same bits."""
+    """Eager and jitted, vmap over layers, scan: the same numbers; twice the same bits.
+
+    Plain JAX has the same bits eager and jitted; the interpreted kernel is another program then.
+    """
     caches = [filled(2, 16, lengths, room=8) for lengths in ((20, 4), (20, 9))]
     stacked = jax.tree.map(lambda *x: np.stack(x), *caches)
     query = normal(9, (2, 2, 1, 4, 16))
@@ -263,10 +267,14 @@ def test_transforms(implementation):
     want = [np.asarray(call(q, c)) for q, c in zip(query, caches, strict=True)]
     np.testing.assert_array_equal(call(query[0], caches[0]), want[0])
     with interpreted(implementation):
-        np.testing.assert_array_equal(one(query[0], caches[0]), want[0])
+        eager = np.asarray(one(query[0], caches[0]))
+        np.testing.assert_array_equal(one(query[0], caches[0]), eager)
         mapped = jax.jit(jax.vmap(one))(query, stacked)
         scan = jax.jit(lambda *xs: jax.lax.scan(lambda c, x: (c, one(*x)), None, xs)[1])
         scanned = scan(query, stacked)
+    if implementation == "xla":
+        np.testing.assert_array_equal(eager, want[0])
+    np.testing.assert_allclose(eager, want[0], atol=1e-6)
     np.testing.assert_allclose(mapped, np.stack(want), atol=1e-6)
     np.testing.assert_allclose(scanned, np.stack(want), atol=1e-6)
 
