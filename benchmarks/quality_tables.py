@@ -54,3 +54,27 @@ def quality_table(name: str, report: Result) -> str:
         f"{report['prefilled']} to {report['context'] + 1}, decoded one by one;"
     )
     return f"{tables.table(header, lines)}\n\n{note} {tables.source(name, report)}"
+
+
+_PAGES = ("turbo4", "fp8_e4m3", "fp8_e5m2")
+
+
+def pages_sentence(name: str, result: Result) -> str:
+    """What each kind of page adds to the bits of a bfloat16 cache."""
+    measured = any("cost" in result["caches"].get(kind, {}) for kind in _PAGES)
+    start = "What a byte of held-out text costs the embedded model in bits, beyond a bfloat16 cache"
+    if not measured:
+        return f"{start}: not measured."
+    costs = []
+    for kind in _PAGES:
+        row = result["caches"].get(kind, {})
+        if "cost" in row:
+            costs.append(f'{row["cost"]:+.4f} ± {row["cost_standard_error"]:.4f} with `"{kind}"`')
+        else:
+            costs.append(f'not measured with `"{kind}"`')
+    return (
+        f"{start}: {', '.join(costs)}. Means over {result['windows']} windows of "
+        f"{result['modules']} modules of the standard library, the first {result['prefilled']:,} "
+        "bytes of each in one piece and the others one by one, with their standard errors; "
+        f"{result['device']}, jax {result['jax']}, {result['date']} (`{name}`)."
+    )

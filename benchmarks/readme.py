@@ -29,11 +29,13 @@ def gpu_tests_line() -> str:
     if found is None:
         return "No full run of the GPU tests is recorded yet."
     name, record = found
+    commit, _, changed = (record["commit"] or "unknown").partition(", ")
+    state = commit[:10] + (" with changes" if changed else "")
     counts = ", ".join(f"{record[what]:,} {what}" for what in ("passed", "failed", "skipped"))
     return (
         f"The last full run of the GPU tests: {counts}, in {record['seconds'] / 60:.1f} minutes "
         f"with {record['workers']} processes; {record['device']}, driver {record['driver']}, jax "
-        f"{record['jax']}, {record['date']}, commit {record['commit'][:10]} "
+        f"{record['jax']}, {record['date']}, commit {state} "
         f"([{name}]({_LINK}{name}))."
     )
 

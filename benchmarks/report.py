@@ -129,7 +129,10 @@ def _picture(name: str) -> str:
 # By what results are called (the date follows): tables of the whole result.
 _TABLES: Mapping[tuple[str, ...], Mapping[str, Callable[[str, Result], str]]] = {
     ("demo",): {"demo": quality_tables.demo_table},
-    ("cache_quality",): {"quality": quality_tables.quality_table},
+    ("cache_quality",): {
+        "quality": quality_tables.quality_table,
+        "page costs": quality_tables.pages_sentence,
+    },
     ("generate", "throughput"): {"throughput": _throughput_section},
     ("pooled",): {"pooled summary": pooled_tables.summary},
     ("pooled_training",): {"pooled training": pooled_tables.training_section},

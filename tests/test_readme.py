@@ -87,6 +87,11 @@ def test_the_last_run_of_the_gpu_tests(tmp_path, monkeypatch):
         "with 16 processes; a device, driver 1.2, jax 0.1, 2000-01-02, commit 0123456789 "
         "([gpu_tests_2000-01-02.json](benchmarks/results/gpu_tests_2000-01-02.json))."
     )
+    for commit, shown in (("0123456789ab, changed", "0123456789 with changes"), (None, "unknown")):
+        (tmp_path / "gpu_tests_2000-01-03.json").write_text(
+            json.dumps({**record, "commit": commit})
+        )
+        assert f"commit {shown} ([gpu" in readme.gpu_tests_line()
 
 
 def test_a_figure_that_was_not_measured_is_named(tmp_path):
