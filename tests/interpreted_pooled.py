@@ -97,7 +97,7 @@ def install():
 
     def scoped(f, *types, **kwargs):
         if all(isinstance(x, Accumulator) for x in types):
-            return f(*types)
+            return f(*(Accumulator(x.value.shape, x.value.dtype) for x in types))
         return run_scoped(f, *types, **kwargs)
 
     def stateful(f):
