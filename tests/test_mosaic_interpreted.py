@@ -32,9 +32,12 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["causal", "grouped, lengths"])
-def test_pooled_forward_equals_the_oracle_and_has_no_race(name):
-    program = [sys.executable, str(ROOT / "tests" / "interpreted_pooled.py"), "forward", name]
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [("forward", "causal"), ("forward", "grouped, lengths"), ("gradients", "causal")],
+)
+def test_pooled_attention_equals_the_oracle_and_has_no_race(what, name):
+    program = [sys.executable, str(ROOT / "tests" / "interpreted_pooled.py"), what, name]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         program, env=environment, capture_output=True, text=True, timeout=500, check=False
