@@ -1,7 +1,7 @@
 """`implementation="mosaic_gpu"` of `pooled_attention` without a GPU: refusals, order, lowering.
 
-No interpreter runs its matrix instructions: what it computes is checked on a GPU, in
-`test_gpu_pooled.py`.
+What it computes is checked on a GPU, in `test_gpu_pooled.py`, and with products replaced, by
+Pallas' interpreter, in `test_mosaic_interpreted.py`.
 """
 
 import jax

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -26,7 +25,6 @@ ROW, COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 _NOWHERE = 2**20
 # jax's types do not export it.
 accumulator: Any = vars(plgpu)["ACC"]
-_LOAD_TAKES_INDEX = inspect.signature(plgpu.load).parameters["idx"].default is inspect._empty
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +92,8 @@ def transposed(ref: Ref) -> Ref:
 
 
 def load(ref: Ref, layout: Any) -> jax.Array:
-    return plgpu.load(ref, *([()] if _LOAD_TAKES_INDEX else []), layout=layout)
+    # What `plgpu.load` does in every version; its own arguments changed from one to the next.
+    return plgpu.layout_cast(ref[...], layout)
 
 
 def full(x: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
