@@ -56,7 +56,7 @@ def forward(model: models.Llama, ids) -> np.ndarray:
     [(name, n) for name in hf.VARIANTS for n in LENGTHS if name in FAMILIES or n == max(LENGTHS)],
 )
 def test_logits(load, name, length):
-    model = load(name, max_length=hf.longest(name, length))
+    model = load(name)
     ids = hf.tokens(BATCH, length)
     expected = hf.logits(hf.reference(name), ids)
     assert 0.8 < expected.std() < 3
@@ -66,7 +66,7 @@ def test_logits(load, name, length):
 @pytest.mark.parametrize("name", hf.VARIANTS)
 def test_padding_on_either_side(load, name):
     length = 40
-    model = load(name, max_length=hf.longest(name, length))
+    model = load(name)
     ids = hf.tokens(BATCH, length)
     masks = [hf.padding_mask((40, 23, 1), length, side) for side in ("left", "right")]
     graph, state = nnx.split(model)

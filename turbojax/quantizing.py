@@ -57,6 +57,7 @@ class QuantizeSettings:
       evaluation_files: text to measure with; the embedded model's held-out modules if empty.
       evaluation_tokens: how many tokens are measured; 0 for none.
       window: tokens that the model sees at once, in both.
+      max_length: longest sequence of the quantized model, by default the checkpoint's.
 
     Raises:
       ValueError: if a number is out of range, or files are given that nothing would read.
@@ -73,6 +74,7 @@ class QuantizeSettings:
     evaluation_files: tuple[Path, ...] = ()
     evaluation_tokens: int = 16384
     window: int = 1024
+    max_length: int | None = None
 
     def __post_init__(self) -> None:
         _checks.check_sizes(calibration_tokens=self.calibration_tokens, window=self.window)
@@ -142,7 +144,7 @@ def run(settings: QuantizeSettings, progress: Progress | None = None) -> Quantiz
     begun = time.perf_counter()
     _check_out(settings)
     stored_dtype(models.read_config(settings.model))
-    source = text.load_text_model(settings.model)
+    source = text.load_text_model(settings.model, max_length=settings.max_length)
     model = source.decoder
     if not isinstance(model, models.Decoder):
         raise ValueError(f"{settings.model!r} is quantized already")
