@@ -17,6 +17,8 @@ from turbojax.models.evaluation import CacheName, caches_of
 from turbojax.models.quantize import EVERYTHING
 from turbojax.models.quantized_checkpoint import QUANT_METHOD
 from turbojax.models.tokenizer import (
+    CHAT_TEMPLATE_NAME,
+    CHAT_TEMPLATES_FOLDER,
     TOKENIZER_NAME,
     ByteTokenizer,
     NumberTokenizer,
@@ -34,7 +36,7 @@ _COMPANIONS = (
     TOKENIZER_NAME,
     "tokenizer_config.json",
     "special_tokens_map.json",
-    "chat_template.jinja",
+    CHAT_TEMPLATE_NAME,
     "generation_config.json",
 )
 _KEPT_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -377,6 +379,10 @@ def _write(settings: QuantizeSettings, model: models.QuantizedDecoder) -> tuple[
     for name in _COMPANIONS:
         if (source / name).is_file():
             shutil.copyfile(source / name, out / name)
+    templates = sorted((source / CHAT_TEMPLATES_FOLDER).glob("*.jinja"))
+    for path in templates:
+        (out / CHAT_TEMPLATES_FOLDER).mkdir(exist_ok=True)
+        shutil.copyfile(path, out / CHAT_TEMPLATES_FOLDER / path.name)
     sizes = [
         sum(file.stat().st_size for file in models.weight_files(folder)) for folder in (source, out)
     ]

@@ -200,9 +200,7 @@ class Rope:
             return 0.1 * math.log(self.scaling.factor) + 1 if given is None else given
         return self.scaling.attention_factor if isinstance(self.scaling, LongRopeScaling) else 1.0
 
-    def frequencies(
-        self, dtype: DTypeLike = np.float64, longest: int | None = None
-    ) -> np.ndarray:
+    def frequencies(self, dtype: DTypeLike = np.float64, longest: int | None = None) -> np.ndarray:
         """Radians per token of each pair, ``[R/2]``.
 
         Args:
