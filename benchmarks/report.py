@@ -21,6 +21,7 @@ from benchmarks import (
     model_tables,
     paged_tables,
     pooled_tables,
+    quality_tables,
     readme,
     tables,
 )
@@ -438,8 +439,11 @@ def run(arguments: argparse.Namespace) -> None:
         wrong = stale(readme.RESULTS, PAGE)
         if readme.fill(old) != old:
             wrong.append(readme_path.name)
+        if quality_tables.is_stale():
+            wrong.append(quality_tables.PAGE.name)
         if wrong:
             sys.exit(f"out of date: {', '.join(wrong)}; run python -m benchmarks report")
         return
     write(readme.RESULTS, PAGE)
     readme_path.write_text(readme.fill(old), encoding="utf-8")
+    quality_tables.write()
