@@ -28,7 +28,7 @@ from turbojax.finetune.evaluate import windows
 from turbojax.models import generation
 
 DEFAULT_CACHES = ("exact", "4bit", "3bit", "2/4bit", "2bit", "turbo4", "fp8_e4m3", "fp8_e5m2")
-QUICK = {"context": 255, "per_file": 1}
+QUICK = {"context": 159, "per_file": 1}
 
 
 def held_out_windows(context: int, per_file: int) -> dict[str, np.ndarray]:

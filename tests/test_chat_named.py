@@ -1,4 +1,4 @@
-"""Several chat templates and all special tokens, as transformers reads them from the same folder."""
+"""Named chat templates and special tokens, as transformers reads them from the same folder."""
 
 import json
 

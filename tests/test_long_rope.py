@@ -76,8 +76,10 @@ def test_factors_are_seen():
     assert np.abs(apart).max() > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize(("prompt", "new"), [(20, 10), (22, 10), (33, 8), (50, 8)])
-@pytest.mark.parametrize("cache", ["exact", "paged"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("prompt", "new", "cache"), [(20, 10, "exact"), (33, 8, "exact"), (22, 10, "paged")]
+)
 def test_greedy_texts(decoder, prompt, new, cache):
     """Prompt and new tokens together on one side of the border: exactly those of transformers."""
     ids = hf.tokens(2, prompt)
@@ -85,6 +87,7 @@ def test_greedy_texts(decoder, prompt, new, cache):
     np.testing.assert_array_equal(ours, greedy(ids, new))
 
 
+@pytest.mark.slow
 def test_scores_through_a_cache(decoder):
     for prompt, new in ((17, 6), (40, 6)):
         ids = hf.tokens(2, prompt + new)
@@ -109,6 +112,7 @@ def test_a_session_across_the_border_has_the_long_factors_and_says_so(decoder):
     models.start(short, jnp.asarray(ids[:, :20]), max_length=ORIGINAL)
 
 
+@pytest.mark.slow
 def test_an_engine_chooses_by_its_longest_request(decoder):
     def engine(max_length):
         return Engine(decoder, num_pages=8, page_size=16, max_sequences=2, max_length=max_length)
@@ -125,6 +129,7 @@ def test_an_engine_chooses_by_its_longest_request(decoder):
     assert list(long.run()[number].tokens) == greedy(ids, 8)[0].tolist()
 
 
+@pytest.mark.slow
 def test_serving_takes_the_factors_of_its_longest_request(decoder):
     ids, results = hf.tokens(1, 20), []
     model = text.TextModel(decoder, NumberTokenizer(hf.VOCAB))
@@ -157,6 +162,7 @@ def test_a_stored_session_keeps_its_factors(decoder, tmp_path):
     models.load_session(tmp_path / "short", other)
 
 
+@pytest.mark.slow
 def test_the_commands_take_the_length(folder, tmp_path):
     """`--max-length` takes the short factors, and bounds what may be asked for."""
     ids = " ".join(map(str, hf.tokens(1, 20)[0]))

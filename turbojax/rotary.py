@@ -235,14 +235,15 @@ class Rope:
         Returns:
           float32 ``[B, T, 1, R/2]``.
         """
-        if not isinstance(self.scaling, LongRopeScaling) or not isinstance(longest, jax.Array):
-            frequencies = jnp.asarray(self.frequencies(np.float32, longest))
-        else:
+        if isinstance(self.scaling, LongRopeScaling) and isinstance(longest, jax.Array):
             original = self.scaling.original_max_length
             short, long = (
                 self.frequencies(np.float32, length) for length in (original, self.max_length)
             )
             frequencies = jnp.where(longest > original, long, short)
+        else:
+            known = None if isinstance(longest, jax.Array) else longest
+            frequencies = jnp.asarray(self.frequencies(np.float32, known))
         return positions.astype(jnp.float32)[:, :, None, None] * frequencies[None, None, None, :]
 
     def rotate(self, x: jax.Array, angles: jax.Array) -> jax.Array:
