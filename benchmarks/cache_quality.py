@@ -3,13 +3,17 @@
 `python -m benchmarks.cache_quality --out benchmarks/results/cache_quality.json`
 
 Every window is prefilled to half of its length and then decoded byte by byte, fed the true
-bytes, through each cache.
+bytes, through each cache. The cost of a cache is what it adds to the bits of the first one, which
+is in bfloat16 where it is ``exact``. Uncompressed pages, ``paged``, are in the model's dtype.
+
+`--quick` is a small sample of the same: does everything run?
 """
 
 import argparse
 import json
 import math
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +27,8 @@ from turbojax.demo import environment
 from turbojax.finetune.evaluate import windows
 from turbojax.models import generation
 
-DEFAULT_CACHES = ("exact", "4bit", "3bit", "2/4bit", "2bit")
+DEFAULT_CACHES = ("exact", "4bit", "3bit", "2/4bit", "2bit", "turbo4", "fp8_e4m3", "fp8_e5m2")
+QUICK = {"context": 159, "per_file": 1}
 
 
 def held_out_windows(context: int, per_file: int) -> dict[str, np.ndarray]:
@@ -82,6 +87,11 @@ def _look(logits: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
     return bits, jnp.argmax(logits, axis=-1)
 
 
+def mean_and_error(values: np.ndarray) -> tuple[float, float]:
+    """The mean of the windows, and its standard error as if they were independent."""
+    return float(values.mean()), float(values.std(ddof=1) / math.sqrt(len(values)))
+
+
 def measure(
     context: int, per_file: int, caches: tuple[str, ...], dtype: Any, progress: Progress
 ) -> dict[str, Any]:
@@ -94,6 +104,7 @@ def measure(
     middle = (tokens.shape[1] - prompt) // 2
     rows: dict[str, Any] = {}
     reference: np.ndarray | None = None
+    first: np.ndarray | None = None
     for name in caches:
         task = progress.add_task(name, total=tokens.shape[1] - prompt)
         kind = models.cache_by_name(name, model.config.num_kv_heads)
@@ -106,8 +117,14 @@ def measure(
             lambda n, task=task: progress.advance(task, n),
         )
         reference = choices if reference is None else reference
+        by_window = bits.mean(axis=1, dtype=np.float64)
+        first = by_window if first is None else first
+        mean, error = mean_and_error(by_window - first)
         rows[name] = {
-            "bits_per_byte": float(bits.mean()),
+            "bits_per_byte": float(by_window.mean()),
+            "cost": mean,
+            "cost_standard_error": error,
+            "bits_per_byte_by_window": [round(float(x), 6) for x in by_window],
             "bits_per_byte_by_context": {
                 f"{prompt}-{prompt + middle}": float(bits[:, :middle].mean()),
                 f"{prompt + middle}-{tokens.shape[1]}": float(bits[:, middle:].mean()),
@@ -117,6 +134,7 @@ def measure(
             "cache_bytes_per_sequence": nbytes // len(tokens),
         }
     return {
+        "modules": len(cut),
         "windows": len(tokens),
         "decoded_bytes": int(tokens.shape[0] * (tokens.shape[1] - prompt)),
         "context": context,
@@ -126,7 +144,7 @@ def measure(
     }
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line, measures, writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="JSON file to write; printed if not given")
@@ -134,21 +152,22 @@ def main() -> None:
     parser.add_argument("--windows-per-file", type=int, default=4)
     parser.add_argument("--caches", default=",".join(DEFAULT_CACHES))
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    arguments = parser.parse_args()
+    parser.add_argument("--quick", action="store_true", help="a small sample")
+    given = parser.parse_args(arguments)
+    sizes = {"context": given.context, "per_file": given.windows_per_file}
     with Progress() as progress:
         result = measure(
-            arguments.context,
-            arguments.windows_per_file,
-            tuple(arguments.caches.split(",")),
-            arguments.dtype,
-            progress,
+            **(QUICK if given.quick else sizes),
+            caches=tuple(given.caches.split(",")),
+            dtype=given.dtype,
+            progress=progress,
         )
     text = json.dumps({**environment(), **result}, indent=2) + "\n"
-    if arguments.out is None:
+    if given.out is None:
         print(text)
     else:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(text, encoding="utf-8")
+        given.out.parent.mkdir(parents=True, exist_ok=True)
+        given.out.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -180,15 +180,6 @@ def write(name: str, folder: Path, *, shard_bytes: int | None = None) -> Path:
     return folder
 
 
-def longest(name: str, length: int) -> int | None:
-    """The `max_length` to load a variant with, for texts of this length.
-
-    transformers takes LongRoPE's factors by the text, this package by the model.
-    """
-    original = VARIANTS[name].keys.get("original_max_position_embeddings", length)
-    return original if length < original else None
-
-
 def padding_mask(lengths: Sequence[int], size: int, side: str) -> np.ndarray:
     """int ``[B, size]``, 1 at real tokens."""
     place = np.arange(size)[None]

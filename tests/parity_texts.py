@@ -1,7 +1,13 @@
 """The texts of which transformers' logits are recorded, and which variants are asked what."""
 
+import contextlib
+
 import hf_helpers as hf
 import numpy as np
+import pytest
+
+from turbojax.models import LlamaConfig
+from turbojax.rotary import LongRopeScaling
 
 # What is seen is below 5e-5, float32's rounding through three layers of peaked attention, on logits
 # whose standard deviation is about 1.5 and whose largest is 4 to 8.
@@ -46,6 +52,13 @@ CONTINUED = (
     "gemma2",
     "gemma2-odd",
 )
+
+
+def border(config: LlamaConfig) -> contextlib.AbstractContextManager[object]:
+    """Expects what is said where short prompts may grow beyond LongRoPE's border."""
+    if isinstance(config.rope_scaling, LongRopeScaling):
+        return pytest.warns(UserWarning, match="LongRoPE")
+    return contextlib.nullcontext()
 
 
 def cached() -> np.ndarray:

@@ -147,9 +147,12 @@ def test_companions_of_a_model_are_copied(tiny_folder, tmp_path):
     source, out = tmp_path / "model", tmp_path / "out"
     models.save(models.load(tiny_folder), source, extra_config={"eos_token_id": 7})
     (source / "tokenizer_config.json").write_text("{}")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     result = _quantize(str(source), out, "--evaluation-tokens", "0")
     assert result.exit_code == 0, result.stderr
     assert (out / "tokenizer_config.json").read_text() == "{}"
+    assert (out / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
     assert models.read_config(out)["eos_token_id"] == 7
     assert models.read_config(out)["torch_dtype"] == "bfloat16"
 

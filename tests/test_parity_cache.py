@@ -26,13 +26,14 @@ def through(kind, model) -> np.ndarray:
     """Logits after each prompt and after each of the tokens that follow but the last."""
     ids = recordings.arrays()["cache/tokens"].astype(np.int32)
     longest = int(texts.PROMPTS.max())
-    session = models.start(
-        model,
-        jnp.asarray(ids[:, :longest]),
-        max_length=longest + texts.NEW,
-        lengths=jnp.asarray(texts.PROMPTS),
-        cache=kind,
-    )
+    with texts.border(model.config):
+        session = models.start(
+            model,
+            jnp.asarray(ids[:, :longest]),
+            max_length=longest + texts.NEW,
+            lengths=jnp.asarray(texts.PROMPTS),
+            cache=kind,
+        )
     return np.asarray(models.score(session, jnp.asarray(texts.continued(ids))))
 
 

@@ -38,7 +38,7 @@ def test_logits_with_and_without_padding_on_either_side(load, name):
     ids, mask = arrays["forward/tokens"].astype(np.int32), arrays["forward/mask"]
     recorded = recordings.logits(name, "forward")
     assert 0.8 < recorded.columns.std() < 3
-    graph, state = nnx.split(load(name, max_length=hf.longest(name, texts.LENGTH)))
+    graph, state = nnx.split(load(name))
     # What stands at padding does not matter.
     for padding in (0, 99):
         padded = jnp.asarray(np.where(mask, ids, padding))
@@ -49,7 +49,7 @@ def test_logits_with_and_without_padding_on_either_side(load, name):
 @pytest.mark.parametrize("name", texts.FAMILIES)
 def test_logits_of_short_texts_without_a_mask(load, name):
     ids = jnp.asarray(recordings.arrays()["short/tokens"].astype(np.int32))
-    graph, state = nnx.split(load(name, max_length=hf.longest(name, texts.SHORT)))
+    graph, state = nnx.split(load(name))
     logits = np.asarray(program(graph, state, ids, None))
     recorded = recordings.logits(name, "short")
     assert recordings.error(logits, recorded) < TOLERANCE
@@ -65,7 +65,7 @@ def test_logits_of_short_texts_without_a_mask(load, name):
 )
 def test_bfloat16_is_as_close_as_that_of_transformers(load, name):
     ids = jnp.asarray(recordings.arrays()["short/tokens"].astype(np.int32))
-    options = {"max_length": hf.longest(name, texts.SHORT), "dtype": jnp.bfloat16}
+    options = {"dtype": jnp.bfloat16}
     graph, state = nnx.split(load(name, **options))
     logits = np.asarray(program(graph, state, ids, None))[..., recordings.COLUMNS]
     ours = (logits - recordings.logits(name, "short").columns).std()

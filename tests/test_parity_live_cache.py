@@ -32,13 +32,15 @@ def ours(tmp_path_factory):
     @functools.cache
     def compute(name: str) -> np.ndarray:
         ids, longest = texts.cached(), int(PROMPTS.max())
-        session = models.start(
-            models.load_decoder(hf.write(name, tmp_path_factory.mktemp(name))),
-            jnp.asarray(ids[:, :longest]),
-            max_length=longest + texts.NEW,
-            lengths=jnp.asarray(PROMPTS),
-            cache="exact",
-        )
+        model = models.load_decoder(hf.write(name, tmp_path_factory.mktemp(name)))
+        with texts.border(model.config):
+            session = models.start(
+                model,
+                jnp.asarray(ids[:, :longest]),
+                max_length=longest + texts.NEW,
+                lengths=jnp.asarray(PROMPTS),
+                cache="exact",
+            )
         return np.asarray(models.score(session, jnp.asarray(texts.continued(ids))))
 
     return compute

@@ -58,7 +58,7 @@ def forward(model: models.Llama, ids) -> np.ndarray:
     [(name, n) for name in hf.VARIANTS for n in LENGTHS if name in FAMILIES or n == max(LENGTHS)],
 )
 def test_logits(load, theirs, name, length):
-    model = load(name, max_length=hf.longest(name, length))
+    model = load(name)
     ids = hf.tokens(BATCH, length)
     expected = theirs.logits(theirs.reference(name), ids)
     assert 0.8 < expected.std() < 3
@@ -68,7 +68,7 @@ def test_logits(load, theirs, name, length):
 @pytest.mark.parametrize("name", hf.VARIANTS)
 def test_padding_on_either_side(load, theirs, name):
     length = 40
-    model = load(name, max_length=hf.longest(name, length))
+    model = load(name)
     ids = hf.tokens(BATCH, length)
     masks = [hf.padding_mask((40, 23, 1), length, side) for side in ("left", "right")]
     graph, state = nnx.split(model)

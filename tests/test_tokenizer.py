@@ -158,14 +158,15 @@ def test_special_tokens_and_the_chat_template(tmp_path):
     config = {"bos_token": {"content": "<s>"}, "eos_token": None, "chat_template": "in config"}
     files = {"tokenizer_config.json": config, "special_tokens_map.json": {"eos_token": "</s>"}}
     tokenizer = JsonTokenizer(save(byte_level(), tmp_path / "a", files))
-    # Null in the settings means that there is none.
-    assert tokenizer.special_tokens == {"bos_token": "<s>"}
+    # Without added tokens beside it, the map counts, also where the settings say null.
+    assert tokenizer.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
     assert tokenizer.chat_template == "in config"
     files["chat_template.jinja"] = "in a file"
     assert JsonTokenizer(save(byte_level(), tmp_path / "a", files)).chat_template == "in a file"
     several = [{"name": "tool_use", "template": "1"}, {"name": "default", "template": "2"}]
     files = {"tokenizer_config.json": {"chat_template": several}}
-    assert JsonTokenizer(save(byte_level(), tmp_path / "b", files)).chat_template == "2"
+    named = JsonTokenizer(save(byte_level(), tmp_path / "b", files)).chat_template
+    assert named == {"tool_use": "1", "default": "2"}
     assert JsonTokenizer(save(byte_level(), tmp_path / "c")).chat_template is None
 
 

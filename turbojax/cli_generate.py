@@ -121,6 +121,7 @@ def generate(
     system: System = None,
     cache: Cache = "4bit",
     max_new_tokens: cli_options.MaxNewTokens = 128,
+    max_length: cli_options.MaxLength = None,
     temperature: Temperature = 0.0,
     top_k: TopK = None,
     top_p: TopP = None,
@@ -166,7 +167,7 @@ def generate(
             prompt_tokens=prompt_tokens,
         )
         content = str(prompt) if file is None else text.read_text(file.read_bytes())
-        source = cli_options.load(model, random_weights, weights, dtype)
+        source = cli_options.load(model, random_weights, weights, dtype, max_length)
         if random_weights is None:
             one = text.prompt_tokens(source, content, chat=chat, system=system)
             tokens = text.copies(one, batch_size)

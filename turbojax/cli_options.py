@@ -39,6 +39,15 @@ Dtype = Annotated[
         show_default=False,
     ),
 ]
+MaxLength = Annotated[
+    int | None,
+    typer.Option(
+        help="Longest sequence, prompt and new tokens together. Default: what the checkpoint says. "
+        "Models with LongRoPE have their short factors where no sequence can get longer than these "
+        "are for.",
+        show_default=False,
+    ),
+]
 MaxNewTokens = Annotated[int, typer.Option(help="Tokens to add to each sequence, at most.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
@@ -66,7 +75,11 @@ def one_line_errors(command: str, smaller: str) -> Iterator[None]:
 
 
 def load(
-    model: str | None, random_weights: str | None, weights: str | None, dtype: str | None
+    model: str | None,
+    random_weights: str | None,
+    weights: str | None,
+    dtype: str | None,
+    max_length: int | None,
 ) -> "TextModel":
     """The model that the options name.
 
@@ -80,7 +93,9 @@ def load(
     if random_weights is None:
         if weights is not None:
             raise ValueError("--weights is for --random-weights")
-        return text.load_text_model(model or "embedded", kind)
+        return text.load_text_model(model or "embedded", kind, max_length)
     if model is not None:
         raise ValueError("--random-weights takes no --model")
+    if max_length is not None:
+        raise ValueError("--random-weights takes no --max-length")
     return text.random_text_model(random_weights, kind, weights or "float")

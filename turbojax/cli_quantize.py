@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from turbojax import cli_options
+
 
 def quantize(
     out: Annotated[
@@ -79,6 +81,7 @@ def quantize(
     window: Annotated[
         int, typer.Option(help="Tokens that the model sees at once, in both.")
     ] = 1024,
+    max_length: cli_options.MaxLength = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Quantize the linear layers of a model's blocks to INT4 and say what that saves and costs.
@@ -106,6 +109,7 @@ def quantize(
             evaluation_files=tuple(evaluation_file or ()),
             evaluation_tokens=evaluation_tokens,
             window=window,
+            max_length=max_length,
         )
         with _Bars() as bars:
             report = quantizing.run(settings, bars.advance)

@@ -63,6 +63,7 @@ def serve(
     out: Out = None,
     model: cli_options.Model = None,
     max_new_tokens: cli_options.MaxNewTokens = 128,
+    max_length: cli_options.MaxLength = None,
     kv_dtype: KvDtype = "auto",
     page_size: PageSize = 64,
     num_pages: NumPages = None,
@@ -93,7 +94,7 @@ def serve(
         _checks.check_sizes(
             max_new_tokens=max_new_tokens, max_sequences=max_sequences, page_size=page_size
         )
-        source = cli_options.load(model, random_weights, weights, dtype)
+        source = cli_options.load(model, random_weights, weights, dtype, max_length)
         try:
             requests = serving.read_requests(content, source.tokenizer, max_new_tokens)
         except ValueError as error:

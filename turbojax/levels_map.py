@@ -23,6 +23,7 @@ from turbojax.levels import (
     select_levels,
 )
 from turbojax.models import BEGINNING_OF_FILE, Llama, causal_attention, unstack
+from turbojax.models.decoder import for_length
 from turbojax.ops.pooled_attention import pooled_attention
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ def _layer_operands(model: Llama, settings: MapSettings) -> tuple[jax.Array, jax
         require_plain(options, "the map of levels")
         return causal_attention(query, key, value)[0], (query, key, value)
 
-    decoder = unstack(model)
+    decoder = for_length(unstack(model), settings.tokens)
     decoder = dataclasses.replace(decoder, layers=decoder.layers[: settings.layer + 1])
     positions = jnp.arange(settings.tokens)[None]
     operands = decoder.hidden(tokens, positions, attend, (None,) * len(decoder.layers))[1]

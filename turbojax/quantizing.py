@@ -17,6 +17,8 @@ from turbojax.models.evaluation import CacheName, caches_of
 from turbojax.models.quantize import EVERYTHING
 from turbojax.models.quantized_checkpoint import QUANT_METHOD
 from turbojax.models.tokenizer import (
+    CHAT_TEMPLATE_NAME,
+    CHAT_TEMPLATES_FOLDER,
     TOKENIZER_NAME,
     ByteTokenizer,
     NumberTokenizer,
@@ -34,7 +36,7 @@ _COMPANIONS = (
     TOKENIZER_NAME,
     "tokenizer_config.json",
     "special_tokens_map.json",
-    "chat_template.jinja",
+    CHAT_TEMPLATE_NAME,
     "generation_config.json",
 )
 _KEPT_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -57,6 +59,7 @@ class QuantizeSettings:
       evaluation_files: text to measure with; the embedded model's held-out modules if empty.
       evaluation_tokens: how many tokens are measured; 0 for none.
       window: tokens that the model sees at once, in both.
+      max_length: longest sequence of the quantized model, by default the checkpoint's.
 
     Raises:
       ValueError: if a number is out of range, or files are given that nothing would read.
@@ -73,6 +76,7 @@ class QuantizeSettings:
     evaluation_files: tuple[Path, ...] = ()
     evaluation_tokens: int = 16384
     window: int = 1024
+    max_length: int | None = None
 
     def __post_init__(self) -> None:
         _checks.check_sizes(calibration_tokens=self.calibration_tokens, window=self.window)
@@ -142,7 +146,7 @@ def run(settings: QuantizeSettings, progress: Progress | None = None) -> Quantiz
     begun = time.perf_counter()
     _check_out(settings)
     stored_dtype(models.read_config(settings.model))
-    source = text.load_text_model(settings.model)
+    source = text.load_text_model(settings.model, max_length=settings.max_length)
     model = source.decoder
     if not isinstance(model, models.Decoder):
         raise ValueError(f"{settings.model!r} is quantized already")
@@ -375,6 +379,10 @@ def _write(settings: QuantizeSettings, model: models.QuantizedDecoder) -> tuple[
     for name in _COMPANIONS:
         if (source / name).is_file():
             shutil.copyfile(source / name, out / name)
+    templates = sorted((source / CHAT_TEMPLATES_FOLDER).glob("*.jinja"))
+    for path in templates:
+        (out / CHAT_TEMPLATES_FOLDER).mkdir(exist_ok=True)
+        shutil.copyfile(path, out / CHAT_TEMPLATES_FOLDER / path.name)
     sizes = [
         sum(file.stat().st_size for file in models.weight_files(folder)) for folder in (source, out)
     ]

@@ -2,6 +2,10 @@
 
 Channel i of the rotated ones is paired with channel i + R/2, as Llama checkpoints of the Hugging
 Face layout have it, and the pair turns by ``position * frequency[i]``.
+
+Frequencies and angles are rounded to float32 step by step, in the order in which transformers does
+it. At 100,000 tokens a rounding unit of an angle is 0.008 radians: only who rounds alike gets what
+a model's own code computes there, and checkpoints were trained with that.
 """
 
 import dataclasses
@@ -10,6 +14,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from turbojax import _checks
 
@@ -94,9 +99,8 @@ class YarnScaling:
 class LongRopeScaling:
     """LongRoPE (Ding et al., 2024): every frequency divided by a factor of its own.
 
-    Which factors apply depends on the longest sequence that the model is used for, see `Rope`.
-    (transformers looks at each call's longest sequence instead, so that the same text has other
-    keys in a longer one; what is cached would then no longer fit.)
+    Which factors apply depends on the longest sequence that is computed together, see
+    `Rope.angles`: the same text has other keys in a longer one.
 
     Attributes:
       short_factors: one per pair of rotated channels, positive; for sequences of up to
@@ -142,7 +146,8 @@ class Rope:
       theta: base of the frequencies ``theta ** (-2 i / R)``; more than 1 with YaRN.
       rotary_dim: even number `R` of channels that turn, the first ones; all if not given.
       scaling: optional change of the frequencies.
-      max_length: longest sequence, by which LongRoPE chooses its factors; of use for it alone.
+      max_length: longest sequence, by which LongRoPE chooses its factors where `angles` is told
+        nothing else; of use for it alone.
 
     Raises:
       ValueError: if a value is out of the range stated here.
@@ -195,30 +200,50 @@ class Rope:
             return 0.1 * math.log(self.scaling.factor) + 1 if given is None else given
         return self.scaling.attention_factor if isinstance(self.scaling, LongRopeScaling) else 1.0
 
-    def frequencies(self) -> np.ndarray:
-        """Radians per token of each pair, float64 ``[R/2]``."""
-        frequencies = self.theta ** (-2.0 / self.channels * np.arange(self.channels // 2))
+    def frequencies(self, dtype: DTypeLike = np.float64, longest: int | None = None) -> np.ndarray:
+        """Radians per token of each pair, ``[R/2]``.
+
+        Args:
+          dtype: float64, or float32 for what `angles` takes.
+          longest: see `angles`.
+        """
+        real = np.dtype(dtype).type
+        exponents = np.arange(0, self.channels, 2).astype(real) / real(self.channels)
+        # Rounded once: a power in float32 may be off by more, and differs between machines.
+        periods = np.power(np.float64(self.theta), exponents.astype(np.float64)).astype(real)
         match self.scaling:
             case LinearScaling(factor):
-                return frequencies / factor
+                return 1 / periods / real(factor)
             case LongRopeScaling() if self.max_length is not None:
-                return frequencies / np.array(self.scaling.factors(self.max_length))
+                length = self.max_length if longest is None else min(longest, self.max_length)
+                return 1 / (np.array(self.scaling.factors(length), real) * periods)
             case Llama3Scaling():
-                return _llama3(frequencies, self.scaling)
+                return _llama3(1 / periods, self.scaling)
             case YarnScaling():
-                return _yarn(frequencies, self.scaling, self.theta)
-        return frequencies
+                return _yarn(periods, self.scaling, self.theta)
+        return 1 / periods
 
-    def angles(self, positions: jax.Array) -> jax.Array:
+    def angles(self, positions: jax.Array, longest: int | jax.Array | None = None) -> jax.Array:
         """Angles of the positions, which `rotate` takes.
 
         Args:
           positions: integer ``[B, T]``.
+          longest: tokens of the longest sequence that these positions belong to, an integer, also
+            a traced one. LongRoPE chooses its factors by it, or by `max_length` if that is less or
+            this is not given; without LongRoPE it says nothing.
 
         Returns:
           float32 ``[B, T, 1, R/2]``.
         """
-        frequencies = jnp.asarray(self.frequencies(), jnp.float32)
+        if isinstance(self.scaling, LongRopeScaling) and isinstance(longest, jax.Array):
+            original = self.scaling.original_max_length
+            short, long = (
+                self.frequencies(np.float32, length) for length in (original, self.max_length)
+            )
+            frequencies = jnp.where(longest > original, long, short)
+        else:
+            known = None if isinstance(longest, jax.Array) else longest
+            frequencies = jnp.asarray(self.frequencies(np.float32, known))
         return positions.astype(jnp.float32)[:, :, None, None] * frequencies[None, None, None, :]
 
     def rotate(self, x: jax.Array, angles: jax.Array) -> jax.Array:
@@ -246,14 +271,20 @@ def rotate(x: jax.Array, angles: jax.Array, amplitude: float = 1.0) -> jax.Array
 
 
 def _llama3(frequencies: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
-    turns = scaling.original_max_length * frequencies / (2 * math.pi)
-    span = scaling.high_freq_factor - scaling.low_freq_factor
-    kept = np.clip((turns - scaling.low_freq_factor) / span, 0, 1)
-    return frequencies * (kept + (1 - kept) / scaling.factor)
+    real = frequencies.dtype.type
+    wavelengths = (1 / frequencies) * real(2 * math.pi)
+    turns = (1 / wavelengths) * real(scaling.original_max_length)
+    span = real(scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = (turns - real(scaling.low_freq_factor)) / span
+    between = (1 - kept) * frequencies / real(scaling.factor) + kept * frequencies
+    is_high = wavelengths < real(scaling.original_max_length / scaling.high_freq_factor)
+    is_low = wavelengths > real(scaling.original_max_length / scaling.low_freq_factor)
+    ends = np.where(is_low, frequencies / real(scaling.factor), frequencies)
+    return np.where(is_high | is_low, ends, between)
 
 
-def _yarn(frequencies: np.ndarray, scaling: YarnScaling, theta: float) -> np.ndarray:
-    count = len(frequencies)
+def _yarn(periods: np.ndarray, scaling: YarnScaling, theta: float) -> np.ndarray:
+    count, real = len(periods), periods.dtype.type
 
     def channel(turns: float) -> float:
         """The pair, as a real number, that makes so many turns in the original context."""
@@ -265,8 +296,9 @@ def _yarn(frequencies: np.ndarray, scaling: YarnScaling, theta: float) -> np.nda
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, 2 * count - 1)
     # A ramp of no width would divide by zero.
-    ramp = np.clip((np.arange(count) - first) / (max(last - first, 0) or 1e-3), 0, 1)
-    return frequencies * (1 - ramp + ramp / scaling.factor)
+    width = real(max(last - first, 0) or 1e-3)
+    kept = 1 - np.clip((np.arange(count).astype(real) - real(first)) / width, 0, 1)
+    return 1 / (real(scaling.factor) * periods) * (1 - kept) + 1 / periods * kept
 
 
 def _check_number(name: str, value: object) -> None:

@@ -116,7 +116,9 @@ def parse_prefill(
     return None
 
 
-def load_text_model(path: str, dtype: np.dtype | None = None) -> TextModel:
+def load_text_model(
+    path: str, dtype: np.dtype | None = None, max_length: int | None = None
+) -> TextModel:
     """Loads a checkpoint with what reads its text.
 
     Args:
@@ -124,6 +126,7 @@ def load_text_model(path: str, dtype: np.dtype | None = None) -> TextModel:
         `load_tokenizer`.
       dtype: of weights and computation. By default float32 on a CPU, where it is the fast one, and
         otherwise that of the checkpoint.
+      max_length: longest sequence, by default the checkpoint's; see `models.load`.
 
     Raises:
       ImportError: if there is a `tokenizer.json` and the package `tokenizers` is missing.
@@ -133,7 +136,7 @@ def load_text_model(path: str, dtype: np.dtype | None = None) -> TextModel:
         dtype = jnp.dtype(jnp.float32)
     # Before the weights are read, which takes longer.
     tokenizer = load_tokenizer(path)
-    return TextModel(models.load_decoder(path, dtype=dtype), tokenizer)
+    return TextModel(models.load_decoder(path, dtype=dtype, max_length=max_length), tokenizer)
 
 
 def random_text_model(

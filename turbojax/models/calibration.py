@@ -7,7 +7,7 @@ import numpy as np
 from turbojax import _checks
 from turbojax.layer_cache import AttentionOptions, causal_attention
 from turbojax.layer_cache.options import PLAIN, Cache
-from turbojax.models.decoder import Decoder
+from turbojax.models.decoder import Decoder, for_length
 from turbojax.models.generation import Progress, check_tokens
 from turbojax.smoothing import KeyStatistics
 
@@ -67,4 +67,5 @@ def _watch(
         return out, cache.update(key, key)
 
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-    return model.hidden(tokens, positions, attend, statistics)[1]
+    short = for_length(model, tokens.shape[1])
+    return short.hidden(tokens, positions, attend, statistics)[1]

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from turbojax.models.tokenizer import Tokenizer
+from turbojax.models.tokenizer import ChatTemplate, Tokenizer
 
 Message = Mapping[str, Any]
 """``{"role": "user", "content": "Hello"}``, and whatever else a template looks at."""
@@ -19,8 +19,9 @@ def render_chat(
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
     variables: Mapping[str, Any] | None = None,
+    chat_template: str | None = None,
 ) -> str:
-    """The text of a conversation, by the template of the checkpoint.
+    """The text of a conversation, by a template of the checkpoint.
 
     Its special tokens are part of the text: encode it with ``add_special_tokens=False``, as
     `chat_tokens` does.
@@ -31,16 +32,18 @@ def render_chat(
       add_generation_prompt: whether to begin the assistant's next message.
       tools: functions that the assistant may call, as JSON schemas, for templates that know them.
       variables: further names that the template looks at, such as ``{"enable_thinking": False}``.
+      chat_template: the name of one of the checkpoint's templates, or a Jinja template to take
+        instead. By default, of several the one named ``"tool_use"`` where tools are given (also an
+        empty list of them), and otherwise ``"default"``.
 
     Raises:
       ImportError: if the package `jinja2` is not installed.
       TypeError: if a message is not a mapping with a role.
-      ValueError: if there is no message or no template, or the template refuses these messages.
+      ValueError: if there is no message, no template or none of this name, none of several is the
+        default, or the template refuses these messages.
     """
-    if tokenizer.chat_template is None:
-        raise ValueError("the tokenizer has no chat template: give a text, not a conversation")
     return render_template(
-        tokenizer.chat_template,
+        _choose(tokenizer.chat_template, chat_template, tools),
         messages,
         add_generation_prompt=add_generation_prompt,
         tools=tools,
@@ -55,6 +58,7 @@ def chat_tokens(
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
     variables: Mapping[str, Any] | None = None,
+    chat_template: str | None = None,
 ) -> list[int]:
     """The tokens of a conversation.
 
@@ -64,6 +68,7 @@ def chat_tokens(
       add_generation_prompt: see there.
       tools: see there.
       variables: see there.
+      chat_template: see there.
 
     Raises:
       ImportError, TypeError, ValueError: see `render_chat`.
@@ -74,6 +79,7 @@ def chat_tokens(
         add_generation_prompt=add_generation_prompt,
         tools=tools,
         variables=variables,
+        chat_template=chat_template,
     )
     return tokenizer.encode(text, add_special_tokens=False)
 
@@ -122,6 +128,33 @@ def render_template(
         return compiled.render({**names, **(variables or {})})
     except Exception as error:  # whatever its expressions do with these messages
         raise ValueError(f"the chat template refuses these messages: {error}") from error
+
+
+def _choose(
+    given: ChatTemplate | None, asked: str | None, tools: Sequence[Mapping[str, Any]] | None
+) -> str:
+    """The template to render with: by name, as it is, or for these tools."""
+    named = given if isinstance(given, Mapping) else {}
+    if asked is not None:
+        if asked not in named and "{" not in asked:
+            names = ", ".join(map(repr, sorted(named))) or "no names here"
+            raise ValueError(
+                f"chat_template={asked!r} must be a template, or the name of one: {names}"
+            )
+        return named.get(asked, asked)
+    if given is None:
+        raise ValueError("the tokenizer has no chat template: give a text, not a conversation")
+    if isinstance(given, str):
+        return given
+    if tools is not None and "tool_use" in given:
+        return given["tool_use"]
+    if "default" not in given:
+        names = ", ".join(map(repr, sorted(given)))
+        raise ValueError(
+            f"the tokenizer's chat templates are {names}, none is the default: name one as "
+            "chat_template"
+        )
+    return given["default"]
 
 
 @functools.lru_cache(maxsize=16)

@@ -61,7 +61,9 @@ def load(
       dtype: dtype of parameters and computation: float32, bfloat16 or float16. By default what
         `config.json` names, and that of the embedding if it names none. Codes and scales of a
         quantized checkpoint stay as they are.
-      max_length: longest sequence the model is meant for, by default what `config.json` says.
+      max_length: longest sequence the model is meant for, by default what `config.json` says. With
+        LongRoPE's `original_max_position_embeddings` or less the short factors apply throughout;
+        otherwise those for the sequences at hand, see `start`, `Engine` and `Llama`.
       progress: called after each tensor with the bytes read and the bytes there are.
 
     Returns:

@@ -34,7 +34,8 @@ class LlamaConfig:
       num_heads: query heads N, a multiple of `num_kv_heads`.
       num_kv_heads: key/value heads K (grouped queries).
       head_dim: width H of one head, even because RoPE rotates pairs.
-      max_length: longest sequence the model is meant for; LongRoPE takes its factors by it.
+      max_length: longest sequence the model is meant for; LongRoPE has the short factors where it
+        is that of the first training or less, and chooses by the sequences otherwise.
       rope_theta: base of the rotary frequencies.
       norm_eps: epsilon of every RMSNorm.
       tie_embeddings: whether the output projection is the embedding's transpose.

@@ -8,7 +8,8 @@ argument of its own, and a donated cache is updated in place.
 
 import dataclasses
 import functools
-from typing import Any
+import warnings
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from turbojax.layer_cache import Attend, AttentionOptions
 from turbojax.layer_cache.options import Cache
 from turbojax.models.config import LlamaConfig
 from turbojax.models.llama import Block, Llama, embed, project
+from turbojax.rotary import LongRopeScaling
 
 LayerParams = Any
 """Nested dicts of one layer's arrays, named as in `Block`."""
@@ -61,7 +63,8 @@ class Decoder:
 
         Args:
           tokens: int ``[B, T]`` within the vocabulary.
-          positions: int ``[B, T]``, where each token stands in its sequence.
+          positions: int ``[B, T]``, where each token stands in its sequence. LongRoPE takes the
+            factors for the config's `max_length`, see `for_length`.
           attend: called once per layer, after RoPE.
           caches: one per layer.
 
@@ -97,6 +100,55 @@ class Decoder:
         """Projects ``[..., D]`` to float32 logits ``[..., V]``."""
         weight = self.embedding if self.lm_head is None else self.lm_head
         return project(hidden, weight, self.dtype, self.config.final_soft_cap)
+
+
+AnyDecoder = TypeVar("AnyDecoder", bound=Any)
+
+
+def for_length(decoder: AnyDecoder, max_length: int) -> AnyDecoder:
+    """The same weights for sequences of up to so many tokens: LongRoPE's factors are for these.
+
+    Args:
+      decoder: a `Decoder` or a `QuantizedDecoder`.
+      max_length: tokens of the longest sequence.
+
+    Returns:
+      The decoder itself, unless it has LongRoPE, could take the long factors, and must not here.
+    """
+    config, scaling = decoder.config, decoder.config.rope_scaling
+    if not isinstance(scaling, LongRopeScaling):
+        return decoder
+    original = scaling.original_max_length
+    if not max_length <= original < config.max_length:
+        return decoder
+    return dataclasses.replace(decoder, config=dataclasses.replace(config, max_length=original))
+
+
+def warn_of_long_factors(
+    config: LlamaConfig, prompt: int, max_length: int, *, stacklevel: int
+) -> None:
+    """Warns where a prompt that has the short factors of LongRoPE gets the long ones.
+
+    Args:
+      config: of the model.
+      prompt: its tokens.
+      max_length: tokens that it may grow to.
+      stacklevel: of `warnings.warn`, counted from the caller.
+    """
+    scaling = config.rope_scaling
+    if not isinstance(scaling, LongRopeScaling):
+        return
+    original = scaling.original_max_length
+    if prompt <= original < max_length:
+        warnings.warn(
+            f"LongRoPE has other factors for sequences of up to {original} tokens than for longer "
+            f"ones. Sequences that may grow beyond, here to {max_length}, take the long factors "
+            "from their first token on, so that what this model says of shorter texts differs from "
+            "what transformers computes. Where no sequence gets so long, give "
+            f"max_length={original} or less (of a command: --max-length), or fewer new tokens.",
+            UserWarning,
+            stacklevel=stacklevel + 1,
+        )
 
 
 def unstack(model: Llama, *, consume: bool = False) -> Decoder:

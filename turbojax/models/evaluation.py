@@ -12,7 +12,7 @@ from turbojax import _checks
 from turbojax.cache import kv4
 from turbojax.layer_cache import Attend, AttentionOptions, causal_attention
 from turbojax.layer_cache.options import PLAIN, Cache
-from turbojax.models.decoder import Decoder
+from turbojax.models.decoder import Decoder, for_length
 from turbojax.models.generation import Progress, check_tokens
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.quantizers.fp8 import quantize_fp8
@@ -91,7 +91,7 @@ def token_bits(
         size = model.config.head_dim
         raise ValueError(f"{cache=} needs a head_dim that is a multiple of 8, not {size}")
     tokens = np.asarray(check_tokens(tokens, model.config.vocab_size))
-    bits = []
+    model, bits = for_length(model, tokens.shape[1] - 1), []
     for first in range(0, len(tokens), batch_size):
         part = tokens[first : first + batch_size]
         # One shape, compiled once: the last batch is filled up with its own first window.

@@ -18,7 +18,7 @@ from turbojax.layer_cache import (
     attend_prompt,
 )
 from turbojax.models.caching import ModelCaches, init_caches
-from turbojax.models.decoder import Decoder, unstack
+from turbojax.models.decoder import Decoder, for_length, unstack, warn_of_long_factors
 from turbojax.models.llama import Llama
 from turbojax.models.padding import align
 from turbojax.models.quantized import QuantizedDecoder
@@ -44,7 +44,7 @@ class Session:
     """Sequences in progress: a model, its caches, and the logits of the next token.
 
     Attributes:
-      decoder: the model's weights.
+      decoder: the model's weights; of LongRoPE with the factors for these caches.
       caches: KV caches of all layers.
       logits: float32 ``[B, V]``, scores of the token that follows.
       lengths: int32 ``[B]``, tokens seen.
@@ -103,6 +103,10 @@ def start(
 ) -> Session:
     """Runs prompts through the model and fills its caches.
 
+    A model with LongRoPE takes its long factors if `max_length` is more than the length it was
+    trained with before, and its short ones otherwise, for all sequences and to their end: cached
+    keys cannot be turned anew. A `UserWarning` says where a prompt would have others by itself.
+
     Args:
       model: the model, quantized or not. A `Llama` is unstacked first, which holds its layers twice
         as long as the session lives: for large models give ``unstack(model, consume=True)``.
@@ -143,8 +147,10 @@ def start(
         raise ValueError(f"lengths={np.asarray(lengths).tolist()} must be at least 1")
     count = batch if prefill_batch_size is None else prefill_batch_size
     _checks.check_sizes(prefill_batch_size=count)
+    shortest = int(np.min(np.asarray(lengths)))
+    warn_of_long_factors(model.config, shortest, max_length, stacklevel=2)
     caches = init_caches(model, batch, max_length, cache)
-    decoder = unstack(model) if isinstance(model, Llama) else model
+    decoder = for_length(unstack(model) if isinstance(model, Llama) else model, max_length)
     logits = []
     for first in range(0, batch, count):
         part, caches = _prefill(

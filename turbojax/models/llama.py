@@ -122,6 +122,9 @@ class Block(nnx.Module):
 class Llama(nnx.Module):
     """A Llama-family decoder.
 
+    LongRoPE takes its factors by the longest text of each call, and with caches by the config's
+    `max_length`.
+
     Invariants:
       - Every parameter under `blocks` has a leading axis of `config.num_layers`.
       - `lm_head` is None if and only if `config.tie_embeddings`.
@@ -220,7 +223,11 @@ class Llama(nnx.Module):
                 positions = jnp.maximum(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
-        angles = self.config.rope.angles(positions)
+            longest: Any = tokens.shape[1]
+        else:
+            longest = jnp.max(positions) + 1
+        # What is cached was turned before, with the factors for the longest sequence.
+        angles = self.config.rope.angles(positions, longest if caches is None else None)
         hidden = embed(self.embedding[...], tokens, self.config, self.dtype)
         hidden, new_caches = self._apply_blocks(hidden, angles, attend, caches)
         weight = self.embedding if self.lm_head is None else self.lm_head

@@ -17,10 +17,11 @@ from turbojax.cache.paged import PagedCache
 from turbojax.layer_cache import LayerCache
 from turbojax.layer_cache import storage as layers
 from turbojax.models.caching import ModelCaches
-from turbojax.models.decoder import Decoder, unstack
+from turbojax.models.decoder import Decoder, for_length, unstack
 from turbojax.models.generation import Session
 from turbojax.models.llama import Llama
 from turbojax.models.quantized import QuantizedDecoder
+from turbojax.rotary import LongRopeScaling
 
 StorableCache = LayerCache | PagedCache | ModelCaches
 """A layer's cache of any kind, a pool of pages, or the caches of a model."""
@@ -142,9 +143,9 @@ def load_session(
 
     Args:
       path: of the file.
-      model: the same weights in the same dtype; see `start`. Its `max_length` may be another one,
-        unless LongRoPE chooses its factors by it.
-      max_length: tokens each sequence will hold at most; what it was if not given.
+      model: the same weights in the same dtype; see `start`. Its `max_length` may be another one.
+      max_length: tokens each sequence will hold at most; what it was if not given. LongRoPE must
+        have the same factors for it.
       implementation: what runs attention and cache, see `start`.
 
     Returns:
@@ -167,8 +168,10 @@ def load_session(
             raise ValueError(
                 f"{file.path} holds no session but a cache: tj.models.load_cache reads it"
             )
-        _check_model(file.path, file.description["model"], _fingerprint(decoder))
+        held = file.description["model"]
         caches = _unpack(file, file.description["caches"], max_length)
+        decoder = for_length(decoder, caches.max_length)
+        _check_model(file.path, held, _fingerprint(decoder))
         if caches.max_length > model.config.max_length:
             raise ValueError(
                 f"{file.path} has caches for {caches.max_length} tokens, more than the model's "
@@ -262,8 +265,11 @@ def _fingerprint(decoder: Decoder | QuantizedDecoder) -> dict[str, Any]:
     for x in jax.device_get(jax.tree.leaves([_sample(x) for x in jax.tree.leaves(decoder)])):
         digest.update(x.tobytes())
     config = {name: repr(x) for name, x in dataclasses.asdict(decoder.config).items()}
-    if decoder.config.rope.max_length is None:
-        del config["max_length"]  # it says what is allowed, and changes no number
+    del config["max_length"]  # it says what is allowed, and changes no number
+    scaling = decoder.config.rope_scaling
+    if isinstance(scaling, LongRopeScaling):
+        long = decoder.config.max_length > scaling.original_max_length
+        config["longrope"] = "long" if long else "short"
     return {
         "class": type(decoder).__name__,
         "dtype": decoder.dtype.name,

@@ -16,7 +16,12 @@ BEGINNING_OF_FILE = 0
 """Stands before the first byte of every text of a byte-level model."""
 
 _SENTENCEPIECE_NAME = "tokenizer.model"
-_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+_CONFIG_NAME, _ADDED = "tokenizer_config.json", "added_tokens_decoder"
+_SPECIAL = (
+    *("bos_token", "eos_token", "unk_token", "sep_token"),
+    *("pad_token", "cls_token", "mask_token"),
+)
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 # Tokens before the new ones that they are decoded after: one alone may lose its leading space.
 _CONTEXT = 4
 # Tokens that are bytes of characters, at most, before those.
@@ -25,6 +30,13 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 Decode = Callable[[int | None], str]
 """From each token after a prompt to the text it completes, possibly ""; None ends the text."""
+
+ChatTemplate = str | Mapping[str, str]
+"""A Jinja template, or several by name: ``"default"``, ``"tool_use"``, ..."""
+
+CHAT_TEMPLATE_NAME = "chat_template.jinja"
+CHAT_TEMPLATES_FOLDER = "additional_chat_templates"
+"""Where templates with other names than ``"default"`` lie, ``NAME.jinja``."""
 
 
 class Tokenizer(Protocol):
@@ -35,15 +47,15 @@ class Tokenizer(Protocol):
       bos_token_id: the token that begins a text, if there is one.
       eos_token_ids: tokens that end a text; none if texts have no end.
       special_tokens: texts of special tokens by role, such as ``{"bos_token": "<s>"}``.
-      chat_template: the Jinja template that makes one text of a conversation, if there is one; see
-        `render_chat`.
+      chat_template: the Jinja template that makes one text of a conversation, or several by their
+        names, if there is one; see `render_chat`.
     """
 
     vocab_size: int
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     special_tokens: Mapping[str, str]
-    chat_template: str | None
+    chat_template: ChatTemplate | None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The tokens of a text.
@@ -92,7 +104,7 @@ class ByteTokenizer:
         self.bos_token_id: int | None = BEGINNING_OF_FILE
         self.eos_token_ids: tuple[int, ...] = tuple(eos_token_ids)
         self.special_tokens: Mapping[str, str] = {}
-        self.chat_template: str | None = None
+        self.chat_template: ChatTemplate | None = None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """See `Tokenizer`: the beginning of a text, then its bytes."""
@@ -140,7 +152,7 @@ class NumberTokenizer:
         self.bos_token_id: int | None = None
         self.eos_token_ids: tuple[int, ...] = tuple(eos_token_ids)
         self.special_tokens: Mapping[str, str] = {}
-        self.chat_template: str | None = None
+        self.chat_template: ChatTemplate | None = None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """See `Tokenizer`; there are no special tokens to add."""
@@ -170,10 +182,12 @@ class NumberTokenizer:
 class JsonTokenizer:
     """A Hugging Face `tokenizer.json`, with what stands beside it.
 
-    Read, where they are there: `tokenizer_config.json` and `special_tokens_map.json` (special
-    tokens, the chat template), `chat_template.jinja` (goes before the one in
-    `tokenizer_config.json`), `generation_config.json` or else `config.json` (tokens that end a
-    text). Tokens that end a text are all that these files name.
+    Read, where they are there, as transformers reads them: `tokenizer_config.json` (special tokens,
+    chat templates, and added tokens, also such as `tokenizer.json` lacks);
+    `special_tokens_map.json`, if the former has no added tokens; `chat_template.jinja` and
+    `additional_chat_templates/*.jinja`, which replace all templates of `tokenizer_config.json`;
+    `generation_config.json` or else `config.json` (tokens that end a text). Tokens that end a text
+    are all that these files name.
 
     Args:
       path: the file, or its folder.
@@ -187,21 +201,21 @@ class JsonTokenizer:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         given = Path(path)
         file = given / TOKENIZER_NAME if given.is_dir() else given
-        self._tokenizer = _read_tokenizer(file)
+        folder = file.parent
+        self._tokenizer, padding = _read_tokenizer(file)
+        settings = _read_object(folder / _CONFIG_NAME)
+        if _ADDED not in settings:
+            settings = {**settings, **_read_object(folder / "special_tokens_map.json")}
+        # A file that fills texts up says with what.
+        settings = {**({} if padding is None else {"pad_token": padding["pad_token"]}), **settings}
+        self.special_tokens: Mapping[str, str] = _special_tokens(settings)
+        _add_tokens(self._tokenizer, settings, self.special_tokens.values(), folder / _CONFIG_NAME)
         known = self._tokenizer.get_vocab(with_added_tokens=True)
         # Numbers may be left out, so that this can be more than there are tokens.
         self.vocab_size = max(known.values(), default=-1) + 1
-        folder = file.parent
-        settings = _read_object(folder / "tokenizer_config.json")
-        others = _read_object(folder / "special_tokens_map.json")
-        self.special_tokens: Mapping[str, str] = {
-            name: text
-            for name in _SPECIAL
-            if (text := _content(settings.get(name, others.get(name)))) is not None
-        }
         self.bos_token_id: int | None = self._number("bos_token")
         self.eos_token_ids: tuple[int, ...] = _ends(folder, self._number("eos_token"))
-        self.chat_template: str | None = _template(folder, settings)
+        self.chat_template: ChatTemplate | None = _templates(folder, settings)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """See `Tokenizer`."""
@@ -320,7 +334,8 @@ def _vocab_size(config: Mapping[str, Any]) -> int | None:
     return size if isinstance(size, int) and not isinstance(size, bool) else None
 
 
-def _read_tokenizer(file: Path) -> Any:
+def _read_tokenizer(file: Path) -> tuple[Any, Mapping[str, Any] | None]:
+    """The file's tokenizer, and how it would fill up texts."""
     try:
         import tokenizers
     except ImportError as error:
@@ -334,9 +349,50 @@ def _read_tokenizer(file: Path) -> Any:
     except Exception as error:  # the package raises nothing more special
         raise ValueError(f"{file} is not a readable tokenizer: {error}") from error
     # A file may ask for texts to be cut, or filled up, to one length.
+    padding = tokenizer.padding
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return tokenizer
+    return tokenizer, padding
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Texts of special tokens by role: the usual roles, and a model's own."""
+    extra = settings.get("extra_special_tokens")
+    own = [key for key in settings if key.endswith("_token") and key not in _SPECIAL]
+    given = [(key, settings.get(key)) for key in (*_SPECIAL, *own)]
+    given += extra.items() if isinstance(extra, Mapping) else []
+    return {key: text for key, value in given if (text := _content(value)) is not None}
+
+
+def _add_tokens(
+    tokenizer: Any, settings: Mapping[str, Any], special: Iterable[str], path: Path
+) -> None:
+    """Adds the tokens of `added_tokens_decoder`, which `tokenizer.json` may lack.
+
+    As in transformers, one that is new gets the next free number, in the order of their numbers
+    here; of one that is there, what is said here counts.
+    """
+    import tokenizers
+
+    found, named, tokens = settings.get(_ADDED) or {}, set(special), []
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{path}: {_ADDED} must be an object")
+    for number, token in found.items():
+        flags = {key: token[key] for key in _FLAGS if key in token} if _content(token) else {}
+        if not (
+            number.isdecimal()
+            and isinstance(token, Mapping)
+            and _content(token)
+            and all(isinstance(flag, bool) for flag in flags.values())
+        ):
+            raise ValueError(
+                f"{path}: {_ADDED}, {number!r}: {token!r} must be an object with a content and "
+                "flags, under a number"
+            )
+        text = token["content"]
+        flags["special"] = flags.get("special", False) or text in named
+        tokens.append((int(number), tokenizers.AddedToken(text, **flags)))
+    tokenizer.add_tokens([token for _, token in sorted(tokens, key=lambda pair: pair[0])])
 
 
 def _read_object(path: Path) -> Mapping[str, Any]:
@@ -362,21 +418,30 @@ def _ends(folder: Path, eos: int | None) -> tuple[int, ...]:
     return tuple(sorted({*numbers, *([] if eos is None else [eos])}))
 
 
-def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """The chat template; the one named "default" where there are several."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        try:
-            return file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{file} is no UTF-8: {error}") from error
+def _templates(folder: Path, settings: Mapping[str, Any]) -> ChatTemplate | None:
+    """The chat template, or several by their names."""
+    files = {"default": folder / CHAT_TEMPLATE_NAME}
+    others = folder / CHAT_TEMPLATES_FOLDER
+    files |= {path.stem: path for path in sorted(others.glob("*.jinja"))}
+    texts = {name: _read_text(path) for name, path in files.items() if path.is_file()}
+    if texts:
+        return texts["default"] if list(texts) == ["default"] else texts
     found = settings.get("chat_template")
-    entries = found if isinstance(found, list) else [{"name": "default", "template": found}]
-    for entry in entries:
-        texts = [entry.get(x) for x in ("name", "template")] if isinstance(entry, Mapping) else [1]
-        if found is not None and not all(isinstance(x, str) for x in texts):
+    if found is None or isinstance(found, str):
+        return found
+    for entry in found if isinstance(found, list) else [None]:
+        if not isinstance(entry, Mapping) or not all(
+            isinstance(entry.get(key), str) for key in ("name", "template")
+        ):
             raise ValueError(
-                f"{folder / 'tokenizer_config.json'}: chat_template must be a text, or a list of "
+                f"{folder / _CONFIG_NAME}: chat_template must be a text, or a list of "
                 "objects with a name and a template"
             )
-    return next((entry["template"] for entry in entries if entry["name"] == "default"), None)
+    return {entry["name"]: entry["template"] for entry in found}
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no UTF-8: {error}") from error

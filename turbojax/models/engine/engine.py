@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks, paged
-from turbojax.models.decoder import Decoder, unstack
+from turbojax.models.decoder import Decoder, for_length, unstack, warn_of_long_factors
 from turbojax.models.engine import compilation, swap
 from turbojax.models.engine.requests import (
     Event,
@@ -94,7 +94,8 @@ class Engine:
         texts are exactly the model's; `init_paged_cache`, whose purpose is compression, has another
         default.
       max_sequences: requests that run at a time.
-      max_length: tokens of prompt and result of a request at most; by default the model's.
+      max_length: tokens of prompt and result of a request at most; by default the model's. By it
+        LongRoPE chooses its factors, for all requests alike, as they may share pages.
       prefill_chunk: tokens of a prompt that run in a step.
       prefix_caching: whether pages are kept for requests that begin with the same tokens.
       cache_results: whether pages of results are kept, too, for instance for the next turn of a
@@ -154,7 +155,8 @@ class Engine:
             )
             for _ in range(model.config.num_layers)
         )
-        self._decoder = unstack(model) if isinstance(model, Llama) else model
+        decoder = unstack(model) if isinstance(model, Llama) else model
+        self._decoder = for_length(decoder, self.max_length)
         self._implementation = implementation
         self._max_pages = -(-self.max_length // page_size)
         self._slots, self._chunk = max_sequences, prefill_chunk
@@ -208,6 +210,8 @@ class Engine:
             raise ValueError(
                 f"{parts} need {pages} pages, must be at most num_pages={self._caches[0].num_pages}"
             )
+        config = self._decoder.config
+        warn_of_long_factors(config, len(request.tokens), self.max_length, stacklevel=2)
         sequence = Sequence(self._next_id, request)
         self._next_id += 1
         self._sequences[sequence.request_id] = sequence
