@@ -215,7 +215,8 @@ def _step(
     # A maximum and SAS lose a NaN scale; the row sum brings it back.
     lost = factor * 0.0
     if is_masked:
-        seen = block_max > -jnp.inf
+        # Not by the maximum, which is -inf too where all that is visible is NaN.
+        seen = jnp.max(jnp.where(mask, 1.0, 0.0), axis=1) > 0
         lost = jnp.where(seen, lost, 0.0)
         output = jnp.where(seen[:, None], output, 0.0)
     alpha = _common.exp2((m - shift) * (_common.LOG2_E / s.unit), s.interpret)
