@@ -69,6 +69,30 @@ def test_nan_reaches_exactly_what_it_reaches_in_the_reference(mode, softmax):
     assert not np.isnan(got[0]).all()
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_nan_survives_maxima_that_lose_it(mode, monkeypatch):
+    """On a GPU a maximum of NaN and a number is the number; interpreted kernels keep NaN."""
+    q, k, v = standard()
+    k = changed(k, (0, 70, 1, 3), np.nan)
+    config = tj.TurboConfig(mode=mode, softmax=SAS_E, block_q=64, block_kv=64)
+    options = {"is_causal": True, "return_residual": True}
+    want = attend(q, k, v, config=config, implementation="xla", **options)
+    highest, maximum = jnp.max, jnp.maximum
+
+    def number(x, other):
+        is_float = jnp.issubdtype(jnp.asarray(x).dtype, jnp.floating)
+        return jnp.where(x == x, x, other) if is_float else x
+
+    with monkeypatch.context() as patched:
+        patched.setattr(jnp, "max", lambda x, **axis: highest(number(x, -jnp.inf), **axis))
+        patched.setattr(jnp, "maximum", lambda a, b: maximum(number(a, b), number(b, a)))
+        arguments = {"implementation": "triton", **options}
+        got = tj.turbo_attention(q, k, v, config=config, **arguments)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.isnan(a), np.isnan(b))
+    assert np.isnan(got[0]).any()
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "f16"])
 def test_infinite_values_stay_infinite_in_half_precision(dtype):
     """A weight is two numbers there, of which the second may be 0 or negative."""

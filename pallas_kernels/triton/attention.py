@@ -201,6 +201,9 @@ def _step(
     new = jnp.maximum(m, block_max)
     shift = jnp.where(new > -jnp.inf, new, 0.0) if is_masked else new
     p = exp(_common.fma(x, scale[:, None], -shift[:, None], s.interpret))
+    if s.mode == "float":
+        # SAS loses a NaN score, which only operands that were not rounded can give.
+        p = jnp.where(x == x, p, x)
     if mask is not None:
         p = jnp.where(mask, p, 0.0)
     v_mask = channels.mask()
