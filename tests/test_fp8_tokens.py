@@ -57,6 +57,7 @@ def assert_same_bits(a, b):
     np.testing.assert_array_equal(bits(a.scale), bits(b.scale))
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(("shape", "dtype"), GRID)
 def test_the_kernel_has_the_bits_of_the_definition(shape, dtype):
     x = activations(shape, dtype)

@@ -219,6 +219,7 @@ class TestForward:
         for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(other), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
+    @pytest.mark.bits
     def test_jit_equals_eager(self):
         model, tokens = make(), some_tokens()
         np.testing.assert_allclose(run(model, tokens), model(tokens), atol=1e-5)

@@ -74,6 +74,7 @@ def test_any_size_that_divides(bits, groups, axis, seed):
     np.testing.assert_array_equal(quantizers.unpack(jnp.asarray(packed), bits, axis=axis), codes)
 
 
+@pytest.mark.bits
 def test_under_jit_and_vmap(bits):
     codes = jnp.asarray(random_codes(bits, (5, 16, 32), seed=2))
 

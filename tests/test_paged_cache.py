@@ -134,6 +134,7 @@ def awkward(kind):
     return np.concatenate([finite, ties, *near, random, [1e-40, -0.0], beyond]).astype(np.float32)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("kind", oracle.FP8)
 def test_fp8_is_rounded_to_the_bit(kind):
     x = awkward(kind)
@@ -211,6 +212,7 @@ def test_how_tokens_are_split_into_calls_does_not_matter(kind, jitted):
     assert_same_bits(alone, at_once)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(
     ("size", "kind"),
     slow_after(2, [(s, k) for s in paged.PAGE_SIZES[::-1] for k in KINDS[::-1]]),

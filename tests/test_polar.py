@@ -111,6 +111,7 @@ def test_the_decoded_length_is_the_encoded_one():
 # Codes and norms ---------------------------------------------------------------------------------
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "bits"),
     [
@@ -238,6 +239,7 @@ def test_the_largest_norms(value):
     np.testing.assert_allclose(np.asarray(norms, np.float64)[1], value / 0.942340, rtol=2.0**-11)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(
     ("value", "dtype"),
     [(61_740.0, jnp.float32), (1e5, jnp.float32), (3e19, jnp.float32), (3e38, jnp.bfloat16)],
@@ -324,6 +326,7 @@ def test_encoded_bytes_are_pinned():
 # Transforms --------------------------------------------------------------------------------------
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("head_dim", [80, 128])
 def test_bits_do_not_depend_on_the_array_around(head_dim):
     rotation = polar.rotation(head_dim)

@@ -61,6 +61,7 @@ def test_signs_are_the_same_everywhere():
     assert (np.asarray(polar.rotation(128, 7).signs) != polar.rotation(128, 8).signs).any()
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(
     ("dtype", "head_dim"), [(jnp.bfloat16, 128), (jnp.float16, 64), (jnp.float32, 80)]
 )

@@ -237,6 +237,7 @@ def every_span():
     return lo[keep], hi[keep]
 
 
+@pytest.mark.bits
 def test_stage_2_for_every_span(bits):
     """Every (lo, hi), every code between: equals the oracle, never leaves int8, errs by s/2.
 
@@ -289,6 +290,7 @@ def test_119_is_the_largest_safe_range(limit):
     assert worst(limit) > 127
 
 
+@pytest.mark.bits
 @settings(max_examples=60)
 @given(st.integers(0, 2**31), st.sampled_from(BITS), st.integers(0, 119))
 def test_stage_2_equals_the_oracle(seed, bits, spread):
@@ -340,6 +342,7 @@ def test_two_stages_err_by_the_sum_of_their_steps(bits):
     assert clipped.mean() < 0.05
 
 
+@pytest.mark.bits
 def test_transforms(bits):
     """jit and vmap give the bits that eager calls give."""
     x = normal((3, 16, 24), seed=11)

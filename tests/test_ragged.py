@@ -19,6 +19,7 @@ def normal(seed, length=40, heads=4):
     return jnp.asarray(np.random.default_rng(seed).normal(size=(3, length, heads, 16)), jnp.float32)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("garbage", [1e4, np.nan])
 def test_queries_in_the_padding_change_no_bit(garbage):
     """They share a block, and so a scale, with real queries."""
