@@ -338,6 +338,7 @@ def test_kernels_are_refused_in_words_on_a_cpu(call, implementation):
         call(implementation=implementation)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("call", [attend, decode])
 def test_xla_by_name_is_what_is_chosen(call):
     np.testing.assert_array_equal(call(implementation="xla"), call())

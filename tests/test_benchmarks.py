@@ -191,6 +191,7 @@ def result_file(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_a_quick_run_holds_every_row_asked_for(result_file):
     result = json.loads(result_file.read_text())
     assert result["device"] == jax.devices()[0].device_kind
@@ -375,6 +376,7 @@ def test_compress_shows_the_kernels_without_what_surrounds_them():
     assert "| 4bit, xla | 10 | 100 | 20 % | - | - | - | 0.1000 |" in table
 
 
+@pytest.mark.slow
 def test_a_cached_prefill_attends_to_the_same():
     """With what runs on a CPU: the output's error, whatever else is returned."""
     shape = Shape("tiny", 1, 64)
@@ -491,9 +493,3 @@ def test_prose_agrees_with_the_sweeps_on_hopper():
         row = fourth[key]
         assert f"{row['tflops_per_second']:.0f}" in text
         assert f"{row['speedup_over_cudnn']:.2f}x" in text
-
-
-def test_a_reason_cannot_break_a_table():
-    row = {"name": "decode/x", "operation": "decode", "status": "failed", "reason": "a | b"}
-    assert "failed: a \\| b" in tables.details_table({"rows": [row]}, "decode")
-    assert tables.one_line(row) == "decode/x: failed: a | b"

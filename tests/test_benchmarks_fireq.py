@@ -73,6 +73,7 @@ def test_bytes_and_operations_of_a_product():
     assert [x.unit for x in (bf16, fp8, int4)] == ["bf16", "fp8", "fp8"]
 
 
+@pytest.mark.slow
 def test_bytes_and_operations_of_a_layer_and_of_a_model():
     layer = _build(fireq_cases.feed_forward("tiny", 64, 96, 3, implementations=("xla",)), "bf16")
     assert layer.needs.nbytes == 2 * (3 * 64 * 96 + 2 * 3 * 64)
@@ -125,6 +126,7 @@ def model_result(tmp_path_factory):
     return _run(tmp_path_factory.mktemp("run"), "fireq_model")
 
 
+@pytest.mark.slow
 def test_a_quick_run_measures_and_compares(result):
     rows = {row["name"]: row for row in result["rows"]}
     assert set(result["ceilings"]) == {"copy", "bf16", "fp8"}
@@ -154,6 +156,7 @@ def test_a_quick_run_measures_and_compares(result):
         assert rows["kv4-decode/tiny/b2-s192/cudnn"]["status"] == "not run"
 
 
+@pytest.mark.slow
 def test_a_quick_run_of_models(model_result):
     assert [row["family"] for row in model_result["rows"]] == ["bf16", "int4-kv4"]
     for row in model_result["rows"]:

@@ -73,6 +73,7 @@ def test_shapes_are_those_of_published_models():
         assert models.LlamaConfig.from_hf(config.to_hf()) == config
 
 
+@pytest.mark.slow
 def test_every_step_of_a_real_size_can_be_traced():
     """No array is made: shapes, windows and kinds of caches fit each other."""
     rows = families.selected("gemma|phi|llama.*4bit", quick=False)
@@ -130,6 +131,7 @@ def test_a_step_is_that_of_generation():
     assert TINY.held + families._STEPS + families._OTHER_STEPS <= TINY.tokens
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("method", ["nnx", "exact"])
 def test_layers_go_on_from_full_caches(method):
     layer = TINY_LAYER
@@ -206,6 +208,7 @@ def test_wrong_outputs():
             flax._error(jax.tree.map(lambda x: x.at[1, 2].set(jnp.nan), wrong), expected, "pooled")
 
 
+@pytest.mark.slow
 def test_wrong_logits_are_a_failed_row(monkeypatch):
     """Other tokens than those of the exact cache."""
     make = families.Inputs.caches

@@ -149,3 +149,9 @@ def test_bars_of_a_result_that_is_not_complete():
     made = _loading_result()
     made["rows"] = made["rows"][:1]
     plots.loading_plot(made)
+
+
+def test_a_reason_cannot_break_a_table():
+    row = {"name": "decode/x", "operation": "decode", "status": "failed", "reason": "a | b"}
+    assert "failed: a \\| b" in tables.details_table({"rows": [row]}, "decode")
+    assert tables.one_line(row) == "decode/x: failed: a | b"

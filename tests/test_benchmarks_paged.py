@@ -194,6 +194,7 @@ def test_the_pool_of_the_engine_holds_what_it_must():
         assert group.prompt[0] <= min(sizes) < max(sizes) <= group.prompt[1]
 
 
+@pytest.mark.slow
 def test_an_engine_stops_in_time(monkeypatch):
     """What was reached is a row; the time left is shared by the rows of a group."""
     limits = []
@@ -246,6 +247,7 @@ def test_a_result_that_is_too_short_is_no_figure(monkeypatch):
         engine.measure(None, group, "auto", float("inf"))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("spoil", ["nan", "page"])
 def test_a_wrong_output_is_a_failed_row(monkeypatch, spoil):
     """A sequence that reads one page of another's, and NaN in what is not compared."""

@@ -45,6 +45,7 @@ def test_a_sink_is_the_first_block_of_every_row():
     assert not np.all(np.asarray(pooled_inputs.random_levels(shape, 0.15625))[:, :, :, 0] == 1)
 
 
+@pytest.mark.slow
 def test_neighbours_are_alike_and_queries_look_for_their_topic():
     query, key, value, d_out = pooled_inputs.sample(Shape("tiny", 1, 4096))
     assert query.shape == d_out.shape == (1, 4096, 4, 64)
@@ -97,6 +98,7 @@ def result(tmp_path_factory):
     return json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_a_quick_run_measures_and_compares(result):
     rows = {row["name"]: row for row in result["rows"]}
     assert set(result["ceilings"]) == {"copy", "bf16"}
@@ -122,6 +124,7 @@ def test_a_quick_run_measures_and_compares(result):
         assert "mosaic_gpu: needs" in refused["reason"]
 
 
+@pytest.mark.slow
 def test_a_wrong_output_is_a_failed_row(monkeypatch):
     """NaN in a head that is not compared is found too."""
     rows = pooled.selected("pooled/.*384/all-1/xla|select.*384/top-k", quick=True)

@@ -49,6 +49,7 @@ BOTH = pytest.mark.parametrize(
 # What is stored ----------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("lengths", [None, (0, 15, 40), (16, 33, 1)], ids=str)
 @BOTH
 def test_a_prompt_stores_what_the_oracle_stores(implementation, config, lengths):
@@ -60,6 +61,7 @@ def test_a_prompt_stores_what_the_oracle_stores(implementation, config, lengths)
     assert_holds(cache, oracle)
 
 
+@pytest.mark.quick(1)
 @BOTH
 def test_append_stores_what_the_oracle_stores(implementation, config):
     """After a ragged prompt: buffered, clamped, compressed when full, at each one's own step."""
@@ -73,6 +75,7 @@ def test_append_stores_what_the_oracle_stores(implementation, config):
         assert_holds(cache, oracle, deeply=step == 3)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("implementation", "dtype"),
     slow_after(2, pairwise(implementation=ON_CPU, dtype=[jnp.bfloat16, jnp.float16])[::-1]),
@@ -92,6 +95,7 @@ def test_half_precision(implementation, dtype):
         np.testing.assert_array_equal(got, want.astype(dtype))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.bits
 def test_eager_stores_the_same_bits(implementation):
     """And `prefill` what is stored without its attention, of which no kernel takes short blocks."""
@@ -166,6 +170,7 @@ def test_errors_are_those_of_the_quantizers():
         assert (error <= bound).mean() > 0.95
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("method", slow_after(2, ["entropy", "gap_std", "min_max", "variation"]))
 def test_heads_of_low_priority_get_fewer_bits(method):
     """By every measure, keys and values ranked separately, each sequence on its own."""
@@ -238,6 +243,7 @@ def test_any_split_stores_the_same_bits(split, with_prompt, seed):
     assert_holds(cache, oracle, deeply=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_after(1, ["mixed", "4/3 and 2"]))
 def test_calls_of_different_shapes(name):
     """One by one, the commonest split, and in static lengths of 1, 7 and 32; without padding."""

@@ -59,6 +59,7 @@ def test_non_finite_prompt_tokens_are_not_hidden(implementation, bad, position):
     cache.validate()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=str)
 def test_non_finite_appended_tokens_are_not_hidden(implementation, bad):
     """They turn their head's universal scale to NaN; what was compressed before stays."""
@@ -104,6 +105,7 @@ def test_non_finite_tokens_in_any_split(bad):
 # Full caches -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "max_length"),
     slow_after(1, [("mixed", 41), ("mixed", 40), ("4/3 and 2", 40), ("4/3 and 2", 41)]),
@@ -121,6 +123,7 @@ def test_a_cache_can_be_filled_to_the_last_token(name, max_length):
     assert_holds(prompted, oracle, deeply=False)
 
 
+@pytest.mark.slow
 def test_too_many_tokens_outside_jit():
     """An error that names the lengths and the limit, and the cache still as it was."""
     cache = prefill(new(MIXED, max_length=40), *tokens(30, seed=51), (30, 10, 0))
@@ -133,6 +136,7 @@ def test_too_many_tokens_outside_jit():
         tj.prefill(tokens(50)[0], *tokens(50), new(MIXED, max_length=40))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config_name", slow_after(1, ["mixed", "4-bit"]))
 def test_too_many_tokens_inside_jit(config_name):
     """What fits is kept, the rest dropped and reported; nothing stored is overwritten, ever."""
@@ -156,6 +160,7 @@ def test_overflow_is_per_sequence():
     np.testing.assert_array_equal(cache.lengths, [40, 26, 16])
 
 
+@pytest.mark.slow
 def test_prefill_into_a_used_cache():
     """An error outside jit; inside, used sequences stay as they are and say so."""
     key, value = tokens(30, seed=59)

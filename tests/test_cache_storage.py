@@ -38,6 +38,7 @@ from turbojax.models.storage import load_cache, save_cache
 # What comes back ---------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_a_cache_comes_back_and_goes_on_bit_for_bit(tmp_path, kind):
     path, cache = tmp_path / "cache.safetensors", filled(kind)
@@ -51,6 +52,7 @@ def test_a_cache_comes_back_and_goes_on_bit_for_bit(tmp_path, kind):
     assert_same_contents(append(loaded, *more), append(cache, *more))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     slow_after(
@@ -66,6 +68,7 @@ def test_other_dtypes_come_back(tmp_path, kind, dtype):
     assert_same_contents(loaded, cache)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", SOME.values(), ids=SOME)
 def test_an_empty_cache_comes_back(tmp_path, kind):
     cache = init_layer_cache(2, 70, HEADS, HEAD_DIM, kind=kind)
@@ -85,6 +88,7 @@ def test_what_is_not_finite_comes_back(tmp_path, kind):
     assert_same_contents(loaded, cache)
 
 
+@pytest.mark.slow
 def test_flags_and_universal_scales_come_back(tmp_path):
     cache = tj.init_cache(2, 16, HEADS, HEAD_DIM, config=MIXED, key_scale=jnp.full((2, HEADS), 0.5))
     cache = jax.jit(tj.append)(cache, *tokens(20, 5, batch=2))  # past max_length
@@ -103,6 +107,7 @@ def test_priorities_of_heads_come_back(tmp_path):
     assert_same_contents(loaded, cache)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["exact", "mixed", "kv4"])
 def test_stacked_layers_come_back(tmp_path, kind):
     layers = [filled(KINDS[kind]), append(filled(KINDS[kind]), *tokens(9, 6))]
@@ -112,6 +117,7 @@ def test_stacked_layers_come_back(tmp_path, kind):
         assert_same_contents(jax.tree.map(lambda x: x[i], loaded), layer)  # noqa: B023
 
 
+@pytest.mark.slow
 def test_where_pages_lie_is_not_stored(tmp_path):
     layer = filled("turbo4", 200)
     order = np.random.default_rng(0).permutation(layer.pages.num_pages)
@@ -139,6 +145,7 @@ def test_part_of_a_layer_is_stored_without_the_rest_of_its_pool(tmp_path):
         np.testing.assert_array_equal(got[0, :23], want[2, :23])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e5m2", "fp8_e4m3", "turbo4"])
 def test_a_pool_comes_back_whole(tmp_path, kv_dtype):
     scales = {"key_scale": 0.5, "value_scale": 2.0} if kv_dtype.startswith("fp8") else {}
@@ -155,6 +162,7 @@ def test_a_pool_comes_back_whole(tmp_path, kv_dtype):
 # Room --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", SOME.values(), ids=SOME)
 def test_only_what_is_held_takes_space(tmp_path, kind):
     sizes = []
@@ -168,6 +176,7 @@ def test_only_what_is_held_takes_space(tmp_path, kind):
     assert sizes[0] < held + overhead
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", SOME.values(), ids=SOME)
 def test_a_loaded_cache_may_have_more_room(tmp_path, kind):
     save_cache(tmp_path / "cache", filled(kind, 70))
@@ -177,6 +186,7 @@ def test_a_loaded_cache_may_have_more_room(tmp_path, kind):
     assert_same_contents(append(loaded, *more), append(filled(kind, 300), *more))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", SOME.values(), ids=SOME)
 def test_it_may_have_less_room_but_not_too_little(tmp_path, kind):
     save_cache(tmp_path / "cache", filled(kind, 300))
@@ -282,6 +292,7 @@ def test_a_rewritten_file_must_be_consistent(stored, tmp_path):
     refused("must be", change=describe(num_kv_heads=8))
 
 
+@pytest.mark.slow
 def test_like_must_fit(stored):
     wanted = filled(MIXED, 200)
     loaded, _ = load_cache(stored, like=wanted)

@@ -34,6 +34,7 @@ def test_donated():
     assert all(x.is_deleted() for x in cache.key.codes)
 
 
+@pytest.mark.slow
 def test_vmap():
     """Several caches at once, each with its own tokens."""
     caches = [used(), prefill(new(MIXED), *tokens(33, seed=73)), new(MIXED)]

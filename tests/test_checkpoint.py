@@ -52,6 +52,7 @@ def arrays(model) -> dict:
     return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
 
 
+@pytest.mark.quick(2)
 def test_one_file_and_many_hold_what_was_written(variant):
     folder, stored = variant
     model = load(folder / "one")
@@ -72,6 +73,7 @@ def test_layers_are_read_as_they_are_unstacked(variant):
     assert all(map(same_bits, jax.tree.leaves(direct), jax.tree.leaves(unstacked)))
 
 
+@pytest.mark.quick(1)
 def test_what_is_saved_is_what_was_read(variant, tmp_path):
     folder, stored = variant
     model = load(folder / "one")
@@ -147,6 +149,7 @@ class TestDtypes:
         edit(tmp_path, dtype=None)
         assert load(tmp_path).dtype == jnp.float32
 
+    @pytest.mark.quick(1)
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
     def test_mixed_dtypes_are_cast_as_numpy_casts(self, tmp_path, dtype):
         hf_helpers.write("qwen2", tmp_path)
@@ -284,6 +287,7 @@ def test_progress_counts_bytes(tmp_path):
         assert {x for _, x in told} == {total}
 
 
+@pytest.mark.slow
 def test_max_length_is_the_model_s(tmp_path):
     hf_helpers.write("phi3-longrope", tmp_path)
     assert load(tmp_path).config.max_length == 256

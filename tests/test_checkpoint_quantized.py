@@ -42,6 +42,7 @@ def same(one, other) -> bool:
     )
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("limit", [1 << 30, 4000])
 def test_one_file_or_many(quantized, tmp_path, limit):
     models.save_quantized(quantized, tmp_path, max_shard_bytes=limit)
@@ -94,6 +95,7 @@ UNSUPPORTED = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("field", UNSUPPORTED)
 def test_what_a_quantized_model_does_not_compute_is_refused(field):
     config = dataclasses.replace(CONFIG, **{field: UNSUPPORTED[field]})
@@ -115,6 +117,7 @@ def test_all_fields_are_named():
     assert all(f"{field}={value!r}" in str(caught.value) for field, value in UNSUPPORTED.items())
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "changes",
     [

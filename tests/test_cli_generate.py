@@ -64,6 +64,7 @@ def test_text_and_a_last_line(byte_model):
     assert end == ""
 
 
+@pytest.mark.slow
 def test_json_of_a_batch(byte_model, tmp_path):
     file = tmp_path / "prompt"
     file.write_bytes(b"abc")
@@ -145,6 +146,7 @@ def test_a_tokenizer_that_knows_more_than_the_model(tmp_path):
     assert "knows tokens up to 319, which must be below the model's vocab_size=319" in result.stderr
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("system", [[], ["--system", "Be brief."]])
 def test_chat_writes_the_prompt_by_the_template(chat_model, system):
     said = "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
@@ -176,6 +178,7 @@ def test_a_text_ends_where_its_tokenizer_says(chat_model, tmp_path):
     assert len(report["text"]) < len(whole["text"])
 
 
+@pytest.mark.slow
 def test_drawing_options_reach_the_draws(number_model):
     options = ["--model", number_model, "--max-new-tokens", "12", "--batch-size", "2"]
 

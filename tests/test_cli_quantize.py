@@ -31,6 +31,7 @@ def quantized(tiny_folder, tmp_path_factory) -> tuple[str, dict]:
     return str(out), json.loads(result.stdout)
 
 
+@pytest.mark.slow
 def test_json_says_what_was_done_and_what_it_costs(tiny_folder, quantized):
     out, report = quantized
     decoder = models.load(out)
@@ -65,6 +66,7 @@ def test_bits_are_those_of_the_models(tiny_folder, quantized):
             assert report["bits"][name][cache] == pytest.approx(float(bits), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_table_and_the_bars(tiny_folder, tmp_path):
     result = _quantize(tiny_folder, tmp_path, "--scale-dtype", "bf16", "--no-crs", "--no-rpn")
     assert result.exit_code == 0, result.stderr
@@ -92,6 +94,7 @@ def test_what_is_asked_for_is_quantized(tiny_folder, tmp_path):
     assert decoder.bits_per_weight == report["bits_per_weight"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("cache", ["exact", "kv4"])
 def test_the_quantized_model_generates(quantized, cache):
     out, _ = quantized
@@ -106,6 +109,7 @@ def test_the_quantized_model_generates(quantized, cache):
     assert report["cache"] == cache
 
 
+@pytest.mark.slow
 def test_random_int4_weights_generate():
     options = ("--random-weights", "tiny", "--weights", "int4", "--cache", "kv4")
     result = _run("generate", *options, "--max-new-tokens", "3", "--prompt-tokens", "5", "--json")
@@ -116,6 +120,7 @@ def test_random_int4_weights_generate():
     assert report["compression_ratio"] == pytest.approx(16 * 8 / 128 / (4 + 16 / 16), rel=0.02)
 
 
+@pytest.mark.slow
 def test_tokens_that_are_numbers(tmp_path):
     config = models.LlamaConfig(
         vocab_size=60,
@@ -297,6 +302,7 @@ def test_bits_that_are_no_numbers_are_null(tiny_folder, tmp_path, monkeypatch):
     assert json.loads(result.stdout)["bits"]["after"] == {"exact": None, "kv4": None}
 
 
+@pytest.mark.slow
 def test_caches_that_cannot_hold_the_heads_are_left_out(tmp_path):
     config = models.LlamaConfig(
         vocab_size=256,

@@ -59,6 +59,7 @@ def test_results_are_those_of_generate_one_by_one(tiny_folder, model, tmp_path):
     assert "(2.00x larger than bfloat16)" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_file_for_the_results_and_numbers_as_json(tiny_folder, tmp_path):
     file = _write(tmp_path, {"prompt": "abc"}, {"prompt": "abd", "temperature": 0.7, "top_k": 4})
     out = tmp_path / "results.jsonl"
@@ -79,6 +80,7 @@ def test_a_file_for_the_results_and_numbers_as_json(tiny_folder, tmp_path):
     assert [len(json.loads(x)["tokens"]) for x in out.read_text().splitlines()] == [4, 4]
 
 
+@pytest.mark.slow
 def test_equal_prompts_are_drawn_differently_and_again_the_same(tiny_folder, tmp_path):
     lines = [{"prompt": "abc", "temperature": 1.0, "max_new_tokens": 12}] * 2
     file = _write(tmp_path, *lines, {**lines[0], "seed": 1})
@@ -88,6 +90,7 @@ def test_equal_prompts_are_drawn_differently_and_again_the_same(tiny_folder, tmp
     assert tokens[1] == tokens[3] != tokens[2]
 
 
+@pytest.mark.slow
 def test_the_default_pool_holds_as_many_as_run_at_a_time(model):
     lines = [{"prompt": "a" * 39, "max_new_tokens": 24}] * 16
     requests = serving.read_requests(
@@ -160,6 +163,7 @@ def test_results_do_not_overwrite_the_requests(tiny_folder, tmp_path):
     assert json.loads(link.read_text()) == {"prompt": "a"}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("results", [False, True])
 def test_the_next_turn_finds_a_result_if_asked_for(tmp_path, results):
     """Prompts and results are numbers, so that a result can be a prompt."""
@@ -173,6 +177,7 @@ def test_the_next_turn_finds_a_result_if_asked_for(tmp_path, results):
     assert reused == [0, 16 if results else 0]
 
 
+@pytest.mark.slow
 def test_random_weights_take_numbers(tmp_path):
     file = _write(tmp_path, {"prompt": "1 17 4", "max_new_tokens": 3})
     result = _run(file, "--random-weights", "tiny", "--dtype", "float32")
@@ -189,6 +194,7 @@ class Letters(ByteTokenizer):
         return lambda token: "" if token is None else f"{token % 10}{token // 10 % 10}"
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("place", [0, 1, 2, 5])
 def test_a_stop_text_ends_the_result_wherever_it_begins(model, place):
     letters = text.TextModel(model.decoder, Letters())

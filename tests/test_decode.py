@@ -51,6 +51,7 @@ FAST += [("int8", "sas-e", "triton"), ("float", "exact", "triton"), ("fp8", "sas
 EVERY = [(m, s, i) for m in MODES for s in SOFTMAXES for i in ON_CPU]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("mode", "softmax", "implementation"),
     slow_after(len(FAST), [*FAST, *(case for case in EVERY if case not in FAST)]),
@@ -60,6 +61,7 @@ def test_equals_the_oracle(implementation, mode, softmax):
     assert_matches_oracle(queries(4), stored(mode, SOFTMAXES[softmax]), implementation)
 
 
+@pytest.mark.quick(1)
 @every_mode
 def test_one_query_equals_the_oracle(implementation, mode):
     assert_matches_oracle(queries(1), stored(mode), implementation)
@@ -75,6 +77,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("name", "implementation"),
     slow_after(
@@ -93,6 +96,7 @@ def test_options(name, implementation):
 HALVES = [(i, dtype) for dtype in (jnp.bfloat16, jnp.float16) for i in ON_CPU]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("implementation", "dtype"), slow_after(2, HALVES))
 def test_half_precision(implementation, dtype):
     cache = filled(SMALL, (70, 3), (0, 0), KV_HEADS, HEAD_DIM, dtype=dtype)
@@ -155,6 +159,7 @@ def test_the_grid_meets_every_mode_and_softmax():
     assert {case[2:] for case in GRID} == set(PAIRS)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("case", "implementation", "mode", "softmax"), slow_after(2, GRID))
 def test_shapes_equal_the_oracle(case, implementation, mode, softmax):
     """Other heads, head dims, blocks, buffers and bits, after a prompt and appends."""
@@ -165,6 +170,7 @@ def test_shapes_equal_the_oracle(case, implementation, mode, softmax):
     assert_matches_oracle(query, cache, implementation, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("implementation", "window"),
     slow_after(1, [("xla", 300), ("xla", None), ("triton", 300)]),
@@ -213,6 +219,7 @@ def test_one_token_returns_its_value(implementation, mode):
 # Meaning and errors ------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(1)
 def test_float_and_exact_is_attention_over_what_is_stored(implementation):
     """Nothing rounded but what the cache rounded: plain attention over `dequantize`."""
     cache, query = stored("float", EXACT), queries(1, 11)
@@ -222,6 +229,7 @@ def test_float_and_exact_is_attention_over_what_is_stored(implementation):
     np.testing.assert_allclose(decode(query, cache, implementation)[0], want, atol=3e-6)
 
 
+@pytest.mark.quick(1)
 def test_int8_errs_by_its_quantizers_alone(implementation):
     """Exact softmax: int8 is exact attention of rounded queries over the cache, up to P.
 
@@ -253,6 +261,7 @@ def test_int8_errs_by_its_quantizers_alone(implementation):
     assert np.abs(got - unrounded).mean() < 0.01 * np.abs(value).max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("implementation", "mode", "softmax", "limit"),
     slow_after(
@@ -280,6 +289,7 @@ def test_constant_values_come_back(implementation, mode, softmax, limit):
 # What must not matter ----------------------------------------------------------------------------
 
 
+@pytest.mark.quick(1)
 @every_mode
 def test_several_queries_equal_one_at_a_time(implementation, mode):
     """Decoding four tokens at once equals decoding after each of four appends.
@@ -297,6 +307,7 @@ def test_several_queries_equal_one_at_a_time(implementation, mode):
     np.testing.assert_allclose(together, np.concatenate(steps, axis=1), atol=2e-6)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.bits
 @every_mode
 def test_the_batch_never_changes_a_bit(implementation, mode):
@@ -335,6 +346,7 @@ def test_what_lies_past_the_lengths_never_changes_a_bit(implementation, mode):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_the_room_left_does_not_matter():
     """The same tokens in a longer cache: grouped otherwise, merged to the same result."""
     short, long = (
@@ -381,6 +393,7 @@ def _seventy_nine(how, side, bad):
     return {"appended": append, "prompt": store}[how](start, *both)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("implementation", "mode", "how", "side", "bad"),
     slow_after(

@@ -31,6 +31,7 @@ def test_eager_equals_jit(implementation):
     np.testing.assert_allclose(eager, decode(query, stored(), implementation)[0], atol=2e-6)
 
 
+@pytest.mark.slow
 @kernel_is_slow
 def test_generation_under_scan(implementation):
     """Append and decode in a scanned loop, the cache carried and donated, across a flush."""

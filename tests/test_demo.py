@@ -22,6 +22,7 @@ def _run(*arguments: str):
     return CliRunner().invoke(app, ["demo", *arguments], env={"COLUMNS": "120"})
 
 
+@pytest.mark.slow
 def test_json_report(tiny_folder, tmp_path):
     plot = tmp_path / "demo.png"
     result = _run("--model", tiny_folder, *SMALL, "--json", "--plot", str(plot))
@@ -40,6 +41,7 @@ def test_json_report(tiny_folder, tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_table_names_each_cache_and_its_text(tiny_folder):
     result = _run("--model", tiny_folder, *SMALL, "--cache", "exact, 3bit")
     assert result.exit_code == 0, result.stderr
@@ -47,6 +49,7 @@ def test_table_names_each_cache_and_its_text(tiny_folder):
         assert text in result.stdout
 
 
+@pytest.mark.slow
 def test_exact_bits_per_byte_is_that_of_the_model(tiny_folder, tmp_path):
     text = bytes(range(1, 100))
     file = tmp_path / "text"

@@ -5,10 +5,13 @@ import io
 import re
 from pathlib import Path
 
+import pytest
+
 PAGE = (Path(__file__).parents[1] / "docs" / "flax.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 
 
+@pytest.mark.slow
 def test_examples():
     names, out = {"__name__": "docs"}, io.StringIO()
     with contextlib.redirect_stdout(out):

@@ -5,10 +5,13 @@ import io
 import re
 from pathlib import Path
 
+import pytest
+
 PAGE = (Path(__file__).parents[1] / "docs" / "models.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 
 
+@pytest.mark.slow
 def test_examples():
     names, lines = {"__name__": "docs"}, []
     for example in EXAMPLES:

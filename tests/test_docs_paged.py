@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 PAGE = (Path(__file__).parents[1] / "docs" / "paged.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 ENGINE = next(i for i, example in enumerate(EXAMPLES) if "Engine(" in example)
@@ -20,6 +22,7 @@ def run(names: dict[str, Any], *examples: str) -> list[str]:
     return out.getvalue().splitlines()
 
 
+@pytest.mark.slow
 def test_by_hand():
     lines = run({"__name__": "docs"}, *EXAMPLES[:ENGINE], *EXAMPLES[ENGINE + 1 :])
     assert re.fullmatch(r"0\.009\d of the squares is lost", lines[0])
@@ -35,6 +38,7 @@ def test_by_hand():
     assert lines[6:] == ["(1000, 66) 4.125 bits a value"]
 
 
+@pytest.mark.slow
 def test_engine():
     _, *results, last = run({"__name__": "docs"}, EXAMPLES[0], EXAMPLES[ENGINE])
     kinds = [re.match(r"(\d) (\w+) '", line).groups() for line in results]

@@ -8,6 +8,7 @@ from docs_helpers import DOCS, examples, run
 EXAMPLES = examples(DOCS / "quickstart.md")
 
 
+@pytest.mark.slow
 def test_cache_example():
     out = run(EXAMPLES[0])
     assert "[1001  641]" in out
@@ -15,20 +16,24 @@ def test_cache_example():
     assert ratio > 4.6
 
 
+@pytest.mark.slow
 def test_model_example():
     assert len(run(EXAMPLES[1]).strip()) > 20
 
 
+@pytest.mark.slow
 def test_flax_example():
     assert run(EXAMPLES[2]) == "(2, 300, 512)\n[301 121] (2, 1, 512)\n"
 
 
+@pytest.mark.slow
 def test_pooled_example():
     shape, times = re.search(r"(\(.*\)) ([\d.]+) times less work", run(EXAMPLES[3])).groups()
     assert shape == "(1, 1024, 4, 64)"
     assert float(times) > 3
 
 
+@pytest.mark.slow
 def test_int4_example():
     shape, dtype, bits = re.search(r"(\(.*\)) (\w+) ([\d.]+) bits", run(EXAMPLES[4])).groups()
     assert (shape, dtype) == ("(2, 16, 512)", "bfloat16")
@@ -36,6 +41,7 @@ def test_int4_example():
     assert float(bits) == pytest.approx(4 + 8 / 128 + 32 * 2560 / (3 * 512 * 1024), abs=0.005)
 
 
+@pytest.mark.slow
 def test_paged_example():
     # The prompt's 15 full pages are shared; the last one is copied. 132 bytes per token and head.
     assert run(EXAMPLES[5]) == (

@@ -36,6 +36,7 @@ def exact_bits(model, tokens) -> np.ndarray:
     return -np.asarray(jnp.take_along_axis(log_p, targets[..., None], axis=-1))[..., 0] / np.log(2)
 
 
+@pytest.mark.slow
 def test_the_model_knows_python(exact_bits):
     assert exact_bits.shape == (len(FILES), DECODED)
     assert exact_bits.mean() < 1.1

@@ -236,6 +236,7 @@ def test_output_scale():
         np.testing.assert_array_equal(tj.fireq.dequantize(weight), want)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("sizes", [(64, 128, 64), (70, 3, 60)], ids=str)
 @pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
 def test_concatenate(sizes, scale_dtype):
@@ -255,6 +256,7 @@ def test_concatenate(sizes, scale_dtype):
     assert_same_bits(joined, want)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("size", [64, 13, 1])
 @pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
 def test_gate_and_up(size, scale_dtype):
@@ -284,6 +286,7 @@ def test_gate_and_up(size, scale_dtype):
     assert rows[8] == size + 1
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
 def test_files(tmp_path, scale_dtype):
     """Every bit, NaN scales included, and several weights in one file."""
@@ -409,6 +412,7 @@ def tokens(dtype):
     return jnp.asarray(x, jnp.float32).astype(dtype)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tokens(dtype):
     x = tokens(dtype)

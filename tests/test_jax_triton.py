@@ -240,6 +240,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("case", "softmax", "mode"), PAIRS)
 def test_what_is_launched_is_the_reference(case, softmax, mode):
     config = tj.TurboConfig(mode=mode, softmax=softmax, block_q=16, block_kv=32, buffer_size=32)
@@ -277,6 +278,7 @@ def test_older_jax_triton_is_told_the_shape_by_its_old_name():
     assert (out.shape, residual.shape) == ((2, 40, 4, 48), (2, 40, 4))
 
 
+@pytest.mark.slow
 def test_vmap_folds_the_axis_into_the_batch():
     config = tj.TurboConfig(mode="int8", softmax=EXACT, block_q=16, block_kv=32, buffer_size=32)
     q, k, v, query_length, key_length = small()
@@ -303,6 +305,7 @@ def test_vmap_folds_the_axis_into_the_batch():
     np.testing.assert_array_equal(results["twice"][0, 0], results["looped"][0][0])
 
 
+@pytest.mark.slow
 def test_the_launcher_names_what_it_cannot_do():
     operands = quantize_operands(*small(), tj.TurboConfig(block_kv=16, buffer_size=16))
     call = functools.partial(

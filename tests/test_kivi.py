@@ -67,6 +67,7 @@ def _oracle(x, length, bits, kind, dtype):
     return results
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("bits", [4, 2])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_holds_what_the_oracle_holds(bits, dtype):
@@ -156,6 +157,7 @@ def test_overflow_is_an_error_and_under_jit_a_status():
     assert after.lengths.tolist() == [100, 100, 60]
 
 
+@pytest.mark.slow
 def test_it_costs_no_more_than_its_codes_say():
     """On the same data, two bits lose more than four, and four less than a tenth of the norm."""
     key, value = _tokens(64, 5)

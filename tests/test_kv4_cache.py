@@ -88,6 +88,7 @@ def awkward(dim):
     return np.concatenate([x, ties, near, extremes]).astype(np.float32)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.bits
 @pytest.mark.parametrize("dim", [8, 80, 128])
 def test_codes_and_scales_to_the_bit(dim):
@@ -107,6 +108,7 @@ def test_codes_and_scales_to_the_bit(dim):
     assert np.abs(want).max() == 7
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "f16"])
 def test_half_precision_is_rounded_as_its_float32_values(dtype):
     x = jnp.asarray(np.random.default_rng(1).normal(size=(200, 64)), dtype)
@@ -143,6 +145,7 @@ def ragged():
     return cache, history
 
 
+@pytest.mark.slow
 def test_ragged_prompt_and_tokens():
     cache, history = ragged()
     assert_holds(cache, history)
@@ -155,6 +158,7 @@ def test_ragged_prompt_and_tokens():
             np.testing.assert_array_equal(got[b, len(x) :], 0)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("jitted", [False, True])
 def test_how_tokens_are_split_into_calls_does_not_matter(jitted):
     key, value = random_tokens(11, 4)
@@ -237,6 +241,7 @@ def test_a_prompt_needs_empty_sequences_and_room():
 # Transforms --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_vmap_over_stacked_layers_and_scan():
     caches = [append(new(), *random_tokens(3 + i, i)) for i in range(2)]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *caches)

@@ -137,6 +137,7 @@ def matches(implementation, query, cache, **options):
     assert_matches_oracle(query, cache, unit, run(implementation), **options)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("name", "implementation"), slow_after(4, pairwise(name=list(SHAPES), implementation=ON_CPU))
 )
@@ -172,12 +173,14 @@ def options_of(name):
     return query, cache, options
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(implementation, name):
     query, cache, options = options_of(name)
     matches(implementation, query, cache, **options)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("implementation", "dtype"),
     slow_after(2, pairwise(implementation=ON_CPU, dtype=[jnp.bfloat16, jnp.float16])[::-1]),
@@ -254,6 +257,7 @@ def test_what_stands_beyond_the_length_is_not_seen(implementation):
     check_beyond_the_length(run(implementation))
 
 
+@pytest.mark.slow
 @kernel_is_slow
 def test_transforms(implementation):
     """Eager and jitted, vmap over layers, scan: the same numbers; twice the same bits.
@@ -295,6 +299,7 @@ def prompt(count=40, dtype=jnp.float32):
     return tuple(normal(20 + i, shape, dtype) for i, shape in enumerate(shapes))
 
 
+@pytest.mark.slow
 def test_prefill_attends_in_e4m3_and_stores_4_bits():
     query, key, value = prompt()
     lengths = jnp.asarray([40, 13, 0], jnp.int32)
@@ -316,6 +321,7 @@ def test_prefill_attends_in_e4m3_and_stores_4_bits():
     assert 1e-3 < error < 4 * 2.0**-4
 
 
+@pytest.mark.slow
 def test_decode_continues_a_prompt():
     """4 bits of range 7: a value is off by a fourteenth of its token's largest at most."""
     query, key, value = prompt()

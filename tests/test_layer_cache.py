@@ -74,6 +74,7 @@ def real(x):
     )
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("options", ["plain", "window", "all"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompt_then_new_tokens(kind, options):
@@ -117,6 +118,7 @@ def test_prompt_then_new_tokens(kind, options):
         assert np.abs(real(expected) - real(plain)).max() > 1.5 * bound
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "asked",
     [
@@ -185,6 +187,7 @@ def test_padding_on_either_side(options, first):
         np.testing.assert_allclose(out[b, first : first + length], expected[b, :length], atol=2e-5)
 
 
+@pytest.mark.slow
 def test_gradients_with_a_cap():
     """The same as those that JAX takes of the masked attention, which is written out plainly."""
     asked = OPTIONS["all"]
@@ -206,6 +209,7 @@ def test_gradients_with_a_cap():
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_pooled_attention_refuses_windows_and_caps():
     pooled = layer_cache.pooled_by_name("window", window=16, block_size=16)
     query, key, value = map(jnp.asarray, operands())

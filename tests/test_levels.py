@@ -41,6 +41,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("number", range(len(SHAPES)))
 def test_importance_is_that_of_the_definition(number, is_causal):
@@ -129,6 +130,7 @@ FRACTIONS = ("0.05", "0.15", "0.25", "0.5")
 MASSES = ("0.4", "0.5", "0.6", "0.8")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("blocks", [(16, 16), (16, 8), (8, 24), (64, 8)])
 def test_levels_are_those_of_the_ranks(blocks, is_causal):
@@ -208,6 +210,7 @@ def test_similarity_is_the_mean_cosine_of_pairs(lengths):
     assert 0.2 < float(got.mean()) < 0.9
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("policy", [TopK(), Threshold(), tj.levels.LocalWindow(16, (32, 64, None))])
 def test_cap_makes_levels_finer_where_keys_differ(policy):
     query = _normal(9, (2, 160, 4, 16))

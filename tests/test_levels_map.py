@@ -21,6 +21,7 @@ def _run(*arguments: str):
     return CliRunner().invoke(app, ["levels", *arguments], env={"COLUMNS": "160"})
 
 
+@pytest.mark.slow
 def test_json_report_and_picture(tiny_folder, tmp_path):
     plot = tmp_path / "levels.png"
     names = [name for name in levels_map.POLICY_NAMES if name not in IN_TABLE]
@@ -52,6 +53,7 @@ def test_table(tiny_folder):
         assert text in result.stdout
 
 
+@pytest.mark.slow
 def test_operands_are_those_of_the_layer(tiny_folder, tmp_path):
     """Attention with the layer's query and key, done by hand from the weights."""
     file = tmp_path / "text"

@@ -165,6 +165,7 @@ class TestConfig:
         with pytest.raises(ValueError, match="lacks vocab_size"):
             LlamaConfig.from_hf(hf)
 
+    @pytest.mark.quick(1)
     @pytest.mark.parametrize("config", [TINY, TIED])
     def test_counts_parameters(self, config):
         leaves = jax.tree.leaves(nnx.state(make(config)))
@@ -172,6 +173,7 @@ class TestConfig:
 
 
 class TestForward:
+    @pytest.mark.quick(1)
     @pytest.mark.parametrize("config", [TINY, TIED])
     def test_equals_the_oracle(self, config):
         model, tokens = make(config), some_tokens(config)
@@ -206,6 +208,7 @@ class TestForward:
         np.testing.assert_allclose(run(model, tokens), shifted, atol=2e-5)
         assert not np.allclose(run(model, tokens), spread, atol=1e-3)
 
+    @pytest.mark.quick(1)
     @pytest.mark.parametrize("variant", [{"unroll": 3}, {"remat": True}])
     def test_variants_compute_the_same(self, variant):
         tokens = some_tokens()
@@ -259,6 +262,7 @@ def exact_cache_attend(query, key, value, cache, options=None):
     return out, (keys, values, length + query.shape[1])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("split", [(11,), (5, 1, 1, 1, 1, 1, 1), (3, 8)])
 def test_decoding_through_a_cache_equals_the_whole_forward(split):
     model, tokens = make(), some_tokens()
@@ -280,6 +284,7 @@ def test_decoding_through_a_cache_equals_the_whole_forward(split):
 
 
 class TestCheckpoint:
+    @pytest.mark.quick(1)
     @pytest.mark.parametrize("config", [TINY, TIED])
     @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
     def test_round_trip_is_bit_exact(self, tmp_path, config, dtype):
@@ -360,6 +365,7 @@ class TestEmbedded:
         assert set(data["held_out"]) == set(held_out_modules())
         assert all(row["licence"] for row in data["packages"])
 
+    @pytest.mark.slow
     def test_snippet_of_the_card_runs(self, capsys):
         card = (embedded_path() / "README.md").read_text(encoding="utf-8")
         snippet = card.split("```python\n")[1].split("```")[0]
@@ -368,6 +374,7 @@ class TestEmbedded:
         assert names["logits"].shape == (1, 2048, 256)
         assert len(capsys.readouterr().out) >= 2
 
+    @pytest.mark.slow
     def test_predicts_held_out_files(self):
         cut = []
         for name, share in (("argparse.py", 0.0), ("tarfile.py", 0.5)):

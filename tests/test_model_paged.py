@@ -51,6 +51,7 @@ def _dense(query: np.ndarray, key: np.ndarray, value: np.ndarray) -> np.ndarray:
     return np.einsum("nts,snh->tnh", weights, value)
 
 
+@pytest.mark.slow
 def test_a_layer_attends_to_what_was_appended():
     layer = paged.init_layer(3, 90, 2, 16, kind="paged", dtype=jnp.float32, page_size=16)
     key, value, query = _normal(0, 3, 70, 2, 16), _normal(1, 3, 70, 2, 16), _normal(2, 3, 70, 4, 16)
@@ -74,6 +75,7 @@ def test_a_layer_attends_to_what_was_appended():
         np.testing.assert_allclose(out[row], _dense(query[row, :1], *held), atol=1e-5)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.bits
 @pytest.mark.parametrize("kind", ["paged", "turbo4"])
 def test_chunks_of_a_prompt_change_no_bit(monkeypatch, kind):
@@ -99,6 +101,7 @@ def test_chunks_of_a_prompt_change_no_bit(monkeypatch, kind):
         assert np.any(np.asarray(parts[0]) != 0)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["fp8_e4m3", "turbo4"])
 def test_a_part_of_the_sequences_is_filled_alone(kind):
     layer = paged.init_layer(4, 40, 2, 16, kind=kind, dtype=jnp.float32, page_size=16)
@@ -143,6 +146,7 @@ def test_tokens_past_the_end():
     assert not np.any(np.asarray(fuller.pages.key[3]))
 
 
+@pytest.mark.slow
 def test_bad_calls_say_what_is_wrong(model):
     with pytest.raises(ValueError, match="kind='kv4' must be one of paged, fp8_e4m3"):
         paged.init_layer(1, 20, 1, 16, kind="kv4")
@@ -191,6 +195,7 @@ def one_pass(model) -> jax.Array:
     return model(_tokens(1, 120))[:, 99:-1]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("name", "dtype"), [*((kind, jnp.float32) for kind in KINDS), ("turbo4", jnp.bfloat16)]
 )
@@ -220,6 +225,7 @@ def test_every_paged_cache_stays_close_to_one_forward_pass(model, one_pass, name
         assert error > 1e-4
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["fp8_e4m3", "turbo4"])
 def test_ragged_prompts_generate_what_each_generates_alone(model, kind):
     tokens, lengths = _tokens(2, 70), (70, 7)
@@ -233,6 +239,7 @@ def test_ragged_prompts_generate_what_each_generates_alone(model, kind):
         np.testing.assert_array_equal(together[row], alone[0])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("factor", [1, 3e4])
 def test_keys_beyond_the_range_of_pages_end_generation(model, factor):
     """They become NaN under `jit`; the most likely token of NaN logits would be some token."""
@@ -266,6 +273,7 @@ def test_what_stands_in_the_padding_does_not_matter(model):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.slow
 def test_prompts_in_microbatches_give_the_same_session(model):
     tokens, lengths = _tokens(5, 70), jnp.array([70, 3, 64, 65, 1])
 
@@ -288,6 +296,7 @@ def test_prompts_in_microbatches_give_the_same_session(model):
         assert differ < 0.01
 
 
+@pytest.mark.slow
 def test_a_pooled_prompt_fills_the_pages(model):
     tokens = _tokens(2, 70)
     pooled = models.pooled_by_name("window", window=16, block_size=16)
@@ -298,6 +307,7 @@ def test_a_pooled_prompt_fills_the_pages(model):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_a_quantized_model_decodes_through_pages():
     config = dataclasses.replace(models.SHAPES["tiny"], num_layers=1)
     decoder = models.random_quantized_decoder(config)
@@ -321,6 +331,7 @@ def _abstract_step(decoder, batch: int, max_length: int, kind):
     return caches.nbytes, lowered.compile().memory_analysis()
 
 
+@pytest.mark.slow
 def test_a_step_updates_the_pages_in_place(model):
     decoder = models.unstack(model)
     small, analysis = _abstract_step(decoder, 2, 512, "turbo4")

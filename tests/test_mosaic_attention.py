@@ -115,6 +115,7 @@ LOWERED = pairwise(
 )
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("feature", "softmax", "head_dim", "tokens", "mode", "dtype", "block_kv"),
     slow_after(3, LOWERED),

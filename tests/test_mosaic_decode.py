@@ -47,6 +47,7 @@ LOWERED = pairwise(
 )
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("queries", "bits", "head_dim", "softmax", "dtype"), slow_after(3, LOWERED)
 )
@@ -58,6 +59,7 @@ def test_it_lowers(queries, bits, head_dim, softmax, dtype):
     assert "mosaic_gpu" in lower(query, cache)
 
 
+@pytest.mark.slow
 def test_it_lowers_with_window_cap_mixed_widths_and_long_blocks():
     config = tj.TurboConfig(
         num_low_bit_key_heads=1, num_low_bit_value_heads=1, block_kv=128, buffer_size=128

@@ -172,6 +172,7 @@ LOWERED = [
 FIRST = [LOWERED[i] for i in (1, 9, 22)]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "case", [*FIRST, *(pytest.param(c, marks=pytest.mark.slow) for c in LOWERED if c not in FIRST)]
 )
@@ -371,6 +372,7 @@ def test_register_operand_of_integers(first):
 # What the matrix unit loses -----------------------------------------------------------------------
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("depth", [128, 1024])
 def test_the_bound_of_the_matrix_unit(depth):
     """It holds, it is needed, and it is not wide. Tokens have outliers."""

@@ -76,6 +76,7 @@ def test_is_the_first_choice_on_hopper():
         assert registry.select(None, **wide).name == "triton"
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("head_dim", "block_q", "block_kv", "scale", "is_causal", "with_lengths"),
     [

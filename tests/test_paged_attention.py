@@ -54,6 +54,7 @@ KERNEL_GRID = [("triton", *case) for case in alternating(SHAPES, 3)]
 KERNEL_GRID = [*KERNEL_GRID[::3], *(x for i, x in enumerate(KERNEL_GRID) if i % 3)]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("implementation", "name", "kv_dtype"),
     [*slow_after(3, SHAPE_GRID), *slow_after(3, KERNEL_GRID)],
@@ -65,12 +66,14 @@ def test_equals_the_oracle(implementation, name, kv_dtype):
     matches(implementation, query, cache, tables, lengths)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("name", "kv_dtype"), alternating(OPTIONS))
 def test_options(implementation, name, kv_dtype):
     arguments, options = options_of(name, kv_dtype)
     matches(implementation, *arguments, **options)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("implementation", "kv_dtype"),
     slow_after(
@@ -85,6 +88,7 @@ def test_half_precision(implementation, kv_dtype):
     matches(implementation, normal(5, (2, 2, 4, 64), dtype), cache, tables, lengths)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kv_dtype", slow_after(1, ["turbo4", "fp8_e4m3"]))
 def test_page_sizes_do_not_matter(implementation, kv_dtype):
     """Tiles of several pages, of one, and of a part of one; a table that ends within a tile."""
@@ -99,6 +103,7 @@ def test_page_sizes_do_not_matter(implementation, kv_dtype):
         equal(got, want)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("kv_dtype", "implementation"),
     slow_after(
@@ -109,17 +114,20 @@ def test_neighbours_and_places_do_not_matter(implementation, kv_dtype):
     check_neighbours_and_places(run(implementation), kv_dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", slow_after(1, KV_DTYPES[::-1]))
 def test_chunks_do_not_matter(kv_dtype):
     dtype = jnp.float32 if kv_dtype in ("auto", "turbo4") else jnp.bfloat16
     check_chunks(attend, kv_dtype, dtype)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_what_is_not_finite_reaches_what_attends_to_it(implementation, kv_dtype):
     check_nan(run(implementation), kv_dtype)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("implementation", "kv_dtype"),
     slow_after(2, [(name, kind) for kind in KV_DTYPES[::-1] for name in ON_CPU]),
@@ -197,6 +205,7 @@ def test_transforms(kv_dtype):
     np.testing.assert_allclose(scanned, want, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", slow_after(1, ["turbo4", "fp8_e4m3"]))
 def test_append_and_attend_with_a_donated_pool(kv_dtype):
     check_donated(attend, kv_dtype)

@@ -46,6 +46,7 @@ def assert_pages(cache, want):
         np.testing.assert_array_equal(x, want[name])
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("call", [copy, paged.copy_pages], ids=["jit", "eager"])
 @pytest.mark.parametrize("kind", KV_DTYPES)
 def test_copies_read_before_they_write(kind, call):
@@ -59,6 +60,7 @@ def test_copies_read_before_they_write(kind, call):
     assert int(got.lost) == 0
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", KV_DTYPES)
 def test_content_is_moved_through_the_host(kind):
     """Out of one pool into another, as numpy arrays, in a fixed number with padding."""
@@ -93,6 +95,7 @@ def test_a_number_outside_the_pool_under_jit():
     assert int(got.lost) == 2 * SIZE
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["auto", "turbo4"])
 def test_a_donated_pool_is_reused(kind):
     cache = paged.init_cache(2048, SIZE, HEADS, HEAD_DIM, kv_dtype=kind, dtype=jnp.float32)

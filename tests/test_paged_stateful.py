@@ -54,6 +54,7 @@ def bank(kind):
     return sides, np.stack(held)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", KV_DTYPES)
 def test_the_bank_is_what_the_codec_makes_of_it(kind):
     """Up to the rounding of a norm to float16; no two tokens are nearly the same."""
@@ -264,6 +265,7 @@ class Model(stateful.RuleBasedStateMachine):
             np.testing.assert_array_equal(got, x)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", KV_DTYPES)
 def test_against_dense_arrays(kind):
     """Two thousand operations on every kind of cache."""

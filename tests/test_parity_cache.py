@@ -52,6 +52,7 @@ def continues(kind, model, name: str, side: str) -> None:
 
 
 # Logits and texts in one test: the programs that compute them are the same.
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", texts.CONTINUED)
 def test_prompts_of_different_lengths_and_new_tokens(load, name):
     model = load(name)
@@ -60,6 +61,7 @@ def test_prompts_of_different_lengths_and_new_tokens(load, name):
     continues("exact", model, name, "right")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["mistral", "gemma2"])
 def test_pages(load, name):
     """Windows and caps in the kernels' definition for pages."""
@@ -68,6 +70,7 @@ def test_pages(load, name):
     continues("paged", model, name, "left")
 
 
+@pytest.mark.slow
 def test_the_exact_cache_is_needed_for_this(load):
     """Rounded to bfloat16, keys and values cost more than the tolerance."""
     assert 10 * TOLERANCE < error("bfloat16", load("mistral"), "mistral") < 0.3

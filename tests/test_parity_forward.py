@@ -32,6 +32,7 @@ def program(graph, state, ids, mask):
     return nnx.merge(graph, state)(ids, attention_mask=mask)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", hf.VARIANTS)
 def test_logits_with_and_without_padding_on_either_side(load, name):
     arrays = recordings.arrays()
@@ -46,6 +47,7 @@ def test_logits_with_and_without_padding_on_either_side(load, name):
         assert recordings.error(logits[mask], recorded) < TOLERANCE
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", texts.FAMILIES)
 def test_logits_of_short_texts_without_a_mask(load, name):
     ids = jnp.asarray(recordings.arrays()["short/tokens"].astype(np.int32))
@@ -56,6 +58,7 @@ def test_logits_of_short_texts_without_a_mask(load, name):
     assert 0.8 < recorded.columns.std() < 3
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "name",
     [

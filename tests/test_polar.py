@@ -59,6 +59,7 @@ def spiky(name, head_dim):
     )
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize(
     "data", ["normal", "scaled channels", "heavy tails", "nearly one-hot", "keys"]
@@ -69,6 +70,7 @@ def test_a_round_trip_costs_little(data, head_dim):
     assert cosine >= 0.995
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("bits", [2, 3])
 def test_fewer_bits(bits):
     error, cosine = round_trip(normal(128), bits)
@@ -76,6 +78,7 @@ def test_fewer_bits(bits):
     assert cosine >= 1 - LARGEST_MSE[bits] / 2
 
 
+@pytest.mark.slow
 def test_keys_of_the_embedded_model():
     """After RoPE, of real text, all layers and heads."""
     from turbojax import models
@@ -111,6 +114,7 @@ def test_the_decoded_length_is_the_encoded_one():
 # Codes and norms ---------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(1)
 @pytest.mark.bits
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "bits"),
@@ -144,6 +148,7 @@ def test_as_the_oracle(dtype, head_dim, bits):
     )
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize("head_dim", [16, 80, 128])
 def test_decoding_as_the_oracle(head_dim, bits):
@@ -203,6 +208,7 @@ def test_one_hot_vectors_come_back():
 # Extremes ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_zero_vectors(dtype):
     rotation = polar.rotation(80)
@@ -239,6 +245,7 @@ def test_the_largest_norms(value):
     np.testing.assert_allclose(np.asarray(norms, np.float64)[1], value / 0.942340, rtol=2.0**-11)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.bits
 @pytest.mark.parametrize(
     ("value", "dtype"),
@@ -326,6 +333,7 @@ def test_encoded_bytes_are_pinned():
 # Transforms --------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(1)
 @pytest.mark.bits
 @pytest.mark.parametrize("head_dim", [80, 128])
 def test_bits_do_not_depend_on_the_array_around(head_dim):

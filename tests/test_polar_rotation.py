@@ -25,6 +25,7 @@ def rounding_bound(x):
     return 38 * 2.0**-24 * magnitude / np.sqrt(x.shape[-1])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("head_dim", [*HEAD_DIMS, 1, 2, 4, 8, 12, 20, 28, 40, 56, 320, 512])
 def test_orthogonal_and_as_the_oracle(head_dim):
     """The matrix is Hadamard's with signs, exactly; both directions apply it."""
@@ -61,6 +62,7 @@ def test_signs_are_the_same_everywhere():
     assert (np.asarray(polar.rotation(128, 7).signs) != polar.rotation(128, 8).signs).any()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.bits
 @pytest.mark.parametrize(
     ("dtype", "head_dim"), [(jnp.bfloat16, 128), (jnp.float16, 64), (jnp.float32, 80)]
@@ -112,6 +114,7 @@ def unit_coordinates(x, turned=True):
     return y * np.sqrt(x.shape[-1]) / np.sqrt((x.astype(np.float64) ** 2).sum(-1, keepdims=True))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 def test_rotated_normal_vectors_are_uniform_on_the_sphere(head_dim):
     """Chi-square over 16 cells: its mean is 15 and its deviation sqrt(30); five of them allowed.
@@ -126,6 +129,7 @@ def test_rotated_normal_vectors_are_uniform_on_the_sphere(head_dim):
     assert ((counts - expected) ** 2 / expected).sum() < 15 + 5 * np.sqrt(30)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("data", ["scaled channels", "outlier channels", "heavy tails"])
 def test_rotated_spiky_vectors_are_nearly_normal(data):
     """Chi-square per sample, which is far from zero before the rotation and near it after."""

@@ -85,6 +85,7 @@ KERNEL_GRID = (
 )
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("implementation", "name"),
     [*slow_after(len(FAST), GRID), *slow_after(1, [("triton", name) for name in KERNEL_GRID])],
@@ -95,6 +96,7 @@ def test_equals_the_oracle(implementation, name):
     assert blind.all() == (name == "level 0")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     slow_after(
@@ -109,6 +111,7 @@ def test_half_precision(name, dtype):
     check(name, dtype)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["both lengths, causal", "odd blocks"])
 def test_float64(name):
     """The reference is exact where it is given the precision: nothing is off by a little."""
@@ -131,6 +134,7 @@ def test_float64(name):
         assert worst(x, y) < 1e-13
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_level_1_everywhere_is_dense_attention(is_causal):
     """jax's own, grouped queries and lengths included."""
@@ -168,6 +172,7 @@ def test_pooling_equal_tokens_changes_nothing(size):
             np.testing.assert_allclose(x, y, atol=3e-6)
 
 
+@pytest.mark.slow
 def test_levels_of_any_integer_dtype_and_of_numpy():
     case = CASES["grouped queries"]
     q, k, v, levels, *_ = operands(case)
@@ -177,6 +182,7 @@ def test_levels_of_any_integer_dtype_and_of_numpy():
         jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+@pytest.mark.slow
 def test_shared_levels_are_those_of_every_head_and_sequence():
     for name in ("one level array", "levels shared by heads", "levels shared by the batch"):
         case = CASES[name]
@@ -216,6 +222,7 @@ def test_a_bad_value_reaches_those_who_see_it_and_nobody_else(name, of):
     assert worst(np.where(reached, 0, np.asarray(got)), np.where(reached, 0, want)) < 2e-6
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("implementation", "dtype", "wrong"),
     slow_after(
@@ -323,6 +330,7 @@ def test_memory_grows_with_tokens_not_with_their_square():
     assert large < 8192 * 8192 * 4 / 4
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("size", "level"), slow_after(4, [(size, level) for size in (29, 24) for level in LEVELS])
 )

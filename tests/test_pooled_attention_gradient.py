@@ -61,6 +61,7 @@ def gradients(case, q, k, v, levels, d_out, d_residual):
 FAST = ("level 0", "mixture", "both lengths, causal", "causal, other blocks", "grouped queries")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", slow_after(5, sorted(NAMES, key=lambda name: name not in FAST)))
 def test_equals_the_oracle(name):
     """Cotangents of the output and of the residual, at every level, mixed, ragged and causal."""
@@ -97,6 +98,7 @@ def test_half_precision(name, dtype):
     assert_as_good_as_plain(got, want, plain, floor=float(jnp.finfo(dtype).eps))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["both lengths, causal", "odd blocks"])
 def test_float64(name):
     """The reference is exact where it is given the precision: nothing is off by a little."""
@@ -229,6 +231,7 @@ def assert_all_close(got, want):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), got, want)
 
 
+@pytest.mark.slow
 def test_grad_outside_and_inside_jit():
     q, k, v, levels, *_ = operands(SMALL)
     lengths = jnp.asarray([40, 11, 0, 3, 40, 26], jnp.int32)
@@ -250,6 +253,7 @@ def test_levels_and_lengths_have_no_gradient():
             assert gradient.dtype == jax.dtypes.float0
 
 
+@pytest.mark.slow
 def test_vmap():
     """Over everything at once, and over queries and levels with shared keys."""
     q, k, v, levels, *_ = operands(SMALL)
@@ -264,6 +268,7 @@ def test_vmap():
     assert_all_close([x[2] for x in shared], list(again))
 
 
+@pytest.mark.slow
 def test_scan_and_remat():
     """Through a scanned stack of layers with levels of their own, kept and recomputed."""
     q, k, v, levels, *_ = operands(Case(40, 40, heads=2, batch=1, block_q=16, block_kv=16))

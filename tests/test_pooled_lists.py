@@ -53,6 +53,7 @@ def sees(shape, i, group, query_length):
     return [q for q in rows if not is_causal or group[1] <= q]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_lists_by_query_hold_what_a_loop_finds(shape):
     levels = draw(shape)
@@ -82,6 +83,7 @@ def test_lists_by_query_hold_what_a_loop_finds(shape):
             assert counts[b, n, i, 8] == 0
 
 
+@pytest.mark.slow
 def test_a_level_that_is_none_is_counted():
     shape = SHAPES[0]
     levels = np.zeros((1, 1, 4, 4), np.int8)
@@ -92,6 +94,7 @@ def test_a_level_that_is_none_is_counted():
 
 
 # A tile holds at most 16 blocks, so that of 64 rows wants blocks of 32.
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("shape", "rows"),
     [(shape, rows) for shape in SHAPES for rows in (16, 32, 64) if rows <= 2 * shape[3]],
@@ -151,6 +154,7 @@ def test_a_tile_of_too_many_blocks_is_refused():
         lists.by_key(levels, 8, 64, 16, 1024, None, None, Static(16, 16, 1.0, False))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("size", "lengths"), [(37, None), (64, None), (1, None), (40, (13, 40)), (24, (0, 17))]
 )

@@ -39,6 +39,7 @@ def _tokens(batch: int, length: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(0).integers(256, size=(batch, length), dtype=np.int32))
 
 
+@pytest.mark.slow
 def test_level_1_everywhere_generates_what_exact_attention_does(model):
     tokens, lengths = _tokens(2, 200), jnp.array([200, 3])
     dense = models.start(model, tokens, max_length=256, lengths=lengths)
@@ -50,6 +51,7 @@ def test_level_1_everywhere_generates_what_exact_attention_does(model):
     np.testing.assert_array_equal(one, two)
 
 
+@pytest.mark.slow
 def test_prompt_is_cached_token_by_token(model):
     """What the first layer caches does not depend on attention, whatever the levels are."""
     tokens = _tokens(1, 200)
@@ -65,6 +67,7 @@ def test_prompt_is_cached_token_by_token(model):
     assert float(jnp.max(jnp.abs(pooled.logits - dense.logits))) > 1e-3
 
 
+@pytest.mark.slow
 def test_logits_are_those_of_a_forward_pass_with_pooled_attention(model):
     """All prompts at once, or in turn."""
     tokens = _tokens(2, 150)
@@ -131,6 +134,7 @@ def test_names():
         pooled_by_name("topk", window=64)
 
 
+@pytest.mark.slow
 def test_command(model, tmp_path):
     models.save(model, tmp_path)
     base = ["generate", "a" * 200, "--model", str(tmp_path), "--max-new-tokens", "4", "--json"]

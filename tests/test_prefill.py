@@ -44,6 +44,7 @@ def prefill(implementation, config=BASE, lengths=(TOKENS,) * BATCH, **options):
         return _prefill(*OPERANDS, cache, key_value_seq_lengths=lengths_of(lengths), **options)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("mode", "implementation", "is_causal"),
     slow_after(
@@ -78,6 +79,7 @@ def test_prefill_is_causal_by_default():
     jax.tree.map(np.testing.assert_array_equal, default[1], causal[1])
 
 
+@pytest.mark.slow
 @kernel_is_slow
 def test_decoding_continues_the_prompt(implementation):
     """Attention over a prompt's last token, by prefill and by decode: equal up to stage 2.

@@ -123,6 +123,7 @@ def _oracle(decoder: models.QuantizedDecoder, tokens: jax.Array, round_tokens=_r
     return hidden @ wide(head).T
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("scale_dtype", "tables"), [("e4m3", False), ("bf16", True)])
 def test_a_quantized_decoder_computes_what_its_weights_say(model, calibration, scale_dtype, tables):
     decoder = models.quantize_model(
@@ -161,6 +162,7 @@ def test_smoothing_leaves_the_model_the_same_in_exact_arithmetic(model, calibrat
         np.testing.assert_allclose(_logits(smoothed, tokens), exact, atol=1e-4)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("parts", ["crs", "none", "all"])
 def test_every_part_of_smoothing_gives_a_model_close_to_the_exact_one(model, calibration, parts):
     chosen = {name: parts in (name, "all") for name in ("cas", "pts", "rpn", "crs")}
@@ -176,6 +178,7 @@ def test_every_part_of_smoothing_gives_a_model_close_to_the_exact_one(model, cal
     assert 0.02 < error < 0.35
 
 
+@pytest.mark.slow
 def test_calibration_sees_the_keys_of_every_layer(model, calibration):
     decoder, seen = models.unstack(model), []
 
@@ -226,6 +229,7 @@ def test_taking_rows_of_a_quantized_table():
     np.testing.assert_array_equal(jax.jit(take_rows)(table, index), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["exact", "kv4"])
 def test_ragged_prompts_generate_what_each_generates_alone(quantized, kind):
     tokens, lengths = _tokens(2, 40), (40, 7)
@@ -239,6 +243,7 @@ def test_ragged_prompts_generate_what_each_generates_alone(quantized, kind):
         np.testing.assert_array_equal(together[row], alone[0])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("of", ["float", "quantized"])
 def test_one_pass_equals_decoding_token_by_token_through_the_cache(model, quantized, of):
     decoder = models.unstack(model) if of == "float" else quantized
@@ -260,6 +265,7 @@ def test_one_pass_equals_decoding_token_by_token_through_the_cache(model, quanti
     assert np.linalg.norm(difference) < 0.1 * np.linalg.norm(expected - exact)
 
 
+@pytest.mark.slow
 def test_prompts_of_kv4_are_attended_in_e4m3_and_cached_in_4_bits(quantized):
     tokens = _tokens(2, 40)
     session = models.start(quantized, tokens, max_length=50, cache="kv4")
@@ -278,6 +284,7 @@ def test_prompts_of_kv4_are_attended_in_e4m3_and_cached_in_4_bits(quantized):
         assert np.mean(np.asarray(a, np.float32) != np.asarray(b, np.float32)) < 0.02
 
 
+@pytest.mark.slow
 def test_kv4_of_pooled_prompts(model):
     tokens = _tokens(1, 32)
     pooled = models.pooled_by_name("window", window=16, block_size=16)
@@ -291,6 +298,7 @@ def test_kv4_of_pooled_prompts(model):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_a_step_updates_kv4_caches_in_place(quantized):
     def compiled(length):
         caches = jax.eval_shape(lambda: models.init_caches(quantized, 2, length, "kv4"))
@@ -311,6 +319,7 @@ def _same_bits(a, b) -> None:
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("dtype", "scale_dtype", "tied", "options"),
     [
@@ -339,6 +348,7 @@ def test_a_checkpoint_is_read_back_bit_for_bit(tmp_path, dtype, scale_dtype, tie
     assert models.load(tmp_path, dtype=jnp.float16).dtype == jnp.float16
 
 
+@pytest.mark.slow
 def test_a_loaded_checkpoint_generates_the_same(quantized, tmp_path):
     models.save_quantized(quantized, tmp_path)
     loaded, tokens = models.load(tmp_path), _tokens(1, 12)
@@ -348,6 +358,7 @@ def test_a_loaded_checkpoint_generates_the_same(quantized, tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_which_tables_are_quantized(model, calibration):
     def tables(tied, **options):
         config = dataclasses.replace(model.config, tie_embeddings=tied, num_layers=1)
@@ -371,6 +382,7 @@ def test_progress_is_told(model, calibration):
     assert told == [("calibration", 40)] * 3 + [("layers", 1)] * 2
 
 
+@pytest.mark.slow
 def test_random_quantized_decoders():
     config = dataclasses.replace(models.SHAPES["tiny"], intermediate_size=100)
     for scale_dtype in ("e4m3", "bf16"):

@@ -98,6 +98,7 @@ def test_only_uniform_layers_are_saved(quantized, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_small_heads_are_refused_before_calibration(model, calibration):
     config = dataclasses.replace(model.config, head_dim=12, num_layers=1)
     small, told = models.random_decoder(config, dtype=jnp.float32), []

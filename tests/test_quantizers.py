@@ -46,11 +46,13 @@ def assert_stage_1(x, axis):
         np.testing.assert_array_equal(np.asarray(codes), want)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("axis", [-1, (1, 3), (-2, -1), 0], ids=str)
 def test_stage_1_equals_the_oracle(dtype, axis):
     assert_stage_1(normal((3, 40, 5, 24), dtype, scale=3.0), axis)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("magnitude", [1e-30, 1e-6, 1.0, 1e6, 3e38])
 def test_stage_1_at_any_magnitude(magnitude):
     x = np.random.default_rng(5).uniform(-1, 1, (8, 64)).astype(np.float32)
@@ -64,6 +66,7 @@ def test_stage_1_breaks_ties_to_even():
     np.testing.assert_array_equal(codes, np.rint(halves).astype(np.int8))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("compile_it", [False, True])
 def test_stage_1_at_and_beside_every_tie(compile_it):
     """An approximate quotient may fall on either side: only exact comparisons get it right."""
@@ -96,6 +99,7 @@ def test_stage_1_of_non_finite_blocks(dtype, bad):
     np.testing.assert_array_equal(np.asarray(codes)[[0, 2]], want[[0, 2]])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("quantize", [quantizers.quantize_int8, quantizers.quantize_fp8])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_non_finite_tokens_of_large_blocks(quantize, bad):
@@ -111,6 +115,7 @@ def test_non_finite_tokens_of_large_blocks(quantize, bad):
             np.testing.assert_array_equal(np.isnan(scale), want)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("top", [2.0**-126, 2.0**-130, 1e-44])
 def test_stage_1_of_subnormal_blocks_stays_finite(top):
     """Scales that underflow never turn numbers into NaN, nor zeros into something."""
@@ -125,6 +130,7 @@ def test_stage_1_of_subnormal_blocks_stays_finite(top):
 finite = st.floats(-(2.0**100), 2.0**100, width=32).filter(lambda v: v == 0 or abs(v) > 1e-30)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.lists(finite, min_size=32, max_size=32), st.sampled_from(DTYPES))
 def test_stage_1_equals_the_oracle_on_anything(values, dtype):
@@ -148,6 +154,7 @@ def test_stage_1_error_is_at_most_half_a_step(seed, exponent):
     assert np.abs(np.asarray(codes)).max() == 119
 
 
+@pytest.mark.quick(2)
 def test_given_scale_clamps(dtype):
     x = normal((5, 64), dtype, seed=7, scale=4.0)
     scale = jnp.asarray(np.full((5, 1), 0.01, np.float32))
@@ -237,6 +244,7 @@ def every_span():
     return lo[keep], hi[keep]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.bits
 def test_stage_2_for_every_span(bits):
     """Every (lo, hi), every code between: equals the oracle, never leaves int8, errs by s/2.
@@ -307,6 +315,7 @@ def test_stage_2_equals_the_oracle(seed, bits, spread):
     )
 
 
+@pytest.mark.quick(1)
 def test_stage_2_of_constant_channels(bits):
     """A channel of one value is stored exactly."""
     codes = jnp.broadcast_to(jnp.arange(-119, 120, dtype=jnp.int8)[None, :], (16, 239))
@@ -314,6 +323,7 @@ def test_stage_2_of_constant_channels(bits):
     np.testing.assert_array_equal(back, codes)
 
 
+@pytest.mark.quick(1)
 def test_stage_2_survives_packing(bits):
     codes, _ = quantizers.quantize_int8(normal((2, 3, 64, 80), seed=9), axis=(-2, -1))
     q2, scale, zero = quantizers.quantize_channels(codes, bits)
@@ -326,6 +336,7 @@ def test_stage_2_survives_packing(bits):
         )
 
 
+@pytest.mark.quick(1)
 def test_two_stages_err_by_the_sum_of_their_steps(bits):
     """|x - x'| <= s / 2 + s * s_int / 2 wherever no code was clipped."""
     x = normal((4, 64, 32), seed=10)
@@ -342,6 +353,7 @@ def test_two_stages_err_by_the_sum_of_their_steps(bits):
     assert clipped.mean() < 0.05
 
 
+@pytest.mark.quick(1)
 @pytest.mark.bits
 def test_transforms(bits):
     """jit and vmap give the bits that eager calls give."""

@@ -19,6 +19,7 @@ def normal(seed, length=40, heads=4):
     return jnp.asarray(np.random.default_rng(seed).normal(size=(3, length, heads, 16)), jnp.float32)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.bits
 @pytest.mark.parametrize("garbage", [1e4, np.nan])
 def test_queries_in_the_padding_change_no_bit(garbage):
@@ -39,6 +40,7 @@ def test_queries_in_the_padding_change_no_bit(garbage):
     assert (residual[padding[..., 0] & jnp.ones((1, 1, 4), bool)] == -jnp.inf).all()
 
 
+@pytest.mark.slow
 def test_a_padded_prompt_gives_what_it_gives_alone():
     query, key, value = normal(0), normal(1, heads=2), normal(2, heads=2)
     empty = tj.init_cache(3, 64, 2, 16, config=CONFIG, dtype=jnp.float32)
@@ -48,6 +50,7 @@ def test_a_padded_prompt_gives_what_it_gives_alone():
     np.testing.assert_allclose(together[1, :20], alone[0], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_after_a_ragged_append_queries_stand_where_their_tokens_do():
     key, value, query = normal(1, heads=2), normal(2, heads=2), normal(0, length=4)
     cache = tj.init_cache(3, 64, 2, 16, config=CONFIG, dtype=jnp.float32)
@@ -80,6 +83,7 @@ def test_query_lengths_out_of_range_under_jit_act_as_the_nearest_bound():
     )
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("window", [2**30, 2**31 - 1, 2**40, (2**40, 0)])
 def test_a_window_wider_than_any_sequence_is_none(window):
     query, key, value = normal(0), normal(1, heads=2), normal(2, heads=2)
@@ -92,6 +96,7 @@ def test_a_window_wider_than_any_sequence_is_none(window):
     )
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("zeros", [1, 15, 16, 40])
 @pytest.mark.parametrize("name", ["4-bit", "mixed"])
 def test_a_head_that_begins_with_zeros_keeps_its_scale_open(name, zeros):
@@ -113,6 +118,7 @@ def test_a_head_that_begins_with_zeros_keeps_its_scale_open(name, zeros):
     assert np.abs(restored[:, zeros:]).max() > 0
 
 
+@pytest.mark.slow
 def test_only_zeros_are_a_valid_cache():
     key = jnp.zeros((3, 40, 4, 16))
     cache = tj.append(new(CONFIGS["mixed"]), key, key)
@@ -121,6 +127,7 @@ def test_only_zeros_are_a_valid_cache():
     assert (tj.decode(key[:, :1], cache) == 0).all()
 
 
+@pytest.mark.slow
 def test_a_prompt_shorter_than_a_block_leaves_headroom():
     """One prefilled token fixes the scale as one appended token does."""
     key, value = tokens(1, seed=9)
@@ -135,6 +142,7 @@ def test_a_prompt_shorter_than_a_block_leaves_headroom():
     np.testing.assert_array_equal(whole.key.buffer_scale, oracles.scale_of(top))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("call", ["append", "prefill", "dequantize", "decode"])
 def test_gradients_are_refused(call):
     key, value = tokens(5)

@@ -11,6 +11,7 @@ from benchmarks import choosing, readme
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_example():
     [example] = examples(ROOT / "README.md")
     out = run(example)

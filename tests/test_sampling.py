@@ -21,6 +21,7 @@ from turbojax.models.sampling import (
 LOGITS = np.random.default_rng(3).normal(scale=1.5, size=SIZE).astype(np.float32)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p", "min_p"),
     [
@@ -92,6 +93,7 @@ def test_min_p_of_one_keeps_the_most_likely_and_of_zero_everything():
         assert np.flatnonzero(np.isfinite(np.asarray(m)[0])).tolist() == kept
 
 
+@pytest.mark.slow
 def test_min_p_looks_at_what_temperature_makes_of_the_logits():
     logits = jnp.broadcast_to(jnp.asarray([0.0, -1.0]), (500, 2))
     for temperature, kept in ((0.5, {0}), (2.0, {0, 1})):
@@ -106,6 +108,7 @@ def test_a_tiny_top_p_keeps_the_first():
     assert np.isfinite(np.asarray(kept)[0]).sum() == 1
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_is_the_largest_logit_whatever_the_others_do(kind):
     logits = jnp.asarray(np.random.default_rng(1).normal(size=(6, SIZE)), jnp.float32)

@@ -217,7 +217,7 @@ def _step(
         output = output * (unit * plgpu.load(v_scale_ref.at[(*at, j)]))[:, None]
     # A maximum and SAS lose a NaN scale; the row sum brings it back.
     lost = factor * 0.0
-    if is_masked:
+    if mask is not None:
         # Not by the maximum, which is -inf too where all that is visible is NaN.
         seen = jnp.max(jnp.where(mask, 1.0, 0.0), axis=1) > 0
         lost = jnp.where(seen, lost, 0.0)
