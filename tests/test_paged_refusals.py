@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_paged_cache import TABLES, new
+from test_paged_cache import BATCH, HEAD_DIM, HEADS, TABLES, new
 
 from turbojax.cache import paged
 
