@@ -18,6 +18,9 @@ PYTEST ?=
 VENV := .venv
 BIN := $(VENV)/bin
 ON_CPU = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+# Other tests compile with few optimizations; equal bits are tested as users compile.
+AS_USERS = TURBOJAX_OPTIMIZE=1 $(ON_CPU)
+WITH_BITS = $(shell grep -l mark.bits tests/*.py)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONUNBUFFERED := 1
 
@@ -33,13 +36,14 @@ demo: $(VENV)/.installed-demo ## generate text from three caches, side by side
 
 test: export JAX_PLATFORMS := cpu
 test: $(VENV)/.installed-test ## run the tests on a CPU, but for the slow ones
-	$(ON_CPU) -m "not gpu and not slow" $(PYTEST)
+	$(ON_CPU) -m "not slow and not bits and not gpu" $(PYTEST)
+	$(AS_USERS) -m "bits and not slow and not gpu" $(WITH_BITS) $(PYTEST)
 
 # Apart from `test` so that CI runs each test once.
 test-slow: export JAX_PLATFORMS := cpu
-test-slow: $(VENV)/.installed-test-all ## run the rest: slow tests, and equal bits as users compile
-	$(ON_CPU) -m "slow and not gpu" $(PYTEST)
-	TURBOJAX_OPTIMIZE=1 $(ON_CPU) -m "bits and not gpu" $(PYTEST)
+test-slow: $(VENV)/.installed-test-all ## run the slow tests alone
+	$(ON_CPU) -m "slow and not bits and not gpu" $(PYTEST)
+	$(AS_USERS) -m "bits and slow and not gpu" $(WITH_BITS) $(PYTEST)
 
 test-all: test test-slow ## run every test that needs no GPU
 
