@@ -166,6 +166,7 @@ def test_a_quick_run_of_models(model_result):
         assert row["tokens_per_second"] == pytest.approx(2 * 24 / (1e-6 * row["us"]))
 
 
+@pytest.mark.slow
 def test_the_prefill_is_that_of_start():
     call = _build(fireq_model.prefill("tiny", 4, 24), "int4-kv4")
     call = dataclasses.replace(call, count=2)
@@ -220,6 +221,7 @@ def test_failures_are_rows(monkeypatch):
     assert {row["reason"] for row in late} == {tables.OUT_OF_TIME}
 
 
+@pytest.mark.slow
 def test_report_round_trip(result, model_result, tmp_path, monkeypatch):
     docs = copied_docs(tmp_path)
     page = "benchmarks/int4.md"

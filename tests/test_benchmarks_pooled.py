@@ -185,6 +185,7 @@ def _log(kind, seconds):
     }
 
 
+@pytest.mark.slow
 def test_report_round_trip(result, tmp_path, monkeypatch):
     from turbojax import finetune
 

@@ -111,6 +111,7 @@ def test_eager_stores_the_same_bits(implementation):
     assert_same_bits(append(jitted, *more, None, implementation), eager)
 
 
+@pytest.mark.quick(1)
 def test_without_prefill_twice_the_first_token_sets_the_scale(implementation):
     """Later tokens, however loud, are clamped to it; none changes it."""
     key, value = tokens(20, seed=7)
@@ -124,6 +125,7 @@ def test_without_prefill_twice_the_first_token_sets_the_scale(implementation):
     assert (np.abs(got) <= 2 * first[:, None, :, None] * (1 + 2**-15)).all()
 
 
+@pytest.mark.quick(1)
 @BOTH
 def test_given_scales_are_used(implementation, config):
     """Fixed beforehand, prompt or not, and broadcast."""

@@ -76,6 +76,7 @@ def test_an_empty_cache_comes_back(tmp_path, kind):
     assert_same_leaves(load_cache(tmp_path / "cache")[0], cache)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["exact", "4-bit", "kv4", "turbo4"])
 def test_what_is_not_finite_comes_back(tmp_path, kind):
     key, value = tokens(40, 4)

@@ -167,6 +167,7 @@ class TestDtypes:
         assert decoder.dtype == target
         assert {x.dtype for x in jax.tree.leaves(decoder)} == {target}
 
+    @pytest.mark.quick(2)
     @pytest.mark.bits
     @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
     def test_every_bit_survives(self, tmp_path, dtype):

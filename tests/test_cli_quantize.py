@@ -51,6 +51,7 @@ def test_json_says_what_was_done_and_what_it_costs(tiny_folder, quantized):
     assert all(6 < x < 10 for x in bits)
 
 
+@pytest.mark.slow
 def test_bits_are_those_of_the_models(tiny_folder, quantized):
     out, report = quantized
     stream = [

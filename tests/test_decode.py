@@ -196,6 +196,7 @@ def test_queries_before_the_beginning(implementation):
     assert np.isfinite(lse[2, 6:]).all()
 
 
+@pytest.mark.quick(2)
 @every_mode
 def test_an_empty_cache(implementation, mode):
     cache = empty(dataclasses.replace(BASE, mode=mode), BATCH, 256, KV_HEADS, HEAD_DIM)
@@ -204,6 +205,7 @@ def test_an_empty_cache(implementation, mode):
     np.testing.assert_array_equal(lse, np.full(lse.shape, -np.inf))
 
 
+@pytest.mark.quick(2)
 @every_mode
 def test_one_token_returns_its_value(implementation, mode):
     """Whatever the query: its weight is the only one. Queries before it see nothing."""
@@ -431,6 +433,7 @@ def test_non_finite_tokens_reach_who_sees_them(implementation, mode, how, side, 
         assert np.isnan(got[at[48] :, 1:]).all()
 
 
+@pytest.mark.quick(1)
 def test_a_nan_block_outside_the_window_stays_there(implementation):
     cache, query = stored(), queries(4, 24)
     scale = cache.value.block_scale.copy()

@@ -68,6 +68,7 @@ def test_one_program_runs_every_mix(prompts, monkeypatch):
     assert len(traces) == 1
 
 
+@pytest.mark.slow
 def test_a_quantized_model(prompts):
     config = dataclasses.replace(TINY, hidden_size=64, intermediate_size=64, head_dim=32)
     model = models.random_quantized_decoder(config, dtype=jnp.float32)
@@ -81,6 +82,7 @@ def test_a_quantized_model(prompts):
     assert together.statistics().preemptions > 0
 
 
+@pytest.mark.slow
 def test_events_tell_the_results(model, prompts):
     made = make(model)
     wanted = requests_of(prompts[2:4], 0.0)
@@ -124,6 +126,7 @@ def test_seeds_differ_and_repeat(model, prompts):
     assert drawn[0] == drawn[2] != drawn[1]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.bits
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e5m2", "turbo4"])
 def test_swapped_pages_return_to_the_bit(kv_dtype):
@@ -152,6 +155,7 @@ def _random(shape, dtype) -> jax.Array:
     return jnp.asarray(np.abs(values) if dtype == jnp.uint8 else values).astype(dtype)
 
 
+@pytest.mark.slow
 def test_a_llama_is_unstacked(tiny_folder):
     llama = models.load_llama(tiny_folder, dtype=jnp.float32)
     options = {"num_pages": 4, "max_length": 32, "page_size": 16}
@@ -184,6 +188,7 @@ def test_values_beyond_fp8_fail():
     assert made.run()[number].finish_reason == "failed"
 
 
+@pytest.mark.slow
 def test_statistics_and_what_a_pool_holds():
     config = dataclasses.replace(TINY, head_dim=128, num_heads=2)
     model = models.random_decoder(config, dtype=jnp.bfloat16)
@@ -217,6 +222,7 @@ def test_statistics_and_what_a_pool_holds():
     assert after.to_json()["occupancy"] == 0.0
 
 
+@pytest.mark.slow
 def test_abort_of_running_and_swapped_requests(model, prompts):
     made = make(model, num_pages=11, prefix_caching=False)
     numbers = [made.add(request) for request in requests_of(prompts, 0.0)]

@@ -41,6 +41,7 @@ def _finished(events) -> dict:
     return {event.request_id: event.result for event in events if isinstance(event, Finished)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3", "turbo4"])
 def test_greedy_text_is_that_of_the_model_without_a_cache(model, prompts, kv_dtype):
     tokens = run(make(model, kv_dtype=kv_dtype), requests_of(prompts, 0.0))

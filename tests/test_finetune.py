@@ -203,6 +203,7 @@ here.tune(Path(sys.argv[1]), report=kill)
 
 
 class TestRun:
+    @pytest.mark.slow
     def test_log_and_model(self, whole):
         folder, log = whole
         assert json.loads((folder / "log.json").read_text()) == log
@@ -248,6 +249,7 @@ class TestRun:
         with pytest.raises(ValueError, match="3 bytes of held-out text must be at least context"):
             finetune.fine_tune(whole[0], tiny_model(), SETTINGS, short)
 
+    @pytest.mark.slow
     def test_pooled_at_level_1_trains_like_dense(self):
         everything = pooled_by_name("window", window=256, block_size=32)
         dense = finetune.Trainer(tiny_model(), SETTINGS, corpus().stream)
@@ -325,6 +327,7 @@ def command(*arguments: str):
 
 
 class TestCommands:
+    @pytest.mark.slow
     def test_train_twice_and_compare(self, tmp_path):
         models.save(tiny_model(), tmp_path / "start")
         (tmp_path / "words.txt").write_bytes(text(0, 6000))

@@ -47,6 +47,7 @@ def close(out, expected):
 # The mathematics ----------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_whole_sequences(variant):
     options, expected = VARIANTS[variant]
@@ -61,6 +62,7 @@ def test_whole_sequences(variant):
         assert np.abs(plain - oracle(params(layer), tokens(21))).max() > 0.05
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_prompt_then_new_tokens(variant):
     """Through an exact cache: what the oracle says of the whole, one by one and many at once."""
@@ -95,6 +97,7 @@ def test_positions():
     np.testing.assert_array_equal(layer(x, positions=positions.tolist()), out)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("length", [1, 3])
 def test_from_an_empty_cache(length):
     layer, x = module(cache="exact"), tokens(length, batch=1)
@@ -118,6 +121,7 @@ def test_attention_is_chosen_apart_from_the_cache():
     np.testing.assert_array_equal(turbo(x), module(cache=SMALL)(x))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_precision(dtype):
     """Parameters in float32, the rest in 16 bits; and all in 16 bits."""

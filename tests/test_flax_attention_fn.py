@@ -107,6 +107,7 @@ def test_window_and_cap():
     close(fn(*arrays, mask=jnp.asarray(near & BOTH)), oracle(*arrays, near & BOTH, cap=1.5))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("batch", [(), (2,), (2, 3)])
 def test_any_batch_axes(batch):
     query, key, value = operands(batch, kv_heads=2)
@@ -134,6 +135,7 @@ WRONG = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", WRONG)
 def test_other_masks_raise_or_are_nan(name):
     """The second sequence's mask cannot be; the first one's result and gradient stay right."""
@@ -299,6 +301,7 @@ def nnx_layer(fn=None, **options):
 MODULE_ROUNDING = 128 * 2.0**-24
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_nnx(kv_heads):
     exact = nnx_layer(nnx.dot_product_attention, num_kv_heads=kv_heads)
@@ -316,6 +319,7 @@ def test_nnx(kv_heads):
         ours(x, sow_weights=True)
 
 
+@pytest.mark.slow
 def test_nnx_gradient():
     """In mode "float" the straight-through gradient is that of exact attention."""
 
@@ -333,6 +337,7 @@ def test_nnx_gradient():
         np.testing.assert_allclose(ours, exact, rtol=0, atol=MODULE_ROUNDING * scale)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("window", [None, (3, 0)])
 @pytest.mark.parametrize("jitted", [False, True])
 def test_nnx_decodes_what_the_whole_pass_gives(jitted, window):
@@ -416,6 +421,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("causal", [False, True])
 def test_pooled(causal, policy):
@@ -456,6 +462,7 @@ def test_pooled_decodes_key_by_key():
     close(jax.jit(fn)(*arrays, mask=jnp.asarray(mask)), oracle(*arrays, mask))
 
 
+@pytest.mark.slow
 def test_pooled_in_modules():
     fn = PooledAttentionFn(tj.levels.TopK(), 16, 16, is_causal=True)
     x = tokens(40)

@@ -17,6 +17,7 @@ from turbojax.layer_cache import (
 from turbojax.rotary import Rope
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_caches_are_those_of_the_package(kind):
     """Bit for bit the same as by hand: heads, a prompt, new tokens across a block's end."""
@@ -43,6 +44,7 @@ def test_caches_are_those_of_the_package(kind):
     assert layer.cache.compression_ratio == cache.compression_ratio
 
 
+@pytest.mark.slow
 def test_progressive_cache_by_its_own_operations():
     layer, x = module(cache=SMALL), jnp.asarray(tokens(30))
     layer.init_cache(2, 48)
@@ -78,6 +80,7 @@ def test_caches_come_close_to_exact_attention(kind):
         assert error > ROUNDING
 
 
+@pytest.mark.slow
 def test_pooled_attention_within_sequences_and_prompts():
     pooled = PooledAttention(tj.levels.LocalWindow(8), 8, 8)
     layer, x = module(cache=SMALL, attention=pooled), jnp.asarray(tokens(40))
@@ -95,6 +98,7 @@ def test_pooled_attention_within_sequences_and_prompts():
 # What is refused ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_the_cache():
     layer, x = module(cache=SMALL), tokens(20)
     for call in (layer.prefill, layer.decode):
@@ -117,6 +121,7 @@ def test_what_does_not_fit_the_cache():
         layer.prefill(x)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["exact", "4bit", "kv4", "paged"])
 def test_under_jit_it_is_reported(kind):
     layer, x = module(cache=KINDS[kind]), tokens(20)
@@ -139,6 +144,7 @@ def test_under_jit_it_is_reported(kind):
     assert layer.cache.lengths.tolist() == [24, 12]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["4bit", "kv4", "turbo4"])
 def test_compressed_caches_have_no_gradient(kind):
     layer, x = module(cache=KINDS[kind]), tokens(8)
@@ -178,6 +184,7 @@ def test_implementations_are_those_of_the_caches_ops():
     np.testing.assert_array_equal(layer(x), module(cache=SMALL)(x))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", ["exact", "4bit", "kv4", "paged"])
 @pytest.mark.parametrize("attention", ["exact", SMALL], ids=["exactly", "turbo"])
 def test_prompts_attend_as_asked(kind, attention):

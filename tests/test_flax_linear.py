@@ -26,6 +26,7 @@ def frozen_bytes(module):
     return {path: np.asarray(x.get_value()).tobytes() for path, x in nnx.to_flat_state(state)}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("use_bias", [True, False])
 @pytest.mark.parametrize("scale_dtype", ["e4m3", "bf16"])
 def test_is_the_op(scale_dtype, use_bias):
@@ -60,6 +61,7 @@ def test_gated():
     assert jnp.linalg.norm(layer(x) - exact) < 0.2 * jnp.linalg.norm(exact)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_jit_and_state(dtype):
     """A module's state goes through `nnx.jit`, and through split and merge, bit for bit."""
@@ -111,6 +113,7 @@ class _Network(nnx.Module):
         return self.second(jax.nn.gelu(self.first(x)))
 
 
+@pytest.mark.slow
 def test_low_rank_adapters():
     """They learn a task through both quantized layers, whose bits stay as they are."""
     network, x = _Network(nnx.Rngs(0)), tokens()

@@ -46,6 +46,7 @@ def equal(a, b):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_same_parameters_same_results(variant):
     """Bit for bit, both ways, whole and through a cache."""
@@ -74,6 +75,7 @@ def test_same_parameters_same_results(variant):
     np.testing.assert_array_equal(ours(x), other.apply(made, x))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["exact", "4bit", "turbo4"])
 def test_caches_under_jit(kind):
     ours, other = module(cache=KINDS[kind]), twin(cache=KINDS[kind])
@@ -104,6 +106,7 @@ def test_initial_parameters():
     assert set(made) == {*(f"{c}_proj" for c in "qkvo"), "q_norm", "k_norm"}
 
 
+@pytest.mark.slow
 def test_gradient():
     ours, other, x = module(cache=SMALL), twin(cache=SMALL), tokens(12)
     want = nnx.grad(lambda layer: jnp.square(layer(x)).sum())(ours)
@@ -122,6 +125,7 @@ def test_annotations():
     np.testing.assert_array_equal(other.apply(boxed, x), other.apply(plain, x))
 
 
+@pytest.mark.slow
 def test_layers_in_a_scan():
     """`nn.scan` over layers stacks parameters and caches."""
 
@@ -153,6 +157,7 @@ def test_layers_in_a_scan():
     assert cache["cache"]["attention"]["kv_cache"].lengths.tolist() == [[12, 12]] * 3
 
 
+@pytest.mark.slow
 def test_what_is_refused():
     other, x = twin(cache=SMALL), tokens(5)
     variables = other.init(jax.random.key(0), x)
@@ -184,6 +189,7 @@ def test_modules_are_static():
     assert isinstance(tj.flax.linen.TurboAttention, type)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["attention", "attention_fn", "linen"])
 def test_examples(name):
     """The docstrings' examples run and show what they say."""

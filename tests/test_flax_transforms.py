@@ -44,6 +44,7 @@ def filled(kind="4bit", length=20, **options):
     return layer
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["exact", "4bit", "turbo4"])
 def test_jit(kind):
     """One program for all steps, which give what steps outside `jit` give, state included."""
@@ -112,6 +113,7 @@ def test_donation():
     equal(layer.cache, other.cache)
 
 
+@pytest.mark.slow
 def test_gradient_is_the_slope():
     """Of exact attention: against differences of the float64 oracle along random directions."""
     layer, x = module(cache="exact", qkv_bias=True, qk_norm_eps=1e-3), tokens(6)
@@ -143,6 +145,7 @@ def test_gradient_is_the_slope():
         assert abs((grads[path] * direction).sum() - slope) < 1e-4 * size + 1e-4
 
 
+@pytest.mark.slow
 def test_gradient_of_turbo_attention():
     """Straight through the rounding: along the exact one."""
     x = tokens(20)
@@ -156,6 +159,7 @@ def test_gradient_of_turbo_attention():
         assert np.vdot(a, b) > 0.99 * np.linalg.norm(a) * np.linalg.norm(b)
 
 
+@pytest.mark.slow
 def test_stacked_layers():
     """Made by `nnx.vmap`, applied by `nnx.scan`, caches and all: as one after the other."""
     count, x = 3, tokens(12)
@@ -195,6 +199,7 @@ def test_stacked_layers():
     assert stack.kv_cache.get_value().lengths.tolist() == [[13, 13]] * count
 
 
+@pytest.mark.slow
 def test_orbax_parameters(tmp_path):
     layer = module(cache=SMALL, qk_norm_eps=1e-5, qkv_bias=True)
     with ocp.StandardCheckpointer() as checkpointer:
@@ -207,6 +212,7 @@ def test_orbax_parameters(tmp_path):
     np.testing.assert_array_equal(empty(tokens(5)), layer(tokens(5)))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["exact", "4bit", "kv4", "fp8_e4m3", "turbo4"])
 def test_orbax_parameters_and_cache(kind, tmp_path):
     """Generation goes on from disk as if nothing had happened; 8-bit floats and codes included."""

@@ -57,6 +57,7 @@ def assert_same_bits(a, b):
     np.testing.assert_array_equal(bits(a.scale), bits(b.scale))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.bits
 @pytest.mark.parametrize(("shape", "dtype"), GRID)
 def test_the_kernel_has_the_bits_of_the_definition(shape, dtype):
@@ -72,6 +73,7 @@ def test_the_kernel_has_the_bits_of_the_definition(shape, dtype):
     np.testing.assert_array_equal(wide(want.scale), scale)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("shape", "dtype"), GRID)
 def test_norm(implementation, shape, dtype):
     """Against the norm in float64: within a step of e4m3 and of the dtype that it is rounded to."""
@@ -91,6 +93,7 @@ def test_norm(implementation, shape, dtype):
     assert (np.abs(found - exact) <= 1.001 * step).all()
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(("shape", "dtype"), GRID)
 def test_the_norm_is_the_models(shape, dtype):
     """Also under `jit`, where XLA could drop the rounding to `x`'s dtype; squares may be summed in
@@ -106,6 +109,7 @@ def test_the_norm_is_the_models(shape, dtype):
             assert np.count_nonzero(difference) <= 0.002 * x.size
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_marks_its_token(implementation, bad):
     x = activations((4, 2000), jnp.float32).at[1, 1990].set(bad).at[2, 0].set(bad)

@@ -127,6 +127,7 @@ def test_heads_do_not_mix(implementation, mode):
     assert not np.allclose(other[:, :, 2:], whole[:, :, 2:])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=str)
 @pytest.mark.parametrize("where", ["key", "value"])
 @by_mode(["int8", "int8_fp8", "fp8"])
@@ -147,6 +148,7 @@ def test_non_finite_tokens_reach_who_sees_them(implementation, mode, where, bad)
         np.testing.assert_array_equal(got[1, :64], clean[1, :64])
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=str)
 def test_non_finite_tokens_in_floating_point(implementation, bad):
     """Mode float: what exact attention makes of it, and no finite number for a NaN or a value."""
@@ -165,6 +167,7 @@ def test_non_finite_tokens_in_floating_point(implementation, bad):
     assert np.isnan(keys[1, 100:, :2])[~np.isneginf(score)].all()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("mode", "implementation"), slow_after(2, [(mode, name) for mode in MODES for name in ON_CPU])
 )
@@ -177,6 +180,7 @@ def test_non_finite_tokens_outside_a_window(implementation, mode):
     assert np.isfinite(out[:, 64 + 32 :]).all()
 
 
+@pytest.mark.quick(1)
 @every_mode
 def test_nan_in_a_query_stays_with_its_block(implementation, mode):
     """A query's NaN may reach the queries that share its scale, no others."""
@@ -226,6 +230,7 @@ def test_residual_is_the_log_sum_exp(implementation):
     np.testing.assert_allclose(lse, want, atol=3e-6)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("mode", "limit", "implementation"),
     slow_after(2, [(*m, name) for m in (("int8", 0.02), ("float", 3e-6)) for name in ON_CPU]),
@@ -244,6 +249,7 @@ def test_two_halves_merge_by_their_residuals(implementation, mode, limit):
     np.testing.assert_allclose(merged, whole, atol=limit)
 
 
+@pytest.mark.quick(1)
 def test_bits_do_not_matter_to_attention(implementation):
     """Stage 2 concerns the cache alone: attention uses the stage-1 codes."""
     q, k, v = tensors(19, 1, 20, 70, 2, 1, 64)
