@@ -18,9 +18,9 @@ PYTEST ?=
 VENV := .venv
 BIN := $(VENV)/bin
 ON_CPU = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
-# Other tests compile with few optimizations; equal bits are tested as users compile.
+# Tests compile with few optimizations, but for those where bits count or that run long.
 AS_USERS = TURBOJAX_OPTIMIZE=1 $(ON_CPU)
-WITH_BITS = $(shell grep -l mark.bits tests/*.py)
+OPTIMIZED = $(shell grep -l mark.optimized tests/*.py)
 # A choice of tests (PYTEST="-k ...") may leave none to one of the runs, which pytest ends with 5.
 OR_NONE = $(if $(PYTEST),|| [ $$? = 5 ])
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -38,14 +38,14 @@ demo: $(VENV)/.installed-demo ## generate text from three caches, side by side
 
 test: export JAX_PLATFORMS := cpu
 test: $(VENV)/.installed-test ## run the tests on a CPU, but for the slow ones
-	$(ON_CPU) -m "not slow and not bits and not gpu" $(PYTEST) $(OR_NONE)
-	$(AS_USERS) -m "bits and not slow and not gpu" $(WITH_BITS) $(PYTEST) $(OR_NONE)
+	$(ON_CPU) -m "not slow and not optimized and not gpu" $(PYTEST) $(OR_NONE)
+	$(AS_USERS) -m "optimized and not slow and not gpu" $(OPTIMIZED) $(PYTEST) $(OR_NONE)
 
 # Apart from `test` so that CI runs each test once.
 test-slow: export JAX_PLATFORMS := cpu
 test-slow: $(VENV)/.installed-test-all ## run the slow tests alone
-	$(ON_CPU) -m "slow and not bits and not gpu" $(PYTEST) $(OR_NONE)
-	$(AS_USERS) -m "bits and slow and not gpu" $(WITH_BITS) $(PYTEST) $(OR_NONE)
+	$(ON_CPU) -m "slow and not optimized and not gpu" $(PYTEST) $(OR_NONE)
+	$(AS_USERS) -m "optimized and slow and not gpu" $(OPTIMIZED) $(PYTEST) $(OR_NONE)
 
 test-all: test test-slow ## run every test that needs no GPU
 

@@ -13,7 +13,7 @@ from pathlib import Path
 #
 # Nearly all of the suite's time is compilation, so on a CPU programs are compiled with few
 # optimizations, four times faster. Where equal bits between two programs are promised, that would
-# prove little: such tests are marked `bits`, and `make` runs them apart, as users compile
+# prove little: such tests are marked `optimized`, and `make` runs them apart, as users compile
 # (TURBOJAX_OPTIMIZE=1).
 _QUICK_CPU = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "

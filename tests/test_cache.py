@@ -96,7 +96,7 @@ def test_half_precision(implementation, dtype):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.bits
+@pytest.mark.optimized
 def test_eager_stores_the_same_bits(implementation):
     """And `prefill` what is stored without its attention, of which no kernel takes short blocks."""
     key, value = tokens(40, seed=5)
@@ -213,7 +213,7 @@ def test_all_zero_tokens(implementation):
 WIDEST, CALLS = 24, 5
 
 
-@pytest.mark.bits
+@pytest.mark.optimized
 @settings(max_examples=12)
 @given(
     st.lists(
@@ -259,7 +259,7 @@ def test_calls_of_different_shapes(name):
         assert_same_bits(cache, want)
 
 
-@pytest.mark.bits
+@pytest.mark.optimized
 @pytest.mark.parametrize("garbage", [77.0, np.nan, np.inf], ids=str)
 def test_padding_never_changes_a_bit(implementation, garbage):
     """Tokens past the lengths may hold anything, in prompts and in appends."""
@@ -275,7 +275,7 @@ def test_padding_never_changes_a_bit(implementation, garbage):
     assert_same_bits(store(0.0), store(garbage))
 
 
-@pytest.mark.bits
+@pytest.mark.optimized
 @kernel_is_slow
 def test_the_batch_never_changes_a_bit(implementation):
     """A sequence alone and in company."""

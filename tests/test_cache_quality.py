@@ -39,6 +39,7 @@ def test_mean_and_error():
     assert (mean, error) == pytest.approx((7 / 3, deviation / np.sqrt(3)))
 
 
+@pytest.mark.optimized
 @pytest.mark.slow
 def test_a_quick_run_measures_every_cache(tmp_path):
     file = tmp_path / "results" / "quality.json"

@@ -168,7 +168,7 @@ class TestDtypes:
         assert {x.dtype for x in jax.tree.leaves(decoder)} == {target}
 
     @pytest.mark.quick(2)
-    @pytest.mark.bits
+    @pytest.mark.optimized
     @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
     def test_every_bit_survives(self, tmp_path, dtype):
         """All 16-bit patterns, or random 32-bit ones: NaN, infinities and subnormals among them."""

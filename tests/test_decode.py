@@ -310,7 +310,7 @@ def test_several_queries_equal_one_at_a_time(implementation, mode):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.bits
+@pytest.mark.optimized
 @every_mode
 def test_the_batch_never_changes_a_bit(implementation, mode):
     """Each sequence with its neighbours exchanged, and by itself."""
@@ -322,7 +322,7 @@ def test_the_batch_never_changes_a_bit(implementation, mode):
     np.testing.assert_array_equal(decode(*alone, implementation)[0][0], together[1])
 
 
-@pytest.mark.bits
+@pytest.mark.optimized
 @every_mode
 def test_what_lies_past_the_lengths_never_changes_a_bit(implementation, mode):
     """Unused blocks and buffer slots may hold anything."""
@@ -358,7 +358,7 @@ def test_the_room_left_does_not_matter():
     np.testing.assert_allclose(short, long, atol=2e-6)
 
 
-@pytest.mark.bits
+@pytest.mark.optimized
 @every_mode
 def test_two_runs_give_the_same_bits(implementation, mode):
     cache, query = stored(mode), queries(4, 25)

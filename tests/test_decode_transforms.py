@@ -22,7 +22,7 @@ from implementations import interpreted, kernel_is_slow
 import turbojax as tj
 
 
-@pytest.mark.bits
+@pytest.mark.optimized
 @kernel_is_slow
 def test_eager_equals_jit(implementation):
     query = queries(1, 26)

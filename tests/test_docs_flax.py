@@ -11,6 +11,7 @@ PAGE = (Path(__file__).parents[1] / "docs" / "flax.md").read_text(encoding="utf-
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 
 
+@pytest.mark.optimized
 @pytest.mark.slow
 def test_examples():
     names, out = {"__name__": "docs"}, io.StringIO()

@@ -11,6 +11,7 @@ PAGE = (Path(__file__).parents[1] / "docs" / "models.md").read_text(encoding="ut
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 
 
+@pytest.mark.optimized
 @pytest.mark.slow
 def test_examples():
     names, lines = {"__name__": "docs"}, []

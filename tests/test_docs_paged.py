@@ -22,6 +22,7 @@ def run(names: dict[str, Any], *examples: str) -> list[str]:
     return out.getvalue().splitlines()
 
 
+@pytest.mark.optimized
 @pytest.mark.slow
 def test_by_hand():
     lines = run({"__name__": "docs"}, *EXAMPLES[:ENGINE], *EXAMPLES[ENGINE + 1 :])
@@ -38,6 +39,7 @@ def test_by_hand():
     assert lines[6:] == ["(1000, 66) 4.125 bits a value"]
 
 
+@pytest.mark.optimized
 @pytest.mark.slow
 def test_engine():
     _, *results, last = run({"__name__": "docs"}, EXAMPLES[0], EXAMPLES[ENGINE])

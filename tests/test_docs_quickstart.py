@@ -16,6 +16,7 @@ def test_cache_example():
     assert ratio > 4.6
 
 
+@pytest.mark.optimized
 @pytest.mark.slow
 def test_model_example():
     assert len(run(EXAMPLES[1]).strip()) > 20

@@ -36,12 +36,14 @@ def exact_bits(model, tokens) -> np.ndarray:
     return -np.asarray(jnp.take_along_axis(log_p, targets[..., None], axis=-1))[..., 0] / np.log(2)
 
 
+@pytest.mark.optimized
 @pytest.mark.slow
 def test_the_model_knows_python(exact_bits):
     assert exact_bits.shape == (len(FILES), DECODED)
     assert exact_bits.mean() < 1.1
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize(("name", "limit"), [("4bit", 0.01), ("2/4bit", 0.06)])
 def test_a_compressed_cache_costs_little(model, tokens, exact_bits, name, limit):
     kind = models.cache_by_name(name, model.config.num_kv_heads)

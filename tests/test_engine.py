@@ -127,7 +127,7 @@ def test_seeds_differ_and_repeat(model, prompts):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.bits
+@pytest.mark.optimized
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e5m2", "turbo4"])
 def test_swapped_pages_return_to_the_bit(kv_dtype):
     model = models.random_decoder(TINY, dtype=jnp.bfloat16)

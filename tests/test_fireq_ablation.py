@@ -78,6 +78,7 @@ def test_windows_are_real_text_and_held_out_text_is_apart(text):
         assert max(bytes(window.tolist()).split(b"\0"), key=len) not in library
 
 
+@pytest.mark.optimized
 @pytest.mark.slow
 def test_smoothing_gives_back_what_outliers_cost(decoder):
     text = ablation.Text.of_library(window=512, calibrated=2, evaluated=3)

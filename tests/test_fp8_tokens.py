@@ -58,7 +58,7 @@ def assert_same_bits(a, b):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.bits
+@pytest.mark.optimized
 @pytest.mark.parametrize(("shape", "dtype"), GRID)
 def test_the_kernel_has_the_bits_of_the_definition(shape, dtype):
     x = activations(shape, dtype)

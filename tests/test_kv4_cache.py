@@ -89,7 +89,7 @@ def awkward(dim):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.bits
+@pytest.mark.optimized
 @pytest.mark.parametrize("dim", [8, 80, 128])
 def test_codes_and_scales_to_the_bit(dim):
     """Also jitted and mapped; a code times its scale is within half a scale of its value."""

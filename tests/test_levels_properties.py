@@ -94,7 +94,7 @@ def test_full_lengths_are_no_lengths(policy):
     assert np.array_equal(select(), select(**lengths))
 
 
-@pytest.mark.bits
+@pytest.mark.optimized
 @pytest.mark.parametrize("policy", PATHS)
 def test_transforms_give_the_same_bits(policy):
     query, key = _normal(2, (3, 80, 4, 8), jnp.bfloat16), _normal(3, (3, 80, 2, 8), jnp.bfloat16)

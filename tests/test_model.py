@@ -222,7 +222,7 @@ class TestForward:
         for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(other), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
-    @pytest.mark.bits
+    @pytest.mark.optimized
     def test_jit_equals_eager(self):
         model, tokens = make(), some_tokens()
         np.testing.assert_allclose(run(model, tokens), model(tokens), atol=1e-5)
@@ -365,6 +365,7 @@ class TestEmbedded:
         assert set(data["held_out"]) == set(held_out_modules())
         assert all(row["licence"] for row in data["packages"])
 
+    @pytest.mark.optimized
     @pytest.mark.slow
     def test_snippet_of_the_card_runs(self, capsys):
         card = (embedded_path() / "README.md").read_text(encoding="utf-8")
@@ -374,6 +375,7 @@ class TestEmbedded:
         assert names["logits"].shape == (1, 2048, 256)
         assert len(capsys.readouterr().out) >= 2
 
+    @pytest.mark.optimized
     @pytest.mark.slow
     def test_predicts_held_out_files(self):
         cut = []

@@ -76,7 +76,7 @@ def test_a_layer_attends_to_what_was_appended():
 
 
 @pytest.mark.quick(1)
-@pytest.mark.bits
+@pytest.mark.optimized
 @pytest.mark.parametrize("kind", ["paged", "turbo4"])
 def test_chunks_of_a_prompt_change_no_bit(monkeypatch, kind):
     key, value, query = _normal(0, 2, 75, 2, 16), _normal(1, 2, 75, 2, 16), _normal(2, 2, 75, 4, 16)

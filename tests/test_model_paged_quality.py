@@ -24,6 +24,7 @@ def embedded() -> tuple[models.Llama, np.ndarray, np.ndarray]:
     return model, tokens, bits / np.log(2)
 
 
+@pytest.mark.optimized
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "limit", "ratio"),

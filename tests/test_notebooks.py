@@ -63,6 +63,7 @@ def test_all_are_here():
     assert tuple(path.stem for path in NOTEBOOKS) == NAMES
 
 
+@pytest.mark.optimized
 @pytest.mark.slow
 def test_it_runs_from_top_to_bottom(notebook, tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")

@@ -77,7 +77,7 @@ def test_any_size_that_divides(bits, groups, axis, seed):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.bits
+@pytest.mark.optimized
 def test_under_jit_and_vmap(bits):
     codes = jnp.asarray(random_codes(bits, (5, 16, 32), seed=2))
 

@@ -135,7 +135,7 @@ def awkward(kind):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.bits
+@pytest.mark.optimized
 @pytest.mark.parametrize("kind", oracle.FP8)
 def test_fp8_is_rounded_to_the_bit(kind):
     x = awkward(kind)
@@ -217,7 +217,7 @@ def test_how_tokens_are_split_into_calls_does_not_matter(kind, jitted):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.bits
+@pytest.mark.optimized
 @pytest.mark.parametrize(
     ("size", "kind"),
     slow_after(2, [(s, k) for s in paged.PAGE_SIZES[::-1] for k in KINDS[::-1]]),

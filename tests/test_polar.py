@@ -115,7 +115,7 @@ def test_the_decoded_length_is_the_encoded_one():
 
 
 @pytest.mark.quick(1)
-@pytest.mark.bits
+@pytest.mark.optimized
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "bits"),
     [
@@ -246,7 +246,7 @@ def test_the_largest_norms(value):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.bits
+@pytest.mark.optimized
 @pytest.mark.parametrize(
     ("value", "dtype"),
     [(61_740.0, jnp.float32), (1e5, jnp.float32), (3e19, jnp.float32), (3e38, jnp.bfloat16)],
@@ -334,7 +334,7 @@ def test_encoded_bytes_are_pinned():
 
 
 @pytest.mark.quick(1)
-@pytest.mark.bits
+@pytest.mark.optimized
 @pytest.mark.parametrize("head_dim", [80, 128])
 def test_bits_do_not_depend_on_the_array_around(head_dim):
     rotation = polar.rotation(head_dim)

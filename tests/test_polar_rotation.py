@@ -63,7 +63,7 @@ def test_signs_are_the_same_everywhere():
 
 
 @pytest.mark.quick(1)
-@pytest.mark.bits
+@pytest.mark.optimized
 @pytest.mark.parametrize(
     ("dtype", "head_dim"), [(jnp.bfloat16, 128), (jnp.float16, 64), (jnp.float32, 80)]
 )

@@ -245,7 +245,7 @@ def every_span():
 
 
 @pytest.mark.quick(1)
-@pytest.mark.bits
+@pytest.mark.optimized
 def test_stage_2_for_every_span(bits):
     """Every (lo, hi), every code between: equals the oracle, never leaves int8, errs by s/2.
 
@@ -298,7 +298,7 @@ def test_119_is_the_largest_safe_range(limit):
     assert worst(limit) > 127
 
 
-@pytest.mark.bits
+@pytest.mark.optimized
 @settings(max_examples=60)
 @given(st.integers(0, 2**31), st.sampled_from(BITS), st.integers(0, 119))
 def test_stage_2_equals_the_oracle(seed, bits, spread):
@@ -354,7 +354,7 @@ def test_two_stages_err_by_the_sum_of_their_steps(bits):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.bits
+@pytest.mark.optimized
 def test_transforms(bits):
     """jit and vmap give the bits that eager calls give."""
     x = normal((3, 16, 24), seed=11)

@@ -20,7 +20,7 @@ def normal(seed, length=40, heads=4):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.bits
+@pytest.mark.optimized
 @pytest.mark.parametrize("garbage", [1e4, np.nan])
 def test_queries_in_the_padding_change_no_bit(garbage):
     """They share a block, and so a scale, with real queries."""

@@ -127,7 +127,7 @@ def test_refusals(name):
         run(q, k, v, tj.TurboConfig(**options))
 
 
-@pytest.mark.bits
+@pytest.mark.optimized
 @pytest.mark.slow
 def test_vmap_and_scan_give_the_same_bits():
     q, k, v = tensors(6, 3, 20, 70, 2, 1, 64)

@@ -234,7 +234,7 @@ def test_it_lowers_with_64_bits(rows):
 # e4m3 by integers ---------------------------------------------------------------------------------
 
 
-@pytest.mark.bits
+@pytest.mark.optimized
 @pytest.mark.parametrize("call", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_rounding_to_bits(call):
     """Every bfloat16 number, and what lies next to the middles of e4m3 values."""
@@ -250,7 +250,7 @@ def test_rounding_to_bits(call):
     np.testing.assert_array_equal(got[real] >> 7, np.signbit(x[real]))
 
 
-@pytest.mark.bits
+@pytest.mark.optimized
 def test_values_of_bits():
     bits = np.arange(256)
     want = bits.astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)

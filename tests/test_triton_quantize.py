@@ -99,7 +99,7 @@ def run(arrays, config, **options):
 # Bits; the same tests run compiled on a GPU ------------------------------------------------------
 
 
-@pytest.mark.bits
+@pytest.mark.optimized
 @pytest.mark.parametrize(
     ("case", "mode"),
     slow_after(
@@ -208,7 +208,7 @@ def test_prefill_shares_its_codes_with_the_cache(mode):
     assert_same_bits(filled, store(cache, key, value, lengths, implementation="xla"))
 
 
-@pytest.mark.bits
+@pytest.mark.optimized
 def test_bits_under_vmap():
     arrays = [jnp.stack([x, x[::-1]]) for x in tensors("head dim 80")]
     config = config_of("head dim 80", "int8_fp8")

@@ -59,7 +59,7 @@ def test_old_blocks_are_not_decayed(softmax):
         np.testing.assert_allclose(out, np.ones((1, 4, 1, 64)), rtol=1e-5)
 
 
-@pytest.mark.bits
+@pytest.mark.optimized
 @pytest.mark.parametrize("garbage", [1e4, np.nan, np.inf], ids=str)
 @every_mode
 def test_padding_never_changes_a_bit(implementation, mode, garbage):
@@ -87,7 +87,7 @@ def test_lengths_cut_like_slices(implementation):
     np.testing.assert_allclose(cut, sliced, atol=2e-6)
 
 
-@pytest.mark.bits
+@pytest.mark.optimized
 @every_mode
 def test_the_batch_never_changes_a_bit(implementation, mode):
     """A sequence alone and the same one in company, wherever it stands, whatever the others do."""
@@ -101,7 +101,7 @@ def test_the_batch_never_changes_a_bit(implementation, mode):
     np.testing.assert_array_equal(loud[[0, 2]], together[[0, 2]])
 
 
-@pytest.mark.bits
+@pytest.mark.optimized
 @pytest.mark.parametrize(
     ("implementation", "mode"),
     slow_after(2, [("xla", "int8"), ("triton", "int8"), ("xla", "float"), ("triton", "float")]),
@@ -262,7 +262,7 @@ def test_bits_do_not_matter_to_attention(implementation):
 # Transforms and memory ---------------------------------------------------------------------------
 
 
-@pytest.mark.bits
+@pytest.mark.optimized
 @pytest.mark.parametrize(
     ("implementation", "mode"),
     slow_after(1, [("xla", "int8"), ("triton", "int8"), ("xla", "fp8")]),
