@@ -112,6 +112,7 @@ def _abstract_step(decoder, batch: int, max_length: int, kind):
     return caches.nbytes, lowered.compile().memory_analysis()
 
 
+@pytest.mark.slow
 def test_a_step_updates_compressed_caches_in_place(shallow):
     decoder = models.unstack(shallow)
     small, analysis = _abstract_step(decoder, 2, 2048, tj.TurboConfig())
@@ -164,6 +165,7 @@ def test_cudnn_decodes_ragged_exact_caches():
     np.testing.assert_allclose(*(r.astype(jnp.float32) for r in results), atol=0.03, rtol=2**-7)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("config", [{}, {"tie_embeddings": True}])
 def test_an_unstacked_model_computes_the_same(model, config):
     llama = models.Llama(dataclasses.replace(model.config, **config), rngs=nnx.Rngs(2))
@@ -202,6 +204,7 @@ def test_a_random_decoder_has_the_shape_of_its_config():
     assert 8.02e9 < parameters < 8.04e9
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["exact", tj.TurboConfig(block_kv=16, buffer_size=16, block_q=16)])
 def test_prompts_in_microbatches_give_the_same_session(shallow, kind):
     tokens, lengths = _tokens(5, 20), jnp.array([20, 3, 17, 16, 1])
@@ -225,6 +228,7 @@ def test_prompts_in_microbatches_give_the_same_session(shallow, kind):
         assert differ < 0.01
 
 
+@pytest.mark.slow
 def test_a_named_implementation_reaches_every_op(shallow):
     tokens = _tokens(1, 8)
     for kind in ("exact", tj.TurboConfig()):

@@ -58,6 +58,7 @@ QUICK, SLOW = ("exact", "2/4bit"), ("kv4", "paged", "fp8_e4m3", "turbo4")
 CACHES = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("cache", CACHES)
 def test_padding_never_changes_results(model, prompts, cache):
     kind = models.cache_by_name(cache, 2)
@@ -170,6 +171,7 @@ def test_lists_are_tokens(model):
         models.start(model, [[3, 5]], max_length=8).step(jnp.array([7.0]))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("wrong", [64, 9999, -1])
 def test_on_the_device_they_give_nan_in_their_own_sequence(model, wrong):
     session = models.start(model, [[3, 5], [3, 5]], max_length=8)
@@ -179,6 +181,7 @@ def test_on_the_device_they_give_nan_in_their_own_sequence(model, wrong):
     np.testing.assert_array_equal(logits[0], expected[0])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("wrong", [64, -1])
 def test_a_forward_pass_gives_nan_for_them_but_not_for_padding(wrong):
     llama = models.Llama(

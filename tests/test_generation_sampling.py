@@ -41,6 +41,7 @@ def run(model, tokens, new=NEW, **options) -> np.ndarray:
     return np.asarray(models.generate(model, tokens, max_new_tokens=new, **options))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "sampling",
     [WARM, Sampling(temperature=0.8, top_k=20, top_p=0.9, min_p=0.02, seed=2**32 - 2)],
@@ -73,6 +74,7 @@ def test_seeds_make_equal_prompts_differ_and_runs_repeat(model, tokens):
     )
 
 
+@pytest.mark.slow
 def test_draws_are_those_of_an_engine(model, tokens):
     made = models.Engine(
         model, num_pages=12, page_size=16, max_sequences=2, max_length=32, prefill_chunk=16

@@ -107,6 +107,7 @@ def assert_as_the_oracle(call, implementation="xla"):
     assert_near(got, want, allowed)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "rows", slow_after(5, sorted(ROWS, key=lambda rows: rows not in (1, 16, 65, 257, 4095)))
 )
@@ -136,6 +137,7 @@ SIZE_GRID = [
 ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("size", "implementation", "scale_dtype", "epilogue", "dtype"), slow_after(6, SIZE_GRID)
 )
@@ -144,6 +146,7 @@ def test_sizes(size, implementation, scale_dtype, epilogue, dtype):
     assert_as_the_oracle(make(*size, scale_dtype, dtype, epilogue), implementation)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("number", "implementation", "scale_dtype"),
     slow_after(
@@ -158,6 +161,7 @@ def test_epilogues(number, implementation, scale_dtype):
     assert_as_the_oracle(call, implementation)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("group_size", "scale_dtype"), [(32, "e4m3"), (32, "bf16"), (64, "bf16"), (256, "e4m3")]
 )
@@ -193,6 +197,7 @@ def test_zero_groups_and_tokens(scale_dtype):
     np.testing.assert_array_equal(tj.fireq.matmul(only, weight, bias=bias)[1], bias)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
 def test_saturating_activations(scale_dtype):
     """A scale that was rounded down makes the largest values saturate; outliers hide the rest."""
@@ -218,6 +223,7 @@ def test_saturating_weights():
     assert tj.fireq.matmul(x, weight)[0, 0] == -448 * 448 * 128
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("activation", "scale_dtype", "bad"),
     [
@@ -262,6 +268,7 @@ def test_what_is_not_finite_in_bias_and_residual():
     assert np.isfinite(got).sum() == 5 * 40 - 5 - 1
 
 
+@pytest.mark.slow
 def test_quantized_tokens_and_leading_axes():
     call = make(24, 200, 40, dtype=jnp.bfloat16, epilogue=EPILOGUES[5])
     want = np.asarray(call())
@@ -336,6 +343,7 @@ def test_kernels_say_what_a_cpu_lacks():
             tj.fireq.matmul(call.x, call.weight, implementation=name)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("precision", ["default", "high", "highest", jax.lax.Precision.HIGHEST])
 def test_precision_changes_nothing_in_float32(precision):
     call = make(130, 200, 40, epilogue=EPILOGUES[5])

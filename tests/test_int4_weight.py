@@ -83,6 +83,7 @@ def test_packing():
     assert order[-4:] == [108, 110, 124, 126]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
 def test_equals_the_oracle(shape, scale_dtype):
@@ -94,6 +95,7 @@ def test_equals_the_oracle(shape, scale_dtype):
     assert_equals_oracle(weight, w)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("dtype", "group_size", "scale_dtype"),
     [
@@ -111,6 +113,7 @@ def test_other_groups_and_dtypes(dtype, group_size, scale_dtype):
     assert_equals_oracle(weight, w)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
 def test_ties(scale_dtype):
     """Maxima in the middle between scales, weights in the middle between codes, and near them."""
@@ -174,6 +177,7 @@ def test_too_large_for_e4m3():
     assert lost.sum() == 128
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
 def test_transforms(scale_dtype):
     w = random_weight((3, 20, 200))
@@ -191,6 +195,7 @@ def test_transforms(scale_dtype):
     np.testing.assert_array_equal(jax.vmap(tj.fireq.dequantize)(stacked), scanned)
 
 
+@pytest.mark.slow
 def test_relative_error_on_gaussian_weights():
     """0.1191 with the table and 0.1174 without, within a unit of the last place.
 

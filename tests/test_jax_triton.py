@@ -110,6 +110,7 @@ def test_importing_does_not_import_triton():
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_the_kernel_is_python_and_the_launcher_names_its_constants():
     """The constants that the launcher passes are the kernel's, where triton cannot check it."""
     path = Path(launcher.__file__).with_name("_kernel.py")

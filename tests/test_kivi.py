@@ -90,6 +90,7 @@ def test_holds_what_the_oracle_holds(bits, dtype):
             assert np.all(error <= bound + slack + unit * np.abs(want))
 
 
+@pytest.mark.slow
 def test_pieces_equal_one_call():
     key, value = _tokens(90, 1)
     lengths = np.array(LENGTHS)

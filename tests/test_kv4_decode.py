@@ -147,6 +147,7 @@ def test_equals_the_oracle(name, implementation):
     matches(implementation, query, filled(kv_heads, dim, lengths))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("count", slow_after(1, [4, 1]))
 def test_edges(implementation, count):
     """Nothing, one token, exactly one tile, one more, the allocation, many query heads."""
@@ -189,6 +190,7 @@ def test_half_precision(implementation, dtype):
     matches(implementation, normal(5, (2, 2, 4, 64), dtype), filled(2, 64, (90, 20), dtype))
 
 
+@pytest.mark.quick(1)
 def test_an_empty_cache(implementation):
     out, lse = run(implementation)(
         normal(6, (2, 1, 4, 16)),
@@ -231,6 +233,7 @@ def check_nan(call):
     assert rows[1, 2, 3]
 
 
+@pytest.mark.quick(1)
 def test_what_is_not_finite_reaches_what_attends_to_it(implementation):
     check_nan(run(implementation))
 
@@ -253,6 +256,7 @@ def check_beyond_the_length(call):
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.quick(1)
 def test_what_stands_beyond_the_length_is_not_seen(implementation):
     check_beyond_the_length(run(implementation))
 

@@ -46,6 +46,7 @@ def test_json_report_and_picture(tiny_folder, tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_table(tiny_folder):
     result = _run("--model", tiny_folder, *SMALL, "--policy", ", ".join(IN_TABLE), "--head", "2,0")
     assert result.exit_code == 0, result.stderr

@@ -83,6 +83,7 @@ def test_invariants(data, policy, is_causal, blocks, sizes, seed):
     assert np.array_equal(again, levels)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("policy", PATHS)
 def test_full_lengths_are_no_lengths(policy):
     query, key = _normal(0, (2, 70, 4, 8)), _normal(1, (2, 53, 2, 8))
@@ -118,6 +119,7 @@ def test_sequences_and_heads_do_not_matter_to_each_other():
     assert np.array_equal(both, grouped)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("policy", [TopK(), Threshold()])
 def test_causal_levels_do_not_know_the_future(policy):
     query, key = _normal(6, (1, 96, 2, 8)), _normal(7, (1, 96, 2, 8))
@@ -141,6 +143,7 @@ def test_levels_pass_no_gradient():
     assert not np.any(d_key)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_broken_keys_are_attended_to(value, is_causal):
@@ -201,6 +204,7 @@ def test_strided():
     assert got[0, 0, 8].tolist() == [1, 8, 8, 2, 8, 8, 2, 1, 1]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("policy", [LocalWindow(32, (48, 64, None)), Strided(32, 2)])
 def test_a_pattern_is_the_same_through_select_levels(policy):
     query, key = _normal(14, (2, 70, 4, 8)), _normal(15, (2, 90, 2, 8))

@@ -24,6 +24,7 @@ def run(request):
     return RUNS[request.param]
 
 
+@pytest.mark.quick(3)
 def test_near_exp_on_the_kept_range(base, run):
     """Within 5e-4 of exp everywhere on [-6, 0], whole numbers and their neighbours included."""
     whole = np.arange(-6, 1, dtype=np.float32)
@@ -49,6 +50,7 @@ def test_equals_the_oracle_away_from_whole_steps(base, run):
     np.testing.assert_allclose(got, oracles.sas(x, base=base), rtol=2e-6, atol=0)
 
 
+@pytest.mark.quick(2)
 def test_exactly_zero_below_the_threshold(base, run):
     """Nothing below -6, the threshold itself still counts, and -inf is nothing."""
     below = np.array(
@@ -100,6 +102,7 @@ def test_nan_is_not_hidden(base, run):
     assert np.isnan(np.asarray(run(tj.SAS(base=base))(jnp.asarray([np.nan], jnp.float32))))[0]
 
 
+@pytest.mark.quick(1)
 def test_works_under_vmap_and_on_any_shape(base):
     x = -jnp.abs(jax.random.normal(jax.random.key(0), (3, 4, 5)))
     sas = tj.SAS(base=base)

@@ -51,6 +51,7 @@ def _next(session, count=24, **options):
     return np.stack(list(models.stream(session, count, **options)))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_generation_goes_on_from_a_file(tmp_path, model, kind):
     path = tmp_path / "session"
@@ -83,6 +84,7 @@ def test_a_session_may_get_more_room(tmp_path, model):
         load_session(tmp_path / "session", model, max_length=39)
 
 
+@pytest.mark.slow
 def test_a_session_takes_the_model_it_was_made_with(tmp_path, model):
     path = tmp_path / "session"
     save_session(path, _started(model, "turbo4"))
@@ -98,6 +100,7 @@ def test_a_session_takes_the_model_it_was_made_with(tmp_path, model):
         load_cache(path)
 
 
+@pytest.mark.slow
 def test_a_stacked_and_a_quantized_model_have_sessions(tmp_path):
     path = tmp_path / "session"
     llama = models.Llama(CONFIG, rngs=nnx.Rngs(0))
@@ -113,6 +116,7 @@ def test_a_stacked_and_a_quantized_model_have_sessions(tmp_path):
         load_session(path, _model(config))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["exact", "mixed", "turbo4"])
 def test_caches_of_a_model_come_back(tmp_path, model, kind):
     path = tmp_path / "caches"

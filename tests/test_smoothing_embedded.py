@@ -120,6 +120,7 @@ def int4(w: np.ndarray) -> np.ndarray:
 KEYS_ONLY = {"cas": False, "pts": False}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("index", range(len(LAYERS)))
 def test_smoothing_lowers_the_error_of_int4_keys(samples, index):
     sample = samples[index]
@@ -135,6 +136,7 @@ def test_smoothing_lowers_the_error_of_int4_keys(samples, index):
     assert score_error(sample, smooth) < 0.95 * natural  # RPN and CRS together
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("index", range(len(LAYERS)))
 def test_smoothing_takes_back_what_outliers_cost_int4_weights(samples, index):
     sample = samples[index]

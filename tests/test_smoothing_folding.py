@@ -154,6 +154,7 @@ def test_the_layer_stays_the_same(switches, inputs):
     assert all((getattr(smoothed, name).output_scale is not None) == pts for name in PROJECTIONS)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "biases"), [(1, 1, False), (3, 1, True), (3, 3, True), (4, 2, False)]
 )
@@ -272,6 +273,7 @@ def test_zero_columns_pairs_and_projections_stay_finite():
 # Dtypes, transforms, refusals.
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, np.float32])
 def test_narrow_weights_are_folded_in_float32(dtype):
     layer = random_layer(dtype=dtype)

@@ -64,6 +64,7 @@ def test_cas_of_narrow_weights_is_that_of_their_values(dtype):
     np.testing.assert_array_equal(got, channel_absmean_scale(w.astype(jnp.float32)))
 
 
+@pytest.mark.slow
 @hypothesis.given(
     w=hypothesis.extra.numpy.arrays(
         np.float64,
@@ -164,6 +165,7 @@ MAGNITUDES = st.one_of(
 )
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=150)
 @hypothesis.given(st.lists(st.tuples(MAGNITUDES, st.sampled_from([-1, 1])), min_size=1, max_size=5))
 def test_pts_is_the_smallest_exponent_that_meets_one_of_the_conditions(weight):
@@ -215,6 +217,7 @@ def test_pts_and_its_reciprocal_are_normal_numbers():
     assert 1 / np.float32(delta) >= tiny
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_pts_follows_the_values_whatever_their_dtype(dtype):
     w = jnp.asarray(np.random.default_rng(0).standard_normal((8, 16)) * 1e-3, dtype)

@@ -236,6 +236,7 @@ def leaves(trainer: Trainer) -> list[np.ndarray]:
     return [np.asarray(x) for x in jax.tree.leaves((trainer.params, trainer.opt_state))]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.usefixtures("no_orbax_log")
 def test_resuming_equals_an_uninterrupted_run_bit_for_bit(tmp_path, stream):
@@ -272,6 +273,7 @@ def train(folder, *options: str) -> tuple[dict, Llama]:
     return json.loads((folder / "log.json").read_text()), load(folder / "model")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.usefixtures("no_orbax_log")
 def test_command_trains_exports_and_starts_from_an_export(tmp_path, monkeypatch, stream):

@@ -33,6 +33,7 @@ def run(query, key, value, config, **options):
     return attend(query, key, value, config=config, **options)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "name",
     slow_after(
@@ -49,6 +50,7 @@ def test_heads_of_real_models(name):
         np.testing.assert_allclose(got, expected, atol=2e-5)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("mode", "softmax"), slow_after(2, pairwise(mode=MODES, softmax=[SAS_E, EXACT]))
 )
@@ -93,6 +95,7 @@ def test_nan_survives_maxima_that_lose_it(mode, monkeypatch):
     assert np.isnan(got[0]).any()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "f16"])
 def test_infinite_values_stay_infinite_in_half_precision(dtype):
     """A weight is two numbers there, of which the second may be 0 or negative."""
@@ -140,6 +143,7 @@ def test_vmap_and_scan_give_the_same_bits():
     np.testing.assert_array_equal(scanned[:, 0], want)
 
 
+@pytest.mark.slow
 def test_the_gradient_is_straight_through():
     """As that of plain JAX."""
     config = tj.TurboConfig()
@@ -161,6 +165,7 @@ LOWERED = pairwise(mode=MODES, softmax=[SAS_E, SAS_2, EXACT], dim=[128, 96])
 DTYPES = {128: jnp.bfloat16, 96: jnp.float32}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("mode", "softmax", "dim"), slow_after(2, LOWERED))
 def test_lowers_for_cuda(mode, softmax, dim):
     dtype = DTYPES[dim]

@@ -105,6 +105,7 @@ def assert_appends_the_same(cache, key, value, lengths=None):
 # Bits --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", slow_after(2, ["mixed", "3 bits", "4 bits", "2 bits", "4/3 and 2"])
 )
@@ -139,6 +140,7 @@ def test_a_prompt_and_then_tokens(name):
     assert cache.num_blocks[1] > 62 // config.block_kv
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_after(1, ["4 bits", "mixed"]))
 def test_an_empty_cache_fixes_its_scales_by_the_first_tokens(name):
     """Which are zero at first; heads are ranked on the first full buffer."""
@@ -156,6 +158,7 @@ def test_given_scales():
     assert_appends_the_same(cache, *tokens(case, 18, seed=6))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf], ids=str)
 def test_values_that_are_not_finite(bad):
     """In a block, in the rest of a prompt, in padding; and in tokens that come later."""
@@ -175,6 +178,7 @@ def test_values_that_are_not_finite(bad):
     assert np.isnan(cache.key.buffer_scale[1, 3])
 
 
+@pytest.mark.slow
 def test_numbers_at_the_ends_of_the_range():
     """Zeros, subnormal numbers, the largest numbers: in blocks, as first tokens, and clamped."""
     case = CASES["4 bits"]
@@ -189,6 +193,7 @@ def test_numbers_at_the_ends_of_the_range():
     assert_appends_the_same(new(case), *(x * factor for x in small))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", slow_after(1, [[4, 3], [2, 4]]), ids=str)
 def test_every_range_of_a_channel(bits):
     """Stage 2 for each smallest and largest stage-1 code, exactly as plain JAX has it."""
@@ -211,6 +216,7 @@ def test_every_range_of_a_channel(bits):
     np.testing.assert_array_equal(got.key.block_scale, round_scale(jnp.float32(1)))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_stage_1_rounds_ties_to_even(seed):
     """Values at, and next to, the middle between two codes."""
@@ -235,6 +241,7 @@ def test_packing_by_runs(bits, runs):
 # Bookkeeping and transforms ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_overflow_under_jit():
     case = CASES["4 bits"]
     key, value = tokens(case, 40, seed=12)
@@ -249,6 +256,7 @@ def test_overflow_under_jit():
     assert cache.overflowed.tolist() == [True, True, False, False]
 
 
+@pytest.mark.slow
 def test_operands_hold_what_the_cache_has_no_room_for():
     case = CASES["4 bits"]
     key, value = tokens(case, 40, seed=14)
@@ -269,6 +277,7 @@ def test_one_sequence_one_head():
     assert_same_bits(prompt_triton(*arguments), prompt_xla(*arguments))
 
 
+@pytest.mark.slow
 def test_layers_by_vmap_and_scan_with_donated_memory():
     """Mixed widths: the ranking runs under `lax.cond`, which `vmap` turns into a choice."""
     layers = 2
@@ -311,6 +320,7 @@ def test_without_a_gpu_triton_says_so():
     tj.append(new(case), key, value)  # None chooses plain JAX
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("options", "channels", "count", "words"),
     [
@@ -353,6 +363,7 @@ KERNELS = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("kernel", "widths", "channels"),
     slow_after(

@@ -32,6 +32,7 @@ from turbojax.ops.turbo_attention.masking import Visibility
 TAKEN = [name for name, heads in MODELS.items() if heads.query // heads.kv <= 64]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", slow_after(1, ["smollm-135m", *(n for n in TAKEN if n != "smollm-135m")])
 )
@@ -52,6 +53,7 @@ def test_too_many_queries_are_refused_in_words():
         decode(queries(1, 3, 1, 71, 64), cache, "triton")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", slow_after(1, [8, 1, 2]))
 def test_edges(tokens):
     """An empty sequence, one token, exactly one block, fewer tokens than queries, padding."""
@@ -61,6 +63,7 @@ def test_edges(tokens):
     assert_matches_reference(query, cache, query_seq_lengths=lengths_of([0, 1, 1, tokens]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "softmax"), slow_after(1, pairwise(mode=MODES, softmax=list(SOFTMAXES))[::2])
 )
@@ -110,6 +113,7 @@ WIDTHS = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("name", "mode", "dim"),
     slow_after(2, pairwise(name=list(WIDTHS)[::-1], mode=MODES, dim=[64, 96, 128, 256])),

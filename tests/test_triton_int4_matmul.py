@@ -51,6 +51,7 @@ def test_dtypes_without_a_part_of_the_epilogue(dtype, has_bias):
     assert_equals_oracle(run(*arrays), *arrays, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("splits", "scale_dtype", "activation"),
     slow_after(1, [(2, "e4m3", "swiglu"), (3, "bf16", "gelu"), (3, "e4m3", None)]),
@@ -62,6 +63,7 @@ def test_programs_that_share_a_tile(splits, scale_dtype, activation):
     assert_equals_oracle(got, *arrays, activation)
 
 
+@pytest.mark.slow
 def test_tiles_in_bands():
     """More tiles of tokens than stand next to each other: each is computed, and once."""
     arrays = operands((170, 130, 128), "e4m3", None)
@@ -70,6 +72,7 @@ def test_tiles_in_bands():
     np.testing.assert_array_equal(wide(got), wide(run(*arrays)))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("scale_dtype", "activation", "splits"),
     slow_after(
@@ -102,6 +105,7 @@ def test_the_largest_values_saturate():
     assert_equals_oracle(run(tokens, weight), tokens, weight, None, None, None)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("scale_dtype", ["e4m3", "bf16"])
 def test_outputs_are_those_of_each_input(scale_dtype):
     """One hot tokens pick the weights out one by one: the order of inputs, and every value."""
@@ -114,6 +118,7 @@ def test_outputs_are_those_of_each_input(scale_dtype):
     np.testing.assert_array_equal(run(tokens, weight).T, int4.dequantize(weight))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", slow_after(1, ["swiglu", "gelu"]))
 def test_the_public_function_runs_it(activation):
     """By name, with leading axes, under `jit`; and it is not chosen silently."""

@@ -24,6 +24,7 @@ def _interpreted():
         yield
 
 
+@pytest.mark.slow
 def test_splits_do_not_matter(monkeypatch):
     """A program's tiles, few or many: weights are rounded relative to other maxima."""
     query, cache = normal(11, (2, 1, 4, 32)), filled(2, 32, (200, 90))
@@ -41,6 +42,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals_in_words(name):
     """And what is asked for without a name runs in plain JAX."""

@@ -41,6 +41,7 @@ def matches(query, cache, tables, lengths, **options):
     assert_matches_oracle(query, cache, tables, lengths, units=units, call=run, **options)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
 def test_queries_of_any_size(scale):
     """They are scaled to fit float16."""
@@ -76,6 +77,7 @@ def merged(o, m, l, lengths, query_lengths, **options):
     return out, lse
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("window", [None, (3000, 0)], ids=["all", "window"])
 def test_merging(window):
     """Groups of parts, one part, none; what a row does not see is NaN and never read."""
@@ -110,6 +112,7 @@ def test_merging(window):
 # What it takes -----------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("head_dim", [8, 320])
 def test_refusals_in_words(head_dim):
     """And what is asked for without a name runs in plain JAX."""
@@ -133,6 +136,7 @@ LOWERED = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("name", "kv_dtype", "dtype"),
     slow_after(

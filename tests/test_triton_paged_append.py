@@ -38,6 +38,7 @@ def run(*arguments, **options):
 same = functools.partial(assert_stores_the_same, run=run)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "page_size"),
     slow_after(
@@ -62,6 +63,7 @@ def test_ragged_tokens(head_dim, dtype, page_size):
     same(cache, *tokens(1, head_dim, dtype, seed=1), TABLES, before + count, **given)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("dtype", "head_dim"), slow_after(2, pairwise(dtype=DTYPES, head_dim=[16, 128]))
 )

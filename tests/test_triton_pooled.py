@@ -316,6 +316,7 @@ LOWERED = [
 ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "block_q", "block_kv", "is_causal"), slow_after(2, LOWERED)
 )
@@ -337,6 +338,7 @@ def test_lowers_for_cuda(dtype, head_dim, block_q, block_kv, is_causal):
         assert f"turbojax_{name}" in backward
 
 
+@pytest.mark.slow
 def test_levels_are_data():
     """Other levels run the same compiled kernels."""
     case = CASES["mixture"]

@@ -113,6 +113,7 @@ def test_bits(case, mode):
     assert_same(got, jax.jit(expected, static_argnums=(5, 6))(*arrays, config, permuted))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("mode", "bad"), [("int8", jnp.nan), ("int8_fp8", jnp.inf), ("fp8", -jnp.inf)], ids=str
 )
@@ -131,6 +132,7 @@ def test_values_that_are_not_finite(mode, bad):
     assert np.isnan(got.v_scale).sum() == (1 if mode == "int8" else got.v_scale.shape[2])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_numbers_at_the_ends_of_the_range(mode):
     """Zeros, subnormal numbers, the largest ones, each in a head of its own."""
@@ -146,6 +148,7 @@ def test_numbers_at_the_ends_of_the_range(mode):
     assert_same(run(arrays, config), expected(*arrays, config))
 
 
+@pytest.mark.slow
 def test_maxima_of_many_blocks_are_reduced_first():
     """More maxima than every program may read, one of them NaN in one head."""
     x = jnp.asarray(np.random.default_rng(2).normal(size=(1, 16 * 150, 2, 8)), jnp.float32)
@@ -173,6 +176,7 @@ def test_the_kernels_permute_like_plain_jax():
     np.testing.assert_array_equal(jnp.zeros_like(tokens).at[rows].set(tokens), want)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("mode", "permuted"),
     slow_after(2, [("int8", True), ("fp8", True), ("int8_fp8", True), ("fp8", False)]),
@@ -191,6 +195,7 @@ def test_a_prompt_that_is_stored_gives_the_same_operands(mode, permuted):
     assert_same(operands.Operands(*want[:2], *got), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", slow_after(1, ["int8_fp8", "fp8"]))
 def test_prefill_shares_its_codes_with_the_cache(mode):
     """The same output as attention by itself, and the cache of plain JAX."""
@@ -253,6 +258,7 @@ def test_without_a_gpu_plain_jax_gives_the_same():
 # Lowering ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("dim", "mode"), slow_after(2, [(d, m) for d in (128, 8, 80, 256) for m in MODES])
 )
@@ -274,6 +280,7 @@ def test_attention_lowers_with_its_quantization(monkeypatch, mode, dim):
     assert ("turbojax_maxima" in text) == (mode != "int8")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("dim", "mode"), slow_after(2, [(d, m) for d in (96, 128) for m in MODES]))
 def test_a_permuted_prompt_lowers(mode, dim):
     config = tj.TurboConfig(mode=mode)

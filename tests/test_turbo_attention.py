@@ -77,6 +77,7 @@ FIRST += [("int8", SAS_E, "triton"), ("float", EXACT, "triton"), ("fp8", SAS_2, 
 EVERY = [(m, s, i) for m in MODES for s in (SAS_E, EXACT, SAS_2) for i in ON_CPU]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("mode", "softmax", "implementation"),
     slow_after(len(FIRST), [*FIRST, *(case for case in EVERY if case not in FIRST)]),
@@ -119,6 +120,7 @@ FAST = {("one query", "triton"), ("window", "xla"), ("seven, causal", "xla")}
 FAST |= {("soft cap and scale", name) for name in ON_CPU}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("case", "implementation", "mode", "softmax"),
     slow_after(len(FAST), sorted(GRID, key=lambda case: case[:2] not in FAST)),
@@ -142,6 +144,7 @@ BLOCKS = [
 ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("implementation", "mode", "softmax", "block_q", "block_kv"), slow_after(2, BLOCKS)
 )
@@ -154,6 +157,7 @@ def test_other_block_sizes(implementation, mode, softmax, block_q, block_kv):
     assert_matches_oracle(q, k, v, config, implementation, is_causal=True)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("implementation", "dtype", "mode"),
     slow_after(
@@ -168,6 +172,7 @@ def test_half_precision_inputs(implementation, dtype, mode):
     assert_matches_oracle(q, k, v, config, implementation, is_causal=True)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("scale", slow_after(1, [-0.2, 0.0]))
 def test_scales_that_are_not_positive(implementation, scale):
     """A negative factor turns maxima around; zero makes all scores equal."""
@@ -175,6 +180,7 @@ def test_scales_that_are_not_positive(implementation, scale):
     assert_matches_oracle(q, k, v, tj.TurboConfig(softmax=EXACT), implementation, scale=scale)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("threshold", "implementation"),
     slow_after(2, pairwise(threshold=[-2.0, -12.0], implementation=ON_CPU)[::-1]),
@@ -198,6 +204,7 @@ EXACT_CASES = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("case", "implementation"),
     slow_after(3, pairwise(case=list(EXACT_CASES)[::-1], implementation=ON_CPU)),
@@ -249,6 +256,7 @@ def rounded(x, block):
     return np.asarray(codes * scales[..., None], np.float32)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("is_causal", "implementation"),
     slow_after(2, [(True, "xla"), (False, "triton"), (False, "xla"), (True, "triton")]),
@@ -297,6 +305,7 @@ def _rounding_of_weights(q, k, v, mask, block=64):
     return np.moveaxis(total / p.sum(-1, keepdims=True), 1, 2)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("mode", "limit"), [("int8", 0.02), ("int8_fp8", 0.05), ("fp8", 0.08)])
 @kernel_is_slow
 def test_relative_error_of_each_mode(implementation, mode, limit):

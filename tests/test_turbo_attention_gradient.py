@@ -142,6 +142,7 @@ def worst(got, want):
 FAST = ("one token", "grouped queries", "window", "soft cap", "both lengths", "everything")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", slow_after(6, sorted(CASES, key=lambda name: name not in FAST)))
 def test_equals_the_oracle(name):
     """Causality, windows, caps, groups, lengths; cotangents of the output and of the residual."""
@@ -212,6 +213,7 @@ def test_the_oracle_is_the_derivative():
     np.testing.assert_allclose((4 * fine - coarse) / 3, slope, rtol=1e-5)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("mode", slow_after(2, MODES))
 def test_every_mode_and_softmax_has_the_same_gradient(mode):
     """Straight through: the bits of the gradient do not know how the output was rounded."""
@@ -226,6 +228,7 @@ def test_every_mode_and_softmax_has_the_same_gradient(mode):
         jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+@pytest.mark.slow
 def test_the_output_is_not_changed_by_differentiating():
     arrays, _ = operands("everything")
     static, lengths = split(CASES["everything"][1])
