@@ -383,5 +383,5 @@ def test_host_memory():
 def test_a_quick_run_can_be_reported(flax_result, families_result, loading_result):
     for operation in (flax_tables.DECODE, flax_tables.TRAINING):
         assert "nnx.MultiHeadAttention" in flax_tables.page_section("x", flax_result, operation)
-    assert "| tiny, 2 x 192 |" in model_tables.families_readme_table("x", families_result)
+    assert "| tiny, 2 x 192 |" in model_tables.families_summary("x", families_result)
     assert "`load_decoder`" in model_tables.loading_section("x", loading_result)
