@@ -198,8 +198,8 @@ def kernel_units(cache):
 
 # Lengths (about tiles, parts and pages, and none), KV heads, head dim, query heads and tokens.
 SHAPES = {
-    "one query": ((200, 64, 1, 0), 2, 64, 4, 1),
     "several, two parts": ((1100, 1024, 3), 1, 32, 2, 5),
+    "one query": ((200, 64, 1, 0), 2, 64, 4, 1),
     "head dim 16": ((130, 256), 2, 16, 2, 2),
     "head dim 80": ((50, 129), 1, 80, 7, 1),
     "head dim 96": ((65, 16), 2, 96, 4, 3),

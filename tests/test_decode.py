@@ -51,7 +51,6 @@ FAST += [("int8", "sas-e", "triton"), ("float", "exact", "triton"), ("fp8", "sas
 EVERY = [(m, s, i) for m in MODES for s in SOFTMAXES for i in ON_CPU]
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("mode", "softmax", "implementation"),
     slow_after(len(FAST), [*FAST, *(case for case in EVERY if case not in FAST)]),
@@ -159,7 +158,6 @@ def test_the_grid_meets_every_mode_and_softmax():
     assert {case[2:] for case in GRID} == set(PAIRS)
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize(("case", "implementation", "mode", "softmax"), slow_after(2, GRID))
 def test_shapes_equal_the_oracle(case, implementation, mode, softmax):
     """Other heads, head dims, blocks, buffers and bits, after a prompt and appends."""

@@ -108,7 +108,6 @@ def test_the_oracle_is_a_derivative(activation):
             assert abs((ends[0] - ends[1]) / (2 * step) - got[which][at]) < 1e-7
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("scale_dtype", "activation"),
     slow_after(len(ACTIVATIONS), pairwise(scale_dtype=SCALE_DTYPES, activation=ACTIVATIONS)),

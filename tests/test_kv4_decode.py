@@ -137,7 +137,6 @@ def matches(implementation, query, cache, **options):
     assert_matches_oracle(query, cache, unit, run(implementation), **options)
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("name", "implementation"), slow_after(4, pairwise(name=list(SHAPES), implementation=ON_CPU))
 )

@@ -54,7 +54,6 @@ KERNEL_GRID = [("triton", *case) for case in alternating(SHAPES, 3)]
 KERNEL_GRID = [*KERNEL_GRID[::3], *(x for i, x in enumerate(KERNEL_GRID) if i % 3)]
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("implementation", "name", "kv_dtype"),
     [*slow_after(3, SHAPE_GRID), *slow_after(3, KERNEL_GRID)],

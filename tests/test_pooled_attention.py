@@ -85,7 +85,6 @@ KERNEL_GRID = (
 )
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("implementation", "name"),
     [*slow_after(len(FAST), GRID), *slow_after(1, [("triton", name) for name in KERNEL_GRID])],

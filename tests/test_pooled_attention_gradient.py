@@ -61,7 +61,6 @@ def gradients(case, q, k, v, levels, d_out, d_residual):
 FAST = ("level 0", "mixture", "both lengths, causal", "causal, other blocks", "grouped queries")
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", slow_after(5, sorted(NAMES, key=lambda name: name not in FAST)))
 def test_equals_the_oracle(name):
     """Cotangents of the output and of the residual, at every level, mixed, ragged and causal."""

@@ -50,7 +50,6 @@ def test_heads_of_real_models(name):
         np.testing.assert_allclose(got, expected, atol=2e-5)
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("mode", "softmax"), slow_after(2, pairwise(mode=MODES, softmax=[SAS_E, EXACT]))
 )

@@ -32,6 +32,7 @@ from turbojax.ops.turbo_attention.masking import Visibility
 TAKEN = [name for name, heads in MODELS.items() if heads.query // heads.kv <= 64]
 
 
+@pytest.mark.optimized
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", slow_after(1, ["smollm-135m", *(n for n in TAKEN if n != "smollm-135m")])

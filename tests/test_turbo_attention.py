@@ -77,7 +77,6 @@ FIRST += [("int8", SAS_E, "triton"), ("float", EXACT, "triton"), ("fp8", SAS_2, 
 EVERY = [(m, s, i) for m in MODES for s in (SAS_E, EXACT, SAS_2) for i in ON_CPU]
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("mode", "softmax", "implementation"),
     slow_after(len(FIRST), [*FIRST, *(case for case in EVERY if case not in FIRST)]),
@@ -120,7 +119,6 @@ FAST = {("one query", "triton"), ("window", "xla"), ("seven, causal", "xla")}
 FAST |= {("soft cap and scale", name) for name in ON_CPU}
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("case", "implementation", "mode", "softmax"),
     slow_after(len(FAST), sorted(GRID, key=lambda case: case[:2] not in FAST)),

@@ -142,7 +142,6 @@ def worst(got, want):
 FAST = ("one token", "grouped queries", "window", "soft cap", "both lengths", "everything")
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", slow_after(6, sorted(CASES, key=lambda name: name not in FAST)))
 def test_equals_the_oracle(name):
     """Causality, windows, caps, groups, lengths; cotangents of the output and of the residual."""
