@@ -39,6 +39,16 @@ def test_appending_in_pieces_equals_appending_at_once():
         np.testing.assert_array_equal(a, b)
 
 
+def test_a_sequence_may_get_no_token():
+    key, value = _tensors(2, 3, 2), _tensors(2, 3, 2, 1)
+    cache = exact.append(exact.init_cache(2, 8, 2, 16), key, value, lengths=jnp.array([2, 0]))
+    after = exact.append(cache, key, value, lengths=jnp.array([0, 3]))
+    assert cache.lengths.tolist() == [2, 0]
+    assert after.lengths.tolist() == [2, 3]
+    np.testing.assert_array_equal(after.key[0, :2], key[0, :2].astype(jnp.bfloat16))
+    np.testing.assert_array_equal(after.value[1, :3], value[1].astype(jnp.bfloat16))
+
+
 def test_overflow_is_an_error_and_under_jit_a_status():
     key = _tensors(2, 5, 2)
     cache = exact.append(exact.init_cache(2, 6, 2, 16), key, key)
