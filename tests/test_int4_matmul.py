@@ -137,7 +137,6 @@ SIZE_GRID = [
 ]
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("size", "implementation", "scale_dtype", "epilogue", "dtype"), slow_after(6, SIZE_GRID)
 )
@@ -146,7 +145,6 @@ def test_sizes(size, implementation, scale_dtype, epilogue, dtype):
     assert_as_the_oracle(make(*size, scale_dtype, dtype, epilogue), implementation)
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("number", "implementation", "scale_dtype"),
     slow_after(
