@@ -396,7 +396,8 @@ def check_tokens(tokens: Any, vocab_size: int) -> jax.Array:
     tokens = _checks.as_int32("tokens", tokens)
     if not tokens.size:
         return tokens
-    smallest, largest = int(jnp.min(tokens)), int(jnp.max(tokens))
+    host = np.asarray(tokens)
+    smallest, largest = int(host.min()), int(host.max())
     if smallest < 0 or largest >= vocab_size:
         raise ValueError(f"tokens in {smallest}..{largest} must be within 0..{vocab_size - 1}")
     return tokens

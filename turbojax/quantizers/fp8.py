@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
+from turbojax._programs import one_program
 from turbojax.quantizers.int8 import absolute_maximum
 
 E4M3_MAX = 448.0
@@ -35,7 +36,11 @@ def quantize_fp8(x: jax.Array, *, axis: int | Sequence[int]) -> tuple[jax.Array,
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"x.dtype={x.dtype} must be floating point")
-    axes = (axis,) if isinstance(axis, int) else tuple(axis)
+    return _blocks(x, (axis,) if isinstance(axis, int) else tuple(axis))
+
+
+@one_program("axes")
+def _blocks(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
     x = x.astype(jnp.float32)
     scale = absolute_maximum(x, axes) * _RECIPROCAL_MAX
     scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1, scale)
@@ -85,6 +90,11 @@ def quantize_tokens(x: jax.Array) -> Fp8Tokens:
     _checks.check_float_dtype("x", x)
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(f"{x.shape=} must be [..., K], K at least 1")
+    return Fp8Tokens(*_tokens(x), np.dtype(x.dtype))
+
+
+@one_program()
+def _tokens(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     wide = x.astype(jnp.float32)
     maximum = absolute_maximum(wide, x.ndim - 1)
     tiny = float(jnp.finfo(jnp.float32).tiny)
@@ -96,7 +106,7 @@ def quantize_tokens(x: jax.Array) -> Fp8Tokens:
     scale = rounded.astype(jnp.float32)
     codes = jnp.clip(wide * (1 / scale), -E4M3_MAX, E4M3_MAX)
     codes = round_to_e4m3(jnp.where(jnp.isnan(scale), jnp.nan, codes))
-    return Fp8Tokens(codes, jnp.squeeze(rounded, axis=-1), np.dtype(x.dtype))
+    return codes, jnp.squeeze(rounded, axis=-1)
 
 
 def round_to_e4m3(x: jax.Array) -> jax.Array:

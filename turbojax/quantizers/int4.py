@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
+from turbojax._programs import one_program
 from turbojax.quantizers.fp8 import E4M3_MAX
 from turbojax.quantizers.int8 import absolute_maximum
 
@@ -314,7 +315,7 @@ def pad_rows(x: jax.Array, weight: Int4Weight) -> jax.Array:
     rows = stored_rows(weight.out_size, weight.gated)
     if weight.gated:
         half = weight.result_size
-        x = _alternate(*(_pad_rows(part, _round_up(half, GATED_ROWS)) for part in jnp.split(x, 2)))
+        x = _alternate([_pad_rows(part, _round_up(half, GATED_ROWS)) for part in jnp.split(x, 2)])
     return _pad_rows(x, rows)
 
 
@@ -332,13 +333,8 @@ def concatenate(weights: Sequence[Int4Weight]) -> Int4Weight:
     """
     _check_alike(weights)
     out_size = sum(w.out_size for w in weights)
-    return _join(
-        weights,
-        out_size,
-        stored_rows(out_size),
-        lambda parts: jnp.concatenate(parts),
-        [w.out_size for w in weights],
-    )
+    taken = tuple(w.out_size for w in weights)
+    return _join(tuple(weights), out_size, stored_rows(out_size), jnp.concatenate, taken)
 
 
 def gate_and_up(gate: Int4Weight, up: Int4Weight) -> Int4Weight:
@@ -362,22 +358,18 @@ def gate_and_up(gate: Int4Weight, up: Int4Weight) -> Int4Weight:
         raise ValueError(f"{gate.out_size=} must equal {up.out_size=}")
     rows = _round_up(gate.out_size, GATED_ROWS)
     out_size = 2 * gate.out_size
-    joined = _join(
-        (gate, up),
-        out_size,
-        stored_rows(out_size, gated=True),
-        lambda parts: _alternate(*parts),
-        [rows, rows],
-    )
+    stored = stored_rows(out_size, gated=True)
+    joined = _join((gate, up), out_size, stored, _alternate, (rows, rows))
     return dataclasses.replace(joined, gated=True)
 
 
+@one_program("out_size", "rows", "join", "taken")
 def _join(
-    weights: Sequence[Int4Weight],
+    weights: tuple[Int4Weight, ...],
     out_size: int,
     rows: int,
     join: Callable[[list[jax.Array]], jax.Array],
-    taken: list[int],
+    taken: tuple[int, ...],
 ) -> Int4Weight:
     """A weight of `join`ed rows, of which each weight gives as many as `taken` says."""
 
@@ -397,12 +389,14 @@ def _join(
     )
 
 
-def _alternate(gate: jax.Array, up: jax.Array) -> jax.Array:
+@one_program()
+def _alternate(gate_and_up: list[jax.Array]) -> jax.Array:
     """Rows of both in alternating groups of eight; their number is a multiple of 8."""
-    parts = [x.reshape(-1, GATED_ROWS, *x.shape[1:]) for x in (gate, up)]
-    return jnp.stack(parts, axis=1).reshape(-1, *gate.shape[1:])
+    parts = [x.reshape(-1, GATED_ROWS, *x.shape[1:]) for x in gate_and_up]
+    return jnp.stack(parts, axis=1).reshape(-1, *gate_and_up[0].shape[1:])
 
 
+@one_program("rows", "value")
 def _pad_rows(x: jax.Array, rows: int, value: float = 0) -> jax.Array:
     padding = jnp.full((rows - x.shape[0], *x.shape[1:]), value, x.dtype)
     return jnp.concatenate([x, padding])

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from turbojax._programs import one_program
+
 INT8_RANGE = 119
 """Largest stage-1 code. Not 127: stage 2 rounds scales and zeros to integers, and 119 is the
 largest range from which a 4-bit code always dequantizes back into int8."""
@@ -43,6 +45,7 @@ def quantize_int8(x: jax.Array, *, axis: int | Sequence[int]) -> tuple[jax.Array
     return _round_to_codes(x, scale), jnp.squeeze(scale, axis=axes)
 
 
+@one_program("axis")
 def absolute_maximum(x: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
     """Largest absolute value over `axis`, which is kept with size 1; NaN if one is not finite.
 
@@ -53,6 +56,7 @@ def absolute_maximum(x: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
     return jnp.where(jnp.all(magnitude < jnp.inf, axis=axis, keepdims=True), maximum, jnp.nan)
 
 
+@one_program()
 def scale_from_maximum(maximum: jax.Array) -> jax.Array:
     """The stage-1 scale of values up to `maximum` in absolute value (Eq. 9).
 
@@ -102,6 +106,7 @@ def quantize_with_scale(x: jax.Array, scale: jax.Array) -> jax.Array:
     return _round_to_codes(x.astype(jnp.float32), scale)
 
 
+@one_program()
 def _round_to_codes(x: jax.Array, scale: jax.Array) -> jax.Array:
     """``rint(x / scale)``, ties to even, clamped to the range: exact, see the module."""
     # Far from a code, or not finite: nothing to be exact about.

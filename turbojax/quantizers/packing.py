@@ -10,6 +10,8 @@ shift and a mask and never an interleave.
 import jax
 import jax.numpy as jnp
 
+from turbojax._programs import one_program
+
 # Widths, low bits first, of the planes that make up one code.
 _PLANES = {2: (2,), 3: (2, 1), 4: (4,)}
 
@@ -49,6 +51,11 @@ def pack(codes: jax.Array, bits: int, axis: int = -1) -> jax.Array:
     """
     _check_bytes(codes, "codes")
     packed_size(codes.shape[axis], bits)
+    return _pack(codes, bits, axis)
+
+
+@one_program("bits", "axis")
+def _pack(codes: jax.Array, bits: int, axis: int) -> jax.Array:
     planes, shift = [], 0
     for width in _PLANES[bits]:
         plane = (codes >> shift) & (2**width - 1)
@@ -82,7 +89,12 @@ def unpack(packed: jax.Array, bits: int, axis: int = -1) -> jax.Array:
     length = packed.shape[axis]
     if length % bits and bits == 3:
         raise ValueError(f"packed.shape[{axis}]={length} must be a multiple of 3 for 3-bit codes")
-    size = length * 8 // bits
+    return _unpack(packed, bits, axis)
+
+
+@one_program("bits", "axis")
+def _unpack(packed: jax.Array, bits: int, axis: int) -> jax.Array:
+    size = packed.shape[axis] * 8 // bits
     codes, start, shift = None, 0, 0
     for width in _PLANES[bits]:
         stop = start + size * width // 8

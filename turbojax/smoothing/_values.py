@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
+from turbojax._programs import one_program
 
 
 def widened(name: str, x: jax.Array) -> jax.Array:
@@ -43,6 +44,7 @@ def check_maxima(name: str, x: jax.Array, rank: int = 2) -> jax.Array:
     return x
 
 
+@one_program()
 def factor_or_one(factor: jax.Array) -> jax.Array:
     """`factor`, and 1 where it or its reciprocal is not a normal finite number.
 

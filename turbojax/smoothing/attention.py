@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from turbojax import _checks
+from turbojax._programs import one_program
 from turbojax.smoothing._values import check_maxima, factor_or_one, widened
 
 
@@ -73,21 +74,27 @@ def channel_rope_scale(
         (outside `jit`) a value is negative or not finite.
     """
     absmax = check_maxima("key_absmax", key_absmax)
-    heads, size = absmax.shape
+    size = absmax.shape[1]
     if size % 2:
         raise ValueError(f"key_absmax.shape={absmax.shape} must have an even number of channels")
     _checks.check_integer("num_pairs", num_pairs)
     if not 0 <= num_pairs <= size // 2:
         raise ValueError(f"{num_pairs=} must be between 0 and the head's {size // 2} pairs")
+    if beta is not None:
+        _check_factor("beta", beta)
+    return _scale_largest_pairs(absmax, num_pairs, beta)
+
+
+@one_program("num_pairs", "beta")
+def _scale_largest_pairs(
+    absmax: jax.Array, num_pairs: int, beta: float | None
+) -> tuple[jax.Array, jax.Array]:
+    heads, size = absmax.shape
     pairs = jnp.max(absmax.reshape(heads, 2, size // 2), axis=1)
     _, indices = jax.lax.top_k(pairs, num_pairs)
     chosen = jnp.zeros(pairs.shape, bool).at[jnp.arange(heads)[:, None], indices].set(True)
     channels = jnp.concatenate([chosen, chosen], axis=1)
-    if beta is None:
-        scale = absmax / _common_size(absmax, channels)
-    else:
-        _check_factor("beta", beta)
-        scale = absmax * beta
+    scale = absmax / _common_size(absmax, channels) if beta is None else absmax * beta
     return jnp.where(channels, factor_or_one(scale), 1), chosen
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
+from turbojax._programs import one_program
 from turbojax.smoothing._values import check_finite, factor_or_one, widened
 
 # An INT4 group's scale is max|w| / 7, and e4m3 has no positive number below 2^-9. Both limits of
@@ -87,6 +88,11 @@ def per_tensor_scale(weight: jax.Array) -> jax.Array:
     if weight.size == 0:
         raise ValueError(f"{weight.shape=} must not have an empty axis")
     check_finite("weight", weight)
+    return _smallest_power(weight)
+
+
+@one_program()
+def _smallest_power(weight: jax.Array) -> jax.Array:
     magnitude = jnp.abs(weight)
     magnitude = jnp.where(magnitude < jnp.finfo(weight.dtype).tiny, 0, magnitude)
     largest = jnp.max(magnitude)
