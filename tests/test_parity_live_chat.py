@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from test_chat_named import CLASS, NAMED, TOOL, TOOLS, USER, in_config, in_files
 from tokenizer_helpers import TEXTS, byte_level, save
 from tokenizers import AddedToken
 
@@ -17,34 +18,6 @@ def reference(folder):
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder)
-
-
-CLASS = {"tokenizer_class": "PreTrainedTokenizerFast"}
-PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %} plain"
-TOOLS = "{{ tools | length }} tools {% for m in messages %}{{ m.content }}{% endfor %}"
-RAG = "rag {{ messages[0].content }}"
-USER = [{"role": "user", "content": "hello"}]
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
-NAMED = {"default": PLAIN, "tool_use": TOOLS, "rag": RAG}
-
-
-def in_config(folder, templates):
-    entries = [{"name": name, "template": template} for name, template in templates.items()]
-    return save(
-        byte_level(), folder, {"tokenizer_config.json": {**CLASS, "chat_template": entries}}
-    )
-
-
-def in_files(folder, templates):
-    # What a config says beside files does not count.
-    config = {**CLASS, "chat_template": [{"name": "default", "template": "old"}]}
-    save(byte_level(), folder, {"tokenizer_config.json": config})
-    for name, template in templates.items():
-        path = folder / "additional_chat_templates" / f"{name}.jinja"
-        path = folder / "chat_template.jinja" if name == "default" else path
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(template, encoding="utf-8")
-    return folder
 
 
 @pytest.mark.parametrize("write", [in_config, in_files])
