@@ -159,7 +159,7 @@ def assert_matches_oracle(query, cache, implementation, **options):
 
 
 def assert_matches_reference(query, cache, **options):
-    """The kernel's is plain JAX's, nearly everywhere to a few units in the last place.
+    """The kernel's is plain JAX's, nearly everywhere to a few roundings of the largest result.
 
     A code that falls to the other side of a tie costs 1/119 of a weight.
     """
@@ -172,5 +172,6 @@ def assert_matches_reference(query, cache, **options):
         finite = np.isfinite(want)
         np.testing.assert_array_equal(got[~finite], want[~finite])
         error = np.abs(got[finite].astype(np.float64) - want[finite])
-        assert np.quantile(error, 0.99) <= 4e-6
-        assert error.max() <= 2e-2
+        largest = np.abs(want[finite]).max(initial=0)
+        assert np.quantile(error, 0.99) <= 8 * np.finfo(np.float32).eps * largest
+        assert error.max() <= 2e-2 * largest

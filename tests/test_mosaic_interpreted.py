@@ -32,6 +32,10 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 12),
+    reason="before jax 0.12 the interpreter wants every barrier's last phase to be waited for",
+)
 @pytest.mark.parametrize(
     ("what", "name"),
     [("forward", "causal"), ("forward", "grouped, lengths"), ("gradients", "causal")],
