@@ -205,6 +205,7 @@ def test_a_wrong_output_is_a_failed_row(monkeypatch, spoil):
     assert fireq.with_ratios(found)[1]["speedup_over"] == {}
 
 
+@pytest.mark.slow
 def test_failures_are_rows(monkeypatch):
     rows = fireq.selected("", quick=True, suite="fireq_model")
 

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grids import pairwise, slow_after
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from storage_helpers import (
@@ -39,9 +38,9 @@ from turbojax.models.storage import load_cache, save_cache
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_a_cache_comes_back_and_goes_on_bit_for_bit(tmp_path, kind):
-    path, cache = tmp_path / "cache.safetensors", filled(kind)
+@pytest.mark.parametrize("name", ["exact", "kv4", "mixed", "fp8_e5m2", "turbo4"])
+def test_a_cache_comes_back_and_goes_on_bit_for_bit(tmp_path, name):
+    path, cache = tmp_path / "cache.safetensors", filled(KINDS[name])
     save_cache(path, cache, metadata={"prompt": "é\n"})
     loaded, metadata = load_cache(path)
     assert metadata == {"prompt": "é\n"}
@@ -55,9 +54,12 @@ def test_a_cache_comes_back_and_goes_on_bit_for_bit(tmp_path, kind):
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    slow_after(
-        2, pairwise(kind=[MIXED, "kv4", "turbo4", "paged"], dtype=[jnp.float32, jnp.float16])
-    ),
+    [
+        ("paged", jnp.float32),
+        (MIXED, jnp.float16),
+        ("kv4", jnp.float32),
+        ("turbo4", jnp.float16),
+    ],
     ids=str,
 )
 def test_other_dtypes_come_back(tmp_path, kind, dtype):
@@ -77,7 +79,7 @@ def test_an_empty_cache_comes_back(tmp_path, kind):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("kind", ["exact", "4-bit", "kv4", "turbo4"])
+@pytest.mark.parametrize("kind", ["exact", "mixed", "kv4", "turbo4"])
 def test_what_is_not_finite_comes_back(tmp_path, kind):
     key, value = tokens(40, 4)
     key = key.at[0, 5, 1, 3].set(jnp.nan).at[2, 7, 0, 0].set(jnp.inf)
@@ -109,7 +111,7 @@ def test_priorities_of_heads_come_back(tmp_path):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("kind", ["exact", "mixed", "kv4"])
+@pytest.mark.parametrize("kind", ["exact", "mixed"])
 def test_stacked_layers_come_back(tmp_path, kind):
     layers = [filled(KINDS[kind]), append(filled(KINDS[kind]), *tokens(9, 6))]
     save_cache(tmp_path / "cache", jax.tree.map(lambda *x: jnp.stack(x), *layers))
@@ -120,7 +122,7 @@ def test_stacked_layers_come_back(tmp_path, kind):
 
 @pytest.mark.slow
 def test_where_pages_lie_is_not_stored(tmp_path):
-    layer = filled("turbo4", 200)
+    layer = filled("turbo4", 300)
     order = np.random.default_rng(0).permutation(layer.pages.num_pages)
     pages = jax.tree.map(
         lambda x: x if x.ndim == 0 else jnp.zeros_like(x).at[order].set(x), layer.pages
@@ -138,7 +140,7 @@ def test_where_pages_lie_is_not_stored(tmp_path):
 
 
 def test_part_of_a_layer_is_stored_without_the_rest_of_its_pool(tmp_path):
-    layer = filled("turbo4", 200)
+    layer = filled("turbo4")
     save_cache(tmp_path / "cache", take_sequences(layer, 2, 1))
     loaded, _ = load_cache(tmp_path / "cache")
     assert loaded.pages.num_pages == layer.block_tables.shape[1]
@@ -167,7 +169,7 @@ def test_a_pool_comes_back_whole(tmp_path, kv_dtype):
 @pytest.mark.parametrize("kind", SOME.values(), ids=SOME)
 def test_only_what_is_held_takes_space(tmp_path, kind):
     sizes = []
-    for max_length in (64, 4096):
+    for max_length in (70, 300):
         save_cache(tmp_path / "cache", filled(kind, max_length))
         sizes.append((tmp_path / "cache").stat().st_size)
     # The descriptions differ by digits.
@@ -178,7 +180,7 @@ def test_only_what_is_held_takes_space(tmp_path, kind):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("kind", SOME.values(), ids=SOME)
+@pytest.mark.parametrize("kind", ["exact", MIXED, "turbo4"], ids=["exact", "mixed", "turbo4"])
 def test_a_loaded_cache_may_have_more_room(tmp_path, kind):
     save_cache(tmp_path / "cache", filled(kind, 70))
     loaded, _ = load_cache(tmp_path / "cache", max_length=300)
@@ -295,9 +297,9 @@ def test_a_rewritten_file_must_be_consistent(stored, tmp_path):
 
 @pytest.mark.slow
 def test_like_must_fit(stored):
-    wanted = filled(MIXED, 200)
+    wanted = filled(MIXED, 300)
     loaded, _ = load_cache(stored, like=wanted)
-    assert loaded.max_length == 200
+    assert loaded.max_length == 300
     abstract = jax.eval_shape(lambda: wanted)
     assert_same_leaves(load_cache(stored, like=abstract)[0], loaded)
 
@@ -315,7 +317,7 @@ def test_like_must_fit(stored):
     refused("config=", kind=dataclasses.replace(MIXED, mode="float"))
     refused("'kv4'", kind="kv4")
     refused("max_length=42", max_length=42)
-    with pytest.raises(ValueError, match="`like`, which has its own"):
+    with pytest.raises(ValueError, match="`like` is given, which has its own"):
         load_cache(stored, like=wanted, max_length=70)
     with pytest.raises(TypeError, match="cache is a str"):
         load_cache(stored, like="exact")

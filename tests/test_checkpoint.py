@@ -66,6 +66,7 @@ def test_one_file_and_many_hold_what_was_written(variant):
     assert sum(x.size for x in sharded.values()) == model.config.num_parameters
 
 
+@pytest.mark.quick(5)
 def test_layers_are_read_as_they_are_unstacked(variant):
     folder, _ = variant
     direct, unstacked = load_decoder(folder / "many"), models.unstack(load(folder / "one"))
@@ -91,6 +92,7 @@ def test_what_is_saved_is_what_was_read(variant, tmp_path):
         assert load(out).config == model.config
 
 
+@pytest.mark.quick(8)
 def test_every_row_of_every_array_has_one_source(variant):
     folder, _ = variant
     config = load(folder / "one").config
@@ -167,7 +169,7 @@ class TestDtypes:
         assert decoder.dtype == target
         assert {x.dtype for x in jax.tree.leaves(decoder)} == {target}
 
-    @pytest.mark.quick(2)
+    @pytest.mark.quick(1)
     @pytest.mark.optimized
     @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
     def test_every_bit_survives(self, tmp_path, dtype):

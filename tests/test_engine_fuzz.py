@@ -4,6 +4,7 @@ Pools that are too small, equal beginnings, every kind of sampling, requests tha
 or are ended while a step of theirs is under way.
 """
 
+import dataclasses
 import random
 
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from engine_helpers import TINY, make, run_one
 from turbojax import models
 from turbojax.models import Engine, NewToken, Request, Sampling
 
-LENGTH, SLOTS, ROUNDS = 96, 3, 20
+LENGTH, SLOTS, ROUNDS = 96, 3, 12
 OPTIONS = {"max_length": LENGTH, "max_sequences": SLOTS, "prefill_chunk": 5}
 SAMPLINGS = (
     Sampling(),
@@ -59,7 +60,7 @@ class Fuzz:
     def round(self) -> None:
         """One engine, until it is idle."""
         rng = self.rng
-        pages = rng.choice([6, 6, 7, 9, 12])
+        pages = rng.choice([6, 6, 9])  # every number compiles a program
         made = make(
             self.model,
             **OPTIONS,
@@ -78,7 +79,7 @@ class Fuzz:
                     live[number], tokens[number] = request, []
                 todo -= 1
             pending = [number for number in live if number in made._sequences]
-            if pending and rng.random() < 0.02:
+            if pending and rng.random() < 0.04:
                 made.abort(rng.choice(pending))
             self.step(made, live, tokens)
         self.check_empty(made, pages)
@@ -112,7 +113,8 @@ class Fuzz:
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", ["auto", "turbo4"])
 def test_results_are_those_of_requests_that_run_alone(kv_dtype):
-    fuzz = Fuzz(models.random_decoder(TINY, dtype=jnp.float32), kv_dtype, seed=11)
+    config = dataclasses.replace(TINY, num_layers=1)
+    fuzz = Fuzz(models.random_decoder(config, dtype=jnp.float32), kv_dtype, seed=11)
     for _ in range(ROUNDS):
         fuzz.round()
     assert fuzz.preemptions > 5

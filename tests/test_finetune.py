@@ -237,6 +237,7 @@ class TestRun:
         for one, two in zip(weights(whole[0]), weights(tmp_path), strict=True):
             np.testing.assert_array_equal(one, two)
 
+    @pytest.mark.slow
     def test_a_folder_is_one_run(self, whole):
         with pytest.raises(ValueError, match="holds a run with attention=.*choose another folder"):
             tune(whole[0], pooled=None)

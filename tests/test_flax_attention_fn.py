@@ -79,8 +79,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("jitted", [False, True])
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(("name", "jitted"), [(name, i % 2 > 0) for i, name in enumerate(MASKS)])
 def test_masks(name, jitted):
     fn, mask = MASKS[name]
     arrays = operands()
@@ -89,8 +88,15 @@ def test_masks(name, jitted):
     close(call(*arrays, mask=jnp.asarray(mask)), oracle(*arrays, seen != 0))
 
 
-@pytest.mark.parametrize("given", ["by the call", "by the function"])
-@pytest.mark.parametrize(("tokens", "keys"), [(21, 21), (5, 21), (21, 5), (1, 1)])
+@pytest.mark.parametrize(
+    ("tokens", "keys", "given"),
+    [
+        (21, 21, "by the call"),
+        (5, 21, "by the function"),
+        (21, 5, "by the call"),
+        (1, 1, "by the function"),
+    ],
+)
 def test_causal_without_a_mask(tokens, keys, given):
     arrays = operands(tokens=tokens, keys=keys)
     out = PLAIN(*arrays, is_causal=True) if given == "by the call" else CAUSAL(*arrays)
@@ -422,8 +428,7 @@ POLICIES = {
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("causal", "policy"), [(False, "estimated"), (True, "pattern")])
 def test_pooled(causal, policy):
     """Bit for bit `pooled_attention` at the levels of the policy; its gradient too."""
     fn = PooledAttentionFn(POLICIES[policy], 8, 8, is_causal=causal)

@@ -18,7 +18,7 @@ def linear(inputs=200, outputs=40, use_bias=True, seed=0):
 
 
 def tokens(rows=12, inputs=200, seed=0, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(seed), (3, rows, inputs), jnp.float32).astype(dtype)
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(3, rows, inputs)), dtype)
 
 
 def frozen_bytes(module):

@@ -20,14 +20,19 @@ from turbojax.rotary import Rope
 
 VARIANTS = {
     "plain": {},
-    "biases and norms": {"qkv_bias": True, "output_bias": True, "qk_norm_eps": 1e-3},
-    "options": {
+    "biases and norms": {
+        "qkv_bias": True,
+        "output_bias": True,
+        "qk_norm_eps": 1e-3,
+        "dtype": jnp.bfloat16,
         "cache": "exact",
+    },
+    "options": {
+        "cache": "paged",
         "options": AttentionOptions(scale=0.5, local_window_size=5, logits_soft_cap=0.7),
         "rope": Rope(CHANNELS, theta=100.0, rotary_dim=4),
     },
-    "no positions": {"rope": None, "cache": "paged"},
-    "16 bits": {"dtype": jnp.bfloat16, "cache": "exact"},
+    "no positions": {"rope": None},
 }
 CACHE = {"mutable": ["cache"]}
 
@@ -76,7 +81,7 @@ def test_same_parameters_same_results(variant):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("kind", ["exact", "4bit", "turbo4"])
+@pytest.mark.parametrize("kind", ["exact", "4bit"])
 def test_caches_under_jit(kind):
     ours, other = module(cache=KINDS[kind]), twin(cache=KINDS[kind])
     variables = {"params": params_of(ours)}
@@ -189,7 +194,7 @@ def test_modules_are_static():
     assert isinstance(tj.flax.linen.TurboAttention, type)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["attention", "attention_fn", "linen"])
 def test_examples(name):
     """The docstrings' examples run and show what they say."""

@@ -233,15 +233,12 @@ CASES = {
 }
 
 
-# Each case meets two modes, each mode every softmax.
 PAIRS = [
-    (case, (EXACT, SAS_E, SAS_2)[i % 3], MODES[(i + j + i // 3) % 3])
-    for i, case in enumerate(CASES)
-    for j in range(2)
+    (case, (EXACT, SAS_E, SAS_2)[i % 3], MODES[(i + i // 3) % 3]) for i, case in enumerate(CASES)
 ]
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(("case", "softmax", "mode"), PAIRS)
 def test_what_is_launched_is_the_reference(case, softmax, mode):
     config = tj.TurboConfig(mode=mode, softmax=softmax, block_q=16, block_kv=32, buffer_size=32)

@@ -31,11 +31,11 @@ def model() -> models.Llama:
 
 
 def _tokens(batch: int, length: int, seed: int = 0) -> jax.Array:
-    return jax.random.randint(jax.random.key(seed), (batch, length), 0, 64)
+    return jnp.asarray(np.random.default_rng(seed).integers(64, size=(batch, length)), jnp.int32)
 
 
 def _normal(seed: int, *shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape, jnp.float32)
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 def _dense(query: np.ndarray, key: np.ndarray, value: np.ndarray) -> np.ndarray:
@@ -77,28 +77,21 @@ def test_a_layer_attends_to_what_was_appended():
 
 @pytest.mark.quick(1)
 @pytest.mark.optimized
-@pytest.mark.parametrize("kind", ["paged", "turbo4"])
-def test_chunks_of_a_prompt_change_no_bit(monkeypatch, kind):
+@pytest.mark.parametrize(("kind", "is_ragged"), [("turbo4", True), ("paged", False)])
+def test_chunks_of_a_prompt_change_no_bit(monkeypatch, kind, is_ragged):
+    """Also behind tokens that are in the cache already."""
     key, value, query = _normal(0, 2, 75, 2, 16), _normal(1, 2, 75, 2, 16), _normal(2, 2, 75, 4, 16)
-    lengths = jnp.array([75, 41])
+    lengths = jnp.array([75, 41]) if is_ragged else None
+    append = jax.jit(paged.append)
     layer = paged.init_layer(2, 80, 2, 16, kind=kind, dtype=jnp.float32, page_size=16)
-    layer = paged.append(layer, key[:, :5], value[:, :5])
-    layer = paged.append(layer, key, value, lengths=lengths)
+    if is_ragged:
+        layer = append(layer, key[:, :5], value[:, :5])
+    layer = append(layer, key, value, lengths=lengths)
     whole = paged.attend(query, layer, query_lengths=lengths)
     monkeypatch.setattr(paged, "QUERY_CHUNK", 16)
-    for lens in (lengths, None):
-        if lens is None:
-            layer = paged.append(
-                paged.init_layer(2, 80, 2, 16, kind=kind, dtype=jnp.float32, page_size=16),
-                key,
-                value,
-            )
-            monkeypatch.undo()
-            whole = paged.attend(query, layer)
-            monkeypatch.setattr(paged, "QUERY_CHUNK", 16)
-        parts = paged.attend(query, layer, query_lengths=lens)
-        np.testing.assert_array_equal(parts, whole)
-        assert np.any(np.asarray(parts[0]) != 0)
+    parts = paged.attend(query, layer, query_lengths=lengths)
+    np.testing.assert_array_equal(parts, whole)
+    assert np.any(np.asarray(parts[0]) != 0)
 
 
 @pytest.mark.quick(1)
@@ -197,7 +190,8 @@ def one_pass(model) -> jax.Array:
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
-    ("name", "dtype"), [*((kind, jnp.float32) for kind in KINDS), ("turbo4", jnp.bfloat16)]
+    ("name", "dtype"),
+    [("paged", jnp.float32), ("fp8_e5m2", jnp.float32), ("turbo4", jnp.bfloat16)],
 )
 def test_every_paged_cache_stays_close_to_one_forward_pass(model, one_pass, name, dtype):
     tokens, expected = _tokens(1, 120), one_pass
@@ -225,8 +219,7 @@ def test_every_paged_cache_stays_close_to_one_forward_pass(model, one_pass, name
         assert error > 1e-4
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("kind", ["fp8_e4m3", "turbo4"])
+@pytest.mark.parametrize("kind", ["fp8_e4m3"])
 def test_ragged_prompts_generate_what_each_generates_alone(model, kind):
     tokens, lengths = _tokens(2, 70), (70, 7)
     together = models.generate(

@@ -61,7 +61,7 @@ def test_prompts_of_different_lengths_and_new_tokens(load, name):
     continues("exact", model, name, "right")
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mistral", "gemma2"])
 def test_pages(load, name):
     """Windows and caps in the kernels' definition for pages."""
