@@ -11,7 +11,7 @@ import pytest
 from benchmarks.cache_quality import decode_bits, held_out_windows
 from turbojax import models
 
-CONTEXT, DECODED = 2239, 192
+CONTEXT, DECODED = 1215, 192
 FILES = ("argparse.py", "configparser.py", "ipaddress.py", "statistics.py")
 
 
@@ -22,7 +22,7 @@ def model() -> models.Llama:
 
 @pytest.fixture(scope="module")
 def tokens() -> np.ndarray:
-    """One window of each of four held-out modules; decoding begins after 2048 bytes."""
+    """One window of each of four held-out modules; decoding begins after 1024 bytes."""
     cut = held_out_windows(CONTEXT, 1)
     return np.concatenate([cut[file] for file in FILES])
 
@@ -44,8 +44,10 @@ def test_the_model_knows_python(exact_bits):
 
 
 @pytest.mark.optimized
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "limit"), [("4bit", 0.01), ("2/4bit", 0.06)])
 def test_a_compressed_cache_costs_little(model, tokens, exact_bits, name, limit):
+    tokens, exact_bits = tokens[:2], exact_bits[:2]  # prompts take longest
     kind = models.cache_by_name(name, model.config.num_kv_heads)
     bits, _, nbytes = decode_bits(model, tokens, CONTEXT + 1 - DECODED, kind)
     cost = bits.mean() - exact_bits.mean()
@@ -53,6 +55,6 @@ def test_a_compressed_cache_costs_little(model, tokens, exact_bits, name, limit)
     # And it is not the exact cache in disguise.
     assert np.abs(bits - exact_bits).max() > 1e-3
     exact_bytes = 4 * np.prod(
-        [model.config.num_layers, len(FILES), CONTEXT, model.config.num_kv_heads, 64]
+        [model.config.num_layers, len(tokens), CONTEXT, model.config.num_kv_heads, 64]
     )
     assert exact_bytes / nbytes > {"4bit": 3.5, "2/4bit": 4.5}[name]

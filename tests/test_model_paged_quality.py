@@ -26,21 +26,13 @@ def embedded() -> tuple[models.Llama, np.ndarray, np.ndarray]:
 
 @pytest.mark.optimized
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "limit", "ratio"),
-    [("paged", 1e-4, 0.49), ("fp8_e4m3", 0.01, 1.9), ("turbo4", 0.01, 3.7)],
-)
-def test_what_pages_cost_on_real_text(embedded, kind, limit, ratio):
+def test_what_pages_cost_on_real_text(embedded):
+    """Of turbo4, the coarsest of them. `test_layer_cache` bounds the errors of all kinds."""
     model, tokens, exact_bits = embedded
-    bits, _, nbytes = decode_bits(model, tokens, CONTEXT + 1 - DECODED, kind)
-    assert bits.mean() - exact_bits.mean() < limit
-    difference = np.abs(bits - exact_bits).max()
-    if kind == "paged":
-        # Pages of float32 hold what was computed.
-        assert difference < 1e-2
-    else:
-        # And this is not the exact cache in disguise.
-        assert difference > 1e-3
+    bits, _, nbytes = decode_bits(model, tokens, CONTEXT + 1 - DECODED, "turbo4")
+    assert bits.mean() - exact_bits.mean() < 0.01
+    # And this is not the exact cache in disguise.
+    assert np.abs(bits - exact_bits).max() > 1e-3
     config = model.config
     exact_bytes = 4 * config.num_layers * len(FILES) * CONTEXT * config.num_kv_heads * 64
-    assert exact_bytes / nbytes > ratio
+    assert exact_bytes / nbytes > 3.7
