@@ -23,7 +23,6 @@ from cache_helpers import (
     tokens,
     used,
 )
-from grids import slow_after
 
 import turbojax as tj
 
@@ -36,6 +35,7 @@ def config(request):
 # Non-finite tokens -------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=str)
 @pytest.mark.parametrize("position", [3, 18, 38], ids=["first block", "second", "buffer"])
 def test_non_finite_prompt_tokens_are_not_hidden(implementation, bad, position):
@@ -60,7 +60,7 @@ def test_non_finite_prompt_tokens_are_not_hidden(implementation, bad, position):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=str)
+@pytest.mark.parametrize("bad", [np.nan, -np.inf], ids=str)
 def test_non_finite_appended_tokens_are_not_hidden(implementation, bad):
     """They turn their head's universal scale to NaN; what was compressed before stays."""
     key, value = tokens(60, seed=41)
@@ -108,7 +108,7 @@ def test_non_finite_tokens_in_any_split(bad):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "max_length"),
-    slow_after(1, [("mixed", 41), ("mixed", 40), ("4/3 and 2", 40), ("4/3 and 2", 41)]),
+    [("mixed", 41), ("4/3 and 2", 40)],
 )
 def test_a_cache_can_be_filled_to_the_last_token(name, max_length):
     """By appends and by a prompt, whether or not the length is a multiple of a block."""
@@ -137,10 +137,9 @@ def test_too_many_tokens_outside_jit():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config_name", slow_after(1, ["mixed", "4-bit"]))
-def test_too_many_tokens_inside_jit(config_name):
+def test_too_many_tokens_inside_jit():
     """What fits is kept, the rest dropped and reported; nothing stored is overwritten, ever."""
-    cache = new(CONFIGS[config_name], max_length=40)
+    cache = new(MIXED, max_length=40)
     oracle = oracle_for(cache)
     cache = prefill(cache, *tokens(30, seed=53), (30, 10, 0))
     oracle.prefill(*tokens(30, seed=53), (30, 10, 0))

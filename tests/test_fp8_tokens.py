@@ -20,9 +20,16 @@ DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 # One chunk, several, the last of them full or not, and no chunk's size.
 SHAPES = ((3, 1), (2, 3, 300), (2, 4096), (1, 11008), (2, 9000))
 EPS = 1e-5
-# A small one in every dtype, and a large one; then the rest.
-GRID = [(SHAPES[1], dtype) for dtype in DTYPES] + [(SHAPES[2], DTYPES[0])]
-GRID = slow_after(4, GRID + [(s, d) for s in SHAPES for d in DTYPES if (s, d) not in GRID])
+# Several chunks first; every shape and, of a small one, every dtype.
+GRID = [
+    (SHAPES[4], jnp.bfloat16),
+    (SHAPES[1], jnp.float16),
+    (SHAPES[1], jnp.bfloat16),
+    (SHAPES[2], jnp.float16),
+    (SHAPES[3], jnp.bfloat16),
+    (SHAPES[0], jnp.float32),
+    (SHAPES[1], jnp.float32),
+]
 
 
 def wide(x):
@@ -110,7 +117,7 @@ def test_the_norm_is_the_models(shape, dtype):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
 def test_what_is_not_finite_marks_its_token(implementation, bad):
     x = activations((4, 2000), jnp.float32).at[1, 1990].set(bad).at[2, 0].set(bad)
     with interpret_kernels():

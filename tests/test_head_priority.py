@@ -30,9 +30,7 @@ def heads(seed=0, batch=3, tokens=50, count=6, head_dim=16, dtype=jnp.float32):
 
 
 @pytest.mark.quick(2)
-@pytest.mark.parametrize(
-    "dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda d: jnp.dtype(d).name
-)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda d: jnp.dtype(d).name)
 def test_equals_the_oracle(method, dtype):
     x = heads(dtype=dtype)
     got = tj.head_priority(x, method)
@@ -44,6 +42,7 @@ def test_equals_the_oracle(method, dtype):
     np.testing.assert_allclose(np.asarray(compiled), want, rtol=1e-5)
 
 
+@pytest.mark.quick(2)
 def test_the_default_is_the_papers(method):
     x = heads(seed=1)
     if method == "gap_std":
@@ -77,6 +76,7 @@ def test_a_mask_need_not_be_a_prefix(method):
     np.testing.assert_allclose(np.asarray(got), oracles.head_priority(x, method, mask), rtol=1e-5)
 
 
+@pytest.mark.quick(2)
 def test_sequences_do_not_mix(method):
     x = heads(seed=4)
     alone = jnp.concatenate([tj.head_priority(x[b : b + 1], method) for b in range(3)])
@@ -140,7 +140,7 @@ def test_wrong_calls():
 
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("method", ["gap_std", "entropy", "min_max", "variation"])
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=str)
+@pytest.mark.parametrize("bad", [np.nan, -np.inf], ids=str)
 def test_one_bad_value_anywhere_is_not_lost(method, bad):
     """NaN for its head alone, wherever it stands, and that head ranks first; masked, it is gone."""
     rng = np.random.default_rng(5)

@@ -19,8 +19,8 @@ from turbojax.ops.int4_matmul.api import MATMUL
 
 SCALE_DTYPES = ("e4m3", "bf16")
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
-# Odd ones, those around the tiles of kernels, and the longest.
-ROWS = (1, 2, 3, 7, 8, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 257, 1000, 4095, 4096)
+# Odd ones, those around the tiles of kernels, and a long one; each has another epilogue.
+ROWS = (257, 1, 16, 66, 128, 4095)
 EPILOGUES = (
     {},
     {"activation": "silu"},
@@ -108,11 +108,9 @@ def assert_as_the_oracle(call, implementation="xla"):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize(
-    "rows", slow_after(5, sorted(ROWS, key=lambda rows: rows not in (1, 16, 65, 257, 4095)))
-)
+@pytest.mark.parametrize("rows", ROWS)
 def test_rows(rows):
-    """Every number of tokens, with 200 inputs (no multiple of 128) and 72 outputs (none of 64)."""
+    """Any number of tokens, with 200 inputs (no multiple of 128) and 72 outputs (none of 64)."""
     scale_dtype = SCALE_DTYPES[rows % 2]
     epilogue = EPILOGUES[rows % len(EPILOGUES)]
     assert_as_the_oracle(make(rows, 200, 72, scale_dtype, jnp.bfloat16, epilogue))
@@ -124,11 +122,7 @@ SIZES = [
     (1, 128, 64),
     (17, 130, 1),
     (70, 520, 200),
-    (3, 7, 130),
     (5, 1, 1),
-    (5, 127, 63),
-    (5, 129, 65),
-    (5, 1000, 10),
     (300, 256, 65),
 ]
 SIZE_GRID = [
@@ -138,19 +132,17 @@ SIZE_GRID = [
 
 
 @pytest.mark.parametrize(
-    ("size", "implementation", "scale_dtype", "epilogue", "dtype"), slow_after(6, SIZE_GRID)
+    ("size", "implementation", "scale_dtype", "epilogue", "dtype"), slow_after(5, SIZE_GRID)
 )
 def test_sizes(size, implementation, scale_dtype, epilogue, dtype):
     """Epilogues and dtypes rotate through them."""
     assert_as_the_oracle(make(*size, scale_dtype, dtype, epilogue), implementation)
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize(
     ("number", "implementation", "scale_dtype"),
-    slow_after(
-        9,
-        pairwise(number=range(len(EPILOGUES)), implementation=ON_CPU, scale_dtype=SCALE_DTYPES),
-    ),
+    pairwise(number=range(len(EPILOGUES)), implementation=ON_CPU, scale_dtype=SCALE_DTYPES),
 )
 def test_epilogues(number, implementation, scale_dtype):
     """Dtypes rotate through them."""
@@ -280,14 +272,11 @@ def test_quantized_tokens_and_leading_axes():
     assert one.shape == (40,)
 
 
-@pytest.mark.parametrize("scale_dtype", slow_after(1, SCALE_DTYPES))
-def test_transforms(scale_dtype):
+def test_transforms():
     """jit, vmap over tokens and over weights, scan over layers: the same values, twice the same."""
-    calls = [make(6, 200, 200, scale_dtype)]
-    w = normal((200, 200), 9)
-    calls.append(
-        dataclasses.replace(calls[0], weight=tj.fireq.quantize_weight(w, scale_dtype=scale_dtype))
-    )
+    calls = [make(6, 200, 200)]
+    weight = tj.fireq.quantize_weight(normal((200, 200), 9))
+    calls.append(dataclasses.replace(calls[0], weight=weight))
     x, weights = calls[0].x, [call.weight for call in calls]
     want = [np.asarray(call()) for call in calls]
     allowed = calls[0].oracle()[1]
@@ -311,7 +300,7 @@ def test_transforms(scale_dtype):
 
 @pytest.mark.parametrize(
     ("epilogue", "scale_dtype"),
-    slow_after(1, [(e, s) for e in (EPILOGUES[4], {}) for s in SCALE_DTYPES]),
+    slow_after(1, [(EPILOGUES[4], "e4m3"), ({}, "bf16")]),
 )
 def test_the_reference_lowers_for_a_gpu_as_bfloat16(scale_dtype, epilogue):
     """The operands are exact in it, and a GPU multiplies float32 slowly."""
@@ -341,8 +330,8 @@ def test_kernels_say_what_a_cpu_lacks():
             tj.fireq.matmul(call.x, call.weight, implementation=name)
 
 
-@pytest.mark.quick(2)
-@pytest.mark.parametrize("precision", ["default", "high", "highest", jax.lax.Precision.HIGHEST])
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("precision", ["default", jax.lax.Precision.HIGHEST])
 def test_precision_changes_nothing_in_float32(precision):
     call = make(130, 200, 40, epilogue=EPILOGUES[5])
     want = call(implementation="xla")

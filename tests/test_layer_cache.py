@@ -75,8 +75,10 @@ def real(x):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("options", ["plain", "window", "all"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [*((kind, "all") for kind in KINDS), ("exact", "plain"), ("4bit", "window")],
+)
 def test_prompt_then_new_tokens(kind, options):
     """Options through every kind of cache; each moves the result by more than its error."""
     asked = OPTIONS[options]
@@ -122,13 +124,10 @@ def test_prompt_then_new_tokens(kind, options):
 @pytest.mark.parametrize(
     "asked",
     [
-        AttentionOptions(),
-        AttentionOptions(scale=0.6),
-        AttentionOptions(local_window_size=20),
-        AttentionOptions(logits_soft_cap=0.8),
         AttentionOptions(0.6, 20, 1.5),
+        AttentionOptions(local_window_size=20),
     ],
-    ids=["plain", "scale", "window", "cap", "all"],
+    ids=["all", "window"],
 )
 def test_options_over_compressed_codes(asked):
     """Prompts longer than the buffer: a new token sees codes, which the window cuts in two."""
@@ -154,7 +153,7 @@ def test_options_over_compressed_codes(asked):
         assert np.abs(np.asarray(new)[b, 0] - wanted).max() < 0.2
         plain = oracle(*whole, OPTIONS["plain"], [length + 1])[0, length]
         moved = max(moved, np.abs(wanted - plain).max())
-    assert asked == OPTIONS["plain"] or moved > 0.3
+    assert moved > 0.3
 
 
 @pytest.mark.parametrize("options", OPTIONS)

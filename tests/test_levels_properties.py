@@ -42,7 +42,7 @@ def _visible(shape, blocks, is_causal, query_length, key_length):
     return seen.reshape(shape[0], blocks[0], shape[1], blocks[1]).any((1, 3))
 
 
-@hypothesis.settings(max_examples=20)
+@hypothesis.settings(max_examples=12)
 @hypothesis.given(
     data=st.data(),
     policy=st.sampled_from(POLICIES),
@@ -84,7 +84,7 @@ def test_invariants(data, policy, is_causal, blocks, sizes, seed):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("policy", PATHS)
+@pytest.mark.parametrize("policy", PATHS[1:3])
 def test_full_lengths_are_no_lengths(policy):
     query, key = _normal(0, (2, 70, 4, 8)), _normal(1, (2, 53, 2, 8))
     select = functools.partial(tj.select_levels, query, key, policy, **BLOCKS)
@@ -95,8 +95,10 @@ def test_full_lengths_are_no_lengths(policy):
     assert np.array_equal(select(), select(**lengths))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.optimized
-@pytest.mark.parametrize("policy", PATHS)
+# The first goes through the first path, too.
+@pytest.mark.parametrize("policy", [PATHS[2], PATHS[1]])
 def test_transforms_give_the_same_bits(policy):
     query, key = _normal(2, (3, 80, 4, 8), jnp.bfloat16), _normal(3, (3, 80, 2, 8), jnp.bfloat16)
     select = functools.partial(tj.select_levels, policy=policy, is_causal=True, **BLOCKS)
@@ -144,8 +146,7 @@ def test_levels_pass_no_gradient():
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("value", "is_causal"), [(np.nan, False), (np.inf, True), (-np.inf, True)])
 def test_broken_keys_are_attended_to(value, is_causal):
     """Where it can be seen, a block with such a key is at level 1: it shows."""
     query, key = _normal(10, (1, 128, 2, 8)), _normal(11, (1, 128, 2, 8))

@@ -30,7 +30,7 @@ def test_files_angles_and_greedy_texts(make, name):
     assert found.keys() | {"frequencies", "amplitude", "bfloat16_error"} >= recorded.keys()
 
 
-@pytest.mark.parametrize("name", hf.VARIANTS)
+@pytest.mark.parametrize("name", texts.FAMILIES)
 def test_logits(make, name):
     for kind, found in make.logits(name).items():
         recorded = recordings.logits(name, kind)

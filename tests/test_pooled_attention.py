@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grids import pairwise, slow_after
+from grids import slow_after
 from implementations import interpreted, kernel_is_slow
 from pooled_helpers import (
     CASES,
@@ -61,26 +61,34 @@ def check(name, dtype, implementation="xla"):
     return blind
 
 
-# What the others are more of: a level alone and mixed, tails, causality, lengths, other blocks.
+# A level alone and mixed, tails, causality, lengths, other blocks; then the ends of each.
 FAST = (
+    "both lengths, causal",
     "level 0",
     "level 8, causal, ragged",
     "mixture",
-    "mixture, causal",
-    "tail of seven tokens",
-    "queries' lengths",
-    "both lengths, causal",
     "negative scale",
     "odd blocks",
 )
-
-
-GRID = [("xla", name) for name in sorted(CASES, key=lambda name: name not in FAST)]
+SLOW = (
+    "level 2",
+    "level 4, causal, ragged",
+    "tail of seven tokens",
+    "causal, other blocks",
+    "causal, more keys",
+    "causal, more queries",
+    "one token",
+    "one query",
+    "queries' lengths",
+    "mostly skipped",
+    "smallest blocks",
+    "queries' block beyond a tile",
+)
+GRID = [("xla", name) for name in FAST + SLOW]
 # The kernels' gradients and outputs are compared together elsewhere, in more of the cases.
 KERNEL_GRID = (
     "negative scale",
     "causal, larger query blocks",
-    "blocks of 128",
     "shorter than a block",
 )
 
@@ -98,23 +106,19 @@ def test_equals_the_oracle(implementation, name):
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    slow_after(
-        2,
-        pairwise(
-            name=["mixture", "both lengths, causal", "tail of seven tokens"],
-            dtype=[jnp.bfloat16, jnp.float16],
-        ),
-    ),
+    [
+        ("mixture", jnp.bfloat16),
+        ("both lengths, causal", jnp.float16),
+        ("tail of seven tokens", jnp.bfloat16),
+    ],
 )
 def test_half_precision(name, dtype):
     check(name, dtype)
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("name", ["both lengths, causal", "odd blocks"])
-def test_float64(name):
+def test_float64():
     """The reference is exact where it is given the precision: nothing is off by a little."""
-    case = CASES[name]
+    case = CASES["both lengths, causal"]
     q, k, v, levels, *_ = (np.asarray(x) for x in operands(case))
     lengths = api_options(case)[1]
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
@@ -133,26 +137,22 @@ def test_float64(name):
         assert worst(x, y) < 1e-13
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_level_1_everywhere_is_dense_attention(is_causal):
-    """jax's own, grouped queries and lengths included."""
-    case = Case(90, 130, heads=4, kv_heads=2, batch=3, is_causal=is_causal)
+def test_level_1_everywhere_is_dense_attention():
+    """jax's own, causality, grouped queries and lengths included."""
+    case = Case(90, 130, heads=4, kv_heads=2, batch=3, is_causal=True)
     q, k, v, levels, *_ = operands(case)
     lengths = {
         "query_seq_lengths": jnp.asarray([90, 33, 90], jnp.int32),
         "key_value_seq_lengths": jnp.asarray([130, 77, 1], jnp.int32),
     }
-    got = tj.pooled_attention(
-        q, k, v, jnp.ones_like(levels), is_causal=is_causal, **BLOCKS, **lengths
-    )
-    want = jax.nn.dot_product_attention(q, k, v, is_causal=is_causal, **lengths)
+    got = tj.pooled_attention(q, k, v, jnp.ones_like(levels), is_causal=True, **BLOCKS, **lengths)
+    want = jax.nn.dot_product_attention(q, k, v, is_causal=True, **lengths)
     real = np.arange(90) < np.array([90, 33, 90])[:, None]
     np.testing.assert_allclose(np.asarray(got)[real], np.asarray(want)[real], atol=2e-6)
     assert (np.asarray(got)[~real] == 0).all()
 
 
-@pytest.mark.parametrize("size", slow_after(1, [91, 96, 89]))
+@pytest.mark.parametrize("size", slow_after(1, [91, 89]))
 def test_pooling_equal_tokens_changes_nothing(size):
     """Tokens that are alike by eights: each level then is dense attention, and so is any mixture.
 
@@ -176,7 +176,7 @@ def test_levels_of_any_integer_dtype_and_of_numpy():
     case = CASES["grouped queries"]
     q, k, v, levels, *_ = operands(case)
     want = attend(case, q, k, v, levels)
-    for dtype in (np.int32, np.uint8, np.int16):
+    for dtype in (np.int32, np.uint8):
         got = attend(case, q, k, v, np.asarray(levels, dtype))
         jax.tree.map(np.testing.assert_array_equal, got, want)
 
@@ -224,19 +224,12 @@ def test_a_bad_value_reaches_those_who_see_it_and_nobody_else(name, of):
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("implementation", "dtype", "wrong"),
-    slow_after(
-        5,
-        [
-            ("triton", jnp.int8, 3),
-            ("xla", jnp.int8, 3),
-            ("xla", jnp.int8, -1),
-            ("xla", jnp.int32, 257),
-            ("xla", jnp.uint8, 255),
-            ("triton", jnp.int8, -1),
-            ("triton", jnp.int32, 257),
-            ("triton", jnp.uint8, 255),
-        ],
-    ),
+    [
+        ("triton", jnp.int8, 3),
+        ("xla", jnp.int8, -1),
+        ("xla", jnp.int32, 257),
+        ("triton", jnp.uint8, 255),
+    ],
 )
 def test_under_jit_a_wrong_level_makes_its_queries_nan(implementation, dtype, wrong):
     """And no others: not those of another block, head or sequence."""
@@ -258,7 +251,7 @@ def test_under_jit_a_wrong_level_makes_its_queries_nan(implementation, dtype, wr
 
 @kernel_is_slow
 def test_two_runs_have_equal_bits(implementation):
-    case = CASES["both lengths, causal"]
+    case = CASES["queries' lengths"]  # as above, where the programs are compiled already
     arrays = operands(case)[:4]
     first, second = (attend(case, *arrays, implementation) for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, first, second)
@@ -266,7 +259,10 @@ def test_two_runs_have_equal_bits(implementation):
 
 @kernel_is_slow
 def test_transforms(implementation):
-    """vmap over everything at once, and over the levels alone; scan; eager equals jit."""
+    """vmap over everything at once, and over the levels alone; scan; eager equals jit.
+
+    Kernels are not scanned: each program takes seconds to compile, and a scan calls the same one.
+    """
     case = Case(40, 70, heads=2, batch=6, is_causal=True)
     q, k, v, levels, *_ = operands(case)
     lengths = np.asarray([70, 11, 0, 3, 69, 32], np.int32)
@@ -281,14 +277,15 @@ def test_transforms(implementation):
         want = np.asarray(call(*map(jnp.asarray, arrays)))
         np.testing.assert_allclose(jax.jit(call)(*arrays), want, atol=1e-6)
         got = np.asarray(jax.jit(jax.vmap(call))(*parts))
-        scan = jax.jit(lambda *xs: jax.lax.scan(lambda c, x: (c, call(*x)), None, xs)[1])
-        scanned = np.asarray(scan(*parts))
         over_levels = jax.jit(jax.vmap(call, in_axes=(None, None, None, 0, None)))
-        by_levels = over_levels(q[:2], k[:2], v[:2], parts[3], lengths[:2])
-        again = jax.jit(call)(q[:2], k[:2], v[:2], arrays[3][4:], lengths[:2])
+        # The last levels are those of these sequences, of which the result is known.
+        by_levels = over_levels(q[:2], k[:2], v[:2], parts[3][::-1], lengths[:2])
     np.testing.assert_allclose(got.reshape(want.shape), want, atol=1e-6)
-    np.testing.assert_allclose(scanned, got, atol=1e-6)
-    np.testing.assert_allclose(by_levels[2], again, atol=1e-6)
+    np.testing.assert_allclose(by_levels[2], want[:2], atol=1e-6)
+    assert worst(by_levels[0], want[:2]) > 1e-3
+    if implementation == "xla":
+        scan = jax.jit(lambda *xs: jax.lax.scan(lambda c, x: (c, call(*x)), None, xs)[1])
+        np.testing.assert_allclose(scan(*parts), got, atol=1e-6)
 
 
 def test_other_levels_need_no_compilation():
@@ -330,9 +327,7 @@ def test_memory_grows_with_tokens_not_with_their_square():
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize(
-    ("size", "level"), slow_after(4, [(size, level) for size in (29, 24) for level in LEVELS])
-)
+@pytest.mark.parametrize(("size", "level"), [(29, 8), (29, 1), (29, 4), (24, 2)])
 def test_pool_and_spread(size, level):
     """Means of the tokens that are there, and the adjoint: <pool(x), d> = <x, spread(d)>."""
     rng = np.random.default_rng(2)

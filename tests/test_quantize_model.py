@@ -37,7 +37,8 @@ def model() -> models.Llama:
 
 
 def _tokens(batch: int, length: int, seed: int = 0) -> jax.Array:
-    return jax.random.randint(jax.random.key(seed), (batch, length), 0, 64)
+    # From numpy: jax would compile a generator for every shape.
+    return jnp.asarray(np.random.default_rng(seed).integers(0, 64, (batch, length)), jnp.int32)
 
 
 @pytest.fixture(scope="module")
@@ -123,16 +124,17 @@ def _oracle(decoder: models.QuantizedDecoder, tokens: jax.Array, round_tokens=_r
     return hidden @ wide(head).T
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize(("scale_dtype", "tables"), [("e4m3", False), ("bf16", True)])
-def test_a_quantized_decoder_computes_what_its_weights_say(model, calibration, scale_dtype, tables):
-    decoder = models.quantize_model(
-        model,
-        calibration,
-        scale_dtype=scale_dtype,
-        quantize_embedding=tables,
-        quantize_head=tables,
-    )
+@pytest.mark.slow
+def test_tables_and_bfloat16_scales_compute_what_they_say(model, calibration):
+    options = {"scale_dtype": "bf16", "quantize_embedding": True, "quantize_head": True}
+    _assert_computes_what_its_weights_say(models.quantize_model(model, calibration, **options))
+
+
+def test_a_quantized_decoder_computes_what_its_weights_say(quantized):
+    _assert_computes_what_its_weights_say(quantized)
+
+
+def _assert_computes_what_its_weights_say(decoder):
     tokens = _tokens(2, 20)
     expected = _oracle(decoder, tokens)
     error = np.linalg.norm(_logits(decoder, tokens) - expected, axis=-1)
@@ -163,7 +165,7 @@ def test_smoothing_leaves_the_model_the_same_in_exact_arithmetic(model, calibrat
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("parts", ["crs", "none", "all"])
+@pytest.mark.parametrize("parts", ["crs", "all"])
 def test_every_part_of_smoothing_gives_a_model_close_to_the_exact_one(model, calibration, parts):
     chosen = {name: parts in (name, "all") for name in ("cas", "pts", "rpn", "crs")}
     decoder = models.quantize_model(
@@ -230,16 +232,12 @@ def test_taking_rows_of_a_quantized_table():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["exact", "kv4"])
-def test_ragged_prompts_generate_what_each_generates_alone(quantized, kind):
+def test_ragged_prompts_generate_what_each_generates_alone(quantized):
     tokens, lengths = _tokens(2, 40), (40, 7)
-    together = models.generate(
-        quantized, tokens, max_new_tokens=8, cache=kind, lengths=jnp.array(lengths)
-    )
+    options = {"max_new_tokens": 8, "cache": "kv4"}
+    together = models.generate(quantized, tokens, lengths=jnp.array(lengths), **options)
     for row, length in enumerate(lengths):
-        alone = models.generate(
-            quantized, tokens[row : row + 1, :length], max_new_tokens=8, cache=kind
-        )
+        alone = models.generate(quantized, tokens[row : row + 1, :length], **options)
         np.testing.assert_array_equal(together[row], alone[0])
 
 
@@ -319,18 +317,20 @@ def _same_bits(a, b) -> None:
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
-@pytest.mark.quick(1)
+def test_a_checkpoint_is_read_back_bit_for_bit(quantized, tmp_path):
+    _assert_is_read_back(quantized, tmp_path)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "scale_dtype", "tied", "options"),
     [
-        (jnp.float32, "e4m3", True, {}),
         (jnp.bfloat16, "bf16", True, {"quantize_embedding": True}),
         (jnp.bfloat16, "e4m3", True, {"quantize_head": True}),
         (jnp.float16, "e4m3", False, {"quantize_embedding": True, "quantize_head": True}),
-        (jnp.bfloat16, "e4m3", False, {}),
     ],
 )
-def test_a_checkpoint_is_read_back_bit_for_bit(tmp_path, dtype, scale_dtype, tied, options):
+def test_checkpoints_with_quantized_tables(tmp_path, dtype, scale_dtype, tied, options):
     config = dataclasses.replace(models.SHAPES["tiny"], tie_embeddings=tied, num_layers=1)
     model = models.random_decoder(config, dtype=dtype)
     crs = scale_dtype == "e4m3"
@@ -341,21 +341,25 @@ def test_a_checkpoint_is_read_back_bit_for_bit(tmp_path, dtype, scale_dtype, tie
         scale_dtype=scale_dtype,
         **options,
     )
-    models.save_quantized(decoder, tmp_path, extra_config={"bos_token_id": 3})
-    loaded = models.load(tmp_path)
+    _assert_is_read_back(decoder, tmp_path)
+
+
+def _assert_is_read_back(decoder, folder):
+    models.save_quantized(decoder, folder, extra_config={"bos_token_id": 3})
+    loaded = models.load(folder)
     _same_bits(decoder, loaded)
-    assert models.read_config(tmp_path)["bos_token_id"] == 3
-    assert models.load(tmp_path, dtype=jnp.float16).dtype == jnp.float16
+    assert models.read_config(folder)["bos_token_id"] == 3
+    assert models.load(folder, dtype=jnp.float16).dtype == jnp.float16
 
 
 @pytest.mark.slow
 def test_a_loaded_checkpoint_generates_the_same(quantized, tmp_path):
     models.save_quantized(quantized, tmp_path)
     loaded, tokens = models.load(tmp_path), _tokens(1, 12)
-    for kind in ("exact", "kv4"):
-        np.testing.assert_array_equal(
-            *(models.generate(m, tokens, max_new_tokens=6, cache=kind) for m in (quantized, loaded))
-        )
+    options = {"max_new_tokens": 6, "cache": "exact"}
+    np.testing.assert_array_equal(
+        *(models.generate(m, tokens, **options) for m in (quantized, loaded))
+    )
 
 
 @pytest.mark.slow
@@ -385,17 +389,14 @@ def test_progress_is_told(model, calibration):
 @pytest.mark.slow
 def test_random_quantized_decoders():
     config = dataclasses.replace(models.SHAPES["tiny"], intermediate_size=100)
-    for scale_dtype in ("e4m3", "bf16"):
-        decoder = models.random_quantized_decoder(
-            config, scale_dtype=scale_dtype, quantize_head=scale_dtype == "bf16"
-        )
-        layer = decoder.layers[0]
-        assert layer.qkv.shape == (config.head_dim * 8, 64)
-        assert layer.gate_up.result_size == 100
-        assert not np.array_equal(layer.o.codes, decoder.layers[1].o.codes)
-        # Of standard deviation 1 / sqrt(in), but for the rounding to 4 bits.
-        assert np.std(dequantize(layer.qkv)) == pytest.approx(64**-0.5, rel=0.05)
-        assert decoder.layers[0].qkv.scale_dtype == scale_dtype
+    decoder = models.random_quantized_decoder(config, scale_dtype="bf16", quantize_head=True)
+    layer = decoder.layers[0]
+    assert layer.qkv.shape == (config.head_dim * 8, 64)
+    assert layer.gate_up.result_size == 100
+    assert not np.array_equal(layer.o.codes, decoder.layers[1].o.codes)
+    # Of standard deviation 1 / sqrt(in), but for the rounding to 4 bits.
+    assert np.std(dequantize(layer.qkv)) == pytest.approx(64**-0.5, rel=0.05)
+    assert decoder.layers[0].qkv.scale_dtype == "bf16"
     session = models.start(decoder, jnp.ones((1, 4), jnp.int32), max_length=4, cache="kv4")
     assert session.logits.dtype == jnp.float32
     assert bool(jnp.isfinite(session.logits).all())

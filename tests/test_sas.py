@@ -40,6 +40,7 @@ def test_near_exp_on_the_kept_range(base, run):
     assert np.abs(got - np.exp(x.astype(np.float64))).max() < 5e-4
 
 
+@pytest.mark.quick(2)
 def test_equals_the_oracle_away_from_whole_steps(base, run):
     """The published formula, to float32 rounding."""
     steps = np.linspace(0, 9, 50_001)
@@ -71,6 +72,7 @@ def test_other_thresholds(base, threshold):
     np.testing.assert_array_equal(got == 0, x < threshold)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     "dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda d: jnp.dtype(d).name
 )
@@ -104,7 +106,7 @@ def test_nan_is_not_hidden(base, run):
 
 @pytest.mark.quick(1)
 def test_works_under_vmap_and_on_any_shape(base):
-    x = -jnp.abs(jax.random.normal(jax.random.key(0), (3, 4, 5)))
+    x = jnp.asarray(-np.random.default_rng(0).exponential(size=(3, 4, 5)), jnp.float32)
     sas = tj.SAS(base=base)
     np.testing.assert_array_equal(jax.vmap(sas)(x), sas(x))
     assert sas(x[0, 0, 0]).shape == ()
@@ -175,6 +177,7 @@ def scores_away_from_steps(seed, shape, axis, base):
     return x.astype(np.float32)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("axis", [-1, 0, 1])
 def test_softmax_equals_the_oracle(base, axis, run):
     x = scores_away_from_steps(1, (6, 7, 33), axis, base)

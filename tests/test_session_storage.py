@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from storage_helpers import KINDS, assert_same_contents, rewrite
+from storage_helpers import KINDS, SOME, assert_same_contents, rewrite
 
 from turbojax import models
 from turbojax.cache import storage as files
@@ -52,7 +52,7 @@ def _next(session, count=24, **options):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("kind", SOME.values(), ids=SOME)
 def test_generation_goes_on_from_a_file(tmp_path, model, kind):
     path = tmp_path / "session"
     session = _started(model, kind)

@@ -19,7 +19,7 @@ from turbojax.models import causal_attention
 from turbojax.rotary import Rope, rotate
 
 TOKENS = 512
-LAYERS = (0, 4, 7)
+LAYERS = (0, 7)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,19 +1,19 @@
 """A whole layer stays the same under every combination of smoothing, and under planted outliers."""
 
 import dataclasses
-import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grids import pairwise
 
 from turbojax import smoothing as sm
 from turbojax.smoothing import LayerWeights, Projection, Smoothing
 
 WIDTH, INNER, SIZE, TOKENS = 24, 40, 8, 20
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
-SWITCHES = list(itertools.product([False, True], repeat=4))
+SWITCH = [False, True]
 
 
 def random_layer(heads=4, kv_heads=2, biases=True, seed=0, dtype=np.float64) -> LayerWeights:
@@ -124,10 +124,14 @@ def difference(a: np.ndarray, b: np.ndarray) -> float:
 # Equality.
 
 
-@pytest.mark.parametrize("inputs", ["constant", "all"])
-@pytest.mark.parametrize("switches", SWITCHES)
-def test_the_layer_stays_the_same(switches, inputs):
-    cas, pts, rpn, crs = switches
+@pytest.mark.parametrize(
+    ("inputs", "cas", "pts", "rpn", "crs"),
+    [
+        ("all", True, True, True, True),
+        *pairwise(inputs=["constant", "all"], cas=SWITCH, pts=SWITCH, rpn=SWITCH, crs=SWITCH),
+    ],
+)
+def test_the_layer_stays_the_same(inputs, cas, pts, rpn, crs):
     smoothing = Smoothing(cas=cas, pts=pts, rpn=rpn, crs=crs, num_pairs=2, cas_inputs=inputs)
     layer = random_layer()
     smoothed = smooth64(layer, smoothing)
@@ -155,9 +159,7 @@ def test_the_layer_stays_the_same(switches, inputs):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "biases"), [(1, 1, False), (3, 1, True), (3, 3, True), (4, 2, False)]
-)
+@pytest.mark.parametrize(("heads", "kv_heads", "biases"), [(1, 1, False), (3, 1, True)])
 def test_the_layer_stays_the_same_whatever_its_heads(heads, kv_heads, biases):
     layer = random_layer(heads, kv_heads, biases)
     smoothed = smooth64(layer, Smoothing(num_pairs=1, cas_inputs="all"))
@@ -274,7 +276,7 @@ def test_zero_columns_pairs_and_projections_stay_finite():
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, np.float32])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_narrow_weights_are_folded_in_float32(dtype):
     layer = random_layer(dtype=dtype)
     wide = jax.tree.map(lambda x: np.asarray(x, np.float32), layer)

@@ -54,7 +54,7 @@ def test_dtypes_without_a_part_of_the_epilogue(dtype, has_bias):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("splits", "scale_dtype", "activation"),
-    slow_after(1, [(2, "e4m3", "swiglu"), (3, "bf16", "gelu"), (3, "e4m3", None)]),
+    [(2, "e4m3", "swiglu"), (3, "bf16", "gelu")],
 )
 def test_programs_that_share_a_tile(splits, scale_dtype, activation):
     """Of 5 groups the last program gets one, or two."""
@@ -75,9 +75,7 @@ def test_tiles_in_bands():
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("scale_dtype", "activation", "splits"),
-    slow_after(
-        2, [("e4m3", None, 1), ("bf16", "swiglu", 1), ("bf16", None, 2), ("e4m3", "swiglu", 2)]
-    ),
+    [("e4m3", None, 1), ("bf16", "swiglu", 2)],
 )
 def test_nan_reaches_its_token_and_its_output(scale_dtype, activation, splits):
     tokens, weight, *_ = operands((6, 20, 300), scale_dtype, activation, jnp.float32)
@@ -119,11 +117,10 @@ def test_outputs_are_those_of_each_input(scale_dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("activation", slow_after(1, ["swiglu", "gelu"]))
-def test_the_public_function_runs_it(activation):
+def test_the_public_function_runs_it():
     """By name, with leading axes, under `jit`; and it is not chosen silently."""
-    rng = np.random.default_rng(2)
-    weight = random_weight(rng, 40, 200, "e4m3", gated=activation == "swiglu")
+    rng, activation = np.random.default_rng(2), "swiglu"
+    weight = random_weight(rng, 40, 200, "e4m3", gated=True)
     x = jnp.asarray(rng.normal(size=(2, 3, 200)), jnp.bfloat16)
     bias, residual = random_epilogue(rng, 6, weight, x.dtype)
     residual = residual.reshape(2, 3, -1)

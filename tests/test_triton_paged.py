@@ -42,7 +42,7 @@ def matches(query, cache, tables, lengths, **options):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_queries_of_any_size(scale):
     """They are scaled to fit float16."""
     lengths = (90, 20)

@@ -41,17 +41,7 @@ same = functools.partial(assert_stores_the_same, run=run)
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "page_size"),
-    slow_after(
-        2,
-        [
-            (32, jnp.float32, 32),
-            (128, jnp.bfloat16, 64),
-            (16, jnp.bfloat16, 16),
-            (64, jnp.float16, 16),
-            (128, jnp.float32, 16),
-            (256, jnp.bfloat16, 128),
-        ],
-    ),
+    [(32, jnp.float32, 32), (16, jnp.float16, 16), (256, jnp.bfloat16, 128)],
 )
 def test_ragged_tokens(head_dim, dtype, page_size):
     """Over the ends of pages; then one token each, of which a sequence gets none."""
@@ -65,7 +55,7 @@ def test_ragged_tokens(head_dim, dtype, page_size):
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
-    ("dtype", "head_dim"), slow_after(2, pairwise(dtype=DTYPES, head_dim=[16, 128]))
+    ("dtype", "head_dim"), [(jnp.bfloat16, 16), (jnp.float16, 128), (jnp.float32, 128)]
 )
 def test_strange_vectors(head_dim, dtype):
     key, value = strange(head_dim, dtype)
@@ -84,7 +74,7 @@ def stored_norms(cache, count):
 
 
 # Vectors of a program, pieces, and what is written; the first is how few are launched.
-LAUNCHES = [(1, 1, jnp.float32), (8, 1, jnp.float16), (16, 2, jnp.bfloat16), (64, 8, jnp.float32)]
+LAUNCHES = [(1, 1, jnp.float32), (64, 8, jnp.bfloat16)]
 
 
 @pytest.mark.parametrize(("rows", "pieces", "dtype"), slow_after(1, LAUNCHES))
@@ -213,7 +203,6 @@ def test_without_a_gpu_triton_says_so():
         ("auto", 64, "kv_dtype='auto' must be 'turbo4'"),
         ("fp8_e4m3", 64, "kv_dtype='fp8_e4m3' must be 'turbo4'"),
         ("turbo4", 80, "head_dim=80 must be a power of two from 16 to 256"),
-        ("turbo4", 96, "head_dim=96 must be a power of two"),
         ("turbo4", 8, "head_dim=8 must be a power of two"),
         ("turbo4", 512, "head_dim=512 must be a power of two"),
     ],
@@ -225,7 +214,8 @@ def test_refusals(kv_dtype, head_dim, words):
     with interpret_kernels():
         with pytest.raises(NotImplementedError, match=words):
             paged.append(cache, *x, TABLES, integers(0, 0, 0), implementation="triton")
-        paged.append(cache, *x, TABLES, integers(0, 0, 0))
+        # Traced alone, which is when None chooses: it is not the kernel.
+        jax.eval_shape(paged.append, cache, *x, jnp.asarray(TABLES), integers(0, 0, 0))
 
 
 def test_arrays_whose_offsets_overflow_are_refused():
@@ -246,9 +236,9 @@ def test_arrays_whose_offsets_overflow_are_refused():
 
 
 LOWERED = pairwise(
-    page=[(128, 64), (16, 16), (64, 32), (256, 128)],
+    page=[(128, 64), (16, 16), (256, 128)],
     dtype=DTYPES,
-    count=[(64, 1), (4, 100), (4, 4096)],
+    count=[(64, 1), (4, 4096)],
 )
 
 
