@@ -62,7 +62,7 @@ def test_prompts_of_different_lengths_and_new_tokens(load, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mistral", "gemma2"])
+@pytest.mark.parametrize("name", ["gemma2"])
 def test_pages(load, name):
     """Windows and caps in the kernels' definition for pages."""
     model = load(name)
