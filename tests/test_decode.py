@@ -34,26 +34,45 @@ from decode_helpers import (
     tokens,
     under,
 )
-from grids import pairwise, slow_after
-from implementations import ON_CPU, by_mode, kernel_is_slow
+from grids import slow_after
+from implementations import ON_CPU, kernel_is_slow
 
 import turbojax as tj
 
-every_mode = by_mode(MODES)
+
+def modes(cases):
+    return pytest.mark.parametrize(("implementation", "mode"), cases)
+
+
+# Plain JAX in every mode, and the kernel in one: programs that most tests of four queries share.
+every_mode = modes([("triton", "int8"), *(("xla", mode) for mode in MODES[::-1])])
+# The same for tests of one query.
+some_modes = modes([("xla", "int8"), ("xla", "float"), ("triton", "fp8")])
+# For tests of bits, whose programs are compiled with all optimizations.
+bits = modes(
+    [("xla", "int8"), ("xla", "float"), ("triton", "fp8"), ("xla", "int8_fp8"), ("triton", "int8")]
+)
 SMALL = (("block_q", 16), ("block_kv", 16), ("buffer_size", 16))
 
 # Against the oracle ------------------------------------------------------------------------------
 
 
-# Every mode first, then what is left of all pairs.
-FAST = [(m, "sas-e", "xla") for m in MODES] + [("int8", "exact", "xla"), ("fp8", "sas-2", "xla")]
-FAST += [("int8", "sas-e", "triton"), ("float", "exact", "triton"), ("fp8", "sas-2", "triton")]
-EVERY = [(m, s, i) for m in MODES for s in SOFTMAXES for i in ON_CPU]
+# Every mode first, then every other pair of a mode and a softmax, on one or the other.
+FAST = [(m, "sas-e", "xla") for m in MODES]
+FAST += [("int8", "sas-e", "triton"), ("float", "exact", "triton")]
+REST = [
+    ("int8", "exact", "triton"),
+    ("int8", "sas-2", "xla"),
+    ("int8_fp8", "exact", "xla"),
+    ("int8_fp8", "sas-2", "triton"),
+    ("fp8", "exact", "xla"),
+    ("fp8", "sas-2", "triton"),
+    ("float", "sas-2", "xla"),
+]
 
 
 @pytest.mark.parametrize(
-    ("mode", "softmax", "implementation"),
-    slow_after(len(FAST), [*FAST, *(case for case in EVERY if case not in FAST)]),
+    ("mode", "softmax", "implementation"), slow_after(len(FAST), [*FAST, *REST])
 )
 def test_equals_the_oracle(implementation, mode, softmax):
     """Blocks, buffer, or both; mixed 2- and 4-bit heads; the last four tokens' queries."""
@@ -61,7 +80,7 @@ def test_equals_the_oracle(implementation, mode, softmax):
 
 
 @pytest.mark.quick(1)
-@every_mode
+@some_modes
 def test_one_query_equals_the_oracle(implementation, mode):
     assert_matches_oracle(queries(1), stored(mode), implementation)
 
@@ -76,27 +95,27 @@ OPTIONS = {
 }
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("name", "implementation"),
-    slow_after(
-        8,
-        [
-            *((name, "xla") for name in OPTIONS),
-            *((name, "triton") for name in ("window", "soft cap", "scale")),
-            *((name, "triton") for name in ("narrow window", "negative scale", "no scale")),
-        ],
-    ),
+    [
+        ("soft cap", "xla"),
+        ("scale", "xla"),
+        ("narrow window", "xla"),
+        ("no scale", "xla"),
+        ("soft cap", "triton"),
+        ("negative scale", "triton"),
+        ("window", "triton"),
+    ],
 )
 def test_options(name, implementation):
     assert_matches_oracle(queries(4), stored(), implementation, **OPTIONS[name])
 
 
-HALVES = [(i, dtype) for dtype in (jnp.bfloat16, jnp.float16) for i in ON_CPU]
-
-
 @pytest.mark.quick(1)
-@pytest.mark.parametrize(("implementation", "dtype"), slow_after(2, HALVES))
+@pytest.mark.parametrize(
+    ("implementation", "dtype"), [("xla", jnp.bfloat16), ("triton", jnp.float16)]
+)
 def test_half_precision(implementation, dtype):
     cache = filled(SMALL, (70, 3), (0, 0), KV_HEADS, HEAD_DIM, dtype=dtype)
     query = queries(2, 8, 2, dtype=dtype)
@@ -146,19 +165,17 @@ CASES = {
     ),
 }
 PAIRS = [(m, s) for s in SOFTMAXES for m in MODES]
-# Each case on both; between them they meet every mode with every softmax.
-GRID = [
-    (case, name, *PAIRS[(2 * i + 5 * j) % 12])
-    for i, case in enumerate(CASES)
-    for j, name in enumerate(ON_CPU if i % 2 else ON_CPU[::-1])
-]
+# Half of the cases on either; between them each meets every mode.
+GRID = [(case, ON_CPU[i // 4], *PAIRS[5 * i % 12]) for i, case in enumerate(CASES)]
 
 
 def test_the_grid_meets_every_mode_and_softmax():
-    assert {case[2:] for case in GRID} == set(PAIRS)
+    assert {(name, mode) for _, name, mode, _ in GRID} == {(i, m) for i in ON_CPU for m in MODES}
+    assert {softmax for *_, softmax in GRID} == set(SOFTMAXES)
 
 
-@pytest.mark.parametrize(("case", "implementation", "mode", "softmax"), slow_after(2, GRID))
+@pytest.mark.quick(2)
+@pytest.mark.parametrize(("case", "implementation", "mode", "softmax"), GRID)
 def test_shapes_equal_the_oracle(case, implementation, mode, softmax):
     """Other heads, head dims, blocks, buffers and bits, after a prompt and appends."""
     fields, sequences, (heads, kv_heads, head_dim, count), options = CASES[case]
@@ -169,10 +186,7 @@ def test_shapes_equal_the_oracle(case, implementation, mode, softmax):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("implementation", "window"),
-    slow_after(1, [("xla", 300), ("xla", None), ("triton", 300)]),
-)
+@pytest.mark.parametrize(("implementation", "window"), [("xla", None), ("triton", 300)])
 def test_long_caches(implementation, window):
     """Thousands of tokens, more than are read at a time, in a cache not filled to its end."""
     cache = under(filled((), (0, 0), (2430, 1100), 1, 64, max_length=2600))
@@ -194,8 +208,8 @@ def test_queries_before_the_beginning(implementation):
     assert np.isfinite(lse[2, 6:]).all()
 
 
-@pytest.mark.quick(2)
-@every_mode
+@pytest.mark.quick(1)
+@some_modes
 def test_an_empty_cache(implementation, mode):
     cache = empty(dataclasses.replace(BASE, mode=mode), BATCH, 256, KV_HEADS, HEAD_DIM)
     out, lse = decode(queries(1, 10), cache, implementation)
@@ -264,16 +278,11 @@ def test_int8_errs_by_its_quantizers_alone(implementation):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("implementation", "mode", "softmax", "limit"),
-    slow_after(
-        1,
-        [
-            ("xla", "int8", "sas-e", 5e-3),
-            ("xla", "float", "exact", 1e-5),
-            ("xla", "float", "sas-e", 1e-5),
-            ("xla", "float", "sas-2", 1e-5),
-            ("triton", "int8", "sas-e", 5e-3),
-        ],
-    ),
+    [
+        ("xla", "int8", "sas-e", 5e-3),
+        ("xla", "float", "sas-2", 1e-5),
+        ("triton", "int8", "sas-e", 5e-3),
+    ],
 )
 def test_constant_values_come_back(implementation, mode, softmax, limit):
     """A constant V is returned however long the cache: no split decays another."""
@@ -290,7 +299,7 @@ def test_constant_values_come_back(implementation, mode, softmax, limit):
 
 
 @pytest.mark.quick(1)
-@every_mode
+@some_modes
 def test_several_queries_equal_one_at_a_time(implementation, mode):
     """Decoding four tokens at once equals decoding after each of four appends.
 
@@ -309,7 +318,7 @@ def test_several_queries_equal_one_at_a_time(implementation, mode):
 
 @pytest.mark.quick(1)
 @pytest.mark.optimized
-@every_mode
+@bits
 def test_the_batch_never_changes_a_bit(implementation, mode):
     """Each sequence with its neighbours exchanged, and by itself."""
     cache, query = stored(mode), queries(1, 19)
@@ -320,11 +329,12 @@ def test_the_batch_never_changes_a_bit(implementation, mode):
     np.testing.assert_array_equal(decode(*alone, implementation)[0][0], together[1])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.optimized
-@every_mode
+@bits
 def test_what_lies_past_the_lengths_never_changes_a_bit(implementation, mode):
     """Unused blocks and buffer slots may hold anything."""
-    cache, query = stored(mode), queries(4, 20)
+    cache, query = stored(mode), queries(1, 20)
     blocks = (cache.lengths - cache.buffer_lengths) // BASE.block_kv
 
     def dirty(side):
@@ -356,10 +366,11 @@ def test_the_room_left_does_not_matter():
     np.testing.assert_allclose(short, long, atol=2e-6)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.optimized
-@every_mode
+@bits
 def test_two_runs_give_the_same_bits(implementation, mode):
-    cache, query = stored(mode), queries(4, 25)
+    cache, query = stored(mode), queries(1, 25)
     first, second = (decode(query, cache, implementation) for _ in range(2))
     for a, b in zip(first, second, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -396,16 +407,12 @@ def _seventy_nine(how, side, bad):
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("implementation", "mode", "how", "side", "bad"),
-    slow_after(
-        4,
-        pairwise(
-            implementation=ON_CPU,
-            mode=["int8", "float"],
-            how=["prompt", "appended"],
-            side=[0, 1],
-            bad=[np.nan, np.inf, -np.inf],
-        ),
-    ),
+    [
+        ("xla", "int8", "prompt", 0, np.nan),
+        ("triton", "int8", "appended", 1, -np.inf),
+        ("triton", "float", "prompt", 1, np.nan),
+        ("xla", "float", "appended", 0, np.inf),
+    ],
 )
 def test_non_finite_tokens_reach_who_sees_them(implementation, mode, how, side, bad):
     """Queries that see the token turn NaN; those that cannot see its block keep their bits.

@@ -100,9 +100,7 @@ def test_equals_the_oracle(shape, scale_dtype):
     ("dtype", "group_size", "scale_dtype"),
     [
         (jnp.bfloat16, 32, "bf16"),
-        (jnp.bfloat16, 256, "e4m3"),
         (jnp.float16, 64, "e4m3"),
-        (jnp.float16, 128, "bf16"),
         (jnp.float32, 256, "bf16"),
         (jnp.float32, 32, "e4m3"),
     ],
@@ -182,17 +180,17 @@ def test_too_large_for_e4m3():
 def test_transforms(scale_dtype):
     w = random_weight((3, 20, 200))
     one = [tj.fireq.quantize_weight(x, scale_dtype=scale_dtype) for x in w]
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *one)
+    stacked = jax.tree.map(lambda *x: np.stack(x), *one)
 
     def quantize(w):
         return tj.fireq.quantize_weight(w, scale_dtype=scale_dtype)
 
     assert_same_bits(jax.jit(quantize)(w[0]), one[0])
-    assert_same_bits(jax.vmap(quantize)(w), stacked)
+    assert_same_bits(jax.jit(jax.vmap(quantize))(w), stacked)
     values = [tj.fireq.dequantize(x) for x in one]
     _, scanned = jax.lax.scan(lambda _, x: (None, tj.fireq.dequantize(x)), None, stacked)
-    np.testing.assert_array_equal(scanned, jnp.stack(values))
-    np.testing.assert_array_equal(jax.vmap(tj.fireq.dequantize)(stacked), scanned)
+    np.testing.assert_array_equal(scanned, np.stack(values))
+    np.testing.assert_array_equal(jax.jit(jax.vmap(tj.fireq.dequantize))(stacked), scanned)
 
 
 @pytest.mark.slow
@@ -242,8 +240,9 @@ def test_output_scale():
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("sizes", [(64, 128, 64), (70, 3, 60)], ids=str)
-@pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
+@pytest.mark.parametrize(
+    ("sizes", "scale_dtype"), [((70, 3, 60), "e4m3"), ((64, 128, 64), "bf16")], ids=str
+)
 def test_concatenate(sizes, scale_dtype):
     """As if quantized together: rows one after the other, padded at the end alone."""
     parts = [random_weight((n, 200), seed=n) for n in sizes]
@@ -262,8 +261,9 @@ def test_concatenate(sizes, scale_dtype):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("size", [64, 13, 1])
-@pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
+@pytest.mark.parametrize(
+    ("size", "scale_dtype"), [(13, "e4m3"), (64, "bf16"), (1, "e4m3")], ids=str
+)
 def test_gate_and_up(size, scale_dtype):
     """Rows by eights, as the definition says; what is no row is nothing."""
     arrays = [random_weight((size, 200), seed=i) for i in (1, 2)]

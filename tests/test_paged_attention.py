@@ -6,10 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grids import pairwise, slow_after
 from implementations import ON_CPU, interpreted
 from paged_helpers import (
-    KV_DTYPES,
     OPTIONS,
     SHAPES,
     alternating,
@@ -47,17 +45,17 @@ def matches(implementation, query, cache, *arguments, **options):
     assert_matches_oracle(query, cache, *arguments, call=run(implementation), **options)
 
 
-# Each shape with each implementation; shapes and what is stored meet once or twice.
-SHAPE_GRID = [("xla", *case) for case in alternating(SHAPES, count=2)]
-SHAPE_GRID = [*SHAPE_GRID[::5], *(x for i, x in enumerate(SHAPE_GRID) if i % 5)]
-KERNEL_GRID = [("triton", *case) for case in alternating(SHAPES, 3)]
-KERNEL_GRID = [*KERNEL_GRID[::3], *(x for i, x in enumerate(KERNEL_GRID) if i % 3)]
+# Each shape with each implementation, and each time another kind of pages. The longest, of several
+# parts, stand first and last.
+GRID = [("xla", *case) for case in alternating(SHAPES)]
+GRID += [("triton", *case) for case in alternating(SHAPES, 3)[::-1]]
+# Both implementations and all kinds of pages.
+KINDS = [("xla", "turbo4"), ("triton", "fp8_e4m3"), ("xla", "fp8_e5m2"), ("triton", "auto")]
+every_kind = pytest.mark.parametrize(("implementation", "kv_dtype"), KINDS)
 
 
-@pytest.mark.parametrize(
-    ("implementation", "name", "kv_dtype"),
-    [*slow_after(3, SHAPE_GRID), *slow_after(3, KERNEL_GRID)],
-)
+@pytest.mark.quick(4)
+@pytest.mark.parametrize(("implementation", "name", "kv_dtype"), GRID)
 def test_equals_the_oracle(implementation, name, kv_dtype):
     lengths, kv_heads, dim, heads, count = SHAPES[name]
     cache, tables = filled(kv_dtype, lengths, kv_heads, dim)
@@ -65,20 +63,21 @@ def test_equals_the_oracle(implementation, name, kv_dtype):
     matches(implementation, query, cache, tables, lengths)
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize(("name", "kv_dtype"), alternating(OPTIONS))
+@pytest.mark.quick(2)
+@pytest.mark.parametrize(
+    ("implementation", "name", "kv_dtype"),
+    [
+        *((ON_CPU[i % 2], *case) for i, case in enumerate(alternating(OPTIONS))),
+        ("triton", "window", "turbo4"),
+    ],
+)
 def test_options(implementation, name, kv_dtype):
     arguments, options = options_of(name, kv_dtype)
     matches(implementation, *arguments, **options)
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize(
-    ("implementation", "kv_dtype"),
-    slow_after(
-        2, sorted(pairwise(implementation=ON_CPU, kv_dtype=KV_DTYPES), key=lambda x: x[1])[::-1]
-    ),
-)
+@every_kind
 def test_half_precision(implementation, kv_dtype):
     halves = {"auto": {"xla": jnp.float16, "triton": jnp.bfloat16}[implementation]}
     dtype = {**halves, "fp8_e5m2": jnp.float16}.get(kv_dtype, jnp.bfloat16)
@@ -88,7 +87,7 @@ def test_half_precision(implementation, kv_dtype):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("kv_dtype", slow_after(1, ["turbo4", "fp8_e4m3"]))
+@pytest.mark.parametrize(("implementation", "kv_dtype"), KINDS[:2])
 def test_page_sizes_do_not_matter(implementation, kv_dtype):
     """Tiles of several pages, of one, and of a part of one; a table that ends within a tile."""
     lengths, query = (300, 17), normal(6, (2, 2, 4, 32))
@@ -103,34 +102,26 @@ def test_page_sizes_do_not_matter(implementation, kv_dtype):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize(
-    ("kv_dtype", "implementation"),
-    slow_after(
-        2, pairwise(kv_dtype=["turbo4", "auto", "fp8_e4m3", "fp8_e5m2"], implementation=ON_CPU)
-    ),
-)
+@every_kind
 def test_neighbours_and_places_do_not_matter(implementation, kv_dtype):
     check_neighbours_and_places(run(implementation), kv_dtype)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_dtype", slow_after(1, KV_DTYPES[::-1]))
+@pytest.mark.parametrize("kv_dtype", ["turbo4", "fp8_e4m3"])
 def test_chunks_do_not_matter(kv_dtype):
     dtype = jnp.float32 if kv_dtype in ("auto", "turbo4") else jnp.bfloat16
     check_chunks(attend, kv_dtype, dtype)
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@every_kind
 def test_what_is_not_finite_reaches_what_attends_to_it(implementation, kv_dtype):
     check_nan(run(implementation), kv_dtype)
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize(
-    ("implementation", "kv_dtype"),
-    slow_after(2, [(name, kind) for kind in KV_DTYPES[::-1] for name in ON_CPU]),
-)
+@every_kind
 def test_what_is_out_of_range_is_nan_under_jit(implementation, kv_dtype):
     """For that sequence, padding included; the others' bits stay."""
     lengths = np.asarray((40, 33, 20, 0, 48), np.int32)
@@ -186,10 +177,9 @@ def test_queries_past_their_number_under_jit_act_as_the_nearest():
     )
 
 
-@pytest.mark.parametrize("kv_dtype", slow_after(1, ["turbo4", "auto"]))
-def test_transforms(kv_dtype):
+def test_transforms():
     """Eager and jitted the same bits; vmap and scan the same numbers."""
-    caches = [filled(kv_dtype, (20, 4), seed=seed) for seed in (0, 1)]
+    caches = [filled("turbo4", (20, 4), seed=seed) for seed in (0, 1)]
     pools, tables = jax.tree.map(lambda *x: jnp.stack(x), *caches)
     lengths = jnp.asarray((20, 4), jnp.int32)
     query = normal(9, (2, 2, 1, 4, 32))
@@ -205,9 +195,8 @@ def test_transforms(kv_dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_dtype", slow_after(1, ["turbo4", "fp8_e4m3"]))
-def test_append_and_attend_with_a_donated_pool(kv_dtype):
-    check_donated(attend, kv_dtype)
+def test_append_and_attend_with_a_donated_pool():
+    check_donated(attend, "turbo4")
 
 
 def test_memory_does_not_grow_with_the_sequences():

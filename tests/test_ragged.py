@@ -12,21 +12,21 @@ import turbojax as tj
 CONFIG = tj.TurboConfig(block_q=16, block_kv=16, buffer_size=16)
 LENGTHS = jnp.array([37, 20, 0])
 prefill = jax.jit(tj.prefill, static_argnames="return_residual")
+attend = jax.jit(tj.turbo_attention, static_argnames=("is_causal", "local_window_size"))
 decode = jax.jit(tj.decode, static_argnames=("local_window_size", "return_residual"))
 
 
 def normal(seed, length=40, heads=4):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=(3, length, heads, 16)), jnp.float32)
+    return np.random.default_rng(seed).normal(size=(3, length, heads, 16)).astype(np.float32)
 
 
-@pytest.mark.quick(1)
 @pytest.mark.optimized
 @pytest.mark.parametrize("garbage", [1e4, np.nan])
 def test_queries_in_the_padding_change_no_bit(garbage):
     """They share a block, and so a scale, with real queries."""
     query, key, value = normal(0), normal(1, heads=2), normal(2, heads=2)
-    padding = (jnp.arange(40)[None] >= LENGTHS[:, None])[:, :, None, None]
-    spoiled = [jnp.where(padding, garbage, x) for x in (query, key, value)]
+    padding = (np.arange(40)[None] >= np.asarray(LENGTHS)[:, None])[:, :, None, None]
+    spoiled = [np.where(padding, np.float32(garbage), x) for x in (query, key, value)]
     empty = tj.init_cache(3, 64, 2, 16, config=CONFIG, dtype=jnp.float32)
 
     def run(q, k, v):
@@ -35,9 +35,9 @@ def test_queries_in_the_padding_change_no_bit(garbage):
     clean, dirty = run(query, key, value), run(*spoiled)
     for a, b in zip(jax.tree.leaves(clean), jax.tree.leaves(dirty), strict=True):
         np.testing.assert_array_equal(a, b)
-    (out, residual), _ = dirty
-    np.testing.assert_array_equal(jnp.where(padding, out, 0), 0)
-    assert (residual[padding[..., 0] & jnp.ones((1, 1, 4), bool)] == -jnp.inf).all()
+    out, residual = (np.asarray(x) for x in dirty[0])
+    np.testing.assert_array_equal(np.where(padding, out, 0), 0)
+    assert (residual[padding[..., 0] & np.ones((1, 1, 4), bool)] == -np.inf).all()
 
 
 @pytest.mark.slow
@@ -76,7 +76,6 @@ def test_query_lengths_out_of_range_under_jit_act_as_the_nearest_bound():
     beyond = decode(query, cache, query_seq_lengths=jnp.array([9, -1, 2]))
     within = decode(query, cache, query_seq_lengths=jnp.array([4, 0, 2]))
     np.testing.assert_array_equal(beyond, within)
-    attend = jax.jit(tj.turbo_attention)
     np.testing.assert_array_equal(
         attend(query, key, value, query_seq_lengths=jnp.array([9, -1, 2])),
         attend(query, key, value, query_seq_lengths=jnp.array([4, 0, 2])),
@@ -84,21 +83,22 @@ def test_query_lengths_out_of_range_under_jit_act_as_the_nearest_bound():
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("window", [2**30, 2**31 - 1, 2**40, (2**40, 0)])
+@pytest.mark.parametrize("window", [2**31 - 1, (2**40, 0)])
 def test_a_window_wider_than_any_sequence_is_none(window):
     query, key, value = normal(0), normal(1, heads=2), normal(2, heads=2)
-    with_window = tj.turbo_attention(query, key, value, is_causal=True, local_window_size=window)
-    without = tj.turbo_attention(query, key, value, is_causal=True)
+    with_window = attend(query, key, value, is_causal=True, local_window_size=window)
+    without = attend(query, key, value, is_causal=True)
     np.testing.assert_array_equal(with_window, without)
-    cache = tj.append(tj.init_cache(3, 64, 2, 16, config=CONFIG, dtype=jnp.float32), key, value)
+    cache = append_jit(tj.init_cache(3, 64, 2, 16, config=CONFIG, dtype=jnp.float32), key, value)
     np.testing.assert_array_equal(
         decode(query[:, :1], cache, local_window_size=window), decode(query[:, :1], cache)
     )
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("zeros", [1, 15, 16, 40])
-@pytest.mark.parametrize("name", ["4-bit", "mixed"])
+@pytest.mark.parametrize(
+    ("name", "zeros"), [("mixed", 15), ("mixed", 40), ("4-bit", 1), ("4-bit", 16)]
+)
 def test_a_head_that_begins_with_zeros_keeps_its_scale_open(name, zeros):
     """Its scale comes from the first token that says something, in any split."""
     key, value = tokens(60, seed=5)
@@ -120,11 +120,11 @@ def test_a_head_that_begins_with_zeros_keeps_its_scale_open(name, zeros):
 
 @pytest.mark.slow
 def test_only_zeros_are_a_valid_cache():
-    key = jnp.zeros((3, 40, 4, 16))
-    cache = tj.append(new(CONFIGS["mixed"]), key, key)
+    key = np.zeros((3, 40, 4, 16), np.float32)
+    cache = append_jit(new(CONFIGS["mixed"]), key, key)
     cache.validate()
     assert (np.asarray(tj.dequantize(cache)[0]) == 0).all()
-    assert (tj.decode(key[:, :1], cache) == 0).all()
+    assert (np.asarray(decode(key[:, :1], cache)) == 0).all()
 
 
 @pytest.mark.slow
@@ -132,12 +132,12 @@ def test_a_prompt_shorter_than_a_block_leaves_headroom():
     """One prefilled token fixes the scale as one appended token does."""
     key, value = tokens(1, seed=9)
     empty = new(CONFIGS["4-bit"])
-    _, prefilled = tj.prefill(key, key, value, empty)
-    appended = tj.append(empty, key, value)
+    _, prefilled = prefill(key, key, value, empty)
+    appended = append_jit(empty, key, value)
     np.testing.assert_array_equal(prefilled.key.buffer_scale, appended.key.buffer_scale)
     np.testing.assert_array_equal(prefilled.value.buffer, appended.value.buffer)
     key, value = tokens(16, seed=9)
-    _, whole = tj.prefill(key, key, value, empty)
+    _, whole = prefill(key, key, value, empty)
     top = np.abs(np.asarray(key)).max((1, 3))
     np.testing.assert_array_equal(whole.key.buffer_scale, oracles.scale_of(top))
 

@@ -19,11 +19,27 @@ from attention_helpers import (
     tensors,
 )
 from grids import pairwise, slow_after
-from implementations import ON_CPU, by_mode, interpreted
+from implementations import interpreted
 
 import turbojax as tj
 
-every_mode = by_mode(MODES)
+
+def modes(cases):
+    return pytest.mark.parametrize(("implementation", "mode"), cases)
+
+
+# Plain JAX in every mode, the kernel in two: programs that most tests share.
+every_mode = modes(
+    [
+        *(("xla", mode) for mode in MODES),
+        ("triton", "int8"),
+        pytest.param("triton", "fp8", marks=pytest.mark.slow),
+    ]
+)
+# For tests of bits, whose programs are compiled with all optimizations.
+bits = modes(
+    slow_after(2, [("xla", "int8"), ("triton", "int8"), ("xla", "fp8"), ("triton", "float")])
+)
 
 
 def run(q, k, v, config, implementation, **options):
@@ -61,7 +77,7 @@ def test_old_blocks_are_not_decayed(softmax):
 
 @pytest.mark.optimized
 @pytest.mark.parametrize("garbage", [1e4, np.nan, np.inf], ids=str)
-@every_mode
+@bits
 def test_padding_never_changes_a_bit(implementation, mode, garbage):
     """Tokens past the lengths may hold anything; a length of 0 gives zeros and -inf."""
     q, k, v = standard()
@@ -88,7 +104,7 @@ def test_lengths_cut_like_slices(implementation):
 
 
 @pytest.mark.optimized
-@every_mode
+@bits
 def test_the_batch_never_changes_a_bit(implementation, mode):
     """A sequence alone and the same one in company, wherever it stands, whatever the others do."""
     q, k, v = standard()
@@ -101,11 +117,9 @@ def test_the_batch_never_changes_a_bit(implementation, mode):
     np.testing.assert_array_equal(loud[[0, 2]], together[[0, 2]])
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
-@pytest.mark.parametrize(
-    ("implementation", "mode"),
-    slow_after(2, [("xla", "int8"), ("triton", "int8"), ("xla", "float"), ("triton", "float")]),
-)
+@modes([("xla", "int8"), ("triton", "int8")])
 def test_a_batch_of_one(implementation, mode):
     """The bits of a sequence do not depend on the size of its batch."""
     q, k, v = standard()
@@ -127,10 +141,20 @@ def test_heads_do_not_mix(implementation, mode):
     assert not np.allclose(other[:, :, 2:], whole[:, :, 2:])
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=str)
-@pytest.mark.parametrize("where", ["key", "value"])
-@by_mode(["int8", "int8_fp8", "fp8"])
+@pytest.mark.quick(2)
+@pytest.mark.parametrize(
+    ("implementation", "mode", "where", "bad"),
+    [
+        ("xla", "int8", "key", np.nan),
+        ("xla", "int8_fp8", "key", -np.inf),
+        ("xla", "fp8", "value", np.inf),
+        ("xla", "int8_fp8", "value", np.nan),
+        ("triton", "fp8", "key", np.inf),
+        ("triton", "fp8", "value", np.nan),
+        ("triton", "int8", "key", -np.inf),
+        ("triton", "int8", "value", np.nan),
+    ],
+)
 def test_non_finite_tokens_reach_who_sees_them(implementation, mode, where, bad):
     """A query that sees the token gets NaN, one that cannot see its block keeps its bits.
 
@@ -169,7 +193,7 @@ def test_non_finite_tokens_in_floating_point(implementation, bad):
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
-    ("mode", "implementation"), slow_after(2, [(mode, name) for mode in MODES for name in ON_CPU])
+    ("mode", "implementation"), [("int8", "xla"), ("fp8", "triton"), ("float", "xla")]
 )
 def test_non_finite_tokens_outside_a_window(implementation, mode):
     """The window hides a block as the causal mask does."""
@@ -233,7 +257,7 @@ def test_residual_is_the_log_sum_exp(implementation):
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("mode", "limit", "implementation"),
-    slow_after(2, [(*m, name) for m in (("int8", 0.02), ("float", 3e-6)) for name in ON_CPU]),
+    [("int8", 0.02, "xla"), ("float", 3e-6, "triton")],
 )
 def test_two_halves_merge_by_their_residuals(implementation, mode, limit):
     """Outputs over two halves of the keys, merged by residual, are the whole's."""
@@ -262,11 +286,9 @@ def test_bits_do_not_matter_to_attention(implementation):
 # Transforms and memory ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
-@pytest.mark.parametrize(
-    ("implementation", "mode"),
-    slow_after(1, [("xla", "int8"), ("triton", "int8"), ("xla", "fp8")]),
-)
+@modes([("xla", "int8"), ("triton", "int8")])
 def test_eager_equals_jit(implementation, mode):
     """Lengths included, which `jit` does not know beforehand."""
     q, k, v = tensors(20, 1, 20, 70, 2, 1, 64)
@@ -278,10 +300,8 @@ def test_eager_equals_jit(implementation, mode):
     np.testing.assert_allclose(eager, jitted, atol=3e-6)
 
 
-@pytest.mark.parametrize(
-    ("implementation", "mode"),
-    slow_after(1, [("xla", "int8"), ("triton", "int8"), ("xla", "float")]),
-)
+@pytest.mark.quick(1)
+@modes([("xla", "int8"), ("triton", "float")])
 def test_vmap_and_scan(implementation, mode):
     """Mapped over a new axis, keys mapped or shared; and scanned over it."""
     q, k, v = (np.asarray(x) for x in tensors(22, 6, 20, 70, 2, 1, 64))
@@ -328,7 +348,7 @@ def temporary_bytes(tokens, config, batch=1):
     return jax.jit(call).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize("mode", slow_after(1, ["int8", "fp8", "float"]))
+@pytest.mark.parametrize("mode", slow_after(1, ["int8", "float"]))
 def test_memory_grows_with_tokens_not_with_their_square(mode):
     """Twice the tokens, at most about twice the temporaries; far below one row of T x S."""
     config = tj.TurboConfig(mode=mode)
