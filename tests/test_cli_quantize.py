@@ -82,6 +82,7 @@ def test_the_table_and_the_bars(tiny_folder, tmp_path):
     assert decoder.layers[0].key_channel_scale is None
 
 
+@pytest.mark.slow
 def test_what_is_asked_for_is_quantized(tiny_folder, tmp_path):
     options = ("--quantize-embedding", "--quantize-head", "--evaluation-tokens", "0")
     result = _quantize(tiny_folder, tmp_path, *options, "--cas-inputs", "constant", "--json")

@@ -14,7 +14,6 @@ from engine_helpers import (
     real_prompts,
     requests_of,
     run_one,
-    shallow_model,
 )
 
 from turbojax import models
@@ -25,7 +24,9 @@ from turbojax.models.engine.scheduler import Status
 
 @pytest.fixture(scope="module")
 def model() -> models.Decoder:
-    return shallow_model()
+    """One layer: quicker to compile."""
+    config = dataclasses.replace(TINY, vocab_size=256, num_layers=1)
+    return models.random_decoder(config, dtype=jnp.float32)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,8 @@ def test_one_program_runs_every_mix(prompts, monkeypatch):
 
 @pytest.mark.slow
 def test_a_quantized_model(prompts):
-    config = dataclasses.replace(TINY, hidden_size=64, intermediate_size=64, head_dim=32)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32, "num_layers": 1}
+    config = dataclasses.replace(TINY, **sizes)
     model = models.random_quantized_decoder(config, dtype=jnp.float32)
     wanted = [Request([t % 97 for t in p[:10]], 40) for p in prompts]
     single = make(model, kv_dtype="turbo4", max_length=64, max_sequences=1)
@@ -126,9 +128,9 @@ def test_seeds_differ_and_repeat(model, prompts):
     assert drawn[0] == drawn[2] != drawn[1]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.optimized
-@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e5m2", "turbo4"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "turbo4"])
 def test_swapped_pages_return_to_the_bit(kv_dtype):
     model = models.random_decoder(TINY, dtype=jnp.bfloat16)
     made = make(model, kv_dtype=kv_dtype, num_pages=40, max_length=128)

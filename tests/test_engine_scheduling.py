@@ -254,7 +254,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.finish_all()
 
 
-EngineMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+EngineMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestEngineMachine = EngineMachine.TestCase
 
 

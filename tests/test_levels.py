@@ -42,13 +42,13 @@ SHAPES = [
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("number", range(len(SHAPES)))
+@pytest.mark.parametrize(
+    ("number", "is_causal"), [(1, True), (0, False), (2, False), (3, True), (4, False)]
+)
 def test_importance_is_that_of_the_definition(number, is_causal):
     tokens, size, block_q, block_kv, samples, means = SHAPES[number]
     query, key = _normal(0, (2, tokens, 4, 16)), 2 * _normal(1, (2, size, 2, 16))
-    # Every shape with and without lengths, one of them causal.
-    has_lengths = (number + is_causal) % 2
+    has_lengths = number in (1, 2, 3)
     lengths = ([tokens, tokens // 3], [size // 2, size - 1]) if has_lengths else None
     got = block_importance(
         query,
@@ -131,8 +131,9 @@ MASSES = ("0.4", "0.5", "0.6", "0.8")
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("blocks", [(16, 16), (16, 8), (8, 24), (64, 8)])
+@pytest.mark.parametrize(
+    ("blocks", "is_causal"), [((16, 16), True), ((16, 8), False), ((8, 24), False), ((64, 8), True)]
+)
 def test_levels_are_those_of_the_ranks(blocks, is_causal):
     tokens, size, lengths = 200, 333, ([200, 61, 0], [333, 100, 333])
     grid = Grid(tokens, size, *blocks, is_causal)
@@ -211,7 +212,7 @@ def test_similarity_is_the_mean_cosine_of_pairs(lengths):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("policy", [TopK(), Threshold(), tj.levels.LocalWindow(16, (32, 64, None))])
+@pytest.mark.parametrize("policy", [TopK(), tj.levels.LocalWindow(16, (32, 64, None))])
 def test_cap_makes_levels_finer_where_keys_differ(policy):
     query = _normal(9, (2, 160, 4, 16))
     # Noise of a size that differs from block to block: each level is refused somewhere.

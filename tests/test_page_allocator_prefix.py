@@ -242,4 +242,4 @@ class Model(stateful.RuleBasedStateMachine):
 
 
 TestModel = Model.TestCase
-TestModel.settings = hypothesis.settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestModel.settings = hypothesis.settings(max_examples=80, stateful_step_count=40, deadline=None)

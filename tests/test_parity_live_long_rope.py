@@ -48,7 +48,7 @@ def greedy(ids: np.ndarray, count: int) -> np.ndarray:
     return theirs().greedy(model, ids, np.ones_like(ids), count)
 
 
-@pytest.mark.parametrize("length", [20, ORIGINAL, ORIGINAL + 1, 60])
+@pytest.mark.parametrize("length", [ORIGINAL, ORIGINAL + 1])
 def test_a_plain_load_takes_the_factors_of_the_text(folder, length):
     ids = hf.tokens(2, length)
     logits = np.asarray(models.load(folder)(jnp.asarray(ids)))
@@ -77,9 +77,7 @@ def test_factors_are_seen():
     assert np.abs(apart).max() > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize(
-    ("prompt", "new", "cache"), [(20, 10, "exact"), (33, 8, "exact"), (22, 10, "paged")]
-)
+@pytest.mark.parametrize(("prompt", "new", "cache"), [(33, 8, "exact"), (22, 10, "paged")])
 def test_greedy_texts(decoder, prompt, new, cache):
     """Prompt and new tokens together on one side of the border: exactly those of transformers."""
     ids = hf.tokens(2, prompt)

@@ -26,7 +26,7 @@ def rounding_bound(x):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("head_dim", [*HEAD_DIMS, 1, 2, 4, 8, 12, 20, 28, 40, 56, 320, 512])
+@pytest.mark.parametrize("head_dim", [*HEAD_DIMS[::2], 1, 2, 12, 56, 320])
 def test_orthogonal_and_as_the_oracle(head_dim):
     """The matrix is Hadamard's with signs, exactly; both directions apply it."""
     rotation = polar.rotation(head_dim, seed=5)
@@ -64,9 +64,7 @@ def test_signs_are_the_same_everywhere():
 
 @pytest.mark.quick(1)
 @pytest.mark.optimized
-@pytest.mark.parametrize(
-    ("dtype", "head_dim"), [(jnp.bfloat16, 128), (jnp.float16, 64), (jnp.float32, 80)]
-)
+@pytest.mark.parametrize(("dtype", "head_dim"), [(jnp.bfloat16, 128), (jnp.float32, 80)])
 def test_bits_do_not_depend_on_the_array_around(head_dim, dtype):
     rotation = polar.rotation(head_dim)
     x = jnp.asarray(vectors(head_dim, 60), dtype)
@@ -115,7 +113,7 @@ def unit_coordinates(x, turned=True):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("head_dim", [64, 80])
 def test_rotated_normal_vectors_are_uniform_on_the_sphere(head_dim):
     """Chi-square over 16 cells: its mean is 15 and its deviation sqrt(30); five of them allowed.
 

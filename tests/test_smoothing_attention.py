@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grids import pairwise
 
 from turbojax.smoothing import (
     KeyStatistics,
@@ -217,8 +218,8 @@ def test_crs_without_rpn_brings_outliers_to_the_size_of_the_others():
     np.testing.assert_array_equal(scale[0], [1, 20, 1, 1, 8, 1])
     np.testing.assert_array_equal(scale[1], [1, 7 / 4, 1, 1, 1 / 4, 1])
     np.testing.assert_array_equal(scale[2], 1)
-    scale, _ = crs64(absmax[:1], num_pairs=3, beta=None)
-    np.testing.assert_allclose(scale, absmax[:1] / 3.5, rtol=2 * EPS64)
+    scale, _ = crs64(absmax, num_pairs=3, beta=None)
+    np.testing.assert_allclose(scale[0], absmax[0] / 3.5, rtol=2 * EPS64)
 
 
 def test_crs_dtypes_and_jit():
@@ -255,11 +256,17 @@ def test_crs_refuses(absmax, options, error, message):
 # Scores.
 
 
-@pytest.mark.parametrize("rope", ["plain", "llama3", "arbitrary"])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 3), (3, 3), (4, 1), (1, 1)])
-@pytest.mark.parametrize("use", ["rpn", "crs", "rpn+crs"])
-def test_scores_stay_the_same(rope, heads, kv_heads, use):
+@pytest.mark.parametrize(
+    ("group", "rope", "use"),
+    pairwise(
+        group=[(6, 3), (4, 1), (1, 1)],
+        rope=["plain", "llama3", "arbitrary"],
+        use=["rpn", "crs", "rpn+crs"],
+    ),
+)
+def test_scores_stay_the_same(group, rope, use):
     """RPN before RoPE on both sides, CRS after it, in float64."""
+    heads, kv_heads = group
     key = uneven_keys(heads=kv_heads)
     query = uneven_keys(tokens=20, heads=heads, seed=1)
     freq = frequencies(8, rope)
