@@ -14,7 +14,7 @@ from engine_helpers import TINY, make, run_one
 from turbojax import models
 from turbojax.models import Engine, NewToken, Request, Sampling
 
-LENGTH, SLOTS, ROUNDS = 96, 3, 12
+LENGTH, SLOTS, ROUNDS = 96, 3, 20
 OPTIONS = {"max_length": LENGTH, "max_sequences": SLOTS, "prefill_chunk": 5}
 SAMPLINGS = (
     Sampling(),
