@@ -86,5 +86,5 @@ $(BIN)/python:
 # One stamp per extra, so that a second call installs nothing.
 $(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing turbojax[$*] into $(VENV); a minute or two the first time"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$*]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[$*]'
 	@touch $@

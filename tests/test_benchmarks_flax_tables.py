@@ -3,6 +3,7 @@
 import copy
 import json
 
+import pytest
 from docs_helpers import copied_docs
 
 from benchmarks import flax_tables, model_tables, plots, report, tables
@@ -108,6 +109,7 @@ def test_lines_of_a_made_up_result():
     assert any("8.00 s, 2.01 GB/s, 5.00x naive" in line for line in lines["loading"])
 
 
+@pytest.mark.slow
 def test_report_round_trip(tmp_path):
     docs, page = copied_docs(tmp_path), "benchmarks/models.md"
     assert report.stale(tmp_path, docs) == []

@@ -44,7 +44,7 @@ def test_mean_and_error():
 def test_a_quick_run_measures_every_cache(tmp_path):
     """Of every kind one, and the coarsest: each compiles the whole model twice."""
     file = tmp_path / "results" / "quality.json"
-    names = ("exact", "2bit", "turbo4", "fp8_e4m3")
+    names = ("exact", "2bit", "turbo4")
     assert set(names) < set(cache_quality.DEFAULT_CACHES)
     cache_quality.main(["--quick", "--caches", ",".join(names), "--out", str(file)])
     result = json.loads(file.read_text(encoding="utf-8"))
@@ -61,6 +61,5 @@ def test_a_quick_run_measures_every_cache(tmp_path):
             assert 0 < row["cost_standard_error"] < 0.2
             assert abs(row["cost"]) < 0.3
     costs = {name: row["cost"] for name, row in result["caches"].items()}
-    assert costs["fp8_e4m3"] < costs["2bit"]
     assert costs["turbo4"] < costs["2bit"]
-    assert quality_tables.pages_sentence("quality.json", result).count(" ± ") == 2
+    assert quality_tables.pages_sentence("quality.json", result).count(" ± ") == 1

@@ -96,7 +96,7 @@ def test_what_is_asked_for_is_quantized(tiny_folder, tmp_path):
     assert decoder.bits_per_weight == report["bits_per_weight"]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", ["exact", "kv4"])
 def test_the_quantized_model_generates(quantized, cache):
     out, _ = quantized

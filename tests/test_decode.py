@@ -174,7 +174,7 @@ def test_the_grid_meets_every_mode_and_softmax():
     assert {softmax for *_, softmax in GRID} == set(SOFTMAXES)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("case", "implementation", "mode", "softmax"), GRID)
 def test_shapes_equal_the_oracle(case, implementation, mode, softmax):
     """Other heads, head dims, blocks, buffers and bits, after a prompt and appends."""

@@ -1,6 +1,7 @@
 """What compressed caches cost on real text, decoded byte by byte by the embedded model.
 
-A sample that a CPU has time for. `benchmarks.cache_quality` measures all held-out modules.
+A sample that a CPU has time for. `benchmarks.cache_quality` measures all held-out modules, and
+docs/paged.md says what it found: 0.0107 bits per byte through turbo4, where this sample has 0.0126.
 """
 
 import jax
@@ -45,8 +46,10 @@ def test_the_model_knows_python(exact_bits):
 
 @pytest.mark.optimized
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "limit"), [("4bit", 0.01), ("2/4bit", 0.06)])
-def test_a_compressed_cache_costs_little(model, tokens, exact_bits, name, limit):
+@pytest.mark.parametrize(
+    ("name", "limit", "ratio"), [("4bit", 0.01, 3.5), ("2/4bit", 0.06, 4.5), ("turbo4", 0.02, 3.7)]
+)
+def test_a_compressed_cache_costs_little(model, tokens, exact_bits, name, limit, ratio):
     tokens, exact_bits = tokens[:2], exact_bits[:2]  # prompts take longest
     kind = models.cache_by_name(name, model.config.num_kv_heads)
     bits, _, nbytes = decode_bits(model, tokens, CONTEXT + 1 - DECODED, kind)
@@ -57,4 +60,4 @@ def test_a_compressed_cache_costs_little(model, tokens, exact_bits, name, limit)
     exact_bytes = 4 * np.prod(
         [model.config.num_layers, len(tokens), CONTEXT, model.config.num_kv_heads, 64]
     )
-    assert exact_bytes / nbytes > {"4bit": 3.5, "2/4bit": 4.5}[name]
+    assert exact_bytes / nbytes > ratio

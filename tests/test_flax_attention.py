@@ -97,6 +97,7 @@ def test_positions():
     np.testing.assert_array_equal(layer(x, positions=positions.tolist()), out)
 
 
+@pytest.mark.slow
 def test_from_an_empty_cache():
     layer, x = module(cache="exact"), tokens(3, batch=1)
     layer.init_cache(1, 8)

@@ -41,6 +41,7 @@ def _tokens(batch: int, length: int, seed: int = 0) -> jax.Array:
     return jax.random.randint(jax.random.key(seed), (batch, length), 0, 64)
 
 
+@pytest.mark.slow
 def test_scoring_through_the_exact_cache_equals_one_forward_pass(model):
     tokens = _tokens(2, 50)
     session = generation.start(model, tokens[:, :30], max_length=50)
@@ -50,7 +51,7 @@ def test_scoring_through_the_exact_cache_equals_one_forward_pass(model):
     np.testing.assert_allclose(logits, expected, atol=1e-5 * float(jnp.std(expected)))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["4bit", "exact", "3bit", "2bit", "bfloat16", "2/4bit"])
 def test_every_named_cache_stays_close_to_the_exact_one(shallow, name):
     tokens = _tokens(1, 120)
@@ -66,7 +67,7 @@ def test_every_named_cache_stays_close_to_the_exact_one(shallow, name):
     assert error < bound
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [tj.TurboConfig(block_kv=16, buffer_size=16, block_q=16), "exact"])
 def test_ragged_prompts_generate_what_each_generates_alone(shallow, kind):
     tokens, lengths = _tokens(2, 40), (40, 7)

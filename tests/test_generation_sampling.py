@@ -41,7 +41,7 @@ def run(model, tokens, new=NEW, **options) -> np.ndarray:
     return np.asarray(models.generate(model, tokens, max_new_tokens=new, **options))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cache", "sampling"),
     [

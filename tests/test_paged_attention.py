@@ -63,7 +63,7 @@ def test_equals_the_oracle(implementation, name, kv_dtype):
     matches(implementation, query, cache, tables, lengths)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("implementation", "name", "kv_dtype"),
     [

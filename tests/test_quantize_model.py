@@ -164,7 +164,7 @@ def test_smoothing_leaves_the_model_the_same_in_exact_arithmetic(model, calibrat
         np.testing.assert_allclose(_logits(smoothed, tokens), exact, atol=1e-4)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", ["crs", "all"])
 def test_every_part_of_smoothing_gives_a_model_close_to_the_exact_one(model, calibration, parts):
     chosen = {name: parts in (name, "all") for name in ("cas", "pts", "rpn", "crs")}
@@ -241,7 +241,7 @@ def test_ragged_prompts_generate_what_each_generates_alone(quantized):
         np.testing.assert_array_equal(together[row], alone[0])
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("of", ["float", "quantized"])
 def test_one_pass_equals_decoding_token_by_token_through_the_cache(model, quantized, of):
     decoder = models.unstack(model) if of == "float" else quantized

@@ -82,7 +82,7 @@ def test_query_lengths_out_of_range_under_jit_act_as_the_nearest_bound():
     )
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [2**31 - 1, (2**40, 0)])
 def test_a_window_wider_than_any_sequence_is_none(window):
     query, key, value = normal(0), normal(1, heads=2), normal(2, heads=2)
@@ -95,7 +95,7 @@ def test_a_window_wider_than_any_sequence_is_none(window):
     )
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "zeros"), [("mixed", 15), ("mixed", 40), ("4-bit", 1), ("4-bit", 16)]
 )

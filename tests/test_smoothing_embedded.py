@@ -120,7 +120,7 @@ def int4(w: np.ndarray) -> np.ndarray:
 KEYS_ONLY = {"cas": False, "pts": False}
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("index", range(len(LAYERS)))
 def test_smoothing_lowers_the_error_of_int4_keys(samples, index):
     sample = samples[index]

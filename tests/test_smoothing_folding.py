@@ -158,7 +158,7 @@ def test_the_layer_stays_the_same(inputs, cas, pts, rpn, crs):
     assert all((getattr(smoothed, name).output_scale is not None) == pts for name in PROJECTIONS)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("heads", "kv_heads", "biases"), [(1, 1, False), (3, 1, True)])
 def test_the_layer_stays_the_same_whatever_its_heads(heads, kv_heads, biases):
     layer = random_layer(heads, kv_heads, biases)
@@ -275,7 +275,7 @@ def test_zero_columns_pairs_and_projections_stay_finite():
 # Dtypes, transforms, refusals.
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_narrow_weights_are_folded_in_float32(dtype):
     layer = random_layer(dtype=dtype)

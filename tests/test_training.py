@@ -258,6 +258,7 @@ def test_resuming_equals_an_uninterrupted_run_bit_for_bit(tmp_path, stream):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_starting_from_a_model_of_another_shape(stream):
     other = dataclasses.replace(TINY, num_layers=1)
     with pytest.raises(ValueError, match=r"num_layers=1.*must have LlamaConfig.*num_layers=2"):

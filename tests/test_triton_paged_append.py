@@ -53,6 +53,7 @@ def test_ragged_tokens(head_dim, dtype, page_size):
     same(cache, *tokens(1, head_dim, dtype, seed=1), TABLES, before + count, **given)
 
 
+@pytest.mark.optimized
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("dtype", "head_dim"), [(jnp.bfloat16, 16), (jnp.float16, 128), (jnp.float32, 128)]
@@ -170,6 +171,7 @@ def test_donated_memory_is_reused():
     assert_same_bits(got, want)
 
 
+@pytest.mark.slow
 def test_layers_by_vmap():
     cache = jax.tree.map(lambda x: jnp.stack([x, x]), new(32, jnp.float32))
     key, value = (jnp.stack([x, 2 * x]) for x in tokens(3, 32, jnp.float32))

@@ -292,6 +292,7 @@ def assert_all_close(got, want):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), got, want)
 
 
+@pytest.mark.slow
 def test_grad_outside_and_inside_jit():
     q, k, v = tensors(34, 2, 40, 40, 2, 1, 16)
     lengths = np.array([40, 11], np.int32)

@@ -95,6 +95,7 @@ def test_padding_never_changes_a_bit(implementation, mode, garbage):
     np.testing.assert_array_equal(clean[1][2], np.full((TOKENS, 4), -np.inf))
 
 
+@pytest.mark.quick(1)
 def test_lengths_cut_like_slices(implementation):
     """A length of 70 is the same as passing 70 tokens."""
     q, k, v = standard()
