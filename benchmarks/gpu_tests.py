@@ -87,12 +87,14 @@ class Outcomes:
       passed: names.
       failed: names of those that failed, or whose set-up or tear-down did.
       skipped: how many were skipped for which reason.
+      files: names of those that were skipped as a whole, of which every worker may tell.
     """
 
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     passed: set[str] = dataclasses.field(default_factory=set)
     failed: set[str] = dataclasses.field(default_factory=set)
     skipped: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    files: set[str] = dataclasses.field(default_factory=set)
 
     def add(self, report: pytest.TestReport) -> None:
         """Takes the report of a phase of a test."""
@@ -102,11 +104,15 @@ class Outcomes:
             self.failed.add(name)
             self.passed.discard(name)
         elif report.skipped:
-            reason = report.longrepr
-            text = str(reason[2] if isinstance(reason, tuple) else reason)
-            self.skipped[text.removeprefix("Skipped: ")] += 1
+            self.skipped[_reason(report)] += 1
         elif report.when == "call" and name not in self.failed:
             self.passed.add(name)
+
+    def add_file(self, report: pytest.CollectReport) -> None:
+        """Takes the report of a file's collection: one that is skipped as a whole counts once."""
+        if report.skipped and report.nodeid not in self.files:
+            self.files.add(report.nodeid)
+            self.skipped[_reason(report)] += 1
 
     def to_json(self) -> dict[str, Any]:
         """Counts, the slowest tests, and what failed or was skipped."""
@@ -121,6 +127,13 @@ class Outcomes:
         }
 
 
+def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """Why a test, or a file of tests, was skipped."""
+    reason = report.longrepr
+    text = str(reason[2] if isinstance(reason, tuple) else reason)
+    return text.removeprefix("Skipped: ")
+
+
 class Recorder:
     """Listens in the process that reports, which under xdist hears of every worker's tests."""
 
@@ -132,6 +145,9 @@ class Recorder:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.outcomes.add(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self.outcomes.add_file(report)
 
     # Before conftest.py's check may turn an empty run red: that has nothing to record.
     @pytest.hookimpl(tryfirst=True)

@@ -34,6 +34,9 @@ def recorder(folder, monkeypatch, backend="gpu"):
         report("e", "call", "skipped", longrepr=("file", 4, "Skipped: too old")),
     ):
         made.pytest_runtest_logreport(one)
+    for one in (report("f", outcome="skipped", longrepr=("f", 1, "Skipped: no x")), report("g")):
+        for _ in range(2):  # two workers
+            made.pytest_collectreport(one)
     return made
 
 
@@ -53,8 +56,8 @@ def test_a_record(tmp_path, monkeypatch):
         **MACHINE,
         "passed": 1,
         "failed": 2,
-        "skipped": 2,
-        "skipped_because": {"too old": 2},
+        "skipped": 3,
+        "skipped_because": {"too old": 2, "no x": 1},
         "slowest": [
             {"test": name, "seconds": s}
             for name, s in (("b", 10.0), ("a", 2.5), ("c", 1.0), ("d", 1.0), ("e", 1.0))
