@@ -107,18 +107,10 @@ def _run(folder, suite):
     return json.loads(out.read_text())
 
 
-@pytest.fixture(scope="module")
-def result(tmp_path_factory):
-    return _run(tmp_path_factory.mktemp("run"), "paged")
-
-
-@pytest.fixture(scope="module")
-def engine_result(tmp_path_factory):
-    return _run(tmp_path_factory.mktemp("run"), "engine")
-
-
 @pytest.mark.slow
-def test_a_quick_run_measures_and_compares(result):
+def test_a_quick_run_measures_and_compares(tmp_path):
+    """And can be reported."""
+    result = _run(tmp_path, "paged")
     rows = {row["name"]: row for row in result["rows"]}
     assert set(result["ceilings"]) == {"copy", "bf16"}
     place = "paged-decode/tiny/b2-s192"
@@ -148,11 +140,16 @@ def test_a_quick_run_measures_and_compares(result):
     if not timing.on_gpu():
         assert "triton: needs" in rows[f"{place}/turbo4/triton"]["reason"]
         assert rows[f"{place}/cudnn"]["status"] == rows[f"{place}/jax"]["status"] == "not run"
+    for operation in (paged_tables.DECODE, paged_tables.PAGES, paged_tables.APPEND):
+        assert "| XLA |" in paged_tables.operation_table(result, operation) or (
+            "| xla |" in paged_tables.operation_table(result, operation)
+        )
 
 
 @pytest.mark.slow
-def test_a_quick_run_of_the_engine(engine_result):
-    rows = engine_result["rows"]
+def test_a_quick_run_of_the_engine(tmp_path):
+    result = _run(tmp_path, "engine")
+    rows = result["rows"]
     assert [row["kv_dtype"] for row in rows] == list(engine.KV_DTYPES)
     [group] = engine._quick_groups()
     requests = group.make()
@@ -177,6 +174,7 @@ def test_a_quick_run_of_the_engine(engine_result):
     assert turbo4["capacity_over_auto"] == ratio
     # 16 channels of bfloat16, against 8 bytes of codes and 2 of norm.
     assert ratio == pytest.approx(32 / 10, rel=0.03)
+    assert "| turbo4 |" in paged_tables.engine_table(result)
 
 
 def test_the_pool_of_the_engine_holds_what_it_must():
@@ -407,15 +405,6 @@ def test_bars_of_a_result_that_is_not_complete():
     assert bars["tokens the pool holds"]["turbo4"][1] == "127,040"
     made["rows"] = []
     plots.engine_plot(made)
-
-
-@pytest.mark.slow
-def test_a_quick_run_can_be_reported(result, engine_result):
-    for operation in (paged_tables.DECODE, paged_tables.PAGES, paged_tables.APPEND):
-        assert "| XLA |" in paged_tables.operation_table(result, operation) or (
-            "| xla |" in paged_tables.operation_table(result, operation)
-        )
-    assert "| turbo4 |" in paged_tables.engine_table(engine_result)
 
 
 def test_prose_agrees_with_the_results():

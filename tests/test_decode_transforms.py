@@ -23,19 +23,16 @@ import turbojax as tj
 
 
 @pytest.mark.optimized
-@kernel_is_slow
-def test_eager_equals_jit(implementation):
+def test_eager_equals_jit():
     query = queries(1, 26)
-    with interpreted(implementation):
-        eager = tj.decode(query, jax.tree.map(jnp.asarray, stored()), implementation=implementation)
-    np.testing.assert_allclose(eager, decode(query, stored(), implementation)[0], atol=2e-6)
+    eager = tj.decode(query, jax.tree.map(jnp.asarray, stored()), implementation="xla")
+    np.testing.assert_allclose(eager, decode(query, stored(), "xla")[0], atol=2e-6)
 
 
 @pytest.mark.slow
-@kernel_is_slow
-def test_generation_under_scan(implementation):
+def test_generation_under_scan():
     """Append and decode in a scanned loop, the cache carried and donated, across a flush."""
-    steps = 40
+    steps, implementation = 40, "triton"
     key, value = (random(seed, BATCH, steps, KV_HEADS, HEAD_DIM) for seed in (27, 28))
     query = queries(steps, 29)
 

@@ -111,10 +111,9 @@ class Fuzz:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_dtype", ["auto", "turbo4"])
-def test_results_are_those_of_requests_that_run_alone(kv_dtype):
+def test_results_are_those_of_requests_that_run_alone():
     config = dataclasses.replace(TINY, num_layers=1)
-    fuzz = Fuzz(models.random_decoder(config, dtype=jnp.float32), kv_dtype, seed=11)
+    fuzz = Fuzz(models.random_decoder(config, dtype=jnp.float32), "turbo4", seed=11)
     for _ in range(ROUNDS):
         fuzz.round()
     assert fuzz.preemptions > 5

@@ -18,15 +18,13 @@ from turbojax.quantizers import quantize_tokens
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 # One chunk, several, the last of them full or not, and no chunk's size.
-SHAPES = ((3, 1), (2, 3, 300), (2, 4096), (1, 11008), (2, 9000))
+SHAPES = ((3, 1), (2, 3, 300), (2, 4096), (2, 9000))
 EPS = 1e-5
-# Several chunks first; every shape and, of a small one, every dtype.
+# Several chunks first; every shape and dtype.
 GRID = [
-    (SHAPES[4], jnp.bfloat16),
-    (SHAPES[1], jnp.float16),
+    (SHAPES[3], jnp.bfloat16),
     (SHAPES[1], jnp.bfloat16),
     (SHAPES[2], jnp.float16),
-    (SHAPES[3], jnp.bfloat16),
     (SHAPES[0], jnp.float32),
     (SHAPES[1], jnp.float32),
 ]

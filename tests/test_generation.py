@@ -52,24 +52,21 @@ def test_scoring_through_the_exact_cache_equals_one_forward_pass(model):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("name", ["4bit", "exact", "3bit", "2bit", "bfloat16", "2/4bit"])
+@pytest.mark.parametrize("name", ["4bit", "2bit", "2/4bit"])
 def test_every_named_cache_stays_close_to_the_exact_one(shallow, name):
     tokens = _tokens(1, 120)
-    kind = name if name == "bfloat16" else models.cache_by_name(name, 2)
+    kind = models.cache_by_name(name, 2)
     session = generation.start(shallow, tokens[:, :100], max_length=120, cache=kind)
     logits = generation.score(session, tokens[:, 100:])
     expected = shallow(tokens)[:, 99:-1]
     error = float(jnp.linalg.norm(logits - expected) / jnp.linalg.norm(expected))
-    # At most the relative error that the codes themselves have on Gaussian tokens; half a unit in
-    # the last place of bfloat16.
-    bounds = {"4bit": 0.1, "3bit": 0.21, "2/4bit": 0.35, "2bit": 0.47, "bfloat16": 2**-8}
-    bound = {"exact": 1e-5, **bounds}[name]
-    assert error < bound
+    # At most the relative error that the codes themselves have on Gaussian tokens.
+    assert error < {"4bit": 0.1, "2/4bit": 0.35, "2bit": 0.47}[name]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [tj.TurboConfig(block_kv=16, buffer_size=16, block_q=16), "exact"])
-def test_ragged_prompts_generate_what_each_generates_alone(shallow, kind):
+def test_ragged_prompts_generate_what_each_generates_alone(shallow):
+    kind = tj.TurboConfig(block_kv=16, buffer_size=16, block_q=16)
     tokens, lengths = _tokens(2, 40), (40, 7)
     together = models.generate(
         shallow, tokens, max_new_tokens=12, cache=kind, lengths=jnp.array(lengths)
@@ -79,19 +76,6 @@ def test_ragged_prompts_generate_what_each_generates_alone(shallow, kind):
             shallow, tokens[row : row + 1, :length], max_new_tokens=12, cache=kind
         )
         np.testing.assert_array_equal(together[row], alone[0])
-
-
-@pytest.mark.slow
-def test_what_stands_in_the_padding_does_not_matter(shallow):
-    lengths = jnp.array([9, 20])
-    tokens = _tokens(2, 20)
-    garbage = tokens.at[0, 9:].set(63)
-
-    def run(t):
-        options = {"max_new_tokens": 5, "cache": tj.TurboConfig(), "lengths": lengths}
-        return models.generate(shallow, t, **options)
-
-    np.testing.assert_array_equal(run(tokens), run(garbage))
 
 
 def test_generation_is_greedy(shallow):

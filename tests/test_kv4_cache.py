@@ -88,12 +88,10 @@ def awkward(dim):
     return np.concatenate([x, ties, near, extremes]).astype(np.float32)
 
 
-@pytest.mark.quick(1)
 @pytest.mark.optimized
-@pytest.mark.parametrize("dim", [80, 8])
-def test_codes_and_scales_to_the_bit(dim):
+def test_codes_and_scales_to_the_bit():
     """Also jitted and mapped; a code times its scale is within half a scale of its value."""
-    x = awkward(dim)
+    x = awkward(80)
     want, want_scale = oracle_quantize(x)
     run = kv4.quantize_vectors
     for call in (run, jax.jit(run), jax.vmap(run)):

@@ -48,7 +48,7 @@ def test_logits_with_and_without_padding_on_either_side(load, name):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("name", texts.FAMILIES)
+@pytest.mark.parametrize("name", ["llama3.1", "phi3-longrope", "gemma2"])
 def test_logits_of_short_texts_without_a_mask(load, name):
     ids = jnp.asarray(recordings.arrays()["short/tokens"].astype(np.int32))
     graph, state = nnx.split(load(name))
@@ -81,9 +81,7 @@ AMPLITUDE = math.sqrt(1 + math.log(256 / 32) / math.log(32))
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("llama2", {"norm_eps": 0.1}),
         ("llama3.1", {"rope_scaling": None}),
-        ("llama3.1", {"rope_theta": 5000.0}),
         ("mistral", {"local_windows": (8, 8, 8)}),
         ("qwen2-window", {"local_windows": (None, None, 6)}),
         ("qwen2.5-yarn", {"rope_scaling": None}),
@@ -93,9 +91,6 @@ AMPLITUDE = math.sqrt(1 + math.log(256 / 32) / math.log(32))
         ("gemma2", {"final_soft_cap": None}),
         ("gemma2", {"local_windows": (None, 8, None, 8)}),
         ("gemma2", {"attention_scale": None}),
-        ("gemma2", {"embedding_scale": None}),
-        ("gemma2", {"norm_offset": 0.0}),
-        ("gemma2", {"activation": "silu"}),
     ],
 )
 def test_what_a_configuration_says_is_seen(load, name, change):

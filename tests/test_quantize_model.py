@@ -51,6 +51,12 @@ def quantized(model, calibration) -> models.QuantizedDecoder:
     return models.quantize_model(model, calibration)
 
 
+def _first_layer(decoder):
+    """The decoder of that layer alone: quicker to compile."""
+    config = dataclasses.replace(decoder.config, num_layers=1)
+    return dataclasses.replace(decoder, layers=decoder.layers[:1], config=config)
+
+
 def _logits(decoder, tokens: jax.Array, attend=causal_attention) -> np.ndarray:
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
     nothing = (None,) * decoder.config.num_layers
@@ -127,7 +133,8 @@ def _oracle(decoder: models.QuantizedDecoder, tokens: jax.Array, round_tokens=_r
 @pytest.mark.slow
 def test_tables_and_bfloat16_scales_compute_what_they_say(model, calibration):
     options = {"scale_dtype": "bf16", "quantize_embedding": True, "quantize_head": True}
-    _assert_computes_what_its_weights_say(models.quantize_model(model, calibration, **options))
+    decoder = _first_layer(models.unstack(model))
+    _assert_computes_what_its_weights_say(models.quantize_model(decoder, calibration, **options))
 
 
 def test_a_quantized_decoder_computes_what_its_weights_say(quantized):
@@ -165,13 +172,10 @@ def test_smoothing_leaves_the_model_the_same_in_exact_arithmetic(model, calibrat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parts", ["crs", "all"])
-def test_every_part_of_smoothing_gives_a_model_close_to_the_exact_one(model, calibration, parts):
-    chosen = {name: parts in (name, "all") for name in ("cas", "pts", "rpn", "crs")}
-    decoder = models.quantize_model(
-        model, calibration, smoothing=smoothing.Smoothing(**chosen), scale_dtype="bf16"
-    )
-    assert (decoder.layers[0].key_channel_scale is not None) == chosen["crs"]
+def test_smoothing_gives_a_model_close_to_the_exact_one(model, calibration):
+    every = smoothing.Smoothing(**dict.fromkeys(("cas", "pts", "rpn", "crs"), True))
+    decoder = models.quantize_model(model, calibration, smoothing=every, scale_dtype="bf16")
+    assert decoder.layers[0].key_channel_scale is not None
     tokens = _tokens(2, 30)
     exact = np.asarray(model(tokens), np.float64)
     error = np.linalg.norm(_logits(decoder, tokens) - exact) / np.linalg.norm(exact)
@@ -233,19 +237,16 @@ def test_taking_rows_of_a_quantized_table():
 
 @pytest.mark.slow
 def test_ragged_prompts_generate_what_each_generates_alone(quantized):
-    tokens, lengths = _tokens(2, 40), (40, 7)
+    decoder, tokens = _first_layer(quantized), _tokens(2, 40)
     options = {"max_new_tokens": 8, "cache": "kv4"}
-    together = models.generate(quantized, tokens, lengths=jnp.array(lengths), **options)
-    for row, length in enumerate(lengths):
-        alone = models.generate(quantized, tokens[row : row + 1, :length], **options)
-        np.testing.assert_array_equal(together[row], alone[0])
+    together = models.generate(decoder, tokens, lengths=jnp.array([40, 7]), **options)
+    alone = models.generate(decoder, tokens[1:, :7], **options)
+    np.testing.assert_array_equal(together[1], alone[0])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("of", ["float", "quantized"])
-def test_one_pass_equals_decoding_token_by_token_through_the_cache(model, quantized, of):
-    decoder = models.unstack(model) if of == "float" else quantized
-    tokens = _tokens(2, 24)
+def test_one_pass_equals_decoding_token_by_token_through_the_cache(quantized):
+    decoder, tokens = _first_layer(quantized), _tokens(2, 24)
     caches = models.init_caches(decoder, 2, 24, "kv4")
     expected = models.token_bits(decoder, np.asarray(tokens), cache="kv4", batch_size=2)
     bits = []
@@ -285,9 +286,10 @@ def test_prompts_of_kv4_are_attended_in_e4m3_and_cached_in_4_bits(quantized):
 @pytest.mark.slow
 def test_kv4_of_pooled_prompts(model):
     tokens = _tokens(1, 32)
+    decoder = _first_layer(models.unstack(model))
     pooled = models.pooled_by_name("window", window=16, block_size=16)
     pooled_session, session = (
-        models.start(model, tokens, max_length=40, cache="kv4", pooled_prefill=p)
+        models.start(decoder, tokens, max_length=40, cache="kv4", pooled_prefill=p)
         for p in (pooled, None)
     )
     first, other = (s.caches.layers[0] for s in (pooled_session, session))
@@ -326,7 +328,6 @@ def test_a_checkpoint_is_read_back_bit_for_bit(quantized, tmp_path):
     ("dtype", "scale_dtype", "tied", "options"),
     [
         (jnp.bfloat16, "bf16", True, {"quantize_embedding": True}),
-        (jnp.bfloat16, "e4m3", True, {"quantize_head": True}),
         (jnp.float16, "e4m3", False, {"quantize_embedding": True, "quantize_head": True}),
     ],
 )
@@ -354,11 +355,12 @@ def _assert_is_read_back(decoder, folder):
 
 @pytest.mark.slow
 def test_a_loaded_checkpoint_generates_the_same(quantized, tmp_path):
-    models.save_quantized(quantized, tmp_path)
+    decoder = _first_layer(quantized)
+    models.save_quantized(decoder, tmp_path)
     loaded, tokens = models.load(tmp_path), _tokens(1, 12)
     options = {"max_new_tokens": 6, "cache": "exact"}
     np.testing.assert_array_equal(
-        *(models.generate(m, tokens, **options) for m in (quantized, loaded))
+        *(models.generate(m, tokens, **options) for m in (decoder, loaded))
     )
 
 
@@ -397,6 +399,7 @@ def test_random_quantized_decoders():
     # Of standard deviation 1 / sqrt(in), but for the rounding to 4 bits.
     assert np.std(dequantize(layer.qkv)) == pytest.approx(64**-0.5, rel=0.05)
     assert decoder.layers[0].qkv.scale_dtype == "bf16"
+    decoder = _first_layer(decoder)
     session = models.start(decoder, jnp.ones((1, 4), jnp.int32), max_length=4, cache="kv4")
     assert session.logits.dtype == jnp.float32
     assert bool(jnp.isfinite(session.logits).all())

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
-from cache_helpers import CONFIGS, append_jit, assert_holds, new, oracle_for, tokens
+from cache_helpers import CONFIGS, append_jit, assert_holds, dequantize_jit, new, oracle_for, tokens
 
 import turbojax as tj
 
@@ -83,8 +83,8 @@ def test_query_lengths_out_of_range_under_jit_act_as_the_nearest_bound():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("window", [2**31 - 1, (2**40, 0)])
-def test_a_window_wider_than_any_sequence_is_none(window):
+def test_a_window_wider_than_any_sequence_is_none():
+    window = (2**40, 0)
     query, key, value = normal(0), normal(1, heads=2), normal(2, heads=2)
     with_window = attend(query, key, value, is_causal=True, local_window_size=window)
     without = attend(query, key, value, is_causal=True)
@@ -96,9 +96,7 @@ def test_a_window_wider_than_any_sequence_is_none(window):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "zeros"), [("mixed", 15), ("mixed", 40), ("4-bit", 1), ("4-bit", 16)]
-)
+@pytest.mark.parametrize(("name", "zeros"), [("mixed", 15), ("mixed", 40)])
 def test_a_head_that_begins_with_zeros_keeps_its_scale_open(name, zeros):
     """Its scale comes from the first token that says something, in any split."""
     key, value = tokens(60, seed=5)
@@ -114,7 +112,7 @@ def test_a_head_that_begins_with_zeros_keeps_its_scale_open(name, zeros):
     )
     for a, b in zip(jax.tree.leaves(at_once), jax.tree.leaves(split), strict=True):
         np.testing.assert_array_equal(a, b)
-    restored = np.asarray(tj.dequantize(at_once)[0][:, :60, 1])
+    restored = np.asarray(dequantize_jit(at_once)[0][:, :60, 1])
     assert np.abs(restored[:, zeros:]).max() > 0
 
 
@@ -123,7 +121,7 @@ def test_only_zeros_are_a_valid_cache():
     key = np.zeros((3, 40, 4, 16), np.float32)
     cache = append_jit(new(CONFIGS["mixed"]), key, key)
     cache.validate()
-    assert (np.asarray(tj.dequantize(cache)[0]) == 0).all()
+    assert (np.asarray(dequantize_jit(cache)[0]) == 0).all()
     assert (np.asarray(decode(key[:, :1], cache)) == 0).all()
 
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from storage_helpers import KINDS, SOME, assert_same_contents, rewrite
+from storage_helpers import KINDS, assert_same_contents, rewrite
 
 from turbojax import models
 from turbojax.cache import storage as files
@@ -52,10 +52,10 @@ def _next(session, count=24, **options):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("kind", SOME.values(), ids=SOME)
+@pytest.mark.parametrize("kind", ["exact", "mixed", "turbo4"])
 def test_generation_goes_on_from_a_file(tmp_path, model, kind):
     path = tmp_path / "session"
-    session = _started(model, kind)
+    session = _started(model, KINDS[kind])
     for token in (5, 9):  # a little way into the answer
         session = session.step(jnp.array([token, token + 1]))
     save_session(path, session, metadata={"prompt": "numbers"})
@@ -68,7 +68,7 @@ def test_generation_goes_on_from_a_file(tmp_path, model, kind):
     np.testing.assert_array_equal(sampled, _next(session, sampling=sampling))
     assert len(np.unique(sampled)) > 8
     greedy = _next(load_session(path, model)[0])
-    session = _started(model, kind)
+    session = _started(model, KINDS[kind])
     for token in (5, 9):
         session = session.step(jnp.array([token, token + 1]))
     np.testing.assert_array_equal(greedy, _next(session))
@@ -103,11 +103,12 @@ def test_a_session_takes_the_model_it_was_made_with(tmp_path, model):
 @pytest.mark.slow
 def test_a_stacked_and_a_quantized_model_have_sessions(tmp_path):
     path = tmp_path / "session"
-    llama = models.Llama(CONFIG, rngs=nnx.Rngs(0))
+    shallow = dataclasses.replace(CONFIG, num_layers=1)
+    llama = models.Llama(shallow, rngs=nnx.Rngs(0))
     save_session(path, _started(llama, "kv4"))
     loaded, _ = load_session(path, llama)
     np.testing.assert_array_equal(_next(loaded, 5), _next(_started(llama, "kv4"), 5))
-    config = dataclasses.replace(CONFIG, hidden_size=128, intermediate_size=128, head_dim=32)
+    config = dataclasses.replace(shallow, hidden_size=128, intermediate_size=128, head_dim=32)
     quantized = models.random_quantized_decoder(config)
     save_session(path, _started(quantized, "kv4"))
     loaded, _ = load_session(path, quantized)

@@ -159,7 +159,7 @@ def test_the_layer_stays_the_same(inputs, cas, pts, rpn, crs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("heads", "kv_heads", "biases"), [(1, 1, False), (3, 1, True)])
+@pytest.mark.parametrize(("heads", "kv_heads", "biases"), [(3, 1, True)])
 def test_the_layer_stays_the_same_whatever_its_heads(heads, kv_heads, biases):
     layer = random_layer(heads, kv_heads, biases)
     smoothed = smooth64(layer, Smoothing(num_pairs=1, cas_inputs="all"))
@@ -276,9 +276,8 @@ def test_zero_columns_pairs_and_projections_stay_finite():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_narrow_weights_are_folded_in_float32(dtype):
-    layer = random_layer(dtype=dtype)
+def test_narrow_weights_are_folded_in_float32():
+    layer = random_layer(dtype=jnp.bfloat16)
     wide = jax.tree.map(lambda x: np.asarray(x, np.float32), layer)
     statistics = key_statistics(wide, hidden_states())
     smoothed = sm.smooth_layer(layer, statistics, Smoothing(num_pairs=2))

@@ -41,7 +41,7 @@ same = functools.partial(assert_stores_the_same, run=run)
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "page_size"),
-    [(32, jnp.float32, 32), (16, jnp.float16, 16), (256, jnp.bfloat16, 128)],
+    [(32, jnp.float32, 32), (256, jnp.bfloat16, 128)],
 )
 def test_ragged_tokens(head_dim, dtype, page_size):
     """Over the ends of pages; then one token each, of which a sequence gets none."""
@@ -55,9 +55,7 @@ def test_ragged_tokens(head_dim, dtype, page_size):
 
 @pytest.mark.optimized
 @pytest.mark.quick(1)
-@pytest.mark.parametrize(
-    ("dtype", "head_dim"), [(jnp.bfloat16, 16), (jnp.float16, 128), (jnp.float32, 128)]
-)
+@pytest.mark.parametrize(("dtype", "head_dim"), [(jnp.bfloat16, 16), (jnp.float16, 128)])
 def test_strange_vectors(head_dim, dtype):
     key, value = strange(head_dim, dtype)
     cache = same(new(head_dim, dtype), key, value, TABLES, integers(0, 0, 0))
