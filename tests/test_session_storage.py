@@ -52,10 +52,10 @@ def _next(session, count=24, **options):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("kind", ["exact", "mixed", "turbo4"])
+@pytest.mark.parametrize("kind", ["exact", "turbo4"])
 def test_generation_goes_on_from_a_file(tmp_path, model, kind):
     path = tmp_path / "session"
-    session = _started(model, KINDS[kind])
+    session = _started(model, kind)
     for token in (5, 9):  # a little way into the answer
         session = session.step(jnp.array([token, token + 1]))
     save_session(path, session, metadata={"prompt": "numbers"})
@@ -68,7 +68,7 @@ def test_generation_goes_on_from_a_file(tmp_path, model, kind):
     np.testing.assert_array_equal(sampled, _next(session, sampling=sampling))
     assert len(np.unique(sampled)) > 8
     greedy = _next(load_session(path, model)[0])
-    session = _started(model, KINDS[kind])
+    session = _started(model, kind)
     for token in (5, 9):
         session = session.step(jnp.array([token, token + 1]))
     np.testing.assert_array_equal(greedy, _next(session))
