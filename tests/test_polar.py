@@ -39,8 +39,6 @@ def round_trip(x, bits=4, seed=0):
 def spiky(name, head_dim):
     rng = np.random.default_rng(11)
     x = normal(head_dim, 4000)
-    if name == "normal":
-        return x
     if name == "scaled channels":
         return x * np.exp(1.5 * rng.normal(size=head_dim))
     if name == "heavy tails":
@@ -64,10 +62,9 @@ def spiky(name, head_dim):
     ("data", "head_dim"),
     [
         ("keys", 128),
-        ("normal", 64),
         ("scaled channels", 80),
         ("heavy tails", 96),
-        ("nearly one-hot", 256),
+        ("nearly one-hot", 128),
     ],
 )
 def test_a_round_trip_costs_little(data, head_dim):
@@ -82,30 +79,6 @@ def test_fewer_bits(bits):
     error, cosine = round_trip(normal(128), bits)
     assert LARGEST_MSE[bits + 1] * 2 < error <= LARGEST_MSE[bits]
     assert cosine >= 1 - LARGEST_MSE[bits] / 2
-
-
-@pytest.mark.slow
-def test_keys_of_the_embedded_model():
-    """After RoPE, of real text, all layers and heads."""
-    from turbojax import models
-    from turbojax.models.decoder import unstack
-
-    decoder = unstack(models.load(dtype=jnp.float32))
-    text = np.frombuffer(b"def mean(values):\n    return sum(values) / len(values)\n" * 4, np.uint8)
-    tokens = jnp.asarray(text[None].astype(np.int32))
-
-    def attend(query, key, value, cache, options=None):
-        del cache
-        return jax.nn.dot_product_attention(query, key, value, is_causal=True), (key, value)
-
-    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    nothing = ((),) * len(decoder.layers)
-    held = decoder.hidden(tokens, positions, attend, nothing)[1]
-    for side in range(2):
-        vectors = np.concatenate([np.asarray(layer[side]).reshape(-1, 64) for layer in held])
-        error, cosine = round_trip(vectors)
-        assert error <= LARGEST_MSE[4]
-        assert cosine >= 0.995
 
 
 def test_the_decoded_length_is_the_encoded_one():
@@ -249,20 +222,15 @@ def test_the_largest_norms(value):
     np.testing.assert_allclose(np.asarray(norms, np.float64)[1], value / 0.942340, rtol=2.0**-11)
 
 
-@pytest.mark.quick(1)
 @pytest.mark.optimized
-@pytest.mark.parametrize(
-    ("value", "dtype"),
-    [(61_740.0, jnp.float32), (3e38, jnp.bfloat16)],
-)
-def test_norms_beyond_float16(value, dtype):
+def test_norms_beyond_float16():
     """An error that says where, NaN under `jit`, and the neighbours are as they were."""
     rotation = polar.rotation(128)
     x = np.ones((2, 3, 128), np.float32)
     x[0, 1, 0] = np.nan
     x[1, 2] = 0
-    x[1, 2, 7] = value
-    x = jnp.asarray(x, dtype)
+    x[1, 2, 7] = 61_740
+    x = jnp.asarray(x)
     with pytest.raises(ValueError, match=r"x\[1, 2\] has length \d.*must be at most 65504"):
         polar.encode(x, rotation)
     codes, norms = jax.jit(polar.encode)(x, rotation)
@@ -337,10 +305,9 @@ def test_encoded_bytes_are_pinned():
 # Transforms --------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(1)
 @pytest.mark.optimized
-@pytest.mark.parametrize("head_dim", [80, 128])
-def test_bits_do_not_depend_on_the_array_around(head_dim):
+def test_bits_do_not_depend_on_the_array_around():
+    head_dim = 80
     rotation = polar.rotation(head_dim)
     x = jnp.asarray(normal(head_dim, 66), jnp.bfloat16)
     encode = functools.partial(polar.encode, rotation=rotation)

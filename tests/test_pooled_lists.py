@@ -102,9 +102,7 @@ spread = jax.jit(pooling.spread, static_argnums=(2, 3))
 
 # A tile holds at most 16 blocks, so that of 64 rows wants blocks of 32.
 @pytest.mark.quick(1)
-@pytest.mark.parametrize(
-    ("shape", "rows"), [*zip(SHAPES, (32, 64, 16, 32, 16, 16, 64), strict=True)]
-)
+@pytest.mark.parametrize(("shape", "rows"), [*zip(SHAPES[::2], (32, 16, 16, 64), strict=True)])
 def test_lists_by_key_hold_what_a_loop_finds(shape, rows):
     levels = draw(shape, seed=1)
     rest, static = arguments(shape)

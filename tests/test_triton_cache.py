@@ -19,20 +19,14 @@ from turbojax.cache.update import store_prompt
 from turbojax.quantizers import pack, quantize_int8, quantize_with_scale, round_scale
 
 BATCH, HEADS = 4, 4
-# Configuration, head dim, dtype: every width, runs that are no power of two, blocks in a buffer.
+# Configuration, head dim, dtype: every width, heads that are no power of two, blocks in a buffer.
 CASES = {
     "4 bits": (tj.TurboConfig(block_kv=16, buffer_size=16), 16, jnp.float32),
-    "3 bits": (
-        tj.TurboConfig(key_bits=3, value_bits=3, block_kv=32, buffer_size=64),
-        64,
-        jnp.bfloat16,
-    ),
-    "2 bits": (tj.TurboConfig(key_bits=2, value_bits=2), 96, jnp.float16),
     "mixed": (
         tj.TurboConfig(
             num_low_bit_key_heads=2, num_low_bit_value_heads=1, block_kv=16, buffer_size=32
         ),
-        128,
+        96,
         jnp.bfloat16,
     ),
     "4/3 and 2": (
@@ -106,10 +100,9 @@ def assert_appends_the_same(cache, key, value, lengths=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mixed", "2 bits"])
-def test_a_prompt_and_then_tokens(name):
+def test_a_prompt_and_then_tokens():
     """Ragged, through full buffers; blocks that are not stored keep what stood there."""
-    case = CASES[name]
+    case = MIXED
     config, dtype = case[0], case[2]
     key, value = tokens(case, 70, seed=1)
     lengths = int32(70, 62, 5, 0)
@@ -157,14 +150,12 @@ def test_given_scales():
     assert_appends_the_same(cache, *tokens(case, 18, seed=6))
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("bad", [jnp.nan, -jnp.inf], ids=str)
-def test_values_that_are_not_finite(bad):
+def test_values_that_are_not_finite():
     """In a block, in the rest of a prompt, in padding; and in tokens that come later."""
-    case = CASES["4 bits"]
+    case, bad = CASES["4 bits"], jnp.nan
     key, value = tokens(case, 40, seed=7)
-    key = key.at[0, 3, 0, 5].set(bad).at[1, 38, 1, 0].set(bad).at[2, 30:].set(bad)
-    value = value.at[0, 17, 2, 15].set(bad)
+    key = key.at[0, 3, 0, 5].set(bad).at[1, 38, 1, 0].set(-jnp.inf).at[2, 30:].set(bad)
+    value = value.at[0, 17, 2, 15].set(-jnp.inf)
     arguments = new(case), key, value, int32(40, 40, 30, 0)
     cache = prompt_triton(*arguments)
     assert_same_bits(cache, prompt_xla(*arguments))
@@ -173,7 +164,7 @@ def test_values_that_are_not_finite(bad):
 
     key, value = tokens(case, 12, seed=8)
     key = key.at[1, 2, 3, 1].set(bad).at[3, 0, 0].set(bad)
-    cache = assert_appends_the_same(cache, key, value.at[2, 11, 0, 0].set(bad))
+    cache = assert_appends_the_same(cache, key, value.at[2, 11, 0, 0].set(-jnp.inf))
     assert np.isnan(cache.key.buffer_scale[1, 3])
 
 
@@ -324,7 +315,6 @@ def test_without_a_gpu_triton_says_so():
     ("options", "channels", "count", "words"),
     [
         ({"block_kv": 48, "buffer_size": 48}, 16, 1, "block_kv=48 must be a power of two from 16"),
-        ({"block_kv": 8, "buffer_size": 8}, 16, 1, "block_kv=8 must be a power of two from 16"),
         ({}, 264, 1, "head_dim=264 must be at most 256"),
         ({}, 16, 2, r"key.shape\[1\]=2 must be 1: it appends token by token"),
     ],
@@ -369,7 +359,7 @@ KERNELS = {
         kernel=list(KERNELS),
         widths=[(4, 1), (4, 0), (3, 0), (2, 0)],
         channels=[128, 8, 96, 256],
-    )[::2],
+    )[::4],
 )
 def test_kernels_lower_for_a_gpu(kernel, widths, channels):
     bits, low = widths
