@@ -32,8 +32,9 @@ def program(graph, state, ids, mask):
     return nnx.merge(graph, state)(ids, attention_mask=mask)
 
 
+# `test_parity_live_forward.py` has the other variants.
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("name", hf.VARIANTS)
+@pytest.mark.parametrize("name", ["llama2", "llama-biased", *texts.FAMILIES])
 def test_logits_with_and_without_padding_on_either_side(load, name):
     arrays = recordings.arrays()
     ids, mask = arrays["forward/tokens"].astype(np.int32), arrays["forward/mask"]
