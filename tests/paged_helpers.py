@@ -209,12 +209,6 @@ SHAPES = {
 }
 
 
-def alternating(names, start=0, count=1):
-    """Pairs of a name and a kind of pages, which take turns: `count` kinds each."""
-    turns = [(3 * j + start) % 4 for j in range(count)]
-    return [(name, KV_DTYPES[(i + turn) % 4]) for i, name in enumerate(names) for turn in turns]
-
-
 OPTIONS = {
     "scale": {"scale": 0.7},
     "negative scale": {"scale": -0.3},

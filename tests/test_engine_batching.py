@@ -47,31 +47,31 @@ def _finished(events) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3", "turbo4"])
-def test_greedy_text_is_that_of_the_model_without_a_cache(model, prompts, kv_dtype):
-    tokens = run(make(model, kv_dtype=kv_dtype), requests_of(prompts, 0.0))
-    assert tokens == greedy_without_a_cache(model, prompts, tokens, kv_dtype)
+def test_greedy_text_is_that_of_the_model_without_a_cache(model, prompts):
+    """Of numbers as they are: `test_engine.py`; turbo4 in a model: `test_model_paged.py`."""
+    tokens = run(make(model, kv_dtype="fp8_e4m3"), requests_of(prompts, 0.0))
+    assert tokens == greedy_without_a_cache(model, prompts, tokens, "fp8_e4m3")
     assert len(set(tokens)) > 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kv_dtype", "temperature"), [("auto", 0.0), ("turbo4", 0.8)])
-def test_text_does_not_depend_on_what_else_happens(model, prompts, kv_dtype, temperature):
-    wanted = requests_of(prompts, temperature)
+def test_text_does_not_depend_on_what_else_happens(model, prompts):
+    """Of turbo4 pages: `test_engine_fuzz.py`."""
+    wanted = requests_of(prompts, 0.8)
     # Another size of everything than below, so another program, too.
     small = {"num_pages": 10, "prefill_chunk": 11, "max_sequences": 3}
-    single = make(model, kv_dtype=kv_dtype, prefix_caching=False, **small)
+    single = make(model, prefix_caching=False, **small)
     alone = [run_one(single, request) for request in wanted]
     # On a CPU one implementation runs everything, so that results' pages have the same bits, too.
-    roomy = make(model, kv_dtype=kv_dtype, cache_results=True)
+    roomy = make(model, cache_results=True)
     assert run(roomy, wanted) == alone
     assert roomy.statistics().preemptions == 0
     assert roomy.statistics().reused_tokens > 0
     # Again, now that prompts and results are in the pool.
     assert run(roomy, wanted) == alone
-    tight = make(model, kv_dtype=kv_dtype, num_pages=10, prefix_caching=False)
+    tight = make(model, prefix_caching=False, **small)
     assert run(tight, wanted) == alone
     assert tight.statistics().preemptions > 0
-    shared = make(model, kv_dtype=kv_dtype, **small)
+    shared = make(model, **small)
     assert run(shared, wanted[::-1]) == alone[::-1]
     assert shared.statistics().reused_tokens > 0

@@ -44,21 +44,6 @@ def test_caches_are_those_of_the_package(kind):
     assert layer.cache.compression_ratio == cache.compression_ratio
 
 
-@pytest.mark.slow
-def test_progressive_cache_by_its_own_operations():
-    layer, x = module(cache=SMALL), jnp.asarray(tokens(30))
-    layer.init_cache(2, 48)
-    angles = Rope(CHANNELS).angles(jnp.broadcast_to(jnp.arange(30)[None], (2, 30)))
-    query, key, value = layer.heads(x, angles)
-    cache = tj.init_cache(2, 48, KV_HEADS, CHANNELS, config=SMALL, dtype=jnp.float32)
-    want, cache = tj.prefill(query[:, :20], key[:, :20], value[:, :20], cache)
-    np.testing.assert_array_equal(layer.prefill(x[:, :20]), layer.output(want))
-    cache = tj.append(cache, key[:, 20:], value[:, 20:])
-    want = tj.decode(query[:, 20:], cache)
-    # Angles of new tokens are counted from the cache; they are the same numbers.
-    np.testing.assert_array_equal(layer.decode(x[:, 20:]), layer.output(want))
-
-
 def test_prompts_attend_as_whole_sequences_do():
     layer, x = module(cache=SMALL), tokens(30)
     layer.init_cache(2, 48)
@@ -66,10 +51,10 @@ def test_prompts_attend_as_whole_sequences_do():
 
 
 @pytest.mark.quick(3)
-@pytest.mark.parametrize("kind", ["exact", "bfloat16", "4bit", "kv4", "paged"])
+@pytest.mark.parametrize("kind", ["exact", "4bit", "kv4", "paged"])
 def test_caches_come_close_to_exact_attention(kind):
     """Of outputs of order 0.5; bounds are some steps of each format."""
-    bound = {"exact": ROUNDING, "bfloat16": 2**-7, "4bit": 0.15, "kv4": 0.25, "paged": ROUNDING}
+    bound = {"exact": ROUNDING, "4bit": 0.15, "kv4": 0.25, "paged": ROUNDING}
     layer, x = module(cache=KINDS[kind]), tokens(24)
     layer.init_cache(2, 48)
     out = np.concatenate(

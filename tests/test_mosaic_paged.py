@@ -93,10 +93,11 @@ LOWERED = pairwise(
 
 
 @pytest.mark.parametrize(
-    ("queries", "page_size", "kind", "head_dim", "dtype", "options"), slow_after(3, LOWERED)
+    ("queries", "page_size", "kind", "head_dim", "dtype", "options"),
+    slow_after(3, LOWERED[:3] + LOWERED[3::2]),
 )
 def test_it_lowers(queries, page_size, kind, head_dim, dtype, options):
-    """Every page, head dim, dtype and number of queries, each with each other."""
+    """Every page, head dim, dtype and number of queries."""
     heads, tokens = queries
     options = {**options, "page_size": page_size, "head_dim": head_dim, "dtype": dtype}
     assert "mosaic_gpu" in lower(kind, heads=heads, tokens=tokens, **options)

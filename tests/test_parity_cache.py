@@ -10,11 +10,14 @@ import numpy as np
 import parity_recordings as recordings
 import parity_texts as texts
 import pytest
+from grids import slow_after
 
 from turbojax import models
 from turbojax.models import Engine, Request
 
 TOLERANCE = texts.TOLERANCE
+# One or two of each family.
+SOME = ("llama3.1", "mistral", "qwen2.5-yarn", "qwen3-window", "phi3-longrope", "gemma2-odd")
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +56,7 @@ def continues(kind, model, name: str, side: str) -> None:
 
 # Logits and texts in one test: the programs that compute them are the same.
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("name", texts.CONTINUED)
+@pytest.mark.parametrize("name", SOME)
 def test_prompts_of_different_lengths_and_new_tokens(load, name):
     model = load(name)
     assert error("exact", model, name) < TOLERANCE
@@ -76,10 +79,7 @@ def test_the_exact_cache_is_needed_for_this(load):
     assert 10 * TOLERANCE < error("bfloat16", load("mistral"), "mistral") < 0.3
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["mistral", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gemma2", "phi3-longrope"))],
-)
+@pytest.mark.parametrize("name", slow_after(1, ["mistral", "gemma2"]))
 def test_greedy_texts_of_an_engine(load, name):
     """Prompts in pieces, between other requests' tokens."""
     engine = Engine(

@@ -34,12 +34,9 @@ TAKEN = [name for name, heads in MODELS.items() if heads.query // heads.kv <= 64
 
 @pytest.mark.optimized
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["smollm-135m", "gemma2-9b"])
-def test_heads_of_real_models(name):
-    """Odd groups, and the largest head dim."""
-    heads = MODELS[name]
-    cache = under(filled((), (150,), (3,), heads.kv, heads.dim))
-    assert_matches_reference(queries(1, 2, 1, heads.query, heads.dim), cache)
+def test_odd_groups_and_the_largest_head_dim():
+    cache = under(filled((), (150,), (3,), 2, 256))
+    assert_matches_reference(queries(1, 2, 1, 6, 256), cache)
 
 
 def test_the_only_model_left_out_has_too_many_queries():
@@ -54,13 +51,12 @@ def test_too_many_queries_are_refused_in_words():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tokens", [8, 1])
-def test_edges(tokens):
+def test_edges():
     """An empty sequence, one token, exactly one block, fewer tokens than queries, padding."""
     cache = under(filled((), (0, 1, 64, 65), (0, 0, 0, 0), 2, 64))
-    query = queries(tokens, 4, 4, 4, 64)
+    query = queries(8, 4, 4, 4, 64)
     assert_matches_reference(query, cache)
-    assert_matches_reference(query, cache, query_seq_lengths=lengths_of([0, 1, 1, tokens]))
+    assert_matches_reference(query, cache, query_seq_lengths=lengths_of([0, 1, 1, 8]))
 
 
 @pytest.mark.slow
@@ -68,8 +64,6 @@ def test_edges(tokens):
     ("mode", "softmax", "options"),
     [
         ("int8", "sas-e", {"local_window_size": (30, 0)}),
-        ("fp8", "sas-2", {}),
-        ("float", "exact", {"local_window_size": (30, 0)}),
         ("int8_fp8", "exact", {}),
     ],
 )
@@ -97,7 +91,7 @@ def test_splits_do_not_matter(monkeypatch):
     """Blocks over one program or many: the same splits of the softmax, so nearly the same bits."""
     cache = under(filled((), (700, 333), (0, 0), 2, 64))
     query, results = queries(1, 6, 2, 4, 64), []
-    for programs in (1, 8, 1000):
+    for programs in (1, 1000):
         monkeypatch.setattr(triton, "_ENOUGH_PROGRAMS", programs)
         triton._decode.clear_cache()
         with interpret_kernels():
@@ -121,7 +115,7 @@ WIDTHS = {
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("name", "mode", "dim"),
-    pairwise(name=list(WIDTHS)[::-1], mode=MODES, dim=[64, 96, 128, 256])[::2],
+    pairwise(name=list(WIDTHS)[::-1], mode=MODES, dim=[64, 96, 128, 256])[::3],
 )
 def test_lowers_for_cuda(name, mode, dim):
     config = tj.TurboConfig(mode=mode, softmax="exact" if dim == 64 else tj.SAS(), **WIDTHS[name])

@@ -136,13 +136,14 @@ LOWERED = {
 }
 
 
+LOWERED_WITH = pairwise(
+    name=list(LOWERED), kv_dtype=KV_DTYPES[::-1], dtype=[jnp.bfloat16, jnp.float32]
+)
+
+
 @pytest.mark.quick(2)
 @pytest.mark.parametrize(
-    ("name", "kv_dtype", "dtype"),
-    slow_after(
-        3,
-        pairwise(name=list(LOWERED), kv_dtype=KV_DTYPES[::-1], dtype=[jnp.bfloat16, jnp.float32]),
-    ),
+    ("name", "kv_dtype", "dtype"), slow_after(3, LOWERED_WITH[:3] + LOWERED_WITH[3::3])
 )
 def test_lowers_for_cuda(name, kv_dtype, dtype):
     (batch, tokens, heads, dim), page_size, pages, given = LOWERED[name]

@@ -74,8 +74,7 @@ def standard_oracle(mode, softmax):
 # Every mode and softmax first, by plain JAX and by the kernel; then further pairs.
 FIRST = [("int8", SAS_E, "xla"), ("int8_fp8", EXACT, "xla"), ("fp8", SAS_2, "xla")]
 FIRST += [("float", EXACT, "xla"), ("int8", SAS_E, "triton"), ("fp8", SAS_2, "triton")]
-FURTHER = [("float", EXACT, "triton"), ("int8_fp8", SAS_E, "triton"), ("float", SAS_2, "triton")]
-FURTHER += [("fp8", EXACT, "xla"), ("int8", SAS_2, "xla")]
+FURTHER = [("int8_fp8", SAS_E, "triton"), ("float", SAS_2, "triton"), ("fp8", EXACT, "xla")]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +112,7 @@ PAIRS = [(m, s) for s in (EXACT, SAS_E, SAS_2) for m in MODES]
 FAST = [("one query", "triton"), ("window", "xla"), ("seven, causal", "xla")]
 FAST += [("soft cap and scale", "triton")]
 MORE = [("ragged and causal", "triton"), ("causal window, lengths", "triton")]
-MORE += [("one token", "triton"), ("window", "triton"), ("soft cap and scale", "xla")]
+MORE += [("one token", "triton")]
 GRID = [(*names, *PAIRS[5 * i % len(PAIRS)]) for i, names in enumerate([*FAST, *MORE])]
 
 
@@ -127,8 +126,6 @@ def test_shapes_and_options_equal_the_oracle(case, implementation, mode, softmax
 
 BLOCKS = [
     ("xla", "int8", SAS_E, 16, 32),
-    ("triton", "int8", SAS_E, 16, 32),
-    ("xla", "int8_fp8", EXACT, 16, 32),
     ("triton", "fp8", SAS_E, 128, 128),
     ("triton", "float", SAS_E, 8, 16),
 ]
@@ -181,8 +178,6 @@ def test_a_threshold_of_its_own(threshold, implementation):
 # Against exact attention -------------------------------------------------------------------------
 
 EXACT_CASES = {
-    "plain": {},
-    "causal": {"is_causal": True},
     "window": {"local_window_size": (30, 5)},
     "symmetric window": {"local_window_size": 20},
     "causal window": {"local_window_size": (30, 0), "is_causal": True},
@@ -198,10 +193,8 @@ EXACT_CASES = {
     [
         ("scale", "xla"),
         ("window", "triton"),
-        ("symmetric window", "triton"),
         ("causal window", "triton"),
         ("lengths", "triton"),
-        ("causal", "triton"),
     ],
 )
 def test_float_and_exact_is_attention(case, implementation):
