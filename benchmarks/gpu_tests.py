@@ -142,6 +142,14 @@ class Recorder:
         self.outcomes = Outcomes()
         self.start = time.monotonic()
         self.message = ""
+        self.expected = 0
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.expected = max(self.expected, len(session.items))
+
+    @pytest.hookimpl(optionalhook=True)  # of xdist, whose workers collect
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        self.expected = max(self.expected, len(ids))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.outcomes.add(report)
@@ -153,6 +161,7 @@ class Recorder:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         ended = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+        ended = ended and len(self.outcomes.seconds) >= self.expected
         if not ended or not self.outcomes.passed:
             self.message = "no record: the tests did not run to their end"
             return

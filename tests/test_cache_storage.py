@@ -189,6 +189,7 @@ def test_a_loaded_cache_may_have_more_room(tmp_path, kind):
     assert_same_contents(append(loaded, *more), append(filled(kind, 300), *more))
 
 
+@pytest.mark.optimized
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", SOME.values(), ids=SOME)
 def test_it_may_have_less_room_but_not_too_little(tmp_path, kind):

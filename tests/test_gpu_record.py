@@ -34,10 +34,20 @@ def recorder(folder, monkeypatch, backend="gpu"):
         report("e", "call", "skipped", longrepr=("file", 4, "Skipped: too old")),
     ):
         made.pytest_runtest_logreport(one)
+    made.pytest_xdist_node_collection_finished(["a", "b", "c", "d", "e"])
     for one in (report("f", outcome="skipped", longrepr=("f", 1, "Skipped: no x")), report("g")):
         for _ in range(2):  # two workers
             made.pytest_collectreport(one)
     return made
+
+
+def test_no_record_of_a_part(tmp_path, monkeypatch):
+    """A worker that dies takes its tests with it, and the others may all have passed."""
+    made = recorder(tmp_path, monkeypatch)
+    made.pytest_xdist_node_collection_finished(["a", "b", "c", "d", "e", "not reached"])
+    made.pytest_sessionfinish(session(), pytest.ExitCode.TESTS_FAILED)
+    assert "not run to their end" in made.message
+    assert not list(tmp_path.iterdir())
 
 
 def session(jobs=16):
