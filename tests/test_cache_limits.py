@@ -202,6 +202,7 @@ def test_compression_ratio(low, least, with_buffer):
     )
 
 
+@pytest.mark.quick(1)
 def test_nbytes_counts_what_is_held(config):
     """The sum over every array, before and after use, and what bits and shapes predict."""
     cache = new(config, max_length=100)

@@ -150,6 +150,7 @@ def test_tokens_that_are_numbers(tmp_path):
     assert f"calibration text '{numbers}': there is no tokenizer.json" in result.stderr
 
 
+@pytest.mark.slow
 def test_companions_of_a_model_are_copied(tiny_folder, tmp_path):
     source, out = tmp_path / "model", tmp_path / "out"
     models.save(models.load(tiny_folder), source, extra_config={"eos_token_id": 7})

@@ -191,6 +191,7 @@ class Letters(ByteTokenizer):
         return lambda token: "" if token is None else f"{token % 10}{token // 10 % 10}"
 
 
+@pytest.mark.slow
 def test_a_stop_text_ends_the_result_wherever_it_begins(model):
     letters = text.TextModel(model.decoder, Letters())
     whole = _serve(letters, [{"prompt": "abc", "max_new_tokens": 10}])[1]

@@ -120,7 +120,7 @@ def test_attention_is_chosen_apart_from_the_cache():
     np.testing.assert_array_equal(turbo(x), module(cache=SMALL)(x))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "dtype"), [("dtype", jnp.bfloat16), ("param_dtype", jnp.float16)])
 def test_half_precision(kind, dtype):
     """Parameters in float32, the rest in 16 bits; and all in 16 bits."""

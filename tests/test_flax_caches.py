@@ -44,6 +44,7 @@ def test_caches_are_those_of_the_package(kind):
     assert layer.cache.compression_ratio == cache.compression_ratio
 
 
+@pytest.mark.slow
 def test_prompts_attend_as_whole_sequences_do():
     layer, x = module(cache=SMALL), tokens(30)
     layer.init_cache(2, 48)

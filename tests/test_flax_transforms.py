@@ -81,6 +81,7 @@ def test_init_cache_under_jit():
     equal(new.cache, layer.cache)
 
 
+@pytest.mark.slow
 def test_split_and_merge():
     layer, x = filled(), tokens(1)
     graph, weights, cache, rest = nnx.split(layer, nnx.Param, nnx.Cache, ...)

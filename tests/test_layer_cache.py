@@ -120,7 +120,7 @@ def test_prompt_then_new_tokens(kind, options):
         assert np.abs(real(expected) - real(plain)).max() > 1.5 * bound
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "asked",
     [

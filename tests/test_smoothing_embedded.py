@@ -135,7 +135,7 @@ def test_smoothing_lowers_the_error_of_int4_keys(samples):
     assert score_error(sample, smooth) < 0.95 * natural  # RPN and CRS together
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("index", range(len(LAYERS)))
 def test_smoothing_takes_back_what_outliers_cost_int4_weights(samples, index):
     sample = samples[index]

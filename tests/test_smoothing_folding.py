@@ -289,6 +289,7 @@ def test_narrow_weights_are_folded_in_float32():
     assert difference(layer_output(smoothed, hidden), layer_output(wide, hidden)) < 1e-4
 
 
+@pytest.mark.slow
 def test_smoothing_under_jit():
     layer = random_layer(dtype=np.float32)
     statistics = key_statistics(layer, hidden_states())

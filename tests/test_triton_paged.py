@@ -41,7 +41,7 @@ def matches(query, cache, tables, lengths, **options):
     assert_matches_oracle(query, cache, tables, lengths, units=units, call=run, **options)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_queries_of_any_size(scale):
     """They are scaled to fit float16."""

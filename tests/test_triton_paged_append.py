@@ -126,6 +126,7 @@ def test_what_has_no_place_is_lost():
     assert min(lost) > 10
 
 
+@pytest.mark.slow
 def test_outside_jit():
     """Errors as of plain JAX; a vector past the range is named."""
     cache = new(64, jnp.float32)

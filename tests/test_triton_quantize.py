@@ -183,7 +183,7 @@ def test_the_kernels_permute_like_plain_jax():
     np.testing.assert_array_equal(jnp.zeros_like(tokens).at[rows].set(tokens), want)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "permuted"),
     [("int8", True), ("fp8", True), ("int8_fp8", False)],
@@ -219,6 +219,7 @@ def test_prefill_shares_its_codes_with_the_cache():
     assert_same_bits(filled, store(cache, key, value, lengths, implementation="xla"))
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 def test_bits_under_vmap():
     arrays = [np.stack([x, x[::-1]]) for x in tensors("head dim 80")]
