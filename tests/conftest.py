@@ -35,6 +35,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import hypothesis
 import jax
 import pytest
+from grids import quick_cases
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -102,14 +103,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _leave_few_cases(items: list[pytest.Item]) -> None:
-    """Marks as slow all but `count` cases, spread evenly, of a test with `quick(count)`."""
+    """Marks as slow all but `count` cases of a test with `quick(count)` or `quick(first=count)`."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("quick"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for group in cases.values():
-        (count,) = group[0].get_closest_marker("quick").args
-        kept = {i * (len(group) - 1) // max(count - 1, 1) for i in range(count)}
+        mark = group[0].get_closest_marker("quick")
+        kept = quick_cases(len(group), *mark.args, **mark.kwargs)
         for i, item in enumerate(group):
             if i not in kept:
                 item.add_marker(pytest.mark.slow)

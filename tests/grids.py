@@ -1,10 +1,8 @@
 """Grids of test cases that stay small: each pair of values meets, not each combination."""
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-import pytest
 
 
 def pairwise(**axes: Sequence[Any]) -> list[tuple[Any, ...]]:
@@ -53,10 +51,8 @@ def _pair(i: int, a: int, j: int, b: int | None) -> tuple[int, int, int, int] | 
     return (i, a, j, b) if i < j else (j, b, i, a)
 
 
-def slow_after(fast: int, cases: Iterable[Any]) -> list[Any]:
-    """The same cases, those after the first `fast` marked as slow: more of what these show."""
-    marked = []
-    for index, case in enumerate(cases):
-        values = case if isinstance(case, tuple) else (case,)
-        marked.append(case if index < fast else pytest.param(*values, marks=pytest.mark.slow))
-    return marked
+def quick_cases(total: int, spread: int = 0, *, first: int = 0) -> set[int]:
+    """Which of a test's `total` cases `make test` runs: some, spread evenly, or the first ones."""
+    if (spread > 0) == (first > 0):
+        raise ValueError(f"{spread=} or {first=} must be positive, and one of them alone")
+    return set(range(first)) | {i * (total - 1) // max(spread - 1, 1) for i in range(spread)}

@@ -34,7 +34,6 @@ from decode_helpers import (
     tokens,
     under,
 )
-from grids import slow_after
 from implementations import ON_CPU, kernel_is_slow
 
 import turbojax as tj
@@ -63,9 +62,8 @@ REST = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("mode", "softmax", "implementation"), slow_after(len(FAST), [*FAST, *REST])
-)
+@pytest.mark.quick(first=len(FAST))
+@pytest.mark.parametrize(("mode", "softmax", "implementation"), [*FAST, *REST])
 def test_equals_the_oracle(implementation, mode, softmax):
     """Blocks, buffer, or both; mixed 2- and 4-bit heads; the last four tokens' queries."""
     assert_matches_oracle(queries(4), stored(mode, SOFTMAXES[softmax]), implementation)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from grids import pairwise, slow_after
+from grids import pairwise
 from kernel_helpers import lower_for_cuda
 from oracles import int4 as oracle
 
@@ -216,7 +216,8 @@ LOWERED = pairwise(
 )
 
 
-@pytest.mark.parametrize(("shape", "dtype", "has_e4m3", "has_norm"), slow_after(2, LOWERED))
+@pytest.mark.quick(first=2)
+@pytest.mark.parametrize(("shape", "dtype", "has_e4m3", "has_norm"), LOWERED)
 def test_it_lowers(shape, dtype, has_e4m3, has_norm):
     x = jax.ShapeDtypeStruct(shape, dtype)
     scale = jax.ShapeDtypeStruct(shape[1:], jnp.float32) if has_norm else None

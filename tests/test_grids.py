@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from grids import pairwise, slow_after
+from grids import pairwise, quick_cases
 
 AXES = {"a": "xyz", "b": [1, 2, 3, 4], "c": [None, True], "d": [0.5, 1.5, 2.5]}
 
@@ -36,9 +36,10 @@ def test_an_axis_without_values_is_refused():
         pairwise(a=[1, 2], b=[])
 
 
-def test_slow_after_marks_the_rest():
-    first, *rest = slow_after(1, [(1, 2), (3, 4), (5, 6)])
-    assert first == (1, 2)
-    assert [p.values for p in rest] == [(3, 4), (5, 6)]
-    assert all(m.name == "slow" for p in rest for m in p.marks)
-    assert slow_after(2, "abc")[2].values == ("c",)
+def test_quick_cases():
+    assert quick_cases(9, 1) == {0}
+    assert quick_cases(9, 3) == {0, 4, 8}
+    assert quick_cases(9, first=2) == {0, 1}
+    for wrong in ({}, {"spread": 2, "first": 1}):
+        with pytest.raises(ValueError, match="one of them alone"):
+            quick_cases(9, **wrong)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grids import pairwise, slow_after
+from grids import pairwise
 from implementations import ON_CPU, interpreted
 from kernel_helpers import lower_for_cuda
 from oracles import int4 as oracle
@@ -131,9 +131,10 @@ SIZE_GRID = [
 ]
 
 
+@pytest.mark.quick(first=5)
 @pytest.mark.parametrize(
     ("size", "implementation", "scale_dtype", "epilogue", "dtype"),
-    slow_after(5, SIZE_GRID[:5] + SIZE_GRID[5::2]),
+    SIZE_GRID[:5] + SIZE_GRID[5::2],
 )
 def test_sizes(size, implementation, scale_dtype, epilogue, dtype):
     """Epilogues and dtypes rotate through them."""
@@ -172,7 +173,8 @@ def test_the_oracle_is_close_to_the_product_itself():
     assert 0.10 < np.linalg.norm(got - want) / np.linalg.norm(want) < 0.14
 
 
-@pytest.mark.parametrize("scale_dtype", slow_after(1, SCALE_DTYPES))
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
 def test_zero_groups_and_tokens(scale_dtype):
     """Zero weights, zero tokens: ordinary input, exact zeros, and the bias alone."""
     w = normal((40, 384), 1).at[3].set(0).at[:, 128:256].set(0)
@@ -299,9 +301,10 @@ def test_transforms():
     np.testing.assert_array_equal(layers[1], tj.fireq.matmul(first, weights[1]))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("epilogue", "scale_dtype"),
-    slow_after(1, [(EPILOGUES[4], "e4m3"), ({}, "bf16")]),
+    [(EPILOGUES[4], "e4m3"), ({}, "bf16")],
 )
 def test_the_reference_lowers_for_a_gpu_as_bfloat16(scale_dtype, epilogue):
     """The operands are exact in it, and a GPU multiplies float32 slowly."""

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grids import pairwise, slow_after
+from grids import pairwise
 from oracles import int4 as oracle
 
 import turbojax as tj
@@ -108,9 +108,10 @@ def test_the_oracle_is_a_derivative(activation):
             assert abs((ends[0] - ends[1]) / (2 * step) - got[which][at]) < 1e-7
 
 
+@pytest.mark.quick(first=len(ACTIVATIONS))
 @pytest.mark.parametrize(
     ("scale_dtype", "activation"),
-    slow_after(len(ACTIVATIONS), pairwise(scale_dtype=SCALE_DTYPES, activation=ACTIVATIONS)),
+    pairwise(scale_dtype=SCALE_DTYPES, activation=ACTIVATIONS),
 )
 def test_equals_the_oracle(activation, scale_dtype):
     """Straight through the rounding of `x`: the derivative stands where `x` was, not its codes."""
@@ -127,9 +128,10 @@ def test_equals_the_oracle(activation, scale_dtype):
     np.testing.assert_array_equal(got[2], d_out)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("scale_dtype", "dtype"),
-    slow_after(1, pairwise(scale_dtype=SCALE_DTYPES, dtype=[jnp.bfloat16, jnp.float16])),
+    pairwise(scale_dtype=SCALE_DTYPES, dtype=[jnp.bfloat16, jnp.float16]),
 )
 def test_half_precision(scale_dtype, dtype):
     """Sums are float32; in bfloat16 cotangents, and weights with bfloat16 scales, are rounded.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_helpers import EXACT, SAS_2, SAS_E
-from grids import pairwise, slow_after
+from grids import pairwise
 from kernel_helpers import lower_for_cuda
 
 import turbojax as tj
@@ -131,9 +131,8 @@ def test_it_lowers(feature, softmax, head_dim, tokens, mode, dtype, block_kv):
 LAUNCHES = [(4, True), (2, False), (3, False), (2, True), (3, True)]
 
 
-@pytest.mark.parametrize(
-    ("launch", "mode"), slow_after(1, zip(LAUNCHES, (MODES * 2)[1:], strict=False))
-)
+@pytest.mark.quick(1)
+@pytest.mark.parametrize(("launch", "mode"), list(zip(LAUNCHES, (MODES * 2)[1:], strict=False)))
 def test_launches_lower(launch, mode):
     softmax = (EXACT, SAS_E)[launch[1]]
     config = tj.TurboConfig(mode=mode, softmax=softmax)

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from grids import pairwise, slow_after
+from grids import pairwise
 from kernel_helpers import lower_for_cuda
 
 import turbojax as tj
@@ -72,9 +72,8 @@ def test_it_lowers_with_window_cap_mixed_widths_and_long_blocks():
     assert "mosaic_gpu" in text
 
 
-@pytest.mark.parametrize(
-    ("splits", "cluster"), slow_after(2, [(3, 1), (8, 8), (1, 1), (3, 3), (8, 4)])
-)
+@pytest.mark.quick(first=2)
+@pytest.mark.parametrize(("splits", "cluster"), [(3, 1), (8, 8), (1, 1), (3, 3), (8, 4)])
 def test_only_clusters_apart_need_a_second_kernel(splits, cluster):
     cache = abstract_cache()
     launch = mosaic_decode.Launch(splits, warpgroups=2, stages=3, cluster=cluster)

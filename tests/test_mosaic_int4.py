@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grids import slow_after
 from int4_helpers import random_tokens, wide
 from kernel_helpers import lower_for_cuda
 from oracles import int4 as oracle
@@ -199,8 +198,9 @@ def test_every_number_of_tokens_lowers():
     assert {case[0] for case in LOWERED} == set(ROWS)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("count", slow_after(1, [7, 1, 3, 8, 64]))
+@pytest.mark.parametrize("count", [7, 1, 3, 8, 64])
 def test_lowers_under_vmap(count):
     """Rows of the tokens' scales are copied from strides that copies can have."""
     tokens, weight = specification(count, 200, 300)
@@ -209,10 +209,9 @@ def test_lowers_under_vmap(count):
     assert "turbojax_int4_matmul_hopper" in lower_for_cuda(jax.vmap(call, (0, None)), many, weight)
 
 
+@pytest.mark.quick(first=2)
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize(
-    "precision", slow_after(2, [None, "high", "default", jax.lax.Precision.HIGHEST])
-)
+@pytest.mark.parametrize("precision", [None, "high", "default", jax.lax.Precision.HIGHEST])
 def test_precision_reaches_the_kernel(precision):
     """Weights are expanded only for sums that stay in the matrix unit."""
     tokens, weight = specification(2048, 64, 128)

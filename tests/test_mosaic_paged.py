@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from grids import pairwise, slow_after
+from grids import pairwise
 from kernel_helpers import lower_for_cuda
 from oracles import warp
 
@@ -92,9 +92,10 @@ LOWERED = pairwise(
 )
 
 
+@pytest.mark.quick(first=3)
 @pytest.mark.parametrize(
     ("queries", "page_size", "kind", "head_dim", "dtype", "options"),
-    slow_after(3, LOWERED[:3] + LOWERED[3::2]),
+    LOWERED[:3] + LOWERED[3::2],
 )
 def test_it_lowers(queries, page_size, kind, head_dim, dtype, options):
     """Every page, head dim, dtype and number of queries."""
@@ -278,12 +279,10 @@ def compare(lane, s, blocks, query, length, query_length, key_scale=None):
     np.testing.assert_allclose(out / totals[:, None], want[seen], rtol=0, atol=tolerance)
 
 
+@pytest.mark.quick(first=3)
 @pytest.mark.parametrize(
     ("kind", "head_dim", "block"),
-    slow_after(
-        3,
-        [(kind, *shape) for shape in ((128, 64), (64, 64), (128, 32), (256, 32)) for kind in KINDS],
-    ),
+    [(kind, *shape) for shape in ((128, 64), (64, 64), (128, 32), (256, 32)) for kind in KINDS],
 )
 def test_a_warp_attends_as_the_definition_says(lanes, kind, head_dim, block):
     rng = np.random.default_rng(head_dim + block)
@@ -293,9 +292,10 @@ def test_a_warp_attends_as_the_definition_says(lanes, kind, head_dim, block):
     compare(lanes, s, blocks, query, 3 * block - 5, 1, None if s.has_norms else 0.5)
 
 
+@pytest.mark.quick(first=6)
 @pytest.mark.parametrize(
     ("size", "kind"),
-    slow_after(6, [(s, k) for s in (1e-39, 3e38, 1e-30, 1e-6, 1e6, 1e30) for k in KINDS]),
+    [(s, k) for s in (1e-39, 3e38, 1e-30, 1e-6, 1e6, 1e30) for k in KINDS],
 )
 def test_queries_of_any_size_are_finite(lanes, kind, size):
     rng = np.random.default_rng(5)
@@ -345,9 +345,10 @@ def test_values_are_weighted_as_the_weights_say(lanes, kind):
     np.testing.assert_allclose(out, want, rtol=0, atol=error)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("dtype", "kind"),
-    slow_after(1, pairwise(dtype=[ml_dtypes.bfloat16, np.float16, np.float32], kind=KINDS)),
+    pairwise(dtype=[ml_dtypes.bfloat16, np.float16, np.float32], kind=KINDS),
 )
 def test_queries_of_every_dtype_are_loaded(lanes, kind, dtype):
     rng = np.random.default_rng(0)

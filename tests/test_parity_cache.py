@@ -10,7 +10,6 @@ import numpy as np
 import parity_recordings as recordings
 import parity_texts as texts
 import pytest
-from grids import slow_after
 
 from turbojax import models
 from turbojax.models import Engine, Request
@@ -79,7 +78,8 @@ def test_the_exact_cache_is_needed_for_this(load):
     assert 10 * TOLERANCE < error("bfloat16", load("mistral"), "mistral") < 0.3
 
 
-@pytest.mark.parametrize("name", slow_after(1, ["mistral", "gemma2"]))
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("name", ["mistral", "gemma2"])
 def test_greedy_texts_of_an_engine(load, name):
     """Prompts in pieces, between other requests' tokens."""
     engine = Engine(

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grids import slow_after
 from implementations import interpreted, kernel_is_slow
 from pooled_helpers import (
     CASES,
@@ -84,19 +83,18 @@ SLOW = (
     "smallest blocks",
     "queries' block beyond a tile",
 )
-GRID = [("xla", name) for name in FAST + SLOW]
 # The kernels' gradients and outputs are compared together elsewhere, in more of the cases.
-KERNEL_GRID = (
-    "negative scale",
-    "causal, larger query blocks",
-    "shorter than a block",
-)
+GRID = [
+    *(("xla", name) for name in FAST),
+    ("triton", "negative scale"),
+    ("triton", "causal, larger query blocks"),
+    ("triton", "shorter than a block"),
+    *(("xla", name) for name in SLOW),
+]
 
 
-@pytest.mark.parametrize(
-    ("implementation", "name"),
-    [*slow_after(len(FAST), GRID), *slow_after(1, [("triton", name) for name in KERNEL_GRID])],
-)
+@pytest.mark.quick(first=len(FAST) + 1)
+@pytest.mark.parametrize(("implementation", "name"), GRID)
 def test_equals_the_oracle(implementation, name):
     """Every level alone and mixed; tails, causality, groups, lengths, blocks of other sizes."""
     blind = check(name, jnp.float32, implementation)
@@ -152,7 +150,8 @@ def test_level_1_everywhere_is_dense_attention():
     assert (np.asarray(got)[~real] == 0).all()
 
 
-@pytest.mark.parametrize("size", slow_after(1, [91, 89]))
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("size", [91, 89])
 def test_pooling_equal_tokens_changes_nothing(size):
     """Tokens that are alike by eights: each level then is dense attention, and so is any mixture.
 

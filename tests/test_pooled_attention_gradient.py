@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grids import slow_after
 from pooled_helpers import (
     CASES,
     Case,
@@ -61,7 +60,8 @@ def gradients(case, q, k, v, levels, d_out, d_residual):
 FAST = ("mixture", "both lengths, causal", "causal, other blocks", "grouped queries")
 
 
-@pytest.mark.parametrize("name", slow_after(4, sorted(NAMES, key=lambda name: name not in FAST)))
+@pytest.mark.quick(first=4)
+@pytest.mark.parametrize("name", sorted(NAMES, key=lambda name: name not in FAST))
 def test_equals_the_oracle(name):
     """Cotangents of the output and of the residual, at every level, mixed, ragged and causal."""
     case = CASES[name]
@@ -74,9 +74,10 @@ def test_equals_the_oracle(name):
     assert (name == "level 0") == (not any(x.any() for x in want))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    slow_after(1, [("both lengths, causal", jnp.bfloat16), ("mixture", jnp.float16)]),
+    [("both lengths, causal", jnp.bfloat16), ("mixture", jnp.float16)],
 )
 def test_half_precision(name, dtype):
     """Sums in float32, rounded once.

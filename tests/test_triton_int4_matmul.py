@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from grids import slow_after
 from int4_helpers import (
     assert_equals_oracle,
     random_epilogue,
@@ -42,9 +41,8 @@ def operands(shape, scale_dtype, activation, dtype=jnp.bfloat16, seed=0):
     return tokens, weight, *random_epilogue(rng, count, weight, dtype)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "has_bias"), slow_after(1, [(jnp.float16, False), (jnp.float32, True)])
-)
+@pytest.mark.quick(1)
+@pytest.mark.parametrize(("dtype", "has_bias"), [(jnp.float16, False), (jnp.float32, True)])
 def test_dtypes_without_a_part_of_the_epilogue(dtype, has_bias):
     tokens, weight, bias, residual = operands((9, 40, 200), "e4m3", None, dtype)
     arrays = (tokens, weight, bias, None) if has_bias else (tokens, weight, None, residual)
@@ -206,9 +204,10 @@ LOWERED = [
 ]
 
 
+@pytest.mark.quick(first=2)
 @pytest.mark.parametrize(
     ("case", "has_e4m3"),
-    slow_after(2, [(c, flag) for c in LOWERED[1:] + LOWERED[:1] for flag in (True, False)]),
+    [(c, flag) for c in LOWERED[1:] + LOWERED[:1] for flag in (True, False)],
 )
 def test_it_lowers(case, has_e4m3):
     *shape, scale_dtype, activation = case
@@ -223,7 +222,8 @@ def test_it_lowers(case, has_e4m3):
     assert ("cvt.rn.satfinite.e4m3x2" in text) == (has_e4m3 and scale_dtype == "e4m3")
 
 
-@pytest.mark.parametrize("rows", slow_after(1, [16, 2000]))
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("rows", [16, 2000])
 def test_it_lowers_with_64_bits(rows):
     """Where plain numbers are 64 bits wide; with few tiles of tokens and with many."""
     tokens, weight = specification(rows, 300, 520, "e4m3")

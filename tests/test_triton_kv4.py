@@ -8,7 +8,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from grids import slow_after
 from kernel_helpers import lower_for_cuda
 from test_kv4_decode import WEIGHT_UNIT, assert_matches_oracle, filled, normal
 
@@ -62,7 +61,8 @@ LOWERED = {
 }
 
 
-@pytest.mark.parametrize("name", slow_after(2, LOWERED))
+@pytest.mark.quick(first=2)
+@pytest.mark.parametrize("name", LOWERED)
 def test_lowers_for_cuda(name):
     (batch, tokens, heads, dim), given = LOWERED[name]
     cache = jax.eval_shape(lambda: kv4.init_cache(batch, 4000, 2, dim))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grids import pairwise, slow_after
+from grids import pairwise
 from kernel_helpers import lower_for_cuda
 from paged_helpers import (
     KV_DTYPES,
@@ -142,9 +142,7 @@ LOWERED_WITH = pairwise(
 
 
 @pytest.mark.quick(2)
-@pytest.mark.parametrize(
-    ("name", "kv_dtype", "dtype"), slow_after(3, LOWERED_WITH[:3] + LOWERED_WITH[3::3])
-)
+@pytest.mark.parametrize(("name", "kv_dtype", "dtype"), LOWERED_WITH[:3] + LOWERED_WITH[3::3])
 def test_lowers_for_cuda(name, kv_dtype, dtype):
     (batch, tokens, heads, dim), page_size, pages, given = LOWERED[name]
     cache = jax.eval_shape(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cache_helpers import assert_same_bits
-from grids import pairwise, slow_after
+from grids import pairwise
 from kernel_helpers import lower_for_cuda
 from paged_append_helpers import (
     PAGES,
@@ -76,7 +76,8 @@ def stored_norms(cache, count):
 LAUNCHES = [(1, 1, jnp.float32), (64, 8, jnp.bfloat16)]
 
 
-@pytest.mark.parametrize(("rows", "pieces", "dtype"), slow_after(1, LAUNCHES))
+@pytest.mark.quick(1)
+@pytest.mark.parametrize(("rows", "pieces", "dtype"), LAUNCHES)
 def test_how_vectors_are_cut_does_not_matter(rows, pieces, dtype):
     cache, lengths = new(128, dtype), integers(5, 14, 0)
     x = tokens(7, 128, dtype, seed=rows)
@@ -243,7 +244,8 @@ LOWERED = pairwise(
 )
 
 
-@pytest.mark.parametrize(("page", "dtype", "count"), slow_after(2, LOWERED))
+@pytest.mark.quick(first=2)
+@pytest.mark.parametrize(("page", "dtype", "count"), LOWERED)
 def test_lowers_for_a_gpu(page, dtype, count):
     (head_dim, page_size), (batch, count) = page, count
     cache = jax.eval_shape(

@@ -25,7 +25,6 @@ from attention_helpers import (
     standard,
     tensors,
 )
-from grids import slow_after
 from implementations import interpreted, kernel_is_slow
 
 import turbojax as tj
@@ -77,9 +76,8 @@ FIRST += [("float", EXACT, "xla"), ("int8", SAS_E, "triton"), ("fp8", SAS_2, "tr
 FURTHER = [("int8_fp8", SAS_E, "triton"), ("float", SAS_2, "triton"), ("fp8", EXACT, "xla")]
 
 
-@pytest.mark.parametrize(
-    ("mode", "softmax", "implementation"), slow_after(len(FIRST), [*FIRST, *FURTHER])
-)
+@pytest.mark.quick(first=len(FIRST))
+@pytest.mark.parametrize(("mode", "softmax", "implementation"), [*FIRST, *FURTHER])
 def test_equals_the_oracle(implementation, mode, softmax):
     """Ragged and causal."""
     q, k, v = standard()
@@ -116,7 +114,8 @@ MORE += [("one token", "triton")]
 GRID = [(*names, *PAIRS[5 * i % len(PAIRS)]) for i, names in enumerate([*FAST, *MORE])]
 
 
-@pytest.mark.parametrize(("case", "implementation", "mode", "softmax"), slow_after(len(FAST), GRID))
+@pytest.mark.quick(first=len(FAST))
+@pytest.mark.parametrize(("case", "implementation", "mode", "softmax"), GRID)
 def test_shapes_and_options_equal_the_oracle(case, implementation, mode, softmax):
     options = dict(CASES[case])
     q, k, v = tensors(sum(map(ord, case)), *options.pop("shape"))
@@ -213,9 +212,8 @@ def test_float_and_exact_is_attention(case, implementation):
     np.testing.assert_allclose(got, exact, atol=3e-6)
 
 
-@pytest.mark.parametrize(
-    "case", slow_after(1, ["causal window", *sorted(set(EXACT_CASES) - {"causal window"})])
-)
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("case", ["causal window", *sorted(set(EXACT_CASES) - {"causal window"})])
 def test_options_mean_what_they_mean_to_jax(case):
     """Equal to `jax.nn.dot_product_attention`: the same conventions."""
     options = dict(EXACT_CASES[case])

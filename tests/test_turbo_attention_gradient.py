@@ -16,7 +16,6 @@ import oracles
 import pytest
 from attention_helpers import EXACT, MODES, SAS_2, tensors
 from flax import nnx
-from grids import slow_after
 
 import turbojax as tj
 
@@ -138,7 +137,8 @@ FAST = ["one token", "grouped queries", "window", "everything"]
 SLOW = ["causal, more queries", "whole tiles", "window past the keys"]
 
 
-@pytest.mark.parametrize("name", slow_after(4, FAST + SLOW))
+@pytest.mark.quick(first=4)
+@pytest.mark.parametrize("name", FAST + SLOW)
 def test_equals_the_oracle(name):
     """Causality, windows, caps, groups, lengths; cotangents of the output and of the residual."""
     options = CASES[name][1]
@@ -365,7 +365,8 @@ def test_forward_mode_is_refused():
             jax.jvp(lambda x, of=function: of(x, k, v), (q,), (q,))
 
 
-@pytest.mark.parametrize("by", slow_after(1, [0, 1, 2]))
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("by", [0, 1, 2])
 def test_prefill_is_not_differentiable(by):
     """By the query alone neither: only the cache would lose its gradient, silently."""
     q, k, v = tensors(38, 1, 16, 16, 2, 1, 16)

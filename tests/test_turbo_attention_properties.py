@@ -18,7 +18,6 @@ from attention_helpers import (
     standard,
     tensors,
 )
-from grids import slow_after
 from implementations import interpreted
 
 import turbojax as tj
@@ -37,7 +36,13 @@ every_mode = modes(
     ]
 )
 # For tests of bits, whose programs are compiled with all optimizations.
-bits = modes(slow_after(2, [("xla", "int8"), ("triton", "int8"), ("xla", "fp8")]))
+bits = modes(
+    [
+        ("xla", "int8"),
+        ("triton", "int8"),
+        pytest.param("xla", "fp8", marks=pytest.mark.slow),
+    ]
+)
 
 
 def run(q, k, v, config, implementation, **options):
@@ -47,9 +52,10 @@ def run(q, k, v, config, implementation, **options):
         return tuple(np.asarray(x) for x in attend(q, k, v, config=config, **options))
 
 
-LONG = slow_after(2, [(SAS_E, "int8"), (SAS_E, "float"), (EXACT, "float"), (SAS_2, "int8")])
+LONG = [(SAS_E, "int8"), (SAS_E, "float"), (EXACT, "float"), (SAS_2, "int8")]
 
 
+@pytest.mark.quick(first=2)
 @pytest.mark.parametrize(("softmax", "mode"), LONG)
 def test_constant_values_come_back(softmax, mode):
     """A constant V is returned however long the row."""
@@ -60,7 +66,8 @@ def test_constant_values_come_back(softmax, mode):
     assert np.abs(out / 1.5 - 1).max() < {"float": 1e-5, "int8": 5e-3}[mode]
 
 
-@pytest.mark.parametrize("softmax", slow_after(1, [SAS_E, SAS_2]))
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("softmax", [SAS_E, SAS_2])
 def test_old_blocks_are_not_decayed(softmax):
     """The first of 64 blocks weighs what the last one does when all scores are equal.
 
@@ -333,7 +340,8 @@ def temporary_bytes(tokens, config, batch=1):
     return jax.jit(call).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize("mode", slow_after(1, ["int8", "float"]))
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("mode", ["int8", "float"])
 def test_memory_grows_with_tokens_not_with_their_square(mode):
     """Twice the tokens, at most about twice the temporaries; far below one row of T x S."""
     config = tj.TurboConfig(mode=mode)
