@@ -1,7 +1,7 @@
 # turbojax: everything a newcomer or CI types. Needs only make and Python >= 3.11.
 #
 #   make demo     watch a language model run on an exact, a 4-bit and a 2/4-bit cache
-#   make test     the tests on a CPU, in a quarter of an hour; make test-all runs every one of them
+#   make test     the tests on a CPU, in about twenty minutes; make test-all runs every one of them
 #
 # The environment is .venv; it is made on first use and brought up to date when
 # pyproject.toml or constraints.txt change. Another interpreter: make PYTHON=python3.12 test
