@@ -1,7 +1,7 @@
 # turbojax: everything a newcomer or CI types. Needs only make and Python >= 3.11.
 #
 #   make demo     watch a language model run on an exact, a 4-bit and a 2/4-bit cache
-#   make test     the tests on a CPU, in about twenty minutes; make test-all runs every one of them
+#   make test     the tests on a CPU, in 6 to 20 minutes; make test-all runs every one of them
 #
 # The environment is .venv; it is made on first use and brought up to date when
 # pyproject.toml or constraints.txt change. Another interpreter: make PYTHON=python3.12 test
@@ -52,7 +52,7 @@ test-all: test test-slow ## run every test that needs no GPU
 # Processes that share the GPU, each of which compiles on one core.
 GPU_JOBS ?= 16
 
-test-gpu: $(VENV)/.installed-test ## run the GPU tests and record them; fails if there is no GPU
+test-gpu: $(VENV)/.installed-test-gpu ## run the GPU tests and record them; fails if there is no GPU
 	$(BIN)/python -m pytest -m gpu \
 		-n $(GPU_JOBS) --dist worksteal -p benchmarks.gpu_tests $(PYTEST)
 
