@@ -45,8 +45,12 @@ def modes(cases):
 
 # Plain JAX in every mode, and the kernel in one: programs that most tests of four queries share.
 every_mode = modes([("triton", "int8"), *(("xla", mode) for mode in MODES[::-1])])
-# The same for tests of one query, those of bits too, which compile with all optimizations.
+# The same for tests of one query.
 some_modes = modes([("xla", "int8"), ("xla", "float"), ("triton", "fp8")])
+# For tests of bits, which compile with all optimizations.
+bits = modes(
+    [("xla", "int8"), ("xla", "float"), ("triton", "fp8"), ("xla", "int8_fp8"), ("triton", "int8")]
+)
 SMALL = (("block_q", 16), ("block_kv", 16), ("buffer_size", 16))
 
 # Against the oracle ------------------------------------------------------------------------------
@@ -301,7 +305,7 @@ def test_several_queries_equal_one_at_a_time(implementation, mode):
 
 @pytest.mark.quick(1)
 @pytest.mark.optimized
-@some_modes
+@bits
 def test_the_batch_never_changes_a_bit(implementation, mode):
     """Each sequence with its neighbours exchanged, and by itself."""
     cache, query = stored(mode), queries(1, 19)
@@ -314,7 +318,7 @@ def test_the_batch_never_changes_a_bit(implementation, mode):
 
 @pytest.mark.quick(1)
 @pytest.mark.optimized
-@some_modes
+@bits
 def test_what_lies_past_the_lengths_never_changes_a_bit(implementation, mode):
     """Unused blocks and buffer slots may hold anything."""
     cache, query = stored(mode), queries(1, 20)
@@ -351,7 +355,7 @@ def test_the_room_left_does_not_matter():
 
 @pytest.mark.quick(1)
 @pytest.mark.optimized
-@some_modes
+@bits
 def test_two_runs_give_the_same_bits(implementation, mode):
     cache, query = stored(mode), queries(1, 25)
     first, second = (decode(query, cache, implementation) for _ in range(2))

@@ -47,10 +47,11 @@ def _finished(events) -> dict:
 
 
 @pytest.mark.slow
-def test_greedy_text_is_that_of_the_model_without_a_cache(model, prompts):
-    """Of numbers as they are: `test_engine.py`; turbo4 in a model: `test_model_paged.py`."""
-    tokens = run(make(model, kv_dtype="fp8_e4m3"), requests_of(prompts, 0.0))
-    assert tokens == greedy_without_a_cache(model, prompts, tokens, "fp8_e4m3")
+@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "turbo4"])
+def test_greedy_text_is_that_of_the_model_without_a_cache(model, prompts, kv_dtype):
+    """Of numbers as they are: `test_engine.py`."""
+    tokens = run(make(model, kv_dtype=kv_dtype), requests_of(prompts, 0.0))
+    assert tokens == greedy_without_a_cache(model, prompts, tokens, kv_dtype)
     assert len(set(tokens)) > 1
 
 

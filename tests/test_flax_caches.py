@@ -45,6 +45,22 @@ def test_caches_are_those_of_the_package(kind):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_progressive_cache_by_its_own_operations():
+    """`prefill`, `append` and `decode` of the package, on the module's heads."""
+    layer, x = module(cache=SMALL), jnp.asarray(tokens(30))
+    layer.init_cache(2, 48)
+    angles = Rope(CHANNELS).angles(jnp.broadcast_to(jnp.arange(30)[None], (2, 30)))
+    query, key, value = layer.heads(x, angles)
+    cache = tj.init_cache(2, 48, KV_HEADS, CHANNELS, config=SMALL, dtype=jnp.float32)
+    want, cache = tj.prefill(query[:, :20], key[:, :20], value[:, :20], cache)
+    np.testing.assert_array_equal(layer.prefill(x[:, :20]), layer.output(want))
+    cache = tj.append(cache, key[:, 20:], value[:, 20:])
+    want = tj.decode(query[:, 20:], cache)
+    # Angles of new tokens are counted from the cache; they are the same numbers.
+    np.testing.assert_array_equal(layer.decode(x[:, 20:]), layer.output(want))
+
+
 def test_prompts_attend_as_whole_sequences_do():
     layer, x = module(cache=SMALL), tokens(30)
     layer.init_cache(2, 48)

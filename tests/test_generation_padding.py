@@ -55,7 +55,7 @@ PLACES = {
 
 # The others are of the same kinds, with other numbers.
 @pytest.mark.slow
-@pytest.mark.parametrize("cache", ["exact", "4bit"])
+@pytest.mark.parametrize("cache", ["exact", "4bit", "2/4bit", "turbo4"])
 def test_padding_never_changes_results(model, prompts, cache):
     kind = models.cache_by_name(cache, 2)
 

@@ -20,7 +20,7 @@ from turbojax.ops.int4_matmul.api import MATMUL
 SCALE_DTYPES = ("e4m3", "bf16")
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 # Odd ones, those around the tiles of kernels, and a long one; each has another epilogue.
-ROWS = (257, 1, 66, 4095)
+ROWS = (257, 1, 16, 66, 128, 4095)
 EPILOGUES = (
     {},
     {"activation": "silu"},
@@ -134,7 +134,7 @@ SIZE_GRID = [
 @pytest.mark.quick(first=5)
 @pytest.mark.parametrize(
     ("size", "implementation", "scale_dtype", "epilogue", "dtype"),
-    SIZE_GRID[:5] + SIZE_GRID[5::2],
+    SIZE_GRID,
 )
 def test_sizes(size, implementation, scale_dtype, epilogue, dtype):
     """Epilogues and dtypes rotate through them."""

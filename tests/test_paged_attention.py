@@ -62,6 +62,10 @@ KINDS = [("xla", "turbo4"), ("triton", "fp8_e4m3"), ("xla", "fp8_e5m2"), ("trito
 every_kind = pytest.mark.parametrize(("implementation", "kv_dtype"), KINDS)
 # What each kind of pages shares: one kind with plain JAX, another with the kernel.
 kernel_and_reference = pytest.mark.parametrize(("implementation", "kv_dtype"), KINDS[:2])
+# Where what is stored counts: turbo4 through the kernel and e5m2, too.
+most_kinds = pytest.mark.parametrize(
+    ("implementation", "kv_dtype"), [*KINDS[:3], ("triton", "turbo4")]
+)
 
 
 @pytest.mark.quick(4)
@@ -117,7 +121,7 @@ def test_page_sizes_do_not_matter(implementation, kv_dtype):
 
 
 @pytest.mark.quick(1)
-@kernel_and_reference
+@most_kinds
 def test_neighbours_and_places_do_not_matter(implementation, kv_dtype):
     check_neighbours_and_places(run(implementation), kv_dtype)
 
@@ -128,13 +132,13 @@ def test_chunks_do_not_matter():
 
 
 @pytest.mark.quick(1)
-@kernel_and_reference
+@most_kinds
 def test_what_is_not_finite_reaches_what_attends_to_it(implementation, kv_dtype):
     check_nan(run(implementation), kv_dtype)
 
 
 @pytest.mark.quick(1)
-@kernel_and_reference
+@most_kinds
 def test_what_is_out_of_range_is_nan_under_jit(implementation, kv_dtype):
     """For that sequence, padding included; the others' bits stay."""
     lengths = np.asarray((40, 33, 20, 0, 48), np.int32)
