@@ -45,7 +45,6 @@ def test_caches_are_those_of_the_package(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_progressive_cache_by_its_own_operations():
     """`prefill`, `append` and `decode` of the package, on the module's heads."""
     layer, x = module(cache=SMALL), jnp.asarray(tokens(30))
@@ -61,6 +60,7 @@ def test_progressive_cache_by_its_own_operations():
     np.testing.assert_array_equal(layer.decode(x[:, 20:]), layer.output(want))
 
 
+@pytest.mark.slow
 def test_prompts_attend_as_whole_sequences_do():
     layer, x = module(cache=SMALL), tokens(30)
     layer.init_cache(2, 48)
