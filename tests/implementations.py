@@ -18,16 +18,6 @@ def interpreted(implementation):
     return contextlib.nullcontext() if implementation == "xla" else interpret_kernels()
 
 
-def by_mode(modes):
-    """A test's implementation and mode; the kernel in all but the first mode is slow."""
-    cases = [
-        pytest.param(name, mode, marks=[pytest.mark.slow] if name == "triton" and i else [])
-        for name in ON_CPU
-        for i, mode in enumerate(modes)
-    ]
-    return pytest.mark.parametrize(("implementation", "mode"), cases)
-
-
 kernel_is_slow = pytest.mark.parametrize(
     "implementation", ["xla", pytest.param("triton", marks=pytest.mark.slow)]
 )

@@ -100,10 +100,6 @@ def lower(config, head_dim=64, dtype=jnp.bfloat16, tokens=100, **options):
     return lower_for_cuda(lambda *x: run(*x), query, key, key, lengths, lengths)
 
 
-def assert_lowers(text):
-    assert "mosaic_gpu" in text
-
-
 LOWERED = pairwise(
     feature=list(FEATURES),
     softmax=[SAS_E, EXACT, SAS_2, tj.SAS(-3.0), tj.SAS(-87.0, "2")],
