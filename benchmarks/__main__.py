@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks import readme, report, timing
 from benchmarks.suites import attention, engine, families, fireq, flax, loading, paged, pooled
+from turbojax import _writing
 from turbojax.demo import environment
 
 # What two runs must have in common to be stored in one file.
@@ -38,9 +39,7 @@ def _machine() -> dict[str, Any]:
 def write(path: Path, result: dict[str, Any]) -> None:
     """Writes a result so that a reader sees the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".partial")
-    draft.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(draft, path)
+    _writing.write_text(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
 
 
 def _previous(path: Path, machine: dict[str, Any]) -> dict[str, Any] | None:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich.progress import Progress
 
-from turbojax import models
+from turbojax import _writing, models
 from turbojax.demo import environment
 from turbojax.finetune.evaluate import windows
 from turbojax.models import generation
@@ -167,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(text)
     else:
         given.out.parent.mkdir(parents=True, exist_ok=True)
-        given.out.write_text(text, encoding="utf-8")
+        _writing.write_text(given.out, text)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich.progress import Progress
 
-from turbojax import models, quantizing, smoothing
+from turbojax import _writing, models, quantizing, smoothing
 from turbojax.demo import environment
 from turbojax.models.calibration import calibrate
 from turbojax.models.quantize import layer_params, layer_weights, quantize_from
@@ -257,7 +257,8 @@ def save_plot(result: dict[str, Any], path: Path) -> None:
     )
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9, loc="upper right", bbox_to_anchor=(1, 0.8))
-    figure.savefig(path, dpi=150)
+    with _writing.replacing(path) as draft:
+        figure.savefig(draft, dpi=150)
 
 
 def main() -> None:
@@ -292,7 +293,7 @@ def main() -> None:
             print(text)
         else:
             arguments.out.parent.mkdir(parents=True, exist_ok=True)
-            arguments.out.write_text(text, encoding="utf-8")
+            _writing.write_text(arguments.out, text)
     if arguments.plot is not None:
         save_plot(result, arguments.plot)
 

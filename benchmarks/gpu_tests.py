@@ -73,9 +73,9 @@ def machine() -> dict[str, Any]:
 def write(path: Path, result: dict[str, Any]) -> None:
     """Writes a record so that a reader sees the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".partial")
-    draft.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    os.replace(draft, path)
+    from turbojax import _writing  # not before the tests have chosen their platform
+
+    _writing.write_text(path, json.dumps(result, indent=1) + "\n")
 
 
 @dataclasses.dataclass

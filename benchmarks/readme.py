@@ -12,6 +12,7 @@ from pathlib import Path
 
 from benchmarks import choosing
 from benchmarks.stored import dated, newest
+from turbojax import _writing
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -87,7 +88,7 @@ def main() -> None:
     if check and new != old:
         sys.exit("README.md is out of date: run python -m benchmarks.readme")
     if not check:
-        path.write_text(new, encoding="utf-8")
+        _writing.write_text(path, new)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from benchmarks import (
 from benchmarks.plots import PLOTS
 from benchmarks.stored import dated, newest
 from benchmarks.tables import Result
+from turbojax import _writing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -248,12 +249,13 @@ def write(results: Path, docs: Path) -> None:
     texts = pages(docs)
     for name, text in fill_pages(texts, page_tables(results)).items():
         if text != texts[name]:
-            (docs / name).write_text(text, encoding="utf-8")
+            _writing.write_text(docs / name, text)
     folder = docs / _PLOTS_FOLDER
     drawn = plots(results)
     for name in _stale_plots(results, folder):
         draw, result = drawn[name]
-        draw(result).savefig(folder / name, dpi=110, metadata={_DIGEST: digest(result)})
+        with _writing.replacing(folder / name) as draft:
+            draw(result).savefig(draft, dpi=110, metadata={_DIGEST: digest(result)})
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -268,4 +270,4 @@ def run(arguments: argparse.Namespace) -> None:
             sys.exit(f"out of date: {', '.join(wrong)}; run python -m benchmarks report")
         return
     write(readme.RESULTS, DOCS)
-    path.write_text(readme.fill(old), encoding="utf-8")
+    _writing.write_text(path, readme.fill(old))

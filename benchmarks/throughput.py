@@ -23,6 +23,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from turbojax import _writing
+
 Row = dict[str, Any]
 
 DEFAULT_CACHES = "exact,4bit,2/4bit"
@@ -271,7 +273,7 @@ def run(arguments: argparse.Namespace, log: Any) -> dict[str, Any]:
                     "rows": rows,
                 }
                 if arguments.out is not None:
-                    arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+                    _writing.write_text(arguments.out, json.dumps(result, indent=2) + "\n")
             bar.update(task, completed=(i + 1) * len(batches))
     worker.close()
     return result

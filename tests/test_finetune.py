@@ -245,12 +245,14 @@ class TestRun:
 
     @pytest.mark.slow
     def test_a_folder_is_one_run(self, whole):
-        with pytest.raises(ValueError, match="holds a run with attention=.*choose another folder"):
+        with pytest.raises(
+            ValueError, match=r"holds another run, with attention\.kind=.*choose another folder"
+        ):
             tune(whole[0], pooled=None)
         other = models.Llama(TINY, rngs=nnx.Rngs(2))
-        with pytest.raises(ValueError, match="holds a run with start_sha256="):
+        with pytest.raises(ValueError, match="holds another run, with start_sha256="):
             finetune.fine_tune(whole[0], other, SETTINGS, corpus(), pooled=POOLED)
-        with pytest.raises(ValueError, match="holds a run with held_out_sha256="):
+        with pytest.raises(ValueError, match="holds another run, with held_out_sha256="):
             tune(whole[0], rhythm=finetune.Rhythm(evaluate_windows=1))
         short = finetune.Corpus(corpus().stream, b"abc", "")
         with pytest.raises(ValueError, match="3 bytes of held-out text must be at least context"):

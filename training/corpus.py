@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from turbojax import _writing
 from turbojax.finetune.documents import (
     Document,
     HeldOut,
@@ -148,7 +149,7 @@ def build(folder: Path, held_out_names: Iterable[str], *, library_repeats: int =
         "resembling_held_out": resembling,
         "packages": _summarize(kept),
     }
-    (folder / "corpus.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    _writing.write_text(folder / "corpus.json", json.dumps(manifest, indent=1) + "\n")
 
 
 def _summarize(documents: Iterable[Document]) -> list[dict[str, Any]]:

@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from turbojax import _writing
+
 CURVE_NAME = "loss_curve.png"
 DATA_NAME = "training_data.json"
 
@@ -43,8 +45,8 @@ def write(folder: Path, logs: Sequence[Log], manifest: Mapping[str, Any]) -> Non
       manifest: content of `corpus.json`.
     """
     plot(logs, folder / CURVE_NAME)
-    (folder / DATA_NAME).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-    (folder / "README.md").write_text(model_card(logs, manifest), encoding="utf-8")
+    _writing.write_text(folder / DATA_NAME, json.dumps(manifest, indent=1) + "\n")
+    _writing.write_text(folder / "README.md", model_card(logs, manifest))
 
 
 def plot(logs: Sequence[Log], path: Path) -> None:
@@ -75,7 +77,8 @@ def plot(logs: Sequence[Log], path: Path) -> None:
     axes.set_ylabel("bits per byte")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    figure.savefig(path)
+    with _writing.replacing(path) as draft:
+        figure.savefig(draft)
 
 
 def _curve(

@@ -26,6 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from training import corpus, report
 from training.state import MODEL, Settings, Trainer
+from turbojax import _writing
 from turbojax.finetune.checkpoint import checkpoint_manager
 from turbojax.finetune.documents import read_held_out
 from turbojax.finetune.evaluate import bits_per_byte
@@ -79,7 +80,7 @@ class Log:
 
     def write(self) -> None:
         """Writes the file."""
-        self._path.write_text(json.dumps(self.content, indent=1) + "\n", encoding="utf-8")
+        _writing.write_text(self._path, json.dumps(self.content, indent=1) + "\n")
 
 
 def describe_run(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:

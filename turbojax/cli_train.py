@@ -99,8 +99,9 @@ def train(
     from turbojax import models
 
     try:
-        from turbojax import finetune
+        from turbojax import _writing, finetune
 
+        _writing.require_free(out)
         if precision is None:
             precision = "float32" if jax.default_backend() == "cpu" else "bfloat16"
         settings = finetune.Settings(
@@ -161,12 +162,12 @@ def compare(
 ) -> None:
     """Compare two runs of `turbojax train`: their losses at the same step, and the time saved."""
     try:
-        from turbojax import finetune
+        from turbojax import _writing, finetune
 
         logs = [finetune.read_log(path) for path in (first, second)]
         result = finetune.compare(*logs, width=smoothing)
         if write is not None:
-            write.write_text(json.dumps(result) + "\n", encoding="utf-8")
+            _writing.write_text(write, json.dumps(result) + "\n")
         if plot is not None:
             finetune.save_plot(logs, plot, width=smoothing)
     except (OSError, ValueError, ImportError) as error:

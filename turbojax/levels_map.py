@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from turbojax import _writing
 from turbojax.demo.measure import environment
 from turbojax.layer_cache.options import PLAIN, AttentionOptions, require_plain
 from turbojax.levels import (
@@ -309,7 +310,8 @@ def save_plot(report: MapReport, path: Path) -> None:
         f"in blocks of {settings.block}",
         fontsize=12,
     )
-    figure.savefig(path, dpi=130)
+    with _writing.replacing(path) as draft:
+        figure.savefig(draft, dpi=130)
 
 
 def _draw_map(axes: Any, result: PolicyResult, panel: int, settings: MapSettings) -> None:

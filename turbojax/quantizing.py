@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import shutil
 import sysconfig
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from turbojax import _checks, models, text
+from turbojax import _checks, _writing, models, text
 from turbojax.models.config import stored_dtype
 from turbojax.models.evaluation import CacheName, caches_of
 from turbojax.models.quantize import EVERYTHING
@@ -259,6 +258,7 @@ def _check_out(settings: QuantizeSettings) -> None:
     existing = next(path for path in (out, *out.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise ValueError(f"out={str(out)!r} must be a folder, {str(existing)!r} is a file")
+    _writing.require_free(out)
     if not ((out / "config.json").exists() or any(out.glob("*.safetensors*"))):
         return
     hf = models.read_config(out) if (out / "config.json").is_file() else {}
@@ -370,19 +370,15 @@ def _write(settings: QuantizeSettings, model: models.QuantizedDecoder) -> tuple[
     """Writes the folder; bytes of the weights before and after."""
     source, out = models.checkpoint_folder(settings.model), settings.out
     hf = models.read_config(settings.model)
+    templates = sorted((source / CHAT_TEMPLATES_FOLDER).glob("*.jinja"))
+    names = [*_COMPANIONS, *(f"{CHAT_TEMPLATES_FOLDER}/{path.name}" for path in templates)]
     models.save_quantized(
         model,
         out,
         dtype=stored_dtype(hf),
         extra_config={key: hf[key] for key in _KEPT_KEYS if key in hf},
+        companions={name: source / name for name in names if (source / name).is_file()},
     )
-    for name in _COMPANIONS:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, out / name)
-    templates = sorted((source / CHAT_TEMPLATES_FOLDER).glob("*.jinja"))
-    for path in templates:
-        (out / CHAT_TEMPLATES_FOLDER).mkdir(exist_ok=True)
-        shutil.copyfile(path, out / CHAT_TEMPLATES_FOLDER / path.name)
     sizes = [
         sum(file.stat().st_size for file in models.weight_files(folder)) for folder in (source, out)
     ]

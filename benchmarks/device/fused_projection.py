@@ -46,6 +46,7 @@ from pallas_kernels.triton._quantize import (
     stage1_codes,
 )
 from pallas_kernels.triton.quantize import quantize
+from turbojax import _writing
 
 HIDDEN, HEADS, KV_HEADS, DIM = 4096, 32, 8, 128
 ALL_HEADS = HEADS + 2 * KV_HEADS
@@ -314,7 +315,7 @@ def main() -> None:
     report = {**environment(), "rows": []}
     for tokens in (8192, 16384):
         report["rows"] += rows(tokens, deadline)
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        _writing.write_text(arguments.out, json.dumps(report, indent=1) + "\n")
     for row in report["rows"]:
         result = row.get("failed") or f"{row['us']:.0f} us {row['tflops']:.0f} TFLOP/s"
         print(f"{row['tokens']} {row['name']}: {result}", row.get("relative", ""), flush=True)

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import turbojax as tj
 from benchmarks.timing import measure
 from pallas_kernels.upstream_triton.attention import SparseExponential, Tiling, attention
+from turbojax import _writing
 from turbojax.ops.turbo_attention import jax_triton, reference
 from turbojax.ops.turbo_attention.masking import Visibility
 from turbojax.ops.turbo_attention.operands import quantize_operands
@@ -263,7 +264,7 @@ def main() -> None:
         report[name] = []
         for row in stage():
             report[name].append(row)
-            arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            _writing.write_text(arguments.out, json.dumps(report, indent=1) + "\n")
         print(f"{name}: {len(report[name])} rows", flush=True)
     print(table(report))
 

@@ -9,8 +9,6 @@ import contextlib
 import hashlib
 import json
 import os
-import stat
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
+
+from turbojax import _writing
 
 FORMAT = "turbojax-cache"
 VERSION = 1
@@ -44,11 +44,9 @@ def write(
 
     Raises:
       FileNotFoundError: if there is no such folder.
+      OSError: if the file cannot be written, for instance because the disk is full.
       TypeError: if `metadata` is something else.
     """
-    target = Path(path)
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"{str(target.parent)!r} must be a folder, to write {target.name}")
     text = json.dumps(
         {
             "description": dict(description),
@@ -66,29 +64,8 @@ def write(
         "content": text,
         "fingerprint": hashlib.sha256(text.encode()).hexdigest(),
     }
-    mode = _mode(target)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    os.close(handle)
-    try:
-        save_file(stored, temporary, metadata=header)
-        os.chmod(temporary, mode)
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def _mode(target: Path) -> int:
-    """Permissions: those of the file that is replaced, or what any new file would get."""
-    if target.exists():
-        return stat.S_IMODE(target.stat().st_mode)
-    # The umask cannot be read without setting it. A file that another thread creates meanwhile is
-    # private.
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return 0o666 & ~mask
+    with _writing.replacing(path) as draft, _writing.os_errors(path):
+        save_file(stored, draft, metadata=header)
 
 
 class StoredFile:

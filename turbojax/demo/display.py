@@ -8,6 +8,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from turbojax import _writing
 from turbojax.demo.measure import CacheResult, DemoReport, cache_kind
 from turbojax.models import Llama
 from turbojax.models.caching import init_caches
@@ -110,4 +111,5 @@ def save_plot(report: DemoReport, model: Llama, path: Path) -> None:
     for axes in (memory, quality):
         axes.grid(alpha=0.3)
         axes.legend()
-    figure.savefig(path, dpi=120)
+    with _writing.replacing(path) as draft:
+        figure.savefig(draft, dpi=120)

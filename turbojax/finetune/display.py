@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from turbojax import _writing
 from turbojax.finetune.comparison import label, seconds_at, smooth
 
 if TYPE_CHECKING:
@@ -64,4 +65,5 @@ def save_plot(logs: Sequence[Mapping[str, Any]], path: Path, *, width: int = 20)
     Raises:
       ValueError: if there are no runs or too many, or matplotlib does not know the format.
     """
-    draw(logs, width=width).savefig(path)
+    with _writing.replacing(path) as draft:
+        draw(logs, width=width).savefig(draft)

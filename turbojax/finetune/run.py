@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
-import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from turbojax import _writing
 from turbojax.demo import environment
 from turbojax.finetune.checkpoint import checkpoint_manager
 from turbojax.finetune.data import Corpus
@@ -80,6 +80,7 @@ def fine_tune(
 
     Args:
       folder: gets `log.json`, checkpoints and, at the end, the model in Hugging Face's layout.
+        Created if it does not exist.
       model: the model to start from.
       settings: see `Settings`.
       corpus: training and held-out text.
@@ -93,10 +94,28 @@ def fine_tune(
       The log, see `docs/training.md`.
 
     Raises:
+      BlockingIOError: if another run is writing into `folder`.
       ValueError: if the model does not read bytes, the text is too short, or `folder` holds a run
         with other settings, data or starting weights.
       FloatingPointError: if the loss is not finite.
     """
+    folder.mkdir(parents=True, exist_ok=True)
+    with _writing.exclusive(folder):
+        return _fine_tune(folder, model, settings, corpus, pooled, remat, rhythm, source, report)
+
+
+def _fine_tune(
+    folder: Path,
+    model: Llama,
+    settings: Settings,
+    corpus: Corpus,
+    pooled: PooledAttention | None,
+    remat: bool,
+    rhythm: Rhythm,
+    source: str,
+    report: Report,
+) -> dict[str, Any]:
+    """What `fine_tune` does, alone in the folder."""
     if len(corpus.held_out) < settings.context:
         raise ValueError(
             f"{len(corpus.held_out)} bytes of held-out text must be at least "
@@ -143,16 +162,12 @@ class Log:
 
     def __init__(self, path: Path, header: dict[str, Any]) -> None:
         self._path = path
-        old: dict[str, Any] = {}
-        if path.exists():
-            old = json.loads(path.read_text(encoding="utf-8"))
-            identity = old.get("identity", {})
-            for name, value in header["identity"].items():
-                if identity.get(name) != value:
-                    raise ValueError(
-                        f"{path.parent} holds a run with {name}={identity.get(name)}, "
-                        f"which must be {value}: choose another folder"
-                    )
+        old = _read_log(path) if path.exists() else {}
+        if old and (other := _differences(old.get("identity", {}), header["identity"])):
+            raise ValueError(
+                f"{str(path.parent)!r} holds another run, with {'; '.join(other)}: "
+                "choose another folder, or the same settings, model and data"
+            )
         empty: dict[str, Any] = {"losses": [], "records": [], "evaluations": []}
         self.content = {**empty, **old, **header}
 
@@ -179,10 +194,28 @@ class Log:
 
     def write(self) -> None:
         """Writes the file, so that there is always a whole one."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        new = self._path.with_suffix(".new")
-        new.write_text(json.dumps(self.content) + "\n", encoding="utf-8")
-        os.replace(new, self._path)
+        _writing.write_text(self._path, json.dumps(self.content) + "\n")
+
+
+def _read_log(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, not {type(content).__name__}")
+    return content
+
+
+def _differences(held: Any, wanted: Any, name: str = "") -> list[str]:
+    """What differs between two descriptions of a run, by the names of the single values."""
+    if isinstance(held, dict) and isinstance(wanted, dict):
+        keys = dict.fromkeys((*held, *wanted))
+        found = [
+            _differences(held.get(k), wanted.get(k), f"{name}.{k}" if name else k) for k in keys
+        ]
+        return [line for lines in found for line in lines]
+    return [] if held == wanted else [f"{name}={held!r} instead of {wanted!r}"]
 
 
 def held_out_bits(trainer: Trainer, held_out: bytes, attend: Attend) -> float:

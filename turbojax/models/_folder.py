@@ -8,13 +8,20 @@ written one at a time, so that a large file never lies in memory as a whole.
 import dataclasses
 import json
 import os
+import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
+
+from turbojax import _writing
+
+T = TypeVar("T")
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
@@ -36,6 +43,8 @@ _DTYPES: dict[str, np.dtype] = {
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _HEADER_LENGTH_BYTES = 8
+# Of readers, where somebody replaces the checkpoint.
+_TRIES, _PAUSE_SECONDS = 20, 0.005
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -266,22 +275,24 @@ def write(
     config: Mapping[str, Any],
     tensors: Sequence[Tensor],
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    companions: Mapping[str, Path] | None = None,
 ) -> None:
     """Writes a checkpoint into a folder, which is created if it does not exist.
 
-    All files are written under other names before what was there is touched. Then the folder has
-    no `config.json`, and so is not a checkpoint, until everything else has its name.
+    `steady` readers see the old checkpoint or the new one, at every moment and after every kind of
+    interruption, see `_writing.replacing_files`.
 
     Args:
       path: the folder; the checkpoint it held is replaced, other files stay.
       config: content of `config.json`.
       tensors: what to write.
       max_shard_bytes: of the tensors in one file; a larger tensor gets a file of its own.
+      companions: further files by name, to be copied from elsewhere.
 
     Raises:
+      BlockingIOError: if another program is writing there.
       TypeError: if JSON cannot say what the config holds.
     """
-    folder = Path(path)
     shards = _split(tensors, max_shard_bytes)
     count = len(shards)
     names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
@@ -291,23 +302,55 @@ def write(
     if count > 1:
         places = {x.name: n for n, shard in zip(names, shards, strict=True) for x in shard}
         total = {"total_size": sum(x.nbytes for x in tensors)}
-        # Renamed in this order: config.json comes last.
-        texts = {INDEX_NAME: _encode({"metadata": total, "weight_map": places}), **texts}
-    folder.mkdir(parents=True, exist_ok=True)
-    parts = {name: folder / f"{name}.part" for name in (*names, *texts)}
-    try:
+        texts[INDEX_NAME] = _encode({"metadata": total, "weight_map": places})
+    with _writing.replacing_files(path, owned=_is_checkpoint, last=CONFIG_NAME) as draft:
         for name, shard in zip(names, shards, strict=True):
-            _write_tensors(parts[name], shard)
+            _write_tensors(draft / name, shard)
         for name, text in texts.items():
-            parts[name].write_bytes(text)
-        (folder / CONFIG_NAME).unlink(missing_ok=True)
-        for old in (folder / INDEX_NAME, folder / WEIGHTS_NAME, *folder.glob(_SHARD_PATTERN)):
-            old.unlink(missing_ok=True)
-        for name, part in parts.items():
-            part.rename(folder / name)
-    finally:
-        for part in parts.values():
-            part.unlink(missing_ok=True)
+            (draft / name).write_bytes(text)
+        for name, source in (companions or {}).items():
+            (draft / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(source, draft / name)
+
+
+def steady(folder: Path, read: Callable[[Path], T]) -> T:
+    """What `read` makes of a checkpoint: of one, also where somebody replaces it meanwhile.
+
+    Args:
+      folder: of the checkpoint.
+      read: is given the folder where its files lie; called again if it was replaced.
+
+    Raises:
+      Whatever `read` raises; ValueError if the checkpoint is replaced again and again.
+    """
+    require_folder(folder)
+    settle(folder)
+    for _ in range(_TRIES):
+        place = _writing.current(folder)
+        before = _state(place)
+        try:
+            result = read(place)
+        except (OSError, ValueError, NotImplementedError):
+            if _writing.current(folder) == place and _state(place) == before:
+                raise
+        else:
+            if _writing.current(folder) == place and _state(place) == before:
+                return result
+        time.sleep(_PAUSE_SECONDS)
+    raise _changed(folder)
+
+
+def settle(folder: Path) -> None:
+    """Ends what an interrupted `write` had not ended, so that every file has its place."""
+    _writing.finish(folder, owned=_is_checkpoint, last=CONFIG_NAME)
+
+
+def _state(folder: Path) -> tuple[int, int, int] | None:
+    """A value that changes if `write` replaces the checkpoint: every one has a new file."""
+    try:
+        return _version((folder / CONFIG_NAME).stat())
+    except FileNotFoundError:
+        return None
 
 
 def some(names: Sequence[str]) -> str:
@@ -317,6 +360,10 @@ def some(names: Sequence[str]) -> str:
 
 
 _SHARD_PATTERN = "model-[0-9]*-of-[0-9]*.safetensors"
+
+
+def _is_checkpoint(name: str) -> bool:
+    return name in (CONFIG_NAME, WEIGHTS_NAME, INDEX_NAME) or fnmatch(name, _SHARD_PATTERN)
 
 
 def _read_index(folder: Path) -> dict[str, Path]:

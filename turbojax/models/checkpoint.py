@@ -78,13 +78,17 @@ def load(
         mis-shaped, or too large for `dtype`; tied embeddings differ; or an argument is out of
         range.
     """
-    folder, hf = checkpoint_folder(path_or_name), read_config(path_or_name)
-    if quantized_checkpoint.is_quantized(hf):
-        return quantized_checkpoint.read(
-            folder, hf, dtype=dtype, max_length=max_length, progress=progress
-        )
-    config = _config(hf, max_length)
-    return loading.read_llama(folder, hf, config, dtype=dtype, progress=progress)
+
+    def read(folder: Path) -> Llama | QuantizedDecoder:
+        hf = _folder.read_config(folder)
+        if quantized_checkpoint.is_quantized(hf):
+            return quantized_checkpoint.read(
+                folder, hf, dtype=dtype, max_length=max_length, progress=progress
+            )
+        config = _config(hf, max_length)
+        return loading.read_llama(folder, hf, config, dtype=dtype, progress=progress)
+
+    return _folder.steady(checkpoint_folder(path_or_name), read)
 
 
 def load_llama(
@@ -100,13 +104,17 @@ def load_llama(
       OSError, NotImplementedError, ValueError: as `load`.
       ValueError: also if the checkpoint is quantized.
     """
-    folder, hf = checkpoint_folder(path_or_name), read_config(path_or_name)
-    if quantized_checkpoint.is_quantized(hf):
-        raise ValueError(
-            f"{str(folder)!r} is a quantized model: the weights must be floating point"
-        )
-    config = _config(hf, max_length)
-    return loading.read_llama(folder, hf, config, dtype=dtype, progress=progress)
+
+    def read(folder: Path) -> Llama:
+        hf = _folder.read_config(folder)
+        if quantized_checkpoint.is_quantized(hf):
+            raise ValueError(
+                f"{str(path_or_name)!r} is a quantized model: the weights must be floating point"
+            )
+        config = _config(hf, max_length)
+        return loading.read_llama(folder, hf, config, dtype=dtype, progress=progress)
+
+    return _folder.steady(checkpoint_folder(path_or_name), read)
 
 
 def load_decoder(
@@ -123,13 +131,17 @@ def load_decoder(
     Raises:
       OSError, NotImplementedError, ValueError: as `load`.
     """
-    folder, hf = checkpoint_folder(path_or_name), read_config(path_or_name)
-    if quantized_checkpoint.is_quantized(hf):
-        return quantized_checkpoint.read(
-            folder, hf, dtype=dtype, max_length=max_length, progress=progress
-        )
-    config = _config(hf, max_length)
-    return loading.read_decoder(folder, hf, config, dtype=dtype, progress=progress)
+
+    def read(folder: Path) -> Decoder | QuantizedDecoder:
+        hf = _folder.read_config(folder)
+        if quantized_checkpoint.is_quantized(hf):
+            return quantized_checkpoint.read(
+                folder, hf, dtype=dtype, max_length=max_length, progress=progress
+            )
+        config = _config(hf, max_length)
+        return loading.read_decoder(folder, hf, config, dtype=dtype, progress=progress)
+
+    return _folder.steady(checkpoint_folder(path_or_name), read)
 
 
 def checkpoint_folder(path_or_name: str | os.PathLike[str]) -> Path:
@@ -144,7 +156,7 @@ def read_config(path_or_name: str | os.PathLike[str]) -> dict[str, Any]:
       OSError: if there is no such folder, or no such file in it.
       ValueError: if it cannot be parsed.
     """
-    return _folder.read_config(checkpoint_folder(path_or_name))
+    return _folder.steady(checkpoint_folder(path_or_name), _folder.read_config)
 
 
 def weight_files(path_or_name: str | os.PathLike[str]) -> tuple[Path, ...]:
@@ -154,9 +166,7 @@ def weight_files(path_or_name: str | os.PathLike[str]) -> tuple[Path, ...]:
       OSError: if there is no such folder, or a file is missing in it.
       ValueError: if the index of several files cannot be read.
     """
-    folder = checkpoint_folder(path_or_name)
-    _folder.require_folder(folder)
-    return _folder.weight_files(folder)
+    return _folder.steady(checkpoint_folder(path_or_name), _folder.weight_files)
 
 
 def save(
@@ -169,8 +179,10 @@ def save(
 ) -> None:
     """Writes a model as a Hugging Face folder; `load` reads it back bit for bit.
 
-    The host holds one tensor at a time. New weights are complete before a checkpoint that is
-    already there is touched.
+    The host holds one tensor at a time. Readers in this package see the old checkpoint or the new
+    one, also after an interruption at any moment or a full disk. Other programs see either of them
+    or, for a moment at the end, no `config.json`; if that is where the process was killed, the next
+    `save` into the folder sets it right.
 
     Args:
       model: the model to save.
@@ -183,6 +195,7 @@ def save(
         own config says.
 
     Raises:
+      BlockingIOError: if another program is writing into the folder.
       NotImplementedError: if `load` would refuse a key of `extra_config`.
       TypeError: if the model is not a `Llama`, or JSON cannot express what `extra_config` holds.
       ValueError: if the dtype is another or too small for a weight, `max_shard_bytes` is not

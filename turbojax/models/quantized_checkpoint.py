@@ -49,8 +49,11 @@ def save_quantized(
     dtype: DTypeLike | None = None,
     max_shard_bytes: int = _folder.MAX_SHARD_BYTES,
     extra_config: Mapping[str, Any] | None = None,
+    companions: Mapping[str, Path] | None = None,
 ) -> None:
     """Writes a quantized decoder into a folder; `load` reads it back bit for bit.
+
+    What interrupts it loses nothing, see `save`.
 
     Args:
       model: the decoder.
@@ -60,8 +63,11 @@ def save_quantized(
       max_shard_bytes: of the tensors in one file, see `save`.
       extra_config: further keys of `config.json`, such as `bos_token_id`; none that the model's
         own config says.
+      companions: further files of the folder by name, such as a tokenizer's, to be copied from
+        elsewhere.
 
     Raises:
+      BlockingIOError: if another program is writing into the folder.
       NotImplementedError: if `load` would refuse a key of `extra_config`.
       TypeError: if the model is not quantized, or JSON cannot say what `extra_config` holds.
       ValueError: if its layers do not have one kind and the sizes of its config, or the dtype is
@@ -81,7 +87,7 @@ def save_quantized(
         **config_json(model.config, stored, extra_config),
         "quantization_config": _description(model),
     }
-    _folder.write(path, config, tensors, max_shard_bytes)
+    _folder.write(path, config, tensors, max_shard_bytes, companions)
 
 
 def is_quantized(hf: Mapping[str, Any]) -> bool:

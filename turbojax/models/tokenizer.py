@@ -302,6 +302,7 @@ def load_tokenizer(
         # A text ends where the next one begins.
         return ByteTokenizer([BEGINNING_OF_FILE])
     folder = Path(path_or_name)
+    _folder.settle(folder)
     if (folder / TOKENIZER_NAME).is_file():
         tokenizer = JsonTokenizer(folder)
         if vocab_size is None:
@@ -320,7 +321,7 @@ def load_tokenizer(
             "the package transformers writes one"
         )
     if vocab_size is None:
-        vocab_size = _vocab_size(_folder.read_config(folder))
+        vocab_size = _vocab_size(_folder.steady(folder, _folder.read_config))
     if vocab_size is None:
         raise ValueError(
             f"{str(folder)!r} must hold {TOKENIZER_NAME}, or a vocab_size in its config.json"

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from turbojax import _writing
 from turbojax.quantizers.int4 import Int4Weight
 
 _ARRAYS = ("codes", "scales", "output_scale")
@@ -74,7 +75,14 @@ def from_tensors(
 
 
 def save_weights(weights: Mapping[str, Int4Weight], path: str | os.PathLike[str]) -> None:
-    """Writes weights by name to one safetensors file; `load_weights` reads them bit for bit."""
+    """Writes weights by name to one safetensors file; `load_weights` reads them bit for bit.
+
+    A reader sees the old file or the complete new one.
+
+    Raises:
+      FileNotFoundError: if there is no such folder.
+      OSError: if the file cannot be written.
+    """
     from safetensors.numpy import save_file
 
     tensors: dict[str, np.ndarray] = {}
@@ -83,7 +91,8 @@ def save_weights(weights: Mapping[str, Int4Weight], path: str | os.PathLike[str]
         arrays, sizes = to_tensors(weight, name)
         tensors |= arrays
         metadata |= sizes
-    save_file(tensors, path, metadata=metadata)
+    with _writing.replacing(path) as draft, _writing.os_errors(path):
+        save_file(tensors, draft, metadata=metadata)
 
 
 def load_weights(path: str | os.PathLike[str]) -> dict[str, Int4Weight]:

@@ -1,0 +1,220 @@
+"""Files and folders that are replaced whole, whatever interrupts it."""
+
+import errno
+import os
+import stat
+import threading
+
+import pytest
+
+from turbojax import _writing
+
+OWNED = {"config", "a", "b"}
+
+
+def owned(name):
+    return name in OWNED
+
+
+def replace(folder, files):
+    with _writing.replacing_files(folder, owned=owned, last="config") as draft:
+        for name, text in files.items():
+            (draft / name).parent.mkdir(exist_ok=True)
+            (draft / name).write_text(text)
+
+
+def contents(folder):
+    return {
+        str(path.relative_to(folder)): path.read_text()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+OLD = {"config": "old", "a": "old", "b": "old", "other": "mine"}
+NEW = {"config": "new", "a": "new", "more/c": "new"}
+BOTH = {**NEW, "other": "mine"}
+
+
+class TestFile:
+    def test_is_replaced(self, tmp_path):
+        file = tmp_path / "x.txt"
+        _writing.write_text(file, "one")
+        _writing.write_text(file, "two")
+        assert contents(tmp_path) == {"x.txt": "two"}
+
+    def test_an_exception_leaves_it(self, tmp_path):
+        file = tmp_path / "x.txt"
+        _writing.write_text(file, "one")
+
+        def interrupted():
+            with _writing.replacing(file) as draft:
+                draft.write_text("tw")
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
+        assert contents(tmp_path) == {"x.txt": "one"}
+
+    def test_the_draft_has_the_ending(self, tmp_path):
+        with _writing.replacing(tmp_path / "x.png") as draft:
+            assert (draft.suffix, draft.parent) == (".png", tmp_path)
+        assert [x.name for x in tmp_path.iterdir()] == ["x.png"]
+
+    def test_it_keeps_its_permissions_and_links(self, tmp_path):
+        file, link = tmp_path / "x", tmp_path / "link"
+        file.write_text("one")
+        file.chmod(0o640)
+        link.symlink_to(file)
+        _writing.write_text(link, "two")
+        assert link.is_symlink()
+        assert file.read_text() == "two"
+        assert stat.S_IMODE(file.stat().st_mode) == 0o640
+
+    def test_what_is_no_ordinary_file_is_written_to(self):
+        _writing.write_text(os.devnull, "x")
+        assert not os.path.isfile(os.devnull)
+
+    def test_refusals(self, tmp_path):
+        with pytest.raises(FileNotFoundError, match="none' must be a folder, to write x"):
+            _writing.write_text(tmp_path / "none" / "x", "")
+        with pytest.raises(IsADirectoryError, match="must be a file, not a folder"):
+            _writing.write_text(tmp_path, "")
+
+    def test_a_full_disk_names_the_file(self, tmp_path):
+        from safetensors import SafetensorError
+
+        with pytest.raises(OSError, match=r"No space left on device: 'x'") as caught:  # noqa: SIM117
+            with _writing.os_errors("x"):
+                raise SafetensorError("I/O error: No space left on device (os error 28)")
+        assert caught.value.errno == errno.ENOSPC
+
+
+class TestFolder:
+    def test_is_replaced_and_other_files_stay(self, tmp_path):
+        replace(tmp_path / "x", OLD)
+        replace(tmp_path / "x", NEW)
+        assert contents(tmp_path / "x") == BOTH
+
+    def test_an_exception_leaves_it(self, tmp_path):
+        replace(tmp_path, OLD)
+        with pytest.raises(TypeError, match="must be str"):
+            replace(tmp_path, {**NEW, "b": None})
+        assert contents(tmp_path) == OLD
+
+    def test_without_links(self, tmp_path, monkeypatch):
+        def refuse(*_):
+            raise OSError(errno.EPERM, "no links here")
+
+        monkeypatch.setattr(os, "link", refuse)
+        replace(tmp_path, OLD)
+        replace(tmp_path, NEW)
+        assert contents(tmp_path) == BOTH
+
+    def test_every_interruption_leaves_the_old_or_the_new(self, tmp_path, monkeypatch):
+        """Before and after every call that changes the folder; then a reader, or a writer."""
+        calls, stop = [], [-1]
+
+        def counted(function):
+            def call(*args, **kwargs):
+                for when in ("before", "after"):
+                    if len(calls) == stop[0]:
+                        raise KeyboardInterrupt
+                    calls.append((function.__name__, when))
+                    if when == "before":
+                        result = function(*args, **kwargs)
+                return result
+
+            return call
+
+        for name in ("link", "rename", "replace", "fsync"):
+            monkeypatch.setattr(os, name, counted(getattr(os, name)))
+        seen = set()
+        for point in range(10_000):
+            stop[0] = -1
+            folder = tmp_path / f"{point}"
+            replace(folder, OLD)
+            calls.clear()
+            stop[0] = point
+            try:
+                replace(folder, NEW)
+            except KeyboardInterrupt:
+                pass
+            else:
+                break
+            stop[0] = -1
+            place = _writing.current(folder)
+            now = {name: (place / name).read_text() for name in ("config", "a")}
+            assert now in ({"config": "old", "a": "old"}, {"config": "new", "a": "new"})
+            seen.add(now["config"])
+            if point % 2:
+                _writing.finish(folder, owned=owned, last="config")
+                assert contents(folder) == (BOTH if now["config"] == "new" else OLD)
+            replace(folder, {"config": "third", "b": "third"})
+            assert {x: y for x, y in contents(folder).items() if x in OWNED} == {
+                "config": "third",
+                "b": "third",
+            }
+            assert not list(folder.glob(".turbojax*"))
+        assert seen == {"old", "new"}
+        assert point > 20
+
+    def test_other_programs_never_see_both(self, tmp_path, monkeypatch):
+        replace(tmp_path, OLD)
+        seen = []
+        rename = os.replace
+
+        def look(*args):
+            seen.append({name: (tmp_path / name).is_file() for name in ("config", "a")})
+            rename(*args)
+            seen.append({x: (tmp_path / x).read_text() for x in OWNED if (tmp_path / x).is_file()})
+
+        monkeypatch.setattr(os, "replace", look)
+        replace(tmp_path, NEW)
+        assert not any(x.get("config") == "old" for x in seen[1:])
+        assert seen[-1] == {"config": "new", "a": "new"}
+        assert not seen[-2]["config"]
+
+
+class TestExclusive:
+    def test_a_second_writer_is_refused(self, tmp_path):
+        with (
+            _writing.exclusive(tmp_path),
+            pytest.raises(BlockingIOError, match=rf"another program \(process {os.getpid()}\)"),
+        ):
+            replace(tmp_path, NEW)
+        assert contents(tmp_path) == {}
+        replace(tmp_path, NEW)
+
+    def test_a_lock_that_was_left_does_not_matter(self, tmp_path):
+        (tmp_path / ".turbojax-lock").write_text("1\n")
+        _writing.require_free(tmp_path)
+        replace(tmp_path, NEW)
+        assert contents(tmp_path) == NEW
+
+    def test_a_folder_that_does_not_exist_is_free(self, tmp_path):
+        _writing.require_free(tmp_path / "none")
+        assert not (tmp_path / "none").exists()
+
+    def test_one_at_a_time(self, tmp_path):
+        """Of threads that try again and again, one is inside at any time."""
+        inside, most, entered = [], [], []
+
+        def work():
+            for _ in range(200):
+                try:
+                    with _writing.exclusive(tmp_path):
+                        inside.append(1)
+                        most.append(len(inside))
+                        entered.append(1)
+                        inside.pop()
+                except BlockingIOError:
+                    pass
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert max(most) == 1
+        assert len(entered) >= 200
