@@ -35,7 +35,8 @@ _LOCK = ".turbojax-lock"
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A file to write, which takes the place of `path` when the block ends.
 
-    After an exception, `path` is what it was. Of several writers the last one wins. What is no
+    After an exception, `path` is what it was. A process that is killed may leave a hidden
+    file ``.NAME.*.part`` beside it. Of several writers the last one wins. What is no
     ordinary file, such as ``/dev/stdout``, is written as it is.
 
     Args:
@@ -57,14 +58,15 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         return
     if not target.parent.is_dir():
         raise FileNotFoundError(f"{str(target.parent)!r} must be a folder, to write {target.name}")
+    mode = _mode(target)
     handle, name = tempfile.mkstemp(
         dir=target.parent, prefix=f".{target.name}.", suffix=f".part{target.suffix}"
     )
     os.close(handle)
     draft = Path(name)
     try:
-        os.chmod(draft, _mode(target))
         yield draft
+        draft.chmod(mode)
         _sync(draft)
         os.replace(draft, target)
     except BaseException:
