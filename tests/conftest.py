@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 import shutil
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -62,6 +63,8 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
+
+_COUNTED = "counted"
 
 # Every program that XLA compiles for a CPU holds a few memory maps, of which Linux allows a process
 # 65,530: beyond, the compiler crashes. Half of that leaves room for several large tests. To count
@@ -142,6 +145,28 @@ class _GpuTestsRan:
             terminalreporter.write_line(
                 f"FAILED: GPU tests were asked for and none ran; jax sees {jax.devices()}", red=True
             )
+
+
+@pytest.fixture
+def count(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
+    """Takes a line that says how much a test tried; it is shown when all tests are done."""
+    return lambda line: record_property(_COUNTED, line)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Shows what `count` was given, by any process."""
+    lines = [
+        line
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        if isinstance(report, pytest.TestReport) and report.when == "call"
+        for name, line in report.user_properties
+        if name == _COUNTED
+    ]
+    if lines:
+        terminalreporter.section("counts")
+        for line in lines:
+            terminalreporter.write_line(str(line))
 
 
 def _remove_many_programs() -> None:

@@ -243,6 +243,24 @@ class TestRun:
         for one, two in zip(weights(whole[0]), weights(tmp_path), strict=True):
             np.testing.assert_array_equal(one, two)
 
+    def test_a_second_run_is_refused_and_the_first_goes_on(self, tmp_path):
+        """At once, before it reads a model or a text; see also `_writing.exclusive`."""
+        seen = []
+
+        def report(row):
+            if not seen:
+                arguments = ["train", "--out", str(tmp_path), "--model", "/no/such/model"]
+                seen.append(CliRunner().invoke(app, arguments))
+                with pytest.raises(BlockingIOError, match="being written by another program"):
+                    tune(tmp_path)
+
+        tune(tmp_path, report=report)
+        assert seen[0].exit_code == 2
+        assert seen[0].stderr.count("\n") == 1
+        assert f"'{tmp_path}' is being written by another program (process" in seen[0].stderr
+        assert (tmp_path / "model" / "config.json").exists()
+        assert not (tmp_path / ".turbojax-lock").exists()
+
     @pytest.mark.slow
     def test_a_folder_is_one_run(self, whole):
         with pytest.raises(

@@ -12,6 +12,7 @@ on from there, see `finish`.
 import contextlib
 import errno
 import fcntl
+import glob
 import os
 import re
 import shutil
@@ -26,6 +27,7 @@ from safetensors import SafetensorError
 _NEW = ".turbojax-new"
 _DRAFT = ".turbojax-draft-"
 _LOCK = ".turbojax-lock"
+_PART = ".part"
 
 
 # Files -------------------------------------------------------------------------------------------
@@ -35,16 +37,16 @@ _LOCK = ".turbojax-lock"
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A file to write, which takes the place of `path` when the block ends.
 
-    After an exception, `path` is what it was. A process that is killed may leave a hidden
-    file ``.NAME.*.part`` beside it. Of several writers the last one wins. What is no
-    ordinary file, such as ``/dev/stdout``, is written as it is.
+    After an exception, `path` is what it was. A process that is killed may leave a hidden folder
+    ``.NAME.*.part``, which the next writer removes. Of several writers the last one wins. What is
+    no ordinary file, such as ``/dev/stdout``, is written as it is.
 
     Args:
       path: what to replace, with the same permissions; a link stays, and what it points to is
         replaced. Its folder must exist.
 
     Yields:
-      The file to write, empty, with the same ending.
+      The file to write, empty, of the same name.
 
     Raises:
       FileNotFoundError: if there is no such folder.
@@ -59,19 +61,14 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     if not target.parent.is_dir():
         raise FileNotFoundError(f"{str(target.parent)!r} must be a folder, to write {target.name}")
     mode = _mode(target)
-    handle, name = tempfile.mkstemp(
-        dir=target.parent, prefix=f".{target.name}.", suffix=f".part{target.suffix}"
-    )
-    os.close(handle)
-    draft = Path(name)
-    try:
+    _remove_left(target)
+    with _draft_folder(target) as folder:
+        draft = folder / target.name
+        draft.touch()
         yield draft
         draft.chmod(mode)
         _sync(draft)
         os.replace(draft, target)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
     _sync_folder(target.parent)
 
 
@@ -84,6 +81,49 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Replaces a file by UTF-8 text, see `replacing`."""
     write_bytes(path, text.encode())
+
+
+@contextlib.contextmanager
+def _draft_folder(target: Path) -> Iterator[Path]:
+    """A hidden folder beside a file, locked as long as its writer lives; removed at the end."""
+    handle = None
+    while handle is None:
+        folder = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.", suffix=_PART))
+        handle = _open_locked(folder)
+    try:
+        yield folder
+    finally:
+        _remove(folder)
+        os.close(handle)
+
+
+def _open_locked(folder: Path) -> int | None:
+    """An open folder that nobody takes for left behind; None if somebody just has."""
+    with contextlib.suppress(FileNotFoundError):
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            return None
+        except OSError:  # a file system without locks for folders, so that none is ever removed
+            return handle
+        if folder.is_dir():
+            return handle
+        os.close(handle)
+    return None
+
+
+def _remove_left(target: Path) -> None:
+    """Removes what writers of a file left that were killed."""
+    for left in target.parent.glob(f".{glob.escape(target.name)}.*{_PART}"):
+        with contextlib.suppress(OSError):
+            handle = os.open(left, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove(left)
+            finally:
+                os.close(handle)
 
 
 @contextlib.contextmanager
@@ -189,28 +229,42 @@ def require_free(folder: Path) -> None:
 def _locked(path: Path) -> IO[str]:
     """The file, open and locked: closing it, or the end of the process, unlocks it."""
     while True:
-        file = path.open("a+", encoding="utf-8")
+        file = None
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            owner = file.read().strip() or "unknown"
-            file.close()
-            raise BlockingIOError(
-                f"{str(path.parent)!r} is being written by another program (process {owner}): "
-                "wait for it, or choose another folder",
-            ) from None
-        except OSError:
-            # A file system without locks. Files are whole even so: of two writers one cannot
-            # rename its folder to `_NEW`.
-            return file
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(path.stat(), os.fstat(file.fileno())):
-                file.truncate(0)
-                file.write(f"{os.getpid()}\n")
-                file.flush()
+            file = path.open("a+", encoding="utf-8")
+            if _lock(file, path):
                 return file
-        file.close()  # its owner has just removed it
+            file.close()
+        except BaseException:
+            if file is not None:
+                file.close()
+            raise
+
+
+def _lock(file: IO[str], path: Path) -> bool:
+    """Locks an open file; False if it is no longer the one at its path."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        owner = file.read().strip() or "unknown"
+        raise BlockingIOError(
+            f"{str(path.parent)!r} is being written by another program (process {owner}): "
+            "wait for it, or choose another folder"
+        ) from None
+    except OSError:
+        # A file system without locks. Files are whole even so: of two writers one cannot rename
+        # its folder to `_NEW`.
+        return True
+    try:
+        same = os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
+    if same:
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+    return same
 
 
 def _publish(folder: Path, owned: Callable[[str], bool], last: str) -> None:
