@@ -1,13 +1,17 @@
 """Files and folders that are replaced whole, whatever interrupts it."""
 
 import errno
+import functools
 import os
+import resource
 import stat
 import threading
 
+import numpy as np
 import pytest
 
 from turbojax import _writing
+from turbojax.cache import storage
 
 OWNED = {"config", "a", "b"}
 
@@ -108,13 +112,22 @@ class TestFile:
         with pytest.raises(IsADirectoryError, match="must be a file, not a folder"):
             _writing.write_text(tmp_path, "")
 
-    def test_a_full_disk_names_the_file(self, tmp_path):
-        from safetensors import SafetensorError
-
-        with pytest.raises(OSError, match=r"No space left on device: 'x'") as caught:  # noqa: SIM117
-            with _writing.os_errors("x"):
-                raise SafetensorError("I/O error: No space left on device (os error 28)")
-        assert caught.value.errno == errno.ENOSPC
+    @pytest.mark.parametrize("own", [True, False])
+    def test_a_full_disk_names_the_file(self, tmp_path, own):
+        """A file of at most 100 bytes, so that it is the system that refuses."""
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        file = tmp_path / "x"
+        write = functools.partial(_writing.write_bytes, file, bytes(1000))
+        if not own:
+            write = functools.partial(storage.write, file, {}, {"x": np.zeros(1000)})
+        _writing.write_text(file, "one")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+        try:
+            with pytest.raises(OSError, match=f"File too large: '{file}'"):
+                write()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert contents(tmp_path) == {"x": "one"}
 
 
 class TestFolder:

@@ -62,7 +62,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         raise FileNotFoundError(f"{str(target.parent)!r} must be a folder, to write {target.name}")
     mode = _mode(target)
     _remove_left(target)
-    with _draft_folder(target) as folder:
+    with _named_errors(path), _draft_folder(target) as folder:
         draft = folder / target.name
         draft.touch()
         yield draft
@@ -127,10 +127,14 @@ def _remove_left(target: Path) -> None:
 
 
 @contextlib.contextmanager
-def os_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Makes what safetensors raises of a full disk an OSError that names `path`."""
+def _named_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Makes errors of a full disk, safetensors' own among them, OSErrors that name `path`."""
     try:
         yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
     except SafetensorError as error:
         number = re.search(r"os error (\d+)", str(error))
         code = int(number[1]) if number else errno.EIO
@@ -169,7 +173,7 @@ def replacing_files(
     """
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    with exclusive(target):
+    with exclusive(target), _named_errors(target):
         if (target / _NEW).is_dir():
             _publish(target, owned, last)
         for left in target.glob(f"{_DRAFT}*"):

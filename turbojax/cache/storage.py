@@ -64,7 +64,7 @@ def write(
         "content": text,
         "fingerprint": hashlib.sha256(text.encode()).hexdigest(),
     }
-    with _writing.replacing(path) as draft, _writing.os_errors(path):
+    with _writing.replacing(path) as draft:
         save_file(stored, draft, metadata=header)
 
 

@@ -91,7 +91,7 @@ def save_weights(weights: Mapping[str, Int4Weight], path: str | os.PathLike[str]
         arrays, sizes = to_tensors(weight, name)
         tensors |= arrays
         metadata |= sizes
-    with _writing.replacing(path) as draft, _writing.os_errors(path):
+    with _writing.replacing(path) as draft:
         save_file(tensors, draft, metadata=metadata)
 
 
