@@ -157,7 +157,7 @@ def quantize_weight(
     multiplied with a power of two first, so that its largest weight lies in ``[224, 448)``, and
     its `output_scale` with the reciprocal. That is exact, so a row keeps its relative error
     whatever its size. What remains is one row's range: a group whose largest weight is more than
-    2**14 times below its row's becomes coarser, and from 7 * 2**15 on it would be lost.
+    2**14 times below its row's becomes coarser, and one 7 * 2**16 times below would be lost.
 
     Args:
       w: bfloat16, float16 or float32 ``[out, in]``.
