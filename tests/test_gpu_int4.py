@@ -176,6 +176,37 @@ def test_every_weight_by_itself(implementation, scale_dtype):
 
 
 @pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize(
+    ("count", "activation"),
+    [(1, None), (16, "swiglu"), (64, None), (300, "swiglu"), (2049, None)],
+)
+def test_rows_of_every_size(implementation, count, activation):
+    """From 1e-12 to 1e4, near the oracle relative to their size; in a gated weight one of the two.
+
+    Rows beyond the range of e4m3 scales have a power of two in their `output_scale`: in programs
+    that share a tile, and those that do not, and with weights that are expanded first.
+    """
+    rng = np.random.default_rng(5)
+    sizes = np.logspace(-12, 4, 200)
+
+    def one(sizes):
+        w = jnp.asarray(rng.normal(size=(200, 1024)) * sizes[:, None], jnp.float32)
+        weight = tj.fireq.quantize_weight(w)
+        values, w = wide(tj.fireq.dequantize(weight)), wide(w)
+        assert (np.linalg.norm(values - w, axis=1) < 0.17 * np.linalg.norm(w, axis=1)).all()
+        return weight
+
+    weight = one(sizes)
+    assert len(np.unique(weight.output_scale)) > 30
+    if activation is not None:
+        weight = tj.fireq.gate_and_up(one(np.full(200, 0.05)), weight)
+    arrays = (random_tokens(rng, count, 1024), weight, None, None)
+    got = run(implementation, *arrays, activation)
+    depth = summed_together(implementation, *arrays[:2])
+    assert_equals_oracle(got, *arrays, activation, depth)
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
 @pytest.mark.parametrize(("count", "activation"), [(5, "swiglu"), (200, None)])
 def test_nan_and_saturation(implementation, count, activation):
     """NaN in its token and its output alone; scales of 64, whose codes of -8 saturate."""

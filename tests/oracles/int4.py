@@ -52,10 +52,11 @@ def f32(x):
 
 @dataclasses.dataclass
 class Weight:
-    """Codes ``[out, in]`` and scales ``[out, groups]``, nothing padded."""
+    """Codes ``[out, in]``, scales ``[out, groups]``, powers of rows ``[out]``; nothing padded."""
 
     codes: np.ndarray
     scales: np.ndarray
+    powers: np.ndarray
     group_size: int
     scale_dtype: str
 
@@ -64,7 +65,8 @@ class Weight:
         """Dequantized ``[out, in]``."""
         scale = np.repeat(self.scales, self.group_size, axis=1)[:, : self.codes.shape[1]]
         values = scale * self.codes
-        return e4m3(values) if self.scale_dtype == "e4m3" else values
+        values = e4m3(values) if self.scale_dtype == "e4m3" else values
+        return values * 2.0 ** -self.powers[:, None]
 
 
 def quantize_weight(w, group_size=128, scale_dtype="e4m3"):
@@ -73,11 +75,36 @@ def quantize_weight(w, group_size=128, scale_dtype="e4m3"):
     out_size, in_size = w.shape
     groups = -(-in_size // group_size)
     codes, scales = np.zeros(w.shape, np.int64), np.zeros((out_size, groups))
-    for g in range(groups):
-        part = slice(g * group_size, (g + 1) * group_size)
-        for n in range(out_size):
-            scales[n, g], codes[n, part] = _one_group(w[n, part], scale_dtype)
-    return Weight(codes, scales, group_size, scale_dtype)
+    parts = [slice(g * group_size, (g + 1) * group_size) for g in range(groups)]
+    powers = np.zeros(out_size)
+    for n in range(out_size):
+        row = w[n]
+        if scale_dtype == "e4m3":
+            powers[n] = row_power([np.abs(row[part]).max() for part in parts])
+        if powers[n]:
+            row = np.where(np.abs(row) < 2.0**-126, 0, row) * 2.0 ** powers[n]
+        for g, part in enumerate(parts):
+            scales[n, g], codes[n, part] = _one_group(row[part], scale_dtype)
+    return Weight(codes, scales, powers, group_size, scale_dtype)
+
+
+def row_power(largest):
+    """By which power of two a row is multiplied, given the largest numbers of its groups.
+
+    By none, unless a scale would round to more than 64 or lie below the smallest, 2**-9.
+    """
+    held = [x for x in largest if 2.0**-126 <= x < np.inf]
+    if not held:
+        return 0
+    power = 0
+    while max(held) * 2.0**power >= 448:
+        power -= 1
+    while max(held) * 2.0**power < 224:
+        power += 1
+    if max(held) / 7 > 68:
+        return power
+    # One from 448 on whose scale rounds to 64 stays.
+    return max(0, min(power, 126)) if min(held) / 7 < 2.0**-9 else 0
 
 
 def _one_group(w, scale_dtype):

@@ -73,8 +73,8 @@ def quantize_model(
       NotImplementedError: naming the fields, if the model computes what a quantized one does not,
         see `check_config`.
       ValueError: if tokens are needed and missing or do not fit, a head has fewer pairs than CRS is
-        to scale, `batch_size` is not positive, or a weight is not finite or too large for its
-        scale's format.
+        to scale, `batch_size` is not positive, or a weight is not finite or part of it would be
+        lost, see `quantize_weight`; the message names the layer and the weight.
     """
     if not isinstance(model, Llama | Decoder):
         raise TypeError(
@@ -123,9 +123,12 @@ def quantize_from(
     """
     check_config(decoder.config)
     layers = []
-    for params, seen in zip(decoder.layers, statistics, strict=True):
-        smooth = smooth_layer(layer_weights(params, decoder.config), seen, smoothing)
-        layers.append(jax.block_until_ready(quantize_layer(smooth, scale_dtype)))
+    for number, (params, seen) in enumerate(zip(decoder.layers, statistics, strict=True)):
+        try:
+            smooth = smooth_layer(layer_weights(params, decoder.config), seen, smoothing)
+            layers.append(jax.block_until_ready(quantize_layer(smooth, scale_dtype)))
+        except ValueError as error:
+            raise ValueError(f"layer {number}: {error}") from error
         if progress is not None:
             progress("layers", 1)
     embedding, lm_head = _tables(decoder, scale_dtype, quantize_embedding, quantize_head)
@@ -179,7 +182,7 @@ def quantize_layer(layer: LayerWeights, scale_dtype: ScaleDtype = "e4m3") -> Qua
 
     Raises:
       NotImplementedError: if a projection has a bias, which `QuantizedLayer` has no place for.
-      ValueError: if a weight is not finite or too large for its scale's format.
+      ValueError: if part of a weight would be lost, see `quantize_weight`; it names the weight.
     """
 
     def rounded(name: str) -> Int4Weight:
@@ -189,7 +192,7 @@ def quantize_layer(layer: LayerWeights, scale_dtype: ScaleDtype = "e4m3") -> Qua
         weight, scale = projection.weight, projection.output_scale
         if scale_dtype == "e4m3":
             weight, scale = _within_e4m3(weight, jnp.float32(1) if scale is None else scale)
-        return quantize_weight(weight, scale_dtype=scale_dtype, output_scale=scale)
+        return _rounded(name, weight, scale_dtype, scale)
 
     return QuantizedLayer(
         attention_norm=layer.attention_norm.astype(jnp.float32),
@@ -200,6 +203,16 @@ def quantize_layer(layer: LayerWeights, scale_dtype: ScaleDtype = "e4m3") -> Qua
         down=rounded("down"),
         key_channel_scale=layer.key_channel_scale,
     )
+
+
+def _rounded(
+    name: str, weight: jax.Array, scale_dtype: ScaleDtype, output_scale: jax.Array | None = None
+) -> Int4Weight:
+    """`quantize_weight`, whose errors name the weight."""
+    try:
+        return quantize_weight(weight, scale_dtype=scale_dtype, output_scale=output_scale)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def _within_e4m3(weight: jax.Array, output_scale: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -220,10 +233,9 @@ def _tables(
     shared = decoder.lm_head is None
     head_table = decoder.embedding if decoder.lm_head is None else decoder.lm_head
 
-    def rounded(table: jax.Array) -> Int4Weight:
-        return quantize_weight(table, scale_dtype=scale_dtype)
-
-    embedding = rounded(decoder.embedding) if quantize_embedding else decoder.embedding
+    embedding: jax.Array | Int4Weight = decoder.embedding
+    if quantize_embedding:
+        embedding = _rounded("embedding", decoder.embedding, scale_dtype)
     if shared and quantize_head == quantize_embedding:
         return embedding, None
-    return embedding, rounded(head_table) if quantize_head else head_table
+    return embedding, _rounded("head", head_table, scale_dtype) if quantize_head else head_table

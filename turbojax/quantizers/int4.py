@@ -6,6 +6,9 @@ next input in its high one (`t`, `s`, `b` from 0 to 3), as two's complement.
 
 Scales and codes are rounded exactly, so their bits are the same everywhere: an approximate quotient
 gives a candidate, and comparisons of numbers that float32 holds exactly confirm or correct it.
+
+e4m3 has no positive number below 2**-9. Rows whose scales it cannot hold are multiplied with a
+power of two first, and their `output_scale` with its reciprocal.
 """
 
 import dataclasses
@@ -22,9 +25,15 @@ from turbojax import _checks
 from turbojax._programs import one_program
 from turbojax.quantizers.fp8 import E4M3_MAX
 from turbojax.quantizers.int8 import absolute_maximum
+from turbojax.quantizers.row_powers import (
+    INT4_RANGE,
+    SMALLEST_NORMAL,
+    SMALLEST_SCALE,
+    holds_weights,
+    power_of_two,
+    row_powers,
+)
 
-INT4_RANGE = 7
-"""The code that a group's largest absolute value gets."""
 OUT_MULTIPLE = 64
 """Stored rows are padded to a multiple of this."""
 BLOCK = 128
@@ -34,10 +43,7 @@ GATED_ROWS = 8
 
 ScaleDtype = Literal["e4m3", "bf16"]
 _SCALE_DTYPES = {"e4m3": jnp.dtype(jnp.float8_e4m3fn), "bf16": jnp.dtype(jnp.bfloat16)}
-# 7 times it is the largest e4m3 value.
-_LARGEST_E4M3_SCALE = E4M3_MAX / INT4_RANGE
 _RECIPROCAL_RANGE = float(np.float32(1 / INT4_RANGE))
-_TINY = float(np.finfo(np.float32).tiny)
 
 
 @jax.tree_util.register_dataclass
@@ -53,7 +59,8 @@ class Int4Weight:
       codes: uint8 ``[N, K / 2]``, two nibbles a byte in the order of the module's docstring.
       scales: float8_e4m3fn or bfloat16 ``[K / group_size, N]``; NaN where some value of a group was
         not finite.
-      output_scale: float32 ``[N]``, a factor of each output; 1 in padding.
+      output_scale: float32 ``[N]``, a factor of each output; 1 in padding. A row's power of two is
+        part of it (see `quantize_weight`), so another factor multiplies it and does not replace it.
       out_size: outputs.
       in_size: inputs.
       group_size: inputs that share a scale.
@@ -146,22 +153,29 @@ def quantize_weight(
     `scale_dtype`, in e4m3 at least 2**-9; its codes are ``clip(rint(w / s), -8, 7)`` with that
     rounded scale.
 
+    With e4m3 scales a row in which some ``max|w| / 7`` is above 64 or, zero aside, below 2**-9 is
+    multiplied with a power of two first, so that its largest weight lies in ``[224, 448)``, and
+    its `output_scale` with the reciprocal. That is exact, so a row keeps its relative error
+    whatever its size. What remains is one row's range: a group whose largest weight is more than
+    2**14 times below its row's becomes coarser, and one 7 * 2**16 times below would be lost.
+
     Args:
       w: bfloat16, float16 or float32 ``[out, in]``.
       group_size: 32, 64 or a multiple of 128. The kernels take 128.
       scale_dtype: ``"e4m3"``, where a weight's value is rounded to e4m3 too, or ``"bf16"``, where
         the scale multiplies the sum of its group.
       output_scale: optional factor of the outputs, a number or ``[out]``: what undoes a scaling of
-        `w` (see `per_tensor_scale`). The codes do not depend on it.
+        `w` (see `per_tensor_scale`). Its values change no code, unless a row's factor would no
+        longer be a normal float32 number; then the row's power of two is smaller.
 
     Returns:
       The weight. A group in which something is not finite has scale NaN and codes 0; under `jit`,
-      where values cannot be checked, also one whose scale is too large for e4m3.
+      where values cannot be checked, also one of which e4m3 scales would leave nothing.
 
     Raises:
       TypeError: if a dtype is not supported.
-      ValueError: if a shape or option is none of these, or (outside `jit`) if the scale of finite
-        weights is beyond 64, so that e4m3 cannot hold 7 times the scale.
+      ValueError: if a shape or option is none of these, or (outside `jit`) if all codes of a group
+        would be 0 though its weights are not, because others of its row are so much larger.
     """
     w = jnp.asarray(w)
     _checks.check_float_dtype("w", w)
@@ -172,40 +186,61 @@ def quantize_weight(
     if scale_dtype not in _SCALE_DTYPES:
         raise ValueError(f"{scale_dtype=} must be one of {tuple(_SCALE_DTYPES)}")
     factor = _output_scale(output_scale, w.shape[0])
-    codes, scales, too_large = _quantize(w, group_size, scale_dtype)
-    if _checks.is_concrete(too_large) and bool(too_large):
-        largest = float(jnp.max(jnp.where(jnp.isfinite(w), jnp.abs(w), 0)))
-        raise ValueError(
-            f"max|w|={largest} is too large for e4m3 scales: max|w| / 7 must round to "
-            f"{_LARGEST_E4M3_SCALE:g} at most; scale w down, or take scale_dtype='bf16'"
-        )
+    arrays, lost, is_lost = _quantize(w, factor, group_size, scale_dtype)
+    if _checks.is_concrete(is_lost) and bool(is_lost):
+        _refuse(w, lost, group_size)
+    codes, scales, factor = arrays
     return Int4Weight(
         codes=codes,
         scales=scales,
-        output_scale=_pad_rows(factor, codes.shape[0], 1.0),
+        output_scale=factor,
         out_size=w.shape[0],
         in_size=w.shape[1],
         group_size=group_size,
     )
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
+@functools.partial(jax.jit, static_argnums=(2, 3))
 def _quantize(
-    w: jax.Array, group_size: int, scale_dtype: ScaleDtype
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Packed codes, scales, and whether a finite weight was too large for its scale's dtype."""
+    w: jax.Array, factor: jax.Array, group_size: int, scale_dtype: ScaleDtype
+) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array, jax.Array]:
+    """A weight's three arrays, which groups ``[N, groups]`` are lost, and whether one is."""
     rows, inputs = stored_rows(w.shape[0]), stored_inputs(w.shape[1], group_size)
     w = w.astype(jnp.float32)
     w = jnp.pad(w, ((0, rows - w.shape[0]), (0, inputs - w.shape[1])))
     groups = w.reshape(rows, inputs // group_size, group_size)
+    factor = _pad_rows(factor, rows, 1.0)
     maximum = absolute_maximum(groups, 2)
+    lost = jnp.zeros(maximum.shape, bool)
+    if scale_dtype == "e4m3":
+        held = holds_weights(maximum)
+        power = row_powers(maximum[..., 0], factor)
+        scaled_by = power_of_two(power)[:, None, None]
+        groups = jnp.where(jnp.abs(groups) < SMALLEST_NORMAL, 0, groups) * scaled_by
+        maximum = maximum * scaled_by
+        factor = jnp.where(power == 0, factor, factor * power_of_two(-power))
+        # Half of the smallest scale rounds to a code of 0.
+        lost = held & (maximum <= SMALLEST_SCALE / 2)
     scale = _rounded_scale(maximum, _SCALE_DTYPES[scale_dtype])
-    limit = _LARGEST_E4M3_SCALE if scale_dtype == "e4m3" else jnp.inf
-    beyond = scale > limit
-    scale = jnp.where(beyond | ~(maximum < jnp.inf), jnp.nan, scale)
+    scale = jnp.where(lost | ~(maximum < jnp.inf), jnp.nan, scale)
     codes = pack_codes(_codes(groups, scale).reshape(rows, inputs))
     scales = scale[..., 0].T.astype(_SCALE_DTYPES[scale_dtype])
-    return codes, scales, jnp.any(beyond)
+    return (codes, scales, factor), lost[..., 0], jnp.any(lost)
+
+
+def _refuse(w: jax.Array, lost: jax.Array, group_size: int) -> None:
+    """Raises ValueError, naming the first group that is lost."""
+    places = np.argwhere(np.asarray(lost))
+    row, group = places[0].tolist()
+    magnitudes = np.abs(np.asarray(w[row].astype(jnp.float32)))
+    first, after = group * group_size, min((group + 1) * group_size, w.shape[1])
+    largest = np.max(magnitudes, initial=0, where=np.isfinite(magnitudes))
+    raise ValueError(
+        f"w[{row}, {first}:{after}], of max|w|={magnitudes[first:after].max():.3g}, would become 0 "
+        f"with an e4m3 scale, because its row has max|w|={largest:.3g} (the first of {len(places)} "
+        "such groups): a row's largest weight must be below 7 * 2**15 times that of each group; "
+        "take scale_dtype='bf16', scale inputs to like sizes (CAS), or set such weights to 0"
+    )
 
 
 def _rounded_scale(maximum: jax.Array, dtype: np.dtype) -> jax.Array:
@@ -229,7 +264,7 @@ def _rounded_scale(maximum: jax.Array, dtype: np.dtype) -> jax.Array:
     if dtype.itemsize == 1:
         return value(jnp.maximum(bits, 1))
     # Devices differ in how they treat subnormal numbers.
-    return jnp.where(maximum < _TINY, 1.0, jnp.maximum(value(bits), _TINY))
+    return jnp.where(maximum < SMALLEST_NORMAL, 1.0, jnp.maximum(value(bits), SMALLEST_NORMAL))
 
 
 def _codes(w: jax.Array, scale: jax.Array) -> jax.Array:
@@ -378,7 +413,7 @@ def _join(
         return _pad_rows(join(parts), rows, padding)
 
     first = weights[0]
-    nothing = 2.0**-9 if first.scale_dtype == "e4m3" else 1.0
+    nothing = SMALLEST_SCALE if first.scale_dtype == "e4m3" else 1.0
     return Int4Weight(
         codes=leaf([w.codes for w in weights], 0),
         scales=leaf([w.scales.T for w in weights], nothing).T,

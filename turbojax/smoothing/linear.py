@@ -12,14 +12,13 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax._programs import one_program
+from turbojax.quantizers.row_powers import LARGEST_POWER, exponent, power_of_two
 from turbojax.smoothing._values import check_finite, factor_or_one, widened
 
 # An INT4 group's scale is max|w| / 7, and e4m3 has no positive number below 2^-9. Both limits of
 # Def. 3.2 are 7/8 times a power of two: 7 * 2^-9 below, 7 * 2^6 = 448 above.
 _LOW_EXPONENT = -6
 _HIGH_EXPONENT = 9
-_LARGEST_EXPONENT = 126
-"""2^n and its reciprocal are normal float32 numbers up to here."""
 
 
 def channel_absmean_scale(
@@ -98,22 +97,11 @@ def _smallest_power(weight: jax.Array) -> jax.Array:
     largest = jnp.max(magnitude)
     # Without weights but zeros nothing underflows, as if the smallest were large.
     smallest = jnp.min(jnp.where(magnitude > 0, magnitude, 1))
-    enough = _LOW_EXPONENT - _exponent(smallest) + 1
-    most = _HIGH_EXPONENT - _exponent(largest)
-    n = jnp.clip(jnp.minimum(enough, most), 0, _LARGEST_EXPONENT)
-    delta = _power_of_two(n).astype(weight.dtype)
+    enough = _LOW_EXPONENT - exponent(smallest) + 1
+    most = _HIGH_EXPONENT - exponent(largest)
+    n = jnp.clip(jnp.minimum(enough, most), 0, LARGEST_POWER)
+    delta = power_of_two(n).astype(weight.dtype)
     return jnp.where(jnp.all(magnitude < jnp.inf), delta, jnp.nan)
-
-
-def _exponent(x: jax.Array) -> jax.Array:
-    """The integer e with ``7/8 * 2^(e-1) <= x < 7/8 * 2^e`` of a normal positive number."""
-    mantissa, exponent = jnp.frexp(x)
-    return exponent + (mantissa >= 0.875).astype(exponent.dtype)
-
-
-def _power_of_two(n: jax.Array) -> jax.Array:
-    """Exactly ``2^n`` in float32, for int32 n in -126..127: `exp2` promises less."""
-    return jax.lax.bitcast_convert_type((n.astype(jnp.int32) + 127) << 23, jnp.float32)
 
 
 def _check_weight(name: str, weight: Any) -> jax.Array:
