@@ -159,16 +159,18 @@ def test_other_masks_raise_or_are_nan(name):
     assert jnp.isnan(gradient[1]).all()
 
 
-def test_no_mask_is_misread():
+@pytest.mark.parametrize("causal", [False, True])
+def test_no_mask_is_misread(causal):
     """Whatever the mask: the result is the oracle's under it, or NaN; both occur."""
     rng = np.random.default_rng(0)
     arrays = operands((64,), tokens=3, keys=4, heads=2)
-    call = jax.jit(dataclasses.replace(PLAIN, warn=False))
+    call = jax.jit(dataclasses.replace(PLAIN, is_causal=causal, warn=False))
     right = wrong = 0
     for density in (0.3, 0.6, 0.9):
         mask = rng.random((64, 1, 3, 4)) < density
         mask[:16] &= (np.arange(4) < rng.integers(0, 5, (16, 1)))[:, None, None]
         mask[:16] |= (np.arange(4) < rng.integers(0, 5, (16, 1)))[:, None, None]
+        mask[:32] &= causal_mask(3, 4) | (not causal)
         out = np.asarray(call(*arrays, mask=jnp.asarray(mask)))
         fits = ~np.isnan(out).any((1, 2, 3))
         close(out[fits], oracle(*arrays, mask)[fits])
