@@ -18,7 +18,8 @@ def test_examples():
     with contextlib.redirect_stdout(out):
         for example in EXAMPLES:
             exec(compile(example, "docs/flax.md", "exec"), names)
-    compressed, twin = out.getvalue().splitlines()
+    reported, compressed, twin = out.getvalue().splitlines()
+    assert reported.startswith("mask of 1 of 2 sequences, the first one is 1, must hide keys and")
     assert compressed.startswith("[303 123] ")
     assert float(compressed.split()[-1]) > 2
     assert twin == "[301 301]"

@@ -1,5 +1,6 @@
 """Attention functions in Flax's modules: masks read as lengths, every argument accounted for."""
 
+import dataclasses
 import inspect
 
 import flax.linen as nn
@@ -70,8 +71,6 @@ MASKS = {
     "causal without batch": (CAUSAL, causal_mask()),
     "causal and keys": (CAUSAL, causal_mask() & KEYS),
     "causal and both": (CAUSAL, causal_mask() & BOTH),
-    "keys alone, causal by itself": (CAUSAL, KEYS),
-    "both, causal by itself": (CAUSAL, BOTH),
     "every head": (PLAIN, np.repeat(KEYS, 4, axis=1)),
     "nothing": (PLAIN, np.zeros((2, 1, 1, 21), bool)),
     "one sequence has nothing": (PLAIN, valid([21, 0])[:, None, None]),
@@ -92,7 +91,8 @@ def test_masks(name, jitted):
     ("tokens", "keys", "given"),
     [
         (21, 21, "by the call"),
-        (5, 21, "by the function"),
+        (5, 21, "by the call"),
+        (21, 21, "by the function"),
         (21, 5, "by the call"),
         (1, 1, "by the function"),
     ],
@@ -146,6 +146,7 @@ WRONG = {
 def test_other_masks_raise_or_are_nan(name):
     """The second sequence's mask cannot be; the first one's result and gradient stay right."""
     fn, mask = WRONG[name]
+    fn = dataclasses.replace(fn, warn=False)  # test_flax_masks.py has the warnings
     mask, arrays = jnp.asarray(mask), operands()
     with pytest.raises(ValueError, match=r"mask of sequences \[1\] must hide"):
         fn(*arrays, mask=mask)
@@ -158,16 +159,18 @@ def test_other_masks_raise_or_are_nan(name):
     assert jnp.isnan(gradient[1]).all()
 
 
-def test_no_mask_is_misread():
+@pytest.mark.parametrize("causal", [False, True])
+def test_no_mask_is_misread(causal):
     """Whatever the mask: the result is the oracle's under it, or NaN; both occur."""
     rng = np.random.default_rng(0)
     arrays = operands((64,), tokens=3, keys=4, heads=2)
-    call = jax.jit(PLAIN)
+    call = jax.jit(dataclasses.replace(PLAIN, is_causal=causal, warn=False))
     right = wrong = 0
     for density in (0.3, 0.6, 0.9):
         mask = rng.random((64, 1, 3, 4)) < density
         mask[:16] &= (np.arange(4) < rng.integers(0, 5, (16, 1)))[:, None, None]
         mask[:16] |= (np.arange(4) < rng.integers(0, 5, (16, 1)))[:, None, None]
+        mask[:32] &= causal_mask(3, 4) | (not causal)
         out = np.asarray(call(*arrays, mask=jnp.asarray(mask)))
         fits = ~np.isnan(out).any((1, 2, 3))
         close(out[fits], oracle(*arrays, mask)[fits])
@@ -256,6 +259,7 @@ def test_shapes(change, message):
         (lambda: TurboAttentionFn(logits_soft_cap=-1.0), ValueError, "logits_soft_cap=-1.0"),
         (lambda: TurboAttentionFn(local_window_size=-1), ValueError, "local_window_size=-1"),
         (lambda: TurboAttentionFn(is_causal="no"), TypeError, "is_causal='no' must be a bool"),
+        (lambda: TurboAttentionFn(warn=0), TypeError, "warn=0 must be a bool"),
         (lambda: TurboAttentionFn(implementation="x"), ValueError, "implementation='x' must be"),
         (lambda: PooledAttentionFn("topk"), TypeError, "policy is a str"),
         (

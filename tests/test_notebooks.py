@@ -94,16 +94,59 @@ def test_it_installs_first(notebook, tmp_path):
     first = _code(notebook)[0].source
     assert "pip" in first
     assert "REPO_URL" in first
-    # Where turbojax is installed the cell does nothing ...
+    # Where turbojax is installed the cell does nothing.
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
     done = subprocess.run([sys.executable, "-c", first], check=True, **options)
     assert not done.stdout
-    # ... and where it is neither installed nor beside the notebook, it says what to do.
-    hidden = first.replace('find_spec("turbojax")', 'find_spec("no_such_module")')
-    done = subprocess.run([sys.executable, "-c", hidden], check=False, **options)
+
+
+# The cell in a place without turbojax, with a pip that only writes down what it was asked for.
+STUB = """
+import importlib.machinery, importlib.util, subprocess, sys
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name: {found}
+subprocess.run = lambda command, **options: print(*command[1:], options)
+"""
+MISSING = "None if name == 'turbojax' else find_spec(name)"
+# As Python finds a folder of this name that is no package.
+FOLDER = "importlib.machinery.ModuleSpec(name, None) if name == 'turbojax' else find_spec(name)"
+
+
+def _install(notebook, folder, found=MISSING, url=""):
+    cell = _code(notebook)[0].source.replace('REPO_URL = ""', f'REPO_URL = "{url}"')
+    code = STUB.replace("{found}", found) + cell.replace('which("nvidia-smi")', 'which("no-smi")')
+    return subprocess.run(
+        [sys.executable, "-c", code], check=False, cwd=folder, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize("place", ["in", "beside", "deep"])
+@pytest.mark.parametrize("found", [MISSING, FOLDER], ids=["nothing", "a folder"])
+def test_it_installs_from_a_clone(place, found, tmp_path):
+    notebook = nbformat.read(NOTEBOOKS[0], as_version=4)
+    clone = tmp_path / "a place" / "turbojax"
+    (clone / "colab" / "deep").mkdir(parents=True)
+    (clone / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    (clone.parent / "another").mkdir()
+    (clone.parent / "another" / "pyproject.toml").write_text('[project]\nname = "another"\n')
+    folder = {"in": clone / "colab", "beside": clone.parent, "deep": clone / "colab" / "deep"}
+    done = _install(notebook, folder[place], found)
+    assert done.returncode == 0, done.stderr
+    wanted = f"-m pip install --quiet turbojax[demo] @ {clone.as_uri()} {{'check': True}}\n"
+    assert done.stdout == wanted
+    # What is asked for counts more than what is there.
+    done = _install(notebook, folder[place], found, "https://example.com/turbojax")
+    assert "turbojax[demo] @ git+https://example.com/turbojax {" in done.stdout
+
+
+@pytest.mark.parametrize("found", [MISSING, FOLDER], ids=["nothing", "a folder"])
+def test_without_a_clone_it_says_what_to_do(notebook, found, tmp_path):
+    (tmp_path / "turbojax").mkdir()
+    done = _install(notebook, tmp_path, found)
     assert done.returncode
-    assert "set REPO_URL above" in done.stderr
+    assert not done.stdout
+    assert "set REPO_URL above" in done.stderr.splitlines()[-1]
 
 
 def test_the_install_cells_differ_in_their_extras_alone():

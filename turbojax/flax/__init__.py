@@ -1,6 +1,7 @@
 """Flax modules and attention functions: for nnx, and in `turbojax.flax.linen` for linen."""
 
 from turbojax.flax import linen as linen
+from turbojax.flax._masks import MaskWarning as MaskWarning
 from turbojax.flax.attention import TurboAttention as TurboAttention
 from turbojax.flax.attention_fn import PooledAttentionFn as PooledAttentionFn
 from turbojax.flax.attention_fn import TurboAttentionFn as TurboAttentionFn
@@ -14,6 +15,7 @@ __all__ = [
     "AttentionOptions",
     "FrozenParam",
     "Int4Linear",
+    "MaskWarning",
     "PooledAttentionFn",
     "Rope",
     "TurboAttention",

@@ -5,8 +5,6 @@ the mask, and the mask is compared with what they and the static options imply.
 """
 
 import dataclasses
-import functools
-import math
 from typing import Any
 
 import jax
@@ -16,19 +14,20 @@ from jax.typing import DTypeLike
 
 from turbojax import _checks
 from turbojax.config import TurboConfig
+from turbojax.flax._masks import MaskRule, as_mask, read_mask
 from turbojax.layer_cache.options import check_implementation
 from turbojax.layer_cache.pooled import check_pooled
 from turbojax.levels import Pattern, Policy, select_levels
 from turbojax.ops.pooled_attention import pooled_attention
 from turbojax.ops.registry import ImplementationName
 from turbojax.ops.turbo_attention import turbo_attention
-from turbojax.ops.turbo_attention.masking import Visibility
 
 
 class _AttentionFn:
     """What the attention functions have in common: Flax's arguments."""
 
     is_causal: bool
+    warn: bool
     local_window_size: int | tuple[int, int] | None = None
 
     def __call__(
@@ -61,9 +60,11 @@ class _AttentionFn:
           bias: None: scores have no bias here.
           mask: optional, broadcastable to ``[batch..., N, T, S]``, True or nonzero for what is
             visible. It may hide keys and queries past a length per sequence, and what causality and
-            the window hide; the same for all heads. One that hides something else raises outside
-            `jit`, and makes its sequences NaN under it. A single query under a mask is the newest
-            token that it shows, as in decoding, also where the function is causal.
+            the window hide; the same for all heads. Where the function is causal, and not the call,
+            it must hide what causality hides; a window hides more than the mask does. Any other
+            mask raises outside `jit`. Under it, its sequences become NaN, which `checkify` and a
+            warning report. A single query under a mask is the newest token that it shows, as in
+            decoding.
           broadcast_dropout: has no meaning without dropout.
           dropout_rng: the same.
           dropout_rate: 0, unless `deterministic`.
@@ -71,7 +72,7 @@ class _AttentionFn:
           dtype: of the computation; that of the operands, promoted, if not given.
           precision: None: the kernels have their own.
           module: None: the weights, which it would keep, never exist as a whole.
-          is_causal: whether query `t` sees keys up to `t`, if the function does not say so itself.
+          is_causal: whether query `t` sees only keys up to `t` of those that the mask shows.
           force_fp32_for_softmax: the softmax is in float32 in either case.
           einsum_dot_general: None.
           qk_attn_weights_einsum: None.
@@ -83,7 +84,9 @@ class _AttentionFn:
 
         Raises:
           TypeError: if dtypes are not supported.
-          ValueError: if a shape does not fit, or, outside `jit`, the mask hides something else.
+          ValueError: if a shape does not fit, or, outside `jit`, a mask that is not as above; if
+            the function is causal, and the mask has one row for many queries, or there is none and
+            the number of keys is not that of queries.
           NotImplementedError: for active dropout, and for what must be None above.
         """
         if dropout_rate > 0 and not deterministic:
@@ -101,11 +104,10 @@ class _AttentionFn:
         )
         query, key, value = _promote(query, key, value, dtype)
         shape = _check_shapes(query, key, value)
-        causal = self.is_causal or bool(is_causal)
         if mask is not None:
-            mask = _check_mask(mask, query, key)
+            mask = as_mask(mask, query, key)
         query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
-        return self._masked(query, key, value, mask, causal).reshape(shape)
+        return self._masked(query, key, value, mask, bool(is_causal)).reshape(shape)
 
     def _masked(
         self,
@@ -115,21 +117,27 @@ class _AttentionFn:
         mask: jax.Array | None,
         is_causal: bool,
     ) -> jax.Array:
-        """Attends to what a mask ``[B or 1, N or 1, T or 1, S]`` shows."""
+        """Attends to what a mask ``[B or 1, N or 1, T or 1, S]`` shows.
+
+        Causality of the call is added to the mask, as Flax does; that of the function alone must
+        be in the mask.
+        """
+        expects_causal = self.is_causal and not is_causal
+        is_causal = is_causal or self.is_causal
         if mask is None:
+            if expects_causal and query.shape[1] != key.shape[1]:
+                raise ValueError(
+                    f"{query.shape=} and {key.shape=}: where there are not as many keys as "
+                    "queries, a causal function needs a mask, or is_causal=True in the call, which "
+                    "lets query t see keys up to t; for cross-attention take a function with "
+                    "is_causal=False"
+                )
             return self._attend(query, key, value, is_causal, None, None)
-        window = _checks.normalize_window(self.local_window_size)
-        visibility = Visibility(is_causal, window)
-        lengths = _read_lengths(mask, query.shape[1], visibility)
-        query_length, key_length, fits = (jnp.broadcast_to(x, query.shape[:1]) for x in lengths)
-        if _checks.is_concrete(fits) and not np.all(np.asarray(fits)):
-            raise ValueError(
-                f"mask of sequences {np.flatnonzero(~np.asarray(fits)).tolist()} must hide keys "
-                "and queries past a length, for all heads alike, and nothing else but what "
-                f"is_causal={is_causal} and local_window_size={self.local_window_size} hide; a "
-                "causal mask needs a function with is_causal=True"
-            )
-        if query.shape[1] == 1 < key.shape[1]:
+        rule = MaskRule(is_causal, expects_causal, _checks.normalize_window(self.local_window_size))
+        batch, tokens = query.shape[:2]
+        warn_for = self if self.warn else None
+        query_length, key_length, fits = read_mask(mask, batch, tokens, rule, warn_for)
+        if tokens == 1 < key.shape[1]:
             out = self._attend_newest(query, key, value, key_length)
         else:
             out = self._attend(query, key, value, is_causal, query_length, key_length)
@@ -156,9 +164,11 @@ class _AttentionFn:
         raise NotImplementedError
 
 
-def _check_causal(is_causal: object) -> None:
+def _check_switches(is_causal: object, warn: object) -> None:
     if not isinstance(is_causal, bool):
         raise TypeError(f"{is_causal=} must be a bool")
+    if not isinstance(warn, bool):
+        raise TypeError(f"{warn=} must be a bool")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +176,8 @@ class TurboAttentionFn(_AttentionFn):
     """`turbojax.turbo_attention` as the `attention_fn` of Flax's attention modules.
 
     Frozen and hashable: modules with equal functions share what is compiled. For modules that are
-    trained or used with a causal mask, set `is_causal`: a mask is data, and cannot say it.
+    trained or used with a causal mask, set `is_causal`: a mask is data, and cannot say it. It is
+    compared with the function, so that a mask that shows more is an error, not causal attention.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -180,14 +191,17 @@ class TurboAttentionFn(_AttentionFn):
 
     Attributes:
       config: numerics and block sizes.
-      is_causal: query `t` sees keys up to `t`.
+      is_causal: query `t` sees keys up to `t`; masks must say so too.
       local_window_size: optional `w` or ``(left, right)``, see `turbojax.turbo_attention`.
       logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
       implementation: see `turbojax.turbo_attention`.
+      warn: whether programs under `jit` issue a `MaskWarning` when a mask makes NaN, once for each
+        function. The warning is a callback, so jax can neither export such a program nor keep it
+        in its persistent cache.
 
     Raises:
-      TypeError: if `config` is not a `TurboConfig`, `is_causal` not a bool, or the cap not a
-        number.
+      TypeError: if `config` is not a `TurboConfig`, `is_causal` or `warn` not a bool, or the cap
+        not a number.
       ValueError: if the window or the cap is out of range, or there is no such implementation.
     """
 
@@ -196,11 +210,12 @@ class TurboAttentionFn(_AttentionFn):
     local_window_size: int | tuple[int, int] | None = None
     logits_soft_cap: float | None = None
     implementation: ImplementationName | None = None
+    warn: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.config, TurboConfig):
             raise TypeError(f"config={self.config!r} must be a TurboConfig")
-        _check_causal(self.is_causal)
+        _check_switches(self.is_causal, self.warn)
         check_implementation(self.implementation)
         # One form, so that functions with equal windows are equal.
         window = _checks.normalize_window(self.local_window_size)
@@ -262,14 +277,15 @@ class PooledAttentionFn(_AttentionFn):
         others in every call; they have no gradient.
       block_q: queries that share a row of levels.
       block_kv: keys that share a level, a multiple of 8.
-      is_causal: query `t` sees keys up to `t`.
+      is_causal: query `t` sees keys up to `t`; masks must say so too.
       implementation: see `turbojax.pooled_attention`.
       query_samples: of `turbojax.select_levels`, for policies that estimate.
       key_means: the same.
+      warn: see `TurboAttentionFn`.
 
     Raises:
-      TypeError: if `policy` is not one of `turbojax.levels`, `is_causal` not a bool, or a size not
-        an integer.
+      TypeError: if `policy` is not one of `turbojax.levels`, `is_causal` or `warn` not a bool, or a
+        size not an integer.
       ValueError: if a size is out of range, or there is no such implementation.
     """
 
@@ -280,6 +296,7 @@ class PooledAttentionFn(_AttentionFn):
     implementation: ImplementationName | None = None
     query_samples: int = 4
     key_means: int = 4
+    warn: bool = True
 
     def __post_init__(self) -> None:
         check_pooled(
@@ -290,7 +307,7 @@ class PooledAttentionFn(_AttentionFn):
             self.query_samples,
             self.key_means,
         )
-        _check_causal(self.is_causal)
+        _check_switches(self.is_causal, self.warn)
 
     def _attend(
         self,
@@ -392,61 +409,6 @@ def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[i
     if value.shape != key.shape:
         raise ValueError(f"{value.shape=} must equal {key.shape=}")
     return query.shape
-
-
-def _check_mask(mask: jax.Array, query: jax.Array, key: jax.Array) -> jax.Array:
-    """A mask as bool ``[B or 1, N or 1, T or 1, S]``.
-
-    Raises:
-      TypeError: if it is not an array of numbers or bool.
-      ValueError: if it cannot be broadcast to ``[batch..., N, T, S]``.
-    """
-    mask = jnp.asarray(mask)
-    if not (mask.dtype == jnp.bool_ or jnp.issubdtype(mask.dtype, jnp.number)):
-        raise TypeError(f"mask.dtype={mask.dtype} must be bool or a number")
-    batch = query.shape[:-3]
-    full = (*batch, query.shape[-2], query.shape[-3], key.shape[-3])
-    shape = (1,) * (len(full) - mask.ndim) + mask.shape
-    if len(shape) != len(full) or any(m not in (1, n) for m, n in zip(shape, full, strict=True)):
-        raise ValueError(f"{mask.shape=} must be broadcastable to {full}")
-    own = (1,) * len(batch) if math.prod(shape[:-3]) == 1 else batch
-    visible = mask.astype(jnp.bool_).reshape(shape)
-    visible = jnp.broadcast_to(visible, (*own, *shape[-3:-1], full[-1]))
-    return visible.reshape(math.prod(own), *visible.shape[-3:])
-
-
-@functools.partial(jax.jit, static_argnames=("tokens", "visibility"))
-def _read_lengths(
-    mask: jax.Array, tokens: int, visibility: Visibility
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Which lengths a mask stands for, and whether it shows exactly what these show.
-
-    Args:
-      mask: bool ``[B, N or 1, T or 1, S]``.
-      tokens: queries `T`.
-      visibility: what is known of it.
-
-    Returns:
-      Lengths of queries and of keys, int32 ``[B]``, and bool ``[B]``.
-    """
-    batch, _, rows, size = mask.shape
-    row, column = jnp.arange(rows)[None], jnp.arange(size)[None]
-    if rows == 1:  # of keys alone: all queries see the same, as far as the mask knows
-        visibility = Visibility(is_causal=False, window=None)
-
-    def shown(query_length: jax.Array, key_length: jax.Array) -> jax.Array:
-        visible = (
-            visibility.mask(row, column, key_length) & (row < query_length[:, None])[..., None]
-        )
-        return visible[:, None]
-
-    seen = mask & shown(jnp.full(batch, rows), jnp.full(batch, size))
-    key_length = jnp.max(jnp.where(seen.any((1, 2)), column + 1, 0), axis=1)
-    query_length = jnp.max(jnp.where(seen.any((1, 3)), row + 1, 0), axis=1)
-    fits = (seen == shown(query_length, key_length)).all((1, 2, 3))
-    if rows == 1:
-        query_length = jnp.full(batch, tokens)
-    return query_length.astype(jnp.int32), key_length.astype(jnp.int32), fits
 
 
 def _take_newest(

@@ -3,10 +3,11 @@
 import datetime
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from turbojax.models.tokenizer import ChatTemplate, Tokenizer
+from turbojax.models._special_text import Segment, SpecialTexts
+from turbojax.models.tokenizer import ChatTemplate, JsonTokenizer, Tokenizer
 
 Message = Mapping[str, Any]
 """``{"role": "user", "content": "Hello"}``, and whatever else a template looks at."""
@@ -23,8 +24,8 @@ def render_chat(
 ) -> str:
     """The text of a conversation, by a template of the checkpoint.
 
-    Its special tokens are part of the text: encode it with ``add_special_tokens=False``, as
-    `chat_tokens` does.
+    Its special tokens are part of the text: to be encoded with ``add_special_tokens=False``. There,
+    unlike in `chat_tokens`, those that messages mention cannot be told from the template's.
 
     Args:
       tokenizer: of the checkpoint.
@@ -59,29 +60,77 @@ def chat_tokens(
     tools: Sequence[Mapping[str, Any]] | None = None,
     variables: Mapping[str, Any] | None = None,
     chat_template: str | None = None,
+    allow_special: bool = False,
 ) -> list[int]:
     """The tokens of a conversation.
+
+    Special tokens are those that the template writes. What is written like one in messages and
+    tools, such as ``"<|im_end|>"`` in what a user says, is text: nobody ends a turn, or begins
+    another one, by writing so.
 
     Args:
       tokenizer: of the checkpoint.
       messages: see `render_chat`.
       add_generation_prompt: see there.
       tools: see there.
-      variables: see there.
+      variables: see there; special tokens in them are special tokens.
       chat_template: see there.
+      allow_special: whether what is written like a special token is one everywhere, as
+        transformers has it.
 
     Raises:
-      ImportError, TypeError, ValueError: see `render_chat`.
+      ImportError, TypeError: see `render_chat`.
+      ValueError: see there; or if messages hold what is written like a special token, and it cannot
+        be kept apart, because the template changes it or the tokenizer has no other tokens for it.
     """
-    text = render_chat(
-        tokenizer,
-        messages,
-        add_generation_prompt=add_generation_prompt,
-        tools=tools,
-        variables=variables,
-        chat_template=chat_template,
-    )
+
+    def render(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str:
+        return render_chat(
+            tokenizer,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            variables=variables,
+            chat_template=chat_template,
+        )
+
+    text = render(messages, tools)
+    # The other tokenizers have no special tokens that a text could be written like.
+    if not allow_special and isinstance(tokenizer, JsonTokenizer):
+        special = tokenizer.special_texts
+        segments = _segments(special, text, messages, tools, render)
+        if segments != special.split(text):
+            return tokenizer.encode_segments(segments)
     return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _segments(
+    special: SpecialTexts,
+    text: str,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None,
+    render: Callable[[Any, Any], str],
+) -> list[Segment]:
+    """The rendered text in pieces; its special tokens are those that no message wrote.
+
+    Hiding every character that begins one finds also what the template puts together. Where the
+    template looks at such characters, as in ``"</think>" in content``, only those are hidden that
+    do begin one.
+    """
+    for all_first in (True, False):
+        hidden = [special.hide(x, all_first=all_first) for x in (messages, tools)]
+        if hidden == [messages, tools]:
+            return special.split(text)
+        try:
+            segments = special.split_hidden(text, render(*hidden))
+        except ValueError:  # it refuses them, unlike the messages themselves
+            segments = None
+        if segments is not None:
+            return segments
+    raise ValueError(
+        "a message is written like a special token, and the chat template changes such words, so "
+        "that they cannot be told from its own: change the message, or say allow_special=True"
+    )
 
 
 def render_template(

@@ -2,6 +2,7 @@
 
 import codecs
 import collections
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, Protocol
 
 from turbojax import _checks
 from turbojax.models import _folder
+from turbojax.models._special_text import Segment, SegmentEncoder, SpecialTexts
 
 TOKENIZER_NAME = "tokenizer.json"
 BYTES = 256
@@ -219,11 +221,31 @@ class JsonTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """See `Tokenizer`."""
-        try:
-            text.encode("utf-8")  # the package's own message does not say what is wrong
-        except UnicodeEncodeError as error:
-            raise ValueError(f"the text is not Unicode: {error}") from error
+        _check_unicode(text)
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    @functools.cached_property
+    def special_texts(self) -> SpecialTexts:
+        """What `encode` makes special tokens of, wherever it stands in a text."""
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        return SpecialTexts(token.content for token in added if token.special and token.content)
+
+    def encode_segments(self, segments: Sequence[Segment]) -> list[int]:
+        """The tokens of a text in pieces, of which some are special tokens and the others text.
+
+        Args:
+          segments: pieces, and of each whether it is the text of a special token, and means it.
+
+        Raises:
+          ValueError: if the text is not Unicode, or the tokenizer has nothing but the special token
+            for a text that is written like one.
+        """
+        _check_unicode("".join(text for text, _ in segments))
+        return self._segments.encode(segments)
+
+    @functools.cached_property
+    def _segments(self) -> SegmentEncoder:
+        return SegmentEncoder(self._tokenizer)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """See `Tokenizer`; tokens that the vocabulary leaves out have no text."""
@@ -354,6 +376,14 @@ def _read_tokenizer(file: Path) -> tuple[Any, Mapping[str, Any] | None]:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer, padding
+
+
+def _check_unicode(text: str) -> None:
+    """Raises ValueError unless it is: the package's own message does not say what is wrong."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the text is not Unicode: {error}") from error
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:

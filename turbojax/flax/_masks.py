@@ -1,0 +1,175 @@
+"""Masks of Flax's modules, read as lengths and compared with what a function computes."""
+
+import dataclasses
+import functools
+import math
+import threading
+import warnings
+from collections.abc import Hashable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import checkify
+
+from turbojax import _checks
+from turbojax.ops.turbo_attention.masking import Visibility
+
+
+class MaskWarning(UserWarning):
+    """A mask under `jit` hides or shows what an attention function cannot, and made NaN of it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskRule:
+    """What a function hides besides what lies past a length.
+
+    Attributes:
+      is_causal: a query sees keys up to its own position.
+      expects_causal: the mask must hide that as well: the function is causal, but not the call.
+      window: ``(left, right)`` of a local window, or None.
+    """
+
+    is_causal: bool
+    expects_causal: bool
+    window: tuple[int, int] | None
+
+    def __str__(self) -> str:
+        text = (
+            "must hide keys and queries past a length, for all heads alike, and nothing else but "
+            f"what is_causal={self.is_causal} and local_window_size={self.window} hide"
+        )
+        if self.expects_causal:
+            return f"{text}; it {_MUST_BE_CAUSAL}"
+        return text if self.is_causal else f"{text}; a causal mask needs is_causal=True"
+
+
+_MUST_BE_CAUSAL = (
+    "must hide the keys after each query, as the function does: combine it with a causal mask, "
+    "give is_causal=True to the call, or take a function with is_causal=False"
+)
+
+
+def as_mask(mask: jax.Array, query: jax.Array, key: jax.Array) -> jax.Array:
+    """A mask as bool ``[B or 1, N or 1, T or 1, S]``.
+
+    Raises:
+      TypeError: if it is not an array of numbers or bool.
+      ValueError: if it cannot be broadcast to ``[batch..., N, T, S]``.
+    """
+    mask = jnp.asarray(mask)
+    if not (mask.dtype == jnp.bool_ or jnp.issubdtype(mask.dtype, jnp.number)):
+        raise TypeError(f"mask.dtype={mask.dtype} must be bool or a number")
+    batch = query.shape[:-3]
+    full = (*batch, query.shape[-2], query.shape[-3], key.shape[-3])
+    shape = (1,) * (len(full) - mask.ndim) + mask.shape
+    if len(shape) != len(full) or any(m not in (1, n) for m, n in zip(shape, full, strict=True)):
+        raise ValueError(f"{mask.shape=} must be broadcastable to {full}")
+    own = (1,) * len(batch) if math.prod(shape[:-3]) == 1 else batch
+    visible = mask.astype(jnp.bool_).reshape(shape)
+    visible = jnp.broadcast_to(visible, (*own, *shape[-3:-1], full[-1]))
+    return visible.reshape(math.prod(own), *visible.shape[-3:])
+
+
+def read_mask(
+    mask: jax.Array, batch: int, tokens: int, rule: MaskRule, warn_for: Hashable | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The lengths that a mask stands for; one that stands for none is reported.
+
+    Args:
+      mask: bool ``[B or 1, N or 1, T or 1, S]``.
+      batch: sequences `B`.
+      tokens: queries `T`.
+      rule: what is hidden besides.
+      warn_for: under `jit`, whose masks are warned about, once; None for no warning.
+
+    Returns:
+      Lengths of queries and of keys, int32 ``[B]``, and bool ``[B]``: whether exactly what they and
+      the rule show is what the mask shows. False only under `jit`.
+
+    Raises:
+      ValueError: outside `jit`, if the mask stands for no lengths; also under it, if its shape
+        says that it shows later keys, and it must be causal.
+    """
+    if rule.expects_causal and mask.shape[2] == 1 < tokens and mask.shape[3] > 1:
+        raise ValueError(
+            f"mask of {tokens} queries and {mask.shape[3]} keys shows the same keys to every "
+            f"query; it {_MUST_BE_CAUSAL}"
+        )
+    read = _read_lengths(mask, tokens, rule)
+    query_length, key_length, fits = (jnp.broadcast_to(x, (batch,)) for x in read)
+    if _checks.is_concrete(fits):
+        if wrong := np.flatnonzero(~np.asarray(fits)).tolist():
+            raise ValueError(f"mask of sequences {wrong} {rule}")
+    else:
+        _report(fits, rule, warn_for)
+    return query_length, key_length, fits
+
+
+@functools.partial(jax.jit, static_argnames=("tokens", "rule"))
+def _read_lengths(
+    mask: jax.Array, tokens: int, rule: MaskRule
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Lengths of queries and of keys, int32 ``[B]``, and whether they fit, as `read_mask`."""
+    batch, _, rows, size = mask.shape
+    row, column = jnp.arange(rows)[None], jnp.arange(size)[None]
+    visibility = Visibility(rule.is_causal, rule.window)
+    if rows == 1:  # of keys alone: all queries see the same, as far as the mask knows
+        visibility = Visibility(is_causal=False, window=None)
+
+    def shown(query_length: jax.Array, key_length: jax.Array) -> jax.Array:
+        visible = (
+            visibility.mask(row, column, key_length) & (row < query_length[:, None])[..., None]
+        )
+        return visible[:, None]
+
+    seen = mask & shown(jnp.full(batch, rows), jnp.full(batch, size))
+    key_length = jnp.max(jnp.where(seen.any((1, 2)), column + 1, 0), axis=1)
+    query_length = jnp.max(jnp.where(seen.any((1, 3)), row + 1, 0), axis=1)
+    fits = (seen == shown(query_length, key_length)).all((1, 2, 3))
+    if rows == 1:
+        query_length = jnp.full(batch, tokens)
+    elif rule.expects_causal:
+        later = column[:, None] > row[..., None]
+        fits &= ~(mask & later[None]).any((1, 2, 3))
+    return query_length.astype(jnp.int32), key_length.astype(jnp.int32), fits
+
+
+def _report(fits: jax.Array, rule: MaskRule, warn_for: Hashable | None) -> None:
+    """Says at run time which masks do not fit: to `checkify`, and as a warning.
+
+    `fits` is reduced to numbers first, which lie on every device of a mesh.
+    """
+    count, first, whole = jnp.sum(~fits), jnp.argmin(fits), fits.all()
+    text = "mask of {count} of {batch} sequences, the first one is {first}, " + f"{rule}"
+    checkify.debug_check(whole, text, count=count, batch=jnp.int32(fits.size), first=first)
+    if warn_for is None:
+        return
+    text = text.replace("{batch}", str(fits.size))
+
+    # The host hears of it only then, except under `vmap`, which makes both branches run.
+    def call(count: jax.Array, first: jax.Array) -> None:
+        jax.debug.callback(functools.partial(_warn, warn_for, text), count, first)
+
+    jax.lax.cond(whole, lambda count, first: None, call, count, first)
+
+
+_warned: set[Hashable] = set()
+_lock = threading.Lock()
+
+
+def _warn(warn_for: Hashable, text: str, count: jax.Array, first: jax.Array) -> None:
+    """Warns of a mask that does not fit, once for each function."""
+    if not count:
+        return
+    with _lock:
+        if warn_for in _warned:
+            return
+        # A filter may turn it into an error, which the next call should raise again.
+        warnings.warn(
+            f"{text.format(count=count, first=first)}. Under jit the outputs of such sequences "
+            "are NaN. This is said once; warn=False leaves it out of the compiled program",
+            MaskWarning,
+            stacklevel=2,
+        )
+        _warned.add(warn_for)
