@@ -358,12 +358,13 @@ def generate(
     `stop_strings`; both are part of the result, and `pad_token` fills up what is left of its row.
     Generation is over when all sequences have ended, or have `max_new_tokens`.
 
-    XLA compiles a program for the prompts and one for a step anew for every batch size, size of
-    prompts and size of caches. So that few calls compile, lengths are rounded up here, and texts
-    stay what they are without (unless two tokens are equally likely but for rounding, see
-    `turbojax.models.buckets.bucket` for the sizes): the longest prompt's, to which all are padded,
-    and `max_new_tokens`; caches have room for both together, at most the model's `max_length`. That
-    is less than a quarter, or 63 tokens, more of each than asked for.
+    XLA compiles two programs, for the prompts and for a step, anew for each batch size, size of
+    prompts and size of caches. So that few calls compile, the longest prompt's length, to which all
+    are padded, and `max_new_tokens` are rounded up to a few sizes, see
+    `turbojax.models.buckets.bucket`: by less than 64 tokens or a quarter. Caches take memory for
+    the sum of both, at most for the model's `max_length`. Texts are those of exact sizes, as
+    `start` and `stream` give them, but for rounding: where tokens are equally likely to the last
+    bit.
 
     Args:
       model: the model, see `start`.
