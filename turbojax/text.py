@@ -44,7 +44,8 @@ class GenerationReport:
         some end.
       finish_reason: of the first: ``"length"``, or ``"stop"`` at a token or text that ends it.
       text: what the first sequence was continued with.
-      cache_bytes: of all layers and sequences.
+      cache_bytes: of all layers and sequences, as allocated: room for prompt and new tokens is
+        rounded up, see `models.generate`.
       compression_ratio: bytes of bfloat16 caches of the same capacity over these.
       prefill_seconds: compilation included.
       tokens_per_second: new tokens of all sequences, without the first step, which is compiled;
@@ -280,10 +281,10 @@ def run(
     stops, _ = check_stops(model.tokenizer.eos_token_ids, stop_strings, model.tokenizer)
     decoder, (batch, length), ends = model.decoder, tokens.shape, sorted(stops)
     begun = time.perf_counter()
-    session = models.start(
+    session = generation.start_in_bucket(
         decoder,
-        jnp.asarray(tokens),
-        max_length=length + max_new_tokens,
+        tokens,
+        max_new_tokens=max_new_tokens,
         cache=models.cache_by_name(cache, decoder.config.num_kv_heads),
         prefill_batch_size=prefill_batch_size,
         implementation=implementation,

@@ -16,7 +16,7 @@ from benchmarks.suites import fireq_inputs
 from benchmarks.suites.fireq_cases import Case, Group
 from benchmarks.suites.fireq_inputs import Arrays, Call, Needs
 from turbojax import models
-from turbojax.models import generation
+from turbojax.models.steps import run_prompts
 
 OPERATION = fireq_tables.MODEL
 # Prompts that run together hold about this many tokens in all: enough for every unit, little
@@ -98,7 +98,7 @@ def _needs(model: Model, kind: Kind, batch: int, tokens: int) -> Needs:
 
 
 # What `models.start` calls for each part of the batch.
-_run = generation._prefill
+_run = run_prompts
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,10 @@
 """KV caches of a whole model, one per layer."""
 
 import dataclasses
+import functools
 
 import jax
+import numpy as np
 
 from turbojax.layer_cache import CacheKind, LayerCache, init_layer_cache
 from turbojax.models.decoder import Decoder
@@ -53,9 +55,15 @@ def init_caches(
     """
     config = model.config
     sizes = (batch_size, max_length, config.num_kv_heads, config.head_dim)
+    # Says what is wrong before `jit` says that it cannot hash it.
+    jax.eval_shape(lambda: init_layer_cache(*sizes, kind=cache, dtype=model.dtype))
     return ModelCaches(
-        tuple(
-            init_layer_cache(*sizes, kind=cache, dtype=model.dtype)
-            for _ in range(config.num_layers)
-        )
+        tuple(_empty_layer(sizes, cache, model.dtype) for _ in range(config.num_layers))
     )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _empty_layer(sizes: tuple[int, ...], kind: CacheKind, dtype: np.dtype) -> LayerCache:
+    """One program for each size, instead of one for each array."""
+    batch_size, max_length, num_kv_heads, head_dim = sizes
+    return init_layer_cache(batch_size, max_length, num_kv_heads, head_dim, kind=kind, dtype=dtype)

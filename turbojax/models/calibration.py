@@ -8,7 +8,8 @@ from turbojax import _checks
 from turbojax.layer_cache import AttentionOptions, causal_attention
 from turbojax.layer_cache.options import PLAIN, Cache
 from turbojax.models.decoder import Decoder, for_length
-from turbojax.models.generation import Progress, check_tokens
+from turbojax.models.generation import Progress
+from turbojax.models.padding import check_tokens
 from turbojax.smoothing import KeyStatistics
 
 

@@ -13,7 +13,8 @@ from turbojax.cache import kv4
 from turbojax.layer_cache import Attend, AttentionOptions, causal_attention
 from turbojax.layer_cache.options import PLAIN, Cache
 from turbojax.models.decoder import Decoder, for_length
-from turbojax.models.generation import Progress, check_tokens
+from turbojax.models.generation import Progress
+from turbojax.models.padding import check_tokens
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.quantizers.fp8 import quantize_fp8
 

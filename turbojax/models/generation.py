@@ -10,17 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
-from turbojax.layer_cache import (
-    CacheKind,
-    PagedLayer,
-    PooledAttention,
-    attend_new_tokens,
-    attend_prompt,
-)
+from turbojax.layer_cache import CacheKind, PagedLayer, PooledAttention
+from turbojax.models.buckets import cache_bucket, prompt_bucket
 from turbojax.models.caching import ModelCaches, init_caches
 from turbojax.models.decoder import Decoder, for_length, unstack, warn_of_long_factors
 from turbojax.models.llama import Llama
-from turbojax.models.padding import align
+from turbojax.models.padding import (
+    align,
+    check_pad_token,
+    check_prompts,
+    check_tokens,
+    host_int32,
+    pad_prompts,
+)
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.sampling import (
     GREEDY,
@@ -32,6 +34,7 @@ from turbojax.models.sampling import (
     sample,
     sampling_rows,
 )
+from turbojax.models.steps import decode_step, run_prompts
 from turbojax.models.stopping import Endings, check_stops
 from turbojax.models.tokenizer import Tokenizer
 
@@ -96,7 +99,7 @@ def start(
     *,
     max_length: int,
     cache: CacheKind = "exact",
-    lengths: jax.Array | None = None,
+    lengths: Any = None,
     prefill_batch_size: int | None = None,
     implementation: str | None = None,
     pooled_prefill: PooledAttention | None = None,
@@ -133,42 +136,93 @@ def start(
         `prefill_batch_size` is not positive.
       NotImplementedError: if the implementation asked for cannot run this.
     """
-    tokens = _checks.as_int32("tokens", tokens)
-    if tokens.ndim != 2 or 0 in tokens.shape:
-        raise ValueError(f"{tokens.shape=} must be [B, T], no axis empty")
-    batch, size = tokens.shape
-    check_tokens(tokens, model.config.vocab_size)
-    if size > max_length:
-        raise ValueError(f"prompts of {size} tokens must be at most {max_length=}")
-    if max_length > model.config.max_length:
-        raise ValueError(f"{max_length=} must be at most the model's {model.config.max_length}")
-    lengths = _checks.check_lengths("lengths", lengths, batch, size)
-    if np.any(np.asarray(lengths) < 1):
-        raise ValueError(f"lengths={np.asarray(lengths).tolist()} must be at least 1")
-    count = batch if prefill_batch_size is None else prefill_batch_size
-    _checks.check_sizes(prefill_batch_size=count)
-    shortest = int(np.min(np.asarray(lengths)))
-    warn_of_long_factors(model.config, shortest, max_length, stacklevel=2)
-    caches = init_caches(model, batch, max_length, cache)
+    tokens, lengths = check_prompts(model.config, tokens, lengths, max_length, prefill_batch_size)
+    warn_of_long_factors(model.config, int(lengths.min()), max_length, stacklevel=2)
+    options = (prefill_batch_size, implementation, pooled_prefill)
+    return _run(model, tokens, lengths, cache, max_length, max_length, *options)
+
+
+def start_in_bucket(
+    model: Llama | Decoder | QuantizedDecoder,
+    tokens: Any,
+    *,
+    max_new_tokens: int,
+    cache: CacheKind = "exact",
+    lengths: Any = None,
+    prefill_batch_size: int | None = None,
+    implementation: str | None = None,
+    pooled_prefill: PooledAttention | None = None,
+) -> Session:
+    """`start` for so many new tokens, with sizes that other calls share, see `generate`.
+
+    What the sizes of its arguments decide in `start` they decide here: errors, warnings, LongRoPE's
+    factors. The session's caches may hold more tokens than that.
+
+    Args:
+      model: see `start`.
+      tokens: see `start`.
+      max_new_tokens: to be added to each prompt, at least 1.
+      cache: see `start`.
+      lengths: see `start`.
+      prefill_batch_size: see `start`.
+      implementation: see `start`.
+      pooled_prefill: see `start`. With it prompts keep their size: its levels depend on that.
+
+    Returns:
+      The session after the prompts.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: see `start`, whose `max_length` is the prompts'
+        size and `max_new_tokens` together.
+    """
+    tokens, limit = host_int32("tokens", tokens), model.config.max_length
+    size = tokens.shape[-1] if tokens.ndim else 1
+    asked = size + max_new_tokens
+    tokens, lengths = check_prompts(model.config, tokens, lengths, asked, prefill_batch_size)
+    # Of whoever called what calls this.
+    warn_of_long_factors(model.config, int(lengths.min()), asked, stacklevel=3)
+    if pooled_prefill is None:
+        size = int(lengths.max())
+        tokens = pad_prompts(tokens, prompt_bucket(size, limit))
+    room = cache_bucket(size, max_new_tokens, limit)
+    options = (prefill_batch_size, implementation, pooled_prefill)
+    return _run(model, tokens, lengths, cache, asked, room, *options)
+
+
+def _run(
+    model: Llama | Decoder | QuantizedDecoder,
+    tokens: np.ndarray,
+    lengths: np.ndarray,
+    cache: CacheKind,
+    max_length: int,
+    room: int,
+    prefill_batch_size: int | None,
+    implementation: str | None,
+    pooled: PooledAttention | None,
+) -> Session:
+    """Runs checked prompts through a model for `max_length` tokens and caches for `room`."""
+    count = prefill_batch_size or len(tokens)
+    caches = init_caches(model, len(tokens), room, cache)
     decoder = for_length(unstack(model) if isinstance(model, Llama) else model, max_length)
     logits = []
-    for first in range(0, batch, count):
-        part, caches = _prefill(
+    for first in range(0, len(tokens), count):
+        # Cut on the host: on the device every length would be a program of its own.
+        part, caches = run_prompts(
             decoder,
             caches,
             tokens[first : first + count],
             lengths[first : first + count],
             np.int32(first),
             implementation=implementation,
-            pooled=pooled_prefill,
+            pooled=pooled,
         )
         logits.append(part)
     return Session(
         decoder,
         caches,
         logits[0] if len(logits) == 1 else jnp.concatenate(logits),
-        lengths,
-        int(np.max(np.asarray(lengths))),
+        jax.device_put(lengths),
+        int(lengths.max()),
         implementation,
     )
 
@@ -286,7 +340,7 @@ def generate(
     *,
     max_new_tokens: int,
     cache: CacheKind = "exact",
-    lengths: jax.Array | None = None,
+    lengths: Any = None,
     attention_mask: jax.Array | np.ndarray | None = None,
     sampling: Sampling = GREEDY,
     stop_tokens: Iterable[int] = (),
@@ -303,6 +357,14 @@ def generate(
     A sequence ends with a token of `stop_tokens`, or with the one that completes a text of
     `stop_strings`; both are part of the result, and `pad_token` fills up what is left of its row.
     Generation is over when all sequences have ended, or have `max_new_tokens`.
+
+    XLA compiles two programs, for the prompts and for a step, anew for each batch size, size of
+    prompts and size of caches. So that few calls compile, the longest prompt's length, to which all
+    are padded, and `max_new_tokens` are rounded up to a few sizes, see
+    `turbojax.models.buckets.bucket`: by less than 64 tokens or a quarter. Caches take memory for
+    the sum of both, at most for the model's `max_length`. Texts are those of exact sizes, as
+    `start` and `stream` give them, but for rounding: where tokens are equally likely to the last
+    bit.
 
     Args:
       model: the model, see `start`.
@@ -343,22 +405,21 @@ def generate(
         if lengths is not None:
             raise ValueError("give lengths or an attention_mask, one of them")
         tokens, lengths = align(tokens, attention_mask)
-    tokens = _checks.as_int32("tokens", tokens)
-    limit = model.config.max_length
+    tokens, limit = host_int32("tokens", tokens), model.config.max_length
     if lengths is not None and tokens.ndim == 2 and tokens.shape[1] + max_new_tokens > limit:
         # Padding takes no part: a batch that fits without it fits.
-        lengths = _checks.check_lengths("lengths", lengths, *tokens.shape)
-        tokens = tokens[:, : max(int(jnp.max(lengths)), 1)]
-    size = tokens.shape[-1]
+        lengths = np.asarray(_checks.check_lengths("lengths", lengths, *tokens.shape))
+        tokens = tokens[:, : max(int(lengths.max()), 1)]
+    size = tokens.shape[-1] if tokens.ndim else 1
     if size + max_new_tokens > limit:
         raise ValueError(
             f"{size + max_new_tokens} tokens, {size} of the longest prompt and {max_new_tokens} "
             f"new ones, must be at most the model's context, max_length={limit}"
         )
-    session = start(
+    session = start_in_bucket(
         model,
         tokens,
-        max_length=size + max_new_tokens,
+        max_new_tokens=max_new_tokens,
         cache=cache,
         lengths=lengths,
         prefill_batch_size=prefill_batch_size,
@@ -380,34 +441,12 @@ def generate(
         result[:, i] = step
         if on_token is not None:
             on_token(step)
-    return jnp.asarray(result)
+    return jax.device_put(result)
 
 
-def _rows(tokens: jax.Array, lengths: jax.Array) -> list[list[int]]:
+def _rows(tokens: np.ndarray, lengths: jax.Array) -> list[list[int]]:
     """The prompts, without padding."""
-    return [
-        row[:length].tolist()
-        for row, length in zip(np.asarray(tokens), np.asarray(lengths), strict=True)
-    ]
-
-
-def check_tokens(tokens: Any, vocab_size: int) -> jax.Array:
-    """Tokens as int32; raises unless all are integers in the vocabulary."""
-    tokens = _checks.as_int32("tokens", tokens)
-    if not tokens.size:
-        return tokens
-    host = np.asarray(tokens)
-    smallest, largest = int(host.min()), int(host.max())
-    if smallest < 0 or largest >= vocab_size:
-        raise ValueError(f"tokens in {smallest}..{largest} must be within 0..{vocab_size - 1}")
-    return tokens
-
-
-def check_pad_token(pad_token: int) -> None:
-    """Raises unless it is an integer of int32."""
-    _checks.check_integer("pad_token", pad_token)
-    if not -(2**31) <= pad_token < 2**31:
-        raise ValueError(f"{pad_token=} must be within int32")
+    return [row[:length].tolist() for row, length in zip(tokens, np.asarray(lengths), strict=True)]
 
 
 @functools.partial(jax.jit, static_argnames="kind")
@@ -423,49 +462,3 @@ def _why_nothing(session: Session, rows: list[int]) -> str:
     if isinstance(layer, PagedLayer) and layer.pages.kv_dtype != "auto":
         message += f"; keys or values beyond the range of {layer.pages.kv_dtype} pages become NaN"
     return message
-
-
-@functools.partial(jax.jit, static_argnames="implementation", donate_argnames="caches")
-def decode_step(
-    decoder: Decoder | QuantizedDecoder,
-    caches: ModelCaches,
-    tokens: jax.Array,
-    lengths: jax.Array,
-    *,
-    implementation: str | None,
-) -> tuple[jax.Array, jax.Array, ModelCaches]:
-    """One token of every sequence through the model; the caches are donated.
-
-    Args:
-      decoder: the weights.
-      caches: the caches.
-      tokens: int ``[B]``.
-      lengths: int32 ``[B]``, tokens held before.
-      implementation: see `start`.
-
-    Returns:
-      Logits float32 ``[B, V]``, the new lengths and the new caches.
-    """
-    attend = attend_new_tokens(implementation)
-    hidden, layers = decoder.hidden(tokens[:, None], lengths[:, None], attend, caches.layers)
-    return decoder.logits(hidden[:, 0]), lengths + 1, ModelCaches(layers)
-
-
-@functools.partial(jax.jit, static_argnames=("implementation", "pooled"), donate_argnames="caches")
-def _prefill(
-    decoder: Decoder | QuantizedDecoder,
-    caches: ModelCaches,
-    tokens: jax.Array,
-    lengths: jax.Array,
-    first: jax.Array,
-    *,
-    implementation: str | None,
-    pooled: PooledAttention | None,
-) -> tuple[jax.Array, ModelCaches]:
-    """Runs prompts ``[b, T]`` whose sequences begin at `first`; logits after each prompt."""
-    attend = attend_prompt(lengths, first, implementation, pooled)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-    hidden, layers = decoder.hidden(tokens, positions, attend, caches.layers)
-    # Logits of all positions would be the largest array of all.
-    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
-    return decoder.logits(last[:, 0]), ModelCaches(layers)

@@ -1,12 +1,12 @@
-"""Prompts of different lengths in one batch: from padding anywhere to padding on the right."""
+"""Prompts as they come, with padding anywhere: checked, in host memory, padded on the right."""
 
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
+from turbojax.models.config import LlamaConfig
 
 
 def align(tokens: Any, attention_mask: Any) -> tuple[jax.Array, jax.Array]:
@@ -27,7 +27,7 @@ def align(tokens: Any, attention_mask: Any) -> tuple[jax.Array, jax.Array]:
       ValueError: if a shape does not fit, the mask holds something else than 0 and 1, a row has no
         real token, or padding between real ones.
     """
-    ids, mask = np.asarray(_checks.as_int32("tokens", tokens)), np.asarray(attention_mask)
+    ids, mask = host_int32("tokens", tokens), np.asarray(attention_mask)
     if ids.ndim != 2 or 0 in ids.shape:
         raise ValueError(f"tokens.shape={ids.shape} must be [B, T], no axis empty")
     if mask.shape != ids.shape:
@@ -48,4 +48,75 @@ def align(tokens: Any, attention_mask: Any) -> tuple[jax.Array, jax.Array]:
         raise ValueError(f"attention_mask: rows {rows} must not have padding between real tokens")
     moved = np.take_along_axis(ids, (place + first) % ids.shape[1], axis=1)
     moved = np.where(place < lengths[:, None], moved, 0)
-    return jnp.asarray(moved, jnp.int32), jnp.asarray(lengths, jnp.int32)
+    return jax.device_put(moved.astype(np.int32)), jax.device_put(lengths.astype(np.int32))
+
+
+def host_int32(name: str, x: Any) -> np.ndarray:
+    """Integers as int32 in host memory, see `turbojax._checks.as_int32`; compiles nothing."""
+    return np.asarray(_checks.as_int32(name, np.asarray(x) if isinstance(x, jax.Array) else x))
+
+
+def check_tokens(tokens: Any, vocab_size: int) -> jax.Array:
+    """Tokens as int32; raises unless all are integers in the vocabulary."""
+    tokens = _checks.as_int32("tokens", tokens)
+    if not tokens.size:
+        return tokens
+    host = np.asarray(tokens)
+    smallest, largest = int(host.min()), int(host.max())
+    if smallest < 0 or largest >= vocab_size:
+        raise ValueError(f"tokens in {smallest}..{largest} must be within 0..{vocab_size - 1}")
+    return tokens
+
+
+def check_prompts(
+    config: LlamaConfig,
+    tokens: Any,
+    lengths: Any,
+    max_length: int,
+    prefill_batch_size: int | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts and their lengths in host memory, int32 ``[B, T]`` and ``[B]``.
+
+    Args:
+      config: of the model.
+      tokens: int ``[B, T]``, padded on the right.
+      lengths: int ``[B]``, or None for `T`.
+      max_length: tokens that a sequence may grow to.
+      prefill_batch_size: how many prompts run at a time, or None for all.
+
+    Raises:
+      TypeError, ValueError: see `turbojax.models.start`.
+    """
+    host = host_int32("tokens", tokens)
+    if host.ndim != 2 or 0 in host.shape:
+        raise ValueError(f"tokens.shape={host.shape} must be [B, T], no axis empty")
+    batch, size = host.shape
+    check_tokens(host, config.vocab_size)
+    if size > max_length:
+        raise ValueError(f"prompts of {size} tokens must be at most {max_length=}")
+    if max_length > config.max_length:
+        raise ValueError(f"{max_length=} must be at most the model's {config.max_length}")
+    if lengths is None:
+        held = np.full(batch, size, np.int32)
+    else:
+        held = np.asarray(_checks.check_lengths("lengths", lengths, batch, size))
+    if np.any(held < 1):
+        raise ValueError(f"lengths={held.tolist()} must be at least 1")
+    if prefill_batch_size is not None:
+        _checks.check_sizes(prefill_batch_size=prefill_batch_size)
+    return host, held
+
+
+def pad_prompts(tokens: np.ndarray, width: int) -> np.ndarray:
+    """``[B, T]`` as ``[B, width]``: zeros added on the right, or padding cut off there."""
+    padded = np.zeros((tokens.shape[0], width), tokens.dtype)
+    kept = min(tokens.shape[1], width)
+    padded[:, :kept] = tokens[:, :kept]
+    return padded
+
+
+def check_pad_token(pad_token: int) -> None:
+    """Raises unless it is an integer of int32."""
+    _checks.check_integer("pad_token", pad_token)
+    if not -(2**31) <= pad_token < 2**31:
+        raise ValueError(f"{pad_token=} must be within int32")
