@@ -144,6 +144,14 @@ class _GpuTestsRan:
             )
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says what tests counted: ``record_property("counted", "allocator: 10,000 operations")``."""
+    for report in terminalreporter.getreports("passed"):
+        for name, text in report.user_properties:
+            if name == "counted":
+                terminalreporter.write_line(f"counted: {text}")
+
+
 def _remove_many_programs() -> None:
     """Bounds what the programs of earlier runs take on the disk."""
     used = sum(path.stat().st_size for path in _PROGRAMS.glob("*"))

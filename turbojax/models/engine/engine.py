@@ -345,7 +345,7 @@ class Engine:
         self, progress: Callable[[int], None] | None
     ) -> tuple[dict[int, Result], collections.deque[Event]]:
         """The results, and the events that are left once these are handed out."""
-        while not self.idle:
+        while self._sequences or self._in_flight is not None:
             tokens, finished = self._counts.new_tokens, self._counts.finished
             self._guard.change("run", self._advance)
             if self._counts.finished > finished:
