@@ -75,16 +75,17 @@ class Guard:
         """
         self.check()
         call = _call(name, sys._getframe())
-        found = self._calls.setdefault(_CHANGE, call)  # one thread wins
-        if found is not call:
-            self._refuse(found)
         try:
-            result = change()
+            found = self._calls.setdefault(_CHANGE, call)  # one thread wins
+            if found is call:
+                result = change()
+                del self._calls[_CHANGE]; return result  # fmt: skip  # noqa: E702
         except BaseException as error:
-            # The call stays on record: nobody can get in any more.
-            self._end(f"{type(error).__name__}: {error}".removesuffix(": "), error)
+            if self._calls.get(_CHANGE) is call:
+                # It stays on record: nobody can get in any more.
+                self._end(f"{type(error).__name__}: {error}".removesuffix(": "), error)
             raise
-        del self._calls[_CHANGE]; return result  # fmt: skip  # noqa: E702
+        self._refuse(found)
 
     def keep_others_out(self, name: str, work: Callable[[], _T]) -> _T:
         """Calls what changes the engine many times, between which other threads are refused.
