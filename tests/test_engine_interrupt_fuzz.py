@@ -108,7 +108,7 @@ class Fuzz:
     def operate(self):
         """One call; where it is interrupted, the engine has ended or goes on."""
         self.operations += 1
-        name, interrupted = self.rng.choice(OPERATIONS), self.rng.random() < 0.06
+        name, interrupted = self.rng.choice(OPERATIONS), self.rng.random() < 0.12
         try:
             with Lines(self.rng.randrange(400) if interrupted else None, where=PLACE):
                 self.call(name)
@@ -124,7 +124,6 @@ class Fuzz:
             self.check_empty()
 
     def check_ended(self, error):
-        # Without a cause only where the handler itself was interrupted.
         assert str(error).startswith("this engine has ended: KeyboardInterrupt: at line")
         assert isinstance(error.__cause__, KeyboardInterrupt)
         for call in (self.made.step, self.made.run, lambda: self.made.add(Request([1], 1))):
@@ -155,9 +154,9 @@ def test_calls_that_are_interrupted(count, record_property):
             device = fuzz.device
             while fuzz.device is device and fuzz.operations < count:
                 fuzz.operate()
-    assert fuzz.interrupts > count // 50
+    assert fuzz.interrupts > count // 100
     assert fuzz.preemptions > count // 200
-    assert fuzz.ends < fuzz.interrupts
+    assert 0 < fuzz.ends <= fuzz.interrupts
     record_property(
         "counted",
         f"engine: {fuzz.operations:,} operations, {fuzz.interrupts} interrupts that ended "
