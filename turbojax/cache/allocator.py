@@ -2,7 +2,8 @@
 
 import array
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -64,6 +65,8 @@ class PoolStatistics:
 
 @dataclasses.dataclass
 class _Sequence:
+    """Never changed: another one takes its place."""
+
     pages: array.array
     length: int
 
@@ -79,7 +82,9 @@ class PageAllocator:
     written again, so they are shared as they are; a page partially filled is copied when one of
     several holders extends it.
 
-    Not thread-safe. What fails changes nothing.
+    Not thread-safe. What fails changes nothing. An exception from outside, such as Ctrl-C, leaves a
+    call not done at all, or done: who holds what is changed by one last assignment, and what
+    follows from it is counted anew by the next call.
 
     Args:
       num_pages: pages of the pool.
@@ -93,12 +98,16 @@ class PageAllocator:
     def __init__(self, num_pages: int, page_size: int) -> None:
         _checks.check_sizes(num_pages=num_pages, page_size=page_size)
         self._page_size = int(page_size)
-        self._holders = [0] * int(num_pages)
-        # How many of the holders are `retain`'s.
+        # Who holds what: sequences, callers of `retain` by page, mappings whose keys are pages.
+        self._sequences: dict[int, _Sequence] = {}
         self._retained = [0] * int(num_pages)
+        self._keepers: list[MutableMapping[int, Any]] = []
+        # What follows from these. `_unsettled` while it may not: a call that was interrupted
+        # leaves it so.
+        self._unsettled = False
+        self._holders = [0] * int(num_pages)
         # A stack: a page used a moment ago is taken first. Page 0 comes first of all.
         self._free = list(range(int(num_pages) - 1, -1, -1))
-        self._sequences: dict[int, _Sequence] = {}
         self._next_id = 0
 
     @property
@@ -114,6 +123,7 @@ class PageAllocator:
     @property
     def num_free(self) -> int:
         """Pages that nobody holds."""
+        self._settle()
         return len(self._free)
 
     @property
@@ -142,9 +152,13 @@ class PageAllocator:
           TypeError: if `tokens` or a page is not an integer.
           ValueError: if `tokens` is negative, or a page of the prefix is free or not in the pool.
         """
+        self._settle()
         _check_tokens(tokens)
         shared = [self._in_use(page) for page in prefix_pages]
-        fresh = self._take(self._pages_for(tokens))
+        count = self._pages_for(tokens)
+        self._check_free(count)
+        self._unsettled = True
+        fresh = self._take(count)
         for page in shared:
             self._holders[page] += 1
         length = len(shared) * self.page_size + int(tokens)
@@ -167,19 +181,25 @@ class PageAllocator:
           TypeError: if `tokens` is not an integer.
           ValueError: if `tokens` is negative.
         """
+        self._settle()
         state = self._find(sequence)
         _check_tokens(tokens)
         pages, length = state.pages, state.length + int(tokens)
         is_partial = tokens > 0 and state.length % self.page_size > 0
         replaces = is_partial and self._holders[pages[-1]] > 1
-        fresh = self._take(self._pages_for(length) - len(pages) + int(replaces))
-        copies = []
-        if replaces:
-            copies = [PageCopy(source=pages[-1], destination=fresh[0])]
-            self._holders[pages.pop()] -= 1
-        pages.extend(fresh)
-        state.length = length
-        return copies
+        count = self._pages_for(length) - len(pages) + int(replaces)
+        self._check_free(count)
+        copies = list[PageCopy]()
+        if count:
+            self._unsettled = True
+            fresh, pages = self._take(count), pages[:]
+            if replaces:
+                copies.append(PageCopy(source=pages[-1], destination=fresh[0]))
+                self._holders[pages.pop()] -= 1
+            pages.extend(fresh)
+        state = _Sequence(pages, length)
+        # Python looks for signals after calls, so nothing can interrupt between these two.
+        self._sequences[sequence], self._unsettled = state, False; return copies  # fmt: skip  # noqa: E702
 
     def fork(self, sequence: int) -> int:
         """A new sequence with the same tokens, sharing all pages.
@@ -193,10 +213,12 @@ class PageAllocator:
         Raises:
           KeyError: if there is no such sequence.
         """
+        self._settle()
         state = self._find(sequence)
+        self._unsettled = True
         for page in state.pages:
             self._holders[page] += 1
-        return self._add(_Sequence(state.pages[:], state.length))
+        return self._add(state)
 
     def free(self, sequence: int) -> None:
         """Ends a sequence: pages without another holder are free.
@@ -207,11 +229,13 @@ class PageAllocator:
         Raises:
           KeyError: if there is no such sequence, as when it was freed before.
         """
+        self._settle()
         state = self._find(sequence)
-        del self._sequences[sequence]
+        self._unsettled = True
         # The first page is to be on top of the stack.
         for page in reversed(state.pages):
             self._let_go(page)
+        del self._sequences[sequence]; self._unsettled = False  # fmt: skip  # noqa: E702
 
     def length(self, sequence: int) -> int:
         """Tokens that a sequence holds; KeyError if there is no such sequence."""
@@ -251,6 +275,7 @@ class PageAllocator:
 
     def holders(self, page: int) -> int:
         """How many sequences and retainers hold a page; ValueError if it is not in the pool."""
+        self._settle()
         return self._holders[self._in_pool(page)]
 
     def retain(self, page: int) -> None:
@@ -263,9 +288,11 @@ class PageAllocator:
           TypeError: if it is not an integer.
           ValueError: if it is free or not in the pool.
         """
+        self._settle()
         page = self._in_use(page)
+        self._unsettled = True
         self._holders[page] += 1
-        self._retained[page] += 1
+        self._retained[page], self._unsettled = self._retained[page] + 1, False
 
     def release(self, page: int) -> None:
         """Takes one `retain` back; without another holder the page is free.
@@ -277,11 +304,66 @@ class PageAllocator:
           TypeError: if it is not an integer.
           ValueError: if it is not in the pool or not retained.
         """
+        self._settle()
         page = self._in_pool(page)
         if not self._retained[page]:
             raise ValueError(f"{page=} must be retained before it is released")
-        self._retained[page] -= 1
+        self._unsettled = True
         self._let_go(page)
+        self._retained[page], self._unsettled = self._retained[page] - 1, False
+
+    def add_keeper(self, pages: MutableMapping[int, Any]) -> None:
+        """Lets a mapping hold the pages that are its keys; `keep` and `drop` change it.
+
+        The mapping says which pages it holds also after a call that was interrupted, where a caller
+        of `retain` would be in doubt.
+
+        Args:
+          pages: a mapping of no page.
+
+        Raises:
+          ValueError: if it has pages.
+        """
+        if pages:
+            raise ValueError(f"pages={list(pages)} must be none")
+        self._keepers.append(pages)
+
+    def keep(self, pages: MutableMapping[int, Any], page: int, value: object) -> None:
+        """Puts a page in use into a mapping of `add_keeper`.
+
+        Args:
+          pages: the mapping.
+          page: the page, not in it.
+          value: what the page is mapped to.
+
+        Raises:
+          TypeError: if the page is not an integer.
+          ValueError: if it is free, not in the pool, or in the mapping.
+        """
+        self._settle()
+        page = self._in_use(page)
+        if page in pages:
+            raise ValueError(f"{page=} must not be kept already")
+        self._unsettled = True
+        self._holders[page] += 1
+        pages[page], self._unsettled = value, False
+
+    def drop(self, pages: MutableMapping[int, Any], page: int) -> None:
+        """Takes a page out of a mapping of `add_keeper`.
+
+        Args:
+          pages: the mapping.
+          page: a page that is in it.
+
+        Raises:
+          KeyError: if it is not.
+        """
+        self._settle()
+        if page not in pages:
+            raise KeyError(f"{page=} must be kept before it is dropped")
+        self._unsettled = True
+        self._let_go(page)
+        del pages[page]; self._unsettled = False  # fmt: skip  # noqa: E702
 
     def statistics(self, page_bytes: int | None = None) -> PoolStatistics:
         """Counts of pages, sequences and tokens, and of bytes if the size of a page is given.
@@ -306,14 +388,13 @@ class PageAllocator:
         Raises:
           ValueError: naming what is broken.
         """
-        holders = list(self._retained)
+        self._settle()
         for sequence, state in self._sequences.items():
             if len(state.pages) != self._pages_for(state.length):
                 raise ValueError(
                     f"sequence {sequence} has {len(state.pages)} pages for {state.length} tokens"
                 )
-            for page in state.pages:
-                holders[page] += 1
+        holders = self._count_holders()
         for page, (counted, kept) in enumerate(zip(holders, self._holders, strict=True)):
             if counted != kept:
                 raise ValueError(f"page {page} has {counted} holders, {kept} are on record")
@@ -321,10 +402,27 @@ class PageAllocator:
         if sorted(self._free) != free:
             raise ValueError(f"pages {sorted(self._free)} are listed as free, must be {free}")
 
+    def _settle(self) -> None:
+        """Counts holders and free pages anew where a call was interrupted."""
+        if self._unsettled:
+            self._holders = self._count_holders()
+            pages = range(self.num_pages - 1, -1, -1)
+            self._free = [page for page in pages if not self._holders[page]]
+            self._unsettled = False
+
+    def _count_holders(self) -> list[int]:
+        holders = list(self._retained)
+        for state in self._sequences.values():
+            for page in state.pages:
+                holders[page] += 1
+        for keeper in self._keepers:
+            for page in keeper:
+                holders[page] += 1
+        return holders
+
     def _add(self, state: _Sequence) -> int:
         sequence, self._next_id = self._next_id, self._next_id + 1
-        self._sequences[sequence] = state
-        return sequence
+        self._sequences[sequence], self._unsettled = state, False; return sequence  # fmt: skip  # noqa: E702
 
     def _find(self, sequence: int) -> _Sequence:
         state = self._sequences.get(sequence)
@@ -335,9 +433,11 @@ class PageAllocator:
     def _pages_for(self, tokens: int) -> int:
         return -(-int(tokens) // self.page_size)
 
+    def _check_free(self, count: int) -> None:
+        if count > len(self._free):
+            raise PoolExhausted(count, len(self._free))
+
     def _take(self, count: int) -> list[int]:
-        if count > self.num_free:
-            raise PoolExhausted(count, self.num_free)
         taken = [self._free.pop() for _ in range(count)]
         for page in taken:
             self._holders[page] = 1

@@ -31,16 +31,26 @@ class PrefixCache:
     What a page holds must depend on the tokens up to its end alone, and on nothing that changes
     between sequences: one model, one set of weights. After a change of weights, `clear`.
 
+    Not thread-safe. An exception from outside, such as Ctrl-C, leaves some of the pages of a call
+    remembered, or forgotten, and the others not; a page is remembered and retained or neither.
+
     Args:
       allocator: whose pages are remembered.
     """
 
     def __init__(self, allocator: PageAllocator) -> None:
         self._allocator = allocator
-        self._roots: dict[_Tokens, _Entry] = {}
+        # What is remembered, by page: the allocator holds these pages. A page is remembered after
+        # the one before it and forgotten before it.
+        #
         # From the least to the most recently used. Using a page uses all before it, a parent after
         # its child, so no parent comes before one of its children.
-        self._order: collections.OrderedDict[_Entry, None] = collections.OrderedDict()
+        self._order: collections.OrderedDict[int, _Entry] = collections.OrderedDict()
+        allocator.add_keeper(self._order)
+        # The tree of the same entries. `_unsettled` while tree or order may not be as said: a call
+        # that was interrupted leaves it so.
+        self._roots: dict[_Tokens, _Entry] = {}
+        self._unsettled = False
 
     def __len__(self) -> int:
         """Pages remembered."""
@@ -63,14 +73,8 @@ class PrefixCache:
           TypeError: if tokens are not integers.
           ValueError: if they are not a sequence.
         """
-        chain: list[_Entry] = []
-        children = self._roots
-        for page_tokens in self._split(tokens):
-            entry = children.get(page_tokens)
-            if entry is None:
-                break
-            chain.append(entry)
-            children = entry.children
+        self._settle()
+        chain = self._known(self._split(tokens))
         self._use(chain)
         return tuple(entry.page for entry in chain), len(chain) * self._allocator.page_size
 
@@ -88,28 +92,31 @@ class PrefixCache:
 
         Raises:
           TypeError: if tokens or pages are not integers.
-          ValueError: if there are fewer pages than the tokens fill, or one to be remembered is free
-            or not in the pool. Nothing is remembered then.
+          ValueError: if there are fewer pages than the tokens fill, or one to be remembered is
+            free, not in the pool, or remembered after other tokens. Nothing is remembered then.
         """
+        self._settle()
         full, pages = self._split(tokens), list(pages)
         if len(pages) < len(full):
             raise ValueError(f"{len(pages)} pages must be at least {len(full)}, the full ones")
         for page in pages[: len(full)]:
             if not self._allocator.holders(page):
                 raise ValueError(f"{page=} is free: only a page in use can be remembered")
-        chain: list[_Entry] = []
-        children, parent, new = self._roots, None, 0
-        for page_tokens, page in zip(full, pages, strict=False):
-            entry = children.get(page_tokens)
-            if entry is None:
-                entry = _Entry(int(page), page_tokens, parent)
-                self._allocator.retain(page)
-                children[page_tokens] = entry
-                new += 1
+        chain = self._known(full)
+        new = list(zip(full, pages, strict=False))[len(chain) :]
+        seen = set[int]()
+        for _, page in new:
+            if page in self._order or page in seen:
+                raise ValueError(f"{page=} must not be remembered already, after other tokens")
+            seen.add(page)
+        self._unsettled = True
+        for page_tokens, page in new:
+            entry = _Entry(int(page), page_tokens, chain[-1] if chain else None)
+            self._allocator.keep(self._order, entry.page, entry)
+            self._siblings(entry)[page_tokens] = entry
             chain.append(entry)
-            parent, children = entry, entry.children
         self._use(chain)
-        return new
+        return len(new)
 
     def evict(self, pages_needed: int) -> int:
         """Frees pages that only the cache holds, the least recently used first, leaves first.
@@ -125,25 +132,41 @@ class PrefixCache:
         """
         if pages_needed < 0:
             raise ValueError(f"{pages_needed=} must not be negative")
+        self._settle()
+        self._unsettled = True
         victims: list[_Entry] = []
-        for entry in self._order:
+        for entry in self._order.values():
             if len(victims) >= pages_needed:
                 break
             # Its children came before it: those that could go are gone.
             if not entry.children and self._allocator.holders(entry.page) == 1:
-                self._unlink(entry)
+                del self._siblings(entry)[entry.tokens]
                 victims.append(entry)
         for entry in victims:
-            del self._order[entry]
-            self._allocator.release(entry.page)
+            self._allocator.drop(self._order, entry.page)
+        self._unsettled = False
         return len(victims)
 
     def clear(self) -> None:
         """Forgets everything; pages that sequences hold stay theirs."""
-        for entry in self._order:
-            self._allocator.release(entry.page)
-        self._order.clear()
+        self._settle()
+        self._unsettled = True
+        for page in list(self._order):
+            self._allocator.drop(self._order, page)
         self._roots.clear()
+        self._unsettled = False
+
+    def _known(self, pages: Iterable[_Tokens]) -> list[_Entry]:
+        """The longest known beginning."""
+        chain: list[_Entry] = []
+        children = self._roots
+        for page_tokens in pages:
+            entry = children.get(page_tokens)
+            if entry is None:
+                break
+            chain.append(entry)
+            children = entry.children
+        return chain
 
     def _split(self, tokens: Sequence[int] | np.ndarray) -> list[_Tokens]:
         """The tokens of each full page."""
@@ -159,10 +182,27 @@ class PrefixCache:
         ]
 
     def _use(self, chain: list[_Entry]) -> None:
+        self._unsettled = True
         for entry in reversed(chain):
-            self._order[entry] = None
-            self._order.move_to_end(entry)
+            self._order.move_to_end(entry.page)
+        self._unsettled = False
 
-    def _unlink(self, entry: _Entry) -> None:
-        siblings = self._roots if entry.parent is None else entry.parent.children
-        del siblings[entry.tokens]
+    def _siblings(self, entry: _Entry) -> dict[_Tokens, _Entry]:
+        return self._roots if entry.parent is None else entry.parent.children
+
+    def _settle(self) -> None:
+        """Makes the tree anew, and the order one, where a call was interrupted."""
+        if not self._unsettled:
+            return
+        entries = list(self._order.values())
+        self._roots = {}
+        for entry in entries:
+            entry.children = {}
+        for entry in entries:
+            self._siblings(entry)[entry.tokens] = entry
+        for entry in entries:
+            used: _Entry | None = entry
+            while used is not None:
+                self._order.move_to_end(used.page)
+                used = used.parent
+        self._unsettled = False

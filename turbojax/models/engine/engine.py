@@ -1,5 +1,6 @@
 """`Engine`: many requests through one model and one pool of pages, with continuous batching."""
 
+import collections
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import numpy as np
 from turbojax import _checks, paged
 from turbojax.models.decoder import Decoder, for_length, unstack, warn_of_long_factors
 from turbojax.models.engine import compilation, swap
+from turbojax.models.engine.guard import Guard
 from turbojax.models.engine.requests import (
     Event,
     Finished,
@@ -22,31 +24,13 @@ from turbojax.models.engine.requests import (
 )
 from turbojax.models.engine.sampling import choose
 from turbojax.models.engine.scheduler import Plan, Scheduler, Sequence, Status
-from turbojax.models.engine.statistics import EngineStatistics
+from turbojax.models.engine.statistics import Counts, EngineStatistics, Times
 from turbojax.models.engine.step import Work, check_implementation, idle_work, run_step
 from turbojax.models.llama import Llama
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.sampling import NOTHING, kind_of
-
-
-@dataclasses.dataclass
-class _Times:
-    added: float
-    started: float | None = None
-    first_token: float | None = None
-
-
-@dataclasses.dataclass
-class _Counts:
-    steps: int = 0
-    first_step_seconds: float = 0.0
-    first_step_tokens: int = 0
-    seconds: float = 0.0
-    new_tokens: int = 0
-    prompt_tokens: int = 0
-    reused_tokens: int = 0
-    prefix_hits: int = 0
-    finished: int = 0
+from turbojax.models.stopping import TextStream, check_stops
+from turbojax.models.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass
@@ -83,7 +67,16 @@ class Engine:
     the same tokens.
 
     A step is given to the device before the tokens of the one before are read, so events come with
-    the next call of `step`. An engine is for one thread; an exception inside `step` ends it.
+    the next call of `step`.
+
+    An exception inside a step ends the engine, whatever it is, Ctrl-C included, and so does one
+    while a request is added or aborted: every later call, `idle` and `statistics` included, raises
+    ``RuntimeError("this engine has ended: ...")`` with the first cause. Arguments that are refused
+    end nothing. Between steps the engine may be left at any time, by an exception of `progress`, by
+    closing what `stream` gave, by Ctrl-C there: what was not handed out comes with the next call.
+
+    An engine is for one thread at a time. A call while another thread is inside one, or in `run`,
+    raises RuntimeError and changes nothing.
 
     Args:
       model: the model, quantized or not. A `Llama` is unstacked first, see `start`.
@@ -105,6 +98,8 @@ class Engine:
       value_scale: see `init_paged_cache`.
       seed: of turbo4's rotation, see `init_paged_cache`. Sampling has seeds of its own.
       implementation: of `paged_attention`; None to choose.
+      tokenizer: what turns tokens into the text in which requests' `stop_strings` are looked for;
+        needed for those and nothing else.
 
     Raises:
       TypeError: if the model or a number is of the wrong kind.
@@ -128,6 +123,7 @@ class Engine:
         value_scale: float = 1.0,
         seed: int = 0,
         implementation: str | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         if not isinstance(model, Llama | Decoder | QuantizedDecoder):
             raise TypeError(
@@ -157,7 +153,7 @@ class Engine:
         )
         decoder = unstack(model) if isinstance(model, Llama) else model
         self._decoder = for_length(decoder, self.max_length)
-        self._implementation = implementation
+        self._implementation, self._tokenizer = implementation, tokenizer
         self._max_pages = -(-self.max_length // page_size)
         self._slots, self._chunk = max_sequences, prefill_chunk
         work = idle_work(max_sequences, prefill_chunk, self._max_pages)
@@ -169,16 +165,22 @@ class Engine:
         )
         self._last_tokens = jnp.zeros(max_sequences, jnp.int32)
         self._sequences: dict[int, Sequence] = {}
-        self._times: dict[int, _Times] = {}
+        self._times: dict[int, Times] = {}
         self._swapped: dict[int, swap.Content] = {}
         self._in_flight: _InFlight | None = None
-        self._events: list[Event] = []
+        self._events: collections.deque[Event] = collections.deque()
         self._next_id = 0
-        self._counts = _Counts()
+        self._counts = Counts()
+        self._guard = Guard()
 
     @property
     def idle(self) -> bool:
-        """Whether every request is done and every event was handed out."""
+        """Whether every request is done and every event was handed out.
+
+        Raises:
+          RuntimeError: if the engine has ended or is in use by another thread.
+        """
+        self._guard.check()
         return not self._sequences and not self._events and self._in_flight is None
 
     def add(self, request: Request) -> int:
@@ -192,9 +194,11 @@ class Engine:
 
         Raises:
           TypeError: if it is not a `Request`.
-          ValueError: if a token is not in the vocabulary, or prompt and result are longer than
-            `max_length` or than the whole pool.
+          ValueError: if a token is not in the vocabulary, prompt and result are longer than
+            `max_length` or than the whole pool, or there are `stop_strings` and no tokenizer.
+          RuntimeError: if the engine has ended or is in use by another thread.
         """
+        self._guard.check()
         if not isinstance(request, Request):
             raise TypeError(f"request is a {type(request).__name__}, must be a Request")
         vocabulary = self._decoder.config.vocab_size
@@ -210,14 +214,10 @@ class Engine:
             raise ValueError(
                 f"{parts} need {pages} pages, must be at most num_pages={self._caches[0].num_pages}"
             )
+        stops, text = self._stops(request)
         config = self._decoder.config
         warn_of_long_factors(config, len(request.tokens), self.max_length, stacklevel=2)
-        sequence = Sequence(self._next_id, request)
-        self._next_id += 1
-        self._sequences[sequence.request_id] = sequence
-        self._times[sequence.request_id] = _Times(time.perf_counter())
-        self._scheduler.add(sequence)
-        return sequence.request_id
+        return self._guard.change("add", lambda: self._queue(request, stops, text))
 
     def abort(self, request_id: int, *, reason: Literal["aborted", "stop"] = "aborted") -> None:
         """Ends a request now; it keeps the tokens announced so far.
@@ -229,70 +229,72 @@ class Engine:
         Raises:
           KeyError: if there is no such request, or it is done.
           ValueError: if there is no such reason.
+          RuntimeError: if the engine has ended or is in use by another thread.
         """
+        self._guard.check()
         if reason not in ("aborted", "stop"):
             raise ValueError(f"{reason=} must be 'aborted' or 'stop'")
-        if request_id not in self._sequences:
+        if not self._guard.change("abort", lambda: self._abort(request_id, reason)):
             raise KeyError(f"request {request_id} is not known, or is done")
-        self._finish(self._sequences[request_id], reason)
 
     def step(self) -> list[Event]:
         """Gives the device the next step and reads the tokens of the one before.
 
         Returns:
-          What happened since the last call, in order.
+          What happened and was not handed out before, in order.
+
+        Raises:
+          RuntimeError: if the engine has ended or is in use by another thread.
         """
-        begun, compiled = time.perf_counter(), compilation.count()
-        tokens = self._counts.new_tokens
-        plan = self._scheduler.plan()
-        # Nothing waits for the device before it has the next step.
-        leaving = self._swap(plan)
-        previous, self._in_flight = self._in_flight, self._dispatch(plan)
-        for request_id, copies in leaving.items():
-            self._swapped[request_id] = swap.fetch(copies)
-        if previous is not None:
-            self._collect(previous)
-        for sequence in list(self._scheduler.running):
-            # Nothing is left to feed; the last token is on its way.
-            if sequence.sampled == sequence.request.max_new_tokens:
-                self._scheduler.release(sequence, Status.LEFT)
-        events, self._events = self._events, []
-        seconds = time.perf_counter() - begun
-        if compilation.count() > compiled:
-            self._counts.first_step_seconds += seconds
-            self._counts.first_step_tokens += self._counts.new_tokens - tokens
-        else:
-            self._counts.seconds += seconds
-        return events
+        return self._guard.change("step", self._step)
 
     def stream(self) -> Iterator[Event]:
         """Steps until all requests are done, those included that are added meanwhile.
 
+        It may be left at any event: the others come with the next call of this, `step` or `run`.
+
         Yields:
           Events as they come.
+
+        Raises:
+          RuntimeError: if the engine has ended or is in use by another thread.
         """
         while not self.idle:
-            yield from self.step()
+            if not self._events:
+                self._guard.change("stream", self._advance)
+            while self._events:
+                self._guard.check()
+                event = self._events[0]
+                # Nothing can interrupt between these two, see `Guard`.
+                del self._events[0]; yield event  # fmt: skip  # noqa: E702
 
     def run(self, progress: Callable[[int], None] | None = None) -> dict[int, Result]:
         """Steps until all requests are done.
 
+        Where an exception of `progress`, or Ctrl-C between two steps, leaves it, a later `run` goes
+        on and returns the results of this one, too. `step` and `stream` then begin with them, and
+        with the tokens so far of requests that are not done.
+
         Args:
-          progress: called after every step with the number of new tokens.
+          progress: called after every step with the number of new tokens. It may add and abort
+            requests, and must not call `run`.
 
         Returns:
-          The results of all requests that ended in this call, by number.
+          The results of all requests that ended and were not handed out before, by number.
+
+        Raises:
+          RuntimeError: if the engine has ended or is in use by another thread.
         """
-        results = {}
-        while not self.idle:
-            events = self.step()
-            results.update({e.request_id: e.result for e in events if isinstance(e, Finished)})
-            if progress is not None:
-                progress(sum(isinstance(event, NewToken) for event in events))
-        return results
+        done = self._guard.keep_others_out("run", lambda: self._run(progress))
+        results, self._events = done; return results  # fmt: skip  # noqa: E702
 
     def statistics(self) -> EngineStatistics:
-        """What was done so far, and what is held now."""
+        """What was done so far, and what is held now.
+
+        Raises:
+          RuntimeError: if the engine has ended or is in use by another thread.
+        """
+        self._guard.check()
         scheduler, cache, layers = self._scheduler, self._caches[0], len(self._caches)
         return EngineStatistics(
             **dataclasses.asdict(self._counts),
@@ -310,6 +312,76 @@ class Engine:
             token_bytes=layers * cache.token_bytes,
             compression_ratio=cache.compression_ratio,
         )
+
+    def _stops(self, request: Request) -> tuple[frozenset[int], TextStream | None]:
+        """The tokens that end a request, and where texts do, what looks for them."""
+        tokens, strings = check_stops(request.stop_tokens, request.stop_strings, self._tokenizer)
+        if not strings or self._tokenizer is None:
+            return tokens, None
+        return tokens, TextStream(self._tokenizer.stream(request.tokens), strings)
+
+    def _queue(self, request: Request, stops: frozenset[int], text: TextStream | None) -> int:
+        sequence = Sequence(self._next_id, request, stops, text)
+        self._next_id += 1
+        self._sequences[sequence.request_id] = sequence
+        self._times[sequence.request_id] = Times(time.perf_counter())
+        self._scheduler.add(sequence)
+        return sequence.request_id
+
+    def _abort(self, request_id: int, reason: FinishReason) -> bool:
+        """Ends a request; False if there is none."""
+        sequence = self._sequences.get(request_id)
+        if sequence is not None:
+            self._finish(sequence, reason)
+        return sequence is not None
+
+    def _step(self) -> list[Event]:
+        self._advance()
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def _run(
+        self, progress: Callable[[int], None] | None
+    ) -> tuple[dict[int, Result], collections.deque[Event]]:
+        """The results, and the events that are left once these are handed out."""
+        while self._sequences or self._in_flight is not None:
+            tokens, finished = self._counts.new_tokens, self._counts.finished
+            self._guard.change("run", self._advance)
+            if self._counts.finished > finished:
+                # So that what waits here does not grow with all that is run.
+                self._events = collections.deque(
+                    event
+                    for event in self._events
+                    if isinstance(event, Finished) or event.request_id in self._sequences
+                )
+            if progress is not None:
+                progress(self._counts.new_tokens - tokens)
+        results = {e.request_id: e.result for e in self._events if isinstance(e, Finished)}
+        return results, collections.deque()
+
+    def _advance(self) -> None:
+        """One step; its events wait to be handed out."""
+        begun, compiled = time.perf_counter(), compilation.count()
+        tokens = self._counts.new_tokens
+        plan = self._scheduler.plan()
+        # Nothing waits for the device before it has the next step.
+        leaving = self._swap(plan)
+        previous, self._in_flight = self._in_flight, self._dispatch(plan)
+        for request_id, copies in leaving.items():
+            self._swapped[request_id] = swap.fetch(copies)
+        if previous is not None:
+            self._collect(previous)
+        for sequence in list(self._scheduler.running):
+            # Nothing is left to feed; the last token is on its way.
+            if sequence.sampled == sequence.request.max_new_tokens:
+                self._scheduler.release(sequence, Status.LEFT)
+        seconds = time.perf_counter() - begun
+        if compilation.count() > compiled:
+            self._counts.first_step_seconds += seconds
+            self._counts.first_step_tokens += self._counts.new_tokens - tokens
+        else:
+            self._counts.seconds += seconds
 
     def _swap(self, plan: Plan) -> dict[int, list[Any]]:
         """Everything that leaves is read before a page of it can be written."""
@@ -393,7 +465,7 @@ class Engine:
             self._events.append(NewToken(sequence.request_id, len(sequence.new_tokens), token))
             sequence.new_tokens.append(token)
             self._counts.new_tokens += 1
-            if token in sequence.request.stop_tokens:
+            if sequence.stopped_by(token):
                 self._finish(sequence, "stop")
             elif len(sequence.new_tokens) == sequence.request.max_new_tokens:
                 self._finish(sequence, "length")

@@ -1,11 +1,12 @@
 """What goes into an engine and what comes out: requests, events, results."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from turbojax import _checks
 from turbojax.models.sampling import GREEDY, Sampling
+from turbojax.models.stopping import check_stop_strings
 
 FinishReason = Literal["length", "stop", "aborted", "failed"]
 
@@ -19,20 +20,25 @@ class Request:
       max_new_tokens: tokens to add at most, at least 1.
       stop_tokens: tokens that end the result; the one that did is its last token.
       sampling: how tokens are chosen.
+      stop_strings: texts that end the result, wherever in the tokens they begin and end; the token
+        that completed one is the last. One that is written like a special token, such as
+        ``"<|im_end|>"``, is a stop token, too. The `Engine` needs a `tokenizer` for them.
 
     Raises:
-      TypeError: if a token or a number is not an integer.
-      ValueError: if the prompt is empty or `max_new_tokens` is not positive.
+      TypeError: if a token or a number is not an integer, or a stop text not text.
+      ValueError: if the prompt is empty, `max_new_tokens` is not positive, or a stop text is empty.
     """
 
     tokens: Sequence[int]
     max_new_tokens: int = 128
     stop_tokens: Sequence[int] = ()
     sampling: Sampling = GREEDY
+    stop_strings: Iterable[str] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", _integers("tokens", self.tokens))
         object.__setattr__(self, "stop_tokens", _integers("stop_tokens", self.stop_tokens))
+        object.__setattr__(self, "stop_strings", check_stop_strings(self.stop_strings))
         if not self.tokens:
             raise ValueError("tokens of a request must be at least one")
         _checks.check_sizes(max_new_tokens=self.max_new_tokens)
@@ -50,10 +56,10 @@ class Result:
     """What became of a request.
 
     Attributes:
-      tokens: the new tokens; a stop token included.
-      finish_reason: ``"length"``: there are `max_new_tokens`; ``"stop"``: a stop token, or
-        `Engine.abort` with this reason; ``"aborted"``; ``"failed"``: the logits were NaN, for
-        which a cache is one reason that cannot hold a layer's keys or values (fp8 beyond its
+      tokens: the new tokens; a stop token, or the one that completed a stop text, included.
+      finish_reason: ``"length"``: there are `max_new_tokens`; ``"stop"``: a stop token or a stop
+        text, or `Engine.abort` with this reason; ``"aborted"``; ``"failed"``: the logits were NaN,
+        for which a cache is one reason that cannot hold a layer's keys or values (fp8 beyond its
         range).
       prompt_tokens: length of the prompt.
       reused_tokens: of the prompt, whose keys and values were in the pool already.

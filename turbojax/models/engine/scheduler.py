@@ -12,6 +12,7 @@ import enum
 
 from turbojax import paged
 from turbojax.models.engine.requests import Request
+from turbojax.models.stopping import TextStream
 
 
 class Status(enum.Enum):
@@ -31,6 +32,8 @@ class Sequence:
     Attributes:
       request_id: increases with the order of arrival.
       request: what was asked for.
+      stop_tokens: tokens that end it.
+      text: what looks for texts that end it; None if none do.
       status: where it is.
       slot: of the compiled step, while running.
       handle: of the allocator, while running.
@@ -44,6 +47,8 @@ class Sequence:
 
     request_id: int
     request: Request
+    stop_tokens: frozenset[int] = frozenset()
+    text: TextStream | None = None
     status: Status = Status.WAITING
     slot: int = -1
     handle: int = -1
@@ -58,6 +63,12 @@ class Sequence:
     def prefilling(self) -> bool:
         """Whether part of the prompt is still to run."""
         return self.held < len(self.request.tokens)
+
+    def stopped_by(self, token: int) -> bool:
+        """Whether the next new token ends it; to be asked once for each."""
+        if self.text is not None:
+            self.text.add(token)
+        return token in self.stop_tokens or (self.text is not None and self.text.stopped)
 
     @property
     def known(self) -> list[int]:

@@ -4,6 +4,30 @@ import dataclasses
 from typing import Any
 
 
+@dataclasses.dataclass
+class Times:
+    """When things happened to a request, in seconds of `time.perf_counter`."""
+
+    added: float
+    started: float | None = None
+    first_token: float | None = None
+
+
+@dataclasses.dataclass
+class Counts:
+    """What an engine has done so far, see `EngineStatistics`."""
+
+    steps: int = 0
+    first_step_seconds: float = 0.0
+    first_step_tokens: int = 0
+    seconds: float = 0.0
+    new_tokens: int = 0
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    prefix_hits: int = 0
+    finished: int = 0
+
+
 @dataclasses.dataclass(frozen=True)
 class EngineStatistics:
     """Counts since the engine was made, and what it holds now.
