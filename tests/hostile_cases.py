@@ -136,21 +136,23 @@ def texts(file: str, text: str) -> Iterator[Case]:
         yield Case(f"{file}: {name}", file, (file,), apply)
 
 
-def damaged(file: str, data: bytes, count: int, rng: np.random.Generator) -> Iterator[Case]:
-    """Flipped bits, cut ends, and pieces that are moved, left out or doubled."""
+def damaged(
+    file: str, data: bytes, count: int, rng: np.random.Generator, most: int
+) -> Iterator[Case]:
+    """Flipped bits, cut ends, and pieces that come twice, within the first `most` bytes."""
     for i in range(count):
         changed = bytearray(data)
         match i % 5:
             case 0 | 1 | 2:
-                place = int(rng.integers(len(data)))
+                place = int(rng.integers(most))
                 changed[place] ^= 1 << int(rng.integers(8))
                 name = f"bit of byte {place} flipped"
             case 3:
-                place = int(rng.integers(len(data)))
+                place = int(rng.integers(most))
                 del changed[place:]
                 name = f"cut at {place}"
             case _:
-                start, end, to = sorted(int(x) for x in rng.integers(len(data), size=3))
+                start, end, to = sorted(int(x) for x in rng.integers(most, size=3))
                 piece = changed[start:end]
                 changed[to:to] = piece
                 name = f"bytes {start} to {end} again at {to}"

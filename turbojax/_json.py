@@ -65,16 +65,16 @@ def parse(text: str | bytes) -> Any:
     return value
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The object of a JSON file.
+def read_object(path: Path, most: int = MOST_BYTES) -> dict[str, Any]:
+    """The object of a JSON file of at most so many bytes.
 
     Raises:
       OSError: if there is no such file.
-      ValueError: naming it, if it is no regular file, larger than `MOST_BYTES`, no JSON (see
+      ValueError: naming it, if it is no regular file, too large, no JSON (see
         `parse`), or holds something else than an object.
     """
     try:
-        content = parse(read_bytes(path))
+        content = parse(read_bytes(path, most))
     except ValueError as error:
         raise ValueError(f"{path} is not readable JSON: {error}") from error
     if not isinstance(content, dict):

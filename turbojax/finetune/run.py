@@ -13,7 +13,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from turbojax._json import shown
 from turbojax.demo import environment
+from turbojax.finetune._log import read_content
 from turbojax.finetune.checkpoint import checkpoint_manager
 from turbojax.finetune.data import Corpus
 from turbojax.finetune.evaluate import bits_per_byte
@@ -145,12 +147,12 @@ class Log:
         self._path = path
         old: dict[str, Any] = {}
         if path.exists():
-            old = json.loads(path.read_text(encoding="utf-8"))
-            identity = old.get("identity", {})
+            old = read_content(path)
+            identity = old["identity"]
             for name, value in header["identity"].items():
                 if identity.get(name) != value:
                     raise ValueError(
-                        f"{path.parent} holds a run with {name}={identity.get(name)}, "
+                        f"{path.parent} holds a run with {name}={shown(identity.get(name))}, "
                         f"which must be {value}: choose another folder"
                     )
         empty: dict[str, Any] = {"losses": [], "records": [], "evaluations": []}

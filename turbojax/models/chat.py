@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from turbojax import _json
 from turbojax.models.tokenizer import ChatTemplate, Tokenizer
 
 Message = Mapping[str, Any]
@@ -137,7 +138,7 @@ def _choose(
     named = given if isinstance(given, Mapping) else {}
     if asked is not None:
         if asked not in named and "{" not in asked:
-            names = ", ".join(map(repr, sorted(named))) or "no names here"
+            names = ", ".join(map(_json.shown, sorted(named))) or "no names here"
             raise ValueError(
                 f"chat_template={asked!r} must be a template, or the name of one: {names}"
             )
@@ -149,7 +150,7 @@ def _choose(
     if tools is not None and "tool_use" in given:
         return given["tool_use"]
     if "default" not in given:
-        names = ", ".join(map(repr, sorted(given)))
+        names = ", ".join(map(_json.shown, sorted(given)))
         raise ValueError(
             f"the tokenizer's chat templates are {names}, none is the default: name one as "
             "chat_template"

@@ -2,19 +2,16 @@
 
 import codecs
 import collections
-import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from turbojax import _checks, _json
-from turbojax.models import _folder
+from turbojax.models import _folder, _tokenizer_file
 
 TOKENIZER_NAME = "tokenizer.json"
 BYTES = 256
-_MOST_BYTES = 128 * 2**20
-"""Of a `tokenizer.json`; the largest ones, of vocabularies of 260,000 tokens, have 35 MB."""
 _LARGEST_TOKEN = 2**31 - 1
 BEGINNING_OF_FILE = 0
 """Stands before the first byte of every text of a byte-level model."""
@@ -207,7 +204,7 @@ class JsonTokenizer:
         file = given / TOKENIZER_NAME if given.is_dir() else given
         folder = file.parent
         self._file = file
-        self._tokenizer, padding = _read_tokenizer(file)
+        self._tokenizer, padding = _tokenizer_file.read(file)
         settings = _read_object(folder / _CONFIG_NAME)
         if _ADDED not in settings:
             settings = {**settings, **_read_object(folder / "special_tokens_map.json")}
@@ -228,13 +225,13 @@ class JsonTokenizer:
             text.encode("utf-8")  # the package's own message does not say what is wrong
         except UnicodeEncodeError as error:
             raise ValueError(f"the text is not Unicode: {error}") from error
-        with _named(f"{self._file} cannot read this text"):
+        with _tokenizer_file.named(f"{self._file} cannot read this text"):
             return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """See `Tokenizer`; tokens that the vocabulary leaves out have no text."""
         numbers = [int(token) for token in tokens]
-        with _named(f"{self._file} cannot write these tokens"):
+        with _tokenizer_file.named(f"{self._file} cannot write these tokens"):
             return self._tokenizer.decode(numbers)
 
     def stream(self, prompt: Sequence[int] = ()) -> Decode:
@@ -347,39 +344,6 @@ def _vocab_size(folder: Path, config: Mapping[str, Any]) -> int | None:
     )
 
 
-@contextlib.contextmanager
-def _named(what: str) -> Iterator[None]:
-    """Turns what the package tokenizers raises into a ValueError that begins like this."""
-    try:
-        yield
-    except BaseException as error:
-        # The package raises nothing more special. Where its Rust code panics, that is no Exception,
-        # and the class has no public name.
-        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise ValueError(f"{what}: {_json.line(str(error))}") from error
-        raise
-
-
-def _read_tokenizer(file: Path) -> tuple[Any, Mapping[str, Any] | None]:
-    """The file's tokenizer, and how it would fill up texts."""
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise ImportError(
-            f"{file} needs the package tokenizers: pip install 'turbojax[text]'"
-        ) from error
-    if not file.is_file():
-        raise FileNotFoundError(f"there is no file {file}")
-    _json.check_file(file, _MOST_BYTES)
-    with _named(f"{file} is not a readable tokenizer"):
-        tokenizer = tokenizers.Tokenizer.from_file(str(file))
-        # A file may ask for texts to be cut, or filled up, to one length.
-        padding = tokenizer.padding
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-    return tokenizer, padding
-
-
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     """Texts of special tokens by role: the usual roles, and a model's own."""
     extra = settings.get("extra_special_tokens")
@@ -418,7 +382,7 @@ def _add_tokens(
         text = token["content"]
         flags["special"] = flags.get("special", False) or text in named
         tokens.append((int(number), tokenizers.AddedToken(text, **flags)))
-    with _named(f"{path}: {_ADDED} cannot be added"):
+    with _tokenizer_file.named(f"{path}: {_ADDED} cannot be added"):
         tokenizer.add_tokens([token for _, token in sorted(tokens, key=lambda pair: pair[0])])
 
 
