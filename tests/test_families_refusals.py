@@ -192,7 +192,11 @@ def test_not_supported(family, change, message):
         ("llama", {"num_key_value_heads": 0}, "num_key_value_heads=0 must be an integer"),
         ("llama", {"head_dim": 16.0}, "head_dim=16.0 must be an integer"),
         ("llama", {"rms_norm_eps": "1e-6"}, "rms_norm_eps='1e-6' must be positive"),
-        ("phi3", {"partial_rotary_factor": float("nan")}, "partial_rotary_factor=nan must be pos"),
+        (
+            "phi3",
+            {"partial_rotary_factor": float("nan")},
+            "partial_rotary_factor=nan must be fin",
+        ),
         (
             "phi3",
             {"original_max_position_embeddings": 0},

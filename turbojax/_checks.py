@@ -1,10 +1,13 @@
 """Argument checks shared by the public functions: one message names value and requirement."""
 
+import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from turbojax import _json
 
 FLOAT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
@@ -151,11 +154,21 @@ def check_number(name: str, x: object) -> None:
         return
     if isinstance(x, jax.Array) or not isinstance(x, int | float | np.number):
         raise TypeError(f"{name} is a {type(x).__name__}, must be a Python number")
-    if not np.isfinite(x):
-        raise ValueError(f"{name}={x} must be finite")
+    if not _is_finite(x):
+        raise ValueError(f"{name}={_json.shown(x)} must be finite")
 
 
 def check_positive(name: str, x: float | None) -> None:
     """Raises ValueError unless `x` is None or a positive finite number."""
-    if x is not None and not (np.isfinite(x) and x > 0):
-        raise ValueError(f"{name}={x} must be positive and finite")
+    if x is not None and not (_is_finite(x) and x > 0):
+        raise ValueError(f"{name}={_json.shown(x)} must be positive and finite")
+
+
+def is_finite_number(x: object) -> bool:
+    """Whether `x` is a Python number (and no bool) that a float can hold."""
+    return isinstance(x, int | float) and not isinstance(x, bool) and _is_finite(x)
+
+
+def _is_finite(x: Any) -> bool:
+    # Python's integers may be larger than any float, and NaN compares false.
+    return bool(abs(x) <= sys.float_info.max)

@@ -18,10 +18,12 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from turbojax import _writing
+from turbojax import _json, _writing
 
 FORMAT = "turbojax-cache"
 VERSION = 1
+
+_PARTS = ("description", "metadata", "arrays")
 
 # Not every reader of safetensors knows 8-bit floats: they are stored as bytes.
 _AS_BYTES = {name: jnp.dtype(name) for name in ("float8_e4m3fn", "float8_e5m2")}
@@ -93,7 +95,7 @@ class StoredFile:
         text = header.get("content", "")
         if hashlib.sha256(text.encode()).hexdigest() != header.get("fingerprint"):
             raise ValueError(f"{path} is damaged: its fingerprint does not match its metadata")
-        content = json.loads(text)
+        content = _parsed(path, text)
         self.description: dict[str, Any] = content["description"]
         self.metadata: dict[str, str] = content["metadata"]
         self._summaries: dict[str, dict[str, Any]] = content["arrays"]
@@ -161,6 +163,24 @@ def open_file(path: str | os.PathLike[str]) -> Iterator[StoredFile]:
             yield StoredFile(source, tensors)
         except KeyError as error:  # of what a reader looks for in the description
             raise ValueError(f"{source} is damaged: its description lacks {error}") from error
+
+
+def _parsed(path: Path, text: str) -> dict[str, Any]:
+    """What the text of a file's metadata says.
+
+    Raises:
+      ValueError: naming the file, if it does not have the parts that `write` gives it.
+    """
+    try:
+        content = _json.parse(text)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: its metadata are no JSON: {error}") from error
+    parts = [content.get(x) for x in _PARTS] if isinstance(content, dict) else [None]
+    if not all(isinstance(part, dict) for part in parts):
+        raise ValueError(f"{path} is damaged: its metadata must hold {', '.join(_PARTS)}")
+    if not all(isinstance(x, dict) for x in content["arrays"].values()):
+        raise ValueError(f"{path} is damaged: its arrays must be described by objects")
+    return content
 
 
 def _summary(x: np.ndarray) -> dict[str, Any]:

@@ -1,12 +1,12 @@
 """Two runs over the same data, side by side: how far the losses are apart, and the time saved."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from turbojax.finetune._log import read_content
 from turbojax.finetune.run import LOG_NAME
 
 # What runs must have in common for losses at the same step, and held-out scores, to be comparable.
@@ -26,9 +26,7 @@ def read_log(path: Path) -> dict[str, Any]:
       ValueError: if it is no such log.
     """
     file = path / LOG_NAME if path.is_dir() else path
-    content = json.loads(file.read_text(encoding="utf-8"))
-    if not isinstance(content, dict) or not {"identity", "losses", "records"} <= content.keys():
-        raise ValueError(f"{file} must be the log of a run of turbojax train")
+    content = read_content(file)
     if not content["losses"]:
         raise ValueError(f"{file} must hold at least one step")
     return content

@@ -13,7 +13,9 @@ import jax
 import numpy as np
 
 from turbojax import _writing
+from turbojax._json import shown
 from turbojax.demo import environment
+from turbojax.finetune._log import read_content
 from turbojax.finetune.checkpoint import checkpoint_manager
 from turbojax.finetune.data import Corpus
 from turbojax.finetune.evaluate import bits_per_byte
@@ -162,8 +164,8 @@ class Log:
 
     def __init__(self, path: Path, header: dict[str, Any]) -> None:
         self._path = path
-        old = _read_log(path) if path.exists() else {}
-        if old and (other := _differences(old.get("identity", {}), header["identity"])):
+        old = read_content(path) if path.exists() else {}
+        if old and (other := _differences(old["identity"], header["identity"])):
             raise ValueError(
                 f"{str(path.parent)!r} holds another run, with {'; '.join(other)}: "
                 "choose another folder, or the same settings, model and data"
@@ -197,16 +199,6 @@ class Log:
         _writing.write_text(self._path, json.dumps(self.content) + "\n")
 
 
-def _read_log(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not readable JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object, not {type(content).__name__}")
-    return content
-
-
 def _differences(held: Any, wanted: Any, name: str = "") -> list[str]:
     """What differs between two descriptions of a run, by the names of the single values."""
     if isinstance(held, dict) and isinstance(wanted, dict):
@@ -215,7 +207,7 @@ def _differences(held: Any, wanted: Any, name: str = "") -> list[str]:
             _differences(held.get(k), wanted.get(k), f"{name}.{k}" if name else k) for k in keys
         ]
         return [line for lines in found for line in lines]
-    return [] if held == wanted else [f"{name}={held!r} instead of {wanted!r}"]
+    return [] if held == wanted else [f"{name}={shown(held)} instead of {shown(wanted)}"]
 
 
 def held_out_bits(trainer: Trainer, held_out: bytes, attend: Attend) -> float:

@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from turbojax import _writing
+from turbojax import _json, _writing
 
 T = TypeVar("T")
 
@@ -77,7 +77,8 @@ class Stored:
         """
         dtype = _DTYPES.get(self.dtype)
         if dtype is None:
-            raise NotImplementedError(f"{self.file}: dtype {self.dtype} is not supported")
+            name = _json.shown_name(self.dtype)
+            raise NotImplementedError(f"{self.file}: dtype {name} is not supported")
         return dtype
 
     def read(self, first: int = 0, count: int | None = None) -> np.ndarray:
@@ -183,7 +184,7 @@ def require_config(folder: Path, config: Mapping[str, Any]) -> None:
         found = read_config(folder)
     except FileNotFoundError as error:
         raise _changed(folder / CONFIG_NAME) from error
-    if json.dumps(found, sort_keys=True) != json.dumps(config, sort_keys=True):
+    if _json.differ(found, config):
         raise _changed(folder / CONFIG_NAME)
 
 
@@ -191,15 +192,10 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object of a JSON file.
 
     Raises:
-      ValueError: if the file cannot be parsed, or holds no object.
+      OSError: if there is none.
+      ValueError: see `turbojax._json.read_object`.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not readable JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object, not {type(content).__name__}")
-    return content
+    return _json.read_object(path)
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
@@ -239,7 +235,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     for file in weight_files(folder):
         for name, stored in _read_header(file):
             if name in tensors:
-                raise ValueError(f"{tensors[name].file} and {file} both hold {name}")
+                raise ValueError(f"{tensors[name].file} and {file} both hold {some([name])}")
             tensors[name] = stored
     if not (folder / WEIGHTS_NAME).is_file():
         lost: dict[Path, list[str]] = {}
@@ -257,9 +253,9 @@ def require_tensors(
     """Raises ValueError unless the tensors have exactly these names and shapes."""
     missing = sorted(expected.keys() - tensors.keys())
     if missing:
-        files = {x.file for x in tensors.values()}
-        source = files.pop() if len(files) == 1 else folder / INDEX_NAME
-        raise ValueError(f"{source} lacks {some(missing)}")
+        raise ValueError(
+            f"{_source(tensors, folder)} lacks {some(missing)}, which {CONFIG_NAME} asks for"
+        )
     unexpected = sorted(tensors.keys() - expected.keys())
     if unexpected:
         file = tensors[unexpected[0]].file
@@ -267,7 +263,36 @@ def require_tensors(
     for name, shape in expected.items():
         stored = tensors[name]
         if stored.shape != shape:
-            raise ValueError(f"{stored.file}: {name} has shape {stored.shape}, must be {shape}")
+            raise ValueError(
+                f"{stored.file}: {name} has shape {_json.shown(stored.shape)}, must be {shape}, "
+                f"as {CONFIG_NAME} has it"
+            )
+
+
+def require_layers(tensors: Mapping[str, Stored], count: int, prefix: str, folder: Path) -> None:
+    """Raises ValueError unless the tensors are those of so many layers.
+
+    To be called before anything is made for every layer that `config.json` claims.
+
+    Args:
+      tensors: of the checkpoint.
+      count: the number of layers that is claimed.
+      prefix: of their names, before the layer's number.
+      folder: of the checkpoint.
+    """
+    inside = [name.removeprefix(prefix) for name in tensors if name.startswith(prefix)]
+    layers = {name.partition(".")[0] for name in inside}
+    if len(layers) < count:
+        raise ValueError(
+            f"{_source(tensors, folder)} lacks {prefix}{count - 1}: it holds {len(layers)} layers, "
+            f"{CONFIG_NAME} says num_hidden_layers={count}"
+        )
+
+
+def _source(tensors: Mapping[str, Stored], folder: Path) -> Path:
+    """The file to blame for what is missing: the only one, or the index of several."""
+    files = {x.file for x in tensors.values()}
+    return files.pop() if len(files) == 1 else folder / INDEX_NAME
 
 
 def write(
@@ -356,7 +381,7 @@ def _state(folder: Path) -> tuple[int, int, int] | None:
 def some(names: Sequence[str]) -> str:
     """The first few of these names."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
+    return ", ".join(map(_json.shown_name, names[:3])) + more
 
 
 _SHARD_PATTERN = "model-[0-9]*-of-[0-9]*.safetensors"
@@ -374,7 +399,9 @@ def _read_index(folder: Path) -> dict[str, Path]:
         raise ValueError(f"{index} must hold a weight_map, from tensors to files")
     for name, file in places.items():
         if not isinstance(file, str) or file in ("", "..") or Path(file).name != file:
-            raise ValueError(f"{index} places {name} in {file!r}, must be a file beside it")
+            raise ValueError(
+                f"{index} places {some([name])} in {_json.shown(file)}, must be a file beside it"
+            )
     missing = sorted({file for file in places.values() if not (folder / file).is_file()})
     if missing:
         raise FileNotFoundError(f"{str(folder)!r} lacks {some(missing)}, which {INDEX_NAME} names")
@@ -387,6 +414,7 @@ def _read_header(file: Path) -> Iterator[tuple[str, Stored]]:
     # tensors lie, and reads bfloat16 for numpy only in its newest versions.
     with file.open("rb") as opened:
         version = _version(os.fstat(opened.fileno()))
+        _check_header_length(file, opened)
         try:
             with safe_open(file, framework="numpy"):
                 pass
@@ -397,13 +425,27 @@ def _read_header(file: Path) -> Iterator[tuple[str, Stored]]:
         if _version(file.stat()) != version:
             raise _changed(file)
         length = int.from_bytes(opened.read(_HEADER_LENGTH_BYTES), "little")
-        header = json.loads(opened.read(length))
+        try:
+            header = _json.parse(opened.read(length))
+        except ValueError as error:
+            raise ValueError(f"{file} has a header that is no JSON: {error}") from error
     header.pop("__metadata__", None)
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         begin, end = entry["data_offsets"]
         start = _HEADER_LENGTH_BYTES + length + begin
         shape = tuple(entry["shape"])
         yield name, Stored(file, entry["dtype"], shape, start, end - begin, version)
+
+
+def _check_header_length(file: Path, opened: BinaryIO) -> None:
+    """Raises ValueError if a header has more bytes than its JSON may have."""
+    length = int.from_bytes(opened.read(_HEADER_LENGTH_BYTES), "little")
+    if length > _json.MOST_BYTES:
+        raise ValueError(
+            f"{file} is not a readable safetensors file, or was cut short: its header has {length} "
+            f"bytes, must have {_json.MOST_BYTES} at most"
+        )
+    opened.seek(0)
 
 
 def _version(stat: os.stat_result) -> tuple[int, int, int]:

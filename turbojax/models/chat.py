@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from turbojax import _json
 from turbojax.models._special_text import Segment, SpecialTexts
 from turbojax.models.tokenizer import ChatTemplate, JsonTokenizer, Tokenizer
 
@@ -186,7 +187,7 @@ def _choose(
     named = given if isinstance(given, Mapping) else {}
     if asked is not None:
         if asked not in named and "{" not in asked:
-            names = ", ".join(map(repr, sorted(named))) or "no names here"
+            names = ", ".join(map(_json.shown, sorted(named))) or "no names here"
             raise ValueError(
                 f"chat_template={asked!r} must be a template, or the name of one: {names}"
             )
@@ -198,7 +199,7 @@ def _choose(
     if tools is not None and "tool_use" in given:
         return given["tool_use"]
     if "default" not in given:
-        names = ", ".join(map(repr, sorted(given)))
+        names = ", ".join(map(_json.shown, sorted(given)))
         raise ValueError(
             f"the tokenizer's chat templates are {names}, none is the default: name one as "
             "chat_template"

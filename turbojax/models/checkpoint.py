@@ -5,7 +5,6 @@ token i is the byte of value i, and byte 0 stands before the first byte of every
 (`BEGINNING_OF_FILE`), in training and wherever the model is used.
 """
 
-import dataclasses
 import functools
 import importlib.resources
 import json
@@ -23,7 +22,7 @@ from turbojax import _checks
 from turbojax.models import _folder, loading, quantized_checkpoint
 from turbojax.models._folder import MAX_SHARD_BYTES
 from turbojax.models._folder import WEIGHTS_NAME as WEIGHTS_NAME
-from turbojax.models.config import LlamaConfig, config_json
+from turbojax.models.config import LlamaConfig, config_json, model_config
 from turbojax.models.decoder import Decoder
 from turbojax.models.llama import Llama
 from turbojax.models.quantized import QuantizedDecoder
@@ -85,7 +84,7 @@ def load(
             return quantized_checkpoint.read(
                 folder, hf, dtype=dtype, max_length=max_length, progress=progress
             )
-        config = _config(hf, max_length)
+        config = model_config(folder, hf, max_length)
         return loading.read_llama(folder, hf, config, dtype=dtype, progress=progress)
 
     return _folder.steady(checkpoint_folder(path_or_name), read)
@@ -111,7 +110,7 @@ def load_llama(
             raise ValueError(
                 f"{str(path_or_name)!r} is a quantized model: the weights must be floating point"
             )
-        config = _config(hf, max_length)
+        config = model_config(folder, hf, max_length)
         return loading.read_llama(folder, hf, config, dtype=dtype, progress=progress)
 
     return _folder.steady(checkpoint_folder(path_or_name), read)
@@ -138,7 +137,7 @@ def load_decoder(
             return quantized_checkpoint.read(
                 folder, hf, dtype=dtype, max_length=max_length, progress=progress
             )
-        config = _config(hf, max_length)
+        config = model_config(folder, hf, max_length)
         return loading.read_decoder(folder, hf, config, dtype=dtype, progress=progress)
 
     return _folder.steady(checkpoint_folder(path_or_name), read)
@@ -220,11 +219,6 @@ def to_hf_tensors(model: Llama, *, dtype: DTypeLike | None = None) -> dict[str, 
 def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor a checkpoint of this shape holds."""
     return {spec.name: spec.shape for spec in checkpoint_tensors(config)}
-
-
-def _config(hf: Mapping[str, Any], max_length: int | None) -> LlamaConfig:
-    config = LlamaConfig.from_hf(hf)
-    return config if max_length is None else dataclasses.replace(config, max_length=max_length)
 
 
 def _tensors(model: Llama, dtype: DTypeLike | None) -> list[_folder.Tensor]:

@@ -2,14 +2,15 @@
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, get_args
 
 import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
+from turbojax._json import shown
 from turbojax.layer_cache import AttentionOptions
 from turbojax.models import families
 from turbojax.models.families import Activation as Activation
@@ -93,32 +94,28 @@ class LlamaConfig:
             value = getattr(self, field.name)
             if field.metadata.get("may_be_zero"):
                 continue
-            if field.type is int and (
-                not isinstance(value, int) or isinstance(value, bool) or value < 1
-            ):
-                raise ValueError(f"{field.name}={value!r} must be an integer of at least 1")
-            if field.type is float and not (
-                isinstance(value, int | float) and 0 < value < math.inf
-            ):
-                raise ValueError(f"{field.name}={value!r} must be positive and finite")
+            if field.type is int:
+                _check_size(field.name, value)
+            if field.type is float and not (_checks.is_finite_number(value) and value > 0):
+                raise ValueError(f"{field.name}={shown(value)} must be positive and finite")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
             )
         if self.family not in families.FAMILIES:
             raise ValueError(
-                f"family={self.family!r} must be one of {', '.join(families.FAMILIES)}"
+                f"family={shown(self.family)} must be one of {', '.join(families.FAMILIES)}"
             )
         if self.activation not in get_args(Activation):
             raise ValueError(
                 f"activation={self.activation!r} must be one of {get_args(Activation)}"
             )
-        _ = self.rope, [self.attention_options(layer) for layer in range(self.num_layers)]
         if self.local_windows and len(self.local_windows) != self.num_layers:
             raise ValueError(
                 f"local_windows has {len(self.local_windows)} entries, must have "
                 f"num_layers={self.num_layers}"
             )
+        _ = self.rope, [self.attention_options(layer) for layer in range(self.num_layers)]
         for name in ("final_soft_cap", "embedding_scale"):
             _checks.check_number(name, getattr(self, name))
             _checks.check_positive(name, getattr(self, name))
@@ -196,6 +193,26 @@ class LlamaConfig:
         )
 
 
+def model_config(folder: Path, hf: Mapping[str, Any], max_length: int | None = None) -> LlamaConfig:
+    """What the `config.json` of a folder describes.
+
+    Args:
+      folder: of the checkpoint, for errors.
+      hf: the content of its `config.json`.
+      max_length: what the model is meant for instead of what is said there.
+
+    Raises:
+      NotImplementedError, ValueError: as `LlamaConfig.from_hf`, naming the file.
+    """
+    try:
+        config = LlamaConfig.from_hf(hf)
+    except (NotImplementedError, ValueError) as error:
+        kind = NotImplementedError if isinstance(error, NotImplementedError) else ValueError
+        text = str(error).removeprefix("config.json").removeprefix(":").strip()
+        raise kind(f"{folder / 'config.json'}: {text}") from error
+    return config if max_length is None else dataclasses.replace(config, max_length=max_length)
+
+
 def config_json(
     config: LlamaConfig, dtype: np.dtype, extra: Mapping[str, Any] | None
 ) -> dict[str, Any]:
@@ -239,6 +256,17 @@ def stored_dtype(hf: Mapping[str, Any]) -> np.dtype | None:
         name = hf.get(key)
         if name is not None:
             if name not in DTYPES:
-                raise ValueError(f"config.json: {key}={name!r} must be one of {', '.join(DTYPES)}")
+                raise ValueError(
+                    f"config.json: {key}={shown(name)} must be one of {', '.join(DTYPES)}"
+                )
             return jnp.dtype(name)
     return None
+
+
+def _check_size(name: str, value: object) -> None:
+    """Raises ValueError unless a size is one that there can be."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}={shown(value)} must be an integer of at least 1")
+    most = families.MOST_LAYERS if name == "num_layers" else families.LARGEST_SIZE
+    if value > most:
+        raise ValueError(f"{name}={shown(value)} must be at most {most}")

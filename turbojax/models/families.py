@@ -5,10 +5,11 @@ those whose value all of its models share.
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
+from turbojax._checks import is_finite_number
+from turbojax._json import shown, shown_name
 from turbojax.models import hf_rope
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2"]
@@ -17,6 +18,11 @@ Family = Literal["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2"]
 Activation = Literal["silu", "gelu_tanh"]
 
 FAMILIES: tuple[Family, ...] = get_args(Family)
+
+MOST_LAYERS = 10_000
+"""No model has a hundredth of it; there is something to be held for every layer."""
+LARGEST_SIZE = 2**31 - 1
+"""Of every other size: tokens and positions are int32."""
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _ACTIVATIONS: dict[str, Activation] = {
@@ -247,12 +253,15 @@ def _family(hf: Mapping[str, Any]) -> Family:
         )
     if architectures and (len(architectures) > 1 or architectures[0] not in supported):
         raise NotImplementedError(
-            f"{architectures=} is not supported: must be one of {', '.join(supported)}"
+            f"architectures={shown(architectures)} is not supported: must be one of "
+            f"{', '.join(supported)}"
         )
     family = supported[architectures[0]] if architectures else model_type
     if model_type not in (None, family) or family not in FAMILIES:
         expected = f"{family!r}, as {architectures=}" if architectures else ", ".join(FAMILIES)
-        raise NotImplementedError(f"{model_type=} is not supported: must be {expected}")
+        raise NotImplementedError(
+            f"model_type={shown(model_type)} is not supported: must be {expected}"
+        )
     return family
 
 
@@ -260,24 +269,24 @@ def _require_known(hf: Mapping[str, Any], rules: _Rules) -> None:
     """Raises NotImplementedError for keys that may change the mathematics in unknown ways."""
     known = {*_SIZES, *rules.defaults, *hf_rope.KEYS} | _HARMLESS
     idle = {**_IDLE, **rules.idle}
-    for key in sorted(hf):
-        value = hf[key]
-        if key in known or key.startswith("_"):
+    for given in sorted(hf):
+        value, key = hf[given], shown_name(given)
+        if given in known or given.startswith("_"):
             continue
-        if value is None and key not in _IDLE:
+        if value is None and given not in _IDLE:
             continue
-        if key in idle:
-            if value != idle[key]:
+        if given in idle:
+            if value != idle[given]:
                 raise NotImplementedError(
-                    f"config.json: {key}={value!r} is not supported: must be {idle[key]!r}"
+                    f"config.json: {key}={shown(value)} is not supported: must be {idle[given]!r}"
                 )
             continue
         if not value:
             continue  # switched off
-        if key == "sliding_window_size" and value == hf.get("sliding_window"):
+        if given == "sliding_window_size" and value == hf.get("sliding_window"):
             continue  # another name that early Gemma 2 files give it, too
         raise NotImplementedError(
-            f"config.json: {key}={value!r} is not supported: must be left out, which is right "
+            f"config.json: {key}={shown(value)} is not supported: must be left out, which is right "
             f"if it changes nothing about how a {rules.architecture} computes"
         )
 
@@ -285,15 +294,20 @@ def _require_known(hf: Mapping[str, Any], rules: _Rules) -> None:
 def _integer(keys: Mapping[str, Any], key: str, least: int = 1) -> int:
     value = keys[key]
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"config.json: {key}={value!r} must be an integer of at least {least}")
+        raise ValueError(
+            f"config.json: {key}={shown(value)} must be an integer of at least {least}"
+        )
+    most = MOST_LAYERS if key == "num_hidden_layers" else LARGEST_SIZE
+    if value > most:
+        raise ValueError(f"config.json: {key}={shown(value)} must be at most {most}")
     return value
 
 
 def _number(keys: Mapping[str, Any], key: str) -> Any:
     """A positive number."""
     value = keys[key]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"config.json: {key}={value!r} must be positive and finite")
+    if not is_finite_number(value) or value <= 0:
+        raise ValueError(f"config.json: {key}={shown(value)} must be positive and finite")
     return value
 
 
@@ -301,13 +315,13 @@ def _flag(keys: Mapping[str, Any], key: str) -> bool:
     """A switch; off where it is null, or no key of the family."""
     value = keys.get(key)
     if value is not None and not isinstance(value, bool):
-        raise ValueError(f"config.json: {key}={value!r} must be true or false")
+        raise ValueError(f"config.json: {key}={shown(value)} must be true or false")
     return bool(value)
 
 
 def _strings(key: str, value: Any) -> None:
     if not isinstance(value, list | tuple) or not all(isinstance(x, str) for x in value):
-        raise ValueError(f"config.json: {key}={value!r} must be a list of strings")
+        raise ValueError(f"config.json: {key}={shown(value)} must be a list of strings")
 
 
 def _even_share(hidden_size: int, heads: int) -> int:
@@ -323,10 +337,10 @@ def _mathematics(keys: Mapping[str, Any], family: str) -> dict[str, Any]:
     """Fields that say how a layer computes, besides its sizes, windows and positions."""
     name = "hidden_activation" if family == "gemma2" else "hidden_act"
     if not isinstance(keys[name], str | None):
-        raise ValueError(f"config.json: {name}={keys[name]!r} must be a string")
+        raise ValueError(f"config.json: {name}={shown(keys[name])} must be a string")
     if keys[name] not in _ACTIVATIONS:
         raise NotImplementedError(
-            f"{name}={keys[name]!r} is not supported: must be one of {', '.join(_ACTIVATIONS)}"
+            f"{name}={shown(keys[name])} is not supported: must be one of {', '.join(_ACTIVATIONS)}"
         )
     # Qwen 2 has biases of queries, keys and values, and no key for them.
     bias = _flag(keys, "attention_bias")
@@ -373,17 +387,18 @@ def _windows(keys: Mapping[str, Any], family: str) -> tuple[int | None, ...]:
         types = usual
     elif len(types) != layers or set(types) - {_SLIDING, _FULL}:
         raise NotImplementedError(
-            f"layer_types={types!r} is not supported: must be {_SLIDING!r} or {_FULL!r} for each "
-            f"of {layers} layers"
+            f"layer_types={shown(types)} is not supported: must be {_SLIDING!r} or {_FULL!r} for "
+            f"each of {layers} layers"
         )
     elif family in ("llama", "mistral", "phi3") and list(types) != usual:
         raise NotImplementedError(
-            f"layer_types={types!r} is not supported for {family!r}: must be {usual!r}"
+            f"layer_types={shown(types)} is not supported for {family!r}: must be {shown(usual)}"
         )
     if window is None and _SLIDING in types:
+        size, used = (shown(keys.get(key)) for key in ("sliding_window", "use_sliding_window"))
         raise ValueError(
-            f"config.json: sliding_window={keys.get('sliding_window')!r} and use_sliding_window="
-            f"{keys.get('use_sliding_window')!r} must give the window that layer_types name"
+            f"config.json: sliding_window={size} and use_sliding_window={used} must give the "
+            "window that layer_types name"
         )
     if _SLIDING not in types:
         return ()

@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from turbojax._checks import is_finite_number
+from turbojax._json import shown, shown_name
 from turbojax.rotary import (
     LinearScaling,
     Llama3Scaling,
@@ -57,7 +59,7 @@ def read(hf: Mapping[str, Any], family: str, head_dim: int, max_length: int) -> 
     kinds = ("default", "longrope") if family == "phi3" else tuple(_KINDS)
     if kind not in kinds:
         raise NotImplementedError(
-            f"rope_type={kind!r} is not supported: must be one of {', '.join(kinds)}"
+            f"rope_type={shown(kind)} is not supported: must be one of {', '.join(kinds)}"
         )
     required, optional = _KINDS[kind]
     missing = [key for key in required if given.get(key) is None]
@@ -66,7 +68,8 @@ def read(hf: Mapping[str, Any], family: str, head_dim: int, max_length: int) -> 
     for key in sorted(set(given) - {*required, *optional, *_COMMON}):
         if given[key]:
             raise NotImplementedError(
-                f"RoPE's {key}={given[key]!r} is not supported for type {kind!r}: must be left out"
+                f"RoPE's {shown_name(key)}={shown(given[key])} is not supported for type "
+                f"{kind!r}: must be left out"
             )
     numbers: dict[str, Any] = {_ORIGINAL: 4096 if family == "phi3" else max_length}
     numbers |= {
@@ -75,10 +78,8 @@ def read(hf: Mapping[str, Any], family: str, head_dim: int, max_length: int) -> 
         if given.get(key) is not None and key not in _NO_NUMBERS
     }
     for key in (_PARTIAL, _ORIGINAL):
-        if not 0 < numbers.get(key, 1.0) < math.inf:
-            raise ValueError(
-                f"config.json: RoPE's {key}={numbers[key]!r} must be positive and finite"
-            )
+        if numbers.get(key, 1.0) <= 0:
+            raise ValueError(f"config.json: RoPE's {key}={shown(numbers[key])} must be positive")
     return {
         "rope_theta": numbers.get(_THETA, 10000.0),
         "rope_scaling": _scaling(kind, given, numbers, max_length),
@@ -133,7 +134,8 @@ def _merged(hf: Mapping[str, Any]) -> dict[str, Any]:
                 continue
             if merged.setdefault(key, value) != value:
                 raise ValueError(
-                    f"config.json gives RoPE's {key} twice, as {merged[key]!r} and {value!r}"
+                    f"config.json gives RoPE's {shown_name(key)} twice, as {shown(merged[key])} "
+                    f"and {shown(value)}"
                 )
     return merged
 
@@ -141,35 +143,39 @@ def _merged(hf: Mapping[str, Any]) -> dict[str, Any]:
 def _object(hf: Mapping[str, Any], name: str) -> dict[str, Any]:
     value = hf.get(name) or {}
     if not isinstance(value, Mapping):
-        raise ValueError(f"{name}={value!r} must be an object")
+        raise ValueError(f"{name}={shown(value)} must be an object")
     for key, inner in value.items():
         if isinstance(inner, Mapping):
             raise NotImplementedError(
-                f"{name} has an object of its own for {key!r}, which is not supported: all layers "
-                "must have the same RoPE"
+                f"{name} has an object of its own for {shown(key)}, which is not supported: all "
+                "layers must have the same RoPE"
             )
     result = {key: inner for key, inner in value.items() if key != "type"}
     kind = value.get("type")
     if kind is not None and result.setdefault("rope_type", kind) != kind:
-        raise ValueError(f"{name}: type={kind!r} must be rope_type={result['rope_type']!r}")
+        raise ValueError(
+            f"{name}: type={shown(kind)} must be rope_type={shown(result['rope_type'])}"
+        )
     return result
 
 
 def _number(key: str, value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"config.json: RoPE's {key}={value!r} must be a number")
+        raise ValueError(f"config.json: RoPE's {key}={shown(value)} must be a number")
+    if not is_finite_number(value):
+        raise ValueError(f"config.json: RoPE's {key}={shown(value)} must be finite")
     return value
 
 
 def _flag(key: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise ValueError(f"config.json: RoPE's {key}={value!r} must be true or false")
+        raise ValueError(f"config.json: RoPE's {key}={shown(value)} must be true or false")
     return value
 
 
 def _factors(key: str, value: Any) -> tuple[float, ...]:
     if not isinstance(value, list | tuple):
-        raise ValueError(f"config.json: RoPE's {key}={value!r} must be a list of numbers")
+        raise ValueError(f"config.json: RoPE's {key}={shown(value)} must be a list of numbers")
     return tuple(_number(key, factor) for factor in value)
 
 
@@ -222,7 +228,10 @@ def _yarn_amplitude(numbers: Mapping[str, Any]) -> float | None:
     if not upper or not lower:
         return None
     log = math.log(numbers["factor"]) if numbers["factor"] > 1 else 0.0
-    return (0.1 * upper * log + 1) / (0.1 * lower * log + 1)
+    divisor = 0.1 * lower * log + 1
+    if divisor <= 0:
+        raise ValueError(f"config.json: RoPE's mscale_all_dim={lower} must be positive")
+    return (0.1 * upper * log + 1) / divisor
 
 
 def _long_amplitude(factor: float, original: int) -> float:

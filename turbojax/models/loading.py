@@ -23,6 +23,7 @@ from turbojax.models.llama import Llama
 from turbojax.models.tensors import (
     EMBEDDING,
     HEAD,
+    LAYERS,
     Placement,
     TensorSpec,
     checkpoint_tensors,
@@ -149,6 +150,23 @@ def check_dtype(dtype: DTypeLike) -> np.dtype:
     return found
 
 
+def check_rotation(config: LlamaConfig, folder: Path) -> None:
+    """Raises ValueError unless all rotary frequencies are finite numbers.
+
+    To be called when the sizes are known to be those of the tensors: there is one per channel.
+    """
+    with np.errstate(all="ignore"):
+        frequencies = [
+            config.rope.frequencies(np.float32, longest) for longest in (1, config.max_length)
+        ]
+    if not np.isfinite(frequencies).all():
+        scaling = config.rope_scaling
+        raise ValueError(
+            f"{folder / _folder.CONFIG_NAME}: rope_theta={config.rope_theta} and {scaling=} must "
+            "give finite rotary frequencies"
+        )
+
+
 def _prepare(
     folder: Path, hf: Mapping[str, Any], config: LlamaConfig, dtype: DTypeLike | None
 ) -> tuple[dict[str, _folder.Stored], np.dtype]:
@@ -158,13 +176,15 @@ def _prepare(
     _folder.require_config(folder, hf)
     tensors = {name: x for name, x in found.items() if not is_ignored(name)}
     repeated = tensors.pop(HEAD, None) if config.tie_embeddings else None
+    _folder.require_layers(tensors, config.num_layers, LAYERS, folder)
     expected = {spec.name: spec.shape for spec in checkpoint_tensors(config)}
     _folder.require_tensors(tensors, expected, folder)
+    check_rotation(config, folder)
     for name, stored in tensors.items():
         if stored.dtype not in _FLOATS:
             raise NotImplementedError(
-                f"{stored.file}: {name} has dtype {stored.dtype}, which is not supported: must be "
-                f"{', '.join(sorted(_FLOATS))}"
+                f"{stored.file}: {name} has dtype {stored.dtype}, which is not supported: must "
+                f"be {', '.join(sorted(_FLOATS))}"
             )
     if repeated is not None:
         _require_equal(tensors[EMBEDDING], repeated)

@@ -18,9 +18,10 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from turbojax import _checks
+from turbojax._json import shown
 from turbojax.models import _folder
-from turbojax.models.config import LlamaConfig, config_json, stored_dtype
-from turbojax.models.loading import Progress, check_dtype
+from turbojax.models.config import LlamaConfig, config_json, model_config, stored_dtype
+from turbojax.models.loading import Progress, check_dtype, check_rotation
 from turbojax.models.quantized import (
     QuantizedDecoder,
     check_config,
@@ -101,11 +102,11 @@ def is_quantized(hf: Mapping[str, Any]) -> bool:
     if block is None:
         return False
     if not isinstance(block, Mapping):
-        raise ValueError(f"config.json: quantization_config={block!r} must be an object")
+        raise ValueError(f"config.json: quantization_config={shown(block)} must be an object")
     method = block.get("quant_method")
     if method != QUANT_METHOD:
         raise NotImplementedError(
-            f"quant_method={method!r} is not supported: must be {QUANT_METHOD!r}"
+            f"config.json: quant_method={shown(method)} is not supported: must be {QUANT_METHOD!r}"
         )
     return True
 
@@ -134,19 +135,26 @@ def read(
         argument is out of range.
     """
     block = hf["quantization_config"]
-    if block.get("version") != VERSION:
-        raise NotImplementedError(f"version={block.get('version')!r} must be {VERSION}")
+    version = block.get("version")
+    if type(version) is not int or version != VERSION:
+        raise NotImplementedError(
+            f"{folder / _folder.CONFIG_NAME}: quantization_config: version={shown(version)} must "
+            f"be {VERSION}"
+        )
     named_dtype = stored_dtype(hf) or jnp.bfloat16
     compute = check_dtype(named_dtype if dtype is None else dtype)
-    config = LlamaConfig.from_hf(hf)
-    if max_length is not None:
-        config = dataclasses.replace(config, max_length=max_length)
-    check_config(config)
-    template = _template(config, block, compute)
-    named = _named_leaves(template)
+    config = model_config(folder, hf, max_length)
+    try:
+        check_config(config)
+    except NotImplementedError as error:
+        raise NotImplementedError(f"{folder / _folder.CONFIG_NAME}: {error}") from error
     tensors = _folder.stored_tensors(folder)
     _folder.require_config(folder, hf)
+    _folder.require_layers(tensors, config.num_layers, "layers.", folder)
+    template = _template(config, block, compute)
+    named = _named_leaves(template)
     _folder.require_tensors(tensors, {name: leaf.shape for name, leaf in named}, folder)
+    check_rotation(config, folder)
     total, done, leaves = sum(stored.nbytes for stored in tensors.values()), 0, []
     for name, leaf in named:
         leaves.append(jax.block_until_ready(_restore(name, tensors[name], leaf.dtype)))
@@ -223,9 +231,13 @@ def _description(model: QuantizedDecoder) -> dict[str, Any]:
 def _template(config: LlamaConfig, block: Mapping[str, Any], dtype: np.dtype) -> QuantizedDecoder:
     """A decoder of shapes and dtypes, without arrays, as its description says."""
     for name, allowed in _KINDS.items():
-        if block.get(name) not in allowed:
+        if name not in block:
+            raise ValueError(f"config.json: quantization_config lacks {name}")
+        value = block[name]
+        # 1 and 4.0 equal True and 4.
+        if not any(type(value) is type(x) and value == x for x in allowed):
             raise ValueError(
-                f"quantization_config: {name}={block.get(name)!r} must be "
+                f"config.json: quantization_config: {name}={shown(value)} must be "
                 f"{' or '.join(map(str, allowed))}"
             )
     scale_dtype = block["scale_dtype"]

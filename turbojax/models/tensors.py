@@ -11,6 +11,7 @@ from turbojax.models.config import LlamaConfig
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+LAYERS = "model.layers."
 # Rotary frequencies that old checkpoints store. They follow from the configuration.
 _IGNORED = "rotary_emb.inv_freq"
 
@@ -151,4 +152,4 @@ def _norms(config: LlamaConfig, layer: int) -> Iterator[TensorSpec]:
 
 
 def _prefix(layer: int) -> str:
-    return f"model.layers.{layer}."
+    return f"{LAYERS}{layer}."

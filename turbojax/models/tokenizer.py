@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from turbojax import _checks
-from turbojax.models import _folder
+from turbojax import _checks, _json
+from turbojax.models import _folder, _tokenizer_file
 from turbojax.models._special_text import Segment, SegmentEncoder, SpecialTexts
 
 TOKENIZER_NAME = "tokenizer.json"
 BYTES = 256
+_LARGEST_TOKEN = 2**31 - 1
 BEGINNING_OF_FILE = 0
 """Stands before the first byte of every text of a byte-level model."""
 
@@ -204,7 +205,8 @@ class JsonTokenizer:
         given = Path(path)
         file = given / TOKENIZER_NAME if given.is_dir() else given
         folder = file.parent
-        self._tokenizer, padding = _read_tokenizer(file)
+        self._file = file
+        self._tokenizer, padding = _tokenizer_file.read(file)
         settings = _read_object(folder / _CONFIG_NAME)
         if _ADDED not in settings:
             settings = {**settings, **_read_object(folder / "special_tokens_map.json")}
@@ -222,7 +224,8 @@ class JsonTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """See `Tokenizer`."""
         _check_unicode(text)
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        with _tokenizer_file.named(f"{self._file} cannot read this text"):
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     @functools.cached_property
     def special_texts(self) -> SpecialTexts:
@@ -249,7 +252,9 @@ class JsonTokenizer:
 
     def decode(self, tokens: Iterable[int]) -> str:
         """See `Tokenizer`; tokens that the vocabulary leaves out have no text."""
-        return self._tokenizer.decode([int(token) for token in tokens])
+        numbers = [int(token) for token in tokens]
+        with _tokenizer_file.named(f"{self._file} cannot write these tokens"):
+            return self._tokenizer.decode(numbers)
 
     def stream(self, prompt: Sequence[int] = ()) -> Decode:
         """See `Tokenizer`; text is held back as long as its last character is incomplete."""
@@ -325,15 +330,15 @@ def load_tokenizer(
         return ByteTokenizer([BEGINNING_OF_FILE])
     folder = Path(path_or_name)
     _folder.settle(folder)
-    if (folder / TOKENIZER_NAME).is_file():
+    if os.path.lexists(folder / TOKENIZER_NAME):
         tokenizer = JsonTokenizer(folder)
         if vocab_size is None:
-            vocab_size = _vocab_size(_read_object(folder / _folder.CONFIG_NAME))
+            vocab_size = _vocab_size(folder, _read_object(folder / _folder.CONFIG_NAME))
         # A model's table may be padded, but a token beyond its end has no embedding.
         if vocab_size is not None and tokenizer.vocab_size > vocab_size:
             raise ValueError(
-                f"{folder / TOKENIZER_NAME} knows tokens up to {tokenizer.vocab_size - 1}, which "
-                f"must be below the model's {vocab_size=}"
+                f"{folder / TOKENIZER_NAME} and {_CONFIG_NAME} know tokens up to "
+                f"{tokenizer.vocab_size - 1}, which must be below the model's {vocab_size=}"
             )
         return tokenizer
     if (folder / _SENTENCEPIECE_NAME).is_file():
@@ -343,7 +348,7 @@ def load_tokenizer(
             "the package transformers writes one"
         )
     if vocab_size is None:
-        vocab_size = _vocab_size(_folder.steady(folder, _folder.read_config))
+        vocab_size = _vocab_size(folder, _folder.steady(folder, _folder.read_config))
     if vocab_size is None:
         raise ValueError(
             f"{str(folder)!r} must hold {TOKENIZER_NAME}, or a vocab_size in its config.json"
@@ -352,30 +357,14 @@ def load_tokenizer(
     return ByteTokenizer(ends) if vocab_size == BYTES else NumberTokenizer(vocab_size, ends)
 
 
-def _vocab_size(config: Mapping[str, Any]) -> int | None:
+def _vocab_size(folder: Path, config: Mapping[str, Any]) -> int | None:
     size = config.get("vocab_size")
-    return size if isinstance(size, int) and not isinstance(size, bool) else None
-
-
-def _read_tokenizer(file: Path) -> tuple[Any, Mapping[str, Any] | None]:
-    """The file's tokenizer, and how it would fill up texts."""
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise ImportError(
-            f"{file} needs the package tokenizers: pip install 'turbojax[text]'"
-        ) from error
-    if not file.is_file():
-        raise FileNotFoundError(f"there is no {file}")
-    try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the package raises nothing more special
-        raise ValueError(f"{file} is not a readable tokenizer: {error}") from error
-    # A file may ask for texts to be cut, or filled up, to one length.
-    padding = tokenizer.padding
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer, padding
+    if size is None or (type(size) is int and 0 < size <= _LARGEST_TOKEN):
+        return size
+    raise ValueError(
+        f"{folder / _folder.CONFIG_NAME}: vocab_size={_json.shown(size)} must be an integer "
+        f"of 1 to {_LARGEST_TOKEN}"
+    )
 
 
 def _check_unicode(text: str) -> None:
@@ -412,23 +401,25 @@ def _add_tokens(
         flags = {key: token[key] for key in _FLAGS if key in token} if _content(token) else {}
         if not (
             number.isdecimal()
+            and len(number) < 11
             and isinstance(token, Mapping)
             and _content(token)
             and all(isinstance(flag, bool) for flag in flags.values())
         ):
             raise ValueError(
-                f"{path}: {_ADDED}, {number!r}: {token!r} must be an object with a content and "
-                "flags, under a number"
+                f"{path}: {_ADDED}, {_json.shown(number)}: {_json.shown(token)} must be an object "
+                "with a content and flags, under a number"
             )
         text = token["content"]
         flags["special"] = flags.get("special", False) or text in named
         tokens.append((int(number), tokenizers.AddedToken(text, **flags)))
-    tokenizer.add_tokens([token for _, token in sorted(tokens, key=lambda pair: pair[0])])
+    with _tokenizer_file.named(f"{path}: {_ADDED} cannot be added"):
+        tokenizer.add_tokens([token for _, token in sorted(tokens, key=lambda pair: pair[0])])
 
 
 def _read_object(path: Path) -> Mapping[str, Any]:
-    """A file's JSON object; an empty one if there is no file."""
-    return _folder.read_json(path) if path.is_file() else {}
+    """A file's JSON object; an empty one if nothing is there."""
+    return _folder.read_json(path) if os.path.lexists(path) else {}
 
 
 def _content(token: Any) -> str | None:
@@ -440,12 +431,14 @@ def _content(token: Any) -> str | None:
 def _ends(folder: Path, eos: int | None) -> tuple[int, ...]:
     """Tokens that end a text: of the generation's settings, and the tokenizer's own."""
     path = folder / "generation_config.json"
-    path = path if path.is_file() else folder / _folder.CONFIG_NAME
+    path = path if os.path.lexists(path) else folder / _folder.CONFIG_NAME
     found = _read_object(path).get("eos_token_id")
     numbers = [] if found is None else found if isinstance(found, list) else [found]
     for number in numbers:
-        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-            raise ValueError(f"{path}: eos_token_id={found!r} must be one token or a list of them")
+        if type(number) is not int or not 0 <= number <= _LARGEST_TOKEN:
+            raise ValueError(
+                f"{path}: eos_token_id={_json.shown(found)} must be one token or a list of them"
+            )
     return tuple(sorted({*numbers, *([] if eos is None else [eos])}))
 
 
@@ -454,7 +447,7 @@ def _templates(folder: Path, settings: Mapping[str, Any]) -> ChatTemplate | None
     files = {"default": folder / CHAT_TEMPLATE_NAME}
     others = folder / CHAT_TEMPLATES_FOLDER
     files |= {path.stem: path for path in sorted(others.glob("*.jinja"))}
-    texts = {name: _read_text(path) for name, path in files.items() if path.is_file()}
+    texts = {name: _read_text(path) for name, path in files.items() if os.path.lexists(path)}
     if texts:
         return texts["default"] if list(texts) == ["default"] else texts
     found = settings.get("chat_template")
@@ -473,6 +466,6 @@ def _templates(folder: Path, settings: Mapping[str, Any]) -> ChatTemplate | None
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return _json.read_bytes(path).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no UTF-8: {error}") from error

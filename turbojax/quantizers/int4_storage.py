@@ -7,14 +7,16 @@ in e4m3 are stored as their bits, uint8, since safetensors cannot hand them to n
 
 import json
 import os
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from turbojax import _writing
+from turbojax import _json, _writing
 from turbojax.quantizers.int4 import Int4Weight
 
 _ARRAYS = ("codes", "scales", "output_scale")
@@ -56,7 +58,7 @@ def from_tensors(
     """
     missing = [f"{name}.{part}" for part in _ARRAYS if f"{name}.{part}" not in tensors]
     if missing or name not in metadata:
-        raise ValueError(f"{name!r} lacks {missing or 'its entry in the metadata'}")
+        raise ValueError(f"{_json.shown(name)} lacks {missing or 'its entry in the metadata'}")
     sizes = _read_sizes(name, metadata[name])
     arrays = {part: tensors[f"{name}.{part}"] for part in _ARRAYS}
     scale_dtype = sizes.pop("scale_dtype")
@@ -106,11 +108,13 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, Int4Weight]:
 
     Raises:
       FileNotFoundError: if there is no such file.
-      TypeError: if a tensor has another dtype.
-      ValueError: if the file cannot be read, or a weight is not whole.
+      TypeError: naming the file, if a tensor has another dtype.
+      ValueError: naming the file, if it cannot be read, or a weight is not whole.
     """
     from safetensors import SafetensorError, safe_open
 
+    if os.path.lexists(path):
+        _json.check_file(Path(path), most=sys.maxsize)
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
@@ -119,16 +123,22 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, Int4Weight]:
         raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
     # The customary "format" is about the file.
     names = [name for name in metadata if name != "format"]
-    return {name: from_tensors(tensors, metadata, name) for name in names}
+    try:
+        return {name: from_tensors(tensors, metadata, name) for name in names}
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{path}: {error}") from error
 
 
 def _read_sizes(name: str, text: str) -> dict[str, Any]:
     try:
-        sizes = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"metadata of {name!r} is no JSON: {error}") from error
+        sizes = _json.parse(text)
+    except ValueError as error:
+        raise ValueError(f"metadata of {_json.shown(name)} is no JSON: {error}") from error
     found = {key: type(value) for key, value in sizes.items()} if isinstance(sizes, dict) else sizes
     if found != _SIZES:
         wanted = {key: kind.__name__ for key, kind in _SIZES.items()}
-        raise ValueError(f"metadata of {name!r} is {text}, must hold {wanted}")
+        raise ValueError(
+            f"metadata of {_json.shown(name)} is {_json.shown(text)}, must hold {wanted}"
+        )
     return sizes
