@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from turbojax.demo import environment
-from turbojax.finetune.checkpoint import checkpoint_manager
+from turbojax.finetune.checkpoint import checkpoint_manager, last_step
 from turbojax.finetune.data import Corpus
 from turbojax.finetune.evaluate import bits_per_byte
 from turbojax.finetune.settings import Settings
@@ -128,6 +128,11 @@ def fine_tune(
     }
     log.write()
     return log.content
+
+
+def last_checkpoint(folder: Path) -> int | None:
+    """The step at which a run in this folder goes on; None if it begins anew."""
+    return last_step(folder / CHECKPOINTS_NAME)
 
 
 class Log:

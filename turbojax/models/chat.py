@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from turbojax import _extras
 from turbojax.models.tokenizer import ChatTemplate, Tokenizer
 
 Message = Mapping[str, Any]
@@ -177,7 +178,7 @@ def _environment() -> Any:
         import jinja2.sandbox
     except ImportError as error:
         raise ImportError(
-            "chat templates need the package jinja2: pip install 'turbojax[text]'"
+            f"chat templates need the package jinja2: {_extras.install('text')}"
         ) from error
 
     class Generation(jinja2.ext.Extension):

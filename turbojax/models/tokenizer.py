@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from turbojax import _checks
+from turbojax import _checks, _extras
 from turbojax.models import _folder
 
 TOKENIZER_NAME = "tokenizer.json"
@@ -340,7 +340,7 @@ def _read_tokenizer(file: Path) -> tuple[Any, Mapping[str, Any] | None]:
         import tokenizers
     except ImportError as error:
         raise ImportError(
-            f"{file} needs the package tokenizers: pip install 'turbojax[text]'"
+            f"{file} needs the package tokenizers: {_extras.install('text')}"
         ) from error
     if not file.is_file():
         raise FileNotFoundError(f"there is no {file}")
