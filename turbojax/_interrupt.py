@@ -1,8 +1,8 @@
 """Ctrl-C ends the `turbojax` command soon, with one line and exit code 130; SIGTERM, with 143.
 
 `KeyboardInterrupt` is raised in the main thread between two instructions of Python, so that what is
-being written is finished or removed. But while XLA compiles, that thread is in C++ for half a minute
-and more, and some callbacks swallow it. So a second thread is told of the signal
+being written is finished or removed. But while XLA compiles, that thread is in C++ for half a
+minute and more, and some callbacks swallow it. So a second thread is told of the signal
 (`signal.set_wakeup_fd`: by the C handler itself, at once), and ends the process if the main thread
 has not after `GRACE` seconds, or at a second signal. Either way the process ends by `os._exit`: the
 interpreter's own way takes modules apart while XLA's threads still use them, and crashes.
