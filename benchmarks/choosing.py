@@ -351,7 +351,7 @@ def _prompts(figures: Figures) -> list[list[str]]:
         ],
         [
             "prompts on another NVIDIA GPU, Ada or newer",
-            "`pip install 'turbojax[triton]'`, and the configuration with `mode=\"fp8\"`",
+            "`pip install '.[triton]'`, and the configuration with `mode=\"fp8\"`",
             "`jax_triton`",
             f"{triton(f'{_PROMPT}turbo-fp8-exact-128/jax_triton')} cuDNN (on an H100)",
             error[2],

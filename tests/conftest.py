@@ -32,6 +32,9 @@ if os.environ.get("TURBOJAX_OPTIMIZE") != "1":
     if _quick not in os.environ.get("XLA_FLAGS", ""):  # a worker inherits them
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_quick}".strip()
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# Commands in processes of their own would keep compiled programs in the user's folder.
+_PROGRAMS = Path(__file__).resolve().parents[1] / ".cache" / "programs"
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_PROGRAMS)
 
 import hypothesis
 import jax
@@ -42,7 +45,6 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Compiled programs are shared by the test processes, and by the next run; `make clean` removes
 # them. The key holds the program, the flags and the versions of jax and XLA.
-_PROGRAMS = Path(__file__).resolve().parents[1] / ".cache" / "programs"
 _MOST_BYTES = 2**30
 jax.config.update("jax_compilation_cache_dir", str(_PROGRAMS))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

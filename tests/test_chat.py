@@ -93,5 +93,5 @@ def test_the_date():
 
 def test_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(ImportError, match=r"need the package jinja2: pip install 'turbojax.text"):
+    with pytest.raises(ImportError, match=r"need the package jinja2: pip install 'tokenizers>="):
         render_template("{{ 'not compiled before' }}", [USER])

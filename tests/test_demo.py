@@ -135,4 +135,4 @@ def test_without_the_extra_the_command_says_what_to_install():
     code = "import sys; sys.modules['typer'] = None; import turbojax.cli"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "needs typer: pip install 'turbojax[demo]'" in done.stderr
+    assert "needs typer: pip install 'typer>=0.15' 'rich>=13' " in done.stderr

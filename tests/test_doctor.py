@@ -89,5 +89,5 @@ def test_a_backend_that_does_not_start(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor.exact, "cudnn_unsupported", no_backend)
     report = doctor.examine()
     assert report.devices == ("none: RuntimeError: Unable to initialize backend 'cuda'",)
-    assert "pip install 'turbojax[gpu]'" in report.advice[0]
+    assert "pip install 'jax[cuda13]>=" in report.advice[0]
     assert "fails: RuntimeError" in report.ops[-1].refusals["cudnn"]

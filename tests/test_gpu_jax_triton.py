@@ -25,7 +25,7 @@ import turbojax as tj
 
 _MISSING = [name for name in ("jax_triton", "triton") if importlib.util.find_spec(name) is None]
 if _MISSING:
-    reason = f"not installed: {_MISSING}; pip install 'turbojax[triton]'"
+    reason = f"not installed: {_MISSING}; pip install 'jax-triton>=0.3.1'"
     pytest.skip(reason, allow_module_level=True)
 pytestmark = pytest.mark.gpu
 

@@ -81,9 +81,9 @@ def test_refusals_name_the_value(machine, config, shape, words):
 
 def test_missing_packages_are_named(machine):
     machine(packages=())
-    assert refusal() == "not installed: jax_triton and triton; pip install 'turbojax[triton]'"
+    assert refusal() == "not installed: jax_triton and triton; pip install 'jax-triton>=0.3.1'"
     machine(packages=("triton",))
-    assert refusal() == "not installed: jax_triton; pip install 'turbojax[triton]'"
+    assert refusal() == "not installed: jax_triton; pip install 'jax-triton>=0.3.1'"
 
 
 def test_the_gpu_must_have_the_number_format(machine, monkeypatch):

@@ -278,7 +278,7 @@ def test_without_the_package(tmp_path, monkeypatch):
     save(byte_level(), tmp_path)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(
-        ImportError, match=r"needs the package tokenizers: pip install 'turbojax.te"
+        ImportError, match=r"needs the package tokenizers: pip install 'tokenizers>="
     ):
         JsonTokenizer(tmp_path)
 

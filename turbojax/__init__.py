@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+# First, so that Ctrl-C works while the command is still importing.
+from turbojax import _interrupt as _interrupt
 from turbojax import fireq as fireq
 from turbojax import levels as levels
 from turbojax import paged as paged
@@ -70,3 +72,8 @@ def __getattr__(name: str) -> object:
 
         return importlib.import_module(f"turbojax.{name}")
     raise AttributeError(f"module 'turbojax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """What is there, with what is not imported yet."""
+    return sorted({*globals(), *__all__})

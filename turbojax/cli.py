@@ -1,23 +1,40 @@
 """The `turbojax` command."""
 
 import json
-import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
+
+from turbojax import _extras
 
 try:
+    import platformdirs as platformdirs
     import typer
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from typer.core import TyperGroup
 except ImportError as error:
     raise SystemExit(
-        f"the turbojax command needs {error.name}: pip install 'turbojax[demo]'"
+        f"the turbojax command needs {error.name}: {_extras.install('command')}"
     ) from error
 
 import turbojax
-from turbojax import cli_generate, cli_quantize, cli_serve, cli_train
+from turbojax import _interrupt, cli_generate, cli_programs, cli_quantize, cli_serve, cli_train
+
+
+class _Commands(TyperGroup):
+    """The commands, each of which an interruption ends with one line."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs the command that the arguments name."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            _interrupt.tell()
+            raise typer.Exit(_interrupt.exit_code()) from None
+
 
 app = typer.Typer(
+    cls=_Commands,
     help="Quantized, compressed and sparse attention for JAX.",
     no_args_is_help=True,
     add_completion=False,
@@ -33,12 +50,13 @@ def _print_version(value: bool) -> None:
 
 @app.callback()
 def _root(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option("--version", callback=_print_version, is_eager=True, help="Print it, exit."),
     ] = False,
 ) -> None:
-    pass
+    _interrupt.begin(f"turbojax {context.invoked_subcommand}")
 
 
 @app.command()
@@ -66,6 +84,7 @@ def demo(
     ] = "embedded",
     plot: Annotated[Path | None, typer.Option(help="Also draw a picture to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    compilation_cache: cli_programs.CompilationCache = True,
 ) -> None:
     """Read a file with a small language model through several KV caches, side by side.
 
@@ -78,7 +97,10 @@ def demo(
     from turbojax import models
     from turbojax.demo import DemoSettings, default_file, display, run
 
+    cli_programs.use(compilation_cache, "turbojax demo")
     try:
+        if plot is not None:
+            _extras.need_matplotlib("--plot")
         settings = DemoSettings(
             file=file or default_file(prompt_bytes + new_bytes),
             prompt_bytes=prompt_bytes,
@@ -98,7 +120,7 @@ def demo(
             report = run(llama, settings, advance)
         if plot is not None:
             display.save_plot(report, llama, plot)
-    except (OSError, ValueError, NotImplementedError) as error:
+    except (OSError, ValueError, NotImplementedError, ImportError) as error:
         typer.echo(f"turbojax demo: {error}", err=True)
         raise typer.Exit(2) from error
     if as_json:
@@ -135,6 +157,7 @@ def levels(
     ] = "embedded",
     plot: Annotated[Path | None, typer.Option(help="Draw the levels to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    compilation_cache: cli_programs.CompilationCache = True,
 ) -> None:
     """Show which blocks pooled attention reads, and how coarsely, for a real model and text.
 
@@ -146,7 +169,10 @@ def levels(
     from turbojax import levels_map, models
     from turbojax.demo import default_file
 
+    cli_programs.use(compilation_cache, "turbojax levels")
     try:
+        if plot is not None:
+            _extras.need_matplotlib("--plot")
         settings = levels_map.MapSettings(
             file=file or default_file(tokens - 1),
             layer=layer,
@@ -158,7 +184,7 @@ def levels(
         report = levels_map.run(models.load_llama(model, dtype=jnp.float32), settings)
         if plot is not None:
             levels_map.save_plot(report, plot)
-    except (OSError, ValueError, NotImplementedError) as error:
+    except (OSError, ValueError, NotImplementedError, ImportError) as error:
         typer.echo(f"turbojax levels: {error}", err=True)
         raise typer.Exit(2) from error
     if as_json:
@@ -199,6 +225,6 @@ def _progress_bar() -> Progress:
     )
 
 
-def main() -> None:
+def main() -> NoReturn:
     """Entry point of the `turbojax` command."""
-    sys.exit(app())
+    _interrupt.run(app)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 import typer
 
-from turbojax import cli_options
+from turbojax import cli_options, cli_programs
 
 if TYPE_CHECKING:
     from turbojax.text import TextModel
@@ -140,6 +140,7 @@ def generate(
     weights: cli_options.Weights = None,
     prompt_tokens: PromptTokens = None,
     as_json: cli_options.AsJson = False,
+    compilation_cache: cli_programs.CompilationCache = True,
 ) -> None:
     """Continue a text through a KV cache; say how fast, and how large the cache is.
 
@@ -149,6 +150,7 @@ def generate(
     from turbojax.demo import environment
     from turbojax.models.sampling import Sampling
 
+    cli_programs.use(compilation_cache, "turbojax generate")
     with cli_options.one_line_errors(
         "turbojax generate", smaller="--batch-size or --prefill-batch-size"
     ):

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from turbojax import cli_options
+from turbojax import _interrupt, cli_options, cli_programs
 
 
 def quantize(
@@ -83,6 +83,7 @@ def quantize(
     ] = 1024,
     max_length: cli_options.MaxLength = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    compilation_cache: cli_programs.CompilationCache = True,
 ) -> None:
     """Quantize the linear layers of a model's blocks to INT4 and say what that saves and costs.
 
@@ -94,6 +95,7 @@ def quantize(
     from turbojax.demo import environment
     from turbojax.smoothing import Smoothing
 
+    cli_programs.use(compilation_cache, "turbojax quantize")
     try:
         settings = quantizing.QuantizeSettings(
             model=model,
@@ -111,7 +113,7 @@ def quantize(
             window=window,
             max_length=max_length,
         )
-        with _Bars() as bars:
+        with _Bars(out) as bars:
             report = quantizing.run(settings, bars.advance)
     except (OSError, ValueError, NotImplementedError, ImportError) as error:
         typer.echo(f"turbojax quantize: {error}", err=True)
@@ -145,7 +147,8 @@ def _table(report: Any) -> Table:
 class _Bars:
     """A bar for each phase, on standard error, so that standard output stays clean."""
 
-    def __init__(self) -> None:
+    def __init__(self, out: Path) -> None:
+        self._out = out
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -164,6 +167,8 @@ class _Bars:
 
     def advance(self, phase: str, done: int, total: int) -> None:
         """See `quantizing.Progress`."""
+        if phase == "evaluation":
+            _interrupt.say(lambda: f"the model is in {self._out}, but was not measured to the end")
         if phase not in self._tasks:
             self._tasks[phase] = self._progress.add_task(phase, total=total)
         self._progress.advance(self._tasks[phase], done)

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from turbojax import cli_options
+from turbojax import _interrupt, cli_options, cli_programs
 
 File = Annotated[
     Path,
@@ -76,6 +76,7 @@ def serve(
     random_weights: cli_options.RandomWeights = None,
     weights: cli_options.Weights = None,
     as_json: cli_options.AsJson = False,
+    compilation_cache: cli_programs.CompilationCache = True,
 ) -> None:
     """Continue many texts at once, sampled or not, on one pool of pages.
 
@@ -84,6 +85,7 @@ def serve(
     from turbojax import _checks, serving
     from turbojax.demo import environment
 
+    cli_programs.use(compilation_cache, "turbojax serve")
     with cli_options.one_line_errors(
         "turbojax serve", smaller="--num-pages, --pool-bytes or --max-sequences"
     ):
@@ -99,6 +101,7 @@ def serve(
             requests = serving.read_requests(content, source.tokenizer, max_new_tokens)
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from error
+        _interrupt.say(results.note)
         with results, _bar(len(requests)) as advance:
             report = serving.serve(
                 source,
@@ -133,6 +136,7 @@ class _Results(contextlib.ExitStack):
         super().__init__()
         self._path = path
         self._file: TextIO | None = None
+        self._written = 0
 
     def check(self, requests: Path) -> None:
         """Raises ValueError if there is no such place, or it is the file of the requests."""
@@ -153,6 +157,12 @@ class _Results(contextlib.ExitStack):
         typer.echo(line, file=self._file)
         if self._file is not None:
             self._file.flush()
+        self._written += 1
+
+    def note(self) -> str:
+        """What is written so far."""
+        place = "on standard output" if self._path is None else f"in {self._path}"
+        return f"{self._written} results are {place}"
 
 
 @contextlib.contextmanager

@@ -8,6 +8,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from turbojax import _extras, _interrupt, cli_programs
+
 
 def train(
     out: Annotated[Path, typer.Option(help="Folder of log, checkpoints and model.")],
@@ -88,6 +90,7 @@ def train(
         int, typer.Option(help="Sequences of the held-out text that are scored, at most.")
     ] = 64,
     plot: Annotated[Path | None, typer.Option(help="Draw the loss to this file.")] = None,
+    compilation_cache: cli_programs.CompilationCache = True,
 ) -> None:
     """Fine-tune a byte-level model at a long context, with dense or pooled attention.
 
@@ -98,10 +101,14 @@ def train(
 
     from turbojax import models
 
+    cli_programs.use(compilation_cache, "turbojax train")
     try:
         from turbojax import _writing, finetune
 
         _writing.require_free(out)
+        _interrupt.say(lambda: _kept(out, finetune.last_checkpoint(out)))
+        if plot is not None:
+            _extras.need_matplotlib("--plot")
         if precision is None:
             precision = "float32" if jax.default_backend() == "cpu" else "bfloat16"
         settings = finetune.Settings(
@@ -164,6 +171,8 @@ def compare(
     try:
         from turbojax import _writing, finetune
 
+        if plot is not None:
+            _extras.need_matplotlib("--plot")
         logs = [finetune.read_log(path) for path in (first, second)]
         result = finetune.compare(*logs, width=smoothing)
         if write is not None:
@@ -177,9 +186,17 @@ def compare(
 
 def _failure(command: str, error: Exception) -> typer.Exit:
     """Says what went wrong, and returns what ends the command."""
-    missing = ": pip install 'turbojax[train]'" if isinstance(error, ImportError) else ""
-    typer.echo(f"turbojax {command}: {error}{missing}", err=True)
+    missing = isinstance(error, ModuleNotFoundError)
+    how = f": {_extras.install('train')}" if missing else ""
+    typer.echo(f"turbojax {command}: {error}{how}", err=True)
     return typer.Exit(2)
+
+
+def _kept(out: Path, step: int | None) -> str:
+    """What an interrupted run leaves behind."""
+    if step is None:
+        return "no checkpoint was written yet; the same command begins anew"
+    return f"the checkpoint of step {step} is in {out}; the same command goes on from there"
 
 
 class _Display:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import turbojax
+from turbojax import _extras
 from turbojax._registry import Registry
 from turbojax.baselines import exact
 from turbojax.cache import ProgressiveCache, append, init_cache, kv4
@@ -264,7 +265,7 @@ def _advice() -> tuple[str, ...]:
         on_gpu = False
     if not on_gpu and _NVIDIA_DRIVER.exists():
         return (
-            "There is an NVIDIA driver, but jax uses no GPU: pip install 'turbojax[gpu]', and look "
+            f"There is an NVIDIA driver, but jax uses no GPU: {_extras.install('gpu')}, and look "
             "at JAX_PLATFORMS and CUDA_VISIBLE_DEVICES.",
         )
     return ()

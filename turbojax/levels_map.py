@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from turbojax import _writing
+from turbojax import _extras, _writing
 from turbojax.demo.measure import environment
 from turbojax.layer_cache.options import PLAIN, AttentionOptions, require_plain
 from turbojax.levels import (
@@ -278,7 +278,9 @@ def save_plot(report: MapReport, path: Path) -> None:
     Raises:
       OSError: if the file cannot be written.
       ValueError: if matplotlib does not know the format.
+      ImportError: if it is not installed.
     """
+    _extras.need_matplotlib()
     # Imported here, as in the demo: it takes a second, and a bare `Figure` needs no display.
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

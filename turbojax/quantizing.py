@@ -350,6 +350,7 @@ def _costs(
 ) -> dict[str, dict[str, float]]:
     caches = caches_of(next(iter(candidates.values())))
     total = len(candidates) * len(caches) * held_out.scored
+    tell("evaluation", 0, total)
 
     def mean(model: models.Decoder | models.QuantizedDecoder, cache: CacheName) -> float:
         bits = models.token_bits(

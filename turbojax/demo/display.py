@@ -8,7 +8,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from turbojax import _writing
+from turbojax import _extras, _writing
 from turbojax.demo.measure import CacheResult, DemoReport, cache_kind
 from turbojax.models import Llama
 from turbojax.models.caching import init_caches
@@ -78,7 +78,9 @@ def save_plot(report: DemoReport, model: Llama, path: Path) -> None:
     Raises:
       OSError: if the file cannot be written.
       ValueError: if matplotlib does not know the format.
+      ImportError: if it is not installed.
     """
+    _extras.need_matplotlib()
     # Imported here: it takes a second that a run without a plot need not wait. A bare `Figure`
     # needs no display and leaves pyplot's global state alone.
     from matplotlib.figure import Figure

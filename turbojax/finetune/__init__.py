@@ -1,6 +1,6 @@
 """Fine-tuning of a byte-level model at a long context, with dense or pooled attention.
 
-Needs `pip install 'turbojax[train]'`.
+Needs optax and orbax-checkpoint, which come with Flax; plots need matplotlib.
 """
 
 from turbojax.finetune.comparison import compare as compare
@@ -13,6 +13,7 @@ from turbojax.finetune.display import save_plot as save_plot
 from turbojax.finetune.run import MODEL_NAME as MODEL_NAME
 from turbojax.finetune.run import Rhythm as Rhythm
 from turbojax.finetune.run import fine_tune as fine_tune
+from turbojax.finetune.run import last_checkpoint as last_checkpoint
 from turbojax.finetune.settings import Settings as Settings
 from turbojax.finetune.settings import for_context as for_context
 from turbojax.finetune.trainer import Trainer as Trainer

@@ -13,6 +13,15 @@ def checkpoint_manager(folder: Path) -> ocp.CheckpointManager:
     return ocp.CheckpointManager(folder.absolute(), options=options)
 
 
+def last_step(folder: Path) -> int | None:
+    """The step of the latest checkpoint under `folder`, by the names of what is finished alone.
+
+    Orbax writes a checkpoint under another name and renames it at the end.
+    """
+    names = (path.name for path in folder.glob("*")) if folder.is_dir() else ()
+    return max((int(name) for name in names if name.isdecimal()), default=None)
+
+
 def save_tree(manager: ocp.CheckpointManager, step: int, tree: Any) -> None:
     """Writes the tree as the checkpoint of a step, in the background."""
     manager.save(step, args=ocp.args.StandardSave(_leaves(tree)), force=True)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from turbojax import _writing
+from turbojax import _extras, _writing
 from turbojax.finetune.comparison import label, seconds_at, smooth
 
 if TYPE_CHECKING:
@@ -22,7 +22,9 @@ def draw(logs: Sequence[Mapping[str, Any]], *, width: int = 20) -> "Figure":
 
     Raises:
       ValueError: if there are no runs or too many.
+      ImportError: if matplotlib is not installed.
     """
+    _extras.need_matplotlib()
     from matplotlib.figure import Figure
 
     if not 1 <= len(logs) <= len(_COLOURS):
@@ -64,6 +66,7 @@ def save_plot(logs: Sequence[Mapping[str, Any]], path: Path, *, width: int = 20)
 
     Raises:
       ValueError: if there are no runs or too many, or matplotlib does not know the format.
+      ImportError: if it is not installed.
     """
     with _writing.replacing(path) as draft:
         draw(logs, width=width).savefig(draft)

@@ -16,7 +16,7 @@ from turbojax import _writing
 from turbojax._json import shown
 from turbojax.demo import environment
 from turbojax.finetune._log import read_content
-from turbojax.finetune.checkpoint import checkpoint_manager
+from turbojax.finetune.checkpoint import checkpoint_manager, last_step
 from turbojax.finetune.data import Corpus
 from turbojax.finetune.evaluate import bits_per_byte
 from turbojax.finetune.settings import Settings
@@ -149,6 +149,11 @@ def _fine_tune(
     }
     log.write()
     return log.content
+
+
+def last_checkpoint(folder: Path) -> int | None:
+    """The step at which a run in this folder goes on; None if it begins anew."""
+    return last_step(folder / CHECKPOINTS_NAME)
 
 
 class Log:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from turbojax import _json
+from turbojax import _extras, _json
 
 _MOST_BYTES = 128 * 2**20
 """Of a `tokenizer.json`; the largest ones, of vocabularies of 260,000 tokens, have 35 MB."""
@@ -27,7 +27,7 @@ def read(file: Path) -> tuple[Any, Mapping[str, Any] | None]:
         import tokenizers
     except ImportError as error:
         raise ImportError(
-            f"{file} needs the package tokenizers: pip install 'turbojax[text]'"
+            f"{file} needs the package tokenizers: {_extras.install('text')}"
         ) from error
     if not file.is_file():
         raise FileNotFoundError(f"there is no file {file}")

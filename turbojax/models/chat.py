@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from turbojax import _json
+from turbojax import _extras, _json
 from turbojax.models._special_text import Segment, SpecialTexts
 from turbojax.models.tokenizer import ChatTemplate, JsonTokenizer, Tokenizer
 
@@ -227,7 +227,7 @@ def _environment() -> Any:
         import jinja2.sandbox
     except ImportError as error:
         raise ImportError(
-            "chat templates need the package jinja2: pip install 'turbojax[text]'"
+            f"chat templates need the package jinja2: {_extras.install('text')}"
         ) from error
 
     class Generation(jinja2.ext.Extension):

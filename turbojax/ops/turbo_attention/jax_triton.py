@@ -5,6 +5,7 @@ import importlib.util
 
 import jax
 
+from turbojax import _extras
 from turbojax._device import interpreting, needs_gpu
 from turbojax.config import TurboConfig
 from turbojax.ops.turbo_attention.masking import Visibility
@@ -104,5 +105,5 @@ def unsupported(
         return "its kernel cannot be interpreted"
     missing = [name for name in ("jax_triton", "triton") if importlib.util.find_spec(name) is None]
     if missing:
-        return f"not installed: {' and '.join(missing)}; pip install 'turbojax[triton]'"
+        return f"not installed: {' and '.join(missing)}; {_extras.install('triton')}"
     return needs_gpu(8.0 if config.mode == "int8" else 8.9)

@@ -1,0 +1,34 @@
+"""Packages that only parts of turbojax need, and how to install them.
+
+No package named turbojax is on an index, so messages name the packages themselves.
+"""
+
+import importlib.util
+
+COMMAND = ("typer>=0.15", "rich>=13", "platformdirs>=4")
+"""What the command needs: dependencies of the project, but not of `import turbojax`."""
+
+EXTRAS = {
+    "gpu": ("jax[cuda13]>=0.10.2",),
+    "triton": ("jax-triton>=0.3.1",),
+    "text": ("tokenizers>=0.20", "jinja2>=3.1.6"),
+    "demo": ("matplotlib>=3.9",),
+    "train": ("optax>=0.2.4", "orbax-checkpoint>=0.11"),
+}
+"""The project's extras, as in `pyproject.toml`."""
+
+
+def install(extra: str) -> str:
+    """The line for a shell that installs an extra's packages, or those of ``"command"``."""
+    packages = COMMAND if extra == "command" else EXTRAS[extra]
+    return "pip install " + " ".join(f"'{package}'" for package in packages)
+
+
+def need_matplotlib(what: str = "a plot") -> None:
+    """Checks that plots can be drawn.
+
+    Raises:
+      ImportError: if matplotlib is not installed; the message says how to.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError(f"{what} needs the package matplotlib: {install('demo')}")
