@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from turbojax.text import TextModel
+    from turbojax.text import FoundModel
 
 Model = Annotated[
     str | None,
@@ -74,18 +74,18 @@ def one_line_errors(command: str, smaller: str) -> Iterator[None]:
         raise typer.Exit(2) from error
 
 
-def load(
+def find(
     model: str | None,
     random_weights: str | None,
     weights: str | None,
     dtype: str | None,
     max_length: int | None,
-) -> "TextModel":
-    """The model that the options name.
+) -> "FoundModel":
+    """The model that the options name, not loaded yet.
 
     Raises:
       ValueError: if two contradict each other.
-      OSError, ValueError, NotImplementedError, ImportError: see `text.load_text_model`.
+      OSError, ValueError, NotImplementedError, ImportError: see `text.find_text_model`.
     """
     from turbojax import text
 
@@ -93,9 +93,9 @@ def load(
     if random_weights is None:
         if weights is not None:
             raise ValueError("--weights is for --random-weights")
-        return text.load_text_model(model or "embedded", kind, max_length)
+        return text.find_text_model(model or "embedded", kind, max_length)
     if model is not None:
         raise ValueError("--random-weights takes no --model")
     if max_length is not None:
         raise ValueError("--random-weights takes no --max-length")
-    return text.random_text_model(random_weights, kind, weights or "float")
+    return text.find_random_model(random_weights, kind, weights or "float")
