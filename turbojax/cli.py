@@ -15,7 +15,7 @@ except ImportError as error:
     ) from error
 
 import turbojax
-from turbojax import cli_generate, cli_quantize, cli_serve, cli_train
+from turbojax import cli_generate, cli_options, cli_quantize, cli_serve, cli_train
 
 app = typer.Typer(
     help="Quantized, compressed and sparse attention for JAX.",
@@ -75,10 +75,11 @@ def demo(
     """
     import jax.numpy as jnp
 
-    from turbojax import models
+    from turbojax import models, startup
     from turbojax.demo import DemoSettings, default_file, display, run
 
     try:
+        startup.check_plot(plot)
         settings = DemoSettings(
             file=file or default_file(prompt_bytes + new_bytes),
             prompt_bytes=prompt_bytes,
@@ -98,13 +99,13 @@ def demo(
             report = run(llama, settings, advance)
         if plot is not None:
             display.save_plot(report, llama, plot)
-    except (OSError, ValueError, NotImplementedError) as error:
+    except (OSError, ValueError, NotImplementedError, ImportError) as error:
         typer.echo(f"turbojax demo: {error}", err=True)
         raise typer.Exit(2) from error
     if as_json:
         typer.echo(json.dumps(report.to_json(), indent=2, allow_nan=False))
     else:
-        Console().print(display.render(report))
+        cli_options.show(display.render(report))
         if plot is not None:
             typer.echo(f"plot written to {plot}")
 
@@ -143,10 +144,11 @@ def levels(
     """
     import jax.numpy as jnp
 
-    from turbojax import levels_map, models
+    from turbojax import levels_map, models, startup
     from turbojax.demo import default_file
 
     try:
+        startup.check_plot(plot)
         settings = levels_map.MapSettings(
             file=file or default_file(tokens - 1),
             layer=layer,
@@ -158,13 +160,13 @@ def levels(
         report = levels_map.run(models.load_llama(model, dtype=jnp.float32), settings)
         if plot is not None:
             levels_map.save_plot(report, plot)
-    except (OSError, ValueError, NotImplementedError) as error:
+    except (OSError, ValueError, NotImplementedError, ImportError) as error:
         typer.echo(f"turbojax levels: {error}", err=True)
         raise typer.Exit(2) from error
     if as_json:
         typer.echo(json.dumps(report.to_json(), indent=2, allow_nan=False))
     else:
-        Console().print(levels_map.render(report))
+        cli_options.show(levels_map.render(report))
         if plot is not None:
             typer.echo(f"plot written to {plot}")
 

@@ -1,12 +1,16 @@
-"""Options that `turbojax generate` and `turbojax serve` share, and what they do about errors."""
+"""What commands share: options, tables, and what they do about errors."""
 
 import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.measure import Measurement
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from turbojax.text import FoundModel
 
 Model = Annotated[
@@ -49,6 +53,9 @@ MaxLength = Annotated[
     ),
 ]
 MaxNewTokens = Annotated[int, typer.Option(help="Tokens to add to each sequence, at most.")]
+# Columns: wider than any table.
+_WIDEST = 10_000
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
@@ -99,3 +106,13 @@ def find(
     if max_length is not None:
         raise ValueError("--random-weights takes no --max-length")
     return text.find_random_model(random_weights, kind, weights or "float")
+
+
+def show(table: "RenderableType") -> None:
+    """Prints a table; to a pipe or a file as wide as it is, so that nothing is cut or folded."""
+    console = Console()
+    if not console.is_terminal:
+        # What is measured is never more than there is room for.
+        widest = Measurement.get(console, console.options.update(width=_WIDEST), table).maximum
+        console.width = max(console.width, widest)
+    console.print(table)

@@ -119,7 +119,7 @@ def quantize(
     if as_json:
         typer.echo(json.dumps({**environment(), **report.to_json()}, indent=2, allow_nan=False))
     else:
-        Console().print(_table(report))
+        cli_options.show(_table(report))
         typer.echo(f"wrote {out}")
 
 
@@ -130,7 +130,7 @@ def _table(report: Any) -> Table:
     for title in (
         "",
         "megabytes",
-        "bits per weight",
+        "bits per\nweight",
         *(f"bits/{report.unit}, {c}" for c in caches),
     ):
         table.add_column(title, justify="left" if not title else "right")
