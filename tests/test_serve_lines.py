@@ -165,21 +165,40 @@ def test_a_terminal_shows_results_above_the_bar(monkeypatch):
     assert screen.note() == "3 of 3 results were written"
 
 
+def test_a_pipe_gets_results_while_the_bar_is_on_a_terminal(monkeypatch):
+    terminal, pipe = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", pipe)
+    monkeypatch.setattr(
+        cli_serve, "Console", lambda **_: Console(file=terminal, force_terminal=True, width=80)
+    )
+    with cli_serve._Screen(1, 0, None) as screen:
+        screen.begin()
+        screen.advance(1, 1)
+        screen.write('{"id": 1}')
+        screen._bar.refresh()
+    assert pipe.getvalue() == '{"id": 1}\n'
+    assert '"id"' not in terminal.getvalue()
+    assert "requests" in terminal.getvalue()
+
+
 @pytest.mark.slow
-def test_results_and_progress_on_a_real_terminal(tiny_folder, tmp_path):
-    """Both standard output and error are one terminal."""
+@pytest.mark.parametrize("piped", [False, True])
+def test_results_and_progress_on_a_real_terminal(tiny_folder, tmp_path, piped):
+    """Standard output and error are one terminal, or the terminal shows progress alone."""
     lines = [json.dumps({"prompt": "abc", "max_new_tokens": 90})] * 6
     controller, terminal = pty.openpty()
     code = "from turbojax.cli import main; main()"
     options = [_write(tmp_path, lines), "--model", tiny_folder, "--max-sequences", "2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "80"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, "serve", *options],
-        env=environment,
-        stdin=terminal,
-        stdout=terminal,
-        stderr=terminal,
-    )
+    out = tmp_path / "out"
+    with out.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, "serve", *options],
+            env=environment,
+            stdin=terminal,
+            stdout=file if piped else terminal,
+            stderr=terminal,
+        )
     os.close(terminal)
     shown = bytearray()
     while True:
@@ -194,7 +213,8 @@ def test_results_and_progress_on_a_real_terminal(tiny_folder, tmp_path):
     assert process.wait() == 0
     text = shown.decode()
     assert "compiling" in text
-    results = [json.loads(x) for x in _whole_lines(text) if x.startswith('{"id"')]
+    lines = out.read_text().splitlines() if piped else _whole_lines(text)
+    results = [json.loads(x) for x in lines if x.startswith('{"id"')]
     assert sorted(x["id"] for x in results) == [1, 2, 3, 4, 5, 6]
     # None of them anywhere else.
-    assert text.count('{"id"') == 6
+    assert text.count('{"id"') == (0 if piped else 6)

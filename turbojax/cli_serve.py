@@ -311,7 +311,10 @@ class _Screen(contextlib.ExitStack):
             TimeElapsedColumn(),
         )
         console = Console() if self._shared else Console(stderr=True)
-        self._bar = Progress(*columns, console=console, transient=True)
+        # Otherwise rich would show on the bar's terminal what is meant for standard output.
+        self._bar = Progress(
+            *columns, console=console, transient=True, redirect_stdout=self._shared
+        )
         self._task = self._bar.add_task("compiling", total=total, completed=kept, tokens=0)
 
     def begin(self) -> None:
