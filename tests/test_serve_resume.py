@@ -207,7 +207,7 @@ def test_options_that_do_not_go_together(tmp_path, options, message):
     assert message in result.stderr
 
 
-@pytest.mark.skipif(serve_results.fcntl is None, reason="needs locks of files")
+@pytest.mark.skipif(not serve_results.LOCKS, reason="needs locks of files")
 @pytest.mark.parametrize("option", ["--resume", "--overwrite"])
 def test_a_second_writer_is_refused_at_once(tmp_path, whole, option):
     out = tmp_path / "out"

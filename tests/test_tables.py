@@ -28,7 +28,7 @@ def demo_table() -> tuple[RenderableType, list[str]]:
 
 
 def levels_table() -> tuple[RenderableType, list[str]]:
-    shares = {level: 1.0 for level in (1, 2, 4, 8, 0)}
+    shares = dict.fromkeys((1, 2, 4, 8, 0), 1.0)
     results = tuple(
         levels_map.PolicyResult(name, np.zeros((1, 1, 1)), shares, 0.0312, (), 0.9999, 0.1234, ())
         for name in levels_map.POLICY_NAMES

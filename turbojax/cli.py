@@ -87,6 +87,7 @@ def demo(
             generated_bytes=generate_bytes,
             caches=tuple(name.strip() for name in cache.split(",")),
         )
+        startup.check_input_files(settings.file)
         # float32 is the fast dtype of CPUs; the caches are what is being compared.
         llama = models.load_llama(model, dtype=jnp.float32)
         steps = len(settings.caches) * (settings.new_bytes + settings.generated_bytes)
@@ -157,6 +158,7 @@ def levels(
             tokens=tokens,
             block=block,
         )
+        startup.check_input_files(settings.file)
         report = levels_map.run(models.load_llama(model, dtype=jnp.float32), settings)
         if plot is not None:
             levels_map.save_plot(report, plot)

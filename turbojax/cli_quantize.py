@@ -156,14 +156,16 @@ class _Bars:
         self._tasks: dict[str, Any] = {}
 
     def __enter__(self) -> "_Bars":
-        self._progress.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._progress.stop()
+        # Where nothing was begun it would print an empty line.
+        if self._tasks:
+            self._progress.stop()
 
     def advance(self, phase: str, done: int, total: int) -> None:
         """See `quantizing.Progress`."""
+        self._progress.start()  # what runs already goes on
         if phase not in self._tasks:
             self._tasks[phase] = self._progress.add_task(phase, total=total)
         self._progress.advance(self._tasks[phase], done)

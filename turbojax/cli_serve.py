@@ -75,8 +75,8 @@ MaxSequences = Annotated[int, typer.Option(help="Requests that run at a time.")]
 PrefillChunk = Annotated[
     int | None,
     typer.Option(
-        help="Tokens of a prompt that run in a step, not more than a sequence or the pool can have. "
-        "Default: 64.",
+        help="Tokens of a prompt that run in a step, at most as many as a sequence, or the pool, "
+        "can have. Default: 64.",
         show_default=False,
     ),
 ]
@@ -202,7 +202,7 @@ def _check_files(file: Path, out: Path | None, resume: bool, overwrite: bool) ->
     from turbojax import serve_results, startup
 
     if resume and overwrite:
-        raise ValueError("--resume keeps the results in --out, and --overwrite drops them: give one")
+        raise ValueError("--resume keeps what --out holds, and --overwrite drops it: give one")
     if out is None:
         if resume or overwrite:
             raise ValueError(f"--{'resume' if resume else 'overwrite'} is for --out")

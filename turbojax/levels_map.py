@@ -267,7 +267,9 @@ def render(report: MapReport) -> "RenderableType":
         )
     where = f"jax {jax.__version__} on {jax.devices()[0].device_kind}"
     note = "Levels: shares of the blocks on and below the diagonal. Error: against dense attention."
-    return Group(levels, costs, Text(f"{note}\n{report.seconds:.0f} s in all, {where}", style="dim"))
+    return Group(
+        levels, costs, Text(f"{note}\n{report.seconds:.0f} s in all, {where}", style="dim")
+    )
 
 
 def save_plot(report: MapReport, path: Path) -> None:

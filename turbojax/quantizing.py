@@ -145,6 +145,7 @@ def run(settings: QuantizeSettings, progress: Progress | None = None) -> Quantiz
     """
     begun = time.perf_counter()
     _check_out(settings)
+    startup.check_input_files(*settings.calibration_files, *settings.evaluation_files)
     stored_dtype(models.read_config(settings.model))
     found = text.find_text_model(settings.model, max_length=settings.max_length)
     startup.check_memory(

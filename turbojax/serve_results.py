@@ -5,19 +5,18 @@ its end; whoever goes on drops that line.
 """
 
 import contextlib
+import importlib.util
+import io
 import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from turbojax.serve_requests import TextRequest
 
-try:
-    import fcntl
-except ImportError:  # not on Windows
-    fcntl = None  # type: ignore[assignment]
+LOCKS = importlib.util.find_spec("fcntl") is not None  # not on Windows
 
 _KEYS = {"id", "request", "finish_reason"}
 
@@ -35,7 +34,7 @@ class ResultFile:
       size: bytes of what is kept.
     """
 
-    def __init__(self, path: Path, file: BinaryIO, held: Mapping[str | int, str], size: int):
+    def __init__(self, path: Path, file: io.RawIOBase, held: Mapping[str | int, str], size: int):
         self.held = held
         self.begun = False
         self._path, self._file, self._size = path, file, size
@@ -85,7 +84,7 @@ def open_results(path: Path, *, resume: bool, overwrite: bool) -> Iterator[Resul
                 "--overwrite drops them"
             )
         held, kept = _read(path) if size and resume else ({}, 0)
-        results = ResultFile(path, file, held, kept)  # type: ignore[arg-type]
+        results = ResultFile(path, file, held, kept)
         try:
             yield results
         finally:
@@ -152,7 +151,9 @@ def _result(path: Path, number: int, line: bytes) -> dict[str, Any]:
 @contextlib.contextmanager
 def _exclusive(path: Path, file: Any) -> Iterator[None]:
     """Holds a file for this process, as long as it is open."""
-    if fcntl is not None and path.is_file():
+    if LOCKS and path.is_file():
+        import fcntl
+
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

@@ -31,6 +31,12 @@ def check_output_file(option: str, path: Path | None) -> None:
     _check_writable(option, path, path.parent)
 
 
+def check_input_files(*paths: Path) -> None:
+    """Raises OSError unless these can be read."""
+    for path in paths:
+        path.open("rb").close()
+
+
 def check_output_folder(option: str, path: Path) -> None:
     """Raises ValueError unless files can be written to this folder, which may not exist yet."""
     existing = next(x for x in (path, *path.absolute().parents) if x.exists())
@@ -143,7 +149,9 @@ def _group_memory(root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
         except (OSError, ValueError):
             continue
         cached = sum(
-            int(row.split()[1]) for row in rows if row.startswith(("inactive_file ", "active_file "))
+            int(row.split()[1])
+            for row in rows
+            if row.startswith(("inactive_file ", "active_file "))
         )
         if limit != "max":
             yield max(0, int(limit) - current + cached)
