@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
@@ -109,7 +110,6 @@ class TestFiles:
         with pytest.raises(ValueError, match="must be a file that can be written"):
             startup.check_output_file("--out", file)
 
-
     @pytest.mark.parametrize(
         "arguments",
         [
@@ -142,8 +142,20 @@ class TestMemory:
     def test_a_batch_that_does_not_fit(self, options):
         begun = time.monotonic()
         result = _run("generate", "--random-weights", "tiny", *options)
-        _refused(result, "this needs at least", "GB are free: smaller --batch-size or")
+        _refused(result, "this needs at least", "GB are free: smaller --batch-size, ")
         assert time.monotonic() - begun < 20
+
+    def test_prompts_that_run_at_a_time_count(self, monkeypatch):
+        monkeypatch.setattr(startup, "available_memory", lambda: 10**8)
+        options = ["--random-weights", "tiny", "--batch-size", "1500", "--max-new-tokens", "1"]
+        result = _run("generate", *options, "--cache", "turbo4")
+        _refused(result, " of 1,500 prompts of 128 tokens that run", "--prefill-batch-size")
+
+    def test_a_device_says_what_it_has(self, monkeypatch):
+        for held, free in (({"bytes_limit": 100, "bytes_in_use": 30}, 70), (None, None)):
+            device = SimpleNamespace(platform="gpu", memory_stats=lambda held=held: held)
+            monkeypatch.setattr(startup.jax, "local_devices", lambda device=device: [device])
+            assert startup.available_memory() == free
 
     def test_a_batch_of_a_checkpoint_before_its_weights_are_read(self, tiny_folder, monkeypatch):
         monkeypatch.setattr(models, "load_decoder", None)

@@ -174,7 +174,8 @@ def generate(
         if random_weights is None:
             one = text.prompt_tokens(found, content, chat=chat, system=system)
         length = prompt_tokens or _PROMPT_TOKENS if one is None else len(one)
-        _check_fit(found, batch_size, length, max_new_tokens, cache)
+        at_a_time = min(batch_size, prefill_batch_size or batch_size)
+        _check_fit(found, batch_size, at_a_time, length, max_new_tokens, cache)
         source = found.load()
         as_it_comes = _is_terminal() if stream is None else stream
         report = text.run(
@@ -233,7 +234,12 @@ def _check_source(
 
 
 def _check_fit(
-    found: "FoundModel", batch_size: int, length: int, max_new_tokens: int, cache: str
+    found: "FoundModel",
+    batch_size: int,
+    at_a_time: int,
+    length: int,
+    max_new_tokens: int,
+    cache: str,
 ) -> None:
     """Raises ValueError if prompts and texts are too long, or need more memory than there is."""
     from turbojax import models, startup
@@ -253,6 +259,9 @@ def _check_fit(
             ),
             "logits": 4 * batch_size * config.vocab_size,
             "prompts": 4 * batch_size * length,
+            f"{at_a_time:,} prompts of {length:,} tokens that run": startup.prompt_bytes(
+                config, found.dtype, at_a_time, length
+            ),
         },
-        "smaller --batch-size or --max-new-tokens, or another --cache",
+        "smaller --batch-size, --prefill-batch-size or --max-new-tokens, or another --cache",
     )

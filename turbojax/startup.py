@@ -83,6 +83,16 @@ def cache_bytes(
     return config.num_layers * (one + (batch_size - 1) * (two - one))
 
 
+def prompt_bytes(config: LlamaConfig, dtype: np.dtype, batch_size: int, length: int) -> int:
+    """Bytes that prompts take at least while they run through a layer.
+
+    The residual stream and its norm, and the two factors of the feed-forward network's product.
+    What attention takes depends on what runs it, and is not counted.
+    """
+    width = 2 * (config.hidden_size + config.intermediate_size)
+    return batch_size * length * width * dtype.itemsize
+
+
 def check_memory(needs: Mapping[str, int], smaller: str, available: int | None = None) -> None:
     """Raises ValueError if a run needs more memory than there is.
 
