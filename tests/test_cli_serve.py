@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from turbojax import models, serving, text
+from turbojax import models, serve_requests, serving, text
 from turbojax.cli import app
 from turbojax.models import Engine
 from turbojax.models.tokenizer import ByteTokenizer
@@ -98,9 +98,9 @@ def test_equal_prompts_are_drawn_differently_and_again_the_same(tiny_folder, tmp
 @pytest.mark.slow
 def test_the_default_pool_holds_as_many_as_run_at_a_time(model):
     lines = [{"prompt": "a" * 39, "max_new_tokens": 24}] * 16
-    requests = serving.read_requests(
+    requests = serve_requests.read_requests(
         "\n".join(map(json.dumps, lines)).encode(), model.tokenizer, max_new_tokens=1
-    )
+    ).requests
     running = []
     plain = Engine.step
 
@@ -144,7 +144,7 @@ def test_earlier_results_stay_if_nothing_runs(tiny_folder, tmp_path, line, optio
     file, out = _write(tmp_path, {"prompt": "a"}, line), tmp_path / "out"
     out.write_text("kept")
     options = ["--model", tiny_folder, "--max-new-tokens", "2", *options]
-    result = _run(file, "--out", str(out), *options)
+    result = _run(file, "--out", str(out), "--overwrite", *options)
     assert (result.exit_code, out.read_text()) == (2, "kept")
     assert message in result.stderr
 
@@ -153,7 +153,7 @@ def test_out_of_memory_says_what_can_be_smaller(tiny_folder, tmp_path):
     file = _write(tmp_path, {"prompt": "a"})
     error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
     with mock.patch.object(serving, "serve", side_effect=error):
-        result = _run(file, "--model", tiny_folder)
+        result = _run(file, "--model", tiny_folder, "--max-new-tokens", "2")
     assert result.exit_code == 2
     assert "try a smaller --num-pages, --pool-bytes or --max-sequences" in result.stderr
 
@@ -247,7 +247,7 @@ def test_min_p_of_one_is_greedy(model):
 def _serve(model: text.TextModel, lines: list[dict]) -> dict:
     content = "\n".join(map(json.dumps, lines)).encode()
     results: list[dict] = []
-    requests = serving.read_requests(content, model.tokenizer, 8)
+    requests = serve_requests.read_requests(content, model.tokenizer, 8).requests
     serving.serve(model, requests, emit=results.append, page_size=16)
     return {result["id"]: result for result in results}
 

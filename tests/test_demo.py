@@ -75,7 +75,7 @@ def test_exact_bits_per_byte_is_that_of_the_model(tiny_folder, tmp_path):
         (["--new-bytes", "0"], "new_bytes=0 must be at least 1"),
         (["--prompt-bytes", "1000"], "must be at most the model's 128"),
         (["--model", "/no/such/folder"], "'/no/such/folder' must be 'embedded' or a folder"),
-        (["--plot", "/no/such/folder/x.png"], "must be a folder, to write x.png"),
+        (["--plot", "/no/such/folder/x.png"], "must be a file in a folder that exists"),
     ],
 )
 def test_errors_are_one_clear_line(tiny_folder, arguments, message):

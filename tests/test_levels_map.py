@@ -88,7 +88,7 @@ def test_operands_are_those_of_the_layer(tiny_folder, tmp_path):
         (["--tokens", "129"], "tokens=129 must be at most the model's 128"),
         (["--tokens", "1"], "tokens=1 must be at least 2"),
         (["--block", "12"], "block=12 must be a positive multiple of 8"),
-        (["--plot", "/no/such/folder/x.png"], "must be a folder, to write x.png"),
+        (["--plot", "/no/such/folder/x.png"], "must be a file in a folder that exists"),
     ],
 )
 def test_errors_are_one_clear_line(tiny_folder, arguments, message):

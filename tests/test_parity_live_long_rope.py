@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 from typer.testing import CliRunner
 
-from turbojax import cli, models, serving, text
+from turbojax import cli, models, serve_requests, serving, text
 from turbojax.models import Engine, Request
 from turbojax.models.tokenizer import NumberTokenizer
 
@@ -128,7 +128,7 @@ def test_serving_takes_the_factors_of_its_longest_request(decoder):
     ids, results = hf.tokens(1, 20), []
     model = text.TextModel(decoder, NumberTokenizer(hf.VOCAB))
     line = json.dumps({"prompt": " ".join(map(str, ids[0])), "max_new_tokens": 10})
-    requests = serving.read_requests(line.encode(), model.tokenizer, 5)
+    requests = serve_requests.read_requests(line.encode(), model.tokenizer, 5).requests
     serving.serve(model, requests, emit=results.append, page_size=16)
     assert results[0]["tokens"] == greedy(ids, 10)[0].tolist()
 

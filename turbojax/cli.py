@@ -18,7 +18,15 @@ except ImportError as error:
     ) from error
 
 import turbojax
-from turbojax import _interrupt, cli_generate, cli_programs, cli_quantize, cli_serve, cli_train
+from turbojax import (
+    _interrupt,
+    cli_generate,
+    cli_options,
+    cli_programs,
+    cli_quantize,
+    cli_serve,
+    cli_train,
+)
 
 
 class _Commands(TyperGroup):
@@ -94,13 +102,12 @@ def demo(
     """
     import jax.numpy as jnp
 
-    from turbojax import models
+    from turbojax import models, startup
     from turbojax.demo import DemoSettings, default_file, display, run
 
     cli_programs.use(compilation_cache, "turbojax demo")
     try:
-        if plot is not None:
-            _extras.need_matplotlib("--plot")
+        startup.check_plot(plot)
         settings = DemoSettings(
             file=file or default_file(prompt_bytes + new_bytes),
             prompt_bytes=prompt_bytes,
@@ -108,6 +115,7 @@ def demo(
             generated_bytes=generate_bytes,
             caches=tuple(name.strip() for name in cache.split(",")),
         )
+        startup.check_input_files(settings.file)
         # float32 is the fast dtype of CPUs; the caches are what is being compared.
         llama = models.load_llama(model, dtype=jnp.float32)
         steps = len(settings.caches) * (settings.new_bytes + settings.generated_bytes)
@@ -126,7 +134,7 @@ def demo(
     if as_json:
         typer.echo(json.dumps(report.to_json(), indent=2, allow_nan=False))
     else:
-        Console().print(display.render(report))
+        cli_options.show(display.render(report))
         if plot is not None:
             typer.echo(f"plot written to {plot}")
 
@@ -166,13 +174,12 @@ def levels(
     """
     import jax.numpy as jnp
 
-    from turbojax import levels_map, models
+    from turbojax import levels_map, models, startup
     from turbojax.demo import default_file
 
     cli_programs.use(compilation_cache, "turbojax levels")
     try:
-        if plot is not None:
-            _extras.need_matplotlib("--plot")
+        startup.check_plot(plot)
         settings = levels_map.MapSettings(
             file=file or default_file(tokens - 1),
             layer=layer,
@@ -181,6 +188,7 @@ def levels(
             tokens=tokens,
             block=block,
         )
+        startup.check_input_files(settings.file)
         report = levels_map.run(models.load_llama(model, dtype=jnp.float32), settings)
         if plot is not None:
             levels_map.save_plot(report, plot)
@@ -190,7 +198,7 @@ def levels(
     if as_json:
         typer.echo(json.dumps(report.to_json(), indent=2, allow_nan=False))
     else:
-        Console().print(levels_map.render(report))
+        cli_options.show(levels_map.render(report))
         if plot is not None:
             typer.echo(f"plot written to {plot}")
 

@@ -5,13 +5,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
 import typer
 
 from turbojax import cli_options, cli_programs
 
 if TYPE_CHECKING:
-    from turbojax.text import TextModel
+    from turbojax.text import FoundModel
+
+# Of the random prompts of --random-weights.
+_PROMPT_TOKENS = 128
 
 Prompt = Annotated[str | None, typer.Argument(help="Text to continue.", show_default=False)]
 File = Annotated[Path | None, typer.Option(help="Continue this file instead.", show_default=False)]
@@ -169,16 +171,20 @@ def generate(
             prompt_tokens=prompt_tokens,
         )
         content = str(prompt) if file is None else text.read_text(file.read_bytes())
-        source = cli_options.load(model, random_weights, weights, dtype, max_length)
+        found = cli_options.find(model, random_weights, weights, dtype, max_length)
+        one = None
         if random_weights is None:
-            one = text.prompt_tokens(source, content, chat=chat, system=system)
-            tokens = text.copies(one, batch_size)
-        else:
-            tokens = _random_prompts(source, batch_size, prompt_tokens)
+            one = text.prompt_tokens(found, content, chat=chat, system=system)
+        length = prompt_tokens or _PROMPT_TOKENS if one is None else len(one)
+        at_a_time = min(batch_size, prefill_batch_size or batch_size)
+        _check_fit(found, batch_size, at_a_time, length, max_new_tokens, cache)
+        source = found.load()
         as_it_comes = _is_terminal() if stream is None else stream
         report = text.run(
             source,
-            tokens,
+            text.random_prompts(found.config, batch_size, length)
+            if one is None
+            else text.copies(one, batch_size),
             max_new_tokens=max_new_tokens,
             cache=cache,
             sampling=sampling,
@@ -229,7 +235,35 @@ def _check_source(
         raise ValueError("--system is for --chat")
 
 
-def _random_prompts(source: "TextModel", batch_size: int, length: int | None) -> np.ndarray:
-    from turbojax import text
+def _check_fit(
+    found: "FoundModel",
+    batch_size: int,
+    at_a_time: int,
+    length: int,
+    max_new_tokens: int,
+    cache: str,
+) -> None:
+    """Raises ValueError if prompts and texts are too long, or need more memory than there is."""
+    from turbojax import models, startup
 
-    return text.random_prompts(source.decoder.config, batch_size, 128 if length is None else length)
+    config, total = found.config, length + max_new_tokens
+    if total > config.max_length:
+        raise ValueError(
+            f"a prompt of {length} tokens and {max_new_tokens=} must be at most the model's "
+            f"{config.max_length} tokens together"
+        )
+    kind = models.cache_by_name(cache, config.num_kv_heads)
+    startup.check_memory(
+        {
+            "weights": found.weight_bytes,
+            f"{cache} caches for {batch_size:,} sequences of {total:,} tokens": startup.cache_bytes(
+                config, found.dtype, batch_size, total, kind
+            ),
+            "logits": 4 * batch_size * config.vocab_size,
+            "prompts": 4 * batch_size * length,
+            f"{at_a_time:,} prompts of {length:,} tokens that run": startup.prompt_bytes(
+                config, found.dtype, at_a_time, length
+            ),
+        },
+        "smaller --batch-size, --prefill-batch-size or --max-new-tokens, or another --cache",
+    )

@@ -1,13 +1,17 @@
-"""Options that `turbojax generate` and `turbojax serve` share, and what they do about errors."""
+"""What commands share: options, tables, and what they do about errors."""
 
 import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.measure import Measurement
 
 if TYPE_CHECKING:
-    from turbojax.text import TextModel
+    from rich.console import RenderableType
+
+    from turbojax.text import FoundModel
 
 Model = Annotated[
     str | None,
@@ -49,6 +53,9 @@ MaxLength = Annotated[
     ),
 ]
 MaxNewTokens = Annotated[int, typer.Option(help="Tokens to add to each sequence, at most.")]
+# Columns: wider than any table.
+_WIDEST = 10_000
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
@@ -74,18 +81,18 @@ def one_line_errors(command: str, smaller: str) -> Iterator[None]:
         raise typer.Exit(2) from error
 
 
-def load(
+def find(
     model: str | None,
     random_weights: str | None,
     weights: str | None,
     dtype: str | None,
     max_length: int | None,
-) -> "TextModel":
-    """The model that the options name.
+) -> "FoundModel":
+    """The model that the options name, not loaded yet.
 
     Raises:
       ValueError: if two contradict each other.
-      OSError, ValueError, NotImplementedError, ImportError: see `text.load_text_model`.
+      OSError, ValueError, NotImplementedError, ImportError: see `text.find_text_model`.
     """
     from turbojax import text
 
@@ -93,9 +100,19 @@ def load(
     if random_weights is None:
         if weights is not None:
             raise ValueError("--weights is for --random-weights")
-        return text.load_text_model(model or "embedded", kind, max_length)
+        return text.find_text_model(model or "embedded", kind, max_length)
     if model is not None:
         raise ValueError("--random-weights takes no --model")
     if max_length is not None:
         raise ValueError("--random-weights takes no --max-length")
-    return text.random_text_model(random_weights, kind, weights or "float")
+    return text.find_random_model(random_weights, kind, weights or "float")
+
+
+def show(table: "RenderableType") -> None:
+    """Prints a table; to a pipe or a file as wide as it is, so that nothing is cut or folded."""
+    console = Console()
+    if not console.is_terminal:
+        # What is measured is never more than there is room for.
+        widest = Measurement.get(console, console.options.update(width=_WIDEST), table).maximum
+        console.width = max(console.width, widest)
+    console.print(table)

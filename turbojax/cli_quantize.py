@@ -121,7 +121,7 @@ def quantize(
     if as_json:
         typer.echo(json.dumps({**environment(), **report.to_json()}, indent=2, allow_nan=False))
     else:
-        Console().print(_table(report))
+        cli_options.show(_table(report))
         typer.echo(f"wrote {out}")
 
 
@@ -132,7 +132,7 @@ def _table(report: Any) -> Table:
     for title in (
         "",
         "megabytes",
-        "bits per weight",
+        "bits per\nweight",
         *(f"bits/{report.unit}, {c}" for c in caches),
     ):
         table.add_column(title, justify="left" if not title else "right")
@@ -159,16 +159,18 @@ class _Bars:
         self._tasks: dict[str, Any] = {}
 
     def __enter__(self) -> "_Bars":
-        self._progress.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._progress.stop()
+        # Where nothing was begun it would print an empty line.
+        if self._tasks:
+            self._progress.stop()
 
     def advance(self, phase: str, done: int, total: int) -> None:
         """See `quantizing.Progress`."""
         if phase == "evaluation":
             _interrupt.say(lambda: f"the model is in {self._out}, but was not measured to the end")
+        self._progress.start()  # what runs already goes on
         if phase not in self._tasks:
             self._tasks[phase] = self._progress.add_task(phase, total=total)
         self._progress.advance(self._tasks[phase], done)

@@ -99,7 +99,7 @@ def train(
     """
     import jax
 
-    from turbojax import models
+    from turbojax import models, startup
 
     cli_programs.use(compilation_cache, "turbojax train")
     try:
@@ -107,8 +107,8 @@ def train(
 
         _writing.require_free(out)
         _interrupt.say(lambda: _kept(out, finetune.last_checkpoint(out)))
-        if plot is not None:
-            _extras.need_matplotlib("--plot")
+        startup.check_output_folder("--out", out)
+        startup.check_plot(plot)
         if precision is None:
             precision = "float32" if jax.default_backend() == "cpu" else "bfloat16"
         settings = finetune.Settings(
@@ -129,6 +129,7 @@ def train(
         else:
             corpus = finetune.standard_library_corpus()
         start = models.load_llama(model)
+        _check_memory(start.config, settings)
         typer.echo(f"{corpus.stream.size:,} bytes of text; {start.config.num_parameters:,} weights")
         with _progress_bar() as bar:
             log = finetune.fine_tune(
@@ -168,11 +169,13 @@ def compare(
     ] = None,
 ) -> None:
     """Compare two runs of `turbojax train`: their losses at the same step, and the time saved."""
+    from turbojax import startup
+
     try:
         from turbojax import _writing, finetune
 
-        if plot is not None:
-            _extras.need_matplotlib("--plot")
+        startup.check_plot(plot)
+        startup.check_output_file("--write", write)
         logs = [finetune.read_log(path) for path in (first, second)]
         result = finetune.compare(*logs, width=smoothing)
         if write is not None:
@@ -182,6 +185,27 @@ def compare(
     except (OSError, ValueError, ImportError) as error:
         raise _failure("compare", error) from error
     typer.echo(finetune.summary(result))
+
+
+def _check_memory(config: Any, settings: Any) -> None:
+    """Raises ValueError if a step needs more memory than there is, with the least that it can."""
+    import jax.numpy as jnp
+
+    from turbojax import startup
+
+    batch, context = settings.batch_size, settings.context
+    # What every layer begins with, which even --remat keeps, and the logits in float32.
+    width = config.num_layers * config.hidden_size * jnp.dtype(settings.precision).itemsize
+    startup.check_memory(
+        {
+            # Weights, their gradient and two moments, all float32.
+            "weights and optimizer": 16 * config.num_parameters,
+            f"{batch:,} sequences of {context:,} bytes": batch
+            * context
+            * (width + 4 * config.vocab_size),
+        },
+        "smaller --batch or --context",
+    )
 
 
 def _failure(command: str, error: Exception) -> typer.Exit:

@@ -239,25 +239,28 @@ def _measure(
 
 
 def render(report: MapReport) -> "RenderableType":
-    """The report as a table for a terminal."""
+    """The report as tables for a terminal: one of both would be wider than 80 columns."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
     settings = report.settings
-    table = Table(
+    levels = Table(
         title=f"{settings.file.name}, {settings.tokens} tokens in blocks of {settings.block}, "
         f"layer {settings.layer}, {len(settings.heads or ())} heads"
     )
-    table.add_column("policy")
-    for level in _SHOWN:
-        table.add_column("skipped" if level == 0 else f"level {level}", justify="right")
-    for column in ("density", "ideal speed-up", "cosine", "relative L1"):
-        table.add_column(column, justify="right")
+    costs = Table()
+    for table, columns in (
+        (levels, ["skipped" if level == 0 else f"level {level}" for level in _SHOWN]),
+        (costs, ["density", "ideal speed-up", "cosine", "relative L1"]),
+    ):
+        table.add_column("policy")
+        for column in columns:
+            table.add_column(column, justify="right")
     for result in report.results:
-        table.add_row(
+        levels.add_row(result.name, *(f"{result.shares[level]:.1%}" for level in _SHOWN))
+        costs.add_row(
             result.name,
-            *(f"{result.shares[level]:.1%}" for level in _SHOWN),
             f"{result.density:.3f}",
             f"{1 / result.density:.2f}x",
             f"{result.cosine:.4f}",
@@ -265,7 +268,9 @@ def render(report: MapReport) -> "RenderableType":
         )
     where = f"jax {jax.__version__} on {jax.devices()[0].device_kind}"
     note = "Levels: shares of the blocks on and below the diagonal. Error: against dense attention."
-    return Group(table, Text(f"{note}\n{report.seconds:.0f} s in all, {where}", style="dim"))
+    return Group(
+        levels, costs, Text(f"{note}\n{report.seconds:.0f} s in all, {where}", style="dim")
+    )
 
 
 def save_plot(report: MapReport, path: Path) -> None:

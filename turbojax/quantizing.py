@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from turbojax import _checks, _writing, models, text
+from turbojax import _checks, _writing, models, startup, text
 from turbojax.models.config import stored_dtype
 from turbojax.models.evaluation import CacheName, caches_of
 from turbojax.models.quantize import EVERYTHING
@@ -144,8 +144,15 @@ def run(settings: QuantizeSettings, progress: Progress | None = None) -> Quantiz
     """
     begun = time.perf_counter()
     _check_out(settings)
+    startup.check_input_files(*settings.calibration_files, *settings.evaluation_files)
     stored_dtype(models.read_config(settings.model))
-    source = text.load_text_model(settings.model, max_length=settings.max_length)
+    found = text.find_text_model(settings.model, max_length=settings.max_length)
+    startup.check_memory(
+        # Four bits of a number at least.
+        {"weights": found.weight_bytes, "quantized weights": found.config.num_parameters // 2},
+        "both models are in memory together, which needs a larger machine",
+    )
+    source = found.load()
     model = source.decoder
     if not isinstance(model, models.Decoder):
         raise ValueError(f"{settings.model!r} is quantized already")
@@ -258,6 +265,7 @@ def _check_out(settings: QuantizeSettings) -> None:
     existing = next(path for path in (out, *out.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise ValueError(f"out={str(out)!r} must be a folder, {str(existing)!r} is a file")
+    startup.check_output_folder("out", out)
     _writing.require_free(out)
     if not ((out / "config.json").exists() or any(out.glob("*.safetensors*"))):
         return

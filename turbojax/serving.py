@@ -1,48 +1,43 @@
 """Many texts in, many texts out: what `turbojax serve` does around an engine."""
 
-import codecs
 import dataclasses
-import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from turbojax import _checks, paged
-from turbojax.models import Decoder, QuantizedDecoder
+from turbojax.models import LlamaConfig
 from turbojax.models.engine import (
     Engine,
     EngineStatistics,
     Event,
     Finished,
     NewToken,
-    Request,
     Result,
-    Sampling,
 )
-from turbojax.models.stopping import TextStream, check_stops
+from turbojax.models.stopping import TextStream
 from turbojax.models.tokenizer import Tokenizer
+from turbojax.serve_requests import TextRequest, digest, longest
 from turbojax.text import TextModel, than_bfloat16
 
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
-_KEYS = ("id", "prompt", "max_new_tokens", "stop", *_SAMPLING)
+PREFILL_CHUNK = 64
 
 
 @dataclasses.dataclass(frozen=True)
-class TextRequest:
-    """A text to continue.
+class Pool:
+    """Sizes of an engine that serves requests.
 
     Attributes:
-      id: what its result is called.
-      line: its line in the file, counted from 1.
-      request: the same in tokens.
-      stop: texts that end the result and are no part of it.
+      num_pages: of the pool.
+      max_length: of its longest request.
+      nbytes: of the pages of all layers.
     """
 
-    id: str | int
-    line: int
-    request: Request
-    stop: tuple[str, ...]
+    num_pages: int
+    max_length: int
+    nbytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,89 +45,61 @@ class ServingReport:
     """What became of a file of requests.
 
     Attributes:
-      requests: how many.
+      requests: how many ran.
       kv_dtype: how pages were stored.
       page_size: tokens of a page.
       max_sequences: requests that ran at a time, at most.
-      statistics: of the engine.
+      statistics: of the engine; None where nothing was left to run.
+      kept: requests that had a result already.
+      skipped: bad lines.
     """
 
     requests: int
     kv_dtype: str
     page_size: int
     max_sequences: int
-    statistics: EngineStatistics
+    statistics: EngineStatistics | None = None
+    kept: int = 0
+    skipped: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values."""
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {**own, "statistics": self.statistics.to_json()}
+        held = self.statistics
+        return {**own, "statistics": None if held is None else held.to_json()}
 
     def summary(self) -> str:
         """One line: speed, memory, and what the scheduler did."""
-        held = self.statistics
-        return (
-            f"{self.requests} requests, {held.new_tokens:,} tokens, "
-            f"{held.tokens_per_second:,.1f} tokens/s; {self.kv_dtype} pages for "
-            f"{held.token_capacity:,} tokens, {held.pool_bytes:,} bytes "
-            f"({than_bfloat16(held.compression_ratio)}); "
-            f"{held.reused_tokens:,} prompt tokens reused, {held.preemptions} preemptions"
-        )
-
-
-def read_requests(content: bytes, tokenizer: Tokenizer, max_new_tokens: int) -> list[TextRequest]:
-    r"""The requests of a file in JSON lines.
-
-    A line is an object with `prompt`, and optionally `id` (a string or an integer; by default the
-    line's number), `max_new_tokens`, `stop` (texts, and tokens as integers, in addition to those
-    with which the tokenizer ends every text), `temperature`, `top_k`, `top_p`, `min_p` and `seed`
-    (by default the line's number, so that equal prompts differ; see `Sampling`). Empty lines are
-    skipped.
-
-    Args:
-      content: UTF-8 text.
-      tokenizer: what turns prompts into tokens.
-      max_new_tokens: of lines that do not say.
-
-    Raises:
-      ValueError: naming the line: if it is no such object, or its values do not fit. If there is no
-        request.
-    """
-    requests, lines = list[TextRequest](), dict[str | int, int]()
-    for number, line in enumerate(content.split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            found = _parse(line, number, tokenizer, max_new_tokens)
-            if found.id in lines:
-                raise ValueError(
-                    f"id {found.id!r} must not be that of line {lines[found.id]} "
-                    "(a line without an id has its number)"
-                )
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"line {number}: {error}") from error
-        except RecursionError as error:
-            raise ValueError(f"line {number}: must not be nested so deep") from error
-        lines[found.id] = number
-        requests.append(found)
-    if not requests:
-        raise ValueError("there must be at least one request")
-    return requests
+        parts = [f"{self.requests} requests"]
+        if (held := self.statistics) is not None:
+            parts = [
+                f"{self.requests} requests, {held.new_tokens:,} tokens, "
+                f"{held.tokens_per_second:,.1f} tokens/s",
+                f"{self.kv_dtype} pages for {held.token_capacity:,} tokens, "
+                f"{held.pool_bytes:,} bytes ({than_bfloat16(held.compression_ratio)})",
+                f"{held.reused_tokens:,} prompt tokens reused, {held.preemptions} preemptions",
+            ]
+        if self.kept:
+            parts.append(f"{self.kept} had results already")
+        if self.skipped:
+            parts.append(f"{self.skipped} bad lines skipped")
+        return "; ".join(parts)
 
 
 def serve(
     model: TextModel,
-    requests: list[TextRequest],
+    requests: Sequence[TextRequest],
     *,
     emit: Callable[[dict[str, Any]], None],
     progress: Callable[[int, int], None] | None = None,
     accepted: Callable[[], None] | None = None,
+    done: Collection[str | int] = (),
     kv_dtype: str = "auto",
     page_size: int = 64,
     num_pages: int | None = None,
     pool_bytes: int | None = None,
     max_sequences: int = 8,
-    prefill_chunk: int = 64,
+    prefill_chunk: int | None = None,
     cache_results: bool = False,
     implementation: str | None = None,
 ) -> ServingReport:
@@ -145,99 +112,180 @@ def serve(
       model: what generates.
       requests: what to continue.
       emit: called with each result as soon as there is one, as plain JSON values.
-      progress: called with the number of new tokens, and of requests done, since the last call.
+      progress: called after each step of the engine, the first of which compiles, with the number
+        of new tokens, and of requests done, since the last call.
       accepted: called once, when nothing was wrong with any request and before the first one runs.
+      done: ids of requests that do not run. The others get the texts that they get with them: the
+        engine is made for all.
       kv_dtype: see `Engine`, for the default as well.
       page_size: see `Engine`.
       num_pages: see `Engine`; by default enough for `max_sequences` of the longest requests.
       pool_bytes: instead, bytes that the pages of all layers take at most.
       max_sequences: see `Engine`.
-      prefill_chunk: see `Engine`.
+      prefill_chunk: see `Engine`; see `plan`.
       cache_results: see `Engine`.
       implementation: see `Engine`.
 
     Raises:
-      ValueError: if there is no request, a number does not fit, both sizes of the pool are given,
-        or a request is too long; the message names its line.
+      ValueError: if there is no request to run, a number does not fit, both sizes of the pool are
+        given, or a request is too long; the message names its line.
       NotImplementedError: if the implementation asked for cannot run this.
     """
-    if not requests:
+    running = [request for request in requests if request.id not in done]
+    if not running:
         raise ValueError("there must be at least one request")
-    _checks.check_sizes(max_sequences=max_sequences, page_size=page_size)
-    longest = max(r.request.total for r in requests)
-    largest = model.decoder.config.max_length
-    if num_pages is not None and pool_bytes is not None:
-        raise ValueError("give the number of pages or the bytes of the pool, one of them")
-    if pool_bytes is not None:
-        num_pages = pages_within(model.decoder, pool_bytes, page_size, kv_dtype)
-    elif num_pages is None:
-        sequences = min(max_sequences, len(requests))
-        num_pages = sequences * -(-min(longest, largest) // page_size)
-    engine = Engine(
-        model.decoder,
+    decoder = model.decoder
+    pool = plan(
+        requests,
+        decoder.config,
+        decoder.dtype,
+        kv_dtype=kv_dtype,
+        page_size=page_size,
         num_pages=num_pages,
+        pool_bytes=pool_bytes,
+        max_sequences=max_sequences,
+        prefill_chunk=prefill_chunk,
+    )
+    engine = Engine(
+        decoder,
+        num_pages=pool.num_pages,
         page_size=page_size,
         kv_dtype=kv_dtype,
         max_sequences=max_sequences,
-        max_length=min(longest, largest),
-        prefill_chunk=prefill_chunk,
+        max_length=pool.max_length,
+        prefill_chunk=PREFILL_CHUNK if prefill_chunk is None else prefill_chunk,
         cache_results=cache_results,
         implementation=implementation,
     )
-    texts = {}
-    for request in requests:
+    name, texts = describe(decoder.config, decoder.dtype, kv_dtype), {}
+    for request in running:
         try:
-            texts[engine.add(request.request)] = _Text(request, model.tokenizer)
+            number = engine.add(request.request)
         except ValueError as error:
             raise ValueError(f"line {request.line}: {error}") from error
+        texts[number] = _Text(request, model.tokenizer, digest(request, name))
     if accepted is not None:
         accepted()
     while not engine.idle:
         events = engine.step()
         _follow(engine, events, texts, emit)
         if progress is not None:
-            done = sum(isinstance(event, Finished) for event in events)
-            progress(sum(isinstance(event, NewToken) for event in events), done)
-    return ServingReport(len(requests), kv_dtype, page_size, max_sequences, engine.statistics())
+            ended = sum(isinstance(event, Finished) for event in events)
+            progress(sum(isinstance(event, NewToken) for event in events), ended)
+    return ServingReport(
+        len(running),
+        kv_dtype,
+        page_size,
+        max_sequences,
+        engine.statistics(),
+        kept=len(requests) - len(running),
+    )
 
 
-def pages_within(
-    decoder: Decoder | QuantizedDecoder, pool_bytes: int, page_size: int, kv_dtype: str
-) -> int:
-    """How many pages of all layers fit into this many bytes.
+def plan(
+    requests: Sequence[TextRequest],
+    config: LlamaConfig,
+    dtype: np.dtype,
+    *,
+    kv_dtype: str,
+    page_size: int,
+    num_pages: int | None,
+    pool_bytes: int | None,
+    max_sequences: int,
+    prefill_chunk: int | None,
+) -> Pool:
+    """The sizes of an engine for these requests, without making one.
 
     Args:
-      decoder: the model.
-      pool_bytes: bytes of all layers' pages.
-      page_size: tokens of a page.
-      kv_dtype: see `Engine`.
+      requests: all, the longest of which counts.
+      config: of the model.
+      dtype: of the model.
+      kv_dtype: see `serve`.
+      page_size: see there.
+      num_pages: see there.
+      pool_bytes: see there.
+      max_sequences: see there.
+      prefill_chunk: see `Engine`; `PREFILL_CHUNK` by default. One that is larger than the longest
+        sequence of the model, or than a pool whose size is given, could never be full.
 
     Raises:
-      ValueError: if it is not one, or a size does not fit.
+      ValueError: if there is no request, or a number does not fit.
     """
+    if not requests:
+        raise ValueError("there must be at least one request")
+    _checks.check_sizes(max_sequences=max_sequences, page_size=page_size)
+    max_length = min(longest(requests), config.max_length)
+    count = pages_of(config, dtype, kv_dtype, page_size, num_pages, pool_bytes)
+    if prefill_chunk is not None:
+        _checks.check_sizes(prefill_chunk=prefill_chunk)
+        limits = {"the longest sequence of the model": config.max_length}
+        if count is not None:
+            limits["what the pool holds"] = count * page_size
+        for name, limit in limits.items():
+            if prefill_chunk > limit:
+                raise ValueError(f"{prefill_chunk=} must be at most {limit} tokens, {name}")
+    if count is None:
+        count = min(max_sequences, len(requests)) * -(-max_length // page_size)
+    size = count * page_bytes(config, dtype, kv_dtype, page_size)
+    return Pool(count, max_length, size)
+
+
+def pages_of(
+    config: LlamaConfig,
+    dtype: np.dtype,
+    kv_dtype: str,
+    page_size: int,
+    num_pages: int | None,
+    pool_bytes: int | None,
+) -> int | None:
+    """How many pages the pool is asked to have; None where that follows from the requests.
+
+    Args:
+      config: of the model.
+      dtype: of the model.
+      kv_dtype: see `Engine`.
+      page_size: tokens of a page.
+      num_pages: what is asked for.
+      pool_bytes: or bytes of all layers' pages.
+
+    Raises:
+      ValueError: if both are given, a size does not fit, or not one page fits into the bytes.
+    """
+    if num_pages is not None and pool_bytes is not None:
+        raise ValueError("give the number of pages or the bytes of the pool, one of them")
+    if num_pages is not None:
+        _checks.check_sizes(num_pages=num_pages)
+    if pool_bytes is None:
+        return num_pages
     _checks.check_sizes(pool_bytes=pool_bytes)
-    config = decoder.config
-    one_page = jax.eval_shape(
-        lambda: paged.init_cache(
-            1,
-            page_size,
-            config.num_kv_heads,
-            config.head_dim,
-            kv_dtype=kv_dtype,
-            dtype=decoder.dtype,
-        )
-    )
-    needed = config.num_layers * one_page.page_bytes
+    needed = page_bytes(config, dtype, kv_dtype, page_size)
     if pool_bytes < needed:
         raise ValueError(f"{pool_bytes=} must be at least {needed}, the bytes of one page")
     return pool_bytes // needed
 
 
+def page_bytes(config: LlamaConfig, dtype: np.dtype, kv_dtype: str, page_size: int) -> int:
+    """Bytes of one page, all layers.
+
+    Raises:
+      ValueError: if a size does not fit, or there is no such kind of page.
+    """
+    sizes = (1, page_size, config.num_kv_heads, config.head_dim)
+    one = jax.eval_shape(lambda: paged.init_cache(*sizes, kv_dtype=kv_dtype, dtype=dtype))
+    return config.num_layers * one.page_bytes
+
+
+def describe(config: LlamaConfig, dtype: np.dtype, kv_dtype: str) -> str:
+    """A text that tells apart what gives other results: models by their shape."""
+    return f"{config!r} {dtype} {kv_dtype}"
+
+
 class _Text:
     """The text of a request as its tokens come."""
 
-    def __init__(self, request: TextRequest, tokenizer: Tokenizer) -> None:
+    def __init__(self, request: TextRequest, tokenizer: Tokenizer, digest: str) -> None:
         self.request = request
+        self._digest = digest
         decode = tokenizer.stream(list(request.request.tokens))
         self._text = TextStream(decode, request.stop)
 
@@ -263,6 +311,7 @@ class _Text:
             "prompt_tokens": result.prompt_tokens,
             "reused_tokens": result.reused_tokens,
             "preemptions": result.preemptions,
+            "request": self._digest,
         }
 
 
@@ -284,49 +333,6 @@ def _follow(
         text.add(event.token)
         if text.stopped and event.request_id not in done:
             engine.abort(event.request_id, reason="stop")
-
-
-def _parse(line: bytes, number: int, tokenizer: Tokenizer, max_new_tokens: int) -> TextRequest:
-    try:
-        values = json.loads(line.removeprefix(codecs.BOM_UTF8), object_pairs_hook=_unique)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError("must be a JSON object")
-    if unknown := sorted(set(values) - set(_KEYS)):
-        raise ValueError(f"{unknown[0]!r} must be one of {', '.join(_KEYS)}")
-    if not isinstance(values.get("prompt"), str):
-        raise ValueError("'prompt' must be a string")
-    name = values.get("id", number)
-    if isinstance(name, bool) or not isinstance(name, str | int):
-        raise ValueError(f"id={name!r} must be a string or an integer")
-    stop = values.get("stop", [])
-    if not isinstance(stop, list) or not all(
-        (isinstance(x, str) and x) or (isinstance(x, int) and not isinstance(x, bool)) for x in stop
-    ):
-        raise ValueError(f"{stop=} must be a list of texts, none empty, and tokens")
-    chosen = {key: values[key] for key in _SAMPLING if key in values}
-    numbers = [x for x in stop if not isinstance(x, str)]
-    tokens, texts = check_stops(
-        [*numbers, *tokenizer.eos_token_ids], [x for x in stop if isinstance(x, str)], tokenizer
-    )
-    request = Request(
-        tokenizer.encode(values["prompt"]),
-        values.get("max_new_tokens", max_new_tokens),
-        sorted(tokens),
-        Sampling(**{"seed": number, **chosen}),
-    )
-    return TextRequest(name, number, request, texts)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, none of whose keys is given twice."""
-    values = dict[str, Any]()
-    for key, value in pairs:
-        if key in values:
-            raise ValueError(f"{key!r} must not be given twice")
-        values[key] = value
-    return values
 
 
 def _rounded(seconds: float | None) -> float | None:

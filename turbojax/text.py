@@ -1,6 +1,7 @@
 """Text in, text out: what `turbojax generate` does around a model."""
 
 import dataclasses
+import math
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ import numpy as np
 from turbojax import _checks, models
 from turbojax.models import generation
 from turbojax.models.chat import chat_tokens
-from turbojax.models.config import DTYPES
+from turbojax.models.config import DTYPES, stored_dtype
 from turbojax.models.sampling import GREEDY
 from turbojax.models.stopping import TextStream, check_stop_strings, check_stops
 from turbojax.models.tokenizer import NumberTokenizer, Tokenizer, load_tokenizer
@@ -117,6 +118,58 @@ def parse_prefill(
     return None
 
 
+@dataclasses.dataclass(frozen=True)
+class FoundModel:
+    """A model that is known and not loaded, so that what it is to do can be checked before.
+
+    Attributes:
+      config: its shape.
+      dtype: of weights and computation.
+      tokenizer: what reads its text.
+      weight_bytes: of its weights in this dtype, about.
+      load: loads it.
+    """
+
+    config: models.LlamaConfig
+    dtype: np.dtype
+    tokenizer: Tokenizer
+    weight_bytes: int
+    load: Callable[[], TextModel]
+
+
+def find_text_model(
+    path: str, dtype: np.dtype | None = None, max_length: int | None = None
+) -> FoundModel:
+    """Reads all of a checkpoint but its weights.
+
+    Args:
+      path: see `load_text_model`.
+      dtype: see there.
+      max_length: see there.
+
+    Raises:
+      ImportError, OSError, ValueError, NotImplementedError: see there; weights are not looked at.
+    """
+    if dtype is None and jax.default_backend() == "cpu":
+        dtype = jnp.dtype(jnp.float32)
+    tokenizer = load_tokenizer(path)
+    hf = models.read_config(path)
+    config = models.LlamaConfig.from_hf(hf)
+    if max_length is not None:
+        config = dataclasses.replace(config, max_length=max_length)
+    stored = stored_dtype(hf) or jnp.dtype(jnp.bfloat16)
+    used = stored if dtype is None else dtype
+    size = sum(file.stat().st_size for file in models.weight_files(path))
+    if "quantization_config" not in hf:
+        size = size * used.itemsize // stored.itemsize
+
+    def load() -> TextModel:
+        decoder = models.load_decoder(path, dtype=dtype, max_length=max_length)
+        return TextModel(decoder, tokenizer)
+
+    return FoundModel(config, used, tokenizer, size, load)
+
+
 def load_text_model(
     path: str, dtype: np.dtype | None = None, max_length: int | None = None
 ) -> TextModel:
@@ -133,16 +186,12 @@ def load_text_model(
       ImportError: if there is a `tokenizer.json` and the package `tokenizers` is missing.
       OSError, ValueError, NotImplementedError: see `models.load_decoder` and `load_tokenizer`.
     """
-    if dtype is None and jax.default_backend() == "cpu":
-        dtype = jnp.dtype(jnp.float32)
-    # Before the weights are read, which takes longer.
-    tokenizer = load_tokenizer(path)
-    return TextModel(models.load_decoder(path, dtype=dtype, max_length=max_length), tokenizer)
+    return find_text_model(path, dtype, max_length).load()
 
 
-def random_text_model(
+def find_random_model(
     shape: str, dtype: np.dtype | None = None, weights: str = "float"
-) -> TextModel:
+) -> FoundModel:
     """A model with random weights, whose tokens are numbers.
 
     Args:
@@ -157,9 +206,14 @@ def random_text_model(
         raise ValueError(f"weights {weights!r} must be one of {', '.join(WEIGHTS)}")
     if shape not in models.SHAPES:
         raise ValueError(f"random weights {shape!r} must be one of {', '.join(models.SHAPES)}")
+    config, used = models.SHAPES[shape], jnp.dtype(dtype or jnp.bfloat16)
     make = models.random_decoder if weights == "float" else models.random_quantized_decoder
-    config = models.SHAPES[shape]
-    return TextModel(make(config, dtype=dtype or jnp.bfloat16), NumberTokenizer(config.vocab_size))
+    tokenizer = NumberTokenizer(config.vocab_size)
+    shapes = jax.tree.leaves(jax.eval_shape(lambda: make(config, dtype=used)))
+    size = sum(math.prod(x.shape) * x.dtype.itemsize for x in shapes)
+    return FoundModel(
+        config, used, tokenizer, size, lambda: TextModel(make(config, dtype=used), tokenizer)
+    )
 
 
 def check_options(
@@ -194,7 +248,7 @@ def unescape(text: str) -> str:
 
 
 def prompt_tokens(
-    model: TextModel, content: str, *, chat: bool = False, system: str | None = None
+    model: FoundModel, content: str, *, chat: bool = False, system: str | None = None
 ) -> list[int]:
     """The tokens of a prompt.
 
@@ -219,7 +273,7 @@ def prompt_tokens(
         tokens = model.tokenizer.encode(content)
     if not tokens:
         raise ValueError("the text must hold at least one token")
-    smallest, largest, size = min(tokens), max(tokens), model.decoder.config.vocab_size
+    smallest, largest, size = min(tokens), max(tokens), model.config.vocab_size
     if smallest < 0 or largest >= size:
         raise ValueError(f"tokens in {smallest}..{largest} must be within 0..{size - 1}")
     return tokens

@@ -26,7 +26,14 @@ def render(report: DemoReport) -> RenderableType:
     )
     table = Table(title=title)
     table.add_column("cache")
-    for column in ("bits/byte", "vs first", "same choice", "cache bytes", "ratio", "bytes/s"):
+    for column in (
+        "bits/byte",
+        "vs first",
+        "same\nchoice",
+        "cache\nbytes",
+        "ratio",
+        "bytes/s",
+    ):
         table.add_column(column, justify="right")
     first = report.results[0]
     for result in report.results:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import turbojax
-from turbojax.layer_cache import CacheKind, cache_by_name
+from turbojax.layer_cache import CACHE_NAMES, CacheKind, cache_by_name
 from turbojax.models import BEGINNING_OF_FILE, Llama, generation, held_out_modules
 
 Progress = Callable[[str, int], None]
@@ -37,7 +37,7 @@ class DemoSettings:
       caches: names of the caches, see `cache_kind`; the first is what others are compared to.
 
     Raises:
-      ValueError: if a number is not positive or a cache is named twice or not at all.
+      ValueError: if a number is not positive, a cache is unknown or named twice, or there is none.
     """
 
     file: Path
@@ -50,6 +50,9 @@ class DemoSettings:
         for name in ("prompt_bytes", "new_bytes", "generated_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in self.caches:
+            if name not in CACHE_NAMES:
+                raise ValueError(f"cache {name!r} must be one of {', '.join(CACHE_NAMES)}")
         if not self.caches or len(set(self.caches)) != len(self.caches):
             raise ValueError(f"caches={self.caches} must name each cache once")
 

@@ -1,0 +1,169 @@
+"""The results of `turbojax serve`: a file to which each is added as it comes, and which can go on.
+
+A result is one line of JSON. A process that is ended while it writes leaves the last line without
+its end; whoever goes on drops that line.
+"""
+
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from turbojax.serve_requests import TextRequest
+
+LOCKS = importlib.util.find_spec("fcntl") is not None  # not on Windows
+
+_KEYS = {"id", "request", "finish_reason"}
+
+
+class ResultFile:
+    """An open file of results.
+
+    Attributes:
+      held: what each result in the file was of (its `request`), by id.
+
+    Args:
+      path: the file.
+      file: the same, open to append.
+      held: see above.
+      size: bytes of what is kept.
+    """
+
+    def __init__(self, path: Path, file: io.RawIOBase, held: Mapping[str | int, str], size: int):
+        self.held = held
+        self.begun = False
+        self._path, self._file, self._size = path, file, size
+
+    def begin(self) -> None:
+        """Drops what is not kept: before the first result is written, when nothing can be wrong."""
+        self.begun = True
+        if self._path.is_file():
+            self._file.truncate(self._size)
+
+    def write(self, line: str) -> None:
+        """Adds a line, which a process that ends now does not take along.
+
+        Raises:
+          OSError: with the path, if there is no room for it.
+        """
+        try:
+            rest = line.encode() + b"\n"
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
+
+
+@contextlib.contextmanager
+def open_results(path: Path, *, resume: bool, overwrite: bool) -> Iterator[ResultFile]:
+    """Opens a file for results, for this process alone.
+
+    Nothing in it is changed before `ResultFile.begin`.
+
+    Args:
+      path: the file, which need not exist.
+      resume: whether the results in it are kept.
+      overwrite: whether they are dropped.
+
+    Raises:
+      ValueError: if it holds something, and neither is asked for; if it is to be kept and is not
+        made of results; if another process writes to it.
+    """
+    existed = path.exists()
+    # Without a buffer, so that a line that found no room is not written again at the end.
+    with path.open("ab", buffering=0) as file, _exclusive(path, file):
+        size = path.stat().st_size if path.is_file() else 0
+        if size and not (resume or overwrite):
+            raise ValueError(
+                f"--out {path} holds results already: --resume keeps them and goes on, "
+                "--overwrite drops them"
+            )
+        held, kept = _read(path) if size and resume else ({}, 0)
+        results = ResultFile(path, file, held, kept)
+        try:
+            yield results
+        finally:
+            if not (existed or results.begun):
+                path.unlink(missing_ok=True)
+
+
+def unfinished(
+    requests: Iterable[TextRequest],
+    held: Mapping[str | int, str],
+    digest: Callable[[TextRequest], str],
+) -> tuple[TextRequest, ...]:
+    """The requests that have no result yet.
+
+    Args:
+      requests: all.
+      held: see `ResultFile`.
+      digest: what the result of a request says as its `request`.
+
+    Raises:
+      ValueError: naming the first, if a result is of another request than that with its id.
+    """
+    left = []
+    for found in requests:
+        if found.id not in held:
+            left.append(found)
+        elif held[found.id] != digest(found):
+            raise ValueError(
+                f"line {found.line}: --out holds a result with its id {found.id!r} of another "
+                "request or model: --resume needs the requests, the model, --dtype, --max-length "
+                "and --kv-dtype of the results in --out"
+            )
+    return tuple(left)
+
+
+def _read(path: Path) -> tuple[dict[str | int, str], int]:
+    """The results in a file (see `ResultFile.held`), and the bytes of its whole lines."""
+    held, size = dict[str | int, str](), 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                break
+            result = _result(path, number, line)
+            # One that was aborted runs again; of two with an id the later one counts.
+            if result["finish_reason"] != "aborted":
+                held[result["id"]] = result["request"]
+            size += len(line)
+    return held, size
+
+
+def _result(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        result = json.loads(line)
+    except (ValueError, RecursionError):
+        result = None
+    fits = isinstance(result, dict) and result.keys() >= _KEYS
+    if not fits or isinstance(result["id"], bool) or not isinstance(result["id"], str | int):
+        raise ValueError(
+            f"--out {path}, line {number}: is no result of turbojax serve, so --resume cannot go on"
+        )
+    return dict(result)
+
+
+@contextlib.contextmanager
+def _exclusive(path: Path, file: Any) -> Iterator[None]:
+    """Holds a file for this process, as long as it is open."""
+    if LOCKS and path.is_file():
+        import fcntl
+
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"--out {path}: another process writes to it") from error
+    yield
+
+
+def is_standard_input(path: Path) -> bool:
+    """Whether a file is what standard input reads."""
+    try:
+        return os.path.samestat(os.fstat(sys.stdin.fileno()), path.stat())
+    except (OSError, ValueError):  # there is no such file, or no such input
+        return False
