@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # others, which may compile: twice what users are promised.
 SECONDS = 2 * 2.0
 # Lines of `python -X importtime` and of JAX_LOG_COMPILES, by which a moment is found.
-_LOG = ("import time:", "Compiling jit", "Finished jax", "Finished tracing", "Finished XLA")
+_LOG = ("import time:", "Compiling jit", "Finished ", "Persistent compilation cache", "WARNING:20")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +32,12 @@ class Ended:
         assert (self.code, len(self.lines)) == (code, 1), self
         assert self.seconds < seconds, self
         return self.lines[0]
+
+    def check_command(self) -> str:
+        """The same of a command, which may have said other things before."""
+        assert not [x for x in self.lines if "Traceback" in x or "Error" in x], self
+        own = [x for x in self.lines if x.startswith("turbojax")]
+        return dataclasses.replace(self, lines=own).check()
 
 
 def environment(cache: Path) -> dict[str, str]:

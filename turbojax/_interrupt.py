@@ -25,7 +25,7 @@ GRACE = 1.5
 """Seconds that the main thread has to finish what it is doing."""
 
 _WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
-_NOTHING = "nothing was written"
+_NOTHING = "nothing was written; the same command begins anew"
 
 
 class _State:
