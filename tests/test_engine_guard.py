@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import gc
 import itertools
 import random
 
@@ -66,8 +67,15 @@ def has_ended(guard):
     return None
 
 
-# Python swallows an exception in a callback of its garbage collector, of which jax has one.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.fixture
+def no_collector():
+    """Python swallows an exception in a callback of its garbage collector, of which jax has one."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_signals(count, record_property):
     rng = random.Random(count)
