@@ -64,32 +64,46 @@ def lines_of(work: Callable[[], object], where: str = OURS) -> int:
 
 
 @contextlib.contextmanager
-def _alarm(seconds: float, error: type[BaseException], message: str) -> Iterator[None]:
-    armed = True
+def within(seconds: float) -> Iterator[None]:
+    """Raises `TooLong` inside, as soon as this much time has passed."""
 
     def ring(number: int, frame: FrameType | None) -> None:
-        del number, frame
-        if armed:
-            raise error(message)
+        raise TooLong(f"not done after {seconds} s")
 
     before = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
-        armed = False
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
 
-def within(seconds: float) -> contextlib.AbstractContextManager[None]:
-    """Raises `TooLong` inside, as soon as this much time has passed."""
-    return _alarm(seconds, TooLong, f"not done after {seconds} s")
+def ctrl_c(seconds: float, work: Callable[[], object]) -> KeyboardInterrupt | None:
+    """Calls something that a signal interrupts after this much time, as Ctrl-C does.
 
+    No context manager: the signal may come while one is entered or left.
 
-def ctrl_c(seconds: float) -> contextlib.AbstractContextManager[None]:
-    """Raises KeyboardInterrupt inside, by a signal after this much time, as Ctrl-C does."""
-    return _alarm(seconds, KeyboardInterrupt, "")
+    Returns:
+      The exception, None if the signal came too late.
+    """
+    armed = True
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        if armed:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        work()
+    except KeyboardInterrupt as error:
+        return error
+    finally:
+        armed = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    return None
 
 
 def seconds_of(work: Callable[[], object]) -> float:

@@ -296,12 +296,9 @@ def test_a_signal_at_any_time(model, undisturbed, count, record_property):
     length = {way: min(seconds_of(session(model, way).go) for _ in range(3)) for way in WAYS}
     for i, part in enumerate(points(count, 10**6, seed=2)):
         way = WAYS[i % 3]
-        made, cause = session(model, way), None
-        try:
-            with ctrl_c(max(part / 10**6 * length[way], 1e-5)):
-                made.go()
-        except KeyboardInterrupt as error:
-            came, cause = came + 1, error
+        made = session(model, way)
+        cause = ctrl_c(max(part / 10**6 * length[way], 1e-5), made.go)
+        came += cause is not None
         ends += check(made, undisturbed, cause)
     assert came > count // 3
     record_property("counted", f"engine: {came} signals in {count} runs, {ends} ended it")

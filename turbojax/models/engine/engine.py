@@ -135,6 +135,11 @@ class Engine:
         )
         if self.max_length > model.config.max_length:
             raise ValueError(f"{max_length=} must be at most the model's {model.config.max_length}")
+        if tokenizer is not None and tokenizer.vocab_size > model.config.vocab_size:
+            raise ValueError(
+                f"the tokenizer has {tokenizer.vocab_size} tokens, must be at most the model's "
+                f"{model.config.vocab_size}"
+            )
         if cache_results and not prefix_caching:
             raise ValueError(f"{cache_results=} has no use with {prefix_caching=}")
         self._caches = tuple(
