@@ -164,7 +164,7 @@ def test_windows_and_caps_do_not_see_the_padding(gemma, cache):
 
 @pytest.mark.slow
 @pytest.mark.optimized
-@pytest.mark.parametrize("cache", ["exact", "4bit", "turbo4"])
+@pytest.mark.parametrize("cache", ["exact", "4bit"])
 def test_texts_of_the_embedded_model_are_those_of_exact_sizes(cache):
     decoder = models.load_decoder("embedded", dtype=jnp.float32)
     kind = models.cache_by_name(cache, decoder.config.num_kv_heads)
