@@ -165,12 +165,12 @@ def _run(
     """Runs what has no result yet, if there is any; the report."""
     from turbojax import serve_requests, serve_results, serving
 
-    name = serving.describe(found.config, found.dtype, options["kv_dtype"])
+    # Models are told apart by shape and size, pages by what texts depend on.
+    name = f"{found.config!r} {found.dtype} {found.weight_bytes} {options['kv_dtype']}"
+    digests = {one.id: serve_requests.digest(one, name) for one in lines.requests}
     left = lines.requests
     if results is not None:
-        left = serve_results.unfinished(
-            left, results.held, lambda request: serve_requests.digest(request, name)
-        )
+        left = serve_results.unfinished(left, results.held, digests)
         strangers = len(results.held.keys() - {request.id for request in lines.requests})
         if strangers:
             typer.echo(
@@ -185,7 +185,9 @@ def _run(
                 found.load(),
                 lines.requests,
                 # In ASCII, which every terminal takes; an `id` may be no Unicode text at all.
-                emit=lambda result: screen.write(json.dumps(result)),
+                emit=lambda result: screen.write(
+                    json.dumps({**result, "request": digests[result["id"]]})
+                ),
                 progress=screen.advance,
                 accepted=screen.begin,
                 done={request.id for request in lines.requests} - {request.id for request in left},

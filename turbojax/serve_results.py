@@ -10,7 +10,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,14 +95,14 @@ def open_results(path: Path, *, resume: bool, overwrite: bool) -> Iterator[Resul
 def unfinished(
     requests: Iterable[TextRequest],
     held: Mapping[str | int, str],
-    digest: Callable[[TextRequest], str],
+    digests: Mapping[str | int, str],
 ) -> tuple[TextRequest, ...]:
     """The requests that have no result yet.
 
     Args:
       requests: all.
       held: see `ResultFile`.
-      digest: what the result of a request says as its `request`.
+      digests: what the result of each request says as its `request`, by id.
 
     Raises:
       ValueError: naming the first, if a result is of another request than that with its id.
@@ -111,11 +111,11 @@ def unfinished(
     for found in requests:
         if found.id not in held:
             left.append(found)
-        elif held[found.id] != digest(found):
+        elif held[found.id] != digests[found.id]:
             raise ValueError(
                 f"line {found.line}: --out holds a result with its id {found.id!r} of another "
-                "request or model: --resume needs the requests, the model, --dtype, --max-length "
-                "and --kv-dtype of the results in --out"
+                "request or model: --resume needs the requests, the model, --max-new-tokens, "
+                "--max-length, --dtype and --kv-dtype of the results in --out"
             )
     return tuple(left)
 
