@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from turbojax import serve_results, serving
+from turbojax import cli_serve, serve_results, serving
 from turbojax.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -208,6 +208,17 @@ def test_options_that_do_not_go_together(tmp_path, options, message):
     result = _serve("/nowhere", _write(tmp_path), *options)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_what_an_interrupted_run_can_say(tmp_path):
+    """Of two requests one had a result, and the other gets one."""
+    out = tmp_path / "out"
+    with serve_results.open_results(out, resume=False, overwrite=False) as results:
+        screen = cli_serve._Screen(2, 1, results)
+        wanted = f"1 results are in {out}, 1 are left: the same command with --resume goes on"
+        assert screen.note() == wanted
+        screen.write("{}")
+        assert screen.note().startswith(f"2 results are in {out}, 0 are left")
 
 
 @pytest.mark.skipif(not serve_results.LOCKS, reason="needs locks of files")

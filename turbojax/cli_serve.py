@@ -301,7 +301,7 @@ class _Screen(contextlib.ExitStack):
 
     def __init__(self, total: int, kept: int, results: "ResultFile | None") -> None:
         super().__init__()
-        self.total, self.done = total, kept
+        self._total, self._done, self._written = total, kept, kept
         self._results, self._tokens = results, 0
         # A terminal shows results above the bar. Elsewhere results are alone.
         self._shared = results is None and sys.stdout.isatty()
@@ -331,9 +331,9 @@ class _Screen(contextlib.ExitStack):
     def advance(self, new_tokens: int, done: int) -> None:
         """Counts; whoever calls this has run a step, and so compiled it."""
         self._tokens += new_tokens
-        self.done += done
+        self._done += done
         self._bar.update(
-            self._task, description="requests", completed=self.done, tokens=self._tokens
+            self._task, description="requests", completed=self._done, tokens=self._tokens
         )
 
     def write(self, line: str) -> None:
@@ -344,8 +344,14 @@ class _Screen(contextlib.ExitStack):
             self._bar.console.out(line, highlight=False)
         else:
             typer.echo(line)
+        self._written += 1
 
     def note(self) -> str:
-        """What was written, and how to go on."""
-        count = f"{self.done} of {self.total} results were written"
-        return count if self._results is None else f"{count}: the same with --resume goes on"
+        """What was written, and how to go on: for whoever ends the command."""
+        if self._results is None:
+            return f"{self._written} results are on standard output"
+        left = f"{self._total - self._written} are left"
+        return (
+            f"{self._written} results are in {self._results.path}, {left}: "
+            "the same command with --resume goes on"
+        )

@@ -25,11 +25,12 @@ class ResultFile:
     """An open file of results.
 
     Attributes:
+      path: the file.
       held: what each result in the file was of (its `request`), by id.
 
     Args:
-      path: the file.
-      file: the same, open to append.
+      path: see above.
+      file: the file, open to append.
       held: see above.
       size: bytes of what is kept.
     """
@@ -37,12 +38,12 @@ class ResultFile:
     def __init__(self, path: Path, file: io.RawIOBase, held: Mapping[str | int, str], size: int):
         self.held = held
         self.begun = False
-        self._path, self._file, self._size = path, file, size
+        self.path, self._file, self._size = path, file, size
 
     def begin(self) -> None:
         """Drops what is not kept: before the first result is written, when nothing can be wrong."""
         self.begun = True
-        if self._path.is_file():
+        if self.path.is_file():
             self._file.truncate(self._size)
 
     def write(self, line: str) -> None:
@@ -56,7 +57,7 @@ class ResultFile:
             while rest:
                 rest = rest[self._file.write(rest) :]
         except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._path)) from error
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
 
 @contextlib.contextmanager
