@@ -52,7 +52,7 @@ class TestFiles:
         monkeypatch.setattr(startup.importlib.util, "find_spec", lambda _: None)
         result = _command(name, tmp_path, "--plot", f"{tmp_path}/x.png")
         assert result.exit_code == 2
-        assert result.stderr.endswith("--plot needs matplotlib: pip install 'turbojax[demo]'\n")
+        assert "--plot needs matplotlib: pip install" in result.stderr
 
     @pytest.mark.parametrize("name", PLOTTING)
     def test_pictures_in_folders_that_do_not_exist(self, tmp_path, name):

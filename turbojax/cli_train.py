@@ -204,8 +204,7 @@ def _check_memory(config: Any, settings: Any) -> None:
 
 def _failure(command: str, error: Exception) -> typer.Exit:
     """Says what went wrong, and returns what ends the command."""
-    unsaid = isinstance(error, ImportError) and "pip install" not in str(error)
-    missing = ": pip install 'turbojax[train]'" if unsaid else ""
+    missing = ": pip install 'turbojax[train]'" if isinstance(error, ImportError) else ""
     typer.echo(f"turbojax {command}: {error}{missing}", err=True)
     return typer.Exit(2)
 
