@@ -162,7 +162,7 @@ def test_a_terminal_shows_results_above_the_bar(monkeypatch):
     lines = _whole_lines(terminal.getvalue())
     assert [line for line in lines if line.startswith('{"id"')] == results
     assert any("requests" in line for line in lines)
-    assert screen.note() == "3 of 3 results were written"
+    assert screen.note() == "3 results are on standard output"
 
 
 def test_a_pipe_gets_results_while_the_bar_is_on_a_terminal(monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from turbojax import serve_results, serving
+from turbojax import cli_serve, serve_results, serving
 from turbojax.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,7 +34,7 @@ def _write(tmp_path, lines=LINES) -> str:
 
 def _serve(folder: str, *arguments: str, **options):
     fixed = ["--model", folder, "--max-new-tokens", "6", "--max-sequences", "2"]
-    return CliRunner().invoke(app, ["serve", *arguments, *fixed], **options)
+    return CliRunner().invoke(app, ["serve", *fixed, *arguments], **options)
 
 
 def _results(out: Path) -> dict:
@@ -147,6 +148,8 @@ def test_a_file_that_was_made_for_nothing_goes_away(tiny_folder, tmp_path):
         ([*LINES[:3], {**LINES[3], "stop": ["x"]}, *LINES[4:]], [], 4),
         (LINES, ["--kv-dtype", "turbo4"], 1),
         (LINES, ["--dtype", "bfloat16"], 1),
+        # The last of an option counts.
+        (LINES, ["--max-new-tokens", "7"], 2),
     ],
 )
 def test_results_of_other_requests_are_refused(tiny_folder, tmp_path, whole, lines, options, line):
@@ -207,6 +210,17 @@ def test_options_that_do_not_go_together(tmp_path, options, message):
     assert message in result.stderr
 
 
+def test_what_an_interrupted_run_can_say(tmp_path):
+    """Of two requests one had a result, and the other gets one."""
+    out = tmp_path / "out"
+    with serve_results.open_results(out, resume=False, overwrite=False) as results:
+        screen = cli_serve._Screen(2, 1, results)
+        wanted = f"1 results are in {out}, 1 are left: the same command with --resume goes on"
+        assert screen.note() == wanted
+        screen.write("{}")
+        assert screen.note().startswith(f"2 results are in {out}, 0 are left")
+
+
 @pytest.mark.skipif(not serve_results.LOCKS, reason="needs locks of files")
 @pytest.mark.parametrize("option", ["--resume", "--overwrite"])
 def test_a_second_writer_is_refused_at_once(tmp_path, whole, option):
@@ -258,3 +272,26 @@ def test_a_killed_process_goes_on(tiny_folder, tmp_path, after):
 def test_serving_what_is_done_already(tmp_path):
     with pytest.raises(ValueError, match="there must be at least one request"):
         serving.serve(None, [], emit=print, done={1})
+
+
+def test_a_checkpoint_that_names_no_dtype(tiny_folder, tmp_path):
+    """What is known before the weights are read decides whose results these are."""
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    for key in ("dtype", "torch_dtype"):
+        config.pop(key, None)
+    (folder / "config.json").write_text(json.dumps(config))
+    out, file = tmp_path / "out", _write(tmp_path)
+    for option in ([], ["--resume"]):
+        result = _serve(str(folder), file, "--out", str(out), *option)
+        assert result.exit_code == 0, result.stderr
+    assert "5 had results already" in result.stdout
+
+
+def test_another_kind_of_weights_is_another_model(tmp_path):
+    lines, out = [{"prompt": "1 2", "max_new_tokens": 2}], tmp_path / "out"
+    arguments = ["serve", _write(tmp_path, lines), "--random-weights", "tiny", "--out", str(out)]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    result = CliRunner().invoke(app, [*arguments, "--resume", "--weights", "int4"])
+    assert result.exit_code == 2
+    assert "line 1: --out holds a result with its id 1 of another" in result.stderr

@@ -167,12 +167,12 @@ def _run(
     """Runs what has no result yet, if there is any; the report."""
     from turbojax import serve_requests, serve_results, serving
 
-    name = serving.describe(found.config, found.dtype, options["kv_dtype"])
+    # Models are told apart by shape and size, pages by what texts depend on.
+    name = f"{found.config!r} {found.dtype} {found.weight_bytes} {options['kv_dtype']}"
+    digests = {one.id: serve_requests.digest(one, name) for one in lines.requests}
     left = lines.requests
     if results is not None:
-        left = serve_results.unfinished(
-            left, results.held, lambda request: serve_requests.digest(request, name)
-        )
+        left = serve_results.unfinished(left, results.held, digests)
         strangers = len(results.held.keys() - {request.id for request in lines.requests})
         if strangers:
             typer.echo(
@@ -188,7 +188,9 @@ def _run(
                 found.load(),
                 lines.requests,
                 # In ASCII, which every terminal takes; an `id` may be no Unicode text at all.
-                emit=lambda result: screen.write(json.dumps(result)),
+                emit=lambda result: screen.write(
+                    json.dumps({**result, "request": digests[result["id"]]})
+                ),
                 progress=screen.advance,
                 accepted=screen.begin,
                 done={request.id for request in lines.requests} - {request.id for request in left},
@@ -302,7 +304,7 @@ class _Screen(contextlib.ExitStack):
 
     def __init__(self, total: int, kept: int, results: "ResultFile | None") -> None:
         super().__init__()
-        self.total, self.done = total, kept
+        self._total, self._done, self._written = total, kept, kept
         self._results, self._tokens = results, 0
         # A terminal shows results above the bar. Elsewhere results are alone.
         self._shared = results is None and sys.stdout.isatty()
@@ -332,9 +334,9 @@ class _Screen(contextlib.ExitStack):
     def advance(self, new_tokens: int, done: int) -> None:
         """Counts; whoever calls this has run a step, and so compiled it."""
         self._tokens += new_tokens
-        self.done += done
+        self._done += done
         self._bar.update(
-            self._task, description="requests", completed=self.done, tokens=self._tokens
+            self._task, description="requests", completed=self._done, tokens=self._tokens
         )
 
     def write(self, line: str) -> None:
@@ -345,8 +347,14 @@ class _Screen(contextlib.ExitStack):
             self._bar.console.out(line, highlight=False)
         else:
             typer.echo(line)
+        self._written += 1
 
     def note(self) -> str:
-        """What was written, and how to go on."""
-        count = f"{self.done} of {self.total} results were written"
-        return count if self._results is None else f"{count}: the same with --resume goes on"
+        """What was written, and how to go on: for whoever ends the command."""
+        if self._results is None:
+            return f"{self._written} results are on standard output"
+        left = f"{self._total - self._written} are left"
+        return (
+            f"{self._written} results are in {self._results.path}, {left}: "
+            "the same command with --resume goes on"
+        )

@@ -10,7 +10,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,12 @@ class ResultFile:
     """An open file of results.
 
     Attributes:
+      path: the file.
       held: what each result in the file was of (its `request`), by id.
 
     Args:
-      path: the file.
-      file: the same, open to append.
+      path: see above.
+      file: the file, open to append.
       held: see above.
       size: bytes of what is kept.
     """
@@ -37,12 +38,12 @@ class ResultFile:
     def __init__(self, path: Path, file: io.RawIOBase, held: Mapping[str | int, str], size: int):
         self.held = held
         self.begun = False
-        self._path, self._file, self._size = path, file, size
+        self.path, self._file, self._size = path, file, size
 
     def begin(self) -> None:
         """Drops what is not kept: before the first result is written, when nothing can be wrong."""
         self.begun = True
-        if self._path.is_file():
+        if self.path.is_file():
             self._file.truncate(self._size)
 
     def write(self, line: str) -> None:
@@ -56,7 +57,7 @@ class ResultFile:
             while rest:
                 rest = rest[self._file.write(rest) :]
         except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._path)) from error
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
 
 @contextlib.contextmanager
@@ -95,14 +96,14 @@ def open_results(path: Path, *, resume: bool, overwrite: bool) -> Iterator[Resul
 def unfinished(
     requests: Iterable[TextRequest],
     held: Mapping[str | int, str],
-    digest: Callable[[TextRequest], str],
+    digests: Mapping[str | int, str],
 ) -> tuple[TextRequest, ...]:
     """The requests that have no result yet.
 
     Args:
       requests: all.
       held: see `ResultFile`.
-      digest: what the result of a request says as its `request`.
+      digests: what the result of each request says as its `request`, by id.
 
     Raises:
       ValueError: naming the first, if a result is of another request than that with its id.
@@ -111,11 +112,11 @@ def unfinished(
     for found in requests:
         if found.id not in held:
             left.append(found)
-        elif held[found.id] != digest(found):
+        elif held[found.id] != digests[found.id]:
             raise ValueError(
                 f"line {found.line}: --out holds a result with its id {found.id!r} of another "
-                "request or model: --resume needs the requests, the model, --dtype, --max-length "
-                "and --kv-dtype of the results in --out"
+                "request or model: --resume needs the requests, the model, --max-new-tokens, "
+                "--max-length, --dtype and --kv-dtype of the results in --out"
             )
     return tuple(left)
 

@@ -19,7 +19,7 @@ from turbojax.models.engine import (
 )
 from turbojax.models.stopping import TextStream
 from turbojax.models.tokenizer import Tokenizer
-from turbojax.serve_requests import TextRequest, digest, longest
+from turbojax.serve_requests import TextRequest, longest
 from turbojax.text import TextModel, than_bfloat16
 
 PREFILL_CHUNK = 64
@@ -157,13 +157,12 @@ def serve(
         cache_results=cache_results,
         implementation=implementation,
     )
-    name, texts = describe(decoder.config, decoder.dtype, kv_dtype), {}
+    texts = {}
     for request in running:
         try:
-            number = engine.add(request.request)
+            texts[engine.add(request.request)] = _Text(request, model.tokenizer)
         except ValueError as error:
             raise ValueError(f"line {request.line}: {error}") from error
-        texts[number] = _Text(request, model.tokenizer, digest(request, name))
     if accepted is not None:
         accepted()
     while not engine.idle:
@@ -275,17 +274,11 @@ def page_bytes(config: LlamaConfig, dtype: np.dtype, kv_dtype: str, page_size: i
     return config.num_layers * one.page_bytes
 
 
-def describe(config: LlamaConfig, dtype: np.dtype, kv_dtype: str) -> str:
-    """A text that tells apart what gives other results: models by their shape."""
-    return f"{config!r} {dtype} {kv_dtype}"
-
-
 class _Text:
     """The text of a request as its tokens come."""
 
-    def __init__(self, request: TextRequest, tokenizer: Tokenizer, digest: str) -> None:
+    def __init__(self, request: TextRequest, tokenizer: Tokenizer) -> None:
         self.request = request
-        self._digest = digest
         decode = tokenizer.stream(list(request.request.tokens))
         self._text = TextStream(decode, request.stop)
 
@@ -311,7 +304,6 @@ class _Text:
             "prompt_tokens": result.prompt_tokens,
             "reused_tokens": result.reused_tokens,
             "preemptions": result.preemptions,
-            "request": self._digest,
         }
 
 
