@@ -23,7 +23,7 @@ SECONDS = 10.0
 """What rendering may take."""
 MOST_CHARACTERS = 20_000_000
 """Of a text, or entries of a list."""
-_MOST_ENTRIES = 300_000
+_MOST_ENTRIES = 100_000
 """Of lists and mappings within each other that are written as text."""
 _MOST_TOGETHER = 1_000_000_000
 """Characters and entries of all that a template makes until it has rendered."""
