@@ -22,7 +22,6 @@ from turbojax import models
 from turbojax._json import parse, shown
 from turbojax.finetune.comparison import read_log
 from turbojax.models import LlamaConfig
-from turbojax.serving import read_requests
 
 DEEP = "[" * 100_000 + "]" * 100_000
 CONFIG = LlamaConfig(64, 32, 48, 2, 2, 1, 16, 64)
@@ -143,12 +142,6 @@ class TestJson:
             (folder / name).symlink_to(name)
         with pytest.raises((ValueError, OSError), match=re.escape(name)):
             models.load_tokenizer(folder)
-
-    def test_a_request_that_is_nested_too_deeply(self):
-        with pytest.raises(ValueError, match="nested too deeply"):
-            read_requests(
-                f'{{"prompt": {DEEP}}}'.encode(), models.load_tokenizer(), max_new_tokens=3
-            )
 
     def test_logs_of_training(self, tmp_path):
         file = tmp_path / "log.json"

@@ -291,8 +291,6 @@ def _parse(line: bytes, number: int, tokenizer: Tokenizer, max_new_tokens: int) 
         values = json.loads(line.removeprefix(codecs.BOM_UTF8), object_pairs_hook=_unique)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"not JSON: {error}") from error
-    except RecursionError as error:
-        raise ValueError("not JSON that can be read: nested too deeply") from error
     if not isinstance(values, dict):
         raise ValueError("must be a JSON object")
     if unknown := sorted(set(values) - set(_KEYS)):
