@@ -69,12 +69,12 @@ class Case:
     apply: Callable[[Path], None]
 
 
-def content(file: str, name: str, data: bytes, *words: str) -> Case:
-    """The file holds these bytes."""
+def content(file: str, name: str, data: bytes | Callable[[], bytes], *words: str) -> Case:
+    """The file holds these bytes; large ones are made when their turn comes."""
 
     def apply(folder: Path) -> None:
         (folder / file).unlink(missing_ok=True)
-        (folder / file).write_bytes(data)
+        (folder / file).write_bytes(data if isinstance(data, bytes) else data())
 
     return Case(f"{file}: {name}", file, (file, *words), apply)
 
@@ -93,8 +93,11 @@ def values(file: str, text: str, places: int = 4) -> Iterator[Case]:
         where = ".".join(map(str, path))
         holed = json.dumps(_replaced(whole, path, _HOLE))
         for name, value in EVIL.items():
-            data = holed.replace(json.dumps(_HOLE), value)
-            yield content(file, f"{where} is {name}", data.encode(), key)
+
+            def data(holed: str = holed, value: str = value) -> bytes:
+                return holed.replace(json.dumps(_HOLE), value).encode()
+
+            yield content(file, f"{where} is {name}", data, key)
         yield content(file, f"without {where}", json.dumps(_without(whole, path)).encode(), key)
     if isinstance(whole, dict):
         for key in whole:

@@ -1,5 +1,6 @@
 """What `hostile_worker` opens: good folders, hostile cases of them, and how they are used."""
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Iterable
@@ -80,7 +81,9 @@ def quantized(folder: Path, count: int, seed: int) -> Kind:
     for case in hostile_cases.values("config.json", block):
         cases.append(_joined(case, others))
     cases += hostile_cases.values("config.json", text)
-    return folder, some(cases, count, np.random.default_rng(seed)), models.load
+    # Where sizes and tensors disagree, an error may name the tensors' file instead.
+    either = [dataclasses.replace(case, words=(*case.words, "/folder/")) for case in cases]
+    return folder, some(either, count, np.random.default_rng(seed)), models.load
 
 
 def _joined(case: Case, others: dict[str, Any]) -> Case:

@@ -1,7 +1,7 @@
 """Opens hostile files one after the other, within limits of time and memory, and counts.
 
-``python hostile_worker.py KIND COUNT`` in a process of its own: a limit on memory holds for the
-whole process, and a file may bring it down. Prints a JSON object; what is wrong ends up there.
+``python hostile_worker.py SEED KIND=COUNT...`` in a process of its own: a limit on memory holds for
+the whole process, and a file may bring it down. Prints a JSON object; what is wrong ends up there.
 """
 
 import contextlib
@@ -97,16 +97,21 @@ def run(good: Path, cases: Sequence[Any], use: Callable[[Path], object]) -> dict
 
 
 def main() -> None:
-    """Runs one of `hostile_kinds.KINDS`."""
-    kind, count, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    """Runs some of `hostile_kinds.KINDS`."""
     import hostile_kinds
 
     warnings.simplefilter("error")
-    with tempfile.TemporaryDirectory(prefix="good") as temporary:
-        good, cases, use = hostile_kinds.KINDS[kind](Path(temporary) / "good", count, seed)
-        use(good)  # compiles, and must work
-        limit_memory()
-        print(json.dumps(run(good, cases, use)))
+    results = {}
+    for argument in sys.argv[2:]:
+        kind, _, count = argument.partition("=")
+        with tempfile.TemporaryDirectory(prefix="good") as temporary:
+            make = hostile_kinds.KINDS[kind]
+            resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)
+            good, cases, use = make(Path(temporary) / "good", int(count), int(sys.argv[1]))
+            use(good)  # compiles, and must work
+            limit_memory()
+            results[kind] = run(good, cases, use)
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

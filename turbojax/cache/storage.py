@@ -85,12 +85,13 @@ class StoredFile:
         header = tensors.metadata() or {}
         if header.get("format") != FORMAT:
             raise ValueError(
-                f"{path} is no stored cache: its format is {header.get('format')!r}, "
+                f"{path} is no stored cache: its format is {_json.shown(header.get('format'))}, "
                 f"must be {FORMAT!r}"
             )
         if header.get("version") != str(VERSION):
             raise ValueError(
-                f"{path} has version {header.get('version')!r}, this turbojax reads '{VERSION}'"
+                f"{path} has version {_json.shown(header.get('version'))}, this turbojax reads "
+                f"'{VERSION}'"
             )
         text = header.get("content", "")
         if hashlib.sha256(text.encode()).hexdigest() != header.get("fingerprint"):
@@ -103,7 +104,7 @@ class StoredFile:
         differing = sorted(self._summaries.keys() ^ set(tensors.keys()))
         if differing:
             raise ValueError(
-                f"{path} is damaged: its metadata and its arrays differ in {differing}"
+                f"{path} is damaged: its metadata and its arrays differ in {_json.shown(differing)}"
             )
 
     def require(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
@@ -112,12 +113,12 @@ class StoredFile:
         held = "{dtype}{shape}".format(**self._summaries[name])
         wanted = f"{np.dtype(dtype).name}{list(shape)}"
         if held != wanted:
-            raise ValueError(f"{self.path}: {name} is {held}, must be {wanted}")
+            raise ValueError(f"{self.path}: {name} is {_json.line(held)}, must be {wanted}")
 
     def require_all_read(self) -> None:
         """Raises ValueError if there are arrays that nobody has read."""
         if unread := sorted(self._summaries.keys() - self._read):
-            raise ValueError(f"{self.path} holds {unread} beyond what it describes")
+            raise ValueError(f"{self.path} holds {_json.shown(unread)} beyond what it describes")
 
     def read(self, name: str) -> np.ndarray:
         """One array, in host memory.
@@ -162,7 +163,9 @@ def open_file(path: str | os.PathLike[str]) -> Iterator[StoredFile]:
         try:
             yield StoredFile(source, tensors)
         except KeyError as error:  # of what a reader looks for in the description
-            raise ValueError(f"{source} is damaged: its description lacks {error}") from error
+            raise ValueError(
+                f"{source} is damaged: its description lacks {_json.line(str(error))}"
+            ) from error
 
 
 def _parsed(path: Path, text: str) -> dict[str, Any]:

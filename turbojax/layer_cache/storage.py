@@ -5,6 +5,7 @@ What lies past a sequence's length means nothing, and comes back as zeros.
 """
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from turbojax import _checks
+from turbojax import _checks, _json
 from turbojax.baselines import exact
 from turbojax.cache import ProgressiveCache, init_cache, kv4
 from turbojax.cache.paged import PagedCache, init_paged_cache, page_arrays
@@ -105,6 +106,22 @@ def unpack(
         damaged or impossible, or `max_length` is less than what is held.
     """
     rules, template = _template(file.path, description, max_length)
+    _check_room(file.path, template, description)
+    try:
+        leaves = _read_leaves(file, prefix, rules, template)
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(
+            f"{file.path} cannot be read onto the device: {_json.line(str(error))}"
+        ) from error
+    cache = jax.tree.unflatten(jax.tree.structure(template), leaves)
+    _validate(file.path, cache)
+    return _in_pages(cache, description["page_size"]) if isinstance(cache, PagedLayer) else cache
+
+
+def _read_leaves(
+    file: StoredFile, prefix: str, rules: Mapping[str, _Rule], template: Any
+) -> list[jax.Array]:
+    """The arrays of a cache like this one, in its order."""
     structs = _named_leaves(template)
     for name in _lengths_of(structs):
         file.require(prefix + name, structs[name].shape, structs[name].dtype)
@@ -121,9 +138,24 @@ def unpack(
             rest = _rows_first(full, rule.axis, held.ndim)[held.ndim + 1 :]
             file.require(prefix + name, (int(held.sum()), *rest), struct.dtype)
             leaves.append(_spread(file.read(prefix + name), rule.axis, held, full))
-    cache = jax.tree.unflatten(jax.tree.structure(template), leaves)
-    _validate(file.path, cache)
-    return _in_pages(cache, description["page_size"]) if isinstance(cache, PagedLayer) else cache
+    return leaves
+
+
+def _check_room(path: Path, template: Any, description: Description) -> None:
+    """Raises ValueError where a cache would be larger than all memory of its device or host.
+
+    A file holds what its sequences hold, and says for how many tokens there shall be room.
+    """
+    device = jax.devices()[0]
+    there = (device.memory_stats() or {}).get("bytes_limit") if device.platform != "cpu" else None
+    if there is None:
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    needed = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(template))
+    if needed > there:
+        raise ValueError(
+            f"{path} asks for {needed} bytes, must ask for at most {there}, which is all memory: "
+            f"max_length={description.get('max_length')}"
+        )
 
 
 # Kinds -------------------------------------------------------------------------------------------
@@ -262,6 +294,22 @@ def _kind_name(cache: Any) -> str:
     raise TypeError(f"cache is a {type(cache).__name__}, must be one of {names}")
 
 
+# What a description that is none leads to.
+_NOT_KNOWN = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
+_SIZES = ("batch_size", "max_length", "num_kv_heads", "head_dim", "page_size", "num_pages")
+_LARGEST = 2**31 - 1
+
+
+def _check_sizes(description: Description, stacked: tuple[Any, ...]) -> None:
+    """Raises unless all sizes are some that arrays can have."""
+    sizes = {name: description[name] for name in _SIZES if name in description}
+    sizes |= {f"stacked[{axis}]": size for axis, size in enumerate(stacked)}
+    _checks.check_sizes(**sizes)
+    for name, size in sizes.items():
+        if size > _LARGEST:
+            raise ValueError(f"{name}={_json.shown(size)} must be at most {_LARGEST}")
+
+
 def _template(
     path: Path, description: Description, max_length: int | None
 ) -> tuple[Mapping[str, _Rule], Any]:
@@ -270,10 +318,12 @@ def _template(
         kind = _KINDS[description["kind"]]
         if max_length is not None:
             description = {**description, "max_length": max_length}
-        empty = jax.eval_shape(lambda: kind.make(description))
         stacked = tuple(description.get("stacked", ()))
-    except (KeyError, TypeError, ValueError, NotImplementedError) as error:
-        raise ValueError(f"{path} describes no cache that is known here: {error!r}") from error
+        _check_sizes(description, stacked)
+        empty = jax.eval_shape(lambda: kind.make(description))
+    except (*_NOT_KNOWN, NotImplementedError) as error:
+        reason = _json.line(repr(error))
+        raise ValueError(f"{path} describes no cache that is known here: {reason}") from error
     return kind.rules, jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((*stacked, *x.shape), x.dtype), empty
     )

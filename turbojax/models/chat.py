@@ -177,7 +177,8 @@ def render_template(
     try:
         return compiled.render({**names, **(variables or {})})
     except Exception as error:  # whatever its expressions do with these messages
-        raise ValueError(f"the chat template refuses these messages: {error}") from error
+        reason = _json.line(str(error))
+        raise ValueError(f"the chat template refuses these messages: {reason}") from error
 
 
 def _choose(
@@ -215,7 +216,11 @@ def _compile(template: str) -> Any:
     try:
         return environment.from_string(template)
     except jinja2.TemplateSyntaxError as error:
-        raise ValueError(f"the chat template is not readable: {error}") from error
+        reason = _json.line(str(error))
+        raise ValueError(f"the chat template is not readable: {reason}") from error
+    except (RecursionError, MemoryError, SyntaxError, OverflowError) as error:
+        # Python's own compiler has limits, too.
+        raise ValueError(f"the chat template is not readable: {type(error).__name__}") from error
 
 
 def _environment() -> Any:
@@ -224,11 +229,12 @@ def _environment() -> Any:
         import jinja2
         import jinja2.ext
         import jinja2.nodes
-        import jinja2.sandbox
     except ImportError as error:
         raise ImportError(
             f"chat templates need the package jinja2: {_extras.install('text')}"
         ) from error
+
+    from turbojax.models._templates import BoundedEnvironment
 
     class Generation(jinja2.ext.Extension):
         """``{% generation %}``: marks what a model is trained to write."""
@@ -243,7 +249,7 @@ def _environment() -> Any:
     def raise_exception(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
 
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = BoundedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[Generation, jinja2.ext.loopcontrols],

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
+from turbojax._json import line, shown, shown_name
 from turbojax.cache import storage as files
 from turbojax.cache.paged import PagedCache
 from turbojax.layer_cache import LayerCache
@@ -168,15 +169,12 @@ def load_session(
             raise ValueError(
                 f"{file.path} holds no session but a cache: tj.models.load_cache reads it"
             )
-        held = file.description["model"]
-        caches = _unpack(file, file.description["caches"], max_length)
+        held, described = file.description["model"], file.description["caches"]
+        if max_length is None:
+            _check_length(file.path, described, model.config.max_length)
+        caches = _unpack(file, described, max_length)
         decoder = for_length(decoder, caches.max_length)
         _check_model(file.path, held, _fingerprint(decoder))
-        if caches.max_length > model.config.max_length:
-            raise ValueError(
-                f"{file.path} has caches for {caches.max_length} tokens, more than the model's "
-                f"{model.config.max_length}: give max_length"
-            )
         batch = caches.layers[0].lengths.shape[0]
         file.require("logits", (batch, model.config.vocab_size), np.dtype(np.float32))
         file.require("lengths", (batch,), np.dtype(np.int32))
@@ -221,15 +219,38 @@ def _pack(cache: StorableCache) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     return _describe(cache), arrays
 
 
-def _unpack(file: files.StoredFile, description: Mapping[str, Any], max_length: int | None) -> Any:
-    if description.get("kind") != _MODEL:
+def _unpack(file: files.StoredFile, description: Any, max_length: int | None) -> Any:
+    if not isinstance(description, Mapping) or description.get("kind") != _MODEL:
         return layers.unpack(file, "", description, max_length)
     return ModelCaches(
         tuple(
             layers.unpack(file, _prefix(i), layer, max_length)
-            for i, layer in enumerate(description["layers"])
+            for i, layer in enumerate(_layers(file.path, description))
         )
     )
+
+
+def _layers(path: Path, description: Any) -> list[Mapping[str, Any]]:
+    """The descriptions of the layers of a model's caches.
+
+    Raises:
+      ValueError: if they are none.
+    """
+    found = description["layers"] if isinstance(description, Mapping) else None
+    if not isinstance(found, list) or not found or not all(isinstance(x, dict) for x in found):
+        raise ValueError(f"{path} is damaged: its caches must be a list of layers")
+    return found
+
+
+def _check_length(path: Path, description: Any, most: int) -> None:
+    """Raises ValueError, before there are arrays, if caches have room for more than `most`."""
+    for layer in _layers(path, description):
+        length = layer.get("max_length")
+        if isinstance(length, int) and length > most:
+            raise ValueError(
+                f"{path} has caches for {shown(length)} tokens, more than the model's {most}: "
+                "give max_length"
+            )
 
 
 def _fit(path: Path, description: Mapping[str, Any], like: Any) -> int | None:
@@ -239,15 +260,17 @@ def _fit(path: Path, description: Mapping[str, Any], like: Any) -> int | None:
       ValueError: if the description is that of another cache.
     """
     wanted = _describe(like)
-    held, needed = description.get("layers", [description]), wanted.get("layers", [wanted])
+    held = _layers(path, description) if "layers" in description else [description]
+    needed = wanted.get("layers", [wanted])
     if description.get("kind") != wanted["kind"] or len(held) != len(needed):
+        kind = shown(description.get("kind"))
         raise ValueError(
-            f"{path} holds a cache of kind {description.get('kind')!r} with {len(held)} layers, "
-            f"`like` is one of kind {wanted['kind']!r} with {len(needed)}"
+            f"{path} holds a cache of kind {kind} with {len(held)} layers, `like` is"
+            f" one of kind {wanted['kind']!r} with {len(needed)}"
         )
     for i, (one, other) in enumerate(zip(held, needed, strict=True)):
         differing = [
-            f"{name}={one.get(name)!r}, not {other.get(name)!r}"
+            f"{shown_name(name)}={shown(one.get(name))}, not {shown(other.get(name))}"
             for name in sorted({*one, *other} - {"max_length"})
             if one.get(name) != other.get(name)
         ]
@@ -292,10 +315,12 @@ def _sample(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return flat[::step][:_SAMPLED], jnp.sum(bits, dtype=jnp.uint32)
 
 
-def _check_model(path: Path, held: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def _check_model(path: Path, held: Any, given: Mapping[str, Any]) -> None:
+    if not isinstance(held, Mapping) or not isinstance(held.get("config"), Mapping):
+        raise ValueError(f"{path} is damaged: its model must be described by an object")
     flat = [{**x["config"], "class": x["class"], "dtype": x["dtype"]} for x in (held, given)]
     differing = [
-        f"{name}={flat[0].get(name)}, not {flat[1].get(name)}"
+        f"{shown_name(name)}={line(str(flat[0].get(name)))}, not {flat[1].get(name)}"
         for name in sorted({*flat[0], *flat[1]})
         if flat[0].get(name) != flat[1].get(name)
     ]
