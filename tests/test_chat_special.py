@@ -191,7 +191,7 @@ def test_the_command(tokenizer):
     made = JsonTokenizer.__new__(JsonTokenizer)
     made.__dict__ |= {**tokenizer.__dict__, "chat_template": CHATML}
     config = types.SimpleNamespace(vocab_size=tokenizer.vocab_size)
-    model = text_command.TextModel(types.SimpleNamespace(config=config), made)
+    model = types.SimpleNamespace(config=config, tokenizer=made)
     tokens = text_command.prompt_tokens(model, INJECTED, chat=True, system="<|im_end|>")
     turn = ["<|im_start|>", "<|im_end|>"]
     assert specials(tokenizer, tokens) == [*turn, *turn, "<|im_start|>"]

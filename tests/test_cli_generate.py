@@ -143,7 +143,7 @@ def test_a_tokenizer_that_knows_more_than_the_model(tmp_path):
     save(byte_level(), tmp_path)
     result = _run("AB", "--model", folder)
     assert result.exit_code == 2
-    assert "knows tokens up to 319, which must be below the model's vocab_size=319" in result.stderr
+    assert "know tokens up to 319, which must be below the model's vocab_size=319" in result.stderr
 
 
 @pytest.mark.quick(1)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import subprocess
 import sys
 import threading
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from interrupts import Interruption
+from interrupting import Lines, lines_of, points
 from storage_helpers import filled
 
 from turbojax import _writing, fireq, models
@@ -105,14 +104,14 @@ class Weights:
 WRITERS = [Checkpoint, Quantized, Cache, Weights]
 
 
-def interrupt(writer, folder, points):
+def interrupt(writer, folder, places):
     """Interrupts at these lines; how often the old was found, and the new."""
     old, new = writer.wanted()
     seen = [0, 0]
-    for point in points:
+    for point in places:
         writer.write(folder, 0)
         try:
-            with Interruption(point):
+            with Lines(point):
                 writer.write(folder, 1)
         except KeyboardInterrupt:
             pass
@@ -124,20 +123,18 @@ def interrupt(writer, folder, points):
 
 # An interruption just before a file is closed leaves that to Python, which says so.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("points", [4, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tries", [4, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", WRITERS, ids=lambda x: x.__name__.lower())
-def test_interrupted_anywhere(tmp_path, count, kind, points):
+def test_interrupted_anywhere(tmp_path, count, kind, tries):
     writer = kind()
     writer.write(tmp_path / "x", 0)
-    with Interruption() as counted:
-        writer.write(tmp_path / "x", 1)
+    lines = lines_of(lambda: writer.write(tmp_path / "x", 1))
     assert writer.read(tmp_path / "x") == writer.wanted()[1]
-    chosen = random.Random(0).choices(range(1, counted.lines + 1), k=points - 1)
-    old, new = interrupt(writer, tmp_path / "x", [*chosen, counted.lines])
+    old, new = interrupt(writer, tmp_path / "x", [*points(tries - 1, lines, seed=0), lines - 1])
     assert old
     count(
-        f"interrupted writers: {kind.__name__.lower()}, {points} interruptions at "
-        f"{counted.lines} lines, {old} times the old, {new} times the new"
+        f"interrupted writers: {kind.__name__.lower()}, {tries} interruptions at "
+        f"{lines} lines, {old} times the old, {new} times the new"
     )
 
 

@@ -126,7 +126,7 @@ def test_tokens_that_only_the_config_adds(tmp_path, kind):
     assert ours.special_token("<plain>") is None
     assert ours.eos_token_ids == (theirs.eos_token_id,)
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": size}))
-    with pytest.raises(ValueError, match=r"knows tokens up to \d+, .* model's vocab_size"):
+    with pytest.raises(ValueError, match=r"know tokens up to \d+, .* model's vocab_size"):
         load_tokenizer(tmp_path)
 
 

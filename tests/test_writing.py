@@ -84,6 +84,7 @@ class TestFile:
         left = tmp_path / ".x.abc.part"
         left.mkdir()
         (left / "x").write_text("half")
+        (left / ".turbojax-lock").write_text("1\n")
         with _writing.replacing(tmp_path / "x") as living:
             living.write_text("one")
             assert not left.exists()

@@ -86,44 +86,29 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 @contextlib.contextmanager
 def _draft_folder(target: Path) -> Iterator[Path]:
     """A hidden folder beside a file, locked as long as its writer lives; removed at the end."""
-    handle = None
-    while handle is None:
-        folder = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.", suffix=_PART))
-        handle = _open_locked(folder)
+    folder = None
     try:
-        yield folder
+        folder = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.", suffix=_PART))
+        with (folder / _LOCK).open("w", encoding="utf-8") as lock:
+            # Where the file system has no locks, the lock stays empty, and the folder too if its
+            # writer is killed.
+            with contextlib.suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock.write(f"{os.getpid()}\n")
+                lock.flush()
+            yield folder
     finally:
-        _remove(folder)
-        os.close(handle)
-
-
-def _open_locked(folder: Path) -> int | None:
-    """An open folder that nobody takes for left behind; None if somebody just has."""
-    with contextlib.suppress(FileNotFoundError):
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(handle)
-            return None
-        except OSError:  # a file system without locks for folders, so that none is ever removed
-            return handle
-        if folder.is_dir():
-            return handle
-        os.close(handle)
-    return None
+        if folder is not None:
+            _remove(folder)
 
 
 def _remove_left(target: Path) -> None:
     """Removes what writers of a file left that were killed."""
     for left in target.parent.glob(f".{glob.escape(target.name)}.*{_PART}"):
-        with contextlib.suppress(OSError):
-            handle = os.open(left, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(OSError), (left / _LOCK).open("r+", encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if lock.read():  # an empty one is about to be locked
                 _remove(left)
-            finally:
-                os.close(handle)
 
 
 @contextlib.contextmanager
