@@ -110,6 +110,18 @@ def values(file: str, text: str, places: int = 4) -> Iterator[Case]:
 
 def texts(file: str, text: str) -> Iterator[Case]:
     """A file that holds no such JSON, and things that are no files."""
+    yield from contents(file, text)
+    for name, make in _NO_FILES.items():
+
+        def apply(folder: Path, make: Callable[[Path], None] = make) -> None:
+            (folder / file).unlink(missing_ok=True)
+            make(folder / file)
+
+        yield Case(f"{file}: {name}", file, (file,), apply)
+
+
+def contents(file: str, text: str) -> Iterator[Case]:
+    """A file that holds no such JSON."""
     data = text.encode()
     whole = {
         "empty": b"",
@@ -130,13 +142,6 @@ def texts(file: str, text: str) -> Iterator[Case]:
     }
     for name, changed in whole.items():
         yield content(file, name, changed)
-    for name, make in _NO_FILES.items():
-
-        def apply(folder: Path, make: Callable[[Path], None] = make) -> None:
-            (folder / file).unlink(missing_ok=True)
-            make(folder / file)
-
-        yield Case(f"{file}: {name}", file, (file,), apply)
 
 
 def damaged(

@@ -1,9 +1,12 @@
 """What `hostile_worker` opens: good folders, hostile cases of them, and how they are used."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,8 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import turbojax as tj
-from turbojax import models
-from turbojax.finetune import comparison
+from turbojax import models, serve_requests, serve_results
+from turbojax.finetune import checkpoint, comparison
 from turbojax.finetune.run import Log
 
 Use = Callable[[Path], object]
@@ -160,9 +163,9 @@ def _damaged(folder: Path, count: int, rng: np.random.Generator) -> list[Case]:
     cases: list[Case] = []
     for path in files:
         data, each = path.read_bytes(), -(-count // len(files))
-        length = 8 + int.from_bytes(data[:8], "little") if path.suffix != ".json" else len(data)
+        header = int.from_bytes(data[:8], "little") if path.suffix == ".safetensors" else len(data)
         within = path.parent.relative_to(folder).as_posix()
-        for most in (length, len(data)):
+        for most in (min(8 + header, len(data)), len(data)):
             damages = hostile_cases.damaged(path.name, data, -(-each // 2), rng, most)
             cases += [_within(within, case) for case in damages]
     return cases
@@ -299,6 +302,88 @@ def logs(folder: Path, count: int, seed: int) -> Kind:
     return folder, some(cases, count // 2, rng) + _damaged(folder, count // 2, rng), use
 
 
+def training(folder: Path, count: int, seed: int) -> Kind:
+    """Damaged checkpoints of training: what comes out of one is what went in."""
+    logging.disable(logging.WARNING)  # from Orbax's threads
+    rng = np.random.default_rng(seed)
+    tree = {
+        "weight": jnp.asarray(rng.normal(size=(32, 48)), jnp.float32),
+        "scale": jnp.asarray(rng.normal(size=48), jnp.bfloat16),
+        "count": jnp.int32(7),
+    }
+    wanted = [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
+    with _orbax(folder / "checkpoints") as manager:
+        checkpoint.save_tree(manager, 20, tree)
+
+    def use(path: Path) -> None:
+        with _orbax(path / "checkpoints") as manager:
+            found = checkpoint.restore_tree(manager, tree)
+        if found is not None:
+            assert [np.asarray(x).tobytes() for x in jax.tree.leaves(found[1])] == wanted
+
+    cases = [
+        dataclasses.replace(case, words=("checkpoints/20",))
+        for case in _damaged(folder, count, rng)
+    ]
+    return folder, cases, use
+
+
+@contextlib.contextmanager
+def _orbax(folder: Path) -> Iterator[Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Orbax's own
+        with checkpoint.checkpoint_manager(folder) as manager:
+            yield manager
+
+
+def results(folder: Path, count: int, seed: int) -> Kind:
+    """Damaged and hostile results of `turbojax serve`, with which a run goes on."""
+    folder.mkdir(parents=True)
+    one = {"id": 1, "request": "0123456789abcdef", "text": "a", "tokens": 1}
+    text = json.dumps({**one, "finish_reason": "length", "first_token_seconds": 0.5})
+    file = "results.jsonl"
+    (folder / file).write_text(text + "\n")
+
+    def use(path: Path) -> None:
+        out = path / file
+        with serve_results.open_results(out, resume=True, overwrite=False) as opened:
+            assert all(isinstance(x, str | int) for x in opened.held)
+
+    every = (*hostile_cases.values(file, text), *hostile_cases.texts(file, text))
+    return folder, _lines(every, folder, count, seed), use
+
+
+def requests(folder: Path, count: int, seed: int) -> Kind:
+    """Damaged and hostile requests of `turbojax serve`: bad lines, each with its reason."""
+    folder.mkdir(parents=True)
+    sampling = {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "seed": 2}
+    one = {"id": "a", "prompt": "def f():", "max_new_tokens": 5, "stop": ["end", 3]}
+    text = json.dumps({**one, **sampling})
+    file = "requests.jsonl"
+    (folder / file).write_text(text + "\n")
+    tokenizer, config = models.ByteTokenizer(), models.LlamaConfig(256, 32, 48, 1, 4, 2, 16, 64)
+
+    def use(path: Path) -> None:
+        content = (path / file).read_bytes()
+        read = serve_requests.read_requests(content, tokenizer, 8)
+        fit = serve_requests.fitting(read, config, num_pages=None, page_size=16)
+        assert len(fit.requests) + len(fit.bad) == len(read.requests) + len(read.bad)
+        for found in fit.requests:
+            serve_requests.digest(found, "model")
+        if fit.bad:
+            raise ValueError(str(fit.bad[0]))
+
+    every = (*hostile_cases.values(file, text), *hostile_cases.contents(file, text))
+    return folder, _lines(every, folder, count, seed), use
+
+
+def _lines(made: Iterable[Case], folder: Path, count: int, seed: int) -> list[Case]:
+    """Some of these cases of a file in JSON lines, and as many damages; errors name a line."""
+    rng = np.random.default_rng(seed)
+    cases = some(made, count // 2, rng) + _damaged(folder, count // 2, rng)
+    return [dataclasses.replace(case, words=(case.file, "line ")) for case in cases]
+
+
 KINDS: dict[str, Callable[[Path, int, int], Kind]] = {
     "configs": configs,
     "quantized": quantized,
@@ -309,4 +394,7 @@ KINDS: dict[str, Callable[[Path, int, int], Kind]] = {
     "descriptions": descriptions,
     "weights": weights,
     "logs": logs,
+    "training": training,
+    "results": results,
+    "requests": requests,
 }

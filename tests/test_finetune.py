@@ -4,12 +4,14 @@ import dataclasses
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -17,7 +19,7 @@ from typer.testing import CliRunner
 
 from turbojax import finetune, models
 from turbojax.cli import app
-from turbojax.finetune import comparison, documents
+from turbojax.finetune import checkpoint, comparison, documents
 from turbojax.models import pooled_by_name
 
 TINY = models.LlamaConfig(
@@ -300,6 +302,35 @@ def log_of(losses, seconds, *, density=1.0, kind="dense") -> dict:
         "evaluations": [{"step": steps, "held_out_bits_per_byte": 2.0}],
         "held_out_bits_per_byte": {"run": 2.0},
     }
+
+
+class TestCheckpoints:
+    def test_a_damaged_one_is_refused_and_the_one_before_goes_on(self, tmp_path):
+        """The bits that change lie in the weights, of which Orbax keeps no checksum."""
+        rng = np.random.default_rng(0)
+        trees = {step: {"weight": jnp.asarray(rng.normal(size=4000))} for step in (3, 7)}
+        with checkpoint.checkpoint_manager(tmp_path) as manager:
+            for step, tree in trees.items():
+                checkpoint.save_tree(manager, step, tree)
+        largest = max((tmp_path / "7").rglob("*"), key=lambda path: path.stat().st_size)
+        data = largest.read_bytes()
+        reasons = []
+        for place in range(len(data) // 2, len(data), len(data) // 20):
+            largest.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+            with (
+                checkpoint.checkpoint_manager(tmp_path) as manager,
+                pytest.raises(ValueError, match="checkpoint .*7 cannot be read") as refused,
+            ):
+                checkpoint.restore_tree(manager, trees[7])
+            reasons.append(str(refused.value))
+        assert all(x.endswith("if you remove it, training goes on from step 3") for x in reasons)
+        assert any("its numbers are not those that were written" in x for x in reasons)
+
+        shutil.rmtree(tmp_path / "7")
+        with checkpoint.checkpoint_manager(tmp_path) as manager:
+            step, found = checkpoint.restore_tree(manager, trees[7])
+        assert step == 3
+        np.testing.assert_array_equal(found["weight"], trees[3]["weight"])
 
 
 class TestComparison:

@@ -22,13 +22,16 @@ SLOW = {
     "tokenizers": 1000,
     "checkpoints": 500,
     "caches": 400,
-    "sessions": 300,
+    "sessions": 1500,
     "descriptions": 400,
     "weights": 300,
     "logs": 300,
+    "training": 300,
+    "results": 300,
+    "requests": 300,
 }
 # Those that need few compiled programs.
-QUICK = ("configs", "quantized", "tokenizers", "weights", "logs")
+QUICK = ("configs", "quantized", "tokenizers", "weights", "logs", "results", "requests")
 # Of these kinds nothing may come back from a damaged file: they hold checksums.
 CHECKED = ("caches", "sessions")
 

@@ -19,6 +19,7 @@ from turbojax.serve_requests import TextRequest
 LOCKS = importlib.util.find_spec("fcntl") is not None  # not on Windows
 
 _KEYS = {"id", "request", "finish_reason"}
+_LONGEST_LINE = 32 * 2**20  # bytes; a result is its text and some numbers
 
 
 class ResultFile:
@@ -125,8 +126,8 @@ def _read(path: Path) -> tuple[dict[str | int, str], int]:
     """The results in a file (see `ResultFile.held`), and the bytes of its whole lines."""
     held, size = dict[str | int, str](), 0
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
+        for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), start=1):
+            if not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
                 break
             result = _result(path, number, line)
             # One that was aborted runs again; of two with an id the later one counts.
@@ -141,7 +142,7 @@ def _result(path: Path, number: int, line: bytes) -> dict[str, Any]:
         result = json.loads(line)
     except (ValueError, RecursionError):
         result = None
-    fits = isinstance(result, dict) and result.keys() >= _KEYS
+    fits = isinstance(result, dict) and result.keys() >= _KEYS and line.endswith(b"\n")
     if not fits or isinstance(result["id"], bool) or not isinstance(result["id"], str | int):
         raise ValueError(
             f"--out {path}, line {number}: is no result of turbojax serve, so --resume cannot go on"

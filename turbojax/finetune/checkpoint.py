@@ -1,10 +1,16 @@
-"""Checkpoints of a tree of arrays with Orbax."""
+"""Checkpoints of a tree of arrays with Orbax, which are checked as they are read."""
 
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
+
+from turbojax import _json
+
+# What Orbax stores of the arrays has no checksum.
+_SUMS = "sums"
 
 
 def checkpoint_manager(folder: Path) -> ocp.CheckpointManager:
@@ -24,7 +30,8 @@ def last_step(folder: Path) -> int | None:
 
 def save_tree(manager: ocp.CheckpointManager, step: int, tree: Any) -> None:
     """Writes the tree as the checkpoint of a step, in the background."""
-    manager.save(step, args=ocp.args.StandardSave(_leaves(tree)), force=True)
+    leaves = _leaves(tree)
+    manager.save(step, args=ocp.args.StandardSave({**leaves, _SUMS: _sums(leaves)}), force=True)
 
 
 def restore_tree(manager: ocp.CheckpointManager, like: Any) -> tuple[int, Any] | None:
@@ -36,16 +43,49 @@ def restore_tree(manager: ocp.CheckpointManager, like: Any) -> tuple[int, Any] |
 
     Returns:
       Its step and the tree, or None if there is no checkpoint.
+
+    Raises:
+      ValueError: naming the checkpoint, if it is damaged, or one of another tree.
     """
     step = manager.latest_step()
     if step is None:
         return None
-    shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, _leaves(like))
-    leaves = manager.restore(step, args=ocp.args.StandardRestore(shapes))
-    return step, jax.tree.unflatten(jax.tree.structure(like), [leaves[name] for name in shapes])
+    leaves = _leaves(like)
+    wanted = {**leaves, _SUMS: _sums(leaves)}
+    shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, wanted)
+    try:
+        found = manager.restore(step, args=ocp.args.StandardRestore(shapes))
+        sums = found.pop(_SUMS)
+    except Exception as error:  # whatever Orbax and what it stands on make of damaged files
+        raise ValueError(_unreadable(manager, step, str(error))) from error
+    if (sums != _sums(found)).any():
+        raise ValueError(_unreadable(manager, step, "its numbers are not those that were written"))
+    return step, jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in leaves])
 
 
 def _leaves(tree: Any) -> dict[str, jax.Array]:
     """Path -> array, in the order of the tree: readable without its classes."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {f"{i:03d}{jax.tree_util.keystr(path)}": x for i, (path, x) in enumerate(leaves)}
+
+
+@jax.jit
+def _sums(leaves: dict[str, jax.Array]) -> jax.Array:
+    """`[arrays]` uint32: of each array, which no change of a single number leaves as it was.
+
+    On the device, where the arrays are: words times odd numbers, added modulo 2^32.
+    """
+
+    def total(x: jax.Array) -> jax.Array:
+        size = min(x.dtype.itemsize, 4)
+        words = jax.lax.bitcast_convert_type(x, f"uint{8 * size}").astype(jnp.uint32).ravel()
+        return jnp.sum(words * (2 * jnp.arange(words.size, dtype=jnp.uint32) + 1))
+
+    return jnp.stack([total(leaves[name]) for name in sorted(leaves)])
+
+
+def _unreadable(manager: ocp.CheckpointManager, step: int, reason: str) -> str:
+    steps = [x for x in manager.all_steps() if x != step]
+    without = f"goes on from step {max(steps)}" if steps else "begins anew"
+    path, short = manager.directory / str(step), _json.line(reason)
+    return f"checkpoint {path} cannot be read: {short}; if you remove it, training {without}"
