@@ -315,7 +315,7 @@ class TestCheckpoints:
         largest = max((tmp_path / "7").rglob("*"), key=lambda path: path.stat().st_size)
         data = largest.read_bytes()
         reasons = []
-        for place in range(len(data) // 2, len(data), len(data) // 20):
+        for place in range(len(data) // 4, len(data) * 3 // 4, len(data) // 20):
             largest.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
             with (
                 checkpoint.checkpoint_manager(tmp_path) as manager,
