@@ -1,4 +1,4 @@
-"""INT4 weights of every size with e4m3 scales: nothing small is lost, and what is says so."""
+"""INT4 weights of every size with e4m3 scales: a row keeps its relative error."""
 
 import dataclasses
 import functools
@@ -137,33 +137,29 @@ def test_small_groups_beside_large_ones_of_a_row():
         assert small(ratio) < most, ratio
 
 
-def lost_group():
-    w = as_float32(normal((6, 300)))
-    w = w.at[4, 128:256].multiply(1e-7).at[4, 256:].multiply(1e-9)
-    return w.at[1, 128:256].set(0)
+def test_a_group_far_below_its_row_becomes_zero_and_changes_little():
+    """As a weight far below its group's largest does, under `jit` as outside it."""
+    w = normal((6, 300))
+    w[4, 128:256] *= 1e-7
+    w[4, 256:] *= 1e-9
+    w[1, 128:256] = 0
+    for quantize in (tj.fireq.quantize_weight, jax.jit(tj.fireq.quantize_weight)):
+        values = wide(tj.fireq.dequantize(quantize(as_float32(w))))
+        assert not values[4, 128:].any()
+        assert np.abs(w[4, 128:]).max() < 2.0**-17 * np.abs(w[4]).max()
+        assert (
+            np.linalg.norm(values - w, axis=1) < MOST_OF_A_ROW * np.linalg.norm(w, axis=1)
+        ).all()
+    with_bfloat16 = tj.fireq.quantize_weight(as_float32(w), scale_dtype="bf16")
+    assert (np.abs(wide(tj.fireq.dequantize(with_bfloat16))[4, [130, 260]]) > 0).any()
 
 
-def test_what_would_be_lost_is_refused():
-    quantize, dequantize = tj.fireq.quantize_weight, tj.fireq.dequantize
-    message = r"w\[4, 128:256\], of max\|w\|=.*e-07, would become 0 .*the first of 2 such"
-    with pytest.raises(ValueError, match=message):
-        quantize(lost_group())
-    values = wide(dequantize(quantize(lost_group(), scale_dtype="bf16")))
-    assert values[4, 128:256].any()
-    assert values[4, 256:].any()
+def test_where_a_group_becomes_zero():
     w = np.zeros((1, 256), np.float32)
     w[0, 0], w[0, 200] = 224, 2.0**-10
-    with pytest.raises(ValueError, match=r"w\[0, 128:256\], of max\|w\|=0.000977"):
-        quantize(jnp.asarray(w))
+    assert tj.fireq.dequantize(tj.fireq.quantize_weight(jnp.asarray(w)))[0, 200] == 0
     w[0, 200] = np.nextafter(w[0, 200], np.float32(1))
-    assert dequantize(quantize(jnp.asarray(w)))[0, 200] > 0
-
-
-def test_what_would_be_lost_is_nan_under_jit():
-    values = tj.fireq.dequantize(jax.jit(tj.fireq.quantize_weight)(lost_group()))
-    want = np.zeros((6, 300), bool)
-    want[4, 128:] = True
-    np.testing.assert_array_equal(np.isnan(values), want)
+    assert tj.fireq.dequantize(tj.fireq.quantize_weight(jnp.asarray(w)))[0, 200] == 2.0**-9
 
 
 def test_an_output_scale_is_kept():
@@ -314,10 +310,10 @@ def _logits(decoder, tokens):
     return np.asarray(_traced(decoder, tokens), np.float64)
 
 
-def test_errors_of_a_model_name_layer_and_weight():
-    config = dataclasses.replace(models.SHAPES["tiny"], num_layers=2, intermediate_size=256)
+def test_errors_of_a_model_name_the_layer():
+    config = dataclasses.replace(models.SHAPES["tiny"], num_layers=2)
     decoder = models.random_decoder(config, dtype=jnp.float32)
     mlp = decoder.layers[1]["mlp"]["down_proj"]
-    mlp["kernel"] = mlp["kernel"].at[:128, 5].multiply(1e-9)
-    with pytest.raises(ValueError, match=r"layer 1: down: w\[5, 0:128\], of max\|w\|="):
+    mlp["kernel"] = mlp["kernel"].at[3, 5].set(jnp.nan)
+    with pytest.raises(ValueError, match=r"layer 1: .*must be finite"):
         models.quantize_model(decoder, smoothing=NOTHING)

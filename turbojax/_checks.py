@@ -1,6 +1,6 @@
 """Argument checks shared by the public functions: one message names value and requirement."""
 
-import sys
+import math
 from typing import Any
 
 import jax
@@ -152,7 +152,7 @@ def check_number(name: str, x: object) -> None:
     """Raises unless `x` is None or a finite Python number: options are static under `jit`."""
     if x is None:
         return
-    if isinstance(x, jax.Array) or not isinstance(x, int | float | np.number):
+    if isinstance(x, jax.Array) or not isinstance(x, int | float | np.integer | np.floating):
         raise TypeError(f"{name} is a {type(x).__name__}, must be a Python number")
     if not _is_finite(x):
         raise ValueError(f"{name}={_json.shown(x)} must be finite")
@@ -170,5 +170,7 @@ def is_finite_number(x: object) -> bool:
 
 
 def _is_finite(x: Any) -> bool:
-    # Python's integers may be larger than any float, and NaN compares false.
-    return bool(abs(x) <= sys.float_info.max)
+    try:
+        return math.isfinite(float(x))
+    except OverflowError:  # Python's integers may be larger than any float
+        return False

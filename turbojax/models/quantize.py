@@ -73,8 +73,8 @@ def quantize_model(
       NotImplementedError: naming the fields, if the model computes what a quantized one does not,
         see `check_config`.
       ValueError: if tokens are needed and missing or do not fit, a head has fewer pairs than CRS is
-        to scale, `batch_size` is not positive, or a weight is not finite or part of it would be
-        lost, see `quantize_weight`; the message names the layer and the weight.
+        to scale, `batch_size` is not positive, or a weight is not finite; the message
+        names the layer.
     """
     if not isinstance(model, Llama | Decoder):
         raise TypeError(
@@ -182,7 +182,7 @@ def quantize_layer(layer: LayerWeights, scale_dtype: ScaleDtype = "e4m3") -> Qua
 
     Raises:
       NotImplementedError: if a projection has a bias, which `QuantizedLayer` has no place for.
-      ValueError: if part of a weight would be lost, see `quantize_weight`; it names the weight.
+      ValueError: if a weight is not finite.
     """
 
     def rounded(name: str) -> Int4Weight:
@@ -192,7 +192,7 @@ def quantize_layer(layer: LayerWeights, scale_dtype: ScaleDtype = "e4m3") -> Qua
         weight, scale = projection.weight, projection.output_scale
         if scale_dtype == "e4m3":
             weight, scale = _within_e4m3(weight, jnp.float32(1) if scale is None else scale)
-        return _rounded(name, weight, scale_dtype, scale)
+        return quantize_weight(weight, scale_dtype=scale_dtype, output_scale=scale)
 
     return QuantizedLayer(
         attention_norm=layer.attention_norm.astype(jnp.float32),
@@ -203,16 +203,6 @@ def quantize_layer(layer: LayerWeights, scale_dtype: ScaleDtype = "e4m3") -> Qua
         down=rounded("down"),
         key_channel_scale=layer.key_channel_scale,
     )
-
-
-def _rounded(
-    name: str, weight: jax.Array, scale_dtype: ScaleDtype, output_scale: jax.Array | None = None
-) -> Int4Weight:
-    """`quantize_weight`, whose errors name the weight."""
-    try:
-        return quantize_weight(weight, scale_dtype=scale_dtype, output_scale=output_scale)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
 
 
 def _within_e4m3(weight: jax.Array, output_scale: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -233,9 +223,10 @@ def _tables(
     shared = decoder.lm_head is None
     head_table = decoder.embedding if decoder.lm_head is None else decoder.lm_head
 
-    embedding: jax.Array | Int4Weight = decoder.embedding
-    if quantize_embedding:
-        embedding = _rounded("embedding", decoder.embedding, scale_dtype)
+    def rounded(table: jax.Array) -> Int4Weight:
+        return quantize_weight(table, scale_dtype=scale_dtype)
+
+    embedding = rounded(decoder.embedding) if quantize_embedding else decoder.embedding
     if shared and quantize_head == quantize_embedding:
         return embedding, None
-    return embedding, _rounded("head", head_table, scale_dtype) if quantize_head else head_table
+    return embedding, rounded(head_table) if quantize_head else head_table

@@ -29,7 +29,6 @@ from turbojax.quantizers.row_powers import (
     INT4_RANGE,
     SMALLEST_NORMAL,
     SMALLEST_SCALE,
-    holds_weights,
     power_of_two,
     row_powers,
 )
@@ -157,7 +156,8 @@ def quantize_weight(
     multiplied with a power of two first, so that its largest weight lies in ``[224, 448)``, and
     its `output_scale` with the reciprocal. That is exact, so a row keeps its relative error
     whatever its size. What remains is one row's range: a group whose largest weight is more than
-    2**14 times below its row's becomes coarser, and one 7 * 2**16 times below would be lost.
+    2**14 times below its row's becomes coarser, and one 7 * 2**16 times below becomes 0; that
+    changes no weight by more than 2**-17 of its row's largest.
 
     Args:
       w: bfloat16, float16 or float32 ``[out, in]``.
@@ -169,13 +169,11 @@ def quantize_weight(
         longer be a normal float32 number; then the row's power of two is smaller.
 
     Returns:
-      The weight. A group in which something is not finite has scale NaN and codes 0; under `jit`,
-      where values cannot be checked, also one of which e4m3 scales would leave nothing.
+      The weight. A group in which something is not finite has scale NaN and codes 0.
 
     Raises:
       TypeError: if a dtype is not supported.
-      ValueError: if a shape or option is none of these, or (outside `jit`) if all codes of a group
-        would be 0 though its weights are not, because others of its row are so much larger.
+      ValueError: if a shape or option is none of these.
     """
     w = jnp.asarray(w)
     _checks.check_float_dtype("w", w)
@@ -186,10 +184,7 @@ def quantize_weight(
     if scale_dtype not in _SCALE_DTYPES:
         raise ValueError(f"{scale_dtype=} must be one of {tuple(_SCALE_DTYPES)}")
     factor = _output_scale(output_scale, w.shape[0])
-    arrays, lost, is_lost = _quantize(w, factor, group_size, scale_dtype)
-    if _checks.is_concrete(is_lost) and bool(is_lost):
-        _refuse(w, lost, group_size)
-    codes, scales, factor = arrays
+    codes, scales, factor = _quantize(w, factor, group_size, scale_dtype)
     return Int4Weight(
         codes=codes,
         scales=scales,
@@ -203,44 +198,25 @@ def quantize_weight(
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _quantize(
     w: jax.Array, factor: jax.Array, group_size: int, scale_dtype: ScaleDtype
-) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array, jax.Array]:
-    """A weight's three arrays, which groups ``[N, groups]`` are lost, and whether one is."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A weight's three arrays."""
     rows, inputs = stored_rows(w.shape[0]), stored_inputs(w.shape[1], group_size)
     w = w.astype(jnp.float32)
     w = jnp.pad(w, ((0, rows - w.shape[0]), (0, inputs - w.shape[1])))
     groups = w.reshape(rows, inputs // group_size, group_size)
     factor = _pad_rows(factor, rows, 1.0)
     maximum = absolute_maximum(groups, 2)
-    lost = jnp.zeros(maximum.shape, bool)
     if scale_dtype == "e4m3":
-        held = holds_weights(maximum)
         power = row_powers(maximum[..., 0], factor)
         scaled_by = power_of_two(power)[:, None, None]
         groups = jnp.where(jnp.abs(groups) < SMALLEST_NORMAL, 0, groups) * scaled_by
         maximum = maximum * scaled_by
         factor = jnp.where(power == 0, factor, factor * power_of_two(-power))
-        # Half of the smallest scale rounds to a code of 0.
-        lost = held & (maximum <= SMALLEST_SCALE / 2)
     scale = _rounded_scale(maximum, _SCALE_DTYPES[scale_dtype])
-    scale = jnp.where(lost | ~(maximum < jnp.inf), jnp.nan, scale)
+    scale = jnp.where(maximum < jnp.inf, scale, jnp.nan)
     codes = pack_codes(_codes(groups, scale).reshape(rows, inputs))
     scales = scale[..., 0].T.astype(_SCALE_DTYPES[scale_dtype])
-    return (codes, scales, factor), lost[..., 0], jnp.any(lost)
-
-
-def _refuse(w: jax.Array, lost: jax.Array, group_size: int) -> None:
-    """Raises ValueError, naming the first group that is lost."""
-    places = np.argwhere(np.asarray(lost))
-    row, group = places[0].tolist()
-    magnitudes = np.abs(np.asarray(w[row].astype(jnp.float32)))
-    first, after = group * group_size, min((group + 1) * group_size, w.shape[1])
-    largest = np.max(magnitudes, initial=0, where=np.isfinite(magnitudes))
-    raise ValueError(
-        f"w[{row}, {first}:{after}], of max|w|={magnitudes[first:after].max():.3g}, would become 0 "
-        f"with an e4m3 scale, because its row has max|w|={largest:.3g} (the first of {len(places)} "
-        "such groups): a row's largest weight must be below 7 * 2**15 times that of each group; "
-        "take scale_dtype='bf16', scale inputs to like sizes (CAS), or set such weights to 0"
-    )
+    return codes, scales, factor
 
 
 def _rounded_scale(maximum: jax.Array, dtype: np.dtype) -> jax.Array:
