@@ -28,7 +28,7 @@ _MOST_ENTRIES = 100_000
 _MOST_TOGETHER = 1_000_000_000
 """Characters and entries of all that a template makes until it has rendered."""
 _LARGEST_NUMBER = 1_000_000
-"""Among the arguments of calls and filters: they pad, indent and repeat."""
+"""Among the arguments of what pads, indents and repeats."""
 _MOST_BITS = 4096
 _WIDE_FORMAT = re.compile(r"\d{6}|%[^a-zA-Z%]*\*|:[^{}]*\{")
 # Filters that do not write lists as text, so that what these hold need not be measured.
@@ -37,7 +37,13 @@ abs attr batch count d default dictsort first float groupby int items last lengt
 random reject rejectattr reverse round select selectattr slice sort sum unique
 """
 _STRUCTURAL = frozenset(_STRUCTURAL_TEXT.split())
-# Methods and filters that put one text into another as often as it has a place for it.
+# Methods and filters that make as much as a number says.
+_COUNTING_TEXT = """
+batch center expandtabs generate_lorem_ipsum indent ljust rjust round safe_range slice to_bytes
+tojson truncate wordwrap zfill
+"""
+_COUNTING = frozenset(_COUNTING_TEXT.split())
+# Those that put one text into another as often as it has a place for it.
 _MULTIPLYING = frozenset(("expandtabs", "join", "replace", "translate"))
 
 
@@ -139,7 +145,7 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         own = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
         # A function of the module `operator` or the like belongs to a module.
         own = (own,) if isinstance(own, str | bytes | list | tuple) else ()
-        _check_arguments(getattr(__obj, "__name__", ""), own, (*args, *kwargs.values()))
+        _check_arguments(getattr(__obj, "__name__", ""), own, args, kwargs)
         result = super().call(__context, __obj, *args, **kwargs)
         _budget.get().take(len(result) if isinstance(result, str | bytes | list | tuple) else 0)
         return result
@@ -161,10 +167,10 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)  # what it is to be given is among what this copies
     def bounded(*args: Any, **kwargs: Any) -> Any:
         budget = _budget.get()
-        given = [x for x in (*args, *kwargs.values()) if not isinstance(x, _PASSED)]
-        _check_arguments(name, given[:1], given[1:])
+        given = [x for x in args if not isinstance(x, _PASSED)]
+        _check_arguments(name, given[:1], given[1:], kwargs)
         if name not in _STRUCTURAL:
-            budget.take(_measure(given))
+            budget.take(_measure((*given, *kwargs.values())))
         result = function(*args, **kwargs)
         budget.take(len(result) if isinstance(result, str | list | tuple) else 0)
         return result
@@ -177,25 +183,36 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 _PASSED = (jinja2.Environment, jinja2.runtime.Context, jinja2.nodes.EvalContext)
 
 
-def _check_arguments(name: str, own: Sequence[Any], given: Sequence[Any]) -> None:
+def _check_arguments(
+    name: str, own: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
     """Raises TemplateError where a call would make much of little.
 
     Args:
       name: of the method or filter.
       own: what it belongs to, or is applied to, if anything.
-      given: its arguments.
+      args: its arguments.
+      kwargs: its arguments with names.
     """
-    budget = _budget.get()
+    budget, given = _budget.get(), (*args, *kwargs.values())
     budget.check_time()
-    for x in given:
+    for x in given if name in _COUNTING else ():
         if isinstance(x, int) and abs(x) > _LARGEST_NUMBER:
             raise jinja2.TemplateError(f"{name} has an argument above {_LARGEST_NUMBER:,}")
     if name in ("format", "format_map"):
         _check_format(own[0] if own else "")
-    if name in _MULTIPLYING:
+    texts = (*own, *args)[:3]
+    if name == "replace" and len(texts) == 3 and all(isinstance(x, str) for x in texts):
+        budget.take(_replaced_size(*texts))
+    elif name in _MULTIPLYING:
         # The text it goes into and the longest that it is given.
         sizes = sorted(1 + _measure((x,)) for x in (*own, *given))[-2:]
         budget.take(math.prod(sizes))
+
+
+def _replaced_size(text: str, old: str, new: str) -> int:
+    """Characters of a text in which every `old` becomes `new`, at most."""
+    return len(text) + text.count(old) * max(len(new) - len(old), 0)
 
 
 def _check_operands(operator: str, left: Any, right: Any) -> None:
