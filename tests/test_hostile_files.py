@@ -7,6 +7,7 @@ import re
 import shutil
 import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -200,6 +201,18 @@ class TestStored:
             path = rewrite(tmp_path / "cache", tmp_path / "hostile", change=more)
             with pytest.raises(ValueError, match=f"hostile .*{message}"):
                 models.load_cache(path)
+
+    def test_layers_that_ask_for_all_memory_together(self, tmp_path, monkeypatch):
+        layer = filled("exact")
+        caches = models.ModelCaches((layer,) * 3)
+        models.save_cache(tmp_path / "cache", caches)
+        one = sum(x.nbytes for x in jax.tree.leaves(layer))
+        for there in (3 * one, None):
+            monkeypatch.setattr("turbojax._device.total_memory", lambda there=there: there)
+            models.load_cache(tmp_path / "cache")
+        monkeypatch.setattr("turbojax._device.total_memory", lambda: 3 * one - 1)
+        with pytest.raises(ValueError, match=f"asks for {3 * one} bytes, .*{3 * one - 1}, which"):
+            models.load_cache(tmp_path / "cache")
 
     @pytest.mark.parametrize("part", ["description", "arrays", "metadata"])
     def test_a_text_that_describes_nothing(self, tmp_path, part):

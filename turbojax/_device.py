@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import functools
+import os
 from collections.abc import Iterator
 
 import jax
@@ -32,6 +33,26 @@ def gpu_compute_capability() -> float | None:
 def multiprocessors() -> int:
     """Number of multiprocessors of the default GPU; that of an H100 where there is no GPU."""
     return getattr(jax.devices()[0], "core_count", None) or _MULTIPROCESSORS
+
+
+def total_memory() -> int | None:
+    """Bytes of memory of this process' first device, which for a CPU is the host's.
+
+    Returns:
+      None where that is not known.
+    """
+    device = jax.local_devices()[0]
+    if device.platform == "cpu":
+        return host_memory()
+    return (device.memory_stats() or {}).get("bytes_limit")
+
+
+def host_memory() -> int | None:
+    """Bytes of memory of the host; None where the system does not say."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
 
 
 def needs_gpu(minimum: float) -> str | None:

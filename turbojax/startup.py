@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from turbojax import _extras
+from turbojax import _device, _extras
 from turbojax.layer_cache import CacheKind, init_layer_cache
 from turbojax.models import LlamaConfig
 
@@ -129,10 +129,7 @@ def available_memory() -> int | None:
         return None if limit is None else max(0, limit - held.get("bytes_in_use", 0))
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():
-        try:
-            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        except (AttributeError, ValueError, OSError):
-            return None
+        return _device.host_memory()
     lines = (line.split() for line in meminfo.read_text(encoding="ascii").splitlines())
     sizes = {line[0]: 1024 * int(line[1]) for line in lines if len(line) == 3}
     if "MemAvailable:" not in sizes:

@@ -5,8 +5,7 @@ What lies past a sequence's length means nothing, and comes back as zeros.
 """
 
 import dataclasses
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from turbojax import _checks, _json
+from turbojax import _checks, _device, _json
 from turbojax.baselines import exact
 from turbojax.cache import ProgressiveCache, init_cache, kv4
 from turbojax.cache.paged import PagedCache, init_paged_cache, page_arrays
@@ -90,6 +89,27 @@ def pack(cache: LayerCache | PagedCache) -> dict[str, np.ndarray]:
     return arrays
 
 
+def check_room(path: Path, descriptions: Sequence[Description], max_length: int | None) -> None:
+    """Raises ValueError where caches would be larger than all memory of their device.
+
+    A file holds what its sequences hold, and says for how many tokens there shall be room.
+
+    Args:
+      path: of the file, for messages.
+      descriptions: see `describe`, of all that are to be read.
+      max_length: see `unpack`.
+    """
+    there = _device.total_memory()
+    templates = (_template(path, x, max_length)[1] for x in descriptions)
+    needed = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(list(templates)))
+    if there is not None and needed > there:
+        longest = max((x.get("max_length", 0) for x in descriptions), default=0)
+        raise ValueError(
+            f"{path} asks for {needed} bytes, must ask for at most {there}, which is all memory: "
+            f"max_length={max_length or longest}"
+        )
+
+
 def unpack(
     file: StoredFile, prefix: str, description: Description, max_length: int | None = None
 ) -> Any:
@@ -106,7 +126,6 @@ def unpack(
         damaged or impossible, or `max_length` is less than what is held.
     """
     rules, template = _template(file.path, description, max_length)
-    _check_room(file.path, template, description)
     try:
         leaves = _read_leaves(file, prefix, rules, template)
     except jax.errors.JaxRuntimeError as error:
@@ -139,23 +158,6 @@ def _read_leaves(
             file.require(prefix + name, (int(held.sum()), *rest), struct.dtype)
             leaves.append(_spread(file.read(prefix + name), rule.axis, held, full))
     return leaves
-
-
-def _check_room(path: Path, template: Any, description: Description) -> None:
-    """Raises ValueError where a cache would be larger than all memory of its device or host.
-
-    A file holds what its sequences hold, and says for how many tokens there shall be room.
-    """
-    device = jax.devices()[0]
-    there = (device.memory_stats() or {}).get("bytes_limit") if device.platform != "cpu" else None
-    if there is None:
-        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    needed = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(template))
-    if needed > there:
-        raise ValueError(
-            f"{path} asks for {needed} bytes, must ask for at most {there}, which is all memory: "
-            f"max_length={description.get('max_length')}"
-        )
 
 
 # Kinds -------------------------------------------------------------------------------------------

@@ -221,11 +221,13 @@ def _pack(cache: StorableCache) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 def _unpack(file: files.StoredFile, description: Any, max_length: int | None) -> Any:
     if not isinstance(description, Mapping) or description.get("kind") != _MODEL:
+        layers.check_room(file.path, [description], max_length)
         return layers.unpack(file, "", description, max_length)
+    described = _layers(file.path, description)
+    layers.check_room(file.path, described, max_length)
     return ModelCaches(
         tuple(
-            layers.unpack(file, _prefix(i), layer, max_length)
-            for i, layer in enumerate(_layers(file.path, description))
+            layers.unpack(file, _prefix(i), layer, max_length) for i, layer in enumerate(described)
         )
     )
 
