@@ -169,6 +169,12 @@ def test_pooled_functions_compare_masks_as_well():
     assert jnp.isfinite(fn(*operands(), mask=jnp.asarray(lower()))).all()
 
 
+def test_a_mask_for_adding_to_scores_is_told():
+    for hidden in (-1e9, -jnp.inf):
+        with pytest.raises(ValueError, match="mask holds -(1e|inf).*not added to scores"):
+            QUIET[True](*operands(), mask=jnp.where(jnp.asarray(lower()), 0, hidden))
+
+
 def test_a_window_hides_more_than_the_mask():
     fn = TurboAttentionFn(FLOAT, is_causal=True, local_window_size=(2, 0))
     distance = np.arange(T)[:, None] - np.arange(T)

@@ -126,6 +126,23 @@ def test_masks_that_do_not_fit(tokens, mask, error, message):
         align(np.array(tokens), np.array(mask))
 
 
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([[1, 2], [3]], "tokens holds lists of different lengths: pad them on the right"),
+        ([], r"tokens.shape=\(0,\) must be \[B, T\], no axis empty"),
+        ([[]], r"tokens.shape=\(1, 0\) must be \[B, T\], no axis empty"),
+        (3, r"tokens.shape=\(\) must be"),
+    ],
+)
+def test_prompts_that_are_no_table(model, tokens, message):
+    for call in (models.generate, models.start):
+        with pytest.raises(ValueError, match=message):
+            call(
+                model, tokens, **{"max_new_tokens" if call is models.generate else "max_length": 4}
+            )
+
+
 def test_lengths_and_a_mask_are_one_too_many(model):
     tokens, mask = jnp.ones((1, 4), jnp.int32), np.ones((1, 4), bool)
     with pytest.raises(ValueError, match="give lengths or an attention_mask, one of them"):

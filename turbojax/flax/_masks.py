@@ -55,11 +55,18 @@ def as_mask(mask: jax.Array, query: jax.Array, key: jax.Array) -> jax.Array:
 
     Raises:
       TypeError: if it is not an array of numbers or bool.
-      ValueError: if it cannot be broadcast to ``[batch..., N, T, S]``.
+      ValueError: if it cannot be broadcast to ``[batch..., N, T, S]``; outside `jit`, if it has
+        negative numbers, as masks have that are added to scores.
     """
     mask = jnp.asarray(mask)
     if not (mask.dtype == jnp.bool_ or jnp.issubdtype(mask.dtype, jnp.number)):
         raise TypeError(f"mask.dtype={mask.dtype} must be bool or a number")
+    is_number = mask.dtype != jnp.bool_ and mask.size
+    if is_number and _checks.is_concrete(mask) and (least := np.min(np.asarray(mask))) < 0:
+        raise ValueError(
+            f"mask holds {least:g}: must be True, or a number other than 0, where a key is seen, "
+            "and is not added to scores"
+        )
     batch = query.shape[:-3]
     full = (*batch, query.shape[-2], query.shape[-3], key.shape[-3])
     shape = (1,) * (len(full) - mask.ndim) + mask.shape

@@ -52,8 +52,18 @@ def align(tokens: Any, attention_mask: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def host_int32(name: str, x: Any) -> np.ndarray:
-    """Integers as int32 in host memory, see `turbojax._checks.as_int32`; compiles nothing."""
-    return np.asarray(_checks.as_int32(name, np.asarray(x) if isinstance(x, jax.Array) else x))
+    """Integers as int32 in host memory, see `turbojax._checks.as_int32`; compiles nothing.
+
+    Raises:
+      TypeError, ValueError: as there; or if it is a list of lists of different lengths.
+    """
+    try:
+        host = np.asarray(x)
+    except ValueError as error:
+        raise ValueError(
+            f"{name} holds lists of different lengths: pad them on the right, and give lengths"
+        ) from error
+    return np.asarray(_checks.as_int32(name, host if host.size else host.astype(np.int32)))
 
 
 def check_tokens(tokens: Any, vocab_size: int) -> jax.Array:
