@@ -31,7 +31,7 @@ LENGTHS = (300, 350, 411, 523, 600, 640, 777, 901, 1000)
 NEW_TOKENS = 32
 
 _GENERATE = """
-import json, sys, time
+import dataclasses, json, sys, time
 import jax, numpy as np
 from turbojax import models
 from turbojax.models.shapes import SHAPES
@@ -43,7 +43,8 @@ def count(name, seconds, **_):
 
 jax.monitoring.register_event_duration_secs_listener(count)
 shape, cache, new, *lengths = json.loads(sys.argv[1])
-model = models.random_decoder(SHAPES[shape])
+config = dataclasses.replace(SHAPES[shape], max_length=2048)
+model = models.random_decoder(config)
 jax.block_until_ready(jax.tree.leaves(model))
 kind = models.cache_by_name(cache, model.config.num_kv_heads)
 rows = []
