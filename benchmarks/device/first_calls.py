@@ -27,7 +27,7 @@ from typing import Any
 from turbojax import _writing
 from turbojax.demo import environment
 
-LENGTHS = (300, 350, 411, 523, 600, 640, 777, 901, 1000)
+LENGTHS = tuple(range(520, 1000, 40))  # a chat that grows by 40 tokens a turn
 NEW_TOKENS = 32
 
 _GENERATE = """
@@ -42,8 +42,8 @@ def count(name, seconds, **_):
     compiled[0] += name == "/jax/core/compile/backend_compile_duration"
 
 jax.monitoring.register_event_duration_secs_listener(count)
-shape, cache, new, *lengths = json.loads(sys.argv[1])
-config = dataclasses.replace(SHAPES[shape], max_length=2048)
+shape, layers, cache, new, *lengths = json.loads(sys.argv[1])
+config = dataclasses.replace(SHAPES[shape], num_layers=layers, max_length=2048)
 model = models.random_decoder(config)
 jax.block_until_ready(jax.tree.leaves(model))
 kind = models.cache_by_name(cache, model.config.num_kv_heads)
@@ -60,11 +60,12 @@ print(json.dumps(rows))
 """
 
 
-def generate(tree: Path, shape: str, cache: str) -> dict[str, Any]:
+def generate(tree: Path, shape: str, layers: int, cache: str) -> dict[str, Any]:
     """Calls of `models.generate` of the version in a tree."""
-    arguments = json.dumps([shape, cache, NEW_TOKENS, *LENGTHS])
+    arguments = json.dumps([shape, layers, cache, NEW_TOKENS, *LENGTHS])
     done = subprocess.run(
         [sys.executable, "-c", _GENERATE, arguments],
+        cwd=tree,  # which Python looks through first
         env={**os.environ, "PYTHONPATH": _path(tree)},
         capture_output=True,
         text=True,
@@ -138,7 +139,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--before", type=Path, help="a tree with another version")
     parser.add_argument("--shape", default="llama-3-8b")
-    parser.add_argument("--caches", nargs="+", default=["exact", "4bit"])
+    parser.add_argument("--layers", type=int, default=8, help="of the model for generate")
+    parser.add_argument("--caches", nargs="+", default=["exact"])
     arguments = parser.parse_args()
     trees = {"now": Path.cwd()}
     if arguments.before is not None:
@@ -148,6 +150,7 @@ def main() -> None:
         "environment": environment(),
         "commit": os.environ.get("TURBOJAX_COMMIT"),
         "shape": arguments.shape,
+        "generate_layers": arguments.layers,
         "prompts": LENGTHS,
         "new_tokens": NEW_TOKENS,
     }
@@ -157,16 +160,16 @@ def main() -> None:
     _save(arguments.out, result)
     result["interrupts"] = [interrupt(arguments.shape, delay) for delay in (0.1, 1.0, 3.0)]
     _save(arguments.out, result)
-    result["generate"] = {}
     for cache in arguments.caches:
-        rows = {name: generate(tree, arguments.shape, cache) for name, tree in trees.items()}
-        result["generate"][cache] = rows
-        _save(arguments.out, result)
+        rows = result.setdefault("generate", {}).setdefault(cache, {})
+        for name, tree in trees.items():
+            rows[name] = generate(tree, arguments.shape, arguments.layers, cache)
+            _save(arguments.out, result)
 
 
 def _save(path: Path, result: dict[str, Any]) -> None:
     _writing.write_text(path, json.dumps(result, indent=1) + "\n")
-    print(json.dumps({key: x for key, x in result.items() if key != "generate"}), flush=True)
+    print(f"{path}: {', '.join(result)}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
