@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import hf_helpers
 import pytest
 from typer.testing import CliRunner
 
@@ -347,6 +348,20 @@ def test_a_checkpoint_that_names_no_dtype(tiny_folder, tmp_path):
         result = _serve(str(folder), file, "--out", str(out), *option)
         assert result.exit_code == 0, result.stderr
     assert "5 had results already" in result.stdout
+
+
+def test_other_factors_of_longrope_are_refused(tmp_path):
+    """A longer request makes the engine take the long factors, and texts of the others differ."""
+    folder = str(hf_helpers.write("phi3-longrope", tmp_path / "model"))
+    lines = [{"prompt": "1 2", "max_new_tokens": 30}, {"prompt": "3 4 5", "max_new_tokens": 2}]
+    out = tmp_path / "out"
+    assert _serve(folder, _write(tmp_path, lines[:1]), "--out", str(out)).exit_code == 0
+    for more, code in ((lines[1:], 0), ([*lines[1:], {**lines[0], "prompt": "1 2 3"}], 2)):
+        file = _write(tmp_path, [lines[0], *more])
+        result = _serve(folder, file, "--out", str(out), "--resume")
+        assert result.exit_code == code, result.stderr
+    assert "line 1: --out holds a result with its id 1 of another" in result.stderr
+    assert "a longest request that takes the same factors" in result.stderr
 
 
 def test_another_kind_of_weights_is_another_model(tmp_path):
