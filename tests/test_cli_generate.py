@@ -239,6 +239,16 @@ def test_a_pipe_gets_the_text_at_the_end_and_a_terminal_as_it_comes(byte_model, 
         assert (len(shown) > 1) == terminal
 
 
+def test_what_is_wrong_in_config_json_is_said_with_its_path(byte_model, tmp_path):
+    folder = shutil.copytree(byte_model, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    del config["hidden_size"]
+    (folder / "config.json").write_text(json.dumps(config))
+    result = _run("a", "--model", str(folder))
+    assert result.exit_code == 2
+    assert f"{folder / 'config.json'}: lacks hidden_size" in result.stderr
+
+
 def test_files_that_are_no_unicode(byte_model, chat_model, tmp_path):
     file = tmp_path / "bytes"
     file.write_bytes(b"a\xff\xc3")

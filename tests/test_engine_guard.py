@@ -5,6 +5,9 @@ import functools
 import gc
 import itertools
 import random
+import sys
+import threading
+import time
 
 import pytest
 from interrupting import ctrl_c
@@ -95,3 +98,64 @@ def test_signals(count, record_property):
             ended += 1
     assert 0 < ended < came
     record_property("counted", f"engine's guard: {came:,} signals, {ended:,} inside a call")
+
+
+@pytest.fixture
+def quick_switches():
+    """Threads take turns as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("quick_switches")
+def test_polling_while_another_thread_is_in_a_call():
+    """It is in use and has not ended, whatever frames that thread has on top."""
+    guard, told, until = Guard(), set(), time.monotonic() + 0.5
+
+    def work():
+        while time.monotonic() < until:
+            sum(x for x in range(50))
+        return "done"
+
+    results = []
+    thread = threading.Thread(target=lambda: results.append(guard.change("step", work)), name="t")
+    thread.start()
+    while thread.is_alive():
+        told.add(has_ended(guard))
+    thread.join()
+    texts = {found[0] for found in told - {None}}
+    assert texts == {
+        f"this engine is in use by another thread (step in 't', number {thread.ident})"
+    }
+    assert results == ["done"]
+    assert has_ended(guard) is None
+
+
+@pytest.mark.parametrize("error", [None, ValueError])
+def test_a_call_is_running_until_it_returns_or_raises(error):
+    """Also while it is below others on its stack."""
+    calls, running = [], []
+
+    def asked(depth):
+        if depth:
+            return asked(depth - 1)
+        (call,) = guard._calls.values()
+        calls.append(call)
+        other = threading.Thread(target=lambda: running.append(call.is_running()))
+        other.start()
+        other.join()
+        running.append(call.is_running())
+        if error is not None:
+            raise error
+        return 5
+
+    guard = Guard()
+    if error is None:
+        assert guard.change("step", lambda: asked(20)) == 5
+    else:
+        with pytest.raises(error):
+            guard.change("step", lambda: asked(20))
+    assert running == [True, True]
+    assert [call.is_running() for call in calls * 2] == [False, False]

@@ -150,9 +150,7 @@ def test_the_library_leaves_signals_alone():
 def test_while_it_imports(tmp_path):
     command = turbojax("generate", "x", options=("-X", "importtime"))
     ended = interrupted(command, environment(tmp_path), "numpy._core.numeric")
-    assert ended.check() == (
-        "turbojax: interrupted: nothing was written; the same command begins anew"
-    )
+    assert ended.check() == "turbojax: interrupted: nothing was written"
 
 
 @pytest.fixture
@@ -199,6 +197,28 @@ def train(out, *more: str) -> list[str]:
     )
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_train_promises_what_it_knows(tmp_path, tiny_folder, monkeypatch, begun):
+    """Before it knows that the folder holds this run, it does not say that it can go on."""
+
+    def fine_tune(*arguments, report, **options):
+        if begun:
+            report({"step": 5, "resumed": True})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("turbojax.finetune.fine_tune", fine_tune)
+    words, out = tmp_path / "words", tmp_path / "run"
+    words.write_text("some words " * 1000)
+    (out / "checkpoints" / "5").mkdir(parents=True)
+    sizes = ["--context", "64", "--batch", "1"]
+    arguments = ["train", "--out", str(out), "--model", tiny_folder, "--data", str(words), *sizes]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 130
+    said = result.stderr.splitlines()[-1].removeprefix("turbojax train: interrupted: ")
+    goes_on = f"the checkpoint of step 5 is in {out}; the same command goes on from there"
+    assert said == (goes_on if begun else "nothing was written")
+
+
 @pytest.mark.slow
 def test_train_says_where_it_goes_on(tmp_path):
     out, env = tmp_path / "run", environment(tmp_path)
@@ -207,7 +227,7 @@ def test_train_says_where_it_goes_on(tmp_path):
         return interrupted(train(out), env, moment).check_command()
 
     begins_anew = "no checkpoint was written yet; the same command begins anew"
-    assert line("Compiling jit(").endswith(begins_anew)
+    assert line("Compiling jit(_train_step").endswith(begins_anew)
     said = line("step     12")
     step = int(said.partition("the checkpoint of step ")[2].partition(" ")[0])
     assert (out / "checkpoints" / str(step)).is_dir()

@@ -1,5 +1,6 @@
 """`turbojax serve --resume`: what was interrupted goes on, and gives what it would have given."""
 
+import errno
 import json
 import os
 import shutil
@@ -9,11 +10,15 @@ import sys
 import time
 from pathlib import Path
 
+import hf_helpers
 import pytest
 from typer.testing import CliRunner
 
 from turbojax import cli_serve, serve_results, serving
 from turbojax.cli import app
+
+if serve_results.LOCKS:
+    import fcntl
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMES = ("seconds", "first_token_seconds", "reused_tokens", "preemptions")
@@ -233,6 +238,63 @@ def test_a_second_writer_is_refused_at_once(tmp_path, whole, option):
     assert out.read_bytes() == whole.read_bytes()
 
 
+@pytest.mark.skipif(not serve_results.LOCKS, reason="needs locks of files")
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks(tmp_path, monkeypatch, number):
+    def flock(file, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    out = tmp_path / "out"
+    with serve_results.open_results(out, resume=False, overwrite=False) as results:
+        results.begin()
+        results.write("{}")
+    assert out.read_text() == "{}\n"
+
+
+@pytest.mark.skipif(not serve_results.LOCKS, reason="needs locks of files")
+def test_a_file_that_another_process_removes_meanwhile(tmp_path, monkeypatch):
+    """It made the file and failed, between our opening and locking it: results have a name."""
+    out, flock = tmp_path / "out", fcntl.flock
+    first = serve_results.open_results(out, resume=False, overwrite=False)
+    first.__enter__()
+
+    def later(*arguments):
+        monkeypatch.setattr("fcntl.flock", flock)
+        first.__exit__(None, None, None)
+        assert not out.exists()
+        flock(*arguments)
+
+    monkeypatch.setattr("fcntl.flock", later)
+    with serve_results.open_results(out, resume=False, overwrite=False) as results:
+        results.begin()
+        results.write("{}")
+    assert out.read_text() == "{}\n"
+
+
+@pytest.mark.skipif(not serve_results.LOCKS, reason="needs locks of files")
+def test_a_file_that_is_removed_again_and_again(tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    monkeypatch.setattr("fcntl.flock", lambda *arguments: out.unlink())
+    with (
+        pytest.raises(ValueError, match="other processes make and remove it"),
+        serve_results.open_results(out, resume=False, overwrite=False),
+    ):
+        pass
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("whose", ["written by another", "replaced by another"])
+def test_results_of_another_process_are_not_removed(tmp_path, whose):
+    """By one that made the file, wrote nothing, and has no locks."""
+    out = tmp_path / "out"
+    with serve_results.open_results(out, resume=False, overwrite=False):
+        if whose.startswith("replaced"):
+            out.unlink()
+        out.write_text("{}\n")
+    assert out.read_text() == "{}\n"
+
+
 def test_a_report_as_json_says_what_was_there(tiny_folder, tmp_path, whole):
     out = tmp_path / "out"
     out.write_bytes(whole.read_bytes())
@@ -286,6 +348,20 @@ def test_a_checkpoint_that_names_no_dtype(tiny_folder, tmp_path):
         result = _serve(str(folder), file, "--out", str(out), *option)
         assert result.exit_code == 0, result.stderr
     assert "5 had results already" in result.stdout
+
+
+def test_other_factors_of_longrope_are_refused(tmp_path):
+    """A longer request makes the engine take the long factors, and texts of the others differ."""
+    folder = str(hf_helpers.write("phi3-longrope", tmp_path / "model"))
+    lines = [{"prompt": "1 2", "max_new_tokens": 30}, {"prompt": "3 4 5", "max_new_tokens": 2}]
+    out = tmp_path / "out"
+    assert _serve(folder, _write(tmp_path, lines[:1]), "--out", str(out)).exit_code == 0
+    for more, code in ((lines[1:], 0), ([*lines[1:], {**lines[0], "prompt": "1 2 3"}], 2)):
+        file = _write(tmp_path, [lines[0], *more])
+        result = _serve(folder, file, "--out", str(out), "--resume")
+        assert result.exit_code == code, result.stderr
+    assert "line 1: --out holds a result with its id 1 of another" in result.stderr
+    assert "a longest request that takes the same factors" in result.stderr
 
 
 def test_another_kind_of_weights_is_another_model(tmp_path):

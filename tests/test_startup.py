@@ -1,4 +1,4 @@
-"""What commands refuse before anything that takes long: files, pictures, memory."""
+"""What commands refuse before anything slow: files, pictures, memory."""
 
 import importlib.util
 import json

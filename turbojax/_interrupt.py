@@ -3,9 +3,10 @@
 `KeyboardInterrupt` is raised in the main thread between two instructions of Python, so that what is
 being written is finished or removed. But while XLA compiles, that thread is in C++ for half a
 minute and more, and some callbacks swallow it. So a second thread is told of the signal
-(`signal.set_wakeup_fd`: by the C handler itself, at once), and ends the process if the main thread
-has not after `GRACE` seconds, or at a second signal. Either way the process ends by `os._exit`: the
-interpreter's own way takes modules apart while XLA's threads still use them, and crashes.
+(`signal.set_wakeup_fd`: by the C handler itself, at once). It ends the process if the main thread
+has not ended it within `GRACE` seconds, or at a second signal. Either way the process ends by
+`os._exit`: the interpreter's own way takes modules apart while XLA's threads still use them, and
+crashes.
 
 Nothing but the standard library is imported: importing jax takes seconds, in which Ctrl-C is to
 work, too. Only a process that was started as the command has its signals handled.
@@ -25,7 +26,7 @@ GRACE = 1.5
 """Seconds that the main thread has to finish what it is doing."""
 
 _WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
-_NOTHING = "nothing was written; the same command begins anew"
+_NOTHING = "nothing was written"
 
 
 class _State:

@@ -167,8 +167,7 @@ def _run(
     """Runs what has no result yet, if there is any; the report."""
     from turbojax import serve_requests, serve_results, serving
 
-    # Models are told apart by shape and size, pages by what texts depend on.
-    name = f"{found.config!r} {found.dtype} {found.weight_bytes} {options['kv_dtype']}"
+    name = serving.model_name(found, lines.requests, options["kv_dtype"])
     digests = {one.id: serve_requests.digest(one, name) for one in lines.requests}
     left = lines.requests
     if results is not None:

@@ -106,7 +106,6 @@ def train(
         from turbojax import _writing, finetune
 
         _writing.require_free(out)
-        _interrupt.say(lambda: _kept(out, finetune.last_checkpoint(out)))
         startup.check_output_folder("--out", out)
         startup.check_plot(plot)
         if precision is None:
@@ -141,7 +140,7 @@ def train(
                 remat=remat,
                 rhythm=rhythm,
                 source=model,
-                report=_Display(bar, steps),
+                report=_Display(bar, steps, out),
             )
         if plot is not None:
             finetune.save_plot([log], plot)
@@ -224,13 +223,17 @@ def _kept(out: Path, step: int | None) -> str:
 
 
 class _Display:
-    """Shows records as a bar and as lines."""
+    """Shows records as a bar and as lines, and sets what an interrupted run says."""
 
-    def __init__(self, bar: Progress, steps: int) -> None:
-        self._bar = bar
+    def __init__(self, bar: Progress, steps: int, out: Path) -> None:
+        self._bar, self._out = bar, out
         self._task = bar.add_task("compiling", total=steps, bits="-")
 
     def __call__(self, row: dict[str, Any]) -> None:
+        from turbojax import finetune
+
+        # Not before: only a run that has come to its steps is known to be the one in the folder.
+        _interrupt.say(lambda: _kept(self._out, finetune.last_checkpoint(self._out)))
         step = row["step"]
         if row.get("resumed"):
             self._bar.console.print(f"resuming at step {step}")

@@ -9,6 +9,7 @@ import importlib.util
 import io
 import json
 import os
+import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ LOCKS = importlib.util.find_spec("fcntl") is not None  # not on Windows
 
 _KEYS = {"id", "request", "finish_reason"}
 _LONGEST_LINE = 32 * 2**20  # bytes; a result is its text and some numbers
+_ATTEMPTS = 20  # to open a file that other processes remove meanwhile
 
 
 class ResultFile:
@@ -48,7 +50,7 @@ class ResultFile:
             self._file.truncate(self._size)
 
     def write(self, line: str) -> None:
-        """Adds a line, which a process that ends now does not take along.
+        """Adds a line: it is in the file even if the process ends right after.
 
         Raises:
           OSError: with the path, if there is no room for it.
@@ -74,11 +76,9 @@ def open_results(path: Path, *, resume: bool, overwrite: bool) -> Iterator[Resul
 
     Raises:
       ValueError: if it holds something, and neither is asked for; if it is to be kept and is not
-        made of results; if another process writes to it.
+        made of results; if another process writes to it, where the file system has locks.
     """
-    existed = path.exists()
-    # Without a buffer, so that a line that found no room is not written again at the end.
-    with path.open("ab", buffering=0) as file, _exclusive(path, file):
+    with _opened(path) as (file, made):
         size = path.stat().st_size if path.is_file() else 0
         if size and not (resume or overwrite):
             raise ValueError(
@@ -90,7 +90,7 @@ def open_results(path: Path, *, resume: bool, overwrite: bool) -> Iterator[Resul
         try:
             yield results
         finally:
-            if not (existed or results.begun):
+            if made and not results.begun and _is_at(path, file) and not path.stat().st_size:
                 path.unlink(missing_ok=True)
 
 
@@ -117,7 +117,8 @@ def unfinished(
             raise ValueError(
                 f"line {found.line}: --out holds a result with its id {found.id!r} of another "
                 "request or model: --resume needs the requests, the model, --max-new-tokens, "
-                "--max-length, --dtype and --kv-dtype of the results in --out"
+                "--max-length, --dtype and --kv-dtype of the results in --out, and of a model with "
+                "LongRoPE a longest request that takes the same factors"
             )
     return tuple(left)
 
@@ -151,16 +152,45 @@ def _result(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _exclusive(path: Path, file: Any) -> Iterator[None]:
-    """Holds a file for this process, as long as it is open."""
-    if LOCKS and path.is_file():
-        import fcntl
+def _opened(path: Path) -> Iterator[tuple[io.RawIOBase, bool]]:
+    """Opens a file to append to, for this process alone; also says whether there was none."""
+    for _ in range(_ATTEMPTS):
+        made = not path.exists()
+        # Without a buffer, so that a line that found no room is not written again at the end.
+        with path.open("ab", buffering=0) as file:
+            _lock(path, file)
+            # Another process may have removed its file between our opening and locking it.
+            if _is_at(path, file):
+                yield file, made
+                return
+    raise ValueError(f"--out {path}: other processes make and remove it")
 
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(f"--out {path}: another process writes to it") from error
-    yield
+
+def _lock(path: Path, file: io.RawIOBase) -> None:
+    """Locks an open file, until it is closed, where there are locks.
+
+    Raises:
+      ValueError: if another process holds it.
+    """
+    if not (LOCKS and stat.S_ISREG(os.fstat(file.fileno()).st_mode)):
+        return
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ValueError(f"--out {path}: another process writes to it") from error
+    except OSError:
+        # A file system without locks, as of some networks and containers.
+        return
+
+
+def _is_at(path: Path, file: io.RawIOBase) -> bool:
+    """Whether an open file is the one that its path leads to."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def is_standard_input(path: Path) -> bool:

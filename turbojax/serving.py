@@ -19,8 +19,9 @@ from turbojax.models.engine import (
 )
 from turbojax.models.stopping import TextStream
 from turbojax.models.tokenizer import Tokenizer
+from turbojax.rotary import LongRopeScaling
 from turbojax.serve_requests import TextRequest, longest
-from turbojax.text import TextModel, than_bfloat16
+from turbojax.text import FoundModel, TextModel, than_bfloat16
 
 PREFILL_CHUNK = 64
 
@@ -115,8 +116,8 @@ def serve(
       progress: called after each step of the engine, the first of which compiles, with the number
         of new tokens, and of requests done, since the last call.
       accepted: called once, when nothing was wrong with any request and before the first one runs.
-      done: ids of requests that do not run. The others get the texts that they get with them: the
-        engine is made for all.
+      done: ids of requests that do not run. Texts of the others do not depend on this: the engine
+        is made for all.
       kv_dtype: see `Engine`, for the default as well.
       page_size: see `Engine`.
       num_pages: see `Engine`; by default enough for `max_sequences` of the longest requests.
@@ -213,7 +214,7 @@ def plan(
     if not requests:
         raise ValueError("there must be at least one request")
     _checks.check_sizes(max_sequences=max_sequences, page_size=page_size)
-    max_length = min(longest(requests), config.max_length)
+    max_length = _max_length(requests, config)
     count = pages_of(config, dtype, kv_dtype, page_size, num_pages, pool_bytes)
     if prefill_chunk is not None:
         _checks.check_sizes(prefill_chunk=prefill_chunk)
@@ -227,6 +228,25 @@ def plan(
         count = min(max_sequences, len(requests)) * -(-max_length // page_size)
     size = count * page_bytes(config, dtype, kv_dtype, page_size)
     return Pool(count, max_length, size)
+
+
+def model_name(found: FoundModel, requests: Sequence[TextRequest], kv_dtype: str) -> str:
+    """A text that differs where texts of equal requests may: for `serve_requests.digest`.
+
+    Models are told apart by shape and size. With LongRoPE it also counts which factors the engine
+    takes, which follows from the longest request.
+
+    Args:
+      found: the model.
+      requests: all that the engine is made for.
+      kv_dtype: see `Engine`.
+    """
+    config = found.config
+    name = f"{config!r} {found.dtype} {found.weight_bytes} {kv_dtype}"
+    if not isinstance(config.rope_scaling, LongRopeScaling):
+        return name
+    long = _max_length(requests, config) > config.rope_scaling.original_max_length
+    return f"{name} {'long' if long else 'short'} factors"
 
 
 def pages_of(
@@ -272,6 +292,11 @@ def page_bytes(config: LlamaConfig, dtype: np.dtype, kv_dtype: str, page_size: i
     sizes = (1, page_size, config.num_kv_heads, config.head_dim)
     one = jax.eval_shape(lambda: paged.init_cache(*sizes, kv_dtype=kv_dtype, dtype=dtype))
     return config.num_layers * one.page_bytes
+
+
+def _max_length(requests: Sequence[TextRequest], config: LlamaConfig) -> int:
+    """The `max_length` of an engine for these requests."""
+    return min(longest(requests), config.max_length)
 
 
 class _Text:

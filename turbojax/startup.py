@@ -1,4 +1,4 @@
-"""What commands check before anything that takes long: files to write, and memory."""
+"""What commands check before anything slow: files to write, and memory."""
 
 import os
 import tempfile

@@ -14,7 +14,8 @@ import numpy as np
 from turbojax import _checks, models
 from turbojax.models import generation
 from turbojax.models.chat import chat_tokens
-from turbojax.models.config import DTYPES, stored_dtype
+from turbojax.models.checkpoint import checkpoint_folder
+from turbojax.models.config import DTYPES, model_config, stored_dtype
 from turbojax.models.sampling import GREEDY
 from turbojax.models.stopping import TextStream, check_stop_strings, check_stops
 from turbojax.models.tokenizer import NumberTokenizer, Tokenizer, load_tokenizer
@@ -154,9 +155,7 @@ def find_text_model(
         dtype = jnp.dtype(jnp.float32)
     tokenizer = load_tokenizer(path)
     hf = models.read_config(path)
-    config = models.LlamaConfig.from_hf(hf)
-    if max_length is not None:
-        config = dataclasses.replace(config, max_length=max_length)
+    config = model_config(checkpoint_folder(path), hf, max_length)
     stored = stored_dtype(hf) or jnp.dtype(jnp.bfloat16)
     used = stored if dtype is None else dtype
     size = sum(file.stat().st_size for file in models.weight_files(path))

@@ -30,11 +30,18 @@ class Call:
     frame: FrameType
 
     def is_running(self) -> bool:
-        """Whether its thread is still in it; if not, an exception has left it."""
-        frame = sys._current_frames().get(self.thread)
-        while frame is not None and frame is not self.frame:
-            frame = frame.f_back
-        return frame is not None
+        """Whether its thread is still in it; if not, it returned or an exception has left it.
+
+        The frame itself is asked, in one call of C, during which no other thread runs: Python
+        refuses to clear a frame that is on a thread's stack, also below others, and of one that is
+        not only the local variables go, which nobody needs. Following `f_back` from the top of the
+        other thread's stack would miss it now and then, as that thread goes on meanwhile.
+        """
+        try:
+            self.frame.clear()
+        except RuntimeError:
+            return True
+        return False
 
 
 class Guard:
@@ -42,8 +49,9 @@ class Guard:
 
     An exception may come at any instruction (Ctrl-C does), also at one of this class. So a call is
     put on record before it changes anything, and taken off by its last instruction. Whoever finds
-    one on record looks whether it is still on its thread's stack: if so the engine is in use, if
-    not the call was interrupted and the engine has ended, even where no handler could note why.
+    one on record asks whether it is still running: if so the engine is in use; if not, and it is
+    still on record, it was interrupted and the engine has ended, even where no handler could note
+    why.
 
     Python looks for signals, and changes threads, where a function begins, after calls of functions
     written in C, and where a loop goes back. Lines of several statements below have none of these.
