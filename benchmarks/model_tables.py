@@ -219,6 +219,41 @@ def loading_bars(result: Result) -> dict[str, dict[str, tuple[float, str]]]:
     return groups
 
 
+def first_calls_section(name: str, result: Result) -> str:
+    """Programs and seconds of one call for each prompt length, before and now; a served request."""
+    lines = []
+    for cache, versions in result["generate"].items():
+        before = versions.get("before")
+        for label, found in versions.items():
+            ratio = "-" if before is None else f"{before['seconds'] / found['seconds']:.2f}x"
+            lines.append(
+                [
+                    CACHES[cache],
+                    {"now": "rounded up", "before": "one by one"}[label],
+                    str(found["programs"]),
+                    f"{found['seconds']:.1f}",
+                    ratio,
+                    f"{found['seconds_again']:.1f}",
+                ]
+            )
+    header = ["cache", "sizes", "programs", "seconds", "speed", "the same calls again"]
+    prompts, served = result["prompts"], result["serve"]
+    slowest = max(row["seconds"] for row in result["interrupts"])
+    calls = (
+        f"{len(prompts)} calls of `models.generate`, prompts of {prompts[0]} to {prompts[-1]} "
+        f"tokens and {result['new_tokens']} new ones, {result['generate_layers']} layers of "
+        f"{result['shape']}, with nothing compiled before. "
+    )
+    commands = (
+        "`turbojax serve` gave the first token of the embedded model after "
+        f"{served['cold']:.1f} s without kept programs, and after {served['kept']:.1f} s with "
+        "those of an earlier run. Ctrl-C while `turbojax generate` compiled for the whole model ended it "
+        f"within {slowest:.1f} s. "
+    )
+    table = tables.table(header, lines)
+    return f"{table}\n\n{calls}{commands}{tables.source(name, result)}"
+
+
 def one_line(row: Row) -> str:
     """A row for a terminal."""
     if row["status"] != "ok":

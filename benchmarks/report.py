@@ -145,6 +145,7 @@ _TABLES: Mapping[tuple[str, ...], Mapping[str, Callable[[str, Result], str]]] = 
         "families summary": model_tables.families_summary,
     },
     ("loading",): {"loading": model_tables.loading_section},
+    ("first_calls",): {"first calls": model_tables.first_calls_section},
 }
 # And tables of one of its operations.
 _SECTIONS: Mapping[tuple[str, ...], tuple[Callable[[str, Result, str], str], Mapping[str, str]]] = {

@@ -12,7 +12,6 @@ the same run. Each measurement is a process of its own, without programs of an e
 """
 
 import argparse
-import datetime
 import json
 import os
 import signal
@@ -146,8 +145,7 @@ def main() -> None:
     if arguments.before is not None:
         trees["before"] = arguments.before.absolute()
     result: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "environment": environment(),
+        **environment(),
         "commit": os.environ.get("TURBOJAX_COMMIT"),
         "shape": arguments.shape,
         "generate_layers": arguments.layers,
