@@ -247,8 +247,8 @@ def first_calls_section(name: str, result: Result) -> str:
     commands = (
         "`turbojax serve` gave the first token of the embedded model after "
         f"{served['cold']:.1f} s without kept programs, and after {served['kept']:.1f} s with "
-        "those of an earlier run. Ctrl-C while `turbojax generate` compiled for the whole model ended it "
-        f"within {slowest:.1f} s. "
+        "those of an earlier run. Ctrl-C while `turbojax generate` compiled for the whole model "
+        f"ended it within {slowest:.1f} s. "
     )
     table = tables.table(header, lines)
     return f"{table}\n\n{calls}{commands}{tables.source(name, result)}"
