@@ -16,12 +16,8 @@ from turbojax.cache import storage
 OWNED = {"config", "a", "b"}
 
 
-def owned(name):
-    return name in OWNED
-
-
 def replace(folder, files):
-    with _writing.replacing_files(folder, owned=owned, last="config") as draft:
+    with _writing.replacing_files(folder, files=files, owned=OWNED, last="config") as draft:
         for name, text in files.items():
             (draft / name).parent.mkdir(exist_ok=True)
             (draft / name).write_text(text)
@@ -184,12 +180,12 @@ class TestFolder:
             else:
                 break
             stop[0] = -1
-            place = _writing.current(folder)
+            place = _writing.current(folder, "config")
             now = {name: (place / name).read_text() for name in ("config", "a")}
             assert now in ({"config": "old", "a": "old"}, {"config": "new", "a": "new"})
             seen.add(now["config"])
             if point % 2:
-                _writing.finish(folder, owned=owned, last="config")
+                _writing.finish(folder, last="config")
                 assert contents(folder) == (BOTH if now["config"] == "new" else OLD)
             replace(folder, {"config": "third", "b": "third"})
             assert {x: y for x, y in contents(folder).items() if x in OWNED} == {
