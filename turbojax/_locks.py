@@ -5,6 +5,7 @@ machine. A lock ends with the process that holds it, however that ends.
 """
 
 import contextlib
+import importlib.util
 import os
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import IO
 
 NAME = ".turbojax-lock"
+_EXIST = importlib.util.find_spec("fcntl") is not None  # not on Windows
 # Others hold a lock for a moment, only to look: a writer waits so long for them.
 _PATIENCE_SECONDS, _PAUSE_SECONDS = 0.2, 0.01
 
@@ -32,7 +34,7 @@ def exclusive(folder: Path, patience: float = _PATIENCE_SECONDS) -> Iterator[boo
       BlockingIOError: if somebody else is in there.
     """
     path = folder / NAME
-    file = _locked(path, patience)
+    file = _locked(path, patience) if _EXIST else None
     if file is None:
         yield False
         return
@@ -75,10 +77,10 @@ def lock(file: IO[str], *, shared: bool = False) -> bool:
     Raises:
       BlockingIOError: if another open file holds the lock.
     """
-    try:
-        import fcntl
-    except ImportError:  # Windows
+    if not _EXIST:
         return False
+    import fcntl
+
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
