@@ -235,7 +235,7 @@ def replacing_files(
     see them, and the next reader or writer puts them in their places. An OSError says so. At no
     time do such readers see files of both kinds.
 
-    Where there are no locks, all this holds for one writer at a time. A second one is not refused,
+    Where there are no locks, all this holds for one writer at a time: a second one is not refused,
     and either of the two may fail.
 
     Args:
