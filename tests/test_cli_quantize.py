@@ -163,6 +163,13 @@ def test_companions_of_a_model_are_copied(tiny_folder, tmp_path):
     assert (out / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
     assert models.read_config(out)["eos_token_id"] == 7
     assert models.read_config(out)["torch_dtype"] == "bfloat16"
+    # Those of an older model do not stay.
+    (out / "notes").write_text("mine")
+    result = _quantize(tiny_folder, out, "--evaluation-tokens", "0")
+    assert result.exit_code == 0, result.stderr
+    assert not (out / "tokenizer_config.json").exists()
+    assert not list((out / "additional_chat_templates").glob("*"))
+    assert (out / "notes").read_text() == "mine"
 
 
 def test_windows_are_spread_over_a_stream():

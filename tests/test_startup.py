@@ -1,9 +1,11 @@
 """What commands refuse before anything slow: files, pictures, memory."""
 
+import errno
 import importlib.util
 import json
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -114,6 +116,19 @@ class TestFiles:
         monkeypatch.setattr(os, "access", lambda *_: False)  # who runs tests may write anywhere
         with pytest.raises(ValueError, match="must be a file that can be written"):
             startup.check_output_file("--out", file)
+
+    def test_a_file_in_a_folder_that_is_read_only(self, tmp_path, monkeypatch):
+        """It is written in place."""
+        file = tmp_path / "file"
+        file.write_text("kept")
+
+        def refuse(**_):
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+        monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+        startup.check_output_file("--out", file)
+        with pytest.raises(ValueError, match="must be where files can be written"):
+            startup.check_output_file("--out", tmp_path / "new")
 
     @pytest.mark.parametrize(
         "arguments",

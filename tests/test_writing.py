@@ -5,7 +5,12 @@ import functools
 import os
 import resource
 import stat
+import subprocess
+import sys
+import tempfile
 import threading
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,12 +21,8 @@ from turbojax.cache import storage
 OWNED = {"config", "a", "b"}
 
 
-def owned(name):
-    return name in OWNED
-
-
 def replace(folder, files):
-    with _writing.replacing_files(folder, owned=owned, last="config") as draft:
+    with _writing.replacing_files(folder, files=files, owned=OWNED, last="config") as draft:
         for name, text in files.items():
             (draft / name).parent.mkdir(exist_ok=True)
             (draft / name).write_text(text)
@@ -79,6 +80,78 @@ class TestFile:
     def test_what_is_no_ordinary_file_is_written_to(self):
         _writing.write_text(os.devnull, "x")
         assert not os.path.isfile(os.devnull)
+
+    def test_a_pipe_is_written_to(self):
+        """Its path is a link to something that has no path."""
+        receive, send = os.pipe()
+        _writing.write_text(f"/dev/fd/{send}", "x")
+        os.close(send)
+        with os.fdopen(receive) as pipe:
+            assert pipe.read() == "x"
+
+    def test_permissions_are_those_of_new_files_and_the_umask_stays(self, tmp_path, monkeypatch):
+        """To set it, be it for a moment, is to set it for other threads."""
+        before = os.umask(0o027)
+        try:
+            with monkeypatch.context() as patch:
+                patch.delattr(os, "umask")
+                _writing.write_text(tmp_path / "x", "one")
+                replace(tmp_path / "folder", NEW)
+        finally:
+            os.umask(before)
+        files = [tmp_path / "x", *(tmp_path / "folder" / name for name in NEW)]
+        assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o640}
+        assert stat.S_IMODE((tmp_path / "folder" / "more").stat().st_mode) == 0o750
+
+    def test_what_is_read_only_is_refused(self, tmp_path, monkeypatch):
+        file = tmp_path / "x"
+        _writing.write_text(file, "one")
+        monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+        with pytest.raises(PermissionError, match=f"must be a file that can be written: '{file}'"):
+            _writing.write_text(file, "two")
+        _writing.write_text(tmp_path / "y", "new")
+        assert contents(tmp_path) == {"x": "one", "y": "new"}
+
+    @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
+    def test_a_file_in_a_folder_that_is_read_only(self, tmp_path, monkeypatch, number):
+        make = tempfile.mkdtemp
+
+        def refuse(dir=None, **kwargs):
+            if dir == tmp_path:
+                raise OSError(number, os.strerror(number), str(dir))
+            return make(dir=dir, **kwargs)
+
+        monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+        self._in_place(tmp_path / "x", monkeypatch, number)
+        with pytest.raises(OSError, match=os.strerror(number)):
+            _writing.write_text(tmp_path / "y", "new")
+        assert contents(tmp_path) == {"x": "two"}
+
+    @pytest.mark.parametrize("number", [errno.EBUSY, errno.EXDEV])
+    def test_a_file_that_is_mounted_by_itself(self, tmp_path, monkeypatch, number):
+        self._in_place(tmp_path / "x", monkeypatch, number)
+        assert contents(tmp_path) == {"x": "two"}
+
+    def _in_place(self, file, monkeypatch, error):
+        """Where nothing can be renamed, the file stays the same one, with the whole text."""
+        file.write_text("one, longer")
+        number = file.stat().st_ino
+
+        def refuse(*_):
+            raise OSError(error, os.strerror(error))
+
+        monkeypatch.setattr(os, "replace", refuse)
+
+        def interrupted():
+            with _writing.replacing(file) as draft:
+                draft.write_text("tw")
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
+        assert file.read_text() == "one, longer"
+        _writing.write_text(file, "two")
+        assert file.stat().st_ino == number
 
     def test_what_a_killed_writer_left_goes_and_what_a_living_one_has_stays(self, tmp_path):
         left = tmp_path / ".x.abc.part"
@@ -184,12 +257,12 @@ class TestFolder:
             else:
                 break
             stop[0] = -1
-            place = _writing.current(folder)
+            place = _writing.current(folder, "config")
             now = {name: (place / name).read_text() for name in ("config", "a")}
             assert now in ({"config": "old", "a": "old"}, {"config": "new", "a": "new"})
             seen.add(now["config"])
             if point % 2:
-                _writing.finish(folder, owned=owned, last="config")
+                _writing.finish(folder, last="config")
                 assert contents(folder) == (BOTH if now["config"] == "new" else OLD)
             replace(folder, {"config": "third", "b": "third"})
             assert {x: y for x, y in contents(folder).items() if x in OWNED} == {
@@ -232,6 +305,63 @@ class TestExclusive:
         _writing.require_free(tmp_path)
         replace(tmp_path, NEW)
         assert contents(tmp_path) == NEW
+
+    def test_a_folder_that_is_read_only_is_free(self, tmp_path, monkeypatch):
+        """Whether or not a lock was left there."""
+        (tmp_path / ".turbojax-lock").write_text("1\n")
+        whole = Path.open
+
+        def refuse(path, mode="r", *args, **kwargs):
+            if mode != "r":
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return whole(path, mode, *args, **kwargs)
+
+        monkeypatch.setattr(Path, "open", refuse)
+        _writing.require_free(tmp_path)
+
+    def test_a_look_is_refused_while_somebody_writes(self, tmp_path):
+        with (
+            _writing.exclusive(tmp_path),
+            pytest.raises(BlockingIOError, match=rf"another program \(process {os.getpid()}\)"),
+        ):
+            _writing.require_free(tmp_path)
+
+    def test_a_writer_waits_for_those_who_only_look(self, tmp_path):
+        inside = threading.Event()
+
+        def look():
+            with _writing.exclusive(tmp_path):
+                inside.set()
+                time.sleep(0.02)
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        inside.wait()
+        replace(tmp_path, NEW)
+        thread.join()
+        assert contents(tmp_path) == NEW
+
+    def test_without_the_module_of_locks(self, tmp_path):
+        """As on Windows."""
+        code = """
+import sys, types
+from pathlib import Path
+sys.modules["fcntl"] = None
+package = sys.modules["turbojax"] = types.ModuleType("turbojax")
+package.__path__ = [sys.argv[2]]  # not all of it, which takes long
+from turbojax import _writing
+folder = Path(sys.argv[1])
+for text in ("one", "two"):
+    with _writing.replacing_files(folder, files=["a"], owned=["a"], last="a") as draft:
+        (draft / "a").write_text(text)
+    _writing.write_text(folder / "b", text)
+_writing.require_free(folder)
+_writing.finish(folder, last="a")
+"""
+        command = [sys.executable, "-c", code, str(tmp_path), str(Path(_writing.__file__).parent)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert contents(tmp_path) == {"a": "two", "b": "two"}
 
     def test_a_folder_that_does_not_exist_is_free(self, tmp_path):
         _writing.require_free(tmp_path / "none")

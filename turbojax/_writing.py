@@ -6,28 +6,45 @@ The files of a folder (a checkpoint's) are written into a hidden folder inside i
 to `_NEW`: from then on it is what the folder holds, see `current`. Then its files get their places,
 `_NEW` goes, and other programs see them too. An interruption before the renaming leaves the old
 files as they were; one after it leaves the new ones in `_NEW`, and the next reader or writer goes
-on from there, see `finish`.
+on from there, see `finish`. `_NEW` says which files it replaces, so that it does not replace what
+another program wrote after the interruption.
 """
 
 import contextlib
 import errno
-import fcntl
 import glob
+import json
 import os
 import re
+import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import IO
 
 from safetensors import SafetensorError
 
+from turbojax import _json, _locks
+from turbojax._locks import exclusive as exclusive
+from turbojax._locks import require_free as require_free
+
 _NEW = ".turbojax-new"
 _DRAFT = ".turbojax-draft-"
-_LOCK = ".turbojax-lock"
+_REPLACED = ".turbojax-replaced"
+"""In `_NEW`: the versions of the files that it replaces, as JSON."""
 _PART = ".part"
+
+Version = tuple[int, int, int]
+"""What changes if a file is replaced or written to: its number, size and time."""
+
+# Without locks, what is older than this was left by a killed writer. One that is done with its
+# folder needs less than that for the files' places.
+_LEFT_SECONDS, _PUBLISH_SECONDS = 24 * 3600, 1.0
+# A file may be writable where its folder is not, or be a mount point.
+_NO_DRAFT = (errno.EACCES, errno.EPERM, errno.EROFS)
+_NO_RENAMING = (*_NO_DRAFT, errno.EBUSY, errno.EXDEV)
 
 
 # Files -------------------------------------------------------------------------------------------
@@ -39,7 +56,11 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
     After an exception, `path` is what it was. A process that is killed may leave a hidden folder
     ``.NAME.*.part``, which the next writer removes. Of several writers the last one wins. What is
-    no ordinary file, such as ``/dev/stdout``, is written as it is.
+    no ordinary file, such as a pipe or ``/dev/stdout`` that is one, is written as it is.
+
+    A file in a folder that is read-only, or one that is mounted by itself, as in containers, cannot
+    be replaced. What was written is copied into it at the end: if that is interrupted or fails, a
+    part of the file is new.
 
     Args:
       path: what to replace, with the same permissions; a link stays, and what it points to is
@@ -50,25 +71,30 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
     Raises:
       FileNotFoundError: if there is no such folder.
+      PermissionError: if the file is there and must not be written.
       OSError: if the file cannot be written.
     """
-    target = Path(os.path.realpath(path))
-    if target.exists() and not target.is_file():
-        if target.is_dir():
+    # Not what a link points to: that of a pipe has no path.
+    if os.path.exists(path) and not os.path.isfile(path):
+        if os.path.isdir(path):
             raise IsADirectoryError(f"{str(path)!r} must be a file, not a folder")
-        yield target
+        yield Path(path)
         return
+    target = Path(os.path.realpath(path))
     if not target.parent.is_dir():
         raise FileNotFoundError(f"{str(target.parent)!r} must be a folder, to write {target.name}")
-    mode = _mode(target)
+    if target.exists() and not os.access(target, os.W_OK):
+        raise PermissionError(errno.EACCES, "must be a file that can be written", str(path))
     _remove_left(target)
     with _named_errors(path), _draft_folder(target) as folder:
         draft = folder / target.name
         draft.touch()
+        # A new file has what the system gives new files.
+        mode = stat.S_IMODE((target if target.exists() else draft).stat().st_mode)
         yield draft
         draft.chmod(mode)
         _sync(draft)
-        os.replace(draft, target)
+        _put(draft, target)
     _sync_folder(target.parent)
 
 
@@ -85,17 +111,27 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 @contextlib.contextmanager
 def _draft_folder(target: Path) -> Iterator[Path]:
-    """A hidden folder beside a file, locked as long as its writer lives; removed at the end."""
+    """A hidden folder beside a file, locked as long as its writer lives; removed at the end.
+
+    Elsewhere if the file is there and none can be made beside it.
+    """
     folder = None
     try:
-        folder = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.", suffix=_PART))
-        with (folder / _LOCK).open("w", encoding="utf-8") as lock:
-            # Where the file system has no locks, the lock stays empty, and the folder too if its
+        try:
+            folder = Path(
+                tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.", suffix=_PART)
+            )
+        except OSError as error:
+            if error.errno not in _NO_DRAFT or not target.exists():
+                raise
+            folder = Path(tempfile.mkdtemp(suffix=_PART))
+        with (folder / _locks.NAME).open("w", encoding="utf-8") as lock:
+            # Where there are no locks, this file stays empty, and the folder is not removed if its
             # writer is killed.
-            with contextlib.suppress(OSError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                lock.write(f"{os.getpid()}\n")
-                lock.flush()
+            with contextlib.suppress(BlockingIOError):
+                if _locks.lock(lock):
+                    lock.write(f"{os.getpid()}\n")
+                    lock.flush()
             yield folder
     finally:
         if folder is not None:
@@ -105,10 +141,20 @@ def _draft_folder(target: Path) -> Iterator[Path]:
 def _remove_left(target: Path) -> None:
     """Removes what writers of a file left that were killed."""
     for left in target.parent.glob(f".{glob.escape(target.name)}.*{_PART}"):
-        with contextlib.suppress(OSError), (left / _LOCK).open("r+", encoding="utf-8") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if lock.read():  # an empty one is about to be locked
+        with contextlib.suppress(OSError), (left / _locks.NAME).open("r+", encoding="utf-8") as own:
+            if _locks.lock(own) and own.read():  # an empty one is about to be locked
                 _remove(left)
+
+
+def _put(draft: Path, target: Path) -> None:
+    """Makes a file what the draft is: in one step, where that is possible."""
+    try:
+        os.replace(draft, target)
+    except OSError as error:
+        if error.errno not in _NO_RENAMING or not target.exists():
+            raise
+        shutil.copyfile(draft, target)
+        _sync(target)
 
 
 @contextlib.contextmanager
@@ -129,22 +175,73 @@ def _named_errors(path: str | os.PathLike[str]) -> Iterator[None]:
 # Folders -----------------------------------------------------------------------------------------
 
 
-def current(folder: Path) -> Path:
-    """Where the files of a folder that `replacing_files` writes are to be read just now."""
-    return folder / _NEW if (folder / _NEW).is_dir() else folder
+def current(folder: Path, last: str) -> Path:
+    """Where the files of a folder that `replacing_files` writes are to be read just now.
+
+    Args:
+      folder: the folder.
+      last: see `replacing_files`.
+
+    Returns:
+      `_NEW` in the folder, if its files have not got their places yet; the folder, if they have, or
+      if another program has written there since.
+    """
+    new = folder / _NEW
+    if new.is_symlink() or not new.is_dir():
+        return folder
+    # Taken away before the first file gets its place, and back after the others.
+    if version_of(folder / last) is None:
+        return new
+    replaced = _replaced(new)
+    same = last in replaced and all(version_of(folder / x) == y for x, y in replaced.items())
+    return new if same else folder
+
+
+def find(folder: Path, name: str, last: str) -> Path:
+    """Where one file of a folder is to be read just now; it need not exist.
+
+    Args:
+      folder: the folder.
+      name: the file's path in it.
+      last: see `replacing_files`.
+    """
+    place = current(folder, last)
+    if place == folder or os.path.lexists(place / name) or name in _replaced(place):
+        return place / name
+    return folder / name
+
+
+def version(found: os.stat_result) -> Version:
+    """A value that changes if the file is replaced or written to."""
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def version_of(file: Path) -> Version | None:
+    """See `version`; None if there is no such file."""
+    try:
+        return version(file.stat())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 @contextlib.contextmanager
 def replacing_files(
-    folder: str | os.PathLike[str], *, owned: Callable[[str], bool], last: str
+    folder: str | os.PathLike[str], *, files: Collection[str], owned: Collection[str], last: str
 ) -> Iterator[Path]:
     """A hidden folder to fill, whose files replace those of `folder` when the block ends.
 
-    After an exception, the old files are what they were.
+    After an exception in the block, the old files are what they were. One that comes after it, such
+    as a full disk, may leave the new files in `_NEW`: they are complete, readers that ask `current`
+    see them, and the next reader or writer puts them in their places. An OSError says so. At no
+    time do such readers see files of both kinds.
+
+    Where there are no locks, all this holds for one writer at a time: a second one is not refused,
+    and either of the two may fail.
 
     Args:
       folder: what gets the files; created if it does not exist. A second writer is refused.
-      owned: tells by its name which old file goes, if the block writes none of its name. Others
+      files: names of those that the block writes, all of them.
+      owned: patterns of names: which old files go, if the block writes none of their name. Others
         stay.
       last: the file without which the folder means nothing to other programs: it goes first and
         comes last, so that they never see some files of either kind.
@@ -158,141 +255,196 @@ def replacing_files(
     """
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    with exclusive(target), _named_errors(target):
-        if (target / _NEW).is_dir():
-            _publish(target, owned, last)
+    with exclusive(target) as locked, _named_errors(target):
+        if not locked:
+            _wait_for_others(target)
+        if os.path.lexists(target / _NEW):
+            _settle(target, last)
         for left in target.glob(f"{_DRAFT}*"):
-            _remove(left)
-        draft = Path(tempfile.mkdtemp(dir=target, prefix=_DRAFT))
+            if locked or _is_old(left):
+                _remove(left)
+        draft = target / _draft_name()
         try:
+            draft.mkdir()
             yield draft
-            for path in [*_files(draft), draft]:
-                (_sync_folder if path.is_dir() else _sync)(path)
-            draft.chmod(_new_mode(0o777))
-            os.rename(draft, target / _NEW)
+            _complete(draft, target, files, {*owned, last})
+            _make_current(draft, target)
         except BaseException:
             _remove(draft)
             raise
         _sync_folder(target)
-        _publish(target, owned, last)
+        with _saved_errors(target):
+            _publish(target, last)
 
 
-def finish(folder: Path, *, owned: Callable[[str], bool], last: str) -> None:
+def finish(folder: Path, *, last: str) -> None:
     """Gives files of an interrupted `replacing_files` their places, if nobody is writing now.
 
-    Where the folder is read-only they stay where they are; `current` finds them.
+    Where the folder is read-only or has no locks they stay where they are; `current` finds them.
     """
     if (folder / _NEW).is_dir():
-        with contextlib.suppress(OSError), exclusive(folder):
-            if (folder / _NEW).is_dir():
-                _publish(folder, owned, last)
+        with contextlib.suppress(OSError), exclusive(folder, patience=0) as locked:
+            if locked and (folder / _NEW).is_dir():
+                _settle(folder, last, keep_unused=True)
+
+
+def _wait_for_others(folder: Path) -> None:
+    """Lets another writer, who is done but for the files' places, come to its end."""
+    deadline = time.monotonic() + _PUBLISH_SECONDS
+    while (folder / _NEW).exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def _is_old(path: Path) -> bool:
+    """Whether whoever wrote this is gone; only its age tells, where there are no locks."""
+    try:
+        return time.time() - path.stat().st_mtime > _LEFT_SECONDS
+    except FileNotFoundError:
+        return False
+
+
+def _complete(draft: Path, target: Path, files: Collection[str], owned: Collection[str]) -> None:
+    """Brings a draft to the disk, with the versions of what it replaces.
+
+    Raises:
+      FileNotFoundError: if a file is missing: another program took the draft for one that was left.
+    """
+    found = _files(draft)
+    for path in found:
+        _sync(path)
+    missing = [name for name in files if not (draft / name).is_file()]
+    if missing:
+        message = "was removed before it was complete, by another program"
+        raise FileNotFoundError(errno.ENOENT, message, str(target / missing[0]))
+    old = {path for pattern in owned for path in target.glob(pattern)}
+    versions = {path.relative_to(target).as_posix(): version_of(path) for path in sorted(old)}
+    (draft / _REPLACED).write_text(json.dumps(versions), encoding="utf-8")
+    _sync(draft / _REPLACED)
+    for folder in {draft, *(path.parent for path in found)}:
+        _sync_folder(folder)
+
+
+def _make_current(draft: Path, folder: Path) -> None:
+    try:
+        os.rename(draft, folder / _NEW)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        raise BlockingIOError(
+            f"{str(folder)!r} is being written by another program: wait for it, or choose another "
+            "folder"
+        ) from error
 
 
 @contextlib.contextmanager
-def exclusive(folder: Path) -> Iterator[None]:
-    """Keeps others that ask for the same folder out, in this process or another.
+def _saved_errors(folder: Path) -> Iterator[None]:
+    """Makes errors say that the new files are there all the same."""
+    try:
+        yield
+    except OSError as error:
+        message = (
+            f"{str(folder)!r} is saved in {_NEW}, but could not be put in place: "
+            f"{error.strerror or error}"
+        )
+        raise OSError(error.errno or errno.EIO, message, error.filename) from error
+
+
+def _settle(folder: Path, last: str, keep_unused: bool = False) -> None:
+    """Goes on from `_NEW`: its files get their places, or it goes.
 
     Args:
-      folder: which must exist. A file `_LOCK` lies there meanwhile; it does not matter if one is
-        left behind.
-
-    Raises:
-      BlockingIOError: if somebody else is in there.
+      folder: where it lies.
+      last: see `replacing_files`.
+      keep_unused: whether it stays if another program has written there since.
     """
-    path = folder / _LOCK
-    with _locked(path):
-        try:
-            yield
-        finally:
-            # While it is still locked: whoever opened it before finds out, see `_locked`.
-            path.unlink(missing_ok=True)
+    new = folder / _NEW
+    if current(folder, last) == new:
+        _publish(folder, last)
+    elif not keep_unused or _is_same(new / last, folder / last):
+        _drop_new(folder)
 
 
-def require_free(folder: Path) -> None:
-    """Raises BlockingIOError if somebody is in `exclusive` for this folder, which may not exist."""
-    if (folder / _LOCK).exists():
-        with exclusive(folder):
-            pass
-
-
-def _locked(path: Path) -> IO[str]:
-    """The file, open and locked: closing it, or the end of the process, unlocks it."""
-    while True:
-        file = None
-        try:
-            file = path.open("a+", encoding="utf-8")
-            if _lock(file, path):
-                return file
-            file.close()
-        except BaseException:
-            if file is not None:
-                file.close()
-            raise
-
-
-def _lock(file: IO[str], path: Path) -> bool:
-    """Locks an open file; False if it is no longer the one at its path."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        owner = file.read().strip() or "unknown"
-        raise BlockingIOError(
-            f"{str(path.parent)!r} is being written by another program (process {owner}): "
-            "wait for it, or choose another folder"
-        ) from None
-    except OSError:
-        # A file system without locks. Files are whole even so: of two writers one cannot rename
-        # its folder to `_NEW`.
-        return True
-    try:
-        same = os.path.samestat(path.stat(), os.fstat(file.fileno()))
-    except FileNotFoundError:
-        return False
-    if same:
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
-    return same
-
-
-def _publish(folder: Path, owned: Callable[[str], bool], last: str) -> None:
+def _publish(folder: Path, last: str) -> None:
     """Gives the files of `_NEW` their places; to be repeated after an interruption."""
     new = folder / _NEW
-    names = [path.relative_to(new) for path in _files(new)]
+    names = [path.relative_to(new).as_posix() for path in _files(new)]
+    names = [name for name in names if name not in (_REPLACED, last)]
+    old = [name for name in _replaced(new) if name not in names]
     (folder / last).unlink(missing_ok=True)
-    for old in folder.iterdir():
-        if owned(old.name) and Path(old.name) not in names:
-            old.unlink()
-    for name in sorted(names, key=lambda name: str(name) == last):
-        _place(new / name, folder / name)
+    for name in old:
+        if _is_inside(folder, name) and (folder / name).is_file():
+            (folder / name).unlink()
+    for name in names:
+        _place(folder, name)
+    for place in {folder, *((folder / name).parent for name in names)}:
+        _sync_folder(place)
+    if (new / last).is_file():
+        _place(folder, last)
     _sync_folder(folder)
-    # In one go: half of it would be read as if it were whole.
-    gone = tempfile.mkdtemp(dir=folder, prefix=_DRAFT)
+    _drop_new(folder)
+
+
+def _drop_new(folder: Path) -> None:
+    """Removes `_NEW`, in one go: half of it would be read as if it were whole."""
+    gone = folder / _draft_name()
     try:
-        os.rename(new, gone)
+        os.rename(folder / _NEW, gone)
     finally:
-        _remove(Path(gone))
+        _remove(gone)
 
 
-def _place(source: Path, place: Path) -> None:
-    """Puts a file in another place, too, in one step."""
+def _place(folder: Path, name: str) -> None:
+    """Puts a file of `_NEW` in its place in the folder, too, in one step."""
+    source, place = folder / _NEW / name, folder / name
     part = place.with_name(f"{_DRAFT}{place.name}")
+    if not _is_inside(folder, name):
+        raise OSError(errno.EXDEV, "must lie in its folder, not behind a link", str(place))
     part.unlink(missing_ok=True)
     # A link is not renamed to another one to the same file: nothing would happen.
-    if place.exists() and place.samefile(source):
+    if _is_same(place, source):
         return
     place.parent.mkdir(parents=True, exist_ok=True)
     try:
-        os.link(source, part)
-    except OSError:  # a file system without links
-        shutil.copy2(source, part)
-        _sync(part)
-    os.replace(part, place)
+        try:
+            os.link(source, part)
+        except OSError:  # a file system without links
+            shutil.copy2(source, part)
+            _sync(part)
+        os.replace(part, place)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _replaced(new: Path) -> dict[str, Version]:
+    """The versions of the files that `_NEW` replaces; none if it does not say."""
+    try:
+        found = _json.read_object(new / _REPLACED)
+    except (OSError, ValueError):
+        return {}
+    return {
+        name: (x[0], x[1], x[2])
+        for name, x in found.items()
+        if isinstance(x, list) and len(x) == 3 and "\0" not in name
+    }
+
+
+def _is_inside(folder: Path, name: str) -> bool:
+    """Whether this is a file in the folder: names and links may come from anywhere."""
+    parent = (folder / name).parent.resolve()
+    return ".." not in Path(name).parts and parent.is_relative_to(folder.resolve())
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    return one.exists() and other.exists() and one.samefile(other)
+
+
+def _draft_name() -> str:
+    return f"{_DRAFT}{secrets.token_hex(8)}"
 
 
 def _remove(path: Path) -> None:
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
@@ -302,21 +454,9 @@ def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def _mode(target: Path) -> int:
-    """Permissions: those of the file that is replaced, or what any new file would get."""
-    return stat.S_IMODE(target.stat().st_mode) if target.exists() else _new_mode(0o666)
-
-
-def _new_mode(wanted: int) -> int:
-    # The umask cannot be read without setting it. A file that another thread creates meanwhile is
-    # private.
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return wanted & ~mask
-
-
 def _sync(file: Path) -> None:
-    with file.open("rb") as opened:
+    # Windows refuses it for a file that is open only for reading.
+    with file.open("r+b" if os.name == "nt" else "rb") as opened:
         os.fsync(opened.fileno())
 
 

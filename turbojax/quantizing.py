@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 
 from turbojax import _checks, _writing, models, startup, text
+from turbojax.models import _folder
 from turbojax.models.config import stored_dtype
 from turbojax.models.evaluation import CacheName, caches_of
 from turbojax.models.quantize import EVERYTHING
 from turbojax.models.quantized_checkpoint import QUANT_METHOD
 from turbojax.models.tokenizer import (
-    CHAT_TEMPLATE_NAME,
-    CHAT_TEMPLATES_FOLDER,
     TOKENIZER_NAME,
     ByteTokenizer,
     NumberTokenizer,
@@ -30,14 +29,6 @@ Progress = Callable[[str, int, int], None]
 """Called with a phase, how much is done since the last call, and how much there is in all."""
 
 CACHES: tuple[CacheName, ...] = ("exact", "kv4")
-# What goes with the weights, where a model's folder has it.
-_COMPANIONS = (
-    TOKENIZER_NAME,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    CHAT_TEMPLATE_NAME,
-    "generation_config.json",
-)
 _KEPT_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -379,14 +370,12 @@ def _write(settings: QuantizeSettings, model: models.QuantizedDecoder) -> tuple[
     """Writes the folder; bytes of the weights before and after."""
     source, out = models.checkpoint_folder(settings.model), settings.out
     hf = models.read_config(settings.model)
-    templates = sorted((source / CHAT_TEMPLATES_FOLDER).glob("*.jinja"))
-    names = [*_COMPANIONS, *(f"{CHAT_TEMPLATES_FOLDER}/{path.name}" for path in templates)]
     models.save_quantized(
         model,
         out,
         dtype=stored_dtype(hf),
         extra_config={key: hf[key] for key in _KEPT_KEYS if key in hf},
-        companions={name: source / name for name in names if (source / name).is_file()},
+        companions=_folder.find_companions(source),
     )
     sizes = [
         sum(file.stat().st_size for file in models.weight_files(folder)) for folder in (source, out)

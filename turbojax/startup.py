@@ -26,9 +26,10 @@ def check_output_file(option: str, path: Path | None) -> None:
         raise ValueError(f"{option} {path} must be a file in a folder that exists")
     if path.exists() and not path.is_file():  # such as /dev/null
         return
-    if path.exists() and not os.access(path, os.W_OK):
+    if not path.exists():
+        _check_writable(option, path, path.parent)
+    elif not os.access(path, os.W_OK):  # a folder that is read-only may hold one that is not
         raise ValueError(f"{option} {path} must be a file that can be written")
-    _check_writable(option, path, path.parent)
 
 
 def check_input_files(*paths: Path) -> None:

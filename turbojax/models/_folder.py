@@ -1,25 +1,20 @@
-"""The files of a checkpoint's folder: `config.json`, and tensors in safetensors files.
+"""The files of a checkpoint's folder: `config.json`, tensors in safetensors files, companions."""
 
-A safetensors file is the length of a header (8 bytes, little endian), the header (a JSON object
-that gives dtype, shape and place of each tensor), and the tensors' bytes. Tensors are read and
-written one at a time, so that a large file never lies in memory as a whole.
-"""
-
-import dataclasses
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from fnmatch import fnmatch
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
-import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from turbojax import _json, _writing
+from turbojax.models import _safetensors
+from turbojax.models._safetensors import Stored as Stored
+from turbojax.models._safetensors import Tensor as Tensor
+from turbojax.models._safetensors import changed as _changed
 
 T = TypeVar("T")
 
@@ -30,106 +25,16 @@ INDEX_NAME = f"{WEIGHTS_NAME}.index.json"
 
 MAX_SHARD_BYTES = 5_000_000_000
 
-# Names of dtypes in safetensors files.
-_DTYPES: dict[str, np.dtype] = {
-    "F64": np.dtype(np.float64),
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": jnp.dtype(jnp.bfloat16),
-    "I8": np.dtype(np.int8),
-    "U8": np.dtype(np.uint8),
-    "I32": np.dtype(np.int32),
-    "I64": np.dtype(np.int64),
-}
-_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_HEADER_LENGTH_BYTES = 8
+_SHARD_PATTERN = "model-[0-9]*-of-[0-9]*.safetensors"
+# Names that `write` owns: what it does not write goes.
+_CHECKPOINT = (CONFIG_NAME, WEIGHTS_NAME, INDEX_NAME, _SHARD_PATTERN)
+_COMPANIONS = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("chat_template.jinja", "additional_chat_templates/*.jinja", "generation_config.json"),
+)
 # Of readers, where somebody replaces the checkpoint.
 _TRIES, _PAUSE_SECONDS = 20, 0.005
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-
-
-@dataclasses.dataclass(frozen=True)
-class Stored:
-    """A tensor in a safetensors file.
-
-    Attributes:
-      file: where it lies.
-      dtype: its dtype's name there, such as ``"BF16"``.
-      shape: its shape.
-      begin: its first byte in the file.
-      nbytes: how many there are.
-      version: of the file, when its header was read.
-    """
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    nbytes: int
-    version: tuple[int, int, int]
-
-    @property
-    def numpy_dtype(self) -> np.dtype:
-        """The dtype of what is read.
-
-        Raises:
-          NotImplementedError: if numpy has none like it.
-        """
-        dtype = _DTYPES.get(self.dtype)
-        if dtype is None:
-            name = _json.shown_name(self.dtype)
-            raise NotImplementedError(f"{self.file}: dtype {name} is not supported")
-        return dtype
-
-    def read(self, first: int = 0, count: int | None = None) -> np.ndarray:
-        """Reads some rows, by default all.
-
-        Args:
-          first: of the rows.
-          count: how many; None for all from the first.
-
-        Raises:
-          NotImplementedError: see `numpy_dtype`.
-          ValueError: if the file is not the one whose header was read.
-        """
-        shape, dtype = self.shape, self.numpy_dtype
-        if count is not None:
-            shape = (min(count, shape[0] - first), *shape[1:])
-        row = dtype.itemsize * int(np.prod(self.shape[1:], dtype=np.int64))
-        offset = self.begin + first * row
-        size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-        try:
-            with self.file.open("rb") as opened:
-                content = np.fromfile(opened, np.uint8, count=size, offset=offset)
-                # Checked last, so that no change goes unnoticed.
-                same = _version(os.fstat(opened.fileno())) == self.version
-        except FileNotFoundError as error:
-            raise _changed(self.file) from error
-        if not same or content.size != size:
-            raise _changed(self.file)
-        return content.view(dtype).reshape(shape)
-
-
-@dataclasses.dataclass(frozen=True)
-class Tensor:
-    """A tensor to be written, made when its turn comes.
-
-    Attributes:
-      name: in the file.
-      dtype: one that `Stored.read` knows.
-      shape: its shape.
-      make: returns it.
-    """
-
-    name: str
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    make: Callable[[], np.ndarray]
-
-    @property
-    def nbytes(self) -> int:
-        """Its size in a file."""
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
 def cast(tensor: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
@@ -233,7 +138,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     """
     tensors: dict[str, Stored] = {}
     for file in weight_files(folder):
-        for name, stored in _read_header(file):
+        for name, stored in _safetensors.read_header(file):
             if name in tensors:
                 raise ValueError(f"{tensors[name].file} and {file} both hold {some([name])}")
             tensors[name] = stored
@@ -312,10 +217,12 @@ def write(
       config: content of `config.json`.
       tensors: what to write.
       max_shard_bytes: of the tensors in one file; a larger tensor gets a file of its own.
-      companions: further files by name, to be copied from elsewhere.
+      companions: further files by name, to be copied from elsewhere; those of an older
+        checkpoint go, see `find_companions`. If None, they stay.
 
     Raises:
       BlockingIOError: if another program is writing there.
+      OSError: if something cannot be written, see `_writing.replacing_files`.
       TypeError: if JSON cannot say what the config holds.
     """
     shards = _split(tensors, max_shard_bytes)
@@ -328,14 +235,47 @@ def write(
         places = {x.name: n for n, shard in zip(names, shards, strict=True) for x in shard}
         total = {"total_size": sum(x.nbytes for x in tensors)}
         texts[INDEX_NAME] = _encode({"metadata": total, "weight_map": places})
-    with _writing.replacing_files(path, owned=_is_checkpoint, last=CONFIG_NAME) as draft:
+    files = (*names, *texts, *(companions or ()))
+    owned = (*_CHECKPOINT, *(() if companions is None else _COMPANIONS))
+    with _writing.replacing_files(path, files=files, owned=owned, last=CONFIG_NAME) as draft:
         for name, shard in zip(names, shards, strict=True):
-            _write_tensors(draft / name, shard)
+            _safetensors.write_tensors(draft / name, shard)
         for name, text in texts.items():
             (draft / name).write_bytes(text)
         for name, source in (companions or {}).items():
             (draft / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source, draft / name)
+
+
+def find(folder: Path, name: str) -> Path:
+    """Where a file of a checkpoint is to be read just now, to be called in `steady`.
+
+    Args:
+      folder: of the checkpoint.
+      name: the file's path in it; it need not exist.
+    """
+    return _writing.find(folder, name, CONFIG_NAME)
+
+
+def find_all(folder: Path, pattern: str) -> dict[str, Path]:
+    """Files of a checkpoint by their names, in the names' order; see `find`."""
+    names = {
+        path.relative_to(place).as_posix()
+        for place in (folder, _writing.current(folder, CONFIG_NAME))
+        for path in place.glob(pattern)
+    }
+    found = {name: find(folder, name) for name in sorted(names)}
+    return {name: path for name, path in found.items() if os.path.lexists(path)}
+
+
+def find_companions(folder: Path) -> dict[str, Path]:
+    """The files that go with a checkpoint's weights, by name: its tokenizer, chat templates, ..."""
+
+    def read(_: Path) -> dict[str, Path]:
+        found = [item for pattern in _COMPANIONS for item in find_all(folder, pattern).items()]
+        return {name: path for name, path in found if path.is_file()}
+
+    return steady(folder, read)
 
 
 def steady(folder: Path, read: Callable[[Path], T]) -> T:
@@ -351,15 +291,15 @@ def steady(folder: Path, read: Callable[[Path], T]) -> T:
     require_folder(folder)
     settle(folder)
     for _ in range(_TRIES):
-        place = _writing.current(folder)
+        place = _writing.current(folder, CONFIG_NAME)
         before = _state(place)
         try:
             result = read(place)
         except (OSError, ValueError, NotImplementedError):
-            if _writing.current(folder) == place and _state(place) == before:
+            if _writing.current(folder, CONFIG_NAME) == place and _state(place) == before:
                 raise
         else:
-            if _writing.current(folder) == place and _state(place) == before:
+            if _writing.current(folder, CONFIG_NAME) == place and _state(place) == before:
                 return result
         time.sleep(_PAUSE_SECONDS)
     raise _changed(folder)
@@ -367,28 +307,18 @@ def steady(folder: Path, read: Callable[[Path], T]) -> T:
 
 def settle(folder: Path) -> None:
     """Ends what an interrupted `write` had not ended, so that every file has its place."""
-    _writing.finish(folder, owned=_is_checkpoint, last=CONFIG_NAME)
+    _writing.finish(folder, last=CONFIG_NAME)
 
 
-def _state(folder: Path) -> tuple[int, int, int] | None:
+def _state(folder: Path) -> _writing.Version | None:
     """A value that changes if `write` replaces the checkpoint: every one has a new file."""
-    try:
-        return _version((folder / CONFIG_NAME).stat())
-    except FileNotFoundError:
-        return None
+    return _writing.version_of(folder / CONFIG_NAME)
 
 
 def some(names: Sequence[str]) -> str:
     """The first few of these names."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(map(_json.shown_name, names[:3])) + more
-
-
-_SHARD_PATTERN = "model-[0-9]*-of-[0-9]*.safetensors"
-
-
-def _is_checkpoint(name: str) -> bool:
-    return name in (CONFIG_NAME, WEIGHTS_NAME, INDEX_NAME) or fnmatch(name, _SHARD_PATTERN)
 
 
 def _read_index(folder: Path) -> dict[str, Path]:
@@ -408,55 +338,6 @@ def _read_index(folder: Path) -> dict[str, Path]:
     return {name: folder / file for name, file in places.items()}
 
 
-def _read_header(file: Path) -> Iterator[tuple[str, Stored]]:
-    """Name and place of each tensor of a file, in their order."""
-    # The library checks the header, and that the file is as long as it says. It does not say where
-    # tensors lie, and reads bfloat16 for numpy only in its newest versions.
-    with file.open("rb") as opened:
-        version = _version(os.fstat(opened.fileno()))
-        _check_header_length(file, opened)
-        try:
-            with safe_open(file, framework="numpy"):
-                pass
-        except SafetensorError as error:
-            raise ValueError(
-                f"{file} is not a readable safetensors file, or was cut short: {error}"
-            ) from error
-        if _version(file.stat()) != version:
-            raise _changed(file)
-        length = int.from_bytes(opened.read(_HEADER_LENGTH_BYTES), "little")
-        try:
-            header = _json.parse(opened.read(length))
-        except ValueError as error:
-            raise ValueError(f"{file} has a header that is no JSON: {error}") from error
-    header.pop("__metadata__", None)
-    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        begin, end = entry["data_offsets"]
-        start = _HEADER_LENGTH_BYTES + length + begin
-        shape = tuple(entry["shape"])
-        yield name, Stored(file, entry["dtype"], shape, start, end - begin, version)
-
-
-def _check_header_length(file: Path, opened: BinaryIO) -> None:
-    """Raises ValueError if a header has more bytes than its JSON may have."""
-    length = int.from_bytes(opened.read(_HEADER_LENGTH_BYTES), "little")
-    if length > _json.MOST_BYTES:
-        raise ValueError(
-            f"{file} is not a readable safetensors file, or was cut short: its header has {length} "
-            f"bytes, must have {_json.MOST_BYTES} at most"
-        )
-    opened.seek(0)
-
-
-def _version(stat: os.stat_result) -> tuple[int, int, int]:
-    """A value that changes if the file is replaced or written to."""
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
-
-
-def _changed(file: Path) -> ValueError:
-    return ValueError(f"{file} changed while it was read: load it again when it is complete")
-
-
 def _split(tensors: Sequence[Tensor], max_bytes: int) -> list[list[Tensor]]:
     """Groups of neighbours, each of at most this many bytes or a single tensor."""
     shards: list[list[Tensor]] = [[]]
@@ -468,28 +349,6 @@ def _split(tensors: Sequence[Tensor], max_bytes: int) -> list[list[Tensor]]:
         shards[-1].append(tensor)
         size += tensor.nbytes
     return shards
-
-
-def _write_tensors(path: Path, tensors: Sequence[Tensor]) -> None:
-    # Tensors begin at multiples of their items' sizes if wide items come first.
-    ordered = sorted(tensors, key=lambda x: -x.dtype.itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for x in ordered:
-        begin, end = end, end + x.nbytes
-        header[x.name] = {
-            "dtype": _DTYPE_NAMES[x.dtype],
-            "shape": list(x.shape),
-            "data_offsets": [begin, end],
-        }
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % _HEADER_LENGTH_BYTES)
-    with path.open("wb") as file:
-        file.write(len(encoded).to_bytes(_HEADER_LENGTH_BYTES, "little"))
-        file.write(encoded)
-        for x in ordered:
-            array = np.ascontiguousarray(x.make())
-            file.write(array.reshape(-1).view(np.uint8).data)
 
 
 def _encode(content: Mapping[str, Any]) -> bytes:

@@ -65,7 +65,7 @@ def save_quantized(
       extra_config: further keys of `config.json`, such as `bos_token_id`; none that the model's
         own config says.
       companions: further files of the folder by name, such as a tokenizer's, to be copied from
-        elsewhere.
+        elsewhere; those of an older checkpoint go. If None, they stay.
 
     Raises:
       BlockingIOError: if another program is writing into the folder.

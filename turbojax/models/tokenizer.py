@@ -203,17 +203,19 @@ class JsonTokenizer:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         given = Path(path)
-        file = given / TOKENIZER_NAME if given.is_dir() else given
-        folder = file.parent
+        folder = given if given.is_dir() else given.parent
+        file = _folder.find(folder, TOKENIZER_NAME) if given.is_dir() else given
         self._file = file
         self._tokenizer, padding = _tokenizer_file.read(file)
-        settings = _read_object(folder / _CONFIG_NAME)
+        config = _folder.find(folder, _CONFIG_NAME)
+        settings = _read_object(config)
         if _ADDED not in settings:
-            settings = {**settings, **_read_object(folder / "special_tokens_map.json")}
+            more = _read_object(_folder.find(folder, "special_tokens_map.json"))
+            settings = {**settings, **more}
         # A file that fills texts up says with what.
         settings = {**({} if padding is None else {"pad_token": padding["pad_token"]}), **settings}
         self.special_tokens: Mapping[str, str] = _special_tokens(settings)
-        _add_tokens(self._tokenizer, settings, self.special_tokens.values(), folder / _CONFIG_NAME)
+        _add_tokens(self._tokenizer, settings, self.special_tokens.values(), config)
         known = self._tokenizer.get_vocab(with_added_tokens=True)
         # Numbers may be left out, so that this can be more than there are tokens.
         self.vocab_size = max(known.values(), default=-1) + 1
@@ -329,15 +331,19 @@ def load_tokenizer(
         # A text ends where the next one begins.
         return ByteTokenizer([BEGINNING_OF_FILE])
     folder = Path(path_or_name)
-    _folder.settle(folder)
-    if os.path.lexists(folder / TOKENIZER_NAME):
+    return _folder.steady(folder, lambda place: _load_tokenizer(folder, place, vocab_size))
+
+
+def _load_tokenizer(folder: Path, place: Path, vocab_size: int | None) -> Tokenizer:
+    """See `load_tokenizer`; the checkpoint's own files lie at `place`."""
+    if os.path.lexists(file := _folder.find(folder, TOKENIZER_NAME)):
         tokenizer = JsonTokenizer(folder)
         if vocab_size is None:
-            vocab_size = _vocab_size(folder, _read_object(folder / _folder.CONFIG_NAME))
+            vocab_size = _vocab_size(place, _read_object(place / _folder.CONFIG_NAME))
         # A model's table may be padded, but a token beyond its end has no embedding.
         if vocab_size is not None and tokenizer.vocab_size > vocab_size:
             raise ValueError(
-                f"{folder / TOKENIZER_NAME} and {_CONFIG_NAME} know tokens up to "
+                f"{file} and {_CONFIG_NAME} know tokens up to "
                 f"{tokenizer.vocab_size - 1}, which must be below the model's {vocab_size=}"
             )
         return tokenizer
@@ -348,7 +354,7 @@ def load_tokenizer(
             "the package transformers writes one"
         )
     if vocab_size is None:
-        vocab_size = _vocab_size(folder, _folder.steady(folder, _folder.read_config))
+        vocab_size = _vocab_size(place, _folder.read_config(place))
     if vocab_size is None:
         raise ValueError(
             f"{str(folder)!r} must hold {TOKENIZER_NAME}, or a vocab_size in its config.json"
@@ -430,8 +436,8 @@ def _content(token: Any) -> str | None:
 
 def _ends(folder: Path, eos: int | None) -> tuple[int, ...]:
     """Tokens that end a text: of the generation's settings, and the tokenizer's own."""
-    path = folder / "generation_config.json"
-    path = path if os.path.lexists(path) else folder / _folder.CONFIG_NAME
+    path = _folder.find(folder, "generation_config.json")
+    path = path if os.path.lexists(path) else _folder.find(folder, _folder.CONFIG_NAME)
     found = _read_object(path).get("eos_token_id")
     numbers = [] if found is None else found if isinstance(found, list) else [found]
     for number in numbers:
@@ -444,9 +450,9 @@ def _ends(folder: Path, eos: int | None) -> tuple[int, ...]:
 
 def _templates(folder: Path, settings: Mapping[str, Any]) -> ChatTemplate | None:
     """The chat template, or several by their names."""
-    files = {"default": folder / CHAT_TEMPLATE_NAME}
-    others = folder / CHAT_TEMPLATES_FOLDER
-    files |= {path.stem: path for path in sorted(others.glob("*.jinja"))}
+    files = {"default": _folder.find(folder, CHAT_TEMPLATE_NAME)}
+    others = _folder.find_all(folder, f"{CHAT_TEMPLATES_FOLDER}/*.jinja")
+    files |= {path.stem: path for path in others.values()}
     texts = {name: _read_text(path) for name, path in files.items() if os.path.lexists(path)}
     if texts:
         return texts["default"] if list(texts) == ["default"] else texts
@@ -458,7 +464,7 @@ def _templates(folder: Path, settings: Mapping[str, Any]) -> ChatTemplate | None
             isinstance(entry.get(key), str) for key in ("name", "template")
         ):
             raise ValueError(
-                f"{folder / _CONFIG_NAME}: chat_template must be a text, or a list of "
+                f"{_folder.find(folder, _CONFIG_NAME)}: chat_template must be a text, or a list of "
                 "objects with a name and a template"
             )
     return {entry["name"]: entry["template"] for entry in found}
