@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from turbojax import _writing
+from turbojax import _writing, serve_results
 from turbojax.cache import storage
 from turbojax.models import _folder
 
@@ -73,11 +73,28 @@ def read_log(folder):
     return first
 
 
+def write_result(folder, kind):
+    """The next line of results of `turbojax serve`; the first drops those before."""
+    path, text = folder / "results.jsonl", "x" * 5_000
+    with serve_results.open_results(path, resume=kind > 0, overwrite=kind == 0) as results:
+        results.begin()
+        line = {"id": kind, "request": str(kind), "finish_reason": "length", "text": text}
+        results.write(json.dumps(line))
+
+
+def read_results(folder):
+    path = folder / "results.jsonl"
+    with serve_results.open_results(path, resume=True, overwrite=False) as results:
+        assert results.held == {i: str(i) for i in range(len(results.held))}
+        return len(results.held) - 1
+
+
 WRITERS = {
     "checkpoint": (write_one_file, read_checkpoint),
     "checkpoint of one file or many": (write_one_or_many, read_checkpoint),
     "session": (write_stored, read_stored),
     "log": (write_log, read_log),
+    "results of serve": (write_result, read_results),
 }
 
 

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -37,6 +38,7 @@ SETTINGS = finetune.Settings(
     steps=5, context=256, batch_size=2, learning_rate=1e-2, warmup_steps=2, precision="float32"
 )
 POOLED = pooled_by_name("threshold", block_size=32)
+KILLS = 8
 RHYTHM = finetune.Rhythm(log_every=2, save_every=2, evaluate_every=0)
 
 pytestmark = [
@@ -204,6 +206,34 @@ here.tune(Path(sys.argv[1]), report=kill)
 """
 
 
+_REPORTING = """
+import sys
+from pathlib import Path
+import jax
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+sys.path[:0] = sys.argv[2:]
+import test_finetune as here
+
+here.tune(Path(sys.argv[1]), report=lambda row: print(row["step"], flush=True))
+"""
+
+
+def start(script: str, folder: Path, **options) -> subprocess.Popen:
+    """A process that tunes, with the programs that are compiled already."""
+    here = Path(__file__).parent
+    programs = {
+        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    return subprocess.Popen(
+        [sys.executable, "-c", script, str(folder), str(here), str(here.parent)],
+        env={**os.environ, **programs},
+        text=True,
+        **options,
+    )
+
+
 class TestRun:
     @pytest.mark.slow
     def test_log_and_model(self, whole):
@@ -225,16 +255,9 @@ class TestRun:
 
     @pytest.mark.slow
     def test_a_killed_run_goes_on_to_the_same_bits(self, whole, tmp_path):
-        here = Path(__file__).parent
-        command = [sys.executable, "-c", _KILLED, str(tmp_path), str(here), str(here.parent)]
-        # Programs that are compiled already: those of the uninterrupted run.
-        programs = {
-            "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        }
-        env = {**os.environ, **programs}
-        done = subprocess.run(command, env=env, capture_output=True, text=True)
-        assert done.returncode == -signal.SIGKILL, done.stderr
+        run = start(_KILLED, tmp_path, stderr=subprocess.PIPE)
+        errors = run.communicate()[1]
+        assert run.returncode == -signal.SIGKILL, errors
         assert not (tmp_path / "model").exists()
         rows = []
         log = tune(tmp_path, report=rows.append)
@@ -244,6 +267,26 @@ class TestRun:
         assert log["held_out_bits_per_byte"] == whole[1]["held_out_bits_per_byte"]
         for one, two in zip(weights(whole[0]), weights(tmp_path), strict=True):
             np.testing.assert_array_equal(one, two)
+
+    @pytest.mark.slow
+    def test_killed_at_random_moments(self, whole, tmp_path, count):
+        """After so many of its reports, of which the first says where it begins, and some time."""
+        rng, starts = np.random.default_rng(0), []
+        for i in range(KILLS):
+            run = start(_REPORTING, tmp_path, stdout=subprocess.PIPE)
+            reports = [run.stdout.readline() for _ in range(1 + i % 4)]
+            starts.append(int(reports[0]))
+            time.sleep(rng.uniform(0, 0.2))
+            run.kill()
+            run.communicate()
+            assert run.returncode in (0, -signal.SIGKILL)
+        assert starts == sorted(starts)
+        assert starts[-1] > 0
+        log = tune(tmp_path)
+        assert log["losses"] == whole[1]["losses"]
+        for one, two in zip(weights(whole[0]), weights(tmp_path), strict=True):
+            np.testing.assert_array_equal(one, two)
+        count(f"killed training: {KILLS} kills, begun at steps {starts}, the same bits")
 
     def test_a_second_run_is_refused_and_the_first_goes_on(self, tmp_path):
         """At once, before it reads a model or a text; see also `_writing.exclusive`."""
