@@ -167,7 +167,7 @@ except BlockingIOError as error:
 
 @pytest.mark.slow
 def test_two_writers(tmp_path, count):
-    """Of programs that save into one folder at once, those are refused that come too late."""
+    """Programs that save into one folder at once wait a moment for each other, or are refused."""
     refused = 0
     for attempt in range(3):
         folder = tmp_path / str(attempt)
