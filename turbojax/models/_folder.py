@@ -290,7 +290,7 @@ def steady(folder: Path, read: Callable[[Path], T]) -> T:
     """
     require_folder(folder)
     settle(folder)
-    for _ in range(_TRIES):
+    for attempt in range(_TRIES):
         place = _writing.current(folder, CONFIG_NAME)
         before = _state(place)
         try:
@@ -301,7 +301,7 @@ def steady(folder: Path, read: Callable[[Path], T]) -> T:
         else:
             if _writing.current(folder, CONFIG_NAME) == place and _state(place) == before:
                 return result
-        time.sleep(_PAUSE_SECONDS)
+        time.sleep(attempt * _PAUSE_SECONDS)
     raise _changed(folder)
 
 
