@@ -28,7 +28,7 @@ export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-all test-gpu lint format format-check types notebooks docs clean
+.PHONY: help demo test test-slow test-fuzz test-all test-gpu lint format format-check types notebooks docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -37,8 +37,8 @@ demo: $(VENV)/.installed-demo ## generate text from three caches, side by side
 	$(BIN)/turbojax demo $(DEMO)
 
 test: export JAX_PLATFORMS := cpu
-test: $(VENV)/.installed-test ## run the tests on a CPU, but for the slow ones
-	$(ON_CPU) -m "not slow and not optimized and not gpu" $(PYTEST) $(OR_NONE)
+test: $(VENV)/.installed-test ## run the tests on a CPU, but for the slow ones and fuzzing
+	$(ON_CPU) -m "not slow and not fuzz and not optimized and not gpu" $(PYTEST) $(OR_NONE)
 	$(AS_USERS) -m "optimized and not slow and not gpu" $(OPTIMIZED) $(PYTEST) $(OR_NONE)
 
 # Apart from `test` so that CI runs each test once.
@@ -47,7 +47,12 @@ test-slow: $(VENV)/.installed-test-all ## run the slow tests alone
 	$(ON_CPU) -m "slow and not optimized and not gpu" $(PYTEST) $(OR_NONE)
 	$(AS_USERS) -m "optimized and slow and not gpu" $(OPTIMIZED) $(PYTEST) $(OR_NONE)
 
-test-all: test test-slow ## run every test that needs no GPU
+# Not part of CI, which runs a few cases of each: some ten minutes more.
+test-fuzz: export JAX_PLATFORMS := cpu
+test-fuzz: $(VENV)/.installed-test-all ## run interrupts, kills and hostile files by the thousand
+	$(ON_CPU) -m "fuzz and not gpu" $(PYTEST) $(OR_NONE)
+
+test-all: test test-slow test-fuzz ## run every test that needs no GPU
 
 # Processes that share the GPU, each of which compiles on one core.
 GPU_JOBS ?= 16

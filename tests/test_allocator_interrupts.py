@@ -110,7 +110,7 @@ def between(found, before, after):
     return lesser.items() <= found.items() <= greater.items()
 
 
-@pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.fuzz)])
 def test_any_operation_interrupted_at_any_line(count, record_property):
     rng = random.Random(count)
     pool = Pool()

@@ -79,7 +79,7 @@ def no_collector():
 
 
 @pytest.mark.usefixtures("no_collector")
-@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.fuzz)])
 def test_signals(count, record_property):
     rng = random.Random(count)
     came = ended = 0

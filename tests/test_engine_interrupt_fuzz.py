@@ -145,7 +145,7 @@ class Fuzz:
         self.replace()
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.fuzz)])
 def test_calls_that_are_interrupted(count, record_property):
     fuzz = Fuzz(seed=count)
     while fuzz.operations < count:

@@ -272,7 +272,7 @@ def undisturbed(model):
     return whole.tokens()
 
 
-@pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.fuzz)])
 def test_an_exception_before_any_line(model, undisturbed, count, record_property):
     ends = 0
     rng = random.Random(count)
@@ -289,7 +289,7 @@ def test_an_exception_before_any_line(model, undisturbed, count, record_property
 
 # Python swallows an exception in a callback of its garbage collector, of which jax has one.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.fuzz)])
 def test_a_signal_at_any_time(model, undisturbed, count, record_property):
     came = ends = runs = 0
     # As long as most of them take; some come too late.

@@ -268,7 +268,7 @@ class TestRun:
         for one, two in zip(weights(whole[0]), weights(tmp_path), strict=True):
             np.testing.assert_array_equal(one, two)
 
-    @pytest.mark.slow
+    @pytest.mark.fuzz
     def test_killed_at_random_moments(self, whole, tmp_path, count):
         """After so many of its reports, of which the first says where it begins, and some time."""
         rng, starts = np.random.default_rng(0), []

@@ -82,7 +82,7 @@ def test_a_few_hostile_files_of_several_kinds(capsys):
         check(kind, counted, capsys)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 @pytest.mark.parametrize("kind", SLOW)
 def test_hostile_files_are_refused_in_one_line(kind, capsys):
     counted = fuzz({kind: SLOW[kind]}, SEED)[kind]

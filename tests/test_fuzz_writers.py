@@ -123,7 +123,7 @@ def interrupt(writer, folder, places):
 
 # An interruption just before a file is closed leaves that to Python, which says so.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("tries", [4, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tries", [4, pytest.param(200, marks=pytest.mark.fuzz)])
 @pytest.mark.parametrize("kind", WRITERS, ids=lambda x: x.__name__.lower())
 def test_interrupted_anywhere(tmp_path, count, kind, tries):
     writer = kind()
@@ -138,7 +138,7 @@ def test_interrupted_anywhere(tmp_path, count, kind, tries):
     )
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(100, marks=pytest.mark.fuzz)])
 def test_killed(tmp_path, count, kills):
     command = [sys.executable, str(HERE / "kill_writers.py"), str(tmp_path), str(kills), "0"]
     env = {**os.environ, "PYTHONPATH": str(HERE.parent), "JAX_PLATFORMS": "cpu"}
@@ -165,7 +165,7 @@ except BlockingIOError as error:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_two_writers(tmp_path, count):
     """Programs that save into one folder at once wait a moment for each other, or are refused."""
     refused = 0
@@ -200,7 +200,7 @@ def test_two_writers(tmp_path, count):
     count(f"two writers: 3 tries of 2 x 20 saves, {refused} writers refused, nothing lost")
 
 
-@pytest.mark.parametrize("reads", [5, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("reads", [5, pytest.param(100, marks=pytest.mark.fuzz)])
 def test_readers_see_one_checkpoint(tmp_path, count, reads):
     writer = Checkpoint()
     writer.write(tmp_path, 0)

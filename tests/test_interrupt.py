@@ -251,8 +251,10 @@ COMMANDS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(i, marks=pytest.mark.fuzz if i else pytest.mark.slow) for i in range(3)],
+)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_at_random_moments(name, seed, requests, tmp_path):
     arguments, program = COMMANDS[name]
