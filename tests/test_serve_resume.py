@@ -14,10 +14,10 @@ import hf_helpers
 import pytest
 from typer.testing import CliRunner
 
-from turbojax import cli_serve, serve_results, serving
+from turbojax import _locks, cli_serve, serve_results, serving
 from turbojax.cli import app
 
-if serve_results.LOCKS:
+if _locks.EXIST:
     import fcntl
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -226,7 +226,7 @@ def test_what_an_interrupted_run_can_say(tmp_path):
         assert screen.note().startswith(f"2 results are in {out}, 0 are left")
 
 
-@pytest.mark.skipif(not serve_results.LOCKS, reason="needs locks of files")
+@pytest.mark.skipif(not _locks.EXIST, reason="needs locks of files")
 @pytest.mark.parametrize("option", ["--resume", "--overwrite"])
 def test_a_second_writer_is_refused_at_once(tmp_path, whole, option):
     out = tmp_path / "out"
@@ -238,7 +238,7 @@ def test_a_second_writer_is_refused_at_once(tmp_path, whole, option):
     assert out.read_bytes() == whole.read_bytes()
 
 
-@pytest.mark.skipif(not serve_results.LOCKS, reason="needs locks of files")
+@pytest.mark.skipif(not _locks.EXIST, reason="needs locks of files")
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
 def test_a_file_system_without_locks(tmp_path, monkeypatch, number):
     def flock(file, operation):
@@ -252,7 +252,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch, number):
     assert out.read_text() == "{}\n"
 
 
-@pytest.mark.skipif(not serve_results.LOCKS, reason="needs locks of files")
+@pytest.mark.skipif(not _locks.EXIST, reason="needs locks of files")
 def test_a_file_that_another_process_removes_meanwhile(tmp_path, monkeypatch):
     """It made the file and failed, between our opening and locking it: results have a name."""
     out, flock = tmp_path / "out", fcntl.flock
@@ -272,7 +272,7 @@ def test_a_file_that_another_process_removes_meanwhile(tmp_path, monkeypatch):
     assert out.read_text() == "{}\n"
 
 
-@pytest.mark.skipif(not serve_results.LOCKS, reason="needs locks of files")
+@pytest.mark.skipif(not _locks.EXIST, reason="needs locks of files")
 def test_a_file_that_is_removed_again_and_again(tmp_path, monkeypatch):
     out = tmp_path / "out"
     monkeypatch.setattr("fcntl.flock", lambda *arguments: out.unlink())

@@ -6,6 +6,7 @@ machine. A lock ends with the process that holds it, however that ends.
 
 import contextlib
 import importlib.util
+import io
 import os
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 NAME = ".turbojax-lock"
-_EXIST = importlib.util.find_spec("fcntl") is not None  # not on Windows
+EXIST = importlib.util.find_spec("fcntl") is not None  # not on Windows
 # Others hold a lock for a moment, only to look: a writer waits so long for them.
 _PATIENCE_SECONDS, _PAUSE_SECONDS = 0.2, 0.01
 
@@ -34,7 +35,7 @@ def exclusive(folder: Path, patience: float = _PATIENCE_SECONDS) -> Iterator[boo
       BlockingIOError: if somebody else is in there.
     """
     path = folder / NAME
-    file = _locked(path, patience) if _EXIST else None
+    file = _locked(path, patience) if EXIST else None
     if file is None:
         yield False
         return
@@ -64,7 +65,7 @@ def require_free(folder: Path) -> None:
             time.sleep(_PAUSE_SECONDS)
 
 
-def lock(file: IO[str], *, shared: bool = False) -> bool:
+def lock(file: IO[str] | io.RawIOBase, *, shared: bool = False) -> bool:
     """Locks an open file: closing it, or the end of the process, unlocks it.
 
     Args:
@@ -77,7 +78,7 @@ def lock(file: IO[str], *, shared: bool = False) -> bool:
     Raises:
       BlockingIOError: if another open file holds the lock.
     """
-    if not _EXIST:
+    if not EXIST:
         return False
     import fcntl
 

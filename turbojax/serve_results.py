@@ -5,7 +5,6 @@ its end; whoever goes on drops that line.
 """
 
 import contextlib
-import importlib.util
 import io
 import json
 import os
@@ -15,9 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from turbojax import _locks
 from turbojax.serve_requests import TextRequest
-
-LOCKS = importlib.util.find_spec("fcntl") is not None  # not on Windows
 
 _KEYS = {"id", "request", "finish_reason"}
 _LONGEST_LINE = 32 * 2**20  # bytes; a result is its text and some numbers
@@ -172,17 +170,12 @@ def _lock(path: Path, file: io.RawIOBase) -> None:
     Raises:
       ValueError: if another process holds it.
     """
-    if not (LOCKS and stat.S_ISREG(os.fstat(file.fileno()).st_mode)):
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return
-    import fcntl
-
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _locks.lock(file)
     except BlockingIOError as error:
         raise ValueError(f"--out {path}: another process writes to it") from error
-    except OSError:
-        # A file system without locks, as of some networks and containers.
-        return
 
 
 def _is_at(path: Path, file: io.RawIOBase) -> bool:
