@@ -9,9 +9,9 @@ import functools
 import importlib.resources
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -28,6 +28,8 @@ from turbojax.models.llama import Llama
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.tensors import TensorSpec, checkpoint_tensors
 from turbojax.models.tokenizer import BEGINNING_OF_FILE as BEGINNING_OF_FILE
+
+_Floats = TypeVar("_Floats", Llama, Decoder)
 
 
 def embedded_path() -> Path:
@@ -77,17 +79,7 @@ def load(
         mis-shaped, or too large for `dtype`; tied embeddings differ; or an argument is out of
         range.
     """
-
-    def read(folder: Path) -> Llama | QuantizedDecoder:
-        hf = _folder.read_config(folder)
-        if quantized_checkpoint.is_quantized(hf):
-            return quantized_checkpoint.read(
-                folder, hf, dtype=dtype, max_length=max_length, progress=progress
-            )
-        config = model_config(folder, hf, max_length)
-        return loading.read_llama(folder, hf, config, dtype=dtype, progress=progress)
-
-    return _folder.steady(checkpoint_folder(path_or_name), read)
+    return _load(path_or_name, loading.read_llama, dtype, max_length, progress)
 
 
 def load_llama(
@@ -130,15 +122,26 @@ def load_decoder(
     Raises:
       OSError, NotImplementedError, ValueError: as `load`.
     """
+    return _load(path_or_name, loading.read_decoder, dtype, max_length, progress)
 
-    def read(folder: Path) -> Decoder | QuantizedDecoder:
+
+def _load(
+    path_or_name: str | os.PathLike[str],
+    read_floats: Callable[..., _Floats],
+    dtype: DTypeLike | None,
+    max_length: int | None,
+    progress: loading.Progress | None,
+) -> _Floats | QuantizedDecoder:
+    """A checkpoint, quantized or not; `read_floats` is for those that are not."""
+
+    def read(folder: Path) -> _Floats | QuantizedDecoder:
         hf = _folder.read_config(folder)
         if quantized_checkpoint.is_quantized(hf):
             return quantized_checkpoint.read(
                 folder, hf, dtype=dtype, max_length=max_length, progress=progress
             )
         config = model_config(folder, hf, max_length)
-        return loading.read_decoder(folder, hf, config, dtype=dtype, progress=progress)
+        return read_floats(folder, hf, config, dtype=dtype, progress=progress)
 
     return _folder.steady(checkpoint_folder(path_or_name), read)
 
