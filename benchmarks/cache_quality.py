@@ -23,9 +23,9 @@ import numpy as np
 from rich.progress import Progress
 
 from turbojax import _writing, models
-from turbojax.demo import environment
+from turbojax.app.demo import environment
 from turbojax.finetune.evaluate import windows
-from turbojax.models import generation
+from turbojax.models.generation import generate as generation
 
 DEFAULT_CACHES = ("exact", "4bit", "3bit", "2/4bit", "2bit", "turbo4", "fp8_e4m3", "fp8_e5m2")
 QUICK = {"context": 159, "per_file": 1}

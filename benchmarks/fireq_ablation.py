@@ -22,12 +22,13 @@ import jax.numpy as jnp
 import numpy as np
 from rich.progress import Progress
 
-from turbojax import _writing, models, quantizing, smoothing
-from turbojax.demo import environment
+from turbojax import _writing, models, smoothing
+from turbojax.app.demo import environment
+from turbojax.app.generate.run import read_text
+from turbojax.app.quantize import run as quantizing
 from turbojax.models.calibration import calibrate
 from turbojax.models.quantize import layer_params, layer_weights, quantize_from
-from turbojax.models.tokenizer import ByteTokenizer
-from turbojax.text import read_text
+from turbojax.models.text.tokenizer import ByteTokenizer
 
 COLUMNS: dict[str, tuple[str, ...]] = {
     "none": (),

@@ -17,14 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import models
+from turbojax.app.demo import environment
 from turbojax.baselines import exact
-from turbojax.cache import ProgressiveCache
-from turbojax.cache.update import store_prompt
-from turbojax.demo import environment
-from turbojax.layer_cache import LayerCache
-from turbojax.layer_cache.kinds import put_sequences, take_sequences
-from turbojax.models import generation
-from turbojax.models.caching import init_caches
+from turbojax.kv import LayerCache
+from turbojax.kv.kinds import put_sequences, take_sequences
+from turbojax.models.generation import generate as generation
+from turbojax.models.generation.caching import init_caches
+from turbojax.state.progressive import ProgressiveCache
+from turbojax.state.progressive.update import store_prompt
 
 WARM_UP_STEPS = 2
 

@@ -7,7 +7,7 @@ import oracles
 from implementations import interpreted
 
 import turbojax as tj
-from turbojax.cache.update import store_prompt
+from turbojax.state.progressive.update import store_prompt
 
 BATCH, HEADS, HEAD_DIM = 3, 4, 16
 CONFIGS = {

@@ -15,7 +15,7 @@ import numpy as np
 
 from turbojax import models
 from turbojax.models.engine import Engine, Request, engine
-from turbojax.models.sampling import NOTHING
+from turbojax.models.generation.sampling import NOTHING
 
 VOCABULARY = 5
 PAGE = 16

@@ -9,7 +9,7 @@ import pytest
 from attention_helpers import EXACT, SAS_2, SAS_E
 
 import turbojax as tj
-from turbojax.cache.update import store_prompt
+from turbojax.state.progressive.update import store_prompt
 
 MODES = ("int8", "int8_fp8", "fp8", "float")
 SOFTMAXES = {"exact": "exact", "sas": tj.SAS(), "sas-2": tj.SAS(base="2")}

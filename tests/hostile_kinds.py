@@ -20,7 +20,9 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import turbojax as tj
-from turbojax import models, serve_requests, serve_results
+from turbojax import models
+from turbojax.app.serve import requests as serve_requests
+from turbojax.app.serve import results as serve_results
 from turbojax.finetune import checkpoint, comparison
 from turbojax.finetune.run import Log
 

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
-from turbojax import _writing, serve_results
-from turbojax.cache import storage
-from turbojax.models import _folder
+from turbojax import _writing
+from turbojax.app.serve import results as serve_results
+from turbojax.models.checkpoint import folder as _folder
+from turbojax.state import stored_file as storage
 
 
 def tensors(kind):

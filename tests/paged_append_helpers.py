@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from cache_helpers import assert_same_bits
 
-from turbojax.cache import paged
+from turbojax.state.pages import pool as paged
 
 TABLES = np.array([[7, 2, 9, -1], [0, 11, 3, 8], [4, 1, 5, 6]], np.int32)
 PAGES = 12

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import polar
-from turbojax.cache import paged
 from turbojax.ops.paged_attention import paged_attention
+from turbojax.state.pages import pool as paged
 
 UNIT = 2.0**-24
 KV_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2", "turbo4")

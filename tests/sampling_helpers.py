@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from turbojax.models.sampling import SamplingRows
+from turbojax.models.generation.sampling import SamplingRows
 
 SIZE = 12
 KINDS = ("greedy", "draw", "restrict")

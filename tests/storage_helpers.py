@@ -11,9 +11,10 @@ from safetensors.numpy import save_file
 
 import turbojax as tj
 from turbojax.baselines import exact
-from turbojax.cache import kv4
-from turbojax.cache import storage as files
-from turbojax.layer_cache import init_layer_cache, paged
+from turbojax.kv import init_layer_cache
+from turbojax.kv import pages as paged
+from turbojax.state import kv4
+from turbojax.state import stored_file as files
 
 MIXED = tj.TurboConfig(
     num_low_bit_key_heads=1,

@@ -6,9 +6,9 @@ import random
 import pytest
 from interrupting import Lines, lines_of
 
-from turbojax.cache import allocator
-from turbojax.cache.allocator import PageAllocator, PoolExhausted
-from turbojax.cache.prefix import PrefixCache
+from turbojax.state.pages import allocator
+from turbojax.state.pages.allocator import PageAllocator, PoolExhausted
+from turbojax.state.pages.prefix import PrefixCache
 
 PAGES, SIZE = 24, 4
 PREFIXES = ("insert", "evict", "clear", "lookup")

@@ -16,8 +16,8 @@ from benchmarks import __main__ as command
 from benchmarks import flax_tables, model_tables, tables, timing
 from benchmarks.suites import families, flax, loading, loading_worker, steps
 from turbojax import models
-from turbojax.layer_cache import init_layer_cache
-from turbojax.models import generation
+from turbojax.kv import init_layer_cache
+from turbojax.models.generation import generate as generation
 
 SUITES = {"flax": flax, "families": families, "loading": loading}
 TINY_LAYER = flax.Layer(4, 2, 16, 2, 128)

@@ -29,10 +29,10 @@ from storage_helpers import (
 
 import turbojax as tj
 from turbojax.baselines import kivi
-from turbojax.cache import storage as files
-from turbojax.layer_cache import init_layer_cache
-from turbojax.layer_cache.kinds import take_sequences
-from turbojax.models.storage import load_cache, save_cache
+from turbojax.kv import init_layer_cache
+from turbojax.kv.kinds import take_sequences
+from turbojax.models.generation.saving import load_cache, save_cache
+from turbojax.state import stored_file as files
 
 # What comes back ---------------------------------------------------------------------------------
 

@@ -16,8 +16,8 @@ from chat_cases import (
 )
 from chat_cases import folder as write_folder
 
-from turbojax.models.chat import chat_tokens, render_chat, render_template
-from turbojax.models.tokenizer import ByteTokenizer, JsonTokenizer
+from turbojax.models.text.chat import chat_tokens, render_chat, render_template
+from turbojax.models.text.tokenizer import ByteTokenizer, JsonTokenizer
 
 RECORDED = recordings.read("text")["chats"]
 

@@ -5,7 +5,7 @@ import tracemalloc
 
 import pytest
 
-from turbojax.models.chat import render_template
+from turbojax.models.text.chat import render_template
 
 MESSAGES = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
 DOUBLING = "{% for i in range(60) %}"
@@ -77,7 +77,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_templates_are_refused(monkeypatch, name):
-    monkeypatch.setattr("turbojax.models._templates.SECONDS", 0.5)
+    monkeypatch.setattr("turbojax.models.text.templates.SECONDS", 0.5)
     begun = time.perf_counter()
     tracemalloc.start()
     with pytest.raises(ValueError, match="the chat template (refuses|is not readable)") as caught:

@@ -3,8 +3,8 @@
 import pytest
 from tokenizer_helpers import byte_level, save
 
-from turbojax.models.chat import render_chat
-from turbojax.models.tokenizer import JsonTokenizer
+from turbojax.models.text.chat import render_chat
+from turbojax.models.text.tokenizer import JsonTokenizer
 
 CLASS = {"tokenizer_class": "PreTrainedTokenizerFast"}
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %} plain"

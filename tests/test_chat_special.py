@@ -9,10 +9,10 @@ from chat_cases import CASES, CHATML, CONVERSATIONS, TEMPLATES, USER, folder
 from tokenizer_helpers import SPECIAL, TEXTS, byte_fallback, byte_level, save
 from tokenizers import AddedToken, Tokenizer, models, normalizers
 
-from turbojax import text as text_command
-from turbojax.models._special_text import SegmentEncoder
-from turbojax.models.chat import chat_tokens, render_chat
-from turbojax.models.tokenizer import JsonTokenizer
+from turbojax.app.generate import run as text_command
+from turbojax.models.text.chat import chat_tokens, render_chat
+from turbojax.models.text.special_text import SegmentEncoder
+from turbojax.models.text.tokenizer import JsonTokenizer
 
 RECORDED = recordings.read("text")["chats"]["texts"]
 

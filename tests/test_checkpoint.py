@@ -15,7 +15,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from turbojax import models
-from turbojax.models.checkpoint import (
+from turbojax.models.checkpoint.huggingface import (
     expected_shapes,
     load,
     load_decoder,
@@ -24,7 +24,7 @@ from turbojax.models.checkpoint import (
     to_hf_tensors,
     weight_files,
 )
-from turbojax.models.tensors import checkpoint_tensors
+from turbojax.models.families.tensors import checkpoint_tensors
 
 INDEX = "model.safetensors.index.json"
 
@@ -261,7 +261,7 @@ class TestTiedEmbeddings:
         assert same_bits(load(tmp_path).lm_head.get_value(), head)
 
     def test_pieces_are_all_compared(self, tmp_path, monkeypatch):
-        monkeypatch.setattr("turbojax.models.loading._COMPARED_BYTES", 1000)
+        monkeypatch.setattr("turbojax.models.checkpoint.weights._COMPARED_BYTES", 1000)
         hf_helpers.write("qwen2", tmp_path)
         tensors = load_file(tmp_path / "model.safetensors")
         for row in (0, 3, 64, 127):
@@ -363,7 +363,7 @@ class TestSaving:
                 raise OSError("no space left")
             return variable(state, path)
 
-        from turbojax.models import loading
+        from turbojax.models.checkpoint import weights as loading
 
         variable = loading.variable
         monkeypatch.setattr(loading, "variable", fail)

@@ -12,7 +12,13 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from turbojax import models
-from turbojax.models.checkpoint import load, load_decoder, load_llama, save, weight_files
+from turbojax.models.checkpoint.huggingface import (
+    load,
+    load_decoder,
+    load_llama,
+    save,
+    weight_files,
+)
 
 CONFIG = models.LlamaConfig(
     vocab_size=48,
@@ -295,7 +301,7 @@ class TestReplaced:
     )
     def test_config_json(self, one, monkeypatch, text, error):
         """After it was read, and before the weights' headers: the second try says what is there."""
-        from turbojax.models import _folder
+        from turbojax.models.checkpoint import folder as _folder
 
         find, file = _folder.stored_tensors, one / "config.json"
 

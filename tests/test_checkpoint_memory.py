@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from turbojax.models import LlamaConfig
-from turbojax.models.checkpoint import expected_shapes
+from turbojax.models.checkpoint.huggingface import expected_shapes
 
 CONFIG = LlamaConfig(
     vocab_size=512,

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from turbojax import models, smoothing
-from turbojax.models.checkpoint import load, load_decoder, weight_files
+from turbojax.models.checkpoint.huggingface import load, load_decoder, weight_files
 from turbojax.models.quantize import quantize_from
 from turbojax.models.quantized import check_config
 from turbojax.rotary import LinearScaling, YarnScaling

@@ -11,9 +11,11 @@ from flax import nnx
 from tokenizer_helpers import byte_level, save
 from typer.testing import CliRunner
 
-from turbojax import cli_generate, models, text
-from turbojax.cli import app
-from turbojax.models.tokenizer import load_tokenizer
+from turbojax import models
+from turbojax.app.generate import command as cli_generate
+from turbojax.app.generate import run as text
+from turbojax.app.main import app
+from turbojax.models.text.tokenizer import load_tokenizer
 
 CONFIG = {
     "hidden_size": 32,

@@ -12,8 +12,8 @@ import pytest
 from interrupt_helpers import environment, turbojax
 from typer.testing import CliRunner
 
-from turbojax import cli_programs
-from turbojax.cli import app
+from turbojax.app import programs as cli_programs
+from turbojax.app.main import app
 
 SETTINGS = (
     "jax_enable_compilation_cache",

@@ -8,9 +8,11 @@ import pytest
 from flax import nnx
 from typer.testing import CliRunner
 
-from turbojax import models, quantizing, text
-from turbojax.cli import app
-from turbojax.models.tokenizer import ByteTokenizer
+from turbojax import models
+from turbojax.app.generate import run as text
+from turbojax.app.main import app
+from turbojax.app.quantize import run as quantizing
+from turbojax.models.text.tokenizer import ByteTokenizer
 
 QUICK = ("--calibration-tokens", "128", "--evaluation-tokens", "128", "--window", "64")
 

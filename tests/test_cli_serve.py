@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from turbojax import models, serve_requests, serving, text
-from turbojax.cli import app
+from turbojax import models
+from turbojax.app.generate import run as text
+from turbojax.app.main import app
+from turbojax.app.serve import requests as serve_requests
+from turbojax.app.serve import run as serving
 from turbojax.models import Engine
-from turbojax.models.tokenizer import ByteTokenizer
+from turbojax.models.text.tokenizer import ByteTokenizer
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from flax import nnx
 from typer.testing import CliRunner
 
 from turbojax import models
-from turbojax.cli import app
-from turbojax.demo import DemoSettings, default_file
+from turbojax.app.demo import DemoSettings, default_file
+from turbojax.app.main import app
 
 SMALL = ["--prompt-bytes", "70", "--new-bytes", "8", "--generate-bytes", "4"]
 
@@ -132,7 +132,7 @@ def test_help_and_version():
 
 
 def test_without_the_extra_the_command_says_what_to_install():
-    code = "import sys; sys.modules['typer'] = None; import turbojax.cli"
+    code = "import sys; sys.modules['typer'] = None; import turbojax.app.main"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "needs typer: pip install 'typer>=0.15' 'rich>=13' " in done.stderr

@@ -6,8 +6,9 @@ import jax
 import pytest
 from typer.testing import CliRunner
 
-from turbojax import _registry, doctor
-from turbojax.cli import app
+from turbojax import _registry
+from turbojax.app import doctor
+from turbojax.app.main import app
 
 
 @pytest.fixture(scope="module")

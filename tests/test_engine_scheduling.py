@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from turbojax.models.engine import Engine, Finished, NewToken, Request, compilation, engine
 from turbojax.models.engine.scheduler import Status
-from turbojax.models.sampling import NOTHING
+from turbojax.models.generation.sampling import NOTHING
 
 # Few tokens and round lengths, so that prompts begin alike and end where pages end.
 prompts = st.builds(

@@ -19,7 +19,7 @@ from flax import nnx
 from typer.testing import CliRunner
 
 from turbojax import finetune, models
-from turbojax.cli import app
+from turbojax.app.main import app
 from turbojax.finetune import checkpoint, comparison, documents
 from turbojax.models import pooled_by_name
 

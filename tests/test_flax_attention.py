@@ -18,7 +18,7 @@ from flax_helpers import (
 )
 
 import turbojax as tj
-from turbojax.layer_cache import AttentionOptions, PooledAttention
+from turbojax.kv import AttentionOptions, PooledAttention
 from turbojax.rotary import Rope
 
 VARIANTS = {

@@ -8,12 +8,7 @@ from flax import nnx
 from flax_helpers import CHANNELS, KINDS, KV_HEADS, ROUNDING, SMALL, module, oracle, params, tokens
 
 import turbojax as tj
-from turbojax.layer_cache import (
-    PooledAttention,
-    attend_new_tokens,
-    attend_prompt,
-    init_layer_cache,
-)
+from turbojax.kv import PooledAttention, attend_new_tokens, attend_prompt, init_layer_cache
 from turbojax.rotary import Rope
 
 

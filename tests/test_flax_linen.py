@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import turbojax as tj
 from turbojax.flax import linen
-from turbojax.layer_cache import AttentionOptions
+from turbojax.kv import AttentionOptions
 from turbojax.rotary import Rope
 
 VARIANTS = {

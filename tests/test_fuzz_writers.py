@@ -16,7 +16,7 @@ from interrupting import Lines, lines_of, points
 from storage_helpers import filled
 
 from turbojax import _writing, fireq, models
-from turbojax.models.storage import load_cache, save_cache
+from turbojax.models.generation.saving import load_cache, save_cache
 
 CONFIG = models.LlamaConfig(
     vocab_size=64,

@@ -11,7 +11,7 @@ from flax import nnx
 import turbojax as tj
 from turbojax import models
 from turbojax.baselines import exact
-from turbojax.models import generation
+from turbojax.models.generation import generate as generation
 
 CACHES = ("exact", "4bit", "2/4bit", "3bit", "2bit")
 

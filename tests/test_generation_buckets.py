@@ -12,10 +12,13 @@ import pytest
 from flax import nnx
 
 import turbojax as tj
-from turbojax import models, text
-from turbojax.models import GREEDY, Sampling, generation, steps
-from turbojax.models.buckets import bucket, cache_bucket, prompt_bucket
-from turbojax.models.tokenizer import NumberTokenizer
+from turbojax import models
+from turbojax.app.generate import run as text
+from turbojax.models import GREEDY, Sampling
+from turbojax.models.generation import generate as generation
+from turbojax.models.generation import steps
+from turbojax.models.generation.buckets import bucket, cache_bucket, prompt_bucket
+from turbojax.models.text.tokenizer import NumberTokenizer
 
 SMALL_BLOCKS = tj.TurboConfig(block_kv=16, buffer_size=16, block_q=16)
 WARM = Sampling(temperature=0.9, top_p=0.95, seed=3)

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from turbojax import models
-from turbojax.models.padding import align
+from turbojax.models.generation.padding import align
 
 LENGTHS, NEW = (17, 5), 6
 

@@ -9,9 +9,10 @@ import pytest
 from flax import nnx
 
 from turbojax import models
-from turbojax.models import Sampling, generation
-from turbojax.models.stopping import TextStream
-from turbojax.models.tokenizer import NumberTokenizer
+from turbojax.models import Sampling
+from turbojax.models.generation import generate as generation
+from turbojax.models.generation.stopping import TextStream
+from turbojax.models.text.tokenizer import NumberTokenizer
 
 NEW = 14
 WARM = Sampling(temperature=1.0, seed=5)

@@ -9,9 +9,9 @@ import pytest
 from cache_helpers import assert_same_bits
 
 import turbojax as tj
-from turbojax.cache import triton
-from turbojax.cache.update import store_prompt
 from turbojax.quantizers import quantize_int8
+from turbojax.state.progressive import triton
+from turbojax.state.progressive.update import store_prompt
 
 pytestmark = pytest.mark.gpu
 

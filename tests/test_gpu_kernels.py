@@ -217,8 +217,8 @@ def test_nan_reaches_what_it_reaches_in_the_definition():
 
 
 def test_none_takes_the_kernels_here():
-    from turbojax.cache.update import APPEND, STORE_PROMPT
     from turbojax.ops.turbo_attention.api import DECODE as DECODE_REGISTRY
+    from turbojax.state.progressive.update import APPEND, STORE_PROMPT
 
     cache = filled(2, 64, tj.TurboConfig(), (70,))
     new = normal(0, (1, 1, 2, 64))

@@ -21,7 +21,7 @@ from test_kv4_decode import (
     prefill,
 )
 
-from turbojax.cache import kv4
+from turbojax.state import kv4
 
 pytestmark = pytest.mark.gpu
 

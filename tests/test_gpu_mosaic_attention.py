@@ -13,7 +13,7 @@ from gpu_helpers import EIGHT_BIT_MODES as MODES
 import turbojax as tj
 from turbojax import _device
 from turbojax.ops.turbo_attention import mosaic_gpu
-from turbojax.ops.turbo_attention.masking import Visibility
+from turbojax.ops.visibility import Visibility
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,7 +13,7 @@ import turbojax as tj
 from benchmarks.shapes import MODELS
 from turbojax._device import needs_hopper
 from turbojax.ops.turbo_attention import mosaic_decode
-from turbojax.ops.turbo_attention.masking import Visibility
+from turbojax.ops.visibility import Visibility
 
 pytestmark = [
     pytest.mark.gpu,

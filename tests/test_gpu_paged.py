@@ -26,8 +26,8 @@ from paged_helpers import (
 )
 
 from turbojax._device import needs_hopper
-from turbojax.cache import paged
-from turbojax.ops.turbo_attention.masking import Visibility
+from turbojax.ops.visibility import Visibility
+from turbojax.state.pages import pool as paged
 
 pytestmark = pytest.mark.gpu
 

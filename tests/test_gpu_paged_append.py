@@ -20,7 +20,7 @@ from paged_append_helpers import (
 
 from pallas_kernels.triton import paged_append as kernel
 from turbojax import polar
-from turbojax.cache import paged
+from turbojax.state.pages import pool as paged
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import turbojax
 from turbojax import _extras
-from turbojax.cli import app
+from turbojax.app.main import app
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
@@ -25,7 +25,7 @@ def _python(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_a_plain_installation_has_the_command():
-    assert PROJECT["scripts"] == {"turbojax": "turbojax.cli:main"}
+    assert PROJECT["scripts"] == {"turbojax": "turbojax.app.main:main"}
     assert set(_extras.COMMAND) <= set(PROJECT["dependencies"])
 
 
@@ -106,7 +106,7 @@ def test_train_without_orbax():
     code = (
         "import sys; sys.modules['orbax'] = None\n"
         "sys.argv = ['turbojax', 'train', '--out', '/nonexistent/out']\n"
-        "from turbojax.cli import app; app()"
+        "from turbojax.app.main import app; app()"
     )
     done = _python("-c", code)
     assert done.returncode == 2

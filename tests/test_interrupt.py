@@ -13,7 +13,7 @@ from interrupt_helpers import ROOT, environment, interrupted, turbojax
 from typer.testing import CliRunner
 
 from turbojax import _interrupt
-from turbojax.cli import app
+from turbojax.app.main import app
 from turbojax.models.engine import Engine, Finished
 
 # `_interrupt` alone, without the seconds that importing jax takes.
@@ -138,7 +138,7 @@ def test_only_the_command_handles_signals(arguments, argv, expected, monkeypatch
 def test_the_library_leaves_signals_alone():
     code = (
         "import signal; old = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)\n"
-        "import turbojax.cli, turbojax.__main__\n"
+        "import turbojax.app.main, turbojax.__main__\n"
         "assert old == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))\n"
         "assert signal.set_wakeup_fd(-1) == -1\n"
     )

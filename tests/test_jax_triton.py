@@ -25,8 +25,8 @@ import turbojax as tj
 from pallas_kernels.upstream_triton import attention as launcher
 from turbojax import _device
 from turbojax.ops.turbo_attention import jax_triton, reference
-from turbojax.ops.turbo_attention.masking import Visibility
 from turbojax.ops.turbo_attention.operands import quantize_operands
+from turbojax.ops.visibility import Visibility
 
 KERNEL = "pallas_kernels.upstream_triton._kernel"
 MODES = ("int8", "int8_fp8", "fp8")

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from cache_helpers import assert_same_bits
 
-from turbojax.cache import kv4
 from turbojax.ops.kv4_attention import prefill
+from turbojax.state import kv4
 
 BATCH, HEADS, HEAD_DIM = 3, 2, 16
 

@@ -11,8 +11,8 @@ import pytest
 from implementations import interpreted, kernel_is_slow
 
 import turbojax as tj
-from turbojax.cache import kv4
 from turbojax.ops.kv4_attention import api
+from turbojax.state import kv4
 
 UNIT = 2.0**-24
 STATIC = ("scale", "local_window_size", "logits_soft_cap", "implementation", "return_residual")

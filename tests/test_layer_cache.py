@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import turbojax as tj
-from turbojax import layer_cache
+from turbojax import kv as layer_cache
 from turbojax.baselines import exact
-from turbojax.layer_cache import AttentionOptions, attend_new_tokens, attend_prompt
+from turbojax.kv import AttentionOptions, attend_new_tokens, attend_prompt
 
 BATCH, TOKENS, HEADS, KV_HEADS, CHANNELS = 2, 13, 4, 2, 16
 LENGTHS = np.array([13, 6])

@@ -9,8 +9,9 @@ import pytest
 from flax import nnx
 from typer.testing import CliRunner
 
-from turbojax import levels_map, models
-from turbojax.cli import app
+from turbojax import models
+from turbojax.app import levels as levels_map
+from turbojax.app.main import app
 
 SMALL = ["--tokens", "96", "--block", "8", "--layer", "1"]
 # The other policies are in the picture.

@@ -23,7 +23,7 @@ from turbojax.models import (
     load,
     save,
 )
-from turbojax.models.checkpoint import expected_shapes, to_hf_tensors
+from turbojax.models.checkpoint.huggingface import expected_shapes, to_hf_tensors
 from turbojax.rotary import Rope, rotate
 
 TINY = LlamaConfig(

@@ -9,8 +9,9 @@ import pytest
 from flax import nnx
 
 from turbojax import models
-from turbojax.layer_cache import kinds, paged
-from turbojax.models import generation
+from turbojax.kv import kinds
+from turbojax.kv import pages as paged
+from turbojax.models.generation import generate as generation
 
 KINDS = paged.PAGED_KINDS
 

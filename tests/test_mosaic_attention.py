@@ -17,8 +17,8 @@ from kernel_helpers import lower_for_cuda
 import turbojax as tj
 from turbojax import _device
 from turbojax.ops.turbo_attention import mosaic_gpu
-from turbojax.ops.turbo_attention.masking import Visibility
 from turbojax.ops.turbo_attention.operands import permute_tokens
+from turbojax.ops.visibility import Visibility
 
 MODES = ("int8", "int8_fp8", "fp8")
 SEES_ALL = Visibility(False, None)

@@ -10,7 +10,7 @@ import turbojax as tj
 from benchmarks.shapes import MODELS
 from turbojax import _device
 from turbojax.ops.turbo_attention import mosaic_decode
-from turbojax.ops.turbo_attention.masking import Visibility
+from turbojax.ops.visibility import Visibility
 
 
 def abstract_cache(config=tj.TurboConfig(), *, batch=2, length=1024, kv_heads=2, head_dim=128):

@@ -28,9 +28,9 @@ from pallas_kernels.mosaic import (
     _paged_warp,
 )
 from turbojax import _device, polar
-from turbojax.cache.paged import init_paged_cache
 from turbojax.ops.paged_attention import mosaic_gpu
-from turbojax.ops.turbo_attention.masking import Visibility
+from turbojax.ops.visibility import Visibility
+from turbojax.state.pages.pool import init_paged_cache
 
 KINDS = ("turbo4", "fp8_e4m3", "fp8_e5m2")
 SHARED_BYTES = 227 * 1024

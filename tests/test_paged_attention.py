@@ -23,8 +23,8 @@ from paged_helpers import (
 )
 
 import turbojax as tj
-from turbojax.cache import paged
 from turbojax.ops.paged_attention import paged_attention
+from turbojax.state.pages import pool as paged
 
 
 def run(implementation):

@@ -10,7 +10,7 @@ import pytest
 from cache_helpers import assert_same_bits
 
 from turbojax import polar
-from turbojax.cache import paged
+from turbojax.state.pages import pool as paged
 
 KINDS = paged.KV_DTYPES
 BATCH, HEADS, HEAD_DIM, PAGES, SIZE = 3, 2, 32, 12, 16

@@ -9,7 +9,7 @@ import pytest
 from cache_helpers import assert_same_bits
 
 from turbojax import paged
-from turbojax.cache.paged import KV_DTYPES, page_arrays
+from turbojax.state.pages.pool import KV_DTYPES, page_arrays
 
 PAGES, SIZE, HEADS, HEAD_DIM = 8, 16, 2, 16
 

@@ -7,8 +7,8 @@ from test_chat_named import CLASS, NAMED, TOOL, TOOLS, USER, in_config, in_files
 from tokenizer_helpers import TEXTS, byte_level, save
 from tokenizers import AddedToken
 
-from turbojax.models.chat import chat_tokens, render_chat
-from turbojax.models.tokenizer import JsonTokenizer, load_tokenizer
+from turbojax.models.text.chat import chat_tokens, render_chat
+from turbojax.models.text.tokenizer import JsonTokenizer, load_tokenizer
 
 pytestmark = pytest.mark.slow
 

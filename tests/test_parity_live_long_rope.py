@@ -15,9 +15,13 @@ import pytest
 from flax import nnx
 from typer.testing import CliRunner
 
-from turbojax import cli, models, serve_requests, serving, text
+from turbojax import models
+from turbojax.app import main as cli
+from turbojax.app.generate import run as text
+from turbojax.app.serve import requests as serve_requests
+from turbojax.app.serve import run as serving
 from turbojax.models import Engine, Request
-from turbojax.models.tokenizer import NumberTokenizer
+from turbojax.models.text.tokenizer import NumberTokenizer
 
 pytestmark = pytest.mark.slow
 

@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 
 import turbojax as tj
 from turbojax import models
-from turbojax.cli import app
+from turbojax.app.main import app
 from turbojax.levels import LocalWindow, SimilarityCap, Threshold
-from turbojax.models import PooledAttention, generation, pooled_by_name
+from turbojax.models import PooledAttention, pooled_by_name
+from turbojax.models.generation import generate as generation
 
 COMPRESSED = tj.TurboConfig(block_kv=16, buffer_size=16, block_q=16)
 EVERYTHING = PooledAttention(LocalWindow(4096, (4096, 4096, None)), 32, 32)

@@ -79,7 +79,7 @@ def import_graph() -> dict[str, set[str]]:
 
 
 def component(module: str) -> str:
-    """The part of the layout that a module belongs to: `turbojax.cache`, `pallas_kernels`, ..."""
+    """The part of the layout that a module belongs to: `turbojax.state`, `pallas_kernels`, ..."""
     parts = module.split(".")
     return module if parts[0] != "turbojax" else ".".join(parts[:2])
 

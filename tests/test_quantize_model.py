@@ -9,13 +9,14 @@ import pytest
 from flax import nnx
 
 from turbojax import models, smoothing
-from turbojax.cache import kv4
-from turbojax.models import causal_attention, generation
+from turbojax.models import causal_attention
 from turbojax.models.calibration import calibrate
 from turbojax.models.evaluation import through_kv4
+from turbojax.models.generation import generate as generation
 from turbojax.models.quantize import layer_params, layer_weights, quantize_from
 from turbojax.models.quantized import take_rows
 from turbojax.quantizers.int4 import Int4Weight, dequantize, quantize_weight
+from turbojax.state import kv4
 
 NO_SMOOTHING = smoothing.Smoothing(cas=False, pts=False, rpn=False, crs=False)
 

@@ -13,7 +13,7 @@ from turbojax import _device
 from turbojax._device import interpret_kernels
 from turbojax.ops.registry import Implementation, Registry
 from turbojax.ops.turbo_attention.api import ATTENTION, DECODE
-from turbojax.ops.turbo_attention.masking import Visibility
+from turbojax.ops.visibility import Visibility
 
 
 def _registry() -> Registry:

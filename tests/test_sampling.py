@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from sampling_helpers import KINDS, SIZE, distribution, rows
 
-from turbojax.models.sampling import (
+from turbojax.models.generation.sampling import (
     NOTHING,
     Sampling,
     kind_of,

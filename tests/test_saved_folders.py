@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from turbojax import _writing, models
-from turbojax.models import _folder
+from turbojax.models.checkpoint import folder as _folder
 
 NEW = ".turbojax-new"
 

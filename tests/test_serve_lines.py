@@ -13,8 +13,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from turbojax import cli_serve
-from turbojax.cli import app
+from turbojax.app.main import app
+from turbojax.app.serve import command as cli_serve
 from turbojax.models.engine import Engine
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -187,7 +187,7 @@ def test_results_and_progress_on_a_real_terminal(tiny_folder, tmp_path, piped):
     """Standard output and error are one terminal, or the terminal shows progress alone."""
     lines = [json.dumps({"prompt": "abc", "max_new_tokens": 90})] * 6
     controller, terminal = pty.openpty()
-    code = "from turbojax.cli import main; main()"
+    code = "from turbojax.app.main import main; main()"
     options = [_write(tmp_path, lines), "--model", tiny_folder, "--max-sequences", "2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "80"}
     out = tmp_path / "out"

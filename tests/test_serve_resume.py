@@ -14,8 +14,11 @@ import hf_helpers
 import pytest
 from typer.testing import CliRunner
 
-from turbojax import _locks, cli_serve, serve_results, serving
-from turbojax.cli import app
+from turbojax import _locks
+from turbojax.app.main import app
+from turbojax.app.serve import command as cli_serve
+from turbojax.app.serve import results as serve_results
+from turbojax.app.serve import run as serving
 
 if _locks.EXIST:
     import fcntl
@@ -310,7 +313,7 @@ def test_a_killed_process_goes_on(tiny_folder, tmp_path, after):
     lines = [{"prompt": "abc", "temperature": 1.0, "max_new_tokens": 100}] * 9
     file, out, one = _write(tmp_path, lines), tmp_path / "out", tmp_path / "one"
     options = ["--model", tiny_folder, "--max-sequences", "2", "--out"]
-    code = "from turbojax.cli import main; main()"
+    code = "from turbojax.app.main import main; main()"
     command = [sys.executable, "-c", code, "serve", file, *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen([*command, str(out)], env=environment, stderr=subprocess.DEVNULL)

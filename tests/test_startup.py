@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import pytest
 from typer.testing import CliRunner
 
-from turbojax import models, startup
-from turbojax.cli import app
+from turbojax import models
+from turbojax.app import startup
+from turbojax.app.main import app
 
 PLOTTING = {
     "demo": ["demo", "--model", "MODEL"],
@@ -140,7 +141,7 @@ class TestFiles:
         ],
     )
     def test_texts_that_are_not_there(self, tmp_path, arguments, monkeypatch):
-        monkeypatch.setattr("turbojax.text.load_tokenizer", None)
+        monkeypatch.setattr("turbojax.app.generate.run.load_tokenizer", None)
         out = str(tmp_path / "out")
         result = _run(*(out if x == "OUT" else x for x in arguments))
         _refused(result, "No such file or directory: '/no/such/file'")

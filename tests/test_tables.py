@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from rich.console import Console, RenderableType
 
-from turbojax import cli_options, cli_quantize, levels_map
-from turbojax.demo import CacheResult, DemoReport, DemoSettings, display
+from turbojax.app import levels as levels_map
+from turbojax.app import options as cli_options
+from turbojax.app.demo import CacheResult, DemoReport, DemoSettings, display
+from turbojax.app.quantize import command as cli_quantize
 from turbojax.models import CACHE_NAMES
 
 LONG = Path("a_module_with_quite_a_long_name_as_files_have_it.py")

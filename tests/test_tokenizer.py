@@ -10,8 +10,8 @@ import tokenizer_helpers
 from tokenizer_helpers import KINDS, TEXTS, byte_level, save
 
 from turbojax.models import embedded_path
-from turbojax.models.stopping import check_stops
-from turbojax.models.tokenizer import (
+from turbojax.models.generation.stopping import check_stops
+from turbojax.models.text.tokenizer import (
     ByteTokenizer,
     JsonTokenizer,
     NumberTokenizer,

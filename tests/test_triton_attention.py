@@ -17,7 +17,7 @@ import turbojax as tj
 from benchmarks.shapes import MODELS
 from turbojax._device import interpret_kernels
 from turbojax.ops.turbo_attention import triton
-from turbojax.ops.turbo_attention.masking import Visibility
+from turbojax.ops.visibility import Visibility
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,9 @@ from kernel_helpers import lower_for_cuda
 import turbojax as tj
 from pallas_kernels.triton import _quantize
 from turbojax._device import interpret_kernels
-from turbojax.cache import triton
-from turbojax.cache.update import store_prompt
 from turbojax.quantizers import pack, quantize_int8, quantize_with_scale, round_scale
+from turbojax.state.progressive import triton
+from turbojax.state.progressive.update import store_prompt
 
 BATCH, HEADS = 4, 4
 # Configuration, head dim, dtype: every width, heads that are no power of two, blocks in a buffer.

@@ -12,9 +12,9 @@ from kernel_helpers import lower_for_cuda
 from test_kv4_decode import WEIGHT_UNIT, assert_matches_oracle, filled, normal
 
 from turbojax._device import interpret_kernels
-from turbojax.cache import kv4
 from turbojax.ops.kv4_attention import api, triton
-from turbojax.ops.turbo_attention.masking import Visibility
+from turbojax.ops.visibility import Visibility
+from turbojax.state import kv4
 
 
 @pytest.fixture(autouse=True)

@@ -23,9 +23,9 @@ from paged_helpers import (
 
 from pallas_kernels.triton._paged_merge import merge_parts
 from turbojax._device import interpret_kernels
-from turbojax.cache import paged
 from turbojax.ops.paged_attention import paged_attention, triton
-from turbojax.ops.turbo_attention.masking import Visibility
+from turbojax.ops.visibility import Visibility
+from turbojax.state.pages import pool as paged
 
 run = functools.partial(attend, implementation="triton")
 

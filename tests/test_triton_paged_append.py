@@ -24,7 +24,8 @@ from paged_append_helpers import (
 
 from pallas_kernels.triton import paged_append as kernel
 from turbojax._device import interpret_kernels
-from turbojax.cache import paged, paged_triton
+from turbojax.state.pages import pool as paged
+from turbojax.state.pages import triton as paged_triton
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 _RUN = compiled("triton")

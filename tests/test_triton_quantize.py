@@ -15,10 +15,11 @@ from pallas_kernels.triton import _quantize
 from pallas_kernels.triton.quantize import absolute_maxima, quantize
 from turbojax import _device
 from turbojax._device import interpret_kernels
-from turbojax.cache import triton as cache_triton
-from turbojax.cache.update import store_prompt
-from turbojax.ops.turbo_attention import numerics, operands, triton
-from turbojax.ops.turbo_attention.masking import Visibility
+from turbojax.ops import numerics
+from turbojax.ops.turbo_attention import operands, triton
+from turbojax.ops.visibility import Visibility
+from turbojax.state.progressive import triton as cache_triton
+from turbojax.state.progressive.update import store_prompt
 
 MODES = ("int8", "int8_fp8", "fp8")
 # Batch, queries, keys, query heads, KV heads, head dim, block_q, block_kv, dtype.

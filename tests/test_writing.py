@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from turbojax import _writing
-from turbojax.cache import storage
+from turbojax.state import stored_file as storage
 
 OWNED = {"config", "a", "b"}
 

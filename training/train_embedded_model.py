@@ -31,7 +31,7 @@ from turbojax.finetune.checkpoint import checkpoint_manager
 from turbojax.finetune.documents import read_held_out
 from turbojax.finetune.evaluate import bits_per_byte
 from turbojax.models import BEGINNING_OF_FILE, held_out_modules, load, save
-from turbojax.models.checkpoint import WEIGHTS_NAME
+from turbojax.models.checkpoint.huggingface import WEIGHTS_NAME
 
 EVAL_CONTEXTS = (1024, 2048, 4096)
 

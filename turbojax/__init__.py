@@ -9,14 +9,6 @@ from turbojax import levels as levels
 from turbojax import paged as paged
 from turbojax import polar as polar
 from turbojax import quantizers as quantizers
-from turbojax.cache import CacheSide as CacheSide
-from turbojax.cache import ProgressiveCache as ProgressiveCache
-from turbojax.cache import append as append
-from turbojax.cache import dequantize as dequantize
-from turbojax.cache import init_cache as init_cache
-from turbojax.cache.allocator import PageAllocator as PageAllocator
-from turbojax.cache.paged import PagedCache as PagedCache
-from turbojax.cache.paged import init_paged_cache as init_paged_cache
 from turbojax.config import TurboConfig as TurboConfig
 from turbojax.levels import level_density as level_density
 from turbojax.levels import select_levels as select_levels
@@ -28,6 +20,14 @@ from turbojax.ops.turbo_attention import turbo_attention as turbo_attention
 from turbojax.quantizers import head_priority as head_priority
 from turbojax.sas import SAS as SAS
 from turbojax.sas import sas_softmax as sas_softmax
+from turbojax.state.pages.allocator import PageAllocator as PageAllocator
+from turbojax.state.pages.pool import PagedCache as PagedCache
+from turbojax.state.pages.pool import init_paged_cache as init_paged_cache
+from turbojax.state.progressive import CacheSide as CacheSide
+from turbojax.state.progressive import ProgressiveCache as ProgressiveCache
+from turbojax.state.progressive import append as append
+from turbojax.state.progressive import dequantize as dequantize
+from turbojax.state.progressive import init_cache as init_cache
 
 if TYPE_CHECKING:
     from turbojax import flax as flax

@@ -1,6 +1,6 @@
 """`python -m turbojax`: the same as the `turbojax` command."""
 
-from turbojax.cli import main
+from turbojax.app.main import main
 
 if __name__ == "__main__":
     main()

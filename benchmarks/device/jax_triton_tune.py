@@ -23,8 +23,8 @@ from benchmarks.timing import measure
 from pallas_kernels.upstream_triton.attention import SparseExponential, Tiling, attention
 from turbojax import _writing
 from turbojax.ops.turbo_attention import jax_triton, reference
-from turbojax.ops.turbo_attention.masking import Visibility
 from turbojax.ops.turbo_attention.operands import quantize_operands
+from turbojax.ops.visibility import Visibility
 
 MODES = ("fp8", "int8_fp8", "int8")
 SOFTMAXES = {"exact": "exact", "sas": tj.SAS(), "sas2": tj.SAS(base="2")}

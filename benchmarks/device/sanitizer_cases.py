@@ -18,13 +18,14 @@ from jax.experimental.pallas import triton as plgpu_triton
 
 import turbojax as tj
 from pallas_kernels.triton._common import WHOLE, parameters
-from turbojax.cache import kv4, paged
-from turbojax.cache.update import store_prompt
 from turbojax.ops import kv4_attention
 from turbojax.ops.fp8_tokens import quantize_activation, rms_norm_quantize
 from turbojax.ops.int4_matmul.api import matmul
 from turbojax.ops.paged_attention import paged_attention
 from turbojax.quantizers import Fp8Tokens, quantize_weight
+from turbojax.state import kv4
+from turbojax.state.pages import pool as paged
+from turbojax.state.progressive.update import store_prompt
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import turbojax as tj
 from benchmarks.shapes import Shape
 from benchmarks.suites import accounting
 from benchmarks.suites.common import Call, Case, Choice, Error, errors, sample_all, turbo_configs
-from turbojax.cache.update import store_prompt
+from turbojax.state.progressive.update import store_prompt
 
 OPERATION = "compress"
 

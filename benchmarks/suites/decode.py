@@ -23,7 +23,7 @@ from benchmarks.suites.common import (
     turbo_configs,
 )
 from turbojax.baselines import kivi
-from turbojax.cache.update import store_prompt
+from turbojax.state.progressive.update import store_prompt
 
 OPERATION = "decode"
 # The sequences end in the middle of a block, so that the buffer is read too.

@@ -21,9 +21,9 @@ import numpy as np
 from benchmarks import model_tables, tables, timing
 from benchmarks.suites import common, fireq_inputs, steps
 from turbojax import models
-from turbojax.layer_cache import LayerCache, cache_by_name, init_layer_cache
-from turbojax.models import generation
-from turbojax.models.caching import init_caches
+from turbojax.kv import LayerCache, cache_by_name, init_layer_cache
+from turbojax.models.generation import generate as generation
+from turbojax.models.generation.caching import init_caches
 
 Row = dict[str, Any]
 SUITES = ("families",)

@@ -14,9 +14,9 @@ from benchmarks.suites import accounting, common, decode
 from benchmarks.suites import fireq_inputs as inputs
 from benchmarks.suites.fireq_inputs import Arrays, Call, Needs
 from turbojax import fireq
-from turbojax.cache import kv4
 from turbojax.fireq import Fp8Tokens, Int4Weight
 from turbojax.quantizers import quantize_tokens
+from turbojax.state import kv4
 
 MATMUL, FFN = fireq_tables.MATMUL, fireq_tables.FFN
 QUANTIZE, DECODE = fireq_tables.QUANTIZE, fireq_tables.DECODE

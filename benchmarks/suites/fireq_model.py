@@ -16,7 +16,7 @@ from benchmarks.suites import fireq_inputs
 from benchmarks.suites.fireq_cases import Case, Group
 from benchmarks.suites.fireq_inputs import Arrays, Call, Needs
 from turbojax import models
-from turbojax.models.steps import run_prompts
+from turbojax.models.generation.steps import run_prompts
 
 OPERATION = fireq_tables.MODEL
 # Prompts that run together hold about this many tokens in all: enough for every unit, little

@@ -25,7 +25,7 @@ from turbojax import levels
 from turbojax.config import TurboConfig
 from turbojax.flax.attention import TurboAttention
 from turbojax.flax.attention_fn import PooledAttentionFn, TurboAttentionFn
-from turbojax.layer_cache import cache_by_name, init_layer_cache
+from turbojax.kv import cache_by_name, init_layer_cache
 
 Row = dict[str, Any]
 SUITES = ("flax",)

@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks import model_tables, tables
 from benchmarks.suites import common
 from turbojax import models
-from turbojax.models.tensors import checkpoint_tensors
+from turbojax.models.families.tensors import checkpoint_tensors
 
 Row = dict[str, Any]
 SUITES = ("loading",)

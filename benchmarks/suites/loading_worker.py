@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from benchmarks.suites import loading
 from turbojax import models
-from turbojax.models.tensors import checkpoint_tensors
+from turbojax.models.families.tensors import checkpoint_tensors
 
 _SAMPLED_SECONDS = 0.005
 

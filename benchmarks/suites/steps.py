@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import timing
-from turbojax.layer_cache import LayerCache, attend
-from turbojax.layer_cache.kinds import put_sequences, take_sequences
+from turbojax.kv import LayerCache, attend
+from turbojax.kv.kinds import put_sequences, take_sequences
 
 Future = concurrent.futures.Future[Any]
 Lower = Callable[[], jax.stages.Lowered]

@@ -13,7 +13,7 @@ from pallas_kernels.triton._rows import quantize_rows
 
 
 class Side(NamedTuple):
-    """One side of a cache: the arrays of `turbojax.cache.CacheSide`, by the same names."""
+    """One side of a cache: the arrays of `turbojax.state.CacheSide`, by the same names."""
 
     codes: tuple[Ref, ...]
     channel_scale: Ref

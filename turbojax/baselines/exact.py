@@ -10,9 +10,9 @@ import numpy as np
 
 from turbojax import _checks, _device
 from turbojax.config import TurboConfig
+from turbojax.ops.numerics import cap_logits
 from turbojax.ops.turbo_attention import turbo_attention
-from turbojax.ops.turbo_attention.masking import attention_options
-from turbojax.ops.turbo_attention.numerics import cap_logits
+from turbojax.ops.visibility import attention_options
 
 IMPLEMENTATIONS = ("xla", "cudnn")
 _FLOAT = TurboConfig(mode="float", softmax="exact")

@@ -14,7 +14,7 @@ import numpy as np
 
 from turbojax import _writing
 from turbojax._json import shown
-from turbojax.demo import environment
+from turbojax.app.demo import environment
 from turbojax.finetune._log import read_content
 from turbojax.finetune.checkpoint import checkpoint_manager, last_step
 from turbojax.finetune.data import Corpus

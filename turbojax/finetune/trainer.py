@@ -17,8 +17,8 @@ from turbojax.finetune import order
 from turbojax.finetune.checkpoint import restore_tree, save_tree
 from turbojax.finetune.optimizer import default_promotion
 from turbojax.finetune.settings import Settings, for_context
-from turbojax.layer_cache.options import PLAIN, AttentionOptions
 from turbojax.models import Attend, Llama, PooledAttention
+from turbojax.ops.options import PLAIN, AttentionOptions
 
 
 def dense_attention(

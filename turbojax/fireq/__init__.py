@@ -2,9 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from turbojax.cache.kv4 import Kv4Cache as Kv4Cache
-from turbojax.cache.kv4 import append as append
-from turbojax.cache.kv4 import init_cache as init_cache
 from turbojax.ops.fp8_tokens import quantize_activation as quantize_activation
 from turbojax.ops.fp8_tokens import rms_norm_quantize as rms_norm_quantize
 from turbojax.ops.int4_matmul import matmul as matmul
@@ -25,6 +22,9 @@ from turbojax.smoothing import channel_absmean_scale as channel_absmean_scale
 from turbojax.smoothing import channel_rope_scale as channel_rope_scale
 from turbojax.smoothing import per_tensor_scale as per_tensor_scale
 from turbojax.smoothing import rope_preserving_norm as rope_preserving_norm
+from turbojax.state.kv4 import Kv4Cache as Kv4Cache
+from turbojax.state.kv4 import append as append
+from turbojax.state.kv4 import init_cache as init_cache
 
 if TYPE_CHECKING:
     from turbojax.models import quantize_model as quantize_model

@@ -8,7 +8,7 @@ from turbojax.flax.attention_fn import TurboAttentionFn as TurboAttentionFn
 from turbojax.flax.attention_fn import attention_fn as attention_fn
 from turbojax.flax.linear import FrozenParam as FrozenParam
 from turbojax.flax.linear import Int4Linear as Int4Linear
-from turbojax.layer_cache.options import AttentionOptions as AttentionOptions
+from turbojax.ops.options import AttentionOptions as AttentionOptions
 from turbojax.rotary import Rope as Rope
 
 __all__ = [

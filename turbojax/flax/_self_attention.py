@@ -13,7 +13,7 @@ from turbojax._registry import IMPLEMENTATION_NAMES
 from turbojax.baselines import exact
 from turbojax.config import TurboConfig
 from turbojax.flax.projections import check_head_dim
-from turbojax.layer_cache import (
+from turbojax.kv import (
     AttentionOptions,
     CacheKind,
     LayerCache,
@@ -22,8 +22,8 @@ from turbojax.layer_cache import (
     attend_prompt,
     init_layer_cache,
 )
-from turbojax.layer_cache.attend import WholeAttention, attend_within, within_implementation
-from turbojax.layer_cache.options import check_implementation, require_plain
+from turbojax.kv.attend import WholeAttention, attend_within, within_implementation
+from turbojax.ops.options import check_implementation, require_plain
 from turbojax.rotary import Rope
 
 _EXACT_KINDS = ("exact", "bfloat16")

@@ -10,9 +10,9 @@ from jax.typing import DTypeLike
 from turbojax.config import TurboConfig
 from turbojax.flax._self_attention import make_self_attention
 from turbojax.flax.projections import AttentionProjections
-from turbojax.layer_cache import AttentionOptions, CacheKind, LayerCache
-from turbojax.layer_cache.attend import WholeAttention
-from turbojax.layer_cache.options import PLAIN
+from turbojax.kv import AttentionOptions, CacheKind, LayerCache
+from turbojax.kv.attend import WholeAttention
+from turbojax.ops.options import PLAIN
 from turbojax.rotary import Rope
 
 
@@ -71,7 +71,7 @@ class TurboAttention(AttentionProjections):
           num_heads: query heads `N`.
           num_kv_heads: key/value heads `K`, of which `N` is a multiple; `N` if not given.
           head_dim: channels `H` of a head; those of `rope`, or ``D / N``, if not given.
-          cache: kind of the cache, see `turbojax.layer_cache.init_layer_cache`.
+          cache: kind of the cache, see `turbojax.kv.init_layer_cache`.
           attention: what attends within whole sequences and within prompts, to their own keys and
             values: ``"exact"``, `turbo_attention` of a config, or pooled attention. If not given,
             both attend with the cache's config, or exactly. Prompts differ with two kinds of cache:

@@ -15,9 +15,9 @@ from jax.typing import DTypeLike
 from turbojax import _checks
 from turbojax.config import TurboConfig
 from turbojax.flax._masks import MaskRule, as_mask, read_mask
-from turbojax.layer_cache.options import check_implementation
-from turbojax.layer_cache.pooled import check_pooled
+from turbojax.kv.pooled import check_pooled
 from turbojax.levels import Pattern, Policy, select_levels
+from turbojax.ops.options import check_implementation
 from turbojax.ops.pooled_attention import pooled_attention
 from turbojax.ops.registry import ImplementationName
 from turbojax.ops.turbo_attention import turbo_attention

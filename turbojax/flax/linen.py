@@ -12,9 +12,9 @@ from turbojax.config import TurboConfig
 from turbojax.flax._self_attention import make_self_attention
 from turbojax.flax.norms import rms_norm
 from turbojax.flax.projections import check_norm_eps, check_sharding, kernel_init, rotate
-from turbojax.layer_cache import AttentionOptions, CacheKind, LayerCache
-from turbojax.layer_cache.attend import WholeAttention
-from turbojax.layer_cache.options import PLAIN
+from turbojax.kv import AttentionOptions, CacheKind, LayerCache
+from turbojax.kv.attend import WholeAttention
+from turbojax.ops.options import PLAIN
 from turbojax.rotary import Rope
 
 _COLLECTION, _NAME = "cache", "kv_cache"

@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
-from turbojax.layer_cache import AttentionOptions, causal_attention
-from turbojax.layer_cache.options import PLAIN, Cache
+from turbojax.kv import AttentionOptions, causal_attention
+from turbojax.kv.base import Cache
 from turbojax.models.decoder import Decoder, for_length
-from turbojax.models.generation import Progress
-from turbojax.models.padding import check_tokens
+from turbojax.models.generation.generate import Progress
+from turbojax.models.generation.padding import check_tokens
+from turbojax.ops.options import PLAIN
 from turbojax.smoothing import KeyStatistics
 
 

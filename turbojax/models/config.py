@@ -11,7 +11,7 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax._json import shown
-from turbojax.layer_cache import AttentionOptions
+from turbojax.kv import AttentionOptions
 from turbojax.models import families
 from turbojax.models.families import Activation as Activation
 from turbojax.models.families import Family as Family

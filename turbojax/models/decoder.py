@@ -18,10 +18,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from turbojax.flax.norms import rms_norm
-from turbojax.layer_cache import Attend, AttentionOptions
-from turbojax.layer_cache.options import Cache
+from turbojax.kv import Attend, AttentionOptions
+from turbojax.kv.base import Cache
 from turbojax.models.config import LlamaConfig
-from turbojax.models.llama import Block, Llama, embed, project
+from turbojax.models.transformer import Block, Llama, embed, project
 from turbojax.rotary import LongRopeScaling
 
 LayerParams = Any

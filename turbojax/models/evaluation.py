@@ -9,14 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
-from turbojax.cache import kv4
-from turbojax.layer_cache import Attend, AttentionOptions, causal_attention
-from turbojax.layer_cache.options import PLAIN, Cache
+from turbojax.kv import Attend, AttentionOptions, causal_attention
+from turbojax.kv.base import Cache
 from turbojax.models.decoder import Decoder, for_length
-from turbojax.models.generation import Progress
-from turbojax.models.padding import check_tokens
+from turbojax.models.generation.generate import Progress
+from turbojax.models.generation.padding import check_tokens
 from turbojax.models.quantized import QuantizedDecoder
+from turbojax.ops.options import PLAIN
 from turbojax.quantizers.fp8 import quantize_fp8
+from turbojax.state import kv4
 
 CacheName = Literal["exact", "kv4"]
 

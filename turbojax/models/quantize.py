@@ -10,8 +10,8 @@ from turbojax import _checks
 from turbojax.models.calibration import calibrate
 from turbojax.models.config import LlamaConfig
 from turbojax.models.decoder import Decoder, LayerParams, unstack
-from turbojax.models.llama import Llama
 from turbojax.models.quantized import QuantizedDecoder, QuantizedLayer, check_config
+from turbojax.models.transformer import Llama
 from turbojax.quantizers.fp8 import E4M3_MAX
 from turbojax.quantizers.int4 import (
     Int4Weight,

@@ -16,12 +16,13 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from turbojax.flax.norms import rms_norm
-from turbojax.layer_cache import Attend
-from turbojax.layer_cache.options import PLAIN, Cache
+from turbojax.kv import Attend
+from turbojax.kv.base import Cache
 from turbojax.models.config import LlamaConfig
-from turbojax.models.llama import project
+from turbojax.models.transformer import project
 from turbojax.ops.fp8_tokens import quantize_activation, rms_norm_quantize
 from turbojax.ops.int4_matmul import matmul
+from turbojax.ops.options import PLAIN
 from turbojax.quantizers.int4 import (
     OUT_MULTIPLE,
     Int4Weight,

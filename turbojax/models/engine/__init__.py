@@ -7,4 +7,4 @@ from turbojax.models.engine.requests import NewToken as NewToken
 from turbojax.models.engine.requests import Request as Request
 from turbojax.models.engine.requests import Result as Result
 from turbojax.models.engine.statistics import EngineStatistics as EngineStatistics
-from turbojax.models.sampling import Sampling as Sampling
+from turbojax.models.generation.sampling import Sampling as Sampling

@@ -26,11 +26,11 @@ from turbojax.models.engine.sampling import choose
 from turbojax.models.engine.scheduler import Plan, Scheduler, Sequence, Status
 from turbojax.models.engine.statistics import Counts, EngineStatistics, Times
 from turbojax.models.engine.step import Work, check_implementation, idle_work, run_step
-from turbojax.models.llama import Llama
+from turbojax.models.generation.sampling import NOTHING, kind_of
+from turbojax.models.generation.stopping import TextStream, check_stops
 from turbojax.models.quantized import QuantizedDecoder
-from turbojax.models.sampling import NOTHING, kind_of
-from turbojax.models.stopping import TextStream, check_stops
-from turbojax.models.tokenizer import Tokenizer
+from turbojax.models.text.tokenizer import Tokenizer
+from turbojax.models.transformer import Llama
 
 
 @dataclasses.dataclass

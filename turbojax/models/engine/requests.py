@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from turbojax import _checks
-from turbojax.models.sampling import GREEDY, Sampling
-from turbojax.models.stopping import check_stop_strings
+from turbojax.models.generation.sampling import GREEDY, Sampling
+from turbojax.models.generation.stopping import check_stop_strings
 
 FinishReason = Literal["length", "stop", "aborted", "failed"]
 

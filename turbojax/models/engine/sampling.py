@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from turbojax.models.engine import compilation
-from turbojax.models.sampling import Array, Kind, SamplingRows, sample
+from turbojax.models.generation.sampling import Array, Kind, SamplingRows, sample
 
 
 @functools.partial(jax.jit, static_argnames="kind", donate_argnames="last_tokens")

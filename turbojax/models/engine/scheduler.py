@@ -12,7 +12,7 @@ import enum
 
 from turbojax import paged
 from turbojax.models.engine.requests import Request
-from turbojax.models.stopping import TextStream
+from turbojax.models.generation.stopping import TextStream
 
 
 class Status(enum.Enum):

@@ -14,14 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import paged
-from turbojax.layer_cache import Attend
-from turbojax.layer_cache.options import PLAIN
+from turbojax.kv import Attend
 from turbojax.models.decoder import Decoder
 from turbojax.models.engine import compilation
+from turbojax.models.generation.sampling import Array, SamplingRows, greedy_rows
 from turbojax.models.quantized import QuantizedDecoder
-from turbojax.models.sampling import Array, SamplingRows, greedy_rows
+from turbojax.ops.options import PLAIN
 from turbojax.ops.paged_attention.api import select
-from turbojax.ops.turbo_attention.masking import attention_options
+from turbojax.ops.visibility import attention_options
 
 
 @jax.tree_util.register_dataclass

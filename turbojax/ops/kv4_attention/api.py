@@ -5,13 +5,13 @@ import jax.numpy as jnp
 
 from turbojax import _checks
 from turbojax._gradient import refuse_gradients
-from turbojax.cache import checks, kv4
-from turbojax.cache.kv4 import Kv4Cache
 from turbojax.config import TurboConfig
 from turbojax.ops.kv4_attention import reference, triton
 from turbojax.ops.registry import Implementation, ImplementationName, Registry
 from turbojax.ops.turbo_attention import turbo_attention
-from turbojax.ops.turbo_attention.masking import attention_options
+from turbojax.ops.visibility import attention_options
+from turbojax.state import checks, kv4
+from turbojax.state.kv4 import Kv4Cache
 
 DECODE = Registry(
     "fireq.decode",

@@ -5,10 +5,10 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from turbojax.cache.kv4 import Kv4Cache, unpack_codes
-from turbojax.ops.turbo_attention import numerics
-from turbojax.ops.turbo_attention.masking import Visibility
+from turbojax.ops import numerics
+from turbojax.ops.visibility import Visibility
 from turbojax.quantizers import quantize_fp8
+from turbojax.state.kv4 import Kv4Cache, unpack_codes
 
 _State = tuple[jax.Array, jax.Array, jax.Array]
 # Tokens dequantized at a time: enough to amortize a loop step, small enough to stay in a cache.

@@ -6,8 +6,8 @@ import math
 import jax
 
 from turbojax._device import interpreting, needs_gpu, unindexable
-from turbojax.cache.kv4 import ALLOCATION, Kv4Cache
-from turbojax.ops.turbo_attention.masking import Visibility
+from turbojax.ops.visibility import Visibility
+from turbojax.state.kv4 import ALLOCATION, Kv4Cache
 
 # Compute capability with conversions to e4m3.
 _ADA = 8.9

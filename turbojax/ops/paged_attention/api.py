@@ -9,11 +9,12 @@ import jax.numpy as jnp
 from turbojax import _checks, polar
 from turbojax._device import interpreting
 from turbojax._gradient import refuse_gradients
-from turbojax.cache import checks, page_checks
-from turbojax.cache.paged import PagedCache
 from turbojax.ops.paged_attention import mosaic_gpu, reference, triton
 from turbojax.ops.registry import Implementation, ImplementationName, Registry
-from turbojax.ops.turbo_attention.masking import Visibility, attention_options
+from turbojax.ops.visibility import Visibility, attention_options
+from turbojax.state import checks
+from turbojax.state.pages import checks as page_checks
+from turbojax.state.pages.pool import PagedCache
 
 PAGED = Registry(
     "paged_attention",

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from turbojax import polar
 from turbojax._device import needs_hopper
-from turbojax.cache.paged import PagedCache
-from turbojax.ops.turbo_attention.masking import Visibility
+from turbojax.ops.visibility import Visibility
+from turbojax.state.pages.pool import PagedCache
 
 if TYPE_CHECKING:
     from pallas_kernels.mosaic.paged_attention import Settings

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import polar
-from turbojax.cache.paged import PagedCache
-from turbojax.ops.turbo_attention import numerics
-from turbojax.ops.turbo_attention.masking import Visibility
+from turbojax.ops import numerics
+from turbojax.ops.visibility import Visibility
+from turbojax.state.pages.pool import PagedCache
 
 # Tokens taken at a time, whole pages of any size.
 _TILE = 256

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from turbojax import polar
 from turbojax._device import interpreting, needs_gpu, unindexable
-from turbojax.cache.paged import PagedCache
-from turbojax.ops.turbo_attention.masking import Visibility
+from turbojax.ops.visibility import Visibility
+from turbojax.state.pages.pool import PagedCache
 
 # Compute capabilities: with conversions from e4m3, and with bfloat16 and what else is needed.
 _ADA, _AMPERE = 8.9, 8.0

@@ -5,10 +5,6 @@ import jax.numpy as jnp
 
 from turbojax import _checks
 from turbojax._gradient import refuse_gradients
-from turbojax.cache import checks
-from turbojax.cache.progressive import ProgressiveCache
-from turbojax.cache.triton import store_prompt_triton
-from turbojax.cache.update import STORE_PROMPT, check_cache_arguments, check_prompt
 from turbojax.config import TurboConfig
 from turbojax.ops.registry import (
     Implementation,
@@ -25,7 +21,11 @@ from turbojax.ops.turbo_attention import (
     triton,
 )
 from turbojax.ops.turbo_attention.gradient import straight_through
-from turbojax.ops.turbo_attention.masking import attention_options
+from turbojax.ops.visibility import attention_options
+from turbojax.state import checks
+from turbojax.state.progressive.cache import ProgressiveCache
+from turbojax.state.progressive.triton import store_prompt_triton
+from turbojax.state.progressive.update import STORE_PROMPT, check_cache_arguments, check_prompt
 
 ATTENTION = Registry(
     "turbo_attention",

@@ -10,10 +10,10 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from turbojax.cache.blocks import read_blocks
-from turbojax.cache.progressive import CacheSide, ProgressiveCache
-from turbojax.ops.turbo_attention import numerics
-from turbojax.ops.turbo_attention.masking import Visibility
+from turbojax.ops import numerics
+from turbojax.ops.visibility import Visibility
+from turbojax.state.progressive.blocks import read_blocks
+from turbojax.state.progressive.cache import CacheSide, ProgressiveCache
 
 _State = tuple[jax.Array, jax.Array, jax.Array]
 # Codes int8 [B, K, splits, tokens, H] and scales float32 [B, K, splits].

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from turbojax._gradient import refuse_gradients
 from turbojax.config import TurboConfig
-from turbojax.ops.turbo_attention import numerics
-from turbojax.ops.turbo_attention.masking import Visibility
+from turbojax.ops import numerics
 from turbojax.ops.turbo_attention.operands import blocks
+from turbojax.ops.visibility import Visibility
 
 # Tokens of a tile's side. A tile of float32 scores then is 256 KiB per sequence and head.
 _BLOCK = 256

@@ -8,8 +8,8 @@ import jax
 from turbojax import _extras
 from turbojax._device import interpreting, needs_gpu
 from turbojax.config import TurboConfig
-from turbojax.ops.turbo_attention.masking import Visibility
 from turbojax.ops.turbo_attention.operands import Stage1, quantize_operands
+from turbojax.ops.visibility import Visibility
 from turbojax.sas import SAS
 
 _MAX_HEAD_DIM = 256

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 
 from turbojax._device import needs_hopper
-from turbojax.cache.progressive import CacheSide, ProgressiveCache
 from turbojax.config import TurboConfig
-from turbojax.ops.turbo_attention.masking import Visibility
+from turbojax.ops.visibility import Visibility
 from turbojax.sas import SAS
+from turbojax.state.progressive.cache import CacheSide, ProgressiveCache
 
 if TYPE_CHECKING:
     from pallas_kernels.mosaic.decode import Side, SparseExponential

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from turbojax._device import multiprocessors, needs_hopper
 from turbojax.config import TurboConfig
-from turbojax.ops.turbo_attention.masking import Visibility
 from turbojax.ops.turbo_attention.operands import Operands, Stage1, quantize_operands
+from turbojax.ops.visibility import Visibility
 from turbojax.sas import SAS
 
 # What matrix instructions and their shared memory are made for; others are padded with zeros.

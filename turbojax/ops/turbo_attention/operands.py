@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from turbojax._device import interpreting, needs_gpu, unindexable
 from turbojax.config import TurboConfig
-from turbojax.ops.turbo_attention import numerics
+from turbojax.ops import numerics
 
 _AMPERE, _ADA = 8.0, 8.9
 _LARGEST_HEAD_DIM = 256

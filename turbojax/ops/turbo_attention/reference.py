@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from turbojax.config import TurboConfig
-from turbojax.ops.turbo_attention import numerics
-from turbojax.ops.turbo_attention.masking import Visibility
+from turbojax.ops import numerics
 from turbojax.ops.turbo_attention.operands import blocks
+from turbojax.ops.visibility import Visibility
 
 _State = tuple[jax.Array, jax.Array, jax.Array]
 

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from turbojax._device import interpreting, needs_gpu, unindexable
-from turbojax.cache.progressive import CacheSide, ProgressiveCache
 from turbojax.config import TurboConfig
-from turbojax.ops.turbo_attention import numerics
-from turbojax.ops.turbo_attention.masking import Visibility
+from turbojax.ops import numerics
 from turbojax.ops.turbo_attention.operands import Operands, Stage1, quantize_operands
+from turbojax.ops.visibility import Visibility
 from turbojax.sas import SAS
+from turbojax.state.progressive.cache import CacheSide, ProgressiveCache
 
 # Compute capabilities: int8 matrix units with asynchronous copies, and e4m3 conversions.
 _AMPERE, _ADA = 8.0, 8.9

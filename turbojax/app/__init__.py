@@ -1,0 +1,1 @@
+"""The `turbojax` command: one file or folder per subcommand, with what it does."""

@@ -1,0 +1,277 @@
+"""What the demo measures: quality, memory and speed of decoding through each KV cache."""
+
+import dataclasses
+import datetime
+import math
+import platform
+import sysconfig
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import turbojax
+from turbojax.kv import CACHE_NAMES, CacheKind, cache_by_name
+from turbojax.models import BEGINNING_OF_FILE, Llama, held_out_modules
+from turbojax.models.generation import generate as generation
+
+Progress = Callable[[str, int], None]
+"""Called with the name of a cache and the number of bytes done since the last call."""
+
+# A held-out module whose beginning is ordinary code: a continuation is worth reading.
+_DEFAULT_MODULE = "mailbox.py"
+
+
+@dataclasses.dataclass(frozen=True)
+class DemoSettings:
+    """What to run.
+
+    Attributes:
+      file: the text; its first ``prompt_bytes + new_bytes`` bytes are used.
+      prompt_bytes: bytes that are prefilled.
+      new_bytes: bytes that are decoded one by one after that, each fed its true predecessor.
+      generated_bytes: bytes of free generation after the prompt.
+      caches: names of the caches, see `cache_kind`; the first is what others are compared to.
+
+    Raises:
+      ValueError: if a number is not positive, a cache is unknown or named twice, or there is none.
+    """
+
+    file: Path
+    prompt_bytes: int = 3072
+    new_bytes: int = 256
+    generated_bytes: int = 96
+    caches: tuple[str, ...] = ("exact", "4bit", "2/4bit")
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_bytes", "new_bytes", "generated_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in self.caches:
+            if name not in CACHE_NAMES:
+                raise ValueError(f"cache {name!r} must be one of {', '.join(CACHE_NAMES)}")
+        if not self.caches or len(set(self.caches)) != len(self.caches):
+            raise ValueError(f"caches={self.caches} must name each cache once")
+
+    @property
+    def max_length(self) -> int:
+        """Tokens a cache must hold: the beginning-of-file token, the prompt, the rest."""
+        return 1 + self.prompt_bytes + max(self.new_bytes, self.generated_bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheResult:
+    """One cache's row.
+
+    Attributes:
+      name: its name.
+      bits_per_byte: mean of ``-log2 p(byte)`` over the new bytes.
+      agreement: share of the new bytes at which the greedy prediction equals the first cache's.
+      nbytes: bytes of the cache, all layers.
+      compression_ratio: bytes of a bfloat16 cache of the same capacity over `nbytes`.
+      bytes_per_second: decoding speed of one sequence, compilation excluded; None if it was too
+        short to tell.
+      generated: the freely generated text.
+      curve: mean bits per byte after 1, 2, ... new bytes.
+    """
+
+    name: str
+    bits_per_byte: float
+    agreement: float
+    nbytes: int
+    compression_ratio: float
+    bytes_per_second: float | None
+    generated: bytes
+    curve: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class DemoReport:
+    """Everything the demo shows.
+
+    Attributes:
+      settings: what was run.
+      results: one per cache, in the order asked for.
+      seconds: wall time of the whole run.
+    """
+
+    settings: DemoSettings
+    results: tuple[CacheResult, ...]
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain JSON values."""
+        settings = dataclasses.asdict(self.settings) | {"file": str(self.settings.file)}
+        rows = []
+        for result in self.results:
+            row = dataclasses.asdict(result)
+            row["generated"] = result.generated.decode("utf-8", "replace")
+            del row["curve"]
+            rows.append(row)
+        return {
+            "settings": settings,
+            **environment(),
+            "seconds": self.seconds,
+            "results": rows,
+        }
+
+
+def environment() -> dict[str, str]:
+    """Device, versions and date, without which a measurement is worth nothing."""
+    return {
+        "device": jax.devices()[0].device_kind,
+        "date": datetime.date.today().isoformat(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "turbojax": turbojax.__version__,
+    }
+
+
+def default_file(required_bytes: int = 1) -> Path:
+    """A module of this interpreter's standard library that the embedded model never saw.
+
+    Args:
+      required_bytes: how long it must be at least.
+
+    Raises:
+      FileNotFoundError: if this interpreter ships none that is long enough.
+    """
+    library = Path(sysconfig.get_path("stdlib"))
+    for name in (_DEFAULT_MODULE, *held_out_modules()):
+        path = library / name
+        if path.is_file() and path.stat().st_size >= required_bytes:
+            return path
+    raise FileNotFoundError(
+        f"no held-out module of at least {required_bytes} bytes in {library}: name a file"
+    )
+
+
+def cache_kind(name: str, model: Llama) -> CacheKind:
+    """The cache of a name that `cache_by_name` takes, in the sizes that models are served with.
+
+    The demo computes in float32, which suits CPUs, but an exact cache of bfloat16 is what others
+    are worth comparing to.
+
+    Raises:
+      ValueError: as `cache_by_name`.
+    """
+    kind = cache_by_name(name, model.config.num_kv_heads)
+    return "bfloat16" if kind == "exact" else kind
+
+
+def run(model: Llama, settings: DemoSettings, progress: Progress | None = None) -> DemoReport:
+    """Measures every cache on the file.
+
+    Args:
+      model: a byte-level model.
+      settings: what to run.
+      progress: called as bytes are done.
+
+    Raises:
+      OSError: if the file cannot be read.
+      ValueError: if it is too short, the model's context is, or a cache's name is unknown.
+    """
+    begun = time.perf_counter()
+    kinds = {name: cache_kind(name, model) for name in settings.caches}
+    if model.config.vocab_size != 256:
+        raise ValueError(f"vocab_size={model.config.vocab_size} must be 256: the demo reads bytes")
+    if settings.max_length > model.config.max_length:
+        raise ValueError(
+            f"prompt and new bytes need {settings.max_length} tokens, "
+            f"must be at most the model's {model.config.max_length}"
+        )
+    tokens = _read_tokens(settings)
+    results: list[CacheResult] = []
+    reference: np.ndarray | None = None
+    for name, kind in kinds.items():
+        advance = None if progress is None else lambda n, name=name: progress(name, n)
+        result, choices = _measure(model, settings, name, kind, tokens, reference, advance)
+        reference = choices if reference is None else reference
+        results.append(result)
+    return DemoReport(
+        settings=settings,
+        results=tuple(results),
+        seconds=time.perf_counter() - begun,
+    )
+
+
+def _read_tokens(settings: DemoSettings) -> np.ndarray:
+    """int32 tokens: the beginning of the file, then the prompt and the new bytes."""
+    needed = settings.prompt_bytes + settings.new_bytes
+    content = settings.file.read_bytes()
+    if len(content) < needed:
+        raise ValueError(
+            f"{settings.file} has {len(content)} bytes, must have at least {needed} "
+            "(prompt and new bytes)"
+        )
+    return np.array([BEGINNING_OF_FILE, *content[:needed]], np.int32)
+
+
+def _measure(
+    model: Llama,
+    settings: DemoSettings,
+    name: str,
+    kind: CacheKind,
+    tokens: np.ndarray,
+    reference: np.ndarray | None,
+    progress: generation.Progress | None,
+) -> tuple[CacheResult, np.ndarray]:
+    """One cache's row and its greedy choices."""
+    prompt = jnp.asarray(tokens[None, : 1 + settings.prompt_bytes])
+    target = tokens[1 + settings.prompt_bytes :]
+
+    def begin() -> generation.Session:
+        return generation.start(model, prompt, max_length=settings.max_length, cache=kind)
+
+    session = begin()
+    nbytes, ratio = session.caches.nbytes, session.caches.compression_ratio
+    clock = _Clock(progress)
+    logits = generation.score(session, jnp.asarray(target[None]), clock)[0]
+    bits = np.asarray(_bits(logits, jnp.asarray(target)))
+    choices = np.asarray(jnp.argmax(logits, axis=-1))
+    generated = bytearray()
+    for token in generation.stream(begin(), settings.generated_bytes):
+        generated.append(int(token[0]))
+        if progress is not None:
+            progress(1)
+    result = CacheResult(
+        name=name,
+        bits_per_byte=float(bits.mean()),
+        agreement=1.0 if reference is None else float(np.mean(choices == reference)),
+        nbytes=nbytes,
+        compression_ratio=ratio,
+        bytes_per_second=clock.rate(),
+        generated=bytes(generated),
+        curve=tuple(float(x) for x in np.cumsum(bits) / np.arange(1, len(bits) + 1)),
+    )
+    return result, choices
+
+
+@jax.jit
+def _bits(logits: jax.Array, target: jax.Array) -> jax.Array:
+    """Bits of each target token, float32 ``[T]``, under logits ``[T, V]``."""
+    log_p = jax.nn.log_softmax(logits, axis=-1)
+    return -jnp.take_along_axis(log_p, target[:, None], axis=-1)[:, 0] / math.log(2)
+
+
+class _Clock:
+    """Counts tokens and the time since the first one, whose step was compiled."""
+
+    def __init__(self, progress: generation.Progress | None) -> None:
+        self._progress = progress
+        self._times: list[float] = []
+
+    def __call__(self, count: int) -> None:
+        self._times.append(time.perf_counter())
+        if self._progress is not None:
+            self._progress(count)
+
+    def rate(self) -> float | None:
+        """Tokens per second; None if too few were seen."""
+        # The last token of a scoring run needs no step of its own.
+        steps = len(self._times) - 2
+        return steps / (self._times[-2] - self._times[0]) if steps > 0 else None

@@ -1,0 +1,1 @@
+"""`turbojax generate`: text in, text out."""

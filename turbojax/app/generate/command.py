@@ -1,0 +1,271 @@
+"""The command `turbojax generate`: its options, and what it prints."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from turbojax.app import options as cli_options
+from turbojax.app import programs as cli_programs
+
+if TYPE_CHECKING:
+    from turbojax.app.generate.run import FoundModel
+
+# Of the random prompts of --random-weights.
+_PROMPT_TOKENS = 128
+
+Prompt = Annotated[str | None, typer.Argument(help="Text to continue.", show_default=False)]
+File = Annotated[Path | None, typer.Option(help="Continue this file instead.", show_default=False)]
+PromptTokens = Annotated[
+    int | None,
+    typer.Option(
+        help="Length of the random prompts of --random-weights. Default: 128.", show_default=False
+    ),
+]
+Chat = Annotated[
+    bool,
+    typer.Option(
+        "--chat", help="The text is what a user says: write it by the checkpoint's chat template."
+    ),
+]
+System = Annotated[
+    str | None,
+    typer.Option(help="Of --chat: a system message that stands before it.", show_default=False),
+]
+Cache = Annotated[
+    str,
+    typer.Option(
+        help="The KV cache: exact, 4bit, 2/4bit, 3bit, 2bit, kv4, paged, fp8_e4m3, fp8_e5m2 or "
+        "turbo4."
+    ),
+]
+Temperature = Annotated[
+    float, typer.Option(help="0 for the most likely token; otherwise logits are divided by it.")
+]
+TopK = Annotated[
+    int | None, typer.Option(help="Draw from this many most likely tokens.", show_default=False)
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(
+        help="Draw from the fewest most likely tokens with this probability together.",
+        show_default=False,
+    ),
+]
+MinP = Annotated[
+    float | None,
+    typer.Option(
+        help="Draw from tokens with at least this share of the most likely one's probability.",
+        show_default=False,
+    ),
+]
+Seed = Annotated[
+    int, typer.Option(help="Of the random numbers; sequence b of a batch takes this plus b.")
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(
+        help=r"A text that ends the result and is no part of it; may be given several times. "
+        r"\n, \t, \r and \\ are a line's end, a tab, a carriage return and a backslash.",
+        show_default=False,
+    ),
+]
+Stream = Annotated[
+    bool | None,
+    typer.Option(
+        "--stream/--no-stream",
+        help="Print the text as it comes, or at the end. Default: as it comes on a terminal.",
+        show_default=False,
+    ),
+]
+BatchSize = Annotated[int, typer.Option(help="Sequences: copies of the prompt, or random prompts.")]
+PrefillBatchSize = Annotated[
+    int | None, typer.Option(help="Prompts that run at a time. Default: all.", show_default=False)
+]
+Prefill = Annotated[
+    str,
+    typer.Option(
+        help="How prompts attend to themselves: dense, or pooled with levels chosen by window, "
+        "topk or threshold."
+    ),
+]
+PrefillWindow = Annotated[
+    int | None,
+    typer.Option(
+        help="Of --prefill window: distance in tokens up to which nothing is pooled; beyond, "
+        "means of 8 tokens. Default: 896.",
+        show_default=False,
+    ),
+]
+PrefillBlockSize = Annotated[
+    int | None,
+    typer.Option(
+        help="Of pooled prefill: tokens of a block that has one level. Default: 128.",
+        show_default=False,
+    ),
+]
+Implementation = Annotated[
+    str | None,
+    typer.Option(
+        help="What runs attention: mosaic_gpu (not for kv4), triton or xla; for the exact cache "
+        "xla or cudnn. Pooled prefill chooses for itself. Default: the fastest that can.",
+        show_default=False,
+    ),
+]
+
+
+def generate(
+    prompt: Prompt = None,
+    file: File = None,
+    model: cli_options.Model = None,
+    chat: Chat = False,
+    system: System = None,
+    cache: Cache = "4bit",
+    max_new_tokens: cli_options.MaxNewTokens = 128,
+    max_length: cli_options.MaxLength = None,
+    temperature: Temperature = 0.0,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Seed = 0,
+    stop: Stop = None,
+    stream: Stream = None,
+    batch_size: BatchSize = 1,
+    prefill_batch_size: PrefillBatchSize = None,
+    prefill: Prefill = "dense",
+    prefill_window: PrefillWindow = None,
+    prefill_block_size: PrefillBlockSize = None,
+    implementation: Implementation = None,
+    dtype: cli_options.Dtype = None,
+    random_weights: cli_options.RandomWeights = None,
+    weights: cli_options.Weights = None,
+    prompt_tokens: PromptTokens = None,
+    as_json: cli_options.AsJson = False,
+    compilation_cache: cli_programs.CompilationCache = True,
+) -> None:
+    """Continue a text through a KV cache; say how fast, and how large the cache is.
+
+    For many texts at once, see `turbojax serve`.
+    """
+    from turbojax.app.demo import environment
+    from turbojax.app.generate import run as text
+    from turbojax.models.generation.sampling import Sampling
+
+    cli_programs.use(compilation_cache, "turbojax generate")
+    with cli_options.one_line_errors(
+        "turbojax generate", smaller="--batch-size or --prefill-batch-size"
+    ):
+        if as_json and stream:
+            raise ValueError("--json prints the text as part of an object: it takes no --stream")
+        _check_source(prompt, file, model, chat, system, random_weights, prompt_tokens)
+        sampling = Sampling(temperature, top_k, top_p, min_p, seed)
+        pooled = text.parse_prefill(prefill, prefill_window, prefill_block_size)
+        stops = [text.unescape(x) for x in stop or ()]
+        text.check_options(
+            max_new_tokens=max_new_tokens,
+            cache=cache,
+            stop_strings=stops,
+            batch_size=batch_size,
+            prefill_batch_size=prefill_batch_size,
+            prompt_tokens=prompt_tokens,
+        )
+        content = str(prompt) if file is None else text.read_text(file.read_bytes())
+        found = cli_options.find(model, random_weights, weights, dtype, max_length)
+        one = None
+        if random_weights is None:
+            one = text.prompt_tokens(found, content, chat=chat, system=system)
+        length = prompt_tokens or _PROMPT_TOKENS if one is None else len(one)
+        at_a_time = min(batch_size, prefill_batch_size or batch_size)
+        _check_fit(found, batch_size, at_a_time, length, max_new_tokens, cache)
+        source = found.load()
+        as_it_comes = _is_terminal() if stream is None else stream
+        report = text.run(
+            source,
+            text.random_prompts(found.config, batch_size, length)
+            if one is None
+            else text.copies(one, batch_size),
+            max_new_tokens=max_new_tokens,
+            cache=cache,
+            sampling=sampling,
+            stop_strings=stops,
+            prefill_batch_size=prefill_batch_size,
+            implementation=implementation,
+            pooled_prefill=pooled,
+            show=_show if as_it_comes and not as_json else None,
+        )
+    if as_json:
+        typer.echo(json.dumps({**environment(), **report.to_json()}, indent=2))
+        return
+    if not as_it_comes:
+        _show(report.text)
+    typer.echo(f"\n{report.summary()}")
+
+
+def _is_terminal() -> bool:
+    return sys.stdout.isatty()
+
+
+def _show(piece: str) -> None:
+    # A pipe buffers what is written to it.
+    typer.echo(piece, nl=False)
+    sys.stdout.flush()
+
+
+def _check_source(
+    prompt: str | None,
+    file: Path | None,
+    model: str | None,
+    chat: bool,
+    system: str | None,
+    random_weights: str | None,
+    prompt_tokens: int | None,
+) -> None:
+    """Raises ValueError unless the options say one thing about what to continue."""
+    if random_weights is not None:
+        if not (prompt is None and file is None and model is None and not chat):
+            raise ValueError(
+                "--random-weights takes no prompt, no --file, no --model and no --chat"
+            )
+    elif (prompt is None) == (file is None):
+        raise ValueError("give a prompt or a --file, one of them")
+    elif prompt_tokens is not None:
+        raise ValueError("--prompt-tokens is for --random-weights")
+    if system is not None and not chat:
+        raise ValueError("--system is for --chat")
+
+
+def _check_fit(
+    found: "FoundModel",
+    batch_size: int,
+    at_a_time: int,
+    length: int,
+    max_new_tokens: int,
+    cache: str,
+) -> None:
+    """Raises ValueError if prompts and texts are too long, or need more memory than there is."""
+    from turbojax import models
+    from turbojax.app import startup
+
+    config, total = found.config, length + max_new_tokens
+    if total > config.max_length:
+        raise ValueError(
+            f"a prompt of {length} tokens and {max_new_tokens=} must be at most the model's "
+            f"{config.max_length} tokens together"
+        )
+    kind = models.cache_by_name(cache, config.num_kv_heads)
+    startup.check_memory(
+        {
+            "weights": found.weight_bytes,
+            f"{cache} caches for {batch_size:,} sequences of {total:,} tokens": startup.cache_bytes(
+                config, found.dtype, batch_size, total, kind
+            ),
+            "logits": 4 * batch_size * config.vocab_size,
+            "prompts": 4 * batch_size * length,
+            f"{at_a_time:,} prompts of {length:,} tokens that run": startup.prompt_bytes(
+                config, found.dtype, at_a_time, length
+            ),
+        },
+        "smaller --batch-size, --prefill-batch-size or --max-new-tokens, or another --cache",
+    )

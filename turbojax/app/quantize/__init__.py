@@ -1,0 +1,1 @@
+"""`turbojax quantize`: a checkpoint with INT4 weights from one without."""

@@ -1,0 +1,178 @@
+"""The command `turbojax quantize`."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from turbojax import _interrupt
+from turbojax.app import options as cli_options
+from turbojax.app import programs as cli_programs
+
+
+def quantize(
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="Folder to write the quantized model to: new, or of a quantized model, which is "
+            "overwritten."
+        ),
+    ],
+    model: Annotated[
+        str,
+        typer.Option(
+            help="'embedded', or a folder with a Llama checkpoint: config.json, one "
+            "model.safetensors, and tokenizer.json, which needs the extra 'text'."
+        ),
+    ] = "embedded",
+    scale_dtype: Annotated[
+        str,
+        typer.Option(
+            help="Scales of the groups of weights: e4m3, for the fastest kernels, or bf16, with "
+            "which dequantized weights are not rounded again."
+        ),
+    ] = "e4m3",
+    cas: Annotated[
+        bool, typer.Option(help="Even out the input channels of the weights (CAS).")
+    ] = True,
+    cas_inputs: Annotated[
+        str,
+        typer.Option(
+            help="Whether CAS also evens out what the norms write (inputs of q, k, v, gate and "
+            "up): all, for models with outliers there, or constant, as the paper has it, which is "
+            "a little better for some models without."
+        ),
+    ] = "all",
+    pts: Annotated[
+        bool, typer.Option(help="Scale each weight by a power of two against underflow (PTS).")
+    ] = True,
+    rpn: Annotated[bool, typer.Option(help="Even out pairs of key channels (RPN).")] = True,
+    crs: Annotated[
+        bool, typer.Option(help="Scale the largest key channels (CRS): 8 pairs of each head.")
+    ] = True,
+    quantize_embedding: Annotated[
+        bool, typer.Option("--quantize-embedding", help="The embedding to INT4, too.")
+    ] = False,
+    quantize_head: Annotated[
+        bool, typer.Option("--quantize-head", help="The projection to logits to INT4, too.")
+    ] = False,
+    calibration_file: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Text to calibrate RPN and CRS with; may be repeated. Token numbers where there "
+            "is no tokenizer.json. Default: modules of this Python's standard library.",
+            show_default=False,
+        ),
+    ] = None,
+    calibration_tokens: Annotated[int, typer.Option(help="Tokens of it to read.")] = 16384,
+    evaluation_file: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Text to measure with; may be repeated. Default: the modules of the standard "
+            "library that the embedded model was not trained on.",
+            show_default=False,
+        ),
+    ] = None,
+    evaluation_tokens: Annotated[
+        int, typer.Option(help="Tokens of it to predict; 0 to measure nothing.")
+    ] = 16384,
+    window: Annotated[
+        int, typer.Option(help="Tokens that the model sees at once, in both.")
+    ] = 1024,
+    max_length: cli_options.MaxLength = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    compilation_cache: cli_programs.CompilationCache = True,
+) -> None:
+    """Quantize the linear layers of a model's blocks to INT4 and say what that saves and costs.
+
+    The folder it writes is what `turbojax generate --model` and `turbojax.models.load` read. The
+    column "exact" is measured with exact attention, "kv4" with keys, values and queries as decoding
+    through a kv4 cache has them, for every token. Both models are in memory together.
+    """
+    from turbojax.app.demo import environment
+    from turbojax.app.quantize import run as quantizing
+    from turbojax.smoothing import Smoothing
+
+    cli_programs.use(compilation_cache, "turbojax quantize")
+    try:
+        settings = quantizing.QuantizeSettings(
+            model=model,
+            out=out,
+            smoothing=Smoothing(
+                cas=cas, pts=pts, rpn=rpn, crs=crs, cas_inputs=cast(Any, cas_inputs)
+            ),
+            scale_dtype=cast(Any, scale_dtype),
+            quantize_embedding=quantize_embedding,
+            quantize_head=quantize_head,
+            calibration_files=tuple(calibration_file or ()),
+            calibration_tokens=calibration_tokens,
+            evaluation_files=tuple(evaluation_file or ()),
+            evaluation_tokens=evaluation_tokens,
+            window=window,
+            max_length=max_length,
+        )
+        with _Bars(out) as bars:
+            report = quantizing.run(settings, bars.advance)
+    except (OSError, ValueError, NotImplementedError, ImportError) as error:
+        typer.echo(f"turbojax quantize: {error}", err=True)
+        raise typer.Exit(2) from error
+    if as_json:
+        typer.echo(json.dumps({**environment(), **report.to_json()}, indent=2, allow_nan=False))
+    else:
+        cli_options.show(_table(report))
+        typer.echo(f"wrote {out}")
+
+
+def _table(report: Any) -> Table:
+    """Before and after, a row each."""
+    table = Table()
+    caches = list(report.bits.get("before", {}))
+    for title in (
+        "",
+        "megabytes",
+        "bits per\nweight",
+        *(f"bits/{report.unit}, {c}" for c in caches),
+    ):
+        table.add_column(title, justify="left" if not title else "right")
+    sizes = {"before": report.bytes_before, "after": report.bytes_after}
+    for name, size in sizes.items():
+        weights = f"{report.bits_per_weight:.2f}" if name == "after" else ""
+        costs = [f"{report.bits[name][cache]:.4f}" for cache in caches]
+        table.add_row(name, f"{size / 1e6:,.2f}", weights, *costs)
+    return table
+
+
+class _Bars:
+    """A bar for each phase, on standard error, so that standard output stays clean."""
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+        )
+        self._tasks: dict[str, Any] = {}
+
+    def __enter__(self) -> "_Bars":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        # Where nothing was begun it would print an empty line.
+        if self._tasks:
+            self._progress.stop()
+
+    def advance(self, phase: str, done: int, total: int) -> None:
+        """See `quantizing.Progress`."""
+        if phase == "evaluation":
+            _interrupt.say(lambda: f"the model is in {self._out}, but was not measured to the end")
+        self._progress.start()  # what runs already goes on
+        if phase not in self._tasks:
+            self._tasks[phase] = self._progress.add_task(phase, total=total)
+        self._progress.advance(self._tasks[phase], done)

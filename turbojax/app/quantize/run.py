@@ -1,0 +1,380 @@
+"""What `turbojax quantize` does: a model and text in, a quantized folder and its costs out."""
+
+import dataclasses
+import math
+import sysconfig
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from turbojax import _checks, _writing, models
+from turbojax.app import startup
+from turbojax.app.generate import run as text
+from turbojax.models.checkpoint import folder as _folder
+from turbojax.models.checkpoint.quantized import QUANT_METHOD
+from turbojax.models.config import stored_dtype
+from turbojax.models.evaluation import CacheName, caches_of
+from turbojax.models.quantize import EVERYTHING
+from turbojax.models.text.tokenizer import TOKENIZER_NAME, ByteTokenizer, NumberTokenizer, Tokenizer
+from turbojax.quantizers.int4 import ScaleDtype
+from turbojax.smoothing import Smoothing
+
+Progress = Callable[[str, int, int], None]
+"""Called with a phase, how much is done since the last call, and how much there is in all."""
+
+CACHES: tuple[CacheName, ...] = ("exact", "kv4")
+_KEPT_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizeSettings:
+    """What to quantize, and how.
+
+    Attributes:
+      model: ``"embedded"`` or a checkpoint's folder.
+      out: the folder to write: new, empty, or with a quantized model, which is overwritten.
+      smoothing: see `models.quantize_model`.
+      scale_dtype: see there.
+      quantize_embedding: see there.
+      quantize_head: see there.
+      calibration_files: text to calibrate RPN and CRS with; modules of the standard library if
+        empty.
+      calibration_tokens: how many tokens of it are used.
+      evaluation_files: text to measure with; the embedded model's held-out modules if empty.
+      evaluation_tokens: how many tokens are measured; 0 for none.
+      window: tokens that the model sees at once, in both.
+      max_length: longest sequence of the quantized model, by default the checkpoint's.
+
+    Raises:
+      ValueError: if a number is out of range, or files are given that nothing would read.
+    """
+
+    model: str
+    out: Path
+    smoothing: Smoothing = EVERYTHING
+    scale_dtype: ScaleDtype = "e4m3"
+    quantize_embedding: bool = False
+    quantize_head: bool = False
+    calibration_files: tuple[Path, ...] = ()
+    calibration_tokens: int = 16384
+    evaluation_files: tuple[Path, ...] = ()
+    evaluation_tokens: int = 16384
+    window: int = 1024
+    max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        _checks.check_sizes(calibration_tokens=self.calibration_tokens, window=self.window)
+        if self.evaluation_tokens < 0:
+            raise ValueError(f"evaluation_tokens={self.evaluation_tokens} must not be negative")
+        if self.scale_dtype not in ("e4m3", "bf16"):
+            raise ValueError(f"scale dtype {self.scale_dtype!r} must be e4m3 or bf16")
+        if self.calibration_files and not (self.smoothing.rpn or self.smoothing.crs):
+            raise ValueError("calibration files are for RPN and CRS, and both are left out")
+        if self.evaluation_files and self.evaluation_tokens == 0:
+            raise ValueError("evaluation files are given, so evaluation_tokens must not be 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizeReport:
+    """What one run did.
+
+    Attributes:
+      settings: what was run.
+      bytes_before: of the checkpoint's weights on disk.
+      bytes_after: of the quantized one.
+      bits_per_weight: of the quantized matrices: codes, scales and padding.
+      calibration_tokens: tokens seen in calibration.
+      evaluated_tokens: tokens that were predicted.
+      unit: what bits are counted per: ``"byte"``, or ``"token"`` where tokens are numbers.
+      bits: mean bits on the held-out text, ``{"before" | "after": {cache: bits}}``; empty if there
+        was none. ``"exact"`` attends exactly; ``"kv4"`` as decoding does through a `Kv4Cache`, for
+        every token, and is left out where the cache cannot hold the model's heads.
+      seconds: wall time.
+    """
+
+    settings: QuantizeSettings
+    bytes_before: int
+    bytes_after: int
+    bits_per_weight: float
+    calibration_tokens: int
+    evaluated_tokens: int
+    unit: str
+    bits: dict[str, dict[str, float]]
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain JSON values; bits that are not finite are None."""
+        settings = dataclasses.asdict(self.settings) | {"out": str(self.settings.out)}
+        for name in ("calibration_files", "evaluation_files"):
+            settings[name] = [str(path) for path in getattr(self.settings, name)]
+        bits = {
+            name: {cache: x if math.isfinite(x) else None for cache, x in row.items()}
+            for name, row in self.bits.items()
+        }
+        return {**dataclasses.asdict(self), "settings": settings, "bits": bits}
+
+
+def run(settings: QuantizeSettings, progress: Progress | None = None) -> QuantizeReport:
+    """Quantizes a model, writes it, and measures what that costs.
+
+    Args:
+      settings: what to do.
+      progress: called as calibration, layers and evaluation are done.
+
+    Raises:
+      OSError: if a file cannot be read or written.
+      ValueError, NotImplementedError, ImportError: see `models.quantize_model` and
+        `text.load_text_model`; also if the model is quantized already, the text too short, or
+        something else lies in the folder to write.
+    """
+    begun = time.perf_counter()
+    _check_out(settings)
+    startup.check_input_files(*settings.calibration_files, *settings.evaluation_files)
+    stored_dtype(models.read_config(settings.model))
+    found = text.find_text_model(settings.model, max_length=settings.max_length)
+    startup.check_memory(
+        # Four bits of a number at least.
+        {"weights": found.weight_bytes, "quantized weights": found.config.num_parameters // 2},
+        "both models are in memory together, which needs a larger machine",
+    )
+    source = found.load()
+    model = source.decoder
+    if not isinstance(model, models.Decoder):
+        raise ValueError(f"{settings.model!r} is quantized already")
+    window = min(settings.window, model.config.max_length)
+    # Both are made before the long part, so that missing text is reported at once.
+    calibration = None
+    if settings.smoothing.rpn or settings.smoothing.crs:
+        calibration = _calibration_windows(settings, source.tokenizer, window)
+    held_out = _evaluation_windows(settings, source.tokenizer, window)
+    tell: Progress = progress or (lambda phase, done, total: None)
+    sizes = {
+        "calibration": 0 if calibration is None else calibration.size,
+        "layers": model.config.num_layers,
+    }
+    quantized = models.quantize_model(
+        model,
+        calibration,
+        smoothing=settings.smoothing,
+        scale_dtype=settings.scale_dtype,
+        quantize_embedding=settings.quantize_embedding,
+        quantize_head=settings.quantize_head,
+        progress=lambda phase, done: tell(phase, done, sizes[phase]),
+    )
+    before, after = _write(settings, quantized)
+    bits, scored, unit = {}, 0, "byte"
+    if held_out is not None:
+        bits = _costs({"before": model, "after": quantized}, held_out, tell)
+        scored, unit = held_out.scored, held_out.unit
+    return QuantizeReport(
+        settings=settings,
+        bytes_before=before,
+        bytes_after=after,
+        bits_per_weight=quantized.bits_per_weight,
+        calibration_tokens=sizes["calibration"],
+        evaluated_tokens=scored,
+        unit=unit,
+        bits=bits,
+        seconds=time.perf_counter() - begun,
+    )
+
+
+def calibration_text(num_bytes: int) -> list[bytes]:
+    """Modules of this interpreter's standard library that are not held out, in a fixed order.
+
+    Args:
+      num_bytes: how much is needed.
+
+    Returns:
+      Whole files, together at least this many bytes unless there are no more.
+    """
+    held_out = set(models.held_out_modules())
+    library = Path(sysconfig.get_path("stdlib"))
+    paths = [path for path in sorted(library.glob("*.py")) if path.name not in held_out]
+    contents, size = list[bytes](), 0
+    for i in np.random.default_rng(0).permutation(len(paths)):
+        if size >= num_bytes:
+            break
+        contents.append(paths[i].read_bytes())
+        size += len(contents[-1])
+    return contents
+
+
+def evaluation_text() -> list[bytes]:
+    """The held-out modules of this interpreter's standard library."""
+    library = Path(sysconfig.get_path("stdlib"))
+    paths = [library / name for name in models.held_out_modules()]
+    return [path.read_bytes() for path in paths if path.is_file()]
+
+
+def windows(tokens: Sequence[int], length: int, count: int) -> np.ndarray:
+    """Windows that do not overlap, spread evenly over a stream.
+
+    Args:
+      tokens: the stream.
+      length: of a window.
+      count: how many at most.
+
+    Returns:
+      int32 ``[n, length]``, n at least 1.
+
+    Raises:
+      ValueError: if the stream is shorter than one window.
+    """
+    whole = len(tokens) // length
+    if whole < 1:
+        raise ValueError(f"the text has {len(tokens)} tokens, must have at least {length}")
+    chosen = np.linspace(0, whole - 1, min(count, whole)).astype(int)
+    stream = np.asarray(tokens[: whole * length], np.int32).reshape(whole, length)
+    return stream[chosen]
+
+
+@dataclasses.dataclass(frozen=True)
+class _HeldOut:
+    """Windows to measure with, and how many bytes one of their tokens stands for on average."""
+
+    tokens: np.ndarray
+    bytes_per_token: float
+    unit: str
+
+    @property
+    def scored(self) -> int:
+        return int(self.tokens[:, 1:].size)
+
+
+def _check_out(settings: QuantizeSettings) -> None:
+    """Raises ValueError if writing the quantized model would destroy something, or fail."""
+    out = settings.out
+    if out.resolve() == models.checkpoint_folder(settings.model).resolve():
+        raise ValueError(f"{str(out)!r} is the model's own folder, must be another one")
+    existing = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise ValueError(f"out={str(out)!r} must be a folder, {str(existing)!r} is a file")
+    startup.check_output_folder("out", out)
+    _writing.require_free(out)
+    if not ((out / "config.json").exists() or any(out.glob("*.safetensors*"))):
+        return
+    hf = models.read_config(out) if (out / "config.json").is_file() else {}
+    block = hf.get("quantization_config")
+    if not isinstance(block, dict) or block.get("quant_method") != QUANT_METHOD:
+        raise ValueError(
+            f"out={str(out)!r} holds another model: must be a new folder, or one that "
+            "turbojax quantize wrote"
+        )
+
+
+def _stream(kind: str, tokenizer: Tokenizer, named: Sequence[tuple[str, bytes]]) -> list[int]:
+    """All tokens of the calibration or evaluation text; an error says which text it is about."""
+    stream = list[int]()
+    for name, content in named:
+        try:
+            stream += tokenizer.encode(text.read_text(content))
+        except ValueError as error:
+            raise ValueError(f"{kind} text {name!r}: {error}") from error
+    return stream
+
+
+def _cut(
+    kind: str,
+    tokenizer: Tokenizer,
+    files: Sequence[Path],
+    default: Callable[[], Sequence[bytes]],
+    length: int,
+    count: int,
+) -> tuple[np.ndarray, float]:
+    """Windows of the files or the default text, and how many bytes of it are a token.
+
+    Raises:
+      ValueError: if there is not one window of it.
+    """
+    place = "the standard library"
+    if files:
+        named = [(str(path), path.read_bytes()) for path in files]
+        place = ", ".join(name for name, _ in named)
+    else:
+        named = [(place, content) for content in default()]
+    if not named:
+        raise ValueError(f"no {kind} text found in {place}: give a file for {kind}")
+    stream = _stream(kind, tokenizer, named)
+    if len(stream) < length:
+        raise ValueError(
+            f"the {kind} text ({place}) has {len(stream)} tokens, must have at least {length}: "
+            "give more text or a smaller window"
+        )
+    size = sum(len(content) for _, content in named)
+    return windows(stream, length, count), size / len(stream)
+
+
+def _calibration_windows(
+    settings: QuantizeSettings, tokenizer: Tokenizer, window: int
+) -> np.ndarray:
+    files, wanted = settings.calibration_files, settings.calibration_tokens
+    if isinstance(tokenizer, NumberTokenizer) and not files:
+        raise ValueError(f"there is no {TOKENIZER_NAME}: give token numbers in a calibration file")
+    length = min(window, wanted)
+
+    def default() -> list[bytes]:
+        # A token is eight bytes at most, on average.
+        return calibration_text(8 * wanted)
+
+    return _cut("calibration", tokenizer, files, default, length, wanted // length)[0]
+
+
+def _evaluation_windows(
+    settings: QuantizeSettings, tokenizer: Tokenizer, window: int
+) -> _HeldOut | None:
+    files, wanted = settings.evaluation_files, settings.evaluation_tokens
+    are_numbers = isinstance(tokenizer, NumberTokenizer)
+    if wanted == 0 or (are_numbers and not files):
+        return None
+    length = min(window, wanted)
+    cut, bytes_per_token = _cut(
+        "evaluation", tokenizer, files, evaluation_text, length + 1, max(wanted // length, 1)
+    )
+    if are_numbers:
+        return _HeldOut(cut, 1.0, "token")
+    return _HeldOut(cut, 1.0 if isinstance(tokenizer, ByteTokenizer) else bytes_per_token, "byte")
+
+
+def _costs(
+    candidates: dict[str, models.Decoder | models.QuantizedDecoder],
+    held_out: _HeldOut,
+    tell: Progress,
+) -> dict[str, dict[str, float]]:
+    caches = caches_of(next(iter(candidates.values())))
+    total = len(candidates) * len(caches) * held_out.scored
+    tell("evaluation", 0, total)
+
+    def mean(model: models.Decoder | models.QuantizedDecoder, cache: CacheName) -> float:
+        bits = models.token_bits(
+            model,
+            held_out.tokens,
+            cache=cache,
+            batch_size=1,
+            progress=lambda n: tell("evaluation", n, total),
+        )
+        return float(bits.mean(dtype=np.float64)) / held_out.bytes_per_token
+
+    return {
+        name: {cache: mean(model, cache) for cache in caches} for name, model in candidates.items()
+    }
+
+
+def _write(settings: QuantizeSettings, model: models.QuantizedDecoder) -> tuple[int, int]:
+    """Writes the folder; bytes of the weights before and after."""
+    source, out = models.checkpoint_folder(settings.model), settings.out
+    hf = models.read_config(settings.model)
+    models.save_quantized(
+        model,
+        out,
+        dtype=stored_dtype(hf),
+        extra_config={key: hf[key] for key in _KEPT_KEYS if key in hf},
+        companions=_folder.find_companions(source),
+    )
+    sizes = [
+        sum(file.stat().st_size for file in models.weight_files(folder)) for folder in (source, out)
+    ]
+    return sizes[0], sizes[1]

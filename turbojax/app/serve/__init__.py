@@ -1,0 +1,1 @@
+"""`turbojax serve`: many texts, through an engine."""

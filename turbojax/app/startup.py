@@ -1,0 +1,180 @@
+"""What commands check before anything slow: files to write, and memory."""
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from turbojax import _device, _extras
+from turbojax.kv import CacheKind, init_layer_cache
+from turbojax.models import LlamaConfig
+
+
+def check_output_file(option: str, path: Path | None) -> None:
+    """Raises ValueError unless a file can be written there.
+
+    Args:
+      option: that names it, such as ``"--out"``.
+      path: the file; None if there is to be none.
+    """
+    if path is None:
+        return
+    if path.is_dir() or not path.parent.is_dir():
+        raise ValueError(f"{option} {path} must be a file in a folder that exists")
+    if path.exists() and not path.is_file():  # such as /dev/null
+        return
+    if not path.exists():
+        _check_writable(option, path, path.parent)
+    elif not os.access(path, os.W_OK):  # a folder that is read-only may hold one that is not
+        raise ValueError(f"{option} {path} must be a file that can be written")
+
+
+def check_input_files(*paths: Path) -> None:
+    """Raises OSError unless these can be read."""
+    for path in paths:
+        path.open("rb").close()
+
+
+def check_output_folder(option: str, path: Path) -> None:
+    """Raises ValueError unless files can be written to this folder, which may not exist yet."""
+    existing = next(x for x in (path, *path.absolute().parents) if x.exists())
+    if not existing.is_dir():
+        raise ValueError(f"{option} {path} must be a folder, {str(existing)!r} is a file")
+    _check_writable(option, path, existing)
+
+
+def check_plot(path: Path | None) -> None:
+    """Raises unless a picture can be drawn to this file, if there is to be one.
+
+    Raises:
+      ImportError: if there is no matplotlib.
+      ValueError: if matplotlib does not know the ending, or the file cannot be written.
+    """
+    if path is None:
+        return
+    _extras.need_matplotlib("--plot")
+    from matplotlib.figure import Figure
+
+    endings = sorted(Figure().canvas.get_supported_filetypes())
+    # Without an ending, matplotlib would write to a file of another name.
+    if path.suffix.lower().removeprefix(".") not in endings:
+        raise ValueError(f"--plot {path} must end with one of .{', .'.join(endings)}")
+    check_output_file("--plot", path)
+
+
+def cache_bytes(
+    config: LlamaConfig, dtype: np.dtype, batch_size: int, max_length: int, kind: CacheKind
+) -> int:
+    """Bytes of the caches that `models.init_caches` would make, which are not made.
+
+    Raises:
+      ValueError: if a size does not fit the kind of cache.
+    """
+
+    def layer(batch: int) -> int:
+        sizes = (batch, max_length, config.num_kv_heads, config.head_dim)
+        return jax.eval_shape(lambda: init_layer_cache(*sizes, kind=kind, dtype=dtype)).nbytes
+
+    # Some of it, such as a rotation, is there once: and no array is as long as the batch.
+    one, two = layer(1), layer(2)
+    return config.num_layers * (one + (batch_size - 1) * (two - one))
+
+
+def prompt_bytes(config: LlamaConfig, dtype: np.dtype, batch_size: int, length: int) -> int:
+    """Bytes that prompts take at least while they run through a layer.
+
+    The residual stream and its norm, and the two factors of the feed-forward network's product.
+    What attention takes depends on what runs it, and is not counted.
+    """
+    width = 2 * (config.hidden_size + config.intermediate_size)
+    return batch_size * length * width * dtype.itemsize
+
+
+def check_memory(needs: Mapping[str, int], smaller: str, available: int | None = None) -> None:
+    """Raises ValueError if a run needs more memory than there is.
+
+    Args:
+      needs: what it needs at least: bytes by what they are for.
+      smaller: what can be done about it.
+      available: bytes that there are; by default `available_memory`. Where that is unknown, nothing
+        is refused.
+    """
+    free = available_memory() if available is None else available
+    total = sum(needs.values())
+    if free is None or total <= free:
+        return
+    parts = ", ".join(
+        f"{_size(size)} of {name}"
+        for name, size in sorted(needs.items(), key=lambda item: -item[1])
+        if size * 100 >= total
+    )
+    raise ValueError(
+        f"this needs at least {_size(total)} of memory ({parts}), and {_size(free)} are free: "
+        f"{smaller}"
+    )
+
+
+def available_memory() -> int | None:
+    """Bytes that jax's default device can still give; None where that is not known.
+
+    Of a CPU: what Linux calls available and free swap, or less where a control group, as containers
+    have one, allows less; on other systems all memory there is.
+    """
+    device = jax.local_devices()[0]
+    if device.platform != "cpu":
+        held = device.memory_stats() or {}
+        limit = held.get("bytes_limit")
+        return None if limit is None else max(0, limit - held.get("bytes_in_use", 0))
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return _device.host_memory()
+    lines = (line.split() for line in meminfo.read_text(encoding="ascii").splitlines())
+    sizes = {line[0]: 1024 * int(line[1]) for line in lines if len(line) == 3}
+    if "MemAvailable:" not in sizes:
+        return None
+    return min([sizes["MemAvailable:"] + sizes.get("SwapFree:", 0), *_group_memory()])
+
+
+def _group_memory(root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
+    """What each control group of this process may still take; cached files can be dropped."""
+    try:
+        named = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+        own = next(line[3:] for line in named if line.startswith("0::"))
+    except (OSError, StopIteration):
+        return
+    group = root / own.lstrip("/")
+    for folder in (group, *group.parents):
+        if not folder.is_relative_to(root):
+            return
+        try:
+            limit = (folder / "memory.max").read_text(encoding="ascii").strip()
+            current = int((folder / "memory.current").read_text(encoding="ascii"))
+            rows = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
+        except (OSError, ValueError):
+            continue
+        cached = sum(
+            int(row.split()[1])
+            for row in rows
+            if row.startswith(("inactive_file ", "active_file "))
+        )
+        if limit != "max":
+            yield max(0, int(limit) - current + cached)
+
+
+def _check_writable(option: str, path: Path, folder: Path) -> None:
+    """Raises ValueError unless files can be made in the folder."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"{option} {path} must be where files can be written: {str(folder)!r}: {error.strerror}"
+        ) from error
+
+
+def _size(count: int) -> str:
+    """Bytes for people."""
+    return f"{count / 1e9:,.1f} GB" if count >= 1e8 else f"{count / 1e6:,.1f} MB"

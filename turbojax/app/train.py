@@ -1,0 +1,291 @@
+"""The commands `turbojax train` and `turbojax compare`."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from turbojax import _extras, _interrupt
+from turbojax.app import programs as cli_programs
+
+
+def train(
+    out: Annotated[Path, typer.Option(help="Folder of log, checkpoints and model.")],
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A text file, or a folder of them, to train on; may be repeated. Default: this "
+            "Python's standard library.",
+            show_default=False,
+        ),
+    ] = None,
+    held_out: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A text file or folder to measure with; may be repeated. Default: the last "
+            "twentieth of --data, or the modules of the standard library that the embedded model "
+            "was not trained on.",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="'embedded', or a folder with a byte-level Llama checkpoint.")
+    ] = "embedded",
+    attention: Annotated[str, typer.Option(help="dense or pooled.")] = "dense",
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            help="How pooled attention chooses levels: threshold (by an estimate of the attention, "
+            "per layer and step; the default), topk (the same), or window (near blocks token by "
+            "token, the past as means).",
+            show_default=False,
+        ),
+    ] = None,
+    window: Annotated[
+        int | None,
+        typer.Option(
+            help="Of --policy window: distance in tokens up to which nothing is pooled; "
+            "beyond, means of 8 tokens. Default: 896.",
+            show_default=False,
+        ),
+    ] = None,
+    block_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Of pooled attention: tokens of a block of queries, and of keys, that share a "
+            "level. Default: 128.",
+            show_default=False,
+        ),
+    ] = None,
+    context: Annotated[int, typer.Option(help="Bytes per sequence.")] = 16384,
+    batch: Annotated[int, typer.Option(help="Sequences per step.")] = 8,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 300,
+    learning_rate: Annotated[float, typer.Option(help="Peak of the schedule.")] = 3e-4,
+    warmup_steps: Annotated[int, typer.Option(help="Steps of linear rise.")] = 20,
+    seed: Annotated[int, typer.Option(help="Of the order of the data.")] = 0,
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            help="bfloat16, float16 or float32. Default: float32 on a CPU, otherwise bfloat16.",
+            show_default=False,
+        ),
+    ] = None,
+    remat: Annotated[
+        bool, typer.Option("--remat", help="Recompute layers in the backward pass: less memory.")
+    ] = False,
+    implementation: Annotated[
+        str | None,
+        typer.Option(
+            help="What runs pooled attention. Default: the fastest that can.", show_default=False
+        ),
+    ] = None,
+    log_every: Annotated[int, typer.Option(help="Steps between lines of the log.")] = 10,
+    save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,
+    evaluate_every: Annotated[
+        int, typer.Option(help="Steps between held-out scores; 0: at the end alone.")
+    ] = 100,
+    evaluate_windows: Annotated[
+        int, typer.Option(help="Sequences of the held-out text that are scored, at most.")
+    ] = 64,
+    plot: Annotated[Path | None, typer.Option(help="Draw the loss to this file.")] = None,
+    compilation_cache: cli_programs.CompilationCache = True,
+) -> None:
+    """Fine-tune a byte-level model at a long context, with dense or pooled attention.
+
+    Run the same command again to go on after an interruption. At the end OUT/model is a Hugging
+    Face folder that `turbojax generate --model` reads, and OUT/log.json the log.
+    """
+    import jax
+
+    from turbojax import models
+    from turbojax.app import startup
+
+    cli_programs.use(compilation_cache, "turbojax train")
+    try:
+        from turbojax import _writing, finetune
+
+        _writing.require_free(out)
+        startup.check_output_folder("--out", out)
+        startup.check_plot(plot)
+        if precision is None:
+            precision = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        settings = finetune.Settings(
+            steps=steps,
+            context=context,
+            batch_size=batch,
+            learning_rate=learning_rate,
+            warmup_steps=warmup_steps,
+            seed=seed,
+            precision=precision,
+        )
+        rhythm = finetune.Rhythm(log_every, save_every, evaluate_every, evaluate_windows)
+        pooled = _pooled(attention, policy, window, block_size, implementation)
+        if data:
+            corpus = finetune.corpus_of(data, held_out or ())
+        elif held_out:
+            raise ValueError("--held-out is for --data")
+        else:
+            corpus = finetune.standard_library_corpus()
+        start = models.load_llama(model)
+        _check_memory(start.config, settings)
+        typer.echo(f"{corpus.stream.size:,} bytes of text; {start.config.num_parameters:,} weights")
+        with _progress_bar() as bar:
+            log = finetune.fine_tune(
+                out,
+                start,
+                settings,
+                corpus,
+                pooled=pooled,
+                remat=remat,
+                rhythm=rhythm,
+                source=model,
+                report=_Display(bar, steps, out),
+            )
+        if plot is not None:
+            finetune.save_plot([log], plot)
+    except (OSError, ValueError, NotImplementedError, ImportError, FloatingPointError) as error:
+        raise _failure("train", error) from error
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        message = "turbojax train: out of memory: try a smaller --batch or --context, or --remat"
+        typer.echo(message, err=True)
+        raise typer.Exit(2) from error
+    for name, bits in log["held_out_bits_per_byte"].items():
+        kind = "this attention" if name == "run" else "dense attention"
+        typer.echo(f"held out, with {kind}: {bits:.4f} bits per byte")
+    typer.echo(f"wrote {out / finetune.MODEL_NAME}")
+
+
+def compare(
+    first: Annotated[Path, typer.Argument(help="Folder or log of a run, usually dense.")],
+    second: Annotated[Path, typer.Argument(help="The same settings, pooled.")],
+    smoothing: Annotated[int, typer.Option(help="Steps over which losses are averaged.")] = 20,
+    plot: Annotated[Path | None, typer.Option(help="Draw both losses to this file.")] = None,
+    write: Annotated[
+        Path | None, typer.Option(help="Write figures and both logs to this JSON file.")
+    ] = None,
+) -> None:
+    """Compare two runs of `turbojax train`: their losses at the same step, and the time saved."""
+    from turbojax.app import startup
+
+    try:
+        from turbojax import _writing, finetune
+
+        startup.check_plot(plot)
+        startup.check_output_file("--write", write)
+        logs = [finetune.read_log(path) for path in (first, second)]
+        result = finetune.compare(*logs, width=smoothing)
+        if write is not None:
+            _writing.write_text(write, json.dumps(result) + "\n")
+        if plot is not None:
+            finetune.save_plot(logs, plot, width=smoothing)
+    except (OSError, ValueError, ImportError) as error:
+        raise _failure("compare", error) from error
+    typer.echo(finetune.summary(result))
+
+
+def _check_memory(config: Any, settings: Any) -> None:
+    """Raises ValueError if a step needs more memory than there is, with the least that it can."""
+    import jax.numpy as jnp
+
+    from turbojax.app import startup
+
+    batch, context = settings.batch_size, settings.context
+    # What every layer begins with, which even --remat keeps, and the logits in float32.
+    width = config.num_layers * config.hidden_size * jnp.dtype(settings.precision).itemsize
+    startup.check_memory(
+        {
+            # Weights, their gradient and two moments, all float32.
+            "weights and optimizer": 16 * config.num_parameters,
+            f"{batch:,} sequences of {context:,} bytes": batch
+            * context
+            * (width + 4 * config.vocab_size),
+        },
+        "smaller --batch or --context",
+    )
+
+
+def _failure(command: str, error: Exception) -> typer.Exit:
+    """Says what went wrong, and returns what ends the command."""
+    missing = isinstance(error, ModuleNotFoundError)
+    how = f": {_extras.install('train')}" if missing else ""
+    typer.echo(f"turbojax {command}: {error}{how}", err=True)
+    return typer.Exit(2)
+
+
+def _kept(out: Path, step: int | None) -> str:
+    """What an interrupted run leaves behind."""
+    if step is None:
+        return "no checkpoint was written yet; the same command begins anew"
+    return f"the checkpoint of step {step} is in {out}; the same command goes on from there"
+
+
+class _Display:
+    """Shows records as a bar and as lines, and sets what an interrupted run says."""
+
+    def __init__(self, bar: Progress, steps: int, out: Path) -> None:
+        self._bar, self._out = bar, out
+        self._task = bar.add_task("compiling", total=steps, bits="-")
+
+    def __call__(self, row: dict[str, Any]) -> None:
+        from turbojax import finetune
+
+        # Not before: only a run that has come to its steps is known to be the one in the folder.
+        _interrupt.say(lambda: _kept(self._out, finetune.last_checkpoint(self._out)))
+        step = row["step"]
+        if row.get("resumed"):
+            self._bar.console.print(f"resuming at step {step}")
+        if "held_out_bits_per_byte" in row:
+            bits = row["held_out_bits_per_byte"]
+            self._bar.console.print(f"step {step:6d}  held out {bits:.4f} bits/byte")
+        if "bits_per_byte" in row:
+            self._bar.console.print(
+                f"step {step:6d}  {row['bits_per_byte']:.4f} bits/byte  "
+                f"rate {row['learning_rate']:.2e}  norm {row['grad_norm']:.2f}  "
+                f"density {row['density']:.3f}  {row['tokens_per_second']:,} tokens/s"
+            )
+            bits = f"{row['bits_per_byte']:.3f}"
+            self._bar.update(self._task, completed=step, bits=bits, description="training")
+        else:
+            self._bar.update(self._task, completed=step)
+
+
+def _pooled(
+    attention: str,
+    policy: str | None,
+    window: int | None,
+    block_size: int | None,
+    implementation: str | None,
+) -> Any:
+    """The `PooledAttention` of the options, or None for dense attention."""
+    from turbojax import models
+
+    if attention not in ("dense", "pooled"):
+        raise ValueError(f"attention {attention!r} must be dense or pooled")
+    if attention == "pooled":
+        return models.pooled_by_name(
+            policy or "threshold",
+            window=window,
+            block_size=128 if block_size is None else block_size,
+            implementation=implementation,
+        )
+    if (policy, window, block_size, implementation) != (None, None, None, None):
+        raise ValueError(
+            "policy, window, block size and implementation are for --attention pooled, not dense"
+        )
+    return None
+
+
+def _progress_bar() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[bits]} bits/byte"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True, soft_wrap=True),
+    )

@@ -1,8 +1,0 @@
-"""`turbojax demo`: a real model on a real file, through several KV caches side by side."""
-
-from turbojax.demo.measure import CacheResult as CacheResult
-from turbojax.demo.measure import DemoReport as DemoReport
-from turbojax.demo.measure import DemoSettings as DemoSettings
-from turbojax.demo.measure import default_file as default_file
-from turbojax.demo.measure import environment as environment
-from turbojax.demo.measure import run as run

@@ -1,0 +1,1 @@
+"""Checkpoints: Hugging Face folders, and those of quantized models."""

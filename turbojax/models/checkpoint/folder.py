@@ -1,0 +1,355 @@
+"""The files of a checkpoint's folder: `config.json`, tensors in safetensors files, companions."""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from turbojax import _json, _writing
+from turbojax.models.checkpoint import safetensors as _safetensors
+from turbojax.models.checkpoint.safetensors import Stored as Stored
+from turbojax.models.checkpoint.safetensors import Tensor as Tensor
+from turbojax.models.checkpoint.safetensors import changed as _changed
+
+T = TypeVar("T")
+
+CONFIG_NAME = "config.json"
+WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = f"{WEIGHTS_NAME}.index.json"
+"""The index of weights that are split into several files: which tensor is in which file."""
+
+MAX_SHARD_BYTES = 5_000_000_000
+
+_SHARD_PATTERN = "model-[0-9]*-of-[0-9]*.safetensors"
+# Names that `write` owns: what it does not write goes.
+_CHECKPOINT = (CONFIG_NAME, WEIGHTS_NAME, INDEX_NAME, _SHARD_PATTERN)
+_COMPANIONS = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("chat_template.jinja", "additional_chat_templates/*.jinja", "generation_config.json"),
+)
+# Of readers, where somebody replaces the checkpoint.
+_TRIES, _PAUSE_SECONDS = 20, 0.005
+_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+def cast(tensor: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+    """The tensor in another dtype.
+
+    Raises:
+      ValueError: if a finite number becomes infinite.
+    """
+    if tensor.dtype == dtype:
+        return tensor
+    with np.errstate(over="ignore"):
+        result = tensor.astype(dtype)
+    if np.count_nonzero(np.isinf(result)) != np.count_nonzero(np.isinf(tensor)):
+        raise ValueError(f"dtype={dtype.name} cannot hold {name}, whose numbers are larger")
+    return result
+
+
+def require_folder(folder: Path) -> None:
+    """Raises an OSError unless the folder exists.
+
+    Raises:
+      FileNotFoundError: if nothing is there.
+      NotADirectoryError: if something else is.
+    """
+    wanted = f"must be 'embedded' or a folder with {CONFIG_NAME} and {WEIGHTS_NAME}"
+    if not folder.exists():
+        raise FileNotFoundError(f"{str(folder)!r} {wanted}: there is no such folder")
+    if not folder.is_dir():
+        raise NotADirectoryError(f"{str(folder)!r} {wanted}, not a file")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """What a folder's `config.json` says.
+
+    Raises:
+      OSError: if there is no such folder, or no such file in it.
+      ValueError: if the file cannot be parsed, or holds no object.
+    """
+    require_folder(folder)
+    if not (folder / CONFIG_NAME).is_file():
+        raise FileNotFoundError(f"{str(folder)!r} is no checkpoint: it must hold {CONFIG_NAME}")
+    return read_json(folder / CONFIG_NAME)
+
+
+def require_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raises ValueError unless a folder's `config.json` still says this.
+
+    To be called after `stored_tensors`: `write` takes the old `config.json` away before it touches
+    the weights, so that those belong to what was read before.
+    """
+    try:
+        found = read_config(folder)
+    except FileNotFoundError as error:
+        raise _changed(folder / CONFIG_NAME) from error
+    if _json.differ(found, config):
+        raise _changed(folder / CONFIG_NAME)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object of a JSON file.
+
+    Raises:
+      OSError: if there is none.
+      ValueError: see `turbojax._json.read_object`.
+    """
+    return _json.read_object(path)
+
+
+def weight_files(folder: Path) -> tuple[Path, ...]:
+    """The safetensors files of a checkpoint, one or many.
+
+    `model.safetensors` goes before an index of several files, as it does for transformers.
+
+    Raises:
+      FileNotFoundError: if there are none, or one that the index names is missing.
+      ValueError: if the index cannot be read.
+    """
+    if (folder / WEIGHTS_NAME).is_file():
+        return (folder / WEIGHTS_NAME,)
+    if (folder / INDEX_NAME).is_file():
+        return tuple(dict.fromkeys(_read_index(folder).values()))
+    pickles = [name for name in _PICKLES if (folder / name).exists()]
+    if pickles:
+        raise FileNotFoundError(
+            f"{str(folder)!r} must hold {WEIGHTS_NAME}; {pickles[0]} is not read, because a pickle "
+            f"can run any code: AutoModelForCausalLM.from_pretrained({str(folder)!r})"
+            ".save_pretrained(...) of the package transformers writes safetensors"
+        )
+    raise FileNotFoundError(
+        f"{str(folder)!r} is no checkpoint: it must hold {WEIGHTS_NAME} or {INDEX_NAME}"
+    )
+
+
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """All tensors of a checkpoint's files, in the order in which they lie there; none is read.
+
+    Raises:
+      FileNotFoundError: see `weight_files`.
+      ValueError: if a file cannot be parsed or is cut short, two files hold tensors of one name,
+        or the index places a tensor in a file that lacks it.
+    """
+    tensors: dict[str, Stored] = {}
+    for file in weight_files(folder):
+        for name, stored in _safetensors.read_header(file):
+            if name in tensors:
+                raise ValueError(f"{tensors[name].file} and {file} both hold {some([name])}")
+            tensors[name] = stored
+    if not (folder / WEIGHTS_NAME).is_file():
+        lost: dict[Path, list[str]] = {}
+        for name, file in _read_index(folder).items():
+            if name not in tensors or tensors[name].file != file:
+                lost.setdefault(file, []).append(name)
+        for file, names in lost.items():
+            raise ValueError(f"{file} lacks {some(names)}, which {INDEX_NAME} places there")
+    return tensors
+
+
+def require_tensors(
+    tensors: Mapping[str, Stored], expected: Mapping[str, tuple[int, ...]], folder: Path
+) -> None:
+    """Raises ValueError unless the tensors have exactly these names and shapes."""
+    missing = sorted(expected.keys() - tensors.keys())
+    if missing:
+        raise ValueError(
+            f"{_source(tensors, folder)} lacks {some(missing)}, which {CONFIG_NAME} asks for"
+        )
+    unexpected = sorted(tensors.keys() - expected.keys())
+    if unexpected:
+        file = tensors[unexpected[0]].file
+        raise ValueError(f"{file} holds unexpected tensors: {some(unexpected)}")
+    for name, shape in expected.items():
+        stored = tensors[name]
+        if stored.shape != shape:
+            raise ValueError(
+                f"{stored.file}: {name} has shape {_json.shown(stored.shape)}, must be {shape}, "
+                f"as {CONFIG_NAME} has it"
+            )
+
+
+def require_layers(tensors: Mapping[str, Stored], count: int, prefix: str, folder: Path) -> None:
+    """Raises ValueError unless the tensors are those of so many layers.
+
+    To be called before anything is made for every layer that `config.json` claims.
+
+    Args:
+      tensors: of the checkpoint.
+      count: the number of layers that is claimed.
+      prefix: of their names, before the layer's number.
+      folder: of the checkpoint.
+    """
+    inside = [name.removeprefix(prefix) for name in tensors if name.startswith(prefix)]
+    layers = {name.partition(".")[0] for name in inside}
+    if len(layers) < count:
+        raise ValueError(
+            f"{_source(tensors, folder)} lacks {prefix}{count - 1}: it holds {len(layers)} layers, "
+            f"{CONFIG_NAME} says num_hidden_layers={count}"
+        )
+
+
+def _source(tensors: Mapping[str, Stored], folder: Path) -> Path:
+    """The file to blame for what is missing: the only one, or the index of several."""
+    files = {x.file for x in tensors.values()}
+    return files.pop() if len(files) == 1 else folder / INDEX_NAME
+
+
+def write(
+    path: str | os.PathLike[str],
+    config: Mapping[str, Any],
+    tensors: Sequence[Tensor],
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    companions: Mapping[str, Path] | None = None,
+) -> None:
+    """Writes a checkpoint into a folder, which is created if it does not exist.
+
+    `steady` readers see the old checkpoint or the new one, at every moment and after every kind of
+    interruption, see `_writing.replacing_files`.
+
+    Args:
+      path: the folder; the checkpoint it held is replaced, other files stay.
+      config: content of `config.json`.
+      tensors: what to write.
+      max_shard_bytes: of the tensors in one file; a larger tensor gets a file of its own.
+      companions: further files by name, to be copied from elsewhere; those of an older
+        checkpoint go, see `find_companions`. If None, they stay.
+
+    Raises:
+      BlockingIOError: if another program is writing there.
+      OSError: if something cannot be written, see `_writing.replacing_files`.
+      TypeError: if JSON cannot say what the config holds.
+    """
+    shards = _split(tensors, max_shard_bytes)
+    count = len(shards)
+    names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+    if count == 1:
+        names = [WEIGHTS_NAME]
+    texts = {CONFIG_NAME: _encode(config)}
+    if count > 1:
+        places = {x.name: n for n, shard in zip(names, shards, strict=True) for x in shard}
+        total = {"total_size": sum(x.nbytes for x in tensors)}
+        texts[INDEX_NAME] = _encode({"metadata": total, "weight_map": places})
+    files = (*names, *texts, *(companions or ()))
+    owned = (*_CHECKPOINT, *(() if companions is None else _COMPANIONS))
+    with _writing.replacing_files(path, files=files, owned=owned, last=CONFIG_NAME) as draft:
+        for name, shard in zip(names, shards, strict=True):
+            _safetensors.write_tensors(draft / name, shard)
+        for name, text in texts.items():
+            (draft / name).write_bytes(text)
+        for name, source in (companions or {}).items():
+            (draft / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(source, draft / name)
+
+
+def find(folder: Path, name: str) -> Path:
+    """Where a file of a checkpoint is to be read just now, to be called in `steady`.
+
+    Args:
+      folder: of the checkpoint.
+      name: the file's path in it; it need not exist.
+    """
+    return _writing.find(folder, name, CONFIG_NAME)
+
+
+def find_all(folder: Path, pattern: str) -> dict[str, Path]:
+    """Files of a checkpoint by their names, in the names' order; see `find`."""
+    names = {
+        path.relative_to(place).as_posix()
+        for place in (folder, _writing.current(folder, CONFIG_NAME))
+        for path in place.glob(pattern)
+    }
+    found = {name: find(folder, name) for name in sorted(names)}
+    return {name: path for name, path in found.items() if os.path.lexists(path)}
+
+
+def find_companions(folder: Path) -> dict[str, Path]:
+    """The files that go with a checkpoint's weights, by name: its tokenizer, chat templates, ..."""
+
+    def read(_: Path) -> dict[str, Path]:
+        found = [item for pattern in _COMPANIONS for item in find_all(folder, pattern).items()]
+        return {name: path for name, path in found if path.is_file()}
+
+    return steady(folder, read)
+
+
+def steady(folder: Path, read: Callable[[Path], T]) -> T:
+    """What `read` makes of a checkpoint: of one, also where somebody replaces it meanwhile.
+
+    Args:
+      folder: of the checkpoint.
+      read: is given the folder where its files lie; called again if it was replaced.
+
+    Raises:
+      Whatever `read` raises; ValueError if the checkpoint is replaced again and again.
+    """
+    require_folder(folder)
+    settle(folder)
+    for attempt in range(_TRIES):
+        place = _writing.current(folder, CONFIG_NAME)
+        before = _state(place)
+        try:
+            result = read(place)
+        except (OSError, ValueError, NotImplementedError):
+            if _writing.current(folder, CONFIG_NAME) == place and _state(place) == before:
+                raise
+        else:
+            if _writing.current(folder, CONFIG_NAME) == place and _state(place) == before:
+                return result
+        time.sleep(attempt * _PAUSE_SECONDS)
+    raise _changed(folder)
+
+
+def settle(folder: Path) -> None:
+    """Ends what an interrupted `write` had not ended, so that every file has its place."""
+    _writing.finish(folder, last=CONFIG_NAME)
+
+
+def _state(folder: Path) -> _writing.Version | None:
+    """A value that changes if `write` replaces the checkpoint: every one has a new file."""
+    return _writing.version_of(folder / CONFIG_NAME)
+
+
+def some(names: Sequence[str]) -> str:
+    """The first few of these names."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(map(_json.shown_name, names[:3])) + more
+
+
+def _read_index(folder: Path) -> dict[str, Path]:
+    """Which file holds each tensor."""
+    index = folder / INDEX_NAME
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise ValueError(f"{index} must hold a weight_map, from tensors to files")
+    for name, file in places.items():
+        if not isinstance(file, str) or file in ("", "..") or Path(file).name != file:
+            raise ValueError(
+                f"{index} places {some([name])} in {_json.shown(file)}, must be a file beside it"
+            )
+    missing = sorted({file for file in places.values() if not (folder / file).is_file()})
+    if missing:
+        raise FileNotFoundError(f"{str(folder)!r} lacks {some(missing)}, which {INDEX_NAME} names")
+    return {name: folder / file for name, file in places.items()}
+
+
+def _split(tensors: Sequence[Tensor], max_bytes: int) -> list[list[Tensor]]:
+    """Groups of neighbours, each of at most this many bytes or a single tensor."""
+    shards: list[list[Tensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if shards[-1] and size + tensor.nbytes > max_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.nbytes
+    return shards
+
+
+def _encode(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()

@@ -1,0 +1,262 @@
+"""Hugging Face folders: `config.json`, and weights in one safetensors file or several.
+
+The model shipped with this package is such a folder, named ``"embedded"``. It is byte-level:
+token i is the byte of value i, and byte 0 stands before the first byte of every document
+(`BEGINNING_OF_FILE`), in training and wherever the model is used.
+"""
+
+import functools
+import importlib.resources
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from turbojax import _checks
+from turbojax.models.checkpoint import folder as _folder
+from turbojax.models.checkpoint import quantized as quantized_checkpoint
+from turbojax.models.checkpoint import weights as loading
+from turbojax.models.checkpoint.folder import MAX_SHARD_BYTES
+from turbojax.models.checkpoint.folder import WEIGHTS_NAME as WEIGHTS_NAME
+from turbojax.models.config import LlamaConfig, config_json, model_config
+from turbojax.models.decoder import Decoder
+from turbojax.models.families.tensors import TensorSpec, checkpoint_tensors
+from turbojax.models.quantized import QuantizedDecoder
+from turbojax.models.text.tokenizer import BEGINNING_OF_FILE as BEGINNING_OF_FILE
+from turbojax.models.transformer import Llama
+
+_Floats = TypeVar("_Floats", Llama, Decoder)
+
+
+def embedded_path() -> Path:
+    """The folder of the model shipped with this package."""
+    return Path(str(importlib.resources.files("turbojax.models") / "embedded"))
+
+
+def held_out_modules() -> tuple[str, ...]:
+    """File names of the standard library modules the embedded model was not trained on."""
+    content = json.loads((embedded_path() / "held_out.json").read_text(encoding="utf-8"))
+    return tuple(content["modules"])
+
+
+def load(
+    path_or_name: str | os.PathLike[str] = "embedded",
+    *,
+    dtype: DTypeLike | None = None,
+    max_length: int | None = None,
+    progress: loading.Progress | None = None,
+) -> Llama | QuantizedDecoder:
+    """Loads a checkpoint of the Llama family, or a quantized one.
+
+    Tensors go to JAX's default device one at a time: besides the model, host and device hold about
+    one of them.
+
+    Args:
+      path_or_name: ``"embedded"`` for the shipped model, or a folder in Hugging Face's layout or
+        written by `save_quantized`: `config.json`, and `model.safetensors` or several files with
+        `model.safetensors.index.json`.
+      dtype: dtype of parameters and computation: float32, bfloat16 or float16. By default what
+        `config.json` names, and that of the embedding if it names none. Codes and scales of a
+        quantized checkpoint stay as they are.
+      max_length: longest sequence the model is meant for, by default what `config.json` says. With
+        LongRoPE's `original_max_position_embeddings` or less the short factors apply throughout;
+        otherwise those for the sequences at hand, see `start`, `Engine` and `Llama`.
+      progress: called after each tensor with the bytes read and the bytes there are.
+
+    Returns:
+      The model.
+
+    Raises:
+      OSError: `FileNotFoundError` if the folder or one of its files does not exist,
+        `NotADirectoryError` if the path is a file.
+      NotImplementedError: if the architecture, the quantization or a tensor's dtype is not
+        supported, see `LlamaConfig.from_hf`.
+      ValueError: if a file cannot be parsed or is cut short; tensors are missing, unexpected,
+        mis-shaped, or too large for `dtype`; tied embeddings differ; or an argument is out of
+        range.
+    """
+    return _load(path_or_name, loading.read_llama, dtype, max_length, progress)
+
+
+def load_llama(
+    path_or_name: str | os.PathLike[str] = "embedded",
+    *,
+    dtype: DTypeLike | None = None,
+    max_length: int | None = None,
+    progress: loading.Progress | None = None,
+) -> Llama:
+    """Loads a checkpoint whose weights are floating point, as `load` does.
+
+    Raises:
+      OSError, NotImplementedError, ValueError: as `load`.
+      ValueError: also if the checkpoint is quantized.
+    """
+
+    def read(folder: Path) -> Llama:
+        hf = _folder.read_config(folder)
+        if quantized_checkpoint.is_quantized(hf):
+            raise ValueError(
+                f"{str(path_or_name)!r} is a quantized model: the weights must be floating point"
+            )
+        config = model_config(folder, hf, max_length)
+        return loading.read_llama(folder, hf, config, dtype=dtype, progress=progress)
+
+    return _folder.steady(checkpoint_folder(path_or_name), read)
+
+
+def load_decoder(
+    path_or_name: str | os.PathLike[str] = "embedded",
+    *,
+    dtype: DTypeLike | None = None,
+    max_length: int | None = None,
+    progress: loading.Progress | None = None,
+) -> Decoder | QuantizedDecoder:
+    """Loads what generation runs: the weights layer by layer, without stacking them first.
+
+    Equal to `unstack` of what `load` returns, and to `load` where the checkpoint is quantized.
+
+    Raises:
+      OSError, NotImplementedError, ValueError: as `load`.
+    """
+    return _load(path_or_name, loading.read_decoder, dtype, max_length, progress)
+
+
+def _load(
+    path_or_name: str | os.PathLike[str],
+    read_floats: Callable[..., _Floats],
+    dtype: DTypeLike | None,
+    max_length: int | None,
+    progress: loading.Progress | None,
+) -> _Floats | QuantizedDecoder:
+    """A checkpoint, quantized or not; `read_floats` is for those that are not."""
+
+    def read(folder: Path) -> _Floats | QuantizedDecoder:
+        hf = _folder.read_config(folder)
+        if quantized_checkpoint.is_quantized(hf):
+            return quantized_checkpoint.read(
+                folder, hf, dtype=dtype, max_length=max_length, progress=progress
+            )
+        config = model_config(folder, hf, max_length)
+        return read_floats(folder, hf, config, dtype=dtype, progress=progress)
+
+    return _folder.steady(checkpoint_folder(path_or_name), read)
+
+
+def checkpoint_folder(path_or_name: str | os.PathLike[str]) -> Path:
+    """The folder that a name or path stands for; see `load`."""
+    return embedded_path() if path_or_name == "embedded" else Path(path_or_name)
+
+
+def read_config(path_or_name: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a checkpoint's `config.json` says.
+
+    Raises:
+      OSError: if there is no such folder, or no such file in it.
+      ValueError: if it cannot be parsed.
+    """
+    return _folder.steady(checkpoint_folder(path_or_name), _folder.read_config)
+
+
+def weight_files(path_or_name: str | os.PathLike[str]) -> tuple[Path, ...]:
+    """The safetensors files of a checkpoint, one or many.
+
+    Raises:
+      OSError: if there is no such folder, or a file is missing in it.
+      ValueError: if the index of several files cannot be read.
+    """
+    return _folder.steady(checkpoint_folder(path_or_name), _folder.weight_files)
+
+
+def save(
+    model: Llama,
+    path: str | os.PathLike[str],
+    *,
+    dtype: DTypeLike | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    extra_config: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes a model as a Hugging Face folder; `load` reads it back bit for bit.
+
+    The host holds one tensor at a time. Readers in this package see the old checkpoint or the new
+    one, also after an interruption at any moment or a full disk. Other programs see either of them
+    or, for a moment at the end, no `config.json`; if that is where the process was killed, the next
+    `save` into the folder sets it right.
+
+    Args:
+      model: the model to save.
+      path: the folder, created if it does not exist; a checkpoint in it is replaced.
+      dtype: dtype of the stored tensors, float32, bfloat16 or float16, by default that of the
+        parameters.
+      max_shard_bytes: of the tensors in one file. A model with more of them is split into several
+        files with an index; a larger tensor gets a file of its own.
+      extra_config: further keys of `config.json`, such as `bos_token_id`; none that the model's
+        own config says.
+
+    Raises:
+      BlockingIOError: if another program is writing into the folder.
+      NotImplementedError: if `load` would refuse a key of `extra_config`.
+      TypeError: if the model is not a `Llama`, or JSON cannot express what `extra_config` holds.
+      ValueError: if the dtype is another or too small for a weight, `max_shard_bytes` is not
+        positive, or `extra_config` contradicts the model.
+    """
+    if not isinstance(model, Llama):
+        raise TypeError(
+            f"model is a {type(model).__name__}, must be a Llama; save_quantized writes quantized "
+            "models"
+        )
+    _checks.check_sizes(max_shard_bytes=max_shard_bytes)
+    tensors = _tensors(model, dtype)
+    config = config_json(model.config, tensors[0].dtype, extra_config)
+    _folder.write(path, config, tensors, max_shard_bytes)
+
+
+def to_hf_tensors(model: Llama, *, dtype: DTypeLike | None = None) -> dict[str, np.ndarray]:
+    """The model's parameters under Hugging Face names, matrices as `[out, in]`, on the host."""
+    return {tensor.name: tensor.make() for tensor in _tensors(model, dtype)}
+
+
+def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor a checkpoint of this shape holds."""
+    return {spec.name: spec.shape for spec in checkpoint_tensors(config)}
+
+
+def _tensors(model: Llama, dtype: DTypeLike | None) -> list[_folder.Tensor]:
+    """What a checkpoint of the model holds; each tensor is made when it is asked for."""
+    state = nnx.state(model)
+
+    def part(path: tuple[str, ...]) -> jax.Array:
+        return loading.variable(state, path).get_value()
+
+    def make(spec: TensorSpec, stored: np.dtype) -> np.ndarray:
+        rows = [
+            np.asarray(
+                part(x.path)
+                if x.layer is None
+                else _take(part(x.path), np.int32(x.layer), transpose=x.transpose)
+            )
+            for x in spec.placements
+        ]
+        whole = rows[0] if len(rows) == 1 else np.concatenate(rows)
+        return _folder.cast(whole, stored, spec.name)
+
+    tensors = []
+    for spec in checkpoint_tensors(model.config):
+        given = part(spec.placements[0].path).dtype if dtype is None else dtype
+        stored = loading.check_dtype(given)
+        tensors.append(
+            _folder.Tensor(spec.name, stored, spec.shape, functools.partial(make, spec, stored))
+        )
+    return tensors
+
+
+@functools.partial(jax.jit, static_argnames="transpose")
+def _take(stacked: jax.Array, layer: jax.Array, *, transpose: bool) -> jax.Array:
+    """One layer's array of a stack."""
+    array = jax.lax.dynamic_index_in_dim(stacked, layer, 0, keepdims=False)
+    return array.T if transpose else array

@@ -1,0 +1,265 @@
+"""Checkpoints of quantized decoders: codes and scales as they lie in memory, bit for bit.
+
+A folder with `config.json`, whose `quantization_config` says what is quantized and how, and
+`model.safetensors`, or several files with an index. A tensor is named after its place in
+`QuantizedDecoder`, such as ``layers.0.qkv.codes``. e4m3 scales are stored as bytes: not every
+reader of safetensors knows the type.
+"""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from turbojax import _checks
+from turbojax._json import shown
+from turbojax.models.checkpoint import folder as _folder
+from turbojax.models.checkpoint.weights import Progress, check_dtype, check_rotation
+from turbojax.models.config import LlamaConfig, config_json, model_config, stored_dtype
+from turbojax.models.quantized import (
+    QuantizedDecoder,
+    check_config,
+    random_quantized_decoder,
+    random_weight,
+)
+from turbojax.quantizers.int4 import Int4Weight
+
+QUANT_METHOD = "turbojax-fireq"
+VERSION = 1
+_KINDS: dict[str, tuple[Any, ...]] = {
+    "bits": (4,),
+    "group_size": (128,),
+    "scale_dtype": ("e4m3", "bf16"),
+    "key_channel_scale": (True, False),
+    "embedding": ("int4", "float"),
+    "lm_head": ("int4", "float", None),
+}
+_E4M3 = jnp.dtype(jnp.float8_e4m3fn)
+
+
+def save_quantized(
+    model: QuantizedDecoder,
+    path: str | os.PathLike[str],
+    *,
+    dtype: DTypeLike | None = None,
+    max_shard_bytes: int = _folder.MAX_SHARD_BYTES,
+    extra_config: Mapping[str, Any] | None = None,
+    companions: Mapping[str, Path] | None = None,
+) -> None:
+    """Writes a quantized decoder into a folder; `load` reads it back bit for bit.
+
+    What interrupts it loses nothing, see `save`.
+
+    Args:
+      model: the decoder.
+      path: the folder, created if it does not exist; a checkpoint in it is replaced.
+      dtype: dtype in which embedding and head are stored where they are not quantized, and of
+        the loaded model; by default the decoder's.
+      max_shard_bytes: of the tensors in one file, see `save`.
+      extra_config: further keys of `config.json`, such as `bos_token_id`; none that the model's
+        own config says.
+      companions: further files of the folder by name, such as a tokenizer's, to be copied from
+        elsewhere; those of an older checkpoint go. If None, they stay.
+
+    Raises:
+      BlockingIOError: if another program is writing into the folder.
+      NotImplementedError: if `load` would refuse a key of `extra_config`.
+      TypeError: if the model is not quantized, or JSON cannot say what `extra_config` holds.
+      ValueError: if its layers do not have one kind and the sizes of its config, or the dtype is
+        another than float32, bfloat16 and float16 or too small for a weight, or `max_shard_bytes`
+        is not positive, or `extra_config` contradicts the model.
+    """
+    if not isinstance(model, QuantizedDecoder):
+        raise TypeError(
+            f"model is a {type(model).__name__}, must be a QuantizedDecoder, as quantize_model "
+            "returns it"
+        )
+    _check_layers(model)
+    _checks.check_sizes(max_shard_bytes=max_shard_bytes)
+    stored = check_dtype(model.dtype if dtype is None else dtype)
+    tensors = [_tensor(name, leaf, stored) for name, leaf in _named_leaves(model)]
+    config = {
+        **config_json(model.config, stored, extra_config),
+        "quantization_config": _description(model),
+    }
+    _folder.write(path, config, tensors, max_shard_bytes, companions)
+
+
+def is_quantized(hf: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` belongs to a quantized checkpoint.
+
+    Raises:
+      NotImplementedError: if it belongs to one that something else wrote.
+      ValueError: if its `quantization_config` is not an object.
+    """
+    block = hf.get("quantization_config")
+    if block is None:
+        return False
+    if not isinstance(block, Mapping):
+        raise ValueError(f"config.json: quantization_config={shown(block)} must be an object")
+    method = block.get("quant_method")
+    if method != QUANT_METHOD:
+        raise NotImplementedError(
+            f"config.json: quant_method={shown(method)} is not supported: must be {QUANT_METHOD!r}"
+        )
+    return True
+
+
+def read(
+    folder: Path,
+    hf: Mapping[str, Any],
+    *,
+    dtype: DTypeLike | None,
+    max_length: int | None = None,
+    progress: Progress | None = None,
+) -> QuantizedDecoder:
+    """Reads the checkpoint of a folder.
+
+    Args:
+      folder: where it lies.
+      hf: its `config.json`, of which `is_quantized` is true.
+      dtype: of activations, embedding and head; by default what the checkpoint says.
+      max_length: of the model, by default what the checkpoint says.
+      progress: called after each tensor with the bytes read and the bytes there are.
+
+    Raises:
+      FileNotFoundError: if there are no weights.
+      NotImplementedError: if the version, the architecture or what it computes is not supported.
+      ValueError: if a file cannot be parsed, tensors are missing, unexpected or mis-shaped, or an
+        argument is out of range.
+    """
+    block = hf["quantization_config"]
+    version = block.get("version")
+    if type(version) is not int or version != VERSION:
+        raise NotImplementedError(
+            f"{folder / _folder.CONFIG_NAME}: quantization_config: version={shown(version)} must "
+            f"be {VERSION}"
+        )
+    named_dtype = stored_dtype(hf) or jnp.bfloat16
+    compute = check_dtype(named_dtype if dtype is None else dtype)
+    config = model_config(folder, hf, max_length)
+    try:
+        check_config(config)
+    except NotImplementedError as error:
+        raise NotImplementedError(f"{folder / _folder.CONFIG_NAME}: {error}") from error
+    tensors = _folder.stored_tensors(folder)
+    _folder.require_config(folder, hf)
+    _folder.require_layers(tensors, config.num_layers, "layers.", folder)
+    template = _template(config, block, compute)
+    named = _named_leaves(template)
+    _folder.require_tensors(tensors, {name: leaf.shape for name, leaf in named}, folder)
+    check_rotation(config, folder)
+    total, done, leaves = sum(stored.nbytes for stored in tensors.values()), 0, []
+    for name, leaf in named:
+        leaves.append(jax.block_until_ready(_restore(name, tensors[name], leaf.dtype)))
+        done += tensors[name].nbytes
+        if progress is not None:
+            progress(done, total)
+    return jax.tree.unflatten(jax.tree.structure(template), leaves)
+
+
+def _restore(name: str, stored: _folder.Stored, dtype: np.dtype) -> jax.Array:
+    array = stored.read()
+    if dtype == _E4M3 and array.dtype == np.uint8:
+        array = array.view(_E4M3)
+    if name in ("embedding", "lm_head"):
+        array = _folder.cast(array, dtype, name)
+    if array.dtype != dtype:
+        raise ValueError(f"{stored.file}: {name} has dtype {array.dtype}, must be {dtype}")
+    return jnp.asarray(array)
+
+
+def _tensor(name: str, leaf: jax.Array, stored: np.dtype) -> _folder.Tensor:
+    """A leaf to be written; tables that are not quantized become `stored`."""
+    dtype = stored if name in ("embedding", "lm_head") else np.dtype(leaf.dtype)
+
+    def make() -> np.ndarray:
+        array = _folder.cast(np.asarray(leaf), dtype, name)
+        return array.view(np.uint8) if dtype == _E4M3 else array
+
+    written = np.dtype(np.uint8) if dtype == _E4M3 else dtype
+    return _folder.Tensor(name, written, leaf.shape, make)
+
+
+def _named_leaves(tree: QuantizedDecoder) -> list[tuple[str, Any]]:
+    """Every array with its place, such as ``layers.0.qkv.codes``."""
+    with_path, _ = jax.tree.flatten_with_path(tree)
+    return [(jax.tree_util.keystr(path, simple=True, separator="."), x) for path, x in with_path]
+
+
+def _check_layers(model: QuantizedDecoder) -> None:
+    """Raises ValueError unless the layers are what `read` makes of the model's description."""
+    if len(model.layers) != model.config.num_layers:
+        raise ValueError(
+            f"{len(model.layers)} layers must be config.num_layers={model.config.num_layers}"
+        )
+
+    def described(tree: Any) -> Any:
+        kinds = [(x.shape, jnp.dtype(x.dtype)) for x in jax.tree.leaves(tree)]
+        return jax.tree.structure(tree), kinds
+
+    expected = _template(model.config, _description(model), model.dtype).layers
+    for i, (layer, template) in enumerate(zip(model.layers, expected, strict=True)):
+        if described(layer) != described(template):
+            raise ValueError(
+                f"layers[{i}] must have the sizes of the config, and the scales, groups and "
+                "key_channel_scale (or none) of layers[0]"
+            )
+
+
+def _description(model: QuantizedDecoder) -> dict[str, Any]:
+    first = model.layers[0].qkv
+    head = model.lm_head
+    return {
+        "quant_method": QUANT_METHOD,
+        "version": VERSION,
+        "bits": 4,
+        "group_size": first.group_size,
+        "scale_dtype": "e4m3" if first.scales.dtype == _E4M3 else "bf16",
+        "key_channel_scale": model.layers[0].key_channel_scale is not None,
+        "embedding": "int4" if isinstance(model.embedding, Int4Weight) else "float",
+        "lm_head": None if head is None else "int4" if isinstance(head, Int4Weight) else "float",
+    }
+
+
+def _template(config: LlamaConfig, block: Mapping[str, Any], dtype: np.dtype) -> QuantizedDecoder:
+    """A decoder of shapes and dtypes, without arrays, as its description says."""
+    for name, allowed in _KINDS.items():
+        if name not in block:
+            raise ValueError(f"config.json: quantization_config lacks {name}")
+        value = block[name]
+        # 1 and 4.0 equal True and 4.
+        if not any(type(value) is type(x) and value == x for x in allowed):
+            raise ValueError(
+                f"config.json: quantization_config: {name}={shown(value)} must be "
+                f"{' or '.join(map(str, allowed))}"
+            )
+    scale_dtype = block["scale_dtype"]
+
+    def table(kind: str | None) -> Any:
+        shape = (config.vocab_size, config.hidden_size)
+        if kind == "int4":
+            return jax.eval_shape(lambda: random_weight(jax.random.key(0), shape, 1.0, scale_dtype))
+        return None if kind is None else jax.ShapeDtypeStruct(shape, dtype)
+
+    decoder = jax.eval_shape(
+        lambda: random_quantized_decoder(config, scale_dtype=scale_dtype, dtype=dtype)
+    )
+    layers = decoder.layers
+    if block["key_channel_scale"]:
+        sizes = jax.ShapeDtypeStruct((config.num_kv_heads, config.head_dim), jnp.float32)
+        layers = tuple(dataclasses.replace(layer, key_channel_scale=sizes) for layer in layers)
+    return QuantizedDecoder(
+        embedding=table(block["embedding"]),
+        layers=layers,
+        norm=decoder.norm,
+        lm_head=table(block["lm_head"]),
+        config=config,
+        dtype=dtype,
+    )

@@ -1,0 +1,185 @@
+"""One safetensors file: where its tensors lie, and how they are read and written.
+
+It is the length of a header (8 bytes, little endian), the header (a JSON object that gives dtype,
+shape and place of each tensor), and the tensors' bytes. Tensors are read and written one at a time,
+so that a large file never lies in memory as a whole.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from turbojax import _json, _writing
+
+# Names of dtypes in safetensors files.
+_DTYPES: dict[str, np.dtype] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": jnp.dtype(jnp.bfloat16),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_HEADER_LENGTH_BYTES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A tensor in a safetensors file.
+
+    Attributes:
+      file: where it lies.
+      dtype: its dtype's name there, such as ``"BF16"``.
+      shape: its shape.
+      begin: its first byte in the file.
+      nbytes: how many there are.
+      version: of the file, when its header was read.
+    """
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    nbytes: int
+    version: _writing.Version
+
+    @property
+    def numpy_dtype(self) -> np.dtype:
+        """The dtype of what is read.
+
+        Raises:
+          NotImplementedError: if numpy has none like it.
+        """
+        dtype = _DTYPES.get(self.dtype)
+        if dtype is None:
+            name = _json.shown_name(self.dtype)
+            raise NotImplementedError(f"{self.file}: dtype {name} is not supported")
+        return dtype
+
+    def read(self, first: int = 0, count: int | None = None) -> np.ndarray:
+        """Reads some rows, by default all.
+
+        Args:
+          first: of the rows.
+          count: how many; None for all from the first.
+
+        Raises:
+          NotImplementedError: see `numpy_dtype`.
+          ValueError: if the file is not the one whose header was read.
+        """
+        shape, dtype = self.shape, self.numpy_dtype
+        if count is not None:
+            shape = (min(count, shape[0] - first), *shape[1:])
+        row = dtype.itemsize * int(np.prod(self.shape[1:], dtype=np.int64))
+        offset = self.begin + first * row
+        size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        try:
+            with self.file.open("rb") as opened:
+                content = np.fromfile(opened, np.uint8, count=size, offset=offset)
+                # Checked last, so that no change goes unnoticed.
+                same = _writing.version(os.fstat(opened.fileno())) == self.version
+        except FileNotFoundError as error:
+            raise changed(self.file) from error
+        if not same or content.size != size:
+            raise changed(self.file)
+        return content.view(dtype).reshape(shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A tensor to be written, made when its turn comes.
+
+    Attributes:
+      name: in the file.
+      dtype: one that `Stored.read` knows.
+      shape: its shape.
+      make: returns it.
+    """
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    make: Callable[[], np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in a file."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+def read_header(file: Path) -> Iterator[tuple[str, Stored]]:
+    """Name and place of each tensor of a file, in their order."""
+    # The library checks the header, and that the file is as long as it says. It does not say where
+    # tensors lie, and reads bfloat16 for numpy only in its newest versions.
+    with file.open("rb") as opened:
+        version = _writing.version(os.fstat(opened.fileno()))
+        _check_header_length(file, opened)
+        try:
+            with safe_open(file, framework="numpy"):
+                pass
+        except SafetensorError as error:
+            raise ValueError(
+                f"{file} is not a readable safetensors file, or was cut short: {error}"
+            ) from error
+        if _writing.version(file.stat()) != version:
+            raise changed(file)
+        length = int.from_bytes(opened.read(_HEADER_LENGTH_BYTES), "little")
+        try:
+            header = _json.parse(opened.read(length))
+        except ValueError as error:
+            raise ValueError(f"{file} has a header that is no JSON: {error}") from error
+    header.pop("__metadata__", None)
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        begin, end = entry["data_offsets"]
+        start = _HEADER_LENGTH_BYTES + length + begin
+        shape = tuple(entry["shape"])
+        yield name, Stored(file, entry["dtype"], shape, start, end - begin, version)
+
+
+def _check_header_length(file: Path, opened: BinaryIO) -> None:
+    """Raises ValueError if a header has more bytes than its JSON may have."""
+    length = int.from_bytes(opened.read(_HEADER_LENGTH_BYTES), "little")
+    if length > _json.MOST_BYTES:
+        raise ValueError(
+            f"{file} is not a readable safetensors file, or was cut short: its header has {length} "
+            f"bytes, must have {_json.MOST_BYTES} at most"
+        )
+    opened.seek(0)
+
+
+def write_tensors(path: Path, tensors: Sequence[Tensor]) -> None:
+    """Writes a file of these tensors, one at a time in memory."""
+    # Tensors begin at multiples of their items' sizes if wide items come first.
+    ordered = sorted(tensors, key=lambda x: -x.dtype.itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for x in ordered:
+        begin, end = end, end + x.nbytes
+        header[x.name] = {
+            "dtype": _DTYPE_NAMES[x.dtype],
+            "shape": list(x.shape),
+            "data_offsets": [begin, end],
+        }
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % _HEADER_LENGTH_BYTES)
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(_HEADER_LENGTH_BYTES, "little"))
+        file.write(encoded)
+        for x in ordered:
+            array = np.ascontiguousarray(x.make())
+            file.write(array.reshape(-1).view(np.uint8).data)
+
+
+def changed(file: Path) -> ValueError:
+    """What is raised where a file changed between its header and its tensors."""
+    return ValueError(f"{file} changed while it was read: load it again when it is complete")

@@ -1,0 +1,244 @@
+"""Weights from a checkpoint's files to the device, one tensor at a time.
+
+The arrays of the model are made first. A tensor is read, cast, and written into its place, which is
+donated, before the next one is read: at most one of them exists besides the model, on the host as
+on the device.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from turbojax.models.checkpoint import folder as _folder
+from turbojax.models.config import DTYPES, LlamaConfig, stored_dtype
+from turbojax.models.decoder import Decoder
+from turbojax.models.families.tensors import (
+    EMBEDDING,
+    HEAD,
+    LAYERS,
+    Placement,
+    TensorSpec,
+    checkpoint_tensors,
+    is_ignored,
+)
+from turbojax.models.transformer import Llama
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes that are read and the bytes there are, after each tensor."""
+
+# Names of dtypes in safetensors files that weights may have.
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+# Rows of two tables are compared in pieces of this size.
+_COMPARED_BYTES = 1 << 26
+
+_Path = tuple[str, ...]
+
+
+def read_llama(
+    folder: Path,
+    hf: Mapping[str, Any],
+    config: LlamaConfig,
+    *,
+    dtype: DTypeLike | None = None,
+    progress: Progress | None = None,
+) -> Llama:
+    """Reads a folder's weights into a `Llama`.
+
+    Args:
+      folder: where they lie.
+      hf: its `config.json`.
+      config: what it says.
+      dtype: see `turbojax.models.load`.
+      progress: called after each tensor.
+
+    Raises:
+      FileNotFoundError, NotImplementedError, ValueError: see `turbojax.models.load`.
+    """
+    tensors, target = _prepare(folder, hf, config, dtype)
+    model = nnx.eval_shape(lambda: Llama(config, param_dtype=target, rngs=nnx.Rngs(0)))
+    state = nnx.state(model)
+    stacked = {
+        placement.path
+        for spec in checkpoint_tensors(config)
+        for placement in spec.placements
+        if placement.layer is not None
+    }
+    arrays = {path: jnp.zeros(_shape(state, path), target) for path in sorted(stacked)}
+
+    def put(placement: Placement, tensor: np.ndarray) -> None:
+        path, layer = placement.path, placement.layer
+        if layer is None:
+            array = jnp.asarray(tensor)
+        else:
+            index = np.int32(layer)
+            array = _insert(arrays.pop(path), tensor, index, transpose=placement.transpose)
+        arrays[path] = jax.block_until_ready(array)
+
+    _read(tensors, config, target, put, progress)
+    for path, array in arrays.items():
+        variable(state, path).set_value(array)
+    nnx.update(model, state)
+    return model
+
+
+def read_decoder(
+    folder: Path,
+    hf: Mapping[str, Any],
+    config: LlamaConfig,
+    *,
+    dtype: DTypeLike | None = None,
+    progress: Progress | None = None,
+) -> Decoder:
+    """Reads a folder's weights into a `Decoder`, as `read_llama` does into a `Llama`."""
+    tensors, target = _prepare(folder, hf, config, dtype)
+    layers: list[dict[str, Any]] = [{} for _ in range(config.num_layers)]
+    others: dict[_Path, jax.Array] = {}
+
+    def put(placement: Placement, tensor: np.ndarray) -> None:
+        array = _transpose(tensor) if placement.transpose else jnp.asarray(tensor)
+        jax.block_until_ready(array)
+        if placement.layer is None:
+            others[placement.path] = array
+            return
+        tree = layers[placement.layer]
+        for key in placement.path[1:-1]:
+            tree = tree.setdefault(key, {})
+        tree[placement.path[-1]] = array
+
+    _read(tensors, config, target, put, progress)
+    return Decoder(
+        embedding=others["embedding",],
+        layers=tuple(layers),
+        norm=others["norm", "scale"],
+        lm_head=others.get(("lm_head",)),
+        config=config,
+        dtype=target,
+    )
+
+
+def variable(state: Any, path: _Path) -> Any:
+    """What lies at this path of a model's state."""
+    for key in path:
+        state = state[key]
+    return state
+
+
+def _shape(state: Any, path: _Path) -> tuple[int, ...]:
+    return variable(state, path).get_value().shape
+
+
+def check_dtype(dtype: DTypeLike) -> np.dtype:
+    """A dtype of weights and computation.
+
+    Raises:
+      ValueError: if it is none of `DTYPES`.
+    """
+    wanted = f"must be one of {', '.join(DTYPES)}"
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError as error:
+        raise ValueError(f"{dtype=} {wanted}") from error
+    if found.name not in DTYPES:
+        raise ValueError(f"dtype={found.name} {wanted}")
+    return found
+
+
+def check_rotation(config: LlamaConfig, folder: Path) -> None:
+    """Raises ValueError unless all rotary frequencies are finite numbers.
+
+    To be called when the sizes are known to be those of the tensors: there is one per channel.
+    """
+    with np.errstate(all="ignore"):
+        frequencies = [
+            config.rope.frequencies(np.float32, longest) for longest in (1, config.max_length)
+        ]
+    if not np.isfinite(frequencies).all():
+        scaling = config.rope_scaling
+        raise ValueError(
+            f"{folder / _folder.CONFIG_NAME}: rope_theta={config.rope_theta} and {scaling=} must "
+            "give finite rotary frequencies"
+        )
+
+
+def _prepare(
+    folder: Path, hf: Mapping[str, Any], config: LlamaConfig, dtype: DTypeLike | None
+) -> tuple[dict[str, _folder.Stored], np.dtype]:
+    """The tensors to be read, all there and of the right shape, and what they are cast to."""
+    target = None if dtype is None else check_dtype(dtype)
+    found = _folder.stored_tensors(folder)
+    _folder.require_config(folder, hf)
+    tensors = {name: x for name, x in found.items() if not is_ignored(name)}
+    repeated = tensors.pop(HEAD, None) if config.tie_embeddings else None
+    _folder.require_layers(tensors, config.num_layers, LAYERS, folder)
+    expected = {spec.name: spec.shape for spec in checkpoint_tensors(config)}
+    _folder.require_tensors(tensors, expected, folder)
+    check_rotation(config, folder)
+    for name, stored in tensors.items():
+        if stored.dtype not in _FLOATS:
+            raise NotImplementedError(
+                f"{stored.file}: {name} has dtype {stored.dtype}, which is not supported: must "
+                f"be {', '.join(sorted(_FLOATS))}"
+            )
+    if repeated is not None:
+        _require_equal(tensors[EMBEDDING], repeated)
+    if target is None:
+        target = stored_dtype(hf) or tensors[EMBEDDING].numpy_dtype
+    return tensors, check_dtype(target)
+
+
+def _read(
+    tensors: Mapping[str, _folder.Stored],
+    config: LlamaConfig,
+    dtype: np.dtype,
+    put: Callable[[Placement, np.ndarray], None],
+    progress: Progress | None,
+) -> None:
+    """Gives each tensor, cast to `dtype`, to `put`, in the order of the files."""
+    specs: dict[str, TensorSpec] = {spec.name: spec for spec in checkpoint_tensors(config)}
+    total, done = sum(stored.nbytes for stored in tensors.values()), 0
+    for name, stored in tensors.items():
+        tensor = _folder.cast(stored.read(), dtype, name)
+        for placement in specs[name].placements:
+            put(placement, tensor if placement.rows is None else tensor[slice(*placement.rows)])
+        done += stored.nbytes
+        if progress is not None:
+            progress(done, total)
+
+
+def _require_equal(embedding: _folder.Stored, head: _folder.Stored) -> None:
+    """Raises ValueError unless two tables of a checkpoint with tied embeddings are the same."""
+    same = (embedding.dtype, embedding.shape) == (head.dtype, head.shape)
+    if same:
+        rows = max(1, _COMPARED_BYTES * head.shape[0] // head.nbytes)
+        same = all(
+            embedding.read(first, rows).tobytes() == head.read(first, rows).tobytes()
+            for first in range(0, head.shape[0], rows)
+        )
+    if not same:
+        raise ValueError(
+            f"{head.file}: {HEAD} differs from {EMBEDDING}, and config.json ties them: must be "
+            "equal or absent, or tie_word_embeddings must be false"
+        )
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnames="transpose")
+def _insert(stacked: jax.Array, tensor: jax.Array, layer: jax.Array, *, transpose: bool) -> Any:
+    """Writes one layer's tensor in place."""
+    # As integers: XLA may take bfloat16 through float32, which changes the bits of NaN.
+    bits = jnp.dtype(f"uint{8 * stacked.dtype.itemsize}")
+    target, part = (jax.lax.bitcast_convert_type(x, bits) for x in (stacked, tensor))
+    part = part.T if transpose else part
+    target = jax.lax.dynamic_update_index_in_dim(target, part, layer, 0)
+    return jax.lax.bitcast_convert_type(target, stacked.dtype)
+
+
+@jax.jit
+def _transpose(tensor: jax.Array) -> jax.Array:
+    return tensor.T

@@ -1,0 +1,1 @@
+"""Text through a model: prompts, steps, choosing tokens, and sessions."""

@@ -1,0 +1,464 @@
+"""Running a model through a KV cache: prefill, one step, teacher-forced scoring, generation."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from turbojax import _checks
+from turbojax.kv import CacheKind, PagedLayer, PooledAttention
+from turbojax.models.decoder import Decoder, for_length, unstack, warn_of_long_factors
+from turbojax.models.generation.buckets import cache_bucket, prompt_bucket
+from turbojax.models.generation.caching import ModelCaches, init_caches
+from turbojax.models.generation.padding import (
+    align,
+    check_pad_token,
+    check_prompts,
+    check_tokens,
+    host_int32,
+    pad_prompts,
+)
+from turbojax.models.generation.sampling import (
+    GREEDY,
+    NOTHING,
+    Kind,
+    Sampling,
+    SamplingRows,
+    kind_of,
+    sample,
+    sampling_rows,
+)
+from turbojax.models.generation.steps import decode_step, run_prompts
+from turbojax.models.generation.stopping import Endings, check_stops
+from turbojax.models.quantized import QuantizedDecoder
+from turbojax.models.text.tokenizer import Tokenizer
+from turbojax.models.transformer import Llama
+
+Progress = Callable[[int], None]
+"""Called with the number of tokens done since the last call."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """Sequences in progress: a model, its caches, and the logits of the next token.
+
+    Attributes:
+      decoder: the model's weights; of LongRoPE with the factors for these caches.
+      caches: KV caches of all layers.
+      logits: float32 ``[B, V]``, scores of the token that follows.
+      lengths: int32 ``[B]``, tokens seen.
+      longest: the largest of `lengths`, known without waiting for the device.
+      implementation: what attends, see `start`.
+    """
+
+    decoder: Decoder | QuantizedDecoder
+    caches: ModelCaches
+    logits: jax.Array
+    lengths: jax.Array
+    longest: int
+    implementation: str | None = None
+
+    def step(self, tokens: Any) -> "Session":
+        """Feeds one token per sequence. Returns before the device is done.
+
+        Args:
+          tokens: int ``[B]``. The caches of `self` are donated: continue with the result only.
+            Tokens that are on the device are not checked, because that would mean waiting for it:
+            one that is not in the vocabulary gives NaN in its sequence's logits.
+
+        Raises:
+          TypeError: if `tokens` are not integers.
+          ValueError: if a cache is full, `tokens` has another shape, or, where it is not an array
+            of jax, one is not in the vocabulary.
+        """
+        if not isinstance(tokens, jax.Array):
+            tokens = check_tokens(tokens, self.decoder.config.vocab_size)
+        if not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise TypeError(f"tokens.dtype={tokens.dtype} must be an integer type")
+        if tokens.shape != self.lengths.shape:
+            raise ValueError(f"{tokens.shape=} must be {self.lengths.shape}, one per sequence")
+        if self.longest >= self.caches.max_length:
+            raise ValueError(
+                f"the cache is full: longest={self.longest} of {self.caches.max_length} tokens"
+            )
+        logits, lengths, caches = decode_step(
+            self.decoder, self.caches, tokens, self.lengths, implementation=self.implementation
+        )
+        return dataclasses.replace(
+            self, caches=caches, logits=logits, lengths=lengths, longest=self.longest + 1
+        )
+
+
+def start(
+    model: Llama | Decoder | QuantizedDecoder,
+    tokens: Any,
+    *,
+    max_length: int,
+    cache: CacheKind = "exact",
+    lengths: Any = None,
+    prefill_batch_size: int | None = None,
+    implementation: str | None = None,
+    pooled_prefill: PooledAttention | None = None,
+) -> Session:
+    """Runs prompts through the model and fills its caches.
+
+    A model with LongRoPE takes its long factors if `max_length` is more than the length it was
+    trained with before, and its short ones otherwise, for all sequences and to their end: cached
+    keys cannot be turned anew. A `UserWarning` says where a prompt would have others by itself.
+
+    Args:
+      model: the model, quantized or not. A `Llama` is unstacked first, which holds its layers twice
+        as long as the session lives: for large models give ``unstack(model, consume=True)``.
+      tokens: int ``[B, T]``, prompts padded on the right.
+      max_length: tokens each sequence will hold at most.
+      cache: what `init_caches` takes: ``"exact"``, ``"turbo4"``, a `TurboConfig`, ...
+      lengths: optional int ``[B]``, the prompts' lengths, at least 1; `T` if not given.
+      prefill_batch_size: how many prompts run at a time; all if not given. Fewer need less memory
+        besides the caches.
+      implementation: what runs attention and cache: a name that `prefill`, `append` and `decode`
+        take, for pages one of `turbojax.paged_attention`, or for the exact cache ``"xla"`` or
+        ``"cudnn"``; None to choose.
+      pooled_prefill: how the prompts attend to themselves, instead of exactly (or, for a
+        compressed cache, with its codes). It has an `implementation` of its own. Their keys and
+        values are cached one by one, and decoding attends to all of them.
+
+    Returns:
+      The session after the prompts.
+
+    Raises:
+      TypeError: if tokens or lengths are not integers.
+      ValueError: if a shape does not fit, a token is not in the vocabulary, a length is outside
+        ``1..T``, a prompt is longer than `max_length`, that is more than the model's, or
+        `prefill_batch_size` is not positive.
+      NotImplementedError: if the implementation asked for cannot run this.
+    """
+    tokens, lengths = check_prompts(model.config, tokens, lengths, max_length, prefill_batch_size)
+    warn_of_long_factors(model.config, int(lengths.min()), max_length, stacklevel=2)
+    options = (prefill_batch_size, implementation, pooled_prefill)
+    return _run(model, tokens, lengths, cache, max_length, max_length, *options)
+
+
+def start_in_bucket(
+    model: Llama | Decoder | QuantizedDecoder,
+    tokens: Any,
+    *,
+    max_new_tokens: int,
+    cache: CacheKind = "exact",
+    lengths: Any = None,
+    prefill_batch_size: int | None = None,
+    implementation: str | None = None,
+    pooled_prefill: PooledAttention | None = None,
+) -> Session:
+    """`start` for so many new tokens, with sizes that other calls share, see `generate`.
+
+    What the sizes of its arguments decide in `start` they decide here: errors, warnings, LongRoPE's
+    factors. The session's caches may hold more tokens than that.
+
+    Args:
+      model: see `start`.
+      tokens: see `start`.
+      max_new_tokens: to be added to each prompt, at least 1.
+      cache: see `start`.
+      lengths: see `start`.
+      prefill_batch_size: see `start`.
+      implementation: see `start`.
+      pooled_prefill: see `start`. With it prompts keep their size: its levels depend on that.
+
+    Returns:
+      The session after the prompts.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: see `start`, whose `max_length` is the prompts'
+        size and `max_new_tokens` together.
+    """
+    tokens, limit = host_int32("tokens", tokens), model.config.max_length
+    size = tokens.shape[-1] if tokens.ndim else 1
+    asked = size + max_new_tokens
+    tokens, lengths = check_prompts(model.config, tokens, lengths, asked, prefill_batch_size)
+    # Of whoever called what calls this.
+    warn_of_long_factors(model.config, int(lengths.min()), asked, stacklevel=3)
+    if pooled_prefill is None:
+        size = int(lengths.max())
+        tokens = pad_prompts(tokens, prompt_bucket(size, limit))
+    room = cache_bucket(size, max_new_tokens, limit)
+    options = (prefill_batch_size, implementation, pooled_prefill)
+    return _run(model, tokens, lengths, cache, asked, room, *options)
+
+
+def _run(
+    model: Llama | Decoder | QuantizedDecoder,
+    tokens: np.ndarray,
+    lengths: np.ndarray,
+    cache: CacheKind,
+    max_length: int,
+    room: int,
+    prefill_batch_size: int | None,
+    implementation: str | None,
+    pooled: PooledAttention | None,
+) -> Session:
+    """Runs checked prompts through a model for `max_length` tokens and caches for `room`."""
+    count = prefill_batch_size or len(tokens)
+    caches = init_caches(model, len(tokens), room, cache)
+    decoder = for_length(unstack(model) if isinstance(model, Llama) else model, max_length)
+    logits = []
+    for first in range(0, len(tokens), count):
+        # Cut on the host: on the device every length would be a program of its own.
+        part, caches = run_prompts(
+            decoder,
+            caches,
+            tokens[first : first + count],
+            lengths[first : first + count],
+            np.int32(first),
+            implementation=implementation,
+            pooled=pooled,
+        )
+        logits.append(part)
+    return Session(
+        decoder,
+        caches,
+        logits[0] if len(logits) == 1 else jnp.concatenate(logits),
+        jax.device_put(lengths),
+        int(lengths.max()),
+        implementation,
+    )
+
+
+def score(session: Session, tokens: Any, progress: Progress | None = None) -> jax.Array:
+    """Teacher-forced decoding: the logits that precede each given token.
+
+    Args:
+      session: a started session; its caches are donated.
+      tokens: int ``[B, T]``, the true continuation.
+      progress: called after each token.
+
+    Returns:
+      float32 ``[B, T, V]``.
+
+    Raises:
+      TypeError: if tokens are not integers.
+      ValueError: if their shape does not fit, one is not in the vocabulary, or a cache is full.
+    """
+    tokens = _checks.as_int32("tokens", tokens)
+    batch = session.lengths.shape[0]
+    if tokens.ndim != 2 or 0 in tokens.shape or tokens.shape[0] != batch:
+        raise ValueError(f"{tokens.shape=} must be [{batch}, T], T at least 1")
+    if _checks.is_concrete(tokens):
+        check_tokens(tokens, session.decoder.config.vocab_size)
+    logits = []
+    for t in range(tokens.shape[1]):
+        logits.append(session.logits)
+        if t + 1 < tokens.shape[1]:
+            session = session.step(tokens[:, t])
+        if progress is not None:
+            jax.block_until_ready(session.logits)
+            progress(1)
+    return jnp.stack(logits, axis=1)
+
+
+def stream(
+    session: Session,
+    max_new_tokens: int,
+    *,
+    sampling: Sampling = GREEDY,
+    stop_tokens: Iterable[int] = (),
+    stop_strings: Iterable[str] = (),
+    tokenizer: Tokenizer | None = None,
+    prompts: Sequence[Sequence[int]] | None = None,
+    pad_token: int = 0,
+    drawn: int = 0,
+) -> Iterator[np.ndarray]:
+    """Generates token by token, until all sequences have ended.
+
+    Args:
+      session: a started session; its caches are donated.
+      max_new_tokens: tokens per sequence, at most.
+      sampling: how tokens are chosen, see `generate`.
+      stop_tokens: see `generate`.
+      stop_strings: see `generate`.
+      tokenizer: see `generate`.
+      prompts: the tokens of every sequence so far. Of use for `stop_strings` alone, if tokens read
+        differently after others.
+      pad_token: yielded in place of the next token of a sequence that has ended.
+      drawn: new tokens that every sequence has so far, so that a continued session does not draw
+        with the random numbers of its beginning again.
+
+    Returns:
+      Yields int32 ``[B]``, the next token of each sequence.
+
+    Raises:
+      TypeError: if a stop token is not an integer, or a stop text not text.
+      ValueError: if a number or the number of prompts does not fit. While yielding: where the
+        logits of a sequence that has not ended hold NaN, so that there is no next token: for
+        instance where fp8 pages cannot hold a layer's keys or values.
+    """
+    _checks.check_sizes(max_new_tokens=max_new_tokens)
+    _checks.check_integer("drawn", drawn)
+    if drawn < 0:
+        raise ValueError(f"{drawn=} must be at least 0")
+    batch = session.lengths.shape[0]
+    prompts = [[]] * batch if prompts is None else prompts
+    if len(prompts) != batch:
+        raise ValueError(f"{len(prompts)} prompts must be {batch}, one per sequence")
+    check_pad_token(pad_token)
+    endings = Endings(prompts, stop_tokens, stop_strings, tokenizer)
+    # Each row has random numbers of its own, which depend on its place and on nothing else.
+    options = [
+        dataclasses.replace(sampling, seed=(sampling.seed + row) % 2**32) for row in range(batch)
+    ]
+    return _stream(session, max_new_tokens, options, endings, pad_token, drawn)
+
+
+def _stream(
+    session: Session,
+    max_new_tokens: int,
+    options: Sequence[Sampling],
+    endings: Endings,
+    pad_token: int,
+    drawn: int,
+) -> Iterator[np.ndarray]:
+    kind = kind_of(options)
+    for i in range(max_new_tokens):
+        chosen, fed = _choose(session.logits, sampling_rows(options, drawn + i), kind=kind)
+        known = np.where(endings.ended, np.int32(pad_token), np.asarray(chosen))
+        nothing = ~endings.ended & (known == NOTHING)
+        if np.any(nothing):
+            raise ValueError(_why_nothing(session, np.flatnonzero(nothing).tolist()))
+        endings.add(known)
+        yield known
+        if i + 1 == max_new_tokens or endings.ended.all():
+            return
+        session = session.step(fed)
+
+
+def generate(
+    model: Llama | Decoder | QuantizedDecoder,
+    tokens: Any,
+    *,
+    max_new_tokens: int,
+    cache: CacheKind = "exact",
+    lengths: Any = None,
+    attention_mask: jax.Array | np.ndarray | None = None,
+    sampling: Sampling = GREEDY,
+    stop_tokens: Iterable[int] = (),
+    stop_strings: Iterable[str] = (),
+    tokenizer: Tokenizer | None = None,
+    pad_token: int = 0,
+    on_token: Callable[[np.ndarray], None] | None = None,
+    prefill_batch_size: int | None = None,
+    implementation: str | None = None,
+    pooled_prefill: PooledAttention | None = None,
+) -> jax.Array:
+    """Continues prompts through a KV cache.
+
+    A sequence ends with a token of `stop_tokens`, or with the one that completes a text of
+    `stop_strings`; both are part of the result, and `pad_token` fills up what is left of its row.
+    Generation is over when all sequences have ended, or have `max_new_tokens`.
+
+    XLA compiles two programs, for the prompts and for a step, anew for each batch size, size of
+    prompts and size of caches. So that few calls compile, the longest prompt's length, to which all
+    are padded, and `max_new_tokens` are rounded up to a few sizes, see
+    `turbojax.models.generation.buckets`: by less than 64 tokens or a quarter. Caches take memory for
+    the sum of both, at most for the model's `max_length`. Texts are those of exact sizes, as
+    `start` and `stream` give them, but for rounding: where tokens are equally likely to the last
+    bit.
+
+    Args:
+      model: the model, see `start`.
+      tokens: int ``[B, T]``, prompts padded on the right, or with an `attention_mask` anywhere.
+      max_new_tokens: tokens to add at most, at least 1; prompt and new tokens together must be at
+        most the model's `max_length`.
+      cache: what `init_caches` takes: ``"exact"``, ``"turbo4"``, a `TurboConfig`, ...
+      lengths: optional int ``[B]``, the prompts' lengths.
+      attention_mask: instead of `lengths`, bool or 0 and 1 ``[B, T]``, true at real tokens; see
+        `align`.
+      sampling: how tokens are chosen, by default the most likely one. Row b of the batch draws
+        with the seed ``sampling.seed + b`` (modulo ``2**32``), so that equal prompts get different
+        texts, and no row's text depends on the others.
+      stop_tokens: tokens that end a sequence, such as a tokenizer's `eos_token_ids`.
+      stop_strings: texts that end a sequence, wherever in the tokens they begin and end. One that
+        is written like a special token, such as ``"<|im_end|>"``, is a stop token, too.
+      tokenizer: what turns tokens into the text in which `stop_strings` are looked for.
+      pad_token: fills the result after a sequence's end; any int32, -1 for instance.
+      on_token: called with each step's tokens, int32 ``[B]``, as soon as they are known.
+      prefill_batch_size: how many prompts run at a time, see `start`.
+      implementation: what runs attention and cache, see `start`.
+      pooled_prefill: how the prompts attend to themselves, see `start`.
+
+    Returns:
+      int32 ``[B, max_new_tokens]``.
+
+    Raises:
+      TypeError: if tokens, lengths, mask or stops are of the wrong kind.
+      ValueError: if a shape or a number does not fit, a prompt is longer than the model's context
+        allows, the mask has holes, or where logits hold NaN, see `stream`.
+      NotImplementedError: if the implementation asked for cannot run this.
+    """
+    _checks.check_sizes(max_new_tokens=max_new_tokens)
+    # Before the prompts run, which may take long.
+    ends, texts = check_stops(stop_tokens, stop_strings, tokenizer)
+    check_pad_token(pad_token)
+    if attention_mask is not None:
+        if lengths is not None:
+            raise ValueError("give lengths or an attention_mask, one of them")
+        tokens, lengths = align(tokens, attention_mask)
+    tokens, limit = host_int32("tokens", tokens), model.config.max_length
+    if lengths is not None and tokens.ndim == 2 and tokens.shape[1] + max_new_tokens > limit:
+        # Padding takes no part: a batch that fits without it fits.
+        lengths = np.asarray(_checks.check_lengths("lengths", lengths, *tokens.shape))
+        tokens = tokens[:, : max(int(lengths.max()), 1)]
+    size = tokens.shape[-1] if tokens.ndim else 1
+    if size + max_new_tokens > limit:
+        raise ValueError(
+            f"{size + max_new_tokens} tokens, {size} of the longest prompt and {max_new_tokens} "
+            f"new ones, must be at most the model's context, max_length={limit}"
+        )
+    session = start_in_bucket(
+        model,
+        tokens,
+        max_new_tokens=max_new_tokens,
+        cache=cache,
+        lengths=lengths,
+        prefill_batch_size=prefill_batch_size,
+        implementation=implementation,
+        pooled_prefill=pooled_prefill,
+    )
+    new = stream(
+        session,
+        max_new_tokens,
+        sampling=sampling,
+        stop_tokens=ends,
+        stop_strings=texts,
+        tokenizer=tokenizer,
+        prompts=_rows(tokens, session.lengths) if texts else None,
+        pad_token=pad_token,
+    )
+    result = np.full((tokens.shape[0], max_new_tokens), pad_token, np.int32)
+    for i, step in enumerate(new):
+        result[:, i] = step
+        if on_token is not None:
+            on_token(step)
+    return jax.device_put(result)
+
+
+def _rows(tokens: np.ndarray, lengths: jax.Array) -> list[list[int]]:
+    """The prompts, without padding."""
+    return [row[:length].tolist() for row, length in zip(tokens, np.asarray(lengths), strict=True)]
+
+
+@functools.partial(jax.jit, static_argnames="kind")
+def _choose(logits: jax.Array, rows: SamplingRows, *, kind: Kind) -> tuple[jax.Array, jax.Array]:
+    """The next tokens, int32 ``[B]``, and the same to feed: token 0 where there is none."""
+    chosen = sample(logits, rows, kind)
+    return chosen, jnp.maximum(chosen, 0)
+
+
+def _why_nothing(session: Session, rows: list[int]) -> str:
+    message = f"the logits of sequences {rows} hold NaN: there is no next token"
+    layer = session.caches.layers[0]
+    if isinstance(layer, PagedLayer) and layer.pages.kv_dtype != "auto":
+        message += f"; keys or values beyond the range of {layer.pages.kv_dtype} pages become NaN"
+    return message

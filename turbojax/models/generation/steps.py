@@ -1,0 +1,70 @@
+"""The two programs of a session: prompts through a model, and one token of every sequence."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from turbojax.kv import PooledAttention, attend_new_tokens, attend_prompt
+from turbojax.models.decoder import Decoder
+from turbojax.models.generation.caching import ModelCaches
+from turbojax.models.quantized import QuantizedDecoder
+
+
+@functools.partial(jax.jit, static_argnames="implementation", donate_argnames="caches")
+def decode_step(
+    decoder: Decoder | QuantizedDecoder,
+    caches: ModelCaches,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    *,
+    implementation: str | None,
+) -> tuple[jax.Array, jax.Array, ModelCaches]:
+    """One token of every sequence through the model; the caches are donated.
+
+    Args:
+      decoder: the weights.
+      caches: the caches.
+      tokens: int ``[B]``.
+      lengths: int32 ``[B]``, tokens held before.
+      implementation: see `start`.
+
+    Returns:
+      Logits float32 ``[B, V]``, the new lengths and the new caches.
+    """
+    attend = attend_new_tokens(implementation)
+    hidden, layers = decoder.hidden(tokens[:, None], lengths[:, None], attend, caches.layers)
+    return decoder.logits(hidden[:, 0]), lengths + 1, ModelCaches(layers)
+
+
+@functools.partial(jax.jit, static_argnames=("implementation", "pooled"), donate_argnames="caches")
+def run_prompts(
+    decoder: Decoder | QuantizedDecoder,
+    caches: ModelCaches,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    first: jax.Array,
+    *,
+    implementation: str | None,
+    pooled: PooledAttention | None,
+) -> tuple[jax.Array, ModelCaches]:
+    """Prompts through the model, into a part of the caches, which are donated.
+
+    Args:
+      decoder: the weights.
+      caches: the caches.
+      tokens: int32 ``[b, T]``, padded on the right.
+      lengths: int32 ``[b]``, of the prompts, at least 1.
+      first: int32, the first prompt's sequence in the caches.
+      implementation: see `start`.
+      pooled: how the prompts attend to themselves, see `start`.
+
+    Returns:
+      Logits float32 ``[b, V]`` after each prompt, and the new caches.
+    """
+    attend = attend_prompt(lengths, first, implementation, pooled)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+    hidden, layers = decoder.hidden(tokens, positions, attend, caches.layers)
+    # Logits of all positions would be the largest array of all.
+    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
+    return decoder.logits(last[:, 0]), ModelCaches(layers)

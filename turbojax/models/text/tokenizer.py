@@ -1,0 +1,478 @@
+"""Text to tokens and back: bytes, decimal numbers, or a checkpoint's own `tokenizer.json`."""
+
+import codecs
+import collections
+import functools
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from turbojax import _checks, _json
+from turbojax.models.checkpoint import folder as _folder
+from turbojax.models.text import tokenizer_file as _tokenizer_file
+from turbojax.models.text.special_text import Segment, SegmentEncoder, SpecialTexts
+
+TOKENIZER_NAME = "tokenizer.json"
+BYTES = 256
+_LARGEST_TOKEN = 2**31 - 1
+BEGINNING_OF_FILE = 0
+"""Stands before the first byte of every text of a byte-level model."""
+
+_SENTENCEPIECE_NAME = "tokenizer.model"
+_CONFIG_NAME, _ADDED = "tokenizer_config.json", "added_tokens_decoder"
+_SPECIAL = (
+    *("bos_token", "eos_token", "unk_token", "sep_token"),
+    *("pad_token", "cls_token", "mask_token"),
+)
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+# Tokens before the new ones that they are decoded after: one alone may lose its leading space.
+_CONTEXT = 4
+# Tokens that are bytes of characters, at most, before those.
+_LONGEST_RUN = 64
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+Decode = Callable[[int | None], str]
+"""From each token after a prompt to the text it completes, possibly ""; None ends the text."""
+
+ChatTemplate = str | Mapping[str, str]
+"""A Jinja template, or several by name: ``"default"``, ``"tool_use"``, ..."""
+
+CHAT_TEMPLATE_NAME = "chat_template.jinja"
+CHAT_TEMPLATES_FOLDER = "additional_chat_templates"
+"""Where templates with other names than ``"default"`` lie, ``NAME.jinja``."""
+
+
+class Tokenizer(Protocol):
+    """Translates between text and a model's tokens.
+
+    Attributes:
+      vocab_size: the largest token plus one; a model's vocabulary must not be smaller.
+      bos_token_id: the token that begins a text, if there is one.
+      eos_token_ids: tokens that end a text; none if texts have no end.
+      special_tokens: texts of special tokens by role, such as ``{"bos_token": "<s>"}``.
+      chat_template: the Jinja template that makes one text of a conversation, or several by their
+        names, if there is one; see `render_chat`.
+    """
+
+    vocab_size: int
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    special_tokens: Mapping[str, str]
+    chat_template: ChatTemplate | None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The tokens of a text.
+
+        Args:
+          text: the text. Bytes that are not UTF-8 come as `str` makes them with the error handler
+            ``surrogateescape``; a tokenizer that reads nothing but Unicode refuses them.
+          add_special_tokens: whether to add those that stand around every text, such as the one
+            that begins it.
+
+        Raises:
+          ValueError: if the tokenizer cannot read the text.
+        """
+        ...
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of tokens, without special ones."""
+        ...
+
+    def stream(self, prompt: Sequence[int] = ()) -> Decode:
+        """Decodes token by token: the texts together are what `decode` makes of all tokens.
+
+        Args:
+          prompt: the tokens before the first. A character that begins in them is text of the token
+            that completes it.
+        """
+        ...
+
+    def special_token(self, text: str) -> int | None:
+        """The token that is written like this and that `decode` leaves out, if there is one."""
+        ...
+
+
+class ByteTokenizer:
+    """Token i is the byte of value i, and byte 0 begins a text: the embedded model's way.
+
+    Texts are UTF-8; bytes that are not UTF-8 are read as `Tokenizer.encode` says, and shown as
+    replacement characters.
+
+    Args:
+      eos_token_ids: tokens that end a text.
+    """
+
+    def __init__(self, eos_token_ids: Iterable[int] = ()) -> None:
+        self.vocab_size = BYTES
+        self.bos_token_id: int | None = BEGINNING_OF_FILE
+        self.eos_token_ids: tuple[int, ...] = tuple(eos_token_ids)
+        self.special_tokens: Mapping[str, str] = {}
+        self.chat_template: ChatTemplate | None = None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """See `Tokenizer`: the beginning of a text, then its bytes."""
+        begin = [BEGINNING_OF_FILE] if add_special_tokens else []
+        return [*begin, *text.encode("utf-8", "surrogateescape")]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """See `Tokenizer`; byte 0 is a character like any other."""
+        return bytes(int(token) for token in tokens).decode("utf-8", "replace")
+
+    def stream(self, prompt: Sequence[int] = ()) -> Decode:
+        """See `Tokenizer`."""
+        utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        # A character has four bytes at most.
+        utf8.decode(bytes(int(token) for token in prompt[-3:]))
+        begun = bool(utf8.getstate()[0])
+
+        def decode(token: int | None) -> str:
+            nonlocal begun
+            text = utf8.decode(b"", True) if token is None else utf8.decode(bytes([token]))
+            if begun and text:
+                # What stays incomplete was shown with the prompt.
+                text, begun = text.removeprefix(_INCOMPLETE), False
+            return text
+
+        return decode
+
+    def special_token(self, text: str) -> int | None:
+        """See `Tokenizer`: every byte is text."""
+        del text
+        return None
+
+
+class NumberTokenizer:
+    """Tokens as decimal numbers, as in ``"1 17 4"``: for models without a tokenizer.
+
+    Args:
+      vocab_size: tokens of the model.
+      eos_token_ids: tokens that end a text.
+    """
+
+    def __init__(self, vocab_size: int, eos_token_ids: Iterable[int] = ()) -> None:
+        _checks.check_sizes(vocab_size=vocab_size)
+        self.vocab_size = vocab_size
+        self.bos_token_id: int | None = None
+        self.eos_token_ids: tuple[int, ...] = tuple(eos_token_ids)
+        self.special_tokens: Mapping[str, str] = {}
+        self.chat_template: ChatTemplate | None = None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """See `Tokenizer`; there are no special tokens to add."""
+        del add_special_tokens
+        try:
+            return [int(word) for word in text.split()]
+        except ValueError as error:
+            raise ValueError(
+                f"there is no {TOKENIZER_NAME}, so the text must be token numbers: {error}"
+            ) from error
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """See `Tokenizer`: a space after each number."""
+        return "".join(f"{token} " for token in tokens)
+
+    def stream(self, prompt: Sequence[int] = ()) -> Decode:
+        """See `Tokenizer`."""
+        del prompt  # a number means the same after any other
+        return lambda token: "" if token is None else f"{token} "
+
+    def special_token(self, text: str) -> int | None:
+        """See `Tokenizer`: every number is text."""
+        del text
+        return None
+
+
+class JsonTokenizer:
+    """A Hugging Face `tokenizer.json`, with what stands beside it.
+
+    Read, where they are there, as transformers reads them: `tokenizer_config.json` (special tokens,
+    chat templates, and added tokens, also such as `tokenizer.json` lacks);
+    `special_tokens_map.json`, if the former has no added tokens; `chat_template.jinja` and
+    `additional_chat_templates/*.jinja`, which replace all templates of `tokenizer_config.json`;
+    `generation_config.json` or else `config.json` (tokens that end a text). Tokens that end a text
+    are all that these files name.
+
+    Args:
+      path: the file, or its folder.
+
+    Raises:
+      ImportError: if the package `tokenizers` is not installed.
+      FileNotFoundError: if there is no such file.
+      ValueError: if a file cannot be read or holds something else.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        given = Path(path)
+        folder = given if given.is_dir() else given.parent
+        file = _folder.find(folder, TOKENIZER_NAME) if given.is_dir() else given
+        self._file = file
+        self._tokenizer, padding = _tokenizer_file.read(file)
+        config = _folder.find(folder, _CONFIG_NAME)
+        settings = _read_object(config)
+        if _ADDED not in settings:
+            more = _read_object(_folder.find(folder, "special_tokens_map.json"))
+            settings = {**settings, **more}
+        # A file that fills texts up says with what.
+        settings = {**({} if padding is None else {"pad_token": padding["pad_token"]}), **settings}
+        self.special_tokens: Mapping[str, str] = _special_tokens(settings)
+        _add_tokens(self._tokenizer, settings, self.special_tokens.values(), config)
+        known = self._tokenizer.get_vocab(with_added_tokens=True)
+        # Numbers may be left out, so that this can be more than there are tokens.
+        self.vocab_size = max(known.values(), default=-1) + 1
+        self.bos_token_id: int | None = self._number("bos_token")
+        self.eos_token_ids: tuple[int, ...] = _ends(folder, self._number("eos_token"))
+        self.chat_template: ChatTemplate | None = _templates(folder, settings)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """See `Tokenizer`."""
+        _check_unicode(text)
+        with _tokenizer_file.named(f"{self._file} cannot read this text"):
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    @functools.cached_property
+    def special_texts(self) -> SpecialTexts:
+        """What `encode` makes special tokens of, wherever it stands in a text."""
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        return SpecialTexts(token.content for token in added if token.special and token.content)
+
+    def encode_segments(self, segments: Sequence[Segment]) -> list[int]:
+        """The tokens of a text in pieces, of which some are special tokens and the others text.
+
+        Args:
+          segments: pieces, and of each whether it is the text of a special token, and means it.
+
+        Raises:
+          ValueError: if the text is not Unicode, or the tokenizer has nothing but the special token
+            for a text that is written like one.
+        """
+        _check_unicode("".join(text for text, _ in segments))
+        return self._segments.encode(segments)
+
+    @functools.cached_property
+    def _segments(self) -> SegmentEncoder:
+        return SegmentEncoder(self._tokenizer)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """See `Tokenizer`; tokens that the vocabulary leaves out have no text."""
+        numbers = [int(token) for token in tokens]
+        with _tokenizer_file.named(f"{self._file} cannot write these tokens"):
+            return self._tokenizer.decode(numbers)
+
+    def stream(self, prompt: Sequence[int] = ()) -> Decode:
+        """See `Tokenizer`; text is held back as long as its last character is incomplete."""
+        # Each entry is the tokens of whole characters: decoded from inside one, or from inside a
+        # run of bytes, what follows would look different.
+        shown: collections.deque[list[int]] = collections.deque([self._end(prompt)], _CONTEXT)
+        waiting = list[int]()
+
+        def decode(token: int | None) -> str:
+            nonlocal waiting
+            waiting += [] if token is None else [int(token)]
+            context = [held for tokens in shown for held in tokens]
+            before, text = self.decode(context), self.decode(context + waiting)
+            if token is not None and text.endswith(_INCOMPLETE):
+                return ""
+            begun = before.endswith(_INCOMPLETE)
+            if len(text) > len(before) and not begun:
+                shown.append(waiting)
+            else:  # special tokens push out nothing that has a text
+                shown[-1].extend(waiting)
+            waiting = []
+            # The prompt may end inside a character, which is whole now.
+            if begun and not text.startswith(before):
+                before = before.rstrip(_INCOMPLETE)
+            return text[len(before) :]
+
+        return decode
+
+    def special_token(self, text: str) -> int | None:
+        """See `Tokenizer`."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return next((i for i, x in added.items() if x.special and x.content == text), None)
+
+    def _end(self, prompt: Sequence[int]) -> list[int]:
+        """The last tokens of a prompt, from the beginning of a character on."""
+        start = max(len(prompt) - _CONTEXT, 0)
+        earliest = max(start - _LONGEST_RUN, 0)
+        while start > earliest and self.decode(prompt[start:]).startswith(_INCOMPLETE):
+            start -= 1
+        return [int(token) for token in prompt[start:]]
+
+    def _number(self, name: str) -> int | None:
+        text = self.special_tokens.get(name)
+        return None if text is None else self._tokenizer.token_to_id(text)
+
+
+def load_tokenizer(
+    path_or_name: str | os.PathLike[str] = "embedded", vocab_size: int | None = None
+) -> Tokenizer:
+    """The tokenizer of a checkpoint.
+
+    Args:
+      path_or_name: ``"embedded"`` for the shipped model, or a checkpoint's folder.
+      vocab_size: of the model, by default what the folder's `config.json` says.
+
+    Returns:
+      The folder's `tokenizer.json`. Without one, bytes if the vocabulary has 256 tokens, which is
+      how the embedded model reads, and numbers otherwise.
+
+    Raises:
+      ImportError: if there is a `tokenizer.json` and the package `tokenizers` is missing.
+      FileNotFoundError: if there is neither a `tokenizer.json` nor a `config.json`.
+      ValueError: if the tokenizer knows tokens that are not in the model's vocabulary, there is
+        nothing but a `tokenizer.model`, nothing says how large the vocabulary is, or a file cannot
+        be read.
+    """
+    if vocab_size is not None:
+        _checks.check_sizes(vocab_size=vocab_size)
+    if path_or_name == "embedded":
+        if vocab_size not in (None, BYTES):
+            raise ValueError(f"{vocab_size=} of the embedded model must be {BYTES}")
+        # A text ends where the next one begins.
+        return ByteTokenizer([BEGINNING_OF_FILE])
+    folder = Path(path_or_name)
+    return _folder.steady(folder, lambda place: _load_tokenizer(folder, place, vocab_size))
+
+
+def _load_tokenizer(folder: Path, place: Path, vocab_size: int | None) -> Tokenizer:
+    """See `load_tokenizer`; the checkpoint's own files lie at `place`."""
+    if os.path.lexists(file := _folder.find(folder, TOKENIZER_NAME)):
+        tokenizer = JsonTokenizer(folder)
+        if vocab_size is None:
+            vocab_size = _vocab_size(place, _read_object(place / _folder.CONFIG_NAME))
+        # A model's table may be padded, but a token beyond its end has no embedding.
+        if vocab_size is not None and tokenizer.vocab_size > vocab_size:
+            raise ValueError(
+                f"{file} and {_CONFIG_NAME} know tokens up to "
+                f"{tokenizer.vocab_size - 1}, which must be below the model's {vocab_size=}"
+            )
+        return tokenizer
+    if (folder / _SENTENCEPIECE_NAME).is_file():
+        raise ValueError(
+            f"{str(folder)!r} holds {_SENTENCEPIECE_NAME} and no {TOKENIZER_NAME}: "
+            f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r}) of "
+            "the package transformers writes one"
+        )
+    if vocab_size is None:
+        vocab_size = _vocab_size(place, _folder.read_config(place))
+    if vocab_size is None:
+        raise ValueError(
+            f"{str(folder)!r} must hold {TOKENIZER_NAME}, or a vocab_size in its config.json"
+        )
+    ends = _ends(folder, None)
+    return ByteTokenizer(ends) if vocab_size == BYTES else NumberTokenizer(vocab_size, ends)
+
+
+def _vocab_size(folder: Path, config: Mapping[str, Any]) -> int | None:
+    size = config.get("vocab_size")
+    if size is None or (type(size) is int and 0 < size <= _LARGEST_TOKEN):
+        return size
+    raise ValueError(
+        f"{folder / _folder.CONFIG_NAME}: vocab_size={_json.shown(size)} must be an integer "
+        f"of 1 to {_LARGEST_TOKEN}"
+    )
+
+
+def _check_unicode(text: str) -> None:
+    """Raises ValueError unless it is: the package's own message does not say what is wrong."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the text is not Unicode: {error}") from error
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Texts of special tokens by role: the usual roles, and a model's own."""
+    extra = settings.get("extra_special_tokens")
+    own = [key for key in settings if key.endswith("_token") and key not in _SPECIAL]
+    given = [(key, settings.get(key)) for key in (*_SPECIAL, *own)]
+    given += extra.items() if isinstance(extra, Mapping) else []
+    return {key: text for key, value in given if (text := _content(value)) is not None}
+
+
+def _add_tokens(
+    tokenizer: Any, settings: Mapping[str, Any], special: Iterable[str], path: Path
+) -> None:
+    """Adds the tokens of `added_tokens_decoder`, which `tokenizer.json` may lack.
+
+    As in transformers, one that is new gets the next free number, in the order of their numbers
+    here; of one that is there, what is said here counts.
+    """
+    import tokenizers
+
+    found, named, tokens = settings.get(_ADDED) or {}, set(special), []
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{path}: {_ADDED} must be an object")
+    for number, token in found.items():
+        flags = {key: token[key] for key in _FLAGS if key in token} if _content(token) else {}
+        if not (
+            number.isdecimal()
+            and len(number) < 11
+            and isinstance(token, Mapping)
+            and _content(token)
+            and all(isinstance(flag, bool) for flag in flags.values())
+        ):
+            raise ValueError(
+                f"{path}: {_ADDED}, {_json.shown(number)}: {_json.shown(token)} must be an object "
+                "with a content and flags, under a number"
+            )
+        text = token["content"]
+        flags["special"] = flags.get("special", False) or text in named
+        tokens.append((int(number), tokenizers.AddedToken(text, **flags)))
+    with _tokenizer_file.named(f"{path}: {_ADDED} cannot be added"):
+        tokenizer.add_tokens([token for _, token in sorted(tokens, key=lambda pair: pair[0])])
+
+
+def _read_object(path: Path) -> Mapping[str, Any]:
+    """A file's JSON object; an empty one if nothing is there."""
+    return _folder.read_json(path) if os.path.lexists(path) else {}
+
+
+def _content(token: Any) -> str | None:
+    """The text of a special token, which is written as a string or as an object."""
+    text = token.get("content") if isinstance(token, Mapping) else token
+    return text if isinstance(text, str) else None
+
+
+def _ends(folder: Path, eos: int | None) -> tuple[int, ...]:
+    """Tokens that end a text: of the generation's settings, and the tokenizer's own."""
+    path = _folder.find(folder, "generation_config.json")
+    path = path if os.path.lexists(path) else _folder.find(folder, _folder.CONFIG_NAME)
+    found = _read_object(path).get("eos_token_id")
+    numbers = [] if found is None else found if isinstance(found, list) else [found]
+    for number in numbers:
+        if type(number) is not int or not 0 <= number <= _LARGEST_TOKEN:
+            raise ValueError(
+                f"{path}: eos_token_id={_json.shown(found)} must be one token or a list of them"
+            )
+    return tuple(sorted({*numbers, *([] if eos is None else [eos])}))
+
+
+def _templates(folder: Path, settings: Mapping[str, Any]) -> ChatTemplate | None:
+    """The chat template, or several by their names."""
+    files = {"default": _folder.find(folder, CHAT_TEMPLATE_NAME)}
+    others = _folder.find_all(folder, f"{CHAT_TEMPLATES_FOLDER}/*.jinja")
+    files |= {path.stem: path for path in others.values()}
+    texts = {name: _read_text(path) for name, path in files.items() if os.path.lexists(path)}
+    if texts:
+        return texts["default"] if list(texts) == ["default"] else texts
+    found = settings.get("chat_template")
+    if found is None or isinstance(found, str):
+        return found
+    for entry in found if isinstance(found, list) else [None]:
+        if not isinstance(entry, Mapping) or not all(
+            isinstance(entry.get(key), str) for key in ("name", "template")
+        ):
+            raise ValueError(
+                f"{_folder.find(folder, _CONFIG_NAME)}: chat_template must be a text, or a list of "
+                "objects with a name and a template"
+            )
+    return {entry["name"]: entry["template"] for entry in found}
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return _json.read_bytes(path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no UTF-8: {error}") from error

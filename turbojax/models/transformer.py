@@ -1,0 +1,320 @@
+"""A Llama-family decoder in Flax nnx: RMSNorm, RoPE, grouped queries, gated feed-forward layers.
+
+The layers are one `Block` whose parameters carry a leading layer axis, applied with
+`jax.lax.scan`: compile time does not grow with depth. For generation `turbojax.models.decoder`
+takes the layers apart.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from turbojax import _checks
+from turbojax.flax.norms import RMSNorm
+from turbojax.flax.projections import AttentionProjections, linear
+from turbojax.kv import Attend, AttentionOptions, causal_attention, padded_attention
+from turbojax.kv.base import Cache
+from turbojax.models.config import LlamaConfig
+
+
+def embed(table: jax.Array, tokens: jax.Array, config: LlamaConfig, dtype: DTypeLike) -> jax.Array:
+    """Embeddings ``[..., D]`` of tokens, scaled where the model asks for it.
+
+    NaN for a token that is not in the vocabulary, instead of another token's embedding.
+    """
+    found = table.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+    hidden = found.astype(dtype)
+    if config.embedding_scale is not None:
+        hidden = hidden * jnp.asarray(config.embedding_scale, dtype)
+    return hidden
+
+
+def project(
+    hidden: jax.Array, table: jax.Array, dtype: DTypeLike, soft_cap: float | None = None
+) -> jax.Array:
+    """Float32 logits ``[..., V]``: ``[..., D]`` times `table` ``[V, D]``, multiplied in `dtype`."""
+    logits = jnp.einsum(
+        "...d,vd->...v", hidden, table.astype(dtype), preferred_element_type=jnp.float32
+    )
+    return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
+
+
+def activate(x: jax.Array, config: LlamaConfig) -> jax.Array:
+    """The activation of the feed-forward layer's gate."""
+    return jax.nn.silu(x) if config.activation == "silu" else jax.nn.gelu(x, approximate=True)
+
+
+class FeedForward(nnx.Module):
+    """A gated layer: ``down(activation(gate(x)) * up(x))``; SwiGLU with SiLU."""
+
+    def __init__(
+        self, config: LlamaConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs
+    ) -> None:
+        size, inner = config.hidden_size, config.intermediate_size
+        make = functools.partial(
+            linear, use_bias=config.mlp_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+        )
+        self.config = config
+        self.gate_proj = make(size, inner)
+        self.up_proj = make(size, inner)
+        self.down_proj = make(inner, size, gain=_output_gain(config))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps ``[B, T, D]`` to ``[B, T, D]``."""
+        return self.down_proj(activate(self.gate_proj(x), self.config) * self.up_proj(x))
+
+
+class Block(nnx.Module):
+    """One pre-norm decoder layer."""
+
+    def __init__(
+        self, config: LlamaConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs
+    ) -> None:
+        dtypes: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        norm = functools.partial(
+            RMSNorm,
+            config.hidden_size,
+            config.norm_eps,
+            offset=config.norm_offset,
+            param_dtype=param_dtype,
+        )
+        self.attention_norm = norm()
+        self.attention = AttentionProjections(
+            config.hidden_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.rope,
+            qkv_bias=config.qkv_bias,
+            output_bias=config.output_bias,
+            qk_norm_eps=config.norm_eps if config.qk_norm else None,
+            norm_offset=config.norm_offset,
+            output_gain=_output_gain(config),
+            **dtypes,
+        )
+        self.attention_post_norm = norm() if config.post_norms else None
+        self.mlp_norm = norm()
+        self.mlp = FeedForward(config, **dtypes)
+        self.mlp_post_norm = norm() if config.post_norms else None
+
+    def __call__(
+        self,
+        hidden: jax.Array,
+        angles: jax.Array,
+        attend: Attend,
+        cache: Cache,
+        options: AttentionOptions,
+    ) -> tuple[jax.Array, Cache]:
+        """Maps the residual stream ``[B, T, D]`` to the next layer's and updates the cache."""
+        query, key, value = self.attention.heads(self.attention_norm(hidden), angles)
+        out, cache = attend(query, key, value, cache, options)
+        out = self.attention.output(out)
+        hidden = hidden + (
+            out if self.attention_post_norm is None else self.attention_post_norm(out)
+        )
+        out = self.mlp(self.mlp_norm(hidden))
+        return hidden + (out if self.mlp_post_norm is None else self.mlp_post_norm(out)), cache
+
+
+class Llama(nnx.Module):
+    """A Llama-family decoder.
+
+    LongRoPE takes its factors by the longest text of each call, and with caches by the config's
+    `max_length`.
+
+    Invariants:
+      - Every parameter under `blocks` has a leading axis of `config.num_layers`.
+      - `lm_head` is None if and only if `config.tie_embeddings`.
+      - Norms, RoPE and logits are computed in float32, everything else in `dtype`.
+
+    Attributes:
+      config: the shape.
+      dtype: compute dtype; the parameters are cast to it where they are used.
+      remat: whether training recomputes each layer in the backward pass to save memory.
+      unroll: layers per iteration of the scan. More compile time, less copying in training.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        remat: bool = False,
+        unroll: int = 1,
+        rngs: nnx.Rngs,
+    ) -> None:
+        """Initializes random parameters.
+
+        Args:
+          config: the shape.
+          dtype: compute dtype, by default `param_dtype`.
+          param_dtype: dtype of the parameters.
+          remat: see the class.
+          unroll: see the class.
+          rngs: source of the initial parameters (stream `params`).
+        """
+        self.config = config
+        self.dtype = jnp.dtype(param_dtype if dtype is None else dtype)
+        self.remat = remat
+        self.unroll = unroll
+        init = nnx.initializers.normal(config.hidden_size**-0.5)
+        table = (config.vocab_size, config.hidden_size)
+        self.embedding = nnx.Param(init(rngs.params(), table, param_dtype))
+
+        @nnx.split_rngs(splits=config.num_layers)
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def create_blocks(rngs: nnx.Rngs) -> Block:
+            return Block(config, dtype=self.dtype, param_dtype=param_dtype, rngs=rngs)
+
+        self.blocks = create_blocks(rngs)
+        self.norm = RMSNorm(
+            config.hidden_size,
+            config.norm_eps,
+            offset=config.norm_offset,
+            param_dtype=param_dtype,
+        )
+        self.lm_head = (
+            None if config.tie_embeddings else nnx.Param(init(rngs.params(), table, param_dtype))
+        )
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        *,
+        positions: jax.Array | None = None,
+        attention_mask: jax.Array | None = None,
+        attend: Attend = causal_attention,
+        caches: Cache = None,
+    ) -> Any:
+        """Predicts the next token at every position.
+
+        Args:
+          tokens: `[B, T]` integers in `[0, vocab_size)`. Others are not looked for: the logits
+            of their sequence are NaN.
+          positions: `[B, T]` integers, where each token stands in its sequence; by default
+            `arange(T)`, or counted from the first token that the mask does not hide.
+          attention_mask: optional bool or integer `[B, T]`, False or 0 for padding, on either side:
+            no token attends to it, and its own logits mean nothing. Exact attention alone.
+          attend: called once per layer, after RoPE, see `Attend`.
+          caches: any pytree whose leaves have a leading layer axis; each layer gets its slice.
+
+        Returns:
+          Logits `[B, T, vocab_size]` float32; with `caches` the pair of logits and new caches.
+
+        Raises:
+          TypeError: if tokens or positions are not integers.
+          ValueError: if tokens are not `[B, T]` with T at most `max_length`, or positions or the
+            mask have another shape, or a cache leaf has no leading axis of `num_layers`, or a mask
+            is given with another `attend`.
+        """
+        if not isinstance(tokens, jax.Array):
+            tokens = _checks.as_int32("tokens", tokens)
+        self._check(tokens, positions, caches)
+        if attention_mask is not None:
+            mask = _check_mask(attention_mask, tokens, attend)
+            # Padding may hold any number; its value, times a weight of 0, must not be NaN.
+            tokens = jnp.where(mask, tokens, jnp.zeros_like(tokens))
+            attend = padded_attention(mask)
+            if positions is None:
+                positions = jnp.maximum(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
+            longest: Any = tokens.shape[1]
+        else:
+            longest = jnp.max(positions) + 1
+        # What is cached was turned before, with the factors for the longest sequence.
+        angles = self.config.rope.angles(positions, longest if caches is None else None)
+        hidden = embed(self.embedding[...], tokens, self.config, self.dtype)
+        hidden, new_caches = self._apply_blocks(hidden, angles, attend, caches)
+        weight = self.embedding if self.lm_head is None else self.lm_head
+        logits = project(self.norm(hidden), weight[...], self.dtype, self.config.final_soft_cap)
+        return logits if caches is None else (logits, new_caches)
+
+    def _apply_blocks(
+        self, hidden: jax.Array, angles: jax.Array, attend: Attend, caches: Cache
+    ) -> tuple[jax.Array, Cache]:
+        """Scans the stacked layers over the residual stream `[B, T, D]`.
+
+        An iteration applies as many layers as there are until their options repeat.
+        """
+        count = self.config.num_layers
+        options = [self.config.attention_options(layer) for layer in range(count)]
+        period = next(
+            p
+            for p in range(1, count + 1)
+            if count % p == 0 and options == options[:p] * (count // p)
+        )
+        graph, params = nnx.split(self.blocks)
+
+        def apply_block(
+            hidden: jax.Array, params: Any, cache: Cache, options: AttentionOptions
+        ) -> tuple[jax.Array, Cache]:
+            return nnx.merge(graph, params)(hidden, angles, attend, cache, options)
+
+        if self.remat:
+            apply_block = jax.checkpoint(apply_block, static_argnums=3)
+
+        def apply_period(hidden: jax.Array, layers: tuple[Any, Cache]) -> tuple[jax.Array, Cache]:
+            new_caches = []
+            for i in range(period):
+                params, cache = jax.tree.map(lambda x, i=i: x[i], layers)
+                hidden, new_cache = apply_block(hidden, params, cache, options[i])
+                new_caches.append(new_cache)
+            return hidden, jax.tree.map(lambda *x: jnp.stack(x), *new_caches)
+
+        def group(x: jax.Array) -> jax.Array:
+            return x.reshape(count // period, period, *x.shape[1:])
+
+        layers = jax.tree.map(group, (params, caches))
+        unroll = max(self.unroll // period, 1)
+        hidden, new_caches = jax.lax.scan(apply_period, hidden, layers, unroll=unroll)
+        return hidden, jax.tree.map(lambda x: x.reshape(count, *x.shape[2:]), new_caches)
+
+    def _check(self, tokens: jax.Array, positions: jax.Array | None, caches: Cache) -> None:
+        if not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise TypeError(f"tokens.dtype={tokens.dtype} must be an integer type")
+        if tokens.ndim != 2:
+            raise ValueError(f"tokens.shape={tokens.shape} must be [B, T]")
+        if tokens.shape[1] > self.config.max_length:
+            raise ValueError(
+                f"tokens.shape={tokens.shape} must have at most max_length="
+                f"{self.config.max_length} tokens per sequence"
+            )
+        if positions is not None and not jnp.issubdtype(positions.dtype, jnp.integer):
+            raise TypeError(f"positions.dtype={positions.dtype} must be an integer type")
+        if positions is not None and positions.shape != tokens.shape:
+            raise ValueError(
+                f"positions.shape={positions.shape} must equal tokens.shape={tokens.shape}"
+            )
+        for leaf in jax.tree.leaves(caches):
+            if jnp.ndim(leaf) == 0 or leaf.shape[0] != self.config.num_layers:
+                raise ValueError(
+                    f"a cache leaf of shape {jnp.shape(leaf)} must have a leading axis of "
+                    f"num_layers={self.config.num_layers}"
+                )
+
+
+def _output_gain(config: LlamaConfig) -> float:
+    """Of initial weights of what adds to the residual stream.
+
+    Each block does so twice; this keeps the stream's variance independent of depth.
+    """
+    return (2 * config.num_layers) ** -0.5
+
+
+def _check_mask(mask: jax.Array, tokens: jax.Array, attend: Attend) -> jax.Array:
+    if mask.shape != tokens.shape:
+        raise ValueError(
+            f"attention_mask.shape={mask.shape} must equal tokens.shape={tokens.shape}"
+        )
+    if not (mask.dtype == jnp.bool_ or jnp.issubdtype(mask.dtype, jnp.integer)):
+        raise TypeError(f"attention_mask.dtype={mask.dtype} must be bool or an integer type")
+    if attend is not causal_attention:
+        raise ValueError(
+            "attention_mask has no use with another attend: it must get lengths itself"
+        )
+    return mask.astype(jnp.bool_)

@@ -1,0 +1,362 @@
+"""`Kv4Cache`: keys and values in 4 bits with one scale per token and head (FireQ's KV4).
+
+A token is rounded once, when it arrives, independently of all others: no buffer, no blocks, and the
+cache's bits do not depend on how tokens are split into calls.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from turbojax import _checks
+from turbojax._gradient import refuse_gradients
+from turbojax.quantizers import absolute_maximum, pack, unpack
+from turbojax.state import checks
+
+LARGEST_CODE = 7
+"""Largest 4-bit code; with these scales -8 does not occur."""
+
+ALLOCATION = 128
+"""Tokens are allocated in multiples of this, so that kernels read whole tiles."""
+
+_RECIPROCAL_RANGE = float(np.float32(1 / LARGEST_CODE))
+_BITS = 4
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Kv4Cache:
+    """Keys and values of `B` sequences in symmetric 4-bit codes (FireQ, Baek et al., 2025).
+
+    Shapes: `K` KV heads, head dim `H`, `S` = `max_length` rounded up to a multiple of 128.
+    ``x = code * scale``. A byte holds channel `c` in its low nibble and ``c + H/2`` in its high
+    one, both in two's complement (see `turbojax.quantizers.packing`).
+
+    Made by `init_cache`; `prefill`, `append` and `decode` take it and never change it in place
+    (donate it to `jit` to reuse its memory). The caches of several layers may be stacked along a
+    new first axis of every array, and mapped or scanned over.
+
+    Invariants (`validate` checks them): ``0 <= lengths <= max_length``, and scales of tokens held
+    are positive or NaN. What is stored past a sequence's length is arbitrary.
+
+    Attributes:
+      key_codes: uint8 ``[B, K, S, H / 2]``.
+      key_scale: bfloat16 ``[B, K, S]``, a seventh of the token's largest absolute value; 1 where
+        all are zero, NaN where one is not finite.
+      value_codes: as `key_codes`.
+      value_scale: as `key_scale`.
+      lengths: int32 ``[B]``, tokens held.
+      overflowed: bool ``[B]``, True where a call under `jit` had to leave tokens out: past
+        `max_length`, or a prefill into a sequence that was not empty.
+      max_length: tokens each sequence can hold.
+      dtype: dtype of the keys and values it takes.
+    """
+
+    key_codes: jax.Array
+    key_scale: jax.Array
+    value_codes: jax.Array
+    value_scale: jax.Array
+    lengths: jax.Array
+    overflowed: jax.Array
+    max_length: int = dataclasses.field(metadata={"static": True})
+    dtype: np.dtype = dataclasses.field(metadata={"static": True})
+
+    @property
+    def batch_size(self) -> int:
+        """Number of sequences, `B`."""
+        return self.key_codes.shape[-4]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of key/value heads, `K`."""
+        return self.key_codes.shape[-3]
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head, `H`."""
+        return 2 * self.key_codes.shape[-1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays held, bookkeeping included."""
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self))
+
+    @property
+    def compression_ratio(self) -> float:
+        """Bytes of a bfloat16 cache of `max_length` tokens over `nbytes`."""
+        # `lengths` has all leading axes, those of stacked layers too.
+        values = self.lengths.size * self.max_length * self.num_kv_heads * self.head_dim
+        return 4 * values / self.nbytes
+
+    def validate(self) -> None:
+        """Checks the invariants; under `jit` only shapes and dtypes can be seen.
+
+        Raises:
+          ValueError: naming the field and what it breaks.
+        """
+        sizes = (self.batch_size, self.max_length, self.num_kv_heads, self.head_dim)
+        wanted = jax.eval_shape(lambda: _empty(*sizes, self.dtype))
+        for field in _array_fields():
+            leaf, want = getattr(self, field), getattr(wanted, field)
+            if (leaf.shape, leaf.dtype) != (want.shape, want.dtype):
+                raise ValueError(
+                    f"cache.{field} is {leaf.dtype}{list(leaf.shape)}, "
+                    f"must be {want.dtype}{list(want.shape)}"
+                )
+        if _checks.is_concrete(*jax.tree.leaves(self)):
+            _validate_values(self)
+
+
+def init_cache(
+    batch_size: int,
+    max_length: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+) -> Kv4Cache:
+    """An empty cache.
+
+    Args:
+      batch_size: sequences, `B`.
+      max_length: tokens each can hold.
+      num_kv_heads: key/value heads, `K`.
+      head_dim: channels, `H`, a multiple of 8.
+      dtype: of the keys and values to come: bfloat16, float16 or float32.
+
+    Raises:
+      TypeError: if `dtype` is none of these or a size not an integer.
+      ValueError: if a size is not positive or `head_dim` not a multiple of 8.
+    """
+    _checks.check_sizes(
+        batch_size=batch_size, max_length=max_length, num_kv_heads=num_kv_heads, head_dim=head_dim
+    )
+    if head_dim % 8:
+        raise ValueError(f"{head_dim=} must be a multiple of 8")
+    dtype = jnp.dtype(dtype)
+    if dtype not in _checks.FLOAT_DTYPES:
+        raise TypeError(f"{dtype=!s} must be bfloat16, float16 or float32")
+    return _empty(batch_size, max_length, num_kv_heads, head_dim, dtype)
+
+
+def append(
+    cache: Kv4Cache, key: jax.Array, value: jax.Array, *, lengths: jax.Array | None = None
+) -> Kv4Cache:
+    """Adds new tokens, one or many per sequence, each rounded by itself.
+
+    Args:
+      cache: the cache to extend.
+      key: ``[B, T, K, H]`` in `cache.dtype`, after the rotary embedding.
+      value: the same shape and dtype.
+      lengths: optional int ``[B]``: how many of the `T` tokens belong to each sequence, the first
+        ones; all of them if not given. `decode` takes the same as `query_seq_lengths`. Under
+        `jit` values outside ``0..T`` act as the nearest bound, and more than `T` as overflow.
+
+    Returns:
+      The extended cache. Under `jit`, tokens past `max_length` are left out and `overflowed`
+      turns True for their sequence; nothing that was stored changes.
+
+    Raises:
+      TypeError: if `cache` is another kind, a dtype differs from `cache.dtype`, or `lengths` are no
+        integers.
+      ValueError: if a shape does not fit, or, outside `jit`, a sequence would exceed `max_length`
+        or a length is outside ``0..T``.
+      NotImplementedError: when it is differentiated.
+    """
+    check_cache_arguments(cache, key, value)
+    batch, tokens = key.shape[:2]
+    lengths = _checks.check_lengths("lengths", lengths, batch, tokens)
+    checks.check_room(cache, lengths)
+    return refuse_gradients(_append, "append")(cache, key, value, lengths)
+
+
+def store_prompt(cache: Kv4Cache, key: jax.Array, value: jax.Array, lengths: jax.Array) -> Kv4Cache:
+    """Stores a prompt in empty sequences: the cache's half of `prefill`.
+
+    The same bits as `append` to an empty cache, without a scatter.
+
+    Args:
+      cache: the cache; sequences that are not empty stay as they are and turn `overflowed`.
+      key: ``[B, S, K, H]`` in `cache.dtype`.
+      value: the same shape and dtype.
+      lengths: int32 ``[B]``, tokens of each prompt.
+
+    Returns:
+      The cache with the prompts, their beginnings where they exceed `max_length`.
+
+    Raises:
+      TypeError: if `cache` is another kind or a dtype differs from `cache.dtype`.
+      ValueError: if a shape does not fit, or, outside `jit`, a sequence is not empty or longer
+        than `max_length`.
+      NotImplementedError: when it is differentiated.
+    """
+    check_prompt(cache, key, value, lengths)
+    return refuse_gradients(_store_prompt, "prefill")(cache, key, value, lengths)
+
+
+def dequantize(
+    cache: Kv4Cache, *, dtype: jax.typing.DTypeLike | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """The keys and values that the cache stands for, for tests and debugging.
+
+    Args:
+      cache: the cache.
+      dtype: of the result, `cache.dtype` if not given. In float32 the products of codes and scales
+        are exact.
+
+    Returns:
+      key, value: ``[B, max_length, K, H]``, zero past each length.
+    """
+    held = jnp.arange(cache.max_length)[None] < cache.lengths[:, None]
+
+    def side(codes: jax.Array, scale: jax.Array) -> jax.Array:
+        x = unpack_codes(codes).astype(jnp.float32) * scale[..., None].astype(jnp.float32)
+        x = jnp.swapaxes(x, 1, 2)[:, : cache.max_length]
+        return jnp.where(held[:, :, None, None], x, 0).astype(dtype or cache.dtype)
+
+    return (
+        side(cache.key_codes, cache.key_scale),
+        side(cache.value_codes, cache.value_scale),
+    )
+
+
+def quantize_vectors(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """4-bit codes with one scale per vector: ``s = bf16(max|x| / 7)``, ``q = rint(x / s)``.
+
+    The division by 7 is a product with the float32 nearest to a seventh. The codes are exactly
+    those of the rounded scale, everywhere: a code times a scale has 11 significant bits, so exact
+    comparisons with the remainder decide whether an approximate quotient was rounded correctly.
+
+    Args:
+      x: floating point ``[..., H]``, `H` even.
+
+    Returns:
+      codes: uint8 ``[..., H / 2]``, see `Kv4Cache`; zeros where the scale is NaN.
+      scale: bfloat16 ``[...]``; 1 where all is zero (or so small that the scale is no normal
+        number), NaN where a value is not finite.
+    """
+    x = x.astype(jnp.float32)
+    # Not a conversion to bfloat16 and back, which XLA may drop.
+    scale = jax.lax.reduce_precision(absolute_maximum(x, -1) * _RECIPROCAL_RANGE, 8, 7)
+    scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1, scale)
+    quotient = jnp.clip(x * (1 / scale), -LARGEST_CODE - 1, LARGEST_CODE)
+    guess = jnp.rint(quotient)
+    rest, half = x - guess * scale, 0.5 * scale
+    is_odd = jnp.rint(0.5 * guess) * 2 != guess
+    above = (rest > half) | (is_odd & (rest == half))
+    below = (rest < -half) | (is_odd & (rest == -half))
+    codes = guess + above.astype(jnp.float32) - below.astype(jnp.float32)
+    codes = jnp.clip(codes, -LARGEST_CODE - 1, LARGEST_CODE)
+    codes = jnp.where(jnp.isfinite(scale), codes, 0).astype(jnp.int8)
+    nibbles = jax.lax.bitcast_convert_type(codes, jnp.uint8) & 15
+    return pack(nibbles, _BITS), scale[..., 0].astype(jnp.bfloat16)
+
+
+def unpack_codes(packed: jax.Array) -> jax.Array:
+    """The codes of `quantize_vectors`: int8 ``[..., H]`` from uint8 ``[..., H / 2]``."""
+    nibbles = jax.lax.bitcast_convert_type(unpack(packed, _BITS), jnp.int8)
+    return (nibbles ^ 8) - 8
+
+
+def check_cache_arguments(cache: Kv4Cache, key: jax.Array, value: jax.Array) -> None:
+    """Raises unless `key` and `value` are tokens for this cache."""
+    checks.check_kind(cache, Kv4Cache)
+    checks.check_tokens(cache, key, value)
+
+
+def check_prompt(cache: Kv4Cache, key: jax.Array, value: jax.Array, lengths: jax.Array) -> None:
+    """Raises unless this prompt fits this cache; under `jit`, lengths cannot be seen."""
+    check_cache_arguments(cache, key, value)
+    checks.check_prompt_lengths(cache, lengths)
+
+
+def _empty(
+    batch_size: int, max_length: int, num_kv_heads: int, head_dim: int, dtype: np.dtype
+) -> Kv4Cache:
+    rows = (batch_size, num_kv_heads, -(-max_length // ALLOCATION) * ALLOCATION)
+    return Kv4Cache(
+        key_codes=jnp.zeros((*rows, head_dim // 2), jnp.uint8),
+        key_scale=jnp.zeros(rows, jnp.bfloat16),
+        value_codes=jnp.zeros((*rows, head_dim // 2), jnp.uint8),
+        value_scale=jnp.zeros(rows, jnp.bfloat16),
+        lengths=jnp.zeros(batch_size, jnp.int32),
+        overflowed=jnp.zeros(batch_size, jnp.bool_),
+        max_length=max_length,
+        dtype=dtype,
+    )
+
+
+@jax.jit
+def _append(cache: Kv4Cache, key: jax.Array, value: jax.Array, lengths: jax.Array) -> Kv4Cache:
+    tokens, allocated = key.shape[1], cache.key_scale.shape[2]
+    accepted = jnp.clip(lengths, 0, jnp.minimum(cache.max_length - cache.lengths, tokens))
+    offset = jnp.arange(tokens)[None]
+    # Tokens left out get rows past the end, which the scatter drops; no row is named twice.
+    index = jnp.where(
+        offset < accepted[:, None], cache.lengths[:, None] + offset, allocated + offset
+    )
+
+    @jax.vmap
+    def scatter(index: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
+        return old.at[:, index].set(new, mode="drop", unique_indices=True)
+
+    put = functools.partial(scatter, index)
+    return _with_tokens(cache, put, key, value, lengths, accepted)
+
+
+@jax.jit
+def _store_prompt(
+    cache: Kv4Cache, key: jax.Array, value: jax.Array, lengths: jax.Array
+) -> Kv4Cache:
+    size = min(key.shape[1], cache.max_length)
+    kept = jnp.where(cache.lengths == 0, jnp.clip(lengths, 0, size), 0)
+    stored = jnp.arange(size)[None] < kept[:, None]
+
+    def put(old: jax.Array, new: jax.Array) -> jax.Array:
+        mask = stored[:, None].reshape(len(kept), 1, size, *[1] * (old.ndim - 3))
+        return old.at[:, :, :size].set(jnp.where(mask, new, old[:, :, :size]))
+
+    return _with_tokens(cache, put, key[:, :size], value[:, :size], lengths, kept)
+
+
+def _with_tokens(
+    cache: Kv4Cache,
+    put: Callable[[jax.Array, jax.Array], jax.Array],
+    key: jax.Array,
+    value: jax.Array,
+    lengths: jax.Array,
+    accepted: jax.Array,
+) -> Kv4Cache:
+    """The cache with tokens ``[B, T, K, H]`` `put` into its arrays, and its bookkeeping."""
+    (key_codes, key_scale), (value_codes, value_scale) = (
+        quantize_vectors(jnp.swapaxes(x, 1, 2)) for x in (key, value)
+    )
+    return dataclasses.replace(
+        cache,
+        key_codes=put(cache.key_codes, key_codes),
+        key_scale=put(cache.key_scale, key_scale),
+        value_codes=put(cache.value_codes, value_codes),
+        value_scale=put(cache.value_scale, value_scale),
+        lengths=cache.lengths + accepted,
+        overflowed=cache.overflowed | (lengths > accepted),
+    )
+
+
+def _array_fields() -> list[str]:
+    return [f.name for f in dataclasses.fields(Kv4Cache) if not f.metadata.get("static")]
+
+
+def _validate_values(cache: Kv4Cache) -> None:
+    lengths = np.asarray(cache.lengths)
+    if np.any((lengths < 0) | (lengths > cache.max_length)):
+        raise ValueError(f"lengths={lengths.tolist()} must be within 0..{cache.max_length}")
+    for name in ("key_scale", "value_scale"):
+        scale = np.asarray(getattr(cache, name)).astype(np.float32)
+        held = np.arange(scale.shape[2]) < lengths[:, None, None]
+        if np.any(held & (scale <= 0)):
+            raise ValueError(f"{name} must be positive or NaN for the tokens held")

@@ -1,0 +1,1 @@
+"""Pages of tokens: the pool, who holds which page, and what is read and written."""

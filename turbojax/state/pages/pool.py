@@ -1,0 +1,421 @@
+"""`PagedCache`: keys and values in pages of one pool, in 16, 8 or 4 bits.
+
+A sequence is a row of a block table (the pages it holds, in order) and a length; both are the
+caller's, usually a `PageAllocator`'s. A token is stored by itself and once: its bits depend neither
+on its page nor on the call that brings it.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from turbojax import _checks, polar
+from turbojax._gradient import refuse_gradients
+from turbojax._registry import Implementation, ImplementationName, Registry
+from turbojax.state import checks
+from turbojax.state.pages import checks as page_checks
+from turbojax.state.pages import triton as paged_triton
+from turbojax.state.pages import writing as page_writing
+from turbojax.state.pages.writing import page_arrays as page_arrays
+from turbojax.state.pages.writing import to_fp8 as to_fp8
+
+PAGE_SIZES = (16, 32, 64, 128)
+
+_FP8 = {"fp8_e4m3": jnp.dtype(jnp.float8_e4m3fn), "fp8_e5m2": jnp.dtype(jnp.float8_e5m2)}
+
+KV_DTYPES = ("auto", *_FP8, "turbo4")
+"""Ways to store a page; see `PagedCache`."""
+
+_BITS = 4
+
+APPEND = Registry(
+    "paged.append",
+    (
+        Implementation("triton", paged_triton.append, paged_triton.append_unsupported),
+        Implementation("xla", page_writing.append),
+    ),
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedCache:
+    """A pool of `P` pages for the keys and values of any number of sequences.
+
+    Shapes: `K` KV heads, head dim `H`, `page_size` tokens a page. What `kv_dtype` means:
+
+    - ``"auto"``: unchanged, in `dtype`.
+    - ``"fp8_e4m3"``, ``"fp8_e5m2"``: ``x = stored * scale`` with one scale for all keys and one for
+      all values, chosen at the start.
+    - ``"turbo4"``: a random rotation, 4-bit codes of its coordinates and a norm per token and head
+      (PolarQuant, Han et al., 2025; see `turbojax.polar`), 3.9 times smaller than bfloat16 at 128
+      channels.
+
+    Made by `init_paged_cache`; the functions of `turbojax.paged` take it and never change it in
+    place (donate it to `jit` to reuse its memory). The content of pages that no sequence holds, and
+    of slots past a sequence's length, is arbitrary.
+
+    Attributes:
+      key: the stored keys: uint8 ``[P, K, page_size, H / 2]`` for turbo4, in the order of
+        `turbojax.polar.pack`; otherwise ``[P, K, page_size, H]`` in `dtype`, float8_e4m3fn or
+        float8_e5m2.
+      value: as `key`.
+      key_norm: float16 ``[P, K, page_size]`` for turbo4, NaN where a vector was not finite; None
+        otherwise.
+      value_norm: as `key_norm`.
+      key_scale: float32 ``[]`` for fp8; None otherwise.
+      value_scale: as `key_scale`.
+      lost: int32 ``[]``, tokens that calls under `jit` could not store: no page, or past the block
+        table. Outside `jit` these are errors.
+      kv_dtype: one of `KV_DTYPES`.
+      head_dim: channels of a head, `H`.
+      dtype: dtype of the queries, keys and values it takes.
+      seed: of turbo4's rotation.
+    """
+
+    key: jax.Array
+    value: jax.Array
+    key_norm: jax.Array | None
+    value_norm: jax.Array | None
+    key_scale: jax.Array | None
+    value_scale: jax.Array | None
+    lost: jax.Array
+    kv_dtype: str = dataclasses.field(metadata={"static": True})
+    head_dim: int = dataclasses.field(metadata={"static": True})
+    dtype: np.dtype = dataclasses.field(metadata={"static": True})
+    seed: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool, `P`."""
+        return self.key.shape[0]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of key/value heads, `K`."""
+        return self.key.shape[1]
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self.key.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays held."""
+        return sum(_nbytes(x) for x in jax.tree.leaves(self))
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page, keys and values, of one layer."""
+        return sum(_nbytes(x) for x in page_arrays(self).values()) // self.num_pages
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token, keys and values of all heads."""
+        return self.page_bytes // self.page_size
+
+    @property
+    def compression_ratio(self) -> float:
+        """Bytes of a token in bfloat16 over `token_bytes`."""
+        return 4 * self.num_kv_heads * self.head_dim / self.token_bytes
+
+    @property
+    def rotation(self) -> polar.Rotation:
+        """The rotation of turbo4's keys and values.
+
+        Raises:
+          ValueError: for another `kv_dtype`.
+        """
+        if self.kv_dtype != "turbo4":
+            raise ValueError(f"kv_dtype={self.kv_dtype!r} has no rotation, only 'turbo4' has")
+        return polar.rotation(self.head_dim, self.seed)
+
+    def validate(self) -> None:
+        """Checks shapes, dtypes and, outside `jit`, that scales are positive and `lost` is not < 0.
+
+        Raises:
+          ValueError: naming the field and what it breaks.
+        """
+        sizes = (self.num_pages, self.page_size, self.num_kv_heads, self.head_dim)
+        wanted = jax.eval_shape(lambda: _empty(*sizes, self.kv_dtype, self.dtype, 1, 1, self.seed))
+        for field in (f.name for f in dataclasses.fields(self) if not f.metadata.get("static")):
+            leaf, want = getattr(self, field), getattr(wanted, field)
+            if _describe(leaf) != _describe(want):
+                raise ValueError(
+                    f"cache.{field} is {_describe(leaf)}, must be {_describe(want)} "
+                    f"for kv_dtype={self.kv_dtype!r}"
+                )
+        if _checks.is_concrete(*jax.tree.leaves(self)):
+            for name in ("key_scale", "value_scale"):
+                if (scale := getattr(self, name)) is not None:
+                    _checks.check_positive(f"cache.{name}", float(scale))
+            if int(self.lost) < 0:
+                raise ValueError(f"cache.lost={int(self.lost)} must not be negative")
+
+
+def init_paged_cache(
+    num_pages: int,
+    page_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    kv_dtype: str = "turbo4",
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+    seed: int = 0,
+) -> PagedCache:
+    """A pool of pages that nobody holds yet.
+
+    Args:
+      num_pages: pages of the pool, `P`.
+      page_size: tokens a page: 16, 32, 64 or 128.
+      num_kv_heads: key/value heads, `K`.
+      head_dim: channels, `H`; for turbo4 one that `turbojax.polar.rotation` knows.
+      kv_dtype: ``"auto"``, ``"fp8_e4m3"``, ``"fp8_e5m2"`` or ``"turbo4"``; see `PagedCache`.
+      dtype: of the queries, keys and values to come: bfloat16, float16 or float32.
+      key_scale: for fp8, what a stored key is multiplied with: the largest key over the format's
+        largest value (448 for e4m3, 57344 for e5m2), or more.
+      value_scale: the same for values.
+      seed: for turbo4, of the rotation.
+
+    Raises:
+      TypeError: if `dtype` is none of these, a size or the seed not an integer, or a scale not a
+        number.
+      ValueError: if a size is not positive or not among those above, `kv_dtype` is unknown, a scale
+        is not positive, or a scale or seed is given that `kv_dtype` has no use for.
+    """
+    _checks.check_sizes(
+        num_pages=num_pages, page_size=page_size, num_kv_heads=num_kv_heads, head_dim=head_dim
+    )
+    if page_size not in PAGE_SIZES:
+        raise ValueError(f"{page_size=} must be one of {', '.join(map(str, PAGE_SIZES))}")
+    if kv_dtype not in KV_DTYPES:
+        raise ValueError(f"{kv_dtype=} must be one of {', '.join(KV_DTYPES)}")
+    dtype = jnp.dtype(dtype)
+    if dtype not in _checks.FLOAT_DTYPES:
+        raise TypeError(f"{dtype=!s} must be bfloat16, float16 or float32")
+    for name, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
+        _check_scale(name, scale, kv_dtype)
+    _checks.check_integer("seed", seed)
+    if seed and kv_dtype != "turbo4":
+        raise ValueError(f"{seed=} has no use with {kv_dtype=}: only 'turbo4' rotates")
+    if kv_dtype == "turbo4":
+        polar.rotation(head_dim, seed)  # raises unless there is one
+    return _empty(
+        num_pages,
+        page_size,
+        num_kv_heads,
+        head_dim,
+        kv_dtype,
+        dtype,
+        float(key_scale),
+        float(value_scale),
+        int(seed),
+    )
+
+
+def append(
+    cache: PagedCache,
+    key: jax.Array,
+    value: jax.Array,
+    block_tables: jax.Array,
+    lengths: jax.Array,
+    *,
+    new_lengths: jax.Array | None = None,
+    implementation: ImplementationName | None = None,
+) -> PagedCache:
+    """Writes new tokens, one or many per sequence: token `t` of sequence `b` at ``lengths[b] + t``.
+
+    Position `p` of sequence `b` is slot ``p % page_size`` of page
+    ``block_tables[b, p // page_size]``. The sequences of one call must write to different places:
+    pages that they share are copied first (`PageAllocator.extend` says which). Under `jit`, what
+    two tokens for one place leave there is arbitrary.
+
+    Args:
+      cache: the pool.
+      key: ``[B, T, K, H]`` in `cache.dtype`, after the rotary embedding.
+      value: the same shape and dtype.
+      block_tables: integer ``[B, max_pages]``. Only entries of pages that are written are looked
+        at; the others may be anything, usually -1.
+      lengths: integer ``[B]``, tokens held before.
+      new_lengths: optional integer ``[B]``: how many of the `T` tokens belong to each sequence, the
+        first ones; all of them if not given.
+      implementation: ``"triton"`` (turbo4 with a head dim that is a power of two, one kernel),
+        ``"xla"``, or None to choose. All store the same bits.
+
+    Returns:
+      The pool with the tokens. Under `jit`, a token without a page in the pool, past its block
+      table or at a negative position is dropped and counted in `lost`, as are tokens that
+      `new_lengths` promises beyond `T` (a negative one acts as 0).
+
+    Raises:
+      TypeError: if `cache` is another kind, a dtype differs from `cache.dtype`, or tables or
+        lengths are not integers.
+      ValueError: if a shape does not fit, or, outside `jit`: where a token has no place, two have
+        the same one, or a value exceeds the format's range. Under `jit` the last becomes NaN. NaN
+        and infinity are no error: they are stored as they are (auto) or as NaN.
+      NotImplementedError: if the implementation asked for cannot run this, or when it is
+        differentiated.
+    """
+    block_tables, lengths = _check_arguments(cache, key, value, block_tables, lengths)
+    batch, tokens = key.shape[:2]
+    new_lengths = _checks.check_lengths("new_lengths", new_lengths, batch, tokens)
+    page_checks.check_places(cache, block_tables, lengths, new_lengths)
+    chosen = APPEND.select(implementation, cache=cache, key=key, block_tables=block_tables)
+    cache, content = refuse_gradients(chosen.run, "append")(
+        cache, key, value, block_tables, lengths, new_lengths
+    )
+    page_checks.check_range(cache, key, value, content, new_lengths)
+    return cache
+
+
+def gather(
+    cache: PagedCache,
+    block_tables: jax.Array,
+    lengths: jax.Array,
+    *,
+    dtype: jax.typing.DTypeLike | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The keys and values that sequences hold, densely, for tests and debugging.
+
+    For turbo4 these are what attention works with: the centroids of
+    `turbojax.polar.integer_centroids` times the norm, in float32, rotated back.
+
+    Args:
+      cache: the pool.
+      block_tables: integer ``[B, max_pages]``; entries past a sequence's length may be anything.
+      lengths: integer ``[B]``, tokens held.
+      dtype: of the result, `cache.dtype` if not given.
+
+    Returns:
+      key, value: ``[B, max_pages * page_size, K, H]``, zero past each length. Under `jit`, all NaN
+      for a sequence with a length or a needed page out of range.
+
+    Raises:
+      TypeError: if `cache` is another kind, tables or lengths are not integers, or `dtype` is not
+        floating point.
+      ValueError: if a shape does not fit, or, outside `jit`, a length or a needed page is out of
+        range.
+    """
+    checks.check_kind(cache, PagedCache)
+    block_tables = page_checks.check_block_tables(block_tables)
+    lengths = page_checks.check_lengths("lengths", lengths, len(block_tables))
+    page_checks.check_readable(cache, block_tables, lengths)
+    wanted = cache.dtype if dtype is None else jnp.dtype(dtype)
+    if not jnp.issubdtype(wanted, jnp.floating):
+        raise TypeError(f"dtype={wanted} must be floating point")
+    key, value = _gather(cache, block_tables, lengths)
+    return key.astype(wanted), value.astype(wanted)
+
+
+def _check_arguments(
+    cache: PagedCache,
+    key: jax.Array,
+    value: jax.Array,
+    block_tables: jax.Array,
+    lengths: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    checks.check_kind(cache, PagedCache)
+    _checks.check_key_value(key, value)
+    if key.shape[2:] != (cache.num_kv_heads, cache.head_dim):
+        raise ValueError(
+            f"{key.shape=} must be [B, T, {cache.num_kv_heads}, {cache.head_dim}], "
+            "as the cache was made for"
+        )
+    if key.dtype != cache.dtype:
+        raise TypeError(f"key.dtype={key.dtype} must equal cache.dtype={cache.dtype}")
+    block_tables = page_checks.check_block_tables(block_tables, len(key))
+    return block_tables, page_checks.check_lengths("lengths", lengths, len(key))
+
+
+def _check_scale(name: str, scale: float, kv_dtype: str) -> None:
+    if scale is None:
+        raise TypeError(f"{name} is None, must be a number")
+    _checks.check_number(name, scale)
+    _checks.check_positive(name, scale)
+    if kv_dtype not in _FP8 and scale != 1:
+        raise ValueError(f"{name}={scale} has no use with {kv_dtype=}: only fp8 has scales")
+
+
+def _empty(
+    num_pages: int,
+    page_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    kv_dtype: str,
+    dtype: np.dtype,
+    key_scale: float,
+    value_scale: float,
+    seed: int,
+) -> PagedCache:
+    rows = (num_pages, num_kv_heads, page_size)
+    is_turbo4, is_fp8 = kv_dtype == "turbo4", kv_dtype in _FP8
+    shape = (*rows, head_dim // 2 if is_turbo4 else head_dim)
+    stored = jnp.uint8 if is_turbo4 else _FP8.get(kv_dtype, dtype)
+    return PagedCache(
+        key=jnp.zeros(shape, stored),
+        value=jnp.zeros(shape, stored),
+        key_norm=jnp.zeros(rows, jnp.float16) if is_turbo4 else None,
+        value_norm=jnp.zeros(rows, jnp.float16) if is_turbo4 else None,
+        key_scale=jnp.asarray(key_scale, jnp.float32) if is_fp8 else None,
+        value_scale=jnp.asarray(value_scale, jnp.float32) if is_fp8 else None,
+        lost=jnp.zeros((), jnp.int32),
+        kv_dtype=kv_dtype,
+        head_dim=head_dim,
+        dtype=dtype,
+        seed=seed,
+    )
+
+
+# Reading -----------------------------------------------------------------------------------------
+
+
+@jax.jit
+def _gather(
+    cache: PagedCache, block_tables: jax.Array, lengths: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Keys and values in float32 ``[B, S, K, H]``."""
+    readable = page_checks.readable(cache, block_tables, lengths)
+    pages = jnp.clip(block_tables, 0, cache.num_pages - 1)
+    batch, size = len(pages), pages.shape[1] * cache.page_size
+    held = jnp.arange(size)[None] < lengths[:, None]
+
+    def tokens(x: jax.Array) -> jax.Array:
+        return jnp.swapaxes(x[pages], 2, 3).reshape(batch, size, cache.num_kv_heads, *x.shape[3:])
+
+    def side(stored: jax.Array, norm: jax.Array | None, scale: jax.Array | None) -> jax.Array:
+        x = tokens(stored)
+        if norm is not None:
+            x = _decode(cache, x, tokens(norm))
+        else:
+            x = x.astype(jnp.float32)
+        if scale is not None:
+            x = x * scale
+        x = jnp.where(held[:, :, None, None], x, 0)
+        return jnp.where(readable[:, None, None, None], x, jnp.nan)
+
+    return (
+        side(cache.key, cache.key_norm, cache.key_scale),
+        side(cache.value, cache.value_norm, cache.value_scale),
+    )
+
+
+def _decode(cache: PagedCache, packed: jax.Array, norm: jax.Array) -> jax.Array:
+    table, half, step = polar.integer_centroids(_BITS)
+    centroids = jnp.asarray(np.asarray(table, np.float32) - np.float32(half))
+    unit = step / math.sqrt(cache.head_dim)
+    factor = norm.astype(jnp.float32) * unit
+    return polar.unrotate(factor[..., None] * centroids[polar.unpack(packed)], cache.rotation)
+
+
+def _describe(x: jax.Array | None) -> str:
+    return "None" if x is None else f"{x.dtype}{list(x.shape)}"
+
+
+def _nbytes(x: jax.Array) -> int:
+    return math.prod(x.shape) * x.dtype.itemsize

@@ -1,0 +1,304 @@
+"""Writing to a `ProgressiveCache` in plain JAX: the definition of `append` and `store_prompt`."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from turbojax.config import TurboConfig
+from turbojax.quantizers import (
+    absolute_maximum,
+    head_priority,
+    quantize_int8,
+    quantize_with_scale,
+    rank_heads,
+    scale_from_maximum,
+)
+from turbojax.state.progressive.blocks import write_blocks
+from turbojax.state.progressive.cache import CacheSide, ProgressiveCache
+
+# New tokens --------------------------------------------------------------------------------------
+
+
+@jax.jit
+def append(
+    cache: ProgressiveCache, key: jax.Array, value: jax.Array, lengths: jax.Array
+) -> ProgressiveCache:
+    """Adds tokens: `turbojax.append` of checked arguments."""
+    accepted = accepted_tokens(cache, key.shape[1], lengths)
+    flushed = flushed_buffers(cache, accepted)
+    update = functools.partial(_append_side, cache, accepted=accepted, flushed=flushed)
+    return with_appended(
+        cache, update(cache.key, key), update(cache.value, value), lengths, accepted
+    )
+
+
+def accepted_tokens(cache: ProgressiveCache, tokens: int, lengths: jax.Array) -> jax.Array:
+    """int32 ``[B]``: how many of each sequence's `lengths` new tokens there is room for."""
+    room = cache.max_length - cache.lengths
+    return jnp.clip(lengths, 0, jnp.minimum(room, tokens))
+
+
+def flushed_buffers(cache: ProgressiveCache, accepted: jax.Array) -> jax.Array:
+    """int32 ``[B]``: how many times the accepted tokens fill the buffer."""
+    return (cache.buffer_lengths + accepted) // cache.config.buffer_size
+
+
+def with_appended(
+    cache: ProgressiveCache,
+    key: CacheSide,
+    value: CacheSide,
+    lengths: jax.Array,
+    accepted: jax.Array,
+) -> ProgressiveCache:
+    """The cache with new sides, and its bookkeeping brought up to date."""
+    return dataclasses.replace(
+        cache,
+        key=key,
+        value=value,
+        lengths=cache.lengths + accepted,
+        buffer_lengths=(cache.buffer_lengths + accepted) % cache.config.buffer_size,
+        overflowed=cache.overflowed | (lengths > accepted),
+    )
+
+
+def _append_side(
+    cache: ProgressiveCache,
+    side: CacheSide,
+    x: jax.Array,
+    *,
+    accepted: jax.Array,
+    flushed: jax.Array,
+) -> CacheSide:
+    size, block = cache.config.buffer_size, cache.config.block_kv
+    stream, run_scale, buffer_scale = buffer_stream(cache, side, x, accepted)
+    batch, heads, _, channels = stream.shape
+    full = stream[:, :, :-size]
+    start = (cache.lengths - cache.buffer_lengths) // block
+    if len(side.codes) > 1:
+        slots = rank_first_buffer(cache, side, stream, run_scale, flushed)
+        side = dataclasses.replace(side, head_slots=slots)
+    side = write_blocks(
+        side,
+        full.reshape(batch, heads, -1, block, channels),
+        jnp.repeat(run_scale, size // block, axis=-1),
+        start,
+        flushed * (size // block),
+    )
+    rest = jax.vmap(lambda s, f: jax.lax.dynamic_slice_in_dim(s, f * size, size, axis=1))
+    return dataclasses.replace(side, buffer=rest(stream, flushed), buffer_scale=buffer_scale)
+
+
+def buffer_stream(
+    cache: ProgressiveCache, side: CacheSide, x: jax.Array, accepted: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """One stream of codes: what the buffer holds, then the new tokens, in runs of one buffer.
+
+    Args:
+      cache: the cache before the tokens.
+      side: keys or values.
+      x: ``[B, T, K, H]``, the new tokens.
+      accepted: int32 ``[B]``, how many of them count.
+
+    Returns:
+      int8 codes ``[B, K, runs * buffer_size, H]``, 0 past the last token; the scales of all runs
+      but the last, float32 ``[B, K, runs - 1]``; and the buffer's scale afterwards ``[B, K]``.
+    """
+    size = cache.config.buffer_size
+    x = jnp.swapaxes(x, 1, 2).astype(jnp.float32)  # [B, K, T, H]
+    tokens = x.shape[2]
+    valid = jnp.arange(tokens)[None] < accepted[:, None]
+    scale, is_open = _fix_scale(side.buffer_scale, x, valid)
+    # From the first token that is not finite on, the head's codes are 0 and its scale NaN.
+    finite = jnp.all(jnp.isfinite(x), axis=-1) | ~valid[:, None]
+    broken = jnp.cumsum(~finite, axis=-1) > 0
+    broken = broken | jnp.isnan(scale)[..., None]
+    codes = quantize_with_scale(x, _or_one(scale)[..., None, None])
+    codes = jnp.where(broken[..., None], 0, codes)
+
+    runs = (size - 1 + tokens) // size + 1
+    position = jnp.arange(runs * size)[None]
+    source = position - cache.buffer_lengths[:, None]
+    used = position < (cache.buffer_lengths + accepted)[:, None]
+    new = _take(codes, jnp.clip(source, 0, tokens - 1))
+    old = jnp.pad(side.buffer, ((0, 0), (0, 0), (0, (runs - 1) * size), (0, 0)))
+    stream = jnp.where((source < 0)[:, None, :, None], old, new)
+    stream = jnp.where(used[:, None, :, None], stream, 0)
+    # A run's blocks have the scale that was in effect when its last token arrived.
+    last = jnp.arange(1, runs)[None] * size - 1 - cache.buffer_lengths[:, None]
+    last = jnp.clip(last, 0, tokens - 1)[:, None]
+    run_scale = jnp.where(jnp.take_along_axis(is_open, last, axis=-1), 1, scale[..., None])
+    run_scale = jnp.where(jnp.take_along_axis(broken, last, axis=-1), jnp.nan, run_scale)
+    return stream, run_scale, jnp.where(broken[..., -1], jnp.nan, scale)
+
+
+def _fix_scale(scale: jax.Array, x: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Fixes universal scales that are still open: twice the first token that is not all zero.
+
+    Args:
+      scale: float32 ``[B, K]``, 0 where open.
+      x: float32 ``[B, K, T, H]``, new tokens.
+      valid: bool ``[B, T]``, which of them exist.
+
+    Returns:
+      The scales, and bool ``[B, K, T]``: whether a head is still open after each token.
+    """
+    maximum = absolute_maximum(x, -1)[..., 0]
+    seen = jnp.cumsum((maximum != 0) & valid[:, None], axis=-1) > 0
+    first = jnp.argmax(seen, axis=-1)[..., None]
+    fixed = scale_from_maximum(2 * jnp.take_along_axis(maximum, first, axis=-1)[..., 0])
+    is_open = ~seen & (scale == 0)[..., None]
+    return jnp.where((scale == 0) & seen[..., -1], fixed, scale), is_open
+
+
+def _or_one(scale: jax.Array) -> jax.Array:
+    """Scales to divide by: 1 where a head is still open and all its tokens are zero."""
+    return jnp.where(scale == 0, 1, scale)
+
+
+def is_first_flush(cache: ProgressiveCache, flushed: jax.Array) -> jax.Array:
+    """Bool ``[B]``: whether a sequence's first blocks come from its buffer, now."""
+    return (cache.lengths == cache.buffer_lengths) & (flushed > 0)
+
+
+def rank_first_buffer(
+    cache: ProgressiveCache,
+    side: CacheSide,
+    stream: jax.Array,
+    run_scale: jax.Array,
+    flushed: jax.Array,
+) -> jax.Array:
+    """Slots ``[B, K]``: ranked on the first full buffer, if no block was compressed before.
+
+    Args:
+      cache: the cache before the tokens.
+      side: keys or values.
+      stream: see `buffer_stream`.
+      run_scale: see `buffer_stream`.
+      flushed: int32 ``[B]``, see `flushed_buffers`.
+    """
+    codes = stream[:, :, : cache.config.buffer_size].astype(jnp.float32)
+    tokens = jnp.swapaxes(codes * run_scale[..., :1, None], 1, 2)
+    slots = rank_heads(head_priority(tokens, cache.config.head_priority))
+    return jnp.where(is_first_flush(cache, flushed)[:, None], slots, side.head_slots)
+
+
+# A prompt ----------------------------------------------------------------------------------------
+
+
+@jax.jit
+def store_prompt(
+    cache: ProgressiveCache, key: jax.Array, value: jax.Array, lengths: jax.Array
+) -> ProgressiveCache:
+    """Stores a prompt: `turbojax.state.progressive.update.store_prompt` of checked arguments."""
+    kept = kept_tokens(cache, key.shape[1], lengths)
+    key_side = _store_prompt_side(cache, cache.key, key, kept)
+    value_side = _store_prompt_side(cache, cache.value, value, kept)
+    return with_prompt(cache, key_side, value_side, lengths, kept)
+
+
+def kept_tokens(cache: ProgressiveCache, size: int, lengths: jax.Array) -> jax.Array:
+    """int32 ``[B]``: tokens of each prompt that are stored; none if the sequence has some."""
+    return jnp.where(cache.lengths == 0, jnp.clip(lengths, 0, min(size, cache.max_length)), 0)
+
+
+def with_prompt(
+    cache: ProgressiveCache,
+    key: CacheSide,
+    value: CacheSide,
+    lengths: jax.Array,
+    kept: jax.Array,
+) -> ProgressiveCache:
+    """The cache with new sides, and its bookkeeping brought up to date."""
+    rest = kept % cache.config.block_kv
+    return dataclasses.replace(
+        cache,
+        key=key,
+        value=value,
+        lengths=cache.lengths + kept,
+        buffer_lengths=jnp.where(cache.lengths == 0, rest, cache.buffer_lengths),
+        overflowed=cache.overflowed | (lengths > kept),
+    )
+
+
+def _store_prompt_side(
+    cache: ProgressiveCache, side: CacheSide, x: jax.Array, kept: jax.Array
+) -> CacheSide:
+    block = cache.config.block_kv
+    side = rank_prompt(side, x, kept, cache.config)
+    x = _without_padding(x, kept)
+    maximum = absolute_maximum(x, (1, 3))[:, 0, :, 0]
+    padded = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block), (0, 0), (0, 0)))
+    padded = jnp.swapaxes(padded, 1, 2)  # [B, K, S, H]
+    blocks = padded.reshape(*padded.shape[:2], -1, block, padded.shape[3])
+    codes, block_scale = quantize_int8(blocks, axis=(3, 4))
+    side = write_blocks(side, codes, block_scale, jnp.zeros_like(kept), kept // block)
+    return buffer_rest(side, prompt_rest(x, kept, block), maximum, kept, cache.config)
+
+
+def rank_prompt(side: CacheSide, x: jax.Array, kept: jax.Array, config: TurboConfig) -> CacheSide:
+    """Ranks the heads of sequences whose prompt ``x [B, S, K, H]`` fills a block."""
+    if len(side.codes) == 1:
+        return side
+    valid = jnp.arange(x.shape[1])[None] < kept[:, None]
+    slots = rank_heads(head_priority(_without_padding(x, kept), config.head_priority, valid))
+    ranked = (kept >= config.block_kv)[:, None]
+    return dataclasses.replace(side, head_slots=jnp.where(ranked, slots, side.head_slots))
+
+
+def prompt_rest(x: jax.Array, kept: jax.Array, block: int) -> jax.Array:
+    """The tokens that fill no block: float32 ``[B, K, block, H]``, 0 past them.
+
+    Args:
+      x: ``[B, S, K, H]``.
+      kept: int32 ``[B]``.
+      block: tokens of a block.
+    """
+    position = (kept // block * block)[:, None] + jnp.arange(block)[None]
+    index = jnp.minimum(position, x.shape[1] - 1)
+    rest = jax.vmap(lambda a, i: jnp.take(a, i, axis=0))(x, index).astype(jnp.float32)
+    rest = jnp.where((position < kept[:, None])[..., None, None], rest, 0)
+    return jnp.swapaxes(rest, 1, 2)
+
+
+def buffer_rest(
+    side: CacheSide,
+    rest: jax.Array,
+    maximum: jax.Array,
+    kept: jax.Array,
+    config: TurboConfig,
+) -> CacheSide:
+    """Fixes the universal scales and puts the tokens that fill no block into the buffer.
+
+    Args:
+      side: keys or values.
+      rest: see `prompt_rest`.
+      maximum: float32 ``[B, K]``, of the absolute values of all tokens kept; NaN if one is not
+        finite.
+      kept: int32 ``[B]``, how many.
+      config: of the cache.
+    """
+    block = config.block_kv
+    # Fewer tokens than a block say little about the range to come.
+    headroom = jnp.where(kept < block, 2.0, 1.0)[:, None]
+    is_open = (side.buffer_scale == 0) & (maximum != 0)
+    scale = jnp.where(is_open, scale_from_maximum(headroom * maximum), side.buffer_scale)
+    # Needed where the scale was given and not taken from `maximum`.
+    broken = jnp.any(~jnp.isfinite(rest), axis=(2, 3))
+    scale = jnp.where(broken, jnp.nan, scale)
+    buffer = quantize_with_scale(rest, _or_one(scale)[..., None, None])
+    buffer = jnp.pad(buffer, ((0, 0), (0, 0), (0, config.buffer_size - block), (0, 0)))
+    new = (kept > 0)[:, None, None, None]
+    return dataclasses.replace(side, buffer=jnp.where(new, buffer, side.buffer), buffer_scale=scale)
+
+
+def _without_padding(x: jax.Array, kept: jax.Array) -> jax.Array:
+    """``x [B, S, K, H]`` as float32, 0 from token `kept` on."""
+    valid = jnp.arange(x.shape[1])[None] < kept[:, None]
+    return jnp.where(valid[:, :, None, None], x.astype(jnp.float32), 0)
+
+
+def _take(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Tokens ``[B, K, n, H]`` of ``x [B, K, S, H]`` at each sequence's ``index [B, n]``."""
+    return jax.vmap(lambda a, i: jnp.take(a, i, axis=1))(x, index)

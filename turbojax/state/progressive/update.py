@@ -1,0 +1,115 @@
+"""Writing to a `ProgressiveCache`: a prompt, or new tokens (TurboAttention, section 3.3)."""
+
+import jax
+
+from turbojax import _checks
+from turbojax._gradient import refuse_gradients
+from turbojax._registry import Implementation, ImplementationName, Registry
+from turbojax.state import checks
+from turbojax.state.progressive import reference, triton
+from turbojax.state.progressive.cache import ProgressiveCache
+
+APPEND = Registry(
+    "append",
+    (
+        Implementation("triton", triton.append, triton.append_unsupported),
+        Implementation("xla", reference.append),
+    ),
+)
+STORE_PROMPT = Registry(
+    "store_prompt",
+    (
+        Implementation("triton", triton.store_prompt, triton.store_prompt_unsupported),
+        Implementation("xla", reference.store_prompt),
+    ),
+)
+
+
+def append(
+    cache: ProgressiveCache,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    lengths: jax.Array | None = None,
+    implementation: ImplementationName | None = None,
+) -> ProgressiveCache:
+    """Adds new tokens, one or many per sequence.
+
+    Tokens go to the int8 buffer with the universal scale, clamped to +-119 codes; a full buffer
+    is compressed to blocks and emptied. Without a prefill or a given scale, a head's universal
+    scale is twice the maximum of its first token that is not all zero, over 119. The result
+    does not depend, bit for bit, on how a run of tokens is split into calls.
+
+    Args:
+      cache: the cache to extend.
+      key: ``[B, T, K, H]`` in `cache.dtype`.
+      value: the same shape and dtype.
+      lengths: optional int ``[B]``: how many of the `T` tokens belong to each sequence, the first
+        ones; all of them if not given. `decode` takes the same as `query_seq_lengths`. Under
+        `jit` values outside ``0..T`` act as the nearest bound, and more than `T` as overflow.
+      implementation: ``"triton"`` (one token, one kernel for keys and one for values), ``"xla"``,
+        or None to choose. All store the same bits.
+
+    Returns:
+      The extended cache. Under `jit`, tokens past `max_length` are left out and `overflowed`
+      turns True for their sequence; nothing that was stored changes.
+
+    Raises:
+      TypeError: if a dtype differs from `cache.dtype`, or `lengths` are not integers.
+      ValueError: if a shape does not fit, or, outside `jit`, a sequence would exceed
+        `max_length` or a length is outside ``0..T``.
+      NotImplementedError: if the implementation asked for cannot run this, or when it is
+        differentiated.
+    """
+    check_cache_arguments(cache, key, value)
+    batch, tokens = key.shape[:2]
+    lengths = _checks.check_lengths("lengths", lengths, batch, tokens)
+    checks.check_room(cache, lengths)
+    chosen = APPEND.select(implementation, cache=cache, key=key)
+    return refuse_gradients(chosen.run, "append")(cache, key, value, lengths)
+
+
+def store_prompt(
+    cache: ProgressiveCache,
+    key: jax.Array,
+    value: jax.Array,
+    lengths: jax.Array,
+    *,
+    implementation: ImplementationName | None = None,
+) -> ProgressiveCache:
+    """Stores a prompt in empty sequences: the cache's half of `prefill` (Algorithm 1).
+
+    Args:
+      cache: the cache; sequences that are not empty stay as they are and turn `overflowed`.
+      key: ``[B, S, K, H]`` in `cache.dtype`.
+      value: the same shape and dtype.
+      lengths: int32 ``[B]``, tokens of each prompt.
+      implementation: ``"triton"``, ``"xla"``, or None to choose. All store the same bits.
+
+    Returns:
+      The cache with ``length // block_kv`` blocks compressed and the rest in the buffer.
+
+    Raises:
+      TypeError: if a dtype differs from `cache.dtype`.
+      ValueError: if a shape does not fit, or, outside `jit`, a sequence is not empty or longer
+        than `max_length`.
+      NotImplementedError: if the implementation asked for cannot run this, or when it is
+        differentiated.
+    """
+    check_prompt(cache, key, value, lengths)
+    chosen = STORE_PROMPT.select(implementation, cache=cache, key=key)
+    return refuse_gradients(chosen.run, "prefill")(cache, key, value, lengths)
+
+
+def check_prompt(
+    cache: ProgressiveCache, key: jax.Array, value: jax.Array, lengths: jax.Array
+) -> None:
+    """Raises unless this prompt fits this cache; under `jit`, lengths cannot be seen."""
+    check_cache_arguments(cache, key, value)
+    checks.check_prompt_lengths(cache, lengths)
+
+
+def check_cache_arguments(cache: ProgressiveCache, key: jax.Array, value: jax.Array) -> None:
+    """Raises unless `key` and `value` are tokens for this cache."""
+    checks.check_kind(cache, ProgressiveCache)
+    checks.check_tokens(cache, key, value)
