@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks import readme, report, timing
 from benchmarks.suites import attention, engine, families, fireq, flax, loading, paged, pooled
 from turbojax import _writing
-from turbojax.app.demo import environment
+from turbojax._environment import environment
 
 # What two runs must have in common to be stored in one file.
 _SAME = ("device", "python", "jax", "turbojax")

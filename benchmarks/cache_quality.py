@@ -23,9 +23,9 @@ import numpy as np
 from rich.progress import Progress
 
 from turbojax import _writing, models
-from turbojax.app.demo import environment
+from turbojax._environment import environment
 from turbojax.finetune.evaluate import windows
-from turbojax.models.generation import generate as generation
+from turbojax.models.generation import session as generation
 
 DEFAULT_CACHES = ("exact", "4bit", "3bit", "2/4bit", "2bit", "turbo4", "fp8_e4m3", "fp8_e5m2")
 QUICK = {"context": 159, "per_file": 1}
@@ -43,7 +43,7 @@ def held_out_windows(context: int, per_file: int) -> dict[str, np.ndarray]:
 
 
 def decode_bits(
-    model: models.Llama,
+    model: models.Transformer,
     tokens: np.ndarray,
     prompt: int,
     cache: models.CacheKind,

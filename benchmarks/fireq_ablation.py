@@ -23,7 +23,7 @@ import numpy as np
 from rich.progress import Progress
 
 from turbojax import _writing, models, smoothing
-from turbojax.app.demo import environment
+from turbojax._environment import environment
 from turbojax.app.generate.run import read_text
 from turbojax.app.quantize import run as quantizing
 from turbojax.models.calibration import calibrate
@@ -161,7 +161,7 @@ def ablate(
     text: Text, options: smoothing.Smoothing, progress: Progress, seed: int = 0
 ) -> dict[str, Any]:
     """All models, all columns, and the exact one."""
-    decoder = models.unstack(models.load_llama(dtype=jnp.float32))
+    decoder = models.unstack(models.load_transformer(dtype=jnp.float32))
     # Each model also runs unquantized, through either cache; and four variants in two columns.
     rounds = len(OUTLIERS) * (len(COLUMNS) + 2) + 8
     task = progress.add_task("bytes", total=rounds * text.held_out[:, 1:].size)

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import models
-from turbojax.app.demo import environment
+from turbojax._environment import environment
 from turbojax.baselines import exact
 from turbojax.kv import LayerCache
 from turbojax.kv.kinds import put_sequences, take_sequences
-from turbojax.models.generation import generate as generation
+from turbojax.models.generation import session as generation
 from turbojax.models.generation.caching import init_caches
 from turbojax.state.progressive import ProgressiveCache
 from turbojax.state.progressive.update import store_prompt

@@ -195,7 +195,7 @@ def tiny_folder(tmp_path_factory) -> str:
 
     from turbojax import models
 
-    config = models.LlamaConfig(
+    config = models.TransformerConfig(
         vocab_size=256,
         hidden_size=32,
         intermediate_size=48,
@@ -206,7 +206,7 @@ def tiny_folder(tmp_path_factory) -> str:
         max_length=128,
     )
     folder = tmp_path_factory.mktemp("tiny")
-    models.save(models.Llama(config, rngs=nnx.Rngs(0)), folder, dtype=jax.numpy.bfloat16)
+    models.save(models.Transformer(config, rngs=nnx.Rngs(0)), folder, dtype=jax.numpy.bfloat16)
     return str(folder)
 
 

@@ -19,7 +19,7 @@ from turbojax.models.generation.sampling import NOTHING
 
 VOCABULARY = 5
 PAGE = 16
-CONFIG = models.LlamaConfig(
+CONFIG = models.TransformerConfig(
     vocab_size=VOCABULARY,
     hidden_size=16,
     intermediate_size=16,

@@ -10,7 +10,7 @@ from turbojax import models, polar
 from turbojax.models import Engine, Request, Sampling, causal_attention
 
 PAGE, NEW, LENGTH = 16, 40, 112
-TINY = models.LlamaConfig(
+TINY = models.TransformerConfig(
     vocab_size=97,
     hidden_size=32,
     intermediate_size=48,

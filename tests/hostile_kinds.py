@@ -77,7 +77,7 @@ def _within(name: str, case: Case) -> Case:
 
 def quantized(folder: Path, count: int, seed: int) -> Kind:
     """`config.json` of a quantized checkpoint."""
-    config = models.LlamaConfig(64, 32, 48, 2, 2, 1, 16, 64)
+    config = models.TransformerConfig(64, 32, 48, 2, 2, 1, 16, 64)
     models.save_quantized(models.random_quantized_decoder(config), folder)
     text = (folder / "config.json").read_text()
     block = json.dumps({"quantization_config": json.loads(text)["quantization_config"]})
@@ -141,8 +141,8 @@ def tokenizers(folder: Path, count: int, seed: int) -> Kind:
 def checkpoints(folder: Path, count: int, seed: int) -> Kind:
     """Damaged files of checkpoints, in one file and in several, floating point and quantized."""
     rng = np.random.default_rng(seed)
-    config = models.LlamaConfig(64, 32, 48, 2, 2, 1, 16, 64)
-    model = models.Llama(config, rngs=nnx.Rngs(0))
+    config = models.TransformerConfig(64, 32, 48, 2, 2, 1, 16, 64)
+    model = models.Transformer(config, rngs=nnx.Rngs(0))
     quantized = models.random_quantized_decoder(config)
     models.save(model, folder / "float-one")
     models.save(model, folder / "float-many", max_shard_bytes=20_000)
@@ -198,7 +198,7 @@ def sessions(folder: Path, count: int, seed: int) -> Kind:
     """Damaged files of sessions, over caches of several kinds."""
     import storage_helpers
 
-    config = models.LlamaConfig(64, 32, 48, 2, 4, 2, 16, 256)
+    config = models.TransformerConfig(64, 32, 48, 2, 4, 2, 16, 256)
     decoder = models.random_decoder(config, dtype=jnp.float32, seed=0)
     for name, kind in storage_helpers.SOME.items():
         (folder / name).mkdir(parents=True)
@@ -218,7 +218,7 @@ def descriptions(folder: Path, count: int, seed: int) -> Kind:
     """What cache and session files say of themselves, with the right fingerprint, is hostile."""
     import storage_helpers
 
-    config = models.LlamaConfig(64, 32, 48, 1, 4, 2, 16, 256)
+    config = models.TransformerConfig(64, 32, 48, 1, 4, 2, 16, 256)
     decoder = models.random_decoder(config, dtype=jnp.float32, seed=0)
     folder.mkdir(parents=True)
     prompt = jnp.asarray(np.random.default_rng(3).integers(0, 64, (2, 20)))
@@ -363,7 +363,10 @@ def requests(folder: Path, count: int, seed: int) -> Kind:
     text = json.dumps({**one, **sampling})
     file = "requests.jsonl"
     (folder / file).write_text(text + "\n")
-    tokenizer, config = models.ByteTokenizer(), models.LlamaConfig(256, 32, 48, 1, 4, 2, 16, 64)
+    tokenizer, config = (
+        models.ByteTokenizer(),
+        models.TransformerConfig(256, 32, 48, 1, 4, 2, 16, 64),
+    )
 
     def use(path: Path) -> None:
         content = (path / file).read_bytes()

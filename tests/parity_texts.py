@@ -6,7 +6,7 @@ import hf_helpers as hf
 import numpy as np
 import pytest
 
-from turbojax.models import LlamaConfig
+from turbojax.models import TransformerConfig
 from turbojax.rotary import LongRopeScaling
 
 # What is seen is below 5e-5, float32's rounding through three layers of peaked attention, on logits
@@ -54,7 +54,7 @@ CONTINUED = (
 )
 
 
-def border(config: LlamaConfig) -> contextlib.AbstractContextManager[object]:
+def border(config: TransformerConfig) -> contextlib.AbstractContextManager[object]:
     """Expects what is said where short prompts may grow beyond LongRoPE's border."""
     if isinstance(config.rope_scaling, LongRopeScaling):
         return pytest.warns(UserWarning, match="LongRoPE")

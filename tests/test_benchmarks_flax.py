@@ -17,7 +17,7 @@ from benchmarks import flax_tables, model_tables, tables, timing
 from benchmarks.suites import families, flax, loading, loading_worker, steps
 from turbojax import models
 from turbojax.kv import init_layer_cache
-from turbojax.models.generation import generate as generation
+from turbojax.models.generation import session as generation
 
 SUITES = {"flax": flax, "families": families, "loading": loading}
 TINY_LAYER = flax.Layer(4, 2, 16, 2, 128)
@@ -70,7 +70,7 @@ def test_shapes_are_those_of_published_models():
     for name, billions in BILLIONS.items():
         config = models.SHAPES[name]
         assert round(config.num_parameters / 1e9, 2) == billions
-        assert models.LlamaConfig.from_hf(config.to_hf()) == config
+        assert models.TransformerConfig.from_hf(config.to_hf()) == config
 
 
 @pytest.mark.slow

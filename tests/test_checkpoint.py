@@ -19,7 +19,7 @@ from turbojax.models.checkpoint.huggingface import (
     expected_shapes,
     load,
     load_decoder,
-    load_llama,
+    load_transformer,
     save,
     to_hf_tensors,
     weight_files,
@@ -228,7 +228,7 @@ class TestDtypes:
 
     def test_other_dtypes_are_refused(self, tmp_path):
         hf_helpers.write("llama2", tmp_path)
-        for call in (load, load_llama, load_decoder):
+        for call in (load, load_transformer, load_decoder):
             with pytest.raises(ValueError, match="dtype=int8 must be one of float32"):
                 call(tmp_path, dtype=jnp.int8)
             with pytest.raises(ValueError, match="dtype='bf16' must be one of float32, bfloat16"):
@@ -287,7 +287,7 @@ def test_rotary_frequencies_of_old_checkpoints_are_skipped(tmp_path):
 def test_progress_counts_bytes(tmp_path):
     hf_helpers.write("phi3", tmp_path, shard_bytes=60_000)
     total = sum(4 * np.prod(x) for x in expected_shapes(load(tmp_path).config).values())
-    for call in (load, load_decoder, load_llama):
+    for call in (load, load_decoder, load_transformer):
         told = []
         call(tmp_path, progress=lambda *x, told=told: told.append(x))
         done = [x for x, _ in told]
@@ -300,7 +300,7 @@ def test_progress_counts_bytes(tmp_path):
 def test_max_length_is_the_model_s(tmp_path):
     hf_helpers.write("phi3-longrope", tmp_path)
     assert load(tmp_path).config.max_length == 256
-    for call in (load, load_decoder, load_llama):
+    for call in (load, load_decoder, load_transformer):
         config = call(tmp_path, max_length=24).config
         assert config == dataclasses.replace(load(tmp_path).config, max_length=24)
         with pytest.raises(ValueError, match="max_length=0 must be"):

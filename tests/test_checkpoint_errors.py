@@ -15,12 +15,12 @@ from turbojax import models
 from turbojax.models.checkpoint.huggingface import (
     load,
     load_decoder,
-    load_llama,
+    load_transformer,
     save,
     weight_files,
 )
 
-CONFIG = models.LlamaConfig(
+CONFIG = models.TransformerConfig(
     vocab_size=48,
     hidden_size=24,
     intermediate_size=40,
@@ -32,13 +32,13 @@ CONFIG = models.LlamaConfig(
 )
 INDEX = "model.safetensors.index.json"
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
-LOADERS = [load, load_llama, load_decoder]
+LOADERS = [load, load_transformer, load_decoder]
 
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory) -> dict[str, Path]:
     """A model in one file, and in several."""
-    model = models.Llama(CONFIG, rngs=nnx.Rngs(0))
+    model = models.Transformer(CONFIG, rngs=nnx.Rngs(0))
     root = tmp_path_factory.mktemp("originals")
     save(model, root / "one")
     save(model, root / "many", max_shard_bytes=8000)
@@ -284,14 +284,14 @@ class TestReplaced:
                 loader(many, progress=progress)
 
     def test_by_another_model(self, one):
-        other = models.Llama(CONFIG, rngs=nnx.Rngs(1))
+        other = models.Transformer(CONFIG, rngs=nnx.Rngs(1))
         with pytest.raises(ValueError, match="one changed while it was read"):
             load(one, progress=lambda *_: save(other, one))
         assert load(one).config == CONFIG
 
     def test_once(self, one):
         """The second try reads the new model."""
-        other = models.Llama(CONFIG, rngs=nnx.Rngs(1))
+        other = models.Transformer(CONFIG, rngs=nnx.Rngs(1))
         saves = iter([lambda: save(other, one)])
         loaded = load(one, progress=lambda *_: next(saves, lambda: None)())
         assert np.array_equal(loaded.embedding.get_value(), other.embedding.get_value())

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from turbojax.models import LlamaConfig
+from turbojax.models import TransformerConfig
 from turbojax.models.checkpoint.huggingface import expected_shapes
 
-CONFIG = LlamaConfig(
+CONFIG = TransformerConfig(
     vocab_size=512,
     hidden_size=512,
     intermediate_size=1536,

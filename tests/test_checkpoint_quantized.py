@@ -16,7 +16,7 @@ from turbojax.models.quantize import quantize_from
 from turbojax.models.quantized import check_config
 from turbojax.rotary import LinearScaling, YarnScaling
 
-CONFIG = models.LlamaConfig(
+CONFIG = models.TransformerConfig(
     vocab_size=64,
     hidden_size=48,
     intermediate_size=64,

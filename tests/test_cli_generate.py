@@ -29,8 +29,8 @@ CONFIG = {
 
 
 def _save(folder, vocab_size: int) -> str:
-    config = models.LlamaConfig(vocab_size=vocab_size, **CONFIG)
-    models.save(models.Llama(config, rngs=nnx.Rngs(0)), folder)
+    config = models.TransformerConfig(vocab_size=vocab_size, **CONFIG)
+    models.save(models.Transformer(config, rngs=nnx.Rngs(0)), folder)
     return str(folder)
 
 

@@ -126,7 +126,7 @@ def test_random_int4_weights_generate():
 
 @pytest.mark.slow
 def test_tokens_that_are_numbers(tmp_path):
-    config = models.LlamaConfig(
+    config = models.TransformerConfig(
         vocab_size=60,
         hidden_size=32,
         intermediate_size=48,
@@ -136,7 +136,7 @@ def test_tokens_that_are_numbers(tmp_path):
         head_dim=16,
         max_length=128,
     )
-    models.save(models.Llama(config, rngs=nnx.Rngs(0)), tmp_path / "model")
+    models.save(models.Transformer(config, rngs=nnx.Rngs(0)), tmp_path / "model")
     numbers = tmp_path / "numbers"
     numbers.write_text(" ".join(str(i * 7 % 60) for i in range(200)))
     missing = _quantize(str(tmp_path / "model"), tmp_path / "out")
@@ -254,7 +254,7 @@ def test_a_model_is_not_overwritten(tiny_folder, tmp_path):
         assert message in result.stderr
         assert "calibration" not in result.stderr
     for folder in (tiny_folder, other):
-        assert isinstance(models.load(folder), models.Llama)
+        assert isinstance(models.load(folder), models.Transformer)
 
 
 def test_a_quantized_folder_is_overwritten(tiny_folder, tmp_path):
@@ -316,7 +316,7 @@ def test_bits_that_are_no_numbers_are_null(tiny_folder, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_caches_that_cannot_hold_the_heads_are_left_out(tmp_path):
-    config = models.LlamaConfig(
+    config = models.TransformerConfig(
         vocab_size=256,
         hidden_size=24,
         intermediate_size=48,
@@ -326,7 +326,7 @@ def test_caches_that_cannot_hold_the_heads_are_left_out(tmp_path):
         head_dim=12,
         max_length=128,
     )
-    models.save(models.Llama(config, rngs=nnx.Rngs(0)), tmp_path / "model")
+    models.save(models.Transformer(config, rngs=nnx.Rngs(0)), tmp_path / "model")
     result = _quantize(str(tmp_path / "model"), tmp_path / "out", "--no-crs", "--json")
     assert result.exit_code == 0, result.stderr
     bits = json.loads(result.stdout)["bits"]

@@ -102,8 +102,8 @@ def test_a_run_too_short_to_time_is_still_json(tiny_folder):
 
 
 def test_a_model_of_other_tokens_is_refused(tmp_path):
-    config = models.LlamaConfig(300, 32, 48, 1, 4, 2, 16, 128)
-    models.save(models.Llama(config, rngs=nnx.Rngs(0)), tmp_path)
+    config = models.TransformerConfig(300, 32, 48, 1, 4, 2, 16, 128)
+    models.save(models.Transformer(config, rngs=nnx.Rngs(0)), tmp_path)
     result = _run("--model", str(tmp_path), *SMALL)
     assert result.exit_code == 2
     assert "vocab_size=300 must be 256" in result.stderr

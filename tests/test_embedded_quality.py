@@ -17,7 +17,7 @@ FILES = ("argparse.py", "configparser.py", "ipaddress.py", "statistics.py")
 
 
 @pytest.fixture(scope="module")
-def model() -> models.Llama:
+def model() -> models.Transformer:
     return models.load(dtype=jnp.float32)
 
 

@@ -161,7 +161,7 @@ def _random(shape, dtype) -> jax.Array:
 
 @pytest.mark.slow
 def test_a_llama_is_unstacked(tiny_folder):
-    llama = models.load_llama(tiny_folder, dtype=jnp.float32)
+    llama = models.load_transformer(tiny_folder, dtype=jnp.float32)
     options = {"num_pages": 4, "max_length": 32, "page_size": 16}
     request = Request([1, 2, 3], 5)
     assert run_one(Engine(llama, **options), request) == run_one(

@@ -9,7 +9,7 @@ import parity_recordings as recordings
 import pytest
 from family_helpers import ARCHITECTURES, PUBLISHED, WINDOWS, least, least_files
 
-from turbojax.models import LlamaConfig
+from turbojax.models import TransformerConfig
 from turbojax.rotary import LinearScaling, LongRopeScaling, YarnScaling
 
 
@@ -17,10 +17,10 @@ from turbojax.rotary import LinearScaling, LongRopeScaling, YarnScaling
 def test_published_configurations(name):
     """The numbers of parameters are those of the published weights."""
     file, expected, parameters = PUBLISHED[name]
-    config = LlamaConfig.from_hf(file)
+    config = TransformerConfig.from_hf(file)
     assert {key: getattr(config, key) for key in expected} == expected
     assert config.num_parameters == parameters
-    assert LlamaConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
+    assert TransformerConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
@@ -29,13 +29,13 @@ def test_defaults_are_those_of_transformers(family):
     recorded = recordings.read("models")["defaults"][family]
     for keys, filled in zip(least_files(family), recorded, strict=True):
         assert set(filled) > set(keys)
-        assert LlamaConfig.from_hf({**keys, **filled}) == LlamaConfig.from_hf(keys)
+        assert TransformerConfig.from_hf({**keys, **filled}) == TransformerConfig.from_hf(keys)
 
 
 @pytest.mark.parametrize("name", hf.VARIANTS)
 def test_files_of_transformers_are_read_and_written(name):
     file = hf.config(name)
-    config = LlamaConfig.from_hf(file)
+    config = TransformerConfig.from_hf(file)
     assert config.family == file["model_type"]
     for ours, key in {
         "vocab_size": "vocab_size",
@@ -49,14 +49,14 @@ def test_files_of_transformers_are_read_and_written(name):
         "tie_embeddings": "tie_word_embeddings",
     }.items():
         assert getattr(config, ours) == file[key], key
-    assert LlamaConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
+    assert TransformerConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
 
 
 @pytest.mark.parametrize("name", hf.VARIANTS)
 def test_frequencies_are_those_of_transformers(name):
     """Including what queries and keys are multiplied with."""
     recorded = recordings.facts(name)
-    config = LlamaConfig.from_hf(recorded["config"])
+    config = TransformerConfig.from_hf(recorded["config"])
     if config.rope_scaling is not None and hasattr(config.rope_scaling, "original_max_length"):
         short = dataclasses.replace(config, max_length=config.rope_scaling.original_max_length)
     else:
@@ -101,15 +101,15 @@ def test_frequencies_are_those_of_transformers(name):
     ],
 )
 def test_spellings_of_rope(keys, scaling):
-    config = LlamaConfig.from_hf(least("llama", **keys))
+    config = TransformerConfig.from_hf(least("llama", **keys))
     assert config.rope_scaling == scaling
     assert config.rope_theta == keys.get("rope_theta", 10000.0)
-    assert LlamaConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
+    assert TransformerConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
 
 
 def test_yarn_with_two_scales():
     keys = {"type": "yarn", "factor": 40.0, "mscale": 0.8, "mscale_all_dim": 0.5}
-    config = LlamaConfig.from_hf(least("llama", rope_scaling=keys))
+    config = TransformerConfig.from_hf(least("llama", rope_scaling=keys))
     expected = (0.08 * math.log(40) + 1) / (0.05 * math.log(40) + 1)
     assert config.rope.amplitude == pytest.approx(expected, rel=1e-12)
 
@@ -123,7 +123,7 @@ def test_names_of_long_rope_in_phi3(kind):
         original_max_position_embeddings=1024,
         max_position_embeddings=8192,
     )
-    config = LlamaConfig.from_hf(keys)
+    config = TransformerConfig.from_hf(keys)
     amplitude = math.sqrt(1 + math.log(8) / math.log(1024))
     assert config.rope_scaling == LongRopeScaling((1.0,) * 8, (3.0,) * 8, 1024, amplitude)
     # A shorter model of the same weights has the short factors, and is scaled as before.
@@ -132,24 +132,24 @@ def test_names_of_long_rope_in_phi3(kind):
     assert short.rope.frequencies()[0] == 1
     assert config.rope.frequencies()[0] == pytest.approx(1 / 3)
     file = short.to_hf()
-    assert LlamaConfig.from_hf(json.loads(json.dumps(file))) == short
+    assert TransformerConfig.from_hf(json.loads(json.dumps(file))) == short
     # transformers 4 takes these three keys and no others.
     assert set(config.to_hf()["rope_scaling"]) == {"type", "short_factor", "long_factor"}
 
 
 @pytest.mark.parametrize(("family", "keys", "windows"), WINDOWS)
 def test_windows(family, keys, windows):
-    config = LlamaConfig.from_hf(least(family, **keys))
+    config = TransformerConfig.from_hf(least(family, **keys))
     assert config.local_windows == windows
-    assert LlamaConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
+    assert TransformerConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
 
 
 def test_either_name_of_the_architecture_is_enough():
-    config = LlamaConfig.from_hf(least("qwen3"))
+    config = TransformerConfig.from_hf(least("qwen3"))
     for key in ("architectures", "model_type"):
         file = least("qwen3")
         del file[key]
-        assert LlamaConfig.from_hf(file) == config
+        assert TransformerConfig.from_hf(file) == config
 
 
 @pytest.mark.parametrize(
@@ -163,8 +163,8 @@ def test_either_name_of_the_architecture_is_enough():
     ],
 )
 def test_the_same_said_otherwise_is_written(family, change):
-    config = dataclasses.replace(LlamaConfig.from_hf(least(family, head_dim=16)), **change)
-    again = LlamaConfig.from_hf(json.loads(json.dumps(config.to_hf())))
+    config = dataclasses.replace(TransformerConfig.from_hf(least(family, head_dim=16)), **change)
+    again = TransformerConfig.from_hf(json.loads(json.dumps(config.to_hf())))
     options = [c.attention_options(0).scale or 16**-0.5 for c in (config, again)]
     assert options[0] == pytest.approx(options[1], rel=1e-12)
     assert config.rope.frequencies().tolist() == again.rope.frequencies().tolist()

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from family_helpers import least
 
-from turbojax.models import LlamaConfig
+from turbojax.models import TransformerConfig
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ from turbojax.models import LlamaConfig
 )
 def test_not_supported(family, change, message):
     with pytest.raises(NotImplementedError, match=message):
-        LlamaConfig.from_hf(least(family, **change))
+        TransformerConfig.from_hf(least(family, **change))
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_not_supported(family, change, message):
 )
 def test_wrong(family, change, message):
     with pytest.raises(ValueError, match=message):
-        LlamaConfig.from_hf(least(family, **change))
+        TransformerConfig.from_hf(least(family, **change))
 
 
 def test_harmless_keys_are_of_no_concern():
@@ -232,7 +232,9 @@ def test_harmless_keys_are_of_no_concern():
         "dual_chunk_attention_config": None,
         "quantization_config": {"quant_method": "other"},  # refused where the weights are read
     }
-    assert LlamaConfig.from_hf(least("qwen2", **keys)) == LlamaConfig.from_hf(least("qwen2"))
+    assert TransformerConfig.from_hf(least("qwen2", **keys)) == TransformerConfig.from_hf(
+        least("qwen2")
+    )
 
 
 @pytest.mark.parametrize(
@@ -250,7 +252,7 @@ def test_harmless_keys_are_of_no_concern():
     ],
 )
 def test_what_a_family_cannot_say_is_not_written(family, change, message):
-    config = dataclasses.replace(LlamaConfig.from_hf(least(family)), **change)
+    config = dataclasses.replace(TransformerConfig.from_hf(least(family)), **change)
     with pytest.raises(ValueError, match=message):
         config.to_hf()
 
@@ -268,6 +270,6 @@ def test_what_a_family_cannot_say_is_not_written(family, change, message):
     ],
 )
 def test_bad_fields(field, value, message):
-    config = LlamaConfig.from_hf(least("llama"))
+    config = TransformerConfig.from_hf(least("llama"))
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(config, **{field: value})

@@ -23,7 +23,7 @@ from turbojax.app.main import app
 from turbojax.finetune import checkpoint, comparison, documents
 from turbojax.models import pooled_by_name
 
-TINY = models.LlamaConfig(
+TINY = models.TransformerConfig(
     vocab_size=256,
     hidden_size=16,
     intermediate_size=24,
@@ -55,8 +55,8 @@ def no_orbax_log():
     logging.disable(logging.NOTSET)
 
 
-def tiny_model() -> models.Llama:
-    return models.Llama(TINY, rngs=nnx.Rngs(1))
+def tiny_model() -> models.Transformer:
+    return models.Transformer(TINY, rngs=nnx.Rngs(1))
 
 
 def text(seed: int, size: int) -> bytes:
@@ -312,7 +312,7 @@ class TestRun:
             ValueError, match=r"holds another run, with attention\.kind=.*choose another folder"
         ):
             tune(whole[0], pooled=None)
-        other = models.Llama(TINY, rngs=nnx.Rngs(2))
+        other = models.Transformer(TINY, rngs=nnx.Rngs(2))
         with pytest.raises(ValueError, match="holds another run, with start_sha256="):
             finetune.fine_tune(whole[0], other, SETTINGS, corpus(), pooled=POOLED)
         with pytest.raises(ValueError, match="holds another run, with held_out_sha256="):
@@ -324,7 +324,9 @@ class TestRun:
     def test_a_model_of_words_is_refused(self):
         config = dataclasses.replace(TINY, vocab_size=300)
         with pytest.raises(ValueError, match="vocab_size=300 must be 256"):
-            finetune.Trainer(models.Llama(config, rngs=nnx.Rngs(0)), SETTINGS, corpus().stream)
+            finetune.Trainer(
+                models.Transformer(config, rngs=nnx.Rngs(0)), SETTINGS, corpus().stream
+            )
 
 
 def log_of(losses, seconds, *, density=1.0, kind="dense") -> dict:

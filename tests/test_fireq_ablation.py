@@ -19,7 +19,7 @@ PLANTED = [name for name in ablation.OUTLIERS if name != "as_is"]
 
 @pytest.fixture(scope="module")
 def decoder() -> models.Decoder:
-    return models.unstack(models.load_llama(dtype=jnp.float32))
+    return models.unstack(models.load_transformer(dtype=jnp.float32))
 
 
 @pytest.fixture(scope="module")

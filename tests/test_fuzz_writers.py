@@ -18,7 +18,7 @@ from storage_helpers import filled
 from turbojax import _writing, fireq, models
 from turbojax.models.generation.saving import load_cache, save_cache
 
-CONFIG = models.LlamaConfig(
+CONFIG = models.TransformerConfig(
     vocab_size=64,
     hidden_size=16,
     intermediate_size=24,
@@ -39,7 +39,7 @@ class Checkpoint:
     """A float model in one file or many, which differ in their tensors' sizes, too."""
 
     def __init__(self):
-        self.values = [models.Llama(CONFIG, rngs=nnx.Rngs(i)) for i in range(2)]
+        self.values = [models.Transformer(CONFIG, rngs=nnx.Rngs(i)) for i in range(2)]
 
     def write(self, folder, which):
         models.save(self.values[which], folder, max_shard_bytes=(1 << 30, 4000)[which])
@@ -153,7 +153,7 @@ import sys
 from flax import nnx
 from turbojax import models
 from test_fuzz_writers import CONFIG
-model = models.Llama(CONFIG, rngs=nnx.Rngs(int(sys.argv[2])))
+model = models.Transformer(CONFIG, rngs=nnx.Rngs(int(sys.argv[2])))
 print("ready", flush=True)
 sys.stdin.readline()
 try:
@@ -191,7 +191,7 @@ def test_two_writers(tmp_path, count):
         assert "saved\n" in answers, answers
         refused += sum("is being written by another program" in x for x in answers)
         wanted = [
-            bits(nnx.to_pure_dict(nnx.state(models.Llama(CONFIG, rngs=nnx.Rngs(i)))))
+            bits(nnx.to_pure_dict(nnx.state(models.Transformer(CONFIG, rngs=nnx.Rngs(i)))))
             for i, answer in enumerate(answers)
             if answer == "saved\n"
         ]

@@ -11,14 +11,14 @@ from flax import nnx
 import turbojax as tj
 from turbojax import models
 from turbojax.baselines import exact
-from turbojax.models.generation import generate as generation
+from turbojax.models.generation import session as generation
 
 CACHES = ("exact", "4bit", "2/4bit", "3bit", "2bit")
 
 
 @pytest.fixture(scope="module")
-def model() -> models.Llama:
-    config = models.LlamaConfig(
+def model() -> models.Transformer:
+    config = models.TransformerConfig(
         vocab_size=64,
         hidden_size=32,
         intermediate_size=48,
@@ -28,13 +28,13 @@ def model() -> models.Llama:
         head_dim=16,
         max_length=256,
     )
-    return models.Llama(config, rngs=nnx.Rngs(1))
+    return models.Transformer(config, rngs=nnx.Rngs(1))
 
 
 @pytest.fixture(scope="module")
-def shallow(model) -> models.Llama:
+def shallow(model) -> models.Transformer:
     """One layer: quicker to compile."""
-    return models.Llama(dataclasses.replace(model.config, num_layers=1), rngs=nnx.Rngs(1))
+    return models.Transformer(dataclasses.replace(model.config, num_layers=1), rngs=nnx.Rngs(1))
 
 
 def _tokens(batch: int, length: int, seed: int = 0) -> jax.Array:
@@ -158,7 +158,7 @@ def test_cudnn_decodes_ragged_exact_caches():
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("config", [{}, {"tie_embeddings": True}])
 def test_an_unstacked_model_computes_the_same(model, config):
-    llama = models.Llama(dataclasses.replace(model.config, **config), rngs=nnx.Rngs(2))
+    llama = models.Transformer(dataclasses.replace(model.config, **config), rngs=nnx.Rngs(2))
     decoder = models.unstack(llama)
     tokens = _tokens(2, 9)
 
@@ -173,7 +173,7 @@ def test_an_unstacked_model_computes_the_same(model, config):
 
 
 def test_a_consumed_model_gives_its_memory_back(model):
-    llama = models.Llama(model.config, rngs=nnx.Rngs(1))
+    llama = models.Transformer(model.config, rngs=nnx.Rngs(1))
     kernel = llama.blocks.mlp.gate_proj.kernel.get_value()
     decoder = models.unstack(llama, consume=True)
     assert kernel.is_deleted()

@@ -15,7 +15,7 @@ import turbojax as tj
 from turbojax import models
 from turbojax.app.generate import run as text
 from turbojax.models import GREEDY, Sampling
-from turbojax.models.generation import generate as generation
+from turbojax.models.generation import session as generation
 from turbojax.models.generation import steps
 from turbojax.models.generation.buckets import bucket, cache_bucket, prompt_bucket
 from turbojax.models.text.tokenizer import NumberTokenizer
@@ -31,7 +31,7 @@ LIMIT = 250
 
 @pytest.fixture(scope="module")
 def model() -> models.Decoder:
-    config = models.LlamaConfig(
+    config = models.TransformerConfig(
         vocab_size=64,
         hidden_size=32,
         intermediate_size=48,
@@ -41,7 +41,7 @@ def model() -> models.Decoder:
         head_dim=16,
         max_length=LIMIT,
     )
-    return models.unstack(models.Llama(config, rngs=nnx.Rngs(1)))
+    return models.unstack(models.Transformer(config, rngs=nnx.Rngs(1)))
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ LENGTHS, NEW = (17, 5), 6
 
 @pytest.fixture(scope="module")
 def model() -> models.Decoder:
-    config = models.LlamaConfig(
+    config = models.TransformerConfig(
         vocab_size=64,
         hidden_size=32,
         intermediate_size=48,
@@ -24,7 +24,7 @@ def model() -> models.Decoder:
         head_dim=16,
         max_length=64,
     )
-    return models.unstack(models.Llama(config, rngs=nnx.Rngs(1)))
+    return models.unstack(models.Transformer(config, rngs=nnx.Rngs(1)))
 
 
 @pytest.fixture(scope="module")
@@ -197,8 +197,8 @@ def test_on_the_device_they_give_nan_in_their_own_sequence(model, wrong):
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("wrong", [64, -1])
 def test_a_forward_pass_gives_nan_for_them_but_not_for_padding(wrong):
-    llama = models.Llama(
-        models.LlamaConfig(
+    llama = models.Transformer(
+        models.TransformerConfig(
             vocab_size=64,
             hidden_size=32,
             intermediate_size=48,

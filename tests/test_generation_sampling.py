@@ -10,7 +10,7 @@ from flax import nnx
 
 from turbojax import models
 from turbojax.models import Sampling
-from turbojax.models.generation import generate as generation
+from turbojax.models.generation import session as generation
 from turbojax.models.generation.stopping import TextStream
 from turbojax.models.text.tokenizer import NumberTokenizer
 
@@ -20,7 +20,7 @@ WARM = Sampling(temperature=1.0, seed=5)
 
 @pytest.fixture(scope="module")
 def model() -> models.Decoder:
-    config = models.LlamaConfig(
+    config = models.TransformerConfig(
         vocab_size=90,
         hidden_size=32,
         intermediate_size=48,
@@ -30,7 +30,7 @@ def model() -> models.Decoder:
         head_dim=16,
         max_length=64,
     )
-    return models.unstack(models.Llama(config, rngs=nnx.Rngs(1)))
+    return models.unstack(models.Transformer(config, rngs=nnx.Rngs(1)))
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from turbojax.flax import TurboAttention
 
 pytestmark = pytest.mark.gpu
 
-BASE = models.LlamaConfig(
+BASE = models.TransformerConfig(
     vocab_size=256,
     hidden_size=256,
     intermediate_size=512,

@@ -22,10 +22,10 @@ import turbojax as tj
 from turbojax import models
 from turbojax._json import parse, shown
 from turbojax.finetune.comparison import read_log
-from turbojax.models import LlamaConfig
+from turbojax.models import TransformerConfig
 
 DEEP = "[" * 100_000 + "]" * 100_000
-CONFIG = LlamaConfig(64, 32, 48, 2, 2, 1, 16, 64)
+CONFIG = TransformerConfig(64, 32, 48, 2, 2, 1, 16, 64)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("good")
     quantized = models.random_quantized_decoder(CONFIG)
     models.save_quantized(quantized, root / "quantized")
-    models.save(models.Llama(CONFIG, rngs=nnx.Rngs(0)), root / "float")
+    models.save(models.Transformer(CONFIG, rngs=nnx.Rngs(0)), root / "float")
     tokenizer_helpers.folder("byte_level", root / "tokenizer")
     return root
 
@@ -48,13 +48,13 @@ class TestSizes:
     def test_layers_beyond_reason_are_refused_at_once(self, family):
         begun = time.perf_counter()
         with pytest.raises(ValueError, match="num_hidden_layers=1000000000 must be at most 10000"):
-            LlamaConfig.from_hf(least(family, num_hidden_layers=10**9))
+            TransformerConfig.from_hf(least(family, num_hidden_layers=10**9))
         assert time.perf_counter() - begun < 1
 
     def test_a_config_of_a_billion_layers_is_refused_at_once(self):
         begun = time.perf_counter()
         with pytest.raises(ValueError, match="num_layers=1000000000 must be at most 10000"):
-            LlamaConfig(64, 32, 48, 10**9, 2, 1, 16, 64)
+            TransformerConfig(64, 32, 48, 10**9, 2, 1, 16, 64)
         assert time.perf_counter() - begun < 1
 
     @pytest.mark.parametrize("kind", ["float", "quantized"])
@@ -69,12 +69,12 @@ class TestSizes:
     @pytest.mark.parametrize("key", ["vocab_size", "max_position_embeddings", "head_dim"])
     def test_no_size_is_beyond_int32(self, key):
         with pytest.raises(ValueError, match=f"{key}=10{{18}} must be at most 2147483647"):
-            LlamaConfig.from_hf(least("llama", **{key: 10**18}))
+            TransformerConfig.from_hf(least("llama", **{key: 10**18}))
 
     @pytest.mark.parametrize("key", ["rms_norm_eps", "rope_theta"])
     def test_integers_that_no_float_can_hold(self, key):
         with pytest.raises(ValueError, match=f"{key}=10*\\.\\.\\.0* must be"):
-            LlamaConfig.from_hf(least("llama", **{key: 10**400}))
+            TransformerConfig.from_hf(least("llama", **{key: 10**400}))
 
     def test_frequencies_that_are_not_finite(self, folders, tmp_path):
         folder = shutil.copytree(folders / "float", tmp_path / "float")

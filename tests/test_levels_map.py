@@ -108,7 +108,7 @@ def test_a_file_that_is_too_short(tiny_folder, tmp_path):
 
 
 def test_a_model_of_other_tokens_is_refused(tmp_path):
-    config = models.LlamaConfig(300, 32, 48, 1, 4, 2, 16, 128)
-    model = nnx.eval_shape(lambda: models.Llama(config, rngs=nnx.Rngs(0)))
+    config = models.TransformerConfig(300, 32, 48, 1, 4, 2, 16, 128)
+    model = nnx.eval_shape(lambda: models.Transformer(config, rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match="vocab_size=300 must be 256"):
         levels_map.run(model, levels_map.MapSettings(file=tmp_path))

@@ -16,8 +16,8 @@ from safetensors.numpy import load_file, save_file
 from turbojax.flax.norms import RMSNorm
 from turbojax.models import (
     BEGINNING_OF_FILE,
-    Llama,
-    LlamaConfig,
+    Transformer,
+    TransformerConfig,
     embedded_path,
     held_out_modules,
     load,
@@ -26,7 +26,7 @@ from turbojax.models import (
 from turbojax.models.checkpoint.huggingface import expected_shapes, to_hf_tensors
 from turbojax.rotary import Rope, rotate
 
-TINY = LlamaConfig(
+TINY = TransformerConfig(
     vocab_size=23,
     hidden_size=24,
     intermediate_size=40,
@@ -41,9 +41,9 @@ TINY = LlamaConfig(
 TIED = dataclasses.replace(TINY, tie_embeddings=True)
 
 
-def make(config: LlamaConfig = TINY, **kwargs) -> Llama:
+def make(config: TransformerConfig = TINY, **kwargs) -> Transformer:
     """A model whose norms have scales other than 1, so that they show."""
-    model = Llama(config, rngs=nnx.Rngs(0), **kwargs)
+    model = Transformer(config, rngs=nnx.Rngs(0), **kwargs)
     rng = np.random.default_rng(1)
     norms = (model.norm, model.blocks.attention_norm, model.blocks.mlp_norm)
     for norm in norms:
@@ -56,7 +56,7 @@ def make(config: LlamaConfig = TINY, **kwargs) -> Llama:
 run = nnx.jit(lambda model, tokens, positions=None: model(tokens, positions=positions))
 
 
-def some_tokens(config: LlamaConfig = TINY, shape: tuple[int, int] = (2, 11)) -> jax.Array:
+def some_tokens(config: TransformerConfig = TINY, shape: tuple[int, int] = (2, 11)) -> jax.Array:
     return jnp.asarray(np.random.default_rng(2).integers(config.vocab_size, size=shape))
 
 
@@ -75,7 +75,7 @@ def oracle_rope(x: np.ndarray, position: int, theta: float) -> np.ndarray:
     return np.concatenate([turned.real, turned.imag])
 
 
-def oracle_attention(x: np.ndarray, weights: dict, config: LlamaConfig) -> np.ndarray:
+def oracle_attention(x: np.ndarray, weights: dict, config: TransformerConfig) -> np.ndarray:
     size, theta, length = config.head_dim, config.rope_theta, len(x)
     query, key, value = (
         (x @ weights[f"self_attn.{name}_proj.weight"].T).reshape(length, -1, size) for name in "qkv"
@@ -97,7 +97,7 @@ def oracle_mlp(x: np.ndarray, weights: dict) -> np.ndarray:
     return (gate / (1 + np.exp(-gate)) * up) @ weights["mlp.down_proj.weight"].T
 
 
-def oracle_logits(tensors: dict, config: LlamaConfig, tokens: np.ndarray) -> np.ndarray:
+def oracle_logits(tensors: dict, config: TransformerConfig, tokens: np.ndarray) -> np.ndarray:
     """Logits `[T, V]` of one sequence."""
     tensors = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
     x = tensors["model.embed_tokens.weight"][tokens]
@@ -134,14 +134,14 @@ class TestConfig:
 
     @pytest.mark.parametrize("config", [TINY, TIED])
     def test_round_trip_through_json(self, config):
-        assert LlamaConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
+        assert TransformerConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
 
     def test_reads_either_spelling_of_theta_and_default_heads(self):
         hf = TINY.to_hf()
         for key in ("rope_parameters", "rope_theta"):
-            assert LlamaConfig.from_hf({k: hf[k] for k in hf if k != key}).rope_theta == 500.0
+            assert TransformerConfig.from_hf({k: hf[k] for k in hf if k != key}).rope_theta == 500.0
         del hf["num_key_value_heads"], hf["head_dim"]
-        config = LlamaConfig.from_hf(hf)
+        config = TransformerConfig.from_hf(hf)
         assert (config.num_kv_heads, config.head_dim) == (4, 6)
 
     @pytest.mark.parametrize(
@@ -157,13 +157,13 @@ class TestConfig:
     )
     def test_unsupported(self, change):
         with pytest.raises(NotImplementedError, match="is not supported: must be"):
-            LlamaConfig.from_hf({**TINY.to_hf(), **change})
+            TransformerConfig.from_hf({**TINY.to_hf(), **change})
 
     def test_missing_keys(self):
         hf = TINY.to_hf()
         del hf["vocab_size"]
         with pytest.raises(ValueError, match="lacks vocab_size"):
-            LlamaConfig.from_hf(hf)
+            TransformerConfig.from_hf(hf)
 
     def test_counts_parameters(self):
         leaves = jax.tree.leaves(nnx.state(make()))

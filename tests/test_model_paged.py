@@ -11,14 +11,14 @@ from flax import nnx
 from turbojax import models
 from turbojax.kv import kinds
 from turbojax.kv import pages as paged
-from turbojax.models.generation import generate as generation
+from turbojax.models.generation import session as generation
 
 KINDS = paged.PAGED_KINDS
 
 
 @pytest.fixture(scope="module")
-def model() -> models.Llama:
-    config = models.LlamaConfig(
+def model() -> models.Transformer:
+    config = models.TransformerConfig(
         vocab_size=64,
         hidden_size=32,
         intermediate_size=48,
@@ -28,7 +28,7 @@ def model() -> models.Llama:
         head_dim=16,
         max_length=2048,
     )
-    return models.Llama(config, rngs=nnx.Rngs(1))
+    return models.Transformer(config, rngs=nnx.Rngs(1))
 
 
 def _tokens(batch: int, length: int, seed: int = 0) -> jax.Array:
@@ -198,7 +198,7 @@ def test_every_paged_cache_stays_close_to_one_forward_pass(model, one_pass, name
     tokens, expected = _tokens(1, 120), one_pass
     llama = model
     if dtype != jnp.float32:
-        llama = models.Llama(model.config, dtype=dtype, rngs=nnx.Rngs(1))
+        llama = models.Transformer(model.config, dtype=dtype, rngs=nnx.Rngs(1))
     kind = models.cache_by_name(name, 2)
     session = models.start(llama, tokens[:, :100], max_length=120, cache=kind)
     assert session.caches.layers[0].pages.dtype == dtype

@@ -99,7 +99,7 @@ def test_what_a_configuration_says_is_seen(load, name, change):
     model = load(name)
     ids, mask = (jnp.asarray(x) for x in texts.forward())
     config = dataclasses.replace(model.config, **change)
-    changed = nnx.eval_shape(lambda: models.Llama(config, rngs=nnx.Rngs(0)))
+    changed = nnx.eval_shape(lambda: models.Transformer(config, rngs=nnx.Rngs(0)))
     nnx.update(changed, nnx.state(model))
     logits = np.asarray(program(*nnx.split(changed), ids, mask))[np.asarray(mask, bool)]
     error = np.abs(logits[..., recordings.COLUMNS] - recordings.logits(name, "forward").columns)

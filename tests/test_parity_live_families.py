@@ -8,7 +8,7 @@ import hf_helpers as hf
 import pytest
 from family_helpers import SIZES, WINDOWS, least
 
-from turbojax.models import LlamaConfig
+from turbojax.models import TransformerConfig
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +25,7 @@ def theirs():
 def test_what_transformers_reads_of_ours_is_what_it_wrote(theirs, tmp_path, name):
     theirs.reference(name).config.save_pretrained(tmp_path)
     file = json.loads((tmp_path / "config.json").read_text())
-    config = LlamaConfig.from_hf(file)
+    config = TransformerConfig.from_hf(file)
     assert config.family == theirs.config(file).model_type
     written = theirs.config(config.to_hf())
     original = theirs.config(file)
@@ -60,7 +60,7 @@ def test_yarn_with_two_scales(theirs):
     keys = {"type": "yarn", "factor": 40.0, "mscale": 0.8, "mscale_all_dim": 0.5}
     file = least("llama", rope_scaling=keys)
     amplitude = theirs.amplitude(file)
-    assert LlamaConfig.from_hf(file).rope.amplitude == pytest.approx(amplitude, rel=1e-12)
+    assert TransformerConfig.from_hf(file).rope.amplitude == pytest.approx(amplitude, rel=1e-12)
 
 
 def test_scale_of_long_rope(theirs):
@@ -73,13 +73,13 @@ def test_scale_of_long_rope(theirs):
         max_position_embeddings=8192,
     )
     amplitude = math.sqrt(1 + math.log(8) / math.log(1024))
-    short = dataclasses.replace(LlamaConfig.from_hf(keys), max_length=1024)
+    short = dataclasses.replace(TransformerConfig.from_hf(keys), max_length=1024)
     assert theirs.config(short.to_hf()).rope_parameters["attention_factor"] == amplitude
 
 
 @pytest.mark.parametrize(("family", "keys", "windows"), WINDOWS)
 def test_windows(theirs, family, keys, windows):
-    config = LlamaConfig.from_hf(least(family, **keys))
+    config = TransformerConfig.from_hf(least(family, **keys))
     types = getattr(theirs.config(config.to_hf()), "layer_types", None)
     if types is not None and (family != "gemma2" or windows):
         assert [kind == "sliding_attention" for kind in types] == [

@@ -49,7 +49,7 @@ def program(graph):
     return jax.jit(run, compiler_options={"xla_backend_optimization_level": 0})
 
 
-def forward(model: models.Llama, ids) -> np.ndarray:
+def forward(model: models.Transformer, ids) -> np.ndarray:
     graph, state = nnx.split(model)
     return np.asarray(program(graph)(state, jnp.asarray(ids), None))
 

@@ -16,7 +16,7 @@ from flax import nnx
 from rotary_helpers import FAR, ROTARIES
 
 from turbojax import models
-from turbojax.models import LlamaConfig
+from turbojax.models import TransformerConfig
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +45,7 @@ def test_frequencies_are_rounded_as_transformers_rounds_them(name):
     """All but a few to the bit: torch's power is one unit off for one number in a hundred."""
     import torch
 
-    rope = LlamaConfig.from_hf(ROTARIES[name]).rope
+    rope = TransformerConfig.from_hf(ROTARIES[name]).rope
     rotary = rotary_of(ROTARIES[name])
     pairs = [(rope.frequencies(np.float32), rotary.inv_freq.numpy())]
     if rotary.rope_type == "longrope":
@@ -67,7 +67,7 @@ def test_frequencies_are_rounded_as_transformers_rounds_them(name):
 def test_angles_far_into_a_text(name, first):
     import torch
 
-    rope = LlamaConfig.from_hf(ROTARIES[name]).rope
+    rope = TransformerConfig.from_hf(ROTARIES[name]).rope
     rotary = rotary_of(ROTARIES[name])
     positions = np.arange(first, first + 100)[None]
     ours = rope.angles(jnp.asarray(positions), int(positions.max()) + 1)

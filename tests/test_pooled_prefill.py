@@ -15,7 +15,7 @@ from turbojax import models
 from turbojax.app.main import app
 from turbojax.levels import LocalWindow, SimilarityCap, Threshold
 from turbojax.models import PooledAttention, pooled_by_name
-from turbojax.models.generation import generate as generation
+from turbojax.models.generation import session as generation
 
 COMPRESSED = tj.TurboConfig(block_kv=16, buffer_size=16, block_q=16)
 EVERYTHING = PooledAttention(LocalWindow(4096, (4096, 4096, None)), 32, 32)
@@ -23,8 +23,8 @@ LOCAL = pooled_by_name("window", window=32, block_size=32)
 
 
 @pytest.fixture(scope="module")
-def model() -> models.Llama:
-    config = models.LlamaConfig(
+def model() -> models.Transformer:
+    config = models.TransformerConfig(
         vocab_size=256,
         hidden_size=32,
         intermediate_size=48,
@@ -34,13 +34,13 @@ def model() -> models.Llama:
         head_dim=16,
         max_length=256,
     )
-    return models.Llama(config, rngs=nnx.Rngs(1))
+    return models.Transformer(config, rngs=nnx.Rngs(1))
 
 
 @pytest.fixture(scope="module")
-def shallow(model) -> models.Llama:
+def shallow(model) -> models.Transformer:
     """One layer: quicker to compile."""
-    return models.Llama(dataclasses.replace(model.config, num_layers=1), rngs=nnx.Rngs(1))
+    return models.Transformer(dataclasses.replace(model.config, num_layers=1), rngs=nnx.Rngs(1))
 
 
 def _tokens(batch: int, length: int) -> jax.Array:

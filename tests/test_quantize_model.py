@@ -12,7 +12,7 @@ from turbojax import models, smoothing
 from turbojax.models import causal_attention
 from turbojax.models.calibration import calibrate
 from turbojax.models.evaluation import through_kv4
-from turbojax.models.generation import generate as generation
+from turbojax.models.generation import session as generation
 from turbojax.models.quantize import layer_params, layer_weights, quantize_from
 from turbojax.models.quantized import take_rows
 from turbojax.quantizers.int4 import Int4Weight, dequantize, quantize_weight
@@ -22,9 +22,9 @@ NO_SMOOTHING = smoothing.Smoothing(cas=False, pts=False, rpn=False, crs=False)
 
 
 @pytest.fixture(scope="module")
-def model() -> models.Llama:
+def model() -> models.Transformer:
     # Grouped queries, and sizes that are no multiples of what codes are padded to.
-    config = models.LlamaConfig(
+    config = models.TransformerConfig(
         vocab_size=64,
         hidden_size=48,
         intermediate_size=84,
@@ -34,7 +34,7 @@ def model() -> models.Llama:
         head_dim=24,
         max_length=256,
     )
-    return models.Llama(config, rngs=nnx.Rngs(1))
+    return models.Transformer(config, rngs=nnx.Rngs(1))
 
 
 def _tokens(batch: int, length: int, seed: int = 0) -> jax.Array:
@@ -369,7 +369,7 @@ def test_a_loaded_checkpoint_generates_the_same(quantized, tmp_path):
 def test_which_tables_are_quantized(model, calibration):
     def tables(tied, **options):
         config = dataclasses.replace(model.config, tie_embeddings=tied, num_layers=1)
-        llama = models.Llama(config, rngs=nnx.Rngs(0))
+        llama = models.Transformer(config, rngs=nnx.Rngs(0))
         decoder = models.quantize_model(llama, calibration, **options)
         return tuple(type(x) for x in (decoder.embedding, decoder.lm_head))
 

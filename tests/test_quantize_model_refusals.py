@@ -14,8 +14,8 @@ from turbojax.models.quantize import layer_weights, quantize_layer
 
 
 @pytest.fixture(scope="module")
-def model() -> models.Llama:
-    config = models.LlamaConfig(
+def model() -> models.Transformer:
+    config = models.TransformerConfig(
         vocab_size=64,
         hidden_size=48,
         intermediate_size=84,
@@ -25,7 +25,7 @@ def model() -> models.Llama:
         head_dim=24,
         max_length=256,
     )
-    return models.Llama(config, rngs=nnx.Rngs(1))
+    return models.Transformer(config, rngs=nnx.Rngs(1))
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def test_bad_checkpoints_say_what_is_wrong(quantized, tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(content))
 
     with pytest.raises(ValueError, match="is a quantized model: the weights must be floating"):
-        models.load_llama(tmp_path)
+        models.load_transformer(tmp_path)
     for changes, error, message in [
         ({"quant_method": "gptq"}, NotImplementedError, "quant_method='gptq' is not supported"),
         ({"version": 2}, NotImplementedError, "version=2 must be 1"),

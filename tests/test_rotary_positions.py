@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from rotary_helpers import FAR, ROTARIES
 
-from turbojax.models import LlamaConfig
+from turbojax.models import TransformerConfig
 
 TRANSFORMS = {
     "eager": lambda f: f,
@@ -22,7 +22,7 @@ TRANSFORMS = {
 @pytest.mark.parametrize("transform", ["eager", "jit", "vmap", "scan"])
 def test_angles_next_to_float64(scaling, transform):
     """Within what float32 numbers allow, and the same bits in every transform."""
-    rope = LlamaConfig.from_hf(ROTARIES[scaling]).rope
+    rope = TransformerConfig.from_hf(ROTARIES[scaling]).rope
     positions = np.array([[0, 1, 700, 9_999], [FAR, FAR + 1, 2**17 - 1, 131_072]], np.int32)
     ours = np.asarray(TRANSFORMS[transform](rope.angles)(jnp.asarray(positions)))
     np.testing.assert_array_equal(ours, np.asarray(rope.angles(jnp.asarray(positions))))

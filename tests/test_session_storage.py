@@ -14,7 +14,7 @@ from turbojax.models.generation.saving import load_cache, load_session, save_cac
 from turbojax.rotary import LongRopeScaling
 from turbojax.state import stored_file as files
 
-CONFIG = models.LlamaConfig(
+CONFIG = models.TransformerConfig(
     vocab_size=64,
     hidden_size=32,
     intermediate_size=48,
@@ -104,7 +104,7 @@ def test_a_session_takes_the_model_it_was_made_with(tmp_path, model):
 def test_a_stacked_and_a_quantized_model_have_sessions(tmp_path):
     path = tmp_path / "session"
     shallow = dataclasses.replace(CONFIG, num_layers=1)
-    llama = models.Llama(shallow, rngs=nnx.Rngs(0))
+    llama = models.Transformer(shallow, rngs=nnx.Rngs(0))
     save_session(path, _started(llama, "kv4"))
     loaded, _ = load_session(path, llama)
     np.testing.assert_array_equal(_next(loaded, 5), _next(_started(llama, "kv4"), 5))

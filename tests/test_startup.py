@@ -288,10 +288,10 @@ class TestPrefillChunk:
 
 def _large(folder: Path) -> str:
     """A checkpoint whose file is large and holds nothing."""
-    config = models.LlamaConfig(256, 32, 48, 1, 4, 2, 16, 128)
+    config = models.TransformerConfig(256, 32, 48, 1, 4, 2, 16, 128)
     from flax import nnx
 
-    models.save(models.Llama(config, rngs=nnx.Rngs(0)), folder / "large")
+    models.save(models.Transformer(config, rngs=nnx.Rngs(0)), folder / "large")
     os.truncate(folder / "large" / models.WEIGHTS_NAME, 2 * 10**9)
     return str(folder / "large")
 

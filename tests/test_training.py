@@ -24,9 +24,9 @@ from turbojax.finetune.documents import (
     standard_library,
 )
 from turbojax.finetune.evaluate import bits_per_byte, windows
-from turbojax.models import Llama, LlamaConfig, embedded_path, load
+from turbojax.models import Transformer, TransformerConfig, embedded_path, load
 
-TINY = LlamaConfig(
+TINY = TransformerConfig(
     vocab_size=256,
     hidden_size=16,
     intermediate_size=24,
@@ -261,11 +261,11 @@ def test_resuming_equals_an_uninterrupted_run_bit_for_bit(tmp_path, stream):
 @pytest.mark.slow
 def test_starting_from_a_model_of_another_shape(stream):
     other = dataclasses.replace(TINY, num_layers=1)
-    with pytest.raises(ValueError, match=r"num_layers=1.*must have LlamaConfig.*num_layers=2"):
-        Trainer(TINY, SETTINGS, stream, init=Llama(other, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=r"num_layers=1.*must have Transformer.*num_layers=2"):
+        Trainer(TINY, SETTINGS, stream, init=Transformer(other, rngs=nnx.Rngs(0)))
 
 
-def train(folder, *options: str) -> tuple[dict, Llama]:
+def train(folder, *options: str) -> tuple[dict, Transformer]:
     """Runs the command on the corpus in `folder`: the log, and the exported model."""
     sizes = "--tokens-per-step 64 --short-context 16 --long-context 32 --precision float32"
     rhythm = "--log-every 2 --warmup-steps 2 --evaluate-every 2 --unroll 1"

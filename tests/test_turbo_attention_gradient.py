@@ -400,7 +400,7 @@ def test_memory_grows_with_tokens_not_with_their_square(options):
     assert large < 8192 * 8192 * 4 / 8
 
 
-TINY = tj.models.LlamaConfig(
+TINY = tj.models.TransformerConfig(
     vocab_size=32,
     hidden_size=32,
     intermediate_size=48,
@@ -419,7 +419,7 @@ def train(attention):
 
     Next tokens are random but for that repetition: only attention can find them.
     """
-    model = tj.models.Llama(TINY, rngs=nnx.Rngs(params=0))
+    model = tj.models.Transformer(TINY, rngs=nnx.Rngs(params=0))
     half = np.random.default_rng(39).integers(0, TINY.vocab_size, (8, 12))
     tokens = jnp.asarray(np.concatenate([half, half, half], axis=1), jnp.int32)
     graph, params = nnx.split(model)

@@ -16,9 +16,9 @@ from turbojax.finetune import order
 from turbojax.finetune.checkpoint import restore_tree, save_tree
 from turbojax.finetune.optimizer import clipped_adamw, default_promotion
 from turbojax.finetune.trainer import dense_attention
-from turbojax.models import Attend, Llama, LlamaConfig
+from turbojax.models import Attend, Transformer, TransformerConfig
 
-MODEL = LlamaConfig(
+MODEL = TransformerConfig(
     vocab_size=256,
     hidden_size=256,
     intermediate_size=768,
@@ -184,14 +184,14 @@ class Trainer:
 
     def __init__(
         self,
-        config: LlamaConfig,
+        config: TransformerConfig,
         settings: Settings,
         stream: np.ndarray,
         *,
         attend: Attend = dense_attention,
         remat: bool = False,
         unroll: int = 1,
-        init: Llama | None = None,
+        init: Transformer | None = None,
     ) -> None:
         """Initializes weights from the seed, or takes those of another model.
 
@@ -200,8 +200,8 @@ class Trainer:
           settings: see `Settings`.
           stream: `[bytes]` uint8, kept in the accelerator's memory.
           attend: how layers attend.
-          remat: see `Llama`.
-          unroll: see `Llama`.
+          remat: see `Transformer`.
+          unroll: see `Transformer`.
           init: a model to start from, of the same shape in any dtype; its optimizer state is
             unknown, so that a fresh one is used.
 
@@ -210,7 +210,7 @@ class Trainer:
         """
         self.settings, self.config, self.attend = settings, config, attend
         rngs = nnx.Rngs(settings.seed)
-        model = Llama(config, dtype=settings.precision, remat=remat, unroll=unroll, rngs=rngs)
+        model = Transformer(config, dtype=settings.precision, remat=remat, unroll=unroll, rngs=rngs)
         self._graph, self.params = nnx.split(model)
         if init is not None:
             self.params = _float32_weights(init, config)
@@ -240,7 +240,7 @@ class Trainer:
         self.step += 1
         return metrics
 
-    def model(self) -> Llama:
+    def model(self) -> Transformer:
         """The model with the current weights, float32, computing in the training precision."""
         return nnx.merge(self._graph, self.params)
 
@@ -257,7 +257,7 @@ class Trainer:
         return True
 
 
-def _float32_weights(model: Llama, config: LlamaConfig) -> nnx.State:
+def _float32_weights(model: Transformer, config: TransformerConfig) -> nnx.State:
     """The model's parameters in float32, in the structure of a fresh model's."""
     if model.config != config:
         raise ValueError(f"the model to start from has {model.config}, must have {config}")

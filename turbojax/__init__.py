@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 # First, so that Ctrl-C works while the command is still importing.
 from turbojax import _interrupt as _interrupt
+from turbojax import _moved
 from turbojax import fireq as fireq
 from turbojax import levels as levels
 from turbojax import paged as paged
@@ -32,6 +33,8 @@ from turbojax.state.progressive import init_cache as init_cache
 if TYPE_CHECKING:
     from turbojax import flax as flax
     from turbojax import models as models
+
+_moved.install()
 
 __version__ = "0.1.0"
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from turbojax import _writing
-from turbojax.app.demo import environment
+from turbojax._environment import environment
 
 LENGTHS = tuple(range(520, 1000, 40))  # a chat that grows by 40 tokens a turn
 NEW_TOKENS = 32

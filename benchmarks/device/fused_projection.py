@@ -310,7 +310,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=80.0)
     arguments = parser.parse_args()
     deadline = time.monotonic() + arguments.seconds
-    from turbojax.app.demo import environment
+    from turbojax._environment import environment
 
     report = {**environment(), "rows": []}
     for tokens in (8192, 16384):

@@ -22,7 +22,7 @@ from benchmarks import model_tables, tables, timing
 from benchmarks.suites import common, fireq_inputs, steps
 from turbojax import models
 from turbojax.kv import LayerCache, cache_by_name, init_layer_cache
-from turbojax.models.generation import generate as generation
+from turbojax.models.generation import session as generation
 from turbojax.models.generation.caching import init_caches
 
 Row = dict[str, Any]
@@ -65,7 +65,7 @@ class Group:
         return f"b{self.batch}-s{self.tokens}"
 
     @property
-    def config(self) -> models.LlamaConfig:
+    def config(self) -> models.TransformerConfig:
         """The model's."""
         return models.SHAPES[self.model]
 

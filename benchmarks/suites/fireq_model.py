@@ -37,7 +37,7 @@ class Kind:
       unit: the number format of its products.
     """
 
-    make: Callable[[models.LlamaConfig], Model]
+    make: Callable[[models.TransformerConfig], Model]
     cache: models.CacheKind
     implementation: str | None
     unit: str

@@ -94,8 +94,8 @@ def _read(folder: Path) -> None:
 
 
 def _naive(folder: Path) -> dict[tuple[str, ...], jax.Array]:
-    """The arrays of a `Llama` by path: all files in memory, then layers stacked on the device."""
-    config = models.LlamaConfig.from_hf(models.read_config(folder))
+    """The arrays of a `Transformer` by path: files in memory, then stacked on the device."""
+    config = models.TransformerConfig.from_hf(models.read_config(folder))
     tensors: dict[str, np.ndarray] = {}
     for path in sorted(folder.glob("*.safetensors")):
         tensors |= load_file(path)
@@ -118,7 +118,7 @@ def _naive(folder: Path) -> dict[tuple[str, ...], jax.Array]:
 
 def _check(method: str, folder: Path, model: Any) -> None:
     """Raises ArithmeticError unless the last layer's weights are those that were written."""
-    config = models.LlamaConfig.from_hf(models.read_config(folder))
+    config = models.TransformerConfig.from_hf(models.read_config(folder))
     last, numbers = config.num_layers - 1, loading.weights()
     name = f"model.layers.{last}.mlp.down_proj.weight"
     begin = loading.begin_of(name)

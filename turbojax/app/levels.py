@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _extras, _writing
-from turbojax.app.demo.measure import environment
+from turbojax._environment import environment
 from turbojax.levels import (
     LocalWindow,
     Policy,
@@ -22,7 +22,7 @@ from turbojax.levels import (
     level_density,
     select_levels,
 )
-from turbojax.models import BEGINNING_OF_FILE, Llama, causal_attention, unstack
+from turbojax.models import BEGINNING_OF_FILE, Transformer, causal_attention, unstack
 from turbojax.models.decoder import for_length
 from turbojax.ops.options import PLAIN, AttentionOptions, require_plain
 from turbojax.ops.pooled_attention import pooled_attention
@@ -139,7 +139,7 @@ class MapReport:
         }
 
 
-def run(model: Llama, settings: MapSettings) -> MapReport:
+def run(model: Transformer, settings: MapSettings) -> MapReport:
     """Chooses levels for one layer of the model on the file, and attends with them.
 
     Args:
@@ -161,7 +161,7 @@ def run(model: Llama, settings: MapSettings) -> MapReport:
     return MapReport(settings, results, time.perf_counter() - begun)
 
 
-def _fit(model: Llama, settings: MapSettings) -> MapSettings:
+def _fit(model: Transformer, settings: MapSettings) -> MapSettings:
     """Checks the settings against the model and fills in the heads."""
     config = model.config
     if config.vocab_size != 256:
@@ -178,7 +178,9 @@ def _fit(model: Llama, settings: MapSettings) -> MapSettings:
     return dataclasses.replace(settings, heads=heads)
 
 
-def _layer_operands(model: Llama, settings: MapSettings) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _layer_operands(
+    model: Transformer, settings: MapSettings
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Query, key and value of the layer on the file, as its attention sees them."""
     content = settings.file.read_bytes()[: settings.tokens - 1]
     if len(content) < settings.tokens - 1:

@@ -116,7 +116,7 @@ def demo(
         )
         startup.check_input_files(settings.file)
         # float32 is the fast dtype of CPUs; the caches are what is being compared.
-        llama = models.load_llama(model, dtype=jnp.float32)
+        llama = models.load_transformer(model, dtype=jnp.float32)
         steps = len(settings.caches) * (settings.new_bytes + settings.generated_bytes)
         with _progress_bar() as bar:
             task = bar.add_task("starting", total=steps)
@@ -190,7 +190,7 @@ def levels(
             block=block,
         )
         startup.check_input_files(settings.file)
-        report = levels_map.run(models.load_llama(model, dtype=jnp.float32), settings)
+        report = levels_map.run(models.load_transformer(model, dtype=jnp.float32), settings)
         if plot is not None:
             levels_map.save_plot(report, plot)
     except (OSError, ValueError, NotImplementedError, ImportError) as error:

@@ -10,7 +10,7 @@ import numpy as np
 
 from turbojax import _device, _extras
 from turbojax.kv import CacheKind, init_layer_cache
-from turbojax.models import LlamaConfig
+from turbojax.models import TransformerConfig
 
 
 def check_output_file(option: str, path: Path | None) -> None:
@@ -66,7 +66,7 @@ def check_plot(path: Path | None) -> None:
 
 
 def cache_bytes(
-    config: LlamaConfig, dtype: np.dtype, batch_size: int, max_length: int, kind: CacheKind
+    config: TransformerConfig, dtype: np.dtype, batch_size: int, max_length: int, kind: CacheKind
 ) -> int:
     """Bytes of the caches that `models.init_caches` would make, which are not made.
 
@@ -83,7 +83,7 @@ def cache_bytes(
     return config.num_layers * (one + (batch_size - 1) * (two - one))
 
 
-def prompt_bytes(config: LlamaConfig, dtype: np.dtype, batch_size: int, length: int) -> int:
+def prompt_bytes(config: TransformerConfig, dtype: np.dtype, batch_size: int, length: int) -> int:
     """Bytes that prompts take at least while they run through a layer.
 
     The residual stream and its norm, and the two factors of the feed-forward network's product.

@@ -129,7 +129,7 @@ def train(
             raise ValueError("--held-out is for --data")
         else:
             corpus = finetune.standard_library_corpus()
-        start = models.load_llama(model)
+        start = models.load_transformer(model)
         _check_memory(start.config, settings)
         typer.echo(f"{corpus.stream.size:,} bytes of text; {start.config.num_parameters:,} weights")
         with _progress_bar() as bar:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from turbojax.models import BEGINNING_OF_FILE, Attend, Llama, causal_attention
+from turbojax.models import BEGINNING_OF_FILE, Attend, Transformer, causal_attention
 
 
 def windows(data: bytes, context: int) -> np.ndarray:
@@ -46,7 +46,7 @@ def _bits(graph: Any, state: Any, tokens: jax.Array, attend: Attend) -> jax.Arra
 
 
 def bits_per_byte(
-    model: Llama,
+    model: Transformer,
     files: Mapping[str, bytes],
     context: int,
     *,

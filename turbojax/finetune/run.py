@@ -13,15 +13,15 @@ import jax
 import numpy as np
 
 from turbojax import _writing
+from turbojax._environment import environment
 from turbojax._json import shown
-from turbojax.app.demo import environment
 from turbojax.finetune._log import read_content
 from turbojax.finetune.checkpoint import checkpoint_manager, last_step
 from turbojax.finetune.data import Corpus
 from turbojax.finetune.evaluate import bits_per_byte
 from turbojax.finetune.settings import Settings
 from turbojax.finetune.trainer import Trainer, dense_attention
-from turbojax.models import BEGINNING_OF_FILE, Attend, Llama, PooledAttention, save
+from turbojax.models import BEGINNING_OF_FILE, Attend, PooledAttention, Transformer, save
 
 LOG_NAME = "log.json"
 CHECKPOINTS_NAME = "checkpoints"
@@ -64,7 +64,7 @@ class Rhythm:
 
 def fine_tune(
     folder: Path,
-    model: Llama,
+    model: Transformer,
     settings: Settings,
     corpus: Corpus,
     *,
@@ -108,7 +108,7 @@ def fine_tune(
 
 def _fine_tune(
     folder: Path,
-    model: Llama,
+    model: Transformer,
     settings: Settings,
     corpus: Corpus,
     pooled: PooledAttention | None,

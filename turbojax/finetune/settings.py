@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 
 from turbojax.finetune.optimizer import clipped_adamw
-from turbojax.models import LlamaConfig
+from turbojax.models import TransformerConfig
 
 PRECISIONS = ("float32", "bfloat16", "float16")
 
@@ -83,7 +83,7 @@ class Settings:
         )
 
 
-def for_context(config: LlamaConfig, context: int) -> LlamaConfig:
+def for_context(config: TransformerConfig, context: int) -> TransformerConfig:
     """The configuration of a model that is to be fine-tuned at a longer context.
 
     Where the context grows by a factor s, the base of the rotary frequencies grows to

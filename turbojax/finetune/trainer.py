@@ -17,7 +17,7 @@ from turbojax.finetune import order
 from turbojax.finetune.checkpoint import restore_tree, save_tree
 from turbojax.finetune.optimizer import default_promotion
 from turbojax.finetune.settings import Settings, for_context
-from turbojax.models import Attend, Llama, PooledAttention
+from turbojax.models import Attend, PooledAttention, Transformer
 from turbojax.ops.options import PLAIN, AttentionOptions
 
 
@@ -46,7 +46,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: Llama,
+        model: Transformer,
         settings: Settings,
         stream: np.ndarray,
         *,
@@ -73,7 +73,7 @@ class Trainer:
         self._num_bytes = stream.size
         self._starts(0)
         unroll = self.config.num_layers
-        make = functools.partial(Llama, self.config, dtype=settings.precision)
+        make = functools.partial(Transformer, self.config, dtype=settings.precision)
         self._graph = nnx.graphdef(
             nnx.eval_shape(lambda: make(remat=remat, unroll=unroll, rngs=nnx.Rngs(0)))
         )
@@ -120,9 +120,9 @@ class Trainer:
         self._compiled = traced.lower(self.params, self.opt_state, self._stream, starts).compile()
         self.compile_seconds = time.perf_counter() - begun
 
-    def model(self) -> Llama:
+    def model(self) -> Transformer:
         """The model with the current weights, float32, computing in the run's precision."""
-        model: Llama = nnx.merge(self._graph, self.params)
+        model: Transformer = nnx.merge(self._graph, self.params)
         return model
 
     def save(self, manager: ocp.CheckpointManager) -> None:

@@ -25,7 +25,7 @@ POLICY_NAMES = ("threshold", "topk", "window")
 class PooledAttention:
     """Causal `pooled_attention` with the levels of a policy; static under `jit`.
 
-    An `Attend`: `Llama` takes it in training, `generate` and `start` take it for the prompt.
+    An `Attend`: `Transformer` takes it in training, `generate` and `start` take it for the prompt.
 
     Attributes:
       policy: see `turbojax.levels`. A pattern's levels are made when a function is traced; the

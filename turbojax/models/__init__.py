@@ -1,5 +1,6 @@
-"""A Llama-family decoder in Flax nnx, its checkpoints, and the model shipped with turbojax."""
+"""Decoders in Flax nnx, its checkpoints, and the model shipped with turbojax."""
 
+from turbojax import _moved
 from turbojax.kv import CACHE_NAMES as CACHE_NAMES
 from turbojax.kv import POLICY_NAMES as POLICY_NAMES
 from turbojax.kv import Attend as Attend
@@ -16,12 +17,12 @@ from turbojax.models.checkpoint.huggingface import embedded_path as embedded_pat
 from turbojax.models.checkpoint.huggingface import held_out_modules as held_out_modules
 from turbojax.models.checkpoint.huggingface import load as load
 from turbojax.models.checkpoint.huggingface import load_decoder as load_decoder
-from turbojax.models.checkpoint.huggingface import load_llama as load_llama
+from turbojax.models.checkpoint.huggingface import load_transformer as load_transformer
 from turbojax.models.checkpoint.huggingface import read_config as read_config
 from turbojax.models.checkpoint.huggingface import save as save
 from turbojax.models.checkpoint.huggingface import weight_files as weight_files
 from turbojax.models.checkpoint.quantized import save_quantized as save_quantized
-from turbojax.models.config import LlamaConfig as LlamaConfig
+from turbojax.models.config import TransformerConfig as TransformerConfig
 from turbojax.models.decoder import Decoder as Decoder
 from turbojax.models.decoder import random_decoder as random_decoder
 from turbojax.models.decoder import unstack as unstack
@@ -35,11 +36,6 @@ from turbojax.models.engine import Result as Result
 from turbojax.models.evaluation import token_bits as token_bits
 from turbojax.models.generation.caching import ModelCaches as ModelCaches
 from turbojax.models.generation.caching import init_caches as init_caches
-from turbojax.models.generation.generate import Session as Session
-from turbojax.models.generation.generate import generate as generate
-from turbojax.models.generation.generate import score as score
-from turbojax.models.generation.generate import start as start
-from turbojax.models.generation.generate import stream as stream
 from turbojax.models.generation.padding import align as align
 from turbojax.models.generation.sampling import GREEDY as GREEDY
 from turbojax.models.generation.sampling import Sampling as Sampling
@@ -47,6 +43,11 @@ from turbojax.models.generation.saving import load_cache as load_cache
 from turbojax.models.generation.saving import load_session as load_session
 from turbojax.models.generation.saving import save_cache as save_cache
 from turbojax.models.generation.saving import save_session as save_session
+from turbojax.models.generation.session import Session as Session
+from turbojax.models.generation.session import generate as generate
+from turbojax.models.generation.session import score as score
+from turbojax.models.generation.session import start as start
+from turbojax.models.generation.session import stream as stream
 from turbojax.models.quantize import quantize_model as quantize_model
 from turbojax.models.quantized import QuantizedDecoder as QuantizedDecoder
 from turbojax.models.quantized import random_quantized_decoder as random_quantized_decoder
@@ -59,4 +60,13 @@ from turbojax.models.text.tokenizer import JsonTokenizer as JsonTokenizer
 from turbojax.models.text.tokenizer import NumberTokenizer as NumberTokenizer
 from turbojax.models.text.tokenizer import Tokenizer as Tokenizer
 from turbojax.models.text.tokenizer import load_tokenizer as load_tokenizer
-from turbojax.models.transformer import Llama as Llama
+from turbojax.models.transformer import Transformer as Transformer
+
+__getattr__ = _moved.renamed(
+    __name__,
+    {
+        "Llama": "turbojax.models.Transformer",
+        "LlamaConfig": "turbojax.models.TransformerConfig",
+        "load_llama": "turbojax.models.load_transformer",
+    },
+)

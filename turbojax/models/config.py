@@ -1,4 +1,4 @@
-"""The shape of a Llama-family decoder, and its Hugging Face `config.json`."""
+"""The shape of a decoder, and its Hugging Face `config.json`."""
 
 import dataclasses
 import json
@@ -24,8 +24,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True)
-class LlamaConfig:
-    """Sizes and constants of a `Llama`.
+class TransformerConfig:
+    """Sizes and constants of a `Transformer`.
 
     Attributes:
       vocab_size: number of tokens; 256 for a byte-level model.
@@ -150,7 +150,7 @@ class LlamaConfig:
         return self.num_layers * layer + tables + size
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, Any]) -> "LlamaConfig":
+    def from_hf(cls, hf: Mapping[str, Any]) -> "TransformerConfig":
         """Reads the content of a Hugging Face `config.json`, of any `Family`.
 
         Keys that are missing have transformers' defaults; only sizes must be there. A key that is
@@ -182,7 +182,7 @@ class LlamaConfig:
             raise ValueError(f"a config.json of family {self.family!r} cannot say {values}")
         return hf
 
-    def _canonical(self) -> "LlamaConfig":
+    def _canonical(self) -> "TransformerConfig":
         """An equal model's configuration with the defaults filled in, for comparisons."""
         scale, windows = self.attention_scale, self.local_windows
         return dataclasses.replace(
@@ -193,7 +193,9 @@ class LlamaConfig:
         )
 
 
-def model_config(folder: Path, hf: Mapping[str, Any], max_length: int | None = None) -> LlamaConfig:
+def model_config(
+    folder: Path, hf: Mapping[str, Any], max_length: int | None = None
+) -> TransformerConfig:
     """What the `config.json` of a folder describes.
 
     Args:
@@ -202,10 +204,10 @@ def model_config(folder: Path, hf: Mapping[str, Any], max_length: int | None = N
       max_length: what the model is meant for instead of what is said there.
 
     Raises:
-      NotImplementedError, ValueError: as `LlamaConfig.from_hf`, naming the file.
+      NotImplementedError, ValueError: as `TransformerConfig.from_hf`, naming the file.
     """
     try:
-        config = LlamaConfig.from_hf(hf)
+        config = TransformerConfig.from_hf(hf)
     except (NotImplementedError, ValueError) as error:
         kind = NotImplementedError if isinstance(error, NotImplementedError) else ValueError
         text = str(error).removeprefix("config.json").removeprefix(":").strip()
@@ -214,7 +216,7 @@ def model_config(folder: Path, hf: Mapping[str, Any], max_length: int | None = N
 
 
 def config_json(
-    config: LlamaConfig, dtype: np.dtype, extra: Mapping[str, Any] | None
+    config: TransformerConfig, dtype: np.dtype, extra: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """The content of a checkpoint's `config.json`.
 
@@ -224,7 +226,7 @@ def config_json(
       extra: further keys.
 
     Raises:
-      NotImplementedError: if a further key is one that `LlamaConfig.from_hf` refuses.
+      NotImplementedError: if a further key is one that `TransformerConfig.from_hf` refuses.
       TypeError: if JSON cannot express the value of one.
       ValueError: if one repeats a key of the model's own, or turns it into another model.
     """
@@ -241,7 +243,7 @@ def config_json(
                 f"extra_config: {key}={value!r} must be serializable as JSON: {error}"
             ) from error
     merged = {**hf, "torch_dtype": dtype.name, **extra}
-    if LlamaConfig.from_hf(merged) != LlamaConfig.from_hf(hf):
+    if TransformerConfig.from_hf(merged) != TransformerConfig.from_hf(hf):
         raise ValueError(f"extra_config={dict(extra)!r} must not make another model of this one")
     return merged
 

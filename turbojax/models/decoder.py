@@ -1,7 +1,7 @@
-"""A Llama unstacked for inference: one tree of weights per layer.
+"""A `Transformer` unstacked for inference: one tree of weights per layer.
 
-`Llama` scans over stacked layers, which suits training. Through a KV cache it does not: a scan
-that carries all caches slices one layer's out and writes it back in every iteration, so a step
+`Transformer` scans over stacked layers, which suits training. Through a KV cache it does not: a
+scan that carries all caches slices one layer's out and writes it back in every iteration, so a step
 would copy the whole cache. Here the layers are a Python loop, every array of every layer is an
 argument of its own, and a donated cache is updated in place.
 """
@@ -20,8 +20,8 @@ from jax.typing import DTypeLike
 from turbojax.flax.norms import rms_norm
 from turbojax.kv import Attend, AttentionOptions
 from turbojax.kv.base import Cache
-from turbojax.models.config import LlamaConfig
-from turbojax.models.transformer import Block, Llama, embed, project
+from turbojax.models.config import TransformerConfig
+from turbojax.models.transformer import Block, Transformer, embed, project
 from turbojax.rotary import LongRopeScaling
 
 LayerParams = Any
@@ -31,7 +31,7 @@ LayerParams = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """The weights of a `Llama`, layer by layer: what `start` and `generate` run.
+    """The weights of a `Transformer`, layer by layer: what `start` and `generate` run.
 
     Made by `unstack` or `random_decoder`. A pytree that is cheap to pass to `jit`.
 
@@ -48,7 +48,7 @@ class Decoder:
     layers: tuple[LayerParams, ...]
     norm: jax.Array
     lm_head: jax.Array | None
-    config: LlamaConfig = dataclasses.field(metadata={"static": True})
+    config: TransformerConfig = dataclasses.field(metadata={"static": True})
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
 
     @property
@@ -125,7 +125,7 @@ def for_length(decoder: AnyDecoder, max_length: int) -> AnyDecoder:
 
 
 def warn_of_long_factors(
-    config: LlamaConfig, prompt: int, max_length: int, *, stacklevel: int
+    config: TransformerConfig, prompt: int, max_length: int, *, stacklevel: int
 ) -> None:
     """Warns where a prompt that has the short factors of LongRoPE gets the long ones.
 
@@ -151,7 +151,7 @@ def warn_of_long_factors(
         )
 
 
-def unstack(model: Llama, *, consume: bool = False) -> Decoder:
+def unstack(model: Transformer, *, consume: bool = False) -> Decoder:
     """Splits a model's stacked weights into layers.
 
     Args:
@@ -180,7 +180,7 @@ def unstack(model: Llama, *, consume: bool = False) -> Decoder:
 
 
 def random_decoder(
-    config: LlamaConfig, *, dtype: DTypeLike = jnp.bfloat16, seed: int = 0
+    config: TransformerConfig, *, dtype: DTypeLike = jnp.bfloat16, seed: int = 0
 ) -> Decoder:
     """A decoder with random weights, for measuring speed.
 
@@ -216,13 +216,13 @@ def _random_table(key: jax.Array, shape: tuple[int, int], dtype: np.dtype) -> ja
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _random_layer(key: jax.Array, config: LlamaConfig, dtype: np.dtype) -> LayerParams:
+def _random_layer(key: jax.Array, config: TransformerConfig, dtype: np.dtype) -> LayerParams:
     block = Block(config, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(key))
     return nnx.to_pure_dict(nnx.state(block))
 
 
 @functools.cache
-def _block_graph(config: LlamaConfig, dtype: np.dtype, param_dtype: np.dtype) -> Any:
+def _block_graph(config: TransformerConfig, dtype: np.dtype, param_dtype: np.dtype) -> Any:
     """What a `Block` of this shape is, without its arrays."""
     make = functools.partial(Block, config, dtype=dtype, param_dtype=param_dtype)
     return nnx.graphdef(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))

@@ -12,8 +12,8 @@ from turbojax import _checks
 from turbojax.kv import Attend, AttentionOptions, causal_attention
 from turbojax.kv.base import Cache
 from turbojax.models.decoder import Decoder, for_length
-from turbojax.models.generation.generate import Progress
 from turbojax.models.generation.padding import check_tokens
+from turbojax.models.generation.session import Progress
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.ops.options import PLAIN
 from turbojax.quantizers.fp8 import quantize_fp8

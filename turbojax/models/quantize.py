@@ -8,10 +8,10 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax.models.calibration import calibrate
-from turbojax.models.config import LlamaConfig
+from turbojax.models.config import TransformerConfig
 from turbojax.models.decoder import Decoder, LayerParams, unstack
 from turbojax.models.quantized import QuantizedDecoder, QuantizedLayer, check_config
-from turbojax.models.transformer import Llama
+from turbojax.models.transformer import Transformer
 from turbojax.quantizers.fp8 import E4M3_MAX
 from turbojax.quantizers.int4 import (
     Int4Weight,
@@ -37,7 +37,7 @@ since the last call."""
 
 
 def quantize_model(
-    model: Llama | Decoder,
+    model: Transformer | Decoder,
     tokens: np.ndarray | None = None,
     *,
     smoothing: Smoothing = EVERYTHING,
@@ -76,9 +76,10 @@ def quantize_model(
         to scale, `batch_size` is not positive, or a weight is not finite; the message
         names the layer.
     """
-    if not isinstance(model, Llama | Decoder):
+    if not isinstance(model, Transformer | Decoder):
         raise TypeError(
-            f"model is a {type(model).__name__}, must be a Llama or a Decoder, not quantized before"
+            f"model is a {type(model).__name__}, must be a Transformer or a Decoder, not "
+            "quantized before"
         )
     check_config(model.config)
     _checks.check_sizes(batch_size=batch_size)
@@ -90,7 +91,7 @@ def quantize_model(
         )
     if (smoothing.rpn or smoothing.crs) and tokens is None:
         raise ValueError("tokens=None: RPN and CRS need text for calibration")
-    decoder = unstack(model) if isinstance(model, Llama) else model
+    decoder = unstack(model) if isinstance(model, Transformer) else model
     statistics: tuple[KeyStatistics | None, ...] = (None,) * decoder.config.num_layers
     if (smoothing.rpn or smoothing.crs) and tokens is not None:
         advance = None if progress is None else lambda n: progress("calibration", n)
@@ -142,7 +143,7 @@ def quantize_from(
     )
 
 
-def layer_weights(params: LayerParams, config: LlamaConfig) -> LayerWeights:
+def layer_weights(params: LayerParams, config: TransformerConfig) -> LayerWeights:
     """A layer of a `Decoder` as smoothing sees it, in float32 and ``[out, in]``."""
 
     def projection(part: str, name: str) -> Projection:

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from turbojax.flax.norms import rms_norm
 from turbojax.kv import Attend
 from turbojax.kv.base import Cache
-from turbojax.models.config import LlamaConfig
+from turbojax.models.config import TransformerConfig
 from turbojax.models.transformer import project
 from turbojax.ops.fp8_tokens import quantize_activation, rms_norm_quantize
 from turbojax.ops.int4_matmul import matmul
@@ -65,7 +65,7 @@ class QuantizedLayer:
         angles: jax.Array,
         attend: Attend,
         cache: Cache,
-        config: LlamaConfig,
+        config: TransformerConfig,
     ) -> tuple[jax.Array, Cache]:
         """Maps the residual stream ``[B, T, D]`` to the next layer's and updates the cache."""
         tokens = rms_norm_quantize(hidden, self.attention_norm, config.norm_eps)
@@ -101,7 +101,7 @@ class QuantizedDecoder:
     layers: tuple[QuantizedLayer, ...]
     norm: jax.Array
     lm_head: jax.Array | Int4Weight | None
-    config: LlamaConfig = dataclasses.field(metadata={"static": True})
+    config: TransformerConfig = dataclasses.field(metadata={"static": True})
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
 
     @property
@@ -145,7 +145,7 @@ class QuantizedDecoder:
         return project(hidden, table, self.dtype)
 
 
-def check_config(config: LlamaConfig) -> None:
+def check_config(config: TransformerConfig) -> None:
     """Checks that a `QuantizedDecoder` computes what a model of this shape does.
 
     It has two norms a layer, SwiGLU, plain attention and no biases. Smoothing takes channels i and
@@ -196,7 +196,7 @@ def take_rows(table: jax.Array | Int4Weight, index: jax.Array) -> jax.Array:
 
 
 def random_quantized_decoder(
-    config: LlamaConfig,
+    config: TransformerConfig,
     *,
     scale_dtype: ScaleDtype = "e4m3",
     quantize_head: bool = False,
@@ -273,7 +273,7 @@ def _nbytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _heads(qkv: jax.Array, config: LlamaConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _heads(qkv: jax.Array, config: TransformerConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Splits ``[B, T, (N + 2 K) H]`` into heads."""
     heads = qkv.reshape(*qkv.shape[:2], -1, config.head_dim)
     first, second = config.num_heads, config.num_heads + config.num_kv_heads

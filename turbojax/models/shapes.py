@@ -1,9 +1,9 @@
 """Shapes of published models, by name: what `random_decoder` is used with to measure speed."""
 
-from turbojax.models.config import LlamaConfig
+from turbojax.models.config import TransformerConfig
 from turbojax.rotary import Llama3Scaling
 
-_LLAMA_2_7B = LlamaConfig(
+_LLAMA_2_7B = TransformerConfig(
     vocab_size=32000,
     hidden_size=4096,
     intermediate_size=11008,
@@ -14,7 +14,7 @@ _LLAMA_2_7B = LlamaConfig(
     max_length=4096,
 )
 
-_LLAMA_3_8B = LlamaConfig(
+_LLAMA_3_8B = TransformerConfig(
     vocab_size=128256,
     hidden_size=4096,
     intermediate_size=14336,
@@ -26,7 +26,7 @@ _LLAMA_3_8B = LlamaConfig(
     rope_theta=500000.0,
 )
 
-_LLAMA_3_1_8B = LlamaConfig(
+_LLAMA_3_1_8B = TransformerConfig(
     vocab_size=128256,
     hidden_size=4096,
     intermediate_size=14336,
@@ -41,7 +41,7 @@ _LLAMA_3_1_8B = LlamaConfig(
     ),
 )
 
-_MISTRAL_7B = LlamaConfig(
+_MISTRAL_7B = TransformerConfig(
     family="mistral",
     vocab_size=32000,
     hidden_size=4096,
@@ -54,7 +54,7 @@ _MISTRAL_7B = LlamaConfig(
     local_windows=(4096,) * 32,
 )
 
-_QWEN_2_5_7B = LlamaConfig(
+_QWEN_2_5_7B = TransformerConfig(
     family="qwen2",
     vocab_size=152064,
     hidden_size=3584,
@@ -69,7 +69,7 @@ _QWEN_2_5_7B = LlamaConfig(
     qkv_bias=True,
 )
 
-_QWEN_3_8B = LlamaConfig(
+_QWEN_3_8B = TransformerConfig(
     family="qwen3",
     vocab_size=151936,
     hidden_size=4096,
@@ -84,7 +84,7 @@ _QWEN_3_8B = LlamaConfig(
     qk_norm=True,
 )
 
-_PHI_3_MINI = LlamaConfig(
+_PHI_3_MINI = TransformerConfig(
     family="phi3",
     vocab_size=32064,
     hidden_size=3072,
@@ -97,7 +97,7 @@ _PHI_3_MINI = LlamaConfig(
     local_windows=(2047,) * 32,
 )
 
-_GEMMA_2_9B = LlamaConfig(
+_GEMMA_2_9B = TransformerConfig(
     family="gemma2",
     vocab_size=256000,
     hidden_size=3584,
@@ -119,7 +119,7 @@ _GEMMA_2_9B = LlamaConfig(
     post_norms=True,
 )
 
-_TINY = LlamaConfig(
+_TINY = TransformerConfig(
     vocab_size=512,
     hidden_size=64,
     intermediate_size=96,

@@ -18,10 +18,12 @@ from turbojax.flax.norms import RMSNorm
 from turbojax.flax.projections import AttentionProjections, linear
 from turbojax.kv import Attend, AttentionOptions, causal_attention, padded_attention
 from turbojax.kv.base import Cache
-from turbojax.models.config import LlamaConfig
+from turbojax.models.config import TransformerConfig
 
 
-def embed(table: jax.Array, tokens: jax.Array, config: LlamaConfig, dtype: DTypeLike) -> jax.Array:
+def embed(
+    table: jax.Array, tokens: jax.Array, config: TransformerConfig, dtype: DTypeLike
+) -> jax.Array:
     """Embeddings ``[..., D]`` of tokens, scaled where the model asks for it.
 
     NaN for a token that is not in the vocabulary, instead of another token's embedding.
@@ -43,7 +45,7 @@ def project(
     return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
 
 
-def activate(x: jax.Array, config: LlamaConfig) -> jax.Array:
+def activate(x: jax.Array, config: TransformerConfig) -> jax.Array:
     """The activation of the feed-forward layer's gate."""
     return jax.nn.silu(x) if config.activation == "silu" else jax.nn.gelu(x, approximate=True)
 
@@ -52,7 +54,7 @@ class FeedForward(nnx.Module):
     """A gated layer: ``down(activation(gate(x)) * up(x))``; SwiGLU with SiLU."""
 
     def __init__(
-        self, config: LlamaConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs
+        self, config: TransformerConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs
     ) -> None:
         size, inner = config.hidden_size, config.intermediate_size
         make = functools.partial(
@@ -72,7 +74,7 @@ class Block(nnx.Module):
     """One pre-norm decoder layer."""
 
     def __init__(
-        self, config: LlamaConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs
+        self, config: TransformerConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs
     ) -> None:
         dtypes: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         norm = functools.partial(
@@ -119,7 +121,7 @@ class Block(nnx.Module):
         return hidden + (out if self.mlp_post_norm is None else self.mlp_post_norm(out)), cache
 
 
-class Llama(nnx.Module):
+class Transformer(nnx.Module):
     """A Llama-family decoder.
 
     LongRoPE takes its factors by the longest text of each call, and with caches by the config's
@@ -139,7 +141,7 @@ class Llama(nnx.Module):
 
     def __init__(
         self,
-        config: LlamaConfig,
+        config: TransformerConfig,
         *,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
@@ -298,7 +300,7 @@ class Llama(nnx.Module):
                 )
 
 
-def _output_gain(config: LlamaConfig) -> float:
+def _output_gain(config: TransformerConfig) -> float:
     """Of initial weights of what adds to the residual stream.
 
     Each block does so twice; this keeps the stream's variance independent of depth.

@@ -4,5 +4,4 @@ from turbojax.app.demo.measure import CacheResult as CacheResult
 from turbojax.app.demo.measure import DemoReport as DemoReport
 from turbojax.app.demo.measure import DemoSettings as DemoSettings
 from turbojax.app.demo.measure import default_file as default_file
-from turbojax.app.demo.measure import environment as environment
 from turbojax.app.demo.measure import run as run

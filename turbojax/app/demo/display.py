@@ -10,7 +10,7 @@ from rich.text import Text
 
 from turbojax import _extras, _writing
 from turbojax.app.demo.measure import CacheResult, DemoReport, cache_kind
-from turbojax.models import Llama
+from turbojax.models import Transformer
 from turbojax.models.generation.caching import init_caches
 
 # A running mean of fewer bytes jumps about and hides the rest of the picture.
@@ -74,7 +74,7 @@ def _generated_panel(result: CacheResult, first: CacheResult) -> Panel:
     return Panel(text, title=title, title_align="left")
 
 
-def save_plot(report: DemoReport, model: Llama, path: Path) -> None:
+def save_plot(report: DemoReport, model: Transformer, path: Path) -> None:
     """Draws memory against context length, and what each cache costs along the text.
 
     Args:

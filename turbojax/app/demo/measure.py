@@ -1,9 +1,7 @@
 """What the demo measures: quality, memory and speed of decoding through each KV cache."""
 
 import dataclasses
-import datetime
 import math
-import platform
 import sysconfig
 import time
 from collections.abc import Callable
@@ -14,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import turbojax
+from turbojax._environment import environment
 from turbojax.kv import CACHE_NAMES, CacheKind, cache_by_name
-from turbojax.models import BEGINNING_OF_FILE, Llama, held_out_modules
-from turbojax.models.generation import generate as generation
+from turbojax.models import BEGINNING_OF_FILE, Transformer, held_out_modules
+from turbojax.models.generation import session as generation
 
 Progress = Callable[[str, int], None]
 """Called with the name of a cache and the number of bytes done since the last call."""
@@ -120,17 +118,6 @@ class DemoReport:
         }
 
 
-def environment() -> dict[str, str]:
-    """Device, versions and date, without which a measurement is worth nothing."""
-    return {
-        "device": jax.devices()[0].device_kind,
-        "date": datetime.date.today().isoformat(),
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "turbojax": turbojax.__version__,
-    }
-
-
 def default_file(required_bytes: int = 1) -> Path:
     """A module of this interpreter's standard library that the embedded model never saw.
 
@@ -150,7 +137,7 @@ def default_file(required_bytes: int = 1) -> Path:
     )
 
 
-def cache_kind(name: str, model: Llama) -> CacheKind:
+def cache_kind(name: str, model: Transformer) -> CacheKind:
     """The cache of a name that `cache_by_name` takes, in the sizes that models are served with.
 
     The demo computes in float32, which suits CPUs, but an exact cache of bfloat16 is what others
@@ -163,7 +150,7 @@ def cache_kind(name: str, model: Llama) -> CacheKind:
     return "bfloat16" if kind == "exact" else kind
 
 
-def run(model: Llama, settings: DemoSettings, progress: Progress | None = None) -> DemoReport:
+def run(model: Transformer, settings: DemoSettings, progress: Progress | None = None) -> DemoReport:
     """Measures every cache on the file.
 
     Args:
@@ -212,7 +199,7 @@ def _read_tokens(settings: DemoSettings) -> np.ndarray:
 
 
 def _measure(
-    model: Llama,
+    model: Transformer,
     settings: DemoSettings,
     name: str,
     kind: CacheKind,

@@ -149,7 +149,7 @@ def generate(
 
     For many texts at once, see `turbojax serve`.
     """
-    from turbojax.app.demo import environment
+    from turbojax._environment import environment
     from turbojax.app.generate import run as text
     from turbojax.models.generation.sampling import Sampling
 

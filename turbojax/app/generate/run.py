@@ -14,7 +14,7 @@ import numpy as np
 from turbojax import _checks, models
 from turbojax.models.checkpoint.huggingface import checkpoint_folder
 from turbojax.models.config import DTYPES, model_config, stored_dtype
-from turbojax.models.generation import generate as generation
+from turbojax.models.generation import session as generation
 from turbojax.models.generation.sampling import GREEDY
 from turbojax.models.generation.stopping import TextStream, check_stop_strings, check_stops
 from turbojax.models.text.chat import chat_tokens
@@ -131,7 +131,7 @@ class FoundModel:
       load: loads it.
     """
 
-    config: models.LlamaConfig
+    config: models.TransformerConfig
     dtype: np.dtype
     tokenizer: Tokenizer
     weight_bytes: int
@@ -284,7 +284,7 @@ def copies(tokens: list[int], batch_size: int) -> np.ndarray:
     return np.tile(np.array([tokens], np.int32), (batch_size, 1))
 
 
-def random_prompts(config: models.LlamaConfig, batch_size: int, length: int) -> np.ndarray:
+def random_prompts(config: models.TransformerConfig, batch_size: int, length: int) -> np.ndarray:
     """Random tokens, int32 ``[batch_size, length]``."""
     _checks.check_sizes(batch_size=batch_size, prompt_tokens=length)
     rng = np.random.default_rng(0)

@@ -93,7 +93,7 @@ def quantize(
     column "exact" is measured with exact attention, "kv4" with keys, values and queries as decoding
     through a kv4 cache has them, for every token. Both models are in memory together.
     """
-    from turbojax.app.demo import environment
+    from turbojax._environment import environment
     from turbojax.app.quantize import run as quantizing
     from turbojax.smoothing import Smoothing
 

@@ -128,7 +128,7 @@ def serve(
     before anything runs. After an interruption, the same command with --resume goes on.
     """
     from turbojax import _checks
-    from turbojax.app.demo import environment
+    from turbojax._environment import environment
 
     cli_programs.use(compilation_cache, "turbojax serve")
     with (

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from turbojax.models import LlamaConfig, Request, Sampling
+from turbojax.models import Request, Sampling, TransformerConfig
 from turbojax.models.generation.stopping import check_stops
 from turbojax.models.text.tokenizer import Tokenizer
 
@@ -96,7 +96,7 @@ def read_requests(content: bytes, tokenizer: Tokenizer, max_new_tokens: int) -> 
 
 
 def fitting(
-    file: RequestFile, config: LlamaConfig, *, num_pages: int | None, page_size: int
+    file: RequestFile, config: TransformerConfig, *, num_pages: int | None, page_size: int
 ) -> RequestFile:
     """The same lines; what an engine would refuse is bad.
 
@@ -141,7 +141,7 @@ def longest(requests: Iterable[TextRequest]) -> int:
 
 
 def _misfit(
-    request: Request, config: LlamaConfig, num_pages: int | None, page_size: int
+    request: Request, config: TransformerConfig, num_pages: int | None, page_size: int
 ) -> str | None:
     """Why `Engine.add` would refuse this, in its words; None if it would not."""
     for token in (*request.tokens, *request.stop_tokens):

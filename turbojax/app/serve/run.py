@@ -10,7 +10,7 @@ import numpy as np
 from turbojax import _checks, paged
 from turbojax.app.generate.run import FoundModel, TextModel, than_bfloat16
 from turbojax.app.serve.requests import TextRequest, longest
-from turbojax.models import LlamaConfig
+from turbojax.models import TransformerConfig
 from turbojax.models.engine import (
     Engine,
     EngineStatistics,
@@ -184,7 +184,7 @@ def serve(
 
 def plan(
     requests: Sequence[TextRequest],
-    config: LlamaConfig,
+    config: TransformerConfig,
     dtype: np.dtype,
     *,
     kv_dtype: str,
@@ -250,7 +250,7 @@ def model_name(found: FoundModel, requests: Sequence[TextRequest], kv_dtype: str
 
 
 def pages_of(
-    config: LlamaConfig,
+    config: TransformerConfig,
     dtype: np.dtype,
     kv_dtype: str,
     page_size: int,
@@ -283,7 +283,7 @@ def pages_of(
     return pool_bytes // needed
 
 
-def page_bytes(config: LlamaConfig, dtype: np.dtype, kv_dtype: str, page_size: int) -> int:
+def page_bytes(config: TransformerConfig, dtype: np.dtype, kv_dtype: str, page_size: int) -> int:
     """Bytes of one page, all layers.
 
     Raises:
@@ -294,7 +294,7 @@ def page_bytes(config: LlamaConfig, dtype: np.dtype, kv_dtype: str, page_size: i
     return config.num_layers * one.page_bytes
 
 
-def _max_length(requests: Sequence[TextRequest], config: LlamaConfig) -> int:
+def _max_length(requests: Sequence[TextRequest], config: TransformerConfig) -> int:
     """The `max_length` of an engine for these requests."""
     return min(longest(requests), config.max_length)
 

@@ -24,14 +24,14 @@ from turbojax.models.checkpoint import quantized as quantized_checkpoint
 from turbojax.models.checkpoint import weights as loading
 from turbojax.models.checkpoint.folder import MAX_SHARD_BYTES
 from turbojax.models.checkpoint.folder import WEIGHTS_NAME as WEIGHTS_NAME
-from turbojax.models.config import LlamaConfig, config_json, model_config
+from turbojax.models.config import TransformerConfig, config_json, model_config
 from turbojax.models.decoder import Decoder
 from turbojax.models.families.tensors import TensorSpec, checkpoint_tensors
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.text.tokenizer import BEGINNING_OF_FILE as BEGINNING_OF_FILE
-from turbojax.models.transformer import Llama
+from turbojax.models.transformer import Transformer
 
-_Floats = TypeVar("_Floats", Llama, Decoder)
+_Floats = TypeVar("_Floats", Transformer, Decoder)
 
 
 def embedded_path() -> Path:
@@ -51,7 +51,7 @@ def load(
     dtype: DTypeLike | None = None,
     max_length: int | None = None,
     progress: loading.Progress | None = None,
-) -> Llama | QuantizedDecoder:
+) -> Transformer | QuantizedDecoder:
     """Loads a checkpoint of the Llama family, or a quantized one.
 
     Tensors go to JAX's default device one at a time: besides the model, host and device hold about
@@ -66,7 +66,7 @@ def load(
         quantized checkpoint stay as they are.
       max_length: longest sequence the model is meant for, by default what `config.json` says. With
         LongRoPE's `original_max_position_embeddings` or less the short factors apply throughout;
-        otherwise those for the sequences at hand, see `start`, `Engine` and `Llama`.
+        otherwise those for the sequences at hand, see `start`, `Engine` and `Transformer`.
       progress: called after each tensor with the bytes read and the bytes there are.
 
     Returns:
@@ -76,21 +76,21 @@ def load(
       OSError: `FileNotFoundError` if the folder or one of its files does not exist,
         `NotADirectoryError` if the path is a file.
       NotImplementedError: if the architecture, the quantization or a tensor's dtype is not
-        supported, see `LlamaConfig.from_hf`.
+        supported, see `TransformerConfig.from_hf`.
       ValueError: if a file cannot be parsed or is cut short; tensors are missing, unexpected,
         mis-shaped, or too large for `dtype`; tied embeddings differ; or an argument is out of
         range.
     """
-    return _load(path_or_name, loading.read_llama, dtype, max_length, progress)
+    return _load(path_or_name, loading.read_transformer, dtype, max_length, progress)
 
 
-def load_llama(
+def load_transformer(
     path_or_name: str | os.PathLike[str] = "embedded",
     *,
     dtype: DTypeLike | None = None,
     max_length: int | None = None,
     progress: loading.Progress | None = None,
-) -> Llama:
+) -> Transformer:
     """Loads a checkpoint whose weights are floating point, as `load` does.
 
     Raises:
@@ -98,14 +98,14 @@ def load_llama(
       ValueError: also if the checkpoint is quantized.
     """
 
-    def read(folder: Path) -> Llama:
+    def read(folder: Path) -> Transformer:
         hf = _folder.read_config(folder)
         if quantized_checkpoint.is_quantized(hf):
             raise ValueError(
                 f"{str(path_or_name)!r} is a quantized model: the weights must be floating point"
             )
         config = model_config(folder, hf, max_length)
-        return loading.read_llama(folder, hf, config, dtype=dtype, progress=progress)
+        return loading.read_transformer(folder, hf, config, dtype=dtype, progress=progress)
 
     return _folder.steady(checkpoint_folder(path_or_name), read)
 
@@ -174,7 +174,7 @@ def weight_files(path_or_name: str | os.PathLike[str]) -> tuple[Path, ...]:
 
 
 def save(
-    model: Llama,
+    model: Transformer,
     path: str | os.PathLike[str],
     *,
     dtype: DTypeLike | None = None,
@@ -201,14 +201,15 @@ def save(
     Raises:
       BlockingIOError: if another program is writing into the folder.
       NotImplementedError: if `load` would refuse a key of `extra_config`.
-      TypeError: if the model is not a `Llama`, or JSON cannot express what `extra_config` holds.
+      TypeError: if the model is not a `Transformer`, or JSON cannot express what `extra_config`
+        holds.
       ValueError: if the dtype is another or too small for a weight, `max_shard_bytes` is not
         positive, or `extra_config` contradicts the model.
     """
-    if not isinstance(model, Llama):
+    if not isinstance(model, Transformer):
         raise TypeError(
-            f"model is a {type(model).__name__}, must be a Llama; save_quantized writes quantized "
-            "models"
+            f"model is a {type(model).__name__}, must be a Transformer; save_quantized writes "
+            "quantized models"
         )
     _checks.check_sizes(max_shard_bytes=max_shard_bytes)
     tensors = _tensors(model, dtype)
@@ -216,17 +217,17 @@ def save(
     _folder.write(path, config, tensors, max_shard_bytes)
 
 
-def to_hf_tensors(model: Llama, *, dtype: DTypeLike | None = None) -> dict[str, np.ndarray]:
+def to_hf_tensors(model: Transformer, *, dtype: DTypeLike | None = None) -> dict[str, np.ndarray]:
     """The model's parameters under Hugging Face names, matrices as `[out, in]`, on the host."""
     return {tensor.name: tensor.make() for tensor in _tensors(model, dtype)}
 
 
-def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+def expected_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor a checkpoint of this shape holds."""
     return {spec.name: spec.shape for spec in checkpoint_tensors(config)}
 
 
-def _tensors(model: Llama, dtype: DTypeLike | None) -> list[_folder.Tensor]:
+def _tensors(model: Transformer, dtype: DTypeLike | None) -> list[_folder.Tensor]:
     """What a checkpoint of the model holds; each tensor is made when it is asked for."""
     state = nnx.state(model)
 

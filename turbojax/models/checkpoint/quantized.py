@@ -21,7 +21,7 @@ from turbojax import _checks
 from turbojax._json import shown
 from turbojax.models.checkpoint import folder as _folder
 from turbojax.models.checkpoint.weights import Progress, check_dtype, check_rotation
-from turbojax.models.config import LlamaConfig, config_json, model_config, stored_dtype
+from turbojax.models.config import TransformerConfig, config_json, model_config, stored_dtype
 from turbojax.models.quantized import (
     QuantizedDecoder,
     check_config,
@@ -228,7 +228,9 @@ def _description(model: QuantizedDecoder) -> dict[str, Any]:
     }
 
 
-def _template(config: LlamaConfig, block: Mapping[str, Any], dtype: np.dtype) -> QuantizedDecoder:
+def _template(
+    config: TransformerConfig, block: Mapping[str, Any], dtype: np.dtype
+) -> QuantizedDecoder:
     """A decoder of shapes and dtypes, without arrays, as its description says."""
     for name, allowed in _KINDS.items():
         if name not in block:

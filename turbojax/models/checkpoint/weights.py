@@ -17,7 +17,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from turbojax.models.checkpoint import folder as _folder
-from turbojax.models.config import DTYPES, LlamaConfig, stored_dtype
+from turbojax.models.config import DTYPES, TransformerConfig, stored_dtype
 from turbojax.models.decoder import Decoder
 from turbojax.models.families.tensors import (
     EMBEDDING,
@@ -28,7 +28,7 @@ from turbojax.models.families.tensors import (
     checkpoint_tensors,
     is_ignored,
 )
-from turbojax.models.transformer import Llama
+from turbojax.models.transformer import Transformer
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that are read and the bytes there are, after each tensor."""
@@ -41,15 +41,15 @@ _COMPARED_BYTES = 1 << 26
 _Path = tuple[str, ...]
 
 
-def read_llama(
+def read_transformer(
     folder: Path,
     hf: Mapping[str, Any],
-    config: LlamaConfig,
+    config: TransformerConfig,
     *,
     dtype: DTypeLike | None = None,
     progress: Progress | None = None,
-) -> Llama:
-    """Reads a folder's weights into a `Llama`.
+) -> Transformer:
+    """Reads a folder's weights into a `Transformer`.
 
     Args:
       folder: where they lie.
@@ -62,7 +62,7 @@ def read_llama(
       FileNotFoundError, NotImplementedError, ValueError: see `turbojax.models.load`.
     """
     tensors, target = _prepare(folder, hf, config, dtype)
-    model = nnx.eval_shape(lambda: Llama(config, param_dtype=target, rngs=nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: Transformer(config, param_dtype=target, rngs=nnx.Rngs(0)))
     state = nnx.state(model)
     stacked = {
         placement.path
@@ -91,12 +91,12 @@ def read_llama(
 def read_decoder(
     folder: Path,
     hf: Mapping[str, Any],
-    config: LlamaConfig,
+    config: TransformerConfig,
     *,
     dtype: DTypeLike | None = None,
     progress: Progress | None = None,
 ) -> Decoder:
-    """Reads a folder's weights into a `Decoder`, as `read_llama` does into a `Llama`."""
+    """Reads a folder's weights into a `Decoder`; see `read_transformer`."""
     tensors, target = _prepare(folder, hf, config, dtype)
     layers: list[dict[str, Any]] = [{} for _ in range(config.num_layers)]
     others: dict[_Path, jax.Array] = {}
@@ -150,7 +150,7 @@ def check_dtype(dtype: DTypeLike) -> np.dtype:
     return found
 
 
-def check_rotation(config: LlamaConfig, folder: Path) -> None:
+def check_rotation(config: TransformerConfig, folder: Path) -> None:
     """Raises ValueError unless all rotary frequencies are finite numbers.
 
     To be called when the sizes are known to be those of the tensors: there is one per channel.
@@ -168,7 +168,7 @@ def check_rotation(config: LlamaConfig, folder: Path) -> None:
 
 
 def _prepare(
-    folder: Path, hf: Mapping[str, Any], config: LlamaConfig, dtype: DTypeLike | None
+    folder: Path, hf: Mapping[str, Any], config: TransformerConfig, dtype: DTypeLike | None
 ) -> tuple[dict[str, _folder.Stored], np.dtype]:
     """The tensors to be read, all there and of the right shape, and what they are cast to."""
     target = None if dtype is None else check_dtype(dtype)
@@ -195,7 +195,7 @@ def _prepare(
 
 def _read(
     tensors: Mapping[str, _folder.Stored],
-    config: LlamaConfig,
+    config: TransformerConfig,
     dtype: np.dtype,
     put: Callable[[Placement, np.ndarray], None],
     progress: Progress | None,

@@ -30,7 +30,7 @@ from turbojax.models.generation.sampling import NOTHING, kind_of
 from turbojax.models.generation.stopping import TextStream, check_stops
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.text.tokenizer import Tokenizer
-from turbojax.models.transformer import Llama
+from turbojax.models.transformer import Transformer
 
 
 @dataclasses.dataclass
@@ -79,7 +79,7 @@ class Engine:
     raises RuntimeError and changes nothing.
 
     Args:
-      model: the model, quantized or not. A `Llama` is unstacked first, see `start`.
+      model: the model, quantized or not. A `Transformer` is unstacked first, see `start`.
       num_pages: pages of each layer's pool.
       page_size: tokens of a page: 16, 32, 64 or 128.
       kv_dtype: how pages are stored: ``"auto"`` (the model's dtype), ``"fp8_e4m3"``,
@@ -109,7 +109,7 @@ class Engine:
 
     def __init__(
         self,
-        model: Llama | Decoder | QuantizedDecoder,
+        model: Transformer | Decoder | QuantizedDecoder,
         *,
         num_pages: int,
         page_size: int = 64,
@@ -125,9 +125,10 @@ class Engine:
         implementation: str | None = None,
         tokenizer: Tokenizer | None = None,
     ) -> None:
-        if not isinstance(model, Llama | Decoder | QuantizedDecoder):
+        if not isinstance(model, Transformer | Decoder | QuantizedDecoder):
             raise TypeError(
-                f"model is a {type(model).__name__}, must be a Llama, Decoder or QuantizedDecoder"
+                f"model is a {type(model).__name__}, must be a Transformer, Decoder or "
+                "QuantizedDecoder"
             )
         self.max_length = model.config.max_length if max_length is None else max_length
         _checks.check_sizes(
@@ -156,7 +157,7 @@ class Engine:
             )
             for _ in range(model.config.num_layers)
         )
-        decoder = unstack(model) if isinstance(model, Llama) else model
+        decoder = unstack(model) if isinstance(model, Transformer) else model
         self._decoder = for_length(decoder, self.max_length)
         self._implementation, self._tokenizer = implementation, tokenizer
         self._max_pages = -(-self.max_length // page_size)

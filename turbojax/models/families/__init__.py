@@ -33,7 +33,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 _ACTIVATION_NAMES: dict[Activation, str] = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 
-# config.json key -> LlamaConfig field, where the two are the same number.
+# config.json key -> TransformerConfig field, where the two are the same number.
 _SIZES = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -153,7 +153,7 @@ _HARMLESS = frozenset(_HARMLESS_TEXT.split())
 
 
 def read(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of the `LlamaConfig` that a `config.json` describes.
+    """The fields of the `TransformerConfig` that a `config.json` describes.
 
     Args:
       hf: the parsed JSON object.
@@ -192,7 +192,7 @@ def read(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """A `config.json` for the fields of a `LlamaConfig`.
+    """A `config.json` for the fields of a `TransformerConfig`.
 
     It holds what files of its family can express; comparing with `read` shows whether that is all.
     """

@@ -40,7 +40,7 @@ _COMMON = {"rope_type", "type", _THETA, _PARTIAL, _ORIGINAL, "finetuned"}
 
 
 def read(hf: Mapping[str, Any], family: str, head_dim: int, max_length: int) -> dict[str, Any]:
-    """The fields of `LlamaConfig` that describe the rotary embedding.
+    """The fields of `TransformerConfig` that describe the rotary embedding.
 
     Args:
       hf: the content of `config.json`.

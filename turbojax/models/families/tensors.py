@@ -1,4 +1,4 @@
-"""Which tensors a Hugging Face checkpoint holds, and where each goes in a `Llama`.
+"""Which tensors a Hugging Face checkpoint holds, and where each goes in a `Transformer`.
 
 Hugging Face stores matrices as ``[out, in]``, nnx as ``[in, out]``. Some families keep matrices
 that read the same input as one: their rows one below the other.
@@ -7,7 +7,7 @@ that read the same input as one: their rows one below the other.
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from turbojax.models.config import LlamaConfig
+from turbojax.models.config import TransformerConfig
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -21,7 +21,7 @@ class Placement:
     """Where a tensor, or some of its rows, goes.
 
     Attributes:
-      path: in the state of a `Llama`.
+      path: in the state of a `Transformer`.
       layer: index into the leading axis of what lies there; None outside the blocks.
       rows: first row and the one after the last; None for all.
       transpose: whether it lies there as ``[in, out]``.
@@ -48,7 +48,7 @@ class TensorSpec:
     placements: tuple[Placement, ...]
 
 
-def checkpoint_tensors(config: LlamaConfig) -> tuple[TensorSpec, ...]:
+def checkpoint_tensors(config: TransformerConfig) -> tuple[TensorSpec, ...]:
     """All tensors of a checkpoint, from the embedding to the logits.
 
     With tied embeddings `HEAD` is none of them, though a checkpoint may repeat the embedding there.
@@ -106,7 +106,7 @@ class _Linear:
             yield TensorSpec(f"{_prefix(layer)}{self.name}.{suffix}", shape, tuple(placements))
 
 
-def _linears(config: LlamaConfig) -> list[_Linear]:
+def _linears(config: TransformerConfig) -> list[_Linear]:
     size, inner = config.hidden_size, config.intermediate_size
     width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     heads = {"q_proj": width, "k_proj": kv_width, "v_proj": kv_width}
@@ -128,7 +128,7 @@ def _linears(config: LlamaConfig) -> list[_Linear]:
     return linears
 
 
-def _norms(config: LlamaConfig, layer: int) -> Iterator[TensorSpec]:
+def _norms(config: TransformerConfig, layer: int) -> Iterator[TensorSpec]:
     # Where there are four norms, the name of the second of two means another one.
     names: Mapping[str, tuple[str, ...]] = {
         "input_layernorm": ("attention_norm",),

@@ -9,7 +9,7 @@ import numpy as np
 from turbojax.kv import CacheKind, LayerCache, init_layer_cache
 from turbojax.models.decoder import Decoder
 from turbojax.models.quantized import QuantizedDecoder
-from turbojax.models.transformer import Llama
+from turbojax.models.transformer import Transformer
 
 
 @jax.tree_util.register_dataclass
@@ -40,7 +40,10 @@ class ModelCaches:
 
 
 def init_caches(
-    model: Llama | Decoder | QuantizedDecoder, batch_size: int, max_length: int, cache: CacheKind
+    model: Transformer | Decoder | QuantizedDecoder,
+    batch_size: int,
+    max_length: int,
+    cache: CacheKind,
 ) -> ModelCaches:
     """Empty caches for all layers of a model.
 

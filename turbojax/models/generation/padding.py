@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from turbojax import _checks
-from turbojax.models.config import LlamaConfig
+from turbojax.models.config import TransformerConfig
 
 
 def align(tokens: Any, attention_mask: Any) -> tuple[jax.Array, jax.Array]:
@@ -79,7 +79,7 @@ def check_tokens(tokens: Any, vocab_size: int) -> jax.Array:
 
 
 def check_prompts(
-    config: LlamaConfig,
+    config: TransformerConfig,
     tokens: Any,
     lengths: Any,
     max_length: int,

@@ -17,9 +17,9 @@ from turbojax.kv import LayerCache
 from turbojax.kv import files as layers
 from turbojax.models.decoder import Decoder, for_length, unstack
 from turbojax.models.generation.caching import ModelCaches
-from turbojax.models.generation.generate import Session
+from turbojax.models.generation.session import Session
 from turbojax.models.quantized import QuantizedDecoder
-from turbojax.models.transformer import Llama
+from turbojax.models.transformer import Transformer
 from turbojax.rotary import LongRopeScaling
 from turbojax.state import stored_file as files
 from turbojax.state.pages.pool import PagedCache
@@ -135,7 +135,7 @@ def save_session(
 
 def load_session(
     path: str | os.PathLike[str],
-    model: Llama | Decoder | QuantizedDecoder,
+    model: Transformer | Decoder | QuantizedDecoder,
     *,
     max_length: int | None = None,
     implementation: str | None = None,
@@ -163,7 +163,7 @@ def load_session(
         _checks.check_sizes(max_length=max_length)
         if max_length > model.config.max_length:
             raise ValueError(f"{max_length=} must be at most the model's {model.config.max_length}")
-    decoder = unstack(model) if isinstance(model, Llama) else model
+    decoder = unstack(model) if isinstance(model, Transformer) else model
     with files.open_file(path) as file:
         if file.description.get("kind") != _SESSION:
             raise ValueError(

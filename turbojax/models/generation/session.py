@@ -36,7 +36,7 @@ from turbojax.models.generation.steps import decode_step, run_prompts
 from turbojax.models.generation.stopping import Endings, check_stops
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.text.tokenizer import Tokenizer
-from turbojax.models.transformer import Llama
+from turbojax.models.transformer import Transformer
 
 Progress = Callable[[int], None]
 """Called with the number of tokens done since the last call."""
@@ -94,7 +94,7 @@ class Session:
 
 
 def start(
-    model: Llama | Decoder | QuantizedDecoder,
+    model: Transformer | Decoder | QuantizedDecoder,
     tokens: Any,
     *,
     max_length: int,
@@ -111,8 +111,8 @@ def start(
     keys cannot be turned anew. A `UserWarning` says where a prompt would have others by itself.
 
     Args:
-      model: the model, quantized or not. A `Llama` is unstacked first, which holds its layers twice
-        as long as the session lives: for large models give ``unstack(model, consume=True)``.
+      model: the model, quantized or not. A `Transformer` is unstacked first, which holds its layers
+        twice as long as the session lives: for large models give ``unstack(model, consume=True)``.
       tokens: int ``[B, T]``, prompts padded on the right.
       max_length: tokens each sequence will hold at most.
       cache: what `init_caches` takes: ``"exact"``, ``"turbo4"``, a `TurboConfig`, ...
@@ -143,7 +143,7 @@ def start(
 
 
 def start_in_bucket(
-    model: Llama | Decoder | QuantizedDecoder,
+    model: Transformer | Decoder | QuantizedDecoder,
     tokens: Any,
     *,
     max_new_tokens: int,
@@ -190,7 +190,7 @@ def start_in_bucket(
 
 
 def _run(
-    model: Llama | Decoder | QuantizedDecoder,
+    model: Transformer | Decoder | QuantizedDecoder,
     tokens: np.ndarray,
     lengths: np.ndarray,
     cache: CacheKind,
@@ -203,7 +203,7 @@ def _run(
     """Runs checked prompts through a model for `max_length` tokens and caches for `room`."""
     count = prefill_batch_size or len(tokens)
     caches = init_caches(model, len(tokens), room, cache)
-    decoder = for_length(unstack(model) if isinstance(model, Llama) else model, max_length)
+    decoder = for_length(unstack(model) if isinstance(model, Transformer) else model, max_length)
     logits = []
     for first in range(0, len(tokens), count):
         # Cut on the host: on the device every length would be a program of its own.
@@ -335,7 +335,7 @@ def _stream(
 
 
 def generate(
-    model: Llama | Decoder | QuantizedDecoder,
+    model: Transformer | Decoder | QuantizedDecoder,
     tokens: Any,
     *,
     max_new_tokens: int,
@@ -361,8 +361,8 @@ def generate(
     XLA compiles two programs, for the prompts and for a step, anew for each batch size, size of
     prompts and size of caches. So that few calls compile, the longest prompt's length, to which all
     are padded, and `max_new_tokens` are rounded up to a few sizes, see
-    `turbojax.models.generation.buckets`: by less than 64 tokens or a quarter. Caches take memory for
-    the sum of both, at most for the model's `max_length`. Texts are those of exact sizes, as
+    `turbojax.models.generation.buckets`: by less than 64 tokens or a quarter. Caches take memory
+    for the sum of both, at most for the model's `max_length`. Texts are those of exact sizes, as
     `start` and `stream` give them, but for rounding: where tokens are equally likely to the last
     bit.
 

@@ -1,0 +1,72 @@
+"""Old names still work, and say what to write instead."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+from turbojax import models
+
+
+def test_every_old_module_has_its_new_content():
+    # In a process of its own: a module warns when it is first imported.
+    code = """
+import importlib, sys, warnings
+import turbojax
+from turbojax._moved import MOVED
+for old, new in MOVED.items():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module = importlib.import_module("turbojax." + old)
+    texts = [str(x.message) for x in caught if x.category is DeprecationWarning]
+    wanted = f"turbojax.{old} is now turbojax.{new}; the old name goes in version 0.3"
+    assert wanted in texts, (old, texts)
+    target = sys.modules["turbojax." + new]
+    for name in dir(target):
+        if not name.startswith("__"):
+            assert getattr(module, name) is getattr(target, name), (old, name)
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+
+
+@pytest.mark.filterwarnings("ignore:turbojax.cache:DeprecationWarning")
+def test_old_modules_are_not_copies():
+    old = importlib.import_module("turbojax.cache.kv4")
+    new = importlib.import_module("turbojax.state.kv4")
+    assert old.Kv4Cache is new.Kv4Cache
+    with pytest.raises(AttributeError, match=r"'turbojax.cache.kv4' has no attribute 'nothing'"):
+        _ = old.nothing
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("turbojax.cache.nothing")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("Llama", "Transformer"),
+        ("LlamaConfig", "TransformerConfig"),
+        ("load_llama", "load_transformer"),
+    ],
+)
+def test_old_names_of_models(old, new):
+    with pytest.warns(DeprecationWarning, match=f"turbojax.models.{old} is now"):
+        found = getattr(models, old)
+    assert found is getattr(models, new)
+    with pytest.raises(AttributeError, match=r"'turbojax.models' has no attribute 'nothing'"):
+        _ = models.nothing
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("checkpoint.load", "checkpoint.huggingface.load"),
+        ("generation.generate", "generation.session.generate"),
+        ("generation.start", "generation.generate.start"),
+    ],
+)
+def test_functions_of_modules_that_are_packages_now(old, new):
+    package, _, name = old.partition(".")
+    module = importlib.import_module(f"turbojax.models.{package}")
+    with pytest.warns(DeprecationWarning, match=f"{old} is now turbojax.models.{new}"):
+        assert callable(getattr(module, name))
