@@ -62,7 +62,7 @@ def test_old_names_of_models(old, new):
     [
         ("checkpoint.load", "checkpoint.huggingface.load"),
         ("generation.generate", "generation.session.generate"),
-        ("generation.start", "generation.generate.start"),
+        ("generation.start", "generation.session.start"),
     ],
 )
 def test_functions_of_modules_that_are_packages_now(old, new):
