@@ -14,7 +14,6 @@ from turbojax._json import shown
 from turbojax.kv import AttentionOptions
 from turbojax.models import families
 from turbojax.models.families import Activation as Activation
-from turbojax.models.families import Family as Family
 from turbojax.rotary import LongRopeScaling, Rope, RopeScaling
 
 # Keys that `to_hf` leaves open.
@@ -40,7 +39,8 @@ class TransformerConfig:
       rope_theta: base of the rotary frequencies.
       norm_eps: epsilon of every RMSNorm.
       tie_embeddings: whether the output projection is the embedding's transpose.
-      family: whose checkpoints it comes from; what is computed depends on the other fields alone.
+      family: whose tensor names and `config.json` it has, by Hugging Face's `model_type`; what is
+        computed depends on the other fields alone.
       activation: of the feed-forward layer's gate; ``"gelu_tanh"`` is GELU's approximation by tanh.
       qkv_bias: whether queries, keys and values have biases.
       output_bias: whether the attention's output projection has one.
@@ -73,7 +73,7 @@ class TransformerConfig:
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
-    family: Family = "llama"
+    family: str = "llama"
     activation: Activation = "silu"
     qkv_bias: bool = False
     output_bias: bool = False
@@ -102,7 +102,7 @@ class TransformerConfig:
             raise ValueError(
                 f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
             )
-        if self.family not in families.FAMILIES:
+        if self.family not in tuple(families.FAMILIES):
             raise ValueError(
                 f"family={shown(self.family)} must be one of {', '.join(families.FAMILIES)}"
             )
@@ -151,7 +151,7 @@ class TransformerConfig:
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> "TransformerConfig":
-        """Reads the content of a Hugging Face `config.json`, of any `Family`.
+        """Reads the content of a Hugging Face `config.json`, of any of `families.FAMILIES`.
 
         Keys that are missing have transformers' defaults; only sizes must be there. A key that is
         unknown and holds something is refused: it may change what the model computes.
