@@ -48,6 +48,8 @@ class TransformerConfig:
       qk_norm: whether the heads of queries and keys are normed before they are rotated.
       rope_scaling: optional change of the rotary frequencies.
       rotary_dim: channels of a head that RoPE turns, the first ones; all if not given.
+      local_rope_theta: base of the rotary frequencies of layers with a window, which then are not
+        scaled; those of the other layers if not given.
       attention_scale: factor of the scores; ``1 / sqrt(H)`` if not given.
       attention_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
       final_soft_cap: the same of the logits.
@@ -88,6 +90,7 @@ class TransformerConfig:
     embedding_scale: float | None = None
     norm_offset: float = dataclasses.field(default=0.0, metadata={"may_be_zero": True})
     post_norms: bool = False
+    local_rope_theta: float | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -115,16 +118,31 @@ class TransformerConfig:
                 f"local_windows has {len(self.local_windows)} entries, must have "
                 f"num_layers={self.num_layers}"
             )
-        _ = self.rope, [self.attention_options(layer) for layer in range(self.num_layers)]
-        for name in ("final_soft_cap", "embedding_scale"):
+        for name in ("final_soft_cap", "embedding_scale", "local_rope_theta"):
             _checks.check_number(name, getattr(self, name))
             _checks.check_positive(name, getattr(self, name))
+        _ = self.rope, self.ropes
+        _ = [self.attention_options(layer) for layer in range(self.num_layers)]
 
     @property
     def rope(self) -> Rope:
-        """The rotary embedding."""
+        """The rotary embedding, of all layers or of those that have none of their own."""
         longest = self.max_length if isinstance(self.rope_scaling, LongRopeScaling) else None
         return Rope(self.head_dim, self.rope_theta, self.rotary_dim, self.rope_scaling, longest)
+
+    def rope_of(self, layer: int) -> Rope:
+        """The rotary embedding of this layer."""
+        has_window = layer < len(self.local_windows) and self.local_windows[layer] is not None
+        if self.local_rope_theta is None or not has_window:
+            return self.rope
+        return Rope(self.head_dim, self.local_rope_theta, self.rotary_dim)
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The different rotary embeddings of the layers, one in most models."""
+        if self.local_rope_theta is None:
+            return (self.rope,)
+        return tuple(dict.fromkeys(self.rope_of(layer) for layer in range(self.num_layers)))
 
     def attention_options(self, layer: int) -> AttentionOptions:
         """What this layer asks of its attention.
@@ -190,6 +208,7 @@ class TransformerConfig:
             attention_scale=self.head_dim**-0.5 if scale is None else scale,
             local_windows=windows if any(windows) else (),
             rotary_dim=self.rope.channels,
+            local_rope_theta=None if self.ropes == (self.rope,) else self.local_rope_theta,
         )
 
 

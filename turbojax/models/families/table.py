@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from turbojax.models.families.base import Family
 from turbojax.models.families.gemma2 import GEMMA2
+from turbojax.models.families.gemma3 import GEMMA3
 from turbojax.models.families.llama import LLAMA
 from turbojax.models.families.mistral import MISTRAL
 from turbojax.models.families.phi3 import PHI3
@@ -19,6 +20,7 @@ FAMILIES: Mapping[str, Family] = {
         QWEN3,
         PHI3,
         GEMMA2,
+        GEMMA3,
     )
 }
 """By `model_type`, in the order in which errors list them."""
