@@ -64,6 +64,14 @@ def test_frequencies_are_those_of_transformers(name):
     # transformers computes powers and quotients in float32.
     assert short.rope.frequencies() == pytest.approx(recorded["frequencies"], rel=1e-6)
     assert config.rope.amplitude == pytest.approx(recorded["amplitude"], rel=1e-12)
+    ropes = [config.rope_of(i) for i, window in enumerate(config.local_windows) if window]
+    if "local_frequencies" not in recorded:
+        assert set(ropes) <= {config.rope}
+        return
+    assert len(ropes) > 0
+    for rope in ropes:
+        assert rope.frequencies() == pytest.approx(recorded["local_frequencies"], rel=1e-6)
+        assert rope.amplitude == 1
 
 
 @pytest.mark.parametrize(
