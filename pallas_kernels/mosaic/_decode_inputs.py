@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.layouts import Side
 from pallas_kernels.mosaic import _lane
 from pallas_kernels.mosaic._decode_types import Shape, SparseExponential
 from pallas_kernels.mosaic._lane import Int, Pointer
-from pallas_kernels.triton._decode_inputs import Side
 
 # In programs, on every Hopper GPU.
 _LARGEST_CLUSTER = 8

@@ -3,11 +3,10 @@
 import dataclasses
 from typing import Any
 
+from pallas_kernels.layouts import INT8_RANGE as INT8_RANGE
+from pallas_kernels.layouts import LOG2_E as LOG2_E
 from pallas_kernels.mosaic import _lane
 from pallas_kernels.mosaic._lane import Float, Int
-
-LOG2_E = 1.4426950408889634
-INT8_RANGE = 119.0
 
 
 @dataclasses.dataclass(frozen=True)

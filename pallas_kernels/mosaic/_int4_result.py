@@ -8,12 +8,12 @@ from typing import Any
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
+from pallas_kernels.layouts import LOG2_E
 from pallas_kernels.mosaic import _lane
 from pallas_kernels.mosaic import _registers as r
 from pallas_kernels.mosaic._lane import Float, Int, Pointer
 
 ROWS = 64
-_LOG2_E = math.log2(math.e)
 _GELU = (math.sqrt(2 / math.pi), 0.044715)
 
 
@@ -43,7 +43,7 @@ class Epilogue:
 
 def _sigmoid_times(x: Float) -> Float:
     """``x * sigmoid(x)``; of values so negative that ``exp`` overflows, -0."""
-    e = _lane.exp2(x * -_LOG2_E)
+    e = _lane.exp2(x * -LOG2_E)
     return x * _lane.assembly("rcp.approx.ftz.f32 $0, $1;", e + 1.0)
 
 
@@ -52,7 +52,7 @@ def _activate(x: Float, kind: str | None) -> Float:
         return _sigmoid_times(x)
     if kind == "gelu":
         # x / 2 * (1 + tanh(y)) is x * sigmoid(2 y).
-        y = x * (_lane.fma(x * x, _GELU[1], 1.0) * (2 * _GELU[0] * _LOG2_E))
+        y = x * (_lane.fma(x * x, _GELU[1], 1.0) * (2 * _GELU[0] * LOG2_E))
         return x * _lane.assembly("rcp.approx.ftz.f32 $0, $1;", _lane.exp2(-y) + 1.0)
     return x
 

@@ -3,10 +3,10 @@
 import dataclasses
 from typing import Any, NamedTuple
 
+from pallas_kernels.layouts import LOG2_E as LOG2_E
 from pallas_kernels.mosaic import _lane
 from pallas_kernels.mosaic._lane import Float, Int, Pointer
 
-LOG2_E = 1.4426950408889634
 # Queries of a column tile: each has two columns, a high and a low part.
 TILE = 4
 # A barrier in shared memory.

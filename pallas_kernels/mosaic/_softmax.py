@@ -9,11 +9,10 @@ import jax.experimental.mosaic.gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
+from pallas_kernels.layouts import E4M3_MAX, INT8_RANGE, LOG2_E
 from pallas_kernels.mosaic import _registers as r
 from pallas_kernels.mosaic._registers import Value
 
-LOG2_E = math.log2(math.e)
-INT8_RANGE, E4M3_MAX = 119.0, 448.0
 _TINY = 2.0**-126
 
 

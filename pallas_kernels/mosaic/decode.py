@@ -41,6 +41,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.layouts import Side as Side
+from pallas_kernels.merge import merge
 from pallas_kernels.mosaic import _lane
 from pallas_kernels.mosaic._decode_inputs import BARRIER_BYTES, Arrays, Program
 from pallas_kernels.mosaic._decode_inputs import Settings as Settings
@@ -49,8 +51,6 @@ from pallas_kernels.mosaic._decode_result import combine
 from pallas_kernels.mosaic._decode_types import SparseExponential as SparseExponential
 from pallas_kernels.mosaic._decode_warp import walk
 from pallas_kernels.mosaic._lane import Pointer
-from pallas_kernels.triton._decode_inputs import Side as Side
-from pallas_kernels.triton._merge import merge
 
 _GRID, _CLUSTER = ("tile", "part", "pair"), ("member",)
 

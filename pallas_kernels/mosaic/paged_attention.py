@@ -43,13 +43,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.merge import merge_parts
 from pallas_kernels.mosaic import _lane, _paged_fp8, _paged_turbo4
 from pallas_kernels.mosaic._lane import Pointer
 from pallas_kernels.mosaic._paged_types import BARRIER_BYTES, Arrays, Lane, Program
 from pallas_kernels.mosaic._paged_types import Pages as Pages
 from pallas_kernels.mosaic._paged_types import Settings as Settings
 from pallas_kernels.mosaic._paged_warp import combine, keep, walk
-from pallas_kernels.triton._paged_merge import merge_parts
 
 _GRID = ("tile", "part", "pair")
 
