@@ -259,13 +259,19 @@ class Memory:
     def at(self, *offsets):
         return Memory(self.bytes, self.offset + sum(offsets))
 
-    def load(self, size):
+    def _load(self, size):
         places = np.asarray(self.offset)[:, None] + np.arange(size)
         numbers = self.bytes[places].astype(np.uint32) << (8 * np.arange(size, dtype=np.uint32))
         return numbers.sum(1, dtype=np.uint32).view(Lanes)
 
+    def byte(self):
+        return self._load(1)
+
+    def half(self):
+        return self._load(2)
+
     def words(self, count):
-        return [self.at(4 * i).load(4) for i in range(count)]
+        return [self.at(4 * i)._load(4) for i in range(count)]
 
     def store(self, word):
         places = np.asarray(self.offset)[:, None] + np.arange(4)
@@ -290,13 +296,11 @@ def on_lanes(monkeypatch):
     """Lets the kernel's code of one lane run on arrays of lanes."""
     thread = np.arange(128)
     places = (thread // 32 * 16 + thread % 32 // 4, thread % 4)
-    lane, number = _int4_operand._lane, lambda x: np.asarray([x]).view(Lanes)
-    monkeypatch.setattr(_int4_operand, "_place", lambda: places)
+    lane, number = _int4_operand.lane, lambda x: np.asarray([x]).view(Lanes)
     monkeypatch.setattr(_int4_operand, "Pointer", Memory)
-    monkeypatch.setattr(_int4_operand, "_byte", lambda pointer: pointer.load(1))
-    monkeypatch.setattr(_int4_operand, "_half", lambda pointer: pointer.load(2))
-    monkeypatch.setattr(_int4_operand, "_carrier", lambda words: words)
-    monkeypatch.setattr(_int4_operand.r, "row_array", lambda pair: pair)
+    monkeypatch.setattr(_int4_operand.fragments, "row_and_place", lambda: places)
+    monkeypatch.setattr(_int4_operand.fragments, "carrier", lambda words: words)
+    monkeypatch.setattr(_int4_operand.fragments, "row_array", lambda pair: pair)
     monkeypatch.setattr(lane, "permute_bytes", permute_bytes)
     monkeypatch.setattr(lane, "scalar", lambda x: x)
     monkeypatch.setattr(lane, "integer", lambda x: np.uint32(x))

@@ -157,11 +157,10 @@ def lanes(monkeypatch):
         _decode_block, _decode_query, _paged_fp8, _paged_operands, _paged_query, _paged_turbo4,
         _paged_types, _paged_warp,
     ):  # fmt: skip
-        monkeypatch.setattr(module, "_lane", warp)
-    monkeypatch.setattr(_paged_fp8, "_lane_half", warp.Half)
+        monkeypatch.setattr(module, "lane", warp)
     number = warp.Int(warp.LANES)
     g = number >> 2
-    return _paged_types.Lane(number, g, number & 3, _paged_types.parity(g))
+    return _paged_types.Place(number, g, number & 3, _paged_types.parity(g))
 
 
 def settings(kind, *, block=64, rows=4, window=None, soft_cap=None, scale=0.125):

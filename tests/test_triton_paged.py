@@ -21,7 +21,7 @@ from paged_helpers import (
     normal,
 )
 
-from pallas_kernels.triton._paged_merge import merge_parts
+from pallas_kernels.merge import merge_parts
 from turbojax._device import interpret_kernels
 from turbojax.ops.paged_attention import paged_attention, triton
 from turbojax.ops.visibility import Visibility

@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.mosaic import _lane
+from pallas_kernels.layouts import Side
+from pallas_kernels.mosaic import lane
 from pallas_kernels.mosaic._decode_types import Shape, SparseExponential
-from pallas_kernels.mosaic._lane import Int, Pointer
-from pallas_kernels.triton._decode_inputs import Side
+from pallas_kernels.mosaic.lane import Int, Pointer
 
 # In programs, on every Hopper GPU.
 _LARGEST_CLUSTER = 8
@@ -228,7 +228,7 @@ class Program:
         )
         begin, compressed = length - query_length, length - buffered
         blocks = compressed // s.block
-        first = _lane.integer(0)
+        first = lane.integer(0)
         if s.window is not None:
             first = ((begin - s.window[0]).maximum(0) // s.block).minimum(blocks)
         share = (blocks - first + s.splits) // s.splits
@@ -271,9 +271,9 @@ def copies_of(
         sources[f"{name}_zero"] = side.channel_zero.times(at.pair * a.blocks, a.head_dim)
 
     def start(block: Int, target: Pointer, barrier: Pointer) -> None:
-        _lane.expect_bytes(barrier, shape.bytes)
+        lane.expect_bytes(barrier, shape.bytes)
         for name, size in shape.parts:
             source = sources[name].times(block, size)
-            _lane.copy(source, target.at(shape.offset(name)), size, barrier)
+            lane.copy(source, target.at(shape.offset(name)), size, barrier)
 
     return start

@@ -3,11 +3,10 @@
 import dataclasses
 from typing import Any
 
-from pallas_kernels.mosaic import _lane
-from pallas_kernels.mosaic._lane import Float, Int
-
-LOG2_E = 1.4426950408889634
-INT8_RANGE = 119.0
+from pallas_kernels.layouts import INT8_RANGE as INT8_RANGE
+from pallas_kernels.layouts import LOG2_E as LOG2_E
+from pallas_kernels.mosaic import lane
+from pallas_kernels.mosaic.lane import Float, Int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,13 +25,13 @@ class SparseExponential:
 
     def __call__(self, x: Float) -> Float:
         """SAS of ``x <= 0``, in natural-log units times `unit`."""
-        y = _lane.maximum(-x, _lane.number(0.0))
-        whole = _lane.floor(y)
-        power = _lane.exp2(whole * (-LOG2_E / self.unit))
+        y = lane.maximum(-x, lane.number(0.0))
+        whole = lane.floor(y)
+        power = lane.exp2(whole * (-LOG2_E / self.unit))
         fraction = y - whole
-        value = _lane.number(self.coefficients[-1])
+        value = lane.number(self.coefficients[-1])
         for coefficient in reversed(self.coefficients[:-1]):
-            value = _lane.fma(value, fraction, coefficient)
+            value = lane.fma(value, fraction, coefficient)
         return (x < self.threshold * self.unit).where(0.0, value * power)
 
 
@@ -64,11 +63,11 @@ class Numerics:
 
     def exp(self, x: Float) -> Float:
         """The exponential, of `unit` scaled arguments."""
-        return _lane.exp2(x) if self.exponential is None else self.exponential(x)
+        return lane.exp2(x) if self.exponential is None else self.exponential(x)
 
     def exact_exp(self, x: Float) -> Float:
         """The exact exponential, of differences of maxima."""
-        return _lane.exp2(x) if self.unit == LOG2_E else _lane.exp2(x * (LOG2_E / self.unit))
+        return lane.exp2(x) if self.unit == LOG2_E else lane.exp2(x * (LOG2_E / self.unit))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +137,7 @@ class Shape:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Lane:
+class Place:
     """A lane's place in its warp, and what follows from it.
 
     Attributes:
@@ -155,9 +154,9 @@ class Lane:
     selector: Int
 
     @classmethod
-    def here(cls) -> "Lane":
+    def here(cls) -> "Place":
         """The running lane."""
-        number = _lane.thread() & 31
+        number = lane.thread() & 31
         g, t = number >> 2, number & 3
         rotation = g & 3
         return cls(g, t, rotation, (rotation * 0x1111) ^ 0x3210)
@@ -195,8 +194,8 @@ class State:
     @classmethod
     def empty(cls, shape: Shape) -> "State":
         """Before the first block."""
-        lowest = [_lane.number(float("-inf")) for _ in range(shape.score_tiles)]
-        zeros = [_lane.number(0.0) for _ in range(shape.outputs + shape.score_tiles)]
+        lowest = [lane.number(float("-inf")) for _ in range(shape.score_tiles)]
+        zeros = [lane.number(0.0) for _ in range(shape.outputs + shape.score_tiles)]
         return cls(zeros[: shape.outputs], lowest, zeros[shape.outputs :])
 
     def flat(self) -> list[Float]:

@@ -8,15 +8,8 @@ half, from its negative half, and from these two by the codes' signs.
 from collections.abc import Sequence
 from typing import Any
 
-import jax.experimental.mosaic.gpu as mgpu
-import numpy as np
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import vector
-
-from pallas_kernels.mosaic import _lane
-from pallas_kernels.mosaic import _registers as r
-from pallas_kernels.mosaic._lane import Int, Pointer
-from pallas_kernels.mosaic._registers import Value
+from pallas_kernels.mosaic import lane
+from pallas_kernels.mosaic.lane import Float, Int, Pointer, fragments
 
 GROUP = 128
 """Inputs that share a scale."""
@@ -28,11 +21,6 @@ TABLES = 128
 """Scales are e4m3 without a sign; each has a table of 16 products."""
 
 
-def _place() -> tuple[Int, Int]:
-    row, t = r.thread()
-    return Int(row), Int(t)
-
-
 def _convert(word: Int, table: Sequence[Int]) -> tuple[Int, Int]:
     """Eight codes as two words of e4m3: nibbles 0 to 3, and 4 to 7."""
     magnitude = word & 0x77777777
@@ -40,38 +28,16 @@ def _convert(word: Int, table: Sequence[Int]) -> tuple[Int, Int]:
     sign = ((word >> 1) & 0x44444444) | 0x32103210
     out = []
     for _ in range(2):
-        positive = _lane.permute_bytes(table[0], table[1], magnitude)
-        negative = _lane.permute_bytes(table[2], table[3], magnitude)
-        out.append(_lane.permute_bytes(positive, negative, sign))
+        positive = lane.permute_bytes(table[0], table[1], magnitude)
+        negative = lane.permute_bytes(table[2], table[3], magnitude)
+        out.append(lane.permute_bytes(positive, negative, sign))
         magnitude, sign = magnitude >> 16, sign >> 16
     return out[0], out[1]
 
 
-def _byte(pointer: Pointer) -> Int:
-    loaded = _lane.llvm.load(ir.IntegerType.get_signless(8), pointer.value, alignment=1)
-    return Int(_lane.arith.extui(ir.IntegerType.get_signless(32), loaded))
-
-
-def _half(pointer: Pointer) -> Int:
-    loaded = _lane.llvm.load(ir.IntegerType.get_signless(16), pointer.value, alignment=2)
-    return Int(_lane.arith.extui(ir.IntegerType.get_signless(32), loaded))
-
-
-def _carrier(words: Sequence[Int]) -> Any:
-    """Words of a lane as an int32 array ``[64, 2 * n]``, which loops carry as they are."""
-    kind = ir.VectorType.get((2,), r.i32())
-    shape = mgpu.WGMMA_LAYOUT.registers_shape((64, 2 * len(words)))
-    registers = np.empty((len(words) // 2,), dtype=object)
-    for i in range(len(words) // 2):
-        registers[i] = vector.from_elements(kind, [x.value for x in words[2 * i : 2 * i + 2]])
-    return mgpu.FragmentedArray(
-        _registers=registers.reshape(shape), _layout=mgpu.WGMMA_LAYOUT, _is_signed=True
-    )
-
-
 def load(
     codes: Any, scales: Any, tables: Any | None, first: Any
-) -> tuple[list[list[Int]], list[Value]]:
+) -> tuple[list[list[Int]], list[Float]]:
     """A lane's part of 64 rows of a group of 128 inputs.
 
     Args:
@@ -86,18 +52,18 @@ def load(
       and three more, where `t` is the lane's place of four; and the rows' scales, float32, that are
       not in them.
     """
-    row, t = _place()
-    row = row + _lane.scalar(first)
+    row, t = fragments.row_and_place()
+    row = row + lane.scalar(first)
     rows, rest = [], []
     for half in range(2):
         at = row + 8 * half
         if tables is None:
-            scale = _half(Pointer.to(scales).at(at << 1)) << 16
-            rest.append(scale.as_float().value)
-            table = [_lane.integer(x) for x in _INTEGERS]
+            scale = Pointer.to(scales).at(at << 1).half() << 16
+            rest.append(scale.as_float())
+            table = [lane.integer(x) for x in _INTEGERS]
         else:
-            scale = _byte(Pointer.to(scales).at(at)) & (TABLES - 1)
-            rest.append(_lane.number(1.0).value)
+            scale = Pointer.to(scales).at(at).byte() & (TABLES - 1)
+            rest.append(lane.number(1.0))
             table = Pointer.to(tables).at(scale * TABLE_BYTES).words(4)
         words = Pointer.to(codes).at(at * ROW_BYTES, t * 16).words(4)
         rows.append([x for word in words for x in _convert(word, table)])
@@ -112,13 +78,15 @@ def operand(codes: Any, scales: Any, tables: Any | None, first: Any) -> tuple[An
       rows' others; and float32 ``[64]``, the scales that are not in them.
     """
     rows, rest = load(codes, scales, tables, first)
-    return _carrier([row[i] for i in range(len(rows[0])) for row in rows]), r.row_array(rest)
+    return fragments.carrier(
+        [row[i] for i in range(len(rows[0])) for row in rows]
+    ), fragments.row_array(rest)
 
 
 def expand(codes: Any, scales: Any, tables: Any, first: Any, out: Any) -> None:
     """What `load` reads, as e4m3 in shared memory ``[64, 128]``, rows of 128 bytes interleaved."""
     rows, _ = load(codes, scales, tables, first)
-    row, t = _place()
+    row, t = fragments.row_and_place()
     for half, words in enumerate(rows):
         at = row + 8 * half
         for i, word in enumerate(words):

@@ -11,11 +11,11 @@ import dataclasses
 import functools
 from typing import Any
 
-from pallas_kernels.mosaic import _lane
-from pallas_kernels.mosaic._lane import Float, Int, Pointer
+from pallas_kernels.mosaic import lane
 from pallas_kernels.mosaic._paged_operands import key_rows, value_words, weight_words
 from pallas_kernels.mosaic._paged_query import scaled
-from pallas_kernels.mosaic._paged_types import Lane, Program, Query, Settings
+from pallas_kernels.mosaic._paged_types import Place, Program, Query, Settings
+from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
 # The largest number whose high byte is at most 127 after rounding.
 _RANGE = 127.0 * 256
@@ -42,31 +42,31 @@ class Turbo4:
     def of(cls, head_dim: int, s: Settings) -> "Turbo4":
         """With its table in registers."""
         words = [s.centroids[i : i + 4] for i in range(0, 16, 4)]
-        return cls(head_dim, s, [_lane.integer(int.from_bytes(bytes(w), "little")) for w in words])
+        return cls(head_dim, s, [lane.integer(int.from_bytes(bytes(w), "little")) for w in words])
 
     def look_up(self, word: Int) -> tuple[Int, Int]:
         """The centroids of the codes in a word's low half and in its high half."""
         a, b, c, d = self.table
         flipped = word ^ 0x88888888
         low, high = (
-            _lane.permute_bytes(a, b, x) | _lane.permute_bytes(c, d, y)
+            lane.permute_bytes(a, b, x) | lane.permute_bytes(c, d, y)
             for x, y in ((word, flipped), (word >> 16, flipped >> 16))
         )
         return low, high
 
     def query_operands(
-        self, x: list[Float], lane: Lane
+        self, x: list[Float], here: Place
     ) -> tuple[list[Int], tuple[Any, Any], Float, Float]:
         """A query's operand words, its columns' starts, its offset, its scale."""
         x, top = scaled(x)
-        is_high = lane.g & 1
-        words, total = [], _lane.integer(0)
+        is_high = here.g & 1
+        words, total = [], lane.integer(0)
         for k in range(0, len(x), 4):
-            word = _plane([_rounded(v, _lane.number(_RANGE)) for v in x[k : k + 4]], is_high)
+            word = _plane([_rounded(v, lane.number(_RANGE)) for v in x[k : k + 4]], is_high)
             words.append(word)
-            total = _lane.dot4(word, _lane.integer(_EVERY_BYTE), total)
-        total = _lane.reduce_lanes(total, lambda u, v: u + v, (1, 2))
-        low, high = (_lane.from_lane(total, (lane.t << 3) + 4 * i) for i in (0, 1))
+            total = lane.dot4(word, lane.integer(_EVERY_BYTE), total)
+        total = lane.reduce_lanes(total, lambda u, v: u + v, (1, 2))
+        low, high = (lane.from_lane(total, (here.t << 3) + 4 * i) for i in (0, 1))
         start, offset = self._less_middle(low, high)
         return words, start, offset, top * (1 / _RANGE)
 
@@ -81,16 +81,16 @@ class Turbo4:
         rest = ((high << 8) + low).to_float() * (whole - self.s.middle)
         return (low * -whole, high * -whole), rest
 
-    def unseen(self, slot: Pointer, begin: Int, at: Program, lane: Lane) -> list[Int]:
+    def unseen(self, slot: Pointer, begin: Int, at: Program, here: Place) -> list[Int]:
         """Nothing: codes are finite, and norms of what is not seen are not multiplied with."""
-        del slot, begin, at, lane
+        del slot, begin, at, here
         return []
 
-    def scores(self, slot: Pointer, query: Query, lane: Lane) -> list[list[Float]]:
+    def scores(self, slot: Pointer, query: Query, here: Place) -> list[list[Float]]:
         """Scores of each tile's query `t` with the lane's tokens."""
         row = self.s.row_bytes(self.head_dim)
-        pairs = key_rows(slot, row, self.s.held, lane, self.look_up)
-        norms = self.norms(slot.at(2 * self.s.block * row), lane)
+        pairs = key_rows(slot, row, self.s.held, here, self.look_up)
+        norms = self.norms(slot.at(2 * self.s.block * row), here)
         out: list[list[Float]] = [[] for _ in query.operands]
         for pair in pairs:
             for tile, operands in enumerate(query.operands):
@@ -98,21 +98,21 @@ class Turbo4:
                 c = [low, high, low, high]
                 for k in range(0, len(operands), 2):
                     a = [pair[0][k], pair[1][k], pair[0][k + 1], pair[1][k + 1]]
-                    c = _lane.matmul(a, operands[k : k + 2], c)
+                    c = lane.matmul(a, operands[k : k + 2], c)
                 for j in (0, 1):
                     x = ((c[2 * j + 1] << 8) + c[2 * j]).to_float() + query.offset[tile]
                     out[tile].append(x * (norms[len(out[tile])] * query.factor[tile]))
         return out
 
-    def norms(self, pointer: Pointer, lane: Lane) -> list[Float]:
+    def norms(self, pointer: Pointer, here: Place) -> list[Float]:
         """Norms of the lane's tokens, from those of a block."""
         held = self.s.held
-        words = pointer.at(lane.g * (2 * held)).words(held // 2)
-        selector = (lane.odd * 0x2222) ^ 0x3210
+        words = pointer.at(here.g * (2 * held)).words(held // 2)
+        selector = (here.odd * 0x2222) ^ 0x3210
         out = []
         for word in words:
-            word = _lane.permute_bytes(word, 0, selector)
-            out += [_lane.half_to_float(word), _lane.half_to_float(word >> 16)]
+            word = lane.permute_bytes(word, 0, selector)
+            out += [lane.half_to_float(word), lane.half_to_float(word >> 16)]
         return out
 
     def add_values(
@@ -120,57 +120,57 @@ class Turbo4:
         outputs: list[list[Float]],
         slot: Pointer,
         weights: list[list[Float]],
-        visible: list[list[_lane.Bool]],
+        visible: list[list[lane.Bool]],
         alphas: list[Float],
         lost: list[Int],
-        lane: Lane,
+        here: Place,
     ) -> list[list[Float]]:
         """``outputs * alpha + weights x values``, for each tile's query `t`."""
         del lost
         row = self.s.row_bytes(self.head_dim)
-        norms = self.norms(slot.at(2 * self.s.block * row + 2 * self.s.block), lane)
+        norms = self.norms(slot.at(2 * self.s.block * row + 2 * self.s.block), here)
         operands, factors, starts, rests = [], [], [], []
         for p, seen in zip(weights, visible, strict=True):
             w = [v.where(x * n, 0.0) for v, x, n in zip(seen, p, norms, strict=True)]
-            words, factor = self._weight_operands(w, lane)
-            ones = [_lane.integer(_EVERY_BYTE)] * 4
-            sums = [_lane.integer(0)] * 4
+            words, factor = self._weight_operands(w, here)
+            ones = [lane.integer(_EVERY_BYTE)] * 4
+            sums = [lane.integer(0)] * 4
             for k in range(0, len(words), 2):
-                sums = _lane.matmul(ones, words[k : k + 2], sums)
+                sums = lane.matmul(ones, words[k : k + 2], sums)
             start, rest = self._less_middle(sums[0], sums[1])
             operands.append(words)
             factors.append(factor)
             starts.append(start)
             rests.append(rest)
         out: list[list[Float]] = [[] for _ in outputs]
-        for rows in self._value_rows(slot.at(self.s.block * row), lane):
+        for rows in self._value_rows(slot.at(self.s.block * row), here):
             for tile, words in enumerate(operands):
                 c = [*starts[tile], *starts[tile]]
                 for k in range(0, len(words), 2):
-                    c = _lane.matmul(rows[2 * k : 2 * k + 4], words[k : k + 2], c)
+                    c = lane.matmul(rows[2 * k : 2 * k + 4], words[k : k + 2], c)
                 for j in (0, 1):
                     x = ((c[2 * j + 1] << 8) + c[2 * j]).to_float() + rests[tile]
                     old = outputs[tile][len(out[tile])] * alphas[tile]
-                    out[tile].append(_lane.fma(x, factors[tile], old))
+                    out[tile].append(lane.fma(x, factors[tile], old))
         return out
 
-    def _weight_operands(self, w: list[Float], lane: Lane) -> tuple[list[Int], Float]:
+    def _weight_operands(self, w: list[Float], here: Place) -> tuple[list[Int], Float]:
         """Operand words of weights, of 15 bits of the largest in the block, and their unit."""
         # Bits of non-negative floats are ordered like integers, with NaN the largest.
         bits = functools.reduce(lambda a, b: a.maximum(b), [x.as_int() for x in w])
-        top = _lane.reduce_lanes(bits, lambda a, b: a.maximum(b), (4, 8, 16)).as_float()
-        inverse = (top > 0.0).where(_lane.reciprocal(top) * _RANGE, 0.0)
+        top = lane.reduce_lanes(bits, lambda a, b: a.maximum(b), (4, 8, 16)).as_float()
+        inverse = (top > 0.0).where(lane.reciprocal(top) * _RANGE, 0.0)
         words = []
         for k in range(0, len(w), 4):
             rounded = [_rounded(x, inverse) for x in w[k : k + 4]]
-            planes = [_plane(rounded, _lane.integer(i)) for i in (0, 1)]
-            words += weight_words(planes, lane)
+            planes = [_plane(rounded, lane.integer(i)) for i in (0, 1)]
+            words += weight_words(planes, here)
         return words, top * (1 / _RANGE)
 
-    def _value_rows(self, values: Pointer, lane: Lane) -> Any:
+    def _value_rows(self, values: Pointer, here: Place) -> Any:
         """Yields the operand words of two channels after the other, in the order of `channel`."""
         row, held = self.s.row_bytes(self.head_dim), self.s.held
-        loaded = value_words(values, row, held, lane)
+        loaded = value_words(values, row, held, here)
         for j in range(row // 32):
             # [k-step][half of its tokens][pair of channels]
             codes = [
@@ -186,24 +186,24 @@ class Turbo4:
                 ]
 
 
-def channel(number: int, lane: Lane, head_dim: int) -> Int:
+def channel(number: int, here: Place, head_dim: int) -> Int:
     """The channel of a lane's output `number`."""
     word, rest = divmod(number, 8)
     pair, half = divmod(rest, 2)
-    return lane.g * (head_dim // 8) + (8 * word + _CHANNELS[pair][half])
+    return here.g * (head_dim // 8) + (8 * word + _CHANNELS[pair][half])
 
 
 def _rounded(x: Float, factor: Float) -> Int:
     """``rint(x * factor) + 128`` in the low 16 bits: the low byte plus 128, and the high byte."""
-    return _lane.fma(x, factor, _lane.ROUNDER + 128.0).as_int()
+    return lane.fma(x, factor, lane.ROUNDER + 128.0).as_int()
 
 
 def _plane(x: list[Int], is_high: Int) -> Int:
     """One byte each of four `_rounded` numbers, as signed bytes."""
     pick = is_high * 0x11 + 0x40
-    first, second = _lane.permute_bytes(x[0], x[1], pick), _lane.permute_bytes(x[2], x[3], pick)
+    first, second = lane.permute_bytes(x[0], x[1], pick), lane.permute_bytes(x[2], x[3], pick)
     flip = is_high.equals(0).where(0x80808080 - 2**32, 0)
-    return _lane.permute_bytes(first, second, 0x5410) ^ flip
+    return lane.permute_bytes(first, second, 0x5410) ^ flip
 
 
 def _transposed(words: list[Int]) -> list[Int]:
@@ -213,7 +213,7 @@ def _transposed(words: list[Int]) -> list[Int]:
         even.append((a & 0x0F0F0F0F) | ((b << 4) & 0xF0F0F0F0))
         odd.append(((a >> 4) & 0x0F0F0F0F) | (b & 0xF0F0F0F0))
     return [
-        _lane.permute_bytes(x[0], x[1], selector)
+        lane.permute_bytes(x[0], x[1], selector)
         for x in (even, odd)
         for selector in (0x5140, 0x7362)
     ]

@@ -3,10 +3,10 @@
 import dataclasses
 from typing import Any, NamedTuple
 
-from pallas_kernels.mosaic import _lane
-from pallas_kernels.mosaic._lane import Float, Int, Pointer
+from pallas_kernels.layouts import LOG2_E as LOG2_E
+from pallas_kernels.mosaic import lane
+from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
-LOG2_E = 1.4426950408889634
 # Queries of a column tile: each has two columns, a high and a low part.
 TILE = 4
 # A barrier in shared memory.
@@ -219,7 +219,7 @@ class Program:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Lane:
+class Place:
     """A lane's place in its warp.
 
     Of a block of ``8 n`` tokens, lane ``4 g + t`` has the scores of query `t` of a tile with tokens
@@ -239,20 +239,20 @@ class Lane:
     odd: Int
 
     @classmethod
-    def here(cls) -> "Lane":
+    def here(cls) -> "Place":
         """The running lane."""
-        number = _lane.thread() & 31
+        number = lane.thread() & 31
         g = number >> 2
         return cls(number, g, number & 3, parity(g))
 
     @property
-    def is_first(self) -> _lane.Bool:
+    def is_first(self) -> lane.Bool:
         """Whether it is lane 0."""
         return self.number.equals(0)
 
 
 def parity(g: Int) -> Int:
-    """`Lane.odd` of the lanes in row `g`."""
+    """`Place.odd` of the lanes in row `g`."""
     return (g ^ (g >> 1)) & 1
 
 
@@ -293,8 +293,8 @@ class State:
     @classmethod
     def empty(cls, tiles: int, outputs: int) -> "State":
         """Before the first block."""
-        zero = _lane.number(0.0)
-        lowest = [_lane.number(float("-inf"))] * tiles
+        zero = lane.number(0.0)
+        lowest = [lane.number(float("-inf"))] * tiles
         return cls([[zero] * outputs for _ in range(tiles)], lowest, [zero] * tiles)
 
     def flat(self) -> list[Float]:

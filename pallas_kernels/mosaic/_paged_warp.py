@@ -1,11 +1,11 @@
 """A warp's share of a program of paged attention: blocks as their copies arrive."""
 
+import operator
 from typing import Any
 
-from pallas_kernels.mosaic import _lane
-from pallas_kernels.mosaic._decode_block import balanced, soft_cap
+from pallas_kernels.mosaic import lane
+from pallas_kernels.mosaic._decode_block import soft_cap
 from pallas_kernels.mosaic._decode_result import write_partial
-from pallas_kernels.mosaic._lane import Float, Int, Pointer
 from pallas_kernels.mosaic._paged_fp8 import Fp8
 from pallas_kernels.mosaic._paged_query import load_query
 from pallas_kernels.mosaic._paged_turbo4 import Turbo4
@@ -13,12 +13,13 @@ from pallas_kernels.mosaic._paged_types import (
     BARRIER_BYTES,
     LOG2_E,
     Arrays,
-    Lane,
+    Place,
     Program,
     Query,
     Settings,
     State,
 )
+from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
 Products = Turbo4 | Fp8
 
@@ -26,7 +27,7 @@ Products = Turbo4 | Fp8
 def walk(
     a: Arrays,
     at: Program,
-    lane: Lane,
+    here: Place,
     products: Products,
     smem: tuple[Pointer, Pointer],
     s: Settings,
@@ -36,36 +37,36 @@ def walk(
     Args:
       a: arrays.
       at: the program.
-      lane: the lane.
+      here: the lane's place.
       products: how to multiply with what pages hold.
       smem: the warp's slots and barriers.
       s: settings.
     """
     slots, barriers = smem
     stage = s.block * s.token_bytes(a.head_dim)
-    warp = _lane.uniform(_lane.thread() >> 5)
+    warp = lane.uniform(lane.thread() >> 5)
     first = at.start + warp
-    pages = [_page_of(a, at, lane, first + i * s.warps, s) for i in range(s.stages)]
-    with _lane.when(lane.is_first):
+    pages = [_page_of(a, at, here, first + i * s.warps, s) for i in range(s.stages)]
+    with lane.when(here.is_first):
         for i in range(s.stages):
-            _lane.init_barrier(barriers.at(BARRIER_BYTES * i))
-        _lane.publish_barriers()
-    _lane.warp_barrier()
+            lane.init_barrier(barriers.at(BARRIER_BYTES * i))
+        lane.publish_barriers()
+    lane.warp_barrier()
     for i, page in enumerate(pages):
         slot, barrier = slots.at(i * stage), barriers.at(BARRIER_BYTES * i)
-        _start_copies(a, at, lane, first + i * s.warps, page, (slot, barrier), s)
-    query = load_query(a, at, lane, products, s)
+        _start_copies(a, at, here, first + i * s.warps, page, (slot, barrier), s)
+    query = load_query(a, at, here, products, s)
 
     def step(block: Int, carry: list[Any]) -> list[Any]:
         *flat, number, parity = carry
         later = block + s.warps * s.stages
-        page = _page_of(a, at, lane, later, s)
+        page = _page_of(a, at, here, later, s)
         barrier, slot = barriers.at(number * BARRIER_BYTES), slots.at(number * stage)
-        _lane.wait(barrier, parity)
+        lane.wait(barrier, parity)
         place = slot, block * s.block
-        state = _attend(State.of(flat, s.tiles), place, at, query, lane, products, s)
-        _lane.warp_barrier()
-        _start_copies(a, at, lane, later, page, (slot, barrier), s)
+        state = _attend(State.of(flat, s.tiles), place, at, query, here, products, s)
+        lane.warp_barrier()
+        _start_copies(a, at, here, later, page, (slot, barrier), s)
         is_last = number.equals(s.stages - 1)
         return [
             *state.flat(),
@@ -74,8 +75,8 @@ def walk(
         ]
 
     state = State.empty(s.tiles, a.head_dim // 8)
-    carry = [*state.flat(), _lane.integer(0), _lane.integer(0)]
-    *flat, _, _ = _lane.loop(first, at.stop, s.warps, carry, step)
+    carry = [*state.flat(), lane.integer(0), lane.integer(0)]
+    *flat, _, _ = lane.loop(first, at.stop, s.warps, carry, step)
     return State.of(flat, s.tiles)
 
 
@@ -83,18 +84,18 @@ def _pages_per_block(a: Arrays, s: Settings) -> int:
     return max(1, s.block // a.page_size)
 
 
-def _page_of(a: Arrays, at: Program, lane: Lane, block: Int, s: Settings) -> Int:
+def _page_of(a: Arrays, at: Program, here: Place, block: Int, s: Settings) -> Int:
     """The number of the page from which this lane copies; any, where it copies nothing."""
     number = block * s.block // a.page_size
     if _pages_per_block(a, s) > 1:
-        number = number + lane.number
+        number = number + here.number
     return a.tables.times(at.batch, 4 * a.max_pages).at(number.minimum(a.max_pages - 1) << 2).word()
 
 
 def _start_copies(
     a: Arrays,
     at: Program,
-    lane: Lane,
+    here: Place,
     block: Int,
     page: Int,
     target: tuple[Pointer, Pointer],
@@ -104,12 +105,12 @@ def _start_copies(
     slot, barrier = target
     count, size = _pages_per_block(a, s), min(a.page_size, s.block)
     row, begin = s.row_bytes(a.head_dim), block * s.block
-    with _lane.when(block < at.stop):
+    with lane.when(block < at.stop):
         held = (at.length - begin + (size - 1)) // size
-        with _lane.when(lane.is_first):
-            _lane.expect_bytes(barrier, held.minimum(count) * (size * s.token_bytes(a.head_dim)))
-        _lane.warp_barrier()
-        with _lane.when(lane.number < held.minimum(count)):
+        with lane.when(here.is_first):
+            lane.expect_bytes(barrier, held.minimum(count) * (size * s.token_bytes(a.head_dim)))
+        lane.warp_barrier()
+        with lane.when(here.number < held.minimum(count)):
             first = (page * a.kv_heads + at.head) * a.page_size
             if a.page_size > s.block:
                 first = first + begin % a.page_size
@@ -118,8 +119,8 @@ def _start_copies(
             if s.has_norms:
                 sources += [(a.pages.key_norm, 2), (a.pages.value_norm, 2)]
             for source, width in sources:
-                to = slot.at(lane.number * (size * width), offset)
-                _lane.copy(source.times(first, width), to, size * width, barrier)
+                to = slot.at(here.number * (size * width), offset)
+                lane.copy(source.times(first, width), to, size * width, barrier)
                 offset += s.block * width
 
 
@@ -128,42 +129,42 @@ def _attend(
     place: tuple[Pointer, Int],
     at: Program,
     query: Query,
-    lane: Lane,
+    here: Place,
     products: Products,
     s: Settings,
 ) -> State:
     """Adds the block in shared memory, given its place there, and its first token."""
     slot, begin = place
-    lost = products.unseen(slot, begin, at, lane)
+    lost = products.unseen(slot, begin, at, here)
     alphas, weights, masks, maxima, totals = [], [], [], [], []
-    first = begin + lane.g * s.held
-    for tile, x in enumerate(products.scores(slot, query, lane)):
+    first = begin + here.g * s.held
+    for tile, x in enumerate(products.scores(slot, query, here)):
         if s.soft_cap is not None:
-            one = _lane.number(1.0)
+            one = lane.number(1.0)
             x = [soft_cap(v, factor=one, cap=s.soft_cap) * LOG2_E for v in x]
-        seen = _visible(query.position[tile] - first, lane, s)
+        seen = _visible(query.position[tile] - first, here, s)
         x = [mask.where(v, float("-inf")) for mask, v in zip(seen, x, strict=True)]
         # Of NaN and a number the number; the sum of weights is NaN then.
-        top = _lane.reduce_lanes(balanced(_lane.maximum, x), _lane.maximum, (4, 8, 16))
-        new = _lane.maximum(state.maxima[tile], top)
+        top = lane.reduce_lanes(lane.tree(x, lane.maximum), lane.maximum, (4, 8, 16))
+        new = lane.maximum(state.maxima[tile], top)
         shift = (new > float("-inf")).where(new, 0.0)
-        alpha = _lane.exp2(state.maxima[tile] - shift)
-        p = [_lane.exp2(v - shift) for v in x]
+        alpha = lane.exp2(state.maxima[tile] - shift)
+        p = [lane.exp2(v - shift) for v in x]
         alphas.append(alpha)
         weights.append(p)
         masks.append(seen)
         maxima.append(new)
-        total = balanced(lambda u, v: u + v, p)
-        totals.append(_lane.fma(state.totals[tile], alpha, total))
-    outputs = products.add_values(state.outputs, slot, weights, masks, alphas, lost, lane)
+        total = lane.tree(p, operator.add)
+        totals.append(lane.fma(state.totals[tile], alpha, total))
+    outputs = products.add_values(state.outputs, slot, weights, masks, alphas, lost, here)
     return State(outputs, maxima, totals)
 
 
-def _visible(distance: Int, lane: Lane, s: Settings) -> list[_lane.Bool]:
+def _visible(distance: Int, here: Place, s: Settings) -> list[lane.Bool]:
     """Which of the lane's tokens are seen by a query `distance` tokens after the first of them."""
     out = []
     for i in range(s.held):
-        token = lane.odd ^ i
+        token = here.odd ^ i
         mask = token <= distance
         if s.window is not None:
             mask = mask & (token >= distance - s.window[0]) & (token <= distance + s.window[1])
@@ -171,16 +172,18 @@ def _visible(distance: Int, lane: Lane, s: Settings) -> list[_lane.Bool]:
     return out
 
 
-def keep(state: State, area: Pointer, lane: Lane, head_dim: int, channel: Any, s: Settings) -> None:
+def keep(
+    state: State, area: Pointer, here: Place, head_dim: int, channel: Any, s: Settings
+) -> None:
     """Writes a warp's result to shared memory: outputs, maxima in powers of two, sums."""
-    _lane.warp_barrier()
+    lane.warp_barrier()
     size = s.rows * head_dim * 4
     for tile in range(s.tiles):
-        row = lane.t + 4 * tile
+        row = here.t + 4 * tile
         for i, x in enumerate(state.outputs[tile]):
-            area.at((row * head_dim + channel(i, lane, head_dim)) << 2).store(x)
-        total = _lane.reduce_lanes(state.totals[tile], lambda x, y: x + y, (4, 8, 16))
-        with _lane.when(lane.g.equals(0)):
+            area.at((row * head_dim + channel(i, here, head_dim)) << 2).store(x)
+        total = lane.reduce_lanes(state.totals[tile], lambda x, y: x + y, (4, 8, 16))
+        with lane.when(here.g.equals(0)):
             at = area.at(row << 2, size)
             at.store(state.maxima[tile])
             at.at(4 * s.rows).store(total)
@@ -190,11 +193,11 @@ def _combined(results: list[Pointer], element: Int, q: Int, size: int, s: Settin
     maxima = [x.at(q << 2, 4 * size).float() for x in results]
     sums = [x.at(q << 2, 4 * (size + s.rows)).float() for x in results]
     outputs = [x.at(element << 2).float() for x in results]
-    top = balanced(_lane.maximum, maxima)
+    top = lane.tree(maxima, lane.maximum)
     shift = (top > float("-inf")).where(top, 0.0)
-    weights = [_lane.exp2(m - shift) for m in maxima]
+    weights = [lane.exp2(m - shift) for m in maxima]
     o, l = (
-        _lane.total([x * w for x, w in zip(values, weights, strict=True)])
+        lane.total([x * w for x, w in zip(values, weights, strict=True)])
         for values in (outputs, sums)
     )
     return o, top, l
@@ -202,17 +205,17 @@ def _combined(results: list[Pointer], element: Int, q: Int, size: int, s: Settin
 
 def combine(a: Arrays, at: Program, area: Pointer, s: Settings) -> None:
     """Merges the results of the program's warps and writes them."""
-    _lane.block_barrier()
+    lane.block_barrier()
     threads, size = 32 * s.warps, s.rows * a.head_dim
     results = [area.at(warp * s.warp_bytes(a.head_dim)) for warp in range(s.warps)]
     for start in range(0, size, threads):
-        element = _lane.thread() + start
+        element = lane.thread() + start
         q, channel = element // a.head_dim, element % a.head_dim
         row = at.tile * s.rows + q
         inside = row < a.rows
         if size % threads:
             inside = inside & (element < size)
-        with _lane.when(inside):
+        with lane.when(inside):
             result = _combined(results, element, q, size, s)
             if a.is_final:
                 _write_final(a, at, row, channel, result)
@@ -231,8 +234,8 @@ def _write_final(
     is_empty = l.equals(0.0)
     total = is_empty.where(1.0, l)
     # What sees nothing may have been multiplied with 0 times NaN.
-    normalized = is_empty.where(_lane.number(0.0), _lane.divide(o, total))
+    normalized = is_empty.where(lane.number(0.0), lane.divide(o, total))
     out.times(index, 4 * a.head_dim).at(channel << 2).store(normalized)
-    with _lane.when(channel.equals(0)):
-        value = top * (1 / LOG2_E) + _lane.log2(total) * (1 / LOG2_E)
+    with lane.when(channel.equals(0)):
+        value = top * (1 / LOG2_E) + lane.log2(total) * (1 / LOG2_E)
         lse.times(index, 4).store(is_empty.where(float("-inf"), value))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,9 +11,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-Ref = Any
-LEVELS = (1, 2, 4, 8)
-LOG2_E = math.log2(math.e)
+from pallas_kernels.layouts import LEVELS as LEVELS
+from pallas_kernels.layouts import LOG2_E as LOG2_E
+from pallas_kernels.layouts import Ref as Ref
+
 # Rows of one warpgroup: the height of a matrix instruction.
 ROWS = 64
 WARPGROUPS = 2

@@ -5,17 +5,17 @@ Pallas's own start from an accumulator of zeros, which takes as many instruction
 registers. These ignore what the accumulator held.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax.experimental.mosaic.gpu as mgpu
-import numpy as np
 from jax.experimental.mosaic.gpu import mma_utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.mosaic import _registers as r
-from pallas_kernels.mosaic._registers import Value
+from pallas_kernels.mosaic.lane import fragments
+
+Value = Any
+"""A value of the compiler."""
 
 _ROWS = 64
 # Bytes of the contracted axis that one instruction takes.
@@ -56,23 +56,6 @@ def _name(element: ir.Type) -> str:
     return "e4m3" if isinstance(element, ir.Float8E4M3FNType) else "s8"
 
 
-def _words(a: Any) -> list[list[Value]]:
-    """A register operand as the four words of each instruction."""
-    if isinstance(a.mlir_dtype, ir.IntegerType) and ir.IntegerType(a.mlir_dtype).width == 32:
-        flat = r.scalars(a)
-        return [flat[i : i + 4] for i in range(0, len(flat), 4)]
-    word = ir.VectorType.get((1,), r.i32())
-    words = [
-        vector.extract(
-            vector.bitcast(word, x),
-            dynamic_position=[],
-            static_position=ir.DenseI64ArrayAttr.get([0]),
-        )
-        for x in a.registers.flat
-    ]
-    return [words[i : i + 4] for i in range(0, len(words), 4)]
-
-
 def start(
     a: Any, b: Value, *, swizzle: int, a_swizzle: int | None = None, total: Any | None = None
 ) -> Any:
@@ -96,13 +79,16 @@ def start(
     is_int = isinstance(element, ir.IntegerType)
     right = _steps(b, swizzle, (swizzle, n), is_left=False)
     if a_swizzle is None:
-        left = _words(a)
+        words = fragments.operand_words(a)
+        left = [words[i : i + 4] for i in range(0, len(words), 4)]
     else:
         left = [[x] for x in _steps(a, a_swizzle, (_ROWS, a_swizzle), is_left=True)]
     count, size = n // 2, len(left[0])
     inputs = [x for pair in zip(left, right, strict=True) for x in (*pair[0], pair[1])]
     accumulator = "{" + ",".join(f"${i}" for i in range(count)) + "}"
-    inputs += [] if total is None else [x for p in total.registers.flat for x in r.elements(p)]
+    inputs += (
+        [] if total is None else [x for p in total.registers.flat for x in fragments.elements(p)]
+    )
     kinds = "s32.s8.s8" if is_int else f"f32.{_name(element)}.{_name(element)}"
     scales = "" if is_int else ", 1, 1"
     lines, at = ["{.reg .pred no, yes; setp.ne.b32 no, 0, 0; setp.ne.b32 yes, 1, 0;"], count
@@ -116,7 +102,7 @@ def start(
             f" {'no' if i == 0 and total is None else 'yes'}{scales};"
         )
     lines.append("wgmma.commit_group.sync.aligned;}")
-    kind = r.i32() if is_int else r.f32()
+    kind = ir.IntegerType.get_signless(32) if is_int else ir.F32Type.get()
     letter = "=r" if is_int else "=f"
     constraints = [letter] * count + (["r"] * size + ["l"] if size > 1 else ["l", "l"]) * len(left)
     constraints += [] if total is None else [str(i) for i in range(count)]
@@ -129,17 +115,4 @@ def start(
         asm_dialect=0,
     )
     values = [llvm.extractvalue(kind, result, [i]) for i in range(count)]
-    return _accumulator(values, kind)
-
-
-def _accumulator(values: Sequence[Value], kind: ir.Type) -> Any:
-    pair = ir.VectorType.get((2,), kind)
-    shape = mgpu.WGMMA_LAYOUT.registers_shape((_ROWS, 2 * len(values)))
-    registers = np.empty((len(values) // 2,), dtype=object)
-    for i in range(len(values) // 2):
-        registers[i] = vector.from_elements(pair, values[2 * i : 2 * i + 2])
-    return mgpu.FragmentedArray(
-        _registers=registers.reshape(shape),
-        _layout=mgpu.WGMMA_LAYOUT,
-        _is_signed=True if isinstance(kind, ir.IntegerType) else None,
-    )
+    return fragments.of_registers(values, is_int)

@@ -2,18 +2,16 @@
 
 import dataclasses
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax.experimental.mosaic.gpu as mgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith
 
-from pallas_kernels.mosaic import _registers as r
-from pallas_kernels.mosaic._registers import Value
+from pallas_kernels.layouts import E4M3_MAX, INT8_RANGE, LOG2_E
+from pallas_kernels.mosaic import lane
+from pallas_kernels.mosaic.lane import Bool, Float, Int, fragments
 
-LOG2_E = math.log2(math.e)
-INT8_RANGE, E4M3_MAX = 119.0, 448.0
 _TINY = 2.0**-126
 
 
@@ -87,53 +85,52 @@ class Policy:
         return 1.0 if self.is_int8 else E4M3_MAX
 
 
-def exponentials(x: Sequence[Value], shift: Value, factor: Value, policy: Policy) -> list[Value]:
+def exponentials(x: Sequence[Float], shift: Float, factor: Float, policy: Policy) -> list[Float]:
     """``exp(x * factor - shift)`` in the policy's units."""
     return _exponentials(_arguments(x, shift, factor, policy), policy)
 
 
-def _arguments(x: Sequence[Value], shift: Value, factor: Value, policy: Policy) -> list[Value]:
+def _arguments(x: Sequence[Float], shift: Float, factor: Float, policy: Policy) -> list[Float]:
     """``x * factor - shift``, as `_exponentials` takes it: one instruction each."""
     if policy.exponential.kind == "polynomial":
-        return [r.fma(v, r.neg(factor), shift) for v in x]
-    low = r.add(r.constant(policy.shift), r.neg(shift)) if policy.shift else r.neg(shift)
-    return [r.fma(v, factor, low) for v in x]
+        return [v.fma(-factor, shift) for v in x]
+    low = lane.number(policy.shift) + -shift if policy.shift else -shift
+    return [v.fma(factor, low) for v in x]
 
 
-def _exponentials(x: Sequence[Value], policy: Policy) -> list[Value]:
+def _exponentials(x: Sequence[Float], policy: Policy) -> list[Float]:
     e = policy.exponential
     if e.kind != "polynomial":
-        return [r.exp2(v) for v in x]
+        return [lane.exp2(v) for v in x]
     gain = 1.0 if policy.is_int8 else E4M3_MAX
     return [_sas(v, e, gain) for v in x]
 
 
-def _sas(y: Value, e: Exponential, gain: float) -> Value:
+def _sas(y: Float, e: Exponential, gain: float) -> Float:
     """`gain` times SAS of ``-y`` as it is defined."""
     # Rounding may leave the row's maximum slightly below 0; NaN survives, with the sum.
-    y = r.select(r.less(y, r.constant(0.0)), r.constant(0.0), y)
-    whole = r.asm(r.f32(), "add.rm.f32 $0, $1, 0f4B400000;", "=f,f", y)
-    whole = r.add(whole, r.constant(-12582912.0))
-    fraction = r.add(y, r.neg(whole))
+    y = (y < 0.0).where(0.0, y)
+    whole = lane.add_rounder(y) + -lane.ROUNDER
+    fraction = y + -whole
     *lower, highest = (c * gain for c in e.coefficients)
-    value = r.fma(fraction, r.constant(highest), r.constant(lower[-1]))
+    value = fraction.fma(lane.number(highest), lane.number(lower[-1]))
     for c in reversed(lower[:-1]):
-        value = r.fma(value, fraction, r.constant(c))
-    power = r.exp2(r.mul(whole, r.constant(-LOG2_E / e.unit)))
-    below = r.less(r.constant(-e.threshold * e.unit), y)
-    return r.select(below, r.constant(0.0), r.mul(value, power))
+        value = value.fma(fraction, lane.number(c))
+    power = lane.exp2(whole * (-LOG2_E / e.unit))
+    below = lane.number(-e.threshold * e.unit) < y
+    return below.where(0.0, value * power)
 
 
-def _capped(x: Value, cap: float) -> Value:
+def _capped(x: Float, cap: float) -> Float:
     """``cap * tanh(x / cap)``; the power is at most 1, so that nothing overflows."""
-    magnitude = r.asm(r.f32(), "abs.f32 $0, $1;", "=f,f", x)
-    t = r.exp2(r.mul(magnitude, r.constant(-2 * LOG2_E / cap)))
-    one = r.constant(1.0)
-    y = r.mul(r.mul(r.add(one, r.neg(t)), r.reciprocal(r.add(one, t))), r.constant(cap))
-    return r.asm(r.f32(), "copysign.f32 $0, $1, $2;", "=f,f,f", x, y)
+    magnitude = lane.absolute(x)
+    t = lane.exp2(magnitude * (-2 * LOG2_E / cap))
+    one = lane.number(1.0)
+    y = (one + -t) * lane.reciprocal(one + t) * cap
+    return lane.with_sign_of(x, y)
 
 
-def _visible(limits: tuple[Value, Value], half: int, columns: int, policy: Policy) -> list[Value]:
+def _visible(limits: tuple[Int, Int], half: int, columns: int, policy: Policy) -> list[Bool]:
     """For each of a row's columns whether the query sees the token it stands for.
 
     Keys are permuted within groups of 16: see `attention.attention`.
@@ -145,20 +142,20 @@ def _visible(limits: tuple[Value, Value], half: int, columns: int, policy: Polic
       policy: what hides keys.
     """
     query, length = limits
-    row, t = r.thread()
-    four_t = arith.muli(t, r.integer(4))
-    position = arith.addi(arith.addi(query, row), r.integer(8 * half))
+    row, t = fragments.row_and_place()
+    four_t = t * 4
+    position = query + row + (8 * half)
     stop = length
     if policy.right is not None:
-        stop = arith.minsi(stop, arith.addi(position, r.integer(policy.right + 1)))
-    stop = arith.subi(stop, four_t)
+        stop = stop.minimum(position + (policy.right + 1))
+    stop = stop - four_t
     masks = []
     for c in range(columns):
-        token = r.integer(16 * (c // 4) + c % 4)
-        mask = r.int_less(token, stop)
+        token = lane.integer(16 * (c // 4) + c % 4)
+        mask = token < stop
         if policy.left is not None:
-            first = arith.subi(arith.subi(position, r.integer(policy.left)), four_t)
-            mask = arith.andi(mask, r.int_at_least(token, first))
+            first = position - policy.left - four_t
+            mask = mask & (token >= first)
         masks.append(mask)
     return masks
 
@@ -181,21 +178,21 @@ def step(
       before; and the unit of an int8 row's weights, 0 in a row that sees nothing.
     """
     scores = mgpu.optimization_barrier(scores)  # not before the product is there
-    [c] = r.scalars(factor)
+    [c] = fragments.scalars(factor)
     bounds = None
     if limits is not None:
-        [query], [length] = (r.scalars(x) for x in limits)
+        [query], [length] = (fragments.scalars(x) for x in limits)
         bounds = (query, length)
     rows, state = [], []
     for half, (x, old, total) in enumerate(
-        zip(r.by_row(scores), r.scalars(m), r.scalars(l), strict=True)
+        zip(fragments.by_row(scores), fragments.scalars(m), fragments.scalars(l), strict=True)
     ):
         weights, *rest = _row(x, old, total, c, bounds, half, policy)
         rows.append(weights)
         state.append(rest)
     # Not after the next products are started.
-    weights = mgpu.optimization_barrier(r.of_rows(rows))
-    return weights, *(r.row_array(pair) for pair in zip(*state, strict=True))
+    weights = mgpu.optimization_barrier(fragments.of_rows(rows))
+    return weights, *(fragments.row_array(pair) for pair in zip(*state, strict=True))
 
 
 def maxima(
@@ -215,22 +212,24 @@ def maxima(
       before.
     """
     scores = mgpu.optimization_barrier(scores)  # not before the product is there
-    [c] = r.scalars(factor)
+    [c] = fragments.scalars(factor)
     state = []
-    for half, (x, old) in enumerate(zip(r.by_row(scores), r.scalars(m), strict=True)):
+    for half, (x, old) in enumerate(
+        zip(fragments.by_row(scores), fragments.scalars(m), strict=True)
+    ):
         if limits is None and policy.soft_cap is None:
             if policy.scores_are_integers:
-                top = r.to_float(r.chain(x, arith.maxsi))
+                top = lane.chain(x, Int.maximum).to_float()
             else:
-                top = r.chain(x, r.maximum)
-            top = r.mul(r.among_four(top, r.maximum), c)
+                top = lane.chain(x, Float.maximum)
+            top = lane.among_four(top, Float.maximum) * c
         else:
             x = _seen_scores(x, c, limits, half, policy)
-            top = r.among_four(r.chain(x, r.maximum), r.maximum)
-        new = r.maximum(old, top)
-        scale = r.constant(LOG2_E / policy.exponential.unit)
-        state.append((top, new, r.exp2(r.mul(r.add(old, r.neg(_finite(new))), scale))))
-    return tuple(r.row_array(pair) for pair in zip(*state, strict=True))
+            top = lane.among_four(lane.chain(x, Float.maximum), Float.maximum)
+        new = old.maximum(top)
+        scale = lane.number(LOG2_E / policy.exponential.unit)
+        state.append((top, new, lane.exp2((old + -_finite(new)) * scale)))
+    return tuple(fragments.row_array(pair) for pair in zip(*state, strict=True))
 
 
 def arguments(
@@ -245,44 +244,46 @@ def arguments(
       limits: see `maxima`.
       policy: what is static.
     """
-    [c] = r.scalars(factor)
+    [c] = fragments.scalars(factor)
     rows = []
-    for half, (x, maximum) in enumerate(zip(r.by_row(scores), r.scalars(m), strict=True)):
+    for half, (x, maximum) in enumerate(
+        zip(fragments.by_row(scores), fragments.scalars(m), strict=True)
+    ):
         scale = c
         if limits is not None or policy.soft_cap is not None:
-            x, scale = _seen_scores(x, c, limits, half, policy), r.constant(1.0)
+            x, scale = _seen_scores(x, c, limits, half, policy), lane.number(1.0)
         elif policy.scores_are_integers:
-            x = [r.to_float(v) for v in x]
+            x = [v.to_float() for v in x]
         rows.append(_arguments(x, _finite(maximum), scale, policy))
     # Here, not where they are used.
-    return mgpu.optimization_barrier(r.of_rows(rows))
+    return mgpu.optimization_barrier(fragments.of_rows(rows))
 
 
 def _seen_scores(
-    x: list[Value],
-    c: Value,
-    limits: tuple[Value, Value] | None,
+    x: list[Any],
+    c: Float,
+    limits: tuple[Int, Int] | None,
     half: int,
     policy: Policy,
-) -> list[Value]:
+) -> list[Float]:
     """Scaled and capped scores of a row, ``-inf`` where they are hidden."""
     if policy.scores_are_integers:
-        x = [r.to_float(v) for v in x]
-    x = [r.mul(v, c) for v in x]
+        x = [v.to_float() for v in x]
+    x = [v * c for v in x]
     if policy.soft_cap is not None:
-        unit = r.constant(policy.exponential.unit)
-        x = [r.mul(_capped(v, policy.soft_cap), unit) for v in x]
+        unit = lane.number(policy.exponential.unit)
+        x = [_capped(v, policy.soft_cap) * unit for v in x]
     if limits is None:
         return x
-    [query], [length] = (r.scalars(v) for v in limits)
-    hidden = r.constant(-math.inf)
+    [query], [length] = (fragments.scalars(v) for v in limits)
+    hidden = lane.number(-math.inf)
     masks = _visible((query, length), half, len(x), policy)
-    return [r.select(k, v, hidden) for k, v in zip(masks, x, strict=True)]
+    return [k.where(v, hidden) for k, v in zip(masks, x, strict=True)]
 
 
-def _finite(m: Value) -> Value:
+def _finite(m: Float) -> Float:
     """A running maximum that can be subtracted: 0 in rows where nothing was visible yet."""
-    return r.select(r.equal(m, r.constant(-math.inf)), r.constant(0.0), m)
+    return m.equals(-math.inf).where(0.0, m)
 
 
 def weigh(scores: Any, top: Any, m: Any, alpha: Any, l: Any, policy: Policy) -> tuple[Any, ...]:
@@ -293,19 +294,21 @@ def weigh(scores: Any, top: Any, m: Any, alpha: Any, l: Any, policy: Policy) -> 
       0 in a row that sees nothing.
     """
     rows, state = [], []
-    for x, *row in zip(r.by_row(scores), *(r.scalars(a) for a in (top, m, alpha, l)), strict=True):
+    for x, *row in zip(
+        fragments.by_row(scores), *(fragments.scalars(a) for a in (top, m, alpha, l)), strict=True
+    ):
         largest, new, a, total = row
         p = _exponentials(x, policy)
-        total = r.fma(total, a, r.chain(p, r.add))
+        total = total.fma(a, lane.chain(p, operator.add))
         p, unit = _scale(p, largest, _finite(new), policy)
         if policy.is_int8:
-            unseen = r.equal(largest, r.constant(-math.inf))
-            unit = r.select(unseen, r.constant(0.0), unit)
+            unseen = largest.equals(-math.inf)
+            unit = unseen.where(0.0, unit)
         rows.append(p)
         state.append((total, unit))
     # Not after the next products are started.
-    weights = mgpu.optimization_barrier(r.of_rows(rows))
-    return weights, *(r.row_array(pair) for pair in zip(*state, strict=True))
+    weights = mgpu.optimization_barrier(fragments.of_rows(rows))
+    return weights, *(fragments.row_array(pair) for pair in zip(*state, strict=True))
 
 
 def pack(weights: Any, policy: Policy) -> Any:
@@ -314,80 +317,79 @@ def pack(weights: Any, policy: Policy) -> Any:
     By itself, because the compiler overlaps no product with instructions that write the registers
     which another one reads: not before the product that uses them now is done.
     """
-    pack_four = r.pack_bytes if policy.is_int8 else r.pack_e4m3
+    pack_four = lane.pack_bytes if policy.is_int8 else lane.pack_e4m3
     rows = []
-    for row in r.by_row(weights):
-        x = [r.bits(v) for v in row] if policy.is_int8 else row
+    for row in fragments.by_row(weights):
+        x = [v.as_int() for v in row] if policy.is_int8 else row
         rows.append([pack_four(x[i : i + 4]) for i in range(0, len(x), 4)])
-    element = ir.IntegerType.get_signless(8) if policy.is_int8 else ir.Float8E4M3FNType.get()
-    return r.operand(rows, element, True if policy.is_int8 else None)
+    return fragments.operand(rows, policy.is_int8)
 
 
 def _row(
-    x: list[Value],
-    m: Value,
-    l: Value,
-    c: Value,
-    limits: tuple[Value, Value] | None,
+    x: list[Any],
+    m: Float,
+    l: Float,
+    c: Float,
+    limits: tuple[Int, Int] | None,
     half: int,
     policy: Policy,
 ) -> tuple[Any, ...]:
     """`step` of one of a thread's two rows."""
-    zero, infinite = r.constant(0.0), r.constant(-math.inf)
+    zero, infinite = lane.number(0.0), lane.number(-math.inf)
     masks = None if limits is None else _visible(limits, half, len(x), policy)
     if masks is None and policy.soft_cap is None:
         # Scaling and subtracting the maximum are one instruction per score.
         if policy.scores_are_integers:
-            top = r.to_float(r.tree(x, arith.maxsi))
-            x = [r.to_float(v) for v in x]
+            top = lane.tree(x, Int.maximum).to_float()
+            x = [v.to_float() for v in x]
         else:
-            top = r.tree(x, r.maximum)
-        top = r.mul(r.among_four(top, r.maximum), c)
+            top = lane.tree(x, Float.maximum)
+        top = lane.among_four(top, Float.maximum) * c
         factor = c
     else:
         if policy.scores_are_integers:
-            x = [r.to_float(v) for v in x]
-        x = [r.mul(v, c) for v in x]
+            x = [v.to_float() for v in x]
+        x = [v * c for v in x]
         if policy.soft_cap is not None:
-            unit = r.constant(policy.exponential.unit)
-            x = [r.mul(_capped(v, policy.soft_cap), unit) for v in x]
+            unit = lane.number(policy.exponential.unit)
+            x = [_capped(v, policy.soft_cap) * unit for v in x]
         if masks is not None:
-            x = [r.select(k, v, infinite) for k, v in zip(masks, x, strict=True)]
-        top = r.among_four(r.tree(x, r.maximum), r.maximum)
-        factor = r.constant(1.0)
-    new = r.maximum(m, top)
+            x = [k.where(v, infinite) for k, v in zip(masks, x, strict=True)]
+        top = lane.among_four(lane.tree(x, Float.maximum), Float.maximum)
+        factor = lane.number(1.0)
+    new = m.maximum(top)
     shift = new
     if masks is not None:
-        shift = r.select(r.equal(new, infinite), zero, new)
+        shift = new.equals(infinite).where(zero, new)
     p = exponentials(x, shift, factor, policy)
     if masks is not None:
-        p = [r.select(k, v, zero) for k, v in zip(masks, p, strict=True)]
-    scale = r.constant(LOG2_E / policy.exponential.unit)
-    alpha = r.exp2(r.mul(r.add(m, r.neg(shift)), scale))
-    total = r.fma(l, alpha, r.tree(p, r.add))
+        p = [k.where(v, zero) for k, v in zip(masks, p, strict=True)]
+    scale = lane.number(LOG2_E / policy.exponential.unit)
+    alpha = lane.exp2((m + -shift) * scale)
+    total = l.fma(alpha, lane.tree(p, operator.add))
     p, unit = _scale(p, top, shift, policy)
     if masks is not None and policy.is_int8:
-        unit = r.select(r.equal(top, infinite), zero, unit)
+        unit = top.equals(infinite).where(zero, unit)
     return p, new, total, alpha, unit
 
 
-def _scale(p: list[Value], top: Value, shift: Value, policy: Policy) -> tuple[list[Value], Value]:
+def _scale(p: list[Float], top: Float, shift: Float, policy: Policy) -> tuple[list[Float], Float]:
     """Weights as `pack` takes them, and what an int8 code stands for."""
     if not policy.is_int8:
         if policy.exponential.kind == "hardware":
-            gain = r.constant(E4M3_MAX * 2.0**-policy.shift)
-            p = [r.mul(v, gain) for v in p]
-        return p, r.constant(1.0)
-    [largest] = exponentials([top], shift, r.constant(1.0), policy)
-    nothing = r.less(largest, r.constant(_TINY * INT8_RANGE if not policy.shift else _TINY))
+            gain = lane.number(E4M3_MAX * 2.0 ** (-policy.shift))
+            p = [v * gain for v in p]
+        return p, lane.number(1.0)
+    [largest] = exponentials([top], shift, lane.number(1.0), policy)
+    nothing = largest < lane.number(_TINY * INT8_RANGE if not policy.shift else _TINY)
     # Powers of two on the way keep everything in range: weights may be as small as 2**-126.
-    inverse = r.mul(r.reciprocal(largest), r.constant(INT8_RANGE / 128))
-    inverse = r.select(nothing, r.constant(0.0), inverse)
-    unit = r.mul(largest, r.constant(2.0**-policy.shift / INT8_RANGE))
-    unit = r.select(nothing, r.constant(1.0), unit)
+    inverse = lane.reciprocal(largest) * (INT8_RANGE / 128)
+    inverse = nothing.where(0.0, inverse)
+    unit = largest * (2.0 ** (-policy.shift) / INT8_RANGE)
+    unit = nothing.where(1.0, unit)
     # The sum's last bit counts 1/128: what is in its low byte is the code, rounded half to even.
-    rounder = r.constant(12582912.0 / 128)
-    return [r.fma(v, inverse, rounder) for v in p], unit
+    rounder = lane.number(lane.ROUNDER / 128)
+    return [v.fma(inverse, rounder) for v in p], unit
 
 
 def accumulate(output: Any, product: Any, alpha: Any, unit: Any, policy: Policy) -> Any:
@@ -401,16 +403,20 @@ def accumulate(output: Any, product: Any, alpha: Any, unit: Any, policy: Policy)
       policy: what is static.
     """
     product = mgpu.optimization_barrier(product)
-    units = [None, None] if unit is None else r.scalars(unit)
+    units = [None, None] if unit is None else fragments.scalars(unit)
     rows = []
     for old, new, a, u in zip(
-        r.by_row(output), r.by_row(product), r.scalars(alpha), units, strict=True
+        fragments.by_row(output),
+        fragments.by_row(product),
+        fragments.scalars(alpha),
+        units,
+        strict=True,
     ):
         if u is not None:
-            new = [r.mul(r.to_float(v), u) for v in new]
-        rows.append([r.fma(x, a, y) for x, y in zip(old, new, strict=True)])
+            new = [v.to_float() * u for v in new]
+        rows.append([x.fma(a, y) for x, y in zip(old, new, strict=True)])
     # Not later: the product's registers are needed for the next one.
-    return mgpu.optimization_barrier(r.of_rows(rows))
+    return mgpu.optimization_barrier(fragments.of_rows(rows))
 
 
 def finish(
@@ -430,25 +436,28 @@ def finish(
     Returns:
       ``H / width`` outputs ``[64, width]``, and the log-sum-exps ``[64]``.
     """
-    [stop], [v_scale] = r.scalars(last), r.scalars(scale)
-    row, _ = r.thread()
-    zero, infinite = r.constant(0.0), r.constant(-math.inf)
+    [stop], [v_scale] = fragments.scalars(last), fragments.scalars(scale)
+    row, _ = fragments.row_and_place()
+    zero, infinite = lane.number(0.0), lane.number(-math.inf)
     # A power of two on the way: sums may be as small as 2**-118.
     power = 2.0 ** -math.floor(math.log2(policy.sum_unit))
-    gain = r.constant(policy.sum_unit * power / policy.output_unit)
+    gain = lane.number(policy.sum_unit * power / policy.output_unit)
     rows, lse = [], []
     for half, (x, maximum, part) in enumerate(
-        zip(r.by_row(output), r.scalars(m), r.scalars(l), strict=True)
+        zip(fragments.by_row(output), fragments.scalars(m), fragments.scalars(l), strict=True)
     ):
-        total = r.among_four(part, r.add)
-        is_padding = r.int_at_least(arith.addi(row, r.integer(8 * half)), stop)
-        nothing = arith.ori(is_padding, r.equal(total, zero))
-        weight = r.mul(r.reciprocal(r.mul(total, r.constant(power))), r.mul(gain, v_scale))
-        rows.append([r.select(nothing, zero, r.mul(v, weight)) for v in x])
-        natural = r.mul(maximum, r.constant(1 / policy.exponential.unit))
-        logarithm = r.add(r.log2(total), r.constant(-math.log2(policy.sum_unit)))
-        value = r.fma(logarithm, r.constant(1 / LOG2_E), natural)
-        lse.append(r.select(nothing, infinite, value))
+        total = lane.among_four(part, operator.add)
+        is_padding = row + (8 * half) >= stop
+        nothing = is_padding | total.equals(zero)
+        weight = lane.reciprocal(total * power) * (gain * v_scale)
+        rows.append([nothing.where(zero, v * weight) for v in x])
+        natural = maximum * (1 / policy.exponential.unit)
+        logarithm = lane.log2_of_any(total) + (-math.log2(policy.sum_unit))
+        value = logarithm.fma(lane.number(1 / LOG2_E), natural)
+        lse.append(nothing.where(infinite, value))
     columns = width // 4
-    parts = [r.of_rows([x[i : i + columns] for x in rows]) for i in range(0, len(rows[0]), columns)]
-    return *parts, r.row_array(lse)
+    parts = [
+        fragments.of_rows([x[i : i + columns] for x in rows])
+        for i in range(0, len(rows[0]), columns)
+    ]
+    return *parts, fragments.row_array(lse)

@@ -41,16 +41,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import _lane
+from pallas_kernels.layouts import Side as Side
+from pallas_kernels.merge import merge
+from pallas_kernels.mosaic import lane
 from pallas_kernels.mosaic._decode_inputs import BARRIER_BYTES, Arrays, Program
 from pallas_kernels.mosaic._decode_inputs import Settings as Settings
 from pallas_kernels.mosaic._decode_inputs import stage_bytes as stage_bytes
 from pallas_kernels.mosaic._decode_result import combine
 from pallas_kernels.mosaic._decode_types import SparseExponential as SparseExponential
 from pallas_kernels.mosaic._decode_warp import walk
-from pallas_kernels.mosaic._lane import Pointer
-from pallas_kernels.triton._decode_inputs import Side as Side
-from pallas_kernels.triton._merge import merge
+from pallas_kernels.mosaic.lane import Pointer
 
 _GRID, _CLUSTER = ("tile", "part", "pair"), ("member",)
 
@@ -65,19 +65,19 @@ def _kernel(*refs: Any, s: Settings) -> None:
     def body(ctx: Any, refs: Any, slots: Any, barriers: Any, ids: Any) -> None:
         del ctx
         a = Arrays.of(refs, inputs)
-        at = Program.of(a, [_lane.scalar(x) for x in ids], s)
+        at = Program.of(a, [lane.scalar(x) for x in ids], s)
         smem = (Pointer.to(slots), Pointer.to(barriers))
-        choice = _lane.integer(0)
+        choice = lane.integer(0)
         for side in (a.key, a.value):
             if len(side.codes) == 2:
                 is_low = side.slot(at.pair) >= side.heads[0]
-                choice = (choice << 1) + is_low.where(_lane.integer(1), 0)
+                choice = (choice << 1) + is_low.where(lane.integer(1), 0)
         groups = [(i, j) for i in range(len(a.key.codes)) for j in range(len(a.value.codes))]
         for number, widths in enumerate(groups):
             if len(groups) == 1:
                 walk(a, at, widths, smem, s)
                 continue
-            with _lane.when(choice.equals(number)):
+            with lane.when(choice.equals(number)):
                 walk(a, at, widths, smem, s)
         combine(a, at, smem[0], s)
 

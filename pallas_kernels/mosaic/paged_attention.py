@@ -43,13 +43,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import _lane, _paged_fp8, _paged_turbo4
-from pallas_kernels.mosaic._lane import Pointer
-from pallas_kernels.mosaic._paged_types import BARRIER_BYTES, Arrays, Lane, Program
+from pallas_kernels.merge import merge_parts
+from pallas_kernels.mosaic import _paged_fp8, _paged_turbo4, lane
+from pallas_kernels.mosaic._paged_types import BARRIER_BYTES, Arrays, Place, Program
 from pallas_kernels.mosaic._paged_types import Pages as Pages
 from pallas_kernels.mosaic._paged_types import Settings as Settings
 from pallas_kernels.mosaic._paged_warp import combine, keep, walk
-from pallas_kernels.triton._paged_merge import merge_parts
+from pallas_kernels.mosaic.lane import Pointer
 
 _GRID = ("tile", "part", "pair")
 
@@ -64,11 +64,11 @@ def _kernel(*refs: Any, s: Settings) -> None:
     def body(ctx: Any, refs: Any, slots: Any, barriers: Any, ids: Any) -> None:
         del ctx
         a = Arrays.of(refs, inputs)
-        at = Program.of(a, [_lane.scalar(x) for x in ids], s)
+        at = Program.of(a, [lane.scalar(x) for x in ids], s)
         if a.is_final:  # an empty sequence has a result too
             _run(a, at, (Pointer.to(slots), Pointer.to(barriers)), s)
             return
-        with _lane.when(at.start < at.stop):
+        with lane.when(at.start < at.stop):
             _run(a, at, (Pointer.to(slots), Pointer.to(barriers)), s)
 
     body(inputs, slots, barriers, ids)
@@ -77,10 +77,10 @@ def _kernel(*refs: Any, s: Settings) -> None:
 def _run(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: Settings) -> None:
     pages = _paged_turbo4 if s.has_norms else _paged_fp8
     products = (_paged_turbo4.Turbo4 if s.has_norms else _paged_fp8.Fp8).of(a.head_dim, s)
-    lane, warp = Lane.here(), _lane.uniform(_lane.thread() >> 5)
+    here, warp = Place.here(), lane.uniform(lane.thread() >> 5)
     area = smem[0].at(warp * s.warp_bytes(a.head_dim))
-    state = walk(a, at, lane, products, (area, smem[1].at(warp * (BARRIER_BYTES * s.stages))), s)
-    keep(state, area, lane, a.head_dim, pages.channel, s)
+    state = walk(a, at, here, products, (area, smem[1].at(warp * (BARRIER_BYTES * s.stages))), s)
+    keep(state, area, here, a.head_dim, pages.channel, s)
     combine(a, at, smem[0], s)
 
 
