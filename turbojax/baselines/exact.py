@@ -11,8 +11,8 @@ import numpy as np
 from turbojax import _checks, _device
 from turbojax.config import TurboConfig
 from turbojax.ops.numerics import cap_logits
+from turbojax.ops.options import Options
 from turbojax.ops.turbo_attention import turbo_attention
-from turbojax.ops.visibility import attention_options
 
 IMPLEMENTATIONS = ("xla", "cudnn")
 _FLOAT = TurboConfig(mode="float", softmax="exact")
@@ -211,7 +211,13 @@ def decode(
     """
     _checks.check_query(query)
     _checks.check_head_groups(query.shape[2], cache.key.shape[2])
-    options = attention_options(query, scale, True, local_window_size, logits_soft_cap)
+    options = Options.complete(
+        query.shape[3],
+        scale=scale,
+        is_causal=True,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+    )
     tokens = query.shape[1]
     chosen = _choose(
         implementation,
@@ -231,13 +237,13 @@ def decode(
             implementation="cudnn",
         )
     position = cache.lengths[:, None] - tokens + jnp.arange(tokens)[None]
-    mask = options["visibility"].mask(position, jnp.arange(cache.max_length)[None], cache.lengths)
+    mask = options.mask(position, jnp.arange(cache.max_length)[None], cache.lengths)
     return masked_attention(
         query,
         cache.key.astype(query.dtype),
         cache.value.astype(query.dtype),
         mask,
-        scale=options["scale"],
+        scale=options.scale,
         logits_soft_cap=logits_soft_cap,
     )
 

@@ -5,6 +5,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from turbojax._registry import writer_beside
 from turbojax.baselines import exact
 from turbojax.config import TurboConfig
 from turbojax.kv import pages as paged
@@ -13,9 +14,7 @@ from turbojax.kv.kinds import LayerCache, put_sequences, take_sequences
 from turbojax.kv.pooled import PooledAttention
 from turbojax.ops import kv4_attention
 from turbojax.ops.options import PLAIN, AttentionOptions
-from turbojax.ops.registry import writer_beside
 from turbojax.ops.turbo_attention import decode, prefill, turbo_attention
-from turbojax.ops.visibility import attention_options
 from turbojax.state import kv4
 from turbojax.state.progressive import ProgressiveCache, append
 from turbojax.state.progressive.update import store_prompt
@@ -53,17 +52,17 @@ def padded_attention(mask: jax.Array) -> Attend:
     """
 
     def attend(query, key, value, cache=None, options=PLAIN):  # type: ignore[no-untyped-def]
-        static = attention_options(query, is_causal=True, **options.arguments())
+        static = options.complete(query.shape[3])
         place = jnp.arange(query.shape[1])[None]
         lengths = jnp.full(query.shape[0], query.shape[1], jnp.int32)
-        visible = static["visibility"].mask(place, place, lengths) & mask[:, None]
+        visible = static.mask(place, place, lengths) & mask[:, None]
         out = exact.masked_attention(
             query,
             key,
             value,
             visible,
-            scale=static["scale"],
-            logits_soft_cap=static["logits_soft_cap"],
+            scale=static.scale,
+            logits_soft_cap=static.logits_soft_cap,
         )
         return out, cache
 

@@ -21,7 +21,6 @@ from turbojax.models.generation.sampling import Array, SamplingRows, greedy_rows
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.ops.options import PLAIN
 from turbojax.ops.paged_attention.api import select
-from turbojax.ops.visibility import attention_options
 
 
 @jax.tree_util.register_dataclass
@@ -85,8 +84,7 @@ def check_implementation(
     for rows, tokens, tables in calls:
         shape = (rows, tokens, num_heads, cache.head_dim)
         query: Any = jax.ShapeDtypeStruct(shape, cache.dtype)
-        options = attention_options(query, None, True, None, None)
-        select(implementation, query, cache, tables, **options)
+        select(implementation, query, cache, tables, options=PLAIN.complete(cache.head_dim))
 
 
 @functools.partial(jax.jit, static_argnames="implementation", donate_argnames="caches")
