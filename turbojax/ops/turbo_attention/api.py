@@ -11,7 +11,6 @@ from turbojax._registry import (
     Implementation,
     ImplementationName,
     Registry,
-    writer_beside,
 )
 from turbojax.config import TurboConfig
 from turbojax.ops.options import Options, require_causal
@@ -279,7 +278,7 @@ def _prefill(
     """`prefill` of checked arguments."""
     static: dict[str, Any] = {"config": cache.config, "options": options}
     attend = ATTENTION.select(implementation, query=query, key=key, value=value, **static)
-    store = STORE_PROMPT.select(writer_beside(implementation), cache=cache, key=key)
+    store = STORE_PROMPT.select(implementation, cache=cache, key=key)
     shares_codes = store.name == "triton" and attend.name != "xla" and cache.config.mode != "float"
 
     def run(
