@@ -46,7 +46,7 @@ def attention_unsupported(
 
 
 class Launch(NamedTuple):
-    """How the kernel is laid out, see `pallas_kernels.mosaic.attention.Settings`."""
+    """How the kernel is laid out, see `pallas_kernels.mosaic.hopper.attention.Settings`."""
 
     stages: int
     ahead: bool
@@ -93,7 +93,7 @@ def attention(
     Returns:
       out ``[B, T, N, H]`` in the query's dtype and the float32 log-sum-exp ``[B, T, N]``.
     """
-    from pallas_kernels.mosaic import attention as kernel
+    from pallas_kernels.mosaic.hopper import attention as kernel
 
     if scale < 0:  # the kernel takes the maximum of scores before it scales them
         query, scale = -query, -scale
@@ -126,7 +126,7 @@ def attention(
 
 
 def default_launch(query: jax.Array, config: TurboConfig) -> Launch:
-    """What was fastest in the measurements of `pallas_kernels.mosaic.attention`.
+    """What was fastest in the measurements of `pallas_kernels.mosaic.hopper.attention`.
 
     Computing scores ahead takes more registers than there are in mode ``"int8"``, whose second
     products are converted too, and with 256 channels.
