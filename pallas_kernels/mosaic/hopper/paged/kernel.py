@@ -44,11 +44,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.merge import merge_parts
-from pallas_kernels.mosaic import _paged_fp8, _paged_turbo4, lane
-from pallas_kernels.mosaic._paged_types import BARRIER_BYTES, Arrays, Place, Program
-from pallas_kernels.mosaic._paged_types import Pages as Pages
-from pallas_kernels.mosaic._paged_types import Settings as Settings
-from pallas_kernels.mosaic._paged_warp import combine, keep, walk
+from pallas_kernels.mosaic import lane
+from pallas_kernels.mosaic.hopper.paged import fp8, turbo4
+from pallas_kernels.mosaic.hopper.paged.types import BARRIER_BYTES, Arrays, Place, Program
+from pallas_kernels.mosaic.hopper.paged.types import Pages as Pages
+from pallas_kernels.mosaic.hopper.paged.types import Settings as Settings
+from pallas_kernels.mosaic.hopper.paged.warp import combine, keep, walk
 from pallas_kernels.mosaic.lane import Pointer
 
 _GRID = ("tile", "part", "pair")
@@ -75,8 +76,8 @@ def _kernel(*refs: Any, s: Settings) -> None:
 
 
 def _run(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: Settings) -> None:
-    pages = _paged_turbo4 if s.has_norms else _paged_fp8
-    products = (_paged_turbo4.Turbo4 if s.has_norms else _paged_fp8.Fp8).of(a.head_dim, s)
+    pages = turbo4 if s.has_norms else fp8
+    products = (turbo4.Turbo4 if s.has_norms else fp8.Fp8).of(a.head_dim, s)
     here, warp = Place.here(), lane.uniform(lane.thread() >> 5)
     area = smem[0].at(warp * s.warp_bytes(a.head_dim))
     state = walk(a, at, here, products, (area, smem[1].at(warp * (BARRIER_BYTES * s.stages))), s)

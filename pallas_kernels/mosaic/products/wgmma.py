@@ -63,7 +63,7 @@ def start(
 
     Args:
       a: the left operand ``[64, k]``, in registers (layout `WGMMA_8BIT`, or its words, see
-        `_int4_operand.load`) or in tiled shared memory.
+        `int4.load`) or in tiled shared memory.
       b: the right one, tiled shared memory of ``[n, k]``.
       swizzle: bytes of a row of a tile of `b`.
       a_swizzle: the same of `a`, if that is in memory.

@@ -31,8 +31,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import _pooled as tiles
-from pallas_kernels.mosaic._pooled import COLUMN, LOG2_E, ROW, ROWS, TILE, WARPGROUPS, Ref, Settings
+from pallas_kernels.mosaic import ring
+from pallas_kernels.mosaic.hopper.pooled import tiles
+from pallas_kernels.mosaic.hopper.pooled.tiles import (
+    COLUMN,
+    LOG2_E,
+    ROW,
+    ROWS,
+    TILE,
+    WARPGROUPS,
+    Ref,
+    Settings,
+)
 
 __all__ = ["Settings", "attention"]
 
@@ -53,12 +63,10 @@ class Work:
         self.i = lax.div(self.first, jnp.int32(s.block_q))
 
 
-def over_tiles(q: Ref, f: Any) -> None:
-    """Calls ``f(number, carry)`` for a program's tiles of queries; the carry is a slot."""
+def over_tiles(q: Ref, step: ring.Step) -> None:
+    """Takes a program's tiles of queries."""
     total = q.shape[0] * q.shape[2] * pl.cdiv(q.shape[1], WARPGROUPS * ROWS)
-    program, programs = lax.axis_index("program"), lax.axis_size("program")
-    mine = lax.div(total - 1 - program, jnp.int32(programs)) + 1
-    lax.fori_loop(jnp.int32(0), mine, lambda n, slot: f(program + n * programs, slot), jnp.int32(0))
+    ring.Share(total).loop(step)
 
 
 def _attend(
@@ -103,7 +111,7 @@ def _attend(
 
     def step(t: jax.Array, carry: tuple[jax.Array, ...], is_edge: bool) -> tuple[jax.Array, ...]:
         o, m, l, slot = carry
-        following = tiles.next_slot(slot, s.stages)
+        following = ring.next_slot(slot, s.stages)
 
         def scores(out: Ref) -> jax.Array:
             plgpu.wgmma(out, q, tiles.transposed(k.at[slot]))
@@ -214,20 +222,18 @@ def _kernel(*refs: Ref, s: Settings) -> None:
             )
             return tiles.produce(w, slot, blocks, sources, columns, key_lengths[work.b], s)
 
-        tiles.divide_work(
-            me,
-            free,
-            s,
-            lambda: over_tiles(q_ref, consume),
-            lambda: over_tiles(q_ref, produce),
-        )
+        def start_to_consume() -> None:
+            ring.free_at_first(s.stages, free[1:], q_free.at[me])
+            over_tiles(q_ref, consume)
+
+        ring.divide(me, WARPGROUPS, (232, 40), start_to_consume, lambda: over_tiles(q_ref, produce))
 
     pl.run_scoped(
         body,
-        tiles.memory((WARPGROUPS, ROWS, head_dim), q_ref.dtype),
-        tiles.memory((s.stages, TILE, head_dim), q_ref.dtype),
-        tiles.memory((s.stages, TILE, head_dim), q_ref.dtype),
-        tiles.memory((WARPGROUPS, ROWS, head_dim), q_ref.dtype),
+        ring.tile((WARPGROUPS, ROWS, head_dim), q_ref.dtype),
+        ring.tile((s.stages, TILE, head_dim), q_ref.dtype),
+        ring.tile((s.stages, TILE, head_dim), q_ref.dtype),
+        ring.tile((WARPGROUPS, ROWS, head_dim), q_ref.dtype),
         plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32),
         tiles.column_memory(s),
         *tiles.barriers(1, s),
@@ -265,18 +271,16 @@ def attention(
     """
     batch, tokens, heads, _ = q.shape
     per_head = pl.cdiv(tokens, WARPGROUPS * ROWS)
-    run = plgpu.kernel(
+    run = ring.launch(
         functools.partial(_kernel, s=settings),
-        out_type=(
+        "turbojax_pooled_attention_hopper",
+        (
             jax.ShapeDtypeStruct(q.shape, q.dtype),
             jax.ShapeDtypeStruct((batch, heads, per_head * WARPGROUPS * ROWS), jnp.float32),
         ),
-        grid=(min(settings.programs, batch * heads * per_head),),
-        grid_names=("program",),
-        num_threads=WARPGROUPS + 1,
-        thread_name="warpgroup",
-        kernel_name="turbojax_pooled_attention_hopper",
-        compiler_params=tiles.parameters(),
+        batch * heads * per_head,
+        settings.programs,
+        approx_math=True,
     )
     out, lse = run(q, *keys, *values, blocks, counts, query_lengths, key_lengths)
     return out, lse

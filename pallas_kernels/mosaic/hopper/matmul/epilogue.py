@@ -10,8 +10,8 @@ from jaxlib.mlir import ir
 from pallas_kernels.layouts import LOG2_E
 from pallas_kernels.mosaic import lane
 from pallas_kernels.mosaic.lane import Float, Int, Pointer, fragments
+from pallas_kernels.mosaic.lane.fragments import ROWS
 
-ROWS = 64
 _GELU = (math.sqrt(2 / math.pi), 0.044715)
 
 

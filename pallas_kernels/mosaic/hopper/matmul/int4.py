@@ -44,16 +44,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import _int4_operand, _products
-from pallas_kernels.mosaic import _matmul_program as program
-from pallas_kernels.mosaic._int4_operand import GROUP, ROW_BYTES, TABLE_BYTES, TABLES
-from pallas_kernels.mosaic._int4_result import ROWS
-from pallas_kernels.mosaic._int4_result import Epilogue as Epilogue
-from pallas_kernels.mosaic._matmul_program import SCALAR, TILE, WARPGROUPS, Ref, Tile, Work
-from pallas_kernels.mosaic._matmul_program import Settings as Settings
-
-_ROW = plgpu.Layout.WGMMA.reduce(1)
-
+from pallas_kernels.layouts import Ref
+from pallas_kernels.mosaic import ring
+from pallas_kernels.mosaic.hopper.matmul import program
+from pallas_kernels.mosaic.hopper.matmul.epilogue import Epilogue as Epilogue
+from pallas_kernels.mosaic.hopper.matmul.program import TILE, Tile, Work
+from pallas_kernels.mosaic.hopper.matmul.program import Settings as Settings
+from pallas_kernels.mosaic.products import int4, wgmma
+from pallas_kernels.mosaic.products.int4 import GROUP, ROW_BYTES, TABLE_BYTES, TABLES
+from pallas_kernels.mosaic.ring import ROW, ROWS, SCALAR, WARPGROUPS
 
 TABLES_BYTES = TABLES * TABLE_BYTES
 """Shared memory that the tables take."""
@@ -67,33 +66,29 @@ def stage_bytes(scale_bytes: int) -> int:
 def _operand(
     weights: tuple[Ref, ...], slot: jax.Array, half: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """A warpgroup's weights of a group: `_int4_operand.operand`."""
+    """A warpgroup's weights of a group: `int4.operand`."""
     codes, scales, *tables = weights
     refs = [codes.at[slot], scales.at[slot], *tables]
     types = (SCALAR, *[plgpu.RefType()] * len(refs))
-    words = plgpu.ShapeDtypeStruct((ROWS, GROUP // 4), jnp.dtype(jnp.int32), plgpu.Layout.WGMMA)
-    unit = plgpu.ShapeDtypeStruct((ROWS,), jnp.dtype(jnp.float32), _ROW)
+    words = ring.array((ROWS, GROUP // 4), jnp.int32)
+    unit = ring.array((ROWS,), jnp.float32, ROW)
 
-    @plgpu.inline_mgpu(arg_types=types, return_type=(words, unit))
-    def run(context: Any, row: Any, codes: Any, scales: Any, *tables: Any) -> Any:
-        del context
-        return _int4_operand.operand(codes, scales, tables[0] if tables else None, row)
+    def run(row: Any, codes: Any, scales: Any, *tables: Any) -> Any:
+        return int4.operand(codes, scales, tables[0] if tables else None, row)
 
-    return run(half * ROWS, *refs)
+    return ring.inline(run, types, (words, unit))(half * ROWS, *refs)
 
 
 def _start(words: jax.Array, x: Ref, total: jax.Array | None) -> jax.Array:
     """Starts a group's product, added to `total`."""
-    kind = plgpu.ShapeDtypeStruct((ROWS, x.shape[0]), jnp.dtype(jnp.float32), plgpu.Layout.WGMMA)
+    kind = ring.array((ROWS, x.shape[0]), jnp.float32)
     arrays = [words] if total is None else [words, total]
-    types = (program.swizzled_type(x.dtype), *[plgpu.Layout.WGMMA] * len(arrays))
+    types = (ring.tile_type(x), *[plgpu.Layout.WGMMA] * len(arrays))
 
-    @plgpu.inline_mgpu(arg_types=types, return_type=kind)
-    def run(context: Any, x: Any, words: Any, *total: Any) -> Any:
-        del context
-        return _products.start(words, x, swizzle=128, total=total[0] if total else None)
+    def run(x: Any, words: Any, *total: Any) -> Any:
+        return wgmma.start(words, x, swizzle=128, total=total[0] if total else None)
 
-    return run(x, *arrays)
+    return ring.inline(run, types, kind)(x, *arrays)
 
 
 def _accumulate(
@@ -101,11 +96,11 @@ def _accumulate(
 ) -> tuple[jax.Array, jax.Array]:
     """A warpgroup's sums over its groups of inputs, the first of all in `slot`; the slot after."""
     half, team = lax.rem(me, jnp.int32(WARPGROUPS)), lax.div(me, jnp.int32(WARPGROUPS))
-    after = lax.rem(slot + (work.end - work.begin), jnp.int32(s.stages))
+    after = ring.slot_after(slot, work.end - work.begin, s.stages)
     # A team keeps to its slots: barriers count every warpgroup's waits.
     late = lax.rem(team + slot, jnp.int32(s.teams))
     begin = work.begin + late
-    slot = lax.rem(slot + late, jnp.int32(s.stages))
+    slot = ring.slot_after(slot, late, s.stages)
 
     def wait(g: jax.Array, slot: jax.Array) -> None:
         @pl.when(g < work.end)
@@ -114,7 +109,7 @@ def _accumulate(
 
     def step(g: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         total, words, unit, slot = carry
-        following = lax.rem(slot + s.teams, jnp.int32(s.stages))
+        following = ring.slot_after(slot, s.teams, s.stages)
         product = _start(words, m.x.at[slot], None if s.is_two_level else total)
         wait(begin + (g + 1) * s.teams, following)
         # While the product is on its way. After the last group this converts whatever is there.

@@ -20,7 +20,7 @@ import operator
 from typing import Any
 
 from pallas_kernels.mosaic import lane
-from pallas_kernels.mosaic._decode_types import (
+from pallas_kernels.mosaic.hopper.decode.types import (
     INT8_RANGE,
     LOG2_E,
     Numerics,

@@ -4,12 +4,12 @@ import operator
 from typing import Any
 
 from pallas_kernels.mosaic import lane
-from pallas_kernels.mosaic._decode_block import soft_cap
-from pallas_kernels.mosaic._decode_result import write_partial
-from pallas_kernels.mosaic._paged_fp8 import Fp8
-from pallas_kernels.mosaic._paged_query import load_query
-from pallas_kernels.mosaic._paged_turbo4 import Turbo4
-from pallas_kernels.mosaic._paged_types import (
+from pallas_kernels.mosaic.hopper.decode.block import soft_cap
+from pallas_kernels.mosaic.hopper.decode.result import write_partial
+from pallas_kernels.mosaic.hopper.paged.fp8 import Fp8
+from pallas_kernels.mosaic.hopper.paged.query import load_query
+from pallas_kernels.mosaic.hopper.paged.turbo4 import Turbo4
+from pallas_kernels.mosaic.hopper.paged.types import (
     BARRIER_BYTES,
     LOG2_E,
     Arrays,

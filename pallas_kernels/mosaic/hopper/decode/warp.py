@@ -3,7 +3,7 @@
 from typing import Any
 
 from pallas_kernels.mosaic import lane
-from pallas_kernels.mosaic._decode_block import (
+from pallas_kernels.mosaic.hopper.decode.block import (
     add_block,
     channel_words,
     plain_queries,
@@ -13,16 +13,16 @@ from pallas_kernels.mosaic._decode_block import (
     token_words,
     unpack,
 )
-from pallas_kernels.mosaic._decode_inputs import (
+from pallas_kernels.mosaic.hopper.decode.inputs import (
     BARRIER_BYTES,
     Arrays,
     Program,
     Settings,
     copies_of,
 )
-from pallas_kernels.mosaic._decode_query import load_query
-from pallas_kernels.mosaic._decode_result import keep
-from pallas_kernels.mosaic._decode_types import Numerics, Place, Query, Shape, State
+from pallas_kernels.mosaic.hopper.decode.query import load_query
+from pallas_kernels.mosaic.hopper.decode.result import keep
+from pallas_kernels.mosaic.hopper.decode.types import Numerics, Place, Query, Shape, State
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
 

@@ -3,8 +3,16 @@
 from typing import Any
 
 from pallas_kernels.mosaic import lane
-from pallas_kernels.mosaic._decode_query import numbers
-from pallas_kernels.mosaic._paged_types import LOG2_E, TILE, Arrays, Place, Program, Query, Settings
+from pallas_kernels.mosaic.hopper.decode.query import numbers
+from pallas_kernels.mosaic.hopper.paged.types import (
+    LOG2_E,
+    TILE,
+    Arrays,
+    Place,
+    Program,
+    Query,
+    Settings,
+)
 from pallas_kernels.mosaic.lane import Float
 
 _DOWN, _SMALLEST = 2.0**-16, 2.0**-100

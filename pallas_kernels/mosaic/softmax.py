@@ -118,7 +118,7 @@ def _sas(y: Float, e: Exponential, gain: float) -> Float:
         value = value.fma(fraction, lane.number(c))
     power = lane.exp2(whole * (-LOG2_E / e.unit))
     below = lane.number(-e.threshold * e.unit) < y
-    return below.where(0.0, value * power)
+    return below.where(lane.number(0.0), value * power)
 
 
 def _capped(x: Float, cap: float) -> Float:

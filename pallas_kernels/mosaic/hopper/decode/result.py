@@ -4,8 +4,8 @@ import functools
 from typing import Any
 
 from pallas_kernels.mosaic import lane
-from pallas_kernels.mosaic._decode_inputs import Arrays, Program, Settings
-from pallas_kernels.mosaic._decode_types import LOG2_E, Numerics, Place, Shape, State
+from pallas_kernels.mosaic.hopper.decode.inputs import Arrays, Program, Settings
+from pallas_kernels.mosaic.hopper.decode.types import LOG2_E, Numerics, Place, Shape, State
 from pallas_kernels.mosaic.lane import ClusterPointer, Float, Int, Pointer
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pallas_kernels.mosaic import lane
-from pallas_kernels.mosaic._paged_types import Place, parity
+from pallas_kernels.mosaic.hopper.paged.types import Place, parity
 from pallas_kernels.mosaic.lane import Int, Pointer
 
 Convert = Callable[[Int], tuple[Int, Int]]

@@ -23,9 +23,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import _pooled as tiles
-from pallas_kernels.mosaic._pooled import COLUMN, ROW, ROWS, TILE, WARPGROUPS, Ref, Settings
-from pallas_kernels.mosaic.pooled_forward import Work, over_tiles
+from pallas_kernels.mosaic import ring
+from pallas_kernels.mosaic.hopper.pooled import tiles
+from pallas_kernels.mosaic.hopper.pooled.forward import Work, over_tiles
+from pallas_kernels.mosaic.hopper.pooled.tiles import (
+    COLUMN,
+    ROW,
+    ROWS,
+    TILE,
+    WARPGROUPS,
+    Ref,
+    Settings,
+)
 
 # Pooled keys whose scores are in registers at the same time.
 _COLUMNS = 64
@@ -74,7 +83,7 @@ def _gradient(
             total = half(total, t, slot, begin, is_edge)
         plgpu.barrier_arrive(k_free.at[slot])
         plgpu.barrier_arrive(v_free.at[slot])
-        return total, tiles.next_slot(slot, s.stages)
+        return total, ring.next_slot(slot, s.stages)
 
     carry = (tiles.full(0.0, (ROWS, q.shape[-1]), plgpu.Layout.WGMMA), slot)
     plain, edge = (functools.partial(step, is_edge=x) for x in (False, True))
@@ -152,20 +161,18 @@ def _kernel(*refs: Ref, s: Settings) -> None:
             )
             return tiles.produce(w, slot, blocks, sources, columns, key_lengths[work.b], s)
 
-        tiles.divide_work(
-            me,
-            free,
-            s,
-            lambda: over_tiles(q_ref, consume),
-            lambda: over_tiles(q_ref, produce),
-        )
+        def start_to_consume() -> None:
+            ring.free_at_first(s.stages, free[1:], q_free.at[me])
+            over_tiles(q_ref, consume)
+
+        ring.divide(me, WARPGROUPS, (232, 40), start_to_consume, lambda: over_tiles(q_ref, produce))
 
     pl.run_scoped(
         body,
-        *[tiles.memory((WARPGROUPS, ROWS, head_dim), q_ref.dtype)] * 2,
+        *[ring.tile((WARPGROUPS, ROWS, head_dim), q_ref.dtype)] * 2,
         *[plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32)] * 2,
-        *[tiles.memory((s.stages, TILE, head_dim), q_ref.dtype)] * 2,
-        tiles.memory((WARPGROUPS, ROWS, _WIDTH), q_ref.dtype),
+        *[ring.tile((s.stages, TILE, head_dim), q_ref.dtype)] * 2,
+        ring.tile((WARPGROUPS, ROWS, _WIDTH), q_ref.dtype),
         tiles.column_memory(s),
         *tiles.barriers(4, s),
         collective_axes="warpgroup",
@@ -204,14 +211,12 @@ def query_gradient(
     """
     batch, tokens, heads, _ = q.shape
     total = batch * heads * pl.cdiv(tokens, WARPGROUPS * ROWS)
-    run = plgpu.kernel(
+    run = ring.launch(
         functools.partial(_kernel, s=settings),
-        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        grid=(min(settings.programs, total),),
-        grid_names=("program",),
-        num_threads=WARPGROUPS + 1,
-        thread_name="warpgroup",
-        kernel_name="turbojax_pooled_query_gradient_hopper",
-        compiler_params=tiles.parameters(),
+        "turbojax_pooled_query_gradient_hopper",
+        jax.ShapeDtypeStruct(q.shape, q.dtype),
+        total,
+        settings.programs,
+        approx_math=True,
     )
     return run(q, d_out, lse, delta, *keys, *values, blocks, counts, key_lengths)

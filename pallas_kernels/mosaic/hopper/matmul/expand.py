@@ -13,43 +13,34 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import _int4_operand
-from pallas_kernels.mosaic._int4_operand import GROUP, ROW_BYTES, TABLE_BYTES, TABLES
-from pallas_kernels.mosaic._int4_result import ROWS
-from pallas_kernels.mosaic._matmul_program import (
-    SCALAR,
-    TILE,
-    WARPGROUPS,
-    Ref,
-    swizzled,
-    swizzled_type,
-)
+from pallas_kernels.layouts import Ref
+from pallas_kernels.mosaic import ring
+from pallas_kernels.mosaic.hopper.matmul.program import TILE
+from pallas_kernels.mosaic.products import int4
+from pallas_kernels.mosaic.products.int4 import GROUP, ROW_BYTES, TABLE_BYTES, TABLES
+from pallas_kernels.mosaic.ring import ROWS, SCALAR, WARPGROUPS
 
 _STAGES = 8
 _OUTPUTS = 2
 
 
 def _expand(codes: Ref, scales: Ref, tables: Ref, row: jax.Array, out: Ref) -> None:
-    """`_int4_operand.expand`."""
-    types = (SCALAR, *[plgpu.RefType()] * 3, swizzled_type(out.dtype))
+    """`int4.expand`."""
+    types = (SCALAR, *[plgpu.RefType()] * 3, ring.tile_type(out))
 
-    @plgpu.inline_mgpu(arg_types=types)
-    def run(context: Any, row: Any, codes: Any, scales: Any, tables: Any, out: Any) -> None:
-        del context
-        _int4_operand.expand(codes, scales, tables, row, out)
+    def run(row: Any, codes: Any, scales: Any, tables: Any, out: Any) -> None:
+        int4.expand(codes, scales, tables, row, out)
 
-    run(row, codes, scales, tables, out)
+    ring.inline(run, types)(row, codes, scales, tables, out)
 
 
 def _kernel(codes_ref: Ref, scales_ref: Ref, tables_ref: Ref, out_ref: Ref) -> None:
     """One program; its groups of 128 rows and 128 inputs are as far apart as there are programs."""
     groups, me = codes_ref.shape[1] // ROW_BYTES, lax.axis_index("warpgroup")
-    program, programs = lax.axis_index("program"), lax.axis_size("program")
-    count = pl.cdiv(codes_ref.shape[0], TILE) * groups
-    mine = lax.div(count - 1 - program, jnp.int32(programs)) + 1
+    share = ring.Share(pl.cdiv(codes_ref.shape[0], TILE) * groups)
 
     def place(i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        number = program + i * programs
+        number = share.number(i)
         return lax.div(number, jnp.int32(groups)) * TILE, lax.rem(number, jnp.int32(groups))
 
     def body(
@@ -65,7 +56,7 @@ def _kernel(codes_ref: Ref, scales_ref: Ref, tables_ref: Ref, out_ref: Ref) -> N
             plgpu.barrier_arrive(free.at[slot])
             target = out_ref.at[pl.ds(row + me * ROWS, ROWS), pl.ds(g * GROUP, GROUP)]
             plgpu.copy_smem_to_gmem(buffer, target)
-            return lax.rem(slot + 1, jnp.int32(_STAGES))
+            return ring.slot_after(slot, 1, _STAGES)
 
         def produce(i: jax.Array, slot: jax.Array) -> jax.Array:
             row, g = place(i)
@@ -73,27 +64,26 @@ def _kernel(codes_ref: Ref, scales_ref: Ref, tables_ref: Ref, out_ref: Ref) -> N
             plgpu.barrier_wait(free.at[slot])
             plgpu.copy_gmem_to_smem(codes_ref.at[rows, part], codes.at[slot], ready.at[slot])
             plgpu.copy_gmem_to_smem(scales_ref.at[g, rows], scales.at[slot], ready.at[slot])
-            return lax.rem(slot + 1, jnp.int32(_STAGES))
+            return ring.slot_after(slot, 1, _STAGES)
 
-        @pl.when(me < WARPGROUPS)
-        def _() -> None:
-            for i in range(_STAGES):
-                plgpu.barrier_arrive(free.at[i])
+        def start_to_consume() -> None:
+            ring.free_at_first(_STAGES, [free])
             plgpu.barrier_wait(tables_ready)
-            lax.fori_loop(jnp.int32(0), mine, consume, jnp.int32(0))
+            share.by_index(consume)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        @pl.when(me == WARPGROUPS)
-        def _() -> None:
+        def start_to_produce() -> None:
             plgpu.copy_gmem_to_smem(tables_ref, tables, tables_ready)
-            lax.fori_loop(jnp.int32(0), mine, produce, jnp.int32(0))
+            share.by_index(produce)
+
+        ring.divide(me, WARPGROUPS, None, start_to_consume, start_to_produce)
 
     pl.run_scoped(
         body,
         plgpu.SMEM((_STAGES, TILE, ROW_BYTES), jnp.uint8),
         plgpu.SMEM((_STAGES, TILE), jnp.uint8),
         plgpu.SMEM((TABLES, TABLE_BYTES), jnp.uint8),
-        swizzled((WARPGROUPS, _OUTPUTS, ROWS, GROUP), jnp.uint8),
+        ring.tile((WARPGROUPS, _OUTPUTS, ROWS, GROUP), jnp.uint8),
         plgpu.Barrier(num_arrivals=2, num_barriers=_STAGES),
         plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=_STAGES),
         plgpu.Barrier(),
@@ -106,17 +96,12 @@ def int4_expand(
 ) -> jax.Array:
     """e4m3 weights ``[N', K']`` of INT4 ones, arguments as of `int4_matmul`."""
     rows, size = codes.shape[0], codes.shape[1] * 2
-    run = plgpu.kernel(
+    run = ring.launch(
         _kernel,
-        out_type=jax.ShapeDtypeStruct((rows, size), jnp.uint8),
-        grid=(min(programs, pl.cdiv(rows, TILE) * (size // GROUP)),),
-        grid_names=("program",),
-        num_threads=WARPGROUPS + 1,
-        thread_name="warpgroup",
-        kernel_name="turbojax_int4_expand_hopper",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
+        "turbojax_int4_expand_hopper",
+        jax.ShapeDtypeStruct((rows, size), jnp.uint8),
+        pl.cdiv(rows, TILE) * (size // GROUP),
+        programs,
     )
     out = run(codes, lax.bitcast_convert_type(scales, jnp.uint8), tables)
     return lax.bitcast_convert_type(out, jnp.float8_e4m3fn)

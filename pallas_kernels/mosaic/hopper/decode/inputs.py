@@ -8,7 +8,7 @@ import jax
 
 from pallas_kernels.layouts import Side
 from pallas_kernels.mosaic import lane
-from pallas_kernels.mosaic._decode_types import Shape, SparseExponential
+from pallas_kernels.mosaic.hopper.decode.types import Shape, SparseExponential
 from pallas_kernels.mosaic.lane import Int, Pointer
 
 # In programs, on every Hopper GPU.

@@ -14,13 +14,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.layouts import LEVELS as LEVELS
 from pallas_kernels.layouts import LOG2_E as LOG2_E
 from pallas_kernels.layouts import Ref as Ref
+from pallas_kernels.mosaic import ring
+from pallas_kernels.mosaic.ring import COLUMN as COLUMN
+from pallas_kernels.mosaic.ring import ROW as ROW
+from pallas_kernels.mosaic.ring import ROWS as ROWS
+from pallas_kernels.mosaic.ring import WARPGROUPS as WARPGROUPS
 
-# Rows of one warpgroup: the height of a matrix instruction.
-ROWS = 64
-WARPGROUPS = 2
 # Pooled keys that are copied, and multiplied, together.
 TILE = 128
-ROW, COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 # A block that no array has: copies of it give zeros.
 _NOWHERE = 2**20
 # jax's types do not export it.
@@ -71,21 +72,6 @@ class Settings:
         return self.block_kv // level
 
 
-def parameters() -> Any:
-    return plgpu.CompilerParams(
-        lowering_semantics=plgpu.LoweringSemantics.Lane,
-        unsafe_no_auto_barriers=True,
-        approx_math=True,
-    )
-
-
-def memory(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory in the layout that matrix instructions and copies need."""
-    wide = 128 // jnp.dtype(dtype).itemsize
-    transforms = (plgpu.TilingTransform((8, wide)), plgpu.SwizzleTransform(128))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
-
-
 def transposed(ref: Ref) -> Ref:
     """The right operand of a product with the rows of `ref`."""
     return ref.transpose((1, 0)) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, (1, 0))
@@ -123,10 +109,6 @@ def product(*pairs: tuple[Any, Any], columns: int) -> Any:
 def add_product(total: jax.Array, a: Any, b: Any) -> jax.Array:
     """``total + a @ b``."""
     return pl.run_state(lambda out: plgpu.wgmma(out, a, b))(accumulator.init(total))
-
-
-def next_slot(slot: jax.Array, stages: int) -> jax.Array:
-    return jnp.where(slot == stages - 1, 0, slot + 1)
 
 
 def pick(level: jax.Array, values: tuple[jax.Array | int, ...]) -> jax.Array:
@@ -228,24 +210,6 @@ def column_memory(s: Settings) -> list[Any]:
     return [plgpu.SMEM((s.stages, TILE), dtype) for dtype in (jnp.float32, jnp.int32)]
 
 
-def divide_work(me: jax.Array, free: list[Ref], s: Settings, consume: Any, produce: Any) -> None:
-    """Two warpgroups consume, with all memory free at first, and the third one produces."""
-
-    @pl.when(me < WARPGROUPS)
-    def _() -> None:
-        plgpu.set_max_registers(232, action="increase")
-        plgpu.barrier_arrive(free[0].at[me])
-        for barrier in free[1:]:
-            for i in range(s.stages):
-                plgpu.barrier_arrive(barrier.at[i])
-        consume()
-
-    @pl.when(me == WARPGROUPS)
-    def _() -> None:
-        plgpu.set_max_registers(40, action="decrease")
-        produce()
-
-
 class Source(NamedTuple):
     """Keys or values, and where tiles of them go."""
 
@@ -309,7 +273,7 @@ def produce(
                     chunk = p * (LEVELS[-1] // level)
                     _copy_block(source, number, block, chunk, slot, s)
                 plgpu.barrier_arrive(source.ready.at[slot])
-            return next_slot(slot, s.stages)
+            return ring.next_slot(slot, s.stages)
 
         slot = lax.fori_loop(jnp.int32(0), w.whole[number], whole, slot)
 
@@ -331,7 +295,7 @@ def produce(
             if n == 0:
                 _write_columns(w, first, chosen, key_length, [x.at[slot] for x in columns], s)
             plgpu.barrier_arrive(source.ready.at[slot])
-        return next_slot(slot, s.stages)
+        return ring.next_slot(slot, s.stages)
 
     return lax.fori_loop(w.num_whole, w.total, edge, slot)
 

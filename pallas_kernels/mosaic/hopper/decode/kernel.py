@@ -3,14 +3,14 @@
 Roofline, for 16 sequences, 8 KV heads with 4 queries each, 32,768 tokens, head dim 128, 4 bits:
   - bytes that must move: 571 MB (see `pallas_kernels.triton.decode`); at the 3.0 TB/s of a copy
     190 us. One multiprocessor has some 790 clocks for a block of 64 tokens at 80 % of that.
-  - instructions: about 750 for a block and warp, see `_decode_block`; four schedulers issue 3,160
+  - instructions: about 750 for a block and warp, see `block`; four schedulers issue 3,160
     in those clocks.
 Memory is the floor. Target: 80 % of it, 235 us.
 
 Every warp takes its own blocks, brings them to shared memory by itself with the copy engine, and
 works without a barrier that other warps share, so that one warp's latencies are hidden by the
 eleven others of its multiprocessor. Rows of the products are tokens and channels, columns queries:
-codes are register operands after a shift and a mask (`_decode_block`). The warps' results are
+codes are register operands after a shift and a mask (`block`). The warps' results are
 merged in shared memory; programs that share a KV head merge in a cluster where there is little to
 do, and by a second small kernel elsewhere.
 
@@ -44,12 +44,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.layouts import Side as Side
 from pallas_kernels.merge import merge
 from pallas_kernels.mosaic import lane
-from pallas_kernels.mosaic._decode_inputs import BARRIER_BYTES, Arrays, Program
-from pallas_kernels.mosaic._decode_inputs import Settings as Settings
-from pallas_kernels.mosaic._decode_inputs import stage_bytes as stage_bytes
-from pallas_kernels.mosaic._decode_result import combine
-from pallas_kernels.mosaic._decode_types import SparseExponential as SparseExponential
-from pallas_kernels.mosaic._decode_warp import walk
+from pallas_kernels.mosaic.hopper.decode.inputs import BARRIER_BYTES, Arrays, Program
+from pallas_kernels.mosaic.hopper.decode.inputs import Settings as Settings
+from pallas_kernels.mosaic.hopper.decode.inputs import stage_bytes as stage_bytes
+from pallas_kernels.mosaic.hopper.decode.result import combine
+from pallas_kernels.mosaic.hopper.decode.types import SparseExponential as SparseExponential
+from pallas_kernels.mosaic.hopper.decode.warp import walk
 from pallas_kernels.mosaic.lane import Pointer
 
 _GRID, _CLUSTER = ("tile", "part", "pair"), ("member",)

@@ -14,15 +14,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import _int4_result
-from pallas_kernels.mosaic._int4_operand import GROUP
-from pallas_kernels.mosaic._int4_result import ROWS, Epilogue
+from pallas_kernels.layouts import Ref
+from pallas_kernels.mosaic import ring
+from pallas_kernels.mosaic.hopper.matmul import epilogue
+from pallas_kernels.mosaic.hopper.matmul.epilogue import Epilogue
+from pallas_kernels.mosaic.products.int4 import GROUP
+from pallas_kernels.mosaic.ring import ROWS, SCALAR, WARPGROUPS
 
-Ref = Any
-WARPGROUPS = 2
 TILE = WARPGROUPS * ROWS
 """Outputs of a tile, before a gated product halves them."""
-SCALAR = plgpu.Layout.WG_SPLAT(())
 # Copies are of multiples of this many bytes.
 _COPY_UNIT = 128
 # Tokens of a tile that are written at a time, to the staging places in turn.
@@ -140,19 +140,6 @@ class Work:
         self.end = lax.div((self.part + 1) * groups, jnp.int32(s.parts))
 
 
-def swizzled(shape: tuple[int, ...], dtype: Any, swizzle: int = 128) -> Any:
-    """Shared memory whose rows are interleaved, as matrix instructions need it."""
-    wide = swizzle // jnp.dtype(dtype).itemsize
-    transforms = (plgpu.TilingTransform((8, wide)), plgpu.SwizzleTransform(swizzle))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
-
-
-def swizzled_type(dtype: Any, swizzle: int = 128) -> Any:
-    """The type of such memory as an argument."""
-    wide = swizzle // jnp.dtype(dtype).itemsize
-    return plgpu.RefType((plgpu.TilingTransform((8, wide)), plgpu.SwizzleTransform(swizzle)))
-
-
 def tile_memory(copies: int, x: Any, s: Settings) -> Tile:
     """What a program allocates besides its weights, of which a stage takes this many copies."""
     e, barrier = s.epilogue, plgpu.Barrier
@@ -160,11 +147,11 @@ def tile_memory(copies: int, x: Any, s: Settings) -> Tile:
     if s.parts > 1:
         out = plgpu.SMEM(shape, jnp.float32)
     else:
-        out = swizzled(shape, e.dtype, e.swizzle) if e.swizzle else plgpu.SMEM(shape, e.dtype)
+        out = ring.tile(shape, e.dtype) if e.swizzle else plgpu.SMEM(shape, e.dtype)
     free = barrier(num_arrivals=WARPGROUPS, num_barriers=s.stages)
     sums = [plgpu.SMEM((WARPGROUPS, ROWS, s.tokens), jnp.float32)] * (s.teams - 1)
     return Tile(
-        x=swizzled((s.stages, s.tokens, GROUP), x),
+        x=ring.tile((s.stages, s.tokens, GROUP), x),
         token_scales=plgpu.SMEM((s.scaled,), jnp.bfloat16),
         out=out,
         sums=sums,
@@ -184,17 +171,9 @@ def add_teams(total: jax.Array, me: jax.Array, m: Tile, s: Settings) -> jax.Arra
         return total
     half = lax.rem(me, jnp.int32(WARPGROUPS))
     place = m.sums[0].at[half]
-    kind = plgpu.ShapeDtypeStruct(total.shape, total.dtype, plgpu.Layout.WGMMA)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()))
-    def put(context: Any, total: Any, place: Any) -> None:
-        del context
-        _int4_result.put(total, place)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()), return_type=kind)
-    def add(context: Any, total: Any, place: Any) -> Any:
-        del context
-        return _int4_result.add(total, place)
+    types = (plgpu.Layout.WGMMA, plgpu.RefType())
+    put = ring.inline(epilogue.put, types)
+    add = ring.inline(epilogue.add, types, ring.array(total.shape, total.dtype))
 
     @pl.when(me >= WARPGROUPS)
     def _() -> None:
@@ -214,24 +193,22 @@ def add_teams(total: jax.Array, me: jax.Array, m: Tile, s: Settings) -> jax.Arra
 def _finish(
     total: jax.Array, token: int, row: jax.Array, out: Ref, m: Tile, a: Arrays, s: Settings
 ) -> None:
-    """Writes tokens from `token` on to `out`: `_int4_result.finish`, or partial sums."""
+    """Writes tokens from `token` on to `out`: `epilogue.finish`, or partial sums."""
     e = s.epilogue
     refs = [out, m.token_scales, a.output_scales, *([a.bias] if e.has_bias else [])]
     types = [plgpu.RefType() for _ in refs]
     if s.parts == 1 and e.swizzle:
-        types[0] = swizzled_type(e.dtype, e.swizzle)
+        types[0] = ring.tile_type(out)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, SCALAR, *types))
-    def run(context: Any, total: Any, row: Any, out: Any, scales: Any, *rest: Any) -> None:
-        del context
+    def run(total: Any, row: Any, out: Any, scales: Any, *rest: Any) -> None:
         span = (token, min(s.written, s.tokens - token))
         if s.parts > 1:
-            _int4_result.partial_sums(total, span, out)
+            epilogue.partial_sums(total, span, out)
             return
         bias = rest[1] if e.has_bias else None
-        _int4_result.finish(total, span, scales, rest[0], bias, out, row, e)
+        epilogue.finish(total, span, scales, rest[0], bias, out, row, e)
 
-    run(total, row, *refs)
+    ring.inline(run, (plgpu.Layout.WGMMA, SCALAR, *types))(total, row, *refs)
 
 
 def store(total: jax.Array, work: Work, me: jax.Array, m: Tile, a: Arrays, s: Settings) -> None:
@@ -282,7 +259,7 @@ def produce(
         copy(g, slot, work)
         source = a.x.at[tokens, pl.ds(g * GROUP, GROUP)]
         plgpu.copy_gmem_to_smem(source, m.x.at[slot], m.ready.at[slot])
-        return lax.rem(slot + 1, jnp.int32(s.stages))
+        return ring.slot_after(slot, 1, s.stages)
 
     slot = lax.fori_loop(work.begin, work.end, group, slot)
     plgpu.barrier_wait(m.tile_free)
@@ -311,21 +288,13 @@ def run_program(
       copy: the same of the one that copies.
       before: what both do first.
     """
-    me, program = lax.axis_index("warpgroup"), lax.axis_index("program")
-    programs = lax.axis_size("program")
-    count = tiles[0] * tiles[1] * s.parts
-    mine = lax.div(count - 1 - program, jnp.int32(programs)) + 1
+    me = lax.axis_index("warpgroup")
+    share = ring.Share(tiles[0] * tiles[1] * s.parts)
 
     def over_tiles(f: Callable[[Work, jax.Array], jax.Array]) -> None:
-        def one(i: jax.Array, slot: jax.Array) -> jax.Array:
-            return f(Work(program + i * programs, tiles[0], groups, s), slot)
+        share.loop(lambda number, slot: f(Work(number, tiles[0], groups, s), slot))
 
-        lax.fori_loop(jnp.int32(0), mine, one, jnp.int32(0))
-
-    @pl.when(me < s.warpgroups)
-    def _() -> None:
-        plgpu.set_max_registers(s.registers[0], action="increase")
-
+    def start_to_consume() -> None:
         @pl.when(me < WARPGROUPS)
         def _() -> None:
             plgpu.barrier_arrive(m.tile_free)
@@ -343,11 +312,11 @@ def run_program(
         # What is read will be written before the kernel is over.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    @pl.when(me == s.warpgroups)
-    def _() -> None:
-        plgpu.set_max_registers(s.registers[1], action="decrease")
+    def start_to_produce() -> None:
         before[1]()
         over_tiles(copy)
+
+    ring.divide(me, s.warpgroups, s.registers, start_to_consume, start_to_produce)
 
 
 def launch(kernel: Any, name: str, tokens: int, rows: int, columns: int, s: Settings) -> Any:
@@ -361,18 +330,8 @@ def launch(kernel: Any, name: str, tokens: int, rows: int, columns: int, s: Sett
     def run(*refs: Ref) -> None:
         kernel(*refs, tiles=tiles)
 
-    return plgpu.kernel(
-        run,
-        out_type=out,
-        grid=(min(s.programs, tiles[0] * tiles[1] * s.parts),),
-        grid_names=("program",),
-        num_threads=s.warpgroups + 1,
-        thread_name="warpgroup",
-        kernel_name=name,
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-    )
+    total = tiles[0] * tiles[1] * s.parts
+    return ring.launch(run, name, out, total, s.programs, consumers=s.warpgroups)
 
 
 def arrays_of(refs: tuple[Ref, ...], weights: int, e: Epilogue) -> Arrays:

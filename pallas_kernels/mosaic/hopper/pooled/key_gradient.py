@@ -32,8 +32,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import _pooled as tiles
-from pallas_kernels.mosaic._pooled import COLUMN, LOG2_E, ROW, ROWS, TILE, WARPGROUPS, Ref, Settings
+from pallas_kernels.mosaic import ring
+from pallas_kernels.mosaic.hopper.pooled import tiles
+from pallas_kernels.mosaic.hopper.pooled.tiles import (
+    COLUMN,
+    LOG2_E,
+    ROW,
+    ROWS,
+    TILE,
+    WARPGROUPS,
+    Ref,
+    Settings,
+)
 
 # Queries that are copied, and multiplied, together.
 _QUERIES = 64
@@ -191,13 +201,7 @@ def _kernel(*refs: Ref, plan: _Plan) -> None:
         return b, head if entries.shape[1] > 1 else 0, work.listed
 
     def over_tiles(f: Any) -> None:
-        program, programs = lax.axis_index("program"), lax.axis_size("program")
-        mine = lax.div(plan.total - 1 - program, jnp.int32(programs)) + 1
-
-        def one(n: jax.Array, slot: jax.Array) -> jax.Array:
-            return f(_Work(program + n * programs, plan), slot)
-
-        lax.fori_loop(jnp.int32(0), mine, one, jnp.int32(0))
+        ring.Share(plan.total).loop(lambda number, slot: f(_Work(number, plan), slot))
 
     def body(
         q: Ref,
@@ -230,7 +234,7 @@ def _kernel(*refs: Ref, plan: _Plan) -> None:
                     lambda: tuple(sums),
                 )
                 plgpu.barrier_arrive(query_free.at[slot])
-                return *sums, seen | entry, tiles.next_slot(slot, s.stages)
+                return *sums, seen | entry, ring.next_slot(slot, s.stages)
 
             def head(g: jax.Array, carry: Any) -> Any:
                 at = list_at(work, g)
@@ -283,32 +287,25 @@ def _kernel(*refs: Ref, plan: _Plan) -> None:
                     for source, target in ((lse_ref, lse), (delta_ref, delta)):
                         source = source.at[work.b, number, span]
                         plgpu.copy_gmem_to_smem(source, target.at[slot], query_ready.at[slot])
-                    return tiles.next_slot(slot, s.stages)
+                    return ring.next_slot(slot, s.stages)
 
                 first, last = work.share(counts[(*at, 0)])
                 return lax.fori_loop(first * plan.steps, last * plan.steps, step, slot)
 
             return lax.fori_loop(jnp.int32(0), jnp.int32(work.group), head, slot)
 
-        @pl.when(me < WARPGROUPS)
-        def _() -> None:
-            plgpu.set_max_registers(240, action="increase")
-            plgpu.barrier_arrive(key_free.at[me])
-            for i in range(s.stages):
-                plgpu.barrier_arrive(query_free.at[i])
+        def start_to_consume() -> None:
+            ring.free_at_first(s.stages, [query_free], key_free.at[me])
             over_tiles(consume)
 
-        @pl.when(me == WARPGROUPS)
-        def _() -> None:
-            plgpu.set_max_registers(24, action="decrease")
-            over_tiles(produce)
+        ring.divide(me, WARPGROUPS, (240, 24), start_to_consume, lambda: over_tiles(produce))
 
     pl.run_scoped(
         body,
-        *[tiles.memory((s.stages, _QUERIES, head_dim), q_ref.dtype)] * 2,
+        *[ring.tile((s.stages, _QUERIES, head_dim), q_ref.dtype)] * 2,
         *[plgpu.SMEM((s.stages, _QUERIES), jnp.float32)] * 2,
-        *[tiles.memory((WARPGROUPS, ROWS, head_dim), q_ref.dtype)] * 2,
-        tiles.memory((WARPGROUPS, ROWS, _WIDTH), jnp.float32),
+        *[ring.tile((WARPGROUPS, ROWS, head_dim), q_ref.dtype)] * 2,
+        ring.tile((WARPGROUPS, ROWS, _WIDTH), jnp.float32),
         [
             plgpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS),
             plgpu.Barrier(num_arrivals=4, num_barriers=s.stages),
@@ -371,15 +368,13 @@ def key_gradient(
     groups = sum(counted) * TILE
     shape = (batch, kv_heads, groups + (_PARTS - 1) * TILE, head_dim)
     out = jax.ShapeDtypeStruct(shape, jnp.float32)
-    run = plgpu.kernel(
+    run = ring.launch(
         functools.partial(_kernel, plan=plan),
-        out_type=(out, out),
-        grid=(min(settings.programs, plan.total),),
-        grid_names=("program",),
-        num_threads=WARPGROUPS + 1,
-        thread_name="warpgroup",
-        kernel_name="turbojax_pooled_key_gradient_hopper",
-        compiler_params=tiles.parameters(),
+        "turbojax_pooled_key_gradient_hopper",
+        (out, out),
+        plan.total,
+        settings.programs,
+        approx_math=True,
     )
     results = run(q, d_out, lse, delta, *keys, *values, entries, counts, key_lengths)
     ends = [sum(counted[: n + 1]) * TILE for n in range(len(counted))]

@@ -7,8 +7,8 @@ import struct
 from typing import Any
 
 from pallas_kernels.mosaic import lane
-from pallas_kernels.mosaic._decode_block import channel_words
-from pallas_kernels.mosaic._decode_types import INT8_RANGE, Place, Query, Shape
+from pallas_kernels.mosaic.hopper.decode.block import channel_words
+from pallas_kernels.mosaic.hopper.decode.types import INT8_RANGE, Place, Query, Shape
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
 _TINY = 1.1754943508222875e-38

@@ -22,13 +22,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import _matmul_program as program
-from pallas_kernels.mosaic import _products
-from pallas_kernels.mosaic._int4_operand import GROUP
-from pallas_kernels.mosaic._int4_result import ROWS
-from pallas_kernels.mosaic._int4_result import Epilogue as Epilogue
-from pallas_kernels.mosaic._matmul_program import TILE, Ref, Tile, Work
-from pallas_kernels.mosaic._matmul_program import Settings as Settings
+from pallas_kernels.layouts import Ref
+from pallas_kernels.mosaic import ring
+from pallas_kernels.mosaic.hopper.matmul import program
+from pallas_kernels.mosaic.hopper.matmul.epilogue import Epilogue as Epilogue
+from pallas_kernels.mosaic.hopper.matmul.program import TILE, Tile, Work
+from pallas_kernels.mosaic.hopper.matmul.program import Settings as Settings
+from pallas_kernels.mosaic.products import wgmma
+from pallas_kernels.mosaic.products.int4 import GROUP
+from pallas_kernels.mosaic.ring import ROWS
 
 STAGE_BYTES = TILE * GROUP
 """Shared memory that the weights of a stage take."""
@@ -36,16 +38,14 @@ STAGE_BYTES = TILE * GROUP
 
 def _start(w: Ref, x: Ref, total: jax.Array | None) -> jax.Array:
     """Starts a group's product, added to `total`."""
-    kind = plgpu.ShapeDtypeStruct((ROWS, x.shape[0]), jnp.dtype(jnp.float32), plgpu.Layout.WGMMA)
-    memory = (program.swizzled_type(x.dtype),) * 2
+    kind = ring.array((ROWS, x.shape[0]), jnp.float32)
     arrays = [] if total is None else [total]
+    types = (ring.tile_type(w), ring.tile_type(x), *[plgpu.Layout.WGMMA] * len(arrays))
 
-    @plgpu.inline_mgpu(arg_types=(*memory, *[plgpu.Layout.WGMMA] * len(arrays)), return_type=kind)
-    def run(context: Any, w: Any, x: Any, *total: Any) -> Any:
-        del context
-        return _products.start(w, x, swizzle=128, a_swizzle=128, total=total[0] if total else None)
+    def run(w: Any, x: Any, *total: Any) -> Any:
+        return wgmma.start(w, x, swizzle=128, a_swizzle=128, total=total[0] if total else None)
 
-    return run(w, x, *arrays)
+    return ring.inline(run, types, kind)(w, x, *arrays)
 
 
 def _accumulate(
@@ -65,7 +65,7 @@ def _accumulate(
         def _() -> None:
             plgpu.barrier_arrive(m.free.at[before])
 
-        return total, lax.rem(slot + 1, jnp.int32(s.stages)), slot
+        return total, ring.slot_after(slot, 1, s.stages), slot
 
     zeros = jnp.full((ROWS, s.tokens), 0.0, jnp.float32)
     carry = (plgpu.layout_cast(zeros, plgpu.Layout.WGMMA), slot, slot)
@@ -103,7 +103,7 @@ def _kernel(*refs: Ref, tiles: tuple[int, int], s: Settings) -> None:
     pl.run_scoped(
         body,
         program.tile_memory(1, a.x.dtype, s),
-        program.swizzled((s.stages, TILE, GROUP), w_ref.dtype),
+        ring.tile((s.stages, TILE, GROUP), w_ref.dtype),
         collective_axes="warpgroup",
     )
 
