@@ -1,0 +1,286 @@
+"""`turbojax doctor`: what can run on this machine, and in words why the rest cannot."""
+
+import dataclasses
+import functools
+import importlib.metadata
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+
+import turbojax
+from turbojax import _extras
+from turbojax._registry import Registry
+from turbojax.config import Mode, TurboConfig
+from turbojax.ops import exact_attention, fp8_tokens, int4_matmul, kv4_attention
+from turbojax.ops.paged_attention import paged_attention
+from turbojax.ops.pooled_attention import pooled_attention
+from turbojax.ops.turbo_attention import decode, turbo_attention
+from turbojax.quantizers import quantize_weight
+from turbojax.state import kv4
+from turbojax.state.pages.pool import KV_DTYPES, PagedCache, init_paged_cache
+from turbojax.state.pages.pool import append as append_to_pages
+from turbojax.state.progressive import ProgressiveCache, append, init_cache
+from turbojax.state.progressive.update import store_prompt
+
+_Call = Callable[[str], Any]
+
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "jax-cuda13-plugin",
+    "jax-cuda12-plugin",
+    "flax",
+    "jax-triton",
+    "triton",
+    "tokenizers",
+)
+# Llama 3 8B: what an op is asked about. Batch size and length never lead to a refusal.
+_BATCH, _LENGTH, _HEADS, _KV_HEADS, _HEAD_DIM = 1, 1024, 32, 8, 128
+_PAGE_SIZE = 64
+# What the variants of an op's call are, if not modes.
+_VARIANTS = {"paged_attention": "kv_dtype"}
+_NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+@dataclasses.dataclass(frozen=True)
+class OpReport:
+    """Which implementations of an op run here.
+
+    Attributes:
+      op: its name, and the modes (`TurboConfig.mode`) or dtypes of the cache that this is about,
+        where they matter.
+      refusals: None, or the reason why not, by implementation, the preferred one first.
+    """
+
+    op: str
+    refusals: Mapping[str, str | None]
+
+    @property
+    def chosen(self) -> str | None:
+        """What ``implementation=None`` picks; None if nothing runs."""
+        return next((name for name, refusal in self.refusals.items() if refusal is None), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What the doctor found.
+
+    Attributes:
+      versions: of the packages that matter, None where one is not installed.
+      devices: what jax sees, or the reason why it sees nothing, one line each.
+      ops: one entry per op.
+      advice: what to do about it, if anything.
+    """
+
+    versions: Mapping[str, str | None]
+    devices: tuple[str, ...]
+    ops: tuple[OpReport, ...]
+    advice: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain JSON values."""
+        return {
+            "versions": dict(self.versions),
+            "devices": list(self.devices),
+            "ops": {
+                op.op: {"chosen": op.chosen, "implementations": _as_words(op)} for op in self.ops
+            },
+            "advice": list(self.advice),
+        }
+
+    def to_text(self) -> str:
+        """The report for a terminal."""
+        lines = ["packages"]
+        for name, version in self.versions.items():
+            lines.append(f"  {name:18} {version or 'not installed'}")
+        lines += ["devices", *(f"  {device}" for device in self.devices)]
+        shape = f"bfloat16, {_HEADS} query and {_KV_HEADS} KV heads of {_HEAD_DIM} channels"
+        lines.append(f"ops ({shape}; * is what implementation=None picks)")
+        for op in self.ops:
+            lines.append(f"  {op.op}")
+            for name, words in _as_words(op).items():
+                mark = "*" if name == op.chosen else " "
+                lines.append(f"  {mark} {name:12} {words}")
+        return "\n".join([*lines, *self.advice])
+
+
+def examine() -> Report:
+    """Looks at packages, devices and every op's implementations. Never raises."""
+    versions = {"turbojax": turbojax.__version__, **{name: _version(name) for name in PACKAGES}}
+    return Report(
+        versions=versions,
+        devices=_devices(),
+        ops=(*(op for registry in registries() for op in _examine(registry)), _examine_exact()),
+        advice=_advice(),
+    )
+
+
+def registries() -> list[Registry]:
+    """The registries of all ops, found in the modules that `import turbojax` loads."""
+    found = {}
+    for name, module in sorted(sys.modules.items()):
+        if name.startswith("turbojax."):
+            for value in vars(module).values():
+                if isinstance(value, Registry):
+                    found[value.op] = value
+    return list(found.values())
+
+
+def _examine(registry: Registry) -> list[OpReport]:
+    """One report, or several if the modes or dtypes are not treated alike."""
+    calls = _representative_calls().get(registry.op, {"": None})
+    reports: list[tuple[list[str], OpReport]] = []
+    for mode, call in calls.items():
+        found = OpReport(
+            registry.op,
+            {i.name: _refusal(call, i.name) for i in registry.implementations},
+        )
+        same = next((modes for modes, report in reports if report == found), None)
+        if same is None:
+            reports.append(([mode], found))
+        else:
+            same.append(mode)
+    if len(reports) == 1:
+        return [reports[0][1]]
+    return [
+        OpReport(
+            f"{report.op}, {_VARIANTS.get(report.op, 'mode')} {', '.join(modes)}", report.refusals
+        )
+        for modes, report in reports
+    ]
+
+
+def _refusal(call: _Call | None, name: str) -> str | None:
+    """Why this implementation cannot run the call here: it is traced, but not run."""
+    if call is None:
+        return "not examined: the doctor knows no call of this op"
+    try:
+        call(name)
+    except NotImplementedError as error:
+        # An op's gradient is refused in the op's name.
+        return str(error).split(" cannot run here: ", 1)[-1].removeprefix(f"{name}: ")
+    except Exception as error:  # whatever is broken here: to say so is what the doctor is for
+        return f"fails: {type(error).__name__}: {_first_line(error)}"
+    return None
+
+
+@functools.cache
+def _representative_calls() -> dict[str, dict[str, _Call]]:
+    """By op and variant: a call of the named implementation, traced for the shape of Llama 3 8B."""
+
+    def tokens(length: int, heads: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((_BATCH, length, heads, _HEAD_DIM), jnp.bfloat16)
+
+    def cache(config: TurboConfig) -> ProgressiveCache:
+        sizes = (_BATCH, _LENGTH, _KV_HEADS, _HEAD_DIM)
+        return jax.eval_shape(lambda: init_cache(*sizes, config=config))
+
+    def trace(function: Callable[..., Any], *arguments: Any) -> _Call:
+        def call(name: str) -> Any:
+            return jax.eval_shape(functools.partial(function, implementation=name), *arguments)
+
+        return call
+
+    prompt = tokens(_LENGTH, _HEADS), tokens(_LENGTH, _KV_HEADS), tokens(_LENGTH, _KV_HEADS)
+    query, key, value = tokens(1, _HEADS), tokens(1, _KV_HEADS), tokens(1, _KV_HEADS)
+    lengths = jax.ShapeDtypeStruct((_BATCH,), jnp.int32)
+    configs = [TurboConfig(mode=mode) for mode in get_args(Mode)]
+    default = cache(TurboConfig())
+    blocks = -(-_LENGTH // 128)
+    levels = jax.ShapeDtypeStruct((1, 1, blocks, blocks), jnp.int8)
+    pooled = {"": trace(functools.partial(pooled_attention, is_causal=True), *prompt, levels)}
+    width = _HEADS * _HEAD_DIM
+    hidden = jax.ShapeDtypeStruct((_BATCH, _LENGTH, width), jnp.bfloat16)
+    weight = jax.eval_shape(quantize_weight, jax.ShapeDtypeStruct((width, width), jnp.bfloat16))
+    kv4_cache = jax.eval_shape(lambda: kv4.init_cache(_BATCH, _LENGTH, _KV_HEADS, _HEAD_DIM))
+    pages = _LENGTH // _PAGE_SIZE
+    tables = jax.ShapeDtypeStruct((_BATCH, pages), jnp.int32)
+
+    def paged(kv_dtype: str) -> PagedCache:
+        sizes = (pages, _PAGE_SIZE, _KV_HEADS, _HEAD_DIM)
+        return jax.eval_shape(lambda: init_paged_cache(*sizes, kv_dtype=kv_dtype))
+
+    return {
+        "turbo_attention": {
+            config.mode: trace(
+                functools.partial(turbo_attention, is_causal=True, config=config), *prompt
+            )
+            for config in configs
+        },
+        "decode": {config.mode: trace(decode, query, cache(config)) for config in configs},
+        "append": {"": trace(append, default, key, value)},
+        # Named for the forward pass, an implementation runs the backward pass too, or neither.
+        "pooled_attention": pooled,
+        "the gradient of pooled_attention": pooled,
+        "store_prompt": {"": trace(store_prompt, default, *prompt[1:], lengths)},
+        "fp8_tokens": {"": trace(fp8_tokens.quantize_activation, hidden)},
+        "int4_matmul": {"": trace(int4_matmul.matmul, hidden, weight)},
+        "fireq.decode": {"": trace(kv4_attention.decode, query, kv4_cache)},
+        # The others need no kernel.
+        "paged.append": {"": trace(append_to_pages, paged("turbo4"), key, value, tables, lengths)},
+        "paged_attention": {
+            kv_dtype: trace(paged_attention, query, paged(kv_dtype), tables, lengths)
+            for kv_dtype in KV_DTYPES
+        },
+    }
+
+
+def _examine_exact() -> OpReport:
+    """The uncompressed baseline, which picks cuDNN where it can."""
+    query = jax.ShapeDtypeStruct((_BATCH, 1, _HEADS, _HEAD_DIM), jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((_BATCH, _LENGTH, _KV_HEADS, _HEAD_DIM), jnp.bfloat16)
+    try:
+        refusal = exact_attention.cudnn_unsupported(query, key, decoding=True)
+    except Exception as error:  # as above
+        refusal = f"fails: {type(error).__name__}: {_first_line(error)}"
+    return OpReport("exact cache (baseline)", {"cudnn": refusal, "xla": None})
+
+
+def _devices() -> tuple[str, ...]:
+    try:
+        return tuple(_describe(device) for device in jax.devices())
+    except Exception as error:  # a plugin that does not start: as above
+        return (f"none: {type(error).__name__}: {_first_line(error)}",)
+
+
+def _describe(device: jax.Device) -> str:
+    parts = [f"{device.platform}:{device.id} {device.device_kind}"]
+    capability = getattr(device, "compute_capability", None)
+    if capability is not None:
+        parts.append(f"compute capability {capability}")
+    memory = (device.memory_stats() or {}).get("bytes_limit")
+    if memory:
+        parts.append(f"{memory / 2**30:.1f} GiB for jax")
+    return ", ".join(parts)
+
+
+def _advice() -> tuple[str, ...]:
+    try:
+        on_gpu = jax.default_backend() == "gpu"
+    except Exception:  # `devices` says what is wrong
+        on_gpu = False
+    if not on_gpu and _NVIDIA_DRIVER.exists():
+        return (
+            f"There is an NVIDIA driver, but jax uses no GPU: {_extras.install('gpu')}, and look "
+            "at JAX_PLATFORMS and CUDA_VISIBLE_DEVICES.",
+        )
+    return ()
+
+
+def _as_words(op: OpReport) -> dict[str, str]:
+    return {name: refusal or "available" for name, refusal in op.refusals.items()}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]
