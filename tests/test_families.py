@@ -1,15 +1,17 @@
 """What `config.json` of every family means: as transformers reads it, as recorded."""
 
+import ast
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import hf_helpers as hf
 import parity_recordings as recordings
 import pytest
 from family_helpers import ARCHITECTURES, PUBLISHED, WINDOWS, least, least_files
 
-from turbojax.models import TransformerConfig
+from turbojax.models import TransformerConfig, families
 from turbojax.rotary import LinearScaling, LongRopeScaling, YarnScaling
 
 
@@ -204,6 +206,22 @@ def test_windows(family, keys, windows):
     assert TransformerConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
 
 
+def test_no_other_module_asks_which_family_a_model_is():
+    """What differs stands in the family's own file; only shapes and a default name one."""
+    package = Path(families.__file__).parent
+    own = {package / f"{name}.py" for name in ("llama", "mistral", "qwen2", "qwen3", "phi3")}
+    own |= {package / f"{name}.py" for name in ("gemma2", "gemma3")}
+    assert len(own) == len(families.FAMILIES)
+    allowed = {"config.py": {"llama"}, "shapes.py": set(families.FAMILIES)}
+    for path in sorted(set(package.parents[1].rglob("*.py")) - own):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        texts = {x.value for x in ast.walk(tree) if isinstance(x, ast.Constant)}
+        found = {name for name in families.FAMILIES if name in texts}
+        if package.parent == path.parent:
+            found -= allowed.get(path.name, set())
+        assert not found, path
+
+
 def test_either_name_of_the_architecture_is_enough():
     config = TransformerConfig.from_hf(least("qwen3"))
     for key in ("architectures", "model_type"):
@@ -220,6 +238,7 @@ def test_either_name_of_the_architecture_is_enough():
         ("llama", {"rotary_dim": 16}),
         ("gemma2", {"attention_scale": None}),
         ("gemma2", {"attention_scale": 0.3}),
+        ("gemma2", {"attention_scale": 300.0}),
         ("gemma3_text", {"local_rope_theta": None}),
         ("gemma3_text", {"local_windows": (), "local_rope_theta": None}),
         ("gemma3_text", {"local_windows": (None, None), "local_rope_theta": 3.0}),

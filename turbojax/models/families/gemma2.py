@@ -32,7 +32,7 @@ class Gemma2(Family):
         # An integer, which is what transformers asks for, wherever it is one.
         whole = round(scalar)
         return super().write_mathematics(fields) | {
-            "query_pre_attn_scalar": whole if whole**-0.5 == scale else scalar,
+            "query_pre_attn_scalar": whole if whole and whole**-0.5 == scale else scalar,
             "final_logit_softcapping": fields["final_soft_cap"],
             "attn_logit_softcapping": fields["attention_soft_cap"],
         }
