@@ -34,12 +34,10 @@ from pooled_helpers import (
     plain_gradient,
 )
 
-from pallas_kernels.mosaic import (
-    _pooled,
-    pooled_forward,
-    pooled_key_gradient,
-    pooled_query_gradient,
-)
+from pallas_kernels.mosaic.hopper.pooled import forward as pooled_forward
+from pallas_kernels.mosaic.hopper.pooled import key_gradient as pooled_key_gradient
+from pallas_kernels.mosaic.hopper.pooled import query_gradient as pooled_query_gradient
+from pallas_kernels.mosaic.hopper.pooled import tiles
 from pallas_kernels.triton import pooled_pool
 from turbojax.ops.pooled_attention import mosaic_gpu as pooled
 from turbojax.ops.pooled_attention.static import Static
@@ -109,7 +107,7 @@ def install():
 
         return run
 
-    _pooled.accumulator = Accumulator
+    tiles.accumulator = Accumulator
     plgpu.wgmma, pl.run_scoped, pl.run_state = add_product, scoped, stateful
     pooled.multiprocessors = lambda: 2
     pooled_pool.pool = functools.partial(pooled_pool.pool, interpret=True)

@@ -311,5 +311,5 @@ def test_an_engine_refuses(options, error, message):
 
 
 def test_an_engine_needs_a_model():
-    with pytest.raises(TypeError, match="model is a str, must be a Llama"):
+    with pytest.raises(TypeError, match="model is a str, must be a Transformer"):
         Engine("embedded", num_pages=3)

@@ -9,6 +9,7 @@ from importlib.util import spec_from_loader
 from types import ModuleType
 
 MOVED: dict[str, str | tuple[str, ...]] = {
+    "baselines.exact": "ops.exact_attention",
     "cache": "state.progressive",
     "cache.allocator": "state.pages.allocator",
     "cache.blocks": "state.progressive.blocks",
@@ -64,7 +65,7 @@ MOVED: dict[str, str | tuple[str, ...]] = {
     "models.storage": "models.generation.saving",
     "models.tensors": "models.families.tensors",
     "models.tokenizer": "models.text.tokenizer",
-    "ops.turbo_attention.masking": "ops.visibility",
+    "ops.turbo_attention.masking": "ops.options",
     "ops.turbo_attention.numerics": "ops.numerics",
     "quantizing": "app.quantize.run",
     "serve_requests": "app.serve.requests",

@@ -35,9 +35,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.merge import merge
 from pallas_kernels.triton import _common
 from pallas_kernels.triton._common import Ref
-from pallas_kernels.triton._merge import merge
 from pallas_kernels.triton._rows import quantize_rows
 
 # Columns of the smallest matrix product, and terms of its sum.

@@ -57,10 +57,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.merge import finish, finite, merge_parts
 from pallas_kernels.triton import _common, _paged_codes
 from pallas_kernels.triton._common import Ref
 from pallas_kernels.triton._paged_codes import Codec as Codec
-from pallas_kernels.triton._paged_merge import finish, finite, merge_parts
 from pallas_kernels.triton._paged_tiles import Place, load, locate, norm
 from pallas_kernels.triton._paged_tiles import Settings as Settings
 from pallas_kernels.triton._paged_tiles import Side as Side

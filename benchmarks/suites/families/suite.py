@@ -82,7 +82,14 @@ class Group:
 
 def _groups() -> list[Group]:
     """What matters most first: a run may be stopped by the clock. At most the model's context."""
-    names = ("llama-3.1-8b", "mistral-7b", "qwen-2.5-7b", "gemma-2-9b", "phi-3-mini")
+    names = (
+        "llama-3.1-8b",
+        "mistral-7b",
+        "qwen-2.5-7b",
+        "gemma-2-9b",
+        "gemma-3-4b",
+        "phi-3-mini",
+    )
     return [Group(name, 16, min(8192, models.SHAPES[name].max_length)) for name in names]
 
 

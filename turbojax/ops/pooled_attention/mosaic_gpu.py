@@ -97,7 +97,7 @@ def _signed(query: jax.Array, static: Static) -> jax.Array:
 
 
 def _settings(static: Static, stages: int) -> Any:
-    from pallas_kernels.mosaic.pooled_forward import Settings
+    from pallas_kernels.mosaic.hopper.pooled.forward import Settings
 
     return Settings(
         block_q=static.block_q,
@@ -125,7 +125,7 @@ def attention(
 
     Weights are rounded to the operands' 16 bits before they multiply the values.
     """
-    from pallas_kernels.mosaic import pooled_forward
+    from pallas_kernels.mosaic.hopper.pooled import forward as pooled_forward
 
     launch = launch or default_launch(query.shape[-1])
     sizes = (query.shape[1], key.shape[1])
@@ -159,7 +159,8 @@ def gradient(
 
     Weights and the scores' gradients are rounded to the operands' 16 bits before they multiply.
     """
-    from pallas_kernels.mosaic import pooled_key_gradient, pooled_query_gradient
+    from pallas_kernels.mosaic.hopper.pooled import key_gradient as pooled_key_gradient
+    from pallas_kernels.mosaic.hopper.pooled import query_gradient as pooled_query_gradient
 
     launch = launch or default_launch(query.shape[-1])
     sizes, head_dim = (query.shape[1], key.shape[1]), query.shape[-1]

@@ -7,12 +7,12 @@ import jax
 
 from turbojax._device import needs_hopper
 from turbojax.config import TurboConfig
-from turbojax.ops.visibility import Visibility
+from turbojax.ops.options import Options
 from turbojax.sas import SAS
 from turbojax.state.progressive.cache import CacheSide, ProgressiveCache
 
 if TYPE_CHECKING:
-    from pallas_kernels.mosaic.decode import Side, SparseExponential
+    from pallas_kernels.mosaic.hopper.decode.kernel import Side, SparseExponential
 
 _HEAD_DIMS = (64, 128, 256)
 _BLOCKS = (64, 128)
@@ -30,12 +30,10 @@ def decode_unsupported(
     *,
     query: jax.Array,
     cache: ProgressiveCache,
-    scale: float,
-    visibility: Visibility,
-    logits_soft_cap: float | None,
+    options: Options,
 ) -> str | None:
     """Why `decode` cannot run this here; None if it can."""
-    del scale, visibility, logits_soft_cap
+    del options
     config = cache.config
     rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
     if config.mode != "int8":
@@ -70,22 +68,20 @@ class Launch(NamedTuple):
     cluster: int = 1
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "visibility", "logits_soft_cap", "launch"))
+@functools.partial(jax.jit, static_argnames=("options", "launch"))
 def decode(
     query: jax.Array,
     cache: ProgressiveCache,
     query_length: jax.Array,
     *,
-    scale: float,
-    visibility: Visibility,
-    logits_soft_cap: float | None,
+    options: Options,
     launch: Launch | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`decode_reference.decode` as one kernel, and a merge where a KV head is split.
 
     `launch` is `default_launch` if not given.
     """
-    from pallas_kernels.mosaic import decode as kernel
+    from pallas_kernels.mosaic.hopper.decode import kernel
 
     config = cache.config
     rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
@@ -95,9 +91,9 @@ def decode(
         key_bits=cache.key.bits,
         value_bits=cache.value.bits,
         block=config.block_kv,
-        scale=scale,
-        window=visibility.window,
-        soft_cap=logits_soft_cap,
+        scale=options.scale,
+        window=options.window,
+        soft_cap=options.logits_soft_cap,
         rows=_tile(rows),
         **launch._asdict(),
     )
@@ -124,7 +120,7 @@ def default_launch(query: jax.Array, cache: ProgressiveCache) -> Launch:
     warp. A long one is cut into a few more programs than run at once, which evens out differences
     in their speed; each still has enough work that merging costs little in comparison.
     """
-    from pallas_kernels.mosaic.decode import stage_bytes
+    from pallas_kernels.mosaic.hopper.decode.kernel import stage_bytes
 
     rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
     heads = cache.batch_size * cache.num_kv_heads * -(-rows // _tile(rows))
@@ -144,7 +140,7 @@ def default_launch(query: jax.Array, cache: ProgressiveCache) -> Launch:
 
 
 def _exponential(config: TurboConfig) -> "SparseExponential | None":
-    from pallas_kernels.mosaic import decode as kernel
+    from pallas_kernels.mosaic.hopper.decode import kernel
 
     if not isinstance(config.softmax, SAS):
         return None
@@ -153,6 +149,6 @@ def _exponential(config: TurboConfig) -> "SparseExponential | None":
 
 
 def _side(side: CacheSide) -> "Side":
-    from pallas_kernels.mosaic import decode as kernel
+    from pallas_kernels.mosaic.hopper.decode import kernel
 
     return kernel.Side(*(getattr(side, name) for name in kernel.Side._fields))

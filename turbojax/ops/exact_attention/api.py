@@ -1,0 +1,252 @@
+"""`attention` and `decode` of exact keys and values: arguments, checks, XLA or cuDNN."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from turbojax import _checks, _device
+from turbojax.config import TurboConfig
+from turbojax.ops import turbo_attention
+from turbojax.ops.exact_attention import reference
+from turbojax.ops.options import Options, require_causal
+from turbojax.state.exact import ExactCache
+
+IMPLEMENTATIONS = ("xla", "cudnn")
+_FLOAT = TurboConfig(mode="float", softmax="exact")
+
+
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    scale: float | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Exact causal attention within prompts.
+
+    Args:
+      query: ``[B, T, N, H]``.
+      key: ``[B, T, K, H]``.
+      value: ``[B, T, K, H]``.
+      scale: factor of the scores; ``1 / sqrt(H)`` if not given.
+      local_window_size: see `turbojax.turbo_attention`.
+      logits_soft_cap: the same; with one, `turbojax.turbo_attention` attends, in mode ``"float"``
+        and with the exact softmax.
+      implementation: ``"xla"``, ``"cudnn"``, or None for cuDNN where it can.
+
+    Returns:
+      ``[B, T, N, H]`` in the query's dtype.
+
+    Raises:
+      TypeError: if dtypes are not supported or differ.
+      ValueError: if a shape, an option or the name does not fit.
+      NotImplementedError: if cuDNN is asked for and cannot run this here.
+    """
+    _checks.check_query_key_value(query, key, value)
+    options = Options.complete(
+        query.shape[3],
+        scale=scale,
+        is_causal=True,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+    )
+    return _attend(query, key, value, options=options, implementation=implementation)
+
+
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    options: Options,
+    implementation: str | None = None,
+) -> jax.Array:
+    """`attention` for callers that have `Options`, causal ones."""
+    require_causal(options)
+    _checks.check_query_key_value(query, key, value)
+    return _attend(query, key, value, options=options, implementation=implementation)
+
+
+def _attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    options: Options,
+    implementation: str | None,
+) -> jax.Array:
+    """`attention` of checked arguments."""
+    chosen = _choose(implementation, query, key, logits_soft_cap=options.logits_soft_cap)
+    if options.logits_soft_cap is not None:
+        name = "xla" if implementation == "xla" else None
+        out, _ = turbo_attention.attend(
+            query, key, value, config=_FLOAT, options=options, implementation=name
+        )
+        return out
+    # jax's own function promotes bfloat16 with float32 inside.
+    with jax.numpy_dtype_promotion("standard"):
+        return jax.nn.dot_product_attention(
+            query,
+            key,
+            value,
+            scale=options.scale,
+            is_causal=True,
+            local_window_size=options.window,
+            implementation=chosen,
+        )
+
+
+def decode(
+    query: jax.Array,
+    cache: ExactCache,
+    *,
+    scale: float | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Exact attention of the last `T` cached tokens' queries; see `turbojax.decode`.
+
+    Args:
+      query: ``[B, T, N, H]``.
+      cache: the cache, which already holds the queries' own keys and values.
+      scale: factor of the scores; ``1 / sqrt(H)`` if not given.
+      local_window_size: see `turbojax.decode`.
+      logits_soft_cap: see `turbojax.decode`.
+      implementation: ``"xla"``, ``"cudnn"`` (one query per sequence, neither window nor cap), or
+        None for cuDNN where it can.
+
+    Returns:
+      ``[B, T, N, H]`` in the query's dtype.
+
+    Raises:
+      TypeError: if the query's dtype is not supported.
+      ValueError: if a shape, an option or the name does not fit.
+      NotImplementedError: if cuDNN is asked for and cannot run this here.
+    """
+    _check_newest(query, cache)
+    options = Options.complete(
+        query.shape[3],
+        scale=scale,
+        is_causal=True,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+    )
+    return _decode(query, cache, options=options, implementation=implementation)
+
+
+def attend_cache(
+    query: jax.Array,
+    cache: ExactCache,
+    *,
+    options: Options,
+    implementation: str | None = None,
+) -> jax.Array:
+    """`decode` for callers that have `Options`, causal ones."""
+    require_causal(options)
+    _check_newest(query, cache)
+    return _decode(query, cache, options=options, implementation=implementation)
+
+
+def _check_newest(query: jax.Array, cache: ExactCache) -> None:
+    """Raises unless the queries fit the cache."""
+    _checks.check_query(query)
+    _checks.check_head_groups(query.shape[2], cache.key.shape[2])
+
+
+def _decode(
+    query: jax.Array, cache: ExactCache, *, options: Options, implementation: str | None
+) -> jax.Array:
+    """`decode` of checked arguments."""
+    tokens = query.shape[1]
+    chosen = _choose(
+        implementation,
+        query,
+        cache.key,
+        decoding=True,
+        windowed=options.window is not None,
+        logits_soft_cap=options.logits_soft_cap,
+    )
+    if chosen == "cudnn":
+        return jax.nn.dot_product_attention(
+            query,
+            cache.key,
+            cache.value,
+            scale=options.scale,
+            key_value_seq_lengths=cache.lengths,
+            implementation="cudnn",
+        )
+    position = cache.lengths[:, None] - tokens + jnp.arange(tokens)[None]
+    mask = options.mask(position, jnp.arange(cache.max_length)[None], cache.lengths)
+    return reference.masked_attention(
+        query,
+        cache.key.astype(query.dtype),
+        cache.value.astype(query.dtype),
+        mask,
+        scale=options.scale,
+        logits_soft_cap=options.logits_soft_cap,
+    )
+
+
+def cudnn_unsupported(
+    query: jax.Array | jax.ShapeDtypeStruct,
+    key: jax.Array | jax.ShapeDtypeStruct,
+    *,
+    decoding: bool = False,
+    windowed: bool = False,
+    logits_soft_cap: float | None = None,
+) -> str | None:
+    """None if cuDNN's attention takes these arrays here, or the reason why not.
+
+    Args:
+      query: ``[B, T, N, H]``.
+      key: ``[B, S, K, H]``.
+      decoding: whether the queries are those of the newest tokens, and not aligned with the keys.
+      windowed: whether there is a window, which is counted from the first key.
+      logits_soft_cap: of the scores.
+    """
+    capability = _device.gpu_compute_capability()
+    if capability is None or capability < 8.0:
+        found = jax.default_backend() if capability is None else f"compute capability {capability}"
+        return f"needs an NVIDIA GPU of compute capability 8.0 or newer, not {found}"
+    if query.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"query.dtype={query.dtype} must be bfloat16 or float16"
+    if key.dtype != query.dtype:
+        return f"key.dtype={key.dtype} must equal query.dtype={query.dtype}"
+    channels = query.shape[-1]
+    if channels % 8 or channels > 128:
+        return f"head dim {channels} must be a multiple of 8 and at most 128"
+    if logits_soft_cap is not None:
+        return f"{logits_soft_cap=} must be None"
+    if decoding and windowed:
+        return "decoding takes no window"
+    if decoding and query.shape[1] != 1:
+        return f"{query.shape[1]} queries per sequence must be 1"
+    return None
+
+
+def _choose(
+    implementation: str | None,
+    query: jax.Array,
+    key: jax.Array,
+    *,
+    decoding: bool = False,
+    windowed: bool = False,
+    logits_soft_cap: float | None = None,
+) -> Literal["xla", "cudnn"]:
+    if implementation not in (None, *IMPLEMENTATIONS):
+        raise ValueError(
+            f"{implementation=} must be None or one of {IMPLEMENTATIONS} for an exact cache"
+        )
+    if implementation == "xla":
+        return "xla"
+    refusal = cudnn_unsupported(
+        query, key, decoding=decoding, windowed=windowed, logits_soft_cap=logits_soft_cap
+    )
+    if implementation == "cudnn" and refusal is not None:
+        raise NotImplementedError(f"exact attention cannot run here: cudnn: {refusal}")
+    return "xla" if refusal is not None else "cudnn"
