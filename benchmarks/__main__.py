@@ -3,35 +3,22 @@
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import readme, report, timing
 from benchmarks.catalogue import SUITES
+from benchmarks.machine import describe
 from turbojax import _writing
-from turbojax._environment import environment
 
 # What two runs must have in common to be stored in one file.
 _SAME = ("device", "python", "jax", "turbojax")
-
-
-def _machine() -> dict[str, Any]:
-    """Device, versions and date."""
-    found = {**environment(), "platform": jax.devices()[0].client.platform_version}
-    try:
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        output = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return found
-    return {**found, "driver": output.stdout.split()[0]}
 
 
 def write(path: Path, result: dict[str, Any]) -> None:
@@ -65,7 +52,7 @@ def run(arguments: argparse.Namespace) -> None:
     suite = SUITES[arguments.suite]
     for name, value in suite.environment.items():
         os.environ.setdefault(name, value)  # read when jax first asks for a device
-    machine = _machine()
+    machine = describe()
     # Figures of a smoke test are not results.
     folder = Path(tempfile.gettempdir()) if arguments.quick else readme.RESULTS
     out = arguments.out or folder / f"{suite.name}_{machine['date']}.json"
