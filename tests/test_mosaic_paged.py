@@ -17,12 +17,8 @@ from kernel_helpers import lower_for_cuda
 from oracles import warp
 
 from benchmarks.shapes import MODELS
-from pallas_kernels.mosaic.hopper.decode import block as decode_block
-from pallas_kernels.mosaic.hopper.decode import query as decode_query
-from pallas_kernels.mosaic.hopper.paged import fp8, operands, turbo4
-from pallas_kernels.mosaic.hopper.paged import query as paged_query
-from pallas_kernels.mosaic.hopper.paged import types as paged_types
-from pallas_kernels.mosaic.hopper.paged import warp as paged_warp
+from pallas_kernels.mosaic import warp as frame
+from pallas_kernels.mosaic.hopper.paged import fp8, inputs, kernel, operands, turbo4
 from turbojax import _device, polar
 from turbojax.ops.options import Options
 from turbojax.ops.paged_attention import mosaic_gpu
@@ -143,19 +139,16 @@ def test_what_is_in_flight_fits_shared_memory(kind, head_dim, tokens):
 @pytest.fixture
 def lanes(monkeypatch):
     """The kernel's modules on arrays of lanes; gives the lane."""
-    for module in (
-        decode_block, decode_query, fp8, operands, paged_query, turbo4,
-        paged_types, paged_warp,
-    ):  # fmt: skip
+    for module in (frame, fp8, inputs, kernel, operands, turbo4):
         monkeypatch.setattr(module, "lane", warp)
     number = warp.Int(warp.LANES)
     g = number >> 2
-    return paged_types.Place(number, g, number & 3, paged_types.parity(g))
+    return inputs.Place(g, number & 3, number, inputs.parity(g))
 
 
 def settings(kind, *, block=64, rows=4, window=None, soft_cap=None, scale=0.125):
     table, middle, step = polar.integer_centroids(4)
-    return paged_types.Settings(
+    return inputs.Settings(
         kind, tuple(table), middle, scale * (step if kind == "turbo4" else 1.0), window, soft_cap,
         rows=rows, part=1024, block=block, warpgroups=1, stages=2,
     )  # fmt: skip
@@ -200,12 +193,12 @@ def run(lane, s, blocks, query, length, query_length, key_scale=None):
     a, at = program(query, length, query_length, key_scale)
     module = turbo4 if s.has_norms else fp8
     products = (turbo4.Turbo4 if s.has_norms else fp8.Fp8).of(a.head_dim, s)
-    loaded = paged_query.load_query(a, at, lane, products, s)
-    state = paged_types.State.empty(s.tiles, a.head_dim // 8)
+    loaded = kernel._load_query(a, at, lane, products, s)
+    state = inputs.State.empty(s.tiles, a.head_dim // 8)
     for i, memory in enumerate(blocks):
         place = warp.Pointer(memory.copy()), warp.integer(i * s.block)
-        state = paged_warp._attend(state, place, at, loaded, lane, products, s)
-        state = paged_types.State.of(state.flat(), s.tiles)
+        state = kernel._attend(state, place, at, loaded, lane, products, s)
+        state = inputs.State.of(state.flat(), s.tiles)
     out = np.full((s.rows, a.head_dim), np.nan)
     maxima, totals = np.zeros(s.rows), np.zeros(s.rows)
     g, t = warp.LANES // 4, warp.LANES % 4

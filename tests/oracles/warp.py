@@ -286,7 +286,9 @@ class half:
         return Int(pair.view(np.uint32)[:, 0])
 
     @staticmethod
-    def unpack(word):
+    def unpack(word, dtype="float16"):
+        if dtype == "bfloat16":
+            return (word << 16).as_float(), (word & 0xFFFF0000).as_float()
         return half_to_float(word), half_to_float(word >> 16)
 
     @staticmethod

@@ -19,10 +19,9 @@ import functools
 import operator
 from typing import Any
 
-from pallas_kernels.mosaic import lane
+from pallas_kernels.mosaic import lane, warp
 from pallas_kernels.mosaic.hopper.decode.types import (
     INT8_RANGE,
-    LOG2_E,
     Numerics,
     Place,
     Query,
@@ -178,7 +177,7 @@ def softmax(
         top = lane.reduce_lanes(top, lane.maximum, (4, 8, 16))
         is_seen = top > float("-inf")
         if n.soft_cap is not None:
-            cap = functools.partial(soft_cap, factor=factor * (1 / n.unit), cap=n.soft_cap)
+            cap = functools.partial(warp.soft_cap, factor=factor * (1 / n.unit), cap=n.soft_cap)
             x, top = [cap(s) * n.unit for s in x], cap(top) * n.unit
             slope = lane.number(1.0)
         top = top * slope
@@ -195,15 +194,6 @@ def softmax(
         lost.append(nan)
         words.append([_pack(p[i : i + 4], here, n) for i in range(0, len(p), 4)])
     return Weights(words, maxima, totals, seen or None, lost)
-
-
-def soft_cap(x: Float, factor: Float, cap: float) -> Float:
-    """``cap * tanh(x * factor / cap)``, of infinities too."""
-    x = x * factor
-    magnitude = lane.maximum(x, -x)
-    e = lane.exp2(magnitude * (-2 * LOG2_E / cap))
-    capped = (lane.number(1.0) - e) / (e + 1.0) * cap
-    return (x < 0.0).where(-capped, capped)
 
 
 def _visible(

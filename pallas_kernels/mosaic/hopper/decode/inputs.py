@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.layouts import Side
-from pallas_kernels.mosaic import lane
+from pallas_kernels.mosaic import lane, warp
 from pallas_kernels.mosaic.hopper.decode.types import Shape, SparseExponential
 from pallas_kernels.mosaic.lane import Int, Pointer
 
@@ -72,10 +72,6 @@ class Settings:
         return self.stages * stage_bytes(head_dim, self.block, self.key_bits, self.value_bits)
 
 
-# A barrier in shared memory.
-BARRIER_BYTES = 8
-
-
 def stage_bytes(
     head_dim: int, block: int, key_bits: tuple[int, ...], value_bits: tuple[int, ...]
 ) -> int:
@@ -109,55 +105,22 @@ class SidePointers:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Arrays:
-    """The call's arrays as pointers, and their sizes.
+class Arrays(warp.Arrays):
+    """The call's arrays.
 
     Attributes:
-      query: ``[B, T, N, H]``.
       key: the keys.
       value: the values.
-      lengths: tokens held, ``[B]``.
-      buffered: those of them in the buffer, ``[B]``.
-      query_lengths: real queries, ``[B]``.
-      outputs: outputs and log-sum-exps; with splits outputs, maxima and sums of each.
-      tokens: `T`.
-      heads: `N`.
-      kv_heads: `K`.
-      head_dim: `H`.
+      buffered: the tokens held that are in the buffer, ``[B]``.
       blocks: that a sequence has room for.
       buffer_size: in tokens.
-      dtype: of queries and final outputs.
     """
 
-    query: Pointer
     key: SidePointers
     value: SidePointers
-    lengths: Pointer
     buffered: Pointer
-    query_lengths: Pointer
-    outputs: list[Pointer]
-    tokens: int
-    heads: int
-    kv_heads: int
-    head_dim: int
     blocks: int
     buffer_size: int
-    dtype: str
-
-    @property
-    def group(self) -> int:
-        """Query heads of a KV head."""
-        return self.heads // self.kv_heads
-
-    @property
-    def rows(self) -> int:
-        """Queries of a KV head."""
-        return self.group * self.tokens
-
-    @property
-    def is_final(self) -> bool:
-        """Whether the outputs are final, because there is one split."""
-        return len(self.outputs) == 2
 
     @classmethod
     def of(cls, refs: Any, inputs: Any) -> "Arrays":
@@ -184,38 +147,22 @@ class Arrays:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Program:
-    """What a program works on.
+class Program(warp.Program):
+    """What a program works on: units are blocks, and one past the last block the buffer.
 
     Attributes:
-      batch: its sequence.
-      head: its KV head.
-      pair: ``batch * K + head``.
-      tile: number of its queries among those of the head.
       split: number of its share.
       member: its number in its cluster.
-      begin: position of the first query token.
-      query_length: how many are real.
       blocks: of the sequence.
       compressed: tokens in them.
       buffered: tokens in the buffer.
-      start: its first unit: units are blocks, and one past the last block the buffer.
-      stop: the one past its last.
     """
 
-    batch: Int
-    head: Int
-    pair: Int
-    tile: Int
     split: Int
     member: Int
-    begin: Int
-    query_length: Int
     blocks: Int
     compressed: Int
     buffered: Int
-    start: Int
-    stop: Int
 
     @classmethod
     def of(cls, a: Arrays, ids: list[Int], s: Settings) -> "Program":

@@ -6,10 +6,10 @@ Stage 1 with the bits of `turbojax.quantizers`: one scale for each query.
 import struct
 from typing import Any
 
-from pallas_kernels.mosaic import lane
+from pallas_kernels.mosaic import lane, warp
 from pallas_kernels.mosaic.hopper.decode.block import channel_words
 from pallas_kernels.mosaic.hopper.decode.types import INT8_RANGE, Place, Query, Shape
-from pallas_kernels.mosaic.lane import Float, Int, Pointer
+from pallas_kernels.mosaic.lane import Float, Int
 
 _TINY = 1.1754943508222875e-38
 _INFINITY = float("inf")
@@ -21,40 +21,30 @@ def _float32(x: float) -> float:
 
 
 def load_query(
-    pointer: Pointer,
-    at: tuple[Int, Int, Int],
-    sizes: tuple[int, int, int, int, str],
-    lengths: tuple[Int, Int],
-    shape: Shape,
-    here: Place,
-    factor: float,
-    unit: float,
+    a: warp.Arrays, at: warp.Program, shape: Shape, here: Place, factor: float, unit: float
 ) -> Query:
     """Loads and quantizes a program's queries; row ``head * T + token`` of its KV head.
 
     Args:
-      pointer: to ``[B, T, N, H]``.
-      at: sequence, KV head, number of the row tile.
-      sizes: `T`, `N`, query heads of a KV head, `H`, name of the dtype.
-      lengths: position of the first token, and how many are real.
+      a: the arrays.
+      at: the program.
       shape: sizes of the program.
       here: the lane's place.
       factor: of the scores.
       unit: of the exponential.
     """
-    batch, head, tile = at
-    tokens, heads, group, head_dim, dtype = sizes
-    begin, length = lengths
-    width = 4 if dtype == "float32" else 2
+    width = 4 if a.dtype == "float32" else 2
     codes, scales, positions = [], [], []
     for number in range(shape.score_tiles):
-        base = tile * shape.rows + 4 * number
-        row = (base + (here.g >> 1)).minimum(group * tokens - 1)
-        index = (batch * tokens + row % tokens) * heads + head * group + row // tokens
-        words = channel_words(
-            pointer.times(index, head_dim * width), here, head_dim, shape.key_bits, width
+        base = at.tile * shape.rows + 4 * number
+        row = (base + (here.g >> 1)).minimum(a.rows - 1)
+        index = (
+            (at.batch * a.tokens + row % a.tokens) * a.heads + at.head * a.group + row // a.tokens
         )
-        x = [v for word in words for v in numbers(word, dtype)]
+        words = channel_words(
+            a.query.times(index, a.head_dim * width), here, a.head_dim, shape.key_bits, width
+        )
+        x = [v for word in words for v in warp.numbers(word, a.dtype)]
         # The factor of the scores stays positive, so that it does not move the maximum.
         x = x if factor >= 0 else [-v for v in x]
         scale = _scale(x)
@@ -66,20 +56,8 @@ def load_query(
             ]
         )
         scales.append(lane.from_lane(scale, here.t << 3) * (abs(factor) * unit))
-        own = base + here.t
-        token = own % tokens
-        is_real = (own < group * tokens) & (token < length)
-        positions.append(is_real.where(begin + token, -1))
+        positions.append(warp.position(base, here, a, at))
     return Query(codes, scales, positions)
-
-
-def numbers(word: Int, dtype: str) -> list[Float]:
-    """The one or two numbers in a word."""
-    if dtype == "float32":
-        return [word.as_float()]
-    if dtype == "bfloat16":
-        return [(word << 16).as_float(), (word & 0xFFFF0000).as_float()]
-    return [lane.half_to_float(word), lane.half_to_float(word >> 16)]
 
 
 def _scale(x: list[Float]) -> Float:

@@ -5,7 +5,7 @@ from typing import Any
 
 from pallas_kernels.layouts import INT8_RANGE as INT8_RANGE
 from pallas_kernels.layouts import LOG2_E as LOG2_E
-from pallas_kernels.mosaic import lane
+from pallas_kernels.mosaic import lane, warp
 from pallas_kernels.mosaic.lane import Float, Int
 
 
@@ -137,19 +137,15 @@ class Shape:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Place:
+class Place(warp.Place):
     """A lane's place in its warp, and what follows from it.
 
     Attributes:
-      g: row of the products.
-      t: column pair.
       rotation: ``g % 4``, by which rows of one lane are permuted, so that the lanes that load at
         the same time access different banks.
       selector: the bytes of a word in this order.
     """
 
-    g: Int
-    t: Int
     rotation: Int
     selector: Int
 

@@ -10,9 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 from pallas_kernels.mosaic import lane
-from pallas_kernels.mosaic.hopper.paged.operands import key_rows, value_words, weight_words
-from pallas_kernels.mosaic.hopper.paged.query import scaled
-from pallas_kernels.mosaic.hopper.paged.types import Place, Program, Query, Settings
+from pallas_kernels.mosaic.hopper.paged.inputs import Place, Program, Query, Settings
+from pallas_kernels.mosaic.hopper.paged.operands import (
+    key_rows,
+    scaled,
+    value_words,
+    weight_words,
+)
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
 

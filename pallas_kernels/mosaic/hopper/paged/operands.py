@@ -4,8 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 from pallas_kernels.mosaic import lane
-from pallas_kernels.mosaic.hopper.paged.types import Place, parity
-from pallas_kernels.mosaic.lane import Int, Pointer
+from pallas_kernels.mosaic.hopper.paged.inputs import Place, parity
+from pallas_kernels.mosaic.lane import Float, Int, Pointer
+
+_DOWN, _SMALLEST = 2.0**-16, 2.0**-100
 
 Convert = Callable[[Int], tuple[Int, Int]]
 """Of a word of a page: two operand words."""
@@ -50,3 +52,21 @@ def weight_words(planes: list[Int], here: Place) -> list[Int]:
         low, high = (lane.from_lane(x, source) for x in planes)
         words.append((here.g & 1).equals(1).where(high, low))
     return words
+
+
+def scaled(x: list[Float]) -> tuple[list[Float], Float]:
+    """A query's numbers over the largest magnitude among them, and that; NaN unless all are finite.
+
+    Numbers below ``2**-84`` become 0, which changes no score.
+    """
+    top, bad = lane.number(0.0), lane.number(0.0)
+    for v in x:
+        top = lane.maximum(top, lane.maximum(v, -v))
+        # Zero, or NaN for what is not finite.
+        bad = lane.fma(v, 0.0, bad)
+    top = lane.reduce_lanes(top, lane.maximum, (1, 2))
+    bad = lane.reduce_lanes(bad, lambda u, v: u + v, (1, 2))
+    # Far from where a reciprocal overflows, or is flushed to 0.
+    top = lane.maximum(top * _DOWN, lane.number(_SMALLEST))
+    inverse = lane.reciprocal(top)
+    return [v * _DOWN * inverse for v in x], (top + bad) * (1 / _DOWN)

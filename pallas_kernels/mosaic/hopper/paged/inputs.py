@@ -4,13 +4,11 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from pallas_kernels.layouts import LOG2_E as LOG2_E
-from pallas_kernels.mosaic import lane
+from pallas_kernels.mosaic import lane, warp
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
 # Queries of a column tile: each has two columns, a high and a low part.
 TILE = 4
-# A barrier in shared memory.
-BARRIER_BYTES = 8
 _TURBO4 = "turbo4"
 
 
@@ -97,53 +95,20 @@ class Pages(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Arrays:
-    """The call's arrays as pointers, and their sizes.
+class Arrays(warp.Arrays):
+    """The call's arrays.
 
     Attributes:
-      query: ``[B, T, N, H]``.
       pages: the pool.
       tables: ``[B, max_pages]``.
-      lengths: ``[B]``, tokens held.
-      query_lengths: ``[B]``, real queries.
-      outputs: outputs and log-sum-exps; with several parts outputs, maxima and sums of each.
-      tokens: `T`.
-      heads: `N`.
-      kv_heads: `K`.
-      head_dim: `H`.
       page_size: in tokens.
       max_pages: of a sequence.
-      dtype: of the queries.
     """
 
-    query: Pointer
     pages: Pages
     tables: Pointer
-    lengths: Pointer
-    query_lengths: Pointer
-    outputs: list[Pointer]
-    tokens: int
-    heads: int
-    kv_heads: int
-    head_dim: int
     page_size: int
     max_pages: int
-    dtype: str
-
-    @property
-    def group(self) -> int:
-        """Query heads of a KV head."""
-        return self.heads // self.kv_heads
-
-    @property
-    def rows(self) -> int:
-        """Queries of a KV head."""
-        return self.group * self.tokens
-
-    @property
-    def is_final(self) -> bool:
-        """Whether the outputs are final, because there is one part."""
-        return len(self.outputs) == 2
 
     def parts(self, part: int) -> int:
         """Parts of a sequence."""
@@ -174,32 +139,16 @@ class Arrays:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Program:
+class Program(warp.Program):
     """What a program works on.
 
     Attributes:
-      tile: number of its queries among those of the head.
       part: number of its tokens.
-      pair: ``batch * K + head``.
-      batch: its sequence.
-      head: its KV head.
       length: tokens of the sequence.
-      begin: position of the first query token.
-      query_length: how many are real.
-      start: its first block.
-      stop: the one past its last; not above `start` if there is nothing to do.
     """
 
-    tile: Int
     part: Int
-    pair: Int
-    batch: Int
-    head: Int
     length: Int
-    begin: Int
-    query_length: Int
-    start: Int
-    stop: Int
 
     @classmethod
     def of(cls, a: Arrays, ids: list[Int], s: Settings) -> "Program":
@@ -215,11 +164,22 @@ class Program:
             # Always from the same warp on, wherever the window begins.
             first = (begin - s.window[0]).maximum(0) // s.block
             start = start.maximum(first // s.warps * s.warps)
-        return cls(tile, part, pair, batch, head, length, begin, query_length, start, stop)
+        return cls(
+            tile=tile,
+            part=part,
+            pair=pair,
+            batch=batch,
+            head=head,
+            length=length,
+            begin=begin,
+            query_length=query_length,
+            start=start,
+            stop=stop,
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Place:
+class Place(warp.Place):
     """A lane's place in its warp.
 
     Of a block of ``8 n`` tokens, lane ``4 g + t`` has the scores of query `t` of a tile with tokens
@@ -228,14 +188,10 @@ class Place:
 
     Attributes:
       number: ``4 g + t``.
-      g: row of the products.
-      t: column pair.
       odd: parity of the bits of `g` that tell neighbours apart.
     """
 
     number: Int
-    g: Int
-    t: Int
     odd: Int
 
     @classmethod
@@ -243,7 +199,7 @@ class Place:
         """The running lane."""
         number = lane.thread() & 31
         g = number >> 2
-        return cls(number, g, number & 3, parity(g))
+        return cls(g, number & 3, number, parity(g))
 
     @property
     def is_first(self) -> lane.Bool:
