@@ -81,7 +81,7 @@ def _look_up(
 ) -> jax.Array:
     table = bytes(codec.table).ljust(16, b"\0")
     words = [int.from_bytes(table[i : i + 4], "little") for i in range(0, 16, 4)]
-    names = dict(zip(("t0", "t1", "t2", "t3"), words, strict=True))
+    names: dict[str, int | str] = dict(zip(("t0", "t1", "t2", "t3"), words, strict=True))
     args = [x]
     if codec.pieces == 2:
         # Codes of a piece are in the lower nibbles, or in the upper ones.

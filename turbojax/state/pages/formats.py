@@ -33,8 +33,8 @@ class Encoded(NamedTuple):
 class Format(abc.ABC):
     """How one side of a page, its keys or its values, is stored.
 
-    A vector `x` is stored as numbers `n` (`read`), a factor of the whole pool (`factor`) and perhaps
-    a norm of its own: ``x = n * factor * norm``, in rotated channels if `is_rotated`.
+    A vector `x` is stored as numbers `n` (`read`), a factor of the whole pool (`factor`) and
+    perhaps a norm of its own: ``x = n * factor * norm``, in rotated channels if `is_rotated`.
 
     Attributes:
       has_norm: whether each token and head has a float16 norm.

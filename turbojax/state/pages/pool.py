@@ -186,8 +186,8 @@ def init_paged_cache(
       kv_dtype: one of `KV_DTYPES`: ``"auto"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``, ``"turbo4"``,
         ``"k8v4"``, ``"turbo_k4v2"`` ...; see `PagedCache`.
       dtype: of the queries, keys and values to come: bfloat16, float16 or float32.
-      key_scale: for fp8 keys, what a stored key is multiplied with: the largest key over the format's
-        largest value (448 for e4m3, 57344 for e5m2), or more.
+      key_scale: for fp8 keys, what a stored key is multiplied with: the largest key over the
+        format's largest value (448 for e4m3, 57344 for e5m2), or more.
       value_scale: the same for values.
       seed: for codes, of the rotation.
 
