@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
-from turbojax.kv import CacheKind, PagedLayer, PooledAttention
+from turbojax.kv import CacheKind, PooledAttention, kinds
 from turbojax.models.decoder import Decoder, for_length, unstack, warn_of_long_factors
 from turbojax.models.generation.buckets import cache_bucket, prompt_bucket
 from turbojax.models.generation.caching import ModelCaches, init_caches
@@ -459,6 +459,5 @@ def _choose(logits: jax.Array, rows: SamplingRows, *, kind: Kind) -> tuple[jax.A
 def _why_nothing(session: Session, rows: list[int]) -> str:
     message = f"the logits of sequences {rows} hold NaN: there is no next token"
     layer = session.caches.layers[0]
-    if isinstance(layer, PagedLayer) and layer.pages.kv_dtype != "auto":
-        message += f"; keys or values beyond the range of {layer.pages.kv_dtype} pages become NaN"
-    return message
+    reason = kinds.kind_of(layer).why_nan(layer)
+    return message if reason is None else f"{message}; {reason}"
