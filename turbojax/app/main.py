@@ -82,7 +82,7 @@ def demo(
         str,
         typer.Option(
             help="Caches, comma separated: exact, 4bit, 2/4bit, 3bit, 2bit, kv4, paged, fp8_e4m3, "
-            "fp8_e5m2, turbo4."
+            "fp8_e5m2, turbo4, paged_k8v4, turbo_k4v2 and so on."
         ),
     ] = "exact,4bit,2/4bit",
     model: Annotated[

@@ -1,4 +1,4 @@
-"""The kinds ``"paged"``, ``"fp8_e4m3"``, ``"fp8_e5m2"`` and ``"turbo4"``: a layer's cache in pages.
+"""The kinds ``"paged"``, ``"fp8_e4m3"``, ``"turbo4"`` ..: a layer's cache in pages.
 
 One pool, in which each sequence has its own pages.
 """
@@ -6,7 +6,7 @@ One pool, in which each sequence has its own pages.
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,19 @@ from turbojax import _checks
 from turbojax._registry import ImplementationName
 from turbojax.kv.base import Description, Grows, Kind, Stored, dtype_of, sizes_of
 from turbojax.ops.options import PLAIN, AttentionOptions
-from turbojax.ops.paged_attention import paged_attention
-from turbojax.state.pages.pool import PagedCache, init_paged_cache, page_arrays
+from turbojax.ops.paged_attention import attend_pages
+from turbojax.state.pages.pool import KV_DTYPES, PagedCache, init_paged_cache, page_arrays
 from turbojax.state.pages.pool import append as append_to_pages
 
-PagedKind = Literal["paged", "fp8_e4m3", "fp8_e5m2", "turbo4"]
-"""Names of caches that are kept in pages; ``"paged"`` stores keys and values as they are."""
+PagedKind = str
+"""One of `PAGED_KINDS`."""
 
-PAGED_KINDS: tuple[PagedKind, ...] = get_args(PagedKind)
+_NAMES = {"auto": "paged", "k8v4": "paged_k8v4"}
+_KV_DTYPES = {_NAMES.get(kv_dtype, kv_dtype): kv_dtype for kv_dtype in KV_DTYPES}
+
+PAGED_KINDS = tuple(_KV_DTYPES)
+"""Names of caches that are kept in pages: the `KV_DTYPES`, but for two. ``"paged"`` stores keys and
+values as they are, and ``"k8v4"``, which is a cache without pages, is ``"paged_k8v4"``."""
 
 PAGE_SIZE = 64
 """Tokens of a page."""
@@ -106,7 +111,7 @@ def init_layer(
       max_length: tokens each can hold; pages are whole, so there is memory for a few more.
       num_kv_heads: key/value heads, `K`.
       head_dim: channels, `H`.
-      kind: how pages store a token: as it is, in an 8-bit float (with scale 1), or as `turbo4`.
+      kind: how pages store a token, see `PagedCache`; 8-bit floats have scale 1.
       dtype: of queries, keys and values.
       page_size: tokens of a page.
 
@@ -123,7 +128,7 @@ def init_layer(
         page_size,
         num_kv_heads,
         head_dim,
-        kv_dtype="auto" if kind == "paged" else kind,
+        kv_dtype=_KV_DTYPES[kind],
         dtype=dtype,
     )
     return _empty_layer(pages, batch_size, max_length)
@@ -199,17 +204,19 @@ def attend(
       TypeError, ValueError, NotImplementedError: see `turbojax.paged_attention`.
     """
     batch, tokens, heads, channels = query.shape
+    static = options.complete(channels)
 
-    def run(queries: jax.Array, lengths: jax.Array, real: jax.Array | None) -> Any:
-        return paged_attention(
+    def run(queries: jax.Array, lengths: jax.Array, real: jax.Array | None) -> jax.Array:
+        out, _ = attend_pages(
             queries,
             layer.pages,
             layer.block_tables,
             lengths,
-            query_seq_lengths=real,
+            real,
+            options=static,
             implementation=implementation,
-            **options.arguments(),
         )
+        return out
 
     size = query_chunk(batch, heads // layer.pages.num_kv_heads)
     if tokens <= size:
@@ -218,7 +225,7 @@ def attend(
         query_lengths = jnp.full(batch, tokens, jnp.int32)
     before = layer.lengths - query_lengths
 
-    def chunk(item: tuple[jax.Array, jax.Array]) -> Any:
+    def chunk(item: tuple[jax.Array, jax.Array]) -> jax.Array:
         first, queries = item
         held = before + jnp.minimum(query_lengths, first + size)
         return run(queries, held, jnp.clip(query_lengths - first, 0, size))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from turbojax import polar
 from turbojax._device import interpreting, needs_gpu, unindexable
-from turbojax.ops.visibility import Visibility
+from turbojax.ops.options import Options
 from turbojax.state.pages.formats import Codes, Format
 from turbojax.state.pages.pool import PagedCache
 
@@ -26,12 +26,10 @@ def unsupported(
     query: jax.Array,
     cache: PagedCache,
     block_tables: jax.Array,
-    scale: float,
-    visibility: Visibility,
-    logits_soft_cap: float | None,
+    options: Options,
 ) -> str | None:
     """Why `attend` cannot run this here; None if it can."""
-    del query, block_tables, scale, visibility, logits_soft_cap
+    del query, block_tables, options
     if not _SMALLEST_HEAD_DIM <= cache.head_dim <= _LARGEST_HEAD_DIM:
         return (
             f"head_dim={cache.head_dim} must be between {_SMALLEST_HEAD_DIM} and "
@@ -50,9 +48,7 @@ def attend(
     lengths: jax.Array,
     query_lengths: jax.Array,
     *,
-    scale: float,
-    visibility: Visibility,
-    logits_soft_cap: float | None,
+    options: Options,
 ) -> tuple[jax.Array, jax.Array]:
     """`reference.attend` as one kernel and a merge.
 
@@ -66,9 +62,7 @@ def attend(
         block_tables,
         lengths,
         query_lengths,
-        scale=scale,
-        visibility=visibility,
-        logits_soft_cap=logits_soft_cap,
+        options=options,
         interpret=interpreting(),
     )
 
@@ -89,9 +83,7 @@ class Launch(NamedTuple):
     num_warps: int
 
 
-@functools.partial(
-    jax.jit, static_argnames=("scale", "visibility", "logits_soft_cap", "interpret", "launch")
-)
+@functools.partial(jax.jit, static_argnames=("options", "interpret", "launch"))
 def _attend(
     query: jax.Array,
     cache: PagedCache,
@@ -99,20 +91,18 @@ def _attend(
     lengths: jax.Array,
     query_lengths: jax.Array,
     *,
-    scale: float,
-    visibility: Visibility,
-    logits_soft_cap: float | None,
+    options: Options,
     interpret: bool,
     launch: Launch | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     from pallas_kernels.triton import paged_attention as kernel
 
     formats = cache.formats
-    key_factor = jnp.float32(scale) * formats.key.factor(cache.head_dim, cache.key_scale)
+    key_factor = jnp.float32(options.scale) * formats.key.factor(cache.head_dim, cache.key_scale)
     value_factor = formats.value.factor(cache.head_dim, cache.value_scale)
     settings = kernel.Settings(
-        window=visibility.window,
-        soft_cap=logits_soft_cap,
+        window=options.window,
+        soft_cap=options.logits_soft_cap,
         key_codec=_codec(formats.key),
         value_codec=_codec(formats.value),
         num_stages=1,
