@@ -440,7 +440,7 @@ def test_size(kind):
     assert cache.compression_ratio == 512 / bytes_per_head
     assert (cache.num_pages, cache.page_size, cache.num_kv_heads) == (10, 64, 8)
     assert (cache.head_dim, cache.dtype) == (128, jnp.bfloat16)
-    huge = jax.eval_shape(lambda: paged.init_paged_cache(2**16, 64, 8, 128, kv_dtype=kind))
+    huge = jax.eval_shape(lambda: paged.init_paged_cache(2**17, 64, 8, 128, kv_dtype=kind))
     assert huge.nbytes > 2**32
     assert huge.compression_ratio == cache.compression_ratio
 

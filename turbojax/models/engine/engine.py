@@ -83,7 +83,7 @@ class Engine:
       num_pages: pages of each layer's pool.
       page_size: tokens of a page: 16, 32, 64 or 128.
       kv_dtype: how pages are stored: ``"auto"`` (the model's dtype), ``"fp8_e4m3"``,
-        ``"fp8_e5m2"``, ``"turbo4"``, ``"k8v4"`` .., see `PagedCache`. By default nothing is compressed, so that
+        ``"turbo4"``, ``"k8v4"`` .., see `PagedCache`. By default nothing is compressed, so that
         texts are exactly the model's; `init_paged_cache`, whose purpose is compression, has another
         default.
       max_sequences: requests that run at a time.
