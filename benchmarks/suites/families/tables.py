@@ -17,6 +17,7 @@ CACHES = {
     "fp8_e4m3": "fp8 pages, e4m3",
     "turbo4": "turbo4 pages",
     "4bit": "4-bit",
+    "k8v4": "K8V4",
 }
 """Kinds of caches, as tables call them."""
 PLOT = (
@@ -88,10 +89,12 @@ def families_section(name: str, result: Result) -> str:
 def families_summary(name: str, result: Result) -> str:
     """Milliseconds of a step by model, and how much smaller the caches are."""
     lines = []
-    for model, rows in _by_model(result).items():
+    by_model = _by_model(result)
+    measured = [cache for cache in CACHES if any(cache in rows for rows in by_model.values())]
+    for model, rows in by_model.items():
         first = next(iter(rows.values()))
         line = [f"{model}, {tables.batch_and_tokens(first)}"]
-        for cache in CACHES:
+        for cache in measured:
             if cache not in rows:
                 line.append("-")
                 continue
@@ -103,7 +106,7 @@ def families_summary(name: str, result: Result) -> str:
                 text += f"{row['smaller_than_exact']:.1f}x smaller"
             line.append(text)
         lines.append(line)
-    header = ["model, batch x tokens", *CACHES.values()]
+    header = ["model, batch x tokens", *(CACHES[cache] for cache in measured)]
     note = (
         "One decode step of the whole model, all layers and logits: wall time of many in a row, "
         "random weights, full caches. In brackets the speed over that of the faster uncompressed "
