@@ -35,6 +35,7 @@ _METHODS = {
     "int4-bf16-scales": "INT4, bf16 scales",
     "e4m3": "to e4m3",
     "kv4": "KV4",
+    "k8v4": "K8V4",
     "int4-kv4": "INT4, e4m3, KV4",
 }
 _UNITS = {"copy": "bytes", "bf16": "bf16", "fp8": "e4m3"}

@@ -32,7 +32,7 @@ FORMATS = ()
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93"}
 """Set before jax starts: exact caches of the largest model take most of 80 GB."""
 one_line = model_tables.one_line
-CACHES = ("exact", "paged", "fp8_e4m3", "turbo4", "4bit")
+CACHES = ("exact", "paged", "fp8_e4m3", "turbo4", "4bit", "k8v4")
 UNCOMPRESSED = ("exact", "paged")
 
 # Sequences that are filled at a time.
