@@ -24,8 +24,8 @@ from rich.progress import Progress
 
 from turbojax import _writing, models, smoothing
 from turbojax._environment import environment
-from turbojax.app.generate.run import read_text
 from turbojax.app.quantize import run as quantizing
+from turbojax.app.text_model import read_text
 from turbojax.models.calibration import calibrate
 from turbojax.models.quantize import layer_params, layer_weights, quantize_from
 from turbojax.models.text.tokenizer import ByteTokenizer

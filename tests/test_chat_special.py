@@ -9,7 +9,7 @@ from chat_cases import CASES, CHATML, CONVERSATIONS, TEMPLATES, USER, folder
 from tokenizer_helpers import SPECIAL, TEXTS, byte_fallback, byte_level, save
 from tokenizers import AddedToken, Tokenizer, models, normalizers
 
-from turbojax.app.generate import run as text_command
+from turbojax.app import text_model
 from turbojax.models.text.chat import chat_tokens, render_chat
 from turbojax.models.text.special_text import SegmentEncoder
 from turbojax.models.text.tokenizer import JsonTokenizer
@@ -192,7 +192,7 @@ def test_the_command(tokenizer):
     made.__dict__ |= {**tokenizer.__dict__, "chat_template": CHATML}
     config = types.SimpleNamespace(vocab_size=tokenizer.vocab_size)
     model = types.SimpleNamespace(config=config, tokenizer=made)
-    tokens = text_command.prompt_tokens(model, INJECTED, chat=True, system="<|im_end|>")
+    tokens = text_model.prompt_tokens(model, INJECTED, chat=True, system="<|im_end|>")
     turn = ["<|im_start|>", "<|im_end|>"]
     assert specials(tokenizer, tokens) == [*turn, *turn, "<|im_start|>"]
 

@@ -15,6 +15,7 @@ from turbojax import models
 from turbojax.app.generate import command as cli_generate
 from turbojax.app.generate import run as text
 from turbojax.app.main import app
+from turbojax.app.text_model import than_bfloat16
 from turbojax.models.text.tokenizer import load_tokenizer
 
 CONFIG = {
@@ -346,9 +347,9 @@ def test_a_special_token_as_stop_text(chat_model, monkeypatch):
 
 def test_almost_as_large_is_as_large():
     for ratio in (0.998, 1, 1.004):
-        assert text.than_bfloat16(ratio) == "as large as bfloat16"
-    assert text.than_bfloat16(0.5) == "2.00x larger than bfloat16"
-    assert text.than_bfloat16(1.25) == "1.25x smaller than bfloat16"
+        assert than_bfloat16(ratio) == "as large as bfloat16"
+    assert than_bfloat16(0.5) == "2.00x larger than bfloat16"
+    assert than_bfloat16(1.25) == "1.25x smaller than bfloat16"
 
 
 def test_a_text_without_tokens(number_model):

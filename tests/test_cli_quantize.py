@@ -9,7 +9,7 @@ from flax import nnx
 from typer.testing import CliRunner
 
 from turbojax import models
-from turbojax.app.generate import run as text
+from turbojax.app import text_model
 from turbojax.app.main import app
 from turbojax.app.quantize import run as quantizing
 from turbojax.models.text.tokenizer import ByteTokenizer
@@ -59,11 +59,11 @@ def test_bits_are_those_of_the_models(tiny_folder, quantized):
     stream = [
         t
         for content in quantizing.evaluation_text()
-        for t in ByteTokenizer().encode(text.read_text(content))
+        for t in ByteTokenizer().encode(text_model.read_text(content))
     ]
     windows = quantizing.windows(stream, 65, 2)
     for name, folder in (("before", tiny_folder), ("after", out)):
-        decoder = text.load_text_model(folder, jnp.dtype(jnp.float32)).decoder
+        decoder = text_model.load_text_model(folder, jnp.dtype(jnp.float32)).decoder
         for cache in ("exact", "kv4"):
             bits = models.token_bits(decoder, windows, cache=cache, batch_size=1).mean()
             assert report["bits"][name][cache] == pytest.approx(float(bits), rel=1e-5)

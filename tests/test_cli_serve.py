@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from turbojax import models
-from turbojax.app.generate import run as text
+from turbojax.app import text_model
 from turbojax.app.main import app
 from turbojax.app.serve import requests as serve_requests
 from turbojax.app.serve import run as serving
@@ -19,8 +19,8 @@ from turbojax.models.text.tokenizer import ByteTokenizer
 
 
 @pytest.fixture(scope="module")
-def model(tiny_folder) -> text.TextModel:
-    return text.load_text_model(tiny_folder, jnp.dtype(jnp.float32))
+def model(tiny_folder) -> text_model.TextModel:
+    return text_model.load_text_model(tiny_folder, jnp.dtype(jnp.float32))
 
 
 def _run(*arguments: str):
@@ -33,7 +33,7 @@ def _write(tmp_path, *lines: dict | str) -> str:
     return str(file)
 
 
-def _continued(model: text.TextModel, prompts: tuple[str, ...], count: int) -> np.ndarray:
+def _continued(model: text_model.TextModel, prompts: tuple[str, ...], count: int) -> np.ndarray:
     """By `models.generate`, of all at once, so that one program is compiled."""
     encoded = [model.tokenizer.encode(prompt) for prompt in prompts]
     tokens = np.zeros((len(prompts), max(map(len, encoded))), np.int32)
@@ -196,7 +196,7 @@ class Letters(ByteTokenizer):
 
 @pytest.mark.slow
 def test_a_stop_text_ends_the_result_wherever_it_begins(model):
-    letters = text.TextModel(model.decoder, Letters())
+    letters = text_model.TextModel(model.decoder, Letters())
     whole = _serve(letters, [{"prompt": "abc", "max_new_tokens": 10}])[1]
     assert len(whole["text"]) == 20
     stop = whole["text"][5:8]
@@ -213,7 +213,7 @@ def test_a_stop_text_ends_the_result_wherever_it_begins(model):
 
 
 def test_a_stop_text_in_the_last_token(model):
-    letters = text.TextModel(model.decoder, Letters())
+    letters = text_model.TextModel(model.decoder, Letters())
     whole = _serve(letters, [{"prompt": "abd", "max_new_tokens": 3}])[1]
     stop = whole["text"][3:]
     assert stop not in whole["text"][:-1]
@@ -234,7 +234,7 @@ def test_a_stop_token_is_no_part_of_the_text(model):
 def test_what_a_tokenizer_ends_texts_with_ends_them(model):
     whole = _serve(model, [{"prompt": "abc", "max_new_tokens": 9}])[1]
     stop = whole["tokens"][3]
-    ending = text.TextModel(model.decoder, ByteTokenizer([stop]))
+    ending = text_model.TextModel(model.decoder, ByteTokenizer([stop]))
     got = _serve(ending, [{"prompt": "abc", "max_new_tokens": 9}])[1]
     count = whole["tokens"].index(stop)
     assert (got["tokens"], got["finish_reason"]) == (whole["tokens"][: count + 1], "stop")
@@ -247,7 +247,7 @@ def test_min_p_of_one_is_greedy(model):
     assert got[1]["tokens"] == got[2]["tokens"]
 
 
-def _serve(model: text.TextModel, lines: list[dict]) -> dict:
+def _serve(model: text_model.TextModel, lines: list[dict]) -> dict:
     content = "\n".join(map(json.dumps, lines)).encode()
     results: list[dict] = []
     requests = serve_requests.read_requests(content, model.tokenizer, 8).requests

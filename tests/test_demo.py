@@ -12,7 +12,7 @@ from flax import nnx
 from typer.testing import CliRunner
 
 from turbojax import models
-from turbojax.app.demo import DemoSettings, default_file
+from turbojax.app.demo.measure import DemoSettings, default_file
 from turbojax.app.main import app
 
 SMALL = ["--prompt-bytes", "70", "--new-bytes", "8", "--generate-bytes", "4"]

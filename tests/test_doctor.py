@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from turbojax import _registry
-from turbojax.app import doctor
+from turbojax.app.doctor import examination as doctor
 from turbojax.app.main import app
 
 

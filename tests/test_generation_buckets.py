@@ -14,6 +14,7 @@ from flax import nnx
 import turbojax as tj
 from turbojax import models
 from turbojax.app.generate import run as text
+from turbojax.app.text_model import TextModel
 from turbojax.models import GREEDY, Sampling
 from turbojax.models.generation import session as generation
 from turbojax.models.generation import steps
@@ -201,7 +202,7 @@ def test_errors_name_the_sizes_that_were_given(model):
         models.generate(model, tokens, max_new_tokens=2, cache=["exact"])
     run = {"max_new_tokens": LIMIT, "cache": "exact"}
     with pytest.raises(ValueError, match="max_length=260 must be at most the model's 250"):
-        text.run(text.TextModel(model, NumberTokenizer(64)), tokens, **run)
+        text.run(TextModel(model, NumberTokenizer(64)), tokens, **run)
 
 
 def test_longrope_has_the_factors_of_the_tokens_asked_for(tmp_path):
@@ -233,7 +234,7 @@ def test_prompts_of_pooled_attention_keep_their_size(model, policy):
 
 
 def test_the_command_shares_sizes_and_counts_what_it_allocates(model, compiled):
-    source = text.TextModel(model, NumberTokenizer(64))
+    source = TextModel(model, NumberTokenizer(64))
 
     def run(length, new):
         options = {"max_new_tokens": new, "cache": "4bit"}

@@ -10,7 +10,7 @@ from flax import nnx
 from typer.testing import CliRunner
 
 from turbojax import models
-from turbojax.app import levels as levels_map
+from turbojax.app.levels import measure
 from turbojax.app.main import app
 
 SMALL = ["--tokens", "96", "--block", "8", "--layer", "1"]
@@ -25,7 +25,7 @@ def _run(*arguments: str):
 @pytest.mark.slow
 def test_json_report_and_picture(tiny_folder, tmp_path):
     plot = tmp_path / "levels.png"
-    names = [name for name in levels_map.POLICY_NAMES if name not in IN_TABLE]
+    names = [name for name in measure.POLICY_NAMES if name not in IN_TABLE]
     options = ["--policy", ",".join(names), "--json", "--plot", str(plot)]
     result = _run("--model", tiny_folder, *SMALL, *options)
     assert result.exit_code == 0, result.stderr
@@ -61,8 +61,8 @@ def test_operands_are_those_of_the_layer(tiny_folder, tmp_path):
     file = tmp_path / "text"
     file.write_bytes(bytes(range(1, 64)))
     model = models.load(tiny_folder, dtype=jnp.float32)
-    settings = levels_map.MapSettings(file=file, layer=1, tokens=64, block=8)
-    query, key, value = levels_map._layer_operands(model, settings)
+    settings = measure.MapSettings(file=file, layer=1, tokens=64, block=8)
+    query, key, value = measure._layer_operands(model, settings)
     seen = []
 
     def attend(query, key, value, cache, options=None):
@@ -111,4 +111,4 @@ def test_a_model_of_other_tokens_is_refused(tmp_path):
     config = models.TransformerConfig(300, 32, 48, 1, 4, 2, 16, 128)
     model = nnx.eval_shape(lambda: models.Transformer(config, rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match="vocab_size=300 must be 256"):
-        levels_map.run(model, levels_map.MapSettings(file=tmp_path))
+        measure.run(model, measure.MapSettings(file=tmp_path))

@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 from turbojax import models
 from turbojax.app import main as cli
-from turbojax.app.generate import run as text
 from turbojax.app.serve import requests as serve_requests
 from turbojax.app.serve import run as serving
+from turbojax.app.text_model import TextModel
 from turbojax.models import Engine, Request
 from turbojax.models.text.tokenizer import NumberTokenizer
 
@@ -130,7 +130,7 @@ def test_an_engine_chooses_by_its_longest_request(decoder):
 
 def test_serving_takes_the_factors_of_its_longest_request(decoder):
     ids, results = hf.tokens(1, 20), []
-    model = text.TextModel(decoder, NumberTokenizer(hf.VOCAB))
+    model = TextModel(decoder, NumberTokenizer(hf.VOCAB))
     line = json.dumps({"prompt": " ".join(map(str, ids[0])), "max_new_tokens": 10})
     requests = serve_requests.read_requests(line.encode(), model.tokenizer, 5).requests
     serving.serve(model, requests, emit=results.append, page_size=16)

@@ -14,7 +14,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from turbojax.app.main import app
-from turbojax.app.serve import command as cli_serve
+from turbojax.app.serve import command
+from turbojax.app.serve import screen as serve_screen
+from turbojax.app.serve.screen import Screen
 from turbojax.models.engine import Engine
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -124,10 +126,10 @@ def test_requests_from_standard_input(tiny_folder, tmp_path):
 def test_compiling_is_said_before_the_first_step(tiny_folder, tmp_path, monkeypatch):
     """To a pipe as a line; a terminal has it in the bar."""
     happened = []
-    step, echo = Engine.step, cli_serve.typer.echo
+    step, echo = Engine.step, command.typer.echo
     monkeypatch.setattr(Engine, "step", lambda engine: (happened.append("step"), step(engine))[1])
     monkeypatch.setattr(
-        cli_serve.typer, "echo", lambda line, **kind: (happened.append(line), echo(line, **kind))
+        command.typer, "echo", lambda line, **kind: (happened.append(line), echo(line, **kind))
     )
     assert _serve(tiny_folder, _write(tmp_path, [GOOD])).exit_code == 0
     assert happened[:2] == ["compiling", "step"]
@@ -147,10 +149,10 @@ def test_a_terminal_shows_results_above_the_bar(monkeypatch):
     terminal.isatty = lambda: True  # type: ignore[method-assign]
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setattr(
-        cli_serve, "Console", lambda **_: Console(file=terminal, force_terminal=True, width=80)
+        serve_screen, "Console", lambda **_: Console(file=terminal, force_terminal=True, width=80)
     )
     results = [json.dumps({"id": i, "text": "[bold]:smile: " * 20}) for i in range(3)]
-    with cli_serve._Screen(3, 0, None) as screen:
+    with Screen(3, 0, None) as screen:
         screen.begin()
         screen._bar.refresh()
         assert "compiling" in terminal.getvalue()
@@ -169,9 +171,9 @@ def test_a_pipe_gets_results_while_the_bar_is_on_a_terminal(monkeypatch):
     terminal, pipe = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "stdout", pipe)
     monkeypatch.setattr(
-        cli_serve, "Console", lambda **_: Console(file=terminal, force_terminal=True, width=80)
+        serve_screen, "Console", lambda **_: Console(file=terminal, force_terminal=True, width=80)
     )
-    with cli_serve._Screen(1, 0, None) as screen:
+    with Screen(1, 0, None) as screen:
         screen.begin()
         screen.advance(1, 1)
         screen.write('{"id": 1}')

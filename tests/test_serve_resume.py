@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 from turbojax import _locks
 from turbojax.app.main import app
-from turbojax.app.serve import command as cli_serve
 from turbojax.app.serve import results as serve_results
 from turbojax.app.serve import run as serving
+from turbojax.app.serve.screen import Screen
 
 if _locks.EXIST:
     import fcntl
@@ -222,7 +222,7 @@ def test_what_an_interrupted_run_can_say(tmp_path):
     """Of two requests one had a result, and the other gets one."""
     out = tmp_path / "out"
     with serve_results.open_results(out, resume=False, overwrite=False) as results:
-        screen = cli_serve._Screen(2, 1, results)
+        screen = Screen(2, 1, results)
         wanted = f"1 results are in {out}, 1 are left: the same command with --resume goes on"
         assert screen.note() == wanted
         screen.write("{}")

@@ -4,6 +4,7 @@ import errno
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 
 from turbojax import models
 from turbojax.app import startup
-from turbojax.app.main import app
+from turbojax.app.main import _SUBCOMMANDS, app
 
 PLOTTING = {
     "demo": ["demo", "--model", "MODEL"],
@@ -141,7 +142,7 @@ class TestFiles:
         ],
     )
     def test_texts_that_are_not_there(self, tmp_path, arguments, monkeypatch):
-        monkeypatch.setattr("turbojax.app.generate.run.load_tokenizer", None)
+        monkeypatch.setattr("turbojax.app.text_model.load_tokenizer", None)
         out = str(tmp_path / "out")
         result = _run(*(out if x == "OUT" else x for x in arguments))
         _refused(result, "No such file or directory: '/no/such/file'")
@@ -300,3 +301,24 @@ def _large(folder: Path) -> str:
 def test_memory_is_not_read_from_a_file_that_is_not_there(monkeypatch):
     monkeypatch.setattr(startup, "Path", lambda _: Path("/no/such/file"))
     assert startup.available_memory() > 10**6
+
+
+def test_the_command_imports_no_models():
+    """They take a second, in which nobody wants to wait for `--help` or a wrong option."""
+    slow = ["turbojax.models", "turbojax.flax", "turbojax.finetune", "flax", "optax", "matplotlib"]
+    code = f"""
+import sys
+import turbojax.app.main
+found = [name for name in {slow} if name in sys.modules]
+app = [name for name in sys.modules if name.startswith("turbojax.app.")]
+found += [name for name in app if name.endswith((".run", ".measure", "_model"))]
+assert not found, found
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", [command.__name__ for command in _SUBCOMMANDS])
+def test_help_names_no_single_family_as_what_can_be_loaded(name):
+    text = " ".join(_run(name, "--help", columns="300").stdout.split())
+    assert "Usage:" in text
+    assert "Llama checkpoint" not in text

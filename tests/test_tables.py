@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 from rich.console import Console, RenderableType
 
-from turbojax.app import levels as levels_map
-from turbojax.app import options as cli_options
-from turbojax.app.demo import CacheResult, DemoReport, DemoSettings, display
-from turbojax.app.quantize import command as cli_quantize
+from turbojax.app import terminal
+from turbojax.app.demo import display
+from turbojax.app.demo.measure import CacheResult, DemoReport, DemoSettings
+from turbojax.app.levels import measure as levels
+from turbojax.app.levels.display import render as render_levels
+from turbojax.app.quantize import command as quantize_command
 from turbojax.models import CACHE_NAMES
 
 LONG = Path("a_module_with_quite_a_long_name_as_files_have_it.py")
@@ -32,13 +34,13 @@ def demo_table() -> tuple[RenderableType, list[str]]:
 def levels_table() -> tuple[RenderableType, list[str]]:
     shares = dict.fromkeys((1, 2, 4, 8, 0), 1.0)
     results = tuple(
-        levels_map.PolicyResult(name, np.zeros((1, 1, 1)), shares, 0.0312, (), 0.9999, 0.1234, ())
-        for name in levels_map.POLICY_NAMES
+        levels.PolicyResult(name, np.zeros((1, 1, 1)), shares, 0.0312, (), 0.9999, 0.1234, ())
+        for name in levels.POLICY_NAMES
     )
-    settings = levels_map.MapSettings(LONG, heads=(0, 1), policies=levels_map.POLICY_NAMES)
+    settings = levels.MapSettings(LONG, heads=(0, 1), policies=levels.POLICY_NAMES)
     words = ["level 1", "skipped", "ideal speed-up", "relative L1", "100.0%", "32.05x", "0.9999"]
-    found = levels_map.MapReport(settings, results, 1.0)
-    return levels_map.render(found), [*levels_map.POLICY_NAMES, *words]
+    found = levels.MapReport(settings, results, 1.0)
+    return render_levels(found), [*levels.POLICY_NAMES, *words]
 
 
 def quantize_table() -> tuple[RenderableType, list[str]]:
@@ -51,7 +53,7 @@ def quantize_table() -> tuple[RenderableType, list[str]]:
         bits_per_weight=4.25,
     )
     words = ["before", "after", "1,234,567.89", "4.25", "12.3456", "bits/token, exact"]
-    return cli_quantize._table(report), [*words, "bits/token, kv4", "megabytes"]
+    return quantize_command._table(report), [*words, "bits/token, kv4", "megabytes"]
 
 
 TABLES = {"demo": demo_table, "levels": levels_table, "quantize": quantize_table}
@@ -77,7 +79,7 @@ def test_a_pipe_gets_all(name, columns, capsys, monkeypatch):
     if columns is not None:
         monkeypatch.setenv("COLUMNS", columns)
     table, words = TABLES[name]()
-    cli_options.show(table)
+    terminal.show(table)
     shown = capsys.readouterr().out
     assert "…" not in shown
     missing = [word for word in words if word not in shown]
@@ -85,6 +87,6 @@ def test_a_pipe_gets_all(name, columns, capsys, monkeypatch):
 
 
 def test_a_title_may_take_lines_but_loses_nothing(capsys):
-    cli_options.show(levels_table()[0])
+    terminal.show(levels_table()[0])
     shown = " ".join(capsys.readouterr().out.split())
     assert f"{LONG}, 4096 tokens in blocks of 32, layer 4, 2 heads" in shown

@@ -8,7 +8,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_loader
 from types import ModuleType
 
-MOVED: dict[str, str] = {
+MOVED: dict[str, str | tuple[str, ...]] = {
     "cache": "state.progressive",
     "cache.allocator": "state.pages.allocator",
     "cache.blocks": "state.progressive.blocks",
@@ -28,15 +28,15 @@ MOVED: dict[str, str] = {
     "cache.update": "state.progressive.update",
     "cli": "app.main",
     "cli_generate": "app.generate.command",
-    "cli_options": "app.options",
+    "cli_options": ("app.options", "app.terminal"),
     "cli_programs": "app.programs",
     "cli_quantize": "app.quantize.command",
     "cli_serve": "app.serve.command",
-    "cli_train": "app.train",
-    "demo": "app.demo",
+    "cli_train": ("app.train", "app.compare"),
+    "demo": "app.demo.measure",
     "demo.display": "app.demo.display",
     "demo.measure": "app.demo.measure",
-    "doctor": "app.doctor",
+    "doctor": "app.doctor.examination",
     "layer_cache": "kv",
     "layer_cache.attend": "kv.attend",
     "layer_cache.kinds": "kv.kinds",
@@ -44,7 +44,7 @@ MOVED: dict[str, str] = {
     "layer_cache.paged": "kv.pages",
     "layer_cache.pooled": "kv.pooled",
     "layer_cache.storage": "kv.files",
-    "levels_map": "app.levels",
+    "levels_map": ("app.levels.measure", "app.levels.display"),
     "models._folder": "models.checkpoint.folder",
     "models._safetensors": "models.checkpoint.safetensors",
     "models._special_text": "models.text.special_text",
@@ -71,9 +71,9 @@ MOVED: dict[str, str] = {
     "serve_results": "app.serve.results",
     "serving": "app.serve.run",
     "startup": "app.startup",
-    "text": "app.generate.run",
+    "text": ("app.generate.run", "app.text_model"),
 }
-"""Old names, within `turbojax`, and where what stood there stands now."""
+"""Old names, within `turbojax`, and where what stood there stands now: one module, or several."""
 
 
 class _Finder:
@@ -96,16 +96,17 @@ class _Finder:
     def exec_module(self, module: ModuleType) -> None:
         """Makes the module look up what it is asked for where it stands now."""
         name = module.__name__
-        new = f"turbojax.{MOVED[name.partition('.')[2]]}"
-        _warn(name, new)
-        target = importlib.import_module(new)
-        module.__doc__ = target.__doc__
+        places = MOVED[name.partition(".")[2]]
+        new = [f"turbojax.{x}" for x in ((places,) if isinstance(places, str) else places)]
+        _warn(name, " and ".join(new))
+        targets = [importlib.import_module(x) for x in new]
+        module.__doc__ = targets[0].__doc__
 
         def look_up(attribute: str) -> object:
-            try:
-                return getattr(target, attribute)
-            except AttributeError:
-                raise AttributeError(f"module {name!r} has no attribute {attribute!r}") from None
+            for target in targets:
+                if hasattr(target, attribute):
+                    return getattr(target, attribute)
+            raise AttributeError(f"module {name!r} has no attribute {attribute!r}")
 
         module.__dict__["__getattr__"] = look_up
 

@@ -1,17 +1,11 @@
-"""What commands share: options, tables, and what they do about errors."""
+"""Options that several commands have, and the model that some of them name."""
 
-import contextlib
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.measure import Measurement
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from turbojax.app.generate.run import FoundModel
+    from turbojax.app.text_model import FoundModel
 
 Model = Annotated[
     str | None,
@@ -19,6 +13,9 @@ Model = Annotated[
         help="A folder with a checkpoint, quantized or not. Default: the embedded model.",
         show_default=False,
     ),
+]
+ByteModel = Annotated[
+    str, typer.Option(help="'embedded', or a folder with a checkpoint whose tokens are bytes.")
 ]
 RandomWeights = Annotated[
     str | None,
@@ -53,32 +50,7 @@ MaxLength = Annotated[
     ),
 ]
 MaxNewTokens = Annotated[int, typer.Option(help="Tokens to add to each sequence, at most.")]
-# Columns: wider than any table.
-_WIDEST = 10_000
-
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-
-
-@contextlib.contextmanager
-def one_line_errors(command: str, smaller: str) -> Iterator[None]:
-    """Makes what a user can do something about one line on standard error, and exit code 2.
-
-    Args:
-      command: what failed, as in ``"turbojax generate"``.
-      smaller: options that need less memory if they are smaller.
-    """
-    import jax
-
-    try:
-        yield
-    except (OSError, ValueError, NotImplementedError, ImportError) as error:
-        typer.echo(f"{command}: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(2) from error
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        typer.echo(f"{command}: out of memory: try a smaller {smaller}", err=True)
-        raise typer.Exit(2) from error
 
 
 def find(
@@ -92,27 +64,17 @@ def find(
 
     Raises:
       ValueError: if two contradict each other.
-      OSError, ValueError, NotImplementedError, ImportError: see `text.find_text_model`.
+      OSError, ValueError, NotImplementedError, ImportError: see `text_model.find_text_model`.
     """
-    from turbojax.app.generate import run as text
+    from turbojax.app import text_model
 
-    kind = text.parse_dtype(dtype)
+    kind = text_model.parse_dtype(dtype)
     if random_weights is None:
         if weights is not None:
             raise ValueError("--weights is for --random-weights")
-        return text.find_text_model(model or "embedded", kind, max_length)
+        return text_model.find_text_model(model or "embedded", kind, max_length)
     if model is not None:
         raise ValueError("--random-weights takes no --model")
     if max_length is not None:
         raise ValueError("--random-weights takes no --max-length")
-    return text.find_random_model(random_weights, kind, weights or "float")
-
-
-def show(table: "RenderableType") -> None:
-    """Prints a table; to a pipe or a file as wide as it is, so that nothing is cut or folded."""
-    console = Console()
-    if not console.is_terminal:
-        # What is measured is never more than there is room for.
-        widest = Measurement.get(console, console.options.update(width=_WIDEST), table).maximum
-        console.width = max(console.width, widest)
-    console.print(table)
+    return text_model.find_random_model(random_weights, kind, weights or "float")

@@ -1,6 +1,5 @@
-"""The commands `turbojax train` and `turbojax compare`."""
+"""The command `turbojax train`: its options, and what it shows; `turbojax.finetune` trains."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,8 +7,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from turbojax import _extras, _interrupt
-from turbojax.app import programs as cli_programs
+from turbojax import _interrupt
+from turbojax.app import options, programs, terminal
 
 
 def train(
@@ -31,9 +30,7 @@ def train(
             show_default=False,
         ),
     ] = None,
-    model: Annotated[
-        str, typer.Option(help="'embedded', or a folder with a byte-level Llama checkpoint.")
-    ] = "embedded",
+    model: options.ByteModel = "embedded",
     attention: Annotated[str, typer.Option(help="dense or pooled.")] = "dense",
     policy: Annotated[
         str | None,
@@ -91,7 +88,7 @@ def train(
         int, typer.Option(help="Sequences of the held-out text that are scored, at most.")
     ] = 64,
     plot: Annotated[Path | None, typer.Option(help="Draw the loss to this file.")] = None,
-    compilation_cache: cli_programs.CompilationCache = True,
+    compilation_cache: programs.CompilationCache = True,
 ) -> None:
     """Fine-tune a byte-level model at a long context, with dense or pooled attention.
 
@@ -103,8 +100,10 @@ def train(
     from turbojax import models
     from turbojax.app import startup
 
-    cli_programs.use(compilation_cache, "turbojax train")
-    try:
+    programs.use(compilation_cache, "turbojax train")
+    with terminal.one_line_errors(
+        "turbojax train", smaller="--batch or --context, or --remat", extra="train"
+    ):
         from turbojax import _writing, finetune
 
         _writing.require_free(out)
@@ -146,46 +145,10 @@ def train(
             )
         if plot is not None:
             finetune.save_plot([log], plot)
-    except (OSError, ValueError, NotImplementedError, ImportError, FloatingPointError) as error:
-        raise _failure("train", error) from error
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        message = "turbojax train: out of memory: try a smaller --batch or --context, or --remat"
-        typer.echo(message, err=True)
-        raise typer.Exit(2) from error
     for name, bits in log["held_out_bits_per_byte"].items():
         kind = "this attention" if name == "run" else "dense attention"
         typer.echo(f"held out, with {kind}: {bits:.4f} bits per byte")
     typer.echo(f"wrote {out / finetune.MODEL_NAME}")
-
-
-def compare(
-    first: Annotated[Path, typer.Argument(help="Folder or log of a run, usually dense.")],
-    second: Annotated[Path, typer.Argument(help="The same settings, pooled.")],
-    smoothing: Annotated[int, typer.Option(help="Steps over which losses are averaged.")] = 20,
-    plot: Annotated[Path | None, typer.Option(help="Draw both losses to this file.")] = None,
-    write: Annotated[
-        Path | None, typer.Option(help="Write figures and both logs to this JSON file.")
-    ] = None,
-) -> None:
-    """Compare two runs of `turbojax train`: their losses at the same step, and the time saved."""
-    from turbojax.app import startup
-
-    try:
-        from turbojax import _writing, finetune
-
-        startup.check_plot(plot)
-        startup.check_output_file("--write", write)
-        logs = [finetune.read_log(path) for path in (first, second)]
-        result = finetune.compare(*logs, width=smoothing)
-        if write is not None:
-            _writing.write_text(write, json.dumps(result) + "\n")
-        if plot is not None:
-            finetune.save_plot(logs, plot, width=smoothing)
-    except (OSError, ValueError, ImportError) as error:
-        raise _failure("compare", error) from error
-    typer.echo(finetune.summary(result))
 
 
 def _check_memory(config: Any, settings: Any) -> None:
@@ -207,14 +170,6 @@ def _check_memory(config: Any, settings: Any) -> None:
         },
         "smaller --batch or --context",
     )
-
-
-def _failure(command: str, error: Exception) -> typer.Exit:
-    """Says what went wrong, and returns what ends the command."""
-    missing = isinstance(error, ModuleNotFoundError)
-    how = f": {_extras.install('train')}" if missing else ""
-    typer.echo(f"turbojax {command}: {error}{how}", err=True)
-    return typer.Exit(2)
 
 
 def _kept(out: Path, step: int | None) -> str:

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from turbojax.app import options as cli_options
-from turbojax.app import programs as cli_programs
+from turbojax.app import options, programs, terminal
 
 if TYPE_CHECKING:
-    from turbojax.app.generate.run import FoundModel
+    from turbojax.app.text_model import FoundModel
 
 # Of the random prompts of --random-weights.
 _PROMPT_TOKENS = 128
@@ -119,12 +118,12 @@ Implementation = Annotated[
 def generate(
     prompt: Prompt = None,
     file: File = None,
-    model: cli_options.Model = None,
+    model: options.Model = None,
     chat: Chat = False,
     system: System = None,
     cache: Cache = "4bit",
-    max_new_tokens: cli_options.MaxNewTokens = 128,
-    max_length: cli_options.MaxLength = None,
+    max_new_tokens: options.MaxNewTokens = 128,
+    max_length: options.MaxLength = None,
     temperature: Temperature = 0.0,
     top_k: TopK = None,
     top_p: TopP = None,
@@ -138,32 +137,34 @@ def generate(
     prefill_window: PrefillWindow = None,
     prefill_block_size: PrefillBlockSize = None,
     implementation: Implementation = None,
-    dtype: cli_options.Dtype = None,
-    random_weights: cli_options.RandomWeights = None,
-    weights: cli_options.Weights = None,
+    dtype: options.Dtype = None,
+    random_weights: options.RandomWeights = None,
+    weights: options.Weights = None,
     prompt_tokens: PromptTokens = None,
-    as_json: cli_options.AsJson = False,
-    compilation_cache: cli_programs.CompilationCache = True,
+    as_json: options.AsJson = False,
+    compilation_cache: programs.CompilationCache = True,
 ) -> None:
     """Continue a text through a KV cache; say how fast, and how large the cache is.
 
     For many texts at once, see `turbojax serve`.
     """
     from turbojax._environment import environment
-    from turbojax.app.generate import run as text
+    from turbojax.app.generate import run as generation
+    from turbojax.app.text_model import prompt_tokens as tokens_of
+    from turbojax.app.text_model import read_text
     from turbojax.models.generation.sampling import Sampling
 
-    cli_programs.use(compilation_cache, "turbojax generate")
-    with cli_options.one_line_errors(
+    programs.use(compilation_cache, "turbojax generate")
+    with terminal.one_line_errors(
         "turbojax generate", smaller="--batch-size or --prefill-batch-size"
     ):
         if as_json and stream:
             raise ValueError("--json prints the text as part of an object: it takes no --stream")
         _check_source(prompt, file, model, chat, system, random_weights, prompt_tokens)
         sampling = Sampling(temperature, top_k, top_p, min_p, seed)
-        pooled = text.parse_prefill(prefill, prefill_window, prefill_block_size)
-        stops = [text.unescape(x) for x in stop or ()]
-        text.check_options(
+        pooled = generation.parse_prefill(prefill, prefill_window, prefill_block_size)
+        stops = [generation.unescape(x) for x in stop or ()]
+        generation.check_options(
             max_new_tokens=max_new_tokens,
             cache=cache,
             stop_strings=stops,
@@ -171,21 +172,21 @@ def generate(
             prefill_batch_size=prefill_batch_size,
             prompt_tokens=prompt_tokens,
         )
-        content = str(prompt) if file is None else text.read_text(file.read_bytes())
-        found = cli_options.find(model, random_weights, weights, dtype, max_length)
+        content = str(prompt) if file is None else read_text(file.read_bytes())
+        found = options.find(model, random_weights, weights, dtype, max_length)
         one = None
         if random_weights is None:
-            one = text.prompt_tokens(found, content, chat=chat, system=system)
+            one = tokens_of(found, content, chat=chat, system=system)
         length = prompt_tokens or _PROMPT_TOKENS if one is None else len(one)
         at_a_time = min(batch_size, prefill_batch_size or batch_size)
         _check_fit(found, batch_size, at_a_time, length, max_new_tokens, cache)
         source = found.load()
         as_it_comes = _is_terminal() if stream is None else stream
-        report = text.run(
+        report = generation.run(
             source,
-            text.random_prompts(found.config, batch_size, length)
+            generation.random_prompts(found.config, batch_size, length)
             if one is None
-            else text.copies(one, batch_size),
+            else generation.copies(one, batch_size),
             max_new_tokens=max_new_tokens,
             cache=cache,
             sampling=sampling,

@@ -5,13 +5,10 @@ from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from turbojax import _interrupt
-from turbojax.app import options as cli_options
-from turbojax.app import programs as cli_programs
+from turbojax.app import options, programs, terminal
 
 
 def quantize(
@@ -25,8 +22,9 @@ def quantize(
     model: Annotated[
         str,
         typer.Option(
-            help="'embedded', or a folder with a Llama checkpoint: config.json, one "
-            "model.safetensors, and tokenizer.json, which needs the extra 'text'."
+            help="'embedded', or a folder with a checkpoint of a model that computes what Llama "
+            "does: config.json, safetensors files, and tokenizer.json, which needs the extra "
+            "'text'."
         ),
     ] = "embedded",
     scale_dtype: Annotated[
@@ -83,9 +81,9 @@ def quantize(
     window: Annotated[
         int, typer.Option(help="Tokens that the model sees at once, in both.")
     ] = 1024,
-    max_length: cli_options.MaxLength = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    compilation_cache: cli_programs.CompilationCache = True,
+    max_length: options.MaxLength = None,
+    as_json: options.AsJson = False,
+    compilation_cache: programs.CompilationCache = True,
 ) -> None:
     """Quantize the linear layers of a model's blocks to INT4 and say what that saves and costs.
 
@@ -94,12 +92,12 @@ def quantize(
     through a kv4 cache has them, for every token. Both models are in memory together.
     """
     from turbojax._environment import environment
-    from turbojax.app.quantize import run as quantizing
+    from turbojax.app.quantize.run import QuantizeSettings, run
     from turbojax.smoothing import Smoothing
 
-    cli_programs.use(compilation_cache, "turbojax quantize")
-    try:
-        settings = quantizing.QuantizeSettings(
+    programs.use(compilation_cache, "turbojax quantize")
+    with terminal.one_line_errors("turbojax quantize", smaller="--window"):
+        settings = QuantizeSettings(
             model=model,
             out=out,
             smoothing=Smoothing(
@@ -116,14 +114,11 @@ def quantize(
             max_length=max_length,
         )
         with _Bars(out) as bars:
-            report = quantizing.run(settings, bars.advance)
-    except (OSError, ValueError, NotImplementedError, ImportError) as error:
-        typer.echo(f"turbojax quantize: {error}", err=True)
-        raise typer.Exit(2) from error
+            report = run(settings, bars.advance)
     if as_json:
         typer.echo(json.dumps({**environment(), **report.to_json()}, indent=2, allow_nan=False))
     else:
-        cli_options.show(_table(report))
+        terminal.show(_table(report))
         typer.echo(f"wrote {out}")
 
 
@@ -151,13 +146,7 @@ class _Bars:
 
     def __init__(self, out: Path) -> None:
         self._out = out
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=Console(stderr=True),
-        )
+        self._progress = terminal.progress_bar()
         self._tasks: dict[str, Any] = {}
 
     def __enter__(self) -> "_Bars":
@@ -169,7 +158,7 @@ class _Bars:
             self._progress.stop()
 
     def advance(self, phase: str, done: int, total: int) -> None:
-        """See `quantizing.Progress`."""
+        """See `run.Progress`."""
         if phase == "evaluation":
             _interrupt.say(lambda: f"the model is in {self._out}, but was not measured to the end")
         self._progress.start()  # what runs already goes on

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from turbojax import _checks, _writing, models
-from turbojax.app import startup
-from turbojax.app.generate import run as text
-from turbojax.models.checkpoint import folder as _folder
+from turbojax.app import startup, text_model
+from turbojax.models.checkpoint.folder import find_companions
 from turbojax.models.checkpoint.quantized import QUANT_METHOD
 from turbojax.models.config import stored_dtype
 from turbojax.models.evaluation import CacheName, caches_of
@@ -127,14 +126,14 @@ def run(settings: QuantizeSettings, progress: Progress | None = None) -> Quantiz
     Raises:
       OSError: if a file cannot be read or written.
       ValueError, NotImplementedError, ImportError: see `models.quantize_model` and
-        `text.load_text_model`; also if the model is quantized already, the text too short, or
+        `text_model.load_text_model`; also if the model is quantized already, the text too short, or
         something else lies in the folder to write.
     """
     begun = time.perf_counter()
     _check_out(settings)
     startup.check_input_files(*settings.calibration_files, *settings.evaluation_files)
     stored_dtype(models.read_config(settings.model))
-    found = text.find_text_model(settings.model, max_length=settings.max_length)
+    found = text_model.find_text_model(settings.model, max_length=settings.max_length)
     startup.check_memory(
         # Four bits of a number at least.
         {"weights": found.weight_bytes, "quantized weights": found.config.num_parameters // 2},
@@ -271,7 +270,7 @@ def _stream(kind: str, tokenizer: Tokenizer, named: Sequence[tuple[str, bytes]])
     stream = list[int]()
     for name, content in named:
         try:
-            stream += tokenizer.encode(text.read_text(content))
+            stream += tokenizer.encode(text_model.read_text(content))
         except ValueError as error:
             raise ValueError(f"{kind} text {name!r}: {error}") from error
     return stream
@@ -372,7 +371,7 @@ def _write(settings: QuantizeSettings, model: models.QuantizedDecoder) -> tuple[
         out,
         dtype=stored_dtype(hf),
         extra_config={key: hf[key] for key in _KEPT_KEYS if key in hf},
-        companions=_folder.find_companions(source),
+        companions=find_companions(source),
     )
     sizes = [
         sum(file.stat().st_size for file in models.weight_files(folder)) for folder in (source, out)

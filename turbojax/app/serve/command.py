@@ -9,17 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from turbojax import _interrupt
-from turbojax.app import options as cli_options
-from turbojax.app import programs as cli_programs
+from turbojax.app import options, programs, terminal
+from turbojax.app.serve.screen import Screen
 
 if TYPE_CHECKING:
-    from turbojax.app.generate.run import FoundModel
     from turbojax.app.serve.requests import RequestFile
     from turbojax.app.serve.results import ResultFile
+    from turbojax.app.text_model import FoundModel
 
 # Bad lines that are named; of more, how many there are.
 _NAMED = 20
@@ -105,9 +103,9 @@ def serve(
     resume: Resume = False,
     overwrite: Overwrite = False,
     skip_bad: SkipBad = False,
-    model: cli_options.Model = None,
-    max_new_tokens: cli_options.MaxNewTokens = 128,
-    max_length: cli_options.MaxLength = None,
+    model: options.Model = None,
+    max_new_tokens: options.MaxNewTokens = 128,
+    max_length: options.MaxLength = None,
     kv_dtype: KvDtype = "auto",
     page_size: PageSize = 64,
     num_pages: NumPages = None,
@@ -116,11 +114,11 @@ def serve(
     prefill_chunk: PrefillChunk = None,
     cache_results: CacheResults = False,
     implementation: Implementation = None,
-    dtype: cli_options.Dtype = None,
-    random_weights: cli_options.RandomWeights = None,
-    weights: cli_options.Weights = None,
-    as_json: cli_options.AsJson = False,
-    compilation_cache: cli_programs.CompilationCache = True,
+    dtype: options.Dtype = None,
+    random_weights: options.RandomWeights = None,
+    weights: options.Weights = None,
+    as_json: options.AsJson = False,
+    compilation_cache: programs.CompilationCache = True,
 ) -> None:
     """Continue many texts at once, sampled or not, on one pool of pages.
 
@@ -130,9 +128,9 @@ def serve(
     from turbojax import _checks
     from turbojax._environment import environment
 
-    cli_programs.use(compilation_cache, "turbojax serve")
+    programs.use(compilation_cache, "turbojax serve")
     with (
-        cli_options.one_line_errors(
+        terminal.one_line_errors(
             "turbojax serve", smaller="--num-pages, --pool-bytes or --max-sequences"
         ),
         contextlib.ExitStack() as stack,
@@ -144,7 +142,7 @@ def serve(
         _checks.check_sizes(
             max_new_tokens=max_new_tokens, max_sequences=max_sequences, page_size=page_size
         )
-        found = cli_options.find(model, random_weights, weights, dtype, max_length)
+        found = options.find(model, random_weights, weights, dtype, max_length)
         sizes: dict[str, Any] = {
             "kv_dtype": kv_dtype,
             "page_size": page_size,
@@ -164,18 +162,18 @@ def serve(
 
 
 def _run(
-    found: "FoundModel", lines: "RequestFile", results: "ResultFile | None", options: dict[str, Any]
+    found: "FoundModel", lines: "RequestFile", results: "ResultFile | None", chosen: dict[str, Any]
 ) -> Any:
     """Runs what has no result yet, if there is any; the report."""
-    from turbojax.app.serve import requests as serve_requests
-    from turbojax.app.serve import results as serve_results
-    from turbojax.app.serve import run as serving
+    from turbojax.app.serve import run
+    from turbojax.app.serve.requests import digest
+    from turbojax.app.serve.results import unfinished
 
-    name = serving.model_name(found, lines.requests, options["kv_dtype"])
-    digests = {one.id: serve_requests.digest(one, name) for one in lines.requests}
+    name = run.model_name(found, lines.requests, chosen["kv_dtype"])
+    digests = {one.id: digest(one, name) for one in lines.requests}
     left = lines.requests
     if results is not None:
-        left = serve_results.unfinished(left, results.held, digests)
+        left = unfinished(left, results.held, digests)
         strangers = len(results.held.keys() - {request.id for request in lines.requests})
         if strangers:
             typer.echo(
@@ -184,10 +182,10 @@ def _run(
             )
     total = len(lines.requests)
     if left:
-        screen = _Screen(total, total - len(left), results)
+        screen = Screen(total, total - len(left), results)
         _interrupt.say(screen.note)
         with screen:
-            report = serving.serve(
+            report = run.serve(
                 found.load(),
                 lines.requests,
                 # In ASCII, which every terminal takes; an `id` may be no Unicode text at all.
@@ -197,18 +195,18 @@ def _run(
                 progress=screen.advance,
                 accepted=screen.begin,
                 done={request.id for request in lines.requests} - {request.id for request in left},
-                **options,
+                **chosen,
             )
     else:
-        sizes = (options["kv_dtype"], options["page_size"], options["max_sequences"])
-        report = serving.ServingReport(0, *sizes, kept=total)
+        sizes = (chosen["kv_dtype"], chosen["page_size"], chosen["max_sequences"])
+        report = run.ServingReport(0, *sizes, kept=total)
     return dataclasses.replace(report, skipped=len(lines.bad))
 
 
 def _check_files(file: Path, out: Path | None, resume: bool, overwrite: bool) -> None:
     """Raises ValueError if results cannot go where the options say."""
     from turbojax.app import startup
-    from turbojax.app.serve import results as serve_results
+    from turbojax.app.serve.results import is_standard_input
 
     if resume and overwrite:
         raise ValueError("--resume keeps what --out holds, and --overwrite drops it: give one")
@@ -218,7 +216,7 @@ def _check_files(file: Path, out: Path | None, resume: bool, overwrite: bool) ->
         return
     startup.check_output_file("--out", out)
     is_input = str(file) == _STANDARD_INPUT
-    if serve_results.is_standard_input(out) if is_input else _is_same(out, file):
+    if is_standard_input(out) if is_input else _is_same(out, file):
         raise ValueError(f"--out {out} must not be the file of the requests")
 
 
@@ -238,12 +236,12 @@ def _content(file: Path) -> bytes:
 @contextlib.contextmanager
 def _results(out: Path | None, resume: bool, overwrite: bool) -> Iterator["ResultFile | None"]:
     """The file of the results; None for standard output."""
-    from turbojax.app.serve import results as serve_results
+    from turbojax.app.serve.results import open_results
 
     if out is None:
         yield None
         return
-    with serve_results.open_results(out, resume=resume, overwrite=overwrite) as results:
+    with open_results(out, resume=resume, overwrite=overwrite) as results:
         yield results
 
 
@@ -251,16 +249,14 @@ def _lines(
     file: Path, content: bytes, found: "FoundModel", max_new_tokens: int, sizes: dict[str, Any]
 ) -> "RequestFile":
     """The requests, and the lines that cannot run."""
-    from turbojax.app.serve import requests as serve_requests
-    from turbojax.app.serve import run as serving
+    from turbojax.app.serve.requests import fitting, read_requests
+    from turbojax.app.serve.run import pages_of
 
-    pages = serving.pages_of(found.config, found.dtype, **sizes)
-    lines = serve_requests.read_requests(content, found.tokenizer, max_new_tokens)
+    pages = pages_of(found.config, found.dtype, **sizes)
+    lines = read_requests(content, found.tokenizer, max_new_tokens)
     if not lines.requests and not lines.bad:
         raise ValueError(f"{_name(file)}: there must be at least one request")
-    return serve_requests.fitting(
-        lines, found.config, num_pages=pages, page_size=sizes["page_size"]
-    )
+    return fitting(lines, found.config, num_pages=pages, page_size=sizes["page_size"])
 
 
 def _report_bad(file: Path, lines: "RequestFile", skip: bool) -> None:
@@ -284,9 +280,9 @@ def _name(file: Path) -> str:
 def _check_memory(found: "FoundModel", lines: "RequestFile", sizes: dict[str, Any]) -> None:
     """Raises ValueError if model, pool and logits are more than there is memory for."""
     from turbojax.app import startup
-    from turbojax.app.serve import run as serving
+    from turbojax.app.serve.run import plan
 
-    pool = serving.plan(lines.requests, found.config, found.dtype, **sizes)
+    pool = plan(lines.requests, found.config, found.dtype, **sizes)
     rows = sizes["max_sequences"] + 1
     startup.check_memory(
         {
@@ -297,70 +293,3 @@ def _check_memory(found: "FoundModel", lines: "RequestFile", sizes: dict[str, An
         },
         "smaller --num-pages, --pool-bytes or --max-sequences, or another --kv-dtype",
     )
-
-
-class _Screen(contextlib.ExitStack):
-    """Where results and progress go: both, and each whole, if that is one terminal.
-
-    Args:
-      total: requests.
-      kept: of these, how many have a result already.
-      results: their file; None for standard output.
-    """
-
-    def __init__(self, total: int, kept: int, results: "ResultFile | None") -> None:
-        super().__init__()
-        self._total, self._done, self._written = total, kept, kept
-        self._results, self._tokens = results, 0
-        # A terminal shows results above the bar. Elsewhere results are alone.
-        self._shared = results is None and sys.stdout.isatty()
-        columns: Any = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[tokens]:,} tokens"),
-            TimeElapsedColumn(),
-        )
-        console = Console() if self._shared else Console(stderr=True)
-        # Otherwise rich would show on the bar's terminal what is meant for standard output.
-        self._bar = Progress(
-            *columns, console=console, transient=True, redirect_stdout=self._shared
-        )
-        self._task = self._bar.add_task("compiling", total=total, completed=kept, tokens=0)
-
-    def begin(self) -> None:
-        """Shows the bar; from here on results are written."""
-        if self._results is not None:
-            self._results.begin()
-        if self._bar.console.is_terminal:
-            self.enter_context(self._bar)
-        else:
-            typer.echo("compiling", err=True)
-
-    def advance(self, new_tokens: int, done: int) -> None:
-        """Counts; whoever calls this has run a step, and so compiled it."""
-        self._tokens += new_tokens
-        self._done += done
-        self._bar.update(
-            self._task, description="requests", completed=self._done, tokens=self._tokens
-        )
-
-    def write(self, line: str) -> None:
-        """Adds a result. Each is written at once, so that a long run can be followed."""
-        if self._results is not None:
-            self._results.write(line)
-        elif self._shared:
-            self._bar.console.out(line, highlight=False)
-        else:
-            typer.echo(line)
-        self._written += 1
-
-    def note(self) -> str:
-        """What was written, and how to go on: for whoever ends the command."""
-        if self._results is None:
-            return f"{self._written} results are on standard output"
-        left = f"{self._total - self._written} are left"
-        return (
-            f"{self._written} results are in {self._results.path}, {left}: "
-            "the same command with --resume goes on"
-        )

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from turbojax import _checks, paged
-from turbojax.app.generate.run import FoundModel, TextModel, than_bfloat16
 from turbojax.app.serve.requests import TextRequest, longest
+from turbojax.app.text_model import FoundModel, TextModel, than_bfloat16
 from turbojax.models import TransformerConfig
 from turbojax.models.engine import (
     Engine,
@@ -231,7 +231,7 @@ def plan(
 
 
 def model_name(found: FoundModel, requests: Sequence[TextRequest], kv_dtype: str) -> str:
-    """A text that differs where texts of equal requests may: for `serve_requests.digest`.
+    """A text that differs where texts of equal requests may: for `requests.digest`.
 
     Models are told apart by shape and size. With LongRoPE it also counts which factors the engine
     takes, which follows from the longest request.

@@ -1,0 +1,79 @@
+"""The command `turbojax demo`: its options, and what it prints."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from turbojax.app import options, programs, terminal
+
+File = Annotated[
+    Path | None,
+    typer.Option(
+        help="Text to read. Default: a module of this Python's standard library that the "
+        "model was not trained on.",
+        show_default=False,
+    ),
+]
+Cache = Annotated[
+    str,
+    typer.Option(
+        help="Caches, comma separated: exact, 4bit, 2/4bit, 3bit, 2bit, kv4, paged, fp8_e4m3, "
+        "fp8_e5m2, turbo4."
+    ),
+]
+
+
+def demo(
+    file: File = None,
+    prompt_bytes: Annotated[int, typer.Option(help="Bytes to prefill.")] = 3072,
+    new_bytes: Annotated[int, typer.Option(help="Bytes to decode one by one and score.")] = 256,
+    generate_bytes: Annotated[int, typer.Option(help="Bytes to generate freely.")] = 96,
+    cache: Cache = "exact,4bit,2/4bit",
+    model: options.ByteModel = "embedded",
+    plot: Annotated[Path | None, typer.Option(help="Also draw a picture to this file.")] = None,
+    as_json: options.AsJson = False,
+    compilation_cache: programs.CompilationCache = True,
+) -> None:
+    """Read a file with a small language model through several KV caches, side by side.
+
+    The model prefills the beginning of the file, then decodes on through each cache, fed the true
+    bytes: bits per byte, how often the greedy prediction equals that of the first cache, memory
+    and speed. Then it continues the text by itself.
+    """
+    import jax.numpy as jnp
+
+    from turbojax import models
+    from turbojax.app import startup
+    from turbojax.app.demo import display, measure
+
+    programs.use(compilation_cache, "turbojax demo")
+    with terminal.one_line_errors("turbojax demo", smaller="--prompt-bytes"):
+        startup.check_plot(plot)
+        settings = measure.DemoSettings(
+            file=file or measure.default_file(prompt_bytes + new_bytes),
+            prompt_bytes=prompt_bytes,
+            new_bytes=new_bytes,
+            generated_bytes=generate_bytes,
+            caches=tuple(name.strip() for name in cache.split(",")),
+        )
+        startup.check_input_files(settings.file)
+        # float32 is the fast dtype of CPUs; the caches are what is being compared.
+        transformer = models.load_transformer(model, dtype=jnp.float32)
+        steps = len(settings.caches) * (settings.new_bytes + settings.generated_bytes)
+        with terminal.progress_bar(transient=True) as bar:
+            task = bar.add_task("starting", total=steps)
+
+            def advance(name: str, count: int) -> None:
+                bar.update(task, advance=count, description=f"{name} cache")
+
+            report = measure.run(transformer, settings, advance)
+        if plot is not None:
+            display.save_plot(report, transformer, plot)
+    if as_json:
+        typer.echo(json.dumps(report.to_json(), indent=2, allow_nan=False))
+    else:
+        terminal.show(display.render(report))
+        if plot is not None:
+            typer.echo(f"plot written to {plot}")

@@ -1,0 +1,1 @@
+"""`turbojax levels`: which levels policies choose for a real model on a real text."""

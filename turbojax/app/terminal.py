@@ -1,0 +1,71 @@
+"""What commands show: one line about an error, tables, bars of progress."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import typer
+from rich.console import Console
+from rich.measure import Measurement
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from turbojax import _extras
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+# Columns: wider than any table.
+_WIDEST = 10_000
+
+
+@contextlib.contextmanager
+def one_line_errors(
+    command: str, smaller: str | None = None, *, extra: str | None = None
+) -> Iterator[None]:
+    """Makes what a user can do something about one line on standard error, and exit code 2.
+
+    Args:
+      command: what failed, as in ``"turbojax generate"``.
+      smaller: what to make smaller if memory runs out; None where none can.
+      extra: the extra of this package that brings what the command imports, if there is one.
+    """
+    import jax
+
+    try:
+        yield
+    except (OSError, ValueError, NotImplementedError, ImportError, FloatingPointError) as error:
+        missing = extra is not None and isinstance(error, ModuleNotFoundError)
+        how = f": {_extras.install(str(extra))}" if missing else ""
+        typer.echo(f"{command}: {' '.join(str(error).split())}{how}", err=True)
+        raise typer.Exit(2) from error
+    except jax.errors.JaxRuntimeError as error:
+        if smaller is None or "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        typer.echo(f"{command}: out of memory: try a smaller {smaller}", err=True)
+        raise typer.Exit(2) from error
+
+
+def show(table: "RenderableType") -> None:
+    """Prints a table; to a pipe or a file as wide as it is, so that nothing is cut or folded."""
+    console = Console()
+    if not console.is_terminal:
+        # What is measured is never more than there is room for.
+        widest = Measurement.get(console, console.options.update(width=_WIDEST), table).maximum
+        console.width = max(console.width, widest)
+    console.print(table)
+
+
+def progress_bar(*, transient: bool = False) -> Progress:
+    """A bar on standard error, so that standard output stays clean.
+
+    Args:
+      transient: whether it goes when all is done.
+    """
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=transient,
+    )

@@ -1,0 +1,179 @@
+"""Models that commands continue texts with: found by name, checked, and loaded last."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from turbojax import models
+from turbojax.models.checkpoint.huggingface import checkpoint_folder
+from turbojax.models.config import DTYPES, model_config, stored_dtype
+from turbojax.models.text.chat import chat_tokens
+from turbojax.models.text.tokenizer import NumberTokenizer, Tokenizer, load_tokenizer
+
+WEIGHTS = ("float", "int4")
+
+
+@dataclasses.dataclass(frozen=True)
+class TextModel:
+    """A model to generate with, and what turns text into its tokens and back."""
+
+    decoder: models.Decoder | models.QuantizedDecoder
+    tokenizer: Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundModel:
+    """A model that is known and not loaded, so that what it is to do can be checked before.
+
+    Attributes:
+      config: its shape.
+      dtype: of weights and computation.
+      tokenizer: what reads its text.
+      weight_bytes: of its weights in this dtype, about.
+      load: loads it.
+    """
+
+    config: models.TransformerConfig
+    dtype: np.dtype
+    tokenizer: Tokenizer
+    weight_bytes: int
+    load: Callable[[], TextModel]
+
+
+def find_text_model(
+    path: str, dtype: np.dtype | None = None, max_length: int | None = None
+) -> FoundModel:
+    """Reads all of a checkpoint but its weights.
+
+    Args:
+      path: see `load_text_model`.
+      dtype: see there.
+      max_length: see there.
+
+    Raises:
+      ImportError, OSError, ValueError, NotImplementedError: see there; weights are not looked at.
+    """
+    if dtype is None and jax.default_backend() == "cpu":
+        dtype = jnp.dtype(jnp.float32)
+    tokenizer = load_tokenizer(path)
+    hf = models.read_config(path)
+    config = model_config(checkpoint_folder(path), hf, max_length)
+    stored = stored_dtype(hf) or jnp.dtype(jnp.bfloat16)
+    used = stored if dtype is None else dtype
+    size = sum(file.stat().st_size for file in models.weight_files(path))
+    if "quantization_config" not in hf:
+        size = size * used.itemsize // stored.itemsize
+
+    def load() -> TextModel:
+        decoder = models.load_decoder(path, dtype=dtype, max_length=max_length)
+        return TextModel(decoder, tokenizer)
+
+    return FoundModel(config, used, tokenizer, size, load)
+
+
+def load_text_model(
+    path: str, dtype: np.dtype | None = None, max_length: int | None = None
+) -> TextModel:
+    """Loads a checkpoint with what reads its text.
+
+    Args:
+      path: ``"embedded"`` or a checkpoint's folder, quantized or not. What reads its text, see
+        `load_tokenizer`.
+      dtype: of weights and computation. By default float32 on a CPU, where it is the fast one, and
+        otherwise that of the checkpoint.
+      max_length: longest sequence, by default the checkpoint's; see `models.load`.
+
+    Raises:
+      ImportError: if there is a `tokenizer.json` and the package `tokenizers` is missing.
+      OSError, ValueError, NotImplementedError: see `models.load_decoder` and `load_tokenizer`.
+    """
+    return find_text_model(path, dtype, max_length).load()
+
+
+def find_random_model(
+    shape: str, dtype: np.dtype | None = None, weights: str = "float"
+) -> FoundModel:
+    """A model with random weights, whose tokens are numbers.
+
+    Args:
+      shape: a name in `models.SHAPES`.
+      dtype: of weights and computation, by default bfloat16.
+      weights: ``"float"``, or ``"int4"`` for INT4 weights in the blocks' linear layers.
+
+    Raises:
+      ValueError: if there is no such shape, or no such kind of weights.
+    """
+    if weights not in WEIGHTS:
+        raise ValueError(f"weights {weights!r} must be one of {', '.join(WEIGHTS)}")
+    if shape not in models.SHAPES:
+        raise ValueError(f"random weights {shape!r} must be one of {', '.join(models.SHAPES)}")
+    config, used = models.SHAPES[shape], jnp.dtype(dtype or jnp.bfloat16)
+    make = models.random_decoder if weights == "float" else models.random_quantized_decoder
+    tokenizer = NumberTokenizer(config.vocab_size)
+    shapes = jax.tree.leaves(jax.eval_shape(lambda: make(config, dtype=used)))
+    size = sum(math.prod(x.shape) * x.dtype.itemsize for x in shapes)
+    return FoundModel(
+        config, used, tokenizer, size, lambda: TextModel(make(config, dtype=used), tokenizer)
+    )
+
+
+def parse_dtype(name: str | None) -> np.dtype | None:
+    """The floating-point dtype of this name; None for None.
+
+    Raises:
+      ValueError: if it is no name of `DTYPES`.
+    """
+    if name is None:
+        return None
+    if name not in DTYPES:
+        raise ValueError(f"dtype {name!r} must be one of {', '.join(DTYPES)}")
+    return jnp.dtype(name)
+
+
+def read_text(content: bytes) -> str:
+    """UTF-8 as text; other bytes as `Tokenizer.encode` takes them."""
+    return content.decode("utf-8", "surrogateescape")
+
+
+def prompt_tokens(
+    model: FoundModel, content: str, *, chat: bool = False, system: str | None = None
+) -> list[int]:
+    """The tokens of a prompt.
+
+    Args:
+      model: whose.
+      content: a text to continue, or with `chat` what the user says.
+      chat: whether to write it as a conversation, by the checkpoint's template.
+      system: the message that precedes a conversation, if there is one.
+
+    Raises:
+      ImportError: if a package is missing that this needs.
+      ValueError: if there is no token, one is not in the model's vocabulary, there is no template,
+        or no `chat` to have a `system`.
+    """
+    if system is not None and not chat:
+        raise ValueError("a system message is for a conversation: it needs chat")
+    if chat:
+        said = [("system", system), ("user", content)]
+        messages = [{"role": role, "content": x} for role, x in said if x is not None]
+        tokens = chat_tokens(model.tokenizer, messages)
+    else:
+        tokens = model.tokenizer.encode(content)
+    if not tokens:
+        raise ValueError("the text must hold at least one token")
+    smallest, largest, size = min(tokens), max(tokens), model.config.vocab_size
+    if smallest < 0 or largest >= size:
+        raise ValueError(f"tokens in {smallest}..{largest} must be within 0..{size - 1}")
+    return tokens
+
+
+def than_bfloat16(ratio: float) -> str:
+    """How a cache compares with one of bfloat16 that is `ratio` times as large."""
+    times = f"{max(ratio, 1 / ratio):.2f}"
+    if times == "1.00":
+        return "as large as bfloat16"
+    return f"{times}x {'smaller' if ratio > 1 else 'larger'} than bfloat16"
