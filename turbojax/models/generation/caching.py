@@ -81,6 +81,22 @@ ModelCacheKind = CacheKind | UncompressedEdges
 """What the caches of a whole model can be."""
 
 
+def with_uncompressed(
+    cache: CacheKind,
+    layers: int,
+    edges: Literal["exact", "bfloat16", "paged"] | None = None,
+) -> ModelCacheKind:
+    """The caches of `UncompressedEdges`, or for no layers `cache` itself.
+
+    Raises:
+      TypeError, ValueError: see `UncompressedEdges`; if `layers` is negative.
+    """
+    _checks.check_integer("uncompressed_layers", layers)
+    if layers < 0:
+        raise ValueError(f"uncompressed_layers={layers} must be at least 0")
+    return UncompressedEdges(cache, layers, edges) if layers else cache
+
+
 def kinds_of_layers(cache: ModelCacheKind, num_layers: int) -> tuple[CacheKind, ...]:
     """The kind of every layer's cache.
 
