@@ -18,13 +18,9 @@ import numpy as np
 
 from turbojax import models
 from turbojax._environment import environment
-from turbojax.baselines import exact
-from turbojax.kv import LayerCache
-from turbojax.kv.kinds import put_sequences, take_sequences
+from turbojax.kv import LayerCache, kind_of
 from turbojax.models.generation import session as generation
 from turbojax.models.generation.caching import init_caches
-from turbojax.state.progressive import ProgressiveCache
-from turbojax.state.progressive.update import store_prompt
 
 WARM_UP_STEPS = 2
 
@@ -205,19 +201,13 @@ def _store_random(
     cache: LayerCache, key: jax.Array, first: jax.Array, count: int, length: int
 ) -> LayerCache:
     """Stores `length` random tokens in each of `count` sequences."""
-    part = take_sequences(cache, first, count)
+    kind = kind_of(cache)
+    part = kind.take(cache, first, count)
     lengths = jnp.full(count, length, jnp.int32)
-    if isinstance(part, ProgressiveCache):
-        shape, dtype = (count, length, part.num_kv_heads, part.head_dim), part.dtype
-    else:
-        shape, dtype = (count, length, *part.key.shape[2:]), part.key.dtype
+    shape, dtype = (count, length, part.num_kv_heads, part.head_dim), part.dtype
     # Sampled in float32: bfloat16 samples have few distinct values.
     k, v = (jax.random.normal(i, shape, jnp.float32).astype(dtype) for i in jax.random.split(key))
-    if isinstance(part, ProgressiveCache):
-        part = store_prompt(part, k, v, lengths)
-    else:
-        part = exact.append(part, k, v, lengths=lengths)
-    return put_sequences(cache, part, first)
+    return kind.put(cache, kind.store_prompt(part, k, v, lengths), first)
 
 
 @jax.jit

@@ -10,10 +10,9 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import turbojax as tj
-from turbojax.baselines import exact
 from turbojax.kv import init_layer_cache
 from turbojax.kv import pages as paged
-from turbojax.state import kv4
+from turbojax.state import exact, kv4
 from turbojax.state import stored_file as files
 
 MIXED = tj.TurboConfig(

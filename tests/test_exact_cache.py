@@ -6,7 +6,8 @@ import numpy as np
 import oracles
 import pytest
 
-from turbojax.baselines import exact
+from turbojax.ops import exact_attention
+from turbojax.state import exact
 
 
 def _tensors(batch: int, length: int, heads: int, seed: int = 0) -> jax.Array:
@@ -18,7 +19,7 @@ def test_decode_equals_attention_over_the_ragged_history():
     key, value, query = _tensors(2, 9, 2), _tensors(2, 9, 2, 1), _tensors(2, 3, 4, 2)
     cache = exact.init_cache(2, 12, 2, 16, dtype=jnp.float32)
     cache = exact.append(cache, key, value, lengths=jnp.array([9, 5]))
-    out = exact.decode(query, cache)
+    out = exact_attention.decode(query, cache)
     # The last query stands at the last token.
     positions = np.array([9, 5])[:, None] - 3 + np.arange(3)
     mask = np.arange(9) <= positions[..., None]
@@ -68,4 +69,4 @@ def test_bad_calls_say_what_is_wrong():
     with pytest.raises(ValueError, match="must fit"):
         exact.append(cache, _tensors(1, 1, 3), _tensors(1, 1, 3))
     with pytest.raises(ValueError, match="3 query heads must be a multiple of 2"):
-        exact.decode(_tensors(1, 1, 3), cache)
+        exact_attention.decode(_tensors(1, 1, 3), cache)

@@ -6,7 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from turbojax.baselines import exact, kivi
+from turbojax.baselines import kivi
+from turbojax.ops import exact_attention
+from turbojax.state import exact
 
 BATCH, HEADS, CHANNELS, GROUP, RESIDUAL, ROOM = 3, 2, 32, 16, 32, 100
 LENGTHS = (90, 37, 0)
@@ -165,7 +167,7 @@ def test_it_costs_no_more_than_its_codes_say():
         exact.init_cache(BATCH, 64, HEADS, CHANNELS, dtype=jnp.float32), key, value
     )
     query = _tokens(1, 6)[0]
-    want = jax.jit(exact.decode)(query, plain)
+    want = jax.jit(exact_attention.decode)(query, plain)
     errors = {}
     for bits in (4, 2):
         cache = append(_empty(bits, max_length=64), key, value)

@@ -7,8 +7,8 @@ import pytest
 
 import turbojax as tj
 from turbojax import kv as layer_cache
-from turbojax.baselines import exact
 from turbojax.kv import AttentionOptions, attend_new_tokens, attend_prompt
+from turbojax.ops import exact_attention
 
 BATCH, TOKENS, HEADS, KV_HEADS, CHANNELS = 2, 13, 4, 2, 16
 LENGTHS = np.array([13, 6])
@@ -199,7 +199,9 @@ def test_gradients_with_a_cap():
         return jnp.sum(layer_cache.causal_attention(q, k, v, None, asked)[0] ** 2)
 
     def plain(q, k, v):
-        return jnp.sum(exact.masked_attention(q, k, v, mask, scale=0.9, logits_soft_cap=1.5) ** 2)
+        return jnp.sum(
+            exact_attention.masked_attention(q, k, v, mask, scale=0.9, logits_soft_cap=1.5) ** 2
+        )
 
     for a, b in zip(
         jax.grad(ours, (0, 1, 2))(*arrays), jax.grad(plain, (0, 1, 2))(*arrays), strict=True
@@ -237,5 +239,5 @@ def test_bad_options(arguments, error, message):
 
 
 def test_an_unknown_kind_names_the_others():
-    with pytest.raises(ValueError, match="cache='8bit' must be 'exact', 'kv4', 'paged'"):
+    with pytest.raises(ValueError, match="cache='8bit' must be 'exact', 'kv4', 'k8v4', 'paged'"):
         layer_cache.init_layer_cache(1, 8, 1, 16, kind="8bit")

@@ -6,12 +6,6 @@ from typing import Any, Literal
 
 ImplementationName = Literal["xla", "triton", "mosaic_gpu", "jax_triton"]
 IMPLEMENTATION_NAMES = ("mosaic_gpu", "jax_triton", "triton", "xla")
-_ATTENDING_ONLY = ("mosaic_gpu", "jax_triton")
-
-
-def writer_beside(implementation: Any) -> Any:
-    """The implementation that writes caches where this one attends; None where it only attends."""
-    return None if implementation in _ATTENDING_ONLY else implementation
 
 
 def _supports_everything(**_: Any) -> str | None:
@@ -36,15 +30,24 @@ class Implementation:
 
 @dataclasses.dataclass(frozen=True)
 class Registry:
-    """The implementations of one op, fastest first."""
+    """The implementations of one op, fastest first.
+
+    Attributes:
+      op: its name.
+      implementations: of the op.
+      writes: whether it writes what other ops attend to. Some implementations only attend; so asked
+        for one that it does not have, such an op chooses among its own, which all write the same
+        bits.
+    """
 
     op: str
     implementations: tuple[Implementation, ...]
+    writes: bool = False
 
     def select(self, requested: str | None, **arguments: Any) -> Implementation:
         """The implementation asked for, or the first that takes these arguments.
 
-        A named implementation never falls back to another one.
+        A named implementation never falls back to another one, but where the op `writes`.
 
         Raises:
           ValueError: if the name is unknown.
@@ -55,6 +58,8 @@ class Registry:
             raise ValueError(
                 f"implementation={requested!r} must be None or one of {IMPLEMENTATION_NAMES}"
             )
+        if self.writes and all(i.name != requested for i in self.implementations):
+            requested = None
         candidates = [i for i in self.implementations if requested in (None, i.name)]
         if not candidates:
             names = ", ".join(repr(i.name) for i in self.implementations)

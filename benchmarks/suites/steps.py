@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import timing
-from turbojax.kv import LayerCache, attend
-from turbojax.kv.kinds import put_sequences, take_sequences
+from turbojax.kv import LayerCache, kind_of
 
 Future = concurrent.futures.Future[Any]
 Lower = Callable[[], jax.stages.Lowered]
@@ -115,9 +114,10 @@ def fill(
     means = make(offsets, (kv_heads, head_dim))[None, None]
     k = make(jax.random.fold_in(key, first), shape).astype(dtype)
     v = (make(jax.random.fold_in(value, first), shape) + means).astype(dtype)
-    part = take_sequences(cache, first, count)
+    kind = kind_of(cache)
+    part = kind.take(cache, first, count)
     lengths = jnp.full(count, tokens, jnp.int32)
-    return put_sequences(cache, attend._store(part, k, v, lengths, None), first)
+    return kind.put(cache, kind.store_prompt(part, k, v, lengths), first)
 
 
 def difference(got: jax.Array, want: jax.Array) -> float:

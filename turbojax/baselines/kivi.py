@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
-from turbojax.baselines import exact
+from turbojax.ops import exact_attention
 from turbojax.quantizers import pack, packed_size, unpack
+from turbojax.state.exact import ExactCache
 
 SUPPORTED_BITS = (2, 4)
 
@@ -265,7 +266,7 @@ def dequantize(cache: KiviCache) -> tuple[jax.Array, jax.Array]:
 
 
 def decode(query: jax.Array, cache: KiviCache, *, implementation: str | None = None) -> jax.Array:
-    """Exact attention over the dequantized cache; see `turbojax.baselines.exact.decode`.
+    """Exact attention over the dequantized cache; see `turbojax.ops.exact_attention.decode`.
 
     Args:
       query: ``[B, T, N, H]``, those of the last `T` tokens.
@@ -281,10 +282,8 @@ def decode(query: jax.Array, cache: KiviCache, *, implementation: str | None = N
       NotImplementedError: if the implementation asked for cannot run this here.
     """
     key, value = dequantize(cache)
-    plain = exact.ExactCache(
-        key=key, value=value, lengths=cache.lengths, overflowed=cache.overflowed
-    )
-    return exact.decode(query, plain, implementation=implementation)
+    plain = ExactCache(key=key, value=value, lengths=cache.lengths, overflowed=cache.overflowed)
+    return exact_attention.decode(query, plain, implementation=implementation)
 
 
 def _quantize(x: jax.Array, bits: int, axis: int) -> tuple[jax.Array, jax.Array, jax.Array]:

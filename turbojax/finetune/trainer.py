@@ -12,12 +12,12 @@ import optax  # type: ignore[import-untyped]
 import orbax.checkpoint as ocp
 from flax import nnx
 
-from turbojax.baselines import exact
 from turbojax.finetune import order
 from turbojax.finetune.checkpoint import restore_tree, save_tree
 from turbojax.finetune.optimizer import default_promotion
 from turbojax.finetune.settings import Settings, for_context
 from turbojax.models import Attend, PooledAttention, Transformer
+from turbojax.ops import exact_attention
 from turbojax.ops.options import PLAIN, AttentionOptions
 
 
@@ -29,7 +29,7 @@ def dense_attention(
     options: AttentionOptions = PLAIN,
 ) -> tuple[jax.Array, Any]:
     """Exact causal attention: cuDNN's where it runs, which needs a GPU and 16 bits, else XLA's."""
-    return exact.attention(query, key, value, **options.arguments()), cache
+    return exact_attention.attention(query, key, value, **options.arguments()), cache
 
 
 class Trainer:

@@ -9,8 +9,6 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from turbojax import _checks
-from turbojax._registry import IMPLEMENTATION_NAMES
-from turbojax.baselines import exact
 from turbojax.config import TurboConfig
 from turbojax.flax.projections import check_head_dim
 from turbojax.kv import (
@@ -21,12 +19,11 @@ from turbojax.kv import (
     attend_new_tokens,
     attend_prompt,
     init_layer_cache,
+    kind_for,
 )
-from turbojax.kv.attend import WholeAttention, attend_within, within_implementation
+from turbojax.kv.whole import WholeAttention, attend_within, within_implementation
 from turbojax.ops.options import check_implementation, require_plain
 from turbojax.rotary import Rope
-
-_EXACT_KINDS = ("exact", "bfloat16")
 
 
 class Layers(Protocol):
@@ -134,10 +131,10 @@ class SelfAttention:
         self, query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array | None
     ) -> jax.Array:
         """Causal attention within whole sequences, ``[B, T, N, H]``."""
-        attention = self.attention
+        kind, attention = kind_for(self.cache), self.attention
         if attention is None:
-            attention = self.cache if isinstance(self.cache, TurboConfig) else "exact"
-        name = within_implementation(self.implementation, attention, self.cache in _EXACT_KINDS)
+            attention = kind.whole_attention(self.cache)
+        name = within_implementation(self.implementation, attention, kind.implementations)
         return attend_within(query, key, value, lengths, attention, self.options, name)
 
     def _check(
@@ -216,8 +213,7 @@ def make_self_attention(
         dtype=jnp.dtype(dtype),
     )
     jax.eval_shape(lambda: made.init_cache(1, 1))  # refuses unknown kinds now
-    names = exact.IMPLEMENTATIONS if cache in _EXACT_KINDS else IMPLEMENTATION_NAMES
-    check_implementation(implementation, names)
+    check_implementation(implementation, kind_for(cache).implementations)
     return made
 
 

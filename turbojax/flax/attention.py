@@ -11,7 +11,7 @@ from turbojax.config import TurboConfig
 from turbojax.flax._self_attention import make_self_attention
 from turbojax.flax.projections import AttentionProjections
 from turbojax.kv import AttentionOptions, CacheKind, LayerCache
-from turbojax.kv.attend import WholeAttention
+from turbojax.kv.whole import WholeAttention
 from turbojax.ops.options import PLAIN
 from turbojax.rotary import Rope
 

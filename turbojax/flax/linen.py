@@ -13,7 +13,7 @@ from turbojax.flax._self_attention import make_self_attention
 from turbojax.flax.norms import rms_norm
 from turbojax.flax.projections import check_norm_eps, check_sharding, kernel_init, rotate
 from turbojax.kv import AttentionOptions, CacheKind, LayerCache
-from turbojax.kv.attend import WholeAttention
+from turbojax.kv.whole import WholeAttention
 from turbojax.ops.options import PLAIN
 from turbojax.rotary import Rope
 

@@ -2,16 +2,19 @@
 
 from turbojax.kv.attend import attend_new_tokens as attend_new_tokens
 from turbojax.kv.attend import attend_prompt as attend_prompt
-from turbojax.kv.attend import causal_attention as causal_attention
-from turbojax.kv.attend import padded_attention as padded_attention
 from turbojax.kv.base import Attend as Attend
+from turbojax.kv.base import Kind as Kind
+from turbojax.kv.base import LayerCache as LayerCache
 from turbojax.kv.kinds import CACHE_NAMES as CACHE_NAMES
 from turbojax.kv.kinds import CacheKind as CacheKind
-from turbojax.kv.kinds import LayerCache as LayerCache
 from turbojax.kv.kinds import cache_by_name as cache_by_name
 from turbojax.kv.kinds import init_layer_cache as init_layer_cache
+from turbojax.kv.kinds import kind_for as kind_for
+from turbojax.kv.kinds import kind_of as kind_of
 from turbojax.kv.pages import PagedLayer as PagedLayer
 from turbojax.kv.pooled import POLICY_NAMES as POLICY_NAMES
 from turbojax.kv.pooled import PooledAttention as PooledAttention
 from turbojax.kv.pooled import pooled_by_name as pooled_by_name
+from turbojax.kv.whole import causal_attention as causal_attention
+from turbojax.kv.whole import padded_attention as padded_attention
 from turbojax.ops.options import AttentionOptions as AttentionOptions

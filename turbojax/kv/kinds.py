@@ -1,19 +1,61 @@
-"""Which KV caches a layer can have."""
+"""The table of cache kinds: what stands for each, and which one a cache is of.
 
-from typing import Literal
+A new kind is a file of its own beside this one, and its line in `KINDS`.
+"""
+
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from turbojax.baselines import exact
 from turbojax.config import TurboConfig
-from turbojax.kv import pages as paged
-from turbojax.state import kv4
-from turbojax.state.progressive import ProgressiveCache, init_cache
+from turbojax.kv.base import Kind, LayerCache, Stored
+from turbojax.kv.exact import EXACT
+from turbojax.kv.k8v4 import K8V4
+from turbojax.kv.kv4 import KV4
+from turbojax.kv.pages import PAGES, POOL, PagedKind
+from turbojax.kv.progressive import PROGRESSIVE
 
-CacheKind = Literal["exact", "kv4", "bfloat16"] | paged.PagedKind | TurboConfig
-LayerCache = exact.ExactCache | ProgressiveCache | kv4.Kv4Cache | paged.PagedLayer
-CACHE_NAMES = ("exact", "4bit", "2/4bit", "3bit", "2bit", "kv4", *paged.PAGED_KINDS)
+KINDS: tuple[Kind[Any], ...] = (EXACT, PROGRESSIVE, KV4, K8V4, PAGES)
+"""All kinds, in the order of their names on command lines."""
+
+CacheKind = Literal["exact", "kv4", "k8v4", "bfloat16"] | PagedKind | TurboConfig
+"""What stands for a kind in Python code, for type checkers: all that `KINDS` take."""
+
+CACHE_NAMES = tuple(name for kind in KINDS for name in kind.names)
+"""What stands for a kind on command lines."""
+
+STORED: tuple[Stored[Any], ...] = (*KINDS, POOL)
+"""What files can hold."""
+
+_BY_CLASS = {kind.cls: kind for kind in KINDS}
+
+
+def kind_of(cache: LayerCache) -> Kind[Any]:
+    """The kind of a layer's cache.
+
+    Raises:
+      TypeError: if it is no cache of a layer.
+    """
+    if type(cache) not in _BY_CLASS:
+        names = ", ".join(cls.__name__ for cls in _BY_CLASS)
+        raise TypeError(f"cache is a {type(cache).__name__}, must be one of {names}")
+    return _BY_CLASS[type(cache)]
+
+
+def kind_for(kind: CacheKind) -> Kind[Any]:
+    """The kind that is asked for.
+
+    Raises:
+      ValueError: if there is none such.
+    """
+    for known in KINDS:
+        if known.stands_for(kind):
+            return known
+    takes = [x for known in KINDS for x in known.takes]
+    names = sorted((x for x in takes if isinstance(x, str)), key=lambda x: x not in CACHE_NAMES)
+    classes = "".join(f" or a {x.__name__}" for x in takes if isinstance(x, type))
+    raise ValueError(f"cache={kind!r} must be {', '.join(map(repr, names))}{classes}")
 
 
 def cache_by_name(name: str, num_kv_heads: int) -> CacheKind:
@@ -22,29 +64,19 @@ def cache_by_name(name: str, num_kv_heads: int) -> CacheKind:
     Args:
       name: ``"exact"``, the bits of all heads (``"4bit"``, ``"3bit"``, ``"2bit"``),
         ``"2/4bit"``: half of the KV heads at 2 bits, the others at 4, ``"kv4"``: 4 bits with a
-        scale per token and head (FireQ), or pages of tokens as they are (``"paged"``), in an 8-bit
-        float (``"fp8_e4m3"``, ``"fp8_e5m2"``) or as ``"turbo4"``.
+        scale per token and head (FireQ), ``"k8v4"``: the same with keys in e4m3, or pages of tokens
+        as they are (``"paged"``), in an 8-bit float (``"fp8_e4m3"``, ``"fp8_e5m2"``) or as
+        ``"turbo4"``.
       num_kv_heads: of the model.
 
     Raises:
       ValueError: if the name is another one, or half of the heads is not a whole number.
     """
-    if name not in CACHE_NAMES:
-        raise ValueError(f"cache {name!r} must be one of {', '.join(CACHE_NAMES)}")
-    if name == "exact":
-        return "exact"
-    if name == "kv4":
-        return "kv4"
-    for kind in paged.PAGED_KINDS:
-        if name == kind:
-            return kind
-    if name == "2/4bit":
-        if num_kv_heads % 2:
-            raise ValueError(f"cache {name!r} needs an even number of KV heads, not {num_kv_heads}")
-        half = num_kv_heads // 2
-        return TurboConfig(num_low_bit_key_heads=half, num_low_bit_value_heads=half)
-    bits = int(name[0])
-    return TurboConfig(key_bits=bits, value_bits=bits)
+    for kind in KINDS:
+        if name in kind.names:
+            asked: CacheKind = kind.by_name(name, num_kv_heads)
+            return asked
+    raise ValueError(f"cache {name!r} must be one of {', '.join(CACHE_NAMES)}")
 
 
 def init_layer_cache(
@@ -64,7 +96,7 @@ def init_layer_cache(
       num_kv_heads: key/value heads, `K`.
       head_dim: channels, `H`.
       kind: ``"exact"`` for keys and values as they are, ``"bfloat16"`` for the same rounded to
-        that, ``"kv4"``, pages of tokens in `dtype` (``"paged"``), in 8-bit floats
+        that, ``"kv4"``, ``"k8v4"``, pages of tokens in `dtype` (``"paged"``), in 8-bit floats
         (``"fp8_e4m3"``, ``"fp8_e5m2"``: at scale 1, so that keys and values must be within 448 or
         57344) or as ``"turbo4"``, or the config of a progressively compressed cache.
       dtype: of queries, keys and values.
@@ -72,31 +104,18 @@ def init_layer_cache(
     Raises:
       ValueError: if `kind` is none of these, or a size does not fit.
     """
-    sizes, dtype = (batch_size, max_length, num_kv_heads, head_dim), jnp.dtype(dtype)
-    if isinstance(kind, TurboConfig):
-        return init_cache(*sizes, config=kind, dtype=dtype)
-    if kind in ("exact", "bfloat16"):
-        return exact.init_cache(*sizes, dtype=dtype if kind == "exact" else jnp.bfloat16)
-    if kind == "kv4":
-        return kv4.init_cache(*sizes, dtype=dtype)
-    if kind in paged.PAGED_KINDS:
-        return paged.init_layer(*sizes, kind=kind, dtype=dtype)
-    names = ", ".join(repr(name) for name in ("exact", "kv4", *paged.PAGED_KINDS, "bfloat16"))
-    raise ValueError(f"cache={kind!r} must be {names} or a TurboConfig")
+    sizes = (batch_size, max_length, num_kv_heads, head_dim)
+    cache: LayerCache = kind_for(kind).init(*sizes, kind=kind, dtype=jnp.dtype(dtype))
+    return cache
 
 
 def take_sequences(cache: LayerCache, first: jax.Array | int, count: int) -> LayerCache:
     """Sequences ``first`` to ``first + count - 1`` of a layer's cache, as a cache of their own."""
-    if isinstance(cache, paged.PagedLayer):
-        return paged.take_sequences(cache, first, count)
-    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, count), cache)
+    part: LayerCache = kind_of(cache).take(cache, first, count)
+    return part
 
 
 def put_sequences(cache: LayerCache, part: LayerCache, first: jax.Array | int) -> LayerCache:
     """A layer's cache with its sequences from `first` on replaced by those of `part`."""
-    if isinstance(cache, paged.PagedLayer):
-        assert isinstance(part, paged.PagedLayer)
-        return paged.put_sequences(cache, part, first)
-    return jax.tree.map(
-        lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, first, 0), cache, part
-    )
+    whole: LayerCache = kind_of(cache).put(cache, part, first)
+    return whole

@@ -1,8 +1,12 @@
-"""Paged KV caches as a layer's cache: one pool, in which each sequence has its own pages."""
+"""The kinds ``"paged"``, ``"fp8_e4m3"``, ``"fp8_e5m2"`` and ``"turbo4"``: a layer's cache in pages.
+
+One pool, in which each sequence has its own pages.
+"""
 
 import dataclasses
 import math
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +14,10 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax._registry import ImplementationName
+from turbojax.kv.base import Description, Grows, Kind, Stored, dtype_of, sizes_of
 from turbojax.ops.options import PLAIN, AttentionOptions
 from turbojax.ops.paged_attention import paged_attention
-from turbojax.state.pages.pool import PagedCache, init_paged_cache
+from turbojax.state.pages.pool import PagedCache, init_paged_cache, page_arrays
 from turbojax.state.pages.pool import append as append_to_pages
 
 PagedKind = Literal["paged", "fp8_e4m3", "fp8_e5m2", "turbo4"]
@@ -56,6 +61,21 @@ class PagedLayer:
     def batch_size(self) -> int:
         """Number of sequences, `B`."""
         return self.block_tables.shape[0]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of key/value heads, `K`."""
+        return self.pages.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head, `H`."""
+        return self.pages.head_dim
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of the keys and values it takes."""
+        return self.pages.dtype
 
     @property
     def nbytes(self) -> int:
@@ -106,13 +126,7 @@ def init_layer(
         kv_dtype="auto" if kind == "paged" else kind,
         dtype=dtype,
     )
-    return PagedLayer(
-        pages=pages,
-        block_tables=jnp.arange(batch_size * max_pages, dtype=jnp.int32).reshape(batch_size, -1),
-        lengths=jnp.zeros(batch_size, jnp.int32),
-        overflowed=jnp.zeros(batch_size, jnp.bool_),
-        max_length=max_length,
-    )
+    return _empty_layer(pages, batch_size, max_length)
 
 
 def append(
@@ -250,3 +264,188 @@ def put_sequences(layer: PagedLayer, part: PagedLayer, first: jax.Array | int) -
         for x, new in ((layer.lengths, part.lengths), (layer.overflowed, part.overflowed))
     )
     return dataclasses.replace(layer, pages=part.pages, lengths=lengths, overflowed=overflowed)
+
+
+class Pages(Kind[PagedLayer]):
+    """`PagedLayer`. Prompts too attend to what the pages hold, as later tokens will."""
+
+    cls = PagedLayer
+    names = PAGED_KINDS
+    takes = PAGED_KINDS
+    stored_as = "paged_layer"
+    grows: ClassVar[Mapping[str, Grows]] = {
+        "key": Grows(-2),
+        "value": Grows(-2),
+        "key_norm": Grows(-1),
+        "value_norm": Grows(-1),
+    }
+
+    def init(
+        self,
+        batch_size: int,
+        max_length: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        kind: PagedKind,
+        dtype: np.dtype,
+    ) -> PagedLayer:
+        """See `Kind.init`."""
+        return init_layer(batch_size, max_length, num_kv_heads, head_dim, kind=kind, dtype=dtype)
+
+    def append(
+        self,
+        cache: PagedLayer,
+        key: jax.Array,
+        value: jax.Array,
+        *,
+        lengths: jax.Array | None = None,
+        implementation: Any = None,
+    ) -> PagedLayer:
+        """See `Kind.append`."""
+        del implementation  # what writes pages is always chosen
+        return append(cache, key, value, lengths=lengths)
+
+    def prefill(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        cache: PagedLayer,
+        lengths: jax.Array,
+        *,
+        options: AttentionOptions = PLAIN,
+        implementation: Any = None,
+    ) -> tuple[jax.Array, PagedLayer]:
+        """See `Kind.prefill`."""
+        cache = append(cache, key, value, lengths=lengths)
+        out = attend(
+            query, cache, query_lengths=lengths, options=options, implementation=implementation
+        )
+        return out, cache
+
+    def decode(
+        self,
+        query: jax.Array,
+        cache: PagedLayer,
+        *,
+        options: AttentionOptions = PLAIN,
+        implementation: Any = None,
+    ) -> jax.Array:
+        """See `Kind.decode`."""
+        return attend(query, cache, options=options, implementation=implementation)
+
+    def take(self, cache: PagedLayer, first: jax.Array | int, count: int) -> PagedLayer:
+        """See `take_sequences`."""
+        return take_sequences(cache, first, count)
+
+    def put(self, cache: PagedLayer, part: PagedLayer, first: jax.Array | int) -> PagedLayer:
+        """See `put_sequences`."""
+        return put_sequences(cache, part, first)
+
+    def why_nan(self, cache: PagedLayer) -> str | None:
+        """See `Kind.why_nan`."""
+        if cache.pages.kv_dtype == "auto":
+            return None
+        return f"keys or values beyond the range of {cache.pages.kv_dtype} pages become NaN"
+
+    def describe(self, cache: PagedLayer) -> dict[str, Any]:
+        """See `Stored.describe`."""
+        return {**super().describe(cache), **_describe_pages(cache.pages)}
+
+    def make(self, description: Description) -> PagedLayer:
+        """See `Stored.make`."""
+        batch, max_length, *_ = sizes_of(description)
+        max_pages = -(-max_length // description["page_size"])
+        pages = _make_pool(batch * max_pages, description)
+        return self.to_rows(_empty_layer(pages, batch, max_length))
+
+    def to_rows(self, cache: PagedLayer) -> PagedLayer:
+        """A layer whose page arrays are ``[B, K, S, ...]``, in the order of tokens, without tables.
+
+        Only to be stored: where its pages lay does not matter.
+        """
+        if cache.lengths.ndim > 1:
+            raise ValueError("stacked layers of pages cannot be stored together, only one by one")
+        pages, (batch, entries) = cache.pages, cache.block_tables.shape
+        # Entries past a sequence's pages may be anything; what is read there is not used.
+        tables = jnp.clip(cache.block_tables, 0, pages.num_pages - 1)
+
+        def rows(x: jax.Array) -> jax.Array:
+            x = jnp.moveaxis(x[tables], 1, 2)  # [B, K, entries, page_size, ...]
+            return x.reshape(batch, x.shape[1], entries * pages.page_size, *x.shape[4:])
+
+        return dataclasses.replace(cache, pages=_map_pages(rows, pages), block_tables=tables[:, :0])
+
+    def from_rows(self, cache: PagedLayer, description: Description) -> PagedLayer:
+        """See `Stored.from_rows`: the pages of each sequence come in order."""
+        batch, entries = cache.batch_size, cache.pages.key.shape[2] // description["page_size"]
+        tables = jnp.arange(batch * entries, dtype=jnp.int32).reshape(batch, entries)
+
+        def split(x: jax.Array) -> jax.Array:
+            x = x.reshape(batch, x.shape[1], entries, -1, *x.shape[3:])
+            return jnp.moveaxis(x, 2, 1).reshape(batch * entries, *x.shape[1:2], *x.shape[3:])
+
+        return dataclasses.replace(cache, pages=_map_pages(split, cache.pages), block_tables=tables)
+
+
+class Pool(Stored[PagedCache]):
+    """A bare pool, which does not know who holds what: all its pages are stored."""
+
+    cls = PagedCache
+    stored_as = "paged_pool"
+    counting = ()
+
+    def describe(self, cache: PagedCache) -> dict[str, Any]:
+        """See `Stored.describe`."""
+        return {
+            "num_pages": cache.num_pages,
+            "num_kv_heads": cache.num_kv_heads,
+            "head_dim": cache.head_dim,
+            "dtype": cache.dtype.name,
+            **_describe_pages(cache),
+        }
+
+    def make(self, description: Description) -> PagedCache:
+        """See `Stored.make`."""
+        return _make_pool(description["num_pages"], description)
+
+    def validate(self, cache: PagedCache) -> None:
+        """See `Stored.validate`."""
+        cache.validate()
+
+
+def _empty_layer(pages: PagedCache, batch_size: int, max_length: int) -> PagedLayer:
+    """A layer of these pages, dealt out in order."""
+    tables = jnp.arange(pages.num_pages, dtype=jnp.int32).reshape(batch_size, -1)
+    return PagedLayer(
+        pages=pages,
+        block_tables=tables,
+        lengths=jnp.zeros(batch_size, jnp.int32),
+        overflowed=jnp.zeros(batch_size, jnp.bool_),
+        max_length=max_length,
+    )
+
+
+def _describe_pages(pages: PagedCache) -> dict[str, Any]:
+    return {"page_size": pages.page_size, "kv_dtype": pages.kv_dtype, "seed": pages.seed}
+
+
+def _make_pool(num_pages: int, description: Description) -> PagedCache:
+    return init_paged_cache(
+        num_pages,
+        description["page_size"],
+        description["num_kv_heads"],
+        description["head_dim"],
+        kv_dtype=description["kv_dtype"],
+        dtype=dtype_of(description),
+        seed=description["seed"],
+    )
+
+
+def _map_pages(change: Callable[[jax.Array], jax.Array], pages: PagedCache) -> PagedCache:
+    changed: dict[str, Any] = {name: change(x) for name, x in page_arrays(pages).items()}
+    return dataclasses.replace(pages, **changed)
+
+
+PAGES, POOL = Pages(), Pool()

@@ -4,4 +4,3 @@ from turbojax._registry import IMPLEMENTATION_NAMES as IMPLEMENTATION_NAMES
 from turbojax._registry import Implementation as Implementation
 from turbojax._registry import ImplementationName as ImplementationName
 from turbojax._registry import Registry as Registry
-from turbojax._registry import writer_beside as writer_beside

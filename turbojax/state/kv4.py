@@ -323,6 +323,22 @@ def unpack_codes(packed: jax.Array) -> jax.Array:
     return (nibbles ^ 8) - 8
 
 
+def quantize(x: jax.Array, codes: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array]:
+    """Codes with one scale per vector, as caches store them.
+
+    Args:
+      x: floating point ``[..., H]``.
+      codes: dtype of the codes: uint8 for `quantize_vectors`, float8_e4m3fn for `quantize_tokens`.
+
+    Returns:
+      The codes, and bfloat16 ``[...]``.
+    """
+    if codes == jnp.uint8:
+        return quantize_vectors(x)
+    tokens = quantize_tokens(x)
+    return tokens.codes, tokens.scale
+
+
 def numbers(codes: jax.Array) -> jax.Array:
     """What stored codes are before their scale: int8 or float8_e4m3fn ``[..., H]``."""
     return unpack_codes(codes) if codes.dtype == jnp.uint8 else codes
@@ -430,7 +446,7 @@ def _with_tokens(
     accepted: jax.Array,
 ) -> CacheT:
     """The cache with tokens ``[B, T, K, H]`` `put` into its arrays, and its bookkeeping."""
-    key_codes, key_scale = _quantize(jnp.swapaxes(key, 1, 2), cache.KEY_CODES)
+    key_codes, key_scale = quantize(jnp.swapaxes(key, 1, 2), cache.KEY_CODES)
     value_codes, value_scale = quantize_vectors(jnp.swapaxes(value, 1, 2))
     return dataclasses.replace(
         cache,
@@ -441,14 +457,6 @@ def _with_tokens(
         lengths=cache.lengths + accepted,
         overflowed=cache.overflowed | (lengths > accepted),
     )
-
-
-def _quantize(x: jax.Array, codes: np.dtype) -> tuple[jax.Array, jax.Array]:
-    """Codes of this dtype, and a bfloat16 scale per vector."""
-    if codes == jnp.uint8:
-        return quantize_vectors(x)
-    tokens = quantize_tokens(x)
-    return tokens.codes, tokens.scale
 
 
 def _array_fields() -> list[str]:

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import turbojax
 from turbojax import _extras
 from turbojax._registry import Registry
-from turbojax.baselines import exact
 from turbojax.config import Mode, TurboConfig
-from turbojax.ops import fp8_tokens, int4_matmul, kv4_attention
+from turbojax.ops import exact_attention, fp8_tokens, int4_matmul, kv4_attention
 from turbojax.ops.paged_attention import paged_attention
 from turbojax.ops.pooled_attention import pooled_attention
 from turbojax.ops.turbo_attention import decode, turbo_attention
@@ -235,7 +234,7 @@ def _examine_exact() -> OpReport:
     query = jax.ShapeDtypeStruct((_BATCH, 1, _HEADS, _HEAD_DIM), jnp.bfloat16)
     key = jax.ShapeDtypeStruct((_BATCH, _LENGTH, _KV_HEADS, _HEAD_DIM), jnp.bfloat16)
     try:
-        refusal = exact.cudnn_unsupported(query, key, decoding=True)
+        refusal = exact_attention.cudnn_unsupported(query, key, decoding=True)
     except Exception as error:  # as above
         refusal = f"fails: {type(error).__name__}: {_first_line(error)}"
     return OpReport("exact cache (baseline)", {"cudnn": refusal, "xla": None})

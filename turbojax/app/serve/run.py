@@ -228,7 +228,11 @@ def plan(
     _checks.check_sizes(max_sequences=max_sequences, page_size=page_size)
     max_length = _max_length(requests, config)
     stored: dict[str, Any] = {"kv_dtype": kv_dtype, "uncompressed_layers": uncompressed_layers}
-    asked = {"page_size": page_size, "num_pages": num_pages, "pool_bytes": pool_bytes}
+    asked: dict[str, Any] = {
+        "page_size": page_size,
+        "num_pages": num_pages,
+        "pool_bytes": pool_bytes,
+    }
     count = pages_of(config, dtype, **stored, **asked)
     if prefill_chunk is not None:
         _checks.check_sizes(prefill_chunk=prefill_chunk)

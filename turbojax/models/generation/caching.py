@@ -8,8 +8,7 @@ import jax
 import numpy as np
 
 from turbojax import _checks
-from turbojax.kv import CacheKind, LayerCache, init_layer_cache
-from turbojax.kv.pages import PAGED_KINDS
+from turbojax.kv import CacheKind, LayerCache, PagedLayer, init_layer_cache, kind_for
 from turbojax.models.decoder import Decoder
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.transformer import Transformer
@@ -55,7 +54,7 @@ class UncompressedEdges:
         Raises:
           ValueError: if no layer of so many would be compressed.
         """
-        is_paged = isinstance(self.kind, str) and self.kind in PAGED_KINDS
+        is_paged = kind_for(self.kind).cls is PagedLayer
         edges: CacheKind = self.edges or ("paged" if is_paged else "exact")
         return with_edges(self.kind, edges, self.layers, num_layers)
 

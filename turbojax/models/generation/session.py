@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
-from turbojax.kv import PagedLayer, PooledAttention
+from turbojax.kv import PooledAttention, kinds
 from turbojax.models.decoder import Decoder, for_length, unstack, warn_of_long_factors
 from turbojax.models.generation.buckets import cache_bucket, prompt_bucket
 from turbojax.models.generation.caching import ModelCacheKind, ModelCaches, init_caches
@@ -462,6 +462,5 @@ def _why_nothing(session: Session, rows: list[int]) -> str:
     message = f"the logits of sequences {rows} hold NaN: there is no next token"
     # Of `UncompressedEdges` the first layers are not what can have lost something.
     layer = session.caches.layers[len(session.caches.layers) // 2]
-    if isinstance(layer, PagedLayer) and layer.pages.kv_dtype != "auto":
-        message += f"; keys or values beyond the range of {layer.pages.kv_dtype} pages become NaN"
-    return message
+    reason = kinds.kind_of(layer).why_nan(layer)
+    return message if reason is None else f"{message}; {reason}"

@@ -10,7 +10,6 @@ from turbojax.ops.registry import (
     Implementation,
     ImplementationName,
     Registry,
-    writer_beside,
 )
 from turbojax.ops.turbo_attention import (
     decode_reference,
@@ -173,7 +172,7 @@ def prefill(
     options = attention_options(query, scale, is_causal, local_window_size, logits_soft_cap)
     options["config"] = cache.config
     attend = ATTENTION.select(implementation, query=query, key=key, value=value, **options)
-    store = STORE_PROMPT.select(writer_beside(implementation), cache=cache, key=key)
+    store = STORE_PROMPT.select(implementation, cache=cache, key=key)
     shares_codes = store.name == "triton" and attend.name != "xla" and cache.config.mode != "float"
 
     def run(

@@ -15,6 +15,7 @@ APPEND = Registry(
         Implementation("triton", triton.append, triton.append_unsupported),
         Implementation("xla", reference.append),
     ),
+    writes=True,
 )
 STORE_PROMPT = Registry(
     "store_prompt",
@@ -22,6 +23,7 @@ STORE_PROMPT = Registry(
         Implementation("triton", triton.store_prompt, triton.store_prompt_unsupported),
         Implementation("xla", reference.store_prompt),
     ),
+    writes=True,
 )
 
 
@@ -48,7 +50,8 @@ def append(
         ones; all of them if not given. `decode` takes the same as `query_seq_lengths`. Under
         `jit` values outside ``0..T`` act as the nearest bound, and more than `T` as overflow.
       implementation: ``"triton"`` (one token, one kernel for keys and one for values), ``"xla"``,
-        or None to choose. All store the same bits.
+        or None to choose, as do names of implementations that only attend (``"mosaic_gpu"``,
+        ``"jax_triton"``). All store the same bits.
 
     Returns:
       The extended cache. Under `jit`, tokens past `max_length` are left out and `overflowed`
@@ -84,7 +87,8 @@ def store_prompt(
       key: ``[B, S, K, H]`` in `cache.dtype`.
       value: the same shape and dtype.
       lengths: int32 ``[B]``, tokens of each prompt.
-      implementation: ``"triton"``, ``"xla"``, or None to choose. All store the same bits.
+      implementation: ``"triton"``, ``"xla"``, or None to choose, as in `append`. All store the
+        same bits.
 
     Returns:
       The cache with ``length // block_kv`` blocks compressed and the rest in the buffer.

@@ -1,0 +1,84 @@
+"""The kind ``"exact"``: keys and values as they are; ``"bfloat16"``: rounded to that."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from turbojax.kv.base import Grows, Kind
+from turbojax.kv.whole import attend_within, causal_attention
+from turbojax.ops import exact_attention
+from turbojax.ops.options import PLAIN, AttentionOptions
+from turbojax.state import exact
+
+
+class Exact(Kind[exact.ExactCache]):
+    """`ExactCache`, with exact attention."""
+
+    cls = exact.ExactCache
+    names = ("exact",)
+    takes = ("exact", "bfloat16")
+    implementations = exact_attention.IMPLEMENTATIONS
+    in_one_pass = staticmethod(causal_attention)
+    stored_as = "exact"
+    grows: ClassVar[Mapping[str, Grows]] = {"key": Grows(-3), "value": Grows(-3)}
+
+    def init(
+        self,
+        batch_size: int,
+        max_length: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        kind: Any,
+        dtype: np.dtype,
+    ) -> exact.ExactCache:
+        """See `Kind.init`."""
+        held = jnp.bfloat16 if kind == "bfloat16" else dtype
+        return exact.init_cache(batch_size, max_length, num_kv_heads, head_dim, dtype=held)
+
+    def append(
+        self,
+        cache: exact.ExactCache,
+        key: jax.Array,
+        value: jax.Array,
+        *,
+        lengths: jax.Array | None = None,
+        implementation: Any = None,
+    ) -> exact.ExactCache:
+        """See `Kind.append`."""
+        del implementation
+        return exact.append(cache, key, value, lengths=lengths)
+
+    def prefill(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        cache: exact.ExactCache,
+        lengths: jax.Array,
+        *,
+        options: AttentionOptions = PLAIN,
+        implementation: Any = None,
+    ) -> tuple[jax.Array, exact.ExactCache]:
+        """See `Kind.prefill`."""
+        out = attend_within(query, key, value, lengths, "exact", options, implementation)
+        return out, exact.append(cache, key, value, lengths=lengths)
+
+    def decode(
+        self,
+        query: jax.Array,
+        cache: exact.ExactCache,
+        *,
+        options: AttentionOptions = PLAIN,
+        implementation: Any = None,
+    ) -> jax.Array:
+        """See `Kind.decode`."""
+        return exact_attention.decode(
+            query, cache, **options.arguments(), implementation=implementation
+        )
+
+
+EXACT = Exact()

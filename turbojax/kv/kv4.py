@@ -1,0 +1,131 @@
+"""The kind ``"kv4"``: 4 bits and a scale per token and head (FireQ); and what `k8v4` shares."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from turbojax.kv.base import Cache, Grows, Kind, validate_layers
+from turbojax.kv.whole import causal_attention
+from turbojax.ops import kv4_attention
+from turbojax.ops.options import PLAIN, AttentionOptions
+from turbojax.quantizers.fp8 import quantize_fp8
+from turbojax.state import kv4
+
+
+def through_kv4(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cache: Cache = None,
+    options: AttentionOptions = PLAIN,
+) -> tuple[jax.Array, Cache]:
+    """What decoding token by token through a `Kv4Cache` attends to, for all tokens at once.
+
+    Keys and values are those the cache holds, queries are rounded to e4m3, and the rest is exact.
+    """
+    codes, scale = quantize_fp8(query, axis=-1)
+    rounded = codes.astype(jnp.float32) * scale[..., None]
+    out, cache = causal_attention(
+        rounded, held(key, jnp.uint8), held(value, jnp.uint8), cache, options
+    )
+    return out.astype(query.dtype), cache
+
+
+def held(x: jax.Array, codes: DTypeLike) -> jax.Array:
+    """Keys or values as a cache holds them in codes of this dtype, float32."""
+    stored, scale = kv4.quantize(x, codes)
+    return kv4.numbers(stored).astype(jnp.float32) * scale.astype(jnp.float32)[..., None]
+
+
+class TokenScaled(Kind[kv4.CacheT]):
+    """A token is rounded by itself, when it arrives; prompts attend in e4m3 before that."""
+
+    grows: ClassVar[Mapping[str, Grows]] = {
+        "key_codes": Grows(-2),
+        "key_scale": Grows(-1),
+        "value_codes": Grows(-2),
+        "value_scale": Grows(-1),
+    }
+
+    def append(
+        self,
+        cache: kv4.CacheT,
+        key: jax.Array,
+        value: jax.Array,
+        *,
+        lengths: jax.Array | None = None,
+        implementation: Any = None,
+    ) -> kv4.CacheT:
+        """See `Kind.append`."""
+        del implementation
+        return kv4.append(cache, key, value, lengths=lengths)
+
+    def prefill(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        cache: kv4.CacheT,
+        lengths: jax.Array,
+        *,
+        options: AttentionOptions = PLAIN,
+        implementation: Any = None,
+    ) -> tuple[Any, kv4.CacheT]:
+        """See `Kind.prefill`."""
+        return kv4_attention.prefill(
+            query,
+            key,
+            value,
+            cache,
+            key_value_seq_lengths=lengths,
+            **options.arguments(),
+            implementation=implementation,
+        )
+
+    def decode(
+        self,
+        query: jax.Array,
+        cache: kv4.CacheT,
+        *,
+        options: AttentionOptions = PLAIN,
+        implementation: Any = None,
+    ) -> Any:
+        """See `Kind.decode`."""
+        return kv4_attention.decode(
+            query, cache, **options.arguments(), implementation=implementation
+        )
+
+    def validate(self, cache: kv4.CacheT) -> None:
+        """See `Stored.validate`."""
+        validate_layers(cache)
+
+
+class Kv4(TokenScaled[kv4.Kv4Cache]):
+    """`Kv4Cache`."""
+
+    cls = kv4.Kv4Cache
+    names = ("kv4",)
+    takes = ("kv4",)
+    in_one_pass = staticmethod(through_kv4)
+    stored_as = "kv4"
+
+    def init(
+        self,
+        batch_size: int,
+        max_length: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        kind: Any,
+        dtype: np.dtype,
+    ) -> kv4.Kv4Cache:
+        """See `Kind.init`."""
+        del kind
+        return kv4.init_cache(batch_size, max_length, num_kv_heads, head_dim, dtype=dtype)
+
+
+KV4 = Kv4()

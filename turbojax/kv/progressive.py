@@ -1,0 +1,152 @@
+"""Progressively compressed caches: ``"4bit"``, ``"2/4bit"``, ``"3bit"``, ``"2bit"``, any config."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+
+from turbojax.config import TurboConfig
+from turbojax.kv.base import Counts, Description, Grows, Kind, dtype_of, sizes_of, validate_layers
+from turbojax.ops import turbo_attention
+from turbojax.ops.options import PLAIN, AttentionOptions
+from turbojax.sas import SAS
+from turbojax.state.progressive import ProgressiveCache, append, init_cache
+from turbojax.state.progressive.update import store_prompt
+
+_BLOCKS, _BUFFERED = "num_blocks", "buffer_lengths"
+
+
+class Progressive(Kind[ProgressiveCache]):
+    """`ProgressiveCache`; a `TurboConfig` asks for it, and names stand for configs."""
+
+    cls = ProgressiveCache
+    names = ("4bit", "2/4bit", "3bit", "2bit")
+    takes = (TurboConfig,)
+    stored_as = "progressive"
+    counting = ("lengths", _BUFFERED)
+    grows: ClassVar[Mapping[str, Grows]] = {
+        "codes": Grows(-3, _BLOCKS),
+        "channel_scale": Grows(-2, _BLOCKS),
+        "channel_zero": Grows(-2, _BLOCKS),
+        "block_scale": Grows(-1, _BLOCKS),
+        "buffer": Grows(-2, _BUFFERED),
+    }
+
+    def by_name(self, name: str, num_kv_heads: int) -> TurboConfig:
+        """See `Kind.by_name`: ``"2/4bit"`` is half of the KV heads at 2 bits, the others at 4."""
+        if name != "2/4bit":
+            bits = int(name[0])
+            return TurboConfig(key_bits=bits, value_bits=bits)
+        if num_kv_heads % 2:
+            raise ValueError(f"cache {name!r} needs an even number of KV heads, not {num_kv_heads}")
+        half = num_kv_heads // 2
+        return TurboConfig(num_low_bit_key_heads=half, num_low_bit_value_heads=half)
+
+    def init(
+        self,
+        batch_size: int,
+        max_length: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        kind: TurboConfig,
+        dtype: np.dtype,
+    ) -> ProgressiveCache:
+        """See `Kind.init`."""
+        return init_cache(batch_size, max_length, num_kv_heads, head_dim, config=kind, dtype=dtype)
+
+    def append(
+        self,
+        cache: ProgressiveCache,
+        key: jax.Array,
+        value: jax.Array,
+        *,
+        lengths: jax.Array | None = None,
+        implementation: Any = None,
+    ) -> ProgressiveCache:
+        """See `Kind.append`."""
+        return append(cache, key, value, lengths=lengths, implementation=implementation)
+
+    def store_prompt(
+        self,
+        cache: ProgressiveCache,
+        key: jax.Array,
+        value: jax.Array,
+        lengths: jax.Array,
+        *,
+        implementation: Any = None,
+    ) -> ProgressiveCache:
+        """See `Kind.store_prompt`: whole blocks are compressed at once, without the buffer."""
+        return store_prompt(cache, key, value, lengths, implementation=implementation)
+
+    def prefill(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        cache: ProgressiveCache,
+        lengths: jax.Array,
+        *,
+        options: AttentionOptions = PLAIN,
+        implementation: Any = None,
+    ) -> tuple[Any, ProgressiveCache]:
+        """See `Kind.prefill`."""
+        return turbo_attention.prefill(
+            query,
+            key,
+            value,
+            cache,
+            key_value_seq_lengths=lengths,
+            **options.arguments(),
+            implementation=implementation,
+        )
+
+    def decode(
+        self,
+        query: jax.Array,
+        cache: ProgressiveCache,
+        *,
+        options: AttentionOptions = PLAIN,
+        implementation: Any = None,
+    ) -> Any:
+        """See `Kind.decode`."""
+        return turbo_attention.decode(
+            query, cache, **options.arguments(), implementation=implementation
+        )
+
+    def whole_attention(self, kind: TurboConfig) -> TurboConfig:
+        """See `Kind.whole_attention`: `turbo_attention` needs no cache."""
+        return kind
+
+    def describe(self, cache: ProgressiveCache) -> dict[str, Any]:
+        """See `Stored.describe`."""
+        return {**super().describe(cache), "config": dataclasses.asdict(cache.config)}
+
+    def make(self, description: Description) -> ProgressiveCache:
+        """See `Stored.make`."""
+        config = dict(description["config"])
+        if isinstance(config["softmax"], Mapping):
+            config["softmax"] = SAS(**config["softmax"])
+        return self.init(
+            *sizes_of(description), kind=TurboConfig(**config), dtype=dtype_of(description)
+        )
+
+    def counts(self, lengths: Counts, cache: ProgressiveCache) -> Counts:
+        """See `Stored.counts`: what is not in the buffer is in blocks."""
+        compressed = lengths["lengths"] - lengths[_BUFFERED]
+        return {**lengths, _BLOCKS: compressed // cache.config.block_kv}
+
+    def check_counts(self, counts: Counts, cache: ProgressiveCache) -> None:
+        """See `Stored.check_counts`."""
+        size, buffered = cache.config.buffer_size, counts[_BUFFERED]
+        if np.any(buffered >= size):
+            raise ValueError(f"buffer_lengths={buffered.tolist()} must be below {size}")
+
+    def validate(self, cache: ProgressiveCache) -> None:
+        """See `Stored.validate`."""
+        validate_layers(cache)
+
+
+PROGRESSIVE = Progressive()

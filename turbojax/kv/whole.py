@@ -1,0 +1,136 @@
+"""Attention within whole sequences, without a cache."""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from turbojax._registry import IMPLEMENTATION_NAMES
+from turbojax.config import TurboConfig
+from turbojax.kv.base import Attend, Cache
+from turbojax.kv.pooled import PooledAttention
+from turbojax.ops import exact_attention
+from turbojax.ops.options import PLAIN, AttentionOptions
+from turbojax.ops.turbo_attention import turbo_attention
+from turbojax.ops.visibility import attention_options
+
+WholeAttention = Literal["exact"] | TurboConfig | PooledAttention
+"""What attends within whole sequences."""
+
+
+def causal_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cache: Cache = None,
+    options: AttentionOptions = PLAIN,
+) -> tuple[jax.Array, Cache]:
+    """Exact causal attention over the given tokens alone; the cache passes through untouched.
+
+    `jax.nn.dot_product_attention`, which under strict dtype promotion has no gradient in bfloat16
+    on a CPU; in float32 it has. With a cap of the scores, `exact_attention.attention`. An `Attend`.
+    """
+    arguments = options.arguments()
+    if arguments.pop("logits_soft_cap") is not None:
+        return exact_attention.attention(query, key, value, **options.arguments()), cache
+    # jax's own function promotes bfloat16 with float32 inside: not allowed under strict promotion.
+    with jax.numpy_dtype_promotion("standard"):
+        out = jax.nn.dot_product_attention(query, key, value, is_causal=True, **arguments)
+    return out, cache
+
+
+def padded_attention(mask: jax.Array) -> Attend:
+    """`causal_attention` to tokens that are there; the others' outputs mean nothing.
+
+    Args:
+      mask: bool ``[B, T]``, False for padding.
+    """
+
+    def attend(query, key, value, cache=None, options=PLAIN):  # type: ignore[no-untyped-def]
+        static = attention_options(query, is_causal=True, **options.arguments())
+        place = jnp.arange(query.shape[1])[None]
+        lengths = jnp.full(query.shape[0], query.shape[1], jnp.int32)
+        visible = static["visibility"].mask(place, place, lengths) & mask[:, None]
+        out = exact_attention.masked_attention(
+            query,
+            key,
+            value,
+            visible,
+            scale=static["scale"],
+            logits_soft_cap=static["logits_soft_cap"],
+        )
+        return out, cache
+
+    return attend
+
+
+def within_implementation(
+    implementation: str | None, attention: WholeAttention, names: tuple[str, ...]
+) -> str | None:
+    """The implementation that `attend_within` gets, given that of a cache's ops.
+
+    Args:
+      implementation: of the cache's ops.
+      attention: what attends within whole sequences.
+      names: of the implementations of the cache's ops, see `Kind.implementations`.
+
+    Returns:
+      The same one; where the attention and the cache share no names, None: the attention chooses
+      for itself.
+    """
+    own = exact_attention.IMPLEMENTATIONS if attention == "exact" else IMPLEMENTATION_NAMES
+    return implementation if own == names else None
+
+
+def attend_within(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    lengths: jax.Array | None,
+    attention: WholeAttention,
+    options: AttentionOptions = PLAIN,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Causal attention within whole sequences, without a cache.
+
+    Args:
+      query: ``[B, T, N, H]``.
+      key: ``[B, T, K, H]``.
+      value: ``[B, T, K, H]``.
+      lengths: optional int32 ``[B]``; what lies past them is padding, which reaches no other token.
+      attention: what attends.
+      options: of the layer.
+      implementation: of `exact_attention.attention` or `turbo_attention`; None to choose. A
+        `PooledAttention` names its own.
+
+    Returns:
+      ``[B, T, N, H]`` in the query's dtype; rows of padding mean nothing.
+    """
+    if isinstance(attention, PooledAttention):
+        levels = attention.levels(query, key, lengths, options)
+        return attention.attend(query, key, value, levels, lengths, options)
+    name: Any = implementation
+    arguments = {**options.arguments(), "implementation": name}
+    if attention == "exact":
+        key, value = (_hide_padding(x, lengths) for x in (key, value))
+        return exact_attention.attention(query, key, value, **arguments)
+    out = turbo_attention(
+        query,
+        key,
+        value,
+        config=attention,
+        is_causal=True,
+        query_seq_lengths=lengths,
+        key_value_seq_lengths=lengths,
+        **arguments,
+    )
+    assert isinstance(out, jax.Array)
+    return out
+
+
+def _hide_padding(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
+    """``[B, T, K, H]`` with 0 past the lengths: a masked NaN would still be 0 times NaN."""
+    if lengths is None:
+        return x
+    real = jnp.arange(x.shape[1])[None] < lengths[:, None]
+    return jnp.where(real[:, :, None, None], x, 0)
