@@ -14,6 +14,7 @@ from gpu_helpers import MODES, RELATIVE, SOFTMAXES, assert_near, both, decode, f
 import turbojax as tj
 from benchmarks.shapes import MODELS
 from turbojax._device import gpu_compute_capability
+from turbojax.ops.options import Options
 
 pytestmark = pytest.mark.gpu
 
@@ -224,6 +225,6 @@ def test_none_takes_the_kernels_here():
     new = normal(0, (1, 1, 2, 64))
     for registry in (APPEND, STORE_PROMPT):
         assert registry.select(None, cache=cache, key=new).name == "triton"
-    options = {"scale": 0.1, "visibility": None, "logits_soft_cap": None}
+    options = {"options": Options(True, scale=0.1)}
     best = "mosaic_gpu" if gpu_compute_capability() == 9.0 else "triton"
     assert DECODE_REGISTRY.select(None, query=new, cache=cache, **options).name == best

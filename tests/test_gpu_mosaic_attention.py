@@ -12,8 +12,8 @@ from gpu_helpers import EIGHT_BIT_MODES as MODES
 
 import turbojax as tj
 from turbojax import _device
+from turbojax.ops.options import Options
 from turbojax.ops.turbo_attention import mosaic_gpu
-from turbojax.ops.visibility import Visibility
 
 pytestmark = [
     pytest.mark.gpu,
@@ -134,9 +134,7 @@ def test_launches_agree(mode, head_dim):
         mosaic_gpu.attention,
         *(q, k, v, lengths, lengths),
         config=tj.TurboConfig(mode=mode),
-        scale=0.1,
-        visibility=Visibility(True, (400, 0)),
-        logits_soft_cap=None,
+        options=Options(True, (400, 0), scale=0.1),
     )
     want = run()
     for launch in ((2, False), (3, False), (4, True), (2, True)):

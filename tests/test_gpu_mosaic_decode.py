@@ -12,8 +12,8 @@ from gpu_helpers import both as both_kernels
 import turbojax as tj
 from benchmarks.shapes import MODELS
 from turbojax._device import needs_hopper
+from turbojax.ops.options import Options
 from turbojax.ops.turbo_attention import mosaic_decode
-from turbojax.ops.visibility import Visibility
 
 pytestmark = [
     pytest.mark.gpu,
@@ -84,7 +84,7 @@ def test_no_launch_changes_more_than_rounding(launch):
     """More splits than blocks, more warps than blocks, fewer stages than blocks in flight."""
     cache = filled(2, 128, tj.TurboConfig(), LENGTHS)
     query = normal(9, (5, 1, 8, 128))
-    options = {"scale": 0.1, "visibility": Visibility(True, None), "logits_soft_cap": None}
+    options = {"options": Options(True, scale=0.1)}
     chosen = mosaic_decode.Launch(*launch)
     ones = jnp.ones(5, jnp.int32)
     got = mosaic_decode.decode(query, cache, ones, launch=chosen, **options)

@@ -26,7 +26,7 @@ from paged_helpers import (
 )
 
 from turbojax._device import needs_hopper
-from turbojax.ops.visibility import Visibility
+from turbojax.ops.options import Options
 from turbojax.state.pages import pool as paged
 
 pytestmark = pytest.mark.gpu
@@ -60,9 +60,7 @@ def implementation(kernel, query, cache, tables):
         ),
         cache=cache,
         block_tables=tables,
-        scale=1.0,
-        visibility=Visibility(True, None),
-        logits_soft_cap=None,
+        options=Options(True, scale=1.0),
     )
     if refusal is not None:
         assert needs_hopper() is not None, refusal

@@ -24,13 +24,13 @@ from oracles.softmax import exponential as oracle_exponential
 import turbojax as tj
 from pallas_kernels.upstream_triton import attention as launcher
 from turbojax import _device
+from turbojax.ops.options import Options
 from turbojax.ops.turbo_attention import jax_triton, reference
 from turbojax.ops.turbo_attention.operands import quantize_operands
-from turbojax.ops.visibility import Visibility
 
 KERNEL = "pallas_kernels.upstream_triton._kernel"
 MODES = ("int8", "int8_fp8", "fp8")
-SEES_ALL = Visibility(False, None)
+SEES_ALL = Options(False, scale=0.15)
 
 
 # Refusals and imports ----------------------------------------------------------------------------
@@ -38,7 +38,7 @@ SEES_ALL = Visibility(False, None)
 
 def refusal(config=tj.TurboConfig(), shape=(1, 8, 2, 64)):
     x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    options = {"scale": 0.1, "visibility": SEES_ALL, "logits_soft_cap": None}
+    options = {"options": SEES_ALL}
     return jax_triton.unsupported(query=x, key=x, value=x, config=config, **options)
 
 
@@ -216,20 +216,19 @@ def small(seed=0, shape=(2, 40, 70, 4, 2, 48), dtype=jnp.float32):
     return *tensors(seed, *shape, dtype), *reversed(lengths)
 
 
-def run(*operands, scale=0.15, visibility=SEES_ALL, logits_soft_cap=None):
+def run(*operands, options=SEES_ALL):
     """`jax_triton.attention` traced anew: its own cache must not keep the stand-in."""
     *operands, config = operands
-    options = {"scale": scale, "visibility": visibility, "logits_soft_cap": logits_soft_cap}
-    return jax_triton.attention.__wrapped__(*operands, config=config, **options)
+    return jax_triton.attention.__wrapped__(*operands, config=config, options=options)
 
 
 CASES = {
-    "plain": {},
-    "causal": {"visibility": Visibility(True, None)},
-    "causal window": {"visibility": Visibility(True, (9, 4))},
-    "window": {"visibility": Visibility(False, (9, 4))},
-    "soft cap": {"logits_soft_cap": 3.0},
-    "negative scale": {"scale": -0.2},
+    "plain": Options(False, scale=0.15),
+    "causal": Options(True, scale=0.15),
+    "causal window": Options(True, (9, 4), scale=0.15),
+    "window": Options(False, (9, 4), scale=0.15),
+    "soft cap": Options(False, scale=0.15, logits_soft_cap=3.0),
+    "negative scale": Options(False, scale=-0.2),
 }
 
 
@@ -242,7 +241,7 @@ PAIRS = [
 @pytest.mark.parametrize(("case", "softmax", "mode"), PAIRS)
 def test_what_is_launched_is_the_reference(case, softmax, mode):
     config = tj.TurboConfig(mode=mode, softmax=softmax, block_q=16, block_kv=32, buffer_size=32)
-    options = {"scale": 0.15, "visibility": SEES_ALL, "logits_soft_cap": None} | CASES[case]
+    options = {"options": CASES[case]}
     got = []
     launched(lambda: got.extend(run(*small(), config, **options)))
     want = reference.attention(*small(), config=config, **options)
@@ -284,7 +283,7 @@ def test_vmap_folds_the_axis_into_the_batch():
     results = {}
 
     def both():
-        over = functools.partial(run, visibility=Visibility(True, None))
+        over = functools.partial(run, options=CASES["causal"])
         mapped = jax.vmap(lambda q, n: over(q, k, v, n, key_length, config))
         lengths = jnp.stack([query_length, query_length - 1, query_length])
         results["mapped"] = jax.jit(mapped)(many, lengths)

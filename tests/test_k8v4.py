@@ -16,7 +16,7 @@ from test_kv4_decode import OPTIONS, SHAPES, UNIT, WEIGHT_UNIT, decode, nan_of, 
 
 from turbojax import fireq, k8v4
 from turbojax.ops.kv4_attention import api, triton
-from turbojax.ops.visibility import Visibility
+from turbojax.ops.options import Options
 from turbojax.state import kv4
 
 append = jax.jit(k8v4.append)
@@ -345,9 +345,7 @@ def test_lowers_for_cuda(name):
     cache = jax.eval_shape(lambda: k8v4.init_cache(batch, 4000, 2, dim))
     call = functools.partial(
         triton._decode,
-        scale=0.1,
-        visibility=Visibility(True, given.get("window")),
-        logits_soft_cap=given.get("cap"),
+        options=Options(True, given.get("window"), scale=0.1, logits_soft_cap=given.get("cap")),
         interpret=False,
     )
     query = jax.ShapeDtypeStruct((batch, tokens, heads, dim), jnp.bfloat16)

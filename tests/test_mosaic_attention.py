@@ -16,17 +16,17 @@ from kernel_helpers import lower_for_cuda
 
 import turbojax as tj
 from turbojax import _device
+from turbojax.ops.options import Options
 from turbojax.ops.turbo_attention import mosaic_gpu
 from turbojax.ops.turbo_attention.operands import permute_tokens
-from turbojax.ops.visibility import Visibility
 
 MODES = ("int8", "int8_fp8", "fp8")
-SEES_ALL = Visibility(False, None)
+SEES_ALL = Options(False, scale=0.1)
 
 
 def refusal(config=tj.TurboConfig(), shape=(1, 8, 2, 64)):
     x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    options = {"scale": 0.1, "visibility": SEES_ALL, "logits_soft_cap": None}
+    options = {"options": SEES_ALL}
     return mosaic_gpu.attention_unsupported(query=x, key=x, value=x, config=config, **options)
 
 
@@ -81,18 +81,17 @@ def test_order_of_keys():
 
 
 FEATURES = {
-    "plain": {},
-    "causal": {"visibility": Visibility(True, None)},
-    "window": {"visibility": Visibility(False, (100, 30))},
-    "causal window": {"visibility": Visibility(True, (64, 64))},
-    "soft cap": {"visibility": Visibility(True, None), "logits_soft_cap": 5.0},
-    "negative scale": {"scale": -0.2},
+    "plain": SEES_ALL,
+    "causal": Options(True, scale=0.1),
+    "window": Options(False, (100, 30), scale=0.1),
+    "causal window": Options(True, (64, 64), scale=0.1),
+    "soft cap": Options(True, scale=0.1, logits_soft_cap=5.0),
+    "negative scale": Options(False, scale=-0.2),
 }
 
 
-def lower(config, head_dim=64, dtype=jnp.bfloat16, tokens=100, **options):
-    defaults = {"scale": 0.1, "visibility": SEES_ALL, "logits_soft_cap": None}
-    run = functools.partial(mosaic_gpu.attention, config=config, **(defaults | options))
+def lower(config, head_dim=64, dtype=jnp.bfloat16, tokens=100, options=SEES_ALL, launch=None):
+    run = functools.partial(mosaic_gpu.attention, config=config, options=options, launch=launch)
     query, key = (
         jax.ShapeDtypeStruct((2, n, h, head_dim), dtype) for n, h in ((tokens, 4), (150, 2))
     )
@@ -121,7 +120,7 @@ def test_it_lowers(feature, softmax, head_dim, tokens, mode, dtype, block_kv):
     config = tj.TurboConfig(
         mode=mode, softmax=softmax, block_q=128, block_kv=block_kv, buffer_size=block_kv
     )
-    assert "mosaic_gpu" in lower(config, head_dim, dtype, tokens, **FEATURES[feature])
+    assert "mosaic_gpu" in lower(config, head_dim, dtype, tokens, FEATURES[feature])
 
 
 LAUNCHES = [(4, True), (2, False), (3, False), (2, True), (3, True)]
@@ -132,5 +131,5 @@ LAUNCHES = [(4, True), (2, False), (3, False), (2, True), (3, True)]
 def test_launches_lower(launch, mode):
     softmax = (EXACT, SAS_E)[launch[1]]
     config = tj.TurboConfig(mode=mode, softmax=softmax)
-    options = {"visibility": Visibility(True, (70, 0)), "launch": mosaic_gpu.Launch(*launch)}
+    options = {"options": Options(True, (70, 0), scale=0.1), "launch": mosaic_gpu.Launch(*launch)}
     assert "mosaic_gpu" in lower(config, **options)

@@ -9,12 +9,15 @@ from kernel_helpers import lower_for_cuda
 import turbojax as tj
 from benchmarks.shapes import MODELS
 from turbojax import _device
+from turbojax.ops.options import Options
 from turbojax.ops.turbo_attention import mosaic_decode
-from turbojax.ops.visibility import Visibility
 
 
 def abstract_cache(config=tj.TurboConfig(), *, batch=2, length=1024, kv_heads=2, head_dim=128):
     return jax.eval_shape(lambda: tj.init_cache(batch, length, kv_heads, head_dim, config=config))
+
+
+CAUSAL = Options(True, scale=0.1)
 
 
 def abstract_query(cache, *, tokens=1, group=4, dtype=jnp.bfloat16):
@@ -22,15 +25,13 @@ def abstract_query(cache, *, tokens=1, group=4, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def lower(query, cache, *, visibility=None, logits_soft_cap=None, launch=None):
+def lower(query, cache, *, options=CAUSAL, launch=None):
     def run(query, cache, lengths):
         return mosaic_decode.decode(
             query,
             cache,
             lengths,
-            scale=0.1,
-            visibility=visibility or Visibility(True, None),
-            logits_soft_cap=logits_soft_cap,
+            options=options,
             launch=launch,
         )
 
@@ -66,8 +67,7 @@ def test_it_lowers_with_window_cap_mixed_widths_and_long_blocks():
     text = lower(
         abstract_query(cache, tokens=3),
         cache,
-        visibility=Visibility(True, (300, 0)),
-        logits_soft_cap=30.0,
+        options=Options(True, (300, 0), scale=0.1, logits_soft_cap=30.0),
     )
     assert "mosaic_gpu" in text
 
@@ -96,9 +96,7 @@ def refusal(query, cache):
     return mosaic_decode.decode_unsupported(
         query=query,
         cache=cache,
-        scale=1.0,
-        visibility=Visibility(True, None),
-        logits_soft_cap=None,
+        options=Options(True, scale=1.0),
     )
 
 

@@ -28,8 +28,8 @@ from pallas_kernels.mosaic import (
     _paged_warp,
 )
 from turbojax import _device, polar
+from turbojax.ops.options import Options
 from turbojax.ops.paged_attention import mosaic_gpu
-from turbojax.ops.visibility import Visibility
 from turbojax.state.pages.pool import init_paged_cache
 
 KINDS = ("turbo4", "fp8_e4m3", "fp8_e5m2")
@@ -57,9 +57,7 @@ def specification(
 def lower(kind, *, window=None, logits_soft_cap=None, launch=None, **shape):
     attend = functools.partial(
         mosaic_gpu.attend,
-        scale=0.1,
-        visibility=Visibility(True, window),
-        logits_soft_cap=logits_soft_cap,
+        options=Options(True, window, scale=0.1, logits_soft_cap=logits_soft_cap),
         launch=launch,
     )
     return lower_for_cuda(jax.jit(attend), *specification(kind, **shape))
@@ -71,9 +69,7 @@ def refusal(kind, **shape):
         query=query,
         cache=cache,
         block_tables=tables,
-        scale=1.0,
-        visibility=Visibility(True, None),
-        logits_soft_cap=None,
+        options=Options(True, scale=1.0),
     )
 
 
@@ -140,9 +136,7 @@ def test_it_is_refused_where_there_is_no_hopper():
 @pytest.mark.parametrize("tokens", [1, 16])
 def test_what_is_in_flight_fits_shared_memory(kind, head_dim, tokens):
     query, cache, *_ = specification(kind, head_dim=head_dim, tokens=tokens)
-    s, _ = mosaic_gpu.settings_of(
-        query, cache, 1.0, Visibility(True, None), None, mosaic_gpu.Launch()
-    )
+    s, _ = mosaic_gpu.settings_of(query, cache, Options(True, scale=1.0), mosaic_gpu.Launch())
     assert s.warps * s.warp_bytes(head_dim) <= SHARED_BYTES
     assert s.part % (s.block * s.warps) == 0
 

@@ -11,9 +11,9 @@ from kernel_helpers import lower_for_cuda
 import turbojax as tj
 from turbojax import _device
 from turbojax._device import interpret_kernels
-from turbojax.ops.registry import Implementation, Registry
+from turbojax._registry import Implementation, Registry
+from turbojax.ops.options import Options
 from turbojax.ops.turbo_attention.api import ATTENTION, DECODE
-from turbojax.ops.visibility import Visibility
 
 
 def _registry() -> Registry:
@@ -71,7 +71,7 @@ def _calls(dtype=jnp.bfloat16, **options):
     config = tj.TurboConfig(**options)
     query, key = (jax.ShapeDtypeStruct((2, 300, n, 128), dtype) for n in (8, 2))
     cache = jax.eval_shape(lambda: tj.init_cache(2, 512, 2, 128, config=config, dtype=dtype))
-    static = {"scale": 0.1, "visibility": Visibility(True, None), "logits_soft_cap": None}
+    static = {"options": Options(True, scale=0.1)}
     return (
         (ATTENTION, {"query": query, "key": key, "value": key, "config": config, **static}),
         (DECODE, {"query": query.update(shape=(2, 1, 8, 128)), "cache": cache, **static}),

@@ -16,8 +16,8 @@ from kernel_helpers import lower_for_cuda
 import turbojax as tj
 from benchmarks.shapes import MODELS
 from turbojax._device import interpret_kernels
+from turbojax.ops.options import Options
 from turbojax.ops.turbo_attention import triton
-from turbojax.ops.visibility import Visibility
 
 
 @pytest.fixture(autouse=True)
@@ -167,12 +167,12 @@ DTYPES = {128: jnp.bfloat16, 96: jnp.float32}
 def test_lowers_for_cuda(mode, softmax, dim):
     dtype = DTYPES[dim]
     masked = dim == 96
+    cap = 5.0 if masked else None
+    options = Options(masked, (30, 5) if masked else None, scale=0.1, logits_soft_cap=cap)
     call = functools.partial(
         triton._attention,
         config=tj.TurboConfig(mode=mode, softmax=softmax),
-        scale=0.1,
-        visibility=Visibility(masked, (30, 5) if masked else None),
-        logits_soft_cap=5.0 if masked else None,
+        options=options,
         interpret=False,
     )
     x = jax.ShapeDtypeStruct((2, 200, 4, dim), dtype)

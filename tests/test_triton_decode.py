@@ -26,8 +26,8 @@ from kernel_helpers import lower_for_cuda
 import turbojax as tj
 from benchmarks.shapes import MODELS
 from turbojax._device import interpret_kernels
+from turbojax.ops.options import Options
 from turbojax.ops.turbo_attention import triton
-from turbojax.ops.visibility import Visibility
 
 TAKEN = [name for name, heads in MODELS.items() if heads.query // heads.kv <= 64]
 
@@ -120,11 +120,12 @@ WIDTHS = {
 def test_lowers_for_cuda(name, mode, dim):
     config = tj.TurboConfig(mode=mode, softmax="exact" if dim == 64 else tj.SAS(), **WIDTHS[name])
     cache = jax.eval_shape(lambda: tj.init_cache(2, 4096, 2, dim, config=config))
+    options = Options(True, scale=0.1)
+    if dim == 96:
+        options = Options(True, (100, 0), scale=0.1, logits_soft_cap=5.0)
     call = functools.partial(
         triton._decode,
-        scale=0.1,
-        visibility=Visibility(True, (100, 0) if dim == 96 else None),
-        logits_soft_cap=5.0 if dim == 96 else None,
+        options=options,
         interpret=False,
     )
     query = jax.ShapeDtypeStruct((2, 1 if dim == 128 else 3, 8, dim), jnp.bfloat16)

@@ -13,7 +13,7 @@ from test_kv4_decode import WEIGHT_UNIT, assert_matches_oracle, filled, normal
 
 from turbojax._device import interpret_kernels
 from turbojax.ops.kv4_attention import api, triton
-from turbojax.ops.visibility import Visibility
+from turbojax.ops.options import Options
 from turbojax.state import kv4
 
 
@@ -68,9 +68,7 @@ def test_lowers_for_cuda(name):
     cache = jax.eval_shape(lambda: kv4.init_cache(batch, 4000, 2, dim))
     call = functools.partial(
         triton._decode,
-        scale=0.1,
-        visibility=Visibility(True, given.get("window")),
-        logits_soft_cap=given.get("cap"),
+        options=Options(True, given.get("window"), scale=0.1, logits_soft_cap=given.get("cap")),
         interpret=False,
     )
     query = jax.ShapeDtypeStruct((batch, tokens, heads, dim), jnp.bfloat16)

@@ -23,8 +23,8 @@ from paged_helpers import (
 
 from pallas_kernels.triton._paged_merge import merge_parts
 from turbojax._device import interpret_kernels
+from turbojax.ops.options import Options
 from turbojax.ops.paged_attention import paged_attention, triton
-from turbojax.ops.visibility import Visibility
 from turbojax.state.pages import pool as paged
 
 run = functools.partial(attend, implementation="triton")
@@ -152,9 +152,7 @@ def test_lowers_for_cuda(name, kv_dtype, dtype):
     )
     call = functools.partial(
         triton._attend,
-        scale=0.1,
-        visibility=Visibility(True, given.get("window")),
-        logits_soft_cap=given.get("cap"),
+        options=Options(True, given.get("window"), scale=0.1, logits_soft_cap=given.get("cap")),
         interpret=False,
     )
     seen = jnp.float32 if kv_dtype == "turbo4" else dtype

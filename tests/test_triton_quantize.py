@@ -16,8 +16,8 @@ from pallas_kernels.triton.quantize import absolute_maxima, quantize
 from turbojax import _device
 from turbojax._device import interpret_kernels
 from turbojax.ops import numerics
+from turbojax.ops.options import Options
 from turbojax.ops.turbo_attention import operands, triton
-from turbojax.ops.visibility import Visibility
 from turbojax.state.progressive import triton as cache_triton
 from turbojax.state.progressive.update import store_prompt
 
@@ -277,9 +277,7 @@ def test_attention_lowers_with_its_quantization(monkeypatch, mode, dim):
     call = functools.partial(
         triton._attention.__wrapped__,
         config=tj.TurboConfig(mode=mode),
-        scale=0.1,
-        visibility=Visibility(True, None),
-        logits_soft_cap=None,
+        options=Options(True, scale=0.1),
         interpret=False,
     )
     query, key = (jax.ShapeDtypeStruct((2, 200, n, dim), jnp.bfloat16) for n in (4, 2))

@@ -65,7 +65,7 @@ MOVED: dict[str, str | tuple[str, ...]] = {
     "models.storage": "models.generation.saving",
     "models.tensors": "models.families.tensors",
     "models.tokenizer": "models.text.tokenizer",
-    "ops.turbo_attention.masking": "ops.visibility",
+    "ops.turbo_attention.masking": "ops.options",
     "ops.turbo_attention.numerics": "ops.numerics",
     "quantizing": "app.quantize.run",
     "serve_requests": "app.serve.requests",

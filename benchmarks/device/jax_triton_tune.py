@@ -22,9 +22,9 @@ import turbojax as tj
 from benchmarks.timing import measure
 from pallas_kernels.upstream_triton.attention import SparseExponential, Tiling, attention
 from turbojax import _writing
+from turbojax.ops.options import Options
 from turbojax.ops.turbo_attention import jax_triton, reference
 from turbojax.ops.turbo_attention.operands import quantize_operands
-from turbojax.ops.visibility import Visibility
 
 MODES = ("fp8", "int8_fp8", "int8")
 SOFTMAXES = {"exact": "exact", "sas": tj.SAS(), "sas2": tj.SAS(base="2")}
@@ -34,12 +34,12 @@ TILINGS = {
     "64/4/3": Tiling(64, 4, 3),
     "64/4/2": Tiling(64, 4, 2),
 }
-CASES = {
-    "causal, lengths": {"visibility": Visibility(True, None)},
-    "window": {"visibility": Visibility(False, (90, 17))},
-    "soft cap": {"visibility": Visibility(True, (150, 0)), "logits_soft_cap": 5.0},
-}
 BATCH, TOKENS, HEADS, KV_HEADS, HEAD_DIM = 2, 8192, 32, 8, 128
+CASES = {
+    "causal, lengths": Options(True, scale=HEAD_DIM**-0.5),
+    "window": Options(False, (90, 17), scale=HEAD_DIM**-0.5),
+    "soft cap": Options(True, (150, 0), scale=HEAD_DIM**-0.5, logits_soft_cap=5.0),
+}
 
 Row = dict[str, Any]
 
@@ -74,15 +74,14 @@ def correctness() -> Iterator[Row]:
     q = normal(0, 2, 200, 4, HEAD_DIM).astype(jnp.float32)
     k, v = (normal(i, 2, 330, 2, HEAD_DIM).astype(jnp.float32) for i in (1, 2))
     operands = (q, k, v, jnp.array([200, 130], jnp.int32), jnp.array([330, 77], jnp.int32))
-    for (name, case), softmax in zip(CASES.items(), SOFTMAXES, strict=True):
-        options = {"scale": HEAD_DIM**-0.5, "logits_soft_cap": None} | case
+    for (name, options), softmax in zip(CASES.items(), SOFTMAXES, strict=True):
         exact = tj.TurboConfig(mode="float", softmax="exact")
-        truth, _ = reference.attention(*operands, config=exact, **options)
+        truth, _ = reference.attention(*operands, config=exact, options=options)
         for mode in MODES:
             for kind in SOFTMAXES if mode == "fp8" else (softmax,):
                 config = config_of(mode, kind, 64)
-                want = reference.attention(*operands, config=config, **options)
-                got = jax_triton.attention(*operands, config=config, **options)
+                want = reference.attention(*operands, config=config, options=options)
+                got = jax_triton.attention(*operands, config=config, options=options)
                 yield {
                     "case": name,
                     "mode": mode,
@@ -124,15 +123,14 @@ def accumulation() -> Iterator[Row]:
     q = normal(0, 1, 512, 8, HEAD_DIM)
     k, v = (normal(i, 1, TOKENS, 2, HEAD_DIM) for i in (1, 2))
     lengths = full(1, 512), full(1, TOKENS)
-    options = {"scale": HEAD_DIM**-0.5, "visibility": Visibility(False, None)}
-    options["logits_soft_cap"] = None
+    options = Options(False, scale=HEAD_DIM**-0.5)
     exact = tj.TurboConfig(mode="float", softmax="exact")
     for signs, values in (("both", v), ("one", jnp.abs(v) + 1)):
         as_float32 = [x.astype(jnp.float32) for x in (q, k, values)]
-        truth, _ = reference.attention(*as_float32, *lengths, config=exact, **options)
+        truth, _ = reference.attention(*as_float32, *lengths, config=exact, options=options)
         for mode in MODES:
             config = config_of(mode, "exact", 64)
-            want, _ = reference.attention(*as_float32, *lengths, config=config, **options)
+            want, _ = reference.attention(*as_float32, *lengths, config=config, options=options)
             row = {"signs": signs, "mode": mode, "xla": distance(want, truth)["relative"]}
             operands = quantize_operands(q, k, values, *lengths, config)
             run = kernel_of(config, None, is_causal=False)
@@ -200,10 +198,8 @@ def time_variants(deadline: float) -> Iterator[Row]:
             continue
         config = config_of(variant.mode, variant.softmax, variant.block_kv)
         if variant.tiling is None:
-            options = {"scale": HEAD_DIM**-0.5, "visibility": Visibility(False, None)}
-            run = functools.partial(
-                jax_triton.attention, config=config, logits_soft_cap=None, **options
-            )
+            options = Options(False, scale=HEAD_DIM**-0.5)
+            run = functools.partial(jax_triton.attention, config=config, options=options)
             yield row | timed(run, (q, k, v, *lengths), is_causal=False)
             continue
         key = variant.mode, variant.block_kv

@@ -29,7 +29,9 @@ def dense_attention(
     options: AttentionOptions = PLAIN,
 ) -> tuple[jax.Array, Any]:
     """Exact causal attention: cuDNN's where it runs, which needs a GPU and 16 bits, else XLA's."""
-    return exact_attention.attention(query, key, value, **options.arguments()), cache
+    return exact_attention.attend(
+        query, key, value, options=options.complete(query.shape[3])
+    ), cache
 
 
 class Trainer:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import checkify
 
 from turbojax import _checks
-from turbojax.ops.visibility import Visibility
+from turbojax.ops.options import Visibility
 
 
 class MaskWarning(UserWarning):

@@ -13,13 +13,13 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from turbojax import _checks
+from turbojax._registry import ImplementationName
 from turbojax.config import TurboConfig
 from turbojax.flax._masks import MaskRule, as_mask, read_mask
 from turbojax.kv.pooled import check_pooled
 from turbojax.levels import Pattern, Policy, select_levels
 from turbojax.ops.options import check_implementation
 from turbojax.ops.pooled_attention import pooled_attention
-from turbojax.ops.registry import ImplementationName
 from turbojax.ops.turbo_attention import turbo_attention
 
 

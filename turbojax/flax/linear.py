@@ -5,6 +5,7 @@ from typing import Self
 import jax
 from flax import nnx
 
+from turbojax._registry import ImplementationName
 from turbojax.ops.int4_matmul.api import (
     check_activation,
     check_bias,
@@ -12,7 +13,6 @@ from turbojax.ops.int4_matmul.api import (
     matmul,
 )
 from turbojax.ops.int4_matmul.static import Activation, Precision
-from turbojax.ops.registry import ImplementationName
 from turbojax.quantizers import Fp8Tokens
 from turbojax.quantizers.int4 import BLOCK, Int4Weight, ScaleDtype, quantize_weight
 

@@ -76,8 +76,9 @@ class Exact(Kind[exact.ExactCache]):
         implementation: Any = None,
     ) -> jax.Array:
         """See `Kind.decode`."""
-        return exact_attention.decode(
-            query, cache, **options.arguments(), implementation=implementation
+        static = options.complete(query.shape[3])
+        return exact_attention.attend_cache(
+            query, cache, options=static, implementation=implementation
         )
 
 

@@ -76,15 +76,11 @@ class TokenScaled(Kind[kv4.CacheT]):
         implementation: Any = None,
     ) -> tuple[Any, kv4.CacheT]:
         """See `Kind.prefill`."""
-        return kv4_attention.prefill(
-            query,
-            key,
-            value,
-            cache,
-            key_value_seq_lengths=lengths,
-            **options.arguments(),
-            implementation=implementation,
+        static = options.complete(query.shape[3])
+        (out, _), cache = kv4_attention.attend_prompt(
+            query, key, value, cache, lengths, options=static, implementation=implementation
         )
+        return out, cache
 
     def decode(
         self,
@@ -95,9 +91,11 @@ class TokenScaled(Kind[kv4.CacheT]):
         implementation: Any = None,
     ) -> Any:
         """See `Kind.decode`."""
-        return kv4_attention.decode(
-            query, cache, **options.arguments(), implementation=implementation
+        static = options.complete(query.shape[3])
+        out, _ = kv4_attention.attend_cache(
+            query, cache, options=static, implementation=implementation
         )
+        return out
 
     def validate(self, cache: kv4.CacheT) -> None:
         """See `Stored.validate`."""

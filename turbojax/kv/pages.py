@@ -16,7 +16,7 @@ from turbojax import _checks
 from turbojax._registry import ImplementationName
 from turbojax.kv.base import Description, Grows, Kind, Stored, dtype_of, sizes_of
 from turbojax.ops.options import PLAIN, AttentionOptions
-from turbojax.ops.paged_attention import paged_attention
+from turbojax.ops.paged_attention import attend_pages
 from turbojax.state.pages.pool import PagedCache, init_paged_cache, page_arrays
 from turbojax.state.pages.pool import append as append_to_pages
 
@@ -199,17 +199,19 @@ def attend(
       TypeError, ValueError, NotImplementedError: see `turbojax.paged_attention`.
     """
     batch, tokens, heads, channels = query.shape
+    static = options.complete(channels)
 
-    def run(queries: jax.Array, lengths: jax.Array, real: jax.Array | None) -> Any:
-        return paged_attention(
+    def run(queries: jax.Array, lengths: jax.Array, real: jax.Array | None) -> jax.Array:
+        out, _ = attend_pages(
             queries,
             layer.pages,
             layer.block_tables,
             lengths,
-            query_seq_lengths=real,
+            real,
+            options=static,
             implementation=implementation,
-            **options.arguments(),
         )
+        return out
 
     size = query_chunk(batch, heads // layer.pages.num_kv_heads)
     if tokens <= size:
@@ -218,7 +220,7 @@ def attend(
         query_lengths = jnp.full(batch, tokens, jnp.int32)
     before = layer.lengths - query_lengths
 
-    def chunk(item: tuple[jax.Array, jax.Array]) -> Any:
+    def chunk(item: tuple[jax.Array, jax.Array]) -> jax.Array:
         first, queries = item
         held = before + jnp.minimum(query_lengths, first + size)
         return run(queries, held, jnp.clip(query_lengths - first, 0, size))

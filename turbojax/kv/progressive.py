@@ -93,15 +93,11 @@ class Progressive(Kind[ProgressiveCache]):
         implementation: Any = None,
     ) -> tuple[Any, ProgressiveCache]:
         """See `Kind.prefill`."""
-        return turbo_attention.prefill(
-            query,
-            key,
-            value,
-            cache,
-            key_value_seq_lengths=lengths,
-            **options.arguments(),
-            implementation=implementation,
+        static = options.complete(query.shape[3])
+        (out, _), cache = turbo_attention.attend_prompt(
+            query, key, value, cache, lengths, options=static, implementation=implementation
         )
+        return out, cache
 
     def decode(
         self,
@@ -112,9 +108,11 @@ class Progressive(Kind[ProgressiveCache]):
         implementation: Any = None,
     ) -> Any:
         """See `Kind.decode`."""
-        return turbo_attention.decode(
-            query, cache, **options.arguments(), implementation=implementation
+        static = options.complete(query.shape[3])
+        out, _ = turbo_attention.attend_cache(
+            query, cache, options=static, implementation=implementation
         )
+        return out
 
     def whole_attention(self, kind: TurboConfig) -> TurboConfig:
         """See `Kind.whole_attention`: `turbo_attention` needs no cache."""

@@ -9,10 +9,8 @@ from turbojax._registry import IMPLEMENTATION_NAMES
 from turbojax.config import TurboConfig
 from turbojax.kv.base import Attend, Cache
 from turbojax.kv.pooled import PooledAttention
-from turbojax.ops import exact_attention
+from turbojax.ops import exact_attention, turbo_attention
 from turbojax.ops.options import PLAIN, AttentionOptions
-from turbojax.ops.turbo_attention import turbo_attention
-from turbojax.ops.visibility import attention_options
 
 WholeAttention = Literal["exact"] | TurboConfig | PooledAttention
 """What attends within whole sequences."""
@@ -28,14 +26,21 @@ def causal_attention(
     """Exact causal attention over the given tokens alone; the cache passes through untouched.
 
     `jax.nn.dot_product_attention`, which under strict dtype promotion has no gradient in bfloat16
-    on a CPU; in float32 it has. With a cap of the scores, `exact_attention.attention`. An `Attend`.
+    on a CPU; in float32 it has. With a cap of the scores, `exact_attention.attend`. An `Attend`.
     """
-    arguments = options.arguments()
-    if arguments.pop("logits_soft_cap") is not None:
-        return exact_attention.attention(query, key, value, **options.arguments()), cache
+    static = options.complete(query.shape[3])
+    if static.logits_soft_cap is not None:
+        return exact_attention.attend(query, key, value, options=static), cache
     # jax's own function promotes bfloat16 with float32 inside: not allowed under strict promotion.
     with jax.numpy_dtype_promotion("standard"):
-        out = jax.nn.dot_product_attention(query, key, value, is_causal=True, **arguments)
+        out = jax.nn.dot_product_attention(
+            query,
+            key,
+            value,
+            scale=static.scale,
+            is_causal=static.is_causal,
+            local_window_size=static.window,
+        )
     return out, cache
 
 
@@ -47,17 +52,17 @@ def padded_attention(mask: jax.Array) -> Attend:
     """
 
     def attend(query, key, value, cache=None, options=PLAIN):  # type: ignore[no-untyped-def]
-        static = attention_options(query, is_causal=True, **options.arguments())
+        static = options.complete(query.shape[3])
         place = jnp.arange(query.shape[1])[None]
         lengths = jnp.full(query.shape[0], query.shape[1], jnp.int32)
-        visible = static["visibility"].mask(place, place, lengths) & mask[:, None]
+        visible = static.mask(place, place, lengths) & mask[:, None]
         out = exact_attention.masked_attention(
             query,
             key,
             value,
             visible,
-            scale=static["scale"],
-            logits_soft_cap=static["logits_soft_cap"],
+            scale=static.scale,
+            logits_soft_cap=static.logits_soft_cap,
         )
         return out, cache
 
@@ -109,22 +114,14 @@ def attend_within(
     if isinstance(attention, PooledAttention):
         levels = attention.levels(query, key, lengths, options)
         return attention.attend(query, key, value, levels, lengths, options)
-    name: Any = implementation
-    arguments = {**options.arguments(), "implementation": name}
+    static: dict[str, Any] = {
+        "options": options.complete(query.shape[3]),
+        "implementation": implementation,
+    }
     if attention == "exact":
         key, value = (_hide_padding(x, lengths) for x in (key, value))
-        return exact_attention.attention(query, key, value, **arguments)
-    out = turbo_attention(
-        query,
-        key,
-        value,
-        config=attention,
-        is_causal=True,
-        query_seq_lengths=lengths,
-        key_value_seq_lengths=lengths,
-        **arguments,
-    )
-    assert isinstance(out, jax.Array)
+        return exact_attention.attend(query, key, value, **static)
+    out, _ = turbo_attention.attend(query, key, value, lengths, lengths, config=attention, **static)
     return out
 
 

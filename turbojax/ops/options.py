@@ -1,10 +1,148 @@
-"""What a layer asks of attention."""
+"""What is static in a call of attention, checked once; and what a layer asks of attention.
+
+Users hand an op keyword arguments, and a layer has `AttentionOptions`; both become `Options`, which
+every implementation takes as they are.
+"""
 
 import dataclasses
-from typing import Any
+import math
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
 
 from turbojax import _checks
 from turbojax._registry import IMPLEMENTATION_NAMES
+
+
+def _check_scores(scale: object, logits_soft_cap: float | None) -> None:
+    _checks.check_number("scale", scale)
+    _checks.check_number("logits_soft_cap", logits_soft_cap)
+    _checks.check_positive("logits_soft_cap", logits_soft_cap)
+
+
+@dataclasses.dataclass(frozen=True)
+class Visibility:
+    """Which keys a query sees, by positions alone: causality and a sliding window.
+
+    Attributes:
+      is_causal: a query sees keys up to its own position.
+      window: (left, right): a query at ``p`` sees keys in ``[p - left, p + right]``; None for all.
+
+    Raises:
+      ValueError: unless the window is None, an integer (of either side) or a pair, none negative.
+    """
+
+    is_causal: bool
+    window: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        # One form, so that equal options are equal and hash alike.
+        object.__setattr__(self, "is_causal", bool(self.is_causal))
+        object.__setattr__(self, "window", _checks.normalize_window(self.window))
+
+    def mask(
+        self, query_position: jax.Array, key_position: jax.Array, key_length: jax.Array
+    ) -> jax.Array:
+        """Visible pairs.
+
+        Args:
+          query_position: int32 ``[B or 1, T]``.
+          key_position: int32 ``[B or 1, S]``.
+          key_length: int32 ``[B]``, keys at or past it are ignored.
+
+        Returns:
+          bool ``[B, T, S]``.
+        """
+        q, k = query_position[:, :, None], key_position[:, None, :]
+        visible = jnp.broadcast_to(
+            k < key_length[:, None, None], (key_length.shape[0], q.shape[1], k.shape[2])
+        )
+        if self.is_causal:
+            visible = visible & (k <= q)
+        if self.window is not None:
+            left, right = self.window
+            visible = visible & (k >= q - left) & (k <= q + right)
+        return visible
+
+    def key_range(
+        self, first: jax.Array, last: jax.Array, key_length: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Positions ``[start, stop)`` outside which queries ``first..last`` see nothing.
+
+        Args:
+          first: int32 scalar, smallest query position.
+          last: int32 scalar, largest query position.
+          key_length: int32 ``[B]``.
+
+        Returns:
+          int32 scalars, valid for every sequence; empty ranges have ``stop <= start``.
+        """
+        start, stop = jnp.zeros_like(first), jnp.max(key_length)
+        if self.is_causal:
+            stop = jnp.minimum(stop, last + 1)
+        if self.window is not None:
+            left, right = self.window
+            start = jnp.maximum(start, first - left)
+            stop = jnp.minimum(stop, last + right + 1)
+        return start, stop
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(Visibility):
+    """The options of a call of attention; static under `jit`.
+
+    There are no invalid ones: they are checked when they are made, and by nobody after that.
+
+    Attributes:
+      scale: factor of the scores.
+      logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
+
+    Raises:
+      TypeError: if the scale or the cap is not a Python number.
+      ValueError: if the scale is not finite (it may be negative), the cap not positive and finite,
+        or the window as in `Visibility`.
+    """
+
+    scale: float
+    logits_soft_cap: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_scores(self.scale, self.logits_soft_cap)
+        super().__post_init__()
+        object.__setattr__(self, "scale", float(self.scale))
+        if self.logits_soft_cap is not None:
+            object.__setattr__(self, "logits_soft_cap", float(self.logits_soft_cap))
+
+    @classmethod
+    def complete(
+        cls,
+        head_dim: int,
+        *,
+        scale: float | None,
+        is_causal: bool,
+        local_window_size: int | tuple[int, int] | None,
+        logits_soft_cap: float | None,
+    ) -> Self:
+        """The options that a user's arguments stand for, see `jax.nn.dot_product_attention`.
+
+        Args:
+          head_dim: channels of a head, `H`.
+          scale: factor of the scores; ``1 / sqrt(H)`` if None.
+          is_causal: whether a query sees keys up to its own position only.
+          local_window_size: optional `w` or ``(left, right)``, keys on either side of the query.
+          logits_soft_cap: optional cap.
+
+        Raises:
+          TypeError, ValueError: as the class.
+        """
+        window: Any = local_window_size  # brought into one form with the rest
+        return cls(
+            scale=1 / math.sqrt(head_dim) if scale is None else scale,
+            is_causal=is_causal,
+            window=window,
+            logits_soft_cap=logits_soft_cap,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +166,13 @@ class AttentionOptions:
     logits_soft_cap: float | None = None
 
     def __post_init__(self) -> None:
-        _checks.check_number("scale", self.scale)
-        _checks.check_number("logits_soft_cap", self.logits_soft_cap)
-        _checks.check_positive("logits_soft_cap", self.logits_soft_cap)
+        _check_scores(self.scale, self.logits_soft_cap)
         if self.local_window_size is not None:
             _checks.check_sizes(local_window_size=self.local_window_size)
+
+    def complete(self, head_dim: int) -> Options:
+        """The options of an op's call, for heads of `head_dim` channels."""
+        return Options.complete(head_dim, is_causal=True, **self.arguments())
 
     def arguments(self) -> dict[str, Any]:
         """The options as arguments of `turbo_attention`, `decode` and their like.
@@ -49,6 +189,12 @@ class AttentionOptions:
 
 PLAIN = AttentionOptions()
 """Causal attention to all tokens, scores over ``sqrt(H)``."""
+
+
+def require_causal(options: Options) -> None:
+    """Raises ValueError if queries of newest tokens would see what comes after them."""
+    if not options.is_causal:
+        raise ValueError(f"{options.is_causal=} must be True: newest tokens attend causally")
 
 
 def check_implementation(

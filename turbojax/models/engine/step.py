@@ -20,8 +20,7 @@ from turbojax.models.engine import compilation
 from turbojax.models.generation.sampling import Array, SamplingRows, greedy_rows
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.ops.options import PLAIN
-from turbojax.ops.paged_attention.api import select
-from turbojax.ops.visibility import attention_options
+from turbojax.ops.paged_attention import attend_pages, select
 
 
 @jax.tree_util.register_dataclass
@@ -85,8 +84,7 @@ def check_implementation(
     for rows, tokens, tables in calls:
         shape = (rows, tokens, num_heads, cache.head_dim)
         query: Any = jax.ShapeDtypeStruct(shape, cache.dtype)
-        options = attention_options(query, None, True, None, None)
-        select(implementation, query, cache, tables, **options)
+        select(implementation, query, cache, tables, options=PLAIN.complete(cache.head_dim))
 
 
 @functools.partial(jax.jit, static_argnames="implementation", donate_argnames="caches")
@@ -134,30 +132,30 @@ def _attend(work: Work, positions: jax.Array, implementation: str | None) -> Att
     in_piece = jnp.arange(size, dtype=jnp.int32) < work.counts[slots]
     row_counts = jnp.concatenate([work.counts[:slots], in_piece.astype(jnp.int32)])
     lengths = work.lengths + work.counts
-    attention: Any = paged.attention  # it knows which implementations exist
 
     def attend(query, key, value, cache, options=PLAIN):  # type: ignore[no-untyped-def]
         # Every row is written as if it were a sequence of its own: one scatter for all of them.
         cache = paged.append(
             cache, key[0][:, None], value[0][:, None], row_tables, positions, new_lengths=row_counts
         )
-        decoded = attention(
+        static = options.complete(query.shape[3])
+        decoded, _ = attend_pages(
             query[0, :slots, None],
             cache,
             work.tables[:slots],
             lengths[:slots],
-            query_seq_lengths=work.counts[:slots],
+            work.counts[:slots],
+            options=static,
             implementation=implementation,
-            **options.arguments(),
         )
-        piece = attention(
+        piece, _ = attend_pages(
             query[:, slots:],
             cache,
             work.tables[slots:],
             lengths[slots:],
-            query_seq_lengths=work.counts[slots:],
+            work.counts[slots:],
+            options=static,
             implementation=implementation,
-            **options.arguments(),
         )
         return jnp.concatenate([decoded[:, 0], piece[0]])[None], cache
 

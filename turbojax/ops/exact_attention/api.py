@@ -7,9 +7,9 @@ import jax.numpy as jnp
 
 from turbojax import _checks, _device
 from turbojax.config import TurboConfig
+from turbojax.ops import turbo_attention
 from turbojax.ops.exact_attention import reference
-from turbojax.ops.turbo_attention import turbo_attention
-from turbojax.ops.visibility import attention_options
+from turbojax.ops.options import Options, require_causal
 from turbojax.state.exact import ExactCache
 
 IMPLEMENTATIONS = ("xla", "cudnn")
@@ -47,20 +47,45 @@ def attention(
       NotImplementedError: if cuDNN is asked for and cannot run this here.
     """
     _checks.check_query_key_value(query, key, value)
-    chosen = _choose(implementation, query, key, logits_soft_cap=logits_soft_cap)
-    if logits_soft_cap is not None:
-        out = turbo_attention(
-            query,
-            key,
-            value,
-            config=_FLOAT,
-            scale=scale,
-            is_causal=True,
-            local_window_size=local_window_size,
-            logits_soft_cap=logits_soft_cap,
-            implementation="xla" if implementation == "xla" else None,
+    options = Options.complete(
+        query.shape[3],
+        scale=scale,
+        is_causal=True,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+    )
+    return _attend(query, key, value, options=options, implementation=implementation)
+
+
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    options: Options,
+    implementation: str | None = None,
+) -> jax.Array:
+    """`attention` for callers that have `Options`, causal ones."""
+    require_causal(options)
+    _checks.check_query_key_value(query, key, value)
+    return _attend(query, key, value, options=options, implementation=implementation)
+
+
+def _attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    options: Options,
+    implementation: str | None,
+) -> jax.Array:
+    """`attention` of checked arguments."""
+    chosen = _choose(implementation, query, key, logits_soft_cap=options.logits_soft_cap)
+    if options.logits_soft_cap is not None:
+        name = "xla" if implementation == "xla" else None
+        out, _ = turbo_attention.attend(
+            query, key, value, config=_FLOAT, options=options, implementation=name
         )
-        assert isinstance(out, jax.Array)
         return out
     # jax's own function promotes bfloat16 with float32 inside.
     with jax.numpy_dtype_promotion("standard"):
@@ -68,9 +93,9 @@ def attention(
             query,
             key,
             value,
-            scale=scale,
+            scale=options.scale,
             is_causal=True,
-            local_window_size=_checks.normalize_window(local_window_size),
+            local_window_size=options.window,
             implementation=chosen,
         )
 
@@ -103,36 +128,67 @@ def decode(
       ValueError: if a shape, an option or the name does not fit.
       NotImplementedError: if cuDNN is asked for and cannot run this here.
     """
+    _check_newest(query, cache)
+    options = Options.complete(
+        query.shape[3],
+        scale=scale,
+        is_causal=True,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+    )
+    return _decode(query, cache, options=options, implementation=implementation)
+
+
+def attend_cache(
+    query: jax.Array,
+    cache: ExactCache,
+    *,
+    options: Options,
+    implementation: str | None = None,
+) -> jax.Array:
+    """`decode` for callers that have `Options`, causal ones."""
+    require_causal(options)
+    _check_newest(query, cache)
+    return _decode(query, cache, options=options, implementation=implementation)
+
+
+def _check_newest(query: jax.Array, cache: ExactCache) -> None:
+    """Raises unless the queries fit the cache."""
     _checks.check_query(query)
     _checks.check_head_groups(query.shape[2], cache.key.shape[2])
-    options = attention_options(query, scale, True, local_window_size, logits_soft_cap)
+
+
+def _decode(
+    query: jax.Array, cache: ExactCache, *, options: Options, implementation: str | None
+) -> jax.Array:
+    """`decode` of checked arguments."""
     tokens = query.shape[1]
     chosen = _choose(
         implementation,
         query,
         cache.key,
         decoding=True,
-        windowed=local_window_size is not None,
-        logits_soft_cap=logits_soft_cap,
+        windowed=options.window is not None,
+        logits_soft_cap=options.logits_soft_cap,
     )
     if chosen == "cudnn":
         return jax.nn.dot_product_attention(
             query,
             cache.key,
             cache.value,
-            scale=scale,
+            scale=options.scale,
             key_value_seq_lengths=cache.lengths,
             implementation="cudnn",
         )
     position = cache.lengths[:, None] - tokens + jnp.arange(tokens)[None]
-    mask = options["visibility"].mask(position, jnp.arange(cache.max_length)[None], cache.lengths)
+    mask = options.mask(position, jnp.arange(cache.max_length)[None], cache.lengths)
     return reference.masked_attention(
         query,
         cache.key.astype(query.dtype),
         cache.value.astype(query.dtype),
         mask,
-        scale=options["scale"],
-        logits_soft_cap=logits_soft_cap,
+        scale=options.scale,
+        logits_soft_cap=options.logits_soft_cap,
     )
 
 

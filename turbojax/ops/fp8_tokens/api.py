@@ -6,8 +6,8 @@ import jax
 
 from turbojax import _checks
 from turbojax._gradient import refuse_gradients
+from turbojax._registry import Implementation, ImplementationName, Registry
 from turbojax.ops.fp8_tokens import reference, triton
-from turbojax.ops.registry import Implementation, ImplementationName, Registry
 from turbojax.quantizers import Fp8Tokens
 
 QUANTIZE = Registry(

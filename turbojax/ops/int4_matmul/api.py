@@ -12,10 +12,10 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax._gradient import refuse_gradients
+from turbojax._registry import Implementation, ImplementationName, Registry
 from turbojax.ops.fp8_tokens import quantize_activation
 from turbojax.ops.int4_matmul import mosaic_gpu, reference, triton
 from turbojax.ops.int4_matmul.static import ACTIVATIONS, Activation, Precision
-from turbojax.ops.registry import Implementation, ImplementationName, Registry
 from turbojax.quantizers import Fp8Tokens, Int4Weight
 from turbojax.quantizers.int4 import pad_rows
 

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 
 from turbojax import _checks
 from turbojax._gradient import refuse_gradients
+from turbojax._registry import Implementation, ImplementationName, Registry
 from turbojax.config import TurboConfig
 from turbojax.ops.kv4_attention import reference, triton
-from turbojax.ops.registry import Implementation, ImplementationName, Registry
-from turbojax.ops.turbo_attention import turbo_attention
-from turbojax.ops.visibility import attention_options
+from turbojax.ops.options import Options, require_causal
+from turbojax.ops.turbo_attention import attend
 from turbojax.state import checks, kv4
 from turbojax.state.kv4 import CacheT, TokenScaledCache
 
@@ -69,31 +69,80 @@ def prefill(
       NotImplementedError: if the implementation asked for cannot run this, or when it is
         differentiated.
     """
+    lengths = _check_prompt(query, key, value, cache, key_value_seq_lengths)
+    options = Options.complete(
+        query.shape[3],
+        scale=scale,
+        is_causal=is_causal,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+    )
+    (out, residual), cache = _prefill(
+        query, key, value, cache, lengths, options=options, implementation=implementation
+    )
+    return ((out, residual) if return_residual else out), cache
+
+
+def attend_prompt(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cache: CacheT,
+    lengths: jax.Array | None = None,
+    *,
+    options: Options,
+    implementation: str | None = None,
+) -> tuple[tuple[jax.Array, jax.Array], CacheT]:
+    """`prefill` for callers that have `Options`; gives ``(output, log-sum-exp), cache``."""
+    lengths = _check_prompt(query, key, value, cache, lengths)
+    return _prefill(
+        query, key, value, cache, lengths, options=options, implementation=implementation
+    )
+
+
+def _check_prompt(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cache: CacheT,
+    lengths: jax.Array | None,
+) -> jax.Array:
+    """Raises unless the arrays fit together and into the cache; gives int32 lengths."""
     kv4.check_cache_arguments(cache, key, value)
     batch, size = key.shape[:2]
     if query.ndim != 4 or query.shape[1] != size:
         raise ValueError(f"{query.shape=} must be [B, {size}, N, H]: one query per key")
     _checks.check_query_key_value(query, key, value)
-    lengths = _checks.check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch, size)
+    lengths = _checks.check_lengths("key_value_seq_lengths", lengths, batch, size)
     kv4.check_prompt(cache, key, value, lengths)
+    return lengths
+
+
+def _prefill(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cache: CacheT,
+    lengths: jax.Array,
+    *,
+    options: Options,
+    implementation: str | None,
+) -> tuple[tuple[jax.Array, jax.Array], CacheT]:
+    """`prefill` of checked arguments."""
 
     def run(
         query: jax.Array, key: jax.Array, value: jax.Array, cache: CacheT, lengths: jax.Array
-    ) -> tuple[jax.Array | tuple[jax.Array, jax.Array], CacheT]:
-        inside = jnp.clip(lengths, 0, size)
-        out = turbo_attention(
+    ) -> tuple[tuple[jax.Array, jax.Array], CacheT]:
+        inside = jnp.clip(lengths, 0, key.shape[1])
+        out = attend(
             query,
             key,
             value,
+            inside,
+            inside,
             config=PREFILL,
-            scale=scale,
-            is_causal=is_causal,
-            query_seq_lengths=inside,
-            key_value_seq_lengths=inside,
-            local_window_size=local_window_size,
-            logits_soft_cap=logits_soft_cap,
+            options=options,
             implementation=implementation,
-            return_residual=return_residual,
         )
         return out, kv4.store_prompt(cache, key, value, lengths)
 
@@ -148,14 +197,53 @@ def decode(
       NotImplementedError: if the implementation asked for cannot run this, or when it is
         differentiated.
     """
-    kv4.check_cache(cache)
-    checks.check_query(cache, query)
-    query_length = _checks.check_lengths(
-        "query_seq_lengths", query_seq_lengths, query.shape[0], query.shape[1]
+    query_lengths = _check_newest(query, cache, query_seq_lengths)
+    options = Options.complete(
+        query.shape[3],
+        scale=scale,
+        is_causal=True,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
     )
-    options = attention_options(query, scale, True, local_window_size, logits_soft_cap)
-    chosen = DECODE.select(implementation, query=query, cache=cache, **options)
-    out, residual = refuse_gradients(chosen.run, "fireq.decode", **options)(
-        query, cache, jnp.clip(query_length, 0, query.shape[1])
+    out, residual = _decode(
+        query, cache, query_lengths, options=options, implementation=implementation
     )
     return (out, residual) if return_residual else out
+
+
+def attend_cache(
+    query: jax.Array,
+    cache: TokenScaledCache,
+    query_lengths: jax.Array | None = None,
+    *,
+    options: Options,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`decode` for callers that have `Options`, causal ones; gives the log-sum-exp too."""
+    require_causal(options)
+    query_lengths = _check_newest(query, cache, query_lengths)
+    return _decode(query, cache, query_lengths, options=options, implementation=implementation)
+
+
+def _check_newest(
+    query: jax.Array, cache: TokenScaledCache, query_lengths: jax.Array | None
+) -> jax.Array:
+    """Raises unless the queries fit the cache; gives their int32 lengths."""
+    kv4.check_cache(cache)
+    checks.check_query(cache, query)
+    return _checks.check_lengths("query_seq_lengths", query_lengths, query.shape[0], query.shape[1])
+
+
+def _decode(
+    query: jax.Array,
+    cache: TokenScaledCache,
+    query_lengths: jax.Array,
+    *,
+    options: Options,
+    implementation: str | None,
+) -> tuple[jax.Array, jax.Array]:
+    """`decode` of checked arguments."""
+    chosen = DECODE.select(implementation, query=query, cache=cache, options=options)
+    run = refuse_gradients(chosen.run, "fireq.decode", options=options)
+    out, residual = run(query, cache, jnp.clip(query_lengths, 0, query.shape[1]))
+    return out, residual

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from turbojax.ops import numerics
-from turbojax.ops.visibility import Visibility
+from turbojax.ops.options import Options
 from turbojax.quantizers import quantize_fp8
 from turbojax.state.kv4 import TokenScaledCache, numbers
 
@@ -15,15 +15,13 @@ _State = tuple[jax.Array, jax.Array, jax.Array]
 _CHUNK_TOKENS = 1024
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "visibility", "logits_soft_cap"))
+@functools.partial(jax.jit, static_argnames="options")
 def decode(
     query: jax.Array,
     cache: TokenScaledCache,
     query_length: jax.Array,
     *,
-    scale: float,
-    visibility: Visibility,
-    logits_soft_cap: float | None,
+    options: Options,
 ) -> tuple[jax.Array, jax.Array]:
     """Attends the last `T` cached tokens' queries to the cache, chunk by chunk.
 
@@ -31,9 +29,7 @@ def decode(
       query: ``[B, T, N, H]``.
       cache: the cache, which already holds the queries' own keys and values.
       query_length: int32 ``[B]``, the real queries; the rest is padding and gives 0 and ``-inf``.
-      scale: factor of the scores.
-      visibility: causality and window.
-      logits_soft_cap: optional cap.
+      options: of the call.
 
     Returns:
       out ``[B, T, N, H]`` in the query's dtype and the float32 log-sum-exp ``[B, T, N]``.
@@ -42,7 +38,7 @@ def decode(
     kv_heads = cache.num_kv_heads
     grouped = query.reshape(batch, length, kv_heads, heads // kv_heads, channels)
     q, q_scale = _query_operand(jnp.moveaxis(grouped, 1, 3), cache)  # [B, K, G, T, H]
-    q_scale = (q_scale * scale)[..., None]
+    q_scale = (q_scale * options.scale)[..., None]
     begin = cache.lengths - query_length
     position = begin[:, None] + jnp.arange(length)[None]
     is_query = (jnp.arange(length)[None] < query_length[:, None])[:, :, None]
@@ -53,7 +49,7 @@ def decode(
         # The last chunk starts early enough to stay inside; what it reads twice is masked.
         first = jnp.minimum(i * count, allocated - count)
         token = (first + jnp.arange(count))[None]
-        mask = visibility.mask(position, token, cache.lengths) & is_query
+        mask = options.mask(position, token, cache.lengths) & is_query
         mask = (mask & (token >= i * count)[:, None])[:, None, None]
         key, key_scale, value, value_scale = (
             jax.lax.dynamic_slice_in_dim(x, first, count, axis=2)
@@ -61,7 +57,7 @@ def decode(
         )
         scores = numerics.exact_dot("bkgqh,bkth->bkgqt", q, numbers(key))
         scores = scores * (q_scale * _per_token(key_scale))
-        scores = numerics.cap_logits(scores, logits_soft_cap)
+        scores = numerics.cap_logits(scores, options.logits_soft_cap)
         return _step(state, scores, mask, value, value_scale)
 
     rows = q.shape[:-1]
@@ -70,7 +66,7 @@ def decode(
         jnp.full(rows, -jnp.inf, jnp.float32),
         jnp.zeros(rows, jnp.float32),
     )
-    start, stop = visibility.key_range(jnp.min(begin), jnp.max(cache.lengths) - 1, cache.lengths)
+    start, stop = options.key_range(jnp.min(begin), jnp.max(cache.lengths) - 1, cache.lengths)
     bounds = jnp.maximum(start, 0) // count, -(-stop // count)
     out, residual = numerics.finish(*jax.lax.fori_loop(*bounds, chunk, state))
     out = jnp.moveaxis(out, 3, 1).reshape(batch, length, heads, channels)

@@ -6,7 +6,7 @@ import math
 import jax
 
 from turbojax._device import interpreting, needs_gpu, unindexable
-from turbojax.ops.visibility import Visibility
+from turbojax.ops.options import Options
 from turbojax.state.kv4 import ALLOCATION, TokenScaledCache
 
 # Compute capability with conversions to e4m3.
@@ -19,12 +19,10 @@ def decode_unsupported(
     *,
     query: jax.Array,
     cache: TokenScaledCache,
-    scale: float,
-    visibility: Visibility,
-    logits_soft_cap: float | None,
+    options: Options,
 ) -> str | None:
     """Why `decode` cannot run this here; None if it can."""
-    del scale, visibility, logits_soft_cap
+    del options
     group = query.shape[2] // cache.num_kv_heads
     if query.shape[1] * group > _MOST_QUERY_ROWS:
         return (
@@ -41,31 +39,25 @@ def decode(
     cache: TokenScaledCache,
     query_length: jax.Array,
     *,
-    scale: float,
-    visibility: Visibility,
-    logits_soft_cap: float | None,
+    options: Options,
 ) -> tuple[jax.Array, jax.Array]:
     """`reference.decode` as one kernel and a merge; weights are rounded to bfloat16."""
     return _decode(
         query,
         cache,
         query_length,
-        scale=scale,
-        visibility=visibility,
-        logits_soft_cap=logits_soft_cap,
+        options=options,
         interpret=interpreting(),
     )
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "visibility", "logits_soft_cap", "interpret"))
+@functools.partial(jax.jit, static_argnames=("options", "interpret"))
 def _decode(
     query: jax.Array,
     cache: TokenScaledCache,
     query_length: jax.Array,
     *,
-    scale: float,
-    visibility: Visibility,
-    logits_soft_cap: float | None,
+    options: Options,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     from pallas_kernels.triton import kv4_decode as kernel
@@ -73,9 +65,9 @@ def _decode(
     tile, num_warps, num_stages = _LAUNCH[cache.head_dim > 128]
     assert ALLOCATION % tile == 0
     settings = kernel.Settings(
-        scale=scale,
-        window=visibility.window,
-        soft_cap=logits_soft_cap,
+        scale=options.scale,
+        window=options.window,
+        soft_cap=options.logits_soft_cap,
         tile=tile,
         splits=_splits(cache.batch_size * cache.num_kv_heads, cache.key_scale.shape[2] // tile),
         num_warps=num_warps,

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from turbojax import _checks, polar
 from turbojax._device import interpreting
 from turbojax._gradient import refuse_gradients
+from turbojax._registry import Implementation, ImplementationName, Registry
+from turbojax.ops.options import Options, require_causal
 from turbojax.ops.paged_attention import mosaic_gpu, reference, triton
-from turbojax.ops.registry import Implementation, ImplementationName, Registry
-from turbojax.ops.visibility import Visibility, attention_options
 from turbojax.state import checks
 from turbojax.state.pages import checks as page_checks
 from turbojax.state.pages.pool import PagedCache
@@ -88,31 +88,77 @@ def paged_attention(
       NotImplementedError: if the implementation asked for cannot run this, or when it is
         differentiated.
     """
+    arrays = _check(query, cache, block_tables, lengths, query_seq_lengths)
+    options = Options.complete(
+        query.shape[3],
+        scale=scale,
+        is_causal=True,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+    )
+    out, residual = _run(query, cache, *arrays, options=options, implementation=implementation)
+    return (out, residual) if return_residual else out
+
+
+def attend_pages(
+    query: jax.Array,
+    cache: PagedCache,
+    block_tables: jax.Array,
+    lengths: jax.Array,
+    query_lengths: jax.Array | None = None,
+    *,
+    options: Options,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`paged_attention` for callers that have `Options`, causal ones; gives the log-sum-exp too."""
+    require_causal(options)
+    arrays = _check(query, cache, block_tables, lengths, query_lengths)
+    return _run(query, cache, *arrays, options=options, implementation=implementation)
+
+
+def _check(
+    query: jax.Array,
+    cache: PagedCache,
+    block_tables: jax.Array,
+    lengths: jax.Array,
+    query_lengths: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Raises unless the arrays fit; gives tables, lengths and the queries' lengths as int32."""
     checks.check_kind(cache, PagedCache)
     _check_query(cache, query)
     batch, tokens = query.shape[:2]
     block_tables = page_checks.check_block_tables(block_tables, batch)
     lengths = page_checks.check_lengths("lengths", lengths, batch)
     page_checks.check_readable(cache, block_tables, lengths)
-    query_lengths = _checks.check_lengths("query_seq_lengths", query_seq_lengths, batch, tokens)
-    options = attention_options(query, scale, True, local_window_size, logits_soft_cap)
-    chosen = select(implementation, query, cache, block_tables, **options)
+    query_lengths = _checks.check_lengths("query_seq_lengths", query_lengths, batch, tokens)
+    return block_tables, lengths, query_lengths
+
+
+def _run(
+    query: jax.Array,
+    cache: PagedCache,
+    block_tables: jax.Array,
+    lengths: jax.Array,
+    query_lengths: jax.Array,
+    *,
+    options: Options,
+    implementation: str | None,
+) -> tuple[jax.Array, jax.Array]:
+    """`paged_attention` of checked arguments."""
+    chosen = select(implementation, query, cache, block_tables, options=options)
     run = functools.partial(_attend, attend=chosen.run, interpret=interpreting())
-    out, residual = refuse_gradients(run, "paged_attention", **options)(
-        query, cache, block_tables, lengths, query_lengths
-    )
-    return (out, residual) if return_residual else out
+    call = refuse_gradients(run, "paged_attention", options=options)
+    out, residual = call(query, cache, block_tables, lengths, query_lengths)
+    return out, residual
 
 
 def select(
     implementation: str | None,
     query: jax.Array | jax.ShapeDtypeStruct,
     cache: PagedCache,
-    block_tables: jax.Array,
+    block_tables: jax.Array | jax.ShapeDtypeStruct,
     *,
-    scale: float,
-    visibility: Visibility,
-    logits_soft_cap: float | None,
+    options: Options,
 ) -> Implementation:
     """What runs a call of `paged_attention` with these arguments; only shapes and dtypes are used.
 
@@ -126,9 +172,7 @@ def select(
         query=jax.ShapeDtypeStruct(query.shape, jnp.float32 if turned else query.dtype),
         cache=cache,
         block_tables=block_tables,
-        scale=scale,
-        visibility=visibility,
-        logits_soft_cap=logits_soft_cap,
+        options=options,
     )
 
 
@@ -143,9 +187,7 @@ def _check_query(cache: PagedCache, query: jax.Array) -> None:
     _checks.check_head_groups(query.shape[2], cache.num_kv_heads)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("attend", "interpret", "scale", "visibility", "logits_soft_cap")
-)
+@functools.partial(jax.jit, static_argnames=("attend", "interpret", "options"))
 def _attend(
     query: jax.Array,
     cache: PagedCache,
@@ -155,9 +197,7 @@ def _attend(
     *,
     attend: Callable[..., tuple[jax.Array, jax.Array]],
     interpret: bool,
-    scale: float,
-    visibility: Visibility,
-    logits_soft_cap: float | None,
+    options: Options,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs an implementation: hides invalid sequences from it and, for turbo4, rotates queries.
 
@@ -173,9 +213,7 @@ def _attend(
         jnp.clip(block_tables, 0, cache.num_pages - 1),
         jnp.where(ok, lengths, 0),
         jnp.clip(query_lengths, 0, query.shape[1]),
-        scale=scale,
-        visibility=visibility,
-        logits_soft_cap=logits_soft_cap,
+        options=options,
     )
     if cache.kv_dtype == "turbo4":
         out = polar.unrotate(out, cache.rotation)

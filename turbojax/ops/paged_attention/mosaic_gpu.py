@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from turbojax import polar
 from turbojax._device import needs_hopper
-from turbojax.ops.visibility import Visibility
+from turbojax.ops.options import Options
 from turbojax.state.pages.pool import PagedCache
 
 if TYPE_CHECKING:
@@ -41,12 +41,10 @@ def unsupported(
     query: jax.Array,
     cache: PagedCache,
     block_tables: jax.Array,
-    scale: float,
-    visibility: Visibility,
-    logits_soft_cap: float | None,
+    options: Options,
 ) -> str | None:
     """Why `attend` cannot run this here; None if it can."""
-    del block_tables, scale, visibility, logits_soft_cap
+    del block_tables, options
     rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
     if cache.kv_dtype not in _KV_DTYPES:
         return f"kv_dtype={cache.kv_dtype!r} must be one of {_KV_DTYPES}"
@@ -57,7 +55,7 @@ def unsupported(
     return needs_hopper()
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "visibility", "logits_soft_cap", "launch"))
+@functools.partial(jax.jit, static_argnames=("options", "launch"))
 def attend(
     query: jax.Array,
     cache: PagedCache,
@@ -65,9 +63,7 @@ def attend(
     lengths: jax.Array,
     query_lengths: jax.Array,
     *,
-    scale: float,
-    visibility: Visibility,
-    logits_soft_cap: float | None,
+    options: Options,
     launch: Launch | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`reference.attend` as one kernel, and a merge where a sequence may have several parts.
@@ -76,9 +72,7 @@ def attend(
     """
     from pallas_kernels.mosaic import paged_attention as kernel
 
-    settings, unit = settings_of(
-        query, cache, scale, visibility, logits_soft_cap, launch or Launch()
-    )
+    settings, unit = settings_of(query, cache, options, launch or Launch())
     key_scale = None if cache.key_scale is None else cache.key_scale[None]
     pages = kernel.Pages(cache.key, cache.value, cache.key_norm, cache.value_norm, key_scale)
     out, residual = kernel.attend(query, pages, block_tables, lengths, query_lengths, settings)
@@ -89,9 +83,7 @@ def attend(
 def settings_of(
     query: jax.Array,
     cache: PagedCache,
-    scale: float,
-    visibility: Visibility,
-    logits_soft_cap: float | None,
+    options: Options,
     launch: Launch,
 ) -> tuple["Settings", float]:
     """What is static in a call, and the unit of the stored values."""
@@ -107,9 +99,9 @@ def settings_of(
         kind=cache.kv_dtype,
         centroids=centroids,
         middle=middle,
-        scale=scale * unit,
-        window=visibility.window,
-        soft_cap=logits_soft_cap,
+        scale=options.scale * unit,
+        window=options.window,
+        soft_cap=options.logits_soft_cap,
         rows=min(launch.rows, -(-rows // 4) * 4),
         block=_block(cache),
         part=launch.part,

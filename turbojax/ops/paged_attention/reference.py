@@ -15,7 +15,7 @@ import numpy as np
 
 from turbojax import polar
 from turbojax.ops import numerics
-from turbojax.ops.visibility import Visibility
+from turbojax.ops.options import Options
 from turbojax.state.pages.pool import PagedCache
 
 # Tokens taken at a time, whole pages of any size.
@@ -34,7 +34,7 @@ class _Tile(NamedTuple):
     value_norm: jax.Array | None
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "visibility", "logits_soft_cap"))
+@functools.partial(jax.jit, static_argnames="options")
 def attend(
     query: jax.Array,
     cache: PagedCache,
@@ -42,9 +42,7 @@ def attend(
     lengths: jax.Array,
     query_lengths: jax.Array,
     *,
-    scale: float,
-    visibility: Visibility,
-    logits_soft_cap: float | None,
+    options: Options,
 ) -> tuple[jax.Array, jax.Array]:
     """Attends the newest tokens' queries to their sequences' pages.
 
@@ -54,9 +52,7 @@ def attend(
       block_tables: int32 ``[B, max_pages]``, all within the pool.
       lengths: int32 ``[B]``, tokens held, the queries' own included.
       query_lengths: int32 ``[B]``, the real queries; the rest is padding.
-      scale: factor of the scores.
-      visibility: causality and window.
-      logits_soft_cap: optional cap.
+      options: of the call.
 
     Returns:
       float32 ``[B, T, N, H]`` (for turbo4 rotated as the query) and the log-sum-exp ``[B, T, N]``.
@@ -70,9 +66,7 @@ def attend(
             block_tables,
             lengths,
             query_lengths,
-            scale=scale,
-            visibility=visibility,
-            logits_soft_cap=logits_soft_cap,
+            options=options,
         )
         return out[:, :1], residual[:, :1]
     batch, tokens, heads, channels = query.shape
@@ -81,7 +75,9 @@ def attend(
     q = query.astype(jnp.float32).reshape(*rows, channels)
     tables = _in_tiles(block_tables, cache.page_size)
     key_factor, value_factor = _factors(cache)
-    score = functools.partial(_score, factor=scale * key_factor, soft_cap=logits_soft_cap)
+    score = functools.partial(
+        _score, factor=options.scale * key_factor, soft_cap=options.logits_soft_cap
+    )
 
     def sequence(b: jax.Array, results: _State) -> _State:
         begin = lengths[b] - query_lengths[b]
@@ -92,9 +88,9 @@ def attend(
 
             def one(t: jax.Array, state: _State) -> _State:
                 o_all, m_all, l_all = state
-                seen = visibility.mask(
-                    (begin + t)[None, None], token[None], lengths[b][None]
-                ).reshape(_TILE)
+                seen = options.mask((begin + t)[None, None], token[None], lengths[b][None]).reshape(
+                    _TILE
+                )
                 scores = score(q[b, t], content)
                 o, m, l = _step((o_all[t], m_all[t], l_all[t]), scores, seen, content)
                 return o_all.at[t].set(o), m_all.at[t].set(m), l_all.at[t].set(l)
@@ -104,7 +100,7 @@ def attend(
                 jnp.maximum(i * _TILE - begin, 0), query_lengths[b], one, state
             )
 
-        start, stop = visibility.key_range(begin, lengths[b] - 1, lengths[b][None])
+        start, stop = options.key_range(begin, lengths[b] - 1, lengths[b][None])
         bounds = jnp.maximum(start, 0) // _TILE, -(-stop // _TILE)
         out, top, total = results
         o, m, l = jax.lax.fori_loop(*bounds, tile, (out[b], top[b], total[b]))

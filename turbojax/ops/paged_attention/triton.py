@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from turbojax import polar
 from turbojax._device import interpreting, needs_gpu, unindexable
-from turbojax.ops.visibility import Visibility
+from turbojax.ops.options import Options
 from turbojax.state.pages.pool import PagedCache
 
 # Compute capabilities: with conversions from e4m3, and with bfloat16 and what else is needed.
@@ -22,12 +22,10 @@ def unsupported(
     query: jax.Array,
     cache: PagedCache,
     block_tables: jax.Array,
-    scale: float,
-    visibility: Visibility,
-    logits_soft_cap: float | None,
+    options: Options,
 ) -> str | None:
     """Why `attend` cannot run this here; None if it can."""
-    del query, block_tables, scale, visibility, logits_soft_cap
+    del query, block_tables, options
     if not _SMALLEST_HEAD_DIM <= cache.head_dim <= _LARGEST_HEAD_DIM:
         return (
             f"head_dim={cache.head_dim} must be between {_SMALLEST_HEAD_DIM} and "
@@ -44,9 +42,7 @@ def attend(
     lengths: jax.Array,
     query_lengths: jax.Array,
     *,
-    scale: float,
-    visibility: Visibility,
-    logits_soft_cap: float | None,
+    options: Options,
 ) -> tuple[jax.Array, jax.Array]:
     """`reference.attend` as one kernel and a merge.
 
@@ -59,9 +55,7 @@ def attend(
         block_tables,
         lengths,
         query_lengths,
-        scale=scale,
-        visibility=visibility,
-        logits_soft_cap=logits_soft_cap,
+        options=options,
         interpret=interpreting(),
     )
 
@@ -82,9 +76,7 @@ class Launch(NamedTuple):
     num_warps: int
 
 
-@functools.partial(
-    jax.jit, static_argnames=("scale", "visibility", "logits_soft_cap", "interpret", "launch")
-)
+@functools.partial(jax.jit, static_argnames=("options", "interpret", "launch"))
 def _attend(
     query: jax.Array,
     cache: PagedCache,
@@ -92,15 +84,13 @@ def _attend(
     lengths: jax.Array,
     query_lengths: jax.Array,
     *,
-    scale: float,
-    visibility: Visibility,
-    logits_soft_cap: float | None,
+    options: Options,
     interpret: bool,
     launch: Launch | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     from pallas_kernels.triton import paged_attention as kernel
 
-    key_factor, value_factor = jnp.float32(scale), jnp.float32(1)
+    key_factor, value_factor = jnp.float32(options.scale), jnp.float32(1)
     codec = None
     if cache.kv_dtype == "turbo4":
         table, half, step = polar.integer_centroids(4)
@@ -110,8 +100,8 @@ def _attend(
     elif cache.key_scale is not None and cache.value_scale is not None:
         key_factor, value_factor = key_factor * cache.key_scale, cache.value_scale
     settings = kernel.Settings(
-        window=visibility.window,
-        soft_cap=logits_soft_cap,
+        window=options.window,
+        soft_cap=options.logits_soft_cap,
         codec=codec,
         num_stages=1,
         **(launch or default_launch(query, cache))._asdict(),

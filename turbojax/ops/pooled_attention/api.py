@@ -10,9 +10,9 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax._gradient import refuse_gradients
+from turbojax._registry import Implementation, ImplementationName, Registry
 from turbojax.ops.pooled_attention import mosaic_gpu, reference, triton
 from turbojax.ops.pooled_attention.static import LEVELS, Static
-from turbojax.ops.registry import Implementation, ImplementationName, Registry
 
 FORWARD = Registry(
     "pooled_attention",

@@ -1,16 +1,19 @@
 """`turbo_attention`, `prefill` and `decode`: arguments, checks and the choice of implementation."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from turbojax import _checks
 from turbojax._gradient import refuse_gradients
-from turbojax.config import TurboConfig
-from turbojax.ops.registry import (
+from turbojax._registry import (
     Implementation,
     ImplementationName,
     Registry,
 )
+from turbojax.config import TurboConfig
+from turbojax.ops.options import Options, require_causal
 from turbojax.ops.turbo_attention import (
     decode_reference,
     jax_triton,
@@ -20,7 +23,6 @@ from turbojax.ops.turbo_attention import (
     triton,
 )
 from turbojax.ops.turbo_attention.gradient import straight_through
-from turbojax.ops.visibility import attention_options
 from turbojax.state import checks
 from turbojax.state.progressive.cache import ProgressiveCache
 from turbojax.state.progressive.triton import store_prompt_triton
@@ -99,21 +101,73 @@ def turbo_attention(
       NotImplementedError: if the implementation asked for cannot run this, or when it is
         differentiated twice.
     """
+    lengths = _check(query, key, value, query_seq_lengths, key_value_seq_lengths, config)
+    options = Options.complete(
+        query.shape[3],
+        scale=scale,
+        is_causal=is_causal,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+    )
+    out, residual = _attend(
+        query, key, value, *lengths, config=config, options=options, implementation=implementation
+    )
+    return (out, residual) if return_residual else out
+
+
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    query_lengths: jax.Array | None = None,
+    key_lengths: jax.Array | None = None,
+    *,
+    config: TurboConfig,
+    options: Options,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`turbo_attention` for callers that have `Options`; gives the log-sum-exp too."""
+    lengths = _check(query, key, value, query_lengths, key_lengths, config)
+    return _attend(
+        query, key, value, *lengths, config=config, options=options, implementation=implementation
+    )
+
+
+def _check(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    query_lengths: jax.Array | None,
+    key_lengths: jax.Array | None,
+    config: TurboConfig,
+) -> tuple[jax.Array, jax.Array]:
+    """Raises unless the arguments of `turbo_attention` fit; gives both lengths as int32."""
     if not isinstance(config, TurboConfig):
         raise TypeError(f"config={config!r} must be a TurboConfig")
     _checks.check_query_key_value(query, key, value)
     batch, size = key.shape[:2]
-    key_length = _checks.check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch, size)
-    query_length = _checks.check_lengths(
-        "query_seq_lengths", query_seq_lengths, batch, query.shape[1]
-    )
-    options = attention_options(query, scale, is_causal, local_window_size, logits_soft_cap)
+    key_lengths = _checks.check_lengths("key_value_seq_lengths", key_lengths, batch, size)
+    query_lengths = _checks.check_lengths("query_seq_lengths", query_lengths, batch, query.shape[1])
+    return query_lengths, key_lengths
+
+
+def _attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    query_lengths: jax.Array,
+    key_lengths: jax.Array,
+    *,
+    config: TurboConfig,
+    options: Options,
+    implementation: str | None,
+) -> tuple[jax.Array, jax.Array]:
+    """`turbo_attention` of checked arguments."""
     chosen = ATTENTION.select(
-        implementation, query=query, key=key, value=value, config=config, **options
+        implementation, query=query, key=key, value=value, config=config, options=options
     )
-    call = straight_through(chosen.run, config=config, **options)
-    out, residual = call(query, key, value, query_length, jnp.clip(key_length, 0, size))
-    return (out, residual) if return_residual else out
+    call = straight_through(chosen.run, config=config, options=options)
+    return call(query, key, value, query_lengths, jnp.clip(key_lengths, 0, key.shape[1]))
 
 
 def prefill(
@@ -162,16 +216,68 @@ def prefill(
       NotImplementedError: as `turbo_attention`, or when it is differentiated, by the query alone
         too: train with `turbo_attention`.
     """
+    lengths = _check_prompt(query, key, value, cache, key_value_seq_lengths)
+    options = Options.complete(
+        query.shape[3],
+        scale=scale,
+        is_causal=is_causal,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+    )
+    (out, residual), filled = _prefill(
+        query, key, value, cache, lengths, options=options, implementation=implementation
+    )
+    return ((out, residual) if return_residual else out), filled
+
+
+def attend_prompt(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cache: ProgressiveCache,
+    lengths: jax.Array | None = None,
+    *,
+    options: Options,
+    implementation: ImplementationName | None = None,
+) -> tuple[tuple[jax.Array, jax.Array], ProgressiveCache]:
+    """`prefill` for callers that have `Options`; gives ``(output, log-sum-exp), cache``."""
+    lengths = _check_prompt(query, key, value, cache, lengths)
+    return _prefill(
+        query, key, value, cache, lengths, options=options, implementation=implementation
+    )
+
+
+def _check_prompt(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cache: ProgressiveCache,
+    lengths: jax.Array | None,
+) -> jax.Array:
+    """Raises unless the arrays fit together and into the cache; gives int32 lengths."""
     check_cache_arguments(cache, key, value)
     batch, size = key.shape[:2]
     if query.ndim != 4 or query.shape[1] != size:
         raise ValueError(f"{query.shape=} must be [B, {size}, N, H]: one query per key")
     _checks.check_query_key_value(query, key, value)
-    lengths = _checks.check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch, size)
+    lengths = _checks.check_lengths("key_value_seq_lengths", lengths, batch, size)
     check_prompt(cache, key, value, lengths)
-    options = attention_options(query, scale, is_causal, local_window_size, logits_soft_cap)
-    options["config"] = cache.config
-    attend = ATTENTION.select(implementation, query=query, key=key, value=value, **options)
+    return lengths
+
+
+def _prefill(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cache: ProgressiveCache,
+    lengths: jax.Array,
+    *,
+    options: Options,
+    implementation: ImplementationName | None,
+) -> tuple[tuple[jax.Array, jax.Array], ProgressiveCache]:
+    """`prefill` of checked arguments."""
+    static: dict[str, Any] = {"config": cache.config, "options": options}
+    attend = ATTENTION.select(implementation, query=query, key=key, value=value, **static)
     store = STORE_PROMPT.select(implementation, cache=cache, key=key)
     shares_codes = store.name == "triton" and attend.name != "xla" and cache.config.mode != "float"
 
@@ -181,8 +287,8 @@ def prefill(
         value: jax.Array,
         cache: ProgressiveCache,
         lengths: jax.Array,
-    ) -> tuple[jax.Array, jax.Array, ProgressiveCache]:
-        inside = jnp.clip(lengths, 0, size)
+    ) -> tuple[tuple[jax.Array, jax.Array], ProgressiveCache]:
+        inside = jnp.clip(lengths, 0, key.shape[1])
         if shares_codes:  # one pass over keys and values serves both
             permuted = attend.name == "mosaic_gpu"
             filled, codes = store_prompt_triton(
@@ -191,11 +297,9 @@ def prefill(
             extra = {"stage1": codes and tuple(codes)}
         else:
             filled, extra = store.run(cache, key, value, lengths), {}
-        return *attend.run(query, key, value, inside, inside, **options, **extra), filled
+        return attend.run(query, key, value, inside, inside, **static, **extra), filled
 
-    call = refuse_gradients(run, "prefill")
-    out, residual, filled = call(query, key, value, cache, lengths)
-    return ((out, residual) if return_residual else out), filled
+    return refuse_gradients(run, "prefill")(query, key, value, cache, lengths)
 
 
 def decode(
@@ -239,14 +343,53 @@ def decode(
       NotImplementedError: if the implementation asked for cannot run this, or when it is
         differentiated.
     """
-    checks.check_kind(cache, ProgressiveCache)
-    checks.check_query(cache, query)
-    query_length = _checks.check_lengths(
-        "query_seq_lengths", query_seq_lengths, query.shape[0], query.shape[1]
+    query_lengths = _check_newest(query, cache, query_seq_lengths)
+    options = Options.complete(
+        query.shape[3],
+        scale=scale,
+        is_causal=True,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
     )
-    options = attention_options(query, scale, True, local_window_size, logits_soft_cap)
-    chosen = DECODE.select(implementation, query=query, cache=cache, **options)
-    out, residual = refuse_gradients(chosen.run, "decode", **options)(
-        query, cache, jnp.clip(query_length, 0, query.shape[1])
+    out, residual = _decode(
+        query, cache, query_lengths, options=options, implementation=implementation
     )
     return (out, residual) if return_residual else out
+
+
+def attend_cache(
+    query: jax.Array,
+    cache: ProgressiveCache,
+    query_lengths: jax.Array | None = None,
+    *,
+    options: Options,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`decode` for callers that have `Options`, causal ones; gives the log-sum-exp too."""
+    require_causal(options)
+    query_lengths = _check_newest(query, cache, query_lengths)
+    return _decode(query, cache, query_lengths, options=options, implementation=implementation)
+
+
+def _check_newest(
+    query: jax.Array, cache: ProgressiveCache, query_lengths: jax.Array | None
+) -> jax.Array:
+    """Raises unless the queries fit the cache; gives their int32 lengths."""
+    checks.check_kind(cache, ProgressiveCache)
+    checks.check_query(cache, query)
+    return _checks.check_lengths("query_seq_lengths", query_lengths, query.shape[0], query.shape[1])
+
+
+def _decode(
+    query: jax.Array,
+    cache: ProgressiveCache,
+    query_lengths: jax.Array,
+    *,
+    options: Options,
+    implementation: str | None,
+) -> tuple[jax.Array, jax.Array]:
+    """`decode` of checked arguments."""
+    chosen = DECODE.select(implementation, query=query, cache=cache, options=options)
+    run = refuse_gradients(chosen.run, "decode", options=options)
+    out, residual = run(query, cache, jnp.clip(query_lengths, 0, query.shape[1]))
+    return out, residual

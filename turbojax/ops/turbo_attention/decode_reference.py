@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from turbojax.ops import numerics
-from turbojax.ops.visibility import Visibility
+from turbojax.ops.options import Options
 from turbojax.state.progressive.blocks import read_blocks
 from turbojax.state.progressive.cache import CacheSide, ProgressiveCache
 
@@ -22,15 +22,13 @@ _Splits = tuple[jax.Array, jax.Array]
 _CHUNK_TOKENS = 1024
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "visibility", "logits_soft_cap"))
+@functools.partial(jax.jit, static_argnames="options")
 def decode(
     query: jax.Array,
     cache: ProgressiveCache,
     query_length: jax.Array,
     *,
-    scale: float,
-    visibility: Visibility,
-    logits_soft_cap: float | None,
+    options: Options,
 ) -> tuple[jax.Array, jax.Array]:
     """Attends the last `T` cached tokens' queries to the cache.
 
@@ -38,9 +36,7 @@ def decode(
       query: ``[B, T, N, H]``.
       cache: the cache, which already holds the queries' own keys and values.
       query_length: int32 ``[B]``, the real queries; the rest is padding and gives 0 and ``-inf``.
-      scale: factor of the scores.
-      visibility: causality and window.
-      logits_soft_cap: optional cap.
+      options: of the call.
 
     Returns:
       out ``[B, T, N, H]`` in the query's dtype and the float32 log-sum-exp ``[B, T, N]``.
@@ -51,7 +47,7 @@ def decode(
     q, q_scale = numerics.quantize_scores_operand(
         jnp.moveaxis(grouped, 1, 3), cache.config.mode, axis=-1
     )  # [B, K, G, T, H], [B, K, G, T]
-    q_scale = q_scale * scale
+    q_scale = q_scale * options.scale
     begin = cache.lengths - query_length
     position = begin[:, None] + jnp.arange(length)[None]
     is_query = (jnp.arange(length)[None] < query_length[:, None])[:, :, None]
@@ -62,11 +58,11 @@ def decode(
     ) -> _State:
         splits, tokens = key[0].shape[2:4]
         keys = start[:, None] + jnp.arange(splits * tokens)[None]
-        mask = visibility.mask(position, keys, cache.lengths) & visible[:, None] & is_query
+        mask = options.mask(position, keys, cache.lengths) & visible[:, None] & is_query
         mask = mask.reshape(batch, 1, 1, length, splits, tokens)
         scores = numerics.exact_dot("bkgqh,bkcth->bkgqct", q, key[0])
         factor = q_scale[..., None] * key[1][:, :, None, None]
-        scores = numerics.cap_logits(scores * factor[..., None], logits_soft_cap)
+        scores = numerics.cap_logits(scores * factor[..., None], options.logits_soft_cap)
         return _merge_splits(state, scores, mask, value, cache)
 
     allocated = cache.key.block_scale.shape[2]
@@ -87,7 +83,7 @@ def decode(
         jnp.full(rows, -jnp.inf, jnp.float32),
         jnp.zeros(rows, jnp.float32),
     )
-    first, stop = visibility.key_range(jnp.min(begin), jnp.max(cache.lengths) - 1, compressed)
+    first, stop = options.key_range(jnp.min(begin), jnp.max(cache.lengths) - 1, compressed)
     chunk_tokens = count * block
     state = jax.lax.fori_loop(
         jnp.maximum(first, 0) // chunk_tokens, -(-stop // chunk_tokens), chunk, state

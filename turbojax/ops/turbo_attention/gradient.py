@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from turbojax._gradient import refuse_gradients
 from turbojax.config import TurboConfig
 from turbojax.ops import numerics
+from turbojax.ops.options import Options
 from turbojax.ops.turbo_attention.operands import blocks
-from turbojax.ops.visibility import Visibility
 
 # Tokens of a tile's side. A tile of float32 scores then is 256 KiB per sequence and head.
 _BLOCK = 256
@@ -23,9 +23,7 @@ def straight_through(
     run: Callable[..., tuple[jax.Array, jax.Array]],
     *,
     config: TurboConfig,
-    scale: float,
-    visibility: Visibility,
-    logits_soft_cap: float | None,
+    options: Options,
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """`run` with its options bound, differentiable in reverse mode.
 
@@ -38,26 +36,23 @@ def straight_through(
       run: an implementation of `turbo_attention`: a function of query ``[B, T, N, H]``, key and
         value ``[B, S, K, H]``, int32 query and key lengths ``[B]``, and of the options.
       config: numerics of the forward pass.
-      scale: factor of the scores.
-      visibility: causality and window.
-      logits_soft_cap: optional cap.
+      options: of the call.
 
     Returns:
       A function of the five arrays. It gives what `run` gives; gradients have the dtype of the
       input they belong to. A second derivative raises NotImplementedError, forward mode (`jvp`)
       raises jax's TypeError about `custom_vjp`.
     """
-    options = {"scale": scale, "visibility": visibility, "logits_soft_cap": logits_soft_cap}
     differentiate_once = refuse_gradients(
         _gradient,
         "the gradient of turbo_attention",
         because="only first derivatives are supported",
-        **options,
+        options=options,
     )
 
     @jax.custom_vjp
     def call(*arrays: Any) -> tuple[jax.Array, jax.Array]:
-        return run(*arrays, config=config, **options)
+        return run(*arrays, config=config, options=options)
 
     def forward(*arrays: Any) -> Any:
         # `call`, not `run`: a second derivative must not find its own way through the rounding.
@@ -70,7 +65,7 @@ def straight_through(
     return call
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "visibility", "logits_soft_cap"))
+@functools.partial(jax.jit, static_argnames="options")
 def _gradient(
     query: jax.Array,
     key: jax.Array,
@@ -80,9 +75,7 @@ def _gradient(
     d_out: jax.Array,
     d_residual: jax.Array,
     *,
-    scale: float,
-    visibility: Visibility,
-    logits_soft_cap: float | None,
+    options: Options,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of exact attention.
 
@@ -99,9 +92,7 @@ def _gradient(
       key_length: int32 ``[B]``; keys at or past it are ignored: zero gradient.
       d_out: ``[B, T, N, H]``, cotangent of the output.
       d_residual: float32 ``[B, T, N]``, cotangent of the log-sum-exp.
-      scale: factor of the scores.
-      visibility: causality and window.
-      logits_soft_cap: optional cap.
+      options: of the call.
 
     Returns:
       Gradients of query, key and value in their shapes and dtypes, summed in float32.
@@ -128,15 +119,15 @@ def _gradient(
         position = first + jnp.arange(block_q)
         real = position[None] < query_length[:, None]
         last = jnp.minimum(first + block_q, length) - 1
-        start, stop = visibility.key_range(first, last, key_length)
+        start, stop = options.key_range(first, last, key_length)
         bounds = (start // block_kv, -(-stop // block_kv))
 
         def tile(j: jax.Array) -> _Arrays:
             keys = j * block_kv + jnp.arange(block_kv)
-            mask = visibility.mask(position[None], keys[None], key_length) & real[:, :, None]
+            mask = options.mask(position[None], keys[None], key_length) & real[:, :, None]
             mask = mask[:, None, None]
-            scores = dot("bkgqh,bkth->bkgqt", q, _at(k, j)) * scale
-            scores = jnp.where(mask, numerics.cap_logits(scores, logits_soft_cap), -jnp.inf)
+            scores = dot("bkgqh,bkth->bkgqt", q, _at(k, j)) * options.scale
+            scores = jnp.where(mask, numerics.cap_logits(scores, options.logits_soft_cap), -jnp.inf)
             return mask, scores, dot("bkgqh,bkth->bkgqt", d_o, _at(v, j))
 
         shift, share, d = _row_sums(tile, bounds, q.shape[:-1])
@@ -145,9 +136,9 @@ def _gradient(
             d_q, d_k, d_v = sums
             mask, scores, d_p = tile(j)
             p = jnp.exp(scores - shift) * share
-            d_s = p * (d_p - d + d_lse) * scale
-            if logits_soft_cap is not None:
-                d_s = d_s * (1 - jnp.square(scores / logits_soft_cap))
+            d_s = p * (d_p - d + d_lse) * options.scale
+            if options.logits_soft_cap is not None:
+                d_s = d_s * (1 - jnp.square(scores / options.logits_soft_cap))
             # Where a row sees nothing, the residual's cotangent may be anything.
             d_s = jnp.where(mask, d_s, 0)
             return (

@@ -1,5 +1,6 @@
 """`turbo_attention` by an upstream Triton kernel, launched through jax-triton."""
 
+import dataclasses
 import functools
 import importlib.util
 
@@ -8,8 +9,8 @@ import jax
 from turbojax import _extras
 from turbojax._device import interpreting, needs_gpu
 from turbojax.config import TurboConfig
+from turbojax.ops.options import Options
 from turbojax.ops.turbo_attention.operands import Stage1, quantize_operands
-from turbojax.ops.visibility import Visibility
 from turbojax.sas import SAS
 
 _MAX_HEAD_DIM = 256
@@ -18,7 +19,7 @@ _BLOCK_KV = (32, 64, 128)
 _MAX_HEAD_SIZE = 2**31
 
 
-@functools.partial(jax.jit, static_argnames=("config", "scale", "visibility", "logits_soft_cap"))
+@functools.partial(jax.jit, static_argnames=("config", "options"))
 def attention(
     query: jax.Array,
     key: jax.Array,
@@ -27,9 +28,7 @@ def attention(
     key_length: jax.Array,
     *,
     config: TurboConfig,
-    scale: float,
-    visibility: Visibility,
-    logits_soft_cap: float | None,
+    options: Options,
     stage1: Stage1 | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Prefill attention with the numerics of `config`, as `reference.attention` defines them.
@@ -45,9 +44,7 @@ def attention(
       query_length: int32 ``[B]``; queries at or past it are padding and give 0 and ``-inf``.
       key_length: int32 ``[B]``; keys at or past it are ignored.
       config: numerics and block sizes; not mode ``"float"``.
-      scale: factor of the scores.
-      visibility: causality and window.
-      logits_soft_cap: optional cap.
+      options: of the call.
       stage1: the codes of keys and values, if they are there already.
 
     Returns:
@@ -55,10 +52,10 @@ def attention(
     """
     from pallas_kernels.upstream_triton import attention as kernel
 
-    if scale < 0:  # the kernel takes the maximum of scores before it scales them
-        query, scale = -query, -scale
-    left, right = visibility.window or (None, None)
-    if visibility.is_causal:
+    if options.scale < 0:  # the kernel takes the maximum of scores before it scales them
+        query, options = -query, dataclasses.replace(options, scale=-options.scale)
+    left, right = options.window or (None, None)
+    if options.is_causal:
         right = 0
     softmax = config.softmax
     exponential = None
@@ -72,10 +69,10 @@ def attention(
         key_length,
         tokens=query.shape[1],
         out_dtype=query.dtype,
-        scale=scale,
+        scale=options.scale,
         left=left,
         right=right,
-        soft_cap=logits_soft_cap,
+        soft_cap=options.logits_soft_cap,
         exponential=exponential,
     )
 
@@ -86,12 +83,10 @@ def unsupported(
     key: jax.Array,
     value: jax.Array,
     config: TurboConfig,
-    scale: float,
-    visibility: Visibility,
-    logits_soft_cap: float | None,
+    options: Options,
 ) -> str | None:
     """Why `attention` cannot run these arguments here, or None; see `registry.Implementation`."""
-    del value, scale, visibility, logits_soft_cap  # any will do
+    del value, options  # any will do
     head_dim = query.shape[-1]
     if config.mode == "float":
         return "config.mode='float' must be an 8-bit mode: 'int8', 'int8_fp8' or 'fp8'"

@@ -7,7 +7,7 @@ import jax
 
 from turbojax._device import needs_hopper
 from turbojax.config import TurboConfig
-from turbojax.ops.visibility import Visibility
+from turbojax.ops.options import Options
 from turbojax.sas import SAS
 from turbojax.state.progressive.cache import CacheSide, ProgressiveCache
 
@@ -30,12 +30,10 @@ def decode_unsupported(
     *,
     query: jax.Array,
     cache: ProgressiveCache,
-    scale: float,
-    visibility: Visibility,
-    logits_soft_cap: float | None,
+    options: Options,
 ) -> str | None:
     """Why `decode` cannot run this here; None if it can."""
-    del scale, visibility, logits_soft_cap
+    del options
     config = cache.config
     rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
     if config.mode != "int8":
@@ -70,15 +68,13 @@ class Launch(NamedTuple):
     cluster: int = 1
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "visibility", "logits_soft_cap", "launch"))
+@functools.partial(jax.jit, static_argnames=("options", "launch"))
 def decode(
     query: jax.Array,
     cache: ProgressiveCache,
     query_length: jax.Array,
     *,
-    scale: float,
-    visibility: Visibility,
-    logits_soft_cap: float | None,
+    options: Options,
     launch: Launch | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`decode_reference.decode` as one kernel, and a merge where a KV head is split.
@@ -95,9 +91,9 @@ def decode(
         key_bits=cache.key.bits,
         value_bits=cache.value.bits,
         block=config.block_kv,
-        scale=scale,
-        window=visibility.window,
-        soft_cap=logits_soft_cap,
+        scale=options.scale,
+        window=options.window,
+        soft_cap=options.logits_soft_cap,
         rows=_tile(rows),
         **launch._asdict(),
     )

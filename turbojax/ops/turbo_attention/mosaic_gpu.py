@@ -1,5 +1,6 @@
 """The Mosaic GPU kernel behind `turbo_attention` on Hopper: what it takes, how it is launched."""
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -8,8 +9,8 @@ import jax.numpy as jnp
 
 from turbojax._device import multiprocessors, needs_hopper
 from turbojax.config import TurboConfig
+from turbojax.ops.options import Options
 from turbojax.ops.turbo_attention.operands import Operands, Stage1, quantize_operands
-from turbojax.ops.visibility import Visibility
 from turbojax.sas import SAS
 
 # What matrix instructions and their shared memory are made for; others are padded with zeros.
@@ -27,12 +28,10 @@ def attention_unsupported(
     key: jax.Array,
     value: jax.Array,
     config: TurboConfig,
-    scale: float,
-    visibility: Visibility,
-    logits_soft_cap: float | None,
+    options: Options,
 ) -> str | None:
     """Why `turbo_attention` cannot run this here; None if it can."""
-    del key, value, scale, visibility, logits_soft_cap  # any will do
+    del key, value, options  # any will do
     head_dim = query.shape[-1]
     if config.mode == "float":
         return "config.mode='float' must be an 8-bit mode: 'int8', 'int8_fp8' or 'fp8'"
@@ -52,9 +51,7 @@ class Launch(NamedTuple):
     ahead: bool
 
 
-@functools.partial(
-    jax.jit, static_argnames=("config", "scale", "visibility", "logits_soft_cap", "launch")
-)
+@functools.partial(jax.jit, static_argnames=("config", "options", "launch"))
 def attention(
     query: jax.Array,
     key: jax.Array,
@@ -63,9 +60,7 @@ def attention(
     key_length: jax.Array,
     *,
     config: TurboConfig,
-    scale: float,
-    visibility: Visibility,
-    logits_soft_cap: float | None,
+    options: Options,
     stage1: Stage1 | None = None,
     launch: Launch | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -83,9 +78,7 @@ def attention(
       query_length: int32 ``[B]``; queries at or past it are padding and give 0 and ``-inf``.
       key_length: int32 ``[B]``; keys at or past it are ignored.
       config: numerics and block sizes; not mode ``"float"``.
-      scale: factor of the scores.
-      visibility: causality and window.
-      logits_soft_cap: optional cap.
+      options: of the call.
       stage1: the codes of keys and values, if they are there already, the keys permuted (see
         `Operands`).
       launch: `default_launch` if not given.
@@ -95,8 +88,8 @@ def attention(
     """
     from pallas_kernels.mosaic import attention as kernel
 
-    if scale < 0:  # the kernel takes the maximum of scores before it scales them
-        query, scale = -query, -scale
+    if options.scale < 0:  # the kernel takes the maximum of scores before it scales them
+        query, options = -query, dataclasses.replace(options, scale=-options.scale)
     operands = quantize_operands(
         query, key, value, query_length, key_length, config, stage1, permuted=True
     )
@@ -114,10 +107,10 @@ def attention(
             exponential=_exponential(config, kernel.Exponential),
             block_q=config.block_q,
             block_kv=config.block_kv,
-            scale=scale,
-            is_causal=visibility.is_causal,
-            window=visibility.window,
-            soft_cap=logits_soft_cap,
+            scale=options.scale,
+            is_causal=options.is_causal,
+            window=options.window,
+            soft_cap=options.logits_soft_cap,
             programs=multiprocessors(),
             **launch._asdict(),
         ),

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 
 from turbojax.config import TurboConfig
 from turbojax.ops import numerics
+from turbojax.ops.options import Options
 from turbojax.ops.turbo_attention.operands import blocks
-from turbojax.ops.visibility import Visibility
 
 _State = tuple[jax.Array, jax.Array, jax.Array]
 
 
-@functools.partial(jax.jit, static_argnames=("config", "scale", "visibility", "logits_soft_cap"))
+@functools.partial(jax.jit, static_argnames=("config", "options"))
 def attention(
     query: jax.Array,
     key: jax.Array,
@@ -22,9 +22,7 @@ def attention(
     key_length: jax.Array,
     *,
     config: TurboConfig,
-    scale: float,
-    visibility: Visibility,
-    logits_soft_cap: float | None,
+    options: Options,
 ) -> tuple[jax.Array, jax.Array]:
     """Prefill attention with the numerics of `config`.
 
@@ -38,9 +36,7 @@ def attention(
       query_length: int32 ``[B]``; queries at or past it are padding and give 0 and ``-inf``.
       key_length: int32 ``[B]``; keys at or past it are ignored.
       config: numerics and block sizes.
-      scale: factor of the scores.
-      visibility: causality and window.
-      logits_soft_cap: optional cap.
+      options: of the call.
 
     Returns:
       out ``[B, T, N, H]`` in the query's dtype and the float32 log-sum-exp ``[B, T, N]``.
@@ -65,16 +61,16 @@ def attention(
         first = number * config.block_q
         position = first + jnp.arange(config.block_q)
         last = jnp.minimum(first + config.block_q, length) - 1
-        start, stop = visibility.key_range(first, last, key_length)
+        start, stop = options.key_range(first, last, key_length)
 
         def step(j: jax.Array, state: _State) -> _State:
             keys = j * config.block_kv + jnp.arange(config.block_kv)
-            mask = visibility.mask(position[None], keys[None], key_length)
+            mask = options.mask(position[None], keys[None], key_length)
             mask = mask & (position[None] < query_length[:, None])[:, :, None]
             mask = mask[:, None, None]
             scores = numerics.exact_dot("bkgqh,bkth->bkgqt", q, _at(k, j))
-            factor = q_scale * _at(k_scale, j)[:, :, None] * scale
-            scores = numerics.cap_logits(scores * factor[..., None, None], logits_soft_cap)
+            factor = q_scale * _at(k_scale, j)[:, :, None] * options.scale
+            scores = numerics.cap_logits(scores * factor[..., None, None], options.logits_soft_cap)
             return _online_step(state, scores, mask, _at(v, j), _at(v_scale, j), config)
 
         rows = q.shape[:-1]

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from turbojax._device import interpreting, needs_gpu, unindexable
 from turbojax.config import TurboConfig
 from turbojax.ops import numerics
+from turbojax.ops.options import Options
 from turbojax.ops.turbo_attention.operands import Operands, Stage1, quantize_operands
-from turbojax.ops.visibility import Visibility
 from turbojax.sas import SAS
 from turbojax.state.progressive.cache import CacheSide, ProgressiveCache
 
@@ -30,12 +30,10 @@ def attention_unsupported(
     key: jax.Array,
     value: jax.Array,
     config: TurboConfig,
-    scale: float,
-    visibility: Visibility,
-    logits_soft_cap: float | None,
+    options: Options,
 ) -> str | None:
     """Why `turbo_attention` cannot run this here; None if it can."""
-    del value, scale, visibility, logits_soft_cap
+    del value, options
     if config.mode != "float" and config.block_kv < _SHORTEST_8_BIT_BLOCK:
         return (
             f"block_kv={config.block_kv} must be at least {_SHORTEST_8_BIT_BLOCK}: 8-bit products "
@@ -70,9 +68,7 @@ def attention(
     key_length: jax.Array,
     *,
     config: TurboConfig,
-    scale: float,
-    visibility: Visibility,
-    logits_soft_cap: float | None,
+    options: Options,
     stage1: Stage1 | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`reference.attention` as one kernel, after stage 1 in XLA where `stage1` does not hold it."""
@@ -84,16 +80,12 @@ def attention(
         key_length,
         stage1,
         config=config,
-        scale=scale,
-        visibility=visibility,
-        logits_soft_cap=logits_soft_cap,
+        options=options,
         interpret=interpreting(),
     )
 
 
-@functools.partial(
-    jax.jit, static_argnames=("config", "scale", "visibility", "logits_soft_cap", "interpret")
-)
+@functools.partial(jax.jit, static_argnames=("config", "options", "interpret"))
 def _attention(
     query: jax.Array,
     key: jax.Array,
@@ -103,9 +95,7 @@ def _attention(
     stage1: Stage1 | None = None,
     *,
     config: TurboConfig,
-    scale: float,
-    visibility: Visibility,
-    logits_soft_cap: float | None,
+    options: Options,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     operands = quantize_operands(query, key, value, query_length, key_length, config, stage1)
@@ -116,9 +106,7 @@ def _attention(
         tokens=query.shape[1],
         dtype=query.dtype,
         config=config,
-        scale=scale,
-        visibility=visibility,
-        logits_soft_cap=logits_soft_cap,
+        options=options,
         interpret=interpret,
     )
 
@@ -131,9 +119,7 @@ def attend_operands(
     tokens: int,
     dtype: jax.typing.DTypeLike,
     config: TurboConfig,
-    scale: float,
-    visibility: Visibility,
-    logits_soft_cap: float | None,
+    options: Options,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Launches the prefill kernel; see `pallas_kernels.triton.attention.attention`."""
@@ -150,10 +136,10 @@ def attend_operands(
         unit=unit,
         block_q=config.block_q,
         block_kv=config.block_kv,
-        scale=scale,
-        is_causal=visibility.is_causal,
-        window=visibility.window,
-        soft_cap=logits_soft_cap,
+        scale=options.scale,
+        is_causal=options.is_causal,
+        window=options.window,
+        soft_cap=options.logits_soft_cap,
         tile=tile,
         num_warps=num_warps,
         num_stages=num_stages,
@@ -187,12 +173,10 @@ def decode_unsupported(
     *,
     query: jax.Array,
     cache: ProgressiveCache,
-    scale: float,
-    visibility: Visibility,
-    logits_soft_cap: float | None,
+    options: Options,
 ) -> str | None:
     """Why `decode` cannot run this here; None if it can."""
-    del scale, visibility, logits_soft_cap
+    del options
     group = query.shape[2] // cache.num_kv_heads
     if query.shape[1] * group > _MOST_QUERY_ROWS:
         return (
@@ -211,31 +195,25 @@ def decode(
     cache: ProgressiveCache,
     query_length: jax.Array,
     *,
-    scale: float,
-    visibility: Visibility,
-    logits_soft_cap: float | None,
+    options: Options,
 ) -> tuple[jax.Array, jax.Array]:
     """`decode_reference.decode` as one kernel and a merge."""
     return _decode(
         query,
         cache,
         query_length,
-        scale=scale,
-        visibility=visibility,
-        logits_soft_cap=logits_soft_cap,
+        options=options,
         interpret=interpreting(),
     )
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "visibility", "logits_soft_cap", "interpret"))
+@functools.partial(jax.jit, static_argnames=("options", "interpret"))
 def _decode(
     query: jax.Array,
     cache: ProgressiveCache,
     query_length: jax.Array,
     *,
-    scale: float,
-    visibility: Visibility,
-    logits_soft_cap: float | None,
+    options: Options,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     from pallas_kernels.triton import decode as kernel
@@ -251,9 +229,9 @@ def _decode(
         key_bits=cache.key.bits,
         value_bits=cache.value.bits,
         block=config.block_kv,
-        scale=scale,
-        window=visibility.window,
-        soft_cap=logits_soft_cap,
+        scale=options.scale,
+        window=options.window,
+        soft_cap=options.logits_soft_cap,
         splits=_splits(pairs, cache.key.block_scale.shape[2]),
         num_warps=_DECODE_WARPS,
         num_stages=_DECODE_STAGES,
