@@ -14,7 +14,8 @@ from kernel_helpers import lower_for_cuda
 from test_kv4_cache import awkward, oracle_pack, oracle_quantize
 from test_kv4_decode import OPTIONS, SHAPES, UNIT, WEIGHT_UNIT, decode, nan_of, normal, prefill
 
-from turbojax import fireq, k8v4
+from turbojax import fireq, k8v4, models
+from turbojax.kv.k8v4 import K8V4
 from turbojax.ops.kv4_attention import api, triton
 from turbojax.ops.options import Options
 from turbojax.state import kv4
@@ -136,6 +137,27 @@ def test_size_and_checks():
         k8v4.init_cache(1, 8, 1, 8, dtype=jnp.int8)
     with pytest.raises(TypeError, match="is a list, must be a Kv4Cache or a K8v4Cache"):
         k8v4.decode(jnp.zeros((1, 1, 1, 8)), [])
+
+
+def test_a_cache_comes_back_from_a_file(tmp_path):
+    """Float8 arrays as they are; only what is held."""
+    cache = filled(2, 16, (20, 4), jnp.bfloat16, room=8)
+    models.save_cache(tmp_path / "cache", cache)
+    again, _ = models.load_cache(tmp_path / "cache")
+    assert isinstance(again, k8v4.K8v4Cache)
+    for got, want in zip(k8v4.dequantize(again), k8v4.dequantize(cache), strict=True):
+        np.testing.assert_array_equal(got, want)
+    assert (tmp_path / "cache").stat().st_size < 24 * 2 * (16 + 2 + 8 + 2) + 4096
+
+
+def test_in_one_pass_is_what_decoding_attends_to():
+    """Prompts aside, a model is scored at once as it would decode token by token."""
+    query, key, value = (normal(30 + i, (2, 12, heads, 16)) for i, heads in enumerate((4, 2, 2)))
+    at_once, _ = K8V4.in_one_pass(query, key, value)
+    cache = k8v4.init_cache(2, 12, 2, 16, dtype=jnp.float32)
+    cache = append(cache, key, value)
+    # All tokens' queries at once, each of which sees its own past.
+    np.testing.assert_allclose(at_once, decode(query, cache), atol=2e-6)
 
 
 # Decoding ----------------------------------------------------------------------------------------

@@ -1,15 +1,21 @@
 """First and last layers that are not compressed: kinds, bytes, texts, files, the engine."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from engine_helpers import held, make, real_prompts, requests_of, shallow_model
+from typer.testing import CliRunner
 
 import turbojax as tj
 from turbojax import models
+from turbojax.app import startup
+from turbojax.app.main import app
+from turbojax.app.serve import run as serving
+from turbojax.app.serve.requests import TextRequest
 from turbojax.models import UncompressedEdges, causal_attention
 from turbojax.models.engine import pools
 from turbojax.models.generation.caching import init_caches
@@ -29,7 +35,7 @@ def tokens(length):
 
 
 KINDS = {
-    "kv4": ("kv4", "exact"),
+    "k8v4": ("k8v4", "exact"),
     "4bit": (tj.TurboConfig(), "exact"),
     "turbo4": ("turbo4", "paged"),
     "fp8_e4m3": ("fp8_e4m3", "paged"),
@@ -147,6 +153,56 @@ def test_the_model_is_closer_to_itself_with_uncompressed_edges():
         np.abs(bits_of(whole, cache) - exact).mean() for cache in (kind, UncompressedEdges(kind, 2))
     )
     assert 0 < near < far
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["generate", "demo", "serve"])
+def test_commands_leave_layers_uncompressed(tmp_path, command):
+    """The embedded model of eight layers, two of them at either end."""
+    requests = tmp_path / "requests"
+    requests.write_text('{"prompt": "import os", "max_new_tokens": 2}')
+    options = {
+        "generate": ["import os", "--cache", "k8v4", "--max-new-tokens", "2"],
+        "demo": ["--cache", "exact,k8v4", "--prompt-bytes", "120", "--new-bytes", "2"],
+        "serve": [str(requests), "--kv-dtype", "turbo4", "--out", str(tmp_path / "out")],
+    }
+    more = ["--generate-bytes", "2"] if command == "demo" else []
+    found = []
+    for layers in ("0", "2"):
+        arguments = [command, *options[command], *more, "--json", "--uncompressed-layers", layers]
+        if command == "serve" and layers == "2":
+            arguments.append("--overwrite")
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, result.stderr
+        report = json.loads(result.stdout)
+        if command != "generate":
+            report = report["results"][1] if command == "demo" else report["statistics"]
+        found.append(report["compression_ratio"])
+    # Of a bfloat16 cache of the same size, or a float32 one.
+    assert found[1] < found[0]
+
+
+def test_bytes_are_counted_layer_by_layer_before_there_are_any(decoder):
+    for kind in ("k8v4", "turbo4"):
+        cache = UncompressedEdges(kind, 1)
+        made = init_caches(decoder, 3, 100, cache)
+        found = startup.cache_bytes(decoder.config, decoder.dtype, 3, 100, cache)
+        assert found == made.nbytes
+    requests = [TextRequest(1, 1, models.Request([1] * 20, 12), ())]
+    sizes = {
+        "page_size": 16,
+        "num_pages": None,
+        "pool_bytes": None,
+        "max_sequences": 4,
+        "prefill_chunk": None,
+    }
+    stored = {"kv_dtype": "turbo4", "uncompressed_layers": 1}
+    pool = serving.plan(requests, decoder.config, decoder.dtype, **stored, **sizes)
+    made = make(decoder, num_pages=pool.num_pages, **stored)
+    # Beside pages a pool holds a counter.
+    assert pool.nbytes == sum(x.page_bytes * x.num_pages for x in made._caches)
+    fits = {**sizes, "pool_bytes": 5 * pool.nbytes // pool.num_pages + 1}
+    assert serving.plan(requests, decoder.config, decoder.dtype, **stored, **fits).num_pages == 5
 
 
 # The engine --------------------------------------------------------------------------------------
