@@ -24,9 +24,9 @@ KINDS = {
 }
 # What outputs may be off by: about twice what they are. Values are up to 3.5, and keys' errors, in
 # scores of up to 6, weigh about as much as values' own. So it is twice a value's largest rounding:
-# half of 2**-6 (bfloat16 from 2 to 4), of 2**-2 (e4m3 there), of 3.5 / 7 (values of kv4, k8v4), of
-# 0.5 (turbo4's outermost centroids); for 4bit, whose 8-bit buffer holds so few tokens, four steps of
-# 3.5 / 127. Exact ones: float32 sums of up to 45 products.
+# half of 2**-6 (bfloat16 from 2 to 4), of 2**-2 (e4m3 there), of 3.5 / 7 (kv4, and k8v4's values),
+# of 0.5 (turbo4's outermost centroids); for 4bit, whose 8-bit buffer holds so few tokens, four
+# steps of 3.5 / 127. Exact ones: float32 sums of up to 45 products.
 ERRORS = {
     "exact": 2e-5,
     "bfloat16": 2**-6,
