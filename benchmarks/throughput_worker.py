@@ -18,6 +18,7 @@ import numpy as np
 
 from turbojax import models
 from turbojax._environment import environment
+from turbojax.config import TurboConfig
 from turbojax.kv import LayerCache, kind_of
 from turbojax.models.generation import session as generation
 from turbojax.models.generation.caching import init_caches
@@ -119,12 +120,14 @@ def measure_steps(
         "measured_steps": steps,
         "first_length": length + WARM_UP_STEPS,
         # The compressed caches compress a full buffer in some steps and not in others.
-        "buffers_compressed": None if kind == "exact" else _flushes(kind, length, steps),
+        "buffers_compressed": _flushes(kind, length, steps),
     }
 
 
-def _flushes(kind: Any, length: int, steps: int) -> int:
-    """How often the measured steps filled the buffer."""
+def _flushes(kind: models.CacheKind, length: int, steps: int) -> int | None:
+    """How often the measured steps filled the buffer; None of a cache without one."""
+    if not isinstance(kind, TurboConfig):
+        return None
     first, size = length + WARM_UP_STEPS, kind.buffer_size
     # A prefill leaves the buffer at the remainder of a block.
     offset = length // kind.block_kv * kind.block_kv

@@ -9,9 +9,9 @@ import pytest
 from flax import nnx
 
 from turbojax import models, smoothing
+from turbojax.kv.kv4 import through_kv4
 from turbojax.models import causal_attention
 from turbojax.models.calibration import calibrate
-from turbojax.models.evaluation import through_kv4
 from turbojax.models.generation import session as generation
 from turbojax.models.quantize import layer_params, layer_weights, quantize_from
 from turbojax.models.quantized import take_rows

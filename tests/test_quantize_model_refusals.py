@@ -105,7 +105,9 @@ def test_small_heads_are_refused_before_calibration(model, calibration):
     with pytest.raises(ValueError, match=r"num_pairs=8 must be at most the 6 pairs .*--no-crs"):
         models.quantize_model(small, calibration, progress=lambda *event: told.append(event))
     assert told == []
-    with pytest.raises(ValueError, match="cache='kv4' needs a head_dim .* multiple of 8, not 12"):
+    with pytest.raises(
+        ValueError, match="cache='kv4' cannot hold .*: head_dim=12 must be a multiple of 8"
+    ):
         models.token_bits(small, calibration, cache="kv4")
     decoder = models.quantize_model(small, calibration, smoothing=smoothing.Smoothing(num_pairs=6))
     assert models.token_bits(decoder, calibration).shape == (3, 39)

@@ -2,62 +2,43 @@
 
 import functools
 import math
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
-from turbojax.kv import Attend, AttentionOptions, causal_attention
-from turbojax.kv.base import Cache
+from turbojax.kv import cache_by_name, init_layer_cache
+from turbojax.kv.kinds import KINDS
 from turbojax.models.decoder import Decoder, for_length
 from turbojax.models.generation.padding import check_tokens
 from turbojax.models.generation.session import Progress
 from turbojax.models.quantized import QuantizedDecoder
-from turbojax.ops.options import PLAIN
-from turbojax.quantizers.fp8 import quantize_fp8
-from turbojax.state import kv4
 
-CacheName = Literal["exact", "kv4"]
+_ATTEND = {name: kind.in_one_pass for kind in KINDS for name in kind.names if kind.in_one_pass}
 
 
-def through_kv4(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    cache: Cache = None,
-    options: AttentionOptions = PLAIN,
-) -> tuple[jax.Array, Cache]:
-    """What decoding token by token through a `Kv4Cache` attends to, for all tokens at once.
-
-    Keys and values are those the cache holds, queries are rounded to e4m3, and the rest is exact.
-    """
-    codes, scale = quantize_fp8(query, axis=-1)
-    rounded = codes.astype(jnp.float32) * scale[..., None]
-    out, cache = causal_attention(rounded, _held(key), _held(value), cache, options)
-    return out.astype(query.dtype), cache
+def caches_of(model: Decoder | QuantizedDecoder) -> tuple[str, ...]:
+    """The caches that `token_bits` knows and that can hold a model's heads."""
+    return tuple(name for name in _ATTEND if _refusal(model, name) is None)
 
 
-def _held(x: jax.Array) -> jax.Array:
-    """Keys or values as the cache holds them, float32."""
-    codes, scale = kv4.quantize_vectors(x)
-    return kv4.unpack_codes(codes).astype(jnp.float32) * scale.astype(jnp.float32)[..., None]
-
-
-_ATTEND: dict[CacheName, Attend] = {"exact": causal_attention, "kv4": through_kv4}
-
-
-def caches_of(model: Decoder | QuantizedDecoder) -> tuple[CacheName, ...]:
-    """The caches that can hold a model's heads: ``"kv4"`` packs 8 channels at a time."""
-    return ("exact",) if model.config.head_dim % 8 else ("exact", "kv4")
+def _refusal(model: Decoder | QuantizedDecoder, cache: str) -> str | None:
+    """Why a cache cannot hold a model's heads: ``"kv4"`` packs 8 channels at a time."""
+    sizes = (1, 1, model.config.num_kv_heads, model.config.head_dim)
+    kind = cache_by_name(cache, model.config.num_kv_heads)
+    try:
+        jax.eval_shape(lambda: init_layer_cache(*sizes, kind=kind, dtype=model.dtype))
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def token_bits(
     model: Decoder | QuantizedDecoder,
     tokens: np.ndarray,
     *,
-    cache: CacheName = "exact",
+    cache: str = "exact",
     batch_size: int = 4,
     progress: Progress | None = None,
 ) -> np.ndarray:
@@ -67,7 +48,7 @@ def token_bits(
       model: the model.
       tokens: int ``[n, T + 1]``.
       cache: ``"exact"``, or ``"kv4"`` for keys, values and queries as decoding through a `Kv4Cache`
-        has them.
+        has them: a name whose kind has `turbojax.kv.Kind.in_one_pass`.
       batch_size: windows that run at once.
       progress: called after each batch.
 
@@ -89,9 +70,8 @@ def token_bits(
         raise ValueError(f"{tokens.shape=} must be [n, T + 1] with n and T at least 1")
     if cache not in _ATTEND:
         raise ValueError(f"{cache=} must be one of {', '.join(_ATTEND)}")
-    if cache not in caches_of(model):
-        size = model.config.head_dim
-        raise ValueError(f"{cache=} needs a head_dim that is a multiple of 8, not {size}")
+    if refusal := _refusal(model, cache):
+        raise ValueError(f"{cache=} cannot hold the model's heads: {refusal}")
     tokens = np.asarray(check_tokens(tokens, model.config.vocab_size))
     model, bits = for_length(model, tokens.shape[1] - 1), []
     for first in range(0, len(tokens), batch_size):
@@ -105,7 +85,7 @@ def token_bits(
 
 
 @functools.partial(jax.jit, static_argnames="cache")
-def _bits(model: Decoder | QuantizedDecoder, tokens: jax.Array, *, cache: CacheName) -> jax.Array:
+def _bits(model: Decoder | QuantizedDecoder, tokens: jax.Array, *, cache: str) -> jax.Array:
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     positions = jnp.broadcast_to(jnp.arange(inputs.shape[1])[None], inputs.shape)
     nothing = (None,) * model.config.num_layers

@@ -15,7 +15,7 @@ from turbojax.app import startup, text_model
 from turbojax.models.checkpoint.folder import find_companions
 from turbojax.models.checkpoint.quantized import QUANT_METHOD
 from turbojax.models.config import stored_dtype
-from turbojax.models.evaluation import CacheName, caches_of
+from turbojax.models.evaluation import caches_of
 from turbojax.models.quantize import EVERYTHING
 from turbojax.models.text.tokenizer import TOKENIZER_NAME, ByteTokenizer, NumberTokenizer, Tokenizer
 from turbojax.quantizers.int4 import ScaleDtype
@@ -24,7 +24,6 @@ from turbojax.smoothing import Smoothing
 Progress = Callable[[str, int, int], None]
 """Called with a phase, how much is done since the last call, and how much there is in all."""
 
-CACHES: tuple[CacheName, ...] = ("exact", "kv4")
 _KEPT_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -347,7 +346,7 @@ def _costs(
     total = len(candidates) * len(caches) * held_out.scored
     tell("evaluation", 0, total)
 
-    def mean(model: models.Decoder | models.QuantizedDecoder, cache: CacheName) -> float:
+    def mean(model: models.Decoder | models.QuantizedDecoder, cache: str) -> float:
         bits = models.token_bits(
             model,
             held_out.tokens,

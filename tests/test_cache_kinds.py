@@ -1,0 +1,319 @@
+"""What every kind of cache must keep: each line of the table runs through this suite.
+
+Operands are chosen so that a lossy cache gives itself away only where it mixes up tokens, heads or
+sequences: keys are orthogonal, values are 1 or -1, and a query looks for one key. So the output's
+signs are that token's value, whatever a cache rounds to. What a kind's errors may be, and that all
+options reach its op, `test_layer_cache.py` says of each.
+"""
+
+import functools
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from turbojax import kv
+from turbojax.config import TurboConfig
+from turbojax.kv import AttentionOptions, attend_new_tokens, attend_prompt, files, kind_for, kind_of
+from turbojax.kv.kinds import KINDS, STORED, CacheKind, put_sequences, take_sequences
+from turbojax.models import load_cache, save_cache
+from turbojax.state.progressive.update import APPEND, STORE_PROMPT
+
+BATCH, ROOM, HEADS, KV_HEADS, CHANNELS = 3, 20, 4, 2, 16
+LENGTHS = np.array([13, 6, 1])
+TOKENS, STEPS = 13, 3
+PLAIN, WINDOW = AttentionOptions(), AttentionOptions(local_window_size=4)
+
+CASES = {name: kv.cache_by_name(name, KV_HEADS) for name in kv.CACHE_NAMES}
+CASES |= {x: x for kind in KINDS for x in kind.takes if isinstance(x, str)}
+# Blocks that a few tokens fill; those of the names are wider than a test is long.
+CASES["small blocks"] = TurboConfig(buffer_size=8, block_q=8, block_kv=8, key_bits=4, value_bits=2)
+# In the slow tier: what differs from another kind only in the format of its numbers.
+SLOW = ("bfloat16", "4bit", "2/4bit", "3bit", "2bit", "fp8_e4m3", "fp8_e5m2")
+every_kind = pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES],
+)
+
+
+def data():
+    """Queries, keys, values [B, 16, heads, H] of all tokens, and the place each query looks for."""
+    rng = np.random.default_rng(0)
+    signs = np.array([[1.0]])
+    while len(signs) < CHANNELS:  # Hadamard's matrices: rows are orthogonal
+        signs = np.block([[signs, signs], [signs, -signs]])
+    length = TOKENS + STEPS
+    keys = np.stack([[rng.permutation(signs)[:length] for _ in range(KV_HEADS)] for _ in LENGTHS])
+    keys = keys.swapaxes(1, 2)
+    values = rng.choice([-1.0, 1.0], keys.shape)
+    sought = rng.integers(0, np.arange(length)[None, :, None] + 1, (BATCH, length, HEADS))
+    queries = np.empty((BATCH, length, HEADS, CHANNELS))
+    for b, t, n in np.ndindex(sought.shape):
+        queries[b, t, n] = 6 * keys[b, sought[b, t, n], n // (HEADS // KV_HEADS)]
+    return queries, keys, values, sought
+
+
+QUERIES, KEYS, VALUES, SOUGHT = data()
+
+
+def at(first, count=1):
+    """Operands of each sequence's tokens from its own `first` on."""
+    rows = np.asarray(first)[:, None] + np.arange(count)
+    return [
+        jnp.asarray(np.take_along_axis(x, rows[:, :, None, None], 1), jnp.float32)
+        for x in (QUERIES, KEYS, VALUES)
+    ]
+
+
+def empty(name, batch=BATCH, room=ROOM):
+    sizes = (batch, room, KV_HEADS, CHANNELS)
+    return kv.init_layer_cache(*sizes, kind=CASES[name], dtype=jnp.float32)
+
+
+def assert_found(out, first, lengths, window=None):
+    """Each real query's output has the signs of the value it looks for, if it is in the window."""
+    found = 0
+    for b, length in enumerate(lengths):
+        for t, n in np.ndindex(length, HEADS):
+            place = first[b] + t
+            wanted = SOUGHT[b, place, n]
+            if window is not None and wanted <= place - window:
+                continue
+            value = VALUES[b, wanted, n // (HEADS // KV_HEADS)]
+            np.testing.assert_array_equal(np.sign(np.asarray(out)[b, t, n]), value, f"{b} {t} {n}")
+            found += 1
+    assert found > HEADS
+
+
+def assert_same(one, other):
+    """What sequences hold is the same, bit for bit; what is past their lengths is of no account."""
+    one, other = files.pack(one), files.pack(other)
+    assert one.keys() == other.keys()
+    for name, x in one.items():
+        np.testing.assert_array_equal(x, other[name], name)
+
+
+@functools.cache
+def prompts(options=PLAIN):
+    """Prompts of given operands, from a given sequence on: few programs serve all tests."""
+
+    @jax.jit
+    def run(cache, lengths, first, *operands):
+        return attend_prompt(lengths, first)(*operands, cache, options)
+
+    return run
+
+
+@functools.cache
+def step(options=PLAIN):
+    return jax.jit(functools.partial(attend_new_tokens(), options=options))
+
+
+@functools.cache
+def filled(name):
+    """What a prompt's attention gives, and the cache then."""
+    return prompts()(empty(name), LENGTHS, 0, *at([0] * BATCH, TOKENS))
+
+
+# The table ---------------------------------------------------------------------------------------
+
+
+def test_kinds_do_not_share_names():
+    for of in (lambda x: [x.cls], lambda x: [x.stored_as]):
+        everything = [y for x in STORED for y in of(x)]
+        assert len(set(everything)) == len(everything)
+    for of in (lambda x: x.names, lambda x: x.takes):
+        everything = [y for x in KINDS for y in of(x)]
+        assert len(set(everything)) == len(everything)
+
+
+def test_type_checkers_know_what_kinds_take():
+    known = set()
+    for x in typing.get_args(CacheKind):
+        known |= {x} if isinstance(x, type) else set(typing.get_args(x))
+    assert known == {x for kind in KINDS for x in kind.takes}
+
+
+def test_what_is_no_cache_is_refused():
+    with pytest.raises(TypeError, match="cache is a dict, must be one of ExactCache"):
+        attend_new_tokens()(*at([0] * BATCH), {})
+    with pytest.raises(ValueError, match="'bfloat16' or a TurboConfig"):
+        kind_for(None)
+
+
+# Files that were written once must be read: these names never change.
+_SCALES = ["block_scale", "buffer_scale", "channel_scale", "channel_zero"]
+_SIDE = [*_SCALES, "buffer", "codes.0", "head_slots"]
+_SIDES = " ".join(f"{side}.{x}" for side in ("key", "value") for x in _SIDE)
+FORMATS = {
+    "exact": ("exact", "key overflowed value"),
+    "kv4": ("kv4", "key_codes key_scale overflowed value_codes value_scale"),
+    "4bit": ("progressive", f"buffer_lengths overflowed {_SIDES}"),
+    "paged": ("paged_layer", "block_tables overflowed pages.key pages.lost pages.value"),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_on_disk_stay(name):
+    kind, arrays = FORMATS[name]
+    cache = empty(name)
+    described = files.describe(cache)
+    assert described["kind"] == kind
+    sizes = ["kind", "stacked", "batch_size", "max_length", "num_kv_heads", "head_dim", "dtype"]
+    assert list(described)[:7] == sizes
+    assert sorted(files.pack(cache)) == sorted([*arrays.split(), "lengths"])
+
+
+# Each kind ---------------------------------------------------------------------------------------
+
+
+@every_kind
+def test_a_cache_says_what_it_is(name):
+    cache, kind = empty(name), kind_for(CASES[name])
+    assert kind_of(cache) is kind
+    assert type(cache) is kind.cls
+    assert (cache.max_length, cache.num_kv_heads, cache.head_dim) == (ROOM, KV_HEADS, CHANNELS)
+    assert cache.dtype == ("bfloat16" if name == "bfloat16" else "float32")
+    assert cache.lengths.dtype == jnp.int32
+    assert cache.lengths.tolist() == [0] * BATCH
+    assert cache.overflowed.tolist() == [False] * BATCH
+    assert cache.nbytes == sum(x.nbytes for x in jax.tree.leaves(cache))
+    values = 2 * 2 * BATCH * ROOM * KV_HEADS * CHANNELS
+    assert cache.compression_ratio == pytest.approx(values / cache.nbytes)
+    assert kind.why_nan(cache) is None or "NaN" in kind.why_nan(cache)
+    if name in kind.names:
+        assert kind.by_name(name, KV_HEADS) == CASES[name]
+
+
+@every_kind
+def test_tokens_are_found_again(name):
+    """A ragged prompt, then new tokens: causal, by heads and by sequences."""
+    out, cache = filled(name)
+    assert out.shape == (BATCH, TOKENS, HEADS, CHANNELS)
+    assert_found(out, [0] * BATCH, LENGTHS)
+    for i in range(STEPS):
+        assert cache.lengths.tolist() == (LENGTHS + i).tolist()
+        out, cache = step()(*at(LENGTHS + i), cache)
+        assert_found(out, LENGTHS + i, [1] * BATCH)
+    assert cache.overflowed.tolist() == [False] * BATCH
+
+
+@every_kind
+def test_the_window_reaches_the_op(name):
+    out, cache = prompts(WINDOW)(empty(name), LENGTHS, 0, *at([0] * BATCH, TOKENS))
+    assert_found(out, [0] * BATCH, LENGTHS, 4)
+    far = SOUGHT[0, :TOKENS] <= np.arange(TOKENS)[:, None] - 4
+    wanted = VALUES[0][SOUGHT[0, :TOKENS], np.arange(HEADS) // (HEADS // KV_HEADS)]
+    assert np.mean(np.sign(np.asarray(out)[0, :TOKENS][far]) == wanted[far]) < 0.9
+    _, key, value = at(LENGTHS)
+    first = jnp.asarray(np.stack([KEYS[b, 0] for b in range(BATCH)])[:, None], jnp.float32)
+    sought = jnp.repeat(6 * first, HEADS // KV_HEADS, 2)
+    for options, seen in ((PLAIN, True), (WINDOW, False)):
+        out, _ = step(options)(sought, key, value, cache)
+        at_first = np.repeat(VALUES[0, 0], HEADS // KV_HEADS, 0)
+        assert np.array_equal(np.sign(np.asarray(out)[0, 0]), at_first) == seen
+
+
+@every_kind
+def test_padding_reaches_nothing(name):
+    operands = at([0] * BATCH, TOKENS)
+    past = np.arange(TOKENS)[None] >= LENGTHS[:, None]
+    broken = [jnp.where(past[:, :, None, None], jnp.nan, x) for x in operands]
+    out, cache = prompts()(empty(name), LENGTHS, 0, *broken)
+    wanted, same = filled(name)
+    np.testing.assert_array_equal(np.asarray(out)[~past], np.asarray(wanted)[~past])
+    assert_same(cache, same)
+
+
+@every_kind
+def test_prompts_in_parts_are_the_same_cache(name):
+    """`take` and `put`: one sequence after the other; and one goes on by itself."""
+    whole_out, whole = filled(name)
+    operands, cache = at([0] * BATCH, TOKENS), empty(name)
+    for b, length in enumerate(LENGTHS):
+        part = slice(b, b + 1)
+        out, cache = prompts()(cache, LENGTHS[part], b, *(x[part] for x in operands))
+        np.testing.assert_array_equal(out[0, :length], whole_out[b, :length])
+    assert_same(cache, whole)
+
+    part = take_sequences(whole, 1, 1)
+    assert part.lengths.tolist() == [LENGTHS[1]]
+    new, part = step()(*(x[1:2] for x in at(LENGTHS)), part)
+    every, later = step()(*at(LENGTHS), whole)
+    np.testing.assert_array_equal(new[0], every[1])
+    back = put_sequences(whole, part, 1)
+    assert back.lengths.tolist() == [13, 7, 1]
+    for i, same in enumerate((whole, later, whole)):
+        assert_same(take_sequences(back, i, 1), take_sequences(same, i, 1))
+
+
+@every_kind
+def test_something_else_attends_to_the_prompt(name):
+    """The cache is filled as if it had attended itself."""
+    run = jax.jit(
+        lambda cache: attend_prompt(LENGTHS, attention="exact")(*at([0] * BATCH, TOKENS), cache)
+    )
+    out, cache = run(empty(name))
+    assert_found(out, [0] * BATCH, LENGTHS)
+    assert_same(cache, filled(name)[1])
+
+
+@every_kind
+def test_what_has_no_room_is_left_out(name):
+    _, cache = filled(name)
+    _, key, value = at([0] * BATCH, 10)
+    with pytest.raises(ValueError, match="max_length=20"):
+        kind_of(cache).append(cache, key, value)
+    append = jax.jit(lambda cache, *x, lengths: kind_of(cache).append(cache, *x, lengths=lengths))
+    after = append(cache, key, value, lengths=np.array([10, 10, 10]))
+    assert after.lengths.tolist() == [20, 16, 11]
+    assert after.overflowed.tolist() == [True, False, False]
+    fits = append(cache, key, value, lengths=np.array([7, 10, 10]))
+    assert fits.overflowed.tolist() == [False] * BATCH
+    after, fits = files.pack(after), files.pack(fits)
+    for array in after.keys() - {"overflowed"}:
+        np.testing.assert_array_equal(after[array], fits[array], array)
+
+
+@every_kind
+def test_files_hold_what_sequences_hold(name, tmp_path):
+    """What comes back is the same cache, with other room if asked, and goes on as it would have."""
+    _, cache = filled(name)
+    save_cache(tmp_path / "cache", cache)
+    loaded, _ = load_cache(tmp_path / "cache")
+    assert jax.tree.structure(loaded) == jax.tree.structure(cache)
+    assert_same(loaded, cache)
+    out, after = step()(*at(LENGTHS), loaded)
+    wanted, same = step()(*at(LENGTHS), cache)
+    np.testing.assert_array_equal(out, wanted)
+    assert_same(after, same)
+    loaded, _ = load_cache(tmp_path / "cache", max_length=300)
+    wide = empty(name, room=300)
+    assert jax.tree.structure(loaded) == jax.tree.structure(wide)
+    for got, like in zip(jax.tree.leaves(loaded), jax.tree.leaves(wide), strict=True):
+        assert (got.shape, got.dtype) == (like.shape, like.dtype)
+    assert_same(loaded, cache)  # the room is not in the file
+
+
+@every_kind
+def test_unknown_implementations_are_refused(name):
+    kind, operands = kind_for(CASES[name]), at([0] * BATCH)
+    lengths, cache = np.ones(BATCH, np.int32), empty(name)
+    for unknown in ("cuda", *{"cudnn", "mosaic_gpu"}.difference(kind.implementations)):
+        words = f"implementation='{unknown}' must be None or one of"
+        for attend in (attend_prompt(lengths, implementation=unknown), attend_new_tokens(unknown)):
+            with pytest.raises(ValueError, match=words):
+                jax.eval_shape(attend, *operands, cache)
+
+
+@pytest.mark.parametrize("registry", [APPEND, STORE_PROMPT], ids=lambda x: x.op)
+def test_writers_are_chosen_beside_what_only_attends(registry):
+    cache, key = empty("small blocks"), at([0] * BATCH)[1]
+    chosen = registry.select(None, cache=cache, key=key)
+    for name in ("mosaic_gpu", "jax_triton"):
+        assert registry.select(name, cache=cache, key=key) is chosen
+    assert registry.select("xla", cache=cache, key=key).name == "xla"
+    with pytest.raises(ValueError, match="implementation='cuda' must be None or one of"):
+        registry.select("cuda", cache=cache, key=key)
