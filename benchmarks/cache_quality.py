@@ -30,7 +30,10 @@ from turbojax._environment import environment
 from turbojax.finetune.evaluate import windows
 from turbojax.models.generation import session as generation
 
-DEFAULT_CACHES = ("exact", "4bit", "3bit", "2/4bit", "2bit", "turbo4", "fp8_e4m3", "fp8_e5m2")
+DEFAULT_CACHES = (
+    *("exact", "4bit", "3bit", "2/4bit", "2bit", "kv4", "k8v4"),
+    *("turbo4", "fp8_e4m3", "fp8_e5m2"),
+)
 QUICK = {"context": 159, "per_file": 1}
 
 

@@ -14,6 +14,7 @@ KINDS = {
     "bfloat16": "bfloat16",
     "4bit": SMALL,
     "kv4": "kv4",
+    "k8v4": "k8v4",
     "paged": "paged",
     "fp8_e4m3": "fp8_e4m3",
     "turbo4": "turbo4",

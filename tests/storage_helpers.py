@@ -26,6 +26,7 @@ MIXED = tj.TurboConfig(
 KINDS = {
     "exact": "exact",
     "kv4": "kv4",
+    "k8v4": "k8v4",
     "4-bit": tj.TurboConfig(block_q=16, block_kv=16, buffer_size=16, softmax="exact"),
     "mixed": MIXED,
     **{
@@ -50,6 +51,7 @@ _APPEND = {
         (tj.ProgressiveCache, tj),
         (exact.ExactCache, exact),
         (kv4.Kv4Cache, kv4),
+        (kv4.K8v4Cache, kv4),
         (paged.PagedLayer, paged),
     )
 }
@@ -71,7 +73,7 @@ def contents(cache):
     """Float32 keys and values [B, S, K, H], read without the code under test."""
     if isinstance(cache, exact.ExactCache):
         return [np.asarray(x, np.float32) for x in (cache.key, cache.value)]
-    if isinstance(cache, kv4.Kv4Cache):
+    if isinstance(cache, kv4.TokenScaledCache):
         key, value = kv4.dequantize(cache, dtype=jnp.float32)
     elif isinstance(cache, paged.PagedLayer):
         key, value = tj.paged.gather(

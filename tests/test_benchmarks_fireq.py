@@ -153,9 +153,10 @@ def test_a_quick_run_measures_and_compares(result):
     for kind in ("plain", "norm"):
         # e4m3 has three bits after the first: an error of 2**-4 at most.
         assert 0.01 < rows[f"quantize/{kind}-3x64/e4m3/xla"]["relative_l1"] < 2**-5
-    decode = rows["kv4-decode/tiny/b2-s192/kv4/xla"]
-    assert decode["relative_l1"] < 1e-3 < decode["against_exact"]["relative_l1"]
-    assert set(decode["speedup_over"]) == ({"cudnn", "turbo"} if timing.on_gpu() else {"turbo"})
+    for kind in ("kv4", "k8v4"):
+        decode = rows[f"kv4-decode/tiny/b2-s192/{kind}/xla"]
+        assert decode["relative_l1"] < 1e-3 < decode["against_exact"]["relative_l1"]
+        assert set(decode["speedup_over"]) == ({"cudnn", "turbo"} if timing.on_gpu() else {"turbo"})
     assert "relative_l1" not in rows["kv4-decode/tiny/b2-s192/turbo-4bit/xla"]
     if not timing.on_gpu():
         assert "triton: needs" in rows[f"{place}/int4/triton"]["reason"]

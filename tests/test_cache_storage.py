@@ -39,7 +39,7 @@ from turbojax.state import stored_file as files
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
-    "name", ["exact", "kv4", "mixed", "fp8_e5m2", "turbo4", "paged_k8v4", "turbo_k3v2"]
+    "name", ["exact", "kv4", "k8v4", "mixed", "fp8_e5m2", "turbo4", "paged_k8v4", "turbo_k3v2"]
 )
 def test_a_cache_comes_back_and_goes_on_bit_for_bit(tmp_path, name):
     path, cache = tmp_path / "cache.safetensors", filled(KINDS[name])

@@ -13,7 +13,7 @@ from turbojax.rotary import Rope
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("kind", ["exact", "4bit", "kv4", "turbo4"])
+@pytest.mark.parametrize("kind", ["exact", "4bit", "kv4", "k8v4", "turbo4"])
 def test_caches_are_those_of_the_package(kind):
     """Bit for bit the same as by hand: heads, a prompt, new tokens across a block's end."""
     layer, x = module(cache=KINDS[kind], qkv_bias=True), jnp.asarray(tokens(30))

@@ -19,13 +19,14 @@ KINDS = {
     "turbo4": "turbo4",
     "fp8_e4m3": "fp8_e4m3",
     "kv4": "kv4",
+    "k8v4": "k8v4",
     "4bit": tj.TurboConfig(buffer_size=16, block_q=16, block_kv=16, softmax="exact"),
 }
 # What outputs may be off by: about twice what they are. Values are up to 3.5, and keys' errors, in
 # scores of up to 6, weigh about as much as values' own. So it is twice a value's largest rounding:
-# half of 2**-6 (bfloat16 from 2 to 4), of 2**-2 (e4m3 there), of 3.5 / 7 (kv4), of 0.5 (turbo4's
-# outermost centroids); for 4bit, whose 8-bit buffer holds so few tokens, four steps of 3.5 / 127.
-# Exact ones: float32 sums of up to 45 products.
+# half of 2**-6 (bfloat16 from 2 to 4), of 2**-2 (e4m3 there), of 3.5 / 7 (kv4, and k8v4's values),
+# of 0.5 (turbo4's outermost centroids); for 4bit, whose 8-bit buffer holds so few tokens, four
+# steps of 3.5 / 127. Exact ones: float32 sums of up to 45 products.
 ERRORS = {
     "exact": 2e-5,
     "bfloat16": 2**-6,
@@ -33,6 +34,7 @@ ERRORS = {
     "turbo4": 0.5,
     "fp8_e4m3": 0.25,
     "kv4": 0.5,
+    "k8v4": 0.5,
     "4bit": 0.1,
 }
 OPTIONS = {
@@ -239,5 +241,5 @@ def test_bad_options(arguments, error, message):
 
 
 def test_an_unknown_kind_names_the_others():
-    with pytest.raises(ValueError, match="cache='8bit' must be 'exact', 'kv4', 'paged'"):
+    with pytest.raises(ValueError, match="cache='8bit' must be 'exact', 'kv4', 'k8v4', 'paged'"):
         layer_cache.init_layer_cache(1, 8, 1, 16, kind="8bit")

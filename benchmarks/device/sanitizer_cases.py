@@ -85,13 +85,13 @@ def _decode(implementation: str) -> Any:
     return call, (tj.init_cache(1, 400, 1, 64, config=tj.TurboConfig()), *arguments)
 
 
-def _kv4() -> Any:
+def _kv4(init: Callable[..., Any]) -> Any:
     def call(cache: Any, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
         cache = kv4.append(cache, key, value)
         return kv4_attention.decode(query, cache, implementation="triton")
 
     arguments = (_normal(3, 1, 1, 4, 64), *_prompt(330)[1:])
-    return call, (kv4.init_cache(1, 400, 1, 64), *arguments)
+    return call, (init(1, 400, 1, 64), *arguments)
 
 
 def _fp8_tokens() -> Any:
@@ -165,7 +165,8 @@ CASES = {
     "attention, float": _case("attention", _attention, "triton", "float"),
     "cache, written": _case("compress append", _write),
     "cache, decode": _case("decode decode_merge", _decode, "triton"),
-    "kv4, decode": _case("kv4_decode decode_merge", _kv4),
+    "kv4, decode": _case("kv4_decode decode_merge", _kv4, kv4.init_cache),
+    "k8v4, decode": _case("kv4_decode decode_merge", _kv4, kv4.init_k8v4_cache),
     "fp8 tokens": _case("fp8_tokens", _fp8_tokens),
     "int4, many tokens": _case("int4_matmul", _int4, "triton", 130, 136, 300),
     "int4, few tokens": _case("int4_matmul", _int4, "triton", 3, 136, 1024),

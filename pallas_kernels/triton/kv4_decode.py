@@ -1,20 +1,28 @@
-"""Decode: a few new queries per sequence against 4-bit keys and values with a scale per token.
+"""Decode: a few new queries per sequence against keys and 4-bit values with a scale per token.
 
-Roofline, for 16 sequences, 8 KV heads with 4 queries each, 32,768 tokens, head dim 128:
-  - bytes that must move: 2 sides * 16 * 8 * 32768 tokens * (64 of codes + 2 of scale) = 554 MB;
-    at the 3.0 TB/s that a copy reaches on an H100: 185 us.
+Keys are 4-bit codes, as the values (KV4), or e4m3 (K8V4).
+
+Roofline, for 16 sequences, 8 KV heads with 4 queries each, 32,768 tokens, head dim 128, so 4.19 M
+tokens of a KV head; a copy reaches 3.0 TB/s on an H100:
+  - bytes that must move, KV4: 2 sides * 4.19 M * (64 of codes + 2 of scale) = 554 MB: 185 us.
+  - bytes that must move, K8V4: 4.19 M * (128 + 2 of keys + 64 + 2 of values) = 822 MB: 274 us.
   - operations: 2 products * 2 * 16 * 32 * 32768 * 128 = 8.6 G, with 8 padded columns 17 G: 22 us of
-    bfloat16. Unpacking 1.07 G codes takes 1.4 instructions each, 50 us of all integer lanes.
-  Memory is the floor.
-Target: 60 % of the floor's speed.
+    16-bit products. Unpacking 1.07 G codes takes 1.4 instructions each, 50 us of all integer lanes;
+    in K8V4 half of that, and 268 M conversions of two e4m3 to float16 each: 16 lanes of a
+    multiprocessor's partition do one a clock, 18 us.
+  Memory is the floor of both.
+Target: 60 % of the floor's speed for KV4; 70 % for K8V4, which has half of the unpacking to do for
+one and a half times the bytes: 390 us.
 
 One program takes one KV head of one sequence, all its query heads, and a run of tiles of tokens,
 as far as that sequence goes: programs past its length stop at once. Tokens, and channels of values,
 are the rows of the products, as in `decode`: queries are few, and eight columns are the fewest that
-a product takes. A byte holds channels `c` and ``c + H/2``, so each product is one of low nibbles
-and one of high ones. Codes as bfloat16 are exact, and so are the queries, which are e4m3 values;
-weights times values' scales are rounded to bfloat16. Softmax online, programs merged by
-log-sum-exp (`merge`).
+a product takes. A byte of codes holds channels `c` and ``c + H/2``, so each product is one of low
+nibbles and one of high ones; e4m3 keys are loaded in the same halves, so that a warp holds one of
+them at a time. Codes as bfloat16 are exact, and so are the queries they meet, which are e4m3
+values. e4m3 keys as float16 are exact, and queries, over a power of two, keep 11 bits: all that
+bfloat16 and float16 have. Weights times values' scales are rounded to bfloat16. Softmax online,
+programs merged by log-sum-exp (`merge`).
 
 Versions, not measured yet; warp instructions for 64 tokens of a KV head, as Triton 3.6 compiles
 them for compute capability 9.0 (what issues at 1.5 a clock, as in `decode`, does 1,000 in 188 us):
@@ -24,10 +32,14 @@ them for compute capability 9.0 (what issues at 1.5 a clock, as in `decode`, doe
       memory instead. Tiles of 128 tokens: 1,485, 254 registers; two warps: 1,678.
 Of these 640 unpack, and 220 turn values from channels to tokens. Next: keys as float16 subnormals,
 eight times the queries' sums taken off afterwards, would save 160.
+K8V4 in the form of v2, as Triton 3.8 compiles it (KV4: 1,505): 1,352 instructions, 168 registers,
+so 254 us of issue beside 274 us of memory. Tiles of 32 tokens: 1,452 for 64, 128 registers; of 128:
+1,309, 254 registers; two warps: 1,474; two stages: 1,728, 255 registers.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -38,6 +50,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.merge import merge
 from pallas_kernels.triton import _common
 from pallas_kernels.triton._common import Ref
+from pallas_kernels.triton._paged_codes import fp8_to_float16, to_float16
 from pallas_kernels.triton._rows import quantize_rows
 
 # Columns of the smallest matrix product, and terms of its sum.
@@ -56,6 +69,9 @@ prmt.b32 $1, x, 0x43434343, 0x4342;
 fma.rn.bf16x2 $0, $0, one, offset;
 fma.rn.bf16x2 $1, $1, one, offset;
 }}"""
+
+_ToOperand = Callable[[tuple[jax.Array, ...]], tuple[tuple[jax.Array, ...], jax.Array]]
+"""Rows ``[R, c]``, in parts of their channels, as an operand, and their scales ``[R]``."""
 
 _State = tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array]
 """Outputs of both halves of the channels ``[c, R]``, maxima in powers of two and sums ``[R]``."""
@@ -87,7 +103,10 @@ class Settings:
 
 
 class Side(NamedTuple):
-    """Keys or values: packed codes uint8 ``[B, K, S, H / 2]``, scales bfloat16 ``[B, K, S]``."""
+    """Keys or values: packed codes uint8 ``[B, K, S, H / 2]``, scales bfloat16 ``[B, K, S]``.
+
+    Keys may be float8_e4m3fn ``[B, K, S, H]`` instead.
+    """
 
     codes: Ref
     scale: Ref
@@ -96,7 +115,7 @@ class Side(NamedTuple):
 class _Query(NamedTuple):
     """A program's queries and their positions."""
 
-    halves: tuple[jax.Array, jax.Array]  # e4m3 values as bfloat16 [R, c]
+    halves: tuple[jax.Array, ...]  # of the channels, [R, c]: e4m3 values as bfloat16, or float16
     scale: jax.Array  # float32 [R], of the scores too
     position: jax.Array  # int32 [R]
     is_real: jax.Array  # bool [R]
@@ -157,7 +176,7 @@ def _kernel(
     s: Settings,
 ) -> None:
     """One of `Settings.splits` runs of tiles of one KV head."""
-    kv_heads, half = key.scale.shape[1], key.codes.shape[3]
+    kv_heads, half = key.scale.shape[1], value.codes.shape[3]
     _, tokens, heads, _ = q_ref.shape
     group = heads // kv_heads
     pair, split = pl.program_id(0), pl.program_id(1)
@@ -166,7 +185,8 @@ def _kernel(
     begin = length - query_length
     rows = max(_ROWS, _common.next_power_of_2(group * tokens))
     channel = jnp.arange(max(_NARROWEST, _common.next_power_of_2(half)), dtype=jnp.int32)
-    query = _load_query(q_ref, at, channel, rows, group, half, begin, query_length, s)
+    to_operand = _to_e4m3 if key.codes.dtype == jnp.uint8 else to_float16
+    query = _load_query(q_ref, at, channel, rows, group, half, begin, query_length, to_operand, s)
 
     tiles, first = (length + s.tile - 1) // s.tile, jnp.int32(0)
     if s.window is not None:
@@ -198,9 +218,10 @@ def _load_query(
     half: int,
     begin: jax.Array,
     query_length: jax.Array,
+    to_operand: _ToOperand,
     s: Settings,
 ) -> _Query:
-    """A KV head's query rows, row ``g * T + t``, each rounded to e4m3."""
+    """A KV head's query rows, row ``g * T + t``, each as keys are multiplied with."""
     tokens = q_ref.shape[1]
     r = jnp.arange(rows, dtype=jnp.int32)
     is_row = r < group * tokens
@@ -214,8 +235,13 @@ def _load_query(
         )
         for offset in (0, half)
     )
-    (low, high), scale = quantize_rows((low, high), "fp8")
-    return _Query((low, high), scale * s.scale, begin + t, is_row & (t < query_length))
+    halves, scale = to_operand((low, high))
+    return _Query(halves, scale * s.scale, begin + t, is_row & (t < query_length))
+
+
+def _to_e4m3(parts: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """Rows rounded to e4m3 values, which bfloat16 holds."""
+    return quantize_rows(parts, "fp8")
 
 
 def _step(
@@ -247,7 +273,7 @@ def _step(
     value_scale = plgpu.load(value.scale.at[(*at, token)]).astype(jnp.float32)
     # What a query does not see must not reach it, not even as 0 * NaN.
     weights = jnp.where(visible, p * value_scale[:, None], 0.0).astype(jnp.bfloat16)
-    low, high = _load_codes(value, at, token, channel, s)
+    low, high = _load_operands(value, at, token, channel, s)
     product = functools.partial(_common.dot, b=weights, interpret=s.interpret, contracting=(0, 0))
     outputs = (
         outputs[0] * alpha[None, :] + product(low),
@@ -265,29 +291,36 @@ def _scores(
     s: Settings,
 ) -> tuple[jax.Array, jax.Array]:
     """Products of codes ``[t, R]``, and the tokens' scales."""
-    low, high = _load_codes(key, at, token, channel, s)
+    low, high = _load_operands(key, at, token, channel, s)
     products = _common.dot(low, query.halves[0], s.interpret)
     products = products + _common.dot(high, query.halves[1], s.interpret)
     return products, plgpu.load(key.scale.at[(*at, token)]).astype(jnp.float32)
 
 
-def _load_codes(
+def _load_operands(
     side: Side,
     at: tuple[jax.Array, jax.Array],
     token: jax.Array,
     channel: jax.Array,
     s: Settings,
 ) -> tuple[jax.Array, jax.Array]:
-    """Codes of both halves of the channels, bfloat16 ``[t, c]``; those of the padding are -8 .. 7.
+    """Both halves of the channels ``[t, c]``: codes as bfloat16, e4m3 as float16.
 
-    They are multiplied with queries that are 0 there, or make rows of the output that are not
-    stored.
+    Those of the padding are some of the token's own: they are multiplied with queries that are 0
+    there, or make rows of the output that are not stored. A token that is NaN is so anyway.
     """
-    half = side.codes.shape[3]
+    width = side.codes.shape[3]
+    half = width if side.codes.dtype == jnp.uint8 else width // 2
     if channel.shape[0] != half:
         channel = jnp.where(channel < half, channel, 0)
-    tile = plgpu.load(side.codes.at[(*at, token[:, None], channel[None, :])])
-    tile = jax.lax.bitcast_convert_type(tile, jnp.int8)
+
+    def load(first: int) -> jax.Array:
+        return plgpu.load(side.codes.at[(*at, token[:, None], first + channel[None, :])])
+
+    if half < width:
+        low, high = (fp8_to_float16(load(first), s.interpret) for first in (0, half))
+        return low, high
+    tile = jax.lax.bitcast_convert_type(load(0), jnp.int8)
     low, high = (_nibbles(tile, shift, s.interpret) for shift in (0, 4))
     return low, high
 

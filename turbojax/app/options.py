@@ -50,6 +50,12 @@ MaxLength = Annotated[
     ),
 ]
 MaxNewTokens = Annotated[int, typer.Option(help="Tokens to add to each sequence, at most.")]
+UncompressedLayers = Annotated[
+    int,
+    typer.Option(
+        help="How many of the first and of the last layers have caches that are not compressed."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 

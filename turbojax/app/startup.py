@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import numpy as np
 from turbojax import _device, _extras
 from turbojax.kv import CacheKind, init_layer_cache
 from turbojax.models import TransformerConfig
+from turbojax.models.generation.caching import ModelCacheKind, kinds_of_layers
 
 
 def check_output_file(option: str, path: Path | None) -> None:
@@ -66,21 +68,28 @@ def check_plot(path: Path | None) -> None:
 
 
 def cache_bytes(
-    config: TransformerConfig, dtype: np.dtype, batch_size: int, max_length: int, kind: CacheKind
+    config: TransformerConfig,
+    dtype: np.dtype,
+    batch_size: int,
+    max_length: int,
+    cache: ModelCacheKind,
 ) -> int:
     """Bytes of the caches that `models.init_caches` would make, which are not made.
 
     Raises:
-      ValueError: if a size does not fit the kind of cache.
+      ValueError: if a size does not fit the kind of cache, or no layer would be compressed.
     """
 
-    def layer(batch: int) -> int:
+    def layer(kind: CacheKind, batch: int) -> int:
         sizes = (batch, max_length, config.num_kv_heads, config.head_dim)
         return jax.eval_shape(lambda: init_layer_cache(*sizes, kind=kind, dtype=dtype)).nbytes
 
     # Some of it, such as a rotation, is there once: and no array is as long as the batch.
-    one, two = layer(1), layer(2)
-    return config.num_layers * (one + (batch_size - 1) * (two - one))
+    total = 0
+    for kind, layers in Counter(kinds_of_layers(cache, config.num_layers)).items():
+        one, two = layer(kind, 1), layer(kind, 2)
+        total += layers * (one + (batch_size - 1) * (two - one))
+    return total
 
 
 def prompt_bytes(config: TransformerConfig, dtype: np.dtype, batch_size: int, length: int) -> int:

@@ -11,14 +11,15 @@ import jax.numpy as jnp
 from turbojax.config import TurboConfig
 from turbojax.kv.base import Kind, LayerCache, Stored
 from turbojax.kv.exact import EXACT
+from turbojax.kv.k8v4 import K8V4
 from turbojax.kv.kv4 import KV4
 from turbojax.kv.pages import PAGES, POOL, PagedKind
 from turbojax.kv.progressive import PROGRESSIVE
 
-KINDS: tuple[Kind[Any], ...] = (EXACT, PROGRESSIVE, KV4, PAGES)
+KINDS: tuple[Kind[Any], ...] = (EXACT, PROGRESSIVE, KV4, K8V4, PAGES)
 """All kinds, in the order of their names on command lines."""
 
-CacheKind = Literal["exact", "kv4", "bfloat16"] | PagedKind | TurboConfig
+CacheKind = Literal["exact", "kv4", "k8v4", "bfloat16"] | PagedKind | TurboConfig
 """What stands for a kind in Python code, for type checkers: all that `KINDS` take."""
 
 CACHE_NAMES = tuple(name for kind in KINDS for name in kind.names)
@@ -63,9 +64,10 @@ def cache_by_name(name: str, num_kv_heads: int) -> CacheKind:
     Args:
       name: ``"exact"``, the bits of all heads (``"4bit"``, ``"3bit"``, ``"2bit"``),
         ``"2/4bit"``: half of the KV heads at 2 bits, the others at 4, ``"kv4"``: 4 bits with a
-        scale per token and head (FireQ), or pages of tokens as they are (``"paged"``), in an 8-bit
-        float (``"fp8_e4m3"``, ``"fp8_e5m2"``), as codes (``"turbo4"``, ``"turbo_k4v2"`` ..) or
-        with keys and values unlike each other (``"paged_k8v4"``).
+        scale per token and head (FireQ), ``"k8v4"``: the same with keys in e4m3, or pages of tokens
+        as they are (``"paged"``), in an 8-bit float (``"fp8_e4m3"``, ``"fp8_e5m2"``), as codes
+        (``"turbo4"``, ``"turbo_k4v2"`` ..) or with keys and values unlike each other
+        (``"paged_k8v4"``).
       num_kv_heads: of the model.
 
     Raises:
@@ -95,7 +97,7 @@ def init_layer_cache(
       num_kv_heads: key/value heads, `K`.
       head_dim: channels, `H`.
       kind: ``"exact"`` for keys and values as they are, ``"bfloat16"`` for the same rounded to
-        that, ``"kv4"``, pages of tokens in `dtype` (``"paged"``), in 8-bit floats
+        that, ``"kv4"``, ``"k8v4"``, pages of tokens in `dtype` (``"paged"``), in 8-bit floats
         (``"fp8_e4m3"``, ``"fp8_e5m2"``: at scale 1, so that keys and values must be within 448 or
         57344), as codes (``"turbo4"``, ``"turbo_k4v2"`` ..) or mixed (``"paged_k8v4"``), or the
         config of a progressively compressed cache.

@@ -1,4 +1,4 @@
-"""The kind ``"kv4"``: 4 bits and a scale per token and head (FireQ)."""
+"""The kind ``"kv4"``: 4 bits and a scale per token and head (FireQ); and what `k8v4` shares."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from turbojax.kv.base import Cache, Grows, Kind, validate_layers
 from turbojax.kv.whole import causal_attention
@@ -28,30 +29,87 @@ def through_kv4(
     """
     codes, scale = quantize_fp8(query, axis=-1)
     rounded = codes.astype(jnp.float32) * scale[..., None]
-    out, cache = causal_attention(rounded, _held(key), _held(value), cache, options)
+    out, cache = causal_attention(
+        rounded, held(key, jnp.uint8), held(value, jnp.uint8), cache, options
+    )
     return out.astype(query.dtype), cache
 
 
-def _held(x: jax.Array) -> jax.Array:
-    """Keys or values as the cache holds them, float32."""
-    codes, scale = kv4.quantize_vectors(x)
-    return kv4.unpack_codes(codes).astype(jnp.float32) * scale.astype(jnp.float32)[..., None]
+def held(x: jax.Array, codes: DTypeLike) -> jax.Array:
+    """Keys or values as a cache holds them in codes of this dtype, float32."""
+    stored, scale = kv4.quantize(x, codes)
+    return kv4.numbers(stored).astype(jnp.float32) * scale.astype(jnp.float32)[..., None]
 
 
-class Kv4(Kind[kv4.Kv4Cache]):
-    """`Kv4Cache`; prompts attend in e4m3, before they are rounded to 4 bits."""
+class TokenScaled(Kind[kv4.CacheT]):
+    """A token is rounded by itself, when it arrives; prompts attend in e4m3 before that."""
 
-    cls = kv4.Kv4Cache
-    names = ("kv4",)
-    takes = ("kv4",)
-    in_one_pass = staticmethod(through_kv4)
-    stored_as = "kv4"
     grows: ClassVar[Mapping[str, Grows]] = {
         "key_codes": Grows(-2),
         "key_scale": Grows(-1),
         "value_codes": Grows(-2),
         "value_scale": Grows(-1),
     }
+
+    def append(
+        self,
+        cache: kv4.CacheT,
+        key: jax.Array,
+        value: jax.Array,
+        *,
+        lengths: jax.Array | None = None,
+        implementation: Any = None,
+    ) -> kv4.CacheT:
+        """See `Kind.append`."""
+        del implementation
+        return kv4.append(cache, key, value, lengths=lengths)
+
+    def prefill(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        cache: kv4.CacheT,
+        lengths: jax.Array,
+        *,
+        options: AttentionOptions = PLAIN,
+        implementation: Any = None,
+    ) -> tuple[Any, kv4.CacheT]:
+        """See `Kind.prefill`."""
+        static = options.complete(query.shape[3])
+        (out, _), cache = kv4_attention.attend_prompt(
+            query, key, value, cache, lengths, options=static, implementation=implementation
+        )
+        return out, cache
+
+    def decode(
+        self,
+        query: jax.Array,
+        cache: kv4.CacheT,
+        *,
+        options: AttentionOptions = PLAIN,
+        implementation: Any = None,
+    ) -> Any:
+        """See `Kind.decode`."""
+        static = options.complete(query.shape[3])
+        out, _ = kv4_attention.attend_cache(
+            query, cache, options=static, implementation=implementation
+        )
+        return out
+
+    def validate(self, cache: kv4.CacheT) -> None:
+        """See `Stored.validate`."""
+        validate_layers(cache)
+
+
+class Kv4(TokenScaled[kv4.Kv4Cache]):
+    """`Kv4Cache`."""
+
+    cls = kv4.Kv4Cache
+    names = ("kv4",)
+    takes = ("kv4",)
+    in_one_pass = staticmethod(through_kv4)
+    stored_as = "kv4"
 
     def init(
         self,
@@ -66,56 +124,6 @@ class Kv4(Kind[kv4.Kv4Cache]):
         """See `Kind.init`."""
         del kind
         return kv4.init_cache(batch_size, max_length, num_kv_heads, head_dim, dtype=dtype)
-
-    def append(
-        self,
-        cache: kv4.Kv4Cache,
-        key: jax.Array,
-        value: jax.Array,
-        *,
-        lengths: jax.Array | None = None,
-        implementation: Any = None,
-    ) -> kv4.Kv4Cache:
-        """See `Kind.append`."""
-        del implementation
-        return kv4.append(cache, key, value, lengths=lengths)
-
-    def prefill(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        cache: kv4.Kv4Cache,
-        lengths: jax.Array,
-        *,
-        options: AttentionOptions = PLAIN,
-        implementation: Any = None,
-    ) -> tuple[Any, kv4.Kv4Cache]:
-        """See `Kind.prefill`."""
-        static = options.complete(query.shape[3])
-        (out, _), cache = kv4_attention.attend_prompt(
-            query, key, value, cache, lengths, options=static, implementation=implementation
-        )
-        return out, cache
-
-    def decode(
-        self,
-        query: jax.Array,
-        cache: kv4.Kv4Cache,
-        *,
-        options: AttentionOptions = PLAIN,
-        implementation: Any = None,
-    ) -> Any:
-        """See `Kind.decode`."""
-        static = options.complete(query.shape[3])
-        out, _ = kv4_attention.attend_cache(
-            query, cache, options=static, implementation=implementation
-        )
-        return out
-
-    def validate(self, cache: kv4.Kv4Cache) -> None:
-        """See `Stored.validate`."""
-        validate_layers(cache)
 
 
 KV4 = Kv4()

@@ -35,6 +35,7 @@ from turbojax.models.engine import Request as Request
 from turbojax.models.engine import Result as Result
 from turbojax.models.evaluation import token_bits as token_bits
 from turbojax.models.generation.caching import ModelCaches as ModelCaches
+from turbojax.models.generation.caching import UncompressedEdges as UncompressedEdges
 from turbojax.models.generation.caching import init_caches as init_caches
 from turbojax.models.generation.padding import align as align
 from turbojax.models.generation.sampling import GREEDY as GREEDY

@@ -1,4 +1,4 @@
-"""`Kv4Cache`: keys and values in 4 bits with one scale per token and head (FireQ's KV4).
+"""Caches of codes with one scale per token and head: `Kv4Cache` (FireQ's KV4) and `K8v4Cache`.
 
 A token is rounded once, when it arrives, independently of all others: no buffer, no blocks, and the
 cache's bits do not depend on how tokens are split into calls.
@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax._gradient import refuse_gradients
-from turbojax.quantizers import absolute_maximum, pack, unpack
+from turbojax.quantizers import absolute_maximum, pack, quantize_tokens, unpack
 from turbojax.state import checks
 
 LARGEST_CODE = 7
@@ -28,9 +29,74 @@ _RECIPROCAL_RANGE = float(np.float32(1 / LARGEST_CODE))
 _BITS = 4
 
 
+@dataclasses.dataclass(frozen=True)
+class TokenScaledCache:
+    """What `Kv4Cache` and `K8v4Cache` share: fields, sizes, checks; they differ in the keys' codes.
+
+    Attributes:
+      KEY_CODES: dtype of the keys' codes: uint8 holds two 4-bit ones, float8_e4m3fn is one.
+    """
+
+    KEY_CODES: ClassVar[np.dtype]
+
+    key_codes: jax.Array
+    key_scale: jax.Array
+    value_codes: jax.Array
+    value_scale: jax.Array
+    lengths: jax.Array
+    overflowed: jax.Array
+    max_length: int = dataclasses.field(metadata={"static": True})
+    dtype: np.dtype = dataclasses.field(metadata={"static": True})
+
+    @property
+    def batch_size(self) -> int:
+        """Number of sequences, `B`."""
+        return self.key_codes.shape[-4]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of key/value heads, `K`."""
+        return self.key_codes.shape[-3]
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head, `H`."""
+        return self.key_codes.shape[-1] * _channels_per_code(self.key_codes.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays held, bookkeeping included."""
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self))
+
+    @property
+    def compression_ratio(self) -> float:
+        """Bytes of a bfloat16 cache of `max_length` tokens over `nbytes`."""
+        # `lengths` has all leading axes, those of stacked layers too.
+        values = self.lengths.size * self.max_length * self.num_kv_heads * self.head_dim
+        return 4 * values / self.nbytes
+
+    def validate(self) -> None:
+        """Checks the invariants; under `jit` only shapes and dtypes can be seen.
+
+        Raises:
+          ValueError: naming the field and what it breaks.
+        """
+        sizes = (self.batch_size, self.max_length, self.num_kv_heads, self.head_dim)
+        wanted = jax.eval_shape(lambda: _empty(type(self), *sizes, self.dtype))
+        for field in _array_fields():
+            leaf, want = getattr(self, field), getattr(wanted, field)
+            if (leaf.shape, leaf.dtype) != (want.shape, want.dtype):
+                raise ValueError(
+                    f"cache.{field} is {leaf.dtype}{list(leaf.shape)}, "
+                    f"must be {want.dtype}{list(want.shape)}"
+                )
+        if _checks.is_concrete(*jax.tree.leaves(self)):
+            _validate_values(self)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Kv4Cache:
+class Kv4Cache(TokenScaledCache):
     """Keys and values of `B` sequences in symmetric 4-bit codes (FireQ, Baek et al., 2025).
 
     Shapes: `K` KV heads, head dim `H`, `S` = `max_length` rounded up to a multiple of 128.
@@ -57,59 +123,37 @@ class Kv4Cache:
       dtype: dtype of the keys and values it takes.
     """
 
-    key_codes: jax.Array
-    key_scale: jax.Array
-    value_codes: jax.Array
-    value_scale: jax.Array
-    lengths: jax.Array
-    overflowed: jax.Array
-    max_length: int = dataclasses.field(metadata={"static": True})
-    dtype: np.dtype = dataclasses.field(metadata={"static": True})
+    KEY_CODES = np.dtype(np.uint8)
 
-    @property
-    def batch_size(self) -> int:
-        """Number of sequences, `B`."""
-        return self.key_codes.shape[-4]
 
-    @property
-    def num_kv_heads(self) -> int:
-        """Number of key/value heads, `K`."""
-        return self.key_codes.shape[-3]
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class K8v4Cache(TokenScaledCache):
+    """Keys in 8-bit floats (e4m3), values in 4-bit codes, with a scale per token and head of each.
 
-    @property
-    def head_dim(self) -> int:
-        """Channels of a head, `H`."""
-        return 2 * self.key_codes.shape[-1]
+    Errors of keys move scores, which an exponential follows; those of values are averaged. So keys
+    get more bits here. A channel of a token costs ``12 + 32 / H`` bits, key and value together.
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays held, bookkeeping included."""
-        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self))
+    Made by `turbojax.k8v4.init_cache`. It is used as a `Kv4Cache` is, and keeps the same
+    invariants. Shapes: `K` KV heads, head dim `H`, `S` = `max_length` rounded up to a multiple of
+    128. ``x = code * scale``.
 
-    @property
-    def compression_ratio(self) -> float:
-        """Bytes of a bfloat16 cache of `max_length` tokens over `nbytes`."""
-        # `lengths` has all leading axes, those of stacked layers too.
-        values = self.lengths.size * self.max_length * self.num_kv_heads * self.head_dim
-        return 4 * values / self.nbytes
+    Attributes:
+      key_codes: float8_e4m3fn ``[B, K, S, H]``; NaN where the scale is.
+      key_scale: bfloat16 ``[B, K, S]``, the token's largest absolute value over 448, so that no
+        finite key is out of the codes' range; 1 where all are zero, NaN where one is not finite.
+      value_codes: uint8 ``[B, K, S, H / 2]``, 4-bit codes, see `Kv4Cache`.
+      value_scale: bfloat16 ``[B, K, S]``, a seventh of the token's largest absolute value.
+      lengths: int32 ``[B]``, tokens held.
+      overflowed: bool ``[B]``, see `Kv4Cache`.
+      max_length: tokens each sequence can hold.
+      dtype: dtype of the keys and values it takes.
+    """
 
-    def validate(self) -> None:
-        """Checks the invariants; under `jit` only shapes and dtypes can be seen.
+    KEY_CODES = np.dtype(jnp.float8_e4m3fn)
 
-        Raises:
-          ValueError: naming the field and what it breaks.
-        """
-        sizes = (self.batch_size, self.max_length, self.num_kv_heads, self.head_dim)
-        wanted = jax.eval_shape(lambda: _empty(*sizes, self.dtype))
-        for field in _array_fields():
-            leaf, want = getattr(self, field), getattr(wanted, field)
-            if (leaf.shape, leaf.dtype) != (want.shape, want.dtype):
-                raise ValueError(
-                    f"cache.{field} is {leaf.dtype}{list(leaf.shape)}, "
-                    f"must be {want.dtype}{list(want.shape)}"
-                )
-        if _checks.is_concrete(*jax.tree.leaves(self)):
-            _validate_values(self)
+
+CacheT = TypeVar("CacheT", bound=TokenScaledCache)
 
 
 def init_cache(
@@ -133,20 +177,36 @@ def init_cache(
       TypeError: if `dtype` is none of these or a size not an integer.
       ValueError: if a size is not positive or `head_dim` not a multiple of 8.
     """
-    _checks.check_sizes(
-        batch_size=batch_size, max_length=max_length, num_kv_heads=num_kv_heads, head_dim=head_dim
-    )
-    if head_dim % 8:
-        raise ValueError(f"{head_dim=} must be a multiple of 8")
-    dtype = jnp.dtype(dtype)
-    if dtype not in _checks.FLOAT_DTYPES:
-        raise TypeError(f"{dtype=!s} must be bfloat16, float16 or float32")
-    return _empty(batch_size, max_length, num_kv_heads, head_dim, dtype)
+    return _init_cache(Kv4Cache, (batch_size, max_length, num_kv_heads, head_dim), dtype)
+
+
+def init_k8v4_cache(
+    batch_size: int,
+    max_length: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+) -> K8v4Cache:
+    """An empty cache for keys in e4m3 and values in 4 bits.
+
+    Args:
+      batch_size: sequences, `B`.
+      max_length: tokens each can hold.
+      num_kv_heads: key/value heads, `K`.
+      head_dim: channels, `H`, a multiple of 8.
+      dtype: of the keys and values to come: bfloat16, float16 or float32.
+
+    Raises:
+      TypeError: if `dtype` is none of these or a size not an integer.
+      ValueError: if a size is not positive or `head_dim` not a multiple of 8.
+    """
+    return _init_cache(K8v4Cache, (batch_size, max_length, num_kv_heads, head_dim), dtype)
 
 
 def append(
-    cache: Kv4Cache, key: jax.Array, value: jax.Array, *, lengths: jax.Array | None = None
-) -> Kv4Cache:
+    cache: CacheT, key: jax.Array, value: jax.Array, *, lengths: jax.Array | None = None
+) -> CacheT:
     """Adds new tokens, one or many per sequence, each rounded by itself.
 
     Args:
@@ -175,7 +235,7 @@ def append(
     return refuse_gradients(_append, "append")(cache, key, value, lengths)
 
 
-def store_prompt(cache: Kv4Cache, key: jax.Array, value: jax.Array, lengths: jax.Array) -> Kv4Cache:
+def store_prompt(cache: CacheT, key: jax.Array, value: jax.Array, lengths: jax.Array) -> CacheT:
     """Stores a prompt in empty sequences: the cache's half of `prefill`.
 
     The same bits as `append` to an empty cache, without a scatter.
@@ -200,7 +260,7 @@ def store_prompt(cache: Kv4Cache, key: jax.Array, value: jax.Array, lengths: jax
 
 
 def dequantize(
-    cache: Kv4Cache, *, dtype: jax.typing.DTypeLike | None = None
+    cache: TokenScaledCache, *, dtype: jax.typing.DTypeLike | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """The keys and values that the cache stands for, for tests and debugging.
 
@@ -215,7 +275,7 @@ def dequantize(
     held = jnp.arange(cache.max_length)[None] < cache.lengths[:, None]
 
     def side(codes: jax.Array, scale: jax.Array) -> jax.Array:
-        x = unpack_codes(codes).astype(jnp.float32) * scale[..., None].astype(jnp.float32)
+        x = numbers(codes).astype(jnp.float32) * scale[..., None].astype(jnp.float32)
         x = jnp.swapaxes(x, 1, 2)[:, : cache.max_length]
         return jnp.where(held[:, :, None, None], x, 0).astype(dtype or cache.dtype)
 
@@ -263,24 +323,75 @@ def unpack_codes(packed: jax.Array) -> jax.Array:
     return (nibbles ^ 8) - 8
 
 
-def check_cache_arguments(cache: Kv4Cache, key: jax.Array, value: jax.Array) -> None:
+def quantize(x: jax.Array, codes: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array]:
+    """Codes with one scale per vector, as caches store them.
+
+    Args:
+      x: floating point ``[..., H]``.
+      codes: dtype of the codes: uint8 for `quantize_vectors`, float8_e4m3fn for `quantize_tokens`.
+
+    Returns:
+      The codes, and bfloat16 ``[...]``.
+    """
+    if codes == jnp.uint8:
+        return quantize_vectors(x)
+    tokens = quantize_tokens(x)
+    return tokens.codes, tokens.scale
+
+
+def numbers(codes: jax.Array) -> jax.Array:
+    """What stored codes are before their scale: int8 or float8_e4m3fn ``[..., H]``."""
+    return unpack_codes(codes) if codes.dtype == jnp.uint8 else codes
+
+
+def check_cache(cache: TokenScaledCache) -> None:
+    """Raises TypeError unless it is a `Kv4Cache` or a `K8v4Cache`."""
+    if not isinstance(cache, TokenScaledCache):
+        raise TypeError(f"cache is a {type(cache).__name__}, must be a Kv4Cache or a K8v4Cache")
+
+
+def check_cache_arguments(cache: TokenScaledCache, key: jax.Array, value: jax.Array) -> None:
     """Raises unless `key` and `value` are tokens for this cache."""
-    checks.check_kind(cache, Kv4Cache)
+    check_cache(cache)
     checks.check_tokens(cache, key, value)
 
 
-def check_prompt(cache: Kv4Cache, key: jax.Array, value: jax.Array, lengths: jax.Array) -> None:
+def check_prompt(
+    cache: TokenScaledCache, key: jax.Array, value: jax.Array, lengths: jax.Array
+) -> None:
     """Raises unless this prompt fits this cache; under `jit`, lengths cannot be seen."""
     check_cache_arguments(cache, key, value)
     checks.check_prompt_lengths(cache, lengths)
 
 
+def _init_cache(
+    kind: type[CacheT], sizes: tuple[int, int, int, int], dtype: jax.typing.DTypeLike
+) -> CacheT:
+    """`init_cache` of either kind, for sizes of `B`, tokens, `K` and `H`."""
+    batch_size, max_length, num_kv_heads, head_dim = sizes
+    _checks.check_sizes(
+        batch_size=batch_size, max_length=max_length, num_kv_heads=num_kv_heads, head_dim=head_dim
+    )
+    if head_dim % 8:
+        raise ValueError(f"{head_dim=} must be a multiple of 8")
+    dtype = jnp.dtype(dtype)
+    if dtype not in _checks.FLOAT_DTYPES:
+        raise TypeError(f"{dtype=!s} must be bfloat16, float16 or float32")
+    return _empty(kind, *sizes, dtype)
+
+
 def _empty(
-    batch_size: int, max_length: int, num_kv_heads: int, head_dim: int, dtype: np.dtype
-) -> Kv4Cache:
+    kind: type[CacheT],
+    batch_size: int,
+    max_length: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: np.dtype,
+) -> CacheT:
     rows = (batch_size, num_kv_heads, -(-max_length // ALLOCATION) * ALLOCATION)
-    return Kv4Cache(
-        key_codes=jnp.zeros((*rows, head_dim // 2), jnp.uint8),
+    channels = head_dim // _channels_per_code(kind.KEY_CODES)
+    return kind(
+        key_codes=jnp.zeros((*rows, channels), kind.KEY_CODES),
         key_scale=jnp.zeros(rows, jnp.bfloat16),
         value_codes=jnp.zeros((*rows, head_dim // 2), jnp.uint8),
         value_scale=jnp.zeros(rows, jnp.bfloat16),
@@ -291,8 +402,12 @@ def _empty(
     )
 
 
+def _channels_per_code(dtype: np.dtype) -> int:
+    return 2 if dtype == jnp.uint8 else 1
+
+
 @jax.jit
-def _append(cache: Kv4Cache, key: jax.Array, value: jax.Array, lengths: jax.Array) -> Kv4Cache:
+def _append(cache: CacheT, key: jax.Array, value: jax.Array, lengths: jax.Array) -> CacheT:
     tokens, allocated = key.shape[1], cache.key_scale.shape[2]
     accepted = jnp.clip(lengths, 0, jnp.minimum(cache.max_length - cache.lengths, tokens))
     offset = jnp.arange(tokens)[None]
@@ -310,9 +425,7 @@ def _append(cache: Kv4Cache, key: jax.Array, value: jax.Array, lengths: jax.Arra
 
 
 @jax.jit
-def _store_prompt(
-    cache: Kv4Cache, key: jax.Array, value: jax.Array, lengths: jax.Array
-) -> Kv4Cache:
+def _store_prompt(cache: CacheT, key: jax.Array, value: jax.Array, lengths: jax.Array) -> CacheT:
     size = min(key.shape[1], cache.max_length)
     kept = jnp.where(cache.lengths == 0, jnp.clip(lengths, 0, size), 0)
     stored = jnp.arange(size)[None] < kept[:, None]
@@ -325,17 +438,16 @@ def _store_prompt(
 
 
 def _with_tokens(
-    cache: Kv4Cache,
+    cache: CacheT,
     put: Callable[[jax.Array, jax.Array], jax.Array],
     key: jax.Array,
     value: jax.Array,
     lengths: jax.Array,
     accepted: jax.Array,
-) -> Kv4Cache:
+) -> CacheT:
     """The cache with tokens ``[B, T, K, H]`` `put` into its arrays, and its bookkeeping."""
-    (key_codes, key_scale), (value_codes, value_scale) = (
-        quantize_vectors(jnp.swapaxes(x, 1, 2)) for x in (key, value)
-    )
+    key_codes, key_scale = quantize(jnp.swapaxes(key, 1, 2), cache.KEY_CODES)
+    value_codes, value_scale = quantize_vectors(jnp.swapaxes(value, 1, 2))
     return dataclasses.replace(
         cache,
         key_codes=put(cache.key_codes, key_codes),
@@ -348,10 +460,10 @@ def _with_tokens(
 
 
 def _array_fields() -> list[str]:
-    return [f.name for f in dataclasses.fields(Kv4Cache) if not f.metadata.get("static")]
+    return [f.name for f in dataclasses.fields(TokenScaledCache) if not f.metadata.get("static")]
 
 
-def _validate_values(cache: Kv4Cache) -> None:
+def _validate_values(cache: TokenScaledCache) -> None:
     lengths = np.asarray(cache.lengths)
     if np.any((lengths < 0) | (lengths > cache.max_length)):
         raise ValueError(f"lengths={lengths.tolist()} must be within 0..{cache.max_length}")

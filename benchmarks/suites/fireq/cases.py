@@ -1,6 +1,7 @@
-"""The rows of FireQ's suite: products, the feed-forward layer, rounding, decode from KV4."""
+"""FireQ's suite's rows: products, the feed-forward layer, rounding, decode from KV4 and K8V4."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from benchmarks.suites.attention import decode
 from benchmarks.suites.attention.cases import Case as AttentionCase
 from benchmarks.suites.fireq import inputs
 from benchmarks.suites.fireq import tables as fireq_tables
-from turbojax import fireq
+from turbojax import fireq, k8v4
 from turbojax.fireq import Fp8Tokens, Int4Weight
 from turbojax.quantizers import quantize_tokens
 from turbojax.state import kv4
@@ -227,16 +228,16 @@ def _quantize(tokens: int, size: int, with_norm: bool, implementation: str, arra
 
 
 def decode_kv4(shape: Shape, *, implementations: tuple[str, ...] = ("triton",)) -> Group:
-    """One query token per sequence: cuDNN in bfloat16, TurboAttention's 4-bit cache, KV4."""
+    """One query token a sequence: cuDNN in bfloat16, TurboAttention's 4-bit cache, KV4, K8V4."""
     cases = []
     for case in decode.cases(shape, "short"):
         if case.method.startswith("cudnn") or case.method == "turbo-4bit":
             family = "cudnn" if case.implementation is None else "turbo"
             build = functools.partial(_decode_of, shape, case)
             cases.append(Case(case.method, case.implementation, family, build))
-    for implementation in implementations:
-        build = functools.partial(_decode_kv4, shape, implementation)
-        cases.append(Case("kv4", implementation, "kv4", build))
+    for kind, implementation in itertools.product(_INIT, implementations):
+        build = functools.partial(_decode_scaled, shape, kind, implementation)
+        cases.append(Case(kind, implementation, kind, build))
     facts = {"model": shape.model, "batch": shape.batch, "tokens": shape.tokens}
     return Group(DECODE, shape.label, facts, tuple(cases))
 
@@ -252,13 +253,14 @@ def _of_exact(errors: Callable[[Any], dict[str, float]]) -> Callable[[Any], dict
     return lambda out: {"against_exact": errors(out)}
 
 
-def _decode_kv4(shape: Shape, implementation: str, arrays: Arrays) -> Call:
+def _decode_scaled(shape: Shape, kind: str, implementation: str, arrays: Arrays) -> Call:
     """Errors are against the definition, on the same cache; and against exact attention."""
     made = arrays.get(decode.Inputs, shape)
-    cache = arrays.get(_kv4_cache, shape, made)
-    heads = shape.heads
-    # Half a byte of a channel, and a bfloat16 scale, of keys and values.
-    held = 2 * shape.batch * made.length * heads.kv * (heads.dim // 2 + _BFLOAT16)
+    cache = arrays.get(_scaled_cache, shape, kind, made)
+    # Codes and scales of the tokens held, of both sides.
+    sides = (cache.key_codes, cache.key_scale, cache.value_codes, cache.value_scale)
+    per_token = sum(x.nbytes // x.shape[2] for x in sides)
+    held = made.length * per_token
     needs = Needs(decode_work(shape, held).amount, 0.0, "bf16")
     first = made.query[:1], jax.tree.map(lambda x: x[:1], cache)
 
@@ -272,14 +274,19 @@ def _decode_kv4(shape: Shape, implementation: str, arrays: Arrays) -> Call:
     return Call(attend, (made.query, cache), needs, errors=errors)
 
 
-def _kv4_cache(shape: Shape, made: decode.Inputs) -> kv4.Kv4Cache:
-    return _fill(shape.tokens, made.key, made.value, made.lengths)
+_INIT = {"kv4": fireq.init_cache, "k8v4": k8v4.init_cache}
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _fill(capacity: int, key: jax.Array, value: jax.Array, lengths: jax.Array) -> kv4.Kv4Cache:
+def _scaled_cache(shape: Shape, kind: str, made: decode.Inputs) -> kv4.TokenScaledCache:
+    return _fill(kind, shape.tokens, made.key, made.value, made.lengths)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _fill(
+    kind: str, capacity: int, key: jax.Array, value: jax.Array, lengths: jax.Array
+) -> kv4.TokenScaledCache:
     batch, _, heads, dim = key.shape
-    empty = kv4.init_cache(batch, capacity, heads, dim, dtype=key.dtype)
+    empty = _INIT[kind](batch, capacity, heads, dim, dtype=key.dtype)
     return kv4.store_prompt(empty, key, value, lengths)
 
 

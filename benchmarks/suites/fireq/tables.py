@@ -37,6 +37,7 @@ _METHODS = {
     "int4-bf16-scales": "INT4, bf16 scales",
     "e4m3": "to e4m3",
     "kv4": "KV4",
+    "k8v4": "K8V4",
     "int4-kv4": "INT4, e4m3, KV4",
 }
 

@@ -19,8 +19,8 @@ File = Annotated[
 Cache = Annotated[
     str,
     typer.Option(
-        help="Caches, comma separated: exact, 4bit, 2/4bit, 3bit, 2bit, kv4, paged, fp8_e4m3, "
-        "fp8_e5m2, turbo4."
+        help="Caches, comma separated: exact, 4bit, 2/4bit, 3bit, 2bit, kv4, k8v4, paged, "
+        "fp8_e4m3, fp8_e5m2, turbo4."
     ),
 ]
 
@@ -31,6 +31,7 @@ def demo(
     new_bytes: Annotated[int, typer.Option(help="Bytes to decode one by one and score.")] = 256,
     generate_bytes: Annotated[int, typer.Option(help="Bytes to generate freely.")] = 96,
     cache: Cache = "exact,4bit,2/4bit",
+    uncompressed_layers: options.UncompressedLayers = 0,
     model: options.ByteModel = "embedded",
     plot: Annotated[Path | None, typer.Option(help="Also draw a picture to this file.")] = None,
     as_json: options.AsJson = False,
@@ -57,6 +58,7 @@ def demo(
             new_bytes=new_bytes,
             generated_bytes=generate_bytes,
             caches=tuple(name.strip() for name in cache.split(",")),
+            uncompressed_layers=uncompressed_layers,
         )
         startup.check_input_files(settings.file)
         # float32 is the fast dtype of CPUs; the caches are what is being compared.

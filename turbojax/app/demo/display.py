@@ -24,6 +24,8 @@ def render(report: DemoReport) -> RenderableType:
         f"{settings.file.name}: {settings.prompt_bytes} bytes prefilled, "
         f"{settings.new_bytes} decoded through each cache"
     )
+    if settings.uncompressed_layers:
+        title += f", {settings.uncompressed_layers} layers at either end uncompressed"
     table = Table(title=title)
     table.add_column("cache")
     for column in (
@@ -97,7 +99,7 @@ def save_plot(report: DemoReport, model: Transformer, path: Path) -> None:
     lengths = [256 * i for i in range(1, model.config.max_length // 256 + 1)]
     first = report.results[0]
     for result in report.results:
-        kind = cache_kind(result.name, model)
+        kind = cache_kind(result.name, model, report.settings.uncompressed_layers)
         sizes = [
             jax.eval_shape(lambda n=n, kind=kind: init_caches(model, 1, n, kind)).nbytes / 2**20
             for n in lengths

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax._environment import environment
-from turbojax.kv import CACHE_NAMES, CacheKind, cache_by_name
+from turbojax.kv import CACHE_NAMES, cache_by_name
 from turbojax.models import BEGINNING_OF_FILE, Transformer, held_out_modules
 from turbojax.models.generation import session as generation
+from turbojax.models.generation.caching import ModelCacheKind, kinds_of_layers, with_uncompressed
 
 Progress = Callable[[str, int], None]
 """Called with the name of a cache and the number of bytes done since the last call."""
@@ -34,6 +35,7 @@ class DemoSettings:
       new_bytes: bytes that are decoded one by one after that, each fed its true predecessor.
       generated_bytes: bytes of free generation after the prompt.
       caches: names of the caches, see `cache_kind`; the first is what others are compared to.
+      uncompressed_layers: see there.
 
     Raises:
       ValueError: if a number is not positive, a cache is unknown or named twice, or there is none.
@@ -44,6 +46,7 @@ class DemoSettings:
     new_bytes: int = 256
     generated_bytes: int = 96
     caches: tuple[str, ...] = ("exact", "4bit", "2/4bit")
+    uncompressed_layers: int = 0
 
     def __post_init__(self) -> None:
         for name in ("prompt_bytes", "new_bytes", "generated_bytes"):
@@ -137,17 +140,29 @@ def default_file(required_bytes: int = 1) -> Path:
     )
 
 
-def cache_kind(name: str, model: Transformer) -> CacheKind:
+def cache_kind(name: str, model: Transformer, uncompressed_layers: int = 0) -> ModelCacheKind:
     """The cache of a name that `cache_by_name` takes, in the sizes that models are served with.
 
     The demo computes in float32, which suits CPUs, but an exact cache of bfloat16 is what others
     are worth comparing to.
 
+    Args:
+      name: of the cache.
+      model: whose caches.
+      uncompressed_layers: how many layers at either end have exact caches of bfloat16; of a cache
+        that compresses, so that others can be compared to one that does not.
+
     Raises:
-      ValueError: as `cache_by_name`.
+      ValueError: as `cache_by_name`; if no layer is left to compress.
     """
     kind = cache_by_name(name, model.config.num_kv_heads)
-    return "bfloat16" if kind == "exact" else kind
+    if kind == "exact":
+        return "bfloat16"
+    if kind == "paged":
+        return kind
+    cache = with_uncompressed(kind, uncompressed_layers, "bfloat16")
+    kinds_of_layers(cache, model.config.num_layers)  # raises if there are too few
+    return cache
 
 
 def run(model: Transformer, settings: DemoSettings, progress: Progress | None = None) -> DemoReport:
@@ -163,7 +178,9 @@ def run(model: Transformer, settings: DemoSettings, progress: Progress | None = 
       ValueError: if it is too short, the model's context is, or a cache's name is unknown.
     """
     begun = time.perf_counter()
-    kinds = {name: cache_kind(name, model) for name in settings.caches}
+    kinds = {
+        name: cache_kind(name, model, settings.uncompressed_layers) for name in settings.caches
+    }
     if model.config.vocab_size != 256:
         raise ValueError(f"vocab_size={model.config.vocab_size} must be 256: the demo reads bytes")
     if settings.max_length > model.config.max_length:
@@ -202,7 +219,7 @@ def _measure(
     model: Transformer,
     settings: DemoSettings,
     name: str,
-    kind: CacheKind,
+    kind: ModelCacheKind,
     tokens: np.ndarray,
     reference: np.ndarray | None,
     progress: generation.Progress | None,

@@ -36,8 +36,8 @@ System = Annotated[
 Cache = Annotated[
     str,
     typer.Option(
-        help="The KV cache: exact, 4bit, 2/4bit, 3bit, 2bit, kv4, paged, fp8_e4m3, fp8_e5m2, "
-        "turbo4, paged_k8v4, turbo_k4v2 and so on."
+        help="The KV cache: exact, 4bit, 2/4bit, 3bit, 2bit, kv4, k8v4, paged, fp8_e4m3, "
+        "fp8_e5m2, turbo4, paged_k8v4, turbo_k4v2 and so on."
     ),
 ]
 Temperature = Annotated[
@@ -108,8 +108,8 @@ PrefillBlockSize = Annotated[
 Implementation = Annotated[
     str | None,
     typer.Option(
-        help="What runs attention: mosaic_gpu (not for kv4), triton or xla; for the exact cache "
-        "xla or cudnn. Pooled prefill chooses for itself. Default: the fastest that can.",
+        help="What runs attention: mosaic_gpu (not for kv4, k8v4), triton or xla; for the exact "
+        "cache xla or cudnn. Pooled prefill chooses for itself. Default: the fastest that can.",
         show_default=False,
     ),
 ]
@@ -122,6 +122,7 @@ def generate(
     chat: Chat = False,
     system: System = None,
     cache: Cache = "4bit",
+    uncompressed_layers: options.UncompressedLayers = 0,
     max_new_tokens: options.MaxNewTokens = 128,
     max_length: options.MaxLength = None,
     temperature: Temperature = 0.0,
@@ -179,7 +180,8 @@ def generate(
             one = tokens_of(found, content, chat=chat, system=system)
         length = prompt_tokens or _PROMPT_TOKENS if one is None else len(one)
         at_a_time = min(batch_size, prefill_batch_size or batch_size)
-        _check_fit(found, batch_size, at_a_time, length, max_new_tokens, cache)
+        sizes = (batch_size, at_a_time, length, max_new_tokens)
+        _check_fit(found, *sizes, cache, uncompressed_layers)
         source = found.load()
         as_it_comes = _is_terminal() if stream is None else stream
         report = generation.run(
@@ -189,6 +191,7 @@ def generate(
             else generation.copies(one, batch_size),
             max_new_tokens=max_new_tokens,
             cache=cache,
+            uncompressed_layers=uncompressed_layers,
             sampling=sampling,
             stop_strings=stops,
             prefill_batch_size=prefill_batch_size,
@@ -244,10 +247,12 @@ def _check_fit(
     length: int,
     max_new_tokens: int,
     cache: str,
+    uncompressed_layers: int,
 ) -> None:
     """Raises ValueError if prompts and texts are too long, or need more memory than there is."""
     from turbojax import models
     from turbojax.app import startup
+    from turbojax.models.generation.caching import with_uncompressed
 
     config, total = found.config, length + max_new_tokens
     if total > config.max_length:
@@ -255,7 +260,7 @@ def _check_fit(
             f"a prompt of {length} tokens and {max_new_tokens=} must be at most the model's "
             f"{config.max_length} tokens together"
         )
-    kind = models.cache_by_name(cache, config.num_kv_heads)
+    kind = with_uncompressed(models.cache_by_name(cache, config.num_kv_heads), uncompressed_layers)
     startup.check_memory(
         {
             "weights": found.weight_bytes,

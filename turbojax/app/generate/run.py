@@ -12,6 +12,7 @@ import numpy as np
 from turbojax import _checks, models
 from turbojax.app.text_model import TextModel, than_bfloat16
 from turbojax.models.generation import session as generation
+from turbojax.models.generation.caching import with_uncompressed
 from turbojax.models.generation.sampling import GREEDY
 from turbojax.models.generation.stopping import TextStream, check_stop_strings, check_stops
 
@@ -38,6 +39,7 @@ class GenerationReport:
       prefill_seconds: compilation included.
       tokens_per_second: new tokens of all sequences, without the first step, which is compiled;
         None if there were too few to tell.
+      uncompressed_layers: layers at either end whose caches were not compressed.
     """
 
     cache: str
@@ -50,6 +52,7 @@ class GenerationReport:
     compression_ratio: float
     prefill_seconds: float
     tokens_per_second: float | None
+    uncompressed_layers: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values."""
@@ -62,9 +65,12 @@ class GenerationReport:
             if self.tokens_per_second is None
             else f"{self.tokens_per_second:,.1f} tokens/s"
         )
+        edges = ""
+        if self.uncompressed_layers:
+            edges = f" ({self.uncompressed_layers} layers at either end uncompressed)"
         return (
-            f"{speed}, batch {self.batch_size}; {self.cache} cache {self.cache_bytes:,} bytes "
-            f"({than_bfloat16(self.compression_ratio)})"
+            f"{speed}, batch {self.batch_size}; {self.cache} cache{edges} "
+            f"{self.cache_bytes:,} bytes ({than_bfloat16(self.compression_ratio)})"
         )
 
 
@@ -137,6 +143,7 @@ def run(
     *,
     max_new_tokens: int,
     cache: str,
+    uncompressed_layers: int = 0,
     sampling: models.Sampling = GREEDY,
     stop_strings: Sequence[str] = (),
     prefill_batch_size: int | None = None,
@@ -151,6 +158,7 @@ def run(
       tokens: int32 ``[B, T]``.
       max_new_tokens: to add to each, at most.
       cache: its name, see `models.cache_by_name`.
+      uncompressed_layers: see `models.UncompressedEdges`; 0 for none.
       sampling: how tokens are chosen, see `models.generate`.
       stop_strings: texts that end a text and are no part of it.
       prefill_batch_size: see `models.start`.
@@ -170,7 +178,9 @@ def run(
         decoder,
         tokens,
         max_new_tokens=max_new_tokens,
-        cache=models.cache_by_name(cache, decoder.config.num_kv_heads),
+        cache=with_uncompressed(
+            models.cache_by_name(cache, decoder.config.num_kv_heads), uncompressed_layers
+        ),
         prefill_batch_size=prefill_batch_size,
         implementation=implementation,
         pooled_prefill=pooled_prefill,
@@ -199,6 +209,7 @@ def run(
     timed = sum(counts[2:])
     return GenerationReport(
         cache=cache,
+        uncompressed_layers=uncompressed_layers,
         batch_size=batch,
         prompt_tokens=length,
         new_tokens=first.tokens,

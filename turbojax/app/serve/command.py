@@ -111,6 +111,7 @@ def serve(
     max_new_tokens: options.MaxNewTokens = 128,
     max_length: options.MaxLength = None,
     kv_dtype: KvDtype = "auto",
+    uncompressed_layers: options.UncompressedLayers = 0,
     page_size: PageSize = 64,
     num_pages: NumPages = None,
     pool_bytes: PoolBytes = None,
@@ -149,6 +150,7 @@ def serve(
         found = options.find(model, random_weights, weights, dtype, max_length)
         sizes: dict[str, Any] = {
             "kv_dtype": kv_dtype,
+            "uncompressed_layers": uncompressed_layers,
             "page_size": page_size,
             "num_pages": num_pages,
             "pool_bytes": pool_bytes,
@@ -173,7 +175,8 @@ def _run(
     from turbojax.app.serve.requests import digest
     from turbojax.app.serve.results import unfinished
 
-    name = run.model_name(found, lines.requests, chosen["kv_dtype"])
+    how = {x: chosen[x] for x in ("kv_dtype", "uncompressed_layers")}
+    name = run.model_name(found, lines.requests, **how)
     digests = {one.id: digest(one, name) for one in lines.requests}
     left = lines.requests
     if results is not None:
@@ -202,8 +205,8 @@ def _run(
                 **chosen,
             )
     else:
-        sizes = (chosen["kv_dtype"], chosen["page_size"], chosen["max_sequences"])
-        report = run.ServingReport(0, *sizes, kept=total)
+        how |= {x: chosen[x] for x in ("page_size", "max_sequences")}
+        report = run.ServingReport(0, **how, kept=total)
     return dataclasses.replace(report, skipped=len(lines.bad))
 
 

@@ -4,10 +4,9 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
-from turbojax import _checks, paged
+from turbojax import _checks
 from turbojax.app.serve.requests import TextRequest, longest
 from turbojax.app.text_model import FoundModel, TextModel, than_bfloat16
 from turbojax.models import TransformerConfig
@@ -19,6 +18,7 @@ from turbojax.models.engine import (
     NewToken,
     Result,
 )
+from turbojax.models.engine.pools import page_bytes
 from turbojax.models.generation.stopping import TextStream
 from turbojax.models.text.tokenizer import Tokenizer
 from turbojax.rotary import LongRopeScaling
@@ -53,6 +53,7 @@ class ServingReport:
       statistics: of the engine; None where nothing was left to run.
       kept: requests that had a result already.
       skipped: bad lines.
+      uncompressed_layers: layers at either end whose pages were not compressed.
     """
 
     requests: int
@@ -62,6 +63,7 @@ class ServingReport:
     statistics: EngineStatistics | None = None
     kept: int = 0
     skipped: int = 0
+    uncompressed_layers: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values."""
@@ -72,11 +74,14 @@ class ServingReport:
     def summary(self) -> str:
         """One line: speed, memory, and what the scheduler did."""
         parts = [f"{self.requests} requests"]
+        edges = ""
+        if self.uncompressed_layers:
+            edges = f" ({self.uncompressed_layers} layers at either end uncompressed)"
         if (held := self.statistics) is not None:
             parts = [
                 f"{self.requests} requests, {held.new_tokens:,} tokens, "
                 f"{held.tokens_per_second:,.1f} tokens/s",
-                f"{self.kv_dtype} pages for {held.token_capacity:,} tokens, "
+                f"{self.kv_dtype} pages{edges} for {held.token_capacity:,} tokens, "
                 f"{held.pool_bytes:,} bytes ({than_bfloat16(held.compression_ratio)})",
                 f"{held.reused_tokens:,} prompt tokens reused, {held.preemptions} preemptions",
             ]
@@ -96,6 +101,7 @@ def serve(
     accepted: Callable[[], None] | None = None,
     done: Collection[str | int] = (),
     kv_dtype: str = "auto",
+    uncompressed_layers: int = 0,
     page_size: int = 64,
     num_pages: int | None = None,
     pool_bytes: int | None = None,
@@ -119,6 +125,7 @@ def serve(
       done: ids of requests that do not run. Texts of the others do not depend on this: the engine
         is made for all.
       kv_dtype: see `Engine`, for the default as well.
+      uncompressed_layers: see `Engine`.
       page_size: see `Engine`.
       num_pages: see `Engine`; by default enough for `max_sequences` of the longest requests.
       pool_bytes: instead, bytes that the pages of all layers take at most.
@@ -141,6 +148,7 @@ def serve(
         decoder.config,
         decoder.dtype,
         kv_dtype=kv_dtype,
+        uncompressed_layers=uncompressed_layers,
         page_size=page_size,
         num_pages=num_pages,
         pool_bytes=pool_bytes,
@@ -152,6 +160,7 @@ def serve(
         num_pages=pool.num_pages,
         page_size=page_size,
         kv_dtype=kv_dtype,
+        uncompressed_layers=uncompressed_layers,
         max_sequences=max_sequences,
         max_length=pool.max_length,
         prefill_chunk=PREFILL_CHUNK if prefill_chunk is None else prefill_chunk,
@@ -179,6 +188,7 @@ def serve(
         max_sequences,
         engine.statistics(),
         kept=len(requests) - len(running),
+        uncompressed_layers=uncompressed_layers,
     )
 
 
@@ -188,6 +198,7 @@ def plan(
     dtype: np.dtype,
     *,
     kv_dtype: str,
+    uncompressed_layers: int = 0,
     page_size: int,
     num_pages: int | None,
     pool_bytes: int | None,
@@ -201,6 +212,7 @@ def plan(
       config: of the model.
       dtype: of the model.
       kv_dtype: see `serve`.
+      uncompressed_layers: see there.
       page_size: see there.
       num_pages: see there.
       pool_bytes: see there.
@@ -215,7 +227,13 @@ def plan(
         raise ValueError("there must be at least one request")
     _checks.check_sizes(max_sequences=max_sequences, page_size=page_size)
     max_length = _max_length(requests, config)
-    count = pages_of(config, dtype, kv_dtype, page_size, num_pages, pool_bytes)
+    stored: dict[str, Any] = {"kv_dtype": kv_dtype, "uncompressed_layers": uncompressed_layers}
+    asked: dict[str, Any] = {
+        "page_size": page_size,
+        "num_pages": num_pages,
+        "pool_bytes": pool_bytes,
+    }
+    count = pages_of(config, dtype, **stored, **asked)
     if prefill_chunk is not None:
         _checks.check_sizes(prefill_chunk=prefill_chunk)
         limits = {"the longest sequence of the model": config.max_length}
@@ -226,11 +244,16 @@ def plan(
                 raise ValueError(f"{prefill_chunk=} must be at most {limit} tokens, {name}")
     if count is None:
         count = min(max_sequences, len(requests)) * -(-max_length // page_size)
-    size = count * page_bytes(config, dtype, kv_dtype, page_size)
+    size = count * page_bytes(config, dtype, page_size, **stored)
     return Pool(count, max_length, size)
 
 
-def model_name(found: FoundModel, requests: Sequence[TextRequest], kv_dtype: str) -> str:
+def model_name(
+    found: FoundModel,
+    requests: Sequence[TextRequest],
+    kv_dtype: str,
+    uncompressed_layers: int = 0,
+) -> str:
     """A text that differs where texts of equal requests may: for `requests.digest`.
 
     Models are told apart by shape and size. With LongRoPE it also counts which factors the engine
@@ -240,9 +263,12 @@ def model_name(found: FoundModel, requests: Sequence[TextRequest], kv_dtype: str
       found: the model.
       requests: all that the engine is made for.
       kv_dtype: see `Engine`.
+      uncompressed_layers: see `Engine`.
     """
     config = found.config
     name = f"{config!r} {found.dtype} {found.weight_bytes} {kv_dtype}"
+    if uncompressed_layers:
+        name += f" {uncompressed_layers} uncompressed"
     if not isinstance(config.rope_scaling, LongRopeScaling):
         return name
     long = _max_length(requests, config) > config.rope_scaling.original_max_length
@@ -256,6 +282,8 @@ def pages_of(
     page_size: int,
     num_pages: int | None,
     pool_bytes: int | None,
+    *,
+    uncompressed_layers: int = 0,
 ) -> int | None:
     """How many pages the pool is asked to have; None where that follows from the requests.
 
@@ -266,6 +294,7 @@ def pages_of(
       page_size: tokens of a page.
       num_pages: what is asked for.
       pool_bytes: or bytes of all layers' pages.
+      uncompressed_layers: see `Engine`.
 
     Raises:
       ValueError: if both are given, a size does not fit, or not one page fits into the bytes.
@@ -277,21 +306,12 @@ def pages_of(
     if pool_bytes is None:
         return num_pages
     _checks.check_sizes(pool_bytes=pool_bytes)
-    needed = page_bytes(config, dtype, kv_dtype, page_size)
+    needed = page_bytes(
+        config, dtype, page_size, kv_dtype=kv_dtype, uncompressed_layers=uncompressed_layers
+    )
     if pool_bytes < needed:
         raise ValueError(f"{pool_bytes=} must be at least {needed}, the bytes of one page")
     return pool_bytes // needed
-
-
-def page_bytes(config: TransformerConfig, dtype: np.dtype, kv_dtype: str, page_size: int) -> int:
-    """Bytes of one page, all layers.
-
-    Raises:
-      ValueError: if a size does not fit, or there is no such kind of page.
-    """
-    sizes = (1, page_size, config.num_kv_heads, config.head_dim)
-    one = jax.eval_shape(lambda: paged.init_cache(*sizes, kv_dtype=kv_dtype, dtype=dtype))
-    return config.num_layers * one.page_bytes
 
 
 def _max_length(requests: Sequence[TextRequest], config: TransformerConfig) -> int:

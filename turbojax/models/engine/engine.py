@@ -12,7 +12,7 @@ import numpy as np
 
 from turbojax import _checks, paged
 from turbojax.models.decoder import Decoder, for_length, unstack, warn_of_long_factors
-from turbojax.models.engine import compilation, swap
+from turbojax.models.engine import compilation, pools, swap
 from turbojax.models.engine.guard import Guard
 from turbojax.models.engine.requests import (
     Event,
@@ -86,6 +86,8 @@ class Engine:
         ``"turbo4"``, ``"k8v4"`` .., see `PagedCache`. By default nothing is compressed, so that
         texts are exactly the model's; `init_paged_cache`, whose purpose is compression, has another
         default.
+      uncompressed_layers: how many of the first and of the last layers have pages in the model's
+        dtype all the same; they lose most in many models.
       max_sequences: requests that run at a time.
       max_length: tokens of prompt and result of a request at most; by default the model's. By it
         LongRoPE chooses its factors, for all requests alike, as they may share pages.
@@ -114,6 +116,7 @@ class Engine:
         num_pages: int,
         page_size: int = 64,
         kv_dtype: str = "auto",
+        uncompressed_layers: int = 0,
         max_sequences: int = 8,
         max_length: int | None = None,
         prefill_chunk: int = 64,
@@ -143,19 +146,16 @@ class Engine:
             )
         if cache_results and not prefix_caching:
             raise ValueError(f"{cache_results=} has no use with {prefix_caching=}")
-        self._caches = tuple(
-            paged.init_cache(
-                num_pages,
-                page_size,
-                model.config.num_kv_heads,
-                model.config.head_dim,
-                kv_dtype=kv_dtype,
-                dtype=model.dtype,
-                key_scale=key_scale,
-                value_scale=value_scale,
-                seed=seed,
-            )
-            for _ in range(model.config.num_layers)
+        self._caches = pools.init_pools(
+            model.config,
+            model.dtype,
+            num_pages,
+            page_size,
+            kv_dtype=kv_dtype,
+            uncompressed_layers=uncompressed_layers,
+            key_scale=key_scale,
+            value_scale=value_scale,
+            seed=seed,
         )
         decoder = unstack(model) if isinstance(model, Transformer) else model
         self._decoder = for_length(decoder, self.max_length)
@@ -163,7 +163,9 @@ class Engine:
         self._max_pages = -(-self.max_length // page_size)
         self._slots, self._chunk = max_sequences, prefill_chunk
         work = idle_work(max_sequences, prefill_chunk, self._max_pages)
-        check_implementation(implementation, work, self._caches[0], self._decoder.config.num_heads)
+        # One of each way to store pages: the first and last layers may have another.
+        for cache in {cache.kv_dtype: cache for cache in self._caches}.values():
+            check_implementation(implementation, work, cache, self._decoder.config.num_heads)
         self._allocator = paged.PageAllocator(num_pages, page_size)
         prefixes = paged.PrefixCache(self._allocator) if prefix_caching else None
         self._scheduler = Scheduler(
@@ -301,7 +303,7 @@ class Engine:
           RuntimeError: if the engine has ended or is in use by another thread.
         """
         self._guard.check()
-        scheduler, cache, layers = self._scheduler, self._caches[0], len(self._caches)
+        scheduler, cache = self._scheduler, self._caches[0]
         return EngineStatistics(
             **dataclasses.asdict(self._counts),
             preemptions=scheduler.preemptions,
@@ -315,8 +317,8 @@ class Engine:
             tokens_held=scheduler.held_tokens(),
             token_capacity=cache.num_pages * cache.page_size,
             pool_bytes=sum(layer.nbytes for layer in self._caches),
-            token_bytes=layers * cache.token_bytes,
-            compression_ratio=cache.compression_ratio,
+            token_bytes=pools.token_bytes(self._caches),
+            compression_ratio=pools.compression_ratio(self._caches),
         )
 
     def _stops(self, request: Request) -> tuple[frozenset[int], TextStream | None]:

@@ -2,14 +2,109 @@
 
 import dataclasses
 import functools
+from typing import Literal, TypeVar
 
 import jax
 import numpy as np
 
-from turbojax.kv import CacheKind, LayerCache, init_layer_cache
+from turbojax import _checks
+from turbojax.kv import CacheKind, LayerCache, PagedLayer, init_layer_cache, kind_for
 from turbojax.models.decoder import Decoder
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.transformer import Transformer
+
+
+@dataclasses.dataclass(frozen=True)
+class UncompressedEdges:
+    """Caches of one kind, but for the first and the last layers, whose caches are not compressed.
+
+    These layers lose most where they are compressed, in many models: the first one's errors reach
+    all others, the last one's the logits. Static under `jit`, and taken wherever a cache of a whole
+    model is chosen: ``models.generate(..., cache=UncompressedEdges("k8v4", 2))``.
+
+    Attributes:
+      kind: of the layers between.
+      layers: how many layers at either end are not compressed, at least 1.
+      edges: of those: ``"exact"`` or ``"paged"`` in the model's dtype, or ``"bfloat16"``. By
+        default ``"paged"`` where `kind` is one of pages, so that implementations have the same
+        names in all layers, and ``"exact"`` elsewhere.
+
+    Raises:
+      TypeError: if `layers` is not an integer, or `kind` is another `UncompressedEdges`.
+      ValueError: if `layers` is less than 1, `kind` is not compressed, or there are no such
+        `edges`.
+    """
+
+    kind: CacheKind
+    layers: int = 2
+    edges: Literal["exact", "bfloat16", "paged"] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.kind, UncompressedEdges):
+            raise TypeError(f"kind={self.kind} must be a cache of one layer")
+        if self.kind in ("exact", "bfloat16", "paged"):
+            raise ValueError(f"kind={self.kind!r} must be one that is compressed")
+        _checks.check_sizes(layers=self.layers)
+        if self.edges not in (None, "exact", "bfloat16", "paged"):
+            raise ValueError(f"edges={self.edges!r} must be 'exact', 'bfloat16', 'paged' or None")
+
+    def of_layers(self, num_layers: int) -> tuple[CacheKind, ...]:
+        """The kind of every layer's cache.
+
+        Raises:
+          ValueError: if no layer of so many would be compressed.
+        """
+        is_paged = kind_for(self.kind).cls is PagedLayer
+        edges: CacheKind = self.edges or ("paged" if is_paged else "exact")
+        return with_edges(self.kind, edges, self.layers, num_layers)
+
+
+_KindT = TypeVar("_KindT")
+
+
+def with_edges(between: _KindT, edge: _KindT, count: int, num_layers: int) -> tuple[_KindT, ...]:
+    """One for every layer: `edge` for the first and last `count`, `between` for the others.
+
+    Raises:
+      ValueError: if there are no others.
+    """
+    if 2 * count >= num_layers:
+        raise ValueError(
+            f"{count} layers at either end, uncompressed, must leave some of the model's "
+            f"{num_layers} layers between"
+        )
+    return (edge,) * count + (between,) * (num_layers - 2 * count) + (edge,) * count
+
+
+ModelCacheKind = CacheKind | UncompressedEdges
+"""What the caches of a whole model can be."""
+
+
+def with_uncompressed(
+    cache: CacheKind,
+    layers: int,
+    edges: Literal["exact", "bfloat16", "paged"] | None = None,
+) -> ModelCacheKind:
+    """The caches of `UncompressedEdges`, or for no layers `cache` itself.
+
+    Raises:
+      TypeError, ValueError: see `UncompressedEdges`; if `layers` is negative.
+    """
+    _checks.check_integer("uncompressed_layers", layers)
+    if layers < 0:
+        raise ValueError(f"uncompressed_layers={layers} must be at least 0")
+    return UncompressedEdges(cache, layers, edges) if layers else cache
+
+
+def kinds_of_layers(cache: ModelCacheKind, num_layers: int) -> tuple[CacheKind, ...]:
+    """The kind of every layer's cache.
+
+    Raises:
+      ValueError: if no layer would be compressed, see `UncompressedEdges`.
+    """
+    if isinstance(cache, UncompressedEdges):
+        return cache.of_layers(num_layers)
+    return (cache,) * num_layers
 
 
 @jax.tree_util.register_dataclass
@@ -18,7 +113,7 @@ class ModelCaches:
     """The KV caches of all layers of a model.
 
     Attributes:
-      layers: one cache per layer, all of one kind and size.
+      layers: one cache per layer, all of one size; of one kind, but for `UncompressedEdges`.
     """
 
     layers: tuple[LayerCache, ...]
@@ -36,14 +131,16 @@ class ModelCaches:
     @property
     def compression_ratio(self) -> float:
         """Bytes of bfloat16 caches of the same capacity over `nbytes`."""
-        return self.layers[0].compression_ratio
+        # Whole numbers, so that equal layers give the ratio of one of them to the bit.
+        plain = sum(round(layer.compression_ratio * layer.nbytes) for layer in self.layers)
+        return plain / self.nbytes
 
 
 def init_caches(
     model: Transformer | Decoder | QuantizedDecoder,
     batch_size: int,
     max_length: int,
-    cache: CacheKind,
+    cache: ModelCacheKind,
 ) -> ModelCaches:
     """Empty caches for all layers of a model.
 
@@ -51,18 +148,19 @@ def init_caches(
       model: the model.
       batch_size: sequences.
       max_length: tokens each sequence can hold.
-      cache: the kind of cache, see `turbojax.kv.init_layer_cache`.
+      cache: the kind of cache, see `turbojax.kv.init_layer_cache`, or `UncompressedEdges`.
 
     Raises:
-      ValueError: if `cache` is no kind of cache, or a size does not fit.
+      ValueError: if `cache` is no kind of cache, a size does not fit, or no layer would be
+        compressed.
     """
     config = model.config
     sizes = (batch_size, max_length, config.num_kv_heads, config.head_dim)
+    kinds = kinds_of_layers(cache, config.num_layers)
     # Says what is wrong before `jit` says that it cannot hash it.
-    jax.eval_shape(lambda: init_layer_cache(*sizes, kind=cache, dtype=model.dtype))
-    return ModelCaches(
-        tuple(_empty_layer(sizes, cache, model.dtype) for _ in range(config.num_layers))
-    )
+    middle = kinds[len(kinds) // 2]
+    jax.eval_shape(lambda: init_layer_cache(*sizes, kind=middle, dtype=model.dtype))
+    return ModelCaches(tuple(_empty_layer(sizes, kind, model.dtype) for kind in kinds))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

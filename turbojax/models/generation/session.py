@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
-from turbojax.kv import CacheKind, PooledAttention, kinds
+from turbojax.kv import PooledAttention, kinds
 from turbojax.models.decoder import Decoder, for_length, unstack, warn_of_long_factors
 from turbojax.models.generation.buckets import cache_bucket, prompt_bucket
-from turbojax.models.generation.caching import ModelCaches, init_caches
+from turbojax.models.generation.caching import ModelCacheKind, ModelCaches, init_caches
 from turbojax.models.generation.padding import (
     align,
     check_pad_token,
@@ -98,7 +98,7 @@ def start(
     tokens: Any,
     *,
     max_length: int,
-    cache: CacheKind = "exact",
+    cache: ModelCacheKind = "exact",
     lengths: Any = None,
     prefill_batch_size: int | None = None,
     implementation: str | None = None,
@@ -115,7 +115,8 @@ def start(
         twice as long as the session lives: for large models give ``unstack(model, consume=True)``.
       tokens: int ``[B, T]``, prompts padded on the right.
       max_length: tokens each sequence will hold at most.
-      cache: what `init_caches` takes: ``"exact"``, ``"turbo4"``, a `TurboConfig`, ...
+      cache: what `init_caches` takes: ``"exact"``, ``"turbo4"``, a `TurboConfig`,
+        `UncompressedEdges`, ...
       lengths: optional int ``[B]``, the prompts' lengths, at least 1; `T` if not given.
       prefill_batch_size: how many prompts run at a time; all if not given. Fewer need less memory
         besides the caches.
@@ -147,7 +148,7 @@ def start_in_bucket(
     tokens: Any,
     *,
     max_new_tokens: int,
-    cache: CacheKind = "exact",
+    cache: ModelCacheKind = "exact",
     lengths: Any = None,
     prefill_batch_size: int | None = None,
     implementation: str | None = None,
@@ -193,7 +194,7 @@ def _run(
     model: Transformer | Decoder | QuantizedDecoder,
     tokens: np.ndarray,
     lengths: np.ndarray,
-    cache: CacheKind,
+    cache: ModelCacheKind,
     max_length: int,
     room: int,
     prefill_batch_size: int | None,
@@ -339,7 +340,7 @@ def generate(
     tokens: Any,
     *,
     max_new_tokens: int,
-    cache: CacheKind = "exact",
+    cache: ModelCacheKind = "exact",
     lengths: Any = None,
     attention_mask: jax.Array | np.ndarray | None = None,
     sampling: Sampling = GREEDY,
@@ -371,7 +372,8 @@ def generate(
       tokens: int ``[B, T]``, prompts padded on the right, or with an `attention_mask` anywhere.
       max_new_tokens: tokens to add at most, at least 1; prompt and new tokens together must be at
         most the model's `max_length`.
-      cache: what `init_caches` takes: ``"exact"``, ``"turbo4"``, a `TurboConfig`, ...
+      cache: what `init_caches` takes: ``"exact"``, ``"turbo4"``, a `TurboConfig`,
+        `UncompressedEdges`, ...
       lengths: optional int ``[B]``, the prompts' lengths.
       attention_mask: instead of `lengths`, bool or 0 and 1 ``[B, T]``, true at real tokens; see
         `align`.
@@ -458,6 +460,7 @@ def _choose(logits: jax.Array, rows: SamplingRows, *, kind: Kind) -> tuple[jax.A
 
 def _why_nothing(session: Session, rows: list[int]) -> str:
     message = f"the logits of sequences {rows} hold NaN: there is no next token"
-    layer = session.caches.layers[0]
+    # Of `UncompressedEdges` the first layers are not what can have lost something.
+    layer = session.caches.layers[len(session.caches.layers) // 2]
     reason = kinds.kind_of(layer).why_nan(layer)
     return message if reason is None else f"{message}; {reason}"

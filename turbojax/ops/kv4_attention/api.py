@@ -1,4 +1,4 @@
-"""`prefill` and `decode` of a `Kv4Cache`: arguments, checks and the choice of implementation."""
+"""`prefill` and `decode` of token-scaled caches: arguments, checks, choice of implementation."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from turbojax.ops.kv4_attention import reference, triton
 from turbojax.ops.options import Options, require_causal
 from turbojax.ops.turbo_attention import attend
 from turbojax.state import checks, kv4
-from turbojax.state.kv4 import Kv4Cache
+from turbojax.state.kv4 import CacheT, TokenScaledCache
 
 DECODE = Registry(
     "fireq.decode",
@@ -28,7 +28,7 @@ def prefill(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    cache: Kv4Cache,
+    cache: CacheT,
     *,
     scale: float | None = None,
     is_causal: bool = True,
@@ -37,17 +37,17 @@ def prefill(
     logits_soft_cap: float | None = None,
     implementation: ImplementationName | None = None,
     return_residual: bool = False,
-) -> tuple[jax.Array | tuple[jax.Array, jax.Array], Kv4Cache]:
-    """Attends within a prompt in e4m3 and stores its keys and values in 4 bits (FireQ, 2025).
+) -> tuple[jax.Array | tuple[jax.Array, jax.Array], CacheT]:
+    """Attends within a prompt in e4m3 and stores its keys and values as codes (FireQ, 2025).
 
-    Attention does not see the 4-bit codes: it is `turbojax.turbo_attention` in mode ``"fp8"`` with
-    the exact softmax and blocks of 128.
+    Attention does not see the cache's codes: it is `turbojax.turbo_attention` in mode ``"fp8"``
+    with the exact softmax and blocks of 128.
 
     Args:
       query: ``[B, S, N, H]`` in `cache.dtype`.
       key: ``[B, S, K, H]``, after the rotary embedding, as the query.
       value: ``[B, S, K, H]``.
-      cache: an empty cache for these shapes.
+      cache: an empty `Kv4Cache` or `K8v4Cache` for these shapes.
       scale: factor of the scores; ``1 / sqrt(H)`` if not given.
       is_causal: whether a query sees keys up to its own position only.
       key_value_seq_lengths: optional int ``[B]``, the prompts' lengths (padding on the right). The
@@ -87,12 +87,12 @@ def attend_prompt(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    cache: Kv4Cache,
+    cache: CacheT,
     lengths: jax.Array | None = None,
     *,
     options: Options,
     implementation: str | None = None,
-) -> tuple[tuple[jax.Array, jax.Array], Kv4Cache]:
+) -> tuple[tuple[jax.Array, jax.Array], CacheT]:
     """`prefill` for callers that have `Options`; gives ``(output, log-sum-exp), cache``."""
     lengths = _check_prompt(query, key, value, cache, lengths)
     return _prefill(
@@ -104,7 +104,7 @@ def _check_prompt(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    cache: Kv4Cache,
+    cache: CacheT,
     lengths: jax.Array | None,
 ) -> jax.Array:
     """Raises unless the arrays fit together and into the cache; gives int32 lengths."""
@@ -122,17 +122,17 @@ def _prefill(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    cache: Kv4Cache,
+    cache: CacheT,
     lengths: jax.Array,
     *,
     options: Options,
     implementation: str | None,
-) -> tuple[tuple[jax.Array, jax.Array], Kv4Cache]:
+) -> tuple[tuple[jax.Array, jax.Array], CacheT]:
     """`prefill` of checked arguments."""
 
     def run(
-        query: jax.Array, key: jax.Array, value: jax.Array, cache: Kv4Cache, lengths: jax.Array
-    ) -> tuple[tuple[jax.Array, jax.Array], Kv4Cache]:
+        query: jax.Array, key: jax.Array, value: jax.Array, cache: CacheT, lengths: jax.Array
+    ) -> tuple[tuple[jax.Array, jax.Array], CacheT]:
         inside = jnp.clip(lengths, 0, key.shape[1])
         out = attend(
             query,
@@ -151,7 +151,7 @@ def _prefill(
 
 def decode(
     query: jax.Array,
-    cache: Kv4Cache,
+    cache: TokenScaledCache,
     *,
     scale: float | None = None,
     query_seq_lengths: jax.Array | None = None,
@@ -160,11 +160,12 @@ def decode(
     implementation: ImplementationName | None = None,
     return_residual: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Attends the newest tokens' queries to a cache of 4-bit codes (FireQ, 2025).
+    """Attends the newest tokens' queries to a cache of codes with scales (FireQ, 2025).
 
-    Queries are rounded to e4m3 with one scale per token and head; a score is the product of e4m3
-    and 4-bit codes times both scales, in float32, and so are the softmax and the weighted sum of
-    values.
+    For 4-bit keys, queries are rounded to e4m3 with one scale per token and head; a score is the
+    product of e4m3 and 4-bit codes times both scales, in float32, and so are the softmax and the
+    weighted sum of values. For the 8-bit keys of a `K8v4Cache` queries stay as they are: a 16-bit
+    product takes them at no cost.
 
     The queries are those of the last `T` tokens of each sequence, which `append` has already
     stored: query `t` is at position ``length - T + t`` and sees the tokens up to there. A query
@@ -173,15 +174,16 @@ def decode(
 
     Args:
       query: ``[B, T, N, H]``, usually `T` = 1, in `cache.dtype`.
-      cache: the cache.
+      cache: a `Kv4Cache` or a `K8v4Cache`.
       scale: factor of the scores; ``1 / sqrt(H)`` if not given.
       query_seq_lengths: optional int ``[B]``: how many of the `T` queries are real, the first
         ones; they are at ``length - query_seq_lengths + t``, and padding gives 0 and ``-inf``.
         Under `jit` values outside ``0..T`` act as the nearest bound.
       local_window_size: optional `w` or ``(left, right)``, relative to the query's position.
       logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
-      implementation: ``"triton"`` (rounds weights times values' scales to bfloat16), ``"xla"``, or
-        None for the first of them that can run this.
+      implementation: ``"triton"`` (rounds weights times values' scales to bfloat16, and float32
+        queries for 8-bit keys to 11 bits of a row's largest), ``"xla"``, or None for the first of
+        them that can run this.
       return_residual: also return the log-sum-exp of the scores.
 
     Returns:
@@ -211,7 +213,7 @@ def decode(
 
 def attend_cache(
     query: jax.Array,
-    cache: Kv4Cache,
+    cache: TokenScaledCache,
     query_lengths: jax.Array | None = None,
     *,
     options: Options,
@@ -223,16 +225,18 @@ def attend_cache(
     return _decode(query, cache, query_lengths, options=options, implementation=implementation)
 
 
-def _check_newest(query: jax.Array, cache: Kv4Cache, query_lengths: jax.Array | None) -> jax.Array:
+def _check_newest(
+    query: jax.Array, cache: TokenScaledCache, query_lengths: jax.Array | None
+) -> jax.Array:
     """Raises unless the queries fit the cache; gives their int32 lengths."""
-    checks.check_kind(cache, Kv4Cache)
+    kv4.check_cache(cache)
     checks.check_query(cache, query)
     return _checks.check_lengths("query_seq_lengths", query_lengths, query.shape[0], query.shape[1])
 
 
 def _decode(
     query: jax.Array,
-    cache: Kv4Cache,
+    cache: TokenScaledCache,
     query_lengths: jax.Array,
     *,
     options: Options,

@@ -1,4 +1,4 @@
-"""Attention over a `Kv4Cache` in plain JAX: the definition of `fireq.decode`."""
+"""Attention over a `Kv4Cache` or `K8v4Cache` in plain JAX: the definition of `fireq.decode`."""
 
 import functools
 
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from turbojax.ops import numerics
 from turbojax.ops.options import Options
 from turbojax.quantizers import quantize_fp8
-from turbojax.state.kv4 import Kv4Cache, unpack_codes
+from turbojax.state.kv4 import TokenScaledCache, numbers
 
 _State = tuple[jax.Array, jax.Array, jax.Array]
 # Tokens dequantized at a time: enough to amortize a loop step, small enough to stay in a cache.
@@ -18,7 +18,7 @@ _CHUNK_TOKENS = 1024
 @functools.partial(jax.jit, static_argnames="options")
 def decode(
     query: jax.Array,
-    cache: Kv4Cache,
+    cache: TokenScaledCache,
     query_length: jax.Array,
     *,
     options: Options,
@@ -37,7 +37,7 @@ def decode(
     batch, length, heads, channels = query.shape
     kv_heads = cache.num_kv_heads
     grouped = query.reshape(batch, length, kv_heads, heads // kv_heads, channels)
-    q, q_scale = quantize_fp8(jnp.moveaxis(grouped, 1, 3), axis=-1)  # [B, K, G, T, H]
+    q, q_scale = _query_operand(jnp.moveaxis(grouped, 1, 3), cache)  # [B, K, G, T, H]
     q_scale = (q_scale * options.scale)[..., None]
     begin = cache.lengths - query_length
     position = begin[:, None] + jnp.arange(length)[None]
@@ -55,7 +55,7 @@ def decode(
             jax.lax.dynamic_slice_in_dim(x, first, count, axis=2)
             for x in (cache.key_codes, cache.key_scale, cache.value_codes, cache.value_scale)
         )
-        scores = numerics.exact_dot("bkgqh,bkth->bkgqt", q, unpack_codes(key))
+        scores = numerics.exact_dot("bkgqh,bkth->bkgqt", q, numbers(key))
         scores = scores * (q_scale * _per_token(key_scale))
         scores = numerics.cap_logits(scores, options.logits_soft_cap)
         return _step(state, scores, mask, value, value_scale)
@@ -96,9 +96,21 @@ def _step(
     p = jnp.where(mask, jnp.exp(scores - shift[..., None]), 0)
     # A token that a row does not see must not reach it, not even as 0 * NaN.
     weights = jnp.where(mask, p * _per_token(value_scale), 0)
-    product = numerics.exact_dot("bkgqt,bkth->bkgqh", weights, unpack_codes(value))
+    product = numerics.exact_dot("bkgqt,bkth->bkgqh", weights, numbers(value))
     alpha = jnp.exp(m - shift)
     return o * alpha[..., None] + product, new, l * alpha + jnp.sum(p, axis=-1)
+
+
+def _query_operand(x: jax.Array, cache: TokenScaledCache) -> tuple[jax.Array, jax.Array]:
+    """Queries ``[..., H]`` as keys are multiplied with, and their scales ``[...]``.
+
+    Rounded to e4m3 for 4-bit keys, as FireQ does; 8-bit ones get them as they are.
+    """
+    if jnp.uint8 == cache.KEY_CODES:
+        return quantize_fp8(x, axis=-1)
+    x = x.astype(jnp.float32)
+    # What is not finite must reach every output, also where all scores were -inf.
+    return x, jnp.where(jnp.all(jnp.isfinite(x), axis=-1), 1.0, jnp.nan)
 
 
 def _per_token(scale: jax.Array) -> jax.Array:

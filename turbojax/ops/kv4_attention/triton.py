@@ -7,7 +7,7 @@ import jax
 
 from turbojax._device import interpreting, needs_gpu, unindexable
 from turbojax.ops.options import Options
-from turbojax.state.kv4 import ALLOCATION, Kv4Cache
+from turbojax.state.kv4 import ALLOCATION, TokenScaledCache
 
 # Compute capability with conversions to e4m3.
 _ADA = 8.9
@@ -18,7 +18,7 @@ _MOST_QUERY_ROWS = 64
 def decode_unsupported(
     *,
     query: jax.Array,
-    cache: Kv4Cache,
+    cache: TokenScaledCache,
     options: Options,
 ) -> str | None:
     """Why `decode` cannot run this here; None if it can."""
@@ -36,7 +36,7 @@ def decode_unsupported(
 
 def decode(
     query: jax.Array,
-    cache: Kv4Cache,
+    cache: TokenScaledCache,
     query_length: jax.Array,
     *,
     options: Options,
@@ -54,7 +54,7 @@ def decode(
 @functools.partial(jax.jit, static_argnames=("options", "interpret"))
 def _decode(
     query: jax.Array,
-    cache: Kv4Cache,
+    cache: TokenScaledCache,
     query_length: jax.Array,
     *,
     options: Options,

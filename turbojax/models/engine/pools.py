@@ -1,0 +1,99 @@
+"""The pools of pages of a model's layers: one for each, of the same pages, stored alike or not."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from turbojax import _checks, paged
+from turbojax.models.config import TransformerConfig
+from turbojax.models.generation.caching import with_edges
+
+Pools = tuple[paged.PagedCache, ...]
+
+
+def kv_dtypes(num_layers: int, kv_dtype: str, uncompressed_layers: int) -> tuple[str, ...]:
+    """How the pages of every layer are stored.
+
+    Args:
+      num_layers: of the model.
+      kv_dtype: of the layers between, see `PagedCache`.
+      uncompressed_layers: how many layers at either end have pages in the model's dtype.
+
+    Raises:
+      TypeError: if a number is not an integer.
+      ValueError: if one does not fit the model, or nothing is compressed anyway.
+    """
+    _checks.check_integer("uncompressed_layers", uncompressed_layers)
+    if uncompressed_layers < 0:
+        raise ValueError(f"{uncompressed_layers=} must be at least 0")
+    if uncompressed_layers and kv_dtype == "auto":
+        raise ValueError(f"{uncompressed_layers=} has no use with {kv_dtype=}: none is compressed")
+    return with_edges(kv_dtype, "auto", uncompressed_layers, num_layers)
+
+
+def init_pools(
+    config: TransformerConfig,
+    dtype: np.dtype,
+    num_pages: int,
+    page_size: int,
+    *,
+    kv_dtype: str,
+    uncompressed_layers: int,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+    seed: int = 0,
+) -> Pools:
+    """Empty pools, one a layer.
+
+    Args:
+      config: of the model.
+      dtype: of the model.
+      num_pages: of each pool.
+      page_size: tokens of a page.
+      kv_dtype: see `kv_dtypes`.
+      uncompressed_layers: see `kv_dtypes`.
+      key_scale: of compressed pages, see `turbojax.init_paged_cache`.
+      value_scale: the same.
+      seed: the same.
+
+    Raises:
+      TypeError, ValueError: see `kv_dtypes` and `turbojax.init_paged_cache`.
+    """
+    given: dict[str, Any] = {"key_scale": key_scale, "value_scale": value_scale, "seed": seed}
+    sizes = (num_pages, page_size, config.num_kv_heads, config.head_dim)
+    return tuple(
+        paged.init_cache(*sizes, kv_dtype=kind, dtype=dtype, **(given if kind == kv_dtype else {}))
+        for kind in kv_dtypes(config.num_layers, kv_dtype, uncompressed_layers)
+    )
+
+
+def page_bytes(
+    config: TransformerConfig,
+    dtype: np.dtype,
+    page_size: int,
+    *,
+    kv_dtype: str,
+    uncompressed_layers: int,
+) -> int:
+    """Bytes of one page of all layers, without making one.
+
+    Raises:
+      TypeError, ValueError: see `init_pools`.
+    """
+    one = jax.eval_shape(
+        lambda: init_pools(
+            config, dtype, 1, page_size, kv_dtype=kv_dtype, uncompressed_layers=uncompressed_layers
+        )
+    )
+    return sum(pool.page_bytes for pool in one)
+
+
+def token_bytes(pools: Pools) -> int:
+    """Bytes of one token, keys and values of all layers."""
+    return sum(pool.token_bytes for pool in pools)
+
+
+def compression_ratio(pools: Pools) -> float:
+    """Bytes of a token in bfloat16, of all layers, over `token_bytes`."""
+    return sum(4 * pool.num_kv_heads * pool.head_dim for pool in pools) / token_bytes(pools)
