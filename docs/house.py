@@ -17,7 +17,9 @@ Arrows = Mapping[str, set[str]]
 """The rooms that each room imports from."""
 
 LEAVES = "leaves"
-_FRONTS = ("turbojax.fireq", "turbojax.paged")
+_FRONTS = ("turbojax.fireq", "turbojax.k8v4", "turbojax.paged")
+"""Public names of what stands in several rooms."""
+_BESIDE = ("turbojax", "turbojax.__init__", "turbojax.__main__", "turbojax._moved")
 _GROUPS = {
     "app": "#f6d6ad",
     "training": "#f6d6ad",
@@ -47,7 +49,7 @@ def rooms() -> Arrows:
     """Who imports from whom; inside a room does not count, nor does `turbojax` itself."""
     arrows: dict[str, set[str]] = {}
     for name, path in _modules().items():
-        if name in ("turbojax", "turbojax.__main__", "turbojax._moved", *_FRONTS):
+        if name in (*_BESIDE, *_FRONTS):
             continue
         targets = arrows.setdefault(room(name), set())
         for imported in _imports(path):
@@ -101,7 +103,7 @@ def table() -> str:
 
 def _leaves() -> list[str]:
     names = (path.stem for path in sorted((ROOT / "turbojax").glob("*.py")))
-    return [f"`{name}`" for name in names if name not in ("__init__", "__main__", "_moved")]
+    return [f"`{name}`" for name in names if f"turbojax.{name}" not in (*_FRONTS, *_BESIDE)]
 
 
 def draw(path: Path) -> None:

@@ -30,24 +30,15 @@ class Implementation:
 
 @dataclasses.dataclass(frozen=True)
 class Registry:
-    """The implementations of one op, fastest first.
-
-    Attributes:
-      op: its name.
-      implementations: of the op.
-      writes: whether it writes what other ops attend to. Some implementations only attend; so asked
-        for one that it does not have, such an op chooses among its own, which all write the same
-        bits.
-    """
+    """The implementations of one op, fastest first."""
 
     op: str
     implementations: tuple[Implementation, ...]
-    writes: bool = False
 
     def select(self, requested: str | None, **arguments: Any) -> Implementation:
         """The implementation asked for, or the first that takes these arguments.
 
-        A named implementation never falls back to another one, but where the op `writes`.
+        A named implementation never falls back to another one.
 
         Raises:
           ValueError: if the name is unknown.
@@ -58,8 +49,6 @@ class Registry:
             raise ValueError(
                 f"implementation={requested!r} must be None or one of {IMPLEMENTATION_NAMES}"
             )
-        if self.writes and all(i.name != requested for i in self.implementations):
-            requested = None
         candidates = [i for i in self.implementations if requested in (None, i.name)]
         if not candidates:
             names = ", ".join(repr(i.name) for i in self.implementations)
@@ -73,3 +62,14 @@ class Registry:
                 return candidate
             refusals.append(f"{candidate.name}: {refusal}")
         raise NotImplementedError(f"{self.op} cannot run here: " + "; ".join(refusals))
+
+    def beside(self, attending: str | None) -> Any:
+        """The name to ask this op for where another op, which attends, is asked for `attending`.
+
+        The same, but None where this op has no implementation of that name: some only attend. What
+        writes a cache is chosen then, and all that do write the same bits. Unknown names stay, for
+        `select` to refuse.
+        """
+        known = attending in IMPLEMENTATION_NAMES
+        has_it = any(i.name == attending for i in self.implementations)
+        return None if known and not has_it else attending

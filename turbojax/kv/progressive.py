@@ -13,7 +13,7 @@ from turbojax.ops import turbo_attention
 from turbojax.ops.options import PLAIN, AttentionOptions
 from turbojax.sas import SAS
 from turbojax.state.progressive import ProgressiveCache, append, init_cache
-from turbojax.state.progressive.update import store_prompt
+from turbojax.state.progressive.update import APPEND, STORE_PROMPT, store_prompt
 
 _BLOCKS, _BUFFERED = "num_blocks", "buffer_lengths"
 
@@ -67,7 +67,8 @@ class Progressive(Kind[ProgressiveCache]):
         implementation: Any = None,
     ) -> ProgressiveCache:
         """See `Kind.append`."""
-        return append(cache, key, value, lengths=lengths, implementation=implementation)
+        name = APPEND.beside(implementation)
+        return append(cache, key, value, lengths=lengths, implementation=name)
 
     def store_prompt(
         self,
@@ -79,7 +80,8 @@ class Progressive(Kind[ProgressiveCache]):
         implementation: Any = None,
     ) -> ProgressiveCache:
         """See `Kind.store_prompt`: whole blocks are compressed at once, without the buffer."""
-        return store_prompt(cache, key, value, lengths, implementation=implementation)
+        name = STORE_PROMPT.beside(implementation)
+        return store_prompt(cache, key, value, lengths, implementation=name)
 
     def prefill(
         self,

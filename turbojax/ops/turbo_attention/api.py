@@ -278,7 +278,7 @@ def _prefill(
     """`prefill` of checked arguments."""
     static: dict[str, Any] = {"config": cache.config, "options": options}
     attend = ATTENTION.select(implementation, query=query, key=key, value=value, **static)
-    store = STORE_PROMPT.select(implementation, cache=cache, key=key)
+    store = STORE_PROMPT.select(STORE_PROMPT.beside(implementation), cache=cache, key=key)
     shares_codes = store.name == "triton" and attend.name != "xla" and cache.config.mode != "float"
 
     def run(

@@ -15,7 +15,6 @@ APPEND = Registry(
         Implementation("triton", triton.append, triton.append_unsupported),
         Implementation("xla", reference.append),
     ),
-    writes=True,
 )
 STORE_PROMPT = Registry(
     "store_prompt",
@@ -23,7 +22,6 @@ STORE_PROMPT = Registry(
         Implementation("triton", triton.store_prompt, triton.store_prompt_unsupported),
         Implementation("xla", reference.store_prompt),
     ),
-    writes=True,
 )
 
 
