@@ -24,7 +24,7 @@ fewest that a product takes. A tile of tokens spans one page or several, whose n
 from the table. All tiles are at fixed positions, and the launch does not depend on the queries: a
 row's bits are the same whatever its neighbours are.
 
-Codes of 4 bits: four nibbles are a selector of a byte permute, so two permutes look four codes up in
+Codes of 4 bits: four nibbles select in a byte permute, so two permutes look four codes up in
 the lower and the upper half of the table of 7-bit integers; a selector whose highest bit is set
 replicates the (zero) sign of a byte, so the wrong half gives 0 and the bytes are joined by OR. A
 byte holds channels `2 i` and ``2 i + 1``, so each product is one of even and one of odd channels.
