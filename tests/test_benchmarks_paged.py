@@ -70,7 +70,7 @@ def test_bytes_and_operations():
     assert new.nbytes == 16 * 3 * 8 * (512 + 132)
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3", "fp8_e5m2", "turbo4"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3", "fp8_e5m2", "turbo4", "k8v4"])
 def test_pools_are_full_of_random_content(kv_dtype):
     cache = paged_inputs.pool(TINY, 16, kv_dtype)
     cache.validate()
@@ -120,7 +120,7 @@ def test_a_quick_run_measures_and_compares(tmp_path):
     assert set(result["ceilings"]) == {"copy", "bf16"}
     place = "paged-decode/tiny/b2-s192"
     base = rows[f"{place}/auto/xla"]["us"], rows[f"{place}/fp8_e4m3/xla"]["us"]
-    for kv_dtype in ("auto", "fp8_e4m3", "fp8_e5m2", "turbo4"):
+    for kv_dtype in ("auto", "fp8_e4m3", "fp8_e5m2", "turbo4", "k8v4", "turbo_k4v2"):
         row = rows[f"{place}/{kv_dtype}/xla"]
         assert row["status"] == "ok", row
         # Nothing but the rounding of the result to bfloat16: 2**-9 at most.
@@ -397,6 +397,8 @@ def test_bars_of_a_result_that_is_not_complete():
         "fp8, e4m3": 1.75,
         "fp8, e5m2": 1.4,
         "turbo4": 3.5,
+        "k8v4": 0.7,
+        "turbo, 4 and 2 bits": 0.7,
         "bf16, jax's kernel": 0.5,
     }
     without = copy.deepcopy(result)

@@ -24,8 +24,9 @@ _BFLOAT16 = 2
 _FAMILIES = {"auto": "bf16-pages", "fp8_e4m3": "fp8-pages"}
 # Tokens of its blocks: fewer than the default of jax's kernel, which is for smaller pages.
 _JAX_BLOCK = 128
-# Relative L2 of stored keys and values: three bits after the first, and 4 bits in all.
-_STORED = {"auto": 0.0, "fp8_e4m3": 0.04, "turbo4": 0.12}
+# Relative L2 of stored keys and values: three bits after the first, and 4 bits in all; or the one
+# and the other.
+_STORED = {"auto": 0.0, "fp8_e4m3": 0.04, "turbo4": 0.12, "k8v4": 0.12}
 # An append writes to this many places in turn.
 _PLACES = 16
 

@@ -20,8 +20,10 @@ _DECODE = (
     ("fp8_e4m3", TRITON),
     ("turbo4", TRITON),
     ("fp8_e5m2", MOSAIC),
+    ("k8v4", TRITON),
+    ("turbo_k4v2", TRITON),
 )
-_APPEND = ("auto", "fp8_e4m3", "turbo4")
+_APPEND = ("auto", "fp8_e4m3", "turbo4", "k8v4")
 
 
 def _groups() -> list[Group]:
@@ -47,7 +49,7 @@ def _quick_groups() -> list[Group]:
     """Tiny shapes: whether everything runs, and nothing about speed."""
     shape = Shape("tiny", 2, 192)
     kinds = tuple((kv_dtype, "xla") for kv_dtype in ("turbo4", "auto", "fp8_e4m3", "fp8_e5m2"))
-    kernels = (("turbo4", TRITON), ("turbo4", MOSAIC))
+    kernels = (("turbo4", TRITON), ("turbo4", MOSAIC), ("k8v4", "xla"), ("turbo_k4v2", "xla"))
     chunk = Problem(shape, queries=4)
     return [
         paged_cases.decode(Problem(shape), kinds + kernels),

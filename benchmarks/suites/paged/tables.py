@@ -34,6 +34,8 @@ KV_DTYPES = {
     "fp8_e4m3": "fp8, e4m3",
     "fp8_e5m2": "fp8, e5m2",
     "turbo4": "turbo4",
+    "k8v4": "k8v4",
+    "turbo_k4v2": "turbo, 4 and 2 bits",
 }
 """Ways to store pages, as tables call them."""
 _METHODS = {

@@ -182,6 +182,12 @@ class Float8(Format):
 class Codes(Format):
     """Codes of rotated coordinates and a norm: `turbojax.polar` (PolarQuant, Han et al., 2025).
 
+    Also the values beside 8-bit keys, in ``"k8v4"``: uniform integers of 4 bits with a scale per
+    token take as many bytes and lose more of the vectors' squares: 1.16 to 2.5 % of the embedded
+    model's values, by layer, to 0.83 to 0.90 % here; 1.38 % to 0.93 % of normal vectors of 128
+    channels, 8.2 % to 0.86 % where a few channels are loud. A rotation of the output is all that
+    codes cost on top, as queries are rotated only for keys.
+
     Numbers are the centroids of `turbojax.polar.integer_centroids`, packed as by `polar.pack`.
 
     Attributes:
