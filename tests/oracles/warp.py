@@ -110,6 +110,12 @@ class Float:
     def as_int(self):
         return Int(self.value.astype(np.float32).view(np.uint32))
 
+    def maximum(self, other):
+        return maximum(self, other)
+
+    def fma(self, b, c):
+        return fma(self, b, c)
+
 
 def integer(x):
     return Int(np.full(32, x))
@@ -144,6 +150,23 @@ def reciprocal(x):
         return Float(_flushed(np.float32(1) / _flushed(x.value)))
 
 
+def log2_of_any(x):
+    with np.errstate(all="ignore"):
+        return Float(np.log2(x.value))
+
+
+def absolute(x):
+    return Float(np.abs(x.value))
+
+
+def with_sign_of(sign, x):
+    return Float(np.copysign(x.value, sign.value))
+
+
+def add_rounder(x):
+    return Float(np.floor(x.value) + np.float32(ROUNDER))
+
+
 def total(values):
     return functools.reduce(lambda a, b: a + b, values)
 
@@ -154,6 +177,10 @@ def tree(values, op):
         pairs = [op(a, b) for a, b in zip(values[::2], values[1::2], strict=False)]
         values = pairs + values[len(pairs) * 2 :]
     return values[0]
+
+
+def chain(values, op):
+    return functools.reduce(op, values)
 
 
 def half_to_float(x):
@@ -174,6 +201,16 @@ def permute_bytes(a, b, selector):
 def _bytes(word):
     """Signed bytes ``[32, 4]``."""
     return word.value[:, None].view(np.int8).astype(np.int64)
+
+
+def pack_bytes(x):
+    return total([(v & 255) << (8 * i) for i, v in enumerate(x)])
+
+
+def pack_e4m3(x):
+    largest = np.float32(448)
+    numbers = np.stack([np.clip(v.value, -largest, largest) for v in x], 1)
+    return Int(numbers.astype(ml_dtypes.float8_e4m3fn).view(np.uint32)[:, 0])
 
 
 def dot4(a, b, c):
@@ -219,6 +256,10 @@ def reduce_lanes(x, op, distances):
     for distance in distances:
         x = op(x, type(x)(x.value[LANES ^ distance]))
     return x
+
+
+def among_four(x, op):
+    return reduce_lanes(x, op, (1, 2))
 
 
 def _product(a, b, c, unpack, depth):
@@ -315,3 +356,66 @@ class half:
         return [
             Float(x.astype(np.float32)) for x in _product(a, b, [x.value for x in c], unpack, 2)
         ]
+
+
+class fragments:
+    """Stands in for `lane.fragments`: the first warp's 16 rows, columns in the order of tokens.
+
+    A row's number is one of each of its four lanes: ``[16, 4]``.
+    """
+
+    G, T = LANES // 4, LANES % 4
+
+    @classmethod
+    def _token(cls, c):
+        """Which token a lane's column `c` is, as keys are permuted (`hopper.attention`)."""
+        return 16 * (c // 4) + 4 * cls.T + c % 4
+
+    @staticmethod
+    def _number(x):
+        return Int(x) if np.issubdtype(x.dtype, np.integer) else Float(x.astype(np.float32))
+
+    @classmethod
+    def row_and_place(cls):
+        return Int(cls.G), Int(cls.T)
+
+    @classmethod
+    def by_row(cls, a):
+        return [
+            [cls._number(a[cls.G + 8 * half, cls._token(c)]) for c in range(a.shape[1] // 4)]
+            for half in (0, 1)
+        ]
+
+    @classmethod
+    def of_rows(cls, rows):
+        out = np.zeros((16, 4 * len(rows[0])), np.float32)
+        for half, columns in enumerate(rows):
+            for c, x in enumerate(columns):
+                out[cls.G + 8 * half, cls._token(c)] = x.value
+        return out
+
+    @classmethod
+    def scalars(cls, a):
+        a = np.asarray(a)
+        if a.ndim == 0:
+            return [cls._number(np.full(32, a))]
+        return [cls._number(a[cls.G + 8 * half, cls.T]) for half in (0, 1)]
+
+    @classmethod
+    def row_array(cls, pair):
+        out = np.zeros((16, 4), np.float32)
+        for half, x in enumerate(pair):
+            out[cls.G + 8 * half, cls.T] = x.value
+        return out
+
+    @classmethod
+    def operand(cls, words, is_int):
+        """The codes' numbers, in the order of tokens."""
+        kind = np.int8 if is_int else ml_dtypes.float8_e4m3fn
+        out = np.zeros((16, 16 * len(words[0])))
+        for half, row in enumerate(words):
+            for i, word in enumerate(row):
+                for b in range(4):
+                    codes = word.value[:, None].view(kind)[:, b].astype(np.float64)
+                    out[cls.G + 8 * half, cls._token(4 * i + b)] = codes
+        return out

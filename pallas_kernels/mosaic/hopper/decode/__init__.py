@@ -1,0 +1,1 @@
+"""Decode from packed codes: `kernel` is the program, `block` what a warp does with one block."""
