@@ -3,37 +3,22 @@
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import readme, report, timing
-from benchmarks.suites import attention, engine, families, fireq, flax, loading, paged, pooled
+from benchmarks.catalogue import SUITES
+from benchmarks.machine import describe
 from turbojax import _writing
-from turbojax._environment import environment
 
 # What two runs must have in common to be stored in one file.
 _SAME = ("device", "python", "jax", "turbojax")
-_OTHERS = (fireq, paged, engine, flax, families, loading)
-
-
-def _machine() -> dict[str, Any]:
-    """Device, versions and date."""
-    found = {**environment(), "platform": jax.devices()[0].client.platform_version}
-    try:
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        output = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return found
-    return {**found, "driver": output.stdout.split()[0]}
 
 
 def write(path: Path, result: dict[str, Any]) -> None:
@@ -61,34 +46,25 @@ def _previous(path: Path, machine: dict[str, Any]) -> dict[str, Any] | None:
     return old
 
 
-def _suite(name: str) -> ModuleType:
-    """The module of a suite."""
-    for suite in _OTHERS:
-        if name in suite.SUITES:
-            return suite
-    return pooled if name == "pooled" else attention
-
-
 def run(arguments: argparse.Namespace) -> None:
     """Measures the rows asked for and writes the file after each."""
     deadline = time.monotonic() + arguments.seconds
-    suite = _suite(arguments.suite)
-    with_ratios = getattr(suite, "with_ratios", attention.with_ratios)
-    for name, value in getattr(suite, "ENVIRONMENT", {}).items():
+    suite = SUITES[arguments.suite]
+    for name, value in suite.environment.items():
         os.environ.setdefault(name, value)  # read when jax first asks for a device
-    machine = _machine()
+    machine = describe()
     # Figures of a smoke test are not results.
     folder = Path(tempfile.gettempdir()) if arguments.quick else readme.RESULTS
-    out = arguments.out or folder / f"{arguments.suite}_{machine['date']}.json"
+    out = arguments.out or folder / f"{suite.name}_{machine['date']}.json"
     result = _previous(out, machine) if arguments.resume else None
     if result is None:
         rates, reasons = {}, {}
-        if suite.FORMATS is not None:
-            rates, reasons = timing.ceilings(quick=arguments.quick, formats=suite.FORMATS)
-        result = {**machine, "suite": arguments.suite, "quick": arguments.quick}
+        if suite.formats is not None:
+            rates, reasons = timing.ceilings(quick=arguments.quick, formats=suite.formats)
+        result = {**machine, "suite": suite.name, "quick": arguments.quick}
         result |= {"ceilings": rates, "ceilings_not_measured": reasons, "rows": []}
     done = {row["name"] for row in result["rows"] if row["status"] == "ok"}
-    rows = suite.selected(arguments.filter, quick=arguments.quick, suite=arguments.suite)
+    rows = suite.rows(arguments.filter, quick=arguments.quick)
     rows = [(group, case) for group, case in rows if group.name(case) not in done]
     if not rows:
         sys.exit(f"no row is left to run with --filter {arguments.filter!r}")
@@ -98,10 +74,10 @@ def run(arguments: argparse.Namespace) -> None:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-        task = progress.add_task(arguments.suite, total=len(rows))
+        task = progress.add_task(suite.name, total=len(rows))
 
         def on_row(row: dict[str, Any]) -> None:
-            result["rows"] = with_ratios([*result["rows"], row])
+            result["rows"] = suite.with_ratios([*result["rows"], row])
             write(out, result)
             progress.console.print(
                 suite.one_line(result["rows"][-1]), highlight=False, soft_wrap=True
@@ -123,8 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True)
     measure = commands.add_parser("run", help="measure a suite on this device")
     measure.set_defaults(command=run)
-    suites = [*attention.SUITES, "pooled", *(name for suite in _OTHERS for name in suite.SUITES)]
-    measure.add_argument("--suite", choices=suites, default="attention")
+    measure.add_argument("--suite", choices=list(SUITES), default="attention")
     measure.add_argument("--out", type=Path, help="JSON to write; default: in benchmarks/results")
     measure.add_argument("--filter", default="", help="regular expression on the rows' names")
     measure.add_argument("--quick", action="store_true", help="tiny shapes, to see that it runs")

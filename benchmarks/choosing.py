@@ -60,18 +60,18 @@ class Figures:
         """The speed over cuDNN."""
         row = self.row(prefix, name)
         if "speedup_over_cudnn" in row:
-            return times(row["speedup_over_cudnn"])
-        return times(row["speedup_over"]["cudnn"])
+            return tables.times(row["speedup_over_cudnn"])
+        return tables.times(row["speedup_over"]["cudnn"])
 
     def over(self, prefix: str, name: str, base: str) -> str:
         """The speed over another row."""
-        return times(self.row(prefix, name)["speedup_over"][base])
+        return tables.times(self.row(prefix, name)["speedup_over"][base])
 
     def smaller(self, cache: str) -> str:
         """How much smaller a cache is than the exact one, on text."""
         caches = self.result("cache_quality")["caches"]
         sizes = [caches[name]["cache_bytes_per_sequence"] for name in ("exact", cache)]
-        return times(sizes[0] / sizes[1])
+        return tables.times(sizes[0] / sizes[1])
 
     def cost(self, cache: str) -> str:
         """What a cache costs on text, in bits per byte."""
@@ -80,7 +80,7 @@ class Figures:
 
     def launched(self, batch: int, tokens: int) -> str:
         """The best speed over cuDNN of the 4-bit cache, of the launch settings that were tried."""
-        return times(
+        return tables.times(
             max(
                 row["speedup_over_cudnn"]
                 for row in self.result("decode_launches")["rows"]
@@ -103,11 +103,6 @@ class Figures:
 def _device(result: Result) -> str:
     runs: list[dict[str, Any]] = result.get("runs") or []
     return result["device"] if "device" in result else runs[0]["environment"]["device"]
-
-
-def times(ratio: float) -> str:
-    """``3.43x``."""
-    return f"{ratio:.2f}x"
 
 
 _LONG = "decode/llama3-8b/b16-s32768/"
@@ -133,7 +128,7 @@ def figures_table(results: Path, link: str) -> str:
     share = quality["caches"]["4bit"]["same_greedy_choice"]
     lines = [
         [
-            f"**{times(decode['speedup_over_cudnn'])}** as fast",
+            f"**{tables.times(decode['speedup_over_cudnn'])}** as fast",
             "decoding attention over 16 sequences of 32k tokens, 4-bit cache against cuDNN in "
             f"bfloat16, at {decode['percent_of_ceiling']:.0f} % of the memory bandwidth",
         ],
@@ -143,7 +138,7 @@ def figures_table(results: Path, link: str) -> str:
             f"{100 * share:.1f} % of the bytes (small byte-level model)",
         ],
         [
-            f"**{times(ends['4bit']['ratio_to_exact'])}** the tokens per second",
+            f"**{tables.times(ends['4bit']['ratio_to_exact'])}** the tokens per second",
             f"decoding with a model of the shape of {model} on one GPU, its batch as large as "
             f"memory or the run allowed: {ends['4bit']['tokens_per_second']:,.0f} tokens per "
             f"second with {ends['4bit']['batch']} sequences in 4 bits, "
@@ -188,7 +183,7 @@ def headline_table(results: Path) -> str:
         ],
         [
             "fine-tuning at 16k bytes with pooled attention",
-            f"{times(training['speedup'])} dense attention, loss "
+            f"{tables.times(training['speedup'])} dense attention, loss "
             f"{training['final_ratio']:.3f} times the dense one",
             "{doc}`pooled`",
         ],
@@ -204,12 +199,12 @@ def headline_table(results: Path) -> str:
         ],
         [
             "tokens in a pool of turbo4 pages",
-            f"{times(engine[0] / engine[1])} those of bfloat16 pages in the same memory",
+            f"{tables.times(engine[0] / engine[1])} those of bfloat16 pages in the same memory",
             "{doc}`paged`",
         ],
         [
             "generation with a batch as large as memory allows, 4-bit cache",
-            f"{times(ends['ratio_to_exact'])} the exact cache",
+            f"{tables.times(ends['ratio_to_exact'])} the exact cache",
             "{doc}`models`",
         ],
         [
@@ -284,16 +279,16 @@ def _caches(figures: Figures) -> list[list[str]]:
             '`tj.models.Engine(model, num_pages=4096, kv_dtype="turbo4")`, or '
             "`turbojax serve --kv-dtype turbo4`",
             "`mosaic_gpu` on H100 and H200, else `triton`",
-            f"{paged(f'{_PAGES}turbo4/mosaic_gpu')} cuDNN, {times(capacity[0] / capacity[2])} "
-            "the tokens in the same memory",
+            f"{paged(f'{_PAGES}turbo4/mosaic_gpu')} cuDNN, "
+            f"{tables.times(capacity[0] / capacity[2])} the tokens in the same memory",
             pages_cost("turbo4"),
         ],
         [
             "the same, closer to the model's own numbers",
             '`kv_dtype="fp8_e4m3"`',
             "`mosaic_gpu`, else `triton` (Ada and newer)",
-            f"{paged(f'{_PAGES}fp8_e4m3/mosaic_gpu')} cuDNN, {times(capacity[1] / capacity[2])} "
-            "the tokens",
+            f"{paged(f'{_PAGES}fp8_e4m3/mosaic_gpu')} cuDNN, "
+            f"{tables.times(capacity[1] / capacity[2])} the tokens",
             pages_cost("fp8_e4m3"),
         ],
         [
@@ -370,7 +365,7 @@ def _prompts(figures: Figures) -> list[list[str]]:
             "`mosaic_gpu` on H100 and H200, else `triton`",
             f"{pooled(f'pooled/{_MIXTURE}')} cuDNN forward, "
             f"{pooled(f'pooled-gradient/{_MIXTURE}')} with the backward pass, at 16 % of the "
-            f"work; training {times(training['speedup'])}",
+            f"work; training {tables.times(training['speedup'])}",
             f"{training['final_ratio']:.3f} times the loss of dense training",
         ],
         [
@@ -401,7 +396,7 @@ def _weights(figures: Figures) -> list[list[str]]:
             "`mosaic_gpu` on H100 and H200, else `triton`",
             f"{product(sixteen, 'bf16')} a bfloat16 product of 16 tokens, "
             f"{product(many, 'bf16')} one of 1,024; prompts of a whole model "
-            f"{times(prompts[0]['speedup_over']['bf16'])}",
+            f"{tables.times(prompts[0]['speedup_over']['bf16'])}",
             f"{lost:+.3f} bits per byte, with e4m3 activations and a `kv4` cache (embedded model)",
         ],
         [

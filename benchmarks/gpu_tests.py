@@ -7,17 +7,17 @@ record of all. In a checkout without git, TURBOJAX_COMMIT says which commit it i
 
 import collections
 import dataclasses
-import datetime
 import importlib.metadata
 import json
 import os
-import platform
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from benchmarks.machine import driver
 
 RESULTS = Path(__file__).parent / "results"
 _SLOWEST = 10
@@ -41,30 +41,17 @@ def commit() -> str | None:
     return f"{head}, changed" if status else head
 
 
-def _driver() -> str | None:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        output = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return (output.stdout.split() or [None])[0]
-
-
 def machine() -> dict[str, Any]:
     """Date, device, driver, versions, commit, and jax's backend."""
     # Imported late: plugins are loaded before the tests' settings of jax.
     import jax
 
-    import turbojax
+    from turbojax._environment import environment
 
     return {
-        "date": datetime.date.today().isoformat(),
-        "device": jax.devices()[0].device_kind,
-        "driver": _driver(),
-        "jax": jax.__version__,
+        **environment(),
+        "driver": driver(),
         "jaxlib": importlib.metadata.version("jaxlib"),
-        "python": platform.python_version(),
-        "turbojax": turbojax.__version__,
         "commit": commit(),
         "backend": jax.default_backend(),
     }

@@ -1,6 +1,7 @@
 """Named attention shapes of real models: one table for tests, benchmarks and tuning."""
 
 import dataclasses
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +61,19 @@ class Shape:
     def heads(self) -> Heads:
         """The model's heads."""
         return (MODELS | PLAIN)[self.model]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What its rows say of it."""
+        return {
+            "model": self.model,
+            "batch": self.batch,
+            "tokens": self.tokens,
+            "heads": self.heads.query,
+            "kv_heads": self.heads.kv,
+            "head_dim": self.heads.dim,
+            "is_causal": self.is_causal,
+        }
 
     @property
     def label(self) -> str:

@@ -18,14 +18,19 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from benchmarks import tables
+from benchmarks.plots import wide_figure
+from benchmarks.suite import Shown
+from benchmarks.tables import Result, Row
 from turbojax import _writing
 
-Row = dict[str, Any]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 DEFAULT_CACHES = "exact,4bit,2/4bit"
 DEFAULT_BATCHES = "16,32,64,128,192,256,384,512,768,1024"
@@ -330,6 +335,88 @@ def main() -> None:
         result = run(arguments, log)
     if arguments.out is None:
         print(json.dumps(result, indent=2))
+
+
+def throughput_table(result: Result) -> str:
+    """Generation: the best throughput of each cache, and what stopped larger batches."""
+    by_cache: dict[str, list[Row]] = {}
+    for row in result["rows"]:
+        by_cache.setdefault(row["cache"], []).append(row)
+    best = {cache: _best(rows) for cache, rows in by_cache.items()}
+    base = best.get("exact")
+    lines = []
+    for cache, row in best.items():
+        stops = {r["batch"]: _stop(r) for r in by_cache[cache] if r["status"] != "ok"}
+        stopped = ", ".join(f"{batch}: {stops[batch]}" for batch in sorted(stops))
+        if row is None:
+            lines.append([cache, "-", "-", "-", "-", stopped])
+            continue
+        ratio = "-"
+        if base is not None:
+            ratio = f"{row['tokens_per_second'] / base['tokens_per_second']:.2f}x"
+        size = row.get("cache_bytes")
+        megabytes = "-" if size is None else f"{size / row['batch'] / 1e6:.1f}"
+        rate = tables.number(row["tokens_per_second"], 4)
+        lines.append([cache, str(row["batch"]), rate, ratio, megabytes, stopped or "-"])
+    header = ["cache", "best batch", "tokens per second", "over exact", "MB per sequence"]
+    return tables.table([*header, "did not run"], lines)
+
+
+def _stop(row: Row) -> str:
+    """Why a batch was not measured; the text of an allocator's error says no more than its kind."""
+    return row["note"] if row["status"] == "skipped" else row["status"]
+
+
+def _best(rows: list[Row]) -> Row | None:
+    ran = (row for row in rows if row["status"] == "ok")
+    return max(ran, key=lambda row: row["tokens_per_second"], default=None)
+
+
+def throughput_section(name: str, result: Result) -> str:
+    """The table of docs/benchmarks and where its figures come from."""
+    notes = [note[0].upper() + note[1:] for note in result.get("notes", ())]
+    if settings := result.get("settings"):
+        shape = f"prompts of {settings['prompt']} tokens and {settings['new']} new ones"
+        notes.insert(0, f"A model of the shape {settings['model']}, {shape}")
+    text = "".join(f"{note}. " for note in notes)
+    source = tables.source(name, result)
+    return f"{tables.picture(*PLOT)}{throughput_table(result)}\n\n{text}{source}"
+
+
+PLOT = ("throughput.png", "Generation: tokens per second against the batch size")
+
+
+def throughput_plot(result: Result) -> "Figure":
+    """Tokens per second against the batch, one line per cache; a cross where memory ends."""
+    figure = wide_figure(7)
+    axes = figure.subplots()
+    curves: dict[str, list[Row]] = {}
+    for row in result["rows"]:
+        curves.setdefault(row["cache"], []).append(row)
+    for cache, rows in curves.items():
+        ran = sorted((row for row in rows if row["status"] == "ok"), key=lambda row: row["batch"])
+        if not ran:
+            continue
+        batches = [row["batch"] for row in ran]
+        rates = [row["tokens_per_second"] for row in ran]
+        (line,) = axes.plot(batches, rates, marker="o", label=cache)
+        ended = [row["batch"] for row in rows if row["status"] == "out of memory"]
+        if ended:
+            axes.plot(min(ended), 0, "x", color=line.get_color(), clip_on=False)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.set_ylim(bottom=0)
+    axes.set_title(f"Generation on {result['device']}")
+    axes.set(xlabel="sequences in the batch (x: out of memory)", ylabel="tokens per second")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return figure
+
+
+SHOWN = Shown(
+    ("generate", "throughput"), {"throughput": throughput_section}, {PLOT[0]: throughput_plot}
+)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 import textwrap
 import tomllib
 from pathlib import Path
@@ -9,6 +10,9 @@ from typing import Any
 
 # Importing turbojax for autodoc needs no accelerator.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+_HERE = Path(__file__).parent
+sys.path.insert(0, str(_HERE))
 
 _PROJECT = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
 
@@ -64,6 +68,17 @@ def _returns(_app: Any, _what: str, _name: str, _obj: Any, _opts: Any, lines: li
         lines[header:end] = [":returns:", *("   " + line if line else "" for line in section), ""]
 
 
+def _draw_house(_app: Any) -> None:
+    """What `house.md` shows."""
+    import house
+
+    folder = _HERE / "_build"
+    folder.mkdir(exist_ok=True)
+    house.draw(folder / "house.svg")
+    (folder / "rooms.md").write_text(house.table(), encoding="utf-8")
+
+
 def setup(app: Any) -> None:
-    """Runs the above before napoleon, whose priority is 500."""
+    """Draws the house first; runs `_returns` before napoleon, whose priority is 500."""
+    app.connect("builder-inited", _draw_house)
     app.connect("autodoc-process-docstring", _returns, priority=400)

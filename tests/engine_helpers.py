@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+from oracles.paged import FP8, code_bits, fp8_names
 
 from turbojax import models, polar
 from turbojax.models import Engine, Request, Sampling, causal_attention
@@ -55,15 +56,16 @@ def requests_of(prompts, temperature: float) -> list[Request]:
     ]
 
 
-def held(x: jax.Array, kv_dtype: str) -> jax.Array:
-    """Keys or values as pages hold them, written without pages."""
-    if kv_dtype == "auto":
+def held(x: jax.Array, kv_dtype: str, side: int) -> jax.Array:
+    """Keys (`side` is 0) or values (1) as pages hold them, written without pages."""
+    bits, fp8 = code_bits(kv_dtype)[side], fp8_names(kv_dtype)[side]
+    if fp8 is not None:
+        return x.astype(FP8[fp8]).astype(x.dtype)
+    if bits is None:
         return x
-    if kv_dtype == "fp8_e4m3":
-        return x.astype(jnp.float8_e4m3fn).astype(x.dtype)
     rotation = polar.rotation(x.shape[-1])
-    codes, norms = polar.encode(x, rotation)
-    table, half, unit = polar.integer_centroids(4)
+    codes, norms = polar.encode(x, rotation, bits)
+    table, half, unit = polar.integer_centroids(bits)
     centroids = (jnp.asarray(table, jnp.float32) - half) * (unit / x.shape[-1] ** 0.5)
     values = centroids[codes] * norms.astype(jnp.float32)[..., None]
     return polar.unrotate(values, rotation)
@@ -76,7 +78,7 @@ def greedy_without_a_cache(model, prompts, results, kv_dtype: str) -> list[tuple
     """
 
     def attend(query, key, value, cache, options=None):
-        return causal_attention(query, held(key, kv_dtype), held(value, kv_dtype), cache)
+        return causal_attention(query, held(key, kv_dtype, 0), held(value, kv_dtype, 1), cache)
 
     tokens = np.zeros((len(prompts), LENGTH), np.int32)
     for row, prompt, result in zip(tokens, prompts, results, strict=True):

@@ -2,7 +2,7 @@
 
 import math
 
-from turbojax.rotary import Llama3Scaling, LongRopeScaling, YarnScaling
+from turbojax.rotary import LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
 
 SIZES = {
     "vocab_size": 100,
@@ -19,6 +19,7 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
 }
 
 
@@ -248,6 +249,72 @@ PUBLISHED = {
         },
         9_241_705_984,
     ),
+    "gemma-3-1b": (
+        {
+            "architectures": ["Gemma3ForCausalLM"],
+            "attention_bias": False,
+            "attn_logit_softcapping": None,
+            "cache_implementation": "hybrid",
+            "final_logit_softcapping": None,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size": 1152,
+            "intermediate_size": 6912,
+            "max_position_embeddings": 32768,
+            "model_type": "gemma3_text",
+            "num_attention_heads": 4,
+            "num_hidden_layers": 26,
+            "num_key_value_heads": 1,
+            "query_pre_attn_scalar": 256,
+            "rms_norm_eps": 1e-06,
+            "rope_local_base_freq": 10000,
+            "rope_scaling": None,
+            "rope_theta": 1000000,
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+            "vocab_size": 262144,
+        },
+        {
+            "activation": "gelu_tanh",
+            "attention_scale": 1 / 16,
+            "attention_soft_cap": None,
+            "final_soft_cap": None,
+            "embedding_scale": 1152**0.5,
+            "local_rope_theta": 10000.0,
+            "local_windows": ((512,) * 5 + (None,)) * 4 + (512,) * 2,
+            "norm_offset": 1.0,
+            "post_norms": True,
+            "qk_norm": True,
+            "rope_scaling": None,
+            "rope_theta": 1000000.0,
+            "tie_embeddings": True,
+        },
+        999_885_952,
+    ),
+    "gemma-3-4b, its text model": (
+        {
+            "architectures": ["Gemma3ForCausalLM"],
+            "head_dim": 256,
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "max_position_embeddings": 131072,
+            "model_type": "gemma3_text",
+            "num_attention_heads": 8,
+            "num_hidden_layers": 34,
+            "num_key_value_heads": 4,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+            "vocab_size": 262208,
+        },
+        {
+            "attention_scale": 1 / 16,
+            "local_rope_theta": 10000.0,
+            "local_windows": ((1024,) * 5 + (None,)) * 5 + (1024,) * 4,
+            "rope_scaling": LinearScaling(8.0),
+            "rope_theta": 1000000.0,
+        },
+        3_880_263_168,
+    ),
 }
 
 # Keys of a file, and the window of each of two layers.
@@ -275,4 +342,12 @@ WINDOWS = [
     ("phi3", {"sliding_window": 9}, (9, 9)),
     ("gemma2", {"sliding_window": 9}, (9, None)),
     ("gemma2", {"layer_types": ["full_attention", "full_attention"]}, ()),
+    ("gemma3_text", {"sliding_window": 9}, (9, 9)),
+    ("gemma3_text", {"sliding_window": 9, "sliding_window_pattern": 2}, (9, None)),
+    ("gemma3_text", {"sliding_window": 9, "sliding_window_pattern": 1}, ()),
+    (
+        "gemma3_text",
+        {"sliding_window": 9, "layer_types": ["full_attention", "sliding_attention"]},
+        (None, 9),
+    ),
 ]

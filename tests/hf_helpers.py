@@ -115,6 +115,39 @@ VARIANTS = {
             "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
         },
     ),
+    "gemma3": Variant(
+        "Gemma3",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 24,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 8,
+            "sliding_window_pattern": 3,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "rope_theta": 5000.0,
+            "rope_local_base_freq": 100.0,
+        },
+    ),
+    "gemma3-odd": Variant(
+        "Gemma3",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 5,
+            "final_logit_softcapping": 4.0,
+            "tie_word_embeddings": False,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 10000.0,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 24,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+    ),
 }
 
 
@@ -134,7 +167,7 @@ def weight(name: str, tensor: str, shape: Sequence[int]) -> np.ndarray:
     noise = words.reshape(*shape, 4).sum(-1, dtype=np.int64) - 2 * (2**16 - 1)
     normal = noise / np.sqrt(4 * (2**32 - 1) / 12)
     if "norm" in tensor:
-        std, mean = 0.3, 0.0 if VARIANTS[name].family == "Gemma2" else 1.0
+        std, mean = 0.3, 0.0 if "Gemma" in VARIANTS[name].family else 1.0
     elif tensor.endswith("bias"):
         std, mean = 0.5, 0.0
     elif "embed_tokens" in tensor:

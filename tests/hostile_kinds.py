@@ -45,6 +45,7 @@ def configs(folder: Path, count: int, seed: int) -> Kind:
 
     rng = np.random.default_rng(seed)
     names = ("llama3.1", "qwen3-window", "phi3-longrope", "gemma2", "mistral", "qwen2.5-yarn")
+    names += ("gemma3",)
     cases: list[Case] = []
     for name in names:
         hf_helpers.write(name, folder / name)

@@ -34,15 +34,13 @@ from pooled_helpers import (
     plain_gradient,
 )
 
-from pallas_kernels.mosaic import (
-    _pooled,
-    pooled_forward,
-    pooled_key_gradient,
-    pooled_query_gradient,
-)
+from pallas_kernels.mosaic.hopper.pooled import forward as pooled_forward
+from pallas_kernels.mosaic.hopper.pooled import key_gradient as pooled_key_gradient
+from pallas_kernels.mosaic.hopper.pooled import query_gradient as pooled_query_gradient
+from pallas_kernels.mosaic.hopper.pooled import tiles
 from pallas_kernels.triton import pooled_pool
 from turbojax.ops.pooled_attention import mosaic_gpu as pooled
-from turbojax.ops.pooled_attention.static import Static
+from turbojax.ops.pooled_attention.static import PooledOptions
 
 KERNELS = (
     (pooled_forward, "attention"),
@@ -109,7 +107,7 @@ def install():
 
         return run
 
-    _pooled.accumulator = Accumulator
+    tiles.accumulator = Accumulator
     plgpu.wgmma, pl.run_scoped, pl.run_state = add_product, scoped, stateful
     pooled.multiprocessors = lambda: 2
     pooled_pool.pool = functools.partial(pooled_pool.pool, interpret=True)
@@ -120,12 +118,14 @@ def install():
 def run_forward(case, arrays):
     """Output and residual by the kernel."""
     static, *lengths = _static(case, arrays)
-    return pooled.attention(*arrays[:4], *lengths, static=static)
+    return pooled.attention(*arrays[:4], *lengths, options=static)
 
 
 def _static(case, arrays):
     known = options(case, arrays[0].shape[-1])
-    static = Static(case.block_q, case.block_kv, known["scale"], case.is_causal)
+    static = PooledOptions(
+        case.is_causal, scale=known["scale"], block_q=case.block_q, block_kv=case.block_kv
+    )
     lengths = (known["query_lengths"], known["key_lengths"])
     return static, *(None if x is None else jnp.asarray(x, jnp.int32) for x in lengths)
 
@@ -162,7 +162,7 @@ def gradients(case):
         jnp.asarray(np.asarray(x), dtype)
         for x, dtype in zip(oracle(*arrays[:4], **known), (jnp.bfloat16, jnp.float32), strict=True)
     ]
-    found = pooled.gradient(*arrays[:4], *lengths, *residuals, *arrays[4:], static=static)
+    found = pooled.gradient(*arrays[:4], *lengths, *residuals, *arrays[4:], options=static)
     want = oracle_gradient(*arrays, **known)
     assert_as_good_as_plain(found, want, plain_gradient(*arrays, **known))
 

@@ -40,13 +40,11 @@ def facts(name: str) -> dict[str, Any]:
         config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
         with safe_open(Path(folder) / "model.safetensors", "np") as file:
             shapes = {key: file.get_slice(key).get_shape() for key in sorted(file.keys())}
-    rotary = model.model.rotary_emb
     found = {
         "seed": hf.seed(name),
         "config": {key: x for key, x in config.items() if key not in _NOT_RECORDED},
         "tensors": shapes,
-        "frequencies": rotary.original_inv_freq.tolist(),
-        "amplitude": rotary.attention_scaling,
+        **angles(model.model.rotary_emb),
     }
     if name in texts.CONTINUED:
         found["greedy"] = greedy(model).tolist()
@@ -59,6 +57,21 @@ def facts(name: str) -> dict[str, Any]:
         error = (rounded - exact)[..., recordings.COLUMNS]
         found["bfloat16_error"] = float(error.std())
     return found
+
+
+def angles(rotary: Any) -> dict[str, Any]:
+    """Frequencies and amplitude of a rotary embedding, and of layers with one of their own."""
+    if not hasattr(rotary, "layer_types"):
+        return {
+            "frequencies": rotary.original_inv_freq.tolist(),
+            "amplitude": rotary.attention_scaling,
+        }
+    assert rotary.sliding_attention_attention_scaling == 1
+    return {
+        "frequencies": rotary.full_attention_original_inv_freq.tolist(),
+        "amplitude": rotary.full_attention_attention_scaling,
+        "local_frequencies": rotary.sliding_attention_original_inv_freq.tolist(),
+    }
 
 
 def greedy(model: Any) -> np.ndarray:

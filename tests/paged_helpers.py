@@ -6,13 +6,16 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracles.paged as stored_oracle
+from oracles.paged import code_bits, fp8_names, has_codes
 
-from turbojax import polar
 from turbojax.ops.paged_attention import paged_attention
 from turbojax.state.pages import pool as paged
 
 UNIT = 2.0**-24
-KV_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2", "turbo4")
+# Sides stored unlike each other: between them, codes of all numbers of bits on either.
+MIXED = ("k8v4", "turbo_k4v2", "turbo_k3v4", "turbo_k2v3")
+KV_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2", "turbo4", *MIXED)
 STATIC = ("scale", "local_window_size", "logits_soft_cap", "implementation", "return_residual")
 attend = jax.jit(paged_attention, static_argnames=STATIC)
 append = jax.jit(paged.append)
@@ -35,13 +38,17 @@ def place(lengths, page_size, num_pages, seed=0, width=None):
 
 def poisoned(cache, seed=5):
     """Every page full of NaN, and of random codes where codes cannot be NaN."""
-    codes = np.random.default_rng(seed).integers(0, 256, cache.key.shape).astype(np.uint8)
     nan = functools.partial(jax.tree.map, lambda x: jnp.full_like(x, jnp.nan))
-    is_codes = cache.kv_dtype == "turbo4"
+
+    def side(x):
+        if x.dtype != jnp.uint8:
+            return nan(x)
+        return jnp.asarray(np.random.default_rng(seed).integers(0, 256, x.shape).astype(np.uint8))
+
     return dataclasses.replace(
         cache,
-        key=jnp.asarray(codes) if is_codes else nan(cache.key),
-        value=jnp.asarray(codes) if is_codes else nan(cache.value),
+        key=side(cache.key),
+        value=side(cache.value),
         key_norm=nan(cache.key_norm),
         value_norm=nan(cache.value_norm),
     )
@@ -59,7 +66,8 @@ def filled(kv_dtype, lengths, heads=2, head_dim=32, page_size=16, **given):
     shape = (len(lengths), max(1, *lengths), heads, head_dim)
     loud = np.where(np.random.default_rng(head_dim).random(head_dim) < 0.1, 4.0, 1.0)
     key = (np.asarray(normal(1, shape)) * loud).astype(jnp.dtype(dtype))
-    options = {"key_scale": 0.07, "value_scale": 0.03} if kv_dtype.startswith("fp8") else {}
+    scales = zip(("key_scale", "value_scale"), (0.07, 0.03), fp8_names(kv_dtype), strict=True)
+    options = {name: scale for name, scale, is_fp8 in scales if is_fp8}
     cache = paged.init_paged_cache(
         num_pages, page_size, heads, head_dim, kv_dtype=kv_dtype, dtype=dtype, **options
     )
@@ -84,20 +92,19 @@ def stored(cache, tables, b, length):
         x = np.asarray(x)[pages]
         return np.moveaxis(x, 1, 2).reshape(-1, x.shape[1], *x.shape[3:])[:length]
 
-    def dense(data, norm, scale):
+    def dense(data, norm, scale, bits):
         x = tokens(data)
-        if cache.kv_dtype != "turbo4":
+        if bits is None:
             return x.astype(np.float64) * (1.0 if scale is None else float(scale))
-        table, half, step = polar.integer_centroids(4)
-        codes = np.stack([x & 15, x >> 4], axis=-1).reshape(*x.shape[:-1], cache.head_dim)
-        rotated = (np.asarray(table)[codes] - half) * (step / np.sqrt(cache.head_dim))
-        rotated = rotated * tokens(norm).astype(np.float64)[..., None]
+        codes = stored_oracle.unpacked(x, bits, cache.head_dim)
+        rotated = stored_oracle.rotated_values(codes, tokens(norm), bits)
         signs = np.sign(np.asarray(cache.rotation.matrix(), np.float64))
         return rotated @ (signs / np.sqrt(cache.head_dim))
 
+    key_bits, value_bits = code_bits(cache.kv_dtype)
     return (
-        dense(cache.key, cache.key_norm, cache.key_scale),
-        dense(cache.value, cache.value_norm, cache.value_scale),
+        dense(cache.key, cache.key_norm, cache.key_scale, key_bits),
+        dense(cache.value, cache.value_norm, cache.value_scale, value_bits),
     )
 
 
@@ -106,11 +113,11 @@ def oracle(query, cache, tables, lengths, *, weight_unit=0.0, query_unit=0.0, **
 
     A score is a sum of `H` products, each rounded, times scales: off by ``(H + 8) * 2**-24`` of the
     product of the vectors' lengths, which no sum of absolute values exceeds in whatever basis (a
-    butterfly of turbo4's rotation adds a rounding each), and by `query_unit` of it where queries
+    butterfly of the codes' rotation adds a rounding each), and by `query_unit` of it where queries
     are rounded. An exponential makes that a relative error of the weight, of which `weight_unit` is
-    lost too. Sums over tokens round once a term, the exponential and its argument a few times. In
-    turbo4 an error of weights spreads over the channels when it is rotated back, but keeps its
-    length: outputs' slack is that of whole vectors then, the same in each channel.
+    lost too. Sums over tokens round once a term, the exponential and its argument a few times.
+    Where values are codes, an error of weights spreads over the channels when it is rotated back,
+    but keeps its length: outputs' slack is that of whole vectors then, the same in each channel.
     """
     q = np.asarray(query, np.float64)
     batch, count, heads, dim = q.shape
@@ -140,7 +147,7 @@ def oracle(query, cache, tables, lengths, *, weight_unit=0.0, query_unit=0.0, **
             error = error + (np.abs(score - top) + np.abs(top) + 8 + len(k)) * 4 * UNIT
             out[b, t, h] = p @ v / p.sum()
             mass, mean = np.abs(v), np.abs(out[b, t, h])
-            if cache.kv_dtype == "turbo4":
+            if code_bits(cache.kv_dtype)[1]:
                 mass = np.linalg.norm(v, axis=-1, keepdims=True)
                 mean = np.linalg.norm(out[b, t, h])
             # Weights below the normal range of float16 are off by that of its smallest number.
@@ -167,7 +174,7 @@ def assert_matches_oracle(
     assert (lse.dtype, lse.shape) == (jnp.float32, query.shape[:3])
     own = 0 if query.dtype == jnp.float32 else float(jnp.finfo(query.dtype).eps)
     error, rounding = np.abs(np.asarray(out, np.float64) - want), own * (np.abs(want) + 1e-3)
-    if cache.kv_dtype == "turbo4":
+    if code_bits(cache.kv_dtype)[1]:
         error, rounding, want = (np.linalg.norm(x, axis=-1) for x in (error, rounding, want))
         slack = slack[..., 0]
     excess = error - slack - rounding
@@ -183,17 +190,17 @@ def assert_matches_oracle(
 def kernel_units(cache):
     """What a kernel's rounding of weights and of queries costs; see `oracle`.
 
-    Weights go to the values' dtype, to float16 for fp8, and times norms to bfloat16 for turbo4, all
+    Weights go to the values' dtype, to float16 for fp8, and times norms to bfloat16 for codes, all
     to nearest. Queries go to float16 relative to their largest element: exact for those of 16 bits
-    that matter.
+    that matter, unless they were rotated, for keys that are codes.
     """
     is_float32 = cache.dtype == jnp.float32
     if cache.kv_dtype == "auto":
         # Three tf32 products leave out that of both low parts.
         return (2.0**-20, 2.0**-20) if is_float32 else (float(jnp.finfo(cache.dtype).eps) / 2, 0.0)
-    if cache.kv_dtype == "turbo4":
-        return 2.0**-9, 2.0**-12
-    return 2.0**-12, 2.0**-12 if is_float32 else 2.0**-20
+    key_bits, value_bits = code_bits(cache.kv_dtype)
+    query_unit = 2.0**-12 if is_float32 or key_bits else 2.0**-20
+    return 2.0**-9 if value_bits else 2.0**-12, query_unit
 
 
 # Lengths (about tiles, parts and pages, and none), KV heads, head dim, query heads and tokens.
@@ -222,7 +229,7 @@ OPTIONS = {
 
 def options_of(name, kv_dtype, dtype=jnp.float32, head_dim=None):
     """A call's arguments and options; lengths differ from the queries' in all ways."""
-    head_dim = head_dim or (48 if kv_dtype == "turbo4" else 40)
+    head_dim = head_dim or (48 if has_codes(kv_dtype) else 40)
     options = dict(OPTIONS[name])
     lengths = (1111, 70, 0, 2) if options.pop("long", False) else (150, 7, 0, 2)
     cache, tables = filled(kv_dtype, lengths, 2, head_dim, dtype=dtype)
@@ -233,9 +240,10 @@ def options_of(name, kv_dtype, dtype=jnp.float32, head_dim=None):
 def spoil(cache, tables, b, head, position, side="key"):
     """The pool with a NaN in one token of sequence `b`."""
     page, slot = int(tables[b, position // cache.page_size]), position % cache.page_size
-    name = f"{side}_norm" if cache.kv_dtype == "turbo4" else side
+    is_codes = getattr(cache, side).dtype == jnp.uint8
+    name = f"{side}_norm" if is_codes else side
     array = getattr(cache, name)
-    at = (page, head, slot) if cache.kv_dtype == "turbo4" else (page, head, slot, 3)
+    at = (page, head, slot) if is_codes else (page, head, slot, 3)
     return dataclasses.replace(cache, **{name: array.at[at].set(jnp.nan)})
 
 

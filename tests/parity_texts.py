@@ -14,7 +14,15 @@ from turbojax.rotary import LongRopeScaling
 TOLERANCE = 1e-4
 
 # One variant of each family is enough where it is not the mathematics that is in question.
-FAMILIES = ("llama3.1", "mistral", "qwen2.5-yarn", "qwen3-window", "phi3-longrope", "gemma2")
+FAMILIES = (
+    "llama3.1",
+    "mistral",
+    "qwen2.5-yarn",
+    "qwen3-window",
+    "phi3-longrope",
+    "gemma2",
+    "gemma3",
+)
 LENGTH = 60
 SHORT = 20
 # Real tokens of each row, and the side of its padding.
@@ -51,6 +59,8 @@ CONTINUED = (
     "phi3-longrope",
     "gemma2",
     "gemma2-odd",
+    "gemma3",
+    "gemma3-odd",
 )
 
 

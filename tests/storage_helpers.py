@@ -29,7 +29,10 @@ KINDS = {
     "k8v4": "k8v4",
     "4-bit": tj.TurboConfig(block_q=16, block_kv=16, buffer_size=16, softmax="exact"),
     "mixed": MIXED,
-    **{kind: kind for kind in paged.PAGED_KINDS},
+    **{
+        kind: kind
+        for kind in ("paged", "fp8_e4m3", "fp8_e5m2", "turbo4", "paged_k8v4", "turbo_k3v2")
+    },
 }
 SOME = {name: KINDS[name] for name in ("exact", "kv4", "mixed", "turbo4")}
 HEADS, HEAD_DIM = 4, 16

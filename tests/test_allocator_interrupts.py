@@ -120,9 +120,9 @@ def test_any_operation_interrupted_at_any_line(count, record_property):
         whole = copy.deepcopy(pool)
         before, known = pool.held(), pool.remembered()
         if rng.random() < 0.5:
-            lines = lines_of(lambda call=call, whole=whole: attempt(call, whole), "turbojax/cache")
+            lines = lines_of(lambda call=call, whole=whole: attempt(call, whole), "turbojax/state")
             where = (
-                Lines(rng.randrange(lines), where="turbojax/cache")
+                Lines(rng.randrange(lines), where="turbojax/state")
                 if lines
                 else Lines(0, where="-")
             )

@@ -13,8 +13,14 @@ from docs_helpers import copied_docs, docs_text
 import turbojax as tj
 from benchmarks import __main__ as command
 from benchmarks import readme, report, tables, timing
+from benchmarks.measuring import samples
+from benchmarks.measuring import work as accounting
 from benchmarks.shapes import MODELS, Shape
-from benchmarks.suites import accounting, attention, common, compress, decode, prefill
+from benchmarks.suites.attention import cases as attention_cases
+from benchmarks.suites.attention import decode, prefill
+from benchmarks.suites.attention import suite as attention
+from benchmarks.suites.attention import tables as attention_tables
+from benchmarks.suites.attention.rows import alone
 from turbojax.baselines import kivi
 
 # Two sequences of 192 tokens, four query heads on two KV heads of 64 channels.
@@ -44,7 +50,7 @@ def test_bytes_of_decode():
     # tokens of 128 bytes in the buffer, and its scale.
     per_head = 511 * (64 * 64 + 2 * 128 + 4) + 37 * 128 + 4
     assert accounting.turbo_bytes(shape, 32741, tj.TurboConfig()) == 16 * 8 * 2 * per_head
-    mixed = common.turbo_configs(8)["2/4bit"]
+    mixed = attention_cases.turbo_configs(8)["2/4bit"]
     low = 511 * (64 * 32 + 2 * 128 + 4) + 37 * 128 + 4
     assert accounting.turbo_bytes(shape, 32741, mixed) == 16 * 2 * (4 * per_head + 4 * low)
     # The query and the output besides: 16 x 32 x 128 numbers of 2 bytes, twice.
@@ -57,7 +63,7 @@ def test_bytes_of_decode():
 @pytest.mark.parametrize("name", ["4bit", "2/4bit", "3bit", "2bit"])
 def test_bytes_are_those_of_a_full_cache(name):
     """Counted from the shapes and from the arrays: the same, but for what keeps the books."""
-    config = common.turbo_configs(2)[name]
+    config = attention_cases.turbo_configs(2)[name]
     cache = jax.eval_shape(lambda: tj.init_cache(2, 192, 2, 64, config=config))
     unused_buffers = 2 * 2 * 2 * config.buffer_size * 64
     # int32 slots per head, two int32 lengths and a flag per sequence.
@@ -75,17 +81,17 @@ def test_bytes_of_kivi_are_those_of_its_cache():
 
 
 def test_rows_are_named_once_and_begin_with_the_most_important():
-    rows = attention.selected("", quick=False)
+    rows = attention.ATTENTION.rows()
     names = [group.name(case) for group, case in rows]
     assert len(set(names)) == len(names)
     assert names[0] == "decode/llama3-8b/b16-s32768/cudnn"
     assert "decode/phi3-medium/b4-s32768/turbo-4bit/triton" in names
     assert "decode/llama3-8b/b1-s131072/turbo-4bit/triton" in names
     assert "prefill/llama3-8b/b2-s8192-causal/turbo-fp8-exact-128/jax_triton" in names
-    rows = attention.selected("", quick=False, suite="hopper")
+    rows = attention.HOPPER.rows()
     assert len({group.name(case) for group, case in rows}) == len(rows) <= 80
     assert {case.implementation for _, case in rows} == {None, "mosaic_gpu"}
-    some = attention.selected("prefill/.*/cudnn", quick=False)
+    some = attention.ATTENTION.rows("prefill/.*/cudnn")
     assert {group.name(case).rsplit("/", 1)[1] for group, case in some} == {"cudnn"}
 
 
@@ -98,13 +104,13 @@ def test_shapes_are_possible():
 def test_errors_are_those_of_numpy():
     rng = np.random.default_rng(0)
     got, want = rng.normal(size=(2, 3, 4, 5)).astype(np.float32)[:, None]
-    errors = common.errors(jnp.asarray(got), jnp.asarray(want))
+    errors = samples.errors(jnp.asarray(got), jnp.asarray(want))
     a, b = (x.astype(np.float64).ravel() for x in (got, want))
     assert errors["cosine"] == pytest.approx(a @ b / np.sqrt(a @ a * (b @ b)), rel=1e-5)
     assert errors["relative_l1"] == pytest.approx(np.abs(a - b).sum() / np.abs(b).sum(), rel=1e-5)
     assert errors["rmse"] == pytest.approx(np.sqrt(np.mean((a - b) ** 2)), rel=1e-5)
     with pytest.raises(ArithmeticError, match="not finite"):
-        common.errors(jnp.asarray(got).at[0, 0, 0].set(jnp.nan), jnp.asarray(want))
+        samples.errors(jnp.asarray(got).at[0, 0, 0].set(jnp.nan), jnp.asarray(want))
 
 
 def test_inputs_of_decode_use_the_buffer_and_have_outliers():
@@ -155,25 +161,6 @@ def test_device_time_is_the_sum_of_the_kernels(monkeypatch):
 
     monkeypatch.setattr(profiler, "measure", confused)
     assert timing.measure(compiled, (x,), repetitions=3).clock == "wall"
-
-
-def test_a_row_that_fails_is_recorded_and_the_run_goes_on():
-    def no_memory(_):
-        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory\nand a long trace")
-
-    group = attention.Group(compress, TINY)
-    cases = [
-        common.Case("broken", None, no_memory),
-        common.Case("turbo-4bit", "mosaic_gpu", compress.cases(TINY, "short")[0].build),
-    ]
-    rows = []
-    attention.run([(group, case) for case in cases], {"copy": None}, rows.append)
-    assert [row["status"] for row in rows] == ["failed", "not run"]
-    assert rows[0]["reason"] == "RuntimeError: RESOURCE_EXHAUSTED: out of memory"
-    assert rows[1]["reason"]
-    late = []
-    attention.run([(group, cases[0])], {}, late.append, deadline=-1.0)
-    assert (late[0]["status"], "time" in late[0]["reason"]) == ("not run", True)
 
 
 @pytest.fixture(scope="module")
@@ -245,7 +232,7 @@ def _with_gpu_rows(result):
             row |= {"us": speed, "kernels": [{"name": "turbojax_kernel", "us": speed - 1}]}
             if "tflops_per_second" in row:
                 row["tflops_per_second"] = row["work"] / speed / 1e6
-    result["rows"] = attention.with_ratios(result["rows"])
+    result["rows"] = attention.ATTENTION.with_ratios(result["rows"])
     return result
 
 
@@ -262,7 +249,7 @@ def test_ratios_are_to_the_fastest_cudnn_of_the_shape():
         {**base, "tokens": 128, "method": "turbo-4bit", "us": 4.0},
         {**base, "tokens": 64, "method": "xla", "status": "failed"},
     ]
-    rows = attention.with_ratios(rows)
+    rows = attention.ATTENTION.with_ratios(rows)
     assert [row.get("speedup_over_cudnn") for row in rows] == [0.8, 1.0, 2.0, None, None]
 
 
@@ -324,7 +311,7 @@ def test_report_round_trip(result_file, tmp_path):
 def test_summaries_appear_with_their_results(result_file, tmp_path, monkeypatch):
     result = _with_gpu_rows(json.loads(result_file.read_text()))
     (tmp_path / "hopper_2000-01-01.json").write_text(json.dumps(result))
-    monkeypatch.setattr(report, "SUMMARY_MODEL", "tiny")
+    monkeypatch.setattr(attention_tables, "SUMMARY_MODEL", "tiny")
     found = report.page_tables(tmp_path)
     assert set(found) == {"hopper", "decode summary", "prefill summary"}
     assert "| tiny 2 x 192 | 10 |" in found["decode summary"]()
@@ -374,7 +361,7 @@ def test_compress_shows_the_kernels_without_what_surrounds_them():
         ],
     }
     by_xla = {**row, "implementation": "xla", "kernels": row["kernels"][:1]}
-    table = tables.compress_table({"ceilings": {"copy": 500.0}, "rows": [row, by_xla]})
+    table = attention_tables.compress_table({"ceilings": {"copy": 500.0}, "rows": [row, by_xla]})
     assert "| 4bit, triton | 10 | 100 | 20 % | 4 | 250 | 50 % | 0.1000 |" in table
     assert "| 4bit, xla | 10 | 100 | 20 % | - | - | - | 0.1000 |" in table
 
@@ -403,7 +390,7 @@ def test_hopper_shows_calls_kernels_and_errors():
         {"name": "turbojax_quantize__1", "us": 1.0},
         {"name": "turbojax_maxima", "us": 0.5},
     ]
-    table = tables.hopper_table({"rows": [cudnn, ours]})
+    table = attention_tables.hopper_table({"rows": [cudnn, ours]})
     numbers = "10 | 1.50x | 8 | 1.88x | 1,000 TFLOP/s | 50 % | 15.0 %"
     assert f"| `prefill/a/turbo-fp8` | {numbers} | 0.99900 | 0.0500, 0.001 |" in table
 
@@ -413,7 +400,7 @@ def test_rows_without_time_are_counted_and_not_listed():
     late = {**base, "reason": tables.OUT_OF_TIME}
     rows = [{**late, "name": f"decode/late{i}"} for i in range(2)]
     rows.append({**base, "name": "decode/x", "reason": "no GPU"})
-    table = tables.details_table({"rows": rows}, "decode")
+    table = attention_tables.details_table({"rows": rows}, "decode")
     assert "late" not in table
     assert "| `x` | not run: no GPU |" in table
     assert table.endswith(f"2 of 3 rows were not run: {tables.OUT_OF_TIME}.")
@@ -430,7 +417,7 @@ def test_prose_agrees_with_the_results():
     four, best = rows[f"{long}turbo-4bit/triton"], rows[f"{prompt}turbo-fp8-exact-128/jax_triton"]
     mixed = [speed[name] for name in rows if "decode" in name and "turbo-2/4bit" in name]
     kivi = [speed[name] for name in rows if "decode" in name and "kivi-4bit" in name]
-    compressed = tables.alone(rows["compress/llama3-8b/b16-s32768/turbo-4bit/triton"])
+    compressed = alone(rows["compress/llama3-8b/b16-s32768/turbo-4bit/triton"])
     ends = generated["summary"]
     figures = [
         f"tokens take {four['us']:.0f} us",
@@ -442,7 +429,7 @@ def test_prose_agrees_with_the_results():
         f"2 bits {speed[f'{long}turbo-2bit/triton']},",
         f"{min(kivi)} to {max(kivi)}. At",
         f"{speed[best['name']]} cuDNN with the quantization",
-        f"and {tables.alone(rows[f'{prompt}cudnn']) / tables.alone(best):.2f}x without it",
+        f"and {alone(rows[f'{prompt}cudnn']) / alone(best):.2f}x without it",
         f"makes {speed[f'{prompt}turbo-fp8-sas2-128/jax_triton']} of cuDNN",
         f"blocks of 64) {speed[f'{prompt}turbo-int8-sas-64/jax_triton']}.",
         f"{compressed:,.0f} us or",

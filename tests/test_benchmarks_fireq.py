@@ -11,31 +11,37 @@ import pytest
 from docs_helpers import copied_docs, docs_text
 
 from benchmarks import __main__ as command
-from benchmarks import fireq_tables, readme, report, tables, timing
-from benchmarks.suites import fireq, fireq_cases, fireq_inputs, fireq_model
+from benchmarks import readme, report, tables, timing
+from benchmarks.measuring import calls
+from benchmarks.measuring.work import Needs
+from benchmarks.suites.fireq import cases as fireq_cases
+from benchmarks.suites.fireq import inputs as fireq_inputs
+from benchmarks.suites.fireq import model as fireq_model
+from benchmarks.suites.fireq import suite as fireq
+from benchmarks.suites.fireq import tables as fireq_tables
 from turbojax import models
 
 
 def test_rows_are_named_once_and_come_with_what_they_are_compared_with():
-    names = [group.name(case) for group, case in fireq.selected("", quick=False)]
+    names = [group.name(case) for group, case in fireq.FIREQ.rows()]
     assert len(set(names)) == len(names)
     assert names[0] == "matmul/k4096-n14336/m16/bf16"
     assert "matmul/k4096-n11008/m1/int4-activations/mosaic_gpu" in names
     assert "matmul/k14336-n4096/m4096/int4/triton" in names
     assert "kv4-decode/llama3-8b/b16-s32768/cudnn" in names
     assert "quantize/norm-16384x4096/e4m3/triton" in names
-    scales = fireq.selected("bf16-scales", quick=False)
+    scales = fireq.FIREQ.rows("bf16-scales")
     assert sorted({group.facts["tokens"] for group, _ in scales}) == [16, 1024]
-    for suite in fireq.SUITES:
-        for group in fireq.SUITES[suite]():
+    for suite in (fireq.FIREQ, fireq.FIREQ_MODEL):
+        for group in suite.groups():
             families = {case.family for case in group.cases}
             assert families > set(fireq_tables.BASELINES[group.operation])
-    models_ = fireq.selected("", quick=False, suite="fireq_model")
+    models_ = fireq.FIREQ_MODEL.rows()
     assert [group.facts["prefill_batch_size"] for group, _ in models_[::2]] == [16, 8, 4]
 
 
 def test_floors():
-    needs = fireq_inputs.Needs(nbytes=3e9, operations=4e12, unit="fp8")
+    needs = Needs(nbytes=3e9, operations=4e12, unit="fp8")
     # 3 GB take 1 ms at 3,000 GB/s, 4 TFLOP 4 ms at 1,000 TFLOP/s.
     ceilings = {"copy": 3000.0, "fp8": 1000.0, "bf16": None}
     assert needs.floor(ceilings) == (pytest.approx(4000), "fp8")
@@ -54,7 +60,7 @@ def test_floors():
 
 def _build(group, method):
     [case] = [c for c in group.cases if c.method == method and c.implementation in (None, "xla")]
-    return case.build(fireq_inputs.Arrays())
+    return case.build(calls.Arrays())
 
 
 def test_bytes_and_operations_of_a_product():
@@ -182,7 +188,7 @@ def test_the_prefill_is_that_of_start():
 @pytest.mark.parametrize("spoil", ["nan", "other"])
 def test_a_wrong_output_is_a_failed_row(monkeypatch, spoil):
     """NaN in a row that is not compared is found too."""
-    rows = fireq.selected("matmul.*/(bf16|int4/xla)$", quick=True)
+    rows = fireq.FIREQ.rows("matmul.*/(bf16|int4/xla)$", quick=True)
     build = fireq_cases._dense_product
 
     def broken(*arguments, **options):
@@ -197,29 +203,29 @@ def test_a_wrong_output_is_a_failed_row(monkeypatch, spoil):
     [[group, bf16], ours] = rows
     monkeypatch.setattr(fireq_cases, "_dense_product", broken)
     again = fireq_cases.matmul(192, 72, 5, implementations=())
-    assert 3 not in fireq_inputs.compared_rows(5)
+    assert 3 not in calls.compared_rows(5)
     found = []
-    fireq.run([(again, again.cases[0]), ours], {}, found.append, repetitions=2)
+    calls.run([(again, again.cases[0]), ours], {}, found.append, repetitions=2)
     assert [row["status"] for row in found] == ["failed", "ok"]
     assert ("not finite" if spoil == "nan" else "wrong") in found[0]["reason"]
     assert found[0]["name"] == group.name(bf16)
-    assert fireq.with_ratios(found)[1]["speedup_over"] == {}
+    assert fireq.FIREQ.with_ratios(found)[1]["speedup_over"] == {}
 
 
 @pytest.mark.slow
 def test_failures_are_rows(monkeypatch):
-    rows = fireq.selected("", quick=True, suite="fireq_model")
+    rows = fireq.FIREQ_MODEL.rows("", quick=True)
 
     def full(*_):
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory\nby some bytes")
 
     monkeypatch.setattr(fireq_model.Prefill, "caches", full)
     found = []
-    fireq.run(rows, {}, found.append, repetitions=2)
+    calls.run(rows, {}, found.append, repetitions=2)
     assert [row["status"] for row in found] == ["failed", "failed"]
     assert "RESOURCE_EXHAUSTED" in found[0]["reason"]
     late = []
-    fireq.run(rows, {}, late.append, deadline=-1.0)
+    calls.run(rows, {}, late.append, deadline=-1.0)
     assert {row["reason"] for row in late} == {tables.OUT_OF_TIME}
 
 
@@ -232,7 +238,7 @@ def test_report_round_trip(result, model_result, tmp_path, monkeypatch):
     for row in result["rows"]:
         if row["operation"] in (fireq_tables.MATMUL, fireq_tables.FFN) and row["status"] == "ok":
             row["us"] = {"bf16": 60.0, "fp8": 30.0, "int4": 15.0}[row["family"]]
-    result["rows"] = fireq.with_ratios(result["rows"])
+    result["rows"] = fireq.FIREQ.with_ratios(result["rows"])
     (tmp_path / "fireq_2000-01-01.json").write_text(json.dumps(result))
     # Neither another suite's result nor the ablation is this one's.
     (tmp_path / "fireq_ablation_2001-01-01.json").write_text("{}")
@@ -257,8 +263,8 @@ def test_report_round_trip(result, model_result, tmp_path, monkeypatch):
 
 
 def test_tables_say_what_did_not_run():
-    group, case = fireq.selected("int4/triton", quick=True)[0]
-    base = fireq.describe(group, case)
+    group, case = fireq.FIREQ.rows("int4/triton", quick=True)[0]
+    base = calls.describe(group, case)
     refused = {**base, "status": "not run", "reason": "a | b"}
     late = {**base, "status": "not run", "reason": tables.OUT_OF_TIME}
     table = fireq_tables.operation_table({"rows": [refused, late]}, base["operation"])
@@ -266,8 +272,8 @@ def test_tables_say_what_did_not_run():
     assert table.endswith(f"1 of 2 rows were not run: {tables.OUT_OF_TIME}.")
     assert len({line.count(" | ") for line in table.splitlines()[:3]}) == 1
     assert fireq_tables.one_line(refused) == f"{base['name']}: not run: a | b"
-    group, case = fireq.selected("", quick=True, suite="fireq_model")[0]
-    failed = {**fireq.describe(group, case), "status": "failed", "reason": "no memory"}
+    group, case = fireq.FIREQ_MODEL.rows("", quick=True)[0]
+    failed = {**calls.describe(group, case), "status": "failed", "reason": "no memory"}
     assert "| failed: no memory |" in fireq_tables.model_table({"rows": [failed]})
 
 

@@ -7,16 +7,22 @@ from pathlib import Path
 import pytest
 from docs_helpers import copied_docs
 
-from benchmarks import flax_tables, model_tables, plots, report, tables
+from benchmarks import report, tables
 from benchmarks.device import first_calls
-from benchmarks.suites import families, flax, loading
+from benchmarks.suites.attention import tables as attention_tables
+from benchmarks.suites.families import suite as families
+from benchmarks.suites.families import tables as families_tables
+from benchmarks.suites.flax import suite as flax
+from benchmarks.suites.flax import tables as flax_tables
+from benchmarks.suites.loading import suite as loading
+from benchmarks.suites.loading import tables as loading_tables
 
-SUITES = {"flax": flax, "families": families, "loading": loading}
+SUITES = {"flax": flax.SUITE, "families": families.SUITE, "loading": loading.SUITE}
 
 
 def _made_up(suite):
     """A result of a whole run with made-up figures."""
-    result = {"device": "a device", "jax": "0", "date": "2000-01-01", "suite": suite.SUITES[0]}
+    result = {"device": "a device", "jax": "0", "date": "2000-01-01", "suite": suite.SUITE.name}
     rates = {} if suite is loading else {"copy": 3000.0, "bf16": 700.0}
     return {**result, "ceilings": rates, "ceilings_not_measured": {}}
 
@@ -24,7 +30,7 @@ def _made_up(suite):
 def _flax_result():
     us = {"nnx": 800.0, "nnx-cudnn": 700.0, "exact": 650.0, "turbo4": 200.0}
     rows = []
-    for group, method in flax.selected("", quick=False):
+    for group, method in flax.SUITE.rows():
         row = {**flax.describe(group, method), "status": "ok", "clock": "cupti"}
         row |= {"us": us.get(method, 400.0), "wall_us": 900.0, "percent_of_ceiling": 55.5}
         row |= {"bound": "copy", "against": "nnx", "relative_l2": 0.01, "temporary_bytes": 3e9}
@@ -43,7 +49,7 @@ def _families_result():
     us["4bit"] = 12000.0
     sizes = {"exact": 1, "paged": 1, "fp8_e4m3": 0.5}
     rows = []
-    for group, cache in families.selected("", quick=False):
+    for group, cache in families.SUITE.rows():
         row = {**families.describe(group, cache), "status": "ok", "clock": "wall"}
         row |= {"us": us[cache], "device_us": 9000.0, "tokens_per_second": 1600.0}
         row |= {"cache_bytes": int(16e9 * sizes.get(cache, 0.26))}
@@ -57,7 +63,7 @@ def _families_result():
 def _loading_result():
     seconds = {"read": 4.0, "load_decoder": 8.0, "load": 10.0, "naive": 40.0}
     rows = []
-    for group, case in loading.selected("", quick=False):
+    for group, case in loading.SUITE.rows():
         row = {**loading.describe(group, case), "status": "ok", "seconds": seconds[case.method]}
         row |= {"gigabytes_per_second": 16.06 / row["seconds"]}
         if case.method != "read":
@@ -82,17 +88,17 @@ def test_tables_of_a_made_up_result():
     assert "| failed: too \\| large |" in decode
     assert "| with `TurboAttentionFn()` | 0.40 | 2.00x | 1.75x | 0.90 | 3.00 |" in training
     assert training.endswith(f"1 of 5 rows were not run: {tables.OUT_OF_TIME}.")
-    table = model_tables.families_table(_families_result())
+    table = families_tables.families_table(_families_result())
     line = "| gemma-2-9b | 16 x 8k | turbo4 pages | 10.00 | 2.00x | 1.50x | 9.00 | 1,600 | 4.16 |"
     assert line in table
     assert "| phi-3-mini | 16 x 4k | turbo4 pages | failed: no \\| memory |" in table
-    section = model_tables.families_section("x.json", _families_result())
+    section = families_tables.families_section("x.json", _families_result())
     assert (
         "gemma-2-9b: 16 heads on 8 of 256, windows of 4,096 in some layers, scores capped at 50"
         in section
     )
     assert "mistral-7b: 32 heads on 8 of 128, windows of 4,096;" in section
-    loaded = model_tables.loading_table(_loading_result())
+    loaded = loading_tables.loading_table(_loading_result())
     line = "| llama-3-8b | in the page cache | `load` | 10.00 | 4.00x | 1.61 | 1.020x | 0.020x |"
     assert line in loaded
     assert "| failed: no \\| disk |" in loaded
@@ -134,11 +140,11 @@ def test_bars_of_a_result_that_is_not_complete():
     bars = flax_tables.bars(_flax_result())
     place = "decoding\n32 heads on 8 of 128, 16 x 8k"
     assert bars[place]["turbo4 pages"] == (4.0, "4.00: 0.2 ms")
-    bars = model_tables.families_bars(_families_result())
+    bars = families_tables.families_bars(_families_result())
     assert bars["gemma-2-9b\n16 x 8k"]["4-bit"] == (15 / 12, "12.0 ms")
-    bars = model_tables.loading_bars(_loading_result())
+    bars = loading_tables.loading_bars(_loading_result())
     assert set(bars) == {"most on the device", "most on the host"}
-    draw = {"flax": plots.flax_plot, "families": plots.families_plot}
+    draw = {"flax": flax_tables.speed_plot, "families": families_tables.speed_plot}
     for name, plot in draw.items():
         made = MADE_UP[name]()
         base = "nnx" if name == "flax" else "exact"
@@ -152,12 +158,12 @@ def test_bars_of_a_result_that_is_not_complete():
         plot({**made, "rows": []})
     made = _loading_result()
     made["rows"] = made["rows"][:1]
-    plots.loading_plot(made)
+    loading_tables.memory_plot(made)
 
 
 def test_a_reason_cannot_break_a_table():
     row = {"name": "decode/x", "operation": "decode", "status": "failed", "reason": "a | b"}
-    assert "failed: a \\| b" in tables.details_table({"rows": [row]}, "decode")
+    assert "failed: a \\| b" in attention_tables.details_table({"rows": [row]}, "decode")
     assert tables.one_line(row) == "decode/x: failed: a | b"
 
 
@@ -172,7 +178,7 @@ def test_first_calls_of_a_made_up_result():
         "interrupts": [{"seconds": 0.5}, {"seconds": 1.25}],
         "generate": {"exact": versions},
     }
-    text = model_tables.first_calls_section("a.json", made_up)
+    text = first_calls.first_calls_section("a.json", made_up)
     assert "| exact, bf16 | rounded up | 4 | 2.0 | 2.50x | 0.5 |" in text
     assert "| exact, bf16 | one by one | 9 | 5.0 | 1.00x | 0.6 |" in text
     assert "2 calls of `models.generate`, prompts of 10 to 20 tokens" in text

@@ -11,18 +11,23 @@ import pytest
 from docs_helpers import copied_docs, docs_text
 
 from benchmarks import __main__ as command
-from benchmarks import paged_tables, plots, readme, report, tables, timing
+from benchmarks import readme, report, tables, timing
+from benchmarks.measuring import calls
+from benchmarks.measuring.calls import Arrays
 from benchmarks.shapes import Shape
-from benchmarks.suites import engine, paged, paged_cases, paged_inputs
-from benchmarks.suites.fireq_inputs import Arrays
-from benchmarks.suites.paged_inputs import Problem
+from benchmarks.suites import engine
+from benchmarks.suites.paged import cases as paged_cases
+from benchmarks.suites.paged import inputs as paged_inputs
+from benchmarks.suites.paged import suite as paged
+from benchmarks.suites.paged import tables as paged_tables
+from benchmarks.suites.paged.inputs import Problem
 from turbojax.models.engine import Request
 
 TINY = Shape("tiny", 2, 192)
 
 
 def test_rows_are_named_once_and_come_with_what_they_are_compared_with():
-    rows = paged.selected("", quick=False)
+    rows = paged.SUITE.rows()
     names = [group.name(case) for group, case in rows]
     assert len(set(names)) == len(names)
     assert names[0] == "paged-decode/llama3-8b/b16-s32768/cudnn"
@@ -43,7 +48,7 @@ def test_rows_are_named_once_and_come_with_what_they_are_compared_with():
     # Groups of one operation are compiled together: those with the figures to reach come first.
     operations = [group.operation for group, _ in rows]
     assert operations == sorted(operations, key=list(dict.fromkeys(operations)).index)
-    names = [group.name(kv_dtype) for group, kv_dtype in engine.selected("", quick=False)]
+    names = [group.name(kv_dtype) for group, kv_dtype in engine.SUITE.rows()]
     assert names[:3] == [f"engine/llama-3-8b/short/{x}" for x in ("auto", "fp8_e4m3", "turbo4")]
 
 
@@ -174,7 +179,7 @@ def test_a_quick_run_of_the_engine(tmp_path):
     assert turbo4["capacity_over_auto"] == ratio
     # 16 channels of bfloat16, against 8 bytes of codes and 2 of norm.
     assert ratio == pytest.approx(32 / 10, rel=0.03)
-    assert "| turbo4 |" in paged_tables.engine_table(result)
+    assert "| turbo4 |" in engine.engine_table(result)
 
 
 def test_the_pool_of_the_engine_holds_what_it_must():
@@ -204,14 +209,14 @@ def test_an_engine_stops_in_time(monkeypatch):
     monkeypatch.setattr(engine, "measure", measure)
     monkeypatch.setattr(engine, "_weights", lambda made, name: None)
     monkeypatch.setattr(engine.time, "monotonic", lambda: 10.0)
-    rows = engine.selected("", quick=True)
+    rows = engine.SUITE.rows(quick=True)
     found = []
     engine.run(rows, {}, found.append, deadline=40.0)
     assert limits == [20.0, 25.0, 40.0]
     engine.run(rows, {}, found.append, deadline=9.0)
     assert {row.get("reason") for row in found[3:]} == {tables.OUT_OF_TIME}
     stopped = engine._status(2, 5)
-    assert stopped["status"] == paged_tables.STOPPED
+    assert stopped["status"] == engine.STOPPED
     assert stopped["reason"].startswith("2 of 5 requests done")
 
 
@@ -261,7 +266,7 @@ def test_a_wrong_output_is_a_failed_row(monkeypatch, spoil):
     group = paged_cases.decode(problem, (("turbo4", "xla"),), others=False)
     monkeypatch.setattr(paged_cases.paged, "attention", wrong, raising=False)
     found = []
-    paged.run([(group, case) for case in group.cases], {}, found.append, repetitions=2)
+    calls.run([(group, case) for case in group.cases], {}, found.append, repetitions=2)
     assert [row["status"] for row in found] == ["failed"]
     assert ("not finite" if spoil == "nan" else "wrong") in found[0]["reason"]
 
@@ -275,7 +280,7 @@ def test_a_wrong_append_is_a_failed_row(monkeypatch):
     monkeypatch.setattr(paged_cases.paged, "append", wrong)
     group = paged_cases.append(TINY, 3, ("auto",))
     found = []
-    paged.run([(group, case) for case in group.cases], {}, found.append, repetitions=2)
+    calls.run([(group, case) for case in group.cases], {}, found.append, repetitions=2)
     assert [row["status"] for row in found] == ["ok", "failed"]
 
 
@@ -303,15 +308,15 @@ US = {"cudnn": 700.0, "jax": 1400.0, "bf16-pages": 750.0, "fp8-pages": 400.0, "t
 
 def _made_up(suite):
     """A result of a whole run with made-up figures."""
-    result = {"device": "a device", "jax": "0", "date": "2000-01-01", "suite": suite.SUITES[0]}
+    result = {"device": "a device", "jax": "0", "date": "2000-01-01", "suite": suite.SUITE.name}
     result |= {"ceilings": {"copy": 3000.0, "bf16": 700.0}, "ceilings_not_measured": {}}
     return result
 
 
 def _paged_result():
     rows = []
-    for group, case in paged.selected("", quick=False):
-        row = {**paged.fireq.describe(group, case), "status": "ok", "clock": "cupti"}
+    for group, case in paged.SUITE.rows():
+        row = {**calls.describe(group, case), "status": "ok", "clock": "cupti"}
         us = US.get(case.family, 500.0)
         row |= {"us": us * (2 if case.implementation == "triton" else 1), "bytes": 5e8}
         row |= {"gigabytes_per_second": 2000.0, "percent_of_ceiling": 66.6, "bound": "copy"}
@@ -320,12 +325,12 @@ def _paged_result():
             row |= {"status": "failed", "reason": "too | large"}
         rows.append(row)
     rows[-1] |= {"status": "not run", "reason": tables.OUT_OF_TIME}
-    return {**_made_up(paged), "rows": paged.with_ratios(rows)}
+    return {**_made_up(paged), "rows": paged.SUITE.with_ratios(rows)}
 
 
 def _engine_result():
     rows = []
-    for group, kv_dtype in engine.selected("", quick=False):
+    for group, kv_dtype in engine.SUITE.rows():
         rate = {"auto": 1000.0, "fp8_e4m3": 1500.0, "turbo4": 2000.0}[kv_dtype]
         capacity = group.setting.num_pages(kv_dtype) * 64
         row = {**engine.describe(group, kv_dtype), "status": "ok", "seconds": 20.0}
@@ -353,7 +358,7 @@ def test_tables_of_a_made_up_result():
     table = paged_tables.operation_table(result, paged_tables.CHUNK)
     assert "| 4 x 8k, 64 queries | fp8, e4m3 | triton | 800 |" in table
     assert table.endswith(f"rows were not run: {tables.OUT_OF_TIME}.")
-    engine_table = paged_tables.engine_table(_engine_result())
+    engine_table = engine.engine_table(_engine_result())
     first = "| 96 x 1,500 to 2,500, 128 to 256 new | turbo4 | 2,000 | 2.00x | 18,000 | 20.0 |"
     assert first in engine_table
     assert "| 127,040 | 3.88x | 30,000 | 15 | 7 | 1,234 |" in engine_table
@@ -361,7 +366,8 @@ def test_tables_of_a_made_up_result():
     assert "| failed: no \\| memory |" in engine_table
     for text in (table.rpartition("\n\n")[0], engine_table):
         assert len({line.replace("\\|", "").count("|") for line in text.splitlines()}) == 1
-    lines = [paged_tables.one_line(row) for row in result["rows"] + _engine_result()["rows"]]
+    lines = [paged_tables.one_line(row) for row in result["rows"]]
+    lines += [engine.one_line(row) for row in _engine_result()["rows"]]
     assert any("3.50x cudnn" in line for line in lines)
     assert any("pool holds 127,040" in line for line in lines)
 
@@ -398,13 +404,13 @@ def test_bars_of_a_result_that_is_not_complete():
     for row in without["rows"]:
         row.get("speedup_over", {}).pop("cudnn", None)
     assert paged_tables.speed_bars(without) == {}
-    plots.paged_plot(without)
+    paged_tables.speed_plot(without)
     made = _engine_result()
-    bars = paged_tables.engine_bars(made)
+    bars = engine.engine_bars(made)
     assert bars["new tokens per second,\n128 to 256 a request"]["turbo4"] == (2.0, "2,000")
     assert bars["tokens the pool holds"]["turbo4"][1] == "127,040"
     made["rows"] = []
-    plots.engine_plot(made)
+    engine.plot(made)
 
 
 def test_prose_agrees_with_the_results():

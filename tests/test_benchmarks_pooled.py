@@ -13,9 +13,12 @@ from docs_helpers import copied_docs, docs_text
 
 import turbojax as tj
 from benchmarks import __main__ as command
-from benchmarks import pooled_tables, readme, report, tables, timing
+from benchmarks import readme, report, suite, tables, timing
+from benchmarks.measuring.compiling import compile_side_by_side
 from benchmarks.shapes import Shape
-from benchmarks.suites import attention, common, pooled, pooled_inputs
+from benchmarks.suites.pooled import inputs as pooled_inputs
+from benchmarks.suites.pooled import suite as pooled
+from benchmarks.suites.pooled import tables as pooled_tables
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -61,7 +64,7 @@ def test_neighbours_are_alike_and_queries_look_for_their_topic():
 
 
 def test_rows_need_few_compiled_functions():
-    rows = pooled.selected("", quick=False)
+    rows = pooled.SUITE.rows()
     names = [group.name(case) for group, case in rows]
     assert len(set(names)) == len(names)
     assert names[0] == "pooled/mha-16/b1-s16384/cudnn"
@@ -79,14 +82,14 @@ def test_compiling_side_by_side_keeps_the_order_and_the_errors():
         raise NotImplementedError("not here\nbut there")
 
     double = jax.jit(lambda x: 2 * x)
-    first, second, third = common.compile_side_by_side(
+    first, second, third = compile_side_by_side(
         [lambda: double.lower(jnp.int32(0)), broken, lambda: double.lower(jnp.float32(0))]
     )
     assert int(first.result()(jnp.int32(4))) == 8
     assert float(third.result()(jnp.float32(4))) == 8
-    failure = common.failure(second.exception())
+    failure = suite.failure(second.exception())
     assert failure == {"status": "not run", "reason": "not here"}
-    assert common.failure(ValueError("x"))["reason"] == "ValueError: x"
+    assert suite.failure(ValueError("x"))["reason"] == "ValueError: x"
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +130,7 @@ def test_a_quick_run_measures_and_compares(result):
 @pytest.mark.slow
 def test_a_wrong_output_is_a_failed_row(monkeypatch):
     """NaN in a head that is not compared is found too."""
-    rows = pooled.selected("pooled/.*384/all-1/xla|select.*384/top-k", quick=True)
+    rows = pooled.SUITE.rows("pooled/.*384/all-1/xla|select.*384/top-k", quick=True)
     compile_jobs = pooled.compile_jobs
 
     def broken(rows):
@@ -162,7 +165,7 @@ def _with_gpu_rows(result):
         name = like["name"].replace("all-1/xla", "cudnn")
         dense = {**like, "name": name, "method": "cudnn", "implementation": None, "us": us}
         result["rows"].append(dense)
-    result["rows"] = attention.with_ratios(result["rows"])
+    result["rows"] = pooled.SUITE.with_ratios(result["rows"])
     return result
 
 
@@ -223,7 +226,7 @@ def test_report_round_trip(result, tmp_path, monkeypatch):
 
 
 def test_tables_say_what_did_not_run():
-    base = pooled.describe(*pooled.selected("", quick=True)[-1])
+    base = pooled.describe(*pooled.SUITE.rows("", quick=True)[-1])
     refused = {**base, "status": "not run", "reason": "a | b"}
     late = {**base, "status": "not run", "reason": tables.OUT_OF_TIME}
     table = pooled_tables.attention_table({"rows": [refused, late]}, base["operation"])

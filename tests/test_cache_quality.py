@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks import cache_quality, quality_tables
+from benchmarks import cache_quality
 
 RESULT = {
     "device": "a GPU",
@@ -22,13 +22,13 @@ RESULT = {
 
 
 def test_the_sentence():
-    text = quality_tables.pages_sentence("cache_quality_2026-01-02.json", RESULT)
+    text = cache_quality.pages_sentence("cache_quality_2026-01-02.json", RESULT)
     assert '+0.0108 ± 0.0014 with `"turbo4"`, not measured with `"fp8_e4m3"`' in text
     assert "69 windows of 12 modules" in text
     assert "`cache_quality_2026-01-02.json`" in text
     old = {**RESULT, "caches": {"exact": {"bits_per_byte": 0.7}}}
     del old["modules"]
-    text = quality_tables.pages_sentence("old.json", old)
+    text = cache_quality.pages_sentence("old.json", old)
     assert text.endswith("beyond a bfloat16 cache: not measured.")
 
 
@@ -62,4 +62,4 @@ def test_a_quick_run_measures_every_cache(tmp_path):
             assert abs(row["cost"]) < 0.3
     costs = {name: row["cost"] for name, row in result["caches"].items()}
     assert costs["turbo4"] < costs["2bit"]
-    assert quality_tables.pages_sentence("quality.json", result).count(" ± ") == 1
+    assert cache_quality.pages_sentence("quality.json", result).count(" ± ") == 1

@@ -30,7 +30,8 @@ LARGEST = 512 * 1536 * 4
 MEASURE = """
 import gc, json, sys
 import jax
-from turbojax.models import checkpoint
+from flax import nnx
+from turbojax.models.checkpoint import huggingface as checkpoint
 
 def memory(field):
     lines = open("/proc/self/status").read().splitlines()
@@ -52,7 +53,7 @@ folder, out, dtype, loader = sys.argv[1:]
 dtype = None if dtype == "stored" else dtype
 load, found = getattr(checkpoint, loader), []
 model, loading = peak(lambda: load(folder, dtype=dtype, progress=live))
-leaves = jax.tree.leaves(model if loader == "load_decoder" else checkpoint.nnx.state(model))
+leaves = jax.tree.leaves(model if loader == "load_decoder" else nnx.state(model))
 assert all(bool((x == 1).all()) for x in leaves)
 figures = {"model": sum(x.nbytes for x in leaves), "loading": loading, "live": max(found)}
 if loader == "load":

@@ -79,6 +79,7 @@ def test_errors_name_the_file(quantized, tmp_path):
 
 
 UNSUPPORTED = {
+    "local_rope_theta": 77.0,
     "activation": "gelu_tanh",
     "qkv_bias": True,
     "output_bias": True,

@@ -132,7 +132,7 @@ def test_seeds_differ_and_repeat(model, prompts):
 
 @pytest.mark.slow
 @pytest.mark.optimized
-@pytest.mark.parametrize("kv_dtype", ["auto", "turbo4"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "turbo4", "k8v4"])
 def test_swapped_pages_return_to_the_bit(kv_dtype):
     model = models.random_decoder(TINY, dtype=jnp.bfloat16)
     made = make(model, kv_dtype=kv_dtype, num_pages=40, max_length=128)
@@ -311,5 +311,5 @@ def test_an_engine_refuses(options, error, message):
 
 
 def test_an_engine_needs_a_model():
-    with pytest.raises(TypeError, match="model is a str, must be a Llama"):
+    with pytest.raises(TypeError, match="model is a str, must be a Transformer"):
         Engine("embedded", num_pages=3)

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3", "turbo4"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3", "turbo4", "k8v4"])
 def test_text_does_not_depend_on_what_else_happens(kv_dtype, temperature):
     whole = models.unstack(models.load(dtype=jnp.bfloat16))
     _check(whole, requests_of(real_prompts(), temperature), kv_dtype)

@@ -1,15 +1,17 @@
 """What `config.json` of every family means: as transformers reads it, as recorded."""
 
+import ast
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import hf_helpers as hf
 import parity_recordings as recordings
 import pytest
 from family_helpers import ARCHITECTURES, PUBLISHED, WINDOWS, least, least_files
 
-from turbojax.models import TransformerConfig
+from turbojax.models import TransformerConfig, families
 from turbojax.rotary import LinearScaling, LongRopeScaling, YarnScaling
 
 
@@ -64,6 +66,14 @@ def test_frequencies_are_those_of_transformers(name):
     # transformers computes powers and quotients in float32.
     assert short.rope.frequencies() == pytest.approx(recorded["frequencies"], rel=1e-6)
     assert config.rope.amplitude == pytest.approx(recorded["amplitude"], rel=1e-12)
+    ropes = [config.rope_of(i) for i, window in enumerate(config.local_windows) if window]
+    if "local_frequencies" not in recorded:
+        assert set(ropes) <= {config.rope}
+        return
+    assert len(ropes) > 0
+    for rope in ropes:
+        assert rope.frequencies() == pytest.approx(recorded["local_frequencies"], rel=1e-6)
+        assert rope.amplitude == 1
 
 
 @pytest.mark.parametrize(
@@ -107,6 +117,58 @@ def test_spellings_of_rope(keys, scaling):
     assert TransformerConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ({}, {}, (1e6, 1e4, None)),
+        (
+            {"rope_theta": 5, "rope_local_base_freq": 6},
+            {"full_attention": {"rope_theta": 5}, "sliding_attention": {"rope_theta": 6.0}},
+            (5, 6, None),
+        ),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+            {"full_attention": {"rope_type": "linear", "factor": 8.0}, "sliding_attention": None},
+            (1e6, 1e4, LinearScaling(8.0)),
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_local_base_freq": 9.0},
+            {
+                "full_attention": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 9.0},
+            },
+            (1e6, 9.0, YarnScaling(4.0, 131072)),
+        ),
+    ],
+)
+def test_spellings_of_two_ropes(old, new, said):
+    """Of layers without a window and with one, as transformers 4 has them and as 5 does."""
+    for keys in (old, {"rope_parameters": new}, {**old, "rope_parameters": new}):
+        config = TransformerConfig.from_hf(least("gemma3_text", **keys))
+        assert (config.rope_theta, config.local_rope_theta, config.rope_scaling) == said
+        written = json.loads(json.dumps(config.to_hf()))
+        assert TransformerConfig.from_hf(written) == config
+        # Each spelling says it all.
+        for others in (["rope_parameters"], ["rope_theta", "rope_local_base_freq", "rope_scaling"]):
+            alone = {key: value for key, value in written.items() if key not in others}
+            assert TransformerConfig.from_hf(alone) == config
+
+
+@pytest.mark.parametrize("pattern", [1, 2, 3, 5, 7, None])
+def test_the_pattern_of_layers_is_written_where_there_is_one(pattern):
+    """The first versions of transformers with Gemma 3 read nothing else."""
+    types = ["full_attention", "full_attention", "sliding_attention"] * 2
+    says = {"layer_types": types} if pattern is None else {"sliding_window_pattern": pattern}
+    config = TransformerConfig.from_hf(least("gemma3_text", num_hidden_layers=6, **says))
+    written = config.to_hf()
+    assert written.pop("sliding_window_pattern", None) == pattern
+    assert TransformerConfig.from_hf(written) == config
+    if pattern is not None:
+        del written["layer_types"]
+        written["sliding_window_pattern"] = pattern
+        assert TransformerConfig.from_hf(written) == config
+
+
 def test_yarn_with_two_scales():
     keys = {"type": "yarn", "factor": 40.0, "mscale": 0.8, "mscale_all_dim": 0.5}
     config = TransformerConfig.from_hf(least("llama", rope_scaling=keys))
@@ -144,6 +206,22 @@ def test_windows(family, keys, windows):
     assert TransformerConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
 
 
+def test_no_other_module_asks_which_family_a_model_is():
+    """What differs stands in the family's own file; only shapes and a default name one."""
+    package = Path(families.__file__).parent
+    own = {package / f"{name}.py" for name in ("llama", "mistral", "qwen2", "qwen3", "phi3")}
+    own |= {package / f"{name}.py" for name in ("gemma2", "gemma3")}
+    assert len(own) == len(families.FAMILIES)
+    allowed = {"config.py": {"llama"}, "shapes.py": set(families.FAMILIES)}
+    for path in sorted(set(package.parents[1].rglob("*.py")) - own):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        texts = {x.value for x in ast.walk(tree) if isinstance(x, ast.Constant)}
+        found = {name for name in families.FAMILIES if name in texts}
+        if package.parent == path.parent:
+            found -= allowed.get(path.name, set())
+        assert not found, path
+
+
 def test_either_name_of_the_architecture_is_enough():
     config = TransformerConfig.from_hf(least("qwen3"))
     for key in ("architectures", "model_type"):
@@ -160,6 +238,10 @@ def test_either_name_of_the_architecture_is_enough():
         ("llama", {"rotary_dim": 16}),
         ("gemma2", {"attention_scale": None}),
         ("gemma2", {"attention_scale": 0.3}),
+        ("gemma2", {"attention_scale": 300.0}),
+        ("gemma3_text", {"local_rope_theta": None}),
+        ("gemma3_text", {"local_windows": (), "local_rope_theta": None}),
+        ("gemma3_text", {"local_windows": (None, None), "local_rope_theta": 3.0}),
     ],
 )
 def test_the_same_said_otherwise_is_written(family, change):

@@ -6,6 +6,7 @@ import pytest
 from family_helpers import least
 
 from turbojax.models import TransformerConfig
+from turbojax.rotary import LinearScaling
 
 
 @pytest.mark.parametrize(
@@ -99,6 +100,57 @@ from turbojax.models import TransformerConfig
             "all layers must have the same RoPE",
         ),
         (
+            "gemma3_text",
+            {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"},
+            "'Gemma3ForConditionalGeneration'.* save the text model by itself, as Gemma3ForC",
+        ),
+        (
+            "gemma3_text",
+            {"architectures": None, "model_type": "gemma3"},
+            "model_type='gemma3' is not supported.* save the text model by itself",
+        ),
+        (
+            "gemma3_text",
+            {"use_bidirectional_attention": True},
+            "use_bidirectional_attention=True is not supported: must be left out",
+        ),
+        (
+            "gemma3_text",
+            {"attn_logit_softcapping": 50.0},
+            "attn_logit_softcapping=50.0 is not supported: must be None",
+        ),
+        ("gemma3_text", {"hidden_activation": "gelu"}, "hidden_activation='gelu' is not supported"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}},
+            "rope_parameters=.*must have objects for 'full_attention' and 'sliding_attention'",
+        ),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "rope_type='linear' is not supported for 'sliding_attention': must be 'default'",
+        ),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"sliding_attention": {"factor": 2.0}}},
+            "RoPE's factor=2.0 is not supported for type 'default'",
+        ),
+        (
+            "gemma3_text",
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "rope_type='dynamic' is not",
+        ),
+        (
+            "gemma3_text",
+            {"partial_rotary_factor": 0.5},
+            "partial_rotary_factor=0.5 is not supported for 'gemma3_text'",
+        ),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"sliding_attention": {"partial_rotary_factor": 0.5}}},
+            "partial_rotary_factor=0.5 is not supported for 'gemma3_text'",
+        ),
+        (
             "qwen2",
             {"layer_types": ["full_attention", "chunked_attention"]},
             "layer_types=.*chunked",
@@ -175,6 +227,36 @@ def test_not_supported(family, change, message):
         ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping=-1.0 must be pos"),
         ("gemma2", {"final_logit_softcapping": "30"}, "final_logit_softcapping='30' must be pos"),
         ("gemma2", {"query_pre_attn_scalar": "256"}, "query_pre_attn_scalar='256' must be pos"),
+        ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern=0 must be an int"),
+        ("gemma3_text", {"sliding_window_pattern": None}, "sliding_window_pattern=None must be an"),
+        ("gemma3_text", {"sliding_window": None}, "sliding_window=None .* must give the window"),
+        ("gemma3_text", {"final_logit_softcapping": 0}, "final_logit_softcapping=0 must be pos"),
+        ("gemma3_text", {"rope_local_base_freq": "1"}, "rope_local_base_freq='1' must be positive"),
+        ("gemma3_text", {"rope_local_base_freq": -1.0}, "rope_local_base_freq=-1.0 must be posit"),
+        (
+            "gemma3_text",
+            {
+                "rope_local_base_freq": 5.0,
+                "rope_parameters": {"sliding_attention": {"rope_theta": 6.0}},
+            },
+            "gives RoPE's rope_theta twice, as 5.0 and 6.0",
+        ),
+        (
+            "gemma3_text",
+            {"rope_theta": 5.0, "rope_parameters": {"full_attention": {"rope_theta": 6.0}}},
+            "gives RoPE's rope_theta twice, as 5.0 and 6.0",
+        ),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"full_attention": {"rope_theta": "6"}}},
+            "rope_theta='6' must be a number",
+        ),
+        ("gemma3_text", {"rope_parameters": 5}, "rope_parameters=5 must be an object"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"full_attention": 5}},
+            "rope_parameters=5 must be an object",
+        ),
         ("llama", {"tie_word_embeddings": "false"}, "tie_word_embeddings='false' must be true or"),
         ("llama", {"attention_bias": "false"}, "attention_bias='false' must be true or false"),
         ("llama", {"mlp_bias": 1}, "mlp_bias=1 must be true or false"),
@@ -249,6 +331,15 @@ def test_harmless_keys_are_of_no_concern():
         ("gemma2", {"embedding_scale": None}, "cannot say embedding_scale=None"),
         ("gemma2", {"norm_offset": 0.0, "post_norms": False}, "norm_offset=0.0, post_norms=False"),
         ("mistral", {"attention_scale": 0.3, "final_soft_cap": 3.0}, "attention_scale=0.3, final_"),
+        ("mistral", {"local_rope_theta": 3.0}, "cannot say local_rope_theta=3.0"),
+        ("gemma3_text", {"attention_soft_cap": 3.0}, "cannot say attention_soft_cap=3.0"),
+        ("gemma3_text", {"qk_norm": False}, "cannot say qk_norm=False"),
+        ("gemma3_text", {"rotary_dim": 128}, "cannot say rotary_dim=128"),
+        (
+            "gemma3_text",
+            {"local_rope_theta": None, "rope_scaling": LinearScaling(2.0)},
+            "cannot say local_rope_theta=None",
+        ),
     ],
 )
 def test_what_a_family_cannot_say_is_not_written(family, change, message):

@@ -46,9 +46,9 @@ def model() -> models.Decoder:
 
 
 @pytest.fixture(scope="module")
-def gemma(tmp_path_factory) -> models.Decoder:
-    """With windows, soft caps and groups of heads."""
-    return models.load_decoder(hf.write("gemma2", tmp_path_factory.mktemp("gemma2")))
+def gemma(tmp_path_factory, request) -> models.Decoder:
+    """With windows, soft caps and groups of heads; or windows with a RoPE of their own."""
+    return models.load_decoder(hf.write(request.param, tmp_path_factory.mktemp("gemma")))
 
 
 @pytest.fixture
@@ -158,6 +158,7 @@ def test_texts_are_those_of_exact_sizes(model, cache, length):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("gemma", ["gemma2", "gemma3-odd"], indirect=True)
 @pytest.mark.parametrize("cache", CACHES)
 def test_windows_and_caps_do_not_see_the_padding(gemma, cache):
     tokens, options = prompts(2, 45, hf.VOCAB), {"cache": CACHES[cache]}

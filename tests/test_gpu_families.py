@@ -15,6 +15,7 @@ from flax import nnx
 import turbojax as tj
 from turbojax import models
 from turbojax.flax import TurboAttention
+from turbojax.rotary import LinearScaling
 
 pytestmark = pytest.mark.gpu
 
@@ -44,6 +45,20 @@ FAMILIES = {
         norm_offset=1.0,
         post_norms=True,
     ),
+    "gemma3": dataclasses.replace(
+        BASE,
+        head_dim=256,
+        local_windows=(40, None),
+        rope_theta=1e6,
+        rope_scaling=LinearScaling(8.0),
+        local_rope_theta=1e4,
+        qk_norm=True,
+        attention_scale=1 / 16,
+        embedding_scale=16.0,
+        activation="gelu_tanh",
+        norm_offset=1.0,
+        post_norms=True,
+    ),
 }
 KINDS = {
     "exact": "exact",
@@ -57,7 +72,8 @@ NEW = 3
 # Heads and scores unlike Llama's through every cache, the other families through some.
 CASES = [
     *((family, kind) for family in ("gemma", "phi") for kind in KINDS),
-    *((family, kind) for family in ("mistral", "qwen") for kind in ("turbo4", "4bit")),
+    *((family, kind) for family in ("mistral", "qwen", "gemma3") for kind in ("turbo4", "4bit")),
+    ("gemma3", "paged"),
 ]
 
 

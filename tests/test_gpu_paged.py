@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gpu_helpers import assert_near
+from oracles.paged import code_bits
 from paged_helpers import (
     KV_DTYPES,
+    MIXED,
     OPTIONS,
     SHAPES,
     assert_matches_oracle,
@@ -35,7 +37,7 @@ pytestmark = pytest.mark.gpu
 HOPPER_KINDS, HOPPER_DIMS, HOPPER_ROWS = ("turbo4", "fp8_e4m3", "fp8_e5m2"), (64, 128, 256), 64
 PAIRS = [
     *((kv_dtype, kernel) for kv_dtype in HOPPER_KINDS for kernel in ("mosaic_gpu", "triton")),
-    ("auto", "triton"),
+    *((kv_dtype, "triton") for kv_dtype in ("auto", *MIXED)),
 ]
 
 
@@ -56,7 +58,7 @@ def implementation(kernel, query, cache, tables):
     [chosen] = [i for i in api.PAGED.implementations if i.name == kernel]
     refusal = chosen.unsupported(
         query=jax.ShapeDtypeStruct(
-            query.shape, jnp.float32 if cache.kv_dtype == "turbo4" else query.dtype
+            query.shape, jnp.float32 if code_bits(cache.kv_dtype)[0] else query.dtype
         ),
         cache=cache,
         block_tables=tables,
@@ -116,7 +118,7 @@ def test_full_sizes(name, kv_dtype, kernel):
     equal(run(*arguments, return_residual=True, **options), got)
     want = attend(*arguments, return_residual=True, implementation="xla", **options)
     assert_near(got[0], want[0], jnp.bfloat16, 2.0**-8)
-    assert_near(got[1], want[1], jnp.float32, 1e-3 if kv_dtype == "turbo4" else 2e-5)
+    assert_near(got[1], want[1], jnp.float32, 1e-3 if code_bits(kv_dtype)[0] else 2e-5)
 
 
 @pytest.mark.parametrize(("kv_dtype", "kernel"), PAIRS)

@@ -26,7 +26,7 @@ from pooled_helpers import (
 import turbojax as tj
 from turbojax._device import needs_hopper
 from turbojax.ops.pooled_attention.api import FORWARD
-from turbojax.ops.pooled_attention.static import Static
+from turbojax.ops.pooled_attention.static import PooledOptions
 
 pytestmark = pytest.mark.gpu
 
@@ -76,8 +76,8 @@ def need(implementation, query, case):
     key = jax.ShapeDtypeStruct((case.batch, case.size, case.kv_heads, query.shape[-1]), query.dtype)
     blocks = (-(-case.tokens // case.block_q), -(-case.size // case.block_kv))
     levels = jax.ShapeDtypeStruct((case.batch, case.heads, *blocks), jnp.int8)
-    static = Static(case.block_q, case.block_kv, 0.1, case.is_causal)
-    refusal = found.unsupported(query=query, key=key, value=key, levels=levels, static=static)
+    static = PooledOptions(case.is_causal, scale=0.1, block_q=case.block_q, block_kv=case.block_kv)
+    refusal = found.unsupported(query=query, key=key, value=key, levels=levels, options=static)
     if refusal is not None:
         assert needs_hopper() is not None, refusal
         pytest.skip(f"{implementation}: {refusal}")

@@ -12,8 +12,9 @@ from turbojax import models
 from turbojax.kv import kinds
 from turbojax.kv import pages as paged
 from turbojax.models.generation import session as generation
+from turbojax.state.pages.pool import KV_DTYPES
 
-KINDS = paged.PAGED_KINDS
+KINDS = ("paged", "fp8_e4m3", "fp8_e5m2", "turbo4", "paged_k8v4", "turbo_k3v2")
 
 
 @pytest.fixture(scope="module")
@@ -161,8 +162,10 @@ def test_bad_calls_say_what_is_wrong(model):
 
 
 def test_names_and_sizes(model):
-    assert set(KINDS) <= set(models.CACHE_NAMES)
-    for kind in KINDS:
+    assert set(KINDS) <= set(paged.PAGED_KINDS) <= set(models.CACHE_NAMES)
+    # As kv_dtypes are called, but for what has no meaning of its own or belongs to another cache.
+    assert set(KV_DTYPES) - set(paged.PAGED_KINDS) == {"auto", "k8v4"}
+    for kind in paged.PAGED_KINDS:
         assert models.cache_by_name(kind, 3) == kind
     config = dataclasses.replace(models.SHAPES["llama-3-8b"], num_layers=2)
     decoder = models.Decoder(None, (), None, None, config=config, dtype=jnp.dtype(jnp.bfloat16))
@@ -172,6 +175,8 @@ def test_names_and_sizes(model):
         "fp8_e4m3": 2 * 128,
         "fp8_e5m2": 2 * 128,
         "turbo4": 2 * 66,
+        "paged_k8v4": 128 + 66,
+        "turbo_k4v2": 66 + 34,
     }.items():
         # Shapes are enough, as for the demo's plot.
         caches = jax.eval_shape(lambda kind=kind: models.init_caches(decoder, 3, 1000, kind))
@@ -192,7 +197,13 @@ def one_pass(model) -> jax.Array:
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("paged", jnp.float32), ("fp8_e5m2", jnp.float32), ("turbo4", jnp.bfloat16)],
+    [
+        ("paged", jnp.float32),
+        ("fp8_e5m2", jnp.float32),
+        ("turbo4", jnp.bfloat16),
+        ("paged_k8v4", jnp.float32),
+        ("turbo_k4v3", jnp.float32),
+    ],
 )
 def test_every_paged_cache_stays_close_to_one_forward_pass(model, one_pass, name, dtype):
     tokens, expected = _tokens(1, 120), one_pass
@@ -204,10 +215,16 @@ def test_every_paged_cache_stays_close_to_one_forward_pass(model, one_pass, name
     assert session.caches.layers[0].pages.dtype == dtype
     logits = models.score(session, tokens[:, 100:])
     error = float(jnp.linalg.norm(logits - expected) / jnp.linalg.norm(expected))
-    # What keys and values have of error, each half of 2**-2 for e5m2 or, for turbo4, 0.0095 of the
-    # square; independent, so that their squares add.
-    bound = {"paged": 1e-5, "fp8_e5m2": 2**-3, "turbo4": 0.0975}[name]
-    bound *= np.sqrt(2)
+    # What keys and values have of error, each half of 2**-2 for e5m2 and of 2**-3 for e4m3, or
+    # 0.0095 of the square for codes of 4 bits and 0.0345 for 3; independent: their squares add.
+    errors = {
+        "paged": (1e-5, 1e-5),
+        "fp8_e5m2": (2**-3, 2**-3),
+        "turbo4": (0.0975, 0.0975),
+        "paged_k8v4": (2**-4, 0.0975),
+        "turbo_k4v3": (0.0975, 0.186),
+    }
+    bound = float(np.hypot(*errors[name]))
     if dtype == jnp.bfloat16:
         # The model itself, in bfloat16 and without any cache.
         bound += (

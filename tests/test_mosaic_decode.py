@@ -152,7 +152,7 @@ def test_short_caches_fill_the_gpu_and_long_ones_are_cut_evenly(batch, length, s
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("batch", [1, 64])
 def test_blocks_in_flight_and_results_fit_shared_memory(head_dim, block, bits, batch):
-    from pallas_kernels.mosaic.decode import stage_bytes
+    from pallas_kernels.mosaic.hopper.decode.kernel import stage_bytes
 
     config = tj.TurboConfig(key_bits=bits, value_bits=bits, block_kv=block, buffer_size=block)
     cache = abstract_cache(config, batch=batch, length=32768, head_dim=head_dim)

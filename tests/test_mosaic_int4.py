@@ -16,7 +16,7 @@ from kernel_helpers import lower_for_cuda
 from oracles import int4 as oracle
 
 import turbojax as tj
-from pallas_kernels.mosaic import _int4_operand
+from pallas_kernels.mosaic.products import int4 as int4_operand
 from turbojax import _device
 from turbojax.ops.int4_matmul import matmul, mosaic_gpu
 from turbojax.ops.int4_matmul.api import MATMUL
@@ -230,10 +230,10 @@ def test_tables():
     scales = np.append(oracle.E4M3, np.nan)
     want = oracle.e4m3_bits(scales[:, None] * codes)
     got = mosaic_gpu._tables()
-    assert got.shape == (_int4_operand.TABLES, _int4_operand.TABLE_BYTES)
+    assert got.shape == (int4_operand.TABLES, int4_operand.TABLE_BYTES)
     np.testing.assert_array_equal(got[:127], want[:127])
     np.testing.assert_array_equal(got[127] & 0x7F, 0x7F)
-    integers = np.array(_int4_operand._INTEGERS, "<u4").view(np.uint8)
+    integers = np.array(int4_operand._INTEGERS, "<u4").view(np.uint8)
     np.testing.assert_array_equal(integers, oracle.e4m3_bits(codes.astype(np.float64)))
 
 
@@ -259,13 +259,19 @@ class Memory:
     def at(self, *offsets):
         return Memory(self.bytes, self.offset + sum(offsets))
 
-    def load(self, size):
+    def _load(self, size):
         places = np.asarray(self.offset)[:, None] + np.arange(size)
         numbers = self.bytes[places].astype(np.uint32) << (8 * np.arange(size, dtype=np.uint32))
         return numbers.sum(1, dtype=np.uint32).view(Lanes)
 
+    def byte(self):
+        return self._load(1)
+
+    def half(self):
+        return self._load(2)
+
     def words(self, count):
-        return [self.at(4 * i).load(4) for i in range(count)]
+        return [self.at(4 * i)._load(4) for i in range(count)]
 
     def store(self, word):
         places = np.asarray(self.offset)[:, None] + np.arange(4)
@@ -290,13 +296,11 @@ def on_lanes(monkeypatch):
     """Lets the kernel's code of one lane run on arrays of lanes."""
     thread = np.arange(128)
     places = (thread // 32 * 16 + thread % 32 // 4, thread % 4)
-    lane, number = _int4_operand._lane, lambda x: np.asarray([x]).view(Lanes)
-    monkeypatch.setattr(_int4_operand, "_place", lambda: places)
-    monkeypatch.setattr(_int4_operand, "Pointer", Memory)
-    monkeypatch.setattr(_int4_operand, "_byte", lambda pointer: pointer.load(1))
-    monkeypatch.setattr(_int4_operand, "_half", lambda pointer: pointer.load(2))
-    monkeypatch.setattr(_int4_operand, "_carrier", lambda words: words)
-    monkeypatch.setattr(_int4_operand.r, "row_array", lambda pair: pair)
+    lane, number = int4_operand.lane, lambda x: np.asarray([x]).view(Lanes)
+    monkeypatch.setattr(int4_operand, "Pointer", Memory)
+    monkeypatch.setattr(int4_operand.fragments, "row_and_place", lambda: places)
+    monkeypatch.setattr(int4_operand.fragments, "carrier", lambda words: words)
+    monkeypatch.setattr(int4_operand.fragments, "row_array", lambda pair: pair)
     monkeypatch.setattr(lane, "permute_bytes", permute_bytes)
     monkeypatch.setattr(lane, "scalar", lambda x: x)
     monkeypatch.setattr(lane, "integer", lambda x: np.uint32(x))
@@ -341,14 +345,14 @@ def test_packing_is_that_of_the_quantizer():
 def test_register_operand_with_tables(first):
     codes, packed, bits = group_of_weights("e4m3")
     tables = mosaic_gpu._tables()
-    words, rest = _int4_operand.operand(packed, bits, tables, first)
+    words, rest = int4_operand.operand(packed, bits, tables, first)
     rows = slice(first, first + 64)
     want = tables[bits[rows, None], codes[rows] & 15]
     np.testing.assert_array_equal(fragment(words), want)
     assert all((np.asarray(scale) == 1).all() for scale in rest)
     # In memory for all groups at once: rows whose 16 bytes change places.
     out = np.zeros(64 * 128, np.uint8)
-    _int4_operand.expand(packed, bits, tables, first, out)
+    int4_operand.expand(packed, bits, tables, first, out)
     place = np.arange(64 * 128)
     np.testing.assert_array_equal(out[place ^ ((place >> 7 & 7) << 4)].reshape(64, 128), want)
 
@@ -357,7 +361,7 @@ def test_register_operand_with_tables(first):
 @pytest.mark.parametrize("first", [0, 64])
 def test_register_operand_of_integers(first):
     codes, packed, scales = group_of_weights("bf16")
-    words, rest = _int4_operand.operand(packed, scales, None, first)
+    words, rest = int4_operand.operand(packed, scales, None, first)
     rows = slice(first, first + 64)
     want = oracle.e4m3_bits(codes[rows].astype(np.float64))
     np.testing.assert_array_equal(fragment(words), want)

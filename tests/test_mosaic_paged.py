@@ -17,16 +17,8 @@ from kernel_helpers import lower_for_cuda
 from oracles import warp
 
 from benchmarks.shapes import MODELS
-from pallas_kernels.mosaic import (
-    _decode_block,
-    _decode_query,
-    _paged_fp8,
-    _paged_operands,
-    _paged_query,
-    _paged_turbo4,
-    _paged_types,
-    _paged_warp,
-)
+from pallas_kernels.mosaic import warp as frame
+from pallas_kernels.mosaic.hopper.paged import fp8, inputs, kernel, operands, turbo4
 from turbojax import _device, polar
 from turbojax.ops.options import Options
 from turbojax.ops.paged_attention import mosaic_gpu
@@ -147,20 +139,16 @@ def test_what_is_in_flight_fits_shared_memory(kind, head_dim, tokens):
 @pytest.fixture
 def lanes(monkeypatch):
     """The kernel's modules on arrays of lanes; gives the lane."""
-    for module in (
-        _decode_block, _decode_query, _paged_fp8, _paged_operands, _paged_query, _paged_turbo4,
-        _paged_types, _paged_warp,
-    ):  # fmt: skip
-        monkeypatch.setattr(module, "_lane", warp)
-    monkeypatch.setattr(_paged_fp8, "_lane_half", warp.Half)
+    for module in (frame, fp8, inputs, kernel, operands, turbo4):
+        monkeypatch.setattr(module, "lane", warp)
     number = warp.Int(warp.LANES)
     g = number >> 2
-    return _paged_types.Lane(number, g, number & 3, _paged_types.parity(g))
+    return inputs.Place(g, number & 3, number, inputs.parity(g))
 
 
 def settings(kind, *, block=64, rows=4, window=None, soft_cap=None, scale=0.125):
     table, middle, step = polar.integer_centroids(4)
-    return _paged_types.Settings(
+    return inputs.Settings(
         kind, tuple(table), middle, scale * (step if kind == "turbo4" else 1.0), window, soft_cap,
         rows=rows, part=1024, block=block, warpgroups=1, stages=2,
     )  # fmt: skip
@@ -203,14 +191,14 @@ def program(query, length, query_length, key_scale=None):
 def run(lane, s, blocks, query, length, query_length, key_scale=None):
     """Outputs ``[rows, H]``, maxima and sums ``[rows]`` of a warp that takes all blocks."""
     a, at = program(query, length, query_length, key_scale)
-    module = _paged_turbo4 if s.has_norms else _paged_fp8
-    products = (_paged_turbo4.Turbo4 if s.has_norms else _paged_fp8.Fp8).of(a.head_dim, s)
-    loaded = _paged_query.load_query(a, at, lane, products, s)
-    state = _paged_types.State.empty(s.tiles, a.head_dim // 8)
+    module = turbo4 if s.has_norms else fp8
+    products = (turbo4.Turbo4 if s.has_norms else fp8.Fp8).of(a.head_dim, s)
+    loaded = kernel._load_query(a, at, lane, products, s)
+    state = inputs.State.empty(s.tiles, a.head_dim // 8)
     for i, memory in enumerate(blocks):
         place = warp.Pointer(memory.copy()), warp.integer(i * s.block)
-        state = _paged_warp._attend(state, place, at, loaded, lane, products, s)
-        state = _paged_types.State.of(state.flat(), s.tiles)
+        state = kernel._attend(state, place, at, loaded, lane, products, s)
+        state = inputs.State.of(state.flat(), s.tiles)
     out = np.full((s.rows, a.head_dim), np.nan)
     maxima, totals = np.zeros(s.rows), np.zeros(s.rows)
     g, t = warp.LANES // 4, warp.LANES % 4
@@ -311,8 +299,8 @@ def test_values_are_weighted_as_the_weights_say(lanes, kind):
     rng = np.random.default_rng(6)
     s = settings(kind, rows=8)
     memory, (_, values) = random_block(rng, kind, 64, 128)
-    module = _paged_turbo4 if s.has_norms else _paged_fp8
-    products = (_paged_turbo4.Turbo4 if s.has_norms else _paged_fp8.Fp8).of(128, s)
+    module = turbo4 if s.has_norms else fp8
+    products = (turbo4.Turbo4 if s.has_norms else fp8.Fp8).of(128, s)
     weights, old = rng.random((8, 64)), rng.normal(size=(8, 128))
     g, t = warp.LANES // 4, warp.LANES % 4
     odd = lanes.odd.value.astype(np.int64)
@@ -401,7 +389,7 @@ def test_nan_reaches_what_attends_to_it_and_nothing_else(lanes, kind, where):
 
 def test_every_code_is_its_centroid(lanes):
     table, _, _ = polar.integer_centroids(4)
-    products = _paged_turbo4.Turbo4.of(128, settings("turbo4"))
+    products = turbo4.Turbo4.of(128, settings("turbo4"))
     rng = np.random.default_rng(4)
     codes = rng.integers(16, size=(32, 8))
     word = warp.Int((codes << (4 * np.arange(8))).sum(1))

@@ -12,7 +12,7 @@ from kernel_helpers import lower_for_cuda
 import turbojax as tj
 from turbojax import _device
 from turbojax.ops.pooled_attention import api, mosaic_gpu
-from turbojax.ops.pooled_attention.static import Static
+from turbojax.ops.pooled_attention.static import PooledOptions
 
 
 def shapes(head_dim=128, dtype=jnp.bfloat16, tokens=1000, size=1003, block_q=128, block_kv=128):
@@ -24,8 +24,8 @@ def shapes(head_dim=128, dtype=jnp.bfloat16, tokens=1000, size=1003, block_q=128
 
 def refusal(block_q=128, block_kv=128, **options):
     query, key, value, levels = shapes(block_q=block_q, block_kv=block_kv, **options)
-    static = Static(block_q, block_kv, 0.1, True)
-    return mosaic_gpu.unsupported(query=query, key=key, value=value, levels=levels, static=static)
+    static = PooledOptions(True, scale=0.1, block_q=block_q, block_kv=block_kv)
+    return mosaic_gpu.unsupported(query=query, key=key, value=value, levels=levels, options=static)
 
 
 @pytest.fixture
@@ -68,8 +68,8 @@ def test_needs_hopper():
 @pytest.mark.usefixtures("hopper")
 def test_is_the_first_choice_on_hopper():
     query, key, value, levels = shapes()
-    static = Static(128, 128, 0.1, False)
-    arguments = {"query": query, "key": key, "value": value, "levels": levels, "static": static}
+    static = PooledOptions(False, scale=0.1, block_q=128, block_kv=128)
+    arguments = {"query": query, "key": key, "value": value, "levels": levels, "options": static}
     for registry in (api.FORWARD, api.GRADIENT):
         assert registry.select(None, **arguments).name == "mosaic_gpu"
         wide = {**arguments, "query": jax.ShapeDtypeStruct((2, 1000, 4, 128), jnp.float32)}
@@ -89,11 +89,11 @@ def test_lowers_for_cuda(head_dim, block_q, block_kv, scale, is_causal, with_len
     query, key, value, levels = shapes(head_dim=head_dim, block_q=block_q, block_kv=block_kv)
     length = jax.ShapeDtypeStruct((2,), jnp.int32) if with_lengths else None
     residual = jax.ShapeDtypeStruct(query.shape[:3], jnp.float32)
-    static = Static(block_q, block_kv, scale, is_causal)
+    static = PooledOptions(is_causal, scale=scale, block_q=block_q, block_kv=block_kv)
     arrays = (query, key, value, levels, length, length)
-    forward = lower_for_cuda(mosaic_gpu.attention, *arrays, static=static)
+    forward = lower_for_cuda(mosaic_gpu.attention, *arrays, options=static)
     cotangents = (query, residual, query, residual)
-    backward = lower_for_cuda(mosaic_gpu.gradient, *arrays, *cotangents, static=static)
+    backward = lower_for_cuda(mosaic_gpu.gradient, *arrays, *cotangents, options=static)
     assert "turbojax_pooled_attention_hopper" in forward
     for name in ("query", "key"):
         assert f"turbojax_pooled_{name}_gradient_hopper" in backward

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from implementations import interpreted
 from paged_helpers import (
+    MIXED,
     SHAPES,
     assert_matches_oracle,
     attend,
@@ -55,16 +56,22 @@ GRID = [
     ("triton", "head dim 256", "auto"),
     ("triton", "head dim 80", "fp8_e5m2"),
     ("triton", "head dim 16", "fp8_e4m3"),
+    ("xla", "heads of their own", "turbo_k2v4"),
+    ("xla", "head dim 80", "turbo_k3v2"),
+    ("triton", "one query", "turbo_k2v3"),
+    ("triton", "head dim 16", "turbo_k4v2"),
+    ("triton", "head dim 256", "k8v4"),
+    ("triton", "many rows", "turbo_k3v4"),
     ("triton", "several, two parts", "turbo4"),
 ]
 # Both implementations and all kinds of pages.
 KINDS = [("xla", "turbo4"), ("triton", "fp8_e4m3"), ("xla", "fp8_e5m2"), ("triton", "auto")]
-every_kind = pytest.mark.parametrize(("implementation", "kv_dtype"), KINDS)
 # What each kind of pages shares: one kind with plain JAX, another with the kernel.
 kernel_and_reference = pytest.mark.parametrize(("implementation", "kv_dtype"), KINDS[:2])
 # Where what is stored counts: turbo4 through the kernel and e5m2, too.
 most_kinds = pytest.mark.parametrize(
-    ("implementation", "kv_dtype"), [*KINDS[:3], ("triton", "turbo4")]
+    ("implementation", "kv_dtype"),
+    [*KINDS[:3], ("triton", "turbo4"), ("xla", "turbo_k3v2"), ("triton", "k8v4")],
 )
 
 
@@ -88,6 +95,10 @@ def test_equals_the_oracle(implementation, name, kv_dtype):
         ("triton", "window past a part", "fp8_e4m3"),
         ("xla", "padding", "fp8_e5m2"),
         ("triton", "window", "turbo4"),
+        ("triton", "window", "k8v4"),
+        ("xla", "soft cap", "k8v4"),
+        ("triton", "soft cap", "turbo_k3v2"),
+        ("xla", "padding", "turbo_k2v2"),
     ],
 )
 def test_options(implementation, name, kv_dtype):
@@ -95,8 +106,24 @@ def test_options(implementation, name, kv_dtype):
     matches(implementation, *arguments, **options)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("implementation", "kv_dtype", "name"),
+    [("triton", MIXED[i % 4], name) for i, name in enumerate(SHAPES)]
+    + [("triton", MIXED[(i + 1 + i // 4) % 4], name) for i, name in enumerate(SHAPES)]
+    + [("xla", MIXED[i], name) for i, name in enumerate(list(SHAPES)[:4])],
+)
+def test_mixed_formats_equal_the_oracle(implementation, kv_dtype, name):
+    lengths, kv_heads, dim, heads, count = SHAPES[name]
+    cache, tables = filled(kv_dtype, lengths, kv_heads, dim, dtype=jnp.bfloat16)
+    query = normal(3, (len(lengths), count, heads, dim), jnp.bfloat16)
+    matches(implementation, query, cache, tables, lengths)
+
+
 @pytest.mark.quick(1)
-@every_kind
+@pytest.mark.parametrize(
+    ("implementation", "kv_dtype"), [*KINDS, ("triton", "k8v4"), ("triton", "turbo_k3v3")]
+)
 def test_half_precision(implementation, kv_dtype):
     halves = {"auto": {"xla": jnp.float16, "triton": jnp.bfloat16}[implementation]}
     dtype = {**halves, "fp8_e5m2": jnp.float16}.get(kv_dtype, jnp.bfloat16)
@@ -127,8 +154,9 @@ def test_neighbours_and_places_do_not_matter(implementation, kv_dtype):
 
 
 @pytest.mark.slow
-def test_chunks_do_not_matter():
-    check_chunks(attend, "turbo4")
+@pytest.mark.parametrize("kv_dtype", ["turbo4", "k8v4"])
+def test_chunks_do_not_matter(kv_dtype):
+    check_chunks(attend, kv_dtype)
 
 
 @pytest.mark.quick(1)

@@ -12,7 +12,7 @@ from cache_helpers import assert_same_bits
 from turbojax import polar
 from turbojax.state.pages import pool as paged
 
-KINDS = paged.KV_DTYPES
+KINDS = ("auto", "fp8_e4m3", "fp8_e5m2", "turbo4", "k8v4", "turbo_k3v2")
 BATCH, HEADS, HEAD_DIM, PAGES, SIZE = 3, 2, 32, 12, 16
 TABLES = np.array([[7, 2, 9], [0, 11, -1], [4, 1, 5]], np.int32)
 
@@ -36,27 +36,25 @@ def integers(*values):
     return np.array(values, np.int32)
 
 
-def signs_and_step(cache):
-    return np.asarray(cache.rotation.signs, np.float64), polar.integer_centroids()[2]
+def signs_of(cache):
+    return np.asarray(cache.rotation.signs, np.float64)
 
 
-def through(cache, x, scale=1.0):
-    """What the cache makes of vectors, in float64."""
-    if cache.kv_dtype != "turbo4":
-        return oracle.through(x, cache.kv_dtype, scale=scale)
-    signs, step = signs_and_step(cache)
-    return oracle.through(x, "turbo4", signs=signs, step=step)
+def through(cache, x, side, scale=1.0):
+    """What the cache makes of keys (`side` is 0) or values (1), in float64."""
+    signs = signs_of(cache) if oracle.has_codes(cache.kv_dtype) else None
+    return oracle.through(x, cache.kv_dtype, side, scale=scale, signs=signs)
 
 
-def assert_close(got, want, kind):
-    """Exact where no sum is taken; for turbo4 within the float32 rounding of a rotation.
+def assert_close(got, want, has_codes):
+    """Exact where no sum is taken; for codes within the float32 rounding of a rotation.
 
     A rotated vector has log2(32) = 5 additions and three products per coordinate, each within half
     a unit of the vector's length. Now and then a norm rounds to float16 the other way than in
     float64.
     """
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    if kind != "turbo4" or not got.size:
+    if not has_codes or not got.size:
         np.testing.assert_array_equal(got, want)
         return
     error = np.abs(got - want) / np.linalg.norm(want, axis=-1, keepdims=True)
@@ -74,12 +72,17 @@ def assert_close(got, want, kind):
         (jnp.float32, "turbo4"),
         (jnp.float16, "fp8_e4m3"),
         (jnp.bfloat16, "turbo4"),
+        (jnp.bfloat16, "k8v4"),
+        (jnp.float32, "turbo_k4v2"),
+        (jnp.float16, "turbo_k3v4"),
+        (jnp.float32, "turbo_k2v3"),
     ],
 )
 def test_tokens_come_back_as_the_codec_makes_them(kind, dtype):
     """Ragged, in two calls, over pages out of order; what is past a length reads as zero."""
-    scales = {"key_scale": 0.3, "value_scale": 2.0} if kind.startswith("fp8") else {}
-    cache = new(kind, dtype, **scales)
+    names = oracle.fp8_names(kind)
+    scales = [scale if name else 1 for scale, name in zip((0.3, 2.0), names, strict=True)]
+    cache = new(kind, dtype, key_scale=scales[0], value_scale=scales[1])
     key, value = random_tokens(40, 1, dtype)
     cut, total = integers(21, 0, 16), integers(40, 24, 37)
     cache = append(cache, key[:, :21], value[:, :21], TABLES, integers(0, 0, 0), new_lengths=cut)
@@ -91,29 +94,31 @@ def test_tokens_come_back_as_the_codec_makes_them(kind, dtype):
     cache.validate()
     assert int(cache.lost) == 0
     sides = gather(cache, TABLES, total, dtype=jnp.float32)
-    for got, x, scale in zip(sides, (key, value), scales or "kv", strict=True):
+    for side, (got, x, scale) in enumerate(zip(sides, (key, value), scales, strict=True)):
         assert got.shape == (BATCH, 3 * SIZE, HEADS, HEAD_DIM)
         for b, length in enumerate(total):
-            want = through(cache, x[b, :length], np.float32(scales.get(scale, 1)))
-            if kind.startswith("fp8"):
+            want = through(cache, x[b, :length], side, np.float32(scale))
+            if names[side]:
                 want = want.astype(np.float32)  # the product rounds, in float64 it does not
-            assert_close(got[b, :length], want, kind)
+            assert_close(got[b, :length], want, oracle.code_bits(kind)[side])
             np.testing.assert_array_equal(got[b, length:], 0)
     shown = gather(cache, TABLES, total)
     assert [x.dtype for x in shown] == [jnp.dtype(dtype)] * 2
 
 
-def test_layout_of_turbo4():
+@pytest.mark.parametrize("kind", ["turbo4", "turbo_k3v2", "turbo_k2v3"])
+def test_layout_of_codes(kind):
     """Token 20 of sequence 0 is slot 4 of its second page; bytes and norms are the codec's."""
-    cache = new("turbo4")
+    cache = new(kind)
     key, value = random_tokens(40, 2)
     cache = append(cache, key, value, TABLES, integers(0, 0, 0), new_lengths=integers(40, 0, 0))
-    signs, _ = signs_and_step(cache)
-    for x, stored, norm in (
-        (key, cache.key, cache.key_norm),
-        (value, cache.value, cache.value_norm),
+    signs, bits = signs_of(cache), oracle.code_bits(kind)
+    for x, stored, norm, count in (
+        (key, cache.key, cache.key_norm, bits[0]),
+        (value, cache.value, cache.value_norm, bits[1]),
     ):
-        _, packed, norms = oracle.turbo4(x[0], signs)
+        _, packed, norms = oracle.encoded(x[0], signs, count)
+        assert stored.shape == (PAGES, HEADS, SIZE, HEAD_DIM * count // 8)
         for token in (0, 15, 16, 20, 39):
             page, slot = TABLES[0][token // SIZE], token % SIZE
             np.testing.assert_array_equal(stored[page, :, slot], packed[token])
@@ -154,7 +159,7 @@ def test_fp8_is_rounded_to_the_bit(kind):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("kind", ["auto", "fp8_e4m3", "turbo4"])
+@pytest.mark.parametrize("kind", ["auto", "fp8_e4m3", "turbo4", "k8v4", "turbo_k3v2"])
 def test_what_is_not_finite_spoils_its_own_token_and_head_alone(kind):
     key, value = random_tokens(20, 4)
     clean = append(new(kind), key, value, TABLES[:, :2].clip(0), integers(0, 0, 0))
@@ -175,6 +180,8 @@ RANGE = {
     "fp8_e4m3": (0.5, 225.0, r"value\[1, 2\] holds values beyond 224.*fp8_e4m3.*value_scale=0.5"),
     "fp8_e5m2": (1.0, -60000.0, r"value\[1, 2\] holds values beyond 57344"),
     "turbo4": (1.0, 70000.0, r"value\[1, 2\] has a norm beyond 65504"),
+    "k8v4": (1.0, 70000.0, r"value\[1, 2\] has a norm beyond 65504, the largest that k8v4 stores"),
+    "turbo_k4v2": (1.0, 90000.0, r"value\[1, 2\] has a norm beyond 65504.*turbo_k4v2"),
 }
 
 
@@ -183,7 +190,7 @@ RANGE = {
 def test_values_beyond_the_format(kind):
     """An error, NaN under `jit`; where `new_lengths` leaves them out, neither."""
     scale, huge, message = RANGE[kind]
-    cache = new(kind, **({} if kind == "turbo4" else {"value_scale": scale}))
+    cache = new(kind, value_scale=scale)
     key, value = random_tokens(3, 5)
     value = value.at[1, 2, 0, 0].set(huge)
     with pytest.raises(ValueError, match=message):
@@ -195,11 +202,22 @@ def test_values_beyond_the_format(kind):
     assert np.argwhere(bad).tolist() == [[1, 2, 0]]
 
 
+def test_keys_beyond_8_bits_beside_values_of_4():
+    cache = new("k8v4", key_scale=0.5)
+    key, value = random_tokens(3, 5)
+    key = key.at[1, 2, 0, 0].set(-225.0)
+    with pytest.raises(ValueError, match=r"key\[1, 2\] holds values beyond 224.*k8v4.*key_scale=0"):
+        paged.append(cache, key, value, TABLES, integers(0, 0, 0))
+    stored = append(cache, key, value, TABLES, integers(0, 0, 0))
+    shown = np.asarray(gather(stored, TABLES, integers(3, 3, 3))[0])
+    assert np.argwhere(np.isnan(shown)).tolist() == [[1, 2, 0, 0]]
+
+
 # Where it is stored ------------------------------------------------------------------------------
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("kind", ["auto", "turbo4"])
+@pytest.mark.parametrize("kind", ["auto", "turbo4", "k8v4"])
 def test_how_tokens_are_split_into_calls_does_not_matter(kind):
     """Nor who else is in the batch."""
     key, value = random_tokens(33, 6)
@@ -221,7 +239,7 @@ def test_how_tokens_are_split_into_calls_does_not_matter(kind):
 @pytest.mark.quick(1)
 @pytest.mark.optimized
 @pytest.mark.parametrize(
-    ("size", "kind"), list(zip(paged.PAGE_SIZES[::-1], KINDS[::-1], strict=True))[::2]
+    ("size", "kind"), [(128, "turbo4"), (32, "fp8_e4m3"), (64, "turbo_k3v2"), (16, "k8v4")]
 )
 def test_pages_and_their_size_do_not_change_bits(kind, size):
     key, value = random_tokens(130, 7, batch=1)
@@ -367,7 +385,7 @@ def check_donated(kind, dtype, copies):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_donated_pool_is_reused(kind):
     """XLA for CPUs has no scatter of 8-bit floats and converts the pool to float16 and back."""
-    check_donated(kind, jnp.float32, copies=kind.startswith("fp8"))
+    check_donated(kind, jnp.float32, copies=any(oracle.fp8_names(kind)))
 
 
 @pytest.mark.gpu
@@ -386,24 +404,43 @@ def test_gradients_are_refused():
         jax.grad(loss)(key)
 
 
+def test_every_way_to_store_pages_is_known_here():
+    assert set(SIZES) == set(paged.KV_DTYPES)
+
+
 # Size and checks ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "bytes_per_head"),
-    [("auto", 512), ("fp8_e4m3", 256), ("fp8_e5m2", 256), ("turbo4", 132)],
-)
-def test_size(kind, bytes_per_head):
+SIZES = {
+    "auto": 512,
+    "fp8_e4m3": 256,
+    "fp8_e5m2": 256,
+    "turbo4": 132,
+    "k8v4": 194,
+    "turbo_k4v3": 116,
+    "turbo_k4v2": 100,
+    "turbo_k3v4": 116,
+    "turbo_k3v3": 100,
+    "turbo_k3v2": 84,
+    "turbo_k2v4": 100,
+    "turbo_k2v3": 84,
+    "turbo_k2v2": 68,
+}
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_size(kind):
     """At 128 channels, keys and values; turbo4's pool holds 3.87 times the tokens of bfloat16's."""
+    bytes_per_head = SIZES[kind]
     cache = paged.init_paged_cache(10, 64, 8, 128, kv_dtype=kind)
     assert cache.token_bytes == 8 * bytes_per_head
     assert cache.page_bytes == 64 * cache.token_bytes
-    scales = 8 if kind.startswith("fp8") else 0
+    scales = 4 * sum(name is not None for name in oracle.fp8_names(kind))
     assert cache.nbytes == 10 * cache.page_bytes + scales + 4
     assert cache.compression_ratio == 512 / bytes_per_head
     assert (cache.num_pages, cache.page_size, cache.num_kv_heads) == (10, 64, 8)
     assert (cache.head_dim, cache.dtype) == (128, jnp.bfloat16)
-    huge = jax.eval_shape(lambda: paged.init_paged_cache(2**16, 64, 8, 128, kv_dtype=kind))
+    huge = jax.eval_shape(lambda: paged.init_paged_cache(2**17, 64, 8, 128, kv_dtype=kind))
     assert huge.nbytes > 2**32
     assert huge.compression_ratio == cache.compression_ratio
 

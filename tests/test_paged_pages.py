@@ -9,9 +9,10 @@ import pytest
 from cache_helpers import assert_same_bits
 
 from turbojax import paged
-from turbojax.state.pages.pool import KV_DTYPES, page_arrays
+from turbojax.state.pages.pool import page_arrays
 
 PAGES, SIZE, HEADS, HEAD_DIM = 8, 16, 2, 16
+KV_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2", "turbo4", "k8v4", "turbo_k3v2")
 
 copy = jax.jit(paged.copy_pages)
 read = jax.jit(paged.read_pages)

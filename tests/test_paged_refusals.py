@@ -17,6 +17,9 @@ BROKEN = {
     "dtype": ("fp8_e4m3", {"value": jnp.zeros((12, 2, 16, 32))}, "value is float32.*float8_e4m3fn"),
     "shape": ("auto", {"value": jnp.zeros((12, 2, 16, 16))}, r"value is .*16\], must be .*32\]"),
     "negative": ("fp8_e5m2", {"value_scale": jnp.float32(-1)}, "value_scale=-1.0 must be positive"),
+    "side": ("k8v4", {"value_scale": jnp.ones(())}, "value_scale is float32.*must be None"),
+    "key's norm": ("k8v4", {"value_norm": None}, "value_norm is None, must be float16"),
+    "packed": ("turbo_k3v2", {"key": jnp.zeros((12, 2, 16, 16), jnp.uint8)}, r"16, 12\]"),
     "lost": ("auto", {"lost": jnp.int32(-1)}, "cache.lost=-1 must not be negative"),
 }
 
@@ -56,6 +59,21 @@ WRONG = {
     "no scale": (TypeError, lambda: init(kv_dtype="fp8_e4m3", key_scale=None), "key_scale is None"),
     "scale of turbo4": (ValueError, lambda: init(value_scale=2.0), "value_scale=2.0 has no use"),
     "seed of auto": (ValueError, lambda: init(kv_dtype="auto", seed=1), "seed=1 has no use"),
+    "scale of values": (
+        ValueError,
+        lambda: init(kv_dtype="k8v4", key_scale=2.0, value_scale=3.0),
+        "value_scale=3.0 has no use with kv_dtype='k8v4'",
+    ),
+    "head dim of 3 bits": (
+        ValueError,
+        lambda: paged.init_paged_cache(4, 16, 1, 12, kv_dtype="turbo_k4v3"),
+        "head_dim=12 must be a multiple of 8 for codes of 3 bits",
+    ),
+    "head dim of values": (
+        ValueError,
+        lambda: paged.init_paged_cache(4, 16, 1, 36, kv_dtype="k8v4"),
+        "head_dim=36 must be a power of two",
+    ),
     "seed": (TypeError, lambda: init(seed=0.5), "seed=0.5 must be an integer"),
     "cache": (TypeError, lambda: add(KEY), "must be a PagedCache"),
     "key's dtype": (TypeError, lambda: add(new("auto", jnp.bfloat16)), "float32.*bfloat16"),

@@ -61,11 +61,8 @@ def bank(kind):
 def test_the_bank_is_what_the_codec_makes_of_it(kind):
     """Up to the rounding of a norm to float16; no two tokens are nearly the same."""
     sides, held = bank(kind)
-    options = {}
-    if kind == "turbo4":
-        signs = np.asarray(polar.rotation(HEAD_DIM).signs, np.float64)
-        options = {"signs": signs, "step": polar.integer_centroids()[2]}
-    want = oracle.through(sides, kind, **options)
+    signs = np.asarray(polar.rotation(HEAD_DIM).signs, np.float64)
+    want = oracle.through(sides, kind, signs=signs)
     length = np.linalg.norm(want, axis=-1, keepdims=True)
     assert (np.abs(held - want) <= 2.0**-10 * length).all()
     flat = held.reshape(-1, HEAD_DIM)

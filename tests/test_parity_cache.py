@@ -16,7 +16,16 @@ from turbojax.models import Engine, Request
 
 TOLERANCE = texts.TOLERANCE
 # One or two of each family.
-SOME = ("llama3.1", "mistral", "qwen2.5-yarn", "qwen3-window", "phi3-longrope", "gemma2-odd")
+SOME = (
+    "llama3.1",
+    "mistral",
+    "qwen2.5-yarn",
+    "qwen3-window",
+    "phi3-longrope",
+    "gemma2-odd",
+    "gemma3",
+    "gemma3-odd",
+)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +73,7 @@ def test_prompts_of_different_lengths_and_new_tokens(load, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma2"])
+@pytest.mark.parametrize("name", ["gemma2", "gemma3-odd"])
 def test_pages(load, name):
     """Windows and caps in the kernels' definition for pages."""
     model = load(name)
@@ -79,7 +88,7 @@ def test_the_exact_cache_is_needed_for_this(load):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("name", ["mistral", "gemma2"])
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3-odd"])
 def test_greedy_texts_of_an_engine(load, name):
     """Prompts in pieces, between other requests' tokens."""
     engine = Engine(

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 from turbojax import models
-from turbojax.rotary import LongRopeScaling
+from turbojax.rotary import LongRopeScaling, YarnScaling
 
 TOLERANCE = texts.TOLERANCE
 
@@ -34,7 +34,7 @@ def program(graph, state, ids, mask):
 
 # `test_parity_live_forward.py` has the other variants.
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("name", ["llama2", "llama-biased", *texts.FAMILIES])
+@pytest.mark.parametrize("name", ["llama2", "llama-biased", *texts.FAMILIES, "gemma3-odd"])
 def test_logits_with_and_without_padding_on_either_side(load, name):
     arrays = recordings.arrays()
     ids, mask = arrays["forward/tokens"].astype(np.int32), arrays["forward/mask"]
@@ -49,7 +49,7 @@ def test_logits_with_and_without_padding_on_either_side(load, name):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("name", ["llama3.1", "phi3-longrope", "gemma2"])
+@pytest.mark.parametrize("name", ["llama3.1", "phi3-longrope", "gemma2", "gemma3"])
 def test_logits_of_short_texts_without_a_mask(load, name):
     ids = jnp.asarray(recordings.arrays()["short/tokens"].astype(np.int32))
     graph, state = nnx.split(load(name))
@@ -60,7 +60,7 @@ def test_logits_of_short_texts_without_a_mask(load, name):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("name", ["llama3.1", "gemma2"])
+@pytest.mark.parametrize("name", ["llama3.1", "gemma2", "gemma3"])
 def test_bfloat16_is_as_close_as_that_of_transformers(load, name):
     ids = jnp.asarray(recordings.arrays()["short/tokens"].astype(np.int32))
     options = {"dtype": jnp.bfloat16}
@@ -92,6 +92,12 @@ AMPLITUDE = math.sqrt(1 + math.log(256 / 32) / math.log(32))
         ("gemma2", {"final_soft_cap": None}),
         ("gemma2", {"local_windows": (None, 8, None, 8)}),
         ("gemma2", {"attention_scale": None}),
+        ("gemma3", {"local_rope_theta": None}),
+        ("gemma3", {"rope_scaling": None}),
+        ("gemma3", {"rope_theta": 100.0}),
+        ("gemma3", {"local_windows": (8, 8, 8, 8)}),
+        ("gemma3-odd", {"local_rope_theta": 100.0}),
+        ("gemma3-odd", {"rope_scaling": YarnScaling(4.0, 24, attention_factor=1.0)}),
     ],
 )
 def test_what_a_configuration_says_is_seen(load, name, change):

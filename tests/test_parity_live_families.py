@@ -49,11 +49,35 @@ def test_what_transformers_reads_of_ours_is_what_it_wrote(theirs, tmp_path, name
     }
     for key in names:
         assert getattr(written, key, None) == getattr(original, key, None), key
-    rope, wanted = dict(written.rope_parameters), dict(original.rope_parameters)
-    rope.pop("type", None)
-    # Defaults, which ours writes out.
-    defaults = {"beta_fast": 32.0, "beta_slow": 1.0} if wanted["rope_type"] == "yarn" else {}
-    assert rope == {**defaults, **wanted}
+    ropes = by_kind(written.rope_parameters)
+    assert len(ropes) == 1 + name.startswith("gemma3")
+    for kind, wanted in by_kind(original.rope_parameters).items():
+        ropes[kind].pop("type", None)
+        # Defaults, which ours writes out.
+        defaults = {"beta_fast": 32.0, "beta_slow": 1.0} if wanted["rope_type"] == "yarn" else {}
+        assert ropes[kind] == {**defaults, **wanted}
+
+
+def by_kind(parameters) -> dict[str, dict]:
+    """Those of each kind of layer, or of all."""
+    if "rope_type" in parameters:
+        return {"all": dict(parameters)}
+    return {kind: dict(rope) for kind, rope in parameters.items()}
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma3-odd"])
+def test_transformers_reads_both_spellings_of_two_ropes(theirs, name):
+    file = TransformerConfig.from_hf(hf.config(name)).to_hf()
+    old = {key: x for key, x in file.items() if key not in ("rope_parameters", "layer_types")}
+    new = {key: x for key, x in file.items() if not key.startswith(("rope_", "sliding_window_p"))}
+    new["rope_parameters"] = file["rope_parameters"]
+    expected = by_kind(theirs.config(hf.config(name)).rope_parameters)
+    for keys in (old, new):
+        found = by_kind(theirs.config(keys).rope_parameters)
+        for kind, rope in expected.items():
+            assert {key: found[kind][key] for key in rope} == rope
+    if "sliding_window_pattern" in file:
+        assert theirs.config(old).layer_types == theirs.config(new).layer_types
 
 
 def test_yarn_with_two_scales(theirs):
@@ -81,7 +105,7 @@ def test_scale_of_long_rope(theirs):
 def test_windows(theirs, family, keys, windows):
     config = TransformerConfig.from_hf(least(family, **keys))
     types = getattr(theirs.config(config.to_hf()), "layer_types", None)
-    if types is not None and (family != "gemma2" or windows):
+    if types is not None and (not family.startswith("gemma") or windows):
         assert [kind == "sliding_attention" for kind in types] == [
             bool(window) for window in windows or (None, None)
         ]

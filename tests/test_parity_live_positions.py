@@ -21,7 +21,7 @@ from turbojax.models import TransformerConfig
 pytestmark = pytest.mark.slow
 
 TOLERANCE = 1e-4
-FAMILIES = ("llama3.1", "qwen2.5-yarn", "phi3-longrope", "gemma2")
+FAMILIES = ("llama3.1", "qwen2.5-yarn", "phi3-longrope", "gemma2", "gemma3")
 
 
 def theirs():
@@ -31,11 +31,28 @@ def theirs():
     return torch_helpers
 
 
+class OfGlobalLayers:
+    """Gemma 3's embedding of layers without a window, as if it were the only one."""
+
+    def __init__(self, both):
+        self.both = both
+        self.rope_type, self.inv_freq = (
+            both.rope_type["full_attention"],
+            both.full_attention_inv_freq,
+        )
+
+    def __call__(self, x, positions):
+        return self.both(x, positions, "full_attention")
+
+
 def rotary_of(keys: dict):
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
     from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
     config = theirs().config(keys)
+    if keys["model_type"] == "gemma3_text":
+        return OfGlobalLayers(Gemma3RotaryEmbedding(config))
     make = Phi3RotaryEmbedding if keys["model_type"] == "phi3" else LlamaRotaryEmbedding
     return make(config)
 

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cache_helpers import assert_same_bits
+from oracles import paged as paged_oracle
 from oracles import polar as oracle
 
 from turbojax import polar
@@ -294,6 +295,25 @@ def test_bytes_by_hand():
     assert_same_bits(polar.to_interchange(*polar.from_interchange(odd)), odd)
 
 
+@pytest.mark.parametrize("bits", [4, 3, 2])
+@pytest.mark.parametrize("dim", [8, 80, 128])
+def test_packed_codes_have_no_gaps(dim, bits):
+    codes = np.random.default_rng(bits).integers(0, 2**bits, (5, 2, dim)).astype(np.uint8)
+    packed = jax.jit(polar.pack, static_argnames="bits")(jnp.asarray(codes), bits=bits)
+    assert (packed.dtype, packed.shape) == (jnp.uint8, (5, 2, dim * bits // 8))
+    assert polar.packed_width(dim, bits) == packed.shape[-1]
+    np.testing.assert_array_equal(packed, paged_oracle.packed(codes, bits))
+    assert_same_bits(polar.unpack(packed, bits), jnp.asarray(codes))
+
+
+def test_bytes_of_2_and_3_bits_by_hand():
+    codes = jnp.asarray([[1, 2, 3, 0, 7, 4, 5, 6]], jnp.uint8)
+    np.testing.assert_array_equal(polar.pack(codes & 3, 2), [[0b00111001, 0b10010011]])
+    # The third bits of the last four channels: bits 2, 3, 6 and 7.
+    want = [[0b00111001, 0b10010011, 0b11001100]]
+    np.testing.assert_array_equal(polar.pack(codes, 3), want)
+
+
 def test_encoded_bytes_are_pinned():
     """Caches on disk hold them: neither signs nor tables nor order may change."""
     x = jnp.arange(-16, 16, dtype=jnp.float32).at[5].set(40)
@@ -380,6 +400,16 @@ def test_errors_of_layouts():
         polar.pack(codes[:, 1:])
     with pytest.raises(TypeError, match="codes.dtype=int8 must be uint8"):
         polar.pack(codes.astype(jnp.int8))
+    with pytest.raises(ValueError, match=r"\[..., H\], H a multiple of 8"):
+        polar.pack(codes[:, :4] & 7, 3)
+    with pytest.raises(ValueError, match="codes holds .*, must be below 4"):
+        polar.pack(codes | 4, 2)
+    with pytest.raises(ValueError, match=r"must be \[..., H \* 3 / 8\]"):
+        polar.unpack(codes[:, :4], 3)
+    with pytest.raises(ValueError, match="bits=5 must be 2, 3 or 4"):
+        polar.pack(codes, 5)
+    with pytest.raises(ValueError, match="head_dim=20 must be a multiple of 8 for codes of 3 bits"):
+        polar.packed_width(20, 3)
     with pytest.raises(TypeError, match="packed.dtype=float32 must be uint8"):
         polar.unpack(codes.astype(jnp.float32))
     with pytest.raises(ValueError, match=r"packed.shape=\(\) must be"):

@@ -29,7 +29,7 @@ from pooled_helpers import (
 import turbojax as tj
 from turbojax.ops.pooled_attention import reference
 from turbojax.ops.pooled_attention.pooling import group_counts, pool, spread
-from turbojax.ops.pooled_attention.static import Static
+from turbojax.ops.pooled_attention.static import PooledOptions
 
 BLOCKS = {"block_q": 32, "block_kv": 32}
 
@@ -121,13 +121,13 @@ def test_float64():
     lengths = api_options(case)[1]
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     kwargs = options(case)
-    static = Static(*(kwargs[n] for n in ("block_q", "block_kv", "scale", "is_causal")))
+    static = PooledOptions(**{n: kwargs[n] for n in ("block_q", "block_kv", "scale", "is_causal")})
     with jax.enable_x64(True):
         got = reference.attention(
             *map(jnp.asarray, (q, k, v, levels)),
             lengths.get("query_seq_lengths"),
             lengths.get("key_value_seq_lengths"),
-            static=static,
+            options=static,
         )
         got = [np.asarray(x) for x in got]
     for x, y in zip(got, oracle(q, k, v, levels, **kwargs), strict=True):

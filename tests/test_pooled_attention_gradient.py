@@ -27,7 +27,7 @@ from pooled_helpers import (
 
 import turbojax as tj
 from turbojax.ops.pooled_attention import reference
-from turbojax.ops.pooled_attention.static import Static
+from turbojax.ops.pooled_attention.static import PooledOptions
 
 NAMES = [
     *(f"level {r}, causal, ragged" for r in (1, 2, 4, 8)),
@@ -104,12 +104,12 @@ def test_float64(name):
     arrays = [x if x.dtype == np.int8 else x.astype(np.float64) for x in arrays]
     lengths = [x if x is None else np.int32(x) for x in (case.query_lengths, case.key_lengths)]
     kwargs = options(case)
-    static = Static(*(kwargs[n] for n in ("block_q", "block_kv", "scale", "is_causal")))
+    static = PooledOptions(**{n: kwargs[n] for n in ("block_q", "block_kv", "scale", "is_causal")})
     with jax.enable_x64(True):
         q, k, v, levels, d_out, d_residual = map(jnp.asarray, arrays)
         shared = (q, k, v, levels, *jax.tree.map(jnp.asarray, lengths))
-        results = reference.attention(*shared, static=static)
-        got = reference.gradient(*shared, *results, d_out, d_residual, static=static)
+        results = reference.attention(*shared, options=static)
+        got = reference.gradient(*shared, *results, d_out, d_residual, options=static)
         got = [np.asarray(x) for x in got]
     for x, y in zip(got, oracle_gradient(*arrays, **kwargs), strict=True):
         assert x.dtype == np.float64

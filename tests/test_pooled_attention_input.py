@@ -149,7 +149,7 @@ def test_lengths_beyond_the_arrays_act_as_the_nearest_bound_under_jit():
     np.testing.assert_array_equal(got, want)
 
 
-def ones(query, key, value, levels, query_length, key_length, *, static):
+def ones(query, key, value, levels, query_length, key_length, *, options):
     """Stands for a kernel."""
     return jnp.ones_like(query), jnp.ones(query.shape[:3])
 
@@ -183,13 +183,13 @@ def test_what_implementations_are_asked(monkeypatch):
     """Everything there is to know without looking at values."""
     asked = []
 
-    def unsupported(*, query, key, value, levels, static):
-        asked.append((query.shape, key.shape, value.shape, levels.dtype, static))
+    def unsupported(*, query, key, value, levels, options):
+        asked.append((query.shape, key.shape, value.shape, levels.dtype, options))
         return "not now"
 
     pretend(monkeypatch, "FORWARD", Implementation("triton", ones, unsupported))
     pretend(monkeypatch, "GRADIENT", Implementation("triton", ones, unsupported))
     attend(levels=LEVELS.astype(jnp.int32), is_causal=True, scale=2)
-    static = api.Static(block_q=32, block_kv=32, scale=2.0, is_causal=True)
+    static = api.PooledOptions(block_q=32, block_kv=32, scale=2.0, is_causal=True)
     want = (QUERY.shape, KEY.shape, KEY.shape, jnp.int8, static)
     assert asked == [want, want]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from turbojax.ops.pooled_attention import lists, operands, pooling
-from turbojax.ops.pooled_attention.static import LEVELS, Static
+from turbojax.ops.pooled_attention.static import LEVELS, PooledOptions
 
 # Query tokens, key tokens, block_q, block_kv, is_causal, query lengths, key lengths.
 SHAPES = [
@@ -31,7 +31,9 @@ def draw(shape, batch=1, heads=2, seed=0, extra=()):
 def arguments(shape):
     tokens, size, block_q, block_kv, is_causal, query_lengths, key_lengths = shape
     found = [None if x is None else jnp.array(x, jnp.int32) for x in (query_lengths, key_lengths)]
-    return (tokens, size, *found), Static(block_q, block_kv, 1.0, is_causal)
+    return (tokens, size, *found), PooledOptions(
+        is_causal, scale=1.0, block_q=block_q, block_kv=block_kv
+    )
 
 
 def sequences(shape):
@@ -58,7 +60,7 @@ def sees(shape, i, group, query_length):
 def test_lists_by_query_hold_what_a_loop_finds(shape):
     levels = draw(shape)
     rest, static = arguments(shape)
-    found = jax.jit(functools.partial(lists.by_query, static=static), static_argnums=(1, 2))(
+    found = jax.jit(functools.partial(lists.by_query, options=static), static_argnums=(1, 2))(
         jnp.asarray(levels), *rest
     )
     blocks, counts = np.asarray(found.blocks), np.asarray(found.counts)
@@ -155,7 +157,16 @@ def entries_of(shape, levels, level, rows, tile, lengths):
 def test_a_tile_of_too_many_blocks_is_refused():
     levels = jnp.ones((1, 1, 1, 64), jnp.int8)
     with pytest.raises(ValueError, match="covers 32 blocks, must be <= 16"):
-        lists.by_key(levels, 8, 64, 16, 1024, None, None, Static(16, 16, 1.0, False))
+        lists.by_key(
+            levels,
+            8,
+            64,
+            16,
+            1024,
+            None,
+            None,
+            PooledOptions(False, scale=1.0, block_q=16, block_kv=16),
+        )
 
 
 @pytest.mark.quick(1)

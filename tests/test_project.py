@@ -18,6 +18,8 @@ import turbojax
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("turbojax", "pallas_kernels", "training", "benchmarks")
 MAX_LINES = 500
+# Files that hold one kernel, from its tiles to its launch, to be read top-down; no other is longer.
+ONE_KERNEL = ("pallas_kernels/mosaic/hopper/attention.py",)
 
 
 def python_files(*folders: str) -> list[Path]:
@@ -79,9 +81,19 @@ def import_graph() -> dict[str, set[str]]:
 
 
 def component(module: str) -> str:
-    """The part of the layout that a module belongs to: `turbojax.state`, `pallas_kernels`, ..."""
+    """The part of the layout that a module belongs to.
+
+    `turbojax.state`, `training`, `benchmarks.tables`, `benchmarks.suites.paged`, ...
+    """
     parts = module.split(".")
-    return module if parts[0] != "turbojax" else ".".join(parts[:2])
+    depth = {"turbojax": 2, "training": 1, "benchmarks": 3 if "suites" in parts[1:2] else 2}
+    return ".".join(parts[: depth.get(parts[0], len(parts))])
+
+
+# Top-level packages, each of which imports nothing of those after it.
+FLOORS = ("pallas_kernels", "turbojax", "training", "benchmarks")
+# What suites are read by, and never read.
+ABOVE_SUITES = ("benchmarks.catalogue", "benchmarks.report", "benchmarks.__main__")
 
 
 def cycle(graph: dict[str, set[str]]) -> list[str]:
@@ -107,6 +119,39 @@ def test_packages_point_one_way():
         arrows |= {component(target) for target in targets} - {component(module)}
     found = cycle(graph)
     assert not found, "packages point at each other: " + " -> ".join(found)
+    assert {"training", "benchmarks.suites.paged", "benchmarks.measuring"} <= graph.keys()
+
+
+def test_floors_rest_on_those_below():
+    wrong = []
+    for module, targets in import_graph().items():
+        floor = FLOORS.index(module.partition(".")[0])
+        for target in targets:
+            upwards = FLOORS.index(target.partition(".")[0]) > floor
+            sideways = module.startswith("benchmarks") and target.startswith("training")
+            if upwards or sideways:
+                wrong.append(f"{module} -> {target}")
+    assert not wrong
+
+
+def test_suites_know_neither_the_command_nor_the_catalogue():
+    graph = import_graph()
+    shared = {
+        name
+        for name in graph
+        if name.startswith("benchmarks.") and component(name) not in ABOVE_SUITES
+    }
+    read = {name for name in shared if graph[name] & set(ABOVE_SUITES)}
+    assert not read
+    measuring = {
+        t for name in graph if name.startswith("benchmarks.measuring") for t in graph[name]
+    }
+    assert not {target for target in measuring if target.startswith("benchmarks.suites.")}
+    # Each suite is in the catalogue.
+    suites = {component(name) for name in graph if name.startswith("benchmarks.suites.")}
+    assert suites == {
+        component(t) for t in graph["benchmarks.catalogue"] if t.startswith("benchmarks.suites.")
+    }
 
 
 def test_cycles_are_found():
@@ -141,6 +186,8 @@ def test_files_are_short():
     }
     assert str(Path(__file__).relative_to(ROOT)) in lengths
     long = {name: lines for name, lines in lengths.items() if lines >= MAX_LINES}
+    for kernel in ONE_KERNEL:
+        del long[kernel]
     assert not long, f"{MAX_LINES} lines or more: {long}"
 
 

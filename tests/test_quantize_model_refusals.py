@@ -71,11 +71,14 @@ def test_models_of_another_kind_are_refused(model, quantized, calibration, tmp_p
     for call, message in [
         (
             lambda: models.quantize_model(quantized, calibration),
-            "QuantizedDecoder, must be a Llama",
+            "QuantizedDecoder, must be a Transformer",
         ),
-        (lambda: models.save(quantized, tmp_path), "QuantizedDecoder, must be a Llama; save_quant"),
-        (lambda: models.save_quantized(model, tmp_path), "Llama, must be a QuantizedDecoder"),
-        (lambda: models.token_bits(model, calibration), "Llama, must be a Decoder"),
+        (
+            lambda: models.save(quantized, tmp_path),
+            "QuantizedDecoder, must be a Transformer; save_quant",
+        ),
+        (lambda: models.save_quantized(model, tmp_path), "Transformer, must be a QuantizedDecoder"),
+        (lambda: models.token_bits(model, calibration), "Transformer, must be a Decoder"),
     ]:
         with pytest.raises(TypeError, match=f"model is a {message}"):
             call()

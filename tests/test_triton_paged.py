@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from grids import pairwise
 from kernel_helpers import lower_for_cuda
+from oracles.paged import code_bits
 from paged_helpers import (
     KV_DTYPES,
     assert_matches_oracle,
@@ -21,7 +22,7 @@ from paged_helpers import (
     normal,
 )
 
-from pallas_kernels.triton._paged_merge import merge_parts
+from pallas_kernels.merge import merge_parts
 from turbojax._device import interpret_kernels
 from turbojax.ops.options import Options
 from turbojax.ops.paged_attention import paged_attention, triton
@@ -155,7 +156,7 @@ def test_lowers_for_cuda(name, kv_dtype, dtype):
         options=Options(True, given.get("window"), scale=0.1, logits_soft_cap=given.get("cap")),
         interpret=False,
     )
-    seen = jnp.float32 if kv_dtype == "turbo4" else dtype
+    seen = jnp.float32 if code_bits(kv_dtype)[0] else dtype
     text = lower_for_cuda(
         call,
         jax.ShapeDtypeStruct((batch, tokens, heads, dim), seen),

@@ -37,7 +37,7 @@ from pallas_kernels.triton import (
 from turbojax._device import interpret_kernels
 from turbojax.ops.pooled_attention import lists, pooling, reference, triton
 from turbojax.ops.pooled_attention import operands as operands_of
-from turbojax.ops.pooled_attention.static import Static
+from turbojax.ops.pooled_attention.static import PooledOptions
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,9 @@ def _interpreted():
 
 def static_of(case, head_dim=16):
     found = options(case, head_dim)
-    return Static(case.block_q, case.block_kv, found["scale"], case.is_causal)
+    return PooledOptions(
+        case.is_causal, scale=found["scale"], block_q=case.block_q, block_kv=case.block_kv
+    )
 
 
 def lengths_of(case):
@@ -63,11 +65,11 @@ jit = functools.partial(jax.jit, compiler_options=HASTE)
 
 @functools.partial(jit, static_argnums=0)
 def _run(static, q, k, v, levels, lengths, cotangents):
-    results = triton.attention(q, k, v, levels, *lengths, static=static)
+    results = triton.attention(q, k, v, levels, *lengths, options=static)
     if not cotangents:
         return results
     arrays = (q, k, v, levels, *lengths, *results, *cotangents)
-    return results, triton.gradient(*arrays, static=static)
+    return results, triton.gradient(*arrays, options=static)
 
 
 def run(case, q, k, v, levels, *cotangents):
@@ -121,8 +123,8 @@ def test_equals_the_reference():
     arrays = operands(RAGGED)
     static, lengths = static_of(RAGGED), lengths_of(RAGGED)
     results, gradients = run(RAGGED, *arrays)
-    want = reference.attention(*arrays[:4], *lengths, static=static)
-    want_gradients = reference.gradient(*arrays[:4], *lengths, *want, *arrays[4:], static=static)
+    want = reference.attention(*arrays[:4], *lengths, options=static)
+    want_gradients = reference.gradient(*arrays[:4], *lengths, *want, *arrays[4:], options=static)
     for got, expected in zip((*results, *gradients), (*want, *want_gradients), strict=True):
         finite = np.where(np.isfinite(expected), expected, 0)
         assert worst(got, expected) <= 64 * EPS * max(np.abs(finite).max(), 1)
@@ -252,7 +254,7 @@ def test_vmap_scan_and_repetition_give_the_same_bits():
     q, k, v, levels = operands(case)[:4]
 
     def one(q, k, v, levels):
-        return triton.attention(q, k, v, levels, None, None, static=static)[0]
+        return triton.attention(q, k, v, levels, None, None, options=static)[0]
 
     want = one(q, k, v, levels)
     np.testing.assert_array_equal(one(q, k, v, levels), want)
@@ -277,8 +279,8 @@ def refusal(tokens=64, heads=1, head_dim=64, block_q=16, block_kv=16):
     x = jax.ShapeDtypeStruct((1, tokens, heads, head_dim), jnp.bfloat16)
     shape = (1, 1, -(-tokens // block_q), -(-tokens // block_kv))
     levels = jax.ShapeDtypeStruct(shape, jnp.int8)
-    static = Static(block_q, block_kv, 0.1, False)
-    return triton.unsupported(query=x, key=x, value=x, levels=levels, static=static)
+    static = PooledOptions(False, scale=0.1, block_q=block_q, block_kv=block_kv)
+    return triton.unsupported(query=x, key=x, value=x, levels=levels, options=static)
 
 
 @pytest.mark.parametrize("message", REFUSED)
@@ -304,7 +306,10 @@ def test_lowers_for_cuda(dtype, head_dim, block_q, block_kv, is_causal):
     shape = (2, 4, -(-tokens // block_q), -(-size // block_kv))
     levels = jax.ShapeDtypeStruct(shape, jnp.int8)
     length = jax.ShapeDtypeStruct((2,), jnp.int32) if is_causal else None
-    static = {"static": Static(block_q, block_kv, 0.1, is_causal), "interpret": False}
+    static = {
+        "options": PooledOptions(is_causal, scale=0.1, block_q=block_q, block_kv=block_kv),
+        "interpret": False,
+    }
     arrays = (q, k, k, levels, length, length)
     forward = lower_for_cuda(functools.partial(triton._attention, **static), *arrays)
     backward = functools.partial(triton._gradient, **static)

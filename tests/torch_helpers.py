@@ -27,8 +27,8 @@ def reference(name: str) -> Any:
     variant = hf.VARIANTS[name]
     # Configs keep and change what they are given.
     keys = json.loads(json.dumps({**hf.SMALL, **variant.keys}))
-    config = getattr(transformers, f"{variant.family}Config")(**keys, attn_implementation="eager")
-    model = getattr(transformers, f"{variant.family}ForCausalLM")(config)
+    kind = getattr(transformers, f"{variant.family}ForCausalLM")
+    model = kind(kind.config_class(**keys, attn_implementation="eager"))
     with torch.no_grad():
         for path, parameter in model.named_parameters():
             parameter.copy_(torch.from_numpy(hf.weight(name, path, parameter.shape)))

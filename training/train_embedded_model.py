@@ -10,23 +10,21 @@ the data come in a new order.
 
 import argparse
 import dataclasses
-import datetime
 import hashlib
 import importlib.metadata
 import json
-import platform
 import shlex
 import time
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from training import corpus, report
 from training.state import MODEL, Settings, Trainer
 from turbojax import _writing
+from turbojax._environment import environment
 from turbojax.finetune.checkpoint import checkpoint_manager
 from turbojax.finetune.documents import read_held_out
 from turbojax.finetune.evaluate import bits_per_byte
@@ -87,9 +85,7 @@ def describe_run(args: argparse.Namespace, settings: Settings) -> dict[str, Any]
     """Facts about machine, versions and settings for the log."""
     return {
         "command": _command(args),
-        "date": datetime.date.today().isoformat(),
-        "device": jax.devices()[0].device_kind,
-        "python": platform.python_version(),
+        **environment(),
         "versions": {
             name: importlib.metadata.version(name)
             for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")

@@ -23,6 +23,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks import tables
+from benchmarks.suite import Shown
+from benchmarks.suites.families.tables import CACHES as CACHE_NAMES
+from benchmarks.tables import Result
 from turbojax import _writing
 from turbojax._environment import environment
 
@@ -168,6 +172,44 @@ def main() -> None:
 def _save(path: Path, result: dict[str, Any]) -> None:
     _writing.write_text(path, json.dumps(result, indent=1) + "\n")
     print(f"{path}: {', '.join(result)}", file=sys.stderr, flush=True)
+
+
+def first_calls_section(name: str, result: Result) -> str:
+    """Programs and seconds of one call for each prompt length, before and now; a served request."""
+    lines = []
+    for cache, versions in result["generate"].items():
+        before = versions.get("before")
+        for label, found in versions.items():
+            ratio = tables.times(before and before["seconds"] / found["seconds"])
+            lines.append(
+                [
+                    CACHE_NAMES[cache],
+                    {"now": "rounded up", "before": "one by one"}[label],
+                    str(found["programs"]),
+                    f"{found['seconds']:.1f}",
+                    ratio,
+                    f"{found['seconds_again']:.1f}",
+                ]
+            )
+    header = ["cache", "sizes", "programs", "seconds", "speed", "the same calls again"]
+    prompts, served = result["prompts"], result["serve"]
+    slowest = max(row["seconds"] for row in result["interrupts"])
+    calls = (
+        f"{len(prompts)} calls of `models.generate`, prompts of {prompts[0]} to {prompts[-1]} "
+        f"tokens and {result['new_tokens']} new ones, {result['generate_layers']} layers of "
+        f"{result['shape']}, with nothing compiled before. "
+    )
+    commands = (
+        "`turbojax serve` gave the first token of the embedded model after "
+        f"{served['cold']:.1f} s without kept programs, and after {served['kept']:.1f} s with "
+        "those of an earlier run. Ctrl-C while `turbojax generate` compiled for the whole model "
+        f"ended it within {slowest:.1f} s. "
+    )
+    table = tables.table(header, lines)
+    return f"{table}\n\n{calls}{commands}{tables.source(name, result)}"
+
+
+SHOWN = Shown(("first_calls",), {"first calls": first_calls_section})
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import turbojax as tj
 from benchmarks.timing import measure
 from pallas_kernels.upstream_triton.attention import SparseExponential, Tiling, attention
 from turbojax import _writing
+from turbojax._environment import environment
 from turbojax.ops.options import Options
 from turbojax.ops.turbo_attention import jax_triton, reference
 from turbojax.ops.turbo_attention.operands import quantize_operands
@@ -249,8 +250,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=220.0)
     arguments = parser.parse_args()
     deadline = time.monotonic() + arguments.seconds
-    device = jax.devices()[0].device_kind
-    report: Row = {"device": device, "jax": jax.__version__}
+    report: Row = environment()
     stages = {
         "correctness": correctness,
         "accumulation": accumulation,

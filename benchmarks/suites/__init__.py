@@ -1,1 +1,1 @@
-"""What `python -m benchmarks run` measures."""
+"""The suites that `python -m benchmarks run` measures; `benchmarks/suite.py` says what one is."""

@@ -5,25 +5,28 @@ Every kind of step that is needed is compiled and run before the clock starts.
 """
 
 import dataclasses
+import functools
 import gc
-import re
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
-from benchmarks import paged_tables, tables
-from benchmarks.suites import common
+from benchmarks import plots, tables
+from benchmarks.suite import Ceilings, Suite, attempt
+from benchmarks.suites.paged.tables import KV_DTYPES as DTYPE_NAMES
+from benchmarks.tables import Result, Row
 from turbojax import models, paged
 from turbojax.models.engine import Engine, Finished, Request, swap
 
-Row = dict[str, Any]
-SUITES = ("engine",)
-one_line = paged_tables.one_line
-FORMATS = ()
-"""No number format's ceiling is compared with."""
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+OPERATION = "engine"
+STOPPED = "stopped"
+"""Status of a row that the clock ended."""
 KV_DTYPES = ("auto", "fp8_e4m3", "turbo4")
 
 
@@ -76,9 +79,14 @@ class Group:
     prompt: tuple[int, int]
     new: tuple[int, int]
 
+    @property
+    def cases(self) -> tuple[str, ...]:
+        """Kinds of pages, what others are compared with first."""
+        return KV_DTYPES
+
     def name(self, kv_dtype: str) -> str:
         """``engine/llama-3-8b/short/turbo4``."""
-        return f"{paged_tables.ENGINE}/{self.setting.model}/{self.label}/{kv_dtype}"
+        return f"{OPERATION}/{self.setting.model}/{self.label}/{kv_dtype}"
 
     def make(self) -> list[Request]:
         """The requests."""
@@ -111,51 +119,34 @@ def _quick_groups() -> list[Group]:
     return [Group("short", setting, 5, (20, 40), (40, 60))]
 
 
-def selected(pattern: str, *, quick: bool, suite: str = "engine") -> list[tuple[Group, str]]:
-    """The rows whose names the regular expression `pattern` finds, in order."""
-    del suite
-    groups = _quick_groups() if quick else _groups()
-    every = [(group, kv_dtype) for group in groups for kv_dtype in KV_DTYPES]
-    return [
-        (group, kv_dtype) for group, kv_dtype in every if re.search(pattern, group.name(kv_dtype))
-    ]
-
-
 def run(
     rows: list[tuple[Group, str]],
-    ceilings: dict[str, float | None],
+    ceilings: Ceilings,
     on_row: Callable[[Row], None],
     *,
     repetitions: int | None = None,
     deadline: float = float("inf"),
 ) -> None:
-    """Measures rows one after the other; a row that fails says so and the run goes on.
+    """See `benchmarks.suite.Run`; everything runs once.
 
     Rows of one group share the time that is left, so that a slow one leaves some to the others: no
     step is begun after that, and what was reached is the row.
-
-    Args:
-      rows: as `selected`.
-      ceilings: not used.
-      on_row: called with each finished row.
-      repetitions: not used: everything runs once.
-      deadline: of `time.monotonic`; no row is started after it.
     """
     del ceilings, repetitions
     weights: dict[str, models.Decoder] = {}
     for i, (group, kv_dtype) in enumerate(rows):
-        row = describe(group, kv_dtype)
-        if (now := time.monotonic()) > deadline:
-            on_row({**row, "status": "not run", "reason": tables.OUT_OF_TIME})
-            continue
+        now = time.monotonic()
         left = sum(other is group for other, _ in rows[i:])
-        try:
-            model = _weights(weights, group.setting.model)
-            row |= measure(model, group, kv_dtype, now + (deadline - now) / left)
-        except Exception as error:  # out of memory, a compiler's refusal: facts to be recorded
-            row |= common.failure(error)
+        until = now + (deadline - now) / left
+        one = functools.partial(_measure_with, weights, group, kv_dtype, until)
+        attempt(describe(group, kv_dtype), one, on_row, deadline)
         gc.collect()
-        on_row(row)
+
+
+def _measure_with(
+    made: dict[str, models.Decoder], group: Group, kv_dtype: str, deadline: float
+) -> Row:
+    return measure(_weights(made, group.setting.model), group, kv_dtype, deadline)
 
 
 def _weights(made: dict[str, models.Decoder], name: str) -> models.Decoder:
@@ -168,7 +159,7 @@ def describe(group: Group, kv_dtype: str) -> Row:
     """What is known of a row before it runs."""
     return {
         "name": group.name(kv_dtype),
-        "operation": paged_tables.ENGINE,
+        "operation": OPERATION,
         "label": group.label,
         "method": kv_dtype,
         "kv_dtype": kv_dtype,
@@ -243,7 +234,7 @@ def _status(done: int, requests: int) -> Row:
     if done == requests:
         return {"status": "ok"}
     return {
-        "status": paged_tables.STOPPED,
+        "status": STOPPED,
         "reason": f"{done} of {requests} requests done: {tables.OUT_OF_TIME}",
     }
 
@@ -273,3 +264,99 @@ def _with_ratios(row: Row, by_name: dict[str, Row]) -> Row:
         ratio = row["generated_per_second"] / base["generated_per_second"]
         found["speedup_over"] = {"auto": ratio}
     return {**row, **found}
+
+
+# What the docs show -------------------------------------------------------------------------------
+
+
+def engine_table(result: Result) -> str:
+    """Requests through the engine, by workload and kind of pages."""
+    lines = []
+    for row in result["rows"]:
+        name = [_workload(row), DTYPE_NAMES[row["kv_dtype"]]]
+        if row["status"] not in ("ok", STOPPED):
+            lines.append([*name, tables.failure_cell(row), *[""] * 9])
+            continue
+        done = f" ({row['finished']} of {row['requests']})" if row["status"] == STOPPED else ""
+        lines.append(
+            [
+                *name,
+                f"{row['generated_per_second']:,.0f}",
+                *tables.ratios(row, ("auto",)),
+                f"{row['tokens_per_second']:,.0f}",
+                f"{row['seconds']:.1f}{done}",
+                f"{row['token_capacity']:,}",
+                f"{row['capacity_over_auto']:.2f}x" if "capacity_over_auto" in row else "-",
+                f"{row['most_tokens']:,}",
+                str(row["most_sequences"]),
+                str(row["preemptions"]),
+                f"{row['steps']:,}",
+            ]
+        )
+    header = ["requests", "pages", "new tokens per second", "over bf16", "with prompts", "seconds"]
+    header += ["pool holds, tokens", "over bf16", "most held", "sequences", "preemptions", "steps"]
+    return tables.table(header, lines)
+
+
+def _workload(row: Row) -> str:
+    prompt, new = ("{:,} to {:,}".format(*row[name]) for name in ("prompt", "new"))
+    return f"{row['requests']} x {prompt}, {new} new"
+
+
+def page_section(name: str, result: Result) -> str:
+    """The table of docs/benchmarks and where its figures come from."""
+    return f"{tables.picture(*PLOT)}{engine_table(result)}\n\n{tables.source(name, result)}"
+
+
+PLOT = ("engine.png", "The engine with a pool of one size: new tokens per second and tokens held")
+
+
+def engine_bars(result: Result) -> dict[str, dict[str, tuple[float, str]]]:
+    """Of each figure, by kind of pages: what it is relative to bfloat16, and in its own unit."""
+    groups: dict[str, dict[str, tuple[float, str]]] = {}
+    for row in result["rows"]:
+        if row["status"] == "ok" and "capacity_over_auto" in row:
+            name = DTYPE_NAMES[row["kv_dtype"]]
+            held = (row["capacity_over_auto"], f"{row['token_capacity']:,}")
+            groups.setdefault("tokens the pool holds", {})[name] = held
+            if "auto" in row.get("speedup_over", {}):
+                rate = (row["speedup_over"]["auto"], f"{row['generated_per_second']:,.0f}")
+                place = "new tokens per second,\n{:,} to {:,} a request".format(*row["new"])
+                groups.setdefault(place, {})[name] = rate
+    return groups
+
+
+def plot(result: Result) -> "Figure":
+    """What the engine does with a pool of one size, relative to bfloat16 pages."""
+    title = f"One pool size on {result['device']}; over the bars the figures"
+    return plots.of_ratios(engine_bars(result), title, "times bf16 pages", width=8, bar=0.25)
+
+
+def one_line(row: Row) -> str:
+    """A row for a terminal."""
+    if row["status"] not in ("ok", STOPPED):
+        return tables.not_measured(row)
+    parts = [
+        f"{row['generated_per_second']:,.0f} new tokens/s",
+        f"{row['tokens_per_second']:,.0f} with prompts",
+        f"{row['seconds']:.1f} s (compiled in {row['compile_seconds']:.0f})",
+        f"pool holds {row['token_capacity']:,}, held {row['most_tokens']:,} "
+        f"of {row['most_sequences']}",
+        f"{row['preemptions']} preemptions",
+        *tables.ratio_parts(row),
+    ]
+    stopped = f" ({row['reason']})" if row["status"] == STOPPED else ""
+    return f"{row['name']}: {', '.join(parts)}{stopped}"
+
+
+SUITE = Suite(
+    name="engine",
+    groups=_groups,
+    quick_groups=_quick_groups,
+    run=run,
+    with_ratios=with_ratios,
+    one_line=one_line,
+    formats=(),
+    tables={"engine": page_section},
+    plots={PLOT[0]: plot},
+)

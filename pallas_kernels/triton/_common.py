@@ -1,7 +1,6 @@
 """What the kernels of this package share: rounding, exponentials, products, launch settings."""
 
 import functools
-import math
 import struct
 from typing import Any, Protocol
 
@@ -10,12 +9,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-Ref = Any
-"""An array in memory, as kernels see it; jax's own type does not know `at`."""
-
-LOG2_E = math.log2(math.e)
-INT8_RANGE = 119.0
-E4M3_MAX = 448.0
+from pallas_kernels.layouts import E4M3_MAX as E4M3_MAX
+from pallas_kernels.layouts import INT8_RANGE as INT8_RANGE
+from pallas_kernels.layouts import LOG2_E as LOG2_E
+from pallas_kernels.layouts import Ref as Ref
+from pallas_kernels.layouts import next_power_of_2 as next_power_of_2
 
 # An operand that the kernel indexes by itself.
 WHOLE = pl.BlockSpec(memory_space=pl.ANY)
@@ -129,11 +127,6 @@ def soft_cap(x: jax.Array, cap: float) -> jax.Array:
     e = jnp.exp2(jnp.abs(x) * (-2 * LOG2_E / cap))
     capped = cap * ((1 - e) / (1 + e))
     return jnp.where(x < 0, -capped, capped)
-
-
-def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least `n`."""
-    return 1 << (n - 1).bit_length()
 
 
 def parameters(num_warps: int, num_stages: int) -> Any:

@@ -12,18 +12,6 @@ from pallas_kernels.triton._packed import Span
 from pallas_kernels.triton._rows import quantize_rows
 
 
-class Side(NamedTuple):
-    """One side of a cache: the arrays of `turbojax.state.CacheSide`, by the same names."""
-
-    codes: tuple[Ref, ...]
-    channel_scale: Ref
-    channel_zero: Ref
-    block_scale: Ref
-    head_slots: Ref
-    buffer: Ref
-    buffer_scale: Ref
-
-
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """What is static in a decode call.

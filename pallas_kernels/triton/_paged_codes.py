@@ -1,4 +1,4 @@
-"""Stored 8- and 4-bit values as 16-bit operands of a product, and queries to go with them."""
+"""Values stored in 8 to 2 bits as 16-bit operands of a product, and queries to go with them."""
 
 import functools
 from typing import NamedTuple
@@ -16,10 +16,20 @@ _SUBNORMAL = 2.0**-24
 
 
 class Codec(NamedTuple):
-    """4-bit codes: `table` holds 16 integers in 0..127, of which `half` is the middle."""
+    """Codes: `table` holds 16, 8 or 4 integers in 0..127, of which `half` is the middle."""
 
     table: tuple[int, ...]
     half: float
+
+    @property
+    def bits(self) -> int:
+        """Of a code: 4, 3 or 2."""
+        return len(self.table).bit_length() - 1
+
+    @property
+    def pieces(self) -> int:
+        """Channels whose codes begin in one byte: those of a byte become operands each its own."""
+        return 2 if self.bits == 4 else 4
 
 
 def key_unit(interpret: bool) -> float:
@@ -27,11 +37,15 @@ def key_unit(interpret: bool) -> float:
     return 1.0 if interpret else _SUBNORMAL
 
 
-def look_up(x: jax.Array, codec: Codec, kind: str, interpret: bool) -> tuple[jax.Array, jax.Array]:
-    """Table entries of the low and of the high nibbles of uint8 `x`.
+def look_up(
+    x: jax.Array, high: jax.Array | None, codec: Codec, kind: str, interpret: bool
+) -> tuple[jax.Array, ...]:
+    """Table entries of packed codes: one array for each of the codes that a byte of `x` holds.
 
     Args:
-      x: uint8, any shape.
+      x: uint8 ``[t, c]``: nibbles (`codec.pieces` is 2), or the lower two bits of four codes each.
+      high: uint8 ``[t, c]`` for 3 bits: the bytes whose lower bits of each nibble (for bytes of `x`
+        at even places) or upper ones (at odd places) are the third of the codes'.
       codec: the table.
       kind: `KEYS`: float16, times `key_unit`; `VALUES`: bfloat16, plus `VALUE_OFFSET`.
       interpret: run without a GPU.
@@ -40,23 +54,50 @@ def look_up(x: jax.Array, codec: Codec, kind: str, interpret: bool) -> tuple[jax
     if kind == VALUES:
         dtype, offset, above = jnp.bfloat16, VALUE_OFFSET, 0x43434343
     if interpret:
-        wide = x.astype(jnp.int32)
-        low, high = (_entries(n, codec.table) + offset for n in (wide & 15, wide >> 4))
-        return low.astype(dtype), high.astype(dtype)
-    low, high = (_look_up(x, codec, above, dtype, wanted) for wanted in (0x4240, 0x4341))
-    return low, high
+        codes = (_code(x, high, j, codec) for j in range(codec.pieces))
+        return tuple((_entries(n, codec.table) + offset).astype(dtype) for n in codes)
+    return tuple(_look_up(x, high, codec, above, dtype, j) for j in range(codec.pieces))
+
+
+def _code(x: jax.Array, high: jax.Array | None, j: int, codec: Codec) -> jax.Array:
+    """Code `j` of each byte in int32."""
+    wide = x.astype(jnp.int32)
+    if codec.pieces == 2:
+        return wide >> 4 * j & 15
+    low = wide >> 2 * j & 3
+    if high is None:
+        return low
+    odd = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :] & 1
+    return low | (high.astype(jnp.int32) >> (4 * (j // 2) + j % 2 + 2 * odd) & 1) << 2
 
 
 def _look_up(
-    x: jax.Array, codec: Codec, above: int, dtype: jax.typing.DTypeLike, wanted: int
+    x: jax.Array,
+    high: jax.Array | None,
+    codec: Codec,
+    above: int,
+    dtype: jax.typing.DTypeLike,
+    j: int,
 ) -> jax.Array:
-    table = bytes(codec.table)
+    table = bytes(codec.table).ljust(16, b"\0")
     words = [int.from_bytes(table[i : i + 4], "little") for i in range(0, 16, 4)]
-    names = dict(zip(("t0", "t1", "t2", "t3"), words, strict=True))
+    names: dict[str, int | str] = dict(zip(("t0", "t1", "t2", "t3"), words, strict=True))
+    args = [x]
+    if codec.pieces == 2:
+        # Codes of a piece are in the lower nibbles, or in the upper ones.
+        asm, in_upper = _LOOK_UP, j == 1
+    else:
+        asm, in_upper = _LOOK_UP_FEW, j >= 2
+        names |= {"shift": 2 * (j % 2), "selectors": _SELECTORS}
+        if high is not None:
+            even = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :] & 1 == 0
+            even = jnp.where(even, jnp.int32(255), jnp.int32(0)).astype(jnp.uint8)
+            args += [high, jnp.broadcast_to(even, x.shape)]
+            names |= {"selectors": _SELECTORS_OF_3.format(shift=j % 2)}
     [out] = plgpu.elementwise_inline_asm(
-        _LOOK_UP.format(above=above, wanted=wanted, **names),
-        args=[jax.lax.bitcast_convert_type(x, jnp.int8)],
-        constraints="=r,=r,r",
+        asm.format(above=above, wanted=0x4341 if in_upper else 0x4240, **names),
+        args=[jax.lax.bitcast_convert_type(y, jnp.int8) for y in args],
+        constraints=",".join(["=r", "=r", *["r"] * len(args)]),
         pack=4,
         result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, dtype)],
     )
@@ -90,6 +131,35 @@ prmt.b32 b, t2, t3, y;
 or.b32 a, a, b;
 prmt.b32 $1, a, above, {wanted:#x};
 }}"""
+
+# Codes of 2 and 3 bits: of each byte two codes at a time become nibbles, which one permute looks up
+# in at most eight entries; the rest is as above.
+_LOOK_UP_FEW = """{{
+.reg .b32 x, h, y, a, zero, t0, t1, above;
+mov.u32 zero, %lanemask_lt;
+shr.u32 zero, zero, 31;
+xor.b32 t0, zero, {t0:#x};
+xor.b32 t1, zero, {t1:#x};
+xor.b32 above, zero, {above:#x};
+shr.u32 x, $2, {shift};
+and.b32 x, x, 0x33333333;
+{selectors}
+prmt.b32 a, t0, t1, x;
+prmt.b32 $0, a, above, {wanted:#x};
+shr.u32 y, x, 16;
+prmt.b32 a, t0, t1, y;
+prmt.b32 $1, a, above, {wanted:#x};
+}}"""
+_SELECTORS = ""
+# The third bits of a byte at an even place lie two bits lower than those at an odd one.
+_SELECTORS_OF_3 = """shl.b32 h, $3, 2;
+and.b32 h, h, $4;
+not.b32 y, $4;
+and.b32 y, y, $3;
+or.b32 h, h, y;
+shr.u32 h, h, {shift};
+and.b32 h, h, 0x44444444;
+or.b32 x, x, h;"""
 
 
 def _entries(code: jax.Array, table: tuple[int, ...]) -> jax.Array:

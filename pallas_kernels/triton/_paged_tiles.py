@@ -7,9 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.triton import _paged_codes
+from pallas_kernels.triton import _common, _paged_codes
 from pallas_kernels.triton._common import Ref
 from pallas_kernels.triton._paged_codes import Codec
+
+# Terms of the sum of the smallest matrix product.
+_NARROWEST = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +22,8 @@ class Settings:
     Attributes:
       window: optional (left, right); queries never see past their own position.
       soft_cap: optional cap of the scores.
-      codec: of 4-bit codes, None for other values.
+      key_codec: of keys that are codes, None for others.
+      value_codec: the same of values.
       part: tokens of a program, a power of two.
       tile: tokens taken at a time, a power of two from 16 to `part`.
       rows: queries of a program at most, a power of two from 8.
@@ -30,7 +34,8 @@ class Settings:
 
     window: tuple[int, int] | None
     soft_cap: float | None
-    codec: Codec | None
+    key_codec: Codec | None
+    value_codec: Codec | None
     part: int
     tile: int
     rows: int
@@ -40,7 +45,12 @@ class Settings:
 
 
 class Side(NamedTuple):
-    """Keys or values ``[P, K, page_size, W]``; norms float16 ``[P, K, page_size]`` of codes."""
+    """Keys or values ``[P, K, page_size, W]``; norms float16 ``[P, K, page_size]`` of codes.
+
+    Codes of 4 bits are two to a byte, of 2 bits four, the first in the lowest bits. Of 3 bits the
+    first two thirds of the bytes hold the lower two bits in that way, and the last third the third
+    ones: those of bytes ``2 m`` and ``2 m + 1`` in byte `m`, see `_paged_codes.look_up`.
+    """
 
     data: Ref
     norm: Ref | None
@@ -51,7 +61,34 @@ class Place(NamedTuple):
 
     sequence: jax.Array
     head: jax.Array
-    channel: jax.Array  # int32 [c], of the stored data
+
+
+class Vectors(NamedTuple):
+    """A side, and how a program takes its vectors: in pieces, each of which is an operand.
+
+    Piece `j` of `n` has the channels ``n * c + j`` of the head: all of them, or those that begin at
+    the same bit of a byte.
+    """
+
+    side: Side
+    codec: Codec | None
+    width: int  # of a piece, without padding
+    column: jax.Array  # int32 [c], of a piece, padded to a power of two
+
+    @property
+    def channels(self) -> tuple[jax.Array, ...]:
+        """The head's channels that each piece holds."""
+        count = 1 if self.codec is None else self.codec.pieces
+        return tuple(count * self.column + j for j in range(count)) if count > 1 else (self.column,)
+
+
+def vectors(side: Side, codec: Codec | None) -> Vectors:
+    """How the vectors of a side are taken."""
+    width = side.data.shape[3]
+    if codec is not None and codec.bits == 3:
+        width = width // 3 * 2
+    padded = max(_NARROWEST, _common.next_power_of_2(width))
+    return Vectors(side, codec, width, jnp.arange(padded, dtype=jnp.int32))
 
 
 def locate(
@@ -68,7 +105,7 @@ def locate(
 
 
 def load(
-    side: Side,
+    x: Vectors,
     page: jax.Array,
     slot: jax.Array,
     place: Place,
@@ -76,18 +113,22 @@ def load(
     kind: str,
     s: Settings,
 ) -> tuple[jax.Array, ...]:
-    """A tile ``[t, c]`` as operands, in one piece or two; 0 where not `some`, except codes."""
-    width = side.data.shape[3]
-    mask = None if place.channel.shape[0] == width else (place.channel < width)[None, :]
-    if some is not None and s.codec is None:
+    """A tile as operands ``[t, c]``, one for each piece; 0 where not `some`, except codes."""
+    mask = None if x.column.shape[0] == x.width else (x.column < x.width)[None, :]
+    if some is not None and x.codec is None:
         mask = some[:, None] if mask is None else some[:, None] & mask
     if page.ndim:
         page = page[:, None]
-    at = side.data.at[page, place.head, slot[:, None], place.channel[None, :]]
-    other = 0 if s.codec is not None else 0.0
-    tile = plgpu.load(at) if mask is None else plgpu.load(at, mask=mask, other=other)
-    if s.codec is not None:
-        return _paged_codes.look_up(tile, s.codec, kind, s.interpret)
+
+    def read(column: jax.Array) -> jax.Array:
+        at = x.side.data.at[page, place.head, slot[:, None], column[None, :]]
+        other = 0 if x.codec is not None else 0.0
+        return plgpu.load(at) if mask is None else plgpu.load(at, mask=mask, other=other)
+
+    tile = read(x.column)
+    if x.codec is not None:
+        high = read(x.width + (x.column >> 1)) if x.codec.bits == 3 else None
+        return _paged_codes.look_up(tile, high, x.codec, kind, s.interpret)
     if tile.dtype.itemsize == 1:
         return (_paged_codes.fp8_to_float16(tile, s.interpret),)
     return (tile,)

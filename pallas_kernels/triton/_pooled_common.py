@@ -15,11 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.layouts import LEVELS as LEVELS
 from pallas_kernels.triton import _common
 from pallas_kernels.triton._common import Ref
 from pallas_kernels.triton._packed import Span
-
-LEVELS = (1, 2, 4, 8)
 
 
 @dataclasses.dataclass(frozen=True)

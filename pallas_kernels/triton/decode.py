@@ -36,11 +36,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.layouts import Side as Side
+from pallas_kernels.merge import merge
 from pallas_kernels.triton import _common
 from pallas_kernels.triton._common import Ref
 from pallas_kernels.triton._decode_inputs import Query, load_query
 from pallas_kernels.triton._decode_inputs import Settings as Settings
-from pallas_kernels.triton._decode_inputs import Side as Side
 from pallas_kernels.triton._decode_split import (
     State,
     empty,
@@ -50,7 +51,6 @@ from pallas_kernels.triton._decode_split import (
     seen_of,
     softmax,
 )
-from pallas_kernels.triton._merge import merge
 from pallas_kernels.triton._packed import Span, load_codes, spans, whole
 
 _LOW_BITS = 7

@@ -47,9 +47,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.merge import merge
 from pallas_kernels.triton import _common
 from pallas_kernels.triton._common import Ref
-from pallas_kernels.triton._merge import merge
 from pallas_kernels.triton._paged_codes import fp8_to_float16, to_float16
 from pallas_kernels.triton._rows import quantize_rows
 

@@ -1,4 +1,6 @@
-"""Attention of new queries to keys and values in pages: 16-bit or wider, fp8, or 4-bit codes.
+"""Attention of new queries to keys and values in pages: 16-bit or wider, fp8, or codes.
+
+Keys and values may be stored in different ways, codes in 4, 3 or 2 bits.
 
 Roofline, for 16 sequences of 32,768 tokens, 8 KV heads with 4 queries each, head dim 128:
   - bytes that must move, 2 sides * 16 * 8 * 32768 tokens * (64 of codes + 2 of norm) = 554 MB for
@@ -57,15 +59,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.merge import finish, finite, merge_parts
 from pallas_kernels.triton import _common, _paged_codes
 from pallas_kernels.triton._common import Ref
 from pallas_kernels.triton._paged_codes import Codec as Codec
-from pallas_kernels.triton._paged_merge import finish, finite, merge_parts
-from pallas_kernels.triton._paged_tiles import Place, load, locate, norm
+from pallas_kernels.triton._paged_tiles import Place, Vectors, load, locate, norm, vectors
 from pallas_kernels.triton._paged_tiles import Settings as Settings
 from pallas_kernels.triton._paged_tiles import Side as Side
 
-# Columns of the smallest matrix product, and terms of its sum.
+# Columns of the smallest matrix product, and the fewest of a weights' sum.
 _ROWS, _NARROWEST = 8, 16
 _NO_POSITION = 2**30
 
@@ -73,7 +75,7 @@ _NO_POSITION = 2**30
 class _Query(NamedTuple):
     """A program's queries and their positions."""
 
-    pieces: tuple[jax.Array, ...]  # [R, c]: all channels, or even and odd ones
+    pieces: tuple[jax.Array, ...]  # [R, c]: channels of each piece of the keys
     scale: jax.Array  # float32 [R], of the scores too
     offset: jax.Array | None  # float32 [R], to be taken off the products
     position: jax.Array  # int32 [R], -1 for padding
@@ -82,7 +84,7 @@ class _Query(NamedTuple):
 class _State(NamedTuple):
     """Of an online softmax."""
 
-    outputs: tuple[jax.Array, ...]  # float32 [c, R] for each piece
+    outputs: tuple[jax.Array, ...]  # float32 [c, R] for each piece of the values
     weights: jax.Array | None  # float32 [16, R]: 16 times the same sums of rounded weights
     m: jax.Array  # float32 [R], maxima in powers of two
     l: jax.Array  # float32 [R], sums of weights
@@ -101,7 +103,7 @@ def attend(
     """Attends the newest tokens' queries to their sequences' pages.
 
     Args:
-      query: ``[B, T, N, H]``; float32 for codes, in the values' dtype for 16 bits or wider.
+      query: ``[B, T, N, H]``; float32 for keys that are codes, in their dtype for 16 bits or wider.
       key: the keys.
       value: the values.
       block_tables: int32 ``[B, max_pages]``, all within the pool.
@@ -195,11 +197,12 @@ def _kernel(
     part, pair = pl.program_id(1), pl.program_id(2)
     rows = _rows(q_ref, key, lengths_ref, query_lengths_ref, s)
     place, tiles = _place(key), _tiles(rows, part, s)
+    keys, values = vectors(key, s.key_codec), vectors(value, s.value_codec)
 
     @pl.when(tiles.first < tiles.end)
     def _() -> None:
-        state = _attend(rows, tiles, place, q_ref, key, value, tables_ref, factor_ref, s)
-        for o, channel in zip(_centred(state, s), _channels(place, s), strict=True):
+        state = _attend(rows, tiles, place, q_ref, keys, values, tables_ref, factor_ref, s)
+        for o, channel in zip(_centred(state, s), values.channels, strict=True):
             mask = rows.is_row[None, :] & (channel < q_ref.shape[3])[:, None]
             to = o_ref.at[pair, part, rows.number[None, :], channel[:, None]]
             plgpu.store(to, o, mask=mask)
@@ -223,9 +226,10 @@ def _single_kernel(
     """Rows of one KV head, the only part: the result."""
     rows = _rows(q_ref, key, lengths_ref, query_lengths_ref, s)
     place, tiles = _place(key), _tiles(rows, pl.program_id(1), s)
-    state = _attend(rows, tiles, place, q_ref, key, value, tables_ref, factor_ref, s)
+    keys, values = vectors(key, s.key_codec), vectors(value, s.value_codec)
+    state = _attend(rows, tiles, place, q_ref, keys, values, tables_ref, factor_ref, s)
     is_query = rows.position >= 0
-    for o, channel in zip(_centred(state, s), _channels(place, s), strict=True):
+    for o, channel in zip(_centred(state, s), values.channels, strict=True):
         out, _ = finish(o, finite(state.m), state.l)
         out = jnp.where(is_query[None, :], out, 0.0)
         mask = rows.is_row[None, :] & (channel < q_ref.shape[3])[:, None]
@@ -237,17 +241,8 @@ def _single_kernel(
 
 
 def _place(key: Side) -> Place:
-    _, kv_heads, _, width = key.data.shape
-    pair = pl.program_id(2)
-    channel = jnp.arange(max(_NARROWEST, _common.next_power_of_2(width)), dtype=jnp.int32)
-    return Place(pair // kv_heads, pair % kv_heads, channel)
-
-
-def _channels(place: Place, s: Settings) -> tuple[jax.Array, ...]:
-    """The head's channels that each piece holds."""
-    if s.codec is None:
-        return (place.channel,)
-    return 2 * place.channel, 2 * place.channel + 1
+    kv_heads, pair = key.data.shape[1], pl.program_id(2)
+    return Place(pair // kv_heads, pair % kv_heads)
 
 
 def _rows(q_ref: Ref, key: Side, lengths_ref: Ref, query_lengths_ref: Ref, s: Settings) -> _Rows:
@@ -289,8 +284,8 @@ def _attend(
     tiles: _Tiles,
     place: Place,
     q_ref: Ref,
-    key: Side,
-    value: Side,
+    key: Vectors,
+    value: Vectors,
     tables_ref: Ref,
     factor_ref: Ref,
     s: Settings,
@@ -298,10 +293,10 @@ def _attend(
     """Attends rows to tiles; only those that some row does not see whole are masked."""
     query = _load_query(q_ref, factor_ref, rows, place, key, s)
     count = rows.number.shape[0]
-    empty = jnp.zeros((place.channel.shape[0], count), jnp.float32)
+    empty = jnp.zeros((value.column.shape[0], count), jnp.float32)
     state = _State(
-        outputs=tuple(empty for _ in query.pieces),
-        weights=None if s.codec is None else jnp.zeros((_NARROWEST, count), jnp.float32),
+        outputs=tuple(empty for _ in value.channels),
+        weights=None if value.codec is None else jnp.zeros((_NARROWEST, count), jnp.float32),
         m=jnp.full(count, -jnp.inf, jnp.float32),
         l=jnp.zeros(count, jnp.float32),
     )
@@ -316,29 +311,29 @@ def _attend(
 
 
 def _load_query(
-    q_ref: Ref, factor_ref: Ref, rows: _Rows, place: Place, key: Side, s: Settings
+    q_ref: Ref, factor_ref: Ref, rows: _Rows, place: Place, key: Vectors, s: Settings
 ) -> _Query:
-    """The rows, in float16 for 8- and 4-bit keys."""
+    """The rows, in float16 for keys of 8 bits or fewer."""
     pieces = tuple(
         plgpu.load(
             q_ref.at[place.sequence, rows.t[:, None], rows.head[:, None], channel[None, :]],
             mask=rows.is_row[:, None] & (channel < q_ref.shape[3])[None, :],
             other=0,
         )
-        for channel in _channels(place, s)
+        for channel in key.channels
     )
     scale = plgpu.load(factor_ref.at[jnp.zeros_like(rows.number)])
     if s.soft_cap is None:
         scale = scale * _common.LOG2_E
     offset = None
-    if key.data.dtype.itemsize == 1:
+    if key.side.data.dtype.itemsize == 1:
         pieces, powers = _paged_codes.to_float16(pieces)
         scale = scale * powers
-    if s.codec is not None:
+    if key.codec is not None:
         unit = _paged_codes.key_unit(s.interpret)
-        even, odd = (jnp.sum(x.astype(jnp.float32), axis=1) for x in pieces)
-        total = even + odd
-        offset, scale = total * (s.codec.half * unit), scale * (1 / unit)
+        sums = (jnp.sum(x.astype(jnp.float32), axis=1) for x in pieces)
+        total = functools.reduce(jnp.add, sums)
+        offset, scale = total * (key.codec.half * unit), scale * (1 / unit)
     return _Query(pieces, scale, offset, rows.position)
 
 
@@ -347,8 +342,8 @@ def _step(
     state: _State,
     *,
     query: _Query,
-    key: Side,
-    value: Side,
+    key: Vectors,
+    value: Vectors,
     tables_ref: Ref,
     place: Place,
     s: Settings,
@@ -370,7 +365,7 @@ def _step(
       shared: whether all rows see the same tokens.
     """
     token = i * s.tile + jnp.arange(s.tile, dtype=jnp.int32)
-    page, slot = locate(i, token, tables_ref, place, key.data.shape[2], s)
+    page, slot = locate(i, token, tables_ref, place, key.side.data.shape[2], s)
     keys = load(key, page, slot, place, None, _paged_codes.KEYS, s)
     some = None
     if tiles is not None:
@@ -381,8 +376,8 @@ def _step(
     scores = functools.reduce(jnp.add, products)
     if query.offset is not None:
         scores = scores - query.offset[None, :]
-    if key.norm is not None:
-        scores = scores * norm(key, page, slot, place)[:, None]
+    if key.side.norm is not None:
+        scores = scores * norm(key.side, page, slot, place)[:, None]
     scores = scores * query.scale[None, :]
     if s.soft_cap is not None:
         scores = _common.soft_cap(scores, s.soft_cap) * _common.LOG2_E
@@ -396,13 +391,13 @@ def _step(
     alpha = _common.exp2(state.m - shift, s.interpret)
 
     weights = p
-    if value.norm is not None:
-        weights = p * norm(value, page, slot, place)[:, None]
+    if value.side.norm is not None:
+        weights = p * norm(value.side, page, slot, place)[:, None]
         if visible is not None:  # not even as 0 * NaN
             weights = jnp.where(visible, weights, 0.0)
     weights = weights.astype(values[0].dtype)
     product = functools.partial(_common.dot, interpret=s.interpret, contracting=(0, 0))
-    hidden = visible if s.codec is None and not shared else None
+    hidden = visible if value.codec is None and not shared else None
     outputs = tuple(
         _add(o * alpha[None, :], x, weights, hidden, product)
         for o, x in zip(state.outputs, values, strict=True)
@@ -447,8 +442,8 @@ def _visible(query: _Query, token: jax.Array, s: Settings) -> jax.Array:
 
 def _centred(state: _State, s: Settings) -> tuple[jax.Array, ...]:
     """The outputs without what the codes' operands are too large by, see `_paged_codes`."""
-    if s.codec is None or state.weights is None:
+    if s.value_codec is None or state.weights is None:
         return state.outputs
     # The rows are all the same.
-    total = jnp.max(state.weights, axis=0) * (s.codec.half + _paged_codes.VALUE_OFFSET)
+    total = jnp.max(state.weights, axis=0) * (s.value_codec.half + _paged_codes.VALUE_OFFSET)
     return tuple(o - total[None, :] for o in state.outputs)

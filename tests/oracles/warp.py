@@ -1,6 +1,6 @@
-"""A warp in numpy: what `pallas_kernels.mosaic._lane` and `_lane_half` emit, on arrays of 32 lanes.
+"""A warp in numpy: what `pallas_kernels.mosaic.lane` emits, on arrays of 32 lanes.
 
-Stands in for both modules, so that code written for one lane runs on a CPU, lane by lane the same.
+Stands in for that package, so that code written for one lane runs on a CPU, lane by lane the same.
 """
 
 import contextlib
@@ -148,6 +148,14 @@ def total(values):
     return functools.reduce(lambda a, b: a + b, values)
 
 
+def tree(values, op):
+    values = list(values)
+    while len(values) > 1:
+        pairs = [op(a, b) for a, b in zip(values[::2], values[1::2], strict=False)]
+        values = pairs + values[len(pairs) * 2 :]
+    return values[0]
+
+
 def half_to_float(x):
     return Float((x.value & 0xFFFF).astype(np.uint16).view(np.float16).astype(np.float32))
 
@@ -268,8 +276,8 @@ class Pointer:
         self.memory[index[_ACTIVE[-1]]] = data[_ACTIVE[-1]]
 
 
-class Half:
-    """Stands in for `_lane_half`."""
+class half:
+    """Stands in for `lane.half`."""
 
     @staticmethod
     def pack(low, high):
@@ -278,7 +286,9 @@ class Half:
         return Int(pair.view(np.uint32)[:, 0])
 
     @staticmethod
-    def unpack(word):
+    def unpack(word, dtype="float16"):
+        if dtype == "bfloat16":
+            return (word << 16).as_float(), (word & 0xFFFF0000).as_float()
         return half_to_float(word), half_to_float(word >> 16)
 
     @staticmethod

@@ -97,7 +97,7 @@ def for_context(config: TransformerConfig, context: int) -> TransformerConfig:
 
     Returns:
       The configuration with `max_length` and `rope_theta` changed; the same one where the model's
-      `max_length` suffices.
+      `max_length` suffices. A base of its own of layers with a window stays: they see no further.
 
     Raises:
       ValueError: if the heads have two channels, of which none turns more slowly.

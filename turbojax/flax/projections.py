@@ -92,13 +92,14 @@ class AttentionProjections(nnx.Module):
         self.k_norm = None if qk_norm_eps is None else norm()
 
     def heads(
-        self, x: jax.Array, angles: jax.Array | None
+        self, x: jax.Array, angles: jax.Array | None, rope: Rope | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values.
 
         Args:
           x: ``[B, T, D]``.
           angles: float32 ``[B, T, 1, R/2]``, see `Rope.angles`; None without a rotary embedding.
+          rope: the one that the angles are of, if it is not the module's own.
 
         Returns:
           Query ``[B, T, N, H]`` and key ``[B, T, K, H]``, rotated, and value ``[B, T, K, H]``.
@@ -111,7 +112,7 @@ class AttentionProjections(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         value = self.v_proj(x).reshape(shape)
-        return *rotate(self.rope, query, key, angles), value
+        return *rotate(self.rope if rope is None else rope, query, key, angles), value
 
     def output(self, attended: jax.Array) -> jax.Array:
         """Maps attended values ``[B, T, N, H]`` to ``[B, T, D]``."""

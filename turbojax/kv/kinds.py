@@ -65,8 +65,9 @@ def cache_by_name(name: str, num_kv_heads: int) -> CacheKind:
       name: ``"exact"``, the bits of all heads (``"4bit"``, ``"3bit"``, ``"2bit"``),
         ``"2/4bit"``: half of the KV heads at 2 bits, the others at 4, ``"kv4"``: 4 bits with a
         scale per token and head (FireQ), ``"k8v4"``: the same with keys in e4m3, or pages of tokens
-        as they are (``"paged"``), in an 8-bit float (``"fp8_e4m3"``, ``"fp8_e5m2"``) or as
-        ``"turbo4"``.
+        as they are (``"paged"``), in an 8-bit float (``"fp8_e4m3"``, ``"fp8_e5m2"``), as codes
+        (``"turbo4"``, ``"turbo_k4v2"`` ..) or with keys and values unlike each other
+        (``"paged_k8v4"``).
       num_kv_heads: of the model.
 
     Raises:
@@ -98,7 +99,8 @@ def init_layer_cache(
       kind: ``"exact"`` for keys and values as they are, ``"bfloat16"`` for the same rounded to
         that, ``"kv4"``, ``"k8v4"``, pages of tokens in `dtype` (``"paged"``), in 8-bit floats
         (``"fp8_e4m3"``, ``"fp8_e5m2"``: at scale 1, so that keys and values must be within 448 or
-        57344) or as ``"turbo4"``, or the config of a progressively compressed cache.
+        57344), as codes (``"turbo4"``, ``"turbo_k4v2"`` ..) or mixed (``"paged_k8v4"``), or the
+        config of a progressively compressed cache.
       dtype: of queries, keys and values.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The kinds ``"paged"``, ``"fp8_e4m3"``, ``"fp8_e5m2"`` and ``"turbo4"``: a layer's cache in pages.
+"""The kinds ``"paged"``, ``"fp8_e4m3"``, ``"turbo4"`` ..: a layer's cache in pages.
 
 One pool, in which each sequence has its own pages.
 """
@@ -6,7 +6,7 @@ One pool, in which each sequence has its own pages.
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,18 @@ from turbojax._registry import ImplementationName
 from turbojax.kv.base import Description, Grows, Kind, Stored, dtype_of, sizes_of
 from turbojax.ops.options import PLAIN, AttentionOptions
 from turbojax.ops.paged_attention import attend_pages
-from turbojax.state.pages.pool import PagedCache, init_paged_cache, page_arrays
+from turbojax.state.pages.pool import KV_DTYPES, PagedCache, init_paged_cache, page_arrays
 from turbojax.state.pages.pool import append as append_to_pages
 
-PagedKind = Literal["paged", "fp8_e4m3", "fp8_e5m2", "turbo4"]
-"""Names of caches that are kept in pages; ``"paged"`` stores keys and values as they are."""
+PagedKind = str
+"""One of `PAGED_KINDS`."""
 
-PAGED_KINDS: tuple[PagedKind, ...] = get_args(PagedKind)
+_NAMES = {"auto": "paged", "k8v4": "paged_k8v4"}
+_KV_DTYPES = {_NAMES.get(kv_dtype, kv_dtype): kv_dtype for kv_dtype in KV_DTYPES}
+
+PAGED_KINDS = tuple(_KV_DTYPES)
+"""Names of caches that are kept in pages: the `KV_DTYPES`, but for two. ``"paged"`` stores keys and
+values as they are, and ``"k8v4"``, which is a cache without pages, is ``"paged_k8v4"``."""
 
 PAGE_SIZE = 64
 """Tokens of a page."""
@@ -106,7 +111,7 @@ def init_layer(
       max_length: tokens each can hold; pages are whole, so there is memory for a few more.
       num_kv_heads: key/value heads, `K`.
       head_dim: channels, `H`.
-      kind: how pages store a token: as it is, in an 8-bit float (with scale 1), or as `turbo4`.
+      kind: how pages store a token, see `PagedCache`; 8-bit floats have scale 1.
       dtype: of queries, keys and values.
       page_size: tokens of a page.
 
@@ -123,7 +128,7 @@ def init_layer(
         page_size,
         num_kv_heads,
         head_dim,
-        kv_dtype="auto" if kind == "paged" else kind,
+        kv_dtype=_KV_DTYPES[kind],
         dtype=dtype,
     )
     return _empty_layer(pages, batch_size, max_length)

@@ -15,8 +15,9 @@ from turbojax.levels import (
     level_density,
     select_levels,
 )
+from turbojax.ops import pooled_attention
 from turbojax.ops.options import PLAIN, AttentionOptions, check_implementation, require_plain
-from turbojax.ops.pooled_attention import pooled_attention
+from turbojax.ops.pooled_attention.static import PooledOptions
 
 POLICY_NAMES = ("threshold", "topk", "window")
 
@@ -139,21 +140,22 @@ class PooledAttention:
           NotImplementedError: if the layer has a window or a cap of its scores.
         """
         require_plain(options, "pooled attention", but_scale=True)
-        name: Any = self.implementation  # `pooled_attention` knows which names exist
-        out = pooled_attention(
+        static = PooledOptions(
+            True,
+            scale=options.complete(query.shape[3]).scale,
+            block_q=self.block_q,
+            block_kv=self.block_kv,
+        )
+        out, _ = pooled_attention.attend(
             query,
             key,
             value,
             levels,
-            block_q=self.block_q,
-            block_kv=self.block_kv,
-            scale=options.scale,
-            is_causal=True,
-            query_seq_lengths=lengths,
-            key_value_seq_lengths=lengths,
-            implementation=name,
+            lengths,
+            lengths,
+            options=static,
+            implementation=self.implementation,
         )
-        assert isinstance(out, jax.Array)
         return out
 
     def density(self, levels: jax.Array) -> jax.Array:

@@ -14,7 +14,6 @@ from turbojax._json import shown
 from turbojax.kv import AttentionOptions
 from turbojax.models import families
 from turbojax.models.families import Activation as Activation
-from turbojax.models.families import Family as Family
 from turbojax.rotary import LongRopeScaling, Rope, RopeScaling
 
 # Keys that `to_hf` leaves open.
@@ -40,7 +39,8 @@ class TransformerConfig:
       rope_theta: base of the rotary frequencies.
       norm_eps: epsilon of every RMSNorm.
       tie_embeddings: whether the output projection is the embedding's transpose.
-      family: whose checkpoints it comes from; what is computed depends on the other fields alone.
+      family: whose tensor names and `config.json` it has, by Hugging Face's `model_type`; what is
+        computed depends on the other fields alone.
       activation: of the feed-forward layer's gate; ``"gelu_tanh"`` is GELU's approximation by tanh.
       qkv_bias: whether queries, keys and values have biases.
       output_bias: whether the attention's output projection has one.
@@ -48,6 +48,8 @@ class TransformerConfig:
       qk_norm: whether the heads of queries and keys are normed before they are rotated.
       rope_scaling: optional change of the rotary frequencies.
       rotary_dim: channels of a head that RoPE turns, the first ones; all if not given.
+      local_rope_theta: base of the rotary frequencies of layers with a window, which then are not
+        scaled; those of the other layers if not given.
       attention_scale: factor of the scores; ``1 / sqrt(H)`` if not given.
       attention_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
       final_soft_cap: the same of the logits.
@@ -73,7 +75,7 @@ class TransformerConfig:
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
-    family: Family = "llama"
+    family: str = "llama"
     activation: Activation = "silu"
     qkv_bias: bool = False
     output_bias: bool = False
@@ -88,6 +90,7 @@ class TransformerConfig:
     embedding_scale: float | None = None
     norm_offset: float = dataclasses.field(default=0.0, metadata={"may_be_zero": True})
     post_norms: bool = False
+    local_rope_theta: float | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -102,7 +105,7 @@ class TransformerConfig:
             raise ValueError(
                 f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
             )
-        if self.family not in families.FAMILIES:
+        if self.family not in tuple(families.FAMILIES):
             raise ValueError(
                 f"family={shown(self.family)} must be one of {', '.join(families.FAMILIES)}"
             )
@@ -115,16 +118,31 @@ class TransformerConfig:
                 f"local_windows has {len(self.local_windows)} entries, must have "
                 f"num_layers={self.num_layers}"
             )
-        _ = self.rope, [self.attention_options(layer) for layer in range(self.num_layers)]
-        for name in ("final_soft_cap", "embedding_scale"):
+        for name in ("final_soft_cap", "embedding_scale", "local_rope_theta"):
             _checks.check_number(name, getattr(self, name))
             _checks.check_positive(name, getattr(self, name))
+        _ = self.rope, self.ropes
+        _ = [self.attention_options(layer) for layer in range(self.num_layers)]
 
     @property
     def rope(self) -> Rope:
-        """The rotary embedding."""
+        """The rotary embedding, of all layers or of those that have none of their own."""
         longest = self.max_length if isinstance(self.rope_scaling, LongRopeScaling) else None
         return Rope(self.head_dim, self.rope_theta, self.rotary_dim, self.rope_scaling, longest)
+
+    def rope_of(self, layer: int) -> Rope:
+        """The rotary embedding of this layer."""
+        has_window = layer < len(self.local_windows) and self.local_windows[layer] is not None
+        if self.local_rope_theta is None or not has_window:
+            return self.rope
+        return Rope(self.head_dim, self.local_rope_theta, self.rotary_dim)
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The different rotary embeddings of the layers, one in most models."""
+        if self.local_rope_theta is None:
+            return (self.rope,)
+        return tuple(dict.fromkeys(self.rope_of(layer) for layer in range(self.num_layers)))
 
     def attention_options(self, layer: int) -> AttentionOptions:
         """What this layer asks of its attention.
@@ -151,7 +169,7 @@ class TransformerConfig:
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> "TransformerConfig":
-        """Reads the content of a Hugging Face `config.json`, of any `Family`.
+        """Reads the content of a Hugging Face `config.json`, of any of `families.FAMILIES`.
 
         Keys that are missing have transformers' defaults; only sizes must be there. A key that is
         unknown and holds something is refused: it may change what the model computes.
@@ -190,6 +208,7 @@ class TransformerConfig:
             attention_scale=self.head_dim**-0.5 if scale is None else scale,
             local_windows=windows if any(windows) else (),
             rotary_dim=self.rope.channels,
+            local_rope_theta=None if self.ropes == (self.rope,) else self.local_rope_theta,
         )
 
 

@@ -22,7 +22,7 @@ from turbojax.kv import Attend, AttentionOptions
 from turbojax.kv.base import Cache
 from turbojax.models.config import TransformerConfig
 from turbojax.models.transformer import Block, Transformer, embed, project
-from turbojax.rotary import LongRopeScaling
+from turbojax.rotary import LongRopeScaling, Rope
 
 LayerParams = Any
 """Nested dicts of one layer's arrays, named as in `Block`."""
@@ -73,25 +73,26 @@ class Decoder:
         """
         graph = _block_graph(self.config, self.dtype, self.embedding.dtype)
 
-        # Layers with the same options share one trace and one lowered function; the compiler
-        # inlines it.
-        @functools.partial(jax.jit, static_argnames="options")
+        # Layers with the same options and RoPE share one trace and one lowered function; the
+        # compiler inlines it.
+        @functools.partial(jax.jit, static_argnames=("options", "rope"))
         def apply_block(
             params: LayerParams,
             hidden: jax.Array,
             angles: jax.Array,
             cache: Cache,
             options: AttentionOptions,
+            rope: Rope,
         ) -> tuple[jax.Array, Cache]:
-            return nnx.merge(graph, params)(hidden, angles, attend, cache, options)
+            return nnx.merge(graph, params)(hidden, angles, attend, cache, options, rope)
 
         config = self.config
-        angles = config.rope.angles(positions)
+        angles = {rope: rope.angles(positions) for rope in config.ropes}
         hidden = embed(self.embedding, tokens, config, self.dtype)
         new_caches = []
         for i, (params, cache) in enumerate(zip(self.layers, caches, strict=True)):
-            options = config.attention_options(i)
-            hidden, new_cache = apply_block(params, hidden, angles, cache, options)
+            options, rope = config.attention_options(i), config.rope_of(i)
+            hidden, new_cache = apply_block(params, hidden, angles[rope], cache, options, rope)
             new_caches.append(new_cache)
         normed = rms_norm(hidden, self.norm, config.norm_eps, config.norm_offset)
         return normed, tuple(new_caches)

@@ -165,6 +165,7 @@ def check_config(config: TransformerConfig) -> None:
         "embedding_scale": None,
         "norm_offset": 0.0,
         "post_norms": False,
+        "local_rope_theta": None,
     }
     wrong = [name for name, value in plain.items() if getattr(config, name) != value]
     if config.attention_scale not in (None, config.head_dim**-0.5):
@@ -224,7 +225,7 @@ def random_quantized_decoder(
     size, inner = config.hidden_size, config.intermediate_size
     kv_size = config.num_kv_heads * config.head_dim
     query_size = config.num_heads * config.head_dim
-    # Both outputs of a layer add to the residual stream, see `llama._output_gain`.
+    # Both outputs of a layer add to the residual stream, see `transformer._output_gain`.
     gain = (2 * config.num_layers) ** -0.5
 
     def weight(out_size: int, in_size: int, gain: float = 1.0) -> Int4Weight:

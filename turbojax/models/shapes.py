@@ -1,7 +1,7 @@
 """Shapes of published models, by name: what `random_decoder` is used with to measure speed."""
 
 from turbojax.models.config import TransformerConfig
-from turbojax.rotary import Llama3Scaling
+from turbojax.rotary import LinearScaling, Llama3Scaling
 
 _LLAMA_2_7B = TransformerConfig(
     vocab_size=32000,
@@ -119,6 +119,30 @@ _GEMMA_2_9B = TransformerConfig(
     post_norms=True,
 )
 
+_GEMMA_3_4B = TransformerConfig(
+    family="gemma3_text",
+    vocab_size=262208,
+    hidden_size=2560,
+    intermediate_size=10240,
+    num_layers=34,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=256,
+    max_length=131072,
+    rope_theta=1000000.0,
+    rope_scaling=LinearScaling(8.0),
+    local_rope_theta=10000.0,
+    norm_eps=1e-6,
+    tie_embeddings=True,
+    activation="gelu_tanh",
+    qk_norm=True,
+    attention_scale=256**-0.5,
+    local_windows=((1024,) * 5 + (None,)) * 5 + (1024,) * 4,
+    embedding_scale=2560**0.5,
+    norm_offset=1.0,
+    post_norms=True,
+)
+
 _TINY = TransformerConfig(
     vocab_size=512,
     hidden_size=64,
@@ -139,6 +163,8 @@ SHAPES = {
     "qwen-3-8b": _QWEN_3_8B,
     "phi-3-mini": _PHI_3_MINI,
     "gemma-2-9b": _GEMMA_2_9B,
+    "gemma-3-4b": _GEMMA_3_4B,
     "tiny": _TINY,
 }
-"""Of the base models: Mistral 7B v0.1, Phi-3 mini with 4k tokens of context; one for tests."""
+"""Of the base models: Mistral 7B v0.1, Phi-3 mini with 4k tokens of context, Gemma 3 without what
+reads pictures; one for tests."""

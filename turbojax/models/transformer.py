@@ -1,4 +1,4 @@
-"""A Llama-family decoder in Flax nnx: RMSNorm, RoPE, grouped queries, gated feed-forward layers.
+"""A decoder in Flax nnx: RMSNorm, RoPE, grouped queries, gated feed-forward layers.
 
 The layers are one `Block` whose parameters carry a leading layer axis, applied with
 `jax.lax.scan`: compile time does not grow with depth. For generation `turbojax.models.decoder`
@@ -6,6 +6,7 @@ takes the layers apart.
 """
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from turbojax.flax.projections import AttentionProjections, linear
 from turbojax.kv import Attend, AttentionOptions, causal_attention, padded_attention
 from turbojax.kv.base import Cache
 from turbojax.models.config import TransformerConfig
+from turbojax.rotary import Rope
 
 
 def embed(
@@ -109,9 +111,19 @@ class Block(nnx.Module):
         attend: Attend,
         cache: Cache,
         options: AttentionOptions,
+        rope: Rope,
     ) -> tuple[jax.Array, Cache]:
-        """Maps the residual stream ``[B, T, D]`` to the next layer's and updates the cache."""
-        query, key, value = self.attention.heads(self.attention_norm(hidden), angles)
+        """Maps the residual stream ``[B, T, D]`` to the next layer's and updates the cache.
+
+        Args:
+          hidden: the residual stream.
+          angles: of `rope`.
+          attend: see `Attend`.
+          cache: the layer's.
+          options: the layer's.
+          rope: the layer's; all have the same module.
+        """
+        query, key, value = self.attention.heads(self.attention_norm(hidden), angles, rope)
         out, cache = attend(query, key, value, cache, options)
         out = self.attention.output(out)
         hidden = hidden + (
@@ -122,7 +134,7 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """A Llama-family decoder.
+    """A decoder of one of `families.FAMILIES`.
 
     LongRoPE takes its factors by the longest text of each call, and with caches by the config's
     `max_length`.
@@ -229,7 +241,8 @@ class Transformer(nnx.Module):
         else:
             longest = jnp.max(positions) + 1
         # What is cached was turned before, with the factors for the longest sequence.
-        angles = self.config.rope.angles(positions, longest if caches is None else None)
+        within = longest if caches is None else None
+        angles = {rope: rope.angles(positions, within) for rope in self.config.ropes}
         hidden = embed(self.embedding[...], tokens, self.config, self.dtype)
         hidden, new_caches = self._apply_blocks(hidden, angles, attend, caches)
         weight = self.embedding if self.lm_head is None else self.lm_head
@@ -237,34 +250,34 @@ class Transformer(nnx.Module):
         return logits if caches is None else (logits, new_caches)
 
     def _apply_blocks(
-        self, hidden: jax.Array, angles: jax.Array, attend: Attend, caches: Cache
+        self, hidden: jax.Array, angles: Mapping[Rope, jax.Array], attend: Attend, caches: Cache
     ) -> tuple[jax.Array, Cache]:
         """Scans the stacked layers over the residual stream `[B, T, D]`.
 
-        An iteration applies as many layers as there are until their options repeat.
+        An iteration applies as many layers as there are until their kinds repeat: their options
+        and rotary embeddings.
         """
-        count = self.config.num_layers
-        options = [self.config.attention_options(layer) for layer in range(count)]
+        config, count = self.config, self.config.num_layers
+        kinds = [(config.attention_options(i), config.rope_of(i)) for i in range(count)]
         period = next(
-            p
-            for p in range(1, count + 1)
-            if count % p == 0 and options == options[:p] * (count // p)
+            p for p in range(1, count + 1) if count % p == 0 and kinds == kinds[:p] * (count // p)
         )
         graph, params = nnx.split(self.blocks)
 
         def apply_block(
-            hidden: jax.Array, params: Any, cache: Cache, options: AttentionOptions
+            hidden: jax.Array, params: Any, cache: Cache, options: AttentionOptions, rope: Rope
         ) -> tuple[jax.Array, Cache]:
-            return nnx.merge(graph, params)(hidden, angles, attend, cache, options)
+            block = nnx.merge(graph, params)
+            return block(hidden, angles[rope], attend, cache, options, rope)
 
         if self.remat:
-            apply_block = jax.checkpoint(apply_block, static_argnums=3)
+            apply_block = jax.checkpoint(apply_block, static_argnums=(3, 4))
 
         def apply_period(hidden: jax.Array, layers: tuple[Any, Cache]) -> tuple[jax.Array, Cache]:
             new_caches = []
             for i in range(period):
                 params, cache = jax.tree.map(lambda x, i=i: x[i], layers)
-                hidden, new_cache = apply_block(hidden, params, cache, options[i])
+                hidden, new_cache = apply_block(hidden, params, cache, *kinds[i])
                 new_caches.append(new_cache)
             return hidden, jax.tree.map(lambda *x: jnp.stack(x), *new_caches)
 

@@ -138,11 +138,16 @@ class Options(Visibility):
         """
         window: Any = local_window_size  # brought into one form with the rest
         return cls(
-            scale=1 / math.sqrt(head_dim) if scale is None else scale,
+            scale=plain_scale(head_dim) if scale is None else scale,
             is_causal=is_causal,
             window=window,
             logits_soft_cap=logits_soft_cap,
         )
+
+
+def plain_scale(head_dim: int) -> float:
+    """The factor of scores where none is given."""
+    return 1 / math.sqrt(head_dim)
 
 
 @dataclasses.dataclass(frozen=True)

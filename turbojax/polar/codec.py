@@ -1,4 +1,4 @@
-"""Vectors as 4-bit codes of rotated coordinates and one norm (PolarQuant, Han et al., 2025)."""
+"""Vectors as codes of rotated coordinates and one norm (PolarQuant, Han et al., 2025)."""
 
 import functools
 import math
@@ -11,6 +11,7 @@ import numpy as np
 from turbojax import _checks
 from turbojax._gradient import refuse_gradients
 from turbojax.polar.centroids import centroids, check_bits, lloyd_max, thresholds
+from turbojax.polar.packing import check_codes
 from turbojax.polar.rotation import (
     Rotation,
     check_head_dim,
@@ -89,7 +90,7 @@ def decode(
     """
     check_rotation(rotation)
     check_bits(bits)
-    _check_codes("codes", codes, 2**bits)
+    check_codes("codes", codes, 2**bits)
     check_head_dim("codes", codes, rotation.head_dim)
     _check_norm_array(norms, codes.shape[:-1])
     dtype = jnp.dtype(dtype)
@@ -123,34 +124,6 @@ def check_norms(name: str, x: jax.Array, norms: jax.Array) -> None:
         )
 
 
-def pack(codes: jax.Array) -> jax.Array:
-    """Two codes per byte: dimension ``2 i`` in the low nibble of byte `i`, ``2 i + 1`` in the high.
-
-    Args:
-      codes: uint8 ``[..., H]`` below 16, `H` even.
-
-    Returns:
-      uint8 ``[..., H / 2]``.
-
-    Raises:
-      TypeError: if `codes` is not uint8.
-      ValueError: if `H` is odd or, outside `jit`, a code is 16 or more.
-    """
-    _check_codes("codes", codes, 16)
-    if codes.ndim < 1 or codes.shape[-1] % 2:
-        raise ValueError(f"{codes.shape=} must be [..., H], H even")
-    return codes[..., 0::2] | (codes[..., 1::2] << 4)
-
-
-def unpack(packed: jax.Array) -> jax.Array:
-    """The inverse of `pack`: uint8 ``[..., H]`` from uint8 ``[..., H / 2]``; same errors."""
-    _check_codes("packed", packed, 256)
-    if packed.ndim < 1:
-        raise ValueError(f"{packed.shape=} must be [..., H / 2]")
-    both = jnp.stack([packed & 15, packed >> 4], axis=-1)
-    return both.reshape(*packed.shape[:-1], 2 * packed.shape[-1])
-
-
 def to_interchange(packed: jax.Array, norms: jax.Array) -> jax.Array:
     """One byte string per vector: its nibbles, then its norm in little-endian float16.
 
@@ -165,7 +138,7 @@ def to_interchange(packed: jax.Array, norms: jax.Array) -> jax.Array:
       TypeError: if a dtype is another.
       ValueError: if the shapes do not fit.
     """
-    _check_codes("packed", packed, 256)
+    check_codes("packed", packed, 256)
     if packed.ndim < 1:
         raise ValueError(f"{packed.shape=} must be [..., H / 2]")
     _check_norm_array(norms, packed.shape[:-1])
@@ -187,7 +160,7 @@ def from_interchange(content: jax.Array) -> tuple[jax.Array, jax.Array]:
       TypeError: if `content` is not uint8.
       ValueError: if it has fewer than 3 bytes per vector.
     """
-    _check_codes("content", content, 256)
+    check_codes("content", content, 256)
     if content.ndim < 1 or content.shape[-1] < 3:
         raise ValueError(f"{content.shape=} must be [..., H / 2 + 2]")
     return content[..., :-2], jax.lax.bitcast_convert_type(content[..., -2:], jnp.float16)
@@ -325,15 +298,6 @@ def _decode(codes: jax.Array, norms: jax.Array, rotation: Rotation, *, bits: int
     table = jnp.asarray(centroids(bits, rotation.head_dim))
     values = jnp.take(table, codes.astype(jnp.int32), mode="fill", fill_value=jnp.nan)
     return unrotate(values * norms[..., None].astype(jnp.float32), rotation)
-
-
-def _check_codes(name: str, codes: jax.Array, limit: int) -> None:
-    if codes.dtype != jnp.uint8:
-        raise TypeError(f"{name}.dtype={codes.dtype} must be uint8")
-    if limit < 256 and _checks.is_concrete(codes) and codes.size:
-        largest = int(np.asarray(codes).max())
-        if largest >= limit:
-            raise ValueError(f"{name} holds {largest}, must be below {limit}")
 
 
 def _check_norm_array(norms: jax.Array, shape: tuple[int, ...]) -> None:

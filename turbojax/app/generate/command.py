@@ -36,8 +36,8 @@ System = Annotated[
 Cache = Annotated[
     str,
     typer.Option(
-        help="The KV cache: exact, 4bit, 2/4bit, 3bit, 2bit, kv4, k8v4, paged, fp8_e4m3, fp8_e5m2 "
-        "or turbo4."
+        help="The KV cache: exact, 4bit, 2/4bit, 3bit, 2bit, kv4, k8v4, paged, fp8_e4m3, fp8_e5m2, "
+        "turbo4, paged_k8v4, turbo_k4v2 and so on."
     ),
 ]
 Temperature = Annotated[

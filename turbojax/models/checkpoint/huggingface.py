@@ -52,7 +52,7 @@ def load(
     max_length: int | None = None,
     progress: loading.Progress | None = None,
 ) -> Transformer | QuantizedDecoder:
-    """Loads a checkpoint of the Llama family, or a quantized one.
+    """Loads a checkpoint of one of the supported families, or a quantized one.
 
     Tensors go to JAX's default device one at a time: besides the model, host and device hold about
     one of them.

@@ -157,13 +157,16 @@ def check_rotation(config: TransformerConfig, folder: Path) -> None:
     """
     with np.errstate(all="ignore"):
         frequencies = [
-            config.rope.frequencies(np.float32, longest) for longest in (1, config.max_length)
+            rope.frequencies(np.float32, longest)
+            for rope in config.ropes
+            for longest in (1, config.max_length)
         ]
     if not np.isfinite(frequencies).all():
-        scaling = config.rope_scaling
+        scaling, local = config.rope_scaling, config.local_rope_theta
+        bases = f"rope_theta={config.rope_theta}" + (f", local_rope_theta={local}" if local else "")
         raise ValueError(
-            f"{folder / _folder.CONFIG_NAME}: rope_theta={config.rope_theta} and {scaling=} must "
-            "give finite rotary frequencies"
+            f"{folder / _folder.CONFIG_NAME}: {bases} and {scaling=} must give finite rotary "
+            "frequencies"
         )
 
 

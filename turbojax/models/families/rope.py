@@ -4,8 +4,8 @@ Version 4 has `rope_theta` beside `rope_scaling`, version 5 both in `rope_parame
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from turbojax._checks import is_finite_number
 from turbojax._json import shown, shown_name
@@ -17,10 +17,10 @@ from turbojax.rotary import (
     YarnScaling,
 )
 
-_THETA, _PARTIAL = "rope_theta", "partial_rotary_factor"
-_ORIGINAL = "original_max_position_embeddings"
+THETA, PARTIAL = "rope_theta", "partial_rotary_factor"
+ORIGINAL = "original_max_position_embeddings"
 
-KEYS = ("rope_scaling", "rope_parameters", _THETA, _PARTIAL, _ORIGINAL)
+KEYS = ("rope_scaling", "rope_parameters", THETA, PARTIAL, ORIGINAL)
 """Keys of `config.json` that describe rotary embeddings."""
 
 # rope_type -> keys that must be there, keys that may.
@@ -36,28 +36,46 @@ _KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 _NO_NUMBERS = {"short_factor", "long_factor", "truncate"}
 # Keys of every kind; "finetuned" says how a model was made.
-_COMMON = {"rope_type", "type", _THETA, _PARTIAL, _ORIGINAL, "finetuned"}
+_COMMON = {"rope_type", "type", THETA, PARTIAL, ORIGINAL, "finetuned"}
 
 
-def read(hf: Mapping[str, Any], family: str, head_dim: int, max_length: int) -> dict[str, Any]:
-    """The fields of `TransformerConfig` that describe the rotary embedding.
+class RopeKeys(NamedTuple):
+    """What a `config.json` says of a rotary embedding.
+
+    Attributes:
+      theta: base of the frequencies.
+      scaling: their change, or None.
+      partial: the share of each head that turns.
+    """
+
+    theta: float
+    scaling: RopeScaling | None
+    partial: float
+
+
+def parse(
+    given: Mapping[str, Any],
+    max_length: int,
+    kinds: Sequence[str] = tuple(_KINDS),
+    *,
+    theta: float = 10000.0,
+    original: int | None = None,
+) -> RopeKeys:
+    """What keys of a rotary embedding mean.
 
     Args:
-      hf: the content of `config.json`.
-      family: its `model_type`.
-      head_dim: channels of a head.
+      given: the keys, as `merged` returns them.
       max_length: `max_position_embeddings`.
+      kinds: values of `rope_type` that are supported.
+      theta: base of the frequencies where none is given.
+      original: length of the first training where none is given; `max_length` if this is not.
 
     Raises:
       NotImplementedError: for another kind of rotary embedding or an option that is not supported.
       ValueError: if a key is missing, a value is of the wrong kind, or two of them disagree.
     """
-    given = _merged(hf)
     kind = given.get("rope_type", "default")
-    if family == "phi3" and kind in ("su", "yarn"):
-        kind = "longrope"  # as early checkpoints of Phi-3 call it
-    kinds = ("default", "longrope") if family == "phi3" else tuple(_KINDS)
-    if kind not in kinds:
+    if kind not in tuple(kinds):
         raise NotImplementedError(
             f"rope_type={shown(kind)} is not supported: must be one of {', '.join(kinds)}"
         )
@@ -71,73 +89,57 @@ def read(hf: Mapping[str, Any], family: str, head_dim: int, max_length: int) -> 
                 f"RoPE's {shown_name(key)}={shown(given[key])} is not supported for type "
                 f"{kind!r}: must be left out"
             )
-    numbers: dict[str, Any] = {_ORIGINAL: 4096 if family == "phi3" else max_length}
+    numbers: dict[str, Any] = {ORIGINAL: max_length if original is None else original}
     numbers |= {
         key: _number(key, given[key])
-        for key in (*required, *optional, _THETA, _PARTIAL, _ORIGINAL)
+        for key in (*required, *optional, THETA, PARTIAL, ORIGINAL)
         if given.get(key) is not None and key not in _NO_NUMBERS
     }
-    for key in (_PARTIAL, _ORIGINAL):
+    for key in (PARTIAL, ORIGINAL):
         if numbers.get(key, 1.0) <= 0:
             raise ValueError(f"config.json: RoPE's {key}={shown(numbers[key])} must be positive")
-    return {
-        "rope_theta": numbers.get(_THETA, 10000.0),
-        "rope_scaling": _scaling(kind, given, numbers, max_length),
-        "rotary_dim": _rotary_dim(numbers.get(_PARTIAL, 1.0), family, head_dim),
-    }
+    scaling = _scaling(kind, given, numbers, max_length)
+    return RopeKeys(numbers.get(THETA, theta), scaling, numbers.get(PARTIAL, 1.0))
 
 
-def write(
-    theta: float,
-    scaling: RopeScaling | None,
-    rotary_dim: int | None,
-    *,
-    family: str,
-    head_dim: int,
-    max_length: int,
-) -> dict[str, Any]:
-    """Keys of `config.json` that `read` and both spellings' readers understand.
+def write(theta: float, scaling: RopeScaling | None, max_length: int) -> dict[str, Any]:
+    """Keys of `config.json` that `merged` and readers of both spellings understand.
 
     Args:
       theta: base of the frequencies.
       scaling: their change, or None.
-      rotary_dim: channels that turn, None for all.
-      family: `model_type`.
-      head_dim: channels of a head.
       max_length: `max_position_embeddings`.
     """
     scaled = _scaling_keys(scaling, max_length)
     keys: dict[str, Any] = {
-        _THETA: theta,
-        "rope_parameters": {"rope_type": "default", **scaled, _THETA: theta},
+        THETA: theta,
+        "rope_parameters": {"rope_type": "default", **scaled, THETA: theta},
     }
-    if family == "phi3":
-        partial = 1.0 if rotary_dim is None else rotary_dim / head_dim
-        keys[_PARTIAL] = keys["rope_parameters"][_PARTIAL] = partial
-    if scaled and family == "phi3":
-        # Version 4 expects exactly these keys here, and the length outside.
-        keys[_ORIGINAL] = scaled.pop(_ORIGINAL)
-        scaled["type"] = scaled.pop("rope_type")
     return {**keys, "rope_scaling": scaled} if scaled else keys
 
 
-def _merged(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """What all places say, if they agree; `rope_type` for either of its names."""
+def merged(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """What all places of a `config.json` say, if they agree; `rope_type` for either of its names.
+
+    Raises:
+      NotImplementedError: if layers have several rotary embeddings.
+      ValueError: if a place holds no object, or two disagree.
+    """
     new, old = _object(hf, "rope_parameters"), _object(hf, "rope_scaling")
     # A `rope_scaling` that was added to a file of version 5 is meant to count.
     if new.get("rope_type", "default") == "default" and "rope_type" in old:
         new.pop("rope_type", None)
-    merged = {key: hf[key] for key in (_THETA, _PARTIAL, _ORIGINAL) if hf.get(key) is not None}
+    found = {key: hf[key] for key in (THETA, PARTIAL, ORIGINAL) if hf.get(key) is not None}
     for place in (new, old):
         for key, value in place.items():
             if value is None:
                 continue
-            if merged.setdefault(key, value) != value:
+            if found.setdefault(key, value) != value:
                 raise ValueError(
-                    f"config.json gives RoPE's {shown_name(key)} twice, as {shown(merged[key])} "
+                    f"config.json gives RoPE's {shown_name(key)} twice, as {shown(found[key])} "
                     f"and {shown(value)}"
                 )
-    return merged
+    return found
 
 
 def _object(hf: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -179,20 +181,10 @@ def _factors(key: str, value: Any) -> tuple[float, ...]:
     return tuple(_number(key, factor) for factor in value)
 
 
-def _rotary_dim(partial: float, family: str, head_dim: int) -> int | None:
-    if partial == 1:
-        return None
-    if family != "phi3":
-        raise NotImplementedError(
-            f"{_PARTIAL}={partial} is not supported for {family!r}: must be left out"
-        )
-    return int(head_dim * partial)
-
-
 def _scaling(
     kind: str, given: Mapping[str, Any], numbers: Mapping[str, Any], max_length: int
 ) -> RopeScaling | None:
-    original = numbers[_ORIGINAL]
+    original = numbers[ORIGINAL]
     if kind == "linear":
         return LinearScaling(numbers["factor"])
     if kind == "llama3":
@@ -239,7 +231,7 @@ def _long_amplitude(factor: float, original: int) -> float:
     if factor <= 1:
         return 1.0
     if original < 2:
-        raise ValueError(f"config.json: RoPE's {_ORIGINAL}={original} must be at least 2")
+        raise ValueError(f"config.json: RoPE's {ORIGINAL}={original} must be at least 2")
     return math.sqrt(1 + math.log(factor) / math.log(original))
 
 
@@ -253,13 +245,13 @@ def _scaling_keys(scaling: RopeScaling | None, max_length: int) -> dict[str, Any
                 "factor": float(scaling.factor),
                 "low_freq_factor": float(scaling.low_freq_factor),
                 "high_freq_factor": float(scaling.high_freq_factor),
-                _ORIGINAL: scaling.original_max_length,
+                ORIGINAL: scaling.original_max_length,
             }
         case YarnScaling():
             keys = {
                 "rope_type": "yarn",
                 "factor": float(scaling.factor),
-                _ORIGINAL: scaling.original_max_length,
+                ORIGINAL: scaling.original_max_length,
                 "beta_fast": float(scaling.beta_fast),
                 "beta_slow": float(scaling.beta_slow),
             }
@@ -272,7 +264,7 @@ def _scaling_keys(scaling: RopeScaling | None, max_length: int) -> dict[str, Any
                 "rope_type": "longrope",
                 "short_factor": list(scaling.short_factors),
                 "long_factor": list(scaling.long_factors),
-                _ORIGINAL: original,
+                ORIGINAL: original,
             }
             if scaling.attention_factor != _long_amplitude(max_length / original, original):
                 keys["attention_factor"] = float(scaling.attention_factor)

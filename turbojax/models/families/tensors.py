@@ -1,13 +1,15 @@
 """Which tensors a Hugging Face checkpoint holds, and where each goes in a `Transformer`.
 
-Hugging Face stores matrices as ``[out, in]``, nnx as ``[in, out]``. Some families keep matrices
-that read the same input as one: their rows one below the other.
+Hugging Face stores matrices as ``[out, in]``, nnx as ``[in, out]``. Their names, and which of them
+are stored as one, their rows one below the other, is what `Family` says.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from turbojax.models.config import TransformerConfig
+from turbojax.models.families.base import Path
+from turbojax.models.families.table import FAMILIES
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -27,7 +29,7 @@ class Placement:
       transpose: whether it lies there as ``[in, out]``.
     """
 
-    path: tuple[str, ...]
+    path: Path
     layer: int | None = None
     rows: tuple[int, int] | None = None
     transpose: bool = False
@@ -86,7 +88,7 @@ class _Linear:
     """
 
     name: str
-    outputs: Sequence[tuple[tuple[str, str], int]]
+    outputs: Sequence[tuple[Path, int]]
     inputs: int
     bias: bool
 
@@ -106,49 +108,34 @@ class _Linear:
             yield TensorSpec(f"{_prefix(layer)}{self.name}.{suffix}", shape, tuple(placements))
 
 
-def _linears(config: TransformerConfig) -> list[_Linear]:
+def _linears(config: TransformerConfig) -> Iterator[_Linear]:
     size, inner = config.hidden_size, config.intermediate_size
     width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    heads = {"q_proj": width, "k_proj": kv_width, "v_proj": kv_width}
-    qkv = [(("attention", name), outputs) for name, outputs in heads.items()]
-    gates = [(("mlp", name), inner) for name in ("gate_proj", "up_proj")]
-    if config.family == "phi3":
-        linears = [
-            _Linear("self_attn.qkv_proj", qkv, size, config.qkv_bias),
-            _Linear("mlp.gate_up_proj", gates, size, config.mlp_bias),
-        ]
-    else:
-        linears = [
-            _Linear(f"self_attn.{part[0][1]}", [part], size, config.qkv_bias) for part in qkv
-        ]
-        linears += [_Linear(f"mlp.{part[0][1]}", [part], size, config.mlp_bias) for part in gates]
-    output, down = ("attention", "o_proj"), ("mlp", "down_proj")
-    linears.append(_Linear("self_attn.o_proj", [(output, size)], width, config.output_bias))
-    linears.append(_Linear("mlp.down_proj", [(down, size)], inner, config.mlp_bias))
-    return linears
+    # Of the model's linear layers: outputs, inputs, and whether there is a bias.
+    layers: dict[Path, tuple[int, int, bool]] = {
+        ("attention", "q_proj"): (width, size, config.qkv_bias),
+        ("attention", "k_proj"): (kv_width, size, config.qkv_bias),
+        ("attention", "v_proj"): (kv_width, size, config.qkv_bias),
+        ("attention", "o_proj"): (size, width, config.output_bias),
+        ("mlp", "gate_proj"): (inner, size, config.mlp_bias),
+        ("mlp", "up_proj"): (inner, size, config.mlp_bias),
+        ("mlp", "down_proj"): (size, inner, config.mlp_bias),
+    }
+    for name, paths in FAMILIES[config.family].linears.items():
+        _, inputs, bias = layers[paths[0]]
+        yield _Linear(name, [(path, layers[path][0]) for path in paths], inputs, bias)
 
 
 def _norms(config: TransformerConfig, layer: int) -> Iterator[TensorSpec]:
-    # Where there are four norms, the name of the second of two means another one.
-    names: Mapping[str, tuple[str, ...]] = {
-        "input_layernorm": ("attention_norm",),
-        "post_attention_layernorm": ("mlp_norm",),
+    has = {
+        **dict.fromkeys(("q_norm", "k_norm"), config.qk_norm),
+        **dict.fromkeys(("attention_post_norm", "mlp_post_norm"), config.post_norms),
     }
-    if config.post_norms:
-        names = {
-            "input_layernorm": ("attention_norm",),
-            "post_attention_layernorm": ("attention_post_norm",),
-            "pre_feedforward_layernorm": ("mlp_norm",),
-            "post_feedforward_layernorm": ("mlp_post_norm",),
-        }
-    sizes = dict.fromkeys(names, config.hidden_size)
-    if config.qk_norm:
-        heads = {f"self_attn.{name}": ("attention", name) for name in ("q_norm", "k_norm")}
-        names = {**names, **heads}
-        sizes |= dict.fromkeys(heads, config.head_dim)
-    for name, path in names.items():
-        placement = Placement(("blocks", *path, "scale"), layer)
-        yield TensorSpec(f"{_prefix(layer)}{name}.weight", (sizes[name],), (placement,))
+    for name, path in FAMILIES[config.family].norms.items():
+        if has.get(path[-1], True):
+            size = config.head_dim if path[0] == "attention" else config.hidden_size
+            placement = Placement(("blocks", *path, "scale"), layer)
+            yield TensorSpec(f"{_prefix(layer)}{name}.weight", (size,), (placement,))
 
 
 def _prefix(layer: int) -> str:

@@ -291,6 +291,8 @@ def _fingerprint(decoder: Decoder | QuantizedDecoder) -> dict[str, Any]:
         digest.update(x.tobytes())
     config = {name: repr(x) for name, x in dataclasses.asdict(decoder.config).items()}
     del config["max_length"]  # it says what is allowed, and changes no number
+    if decoder.config.local_rope_theta is None:
+        del config["local_rope_theta"]  # sessions from before there was such a field say nothing
     scaling = decoder.config.rope_scaling
     if isinstance(scaling, LongRopeScaling):
         long = decoder.config.max_length > scaling.original_max_length

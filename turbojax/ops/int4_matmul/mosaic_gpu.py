@@ -81,7 +81,8 @@ def default_launch(rows: int, weight: Int4Weight, *, is_precise: bool = False) -
 
 def _stages(tokens: int, teams: int, parts: int, expands: bool, is_e4m3: bool) -> int:
     """As many as fit, a multiple of the teams."""
-    from pallas_kernels.mosaic import fp8_matmul, int4_matmul
+    from pallas_kernels.mosaic.hopper.matmul import fp8 as fp8_matmul
+    from pallas_kernels.mosaic.hopper.matmul import int4 as int4_matmul
 
     epilogue = int4_matmul.Epilogue(None, False, False, "bfloat16", 0)
     weights = fp8_matmul.STAGE_BYTES if expands else int4_matmul.stage_bytes(1 if is_e4m3 else 2)
@@ -121,7 +122,9 @@ def _matmul(
     activation: Activation | None,
     launch: Launch,
 ) -> jax.Array:
-    from pallas_kernels.mosaic import fp8_matmul, int4_expand, int4_matmul
+    from pallas_kernels.mosaic.hopper.matmul import expand as int4_expand
+    from pallas_kernels.mosaic.hopper.matmul import fp8 as fp8_matmul
+    from pallas_kernels.mosaic.hopper.matmul import int4 as int4_matmul
 
     rows, width = tokens.codes.shape[0], weight.result_size
     size = rows if rows <= _COPY else -(-rows // _COPY) * _COPY

@@ -46,9 +46,9 @@ def paged_attention(
     Query `t` of `n` is at position ``length - n + t`` and sees the tokens up to there, its own
     included. A query before the beginning of a sequence shorter than `n` sees nothing.
 
-    For turbo4 the queries are rotated, scores and weighted sums are taken of the codes' centroids
-    (those of `turbojax.polar.integer_centroids`) times the tokens' norms, and the output is rotated
-    back (PolarQuant, Han et al., 2025).
+    Where keys are stored as codes the queries are rotated, scores are taken of the codes' centroids
+    (those of `turbojax.polar.integer_centroids`) times the tokens' norms; where values are, so are
+    the weighted sums, and the output is rotated back (PolarQuant, Han et al., 2025).
 
     The online softmax takes tokens in runs at fixed positions, so that a sequence's result depends,
     to the bit, neither on what else is in the batch, nor on where its pages lie, nor on the width
@@ -69,9 +69,10 @@ def paged_attention(
       local_window_size: optional `w` or ``(left, right)``, relative to the query's position.
       logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
       implementation: ``"mosaic_gpu"`` (8-bit pages: queries and weights as sums of two float16;
-        4-bit: as integers of 15 bits), ``"triton"`` (8- and 4-bit pages: queries in float16 and
-        weights in half precision), ``"xla"`` (float32), or None for the first of them that can run
-        this. In float16 weights below ``2**-25`` of the largest are lost.
+        turbo4: as integers of 15 bits), ``"triton"`` (all that is stored in 8 bits or fewer:
+        queries in float16 and weights in half precision), ``"xla"`` (float32), or None for the
+        first of them that can run this. In float16 weights below ``2**-25`` of the largest are
+        lost.
       return_residual: also return the log-sum-exp of the scores.
 
     Returns:
@@ -166,7 +167,7 @@ def select(
       ValueError: if the name is unknown.
       NotImplementedError: if what is asked for cannot run this.
     """
-    turned = cache.kv_dtype == "turbo4"
+    turned = cache.formats.key.is_rotated
     return PAGED.select(
         implementation,
         query=jax.ShapeDtypeStruct(query.shape, jnp.float32 if turned else query.dtype),
@@ -199,14 +200,15 @@ def _attend(
     interpret: bool,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs an implementation: hides invalid sequences from it and, for turbo4, rotates queries.
+    """Runs an implementation: hides invalid sequences from it, and rotates for it.
 
     `interpret` is an argument so that a program traced for the interpreter is not reused without
     it.
     """
     del interpret
     ok = page_checks.readable(cache, block_tables, lengths)
-    seen = polar.rotate(query, cache.rotation) if cache.kv_dtype == "turbo4" else query
+    formats = cache.formats
+    seen = polar.rotate(query, cache.rotation) if formats.key.is_rotated else query
     out, residual = attend(
         seen,
         cache,
@@ -215,7 +217,7 @@ def _attend(
         jnp.clip(query_lengths, 0, query.shape[1]),
         options=options,
     )
-    if cache.kv_dtype == "turbo4":
+    if formats.value.is_rotated:
         out = polar.unrotate(out, cache.rotation)
     out = jnp.where(ok[:, None, None, None], out, jnp.nan).astype(query.dtype)
     return out, jnp.where(ok[:, None, None], residual, jnp.nan)

@@ -13,7 +13,7 @@ from turbojax.ops.options import Options
 from turbojax.state.pages.pool import PagedCache
 
 if TYPE_CHECKING:
-    from pallas_kernels.mosaic.paged_attention import Settings
+    from pallas_kernels.mosaic.hopper.paged.kernel import Settings
 
 _KV_DTYPES = ("turbo4", "fp8_e4m3", "fp8_e5m2")
 _HEAD_DIMS = (64, 128, 256)
@@ -70,7 +70,7 @@ def attend(
 
     `launch` is for tuning.
     """
-    from pallas_kernels.mosaic import paged_attention as kernel
+    from pallas_kernels.mosaic.hopper.paged import kernel
 
     settings, unit = settings_of(query, cache, options, launch or Launch())
     key_scale = None if cache.key_scale is None else cache.key_scale[None]
@@ -87,7 +87,7 @@ def settings_of(
     launch: Launch,
 ) -> tuple["Settings", float]:
     """What is static in a call, and the unit of the stored values."""
-    from pallas_kernels.mosaic import paged_attention as kernel
+    from pallas_kernels.mosaic.hopper.paged import kernel
 
     rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
     centroids: tuple[int, ...] = ()

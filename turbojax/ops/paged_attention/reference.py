@@ -11,9 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from turbojax import polar
 from turbojax.ops import numerics
 from turbojax.ops.options import Options
 from turbojax.state.pages.pool import PagedCache
@@ -47,7 +45,7 @@ def attend(
     """Attends the newest tokens' queries to their sequences' pages.
 
     Args:
-      query: ``[B, T, N, H]``; for turbo4 rotated, in float32.
+      query: ``[B, T, N, H]``; rotated, in float32, if keys are.
       cache: the pages.
       block_tables: int32 ``[B, max_pages]``, all within the pool.
       lengths: int32 ``[B]``, tokens held, the queries' own included.
@@ -55,7 +53,7 @@ def attend(
       options: of the call.
 
     Returns:
-      float32 ``[B, T, N, H]`` (for turbo4 rotated as the query) and the log-sum-exp ``[B, T, N]``.
+      float32 ``[B, T, N, H]``, rotated if values are, and the log-sum-exp ``[B, T, N]``.
     """
     if query.shape[1] == 1:
         # An axis of one would be dropped, and the products that are left added in another order.
@@ -74,7 +72,8 @@ def attend(
     rows = (batch, tokens, kv_heads, heads // kv_heads)
     q = query.astype(jnp.float32).reshape(*rows, channels)
     tables = _in_tiles(block_tables, cache.page_size)
-    key_factor, value_factor = _factors(cache)
+    key_factor = cache.formats.key.factor(channels, cache.key_scale)
+    value_factor = cache.formats.value.factor(channels, cache.value_scale)
     score = functools.partial(
         _score, factor=options.scale * key_factor, soft_cap=options.logits_soft_cap
     )
@@ -125,31 +124,20 @@ def _in_tiles(block_tables: jax.Array, page_size: int) -> jax.Array:
     return padded.reshape(len(padded), -1, per_tile)
 
 
-def _factors(cache: PagedCache) -> tuple[jax.Array, jax.Array]:
-    """What scores, and outputs, are multiplied by, whatever the token."""
-    if cache.kv_dtype == "turbo4":
-        _, _, step = polar.integer_centroids(4)
-        unit = jnp.float32(step / np.sqrt(cache.head_dim))
-        return unit, unit
-    if cache.key_scale is not None and cache.value_scale is not None:
-        return cache.key_scale, cache.value_scale
-    return jnp.float32(1), jnp.float32(1)
-
-
 def _read(cache: PagedCache, pages: jax.Array) -> _Tile:
     """Tokens of `pages` one after the other."""
 
     def take(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x[pages], 1, 0).reshape(x.shape[1], _TILE, *x.shape[3:])
 
-    key, value = take(cache.key), take(cache.value)
-    if cache.key_norm is None or cache.value_norm is None:
-        return _Tile(key.astype(jnp.float32), None, value.astype(jnp.float32), None)
-    table, half, _ = polar.integer_centroids(4)
-    centroids = jnp.asarray(np.asarray(table) - half, jnp.float32)
-    norms = (take(x).astype(jnp.float32) for x in (cache.key_norm, cache.value_norm))
-    key, value = (centroids[polar.unpack(x).astype(jnp.int32)] for x in (key, value))
-    key_norm, value_norm = norms
+    key_norm, value_norm = (
+        None if x is None else take(x).astype(jnp.float32)
+        for x in (cache.key_norm, cache.value_norm)
+    )
+    key, value = (
+        cache.formats.key.read(take(cache.key)),
+        cache.formats.value.read(take(cache.value)),
+    )
     return _Tile(key, key_norm, value, value_norm)
 
 

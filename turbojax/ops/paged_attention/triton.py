@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,11 @@ import jax.numpy as jnp
 from turbojax import polar
 from turbojax._device import interpreting, needs_gpu, unindexable
 from turbojax.ops.options import Options
+from turbojax.state.pages.formats import Codes, Format
 from turbojax.state.pages.pool import PagedCache
+
+if TYPE_CHECKING:
+    from pallas_kernels.triton import paged_attention as kernels
 
 # Compute capabilities: with conversions from e4m3, and with bfloat16 and what else is needed.
 _ADA, _AMPERE = 8.9, 8.0
@@ -31,8 +35,10 @@ def unsupported(
             f"head_dim={cache.head_dim} must be between {_SMALLEST_HEAD_DIM} and "
             f"{_LARGEST_HEAD_DIM}"
         )
-    size = math.prod(cache.key.shape) if cache.key.dtype.itemsize == 1 else 0
-    return unindexable(size) or needs_gpu(_ADA if cache.kv_dtype == "fp8_e4m3" else _AMPERE)
+    sides = cache.key, cache.value
+    sizes = [math.prod(x.shape) for x in sides if x.dtype.itemsize == 1]
+    has_e4m3 = any(x.dtype == jnp.float8_e4m3fn for x in sides)
+    return unindexable(*sizes) or needs_gpu(_ADA if has_e4m3 else _AMPERE)
 
 
 def attend(
@@ -46,8 +52,9 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """`reference.attend` as one kernel and a merge.
 
-    For 8- and 4-bit pages queries are rounded to float16 relative to their largest value; weights
-    are rounded to the values' dtype, for fp8 to float16, and times turbo4's norms to bfloat16.
+    Where keys have 8 bits or fewer, queries are rounded to float16 relative to their largest value;
+    weights are rounded to the values' dtype, for fp8 to float16, and times codes' norms to
+    bfloat16.
     """
     return _attend(
         query,
@@ -90,19 +97,14 @@ def _attend(
 ) -> tuple[jax.Array, jax.Array]:
     from pallas_kernels.triton import paged_attention as kernel
 
-    key_factor, value_factor = jnp.float32(options.scale), jnp.float32(1)
-    codec = None
-    if cache.kv_dtype == "turbo4":
-        table, half, step = polar.integer_centroids(4)
-        codec = kernel.Codec(table, half)
-        value_factor = jnp.float32(step / math.sqrt(cache.head_dim))
-        key_factor = key_factor * value_factor
-    elif cache.key_scale is not None and cache.value_scale is not None:
-        key_factor, value_factor = key_factor * cache.key_scale, cache.value_scale
+    formats = cache.formats
+    key_factor = jnp.float32(options.scale) * formats.key.factor(cache.head_dim, cache.key_scale)
+    value_factor = formats.value.factor(cache.head_dim, cache.value_scale)
     settings = kernel.Settings(
         window=options.window,
         soft_cap=options.logits_soft_cap,
-        codec=codec,
+        key_codec=_codec(formats.key),
+        value_codec=_codec(formats.value),
         num_stages=1,
         **(launch or default_launch(query, cache))._asdict(),
         interpret=interpret,
@@ -120,6 +122,15 @@ def _attend(
     return out * value_factor, residual
 
 
+def _codec(stored: Format) -> "kernels.Codec | None":
+    from pallas_kernels.triton import paged_attention as kernel
+
+    if not isinstance(stored, Codes):
+        return None
+    table, middle, _ = polar.integer_centroids(stored.bits)
+    return kernel.Codec(table, middle)
+
+
 def default_launch(query: jax.Array, cache: PagedCache) -> Launch:
     """How a call is cut up: one way for few query rows of a KV head, another for many.
 
@@ -127,7 +138,7 @@ def default_launch(query: jax.Array, cache: PagedCache) -> Launch:
     """
     is_wide = cache.head_dim > 128
     if query.shape[1] * query.shape[2] // cache.num_kv_heads > MOST_NARROW_ROWS:
-        tile = 64 if cache.kv_dtype == "turbo4" else 128
+        tile = 64 if cache.formats.is_rotated else 128
         return Launch(part=1024, tile=tile // 2 if is_wide else tile, rows=64, num_warps=4)
     if cache.kv_dtype == "auto":
         return Launch(part=512, tile=64 if is_wide else 128, rows=16, num_warps=4)

@@ -1,6 +1,5 @@
 """`pooled_attention`: arguments, checks, the choice of implementation, and the gradient's rule."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +10,9 @@ import numpy as np
 from turbojax import _checks
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
+from turbojax.ops.options import plain_scale
 from turbojax.ops.pooled_attention import mosaic_gpu, reference, triton
-from turbojax.ops.pooled_attention.static import LEVELS, Static
+from turbojax.ops.pooled_attention.static import LEVELS, PooledOptions
 
 FORWARD = Registry(
     "pooled_attention",
@@ -95,38 +95,77 @@ def pooled_attention(
         it is differentiated twice.
     """
     _checks.check_query_key_value(query, key, value)
-    static = _static(query, block_q, block_kv, scale, is_causal)
-    levels = _check_levels(levels, query, key, static)
-    query_length = _length("query_seq_lengths", query_seq_lengths, query)
-    key_length = _length("key_value_seq_lengths", key_value_seq_lengths, key)
-    arguments = {"query": query, "key": key, "value": value, "levels": levels, "static": static}
+    options = PooledOptions(
+        is_causal,
+        scale=plain_scale(query.shape[3]) if scale is None else scale,
+        block_q=block_q,
+        block_kv=block_kv,
+    )
+    arrays = _check_rest(query, key, levels, query_seq_lengths, key_value_seq_lengths, options)
+    out, residual = _attend(
+        query, key, value, *arrays, options=options, implementation=implementation
+    )
+    return (out, residual) if return_residual else out
+
+
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    levels: jax.Array,
+    query_lengths: jax.Array | None = None,
+    key_lengths: jax.Array | None = None,
+    *,
+    options: PooledOptions,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`pooled_attention` for callers that have `PooledOptions`; gives the log-sum-exp too."""
+    _checks.check_query_key_value(query, key, value)
+    arrays = _check_rest(query, key, levels, query_lengths, key_lengths, options)
+    return _attend(query, key, value, *arrays, options=options, implementation=implementation)
+
+
+def _check_rest(
+    query: jax.Array,
+    key: jax.Array,
+    levels: jax.Array,
+    query_lengths: jax.Array | None,
+    key_lengths: jax.Array | None,
+    options: PooledOptions,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """Levels and lengths, checked, of operands that are."""
+    return (
+        _check_levels(levels, query, key, options),
+        _length("query_seq_lengths", query_lengths, query),
+        _length("key_value_seq_lengths", key_lengths, key),
+    )
+
+
+def _attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    levels: jax.Array,
+    query_length: jax.Array | None,
+    key_length: jax.Array | None,
+    *,
+    options: PooledOptions,
+    implementation: str | None,
+) -> tuple[jax.Array, jax.Array]:
+    """`pooled_attention` of checked arguments."""
+    arguments = {"query": query, "key": key, "value": value, "levels": levels, "options": options}
     # The gradient is chosen here too: what cannot run is refused now, not in a backward pass.
     call = _differentiable(
         FORWARD.select(implementation, **arguments).run,
         GRADIENT.select(implementation, **arguments).run,
-        static,
+        options,
     )
-    out, residual = call(query, key, value, levels, query_length, key_length)
-    return (out, residual) if return_residual else out
+    return call(query, key, value, levels, query_length, key_length)
 
 
-def _static(
-    query: jax.Array, block_q: int, block_kv: int, scale: float | None, is_causal: bool
-) -> Static:
-    """The static options of a call, checked and completed."""
-    _checks.check_sizes(block_q=block_q, block_kv=block_kv)
-    if block_kv % LEVELS[-1]:
-        raise ValueError(f"{block_kv=} must be a multiple of {LEVELS[-1]}")
-    _checks.check_number("scale", scale)
-    return Static(
-        block_q=int(block_q),
-        block_kv=int(block_kv),
-        scale=1 / math.sqrt(query.shape[-1]) if scale is None else float(scale),
-        is_causal=bool(is_causal),
-    )
-
-
-def _check_levels(levels: jax.Array, query: jax.Array, key: jax.Array, static: Static) -> jax.Array:
+def _check_levels(
+    levels: jax.Array, query: jax.Array, key: jax.Array, options: PooledOptions
+) -> jax.Array:
     """Levels as int8; a value that is not a level stays invalid.
 
     Raises:
@@ -137,12 +176,12 @@ def _check_levels(levels: jax.Array, query: jax.Array, key: jax.Array, static: S
     if not jnp.issubdtype(levels.dtype, jnp.integer):
         raise TypeError(f"levels.dtype={levels.dtype} must be an integer type")
     batch, length, heads, _ = query.shape
-    rows, columns = -(-length // static.block_q), -(-key.shape[1] // static.block_kv)
+    rows, columns = -(-length // options.block_q), -(-key.shape[1] // options.block_kv)
     fits = levels.ndim == 4 and levels.shape[2:] == (rows, columns)
     if not fits or levels.shape[0] not in (1, batch) or levels.shape[1] not in (1, heads):
         raise ValueError(
             f"{levels.shape=} must be ({batch} or 1, {heads} or 1, {rows}, {columns}): sequences, "
-            f"heads, blocks of {static.block_q} queries, blocks of {static.block_kv} keys"
+            f"heads, blocks of {options.block_q} queries, blocks of {options.block_kv} keys"
         )
     if _checks.is_concrete(levels):
         values = np.unique(np.asarray(levels))
@@ -166,7 +205,7 @@ def _length(name: str, lengths: jax.Array | None, x: jax.Array) -> jax.Array | N
 def _differentiable(
     run: Callable[..., tuple[jax.Array, jax.Array]],
     run_gradient: Callable[..., tuple[jax.Array, jax.Array, jax.Array]],
-    static: Static,
+    options: PooledOptions,
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """`run` with its options bound, differentiable in reverse mode by `run_gradient`.
 
@@ -176,12 +215,12 @@ def _differentiable(
         run_gradient,
         "the gradient of pooled_attention",
         because="only first derivatives are supported",
-        static=static,
+        options=options,
     )
 
     @jax.custom_vjp
     def call(*arrays: Any) -> tuple[jax.Array, jax.Array]:
-        return run(*arrays, static=static)
+        return run(*arrays, options=options)
 
     def forward(*arrays: Any) -> Any:
         # `call`, not `run`: a second derivative must not find a way through the implementation.

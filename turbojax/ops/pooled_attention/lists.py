@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from turbojax.ops.pooled_attention.static import LEVELS, Static
+from turbojax.ops.pooled_attention.static import LEVELS, PooledOptions
 
 _BITS = 16
 """Of an entry of `KeyLists`, those that say which blocks of the tile are meant."""
@@ -48,7 +48,11 @@ def _lengths(length: jax.Array | None, tokens: int) -> jax.Array:
 
 
 def _visible(
-    levels: jax.Array, level: jax.Array, query_length: jax.Array, key_length: jax.Array, s: Static
+    levels: jax.Array,
+    level: jax.Array,
+    query_length: jax.Array,
+    key_length: jax.Array,
+    s: PooledOptions,
 ) -> jax.Array:
     """Where some query of the block sees a pooled key of the key block.
 
@@ -74,7 +78,7 @@ def by_query(
     key_tokens: int,
     query_length: jax.Array | None,
     key_length: jax.Array | None,
-    static: Static,
+    options: PooledOptions,
 ) -> QueryLists:
     """The lists that the forward pass and the gradient of the queries walk over.
 
@@ -84,16 +88,16 @@ def by_query(
       key_tokens: `S`.
       query_length: optional int32 ``[B]``.
       key_length: optional int32 ``[B]``.
-      static: block sizes and causality.
+      options: block sizes and causality.
     """
     levels = levels.astype(jnp.int32)
     lengths = _lengths(query_length, query_tokens), _lengths(key_length, key_tokens)
     i = jnp.arange(levels.shape[2], dtype=jnp.int32)[None, None, :, None]
     j = jnp.arange(levels.shape[3], dtype=jnp.int32)[None, None, None, :]
-    visible = _visible(levels, levels, *lengths, static)
-    complete = (j + 1) * static.block_kv <= lengths[1]
-    if static.is_causal:
-        complete &= (j + 1) * static.block_kv - 1 <= i * static.block_q
+    visible = _visible(levels, levels, *lengths, options)
+    complete = (j + 1) * options.block_kv <= lengths[1]
+    if options.is_causal:
+        complete &= (j + 1) * options.block_kv - 1 <= i * options.block_q
     kind = jnp.full_like(levels, len(LEVELS))
     for number, level in enumerate(LEVELS):
         kind = jnp.where(levels == level, number, kind)
@@ -117,7 +121,7 @@ def by_key(
     key_tokens: int,
     query_length: jax.Array | None,
     key_length: jax.Array | None,
-    static: Static,
+    options: PooledOptions,
 ) -> KeyLists:
     """The lists that the gradients of keys and values of one level walk over.
 
@@ -130,10 +134,10 @@ def by_key(
       key_tokens: `S`.
       query_length: optional int32 ``[B]``.
       key_length: optional int32 ``[B]``.
-      static: block sizes and causality.
+      options: block sizes and causality.
     """
     lengths = _lengths(query_length, query_tokens), _lengths(key_length, key_tokens)
-    bits, masked = _attending(levels.astype(jnp.int32), level, rows, key_tokens, lengths, static)
+    bits, masked = _attending(levels.astype(jnp.int32), level, rows, key_tokens, lengths, options)
     return _listed(bits, masked)
 
 
@@ -144,12 +148,12 @@ def by_every_key(
     key_tokens: int,
     query_length: jax.Array | None,
     key_length: jax.Array | None,
-    static: Static,
+    options: PooledOptions,
 ) -> KeyLists:
     """`by_key` of levels 1, 2, 4 and 8, one after the other along the axis of tiles."""
     lengths = _lengths(query_length, query_tokens), _lengths(key_length, key_tokens)
     levels = levels.astype(jnp.int32)
-    found = [_attending(levels, level, rows, key_tokens, lengths, static) for level in LEVELS]
+    found = [_attending(levels, level, rows, key_tokens, lengths, options) for level in LEVELS]
     bits, masked = (jnp.concatenate(x, axis=2) for x in zip(*found, strict=True))
     return _listed(bits, masked)
 
@@ -160,7 +164,7 @@ def _attending(
     rows: int,
     key_tokens: int,
     lengths: tuple[jax.Array, jax.Array],
-    static: Static,
+    options: PooledOptions,
 ) -> tuple[jax.Array, jax.Array]:
     """The bits of every query block for every tile, and whether it needs the causal mask.
 
@@ -168,23 +172,23 @@ def _attending(
       int32 and bool ``[B or 1, N or 1, tiles, T_r]``.
     """
     tile = rows * level  # tokens
-    blocks, parts = max(1, tile // static.block_kv), max(1, static.block_kv // tile)
+    blocks, parts = max(1, tile // options.block_kv), max(1, options.block_kv // tile)
     if blocks > _BITS:
         raise ValueError(
             f"a tile of {rows=} of {level=} covers {blocks} blocks, must be <= {_BITS}"
         )
     tiles = -(-key_tokens // tile)
-    active = (levels == level) & _visible(levels, jnp.int32(level), *lengths, static)
+    active = (levels == level) & _visible(levels, jnp.int32(level), *lengths, options)
     active = jnp.pad(active, ((0, 0),) * 3 + ((0, -active.shape[3] % blocks),))
     active = active.reshape(*active.shape[:3], -1, blocks).astype(jnp.int32)
     weights = jnp.left_shift(1, jnp.arange(blocks, dtype=jnp.int32))
     bits = jnp.sum(active * weights[None, None, None, None], axis=-1)
     bits = jnp.swapaxes(jnp.repeat(bits, parts, axis=-1)[..., :tiles], 2, 3)
     masked = jnp.zeros_like(bits, dtype=bool)
-    if static.is_causal:
+    if options.is_causal:
         i = jnp.arange(levels.shape[2], dtype=jnp.int32)[None, None, None, :]
         end = (jnp.arange(tiles, dtype=jnp.int32)[None, None, :, None] + 1) * tile
-        masked = (bits != 0) & (i * static.block_q < jnp.minimum(end, lengths[1]) - 1)
+        masked = (bits != 0) & (i * options.block_q < jnp.minimum(end, lengths[1]) - 1)
     return bits, masked
 
 

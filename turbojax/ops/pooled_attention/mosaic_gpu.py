@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from turbojax._device import multiprocessors, needs_hopper
 from turbojax.ops.pooled_attention import lists, operands
-from turbojax.ops.pooled_attention.static import Static
+from turbojax.ops.pooled_attention.static import PooledOptions
 
 # What matrix instructions and their shared memory are made for; others are padded with zeros.
 _HEAD_DIMS = (64, 128)
@@ -23,7 +23,7 @@ _MOST_QUERY_BLOCKS = 2**15
 
 
 def unsupported(
-    *, query: jax.Array, key: jax.Array, value: jax.Array, levels: jax.Array, static: Static
+    *, query: jax.Array, key: jax.Array, value: jax.Array, levels: jax.Array, options: PooledOptions
 ) -> str | None:
     """Why the kernels cannot run this here, forward or backward; None if they can."""
     del key, value
@@ -31,10 +31,10 @@ def unsupported(
         return f"query.dtype={query.dtype} must be bfloat16 or float16"
     if query.shape[-1] > _HEAD_DIMS[-1]:
         return f"head_dim={query.shape[-1]} must be at most {_HEAD_DIMS[-1]}"
-    if static.block_q % _TILE:
-        return f"block_q={static.block_q} must be a multiple of {_TILE}, its query tile"
-    if static.block_kv not in _BLOCK_KV:
-        return f"block_kv={static.block_kv} must be one of {_BLOCK_KV}"
+    if options.block_q % _TILE:
+        return f"block_q={options.block_q} must be a multiple of {_TILE}, its query tile"
+    if options.block_kv not in _BLOCK_KV:
+        return f"block_kv={options.block_kv} must be one of {_BLOCK_KV}"
     if levels.shape[2] > _MOST_QUERY_BLOCKS:
         return f"{levels.shape[2]} blocks of queries must be at most {_MOST_QUERY_BLOCKS}"
     return needs_hopper()
@@ -70,7 +70,7 @@ def _operands(
     value: jax.Array,
     query_length: jax.Array | None,
     key_length: jax.Array | None,
-    static: Static,
+    options: PooledOptions,
 ) -> _Operands:
     from pallas_kernels.triton.pooled_pool import pool
 
@@ -79,9 +79,9 @@ def _operands(
 
     def side(x: jax.Array) -> tuple[jax.Array, ...]:
         x = _padded(operands.without_padding(x, key_length))
-        return x, *pool(x, length, multiple=static.block_kv)
+        return x, *pool(x, length, multiple=options.block_kv)
 
-    return _Operands(_signed(_padded(query), static), side(key), side(value), tokens, length)
+    return _Operands(_signed(_padded(query), options), side(key), side(value), tokens, length)
 
 
 def _padded(x: jax.Array) -> jax.Array:
@@ -91,25 +91,25 @@ def _padded(x: jax.Array) -> jax.Array:
     return operands.pad_axis(x, 3, head_dim)
 
 
-def _signed(query: jax.Array, static: Static) -> jax.Array:
+def _signed(query: jax.Array, options: PooledOptions) -> jax.Array:
     """The query, with the sign of the scale: the kernel takes maxima before it scales."""
-    return -query if static.scale < 0 else query
+    return -query if options.scale < 0 else query
 
 
-def _settings(static: Static, stages: int) -> Any:
-    from pallas_kernels.mosaic.pooled_forward import Settings
+def _settings(options: PooledOptions, stages: int) -> Any:
+    from pallas_kernels.mosaic.hopper.pooled.forward import Settings
 
     return Settings(
-        block_q=static.block_q,
-        block_kv=static.block_kv,
-        scale=abs(static.scale),
-        is_causal=static.is_causal,
+        block_q=options.block_q,
+        block_kv=options.block_kv,
+        scale=abs(options.scale),
+        is_causal=options.is_causal,
         stages=stages,
         programs=multiprocessors(),
     )
 
 
-@functools.partial(jax.jit, static_argnames=("static", "launch"))
+@functools.partial(jax.jit, static_argnames=("options", "launch"))
 def attention(
     query: jax.Array,
     key: jax.Array,
@@ -118,20 +118,20 @@ def attention(
     query_length: jax.Array | None,
     key_length: jax.Array | None,
     *,
-    static: Static,
+    options: PooledOptions,
     launch: Launch | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`reference.attention` as a pass of pooling and one kernel; `launch` is for tuning.
 
     Weights are rounded to the operands' 16 bits before they multiply the values.
     """
-    from pallas_kernels.mosaic import pooled_forward
+    from pallas_kernels.mosaic.hopper.pooled import forward as pooled_forward
 
     launch = launch or default_launch(query.shape[-1])
     sizes = (query.shape[1], key.shape[1])
-    x = _operands(query, key, value, query_length, key_length, static)
-    blocks, counts = lists.by_query(levels, *sizes, query_length, key_length, static)
-    settings = _settings(static, launch.forward)
+    x = _operands(query, key, value, query_length, key_length, options)
+    blocks, counts = lists.by_query(levels, *sizes, query_length, key_length, options)
+    settings = _settings(options, launch.forward)
     out, residual = pooled_forward.attention(
         x.query, x.keys, x.values, blocks, counts, x.query_length, x.key_length, settings
     )
@@ -139,7 +139,7 @@ def attention(
     return out[:, : sizes[0], :, : query.shape[-1]], residual
 
 
-@functools.partial(jax.jit, static_argnames=("static", "launch"))
+@functools.partial(jax.jit, static_argnames=("options", "launch"))
 def gradient(
     query: jax.Array,
     key: jax.Array,
@@ -152,31 +152,32 @@ def gradient(
     d_out: jax.Array,
     d_residual: jax.Array,
     *,
-    static: Static,
+    options: PooledOptions,
     launch: Launch | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`reference.gradient` as kernels: queries, then keys and values level by level.
 
     Weights and the scores' gradients are rounded to the operands' 16 bits before they multiply.
     """
-    from pallas_kernels.mosaic import pooled_key_gradient, pooled_query_gradient
+    from pallas_kernels.mosaic.hopper.pooled import key_gradient as pooled_key_gradient
+    from pallas_kernels.mosaic.hopper.pooled import query_gradient as pooled_query_gradient
 
     launch = launch or default_launch(query.shape[-1])
     sizes, head_dim = (query.shape[1], key.shape[1]), query.shape[-1]
     # The kernels load padding, too, and weight it with 0, which does not remove a NaN.
     query = operands.without_padding(query, query_length)
-    x = _operands(query, key, value, query_length, key_length, static)
+    x = _operands(query, key, value, query_length, key_length, options)
     d_out, lse, delta = operands.gradient_rows(
         out, residual, d_out, d_residual, -(-sizes[0] // _TILE) * _TILE
     )
     queries = (x.query, _padded(d_out), lse, delta)
-    found = lists.by_query(levels, *sizes, query_length, key_length, static)
-    settings = _settings(static, launch.query_gradient)
+    found = lists.by_query(levels, *sizes, query_length, key_length, options)
+    settings = _settings(options, launch.query_gradient)
     d_query = pooled_query_gradient.query_gradient(
         *queries, x.keys, x.values, *found, x.key_length, settings
     )
-    settings = _settings(static, launch.key_gradient)
-    listed = lists.by_every_key(levels, _TILE, *sizes, query_length, key_length, static)
+    settings = _settings(options, launch.key_gradient)
+    listed = lists.by_every_key(levels, _TILE, *sizes, query_length, key_length, options)
     by_level = pooled_key_gradient.key_gradient(
         *queries, x.keys, x.values, *listed, x.key_length, settings=settings
     )
@@ -184,4 +185,4 @@ def gradient(
         operands.merge_gradients(parts, key_length, sizes[1], key.dtype)[..., :head_dim]
         for parts in by_level
     )
-    return _signed(d_query[:, : sizes[0], :, :head_dim], static), d_key, d_value
+    return _signed(d_query[:, : sizes[0], :, :head_dim], options), d_key, d_value

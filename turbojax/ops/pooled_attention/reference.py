@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from turbojax.ops.pooled_attention.pooling import group_counts, pool, spread, sum_dtype
-from turbojax.ops.pooled_attention.static import LEVELS, Static
+from turbojax.ops.pooled_attention.static import LEVELS, PooledOptions
 
 # Most queries that are processed together, which bounds the scores that exist at a time.
 _LARGEST_TILE = 128
@@ -53,7 +53,7 @@ class _Tile(NamedTuple):
     arrays: _Arrays
 
 
-@functools.partial(jax.jit, static_argnames="static")
+@functools.partial(jax.jit, static_argnames="options")
 def attention(
     query: jax.Array,
     key: jax.Array,
@@ -62,7 +62,7 @@ def attention(
     query_length: jax.Array | None,
     key_length: jax.Array | None,
     *,
-    static: Static,
+    options: PooledOptions,
 ) -> tuple[jax.Array, jax.Array]:
     """Pooled attention (Algorithm 1). Memory grows with ``T + S``.
 
@@ -73,7 +73,7 @@ def attention(
       levels: integers ``[B or 1, N or 1, T_r, T_c]``.
       query_length: optional int32 ``[B]``; queries at or past it give 0 and ``-inf``.
       key_length: optional int32 ``[B]``; keys at or past it are ignored.
-      static: blocks, scale and causality.
+      options: blocks, scale and causality.
 
     Returns:
       out ``[B, T, N, H]`` in the query's dtype, and the log-sum-exp ``[B, T, N]`` in float32 (for
@@ -82,14 +82,14 @@ def attention(
     batch, length, heads, channels = query.shape
     query_length, key_length = _lengths(query, key, query_length, key_length)
     dtype = sum_dtype(query.dtype)
-    pyramid = _pyramid(key_length, key.shape[1], static)
+    pyramid = _pyramid(key_length, key.shape[1], options)
     k, v = _pooled(key, key_length), _pooled(value, key_length)
 
     def one_tile(tile: _Tile) -> _Arrays:
         (q,) = tile.arrays
         real = _real(tile, query_length)
-        mask = _visible(tile, real, pyramid, static)
-        scores = _scores(q, k, mask, pyramid, static)
+        mask = _visible(tile, real, pyramid, options)
+        scores = _scores(q, k, mask, pyramid, options)
         highest = jnp.max(scores, axis=-1, keepdims=True)
         shift = jnp.where(highest == -jnp.inf, jnp.zeros((), dtype), highest)
         p = jnp.exp(scores - shift)
@@ -101,14 +101,14 @@ def attention(
         nan = jnp.asarray(jnp.nan, dtype)
         return jnp.where(wrong, nan, out).astype(query.dtype), jnp.where(wrong, nan, residual)
 
-    out, residual = jax.lax.map(one_tile, _tiles(levels, key.shape[2], static, query))
+    out, residual = jax.lax.map(one_tile, _tiles(levels, key.shape[2], options, query))
     return (
-        _untile(out, length, static).reshape(batch, length, heads, channels),
-        _untile(residual, length, static).reshape(batch, length, heads),
+        _untile(out, length, options).reshape(batch, length, heads, channels),
+        _untile(residual, length, options).reshape(batch, length, heads),
     )
 
 
-@functools.partial(jax.jit, static_argnames="static")
+@functools.partial(jax.jit, static_argnames="options")
 def gradient(
     query: jax.Array,
     key: jax.Array,
@@ -121,7 +121,7 @@ def gradient(
     d_out: jax.Array,
     d_residual: jax.Array,
     *,
-    static: Static,
+    options: PooledOptions,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The vector-Jacobian product of `attention` (Algorithms 2 and 3). Memory grows with ``T + S``.
 
@@ -141,7 +141,7 @@ def gradient(
       residual: ``[B, T, N]``, what `attention` gave.
       d_out: ``[B, T, N, H]``, cotangent of the output.
       d_residual: ``[B, T, N]``, cotangent of the log-sum-exp.
-      static: blocks, scale and causality.
+      options: blocks, scale and causality.
 
     Returns:
       Gradients of query, key and value in their shapes and dtypes, summed in float32 (float64).
@@ -149,29 +149,29 @@ def gradient(
     query_length, key_length = _lengths(query, key, query_length, key_length)
     dtype = sum_dtype(query.dtype)
     size, kv_heads = key.shape[1:3]
-    pyramid = _pyramid(key_length, size, static)
+    pyramid = _pyramid(key_length, size, options)
     k, v = _pooled(key, key_length), _pooled(value, key_length)
     rows = (residual[..., None].astype(dtype), d_residual[..., None].astype(dtype))
 
     def one_tile(sums: _Arrays, tile: _Tile) -> tuple[_Arrays, jax.Array]:
         d_k, d_v = sums
         q, o, d_o, lse, d_lse = tile.arrays
-        mask = _visible(tile, _real(tile, query_length), pyramid, static)
+        mask = _visible(tile, _real(tile, query_length), pyramid, options)
         # A row's cotangents may be anything where it sees nothing, and there is nothing to shift.
-        p = jnp.where(mask, jnp.exp(_scores(q, k, mask, pyramid, static) - lse), _zero(dtype))
+        p = jnp.where(mask, jnp.exp(_scores(q, k, mask, pyramid, options) - lse), _zero(dtype))
         d = jnp.sum(d_o.astype(dtype) * o.astype(dtype), axis=-1, keepdims=True)
         d_p = _dot("bkgth,bkrh->bkgtr", d_o, v)
-        d_s = jnp.where(mask, p * (d_p - d + d_lse) * static.scale, _zero(dtype))
+        d_s = jnp.where(mask, p * (d_p - d + d_lse) * options.scale, _zero(dtype))
         d_q = _weighted_sum("bkgtr,bkrh->bkgth", d_s, mask, k, of_rows=True)
         d_k = d_k + _weighted_sum("bkgtr,bkgth->bkrh", d_s, mask, q, of_rows=False)
         d_v = d_v + _weighted_sum("bkgtr,bkgth->bkrh", p, mask, d_o, of_rows=False)
         return (d_k, d_v), d_q.astype(query.dtype)
 
     nothing: _Arrays = (jnp.zeros(k.shape, dtype),) * 2
-    tiles = _tiles(levels, kv_heads, static, query, out, d_out, *rows)
+    tiles = _tiles(levels, kv_heads, options, query, out, d_out, *rows)
     (d_k, d_v), d_q = jax.lax.scan(one_tile, nothing, tiles)
     return (
-        _untile(d_q, query.shape[1], static).reshape(query.shape),
+        _untile(d_q, query.shape[1], options).reshape(query.shape),
         _unpooled(d_k, key_length, size).astype(key.dtype),
         _unpooled(d_v, key_length, size).astype(value.dtype),
     )
@@ -193,7 +193,7 @@ def _lengths(
     return of(query, query_length), of(key, key_length)
 
 
-def _pyramid(key_length: jax.Array, size: int, static: Static) -> _Pyramid:
+def _pyramid(key_length: jax.Array, size: int, options: PooledOptions) -> _Pyramid:
     """The rows of the pyramid."""
     firsts = [jnp.arange(0, size, level, dtype=jnp.int32) for level in LEVELS]
     levels = [jnp.full_like(x, level) for x, level in zip(firsts, LEVELS, strict=True)]
@@ -201,7 +201,7 @@ def _pyramid(key_length: jax.Array, size: int, static: Static) -> _Pyramid:
     first = jnp.concatenate(firsts)
     return _Pyramid(
         level=jnp.concatenate(levels),
-        block=first // static.block_kv,
+        block=first // options.block_kv,
         tokens=tokens,
         last=first[None] + tokens - 1,
     )
@@ -222,18 +222,18 @@ def _unpooled(d: jax.Array, key_length: jax.Array, size: int) -> jax.Array:
     return functools.reduce(jnp.add, tokens)
 
 
-def _tile_size(length: int, static: Static) -> tuple[int, int]:
+def _tile_size(length: int, options: PooledOptions) -> tuple[int, int]:
     """How many tiles a block of queries has, and how many queries a tile."""
-    block = min(static.block_q, length)
+    block = min(options.block_q, length)
     tiles = -(-block // _LARGEST_TILE)
     return tiles, -(-block // tiles)
 
 
-def _tiles(levels: jax.Array, kv_heads: int, static: Static, *arrays: jax.Array) -> _Tile:
+def _tiles(levels: jax.Array, kv_heads: int, options: PooledOptions, *arrays: jax.Array) -> _Tile:
     """Arrays ``[B, T, N, ...]`` by tiles, stacked ``[n, B, K, G, t, ...]``."""
     batch, length, heads = arrays[0].shape[:3]
-    block_q = min(static.block_q, length)
-    tiles, size = _tile_size(length, static)
+    block_q = min(options.block_q, length)
+    tiles, size = _tile_size(length, options)
     blocks = levels.shape[2]
 
     def split(x: jax.Array) -> jax.Array:
@@ -259,10 +259,10 @@ def _tiles(levels: jax.Array, kv_heads: int, static: Static, *arrays: jax.Array)
     )
 
 
-def _untile(x: jax.Array, length: int, static: Static) -> jax.Array:
+def _untile(x: jax.Array, length: int, options: PooledOptions) -> jax.Array:
     """Tiles ``[n, B, K, G, t, ...]`` back to ``[B, T, K, G, ...]``."""
-    block_q = min(static.block_q, length)
-    tiles, size = _tile_size(length, static)
+    block_q = min(options.block_q, length)
+    tiles, size = _tile_size(length, options)
     x = jnp.transpose(x, (1, 0, 4, 2, 3, 5))
     x = x.reshape(x.shape[0], -1, tiles * size, *x.shape[3:])[:, :, :block_q]
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
@@ -274,12 +274,12 @@ def _real(tile: _Tile, query_length: jax.Array) -> jax.Array:
     return real[:, None, None, :, None]
 
 
-def _visible(tile: _Tile, real: jax.Array, pyramid: _Pyramid, static: Static) -> jax.Array:
+def _visible(tile: _Tile, real: jax.Array, pyramid: _Pyramid, options: PooledOptions) -> jax.Array:
     """Which pooled tokens the queries of a tile see, bool ``[B, K or 1, G or 1, t, R]``."""
     chosen = jnp.take(tile.levels, pyramid.block, axis=-1).astype(jnp.int32)
     chosen = (chosen == pyramid.level[None, None, None])[..., None, :]
     there = (pyramid.tokens > 0)[:, None, None, None]
-    if static.is_causal:
+    if options.is_causal:
         last = pyramid.last[:, None, None, None]
         there = there & (last <= tile.position[None, None, None, :, None])
     return chosen & there & real
@@ -292,10 +292,10 @@ def _invalid(levels: jax.Array) -> jax.Array:
 
 
 def _scores(
-    q: jax.Array, k: jax.Array, mask: jax.Array, pyramid: _Pyramid, static: Static
+    q: jax.Array, k: jax.Array, mask: jax.Array, pyramid: _Pyramid, options: PooledOptions
 ) -> jax.Array:
     """``scale q . k + log(count)``, ``[B, K, G, t, R]``; ``-inf`` where masked."""
-    scores = _dot("bkgth,bkrh->bkgtr", q, k) * static.scale
+    scores = _dot("bkgth,bkrh->bkgtr", q, k) * options.scale
     bias = jnp.log(jnp.maximum(pyramid.tokens, 1).astype(scores.dtype))
     scores = scores + bias[:, None, None, None]
     return jnp.where(mask, scores, jnp.asarray(-jnp.inf, scores.dtype))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from turbojax._device import interpreting, needs_gpu, unindexable
 from turbojax.ops.pooled_attention import lists, operands
-from turbojax.ops.pooled_attention.static import LEVELS, Static
+from turbojax.ops.pooled_attention.static import LEVELS, PooledOptions
 
 _AMPERE = 8.0
 _LARGEST_HEAD_DIM = 256
@@ -18,12 +18,12 @@ _MOST_QUERY_BLOCKS, _MOST_BLOCKS = 2**15, 16
 
 
 def unsupported(
-    *, query: jax.Array, key: jax.Array, value: jax.Array, levels: jax.Array, static: Static
+    *, query: jax.Array, key: jax.Array, value: jax.Array, levels: jax.Array, options: PooledOptions
 ) -> str | None:
     """Why the kernels cannot run this here, forward or backward; None if they can."""
     del value
     for name in ("block_q", "block_kv"):
-        block = getattr(static, name)
+        block = getattr(options, name)
         if block & (block - 1) or not 16 <= block <= 256:
             return f"{name}={block} must be a power of two from 16 to 256"
     head_dim = query.shape[-1]
@@ -59,17 +59,17 @@ def _launch(rows: int, query: jax.Array) -> dict[str, int]:
     return {"num_warps": num_warps, "num_stages": 2 if query.dtype == jnp.float32 else 3}
 
 
-def _walk_settings(query: jax.Array, static: Static, queries: int, interpret: bool) -> Any:
+def _walk_settings(query: jax.Array, options: PooledOptions, queries: int, interpret: bool) -> Any:
     """Launch of a kernel that walks over lists by query, with this many queries at most."""
     from pallas_kernels.triton._pooled_common import Settings
 
     dtype, head_dim = query.dtype, query.shape[-1]
-    tile = min(static.block_q, _fitting(queries, _PROGRAM_BYTES, dtype, head_dim))
+    tile = min(options.block_q, _fitting(queries, _PROGRAM_BYTES, dtype, head_dim))
     return Settings(
-        block_q=static.block_q,
-        block_kv=static.block_kv,
-        scale=static.scale,
-        is_causal=static.is_causal,
+        block_q=options.block_q,
+        block_kv=options.block_kv,
+        scale=options.scale,
+        is_causal=options.is_causal,
         tile=tile,
         tile_kv=_fitting(_KEYS, _KEY_BYTES, dtype, head_dim),
         **_launch(tile, query),
@@ -77,21 +77,21 @@ def _walk_settings(query: jax.Array, static: Static, queries: int, interpret: bo
     )
 
 
-def _key_settings(query: jax.Array, level: int, static: Static, interpret: bool) -> Any:
+def _key_settings(query: jax.Array, level: int, options: PooledOptions, interpret: bool) -> Any:
     """Launch of the gradients of keys and values of one level."""
     from pallas_kernels.triton.pooled_key_gradient import Settings
 
     dtype, head_dim = query.dtype, query.shape[-1]
     rows = _fitting(_GROUPS[level], _PROGRAM_BYTES, dtype, head_dim)
-    rows = min(rows, _MOST_BLOCKS * static.block_kv // level)
+    rows = min(rows, _MOST_BLOCKS * options.block_kv // level)
     return Settings(
         level=level,
         rows=rows,
-        step=min(static.block_q, _fitting(static.block_q, _QUERY_BYTES, dtype, head_dim)),
-        block_q=static.block_q,
-        block_kv=static.block_kv,
-        scale=static.scale,
-        is_causal=static.is_causal,
+        step=min(options.block_q, _fitting(options.block_q, _QUERY_BYTES, dtype, head_dim)),
+        block_q=options.block_q,
+        block_kv=options.block_kv,
+        scale=options.scale,
+        is_causal=options.is_causal,
         **_launch(rows, query),
         interpret=interpret,
     )
@@ -105,14 +105,14 @@ def attention(
     query_length: jax.Array | None,
     key_length: jax.Array | None,
     *,
-    static: Static,
+    options: PooledOptions,
 ) -> tuple[jax.Array, jax.Array]:
     """`reference.attention` as a pass of pooling and one kernel."""
     arrays = (query, key, value, levels, query_length, key_length)
-    return _attention(*arrays, static=static, interpret=interpreting())
+    return _attention(*arrays, options=options, interpret=interpreting())
 
 
-@functools.partial(jax.jit, static_argnames=("static", "interpret"))
+@functools.partial(jax.jit, static_argnames=("options", "interpret"))
 def _attention(
     query: jax.Array,
     key: jax.Array,
@@ -121,7 +121,7 @@ def _attention(
     query_length: jax.Array | None,
     key_length: jax.Array | None,
     *,
-    static: Static,
+    options: PooledOptions,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     from pallas_kernels.triton import _pooled_common, pooled_forward
@@ -132,9 +132,9 @@ def _attention(
         query,
         _side(key, lengths[1], interpret),
         _side(value, lengths[1], interpret),
-        _pooled_common.Lists(*lists.by_query(levels, *tokens, query_length, key_length, static)),
+        _pooled_common.Lists(*lists.by_query(levels, *tokens, query_length, key_length, options)),
         *lengths,
-        _walk_settings(query, static, _FORWARD_QUERIES, interpret),
+        _walk_settings(query, options, _FORWARD_QUERIES, interpret),
     )
 
 
@@ -150,15 +150,15 @@ def gradient(
     d_out: jax.Array,
     d_residual: jax.Array,
     *,
-    static: Static,
+    options: PooledOptions,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`reference.gradient` as kernels: queries, then keys and values level by level."""
     arrays = (query, key, value, levels, query_length, key_length)
     cotangents = (out, residual, d_out, d_residual)
-    return _gradient(*arrays, *cotangents, static=static, interpret=interpreting())
+    return _gradient(*arrays, *cotangents, options=options, interpret=interpreting())
 
 
-@functools.partial(jax.jit, static_argnames=("static", "interpret"))
+@functools.partial(jax.jit, static_argnames=("options", "interpret"))
 def _gradient(
     query: jax.Array,
     key: jax.Array,
@@ -171,7 +171,7 @@ def _gradient(
     d_out: jax.Array,
     d_residual: jax.Array,
     *,
-    static: Static,
+    options: PooledOptions,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     from pallas_kernels.triton import _pooled_common, pooled_key_gradient, pooled_query_gradient
@@ -185,15 +185,15 @@ def _gradient(
         queries,
         k,
         v,
-        _pooled_common.Lists(*lists.by_query(levels, *tokens, query_length, key_length, static)),
+        _pooled_common.Lists(*lists.by_query(levels, *tokens, query_length, key_length, options)),
         *lengths,
-        _walk_settings(query, static, _GRADIENT_QUERIES, interpret),
+        _walk_settings(query, options, _GRADIENT_QUERIES, interpret),
     )
     by_level = []
     for level in LEVELS:
-        settings = _key_settings(query, level, static, interpret)
+        settings = _key_settings(query, level, options, interpret)
         found = lists.by_key(
-            levels, level, settings.rows, *tokens, query_length, key_length, static
+            levels, level, settings.rows, *tokens, query_length, key_length, options
         )
         entries = pooled_key_gradient.Lists(*found)
         by_level.append(

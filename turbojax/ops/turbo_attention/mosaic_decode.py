@@ -12,7 +12,7 @@ from turbojax.sas import SAS
 from turbojax.state.progressive.cache import CacheSide, ProgressiveCache
 
 if TYPE_CHECKING:
-    from pallas_kernels.mosaic.decode import Side, SparseExponential
+    from pallas_kernels.mosaic.hopper.decode.kernel import Side, SparseExponential
 
 _HEAD_DIMS = (64, 128, 256)
 _BLOCKS = (64, 128)
@@ -81,7 +81,7 @@ def decode(
 
     `launch` is `default_launch` if not given.
     """
-    from pallas_kernels.mosaic import decode as kernel
+    from pallas_kernels.mosaic.hopper.decode import kernel
 
     config = cache.config
     rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
@@ -120,7 +120,7 @@ def default_launch(query: jax.Array, cache: ProgressiveCache) -> Launch:
     warp. A long one is cut into a few more programs than run at once, which evens out differences
     in their speed; each still has enough work that merging costs little in comparison.
     """
-    from pallas_kernels.mosaic.decode import stage_bytes
+    from pallas_kernels.mosaic.hopper.decode.kernel import stage_bytes
 
     rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
     heads = cache.batch_size * cache.num_kv_heads * -(-rows // _tile(rows))
@@ -140,7 +140,7 @@ def default_launch(query: jax.Array, cache: ProgressiveCache) -> Launch:
 
 
 def _exponential(config: TurboConfig) -> "SparseExponential | None":
-    from pallas_kernels.mosaic import decode as kernel
+    from pallas_kernels.mosaic.hopper.decode import kernel
 
     if not isinstance(config.softmax, SAS):
         return None
@@ -149,6 +149,6 @@ def _exponential(config: TurboConfig) -> "SparseExponential | None":
 
 
 def _side(side: CacheSide) -> "Side":
-    from pallas_kernels.mosaic import decode as kernel
+    from pallas_kernels.mosaic.hopper.decode import kernel
 
     return kernel.Side(*(getattr(side, name) for name in kernel.Side._fields))

@@ -45,7 +45,7 @@ def attention_unsupported(
 
 
 class Launch(NamedTuple):
-    """How the kernel is laid out, see `pallas_kernels.mosaic.attention.Settings`."""
+    """How the kernel is laid out, see `pallas_kernels.mosaic.hopper.attention.Settings`."""
 
     stages: int
     ahead: bool
@@ -86,7 +86,7 @@ def attention(
     Returns:
       out ``[B, T, N, H]`` in the query's dtype and the float32 log-sum-exp ``[B, T, N]``.
     """
-    from pallas_kernels.mosaic import attention as kernel
+    from pallas_kernels.mosaic.hopper import attention as kernel
 
     if options.scale < 0:  # the kernel takes the maximum of scores before it scales them
         query, options = -query, dataclasses.replace(options, scale=-options.scale)
@@ -119,7 +119,7 @@ def attention(
 
 
 def default_launch(query: jax.Array, config: TurboConfig) -> Launch:
-    """What was fastest in the measurements of `pallas_kernels.mosaic.attention`.
+    """What was fastest in the measurements of `pallas_kernels.mosaic.hopper.attention`.
 
     Computing scores ahead takes more registers than there are in mode ``"int8"``, whose second
     products are converted too, and with 256 channels.

@@ -146,15 +146,19 @@ def check_range(
 ) -> None:
     """Raises ValueError, outside `jit`, where a finite value is beyond what the format stores."""
     seen = _checks.is_concrete(key, value, new_lengths, *content.values())
-    if pool.kv_dtype == "auto" or not seen:
+    if not seen:
         return
     real = np.arange(key.shape[1])[None] < np.asarray(new_lengths)[:, None]
     for name, x in (("key", key), ("value", value)):
-        stored = content[f"{name}_norm" if pool.kv_dtype == "turbo4" else name]
+        side = getattr(pool.formats, name)
+        if not side.is_bounded:
+            continue
+        stored = content[f"{name}_norm" if side.has_norm else name]
         beyond = np.asarray(_beyond(x, stored)) & real
         if np.any(beyond):
             b, t = np.argwhere(beyond)[0]
-            raise ValueError(f"{name}[{b}, {t}] {_explain(pool, name)}")
+            scale = float(getattr(pool, f"{name}_scale")) if side.has_scale else 1.0
+            raise ValueError(f"{name}[{b}, {t}] {side.refusal(pool.kv_dtype, name, scale)}")
 
 
 @jax.jit
@@ -166,18 +170,6 @@ def _beyond(x: jax.Array, stored: jax.Array) -> jax.Array:
     nan = jnp.isnan(stored.astype(jnp.float32))
     lost = finite & (nan if nan.ndim == finite.ndim else jnp.any(nan, axis=-1))
     return jnp.any(lost, axis=axes[:-1])
-
-
-def _explain(pool: Pool, name: str) -> str:
-    if pool.kv_dtype == "turbo4":
-        largest = float(jnp.finfo(jnp.float16).max)
-        return f"has a norm beyond {largest:g}, the largest that turbo4 stores in float16"
-    scale = float(getattr(pool, f"{name}_scale"))
-    largest = float(jnp.finfo(getattr(pool, name).dtype).max)
-    return (
-        f"holds values beyond {largest * scale:g}, the largest of "
-        f"kv_dtype={pool.kv_dtype!r} with {name}_scale={scale:g}"
-    )
 
 
 def _check_entries(pool: Pool, tables: np.ndarray, needed: np.ndarray) -> None:

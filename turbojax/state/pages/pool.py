@@ -1,4 +1,4 @@
-"""`PagedCache`: keys and values in pages of one pool, in 16, 8 or 4 bits.
+"""`PagedCache`: keys and values in pages of one pool, in 16 bits or fewer.
 
 A sequence is a row of a block table (the pages it holds, in order) and a length; both are the
 caller's, usually a `PageAllocator`'s. A token is stored by itself and once: its bits depend neither
@@ -19,17 +19,14 @@ from turbojax.state import checks
 from turbojax.state.pages import checks as page_checks
 from turbojax.state.pages import triton as paged_triton
 from turbojax.state.pages import writing as page_writing
+from turbojax.state.pages.formats import FORMATS, Encoded, Formats
+from turbojax.state.pages.formats import to_fp8 as to_fp8
 from turbojax.state.pages.writing import page_arrays as page_arrays
-from turbojax.state.pages.writing import to_fp8 as to_fp8
 
 PAGE_SIZES = (16, 32, 64, 128)
 
-_FP8 = {"fp8_e4m3": jnp.dtype(jnp.float8_e4m3fn), "fp8_e5m2": jnp.dtype(jnp.float8_e5m2)}
-
-KV_DTYPES = ("auto", *_FP8, "turbo4")
+KV_DTYPES = tuple(FORMATS)
 """Ways to store a page; see `PagedCache`."""
-
-_BITS = 4
 
 APPEND = Registry(
     "paged.append",
@@ -53,17 +50,21 @@ class PagedCache:
     - ``"turbo4"``: a random rotation, 4-bit codes of its coordinates and a norm per token and head
       (PolarQuant, Han et al., 2025; see `turbojax.polar`), 3.9 times smaller than bfloat16 at 128
       channels.
+    - ``"turbo_k4v2"`` and so on: the same with as many bits for keys and for values as the name
+      says, each 4, 3 or 2. Codes are packed without gaps, see `turbojax.polar.pack`.
+    - ``"k8v4"``: keys as in ``"fp8_e4m3"``, values as in ``"turbo4"``: of the two it is keys whose
+      errors cost more, since scores go through an exponential.
 
     Made by `init_paged_cache`; the functions of `turbojax.paged` take it and never change it in
     place (donate it to `jit` to reuse its memory). The content of pages that no sequence holds, and
     of slots past a sequence's length, is arbitrary.
 
     Attributes:
-      key: the stored keys: uint8 ``[P, K, page_size, H / 2]`` for turbo4, in the order of
+      key: the stored keys: uint8 ``[P, K, page_size, H * bits / 8]`` for codes, in the order of
         `turbojax.polar.pack`; otherwise ``[P, K, page_size, H]`` in `dtype`, float8_e4m3fn or
         float8_e5m2.
       value: as `key`.
-      key_norm: float16 ``[P, K, page_size]`` for turbo4, NaN where a vector was not finite; None
+      key_norm: float16 ``[P, K, page_size]`` for codes, NaN where a vector was not finite; None
         otherwise.
       value_norm: as `key_norm`.
       key_scale: float32 ``[]`` for fp8; None otherwise.
@@ -73,7 +74,7 @@ class PagedCache:
       kv_dtype: one of `KV_DTYPES`.
       head_dim: channels of a head, `H`.
       dtype: dtype of the queries, keys and values it takes.
-      seed: of turbo4's rotation.
+      seed: of the rotation of codes.
     """
 
     key: jax.Array
@@ -124,14 +125,19 @@ class PagedCache:
         return 4 * self.num_kv_heads * self.head_dim / self.token_bytes
 
     @property
+    def formats(self) -> Formats:
+        """How keys, and how values, are stored."""
+        return FORMATS[self.kv_dtype]
+
+    @property
     def rotation(self) -> polar.Rotation:
-        """The rotation of turbo4's keys and values.
+        """The rotation of keys and values that are stored as codes.
 
         Raises:
-          ValueError: for another `kv_dtype`.
+          ValueError: if neither are.
         """
-        if self.kv_dtype != "turbo4":
-            raise ValueError(f"kv_dtype={self.kv_dtype!r} has no rotation, only 'turbo4' has")
+        if not self.formats.is_rotated:
+            raise ValueError(f"kv_dtype={self.kv_dtype!r} has no rotation: it has no codes")
         return polar.rotation(self.head_dim, self.seed)
 
     def validate(self) -> None:
@@ -175,13 +181,15 @@ def init_paged_cache(
       num_pages: pages of the pool, `P`.
       page_size: tokens a page: 16, 32, 64 or 128.
       num_kv_heads: key/value heads, `K`.
-      head_dim: channels, `H`; for turbo4 one that `turbojax.polar.rotation` knows.
-      kv_dtype: ``"auto"``, ``"fp8_e4m3"``, ``"fp8_e5m2"`` or ``"turbo4"``; see `PagedCache`.
+      head_dim: channels, `H`; for codes one that `turbojax.polar.rotation` knows, and for those of
+        3 bits a multiple of 8.
+      kv_dtype: one of `KV_DTYPES`: ``"auto"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``, ``"turbo4"``,
+        ``"k8v4"``, ``"turbo_k4v2"`` ...; see `PagedCache`.
       dtype: of the queries, keys and values to come: bfloat16, float16 or float32.
-      key_scale: for fp8, what a stored key is multiplied with: the largest key over the format's
-        largest value (448 for e4m3, 57344 for e5m2), or more.
+      key_scale: for fp8 keys, what a stored key is multiplied with: the largest key over the
+        format's largest value (448 for e4m3, 57344 for e5m2), or more.
       value_scale: the same for values.
-      seed: for turbo4, of the rotation.
+      seed: for codes, of the rotation.
 
     Raises:
       TypeError: if `dtype` is none of these, a size or the seed not an integer, or a scale not a
@@ -199,12 +207,13 @@ def init_paged_cache(
     dtype = jnp.dtype(dtype)
     if dtype not in _checks.FLOAT_DTYPES:
         raise TypeError(f"{dtype=!s} must be bfloat16, float16 or float32")
-    for name, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
+    formats = FORMATS[kv_dtype]
+    for name, scale in (("key", key_scale), ("value", value_scale)):
         _check_scale(name, scale, kv_dtype)
     _checks.check_integer("seed", seed)
-    if seed and kv_dtype != "turbo4":
-        raise ValueError(f"{seed=} has no use with {kv_dtype=}: only 'turbo4' rotates")
-    if kv_dtype == "turbo4":
+    if seed and not formats.is_rotated:
+        raise ValueError(f"{seed=} has no use with {kv_dtype=}: only codes are of rotated vectors")
+    if formats.is_rotated:
         polar.rotation(head_dim, seed)  # raises unless there is one
     return _empty(
         num_pages,
@@ -245,7 +254,7 @@ def append(
       lengths: integer ``[B]``, tokens held before.
       new_lengths: optional integer ``[B]``: how many of the `T` tokens belong to each sequence, the
         first ones; all of them if not given.
-      implementation: ``"triton"`` (turbo4 with a head dim that is a power of two, one kernel),
+      implementation: ``"triton"`` (turbo4, with a head dim that is a power of two, one kernel),
         ``"xla"``, or None to choose. All store the same bits.
 
     Returns:
@@ -283,7 +292,7 @@ def gather(
 ) -> tuple[jax.Array, jax.Array]:
     """The keys and values that sequences hold, densely, for tests and debugging.
 
-    For turbo4 these are what attention works with: the centroids of
+    For codes these are what attention works with: the centroids of
     `turbojax.polar.integer_centroids` times the norm, in float32, rotated back.
 
     Args:
@@ -333,12 +342,13 @@ def _check_arguments(
     return block_tables, page_checks.check_lengths("lengths", lengths, len(key))
 
 
-def _check_scale(name: str, scale: float, kv_dtype: str) -> None:
+def _check_scale(side: str, scale: float, kv_dtype: str) -> None:
+    name = f"{side}_scale"
     if scale is None:
         raise TypeError(f"{name} is None, must be a number")
     _checks.check_number(name, scale)
     _checks.check_positive(name, scale)
-    if kv_dtype not in _FP8 and scale != 1:
+    if not getattr(FORMATS[kv_dtype], side).has_scale and scale != 1:
         raise ValueError(f"{name}={scale} has no use with {kv_dtype=}: only fp8 has scales")
 
 
@@ -354,16 +364,14 @@ def _empty(
     seed: int,
 ) -> PagedCache:
     rows = (num_pages, num_kv_heads, page_size)
-    is_turbo4, is_fp8 = kv_dtype == "turbo4", kv_dtype in _FP8
-    shape = (*rows, head_dim // 2 if is_turbo4 else head_dim)
-    stored = jnp.uint8 if is_turbo4 else _FP8.get(kv_dtype, dtype)
+    key, value = FORMATS[kv_dtype]
     return PagedCache(
-        key=jnp.zeros(shape, stored),
-        value=jnp.zeros(shape, stored),
-        key_norm=jnp.zeros(rows, jnp.float16) if is_turbo4 else None,
-        value_norm=jnp.zeros(rows, jnp.float16) if is_turbo4 else None,
-        key_scale=jnp.asarray(key_scale, jnp.float32) if is_fp8 else None,
-        value_scale=jnp.asarray(value_scale, jnp.float32) if is_fp8 else None,
+        key=jnp.zeros((*rows, key.width(head_dim)), key.dtype(dtype)),
+        value=jnp.zeros((*rows, value.width(head_dim)), value.dtype(dtype)),
+        key_norm=jnp.zeros(rows, jnp.float16) if key.has_norm else None,
+        value_norm=jnp.zeros(rows, jnp.float16) if value.has_norm else None,
+        key_scale=jnp.asarray(key_scale, jnp.float32) if key.has_scale else None,
+        value_scale=jnp.asarray(value_scale, jnp.float32) if value.has_scale else None,
         lost=jnp.zeros((), jnp.int32),
         kv_dtype=kv_dtype,
         head_dim=head_dim,
@@ -381,6 +389,7 @@ def _gather(
 ) -> tuple[jax.Array, jax.Array]:
     """Keys and values in float32 ``[B, S, K, H]``."""
     readable = page_checks.readable(cache, block_tables, lengths)
+    rotation = cache.rotation if cache.formats.is_rotated else None
     pages = jnp.clip(block_tables, 0, cache.num_pages - 1)
     batch, size = len(pages), pages.shape[1] * cache.page_size
     held = jnp.arange(size)[None] < lengths[:, None]
@@ -388,29 +397,15 @@ def _gather(
     def tokens(x: jax.Array) -> jax.Array:
         return jnp.swapaxes(x[pages], 2, 3).reshape(batch, size, cache.num_kv_heads, *x.shape[3:])
 
-    def side(stored: jax.Array, norm: jax.Array | None, scale: jax.Array | None) -> jax.Array:
-        x = tokens(stored)
-        if norm is not None:
-            x = _decode(cache, x, tokens(norm))
-        else:
-            x = x.astype(jnp.float32)
-        if scale is not None:
-            x = x * scale
+    def side(name: str) -> jax.Array:
+        stored, norm = (getattr(cache, field) for field in (name, f"{name}_norm"))
+        encoded = Encoded(tokens(stored), None if norm is None else tokens(norm))
+        scale = getattr(cache, f"{name}_scale")
+        x = getattr(cache.formats, name).decode(encoded, scale, rotation)
         x = jnp.where(held[:, :, None, None], x, 0)
         return jnp.where(readable[:, None, None, None], x, jnp.nan)
 
-    return (
-        side(cache.key, cache.key_norm, cache.key_scale),
-        side(cache.value, cache.value_norm, cache.value_scale),
-    )
-
-
-def _decode(cache: PagedCache, packed: jax.Array, norm: jax.Array) -> jax.Array:
-    table, half, step = polar.integer_centroids(_BITS)
-    centroids = jnp.asarray(np.asarray(table, np.float32) - np.float32(half))
-    unit = step / math.sqrt(cache.head_dim)
-    factor = norm.astype(jnp.float32) * unit
-    return polar.unrotate(factor[..., None] * centroids[polar.unpack(packed)], cache.rotation)
+    return side("key"), side("value")
 
 
 def _describe(x: jax.Array | None) -> str:

@@ -6,12 +6,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from turbojax import polar
 from turbojax.state.pages.checks import Pool
-
-_BITS = 4
 
 
 class Places(NamedTuple):
@@ -75,23 +71,13 @@ def page_arrays(cache: Pool) -> dict[str, jax.Array]:
 @jax.jit
 def _encode(cache: Pool, key: jax.Array, value: jax.Array) -> dict[str, jax.Array]:
     """What the tokens ``[B, T, K, H]`` become in each array: ``[B, T, K, ...]``."""
-    if cache.kv_dtype == "auto":
-        return {"key": key, "value": value}
-    if cache.kv_dtype == "turbo4":
-        key_codes, key_norm = polar.encode(key, cache.rotation, _BITS)
-        value_codes, value_norm = polar.encode(value, cache.rotation, _BITS)
-        return {
-            "key": polar.pack(key_codes),
-            "value": polar.pack(value_codes),
-            "key_norm": key_norm,
-            "value_norm": value_norm,
-        }
-    assert cache.key_scale is not None
-    assert cache.value_scale is not None
-    return {
-        "key": to_fp8(key, cache.key_scale, cache.key.dtype),
-        "value": to_fp8(value, cache.value_scale, cache.value.dtype),
+    rotation = cache.rotation if cache.formats.is_rotated else None
+    sides = {
+        "key": cache.formats.key.encode(key, cache.key_scale, rotation),
+        "value": cache.formats.value.encode(value, cache.value_scale, rotation),
     }
+    norms = {f"{name}_norm": x.norm for name, x in sides.items() if x.norm is not None}
+    return {name: x.data for name, x in sides.items()} | norms
 
 
 @jax.jit
@@ -108,20 +94,3 @@ def _store(
         for name, old in page_arrays(cache).items()
     }
     return dataclasses.replace(cache, lost=cache.lost + place.lost, **arrays)
-
-
-def to_fp8(x: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
-    """``x / scale`` (a product with the reciprocal) in 8 bits; NaN beyond the largest value."""
-    information = jnp.finfo(dtype)
-    x = x.astype(jnp.float32) * (1 / scale)
-    # Rounded here, to nearest, ties to even, so that the conversion is exact: a backend may
-    # convert in two steps, which rounds twice. The quantum and its inverse are powers of two, made
-    # from their bits.
-    smallest = np.float32(information.smallest_normal).view(np.int32)
-    exponent = jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7F800000
-    exponent = jnp.maximum(exponent, int(smallest)) - (information.nmant << 23)
-    quantum = jax.lax.bitcast_convert_type(exponent, jnp.float32)
-    inverse = jax.lax.bitcast_convert_type((254 << 23) - exponent, jnp.float32)
-    rounded = jnp.rint(x * inverse) * quantum
-    fits = jnp.abs(x) <= float(information.max)
-    return jnp.where(fits, rounded, jnp.nan).astype(dtype)

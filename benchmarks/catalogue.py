@@ -1,0 +1,37 @@
+"""Every suite, by name, and everything that the docs show of one result alone."""
+
+from benchmarks import cache_quality, demo, pooled_training, throughput
+from benchmarks.device import first_calls
+from benchmarks.suites import engine
+from benchmarks.suites.attention import suite as attention
+from benchmarks.suites.families import suite as families
+from benchmarks.suites.fireq import suite as fireq
+from benchmarks.suites.flax import suite as flax
+from benchmarks.suites.loading import suite as loading
+from benchmarks.suites.paged import suite as paged
+from benchmarks.suites.pooled import suite as pooled
+
+SUITES = {
+    suite.name: suite
+    for suite in (
+        attention.ATTENTION,
+        attention.HOPPER,
+        pooled.SUITE,
+        fireq.FIREQ,
+        fireq.FIREQ_MODEL,
+        paged.SUITE,
+        engine.SUITE,
+        flax.SUITE,
+        families.SUITE,
+        loading.SUITE,
+    )
+}
+
+SHOWN = (
+    *(suite.shown for suite in SUITES.values()),
+    demo.SHOWN,
+    cache_quality.SHOWN,
+    throughput.SHOWN,
+    pooled_training.SHOWN,
+    first_calls.SHOWN,
+)

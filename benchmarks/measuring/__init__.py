@@ -1,0 +1,1 @@
+"""What suites share when they measure: calls and their inputs, compiling, work."""

@@ -1,0 +1,94 @@
+"""Inputs of attention, exact results, and errors against them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.shapes import Shape
+
+# Channels of a KV head that are larger in keys, as in trained models, and how much.
+_OUTLIER_CHANNELS, _OUTLIER_FACTOR = 3, 5.0
+
+Error = dict[str, float]
+
+
+@functools.partial(jax.jit, static_argnames=("batch", "tokens", "heads", "dim", "outliers"))
+def sample(
+    seed: int, *, batch: int, tokens: int, heads: int, dim: int, outliers: bool = False
+) -> jax.Array:
+    """Normal numbers ``[batch, tokens, heads, dim]``, sampled in float32, as bfloat16.
+
+    Args:
+      seed: of the numbers.
+      batch: first axis.
+      tokens: second axis.
+      heads: third axis.
+      dim: last axis.
+      outliers: whether a few channels of each head are larger.
+    """
+    key = jax.random.key(seed)
+    x = jax.random.normal(key, (batch, tokens, heads, dim), jnp.float32)
+    if outliers:
+        order = jnp.argsort(jax.random.uniform(jax.random.fold_in(key, 1), (heads, dim)), axis=-1)
+        x = x * jnp.where(order < _OUTLIER_CHANNELS, _OUTLIER_FACTOR, 1.0)[None, None]
+    return x.astype(jnp.bfloat16)
+
+
+def sample_all(shape: Shape, queries: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Query ``[B, queries, N, H]``, key and value ``[B, S, K, H]``."""
+    heads = shape.heads
+    make = functools.partial(sample, batch=shape.batch, dim=heads.dim)
+    return (
+        make(0, tokens=queries, heads=heads.query),
+        make(1, tokens=shape.tokens, heads=heads.kv, outliers=True),
+        make(2, tokens=shape.tokens, heads=heads.kv),
+    )
+
+
+@jax.jit
+def exact_rows(query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array) -> jax.Array:
+    """Attention of some rows in float32 at full precision.
+
+    Args:
+      query: ``[B, R, N, H]``.
+      key: ``[B, S, K, H]``.
+      value: ``[B, S, K, H]``.
+      visible: int32 ``[R]``; row `r` sees the first ``visible[r]`` keys.
+
+    Returns:
+      float32 ``[B, R, N, H]``.
+    """
+    batch, rows, heads, dim = query.shape
+    kv_heads = key.shape[2]
+    q = query.reshape(batch, rows, kv_heads, heads // kv_heads, dim).astype(jnp.float32)
+    dot = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+    scores = dot("brkgh,bskh->bkgrs", q, key.astype(jnp.float32)) * dim**-0.5
+    mask = jnp.arange(key.shape[1])[None] < visible[:, None]
+    p = jax.nn.softmax(jnp.where(mask[None, None, None], scores, -jnp.inf), axis=-1)
+    out = dot("bkgrs,bskh->brkgh", p, value.astype(jnp.float32))
+    return out.reshape(batch, rows, heads, dim)
+
+
+@jax.jit
+def _errors(got: jax.Array, want: jax.Array) -> dict[str, jax.Array]:
+    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
+    difference = got - want
+    return {
+        "cosine": jnp.sum(got * want) / (jnp.linalg.norm(got) * jnp.linalg.norm(want)),
+        "relative_l1": jnp.sum(jnp.abs(difference)) / jnp.sum(jnp.abs(want)),
+        "rmse": jnp.sqrt(jnp.mean(difference**2)),
+    }
+
+
+def errors(got: jax.Array, want: jax.Array) -> Error:
+    """Cosine similarity, relative L1 and root mean squared error, over all elements.
+
+    Raises:
+      ArithmeticError: if the output is not finite.
+    """
+    if got.shape != want.shape:
+        raise ValueError(f"{got.shape=} must equal {want.shape=}")
+    if not jnp.all(jnp.isfinite(got)):
+        raise ArithmeticError("the output is not finite")
+    return {name: float(value) for name, value in _errors(jnp.ravel(got), jnp.ravel(want)).items()}

@@ -1,0 +1,1 @@
+"""Decode, prefill and compress against what one would run instead."""

@@ -1,0 +1,200 @@
+"""Decode: one query token per sequence against a cache."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+import turbojax as tj
+from benchmarks import timing
+from benchmarks.measuring import work
+from benchmarks.measuring.compiling import require_gpu
+from benchmarks.measuring.samples import Error, errors, exact_rows, sample_all
+from benchmarks.shapes import Shape
+from benchmarks.suites.attention.cases import (
+    Call,
+    Case,
+    Choice,
+    turbo_configs,
+)
+from turbojax.baselines import kivi
+from turbojax.state.progressive.update import store_prompt
+
+OPERATION = "decode"
+# The sequences end in the middle of a block, so that the buffer is read too.
+_SHORT_OF_FULL = 27
+# Errors are taken over this many sequences.
+_COMPARED = 2
+# Plain JAX on more tokens than this takes too long to be worth a row.
+_XLA_TOKENS = 4096
+
+
+class Inputs:
+    """A query and a full cache, in every form that a case asks for."""
+
+    def __init__(self, shape: Shape):
+        self.shape = shape
+        self.length = shape.tokens - _SHORT_OF_FULL
+        self.lengths = jnp.full(shape.batch, self.length, jnp.int32)
+        self.query, self.key, self.value = sample_all(shape, queries=1)
+        self._caches: dict[tj.TurboConfig, tj.ProgressiveCache] = {}
+
+    @functools.cached_property
+    def expected(self) -> jax.Array:
+        """float32 ``[_COMPARED, 1, N, H]``."""
+        first = (x[:_COMPARED] for x in (self.query, self.key, self.value))
+        return exact_rows(*first, jnp.array([self.length]))
+
+    def error(self, out: jax.Array) -> Error:
+        """Of an output ``[B, 1, N, H]``."""
+        return errors(out[:_COMPARED], self.expected)
+
+    def turbo(self, config: tj.TurboConfig) -> tj.ProgressiveCache:
+        """The tokens in a cache of this config; configs of one layout share its arrays."""
+        layout = dataclasses.replace(config, mode="int8", softmax=tj.SAS())
+        if layout not in self._caches:
+            self._caches[layout] = _fill(
+                self.key, self.value, self.lengths, config=layout, max_length=self.shape.tokens
+            )
+        return dataclasses.replace(self._caches[layout], config=config)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "max_length"))
+def _fill(
+    key: jax.Array,
+    value: jax.Array,
+    lengths: jax.Array,
+    *,
+    config: tj.TurboConfig,
+    max_length: int,
+) -> tj.ProgressiveCache:
+    batch, _, heads, dim = key.shape
+    empty = tj.init_cache(batch, max_length, heads, dim, config=config, dtype=key.dtype)
+    return store_prompt(empty, key, value, lengths)
+
+
+def _exact(inputs: Inputs, implementation: str, masked: bool = True) -> Call:
+    """jax's own attention; with `masked` it is told the lengths, otherwise it reads all tokens."""
+    if implementation == "cudnn":
+        require_gpu("cuDNN")
+    length = inputs.length if masked else inputs.shape.tokens
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array) -> jax.Array:
+        # jax's own function promotes bfloat16 with float32 inside.
+        with jax.numpy_dtype_promotion("standard"):
+            return jax.nn.dot_product_attention(
+                q,
+                k,
+                v,
+                key_value_seq_lengths=lengths if masked else None,
+                implementation=implementation,
+            )
+
+    # The unmasked one reads a few tokens more, which is no error of its own.
+    full = jnp.array([inputs.shape.tokens])
+    first = [x[:_COMPARED] for x in (inputs.query, inputs.key, inputs.value)]
+    return Call(
+        attend,
+        (inputs.query, inputs.key, inputs.value, inputs.lengths),
+        work.decode_work(inputs.shape, work.bfloat16_bytes(inputs.shape, length)),
+        inputs.error if masked else lambda out: errors(out[:_COMPARED], exact_rows(*first, full)),
+        {"cache_bytes": inputs.key.nbytes + inputs.value.nbytes},
+    )
+
+
+def _pallas(inputs: Inputs) -> Call:
+    """The kernel that jax ships, fed the layout that it needs (heads before tokens)."""
+    require_gpu("jax's Pallas kernel")
+    from jax.experimental.pallas.ops.gpu import decode_attention
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array) -> jax.Array:
+        k, v = (jnp.swapaxes(x, 1, 2) for x in (k, v))
+        return decode_attention.gqa(q[:, 0], k, v, kv_seq_len=lengths)[:, None]
+
+    heads_first = [jnp.copy(jnp.swapaxes(x, 1, 2)) for x in (inputs.key, inputs.value)]
+    cache_bytes = work.bfloat16_bytes(inputs.shape, inputs.length)
+    return Call(
+        attend,
+        (inputs.query, *heads_first, inputs.lengths),
+        work.decode_work(inputs.shape, cache_bytes),
+        inputs.error,
+        {"cache_bytes": inputs.key.nbytes + inputs.value.nbytes},
+    )
+
+
+def _kivi(inputs: Inputs, bits: int) -> Call:
+    """Dequantize, then attend; the attention is cuDNN's where there is one."""
+    shape = inputs.shape
+    group = math.gcd(64, shape.heads.dim)
+    empty = kivi.init_cache(
+        shape.batch, shape.tokens, shape.heads.kv, shape.heads.dim, bits=bits, group_size=group
+    )
+    cache = jax.jit(kivi.append)(empty, inputs.key, inputs.value, lengths=inputs.lengths)
+    held = work.kivi_bytes(shape, inputs.length, bits, group, cache.residual_length)
+    return Call(
+        kivi.decode,
+        (inputs.query, cache),
+        work.decode_work(shape, held),
+        inputs.error,
+        {"cache_bytes": cache.nbytes},
+    )
+
+
+def _turbo(inputs: Inputs, config: tj.TurboConfig, implementation: str) -> Call:
+    if implementation == "xla" and timing.on_gpu():
+        tokens = inputs.shape.batch * inputs.shape.tokens
+        if tokens > _XLA_TOKENS:
+            raise NotImplementedError(f"plain JAX on {tokens} tokens: more than {_XLA_TOKENS}")
+    cache = inputs.turbo(config)
+    held = work.turbo_bytes(inputs.shape, inputs.length, config)
+    return Call(
+        functools.partial(tj.decode, implementation=implementation),
+        (inputs.query, cache),
+        work.decode_work(inputs.shape, held),
+        inputs.error,
+        {"cache_bytes": cache.nbytes},
+    )
+
+
+def cases(shape: Shape, choice: Choice) -> list[Case]:
+    """The rows of one shape, what others are compared with first.
+
+    ``"thorough"``: also 3 and 2 bits, other softmaxes, and KIVI at 2 bits.
+    """
+    thorough = choice == "thorough"
+    configs = turbo_configs(shape.heads.kv)
+    rows = [
+        Case("cudnn", None, functools.partial(_exact, implementation="cudnn")),
+        Case("cudnn-full", None, functools.partial(_exact, implementation="cudnn", masked=False)),
+    ]
+    names = list(configs) if thorough else ["4bit", "2/4bit"]
+    if shape.heads.kv % 2:
+        names.remove("2/4bit")
+
+    def ours(method: str, config: tj.TurboConfig, implementation: str = "triton") -> Case:
+        build = functools.partial(_turbo, config=config, implementation=implementation)
+        return Case(method, implementation, build)
+
+    if choice.startswith("hopper"):
+        if choice == "hopper-short":
+            names, rows = names[:1], rows[1:]  # the mask only costs cuDNN time
+        return rows + [ours(f"turbo-{name}", configs[name], "mosaic_gpu") for name in names]
+    rows += [ours(f"turbo-{name}", configs[name], "mosaic_gpu") for name in names]
+    rows += [ours(f"turbo-{name}", configs[name]) for name in names]
+    rows += [
+        Case("kivi-4bit", None, functools.partial(_kivi, bits=4)),
+        Case("pallas", None, _pallas),
+        Case("xla", None, functools.partial(_exact, implementation="xla")),
+    ]
+    if thorough:
+        rows += [
+            ours("turbo-4bit-sas2", tj.TurboConfig(softmax=tj.SAS(base="2"))),
+            ours("turbo-4bit-exact", tj.TurboConfig(softmax="exact")),
+            ours("turbo-4bit-float", tj.TurboConfig(softmax="exact", mode="float")),
+            Case("kivi-2bit", None, functools.partial(_kivi, bits=2)),
+        ]
+    if shape.batch * shape.tokens <= _XLA_TOKENS:
+        rows.append(ours("turbo-4bit", configs["4bit"], "xla"))
+    return rows

@@ -1,0 +1,1 @@
+"""Decode steps of whole models of several families."""

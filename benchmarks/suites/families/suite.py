@@ -1,0 +1,344 @@
+"""One decode step of whole models of several families, through caches of several kinds.
+
+Real shapes, random weights, caches filled with random tokens. The time of a step is wall time, of
+many steps in a row that are waited for once, as in generation; that of its kernels is reported
+beside it. What one would run instead is the faster of the exact cache (cuDNN where it can, else
+XLA) and of pages of tokens as they are (Triton).
+"""
+
+import dataclasses
+import functools
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import timing
+from benchmarks.measuring import steps
+from benchmarks.measuring.work import Needs
+from benchmarks.suite import Ceilings, Latest, Suite, attempt, kernel_facts
+from benchmarks.suites.families import tables
+from benchmarks.tables import Row
+from turbojax import models
+from turbojax.kv import LayerCache, cache_by_name, init_layer_cache
+from turbojax.models.generation import session as generation
+from turbojax.models.generation.caching import init_caches
+
+CACHES = ("exact", "paged", "fp8_e4m3", "turbo4", "4bit", "k8v4")
+UNCOMPRESSED = ("exact", "paged")
+
+# Sequences that are filled at a time.
+_FILLED_AT_A_TIME = 4
+# As many as the buffer of a progressive cache holds: it is compressed once.
+_STEPS = 64
+_LEAST_STEPS, _MOST_SECONDS = 20, 2.5
+_KERNEL_STEPS = 3
+# One before the clock starts, one to see how long it takes, one before kernels are timed.
+_OTHER_STEPS = 2 + _KERNEL_STEPS + 1
+# Rounding changes logits by a tenth or so; a wrong output by about 1.
+_WRONG = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """A model of `models.SHAPES`, whose caches can hold `tokens` tokens of `batch` sequences."""
+
+    model: str
+    batch: int
+    tokens: int
+
+    @property
+    def cases(self) -> tuple[str, ...]:
+        """Kinds of caches, what others are compared with first."""
+        return CACHES
+
+    def name(self, cache: str) -> str:
+        """``model-decode/gemma-2-9b/b16-s8192/turbo4``."""
+        return f"{tables.OPERATION}/{self.model}/{self.label}/{cache}"
+
+    @property
+    def label(self) -> str:
+        """``b16-s8192``."""
+        return f"b{self.batch}-s{self.tokens}"
+
+    @property
+    def config(self) -> models.TransformerConfig:
+        """The model's."""
+        return models.SHAPES[self.model]
+
+    @property
+    def held(self) -> int:
+        """Tokens that caches hold before the first step, so that all steps fit."""
+        return self.tokens - _STEPS - _OTHER_STEPS
+
+    def kind(self, cache: str) -> models.CacheKind:
+        """The cache of this name."""
+        return cache_by_name(cache, self.config.num_kv_heads)
+
+
+def _groups() -> list[Group]:
+    """What matters most first: a run may be stopped by the clock. At most the model's context."""
+    names = (
+        "llama-3.1-8b",
+        "mistral-7b",
+        "qwen-2.5-7b",
+        "gemma-2-9b",
+        "gemma-3-4b",
+        "phi-3-mini",
+    )
+    return [Group(name, 16, min(8192, models.SHAPES[name].max_length)) for name in names]
+
+
+def _quick_groups() -> list[Group]:
+    """A tiny model: whether everything runs, and nothing about speed."""
+    return [Group("tiny", 2, 192)]
+
+
+def run(
+    rows: list[tuple[Group, str]],
+    ceilings: Ceilings,
+    on_row: Callable[[Row], None],
+    *,
+    repetitions: int | None = None,
+    deadline: float = float("inf"),
+) -> None:
+    """See `benchmarks.suite.Run`; all steps are compiled before anything is measured.
+
+    `repetitions` are steps that are timed, at most 64.
+    """
+    groups = list(dict.fromkeys(group for group, _ in rows))
+    caches = {group: [cache for other, cache in rows if other == group] for group in groups}
+    compiled = {}
+    if time.monotonic() <= deadline:
+        kinds = [(lower, c) for lower in (_lower, _lower_fill) for c in CACHES]
+        wanted = {g: [(f, c) for f, c in kinds if c in caches[g]] for g in groups}
+        lowerings = [[functools.partial(f, g, c) for f, c in wanted[g]] for g in groups]
+        for group, found in zip(groups, steps.compile_groups(lowerings), strict=True):
+            for (_, cache), future in zip(wanted[group], found, strict=True):
+                compiled.setdefault((group, cache), []).append(future)
+    for group in groups:
+        inputs = Latest(Inputs)
+        for cache in caches[group]:
+            one = functools.partial(_measure, group, cache, inputs, compiled, ceilings, repetitions)
+            attempt(describe(group, cache), one, on_row, deadline)
+            gc.collect()
+        # The weights make room for the next model's.
+        del inputs, one
+        gc.collect()
+
+
+def _measure(
+    group: Group,
+    cache: str,
+    inputs: Latest,
+    compiled: dict[tuple[Group, str], Any],
+    ceilings: Ceilings,
+    repetitions: int | None,
+) -> Row:
+    made: Inputs = inputs.of(group)
+    step, fill = (future.result() for future in compiled.pop((group, cache)))
+    return measure(made, cache, step, fill, ceilings, repetitions)
+
+
+def _lower(group: Group, cache: str) -> jax.stages.Lowered:
+    """A step of the model through this cache."""
+
+    def arguments() -> tuple[Any, ...]:
+        model = models.random_decoder(group.config)
+        caches = init_caches(model, group.batch, group.tokens, group.kind(cache))
+        return model, (caches, jnp.zeros(group.batch, jnp.int32)), _tokens(group)
+
+    return jax.jit(_step, donate_argnums=1).lower(*jax.eval_shape(arguments))
+
+
+def _lower_fill(group: Group, cache: str) -> jax.stages.Lowered:
+    """What fills some sequences of a layer's cache."""
+    layer = jax.eval_shape(functools.partial(_empty, group, group.kind(cache)))
+    number, first = jnp.uint32(0), jnp.int32(0)
+    return steps.fill.lower(
+        layer,
+        number,
+        first,
+        count=min(group.batch, _FILLED_AT_A_TIME),
+        tokens=group.held,
+        kv_heads=group.config.num_kv_heads,
+        head_dim=group.config.head_dim,
+        dtype=jnp.dtype(jnp.bfloat16),
+    )
+
+
+def _empty(group: Group, kind: models.CacheKind) -> LayerCache:
+    config = group.config
+    sizes = (group.batch, group.tokens, config.num_kv_heads, config.head_dim)
+    return init_layer_cache(*sizes, kind=kind, dtype=jnp.bfloat16)
+
+
+def _step(
+    model: models.Decoder, state: tuple[models.ModelCaches, jax.Array], tokens: jax.Array
+) -> tuple[jax.Array, tuple[models.ModelCaches, jax.Array]]:
+    caches, lengths = state
+    logits, lengths, caches = generation.decode_step(
+        model, caches, tokens, lengths, implementation=None
+    )
+    return logits, (caches, lengths)
+
+
+def _tokens(group: Group) -> jax.Array:
+    rng = np.random.default_rng(0)
+    return jnp.asarray(rng.integers(group.config.vocab_size, size=group.batch, dtype=np.int32))
+
+
+class Inputs:
+    """A model's weights, and what its first step gives with the exact cache once that is known."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.model = jax.block_until_ready(models.random_decoder(group.config))
+        self.exact: jax.Array | None = None
+
+    def caches(self, kind: models.CacheKind, fill: Callable[..., Any]) -> models.ModelCaches:
+        """Full ones."""
+        group = self.group
+        layers = []
+        for number in range(group.config.num_layers):
+            layer = _empty(group, kind)
+            for first in range(0, group.batch, min(group.batch, _FILLED_AT_A_TIME)):
+                layer = fill(layer, jnp.uint32(number), jnp.int32(first))
+            layers.append(layer)
+        return jax.block_until_ready(models.ModelCaches(tuple(layers)))
+
+
+def describe(group: Group, cache: str) -> Row:
+    """What is known of a row before it runs."""
+    config = group.config
+    options = {config.attention_options(layer) for layer in range(config.num_layers)}
+    return {
+        "name": group.name(cache),
+        "operation": tables.OPERATION,
+        "label": group.label,
+        "method": cache,
+        "model": group.model,
+        "batch": group.batch,
+        "tokens": group.tokens,
+        "layers": config.num_layers,
+        "heads": config.num_heads,
+        "kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "windows": sorted({x.local_window_size for x in options if x.local_window_size}),
+        "all_layers_have_windows": all(x.local_window_size for x in options),
+        "soft_cap": config.attention_soft_cap,
+    }
+
+
+def measure(
+    inputs: Inputs,
+    cache: str,
+    compiled: Callable[..., Any],
+    fill: Callable[..., Any],
+    ceilings: Ceilings,
+    repetitions: int | None,
+) -> Row:
+    """Times steps of the model through a full cache.
+
+    Raises:
+      ArithmeticError: if the logits are not finite, or far from those of the exact cache.
+    """
+    group = inputs.group
+    caches = inputs.caches(group.kind(cache), fill)
+    cache_bytes, lengths = caches.nbytes, jnp.full(group.batch, group.held, jnp.int32)
+    call = steps.Steps(compiled, inputs.model, (caches, lengths), _tokens(group))
+    needed = _needed_bytes(inputs.model, caches)
+    del caches
+    logits = jax.block_until_ready(call())
+    facts: Row = {}
+    if inputs.exact is not None or cache == "exact":
+        facts["relative_l2"] = steps.difference(
+            logits, logits if inputs.exact is None else inputs.exact
+        )
+        if facts["relative_l2"] > _WRONG:
+            raise ArithmeticError(f"the logits are wrong: relative L2 {facts['relative_l2']}")
+    if cache == "exact":
+        inputs.exact = logits
+    seconds = timing._wall(call, 1)
+    count = repetitions or max(_LEAST_STEPS, min(_STEPS, round(_MOST_SECONDS / seconds)))
+    count = min(count, _STEPS)
+    seconds = timing._wall(call, count)
+    microseconds = 1e6 * seconds
+    needs = Needs(needed, 0.0, "bf16")
+    analysis = compiled.memory_analysis()
+    return {
+        "status": "ok",
+        "us": microseconds,
+        "clock": "wall",
+        "repetitions": count,
+        "first_length": group.held + 2,
+        "tokens_per_second": group.batch / seconds,
+        "cache_bytes": cache_bytes,
+        "weight_bytes": inputs.model.nbytes,
+        "temporary_bytes": getattr(analysis, "temp_size_in_bytes", None),
+        **needs.facts(microseconds, ceilings),
+        **facts,
+        **_kernels(call),
+    }
+
+
+def _needed_bytes(model: models.Decoder, caches: models.ModelCaches) -> float:
+    """Bytes that a step reads: weights (a few rows of the embeddings), and what windows show."""
+    needed = float(model.nbytes)
+    if model.lm_head is not None:
+        needed -= timing.nbytes(model.embedding)
+    for i, layer in enumerate(caches.layers):
+        window = model.config.attention_options(i).local_window_size
+        share = 1.0 if window is None else min(1.0, window / caches.max_length)
+        needed += share * layer.nbytes
+    return needed
+
+
+def _kernels(call: steps.Steps) -> Row:
+    """Time of a step on the device, the median of some, and its longest kernels."""
+    kernels = timing._cupti(call, _KERNEL_STEPS) if timing.on_gpu() else None
+    if kernels is None:
+        return {"device_us": None, "kernels": []}
+    totals = [sum(us for _, us in launches) for launches in kernels]
+    longest = timing._by_kernel(kernels)
+    return {
+        "device_us": float(np.median(totals)),
+        "kernels": kernel_facts(longest),
+    }
+
+
+def with_ratios(rows: list[Row]) -> list[Row]:
+    """The rows with what they are over uncompressed caches: in speed, and in bytes."""
+    bases: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
+        if row["method"] in UNCOMPRESSED and row["status"] == "ok":
+            bases.setdefault((row["model"], row["label"]), {})[row["method"]] = row
+    return [_with_ratio(row, bases.get((row["model"], row["label"]), {})) for row in rows]
+
+
+def _with_ratio(row: Row, bases: dict[str, Row]) -> Row:
+    if row["status"] != "ok" or not bases:
+        return row
+    row = {**row, "speedup_over": {name: base["us"] / row["us"] for name, base in bases.items()}}
+    if "exact" in bases:
+        row["smaller_than_exact"] = bases["exact"]["cache_bytes"] / row["cache_bytes"]
+    return row
+
+
+SUITE = Suite(
+    name="families",
+    groups=_groups,
+    quick_groups=_quick_groups,
+    run=run,
+    with_ratios=with_ratios,
+    one_line=tables.one_line,
+    formats=(),
+    # Exact caches of the largest model take most of 80 GB.
+    environment={"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93"},
+    tables=tables.TABLES,
+    plots=tables.PLOTS,
+)

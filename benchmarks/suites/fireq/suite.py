@@ -1,0 +1,76 @@
+"""FireQ: INT4 weights times e4m3 activations, KV4, and models of them, against XLA and cuDNN.
+
+Two suites: ``fireq`` are single operations in device time, ``fireq_model`` is the prefill of a
+whole model in wall time.
+"""
+
+from typing import Any
+
+from benchmarks.measuring import calls
+from benchmarks.measuring.calls import Group
+from benchmarks.shapes import Shape
+from benchmarks.suite import Suite, over_baselines
+from benchmarks.suites.fireq import cases as fireq_cases
+from benchmarks.suites.fireq import model as fireq_model
+from benchmarks.suites.fireq import tables
+
+
+def _groups() -> list[Group]:
+    """What matters most first: a run may be stopped by the clock."""
+    size, llama3, llama2 = 4096, 14336, 11008
+    groups = []
+    for inner in (llama3, llama2):
+        for tokens in (16, 1, 64, 256, 1024, 4096):
+            both = tokens in (16, 1024)
+            groups.append(fireq_cases.matmul(size, inner, tokens, with_bf16_scales=both))
+    groups += [fireq_cases.matmul(llama3, size, tokens) for tokens in (16, 4096)]
+    groups.append(fireq_cases.feed_forward("llama3-8b", size, llama3, 16))
+    groups.append(fireq_cases.feed_forward("llama2-7b", size, llama2, 16))
+    for with_norm in (False, True):
+        for tokens in (16, 16384):
+            groups.append(fireq_cases.quantize(tokens, size, with_norm=with_norm))
+    groups += [fireq_cases.decode_kv4(Shape("llama3-8b", batch, 32768)) for batch in (16, 1)]
+    return groups
+
+
+def _model_groups() -> list[Group]:
+    return [fireq_model.prefill("llama-3-8b", 16, tokens) for tokens in (1024, 2048, 4096)]
+
+
+def _quick_groups() -> list[Group]:
+    """Tiny shapes: whether everything runs, and nothing about speed."""
+    every = ("xla", *fireq_cases.KERNELS)
+    return [
+        fireq_cases.matmul(192, 72, 5, implementations=every, with_bf16_scales=True),
+        fireq_cases.feed_forward("tiny", 64, 96, 3, implementations=every),
+        fireq_cases.quantize(3, 64, with_norm=False),
+        fireq_cases.quantize(3, 64, with_norm=True),
+        fireq_cases.decode_kv4(Shape("tiny", 2, 192), implementations=("xla", "triton")),
+    ]
+
+
+def _quick_model_groups() -> list[Group]:
+    return [fireq_model.prefill("tiny", 2, 24)]
+
+
+_COMMON: dict[str, Any] = {
+    "run": calls.run,
+    "with_ratios": over_baselines(tables.BASELINES),
+    "one_line": tables.one_line,
+    "formats": ("bf16", "fp8"),
+}
+FIREQ = Suite(
+    name="fireq",
+    groups=_groups,
+    quick_groups=_quick_groups,
+    tables=tables.FIREQ,
+    plots=tables.PLOTS,
+    **_COMMON,
+)
+FIREQ_MODEL = Suite(
+    name="fireq_model",
+    groups=_model_groups,
+    quick_groups=_quick_model_groups,
+    tables=tables.FIREQ_MODEL,
+    **_COMMON,
+)

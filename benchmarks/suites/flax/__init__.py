@@ -1,0 +1,1 @@
+"""One attention layer in nnx."""

@@ -1,0 +1,1 @@
+"""Loading a checkpoint of a real size."""

@@ -1,0 +1,346 @@
+"""What the paged suite attends to and appends, and whether an output is right.
+
+Pools are filled with random bits and normal numbers directly, not token by token, and a sequence's
+pages lie in random order all over its pool.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import timing
+from benchmarks.measuring.calls import Call, compared_rows
+from benchmarks.measuring.work import Needs
+from benchmarks.shapes import Shape
+from benchmarks.tables import Row
+from turbojax import paged
+from turbojax.paged import PagedCache
+
+# Sequences end in the middle of a page.
+_SHORT_OF_FULL = 27
+# Random numbers repeat after this many: they are made once for all pools. A wrong page still shows.
+_PERIOD, _PERIOD_WITHOUT_GPU = 2**26, 2**16
+_BFLOAT16 = 2
+# Relative L2: rounding gives 0.01 at most, a wrong output about 1.
+_WRONG = 0.03
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """The newest queries of some sequences, and the pages that they attend to.
+
+    Attributes:
+      shape: heads, sequences, and tokens that a sequence has room for.
+      queries: of each sequence.
+      page_size: tokens of a page.
+      ragged: sequences hold from one batch-th of `tokens` to all of it; otherwise all the same.
+    """
+
+    shape: Shape
+    queries: int = 1
+    page_size: int = 64
+    ragged: bool = False
+
+    @property
+    def label(self) -> str:
+        """A part of a row's name: ``llama3-8b/b16-s32768``."""
+        queries = f"-t{self.queries}" if self.queries > 1 else ""
+        return f"{self.shape.label}{queries}{'-ragged' if self.ragged else ''}"
+
+    @property
+    def facts(self) -> Row:
+        """For its rows."""
+        shape = self.shape
+        return {
+            "model": shape.model,
+            "batch": shape.batch,
+            "tokens": shape.tokens,
+            "queries": self.queries,
+            "page_size": self.page_size,
+            "ragged": self.ragged,
+        }
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens held: int32 ``[B]``."""
+        batch, tokens = self.shape.batch, self.shape.tokens
+        first = tokens / batch if self.ragged else tokens
+        return np.linspace(first, tokens, batch).astype(np.int32) - _SHORT_OF_FULL
+
+    def needs(self, token_bytes: int) -> Needs:
+        """Reading what the sequences hold and the queries, writing the output; both products."""
+        heads, held = self.shape.heads, int(self.lengths.sum())
+        channels = self.queries * heads.query * heads.dim
+        moved = held * token_bytes + 2 * self.shape.batch * channels * _BFLOAT16
+        return Needs(moved, 4.0 * held * channels, "bf16")
+
+
+@functools.partial(jax.jit, static_argnames=("kind", "size"))
+def _numbers(seed: int, kind: str, size: int) -> jax.Array:
+    key = jax.random.key(seed)
+    if kind == "bits":
+        return jax.random.bits(key, (size,), jnp.uint8)
+    return jax.random.normal(key, (size,), jnp.float32).astype(jnp.bfloat16)
+
+
+@functools.lru_cache(maxsize=8)
+def _made(seed: int, kind: str) -> jax.Array:
+    return _numbers(seed, kind, _PERIOD if timing.on_gpu() else _PERIOD_WITHOUT_GPU)
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+def _shaped(numbers: jax.Array, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+    size = int(np.prod(shape))
+    every = jnp.tile(numbers, -(-size // numbers.size))[:size].reshape(shape)
+    if dtype == jnp.float16:
+        # Norms of vectors of 128 channels.
+        return (128**0.5 * (1 + every.astype(jnp.float32) / 16)).astype(jnp.float16)
+    return every.astype(dtype)
+
+
+def random(seed: int, shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> jax.Array:
+    """Any bits in uint8, norms around the root of 128 in float16, otherwise normal numbers."""
+    kind = "bits" if dtype == jnp.uint8 else "normal"
+    return _shaped(_made(seed, kind), shape, np.dtype(dtype))
+
+
+def query(problem: Problem) -> jax.Array:
+    """bfloat16 ``[B, T, N, H]``."""
+    heads = problem.shape.heads
+    return random(2, (problem.shape.batch, problem.queries, heads.query, heads.dim))
+
+
+def dense(shape: Shape) -> tuple[jax.Array, jax.Array]:
+    """Key and value in bfloat16, ``[B, S, K, H]``."""
+    size = (shape.batch, shape.tokens, shape.heads.kv, shape.heads.dim)
+    return random(0, size), random(1, size)
+
+
+def pages_of(shape: Shape, page_size: int) -> int:
+    """Pages of a sequence."""
+    return -(-shape.tokens // page_size)
+
+
+def empty(shape: Shape, page_size: int, kv_dtype: str) -> PagedCache:
+    """A pool that has room for all sequences, and for nothing else."""
+    pages = shape.batch * pages_of(shape, page_size)
+    return paged.init_cache(
+        pages, page_size, shape.heads.kv, shape.heads.dim, kv_dtype=kv_dtype, dtype=jnp.bfloat16
+    )
+
+
+def pool(shape: Shape, page_size: int, kv_dtype: str) -> PagedCache:
+    """The pool full of random content."""
+    cache = jax.eval_shape(lambda: empty(shape, page_size, kv_dtype))
+    arrays = {
+        name: random(i % 2, leaf.shape, leaf.dtype)
+        for i, name in enumerate(("key", "value", "key_norm", "value_norm"))
+        if (leaf := getattr(cache, name)) is not None
+    }
+    scales = {
+        name: jnp.ones((), jnp.float32)
+        for name in ("key_scale", "value_scale")
+        if getattr(cache, name) is not None
+    }
+    return dataclasses.replace(cache, **arrays, **scales, lost=jnp.zeros((), jnp.int32))
+
+
+def block_tables(shape: Shape, page_size: int) -> np.ndarray:
+    """Every page of the pool, in random order: int32 ``[B, pages]``."""
+    count = pages_of(shape, page_size)
+    pages = np.random.default_rng(0).permutation(shape.batch * count)
+    return pages.reshape(shape.batch, count).astype(np.int32)
+
+
+def tables_and_lengths(problem: Problem) -> tuple[jax.Array, jax.Array]:
+    """int32 ``[B, pages]``, -1 past a sequence's end, and int32 ``[B]``."""
+    tables, lengths = block_tables(problem.shape, problem.page_size), problem.lengths
+    first = np.arange(tables.shape[1])[None] * problem.page_size
+    held = np.where(first < lengths[:, None], tables, -1)
+    return jnp.asarray(held, jnp.int32), jnp.asarray(lengths, jnp.int32)
+
+
+# Whether it is right ------------------------------------------------------------------------------
+
+
+def compared(count: int) -> np.ndarray:
+    """Which sequences are compared: the first and the last."""
+    return np.unique([0, count - 1])
+
+
+def exact(query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array) -> jax.Array:
+    """Attention in float32 of a few queries; sums and no products, so that nothing is rounded.
+
+    Args:
+      query: ``[B, R, N, H]``.
+      key: ``[B, S, K, H]``.
+      value: ``[B, S, K, H]``.
+      visible: int ``[B, R]``; query `r` sees the first ``visible[r]`` keys.
+
+    Returns:
+      float32 ``[B, R, N, H]``.
+    """
+    batch, rows, heads, dim = query.shape
+    kv_heads = key.shape[2]
+    q = query.reshape(batch, rows, kv_heads, heads // kv_heads, dim).astype(jnp.float32)
+    key, value = (x.astype(jnp.float32)[:, None, :, :, None] for x in (key, value))
+    scores = jnp.sum(q[:, :, None] * key, axis=-1) * dim**-0.5
+    seen = jnp.arange(key.shape[2])[None, None] < visible[..., None]
+    p = jax.nn.softmax(jnp.where(seen[..., None, None], scores, -jnp.inf), axis=2)
+    return jnp.sum(p[..., None] * value, axis=2).reshape(query.shape)
+
+
+Compared = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def check_dense(
+    out: jax.Array,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    lengths: jax.Array,
+    *,
+    causal: bool = True,
+) -> Compared:
+    """An output ``[B, T, N, H]`` against exact attention of some of its rows.
+
+    Args:
+      out: to be checked.
+      query: all of them.
+      key: of all sequences.
+      value: of all sequences.
+      lengths: tokens held.
+      causal: query `t` of `T` sees the tokens up to its own, the last but ``T - 1 - t``; otherwise
+        all that are held.
+    """
+    some = compared(len(query))
+    return _against(out, query, key[some], value[some], lengths, causal)
+
+
+def check_paged(
+    out: jax.Array, query: jax.Array, cache: PagedCache, tables: jax.Array, lengths: jax.Array
+) -> Compared:
+    """The same of what the pages stand for."""
+    some = compared(len(query))
+    key, value = paged.gather(cache, tables[some], lengths[some], dtype=jnp.float32)
+    return _against(out, query, key, value, lengths, causal=True)
+
+
+def _against(
+    out: jax.Array,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    lengths: jax.Array,
+    causal: bool,
+) -> Compared:
+    some, queries = compared(len(query)), query.shape[1]
+    rows = np.unique(compared_rows(queries))
+    hidden = queries - 1 - rows if causal else 0 * rows
+    visible = lengths[some][:, None] - jnp.asarray(hidden, jnp.int32)[None]
+    want = exact(query[some][:, rows], key, value, visible)
+    return out[some][:, rows], want, jnp.all(jnp.isfinite(out))
+
+
+@jax.jit
+def _errors(got: jax.Array, want: jax.Array) -> dict[str, jax.Array]:
+    got, want = jnp.ravel(got.astype(jnp.float32)), jnp.ravel(want.astype(jnp.float32))
+    size = jnp.linalg.norm(want)
+    return {
+        "relative_l2": jnp.linalg.norm(got - want) / size,
+        "cosine": jnp.sum(got * want) / (size * jnp.linalg.norm(got)),
+    }
+
+
+def close(compared: Compared, limit: float) -> Row:
+    """Relative L2 and cosine similarity.
+
+    Raises:
+      ArithmeticError: if not everything is finite, or the error is above the limit.
+    """
+    got, want, is_finite = compared
+    if not is_finite:
+        raise ArithmeticError("the output is not finite")
+    if got.shape != want.shape:
+        raise ValueError(f"{got.shape=} must equal {want.shape=}")
+    errors = {name: float(x) for name, x in _errors(got, want).items()}
+    if not errors["relative_l2"] <= limit:
+        raise ArithmeticError(f"the output is wrong: {errors}, relative_l2 must be <= {limit}")
+    return errors
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked(Call):
+    """A call whose output is compared by relative L2.
+
+    Attributes:
+      limit: of the error.
+    """
+
+    limit: float = _WRONG
+
+    def _errors(self, output: Any, check: Any) -> Row:
+        return close(check(output, *self.against), self.limit)
+
+
+@dataclasses.dataclass(frozen=True)
+class Append(Checked):
+    """A function that gets a cache as its first argument, donated, and gives it back.
+
+    Attributes:
+      make: the first cache.
+      starts: the last argument, another one in each call, so that each writes elsewhere.
+    """
+
+    make: Callable[[], Any] = tuple
+    starts: tuple[jax.Array, ...] = ()
+
+    def lower(self) -> jax.stages.Lowered:
+        """The function for these arguments."""
+        donating = jax.jit(self.function, donate_argnums=0)
+        return donating.lower(jax.eval_shape(self.make), *self.arguments, self.starts[0])
+
+    def measure(
+        self, compiled: Callable[..., Any], check: Any, repetitions: int | None
+    ) -> tuple[float, Row]:
+        """Microseconds, and facts for the row.
+
+        Raises:
+          ArithmeticError: if the output is wrong.
+        """
+        return super().measure(Appending(compiled, self.make(), self.starts), check, repetitions)
+
+    def _errors(self, output: Any, check: Any) -> Row:
+        return super()._errors(output.cache, check)
+
+
+class Appending:
+    """Hands a donated cache on from call to call. What a call returns can only be waited for.
+
+    Args:
+      compiled: an `Append`'s function.
+      cache: the first one.
+      starts: of the calls, over and over.
+    """
+
+    def __init__(
+        self, compiled: Callable[..., Any], cache: Any, starts: tuple[jax.Array, ...]
+    ) -> None:
+        self.cache = cache
+        self._compiled, self._starts, self._calls = compiled, starts, 0
+
+    def __call__(self, *arguments: Any) -> "Appending":
+        start = self._starts[self._calls % len(self._starts)]
+        self._calls += 1
+        self.cache = self._compiled(self.cache, *arguments, start)
+        return self
+
+    def block_until_ready(self) -> "Appending":
+        """Waits for the last call, as `jax.block_until_ready` asks of what is not an array."""
+        jax.block_until_ready(self.cache)
+        return self

@@ -1,0 +1,72 @@
+"""Attention over pages of 16, 8 and 4 bits, and appending to them, in device time.
+
+Against cuDNN on dense bfloat16, jax's own paged kernel, our bfloat16 pages and our fp8 pages. The
+whole public call is timed, with its checks and the rotations of queries and outputs.
+"""
+
+from benchmarks.measuring import calls
+from benchmarks.measuring.calls import Group
+from benchmarks.shapes import Shape
+from benchmarks.suite import Suite, over_baselines
+from benchmarks.suites.paged import cases as paged_cases
+from benchmarks.suites.paged import tables as paged_tables
+from benchmarks.suites.paged.cases import MOSAIC, TRITON
+from benchmarks.suites.paged.inputs import Problem
+
+_DECODE = (
+    ("auto", TRITON),
+    ("fp8_e4m3", MOSAIC),
+    ("turbo4", MOSAIC),
+    ("fp8_e4m3", TRITON),
+    ("turbo4", TRITON),
+    ("fp8_e5m2", MOSAIC),
+)
+_APPEND = ("auto", "fp8_e4m3", "turbo4")
+
+
+def _groups() -> list[Group]:
+    """What matters most first: a run may be stopped by the clock."""
+    model = "llama3-8b"
+    largest = Shape(model, 16, 32768)
+    places = ((64, 4096), (1, 32768), (1, 4096), (1, 1024))
+    shapes = (largest, *(Shape(model, *place) for place in places))
+    groups = [paged_cases.decode(Problem(shape), _DECODE) for shape in shapes]
+    groups.append(paged_cases.decode(Problem(largest, ragged=True), _DECODE[:3]))
+    for kv_dtype in ("turbo4", "fp8_e4m3"):
+        groups.append(paged_cases.page_sizes(largest, kv_dtype, MOSAIC, (16, 32, 128)))
+    groups.append(paged_cases.append(Shape(model, 64, 4096), 1, _APPEND))
+    groups.append(paged_cases.append(Shape(model, 4, 32768), 4096, _APPEND))
+    for queries, kernel in ((4, MOSAIC), (16, MOSAIC), (64, TRITON), (256, TRITON)):
+        problem = Problem(Shape(model, 4, 8192), queries=queries)
+        kinds = (("auto", TRITON), ("fp8_e4m3", kernel), ("turbo4", kernel))
+        groups.append(paged_cases.decode(problem, kinds, operation=paged_tables.CHUNK))
+    return groups
+
+
+def _quick_groups() -> list[Group]:
+    """Tiny shapes: whether everything runs, and nothing about speed."""
+    shape = Shape("tiny", 2, 192)
+    kinds = tuple((kv_dtype, "xla") for kv_dtype in ("turbo4", "auto", "fp8_e4m3", "fp8_e5m2"))
+    kernels = (("turbo4", TRITON), ("turbo4", MOSAIC))
+    chunk = Problem(shape, queries=4)
+    return [
+        paged_cases.decode(Problem(shape), kinds + kernels),
+        paged_cases.decode(Problem(shape, ragged=True), kinds[:1]),
+        paged_cases.page_sizes(shape, "turbo4", "xla", (16,)),
+        paged_cases.append(shape, 1, _APPEND),
+        paged_cases.append(shape, 96, ("auto", "turbo4")),
+        paged_cases.decode(chunk, kinds[:1], operation=paged_tables.CHUNK),
+    ]
+
+
+SUITE = Suite(
+    name="paged",
+    groups=_groups,
+    quick_groups=_quick_groups,
+    run=calls.run,
+    with_ratios=over_baselines(paged_tables.BASELINES),
+    one_line=paged_tables.one_line,
+    formats=("bf16",),
+    tables=paged_tables.TABLES,
+    plots=paged_tables.PLOTS,
+)

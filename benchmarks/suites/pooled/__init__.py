@@ -1,0 +1,1 @@
+"""Pooled attention, and the choice of its levels."""

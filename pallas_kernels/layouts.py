@@ -1,0 +1,33 @@
+"""What both backends know of arrays: who holds what in which order, and what codes stand for."""
+
+import math
+from typing import Any, NamedTuple
+
+Ref = Any
+"""An array in memory, as kernels see it; jax's own type does not know `at`."""
+
+LOG2_E = math.log2(math.e)
+"""Powers of two in one nat."""
+INT8_RANGE = 119.0
+"""The largest int8 code that is used."""
+E4M3_MAX = 448.0
+"""The largest number of e4m3."""
+LEVELS = (1, 2, 4, 8)
+"""Tokens that a pooled key stands for."""
+
+
+class Side(NamedTuple):
+    """Keys or values of a cache: the arrays of `turbojax.state.CacheSide`, by the same names."""
+
+    codes: tuple[Ref, ...]
+    channel_scale: Ref
+    channel_zero: Ref
+    block_scale: Ref
+    head_slots: Ref
+    buffer: Ref
+    buffer_scale: Ref
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least `n`."""
+    return 1 << (n - 1).bit_length()

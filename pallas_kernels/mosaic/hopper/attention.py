@@ -1,0 +1,621 @@
+"""Prefill attention on quantized operands (TurboAttention, Algorithm 1), for Hopper.
+
+Roofline, for 2 sequences, 32 query heads, 8 KV heads, 8192 tokens, head dim 128, not causal:
+  - operations: 4 * 2 * 32 * 8192**2 * 128 = 2.2 T; at the 1,980 T/s of an H100's 8-bit matrix
+    units 1.11 ms. The exponentials, 16 a clock, take as many clocks, 1,024 for 128 queries by 128
+    keys, and the 8 instructions for each score take 1,050.
+  - bytes: 2 * 8192 * (32 + 2 * 8) * 128 in and 2 * 2 * 8192 * 32 * 128 out, 0.24 GB: 0.08 ms.
+Three units are equally busy, so they must work at the same time. Target: 900 T/s.
+
+A program takes tiles of 128 queries of one head in turn. One warpgroup copies queries, keys and
+values to shared memory, two attend with 64 queries each.
+
+Versions, same case, H100, jax 0.11.2, blocks of 128, T/s (cuDNN on bfloat16: 687 to 705):
+                                                       int8_fp8     fp8    int8, SAS
+  v1  the weights of one block times its values while
+      the scores of the next are computed; but the
+      compiler serialized all products, because the
+      weights' bytes were written under one                  690      577 *      564 *
+  v2  bytes written when the product is done; products
+      that ignore their accumulator instead of zeroing
+      it; barriers against moving what is in flight          775      807       643
+  v3  persistent programs that copy ahead over tiles, no
+      mask for a first block that is seen, 4 stages
+      (3: 798)                                               818      882       738
+      the same, SAS by the hardware's powers of two          834      838         -
+      causal (cuDNN 647)                                     763      803 **      -
+  v3 in another run (cuDNN 699, causal 643)                       894
+  v4  `Settings.ahead`: the next block's scores under
+      this one's powers of two                               897     966       461 ***
+      causal                                                         902
+  *  with warpgroups that take turns at the matrix units: 572 and not 690 for int8_fp8 then; in v3
+     803 and not 818, 657 and not 738. ** SAS. *** 640 bytes of registers spilled: mode int8 stays
+     with v3. Rows of v4: `benchmarks/results/prefill_versions_2026-11-21.json`.
+What bounds v3: leaving out the powers of two (1,093 T/s), the maxima (908), the sums of outputs
+(965), or all of them (1,915) says that no unit is full, and that a warpgroup's phases (product,
+maximum, powers, product) follow each other. v4 answers that, and spills 60 (fp8) to 108 bytes
+(int8_fp8). Left: `ex2.approx.f16x2` is two instructions of the unit, not one; integer scores that
+are read as floats cost as many moves as they save conversions.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.layouts import Ref
+from pallas_kernels.mosaic import ring, softmax
+from pallas_kernels.mosaic.products import wgmma
+from pallas_kernels.mosaic.ring import ROW, ROWS, SCALAR, WARPGROUPS
+from pallas_kernels.mosaic.softmax import Exponential, Policy
+
+__all__ = ["Exponential", "Settings", "attention"]
+
+_MATRIX = plgpu.Layout.WGMMA
+# A number of each of a warpgroup's rows.
+_COLUMN = ring.array((ROWS,), jnp.float32, ROW)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is static in an attention call.
+
+    Attributes:
+      mode: ``"int8"``, ``"int8_fp8"`` or ``"fp8"``.
+      exponential: the softmax's.
+      block_q: query tokens that share a scale, a multiple of 64.
+      block_kv: tokens of a key block, 64 or 128.
+      scale: factor of the scores.
+      is_causal: a query sees keys up to its own position.
+      window: optional (left, right).
+      soft_cap: optional cap of the scores.
+      stages: key and value blocks in shared memory.
+      ahead: whether a block's scores are computed under the exponentials of the one before.
+      programs: how many run side by side, one to a multiprocessor.
+    """
+
+    mode: str
+    exponential: Exponential
+    block_q: int
+    block_kv: int
+    scale: float
+    is_causal: bool
+    window: tuple[int, int] | None
+    soft_cap: float | None
+    stages: int = 4
+    programs: int = 132
+    ahead: bool = False
+
+    @property
+    def policy(self) -> Policy:
+        left, right = self.window or (None, None)
+        if self.is_causal:
+            right = 0
+        return Policy(
+            exponential=self.exponential,
+            is_int8=self.mode == "int8",
+            scores_are_integers=self.mode != "fp8",
+            left=left,
+            right=right,
+            soft_cap=self.soft_cap,
+        )
+
+
+class _Span(NamedTuple):
+    """Key blocks of a tile: ``begin`` alone, then up to `inner`, `outer` and `end`.
+
+    Every query sees those from `inner` to `outer` without a mask; `full_first` says whether the
+    first one too.
+    """
+
+    begin: jax.Array
+    inner: jax.Array
+    outer: jax.Array
+    end: jax.Array
+    full_first: jax.Array
+
+
+def _span(first: jax.Array, length: jax.Array, s: Settings) -> _Span:
+    """Key blocks that some of the queries ``first, ..`` see, and within them those that all see.
+
+    At least one block, whether or not there is a key.
+    """
+    p = s.policy
+    last = first + WARPGROUPS * ROWS - 1
+    start, stop, full_start, full_stop = jnp.int32(0), length, jnp.int32(0), length
+    if p.right is not None:
+        stop = jnp.minimum(stop, last + (p.right + 1))
+        full_stop = jnp.minimum(full_stop, first + (p.right + 1))
+    if p.left is not None:
+        start = jnp.maximum(first - p.left, 0)
+        full_start = jnp.maximum(last - p.left, 0)
+    block = jnp.int32(s.block_kv)
+    end = lax.div(stop + (block - 1), block)
+    begin = lax.div(start, block)
+    end = jnp.maximum(end, 1)
+    begin = jnp.minimum(begin, end - 1)
+    full_first = (begin * block >= full_start) & ((begin + 1) * block <= full_stop)
+    # The first block is processed by itself.
+    inner = jnp.clip(lax.div(full_start + (block - 1), block), begin + 1, end)
+    outer = jnp.clip(lax.div(full_stop, block), inner, end)
+    return _Span(begin, inner, outer, end, full_first)
+
+
+class _Work:
+    """A tile of 128 queries of one head, by its number."""
+
+    def __init__(self, number: jax.Array, tiles: int, refs: tuple[Ref, ...], s: Settings) -> None:
+        q, _, k, _, _, _, query_lengths, key_lengths = refs
+        batch, heads = q.shape[:2]
+        rows = jnp.int32(batch * heads)
+        row = lax.rem(number, rows)
+        self.b, self.head = lax.div(row, jnp.int32(heads)), lax.rem(row, jnp.int32(heads))
+        self.h = lax.div(self.head, jnp.int32(heads // k.shape[1]))
+        # The last tiles of a causal call have most to do: they start first.
+        self.first = (tiles - 1 - lax.div(number, rows)) * (WARPGROUPS * ROWS)
+        self.length = key_lengths[self.b]
+        self.query_length = query_lengths[self.b]
+        self.blocks = _span(self.first, self.length, s)
+
+
+def _produce(
+    work: _Work,
+    slot: jax.Array,
+    refs: tuple[Ref, ...],
+    memory: tuple[Ref, ...],
+    barriers: tuple[Ref, ...],
+    s: Settings,
+) -> jax.Array:
+    """Copies a tile's queries and blocks to shared memory, as room comes free; the next slot."""
+    q_ref, _, k_ref, _, v_ref, *_ = refs
+    q, k, v = memory
+    q_ready, k_ready, v_ready, q_free, k_free, v_free = barriers
+    for i in range(WARPGROUPS):
+        rows = pl.ds(work.first + i * ROWS, ROWS)
+        plgpu.barrier_wait(q_free.at[i])
+        plgpu.copy_gmem_to_smem(q_ref.at[work.b, work.head, rows], q.at[i], q_ready.at[i])
+
+    def block(j: jax.Array, slot: jax.Array) -> jax.Array:
+        tokens = pl.ds(j * s.block_kv, s.block_kv)
+        plgpu.barrier_wait(k_free.at[slot])
+        plgpu.copy_gmem_to_smem(k_ref.at[work.b, work.h, tokens], k.at[slot], k_ready.at[slot])
+        plgpu.barrier_wait(v_free.at[slot])
+        source = v_ref.at[work.b, work.h, slice(None), tokens]
+        plgpu.copy_gmem_to_smem(source, v.at[slot], v_ready.at[slot])
+        return ring.next_slot(slot, s.stages)
+
+    return lax.fori_loop(work.blocks.begin, work.blocks.end, block, slot)
+
+
+def _full(x: float, shape: tuple[int, ...], layout: Any, dtype: Any = jnp.float32) -> jax.Array:
+    return plgpu.layout_cast(jnp.full(shape, x, dtype), layout)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Consumer:
+    """What a warpgroup's steps share."""
+
+    q: Ref
+    buffers: tuple[Ref, Ref]
+    ready: tuple[Ref, Ref]
+    free: tuple[Ref, Ref]
+    query_free: Ref
+    scales: tuple[Ref, Ref]
+    at: tuple[jax.Array, jax.Array]
+    factor: jax.Array
+    first: jax.Array
+    length: jax.Array
+    blocks: _Span
+    s: Settings
+
+    def wait_for_key(self, j: jax.Array, slot: jax.Array) -> None:
+        """Until keys of block `j` are in shared memory, if there is such a block."""
+
+        @pl.when(j < self.blocks.end)
+        def _() -> None:
+            plgpu.barrier_wait(self.ready[0].at[slot])
+
+    def scores(self, slot: jax.Array) -> jax.Array:
+        """Starts the first product of a block."""
+        s, k = self.s, self.buffers[0].at[slot]
+        dtype = jnp.float32 if s.mode == "fp8" else jnp.int32
+        swizzle = ring.swizzle_of(k.shape[-1], k.dtype)
+
+        def f(q: Any, k: Any) -> Any:
+            return wgmma.start(q, k, swizzle=swizzle, a_swizzle=swizzle)
+
+        return ring.inline(
+            f, (ring.tile_type(self.q), ring.tile_type(k)), ring.array((ROWS, s.block_kv), dtype)
+        )(self.q, k)
+
+    def output(self, p: jax.Array, slot: jax.Array) -> jax.Array:
+        """Starts the second product of a block."""
+        v = self.buffers[1].at[slot]
+        dtype = jnp.int32 if self.s.mode == "int8" else jnp.float32
+        swizzle = ring.swizzle_of(v.shape[-1], v.dtype)
+
+        def f(p: Any, v: Any) -> Any:
+            return wgmma.start(p, v, swizzle=swizzle)
+
+        types = (plgpu.Layout.WGMMA_8BIT, ring.tile_type(v))
+        return ring.inline(f, types, ring.array((ROWS, v.shape[0]), dtype))(p, v)
+
+    def softmax(
+        self,
+        scores: jax.Array,
+        m: jax.Array,
+        l: jax.Array,
+        j: jax.Array,
+        k_scale: jax.Array,
+        is_masked: bool,
+    ) -> tuple[jax.Array, ...]:
+        """`softmax.step` of block `j`."""
+        types = [_MATRIX, ROW, ROW, SCALAR]
+        args = [scores, m, l, self.factor * k_scale]
+        if is_masked:
+            key = j * self.s.block_kv
+            args += [self.first - key, self.length - key]
+            types += [SCALAR, SCALAR]
+
+        def f(scores: Any, m: Any, l: Any, factor: Any, *limits: Any) -> tuple[Any, ...]:
+            return softmax.step(scores, m, l, factor, limits or None, self.s.policy)
+
+        weights = ring.array(scores.shape, jnp.float32)
+        return ring.inline(f, tuple(types), (weights, *[_COLUMN] * 4))(*args)
+
+    def pack(self, weights: jax.Array) -> jax.Array:
+        """`softmax.pack`."""
+        dtype = jnp.int8 if self.s.mode == "int8" else jnp.float8_e4m3fn
+        p = ring.array(weights.shape, dtype, plgpu.Layout.WGMMA_8BIT)
+        f = functools.partial(softmax.pack, policy=self.s.policy)
+        return ring.inline(f, (_MATRIX,), p)(weights)
+
+    def merge(
+        self, o: jax.Array, product: jax.Array, alpha: jax.Array, unit: jax.Array
+    ) -> jax.Array:
+        """`softmax.accumulate`."""
+        is_int8 = self.s.mode == "int8"
+        kind = ring.array(o.shape, o.dtype)
+        types = (_MATRIX, _MATRIX, ROW, ROW)
+
+        def f(o: Any, product: Any, alpha: Any, unit: Any) -> Any:
+            return softmax.accumulate(o, product, alpha, unit if is_int8 else None, self.s.policy)
+
+        return ring.inline(f, types, kind)(o, product, alpha, unit)
+
+    def value_unit(self, unit: jax.Array, j: jax.Array) -> jax.Array:
+        """An int8 block's unit with that of its values."""
+        if self.s.mode != "int8":
+            return unit
+        return jnp.where(unit == 0, 0.0, unit * self.scales[1][(*self.at, j)])
+
+    def run(self, slot: jax.Array) -> tuple[jax.Array, ...]:
+        """All blocks, the first of them in `slot`.
+
+        Returns:
+          the unnormalized output, the maxima and the sums, and the slot after the last block's.
+        """
+        s, blocks = self.s, self.blocks
+        head_dim = self.buffers[1].shape[1]
+
+        scale = self.scales[0][(*self.at, blocks.begin)]
+        self.wait_for_key(blocks.begin, slot)
+        scores = self.scores(slot)
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(self.free[0].at[slot])
+        m, l = _full(-jnp.inf, (ROWS,), ROW), _full(0.0, (ROWS,), ROW)
+        alpha, unit = _full(1.0, (ROWS,), ROW), _full(0.0, (ROWS,), ROW)
+        p, m, l, next_alpha, next_unit = lax.cond(
+            blocks.full_first,
+            lambda: self.softmax(scores, m, l, blocks.begin, scale, False),
+            lambda: self.softmax(scores, m, l, blocks.begin, scale, True),
+        )
+        following = ring.next_slot(slot, s.stages)
+        self.wait_for_key(blocks.begin + 1, following)
+        plgpu.barrier_wait(self.ready[1].at[slot])
+        p = self.pack(p)
+        o = _full(0.0, (ROWS, head_dim), _MATRIX)
+        dtype = jnp.int32 if s.mode == "int8" else jnp.float32
+        product = _full(0, (ROWS, head_dim), _MATRIX, dtype)
+
+        def step(j: jax.Array, carry: tuple[jax.Array, ...], is_masked: bool) -> Any:
+            o, product, alpha, unit, m, l, next_alpha, next_unit, p, before, slot = carry
+            following = ring.next_slot(slot, s.stages)
+            scale = self.scales[0][(*self.at, j)]
+            value_unit = self.value_unit(next_unit, j - 1)
+            scores = self.scores(slot)
+            # While the scores are on their way.
+            o = self.merge(o, product, alpha, unit)
+            product = self.output(p, before)
+            plgpu.wgmma_wait(1)
+            plgpu.barrier_arrive(self.free[0].at[slot])
+            alpha, unit = next_alpha, value_unit
+            p, m, l, next_alpha, next_unit = self.softmax(scores, m, l, j, scale, is_masked)
+            # Loops over which the compiler moves no instructions: the softmax stays before them.
+            self.wait_for_key(j + 1, following)
+            plgpu.barrier_wait(self.ready[1].at[slot])
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(self.free[1].at[before])
+            p = self.pack(p)
+            return o, product, alpha, unit, m, l, next_alpha, next_unit, p, slot, following
+
+        carry = (o, product, alpha, unit, m, l, next_alpha, next_unit, p, slot, following)
+        masked, plain = (functools.partial(step, is_masked=x) for x in (True, False))
+        if s.policy.left is not None:
+            carry = lax.fori_loop(blocks.begin + 1, blocks.inner, masked, carry)
+        carry = lax.fori_loop(blocks.inner, blocks.outer, plain, carry)
+        carry = lax.fori_loop(blocks.outer, blocks.end, masked, carry)
+        o, product, alpha, unit, m, l, next_alpha, next_unit, p, slot, following = carry
+        plgpu.barrier_arrive(self.query_free)
+        unit_of_last = self.value_unit(next_unit, blocks.end - 1)
+        o = self.merge(o, product, alpha, unit)
+        product = self.output(p, slot)
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(self.free[1].at[slot])
+        return self.merge(o, product, next_alpha, unit_of_last), m, l, following
+
+    def limits(self, j: jax.Array, is_masked: bool) -> tuple[jax.Array, ...]:
+        """What `softmax` compares block `j`'s keys with, if there is something to hide."""
+        key = j * self.s.block_kv
+        return (self.first - key, self.length - key) if is_masked else ()
+
+    def maxima(
+        self, scores: jax.Array, m: jax.Array, factor: jax.Array, limits: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, ...]:
+        """`softmax.maxima`."""
+        types = (_MATRIX, ROW, SCALAR, *[SCALAR] * len(limits))
+
+        def f(scores: Any, m: Any, factor: Any, *limits: Any) -> tuple[Any, ...]:
+            return softmax.maxima(scores, m, factor, limits or None, self.s.policy)
+
+        return ring.inline(f, types, (_COLUMN,) * 3)(scores, m, factor, *limits)
+
+    def arguments(
+        self, scores: jax.Array, m: jax.Array, factor: jax.Array, limits: tuple[jax.Array, ...]
+    ) -> jax.Array:
+        """`softmax.arguments`."""
+        types = (_MATRIX, ROW, SCALAR, *[SCALAR] * len(limits))
+
+        def f(scores: Any, m: Any, factor: Any, *limits: Any) -> Any:
+            return softmax.arguments(scores, m, factor, limits or None, self.s.policy)
+
+        values = ring.array(scores.shape, jnp.float32)
+        return ring.inline(f, types, values)(scores, m, factor, *limits)
+
+    def weigh(self, *args: jax.Array) -> tuple[jax.Array, ...]:
+        """`softmax.weigh`."""
+        types = (_MATRIX, *[ROW] * 4)
+        weights = ring.array(args[0].shape, jnp.float32)
+        f = functools.partial(softmax.weigh, policy=self.s.policy)
+        return ring.inline(f, types, (weights, _COLUMN, _COLUMN))(*args)
+
+    def run_ahead(self, slot: jax.Array) -> tuple[jax.Array, ...]:
+        """`run`, with the next block's scores computed under this one's exponentials.
+
+        The compiler moves instructions freely between asynchronous products, but not over a loop:
+        the waits for memory stand where it must not.
+        """
+        s, blocks = self.s, self.blocks
+        head_dim = self.buffers[1].shape[1]
+
+        def first(is_masked: bool) -> tuple[jax.Array, ...]:
+            limits = self.limits(blocks.begin, is_masked)
+            top, m, alpha = self.maxima(scores, _full(-jnp.inf, (ROWS,), ROW), factor, limits)
+            return self.arguments(scores, m, factor, limits), top, m, alpha
+
+        factor = self.factor * self.scales[0][(*self.at, blocks.begin)]
+        self.wait_for_key(blocks.begin, slot)
+        scores = self.scores(slot)
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(self.free[0].at[slot])
+        x, top, m, alpha = lax.cond(blocks.full_first, lambda: first(False), lambda: first(True))
+        following = ring.next_slot(slot, s.stages)
+        self.wait_for_key(blocks.begin + 1, following)
+        o, l = _full(0.0, (ROWS, head_dim), _MATRIX), _full(0.0, (ROWS,), ROW)
+
+        def step(j: jax.Array, carry: tuple[jax.Array, ...], is_masked: bool) -> Any:
+            """Weights of block ``j - 1``, scores of `j`."""
+            o, l, x, top, m, alpha, before, slot = carry
+            k_scale = self.scales[0][(*self.at, j)]
+            scores = self.scores(slot)
+            weights, l, unit = self.weigh(x, top, m, alpha, l)
+            plgpu.barrier_wait(self.ready[1].at[before])
+            plgpu.wgmma_wait(0)
+            product = self.output(self.pack(weights), before)
+            plgpu.barrier_arrive(self.free[0].at[slot])
+
+            @pl.when(k_scale < 0)  # never: a loop that keeps maxima from coming between products
+            def _() -> None:
+                plgpu.barrier_wait(self.ready[0].at[slot])
+
+            factor, limits = self.factor * k_scale, self.limits(j, is_masked)
+            top, m, next_alpha = self.maxima(scores, m, factor, limits)
+            unit = self.value_unit(unit, j - 1)
+            following = ring.next_slot(slot, s.stages)
+            self.wait_for_key(j + 1, following)
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(self.free[1].at[before])
+            o = self.merge(o, product, alpha, unit)
+            # Now, because it moves them to the registers that the product leaves.
+            x = self.arguments(scores, m, factor, limits)
+            return o, l, x, top, m, next_alpha, slot, following
+
+        carry = (o, l, x, top, m, alpha, slot, following)
+        masked, plain = (functools.partial(step, is_masked=x) for x in (True, False))
+        if s.policy.left is not None:
+            carry = lax.fori_loop(blocks.begin + 1, blocks.inner, masked, carry)
+        carry = lax.fori_loop(blocks.inner, blocks.outer, plain, carry)
+        carry = lax.fori_loop(blocks.outer, blocks.end, masked, carry)
+        o, l, x, top, m, alpha, slot, following = carry
+        plgpu.barrier_arrive(self.query_free)
+        weights, l, unit = self.weigh(x, top, m, alpha, l)
+        plgpu.barrier_wait(self.ready[1].at[slot])
+        product = self.output(self.pack(weights), slot)
+        unit = self.value_unit(unit, blocks.end - 1)
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(self.free[1].at[slot])
+        return self.merge(o, product, alpha, unit), m, l, following
+
+
+def _consume(
+    work: _Work,
+    slot: jax.Array,
+    me: jax.Array,
+    refs: tuple[Ref, ...],
+    memory: tuple[Ref, ...],
+    barriers: tuple[Ref, ...],
+    results: tuple[Ref, ...],
+    s: Settings,
+) -> jax.Array:
+    """Attends with a warpgroup's half of a tile, and stores; the next slot."""
+    q_ref, q_scale_ref, _, k_scale_ref, _, v_scale_ref, *_ = refs
+    q, k, v, out, lse = memory
+    q_ready, k_ready, v_ready, q_free, k_free, v_free = barriers
+    out_ref, lse_ref = results
+    head_dim = q_ref.shape[-1]
+    start = work.first + me * ROWS
+    block = jnp.minimum(lax.div(start, jnp.int32(s.block_q)), q_scale_ref.shape[2] - 1)
+    # With a soft cap scores are scaled to the exponential's units after it.
+    unit = 1.0 if s.soft_cap is not None else s.exponential.unit
+    factor = q_scale_ref[work.b, work.head, block] * (abs(s.scale) * unit)
+    plgpu.barrier_wait(q_ready.at[me])
+    consumer = _Consumer(
+        q=q.at[me],
+        buffers=(k, v),
+        ready=(k_ready, v_ready),
+        free=(k_free, v_free),
+        query_free=q_free.at[me],
+        scales=(k_scale_ref, v_scale_ref),
+        at=(work.b, work.h),
+        factor=factor,
+        first=start,
+        length=work.length,
+        blocks=work.blocks,
+        s=s,
+    )
+    o, m, l, slot = (consumer.run_ahead if s.ahead else consumer.run)(slot)
+    v_scale = jnp.float32(1.0) if s.mode == "int8" else v_scale_ref[work.b, work.h, 0]
+    width = out.shape[-1]
+    *parts, residual = ring.inline(
+        functools.partial(softmax.finish, policy=s.policy, width=width),
+        (_MATRIX, ROW, ROW, SCALAR, SCALAR),
+        (*[ring.array((ROWS, width), o.dtype)] * (head_dim // width), _COLUMN),
+    )(o, m, l, work.query_length - start, v_scale)
+    lse[me] = residual
+    rows = pl.ds(start, ROWS)
+    for i, part in enumerate(parts):
+        out[me] = part.astype(out.dtype)
+        plgpu.commit_smem()
+        channels = pl.ds(i * width, width)
+        plgpu.copy_smem_to_gmem(out.at[me], out_ref.at[work.b, rows, work.head, channels])
+        if i == 0:
+            plgpu.copy_smem_to_gmem(lse.at[me], lse_ref.at[work.b, work.head, rows])
+        plgpu.wait_smem_to_gmem(0)
+    return slot
+
+
+def _out_width(head_dim: int, dtype: Any) -> int:
+    """Channels of the output that are written at once: 16 KiB of a warpgroup's rows."""
+    return min(head_dim, 2**14 // ROWS // jnp.dtype(dtype).itemsize)
+
+
+def _kernel(*refs: Ref, s: Settings, tiles: int) -> None:
+    """One persistent program, which takes every `s.programs`-th tile."""
+    *inputs, out_ref, lse_ref = refs
+    batch, heads, _, head_dim = inputs[0].shape
+    total = batch * heads * tiles
+    me, share = lax.axis_index("warpgroup"), ring.Share(total)
+
+    def body(q: Ref, k: Ref, v: Ref, out: Ref, lse: Ref, ready: list[Ref], free: list[Ref]) -> None:
+        barriers, results = (*ready, *free), (out_ref, lse_ref)
+
+        def over_tiles(f: Any) -> None:
+            share.loop(lambda number, slot: f(_Work(number, tiles, tuple(inputs), s), slot))
+
+        def consume(work: _Work, slot: jax.Array) -> jax.Array:
+            memory = (q, k, v, out, lse)
+            return _consume(work, slot, me, tuple(inputs), memory, barriers, results, s)
+
+        def start_to_consume() -> None:
+            ring.free_at_first(s.stages, free[1:], free[0].at[me])
+            over_tiles(consume)
+
+        def produce(work: _Work, slot: jax.Array) -> jax.Array:
+            return _produce(work, slot, tuple(inputs), (q, k, v), barriers, s)
+
+        ring.divide(me, WARPGROUPS, (240, 24), start_to_consume, lambda: over_tiles(produce))
+
+    dtypes = inputs[0].dtype, inputs[2].dtype, inputs[4].dtype
+    pl.run_scoped(
+        body,
+        ring.tile((WARPGROUPS, ROWS, head_dim), dtypes[0]),
+        ring.tile((s.stages, s.block_kv, head_dim), dtypes[1]),
+        ring.tile((s.stages, head_dim, s.block_kv), dtypes[2]),
+        ring.tile((WARPGROUPS, ROWS, _out_width(head_dim, out_ref.dtype)), out_ref.dtype),
+        plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32),
+        [plgpu.Barrier(num_barriers=n) for n in (WARPGROUPS, s.stages, s.stages)],
+        [
+            plgpu.Barrier(num_barriers=WARPGROUPS),
+            *[plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=s.stages)] * 2,
+        ],
+        collective_axes="warpgroup",
+    )
+
+
+def attention(
+    q: jax.Array,
+    q_scale: jax.Array,
+    k: jax.Array,
+    k_scale: jax.Array,
+    v: jax.Array,
+    v_scale: jax.Array,
+    query_lengths: jax.Array,
+    key_lengths: jax.Array,
+    *,
+    tokens: int,
+    dtype: jax.typing.DTypeLike,
+    settings: Settings,
+) -> tuple[jax.Array, jax.Array]:
+    """Attends with operands that are quantized already.
+
+    Args:
+      q: ``[B, N, Tp, H]``; `Tp`, `Sp` are padded to whole blocks, `H` is 64, 128 or 256. The sign
+        of a negative scale is in it.
+      q_scale: float32 ``[B, N, Tp / block_q]``.
+      k: ``[B, K, Sp, H]``, q's dtype, tokens permuted within groups of 16: place
+        ``8 h + 2 t + r`` holds token ``4 t + 2 h + r`` (`t` in 0..3; `h`, `r` in 0..1). Thread `t`
+        of four holds these columns of the scores, and as the next product's operand tokens
+        ``4 t .. 4 t + 3``: so no weight changes threads.
+      k_scale: float32 ``[B, K, Sp / block_kv]``.
+      v: ``[B, K, H, Sp]``.
+      v_scale: float32 ``[B, K, Sp / block_kv]``, in the e4m3 modes one number per head.
+      query_lengths: int32 ``[B]``.
+      key_lengths: int32 ``[B]``.
+      tokens: `T`, queries of the output.
+      dtype: of the output.
+      settings: numerics and launch.
+
+    Returns:
+      ``[B, T, N, H]`` and the float32 log-sum-exp ``[B, T, N]``.
+    """
+    s = settings
+    batch, heads, _, head_dim = q.shape
+    tiles = pl.cdiv(tokens, WARPGROUPS * ROWS)
+    written = -(-tokens // 8) * 8  # copies take tokens in eights
+    run = ring.launch(
+        functools.partial(_kernel, s=s, tiles=tiles),
+        "turbojax_attention_hopper",
+        (
+            jax.ShapeDtypeStruct((batch, written, heads, head_dim), dtype),
+            jax.ShapeDtypeStruct((batch, heads, tiles * WARPGROUPS * ROWS), jnp.float32),
+        ),
+        batch * heads * tiles,
+        s.programs,
+    )
+    out, lse = run(q, q_scale, k, k_scale, v, v_scale, query_lengths, key_lengths)
+    return out[:, :tokens], jnp.swapaxes(lse[:, :, :tokens], 1, 2)

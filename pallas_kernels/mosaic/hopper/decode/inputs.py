@@ -1,0 +1,226 @@
+"""What a decode program reads: the call's settings and arrays, its place, and copies of blocks."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from pallas_kernels.layouts import Side
+from pallas_kernels.mosaic import lane, warp
+from pallas_kernels.mosaic.hopper.decode.types import Shape, SparseExponential
+from pallas_kernels.mosaic.lane import Int, Pointer
+
+# In programs, on every Hopper GPU.
+_LARGEST_CLUSTER = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is static in a decode call.
+
+    Attributes:
+      exponential: SAS, or None for the exact one.
+      key_bits: widths of the keys' code arrays.
+      value_bits: widths of the values'.
+      block: tokens of a cache block.
+      scale: factor of the scores.
+      window: optional (left, right).
+      soft_cap: optional cap of the scores.
+      rows: queries of a program, 4 or 8.
+      splits: programs that share a KV head's blocks, a multiple of `cluster`.
+      cluster: of them those that merge their results among themselves, at most 8.
+      warpgroups: of a program; each of their warps takes its own blocks.
+      stages: blocks in flight for each warp.
+
+    Raises:
+      ValueError: if `splits` is not a multiple of `cluster`, or `cluster` larger than hardware
+        allows.
+    """
+
+    exponential: SparseExponential | None
+    key_bits: tuple[int, ...]
+    value_bits: tuple[int, ...]
+    block: int
+    scale: float
+    window: tuple[int, int] | None
+    soft_cap: float | None
+    rows: int
+    splits: int
+    cluster: int
+    warpgroups: int
+    stages: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.cluster <= _LARGEST_CLUSTER:
+            raise ValueError(f"{self.cluster=} must be from 1 to {_LARGEST_CLUSTER}")
+        if self.splits < 1 or self.splits % self.cluster:
+            raise ValueError(f"{self.splits=} must be a positive multiple of {self.cluster=}")
+
+    @property
+    def parts(self) -> int:
+        """Results of a KV head's rows that are written; one if they are final."""
+        return self.splits // self.cluster
+
+    @property
+    def warps(self) -> int:
+        """Warps of a program."""
+        return 4 * self.warpgroups
+
+    def warp_bytes(self, head_dim: int) -> int:
+        """Shared memory of a warp's blocks in flight."""
+        return self.stages * stage_bytes(head_dim, self.block, self.key_bits, self.value_bits)
+
+
+def stage_bytes(
+    head_dim: int, block: int, key_bits: tuple[int, ...], value_bits: tuple[int, ...]
+) -> int:
+    """Shared memory of one block in flight, of the widest codes."""
+    return Shape(head_dim, block, max(key_bits), max(value_bits), 4).bytes
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SidePointers:
+    """`Side`, as pointers; `heads` counts those of each code array."""
+
+    codes: tuple[Pointer, ...]
+    channel_scale: Pointer
+    channel_zero: Pointer
+    block_scale: Pointer
+    head_slots: Pointer
+    buffer: Pointer
+    buffer_scale: Pointer
+    heads: tuple[int, ...]
+
+    def slot(self, pair: Int) -> Int:
+        """Place of a sequence's head among the heads of all code arrays."""
+        return self.head_slots.at(pair << 2).word()
+
+    @classmethod
+    def of(cls, refs: Any, side: Side) -> "SidePointers":
+        """The pointers behind the references to `side`."""
+        names = Side._fields
+        pointers = {name: jax.tree.map(Pointer.to, getattr(refs, name)) for name in names}
+        return cls(**pointers, heads=tuple(x.shape[1] for x in side.codes))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Arrays(warp.Arrays):
+    """The call's arrays.
+
+    Attributes:
+      key: the keys.
+      value: the values.
+      buffered: the tokens held that are in the buffer, ``[B]``.
+      blocks: that a sequence has room for.
+      buffer_size: in tokens.
+    """
+
+    key: SidePointers
+    value: SidePointers
+    buffered: Pointer
+    blocks: int
+    buffer_size: int
+
+    @classmethod
+    def of(cls, refs: Any, inputs: Any) -> "Arrays":
+        """The arrays behind Mosaic's references and Pallas' own, which know shapes."""
+        q, key, value = inputs[:3]
+        query, key_refs, value_refs, lengths, buffered, query_lengths, *outputs = refs
+        _, tokens, heads, head_dim = q.shape
+        return cls(
+            query=Pointer.to(query),
+            key=SidePointers.of(key_refs, key),
+            value=SidePointers.of(value_refs, value),
+            lengths=Pointer.to(lengths),
+            buffered=Pointer.to(buffered),
+            query_lengths=Pointer.to(query_lengths),
+            outputs=[Pointer.to(x) for x in outputs],
+            tokens=tokens,
+            heads=heads,
+            kv_heads=key.buffer.shape[1],
+            head_dim=head_dim,
+            blocks=key.block_scale.shape[2],
+            buffer_size=key.buffer.shape[2],
+            dtype=q.dtype.name,
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program(warp.Program):
+    """What a program works on: units are blocks, and one past the last block the buffer.
+
+    Attributes:
+      split: number of its share.
+      member: its number in its cluster.
+      blocks: of the sequence.
+      compressed: tokens in them.
+      buffered: tokens in the buffer.
+    """
+
+    split: Int
+    member: Int
+    blocks: Int
+    compressed: Int
+    buffered: Int
+
+    @classmethod
+    def of(cls, a: Arrays, ids: list[Int], s: Settings) -> "Program":
+        """The program's place and which units are its own."""
+        tile, part, pair, member = ids
+        split = part * s.cluster + member
+        batch, head = pair // a.kv_heads, pair % a.kv_heads
+        length, buffered, query_length = (
+            x.at(batch << 2).word() for x in (a.lengths, a.buffered, a.query_lengths)
+        )
+        begin, compressed = length - query_length, length - buffered
+        blocks = compressed // s.block
+        first = lane.integer(0)
+        if s.window is not None:
+            first = ((begin - s.window[0]).maximum(0) // s.block).minimum(blocks)
+        share = (blocks - first + s.splits) // s.splits
+        start = first + split * share
+        return cls(
+            batch=batch,
+            head=head,
+            pair=pair,
+            tile=tile,
+            split=split,
+            member=member,
+            begin=begin,
+            query_length=query_length,
+            blocks=blocks,
+            compressed=compressed,
+            buffered=buffered,
+            start=start,
+            stop=(start + share).minimum(blocks + 1),
+        )
+
+
+def copies_of(
+    a: Arrays, at: Program, shape: Shape, groups: tuple[int, int]
+) -> Callable[[Int, Pointer, Pointer], None]:
+    """A function that starts the copies of a block to shared memory, for a barrier to wait for.
+
+    Args:
+      a: the arrays.
+      at: the program.
+      shape: sizes.
+      groups: which code array of keys and values holds the head.
+    """
+    sources = {}
+    for name, side, group in (("key", a.key, groups[0]), ("value", a.value, groups[1])):
+        heads = side.heads[group]
+        slot = at.head if len(side.codes) == 1 else side.slot(at.pair) - group * side.heads[0]
+        first = (at.batch * heads + slot) * a.blocks
+        sources[name] = side.codes[group].times(first, dict(shape.parts)[name])
+        sources[f"{name}_scale"] = side.channel_scale.times(at.pair * a.blocks, a.head_dim)
+        sources[f"{name}_zero"] = side.channel_zero.times(at.pair * a.blocks, a.head_dim)
+
+    def start(block: Int, target: Pointer, barrier: Pointer) -> None:
+        lane.expect_bytes(barrier, shape.bytes)
+        for name, size in shape.parts:
+            source = sources[name].times(block, size)
+            lane.copy(source, target.at(shape.offset(name)), size, barrier)
+
+    return start

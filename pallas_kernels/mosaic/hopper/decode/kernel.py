@@ -1,0 +1,366 @@
+"""Decode: a few new queries per sequence against packed codes, for Hopper.
+
+Roofline, for 16 sequences, 8 KV heads with 4 queries each, 32,768 tokens, head dim 128, 4 bits:
+  - bytes that must move: 571 MB (see `pallas_kernels.triton.decode`); at the 3.0 TB/s of a copy
+    190 us. One multiprocessor has some 790 clocks for a block of 64 tokens at 80 % of that.
+  - instructions: about 750 for a block and warp, see `block`; four schedulers issue 3,160
+    in those clocks.
+Memory is the floor. Target: 80 % of it, 235 us.
+
+Every warp takes its own blocks, brings them to shared memory by itself with the copy engine, and
+works without a barrier that other warps share, so that one warp's latencies are hidden by the
+eleven others of its multiprocessor. Rows of the products are tokens and channels, columns queries:
+codes are register operands after a shift and a mask (`block`). The warps' results are
+merged in shared memory; programs that share a KV head merge in a cluster where there is little to
+do, and by a second small kernel elsewhere.
+
+Versions, H100, jax 0.11.2, device time (cuDNN on bfloat16 keys and values in the same run):
+  Triton, tokens as rows            323 us, 2.14 times cuDNN: 8 warps a multiprocessor, loads and
+                                    products of a warp wait for each other.
+  v1, as above, 2 blocks in flight, 16 x 32k, cuDNN 701 us
+    one wave of 384 programs        215 us
+    512 programs                    198 us, 3.54 times, 95 % of a copy's bandwidth: a wave and a
+                                    third is served more evenly
+    3 blocks in flight, 256         203 us;  two warpgroups in a program: 202 us; 6 blocks: 212 us
+  SAS instead of the exact softmax  198 us
+  2 bits                            116 us, 5.9 times;  half of the heads 2 bits: 158 us, 4.5 times
+  64 x 4k                           104 us, 3.4 times;  1 x 128k: 57 us, 3.1 times
+  1 x 1k                            6.4 us, 1.0 times: the launch of the merge is 1.8 us of it; one
+                                    program of 16 warps without it 8.8 us
+  v2, merged within a cluster       1 x 1k: 6.0 us against 6.7 without in the same run, 1.07 times;
+                                    1 x 4k: 7.8 against 7.6; 16 x 32k: 219 against 198, since
+                                    programs of a cluster start and leave together
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.layouts import LOG2_E
+from pallas_kernels.layouts import Side as Side
+from pallas_kernels.merge import merge
+from pallas_kernels.mosaic import lane, warp
+from pallas_kernels.mosaic.hopper.decode.block import (
+    add_block,
+    channel_words,
+    plain_queries,
+    scaled_queries,
+    scores,
+    softmax,
+    token_words,
+    unpack,
+)
+from pallas_kernels.mosaic.hopper.decode.inputs import Arrays, Program, copies_of
+from pallas_kernels.mosaic.hopper.decode.inputs import Settings as Settings
+from pallas_kernels.mosaic.hopper.decode.inputs import stage_bytes as stage_bytes
+from pallas_kernels.mosaic.hopper.decode.query import load_query
+from pallas_kernels.mosaic.hopper.decode.types import Numerics, Place, Query, Shape, State
+from pallas_kernels.mosaic.hopper.decode.types import SparseExponential as SparseExponential
+from pallas_kernels.mosaic.lane import ClusterPointer, Float, Int, Pointer
+
+_GRID, _CLUSTER = ("tile", "part", "pair"), ("member",)
+
+
+def _kernel(*refs: Any, s: Settings) -> None:
+    """One program; its body is written for single lanes."""
+
+    def body(refs: Any, inputs: Any, ids: list[Int], memory: tuple[Any, Any]) -> None:
+        a = Arrays.of(refs, inputs)
+        at = Program.of(a, ids, s)
+        smem = (Pointer.to(memory[0]), Pointer.to(memory[1]))
+        choice = lane.integer(0)
+        for side in (a.key, a.value):
+            if len(side.codes) == 2:
+                is_low = side.slot(at.pair) >= side.heads[0]
+                choice = (choice << 1) + is_low.where(lane.integer(1), 0)
+        groups = [(i, j) for i in range(len(a.key.codes)) for j in range(len(a.value.codes))]
+        for number, widths in enumerate(groups):
+            if len(groups) == 1:
+                _walk(a, at, widths, smem, s)
+                continue
+            with lane.when(choice.equals(number)):
+                _walk(a, at, widths, smem, s)
+        _combine(a, at, smem[0], s)
+
+    warp.inline(_GRID + _CLUSTER, refs, body)
+
+
+def _walk(
+    a: Arrays,
+    at: Program,
+    groups: tuple[int, int],
+    smem: tuple[Pointer, Pointer],
+    s: Settings,
+) -> None:
+    """A warp's share of the program's units, for one pair of widths, and its result."""
+    shape = Shape(a.head_dim, s.block, s.key_bits[groups[0]], s.value_bits[groups[1]], s.rows)
+    is_masked = a.tokens > 1 or s.window is not None
+    n = Numerics(s.exponential, s.window, s.soft_cap, is_masked)
+    here, warps = Place.here(), s.warps
+    number = lane.uniform(lane.thread() >> 5)
+    stage = s.warp_bytes(a.head_dim) // s.stages
+    slots = warp.Slots.of(smem, number, s.warp_bytes(a.head_dim), stage, s.stages)
+    leader = (here.g | here.t).equals(0)
+    start_copy = copies_of(a, at, shape, groups)
+    first, stop = at.start + number, at.stop.minimum(at.blocks)
+    with lane.when(leader):
+        slots.init()
+        for i in range(s.stages):
+            unit = first + i * warps
+            with lane.when(unit < stop):
+                start_copy(unit, slots.slot(i), slots.barrier(i))
+    lane.warp_barrier()
+    query = load_query(a, at, shape, here, s.scale, n.unit)
+
+    def block_scales(unit: Int) -> list[Float]:
+        inside = unit.minimum(a.blocks - 1).maximum(0)
+        index = (at.pair * a.blocks + inside) << 2
+        return [side.block_scale.at(index).float() for side in (a.key, a.value)]
+
+    def attend(unit: Int, state: list[Any], slot: Pointer, following: list[Float]) -> list[Any]:
+        *flat, key_scale, value_scale = state
+        before, scales = State.of(flat, shape), (key_scale, value_scale)
+        after = _attend_block(shape, before, slot, scales, unit * s.block, query, here, n)
+        return [*after.flat(), *following]
+
+    def refill(unit: Int, slot: Pointer, barrier: Pointer, _: Any) -> None:
+        later = unit + warps * s.stages
+        with lane.when(leader & (later < stop)):
+            start_copy(later, slot, barrier)
+
+    carry = [*State.empty(shape).flat(), *block_scales(first)]
+    *flat, _, _ = warp.over_blocks(
+        first, stop, warps, slots, carry, lambda u: block_scales(u + warps), attend, refill
+    )
+    owner = (at.blocks - at.start) % warps
+    has_buffer = (
+        (at.buffered > 0) & (at.blocks < at.stop) & (at.blocks >= at.start) & owner.equals(number)
+    )
+    flat = lane.loop(
+        lane.integer(0),
+        has_buffer.where(lane.integer(1), 0),
+        1,
+        flat,
+        lambda _, x: _attend_buffer(a, shape, State.of(x, shape), at, query, here, n).flat(),
+    )
+    _keep(shape, State.of(flat, shape), slots.area, here, n)
+
+
+def _attend_block(
+    shape: Shape,
+    state: State,
+    slot: Pointer,
+    scales: tuple[Float, Float],
+    first_token: Int,
+    query: Query,
+    here: Place,
+    n: Numerics,
+) -> State:
+    """Adds the block in shared memory at `slot`."""
+    tokens = token_words(shape, here)
+    size, quarter = shape.key_row, here.t * (shape.key_row // 4)
+
+    def key_words(i: int) -> list[Int]:
+        token = tokens[i // 4] + (here.rotation ^ (i % 4))
+        return unpack(slot.at(token * size + quarter).words(size // 16), shape.key_bits)
+
+    per_lane = shape.head_dim // 8
+    value_slot = slot.at(shape.offset("value"))
+
+    def value_words(i: int) -> list[Int]:
+        channel = here.g * per_lane + ((here.rotation ^ (i % 4)) + i // 4 * 4)
+        row = shape.value_row
+        at = value_slot.at(channel * row + here.t * (row // 4))
+        return unpack(at.words(row // 16), shape.value_bits)
+
+    key_scale, key_zero = (
+        channel_words(slot.at(shape.offset(name)), here, shape.head_dim, shape.key_bits)
+        for name in ("key_scale", "key_zero")
+    )
+    products = scores(shape, key_words, scaled_queries(query, key_scale, here), key_zero)
+    weights = softmax(products, query, scales[0], first_token, tokens, here, n, n.is_masked)
+    value_scale, value_zero = (
+        [
+            lane.permute_bytes(x, 0, here.selector)
+            for x in slot.at(here.g * per_lane, shape.offset(name)).words(per_lane // 4)
+        ]
+        for name in ("value_scale", "value_zero")
+    )
+    channels = (value_scale, value_zero)
+    return add_block(shape, state, weights, value_words, channels, scales[1], here, n)
+
+
+def _attend_buffer(
+    a: Arrays,
+    shape: Shape,
+    state: State,
+    at: Program,
+    query: Query,
+    here: Place,
+    n: Numerics,
+) -> State:
+    """Adds the int8 buffer."""
+    key, value = (x.buffer.times(at.pair, a.buffer_size * a.head_dim) for x in (a.key, a.value))
+    scales = [x.buffer_scale.at(at.pair << 2).float() for x in (a.key, a.value)]
+    tokens = token_words(shape, here)
+
+    def row_of(token: Int) -> Int:
+        return token.minimum(a.buffer_size - 1) * a.head_dim
+
+    def key_words(i: int) -> list[Int]:
+        row = key.at(row_of(tokens[i // 4] + (here.rotation ^ (i % 4))))
+        return channel_words(row, here, a.head_dim, shape.key_bits)
+
+    groups: dict[int, list[list[Int]]] = {}
+
+    def value_words(i: int) -> list[Int]:
+        if i // 4 not in groups:
+            groups.clear()
+            groups[i // 4] = _transposed(a, shape, value, i // 4, here, row_of)
+        return [words[i % 4] for words in groups[i // 4]]
+
+    products = scores(shape, key_words, plain_queries(query, here), None)
+    weights = softmax(products, query, scales[0], at.compressed, tokens, here, n, True)
+    return add_block(shape, state, weights, value_words, None, scales[1], here, n)
+
+
+def _transposed(
+    a: Arrays, shape: Shape, value: Pointer, group: int, here: Place, row_of: Any
+) -> list[list[Int]]:
+    """Four channels of the buffer's values, for each operand word, from rows of tokens."""
+    runs = 8 // shape.value_bits
+    out = []
+    for number in range(2 * shape.words):
+        word, run = divmod(number, runs)
+        first = here.t * (shape.value_row // 4) + (4 * word + run * (shape.block // runs))
+        column = here.g * (a.head_dim // 8)
+        rows = [
+            lane.permute_bytes(
+                value.at(row_of(first + b), column, 4 * group).word(), 0, here.selector
+            )
+            for b in range(4)
+        ]
+        low = [lane.permute_bytes(rows[i], rows[i + 1], 0x5140) for i in (0, 2)]
+        high = [lane.permute_bytes(rows[i], rows[i + 1], 0x7362) for i in (0, 2)]
+        out.append(
+            [
+                lane.permute_bytes(pair[0], pair[1], select)
+                for pair in (low, high)
+                for select in (0x5410, 0x7632)
+            ]
+        )
+    return out
+
+
+def _keep(shape: Shape, state: State, area: Pointer, here: Place, n: Numerics) -> None:
+    """Writes a warp's result to shared memory: outputs, maxima in powers of two, sums."""
+    lane.warp_barrier()
+    size = shape.rows * shape.head_dim * 4
+    per_tile = shape.outputs // shape.output_tiles
+    with lane.when((here.t << 1) < min(shape.rows, 8)):
+        for tile in range(shape.output_tiles):
+            for k in range(shape.head_dim // 8):
+                channel = here.g * (shape.head_dim // 8) + ((here.rotation ^ (k % 4)) + k // 4 * 4)
+                for j in (0, 1):
+                    row = (here.t << 1) + (8 * tile + j)
+                    index = (row * shape.head_dim + channel) << 2
+                    area.at(index).store(state.outputs[tile * per_tile + 2 * k + j])
+    for tile in range(shape.score_tiles):
+        total = lane.reduce_lanes(state.totals[tile], lambda x, y: x + y, (4, 8, 16))
+        with lane.when(here.g.equals(0)):
+            at = area.at((here.t + 4 * tile) << 2, size)
+            at.store(state.maxima[tile] * (LOG2_E / n.unit))
+            at.at(4 * shape.rows).store(total)
+
+
+def _combine(a: Arrays, at: Program, area: Pointer, s: Settings) -> None:
+    """Merges the results of the cluster's warps; each program writes its share of the channels."""
+    areas: list[Pointer | ClusterPointer] = [area]
+    if s.cluster > 1:
+        lane.cluster_barrier()
+        areas = [ClusterPointer.of(area, rank) for rank in range(s.cluster)]
+    else:
+        lane.block_barrier()
+    threads, step, size = 32 * s.warps, s.warp_bytes(a.head_dim), s.rows * a.head_dim
+    results = [x.at(i * step) for x in areas for i in range(s.warps)]
+    share = -(-size // s.cluster)
+    for start in range(0, share, threads):
+        number = lane.thread() + start
+        element = at.member * share + number
+        q, channel = element // a.head_dim, element % a.head_dim
+        row = at.tile * s.rows + q
+        with lane.when((number < share) & (element < size) & (row < a.rows)):
+            result = warp.merged(results, element, q, s.rows, a.head_dim, _highest)
+            if a.is_final:
+                _write_final(a, at, row, channel, result)
+            else:
+                part = at.pair * s.parts + at.split // s.cluster
+                warp.write_partial(a, part * a.rows + row, channel, result)
+    if s.cluster > 1:  # no program ends while others read its memory
+        lane.cluster_barrier()
+
+
+def _highest(x: list[Float]) -> Float:
+    return functools.reduce(lane.maximum, x)
+
+
+def _write_final(a: Arrays, at: Program, row: Int, channel: Int, result: warp.Result) -> None:
+    o, top, l = result
+    out, lse = a.outputs
+    index = warp.output_row(a, at, row)
+    is_empty = l.equals(0.0)
+    total = is_empty.where(1.0, l)
+    width = 4 if a.dtype == "float32" else 2
+    out.times(index, a.head_dim * width).at(channel * width).store_as(o / total, a.dtype)
+    warp.write_residual(lse, index, channel, top, total, is_empty)
+
+
+def decode(
+    query: jax.Array,
+    key: Side,
+    value: Side,
+    lengths: jax.Array,
+    buffer_lengths: jax.Array,
+    query_lengths: jax.Array,
+    settings: Settings,
+) -> tuple[jax.Array, jax.Array]:
+    """Attends the last `T` cached tokens' queries to a cache; mode ``"int8"``.
+
+    Args:
+      query: ``[B, T, N, H]``, `H` 64, 128 or 256.
+      key: the keys.
+      value: the values.
+      lengths: int32 ``[B]``, tokens held.
+      buffer_lengths: int32 ``[B]``, those of them in the buffer.
+      query_lengths: int32 ``[B]``, how many of the `T` queries are real.
+      settings: numerics and launch.
+
+    Returns:
+      ``[B, T, N, H]`` in the query's dtype and the float32 log-sum-exp ``[B, T, N]``.
+    """
+    s = settings
+    batch, tokens, heads, head_dim = query.shape
+    kv_heads = key.buffer.shape[1]
+    rows, pairs = heads // kv_heads * tokens, batch * kv_heads
+    parts = (pairs, s.parts, rows)
+    out: list[Any] = [((*parts, head_dim), jnp.float32), (parts, jnp.float32), (parts, jnp.float32)]
+    if s.parts == 1:
+        out = [(query.shape, query.dtype), (query.shape[:3], jnp.float32)]
+    run = warp.launch(
+        functools.partial(_kernel, s=s),
+        "turbojax_decode_hopper",
+        [jax.ShapeDtypeStruct(*x) for x in out],
+        dict(zip(_GRID, (pl.cdiv(rows, s.rows), s.parts, pairs), strict=True)),
+        s,
+        head_dim,
+        cluster=(s.cluster,),
+        cluster_names=_CLUSTER,
+    )
+    results = run(query, key, value, lengths, buffer_lengths, query_lengths)
+    if s.parts == 1:
+        return results[0], results[1]
+    o, m, l = results
+    return merge(o, m, l, query, kv_heads, interpret=False)

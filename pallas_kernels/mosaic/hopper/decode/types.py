@@ -1,0 +1,205 @@
+"""What decode works with: numerics, sizes, a lane's place, queries and the running softmax."""
+
+import dataclasses
+from typing import Any
+
+from pallas_kernels.layouts import INT8_RANGE as INT8_RANGE
+from pallas_kernels.layouts import LOG2_E as LOG2_E
+from pallas_kernels.mosaic import lane, warp
+from pallas_kernels.mosaic.lane import Float, Int
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseExponential:
+    """SAS: a cubic times a power of its base, 0 below a threshold.
+
+    Attributes:
+      coefficients: of the cubic on [0, 1), constant term first.
+      threshold: in natural-log units.
+      unit: powers of the base in one natural-log unit.
+    """
+
+    coefficients: tuple[float, ...]
+    threshold: float
+    unit: float
+
+    def __call__(self, x: Float) -> Float:
+        """SAS of ``x <= 0``, in natural-log units times `unit`."""
+        y = lane.maximum(-x, lane.number(0.0))
+        whole = lane.floor(y)
+        power = lane.exp2(whole * (-LOG2_E / self.unit))
+        fraction = y - whole
+        value = lane.number(self.coefficients[-1])
+        for coefficient in reversed(self.coefficients[:-1]):
+            value = lane.fma(value, fraction, coefficient)
+        return (x < self.threshold * self.unit).where(0.0, value * power)
+
+
+@dataclasses.dataclass(frozen=True)
+class Numerics:
+    """The softmax and what its weights are rounded to.
+
+    Attributes:
+      exponential: SAS, or None for the exact one.
+      window: optional (left, right).
+      soft_cap: optional cap of the scores.
+      is_masked: whether some query may not see all tokens of a block.
+    """
+
+    exponential: SparseExponential | None
+    window: tuple[int, int] | None
+    soft_cap: float | None
+    is_masked: bool
+
+    @property
+    def unit(self) -> float:
+        """Units of the exponential's argument in one nat."""
+        return LOG2_E if self.exponential is None else self.exponential.unit
+
+    @property
+    def largest(self) -> float:
+        """The exponential at 0."""
+        return 1.0 if self.exponential is None else self.exponential.coefficients[0]
+
+    def exp(self, x: Float) -> Float:
+        """The exponential, of `unit` scaled arguments."""
+        return lane.exp2(x) if self.exponential is None else self.exponential(x)
+
+    def exact_exp(self, x: Float) -> Float:
+        """The exact exponential, of differences of maxima."""
+        return lane.exp2(x) if self.unit == LOG2_E else lane.exp2(x * (LOG2_E / self.unit))
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Sizes of a call.
+
+    Attributes:
+      head_dim: a multiple of 32.
+      block: tokens of a cache block, 64 or 128.
+      key_bits: 4 or 2.
+      value_bits: 4 or 2.
+      rows: queries of a program, 4 or a multiple of 8.
+    """
+
+    head_dim: int
+    block: int
+    key_bits: int
+    value_bits: int
+    rows: int
+
+    @property
+    def key_row(self) -> int:
+        """Bytes of a token."""
+        return self.head_dim * self.key_bits // 8
+
+    @property
+    def value_row(self) -> int:
+        """Bytes of a channel."""
+        return self.block * self.value_bits // 8
+
+    @property
+    def parts(self) -> tuple[tuple[str, int], ...]:
+        """What a block is made of in shared memory, and how many bytes each takes."""
+        codes = (("key", self.block * self.key_row), ("value", self.head_dim * self.value_row))
+        channels = ("key_scale", "key_zero", "value_scale", "value_zero")
+        return codes + tuple((name, self.head_dim) for name in channels)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of a block."""
+        return sum(size for _, size in self.parts)
+
+    def offset(self, name: str) -> int:
+        """Where a part begins."""
+        names = [part for part, _ in self.parts]
+        return sum(size for _, size in self.parts[: names.index(name)])
+
+    @property
+    def score_tiles(self) -> int:
+        """Column tiles of the first product, of 4 queries each."""
+        return self.rows // 4
+
+    @property
+    def output_tiles(self) -> int:
+        """Column tiles of the second product, of 8 queries each."""
+        return max(1, self.rows // 8)
+
+    @property
+    def words(self) -> int:
+        """Words of packed weights of a lane for each query."""
+        return self.block // 32
+
+    @property
+    def outputs(self) -> int:
+        """Numbers of the output that a lane holds."""
+        return self.output_tiles * self.head_dim // 16 * 4
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Place(warp.Place):
+    """A lane's place in its warp, and what follows from it.
+
+    Attributes:
+      rotation: ``g % 4``, by which rows of one lane are permuted, so that the lanes that load at
+        the same time access different banks.
+      selector: the bytes of a word in this order.
+    """
+
+    rotation: Int
+    selector: Int
+
+    @classmethod
+    def here(cls) -> "Place":
+        """The running lane."""
+        number = lane.thread() & 31
+        g, t = number >> 2, number & 3
+        rotation = g & 3
+        return cls(g, t, rotation, (rotation * 0x1111) ^ 0x3210)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Query:
+    """A lane's part of the queries, one entry for each column tile of the first product.
+
+    Attributes:
+      codes: of query ``g // 2``: words with one code each in its byte, four for each operand word.
+      scale: of query `t`, times the factor of the scores and the exponential's unit.
+      position: of query `t`; -1 where there is none.
+    """
+
+    codes: list[list[list[Int]]]
+    scale: list[Float]
+    position: list[Int]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class State:
+    """A running softmax.
+
+    Attributes:
+      outputs: for each output tile and 16 channels: rows g, g + 8 at columns 2 t, 2 t + 1.
+      maxima: of query `t` of each score tile, in the exponential's units.
+      totals: this lane's part of the sums of weights.
+    """
+
+    outputs: list[Float]
+    maxima: list[Float]
+    totals: list[Float]
+
+    @classmethod
+    def empty(cls, shape: Shape) -> "State":
+        """Before the first block."""
+        lowest = [lane.number(float("-inf")) for _ in range(shape.score_tiles)]
+        zeros = [lane.number(0.0) for _ in range(shape.outputs + shape.score_tiles)]
+        return cls(zeros[: shape.outputs], lowest, zeros[shape.outputs :])
+
+    def flat(self) -> list[Float]:
+        """As a list, for loops."""
+        return [*self.outputs, *self.maxima, *self.totals]
+
+    @classmethod
+    def of(cls, flat: list[Any], shape: Shape) -> "State":
+        """The inverse of `flat`."""
+        n, tiles = shape.outputs, shape.score_tiles
+        return cls(flat[:n], flat[n : n + tiles], flat[n + tiles :])

@@ -1,0 +1,180 @@
+"""What becomes of the sums of an INT4 x FP8 product: scales, bias, activation, residual, output."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from jaxlib.mlir import ir
+
+from pallas_kernels.layouts import LOG2_E
+from pallas_kernels.mosaic import lane
+from pallas_kernels.mosaic.lane import Float, Int, Pointer, fragments
+from pallas_kernels.mosaic.lane.fragments import ROWS
+
+_GELU = (math.sqrt(2 / math.pi), 0.044715)
+
+
+@dataclasses.dataclass(frozen=True)
+class Epilogue:
+    """What is static in it.
+
+    Attributes:
+      activation: None, ``"silu"``, ``"gelu"`` or ``"swiglu"``.
+      has_bias: whether there is a bias.
+      has_residual: whether something is added at the end.
+      dtype: ``"bfloat16"`` or ``"float16"``.
+      swizzle: bytes over which rows of the output in shared memory are interleaved; 0 for none.
+    """
+
+    activation: str | None
+    has_bias: bool
+    has_residual: bool
+    dtype: str
+    swizzle: int
+
+    @property
+    def outputs(self) -> int:
+        """Of a warpgroup's 64 rows."""
+        return ROWS // 2 if self.activation == "swiglu" else ROWS
+
+
+def _sigmoid_times(x: Float) -> Float:
+    """``x * sigmoid(x)``; of values so negative that ``exp`` overflows, -0."""
+    e = lane.exp2(x * -LOG2_E)
+    return x * lane.reciprocal(e + 1.0)
+
+
+def _activate(x: Float, kind: str | None) -> Float:
+    if kind == "silu":
+        return _sigmoid_times(x)
+    if kind == "gelu":
+        # x / 2 * (1 + tanh(y)) is x * sigmoid(2 y).
+        y = x * (lane.fma(x * x, _GELU[1], 1.0) * (2 * _GELU[0] * LOG2_E))
+        return x * lane.reciprocal(lane.exp2(-y) + 1.0)
+    return x
+
+
+def _address(out: Any, token: Int, byte: Int, e: Epilogue) -> Int:
+    """Where in shared memory ``[tokens, outputs]`` a token's 16 bytes from `byte` on are."""
+    base = Int(Pointer.to(out).address())
+    size = 2 * e.outputs
+    if e.swizzle == 0:
+        return base + token * size + byte
+    # Swizzled: chunks of 16 bytes are permuted by the number of their row of 128 bytes.
+    line = token * size + byte
+    mask = e.swizzle // 16 - 1
+    return base + (line ^ (((line >> 7) & mask) << 4))
+
+
+def _row_factors(ref: Any, row: Int) -> list[Float]:
+    """Factors of the lane's two rows; for rows that do not exist, those of some other row."""
+    last = ir.MemRefType(ref.type).shape[0] - 1
+    rows = [(row + 8 * half).minimum(last) for half in range(2)]
+    return [Pointer.to(ref).at(x << 2).float() for x in rows]
+
+
+def finish(
+    sums: Any,
+    span: tuple[int, int],
+    token_scales: Any,
+    output_scales: Any,
+    bias: Any | None,
+    out: Any,
+    first_row: Any,
+    e: Epilogue,
+) -> None:
+    """Writes a warpgroup's outputs to shared memory.
+
+    Args:
+      sums: float32 ``[64, tokens]`` of weight rows and tokens.
+      span: the first of these tokens, and how many to write, a multiple of 8.
+      token_scales: shared memory, bfloat16 ``[tokens]``.
+      output_scales: global memory, float32, of all rows.
+      bias: the same, or None.
+      out: shared memory ``[span[1], outputs]`` in the output's dtype; holds the residual, if there
+        is one.
+      first_row: int32 scalar, of these rows among all.
+      e: what to do.
+    """
+    row, t = fragments.row_and_place()
+    at = row + lane.scalar(first_row)
+    factors = _row_factors(output_scales, at)
+    biases = [lane.number(0.0)] * 2 if bias is None else _row_factors(bias, at)
+    number = lane.special("laneid")
+    is_gated = e.activation == "swiglu"
+    warp_byte = (row >> 4) * (16 if is_gated else 32)
+    blocks = []
+    for pair in _scaled(sums, span, token_scales, t):
+        values = [
+            [lane.fma(v, factors[half], biases[half]) for v in pair[half]] for half in range(2)
+        ]
+        if is_gated:
+            blocks.append([_sigmoid_times(g) * u for g, u in zip(*values, strict=True)])
+        else:
+            blocks += [[_activate(v, e.activation) for v in pair] for pair in values]
+    # A block is eight outputs of eight tokens; lanes 8 i .. 8 i + 7 point to the tokens of block i.
+    per_token = 1 if is_gated else 2
+    at_once = min(4, len(blocks))
+    block_number = number >> 3
+    if at_once < 4:
+        block_number = block_number & (at_once - 1)
+    for begin in range(0, len(blocks), at_once):
+        some = blocks[begin : begin + at_once]
+        block = block_number + begin
+        token = ((block >> (per_token - 1)) << 3) + (number & 7)
+        byte = warp_byte + ((block & (per_token - 1)) << 4)
+        address = _address(out, token, byte, e)
+        if e.has_residual:
+            held = [lane.half.unpack(w, e.dtype) for w in lane.load_matrices(address, len(some))]
+            some = [
+                [v + h for v, h in zip(pair, old, strict=True)]
+                for pair, old in zip(some, held, strict=True)
+            ]
+        lane.store_matrices(address, [lane.half.pack(pair[0], pair[1], e.dtype) for pair in some])
+
+
+def partial_sums(sums: Any, span: tuple[int, int], out: Any) -> None:
+    """Writes float32 sums of some tokens to shared memory ``[span[1], 64]``."""
+    row, t = fragments.row_and_place()
+    for half, values in enumerate(fragments.by_row(sums)):
+        for j in range(span[0] // 4, sum(span) // 4):
+            token = (t << 1) + (4 * j - span[0] if j % 2 == 0 else 4 * (j - 1) + 1 - span[0])
+            place = (token * ROWS + row + 8 * half) << 2
+            Pointer.to(out).at(place).store(values[j])
+
+
+def _scaled(
+    sums: Any, span: tuple[int, int], token_scales: Any, t: Int
+) -> Iterator[list[list[Float]]]:
+    """Sums times the tokens' scales, eight tokens at a time: of both rows the lane's two tokens."""
+    rows = fragments.by_row(sums)
+    for j in range(span[0] // 8, sum(span) // 8):
+        word = Pointer.to(token_scales).at((t << 2) + (16 * j)).word()
+        scales = lane.half.unpack(word, "bfloat16")
+        yield [[row[2 * j + i] * scales[i] for i in range(2)] for row in rows]
+
+
+def _places(sums: Any, memory: Any) -> Iterator[tuple[int, int, Pointer]]:
+    """Of an accumulator's numbers: row, place in the row, and address, contiguous over lanes."""
+    thread = lane.special("tid.x") & 127
+    base = Pointer.to(memory).at(thread << 2)
+    columns = len(fragments.by_row(sums)[0])
+    for half in range(2):
+        for j in range(columns):
+            yield half, j, base.at((half * columns + j) * 512)
+
+
+def put(sums: Any, memory: Any) -> None:
+    """Writes a warpgroup's sums to shared memory, for `add`."""
+    rows = fragments.by_row(sums)
+    for half, j, place in _places(sums, memory):
+        place.store(rows[half][j])
+
+
+def add(sums: Any, memory: Any) -> Any:
+    """Sums with those that another warpgroup put there."""
+    rows = fragments.by_row(sums)
+    for half, j, place in _places(sums, memory):
+        rows[half][j] = rows[half][j] + place.float()
+    return fragments.of_rows(rows)

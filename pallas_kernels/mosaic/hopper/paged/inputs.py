@@ -1,0 +1,266 @@
+"""What paged attention works with: settings, arrays, a program's and a lane's place, the state."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from pallas_kernels.layouts import LOG2_E as LOG2_E
+from pallas_kernels.mosaic import lane, warp
+from pallas_kernels.mosaic.lane import Float, Int, Pointer
+
+# Queries of a column tile: each has two columns, a high and a low part.
+TILE = 4
+_TURBO4 = "turbo4"
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is static in a call.
+
+    Attributes:
+      kind: what pages hold: ``"turbo4"``, ``"fp8_e4m3"`` or ``"fp8_e5m2"``.
+      centroids: turbo4: 16 numbers in 0..127, each of which stands for itself minus `middle`.
+      middle: turbo4: a multiple of a half.
+      scale: factor of the scores.
+      window: optional (left, right).
+      soft_cap: optional cap of the scores.
+      rows: queries of a program, a multiple of 4.
+      part: tokens of a program, a multiple of `block`; parts begin at multiples of it.
+      block: tokens that a warp takes at a time, 32 or 64.
+      warpgroups: of a program; each of their warps takes its own blocks.
+      stages: blocks in flight for each warp.
+    """
+
+    kind: str
+    centroids: tuple[int, ...]
+    middle: float
+    scale: float
+    window: tuple[int, int] | None
+    soft_cap: float | None
+    rows: int
+    part: int
+    block: int
+    warpgroups: int
+    stages: int
+
+    @property
+    def has_norms(self) -> bool:
+        """Whether tokens have norms."""
+        return self.kind == _TURBO4
+
+    @property
+    def tiles(self) -> int:
+        """Column tiles."""
+        return self.rows // TILE
+
+    @property
+    def held(self) -> int:
+        """Tokens of a block that a lane has scores of."""
+        return self.block // 8
+
+    @property
+    def warps(self) -> int:
+        """Warps of a program."""
+        return 4 * self.warpgroups
+
+    def row_bytes(self, head_dim: int) -> int:
+        """Bytes of one token's key or value."""
+        return head_dim // 2 if self.kind == _TURBO4 else head_dim
+
+    def token_bytes(self, head_dim: int) -> int:
+        """Bytes of one token's key and value, norms included."""
+        return 2 * self.row_bytes(head_dim) + (4 if self.has_norms else 0)
+
+    def warp_bytes(self, head_dim: int) -> int:
+        """Shared memory of a warp: its blocks in flight, and later its result."""
+        flight = self.stages * self.block * self.token_bytes(head_dim)
+        return max(flight, self.rows * 4 * (head_dim + 2))
+
+
+class Pages(NamedTuple):
+    """A pool of pages.
+
+    Attributes:
+      key: uint8 codes ``[P, K, page_size, H / 2]`` or 8-bit floats ``[P, K, page_size, H]``.
+      value: the same.
+      key_norm: float16 ``[P, K, page_size]``, or None.
+      value_norm: the same.
+      key_scale: float32 ``[1]``, factor of the keys, or None.
+    """
+
+    key: Any
+    value: Any
+    key_norm: Any
+    value_norm: Any
+    key_scale: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Arrays(warp.Arrays):
+    """The call's arrays.
+
+    Attributes:
+      pages: the pool.
+      tables: ``[B, max_pages]``.
+      page_size: in tokens.
+      max_pages: of a sequence.
+    """
+
+    pages: Pages
+    tables: Pointer
+    page_size: int
+    max_pages: int
+
+    def parts(self, part: int) -> int:
+        """Parts of a sequence."""
+        return -(-self.max_pages * self.page_size // part)
+
+    @classmethod
+    def of(cls, refs: Any, inputs: Any) -> "Arrays":
+        """The arrays behind Mosaic's references and Pallas' own, which know shapes."""
+        query, pages, tables = inputs[:3]
+        names = [name for name in Pages._fields if getattr(pages, name) is not None]
+        found = {name: Pointer.to(getattr(refs[1], name)) for name in names}
+        _, tokens, heads, head_dim = query.shape
+        return cls(
+            query=Pointer.to(refs[0]),
+            pages=Pages(**{name: found.get(name) for name in Pages._fields}),
+            tables=Pointer.to(refs[2]),
+            lengths=Pointer.to(refs[3]),
+            query_lengths=Pointer.to(refs[4]),
+            outputs=[Pointer.to(x) for x in refs[5:]],
+            tokens=tokens,
+            heads=heads,
+            kv_heads=pages.key.shape[1],
+            head_dim=head_dim,
+            page_size=pages.key.shape[2],
+            max_pages=tables.shape[1],
+            dtype=query.dtype.name,
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program(warp.Program):
+    """What a program works on.
+
+    Attributes:
+      part: number of its tokens.
+      length: tokens of the sequence.
+    """
+
+    part: Int
+    length: Int
+
+    @classmethod
+    def of(cls, a: Arrays, ids: list[Int], s: Settings) -> "Program":
+        """The program's place."""
+        tile, part, pair = ids
+        batch, head = pair // a.kv_heads, pair % a.kv_heads
+        length, query_length = (x.at(batch << 2).word() for x in (a.lengths, a.query_lengths))
+        begin = length - query_length
+        blocks, share = (length + (s.block - 1)) // s.block, s.part // s.block
+        start = part * share
+        stop = (start + share).minimum(blocks)
+        if s.window is not None:
+            # Always from the same warp on, wherever the window begins.
+            first = (begin - s.window[0]).maximum(0) // s.block
+            start = start.maximum(first // s.warps * s.warps)
+        return cls(
+            tile=tile,
+            part=part,
+            pair=pair,
+            batch=batch,
+            head=head,
+            length=length,
+            begin=begin,
+            query_length=query_length,
+            start=start,
+            stop=stop,
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Place(warp.Place):
+    """A lane's place in its warp.
+
+    Of a block of ``8 n`` tokens, lane ``4 g + t`` has the scores of query `t` of a tile with tokens
+    ``n g + (i ^ odd)``, `i` from 0 to ``n - 1``: those of neighbouring `g` differ in parity, so
+    that their rows of 64 bytes are in different banks.
+
+    Attributes:
+      number: ``4 g + t``.
+      odd: parity of the bits of `g` that tell neighbours apart.
+    """
+
+    number: Int
+    odd: Int
+
+    @classmethod
+    def here(cls) -> "Place":
+        """The running lane."""
+        number = lane.thread() & 31
+        g = number >> 2
+        return cls(g, number & 3, number, parity(g))
+
+    @property
+    def is_first(self) -> lane.Bool:
+        """Whether it is lane 0."""
+        return self.number.equals(0)
+
+
+def parity(g: Int) -> Int:
+    """`Place.odd` of the lanes in row `g`."""
+    return (g ^ (g >> 1)) & 1
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Query:
+    """A lane's part of the queries, one entry for each tile.
+
+    Attributes:
+      operands: the first product's second operand, of column `g`: the high part of query ``g // 2``
+        where `g` is odd, else the low one.
+      start: what the sums of query `t`'s two columns start from.
+      offset: added to query `t`'s scores.
+      factor: of query `t`'s scores; NaN where the query is not finite.
+      position: of query `t`; -1 where there is none.
+    """
+
+    operands: list[list[Int]]
+    start: list[tuple[Any, Any]]
+    offset: list[Float]
+    factor: list[Float]
+    position: list[Int]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class State:
+    """A running softmax, one entry for each tile.
+
+    Attributes:
+      outputs: of query `t`, this lane's channels (`channel`).
+      maxima: of query `t`, in powers of two.
+      totals: this lane's part of the sums of weights.
+    """
+
+    outputs: list[list[Float]]
+    maxima: list[Float]
+    totals: list[Float]
+
+    @classmethod
+    def empty(cls, tiles: int, outputs: int) -> "State":
+        """Before the first block."""
+        zero = lane.number(0.0)
+        lowest = [lane.number(float("-inf"))] * tiles
+        return cls([[zero] * outputs for _ in range(tiles)], lowest, [zero] * tiles)
+
+    def flat(self) -> list[Float]:
+        """As a list, for loops."""
+        return [*(x for tile in self.outputs for x in tile), *self.maxima, *self.totals]
+
+    @classmethod
+    def of(cls, flat: list[Any], tiles: int) -> "State":
+        """The inverse of `flat`."""
+        outputs, rest = flat[: -2 * tiles], flat[-2 * tiles :]
+        size = len(outputs) // tiles
+        split = [outputs[i * size : (i + 1) * size] for i in range(tiles)]
+        return cls(split, rest[:tiles], rest[tiles:])

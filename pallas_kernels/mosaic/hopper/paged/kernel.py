@@ -1,0 +1,360 @@
+"""Attention of new queries to pages of 4-bit codes or 8-bit floats, for Hopper.
+
+Roofline, for 16 sequences, 8 KV heads with 4 queries each, 32,768 tokens, head dim 128:
+  - bytes that must move: 16 * 8 * 32768 tokens * 132 = 554 MB for turbo4, 256 bytes a token and
+    1,074 MB for 8-bit floats; at the 3.0 TB/s of a copy 185 and 358 us. One multiprocessor has 650
+    clocks for a block of 64 tokens of turbo4, and 1,260 of 8-bit floats.
+  - instructions, by count: some 1,000 for a block and warp of either; four schedulers issue 2,600
+    and 5,000 in those clocks.
+Memory is the floor. Target: 80 % of it, 230 and 450 us.
+
+As in `decode`, every warp takes its own blocks of tokens, brings them to shared memory by itself
+with the copy engine, a page or a part of one with each copy, and works without a barrier that other
+warps share. Rows of the products are tokens and channels, columns queries; each query has two, a
+high and a low part, which makes eight of four queries, the fewest that a product takes.
+
+A program takes one part of a sequence, `Settings.part` tokens at a fixed place: what is added up,
+and in which order, depends on a token's position alone, not on the length of its sequence, on how a
+prompt is cut into chunks, or on the rest of the batch. Parts are merged by a second kernel.
+
+Versions, H100, jax 0.11.2, device time of both kernels (cuDNN on dense bfloat16 in the same run):
+  turbo4                   16 x 32k   64 x 4k   1 x 32k   1 x 4k
+    cuDNN                    702 us    351 us     51 us    9.5 us
+    parts of 1024, taken     209       112        20      12.6     3.35 times, 88 % of a copy's rate
+    parts of 512             218       118        26      10.1
+    parts of 2048            205       111        20      18.0
+    1 block in flight        231       125
+    blocks of 32 tokens      212       113
+    two warpgroups           253       145        24               too few programs at a time
+    32 parts merged at once  207       116        19      12.7     1 x 128k: 65, not 82 us
+  pages of 16, 32, 128       225, 214, 208 us
+  fp8, parts of 1024         373       195        32      12.4     1.88 times, 96 %
+  16 queries of 4 x 8k, 4, 8, 16 in a program: 175, 142, 117 us of turbo4, 327, 200, 130 of fp8
+  1 x 1k: 9.6 us, where cuDNN takes 6.4: one program of four blocks a warp for each KV head.
+These and more rows are in `benchmarks/results/paged_versions_2026-11-21.json`.
+"""
+
+import functools
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.layouts import LOG2_E
+from pallas_kernels.merge import merge_parts
+from pallas_kernels.mosaic import lane, warp
+from pallas_kernels.mosaic.hopper.paged import fp8, turbo4
+from pallas_kernels.mosaic.hopper.paged.inputs import TILE, Arrays, Place, Program, Query, State
+from pallas_kernels.mosaic.hopper.paged.inputs import Pages as Pages
+from pallas_kernels.mosaic.hopper.paged.inputs import Settings as Settings
+from pallas_kernels.mosaic.lane import Int, Pointer
+
+_GRID = ("tile", "part", "pair")
+
+Products = turbo4.Turbo4 | fp8.Fp8
+
+
+def _kernel(*refs: Any, s: Settings) -> None:
+    """One program; its body is written for single lanes."""
+
+    def body(refs: Any, inputs: Any, ids: list[Int], memory: tuple[Any, Any]) -> None:
+        a = Arrays.of(refs, inputs)
+        at = Program.of(a, ids, s)
+        if a.is_final:  # an empty sequence has a result too
+            _run(a, at, (Pointer.to(memory[0]), Pointer.to(memory[1])), s)
+            return
+        with lane.when(at.start < at.stop):
+            _run(a, at, (Pointer.to(memory[0]), Pointer.to(memory[1])), s)
+
+    warp.inline(_GRID, refs, body)
+
+
+def _run(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: Settings) -> None:
+    pages = turbo4 if s.has_norms else fp8
+    products = (turbo4.Turbo4 if s.has_norms else fp8.Fp8).of(a.head_dim, s)
+    here, number = Place.here(), lane.uniform(lane.thread() >> 5)
+    size = s.block * s.token_bytes(a.head_dim)
+    slots = warp.Slots.of(smem, number, s.warp_bytes(a.head_dim), size, s.stages)
+    state = _walk(a, at, here, products, slots, s)
+    _keep(state, slots.area, here, a.head_dim, pages.channel, s)
+    _combine(a, at, smem[0], s)
+
+
+def _walk(
+    a: Arrays, at: Program, here: Place, products: Products, slots: warp.Slots, s: Settings
+) -> State:
+    """Attends to every block of the program that is this warp's.
+
+    Args:
+      a: arrays.
+      at: the program.
+      here: the lane's place.
+      products: how to multiply with what pages hold.
+      slots: the warp's memory.
+      s: settings.
+    """
+    first = at.start + lane.uniform(lane.thread() >> 5)
+    pages = [_page_of(a, at, here, first + i * s.warps, s) for i in range(s.stages)]
+    with lane.when(here.is_first):
+        slots.init()
+    lane.warp_barrier()
+    for i, page in enumerate(pages):
+        target = slots.slot(i), slots.barrier(i)
+        _start_copies(a, at, here, first + i * s.warps, page, target, s)
+    query = _load_query(a, at, here, products, s)
+
+    def ahead(block: Int) -> tuple[Int, Int]:
+        later = block + s.warps * s.stages
+        return later, _page_of(a, at, here, later, s)
+
+    def attend(block: Int, flat: list[Any], slot: Pointer, _: Any) -> list[Any]:
+        place = slot, block * s.block
+        return _attend(State.of(flat, s.tiles), place, at, query, here, products, s).flat()
+
+    def refill(_: Int, slot: Pointer, barrier: Pointer, read: tuple[Int, Int]) -> None:
+        _start_copies(a, at, here, *read, (slot, barrier), s)
+
+    flat = State.empty(s.tiles, a.head_dim // 8).flat()
+    flat = warp.over_blocks(first, at.stop, s.warps, slots, flat, ahead, attend, refill)
+    return State.of(flat, s.tiles)
+
+
+def _load_query(a: Arrays, at: Program, here: Place, pages: Any, s: Settings) -> Query:
+    """Loads the program's queries, row ``head * T + token`` of their KV head.
+
+    Args:
+      a: arrays.
+      at: the program.
+      here: the lane's place.
+      pages: what pages hold: gives operands for a query's numbers.
+      s: settings.
+    """
+    operands, starts, offsets, factors, positions = [], [], [], [], []
+    width = 4 if a.dtype == "float32" else 2
+    unit = s.scale * (LOG2_E if s.soft_cap is None else 1.0)
+    for tile in range(s.tiles):
+        base = at.tile * s.rows + TILE * tile
+        row = (base + (here.g >> 1)).minimum(a.rows - 1)
+        token, head = row % a.tokens, at.head * a.group + row // a.tokens
+        index = (at.batch * a.tokens + token) * a.heads + head
+        source = a.query.times(index, a.head_dim * width).at(here.t * (a.head_dim // 4 * width))
+        words = source.words(a.head_dim // 16 * width)
+        x = [number for word in words for number in warp.numbers(word, a.dtype)]
+        words, start, offset, scale = pages.query_operands(x, here)
+        operands.append(words)
+        starts.append(start)
+        offsets.append(offset)
+        # What lane 8 t holds is of query t.
+        factor = lane.from_lane(scale, here.t << 3) * unit
+        if a.pages.key_scale is not None:
+            factor = factor * a.pages.key_scale.float()
+        factors.append(factor)
+        positions.append(warp.position(base, here, a, at))
+    return Query(operands, starts, offsets, factors, positions)
+
+
+def _pages_per_block(a: Arrays, s: Settings) -> int:
+    return max(1, s.block // a.page_size)
+
+
+def _page_of(a: Arrays, at: Program, here: Place, block: Int, s: Settings) -> Int:
+    """The number of the page from which this lane copies; any, where it copies nothing."""
+    number = block * s.block // a.page_size
+    if _pages_per_block(a, s) > 1:
+        number = number + here.number
+    return a.tables.times(at.batch, 4 * a.max_pages).at(number.minimum(a.max_pages - 1) << 2).word()
+
+
+def _start_copies(
+    a: Arrays,
+    at: Program,
+    here: Place,
+    block: Int,
+    page: Int,
+    target: tuple[Pointer, Pointer],
+    s: Settings,
+) -> None:
+    """Starts to copy a block of the program: its pages that hold tokens, and no others."""
+    slot, barrier = target
+    count, size = _pages_per_block(a, s), min(a.page_size, s.block)
+    row, begin = s.row_bytes(a.head_dim), block * s.block
+    with lane.when(block < at.stop):
+        held = (at.length - begin + (size - 1)) // size
+        with lane.when(here.is_first):
+            lane.expect_bytes(barrier, held.minimum(count) * (size * s.token_bytes(a.head_dim)))
+        lane.warp_barrier()
+        with lane.when(here.number < held.minimum(count)):
+            first = (page * a.kv_heads + at.head) * a.page_size
+            if a.page_size > s.block:
+                first = first + begin % a.page_size
+            offset = 0
+            sources = [(a.pages.key, row), (a.pages.value, row)]
+            if s.has_norms:
+                sources += [(a.pages.key_norm, 2), (a.pages.value_norm, 2)]
+            for source, width in sources:
+                to = slot.at(here.number * (size * width), offset)
+                lane.copy(source.times(first, width), to, size * width, barrier)
+                offset += s.block * width
+
+
+def _attend(
+    state: State,
+    place: tuple[Pointer, Int],
+    at: Program,
+    query: Query,
+    here: Place,
+    products: Products,
+    s: Settings,
+) -> State:
+    """Adds the block in shared memory, given its place there, and its first token."""
+    slot, begin = place
+    lost = products.unseen(slot, begin, at, here)
+    alphas, weights, masks, maxima, totals = [], [], [], [], []
+    first = begin + here.g * s.held
+    for tile, x in enumerate(products.scores(slot, query, here)):
+        if s.soft_cap is not None:
+            one = lane.number(1.0)
+            x = [warp.soft_cap(v, factor=one, cap=s.soft_cap) * LOG2_E for v in x]
+        seen = _visible(query.position[tile] - first, here, s)
+        x = [mask.where(v, float("-inf")) for mask, v in zip(seen, x, strict=True)]
+        # Of NaN and a number the number; the sum of weights is NaN then.
+        top = lane.reduce_lanes(lane.tree(x, lane.maximum), lane.maximum, (4, 8, 16))
+        new = lane.maximum(state.maxima[tile], top)
+        shift = (new > float("-inf")).where(new, 0.0)
+        alpha = lane.exp2(state.maxima[tile] - shift)
+        p = [lane.exp2(v - shift) for v in x]
+        alphas.append(alpha)
+        weights.append(p)
+        masks.append(seen)
+        maxima.append(new)
+        total = lane.tree(p, operator.add)
+        totals.append(lane.fma(state.totals[tile], alpha, total))
+    outputs = products.add_values(state.outputs, slot, weights, masks, alphas, lost, here)
+    return State(outputs, maxima, totals)
+
+
+def _visible(distance: Int, here: Place, s: Settings) -> list[lane.Bool]:
+    """Which of the lane's tokens are seen by a query `distance` tokens after the first of them."""
+    out = []
+    for i in range(s.held):
+        token = here.odd ^ i
+        mask = token <= distance
+        if s.window is not None:
+            mask = mask & (token >= distance - s.window[0]) & (token <= distance + s.window[1])
+        out.append(mask)
+    return out
+
+
+def _keep(
+    state: State, area: Pointer, here: Place, head_dim: int, channel: Any, s: Settings
+) -> None:
+    """Writes a warp's result to shared memory: outputs, maxima in powers of two, sums."""
+    lane.warp_barrier()
+    size = s.rows * head_dim * 4
+    for tile in range(s.tiles):
+        row = here.t + 4 * tile
+        for i, x in enumerate(state.outputs[tile]):
+            area.at((row * head_dim + channel(i, here, head_dim)) << 2).store(x)
+        total = lane.reduce_lanes(state.totals[tile], lambda x, y: x + y, (4, 8, 16))
+        with lane.when(here.g.equals(0)):
+            at = area.at(row << 2, size)
+            at.store(state.maxima[tile])
+            at.at(4 * s.rows).store(total)
+
+
+def _combine(a: Arrays, at: Program, area: Pointer, s: Settings) -> None:
+    """Merges the results of the program's warps and writes them."""
+    lane.block_barrier()
+    threads, size = 32 * s.warps, s.rows * a.head_dim
+    results = [area.at(i * s.warp_bytes(a.head_dim)) for i in range(s.warps)]
+    for start in range(0, size, threads):
+        element = lane.thread() + start
+        q, channel = element // a.head_dim, element % a.head_dim
+        row = at.tile * s.rows + q
+        inside = row < a.rows
+        if size % threads:
+            inside = inside & (element < size)
+        with lane.when(inside):
+            result = warp.merged(results, element, q, s.rows, a.head_dim, _highest)
+            if a.is_final:
+                _write_final(a, at, row, channel, result)
+            else:
+                index = (at.pair * a.parts(s.part) + at.part) * a.rows + row
+                warp.write_partial(a, index, channel, result)
+
+
+def _highest(x: list[Any]) -> Any:
+    return lane.tree(x, lane.maximum)
+
+
+def _write_final(a: Arrays, at: Program, row: Int, channel: Int, result: warp.Result) -> None:
+    o, top, l = result
+    out, lse = a.outputs
+    index = warp.output_row(a, at, row)
+    is_empty = l.equals(0.0)
+    total = is_empty.where(1.0, l)
+    # What sees nothing may have been multiplied with 0 times NaN.
+    normalized = is_empty.where(lane.number(0.0), lane.divide(o, total))
+    out.times(index, 4 * a.head_dim).at(channel << 2).store(normalized)
+    warp.write_residual(lse, index, channel, top, total, is_empty)
+
+
+def attend(
+    query: jax.Array,
+    pages: Pages,
+    tables: jax.Array,
+    lengths: jax.Array,
+    query_lengths: jax.Array,
+    settings: Settings,
+) -> tuple[jax.Array, jax.Array]:
+    """Attends the last `T` tokens' queries of each sequence to its pages.
+
+    Args:
+      query: ``[B, T, N, H]``, `H` 64, 128 or 256.
+      pages: the pool.
+      tables: int32 ``[B, max_pages]``, numbers of the sequences' pages; those past its length are
+        not read.
+      lengths: int32 ``[B]``, tokens held.
+      query_lengths: int32 ``[B]``, how many of the `T` queries are real.
+      settings: numerics and launch.
+
+    Returns:
+      float32 ``[B, T, N, H]``, in units of the stored values, and the log-sum-exp ``[B, T, N]``.
+    """
+    s = settings
+    if s.part % (s.block * s.warps):
+        raise ValueError(f"{s.part=} must be a multiple of {s.block=} times {s.warps=}")
+    batch, tokens, heads, head_dim = query.shape
+    kv_heads, page_size = pages.key.shape[1:3]
+    rows, pairs = heads // kv_heads * tokens, batch * kv_heads
+    parts = pl.cdiv(tables.shape[1] * page_size, s.part)
+    shape = (pairs, parts, rows)
+    out = [(*shape, head_dim), shape, shape]
+    if parts == 1:
+        out = [query.shape, query.shape[:3]]
+    run = warp.launch(
+        functools.partial(_kernel, s=s),
+        "turbojax_paged_hopper",
+        [jax.ShapeDtypeStruct(x, jnp.float32) for x in out],
+        dict(zip(_GRID, (pl.cdiv(rows, s.rows), parts, pairs), strict=True)),
+        s,
+        head_dim,
+    )
+    results = run(query, pages, tables, lengths, query_lengths)
+    if parts == 1:
+        return results[0], results[1]
+    o, m, l = results
+    return merge_parts(
+        o,
+        m,
+        l,
+        lengths,
+        query_lengths,
+        part=s.part,
+        tokens=tokens,
+        heads=heads,
+        kv_heads=kv_heads,
+        window=s.window,
+    )

@@ -1,0 +1,223 @@
+"""turbo4 pages: how a warp multiplies with 4-bit codes that stand for 16 centroids.
+
+Products are of int8. A code becomes its centroid, seven bits, by byte permutes of a table: a
+selector nibble with its highest bit set gives the table's sign bits, which are 0, so the two halves
+of the table are looked up in turn and joined. Queries and weights are numbers of 15 bits, a high
+and a low byte in two columns. An entry of the table stands for itself minus `Settings.middle`; what
+that offset contributes is known beforehand, and the sums start from it.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+from pallas_kernels.mosaic import lane
+from pallas_kernels.mosaic.hopper.paged.inputs import Place, Program, Query, Settings
+from pallas_kernels.mosaic.hopper.paged.operands import (
+    key_rows,
+    scaled,
+    value_words,
+    weight_words,
+)
+from pallas_kernels.mosaic.lane import Float, Int, Pointer
+
+# The largest number whose high byte is at most 127 after rounding.
+_RANGE = 127.0 * 256
+_EVERY_BYTE = 0x01010101
+# Channels of eight that the two halves of a transposed word hold.
+_CHANNELS = ((0, 2), (4, 6), (1, 3), (5, 7))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Turbo4:
+    """The products of a block in shared memory.
+
+    Attributes:
+      head_dim: `H`.
+      s: settings.
+      table: four words, the centroids in order.
+    """
+
+    head_dim: int
+    s: Settings
+    table: list[Int]
+
+    @classmethod
+    def of(cls, head_dim: int, s: Settings) -> "Turbo4":
+        """With its table in registers."""
+        words = [s.centroids[i : i + 4] for i in range(0, 16, 4)]
+        return cls(head_dim, s, [lane.integer(int.from_bytes(bytes(w), "little")) for w in words])
+
+    def look_up(self, word: Int) -> tuple[Int, Int]:
+        """The centroids of the codes in a word's low half and in its high half."""
+        a, b, c, d = self.table
+        flipped = word ^ 0x88888888
+        low, high = (
+            lane.permute_bytes(a, b, x) | lane.permute_bytes(c, d, y)
+            for x, y in ((word, flipped), (word >> 16, flipped >> 16))
+        )
+        return low, high
+
+    def query_operands(
+        self, x: list[Float], here: Place
+    ) -> tuple[list[Int], tuple[Any, Any], Float, Float]:
+        """A query's operand words, its columns' starts, its offset, its scale."""
+        x, top = scaled(x)
+        is_high = here.g & 1
+        words, total = [], lane.integer(0)
+        for k in range(0, len(x), 4):
+            word = _plane([_rounded(v, lane.number(_RANGE)) for v in x[k : k + 4]], is_high)
+            words.append(word)
+            total = lane.dot4(word, lane.integer(_EVERY_BYTE), total)
+        total = lane.reduce_lanes(total, lambda u, v: u + v, (1, 2))
+        low, high = (lane.from_lane(total, (here.t << 3) + 4 * i) for i in (0, 1))
+        start, offset = self._less_middle(low, high)
+        return words, start, offset, top * (1 / _RANGE)
+
+    def _less_middle(self, low: Int, high: Int) -> tuple[tuple[Int, Int], Float]:
+        """Where two columns' sums start, and what is added to their combination.
+
+        Args:
+          low: sum of the other operand's low bytes.
+          high: of its high bytes.
+        """
+        whole = int(self.s.middle + 0.5)
+        rest = ((high << 8) + low).to_float() * (whole - self.s.middle)
+        return (low * -whole, high * -whole), rest
+
+    def unseen(self, slot: Pointer, begin: Int, at: Program, here: Place) -> list[Int]:
+        """Nothing: codes are finite, and norms of what is not seen are not multiplied with."""
+        del slot, begin, at, here
+        return []
+
+    def scores(self, slot: Pointer, query: Query, here: Place) -> list[list[Float]]:
+        """Scores of each tile's query `t` with the lane's tokens."""
+        row = self.s.row_bytes(self.head_dim)
+        pairs = key_rows(slot, row, self.s.held, here, self.look_up)
+        norms = self.norms(slot.at(2 * self.s.block * row), here)
+        out: list[list[Float]] = [[] for _ in query.operands]
+        for pair in pairs:
+            for tile, operands in enumerate(query.operands):
+                low, high = query.start[tile]
+                c = [low, high, low, high]
+                for k in range(0, len(operands), 2):
+                    a = [pair[0][k], pair[1][k], pair[0][k + 1], pair[1][k + 1]]
+                    c = lane.matmul(a, operands[k : k + 2], c)
+                for j in (0, 1):
+                    x = ((c[2 * j + 1] << 8) + c[2 * j]).to_float() + query.offset[tile]
+                    out[tile].append(x * (norms[len(out[tile])] * query.factor[tile]))
+        return out
+
+    def norms(self, pointer: Pointer, here: Place) -> list[Float]:
+        """Norms of the lane's tokens, from those of a block."""
+        held = self.s.held
+        words = pointer.at(here.g * (2 * held)).words(held // 2)
+        selector = (here.odd * 0x2222) ^ 0x3210
+        out = []
+        for word in words:
+            word = lane.permute_bytes(word, 0, selector)
+            out += [lane.half_to_float(word), lane.half_to_float(word >> 16)]
+        return out
+
+    def add_values(
+        self,
+        outputs: list[list[Float]],
+        slot: Pointer,
+        weights: list[list[Float]],
+        visible: list[list[lane.Bool]],
+        alphas: list[Float],
+        lost: list[Int],
+        here: Place,
+    ) -> list[list[Float]]:
+        """``outputs * alpha + weights x values``, for each tile's query `t`."""
+        del lost
+        row = self.s.row_bytes(self.head_dim)
+        norms = self.norms(slot.at(2 * self.s.block * row + 2 * self.s.block), here)
+        operands, factors, starts, rests = [], [], [], []
+        for p, seen in zip(weights, visible, strict=True):
+            w = [v.where(x * n, 0.0) for v, x, n in zip(seen, p, norms, strict=True)]
+            words, factor = self._weight_operands(w, here)
+            ones = [lane.integer(_EVERY_BYTE)] * 4
+            sums = [lane.integer(0)] * 4
+            for k in range(0, len(words), 2):
+                sums = lane.matmul(ones, words[k : k + 2], sums)
+            start, rest = self._less_middle(sums[0], sums[1])
+            operands.append(words)
+            factors.append(factor)
+            starts.append(start)
+            rests.append(rest)
+        out: list[list[Float]] = [[] for _ in outputs]
+        for rows in self._value_rows(slot.at(self.s.block * row), here):
+            for tile, words in enumerate(operands):
+                c = [*starts[tile], *starts[tile]]
+                for k in range(0, len(words), 2):
+                    c = lane.matmul(rows[2 * k : 2 * k + 4], words[k : k + 2], c)
+                for j in (0, 1):
+                    x = ((c[2 * j + 1] << 8) + c[2 * j]).to_float() + rests[tile]
+                    old = outputs[tile][len(out[tile])] * alphas[tile]
+                    out[tile].append(lane.fma(x, factors[tile], old))
+        return out
+
+    def _weight_operands(self, w: list[Float], here: Place) -> tuple[list[Int], Float]:
+        """Operand words of weights, of 15 bits of the largest in the block, and their unit."""
+        # Bits of non-negative floats are ordered like integers, with NaN the largest.
+        bits = functools.reduce(lambda a, b: a.maximum(b), [x.as_int() for x in w])
+        top = lane.reduce_lanes(bits, lambda a, b: a.maximum(b), (4, 8, 16)).as_float()
+        inverse = (top > 0.0).where(lane.reciprocal(top) * _RANGE, 0.0)
+        words = []
+        for k in range(0, len(w), 4):
+            rounded = [_rounded(x, inverse) for x in w[k : k + 4]]
+            planes = [_plane(rounded, lane.integer(i)) for i in (0, 1)]
+            words += weight_words(planes, here)
+        return words, top * (1 / _RANGE)
+
+    def _value_rows(self, values: Pointer, here: Place) -> Any:
+        """Yields the operand words of two channels after the other, in the order of `channel`."""
+        row, held = self.s.row_bytes(self.head_dim), self.s.held
+        loaded = value_words(values, row, held, here)
+        for j in range(row // 32):
+            # [k-step][half of its tokens][pair of channels]
+            codes = [
+                [_transposed([loaded[half][k + b][j] for b in range(4)]) for half in (0, 1)]
+                for k in range(0, held, 4)
+            ]
+            for pair in range(4):
+                yield [
+                    word
+                    for step in codes
+                    for half in (0, 1)
+                    for word in self.look_up(step[half][pair])
+                ]
+
+
+def channel(number: int, here: Place, head_dim: int) -> Int:
+    """The channel of a lane's output `number`."""
+    word, rest = divmod(number, 8)
+    pair, half = divmod(rest, 2)
+    return here.g * (head_dim // 8) + (8 * word + _CHANNELS[pair][half])
+
+
+def _rounded(x: Float, factor: Float) -> Int:
+    """``rint(x * factor) + 128`` in the low 16 bits: the low byte plus 128, and the high byte."""
+    return lane.fma(x, factor, lane.ROUNDER + 128.0).as_int()
+
+
+def _plane(x: list[Int], is_high: Int) -> Int:
+    """One byte each of four `_rounded` numbers, as signed bytes."""
+    pick = is_high * 0x11 + 0x40
+    first, second = lane.permute_bytes(x[0], x[1], pick), lane.permute_bytes(x[2], x[3], pick)
+    flip = is_high.equals(0).where(0x80808080 - 2**32, 0)
+    return lane.permute_bytes(first, second, 0x5410) ^ flip
+
+
+def _transposed(words: list[Int]) -> list[Int]:
+    """Eight codes each of four tokens as four codes each of eight channels, see `_CHANNELS`."""
+    even, odd = [], []
+    for a, b in (words[:2], words[2:]):
+        even.append((a & 0x0F0F0F0F) | ((b << 4) & 0xF0F0F0F0))
+        odd.append(((a >> 4) & 0x0F0F0F0F) | (b & 0xF0F0F0F0))
+    return [
+        lane.permute_bytes(x[0], x[1], selector)
+        for x in (even, odd)
+        for selector in (0x5140, 0x7362)
+    ]

@@ -1,0 +1,286 @@
+"""Pooled attention's forward pass for Hopper (multi-scale KV pooling, Li 2025, Algorithm 1).
+
+Roofline, for one sequence, 16 heads, 16384 tokens, head dim 128, density 0.156 (of the blocks
+5 % at level 1, 10 % at 2, 10 % at 4, 25 % at 8):
+  - operations: 0.156 * 4 * 16 * 16384**2 * 128 = 0.34 T; at the 989 T/s of an H100's 16-bit matrix
+    units 0.35 ms.
+  - bytes: queries, keys (1.9 times, with the pooled ones), values, output: 0.4 GB: 0.13 ms.
+Arithmetic is the floor. Target: 580 T/s, 0.6 ms: what a dense kernel of this kind reaches.
+
+A program takes tiles of 128 queries of one head in turn. One warpgroup gathers blocks of one level
+into tiles of 128 pooled keys, two attend with 64 queries each and take turns at the matrix units.
+
+Versions, same case, H100, jax 0.11.2, milliseconds of the kernel, at densities 1 (cuDNN 3.15),
+0.16 and 0.058:
+  v1  edges of each level in tiles of their own, whose
+      columns the warpgroups that attend compute               3.30    0.630    0.302
+  v2  one sequence of edges, levels mixed in a tile; the
+      copying warpgroup writes what stands in the columns      3.35    0.598    0.270
+      causal (cuDNN 1.70), densities 1, 0.19 and 0.086         1.77    0.419    0.261
+A first version that kept the warpgroups half a step apart across tiles deadlocked: the copying one
+waits for both before the next tile. `benchmarks/results/pooled_versions_2026-11-21.json` has these
+runs.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic import ring
+from pallas_kernels.mosaic.hopper.pooled import tiles
+from pallas_kernels.mosaic.hopper.pooled.tiles import (
+    COLUMN,
+    LOG2_E,
+    ROW,
+    ROWS,
+    TILE,
+    WARPGROUPS,
+    Ref,
+    Settings,
+)
+
+__all__ = ["Settings", "attention"]
+
+
+class Work:
+    """A tile of 128 queries of one head, by its number: tiles of one head follow each other."""
+
+    def __init__(self, number: jax.Array, q: Ref, k: Ref, s: Settings) -> None:
+        heads, per_head = q.shape[2], pl.cdiv(q.shape[1], WARPGROUPS * ROWS)
+        row = lax.div(number, jnp.int32(per_head))
+        place = lax.rem(number, jnp.int32(per_head))
+        # The last tiles of a causal call have most to do: every other head begins with them, so
+        # that all programs have about equally much to do.
+        place = jnp.where(lax.rem(row, jnp.int32(2)) == 0, per_head - 1 - place, place)
+        self.b, self.head = lax.div(row, jnp.int32(heads)), lax.rem(row, jnp.int32(heads))
+        self.h = lax.div(self.head, jnp.int32(heads // k.shape[2]))
+        self.first = place * (WARPGROUPS * ROWS)
+        self.i = lax.div(self.first, jnp.int32(s.block_q))
+
+
+def over_tiles(q: Ref, step: ring.Step) -> None:
+    """Takes a program's tiles of queries."""
+    total = q.shape[0] * q.shape[2] * pl.cdiv(q.shape[1], WARPGROUPS * ROWS)
+    ring.Share(total).loop(step)
+
+
+def _attend(
+    w: tiles.Walk,
+    slot: jax.Array,
+    work: Work,
+    columns: tuple[Ref, Ref],
+    me: jax.Array,
+    buffers: tuple[Ref, ...],
+    barriers: tuple[Ref, ...],
+    s: Settings,
+) -> tuple[jax.Array, ...]:
+    """A warpgroup's rows over all tiles: unnormalized output, maxima, sums, the slot after."""
+    q, k, v = buffers
+    k_ready, v_ready, k_free, v_free, turn = barriers
+    head_dim, shape, first = q.shape[-1], (ROWS, TILE), work.first + me * ROWS
+
+    def turns() -> None:
+        plgpu.barrier_arrive(turn)
+        plgpu.barrier_wait(turn)
+
+    def wait_for_key(t: jax.Array, slot: jax.Array) -> None:
+        @pl.when(t < w.total)
+        def _() -> None:
+            plgpu.barrier_wait(k_ready.at[slot])
+
+    def weights(t: jax.Array, x: jax.Array, m: jax.Array, edge: Any) -> tuple[jax.Array, ...]:
+        """Of the products `x`: relative weights, the maxima, and what they are relative to."""
+        if edge is None:
+            bias = tiles.bias_of(w, t)
+            top = jnp.maximum(m, jnp.max(x, axis=1) * s.factor + bias)
+            return jnp.exp2(x * s.factor - tiles.along(top - bias, shape, 0)), top, top
+        bias, last = edge
+        x = x * s.factor + tiles.along(bias, shape, 1)
+        if s.is_causal:
+            position = tiles.iota(ROWS, ROW) + first
+            seen = tiles.along(last, shape, 1) <= tiles.along(position, shape, 0)
+            x = jnp.where(seen, x, -jnp.inf)
+        top = jnp.maximum(m, jnp.max(x, axis=1))
+        shift = jnp.where(top == -jnp.inf, 0.0, top)
+        return jnp.exp2(x - tiles.along(shift, shape, 0)), top, shift
+
+    def step(t: jax.Array, carry: tuple[jax.Array, ...], is_edge: bool) -> tuple[jax.Array, ...]:
+        o, m, l, slot = carry
+        following = ring.next_slot(slot, s.stages)
+
+        def scores(out: Ref) -> jax.Array:
+            plgpu.wgmma(out, q, tiles.transposed(k.at[slot]))
+            turns()
+            return out[...]
+
+        x = pl.run_scoped(scores, tiles.accumulator(shape, jnp.float32))
+        edge = [tiles.load(ref.at[slot], COLUMN) for ref in columns] if is_edge else None
+        plgpu.barrier_arrive(k_free.at[slot])
+        p, m_new, shift = weights(t, x, m, edge)
+        alpha = jnp.exp2(m - shift)
+        o = o * tiles.along(alpha, o.shape, 0)
+        l = l * alpha + jnp.sum(p, axis=1)
+        p16 = p.astype(q.dtype)
+        o, l, m_new, p16 = lax.optimization_barrier((o, l, m_new, p16))
+        plgpu.barrier_arrive(turn)
+        plgpu.barrier_wait(v_ready.at[slot])
+        plgpu.barrier_wait(turn)
+
+        def output(out: Ref) -> None:
+            plgpu.wgmma(out, p16, v.at[slot])
+            wait_for_key(t + 1, following)
+
+        o = pl.run_state(output)(tiles.accumulator.init(o))
+        plgpu.barrier_arrive(v_free.at[slot])
+        return o, m_new, l, following
+
+    o = tiles.full(0.0, (ROWS, head_dim), plgpu.Layout.WGMMA)
+    carry = (o, tiles.full(-jnp.inf, (ROWS,), ROW), tiles.full(0.0, (ROWS,), ROW), slot)
+    wait_for_key(jnp.int32(0), slot)
+    # The second warpgroup is half a step behind. Only within a tile: the producer waits for both
+    # before it goes on to the next one.
+    pl.when(me == 1)(turns)
+    plain, edge = (functools.partial(step, is_edge=x) for x in (False, True))
+    carry = lax.fori_loop(jnp.int32(0), w.num_whole, plain, carry)
+    carry = lax.fori_loop(w.num_whole, w.total, edge, carry)
+    pl.when(me == 0)(turns)
+    return carry
+
+
+def _finish(
+    o: jax.Array, m: jax.Array, l: jax.Array, is_there: jax.Array, invalid: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Normalized output and log-sum-exp; 0 and ``-inf`` in rows that saw nothing."""
+    l = jnp.where(invalid != 0, jnp.nan, l)
+    nothing = ~is_there | (l == 0)
+    share = jnp.where(nothing, 0.0, 1 / l)
+    lse = jnp.where(nothing, -jnp.inf, m * (1 / LOG2_E) + jnp.log(l))
+    o = jnp.where(tiles.along(nothing, o.shape, 0), 0.0, o * tiles.along(share, o.shape, 0))
+    return o, lse
+
+
+def _kernel(*refs: Ref, s: Settings) -> None:
+    """One persistent program, which takes every `s.programs`-th tile of queries."""
+    q_ref, *rest = refs
+    ks, vs, (blocks, counts, query_lengths, key_lengths, out_ref, lse_ref) = (
+        rest[:4],
+        rest[4:8],
+        rest[8:],
+    )
+    me, head_dim = lax.axis_index("warpgroup"), q_ref.shape[-1]
+
+    def body(
+        q: Ref, k: Ref, v: Ref, out: Ref, lse: Ref, columns: Any, ready: Any, free: Any, turn: Ref
+    ) -> None:
+        (q_ready, k_ready, v_ready), (q_free, k_free, v_free) = ready, free
+
+        def consume(number: jax.Array, slot: jax.Array) -> jax.Array:
+            work = Work(number, q_ref, ks[0], s)
+            w = tiles.walk(blocks, counts, (work.b, work.head, work.i), s)
+            first = work.first + me * ROWS
+            plgpu.barrier_wait(q_ready.at[me])
+            o, m, l, slot = _attend(
+                w,
+                slot,
+                work,
+                columns,
+                me,
+                (q.at[me], k, v),
+                (k_ready, v_ready, k_free, v_free, turn),
+                s,
+            )
+            plgpu.barrier_arrive(q_free.at[me])
+            is_there = tiles.iota(ROWS, ROW) + first < query_lengths[work.b]
+            o, residual = _finish(o, m, l, is_there, w.invalid)
+            out[me] = o.astype(out.dtype)
+            lse[me] = residual
+            plgpu.commit_smem()
+            rows = pl.ds(first, ROWS)
+            plgpu.copy_smem_to_gmem(out.at[me], out_ref.at[work.b, rows, work.head])
+            plgpu.copy_smem_to_gmem(lse.at[me], lse_ref.at[work.b, work.head, rows])
+            plgpu.wait_smem_to_gmem(0)
+            return slot
+
+        def produce(number: jax.Array, slot: jax.Array) -> jax.Array:
+            work = Work(number, q_ref, ks[0], s)
+            w = tiles.walk(blocks, counts, (work.b, work.head, work.i), s)
+            for i in range(WARPGROUPS):
+                plgpu.barrier_wait(q_free.at[i])
+                rows = pl.ds(work.first + i * ROWS, ROWS)
+                source = q_ref.at[work.b, rows, work.head]
+                plgpu.copy_gmem_to_smem(source, q.at[i], q_ready.at[i])
+
+            at = (work.b, work.h)
+            sources = (
+                (tiles.Source(ks, at, k, k_ready), k_free),
+                (tiles.Source(vs, at, v, v_ready), v_free),
+            )
+            return tiles.produce(w, slot, blocks, sources, columns, key_lengths[work.b], s)
+
+        def start_to_consume() -> None:
+            ring.free_at_first(s.stages, free[1:], q_free.at[me])
+            over_tiles(q_ref, consume)
+
+        ring.divide(me, WARPGROUPS, (232, 40), start_to_consume, lambda: over_tiles(q_ref, produce))
+
+    pl.run_scoped(
+        body,
+        ring.tile((WARPGROUPS, ROWS, head_dim), q_ref.dtype),
+        ring.tile((s.stages, TILE, head_dim), q_ref.dtype),
+        ring.tile((s.stages, TILE, head_dim), q_ref.dtype),
+        ring.tile((WARPGROUPS, ROWS, head_dim), q_ref.dtype),
+        plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32),
+        tiles.column_memory(s),
+        *tiles.barriers(1, s),
+        plgpu.Barrier(num_arrivals=WARPGROUPS),
+        collective_axes="warpgroup",
+    )
+
+
+def attention(
+    q: jax.Array,
+    keys: tuple[jax.Array, ...],
+    values: tuple[jax.Array, ...],
+    blocks: jax.Array,
+    counts: jax.Array,
+    query_lengths: jax.Array,
+    key_lengths: jax.Array,
+    settings: Settings,
+) -> tuple[jax.Array, jax.Array]:
+    """Attends to pooled keys, block by block at the level that the lists say.
+
+    Args:
+      q: ``[B, T, N, H]``, 16 bits each; `T` a multiple of 8, `H` 64 or 128.
+      keys: ``[B, S, K, H]``, and pooled by 2, 4 and 8, ``[B, K, G, H]``; `S` and `G` multiples of
+        8. Where there is no token, zeros.
+      values: the same.
+      blocks: int32 ``[B or 1, N or 1, T_r, T_c]``: key blocks of levels 1, 2, 4 and 8.
+      counts: int32 ``[B or 1, N or 1, T_r, 9]``: blocks of each level, how many of them are
+        complete, and whether a level is invalid.
+      query_lengths: int32 ``[B]``.
+      key_lengths: int32 ``[B]``.
+      settings: numerics and launch.
+
+    Returns:
+      ``[B, T, N, H]`` and the float32 log-sum-exp ``[B, N, T]``, `T` rounded up to 128.
+    """
+    batch, tokens, heads, _ = q.shape
+    per_head = pl.cdiv(tokens, WARPGROUPS * ROWS)
+    run = ring.launch(
+        functools.partial(_kernel, s=settings),
+        "turbojax_pooled_attention_hopper",
+        (
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct((batch, heads, per_head * WARPGROUPS * ROWS), jnp.float32),
+        ),
+        batch * heads * per_head,
+        settings.programs,
+        approx_math=True,
+    )
+    out, lse = run(q, *keys, *values, blocks, counts, query_lengths, key_lengths)
+    return out, lse

@@ -1,0 +1,353 @@
+"""What pooled attention's kernels on Hopper share: tiles of pooled keys, and their loading."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.layouts import LEVELS as LEVELS
+from pallas_kernels.layouts import LOG2_E as LOG2_E
+from pallas_kernels.layouts import Ref as Ref
+from pallas_kernels.mosaic import ring
+from pallas_kernels.mosaic.ring import COLUMN as COLUMN
+from pallas_kernels.mosaic.ring import ROW as ROW
+from pallas_kernels.mosaic.ring import ROWS as ROWS
+from pallas_kernels.mosaic.ring import WARPGROUPS as WARPGROUPS
+
+# Pooled keys that are copied, and multiplied, together.
+TILE = 128
+# A block that no array has: copies of it give zeros.
+_NOWHERE = 2**20
+# jax's types do not export it.
+accumulator: Any = vars(plgpu)["ACC"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is static in a call.
+
+    Attributes:
+      block_q: query tokens that share a list, a multiple of 128.
+      block_kv: key tokens of a block, 64 or 128.
+      scale: factor of the scores, not negative.
+      is_causal: a query sees the pooled keys whose last token is not after it.
+      stages: tiles in shared memory.
+      programs: how many run side by side, one to a multiprocessor.
+    """
+
+    block_q: int
+    block_kv: int
+    scale: float
+    is_causal: bool
+    stages: int
+    programs: int = 132
+
+    @property
+    def factor(self) -> float:
+        """From products to scores in powers of two."""
+        return self.scale * LOG2_E
+
+    @property
+    def chunk(self) -> int:
+        """Pooled keys of a block of level 8, in whose multiples tiles are put together."""
+        return self.block_kv // LEVELS[-1]
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a tile."""
+        return TILE // self.chunk
+
+    def pieces(self, level: int) -> int:
+        """Blocks of this level in a tile."""
+        return TILE * level // self.block_kv
+
+    def rows(self, level: int) -> int:
+        """Pooled keys of a block."""
+        return self.block_kv // level
+
+
+def transposed(ref: Ref) -> Ref:
+    """The right operand of a product with the rows of `ref`."""
+    return ref.transpose((1, 0)) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, (1, 0))
+
+
+def load(ref: Ref, layout: Any) -> jax.Array:
+    # What `plgpu.load` does in every version; its own arguments changed from one to the next.
+    return plgpu.layout_cast(ref[...], layout)
+
+
+def full(x: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
+    return plgpu.layout_cast(jnp.full(shape, x, jnp.float32), layout)
+
+
+def iota(size: int, layout: Any) -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
+
+
+def along(x: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
+    """``x[..]`` repeated over the other axis of a matrix."""
+    return lax.broadcast_in_dim(x, shape, (axis,))
+
+
+def product(*pairs: tuple[Any, Any], columns: int) -> Any:
+    """Products of warpgroups' rows, on the way at the same time, and waited for."""
+
+    def run(*sums: Ref) -> tuple[jax.Array, ...]:
+        for out, (a, b) in zip(sums, pairs, strict=True):
+            plgpu.wgmma(out, a, b)
+        return tuple(out[...] for out in sums)
+
+    return pl.run_scoped(run, *[accumulator((ROWS, columns), jnp.float32)] * len(pairs))
+
+
+def add_product(total: jax.Array, a: Any, b: Any) -> jax.Array:
+    """``total + a @ b``."""
+    return pl.run_state(lambda out: plgpu.wgmma(out, a, b))(accumulator.init(total))
+
+
+def pick(level: jax.Array, values: tuple[jax.Array | int, ...]) -> jax.Array:
+    """``values[level]``."""
+    first, *others = (jnp.asarray(value, jnp.int32) for value in values)
+    for number, value in enumerate(others, 1):
+        first = jnp.where(level == number, value, first)
+    return first
+
+
+def _sums(values: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """The sum of the values before each one, and the sum of all."""
+    sums = [jnp.int32(0)]
+    for value in values:
+        sums.append(sums[-1] + value)
+    return tuple(sums)
+
+
+class Walk(NamedTuple):
+    """The tiles of pooled keys that a tile of queries attends to, in order.
+
+    First, level by level, those made of complete blocks. Then the edges: what is left of all
+    levels, the finest first, so that no block is cut by the end of a tile.
+    """
+
+    at: tuple[Any, ...]
+    """Of the query block in the lists."""
+    first: tuple[jax.Array, ...]
+    """Where each level begins in the list."""
+    whole: tuple[jax.Array, ...]
+    """Tiles of complete blocks, of each level."""
+    left: tuple[jax.Array, ...]
+    """Where in the list each level goes on at the edges."""
+    starts: tuple[jax.Array, ...]
+    """The chunk of the edges where each level begins, and their number."""
+    invalid: jax.Array
+    """Whether a level is invalid."""
+    num_whole: jax.Array
+    total: jax.Array
+
+
+def walk(blocks: Ref, counts: Ref, at: tuple[jax.Array, ...], s: Settings) -> Walk:
+    """Reads what query block ``at = (b, head, i)`` attends to."""
+    b, head, i = at
+    place = (b if blocks.shape[0] > 1 else 0, head if blocks.shape[1] > 1 else 0, i)
+    read = [counts[(*place, n)] for n in range(9)]
+    have, complete = tuple(read[:4]), read[4:8]
+    first = _sums(have)
+    whole, left, chunks = [], [], []
+    for number, level in enumerate(LEVELS):
+        pieces = jnp.int32(s.pieces(level))
+        tiles = lax.div(complete[number], pieces)
+        whole.append(tiles)
+        left.append(first[number] + tiles * pieces)
+        chunks.append((have[number] - tiles * pieces) * (LEVELS[-1] // level))
+    starts = _sums(tuple(chunks))
+    num_whole = _sums(tuple(whole))[-1]
+    edges = lax.div(starts[-1] + (s.chunks - 1), jnp.int32(s.chunks))
+    return Walk(
+        at=place,
+        first=first[:4],
+        whole=tuple(whole),
+        left=tuple(left),
+        starts=starts,
+        invalid=read[8],
+        num_whole=num_whole,
+        total=num_whole + edges,
+    )
+
+
+def level_of(x: jax.Array, ends: tuple[jax.Array, ...]) -> jax.Array:
+    """How many of three ends, in ascending order, are at most `x`."""
+    return functools.reduce(jnp.add, [(x >= end).astype(jnp.int32) for end in ends])
+
+
+def bias_of(w: Walk, t: jax.Array) -> jax.Array:
+    """``log2(level)`` of tile `t`, one of complete blocks."""
+    return level_of(t, _sums(w.whole)[1:4]).astype(jnp.float32)
+
+
+def barriers(query_arrivals: int, s: Settings) -> tuple[list[Any], list[Any]]:
+    """Of queries, keys and values: what is ready, and what is free again.
+
+    Args:
+      query_arrivals: copies that make up a warpgroup's queries.
+      s: settings.
+    """
+    # A tile is ready when its chunks are, and what belongs to it.
+    tile = plgpu.Barrier(num_arrivals=s.chunks + 1, num_barriers=s.stages)
+    free = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=s.stages)
+    return (
+        [plgpu.Barrier(num_arrivals=query_arrivals, num_barriers=WARPGROUPS), tile, tile],
+        [plgpu.Barrier(num_barriers=WARPGROUPS), free, free],
+    )
+
+
+def column_memory(s: Settings) -> list[Any]:
+    """For the columns of the edges, see `produce`."""
+    return [plgpu.SMEM((s.stages, TILE), dtype) for dtype in (jnp.float32, jnp.int32)]
+
+
+class Source(NamedTuple):
+    """Keys or values, and where tiles of them go."""
+
+    levels: Sequence[Ref]
+    """``[B, S, K, H]``, then ``[B, K, G, H]`` of levels 2, 4 and 8."""
+    at: tuple[jax.Array, jax.Array]
+    """Sequence and KV head."""
+    tiles: Ref
+    """``[stages, TILE, H]``."""
+    ready: Ref
+    """Barriers, which expect an arrival for each chunk of a tile, and one more."""
+
+
+def _copy_block(
+    source: Source, number: int, block: jax.Array, chunk: int, slot: jax.Array, s: Settings
+) -> None:
+    """Copies a block of level `number` to where chunk `chunk` of a tile begins."""
+    rows = s.rows(LEVELS[number])
+    span = pl.ds(block * rows, rows)
+    index = (source.at[0], span, source.at[1]) if number == 0 else (*source.at, span)
+    target = source.tiles.at[slot, pl.ds(chunk * s.chunk, rows)]
+    plgpu.copy_gmem_to_smem(source.levels[number].at[index], target, source.ready.at[slot])
+    # As if its chunks had come one by one.
+    for _ in range(LEVELS[-1] // LEVELS[number] - 1):
+        plgpu.barrier_arrive(source.ready.at[slot])
+
+
+def produce(
+    w: Walk,
+    slot: jax.Array,
+    blocks: Ref,
+    sources: tuple[tuple[Source, Ref], ...],
+    columns: tuple[Ref, Ref],
+    key_length: jax.Array,
+    s: Settings,
+) -> jax.Array:
+    """Copies the tiles of a walk to shared memory.
+
+    Args:
+      w: the walk.
+      slot: of the first tile.
+      blocks: the list.
+      sources: keys and values, each with the barriers that say that a tile's place is free.
+      columns: ``[stages, TILE]``, for the edges: float32 log2 of a column's tokens, ``-inf`` where
+        there are none; int32 the last of them. They are ready with the keys, and free with them.
+      key_length: int32 scalar.
+      s: settings.
+
+    Returns:
+      the slot after the last tile.
+    """
+    for number, level in enumerate(LEVELS):
+
+        def whole(t: jax.Array, slot: jax.Array, number: int = number, level: int = level) -> Any:
+            pieces = s.pieces(level)
+            place = w.first[number] + t * pieces
+            chosen = [blocks[(*w.at, place + p)] for p in range(pieces)]
+            for source, free in sources:
+                plgpu.barrier_wait(free.at[slot])
+                for p, block in enumerate(chosen):
+                    chunk = p * (LEVELS[-1] // level)
+                    _copy_block(source, number, block, chunk, slot, s)
+                plgpu.barrier_arrive(source.ready.at[slot])
+            return ring.next_slot(slot, s.stages)
+
+        slot = lax.fori_loop(jnp.int32(0), w.whole[number], whole, slot)
+
+    def edge(t: jax.Array, slot: jax.Array) -> jax.Array:
+        first = (t - w.num_whole) * s.chunks
+        chosen = [_edge_block(w, first + c, blocks) for c in range(s.chunks)]
+        for n, (source, free) in enumerate(sources):
+            plgpu.barrier_wait(free.at[slot])
+            for c, (block, kind) in enumerate(chosen):
+                for number, level in enumerate(LEVELS):
+                    if c % (LEVELS[-1] // level) == 0:
+                        copy = functools.partial(_copy_block, source, number, block, c, slot, s)
+                        pl.when(kind == number)(copy)
+
+                # Zeros where no block is left.
+                nothing = jnp.full_like(block, _NOWHERE)
+                fill = functools.partial(_copy_block, source, 3, nothing, c, slot, s)
+                pl.when(kind == len(LEVELS))(fill)
+            if n == 0:
+                _write_columns(w, first, chosen, key_length, [x.at[slot] for x in columns], s)
+            plgpu.barrier_arrive(source.ready.at[slot])
+        return ring.next_slot(slot, s.stages)
+
+    return lax.fori_loop(w.num_whole, w.total, edge, slot)
+
+
+def _edge_block(w: Walk, chunk: jax.Array, blocks: Ref) -> tuple[jax.Array, jax.Array]:
+    """Of a chunk of the edges: its block and its level's number.
+
+    The number is 4 past the last chunk, and -1 where a block that began before continues; then its
+    level is that of the chunks before.
+    """
+    kind = level_of(chunk, w.starts[1:4])
+    within = chunk - pick(kind, w.starts[:4])
+    log_chunks = 3 - kind  # of a block
+    place = pick(kind, w.left) + lax.shift_right_logical(within, log_chunks)
+    block = blocks[(*w.at, jnp.minimum(place, blocks.shape[3] - 1))]
+    begins = (within & (lax.shift_left(jnp.int32(1), log_chunks) - 1)) == 0
+    kind = jnp.where(begins, kind, -1)
+    return block, jnp.where(chunk < w.starts[-1], kind, len(LEVELS))
+
+
+def _write_columns(
+    w: Walk,
+    first: jax.Array,
+    chosen: list[tuple[jax.Array, jax.Array]],
+    key_length: jax.Array,
+    targets: list[Ref],
+    s: Settings,
+) -> None:
+    """Describes the columns of a tile of the edges, see `produce`; one column per thread."""
+    layout = plgpu.Layout.WG_STRIDED((TILE,), vec_size=1)
+    column = iota(TILE, layout)
+
+    def fill(x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(x, column.shape)
+
+    log_chunk = s.chunk.bit_length() - 1
+    piece = lax.shift_right_logical(column, jnp.full_like(column, log_chunk))
+    block = jnp.zeros_like(column)
+    for c, (one, _) in enumerate(chosen):
+        block = jnp.where(piece == c, one, block)
+    chunk = piece + first
+    level = jnp.zeros_like(column)
+    for end in w.starts[1:4]:
+        level = level + jnp.where(chunk >= end, 1, 0)
+    start = fill(w.starts[0])
+    for number in range(1, len(LEVELS)):
+        start = jnp.where(level == number, fill(w.starts[number]), start)
+    chunks = lax.shift_right_logical(jnp.full_like(column, LEVELS[-1]), level)  # of a block
+    row = ((chunk - start) & (chunks - 1)) * s.chunk + (column & (s.chunk - 1))
+    begin = block * s.block_kv + lax.shift_left(row, level)
+    end = jnp.minimum(begin + lax.shift_left(jnp.full_like(column, 1), level), fill(key_length))
+    exists = (chunk < w.starts[-1]) & (end > begin)
+    count = jnp.where(exists, end - begin, 1).astype(jnp.float32)
+    targets[0][...] = jnp.where(exists, jnp.log(count) * LOG2_E, -jnp.inf)
+    targets[1][...] = end - 1

@@ -1,0 +1,57 @@
+"""Half precision in a lane: conversions between formats, and a warp's product of float16."""
+
+from collections.abc import Sequence
+
+from pallas_kernels.mosaic.lane.instructions import asm, half_to_float
+from pallas_kernels.mosaic.lane.numbers import Float, Int, f32, i32, llvm
+
+_PAIRS = {"bfloat16": "bf16x2", "float16": "f16x2"}
+
+
+def pack(low: Float, high: Float, dtype: str = "float16") -> Int:
+    """Two numbers, rounded to ``"float16"`` or ``"bfloat16"``, as a word."""
+    text = f"cvt.rn.{_PAIRS[dtype]}.f32 $0, $2, $1;"
+    return Int(asm(i32(), [low.value, high.value], text, "=r,f,f", effects=False))
+
+
+def unpack(word: Int, dtype: str = "float16") -> tuple[Float, Float]:
+    """The two numbers of a word."""
+    if dtype == "bfloat16":
+        return (word << 16).as_float(), (word & 0xFFFF0000).as_float()
+    return half_to_float(word), half_to_float(word >> 16)
+
+
+def from_e4m3(word: Int) -> tuple[Int, Int]:
+    """Four e4m3 as two words of two float16."""
+    text = "{{ .reg .b16 low, high; mov.b32 {{low, high}}, $1; cvt.rn.f16x2.e4m3x2 $0, {0}; }}"
+    return _halves(word, text, ("low", "high"))
+
+
+def from_e5m2(word: Int) -> tuple[Int, Int]:
+    """Four e5m2, the upper bytes of float16, as two words of two float16."""
+    return _halves(word, "prmt.b32 $0, $1, 0, {0};", ("0x1404", "0x3424"))
+
+
+def _halves(word: Int, text: str, which: tuple[str, str]) -> tuple[Int, Int]:
+    low, high = (
+        Int(asm(i32(), [word.value], text.format(half), "=r,r", effects=False)) for half in which
+    )
+    return low, high
+
+
+def matmul(a: Sequence[Int], b: Sequence[Int], c: Sequence[Float]) -> list[Float]:
+    """A warp's product of float16: ``[16, 16] x [16, 8] + [16, 8]``, summed in float32.
+
+    Lane ``4 g + t`` holds two numbers a word of `a`, rows g and g + 8 from column ``2 t`` on, then
+    both from ``8 + 2 t`` on; of `b` column g, from row ``2 t`` and from ``8 + 2 t`` on; of `c` row
+    g at columns ``2 t`` and ``2 t + 1``, then row g + 8.
+    """
+    text = (
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
+    )
+    result = llvm.StructType.get_literal([f32()] * 4)
+    args = [*(x.value for x in a), *(x.value for x in b), *(x.value for x in c)]
+    constraints = ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4)
+    out = asm(result, args, text, constraints, effects=False)
+    return [Float(llvm.extractvalue(f32(), out, [i])) for i in range(4)]

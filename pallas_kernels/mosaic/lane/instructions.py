@@ -1,0 +1,226 @@
+"""Instructions of a lane, and of its warp together, as they are in assembly."""
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from jaxlib.mlir.dialects import gpu as _gpu
+
+from pallas_kernels.mosaic.lane.numbers import (
+    Bool,
+    Float,
+    Int,
+    arith,
+    f32,
+    i32,
+    int_value,
+    integer,
+    ir,
+    llvm,
+    number_of,
+)
+
+gpu = cast(Any, _gpu)
+
+# Added to float32 below 2**22 it leaves their integer, rounded half to even, in the low bits.
+ROUNDER = 12582912.0
+
+
+def float_bits(x: float) -> str:
+    """A float32 constant in assembly."""
+    return f"0f{struct.unpack('<I', struct.pack('<f', x))[0]:08X}"
+
+
+def asm(result: Any, args: Sequence[Any], text: str, constraints: str, effects: bool) -> Any:
+    """Assembly: the compiler's values in and out."""
+    return llvm.inline_asm(result, list(args), text, constraints, has_side_effects=effects)
+
+
+def assembly(text: str, *args: Int | Float) -> Any:
+    """One pure instruction; its result has the type of the first argument."""
+    letters = ["f" if isinstance(a, Float) else "r" for a in args]
+    kind = type(args[0])
+    values = [a.value for a in args]
+    constraints = ",".join([f"={letters[0]}", *letters])
+    return kind(asm(values[0].type, values, text, constraints, effects=False))
+
+
+def fma(a: Float, b: Float | float, c: Float | float) -> Float:
+    """``a * b + c``, rounded once."""
+    return assembly("fma.rn.f32 $0, $1, $2, $3;", a, number_of(b), number_of(c))
+
+
+def exp2(x: Float) -> Float:
+    """``2 ** x`` in one instruction; tiny results are 0."""
+    return assembly("ex2.approx.ftz.f32 $0, $1;", x)
+
+
+def log2(x: Float) -> Float:
+    """The logarithm of a normal number."""
+    return assembly("lg2.approx.ftz.f32 $0, $1;", x)
+
+
+def log2_of_any(x: Float) -> Float:
+    """The logarithm of a number, subnormal or not: some instructions more."""
+    return assembly("lg2.approx.f32 $0, $1;", x)
+
+
+def absolute(x: Float) -> Float:
+    """The magnitude."""
+    return assembly("abs.f32 $0, $1;", x)
+
+
+def with_sign_of(sign: Float, x: Float) -> Float:
+    """The magnitude of `x` with the sign of `sign`."""
+    return assembly("copysign.f32 $0, $1, $2;", sign, x)
+
+
+def divide(a: Float, b: Float) -> Float:
+    """A quotient within two units in the last place: the instruction that Triton emits."""
+    return assembly("div.full.f32 $0, $1, $2;", a, b)
+
+
+def reciprocal(x: Float) -> Float:
+    """``1 / x`` within a unit in the last place."""
+    return assembly("rcp.approx.ftz.f32 $0, $1;", x)
+
+
+def half_to_float(x: Int) -> Float:
+    """The float16 in the low half of a word."""
+    text = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; cvt.f32.f16 $0, low; }"
+    return Float(asm(f32(), [x.value], text, "=f,r", effects=False))
+
+
+def maximum(a: Float, b: Float) -> Float:
+    """The larger of two; of NaN and a number, the number."""
+    return assembly("max.f32 $0, $1, $2;", a, b)
+
+
+def minimum(a: Float, b: Float) -> Float:
+    """The smaller of two; of NaN and a number, the number."""
+    return assembly("min.f32 $0, $1, $2;", a, b)
+
+
+def add_rounder(x: Float) -> Float:
+    """``x + ROUNDER`` of numbers in [0, 2**22), rounded down."""
+    return assembly(f"add.rm.f32 $0, $1, {float_bits(ROUNDER)};", x)
+
+
+def floor(x: Float) -> Float:
+    """Rounds numbers in [0, 2**22) down."""
+    return add_rounder(x) - ROUNDER
+
+
+def permute_bytes(a: Int, b: Int | int, selector: Int | int) -> Int:
+    """Four bytes of the eight of `a` (0 to 3) and `b` (4 to 7), one nibble of `selector` each."""
+    return assembly("prmt.b32 $0, $1, $2, $3;", a, Int(int_value(b)), Int(int_value(selector)))
+
+
+def signed_byte(x: Int, index: int) -> Int:
+    """Byte `index`, as a number."""
+    sign = 8 + index
+    return permute_bytes(x, 0, index | (sign << 4) | (sign << 8) | (sign << 12))
+
+
+def pack_bytes(x: Sequence[Int]) -> Int:
+    """The low bytes of four words."""
+    text = (
+        "{.reg .b32 a, b; prmt.b32 a, $1, $2, 0x0040; prmt.b32 b, $3, $4, 0x0040;"
+        " prmt.b32 $0, a, b, 0x5410;}"
+    )
+    return Int(asm(i32(), [v.value for v in x], text, "=r,r,r,r,r", effects=False))
+
+
+def pack_e4m3(x: Sequence[Float]) -> Int:
+    """Four numbers as the bytes of a word, rounded to e4m3."""
+    text = (
+        "{.reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1;"
+        " cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b};}"
+    )
+    return Int(asm(i32(), [v.value for v in x], text, "=r,f,f,f,f", effects=False))
+
+
+def dot4(a: Int, b: Int, c: Int) -> Int:
+    """The products of four signed bytes each, added to `c`."""
+    return assembly("dp4a.s32.s32 $0, $1, $2, $3;", a, b, c)
+
+
+def matmul(a: Sequence[Int], b: Sequence[Int], c: Sequence[Int]) -> list[Int]:
+    """A warp's product of int8: ``[16, 32] x [32, 8] + [16, 8]``.
+
+    Lane ``4 g + t`` holds four bytes a word of `a`, rows g and g + 8 from column ``4 t`` on, then
+    both from ``16 + 4 t`` on; of `b` column g, from row ``4 t`` and from ``16 + 4 t`` on; of `c`
+    row g at columns ``2 t`` and ``2 t + 1``, then row g + 8.
+    """
+    text = (
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
+        "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
+    )
+    result = llvm.StructType.get_literal([i32()] * 4)
+    args = [x.value for x in (*a, *b, *c)]
+    out = asm(result, args, text, ",".join(["=r"] * 4 + ["r"] * 10), effects=False)
+    return [Int(llvm.extractvalue(i32(), out, [i])) for i in range(4)]
+
+
+def _shuffle(x: Any, lane: Any, kind: str) -> Any:
+    bits = x.as_int() if isinstance(x, Float) else x
+    text = f"shfl.sync.{kind}.b32 $0, $1, $2, 31, 0xffffffff;"
+    moved = Int(asm(i32(), [bits.value, int_value(lane)], text, "=r,r,r", effects=True))
+    return moved.as_float() if isinstance(x, Float) else moved
+
+
+def from_lane(x: Any, lane: Int) -> Any:
+    """What lane `lane` of the warp holds."""
+    return _shuffle(x, lane, "idx")
+
+
+def reduce_lanes(x: Any, op: Callable[[Any, Any], Any], distances: Sequence[int]) -> Any:
+    """Combines lanes whose numbers differ in these bits."""
+    for distance in distances:
+        x = op(x, _shuffle(x, distance, "bfly"))
+    return x
+
+
+def among_four(x: Float, op: Callable[[Float, Float], Float]) -> Float:
+    """Combines what the four lanes of a row hold, as instructions that the compiler may move."""
+    for distance in (1, 2):
+        text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 0x1f, 0xffffffff;"
+        x = op(x, assembly(text, x))
+    return x
+
+
+def ballot(condition: Bool) -> Int:
+    """A bit for each lane: whether `condition` holds there."""
+    bit = condition.where(integer(1), 0)
+    text = "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }"
+    return Int(asm(i32(), [bit.value], text, "=r,r", effects=True))
+
+
+def thread() -> Int:
+    """The thread's number in its block."""
+    return Int(arith.index_cast(i32(), gpu.thread_id(gpu.Dimension.x)))
+
+
+def special(name: str) -> Int:
+    """A register that the hardware sets, ``"tid.x"`` or ``"laneid"``; read again where needed."""
+    return Int(asm(i32(), [], f"mov.u32 $0, %{name};", "=r", effects=False))
+
+
+def uniform(x: Int) -> Int:
+    """Tells the compiler that a number is the same in all lanes of a warp."""
+    return from_lane(x, integer(0))
+
+
+def act(text: str, *args: Any, constraints: str = "") -> None:
+    """Assembly without a result, whose effects keep it where it is."""
+    asm(ir.Type.parse("!llvm.void"), args, text, constraints, effects=True)
+
+
+def block_barrier() -> None:
+    """Waits for all threads of the block."""
+    act("bar.sync 0;")
+
+
+def warp_barrier() -> None:
+    """Waits for all lanes of the warp."""
+    act("bar.warp.sync 0xffffffff;")

@@ -1,0 +1,204 @@
+"""Memory as a lane sees it: pointers, barriers, copies, and matrices that a warp moves."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jax.experimental.mosaic import gpu as mgpu
+
+from pallas_kernels.mosaic.lane.instructions import act, asm
+from pallas_kernels.mosaic.lane.numbers import (
+    Float,
+    Int,
+    arith,
+    f32,
+    i32,
+    int_value,
+    ir,
+    llvm,
+    total,
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pointer:
+    """Memory, in bytes."""
+
+    value: Any
+
+    @classmethod
+    def to(cls, ref: Any) -> "Pointer":
+        """The beginning of a reference."""
+        return cls(mgpu.utils.memref_ptr(ref))
+
+    def at(self, *offsets: Int | int) -> "Pointer":
+        """Some bytes on; offsets are added with 64 bits."""
+        value = self.value
+        byte = ir.IntegerType.get_signless(8)
+        for offset in offsets:
+            if isinstance(offset, int) and offset == 0:
+                continue
+            wide = arith.extsi(ir.IntegerType.get_signless(64), int_value(offset))
+            value = llvm.getelementptr(
+                value.type, value, [wide], [-(2**31)], byte, llvm.GEPNoWrapFlags.none
+            )
+        return Pointer(value)
+
+    def times(self, index: Int, size: int) -> "Pointer":
+        """``index * size`` bytes on, multiplied with 64 bits."""
+        i64 = ir.IntegerType.get_signless(64)
+        wide = arith.muli(
+            arith.extsi(i64, index.value), arith.constant(i64, ir.IntegerAttr.get(i64, size))
+        )
+        byte = ir.IntegerType.get_signless(8)
+        value = llvm.getelementptr(
+            self.value.type, self.value, [wide], [-(2**31)], byte, llvm.GEPNoWrapFlags.none
+        )
+        return Pointer(value)
+
+    def words(self, count: int) -> list[Int]:
+        """Loads 32-bit words, aligned to the whole load, at most 16 bytes at a time."""
+        out: list[Int] = []
+        while count > len(out):
+            width = min(4, count - len(out))
+            kind = ir.VectorType.get((width,), i32())
+            loaded = llvm.load(kind, self.at(4 * len(out)).value, alignment=4 * width)
+            out += [Int(llvm.extractelement(loaded, int_value(i))) for i in range(width)]
+        return out
+
+    def word(self) -> Int:
+        """Loads 32 bits."""
+        return self.words(1)[0]
+
+    def float(self) -> Float:
+        """Loads a float32."""
+        return Float(llvm.load(f32(), self.value, alignment=4))
+
+    def byte(self) -> Int:
+        """Loads 8 bits, the rest 0."""
+        return self._narrow(8)
+
+    def half(self) -> Int:
+        """Loads 16 bits, the rest 0."""
+        return self._narrow(16)
+
+    def _narrow(self, bits: int) -> Int:
+        kind = ir.IntegerType.get_signless(bits)
+        return Int(arith.extui(i32(), llvm.load(kind, self.value, alignment=bits // 8)))
+
+    def store(self, x: Int | Float) -> None:
+        """Stores 32 bits."""
+        llvm.store(x.value, self.value, alignment=4)
+
+    def store_as(self, x: Float, dtype: str) -> None:
+        """Stores a float32, rounded to ``"float32"``, ``"bfloat16"`` or ``"float16"``."""
+        kinds = {"bfloat16": ir.BF16Type, "float16": ir.F16Type}
+        if dtype == "float32":
+            self.store(x)
+            return
+        rounded = arith.truncf(kinds[dtype].get(), x.value)
+        llvm.store(rounded, self.value, alignment=2)
+
+    def address(self) -> Any:
+        """As an integer: 32 bits in shared memory, 64 in global memory."""
+        is_shared = "3" in str(self.value.type)
+        kind = ir.IntegerType.get_signless(32 if is_shared else 64)
+        return llvm.ptrtoint(kind, self.value)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ClusterPointer:
+    """Shared memory of some program of the cluster, in bytes."""
+
+    value: Any
+
+    @classmethod
+    def of(cls, pointer: Pointer, rank: int) -> "ClusterPointer":
+        """Where program `rank` has what `pointer` points to here."""
+        text = f"mapa.shared::cluster.u32 $0, $1, {rank};"
+        return cls(asm(i32(), [pointer.address()], text, "=r,r", effects=False))
+
+    def at(self, *offsets: Int | int) -> "ClusterPointer":
+        """Some bytes on."""
+        return ClusterPointer(total([Int(self.value), *offsets]).value)
+
+    def float(self) -> Float:
+        """Loads a float32."""
+        return Float(asm(f32(), [self.value], "ld.shared::cluster.f32 $0, [$1];", "=f,r", True))
+
+
+def cluster_barrier() -> None:
+    """Waits for all threads of the cluster, and for what they wrote to shared memory."""
+    act("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;")
+
+
+def init_barrier(barrier: Pointer) -> None:
+    """Prepares eight bytes of shared memory as a barrier on which one lane arrives."""
+    act("mbarrier.init.shared.b64 [$0], 1;", barrier.address(), constraints="r")
+
+
+def publish_barriers() -> None:
+    """Lets the copy engine see new barriers."""
+    act("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;")
+
+
+def publish_stores() -> None:
+    """Orders this lane's stores to shared memory before later copies to the same place."""
+    act("fence.proxy.async.shared::cta;")
+
+
+def expect_bytes(barrier: Pointer, size: Int | int) -> None:
+    """Arrives, and lets `barrier` wait for copies of this many bytes."""
+    text = "mbarrier.arrive.expect_tx.shared.b64 _, [$0], $1;"
+    act(text, barrier.address(), int_value(size), constraints="r,r")
+
+
+def copy(source: Pointer, target: Pointer, size: int, barrier: Pointer) -> None:
+    """Copies into shared memory by the copy engine; all multiples of 16 bytes."""
+    act(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+        f"[$0], [$1], {size}, [$2];",
+        target.address(),
+        source.address(),
+        barrier.address(),
+        constraints="r,l,r",
+    )
+
+
+def wait(barrier: Pointer, parity: Int) -> None:
+    """Waits until the barrier's phase of this parity is over."""
+    # Labels are local to the braces.
+    text = (
+        "{ .reg .pred done; again: mbarrier.try_wait.parity.shared.b64 done, [$0], $1; "
+        "@done bra over; bra again; over: }"
+    )
+    act(text, barrier.address(), parity.value, constraints="r,r")
+
+
+def store_matrices(address: Int, words: Sequence[Int]) -> None:
+    """Stores up to four 8 x 8 blocks of 16-bit numbers of a warp, columns as rows.
+
+    Args:
+      address: in shared memory; lane ``8 i + j`` has that of column `j` of block `i`.
+      words: of each block two rows of the lane's column pair.
+    """
+    names = ", ".join(f"${i + 1}" for i in range(len(words)))
+    act(
+        f"stmatrix.sync.aligned.m8n8.x{len(words)}.trans.shared.b16 [$0], {{{names}}};",
+        address.value,
+        *[w.value for w in words],
+        constraints=",".join(["r"] * (len(words) + 1)),
+    )
+
+
+def load_matrices(address: Int, count: int) -> list[Int]:
+    """The reverse of `store_matrices`."""
+    names = ", ".join(f"${i}" for i in range(count))
+    # A single result is not a structure.
+    result = llvm.StructType.get_literal([i32()] * count) if count > 1 else i32()
+    text = f"ldmatrix.sync.aligned.m8n8.x{count}.trans.shared.b16 {{{names}}}, [${count}];"
+    constraints = ",".join(["=r"] * count + ["r"])
+    out = asm(result, [address.value], text, constraints, effects=True)
+    if count == 1:
+        return [Int(out)]
+    return [Int(llvm.extractvalue(i32(), out, [i])) for i in range(count)]

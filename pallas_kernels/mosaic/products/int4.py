@@ -1,0 +1,94 @@
+"""INT4 weights as the register operand of a matrix instruction (FireQ, section 3.1.1).
+
+A lane reads 16 bytes of each of its two rows, 32 codes, and turns them into bytes of e4m3 by
+permuting the bytes of a table: four codes take three permutations, from the table's non-negative
+half, from its negative half, and from these two by the codes' signs.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from pallas_kernels.mosaic import lane
+from pallas_kernels.mosaic.lane import Float, Int, Pointer, fragments
+
+GROUP = 128
+"""Inputs that share a scale."""
+ROW_BYTES = GROUP // 2
+# e4m3 of 0 .. 7 and of -8 .. -1.
+_INTEGERS = (0x44403800, 0x4E4C4A48, 0xCACCCED0, 0xB8C0C4C8)
+TABLE_BYTES = 16
+TABLES = 128
+"""Scales are e4m3 without a sign; each has a table of 16 products."""
+
+
+def _convert(word: Int, table: Sequence[Int]) -> tuple[Int, Int]:
+    """Eight codes as two words of e4m3: nibbles 0 to 3, and 4 to 7."""
+    magnitude = word & 0x77777777
+    # Byte i of the first or, of negative codes, of the second choice.
+    sign = ((word >> 1) & 0x44444444) | 0x32103210
+    out = []
+    for _ in range(2):
+        positive = lane.permute_bytes(table[0], table[1], magnitude)
+        negative = lane.permute_bytes(table[2], table[3], magnitude)
+        out.append(lane.permute_bytes(positive, negative, sign))
+        magnitude, sign = magnitude >> 16, sign >> 16
+    return out[0], out[1]
+
+
+def load(
+    codes: Any, scales: Any, tables: Any | None, first: Any
+) -> tuple[list[list[Int]], list[Float]]:
+    """A lane's part of 64 rows of a group of 128 inputs.
+
+    Args:
+      codes: shared memory, uint8 ``[rows, 64]``.
+      scales: shared memory ``[rows]``, e4m3 with tables, bfloat16 without.
+      tables: shared memory, e4m3 ``[128, 16]``: of each scale its products with 0..7, -8..-1; or
+        None, for the codes themselves.
+      first: int32 scalar, the first of the rows.
+
+    Returns:
+      of each of its two rows eight words of e4m3, word ``2 s + h`` of inputs ``32 s + 16 h + 4 t``
+      and three more, where `t` is the lane's place of four; and the rows' scales, float32, that are
+      not in them.
+    """
+    row, t = fragments.row_and_place()
+    row = row + lane.scalar(first)
+    rows, rest = [], []
+    for half in range(2):
+        at = row + 8 * half
+        if tables is None:
+            scale = Pointer.to(scales).at(at << 1).half() << 16
+            rest.append(scale.as_float())
+            table = [lane.integer(x) for x in _INTEGERS]
+        else:
+            scale = Pointer.to(scales).at(at).byte() & (TABLES - 1)
+            rest.append(lane.number(1.0))
+            table = Pointer.to(tables).at(scale * TABLE_BYTES).words(4)
+        words = Pointer.to(codes).at(at * ROW_BYTES, t * 16).words(4)
+        rows.append([x for word in words for x in _convert(word, table)])
+    return rows, rest
+
+
+def operand(codes: Any, scales: Any, tables: Any | None, first: Any) -> tuple[Any, Any]:
+    """What `load` reads, as a register operand.
+
+    Returns:
+      its words, int32 ``[64, 32]``: of every instruction both rows' first 16 inputs, then both
+      rows' others; and float32 ``[64]``, the scales that are not in them.
+    """
+    rows, rest = load(codes, scales, tables, first)
+    return fragments.carrier(
+        [row[i] for i in range(len(rows[0])) for row in rows]
+    ), fragments.row_array(rest)
+
+
+def expand(codes: Any, scales: Any, tables: Any, first: Any, out: Any) -> None:
+    """What `load` reads, as e4m3 in shared memory ``[64, 128]``, rows of 128 bytes interleaved."""
+    rows, _ = load(codes, scales, tables, first)
+    row, t = fragments.row_and_place()
+    for half, words in enumerate(rows):
+        at = row + 8 * half
+        for i, word in enumerate(words):
+            place = (at * GROUP) + ((((at & 7) ^ i) << 4) + (t << 2))
+            Pointer.to(out).at(place).store(word)

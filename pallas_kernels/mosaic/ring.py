@@ -1,0 +1,175 @@
+"""The frame of kernels whose copies run ahead: persistent programs, memory in slots, barriers.
+
+A program takes every `programs`-th of a call's tiles. One of its warpgroups, the producer, copies
+what a tile needs into slots of shared memory, a ring that goes on from tile to tile; the others
+consume. Each slot has two barriers: `ready` says that its copies have arrived, `free` that all
+consumers are done with it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.layouts import Ref
+from pallas_kernels.mosaic.lane.fragments import ROWS as ROWS
+
+WARPGROUPS = 2
+"""That consume, each with its own rows."""
+ROW, COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+SCALAR = plgpu.Layout.WG_SPLAT(())
+
+Step = Callable[[jax.Array, jax.Array], jax.Array]
+"""``step(number, slot)`` of a tile whose first slot is `slot`; returns the slot after its last."""
+
+
+class Share:
+    """Which of `total` tiles are this program's."""
+
+    def __init__(self, total: int) -> None:
+        self.program, self.programs = lax.axis_index("program"), lax.axis_size("program")
+        self.count = lax.div(total - 1 - self.program, jnp.int32(self.programs)) + 1
+
+    def number(self, i: jax.Array) -> jax.Array:
+        """Of the program's tile `i` among all."""
+        return self.program + i * self.programs
+
+    def by_index(self, step: Step) -> None:
+        """Takes them in turn: ``step(i, slot)``."""
+        lax.fori_loop(jnp.int32(0), self.count, step, jnp.int32(0))
+
+    def loop(self, step: Step) -> None:
+        """Takes them in turn."""
+        self.by_index(lambda i, slot: step(self.number(i), slot))
+
+
+def next_slot(slot: jax.Array, stages: int) -> jax.Array:
+    """The following slot."""
+    return jnp.where(slot == stages - 1, 0, slot + 1)
+
+
+def slot_after(slot: jax.Array, steps: jax.Array | int, stages: int) -> jax.Array:
+    """The slot `steps` further on."""
+    return lax.rem(slot + steps, jnp.int32(stages))
+
+
+def divide(
+    me: jax.Array,
+    consumers: int,
+    registers: tuple[int, int] | None,
+    consume: Callable[[], None],
+    produce: Callable[[], None],
+) -> None:
+    """The first warpgroups consume, the one after them produces.
+
+    Args:
+      me: number of the warpgroup.
+      consumers: how many consume.
+      registers: of a thread that consumes, and of one that produces; None if all have as many as
+        at the start. Together at most what they have then: a kernel that asks for more waits
+        forever.
+      consume: what the ones do.
+      produce: what the other one does.
+    """
+
+    @pl.when(me < consumers)
+    def _() -> None:
+        if registers is not None:
+            plgpu.set_max_registers(registers[0], action="increase")
+        consume()
+
+    @pl.when(me == consumers)
+    def _() -> None:
+        if registers is not None:
+            plgpu.set_max_registers(registers[1], action="decrease")
+        produce()
+
+
+def free_at_first(stages: int, slots: Sequence[Ref], own: Ref | None = None) -> None:
+    """A consumer's arrivals before the first tile: all memory is free.
+
+    Args:
+      stages: how many slots there are.
+      slots: barriers of each slot.
+      own: the barrier of memory that is this warpgroup's alone, if there is any.
+    """
+    if own is not None:
+        plgpu.barrier_arrive(own)
+    for barrier in slots:
+        for i in range(stages):
+            plgpu.barrier_arrive(barrier.at[i])
+
+
+def _transforms(swizzle: int, dtype: Any) -> tuple[Any, ...]:
+    wide = swizzle // jnp.dtype(dtype).itemsize
+    return plgpu.TilingTransform((8, wide)), plgpu.SwizzleTransform(swizzle)
+
+
+def swizzle_of(columns: int, dtype: Any) -> int:
+    """Bytes over which rows are interleaved against bank conflicts."""
+    size = columns * jnp.dtype(dtype).itemsize
+    return next(s for s in (128, 64, 32) if size % s == 0)
+
+
+def tile(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory in the layout that matrix instructions and copies need."""
+    transforms = _transforms(swizzle_of(shape[-1], dtype), dtype)
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def tile_type(ref: Ref) -> Any:
+    """The type of `tile`'s memory as an argument of `inline`."""
+    return plgpu.RefType(_transforms(swizzle_of(ref.shape[-1], ref.dtype), ref.dtype))
+
+
+def array(shape: tuple[int, ...], dtype: Any, layout: Any = plgpu.Layout.WGMMA) -> Any:
+    """The type of a register array that `inline` returns."""
+    return plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout)
+
+
+def inline(f: Callable[..., Any], arguments: Sequence[Any], returns: Any = None) -> Any:
+    """`f`, in the language of `lane`, as a function of Pallas' arrays and references."""
+    return plgpu.inline_mgpu(arg_types=tuple(arguments), return_type=returns)(
+        lambda context, *args: f(*args)
+    )
+
+
+def launch(
+    kernel: Callable[..., None],
+    name: str,
+    out_type: Any,
+    total: int,
+    programs: int,
+    *,
+    consumers: int = WARPGROUPS,
+    approx_math: bool = False,
+) -> Any:
+    """The call of a kernel with one producer.
+
+    Args:
+      kernel: of references.
+      name: that profilers show.
+      out_type: of what it returns.
+      total: tiles.
+      programs: how many run side by side at most, one to a multiprocessor.
+      consumers: warpgroups that compute.
+      approx_math: whether Pallas may use approximate instructions.
+    """
+    return plgpu.kernel(
+        kernel,
+        out_type=out_type,
+        grid=(min(programs, total),),
+        grid_names=("program",),
+        num_threads=consumers + 1,
+        thread_name="warpgroup",
+        kernel_name=name,
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            unsafe_no_auto_barriers=True,
+            approx_math=approx_math,
+        ),
+    )

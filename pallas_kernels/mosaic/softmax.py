@@ -1,0 +1,463 @@
+"""One key block's softmax in registers: scores in, the second product's operand out."""
+
+import dataclasses
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax.experimental.mosaic.gpu as mgpu
+
+from pallas_kernels.layouts import E4M3_MAX, INT8_RANGE, LOG2_E
+from pallas_kernels.mosaic import lane
+from pallas_kernels.mosaic.lane import Bool, Float, Int, fragments
+
+_TINY = 2.0**-126
+
+
+@dataclasses.dataclass(frozen=True)
+class Exponential:
+    """How the exponential of non-positive scores is computed.
+
+    Attributes:
+      kind: ``"exact"``: the hardware's power of two. ``"polynomial"``: SAS as it is defined, a
+        power of the base times a cubic. ``"hardware"``: the hardware's power of two, and 0 below
+        SAS's threshold: within 1.2e-3 of SAS, and faster.
+      threshold: natural units, negative; below it SAS is 0. Not for ``"exact"``.
+      coefficients: SAS's cubic on [0, 1), constant term first. Only for ``"polynomial"``.
+      is_base_2: whether SAS counts powers of two. Only for ``"polynomial"``.
+    """
+
+    kind: Literal["exact", "hardware", "polynomial"] = "exact"
+    threshold: float = -6.0
+    coefficients: tuple[float, ...] = ()
+    is_base_2: bool = False
+
+    @property
+    def unit(self) -> float:
+        """Units of the arguments in one nat."""
+        return 1.0 if self.kind == "polynomial" and not self.is_base_2 else LOG2_E
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """What is static in a softmax.
+
+    Attributes:
+      exponential: see there.
+      is_int8: weights become int8 with a scale per row and block; else e4m3 with a static one.
+      scores_are_integers: whether scores come as int32.
+      left: how far back a query sees, or None.
+      right: how far ahead a query sees, or None.
+      soft_cap: the scores' cap, or None.
+    """
+
+    exponential: Exponential
+    is_int8: bool
+    scores_are_integers: bool
+    left: int | None
+    right: int | None
+    soft_cap: float | None
+
+    @property
+    def shift(self) -> float:
+        """Added to exponents of two, to be divided out in the end.
+
+        The hardware's powers of two below -126 are 0: SAS's threshold is moved there, and costs
+        nothing. With the exact exponential of e4m3 weights it is their scale.
+        """
+        if self.exponential.kind == "hardware":
+            return -126.0 - self.exponential.threshold * LOG2_E
+        if self.exponential.kind == "exact" and not self.is_int8:
+            return math.log2(E4M3_MAX)
+        return 0.0
+
+    @property
+    def sum_unit(self) -> float:
+        """The number that stands for 1 in row sums."""
+        if self.exponential.kind == "polynomial" and not self.is_int8:
+            return E4M3_MAX
+        return float(2.0**self.shift)
+
+    @property
+    def output_unit(self) -> float:
+        """The number that stands for 1 in unnormalized outputs, apart from the values' scales."""
+        return 1.0 if self.is_int8 else E4M3_MAX
+
+
+def exponentials(x: Sequence[Float], shift: Float, factor: Float, policy: Policy) -> list[Float]:
+    """``exp(x * factor - shift)`` in the policy's units."""
+    return _exponentials(_arguments(x, shift, factor, policy), policy)
+
+
+def _arguments(x: Sequence[Float], shift: Float, factor: Float, policy: Policy) -> list[Float]:
+    """``x * factor - shift``, as `_exponentials` takes it: one instruction each."""
+    if policy.exponential.kind == "polynomial":
+        return [v.fma(-factor, shift) for v in x]
+    low = lane.number(policy.shift) + -shift if policy.shift else -shift
+    return [v.fma(factor, low) for v in x]
+
+
+def _exponentials(x: Sequence[Float], policy: Policy) -> list[Float]:
+    e = policy.exponential
+    if e.kind != "polynomial":
+        return [lane.exp2(v) for v in x]
+    gain = 1.0 if policy.is_int8 else E4M3_MAX
+    return [_sas(v, e, gain) for v in x]
+
+
+def _sas(y: Float, e: Exponential, gain: float) -> Float:
+    """`gain` times SAS of ``-y`` as it is defined."""
+    # Rounding may leave the row's maximum slightly below 0; NaN survives, with the sum.
+    y = (y < 0.0).where(0.0, y)
+    whole = lane.add_rounder(y) + -lane.ROUNDER
+    fraction = y + -whole
+    *lower, highest = (c * gain for c in e.coefficients)
+    value = fraction.fma(lane.number(highest), lane.number(lower[-1]))
+    for c in reversed(lower[:-1]):
+        value = value.fma(fraction, lane.number(c))
+    power = lane.exp2(whole * (-LOG2_E / e.unit))
+    below = lane.number(-e.threshold * e.unit) < y
+    return below.where(lane.number(0.0), value * power)
+
+
+def _capped(x: Float, cap: float) -> Float:
+    """``cap * tanh(x / cap)``; the power is at most 1, so that nothing overflows."""
+    magnitude = lane.absolute(x)
+    t = lane.exp2(magnitude * (-2 * LOG2_E / cap))
+    one = lane.number(1.0)
+    y = (one + -t) * lane.reciprocal(one + t) * cap
+    return lane.with_sign_of(x, y)
+
+
+def _visible(limits: tuple[Int, Int], half: int, columns: int, policy: Policy) -> list[Bool]:
+    """For each of a row's columns whether the query sees the token it stands for.
+
+    Keys are permuted within groups of 16: see `attention.attention`.
+
+    Args:
+      limits: the block's first query and the end of the keys, both relative to its first key.
+      half: which of the thread's rows.
+      columns: how many the thread holds of it.
+      policy: what hides keys.
+    """
+    query, length = limits
+    row, t = fragments.row_and_place()
+    four_t = t * 4
+    position = query + row + (8 * half)
+    stop = length
+    if policy.right is not None:
+        stop = stop.minimum(position + (policy.right + 1))
+    stop = stop - four_t
+    masks = []
+    for c in range(columns):
+        token = lane.integer(16 * (c // 4) + c % 4)
+        mask = token < stop
+        if policy.left is not None:
+            first = position - policy.left - four_t
+            mask = mask & (token >= first)
+        masks.append(mask)
+    return masks
+
+
+def step(
+    scores: Any, m: Any, l: Any, factor: Any, limits: tuple[Any, Any] | None, policy: Policy
+) -> tuple[Any, ...]:
+    """One block of Algorithm 1, up to the second product.
+
+    Args:
+      scores: ``[64, n]``, code products.
+      m: ``[64]``, running maxima in the exponential's units.
+      l: ``[64]``, running sums, of each thread's own columns.
+      factor: scalar, of the scores, in the exponential's units.
+      limits: see `_visible`; None if every row sees every key.
+      policy: what is static.
+
+    Returns:
+      weights float32 ``[64, n]`` for `pack`; the new `m` and `l`; the factor of what was summed
+      before; and the unit of an int8 row's weights, 0 in a row that sees nothing.
+    """
+    scores = mgpu.optimization_barrier(scores)  # not before the product is there
+    [c] = fragments.scalars(factor)
+    bounds = None
+    if limits is not None:
+        [query], [length] = (fragments.scalars(x) for x in limits)
+        bounds = (query, length)
+    rows, state = [], []
+    for half, (x, old, total) in enumerate(
+        zip(fragments.by_row(scores), fragments.scalars(m), fragments.scalars(l), strict=True)
+    ):
+        weights, *rest = _row(x, old, total, c, bounds, half, policy)
+        rows.append(weights)
+        state.append(rest)
+    # Not after the next products are started.
+    weights = mgpu.optimization_barrier(fragments.of_rows(rows))
+    return weights, *(fragments.row_array(pair) for pair in zip(*state, strict=True))
+
+
+def maxima(
+    scores: Any, m: Any, factor: Any, limits: tuple[Any, Any] | None, policy: Policy
+) -> tuple[Any, ...]:
+    """Row maxima of a block.
+
+    Args:
+      scores: ``[64, n]``, code products.
+      m: ``[64]``, running maxima in the exponential's units.
+      factor: scalar, of the scores, in the exponential's units.
+      limits: see `_visible`; None if every row sees every key.
+      policy: what is static.
+
+    Returns:
+      ``[64]`` each: the block's maxima, the new running ones, and the factor of what was summed
+      before.
+    """
+    scores = mgpu.optimization_barrier(scores)  # not before the product is there
+    [c] = fragments.scalars(factor)
+    state = []
+    for half, (x, old) in enumerate(
+        zip(fragments.by_row(scores), fragments.scalars(m), strict=True)
+    ):
+        if limits is None and policy.soft_cap is None:
+            if policy.scores_are_integers:
+                top = lane.chain(x, Int.maximum).to_float()
+            else:
+                top = lane.chain(x, Float.maximum)
+            top = lane.among_four(top, Float.maximum) * c
+        else:
+            x = _seen_scores(x, c, limits, half, policy)
+            top = lane.among_four(lane.chain(x, Float.maximum), Float.maximum)
+        new = old.maximum(top)
+        scale = lane.number(LOG2_E / policy.exponential.unit)
+        state.append((top, new, lane.exp2((old + -_finite(new)) * scale)))
+    return tuple(fragments.row_array(pair) for pair in zip(*state, strict=True))
+
+
+def arguments(
+    scores: Any, m: Any, factor: Any, limits: tuple[Any, Any] | None, policy: Policy
+) -> Any:
+    """Scores minus the running maxima, float32 ``[64, n]``, as `weigh` takes them.
+
+    Args:
+      scores: see `maxima`.
+      m: `maxima`'s second result.
+      factor: see `maxima`.
+      limits: see `maxima`.
+      policy: what is static.
+    """
+    [c] = fragments.scalars(factor)
+    rows = []
+    for half, (x, maximum) in enumerate(
+        zip(fragments.by_row(scores), fragments.scalars(m), strict=True)
+    ):
+        scale = c
+        if limits is not None or policy.soft_cap is not None:
+            x, scale = _seen_scores(x, c, limits, half, policy), lane.number(1.0)
+        elif policy.scores_are_integers:
+            x = [v.to_float() for v in x]
+        rows.append(_arguments(x, _finite(maximum), scale, policy))
+    # Here, not where they are used.
+    return mgpu.optimization_barrier(fragments.of_rows(rows))
+
+
+def _seen_scores(
+    x: list[Any],
+    c: Float,
+    limits: tuple[Int, Int] | None,
+    half: int,
+    policy: Policy,
+) -> list[Float]:
+    """Scaled and capped scores of a row, ``-inf`` where they are hidden."""
+    if policy.scores_are_integers:
+        x = [v.to_float() for v in x]
+    x = [v * c for v in x]
+    if policy.soft_cap is not None:
+        unit = lane.number(policy.exponential.unit)
+        x = [_capped(v, policy.soft_cap) * unit for v in x]
+    if limits is None:
+        return x
+    [query], [length] = (fragments.scalars(v) for v in limits)
+    hidden = lane.number(-math.inf)
+    masks = _visible((query, length), half, len(x), policy)
+    return [k.where(v, hidden) for k, v in zip(masks, x, strict=True)]
+
+
+def _finite(m: Float) -> Float:
+    """A running maximum that can be subtracted: 0 in rows where nothing was visible yet."""
+    return m.equals(-math.inf).where(0.0, m)
+
+
+def weigh(scores: Any, top: Any, m: Any, alpha: Any, l: Any, policy: Policy) -> tuple[Any, ...]:
+    """Weights of `arguments`, with `maxima`'s results and the sums of each thread's own columns.
+
+    Returns:
+      weights float32 ``[64, n]`` for `pack`; the new sums; and the unit of an int8 row's weights,
+      0 in a row that sees nothing.
+    """
+    rows, state = [], []
+    for x, *row in zip(
+        fragments.by_row(scores), *(fragments.scalars(a) for a in (top, m, alpha, l)), strict=True
+    ):
+        largest, new, a, total = row
+        p = _exponentials(x, policy)
+        total = total.fma(a, lane.chain(p, operator.add))
+        p, unit = _scale(p, largest, _finite(new), policy)
+        if policy.is_int8:
+            unseen = largest.equals(-math.inf)
+            unit = unseen.where(0.0, unit)
+        rows.append(p)
+        state.append((total, unit))
+    # Not after the next products are started.
+    weights = mgpu.optimization_barrier(fragments.of_rows(rows))
+    return weights, *(fragments.row_array(pair) for pair in zip(*state, strict=True))
+
+
+def pack(weights: Any, policy: Policy) -> Any:
+    """What `step` returns, rounded: the second product's 8-bit register operand.
+
+    By itself, because the compiler overlaps no product with instructions that write the registers
+    which another one reads: not before the product that uses them now is done.
+    """
+    pack_four = lane.pack_bytes if policy.is_int8 else lane.pack_e4m3
+    rows = []
+    for row in fragments.by_row(weights):
+        x = [v.as_int() for v in row] if policy.is_int8 else row
+        rows.append([pack_four(x[i : i + 4]) for i in range(0, len(x), 4)])
+    return fragments.operand(rows, policy.is_int8)
+
+
+def _row(
+    x: list[Any],
+    m: Float,
+    l: Float,
+    c: Float,
+    limits: tuple[Int, Int] | None,
+    half: int,
+    policy: Policy,
+) -> tuple[Any, ...]:
+    """`step` of one of a thread's two rows."""
+    zero, infinite = lane.number(0.0), lane.number(-math.inf)
+    masks = None if limits is None else _visible(limits, half, len(x), policy)
+    if masks is None and policy.soft_cap is None:
+        # Scaling and subtracting the maximum are one instruction per score.
+        if policy.scores_are_integers:
+            top = lane.tree(x, Int.maximum).to_float()
+            x = [v.to_float() for v in x]
+        else:
+            top = lane.tree(x, Float.maximum)
+        top = lane.among_four(top, Float.maximum) * c
+        factor = c
+    else:
+        if policy.scores_are_integers:
+            x = [v.to_float() for v in x]
+        x = [v * c for v in x]
+        if policy.soft_cap is not None:
+            unit = lane.number(policy.exponential.unit)
+            x = [_capped(v, policy.soft_cap) * unit for v in x]
+        if masks is not None:
+            x = [k.where(v, infinite) for k, v in zip(masks, x, strict=True)]
+        top = lane.among_four(lane.tree(x, Float.maximum), Float.maximum)
+        factor = lane.number(1.0)
+    new = m.maximum(top)
+    shift = new
+    if masks is not None:
+        shift = new.equals(infinite).where(zero, new)
+    p = exponentials(x, shift, factor, policy)
+    if masks is not None:
+        p = [k.where(v, zero) for k, v in zip(masks, p, strict=True)]
+    scale = lane.number(LOG2_E / policy.exponential.unit)
+    alpha = lane.exp2((m + -shift) * scale)
+    total = l.fma(alpha, lane.tree(p, operator.add))
+    p, unit = _scale(p, top, shift, policy)
+    if masks is not None and policy.is_int8:
+        unit = top.equals(infinite).where(zero, unit)
+    return p, new, total, alpha, unit
+
+
+def _scale(p: list[Float], top: Float, shift: Float, policy: Policy) -> tuple[list[Float], Float]:
+    """Weights as `pack` takes them, and what an int8 code stands for."""
+    if not policy.is_int8:
+        if policy.exponential.kind == "hardware":
+            gain = lane.number(E4M3_MAX * 2.0 ** (-policy.shift))
+            p = [v * gain for v in p]
+        return p, lane.number(1.0)
+    [largest] = exponentials([top], shift, lane.number(1.0), policy)
+    nothing = largest < lane.number(_TINY * INT8_RANGE if not policy.shift else _TINY)
+    # Powers of two on the way keep everything in range: weights may be as small as 2**-126.
+    inverse = lane.reciprocal(largest) * (INT8_RANGE / 128)
+    inverse = nothing.where(0.0, inverse)
+    unit = largest * (2.0 ** (-policy.shift) / INT8_RANGE)
+    unit = nothing.where(1.0, unit)
+    # The sum's last bit counts 1/128: what is in its low byte is the code, rounded half to even.
+    rounder = lane.number(lane.ROUNDER / 128)
+    return [v.fma(inverse, rounder) for v in p], unit
+
+
+def accumulate(output: Any, product: Any, alpha: Any, unit: Any, policy: Policy) -> Any:
+    """What was summed before, rescaled, and the second product of one block.
+
+    Args:
+      output: float32 ``[64, H]``.
+      product: ``[64, H]``.
+      alpha: ``[64]``.
+      unit: ``[64]``; None in the e4m3 modes, whose unit is left to the end.
+      policy: what is static.
+    """
+    product = mgpu.optimization_barrier(product)
+    units = [None, None] if unit is None else fragments.scalars(unit)
+    rows = []
+    for old, new, a, u in zip(
+        fragments.by_row(output),
+        fragments.by_row(product),
+        fragments.scalars(alpha),
+        units,
+        strict=True,
+    ):
+        if u is not None:
+            new = [v.to_float() * u for v in new]
+        rows.append([x.fma(a, y) for x, y in zip(old, new, strict=True)])
+    # Not later: the product's registers are needed for the next one.
+    return mgpu.optimization_barrier(fragments.of_rows(rows))
+
+
+def finish(
+    output: Any, m: Any, l: Any, last: Any, scale: Any, policy: Policy, width: int
+) -> tuple[Any, ...]:
+    """Normalized outputs and log-sum-exps; 0 and ``-inf`` in rows that saw nothing.
+
+    Args:
+      output: float32 ``[64, H]``.
+      m: ``[64]``.
+      l: ``[64]``, sums of each thread's own columns.
+      last: int32 scalar: rows from there on are padding.
+      scale: float32 scalar, of the values.
+      policy: what is static.
+      width: of the parts that are returned.
+
+    Returns:
+      ``H / width`` outputs ``[64, width]``, and the log-sum-exps ``[64]``.
+    """
+    [stop], [v_scale] = fragments.scalars(last), fragments.scalars(scale)
+    row, _ = fragments.row_and_place()
+    zero, infinite = lane.number(0.0), lane.number(-math.inf)
+    # A power of two on the way: sums may be as small as 2**-118.
+    power = 2.0 ** -math.floor(math.log2(policy.sum_unit))
+    gain = lane.number(policy.sum_unit * power / policy.output_unit)
+    rows, lse = [], []
+    for half, (x, maximum, part) in enumerate(
+        zip(fragments.by_row(output), fragments.scalars(m), fragments.scalars(l), strict=True)
+    ):
+        total = lane.among_four(part, operator.add)
+        is_padding = row + (8 * half) >= stop
+        nothing = is_padding | total.equals(zero)
+        weight = lane.reciprocal(total * power) * (gain * v_scale)
+        rows.append([nothing.where(zero, v * weight) for v in x])
+        natural = maximum * (1 / policy.exponential.unit)
+        logarithm = lane.log2_of_any(total) + (-math.log2(policy.sum_unit))
+        value = logarithm.fma(lane.number(1 / LOG2_E), natural)
+        lse.append(nothing.where(infinite, value))
+    columns = width // 4
+    parts = [
+        fragments.of_rows([x[i : i + columns] for x in rows])
+        for i in range(0, len(rows[0]), columns)
+    ]
+    return *parts, fragments.row_array(lse)

@@ -1,0 +1,352 @@
+"""The frame of kernels whose warps work by themselves: decode, and attention to pages.
+
+A program takes queries of one KV head and a run of its tokens. Each of its warps takes its own
+blocks of tokens, brings them to shared memory by itself with the copy engine, some blocks ahead,
+and works without a barrier that other warps share. In the end the warps' results are merged in
+shared memory (`merged`), and written, or left as one of several (`write_partial`).
+
+What is multiplied with what, and how a block's tokens are laid out, is each kernel's own.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.layouts import LOG2_E
+from pallas_kernels.mosaic import lane
+from pallas_kernels.mosaic.lane import Float, Int, Pointer
+
+_BARRIER_BYTES = 8
+Result = tuple[Float, Float, Float]
+"""Of one channel of a query: output, maximum in powers of two, sum of weights."""
+
+
+# Programs ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Arrays:
+    """A call's arrays as pointers, and their sizes.
+
+    Attributes:
+      query: ``[B, T, N, H]``.
+      lengths: tokens held, ``[B]``.
+      query_lengths: real queries, ``[B]``.
+      outputs: outputs and log-sum-exps; with several parts outputs, maxima and sums of each.
+      tokens: `T`.
+      heads: `N`.
+      kv_heads: `K`.
+      head_dim: `H`.
+      dtype: of the queries.
+    """
+
+    query: Pointer
+    lengths: Pointer
+    query_lengths: Pointer
+    outputs: list[Pointer]
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def rows(self) -> int:
+        """Queries of a KV head."""
+        return self.group * self.tokens
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the outputs are final, because there is one part."""
+        return len(self.outputs) == 2
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """What a program works on.
+
+    Attributes:
+      tile: number of its queries among those of the head.
+      pair: ``batch * K + head``.
+      batch: its sequence.
+      head: its KV head.
+      begin: position of the first query token.
+      query_length: how many are real.
+      start: its first block.
+      stop: the one past its last; not above `start` if there is nothing to do.
+    """
+
+    tile: Int
+    pair: Int
+    batch: Int
+    head: Int
+    begin: Int
+    query_length: Int
+    start: Int
+    stop: Int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Place:
+    """A lane's place in its warp's products.
+
+    Attributes:
+      g: row.
+      t: column pair.
+    """
+
+    g: Int
+    t: Int
+
+
+def inline(names: Sequence[str], refs: tuple[Any, ...], body: Callable[..., None]) -> None:
+    """Runs a kernel's body, written for single lanes.
+
+    Args:
+      names: of the grid's axes.
+      refs: the kernel's references, the two of `launch`'s shared memory last.
+      body: ``body(refs, inputs, ids, memory)``: the references as Mosaic's, as Pallas' own, which
+        know shapes, the program's numbers, and its shared memory.
+    """
+    inputs, memory = refs[:-2], refs[-2:]
+    ids = tuple(lax.axis_index(name) for name in names)
+    types = jax.tree.map(lambda _: plgpu.RefType(), (inputs, *memory))
+
+    @plgpu.inline_mgpu(arg_types=(*types, (plgpu.Layout.WG_SPLAT(()),) * len(ids)))
+    def run(ctx: Any, refs: Any, slots: Any, barriers: Any, ids: Any) -> None:
+        del ctx
+        body(refs, inputs, [lane.scalar(x) for x in ids], (slots, barriers))
+
+    run(inputs, *memory, ids)
+
+
+def launch(
+    kernel: Callable[..., None],
+    name: str,
+    out: Sequence[jax.ShapeDtypeStruct],
+    grid: dict[str, int],
+    s: Any,
+    head_dim: int,
+    **cluster: Any,
+) -> Any:
+    """The call of a kernel.
+
+    Args:
+      kernel: of references, with shared memory for its warps' slots and barriers.
+      name: that profilers show.
+      out: of what it returns.
+      grid: names and sizes of its axes.
+      s: settings: has `warpgroups`, `warps`, `stages` and `warp_bytes`.
+      head_dim: `H`.
+      cluster: `cluster` and `cluster_names`, if programs share memory.
+    """
+    return plgpu.kernel(
+        kernel,
+        out_type=list(out),
+        scratch_types=[
+            plgpu.SMEM((s.warps * s.warp_bytes(head_dim),), jnp.uint8),
+            plgpu.SMEM((s.warps * s.stages * _BARRIER_BYTES // 4,), jnp.int32),
+        ],
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        num_threads=s.warpgroups,
+        thread_name="warpgroup",
+        kernel_name=name,
+        **cluster,
+    )
+
+
+# Queries -----------------------------------------------------------------------------------------
+
+
+def numbers(word: Int, dtype: str) -> list[Float]:
+    """The one or two numbers in a word."""
+    if dtype == "float32":
+        return [word.as_float()]
+    return list(lane.half.unpack(word, dtype))
+
+
+def position(base: Int, here: Place, a: Arrays, at: Program) -> Int:
+    """Of query `t` after row `base`; -1 where there is none.
+
+    Row ``g * T + t`` is query `t` of the KV head's head `g`.
+    """
+    own = base + here.t
+    token = own % a.tokens
+    is_real = (own < a.rows) & (token < at.query_length)
+    return is_real.where(at.begin + token, -1)
+
+
+# Blocks ------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Slots:
+    """A warp's shared memory: blocks in flight, each with a barrier for its copies.
+
+    Attributes:
+      area: of the blocks.
+      barriers: of the barriers.
+      size: bytes of a block.
+      count: how many there are.
+    """
+
+    area: Pointer
+    barriers: Pointer
+    size: int
+    count: int
+
+    @classmethod
+    def of(
+        cls, memory: tuple[Pointer, Pointer], number: Int, each: int, size: int, count: int
+    ) -> "Slots":
+        """Those of warp `number` of the program, whose warps have `each` bytes."""
+        area = memory[0].at(number * each)
+        return cls(area, memory[1].at(number * (_BARRIER_BYTES * count)), size, count)
+
+    def slot(self, number: Int | int) -> Pointer:
+        """A block."""
+        return self.area.at(number * self.size)
+
+    def barrier(self, number: Int | int) -> Pointer:
+        """Its barrier."""
+        return self.barriers.at(number * _BARRIER_BYTES)
+
+    def init(self) -> None:
+        """Prepares the barriers, by one lane."""
+        for i in range(self.count):
+            lane.init_barrier(self.barrier(i))
+        lane.publish_barriers()
+
+
+def over_blocks(
+    first: Int,
+    stop: Int,
+    warps: int,
+    slots: Slots,
+    state: list[Any],
+    ahead: Callable[[Int], Any],
+    attend: Callable[[Int, list[Any], Pointer, Any], list[Any]],
+    refill: Callable[[Int, Pointer, Pointer, Any], None],
+) -> list[Any]:
+    """Takes a warp's blocks in turn, as their copies arrive.
+
+    Args:
+      first: its first block, whose copies are on their way, as are those of all slots.
+      stop: past the program's last.
+      warps: how far its blocks are apart.
+      slots: its memory.
+      state: numbers that go from block to block.
+      ahead: ``ahead(block)`` is called before the wait, and reads what is needed later.
+      attend: ``attend(block, state, slot, ahead)`` returns the new state.
+      refill: ``refill(block, slot, barrier, ahead)`` starts copies to a slot that is free again.
+    """
+
+    def step(block: Int, carry: list[Any]) -> list[Any]:
+        *state, number, parity = carry
+        read = ahead(block)
+        barrier, slot = slots.barrier(number), slots.slot(number)
+        lane.wait(barrier, parity)
+        state = attend(block, state, slot, read)
+        lane.warp_barrier()
+        refill(block, slot, barrier, read)
+        is_last = number.equals(slots.count - 1)
+        number = is_last.where(0, number + 1)
+        return [*state, number, is_last.where(parity ^ 1, parity)]
+
+    carry = [*state, lane.integer(0), lane.integer(0)]
+    return lane.loop(first, stop, warps, carry, step)[:-2]
+
+
+def soft_cap(x: Float, factor: Float, cap: float) -> Float:
+    """``cap * tanh(x * factor / cap)``, of infinities too."""
+    x = x * factor
+    magnitude = lane.maximum(x, -x)
+    e = lane.exp2(magnitude * (-2 * LOG2_E / cap))
+    capped = (lane.number(1.0) - e) / (e + 1.0) * cap
+    return (x < 0.0).where(-capped, capped)
+
+
+# Results -----------------------------------------------------------------------------------------
+
+
+def merged(
+    results: Sequence[Any],
+    element: Int,
+    row: Int,
+    rows: int,
+    head_dim: int,
+    highest: Callable[[list[Float]], Float],
+) -> Result:
+    """What several warps found for one channel of a query, together.
+
+    Args:
+      results: their memory: outputs ``[rows, H]``, maxima in powers of two, and sums ``[rows]``.
+      element: of the outputs.
+      row: of the query.
+      rows: queries of a program.
+      head_dim: `H`.
+      highest: the largest of several numbers.
+    """
+    size = rows * head_dim
+    maxima = [x.at(row << 2, 4 * size).float() for x in results]
+    sums = [x.at(row << 2, 4 * (size + rows)).float() for x in results]
+    outputs = [x.at(element << 2).float() for x in results]
+    top = highest(maxima)
+    shift = (top > float("-inf")).where(top, 0.0)
+    weights = [lane.exp2(m - shift) for m in maxima]
+    o, l = (
+        lane.total([x * w for x, w in zip(values, weights, strict=True)])
+        for values in (outputs, sums)
+    )
+    return o, top, l
+
+
+def output_row(a: Arrays, at: Program, row: Int) -> Int:
+    """Where in ``[B, T, N]`` a query of the program's KV head is."""
+    head, token = at.head * a.group + row // a.tokens, row % a.tokens
+    return (at.batch * a.tokens + token) * a.heads + head
+
+
+def write_residual(
+    lse: Pointer, index: Int, channel: Int, top: Float, total: Float, is_empty: lane.Bool
+) -> None:
+    """Writes a query's log-sum-exp, by the lane that has its channel 0.
+
+    Args:
+      lse: of all queries.
+      index: of this one.
+      channel: of the lane.
+      top: maximum, in powers of two.
+      total: sum of weights, 1 where nothing was seen.
+      is_empty: whether nothing was seen.
+    """
+    with lane.when(channel.equals(0)):
+        value = top * (1 / LOG2_E) + lane.log2(total) * (1 / LOG2_E)
+        lse.times(index, 4).store(is_empty.where(float("-inf"), value))
+
+
+def write_partial(a: Arrays, index: Int, channel: Int, result: Result) -> None:
+    """Writes an element of one of several results.
+
+    Args:
+      a: the call's arrays.
+      index: of the result's row among those of all results.
+      channel: of the output.
+      result: what to write.
+    """
+    o, maxima, sums = a.outputs
+    o.times(index, 4 * a.head_dim).at(channel << 2).store(result[0])
+    with lane.when(channel.equals(0)):
+        maxima.times(index, 4).store(result[1])
+        sums.times(index, 4).store(result[2])

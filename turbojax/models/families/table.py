@@ -1,0 +1,26 @@
+"""The families there are. A new one is a file of its own and a line here."""
+
+from collections.abc import Mapping
+
+from turbojax.models.families.base import Family
+from turbojax.models.families.gemma2 import GEMMA2
+from turbojax.models.families.gemma3 import GEMMA3
+from turbojax.models.families.llama import LLAMA
+from turbojax.models.families.mistral import MISTRAL
+from turbojax.models.families.phi3 import PHI3
+from turbojax.models.families.qwen2 import QWEN2
+from turbojax.models.families.qwen3 import QWEN3
+
+FAMILIES: Mapping[str, Family] = {
+    family.name: family
+    for family in (
+        LLAMA,
+        MISTRAL,
+        QWEN2,
+        QWEN3,
+        PHI3,
+        GEMMA2,
+        GEMMA3,
+    )
+}
+"""By `model_type`, in the order in which errors list them."""
