@@ -311,7 +311,7 @@ def test_bits_that_are_no_numbers_are_null(tiny_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(models, "token_bits", lambda *_, **__: nan)
     result = _quantize(tiny_folder, tmp_path, "--json")
     assert result.exit_code == 0, result.stderr
-    assert json.loads(result.stdout)["bits"]["after"] == {"exact": None, "kv4": None}
+    assert json.loads(result.stdout)["bits"]["after"] == {"exact": None, "kv4": None, "k8v4": None}
 
 
 @pytest.mark.slow

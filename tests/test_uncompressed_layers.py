@@ -213,7 +213,7 @@ def greedy_without_a_cache(model, prompts, results, kv_dtype):
 
     def attend(query, key, value, cache, options=None):
         if cache is None:
-            key, value = held(key, kv_dtype), held(value, kv_dtype)
+            key, value = held(key, kv_dtype, 0), held(value, kv_dtype, 1)
         out, _ = causal_attention(query, key, value, None)
         return out, cache
 
