@@ -43,7 +43,7 @@ ran: a GPU
 def test_every_kernel_has_a_case():
     sources = [path.read_text(encoding="utf-8") for path in KERNELS.rglob("*.py")]
     named = {name for text in sources for name in re.findall(r'"(turbojax_\w+)"', text)}
-    # `ring` and `warp` alone call `plgpu.kernel`; a launch that hands a name on has none of its own.
+    # `ring` and `warp` alone call `plgpu.kernel`; a launch that hands a name on has none itself.
     assert sum(text.count("plgpu.kernel(") for text in sources) == 2
     launch = r"(?:pl\.pallas_call|(?:ring|warp|program)\.launch)\((?!run, name)"
     calls = sum(len(re.findall(launch, text)) for text in sources)
