@@ -7,6 +7,7 @@ options reach its op, `test_layer_cache.py` says of each.
 """
 
 import functools
+import re
 import typing
 
 import jax
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from turbojax import kv
+from turbojax.app.options import CACHES
 from turbojax.config import TurboConfig
 from turbojax.kv import AttentionOptions, attend_new_tokens, attend_prompt, files, kind_for, kind_of
 from turbojax.kv.kinds import KINDS, STORED, CacheKind, put_sequences, take_sequences
@@ -317,3 +319,10 @@ def test_writers_are_chosen_beside_what_only_attends(registry):
     assert registry.select("xla", cache=cache, key=key).name == "xla"
     with pytest.raises(ValueError, match="implementation='cuda' must be None or one of"):
         registry.select("cuda", cache=cache, key=key)
+
+
+def test_the_commands_help_names_every_kind():
+    named = set(re.findall(r"[\w/]+", CACHES))
+    missing = [name for name in kv.CACHE_NAMES if name not in named]
+    # One stands for all pages with bits of their own for keys and for values.
+    assert [name for name in missing if not re.fullmatch(r"turbo_k[234]v[234]", name)] == []

@@ -9,7 +9,7 @@ from importlib.util import spec_from_loader
 from types import ModuleType
 
 MOVED: dict[str, str | tuple[str, ...]] = {
-    "baselines.exact": "ops.exact_attention",
+    "baselines.exact": ("state.exact", "ops.exact_attention"),
     "cache": "state.progressive",
     "cache.allocator": "state.pages.allocator",
     "cache.blocks": "state.progressive.blocks",

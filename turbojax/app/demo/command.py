@@ -18,10 +18,7 @@ File = Annotated[
 ]
 Cache = Annotated[
     str,
-    typer.Option(
-        help="Caches, comma separated: exact, 4bit, 2/4bit, 3bit, 2bit, kv4, k8v4, paged, "
-        "fp8_e4m3, fp8_e5m2, turbo4."
-    ),
+    typer.Option(help=f"Caches, comma separated: {options.CACHES}"),
 ]
 
 

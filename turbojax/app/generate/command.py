@@ -35,10 +35,7 @@ System = Annotated[
 ]
 Cache = Annotated[
     str,
-    typer.Option(
-        help="The KV cache: exact, 4bit, 2/4bit, 3bit, 2bit, kv4, k8v4, paged, fp8_e4m3, "
-        "fp8_e5m2, turbo4, paged_k8v4, turbo_k4v2 and so on."
-    ),
+    typer.Option(help=f"The KV cache: {options.CACHES}"),
 ]
 Temperature = Annotated[
     float, typer.Option(help="0 for the most likely token; otherwise logits are divided by it.")
