@@ -111,6 +111,12 @@ def test_models_of_usual_head_dims_are_taken(hopper, name):
     ("kind", "shape", "words"),
     [
         ("auto", {}, "kv_dtype='auto' must be one of ('turbo4', 'fp8_e4m3', 'fp8_e5m2')"),
+        ("k8v4", {}, "kv_dtype='k8v4' must be one of ('turbo4', 'fp8_e4m3', 'fp8_e5m2')"),
+        (
+            "turbo_k4v2",
+            {},
+            "kv_dtype='turbo_k4v2' must be one of ('turbo4', 'fp8_e4m3', 'fp8_e5m2')",
+        ),
         ("turbo4", {"head_dim": 96}, "head_dim=96 must be one of (64, 128, 256)"),
         ("turbo4", {"tokens": 17}, "68 queries of a KV head must be at most 64"),
     ],
