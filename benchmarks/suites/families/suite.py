@@ -28,7 +28,7 @@ from turbojax.kv import LayerCache, cache_by_name, init_layer_cache
 from turbojax.models.generation import session as generation
 from turbojax.models.generation.caching import init_caches
 
-CACHES = ("exact", "paged", "fp8_e4m3", "turbo4", "4bit", "k8v4")
+CACHES = ("exact", "paged", "fp8_e4m3", "k8v4", "turbo4", "4bit")
 UNCOMPRESSED = ("exact", "paged")
 
 # Sequences that are filled at a time.

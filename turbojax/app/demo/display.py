@@ -26,7 +26,8 @@ def render(report: DemoReport) -> RenderableType:
     )
     if settings.uncompressed_layers:
         title += f", {settings.uncompressed_layers} layers at either end uncompressed"
-    table = Table(title=title)
+    # As wide as names are long, and no wider: 80 columns hold it.
+    table = Table(title=title, pad_edge=False)
     table.add_column("cache")
     for column in (
         "bits/byte",
