@@ -161,6 +161,7 @@ _SIDES = " ".join(f"{side}.{x}" for side in ("key", "value") for x in _SIDE)
 FORMATS = {
     "exact": ("exact", "key overflowed value"),
     "kv4": ("kv4", "key_codes key_scale overflowed value_codes value_scale"),
+    "k8v4": ("k8v4", "key_codes key_scale overflowed value_codes value_scale"),
     "4bit": ("progressive", f"buffer_lengths overflowed {_SIDES}"),
     "paged": ("paged_layer", "block_tables overflowed pages.key pages.lost pages.value"),
 }

@@ -7,7 +7,7 @@ import oracles
 import pytest
 
 from turbojax.ops import exact_attention
-from turbojax.state import exact
+from turbojax.state import exact, kv4
 
 
 def _tensors(batch: int, length: int, heads: int, seed: int = 0) -> jax.Array:
@@ -70,3 +70,11 @@ def test_bad_calls_say_what_is_wrong():
         exact.append(cache, _tensors(1, 1, 3), _tensors(1, 1, 3))
     with pytest.raises(ValueError, match="3 query heads must be a multiple of 2"):
         exact_attention.decode(_tensors(1, 1, 3), cache)
+    for query in (_tensors(2, 1, 2), _tensors(1, 1, 2)[..., :8]):
+        with pytest.raises(ValueError, match=r"must be \[1, T, N, 16\], as the cache was made for"):
+            exact_attention.decode(query, cache)
+    other = kv4.init_cache(1, 6, 2, 16)
+    with pytest.raises(TypeError, match="cache is a Kv4Cache, must be a ExactCache"):
+        exact_attention.decode(_tensors(1, 1, 2), other)
+    with pytest.raises(TypeError, match="cache is a Kv4Cache, must be a ExactCache"):
+        exact.append(other, _tensors(1, 1, 2), _tensors(1, 1, 2))

@@ -34,6 +34,30 @@ for old, places in MOVED.items():
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
 
 
+def test_old_modules_are_attributes_too():
+    # In 0.1 `turbojax.layer_cache` was there as soon as `turbojax.models` was.
+    code = """
+import warnings
+import turbojax
+from turbojax import kv, models
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    assert turbojax.layer_cache.init_layer_cache is kv.init_layer_cache
+    assert turbojax.layer_cache.options.Attend is kv.Attend
+    assert turbojax.cache.kv4.Kv4Cache is turbojax.fireq.Kv4Cache
+    assert models.llama.Llama is models.Transformer
+    assert models.config.LlamaConfig is models.TransformerConfig
+    import turbojax.ops.registry
+    assert turbojax.ops.registry.Registry is turbojax._registry.Registry
+texts = " ".join(str(x.message) for x in caught if x.category is DeprecationWarning)
+for old in ("layer_cache", "layer_cache.options", "models.llama", "models.transformer.Llama",
+            "models.config.LlamaConfig", "ops.registry"):
+    assert f"turbojax.{old} is now" in texts, (old, texts)
+assert not hasattr(turbojax, "nothing") and not hasattr(models, "nothing")
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+
+
 @pytest.mark.filterwarnings("ignore:turbojax.cache:DeprecationWarning")
 def test_old_modules_are_not_copies():
     old = importlib.import_module("turbojax.cache.kv4")
@@ -65,6 +89,7 @@ def test_old_names_of_models(old, new):
     ("old", "new"),
     [
         ("checkpoint.load", "checkpoint.huggingface.load"),
+        ("checkpoint.WEIGHTS_NAME", "checkpoint.huggingface.WEIGHTS_NAME"),
         ("generation.generate", "generation.session.generate"),
         ("generation.start", "generation.session.start"),
     ],
@@ -73,4 +98,5 @@ def test_functions_of_modules_that_are_packages_now(old, new):
     package, _, name = old.partition(".")
     module = importlib.import_module(f"turbojax.models.{package}")
     with pytest.warns(DeprecationWarning, match=f"{old} is now turbojax.models.{new}"):
-        assert callable(getattr(module, name))
+        found = getattr(module, name)
+    assert found is getattr(models, name)

@@ -82,6 +82,7 @@ WRONG = {
     "none": (ValueError, lambda d: UncompressedEdges("kv4", 0), "layers=0 must be at least 1"),
     "number": (TypeError, lambda d: UncompressedEdges("kv4", 1.0), "layers=1.0.*integer"),
     "plain": (ValueError, lambda d: UncompressedEdges("exact"), "kind='exact' must be one that is"),
+    "unknown": (ValueError, lambda d: UncompressedEdges("4bit"), "cache='4bit' must be 'exact'"),
     "edges": (ValueError, lambda d: UncompressedEdges("kv4", edges="kv4"), "edges='kv4' must be"),
     "twice": (
         TypeError,

@@ -69,12 +69,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Imports what needs Flax when it is first used."""
+    """Imports what needs Flax when it is first used; old names of modules, with a warning."""
     if name in ("flax", "models"):
         import importlib
 
         return importlib.import_module(f"turbojax.{name}")
-    raise AttributeError(f"module 'turbojax' has no attribute {name!r}")
+    return _moved.renamed("turbojax", {})(name)
 
 
 def __dir__() -> list[str]:

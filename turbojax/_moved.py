@@ -16,7 +16,7 @@ MOVED: dict[str, str | tuple[str, ...]] = {
     "cache.checks": "state.checks",
     "cache.kv4": "state.kv4",
     "cache.page_checks": "state.pages.checks",
-    "cache.page_writing": "state.pages.writing",
+    "cache.page_writing": ("state.pages.writing", "state.pages.formats"),
     "cache.paged": "state.pages.pool",
     "cache.paged_triton": "state.pages.triton",
     "cache.pages": "state.pages.transfer",
@@ -39,9 +39,9 @@ MOVED: dict[str, str | tuple[str, ...]] = {
     "demo.measure": "app.demo.measure",
     "doctor": "app.doctor.examination",
     "layer_cache": "kv",
-    "layer_cache.attend": "kv.attend",
+    "layer_cache.attend": ("kv.attend", "kv.whole"),
     "layer_cache.kinds": "kv.kinds",
-    "layer_cache.options": "ops.options",
+    "layer_cache.options": ("ops.options", "kv.base"),
     "layer_cache.paged": "kv.pages",
     "layer_cache.pooled": "kv.pooled",
     "layer_cache.storage": "kv.files",
@@ -65,6 +65,7 @@ MOVED: dict[str, str | tuple[str, ...]] = {
     "models.storage": "models.generation.saving",
     "models.tensors": "models.families.tensors",
     "models.tokenizer": "models.text.tokenizer",
+    "ops.registry": "_registry",
     "ops.turbo_attention.masking": "ops.options",
     "ops.turbo_attention.numerics": "ops.numerics",
     "quantizing": "app.quantize.run",
@@ -107,6 +108,8 @@ class _Finder:
             for target in targets:
                 if hasattr(target, attribute):
                     return getattr(target, attribute)
+            if f"{name}.{attribute}".partition(".")[2] in MOVED:
+                return importlib.import_module(f"{name}.{attribute}")
             raise AttributeError(f"module {name!r} has no attribute {attribute!r}")
 
         module.__dict__["__getattr__"] = look_up
@@ -121,12 +124,16 @@ def install() -> None:
 def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], object]:
     """A module's `__getattr__` that finds what has another name now, or stands elsewhere.
 
+    And the modules of `MOVED` that were in it: `models.llama` was there once `models` was imported.
+
     Args:
       module: its name.
       names: the new dotted name, module and all, by the old one.
     """
 
     def look_up(name: str) -> object:
+        if f"{module}.{name}".partition(".")[2] in MOVED:
+            return importlib.import_module(f"{module}.{name}")
         if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         _warn(f"{module}.{name}", names[name])

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
+from turbojax.state import checks
 
 
 @jax.tree_util.register_dataclass
@@ -100,10 +101,11 @@ def append(
       `overflowed`.
 
     Raises:
-      TypeError: if dtypes are not supported or differ.
+      TypeError: if `cache` is another kind, or dtypes are not supported or differ.
       ValueError: if a shape does not fit, or, outside `jit`, a sequence would exceed
         `max_length`.
     """
+    checks.check_kind(cache, ExactCache)
     _checks.check_key_value(key, value)
     batch, tokens = key.shape[:2]
     if (batch, *key.shape[2:]) != (cache.key.shape[0], *cache.key.shape[2:]):

@@ -5,6 +5,8 @@ from turbojax import _moved
 __getattr__ = _moved.renamed(
     __name__,
     {
+        "BEGINNING_OF_FILE": "turbojax.models.checkpoint.huggingface.BEGINNING_OF_FILE",
+        "WEIGHTS_NAME": "turbojax.models.checkpoint.huggingface.WEIGHTS_NAME",
         "embedded_path": "turbojax.models.checkpoint.huggingface.embedded_path",
         "held_out_modules": "turbojax.models.checkpoint.huggingface.held_out_modules",
         "load": "turbojax.models.checkpoint.huggingface.load",

@@ -26,13 +26,14 @@ class UncompressedEdges:
       kind: of the layers between.
       layers: how many layers at either end are not compressed, at least 1.
       edges: of those: ``"exact"`` or ``"paged"`` in the model's dtype, or ``"bfloat16"``. By
-        default ``"paged"`` where `kind` is one of pages, so that implementations have the same
-        names in all layers, and ``"exact"`` elsewhere.
+        default ``"paged"`` where `kind` is one of pages, and ``"exact"`` elsewhere. An
+        ``implementation=`` that is asked for must be one of all layers: beside exact ones, only
+        ``"xla"`` is; beside ``"paged"`` ones, those of pages are, such as ``"triton"``.
 
     Raises:
       TypeError: if `layers` is not an integer, or `kind` is another `UncompressedEdges`.
-      ValueError: if `layers` is less than 1, `kind` is not compressed, or there are no such
-        `edges`.
+      ValueError: if `layers` is less than 1, `kind` is unknown or not compressed, or there are no
+        such `edges`.
     """
 
     kind: CacheKind
@@ -44,6 +45,7 @@ class UncompressedEdges:
             raise TypeError(f"kind={self.kind} must be a cache of one layer")
         if self.kind in ("exact", "bfloat16", "paged"):
             raise ValueError(f"kind={self.kind!r} must be one that is compressed")
+        kind_for(self.kind)  # refuses unknown ones now
         _checks.check_sizes(layers=self.layers)
         if self.edges not in (None, "exact", "bfloat16", "paged"):
             raise ValueError(f"edges={self.edges!r} must be 'exact', 'bfloat16', 'paged' or None")

@@ -10,6 +10,7 @@ from turbojax.config import TurboConfig
 from turbojax.ops import turbo_attention
 from turbojax.ops.exact_attention import reference
 from turbojax.ops.options import Options, require_causal
+from turbojax.state import checks
 from turbojax.state.exact import ExactCache
 
 IMPLEMENTATIONS = ("xla", "cudnn")
@@ -124,7 +125,7 @@ def decode(
       ``[B, T, N, H]`` in the query's dtype.
 
     Raises:
-      TypeError: if the query's dtype is not supported.
+      TypeError: if `cache` is another kind or the query's dtype is not supported.
       ValueError: if a shape, an option or the name does not fit.
       NotImplementedError: if cuDNN is asked for and cannot run this here.
     """
@@ -154,8 +155,14 @@ def attend_cache(
 
 def _check_newest(query: jax.Array, cache: ExactCache) -> None:
     """Raises unless the queries fit the cache."""
+    checks.check_kind(cache, ExactCache)
     _checks.check_query(query)
-    _checks.check_head_groups(query.shape[2], cache.key.shape[2])
+    batch, channels = cache.key.shape[0], cache.head_dim
+    if (query.shape[0], query.shape[3]) != (batch, channels):
+        raise ValueError(
+            f"{query.shape=} must be [{batch}, T, N, {channels}], as the cache was made for"
+        )
+    _checks.check_head_groups(query.shape[2], cache.num_kv_heads)
 
 
 def _decode(

@@ -48,8 +48,7 @@ def append(
         ones; all of them if not given. `decode` takes the same as `query_seq_lengths`. Under
         `jit` values outside ``0..T`` act as the nearest bound, and more than `T` as overflow.
       implementation: ``"triton"`` (one token, one kernel for keys and one for values), ``"xla"``,
-        or None to choose, as do names of implementations that only attend (``"mosaic_gpu"``,
-        ``"jax_triton"``). All store the same bits.
+        or None to choose. All store the same bits. Names that only attend are refused.
 
     Returns:
       The extended cache. Under `jit`, tokens past `max_length` are left out and `overflowed`
@@ -85,7 +84,7 @@ def store_prompt(
       key: ``[B, S, K, H]`` in `cache.dtype`.
       value: the same shape and dtype.
       lengths: int32 ``[B]``, tokens of each prompt.
-      implementation: ``"triton"``, ``"xla"``, or None to choose, as in `append`. All store the
+      implementation: ``"triton"``, ``"xla"``, or None to choose. All store the
         same bits.
 
     Returns:
