@@ -150,9 +150,10 @@ def _box(axes: Any, name: str, place: tuple[float, float]) -> None:
 
 def _arrow(axes: Any, start: tuple[float, float], end: tuple[float, float]) -> None:
     style = {"arrowstyle": "-|>", "color": "#868e96", "shrinkA": 0, "shrinkB": 0, "lw": 1}
-    # Long arrows bend, so that they pass beside the rooms between.
+    # Long arrows bend, and leave sideways, so that they pass beside the rooms between.
     far = start[1] - end[1] > 1
-    style["connectionstyle"] = f"arc3,rad={0.15 if far else 0}"
+    bend = (-0.15 if end[0] > start[0] else 0.15) if far else 0
+    style["connectionstyle"] = f"arc3,rad={bend}"
     ends = {"xy": (end[0], end[1] + _EDGE), "xytext": (start[0], start[1] - _EDGE)}
     axes.annotate("", **ends, arrowprops=style, zorder=1)
 

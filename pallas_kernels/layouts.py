@@ -17,7 +17,7 @@ LEVELS = (1, 2, 4, 8)
 
 
 class Side(NamedTuple):
-    """Keys or values of a cache: the arrays of `turbojax.state.CacheSide`, by the same names."""
+    """Keys or values of a cache: the arrays of `turbojax.CacheSide`, by the same names."""
 
     codes: tuple[Ref, ...]
     channel_scale: Ref

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from turbojax import _registry
 from turbojax.app.doctor import examination as doctor
 from turbojax.app.main import app
+from turbojax.state.pages.pool import KV_DTYPES
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +77,35 @@ def test_broken_and_unknown_things_are_reported(monkeypatch):
     assert fails.op == "new_op, mode int8, fp8"
     assert fails.refusals == {"xla": "fails: OSError: libkernel.so is missing"}
     assert (fails.chosen, runs.chosen) == (None, "xla")
+
+
+def test_refusals_that_differ_in_the_variant_alone_are_one(monkeypatch):
+    def refuse(variant):
+        raise NotImplementedError(f"mode={variant!r} must be 'fp8'")
+
+    registry = _registry.Registry("new_op", (_registry.Implementation("xla", refuse),))
+    calls = {
+        "int8": lambda _: refuse("int8"),
+        "fp8": lambda _: None,
+        "float": lambda _: refuse("float"),
+    }
+    monkeypatch.setitem(doctor._representative_calls(), "new_op", calls)
+    refused, runs = doctor._examine(registry)
+    assert (refused.op, refused.refusals) == (
+        "new_op, mode int8, float",
+        {"xla": "mode must be 'fp8'"},
+    )
+    assert (runs.op, runs.chosen) == ("new_op, mode fp8", "xla")
+
+
+def test_formats_of_pages_are_few_groups(report):
+    """All formats are named, those of turbo4's kind next to each other and not one by one."""
+    paged = [op.op for op in report.ops if op.op.startswith("paged_attention, kv_dtype ")]
+    named = [
+        name for op in paged for name in op.removeprefix("paged_attention, kv_dtype ").split(", ")
+    ]
+    assert sorted(named) == sorted(KV_DTYPES)
+    assert len(paged) <= 5
 
 
 def test_a_backend_that_does_not_start(monkeypatch, tmp_path):

@@ -1,5 +1,6 @@
 """`turbojax serve --resume`: what was interrupted goes on, and gives what it would have given."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -14,7 +15,7 @@ import hf_helpers
 import pytest
 from typer.testing import CliRunner
 
-from turbojax import _locks
+from turbojax import _locks, models
 from turbojax.app.main import app
 from turbojax.app.serve import results as serve_results
 from turbojax.app.serve import run as serving
@@ -374,3 +375,26 @@ def test_another_kind_of_weights_is_another_model(tmp_path):
     result = CliRunner().invoke(app, [*arguments, "--resume", "--weights", "int4"])
     assert result.exit_code == 2
     assert "line 1: --out holds a result with its id 1 of another" in result.stderr
+
+
+def test_results_of_version_0_1_0_are_gone_on_with(tmp_path):
+    """Written before `LlamaConfig` became `TransformerConfig`, and before Gemma 3's field."""
+    file, out = tmp_path / "requests.jsonl", tmp_path / "out"
+    file.write_text(json.dumps({"prompt": "abc", "max_new_tokens": 3}))
+    kept = {"id": 1, "text": " im", "finish_reason": "length", "request": "fd27303c15db27ea"}
+    out.write_text(json.dumps(kept) + "\n")
+    arguments = ["serve", str(file), "--out", str(out), "--resume", "--dtype", "float32"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.stderr
+    assert "1 had results already" in result.stdout
+
+
+def test_a_field_that_configurations_got_later_tells_models_apart(tiny_folder):
+    hf = json.loads((Path(tiny_folder) / "config.json").read_text())
+    config = models.TransformerConfig.from_hf(hf)
+    windows = dataclasses.replace(config, local_windows=(8, None))
+    local = dataclasses.replace(windows, local_rope_theta=5000.0)
+    texts = [serving._shape(one) for one in (config, windows, local)]
+    assert len(set(texts)) == 3
+    assert "local_rope_theta" not in texts[1]
+    assert "local_rope_theta=5000.0" in texts[2]

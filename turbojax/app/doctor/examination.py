@@ -131,26 +131,25 @@ def registries() -> list[Registry]:
 
 
 def _examine(registry: Registry) -> list[OpReport]:
-    """One report, or several if the modes or dtypes are not treated alike."""
+    """One report, or several if the modes or dtypes are not treated alike.
+
+    Refusals that differ in nothing but the variant that they name are alike.
+    """
     calls = _representative_calls().get(registry.op, {"": None})
-    reports: list[tuple[list[str], OpReport]] = []
-    for mode, call in calls.items():
-        found = OpReport(
-            registry.op,
-            {i.name: _refusal(call, i.name) for i in registry.implementations},
-        )
-        same = next((modes for modes, report in reports if report == found), None)
-        if same is None:
-            reports.append(([mode], found))
-        else:
-            same.append(mode)
-    if len(reports) == 1:
-        return [reports[0][1]]
+    groups: dict[tuple[tuple[str, str | None], ...], list[str]] = {}
+    for variant, call in calls.items():
+        refusals = {i.name: _refusal(call, i.name) for i in registry.implementations}
+        unnamed = {
+            name: refusal and refusal.replace(f"={variant!r}", "")
+            for name, refusal in refusals.items()
+        }
+        groups.setdefault(tuple(unnamed.items()), []).append(variant)
+    if len(groups) == 1:
+        return [OpReport(registry.op, dict(refusals)) for refusals in groups]
+    kind = _VARIANTS.get(registry.op, "mode")
     return [
-        OpReport(
-            f"{report.op}, {_VARIANTS.get(report.op, 'mode')} {', '.join(modes)}", report.refusals
-        )
-        for modes, report in reports
+        OpReport(f"{registry.op}, {kind} {', '.join(variants)}", dict(refusals))
+        for refusals, variants in groups.items()
     ]
 
 

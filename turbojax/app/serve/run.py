@@ -24,6 +24,8 @@ from turbojax.models.text.tokenizer import Tokenizer
 from turbojax.rotary import LongRopeScaling
 
 PREFILL_CHUNK = 64
+# Of `TransformerConfig`, since results are kept: see `_shape`.
+_ADDED_FIELDS = ("local_rope_theta",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,13 +268,28 @@ def model_name(
       uncompressed_layers: see `Engine`.
     """
     config = found.config
-    name = f"{config!r} {found.dtype} {found.weight_bytes} {kv_dtype}"
+    name = f"{_shape(config)} {found.dtype} {found.weight_bytes} {kv_dtype}"
     if uncompressed_layers:
         name += f" {uncompressed_layers} uncompressed"
     if not isinstance(config.rope_scaling, LongRopeScaling):
         return name
     long = _max_length(requests, config) > config.rope_scaling.original_max_length
     return f"{name} {'long' if long else 'short'} factors"
+
+
+def _shape(config: TransformerConfig) -> str:
+    """A model's configuration in words that stay the same from one version to the next.
+
+    Results that an earlier version wrote hold a digest of them, and --resume must go on from these.
+    So a field that was added since is left out where it has its default, and the configuration goes
+    by the name that it had when the first such file was written.
+    """
+    fields = [
+        f"{field.name}={getattr(config, field.name)!r}"
+        for field in dataclasses.fields(config)
+        if field.name not in _ADDED_FIELDS or getattr(config, field.name) != field.default
+    ]
+    return f"LlamaConfig({', '.join(fields)})"
 
 
 def pages_of(
