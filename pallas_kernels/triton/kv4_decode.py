@@ -35,6 +35,10 @@ eight times the queries' sums taken off afterwards, would save 160.
 K8V4 in the form of v2, as Triton 3.8 compiles it (KV4: 1,505): 1,352 instructions, 168 registers,
 so 254 us of issue beside 274 us of memory. Tiles of 32 tokens: 1,452 for 64, 128 registers; of 128:
 1,309, 254 registers; two warps: 1,474; two stages: 1,728, 255 registers.
+Head dim 80 with a cap, counted too: 3,413 instructions (K8V4: 3,992), 255 registers and some of
+them spilled, while padded channels had addresses of others; 1,925 (1,782) and 168 with a mask.
+Not good yet: 64 query rows, where the one warp (two for 256) spills: 6,301 instructions for 64
+tokens at head dim 128 (K8V4: 6,072), 11,016 at 256 (10,865).
 """
 
 import dataclasses
