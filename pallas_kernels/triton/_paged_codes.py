@@ -14,6 +14,9 @@ VALUE_OFFSET = 128.0
 
 _SUBNORMAL = 2.0**-24
 
+# The first word of results is written before arguments are read for the second: not into theirs.
+_RESULTS = "=&r", "=r"
+
 
 class Codec(NamedTuple):
     """Codes: `table` holds 16, 8 or 4 integers in 0..127, of which `half` is the middle."""
@@ -97,7 +100,7 @@ def _look_up(
     [out] = plgpu.elementwise_inline_asm(
         asm.format(above=above, wanted=0x4341 if in_upper else 0x4240, **names),
         args=[jax.lax.bitcast_convert_type(y, jnp.int8) for y in args],
-        constraints=",".join(["=r", "=r", *["r"] * len(args)]),
+        constraints=",".join([*_RESULTS, *["r"] * len(args)]),
         pack=4,
         result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, dtype)],
     )
@@ -176,7 +179,7 @@ def fp8_to_float16(x: jax.Array, interpret: bool) -> jax.Array:
     [out] = plgpu.elementwise_inline_asm(
         _E5M2 if is_e5m2 else _E4M3,
         args=[jax.lax.bitcast_convert_type(x, jnp.int8)],
-        constraints="=r,=r,r",
+        constraints=",".join([*_RESULTS, "r"]),
         pack=4,
         result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float16)],
     )

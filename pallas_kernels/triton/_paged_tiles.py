@@ -127,11 +127,22 @@ def load(
 
     tile = read(x.column)
     if x.codec is not None:
-        high = read(x.width + (x.column >> 1)) if x.codec.bits == 3 else None
+        high = _third_bits(x, page, slot, place) if x.codec.bits == 3 else None
         return _paged_codes.look_up(tile, high, x.codec, kind, s.interpret)
     if tile.dtype.itemsize == 1:
         return (_paged_codes.fp8_to_float16(tile, s.interpret),)
     return (tile,)
+
+
+def _third_bits(x: Vectors, page: jax.Array, slot: jax.Array, place: Place) -> jax.Array:
+    """Bytes of third bits, each twice: once for each byte of lower ones that it belongs to."""
+    count = x.column.shape[0]
+    column = jnp.arange(count // 2, dtype=jnp.int32)
+    at = x.side.data.at[page, place.head, slot[:, None], x.width + column[None, :]]
+    mask = None if count == x.width else (column < x.width // 2)[None, :]
+    tile = plgpu.load(at) if mask is None else plgpu.load(at, mask=mask, other=0)
+    pairs = jnp.broadcast_to(tile[:, :, None], (*tile.shape, 2))
+    return pairs.reshape(tile.shape[0], count)
 
 
 def norm(side: Side, page: jax.Array, slot: jax.Array, place: Place) -> jax.Array:

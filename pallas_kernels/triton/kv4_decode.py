@@ -35,6 +35,10 @@ eight times the queries' sums taken off afterwards, would save 160.
 K8V4 in the form of v2, as Triton 3.8 compiles it (KV4: 1,505): 1,352 instructions, 168 registers,
 so 254 us of issue beside 274 us of memory. Tiles of 32 tokens: 1,452 for 64, 128 registers; of 128:
 1,309, 254 registers; two warps: 1,474; two stages: 1,728, 255 registers.
+Head dim 80 with a cap, counted too: 3,413 instructions (K8V4: 3,992), 255 registers and some of
+them spilled, while padded channels had addresses of others; 1,925 (1,782) and 168 with a mask.
+Not good yet: 64 query rows, where the one warp (two for 256) spills: 6,301 instructions for 64
+tokens at head dim 128 (K8V4: 6,072), 11,016 at 256 (10,865).
 """
 
 import dataclasses
@@ -299,23 +303,24 @@ def _scores(
 
 def _load_operands(
     side: Side,
-    at: tuple[jax.Array, jax.Array],
+    at_head: tuple[jax.Array, jax.Array],
     token: jax.Array,
     channel: jax.Array,
     s: Settings,
 ) -> tuple[jax.Array, jax.Array]:
     """Both halves of the channels ``[t, c]``: codes as bfloat16, e4m3 as float16.
 
-    Those of the padding are some of the token's own: they are multiplied with queries that are 0
-    there, or make rows of the output that are not stored. A token that is NaN is so anyway.
+    Those of the padding are multiplied with queries that are 0 there, or make rows of the output
+    that are not stored. They are masked, as an address chosen for each channel is a load for each.
     """
     width = side.codes.shape[3]
     half = width if side.codes.dtype == jnp.uint8 else width // 2
-    if channel.shape[0] != half:
-        channel = jnp.where(channel < half, channel, 0)
+    mask = None if channel.shape[0] == half else (channel < half)[None, :]
 
     def load(first: int) -> jax.Array:
-        return plgpu.load(side.codes.at[(*at, token[:, None], first + channel[None, :])])
+        at = side.codes.at[(*at_head, token[:, None], first + channel[None, :])]
+        other = 0 if side.codes.dtype == jnp.uint8 else 0.0
+        return plgpu.load(at) if mask is None else plgpu.load(at, mask=mask, other=other)
 
     if half < width:
         low, high = (fp8_to_float16(load(first), s.interpret) for first in (0, half))

@@ -54,6 +54,16 @@ time, and warps:
   256 queries of 4 x 8k: 2.1 ms of bfloat16 with the first launch; with 64 query rows to a program
   and four warps 0.89 ms, 155 TFLOP/s, and 1.51 ms of 4 bits.
 These and more rows are in `benchmarks/results/paged_versions_2026-11-21.json`.
+
+Counted, not timed: warp instructions for 64 tokens at head dim 128 with v2's launch, as Triton 3.8
+compiles them for compute capability 9.0, all with 255 registers and none spilled (at the speed of
+4 bits in v2 1,000 of them take about 190 us of 16 x 32k):
+      turbo4 1,579, fp8 1,151           as before there were other formats, to the byte
+      k8v4                              1,319, 250 us of issue beside 271 us of memory
+      codes of 4 bits, values of 2      1,310
+      codes of 2 bits                   1,187
+      codes of 3 bits, values of 4      1,993; 1,832 with third bits loaded once and broadcast
+Pages of codes alone are bound by issue. Next: 3 bits go through 20 KB of shared memory.
 """
 
 import functools
