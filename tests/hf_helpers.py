@@ -9,6 +9,7 @@ follow from a tensor's name and a seed. `tests/test_parity_live_checkpoint.py` h
 transformers writes.
 """
 
+import copy
 import dataclasses
 import json
 import zlib
@@ -178,8 +179,8 @@ def weight(name: str, tensor: str, shape: Sequence[int]) -> np.ndarray:
 
 
 def config(name: str) -> dict[str, Any]:
-    """What transformers writes into the `config.json` of a variant."""
-    return parity_recordings.facts(name)["config"]
+    """What transformers writes into the `config.json` of a variant; the caller's own, to change."""
+    return copy.deepcopy(parity_recordings.facts(name)["config"])
 
 
 def tensors(name: str) -> dict[str, np.ndarray]:
