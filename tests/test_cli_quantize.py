@@ -49,7 +49,7 @@ def test_json_says_what_was_done_and_what_it_costs(tiny_folder, quantized):
     assert sizes == [file.stat().st_size for file in files]
     # Random weights know nothing: about 8 bits of a byte, whatever the weights.
     bits = [x for row in report["bits"].values() for x in row.values()]
-    assert len(set(bits)) == 4
+    assert len(set(bits)) == 6
     assert all(6 < x < 10 for x in bits)
 
 
@@ -64,7 +64,7 @@ def test_bits_are_those_of_the_models(tiny_folder, quantized):
     windows = quantizing.windows(stream, 65, 2)
     for name, folder in (("before", tiny_folder), ("after", out)):
         decoder = text_model.load_text_model(folder, jnp.dtype(jnp.float32)).decoder
-        for cache in ("exact", "kv4"):
+        for cache in ("exact", "kv4", "k8v4"):
             bits = models.token_bits(decoder, windows, cache=cache, batch_size=1).mean()
             assert report["bits"][name][cache] == pytest.approx(float(bits), rel=1e-5)
 
@@ -73,11 +73,18 @@ def test_bits_are_those_of_the_models(tiny_folder, quantized):
 def test_the_table_and_the_bars(tiny_folder, tmp_path):
     result = _quantize(tiny_folder, tmp_path, "--scale-dtype", "bf16", "--no-crs", "--no-rpn")
     assert result.exit_code == 0, result.stderr
-    for words in ("before", "after", "megabytes", "bits/byte, kv4", f"wrote {tmp_path}"):
+    for words in (
+        "before",
+        "after",
+        "megabytes",
+        "bits/byte, kv4",
+        "bits/byte, k8v4",
+        f"wrote {tmp_path}",
+    ):
         assert words in result.stdout
     # Neither RPN nor CRS: nothing to calibrate.
     assert "calibration" not in result.stderr
-    for words in ("layers", "2/2", "evaluation", "512/512"):
+    for words in ("layers", "2/2", "evaluation", "768/768"):
         assert words in result.stderr
     decoder = models.load(tmp_path)
     assert decoder.layers[0].qkv.scale_dtype == "bf16"
