@@ -144,7 +144,10 @@ def test_launches_agree(tile, tile_kv):
     static, tokens, size = static_of(RAGGED), RAGGED.tokens, RAGGED.size
     results, gradients = run(RAGGED, q, k, v, levels, d_out, d_residual)
     settings = _pooled_common.Settings(
-        **dataclasses.asdict(static),
+        block_q=static.block_q,
+        block_kv=static.block_kv,
+        scale=static.scale,
+        is_causal=static.is_causal,
         tile=tile,
         tile_kv=tile_kv,
         num_warps=4,
