@@ -35,10 +35,18 @@ CASES |= {x: x for kind in KINDS for x in kind.takes if isinstance(x, str)}
 CASES["small blocks"] = TurboConfig(buffer_size=8, block_q=8, block_kv=8, key_bits=4, value_bits=2)
 # In the slow tier: what differs from another kind only in the format of its numbers.
 SLOW = ("bfloat16", "4bit", "2/4bit", "3bit", "2bit", "fp8_e4m3", "fp8_e5m2", "paged_k8v4")
-SLOW += tuple(name for name in CASES if name.startswith("turbo_k"))
+# Every number of bits on either side; the other mixes of them belong to `make test-fuzz`.
+SLOW += ("turbo_k4v2", "turbo_k3v4", "turbo_k2v3")
+
+
+def _tier(name):
+    if name in SLOW:
+        return [pytest.mark.slow]
+    return [pytest.mark.fuzz] if name.startswith("turbo_k") else []
+
+
 every_kind = pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES],
+    "name", [pytest.param(name, marks=_tier(name)) for name in CASES]
 )
 
 
