@@ -20,8 +20,9 @@ One program takes some query rows of one KV head (row ``g * T + t``: all heads o
 what is read) and one part of its tokens, as far as those rows see it: programs past the end
 stop at once and write nothing, and the parts are merged (see
 `pallas_kernels.merge`). Tokens, and channels of values, are the rows of the products, as in
-`kv4_decode`: queries are few, and eight columns are the fewest that a product takes. A tile of tokens spans one page or several, whose numbers are loaded
-from the table. All tiles are at fixed positions, and the launch does not depend on the queries: a
+`kv4_decode`: queries are few, and eight columns are the fewest that a product takes. A tile of
+tokens spans one page or several, whose numbers are loaded from the table. All tiles are at fixed
+positions, and the launch does not depend on the queries: a
 row's bits are the same whatever its neighbours are.
 
 Codes of 4 bits: four nibbles select in a byte permute, so two permutes look four codes up in
