@@ -18,6 +18,7 @@ SUITES = {
         attention.HOPPER,
         pooled.SUITE,
         fireq.FIREQ,
+        fireq.KV4,
         fireq.FIREQ_MODEL,
         paged.SUITE,
         engine.SUITE,

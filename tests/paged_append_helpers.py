@@ -1,4 +1,4 @@
-"""What the tests of the kernel that writes turbo4 pages share: tokens of all kinds, and bits."""
+"""What the tests of the kernel that writes pages of codes share: tokens of all kinds, and bits."""
 
 import functools
 
@@ -9,6 +9,8 @@ from cache_helpers import assert_same_bits
 
 from turbojax.state.pages import pool as paged
 
+# Each number of bits on either side, and keys without codes.
+MIXES = ("k8v4", "turbo_k4v2", "turbo_k2v3", "turbo_k3v4")
 TABLES = np.array([[7, 2, 9, -1], [0, 11, 3, 8], [4, 1, 5, 6]], np.int32)
 PAGES = 12
 
@@ -18,9 +20,11 @@ def compiled(implementation):
     return jax.jit(functools.partial(paged.append, implementation=implementation))
 
 
-def new(head_dim, dtype, page_size=16, heads=3, seed=4):
+def new(head_dim, dtype, page_size=16, heads=3, seed=4, kv_dtype="turbo4"):
     """A pool full of litter, which nothing but the tokens may change."""
-    cache = paged.init_paged_cache(PAGES, page_size, heads, head_dim, dtype=dtype, seed=seed)
+    cache = paged.init_paged_cache(
+        PAGES, page_size, heads, head_dim, dtype=dtype, seed=seed, kv_dtype=kv_dtype
+    )
     rng = np.random.default_rng(0)
     return jax.tree.map(
         lambda x: jnp.asarray(rng.integers(0, 200, x.shape).astype(x.dtype)) if x.ndim else x, cache
@@ -78,4 +82,6 @@ def assert_stores_the_same(cache, key, value, tables, lengths, run, **given):
 
 def as_bits(x):
     """NaN too."""
-    return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.float16 else x
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize > 2:
+        return x
+    return jax.lax.bitcast_convert_type(x, jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint8)

@@ -1,4 +1,4 @@
-"""`paged.append` of turbo4 compiled on a GPU: the kernel's bits are those of plain JAX."""
+"""`paged.append` of codes compiled on a GPU: the kernel's bits are those of plain JAX."""
 
 import functools
 
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from cache_helpers import assert_same_bits
 from paged_append_helpers import (
+    MIXES,
     TABLES,
     as_bits,
     assert_stores_the_same,
@@ -37,6 +38,26 @@ def test_ragged_tokens(page_size, head_dim, dtype):
     cache = same(cache, *tokens(21, head_dim, dtype), TABLES, before, new_lengths=count)
     given = {"new_lengths": integers(1, 0, 1)}
     same(cache, *tokens(1, head_dim, dtype, seed=1), TABLES, before + count, **given)
+
+
+@pytest.mark.parametrize("kv_dtype", MIXES)
+@pytest.mark.parametrize(("head_dim", "dtype"), [(16, jnp.float32), (128, jnp.bfloat16)])
+def test_every_number_of_bits(head_dim, dtype, kv_dtype):
+    cache = new(head_dim, dtype, kv_dtype=kv_dtype)
+    x = tokens(21, head_dim, dtype, seed=2)
+    cache = same(cache, *x, TABLES, integers(14, 0, 3), new_lengths=integers(21, 5, 0))
+    same(cache, *strange(head_dim, dtype), TABLES, integers(1, 0, 0))
+
+
+@pytest.mark.parametrize("count", [1, 300, 3000])
+@pytest.mark.parametrize("kv_dtype", MIXES)
+def test_every_launch_of_every_number_of_bits(kv_dtype, count):
+    tables = jnp.arange(64 * 50, dtype=jnp.int32).reshape(64, 50)[: 64 if count == 1 else 4]
+    batch = len(tables)
+    cache = paged.init_paged_cache(64 * 50, 64, 8, 128, kv_dtype=kv_dtype, dtype=jnp.bfloat16)
+    before = jnp.arange(batch, dtype=jnp.int32)
+    cache = same(cache, *tokens(count, 128, jnp.bfloat16, 8, batch=batch), tables, before)
+    assert np.asarray(cache.value_norm).any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -115,7 +136,8 @@ def test_donated_memory_is_reused():
     assert_same_bits(got, want)
 
 
-def test_the_gpu_chooses_the_kernel():
-    cache = new(128, jnp.bfloat16)
+@pytest.mark.parametrize("kv_dtype", ["turbo4", *MIXES])
+def test_the_gpu_chooses_the_kernel(kv_dtype):
+    cache = new(128, jnp.bfloat16, kv_dtype=kv_dtype)
     arguments = cache, *tokens(1, 128, jnp.bfloat16), TABLES, integers(0, 0, 0)
     assert kernel.NAME in jax.jit(paged.append).lower(*arguments).as_text()

@@ -1,4 +1,4 @@
-"""The kernel that writes turbo4 pages, interpreted: the bits of plain JAX, and lowering."""
+"""The kernel that writes pages of codes, interpreted: the bits of plain JAX, and lowering."""
 
 import dataclasses
 import functools
@@ -11,6 +11,7 @@ from cache_helpers import assert_same_bits
 from grids import pairwise
 from kernel_helpers import lower_for_cuda
 from paged_append_helpers import (
+    MIXES,
     PAGES,
     TABLES,
     as_bits,
@@ -54,6 +55,20 @@ def test_ragged_tokens(head_dim, dtype, page_size):
     same(cache, *tokens(1, head_dim, dtype, seed=1), TABLES, before + count, **given)
 
 
+@pytest.mark.quick(1)
+@pytest.mark.parametrize(
+    ("kv_dtype", "head_dim", "dtype"),
+    pairwise(kv_dtype=MIXES, head_dim=(16, 64), dtype=DTYPES),
+)
+def test_every_number_of_bits(kv_dtype, head_dim, dtype):
+    cache = new(head_dim, dtype, kv_dtype=kv_dtype)
+    before, count = integers(14, 0, 3), integers(21, 5, 0)
+    given = {"new_lengths": count}
+    cache = same(cache, *tokens(21, head_dim, dtype, seed=2), TABLES, before, **given)
+    assert int(cache.lost) == 0
+    same(cache, *strange(head_dim, dtype), TABLES, integers(1, 0, 0))
+
+
 @pytest.mark.optimized
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(("dtype", "head_dim"), [(jnp.bfloat16, 16), (jnp.float16, 128)])
@@ -82,10 +97,14 @@ LAUNCHES = [(1, 1, jnp.float32), (64, 8, jnp.bfloat16)]
 def test_how_vectors_are_cut_does_not_matter(rows, pieces, dtype):
     cache, lengths = new(128, dtype), integers(5, 14, 0)
     x = tokens(7, 128, dtype, seed=rows)
-    cut = dataclasses.replace(paged_triton.settings(63, 7, 128, True), rows=rows, pieces=pieces)
-    pages = kernel.Pages(*paged.page_arrays(cache).values())
+    taken = paged_triton.settings(63, 7, 128, (4, 4), True)
+    cut = dataclasses.replace(taken, rows=rows, pieces=pieces)
+    pages = (
+        kernel.Pages(cache.key, cache.key_norm),
+        kernel.Pages(cache.value, cache.value_norm),
+    )
     written = jax.jit(functools.partial(kernel.append, settings=cut))(
-        *(y.reshape(-1, 128) for y in x),
+        tuple(y.reshape(-1, 128) for y in x),
         cache.rotation.signs,
         jnp.asarray(TABLES),
         lengths,
@@ -93,20 +112,23 @@ def test_how_vectors_are_cut_does_not_matter(rows, pieces, dtype):
         pages,
     )
     want = compiled("xla")(cache, *x, TABLES, lengths)
-    got = dataclasses.replace(cache, **written._asdict())
+    arrays = {"key": written[0].codes, "key_norm": written[0].norms}
+    arrays |= {"value": written[1].codes, "value_norm": written[1].norms}
+    got = dataclasses.replace(cache, **arrays)
     assert_same_bits(jax.tree.map(as_bits, got), jax.tree.map(as_bits, want))
 
 
 def test_all_launches_fit_all_shapes():
     for head_dim in (16, 32, 64, 128, 256):
         for vectors in (1, 2048, 2049, 16384, 16385, 10**6):
-            s = paged_triton.settings(vectors, 1, head_dim, True)
+            s = paged_triton.settings(vectors, 1, head_dim, (2, 3, 4), True)
             width = head_dim // s.pieces
             assert s.pieces * width == head_dim
             assert s.pieces & (s.pieces - 1) == 0
             assert s.rows & (s.rows - 1) == 0
             assert width >= 16
-            assert all(0 < square < 2**26 for square in s.codec.squares)
+            for codec in s.codecs:
+                assert all(0 < square < 2 ** (30 - codec.bits) for square in codec.squares)
             # What one thread holds.
             assert s.rows * head_dim <= 64 * 32 * s.num_warps
 
@@ -203,8 +225,9 @@ def test_without_a_gpu_triton_says_so():
 @pytest.mark.parametrize(
     ("kv_dtype", "head_dim", "words"),
     [
-        ("auto", 64, "kv_dtype='auto' must be 'turbo4'"),
-        ("fp8_e4m3", 64, "kv_dtype='fp8_e4m3' must be 'turbo4'"),
+        ("auto", 64, "kv_dtype='auto' must store keys or values as codes"),
+        ("fp8_e4m3", 64, "kv_dtype='fp8_e4m3' must store keys or values as codes"),
+        ("k8v4", 80, "head_dim=80 must be a power of two from 16 to 256"),
         ("turbo4", 80, "head_dim=80 must be a power of two from 16 to 256"),
         ("turbo4", 8, "head_dim=8 must be a power of two"),
         ("turbo4", 512, "head_dim=512 must be a power of two"),
@@ -242,15 +265,18 @@ LOWERED = pairwise(
     page=[(128, 64), (16, 16), (256, 128)],
     dtype=DTYPES,
     count=[(64, 1), (4, 4096)],
+    kv_dtype=("turbo4", *MIXES),
 )
 
 
 @pytest.mark.quick(first=2)
-@pytest.mark.parametrize(("page", "dtype", "count"), LOWERED)
-def test_lowers_for_a_gpu(page, dtype, count):
+@pytest.mark.parametrize(("page", "dtype", "count", "kv_dtype"), LOWERED)
+def test_lowers_for_a_gpu(page, dtype, count, kv_dtype):
     (head_dim, page_size), (batch, count) = page, count
     cache = jax.eval_shape(
-        functools.partial(paged.init_paged_cache, 99, page_size, 8, head_dim, dtype=dtype)
+        functools.partial(
+            paged.init_paged_cache, 99, page_size, 8, head_dim, dtype=dtype, kv_dtype=kv_dtype
+        )
     )
     x = jax.ShapeDtypeStruct((batch, count, 8, head_dim), dtype)
     lengths = jax.ShapeDtypeStruct((batch,), jnp.int32)

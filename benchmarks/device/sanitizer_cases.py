@@ -118,9 +118,8 @@ def _paged(implementation: str, kv_dtype: Any, width: int) -> Any:
 
     def call(cache: Any, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
         tables = jnp.arange(width, dtype=jnp.int32)[None]
-        chosen = "triton" if kv_dtype == "turbo4" else "xla"
         start = jnp.zeros(1, jnp.int32)
-        cache = paged.append(cache, key, value, tables, start, implementation=chosen)
+        cache = paged.append(cache, key, value, tables, start)
         lengths = jnp.array([key.shape[1]], jnp.int32)
         return paged_attention(query, cache, tables, lengths, implementation=implementation)
 
@@ -173,6 +172,10 @@ CASES = {
     "paged, turbo4": _case("paged_append paged_attention", _paged, "triton", "turbo4", 20),
     "paged, turbo4, parts": _case(
         "paged_append paged_attention paged_merge", _paged, "triton", "turbo4", 80
+    ),
+    "paged, k8v4": _case("paged_append paged_attention", _paged, "triton", "k8v4", 20),
+    "paged, 3 and 2 bits": _case(
+        "paged_append paged_attention", _paged, "triton", "turbo_k3v2", 20
     ),
     "paged, fp8": _case("paged_attention", _paged, "triton", "fp8_e4m3", 20),
     "paged, bf16": _case("paged_attention", _paged, "triton", "auto", 20),

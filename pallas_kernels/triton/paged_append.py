@@ -1,6 +1,6 @@
-"""Append to 4-bit pages: new keys and values rotated, encoded and stored, in one launch.
+"""Append to pages of codes: new vectors rotated, encoded and stored, in one launch.
 
-Roofline, for 4 sequences of 4,096 tokens, 8 KV heads, head dim 128, bfloat16:
+Keys, values or both, in codes of 4, 3 or 2 bits. Roofline, both in 4 bits, for 4 sequences of 4,096 tokens, 8 KV heads, head dim 128, bfloat16:
   - bytes that must move: 2 sides * 131072 vectors * (256 read + 64 of codes + 2 of norm) = 84 MB,
     at the 3.0 TB/s that a copy reaches on an H100 28 us, 30 us with the launch.
   - operations: 34 M channels at 40 instructions (7 additions of the rotation, 7 comparisons and as
@@ -47,15 +47,17 @@ _EXPONENT = 0x7F800000
 
 @dataclasses.dataclass(frozen=True)
 class Codec:
-    """The upper half of a symmetric quantizer of 16 levels for N(0, 1).
+    """The upper half of a symmetric quantizer of ``2**bits`` levels for N(0, 1).
 
     Attributes:
-      thresholds: 7, increasing; another one is 0.
-      squares: 8 integers below 2**26, the squares of the levels in some unit; sums of a vector's
-        fit 31 bits.
+      bits: 2, 3 or 4, of a code.
+      thresholds: those of positive numbers, increasing; another one is 0.
+      squares: integers below ``2**(30 - bits)``, the squares of the positive levels in some unit;
+        sums of a vector's fit 31 bits.
       unit: that unit over the head dim.
     """
 
+    bits: int
     thresholds: tuple[float, ...]
     squares: tuple[int, ...]
     unit: float
@@ -66,7 +68,7 @@ class Settings:
     """What is static in a call.
 
     Attributes:
-      codec: of the codes.
+      codecs: of each side's codes.
       tokens: of a sequence in this call, `T`.
       rows: vectors of a program, a power of two.
       pieces: into which a vector is cut, a power of two.
@@ -74,7 +76,7 @@ class Settings:
       interpret: run without a GPU.
     """
 
-    codec: Codec
+    codecs: tuple[Codec, ...]
     tokens: int
     rows: int
     pieces: int
@@ -83,12 +85,13 @@ class Settings:
 
 
 class Pages(NamedTuple):
-    """uint8 codes ``[P, K, page_size, H / 2]`` and float16 norms ``[P, K, page_size]``."""
+    """One side's codes, uint8 ``[P, K, page_size, H * bits / 8]``, and norms, float16 without `H`.
 
-    key: Ref
-    value: Ref
-    key_norm: Ref
-    value_norm: Ref
+    Codes are packed as by `turbojax.polar.pack`.
+    """
+
+    codes: Ref
+    norms: Ref
 
 
 class _Place(NamedTuple):
@@ -101,80 +104,69 @@ class _Place(NamedTuple):
 
 
 def append(
-    key: jax.Array,
-    value: jax.Array,
+    vectors: tuple[jax.Array, ...],
     signs: jax.Array,
     block_tables: jax.Array,
     lengths: jax.Array,
     new_lengths: jax.Array,
-    pages: Pages,
+    pages: tuple[Pages, ...],
     settings: Settings,
-) -> Pages:
+) -> tuple[Pages, ...]:
     """Stores tokens; those without a page in the pool are left out.
 
     Args:
-      key: bfloat16, float16 or float32 ``[B * T * K, H]``, `H` a power of two.
-      value: the same.
+      vectors: of each side, bfloat16, float16 or float32 ``[B * T * K, H]``, `H` a power of two.
       signs: float32 ``[H]``, the rotation's.
       block_tables: int32 ``[B, entries]``.
       lengths: int32 ``[B]``, tokens held before.
       new_lengths: int32 ``[B]``, how many of the `T` tokens are stored, the first ones.
-      pages: of the pool.
-      settings: how, and the codec.
+      pages: of each side, the pool's.
+      settings: how, and each side's codec.
 
     Returns:
       The pages with the tokens, in their own memory where they were donated.
     """
-    inputs = (block_tables, lengths, new_lengths, signs, key, value, *pages)
-    count = len(inputs) - len(pages)
+    sides = len(vectors)
+    stored = (*(side.codes for side in pages), *(side.norms for side in pages))
+    inputs = (block_tables, lengths, new_lengths, signs, *vectors, *stored)
+    count = len(inputs) - len(stored)
     written: Any = pl.pallas_call(
         functools.partial(_kernel, s=settings),
-        grid=(pl.cdiv(key.shape[0], settings.rows), 2),
+        grid=(pl.cdiv(vectors[0].shape[0], settings.rows), sides),
         in_specs=[WHOLE] * len(inputs),
-        out_specs=[WHOLE] * len(pages),
-        out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in pages],
-        input_output_aliases={count + i: i for i in range(len(pages))},
+        out_specs=[WHOLE] * len(stored),
+        out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in stored],
+        input_output_aliases={count + i: i for i in range(len(stored))},
         compiler_params=parameters(settings.num_warps, 1),
         interpret=settings.interpret,
         name=NAME,
     )(*inputs)
-    return Pages(*written)
+    return tuple(map(Pages, written[:sides], written[sides:]))
 
 
 def _kernel(
-    tables: Ref,
-    lengths: Ref,
-    new_lengths: Ref,
-    signs: Ref,
-    key: Ref,
-    value: Ref,
-    *refs: Ref,
-    s: Settings,
+    tables: Ref, lengths: Ref, new_lengths: Ref, signs: Ref, *refs: Ref, s: Settings
 ) -> None:
-    # The aliased arrays are written through their outputs.
-    pages = Pages(*refs[len(Pages._fields) :])
-    tile, side = pl.program_id(0), pl.program_id(1)
+    # Vectors, and the aliased arrays twice: they are written through their outputs.
+    sides = len(s.codecs)
+    tile, program_side = pl.program_id(0), pl.program_id(1)
 
-    def write(x: Ref, codes: Ref, norms: Ref) -> None:
+    def write(x: Ref, pages: Pages, codec: Codec) -> None:
         number = tile * s.rows + jnp.arange(s.rows, dtype=jnp.int32)
         # Rows past the end read the last vector again and are not stored.
         row = jnp.minimum(number, x.shape[0] - 1)
         channels = _channels(x.shape[1], s)
         loaded = [plgpu.load(x.at[row[:, None], c[None, :]]) for c in channels]
-        place = _find(row, number < x.shape[0], tables, lengths, new_lengths, codes, s)
+        place = _find(row, number < x.shape[0], tables, lengths, new_lengths, pages.codes, s)
         flips = [plgpu.load(signs.at[c])[None, :] for c in channels]
-        packed, norm = _encode(loaded, flips, s)
-        width = x.shape[1] // 2 // s.pieces
-        byte = jnp.arange(width, dtype=jnp.int32)
-        vector = place.page[:, None], place.head[:, None], place.slot[:, None]
-        mask = jnp.broadcast_to(place.kept[:, None], (s.rows, width))
-        for i, piece in enumerate(packed):
-            at = codes.at[(*vector, (i * width + byte)[None, :])]
-            plgpu.store(at, piece.astype(jnp.uint8), mask=mask)
-        plgpu.store(norms.at[place.page, place.head, place.slot], norm, mask=place.kept)
+        packed, norm = _encode(loaded, flips, codec, s.interpret)
+        _store_codes(packed, pages.codes, place)
+        plgpu.store(pages.norms.at[place.page, place.head, place.slot], norm, mask=place.kept)
 
-    pl.when(side == 0)(functools.partial(write, key, pages.key, pages.key_norm))
-    pl.when(side == 1)(functools.partial(write, value, pages.value, pages.value_norm))
+    for side, codec in enumerate(s.codecs):
+        x, codes, norms = refs[side], refs[3 * sides + side], refs[4 * sides + side]
+        one = functools.partial(write, x, Pages(codes, norms), codec)
+        pl.when(program_side == side)(one)
 
 
 def _channels(head_dim: int, s: Settings) -> list[jax.Array]:
@@ -210,39 +202,56 @@ def _find(
     return _Place(page, row - token * heads, position & (page_size - 1), kept)
 
 
+def _store_codes(packed: list[list[jax.Array]], codes: Ref, place: _Place) -> None:
+    """Stores the packed pieces of vectors, kind by kind: see `_pack`."""
+    vector = place.page[:, None], place.head[:, None], place.slot[:, None]
+    start = 0
+    for pieces in packed:
+        for piece in pieces:
+            rows, width = piece.shape
+            byte = start + jnp.arange(width, dtype=jnp.int32)
+            mask = jnp.broadcast_to(place.kept[:, None], (rows, width))
+            at = codes.at[(*vector, byte[None, :])]
+            plgpu.store(at, piece.astype(jnp.uint8), mask=mask)
+            start += width
+
+
 def _encode(
-    loaded: list[jax.Array], flips: list[jax.Array], s: Settings
-) -> tuple[list[jax.Array], jax.Array]:
+    loaded: list[jax.Array], flips: list[jax.Array], codec: Codec, interpret: bool
+) -> tuple[list[list[jax.Array]], jax.Array]:
     """Codes and norms of vectors.
 
     Args:
       loaded: pieces ``[R, c]`` as they are stored.
       flips: float32 ``[1, c]``, the signs of their channels.
-      s: settings.
+      codec: the levels.
+      interpret: run without a GPU.
 
     Returns:
-      int32 ``[R, c / 2]`` for each piece, two codes a number; float16 ``[R]``.
+      The bytes of all pieces, kind by kind, see `_pack`; float16 ``[R]``.
     """
     is_float32 = loaded[0].dtype == jnp.float32
     x = [piece.astype(jnp.float32) for piece in loaded]
     squares = _total([_square(piece) if is_float32 else piece * piece for piece in x])
     is_tiny, is_bounded = squares < _TINY, squares <= _HUGE
     squares = jnp.where(is_bounded & ~is_tiny, squares, 1.0)
-    norm = jnp.where(is_tiny, 0.0, _exact_root(squares, s.interpret))
+    norm = jnp.where(is_tiny, 0.0, _exact_root(squares, interpret))
     # Of float32 that are not negative, bits are in the order of the numbers.
-    thresholds = [_bits(norm * jnp.float32(t))[:, None] for t in s.codec.thresholds]
+    thresholds = [_bits(norm * jnp.float32(t))[:, None] for t in codec.thresholds]
     rotated = _hadamard([piece * flip for piece, flip in zip(x, flips, strict=True)])
     packed, chosen = [], None
     for piece in rotated:
-        codes, parts = _nearest(piece, thresholds, s.codec)
+        codes, parts = _nearest(piece, thresholds, codec)
         chosen = parts if chosen is None else chosen + parts
-        packed.append(jnp.where(is_bounded[:, None], _pack(codes), 0))
+        kinds = _pack(codes, codec.bits)
+        packed.append([jnp.where(is_bounded[:, None], kind, 0) for kind in kinds])
     assert chosen is not None
     total = jnp.sum(chosen, axis=1, dtype=jnp.int32)
-    corrected = _corrected(squares, total.astype(jnp.float32) * jnp.float32(s.codec.unit))
+    corrected = _corrected(squares, total.astype(jnp.float32) * jnp.float32(codec.unit))
     corrected = jnp.where(is_tiny, 0.0, corrected)
     is_valid = is_bounded & (corrected <= _LARGEST_NORM)
-    return packed, jnp.where(is_valid, corrected.astype(jnp.float16), jnp.float16(jnp.nan))
+    norms = jnp.where(is_valid, corrected.astype(jnp.float16), jnp.float16(jnp.nan))
+    return [list(kind) for kind in zip(*packed, strict=True)], norms
 
 
 def _square(x: jax.Array) -> jax.Array:
@@ -312,21 +321,41 @@ def _nearest(
     size = (_bits(x) & 0x7FFFFFFF) + negative
     # One number for the code of a positive channel and the square: comparisons are used once, as
     # there are few registers for their results.
-    entries = [jnp.int32(16 * square + 8 + i) for i, square in enumerate(codec.squares)]
+    half = 2 ** (codec.bits - 1)
+    entries = [jnp.int32(2 * half * square + half + i) for i, square in enumerate(codec.squares)]
     chosen = jnp.full(x.shape, entries[0], jnp.int32)
     for threshold, entry in zip(thresholds, entries[1:], strict=True):
         chosen = jnp.where(size >= threshold, entry, chosen)
-    # 8 + i, or 7 - i.
-    return (chosen ^ negative) & 15, chosen >> 4
+    # half + i, or half - 1 - i.
+    return (chosen ^ negative) & (2 * half - 1), chosen >> codec.bits
 
 
-def _pack(codes: jax.Array) -> jax.Array:
-    """int32 ``[R, c / 2]``: channel ``2 i`` in the low nibble, ``2 i + 1`` in the high one."""
-    rows, width = codes.shape
-    pairs = codes.reshape(rows * width // 2, 2)
-    is_second = jnp.arange(2, dtype=jnp.int32)[None, :] == 1
-    packed = jnp.sum(jnp.where(is_second, pairs << 4, pairs), axis=1, dtype=jnp.int32)
-    return packed.reshape(rows, width // 2)
+def _pack(codes: jax.Array, bits: int) -> list[jax.Array]:
+    """The bytes of codes ``[R, c]``, int32, as `turbojax.polar.pack` orders them.
+
+    Of 4 and 2 bits one kind, ``[R, c / 2]`` and ``[R, c / 4]``. Of 3 bits two kinds, each of which
+    a vector has for all its channels before the next begins: the lower two bits, ``[R, c / 4]``,
+    and the highest ones, ``[R, c / 8]``.
+    """
+    if bits == 4:
+        return [_joined(codes, 4 * _first(2))]
+    lower = _joined(codes & 3, 2 * _first(4))
+    if bits == 2:
+        return [lower]
+    of_four, half = _first(8) & 3, _first(8) >> 2
+    return [lower, _joined(codes >> 2, 4 * (of_four >> 1) + 2 * half + (of_four & 1))]
+
+
+def _first(count: int) -> jax.Array:
+    return jnp.arange(count, dtype=jnp.int32)
+
+
+def _joined(x: jax.Array, shifts: jax.Array) -> jax.Array:
+    """Neighbours in one number, each moved by its shift."""
+    rows, width = x.shape
+    together = x.reshape(rows * width // len(shifts), len(shifts)) << shifts[None, :]
+    joined = jnp.sum(together, axis=1, dtype=jnp.int32)
+    return joined.reshape(rows, width // len(shifts))
 
 
 def _corrected(squares: jax.Array, levels: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """FireQ: INT4 weights times e4m3 activations, KV4, and models of them, against XLA and cuDNN.
 
-Two suites: ``fireq`` are single operations in device time, ``fireq_model`` is the prefill of a
-whole model in wall time.
+Three suites: ``fireq`` are single operations of linear layers, and ``kv4`` is decoding from KV4 and
+K8V4, both in device time; ``fireq_model`` is the prefill of a whole model in wall time.
 """
 
 from typing import Any
@@ -29,8 +29,12 @@ def _groups() -> list[Group]:
     for with_norm in (False, True):
         for tokens in (16, 16384):
             groups.append(fireq_cases.quantize(tokens, size, with_norm=with_norm))
-    groups += [fireq_cases.decode_kv4(Shape("llama3-8b", batch, 32768)) for batch in (16, 1)]
     return groups
+
+
+def _decode_groups() -> list[Group]:
+    places = ((16, 32768), (1, 32768), (64, 4096), (1, 4096))
+    return [fireq_cases.decode_kv4(Shape("llama3-8b", *place)) for place in places]
 
 
 def _model_groups() -> list[Group]:
@@ -45,8 +49,11 @@ def _quick_groups() -> list[Group]:
         fireq_cases.feed_forward("tiny", 64, 96, 3, implementations=every),
         fireq_cases.quantize(3, 64, with_norm=False),
         fireq_cases.quantize(3, 64, with_norm=True),
-        fireq_cases.decode_kv4(Shape("tiny", 2, 192), implementations=("xla", "triton")),
     ]
+
+
+def _quick_decode_groups() -> list[Group]:
+    return [fireq_cases.decode_kv4(Shape("tiny", 2, 192), implementations=("xla", "triton"))]
 
 
 def _quick_model_groups() -> list[Group]:
@@ -57,20 +64,29 @@ _COMMON: dict[str, Any] = {
     "run": calls.run,
     "with_ratios": over_baselines(tables.BASELINES),
     "one_line": tables.one_line,
-    "formats": ("bf16", "fp8"),
 }
 FIREQ = Suite(
     name="fireq",
     groups=_groups,
     quick_groups=_quick_groups,
+    formats=("bf16", "fp8"),
     tables=tables.FIREQ,
     plots=tables.PLOTS,
+    **_COMMON,
+)
+KV4 = Suite(
+    name="kv4",
+    groups=_decode_groups,
+    quick_groups=_quick_decode_groups,
+    formats=(),
+    tables=tables.KV4,
     **_COMMON,
 )
 FIREQ_MODEL = Suite(
     name="fireq_model",
     groups=_model_groups,
     quick_groups=_quick_model_groups,
+    formats=("bf16", "fp8"),
     tables=tables.FIREQ_MODEL,
     **_COMMON,
 )

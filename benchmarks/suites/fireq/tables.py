@@ -252,9 +252,11 @@ FIREQ: Mapping[str, Callable[[str, Result], str]] = {
     "fireq matmul": functools.partial(page_section, operation=MATMUL),
     "fireq feed-forward": functools.partial(page_section, operation=FFN),
     "fireq quantize": functools.partial(page_section, operation=QUANTIZE),
-    "fireq decode": functools.partial(page_section, operation=DECODE),
 }
-"""What the docs show of the suite `fireq`, and below of `fireq_model`."""
+"""What the docs show of the suite `fireq`, and below of `kv4` and `fireq_model`."""
+KV4: Mapping[str, Callable[[str, Result], str]] = {
+    "fireq decode": functools.partial(page_section, operation=DECODE)
+}
 FIREQ_MODEL: Mapping[str, Callable[[str, Result], str]] = {
     "fireq model": functools.partial(page_section, operation=MODEL)
 }

@@ -254,8 +254,8 @@ def append(
       lengths: integer ``[B]``, tokens held before.
       new_lengths: optional integer ``[B]``: how many of the `T` tokens belong to each sequence, the
         first ones; all of them if not given.
-      implementation: ``"triton"`` (turbo4, with a head dim that is a power of two, one kernel),
-        ``"xla"``, or None to choose. All store the same bits.
+      implementation: ``"triton"`` (one kernel for all that is stored as codes, with a head dim that
+        is a power of two), ``"xla"``, or None to choose. All store the same bits.
 
     Returns:
       The pool with the tokens. Under `jit`, a token without a page in the pool, past its block

@@ -1,4 +1,4 @@
-"""The Triton kernel that writes 4-bit pages: what it takes, how it is launched."""
+"""The Triton kernel that writes codes into pages: what it takes, how it is launched."""
 
 import dataclasses
 import functools
@@ -9,27 +9,29 @@ import jax
 
 from turbojax._device import interpreting, needs_gpu, unindexable
 from turbojax.polar.codec import level_tables
+from turbojax.state.pages import writing
 from turbojax.state.pages.checks import Pool
-from turbojax.state.pages.writing import find_places
+from turbojax.state.pages.formats import Codes
 
 if TYPE_CHECKING:
-    from pallas_kernels.triton.paged_append import Settings
+    from pallas_kernels.triton.paged_append import Codec, Settings
 
 _AMPERE = 8.0
 _HEAD_DIMS = (16, 256)
-_BITS, _LEVELS = 4, 8
 
 
 def append_unsupported(*, cache: Pool, key: jax.Array, block_tables: jax.Array) -> str | None:
     """Why `append` cannot run this here; None if it can."""
-    if cache.kv_dtype != "turbo4":
-        return f"kv_dtype={cache.kv_dtype!r} must be 'turbo4': others need no kernel"
+    coded = _coded(cache)
+    if not coded:
+        return f"kv_dtype={cache.kv_dtype!r} must store keys or values as codes"
     dim = cache.head_dim
     if dim & (dim - 1) or not _HEAD_DIMS[0] <= dim <= _HEAD_DIMS[1]:
         return f"head_dim={dim} must be a power of two from {_HEAD_DIMS[0]} to {_HEAD_DIMS[1]}"
     if not math.prod(key.shape):
         return f"key.shape={key.shape} is empty"
-    sizes = [math.prod(x.shape) * x.dtype.itemsize for x in (key, cache.key, block_tables)]
+    arrays = [key, block_tables, *(getattr(cache, side) for side in coded)]
+    sizes = [math.prod(x.shape) * x.dtype.itemsize for x in arrays]
     return unindexable(*sizes) or needs_gpu(_AMPERE)
 
 
@@ -41,7 +43,10 @@ def append(
     lengths: jax.Array,
     new_lengths: jax.Array,
 ) -> tuple[Pool, dict[str, jax.Array]]:
-    """`page_writing.append` with one kernel; of what the tokens became, it returns the norms."""
+    """`writing.append`: codes by one kernel, the other side if there is one by XLA.
+
+    Of what the tokens became it returns what tells whether they fit: norms, and what has none.
+    """
     arguments = cache, key, value, block_tables, lengths, new_lengths
     return _append(*arguments, interpret=interpreting())
 
@@ -59,35 +64,50 @@ def _append(
 ) -> tuple[Pool, dict[str, jax.Array]]:
     from pallas_kernels.triton.paged_append import Pages, append
 
-    assert cache.key_norm is not None
-    assert cache.value_norm is not None
-    tokens, channels = key.shape[1], cache.head_dim
+    vectors, coded = {"key": key, "value": value}, _coded(cache)
+    content = writing.encode(
+        cache, **{side: vectors[side] for side in vectors if side not in coded}
+    )
+    place = writing.find_places(cache, key.shape[1], block_tables, lengths, new_lengths)
+    cache = writing.store(cache, content, place)
     written = append(
-        key.reshape(-1, channels),
-        value.reshape(-1, channels),
+        tuple(vectors[side].reshape(-1, cache.head_dim) for side in coded),
         cache.rotation.signs,
         block_tables,
         lengths,
         new_lengths,
-        Pages(cache.key, cache.value, cache.key_norm, cache.value_norm),
-        settings(math.prod(key.shape[:-1]), tokens, channels, interpret),
+        tuple(Pages(getattr(cache, side), getattr(cache, f"{side}_norm")) for side in coded),
+        settings(
+            math.prod(key.shape[:-1]),
+            key.shape[1],
+            cache.head_dim,
+            tuple(coded.values()),
+            interpret,
+        ),
     )
-    place = find_places(cache, tokens, block_tables, lengths, new_lengths)
-    cache = dataclasses.replace(cache, lost=cache.lost + place.lost, **written._asdict())
-    # Read again only for the check outside `jit`. Tokens that were left out have none.
-    at = (place.page, slice(None), place.slot)
-    norms = {
-        name: getattr(written, name).at[at].get(mode="fill", fill_value=0)
-        for name in ("key_norm", "value_norm")
-    }
-    return cache, norms
+    for side, pages in zip(coded, written, strict=True):
+        cache = dataclasses.replace(cache, **{side: pages.codes, f"{side}_norm": pages.norms})
+        # Read again only for the check outside `jit`. Tokens that were left out have none.
+        at = (place.page, slice(None), place.slot)
+        content[f"{side}_norm"] = pages.norms.at[at].get(mode="fill", fill_value=0)
+    return cache, content
 
 
-def settings(vectors: int, tokens: int, channels: int, interpret: bool) -> "Settings":
-    """Settings for this number of vectors per side, with `tokens` tokens per sequence."""
-    from pallas_kernels.triton.paged_append import Codec, Settings
+def _coded(cache: Pool) -> dict[str, int]:
+    """The sides that are stored as codes, and bits of a code."""
+    sides = cache.formats._asdict().items()
+    return {name: side.bits for name, side in sides if isinstance(side, Codes)}
 
-    tables = level_tables(_BITS, channels)
+
+def settings(
+    vectors: int, tokens: int, channels: int, bits: tuple[int, ...], interpret: bool
+) -> "Settings":
+    """Settings for this number of vectors per side, with `tokens` tokens per sequence.
+
+    `bits` are those of each side's codes.
+    """
+    from pallas_kernels.triton.paged_append import Settings
+
     rows, pieces, warps = _FEW
     if vectors > _MANY:
         # 64 channels a thread, of which 8 or 16 of a piece.
@@ -96,13 +116,20 @@ def settings(vectors: int, tokens: int, channels: int, interpret: bool) -> "Sett
     elif vectors > _SOME:
         rows, warps = 8, 4
     return Settings(
-        codec=Codec(tables.thresholds[_LEVELS:], tables.squares[_LEVELS:], tables.unit),
+        codecs=tuple(_codec(of_side, channels) for of_side in bits),
         tokens=tokens,
         rows=rows,
         pieces=pieces,
         num_warps=warps,
         interpret=interpret,
     )
+
+
+def _codec(bits: int, channels: int) -> "Codec":
+    from pallas_kernels.triton.paged_append import Codec
+
+    tables, half = level_tables(bits, channels), 2 ** (bits - 1)
+    return Codec(bits, tables.thresholds[half:], tables.squares[half:], tables.unit)
 
 
 # Vectors of a program, pieces, warps: a warp for each vector, while a GPU holds all of them.

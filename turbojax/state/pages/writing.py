@@ -33,8 +33,9 @@ def append(
     new_lengths: jax.Array,
 ) -> tuple[Pool, Mapping[str, jax.Array]]:
     """The pool with the tokens, and what they became: ``[B, T, K, ...]`` by field name."""
-    content = _encode(cache, key, value)
-    return _store(cache, content, block_tables, lengths, new_lengths), content
+    content = encode(cache, key=key, value=value)
+    place = find_places(cache, key.shape[1], block_tables, lengths, new_lengths)
+    return store(cache, content, place), content
 
 
 def find_places(
@@ -69,28 +70,33 @@ def page_arrays(cache: Pool) -> dict[str, jax.Array]:
 
 
 @jax.jit
-def _encode(cache: Pool, key: jax.Array, value: jax.Array) -> dict[str, jax.Array]:
-    """What the tokens ``[B, T, K, H]`` become in each array: ``[B, T, K, ...]``."""
+def encode(cache: Pool, **vectors: jax.Array) -> dict[str, jax.Array]:
+    """What tokens become in each array, by field name.
+
+    Args:
+      cache: the pool.
+      **vectors: `key`, `value` or both, ``[B, T, K, H]``.
+
+    Returns:
+      ``[B, T, K, ...]``, arrays of these sides alone.
+    """
     rotation = cache.rotation if cache.formats.is_rotated else None
-    sides = {
-        "key": cache.formats.key.encode(key, cache.key_scale, rotation),
-        "value": cache.formats.value.encode(value, cache.value_scale, rotation),
-    }
-    norms = {f"{name}_norm": x.norm for name, x in sides.items() if x.norm is not None}
-    return {name: x.data for name, x in sides.items()} | norms
+    content = {}
+    for side, x in vectors.items():
+        stored = getattr(cache.formats, side).encode(x, getattr(cache, f"{side}_scale"), rotation)
+        content[side] = stored.data
+        if stored.norm is not None:
+            content[f"{side}_norm"] = stored.norm
+    return content
 
 
 @jax.jit
-def _store(
-    cache: Pool,
-    content: Mapping[str, jax.Array],
-    block_tables: jax.Array,
-    lengths: jax.Array,
-    new_lengths: jax.Array,
-) -> Pool:
-    place = find_places(cache, content["key"].shape[1], block_tables, lengths, new_lengths)
+def store(cache: Pool, content: Mapping[str, jax.Array], place: Places) -> Pool:
+    """The pool with what `encode` made of tokens, and those counted that have no place."""
     arrays: dict[str, Any] = {
-        name: old.at[place.page, :, place.slot].set(content[name], mode="drop", unique_indices=True)
-        for name, old in page_arrays(cache).items()
+        name: getattr(cache, name)
+        .at[place.page, :, place.slot]
+        .set(new, mode="drop", unique_indices=True)
+        for name, new in content.items()
     }
     return dataclasses.replace(cache, lost=cache.lost + place.lost, **arrays)
