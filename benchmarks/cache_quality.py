@@ -226,6 +226,8 @@ def pages_sentence(name: str, result: Result) -> str:
 
 
 SHOWN = Shown(("cache_quality",), {"quality": quality_table, "page costs": pages_sentence})
+FORMATS = Shown(("format_quality",), {"format costs": quality_table})
+"""Of pages whose keys and values are stored unlike each other, and those that they are made of."""
 
 
 if __name__ == "__main__":

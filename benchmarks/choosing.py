@@ -22,9 +22,13 @@ NEEDED = (
     "fireq_ablation",
     "fireq_model",
     "flax",
+    "format_quality",
     "generate",
     "hopper",
+    "kv4",
+    "one_pass",
     "paged",
+    "paged_formats",
     "pooled",
     "pooled_training",
 )
@@ -109,6 +113,7 @@ _LONG = "decode/llama3-8b/b16-s32768/"
 _PROMPT = "prefill/llama3-8b/b2-s8192/"
 _CAUSAL = "prefill/llama3-8b/b2-s8192-causal/"
 _PAGES = "paged-decode/llama3-8b/b16-s32768/"
+_SCALED = "kv4-decode/llama3-8b/b16-s32768/"
 _MIXTURE = "mha-16/b1-s16384/mixture-0.156/mosaic_gpu"
 _PRODUCT = "matmul/k4096-n14336/"
 
@@ -259,6 +264,15 @@ def _caches(figures: Figures) -> list[list[str]]:
             f"{figures.cost('4bit')} bits per byte",
         ],
         [
+            "closer to the model's own numbers, keys above all",
+            '`cache="k8v4"`',
+            "`triton`, Ada and newer",
+            f"{figures.over_cudnn('kv4', f'{_SCALED}k8v4/triton')} cuDNN, "
+            f"{_smaller(figures, 'kv4', _SCALED, ('cudnn', 'k8v4/triton'))} smaller",
+            f"{figures.result('one_pass')['caches']['k8v4']['cost']:+.4f} bits per byte, within "
+            f"{figures.result('one_pass')['context']:,} bytes",
+        ],
+        [
             "memory is tighter still; H100 or H200",
             "`cache=tj.TurboConfig(num_low_bit_key_heads=4, num_low_bit_value_heads=4)`, half of "
             "your KV heads",
@@ -292,6 +306,15 @@ def _caches(figures: Figures) -> list[list[str]]:
             pages_cost("fp8_e4m3"),
         ],
         [
+            "the same, with three quarters of that memory",
+            '`kv_dtype="k8v4"`',
+            "`triton`, Ada and newer",
+            f"{figures.over_cudnn('paged_formats', f'{_PAGES}k8v4/triton')} cuDNN, "
+            f"{_smaller(figures, 'paged_formats', _PAGES, ('auto/triton', 'k8v4/triton'))} the "
+            "tokens",
+            f"{_format_cost(figures, 'paged_k8v4')} bits per byte",
+        ],
+        [
             "**exact numbers**; a model with windows, soft caps or heads wider than 128",
             '`cache="paged"`',
             '`triton`; `"exact"` would be XLA there',
@@ -308,6 +331,16 @@ def _caches(figures: Figures) -> list[list[str]]:
             "none",
         ],
     ]
+
+
+def _smaller(figures: Figures, prefix: str, place: str, names: tuple[str, str]) -> str:
+    """How many times the bytes that the second of two rows reads the first one does."""
+    large, small = (figures.row(prefix, f"{place}{name}")["bytes"] for name in names)
+    return tables.times(large / small)
+
+
+def _format_cost(figures: Figures, cache: str) -> str:
+    return f"{figures.result('format_quality')['caches'][cache]['cost']:+.4f}"
 
 
 def _prompts(figures: Figures) -> list[list[str]]:
@@ -404,7 +437,7 @@ def _weights(figures: Figures) -> list[list[str]]:
             '`cache="kv4"`: a scale for every token and head, no buffer; `tj.TurboConfig()` is '
             "faster",
             "`triton`, Ada and newer",
-            f"{figures.over('fireq', 'kv4-decode/llama3-8b/b16-s32768/kv4/triton', 'cudnn')} cuDNN",
+            f"{figures.over_cudnn('kv4', f'{_SCALED}kv4/triton')} cuDNN",
             "in the line above",
         ],
     ]

@@ -51,6 +51,12 @@ CASES = {
     "few inputs": ((64, 200, 300), "e4m3", "silu"),
     "a tile and one token": ((129, 200, 300), "e4m3", "gelu"),
     "two tiles and one token, gated": ((257, 75, 130), "e4m3", "swiglu"),
+    # As many outputs as one warpgroup has, and one group of inputs; with programs that share it.
+    "half a tile": ((3, 64, 96), "e4m3", None),
+    "half a tile, gated": ((5, 32, 64), "e4m3", "swiglu"),
+    "half a tile, bf16": ((40, 64, 128), "bf16", "silu"),
+    "half a tile, many tokens": ((300, 64, 300), "e4m3", None),
+    "half a tile, shared": ((7, 64, 4096), "e4m3", "gelu"),
 }
 
 

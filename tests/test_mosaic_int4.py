@@ -16,6 +16,7 @@ from kernel_helpers import lower_for_cuda
 from oracles import int4 as oracle
 
 import turbojax as tj
+from pallas_kernels.mosaic.hopper.matmul import int4 as int4_kernel
 from pallas_kernels.mosaic.products import int4 as int4_operand
 from turbojax import _device
 from turbojax.ops.int4_matmul import matmul, mosaic_gpu
@@ -131,6 +132,41 @@ def shared_bytes(launch, scale_bytes):
     else:
         buffers += [stages * 128 * 64, stages * 128 * scale_bytes, 128 * 16]
     return sum(-(-size // 1024) * 1024 for size in buffers) + 8 * (2 * stages + 9)
+
+
+@pytest.mark.parametrize(
+    ("shape", "gated", "columns"),
+    [
+        ((3, 64, 96), False, 128),
+        ((3, 64, 64), True, 64),
+        ((7, 64, 4096), False, 128),  # Float32 sums of programs that share a tile.
+        ((3, 72, 96), False, 128),
+        ((3, 130, 96), False, 192),
+    ],
+)
+def test_no_output_is_as_wide_as_one_warpgroups_part(shape, gated, columns, monkeypatch):
+    """Its rows would be copied as one run of bytes, the other warpgroup's part into the next row.
+
+    On an H200 all rows but the first of three were wrong.
+    """
+    asked = []
+
+    def kernel(codes, scales, tables, x, *rest, columns, settings):
+        asked.append(columns)
+        if settings.parts > 1:
+            return jnp.zeros((settings.parts, x.shape[0], columns), jnp.float32)
+        return jnp.zeros((x.shape[0], columns), jnp.bfloat16)
+
+    monkeypatch.setattr(int4_kernel, "int4_matmul", kernel)
+    tokens, weight = specification(*shape, gated=gated)
+    call = functools.partial(
+        mosaic_gpu._matmul.__wrapped__,  # Compiled for another test it would not ask again.
+        activation="swiglu" if gated else None,
+        launch=mosaic_gpu.default_launch(shape[0], weight),
+    )
+    result = jax.eval_shape(call, tokens, weight, None, None)
+    assert result.shape == (shape[0], weight.result_size)
+    assert asked == [columns]
 
 
 # Lowering -----------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ values. e4m3 keys as float16 are exact, and queries, over a power of two, keep 1
 bfloat16 and float16 have. Weights times values' scales are rounded to bfloat16. Softmax online,
 programs merged by log-sum-exp (`merge`).
 
-Versions, not measured yet; warp instructions for 64 tokens of a KV head, as Triton 3.6 compiles
+Versions; warp instructions for 64 tokens of a KV head, as Triton 3.6 compiles
 them for compute capability 9.0 (what issues at 1.5 a clock, as in `decode`, does 1,000 in 188 us):
   v1  two stages: 1,909 instructions, 255 registers. Keys come through shared memory and are
       unpacked as operands, but values are carried to the next step as bytes and packed again.
@@ -35,6 +35,19 @@ eight times the queries' sums taken off afterwards, would save 160.
 K8V4 in the form of v2, as Triton 3.8 compiles it (KV4: 1,505): 1,352 instructions, 168 registers,
 so 254 us of issue beside 274 us of memory. Tiles of 32 tokens: 1,452 for 64, 128 registers; of 128:
 1,309, 254 registers; two warps: 1,474; two stages: 1,728, 255 registers.
+H200 (a copy reaches 4.3 TB/s: floors of 129 and 192 us), jax 0.11.2, v2, the whole call, for tokens
+at a time, warps, and programs in all:
+                                  KV4: 16 x 32k   1 x 4k     K8V4: 16 x 32k   1 x 4k
+  cuDNN on dense bfloat16               465 us   11.1 us
+  64, 1, 1024, taken                    253       9.2               308       9.9
+  64, 1, 4096                           213       9.2               302       9.7
+  64, 2, 1024                           225       8.3               297       8.9
+  128, 2, 2048                          240       8.1               293       8.5
+  128, 4, 1024                          225       6.9               332       7.4
+  64, 4, 1024                           290       7.8               378       8.4
+1,024 programs of one warp are eight to a multiprocessor, too few to hide memory. Next: two warps or
+more programs, and a merge that many parts do not slow down (25 of 45 us at 1 x 32k, 128 parts).
+The line that is taken is in `kv4_2026-11-23.json`, all in `format_launches_2026-11-23.json`.
 Head dim 80 with a cap, counted too: 3,413 instructions (K8V4: 3,992), 255 registers and some of
 them spilled, while padded channels had addresses of others; 1,925 (1,782) and 168 with a mask.
 Not good yet: 64 query rows, where the one warp (two for 256) spills: 6,301 instructions for 64

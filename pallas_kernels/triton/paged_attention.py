@@ -56,7 +56,25 @@ time, and warps:
   and four warps 0.89 ms, 155 TFLOP/s, and 1.51 ms of 4 bits.
 These and more rows are in `benchmarks/results/paged_versions_2026-11-21.json`.
 
-Counted, not timed: warp instructions for 64 tokens at head dim 128 with v2's launch, as Triton 3.8
+Formats, H200 (a copy reaches 4.3 TB/s), jax 0.11.2, the whole call; in brackets the floor:
+                                      16 x 32k   1 x 4k
+  cuDNN on dense bfloat16               473 us   11.2 us
+  bfloat16                              610 (500)  21.1
+  fp8, 512, 64, 1                       330 (250)  33.3
+  turbo4, 512, 64, 1                    300 (129)  36.2
+  k8v4, 512, 64, 1, taken               291 (189)  32.9
+        1024, 64, 1                     278      54.3   parts are too long where there are few
+        256, 64, 1                      310      22.2
+        512, 32, 1                      300      43.7
+        512, 64, 2; 128, 2; 128, 4      424, 373, 533; 30.0, 25.9, 23.5
+  codes of 4 bits, values of 2, taken   264 (98) 33.8
+        1024, 64, 1                     251      55.1
+So k8v4 is at 65 % of the floor's speed, as the target says (68 %), and codes alone at a third of
+it. With parts of 256 tokens for short tables and of 1,024 for long ones both ends would gain, but a
+row's bits would then depend on the table. These are in `paged_formats_2026-11-23.json`, those not
+taken in `format_launches_2026-11-23.json`.
+
+Counted: warp instructions for 64 tokens at head dim 128 with v2's launch, as Triton 3.8
 compiles them for compute capability 9.0, all with 255 registers and none spilled (at the speed of
 4 bits in v2 1,000 of them take about 190 us of 16 x 32k):
       turbo4 1,579, fp8 1,151           as before there were other formats, to the byte

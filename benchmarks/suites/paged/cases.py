@@ -35,7 +35,12 @@ Kinds = Iterable[tuple[str, str]]
 
 
 def decode(
-    problem: Problem, kinds: Kinds, *, operation: str = paged_tables.DECODE, others: bool = True
+    problem: Problem,
+    kinds: Kinds,
+    *,
+    operation: str = paged_tables.DECODE,
+    others: bool = True,
+    with_jax: bool = True,
 ) -> Group:
     """Attention over pages: ours of these kinds.
 
@@ -44,6 +49,7 @@ def decode(
       kinds: our rows.
       operation: whose rows they are.
       others: also what one would run instead: cuDNN on dense bfloat16, and jax's own kernel.
+      with_jax: of others, jax's kernel too.
     """
     cases = []
     if others:
@@ -51,7 +57,7 @@ def decode(
         if not problem.ragged:
             full = functools.partial(_cudnn, problem, masked=False)
             cases.append(Case("cudnn-full", None, "cudnn", full))
-        if problem.queries == 1:
+        if with_jax and problem.queries == 1:
             cases.append(Case("jax", None, "jax", functools.partial(_jax, problem, block=None)))
             blocks = functools.partial(_jax, problem, block=_JAX_BLOCK)
             cases.append(Case(f"jax-{_JAX_BLOCK}", None, "jax", blocks))

@@ -2,7 +2,11 @@
 
 Against cuDNN on dense bfloat16, jax's own paged kernel, our bfloat16 pages and our fp8 pages. The
 whole public call is timed, with its checks and the rotations of queries and outputs.
+
+Two suites: ``paged``, and ``paged_formats`` with keys and values that are stored unlike each other.
 """
+
+from typing import Any
 
 from benchmarks.measuring import calls
 from benchmarks.measuring.calls import Group
@@ -20,18 +24,17 @@ _DECODE = (
     ("fp8_e4m3", TRITON),
     ("turbo4", TRITON),
     ("fp8_e5m2", MOSAIC),
-    ("k8v4", TRITON),
-    ("turbo_k4v2", TRITON),
 )
-_APPEND = ("auto", "fp8_e4m3", "turbo4", "k8v4")
+_FORMATS = (*_DECODE[:-1], ("k8v4", TRITON), ("turbo_k4v2", TRITON))
+_APPEND = ("auto", "fp8_e4m3", "turbo4")
+_PLACES = ((64, 4096), (1, 32768), (1, 4096), (1, 1024))
 
 
 def _groups() -> list[Group]:
     """What matters most first: a run may be stopped by the clock."""
     model = "llama3-8b"
     largest = Shape(model, 16, 32768)
-    places = ((64, 4096), (1, 32768), (1, 4096), (1, 1024))
-    shapes = (largest, *(Shape(model, *place) for place in places))
+    shapes = (largest, *(Shape(model, *place) for place in _PLACES))
     groups = [paged_cases.decode(Problem(shape), _DECODE) for shape in shapes]
     groups.append(paged_cases.decode(Problem(largest, ragged=True), _DECODE[:3]))
     for kv_dtype in ("turbo4", "fp8_e4m3"):
@@ -45,11 +48,20 @@ def _groups() -> list[Group]:
     return groups
 
 
+def _format_groups() -> list[Group]:
+    model, kinds = "llama3-8b", (*_APPEND, "k8v4")
+    shapes = [Shape(model, *place) for place in ((16, 32768), *_PLACES)]
+    groups = [paged_cases.decode(Problem(shape), _FORMATS, with_jax=False) for shape in shapes]
+    groups.append(paged_cases.append(Shape(model, 64, 4096), 1, kinds))
+    groups.append(paged_cases.append(Shape(model, 4, 32768), 4096, kinds))
+    return groups
+
+
 def _quick_groups() -> list[Group]:
     """Tiny shapes: whether everything runs, and nothing about speed."""
     shape = Shape("tiny", 2, 192)
     kinds = tuple((kv_dtype, "xla") for kv_dtype in ("turbo4", "auto", "fp8_e4m3", "fp8_e5m2"))
-    kernels = (("turbo4", TRITON), ("turbo4", MOSAIC), ("k8v4", "xla"), ("turbo_k4v2", "xla"))
+    kernels = (("turbo4", TRITON), ("turbo4", MOSAIC))
     chunk = Problem(shape, queries=4)
     return [
         paged_cases.decode(Problem(shape), kinds + kernels),
@@ -61,14 +73,33 @@ def _quick_groups() -> list[Group]:
     ]
 
 
+def _quick_format_groups() -> list[Group]:
+    shape, kinds = Shape("tiny", 2, 192), ("auto", "fp8_e4m3", "k8v4", "turbo_k4v2")
+    chosen = [(kv_dtype, "xla") for kv_dtype in kinds]
+    return [
+        paged_cases.decode(Problem(shape), chosen, with_jax=False),
+        paged_cases.append(shape, 1, kinds[:3]),
+    ]
+
+
+_COMMON: dict[str, Any] = {
+    "run": calls.run,
+    "with_ratios": over_baselines(paged_tables.BASELINES),
+    "one_line": paged_tables.one_line,
+    "formats": ("bf16",),
+}
 SUITE = Suite(
     name="paged",
     groups=_groups,
     quick_groups=_quick_groups,
-    run=calls.run,
-    with_ratios=over_baselines(paged_tables.BASELINES),
-    one_line=paged_tables.one_line,
-    formats=("bf16",),
     tables=paged_tables.TABLES,
     plots=paged_tables.PLOTS,
+    **_COMMON,
+)
+FORMATS = Suite(
+    name="paged_formats",
+    groups=_format_groups,
+    quick_groups=_quick_format_groups,
+    tables=paged_tables.FORMATS,
+    **_COMMON,
 )

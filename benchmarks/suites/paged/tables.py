@@ -70,6 +70,8 @@ def method(row: Row) -> str:
 
 
 def _kernel(row: Row) -> str:
+    if row["operation"] == APPEND and row["family"] != "dense":
+        return "default"
     others = {"cudnn": "cuDNN", "jax": "Pallas"}
     return row["implementation"] or others.get(row["family"], "XLA")
 
@@ -104,6 +106,13 @@ def page_section(name: str, result: Result, operation: str) -> str:
     picture = tables.picture(*PLOT) if operation == DECODE else ""
     text = tables.ceilings_sentence(result, tables.COPY_AND_PRODUCT)
     return f"{picture}{operation_table(result, operation)}\n\n{text}{tables.source(name, result)}"
+
+
+def formats_section(name: str, result: Result) -> str:
+    """Decoding, then writing, through each format."""
+    parts = [operation_table(result, operation) for operation in (DECODE, APPEND)]
+    text = tables.ceilings_sentence(result, tables.COPY_AND_PRODUCT)
+    return "\n\n".join([*parts, f"{text}{tables.source(name, result)}"])
 
 
 PLOT = ("paged_speed.png", "Attention over pages: speed over cuDNN by shape and kind of pages")
@@ -189,4 +198,6 @@ TABLES: Mapping[str, Callable[[str, Result], str]] = {
     "paged chunk": functools.partial(page_section, operation=CHUNK),
     "paged append": functools.partial(page_section, operation=APPEND),
 }
+FORMATS: Mapping[str, Callable[[str, Result], str]] = {"paged formats": formats_section}
+"""What the docs show of the suite `paged_formats`, and above of `paged`."""
 PLOTS: Mapping[str, Callable[[Result], "Figure"]] = {PLOT[0]: speed_plot}

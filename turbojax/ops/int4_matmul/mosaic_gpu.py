@@ -128,7 +128,6 @@ def _matmul(
 
     rows, width = tokens.codes.shape[0], weight.result_size
     size = rows if rows <= _COPY else -(-rows // _COPY) * _COPY
-    columns = weight.codes.shape[0] // (2 if weight.gated else 1)
     is_shared = launch.parts > 1
     epilogue = int4_matmul.Epilogue(
         activation=None if is_shared else activation,
@@ -151,8 +150,9 @@ def _matmul(
     scale = _padded(tokens.scale, (-(-size // _COPY) * _COPY,))
     vectors = (x, scale, weight.output_scale)
     tables = None if weight.scales.dtype == jnp.bfloat16 else jnp.asarray(_tables())
+    stored = weight.codes.shape[0]
+    columns = _columns(stored if is_shared or not weight.gated else stored // 2, settings.width)
     if is_shared:
-        columns = weight.codes.shape[0]
         rest: tuple[Any, Any] = (None, None)
     else:
         rest = (bias, None if residual is None else _padded(residual, (size, columns)))
@@ -167,9 +167,18 @@ def _matmul(
     )
     if not is_shared:
         return out[:rows, :width]
-    sums = jnp.sum(out, axis=0)[:rows]
+    sums = jnp.sum(out, axis=0)[:rows, :stored]
     out = reference.epilogue(sums, tokens.scale, weight, bias, residual, activation=activation)
     return out.astype(tokens.dtype)
+
+
+def _columns(results: int, width: int) -> int:
+    """Columns of the kernel's output for this many results, `width` of them a warpgroup's.
+
+    Never a warpgroup's alone: Mosaic copies rows between which nothing lies as one run of bytes, in
+    which the other warpgroup's columns, past the last, would be those of the next row.
+    """
+    return max(results, 2 * width)
 
 
 def _padded(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
