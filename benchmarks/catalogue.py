@@ -2,9 +2,11 @@
 
 from benchmarks import cache_quality, demo, pooled_training, throughput
 from benchmarks.device import first_calls
+from benchmarks.suite import Shown
 from benchmarks.suites import engine
 from benchmarks.suites.attention import suite as attention
 from benchmarks.suites.families import suite as families
+from benchmarks.suites.families import tables as families_tables
 from benchmarks.suites.fireq import suite as fireq
 from benchmarks.suites.flax import suite as flax
 from benchmarks.suites.loading import suite as loading
@@ -37,4 +39,5 @@ SHOWN = (
     throughput.SHOWN,
     pooled_training.SHOWN,
     first_calls.SHOWN,
+    Shown(("families_h200",), {"families h200": families_tables.families_summary}),
 )

@@ -440,7 +440,9 @@ def test_formats_differ_as_the_docs_say():
             kv_dtype: us[f"paged-decode/llama3-8b/{place}/{kv_dtype}/triton"]
             for kv_dtype in ("k8v4", "fp8_e4m3", "turbo4")
         }
-        assert of["k8v4"] == min(of.values())
+        assert of["k8v4"] < (0.98 if place[:3] in ("b16", "b64") else 1.03) * min(
+            of["fp8_e4m3"], of["turbo4"]
+        )
     largest = "paged-decode/llama3-8b/b16-s32768"
     for kv_dtype in ("fp8_e4m3", "turbo4"):
         assert us[f"{largest}/{kv_dtype}/mosaic_gpu"] < us[f"{largest}/k8v4/triton"]

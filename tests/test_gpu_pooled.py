@@ -263,6 +263,21 @@ def test_cotangents_of_what_sees_nothing_are_not_looked_at(implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("tokens", [100, 300])
+def test_nan_of_a_head_stays_in_its_key_head(implementation, tokens):
+    """Also where the last block of queries goes on past the padded rows."""
+    case = Case(tokens, 130, heads=4, kv_heads=2, block_q=256, block_kv=64)
+    arrays = list(operands(case, jnp.bfloat16, 64))
+    need(implementation, arrays[0], case)
+    want = run(implementation, case, *arrays)
+    arrays[0] = arrays[0].at[:, :, 2].set(jnp.nan)
+    got = run(implementation, case, *arrays)
+    for x, y in zip(got[-2:], want[-2:], strict=True):
+        np.testing.assert_array_equal(*(z[:, :, 0].astype(jnp.float32) for z in (x, y)))
+        assert np.isnan(x[:, :, 1].astype(jnp.float32)).any()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("position", [1, 2])
 def test_nan_in_skipped_blocks_has_no_gradient(implementation, position):
     """Also where its tile holds other blocks, to which queries attend."""

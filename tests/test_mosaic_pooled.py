@@ -4,6 +4,8 @@ What it computes is checked on a GPU, in `test_gpu_pooled.py`, and with products
 Pallas' interpreter, in `test_mosaic_interpreted.py`.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -11,7 +13,7 @@ from kernel_helpers import lower_for_cuda
 
 import turbojax as tj
 from turbojax import _device
-from turbojax.ops.pooled_attention import api, mosaic_gpu
+from turbojax.ops.pooled_attention import api, mosaic_gpu, operands
 from turbojax.ops.pooled_attention.static import PooledOptions
 
 
@@ -74,6 +76,28 @@ def test_is_the_first_choice_on_hopper():
         assert registry.select(None, **arguments).name == "mosaic_gpu"
         wide = {**arguments, "query": jax.ShapeDtypeStruct((2, 1000, 4, 128), jnp.float32)}
         assert registry.select(None, **wide).name == "triton"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "block_q", "rows"),
+    [(100, 256, 256), (300, 256, 512), (300, 128, 384), (5, 128, 128)],
+)
+def test_rows_of_the_gradient_fill_whole_blocks(tokens, block_q, rows, monkeypatch):
+    """Keys' programs copy whole blocks of rows: beyond the end they would get the next head's."""
+    asked, make = [], operands.gradient_rows
+
+    def recorded(*arrays):
+        asked.append(arrays[-1])
+        return make(*arrays)
+
+    monkeypatch.setattr(operands, "gradient_rows", recorded)
+    query, key, value, levels = shapes(tokens=tokens, block_q=block_q)
+    residual = jax.ShapeDtypeStruct(query.shape[:3], jnp.float32)
+    static = PooledOptions(False, scale=0.1, block_q=block_q, block_kv=128)
+    call = functools.partial(mosaic_gpu.gradient.__wrapped__, options=static)
+    arrays = (query, key, value, levels, None, None, query, residual, query, residual)
+    jax.eval_shape(call, *arrays)
+    assert asked == [rows]
 
 
 @pytest.mark.quick(1)

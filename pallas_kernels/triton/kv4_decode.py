@@ -45,9 +45,11 @@ at a time, warps, and programs in all:
   128, 2, 2048                          240       8.1               293       8.5
   128, 4, 1024                          225       6.9               332       7.4
   64, 4, 1024                           290       7.8               378       8.4
-1,024 programs of one warp are eight to a multiprocessor, too few to hide memory. Next: two warps or
-more programs, and a merge that many parts do not slow down (25 of 45 us at 1 x 32k, 128 parts).
-The line that is taken is in `kv4_2026-11-23.json`, all in `format_launches_2026-11-23.json`.
+So KV4 is at 51 % of the floor's speed and K8V4 at 62 %: both miss their targets. 1,024 programs of
+one warp are eight to a multiprocessor, too few for KV4 to hide memory; K8V4 gains little by more.
+Next: two warps, and a merge that many parts do not slow down (25 of 45 us at 1 x 32k, 128 parts).
+The line that is taken is in `kv4_2026-11-23.json`, the others in `format_launches_2026-11-23.json`,
+where that one, run again, took 249, 9.1, 312 and 9.8 us.
 Head dim 80 with a cap, counted too: 3,413 instructions (K8V4: 3,992), 255 registers and some of
 them spilled, while padded channels had addresses of others; 1,925 (1,782) and 168 with a mask.
 Not good yet: 64 query rows, where the one warp (two for 256) spills: 6,301 instructions for 64

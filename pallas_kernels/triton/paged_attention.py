@@ -69,10 +69,10 @@ Formats, H200 (a copy reaches 4.3 TB/s), jax 0.11.2, the whole call; in brackets
         512, 64, 2; 128, 2; 128, 4      424, 373, 533; 30.0, 25.9, 23.5
   codes of 4 bits, values of 2, taken   264 (98) 33.8
         1024, 64, 1                     251      55.1
-So k8v4 is at 65 % of the floor's speed, as the target says (68 %), and codes alone at a third of
-it. With parts of 256 tokens for short tables and of 1,024 for long ones both ends would gain, but a
-row's bits would then depend on the table. These are in `paged_formats_2026-11-23.json`, those not
-taken in `format_launches_2026-11-23.json`.
+So k8v4 is at 65 % of the floor's speed (target: 68 %), and codes alone at 43 and 37 % (target:
+half): all miss, k8v4 narrowly. With parts of 256 tokens for short tables and of 1,024 for long ones
+both ends would gain, but a row's bits would then depend on the table. These are in
+`paged_formats_2026-11-23.json`, those not taken in `format_launches_2026-11-23.json`.
 
 Counted: warp instructions for 64 tokens at head dim 128 with v2's launch, as Triton 3.8
 compiles them for compute capability 9.0, all with 255 registers and none spilled (at the speed of

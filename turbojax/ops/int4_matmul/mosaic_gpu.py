@@ -175,8 +175,8 @@ def _matmul(
 def _columns(results: int, width: int) -> int:
     """Columns of the kernel's output for this many results, `width` of them a warpgroup's.
 
-    Never a warpgroup's alone: Mosaic copies rows between which nothing lies as one run of bytes, in
-    which the other warpgroup's columns, past the last, would be those of the next row.
+    Never one warpgroup's alone: Mosaic copies rows between which nothing lies as one run of bytes,
+    in which the other warpgroup's columns, past the last, would be those of the next row.
     """
     return max(results, 2 * width)
 

@@ -167,9 +167,9 @@ def gradient(
     # The kernels load padding, too, and weight it with 0, which does not remove a NaN.
     query = operands.without_padding(query, query_length)
     x = _operands(query, key, value, query_length, key_length, options)
-    d_out, lse, delta = operands.gradient_rows(
-        out, residual, d_out, d_residual, -(-sizes[0] // _TILE) * _TILE
-    )
+    # Whole blocks: what would be copied from beyond the end is the next head's.
+    rows = -(-sizes[0] // options.block_q) * options.block_q
+    d_out, lse, delta = operands.gradient_rows(out, residual, d_out, d_residual, rows)
     queries = (x.query, _padded(d_out), lse, delta)
     found = lists.by_query(levels, *sizes, query_length, key_length, options)
     settings = _settings(options, launch.query_gradient)

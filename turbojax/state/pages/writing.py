@@ -1,6 +1,7 @@
 """What new tokens become in each array of a `PagedCache`, and where they go."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -38,6 +39,7 @@ def append(
     return store(cache, content, place), content
 
 
+@functools.partial(jax.jit, static_argnames="tokens")
 def find_places(
     cache: Pool,
     tokens: int,

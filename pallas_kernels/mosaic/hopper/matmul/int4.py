@@ -202,7 +202,8 @@ def int4_matmul(
       output_scales: float32 ``[N']``.
       bias: float32 ``[N']``.
       residual: ``[M, columns]`` in the output's dtype.
-      columns: of the output: `N`, or half of it for gated weights; a multiple of 8.
+      columns: of the output: at least `N`, or half of it for gated weights, and those of one tile
+        (see `program.launch`); a multiple of 8.
       settings: what is static.
 
     Returns:

@@ -320,7 +320,14 @@ def run_program(
 
 
 def launch(kernel: Any, name: str, tokens: int, rows: int, columns: int, s: Settings) -> Any:
-    """The call of a kernel ``kernel(*refs, tiles=)``, given the tokens, weight rows and outputs."""
+    """The call of a kernel ``kernel(*refs, tiles=)``, given the tokens, weight rows and outputs.
+
+    Raises:
+      ValueError: if there are fewer outputs than a tile has. Rows of one warpgroup's outputs alone
+        would be copied as one run of bytes, the other warpgroup's into the rows that follow.
+    """
+    if columns < s.columns:
+        raise ValueError(f"{columns=} must be at least {s.columns}, those of a tile")
     tiles = (pl.cdiv(tokens, s.tokens), pl.cdiv(rows, TILE))
     shape, dtype = (tokens, columns), jnp.dtype(s.epilogue.dtype)
     out = jax.ShapeDtypeStruct(shape, dtype)

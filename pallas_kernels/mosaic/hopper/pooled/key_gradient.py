@@ -345,7 +345,8 @@ def key_gradient(
     Args:
       q: ``[B, T, N, H]``, as in `pooled_forward.attention`.
       d_out: ``[B, T, N, H]``, q's dtype.
-      lse: as in `pooled_query_gradient.query_gradient`.
+      lse: as in `query_gradient.query_gradient`, `T` rounded up to whole query blocks: a copy from
+        beyond the end would take what is the next head's.
       delta: the same.
       keys: as in `pooled_forward.attention`.
       values: the same.
@@ -360,6 +361,11 @@ def key_gradient(
       of keys and of values, for each level float32 ``[B, K, G, H]``, `G` rounded up to 128.
     """
     batch, head_dim, kv_heads = q.shape[0], q.shape[3], keys[0].shape[2]
+    if lse.shape[2] % settings.block_q or delta.shape != lse.shape:
+        raise ValueError(
+            f"{lse.shape=} and {delta.shape=} must be the same, with whole blocks of "
+            f"{settings.block_q} queries"
+        )
     # Keys are padded by less than a tile, so that this is the number of tiles without padding too.
     counted = tuple(pl.cdiv(keys[0].shape[1], TILE * level) for level in tiles.LEVELS)
     plan = _Plan(batch, q.shape[2], kv_heads, counted, settings)

@@ -196,7 +196,7 @@ def query_gradient(
     Args:
       q: as in `pooled_forward.attention`.
       d_out: ``[B, T, N, H]``, q's dtype.
-      lse: float32 ``[B, N, Tp]``, `T` rounded up to 128: the log-sum-exp in powers of two;
+      lse: float32 ``[B, N, Tp]``, `T` rounded up to 128 or more: the log-sum-exp in powers of two;
         ``inf`` for rows that do not exist or saw nothing, in which `d_out` is 0.
       delta: float32 ``[B, N, Tp]``: ``rowsum(d_out * out)`` less the residual's cotangent.
       keys: as in `pooled_forward.attention`.
