@@ -10,7 +10,11 @@ A program takes one token and holds all of it in registers, as chunks of a power
 once, and little is masked at its end. Chunks are combined element by element before they are
 reduced, so that a token has three reductions, whatever its size.
 
-Not measured yet.
+H100, jax 0.11.2, tokens of 4096 channels (`fireq_2026-11-21.json`; the floor of 16,384 is 67 us):
+                            16 tokens          16,384 tokens
+                         plain     norm       plain     norm
+  XLA                      3.9      5.6         136      234
+  this kernel              1.6      2.0          69       81
 """
 
 import functools
