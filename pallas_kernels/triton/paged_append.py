@@ -24,7 +24,8 @@ Versions, H100, jax 0.11.2, device time of the kernel; beside it XLA counts what
   XLA, all kernels                          27.5 us                   3,423 us
   v1  rows, pieces and warps as taken        2.8        5.2 us          114
       other rows, pieces and warps           2.7-2.8    5.2-5.3         113-114
-k8v4, H200, the whole call, keys by XLA (`format_launches_2026-11-23.json` has the first row):
+k8v4, H200, the whole call, keys by XLA (the first row is in `format_launches_2026-11-23.json`, the
+others in `paged_formats_2026-11-23.json`):
   XLA alone                                 16.7                        321
   v2  sides with codes, each by its codec    7.1                         92
       both sides in 4 bits, as v1            5.2                        116
