@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import functools
+import gc
 import json
 import time
 
@@ -377,10 +378,14 @@ def test_host_memory():
     if before is None:  # a system without /proc
         assert loading_worker.HostMemory().peak is None
         return
+    gc.collect()  # What is freed later would hide the block.
     memory = loading_worker.HostMemory()
     with memory:
         block = np.ones(1 << 26, np.uint8)
-        time.sleep(10 * loading_worker._SAMPLED_SECONDS)
+        # On a busy machine the sampling thread may have to wait for its turn.
+        end = time.monotonic() + 20
+        while memory.peak < 0.9 * block.size and time.monotonic() < end:
+            time.sleep(loading_worker._SAMPLED_SECONDS)
         del block
     assert 0.9 < memory.peak / (1 << 26) < 2
 
