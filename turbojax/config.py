@@ -7,6 +7,7 @@ from turbojax._checks import check_integer
 from turbojax.sas import SAS
 
 Mode = Literal["int8", "int8_fp8", "fp8", "float"]
+Gradient = Literal["float", "int8"]
 PriorityMethod = Literal["gap_std", "entropy", "min_max", "variation"]
 
 SUPPORTED_BITS = (2, 3, 4)
@@ -34,6 +35,8 @@ class TurboConfig:
       mode: the operands of the two matrix products: ``"int8"`` (Q, K, P, V int8),
         ``"int8_fp8"`` (Q, K int8; P, V e4m3), ``"fp8"`` (all e4m3), ``"float"`` (not rounded).
       head_priority: how heads are ranked, see `head_priority`.
+      gradient: the operands of the product of the outputs' gradients with the values, in the
+        backward pass: ``"float"`` (not rounded) or ``"int8"``.
 
     Raises:
       TypeError: if a number is not an integer.
@@ -51,6 +54,7 @@ class TurboConfig:
     softmax: SAS | Literal["exact"] = SAS()
     mode: Mode = "int8"
     head_priority: PriorityMethod = "gap_std"
+    gradient: Gradient = "float"
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -73,5 +77,7 @@ class TurboConfig:
             raise ValueError(f"{self.softmax=} must be a SAS or 'exact'")
         if self.mode not in get_args(Mode):
             raise ValueError(f"{self.mode=} must be one of {get_args(Mode)}")
+        if self.gradient not in get_args(Gradient):
+            raise ValueError(f"{self.gradient=} must be one of {get_args(Gradient)}")
         if self.head_priority not in get_args(PriorityMethod):
             raise ValueError(f"{self.head_priority=} must be one of {get_args(PriorityMethod)}")

@@ -121,7 +121,7 @@ def _sas(y: Float, e: Exponential, gain: float) -> Float:
     return below.where(lane.number(0.0), value * power)
 
 
-def _capped(x: Float, cap: float) -> Float:
+def capped(x: Float, cap: float) -> Float:
     """``cap * tanh(x / cap)``; the power is at most 1, so that nothing overflows."""
     magnitude = lane.absolute(x)
     t = lane.exp2(magnitude * (-2 * LOG2_E / cap))
@@ -272,7 +272,7 @@ def _seen_scores(
     x = [v * c for v in x]
     if policy.soft_cap is not None:
         unit = lane.number(policy.exponential.unit)
-        x = [_capped(v, policy.soft_cap) * unit for v in x]
+        x = [capped(v, policy.soft_cap) * unit for v in x]
     if limits is None:
         return x
     [query], [length] = (fragments.scalars(v) for v in limits)
@@ -352,7 +352,7 @@ def _row(
         x = [v * c for v in x]
         if policy.soft_cap is not None:
             unit = lane.number(policy.exponential.unit)
-            x = [_capped(v, policy.soft_cap) * unit for v in x]
+            x = [capped(v, policy.soft_cap) * unit for v in x]
         if masks is not None:
             x = [k.where(v, infinite) for k, v in zip(masks, x, strict=True)]
         top = lane.among_four(lane.tree(x, Float.maximum), Float.maximum)

@@ -13,6 +13,7 @@ import jax.experimental.mosaic.gpu as mgpu
 import numpy as np
 from jaxlib.mlir.dialects import vector
 
+from pallas_kernels.mosaic.lane import half
 from pallas_kernels.mosaic.lane.instructions import special
 from pallas_kernels.mosaic.lane.numbers import Float, Int, f32, i32, ir
 
@@ -86,6 +87,15 @@ def of_registers(values: Sequence[Any], is_int: bool) -> Any:
 def carrier(words: Sequence[Int]) -> Any:
     """Words of a lane as an int32 array ``[64, 2 * n]``, which loops carry as they are."""
     return of_registers([x.value for x in words], is_int=True)
+
+
+def half_words(rows: Sequence[Sequence[Float]], dtype: str) -> list[Int]:
+    """Rows as `by_row` gives them, as the words of a 16-bit register operand; see `carrier`."""
+    words = []
+    for i in range(0, len(rows[0]), 4):
+        for begin in (i, i + 2):
+            words += [half.pack(*row[begin : begin + 2], dtype) for row in rows]
+    return words
 
 
 def row_array(pair: Sequence[Float]) -> Any:

@@ -1,8 +1,9 @@
 # mypy: disable-error-code="call-arg, arg-type"
-"""Products of 8-bit operands on a warpgroup's matrix unit.
+"""Products on a warpgroup's matrix unit.
 
 Pallas's own start from an accumulator of zeros, which takes as many instructions as it has
-registers. These ignore what the accumulator held.
+registers, and are waited for where their result is read. These ignore what the accumulator held,
+and run until a wait.
 """
 
 from typing import Any
@@ -30,21 +31,22 @@ def _steps(ref: Value, swizzle: int, group: tuple[int, int], *, is_left: bool) -
     """Descriptors of the operand's parts, one for each instruction.
 
     Args:
-      ref: tiled shared memory, ``[m / 8, k / swizzle, 8, swizzle]`` or, on the right,
-        ``[k / swizzle, n / 8, swizzle, 8]``.
+      ref: tiled shared memory: ``[m / 8, k / w, 8, w]``, on the right ``[k / w, n / 8, w, 8]`` or
+        ``[k / 8, n / w, 8, w]``, where `w` are the numbers in `swizzle` bytes.
       swizzle: bytes of a tile's row.
       group: rows and depth, on the right depth and columns, of the parts that one descriptor's
         strides reach.
       is_left: which operand.
     """
-    large = (_ROWS, swizzle) if is_left else (swizzle, swizzle)
-    (base, strides), (_, group_stride), fastest = mma_utils.create_descriptor(
+    depth = group[1 if is_left else 0]
+    large = (_ROWS, depth) if is_left else (depth, depth)
+    (base, strides), (_, group_stride), _ = mma_utils.create_descriptor(
         ref, swizzle=swizzle, large_tile=large, group_size=group, logical_k_major=not is_left
     )
-    assert fastest == mma_utils.Dim.K, "8-bit operands cannot be transposed"
-    groups = ir.MemRefType(ref.type).shape[1 if is_left else 0]
+    shape = ir.MemRefType(ref.type).shape
+    size = shape[1] * shape[3] if is_left else shape[0] * shape[2]
     steps = []
-    for i in range(groups):
+    for i in range(size // depth):
         for j in range(swizzle // _DEPTH):
             offset = mma_utils.encode_addr(i * group_stride + j * strides[1][0])
             distance = arith.ConstantOp(_i64(), ir.IntegerAttr.get(_i64(), offset))
@@ -52,45 +54,63 @@ def _steps(ref: Value, swizzle: int, group: tuple[int, int], *, is_left: bool) -
     return steps
 
 
-def _name(element: ir.Type) -> str:
-    return "e4m3" if isinstance(element, ir.Float8E4M3FNType) else "s8"
+_NAMES = {
+    "i8": ("s32.s8.s8", 32),
+    "f8E4M3FN": ("f32.e4m3.e4m3", 32),
+    "bf16": ("f32.bf16.bf16", 16),
+    "f16": ("f32.f16.f16", 16),
+}
 
 
 def start(
-    a: Any, b: Value, *, swizzle: int, a_swizzle: int | None = None, total: Any | None = None
+    a: Any,
+    b: Value,
+    *,
+    swizzle: int,
+    a_swizzle: int | None = None,
+    total: Any | None = None,
+    rows_are_depth: bool = False,
 ) -> Any:
     """Starts ``a @ b`` as one group of asynchronous products.
 
     Args:
       a: the left operand ``[64, k]``, in registers (layout `WGMMA_8BIT`, or its words, see
-        `int4.load`) or in tiled shared memory.
+        `int4.load` and `fragments.half_words`) or in tiled shared memory.
       b: the right one, tiled shared memory of ``[n, k]``.
       swizzle: bytes of a row of a tile of `b`.
       a_swizzle: the same of `a`, if that is in memory.
       total: added to, if given: what such a call returned.
+      rows_are_depth: whether the memory of `b` is ``[k, n]`` instead; numbers of 16 bits alone.
 
     Returns:
       int32 or float32 ``[64, n]``, not to be touched before a wait for the group.
     """
-    b = mgpu.memref_transpose(b, (1, 0, 3, 2))
-    _, tiles, _, eight = ir.MemRefType(b.type).shape
-    n = tiles * eight
-    element = ir.MemRefType(b.type).element_type
-    is_int = isinstance(element, ir.IntegerType)
-    right = _steps(b, swizzle, (swizzle, n), is_left=False)
+    if not rows_are_depth:
+        b = mgpu.memref_transpose(b, (1, 0, 3, 2))
+    kind = ir.MemRefType(b.type)
+    _, tiles, _, wide = kind.shape
+    n = tiles * wide
+    element = str(kind.element_type)
+    name, depth = _NAMES[element]
+    is_int, is_half = element == "i8", depth == 16
+    assert is_half or not rows_are_depth, "8-bit operands cannot be transposed"
+    part = swizzle * depth // _DEPTH
+    right = _steps(b, swizzle, (part, n), is_left=False)
     if a_swizzle is None:
         words = fragments.operand_words(a)
         left = [words[i : i + 4] for i in range(0, len(words), 4)]
     else:
-        left = [[x] for x in _steps(a, a_swizzle, (_ROWS, a_swizzle), is_left=True)]
+        part = a_swizzle * depth // _DEPTH
+        left = [[x] for x in _steps(a, a_swizzle, (_ROWS, part), is_left=True)]
     count, size = n // 2, len(left[0])
     inputs = [x for pair in zip(left, right, strict=True) for x in (*pair[0], pair[1])]
     accumulator = "{" + ",".join(f"${i}" for i in range(count)) + "}"
     inputs += (
         [] if total is None else [x for p in total.registers.flat for x in fragments.elements(p)]
     )
-    kinds = "s32.s8.s8" if is_int else f"f32.{_name(element)}.{_name(element)}"
-    scales = "" if is_int else ", 1, 1"
+    flags = "" if is_int else ", 1, 1"
+    if is_half:
+        flags += f", {int(rows_are_depth)}" if size > 1 else f", 0, {int(rows_are_depth)}"
     lines, at = ["{.reg .pred no, yes; setp.ne.b32 no, 0, 0; setp.ne.b32 yes, 1, 0;"], count
     lines.append("wgmma.fence.sync.aligned;")
     for i in range(len(left)):
@@ -98,21 +118,21 @@ def start(
         at += size + 1
         source = "{" + ",".join(names[:-1]) + "}" if size > 1 else names[0]
         lines.append(
-            f"wgmma.mma_async.sync.aligned.m64n{n}k32.{kinds} {accumulator}, {source}, {names[-1]},"
-            f" {'no' if i == 0 and total is None else 'yes'}{scales};"
+            f"wgmma.mma_async.sync.aligned.m64n{n}k{depth}.{name} {accumulator}, {source},"
+            f" {names[-1]}, {'no' if i == 0 and total is None else 'yes'}{flags};"
         )
     lines.append("wgmma.commit_group.sync.aligned;}")
-    kind = ir.IntegerType.get_signless(32) if is_int else ir.F32Type.get()
+    scalar = ir.IntegerType.get_signless(32) if is_int else ir.F32Type.get()
     letter = "=r" if is_int else "=f"
     constraints = [letter] * count + (["r"] * size + ["l"] if size > 1 else ["l", "l"]) * len(left)
     constraints += [] if total is None else [str(i) for i in range(count)]
     result: Value = llvm.inline_asm(
-        llvm.StructType.get_literal([kind] * count),
+        llvm.StructType.get_literal([scalar] * count),
         inputs,
         "\n".join(lines),
         ",".join(constraints),
         has_side_effects=True,
         asm_dialect=0,
     )
-    values = [llvm.extractvalue(kind, result, [i]) for i in range(count)]
+    values = [llvm.extractvalue(scalar, result, [i]) for i in range(count)]
     return fragments.of_registers(values, is_int)

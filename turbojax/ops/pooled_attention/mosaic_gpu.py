@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from turbojax._device import multiprocessors, needs_hopper
+from turbojax.ops import rows
 from turbojax.ops.pooled_attention import lists, operands
 from turbojax.ops.pooled_attention.static import PooledOptions
 
@@ -78,7 +79,7 @@ def _operands(
     length = operands.lengths(key_length, *key.shape[:2])
 
     def side(x: jax.Array) -> tuple[jax.Array, ...]:
-        x = _padded(operands.without_padding(x, key_length))
+        x = _padded(rows.without_padding(x, key_length))
         return x, *pool(x, length, multiple=options.block_kv)
 
     return _Operands(_signed(_padded(query), options), side(key), side(value), tokens, length)
@@ -87,8 +88,8 @@ def _operands(
 def _padded(x: jax.Array) -> jax.Array:
     """``[B, T, heads, H]`` with zeros up to a multiple of 8 tokens and a supported head dim."""
     head_dim = next(n for n in _HEAD_DIMS if n >= x.shape[-1])
-    x = operands.pad_axis(x, 1, -(-x.shape[1] // _COPY) * _COPY)
-    return operands.pad_axis(x, 3, head_dim)
+    x = rows.pad_axis(x, 1, -(-x.shape[1] // _COPY) * _COPY)
+    return rows.pad_axis(x, 3, head_dim)
 
 
 def _signed(query: jax.Array, options: PooledOptions) -> jax.Array:
@@ -165,11 +166,11 @@ def gradient(
     launch = launch or default_launch(query.shape[-1])
     sizes, head_dim = (query.shape[1], key.shape[1]), query.shape[-1]
     # The kernels load padding, too, and weight it with 0, which does not remove a NaN.
-    query = operands.without_padding(query, query_length)
+    query = rows.without_padding(query, query_length)
     x = _operands(query, key, value, query_length, key_length, options)
     # Whole blocks: what would be copied from beyond the end is the next head's.
-    rows = -(-sizes[0] // options.block_q) * options.block_q
-    d_out, lse, delta = operands.gradient_rows(out, residual, d_out, d_residual, rows)
+    padded = -(-sizes[0] // options.block_q) * options.block_q
+    d_out, lse, delta = rows.gradient_rows(out, residual, d_out, d_residual, padded)
     queries = (x.query, _padded(d_out), lse, delta)
     found = lists.by_query(levels, *sizes, query_length, key_length, options)
     settings = _settings(options, launch.query_gradient)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from turbojax._device import interpreting, needs_gpu, unindexable
+from turbojax.ops import rows
 from turbojax.ops.pooled_attention import lists, operands
 from turbojax.ops.pooled_attention.static import LEVELS, PooledOptions
 
@@ -179,8 +180,8 @@ def _gradient(
     tokens = (query.shape[1], key.shape[1])
     lengths = _lengths(query, key, query_length, key_length)
     k, v = (_side(x, lengths[1], interpret) for x in (key, value))
-    rows = operands.gradient_rows(out, residual, d_out, d_residual, query.shape[1])
-    queries = _pooled_common.Queries(query, *rows)
+    row_numbers = rows.gradient_rows(out, residual, d_out, d_residual, query.shape[1])
+    queries = _pooled_common.Queries(query, *row_numbers)
     d_query = pooled_query_gradient.query_gradient(
         queries,
         k,

@@ -101,7 +101,9 @@ def turbo_attention(
       NotImplementedError: if the implementation asked for cannot run this, or when it is
         differentiated twice.
     """
-    lengths = _check(query, key, value, query_seq_lengths, key_value_seq_lengths, config)
+    if not isinstance(config, TurboConfig):
+        raise TypeError(f"config={config!r} must be a TurboConfig")
+    _checks.check_query_key_value(query, key, value)
     options = Options.complete(
         query.shape[3],
         scale=scale,
@@ -109,8 +111,15 @@ def turbo_attention(
         local_window_size=local_window_size,
         logits_soft_cap=logits_soft_cap,
     )
-    out, residual = _attend(
-        query, key, value, *lengths, config=config, options=options, implementation=implementation
+    out, residual = attend(
+        query,
+        key,
+        value,
+        query_seq_lengths,
+        key_value_seq_lengths,
+        config=config,
+        options=options,
+        implementation=implementation,
     )
     return (out, residual) if return_residual else out
 
@@ -127,47 +136,22 @@ def attend(
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`turbo_attention` for callers that have `Options`; gives the log-sum-exp too."""
-    lengths = _check(query, key, value, query_lengths, key_lengths, config)
-    return _attend(
-        query, key, value, *lengths, config=config, options=options, implementation=implementation
-    )
-
-
-def _check(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    query_lengths: jax.Array | None,
-    key_lengths: jax.Array | None,
-    config: TurboConfig,
-) -> tuple[jax.Array, jax.Array]:
-    """Raises unless the arguments of `turbo_attention` fit; gives both lengths as int32."""
-    if not isinstance(config, TurboConfig):
-        raise TypeError(f"config={config!r} must be a TurboConfig")
     _checks.check_query_key_value(query, key, value)
+    is_ragged = query_lengths is not None or key_lengths is not None
     batch, size = key.shape[:2]
-    key_lengths = _checks.check_lengths("key_value_seq_lengths", key_lengths, batch, size)
-    query_lengths = _checks.check_lengths("query_seq_lengths", query_lengths, batch, query.shape[1])
-    return query_lengths, key_lengths
-
-
-def _attend(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    query_lengths: jax.Array,
-    key_lengths: jax.Array,
-    *,
-    config: TurboConfig,
-    options: Options,
-    implementation: str | None,
-) -> tuple[jax.Array, jax.Array]:
-    """`turbo_attention` of checked arguments."""
+    keys = _checks.check_lengths("key_value_seq_lengths", key_lengths, batch, size)
+    queries = _checks.check_lengths("query_seq_lengths", query_lengths, batch, query.shape[1])
     chosen = ATTENTION.select(
         implementation, query=query, key=key, value=value, config=config, options=options
     )
-    call = straight_through(chosen.run, config=config, options=options)
-    return call(query, key, value, query_lengths, jnp.clip(key_lengths, 0, key.shape[1]))
+    call = straight_through(
+        chosen.run,
+        config=config,
+        options=options,
+        implementation=implementation,
+        is_ragged=is_ragged,
+    )
+    return call(query, key, value, queries, jnp.clip(keys, 0, size))
 
 
 def prefill(

@@ -1,0 +1,1 @@
+"""Gradients of dense attention, for Hopper."""

@@ -1,0 +1,237 @@
+"""Gradients of keys and values of dense attention, for Hopper.
+
+Roofline, for 2 sequences, 32 query heads, 8 KV heads, 8192 tokens, head dim 128, causal:
+  - operations: four products of half a square each, 8 * 2 * 32 * 8192**2 / 2 * 128 = 2.2 T. Scores
+    of 8-bit codes, and products of 8-bit output gradients with values, take half the time of the
+    others: 3.5 or 3 of 4 units; at 989 T/s for 16 bits 1.95 or 1.67 ms.
+  - bytes: 6 bytes a channel of queries and gradients of outputs, for every tile of a head's keys,
+    from the L2 cache.
+Target: 75 % of the matrix unit.
+
+A program takes tiles of 128 keys of one KV head in turn. One warpgroup copies 64 queries at a time,
+with what belongs to them; two have 64 keys each as rows, so that weights and score gradients are
+the left operands of the products that follow, in registers. Sums of all queries of all heads of
+the group stay in registers: every result is written once, in one order, the same in every run.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic import ring
+from pallas_kernels.mosaic.hopper.gradient import tiles
+from pallas_kernels.mosaic.hopper.gradient.tiles import (
+    COLUMN,
+    ROWS,
+    WARPGROUPS,
+    Operands,
+    Ref,
+    Settings,
+)
+
+# Keys of a program, and channels whose sums it holds.
+_KEYS = WARPGROUPS * ROWS
+_CHANNELS = 128
+
+
+class _Work:
+    """A tile of keys of one head, and which of the result's channels, by its number."""
+
+    def __init__(self, number: jax.Array, x: Operands, s: Settings) -> None:
+        heads, (_, size, kv_heads, head_dim) = x.q.shape[2], x.k.shape
+        parts, count = pl.cdiv(head_dim, _CHANNELS), pl.cdiv(size, _KEYS)
+        row, self.tile = tiles.place_of(number, count, longest_last=False)
+        part, row = lax.rem(row, jnp.int32(parts)), lax.div(row, jnp.int32(parts))
+        self.b, self.h = lax.div(row, jnp.int32(kv_heads)), lax.rem(row, jnp.int32(kv_heads))
+        self.group = heads // kv_heads
+        self.first = self.tile * _KEYS
+        self.length = x.key_lengths[self.b]
+        self.queries = x.query_lengths[self.b]
+        width = min(head_dim, _CHANNELS)
+        self.channels = pl.ds(part * width, width)
+        # Where no key is, no query has anything to do.
+        queries = jnp.where(self.first < self.length, self.queries, 0)
+        self.steps = tiles.span(self.first, _KEYS, queries, s.right, s.left)
+
+
+class _Memory(NamedTuple):
+    """Shared memory: keys and values of each warpgroup, and what steps need."""
+
+    k8: Ref
+    v8: Ref
+    q8: Ref
+    d8: Ref
+    q: Ref
+    d_out: Ref
+    lse: Ref
+    delta: Ref
+    out: Ref
+    key_ready: Ref
+    key_free: Ref
+    ready: Ref
+    free: Ref
+
+
+def _consume(
+    work: _Work, slot: jax.Array, me: jax.Array, x: Operands, m: _Memory, s: Settings
+) -> tuple[jax.Array, ...]:
+    """Sums over all queries of a warpgroup's 64 keys; the slot after the last."""
+    first, width = work.first + me * ROWS, m.q.shape[-1]
+    tile = tiles.Tile(True, str(m.q.dtype), s)
+    k_scale, v_scale = (
+        tiles.scale_at(scales, work.b, work.h, first, s.block_kv)
+        for scales in (x.k_scale, x.v_scale)
+    )
+    k_scale = k_scale * tiles.scores_factor(s)
+    plgpu.barrier_wait(m.key_ready.at[me])
+
+    def step(i: jax.Array, carry: Any, head: jax.Array, is_masked: bool) -> Any:
+        d_k, d_v, before, slot = carry
+        query = i * ROWS
+        q_factor = k_scale * tiles.scale_at(x.q_scale, work.b, head, query, s.block_q)
+        d_factor = v_scale * tiles.scale_at(x.d_scale, work.b, head, query, s.block_q)
+        plgpu.barrier_wait(m.ready.at[slot])
+        scores = tiles.product(m.k8.at[me], m.q8.at[slot])
+        products = tiles.product(m.v8.at[me], m.d8.at[slot])
+        lse, delta = (tiles.load(ref.at[slot], COLUMN) for ref in (m.lse, m.delta))
+        plgpu.wgmma_wait(1)
+
+        @pl.when(before >= 0)
+        def _() -> None:
+            plgpu.barrier_arrive(m.free.at[before])
+
+        limits = tiles.limits_of(query, first, work.queries - query, is_masked)
+        weights, words, *slopes = tile.weigh(scores, lse, q_factor, limits)
+        d_v = tiles.add_product(d_v, words, m.d_out.at[slot])
+        plgpu.wgmma_wait(1)
+        words = tile.score_gradients(weights, products, delta, d_factor, tuple(slopes), limits)
+        d_k = tiles.add_product(d_k, words, m.q.at[slot])
+        return d_k, d_v, slot, ring.next_slot(slot, s.stages)
+
+    def head(g: jax.Array, carry: Any) -> Any:
+        number = work.h * work.group + g
+        masked, plain = (functools.partial(step, head=number, is_masked=x) for x in (True, False))
+        carry = lax.fori_loop(work.steps.begin, work.steps.inner, masked, carry)
+        carry = lax.fori_loop(work.steps.inner, work.steps.outer, plain, carry)
+        return lax.fori_loop(work.steps.outer, work.steps.end, masked, carry)
+
+    carry = (tiles.zeros(width), tiles.zeros(width), jnp.int32(-1), slot)
+    d_k, d_v, before, slot = lax.fori_loop(jnp.int32(0), jnp.int32(work.group), head, carry)
+    plgpu.wgmma_wait(0)
+    d_k, d_v = tiles.arrived(d_k), tiles.arrived(d_v)
+
+    @pl.when(before >= 0)
+    def _() -> None:
+        plgpu.barrier_arrive(m.free.at[before])
+
+    plgpu.barrier_arrive(m.key_free.at[me])
+    return d_k, d_v, slot
+
+
+def _produce(work: _Work, slot: jax.Array, x: Operands, m: _Memory, s: Settings) -> jax.Array:
+    """Copies a tile's keys and values, and all that attends to them; the next slot."""
+    for i in range(WARPGROUPS):
+        plgpu.barrier_wait(m.key_free.at[i])
+        rows = pl.ds(work.first + i * ROWS, ROWS)
+        for ref, target in ((x.k8, m.k8), (x.v8, m.v8)):
+            source = tiles.rows_of(ref, work.b, work.h, rows)
+            plgpu.copy_gmem_to_smem(source, target.at[i], m.key_ready.at[i])
+
+    def head(g: jax.Array, slot: jax.Array) -> jax.Array:
+        number = work.h * work.group + g
+
+        def step(i: jax.Array, slot: jax.Array) -> jax.Array:
+            rows = pl.ds(i * ROWS, ROWS)
+            plgpu.barrier_wait(m.free.at[slot])
+            for ref, target in ((x.q, m.q), (x.d_out, m.d_out)):
+                source = ref.at[work.b, rows, number, work.channels]
+                plgpu.copy_gmem_to_smem(source, target.at[slot], m.ready.at[slot])
+            for ref, target in ((x.lse, m.lse), (x.delta, m.delta), (x.q8, m.q8), (x.d8, m.d8)):
+                if target is m.q or target is m.d_out:
+                    continue
+                source = tiles.rows_of(ref, work.b, number, rows)
+                plgpu.copy_gmem_to_smem(source, target.at[slot], m.ready.at[slot])
+            return ring.next_slot(slot, s.stages)
+
+        return lax.fori_loop(work.steps.begin, work.steps.end, step, slot)
+
+    return lax.fori_loop(jnp.int32(0), jnp.int32(work.group), head, slot)
+
+
+def _kernel(*refs: Ref, total: int, s: Settings) -> None:
+    """One persistent program, which takes every `s.programs`-th tile of keys."""
+    x, (dk_ref, dv_ref) = Operands(*refs[:-2]), refs[-2:]
+    me, share = lax.axis_index("warpgroup"), ring.Share(total)
+    head_dim, dtype = x.q.shape[-1], x.q.dtype
+    width = min(head_dim, _CHANNELS)
+    # The same memory serves two products where it can.
+    own = [ref.dtype != dtype or head_dim != width for ref in (x.q8, x.d8)]
+
+    def body(*memory: Any) -> None:
+        k8, v8, q, d_out, lse, delta, out, ready, free, eights = memory
+        q8, d8 = (eights.pop(0) if mine else x for mine, x in zip(own, (q, d_out), strict=True))
+        rows = (k8, v8, q8, d8, q, d_out, lse, delta, out)
+        m = _Memory(*rows, ready[0], free[0], ready[1], free[1])
+
+        def over_tiles(f: Any) -> None:
+            share.loop(lambda number, slot: f(_Work(number, x, s), slot))
+
+        def consume(work: _Work, slot: jax.Array) -> jax.Array:
+            d_k, d_v, slot = _consume(work, slot, me, x, m, s)
+            first = work.first + me * ROWS
+            exists = tiles.along_rows(tiles.iota() + first < work.length, width)
+            rows = (work.b, pl.ds(first, ROWS), work.h, work.channels)
+            for sums, ref in ((d_k * s.scale, dk_ref), (d_v, dv_ref)):
+                tiles.store(jnp.where(exists, sums, 0.0), m.out.at[me], ref.at[rows])
+            return slot
+
+        def start_to_consume() -> None:
+            ring.free_at_first(s.stages, [m.free], m.key_free.at[me])
+            over_tiles(consume)
+
+        def produce() -> None:
+            over_tiles(lambda work, slot: _produce(work, slot, x, m, s))
+
+        ring.divide(me, WARPGROUPS, (240, 24), start_to_consume, produce)
+
+    pl.run_scoped(
+        body,
+        *[ring.tile((WARPGROUPS, ROWS, head_dim), ref.dtype) for ref in (x.k8, x.v8)],
+        *[ring.tile((s.stages, ROWS, width), dtype)] * 2,
+        *[plgpu.SMEM((s.stages, ROWS), jnp.float32)] * 2,
+        ring.tile((WARPGROUPS, ROWS, tiles.out_width(width)), dtype),
+        [
+            plgpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS),
+            plgpu.Barrier(num_arrivals=4 + sum(own), num_barriers=s.stages),
+        ],
+        [
+            plgpu.Barrier(num_barriers=WARPGROUPS),
+            plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=s.stages),
+        ],
+        [
+            ring.tile((s.stages, ROWS, head_dim), ref.dtype)
+            for mine, ref in zip(own, (x.q8, x.d8), strict=True)
+            if mine
+        ],
+        collective_axes="warpgroup",
+    )
+
+
+def key_gradient(x: Operands, settings: Settings) -> tuple[jax.Array, jax.Array]:
+    """The gradients of keys and values, ``[B, S, K, H]`` in their dtype; 0 past each length."""
+    batch, size, kv_heads, head_dim = x.k.shape
+    total = batch * kv_heads * pl.cdiv(head_dim, _CHANNELS) * pl.cdiv(size, _KEYS)
+    out = jax.ShapeDtypeStruct((batch, size, kv_heads, head_dim), x.k.dtype)
+    run = ring.launch(
+        functools.partial(_kernel, total=total, s=settings),
+        "turbojax_key_gradient_hopper",
+        (out, out),
+        total,
+        settings.programs,
+    )
+    return run(*x)

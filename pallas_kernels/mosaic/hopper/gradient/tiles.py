@@ -1,0 +1,402 @@
+"""What the gradient's two kernels share: settings, a tile's weights and score gradients."""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.mosaic.gpu as mgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.layouts import LOG2_E
+from pallas_kernels.layouts import Ref as Ref
+from pallas_kernels.mosaic import lane, ring, softmax
+from pallas_kernels.mosaic.lane import Bool, Float, Int, fragments
+from pallas_kernels.mosaic.products import wgmma
+from pallas_kernels.mosaic.ring import COLUMN as COLUMN
+from pallas_kernels.mosaic.ring import ROW as ROW
+from pallas_kernels.mosaic.ring import ROWS as ROWS
+from pallas_kernels.mosaic.ring import SCALAR
+from pallas_kernels.mosaic.ring import WARPGROUPS as WARPGROUPS
+
+MATRIX = plgpu.Layout.WGMMA
+# Channels of a result that are written at once.
+_WIDTH = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is static in a call.
+
+    Attributes:
+      scale: factor of the scores.
+      is_causal: a query sees keys up to its own position.
+      window: optional (left, right).
+      soft_cap: optional cap of the scores.
+      block_q: queries that share a scale, a multiple of 64.
+      block_kv: keys that share a scale, and values that do, a multiple of 64.
+      stages: how many steps' operands are in shared memory.
+      programs: how many run side by side, one to a multiprocessor.
+    """
+
+    scale: float
+    is_causal: bool
+    window: tuple[int, int] | None
+    soft_cap: float | None
+    block_q: int
+    block_kv: int
+    stages: int
+    programs: int = 132
+
+    @property
+    def left(self) -> int | None:
+        """How far back a query sees."""
+        return None if self.window is None else self.window[0]
+
+    @property
+    def right(self) -> int | None:
+        """How far ahead a query sees."""
+        return 0 if self.is_causal else None if self.window is None else self.window[1]
+
+
+class Operands(NamedTuple):
+    """Arrays of a call, or references to them.
+
+    Attributes:
+      q8: codes of the queries ``[B, N, Tp, H]``, int8 or e4m3, or `q`; `Tp` and `Sp` are padded to
+        whole blocks.
+      q_scale: float32 ``[B, N, Tp / block_q]``.
+      k8: codes of the keys ``[B, K, Sp, H]``, q8's dtype, or `k`.
+      k_scale: float32 ``[B, K, Sp / block_kv]``.
+      d8: gradients of the outputs that multiply the values: int8 ``[B, N, Tp, H]``, or `d_out`.
+      d_scale: float32 ``[B, N, Tp / block_q]``.
+      v8: values that multiply them: int8 ``[B, K, Sp, H]``, or the values ``[B, S, K, H]``.
+      v_scale: float32 ``[B, K, Sp / block_kv]``.
+      q: ``[B, T, N, H]``, bfloat16 or float16; `T` and `S` are multiples of 8, `H` is 64, 128 or
+        256.
+      k: ``[B, S, K, H]``, q's dtype.
+      d_out: ``[B, T, N, H]``, q's dtype; 0 where a query sees nothing.
+      lse: float32 ``[B, N, Tq]``, `T` rounded up to 128: log-sum-exps in powers of two, ``inf`` for
+        rows that do not exist or see nothing.
+      delta: float32 ``[B, N, Tq]``: ``rowsum(d_out * out)`` less the residual's cotangent.
+      query_lengths: int32 ``[B]``.
+      key_lengths: int32 ``[B]``.
+    """
+
+    q8: Any
+    q_scale: Any
+    k8: Any
+    k_scale: Any
+    d8: Any
+    d_scale: Any
+    v8: Any
+    v_scale: Any
+    q: Any
+    k: Any
+    d_out: Any
+    lse: Any
+    delta: Any
+    query_lengths: Any
+    key_lengths: Any
+
+
+def rows_of(ref: Ref, b: jax.Array, head: jax.Array, rows: Any) -> Ref:
+    """Tokens of a head, of codes or of an array that is not quantized."""
+    is_16_bit = jnp.dtype(ref.dtype).itemsize == 2
+    return ref.at[(b, rows, head) if is_16_bit else (b, head, rows)]
+
+
+class Span(NamedTuple):
+    """Steps of a tile: up to `inner`, from `outer` on up to `end`, something is hidden."""
+
+    begin: jax.Array
+    inner: jax.Array
+    outer: jax.Array
+    end: jax.Array
+
+
+def span(
+    first: jax.Array, count: int, length: jax.Array, before: int | None, after: int | None
+) -> Span:
+    """Steps of 64 others that some of `count` positions have to do with, and all of them.
+
+    Args:
+      first: of the positions.
+      count: how many there are.
+      length: others from there on are none.
+      before: how far back one goes, or None.
+      after: how far ahead, or None.
+    """
+    last = first + (count - 1)
+    start, stop, full_start, full_stop = jnp.int32(0), length, jnp.int32(0), length
+    if after is not None:
+        stop = jnp.minimum(stop, last + (after + 1))
+        full_stop = jnp.minimum(full_stop, first + (after + 1))
+    if before is not None:
+        start = jnp.maximum(first - before, 0)
+        full_start = jnp.maximum(last - before, 0)
+    step = jnp.int32(ROWS)
+    end = lax.div(jnp.maximum(stop, 0) + (step - 1), step)
+    begin = jnp.minimum(lax.div(start, step), end)
+    inner = jnp.clip(lax.div(full_start + (step - 1), step), begin, end)
+    outer = jnp.clip(lax.div(jnp.maximum(full_stop, 0), step), inner, end)
+    return Span(begin, inner, outer, end)
+
+
+def place_of(number: jax.Array, tiles: int, longest_last: bool) -> tuple[jax.Array, jax.Array]:
+    """Row and tile of a number: rows in turn, which share operands, long tiles after short ones.
+
+    Every other row is in reverse order, so that all programs have about equally much to do.
+    """
+    row, tile = lax.div(number, jnp.int32(tiles)), lax.rem(number, jnp.int32(tiles))
+    is_reversed = lax.rem(row, jnp.int32(2)) == (0 if longest_last else 1)
+    return row, jnp.where(is_reversed, tiles - 1 - tile, tile)
+
+
+def product(a: Ref, b: Ref) -> jax.Array:
+    """Starts ``a @ b.T`` of tiles in shared memory."""
+    dtype = jnp.int32 if a.dtype == jnp.int8 else jnp.float32
+    left, right = (ring.swizzle_of(x.shape[-1], x.dtype) for x in (a, b))
+
+    def f(a: Any, b: Any) -> Any:
+        return wgmma.start(a, b, swizzle=right, a_swizzle=left)
+
+    kind = ring.array((a.shape[0], b.shape[0]), dtype)
+    return ring.inline(f, (ring.tile_type(a), ring.tile_type(b)), kind)(a, b)
+
+
+def add_product(total: jax.Array, words: jax.Array, b: Ref) -> jax.Array:
+    """Starts ``total + a @ b``, `a` the words of a 16-bit operand, `b` in shared memory."""
+    swizzle = ring.swizzle_of(b.shape[-1], b.dtype)
+
+    def f(total: Any, words: Any, b: Any) -> Any:
+        return wgmma.start(words, b, swizzle=swizzle, total=total, rows_are_depth=True)
+
+    types = (MATRIX, MATRIX, ring.tile_type(b))
+    return ring.inline(f, types, ring.array(total.shape, total.dtype))(total, words, b)
+
+
+def _visible(
+    limits: tuple[Int, Int], half: int, columns: int, rows_are_keys: bool, s: Settings
+) -> list[Bool]:
+    """For each of a row's columns whether the query sees the key.
+
+    Args:
+      limits: the first query relative to the first key, and how many columns exist.
+      half: which of the thread's rows.
+      columns: how many the thread holds of it.
+      rows_are_keys: and columns queries; else the other way round.
+      s: settings.
+    """
+    distance, stop = limits
+    row, t = fragments.row_and_place()
+    two_t = t * 2
+    row = row + 8 * half
+    stop = stop - two_t
+    masks = []
+    for c in range(columns):
+        column = lane.integer(8 * (c // 2) + c % 2)
+        mask = column < stop
+        # The key minus the query: from ``distance - left`` to ``distance + right``.
+        if rows_are_keys:
+            if s.right is not None:
+                mask = mask & (column >= row - distance - s.right - two_t)
+            if s.left is not None:
+                mask = mask & (column <= row - distance + s.left - two_t)
+        else:
+            if s.right is not None:
+                mask = mask & (column <= row + distance + s.right - two_t)
+            if s.left is not None:
+                mask = mask & (column >= row + distance - s.left - two_t)
+        masks.append(mask)
+    return masks
+
+
+def _of_each(values: list[Float], half: int, columns: int, rows_are_keys: bool) -> list[Float]:
+    """Numbers of queries, for the columns of one of the thread's rows."""
+    return values if rows_are_keys else [values[half]] * columns
+
+
+def _to_float(x: Any) -> Float:
+    return x.to_float() if isinstance(x, Int) else x
+
+
+def _limits(limits: tuple[Any, ...]) -> tuple[Int, Int] | None:
+    return tuple(fragments.scalars(x)[0] for x in limits) or None  # type: ignore[return-value]
+
+
+def _weigh(
+    scores: Any, lse: Any, factor: Any, *limits: Any, dtype: str, rows_are_keys: bool, s: Settings
+) -> tuple[Any, ...]:
+    """`weigh` in a lane."""
+    scores = mgpu.optimization_barrier(scores)  # not before the product is there
+    [c], logarithms, bounds = fragments.scalars(factor), fragments.scalars(lse), _limits(limits)
+    rows, slopes = [], []
+    for half, x in enumerate(fragments.by_row(scores)):
+        each = _of_each(logarithms, half, len(x), rows_are_keys)
+        x = [_to_float(v) for v in x]
+        if s.soft_cap is not None:
+            x = [softmax.capped(v * c, s.soft_cap) for v in x]
+            ratios = [v * (1 / s.soft_cap) for v in x]
+            slopes.append([(-v).fma(v, lane.number(1.0)) for v in ratios])
+        unit = c if s.soft_cap is None else lane.number(LOG2_E)
+        p = [lane.exp2(v.fma(unit, -l)) for v, l in zip(x, each, strict=True)]
+        if bounds is not None:
+            masks = _visible(bounds, half, len(x), rows_are_keys, s)
+            p = [m.where(v, 0.0) for m, v in zip(masks, p, strict=True)]
+        rows.append(p)
+    words = fragments.carrier(fragments.half_words(rows, dtype))
+    slope = (fragments.of_rows(slopes),) if slopes else ()
+    return fragments.of_rows(rows), mgpu.optimization_barrier(words), *slope
+
+
+def _gradients(
+    weights: Any,
+    products: Any,
+    delta: Any,
+    factor: Any,
+    *others: Any,
+    dtype: str,
+    rows_are_keys: bool,
+    s: Settings,
+) -> Any:
+    """`score_gradients` in a lane."""
+    products = mgpu.optimization_barrier(products)  # not before they are there
+    [c], deltas = fragments.scalars(factor), fragments.scalars(delta)
+    slopes: Any = [None, None]
+    if s.soft_cap is not None:
+        slope, *others = others  # type: ignore[assignment]
+        slopes = fragments.by_row(slope)
+    bounds = _limits(tuple(others))
+    rows = []
+    pairs = zip(fragments.by_row(weights), fragments.by_row(products), slopes, strict=True)
+    for half, (p, x, slope) in enumerate(pairs):
+        each = _of_each(deltas, half, len(x), rows_are_keys)
+        d = [_to_float(v).fma(c, -e) for v, e in zip(x, each, strict=True)]
+        d = [v * w for v, w in zip(d, p, strict=True)]
+        if slope is not None:
+            d = [v * w for v, w in zip(d, slope, strict=True)]
+        if bounds is not None:
+            masks = _visible(bounds, half, len(x), rows_are_keys, s)
+            d = [m.where(v, 0.0) for m, v in zip(masks, d, strict=True)]
+        rows.append(d)
+    words = fragments.carrier(fragments.half_words(rows, dtype))
+    return mgpu.optimization_barrier(words)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """The two elementwise steps of a tile ``[64, 64]`` of weights.
+
+    Attributes:
+      rows_are_keys: and columns queries; else the other way round.
+      dtype: of the weights and gradients as operands: ``"bfloat16"`` or ``"float16"``.
+      s: settings.
+    """
+
+    rows_are_keys: bool
+    dtype: str
+    s: Settings
+
+    @property
+    def _queries(self) -> Any:
+        return COLUMN if self.rows_are_keys else ROW
+
+    @property
+    def _static(self) -> dict[str, Any]:
+        return {"dtype": self.dtype, "rows_are_keys": self.rows_are_keys, "s": self.s}
+
+    def weigh(
+        self, scores: jax.Array, lse: jax.Array, factor: jax.Array, limits: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, ...]:
+        """Weights float32, their words as an operand, and with a soft cap its slopes.
+
+        Args:
+          scores: products, waited for.
+          lse: of the queries, in powers of two.
+          factor: of the scores; with a soft cap in natural units, else in powers of two.
+          limits: see `_visible`; none if nothing is hidden.
+        """
+        tile, words = ring.array((ROWS, ROWS), jnp.float32), ring.array((ROWS, 32), jnp.int32)
+        types = (MATRIX, self._queries, SCALAR, *[SCALAR] * len(limits))
+        returns = (tile, words) + (() if self.s.soft_cap is None else (tile,))
+        f = functools.partial(_weigh, **self._static)
+        return ring.inline(f, types, returns)(scores, lse, factor, *limits)
+
+    def score_gradients(
+        self,
+        weights: jax.Array,
+        products: jax.Array,
+        delta: jax.Array,
+        factor: jax.Array,
+        slopes: tuple[jax.Array, ...],
+        limits: tuple[jax.Array, ...],
+    ) -> jax.Array:
+        """Words of ``weights * (factor * products - delta)``, times the soft cap's slopes."""
+        words = ring.array((ROWS, 32), jnp.int32)
+        types = (MATRIX, MATRIX, self._queries, SCALAR)
+        types += (MATRIX,) * len(slopes) + (SCALAR,) * len(limits)
+        f = functools.partial(_gradients, **self._static)
+        return ring.inline(f, types, words)(weights, products, delta, factor, *slopes, *limits)
+
+
+def scores_factor(s: Settings) -> float:
+    """Of products of unscaled codes, see `Tile.weigh`."""
+    return s.scale if s.soft_cap is not None else s.scale * LOG2_E
+
+
+def limits_of(
+    query: jax.Array, key: jax.Array, columns: jax.Array, is_masked: bool
+) -> tuple[jax.Array, ...]:
+    """See `_visible`."""
+    return (query - key, columns) if is_masked else ()
+
+
+def arrived(x: jax.Array) -> jax.Array:
+    """An accumulator that was waited for; nothing that uses it moves before this."""
+    return ring.inline(mgpu.optimization_barrier, (MATRIX,), ring.array(x.shape, x.dtype))(x)
+
+
+def load(ref: Ref, layout: Any) -> jax.Array:
+    """A vector in shared memory."""
+    return plgpu.layout_cast(ref[...], layout)
+
+
+def zeros(columns: int) -> jax.Array:
+    """An accumulator."""
+    return plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), MATRIX)
+
+
+def out_width(columns: int) -> int:
+    """Channels of a result that are written at once."""
+    return math.gcd(columns, _WIDTH)
+
+
+def scale_at(scales: Ref, b: jax.Array, head: jax.Array, token: jax.Array, block: int) -> jax.Array:
+    """The scale of a token's block."""
+    number = jnp.minimum(lax.div(token, jnp.int32(block)), scales.shape[2] - 1)
+    return scales[b, head, number]
+
+
+def store(x: jax.Array, staging: Ref, target: Ref) -> None:
+    """Writes ``[64, n]`` through shared memory, some channels at a time."""
+    width = staging.shape[-1]
+    for begin in range(0, x.shape[1], width):
+        part = lax.slice(x, (0, begin), (ROWS, begin + width))
+        staging[...] = part.astype(staging.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(staging, target.at[:, begin : begin + width])
+        plgpu.wait_smem_to_gmem(0)
+
+
+def along_rows(x: jax.Array, columns: int) -> jax.Array:
+    """``x[..]`` of rows, repeated over the columns."""
+    return lax.broadcast_in_dim(x, (ROWS, columns), (0,))
+
+
+def iota() -> jax.Array:
+    """The numbers of a warpgroup's rows."""
+    return plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)

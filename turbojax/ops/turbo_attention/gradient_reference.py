@@ -1,0 +1,160 @@
+"""The gradient of `turbo_attention` in plain JAX: its definition."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from turbojax.config import Mode, TurboConfig
+from turbojax.ops import numerics
+from turbojax.ops.options import Options
+from turbojax.ops.turbo_attention.operands import blocks
+
+# Tokens of a tile's side. A tile of float32 scores then is 256 KiB per sequence and head.
+_BLOCK = 256
+
+_Arrays = tuple[jax.Array, ...]
+
+
+@functools.partial(jax.jit, static_argnames=("config", "options", "is_ragged"))
+def gradient(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    query_length: jax.Array,
+    key_length: jax.Array,
+    out: jax.Array,
+    residual: jax.Array,
+    d_out: jax.Array,
+    d_residual: jax.Array,
+    *,
+    config: TurboConfig,
+    options: Options,
+    is_ragged: bool = True,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients straight through the rounding: it counts as the identity.
+
+    The weights ``P = exp(S - lse)`` are those of the forward pass: `S` are its scores, of rounded
+    queries and keys, `lse` is its log-sum-exp, and the exponential is the exact one. With ``dP = dO
+    V^T`` and a row's ``D = dO . O`` the scores' gradient is ``dS = P (dP - D + d_lse)``; the
+    gradients are ``dQ = dS K``, ``dK = dS^T Q`` and ``dV = P^T dO`` of the operands as they are.
+    With ``config.gradient="int8"`` `dP` is the product of `dO` and `V` rounded to int8 in blocks,
+    as queries and keys are.
+
+    Query blocks run one after the other and walk over the key blocks that they can see. Memory
+    grows with ``T + S``.
+
+    Args:
+      query: ``[B, T, N, H]``.
+      key: ``[B, S, K, H]``.
+      value: ``[B, S, K, H]``.
+      query_length: int32 ``[B]``; queries at or past it are padding: zero gradient.
+      key_length: int32 ``[B]``; keys at or past it are ignored: zero gradient.
+      out: ``[B, T, N, H]``, what the forward pass gave.
+      residual: float32 ``[B, T, N]``, its log-sum-exp.
+      d_out: ``[B, T, N, H]``, cotangent of the output.
+      d_residual: float32 ``[B, T, N]``, cotangent of the log-sum-exp.
+      config: numerics.
+      options: of the call.
+      is_ragged: whether lengths may be less than the arrays'; not used.
+
+    Returns:
+      Gradients of query, key and value in their shapes and dtypes, summed in float32.
+    """
+    del is_ragged
+    batch, length, heads, channels = query.shape
+    size, kv_heads = key.shape[1:3]
+    block_q, block_kv = min(_BLOCK, length), min(_BLOCK, size)
+    # Float32 products of bfloat16 or float16 need no more than what a matrix unit keeps.
+    precision = jax.lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
+
+    def dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        return jnp.einsum(subscripts, a, b, precision=precision)
+
+    def query_blocks(x: jax.Array) -> jax.Array:  # [n, B, K, G, q, channels]
+        x = blocks(x, query_length, block_q)
+        return jnp.moveaxis(x.reshape(batch, kv_heads, -1, *x.shape[2:]), 3, 0)
+
+    def key_blocks(x: jax.Array) -> jax.Array:  # [n, B, K, t, channels]
+        return jnp.moveaxis(blocks(x, key_length, block_kv), 2, 0)
+
+    # A query that sees nothing gets nothing and gives nothing.
+    is_blind = residual == -jnp.inf
+    d_out = jnp.where(is_blind[..., None], jnp.zeros((), d_out.dtype), d_out)
+    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    delta = jnp.where(is_blind, 0, delta - d_residual)
+    lse = jnp.where(is_blind, jnp.inf, residual)
+
+    rounded_k = key_blocks(_rounded(key, key_length, config.block_kv, config.mode))
+    d_mode: Mode = "int8" if config.gradient == "int8" else "float"
+    rounded_v = key_blocks(_rounded(value, key_length, config.block_kv, d_mode))
+    k = key_blocks(key)
+
+    def one_query_block(sums: _Arrays, operands: _Arrays) -> tuple[_Arrays, jax.Array]:
+        number, rounded_q, q, rounded_d, d_o, lse, delta = operands
+        first = number * block_q
+        position = first + jnp.arange(block_q)
+        real = position[None] < query_length[:, None]
+        last = jnp.minimum(first + block_q, length) - 1
+        start, stop = options.key_range(first, last, key_length)
+
+        def add(j: jax.Array, sums: _Arrays) -> _Arrays:
+            d_q, d_k, d_v = sums
+            keys = j * block_kv + jnp.arange(block_kv)
+            mask = options.mask(position[None], keys[None], key_length) & real[:, :, None]
+            mask = mask[:, None, None]
+            scores = dot("bkgqh,bkth->bkgqt", rounded_q, _at(rounded_k, j)) * options.scale
+            scores = numerics.cap_logits(scores, options.logits_soft_cap)
+            p = jnp.where(mask, jnp.exp(scores - lse), 0)
+            d_p = dot("bkgqh,bkth->bkgqt", rounded_d, _at(rounded_v, j))
+            d_s = p * (d_p - delta) * options.scale
+            if options.logits_soft_cap is not None:
+                d_s = d_s * (1 - jnp.square(scores / options.logits_soft_cap))
+            d_s = jnp.where(mask, d_s, 0)
+            return (
+                d_q + dot("bkgqt,bkth->bkgqh", d_s, _at(k, j)),
+                _add_at(d_k, j, dot("bkgqt,bkgqh->bkth", d_s, q)),
+                _add_at(d_v, j, dot("bkgqt,bkgqh->bkth", p, d_o)),
+            )
+
+        bounds = (start // block_kv, -(-stop // block_kv))
+        d_q, *sums = jax.lax.fori_loop(*bounds, add, (jnp.zeros(q.shape, jnp.float32), *sums))
+        return tuple(sums), d_q.astype(query.dtype)
+
+    q = query_blocks(query)
+    numbers = jnp.arange(q.shape[0], dtype=jnp.int32)
+    rounded_q, rounded_d = (
+        query_blocks(_rounded(x, query_length, config.block_q, mode))
+        for x, mode in ((query, config.mode), (d_out, d_mode))
+    )
+    rows = (query_blocks(x[..., None]) for x in (lse, delta))
+    operands: _Arrays = (numbers, rounded_q, q, rounded_d, query_blocks(d_out), *rows)
+    nothing: _Arrays = (jnp.zeros(k.shape, jnp.float32),) * 2
+    (d_k, d_v), d_q = jax.lax.scan(one_query_block, nothing, operands)
+    d_q = jnp.moveaxis(d_q, 0, 3).reshape(batch, heads, -1, channels)
+    d_k, d_v = (jnp.moveaxis(x, 0, 2).reshape(batch, kv_heads, -1, channels) for x in (d_k, d_v))
+    return (
+        jnp.swapaxes(d_q, 1, 2)[:, :length],
+        jnp.swapaxes(d_k, 1, 2)[:, :size].astype(key.dtype),
+        jnp.swapaxes(d_v, 1, 2)[:, :size].astype(value.dtype),
+    )
+
+
+def _rounded(x: jax.Array, length: jax.Array, block: int, mode: Mode) -> jax.Array:
+    """``[B, S, K, H]`` as its codes stand for it, float32; as it is in mode ``"float"``."""
+    if mode == "float":
+        return x
+    batch, size, heads, channels = x.shape
+    codes, scale = numerics.quantize_scores_operand(blocks(x, length, block), mode, axis=(-2, -1))
+    tokens = codes.astype(jnp.float32) * scale[..., None, None]
+    return jnp.swapaxes(tokens.reshape(batch, heads, -1, channels), 1, 2)[:, :size]
+
+
+def _at(x: jax.Array, index: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
+
+
+def _add_at(x: jax.Array, index: jax.Array, change: jax.Array) -> jax.Array:
+    """`x` with `change` added to ``x[index]``."""
+    return jax.lax.dynamic_update_index_in_dim(x, _at(x, index) + change, index, 0)

@@ -1,0 +1,159 @@
+"""The Mosaic GPU kernels behind the gradient of `turbo_attention` on Hopper."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from turbojax._device import multiprocessors, needs_hopper
+from turbojax.config import Mode, TurboConfig
+from turbojax.ops import rows
+from turbojax.ops.options import Options
+from turbojax.ops.turbo_attention.operands import quantize_queries
+
+# What matrix instructions and their shared memory are made for; others are padded with zeros.
+_HEAD_DIMS = (64, 128, 256)
+# Tokens that copies take together, and queries of a program.
+_COPY, _TILE = 8, 128
+_ROWS = 64
+_DTYPES = ("bfloat16", "float16")
+
+
+class Launch(NamedTuple):
+    """Steps whose operands are in shared memory, of the two kernels."""
+
+    queries: int
+    keys: int
+
+
+def unsupported(
+    *,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    config: TurboConfig,
+    options: Options,
+) -> str | None:
+    """Why the gradient cannot be computed by these kernels here; None if it can."""
+    del key, value, options  # any will do
+    head_dim = query.shape[-1]
+    if str(query.dtype) not in _DTYPES:
+        return f"query.dtype={query.dtype} must be one of {_DTYPES}"
+    for name in ("block_q", "block_kv"):
+        if getattr(config, name) % _ROWS:
+            return f"config.{name}={getattr(config, name)} must be a multiple of {_ROWS}"
+    if head_dim > _HEAD_DIMS[-1]:
+        return f"{head_dim=} must be at most {_HEAD_DIMS[-1]}"
+    if config.mode == "float" and head_dim > _HEAD_DIMS[-2]:
+        return f"{head_dim=} must be at most {_HEAD_DIMS[-2]} where config.mode='float'"
+    return needs_hopper()
+
+
+@functools.partial(jax.jit, static_argnames=("config", "options", "is_ragged", "launch"))
+def gradient(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    query_length: jax.Array,
+    key_length: jax.Array,
+    out: jax.Array,
+    residual: jax.Array,
+    d_out: jax.Array,
+    d_residual: jax.Array,
+    *,
+    config: TurboConfig,
+    options: Options,
+    is_ragged: bool = True,
+    launch: Launch | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`gradient_reference.gradient` as two kernels: of the queries, and of keys and values.
+
+    Weights and the scores' gradients are rounded to the operands' 16 bits before they multiply; e4m3
+    products are accumulated as in the forward pass. Every sum has one order: equal bits in every
+    run.
+
+    Args:
+      query: ``[B, T, N, H]``, bfloat16 or float16.
+      key: ``[B, S, K, H]``.
+      value: ``[B, S, K, H]``.
+      query_length: int32 ``[B]``.
+      key_length: int32 ``[B]``.
+      out: ``[B, T, N, H]``.
+      residual: float32 ``[B, T, N]``.
+      d_out: ``[B, T, N, H]``.
+      d_residual: float32 ``[B, T, N]``.
+      config: numerics.
+      options: of the call.
+      is_ragged: whether lengths may be less than the arrays'.
+      launch: `default_launch` if not given.
+    """
+    from pallas_kernels.mosaic.hopper.gradient import keys, queries, tiles
+
+    (_, tokens, _, head_dim), size = query.shape, key.shape[1]
+    padded = -(-tokens // _TILE) * _TILE
+    # A window may end before the last query, where there are fewer keys.
+    all_see = not is_ragged and (options.window is None or tokens <= size)
+    d_out, lse, delta = rows.gradient_rows(
+        out, residual, d_out, d_residual, padded, all_see=all_see
+    )
+    if is_ragged:
+        # The kernels load padding, too, and weight it with 0, which does not remove a NaN.
+        query = rows.without_padding(query, query_length)
+        key, value = (rows.without_padding(x, key_length) for x in (key, value))
+    q, k, v, d_o = (_padded(x) for x in (query, key, value, d_out))
+    d_mode: Mode = "int8" if config.gradient == "int8" else "float"
+    q8, k8 = (
+        _codes(*operands, config.mode, config)
+        for operands in ((q, query_length, config.block_q), (k, key_length, config.block_kv))
+    )
+    d8, v8 = (
+        _codes(*operands, d_mode, config)
+        for operands in ((d_o, query_length, config.block_q), (v, key_length, config.block_kv))
+    )
+    x = tiles.Operands(
+        *q8, *k8, *d8, *v8, q, k, d_o, lse, delta, query_length, key_length
+    )  # fmt: skip
+    launch = launch or default_launch(q.shape[-1], config)
+    settings = functools.partial(
+        tiles.Settings,
+        scale=options.scale,
+        is_causal=options.is_causal,
+        window=options.window,
+        soft_cap=options.logits_soft_cap,
+        block_q=config.block_q,
+        block_kv=config.block_kv,
+        programs=multiprocessors(),
+    )
+    d_q = queries.query_gradient(x, settings(stages=launch.queries))
+    d_k, d_v = keys.key_gradient(x, settings(stages=launch.keys))
+    return (
+        d_q[:, :tokens, :, :head_dim],
+        d_k[:, :size, :, :head_dim],
+        d_v[:, :size, :, :head_dim],
+    )
+
+
+def default_launch(head_dim: int, config: TurboConfig) -> Launch:
+    """As many stages as there is shared memory for, up to what was fastest."""
+    if head_dim == _HEAD_DIMS[-1]:
+        return Launch(2, 2) if config.gradient == "int8" else Launch(1, 1)
+    return Launch(4, 3)
+
+
+def _padded(x: jax.Array) -> jax.Array:
+    """``[B, T, heads, H]`` with zeros up to a multiple of 8 tokens and a supported head dim."""
+    head_dim = next(n for n in _HEAD_DIMS if n >= x.shape[-1])
+    x = rows.pad_axis(x, 1, -(-x.shape[1] // _COPY) * _COPY)
+    return rows.pad_axis(x, 3, head_dim)
+
+
+def _codes(
+    x: jax.Array, length: jax.Array, block: int, mode: Mode, config: TurboConfig
+) -> tuple[Any, jax.Array]:
+    """Codes ``[B, K, Sp, H]`` and scales ``[B, K, Sp / block]``; in mode ``"float"`` `x` itself."""
+    if mode == "float":
+        return x, jnp.ones((x.shape[0], x.shape[2], 1), jnp.float32)
+    config = dataclasses.replace(config, mode=mode, block_q=block)
+    return quantize_queries(x, length, config)
