@@ -28,15 +28,25 @@ Step = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class Share:
-    """Which of `total` tiles are this program's."""
+    """Which of `total` tiles are this program's.
 
-    def __init__(self, total: int) -> None:
+    Args:
+      total: tiles of all programs.
+      together: how many with consecutive numbers a program takes; `total` is a multiple of it.
+    """
+
+    def __init__(self, total: int, together: int = 1) -> None:
         self.program, self.programs = lax.axis_index("program"), lax.axis_size("program")
-        self.count = lax.div(total - 1 - self.program, jnp.int32(self.programs)) + 1
+        self.together = together
+        left = total // together - 1 - self.program
+        self.count = (lax.div(left, jnp.int32(self.programs)) + 1) * together
 
     def number(self, i: jax.Array) -> jax.Array:
         """Of the program's tile `i` among all."""
-        return self.program + i * self.programs
+        if self.together == 1:
+            return self.program + i * self.programs
+        size = jnp.int32(self.together)
+        return (self.program + lax.div(i, size) * self.programs) * size + lax.rem(i, size)
 
     def by_index(self, step: Step) -> None:
         """Takes them in turn: ``step(i, slot)``."""

@@ -98,6 +98,14 @@ def half_words(rows: Sequence[Sequence[Float]], dtype: str) -> list[Int]:
     return words
 
 
+def half_rows(a: Any, dtype: str) -> list[list[Float]]:
+    """The reverse of `half_words`, of a `carrier`."""
+    rows: list[list[Float]] = [[], []]
+    for i, word in enumerate(scalars(a)):
+        rows[i % 2] += half.unpack(word, dtype)
+    return rows
+
+
 def row_array(pair: Sequence[Float]) -> Any:
     """A float32 ``[64]`` of the lane's two rows."""
     registers = np.empty((2,), dtype=object)

@@ -11,7 +11,7 @@ from typing import Any
 import jax.experimental.mosaic.gpu as mgpu
 from jax.experimental.mosaic.gpu import mma_utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.mosaic.lane import fragments
 
@@ -23,12 +23,10 @@ _ROWS = 64
 _DEPTH = 32
 
 
-def _i64() -> ir.Type:
-    return ir.IntegerType.get_signless(64)
-
-
-def _steps(ref: Value, swizzle: int, group: tuple[int, int], *, is_left: bool) -> list[Value]:
-    """Descriptors of the operand's parts, one for each instruction.
+def _steps(
+    ref: Value, swizzle: int, group: tuple[int, int], *, is_left: bool
+) -> tuple[Value, list[int]]:
+    """An operand's descriptor, and what is added to it for each instruction.
 
     Args:
       ref: tiled shared memory: ``[m / 8, k / w, 8, w]``, on the right ``[k / w, n / 8, w, 8]`` or
@@ -45,13 +43,11 @@ def _steps(ref: Value, swizzle: int, group: tuple[int, int], *, is_left: bool) -
     )
     shape = ir.MemRefType(ref.type).shape
     size = shape[1] * shape[3] if is_left else shape[0] * shape[2]
-    steps = []
-    for i in range(size // depth):
-        for j in range(swizzle // _DEPTH):
-            offset = mma_utils.encode_addr(i * group_stride + j * strides[1][0])
-            distance = arith.ConstantOp(_i64(), ir.IntegerAttr.get(_i64(), offset))
-            steps.append(arith.addi(base, distance.result))
-    return steps
+    return base, [
+        mma_utils.encode_addr(i * group_stride + j * strides[1][0])
+        for i in range(size // depth)
+        for j in range(swizzle // _DEPTH)
+    ]
 
 
 _NAMES = {
@@ -95,36 +91,40 @@ def start(
     is_int, is_half = element == "i8", depth == 16
     assert is_half or not rows_are_depth, "8-bit operands cannot be transposed"
     part = swizzle * depth // _DEPTH
-    right = _steps(b, swizzle, (part, n), is_left=False)
+    base, offsets = _steps(b, swizzle, (part, n), is_left=False)
+    count, sums = n // 2, [] if total is None else total.registers.flat
+    inputs, constraints = [base], ["l"]
     if a_swizzle is None:
         words = fragments.operand_words(a)
-        left = [words[i : i + 4] for i in range(0, len(words), 4)]
+        inputs, constraints = inputs + words, constraints + ["r"] * len(words)
+        names = [f"${count + 1 + i}" for i in range(len(words))]
+        left = ["{" + ",".join(names[i : i + 4]) + "}" for i in range(0, len(words), 4)]
+        left_offsets = [0] * len(left)
     else:
         part = a_swizzle * depth // _DEPTH
-        left = [[x] for x in _steps(a, a_swizzle, (_ROWS, part), is_left=True)]
-    count, size = n // 2, len(left[0])
-    inputs = [x for pair in zip(left, right, strict=True) for x in (*pair[0], pair[1])]
+        a_base, left_offsets = _steps(a, a_swizzle, (_ROWS, part), is_left=True)
+        inputs, constraints = [*inputs, a_base], [*constraints, "l"]
+        left = ["a"] * len(left_offsets)
+    inputs += [x for register in sums for x in fragments.elements(register)]
     accumulator = "{" + ",".join(f"${i}" for i in range(count)) + "}"
-    inputs += (
-        [] if total is None else [x for p in total.registers.flat for x in fragments.elements(p)]
-    )
     flags = "" if is_int else ", 1, 1"
     if is_half:
-        flags += f", {int(rows_are_depth)}" if size > 1 else f", 0, {int(rows_are_depth)}"
-    lines, at = ["{.reg .pred no, yes; setp.ne.b32 no, 0, 0; setp.ne.b32 yes, 1, 0;"], count
+        flags += f", {int(rows_are_depth)}" if a_swizzle is None else f", 0, {int(rows_are_depth)}"
+    lines = ["{.reg .pred no, yes; setp.ne.b32 no, 0, 0; setp.ne.b32 yes, 1, 0; .reg .b64 a, b;"]
     lines.append("wgmma.fence.sync.aligned;")
-    for i in range(len(left)):
-        names = [f"${at + j}" for j in range(size + 1)]
-        at += size + 1
-        source = "{" + ",".join(names[:-1]) + "}" if size > 1 else names[0]
+    # Descriptors are added up here: outside each would take two registers all the time.
+    for i, source in enumerate(left):
+        if a_swizzle is not None:
+            lines.append(f"add.s64 a, ${count + 1}, {left_offsets[i]};")
+        lines.append(f"add.s64 b, ${count}, {offsets[i]};")
         lines.append(
-            f"wgmma.mma_async.sync.aligned.m64n{n}k{depth}.{name} {accumulator}, {source},"
-            f" {names[-1]}, {'no' if i == 0 and total is None else 'yes'}{flags};"
+            f"wgmma.mma_async.sync.aligned.m64n{n}k{depth}.{name} {accumulator}, {source}, b,"
+            f" {'no' if i == 0 and total is None else 'yes'}{flags};"
         )
     lines.append("wgmma.commit_group.sync.aligned;}")
     scalar = ir.IntegerType.get_signless(32) if is_int else ir.F32Type.get()
     letter = "=r" if is_int else "=f"
-    constraints = [letter] * count + (["r"] * size + ["l"] if size > 1 else ["l", "l"]) * len(left)
+    constraints = [letter] * count + constraints
     constraints += [] if total is None else [str(i) for i in range(count)]
     result: Value = llvm.inline_asm(
         llvm.StructType.get_literal([scalar] * count),

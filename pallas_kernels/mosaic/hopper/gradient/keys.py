@@ -39,13 +39,16 @@ _KEYS = WARPGROUPS * ROWS
 _CHANNELS = 128
 
 
+V: tuple[str, ...] = ()
+
+
 class _Work:
     """A tile of keys of one head, and which of the result's channels, by its number."""
 
     def __init__(self, number: jax.Array, x: Operands, s: Settings) -> None:
         heads, (_, size, kv_heads, head_dim) = x.q.shape[2], x.k.shape
         parts, count = pl.cdiv(head_dim, _CHANNELS), pl.cdiv(size, _KEYS)
-        row, self.tile = tiles.place_of(number, count, longest_last=False)
+        row, self.tile = tiles.place_of(number, count)
         part, row = lax.rem(row, jnp.int32(parts)), lax.div(row, jnp.int32(parts))
         self.b, self.h = lax.div(row, jnp.int32(kv_heads)), lax.rem(row, jnp.int32(kv_heads))
         self.group = heads // kv_heads
@@ -98,8 +101,11 @@ def _consume(
         plgpu.barrier_wait(m.ready.at[slot])
         scores = tiles.product(m.k8.at[me], m.q8.at[slot])
         products = tiles.product(m.v8.at[me], m.d8.at[slot])
-        lse, delta = (tiles.load(ref.at[slot], COLUMN) for ref in (m.lse, m.delta))
+        if "late" not in V:
+            lse, delta = (tiles.load(ref.at[slot], COLUMN) for ref in (m.lse, m.delta))
         plgpu.wgmma_wait(1)
+        if "late" in V:
+            lse = tiles.load(m.lse.at[slot], COLUMN)
 
         @pl.when(before >= 0)
         def _() -> None:
@@ -109,8 +115,13 @@ def _consume(
         weights, words, *slopes = tile.weigh(scores, lse, q_factor, limits)
         d_v = tiles.add_product(d_v, words, m.d_out.at[slot])
         plgpu.wgmma_wait(1)
-        words = tile.score_gradients(weights, products, delta, d_factor, tuple(slopes), limits)
+        if "late" in V:
+            delta = tiles.load(m.delta.at[slot], COLUMN)
+        words = tile.score_gradients(words if "half" in V else weights, products, delta, d_factor, tuple(slopes), limits)
         d_k = tiles.add_product(d_k, words, m.q.at[slot])
+        if "wait0" in V:
+            plgpu.wgmma_wait(0)
+            d_k, d_v = tiles.arrived(d_k), tiles.arrived(d_v)
         return d_k, d_v, slot, ring.next_slot(slot, s.stages)
 
     def head(g: jax.Array, carry: Any) -> Any:
@@ -118,7 +129,13 @@ def _consume(
         masked, plain = (functools.partial(step, head=number, is_masked=x) for x in (True, False))
         carry = lax.fori_loop(work.steps.begin, work.steps.inner, masked, carry)
         carry = lax.fori_loop(work.steps.inner, work.steps.outer, plain, carry)
-        return lax.fori_loop(work.steps.outer, work.steps.end, masked, carry)
+        if "noout" not in V or s.left is not None:
+            carry = lax.fori_loop(work.steps.outer, work.steps.end, masked, carry)
+        if "headwait" in V:
+            plgpu.wgmma_wait(0)
+            d_k, d_v, *rest = carry
+            carry = (tiles.arrived(d_k), tiles.arrived(d_v), *rest)
+        return carry
 
     carry = (tiles.zeros(width), tiles.zeros(width), jnp.int32(-1), slot)
     d_k, d_v, before, slot = lax.fori_loop(jnp.int32(0), jnp.int32(work.group), head, carry)
@@ -166,7 +183,7 @@ def _produce(work: _Work, slot: jax.Array, x: Operands, m: _Memory, s: Settings)
 def _kernel(*refs: Ref, total: int, s: Settings) -> None:
     """One persistent program, which takes every `s.programs`-th tile of keys."""
     x, (dk_ref, dv_ref) = Operands(*refs[:-2]), refs[-2:]
-    me, share = lax.axis_index("warpgroup"), ring.Share(total)
+    me, share = lax.axis_index("warpgroup"), ring.Share(total, 2)
     head_dim, dtype = x.q.shape[-1], x.q.dtype
     width = min(head_dim, _CHANNELS)
     # The same memory serves two products where it can.
@@ -225,13 +242,13 @@ def _kernel(*refs: Ref, total: int, s: Settings) -> None:
 def key_gradient(x: Operands, settings: Settings) -> tuple[jax.Array, jax.Array]:
     """The gradients of keys and values, ``[B, S, K, H]`` in their dtype; 0 past each length."""
     batch, size, kv_heads, head_dim = x.k.shape
-    total = batch * kv_heads * pl.cdiv(head_dim, _CHANNELS) * pl.cdiv(size, _KEYS)
+    total = batch * kv_heads * pl.cdiv(head_dim, _CHANNELS) * tiles.numbers(size)
     out = jax.ShapeDtypeStruct((batch, size, kv_heads, head_dim), x.k.dtype)
     run = ring.launch(
         functools.partial(_kernel, total=total, s=settings),
         "turbojax_key_gradient_hopper",
         (out, out),
-        total,
+        total // 2,
         settings.programs,
     )
     return run(*x)

@@ -42,15 +42,14 @@ class _Work:
     def __init__(self, number: jax.Array, x: Operands, s: Settings) -> None:
         (_, tokens, heads, _), kv_heads = x.q.shape, x.k.shape[2]
         count = pl.cdiv(tokens, _QUERIES)
-        row, tile = tiles.place_of(number, count, longest_last=True)
+        row, tile = tiles.place_of(number, count)
         self.b, self.head = lax.div(row, jnp.int32(heads)), lax.rem(row, jnp.int32(heads))
         self.h = lax.div(self.head, jnp.int32(heads // kv_heads))
         self.first = tile * _QUERIES
         self.keys = x.key_lengths[self.b]
         exists = self.first < x.query_lengths[self.b]
-        self.steps = tiles.span(
-            self.first, _QUERIES, jnp.where(exists, self.keys, 0), s.left, s.right
-        )
+        keys, size = jnp.where(exists, self.keys, 0), s.halves * ROWS
+        self.steps = tiles.span(self.first, _QUERIES, keys, s.left, s.right, size)
 
 
 class _Memory(NamedTuple):
@@ -84,26 +83,42 @@ def _consume(
     plgpu.barrier_wait(m.query_ready.at[me])
     lse, delta = (tiles.load(ref.at[me], ROW) for ref in (m.lse, m.delta))
 
-    def step(i: jax.Array, carry: Any, is_masked: bool) -> Any:
-        total, before, slot = carry
-        key = i * ROWS
-        k_factor = q_scale * tiles.scale_at(x.k_scale, work.b, work.h, key, s.block_kv)
-        v_factor = d_scale * tiles.scale_at(x.v_scale, work.b, work.h, key, s.block_kv)
+    def factors(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        k_scale = tiles.scale_at(x.k_scale, work.b, work.h, key, s.block_kv)
+        v_scale = tiles.scale_at(x.v_scale, work.b, work.h, key, s.block_kv)
+        return q_scale * k_scale, d_scale * v_scale
+
+    def start(slot: jax.Array) -> tuple[jax.Array, jax.Array]:
         plgpu.barrier_wait(m.ready.at[slot])
         scores = tiles.product(m.q8.at[me], m.k8.at[slot])
-        products = tiles.product(m.d8.at[me], m.v8.at[slot])
-        plgpu.wgmma_wait(1)
+        return scores, tiles.product(m.d8.at[me], m.v8.at[slot])
 
-        @pl.when(before >= 0)
+    def release(slot: jax.Array) -> None:
+        """All slots of a step."""
+
+        @pl.when(slot >= 0)
         def _() -> None:
-            plgpu.barrier_arrive(m.free.at[before])
+            for n in range(s.halves):
+                plgpu.barrier_arrive(m.free.at[ring.slot_after(slot, n, s.stages)])
 
-        limits = tiles.limits_of(first, key, work.keys - key, is_masked)
-        weights, _, *slopes = tile.weigh(scores, lse, k_factor, limits)
-        plgpu.wgmma_wait(0)
-        words = tile.score_gradients(weights, products, delta, v_factor, tuple(slopes), limits)
-        total = tiles.add_product(total, words, m.k.at[slot])
-        return total, slot, ring.next_slot(slot, s.stages)
+    def step(i: jax.Array, carry: Any, is_masked: bool) -> Any:
+        """Keys half by half: the products of one run under the other's exponentials."""
+        total, before, slot = carry
+        keys = [(i * s.halves + n) * ROWS for n in range(s.halves)]
+        slots = [ring.slot_after(slot, n, s.stages) for n in range(s.halves)]
+        scales = [factors(key) for key in keys]
+        products = [start(slot) for slot in slots]
+        for n, key in enumerate(keys):
+            # Left: the other half's two products, or the sum that was started last.
+            plgpu.wgmma_wait(s.halves - 1 if n else 2 * (s.halves - 1))
+            if n == 0:
+                release(before)
+            limits = tiles.limits_of(first, key, work.keys - key, is_masked)
+            weights, _, *slopes = tile.weigh(products[n][0], lse, scales[n][0], limits)
+            rest = (delta, scales[n][1], tuple(slopes), limits)
+            words = tile.score_gradients(weights, products[n][1], *rest)
+            total = tiles.add_product(total, words, m.k.at[slots[n]])
+        return total, slot, ring.slot_after(slot, s.halves, s.stages)
 
     carry = (tiles.zeros(m.k.shape[-1]), jnp.int32(-1), slot)
     masked, plain = (functools.partial(step, is_masked=x) for x in (True, False))
@@ -113,10 +128,7 @@ def _consume(
     plgpu.wgmma_wait(0)
     total = tiles.arrived(total)
 
-    @pl.when(before >= 0)
-    def _() -> None:
-        plgpu.barrier_arrive(m.free.at[before])
-
+    release(before)
     plgpu.barrier_arrive(m.query_free.at[me])
     return total, lse == jnp.inf, slot
 
@@ -133,20 +145,21 @@ def _produce(work: _Work, slot: jax.Array, x: Operands, m: _Memory, s: Settings)
     def step(i: jax.Array, slot: jax.Array) -> jax.Array:
         rows = pl.ds(i * ROWS, ROWS)
         plgpu.barrier_wait(m.free.at[slot])
-        for ref, target in ((x.k8, m.k8), (x.v8, m.v8), (x.k, m.k)):
-            if target is m.k and m.k8 is m.k:
-                continue
+        copies = [(x.v8, m.v8), (x.k, m.k)]
+        if m.k8 is not m.k:
+            copies.append((x.k8, m.k8))
+        for ref, target in copies:
             source = tiles.rows_of(ref, work.b, work.h, rows)
             plgpu.copy_gmem_to_smem(source, target.at[slot], m.ready.at[slot])
         return ring.next_slot(slot, s.stages)
 
-    return lax.fori_loop(work.steps.begin, work.steps.end, step, slot)
+    return lax.fori_loop(work.steps.begin * s.halves, work.steps.end * s.halves, step, slot)
 
 
 def _kernel(*refs: Ref, total: int, s: Settings) -> None:
     """One persistent program, which takes every `s.programs`-th tile of queries."""
     x, out_ref = Operands(*refs[:-1]), refs[-1]
-    me, share = lax.axis_index("warpgroup"), ring.Share(total)
+    me, share = lax.axis_index("warpgroup"), ring.Share(total, 2)
     head_dim = x.q.shape[-1]
     has_k8 = x.k8.dtype != x.k.dtype  # else the same memory serves both products
 
@@ -197,12 +210,12 @@ def _kernel(*refs: Ref, total: int, s: Settings) -> None:
 def query_gradient(x: Operands, settings: Settings) -> jax.Array:
     """The gradient of the queries, ``[B, T, N, H]`` in their dtype."""
     batch, tokens, heads, _ = x.q.shape
-    total = batch * heads * pl.cdiv(tokens, _QUERIES)
+    total = batch * heads * tiles.numbers(tokens)
     run = ring.launch(
         functools.partial(_kernel, total=total, s=settings),
         "turbojax_query_gradient_hopper",
         jax.ShapeDtypeStruct(x.q.shape, x.q.dtype),
-        total,
+        total // 2,
         settings.programs,
     )
     return run(*x)

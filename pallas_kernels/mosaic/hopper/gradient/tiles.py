@@ -9,7 +9,9 @@ import jax
 import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
 
 from pallas_kernels.layouts import LOG2_E
 from pallas_kernels.layouts import Ref as Ref
@@ -50,6 +52,11 @@ class Settings:
     block_kv: int
     stages: int
     programs: int = 132
+
+    @property
+    def halves(self) -> int:
+        """Slots of keys that a step of the query gradient takes."""
+        return min(self.stages, 2)
 
     @property
     def left(self) -> int | None:
@@ -119,9 +126,14 @@ class Span(NamedTuple):
 
 
 def span(
-    first: jax.Array, count: int, length: jax.Array, before: int | None, after: int | None
+    first: jax.Array,
+    count: int,
+    length: jax.Array,
+    before: int | None,
+    after: int | None,
+    size: int = ROWS,
 ) -> Span:
-    """Steps of 64 others that some of `count` positions have to do with, and all of them.
+    """Steps of `size` others that some of `count` positions have to do with, and all of them.
 
     Args:
       first: of the positions.
@@ -129,6 +141,7 @@ def span(
       length: others from there on are none.
       before: how far back one goes, or None.
       after: how far ahead, or None.
+      size: of a step.
     """
     last = first + (count - 1)
     start, stop, full_start, full_stop = jnp.int32(0), length, jnp.int32(0), length
@@ -138,7 +151,7 @@ def span(
     if before is not None:
         start = jnp.maximum(first - before, 0)
         full_start = jnp.maximum(last - before, 0)
-    step = jnp.int32(ROWS)
+    step = jnp.int32(size)
     end = lax.div(jnp.maximum(stop, 0) + (step - 1), step)
     begin = jnp.minimum(lax.div(start, step), end)
     inner = jnp.clip(lax.div(full_start + (step - 1), step), begin, end)
@@ -146,14 +159,24 @@ def span(
     return Span(begin, inner, outer, end)
 
 
-def place_of(number: jax.Array, tiles: int, longest_last: bool) -> tuple[jax.Array, jax.Array]:
-    """Row and tile of a number: rows in turn, which share operands, long tiles after short ones.
+def place_of(number: jax.Array, tiles: int) -> tuple[jax.Array, jax.Array]:
+    """Row and tile of a number: rows in turn, which share operands, in pairs from both ends.
 
-    Every other row is in reverse order, so that all programs have about equally much to do.
+    In a causal call one end has much to do and the other one little: all pairs have equally much.
+
+    Args:
+      number: of `2 * ceil(tiles / 2)` a row; with an odd number of tiles one of them is none.
+      tiles: of a row.
     """
-    row, tile = lax.div(number, jnp.int32(tiles)), lax.rem(number, jnp.int32(tiles))
-    is_reversed = lax.rem(row, jnp.int32(2)) == (0 if longest_last else 1)
-    return row, jnp.where(is_reversed, tiles - 1 - tile, tile)
+    pairs = jnp.int32(pl.cdiv(tiles, 2))
+    pair, is_second = lax.div(number, jnp.int32(2)), lax.rem(number, jnp.int32(2))
+    row, place = lax.div(pair, pairs), lax.rem(pair, pairs)
+    return row, jnp.where(is_second == 1, 2 * pairs - 1 - place, place)
+
+
+def numbers(tokens: int) -> int:
+    """How many numbers `place_of` takes for a row."""
+    return 2 * pl.cdiv(tokens, 2 * WARPGROUPS * ROWS)
 
 
 def product(a: Ref, b: Ref) -> jax.Array:
@@ -272,6 +295,8 @@ def _gradients(
         slopes = fragments.by_row(slope)
     bounds = _limits(tuple(others))
     rows = []
+    if isinstance(weights.mlir_dtype, ir.IntegerType):
+        weights = fragments.of_rows(fragments.half_rows(weights, dtype))
     pairs = zip(fragments.by_row(weights), fragments.by_row(products), slopes, strict=True)
     for half, (p, x, slope) in enumerate(pairs):
         each = _of_each(deltas, half, len(x), rows_are_keys)
