@@ -39,9 +39,6 @@ _KEYS = WARPGROUPS * ROWS
 _CHANNELS = 128
 
 
-V: tuple[str, ...] = ()
-
-
 class _Work:
     """A tile of keys of one head, and which of the result's channels, by its number."""
 
@@ -82,7 +79,7 @@ class _Memory(NamedTuple):
 
 def _consume(
     work: _Work, slot: jax.Array, me: jax.Array, x: Operands, m: _Memory, s: Settings
-) -> tuple[jax.Array, ...]:
+) -> Any:
     """Sums over all queries of a warpgroup's 64 keys; the slot after the last."""
     first, width = work.first + me * ROWS, m.q.shape[-1]
     tile = tiles.Tile(True, str(m.q.dtype), s)
@@ -94,60 +91,38 @@ def _consume(
     plgpu.barrier_wait(m.key_ready.at[me])
 
     def step(i: jax.Array, carry: Any, head: jax.Array, is_masked: bool) -> Any:
-        d_k, d_v, before, slot = carry
+        d_k, d_v, slot = carry
         query = i * ROWS
         q_factor = k_scale * tiles.scale_at(x.q_scale, work.b, head, query, s.block_q)
         d_factor = v_scale * tiles.scale_at(x.d_scale, work.b, head, query, s.block_q)
         plgpu.barrier_wait(m.ready.at[slot])
         scores = tiles.product(m.k8.at[me], m.q8.at[slot])
         products = tiles.product(m.v8.at[me], m.d8.at[slot])
-        if "late" not in V:
-            lse, delta = (tiles.load(ref.at[slot], COLUMN) for ref in (m.lse, m.delta))
+        lse = tiles.load(m.lse.at[slot], COLUMN)
         plgpu.wgmma_wait(1)
-        if "late" in V:
-            lse = tiles.load(m.lse.at[slot], COLUMN)
-
-        @pl.when(before >= 0)
-        def _() -> None:
-            plgpu.barrier_arrive(m.free.at[before])
-
         limits = tiles.limits_of(query, first, work.queries - query, is_masked)
         weights, words, *slopes = tile.weigh(scores, lse, q_factor, limits)
         d_v = tiles.add_product(d_v, words, m.d_out.at[slot])
+        delta = tiles.load(m.delta.at[slot], COLUMN)
         plgpu.wgmma_wait(1)
-        if "late" in V:
-            delta = tiles.load(m.delta.at[slot], COLUMN)
-        words = tile.score_gradients(words if "half" in V else weights, products, delta, d_factor, tuple(slopes), limits)
+        words = tile.score_gradients(weights, products, delta, d_factor, tuple(slopes), limits)
         d_k = tiles.add_product(d_k, words, m.q.at[slot])
-        if "wait0" in V:
-            plgpu.wgmma_wait(0)
-            d_k, d_v = tiles.arrived(d_k), tiles.arrived(d_v)
-        return d_k, d_v, slot, ring.next_slot(slot, s.stages)
+        plgpu.wgmma_wait(0)
+        d_k, d_v = tiles.arrived(d_k), tiles.arrived(d_v)
+        plgpu.barrier_arrive(m.free.at[slot])
+        return d_k, d_v, ring.next_slot(slot, s.stages)
 
     def head(g: jax.Array, carry: Any) -> Any:
         number = work.h * work.group + g
         masked, plain = (functools.partial(step, head=number, is_masked=x) for x in (True, False))
         carry = lax.fori_loop(work.steps.begin, work.steps.inner, masked, carry)
         carry = lax.fori_loop(work.steps.inner, work.steps.outer, plain, carry)
-        if "noout" not in V or s.left is not None:
-            carry = lax.fori_loop(work.steps.outer, work.steps.end, masked, carry)
-        if "headwait" in V:
-            plgpu.wgmma_wait(0)
-            d_k, d_v, *rest = carry
-            carry = (tiles.arrived(d_k), tiles.arrived(d_v), *rest)
-        return carry
+        return lax.fori_loop(work.steps.outer, work.steps.end, masked, carry)
 
-    carry = (tiles.zeros(width), tiles.zeros(width), jnp.int32(-1), slot)
-    d_k, d_v, before, slot = lax.fori_loop(jnp.int32(0), jnp.int32(work.group), head, carry)
-    plgpu.wgmma_wait(0)
-    d_k, d_v = tiles.arrived(d_k), tiles.arrived(d_v)
-
-    @pl.when(before >= 0)
-    def _() -> None:
-        plgpu.barrier_arrive(m.free.at[before])
-
+    carry = (tiles.zeros(width), tiles.zeros(width), slot)
+    carry = lax.fori_loop(jnp.int32(0), jnp.int32(work.group), head, carry)
     plgpu.barrier_arrive(m.key_free.at[me])
-    return d_k, d_v, slot
+    return carry
 
 
 def _produce(work: _Work, slot: jax.Array, x: Operands, m: _Memory, s: Settings) -> jax.Array:

@@ -93,42 +93,31 @@ def _consume(
         scores = tiles.product(m.q8.at[me], m.k8.at[slot])
         return scores, tiles.product(m.d8.at[me], m.v8.at[slot])
 
-    def release(slot: jax.Array) -> None:
-        """All slots of a step."""
-
-        @pl.when(slot >= 0)
-        def _() -> None:
-            for n in range(s.halves):
-                plgpu.barrier_arrive(m.free.at[ring.slot_after(slot, n, s.stages)])
-
     def step(i: jax.Array, carry: Any, is_masked: bool) -> Any:
         """Keys half by half: the products of one run under the other's exponentials."""
-        total, before, slot = carry
+        total, slot = carry
         keys = [(i * s.halves + n) * ROWS for n in range(s.halves)]
         slots = [ring.slot_after(slot, n, s.stages) for n in range(s.halves)]
         scales = [factors(key) for key in keys]
         products = [start(slot) for slot in slots]
         for n, key in enumerate(keys):
             # Left: the other half's two products, or the sum that was started last.
-            plgpu.wgmma_wait(s.halves - 1 if n else 2 * (s.halves - 1))
-            if n == 0:
-                release(before)
+            plgpu.wgmma_wait(1 if n else 2 * (s.halves - 1))
             limits = tiles.limits_of(first, key, work.keys - key, is_masked)
             weights, _, *slopes = tile.weigh(products[n][0], lse, scales[n][0], limits)
             rest = (delta, scales[n][1], tuple(slopes), limits)
             words = tile.score_gradients(weights, products[n][1], *rest)
             total = tiles.add_product(total, words, m.k.at[slots[n]])
-        return total, slot, ring.slot_after(slot, s.halves, s.stages)
+        plgpu.wgmma_wait(0)
+        for used in slots:
+            plgpu.barrier_arrive(m.free.at[used])
+        return tiles.arrived(total), ring.slot_after(slot, s.halves, s.stages)
 
-    carry = (tiles.zeros(m.k.shape[-1]), jnp.int32(-1), slot)
+    carry = (tiles.zeros(m.k.shape[-1]), slot)
     masked, plain = (functools.partial(step, is_masked=x) for x in (True, False))
     carry = lax.fori_loop(work.steps.begin, work.steps.inner, masked, carry)
     carry = lax.fori_loop(work.steps.inner, work.steps.outer, plain, carry)
-    total, before, slot = lax.fori_loop(work.steps.outer, work.steps.end, masked, carry)
-    plgpu.wgmma_wait(0)
-    total = tiles.arrived(total)
-
-    release(before)
+    total, slot = lax.fori_loop(work.steps.outer, work.steps.end, masked, carry)
     plgpu.barrier_arrive(m.query_free.at[me])
     return total, lse == jnp.inf, slot
 
