@@ -13,7 +13,11 @@ from oracles.quantizers import f32, quantize_fp8, quantize_int8
 
 @dataclasses.dataclass
 class Gradients:
-    """Gradients of query, key and value, and for each the sum of its terms' magnitudes."""
+    """Gradients of query, key and value, and for each the sum of its terms' magnitudes.
+
+    A term of a score's gradient is a product of two numbers too: what rounding can move is
+    proportional to these, not to what is left after they cancel.
+    """
 
     values: tuple[np.ndarray, np.ndarray, np.ndarray]
     magnitudes: tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -80,6 +84,9 @@ def attention_gradients(
         p = np.exp(scores - np.where(some, np.moveaxis(lse, 2, 1), 0)[..., None])
         delta = np.moveaxis((d_o * out).sum(-1), 2, 1)
     d_s = p * (d_p - delta[..., None] + d_lse[..., None]) * slope
+    terms = np.einsum("btnh,bsnh->bnts", np.abs(d_w), np.abs(v_w))
+    terms = terms + (p * terms).sum(-1, keepdims=True) + np.abs(d_lse)[..., None]
+    terms = p * terms * np.abs(slope)
 
     def per_kv_head(x):
         return x.reshape(*x.shape[:2], -1, group, x.shape[-1]).sum(3)
@@ -91,4 +98,4 @@ def attention_gradients(
             per_kv_head(np.einsum("bnts,btnh->bsnh", p, d_o)),
         )
 
-    return Gradients(products(d_s, q, k, d_o), products(*(np.abs(x) for x in (d_s, q, k, d_o))))
+    return Gradients(products(d_s, q, k, d_o), products(terms, *map(np.abs, (q, k, d_o))))
