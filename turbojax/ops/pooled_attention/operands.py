@@ -7,6 +7,7 @@ from turbojax.ops import rows
 from turbojax.ops.pooled_attention.pooling import group_counts
 from turbojax.ops.pooled_attention.static import LEVELS
 
+
 def lengths(length: jax.Array | None, batch: int, tokens: int) -> jax.Array:
     """int32 ``[B]``."""
     return jnp.full(batch, tokens, jnp.int32) if length is None else length

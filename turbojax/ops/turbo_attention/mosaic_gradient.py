@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,6 @@ _HEAD_DIMS = (64, 128, 256)
 # Tokens that copies take together, and queries of a program.
 _COPY, _TILE = 8, 128
 _ROWS = 64
-_DTYPES = ("bfloat16", "float16")
 
 
 class Launch(NamedTuple):
@@ -39,8 +38,8 @@ def unsupported(
     """Why the gradient cannot be computed by these kernels here; None if it can."""
     del key, value, options  # any will do
     head_dim = query.shape[-1]
-    if str(query.dtype) not in _DTYPES:
-        return f"query.dtype={query.dtype} must be one of {_DTYPES}"
+    if config.mode == "float" and query.dtype == jnp.float32:
+        return "config.mode='float' in float32 must be an 8-bit mode: its products have 16 bits"
     for name in ("block_q", "block_kv"):
         if getattr(config, name) % _ROWS:
             return f"config.{name}={getattr(config, name)} must be a multiple of {_ROWS}"
@@ -70,12 +69,12 @@ def gradient(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`gradient_reference.gradient` as two kernels: of the queries, and of keys and values.
 
-    Weights and the scores' gradients are rounded to the operands' 16 bits before they multiply; e4m3
-    products are accumulated as in the forward pass. Every sum has one order: equal bits in every
-    run.
+    Weights and the scores' gradients are rounded to the operands' 16 bits before they multiply;
+    float32 operands are rounded to bfloat16, but for those that become codes. E4m3 products are
+    accumulated as in the forward pass. Every sum has one order: equal bits in every run.
 
     Args:
-      query: ``[B, T, N, H]``, bfloat16 or float16.
+      query: ``[B, T, N, H]``.
       key: ``[B, S, K, H]``.
       value: ``[B, S, K, H]``.
       query_length: int32 ``[B]``.
@@ -104,17 +103,17 @@ def gradient(
         key, value = (rows.without_padding(x, key_length) for x in (key, value))
     q, k, v, d_o = (_padded(x) for x in (query, key, value, d_out))
     d_mode: Mode = "int8" if config.gradient == "int8" else "float"
-    q8, k8 = (
-        _codes(*operands, config.mode, config)
-        for operands in ((q, query_length, config.block_q), (k, key_length, config.block_kv))
+    q8, k8, d8, v8 = (
+        _codes(x, length, block, mode, config)
+        for x, length, block, mode in (
+            (q, query_length, config.block_q, config.mode),
+            (k, key_length, config.block_kv, config.mode),
+            (d_o, query_length, config.block_q, d_mode),
+            (v, key_length, config.block_kv, d_mode),
+        )
     )
-    d8, v8 = (
-        _codes(*operands, d_mode, config)
-        for operands in ((d_o, query_length, config.block_q), (v, key_length, config.block_kv))
-    )
-    x = tiles.Operands(
-        *q8, *k8, *d8, *v8, q, k, d_o, lse, delta, query_length, key_length
-    )  # fmt: skip
+    q, k, d_o = (_in_16_bits(x) for x in (q, k, d_o))
+    x = tiles.Operands(*q8, *k8, *d8, *v8, q, k, d_o, lse, delta, query_length, key_length)
     launch = launch or default_launch(q.shape[-1], config)
     settings = functools.partial(
         tiles.Settings,
@@ -126,8 +125,8 @@ def gradient(
         block_kv=config.block_kv,
         programs=multiprocessors(),
     )
-    d_q = queries.query_gradient(x, settings(stages=launch.queries))
-    d_k, d_v = keys.key_gradient(x, settings(stages=launch.keys))
+    d_q = queries.query_gradient(x, query.dtype, settings(stages=launch.queries))
+    d_k, d_v = keys.key_gradient(x, query.dtype, settings(stages=launch.keys))
     return (
         d_q[:, :tokens, :, :head_dim],
         d_k[:, :size, :, :head_dim],
@@ -149,11 +148,14 @@ def _padded(x: jax.Array) -> jax.Array:
     return rows.pad_axis(x, 3, head_dim)
 
 
+def _in_16_bits(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x
+
+
 def _codes(
     x: jax.Array, length: jax.Array, block: int, mode: Mode, config: TurboConfig
-) -> tuple[Any, jax.Array]:
+) -> tuple[jax.Array, jax.Array]:
     """Codes ``[B, K, Sp, H]`` and scales ``[B, K, Sp / block]``; in mode ``"float"`` `x` itself."""
     if mode == "float":
-        return x, jnp.ones((x.shape[0], x.shape[2], 1), jnp.float32)
-    config = dataclasses.replace(config, mode=mode, block_q=block)
-    return quantize_queries(x, length, config)
+        return _in_16_bits(x), jnp.ones((x.shape[0], x.shape[2], 1), jnp.float32)
+    return quantize_queries(x, length, dataclasses.replace(config, mode=mode, block_q=block))

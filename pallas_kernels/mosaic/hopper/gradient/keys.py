@@ -196,7 +196,7 @@ def _kernel(*refs: Ref, total: int, s: Settings) -> None:
         *[ring.tile((WARPGROUPS, ROWS, head_dim), ref.dtype) for ref in (x.k8, x.v8)],
         *[ring.tile((s.stages, ROWS, width), dtype)] * 2,
         *[plgpu.SMEM((s.stages, ROWS), jnp.float32)] * 2,
-        ring.tile((WARPGROUPS, ROWS, tiles.out_width(width)), dtype),
+        tiles.staging(dk_ref.dtype),
         [
             plgpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS),
             plgpu.Barrier(num_arrivals=4 + sum(own), num_barriers=s.stages),
@@ -214,11 +214,13 @@ def _kernel(*refs: Ref, total: int, s: Settings) -> None:
     )
 
 
-def key_gradient(x: Operands, settings: Settings) -> tuple[jax.Array, jax.Array]:
-    """The gradients of keys and values, ``[B, S, K, H]`` in their dtype; 0 past each length."""
+def key_gradient(
+    x: Operands, dtype: jax.typing.DTypeLike, settings: Settings
+) -> tuple[jax.Array, jax.Array]:
+    """The gradients of keys and values, ``[B, S, K, H]`` in `dtype`; 0 past each length."""
     batch, size, kv_heads, head_dim = x.k.shape
     total = batch * kv_heads * pl.cdiv(head_dim, _CHANNELS) * tiles.numbers(size)
-    out = jax.ShapeDtypeStruct((batch, size, kv_heads, head_dim), x.k.dtype)
+    out = jax.ShapeDtypeStruct((batch, size, kv_heads, head_dim), dtype)
     run = ring.launch(
         functools.partial(_kernel, total=total, s=settings),
         "turbojax_key_gradient_hopper",

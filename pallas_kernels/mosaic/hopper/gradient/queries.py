@@ -182,7 +182,7 @@ def _kernel(*refs: Ref, total: int, s: Settings) -> None:
         *[ring.tile((WARPGROUPS, ROWS, head_dim), ref.dtype) for ref in (x.q8, x.d8)],
         *[plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32)] * 2,
         *[ring.tile((s.stages, ROWS, head_dim), ref.dtype) for ref in (x.v8, x.k)],
-        ring.tile((WARPGROUPS, ROWS, tiles.out_width(head_dim)), x.q.dtype),
+        tiles.staging(out_ref.dtype),
         [
             plgpu.Barrier(num_arrivals=4, num_barriers=WARPGROUPS),
             plgpu.Barrier(num_arrivals=2 + has_k8, num_barriers=s.stages),
@@ -196,14 +196,14 @@ def _kernel(*refs: Ref, total: int, s: Settings) -> None:
     )
 
 
-def query_gradient(x: Operands, settings: Settings) -> jax.Array:
-    """The gradient of the queries, ``[B, T, N, H]`` in their dtype."""
+def query_gradient(x: Operands, dtype: jax.typing.DTypeLike, settings: Settings) -> jax.Array:
+    """The gradient of the queries, ``[B, T, N, H]`` in `dtype`; 0 where one sees nothing."""
     batch, tokens, heads, _ = x.q.shape
     total = batch * heads * tiles.numbers(tokens)
     run = ring.launch(
         functools.partial(_kernel, total=total, s=settings),
         "turbojax_query_gradient_hopper",
-        jax.ShapeDtypeStruct(x.q.shape, x.q.dtype),
+        jax.ShapeDtypeStruct(x.q.shape, dtype),
         total // 2,
         settings.programs,
     )

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -25,8 +24,8 @@ from pallas_kernels.mosaic.ring import SCALAR
 from pallas_kernels.mosaic.ring import WARPGROUPS as WARPGROUPS
 
 MATRIX = plgpu.Layout.WGMMA
-# Channels of a result that are written at once.
-_WIDTH = 64
+# Bytes of a row of a result that are written at once.
+_WIDTH = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -395,9 +394,9 @@ def zeros(columns: int) -> jax.Array:
     return plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), MATRIX)
 
 
-def out_width(columns: int) -> int:
-    """Channels of a result that are written at once."""
-    return math.gcd(columns, _WIDTH)
+def staging(dtype: Any) -> Any:
+    """Memory of results on their way out."""
+    return ring.tile((WARPGROUPS, ROWS, _WIDTH // jnp.dtype(dtype).itemsize), dtype)
 
 
 def scale_at(scales: Ref, b: jax.Array, head: jax.Array, token: jax.Array, block: int) -> jax.Array:
@@ -406,14 +405,14 @@ def scale_at(scales: Ref, b: jax.Array, head: jax.Array, token: jax.Array, block
     return scales[b, head, number]
 
 
-def store(x: jax.Array, staging: Ref, target: Ref) -> None:
+def store(x: jax.Array, memory: Ref, target: Ref) -> None:
     """Writes ``[64, n]`` through shared memory, some channels at a time."""
-    width = staging.shape[-1]
+    width = memory.shape[-1]
     for begin in range(0, x.shape[1], width):
         part = lax.slice(x, (0, begin), (ROWS, begin + width))
-        staging[...] = part.astype(staging.dtype)
+        memory[...] = part.astype(memory.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(staging, target.at[:, begin : begin + width])
+        plgpu.copy_smem_to_gmem(memory, target.at[:, begin : begin + width])
         plgpu.wait_smem_to_gmem(0)
 
 

@@ -1,0 +1,140 @@
+"""The gradient of `turbo_attention` by Mosaic GPU, without a GPU: refusals, lowering.
+
+What it computes is checked on a GPU, in `test_gpu_mosaic_gradient.py`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from attention_helpers import EXACT, MODES
+from grids import pairwise
+from kernel_helpers import lower_for_cuda
+
+import turbojax as tj
+from turbojax import _device
+from turbojax.ops.options import Options
+from turbojax.ops.turbo_attention import gradient, mosaic_gradient
+
+SEES_ALL = Options(False, scale=0.1)
+FEATURES = {
+    "plain": SEES_ALL,
+    "causal": Options(True, scale=0.1),
+    "window": Options(False, (100, 30), scale=0.1),
+    "causal window": Options(True, (64, 64), scale=0.1),
+    "soft cap": Options(True, scale=0.1, logits_soft_cap=5.0),
+    "negative scale": Options(False, scale=-0.2),
+}
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
+
+
+def refusal(config, head_dim=64, dtype=jnp.bfloat16):
+    x = jax.ShapeDtypeStruct((1, 8, 2, head_dim), dtype)
+    return mosaic_gradient.unsupported(query=x, key=x, value=x, config=config, options=SEES_ALL)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("head_dim", [8, 64, 80, 128, 200, 256])
+def test_hopper_runs_it(mode, head_dim):
+    config = tj.TurboConfig(mode=mode, softmax=EXACT)
+    if mode != "float" or head_dim <= 128:
+        assert refusal(config, head_dim) is None
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("config", "head_dim", "dtype", "words"),
+    [
+        ({"block_q": 32}, 64, jnp.bfloat16, "config.block_q=32 must be a multiple of 64"),
+        (
+            {"block_kv": 32, "buffer_size": 64},
+            64,
+            jnp.bfloat16,
+            "config.block_kv=32 must be a multiple of 64",
+        ),
+        ({}, 264, jnp.bfloat16, "head_dim=264 must be at most 256"),
+        (
+            {"mode": "float"},
+            256,
+            jnp.bfloat16,
+            "head_dim=256 must be at most 128 where config.mode='float'",
+        ),
+        ({"mode": "float"}, 64, jnp.float32, "config.mode='float' in float32 must be an 8-bit"),
+    ],
+)
+def test_refusals_in_words(config, head_dim, dtype, words):
+    assert words in refusal(tj.TurboConfig(**config), head_dim, dtype)
+
+
+def test_it_needs_hopper(monkeypatch):
+    for capability in (None, 8.9, 10.0):
+        monkeypatch.setattr(_device, "gpu_compute_capability", lambda c=capability: c)
+        assert "needs an NVIDIA GPU of compute capability 9.0" in refusal(tj.TurboConfig())
+    with _device.interpret_kernels():
+        assert refusal(tj.TurboConfig()) == "its kernel cannot be interpreted"
+
+
+@pytest.mark.usefixtures("hopper")
+def test_which_gradient_runs():
+    """The forward pass' name where the gradient has it; else the fastest that can."""
+    x = jax.ShapeDtypeStruct((1, 8, 2, 64), jnp.bfloat16)
+    arguments = {"query": x, "key": x, "value": x, "options": SEES_ALL}
+    for asked, runs in {
+        None: "mosaic_gpu",
+        "mosaic_gpu": "mosaic_gpu",
+        "triton": "mosaic_gpu",
+        "jax_triton": "mosaic_gpu",
+        "xla": "xla",
+    }.items():
+        name = gradient.GRADIENT.beside(asked)
+        chosen = gradient.GRADIENT.select(name, config=tj.TurboConfig(), **arguments)
+        assert chosen.name == runs
+    config = tj.TurboConfig(block_q=32)
+    assert gradient.GRADIENT.select(None, config=config, **arguments).name == "xla"
+
+
+LOWERED = pairwise(
+    feature=list(FEATURES),
+    rounding=["float", "int8"],
+    head_dim=[128, 64, 8, 80, 256],
+    tokens=[100, 1, 7, 128, 300],
+    mode=list(MODES),
+    dtype=[jnp.bfloat16, jnp.float16, jnp.float32],
+    is_ragged=[True, False],
+    block_kv=[64, 128],
+)
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize(
+    ("feature", "rounding", "head_dim", "tokens", "mode", "dtype", "is_ragged", "block_kv"),
+    LOWERED[::2],
+)
+def test_it_lowers(feature, rounding, head_dim, tokens, mode, dtype, is_ragged, block_kv):
+    """Each option, mode, dtype, head dim, block and number of queries, many in pairs."""
+    if mode == "float" and (head_dim > 128 or dtype == jnp.float32):
+        mode = "int8"
+    config = tj.TurboConfig(
+        mode=mode,
+        softmax=EXACT,
+        gradient=rounding,
+        block_q=128,
+        block_kv=block_kv,
+        buffer_size=block_kv,
+    )
+    run = functools.partial(
+        mosaic_gradient.gradient, config=config, options=FEATURES[feature], is_ragged=is_ragged
+    )
+    query, key = (
+        jax.ShapeDtypeStruct((2, n, h, head_dim), dtype) for n, h in ((tokens, 4), (150, 2))
+    )
+    lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
+    rows = jax.ShapeDtypeStruct(query.shape[:3], jnp.float32)
+    arrays = (query, key, key, lengths, lengths, query, rows, query, rows)
+    assert "mosaic_gpu" in lower_for_cuda(run, *arrays)
