@@ -13,7 +13,7 @@ import jax.experimental.mosaic.gpu as mgpu
 import numpy as np
 from jaxlib.mlir.dialects import vector
 
-from pallas_kernels.mosaic.lane import half
+from pallas_kernels.mosaic.lane.half import pack
 from pallas_kernels.mosaic.lane.instructions import special
 from pallas_kernels.mosaic.lane.numbers import Float, Int, f32, i32, ir
 
@@ -94,16 +94,8 @@ def half_words(rows: Sequence[Sequence[Float]], dtype: str) -> list[Int]:
     words = []
     for i in range(0, len(rows[0]), 4):
         for begin in (i, i + 2):
-            words += [half.pack(*row[begin : begin + 2], dtype) for row in rows]
+            words += [pack(*row[begin : begin + 2], dtype) for row in rows]
     return words
-
-
-def half_rows(a: Any, dtype: str) -> list[list[Float]]:
-    """The reverse of `half_words`, of a `carrier`."""
-    rows: list[list[Float]] = [[], []]
-    for i, word in enumerate(scalars(a)):
-        rows[i % 2] += half.unpack(word, dtype)
-    return rows
 
 
 def row_array(pair: Sequence[Float]) -> Any:

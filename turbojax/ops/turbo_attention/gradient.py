@@ -1,11 +1,9 @@
 """Gradients of `turbo_attention`: straight through its rounding; which implementation runs them."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, Registry

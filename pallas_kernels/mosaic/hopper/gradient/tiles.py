@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
 
 from pallas_kernels.layouts import LOG2_E
 from pallas_kernels.layouts import Ref as Ref
@@ -247,7 +246,10 @@ def _to_float(x: Any) -> Float:
 
 
 def _limits(limits: tuple[Any, ...]) -> tuple[Int, Int] | None:
-    return tuple(fragments.scalars(x)[0] for x in limits) or None  # type: ignore[return-value]
+    if not limits:
+        return None
+    [distance], [stop] = (fragments.scalars(x) for x in limits)
+    return distance, stop
 
 
 def _weigh(
@@ -294,8 +296,6 @@ def _gradients(
         slopes = fragments.by_row(slope)
     bounds = _limits(tuple(others))
     rows = []
-    if isinstance(weights.mlir_dtype, ir.IntegerType):
-        weights = fragments.of_rows(fragments.half_rows(weights, dtype))
     pairs = zip(fragments.by_row(weights), fragments.by_row(products), slopes, strict=True)
     for half, (p, x, slope) in enumerate(pairs):
         each = _of_each(deltas, half, len(x), rows_are_keys)
@@ -361,10 +361,10 @@ class Tile:
     ) -> jax.Array:
         """Words of ``weights * (factor * products - delta)``, times the soft cap's slopes."""
         words = ring.array((ROWS, 32), jnp.int32)
-        types = (MATRIX, MATRIX, self._queries, SCALAR)
-        types += (MATRIX,) * len(slopes) + (SCALAR,) * len(limits)
+        types = [MATRIX, MATRIX, self._queries, SCALAR]
+        types += [MATRIX] * len(slopes) + [SCALAR] * len(limits)
         f = functools.partial(_gradients, **self._static)
-        return ring.inline(f, types, words)(weights, products, delta, factor, *slopes, *limits)
+        return ring.inline(f, tuple(types), words)(weights, products, delta, factor, *slopes, *limits)
 
 
 def scores_factor(s: Settings) -> float:
