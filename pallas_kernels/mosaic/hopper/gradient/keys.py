@@ -90,12 +90,16 @@ def _consume(
     k_scale = k_scale * tiles.scores_factor(s)
     plgpu.barrier_wait(m.key_ready.at[me])
 
-    def step(i: jax.Array, carry: Any, head: jax.Array, is_masked: bool) -> Any:
-        d_k, d_v, slot = carry
-        query = i * ROWS
+    def add(
+        d_k: jax.Array,
+        d_v: jax.Array,
+        query: jax.Array,
+        head: jax.Array,
+        slot: jax.Array,
+        is_masked: bool,
+    ) -> tuple[jax.Array, jax.Array]:
         q_factor = k_scale * tiles.scale_at(x.q_scale, work.b, head, query, s.block_q)
         d_factor = v_scale * tiles.scale_at(x.d_scale, work.b, head, query, s.block_q)
-        plgpu.barrier_wait(m.ready.at[slot])
         scores = tiles.product(m.k8.at[me], m.q8.at[slot])
         products = tiles.product(m.v8.at[me], m.d8.at[slot])
         lse = tiles.load(m.lse.at[slot], COLUMN)
@@ -108,7 +112,18 @@ def _consume(
         words = tile.score_gradients(weights, products, delta, d_factor, tuple(slopes), limits)
         d_k = tiles.add_product(d_k, words, m.q.at[slot])
         plgpu.wgmma_wait(0)
-        d_k, d_v = tiles.arrived(d_k), tiles.arrived(d_v)
+        return tiles.arrived(d_k), tiles.arrived(d_v)
+
+    def step(i: jax.Array, carry: Any, head: jax.Array, is_masked: bool) -> Any:
+        d_k, d_v, slot = carry
+        query = i * ROWS
+        plgpu.barrier_wait(m.ready.at[slot])
+        add_one = functools.partial(add, d_k, d_v, query, head, slot, is_masked)
+        if is_masked:
+            is_seen = tiles.is_seen(query, first, s)
+            d_k, d_v = lax.cond(is_seen, add_one, lambda: (d_k, d_v))
+        else:
+            d_k, d_v = add_one()
         plgpu.barrier_arrive(m.free.at[slot])
         return d_k, d_v, ring.next_slot(slot, s.stages)
 

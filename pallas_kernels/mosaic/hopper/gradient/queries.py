@@ -48,8 +48,8 @@ class _Work:
         self.first = tile * _QUERIES
         self.keys = x.key_lengths[self.b]
         exists = self.first < x.query_lengths[self.b]
-        keys, size = jnp.where(exists, self.keys, 0), s.halves * ROWS
-        self.steps = tiles.span(self.first, _QUERIES, keys, s.left, s.right, size)
+        keys = jnp.where(exists, self.keys, 0)
+        self.steps = tiles.span(self.first, _QUERIES, keys, s.left, s.right, s.together)
 
 
 class _Memory(NamedTuple):
@@ -89,35 +89,54 @@ def _consume(
         return q_scale * k_scale, d_scale * v_scale
 
     def start(slot: jax.Array) -> tuple[jax.Array, jax.Array]:
-        plgpu.barrier_wait(m.ready.at[slot])
         scores = tiles.product(m.q8.at[me], m.k8.at[slot])
         return scores, tiles.product(m.d8.at[me], m.v8.at[slot])
 
-    def step(i: jax.Array, carry: Any, is_masked: bool) -> Any:
-        """Keys half by half: the products of one run under the other's exponentials."""
-        total, slot = carry
-        keys = [(i * s.halves + n) * ROWS for n in range(s.halves)]
-        slots = [ring.slot_after(slot, n, s.stages) for n in range(s.halves)]
+    def add(total: jax.Array, begin: jax.Array, slots: list[jax.Array], is_masked: bool) -> Any:
+        """64 keys of each slot: the products of one run under the other's exponentials."""
+        keys = [begin + n * ROWS for n in range(len(slots))]
         scales = [factors(key) for key in keys]
         products = [start(slot) for slot in slots]
         for n, key in enumerate(keys):
-            # Left: the other half's two products, or the sum that was started last.
-            plgpu.wgmma_wait(1 if n else 2 * (s.halves - 1))
+            # Left: the other slot's two products, or the sum that was started last.
+            plgpu.wgmma_wait(1 if n else 2 * (len(slots) - 1))
             limits = tiles.limits_of(first, key, work.keys - key, is_masked)
             weights, _, *slopes = tile.weigh(products[n][0], lse, scales[n][0], limits)
             rest = (delta, scales[n][1], tuple(slopes), limits)
             words = tile.score_gradients(weights, products[n][1], *rest)
             total = tiles.add_product(total, words, m.k.at[slots[n]])
         plgpu.wgmma_wait(0)
-        for used in slots:
-            plgpu.barrier_arrive(m.free.at[used])
-        return tiles.arrived(total), ring.slot_after(slot, s.halves, s.stages)
+        return tiles.arrived(total)
+
+    def edge(i: jax.Array, carry: Any) -> Any:
+        total, slot = carry
+        key = i * ROWS
+        plgpu.barrier_wait(m.ready.at[slot])
+        total = lax.cond(
+            tiles.is_seen(first, key, s),
+            lambda: add(total, key, [slot], is_masked=True),
+            lambda: total,
+        )
+        plgpu.barrier_arrive(m.free.at[slot])
+        return total, ring.next_slot(slot, s.stages)
+
+    def several(i: jax.Array, carry: Any) -> Any:
+        total, slot = carry
+        slots = [ring.slot_after(slot, n, s.stages) for n in range(s.together)]
+        for one in slots:
+            plgpu.barrier_wait(m.ready.at[one])
+        begin = (work.steps.inner + i * s.together) * ROWS
+        total = add(total, begin, slots, is_masked=False)
+        for one in slots:
+            plgpu.barrier_arrive(m.free.at[one])
+        return total, ring.slot_after(slot, s.together, s.stages)
 
     carry = (tiles.zeros(m.k.shape[-1]), slot)
-    masked, plain = (functools.partial(step, is_masked=x) for x in (True, False))
-    carry = lax.fori_loop(work.steps.begin, work.steps.inner, masked, carry)
-    carry = lax.fori_loop(work.steps.inner, work.steps.outer, plain, carry)
-    total, slot = lax.fori_loop(work.steps.outer, work.steps.end, masked, carry)
+    steps = work.steps
+    carry = lax.fori_loop(steps.begin, steps.inner, edge, carry)
+    count = lax.div(steps.outer - steps.inner, jnp.int32(s.together))
+    carry = lax.fori_loop(jnp.int32(0), count, several, carry)
+    total, slot = lax.fori_loop(steps.outer, steps.end, edge, carry)
     plgpu.barrier_arrive(m.query_free.at[me])
     return total, lse == jnp.inf, slot
 
@@ -142,7 +161,7 @@ def _produce(work: _Work, slot: jax.Array, x: Operands, m: _Memory, s: Settings)
             plgpu.copy_gmem_to_smem(source, target.at[slot], m.ready.at[slot])
         return ring.next_slot(slot, s.stages)
 
-    return lax.fori_loop(work.steps.begin * s.halves, work.steps.end * s.halves, step, slot)
+    return lax.fori_loop(work.steps.begin, work.steps.end, step, slot)
 
 
 def _kernel(*refs: Ref, total: int, s: Settings) -> None:

@@ -52,8 +52,8 @@ class Settings:
     programs: int = 132
 
     @property
-    def halves(self) -> int:
-        """Slots of keys that a step of the query gradient takes."""
+    def together(self) -> int:
+        """Slots of keys that the query gradient has in hand where nothing is hidden."""
         return min(self.stages, 2)
 
     @property
@@ -115,7 +115,7 @@ def rows_of(ref: Ref, b: jax.Array, head: jax.Array, rows: Any) -> Ref:
 
 
 class Span(NamedTuple):
-    """Steps of a tile: up to `inner`, from `outer` on up to `end`, something is hidden."""
+    """Steps of a tile, 64 others each: up to `inner` and from `outer` on something is hidden."""
 
     begin: jax.Array
     inner: jax.Array
@@ -129,9 +129,9 @@ def span(
     length: jax.Array,
     before: int | None,
     after: int | None,
-    size: int = ROWS,
+    together: int = 1,
 ) -> Span:
-    """Steps of `size` others that some of `count` positions have to do with, and all of them.
+    """Steps of 64 others that some of `count` positions have to do with, and all of them.
 
     Args:
       first: of the positions.
@@ -139,7 +139,7 @@ def span(
       length: others from there on are none.
       before: how far back one goes, or None.
       after: how far ahead, or None.
-      size: of a step.
+      together: of how many the steps in the middle are a multiple.
     """
     last = first + (count - 1)
     start, stop, full_start, full_stop = jnp.int32(0), length, jnp.int32(0), length
@@ -149,11 +149,12 @@ def span(
     if before is not None:
         start = jnp.maximum(first - before, 0)
         full_start = jnp.maximum(last - before, 0)
-    step = jnp.int32(size)
+    step = jnp.int32(ROWS)
     end = lax.div(jnp.maximum(stop, 0) + (step - 1), step)
     begin = jnp.minimum(lax.div(start, step), end)
     inner = jnp.clip(lax.div(full_start + (step - 1), step), begin, end)
     outer = jnp.clip(lax.div(jnp.maximum(full_stop, 0), step), inner, end)
+    outer = outer - lax.rem(outer - inner, jnp.int32(together))
     return Span(begin, inner, outer, end)
 
 
@@ -364,7 +365,9 @@ class Tile:
         types = [MATRIX, MATRIX, self._queries, SCALAR]
         types += [MATRIX] * len(slopes) + [SCALAR] * len(limits)
         f = functools.partial(_gradients, **self._static)
-        return ring.inline(f, tuple(types), words)(weights, products, delta, factor, *slopes, *limits)
+        return ring.inline(f, tuple(types), words)(
+            weights, products, delta, factor, *slopes, *limits
+        )
 
 
 def scores_factor(s: Settings) -> float:
@@ -382,6 +385,16 @@ def limits_of(
 def arrived(x: jax.Array) -> jax.Array:
     """An accumulator that was waited for; nothing that uses it moves before this."""
     return ring.inline(mgpu.optimization_barrier, (MATRIX,), ring.array(x.shape, x.dtype))(x)
+
+
+def is_seen(query: jax.Array, key: jax.Array, s: Settings) -> jax.Array:
+    """Whether any of 64 queries sees any of 64 keys, as far as their positions say."""
+    seen = jnp.bool_(True)
+    if s.right is not None:
+        seen = key <= query + (ROWS - 1 + s.right)
+    if s.left is not None:
+        seen = seen & (key + (ROWS - 1) >= query - s.left)
+    return seen
 
 
 def load(ref: Ref, layout: Any) -> jax.Array:
