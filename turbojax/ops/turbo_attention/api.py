@@ -67,8 +67,9 @@ def turbo_attention(
     Arguments mean what they mean in `jax.nn.dot_product_attention`. Lengths need not be multiples
     of a block; memory grows with ``T + S``, also for the gradient.
 
-    Gradients are straight-through: those of attention without rounding and with the exact
-    exponential, in every mode. There are no second derivatives and no forward mode (`jax.jvp`).
+    Gradients are straight through the rounding, with the weights of the forward pass and the exact
+    exponential; `config.gradient` says what else is rounded. There are no second derivatives and
+    no forward mode (`jax.jvp`).
 
     Args:
       query: ``[B, T, N, H]``, bfloat16, float16 or float32.
@@ -86,7 +87,8 @@ def turbo_attention(
       logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
       implementation: ``"mosaic_gpu"`` (compute capability 9.0 alone), ``"jax_triton"``,
         ``"triton"`` or ``"xla"``, or None for the first of them that can run this. A name never
-        falls back to another.
+        falls back to another. The gradient has ``"mosaic_gpu"`` and ``"xla"``: beside the other
+        two names it is the first of these that can run.
       return_residual: also return the log-sum-exp of the scores.
 
     Returns:
