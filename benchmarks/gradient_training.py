@@ -1,0 +1,176 @@
+"""Training the embedded model's architecture with 8-bit attention, beside exact attention.
+
+`python -m benchmarks.gradient_training --out benchmarks/results/gradient_training.json`
+
+Every run starts from the same random weights and reads the same bytes in the same order; only
+attention differs, forward and backward. Held-out bits are measured with exact attention.
+
+`--only exact,fp8-int8` runs some, for processes side by side; `--merge A B` puts such files into one.
+`--quick` is a small sample of the same: does everything run?
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from rich.progress import Progress
+
+import turbojax as tj
+from benchmarks import tables
+from benchmarks.suite import Shown
+from benchmarks.tables import Result
+from turbojax import _writing, models
+from turbojax._environment import environment
+from turbojax.finetune.data import Corpus, standard_library_corpus
+from turbojax.finetune.evaluate import bits_per_byte
+from turbojax.finetune.settings import Settings
+from turbojax.finetune.trainer import Trainer, dense_attention
+from turbojax.ops.options import PLAIN, AttentionOptions
+
+SETTINGS = Settings(steps=1000, context=2048, batch_size=16, learning_rate=1e-3, warmup_steps=50)
+QUICK = Settings(steps=2, context=128, batch_size=1, warmup_steps=1)
+# Modes of the forward pass, and what the gradient rounds.
+RUNS = {
+    "exact": None,
+    "int8-float": ("int8", "float"),
+    "int8_fp8-float": ("int8_fp8", "float"),
+    "int8_fp8-int8": ("int8_fp8", "int8"),
+    "fp8-float": ("fp8", "float"),
+    "fp8-int8": ("fp8", "int8"),
+}
+# Steps over which losses are averaged.
+_SMOOTHING = 50
+_HELD_OUT_WINDOWS = 64
+
+
+def attention(name: str) -> models.Attend:
+    """How a run attends."""
+    chosen = RUNS[name]
+    if chosen is None:
+        return dense_attention
+    mode, gradient = chosen
+    config = tj.TurboConfig(mode=mode, softmax="exact", gradient=gradient)
+
+    def attend(
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        cache: Any = None,
+        options: AttentionOptions = PLAIN,
+    ) -> tuple[jax.Array, Any]:
+        call = functools.partial(tj.turbo_attention, config=config, is_causal=True)
+        return call(query, key, value, **options.arguments()), cache
+
+    return attend
+
+
+def train(name: str, settings: Settings, corpus: Corpus, progress: Progress) -> dict[str, Any]:
+    """One run: losses of all steps in bits per byte, and held-out bits."""
+    config = models.load(dtype="float32").config
+    model = models.Transformer(config, rngs=nnx.Rngs(params=0))
+    trainer = Trainer(model, settings, corpus.stream)
+    trainer.attend = attention(name)
+    trainer.compile()
+    task = progress.add_task(name, total=settings.steps)
+    begun, losses = time.perf_counter(), []
+    for _ in range(settings.steps):
+        losses.append(trainer.run_step()["bits_per_byte"])
+        progress.advance(task)
+    losses = [float(x) for x in losses]
+    seconds = time.perf_counter() - begun
+    size = settings.context * _HELD_OUT_WINDOWS
+    held_out = bits_per_byte(
+        trainer.model(), {"all": corpus.held_out[:size]}, settings.context, batch_size=8
+    )
+    return {
+        "losses": [round(x, 5) for x in losses],
+        "seconds": seconds,
+        "compile_seconds": trainer.compile_seconds,
+        "held_out_bits_per_byte": held_out["all"],
+    }
+
+
+def measure(names: Sequence[str], settings: Settings) -> dict[str, Any]:
+    """All runs, one after the other."""
+    corpus = standard_library_corpus()
+    with Progress() as progress:
+        runs = {name: train(name, settings, corpus, progress) for name in names}
+    return {**environment(), "settings": dataclasses.asdict(settings), "runs": runs}
+
+
+def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Runs of several files as one result, in the order of `RUNS`.
+
+    Raises:
+      ValueError: if they differ in device, versions or settings.
+    """
+    first = dict(parts[0])
+    for part in parts[1:]:
+        for name in ("device", "jax", "commit", "settings"):
+            if part.get(name) != first.get(name):
+                raise ValueError(f"{name}={part.get(name)!r} must be {first.get(name)!r}")
+    runs = {name: run for part in parts for name, run in part["runs"].items()}
+    return {**first, "runs": {name: runs[name] for name in RUNS if name in runs}}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line, trains, writes JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--only", default=",".join(RUNS), help="names of runs")
+    parser.add_argument("--steps", type=int, default=SETTINGS.steps)
+    parser.add_argument("--merge", type=Path, nargs="+", help="files of such runs")
+    parser.add_argument("--quick", action="store_true", help="a small sample")
+    given = parser.parse_args(arguments)
+    settings = QUICK if given.quick else dataclasses.replace(SETTINGS, steps=given.steps)
+    if given.merge:
+        result = merged([json.loads(path.read_text()) for path in given.merge])
+    else:
+        result = measure(given.only.split(","), settings)
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    _writing.write_text(given.out, json.dumps(result, indent=1) + "\n")
+
+
+def _end(run: Mapping[str, Any]) -> float:
+    return float(np.mean(run["losses"][-_SMOOTHING:]))
+
+
+def training_table(name: str, result: Result) -> str:
+    """Losses at the end, beside that of exact attention."""
+    runs = result["runs"]
+    exact = runs["exact"]
+    lines = []
+    for label, run in runs.items():
+        mode, _, gradient = label.partition("-")
+        ratio = _end(run) / _end(exact)
+        lines.append(
+            [
+                mode,
+                gradient or "-",
+                f"{_end(run):.4f}",
+                f"{100 * (ratio - 1):+.2f} %",
+                f"{run['held_out_bits_per_byte']:.4f}",
+            ]
+        )
+    header = ["forward", "`gradient=`", "loss", "beside exact", "held out"]
+    settings = result["settings"]
+    note = (
+        f"{settings['steps']} steps of {settings['batch_size']} sequences of "
+        f"{settings['context']:,} bytes from random weights; bits per byte, of the last "
+        f"{_SMOOTHING} steps and of modules that were not trained on, read with exact attention."
+    )
+    return f"{tables.table(header, lines)}\n\n{note} {tables.source(name, result)}"
+
+
+SHOWN = Shown(("gradient_training",), {"gradient training": training_table})
+
+if __name__ == "__main__":
+    main()
