@@ -17,6 +17,7 @@ import functools
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -147,7 +148,7 @@ def measure(
     batch: int,
     dtype: Any,
     progress: Progress,
-    chosen: Callable[[str], bool] = lambda _: True,
+    pattern: str = "",
     on_row: Callable[[str, dict[str, Any]], None] = lambda *_: None,
 ) -> dict[str, Any]:
     """Costs and errors of every row.
@@ -158,7 +159,7 @@ def measure(
       batch: windows that run at once, at most.
       dtype: of the model.
       progress: shows how far it is.
-      chosen: which rows, by name.
+      pattern: regular expression; rows whose names it finds are measured.
       on_row: called with each finished row.
     """
     model = models.load(dtype=dtype)
@@ -172,7 +173,7 @@ def measure(
         scores = _bits(state, batches, graph=graph, attention=attention)
         return np.asarray(scores).reshape(len(tokens), -1).mean(axis=1, dtype=np.float64)
 
-    found = {name: attention for name, attention in rows().items() if chosen(name)}
+    found = {name: attention for name, attention in rows().items() if re.search(pattern, name)}
     task = progress.add_task("exact", total=len(found) + 1)
     exact = bits(None)
     tensors = with_random(layer_tensors(model, jnp.asarray(tokens[0, :-1])))
@@ -212,6 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--windows-per-file", type=int, default=4)
     parser.add_argument("--batch", type=int, default=8, help="windows that run at once")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
+    parser.add_argument("--rows", default="", help="only rows whose names this expression finds")
     parser.add_argument("--quick", action="store_true", help="a small sample")
     given = parser.parse_args(arguments)
     sizes = {"context": given.context, "per_file": given.windows_per_file}
@@ -221,6 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             batch=given.batch,
             dtype=given.dtype,
             progress=progress,
+            pattern=given.rows,
             on_row=lambda name, row: progress.console.print(
                 f"{name}: {row['cost']:+.5f} ± {row['cost_standard_error']:.5f}, random L1 "
                 f"{row['random']['relative_l1']:.4f}, layers "
