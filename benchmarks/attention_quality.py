@@ -107,7 +107,9 @@ def with_random(tensors: _HeadTensors, seed: int = 0) -> _HeadTensors:
     """The layers' tensors, and one more "layer" of random normal numbers."""
 
     def add(x: jax.Array, key: jax.Array) -> jax.Array:
-        return jnp.concatenate([x, jax.random.normal(key, (1, *x.shape[1:]), x.dtype)])
+        # Drawn in float32: bfloat16's have no tails.
+        numbers = jax.random.normal(key, (1, *x.shape[1:]), jnp.float32)
+        return jnp.concatenate([x, numbers.astype(x.dtype)])
 
     query, key, value = map(add, tensors, jax.random.split(jax.random.key(seed), 3))
     return query, key, value
