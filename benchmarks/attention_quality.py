@@ -28,6 +28,7 @@ import numpy as np
 from flax import nnx
 from rich.progress import Progress
 
+from benchmarks import choosing, tables
 from benchmarks.cache_quality import held_out_windows, mean_and_error
 from turbojax import SAS, TurboConfig, _writing, models
 from turbojax._environment import environment
@@ -240,6 +241,46 @@ def main(arguments: Sequence[str] | None = None) -> None:
     else:
         given.out.parent.mkdir(parents=True, exist_ok=True)
         _writing.write_text(given.out, text)
+
+
+def numerics_table(results: Path) -> str:
+    """Speed, error and cost of every row, from the newest results."""
+    figures = choosing.Figures(results)
+    quality = figures.result("attention_quality")
+    default, lines = TurboConfig(), []
+    for name, row in quality["attention"].items():
+        if name == "bfloat16":
+            continue
+        mode, softmax, block = name.split("-")
+        speeds = [figures.speed("hopper", place.format(name)) for place in _PLACES]
+        cost = f"{row['cost']:+.4f} ± {row['cost_standard_error']:.4f}"
+        layers = row["by_layer"]["relative_l2"]
+        errors = [f"{row['random']['relative_l2']:.3f}", f"{min(layers):.3f} to {max(layers):.3f}"]
+        line = [f"`{mode}`", _SOFTMAX_NAMES[softmax], block, *speeds, *errors, cost]
+        is_default = config_of(mode, softmax, int(block)) == default
+        lines.append([f"**{cell}**" for cell in line] if is_default else line)
+    header = [
+        *("mode", "softmax", "block", "over cuDNN", "causal", "error, random", "error, layers"),
+        "bits per byte",
+    ]
+    exact = quality["attention"].get("bfloat16")
+    plain = (
+        f" Exact attention in bfloat16: {exact['cost']:+.4f} ± {exact['cost_standard_error']:.4f}."
+        if exact
+        else ""
+    )
+    note = (
+        f"{quality['windows']} windows of {quality['context']:,} bytes, at most "
+        f"{-(-quality['windows'] // quality['modules'])} of each of {quality['modules']} modules."
+    )
+    return f"{tables.table(header, lines)}\n\n{note}{plain} {figures.devices()}"
+
+
+_SOFTMAX_NAMES = {"exact": "exact", "sas": "SAS", "sas2": "SAS, base 2"}
+# Speeds are of whole calls: 2 sequences of 8k tokens, full and causal.
+_PLACES = tuple(
+    f"prefill/llama3-8b/b2-s8192{causal}/turbo-{{}}/mosaic_gpu" for causal in ("", "-causal")
+)
 
 
 if __name__ == "__main__":

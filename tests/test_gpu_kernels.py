@@ -107,7 +107,9 @@ CACHES = {
     "4 bits": tj.TurboConfig.paper(),
     "3 bits": tj.TurboConfig.paper(key_bits=3, value_bits=3),
     "2 bits": tj.TurboConfig.paper(key_bits=2, value_bits=2, block_kv=128, buffer_size=128),
-    "mixed": tj.TurboConfig.paper(num_low_bit_key_heads=2, num_low_bit_value_heads=1, buffer_size=128),
+    "mixed": tj.TurboConfig.paper(
+        num_low_bit_key_heads=2, num_low_bit_value_heads=1, buffer_size=128
+    ),
     "blocks of 16": tj.TurboConfig.paper(block_kv=16, num_low_bit_value_heads=2, low_bits=3),
 }
 DECODE = {

@@ -36,7 +36,7 @@ SEES_ALL = Options(False, scale=0.15)
 # Refusals and imports ----------------------------------------------------------------------------
 
 
-def refusal(config=tj.TurboConfig.paper(), shape=(1, 8, 2, 64)):
+def refusal(config=tj.TurboConfig(), shape=(1, 8, 2, 64)):
     x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     options = {"options": SEES_ALL}
     return jax_triton.unsupported(query=x, key=x, value=x, config=config, **options)

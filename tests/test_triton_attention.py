@@ -131,7 +131,9 @@ def test_refusals(name):
 @pytest.mark.slow
 def test_vmap_and_scan_give_the_same_bits():
     q, k, v = tensors(6, 3, 20, 70, 2, 1, 64)
-    one = functools.partial(tj.turbo_attention, config=tj.TurboConfig.paper(), implementation="triton")
+    one = functools.partial(
+        tj.turbo_attention, config=tj.TurboConfig.paper(), implementation="triton"
+    )
     want = one(q, k, v)
     np.testing.assert_array_equal(want, one(q, k, v))
     # A scan of a vmap of single sequences.

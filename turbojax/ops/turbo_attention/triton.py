@@ -160,9 +160,7 @@ _ATTENTION_LAUNCH = {
 }
 
 
-def _unsupported(
-    config: TurboConfig, head_dim: int, sizes: list[int], needed: float
-) -> str | None:
+def _unsupported(config: TurboConfig, head_dim: int, sizes: list[int], needed: float) -> str | None:
     """Why kernels cannot run this here; None if they can.
 
     Args:
