@@ -31,12 +31,13 @@ from turbojax.ops.turbo_attention.operands import quantize_operands
 KERNEL = "pallas_kernels.upstream_triton._kernel"
 MODES = ("int8", "int8_fp8", "fp8")
 SEES_ALL = Options(False, scale=0.15)
+PAPER = tj.TurboConfig.paper()
 
 
 # Refusals and imports ----------------------------------------------------------------------------
 
 
-def refusal(config=tj.TurboConfig(), shape=(1, 8, 2, 64)):
+def refusal(config=PAPER, shape=(1, 8, 2, 64)):
     x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     options = {"options": SEES_ALL}
     return jax_triton.unsupported(query=x, key=x, value=x, config=config, **options)
