@@ -56,7 +56,7 @@ class TurboConfig:
     block_kv: int = 64
     buffer_size: int = 64
     softmax: SAS | Literal["exact"] = "exact"
-    mode: Mode = "int8_fp8"
+    mode: Mode = "fp8"
     head_priority: PriorityMethod = "gap_std"
 
     @classmethod
