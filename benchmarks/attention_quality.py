@@ -13,6 +13,7 @@ the same: does everything run?
 """
 
 import argparse
+import concurrent.futures
 import functools
 import itertools
 import json
@@ -172,19 +173,27 @@ def measure(
     batches = jnp.asarray(tokens.reshape(-1, batch, tokens.shape[1]))
     graph, state = nnx.split(model)
 
-    def bits(attention: WholeAttention | None) -> np.ndarray:
-        scores = _bits(state, batches, graph=graph, attention=attention)
+    def by_windows(scores: jax.Array) -> np.ndarray:
         return np.asarray(scores).reshape(len(tokens), -1).mean(axis=1, dtype=np.float64)
 
     found = {name: attention for name, attention in rows().items() if re.search(pattern, name)}
     task = progress.add_task("exact", total=len(found) + 1)
-    exact = bits(None)
+    exact = by_windows(_bits(state, batches, graph=graph, attention=None))
     tensors = with_random(layer_tensors(model, jnp.asarray(tokens[0, :-1])))
     want = exact_attention(*(x.astype(jnp.float32) for x in tensors))
     measured: dict[str, Any] = {}
+
+    def programs(attention: WholeAttention) -> tuple[Any, Any]:
+        scoring = _bits.lower(state, batches, graph=graph, attention=attention)
+        return scoring.compile(), _errors.lower(tensors, want, attention=attention).compile()
+
+    # Nearly all of the time is compilation, which other threads can do.
+    pool = concurrent.futures.ThreadPoolExecutor()
+    compiled = {name: pool.submit(programs, attention) for name, attention in found.items()}
     for name, attention in found.items():
         progress.update(task, advance=1, description=name)
-        by_window = bits(attention)
+        bits, errors = compiled[name].result()
+        by_window = by_windows(bits(state, batches))
         mean, error = mean_and_error(by_window - exact)
         measured[name] = {
             "implementation": _implementation(tensors, attention),
@@ -192,9 +201,10 @@ def measure(
             "cost": mean,
             "cost_standard_error": error,
             "cost_by_window": [round(float(x), 6) for x in by_window - exact],
-            **_facts_of_errors(*_errors(tensors, want, attention=attention)),
+            **_facts_of_errors(*errors(tensors, want)),
         }
         on_row(name, measured[name])
+    pool.shutdown()
     progress.advance(task)
     return {
         "modules": len(cut),
