@@ -60,6 +60,11 @@ class Figures:
             raise ValueError(f"the newest result called {prefix} has no figures of {name}")
         return rows[0]
 
+    def speed(self, prefix: str, name: str) -> str:
+        """The speed over cuDNN, or a dash where the row was not measured."""
+        rows = [row for row in self.result(prefix)["rows"] if row.get("name") == name]
+        return tables.times(rows[0].get("speedup_over_cudnn") if rows else None)
+
     def over_cudnn(self, prefix: str, name: str) -> str:
         """The speed over cuDNN."""
         row = self.row(prefix, name)
@@ -341,47 +346,37 @@ def _prompts(figures: Figures) -> list[list[str]]:
         f"relative L1 {figures.row(suite, f'{_CAUSAL}turbo-{name}')['relative_l1']:.3f}"
         for suite, name in (
             ("hopper", "fp8-exact-128/mosaic_gpu"),
-            ("hopper", "int8-sas-128/mosaic_gpu"),
             ("attention", "fp8-exact-128/jax_triton"),
+            ("attention", "int8-exact-128/triton"),
         )
     ]
     pooled = functools.partial(figures.over_cudnn, "pooled")
     training = figures.result("pooled_training")["comparison"]
     gradient = "flax-training/h16-kv16-d128/b2-s8192/turbo-fp8"
-    blocks = "block_q=128, block_kv=128, buffer_size=128"
     return [
         [
-            "**prompts**, attention without a cache; H100 or H200",
-            f'`tj.turbo_attention(..., config=tj.TurboConfig(mode="fp8", softmax="exact", '
-            f"{blocks}))`",
+            "**prompts**, attention without a cache, or that go into a 4-bit cache; H100 or H200",
+            "`tj.turbo_attention(...)`, `cache=tj.TurboConfig()`",
             "`mosaic_gpu`; head dims up to 256",
             f"{hopper(f'{_PROMPT}turbo-fp8-exact-128/mosaic_gpu')} cuDNN, causal "
             f"{hopper(f'{_CAUSAL}turbo-fp8-exact-128/mosaic_gpu')}",
             error[0],
         ],
         [
-            "prompts that go into a 4-bit cache, which `mosaic_gpu` decodes in mode `int8` only",
-            f"`cache=tj.TurboConfig({blocks})`",
-            "`mosaic_gpu`",
-            f"{hopper(f'{_PROMPT}turbo-int8-sas-128/mosaic_gpu')} cuDNN, causal "
-            f"{hopper(f'{_CAUSAL}turbo-int8-sas-128/mosaic_gpu')}; with the default blocks of 64 "
-            f"{hopper(f'{_PROMPT}turbo-int8-sas-64/mosaic_gpu')}",
+            "prompts on another NVIDIA GPU, Ada or newer",
+            "`pip install '.[triton]'`, and the same",
+            "`jax_triton`",
+            f"{triton(f'{_PROMPT}turbo-fp8-exact-128/jax_triton')} cuDNN (on an H100)",
             error[1],
         ],
         [
-            "prompts on another NVIDIA GPU, Ada or newer",
-            "`pip install '.[triton]'`, and the configuration with `mode=\"fp8\"`",
-            "`jax_triton`",
-            f"{triton(f'{_PROMPT}turbo-fp8-exact-128/jax_triton')} cuDNN (on an H100)",
-            error[2],
-        ],
-        [
             "prompts on Ampere, or without jax-triton",
-            '`jax.nn.dot_product_attention(..., implementation="cudnn")`',
-            "cuDNN",
+            '`jax.nn.dot_product_attention(..., implementation="cudnn")`; with a 4-bit cache '
+            "`cache=tj.TurboConfig.for_device()`",
+            "cuDNN; `triton`",
             f"our `triton` kernel in `int8` reaches "
             f"{triton(f'{_PROMPT}turbo-int8-exact-128/triton')} cuDNN (on an H100)",
-            "none",
+            f"none; {error[2]}",
         ],
         [
             "**training** or prompts at 16k tokens and more",

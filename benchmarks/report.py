@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks import choosing, readme
+from benchmarks import attention_quality, choosing, readme
 from benchmarks.catalogue import SHOWN
 from benchmarks.stored import dated, newest
 from benchmarks.tables import Result
@@ -45,6 +45,8 @@ def page_tables(results: Path) -> dict[str, Callable[[], str]]:
     if all(dated(results, name) for name in choosing.NEEDED):
         found["headline"] = functools.partial(choosing.headline_table, results)
         found["choosing"] = functools.partial(choosing.choosing_table, results)
+    if all(dated(results, name) for name in ("attention_quality", "hopper")):
+        found["numerics"] = functools.partial(attention_quality.numerics_table, results)
     return found
 
 

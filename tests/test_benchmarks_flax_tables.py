@@ -87,7 +87,7 @@ def test_tables_of_a_made_up_result():
     assert line in decode
     assert "| failed: too \\| large |" in decode
     assert "| with `TurboAttentionFn()` | 0.40 | 2.00x | 1.75x | 0.90 | 3.00 |" in training
-    assert training.endswith(f"1 of 5 rows were not run: {tables.OUT_OF_TIME}.")
+    assert training.endswith(f"1 of 6 rows were not run: {tables.OUT_OF_TIME}.")
     table = families_tables.families_table(_families_result())
     line = "| gemma-2-9b | 16 x 8k | turbo4 pages | 10.00 | 2.00x | 1.50x | 9.00 | 1,600 | 4.16 |"
     assert line in table

@@ -102,12 +102,12 @@ def test_block_sizes(block_q, block_kv, head_dim):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "f16"])
 def test_half_precision_inputs(mode, dtype):
     q, k, v = tensors(2, 1, 170, 130, 2, 1, 64, dtype)
-    check(q, k, v, tj.TurboConfig(mode=mode), is_causal=True)
+    check(q, k, v, tj.TurboConfig.paper(mode=mode), is_causal=True)
 
 
 def test_padding_queries_change_nothing(mode):
     q, k, v = tensors(3, 2, 300, 300, 4, 2, 64)
-    config = tj.TurboConfig(mode=mode)
+    config = tj.TurboConfig.paper(mode=mode)
     lengths = jnp.array([300, 130])
     options = {"key_value_seq_lengths": lengths, "query_seq_lengths": lengths, "is_causal": True}
     out, residual = kernel(q, k, v, config=config, **options)
@@ -140,14 +140,14 @@ def test_what_is_not_finite_reaches_the_rows_it_reaches_in_the_reference(
 
 def test_the_same_bits_twice(mode):
     q, k, v = tensors(5, 2, 700, 700, 4, 2, 128, jnp.bfloat16)
-    config = tj.TurboConfig(mode=mode)
+    config = tj.TurboConfig.paper(mode=mode)
     for a, b in zip(*(kernel(q, k, v, config=config) for _ in range(2)), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 def test_transforms_give_the_same_bits(mode):
     q, k, v = tensors(6, 4, 130, 130, 4, 2, 64)
-    config = tj.TurboConfig(mode=mode)
+    config = tj.TurboConfig.paper(mode=mode)
     run = functools.partial(
         tj.turbo_attention, config=config, is_causal=True, implementation="jax_triton"
     )

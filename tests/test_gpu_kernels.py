@@ -62,7 +62,7 @@ def test_attention_of_real_models(name, block):
     heads = MODELS[name]
     q = normal(4, (1, 300, heads.query, heads.dim))
     k, v = (normal(i, (1, 300, heads.kv, heads.dim)) for i in (5, 6))
-    config = tj.TurboConfig(block_q=block, block_kv=block, buffer_size=128, softmax="exact")
+    config = tj.TurboConfig.paper(block_q=block, block_kv=block, buffer_size=128, softmax="exact")
     got, want = both(attend, q, k, v, config=config, is_causal=True)
     assert_near(got[0], want[0], q.dtype, 1e-3)
 
@@ -71,7 +71,7 @@ def test_attention_of_real_models(name, block):
 @pytest.mark.parametrize("mode", MODES)
 def test_attention_in_other_dtypes(mode, dtype):
     q, k, v = (normal(i, (2, 200, 4, 64), dtype) for i in range(3))
-    got, want = both(attend, q, k, v, config=tj.TurboConfig(mode=mode))
+    got, want = both(attend, q, k, v, config=tj.TurboConfig.paper(mode=mode))
     assert_near(got[0], want[0], dtype, RELATIVE[mode])
 
 
@@ -95,7 +95,7 @@ def test_a_long_prompt():
         normal(2, (1, 2**17, 1, 128)),
         normal(3, (1, 2**17, 1, 128)),
     )
-    got, want = both(attend, q, k, v, config=tj.TurboConfig(softmax="exact"))
+    got, want = both(attend, q, k, v, config=tj.TurboConfig.paper(softmax="exact"))
     assert_near(got[0], want[0], q.dtype, 3e-3)
     assert_near(got[1], want[1], jnp.float32, 1e-5)
 
@@ -104,11 +104,13 @@ def test_a_long_prompt():
 
 
 CACHES = {
-    "4 bits": tj.TurboConfig(),
-    "3 bits": tj.TurboConfig(key_bits=3, value_bits=3),
-    "2 bits": tj.TurboConfig(key_bits=2, value_bits=2, block_kv=128, buffer_size=128),
-    "mixed": tj.TurboConfig(num_low_bit_key_heads=2, num_low_bit_value_heads=1, buffer_size=128),
-    "blocks of 16": tj.TurboConfig(block_kv=16, num_low_bit_value_heads=2, low_bits=3),
+    "4 bits": tj.TurboConfig.paper(),
+    "3 bits": tj.TurboConfig.paper(key_bits=3, value_bits=3),
+    "2 bits": tj.TurboConfig.paper(key_bits=2, value_bits=2, block_kv=128, buffer_size=128),
+    "mixed": tj.TurboConfig.paper(
+        num_low_bit_key_heads=2, num_low_bit_value_heads=1, buffer_size=128
+    ),
+    "blocks of 16": tj.TurboConfig.paper(block_kv=16, num_low_bit_value_heads=2, low_bits=3),
 }
 DECODE = {
     "one query": {"tokens": 1},
@@ -137,7 +139,7 @@ def test_decode(name, mode):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_decode_options_and_dtypes(case, dtype):
     options = dict(DECODE[case])
-    cache = filled(2, 64, tj.TurboConfig(), (700, 129), dtype=dtype)
+    cache = filled(2, 64, tj.TurboConfig.paper(), (700, 129), dtype=dtype)
     query = normal(9, (2, options.pop("tokens"), 8, 64), dtype)
     got, want = both(decode, query, cache, **options)
     assert_near(got[0], want[0], dtype, 1e-4)
@@ -147,7 +149,7 @@ def test_decode_options_and_dtypes(case, dtype):
 @pytest.mark.parametrize("name", [n for n, x in MODELS.items() if x.query // x.kv <= 64])
 def test_decode_of_real_models(name):
     heads = MODELS[name]
-    cache = filled(heads.kv, heads.dim, tj.TurboConfig(), (500,))
+    cache = filled(heads.kv, heads.dim, tj.TurboConfig.paper(), (500,))
     query = normal(9, (1, 1, heads.query, heads.dim))
     got, want = both(decode, query, cache)
     assert_near(got[0], want[0], query.dtype, 1e-4)
@@ -183,14 +185,14 @@ def test_prefill_shares_its_codes_with_the_cache(mode):
 
 
 def test_decode_of_128k_tokens_alone():
-    cache = filled(2, 128, tj.TurboConfig(), (2**17 - 5,))
+    cache = filled(2, 128, tj.TurboConfig.paper(), (2**17 - 5,))
     query = normal(9, (1, 1, 8, 128))
     got, want = both(decode, query, cache)
     assert_near(got[0], want[0], query.dtype, 1e-3)
 
 
 def test_nan_reaches_what_it_reaches_in_the_definition():
-    cache = filled(2, 64, tj.TurboConfig(), (300, 300))
+    cache = filled(2, 64, tj.TurboConfig.paper(), (300, 300))
     cache = dataclasses.replace(
         cache,
         key=dataclasses.replace(
@@ -212,7 +214,7 @@ def test_nan_reaches_what_it_reaches_in_the_definition():
     q, k, v = (normal(i, (2, 300, 2, 64)) for i in range(3))
     k, v = k.at[0, 70, 1, 3].set(jnp.nan), v.at[1, 3, 0, 0].set(jnp.inf)
     for mode in MODES:
-        got, want = both(attend, q, k, v, config=tj.TurboConfig(mode=mode), is_causal=True)
+        got, want = both(attend, q, k, v, config=tj.TurboConfig.paper(mode=mode), is_causal=True)
         for a, b in zip(got, want, strict=True):
             np.testing.assert_array_equal(jnp.isnan(a), jnp.isnan(b))
 
@@ -221,7 +223,7 @@ def test_none_takes_the_kernels_here():
     from turbojax.ops.turbo_attention.api import DECODE as DECODE_REGISTRY
     from turbojax.state.progressive.update import APPEND, STORE_PROMPT
 
-    cache = filled(2, 64, tj.TurboConfig(), (70,))
+    cache = filled(2, 64, tj.TurboConfig.paper(), (70,))
     new = normal(0, (1, 1, 2, 64))
     for registry in (APPEND, STORE_PROMPT):
         assert registry.select(None, cache=cache, key=new).name == "triton"

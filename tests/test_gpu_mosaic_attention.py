@@ -71,13 +71,13 @@ def test_thresholds(mode, softmax):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "f16"])
 def test_half_precision_inputs(mode, dtype):
     q, k, v = tensors(2, 1, 170, 130, 2, 1, 64, dtype)
-    check(q, k, v, tj.TurboConfig(mode=mode), is_causal=True)
+    check(q, k, v, tj.TurboConfig.paper(mode=mode), is_causal=True)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_padding_queries_change_nothing(mode):
     q, k, v = tensors(3, 2, 300, 300, 4, 2, 64)
-    config = tj.TurboConfig(mode=mode)
+    config = tj.TurboConfig.paper(mode=mode)
     lengths = jnp.array([300, 130])
     options = {"key_value_seq_lengths": lengths, "query_seq_lengths": lengths, "is_causal": True}
     out, residual = kernel(q, k, v, config=config, **options)
@@ -112,7 +112,7 @@ def test_what_is_not_finite_reaches_the_rows_it_reaches_in_the_reference(
 @pytest.mark.parametrize("mode", MODES)
 def test_transforms_and_repetition_give_the_same_bits(mode):
     q, k, v = tensors(6, 4, 130, 130, 4, 2, 64)
-    config = tj.TurboConfig(mode=mode)
+    config = tj.TurboConfig.paper(mode=mode)
     run = functools.partial(
         tj.turbo_attention, config=config, is_causal=True, implementation="mosaic_gpu"
     )
@@ -133,7 +133,7 @@ def test_launches_agree(mode, head_dim):
     run = functools.partial(
         mosaic_gpu.attention,
         *(q, k, v, lengths, lengths),
-        config=tj.TurboConfig(mode=mode),
+        config=tj.TurboConfig.paper(mode=mode),
         options=Options(True, (400, 0), scale=0.1),
     )
     want = run()

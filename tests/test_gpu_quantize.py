@@ -22,7 +22,7 @@ def test_kernels_and_plain_jax_give_the_same_bits(monkeypatch, mode, head_dim, d
     key, value = (normal(i, (2, 1030, 2, head_dim), dtype) for i in (2, 3))
     key, value = key.at[0, 77, 1, 3].set(jnp.nan), value.at[1, 99, 0, 3].set(jnp.inf)
     lengths = jnp.array([1000, 310], jnp.int32), jnp.array([1030, 555], jnp.int32)
-    config = tj.TurboConfig(mode=mode)
+    config = tj.TurboConfig.paper(mode=mode)
 
     def run(permuted):
         def call(*arrays):

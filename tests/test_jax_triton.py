@@ -31,12 +31,13 @@ from turbojax.ops.turbo_attention.operands import quantize_operands
 KERNEL = "pallas_kernels.upstream_triton._kernel"
 MODES = ("int8", "int8_fp8", "fp8")
 SEES_ALL = Options(False, scale=0.15)
+PAPER = tj.TurboConfig.paper()
 
 
 # Refusals and imports ----------------------------------------------------------------------------
 
 
-def refusal(config=tj.TurboConfig(), shape=(1, 8, 2, 64)):
+def refusal(config=PAPER, shape=(1, 8, 2, 64)):
     x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     options = {"options": SEES_ALL}
     return jax_triton.unsupported(query=x, key=x, value=x, config=config, **options)
@@ -57,20 +58,20 @@ def machine(monkeypatch):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_hopper_gpu_with_the_packages_runs_it(machine, mode):
     machine()
-    assert refusal(tj.TurboConfig(mode=mode)) is None
+    assert refusal(tj.TurboConfig.paper(mode=mode)) is None
 
 
 @pytest.mark.parametrize(
     ("config", "shape", "words"),
     [
-        (tj.TurboConfig(mode="float"), (1, 8, 2, 64), "mode='float' must be an 8-bit mode"),
+        (tj.TurboConfig.paper(mode="float"), (1, 8, 2, 64), "mode='float' must be an 8-bit mode"),
         (
-            tj.TurboConfig(block_kv=48, buffer_size=48),
+            tj.TurboConfig.paper(block_kv=48, buffer_size=48),
             (1, 8, 2, 64),
             r"block_kv=48 must be one of \(32, 64, 128\)",
         ),
-        (tj.TurboConfig(), (1, 8, 2, 320), "head_dim=320 must be at most 256"),
-        (tj.TurboConfig(), (1, 2**25, 2, 64), "too long for 32-bit offsets"),
+        (tj.TurboConfig.paper(), (1, 8, 2, 320), "head_dim=320 must be at most 256"),
+        (tj.TurboConfig.paper(), (1, 2**25, 2, 64), "too long for 32-bit offsets"),
     ],
 )
 def test_refusals_name_the_value(machine, config, shape, words):
@@ -93,7 +94,7 @@ def test_the_gpu_must_have_the_number_format(machine, monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: [gpu])
     machine(capability=8.0)
     assert refusal() is None
-    assert "8.9 or newer; A100 has 8.0" in refusal(tj.TurboConfig(mode="fp8"))
+    assert "8.9 or newer; A100 has 8.0" in refusal(tj.TurboConfig.paper(mode="fp8"))
 
 
 def test_it_cannot_be_interpreted(machine):
@@ -122,7 +123,7 @@ def test_the_kernel_is_python_and_the_launcher_names_its_constants():
     kernel = functions["attention_kernel"]
     constants = {a.arg for a in kernel.args.args if a.annotation is not None}
     operands = [a.arg for a in kernel.args.args if a.annotation is None]
-    calls = launched(lambda: run(*small(), tj.TurboConfig()))
+    calls = launched(lambda: run(*small(), tj.TurboConfig.paper()))
     assert set(calls[0].constants) == constants
     # What is not a constant comes in this order, results last.
     assert len(operands) == len(calls[0].arguments) + 2
@@ -253,7 +254,7 @@ def test_what_is_launched_is_the_reference(case, softmax, mode):
 
 
 def test_the_grid_covers_all_queries_and_results_come_as_the_caller_wants_them():
-    config = tj.TurboConfig(block_q=16)
+    config = tj.TurboConfig.paper(block_q=16)
     q, k, v, *lengths = small(dtype=jnp.bfloat16)
     (call,) = launched(lambda: run(q, k, v, *lengths, config))
     assert call.grid == -(-40 // call.constants["BLOCK_M"]) * 2 * 4
@@ -271,7 +272,7 @@ def test_older_jax_triton_is_told_the_shape_by_its_old_name():
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "jax_triton", types.SimpleNamespace(triton_call=triton_call))
         patch.setitem(sys.modules, KERNEL, types.SimpleNamespace(attention_kernel=None))
-        out, residual = run(*small(), tj.TurboConfig())
+        out, residual = run(*small(), tj.TurboConfig.paper())
     assert (out.shape, residual.shape) == ((2, 40, 4, 48), (2, 40, 4))
 
 
@@ -304,7 +305,7 @@ def test_vmap_folds_the_axis_into_the_batch():
 
 @pytest.mark.slow
 def test_the_launcher_names_what_it_cannot_do():
-    operands = quantize_operands(*small(), tj.TurboConfig(block_kv=16, buffer_size=16))
+    operands = quantize_operands(*small(), tj.TurboConfig.paper(block_kv=16, buffer_size=16))
     call = functools.partial(
         launcher.attention,
         *operands,

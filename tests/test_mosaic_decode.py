@@ -113,10 +113,21 @@ def test_models_of_usual_head_dims_are_taken(hopper, name):
     assert (found is None) == (heads.dim in (64, 128, 256))
 
 
+@pytest.mark.parametrize("mode", ["int8", "int8_fp8", "fp8"])
+def test_every_8_bit_mode_is_taken(hopper, mode):
+    cache = abstract_cache(tj.TurboConfig(mode=mode))
+    assert refusal(abstract_query(cache), cache) is None
+
+
 @pytest.mark.parametrize(
     ("config", "head_dim", "tokens", "words"),
     [
-        (tj.TurboConfig(mode="fp8"), 128, 1, "config.mode='fp8' must be 'int8'"),
+        (
+            tj.TurboConfig(mode="float"),
+            128,
+            1,
+            "config.mode='float' must be an 8-bit mode: its products are of int8",
+        ),
         (tj.TurboConfig(), 96, 1, "head_dim=96 must be one of (64, 128, 256)"),
         (tj.TurboConfig(key_bits=3), 128, 1, "key bits (3,) must be in (2, 4)"),
         (tj.TurboConfig(block_kv=32), 128, 1, "block_kv=32 must be one of (64, 128)"),

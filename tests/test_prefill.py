@@ -82,7 +82,7 @@ def test_decoding_continues_the_prompt():
 
     With 4 bits the two outputs of one and the same query agree to a few percent of V.
     """
-    config = tj.TurboConfig(block_q=32, block_kv=32)
+    config = tj.TurboConfig.paper(block_q=32, block_kv=32)
     (out, _), cache = prefill("xla", config)
     error = np.abs(decode(OPERANDS[0][:, -1:], cache, "xla")[0] - np.asarray(out[:, -1:]))
     assert error.mean() < 0.05 * np.abs(OPERANDS[2]).mean()

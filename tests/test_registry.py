@@ -98,6 +98,15 @@ def test_hopper_and_nothing_else_takes_mosaic(monkeypatch, capability, expected)
                 registry.select("mosaic_gpu", **arguments)
 
 
+@pytest.mark.parametrize("mode", ["int8_fp8", "fp8"])
+def test_ampere_decodes_in_every_mode(monkeypatch, mode):
+    """It multiplies no e4m3: prompts are plain JAX's there, caches are read in int8."""
+    _pretend(monkeypatch, 8.0)
+    (attend, prompt), (decode, newest) = _calls(mode=mode)
+    assert attend.select(None, **prompt).name == "xla"
+    assert decode.select(None, **newest).name == "triton"
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -136,6 +145,5 @@ def test_what_none_chooses_lowers_for_hopper(monkeypatch, mode):
     text = lower_for_cuda(tj.prefill, query, key, key, cache)
     assert "turbojax_attention_hopper" in text
     assert "turbojax_compress" in text
-    if mode == "int8":
-        text = lower_for_cuda(tj.decode, query.update(shape=(2, 1, 8, 128)), cache)
-        assert "turbojax_decode_hopper" in text
+    text = lower_for_cuda(tj.decode, query.update(shape=(2, 1, 8, 128)), cache)
+    assert "turbojax_decode_hopper" in text

@@ -39,7 +39,7 @@ def test_heads_of_real_models(name):
     """Odd groups, 71 heads to one, head dims 64 to 256: against the reference."""
     heads = MODELS[name]
     q, k, v = tensors(4, 1, 9, 70, heads.query, heads.kv, heads.dim)
-    config = tj.TurboConfig(softmax=EXACT)
+    config = tj.TurboConfig.paper(softmax=EXACT)
     want = attend(q, k, v, config=config, implementation="xla", return_residual=True)
     for got, expected in zip(run(q, k, v, config), want, strict=True):
         np.testing.assert_allclose(got, expected, atol=2e-5)
@@ -124,14 +124,16 @@ def test_refusals(name):
     options, dim, message = REFUSED[name]
     q, k, v = tensors(7, 1, 8, 8, 2, 1, dim)
     with pytest.raises(NotImplementedError, match=message):
-        run(q, k, v, tj.TurboConfig(**options))
+        run(q, k, v, tj.TurboConfig.paper(**options))
 
 
 @pytest.mark.optimized
 @pytest.mark.slow
 def test_vmap_and_scan_give_the_same_bits():
     q, k, v = tensors(6, 3, 20, 70, 2, 1, 64)
-    one = functools.partial(tj.turbo_attention, config=tj.TurboConfig(), implementation="triton")
+    one = functools.partial(
+        tj.turbo_attention, config=tj.TurboConfig.paper(), implementation="triton"
+    )
     want = one(q, k, v)
     np.testing.assert_array_equal(want, one(q, k, v))
     # A scan of a vmap of single sequences.
@@ -143,7 +145,7 @@ def test_vmap_and_scan_give_the_same_bits():
 @pytest.mark.slow
 def test_the_gradient_is_straight_through():
     """As that of plain JAX."""
-    config = tj.TurboConfig()
+    config = tj.TurboConfig.paper()
     q, k, v = tensors(6, 3, 20, 70, 2, 1, 64)
 
     @functools.partial(jax.jit, static_argnums=3)

@@ -149,7 +149,7 @@ def test_other_block_sizes(implementation, mode, softmax, block_q, block_kv):
 def test_half_precision_inputs(implementation, dtype, mode):
     """Rounded once, at the end, to the query's dtype."""
     q, k, v = tensors(2, 1, 70, 130, 2, 1, 64, dtype)
-    config = tj.TurboConfig(mode=mode)
+    config = tj.TurboConfig.paper(mode=mode)
     assert_matches_oracle(q, k, v, config, implementation, is_causal=True)
 
 
@@ -160,7 +160,7 @@ def test_half_precision_inputs(implementation, dtype, mode):
 def test_scales_that_are_not_positive(implementation, scale):
     """A negative factor turns maxima around; zero makes all scores equal."""
     q, k, v = tensors(3, 1, 20, 90, 2, 1, 64)
-    assert_matches_oracle(q, k, v, tj.TurboConfig(softmax=EXACT), implementation, scale=scale)
+    assert_matches_oracle(q, k, v, tj.TurboConfig.paper(softmax=EXACT), implementation, scale=scale)
 
 
 @pytest.mark.quick(1)
@@ -170,7 +170,7 @@ def test_scales_that_are_not_positive(implementation, scale):
 )
 def test_a_threshold_of_its_own(threshold, implementation):
     q, k, v = tensors(3, 1, 20, 130, 2, 2, 64)
-    config = tj.TurboConfig(softmax=tj.SAS(threshold=threshold))
+    config = tj.TurboConfig.paper(softmax=tj.SAS(threshold=threshold))
     assert_matches_oracle(q, k, v, config, implementation)
 
 
@@ -254,7 +254,7 @@ def test_int8_errs_by_its_quantizers_alone(is_causal, implementation):
     output moves by at most (number of blocks' weights) / 238 times |V| over the row sum.
     """
     q, k, v = tensors(7, 2, 130, 200, 4, 2, 64)
-    config = tj.TurboConfig(softmax=EXACT)
+    config = tj.TurboConfig.paper(softmax=EXACT)
     int8 = run(q, k, v, config, implementation, is_causal=is_causal)[0].astype(np.float64)
     operands = rounded(q, 64), rounded(k, 64), rounded(v, 64)
     ideal = run(*operands, FLOAT, implementation, is_causal=is_causal)[0].astype(np.float64)

@@ -275,8 +275,8 @@ def test_two_halves_merge_by_their_residuals(implementation, mode, limit):
 def test_bits_do_not_matter_to_attention():
     """Stage 2 concerns the cache alone: attention uses the stage-1 codes."""
     q, k, v = tensors(19, 1, 20, 70, 2, 1, 64)
-    a = run(q, k, v, tj.TurboConfig(key_bits=4, value_bits=4), "xla")
-    b = run(q, k, v, tj.TurboConfig(key_bits=2, value_bits=3), "xla")
+    a = run(q, k, v, tj.TurboConfig.paper(key_bits=4, value_bits=4), "xla")
+    b = run(q, k, v, tj.TurboConfig.paper(key_bits=2, value_bits=3), "xla")
     for x, y in zip(a, b, strict=True):
         np.testing.assert_array_equal(x, y)
 
@@ -289,7 +289,7 @@ def test_bits_do_not_matter_to_attention():
 def test_eager_equals_jit():
     """Lengths included, which `jit` does not know beforehand."""
     q, k, v = tensors(20, 1, 20, 70, 2, 1, 64)
-    config = tj.TurboConfig()
+    config = tj.TurboConfig.paper()
     options = {"is_causal": True, "key_value_seq_lengths": np.asarray([33], np.int32)}
     eager = tj.turbo_attention(q, k, v, config=config, implementation="xla", **options)
     jitted, _ = run(q, k, v, config, "xla", **options)
@@ -303,7 +303,7 @@ def test_vmap_and_scan():
 
     def call(q, k, v, n):
         return tj.turbo_attention(
-            q, k, v, config=tj.TurboConfig(), key_value_seq_lengths=n, implementation="xla"
+            q, k, v, config=tj.TurboConfig.paper(), key_value_seq_lengths=n, implementation="xla"
         )
 
     split = [x.reshape(3, 2, *x.shape[1:]) for x in (q, k, v, lengths)]
@@ -322,7 +322,7 @@ def test_vmap_and_scan():
 def test_scan_over_layers():
     """Inside a scanned layer loop, carrying the output on as the next query."""
     q, k, v = (np.asarray(x) for x in tensors(20, 1, 20, 70, 2, 1, 64))
-    config = tj.TurboConfig()
+    config = tj.TurboConfig.paper()
 
     def layer(x, kv):
         return tj.turbo_attention(x, *kv, config=config), None
@@ -344,7 +344,7 @@ def temporary_bytes(tokens, config, batch=1):
 @pytest.mark.parametrize("mode", ["int8", "float"])
 def test_memory_grows_with_tokens_not_with_their_square(mode):
     """Twice the tokens, at most about twice the temporaries; far below one row of T x S."""
-    config = tj.TurboConfig(mode=mode)
+    config = tj.TurboConfig.paper(mode=mode)
     small, large = temporary_bytes(4096, config), temporary_bytes(8192, config)
     assert large <= 2.3 * small
     assert large < 8192 * 8192 * 4 / 8

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import jax
 
-_HOPPER = 9.0
+_ADA, _HOPPER = 8.9, 9.0
 _MULTIPROCESSORS = 132
 _INTERPRETING: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "turbojax_interpret_kernels", default=False
@@ -28,6 +28,12 @@ def gpu_compute_capability() -> float | None:
         return float(jax.devices()[0].compute_capability)
     except (AttributeError, ValueError):  # AMD GPUs name an architecture instead
         return None
+
+
+def lacks_e4m3() -> bool:
+    """Whether the default GPU is NVIDIA's and too old to multiply e4m3, such as an Ampere."""
+    found = gpu_compute_capability()
+    return found is not None and found < _ADA
 
 
 def multiprocessors() -> int:

@@ -1,8 +1,9 @@
 """The static description of a quantized attention: bits, blocks, softmax and number formats."""
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Any, Literal, Self, get_args
 
+from turbojax import _device
 from turbojax._checks import check_integer
 from turbojax.sas import SAS
 
@@ -21,6 +22,10 @@ class TurboConfig:
 
     Frozen and hashable: static under `jit`, stored in the cache it describes.
 
+    The defaults are the fastest numerics on Hopper that cost at most 0.003 bits per byte on text,
+    the same on every device; `docs/numerics.md` has the table that they were chosen by. `paper`
+    gives the paper's, `for_device` what is fast on a GPU without e4m3 units.
+
     Attributes:
       key_bits: stage-2 bits of the keys' codes, 2, 3 or 4.
       value_bits: the same for the values.
@@ -32,8 +37,10 @@ class TurboConfig:
       block_kv: key/value tokens of one block (B_c), a positive multiple of 8.
       buffer_size: tokens of the int8 decode buffer (n_b), a multiple of `block_kv`.
       softmax: a `SAS`, or ``"exact"``.
-      mode: the operands of the two matrix products: ``"int8"`` (Q, K, P, V int8),
-        ``"int8_fp8"`` (Q, K int8; P, V e4m3), ``"fp8"`` (all e4m3), ``"float"`` (not rounded).
+      mode: the operands of the two matrix products within whole sequences and prompts:
+        ``"int8"`` (Q, K, P, V int8), ``"int8_fp8"`` (Q, K int8; P, V e4m3), ``"fp8"`` (all e4m3),
+        ``"float"`` (not rounded). A cache holds the same codes in every mode, which are integers:
+        `decode` multiplies int8 in every 8-bit mode, and unrounded numbers in ``"float"``.
       head_priority: how heads are ranked, see `head_priority`.
       gradient: the operands of the product of the outputs' gradients with the values, in the
         backward pass: ``"float"`` (not rounded) or ``"int8"``.
@@ -51,10 +58,42 @@ class TurboConfig:
     block_q: int = 64
     block_kv: int = 64
     buffer_size: int = 64
-    softmax: SAS | Literal["exact"] = SAS()
-    mode: Mode = "int8"
+    softmax: SAS | Literal["exact"] = "exact"
+    mode: Mode = "fp8"
     head_priority: PriorityMethod = "gap_std"
     gradient: Gradient = "float"
+
+    @classmethod
+    def paper(cls, **overrides: Any) -> Self:
+        """The configuration of the paper: int8 products, SAS, blocks of 64 tokens.
+
+        Args:
+          **overrides: fields with other values.
+
+        Raises:
+          TypeError: as the constructor, also for a field that there is not.
+          ValueError: as the constructor.
+        """
+        blocks = {"block_q": 64, "block_kv": 64, "buffer_size": 64}
+        return cls(**{"mode": "int8", "softmax": SAS(), **blocks, **overrides})
+
+    @classmethod
+    def for_device(cls, **overrides: Any) -> Self:
+        """The default where the GPU has e4m3 units, int8 products where it has none.
+
+        That is: ``mode="int8"`` on NVIDIA GPUs before compute capability 8.9 (Ampere and older),
+        for which modes with e4m3 have no kernel. On all others, and where jax's default device is
+        no NVIDIA GPU, it is the default.
+
+        Args:
+          **overrides: fields with other values.
+
+        Raises:
+          TypeError: as the constructor, also for a field that there is not.
+          ValueError: as the constructor.
+        """
+        fast: dict[str, Any] = {"mode": "int8"} if _device.lacks_e4m3() else {}
+        return cls(**(fast | overrides))
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -52,7 +52,7 @@ def _prompt(tokens: int = 150, dim: int = 64) -> tuple[jax.Array, ...]:
 
 
 def _attention(implementation: str, mode: Any) -> Any:
-    config = tj.TurboConfig(mode=mode)
+    config = tj.TurboConfig.paper(mode=mode)
     call = functools.partial(
         tj.turbo_attention, config=config, is_causal=True, implementation=implementation
     )

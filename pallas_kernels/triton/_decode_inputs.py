@@ -17,7 +17,7 @@ class Settings:
     """What is static in a decode call.
 
     Attributes:
-      mode: ``"int8"``, ``"int8_fp8"``, ``"fp8"`` or ``"float"``.
+      mode: ``"int8"``, or ``"float"``: queries and weights are not rounded.
       exp: the softmax's exponential.
       unit: of its argument, how many are one nat.
       largest: its value at 0.
@@ -47,11 +47,6 @@ class Settings:
     num_warps: int
     num_stages: int
     interpret: bool
-
-    @property
-    def has_integer_scores(self) -> bool:
-        """Whether queries and keys are multiplied as int8."""
-        return self.mode in ("int8", "int8_fp8")
 
 
 class Query(NamedTuple):

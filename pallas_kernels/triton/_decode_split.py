@@ -63,9 +63,6 @@ def round_weights(p: jax.Array, s: Settings) -> tuple[jax.Array, jax.Array, floa
         unit = s.largest / _common.INT8_RANGE
         codes = _common.round_product(p, 1 / unit, s.interpret)
         return codes, jnp.sum(codes.astype(jnp.int32), axis=0), unit
-    if s.mode in ("int8_fp8", "fp8"):
-        codes = (p * _common.E4M3_MAX).astype(jnp.float8_e4m3fn).astype(jnp.float32)
-        return codes.astype(jnp.bfloat16), jnp.sum(codes, axis=0), 1 / _common.E4M3_MAX
     return p, jnp.sum(p, axis=0), 1.0
 
 

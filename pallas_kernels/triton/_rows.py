@@ -22,7 +22,7 @@ def quantize_rows(
 
     Args:
       parts: floating point ``[R, c]``.
-      mode: ``"int8"``, ``"int8_fp8"``, ``"fp8"`` or ``"float"``.
+      mode: ``"int8"``, ``"fp8"`` or ``"float"``.
 
     Returns:
       parts: int32 codes; in mode ``"fp8"`` e4m3 values as bfloat16; in ``"float"`` the inputs.

@@ -87,18 +87,18 @@ def _block_products(
             plgpu.load(x.at[(*at, span.positions())], mask=mask, other=other).astype(jnp.int32)
             for x in (key.channel_scale, key.channel_zero)
         )
-        if s.has_integer_scores:
+        if s.mode == "int8":
             scaled, high, low = _planes(part, scale)
             offset = offset + jnp.sum(scaled * zero[None, :], axis=1)
         for i, token_span in enumerate(tokens):
             tile = load_codes(ref, code_at, token_span, span, head_dim, bits, s.interpret)
-            if s.has_integer_scores:
+            if s.mode == "int8":
                 product = (dot(tile, high) << _LOW_BITS) + dot(tile, low)
             else:
                 value = (tile.astype(jnp.int32) + zero[None, :]) * scale[None, :]
                 product = dot(value.astype(jnp.float32).astype(part.dtype), part)
             products[i] = products[i] + product
-    if not s.has_integer_scores:
+    if s.mode == "float":
         return products
     return [(x + offset[None, :]).astype(jnp.float32) for x in products]
 
@@ -167,7 +167,7 @@ def _walk(
 
 
 def _as_operand(codes: jax.Array, dtype: Any) -> jax.Array:
-    """Integers as another operand type; 8-bit integers reach 8-bit floats through float32."""
+    """Integers as another operand type, which they reach through float32."""
     return codes if codes.dtype == dtype else codes.astype(jnp.float32).astype(dtype)
 
 
@@ -191,7 +191,7 @@ def _attend_buffer(
     tokens, column = whole(key.buffer.shape[2]), whole(head_dim)
     index = (*at, tokens.positions()[:, None], column.positions()[None, :])
     [part] = query.parts
-    if s.has_integer_scores:
+    if s.mode == "int8":
         part = part.astype(jnp.int8)
     product = _common.dot(
         _as_operand(plgpu.load(key.buffer.at[index]), part.dtype), part, s.interpret

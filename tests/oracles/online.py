@@ -277,7 +277,9 @@ def decode(
 
     `splits[b]` lists the (start, stop) of the blocks of sequence b: each is weighted against its
     own maximum, and they are merged exactly. The queries are the last ones of each sequence.
+    Queries and weights are int8 in every mode but "float".
     """
+    numbers = "float" if mode == "float" else "int8"
     parts = [
         _decode_one(
             query[b : b + 1],
@@ -285,7 +287,7 @@ def decode(
             value[b : b + 1],
             splits[b],
             lengths[b],
-            mode,
+            numbers,
             exponential(softmax),
             scale,
             local_window_size,

@@ -5,6 +5,7 @@ Integer and e4m3 operands are multiplied as float32: a product of int8 codes sum
 """
 
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,14 @@ def largest_weight(config: TurboConfig) -> float:
     """The exponential at 0: what a row's largest score weighs."""
     with jax.ensure_compile_time_eval():
         return float(exponential(config)(jnp.zeros((), jnp.float32)))
+
+
+def stored_mode(mode: Mode) -> Literal["int8", "float"]:
+    """The numbers that `decode` multiplies.
+
+    What a `ProgressiveCache` stores are integers: its products are of int8 in every 8-bit mode.
+    """
+    return "float" if mode == "float" else "int8"
 
 
 def quantize_scores_operand(

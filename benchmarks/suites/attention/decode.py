@@ -190,9 +190,9 @@ def cases(shape: Shape, choice: Choice) -> list[Case]:
     ]
     if thorough:
         rows += [
-            ours("turbo-4bit-sas2", tj.TurboConfig(softmax=tj.SAS(base="2"))),
-            ours("turbo-4bit-exact", tj.TurboConfig(softmax="exact")),
-            ours("turbo-4bit-float", tj.TurboConfig(softmax="exact", mode="float")),
+            ours("turbo-4bit-sas", tj.TurboConfig.paper()),
+            ours("turbo-4bit-sas2", tj.TurboConfig.paper(softmax=tj.SAS(base="2"))),
+            ours("turbo-4bit-float", tj.TurboConfig(mode="float")),
             Case("kivi-2bit", None, functools.partial(_kivi, bits=2)),
         ]
     if shape.batch * shape.tokens <= _XLA_TOKENS:

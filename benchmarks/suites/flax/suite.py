@@ -101,7 +101,8 @@ class Group:
 
 
 _OURS = {
-    "turbo-int8": TurboAttentionFn(),
+    "turbo": TurboAttentionFn(),
+    "turbo-int8": TurboAttentionFn(TurboConfig.paper()),
     "turbo-fp8": TurboAttentionFn(TurboConfig(mode="fp8")),
     "pooled": PooledAttentionFn(levels.TopK()),
 }

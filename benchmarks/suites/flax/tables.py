@@ -20,7 +20,8 @@ METHODS = {
     "exact": "`TurboAttention`, exact cache",
     "turbo4": "`TurboAttention`, turbo4 pages",
     "4bit": "`TurboAttention`, 4-bit cache",
-    "turbo-int8": "with `TurboAttentionFn()`",
+    "turbo": "with `TurboAttentionFn()`",
+    "turbo-int8": "with `TurboAttentionFn`, the paper's int8",
     "turbo-fp8": "with `TurboAttentionFn`, fp8",
     "pooled": "with `PooledAttentionFn`, top-k",
 }
@@ -30,6 +31,7 @@ _SHORT = {
     "exact": "exact cache",
     "turbo4": "turbo4 pages",
     "4bit": "4-bit cache",
+    "turbo": "turbo",
     "turbo-int8": "turbo, int8",
     "turbo-fp8": "turbo, fp8",
     "pooled": "pooled, top-k",

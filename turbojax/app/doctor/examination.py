@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import turbojax
-from turbojax import _extras
+from turbojax import _device, _extras
 from turbojax._registry import Registry
 from turbojax.config import Mode, TurboConfig
 from turbojax.ops import exact_attention, fp8_tokens, int4_matmul, kv4_attention
@@ -266,6 +266,11 @@ def _advice() -> tuple[str, ...]:
         return (
             f"There is an NVIDIA driver, but jax uses no GPU: {_extras.install('gpu')}, and look "
             "at JAX_PLATFORMS and CUDA_VISIBLE_DEVICES.",
+        )
+    if on_gpu and _device.lacks_e4m3():
+        return (
+            "This GPU does not multiply e4m3, as the default TurboConfig() does in prompts, which "
+            "are then slow: TurboConfig.for_device() is in int8.",
         )
     return ()
 

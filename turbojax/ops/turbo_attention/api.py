@@ -75,7 +75,8 @@ def turbo_attention(
       query: ``[B, T, N, H]``, bfloat16, float16 or float32.
       key: ``[B, S, K, H]``, the same dtype; `N` is a multiple of `K`.
       value: ``[B, S, K, H]``.
-      config: numerics and block sizes. The bits concern caches only.
+      config: numerics and block sizes; the default is the fastest one of little error. The bits
+        concern caches only.
       scale: factor of the scores; ``1 / sqrt(H)`` if not given.
       is_causal: query `t` sees keys up to `t` (aligned at the first token).
       query_seq_lengths: optional int ``[B]``: queries at or past it are padding, which gives 0
@@ -306,9 +307,12 @@ def decode(
     query before the beginning of a sequence shorter than `T` sees nothing. After an `append` with
     `lengths`, pass the same as `query_seq_lengths`.
 
+    What is stored are integers: products are of int8 whichever 8-bit mode prompts attend in, and
+    nothing more is rounded in mode ``"float"``.
+
     Args:
       query: ``[B, T, N, H]``, usually `T` = 1, in `cache.dtype`.
-      cache: the cache; its config sets the numerics.
+      cache: the cache; its config sets the softmax, and whether queries and weights are rounded.
       scale: factor of the scores; ``1 / sqrt(H)`` if not given.
       query_seq_lengths: optional int ``[B]``: how many of the `T` queries are real, the first
         ones; they are at ``length - query_seq_lengths + t``, and padding gives 0 and ``-inf``.

@@ -3,6 +3,8 @@
 Every cache block, and the buffer, is one split: its softmax is taken relative to the split's own
 row maximum, and the splits are merged by their log-sum-exp with the exact exponential. The
 result does not depend on how blocks are grouped or in which order they are merged.
+
+The codes are integers: products are of int8 in every 8-bit mode.
 """
 
 import functools
@@ -45,7 +47,7 @@ def decode(
     kv_heads, block = cache.num_kv_heads, cache.config.block_kv
     grouped = query.reshape(batch, length, kv_heads, heads // kv_heads, channels)
     q, q_scale = numerics.quantize_scores_operand(
-        jnp.moveaxis(grouped, 1, 3), cache.config.mode, axis=-1
+        jnp.moveaxis(grouped, 1, 3), numerics.stored_mode(cache.config.mode), axis=-1
     )  # [B, K, G, T, H], [B, K, G, T]
     q_scale = q_scale * options.scale
     begin = cache.lengths - query_length
@@ -124,7 +126,8 @@ def _merge_splits(
     split_max = jnp.max(scores, axis=-1)  # [B, K, G, T, splits]
     shift = numerics.finite_maximum(split_max)
     p = jnp.where(mask, exp(scores - shift[..., None]), 0)
-    codes, p_scale = numerics.round_probabilities(p, exp(split_max - shift)[..., None], config.mode)
+    largest = exp(split_max - shift)[..., None]
+    codes, p_scale = numerics.round_probabilities(p, largest, numerics.stored_mode(config.mode))
     new_max = jnp.maximum(m, jnp.max(split_max, axis=-1))
     total_shift = numerics.finite_maximum(new_max)
     weight = jnp.exp(split_max - total_shift[..., None])

@@ -36,8 +36,8 @@ def decode_unsupported(
     del options
     config = cache.config
     rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
-    if config.mode != "int8":
-        return f"config.mode={config.mode!r} must be 'int8'"
+    if config.mode == "float":
+        return "config.mode='float' must be an 8-bit mode: its products are of int8"
     if cache.head_dim not in _HEAD_DIMS:
         return f"head_dim={cache.head_dim} must be one of {_HEAD_DIMS}"
     if config.block_kv not in _BLOCKS:

@@ -47,7 +47,8 @@ def attention_unsupported(
             f"shared memory, must be at most {_LARGEST_TILE}"
         )
     sizes = [math.prod(x.shape) * bytes_each for x in (query, key)]
-    return _unsupported(config, query.shape[-1], sizes)
+    needed = _ADA if config.mode in ("int8_fp8", "fp8") else _AMPERE
+    return _unsupported(config, query.shape[-1], sizes, needed)
 
 
 def _operand_bytes(config: TurboConfig, dtype: jax.typing.DTypeLike) -> int:
@@ -159,14 +160,21 @@ _ATTENTION_LAUNCH = {
 }
 
 
-def _unsupported(config: TurboConfig, head_dim: int, sizes: list[int]) -> str | None:
-    """Why kernels cannot run this here, with operands of these sizes in bytes; None if they can."""
+def _unsupported(config: TurboConfig, head_dim: int, sizes: list[int], needed: float) -> str | None:
+    """Why kernels cannot run this here; None if they can.
+
+    Args:
+      config: of the call.
+      head_dim: its channels.
+      sizes: of its operands, in bytes.
+      needed: compute capability of the GPU.
+    """
     block = config.block_kv
     if block & (block - 1) or not 16 <= block <= 256:
         return f"block_kv={block} must be a power of two from 16 to 256"
     if head_dim > _LARGEST_HEAD_DIM or head_dim % 8:
         return f"{head_dim=} must be a multiple of 8 up to {_LARGEST_HEAD_DIM}"
-    return unindexable(*sizes) or needs_gpu(_ADA if config.mode in ("int8_fp8", "fp8") else _AMPERE)
+    return unindexable(*sizes) or needs_gpu(needed)
 
 
 def decode_unsupported(
@@ -187,7 +195,7 @@ def decode_unsupported(
         return f"buffer_size={cache.config.buffer_size} must be at most 256"
     sides = (cache.key, cache.value)
     sizes = [math.prod(x.shape) for side in sides for x in (*side.codes, side.buffer)]
-    return _unsupported(cache.config, cache.head_dim, sizes)
+    return _unsupported(cache.config, cache.head_dim, sizes, _AMPERE)
 
 
 def decode(
@@ -222,7 +230,7 @@ def _decode(
     exp, unit = _exponential(config)
     pairs = cache.batch_size * cache.num_kv_heads
     settings = kernel.Settings(
-        mode=config.mode,
+        mode=numerics.stored_mode(config.mode),
         exp=exp,
         unit=unit,
         largest=numerics.largest_weight(config),
