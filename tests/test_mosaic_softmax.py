@@ -44,8 +44,9 @@ def by_step(scores, m, l, factor, limits, policy):
 
 
 def ahead(scores, m, l, factor, limits, policy):
-    top, new, alpha = softmax.maxima(scores, m, factor, limits, policy)
-    x = softmax.arguments(scores, new, factor, limits, policy)
+    factors = np.atleast_1d(factor)
+    top, new, alpha = softmax.maxima(scores, m, factors, limits, policy)
+    x = softmax.arguments(scores, new, factors, limits, policy)
     weights, l, unit = softmax.weigh(x, top, new, alpha, l, policy)
     return weights, new, l, alpha, unit
 

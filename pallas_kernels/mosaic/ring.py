@@ -28,15 +28,33 @@ Step = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class Share:
-    """Which of `total` tiles are this program's."""
+    """Which of `total` tiles are this program's.
 
-    def __init__(self, total: int) -> None:
+    Args:
+      total: tiles of all programs.
+      turns: whether every other round goes through the programs backwards. Where tiles get smaller
+        with their numbers, programs then have equally much to do: who takes the largest of one
+        round takes the smallest of the next.
+    """
+
+    def __init__(self, total: int, *, turns: bool = False) -> None:
         self.program, self.programs = lax.axis_index("program"), lax.axis_size("program")
-        self.count = lax.div(total - 1 - self.program, jnp.int32(self.programs)) + 1
+        self.turns = turns
+        rounds = total // self.programs
+        place = self.place(jnp.int32(rounds))
+        self.count = rounds + (place < total - rounds * self.programs).astype(jnp.int32)
+
+    def place(self, i: jax.Array) -> jax.Array:
+        """Of the program in round `i`."""
+        if not self.turns:
+            return self.program
+        return jnp.where(
+            lax.rem(i, jnp.int32(2)) == 0, self.program, self.programs - 1 - self.program
+        )
 
     def number(self, i: jax.Array) -> jax.Array:
         """Of the program's tile `i` among all."""
-        return self.program + i * self.programs
+        return self.place(i) + i * self.programs
 
     def by_index(self, step: Step) -> None:
         """Takes them in turn: ``step(i, slot)``."""

@@ -121,13 +121,23 @@ def _sas(y: Float, e: Exponential, gain: float) -> Float:
     return below.where(lane.number(0.0), value * power)
 
 
-def _capped(x: Float, cap: float) -> Float:
-    """``cap * tanh(x / cap)``; the power is at most 1, so that nothing overflows."""
-    magnitude = lane.absolute(x)
-    t = lane.exp2(magnitude * (-2 * LOG2_E / cap))
+def _tanh(x: Float, policy: Policy) -> Float:
+    """In one instruction, within 2**-11, where weights have 4 bits; else as a quotient."""
+    if not policy.is_int8:
+        return lane.tanh(x)
+    # The power is at most 1, so that nothing overflows.
+    t = lane.exp2(lane.absolute(x) * (-2 * LOG2_E))
     one = lane.number(1.0)
-    y = (one + -t) * lane.reciprocal(one + t) * cap
-    return lane.with_sign_of(x, y)
+    return lane.with_sign_of(x, (one + -t) * lane.reciprocal(one + t))
+
+
+def _cap(x: Sequence[Float], factor: Float, policy: Policy) -> tuple[list[Float], Float]:
+    """``x * factor`` capped if there is a cap, as numbers and what they are to be multiplied by."""
+    if policy.soft_cap is None:
+        return list(x), factor
+    inside = factor * (1 / policy.soft_cap)
+    gain = lane.number(policy.soft_cap * policy.exponential.unit)
+    return [_tanh(v * inside, policy) for v in x], gain
 
 
 def _visible(limits: tuple[Int, Int], half: int, columns: int, policy: Policy) -> list[Bool]:
@@ -196,89 +206,110 @@ def step(
 
 
 def maxima(
-    scores: Any, m: Any, factor: Any, limits: tuple[Any, Any] | None, policy: Policy
+    scores: Any,
+    m: Any,
+    factors: Sequence[Any],
+    limits: tuple[Any, Any] | None,
+    policy: Policy,
 ) -> tuple[Any, ...]:
-    """Row maxima of a block.
+    """Row maxima of a tile of keys.
 
     Args:
       scores: ``[64, n]``, code products.
       m: ``[64]``, running maxima in the exponential's units.
-      factor: scalar, of the scores, in the exponential's units.
+      factors: scalars, of the scores of equal parts of the tile, in the exponential's units.
       limits: see `_visible`; None if every row sees every key.
       policy: what is static.
 
     Returns:
-      ``[64]`` each: the block's maxima, the new running ones, and the factor of what was summed
+      ``[64]`` each: the tile's maxima, the new running ones, and the factor of what was summed
       before.
     """
     scores = mgpu.optimization_barrier(scores)  # not before the product is there
-    [c] = fragments.scalars(factor)
+    bounds = _bounds(limits)
     state = []
     for half, (x, old) in enumerate(
         zip(fragments.by_row(scores), fragments.scalars(m), strict=True)
     ):
-        if limits is None and policy.soft_cap is None:
-            if policy.scores_are_integers:
-                top = lane.chain(x, Int.maximum).to_float()
-            else:
-                top = lane.chain(x, Float.maximum)
-            top = lane.among_four(top, Float.maximum) * c
-        else:
-            x = _seen_scores(x, c, limits, half, policy)
-            top = lane.among_four(lane.chain(x, Float.maximum), Float.maximum)
+        top = lane.among_four(_largest(x, factors, bounds, half, policy), Float.maximum)
+        [capped], gain = _cap([top], lane.number(1.0), policy)
+        if policy.soft_cap is not None:
+            # What is hidden stays below the cap.
+            top = top.equals(-math.inf).where(top, capped * gain)
         new = old.maximum(top)
         scale = lane.number(LOG2_E / policy.exponential.unit)
         state.append((top, new, lane.exp2((old + -_finite(new)) * scale)))
     return tuple(fragments.row_array(pair) for pair in zip(*state, strict=True))
 
 
+def _bounds(limits: tuple[Any, Any] | None) -> tuple[Int, Int] | None:
+    if limits is None:
+        return None
+    [query], [length] = (fragments.scalars(x) for x in limits)
+    return query, length
+
+
+def _largest(
+    x: list[Any],
+    factors: Sequence[Any],
+    limits: tuple[Int, Int] | None,
+    half: int,
+    policy: Policy,
+) -> Float:
+    """The maximum of what a thread holds of a row, scaled; ``-inf`` if all is hidden."""
+    is_int, size = policy.scores_are_integers, len(x) // len(factors)
+    lowest: Any = -(2**31) if is_int else -math.inf
+    if limits is not None:
+        masks = _visible(limits, half, len(x), policy)
+        x = [k.where(v, lowest) for k, v in zip(masks, x, strict=True)]
+    tops = []
+    for i, factor in enumerate(factors):
+        [c] = fragments.scalars(factor)
+        top = lane.chain(x[i * size : (i + 1) * size], Int.maximum if is_int else Float.maximum)
+        top = top.to_float() if is_int else top
+        scaled = top * c
+        if limits is not None:
+            # Not times a factor that may be 0 or NaN.
+            scaled = top.equals(float(lowest)).where(-math.inf, scaled)
+        tops.append(scaled)
+    return lane.tree(tops, Float.maximum)
+
+
 def arguments(
-    scores: Any, m: Any, factor: Any, limits: tuple[Any, Any] | None, policy: Policy
+    scores: Any,
+    m: Any,
+    factors: Sequence[Any],
+    limits: tuple[Any, Any] | None,
+    policy: Policy,
 ) -> Any:
     """Scores minus the running maxima, float32 ``[64, n]``, as `weigh` takes them.
 
     Args:
       scores: see `maxima`.
       m: `maxima`'s second result.
-      factor: see `maxima`.
+      factors: see `maxima`.
       limits: see `maxima`.
       policy: what is static.
     """
-    [c] = fragments.scalars(factor)
+    bounds = _bounds(limits)
+    hidden = math.inf if policy.exponential.kind == "polynomial" else -math.inf
     rows = []
     for half, (x, maximum) in enumerate(
         zip(fragments.by_row(scores), fragments.scalars(m), strict=True)
     ):
-        scale = c
-        if limits is not None or policy.soft_cap is not None:
-            x, scale = _seen_scores(x, c, limits, half, policy), lane.number(1.0)
-        elif policy.scores_are_integers:
+        if policy.scores_are_integers:
             x = [v.to_float() for v in x]
-        rows.append(_arguments(x, _finite(maximum), scale, policy))
+        size, row = len(x) // len(factors), []
+        for i, factor in enumerate(factors):
+            [c] = fragments.scalars(factor)
+            part, c = _cap(x[i * size : (i + 1) * size], c, policy)
+            row += _arguments(part, _finite(maximum), c, policy)
+        if bounds is not None:
+            masks = _visible(bounds, half, len(x), policy)
+            row = [k.where(v, hidden) for k, v in zip(masks, row, strict=True)]
+        rows.append(row)
     # Here, not where they are used.
     return mgpu.optimization_barrier(fragments.of_rows(rows))
-
-
-def _seen_scores(
-    x: list[Any],
-    c: Float,
-    limits: tuple[Int, Int] | None,
-    half: int,
-    policy: Policy,
-) -> list[Float]:
-    """Scaled and capped scores of a row, ``-inf`` where they are hidden."""
-    if policy.scores_are_integers:
-        x = [v.to_float() for v in x]
-    x = [v * c for v in x]
-    if policy.soft_cap is not None:
-        unit = lane.number(policy.exponential.unit)
-        x = [_capped(v, policy.soft_cap) * unit for v in x]
-    if limits is None:
-        return x
-    [query], [length] = (fragments.scalars(v) for v in limits)
-    hidden = lane.number(-math.inf)
-    masks = _visible((query, length), half, len(x), policy)
-    return [k.where(v, hidden) for k, v in zip(masks, x, strict=True)]
 
 
 def _finite(m: Float) -> Float:
@@ -349,10 +380,8 @@ def _row(
     else:
         if policy.scores_are_integers:
             x = [v.to_float() for v in x]
-        x = [v * c for v in x]
-        if policy.soft_cap is not None:
-            unit = lane.number(policy.exponential.unit)
-            x = [_capped(v, policy.soft_cap) * unit for v in x]
+        x, gain = _cap(x, c, policy)
+        x = [v * gain for v in x]
         if masks is not None:
             x = [k.where(v, infinite) for k, v in zip(masks, x, strict=True)]
         top = lane.among_four(lane.tree(x, Float.maximum), Float.maximum)

@@ -145,6 +145,12 @@ def exp2(x):
         return Float(_flushed(np.exp2(_flushed(x.value))))
 
 
+def tanh(x):
+    """Rounded to 11 bits, as coarse as the instruction."""
+    fraction, power = np.frexp(np.tanh(x.value))
+    return Float(np.ldexp(np.rint(fraction * 2**11) / 2**11, power).astype(np.float32))
+
+
 def reciprocal(x):
     with np.errstate(all="ignore"):
         return Float(_flushed(np.float32(1) / _flushed(x.value)))

@@ -10,12 +10,19 @@ import jax.numpy as jnp
 from turbojax._device import multiprocessors, needs_hopper
 from turbojax.config import TurboConfig
 from turbojax.ops.options import Options
-from turbojax.ops.turbo_attention.operands import Operands, Stage1, quantize_operands
+from turbojax.ops.turbo_attention.operands import (
+    Operands,
+    Stage1,
+    quantize_keys_and_values,
+    quantize_queries,
+)
 from turbojax.sas import SAS
 
 # What matrix instructions and their shared memory are made for; others are padded with zeros.
 _HEAD_DIMS = (64, 128, 256)
 _BLOCK_KV = (64, 128)
+# Key tokens that are attended to at once where blocks do not set them.
+_TILE = 128
 # Query rows of one warpgroup, which have one scale.
 _ROWS = 64
 # Above it the hardware's powers of two cannot be shifted so far that they become 0.
@@ -49,6 +56,9 @@ class Launch(NamedTuple):
 
     stages: int
     ahead: bool
+    tile: int
+    consumers: int = 2
+    quantizes: bool = False  # the queries, within the kernel
 
 
 @functools.partial(jax.jit, static_argnames=("config", "options", "launch"))
@@ -90,12 +100,15 @@ def attention(
 
     if options.scale < 0:  # the kernel takes the maximum of scores before it scales them
         query, options = -query, dataclasses.replace(options, scale=-options.scale)
-    operands = quantize_operands(
-        query, key, value, query_length, key_length, config, stage1, permuted=True
-    )
-    head_dim = query.shape[-1]
-    operands = _pad_channels(operands, _padded_head_dim(head_dim))
     launch = launch or default_launch(query, config)
+    stage1 = stage1 or quantize_keys_and_values(
+        key, value, key_length, config, permuted=True, multiple=launch.tile
+    )
+    if stage1[0].shape[2] % launch.tile:  # quantized elsewhere
+        launch = launch._replace(tile=config.block_kv)
+    queries = (query, None) if launch.quantizes else quantize_queries(query, query_length, config)
+    head_dim = query.shape[-1]
+    operands = _pad_channels(Operands(*queries, *stage1), _padded_head_dim(head_dim))
     out, residual = kernel.attention(
         *operands,
         query_length,
@@ -112,7 +125,10 @@ def attention(
             window=options.window,
             soft_cap=options.logits_soft_cap,
             programs=multiprocessors(),
-            **launch._asdict(),
+            stages=launch.stages,
+            ahead=launch.ahead,
+            tile=launch.tile,
+            consumers=launch.consumers,
         ),
     )
     return out[..., :head_dim], residual
@@ -122,10 +138,26 @@ def default_launch(query: jax.Array, config: TurboConfig) -> Launch:
     """What was fastest in the measurements of `pallas_kernels.mosaic.hopper.attention`.
 
     Computing scores ahead takes more registers than there are in mode ``"int8"``, whose second
-    products are converted too, and with 256 channels.
+    products are converted too, and with 256 channels. Weights in e4m3 have a static scale, so that
+    tiles of keys need not be blocks.
     """
     is_wide = _padded_head_dim(query.shape[-1]) == _HEAD_DIMS[-1]
-    return Launch(2 if is_wide else 4, config.mode != "int8" and not is_wide)
+    ahead = config.mode != "int8" and not is_wide
+    return Launch(
+        stages=2 if is_wide else 4,
+        ahead=ahead,
+        tile=_TILE if ahead else config.block_kv,
+        quantizes=_quantizes(query, config),
+    )
+
+
+def _quantizes(query: jax.Array, config: TurboConfig) -> bool:
+    """Whether the kernel itself can quantize queries: there must be room for them as they are."""
+    return (
+        query.shape[-1] in _HEAD_DIMS[:-1]
+        and query.dtype in (jnp.bfloat16, jnp.float16)
+        and config.block_q in (_ROWS, 2 * _ROWS)
+    )
 
 
 def _padded_head_dim(head_dim: int) -> int:
@@ -143,7 +175,7 @@ def _exponential(config: TurboConfig, make):  # type: ignore[no-untyped-def]
 
 def _pad_channels(operands: Operands, size: int) -> Operands:
     """Operands with zeros up to `size` channels."""
-    extra = size - operands.q.shape[-1]
+    extra = size - operands.k.shape[-1]
     if extra == 0:
         return operands
 

@@ -55,6 +55,7 @@ def quantize_operands(
     stage1: Stage1 | None = None,
     *,
     permuted: bool = False,
+    multiple: int | None = None,
 ) -> Operands:
     """Stage 1 of Algorithm 1 for a whole call: by kernels where they can, else in plain JAX.
 
@@ -70,9 +71,12 @@ def quantize_operands(
       config: mode and block sizes; `block_kv` a multiple of 16 if permuted.
       stage1: the keys' and values' part, if it is there already; then `permuted` says how.
       permuted: the order of the keys' tokens, see `Operands`.
+      multiple: what `Sp` is rounded up to, a multiple of `block_kv`; that itself if not given.
     """
     if stage1 is None:
-        stage1 = quantize_keys_and_values(key, value, key_length, config, permuted=permuted)
+        stage1 = quantize_keys_and_values(
+            key, value, key_length, config, permuted=permuted, multiple=multiple
+        )
     return Operands(*quantize_queries(query, query_length, config), *stage1)
 
 
@@ -93,13 +97,20 @@ def quantize_queries(
 
 
 def quantize_keys_and_values(
-    key: jax.Array, value: jax.Array, length: jax.Array, config: TurboConfig, *, permuted: bool
+    key: jax.Array,
+    value: jax.Array,
+    length: jax.Array,
+    config: TurboConfig,
+    *,
+    permuted: bool,
+    multiple: int | None = None,
 ) -> Stage1:
     """The fields `k`, `k_scale`, `v` and `v_scale` of `Operands`."""
     block = config.block_kv
+    multiple = multiple or block
     if _kernels_unsupported(key, block, config) is None:
-        return _quantize_keys_and_values(key, value, length, config, permuted)
-    k_blocks, v_blocks = (blocks(x, length, block) for x in (key, value))
+        return _quantize_keys_and_values(key, value, length, config, permuted, multiple)
+    k_blocks, v_blocks = (blocks(x, length, block, multiple) for x in (key, value))
     k, k_scale = numerics.quantize_scores_operand(k_blocks, config.mode, axis=(-2, -1))
     k = permute_tokens(_join(k)) if permuted else _join(k)
     v, v_scale = numerics.quantize_values(v_blocks, config.mode)
@@ -107,13 +118,19 @@ def quantize_keys_and_values(
 
 
 def _quantize_keys_and_values(
-    key: jax.Array, value: jax.Array, length: jax.Array, config: TurboConfig, permuted: bool
+    key: jax.Array,
+    value: jax.Array,
+    length: jax.Array,
+    config: TurboConfig,
+    permuted: bool,
+    multiple: int,
 ) -> Stage1:
     """The same by kernels: two, and in the e4m3 modes a third that finds the values' maxima."""
     from pallas_kernels.triton.quantize import absolute_maxima, quantize
 
     interpret = interpreting()
-    run = functools.partial(quantize, block=config.block_kv, interpret=interpret)
+    sizes = {"block": config.block_kv, "multiple": multiple}
+    run = functools.partial(quantize, **sizes, interpret=interpret)
     keys = run(key, length, dtype=_dtype(config.mode == "fp8"), permuted=permuted)
     is_e4m3 = config.mode != "int8"
     maxima = absolute_maxima(value, length, interpret=interpret) if is_e4m3 else None
@@ -126,12 +143,15 @@ def permute_tokens(x: jax.Array) -> jax.Array:
     return jnp.swapaxes(groups, 3, 4).reshape(x.shape)
 
 
-def blocks(x: jax.Array, length: jax.Array, block: int) -> jax.Array:
-    """``[B, S, K, H]`` to blocks ``[B, K, n, block, H]``, zero past each length."""
+def blocks(x: jax.Array, length: jax.Array, block: int, multiple: int | None = None) -> jax.Array:
+    """``[B, S, K, H]`` to blocks ``[B, K, n, block, H]``, zero past each length.
+
+    Tokens are rounded up to `multiple`, itself a multiple of `block`, or to whole blocks.
+    """
     batch, size, heads, channels = x.shape
     valid = jnp.arange(size)[None] < length[:, None]
     x = jnp.where(valid[:, :, None, None], x, jnp.zeros((), x.dtype))
-    x = jnp.pad(x, ((0, 0), (0, -size % block), (0, 0), (0, 0)))
+    x = jnp.pad(x, ((0, 0), (0, -size % (multiple or block)), (0, 0), (0, 0)))
     return jnp.transpose(x.reshape(batch, -1, block, heads, channels), (0, 3, 1, 2, 4))
 
 
