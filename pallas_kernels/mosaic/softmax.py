@@ -170,41 +170,6 @@ def _visible(limits: tuple[Int, Int], half: int, columns: int, policy: Policy) -
     return masks
 
 
-def step(
-    scores: Any, m: Any, l: Any, factor: Any, limits: tuple[Any, Any] | None, policy: Policy
-) -> tuple[Any, ...]:
-    """One block of Algorithm 1, up to the second product.
-
-    Args:
-      scores: ``[64, n]``, code products.
-      m: ``[64]``, running maxima in the exponential's units.
-      l: ``[64]``, running sums, of each thread's own columns.
-      factor: scalar, of the scores, in the exponential's units.
-      limits: see `_visible`; None if every row sees every key.
-      policy: what is static.
-
-    Returns:
-      weights float32 ``[64, n]`` for `pack`; the new `m` and `l`; the factor of what was summed
-      before; and the unit of an int8 row's weights, 0 in a row that sees nothing.
-    """
-    scores = mgpu.optimization_barrier(scores)  # not before the product is there
-    [c] = fragments.scalars(factor)
-    bounds = None
-    if limits is not None:
-        [query], [length] = (fragments.scalars(x) for x in limits)
-        bounds = (query, length)
-    rows, state = [], []
-    for half, (x, old, total) in enumerate(
-        zip(fragments.by_row(scores), fragments.scalars(m), fragments.scalars(l), strict=True)
-    ):
-        weights, *rest = _row(x, old, total, c, bounds, half, policy)
-        rows.append(weights)
-        state.append(rest)
-    # Not after the next products are started.
-    weights = mgpu.optimization_barrier(fragments.of_rows(rows))
-    return weights, *(fragments.row_array(pair) for pair in zip(*state, strict=True))
-
-
 def maxima(
     scores: Any,
     m: Any,
@@ -343,7 +308,7 @@ def weigh(scores: Any, top: Any, m: Any, alpha: Any, l: Any, policy: Policy) -> 
 
 
 def pack(weights: Any, policy: Policy) -> Any:
-    """What `step` returns, rounded: the second product's 8-bit register operand.
+    """What `weigh` returns, rounded: the second product's 8-bit register operand.
 
     By itself, because the compiler overlaps no product with instructions that write the registers
     which another one reads: not before the product that uses them now is done.
@@ -354,52 +319,6 @@ def pack(weights: Any, policy: Policy) -> Any:
         x = [v.as_int() for v in row] if policy.is_int8 else row
         rows.append([pack_four(x[i : i + 4]) for i in range(0, len(x), 4)])
     return fragments.operand(rows, policy.is_int8)
-
-
-def _row(
-    x: list[Any],
-    m: Float,
-    l: Float,
-    c: Float,
-    limits: tuple[Int, Int] | None,
-    half: int,
-    policy: Policy,
-) -> tuple[Any, ...]:
-    """`step` of one of a thread's two rows."""
-    zero, infinite = lane.number(0.0), lane.number(-math.inf)
-    masks = None if limits is None else _visible(limits, half, len(x), policy)
-    if masks is None and policy.soft_cap is None:
-        # Scaling and subtracting the maximum are one instruction per score.
-        if policy.scores_are_integers:
-            top = lane.tree(x, Int.maximum).to_float()
-            x = [v.to_float() for v in x]
-        else:
-            top = lane.tree(x, Float.maximum)
-        top = lane.among_four(top, Float.maximum) * c
-        factor = c
-    else:
-        if policy.scores_are_integers:
-            x = [v.to_float() for v in x]
-        x, gain = _cap(x, c, policy)
-        x = [v * gain for v in x]
-        if masks is not None:
-            x = [k.where(v, infinite) for k, v in zip(masks, x, strict=True)]
-        top = lane.among_four(lane.tree(x, Float.maximum), Float.maximum)
-        factor = lane.number(1.0)
-    new = m.maximum(top)
-    shift = new
-    if masks is not None:
-        shift = new.equals(infinite).where(zero, new)
-    p = exponentials(x, shift, factor, policy)
-    if masks is not None:
-        p = [k.where(v, zero) for k, v in zip(masks, p, strict=True)]
-    scale = lane.number(LOG2_E / policy.exponential.unit)
-    alpha = lane.exp2((m + -shift) * scale)
-    total = l.fma(alpha, lane.tree(p, operator.add))
-    p, unit = _scale(p, top, shift, policy)
-    if masks is not None and policy.is_int8:
-        unit = top.equals(infinite).where(zero, unit)
-    return p, new, total, alpha, unit
 
 
 def _scale(p: list[Float], top: Float, shift: Float, policy: Policy) -> tuple[list[Float], Float]:
@@ -448,22 +367,19 @@ def accumulate(output: Any, product: Any, alpha: Any, unit: Any, policy: Policy)
     return mgpu.optimization_barrier(fragments.of_rows(rows))
 
 
-def finish(
-    output: Any, m: Any, l: Any, last: Any, scale: Any, policy: Policy, width: int
-) -> tuple[Any, ...]:
+def finish(m: Any, l: Any, last: Any, scale: Any, *output: Any, policy: Policy) -> tuple[Any, ...]:
     """Normalized outputs and log-sum-exps; 0 and ``-inf`` in rows that saw nothing.
 
     Args:
-      output: float32 ``[64, H]``.
       m: ``[64]``.
       l: ``[64]``, sums of each thread's own columns.
       last: int32 scalar: rows from there on are padding.
       scale: float32 scalar, of the values.
+      output: float32 ``[64, n]``, pieces of the rows.
       policy: what is static.
-      width: of the parts that are returned.
 
     Returns:
-      ``H / width`` outputs ``[64, width]``, and the log-sum-exps ``[64]``.
+      the outputs, and the log-sum-exps ``[64]``.
     """
     [stop], [v_scale] = fragments.scalars(last), fragments.scalars(scale)
     row, _ = fragments.row_and_place()
@@ -471,22 +387,22 @@ def finish(
     # A power of two on the way: sums may be as small as 2**-118.
     power = 2.0 ** -math.floor(math.log2(policy.sum_unit))
     gain = lane.number(policy.sum_unit * power / policy.output_unit)
-    rows, lse = [], []
-    for half, (x, maximum, part) in enumerate(
-        zip(fragments.by_row(output), fragments.scalars(m), fragments.scalars(l), strict=True)
+    weights, lse = [], []
+    for half, (maximum, part) in enumerate(
+        zip(fragments.scalars(m), fragments.scalars(l), strict=True)
     ):
         total = lane.among_four(part, operator.add)
         is_padding = row + (8 * half) >= stop
         nothing = is_padding | total.equals(zero)
-        weight = lane.reciprocal(total * power) * (gain * v_scale)
-        rows.append([nothing.where(zero, v * weight) for v in x])
+        weights.append((nothing, lane.reciprocal(total * power) * (gain * v_scale)))
         natural = maximum * (1 / policy.exponential.unit)
         logarithm = lane.log2_of_any(total) + (-math.log2(policy.sum_unit))
         value = logarithm.fma(lane.number(1 / LOG2_E), natural)
         lse.append(nothing.where(infinite, value))
-    columns = width // 4
-    parts = [
-        fragments.of_rows([x[i : i + columns] for x in rows])
-        for i in range(0, len(rows[0]), columns)
-    ]
-    return *parts, fragments.row_array(lse)
+    pieces = []
+    for piece in output:
+        rows = zip(fragments.by_row(piece), weights, strict=True)
+        pieces.append(
+            fragments.of_rows([[no.where(zero, v * w) for v in x] for x, (no, w) in rows])
+        )
+    return *pieces, fragments.row_array(lse)

@@ -44,6 +44,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -60,6 +61,8 @@ __all__ = ["Exponential", "Settings", "attention"]
 _MATRIX = plgpu.Layout.WGMMA
 # A number of each of a warpgroup's rows.
 _COLUMN = ring.array((ROWS,), jnp.float32, ROW)
+# Channels of the output whose product is taken at once.
+_PIECE = 64
 # Tiles whose queries are in shared memory: this one's and the next one's.
 _QUERY_SLOTS = 2
 # Registers of a thread that attends and of one that copies, by how many warpgroups attend; and
@@ -82,9 +85,8 @@ class Settings:
       window: optional (left, right).
       soft_cap: optional cap of the scores.
       stages: key and value blocks in shared memory.
-      ahead: whether a tile's scores are computed under the exponentials of the one before.
-      tile: key tokens that are attended to at once, `block_kv` or, with `ahead` and weights in
-        e4m3, a multiple of it.
+      tile: key tokens that are attended to at once: `block_kv` or, with weights in e4m3, a multiple
+        or a part of it.
       consumers: warpgroups that attend, with 64 queries each.
       programs: how many run side by side, one to a multiprocessor.
     """
@@ -99,7 +101,6 @@ class Settings:
     soft_cap: float | None
     stages: int = 4
     programs: int = 132
-    ahead: bool = False
     tile: int = 128
     consumers: int = 2
 
@@ -305,40 +306,18 @@ class _Consumer:
             f, (ring.tile_type(self.q), ring.tile_type(k)), ring.array((ROWS, s.tile), dtype)
         )(self.q, k)
 
-    def output(self, p: jax.Array, slot: jax.Array) -> jax.Array:
-        """Starts the second product of a block."""
+    def output(self, p: jax.Array, slot: jax.Array, piece: int) -> jax.Array:
+        """Starts a piece of the second product of a block."""
         v = self.buffers[1].at[slot]
         dtype = jnp.int32 if self.s.mode == "int8" else jnp.float32
         swizzle = ring.swizzle_of(v.shape[-1], v.dtype)
+        rows = slice(piece * _PIECE // 8, (piece + 1) * _PIECE // 8)  # memory is tiled by 8
 
         def f(p: Any, v: Any) -> Any:
-            return wgmma.start(p, v, swizzle=swizzle)
+            return wgmma.start(p, mgpu.memref_slice(v, rows), swizzle=swizzle)
 
         types = (plgpu.Layout.WGMMA_8BIT, ring.tile_type(v))
-        return ring.inline(f, types, ring.array((ROWS, v.shape[0]), dtype))(p, v)
-
-    def softmax(
-        self,
-        scores: jax.Array,
-        m: jax.Array,
-        l: jax.Array,
-        j: jax.Array,
-        k_scale: jax.Array,
-        is_masked: bool,
-    ) -> tuple[jax.Array, ...]:
-        """`softmax.step` of block `j`."""
-        types = [_MATRIX, ROW, ROW, SCALAR]
-        args = [scores, m, l, self.factor * k_scale]
-        if is_masked:
-            key = j * self.s.tile
-            args += [self.first - key, self.length - key]
-            types += [SCALAR, SCALAR]
-
-        def f(scores: Any, m: Any, l: Any, factor: Any, *limits: Any) -> tuple[Any, ...]:
-            return softmax.step(scores, m, l, factor, limits or None, self.s.policy)
-
-        weights = ring.array(scores.shape, jnp.float32)
-        return ring.inline(f, tuple(types), (weights, *[_COLUMN] * 4))(*args)
+        return ring.inline(f, types, ring.array((ROWS, _PIECE), dtype))(p, v)
 
     def pack(self, weights: jax.Array) -> jax.Array:
         """`softmax.pack`."""
@@ -362,8 +341,11 @@ class _Consumer:
 
     def factors(self, j: jax.Array) -> tuple[jax.Array, ...]:
         """Of the scores of each of block `j`'s parts that have a scale of their own."""
-        parts = self.s.tile // self.s.block_kv
+        tile, block = self.s.tile, self.s.block_kv
         scales = self.scales[0]
+        if tile < block:
+            return (self.factor * scales[(*self.at, lax.div(j, jnp.int32(block // tile)))],)
+        parts = tile // block
         return tuple(self.factor * scales[(*self.at, j * parts + i)] for i in range(parts))
 
     def value_unit(self, unit: jax.Array, j: jax.Array) -> jax.Array:
@@ -371,71 +353,6 @@ class _Consumer:
         if self.s.mode != "int8":
             return unit
         return jnp.where(unit == 0, 0.0, unit * self.scales[1][(*self.at, j)])
-
-    def run(self, slot: jax.Array) -> tuple[jax.Array, ...]:
-        """All blocks, the first of them in `slot`.
-
-        Returns:
-          the unnormalized output, the maxima and the sums, and the slot after the last block's.
-        """
-        s, blocks = self.s, self.blocks
-        head_dim = self.buffers[1].shape[1]
-
-        scale = self.scales[0][(*self.at, blocks.begin)]
-        self.wait_for_key(blocks.begin, slot)
-        scores = self.scores(slot)
-        plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(self.free[0].at[slot])
-        m, l = _full(-jnp.inf, (ROWS,), ROW), _full(0.0, (ROWS,), ROW)
-        alpha, unit = _full(1.0, (ROWS,), ROW), _full(0.0, (ROWS,), ROW)
-        p, m, l, next_alpha, next_unit = lax.cond(
-            blocks.full_first,
-            lambda: self.softmax(scores, m, l, blocks.begin, scale, False),
-            lambda: self.softmax(scores, m, l, blocks.begin, scale, True),
-        )
-        following = ring.next_slot(slot, s.stages)
-        self.wait_for_key(blocks.begin + 1, following)
-        plgpu.barrier_wait(self.ready[1].at[slot])
-        p = self.pack(p)
-        o = _full(0.0, (ROWS, head_dim), _MATRIX)
-        dtype = jnp.int32 if s.mode == "int8" else jnp.float32
-        product = _full(0, (ROWS, head_dim), _MATRIX, dtype)
-
-        def step(j: jax.Array, carry: tuple[jax.Array, ...], is_masked: bool) -> Any:
-            o, product, alpha, unit, m, l, next_alpha, next_unit, p, before, slot = carry
-            following = ring.next_slot(slot, s.stages)
-            scale = self.scales[0][(*self.at, j)]
-            value_unit = self.value_unit(next_unit, j - 1)
-            scores = self.scores(slot)
-            # While the scores are on their way.
-            o = self.merge(o, product, alpha, unit)
-            product = self.output(p, before)
-            plgpu.wgmma_wait(1)
-            plgpu.barrier_arrive(self.free[0].at[slot])
-            alpha, unit = next_alpha, value_unit
-            p, m, l, next_alpha, next_unit = self.softmax(scores, m, l, j, scale, is_masked)
-            # Loops over which the compiler moves no instructions: the softmax stays before them.
-            self.wait_for_key(j + 1, following)
-            plgpu.barrier_wait(self.ready[1].at[slot])
-            plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(self.free[1].at[before])
-            p = self.pack(p)
-            return o, product, alpha, unit, m, l, next_alpha, next_unit, p, slot, following
-
-        carry = (o, product, alpha, unit, m, l, next_alpha, next_unit, p, slot, following)
-        masked, plain = (functools.partial(step, is_masked=x) for x in (True, False))
-        if s.policy.left is not None:
-            carry = lax.fori_loop(blocks.begin + 1, blocks.inner, masked, carry)
-        carry = lax.fori_loop(blocks.inner, blocks.outer, plain, carry)
-        carry = lax.fori_loop(blocks.outer, blocks.end, masked, carry)
-        o, product, alpha, unit, m, l, next_alpha, next_unit, p, slot, following = carry
-        plgpu.barrier_arrive(self.query_free)
-        unit_of_last = self.value_unit(next_unit, blocks.end - 1)
-        o = self.merge(o, product, alpha, unit)
-        product = self.output(p, slot)
-        plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(self.free[1].at[slot])
-        return self.merge(o, product, next_alpha, unit_of_last), m, l, following
 
     def limits(self, j: jax.Array, is_masked: bool) -> tuple[jax.Array, ...]:
         """What `softmax` compares block `j`'s keys with, if there is something to hide."""
@@ -481,14 +398,25 @@ class _Consumer:
         f = functools.partial(softmax.weigh, policy=self.s.policy)
         return ring.inline(f, types, (weights, _COLUMN, _COLUMN))(*args)
 
-    def run_ahead(self, slot: jax.Array) -> tuple[jax.Array, ...]:
-        """`run`, with the next block's scores computed under this one's exponentials.
+    def stay(self, factor: jax.Array, slot: jax.Array) -> None:
+        """Keeps the compiler from moving instructions from one side to the other.
 
-        The compiler moves instructions freely between asynchronous products, but not over a loop:
-        the waits for memory stand where it must not.
+        It does so freely between asynchronous products, but not over a loop. This one never runs.
+        """
+
+        @pl.when(factor < 0)
+        def _() -> None:
+            plgpu.barrier_wait(self.ready[0].at[slot])
+
+    def run(self, slot: jax.Array) -> tuple[Any, ...]:
+        """All blocks, the first of them in `slot`: a block's scores under the weights before.
+
+        Returns:
+          the unnormalized output's pieces, the maxima and the sums, and the slot after the last
+          block's.
         """
         s, blocks = self.s, self.blocks
-        head_dim = self.buffers[1].shape[1]
+        pieces = self.buffers[1].shape[1] // _PIECE
 
         def first(is_masked: bool) -> tuple[jax.Array, ...]:
             limits = self.limits(blocks.begin, is_masked)
@@ -503,34 +431,38 @@ class _Consumer:
         x, top, m, alpha = lax.cond(blocks.full_first, lambda: first(False), lambda: first(True))
         following = ring.next_slot(slot, s.stages)
         self.wait_for_key(blocks.begin + 1, following)
-        o, l = _full(0.0, (ROWS, head_dim), _MATRIX), _full(0.0, (ROWS,), ROW)
+        o = tuple(_full(0.0, (ROWS, _PIECE), _MATRIX) for _ in range(pieces))
+        l = _full(0.0, (ROWS,), ROW)
 
-        def step(j: jax.Array, carry: tuple[jax.Array, ...], is_masked: bool) -> Any:
+        def step(j: jax.Array, carry: tuple[Any, ...], is_masked: bool) -> Any:
             """Weights of block ``j - 1``, scores of `j`."""
             o, l, x, top, m, alpha, before, slot = carry
-            factors = self.factors(j)
+            o, factors, limits = list(o), self.factors(j), self.limits(j, is_masked)
             scores = self.scores(slot)
             weights, l, unit = self.weigh(x, top, m, alpha, l)
+            unit = self.value_unit(unit, j - 1)
             plgpu.barrier_wait(self.ready[1].at[before])
             plgpu.wgmma_wait(0)
-            product = self.output(self.pack(weights), before)
+            p = self.pack(weights)
+            product = self.output(p, before, 0)
             plgpu.barrier_arrive(self.free[0].at[slot])
-
-            @pl.when(factors[0] < 0)  # never: a loop that keeps maxima from coming between products
-            def _() -> None:
-                plgpu.barrier_wait(self.ready[0].at[slot])
-
-            limits = self.limits(j, is_masked)
+            self.stay(factors[0], slot)
             top, m, next_alpha = self.maxima(scores, m, factors, limits)
-            unit = self.value_unit(unit, j - 1)
             following = ring.next_slot(slot, s.stages)
             self.wait_for_key(j + 1, following)
+            for i in range(1, pieces):
+                plgpu.wgmma_wait(0)
+                o[i - 1] = self.merge(o[i - 1], product, alpha, unit)
+                product = self.output(p, before, i)
+            if pieces > 1:
+                x = self.arguments(scores, m, factors, limits)
+                self.stay(factors[0], slot)
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(self.free[1].at[before])
-            o = self.merge(o, product, alpha, unit)
-            # Now, because it moves them to the registers that the product leaves.
-            x = self.arguments(scores, m, factors, limits)
-            return o, l, x, top, m, next_alpha, slot, following
+            o[-1] = self.merge(o[-1], product, alpha, unit)
+            if pieces == 1:
+                x = self.arguments(scores, m, factors, limits)
+            return tuple(o), l, x, top, m, next_alpha, slot, following
 
         carry = (o, l, x, top, m, alpha, slot, following)
         masked, plain = (functools.partial(step, is_masked=x) for x in (True, False))
@@ -542,11 +474,15 @@ class _Consumer:
         plgpu.barrier_arrive(self.query_free)
         weights, l, unit = self.weigh(x, top, m, alpha, l)
         plgpu.barrier_wait(self.ready[1].at[slot])
-        product = self.output(self.pack(weights), slot)
+        p = self.pack(weights)
         unit = self.value_unit(unit, blocks.end - 1)
-        plgpu.wgmma_wait(0)
+        o = list(o)
+        for i in range(pieces):
+            product = self.output(p, slot, i)
+            plgpu.wgmma_wait(0)
+            o[i] = self.merge(o[i], product, alpha, unit)
         plgpu.barrier_arrive(self.free[1].at[slot])
-        return self.merge(o, product, alpha, unit), m, l, following
+        return tuple(o), m, l, following
 
 
 def _query_scale(
@@ -578,7 +514,6 @@ def _consume(
 ) -> jax.Array:
     """Attends with a warpgroup's part of a tile, and stores; the next slot."""
     out_ref, lse_ref = results
-    head_dim = x.v.shape[2]
     start = work.first + me * ROWS
     # With a soft cap scores are scaled to the exponential's units after it.
     unit = 1.0 if s.soft_cap is not None else s.exponential.unit
@@ -597,30 +532,32 @@ def _consume(
         blocks=work.blocks,
         s=s,
     )
-    o, m, l, slot = (consumer.run_ahead if s.ahead else consumer.run)(slot)
+    o, m, l, slot = consumer.run(slot)
     v_scale = jnp.float32(1.0) if s.mode == "int8" else x.v_scale[work.b, work.h, 0]
-    out, lse, width = y.out, y.lse, y.out.shape[-1]
-    *parts, residual = ring.inline(
-        functools.partial(softmax.finish, policy=s.policy, width=width),
-        (_MATRIX, ROW, ROW, SCALAR, SCALAR),
-        (*[ring.array((ROWS, width), o.dtype)] * (head_dim // width), _COLUMN),
-    )(o, m, l, work.query_length - start, v_scale)
-    lse[me] = residual
-    rows = pl.ds(start, ROWS)
-    for i, part in enumerate(parts):
-        out[me] = part.astype(out.dtype)
+    *pieces, residual = ring.inline(
+        functools.partial(softmax.finish, policy=s.policy),
+        (ROW, ROW, SCALAR, SCALAR, *[_MATRIX] * len(o)),
+        (*[ring.array((ROWS, _PIECE), jnp.float32)] * len(o), _COLUMN),
+    )(m, l, work.query_length - start, v_scale, *o)
+    y.lse[me] = residual
+    rows, room = pl.ds(start, ROWS), y.out.shape[1]
+    for i, piece in enumerate(pieces):
+        y.out[me, i % room] = piece.astype(y.out.dtype)
         plgpu.commit_smem()
-        channels = pl.ds(i * width, width)
-        plgpu.copy_smem_to_gmem(out.at[me], out_ref.at[work.b, rows, work.head, channels])
+        channels = pl.ds(i * _PIECE, _PIECE)
+        target = out_ref.at[work.b, rows, work.head, channels]
+        plgpu.copy_smem_to_gmem(y.out.at[me, i % room], target)
         if i == 0:
-            plgpu.copy_smem_to_gmem(lse.at[me], lse_ref.at[work.b, work.head, rows])
-        plgpu.wait_smem_to_gmem(0)
+            plgpu.copy_smem_to_gmem(y.lse.at[me], lse_ref.at[work.b, work.head, rows])
+        if (i + 1) % room == 0 or i + 1 == len(pieces):
+            plgpu.wait_smem_to_gmem(0)
     return slot
 
 
-def _out_width(head_dim: int, dtype: Any) -> int:
-    """Channels of the output that are written at once: 16 KiB of a warpgroup's rows."""
-    return min(head_dim, 2**14 // ROWS // jnp.dtype(dtype).itemsize)
+def _out_room(head_dim: int, dtype: Any) -> int:
+    """Pieces of the output that are written at once: up to 16 KiB of a warpgroup's rows."""
+    size = ROWS * _PIECE * jnp.dtype(dtype).itemsize
+    return min(head_dim // _PIECE, max(1, 2**14 // size))
 
 
 def _kernel(*refs: Ref, s: Settings, tiles: int) -> None:
@@ -679,7 +616,7 @@ def _allocate(
         q=ring.tile((_QUERY_SLOTS, *of_each, head_dim), x.k.dtype),
         k=ring.tile((s.stages, s.tile, head_dim), x.k.dtype),
         v=ring.tile((s.stages, head_dim, s.tile), x.v.dtype),
-        out=ring.tile((*of_each, _out_width(head_dim, dtype)), dtype),
+        out=ring.tile((warpgroups, _out_room(head_dim, dtype), ROWS, _PIECE), dtype),
         lse=plgpu.SMEM(of_each, jnp.float32),
         # Who quantizes arrives once, and each copy does.
         q_ready=plgpu.Barrier(
