@@ -1,4 +1,4 @@
-"""Queries that a kernel quantizes itself: its own arithmetic on a CPU, warp by warp, exact codes."""
+"""Queries that a kernel quantizes itself: its own arithmetic on a CPU, with exact codes."""
 
 import ml_dtypes
 import numpy as np
