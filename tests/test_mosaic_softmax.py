@@ -38,10 +38,24 @@ def lanes(monkeypatch):
     monkeypatch.setattr(softmax, "mgpu", barrier)
 
 
-def one(scores, m, l, factor, limits, policy):
-    factors = [factor] if np.ndim(factor) == 0 else factor
-    top, new, alpha = softmax.maxima(scores, m, factors, limits, policy)
-    x = softmax.arguments(scores, new, factors, limits, policy)
+def prepared(scores, factors, limits, policy):
+    """As the kernel does it: what is hidden or capped is scaled before."""
+    factors = factors if isinstance(factors, tuple) else (factors,)
+    if limits is None and policy.soft_cap is None:
+        return scores, factors
+    return softmax.seen(scores, factors, limits, policy), (np.float32(1),)
+
+
+def by_step(scores, m, l, factors, limits, policy):
+    scores, factors = prepared(scores, factors, limits, policy)
+    weights, m, l, alpha, unit = softmax.step(scores, m, l, factors, policy)
+    return weights, m, l, alpha, unit
+
+
+def ahead(scores, m, l, factors, limits, policy):
+    scores, factors = prepared(scores, factors, limits, policy)
+    top, new, alpha = softmax.maxima(scores, m, factors, policy)
+    x = softmax.arguments(scores, new, factors, policy)
     weights, l, unit = softmax.weigh(x, top, new, alpha, l, policy)
     return weights, new, l, alpha, unit
 
@@ -62,12 +76,13 @@ CASES = pairwise(
     exponential=list(EXPONENTIALS),
     mode=["int8", "int8_fp8", "fp8"],
     seen=[("all", None), ("causal", 3.0), ("window", None)],
+    one=[by_step, ahead],
 )
 
 
 @pytest.mark.usefixtures("lanes")
-@pytest.mark.parametrize(("exponential", "mode", "seen"), CASES)
-def test_attention_block_by_block(exponential, mode, seen):
+@pytest.mark.parametrize(("exponential", "mode", "seen", "one"), CASES)
+def test_attention_block_by_block(exponential, mode, seen, one):
     """Outputs within what 8-bit weights lose, sums within SAS's error; 0 where nothing is seen."""
     (mask, cap), rng = seen, np.random.default_rng(0)
     blocks, length, first = 3, 150, 60
@@ -76,8 +91,8 @@ def test_attention_block_by_block(exponential, mode, seen):
     scale = 2e-3
     e = EXPONENTIALS[exponential]
     left, right = MASKS[mask]
-    policy = softmax.Policy(e, mode == "int8", mode != "fp8", left, right, cap)
-    stored = scores.astype(np.int32 if policy.scores_are_integers else np.float32)
+    policy = softmax.Policy(e, mode == "int8", left, right, cap)
+    stored = scores.astype(np.float32 if mode == "fp8" else np.int32)
     factor = np.float32(scale if cap is not None else scale * e.unit)
     m, l = np.full((ROWS, 4), -np.inf, np.float32), np.zeros((ROWS, 4), np.float32)
     out = np.zeros((ROWS, HEAD_DIM))
@@ -94,7 +109,7 @@ def test_attention_block_by_block(exponential, mode, seen):
         out = out * alpha[:, :1] + product * unit[:, :1]
     rows = 12  # of which the others are padding
     found, lse = softmax.finish(
-        m, l, np.int32(rows), np.float32(1), out.astype(np.float32), policy=policy
+        out.astype(np.float32), m, l, np.int32(rows), np.float32(1), policy, HEAD_DIM
     )
     x = scores * scale
     x = x if cap is None else cap * np.tanh(x / cap)
@@ -116,17 +131,14 @@ def test_attention_block_by_block(exponential, mode, seen):
 @pytest.mark.usefixtures("lanes")
 @pytest.mark.parametrize("mask", list(MASKS))
 @pytest.mark.parametrize("cap", [None, 3.0])
-@pytest.mark.parametrize("is_integer", [True, False])
-def test_halves_of_a_tile_with_scales_of_their_own(mask, cap, is_integer):
+@pytest.mark.parametrize("one", [by_step, ahead])
+def test_halves_of_a_tile_with_scales_of_their_own(mask, cap, one):
     """The same as one scale for all, of scores that are scaled before."""
     rng = np.random.default_rng(1)
     left, right = MASKS[mask]
-    policy = softmax.Policy(softmax.Exponential(), False, is_integer, left, right, cap)
-    scores = rng.integers(-900, 900, (ROWS, 2 * BLOCK))
-    gain = np.repeat([1, 4], BLOCK)
-    scores, scaled = (
-        x.astype(np.int32 if is_integer else np.float32) for x in (scores, scores * gain)
-    )
+    policy = softmax.Policy(softmax.Exponential(), False, left, right, cap)
+    scores = rng.integers(-900, 900, (ROWS, 2 * BLOCK)).astype(np.int32)
+    scaled = scores * np.repeat(np.int32([1, 4]), BLOCK)
     m, l = np.full((ROWS, 4), -np.inf, np.float32), np.zeros((ROWS, 4), np.float32)
     limits = None if mask == "all" else (np.int32(60), np.int32(100))
     factor = np.float32(1e-3)
@@ -142,9 +154,10 @@ def test_halves_of_a_tile_with_scales_of_their_own(mask, cap, is_integer):
 
 
 @pytest.mark.usefixtures("lanes")
+@pytest.mark.parametrize("one", [by_step, ahead])
 @pytest.mark.parametrize("is_int8", [True, False])
-def test_rows_that_see_nothing(is_int8):
-    policy = softmax.Policy(softmax.Exponential(), is_int8, True, None, 0, None)
+def test_rows_that_see_nothing(one, is_int8):
+    policy = softmax.Policy(softmax.Exponential(), is_int8, None, 0, None)
     scores = np.full((ROWS, BLOCK), 7, np.int32)
     m, l = np.full((ROWS, 4), -np.inf, np.float32), np.zeros((ROWS, 4), np.float32)
     # The first query that sees a key is query 5.
@@ -157,7 +170,7 @@ def test_rows_that_see_nothing(is_int8):
         assert (codes[:5] == 0).all()
     assert (l[:5] == 0).all()
     out, lse = softmax.finish(
-        m, l, np.int32(ROWS), np.float32(1), np.ones((ROWS, HEAD_DIM), np.float32), policy=policy
+        np.ones((ROWS, HEAD_DIM), np.float32), m, l, np.int32(ROWS), np.float32(1), policy, HEAD_DIM
     )
     assert (out[:5] == 0).all()
     assert (out[5:] != 0).all()
@@ -165,9 +178,10 @@ def test_rows_that_see_nothing(is_int8):
 
 
 @pytest.mark.usefixtures("lanes")
-def test_nan_stays_in_its_row():
+@pytest.mark.parametrize("one", [by_step, ahead])
+def test_nan_stays_in_its_row(one):
     """The sum of the row is NaN, and only that of this row."""
-    policy = softmax.Policy(softmax.Exponential(), False, False, None, None, None)
+    policy = softmax.Policy(softmax.Exponential(), False, None, None, None)
     scores = np.zeros((ROWS, BLOCK), np.float32)
     scores[3, 17] = np.nan
     m, l = np.full((ROWS, 4), -np.inf, np.float32), np.zeros((ROWS, 4), np.float32)

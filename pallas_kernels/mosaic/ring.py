@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -154,6 +155,11 @@ def inline(f: Callable[..., Any], arguments: Sequence[Any], returns: Any = None)
     return plgpu.inline_mgpu(arg_types=tuple(arguments), return_type=returns)(
         lambda context, *args: f(*args)
     )
+
+
+def anew(x: jax.Array) -> jax.Array:
+    """An integer, of which the compiler does not know that it is `x`: to be computed from again."""
+    return inline(mgpu.optimization_barrier, (SCALAR,), array((), jnp.int32, SCALAR))(x)
 
 
 def launch(

@@ -46,7 +46,6 @@ class Policy:
     Attributes:
       exponential: see there.
       is_int8: weights become int8 with a scale per row and block; else e4m3 with a static one.
-      scores_are_integers: whether scores come as int32.
       left: how far back a query sees, or None.
       right: how far ahead a query sees, or None.
       soft_cap: the scores' cap, or None.
@@ -54,7 +53,6 @@ class Policy:
 
     exponential: Exponential
     is_int8: bool
-    scores_are_integers: bool
     left: int | None
     right: int | None
     soft_cap: float | None
@@ -131,13 +129,12 @@ def _tanh(x: Float, policy: Policy) -> Float:
     return lane.with_sign_of(x, (one + -t) * lane.reciprocal(one + t))
 
 
-def _cap(x: Sequence[Float], factor: Float, policy: Policy) -> tuple[list[Float], Float]:
-    """``x * factor`` capped if there is a cap, as numbers and what they are to be multiplied by."""
+def _capped(x: Float, factor: Float, policy: Policy) -> Float:
+    """``x * factor``, capped if there is a cap."""
     if policy.soft_cap is None:
-        return list(x), factor
+        return x * factor
     inside = factor * (1 / policy.soft_cap)
-    gain = lane.number(policy.soft_cap * policy.exponential.unit)
-    return [_tanh(v * inside, policy) for v in x], gain
+    return _tanh(x * inside, policy) * (policy.soft_cap * policy.exponential.unit)
 
 
 def _visible(limits: tuple[Int, Int], half: int, columns: int, policy: Policy) -> list[Bool]:
@@ -170,111 +167,133 @@ def _visible(limits: tuple[Int, Int], half: int, columns: int, policy: Policy) -
     return masks
 
 
-def maxima(
+def seen(
     scores: Any,
-    m: Any,
     factors: Sequence[Any],
     limits: tuple[Any, Any] | None,
     policy: Policy,
-) -> tuple[Any, ...]:
-    """Row maxima of a tile of keys.
+) -> Any:
+    """Scores of a tile of keys in the exponential's units, capped, ``-inf`` where they are hidden.
+
+    For tiles in which there is something to cap or to hide; of others, `step` and `maxima` and
+    `arguments` take the code products and scale them in passing.
 
     Args:
       scores: ``[64, n]``, code products.
-      m: ``[64]``, running maxima in the exponential's units.
-      factors: scalars, of the scores of equal parts of the tile, in the exponential's units.
+      factors: scalars, of the scores of equal parts of the tile, in the exponential's units; with a
+        cap in those of the scores.
       limits: see `_visible`; None if every row sees every key.
       policy: what is static.
+
+    Returns:
+      float32 ``[64, n]``, with which the factor is 1.
+    """
+    scores = mgpu.optimization_barrier(scores)  # not before the product is there
+    bounds = None
+    if limits is not None:
+        [query], [length] = (fragments.scalars(x) for x in limits)
+        bounds = (query, length)
+    rows = []
+    for half, x in enumerate(fragments.by_row(scores)):
+        size, row = len(x) // len(factors), []
+        for i, factor in enumerate(factors):
+            [c] = fragments.scalars(factor)
+            row += [_capped(v, c, policy) for v in _floats(x[i * size : (i + 1) * size])]
+        if bounds is not None:
+            masks = _visible(bounds, half, len(x), policy)
+            row = [k.where(v, -math.inf) for k, v in zip(masks, row, strict=True)]
+        rows.append(row)
+    # Now, because they replace the products.
+    return mgpu.optimization_barrier(fragments.of_rows(rows))
+
+
+def _floats(x: Sequence[Any]) -> list[Float]:
+    return [v.to_float() if isinstance(v, Int) else v for v in x]
+
+
+def step(scores: Any, m: Any, l: Any, factors: Sequence[Any], policy: Policy) -> tuple[Any, ...]:
+    """One tile of Algorithm 1, up to the second product.
+
+    Args:
+      scores: ``[64, n]``, code products, or what `seen` returns.
+      m: ``[64]``, running maxima in the exponential's units.
+      l: ``[64]``, running sums, of each thread's own columns.
+      factors: scalars, of the scores of equal parts of the tile, in the exponential's units.
+      policy: what is static.
+
+    Returns:
+      weights float32 ``[64, n]`` for `pack`; the new `m` and `l`; the factor of what was summed
+      before; and the unit of an int8 row's weights, 0 in a row that sees nothing.
+    """
+    scores = mgpu.optimization_barrier(scores)  # not before the product is there
+    rows, state = [], []
+    for x, old, total in zip(
+        fragments.by_row(scores), fragments.scalars(m), fragments.scalars(l), strict=True
+    ):
+        top, new, alpha = _row_maxima(x, old, factors, policy)
+        y = _row_arguments(x, new, factors, policy)
+        p, total, unit = _row_weights(y, top, new, alpha, total, policy)
+        rows.append(p)
+        state.append((new, total, alpha, unit))
+    # Not after the next products are started.
+    weights = mgpu.optimization_barrier(fragments.of_rows(rows))
+    return weights, *(fragments.row_array(pair) for pair in zip(*state, strict=True))
+
+
+def maxima(scores: Any, m: Any, factors: Sequence[Any], policy: Policy) -> tuple[Any, ...]:
+    """Row maxima of a tile: the first part of `step`, which says what its arguments are.
 
     Returns:
       ``[64]`` each: the tile's maxima, the new running ones, and the factor of what was summed
       before.
     """
     scores = mgpu.optimization_barrier(scores)  # not before the product is there
-    bounds = _bounds(limits)
-    state = []
-    for half, (x, old) in enumerate(
-        zip(fragments.by_row(scores), fragments.scalars(m), strict=True)
-    ):
-        top = lane.among_four(_largest(x, factors, bounds, half, policy), Float.maximum)
-        [capped], gain = _cap([top], lane.number(1.0), policy)
-        if policy.soft_cap is not None:
-            # What is hidden stays below the cap.
-            top = top.equals(-math.inf).where(top, capped * gain)
-        new = old.maximum(top)
-        scale = lane.number(LOG2_E / policy.exponential.unit)
-        state.append((top, new, lane.exp2((old + -_finite(new)) * scale)))
+    state = [
+        _row_maxima(x, old, factors, policy)
+        for x, old in zip(fragments.by_row(scores), fragments.scalars(m), strict=True)
+    ]
     return tuple(fragments.row_array(pair) for pair in zip(*state, strict=True))
 
 
-def _bounds(limits: tuple[Any, Any] | None) -> tuple[Int, Int] | None:
-    if limits is None:
-        return None
-    [query], [length] = (fragments.scalars(x) for x in limits)
-    return query, length
-
-
-def _largest(
-    x: list[Any],
-    factors: Sequence[Any],
-    limits: tuple[Int, Int] | None,
-    half: int,
-    policy: Policy,
-) -> Float:
-    """The maximum of what a thread holds of a row, scaled; ``-inf`` if all is hidden."""
-    is_int, size = policy.scores_are_integers, len(x) // len(factors)
-    lowest: Any = -(2**31) if is_int else -math.inf
-    if limits is not None:
-        masks = _visible(limits, half, len(x), policy)
-        x = [k.where(v, lowest) for k, v in zip(masks, x, strict=True)]
-    tops = []
+def _row_maxima(
+    x: Sequence[Any], old: Float, factors: Sequence[Any], policy: Policy
+) -> tuple[Float, Float, Float]:
+    size, tops = len(x) // len(factors), []
     for i, factor in enumerate(factors):
         [c] = fragments.scalars(factor)
-        top = lane.chain(x[i * size : (i + 1) * size], Int.maximum if is_int else Float.maximum)
-        top = top.to_float() if is_int else top
-        scaled = top * c
-        if limits is not None:
-            # Not times a factor that may be 0 or NaN.
-            scaled = top.equals(float(lowest)).where(-math.inf, scaled)
-        tops.append(scaled)
-    return lane.tree(tops, Float.maximum)
+        top = lane.chain(x[i * size : (i + 1) * size], type(x[0]).maximum)
+        tops += [v * c for v in _floats([top])]
+    top = lane.among_four(lane.tree(tops, Float.maximum), Float.maximum)
+    new = old.maximum(top)
+    scale = lane.number(LOG2_E / policy.exponential.unit)
+    return top, new, lane.exp2((old + -_finite(new)) * scale)
 
 
-def arguments(
-    scores: Any,
-    m: Any,
-    factors: Sequence[Any],
-    limits: tuple[Any, Any] | None,
-    policy: Policy,
-) -> Any:
+def arguments(scores: Any, m: Any, factors: Sequence[Any], policy: Policy) -> Any:
     """Scores minus the running maxima, float32 ``[64, n]``, as `weigh` takes them.
 
     Args:
-      scores: see `maxima`.
+      scores: see `step`.
       m: `maxima`'s second result.
-      factors: see `maxima`.
-      limits: see `maxima`.
+      factors: see `step`.
       policy: what is static.
     """
-    bounds = _bounds(limits)
-    hidden = math.inf if policy.exponential.kind == "polynomial" else -math.inf
-    rows = []
-    for half, (x, maximum) in enumerate(
-        zip(fragments.by_row(scores), fragments.scalars(m), strict=True)
-    ):
-        if policy.scores_are_integers:
-            x = [v.to_float() for v in x]
-        size, row = len(x) // len(factors), []
-        for i, factor in enumerate(factors):
-            [c] = fragments.scalars(factor)
-            part, c = _cap(x[i * size : (i + 1) * size], c, policy)
-            row += _arguments(part, _finite(maximum), c, policy)
-        if bounds is not None:
-            masks = _visible(bounds, half, len(x), policy)
-            row = [k.where(v, hidden) for k, v in zip(masks, row, strict=True)]
-        rows.append(row)
+    rows = [
+        _row_arguments(x, new, factors, policy)
+        for x, new in zip(fragments.by_row(scores), fragments.scalars(m), strict=True)
+    ]
     # Here, not where they are used.
     return mgpu.optimization_barrier(fragments.of_rows(rows))
+
+
+def _row_arguments(
+    x: Sequence[Any], new: Float, factors: Sequence[Any], policy: Policy
+) -> list[Float]:
+    size, row = len(x) // len(factors), []
+    for i, factor in enumerate(factors):
+        [c] = fragments.scalars(factor)
+        row += _arguments(_floats(x[i * size : (i + 1) * size]), _finite(new), c, policy)
+    return row
 
 
 def _finite(m: Float) -> Float:
@@ -282,7 +301,7 @@ def _finite(m: Float) -> Float:
     return m.equals(-math.inf).where(0.0, m)
 
 
-def weigh(scores: Any, top: Any, m: Any, alpha: Any, l: Any, policy: Policy) -> tuple[Any, ...]:
+def weigh(x: Any, top: Any, m: Any, alpha: Any, l: Any, policy: Policy) -> tuple[Any, ...]:
     """Weights of `arguments`, with `maxima`'s results and the sums of each thread's own columns.
 
     Returns:
@@ -290,25 +309,30 @@ def weigh(scores: Any, top: Any, m: Any, alpha: Any, l: Any, policy: Policy) -> 
       0 in a row that sees nothing.
     """
     rows, state = [], []
-    for x, *row in zip(
-        fragments.by_row(scores), *(fragments.scalars(a) for a in (top, m, alpha, l)), strict=True
+    for y, *row in zip(
+        fragments.by_row(x), *(fragments.scalars(a) for a in (top, m, alpha, l)), strict=True
     ):
-        largest, new, a, total = row
-        p = _exponentials(x, policy)
-        total = total.fma(a, lane.chain(p, operator.add))
-        p, unit = _scale(p, largest, _finite(new), policy)
-        if policy.is_int8:
-            unseen = largest.equals(-math.inf)
-            unit = unseen.where(0.0, unit)
+        p, *rest = _row_weights(y, *row, policy)
         rows.append(p)
-        state.append((total, unit))
+        state.append(rest)
     # Not after the next products are started.
     weights = mgpu.optimization_barrier(fragments.of_rows(rows))
     return weights, *(fragments.row_array(pair) for pair in zip(*state, strict=True))
 
 
+def _row_weights(
+    y: list[Float], top: Float, new: Float, alpha: Float, total: Float, policy: Policy
+) -> tuple[list[Float], Float, Float]:
+    p = _exponentials(y, policy)
+    total = total.fma(alpha, lane.chain(p, operator.add))
+    p, unit = _scale(p, top, _finite(new), policy)
+    if policy.is_int8:
+        unit = top.equals(-math.inf).where(0.0, unit)
+    return p, total, unit
+
+
 def pack(weights: Any, policy: Policy) -> Any:
-    """What `weigh` returns, rounded: the second product's 8-bit register operand.
+    """What `step` or `weigh` returns, rounded: the second product's 8-bit register operand.
 
     By itself, because the compiler overlaps no product with instructions that write the registers
     which another one reads: not before the product that uses them now is done.
@@ -367,19 +391,22 @@ def accumulate(output: Any, product: Any, alpha: Any, unit: Any, policy: Policy)
     return mgpu.optimization_barrier(fragments.of_rows(rows))
 
 
-def finish(m: Any, l: Any, last: Any, scale: Any, *output: Any, policy: Policy) -> tuple[Any, ...]:
+def finish(
+    output: Any, m: Any, l: Any, last: Any, scale: Any, policy: Policy, width: int
+) -> tuple[Any, ...]:
     """Normalized outputs and log-sum-exps; 0 and ``-inf`` in rows that saw nothing.
 
     Args:
+      output: float32 ``[64, H]``.
       m: ``[64]``.
       l: ``[64]``, sums of each thread's own columns.
       last: int32 scalar: rows from there on are padding.
       scale: float32 scalar, of the values.
-      output: float32 ``[64, n]``, pieces of the rows.
       policy: what is static.
+      width: of the parts that are returned.
 
     Returns:
-      the outputs, and the log-sum-exps ``[64]``.
+      ``H / width`` outputs ``[64, width]``, and the log-sum-exps ``[64]``.
     """
     [stop], [v_scale] = fragments.scalars(last), fragments.scalars(scale)
     row, _ = fragments.row_and_place()
@@ -387,22 +414,22 @@ def finish(m: Any, l: Any, last: Any, scale: Any, *output: Any, policy: Policy) 
     # A power of two on the way: sums may be as small as 2**-118.
     power = 2.0 ** -math.floor(math.log2(policy.sum_unit))
     gain = lane.number(policy.sum_unit * power / policy.output_unit)
-    weights, lse = [], []
-    for half, (maximum, part) in enumerate(
-        zip(fragments.scalars(m), fragments.scalars(l), strict=True)
+    rows, lse = [], []
+    for half, (x, maximum, part) in enumerate(
+        zip(fragments.by_row(output), fragments.scalars(m), fragments.scalars(l), strict=True)
     ):
         total = lane.among_four(part, operator.add)
         is_padding = row + (8 * half) >= stop
         nothing = is_padding | total.equals(zero)
-        weights.append((nothing, lane.reciprocal(total * power) * (gain * v_scale)))
+        weight = lane.reciprocal(total * power) * (gain * v_scale)
+        rows.append([nothing.where(zero, v * weight) for v in x])
         natural = maximum * (1 / policy.exponential.unit)
         logarithm = lane.log2_of_any(total) + (-math.log2(policy.sum_unit))
         value = logarithm.fma(lane.number(1 / LOG2_E), natural)
         lse.append(nothing.where(infinite, value))
-    pieces = []
-    for piece in output:
-        rows = zip(fragments.by_row(piece), weights, strict=True)
-        pieces.append(
-            fragments.of_rows([[no.where(zero, v * w) for v in x] for x, (no, w) in rows])
-        )
-    return *pieces, fragments.row_array(lse)
+    columns = width // 4
+    parts = [
+        fragments.of_rows([x[i : i + columns] for x in rows])
+        for i in range(0, len(rows[0]), columns)
+    ]
+    return *parts, fragments.row_array(lse)

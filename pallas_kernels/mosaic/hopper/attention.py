@@ -44,7 +44,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -61,14 +60,11 @@ __all__ = ["Exponential", "Settings", "attention"]
 _MATRIX = plgpu.Layout.WGMMA
 # A number of each of a warpgroup's rows.
 _COLUMN = ring.array((ROWS,), jnp.float32, ROW)
-# Channels of the output whose product is taken at once.
-_PIECE = 64
 # Tiles whose queries are in shared memory: this one's and the next one's.
 _QUERY_SLOTS = 2
-# Registers of a thread that attends and of one that copies, by how many warpgroups attend; and
-# where the latter quantize queries too.
+_ANEW = True
+# Registers of a thread that attends and of one that copies, by how many warpgroups attend.
 _REGISTERS = {2: (240, 24), 3: (160, 32)}
-_REGISTERS_QUANTIZING = {2: (232, 40), 3: (152, 56)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +81,9 @@ class Settings:
       window: optional (left, right).
       soft_cap: optional cap of the scores.
       stages: key and value blocks in shared memory.
-      tile: key tokens that are attended to at once: `block_kv` or, with weights in e4m3, a multiple
-        or a part of it.
+      ahead: whether a tile's scores are computed under the exponentials of the one before.
+      tile: key tokens that are attended to at once, `block_kv` or, with `ahead` and weights in
+        e4m3, a multiple of it.
       consumers: warpgroups that attend, with 64 queries each.
       programs: how many run side by side, one to a multiprocessor.
     """
@@ -101,6 +98,7 @@ class Settings:
     soft_cap: float | None
     stages: int = 4
     programs: int = 132
+    ahead: bool = False
     tile: int = 128
     consumers: int = 2
 
@@ -117,7 +115,6 @@ class Settings:
         return Policy(
             exponential=self.exponential,
             is_int8=self.mode == "int8",
-            scores_are_integers=self.mode != "fp8",
             left=left,
             right=right,
             soft_cap=self.soft_cap,
@@ -306,18 +303,73 @@ class _Consumer:
             f, (ring.tile_type(self.q), ring.tile_type(k)), ring.array((ROWS, s.tile), dtype)
         )(self.q, k)
 
-    def output(self, p: jax.Array, slot: jax.Array, piece: int) -> jax.Array:
-        """Starts a piece of the second product of a block."""
+    def output(self, p: jax.Array, slot: jax.Array) -> jax.Array:
+        """Starts the second product of a block."""
         v = self.buffers[1].at[slot]
         dtype = jnp.int32 if self.s.mode == "int8" else jnp.float32
         swizzle = ring.swizzle_of(v.shape[-1], v.dtype)
-        rows = slice(piece * _PIECE // 8, (piece + 1) * _PIECE // 8)  # memory is tiled by 8
 
         def f(p: Any, v: Any) -> Any:
-            return wgmma.start(p, mgpu.memref_slice(v, rows), swizzle=swizzle)
+            return wgmma.start(p, v, swizzle=swizzle)
 
         types = (plgpu.Layout.WGMMA_8BIT, ring.tile_type(v))
-        return ring.inline(f, types, ring.array((ROWS, _PIECE), dtype))(p, v)
+        return ring.inline(f, types, ring.array((ROWS, v.shape[0]), dtype))(p, v)
+
+    def factors(self, j: jax.Array) -> tuple[jax.Array, ...]:
+        """Of the scores of each of block `j`'s parts that have a scale of their own."""
+        parts, scales = self.s.tile // self.s.block_kv, self.scales[0]
+        return tuple(self.factor * scales[(*self.at, j * parts + i)] for i in range(parts))
+
+    def seen(
+        self, scores: jax.Array, j: jax.Array, factors: tuple[jax.Array, ...], is_masked: bool
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """Scores of block `j` as the softmax takes them, and their factors."""
+        if not is_masked and self.s.soft_cap is None:
+            return scores, factors
+        key = j * self.s.tile
+        limits = (self.first - key, self.length - key) if is_masked else ()
+        count = len(factors)
+
+        def f(scores: Any, *rest: Any) -> Any:
+            return softmax.seen(scores, rest[:count], rest[count:] or None, self.s.policy)
+
+        types = (_MATRIX, *[SCALAR] * (count + len(limits)))
+        found = ring.inline(f, types, ring.array(scores.shape, jnp.float32))
+        return found(scores, *factors, *limits), (jnp.float32(1.0),)
+
+    def softmax(
+        self, scores: jax.Array, m: jax.Array, l: jax.Array, factors: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, ...]:
+        """`softmax.step`."""
+
+        def f(scores: Any, m: Any, l: Any, *factors: Any) -> tuple[Any, ...]:
+            return softmax.step(scores, m, l, factors, self.s.policy)
+
+        types = (_MATRIX, ROW, ROW, *[SCALAR] * len(factors))
+        weights = ring.array(scores.shape, jnp.float32)
+        return ring.inline(f, types, (weights, *[_COLUMN] * 4))(scores, m, l, *factors)
+
+    def maxima(
+        self, scores: jax.Array, m: jax.Array, factors: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, ...]:
+        """`softmax.maxima`."""
+
+        def f(scores: Any, m: Any, *factors: Any) -> tuple[Any, ...]:
+            return softmax.maxima(scores, m, factors, self.s.policy)
+
+        types = (_MATRIX, ROW, *[SCALAR] * len(factors))
+        return ring.inline(f, types, (_COLUMN,) * 3)(scores, m, *factors)
+
+    def arguments(
+        self, scores: jax.Array, m: jax.Array, factors: tuple[jax.Array, ...]
+    ) -> jax.Array:
+        """`softmax.arguments`."""
+
+        def f(scores: Any, m: Any, *factors: Any) -> Any:
+            return softmax.arguments(scores, m, factors, self.s.policy)
+
+        types = (_MATRIX, ROW, *[SCALAR] * len(factors))
+        return ring.inline(f, types, ring.array(scores.shape, jnp.float32))(scores, m, *factors)
 
     def pack(self, weights: jax.Array) -> jax.Array:
         """`softmax.pack`."""
@@ -339,57 +391,80 @@ class _Consumer:
 
         return ring.inline(f, types, kind)(o, product, alpha, unit)
 
-    def factors(self, j: jax.Array) -> tuple[jax.Array, ...]:
-        """Of the scores of each of block `j`'s parts that have a scale of their own."""
-        tile, block = self.s.tile, self.s.block_kv
-        scales = self.scales[0]
-        if tile < block:
-            return (self.factor * scales[(*self.at, lax.div(j, jnp.int32(block // tile)))],)
-        parts = tile // block
-        return tuple(self.factor * scales[(*self.at, j * parts + i)] for i in range(parts))
-
     def value_unit(self, unit: jax.Array, j: jax.Array) -> jax.Array:
         """An int8 block's unit with that of its values."""
         if self.s.mode != "int8":
             return unit
         return jnp.where(unit == 0, 0.0, unit * self.scales[1][(*self.at, j)])
 
-    def limits(self, j: jax.Array, is_masked: bool) -> tuple[jax.Array, ...]:
-        """What `softmax` compares block `j`'s keys with, if there is something to hide."""
-        key = j * self.s.tile
-        return (self.first - key, self.length - key) if is_masked else ()
+    def run(self, slot: jax.Array) -> tuple[jax.Array, ...]:
+        """All blocks, the first of them in `slot`.
 
-    def maxima(
-        self,
-        scores: jax.Array,
-        m: jax.Array,
-        factors: tuple[jax.Array, ...],
-        limits: tuple[jax.Array, ...],
-    ) -> tuple[jax.Array, ...]:
-        """`softmax.maxima`."""
-        return self._of_scores(softmax.maxima, (_COLUMN,) * 3)(scores, m, factors, limits)
+        Returns:
+          the unnormalized output, the maxima and the sums, and the slot after the last block's.
+        """
+        s, blocks = self.s, self.blocks
+        head_dim = self.buffers[1].shape[1]
 
-    def arguments(
-        self,
-        scores: jax.Array,
-        m: jax.Array,
-        factors: tuple[jax.Array, ...],
-        limits: tuple[jax.Array, ...],
-    ) -> jax.Array:
-        """`softmax.arguments`."""
-        values = ring.array(scores.shape, jnp.float32)
-        return self._of_scores(softmax.arguments, values)(scores, m, factors, limits)
+        factors = self.factors(blocks.begin)
+        self.wait_for_key(blocks.begin, slot)
+        scores = self.scores(slot)
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(self.free[0].at[slot])
+        m, l = _full(-jnp.inf, (ROWS,), ROW), _full(0.0, (ROWS,), ROW)
+        alpha, unit = _full(1.0, (ROWS,), ROW), _full(0.0, (ROWS,), ROW)
 
-    def _of_scores(self, step: Any, returns: Any) -> Any:
-        def run(scores: jax.Array, m: jax.Array, factors: Any, limits: Any) -> Any:
-            def f(scores: Any, m: Any, *rest: Any) -> Any:
-                parts, bounds = rest[: len(factors)], rest[len(factors) :]
-                return step(scores, m, parts, bounds or None, self.s.policy)
+        def first(is_masked: bool) -> tuple[jax.Array, ...]:
+            y, c = self.seen(scores, blocks.begin, factors, is_masked)
+            return self.softmax(y, m, l, c)
 
-            types = (_MATRIX, ROW, *[SCALAR] * (len(factors) + len(limits)))
-            return ring.inline(f, types, returns)(scores, m, *factors, *limits)
+        p, m, l, next_alpha, next_unit = lax.cond(
+            blocks.full_first, lambda: first(False), lambda: first(True)
+        )
+        following = ring.next_slot(slot, s.stages)
+        self.wait_for_key(blocks.begin + 1, following)
+        plgpu.barrier_wait(self.ready[1].at[slot])
+        p = self.pack(p)
+        o = _full(0.0, (ROWS, head_dim), _MATRIX)
+        dtype = jnp.int32 if s.mode == "int8" else jnp.float32
+        product = _full(0, (ROWS, head_dim), _MATRIX, dtype)
 
-        return run
+        def step(j: jax.Array, carry: tuple[jax.Array, ...], is_masked: bool) -> Any:
+            o, product, alpha, unit, m, l, next_alpha, next_unit, p, before, slot = carry
+            following = ring.next_slot(slot, s.stages)
+            factors = self.factors(j)
+            value_unit = self.value_unit(next_unit, j - 1)
+            scores = self.scores(slot)
+            # While the scores are on their way.
+            o = self.merge(o, product, alpha, unit)
+            product = self.output(p, before)
+            plgpu.wgmma_wait(1)
+            plgpu.barrier_arrive(self.free[0].at[slot])
+            alpha, unit = next_alpha, value_unit
+            scores, factors = self.seen(scores, j, factors, is_masked)
+            p, m, l, next_alpha, next_unit = self.softmax(scores, m, l, factors)
+            # Loops over which the compiler moves no instructions: the softmax stays before them.
+            self.wait_for_key(j + 1, following)
+            plgpu.barrier_wait(self.ready[1].at[slot])
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(self.free[1].at[before])
+            p = self.pack(p)
+            return o, product, alpha, unit, m, l, next_alpha, next_unit, p, slot, following
+
+        carry = (o, product, alpha, unit, m, l, next_alpha, next_unit, p, slot, following)
+        masked, plain = (functools.partial(step, is_masked=x) for x in (True, False))
+        if s.policy.left is not None:
+            carry = lax.fori_loop(blocks.begin + 1, blocks.inner, masked, carry)
+        carry = lax.fori_loop(blocks.inner, blocks.outer, plain, carry)
+        carry = lax.fori_loop(blocks.outer, blocks.end, masked, carry)
+        o, product, alpha, unit, m, l, next_alpha, next_unit, p, slot, following = carry
+        plgpu.barrier_arrive(self.query_free)
+        unit_of_last = self.value_unit(next_unit, blocks.end - 1)
+        o = self.merge(o, product, alpha, unit)
+        product = self.output(p, slot)
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(self.free[1].at[slot])
+        return self.merge(o, product, next_alpha, unit_of_last), m, l, following
 
     def weigh(self, *args: jax.Array) -> tuple[jax.Array, ...]:
         """`softmax.weigh`."""
@@ -398,30 +473,19 @@ class _Consumer:
         f = functools.partial(softmax.weigh, policy=self.s.policy)
         return ring.inline(f, types, (weights, _COLUMN, _COLUMN))(*args)
 
-    def stay(self, factor: jax.Array, slot: jax.Array) -> None:
-        """Keeps the compiler from moving instructions from one side to the other.
+    def run_ahead(self, slot: jax.Array) -> tuple[jax.Array, ...]:
+        """`run`, with the next block's scores computed under this one's exponentials.
 
-        It does so freely between asynchronous products, but not over a loop. This one never runs.
-        """
-
-        @pl.when(factor < 0)
-        def _() -> None:
-            plgpu.barrier_wait(self.ready[0].at[slot])
-
-    def run(self, slot: jax.Array) -> tuple[Any, ...]:
-        """All blocks, the first of them in `slot`: a block's scores under the weights before.
-
-        Returns:
-          the unnormalized output's pieces, the maxima and the sums, and the slot after the last
-          block's.
+        The compiler moves instructions freely between asynchronous products, but not over a loop:
+        the waits for memory stand where it must not.
         """
         s, blocks = self.s, self.blocks
-        pieces = self.buffers[1].shape[1] // _PIECE
+        head_dim = self.buffers[1].shape[1]
 
         def first(is_masked: bool) -> tuple[jax.Array, ...]:
-            limits = self.limits(blocks.begin, is_masked)
-            top, m, alpha = self.maxima(scores, _full(-jnp.inf, (ROWS,), ROW), factors, limits)
-            return self.arguments(scores, m, factors, limits), top, m, alpha
+            y, c = self.seen(scores, blocks.begin, factors, is_masked)
+            top, m, alpha = self.maxima(y, _full(-jnp.inf, (ROWS,), ROW), c)
+            return self.arguments(y, m, c), top, m, alpha
 
         factors = self.factors(blocks.begin)
         self.wait_for_key(blocks.begin, slot)
@@ -431,38 +495,34 @@ class _Consumer:
         x, top, m, alpha = lax.cond(blocks.full_first, lambda: first(False), lambda: first(True))
         following = ring.next_slot(slot, s.stages)
         self.wait_for_key(blocks.begin + 1, following)
-        o = tuple(_full(0.0, (ROWS, _PIECE), _MATRIX) for _ in range(pieces))
-        l = _full(0.0, (ROWS,), ROW)
+        o, l = _full(0.0, (ROWS, head_dim), _MATRIX), _full(0.0, (ROWS,), ROW)
 
-        def step(j: jax.Array, carry: tuple[Any, ...], is_masked: bool) -> Any:
+        def step(j: jax.Array, carry: tuple[jax.Array, ...], is_masked: bool) -> Any:
             """Weights of block ``j - 1``, scores of `j`."""
             o, l, x, top, m, alpha, before, slot = carry
-            o, factors, limits = list(o), self.factors(j), self.limits(j, is_masked)
+            factors = self.factors(j)
             scores = self.scores(slot)
             weights, l, unit = self.weigh(x, top, m, alpha, l)
-            unit = self.value_unit(unit, j - 1)
             plgpu.barrier_wait(self.ready[1].at[before])
             plgpu.wgmma_wait(0)
-            p = self.pack(weights)
-            product = self.output(p, before, 0)
+            product = self.output(self.pack(weights), before)
             plgpu.barrier_arrive(self.free[0].at[slot])
-            self.stay(factors[0], slot)
-            top, m, next_alpha = self.maxima(scores, m, factors, limits)
+
+            @pl.when(factors[0] < 0)  # never: a loop that keeps maxima from coming between products
+            def _() -> None:
+                plgpu.barrier_wait(self.ready[0].at[slot])
+
+            scores, factors = self.seen(scores, j, factors, is_masked)
+            top, m, next_alpha = self.maxima(scores, m, factors)
+            unit = self.value_unit(unit, j - 1)
             following = ring.next_slot(slot, s.stages)
             self.wait_for_key(j + 1, following)
-            for i in range(1, pieces):
-                plgpu.wgmma_wait(0)
-                o[i - 1] = self.merge(o[i - 1], product, alpha, unit)
-                product = self.output(p, before, i)
-            if pieces > 1:
-                x = self.arguments(scores, m, factors, limits)
-                self.stay(factors[0], slot)
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(self.free[1].at[before])
-            o[-1] = self.merge(o[-1], product, alpha, unit)
-            if pieces == 1:
-                x = self.arguments(scores, m, factors, limits)
-            return tuple(o), l, x, top, m, next_alpha, slot, following
+            o = self.merge(o, product, alpha, unit)
+            # Now, because it moves them to the registers that the product leaves.
+            x = self.arguments(scores, m, factors)
+            return o, l, x, top, m, next_alpha, slot, following
 
         carry = (o, l, x, top, m, alpha, slot, following)
         masked, plain = (functools.partial(step, is_masked=x) for x in (True, False))
@@ -474,15 +534,11 @@ class _Consumer:
         plgpu.barrier_arrive(self.query_free)
         weights, l, unit = self.weigh(x, top, m, alpha, l)
         plgpu.barrier_wait(self.ready[1].at[slot])
-        p = self.pack(weights)
+        product = self.output(self.pack(weights), slot)
         unit = self.value_unit(unit, blocks.end - 1)
-        o = list(o)
-        for i in range(pieces):
-            product = self.output(p, slot, i)
-            plgpu.wgmma_wait(0)
-            o[i] = self.merge(o[i], product, alpha, unit)
+        plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(self.free[1].at[slot])
-        return tuple(o), m, l, following
+        return self.merge(o, product, alpha, unit), m, l, following
 
 
 def _query_scale(
@@ -502,18 +558,16 @@ def _query_scale(
     return x.q_scale[work.b, work.head, block]
 
 
-def _consume(
+def _attend(
     work: _Work,
     place: jax.Array,
     slot: jax.Array,
     me: jax.Array,
     x: _Inputs,
     y: _Memory,
-    results: tuple[Ref, Ref],
     s: Settings,
-) -> jax.Array:
-    """Attends with a warpgroup's part of a tile, and stores; the next slot."""
-    out_ref, lse_ref = results
+) -> tuple[jax.Array, ...]:
+    """`_Consumer.run` for a warpgroup's part of a tile."""
     start = work.first + me * ROWS
     # With a soft cap scores are scaled to the exponential's units after it.
     unit = 1.0 if s.soft_cap is not None else s.exponential.unit
@@ -532,32 +586,43 @@ def _consume(
         blocks=work.blocks,
         s=s,
     )
-    o, m, l, slot = consumer.run(slot)
+    return (consumer.run_ahead if s.ahead else consumer.run)(slot)
+
+
+def _store(
+    work: _Work,
+    me: jax.Array,
+    found: tuple[jax.Array, ...],
+    x: _Inputs,
+    y: _Memory,
+    results: tuple[Ref, Ref],
+    s: Settings,
+) -> None:
+    """Normalizes and stores what a warpgroup has found of a tile."""
+    (o, m, l), (out_ref, lse_ref) = found, results
+    start = work.first + me * ROWS
     v_scale = jnp.float32(1.0) if s.mode == "int8" else x.v_scale[work.b, work.h, 0]
-    *pieces, residual = ring.inline(
-        functools.partial(softmax.finish, policy=s.policy),
-        (ROW, ROW, SCALAR, SCALAR, *[_MATRIX] * len(o)),
-        (*[ring.array((ROWS, _PIECE), jnp.float32)] * len(o), _COLUMN),
-    )(m, l, work.query_length - start, v_scale, *o)
+    head_dim, width = o.shape[1], y.out.shape[-1]
+    *parts, residual = ring.inline(
+        functools.partial(softmax.finish, policy=s.policy, width=width),
+        (_MATRIX, ROW, ROW, SCALAR, SCALAR),
+        (*[ring.array((ROWS, width), o.dtype)] * (head_dim // width), _COLUMN),
+    )(o, m, l, work.query_length - start, v_scale)
     y.lse[me] = residual
-    rows, room = pl.ds(start, ROWS), y.out.shape[1]
-    for i, piece in enumerate(pieces):
-        y.out[me, i % room] = piece.astype(y.out.dtype)
+    rows = pl.ds(start, ROWS)
+    for i, part in enumerate(parts):
+        y.out[me] = part.astype(y.out.dtype)
         plgpu.commit_smem()
-        channels = pl.ds(i * _PIECE, _PIECE)
-        target = out_ref.at[work.b, rows, work.head, channels]
-        plgpu.copy_smem_to_gmem(y.out.at[me, i % room], target)
+        channels = pl.ds(i * width, width)
+        plgpu.copy_smem_to_gmem(y.out.at[me], out_ref.at[work.b, rows, work.head, channels])
         if i == 0:
             plgpu.copy_smem_to_gmem(y.lse.at[me], lse_ref.at[work.b, work.head, rows])
-        if (i + 1) % room == 0 or i + 1 == len(pieces):
-            plgpu.wait_smem_to_gmem(0)
-    return slot
+        plgpu.wait_smem_to_gmem(0)
 
 
-def _out_room(head_dim: int, dtype: Any) -> int:
-    """Pieces of the output that are written at once: up to 16 KiB of a warpgroup's rows."""
-    size = ROWS * _PIECE * jnp.dtype(dtype).itemsize
-    return min(head_dim // _PIECE, max(1, 2**14 // size))
+def _out_width(head_dim: int, dtype: Any) -> int:
+    """Channels of the output that are written at once: 16 KiB of a warpgroup's rows."""
+    return min(head_dim, 2**14 // ROWS // jnp.dtype(dtype).itemsize)
 
 
 def _kernel(*refs: Ref, s: Settings, tiles: int) -> None:
@@ -574,7 +639,12 @@ def _kernel(*refs: Ref, s: Settings, tiles: int) -> None:
     def body(y: _Memory) -> None:
         def consume(i: jax.Array, slot: jax.Array) -> jax.Array:
             place = lax.rem(i, jnp.int32(_QUERY_SLOTS))
-            return _consume(work(i), place, slot, me, x, y, (out_ref, lse_ref), s)
+            *found, slot = _attend(work(i), place, slot, me, x, y, s)
+            # Anew, so that where the tile is takes no registers in the meantime.
+            _store(
+                work(ring.anew(i) if _ANEW else i), me, tuple(found), x, y, (out_ref, lse_ref), s
+            )
+            return slot
 
         def start_to_consume() -> None:
             for i in range(_QUERY_SLOTS):
@@ -600,7 +670,7 @@ def _kernel(*refs: Ref, s: Settings, tiles: int) -> None:
                 _copy_raw(work(jnp.int32(0)), x, y, s)
             share.by_index(produce)
 
-        registers = (_REGISTERS_QUANTIZING if quantizes else _REGISTERS)[s.consumers]
+        registers = _REGISTERS[s.consumers]
         ring.divide(me, s.consumers, registers, start_to_consume, start_to_produce)
 
     _allocate(body, x, out_ref.dtype, head_dim, s)
@@ -616,7 +686,7 @@ def _allocate(
         q=ring.tile((_QUERY_SLOTS, *of_each, head_dim), x.k.dtype),
         k=ring.tile((s.stages, s.tile, head_dim), x.k.dtype),
         v=ring.tile((s.stages, head_dim, s.tile), x.v.dtype),
-        out=ring.tile((warpgroups, _out_room(head_dim, dtype), ROWS, _PIECE), dtype),
+        out=ring.tile((*of_each, _out_width(head_dim, dtype)), dtype),
         lse=plgpu.SMEM(of_each, jnp.float32),
         # Who quantizes arrives once, and each copy does.
         q_ready=plgpu.Barrier(

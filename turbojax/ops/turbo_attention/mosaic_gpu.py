@@ -21,6 +21,8 @@ from turbojax.sas import SAS
 # What matrix instructions and their shared memory are made for; others are padded with zeros.
 _HEAD_DIMS = (64, 128, 256)
 _BLOCK_KV = (64, 128)
+# Key tokens that are attended to at once where blocks do not set them.
+_TILE = 128
 # Query rows of one warpgroup, which have one scale.
 _ROWS = 64
 # Above it the hardware's powers of two cannot be shifted so far that they become 0.
@@ -53,6 +55,7 @@ class Launch(NamedTuple):
     """How the kernel is laid out, see `pallas_kernels.mosaic.hopper.attention.Settings`."""
 
     stages: int
+    ahead: bool
     tile: int
     consumers: int = 2
     quantizes: bool = False  # the queries, within the kernel
@@ -99,7 +102,7 @@ def attention(
         query, options = -query, dataclasses.replace(options, scale=-options.scale)
     launch = launch or default_launch(query, config)
     stage1 = stage1 or quantize_keys_and_values(
-        key, value, key_length, config, permuted=True, multiple=max(launch.tile, config.block_kv)
+        key, value, key_length, config, permuted=True, multiple=launch.tile
     )
     if stage1[0].shape[2] % launch.tile:  # quantized elsewhere
         launch = launch._replace(tile=config.block_kv)
@@ -123,6 +126,7 @@ def attention(
             soft_cap=options.logits_soft_cap,
             programs=multiprocessors(),
             stages=launch.stages,
+            ahead=launch.ahead,
             tile=launch.tile,
             consumers=launch.consumers,
         ),
@@ -133,11 +137,18 @@ def attention(
 def default_launch(query: jax.Array, config: TurboConfig) -> Launch:
     """What was fastest in the measurements of `pallas_kernels.mosaic.hopper.attention`.
 
-    Weights in e4m3 have a static scale, so that tiles of keys need not be blocks.
+    Computing scores ahead takes more registers than there are in mode ``"int8"``, whose second
+    products are converted too, and with 256 channels. Weights in e4m3 have a static scale, so that
+    tiles of keys need not be blocks.
     """
     is_wide = _padded_head_dim(query.shape[-1]) == _HEAD_DIMS[-1]
-    tile = config.block_kv if config.mode == "int8" else _BLOCK_KV[0 if is_wide else 1]
-    return Launch(stages=2 if is_wide else 4, tile=tile, quantizes=_quantizes(query, config))
+    ahead = config.mode != "int8" and not is_wide
+    return Launch(
+        stages=2 if is_wide else 4,
+        ahead=ahead,
+        tile=_TILE if ahead else config.block_kv,
+        quantizes=_quantizes(query, config),
+    )
 
 
 def _quantizes(query: jax.Array, config: TurboConfig) -> bool:
