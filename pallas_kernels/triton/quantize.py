@@ -59,9 +59,10 @@ def quantize(
     multiple: int | None = None,
     tokens_last: bool = False,
     permuted: bool = False,
+    beside: jax.Array | None = None,
     num_warps: int | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Quantizes blocks of tokens with one scale each, or with one for all blocks of a head.
 
     Args:
@@ -75,6 +76,8 @@ def quantize(
       tokens_last: whether codes are transposed.
       permuted: whether tokens are in the order of `permuted_positions`; then `block` is a
         multiple of 16.
+      beside: optional ``[B, S, K, H]`` of tokens with the same lengths, whose maxima are found in
+        passing, for another call.
       num_warps: warps of a program; chosen from the block's size if not given.
       interpret: run without a GPU.
 
@@ -83,6 +86,8 @@ def quantize(
         `multiple`.
       scale: float32 ``[B, K, Sp / block]``: 1 for zeros alone, NaN with a value that is not finite.
         Codes are 0 there, in e4m3 NaN.
+      maxima: with `beside`, float32 ``[B, K, Sp / block]`` of its absolute values, NaN where one is
+        not finite.
     """
     batch, size, heads, channels = x.shape
     multiple = multiple or block
@@ -90,11 +95,15 @@ def quantize(
     order = (channels, blocks * block) if tokens_last else (blocks * block, channels)
     if maxima is not None and maxima.shape[2] > _MOST_MAXIMA:
         maxima = maximum_from_bits(jnp.max(magnitude_bits(maxima), axis=2, keepdims=True))
-    inputs = (lengths, x) if maxima is None else (lengths, x, maxima)
+    optional = {"maxima": maxima, "beside": beside}
+    inputs = (lengths, x, *(given for given in optional.values() if given is not None))
     values = block * next_power_of_2(channels)
-    codes, scale = pl.pallas_call(
+    of_blocks = jax.ShapeDtypeStruct((batch, heads, blocks), jnp.float32)
+    found = [of_blocks] if beside is None else [of_blocks, of_blocks]
+    return pl.pallas_call(
         functools.partial(
             _quantize_kernel,
+            given=tuple(name for name, array in optional.items() if array is not None),
             block=block,
             tokens_last=tokens_last,
             permuted=permuted,
@@ -102,16 +111,12 @@ def quantize(
         ),
         grid=(heads, blocks, batch),
         in_specs=[WHOLE] * len(inputs),
-        out_specs=[WHOLE] * 2,
-        out_shape=[
-            jax.ShapeDtypeStruct((batch, heads, *order), dtype),
-            jax.ShapeDtypeStruct((batch, heads, blocks), jnp.float32),
-        ],
+        out_specs=[WHOLE] * (1 + len(found)),
+        out_shape=[jax.ShapeDtypeStruct((batch, heads, *order), dtype), *found],
         compiler_params=parameters(num_warps or _default_warps(values), 1),
         interpret=interpret,
         name="turbojax_quantize",
     )(*inputs)
-    return codes, scale
 
 
 def absolute_maxima(x: jax.Array, lengths: jax.Array, *, interpret: bool = False) -> jax.Array:
@@ -149,19 +154,24 @@ def _quantize_kernel(
     lengths: Ref,
     x: Ref,
     *refs: Ref,
+    given: tuple[str, ...],
     block: int,
     tokens_last: bool,
     permuted: bool,
     interpret: bool,
 ) -> None:
-    *maxima, codes, scales = refs
+    optional, (codes, scales, *found) = dict(zip(given, refs, strict=False)), refs[len(given) :]
     head, number, sequence = (pl.program_id(axis) for axis in range(3))
     first, length = number * block, lengths[sequence]
     token = first + jnp.arange(block, dtype=jnp.int32)
     channel, inside = _channels(x)
     values = _load(x, sequence, token, head, channel, inside, length)
-    if maxima:
-        bits = _bits_of_maxima(maxima[0], sequence, head)
+    if "beside" in optional:
+        of_beside = _channels(optional["beside"])
+        others = _load(optional["beside"], sequence, token, head, *of_beside, length)
+        found[0][sequence, head, number] = maximum_from_bits(jnp.max(magnitude_bits(others)))
+    if "maxima" in optional:
+        bits = _bits_of_maxima(optional["maxima"], sequence, head)
     else:
         bits = jnp.max(magnitude_bits(values))
     maximum = maximum_from_bits(bits)

@@ -608,16 +608,18 @@ def _store(
         (_MATRIX, ROW, ROW, SCALAR, SCALAR),
         (*[ring.array((ROWS, width), o.dtype)] * (head_dim // width), _COLUMN),
     )(o, m, l, work.query_length - start, v_scale)
-    y.lse[me] = residual
     rows = pl.ds(start, ROWS)
     for i, part in enumerate(parts):
+        # Until what was stored last has left the memory: as late as can be.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        if i == 0:
+            y.lse[me] = residual
         y.out[me] = part.astype(y.out.dtype)
         plgpu.commit_smem()
         channels = pl.ds(i * width, width)
         plgpu.copy_smem_to_gmem(y.out.at[me], out_ref.at[work.b, rows, work.head, channels])
         if i == 0:
             plgpu.copy_smem_to_gmem(y.lse.at[me], lse_ref.at[work.b, work.head, rows])
-        plgpu.wait_smem_to_gmem(0)
 
 
 def _out_width(head_dim: int, dtype: Any) -> int:
@@ -630,7 +632,7 @@ def _kernel(*refs: Ref, s: Settings, tiles: int) -> None:
     *inputs, out_ref, lse_ref = refs
     x = _Inputs(*inputs)
     batch, _, heads, head_dim = out_ref.shape
-    me, share = lax.axis_index("warpgroup"), ring.Share(batch * heads * tiles, turns=True)
+    me, share = lax.axis_index("warpgroup"), ring.Share(batch * heads * tiles, turns=s.is_causal)
     quantizes = x.q_scale is None
 
     def work(i: jax.Array) -> _Work:
@@ -651,6 +653,7 @@ def _kernel(*refs: Ref, s: Settings, tiles: int) -> None:
                 plgpu.barrier_arrive(y.q_free.at[i])
             ring.free_at_first(s.stages, (y.k_free, y.v_free))
             share.by_index(consume)
+            plgpu.wait_smem_to_gmem(0)
 
         def produce(i: jax.Array, slot: jax.Array) -> jax.Array:
             place, tile = lax.rem(i, jnp.int32(_QUERY_SLOTS)), work(i)

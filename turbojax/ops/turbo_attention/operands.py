@@ -125,16 +125,21 @@ def _quantize_keys_and_values(
     permuted: bool,
     multiple: int,
 ) -> Stage1:
-    """The same by kernels: two, and in the e4m3 modes a third that finds the values' maxima."""
-    from pallas_kernels.triton.quantize import absolute_maxima, quantize
+    """The same by two kernels; in the e4m3 modes the keys' finds the values' maxima in passing."""
+    from pallas_kernels.triton.quantize import quantize
 
-    interpret = interpreting()
     sizes = {"block": config.block_kv, "multiple": multiple}
-    run = functools.partial(quantize, **sizes, interpret=interpret)
-    keys = run(key, length, dtype=_dtype(config.mode == "fp8"), permuted=permuted)
+    run = functools.partial(quantize, **sizes, interpret=interpreting())
     is_e4m3 = config.mode != "int8"
-    maxima = absolute_maxima(value, length, interpret=interpret) if is_e4m3 else None
-    return *keys, *run(value, length, maxima, dtype=_dtype(is_e4m3), tokens_last=True)
+    k, k_scale, *maxima = run(
+        key,
+        length,
+        dtype=_dtype(config.mode == "fp8"),
+        permuted=permuted,
+        beside=value if is_e4m3 else None,
+    )
+    values = run(value, length, *maxima, dtype=_dtype(is_e4m3), tokens_last=True)
+    return k, k_scale, *values
 
 
 def permute_tokens(x: jax.Array) -> jax.Array:
