@@ -102,11 +102,10 @@ def clear(source: Pointer, thread: Int, count: Int, tile: Tile) -> None:
 
 def largest(source: Pointer, thread: Int, first: int, tile: Tile) -> Int:
     """The largest bits of absolute values that a thread has of 64 tokens."""
-    found = None
+    found = lane.integer(0)
     for row in _rows(first, tile):
         words = [w & 0x7FFF7FFF for w in _read(source, thread, row, tile).words(4)]
-        top = lane.tree(words, lane.maxima_of_halves)
-        found = top if found is None else lane.maxima_of_halves(found, top)
+        found = lane.maxima_of_halves(found, lane.tree(words, lane.maxima_of_halves))
     return (found & 0xFFFF).maximum(found >> 16)
 
 

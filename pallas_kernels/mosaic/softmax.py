@@ -309,10 +309,10 @@ def weigh(x: Any, top: Any, m: Any, alpha: Any, l: Any, policy: Policy) -> tuple
       0 in a row that sees nothing.
     """
     rows, state = [], []
-    for y, *row in zip(
+    for y, largest, new, factor, total in zip(
         fragments.by_row(x), *(fragments.scalars(a) for a in (top, m, alpha, l)), strict=True
     ):
-        p, *rest = _row_weights(y, *row, policy)
+        p, *rest = _row_weights(y, largest, new, factor, total, policy)
         rows.append(p)
         state.append(rest)
     # Not after the next products are started.

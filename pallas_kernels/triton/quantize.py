@@ -97,7 +97,7 @@ def quantize(
         maxima = maximum_from_bits(jnp.max(magnitude_bits(maxima), axis=2, keepdims=True))
     optional = {"maxima": maxima, "beside": beside}
     inputs = (lengths, x, *(given for given in optional.values() if given is not None))
-    values = block * next_power_of_2(channels)
+    values = block * next_power_of_2(channels) * (1 if beside is None else 2)
     of_blocks = jax.ShapeDtypeStruct((batch, heads, blocks), jnp.float32)
     found = [of_blocks] if beside is None else [of_blocks, of_blocks]
     return pl.pallas_call(

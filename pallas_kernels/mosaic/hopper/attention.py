@@ -51,9 +51,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layouts import Ref
 from pallas_kernels.mosaic import quantize, ring, softmax
+from pallas_kernels.mosaic.hopper.tiles import Settings, Span, Work
 from pallas_kernels.mosaic.products import wgmma
 from pallas_kernels.mosaic.ring import ROW, ROWS, SCALAR
-from pallas_kernels.mosaic.softmax import Exponential, Policy
+from pallas_kernels.mosaic.softmax import Exponential
 
 __all__ = ["Exponential", "Settings", "attention"]
 
@@ -62,63 +63,8 @@ _MATRIX = plgpu.Layout.WGMMA
 _COLUMN = ring.array((ROWS,), jnp.float32, ROW)
 # Tiles whose queries are in shared memory: this one's and the next one's.
 _QUERY_SLOTS = 2
-_ANEW = True
 # Registers of a thread that attends and of one that copies, by how many warpgroups attend.
 _REGISTERS = {2: (240, 24), 3: (160, 32)}
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What is static in an attention call.
-
-    Attributes:
-      mode: ``"int8"``, ``"int8_fp8"`` or ``"fp8"``.
-      exponential: the softmax's.
-      block_q: query tokens that share a scale, a multiple of 64.
-      block_kv: key tokens that share a scale, 64 or 128.
-      scale: factor of the scores.
-      is_causal: a query sees keys up to its own position.
-      window: optional (left, right).
-      soft_cap: optional cap of the scores.
-      stages: key and value blocks in shared memory.
-      ahead: whether a tile's scores are computed under the exponentials of the one before.
-      tile: key tokens that are attended to at once, `block_kv` or, with `ahead` and weights in
-        e4m3, a multiple of it.
-      consumers: warpgroups that attend, with 64 queries each.
-      programs: how many run side by side, one to a multiprocessor.
-    """
-
-    mode: str
-    exponential: Exponential
-    block_q: int
-    block_kv: int
-    scale: float
-    is_causal: bool
-    window: tuple[int, int] | None
-    soft_cap: float | None
-    stages: int = 4
-    programs: int = 132
-    ahead: bool = False
-    tile: int = 128
-    consumers: int = 2
-
-    @property
-    def rows(self) -> int:
-        """Queries of a tile."""
-        return self.consumers * ROWS
-
-    @property
-    def policy(self) -> Policy:
-        left, right = self.window or (None, None)
-        if self.is_causal:
-            right = 0
-        return Policy(
-            exponential=self.exponential,
-            is_int8=self.mode == "int8",
-            left=left,
-            right=right,
-            soft_cap=self.soft_cap,
-        )
 
 
 class _Inputs(NamedTuple):
@@ -157,62 +103,7 @@ class _Memory(NamedTuple):
     q_scale: Ref | None = None
 
 
-class _Span(NamedTuple):
-    """Key tiles of a tile of queries: ``begin`` alone, then up to `inner`, `outer` and `end`.
-
-    Every query sees those from `inner` to `outer` without a mask; `full_first` says whether the
-    first one too.
-    """
-
-    begin: jax.Array
-    inner: jax.Array
-    outer: jax.Array
-    end: jax.Array
-    full_first: jax.Array
-
-
-def _span(first: jax.Array, length: jax.Array, s: Settings) -> _Span:
-    """Key tiles that some of the queries ``first, ..`` see, and within them those that all see.
-
-    At least one tile, whether or not there is a key.
-    """
-    p = s.policy
-    last = first + s.rows - 1
-    start, stop, full_start, full_stop = jnp.int32(0), length, jnp.int32(0), length
-    if p.right is not None:
-        stop = jnp.minimum(stop, last + (p.right + 1))
-        full_stop = jnp.minimum(full_stop, first + (p.right + 1))
-    if p.left is not None:
-        start = jnp.maximum(first - p.left, 0)
-        full_start = jnp.maximum(last - p.left, 0)
-    block = jnp.int32(s.tile)
-    end = lax.div(stop + (block - 1), block)
-    begin = lax.div(start, block)
-    end = jnp.maximum(end, 1)
-    begin = jnp.minimum(begin, end - 1)
-    full_first = (begin * block >= full_start) & ((begin + 1) * block <= full_stop)
-    # The first block is processed by itself.
-    inner = jnp.clip(lax.div(full_start + (block - 1), block), begin + 1, end)
-    outer = jnp.clip(lax.div(full_stop, block), inner, end)
-    return _Span(begin, inner, outer, end, full_first)
-
-
-class _Work:
-    """A tile of queries of one head, by its number."""
-
-    def __init__(self, number: jax.Array, tiles: int, heads: int, x: _Inputs, s: Settings) -> None:
-        rows = jnp.int32(x.k.shape[0] * heads)
-        row = lax.rem(number, rows)
-        self.b, self.head = lax.div(row, jnp.int32(heads)), lax.rem(row, jnp.int32(heads))
-        self.h = lax.div(self.head, jnp.int32(heads // x.k.shape[1]))
-        # The last tiles of a causal call have most to do: they start first.
-        self.first = (tiles - 1 - lax.div(number, rows)) * s.rows
-        self.length = x.key_lengths[self.b]
-        self.query_length = x.query_lengths[self.b]
-        self.blocks = _span(self.first, self.length, s)
-
-
-def _copy_queries(work: _Work, place: jax.Array, x: _Inputs, y: _Memory, s: Settings) -> None:
+def _copy_queries(work: Work, place: jax.Array, x: _Inputs, y: _Memory, s: Settings) -> None:
     """Copies a tile's codes of queries to shared memory, as room comes free."""
     plgpu.barrier_wait(y.q_free.at[place])
     for i in range(s.consumers):
@@ -221,16 +112,18 @@ def _copy_queries(work: _Work, place: jax.Array, x: _Inputs, y: _Memory, s: Sett
         plgpu.copy_gmem_to_smem(source, y.q.at[place, i], y.q_ready.at[place])
 
 
-def _copy_raw(work: _Work, x: _Inputs, y: _Memory, s: Settings) -> None:
+def _copy_raw(work: Work, x: _Inputs, y: _Memory, s: Settings) -> None:
     """Copies a tile's queries as they are."""
     assert y.raw is not None
+    assert y.raw_ready is not None
     source = x.q.at[work.b, pl.ds(work.first, s.rows), work.head]
     plgpu.copy_gmem_to_smem(source, y.raw, y.raw_ready)
 
 
-def _quantize_queries(work: _Work, place: jax.Array, y: _Memory, s: Settings) -> None:
+def _quantize_queries(work: Work, place: jax.Array, y: _Memory, s: Settings) -> None:
     """Quantizes the queries that came last, as room comes free."""
     assert y.raw is not None
+    assert y.raw_ready is not None
     assert y.q_scale is not None
     tile = quantize.Tile(
         s.rows, y.raw.shape[1], s.block_q, y.raw.dtype.name, is_int8=y.q.dtype == jnp.int8
@@ -246,7 +139,7 @@ def _quantize_queries(work: _Work, place: jax.Array, y: _Memory, s: Settings) ->
     plgpu.barrier_arrive(y.q_ready.at[place])
 
 
-def _copy_keys(work: _Work, slot: jax.Array, x: _Inputs, y: _Memory, s: Settings) -> jax.Array:
+def _copy_keys(work: Work, slot: jax.Array, x: _Inputs, y: _Memory, s: Settings) -> jax.Array:
     """Copies a tile's keys and values to shared memory, as room comes free; the next slot."""
 
     def block(j: jax.Array, slot: jax.Array) -> jax.Array:
@@ -280,7 +173,7 @@ class _Consumer:
     factor: jax.Array
     first: jax.Array
     length: jax.Array
-    blocks: _Span
+    blocks: Span
     s: Settings
 
     def wait_for_key(self, j: jax.Array, slot: jax.Array) -> None:
@@ -542,7 +435,7 @@ class _Consumer:
 
 
 def _query_scale(
-    work: _Work,
+    work: Work,
     start: jax.Array,
     place: jax.Array,
     me: jax.Array,
@@ -559,7 +452,7 @@ def _query_scale(
 
 
 def _attend(
-    work: _Work,
+    work: Work,
     place: jax.Array,
     slot: jax.Array,
     me: jax.Array,
@@ -590,7 +483,7 @@ def _attend(
 
 
 def _store(
-    work: _Work,
+    work: Work,
     me: jax.Array,
     found: tuple[jax.Array, ...],
     x: _Inputs,
@@ -635,17 +528,15 @@ def _kernel(*refs: Ref, s: Settings, tiles: int) -> None:
     me, share = lax.axis_index("warpgroup"), ring.Share(batch * heads * tiles, turns=s.is_causal)
     quantizes = x.q_scale is None
 
-    def work(i: jax.Array) -> _Work:
-        return _Work(share.number(i), tiles, heads, x, s)
+    def work(i: jax.Array) -> Work:
+        return Work(share.number(i), tiles, heads, x.k, (x.query_lengths, x.key_lengths), s)
 
     def body(y: _Memory) -> None:
         def consume(i: jax.Array, slot: jax.Array) -> jax.Array:
             place = lax.rem(i, jnp.int32(_QUERY_SLOTS))
             *found, slot = _attend(work(i), place, slot, me, x, y, s)
             # Anew, so that where the tile is takes no registers in the meantime.
-            _store(
-                work(ring.anew(i) if _ANEW else i), me, tuple(found), x, y, (out_ref, lse_ref), s
-            )
+            _store(work(ring.anew(i)), me, tuple(found), x, y, (out_ref, lse_ref), s)
             return slot
 
         def start_to_consume() -> None:

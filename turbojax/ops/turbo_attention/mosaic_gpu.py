@@ -11,7 +11,6 @@ from turbojax._device import multiprocessors, needs_hopper
 from turbojax.config import TurboConfig
 from turbojax.ops.options import Options
 from turbojax.ops.turbo_attention.operands import (
-    Operands,
     Stage1,
     quantize_keys_and_values,
     quantize_queries,
@@ -52,13 +51,21 @@ def attention_unsupported(
 
 
 class Launch(NamedTuple):
-    """How the kernel is laid out, see `pallas_kernels.mosaic.hopper.attention.Settings`."""
+    """How the kernel is laid out, see `pallas_kernels.mosaic.hopper.attention.Settings`.
+
+    Attributes:
+      stages: see there.
+      ahead: see there.
+      tile: see there.
+      consumers: see there.
+      quantizes: whether the kernel itself quantizes queries, see `quantizes_queries`.
+    """
 
     stages: int
     ahead: bool
     tile: int
     consumers: int = 2
-    quantizes: bool = False  # the queries, within the kernel
+    quantizes: bool = False
 
 
 @functools.partial(jax.jit, static_argnames=("config", "options", "launch"))
@@ -106,11 +113,18 @@ def attention(
     )
     if stage1[0].shape[2] % launch.tile:  # quantized elsewhere
         launch = launch._replace(tile=config.block_kv)
-    queries = (query, None) if launch.quantizes else quantize_queries(query, query_length, config)
-    head_dim = query.shape[-1]
-    operands = _pad_channels(Operands(*queries, *stage1), _padded_head_dim(head_dim))
+    q, q_scale = query, None
+    if not launch.quantizes:
+        q, q_scale = quantize_queries(query, query_length, config)
+    k, k_scale, v, v_scale = stage1
+    head_dim, size = query.shape[-1], _padded_head_dim(query.shape[-1])
     out, residual = kernel.attention(
-        *operands,
+        _pad(q, 3, size),
+        q_scale,
+        _pad(k, 3, size),
+        k_scale,
+        _pad(v, 2, size),
+        v_scale,
         query_length,
         key_length,
         tokens=query.shape[1],
@@ -137,26 +151,34 @@ def attention(
 def default_launch(query: jax.Array, config: TurboConfig) -> Launch:
     """What was fastest in the measurements of `pallas_kernels.mosaic.hopper.attention`.
 
-    Computing scores ahead takes more registers than there are in mode ``"int8"``, whose second
-    products are converted too, and with 256 channels. Weights in e4m3 have a static scale, so that
-    tiles of keys need not be blocks.
+    Weights in e4m3 have a static scale, so that tiles of keys need not be blocks. Computing scores
+    ahead takes more registers than there are in mode ``"int8"``, whose second products are
+    converted too, and with 256 channels. With 64 there is room for a third warpgroup in its place,
+    if a sequence has queries for it.
     """
-    is_wide = _padded_head_dim(query.shape[-1]) == _HEAD_DIMS[-1]
-    ahead = config.mode != "int8" and not is_wide
+    head_dim, is_int8 = _padded_head_dim(query.shape[-1]), config.mode == "int8"
+    is_narrow, is_wide = head_dim == _HEAD_DIMS[0], head_dim == _HEAD_DIMS[-1]
+    consumers = 3 if is_narrow and not is_int8 and query.shape[1] > 2 * _ROWS else 2
     return Launch(
         stages=2 if is_wide else 4,
-        ahead=ahead,
-        tile=_TILE if ahead else config.block_kv,
-        quantizes=_quantizes(query, config),
+        ahead=consumers == 2 and not is_int8 and not is_wide,
+        tile=config.block_kv if is_int8 or is_wide else _TILE,
+        consumers=consumers,
+        quantizes=quantizes_queries(query, config, consumers),
     )
 
 
-def _quantizes(query: jax.Array, config: TurboConfig) -> bool:
-    """Whether the kernel itself can quantize queries: there must be room for them as they are."""
+def quantizes_queries(query: jax.Array, config: TurboConfig, consumers: int) -> bool:
+    """Whether the kernel itself can quantize queries.
+
+    They must be in 16 bits, for there to be room for them as they are, and their blocks must divide
+    its tiles.
+    """
     return (
         query.shape[-1] in _HEAD_DIMS[:-1]
         and query.dtype in (jnp.bfloat16, jnp.float16)
         and config.block_q in (_ROWS, 2 * _ROWS)
+        and consumers * _ROWS % config.block_q == 0
     )
 
 
@@ -173,14 +195,8 @@ def _exponential(config: TurboConfig, make):  # type: ignore[no-untyped-def]
     return make(kind, sas.threshold, sas.coefficients, sas.base == "2")
 
 
-def _pad_channels(operands: Operands, size: int) -> Operands:
-    """Operands with zeros up to `size` channels."""
-    extra = size - operands.k.shape[-1]
-    if extra == 0:
-        return operands
-
-    def pad(x: jax.Array, axis: int) -> jax.Array:
-        widths = [(0, extra) if i == axis else (0, 0) for i in range(x.ndim)]
-        return jnp.pad(x, widths)
-
-    return operands._replace(q=pad(operands.q, 3), k=pad(operands.k, 3), v=pad(operands.v, 2))
+def _pad(x: jax.Array, axis: int, size: int) -> jax.Array:
+    """With zeros up to `size` along `axis`."""
+    extra = size - x.shape[axis]
+    widths = [(0, extra) if i == axis else (0, 0) for i in range(x.ndim)]
+    return jnp.pad(x, widths) if extra else x
