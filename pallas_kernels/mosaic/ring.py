@@ -41,9 +41,10 @@ class Share:
     def __init__(self, total: int, *, turns: bool = False) -> None:
         self.program, self.programs = lax.axis_index("program"), lax.axis_size("program")
         self.turns = turns
-        rounds = total // self.programs
-        place = self.place(jnp.int32(rounds))
-        self.count = rounds + (place < total - rounds * self.programs).astype(jnp.int32)
+        self.count = lax.div(total - 1 - self.program, jnp.int32(self.programs)) + 1
+        if turns:
+            rounds, rest = divmod(total - 1, self.programs)
+            self.count = rounds + (self.place(jnp.int32(rounds)) <= rest).astype(jnp.int32)
 
     def place(self, i: jax.Array) -> jax.Array:
         """Of the program in round `i`."""
