@@ -55,7 +55,6 @@ def quantize_operands(
     stage1: Stage1 | None = None,
     *,
     permuted: bool = False,
-    multiple: int | None = None,
 ) -> Operands:
     """Stage 1 of Algorithm 1 for a whole call: by kernels where they can, else in plain JAX.
 
@@ -71,12 +70,9 @@ def quantize_operands(
       config: mode and block sizes; `block_kv` a multiple of 16 if permuted.
       stage1: the keys' and values' part, if it is there already; then `permuted` says how.
       permuted: the order of the keys' tokens, see `Operands`.
-      multiple: what `Sp` is rounded up to, a multiple of `block_kv`; that itself if not given.
     """
     if stage1 is None:
-        stage1 = quantize_keys_and_values(
-            key, value, key_length, config, permuted=permuted, multiple=multiple
-        )
+        stage1 = quantize_keys_and_values(key, value, key_length, config, permuted=permuted)
     return Operands(*quantize_queries(query, query_length, config), *stage1)
 
 
@@ -105,10 +101,13 @@ def quantize_keys_and_values(
     permuted: bool,
     multiple: int | None = None,
 ) -> Stage1:
-    """The fields `k`, `k_scale`, `v` and `v_scale` of `Operands`."""
+    """The fields `k`, `k_scale`, `v` and `v_scale` of `Operands`.
+
+    `Sp` is `S` rounded up to `multiple`, itself a multiple of `block_kv`, or to whole blocks.
+    """
     block = config.block_kv
     multiple = multiple or block
-    if _kernels_unsupported(key, block, config) is None:
+    if _kernels_unsupported(key, block, config, multiple) is None:
         return _quantize_keys_and_values(key, value, length, config, permuted, multiple)
     k_blocks, v_blocks = (blocks(x, length, block, multiple) for x in (key, value))
     k, k_scale = numerics.quantize_scores_operand(k_blocks, config.mode, axis=(-2, -1))
@@ -125,21 +124,15 @@ def _quantize_keys_and_values(
     permuted: bool,
     multiple: int,
 ) -> Stage1:
-    """The same by two kernels; in the e4m3 modes the keys' finds the values' maxima in passing."""
-    from pallas_kernels.triton.quantize import quantize
+    """The same by kernels: two, and in the e4m3 modes a third that finds the values' maxima."""
+    from pallas_kernels.triton.quantize import absolute_maxima, quantize
 
-    sizes = {"block": config.block_kv, "multiple": multiple}
-    run = functools.partial(quantize, **sizes, interpret=interpreting())
+    interpret, block = interpreting(), config.block_kv
+    run = functools.partial(quantize, block=block, multiple=multiple, interpret=interpret)
+    keys = run(key, length, dtype=_dtype(config.mode == "fp8"), permuted=permuted)
     is_e4m3 = config.mode != "int8"
-    k, k_scale, *maxima = run(
-        key,
-        length,
-        dtype=_dtype(config.mode == "fp8"),
-        permuted=permuted,
-        beside=value if is_e4m3 else None,
-    )
-    values = run(value, length, *maxima, dtype=_dtype(is_e4m3), tokens_last=True)
-    return k, k_scale, *values
+    maxima = absolute_maxima(value, length, interpret=interpret) if is_e4m3 else None
+    return *keys, *run(value, length, maxima, dtype=_dtype(is_e4m3), tokens_last=True)
 
 
 def permute_tokens(x: jax.Array) -> jax.Array:
@@ -160,10 +153,13 @@ def blocks(x: jax.Array, length: jax.Array, block: int, multiple: int | None = N
     return jnp.transpose(x.reshape(batch, -1, block, heads, channels), (0, 3, 1, 2, 4))
 
 
-def _kernels_unsupported(x: jax.Array, block: int, config: TurboConfig) -> str | None:
+def _kernels_unsupported(
+    x: jax.Array, block: int, config: TurboConfig, multiple: int | None = None
+) -> str | None:
     """Why kernels cannot quantize blocks of `x` here; None if they can."""
     batch, size, heads, channels = x.shape
-    count = -(-size // block)
+    multiple = multiple or block
+    count = -(-size // multiple) * (multiple // block)
     if config.mode == "float":
         return "config.mode='float' rounds nothing"
     if block & (block - 1) or block > _LARGEST_BLOCK:
