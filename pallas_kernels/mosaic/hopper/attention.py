@@ -8,7 +8,8 @@ Roofline, for 2 sequences, 32 query heads, 8 KV heads, 8192 tokens, head dim 128
 Three units are equally busy, so they must work at the same time. Target: 900 T/s.
 
 A program takes tiles of 128 queries of one head in turn. One warpgroup copies queries, keys and
-values to shared memory, two attend with 64 queries each.
+values to shared memory, and quantizes queries that came as they are; two attend with 64 queries
+each, with head dim 64 three.
 
 Versions, same case, H100, jax 0.11.2, blocks of 128, T/s (cuDNN on bfloat16: 687 to 705):
                                                        int8_fp8     fp8    int8, SAS
@@ -31,6 +32,32 @@ Versions, same case, H100, jax 0.11.2, blocks of 128, T/s (cuDNN on bfloat16: 68
   *  with warpgroups that take turns at the matrix units: 572 and not 690 for int8_fp8 then; in v3
      803 and not 818, 657 and not 738. ** SAS. *** 640 bytes of registers spilled: mode int8 stays
      with v3. Rows of v4: `benchmarks/results/prefill_versions_2026-11-21.json`.
+
+Whole calls from bfloat16 with quantization, and the kernel alone (which in v5 quantizes queries
+too), H200, jax 0.11.2, T/s; `before` has blocks of 128, v5 of 64: 2 x 8k, causal, 8 x 2k causal,
+and 1 x 32k causal with 16 heads of 64. cuDNN on e4m3 gets e4m3.
+                              2 x 8k          causal        8 x 2k        32k, 64 wide
+  cuDNN bf16                     691             629           548             480
+  cuDNN e4m3                   1,011             902           667             588
+  v4     fp8                908, 946        825, 893      599, 765        547, 557
+         fp8, blocks of 64                  695, 739      521, 636
+         int8_fp8           845, 884        753, 820      521, 677        531, 541
+  v5  tiles of 128 keys with a scale for each block; every other round of tiles backwards; the next
+      tile's queries in memory, quantized by the warpgroup that copies; capped and hidden scores
+      computed once and put in the place of the products; where a tile is computed anew for its end
+      and not kept (kept: 800 causal and not 950); stores waited for when their memory is needed
+         fp8                918, 934        910, 945      687, 775        644, 649
+         int8_fp8           899, 916        866, 901      658, 743        606, 611
+      with queries quantized before, causal: 911, 1,000
+  Rows: `benchmarks/results/prefill_h200_2026-11-23.json`. Tried in v5 and slower: the second
+  product in pieces of 64 channels, which needs fewer registers and spills more (547); a cubic in
+  place of an eighth or a quarter of the powers of two (893 and not 952; 64 wide 607 and 567, not
+  653); 152 and 56 registers for three and one warpgroups (577). 3 stages: 8 x 2k 702, causal 918;
+  not yet seen elsewhere. Mode int8, SAS, 2 x 8k: 566 with blocks of 64, 703 with 128.
+What bounds v5: which registers are spilled, by chance, moves times by 5 to 20 %. A tile costs 2 us
+  beside its products (8 x 2k: of 11), filling and emptying the pipeline. A window of 1,024 keys at
+  2 x 8k reaches 73 % of the causal rate for what is visible, a soft cap (a hyperbolic tangent
+  beside each power of two) 70 %.
 What bounds v3: leaving out the powers of two (1,093 T/s), the maxima (908), the sums of outputs
 (965), or all of them (1,915) says that no unit is full, and that a warpgroup's phases (product,
 maximum, powers, product) follow each other. v4 answers that, and spills 60 (fp8) to 108 bytes
