@@ -5,7 +5,8 @@
 Every run starts from the same random weights and reads the same bytes in the same order; only
 attention differs, forward and backward. Held-out bits are measured with exact attention.
 
-`--only exact,fp8-int8` runs some, for processes side by side; `--merge A B` puts such files into one.
+`--only exact,fp8-int8` runs some, for processes side by side; `--merge A B` puts such files into
+one.
 `--quick` is a small sample of the same: does everything run?
 """
 

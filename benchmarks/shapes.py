@@ -50,12 +50,19 @@ class Shape:
       batch: sequences, `B`.
       tokens: keys and values of each, `S`; in a prefill the queries too.
       is_causal: of a prefill.
+      window: of a causal prefill, how many keys before its own a query sees; all if None.
     """
 
     model: str
     batch: int
     tokens: int
     is_causal: bool = False
+    window: int | None = None
+
+    @property
+    def local_window(self) -> tuple[int, int] | None:
+        """The window as attention functions take it."""
+        return None if self.window is None else (self.window, 0)
 
     @property
     def heads(self) -> Heads:
@@ -73,10 +80,12 @@ class Shape:
             "kv_heads": self.heads.kv,
             "head_dim": self.heads.dim,
             "is_causal": self.is_causal,
+            **({} if self.window is None else {"window": self.window}),
         }
 
     @property
     def label(self) -> str:
         """A part of a row's name: ``llama3-8b/b16-s32768``."""
         causal = "-causal" if self.is_causal else ""
-        return f"{self.model}/b{self.batch}-s{self.tokens}{causal}"
+        window = "" if self.window is None else f"-w{self.window}"
+        return f"{self.model}/b{self.batch}-s{self.tokens}{causal}{window}"

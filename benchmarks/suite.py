@@ -202,7 +202,8 @@ def over_cudnn(rows: list[Row]) -> list[Row]:
 
 
 def _shape_of(row: Row) -> tuple[Any, ...]:
-    return tuple(row[name] for name in ("operation", "model", "batch", "tokens", "is_causal"))
+    names = ("operation", "model", "batch", "tokens", "is_causal", "window")
+    return tuple(row.get(name) for name in names)
 
 
 def over_baselines(

@@ -28,7 +28,9 @@ def check(q, k, v, config, **options):
     """Near the definition, and no farther from exact attention than it.
 
     A hardware exponential lies within 1.2e-3 of SAS's, and another value of a weight may round to
-    the next code: 1/119 of the largest weight of a row, or 6 % of an e4m3 one.
+    the next code: 1/119 of the largest weight of a row, or 6 % of an e4m3 one. With blocks of 64
+    and e4m3 weights the kernel takes the maximum of two blocks at once, not of each, and weights of
+    the first of them round at other places: two roundings are sqrt(2) times one apart.
     """
     options = {n: jnp.asarray(x) if "lengths" in n else x for n, x in options.items()}
     got = kernel(q, k, v, config=config, **options)
@@ -36,11 +38,14 @@ def check(q, k, v, config, **options):
     want = xla(q, k, v, config=config, **options)
     exact = xla(q, k, v, config=FLOAT, **options)
     near = 1e-3 if config.mode == "int8" and config.softmax == EXACT else 1e-2
-    for ours, theirs, truth, bound in zip(got, want, exact, (near, 1e-3), strict=True):
+    apart = 2**0.5 if config.mode != "int8" and config.block_kv == 64 else 0.0
+    for ours, theirs, truth, bound, twice in zip(
+        got, want, exact, (near, 1e-3), (apart, 0.0), strict=True
+    ):
         finite = np.asarray(truth, np.float64)[np.isfinite(np.asarray(truth, np.float64))]
         scale = np.sqrt(np.mean(np.square(finite))) if finite.size else 0.0
         own = float(jnp.finfo(ours.dtype).eps) * scale
-        assert error(ours, theirs) <= bound * scale + own
+        assert error(ours, theirs) <= max(bound * scale, twice * error(theirs, truth)) + own
         assert error(ours, truth) <= 1.25 * error(theirs, truth) + 1e-3 * scale + own
 
 
@@ -137,11 +142,65 @@ def test_launches_agree(mode, head_dim):
         options=Options(True, (400, 0), scale=0.1),
     )
     want = run()
-    for launch in ((2, False), (3, False), (4, True), (2, True)):
+    block = 64 if mode == "int8" else 128
+    launches = [(2, False, 64), (3, False, block), (4, True, 64), (2, True, block)]
+    launches += [(4, False, block, 3)] if head_dim == 64 else []
+    for launch in launches:
         for a, b in zip(run(launch=mosaic_gpu.Launch(*launch)), want, strict=True):
             finite = np.isfinite(np.asarray(b, np.float32))
             np.testing.assert_array_equal(np.isfinite(np.asarray(a, np.float32)), finite)
-            assert error(a, b) <= 3e-3 * np.std(np.asarray(b, np.float32)[finite])
+            # Weights in e4m3 round apart where a tile of two blocks has another maximum than each.
+            near = 3e-3 if mode == "int8" else 1e-2
+            assert error(a, b) <= near * np.std(np.asarray(b, np.float32)[finite])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "f16"])
+@pytest.mark.parametrize(
+    ("head_dim", "block_q", "consumers"), [(64, 64, 3), (64, 128, 2), (128, 64, 2), (128, 128, 2)]
+)
+def test_queries_quantized_within_the_kernel_are_the_same(
+    mode, dtype, head_dim, block_q, consumers
+):
+    """To the bit, with more tiles than multiprocessors, halves of a scale, and a NaN."""
+    q, k, v = tensors(9, 3, 700, 300, 32, 8, head_dim, dtype)
+    ties = np.random.default_rng(9).integers(-238, 239, (700, head_dim)) * 1.5
+    ties[::64, 0] = 119 * 3
+    q = q.at[0, :, 0].set(ties.astype(dtype)).at[1, 130, 3, 5].set(jnp.nan)
+    lengths = jnp.array([700, 650, 70], jnp.int32), jnp.array([300, 300, 177], jnp.int32)
+    run = functools.partial(
+        mosaic_gpu.attention,
+        *(q, k, v, *lengths),
+        config=tj.TurboConfig(mode=mode, block_q=block_q),
+        options=Options(True, scale=0.01),
+    )
+    launch = mosaic_gpu.Launch(4, False, 64, consumers)
+    for a, b in zip(run(launch=launch), run(launch=launch._replace(quantizes=True)), strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("size", [1, 64, 65, 190, 450])
+def test_tiles_of_two_blocks(mode, head_dim, size):
+    """Whatever number of blocks there is, and a NaN in one of them, which some rows do not see."""
+    q, k, v = tensors(10, 2, size, size, 4, 2, head_dim, jnp.bfloat16)
+    config = tj.TurboConfig(mode=mode, softmax=EXACT)
+    for options in ({"is_causal": True}, {"local_window_size": (70, 20), "is_causal": True}):
+        check(q, k, v, config, **options)
+        bad = k.at[:, size // 2, 0, 3].set(jnp.nan)
+        got = kernel(q, bad, v, config=config, **options)
+        want = xla(q, bad, v, config=config, **options)
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_array_equal(np.isnan(a), np.isnan(b))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("cap", [3.0, 50.0])
+def test_soft_caps(mode, cap):
+    q, k, v = tensors(11, 1, 300, 300, 4, 2, 128, jnp.bfloat16)
+    check(q, k, v, tj.TurboConfig(mode=mode), logits_soft_cap=cap, is_causal=True)
+    check(q, k, v, tj.TurboConfig(mode=mode, softmax=EXACT), logits_soft_cap=cap, scale=1.0)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -18,7 +18,7 @@ import turbojax as tj
 from turbojax import _device
 from turbojax.ops.options import Options
 from turbojax.ops.turbo_attention import mosaic_gpu
-from turbojax.ops.turbo_attention.operands import permute_tokens
+from turbojax.ops.turbo_attention.operands import permute_tokens, quantize_queries
 
 MODES = ("int8", "int8_fp8", "fp8")
 SEES_ALL = Options(False, scale=0.1)
@@ -123,13 +123,57 @@ def test_it_lowers(feature, softmax, head_dim, tokens, mode, dtype, block_kv):
     assert "mosaic_gpu" in lower(config, head_dim, dtype, tokens, FEATURES[feature])
 
 
-LAUNCHES = [(4, True), (2, False), (3, False), (2, True), (3, True)]
+LAUNCHES = [
+    (4, True, 64, 2, False),
+    (2, False, 64, 2, True),
+    (3, False, 128, 3, True),
+    (2, True, 128, 2, True),
+    (3, True, 64, 3, False),
+]
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize(("launch", "mode"), list(zip(LAUNCHES, (MODES * 2)[1:], strict=False)))
+@pytest.mark.quick(2)
+@pytest.mark.parametrize(("launch", "mode"), list(zip(LAUNCHES, MODES[1:] * 3, strict=False)))
 def test_launches_lower(launch, mode):
     softmax = (EXACT, SAS_E)[launch[1]]
     config = tj.TurboConfig(mode=mode, softmax=softmax)
     options = {"options": Options(True, (70, 0), scale=0.1), "launch": mosaic_gpu.Launch(*launch)}
     assert "mosaic_gpu" in lower(config, **options)
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("block_q", [64, 128])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_queries_are_quantized_once(head_dim, block_q, dtype):
+    """By the kernel if it can, else in a launch of its own before it."""
+    config = tj.TurboConfig(mode="fp8", softmax=EXACT, block_q=block_q)
+    query = jax.ShapeDtypeStruct((2, 300, 4, head_dim), dtype)
+    launch = mosaic_gpu.default_launch(query, config)
+    # Tiles of 192 queries are no multiple of blocks of 128.
+    assert launch.consumers == (3 if head_dim == 64 else 2)
+    assert launch.quantizes == (dtype != jnp.float32 and (head_dim, block_q) != (64, 128))
+    assert launch.tile == 128
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mosaic_gpu, "quantize_queries", None if launch.quantizes else _counted)
+        assert "mosaic_gpu" in lower(config, head_dim, dtype, 300)
+
+
+def _counted(query, length, config):
+    return quantize_queries(query, length, config)
+
+
+def test_which_queries_the_kernel_quantizes():
+    def quantizes(head_dim=128, dtype=jnp.bfloat16, block_q=64, consumers=2):
+        query = jax.ShapeDtypeStruct((2, 300, 4, head_dim), dtype)
+        config = tj.TurboConfig(block_q=block_q)
+        return mosaic_gpu.quantizes_queries(query, config, consumers)
+
+    assert quantizes()
+    assert quantizes(64, jnp.float16, 128)
+    assert quantizes(64, consumers=3)
+    assert not quantizes(64, block_q=128, consumers=3)
+    assert not quantizes(dtype=jnp.float32)
+    assert not quantizes(96)
+    assert not quantizes(256)
+    assert not quantizes(block_q=256)

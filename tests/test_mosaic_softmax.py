@@ -38,14 +38,24 @@ def lanes(monkeypatch):
     monkeypatch.setattr(softmax, "mgpu", barrier)
 
 
-def by_step(scores, m, l, factor, limits, policy):
-    weights, m, l, alpha, unit = softmax.step(scores, m, l, factor, limits, policy)
+def prepared(scores, factors, limits, policy):
+    """As the kernel does it: what is hidden or capped is scaled before."""
+    factors = factors if isinstance(factors, tuple) else (factors,)
+    if limits is None and policy.soft_cap is None:
+        return scores, factors
+    return softmax.seen(scores, factors, limits, policy), (np.float32(1),)
+
+
+def by_step(scores, m, l, factors, limits, policy):
+    scores, factors = prepared(scores, factors, limits, policy)
+    weights, m, l, alpha, unit = softmax.step(scores, m, l, factors, policy)
     return weights, m, l, alpha, unit
 
 
-def ahead(scores, m, l, factor, limits, policy):
-    top, new, alpha = softmax.maxima(scores, m, factor, limits, policy)
-    x = softmax.arguments(scores, new, factor, limits, policy)
+def ahead(scores, m, l, factors, limits, policy):
+    scores, factors = prepared(scores, factors, limits, policy)
+    top, new, alpha = softmax.maxima(scores, m, factors, policy)
+    x = softmax.arguments(scores, new, factors, policy)
     weights, l, unit = softmax.weigh(x, top, new, alpha, l, policy)
     return weights, new, l, alpha, unit
 
@@ -81,8 +91,8 @@ def test_attention_block_by_block(exponential, mode, seen, one):
     scale = 2e-3
     e = EXPONENTIALS[exponential]
     left, right = MASKS[mask]
-    policy = softmax.Policy(e, mode == "int8", mode != "fp8", left, right, cap)
-    stored = scores.astype(np.int32 if policy.scores_are_integers else np.float32)
+    policy = softmax.Policy(e, mode == "int8", left, right, cap)
+    stored = scores.astype(np.float32 if mode == "fp8" else np.int32)
     factor = np.float32(scale if cap is not None else scale * e.unit)
     m, l = np.full((ROWS, 4), -np.inf, np.float32), np.zeros((ROWS, 4), np.float32)
     out = np.zeros((ROWS, HEAD_DIM))
@@ -111,16 +121,43 @@ def test_attention_block_by_block(exponential, mode, seen, one):
     # e4m3 has 4 bits, int8 half a unit of 119 in a block's largest weight.
     assert error < (0.04 if not policy.is_int8 else 0.02)
     exact = 2e-5 if exponential == "exact" else 2e-3
+    if cap is not None and not policy.is_int8:
+        exact += cap * 2**-11  # of the hardware's tanh
     np.testing.assert_allclose(lse[:rows, 0], want_lse[:rows], rtol=0, atol=exact)
     assert (found[rows:] == 0).all()
     assert (lse[rows:] == -np.inf).all()
 
 
 @pytest.mark.usefixtures("lanes")
+@pytest.mark.parametrize("mask", list(MASKS))
+@pytest.mark.parametrize("cap", [None, 3.0])
+@pytest.mark.parametrize("one", [by_step, ahead])
+def test_halves_of_a_tile_with_scales_of_their_own(mask, cap, one):
+    """The same as one scale for all, of scores that are scaled before."""
+    rng = np.random.default_rng(1)
+    left, right = MASKS[mask]
+    policy = softmax.Policy(softmax.Exponential(), False, left, right, cap)
+    scores = rng.integers(-900, 900, (ROWS, 2 * BLOCK)).astype(np.int32)
+    scaled = scores * np.repeat(np.int32([1, 4]), BLOCK)
+    m, l = np.full((ROWS, 4), -np.inf, np.float32), np.zeros((ROWS, 4), np.float32)
+    limits = None if mask == "all" else (np.int32(60), np.int32(100))
+    factor = np.float32(1e-3)
+    got = one(scores, m, l, (factor, 4 * factor), limits, policy)
+    want = one(scaled, m, l, factor, limits, policy)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    # A NaN of one half marks all rows that see it, and no maximum.
+    weights, top, sums, *_ = one(scores, m, l, (np.float32(np.nan), factor), limits, policy)
+    assert not np.isnan(top).any()
+    assert np.isnan(sums).any(1).all()
+    assert not np.isnan(weights[:, BLOCK:]).any()
+
+
+@pytest.mark.usefixtures("lanes")
 @pytest.mark.parametrize("one", [by_step, ahead])
 @pytest.mark.parametrize("is_int8", [True, False])
 def test_rows_that_see_nothing(one, is_int8):
-    policy = softmax.Policy(softmax.Exponential(), is_int8, True, None, 0, None)
+    policy = softmax.Policy(softmax.Exponential(), is_int8, None, 0, None)
     scores = np.full((ROWS, BLOCK), 7, np.int32)
     m, l = np.full((ROWS, 4), -np.inf, np.float32), np.zeros((ROWS, 4), np.float32)
     # The first query that sees a key is query 5.
@@ -144,7 +181,7 @@ def test_rows_that_see_nothing(one, is_int8):
 @pytest.mark.parametrize("one", [by_step, ahead])
 def test_nan_stays_in_its_row(one):
     """The sum of the row is NaN, and only that of this row."""
-    policy = softmax.Policy(softmax.Exponential(), False, False, None, None, None)
+    policy = softmax.Policy(softmax.Exponential(), False, None, None, None)
     scores = np.zeros((ROWS, BLOCK), np.float32)
     scores[3, 17] = np.nan
     m, l = np.full((ROWS, 4), -np.inf, np.float32), np.zeros((ROWS, 4), np.float32)

@@ -203,6 +203,31 @@ def test_a_prompt_that_is_stored_gives_the_same_operands(mode, permuted):
     assert_same(operands.Operands(*want[:2], *got), want)
 
 
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("mode", MODES)
+def test_more_padding_changes_nothing(mode):
+    """An odd number of blocks rounded up to an even one, by kernels and in plain JAX."""
+    _, key, value, _, length = tensors("head dim 80")
+    config = tj.TurboConfig(mode=mode, block_kv=16, buffer_size=16)
+    key, value = key[:, :40], value[:, :40]
+    length = jnp.minimum(length, 40)
+    quantized = functools.partial(
+        operands.quantize_keys_and_values, key, value, length, config, permuted=True
+    )
+    with kernels():
+        want, got = quantized(), quantized(multiple=32)
+    for plain in (got, quantized(multiple=32)):
+        for axis, a, b in zip((2, 2, 3, 2), plain, want, strict=True):
+            size = b.shape[axis]
+            assert a.shape[axis] == {48: 64, 3: 4}[size]
+            start, rest = (
+                np.asarray(x, np.float32) for x in jnp.split(a.astype(jnp.float32), [size], axis)
+            )
+            np.testing.assert_array_equal(start, np.asarray(b, np.float32))
+            # Zeros; and scales: 1, or in e4m3 the head's.
+            assert (rest == 0).all() or a.ndim == 3
+
+
 @pytest.mark.slow
 def test_prefill_shares_its_codes_with_the_cache():
     """The same output as attention by itself, and the cache of plain JAX."""

@@ -47,7 +47,13 @@ def sample_all(shape: Shape, queries: int) -> tuple[jax.Array, jax.Array, jax.Ar
 
 
 @jax.jit
-def exact_rows(query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array) -> jax.Array:
+def exact_rows(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    visible: jax.Array,
+    window: int | None = None,
+) -> jax.Array:
     """Attention of some rows in float32 at full precision.
 
     Args:
@@ -55,6 +61,7 @@ def exact_rows(query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.
       key: ``[B, S, K, H]``.
       value: ``[B, S, K, H]``.
       visible: int32 ``[R]``; row `r` sees the first ``visible[r]`` keys.
+      window: of these only so many before the last one; all if None.
 
     Returns:
       float32 ``[B, R, N, H]``.
@@ -64,7 +71,10 @@ def exact_rows(query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.
     q = query.reshape(batch, rows, kv_heads, heads // kv_heads, dim).astype(jnp.float32)
     dot = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
     scores = dot("brkgh,bskh->bkgrs", q, key.astype(jnp.float32)) * dim**-0.5
-    mask = jnp.arange(key.shape[1])[None] < visible[:, None]
+    place = jnp.arange(key.shape[1])[None]
+    mask = place < visible[:, None]
+    if window is not None:
+        mask &= place >= visible[:, None] - 1 - window
     p = jax.nn.softmax(jnp.where(mask[None, None, None], scores, -jnp.inf), axis=-1)
     out = dot("bkgrs,bskh->brkgh", p, value.astype(jnp.float32))
     return out.reshape(batch, rows, heads, dim)

@@ -59,9 +59,13 @@ _UNITS = {
 
 
 def attention_operations(shape: Shape) -> float:
-    """``4 B N T S H``, of which causal attention needs half."""
+    """``4 B N T S H``, of which causal attention needs half, and a window what it shows."""
     heads = shape.heads
     full = 4.0 * shape.batch * heads.query * shape.tokens**2 * heads.dim
+    if shape.window is not None:
+        seen = min(shape.window + 1, shape.tokens)
+        # The first queries see less.
+        return full * (seen * shape.tokens - seen * (seen - 1) / 2) / shape.tokens**2
     return full / 2 if shape.is_causal else full
 
 

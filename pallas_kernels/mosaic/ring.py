@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -33,20 +34,36 @@ class Share:
     Args:
       total: tiles of all programs.
       together: how many with consecutive numbers a program takes; `total` is a multiple of it.
+      turns: whether every other round goes through the programs backwards. Where tiles get smaller
+        with their numbers, programs then have equally much to do: who takes the largest of one
+        round takes the smallest of the next.
     """
 
-    def __init__(self, total: int, together: int = 1) -> None:
+    def __init__(self, total: int, *, together: int = 1, turns: bool = False) -> None:
         self.program, self.programs = lax.axis_index("program"), lax.axis_size("program")
-        self.together = together
-        left = total // together - 1 - self.program
-        self.count = (lax.div(left, jnp.int32(self.programs)) + 1) * together
+        self.together, self.turns = together, turns
+        groups = total // together
+        rounds = lax.div(groups - 1 - self.program, jnp.int32(self.programs)) + 1
+        if turns:
+            whole, rest = divmod(groups - 1, self.programs)
+            rounds = whole + (self.place(jnp.int32(whole)) <= rest).astype(jnp.int32)
+        self.count = rounds * together
+
+    def place(self, i: jax.Array) -> jax.Array:
+        """Of the program in round `i`."""
+        if not self.turns:
+            return self.program
+        return jnp.where(
+            lax.rem(i, jnp.int32(2)) == 0, self.program, self.programs - 1 - self.program
+        )
 
     def number(self, i: jax.Array) -> jax.Array:
         """Of the program's tile `i` among all."""
         if self.together == 1:
-            return self.program + i * self.programs
+            return self.place(i) + i * self.programs
         size = jnp.int32(self.together)
-        return (self.program + lax.div(i, size) * self.programs) * size + lax.rem(i, size)
+        i, which = lax.div(i, size), lax.rem(i, size)
+        return (self.place(i) + i * self.programs) * size + which
 
     def by_index(self, step: Step) -> None:
         """Takes them in turn: ``step(i, slot)``."""
@@ -146,6 +163,11 @@ def inline(f: Callable[..., Any], arguments: Sequence[Any], returns: Any = None)
     return plgpu.inline_mgpu(arg_types=tuple(arguments), return_type=returns)(
         lambda context, *args: f(*args)
     )
+
+
+def anew(x: jax.Array) -> jax.Array:
+    """An integer, of which the compiler does not know that it is `x`: to be computed from again."""
+    return inline(mgpu.optimization_barrier, (SCALAR,), array((), jnp.int32, SCALAR))(x)
 
 
 def launch(

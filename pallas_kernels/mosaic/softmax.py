@@ -46,7 +46,6 @@ class Policy:
     Attributes:
       exponential: see there.
       is_int8: weights become int8 with a scale per row and block; else e4m3 with a static one.
-      scores_are_integers: whether scores come as int32.
       left: how far back a query sees, or None.
       right: how far ahead a query sees, or None.
       soft_cap: the scores' cap, or None.
@@ -54,7 +53,6 @@ class Policy:
 
     exponential: Exponential
     is_int8: bool
-    scores_are_integers: bool
     left: int | None
     right: int | None
     soft_cap: float | None
@@ -121,13 +119,24 @@ def _sas(y: Float, e: Exponential, gain: float) -> Float:
     return below.where(lane.number(0.0), value * power)
 
 
-def capped(x: Float, cap: float) -> Float:
-    """``cap * tanh(x / cap)``; the power is at most 1, so that nothing overflows."""
-    magnitude = lane.absolute(x)
-    t = lane.exp2(magnitude * (-2 * LOG2_E / cap))
+def tanh(x: Float) -> Float:
+    """Within a few units in the last place of 1; the power is at most 1: nothing overflows."""
+    t = lane.exp2(lane.absolute(x) * (-2 * LOG2_E))
     one = lane.number(1.0)
-    y = (one + -t) * lane.reciprocal(one + t) * cap
-    return lane.with_sign_of(x, y)
+    return lane.with_sign_of(x, (one + -t) * lane.reciprocal(one + t))
+
+
+def _tanh(x: Float, policy: Policy) -> Float:
+    """In one instruction, within 2**-11, where weights have 4 bits."""
+    return tanh(x) if policy.is_int8 else lane.tanh(x)
+
+
+def _capped(x: Float, factor: Float, policy: Policy) -> Float:
+    """``x * factor``, capped if there is a cap."""
+    if policy.soft_cap is None:
+        return x * factor
+    inside = factor * (1 / policy.soft_cap)
+    return _tanh(x * inside, policy) * (policy.soft_cap * policy.exponential.unit)
 
 
 def _visible(limits: tuple[Int, Int], half: int, columns: int, policy: Policy) -> list[Bool]:
@@ -160,17 +169,58 @@ def _visible(limits: tuple[Int, Int], half: int, columns: int, policy: Policy) -
     return masks
 
 
-def step(
-    scores: Any, m: Any, l: Any, factor: Any, limits: tuple[Any, Any] | None, policy: Policy
-) -> tuple[Any, ...]:
-    """One block of Algorithm 1, up to the second product.
+def seen(
+    scores: Any,
+    factors: Sequence[Any],
+    limits: tuple[Any, Any] | None,
+    policy: Policy,
+) -> Any:
+    """Scores of a tile of keys in the exponential's units, capped, ``-inf`` where they are hidden.
+
+    For tiles in which there is something to cap or to hide; of others, `step` and `maxima` and
+    `arguments` take the code products and scale them in passing.
 
     Args:
       scores: ``[64, n]``, code products.
+      factors: scalars, of the scores of equal parts of the tile, in the exponential's units; with a
+        cap in those of the scores.
+      limits: see `_visible`; None if every row sees every key.
+      policy: what is static.
+
+    Returns:
+      float32 ``[64, n]``, with which the factor is 1.
+    """
+    scores = mgpu.optimization_barrier(scores)  # not before the product is there
+    bounds = None
+    if limits is not None:
+        [query], [length] = (fragments.scalars(x) for x in limits)
+        bounds = (query, length)
+    rows = []
+    for half, x in enumerate(fragments.by_row(scores)):
+        size, row = len(x) // len(factors), []
+        for i, factor in enumerate(factors):
+            [c] = fragments.scalars(factor)
+            row += [_capped(v, c, policy) for v in _floats(x[i * size : (i + 1) * size])]
+        if bounds is not None:
+            masks = _visible(bounds, half, len(x), policy)
+            row = [k.where(v, -math.inf) for k, v in zip(masks, row, strict=True)]
+        rows.append(row)
+    # Now, because they replace the products.
+    return mgpu.optimization_barrier(fragments.of_rows(rows))
+
+
+def _floats(x: Sequence[Any]) -> list[Float]:
+    return [v.to_float() if isinstance(v, Int) else v for v in x]
+
+
+def step(scores: Any, m: Any, l: Any, factors: Sequence[Any], policy: Policy) -> tuple[Any, ...]:
+    """One tile of Algorithm 1, up to the second product.
+
+    Args:
+      scores: ``[64, n]``, code products, or what `seen` returns.
       m: ``[64]``, running maxima in the exponential's units.
       l: ``[64]``, running sums, of each thread's own columns.
-      factor: scalar, of the scores, in the exponential's units.
-      limits: see `_visible`; None if every row sees every key.
+      factors: scalars, of the scores of equal parts of the tile, in the exponential's units.
       policy: what is static.
 
     Returns:
@@ -178,107 +228,74 @@ def step(
       before; and the unit of an int8 row's weights, 0 in a row that sees nothing.
     """
     scores = mgpu.optimization_barrier(scores)  # not before the product is there
-    [c] = fragments.scalars(factor)
-    bounds = None
-    if limits is not None:
-        [query], [length] = (fragments.scalars(x) for x in limits)
-        bounds = (query, length)
     rows, state = [], []
-    for half, (x, old, total) in enumerate(
-        zip(fragments.by_row(scores), fragments.scalars(m), fragments.scalars(l), strict=True)
+    for x, old, total in zip(
+        fragments.by_row(scores), fragments.scalars(m), fragments.scalars(l), strict=True
     ):
-        weights, *rest = _row(x, old, total, c, bounds, half, policy)
-        rows.append(weights)
-        state.append(rest)
+        top, new, alpha = _row_maxima(x, old, factors, policy)
+        y = _row_arguments(x, new, factors, policy)
+        p, total, unit = _row_weights(y, top, new, alpha, total, policy)
+        rows.append(p)
+        state.append((new, total, alpha, unit))
     # Not after the next products are started.
     weights = mgpu.optimization_barrier(fragments.of_rows(rows))
     return weights, *(fragments.row_array(pair) for pair in zip(*state, strict=True))
 
 
-def maxima(
-    scores: Any, m: Any, factor: Any, limits: tuple[Any, Any] | None, policy: Policy
-) -> tuple[Any, ...]:
-    """Row maxima of a block.
-
-    Args:
-      scores: ``[64, n]``, code products.
-      m: ``[64]``, running maxima in the exponential's units.
-      factor: scalar, of the scores, in the exponential's units.
-      limits: see `_visible`; None if every row sees every key.
-      policy: what is static.
+def maxima(scores: Any, m: Any, factors: Sequence[Any], policy: Policy) -> tuple[Any, ...]:
+    """Row maxima of a tile: the first part of `step`, which says what its arguments are.
 
     Returns:
-      ``[64]`` each: the block's maxima, the new running ones, and the factor of what was summed
+      ``[64]`` each: the tile's maxima, the new running ones, and the factor of what was summed
       before.
     """
     scores = mgpu.optimization_barrier(scores)  # not before the product is there
-    [c] = fragments.scalars(factor)
-    state = []
-    for half, (x, old) in enumerate(
-        zip(fragments.by_row(scores), fragments.scalars(m), strict=True)
-    ):
-        if limits is None and policy.soft_cap is None:
-            if policy.scores_are_integers:
-                top = lane.chain(x, Int.maximum).to_float()
-            else:
-                top = lane.chain(x, Float.maximum)
-            top = lane.among_four(top, Float.maximum) * c
-        else:
-            x = _seen_scores(x, c, limits, half, policy)
-            top = lane.among_four(lane.chain(x, Float.maximum), Float.maximum)
-        new = old.maximum(top)
-        scale = lane.number(LOG2_E / policy.exponential.unit)
-        state.append((top, new, lane.exp2((old + -_finite(new)) * scale)))
+    state = [
+        _row_maxima(x, old, factors, policy)
+        for x, old in zip(fragments.by_row(scores), fragments.scalars(m), strict=True)
+    ]
     return tuple(fragments.row_array(pair) for pair in zip(*state, strict=True))
 
 
-def arguments(
-    scores: Any, m: Any, factor: Any, limits: tuple[Any, Any] | None, policy: Policy
-) -> Any:
+def _row_maxima(
+    x: Sequence[Any], old: Float, factors: Sequence[Any], policy: Policy
+) -> tuple[Float, Float, Float]:
+    size, tops = len(x) // len(factors), []
+    for i, factor in enumerate(factors):
+        [c] = fragments.scalars(factor)
+        top = lane.chain(x[i * size : (i + 1) * size], type(x[0]).maximum)
+        tops += [v * c for v in _floats([top])]
+    top = lane.among_four(lane.tree(tops, Float.maximum), Float.maximum)
+    new = old.maximum(top)
+    scale = lane.number(LOG2_E / policy.exponential.unit)
+    return top, new, lane.exp2((old + -_finite(new)) * scale)
+
+
+def arguments(scores: Any, m: Any, factors: Sequence[Any], policy: Policy) -> Any:
     """Scores minus the running maxima, float32 ``[64, n]``, as `weigh` takes them.
 
     Args:
-      scores: see `maxima`.
+      scores: see `step`.
       m: `maxima`'s second result.
-      factor: see `maxima`.
-      limits: see `maxima`.
+      factors: see `step`.
       policy: what is static.
     """
-    [c] = fragments.scalars(factor)
-    rows = []
-    for half, (x, maximum) in enumerate(
-        zip(fragments.by_row(scores), fragments.scalars(m), strict=True)
-    ):
-        scale = c
-        if limits is not None or policy.soft_cap is not None:
-            x, scale = _seen_scores(x, c, limits, half, policy), lane.number(1.0)
-        elif policy.scores_are_integers:
-            x = [v.to_float() for v in x]
-        rows.append(_arguments(x, _finite(maximum), scale, policy))
+    rows = [
+        _row_arguments(x, new, factors, policy)
+        for x, new in zip(fragments.by_row(scores), fragments.scalars(m), strict=True)
+    ]
     # Here, not where they are used.
     return mgpu.optimization_barrier(fragments.of_rows(rows))
 
 
-def _seen_scores(
-    x: list[Any],
-    c: Float,
-    limits: tuple[Int, Int] | None,
-    half: int,
-    policy: Policy,
+def _row_arguments(
+    x: Sequence[Any], new: Float, factors: Sequence[Any], policy: Policy
 ) -> list[Float]:
-    """Scaled and capped scores of a row, ``-inf`` where they are hidden."""
-    if policy.scores_are_integers:
-        x = [v.to_float() for v in x]
-    x = [v * c for v in x]
-    if policy.soft_cap is not None:
-        unit = lane.number(policy.exponential.unit)
-        x = [capped(v, policy.soft_cap) * unit for v in x]
-    if limits is None:
-        return x
-    [query], [length] = (fragments.scalars(v) for v in limits)
-    hidden = lane.number(-math.inf)
-    masks = _visible((query, length), half, len(x), policy)
-    return [k.where(v, hidden) for k, v in zip(masks, x, strict=True)]
+    size, row = len(x) // len(factors), []
+    for i, factor in enumerate(factors):
+        [c] = fragments.scalars(factor)
+        row += _arguments(_floats(x[i * size : (i + 1) * size]), _finite(new), c, policy)
+    return row
 
 
 def _finite(m: Float) -> Float:
@@ -286,7 +303,7 @@ def _finite(m: Float) -> Float:
     return m.equals(-math.inf).where(0.0, m)
 
 
-def weigh(scores: Any, top: Any, m: Any, alpha: Any, l: Any, policy: Policy) -> tuple[Any, ...]:
+def weigh(x: Any, top: Any, m: Any, alpha: Any, l: Any, policy: Policy) -> tuple[Any, ...]:
     """Weights of `arguments`, with `maxima`'s results and the sums of each thread's own columns.
 
     Returns:
@@ -294,25 +311,30 @@ def weigh(scores: Any, top: Any, m: Any, alpha: Any, l: Any, policy: Policy) -> 
       0 in a row that sees nothing.
     """
     rows, state = [], []
-    for x, *row in zip(
-        fragments.by_row(scores), *(fragments.scalars(a) for a in (top, m, alpha, l)), strict=True
+    for y, largest, new, factor, total in zip(
+        fragments.by_row(x), *(fragments.scalars(a) for a in (top, m, alpha, l)), strict=True
     ):
-        largest, new, a, total = row
-        p = _exponentials(x, policy)
-        total = total.fma(a, lane.chain(p, operator.add))
-        p, unit = _scale(p, largest, _finite(new), policy)
-        if policy.is_int8:
-            unseen = largest.equals(-math.inf)
-            unit = unseen.where(0.0, unit)
+        p, *rest = _row_weights(y, largest, new, factor, total, policy)
         rows.append(p)
-        state.append((total, unit))
+        state.append(rest)
     # Not after the next products are started.
     weights = mgpu.optimization_barrier(fragments.of_rows(rows))
     return weights, *(fragments.row_array(pair) for pair in zip(*state, strict=True))
 
 
+def _row_weights(
+    y: list[Float], top: Float, new: Float, alpha: Float, total: Float, policy: Policy
+) -> tuple[list[Float], Float, Float]:
+    p = _exponentials(y, policy)
+    total = total.fma(alpha, lane.chain(p, operator.add))
+    p, unit = _scale(p, top, _finite(new), policy)
+    if policy.is_int8:
+        unit = top.equals(-math.inf).where(0.0, unit)
+    return p, total, unit
+
+
 def pack(weights: Any, policy: Policy) -> Any:
-    """What `step` returns, rounded: the second product's 8-bit register operand.
+    """What `step` or `weigh` returns, rounded: the second product's 8-bit register operand.
 
     By itself, because the compiler overlaps no product with instructions that write the registers
     which another one reads: not before the product that uses them now is done.
@@ -323,54 +345,6 @@ def pack(weights: Any, policy: Policy) -> Any:
         x = [v.as_int() for v in row] if policy.is_int8 else row
         rows.append([pack_four(x[i : i + 4]) for i in range(0, len(x), 4)])
     return fragments.operand(rows, policy.is_int8)
-
-
-def _row(
-    x: list[Any],
-    m: Float,
-    l: Float,
-    c: Float,
-    limits: tuple[Int, Int] | None,
-    half: int,
-    policy: Policy,
-) -> tuple[Any, ...]:
-    """`step` of one of a thread's two rows."""
-    zero, infinite = lane.number(0.0), lane.number(-math.inf)
-    masks = None if limits is None else _visible(limits, half, len(x), policy)
-    if masks is None and policy.soft_cap is None:
-        # Scaling and subtracting the maximum are one instruction per score.
-        if policy.scores_are_integers:
-            top = lane.tree(x, Int.maximum).to_float()
-            x = [v.to_float() for v in x]
-        else:
-            top = lane.tree(x, Float.maximum)
-        top = lane.among_four(top, Float.maximum) * c
-        factor = c
-    else:
-        if policy.scores_are_integers:
-            x = [v.to_float() for v in x]
-        x = [v * c for v in x]
-        if policy.soft_cap is not None:
-            unit = lane.number(policy.exponential.unit)
-            x = [capped(v, policy.soft_cap) * unit for v in x]
-        if masks is not None:
-            x = [k.where(v, infinite) for k, v in zip(masks, x, strict=True)]
-        top = lane.among_four(lane.tree(x, Float.maximum), Float.maximum)
-        factor = lane.number(1.0)
-    new = m.maximum(top)
-    shift = new
-    if masks is not None:
-        shift = new.equals(infinite).where(zero, new)
-    p = exponentials(x, shift, factor, policy)
-    if masks is not None:
-        p = [k.where(v, zero) for k, v in zip(masks, p, strict=True)]
-    scale = lane.number(LOG2_E / policy.exponential.unit)
-    alpha = lane.exp2((m + -shift) * scale)
-    total = l.fma(alpha, lane.tree(p, operator.add))
-    p, unit = _scale(p, top, shift, policy)
-    if masks is not None and policy.is_int8:
-        unit = top.equals(infinite).where(zero, unit)
-    return p, new, total, alpha, unit
 
 
 def _scale(p: list[Float], top: Float, shift: Float, policy: Policy) -> tuple[list[Float], Float]:

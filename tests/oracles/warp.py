@@ -38,6 +38,9 @@ class Bool:
     def __or__(self, other):
         return Bool(self.value | other.value)
 
+    def __invert__(self):
+        return Bool(~self.value)
+
     def where(self, a, b):
         if isinstance(a, Float) or isinstance(b, Float):
             return Float(np.where(self.value, _numbers(a), _numbers(b)))
@@ -102,7 +105,9 @@ class Float:
     __add__, __sub__, __mul__, __truediv__ = (
         _float_op(op) for op in (np.add, np.subtract, np.multiply, np.divide)
     )
-    __lt__, __gt__, equals = (_float_test(op) for op in (np.less, np.greater, np.equal))
+    __lt__, __gt__, __ge__, equals = (
+        _float_test(op) for op in (np.less, np.greater, np.greater_equal, np.equal)
+    )
 
     def __neg__(self):
         return Float(-self.value)
@@ -143,6 +148,12 @@ def _flushed(x):
 def exp2(x):
     with np.errstate(all="ignore"):
         return Float(_flushed(np.exp2(_flushed(x.value))))
+
+
+def tanh(x):
+    """Rounded to 11 bits, as coarse as the instruction."""
+    fraction, power = np.frexp(np.tanh(x.value))
+    return Float(np.ldexp(np.rint(fraction * 2**11) / 2**11, power).astype(np.float32))
 
 
 def reciprocal(x):
@@ -215,6 +226,19 @@ def pack_e4m3(x):
 
 def dot4(a, b, c):
     return Int((_bytes(a) * _bytes(b)).sum(1) + _signed(c))
+
+
+def maxima_of_halves(a, b):
+    halves = [x.value[:, None].view(np.int16) for x in (a, b)]
+    return Int(np.maximum(*halves).view(np.uint32)[:, 0])
+
+
+def largest_of_warp(x):
+    return integer(int(x.value.max()))
+
+
+def divide(a, b):
+    return a / b
 
 
 def ballot(condition):
@@ -310,6 +334,11 @@ class Pointer:
 
     def float(self):
         return self.word().as_float()
+
+    def store_words(self, words):
+        assert not np.any(self.offset % (4 * len(words))), "the store is not aligned"
+        for i, word in enumerate(words):
+            self.at(integer(4 * i)).store(word)
 
     def store(self, x):
         index = self.offset[:, None] + np.arange(4)

@@ -11,6 +11,7 @@ from benchmarks.measuring import work
 from benchmarks.measuring.compiling import require_gpu
 from benchmarks.measuring.samples import Error, errors, exact_rows, sample_all
 from benchmarks.shapes import Shape
+from benchmarks.suites.attention import cudnn_fp8
 from benchmarks.suites.attention.cases import (
     Call,
     Case,
@@ -42,7 +43,8 @@ class Inputs:
         """float32 ``[1, R, N, H]``."""
         tokens = self.shape.tokens
         visible = self.rows + 1 if self.shape.is_causal else jnp.full_like(self.rows, tokens)
-        return exact_rows(self.query[:1, self.rows], self.key[:1], self.value[:1], visible)
+        operands = self.query[:1, self.rows], self.key[:1], self.value[:1]
+        return exact_rows(*operands, visible, self.shape.window)
 
     def error(self, out: jax.Array) -> Error:
         """Of an output ``[B, S, N, H]``."""
@@ -53,15 +55,29 @@ def _exact(inputs: Inputs, implementation: str) -> Call:
     if implementation == "cudnn":
         require_gpu("cuDNN")
 
+    options = {"is_causal": inputs.shape.is_causal, "local_window_size": inputs.shape.local_window}
+
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         # jax's own function promotes bfloat16 with float32 inside.
         with jax.numpy_dtype_promotion("standard"):
-            return jax.nn.dot_product_attention(
-                q, k, v, is_causal=inputs.shape.is_causal, implementation=implementation
-            )
+            return jax.nn.dot_product_attention(q, k, v, implementation=implementation, **options)
 
     needed = work.prefill_work(inputs.shape, "bf16")
     return Call(attend, (inputs.query, inputs.key, inputs.value), needed, inputs.error)
+
+
+def _cudnn_fp8(inputs: Inputs) -> Call:
+    """The peer of the 8-bit modes, see `cudnn_fp8`."""
+    require_gpu("cuDNN")
+    shape = inputs.shape
+    group = shape.heads.query // shape.heads.kv
+    key, value = (cudnn_fp8.quantized(x, group) for x in (inputs.key, inputs.value))
+    return Call(
+        functools.partial(cudnn_fp8.attend, is_causal=shape.is_causal),
+        (cudnn_fp8.quantized(inputs.query), key, value),
+        work.prefill_work(shape, "fp8"),
+        lambda out: inputs.error(cudnn_fp8.dequantized(out)),
+    )
 
 
 def _pallas(inputs: Inputs) -> Call:
@@ -88,6 +104,7 @@ def _turbo(inputs: Inputs, config: tj.TurboConfig, implementation: str) -> Call:
         tj.turbo_attention,
         config=config,
         is_causal=inputs.shape.is_causal,
+        local_window_size=inputs.shape.local_window,
         implementation=implementation,
     )
     return Call(
@@ -120,9 +137,11 @@ def _cached(inputs: Inputs, config: tj.TurboConfig, implementation: str) -> Call
 
 # Mode, softmax, block, implementation; the first ones are the suite's short form.
 _HOPPER = (
+    ("int8_fp8", "exact", 64, "mosaic_gpu"),
+    ("fp8", "exact", 64, "mosaic_gpu"),
+    ("int8", "sas", 128, "mosaic_gpu"),
     ("int8_fp8", "exact", 128, "mosaic_gpu"),
     ("fp8", "exact", 128, "mosaic_gpu"),
-    ("int8", "sas", 128, "mosaic_gpu"),
     ("int8", "sas", 64, "mosaic_gpu"),
     ("int8_fp8", "sas", 128, "mosaic_gpu"),
     ("int8", "exact", 128, "mosaic_gpu"),
@@ -176,6 +195,8 @@ def cases(shape: Shape, choice: Choice) -> list[Case]:
         method = f"turbo-{mode}-{softmax}-{block}" + ("-cached" if cached else "")
         return Case(method, implementation, build)
 
+    if choice.startswith("hopper") and shape.window is None:
+        rows.append(Case("e4m3-cudnn", None, _cudnn_fp8))
     if choice == "hopper-short":
         return [*rows, *(ours(*row) for row in _HOPPER[:3])]
     if choice == "hopper":

@@ -74,6 +74,10 @@ def _hopper() -> Iterator[Group]:
         yield Group(decode, Shape(llama, batch, tokens), "hopper")
     for is_causal in (False, True):
         yield Group(prefill, Shape(llama, 1, 32768, is_causal), "hopper-short")
+    # Short prompts, narrow heads, windows.
+    yield Group(prefill, Shape(llama, 8, 2048, is_causal=True), "hopper-short")
+    yield Group(prefill, Shape("mha-16-narrow", 1, 32768, is_causal=True), "hopper-short")
+    yield Group(prefill, Shape(llama, 2, 8192, is_causal=True, window=1024), "hopper-short")
     yield Group(prefill, Shape(narrow, 2, 8192), "hopper-short")
     for batch, tokens in ((1, 1024), (16, 4096), (1, 4096), (16, 1024), (4, 1024), (4, 4096)):
         yield Group(decode, Shape(llama, batch, tokens), "hopper-short")

@@ -183,8 +183,8 @@ def hopper_table(result: Result) -> str:
 
 def _shapes_cudnn(rows: Iterable[Row], like: Row) -> float:
     """Microseconds of the fastest cuDNN row of a shape; NaN without one."""
-    same = ("operation", "model", "batch", "tokens", "is_causal")
-    matching = [row for row in rows if all(row[name] == like[name] for name in same)]
+    same = ("operation", "model", "batch", "tokens", "is_causal", "window")
+    matching = [row for row in rows if all(row.get(name) == like.get(name) for name in same)]
     best = tables.fastest(matching, is_cudnn)
     return float("nan") if best is None else best["us"]
 

@@ -8,7 +8,8 @@ Roofline, for 2 sequences, 32 query heads, 8 KV heads, 8192 tokens, head dim 128
 Three units are equally busy, so they must work at the same time. Target: 900 T/s.
 
 A program takes tiles of 128 queries of one head in turn. One warpgroup copies queries, keys and
-values to shared memory, two attend with 64 queries each.
+values to shared memory, and quantizes queries that came as they are; two attend with 64 queries
+each, with head dim 64 three.
 
 Versions, same case, H100, jax 0.11.2, blocks of 128, T/s (cuDNN on bfloat16: 687 to 705):
                                                        int8_fp8     fp8    int8, SAS
@@ -31,6 +32,32 @@ Versions, same case, H100, jax 0.11.2, blocks of 128, T/s (cuDNN on bfloat16: 68
   *  with warpgroups that take turns at the matrix units: 572 and not 690 for int8_fp8 then; in v3
      803 and not 818, 657 and not 738. ** SAS. *** 640 bytes of registers spilled: mode int8 stays
      with v3. Rows of v4: `benchmarks/results/prefill_versions_2026-11-21.json`.
+
+Whole calls from bfloat16 with quantization, and the kernel alone (which in v5 quantizes queries
+too), H200, jax 0.11.2, T/s; `before` has blocks of 128, v5 of 64: 2 x 8k, causal, 8 x 2k causal,
+and 1 x 32k causal with 16 heads of 64. cuDNN on e4m3 gets e4m3.
+                              2 x 8k          causal        8 x 2k        32k, 64 wide
+  cuDNN bf16                     691             629           548             480
+  cuDNN e4m3                   1,011             902           667             588
+  v4     fp8                908, 946        825, 893      599, 765        547, 557
+         fp8, blocks of 64                  695, 739      521, 636
+         int8_fp8           845, 884        753, 820      521, 677        531, 541
+  v5  tiles of 128 keys with a scale for each block; every other round of tiles backwards; the next
+      tile's queries in memory, quantized by the warpgroup that copies; capped and hidden scores
+      computed once and put in the place of the products; where a tile is computed anew for its end
+      and not kept (kept: 800 causal and not 950); stores waited for when their memory is needed
+         fp8                918, 934        910, 945      687, 775        644, 649
+         int8_fp8           899, 916        866, 901      658, 743        606, 611
+      with queries quantized before, causal: 911, 1,000
+  Rows: `benchmarks/results/prefill_h200_2026-11-23.json`. Tried in v5 and slower: the second
+  product in pieces of 64 channels, which needs fewer registers and spills more (547); a cubic in
+  place of an eighth or a quarter of the powers of two (893 and not 952; 64 wide 607 and 567, not
+  653); 152 and 56 registers for three and one warpgroups (577). 3 stages: 8 x 2k 702, causal 918;
+  not yet seen elsewhere. Mode int8, SAS, 2 x 8k: 566 with blocks of 64, 703 with 128.
+What bounds v5: which registers are spilled, by chance, moves times by 5 to 20 %. A tile costs 2 us
+  beside its products (8 x 2k: of 11), filling and emptying the pipeline. A window of 1,024 keys at
+  2 x 8k reaches 73 % of the causal rate for what is visible, a soft cap (a hyperbolic tangent
+  beside each power of two) 70 %.
 What bounds v3: leaving out the powers of two (1,093 T/s), the maxima (908), the sums of outputs
 (965), or all of them (1,915) says that no unit is full, and that a warpgroup's phases (product,
 maximum, powers, product) follow each other. v4 answers that, and spills 60 (fp8) to 108 bytes
@@ -40,6 +67,7 @@ are read as floats cost as many moves as they save conversions.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -49,144 +77,106 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layouts import Ref
-from pallas_kernels.mosaic import ring, softmax
+from pallas_kernels.mosaic import quantize, ring, softmax
+from pallas_kernels.mosaic.hopper.tiles import Settings, Span, Work
 from pallas_kernels.mosaic.products import wgmma
-from pallas_kernels.mosaic.ring import ROW, ROWS, SCALAR, WARPGROUPS
-from pallas_kernels.mosaic.softmax import Exponential, Policy
+from pallas_kernels.mosaic.ring import ROW, ROWS, SCALAR
+from pallas_kernels.mosaic.softmax import Exponential
 
 __all__ = ["Exponential", "Settings", "attention"]
 
 _MATRIX = plgpu.Layout.WGMMA
 # A number of each of a warpgroup's rows.
 _COLUMN = ring.array((ROWS,), jnp.float32, ROW)
+# Tiles whose queries are in shared memory: this one's and the next one's.
+_QUERY_SLOTS = 2
+# Registers of a thread that attends and of one that copies, by how many warpgroups attend.
+_REGISTERS = {2: (240, 24), 3: (160, 32)}
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What is static in an attention call.
+class _Inputs(NamedTuple):
+    """What the kernel reads, see `attention`; no scales of queries that it quantizes itself."""
 
-    Attributes:
-      mode: ``"int8"``, ``"int8_fp8"`` or ``"fp8"``.
-      exponential: the softmax's.
-      block_q: query tokens that share a scale, a multiple of 64.
-      block_kv: tokens of a key block, 64 or 128.
-      scale: factor of the scores.
-      is_causal: a query sees keys up to its own position.
-      window: optional (left, right).
-      soft_cap: optional cap of the scores.
-      stages: key and value blocks in shared memory.
-      ahead: whether a block's scores are computed under the exponentials of the one before.
-      programs: how many run side by side, one to a multiprocessor.
+    q: Ref
+    k: Ref
+    k_scale: Ref
+    v: Ref
+    v_scale: Ref
+    query_lengths: Ref
+    key_lengths: Ref
+    q_scale: Ref | None = None
+
+
+class _Memory(NamedTuple):
+    """Shared memory, and the barriers of its slots.
+
+    Of queries that the kernel quantizes, `raw` is where they come in, and `q_scale` has the scales
+    of each slot, after what `quantize` keeps there.
     """
 
-    mode: str
-    exponential: Exponential
-    block_q: int
-    block_kv: int
-    scale: float
-    is_causal: bool
-    window: tuple[int, int] | None
-    soft_cap: float | None
-    stages: int = 4
-    programs: int = 132
-    ahead: bool = False
-
-    @property
-    def policy(self) -> Policy:
-        left, right = self.window or (None, None)
-        if self.is_causal:
-            right = 0
-        return Policy(
-            exponential=self.exponential,
-            is_int8=self.mode == "int8",
-            scores_are_integers=self.mode != "fp8",
-            left=left,
-            right=right,
-            soft_cap=self.soft_cap,
-        )
+    q: Ref
+    k: Ref
+    v: Ref
+    out: Ref
+    lse: Ref
+    q_ready: Ref
+    k_ready: Ref
+    v_ready: Ref
+    q_free: Ref
+    k_free: Ref
+    v_free: Ref
+    raw: Ref | None = None
+    raw_ready: Ref | None = None
+    q_scale: Ref | None = None
 
 
-class _Span(NamedTuple):
-    """Key blocks of a tile: ``begin`` alone, then up to `inner`, `outer` and `end`.
-
-    Every query sees those from `inner` to `outer` without a mask; `full_first` says whether the
-    first one too.
-    """
-
-    begin: jax.Array
-    inner: jax.Array
-    outer: jax.Array
-    end: jax.Array
-    full_first: jax.Array
-
-
-def _span(first: jax.Array, length: jax.Array, s: Settings) -> _Span:
-    """Key blocks that some of the queries ``first, ..`` see, and within them those that all see.
-
-    At least one block, whether or not there is a key.
-    """
-    p = s.policy
-    last = first + WARPGROUPS * ROWS - 1
-    start, stop, full_start, full_stop = jnp.int32(0), length, jnp.int32(0), length
-    if p.right is not None:
-        stop = jnp.minimum(stop, last + (p.right + 1))
-        full_stop = jnp.minimum(full_stop, first + (p.right + 1))
-    if p.left is not None:
-        start = jnp.maximum(first - p.left, 0)
-        full_start = jnp.maximum(last - p.left, 0)
-    block = jnp.int32(s.block_kv)
-    end = lax.div(stop + (block - 1), block)
-    begin = lax.div(start, block)
-    end = jnp.maximum(end, 1)
-    begin = jnp.minimum(begin, end - 1)
-    full_first = (begin * block >= full_start) & ((begin + 1) * block <= full_stop)
-    # The first block is processed by itself.
-    inner = jnp.clip(lax.div(full_start + (block - 1), block), begin + 1, end)
-    outer = jnp.clip(lax.div(full_stop, block), inner, end)
-    return _Span(begin, inner, outer, end, full_first)
-
-
-class _Work:
-    """A tile of 128 queries of one head, by its number."""
-
-    def __init__(self, number: jax.Array, tiles: int, refs: tuple[Ref, ...], s: Settings) -> None:
-        q, _, k, _, _, _, query_lengths, key_lengths = refs
-        batch, heads = q.shape[:2]
-        rows = jnp.int32(batch * heads)
-        row = lax.rem(number, rows)
-        self.b, self.head = lax.div(row, jnp.int32(heads)), lax.rem(row, jnp.int32(heads))
-        self.h = lax.div(self.head, jnp.int32(heads // k.shape[1]))
-        # The last tiles of a causal call have most to do: they start first.
-        self.first = (tiles - 1 - lax.div(number, rows)) * (WARPGROUPS * ROWS)
-        self.length = key_lengths[self.b]
-        self.query_length = query_lengths[self.b]
-        self.blocks = _span(self.first, self.length, s)
-
-
-def _produce(
-    work: _Work,
-    slot: jax.Array,
-    refs: tuple[Ref, ...],
-    memory: tuple[Ref, ...],
-    barriers: tuple[Ref, ...],
-    s: Settings,
-) -> jax.Array:
-    """Copies a tile's queries and blocks to shared memory, as room comes free; the next slot."""
-    q_ref, _, k_ref, _, v_ref, *_ = refs
-    q, k, v = memory
-    q_ready, k_ready, v_ready, q_free, k_free, v_free = barriers
-    for i in range(WARPGROUPS):
+def _copy_queries(work: Work, place: jax.Array, x: _Inputs, y: _Memory, s: Settings) -> None:
+    """Copies a tile's codes of queries to shared memory, as room comes free."""
+    plgpu.barrier_wait(y.q_free.at[place])
+    for i in range(s.consumers):
         rows = pl.ds(work.first + i * ROWS, ROWS)
-        plgpu.barrier_wait(q_free.at[i])
-        plgpu.copy_gmem_to_smem(q_ref.at[work.b, work.head, rows], q.at[i], q_ready.at[i])
+        source = x.q.at[work.b, work.head, rows]
+        plgpu.copy_gmem_to_smem(source, y.q.at[place, i], y.q_ready.at[place])
+
+
+def _copy_raw(work: Work, x: _Inputs, y: _Memory, s: Settings) -> None:
+    """Copies a tile's queries as they are."""
+    assert y.raw is not None
+    assert y.raw_ready is not None
+    source = x.q.at[work.b, pl.ds(work.first, s.rows), work.head]
+    plgpu.copy_gmem_to_smem(source, y.raw, y.raw_ready)
+
+
+def _quantize_queries(work: Work, place: jax.Array, y: _Memory, s: Settings) -> None:
+    """Quantizes the queries that came last, as room comes free."""
+    assert y.raw is not None
+    assert y.raw_ready is not None
+    assert y.q_scale is not None
+    tile = quantize.Tile(
+        s.rows, y.raw.shape[1], s.block_q, y.raw.dtype.name, is_int8=y.q.dtype == jnp.int8
+    )
+    plgpu.barrier_wait(y.raw_ready)
+    plgpu.barrier_wait(y.q_free.at[place])
+    plain, codes = plgpu.RefType(), y.q.at[place]
+    ring.inline(
+        functools.partial(quantize.quantize, tile=tile),
+        (plain, ring.tile_type(codes), plain, SCALAR, SCALAR),
+    )(y.raw, codes, y.q_scale, place, work.query_length - work.first)
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(y.q_ready.at[place])
+
+
+def _copy_keys(work: Work, slot: jax.Array, x: _Inputs, y: _Memory, s: Settings) -> jax.Array:
+    """Copies a tile's keys and values to shared memory, as room comes free; the next slot."""
 
     def block(j: jax.Array, slot: jax.Array) -> jax.Array:
-        tokens = pl.ds(j * s.block_kv, s.block_kv)
-        plgpu.barrier_wait(k_free.at[slot])
-        plgpu.copy_gmem_to_smem(k_ref.at[work.b, work.h, tokens], k.at[slot], k_ready.at[slot])
-        plgpu.barrier_wait(v_free.at[slot])
-        source = v_ref.at[work.b, work.h, slice(None), tokens]
-        plgpu.copy_gmem_to_smem(source, v.at[slot], v_ready.at[slot])
+        tokens = pl.ds(j * s.tile, s.tile)
+        plgpu.barrier_wait(y.k_free.at[slot])
+        source = x.k.at[work.b, work.h, tokens]
+        plgpu.copy_gmem_to_smem(source, y.k.at[slot], y.k_ready.at[slot])
+        plgpu.barrier_wait(y.v_free.at[slot])
+        source = x.v.at[work.b, work.h, slice(None), tokens]
+        plgpu.copy_gmem_to_smem(source, y.v.at[slot], y.v_ready.at[slot])
         return ring.next_slot(slot, s.stages)
 
     return lax.fori_loop(work.blocks.begin, work.blocks.end, block, slot)
@@ -198,7 +188,7 @@ def _full(x: float, shape: tuple[int, ...], layout: Any, dtype: Any = jnp.float3
 
 @dataclasses.dataclass(frozen=True)
 class _Consumer:
-    """What a warpgroup's steps share."""
+    """What a warpgroup's steps share. A block is a tile of keys."""
 
     q: Ref
     buffers: tuple[Ref, Ref]
@@ -210,7 +200,7 @@ class _Consumer:
     factor: jax.Array
     first: jax.Array
     length: jax.Array
-    blocks: _Span
+    blocks: Span
     s: Settings
 
     def wait_for_key(self, j: jax.Array, slot: jax.Array) -> None:
@@ -230,7 +220,7 @@ class _Consumer:
             return wgmma.start(q, k, swizzle=swizzle, a_swizzle=swizzle)
 
         return ring.inline(
-            f, (ring.tile_type(self.q), ring.tile_type(k)), ring.array((ROWS, s.block_kv), dtype)
+            f, (ring.tile_type(self.q), ring.tile_type(k)), ring.array((ROWS, s.tile), dtype)
         )(self.q, k)
 
     def output(self, p: jax.Array, slot: jax.Array) -> jax.Array:
@@ -245,28 +235,61 @@ class _Consumer:
         types = (plgpu.Layout.WGMMA_8BIT, ring.tile_type(v))
         return ring.inline(f, types, ring.array((ROWS, v.shape[0]), dtype))(p, v)
 
+    def factors(self, j: jax.Array) -> tuple[jax.Array, ...]:
+        """Of the scores of each of block `j`'s parts that have a scale of their own."""
+        parts, scales = self.s.tile // self.s.block_kv, self.scales[0]
+        return tuple(self.factor * scales[(*self.at, j * parts + i)] for i in range(parts))
+
+    def seen(
+        self, scores: jax.Array, j: jax.Array, factors: tuple[jax.Array, ...], is_masked: bool
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """Scores of block `j` as the softmax takes them, and their factors."""
+        if not is_masked and self.s.soft_cap is None:
+            return scores, factors
+        key = j * self.s.tile
+        limits = (self.first - key, self.length - key) if is_masked else ()
+        count = len(factors)
+
+        def f(scores: Any, *rest: Any) -> Any:
+            return softmax.seen(scores, rest[:count], rest[count:] or None, self.s.policy)
+
+        types = (_MATRIX, *[SCALAR] * (count + len(limits)))
+        found = ring.inline(f, types, ring.array(scores.shape, jnp.float32))
+        return found(scores, *factors, *limits), (jnp.float32(1.0),)
+
     def softmax(
-        self,
-        scores: jax.Array,
-        m: jax.Array,
-        l: jax.Array,
-        j: jax.Array,
-        k_scale: jax.Array,
-        is_masked: bool,
+        self, scores: jax.Array, m: jax.Array, l: jax.Array, factors: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, ...]:
-        """`softmax.step` of block `j`."""
-        types = [_MATRIX, ROW, ROW, SCALAR]
-        args = [scores, m, l, self.factor * k_scale]
-        if is_masked:
-            key = j * self.s.block_kv
-            args += [self.first - key, self.length - key]
-            types += [SCALAR, SCALAR]
+        """`softmax.step`."""
 
-        def f(scores: Any, m: Any, l: Any, factor: Any, *limits: Any) -> tuple[Any, ...]:
-            return softmax.step(scores, m, l, factor, limits or None, self.s.policy)
+        def f(scores: Any, m: Any, l: Any, *factors: Any) -> tuple[Any, ...]:
+            return softmax.step(scores, m, l, factors, self.s.policy)
 
+        types = (_MATRIX, ROW, ROW, *[SCALAR] * len(factors))
         weights = ring.array(scores.shape, jnp.float32)
-        return ring.inline(f, tuple(types), (weights, *[_COLUMN] * 4))(*args)
+        return ring.inline(f, types, (weights, *[_COLUMN] * 4))(scores, m, l, *factors)
+
+    def maxima(
+        self, scores: jax.Array, m: jax.Array, factors: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, ...]:
+        """`softmax.maxima`."""
+
+        def f(scores: Any, m: Any, *factors: Any) -> tuple[Any, ...]:
+            return softmax.maxima(scores, m, factors, self.s.policy)
+
+        types = (_MATRIX, ROW, *[SCALAR] * len(factors))
+        return ring.inline(f, types, (_COLUMN,) * 3)(scores, m, *factors)
+
+    def arguments(
+        self, scores: jax.Array, m: jax.Array, factors: tuple[jax.Array, ...]
+    ) -> jax.Array:
+        """`softmax.arguments`."""
+
+        def f(scores: Any, m: Any, *factors: Any) -> Any:
+            return softmax.arguments(scores, m, factors, self.s.policy)
+
+        types = (_MATRIX, ROW, *[SCALAR] * len(factors))
+        return ring.inline(f, types, ring.array(scores.shape, jnp.float32))(scores, m, *factors)
 
     def pack(self, weights: jax.Array) -> jax.Array:
         """`softmax.pack`."""
@@ -303,17 +326,20 @@ class _Consumer:
         s, blocks = self.s, self.blocks
         head_dim = self.buffers[1].shape[1]
 
-        scale = self.scales[0][(*self.at, blocks.begin)]
+        factors = self.factors(blocks.begin)
         self.wait_for_key(blocks.begin, slot)
         scores = self.scores(slot)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(self.free[0].at[slot])
         m, l = _full(-jnp.inf, (ROWS,), ROW), _full(0.0, (ROWS,), ROW)
         alpha, unit = _full(1.0, (ROWS,), ROW), _full(0.0, (ROWS,), ROW)
+
+        def first(is_masked: bool) -> tuple[jax.Array, ...]:
+            y, c = self.seen(scores, blocks.begin, factors, is_masked)
+            return self.softmax(y, m, l, c)
+
         p, m, l, next_alpha, next_unit = lax.cond(
-            blocks.full_first,
-            lambda: self.softmax(scores, m, l, blocks.begin, scale, False),
-            lambda: self.softmax(scores, m, l, blocks.begin, scale, True),
+            blocks.full_first, lambda: first(False), lambda: first(True)
         )
         following = ring.next_slot(slot, s.stages)
         self.wait_for_key(blocks.begin + 1, following)
@@ -326,7 +352,7 @@ class _Consumer:
         def step(j: jax.Array, carry: tuple[jax.Array, ...], is_masked: bool) -> Any:
             o, product, alpha, unit, m, l, next_alpha, next_unit, p, before, slot = carry
             following = ring.next_slot(slot, s.stages)
-            scale = self.scales[0][(*self.at, j)]
+            factors = self.factors(j)
             value_unit = self.value_unit(next_unit, j - 1)
             scores = self.scores(slot)
             # While the scores are on their way.
@@ -335,7 +361,8 @@ class _Consumer:
             plgpu.wgmma_wait(1)
             plgpu.barrier_arrive(self.free[0].at[slot])
             alpha, unit = next_alpha, value_unit
-            p, m, l, next_alpha, next_unit = self.softmax(scores, m, l, j, scale, is_masked)
+            scores, factors = self.seen(scores, j, factors, is_masked)
+            p, m, l, next_alpha, next_unit = self.softmax(scores, m, l, factors)
             # Loops over which the compiler moves no instructions: the softmax stays before them.
             self.wait_for_key(j + 1, following)
             plgpu.barrier_wait(self.ready[1].at[slot])
@@ -359,34 +386,6 @@ class _Consumer:
         plgpu.barrier_arrive(self.free[1].at[slot])
         return self.merge(o, product, next_alpha, unit_of_last), m, l, following
 
-    def limits(self, j: jax.Array, is_masked: bool) -> tuple[jax.Array, ...]:
-        """What `softmax` compares block `j`'s keys with, if there is something to hide."""
-        key = j * self.s.block_kv
-        return (self.first - key, self.length - key) if is_masked else ()
-
-    def maxima(
-        self, scores: jax.Array, m: jax.Array, factor: jax.Array, limits: tuple[jax.Array, ...]
-    ) -> tuple[jax.Array, ...]:
-        """`softmax.maxima`."""
-        types = (_MATRIX, ROW, SCALAR, *[SCALAR] * len(limits))
-
-        def f(scores: Any, m: Any, factor: Any, *limits: Any) -> tuple[Any, ...]:
-            return softmax.maxima(scores, m, factor, limits or None, self.s.policy)
-
-        return ring.inline(f, types, (_COLUMN,) * 3)(scores, m, factor, *limits)
-
-    def arguments(
-        self, scores: jax.Array, m: jax.Array, factor: jax.Array, limits: tuple[jax.Array, ...]
-    ) -> jax.Array:
-        """`softmax.arguments`."""
-        types = (_MATRIX, ROW, SCALAR, *[SCALAR] * len(limits))
-
-        def f(scores: Any, m: Any, factor: Any, *limits: Any) -> Any:
-            return softmax.arguments(scores, m, factor, limits or None, self.s.policy)
-
-        values = ring.array(scores.shape, jnp.float32)
-        return ring.inline(f, types, values)(scores, m, factor, *limits)
-
     def weigh(self, *args: jax.Array) -> tuple[jax.Array, ...]:
         """`softmax.weigh`."""
         types = (_MATRIX, *[ROW] * 4)
@@ -404,11 +403,11 @@ class _Consumer:
         head_dim = self.buffers[1].shape[1]
 
         def first(is_masked: bool) -> tuple[jax.Array, ...]:
-            limits = self.limits(blocks.begin, is_masked)
-            top, m, alpha = self.maxima(scores, _full(-jnp.inf, (ROWS,), ROW), factor, limits)
-            return self.arguments(scores, m, factor, limits), top, m, alpha
+            y, c = self.seen(scores, blocks.begin, factors, is_masked)
+            top, m, alpha = self.maxima(y, _full(-jnp.inf, (ROWS,), ROW), c)
+            return self.arguments(y, m, c), top, m, alpha
 
-        factor = self.factor * self.scales[0][(*self.at, blocks.begin)]
+        factors = self.factors(blocks.begin)
         self.wait_for_key(blocks.begin, slot)
         scores = self.scores(slot)
         plgpu.wgmma_wait(0)
@@ -421,7 +420,7 @@ class _Consumer:
         def step(j: jax.Array, carry: tuple[jax.Array, ...], is_masked: bool) -> Any:
             """Weights of block ``j - 1``, scores of `j`."""
             o, l, x, top, m, alpha, before, slot = carry
-            k_scale = self.scales[0][(*self.at, j)]
+            factors = self.factors(j)
             scores = self.scores(slot)
             weights, l, unit = self.weigh(x, top, m, alpha, l)
             plgpu.barrier_wait(self.ready[1].at[before])
@@ -429,12 +428,12 @@ class _Consumer:
             product = self.output(self.pack(weights), before)
             plgpu.barrier_arrive(self.free[0].at[slot])
 
-            @pl.when(k_scale < 0)  # never: a loop that keeps maxima from coming between products
+            @pl.when(factors[0] < 0)  # never: a loop that keeps maxima from coming between products
             def _() -> None:
                 plgpu.barrier_wait(self.ready[0].at[slot])
 
-            factor, limits = self.factor * k_scale, self.limits(j, is_masked)
-            top, m, next_alpha = self.maxima(scores, m, factor, limits)
+            scores, factors = self.seen(scores, j, factors, is_masked)
+            top, m, next_alpha = self.maxima(scores, m, factors)
             unit = self.value_unit(unit, j - 1)
             following = ring.next_slot(slot, s.stages)
             self.wait_for_key(j + 1, following)
@@ -442,7 +441,7 @@ class _Consumer:
             plgpu.barrier_arrive(self.free[1].at[before])
             o = self.merge(o, product, alpha, unit)
             # Now, because it moves them to the registers that the product leaves.
-            x = self.arguments(scores, m, factor, limits)
+            x = self.arguments(scores, m, factors)
             return o, l, x, top, m, next_alpha, slot, following
 
         carry = (o, l, x, top, m, alpha, slot, following)
@@ -462,61 +461,85 @@ class _Consumer:
         return self.merge(o, product, alpha, unit), m, l, following
 
 
-def _consume(
-    work: _Work,
-    slot: jax.Array,
+def _query_scale(
+    work: Work,
+    start: jax.Array,
+    place: jax.Array,
     me: jax.Array,
-    refs: tuple[Ref, ...],
-    memory: tuple[Ref, ...],
-    barriers: tuple[Ref, ...],
-    results: tuple[Ref, ...],
+    x: _Inputs,
+    y: _Memory,
     s: Settings,
 ) -> jax.Array:
-    """Attends with a warpgroup's half of a tile, and stores; the next slot."""
-    q_ref, q_scale_ref, _, k_scale_ref, _, v_scale_ref, *_ = refs
-    q, k, v, out, lse = memory
-    q_ready, k_ready, v_ready, q_free, k_free, v_free = barriers
-    out_ref, lse_ref = results
-    head_dim = q_ref.shape[-1]
+    """The scale of a warpgroup's queries, which begin at `start`."""
+    if y.q_scale is not None:
+        return y.q_scale[quantize.PARTS + place, me]
+    assert x.q_scale is not None
+    block = jnp.minimum(lax.div(start, jnp.int32(s.block_q)), x.q_scale.shape[2] - 1)
+    return x.q_scale[work.b, work.head, block]
+
+
+def _attend(
+    work: Work,
+    place: jax.Array,
+    slot: jax.Array,
+    me: jax.Array,
+    x: _Inputs,
+    y: _Memory,
+    s: Settings,
+) -> tuple[jax.Array, ...]:
+    """`_Consumer.run` for a warpgroup's part of a tile."""
     start = work.first + me * ROWS
-    block = jnp.minimum(lax.div(start, jnp.int32(s.block_q)), q_scale_ref.shape[2] - 1)
     # With a soft cap scores are scaled to the exponential's units after it.
     unit = 1.0 if s.soft_cap is not None else s.exponential.unit
-    factor = q_scale_ref[work.b, work.head, block] * (abs(s.scale) * unit)
-    plgpu.barrier_wait(q_ready.at[me])
+    plgpu.barrier_wait(y.q_ready.at[place])
     consumer = _Consumer(
-        q=q.at[me],
-        buffers=(k, v),
-        ready=(k_ready, v_ready),
-        free=(k_free, v_free),
-        query_free=q_free.at[me],
-        scales=(k_scale_ref, v_scale_ref),
+        q=y.q.at[place, me],
+        buffers=(y.k, y.v),
+        ready=(y.k_ready, y.v_ready),
+        free=(y.k_free, y.v_free),
+        query_free=y.q_free.at[place],
+        scales=(x.k_scale, x.v_scale),
         at=(work.b, work.h),
-        factor=factor,
+        factor=_query_scale(work, start, place, me, x, y, s) * (abs(s.scale) * unit),
         first=start,
         length=work.length,
         blocks=work.blocks,
         s=s,
     )
-    o, m, l, slot = (consumer.run_ahead if s.ahead else consumer.run)(slot)
-    v_scale = jnp.float32(1.0) if s.mode == "int8" else v_scale_ref[work.b, work.h, 0]
-    width = out.shape[-1]
+    return (consumer.run_ahead if s.ahead else consumer.run)(slot)
+
+
+def _store(
+    work: Work,
+    me: jax.Array,
+    found: tuple[jax.Array, ...],
+    x: _Inputs,
+    y: _Memory,
+    results: tuple[Ref, Ref],
+    s: Settings,
+) -> None:
+    """Normalizes and stores what a warpgroup has found of a tile."""
+    (o, m, l), (out_ref, lse_ref) = found, results
+    start = work.first + me * ROWS
+    v_scale = jnp.float32(1.0) if s.mode == "int8" else x.v_scale[work.b, work.h, 0]
+    head_dim, width = o.shape[1], y.out.shape[-1]
     *parts, residual = ring.inline(
         functools.partial(softmax.finish, policy=s.policy, width=width),
         (_MATRIX, ROW, ROW, SCALAR, SCALAR),
         (*[ring.array((ROWS, width), o.dtype)] * (head_dim // width), _COLUMN),
     )(o, m, l, work.query_length - start, v_scale)
-    lse[me] = residual
     rows = pl.ds(start, ROWS)
     for i, part in enumerate(parts):
-        out[me] = part.astype(out.dtype)
+        # Until what was stored last has left the memory: as late as can be.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        if i == 0:
+            y.lse[me] = residual
+        y.out[me] = part.astype(y.out.dtype)
         plgpu.commit_smem()
         channels = pl.ds(i * width, width)
-        plgpu.copy_smem_to_gmem(out.at[me], out_ref.at[work.b, rows, work.head, channels])
+        plgpu.copy_smem_to_gmem(y.out.at[me], out_ref.at[work.b, rows, work.head, channels])
         if i == 0:
-            plgpu.copy_smem_to_gmem(lse.at[me], lse_ref.at[work.b, work.head, rows])
-        plgpu.wait_smem_to_gmem(0)
-    return slot
+            plgpu.copy_smem_to_gmem(y.lse.at[me], lse_ref.at[work.b, work.head, rows])
 
 
 def _out_width(head_dim: int, dtype: Any) -> int:
@@ -527,49 +550,88 @@ def _out_width(head_dim: int, dtype: Any) -> int:
 def _kernel(*refs: Ref, s: Settings, tiles: int) -> None:
     """One persistent program, which takes every `s.programs`-th tile."""
     *inputs, out_ref, lse_ref = refs
-    batch, heads, _, head_dim = inputs[0].shape
-    total = batch * heads * tiles
-    me, share = lax.axis_index("warpgroup"), ring.Share(total)
+    x = _Inputs(*inputs)
+    batch, _, heads, head_dim = out_ref.shape
+    me, share = lax.axis_index("warpgroup"), ring.Share(batch * heads * tiles, turns=s.is_causal)
+    quantizes = x.q_scale is None
 
-    def body(q: Ref, k: Ref, v: Ref, out: Ref, lse: Ref, ready: list[Ref], free: list[Ref]) -> None:
-        barriers, results = (*ready, *free), (out_ref, lse_ref)
+    def work(i: jax.Array) -> Work:
+        return Work(share.number(i), tiles, heads, x.k, (x.query_lengths, x.key_lengths), s)
 
-        def over_tiles(f: Any) -> None:
-            share.loop(lambda number, slot: f(_Work(number, tiles, tuple(inputs), s), slot))
-
-        def consume(work: _Work, slot: jax.Array) -> jax.Array:
-            memory = (q, k, v, out, lse)
-            return _consume(work, slot, me, tuple(inputs), memory, barriers, results, s)
+    def body(y: _Memory) -> None:
+        def consume(i: jax.Array, slot: jax.Array) -> jax.Array:
+            place = lax.rem(i, jnp.int32(_QUERY_SLOTS))
+            *found, slot = _attend(work(i), place, slot, me, x, y, s)
+            # Anew, so that where the tile is takes no registers in the meantime.
+            _store(work(ring.anew(i)), me, tuple(found), x, y, (out_ref, lse_ref), s)
+            return slot
 
         def start_to_consume() -> None:
-            ring.free_at_first(s.stages, free[1:], free[0].at[me])
-            over_tiles(consume)
+            for i in range(_QUERY_SLOTS):
+                plgpu.barrier_arrive(y.q_free.at[i])
+            ring.free_at_first(s.stages, (y.k_free, y.v_free))
+            share.by_index(consume)
+            plgpu.wait_smem_to_gmem(0)
 
-        def produce(work: _Work, slot: jax.Array) -> jax.Array:
-            return _produce(work, slot, tuple(inputs), (q, k, v), barriers, s)
+        def produce(i: jax.Array, slot: jax.Array) -> jax.Array:
+            place, tile = lax.rem(i, jnp.int32(_QUERY_SLOTS)), work(i)
+            if not quantizes:
+                _copy_queries(tile, place, x, y, s)
+                return _copy_keys(tile, slot, x, y, s)
+            _quantize_queries(tile, place, y, s)
 
-        ring.divide(me, WARPGROUPS, (240, 24), start_to_consume, lambda: over_tiles(produce))
+            @pl.when(i + 1 < share.count)
+            def _() -> None:
+                _copy_raw(work(i + 1), x, y, s)
 
-    dtypes = inputs[0].dtype, inputs[2].dtype, inputs[4].dtype
-    pl.run_scoped(
-        body,
-        ring.tile((WARPGROUPS, ROWS, head_dim), dtypes[0]),
-        ring.tile((s.stages, s.block_kv, head_dim), dtypes[1]),
-        ring.tile((s.stages, head_dim, s.block_kv), dtypes[2]),
-        ring.tile((WARPGROUPS, ROWS, _out_width(head_dim, out_ref.dtype)), out_ref.dtype),
-        plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32),
-        [plgpu.Barrier(num_barriers=n) for n in (WARPGROUPS, s.stages, s.stages)],
-        [
-            plgpu.Barrier(num_barriers=WARPGROUPS),
-            *[plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=s.stages)] * 2,
-        ],
-        collective_axes="warpgroup",
+            return _copy_keys(tile, slot, x, y, s)
+
+        def start_to_produce() -> None:
+            if quantizes:
+                _copy_raw(work(jnp.int32(0)), x, y, s)
+            share.by_index(produce)
+
+        registers = _REGISTERS[s.consumers]
+        ring.divide(me, s.consumers, registers, start_to_consume, start_to_produce)
+
+    _allocate(body, x, out_ref.dtype, head_dim, s)
+
+
+def _allocate(
+    f: Callable[[_Memory], None], x: _Inputs, dtype: Any, head_dim: int, s: Settings
+) -> None:
+    """Calls `f` with the program's shared memory."""
+    quantizes, warpgroups = x.q_scale is None, s.consumers
+    of_each = (warpgroups, ROWS)
+    memory = _Memory(
+        q=ring.tile((_QUERY_SLOTS, *of_each, head_dim), x.k.dtype),
+        k=ring.tile((s.stages, s.tile, head_dim), x.k.dtype),
+        v=ring.tile((s.stages, head_dim, s.tile), x.v.dtype),
+        out=ring.tile((*of_each, _out_width(head_dim, dtype)), dtype),
+        lse=plgpu.SMEM(of_each, jnp.float32),
+        # Who quantizes arrives once, and each copy does.
+        q_ready=plgpu.Barrier(
+            num_arrivals=1 if quantizes else warpgroups, num_barriers=_QUERY_SLOTS
+        ),
+        k_ready=plgpu.Barrier(num_barriers=s.stages),
+        v_ready=plgpu.Barrier(num_barriers=s.stages),
+        q_free=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=_QUERY_SLOTS),
+        k_free=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=s.stages),
+        v_free=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=s.stages),
     )
+    if quantizes:
+        memory = memory._replace(
+            raw=plgpu.SMEM((s.rows, head_dim), x.q.dtype),
+            raw_ready=plgpu.Barrier(),
+            q_scale=plgpu.SMEM((quantize.PARTS + _QUERY_SLOTS, warpgroups), jnp.float32),
+        )
+    given = {name: kind for name, kind in memory._asdict().items() if kind is not None}
+    pl.run_scoped(lambda **refs: f(_Memory(**refs)), collective_axes="warpgroup", **given)
 
 
 def attention(
     q: jax.Array,
-    q_scale: jax.Array,
+    q_scale: jax.Array | None,
     k: jax.Array,
     k_scale: jax.Array,
     v: jax.Array,
@@ -581,16 +643,17 @@ def attention(
     dtype: jax.typing.DTypeLike,
     settings: Settings,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attends with operands that are quantized already.
+    """Attends with operands that are quantized already, or with queries that are not.
 
     Args:
       q: ``[B, N, Tp, H]``; `Tp`, `Sp` are padded to whole blocks, `H` is 64, 128 or 256. The sign
-        of a negative scale is in it.
-      q_scale: float32 ``[B, N, Tp / block_q]``.
-      k: ``[B, K, Sp, H]``, q's dtype, tokens permuted within groups of 16: place
+        of a negative scale is in it. Without `q_scale` bfloat16 or float16 ``[B, T, N, H]``, which
+        the kernel quantizes itself; then `H` is 64 or 128 and `settings.block_q` divides its tile.
+      q_scale: float32 ``[B, N, Tp / block_q]``, or None.
+      k: ``[B, K, Sp, H]``, in 8 bits, tokens permuted within groups of 16: place
         ``8 h + 2 t + r`` holds token ``4 t + 2 h + r`` (`t` in 0..3; `h`, `r` in 0..1). Thread `t`
         of four holds these columns of the scores, and as the next product's operand tokens
-        ``4 t .. 4 t + 3``: so no weight changes threads.
+        ``4 t .. 4 t + 3``: so no weight changes threads. `Sp` is a multiple of `settings.tile`.
       k_scale: float32 ``[B, K, Sp / block_kv]``.
       v: ``[B, K, H, Sp]``.
       v_scale: float32 ``[B, K, Sp / block_kv]``, in the e4m3 modes one number per head.
@@ -604,18 +667,21 @@ def attention(
       ``[B, T, N, H]`` and the float32 log-sum-exp ``[B, T, N]``.
     """
     s = settings
-    batch, heads, _, head_dim = q.shape
-    tiles = pl.cdiv(tokens, WARPGROUPS * ROWS)
+    batch, head_dim = q.shape[0], q.shape[3]
+    heads = q.shape[2 if q_scale is None else 1]
+    tiles = pl.cdiv(tokens, s.rows)
     written = -(-tokens // 8) * 8  # copies take tokens in eights
     run = ring.launch(
         functools.partial(_kernel, s=s, tiles=tiles),
         "turbojax_attention_hopper",
         (
             jax.ShapeDtypeStruct((batch, written, heads, head_dim), dtype),
-            jax.ShapeDtypeStruct((batch, heads, tiles * WARPGROUPS * ROWS), jnp.float32),
+            jax.ShapeDtypeStruct((batch, heads, tiles * s.rows), jnp.float32),
         ),
         batch * heads * tiles,
         s.programs,
+        consumers=s.consumers,
     )
-    out, lse = run(q, q_scale, k, k_scale, v, v_scale, query_lengths, key_lengths)
+    scales = () if q_scale is None else (q_scale,)
+    out, lse = run(q, k, k_scale, v, v_scale, query_lengths, key_lengths, *scales)
     return out[:, :tokens], jnp.swapaxes(lse[:, :, :tokens], 1, 2)

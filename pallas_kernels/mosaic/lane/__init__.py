@@ -23,9 +23,11 @@ from pallas_kernels.mosaic.lane.instructions import floor as floor
 from pallas_kernels.mosaic.lane.instructions import fma as fma
 from pallas_kernels.mosaic.lane.instructions import from_lane as from_lane
 from pallas_kernels.mosaic.lane.instructions import half_to_float as half_to_float
+from pallas_kernels.mosaic.lane.instructions import largest_of_warp as largest_of_warp
 from pallas_kernels.mosaic.lane.instructions import log2 as log2
 from pallas_kernels.mosaic.lane.instructions import log2_of_any as log2_of_any
 from pallas_kernels.mosaic.lane.instructions import matmul as matmul
+from pallas_kernels.mosaic.lane.instructions import maxima_of_halves as maxima_of_halves
 from pallas_kernels.mosaic.lane.instructions import maximum as maximum
 from pallas_kernels.mosaic.lane.instructions import minimum as minimum
 from pallas_kernels.mosaic.lane.instructions import pack_bytes as pack_bytes
@@ -35,6 +37,7 @@ from pallas_kernels.mosaic.lane.instructions import reciprocal as reciprocal
 from pallas_kernels.mosaic.lane.instructions import reduce_lanes as reduce_lanes
 from pallas_kernels.mosaic.lane.instructions import signed_byte as signed_byte
 from pallas_kernels.mosaic.lane.instructions import special as special
+from pallas_kernels.mosaic.lane.instructions import tanh as tanh
 from pallas_kernels.mosaic.lane.instructions import thread as thread
 from pallas_kernels.mosaic.lane.instructions import uniform as uniform
 from pallas_kernels.mosaic.lane.instructions import warp_barrier as warp_barrier

@@ -75,6 +75,11 @@ def with_sign_of(sign: Float, x: Float) -> Float:
     return assembly("copysign.f32 $0, $1, $2;", sign, x)
 
 
+def tanh(x: Float) -> Float:
+    """The hyperbolic tangent, within 2**-11 of its value."""
+    return assembly("tanh.approx.f32 $0, $1;", x)
+
+
 def divide(a: Float, b: Float) -> Float:
     """A quotient within two units in the last place: the instruction that Triton emits."""
     return assembly("div.full.f32 $0, $1, $2;", a, b)
@@ -187,6 +192,17 @@ def among_four(x: Float, op: Callable[[Float, Float], Float]) -> Float:
         text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 0x1f, 0xffffffff;"
         x = op(x, assembly(text, x))
     return x
+
+
+def maxima_of_halves(a: Int, b: Int) -> Int:
+    """The larger of two signed numbers of 16 bits, in each half of a word."""
+    return assembly("max.s16x2 $0, $1, $2;", a, b)
+
+
+def largest_of_warp(x: Int) -> Int:
+    """The largest unsigned number of the warp's lanes."""
+    text = "redux.sync.max.u32 $0, $1, 0xffffffff;"
+    return Int(asm(i32(), [x.value], text, "=r,r", effects=True))
 
 
 def ballot(condition: Bool) -> Int:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir.dialects import vector
 
 from pallas_kernels.mosaic.lane.instructions import act, asm
 from pallas_kernels.mosaic.lane.numbers import (
@@ -89,6 +90,12 @@ class Pointer:
     def store(self, x: Int | Float) -> None:
         """Stores 32 bits."""
         llvm.store(x.value, self.value, alignment=4)
+
+    def store_words(self, words: Sequence[Int]) -> None:
+        """Stores two or four words at once, aligned to all of them."""
+        kind = ir.VectorType.get((len(words),), i32())
+        together = vector.from_elements(kind, [w.value for w in words])
+        llvm.store(together, self.value, alignment=4 * len(words))
 
     def store_as(self, x: Float, dtype: str) -> None:
         """Stores a float32, rounded to ``"float32"``, ``"bfloat16"`` or ``"float16"``."""

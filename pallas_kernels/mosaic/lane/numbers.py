@@ -64,6 +64,9 @@ class Bool:
     def __or__(self, other: "Bool") -> "Bool":
         return Bool(arith.ori(self.value, other.value))
 
+    def __invert__(self) -> "Bool":
+        return Bool(arith.xori(self.value, arith.constant(self.value.type, True)))
+
     def where(self, a: Any, b: Any) -> Any:
         """`a` where this is true, `b` elsewhere: both integers or both floats."""
         if isinstance(a, Float) or isinstance(b, Float):
@@ -156,6 +159,7 @@ class Float:
 
     __lt__ = _compare_float("OLT")
     __gt__ = _compare_float("OGT")
+    __ge__ = _compare_float("OGE")
     equals = _compare_float("OEQ")
 
     def maximum(self, other: "Float | float") -> "Float":

@@ -10,12 +10,18 @@ import jax.numpy as jnp
 from turbojax._device import multiprocessors, needs_hopper
 from turbojax.config import TurboConfig
 from turbojax.ops.options import Options
-from turbojax.ops.turbo_attention.operands import Operands, Stage1, quantize_operands
+from turbojax.ops.turbo_attention.operands import (
+    Stage1,
+    quantize_keys_and_values,
+    quantize_queries,
+)
 from turbojax.sas import SAS
 
 # What matrix instructions and their shared memory are made for; others are padded with zeros.
 _HEAD_DIMS = (64, 128, 256)
 _BLOCK_KV = (64, 128)
+# Key tokens that are attended to at once where blocks do not set them.
+_TILE = 128
 # Query rows of one warpgroup, which have one scale.
 _ROWS = 64
 # Above it the hardware's powers of two cannot be shifted so far that they become 0.
@@ -45,10 +51,21 @@ def attention_unsupported(
 
 
 class Launch(NamedTuple):
-    """How the kernel is laid out, see `pallas_kernels.mosaic.hopper.attention.Settings`."""
+    """How the kernel is laid out, see `pallas_kernels.mosaic.hopper.attention.Settings`.
+
+    Attributes:
+      stages: see there.
+      ahead: see there.
+      tile: see there.
+      consumers: see there.
+      quantizes: whether the kernel itself quantizes queries, see `quantizes_queries`.
+    """
 
     stages: int
     ahead: bool
+    tile: int
+    consumers: int = 2
+    quantizes: bool = False
 
 
 @functools.partial(jax.jit, static_argnames=("config", "options", "launch"))
@@ -90,14 +107,24 @@ def attention(
 
     if options.scale < 0:  # the kernel takes the maximum of scores before it scales them
         query, options = -query, dataclasses.replace(options, scale=-options.scale)
-    operands = quantize_operands(
-        query, key, value, query_length, key_length, config, stage1, permuted=True
-    )
-    head_dim = query.shape[-1]
-    operands = _pad_channels(operands, _padded_head_dim(head_dim))
     launch = launch or default_launch(query, config)
+    stage1 = stage1 or quantize_keys_and_values(
+        key, value, key_length, config, permuted=True, multiple=launch.tile
+    )
+    if stage1[0].shape[2] % launch.tile:  # quantized elsewhere
+        launch = launch._replace(tile=config.block_kv)
+    q, q_scale = query, None
+    if not launch.quantizes:
+        q, q_scale = quantize_queries(query, query_length, config)
+    k, k_scale, v, v_scale = stage1
+    head_dim, size = query.shape[-1], _padded_head_dim(query.shape[-1])
     out, residual = kernel.attention(
-        *operands,
+        _pad(q, 3, size),
+        q_scale,
+        _pad(k, 3, size),
+        k_scale,
+        _pad(v, 2, size),
+        v_scale,
         query_length,
         key_length,
         tokens=query.shape[1],
@@ -112,7 +139,10 @@ def attention(
             window=options.window,
             soft_cap=options.logits_soft_cap,
             programs=multiprocessors(),
-            **launch._asdict(),
+            stages=launch.stages,
+            ahead=launch.ahead,
+            tile=launch.tile,
+            consumers=launch.consumers,
         ),
     )
     return out[..., :head_dim], residual
@@ -121,11 +151,37 @@ def attention(
 def default_launch(query: jax.Array, config: TurboConfig) -> Launch:
     """What was fastest in the measurements of `pallas_kernels.mosaic.hopper.attention`.
 
-    Computing scores ahead takes more registers than there are in mode ``"int8"``, whose second
-    products are converted too, and with 256 channels.
+    Weights in e4m3 have a static scale, so that tiles of keys need not be blocks; but what SAS leaves
+    out is relative to the maximum up to a weight's block. Computing scores
+    ahead takes more registers than there are in mode ``"int8"``, whose second products are
+    converted too, and with 256 channels. With 64 there is room for a third warpgroup in its place,
+    if a sequence has queries for it.
     """
-    is_wide = _padded_head_dim(query.shape[-1]) == _HEAD_DIMS[-1]
-    return Launch(2 if is_wide else 4, config.mode != "int8" and not is_wide)
+    head_dim, is_int8 = _padded_head_dim(query.shape[-1]), config.mode == "int8"
+    is_narrow, is_wide = head_dim == _HEAD_DIMS[0], head_dim == _HEAD_DIMS[-1]
+    is_block = is_int8 or is_wide or isinstance(config.softmax, SAS)
+    consumers = 3 if is_narrow and not is_int8 and query.shape[1] > 2 * _ROWS else 2
+    return Launch(
+        stages=2 if is_wide else 4,
+        ahead=consumers == 2 and not is_int8 and not is_wide,
+        tile=config.block_kv if is_block else _TILE,
+        consumers=consumers,
+        quantizes=quantizes_queries(query, config, consumers),
+    )
+
+
+def quantizes_queries(query: jax.Array, config: TurboConfig, consumers: int) -> bool:
+    """Whether the kernel itself can quantize queries.
+
+    They must be in 16 bits, for there to be room for them as they are, and their blocks must divide
+    its tiles.
+    """
+    return (
+        query.shape[-1] in _HEAD_DIMS[:-1]
+        and query.dtype in (jnp.bfloat16, jnp.float16)
+        and config.block_q in (_ROWS, 2 * _ROWS)
+        and consumers * _ROWS % config.block_q == 0
+    )
 
 
 def _padded_head_dim(head_dim: int) -> int:
@@ -141,14 +197,8 @@ def _exponential(config: TurboConfig, make):  # type: ignore[no-untyped-def]
     return make(kind, sas.threshold, sas.coefficients, sas.base == "2")
 
 
-def _pad_channels(operands: Operands, size: int) -> Operands:
-    """Operands with zeros up to `size` channels."""
-    extra = size - operands.q.shape[-1]
-    if extra == 0:
-        return operands
-
-    def pad(x: jax.Array, axis: int) -> jax.Array:
-        widths = [(0, extra) if i == axis else (0, 0) for i in range(x.ndim)]
-        return jnp.pad(x, widths)
-
-    return operands._replace(q=pad(operands.q, 3), k=pad(operands.k, 3), v=pad(operands.v, 2))
+def _pad(x: jax.Array, axis: int, size: int) -> jax.Array:
+    """With zeros up to `size` along `axis`."""
+    extra = size - x.shape[axis]
+    widths = [(0, extra) if i == axis else (0, 0) for i in range(x.ndim)]
+    return jnp.pad(x, widths) if extra else x

@@ -93,13 +93,23 @@ def quantize_queries(
 
 
 def quantize_keys_and_values(
-    key: jax.Array, value: jax.Array, length: jax.Array, config: TurboConfig, *, permuted: bool
+    key: jax.Array,
+    value: jax.Array,
+    length: jax.Array,
+    config: TurboConfig,
+    *,
+    permuted: bool,
+    multiple: int | None = None,
 ) -> Stage1:
-    """The fields `k`, `k_scale`, `v` and `v_scale` of `Operands`."""
+    """The fields `k`, `k_scale`, `v` and `v_scale` of `Operands`.
+
+    `Sp` is `S` rounded up to `multiple`, itself a multiple of `block_kv`, or to whole blocks.
+    """
     block = config.block_kv
-    if _kernels_unsupported(key, block, config) is None:
-        return _quantize_keys_and_values(key, value, length, config, permuted)
-    k_blocks, v_blocks = (blocks(x, length, block) for x in (key, value))
+    multiple = multiple or block
+    if _kernels_unsupported(key, block, config, multiple) is None:
+        return _quantize_keys_and_values(key, value, length, config, permuted, multiple)
+    k_blocks, v_blocks = (blocks(x, length, block, multiple) for x in (key, value))
     k, k_scale = numerics.quantize_scores_operand(k_blocks, config.mode, axis=(-2, -1))
     k = permute_tokens(_join(k)) if permuted else _join(k)
     v, v_scale = numerics.quantize_values(v_blocks, config.mode)
@@ -107,13 +117,18 @@ def quantize_keys_and_values(
 
 
 def _quantize_keys_and_values(
-    key: jax.Array, value: jax.Array, length: jax.Array, config: TurboConfig, permuted: bool
+    key: jax.Array,
+    value: jax.Array,
+    length: jax.Array,
+    config: TurboConfig,
+    permuted: bool,
+    multiple: int,
 ) -> Stage1:
     """The same by kernels: two, and in the e4m3 modes a third that finds the values' maxima."""
     from pallas_kernels.triton.quantize import absolute_maxima, quantize
 
-    interpret = interpreting()
-    run = functools.partial(quantize, block=config.block_kv, interpret=interpret)
+    interpret, block = interpreting(), config.block_kv
+    run = functools.partial(quantize, block=block, multiple=multiple, interpret=interpret)
     keys = run(key, length, dtype=_dtype(config.mode == "fp8"), permuted=permuted)
     is_e4m3 = config.mode != "int8"
     maxima = absolute_maxima(value, length, interpret=interpret) if is_e4m3 else None
@@ -126,19 +141,25 @@ def permute_tokens(x: jax.Array) -> jax.Array:
     return jnp.swapaxes(groups, 3, 4).reshape(x.shape)
 
 
-def blocks(x: jax.Array, length: jax.Array, block: int) -> jax.Array:
-    """``[B, S, K, H]`` to blocks ``[B, K, n, block, H]``, zero past each length."""
+def blocks(x: jax.Array, length: jax.Array, block: int, multiple: int | None = None) -> jax.Array:
+    """``[B, S, K, H]`` to blocks ``[B, K, n, block, H]``, zero past each length.
+
+    Tokens are rounded up to `multiple`, itself a multiple of `block`, or to whole blocks.
+    """
     batch, size, heads, channels = x.shape
     valid = jnp.arange(size)[None] < length[:, None]
     x = jnp.where(valid[:, :, None, None], x, jnp.zeros((), x.dtype))
-    x = jnp.pad(x, ((0, 0), (0, -size % block), (0, 0), (0, 0)))
+    x = jnp.pad(x, ((0, 0), (0, -size % (multiple or block)), (0, 0), (0, 0)))
     return jnp.transpose(x.reshape(batch, -1, block, heads, channels), (0, 3, 1, 2, 4))
 
 
-def _kernels_unsupported(x: jax.Array, block: int, config: TurboConfig) -> str | None:
+def _kernels_unsupported(
+    x: jax.Array, block: int, config: TurboConfig, multiple: int | None = None
+) -> str | None:
     """Why kernels cannot quantize blocks of `x` here; None if they can."""
     batch, size, heads, channels = x.shape
-    count = -(-size // block)
+    multiple = multiple or block
+    count = -(-size // multiple) * (multiple // block)
     if config.mode == "float":
         return "config.mode='float' rounds nothing"
     if block & (block - 1) or block > _LARGEST_BLOCK:

@@ -173,7 +173,7 @@ def _produce(work: _Work, slot: jax.Array, x: Operands, m: _Memory, s: Settings)
 def _kernel(*refs: Ref, total: int, s: Settings) -> None:
     """One persistent program, which takes every `s.programs`-th tile of keys."""
     x, (dk_ref, dv_ref) = Operands(*refs[:-2]), refs[-2:]
-    me, share = lax.axis_index("warpgroup"), ring.Share(total, 2)
+    me, share = lax.axis_index("warpgroup"), ring.Share(total, together=2)
     head_dim, dtype = x.q.shape[-1], x.q.dtype
     width = min(head_dim, _CHANNELS)
     # The same memory serves two products where it can.

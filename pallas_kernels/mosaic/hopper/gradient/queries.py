@@ -167,7 +167,7 @@ def _produce(work: _Work, slot: jax.Array, x: Operands, m: _Memory, s: Settings)
 def _kernel(*refs: Ref, total: int, s: Settings) -> None:
     """One persistent program, which takes every `s.programs`-th tile of queries."""
     x, out_ref = Operands(*refs[:-1]), refs[-1]
-    me, share = lax.axis_index("warpgroup"), ring.Share(total, 2)
+    me, share = lax.axis_index("warpgroup"), ring.Share(total, together=2)
     head_dim = x.q.shape[-1]
     has_k8 = x.k8.dtype != x.k.dtype  # else the same memory serves both products
 

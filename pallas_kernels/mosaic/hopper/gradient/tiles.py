@@ -264,8 +264,8 @@ def _weigh(
         each = _of_each(logarithms, half, len(x), rows_are_keys)
         x = [_to_float(v) for v in x]
         if s.soft_cap is not None:
-            x = [softmax.capped(v * c, s.soft_cap) for v in x]
-            ratios = [v * (1 / s.soft_cap) for v in x]
+            ratios = [softmax.tanh(v * c) for v in x]
+            x = [v * s.soft_cap for v in ratios]
             slopes.append([(-v).fma(v, lane.number(1.0)) for v in ratios])
         unit = c if s.soft_cap is None else lane.number(LOG2_E)
         p = [lane.exp2(v.fma(unit, -l)) for v, l in zip(x, each, strict=True)]
@@ -342,7 +342,7 @@ class Tile:
         Args:
           scores: products, waited for.
           lse: of the queries, in powers of two.
-          factor: of the scores; with a soft cap in natural units, else in powers of two.
+          factor: of the scores, in powers of two; with a soft cap, in units of it.
           limits: see `_visible`; none if nothing is hidden.
         """
         tile, words = ring.array((ROWS, ROWS), jnp.float32), ring.array((ROWS, 32), jnp.int32)
@@ -372,7 +372,7 @@ class Tile:
 
 def scores_factor(s: Settings) -> float:
     """Of products of unscaled codes, see `Tile.weigh`."""
-    return s.scale if s.soft_cap is not None else s.scale * LOG2_E
+    return s.scale * (LOG2_E if s.soft_cap is None else 1 / s.soft_cap)
 
 
 def limits_of(

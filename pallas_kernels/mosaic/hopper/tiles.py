@@ -1,0 +1,129 @@
+"""Tiles of prefill attention on Hopper: what is static, which queries, which keys they see."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.layouts import Ref
+from pallas_kernels.mosaic.ring import ROWS
+from pallas_kernels.mosaic.softmax import Exponential, Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is static in an attention call.
+
+    Attributes:
+      mode: ``"int8"``, ``"int8_fp8"`` or ``"fp8"``.
+      exponential: the softmax's.
+      block_q: query tokens that share a scale, a multiple of 64.
+      block_kv: key tokens that share a scale, 64 or 128.
+      scale: factor of the scores.
+      is_causal: a query sees keys up to its own position.
+      window: optional (left, right).
+      soft_cap: optional cap of the scores.
+      stages: key and value blocks in shared memory.
+      ahead: whether a tile's scores are computed under the exponentials of the one before.
+      tile: key tokens that are attended to at once, `block_kv` or, with `ahead` and weights in
+        e4m3, a multiple of it.
+      consumers: warpgroups that attend, with 64 queries each.
+      programs: how many run side by side, one to a multiprocessor.
+    """
+
+    mode: str
+    exponential: Exponential
+    block_q: int
+    block_kv: int
+    scale: float
+    is_causal: bool
+    window: tuple[int, int] | None
+    soft_cap: float | None
+    stages: int = 4
+    programs: int = 132
+    ahead: bool = False
+    tile: int = 128
+    consumers: int = 2
+
+    @property
+    def rows(self) -> int:
+        """Queries of a tile."""
+        return self.consumers * ROWS
+
+    @property
+    def policy(self) -> Policy:
+        left, right = self.window or (None, None)
+        if self.is_causal:
+            right = 0
+        return Policy(
+            exponential=self.exponential,
+            is_int8=self.mode == "int8",
+            left=left,
+            right=right,
+            soft_cap=self.soft_cap,
+        )
+
+
+class Span(NamedTuple):
+    """Key tiles of a tile of queries: ``begin`` alone, then up to `inner`, `outer` and `end`.
+
+    Every query sees those from `inner` to `outer` without a mask; `full_first` says whether the
+    first one too.
+    """
+
+    begin: jax.Array
+    inner: jax.Array
+    outer: jax.Array
+    end: jax.Array
+    full_first: jax.Array
+
+
+def _span(first: jax.Array, length: jax.Array, s: Settings) -> Span:
+    """Key tiles that some of the queries ``first, ..`` see, and within them those that all see.
+
+    At least one tile, whether or not there is a key.
+    """
+    p = s.policy
+    last = first + s.rows - 1
+    start, stop, full_start, full_stop = jnp.int32(0), length, jnp.int32(0), length
+    if p.right is not None:
+        stop = jnp.minimum(stop, last + (p.right + 1))
+        full_stop = jnp.minimum(full_stop, first + (p.right + 1))
+    if p.left is not None:
+        start = jnp.maximum(first - p.left, 0)
+        full_start = jnp.maximum(last - p.left, 0)
+    block = jnp.int32(s.tile)
+    end = lax.div(stop + (block - 1), block)
+    begin = lax.div(start, block)
+    end = jnp.maximum(end, 1)
+    begin = jnp.minimum(begin, end - 1)
+    full_first = (begin * block >= full_start) & ((begin + 1) * block <= full_stop)
+    # The first block is processed by itself.
+    inner = jnp.clip(lax.div(full_start + (block - 1), block), begin + 1, end)
+    outer = jnp.clip(lax.div(full_stop, block), inner, end)
+    return Span(begin, inner, outer, end, full_first)
+
+
+class Work:
+    """A tile of queries of one head, by its number."""
+
+    def __init__(
+        self,
+        number: jax.Array,
+        tiles: int,
+        heads: int,
+        k: Ref,
+        lengths: tuple[Ref, Ref],
+        s: Settings,
+    ) -> None:
+        rows = jnp.int32(k.shape[0] * heads)
+        row = lax.rem(number, rows)
+        self.b, self.head = lax.div(row, jnp.int32(heads)), lax.rem(row, jnp.int32(heads))
+        self.h = lax.div(self.head, jnp.int32(heads // k.shape[1]))
+        # The last tiles of a causal call have most to do: they start first.
+        self.first = (tiles - 1 - lax.div(number, rows)) * s.rows
+        self.length = lengths[1][self.b]
+        self.query_length = lengths[0][self.b]
+        self.blocks = _span(self.first, self.length, s)

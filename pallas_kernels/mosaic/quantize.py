@@ -1,0 +1,178 @@
+"""A tile of queries in shared memory to 8 bits, by one warpgroup: stage 1 within a kernel.
+
+Codes and scales are those of `turbojax.quantizers`, to the bit. A thread takes 16 bytes, eight
+channels of a token, at a time: once for the maxima, once for the codes, so that few registers hold
+it all. Per value that is 1 instruction for the maxima (both numbers of a word at once, as
+integers: bits of absolute values are in the order of the values) and 3.75 for a code.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.experimental.mosaic.gpu as mgpu
+
+from pallas_kernels.layouts import E4M3_MAX, INT8_RANGE
+from pallas_kernels.mosaic import lane
+from pallas_kernels.mosaic.lane import Float, Int, Pointer
+
+ROWS = 64
+"""Tokens whose codes are one operand of a warpgroup."""
+PARTS = 4
+"""Words for each 64 tokens, for what the warps tell each other."""
+_CHANNELS = 8
+_THREADS = 128
+_INFINITY_BITS = 0x7F800000
+_TINY = 2.0**-126
+# Bits of a float32's pattern that are 0 where a scale has no more significant bits than a value.
+_FREE_BITS = {"bfloat16": 0xFFFF, "float16": 0x1FFF}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """What is static.
+
+    Attributes:
+      rows: tokens, a multiple of 64.
+      channels: 64 or 128.
+      block: tokens that share a scale, 64 or 128; divides `rows`.
+      dtype: ``"bfloat16"`` or ``"float16"``.
+      is_int8: whether codes are int8; else e4m3.
+    """
+
+    rows: int
+    channels: int
+    block: int
+    dtype: str
+    is_int8: bool
+
+    @property
+    def step(self) -> int:
+        """Tokens that the warpgroup takes at a time."""
+        return _THREADS * _CHANNELS // self.channels
+
+
+def quantize(raw: Any, codes: Any, scales: Any, slot: Any, count: Any, tile: Tile) -> None:
+    """Quantizes a tile.
+
+    Args:
+      raw: 16-bit ``[rows, channels]``, contiguous; becomes 0 from `count` on.
+      codes: 8-bit ``[rows / 64, 64, channels]``, each of these tiled for matrix instructions.
+      scales: float32 ``[PARTS + n, rows / 64]``; the first of them are of use only here.
+      slot: int32 scalar: which of the `n` the scales are for.
+      count: int32 scalar: tokens that there are.
+      tile: what is static.
+    """
+    source, target, told = (Pointer.to(x) for x in (raw, codes, scales))
+    count_of_scales = tile.rows // ROWS
+    out = told.at((lane.scalar(slot) + PARTS) * (4 * count_of_scales))
+    thread = lane.special("tid.x") & (_THREADS - 1)
+    clear(source, thread, lane.scalar(count), tile)
+    for i in range(count_of_scales):
+        bits = lane.largest_of_warp(largest(source, thread, i, tile))
+        with lane.when((thread & 31).equals(0)):
+            told.at(16 * i, (thread >> 5) * 4).store(bits)
+    mgpu.utils.warpgroup_barrier()
+    for i in range(count_of_scales):
+        first = i // (tile.block // ROWS) * (tile.block // ROWS)
+        words = [w for j in range(tile.block // ROWS) for w in told.at(16 * (first + j)).words(4)]
+        scale = scale_of(lane.tree(words, Int.maximum), tile)
+        with lane.when(thread.equals(0)):
+            out.at(4 * i).store(scale)
+        write(source, target, thread, i, scale, tile)
+
+
+def _rows(first: int, tile: Tile) -> range:
+    """The first token of each step of 64."""
+    return range(first * ROWS, (first + 1) * ROWS, tile.step)
+
+
+def _read(source: Pointer, thread: Int, row: int, tile: Tile) -> Pointer:
+    """A thread's eight values of a step."""
+    return source.at(row * tile.channels * 2, thread * (2 * _CHANNELS))
+
+
+def clear(source: Pointer, thread: Int, count: Int, tile: Tile) -> None:
+    """Zeros in place of tokens that there are not: they must not reach a scale."""
+    with lane.when(count < tile.rows):
+        for row in range(0, tile.rows, tile.step):
+            token = thread // (tile.channels // _CHANNELS) + row
+            with lane.when(token >= count):
+                _read(source, thread, row, tile).store_words([lane.integer(0)] * 4)
+
+
+def largest(source: Pointer, thread: Int, first: int, tile: Tile) -> Int:
+    """The largest bits of absolute values that a thread has of 64 tokens."""
+    found = lane.integer(0)
+    for row in _rows(first, tile):
+        words = [w & 0x7FFF7FFF for w in _read(source, thread, row, tile).words(4)]
+        found = lane.maxima_of_halves(found, lane.tree(words, lane.maxima_of_halves))
+    return (found & 0xFFFF).maximum(found >> 16)
+
+
+def scale_of(bits: Int, tile: Tile) -> Float:
+    """The scale of values with these largest bits; NaN if one is not finite."""
+    low, _ = lane.half.unpack(bits, tile.dtype)
+    is_finite = low.as_int() < _INFINITY_BITS
+    nan = float("nan")
+    if not tile.is_int8:
+        scale = low * (1 / E4M3_MAX)
+        scale = (scale < _TINY).where(1.0, scale)
+        return is_finite.where(scale, nan)
+    # Rounded up to 16 significant bits.
+    scale = (((low * (1 / INT8_RANGE)).as_int() + 255) & ~255).as_float()
+    scale = (scale < _TINY).where(1.0, scale)
+    return is_finite.where(scale, nan)
+
+
+def write(
+    source: Pointer, target: Pointer, thread: Int, first: int, scale: Float, tile: Tile
+) -> None:
+    """Codes of 64 tokens.
+
+    An int8 code is the quotient rounded half to even. A product with the reciprocal, rounded once,
+    is on the right side of a half that the quotient does not hit: it is off by less than
+    2**-18.1 of the scale's mantissa, and the quotient of a value of at most 11 bits by a scale of
+    16 is at least 2**-16 over that mantissa away. It can hit one only if the scale has as few bits
+    as the value.
+    """
+    place = _place(thread, tile)
+    at = target.at(first * ROWS * tile.channels, place)
+
+    def codes(of: Any) -> None:
+        for row in _rows(first, tile):
+            words = _read(source, thread, row, tile).words(4)
+            x = [v for w in words for v in lane.half.unpack(w, tile.dtype)]
+            packed = [of(x[i : i + 4]) for i in (0, 4)]
+            at.at((row - first * ROWS) * tile.channels).store_words(packed)
+
+    if not tile.is_int8:
+        inverse = lane.divide(lane.number(1.0), scale)
+        codes(lambda x: lane.pack_e4m3([v * inverse for v in x]))
+        return
+    inverse, rounder = lane.number(1.0) / scale, lane.number(lane.ROUNDER)
+    free = (scale.as_int() & _FREE_BITS[tile.dtype]).equals(0)
+    with lane.when(free):
+        codes(lambda x: lane.pack_bytes([_exact_code(v, scale, inverse) for v in x]))
+    with lane.when(~free):
+        codes(lambda x: lane.pack_bytes([v.fma(inverse, rounder).as_int() for v in x]))
+
+
+def _exact_code(x: Float, scale: Float, inverse: Float) -> Int:
+    """A code in the low byte, also where the quotient is half a number."""
+    shifted = x.fma(inverse, lane.number(lane.ROUNDER))
+    guess = shifted + -lane.ROUNDER
+    rest = guess.fma(-scale, x)
+    # Past half a scale, or at it from an odd guess, the neighbour is right.
+    odd = shifted.as_int() & 1
+    limit = ((scale * 0.5).as_int() - odd + 1).as_float()
+    past = lane.absolute(rest) >= limit
+    step = (rest < 0.0).where(lane.integer(-1), 1)
+    return shifted.as_int() + past.where(step, 0)
+
+
+def _place(thread: Int, tile: Tile) -> Int:
+    """Where a thread's eight bytes of the first step go: rows are interleaved by 16 bytes."""
+    columns = tile.channels // _CHANNELS
+    row, column = thread // columns, thread % columns
+    turn = (row & 7) if tile.channels == 128 else ((row >> 1) & 3)
+    return row * tile.channels + (((column >> 1) ^ turn) << 4) + ((column & 1) << 3)
