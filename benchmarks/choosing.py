@@ -117,6 +117,8 @@ def _device(result: Result) -> str:
 _LONG = "decode/llama3-8b/b16-s32768/"
 _PROMPT = "prefill/llama3-8b/b2-s8192/"
 _CAUSAL = "prefill/llama3-8b/b2-s8192-causal/"
+_TRAINING = "training/llama3-8b/b2-s8192/"
+_TRAINING_CAUSAL = "training/llama3-8b/b2-s8192-causal/"
 _PAGES = "paged-decode/llama3-8b/b16-s32768/"
 _SCALED = "kv4-decode/llama3-8b/b16-s32768/"
 _MIXTURE = "mha-16/b1-s16384/mixture-0.156/mosaic_gpu"
@@ -352,7 +354,8 @@ def _prompts(figures: Figures) -> list[list[str]]:
     ]
     pooled = functools.partial(figures.over_cudnn, "pooled")
     training = figures.result("pooled_training")["comparison"]
-    gradient = "flax-training/h16-kv16-d128/b2-s8192/turbo-fp8"
+    gradient = functools.partial(figures.over_cudnn, "gradient_versions")
+    short = "turbo-fp8-exact-128-gradient-int8/mosaic_gpu"
     return [
         [
             "**prompts**, attention without a cache, or that go into a 4-bit cache; H100 or H200",
@@ -388,12 +391,12 @@ def _prompts(figures: Figures) -> list[list[str]]:
             f"{training['final_ratio']:.3f} times the loss of dense training",
         ],
         [
-            "training at shorter contexts",
-            '`jax.nn.dot_product_attention(..., implementation="cudnn")`',
-            "cuDNN",
-            "the gradient of `tj.turbo_attention` is plain XLA: "
-            f"{figures.over('flax', gradient, 'nnx-cudnn')} cuDNN",
-            "none",
+            "training at shorter contexts; H100 or H200",
+            '`tj.turbo_attention(..., config=tj.TurboConfig(gradient="int8"))`',
+            "`mosaic_gpu`; elsewhere the gradient is plain XLA, and cuDNN's is faster",
+            f"forward and backward {gradient(f'{_TRAINING}{short}')} cuDNN, causal "
+            f"{gradient(f'{_TRAINING_CAUSAL}{short}')} (on an H200)",
+            "gradients within 4.7 % of exact attention's",
         ],
     ]
 

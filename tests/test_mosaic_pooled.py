@@ -13,7 +13,7 @@ from kernel_helpers import lower_for_cuda
 
 import turbojax as tj
 from turbojax import _device
-from turbojax.ops.pooled_attention import api, mosaic_gpu, operands
+from turbojax.ops.pooled_attention import api, mosaic_gpu
 from turbojax.ops.pooled_attention.static import PooledOptions
 
 
@@ -84,13 +84,13 @@ def test_is_the_first_choice_on_hopper():
 )
 def test_rows_of_the_gradient_fill_whole_blocks(tokens, block_q, rows, monkeypatch):
     """Keys' programs copy whole blocks of rows: beyond the end they would get the next head's."""
-    asked, make = [], operands.gradient_rows
+    asked, make = [], rows.gradient_rows
 
     def recorded(*arrays):
         asked.append(arrays[-1])
         return make(*arrays)
 
-    monkeypatch.setattr(operands, "gradient_rows", recorded)
+    monkeypatch.setattr(rows, "gradient_rows", recorded)
     query, key, value, levels = shapes(tokens=tokens, block_q=block_q)
     residual = jax.ShapeDtypeStruct(query.shape[:3], jnp.float32)
     static = PooledOptions(False, scale=0.1, block_q=block_q, block_kv=128)

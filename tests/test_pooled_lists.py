@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from turbojax.ops import rows
 from turbojax.ops.pooled_attention import lists, operands, pooling
 from turbojax.ops.pooled_attention.static import LEVELS, PooledOptions
 
@@ -198,7 +199,7 @@ def test_rows_of_the_gradient():
     d_residual = jnp.asarray(rng.normal(size=(2, 5, 3)), jnp.float32).at[1, 2, 0].set(jnp.nan)
     spoiled = d_out.at[1, 2, 0, 1].set(jnp.nan)
     cleaned, lse, delta = (
-        np.asarray(x) for x in operands.gradient_rows(out, residual, spoiled, d_residual, 8)
+        np.asarray(x) for x in rows.gradient_rows(out, residual, spoiled, d_residual, 8)
     )
     np.testing.assert_array_equal(cleaned, d_out.at[1, 2, 0].set(0))
     assert lse.shape == delta.shape == (2, 3, 8)

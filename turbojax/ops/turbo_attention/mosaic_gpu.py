@@ -151,8 +151,8 @@ def attention(
 def default_launch(query: jax.Array, config: TurboConfig) -> Launch:
     """What was fastest in the measurements of `pallas_kernels.mosaic.hopper.attention`.
 
-    Weights in e4m3 have a static scale, so that tiles of keys need not be blocks; but what SAS leaves
-    out is relative to the maximum up to a weight's block. Computing scores
+    Weights in e4m3 have a static scale, so that tiles of keys need not be blocks; but what SAS
+    leaves out is relative to the maximum up to a weight's block. Computing scores
     ahead takes more registers than there are in mode ``"int8"``, whose second products are
     converted too, and with 256 channels. With 64 there is room for a third warpgroup in its place,
     if a sequence has queries for it.
