@@ -23,8 +23,9 @@ Versions, same case, H200, jax 0.11.2, microseconds with output gradients in 16 
   v4  descriptors added up inside the assembly, which frees registers           2813   2530
   v5  `delta` is loaded when the weights are done                               2750   2483
 Slower: weights kept as their 16 bits alone (2704), `lse` loaded late too (2646), `dK` under way
-alone (2747). 60 % of 16 bits' peak. v5 spills up to 24 bytes. Skipping the 64 x 64 parts of which
-a warpgroup sees nothing came after, untimed. `benchmarks/results/gradient_versions_2026-11-23.json`.
+alone (2747). v5 is at 71 and 67 % of 16 bits' peak, and spills up to 24 bytes. Skipping the 64 x 64
+parts of which a warpgroup sees nothing came after, untimed. These runs:
+`benchmarks/results/gradient_versions_2026-11-23.json`.
 """
 
 import functools

@@ -15,7 +15,7 @@ Versions, same case, H200, jax 0.11.2, microseconds with output gradients in 16 
   v1  64 keys at a time; the sum stays under way into the next step             2024   1873
   v2  128 keys at a time where nothing is hidden: products of one half run under
       the other's exponentials; nothing is under way from step to step          2005   1774
-v2 with its sum under way: 2731 and 2174, for want of registers. 69 and 62 % of 16 bits' peak.
+v2 with its sum under way: 2731 and 2174, for want of registers. 69 and 63 % of 16 bits' peak.
 Skipping halves of which a warpgroup sees nothing came after, untimed.
 `benchmarks/results/gradient_versions_2026-11-23.json`.
 """
