@@ -77,6 +77,22 @@ def prefill_work(shape: Shape, mode: str) -> Work:
     return Work(attention_operations(shape), shares)
 
 
+def training_work(shape: Shape, mode: str, gradient: str) -> Work:
+    """The two products of the forward pass and five of the backward pass.
+
+    Args:
+      shape: of the call.
+      mode: of the forward pass' products, as in `prefill_work`; also of the scores that the
+        backward pass computes again.
+      gradient: what multiplies the values there: ``"float"`` (bfloat16) or ``"int8"``.
+    """
+    scores, values = _UNITS[mode]
+    shares: dict[str, float] = {}
+    for unit in (scores, values, scores, "int8" if gradient == "int8" else "bf16", *["bf16"] * 3):
+        shares[unit] = shares.get(unit, 0) + 1 / 7
+    return Work(3.5 * attention_operations(shape), shares)
+
+
 def _query_and_output(shape: Shape) -> int:
     return 2 * shape.batch * shape.heads.query * shape.heads.dim * _BFLOAT16
 

@@ -1,6 +1,7 @@
 """Prefill: attention within a prompt, from bfloat16 to bfloat16."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -41,27 +42,36 @@ class Inputs:
     @functools.cached_property
     def expected(self) -> jax.Array:
         """float32 ``[1, R, N, H]``."""
+        return self.exact(self.query[:1, self.rows])
+
+    def exact(self, query: jax.Array) -> jax.Array:
+        """Exact attention of the rows that are compared ``[1, R, N, H]``, in float32."""
         tokens = self.shape.tokens
         visible = self.rows + 1 if self.shape.is_causal else jnp.full_like(self.rows, tokens)
-        operands = self.query[:1, self.rows], self.key[:1], self.value[:1]
-        return exact_rows(*operands, visible, self.shape.window)
+        return exact_rows(query, self.key[:1], self.value[:1], visible, self.shape.window)
 
     def error(self, out: jax.Array) -> Error:
         """Of an output ``[B, S, N, H]``."""
         return errors(out[:1, self.rows], self.expected)
 
 
-def _exact(inputs: Inputs, implementation: str) -> Call:
+def exact_attention(shape: Shape, implementation: str) -> Callable[..., jax.Array]:
+    """jax's own attention of query, key and value."""
     if implementation == "cudnn":
         require_gpu("cuDNN")
 
-    options = {"is_causal": inputs.shape.is_causal, "local_window_size": inputs.shape.local_window}
+    options = {"is_causal": shape.is_causal, "local_window_size": shape.local_window}
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         # jax's own function promotes bfloat16 with float32 inside.
         with jax.numpy_dtype_promotion("standard"):
             return jax.nn.dot_product_attention(q, k, v, implementation=implementation, **options)
 
+    return attend
+
+
+def _exact(inputs: Inputs, implementation: str) -> Call:
+    attend = exact_attention(inputs.shape, implementation)
     needed = work.prefill_work(inputs.shape, "bf16")
     return Call(attend, (inputs.query, inputs.key, inputs.value), needed, inputs.error)
 

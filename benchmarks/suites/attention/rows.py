@@ -40,13 +40,13 @@ def softmax_of(row: Row) -> str:
 def alone(row: Row) -> float | None:
     """Microseconds of our kernels alone, or all of cuDNN's; None if neither ran.
 
-    Not in it: quantizing the operands of a prefill and writing its cache, and what XLA does before
+    Not in it: quantizing the operands of prompts and writing their cache, and what XLA does before
     and after kernels, such as filling a new cache with zeros.
     """
     if is_cudnn(row):
         return row["us"]
     ours = [k for k in row["kernels"] if k["name"].startswith(_OUR_KERNELS)]
-    if row["operation"] == "prefill":
+    if row["operation"] in ("prefill", "training"):
         ours = [k for k in ours if not k["name"].startswith(QUANTIZING)]
     found = [k["us"] for k in ours]
     return sum(found) if found else None

@@ -12,7 +12,7 @@ import jax
 from benchmarks import tables, timing
 from benchmarks.shapes import Shape
 from benchmarks.suite import Ceilings, Latest, Suite, attempt, over_cudnn, timing_facts
-from benchmarks.suites.attention import compress, decode, plots, prefill
+from benchmarks.suites.attention import compress, decode, plots, prefill, training
 from benchmarks.suites.attention import tables as own_tables
 from benchmarks.suites.attention.cases import Call, Case, Choice
 from benchmarks.tables import Row
@@ -23,7 +23,7 @@ class Group:
     """Cases of one shape, which share their inputs.
 
     Attributes:
-      module: `decode`, `prefill` or `compress`.
+      module: `decode`, `prefill`, `training` or `compress`.
       shape: the shape.
       choice: which rows.
     """
@@ -74,10 +74,19 @@ def _hopper() -> Iterator[Group]:
         yield Group(decode, Shape(llama, batch, tokens), "hopper")
     for is_causal in (False, True):
         yield Group(prefill, Shape(llama, 1, 32768, is_causal), "hopper-short")
+    for is_causal in (True, False):
+        yield Group(training, Shape(llama, 2, 8192, is_causal), "hopper")
     # Short prompts, narrow heads, windows.
     yield Group(prefill, Shape(llama, 8, 2048, is_causal=True), "hopper-short")
     yield Group(prefill, Shape("mha-16-narrow", 1, 32768, is_causal=True), "hopper-short")
     yield Group(prefill, Shape(llama, 2, 8192, is_causal=True, window=1024), "hopper-short")
+    for shape in (
+        Shape(llama, 8, 2048, is_causal=True),
+        Shape("mha-16-narrow", 1, 32768, is_causal=True),
+        Shape(llama, 2, 8192, is_causal=True, window=1024),
+        Shape("gemma2-9b", 2, 4096, is_causal=True),
+    ):
+        yield Group(training, shape, "hopper-short")
     yield Group(prefill, Shape(narrow, 2, 8192), "hopper-short")
     for batch, tokens in ((1, 1024), (16, 4096), (1, 4096), (16, 1024), (4, 1024), (4, 4096)):
         yield Group(decode, Shape(llama, batch, tokens), "hopper-short")

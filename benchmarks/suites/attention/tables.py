@@ -153,10 +153,12 @@ def details_table(result: Result, operation: str) -> str:
 
 
 def hopper_table(result: Result) -> str:
-    """Decode and prefill by Hopper's kernels: calls, kernels alone, and errors beside them."""
+    """What Hopper's kernels do: calls, kernels alone, and errors beside them."""
     lines = []
     measured = [
-        row for operation in ("decode", "prefill") for row in tables.finished(result, operation)
+        row
+        for operation in ("decode", "prefill", "training")
+        for row in tables.finished(result, operation)
     ]
     base = {row["name"]: _shapes_cudnn(measured, row) for row in measured}
     for row in measured:
