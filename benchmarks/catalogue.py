@@ -1,6 +1,6 @@
 """Every suite, by name, and everything that the docs show of one result alone."""
 
-from benchmarks import cache_quality, demo, pooled_training, throughput
+from benchmarks import cache_quality, demo, gradient_training, pooled_training, throughput
 from benchmarks.device import first_calls
 from benchmarks.suite import Shown
 from benchmarks.suites import engine
@@ -18,6 +18,7 @@ SUITES = {
     for suite in (
         attention.ATTENTION,
         attention.HOPPER,
+        attention.DEFAULT,
         pooled.SUITE,
         fireq.FIREQ,
         fireq.KV4,
@@ -38,6 +39,7 @@ SHOWN = (
     cache_quality.FORMATS,
     throughput.SHOWN,
     pooled_training.SHOWN,
+    gradient_training.SHOWN,
     first_calls.SHOWN,
     # Two models on another device than the suite's own result.
     Shown(("families_h200",), {"families h200": families_tables.families_summary}),

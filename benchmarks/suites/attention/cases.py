@@ -9,8 +9,8 @@ from benchmarks.measuring.work import Work
 from benchmarks.shapes import Shape
 from turbojax import TurboConfig
 
-Choice = Literal["short", "thorough", "hopper", "hopper-short"]
-"""Which rows of a shape: some or all of them, or those of the suite of Hopper's kernels."""
+Choice = Literal["short", "thorough", "hopper", "hopper-short", "default"]
+"""Which rows of a shape: some or all, those of the suite of Hopper's kernels, or the default."""
 
 
 @dataclasses.dataclass(frozen=True)

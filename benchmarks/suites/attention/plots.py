@@ -18,6 +18,7 @@ from benchmarks.tables import Result, Row
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+GRID = ("default_speed.png", "Attention without options: speed over cuDNN by head dim and tokens")
 DECODE = ("decode_speed.png", "Decode: speed over cuDNN on bfloat16 by shape and cache")
 PREFILL = ("prefill_speed.png", "Prefill: TFLOP/s by shape, mode and softmax")
 """File and description of each."""
@@ -61,6 +62,29 @@ def prefill_plot(result: Result) -> "Figure":
     return figure
 
 
+def default_plot(result: Result) -> "Figure":
+    """Speed over cuDNN by tokens, one line per kind of heads."""
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for row in tables.finished(result, "prefill"):
+        ratio = row.get("speedup_over_cudnn")
+        if ratio is not None and not is_cudnn(row):
+            heads = f"{row['heads']} heads on {row['kv_heads']} of {row['head_dim']}"
+            lines.setdefault(heads, []).append((row["tokens"], ratio))
+    figure = wide_figure(9)
+    axes = figure.subplots()
+    for i, (heads, points) in enumerate(sorted(lines.items())):
+        tokens, ratios = zip(*sorted(points), strict=True)
+        axes.plot(tokens, ratios, marker="osv^Dx"[i % 6], label=heads)
+    axes.axhline(1, color="black", linewidth=1, zorder=0.5)
+    axes.axhline(0.95, color="black", linewidth=1, linestyle=":", zorder=0.5)
+    axes.set_xscale("log", base=2)
+    axes.set_title(f"Causal attention without options, on {result['device']}")
+    axes.set_xlabel("tokens of a sequence; as many sequences as make 4,096 tokens, or one")
+    axes.set_ylabel("times as fast as cuDNN bf16")
+    axes.legend()
+    return figure
+
+
 def _rate_bar(row: Row) -> Bar:
     rate, alone = row["tflops_per_second"], alone_us(row)
     reach = None if alone is None else row["work"] / alone / 1e6
@@ -68,6 +92,7 @@ def _rate_bar(row: Row) -> Bar:
     return Bar(rate, text, reach)
 
 
+DEFAULT: Mapping[str, Callable[[Result], "Figure"]] = {GRID[0]: default_plot}
 ATTENTION: Mapping[str, Callable[[Result], "Figure"]] = {
     DECODE[0]: decode_plot,
     PREFILL[0]: prefill_plot,

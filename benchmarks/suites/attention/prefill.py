@@ -106,7 +106,7 @@ def _pallas(inputs: Inputs) -> Call:
     return Call(attend, (inputs.query, *repeated), needed, inputs.error)
 
 
-def _turbo(inputs: Inputs, config: tj.TurboConfig, implementation: str) -> Call:
+def _turbo(inputs: Inputs, config: tj.TurboConfig, implementation: str | None) -> Call:
     tokens = inputs.shape.batch * inputs.shape.tokens
     if implementation == "xla" and timing.on_gpu() and tokens > _XLA_TOKENS:
         raise NotImplementedError(f"plain JAX on {tokens} tokens: more than {_XLA_TOKENS}")
@@ -205,6 +205,9 @@ def cases(shape: Shape, choice: Choice) -> list[Case]:
         method = f"turbo-{mode}-{softmax}-{block}" + ("-cached" if cached else "")
         return Case(method, implementation, build)
 
+    if choice == "default":
+        build = functools.partial(_turbo, config=tj.TurboConfig(), implementation=None)
+        return [*rows, Case("turbo-default", None, build)]
     if choice.startswith("hopper") and shape.window is None:
         rows.append(Case("e4m3-cudnn", None, _cudnn_fp8))
     if choice == "hopper-short":

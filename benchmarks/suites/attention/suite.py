@@ -17,6 +17,9 @@ from benchmarks.suites.attention import tables as own_tables
 from benchmarks.suites.attention.cases import Call, Case, Choice
 from benchmarks.tables import Row
 
+# Heads of 64 to 256 channels, grouped and not.
+GRID_MODELS = ("llama3-8b", "llama3.2-1b", "mha-16", "mha-16-narrow", "phi3-mini", "gemma2-9b")
+
 
 @dataclasses.dataclass(frozen=True)
 class Group:
@@ -93,6 +96,17 @@ def _hopper() -> Iterator[Group]:
     yield Group(prefill, Shape(narrow, 2, 8192, is_causal=True), "hopper-short")
 
 
+def _default() -> Iterator[Group]:
+    """Head dims and numbers of tokens, causal: a call without options beside cuDNN."""
+    for tokens in (1024, 8192, 2048, 32768, 4096, 512, 131072, 128, 1):
+        for model in GRID_MODELS:
+            yield Group(prefill, Shape(model, max(1, 4096 // tokens), tokens, True), "default")
+
+
+def _quick_default() -> Iterator[Group]:
+    yield Group(prefill, Shape("tiny", 1, 128, is_causal=True), "default")
+
+
 def _quick_groups() -> Iterator[Group]:
     """Tiny shapes: whether everything runs, and nothing about speed."""
     yield Group(decode, Shape("tiny", 2, 192), "thorough")
@@ -150,7 +164,7 @@ def _measure(
     }
 
 
-# The two suites differ in their rows, and in what the docs show of them.
+# The suites differ in their rows, and in what the docs show of them.
 _COMMON: dict[str, Any] = {
     "quick_groups": _quick_groups,
     "run": run,
@@ -166,3 +180,10 @@ ATTENTION = Suite(
     **_COMMON,
 )
 HOPPER = Suite(name="hopper", groups=_hopper, tables=own_tables.HOPPER, **_COMMON)
+DEFAULT = Suite(
+    name="default",
+    groups=_default,
+    tables=own_tables.DEFAULT,
+    plots=plots.DEFAULT,
+    **(_COMMON | {"quick_groups": _quick_default}),
+)

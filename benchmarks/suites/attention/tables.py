@@ -254,3 +254,25 @@ HOPPER: Mapping[str, Callable[[str, Result], str]] = {
     "decode summary": _decode_summary,
     "prefill summary": _prefill_summary,
 }
+
+
+def default_table(result: Result) -> str:
+    """A call without options, beside cuDNN's."""
+    lines = []
+    for row in tables.finished(result, "prefill"):
+        if not is_cudnn(row):
+            ratio = row.get("speedup_over_cudnn")
+            lines.append(
+                [
+                    f"`{row['name'].removeprefix('prefill/').removesuffix('/turbo-default')}`",
+                    tables.number(row["us"]),
+                    "-" if ratio is None else f"{ratio:.2f}x",
+                    f"{row['relative_l1']:.4f}",
+                ]
+            )
+    return tables.table(["shape", "us", "over cuDNN", "relative L1"], lines)
+
+
+DEFAULT: Mapping[str, Callable[[str, Result], str]] = {
+    "default": _section(default_table, tables.picture(*plots.GRID)),
+}
