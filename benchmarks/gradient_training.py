@@ -144,14 +144,18 @@ def _end(run: Mapping[str, Any]) -> float:
     return float(np.mean(run["losses"][-_SMOOTHING:]))
 
 
+def loss_ratio(result: Result, name: str) -> float:
+    """A run's loss at the end over that of exact attention."""
+    return _end(result["runs"][name]) / _end(result["runs"]["exact"])
+
+
 def training_table(name: str, result: Result) -> str:
     """Losses at the end, beside that of exact attention."""
     runs = result["runs"]
-    exact = runs["exact"]
     lines = []
     for label, run in runs.items():
         mode, _, gradient = label.partition("-")
-        ratio = _end(run) / _end(exact)
+        ratio = loss_ratio(result, label)
         lines.append(
             [
                 mode,

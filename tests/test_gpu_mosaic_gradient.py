@@ -46,14 +46,18 @@ CASES = {
 UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-10, "float32": 2.0**-8}
 
 
-def config(mode, gradient="float", block=64, softmax=EXACT):
+# Queries and keys that share a scale, in turn.
+BLOCKS = [(64, 64), (128, 128), (64, 128), (192, 64), (256, 64)]
+
+
+def config(mode, gradient="float", blocks=(64, 64), softmax=EXACT):
     return tj.TurboConfig(
         mode=mode,
         gradient=gradient,
         softmax=softmax,
-        block_q=block,
-        block_kv=block,
-        buffer_size=block,
+        block_q=blocks[0],
+        block_kv=blocks[1],
+        buffer_size=blocks[1],
     )
 
 
@@ -85,13 +89,16 @@ def check(got, want, unit):
         assert (errors <= 2 * unit * sizes + unit / 4 * np.sqrt(np.mean(sizes**2)) + 1e-6).all()
 
 
-GRID = [(case, MODES[i % 3], ("float", "int8")[i // 2 % 2]) for i, case in enumerate(CASES)]
-GRID += [(case, MODES[(i + 1) % 3], ("int8", "float")[i // 2 % 2]) for i, case in enumerate(CASES)]
+GRID = [
+    (case, MODES[(i + k) % 3], ("float", "int8")[(i // 2 + k) % 2], BLOCKS[(i + 2 * k) % 5])
+    for k in range(2)
+    for i, case in enumerate(CASES)
+]
 
 
-@pytest.mark.parametrize(("case", "mode", "gradient"), GRID)
-def test_equals_the_definition(case, mode, gradient):
-    arrays, static = arguments(case, config(mode, gradient, block=64 if "c" in case else 128))
+@pytest.mark.parametrize(("case", "mode", "gradient", "blocks"), GRID)
+def test_equals_the_definition(case, mode, gradient, blocks):
+    arrays, static = arguments(case, config(mode, gradient, blocks))
     got = mosaic_gradient.gradient(*arrays, **static)
     check(got, gradient_reference.gradient(*arrays, **static), UNIT["bfloat16"])
 
@@ -110,6 +117,43 @@ def test_dtypes_and_a_negative_scale(dtype, mode, gradient):
     arrays, static = arguments("causal", config(mode, gradient), dtype, scale=-0.09)
     got = mosaic_gradient.gradient(*arrays, **static)
     check(got, gradient_reference.gradient(*arrays, **static), UNIT[jnp.dtype(dtype).name])
+
+
+@pytest.mark.parametrize("gradient", ["float", "int8"])
+def test_small_gradients_in_float16(gradient):
+    """Those of a mean: scores' gradients would be below the smallest numbers of float16."""
+    arrays, static = arguments("ragged", config("int8", gradient), jnp.float16)
+    arrays[7] = (arrays[7].astype(jnp.float32) * 2.0**-14).astype(jnp.float16)
+    arrays[8] = arrays[8] * 2.0**-14
+    got = mosaic_gradient.gradient(*arrays, **static)
+    want = gradient_reference.gradient(*arrays, **static)
+    for x, y in zip(got, want, strict=True):
+        x, y = (np.asarray(a, np.float64) for a in (x, y))
+        # Results are float16 themselves: half of their smallest step each.
+        floor = 2.0**-25 * np.sqrt(y.size)
+        assert np.linalg.norm(x - y) <= UNIT["float16"] * np.linalg.norm(y) + floor
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_lengths_beyond_the_arrays(mode):
+    """Under `jit` they act as the nearest bound, of queries too."""
+    q, k, v = tensors(6, 3, 200, 200, 2, 1, 64, jnp.bfloat16)
+
+    @jax.jit
+    def pulled(of_queries, of_keys):
+        call = functools.partial(
+            tj.turbo_attention,
+            config=config(mode),
+            query_seq_lengths=of_queries,
+            key_value_seq_lengths=of_keys,
+        )
+        out, pull = jax.vjp(call, q, k, v)
+        return out, *pull(jnp.ones_like(out))
+
+    most = np.iinfo(np.int32).max
+    got = pulled(jnp.asarray([most, 100, -3]), jnp.asarray([most, 1000, 150]))
+    want = pulled(jnp.asarray([200, 100, 0]), jnp.asarray([200, 200, 150]))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 @pytest.mark.parametrize("gradient", ["float", "int8"])
@@ -188,3 +232,16 @@ def test_training_by_the_public_call(softmax):
         for x, y in zip(got, exact, strict=True):
             x, y = (np.asarray(a, np.float64) for a in (x, y))
             assert np.linalg.norm(x - y) <= bound * np.linalg.norm(y)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_of_a_capped_forward_pass_sum_to_one(mode):
+    """Gradients of the values then sum to those of the outputs, over all tokens."""
+    q, k, v = tensors(7, 2, 300, 300, 2, 1, 128, jnp.bfloat16)
+    call = functools.partial(
+        tj.turbo_attention, config=config(mode), is_causal=True, logits_soft_cap=50.0, scale=1.0
+    )
+    out, pull = jax.vjp(call, q, k, v)
+    d_value = np.asarray(pull(jnp.ones_like(out))[2], np.float64)
+    total = out[0, :, :, 0].size
+    np.testing.assert_allclose(d_value.sum((1, 2)), total, rtol=2.0**-8)

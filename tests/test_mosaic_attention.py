@@ -155,12 +155,15 @@ def test_queries_are_quantized_once(head_dim, block_q, dtype):
     assert launch.quantizes == (dtype != jnp.float32 and (head_dim, block_q) != (64, 128))
     assert launch.tile == 128
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mosaic_gpu, "quantize_queries", None if launch.quantizes else _counted)
+        seen = []
+
+        def counted(query, length, config):
+            seen.append(query.shape)
+            return quantize_queries(query, length, config)
+
+        patch.setattr(mosaic_gpu, "quantize_queries", counted)
         assert "mosaic_gpu" in lower(config, head_dim, dtype, 300)
-
-
-def _counted(query, length, config):
-    return quantize_queries(query, length, config)
+    assert len(seen) == (not launch.quantizes)
 
 
 def test_which_queries_the_kernel_quantizes():

@@ -13,6 +13,7 @@ from kernel_helpers import lower_for_cuda
 
 import turbojax as tj
 from turbojax import _device
+from turbojax.ops import rows
 from turbojax.ops.pooled_attention import api, mosaic_gpu
 from turbojax.ops.pooled_attention.static import PooledOptions
 
@@ -79,10 +80,10 @@ def test_is_the_first_choice_on_hopper():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "block_q", "rows"),
+    ("tokens", "block_q", "padded"),
     [(100, 256, 256), (300, 256, 512), (300, 128, 384), (5, 128, 128)],
 )
-def test_rows_of_the_gradient_fill_whole_blocks(tokens, block_q, rows, monkeypatch):
+def test_rows_of_the_gradient_fill_whole_blocks(tokens, block_q, padded, monkeypatch):
     """Keys' programs copy whole blocks of rows: beyond the end they would get the next head's."""
     asked, make = [], rows.gradient_rows
 
@@ -97,7 +98,7 @@ def test_rows_of_the_gradient_fill_whole_blocks(tokens, block_q, rows, monkeypat
     call = functools.partial(mosaic_gpu.gradient.__wrapped__, options=static)
     arrays = (query, key, value, levels, None, None, query, residual, query, residual)
     jax.eval_shape(call, *arrays)
-    assert asked == [rows]
+    assert asked == [padded]
 
 
 @pytest.mark.quick(1)

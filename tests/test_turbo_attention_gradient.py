@@ -458,3 +458,18 @@ def test_memory_grows_with_tokens_not_with_their_square(options):
     small, large = temporary_bytes(4096, **options), temporary_bytes(8192, **options)
     assert large <= 2.3 * small
     assert large < 8192 * 8192 * 4 / 8
+
+
+def test_lengths_beyond_the_arrays_act_as_the_nearest_bound():
+    """Under `jit`, of queries too."""
+    q, k, v = tensors(40, 3, 40, 40, 2, 1, 16)
+    by_all = jax.jit(
+        jax.grad(
+            lambda q, k, v, queries, keys: loss(q, k, v, keys, query_seq_lengths=queries),
+            (0, 1, 2),
+        )
+    )
+    most = np.iinfo(np.int32).max
+    got = by_all(q, k, v, jnp.asarray([most, 20, -3]), jnp.asarray([most, 1000, 30]))
+    want = by_all(q, k, v, jnp.asarray([40, 20, 0]), jnp.asarray([40, 40, 30]))
+    jax.tree.map(np.testing.assert_array_equal, got, want)

@@ -59,6 +59,17 @@ def _attention(implementation: str, mode: Any) -> Any:
     return call, _prompt()
 
 
+def _gradient(mode: Any, gradient: Any) -> Any:
+    config = tj.TurboConfig(mode=mode, gradient=gradient)
+
+    def call(*arrays: jax.Array) -> Any:
+        attend = functools.partial(tj.turbo_attention, config=config, is_causal=True)
+        out, pull = jax.vjp(attend, *arrays)
+        return pull(jnp.ones_like(out))
+
+    return call, _prompt()
+
+
 def _write() -> Any:
     def call(cache: Any, key: jax.Array, value: jax.Array, new: jax.Array) -> Any:
         lengths = jnp.array([150], jnp.int32)
@@ -189,6 +200,12 @@ CASES = {
     ),
     "attention, int8, Hopper": _case("attention_hopper", _attention, "mosaic_gpu", "int8"),
     "attention, int8_fp8, Hopper": _case("attention_hopper", _attention, "mosaic_gpu", "int8_fp8"),
+    "gradient, int8, Hopper": _case(
+        "query_gradient_hopper key_gradient_hopper", _gradient, "int8_fp8", "int8"
+    ),
+    "gradient, Hopper": _case(
+        "query_gradient_hopper key_gradient_hopper", _gradient, "fp8", "float"
+    ),
     "cache, decode, Hopper": _case("decode_hopper", _decode, "mosaic_gpu"),
     "int4, many tokens, Hopper": _case(
         "int4_expand_hopper fp8_matmul_hopper", _int4, "mosaic_gpu", 2100, 136, 300

@@ -16,9 +16,11 @@ from turbojax import _device, _extras
 from turbojax._registry import Registry
 from turbojax.config import Mode, TurboConfig
 from turbojax.ops import exact_attention, fp8_tokens, int4_matmul, kv4_attention
+from turbojax.ops.options import Options
 from turbojax.ops.paged_attention import paged_attention
 from turbojax.ops.pooled_attention import pooled_attention
 from turbojax.ops.turbo_attention import decode, turbo_attention
+from turbojax.ops.turbo_attention.gradient import GRADIENT
 from turbojax.quantizers import quantize_weight
 from turbojax.state import kv4
 from turbojax.state.pages.pool import KV_DTYPES, PagedCache, init_paged_cache
@@ -184,6 +186,13 @@ def _representative_calls() -> dict[str, dict[str, _Call]]:
 
         return call
 
+    def select(config: TurboConfig) -> _Call:
+        # By itself: the forward pass has more names, and refuses some of what this can run.
+        query, key, value = prompt
+        options = Options(is_causal=True, scale=1.0)
+        arguments: dict[str, Any] = {"query": query, "key": key, "value": value}
+        return functools.partial(GRADIENT.select, **arguments, config=config, options=options)
+
     prompt = tokens(_LENGTH, _HEADS), tokens(_LENGTH, _KV_HEADS), tokens(_LENGTH, _KV_HEADS)
     query, key, value = tokens(1, _HEADS), tokens(1, _KV_HEADS), tokens(1, _KV_HEADS)
     lengths = jax.ShapeDtypeStruct((_BATCH,), jnp.int32)
@@ -210,6 +219,7 @@ def _representative_calls() -> dict[str, dict[str, _Call]]:
             )
             for config in configs
         },
+        "the gradient of turbo_attention": {config.mode: select(config) for config in configs},
         "decode": {config.mode: trace(decode, query, cache(config)) for config in configs},
         "append": {"": trace(append, default, key, value)},
         # Named for the forward pass, an implementation runs the backward pass too, or neither.

@@ -62,7 +62,7 @@ def turbo_attention(
     implementation: ImplementationName | None = None,
     return_residual: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Attention with quantized products and a sparse softmax (TurboAttention, Algorithm 1).
+    """Attention with quantized products (TurboAttention, Algorithm 1).
 
     Arguments mean what they mean in `jax.nn.dot_product_attention`. Lengths need not be multiples
     of a block; memory grows with ``T + S``, also for the gradient.
@@ -154,7 +154,8 @@ def attend(
         implementation=implementation,
         is_ragged=is_ragged,
     )
-    return call(query, key, value, queries, jnp.clip(keys, 0, size))
+    queries, keys = jnp.clip(queries, 0, query.shape[1]), jnp.clip(keys, 0, size)
+    return call(query, key, value, queries, keys)
 
 
 def prefill(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +71,8 @@ def gradient(
 
     Weights and the scores' gradients are rounded to the operands' 16 bits before they multiply;
     float32 operands are rounded to bfloat16, but for those that become codes. E4m3 products are
-    accumulated as in the forward pass. Every sum has one order: equal bits in every run.
+    accumulated as in the forward pass. Gradients of float16 outputs are scaled by a power of two on
+    the way. Every sum has one order: equal bits in every run.
 
     Args:
       query: ``[B, T, N, H]``.
@@ -97,6 +98,11 @@ def gradient(
     d_out, lse, delta = rows.gradient_rows(
         out, residual, d_out, d_residual, padded, all_see=all_see
     )
+    unit = None
+    if query.dtype == jnp.float16:
+        unit = _unit(d_out)
+        d_out = (d_out.astype(jnp.float32) * unit).astype(jnp.float16)
+        delta = delta * unit[..., 0]
     if is_ragged:
         # The kernels load padding, too, and weight it with 0, which does not remove a NaN.
         query = rows.without_padding(query, query_length)
@@ -115,22 +121,40 @@ def gradient(
     q, k, d_o = (_in_16_bits(x) for x in (q, k, d_o))
     x = tiles.Operands(*q8, *k8, *d8, *v8, q, k, d_o, lse, delta, query_length, key_length)
     launch = launch or default_launch(q.shape[-1], config)
-    settings = functools.partial(
-        tiles.Settings,
+    settings = functools.partial(_settings, config, options)
+    dtype = query.dtype if unit is None else jnp.float32
+    d_q = queries.query_gradient(x, dtype, settings(launch.queries))[:, :tokens, :, :head_dim]
+    d_k, d_v = keys.key_gradient(x, dtype, settings(launch.keys))
+    d_k, d_v = (y[:, :size, :, :head_dim] for y in (d_k, d_v))
+    if unit is None:
+        return d_q, d_k, d_v
+    d_q, d_k, d_v = ((y / unit).astype(query.dtype) for y in (d_q, d_k, d_v))
+    return d_q, d_k, d_v
+
+
+def _unit(d_out: jax.Array) -> jax.Array:
+    """The power of two by which a sequence's float16 gradients become about 1: ``[B, 1, 1, 1]``.
+
+    Gradients of a mean are often near the smallest numbers of float16, and the scores' are smaller.
+    """
+    largest = jnp.max(jnp.abs(d_out.astype(jnp.float32)), axis=(1, 2, 3), keepdims=True)
+    usual = jnp.isfinite(largest) & (largest > 0)
+    return jnp.exp2(-jnp.floor(jnp.log2(jnp.where(usual, largest, 1.0))))
+
+
+def _settings(config: TurboConfig, options: Options, stages: int) -> Any:
+    from pallas_kernels.mosaic.hopper.gradient.tiles import Settings
+
+    return Settings(
         scale=options.scale,
         is_causal=options.is_causal,
         window=options.window,
         soft_cap=options.logits_soft_cap,
+        approximate_tanh=config.mode in ("int8_fp8", "fp8"),
         block_q=config.block_q,
         block_kv=config.block_kv,
+        stages=stages,
         programs=multiprocessors(),
-    )
-    d_q = queries.query_gradient(x, query.dtype, settings(stages=launch.queries))
-    d_k, d_v = keys.key_gradient(x, query.dtype, settings(stages=launch.keys))
-    return (
-        d_q[:, :tokens, :, :head_dim],
-        d_k[:, :size, :, :head_dim],
-        d_v[:, :size, :, :head_dim],
     )
 
 

@@ -36,6 +36,7 @@ class Settings:
       is_causal: a query sees keys up to its own position.
       window: optional (left, right).
       soft_cap: optional cap of the scores.
+      approximate_tanh: whether the cap is the hardware's, as in a forward pass with e4m3 weights.
       block_q: queries that share a scale, a multiple of 64.
       block_kv: keys that share a scale, and values that do, a multiple of 64.
       stages: how many steps' operands are in shared memory.
@@ -46,6 +47,7 @@ class Settings:
     is_causal: bool
     window: tuple[int, int] | None
     soft_cap: float | None
+    approximate_tanh: bool
     block_q: int
     block_kv: int
     stages: int
@@ -264,7 +266,8 @@ def _weigh(
         each = _of_each(logarithms, half, len(x), rows_are_keys)
         x = [_to_float(v) for v in x]
         if s.soft_cap is not None:
-            ratios = [softmax.tanh(v * c) for v in x]
+            tanh = lane.tanh if s.approximate_tanh else softmax.tanh
+            ratios = [tanh(v * c) for v in x]
             x = [v * s.soft_cap for v in ratios]
             slopes.append([(-v).fma(v, lane.number(1.0)) for v in ratios])
         unit = c if s.soft_cap is None else lane.number(LOG2_E)
