@@ -20,7 +20,7 @@ KINDS = {
     "fp8_e4m3": "fp8_e4m3",
     "kv4": "kv4",
     "k8v4": "k8v4",
-    "4bit": tj.TurboConfig(buffer_size=16, block_q=16, block_kv=16, softmax="exact"),
+    "4bit": tj.TurboConfig(mode="int8", buffer_size=16, block_q=16, block_kv=16),
 }
 # What outputs may be off by: about twice what they are. Values are up to 3.5, and keys' errors, in
 # scores of up to 6, weigh about as much as values' own. So it is twice a value's largest rounding:

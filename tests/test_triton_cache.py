@@ -102,8 +102,8 @@ def assert_appends_the_same(cache, key, value, lengths=None):
 @pytest.mark.slow
 def test_a_prompt_and_then_tokens():
     """Ragged, through full buffers; blocks that are not stored keep what stood there."""
-    case = MIXED
-    config, dtype = case[0], case[2]
+    config = dataclasses.replace(MIXED[0], mode="int8")  # whose operands are the cache's codes
+    case, dtype = (config, *MIXED[1:]), MIXED[2]
     key, value = tokens(case, 70, seed=1)
     lengths = int32(70, 62, 5, 0)
     rng = np.random.default_rng(2)

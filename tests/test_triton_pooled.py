@@ -35,8 +35,8 @@ from pallas_kernels.triton import (
     pooled_query_gradient,
 )
 from turbojax._device import interpret_kernels
+from turbojax.ops import rows as rows_of
 from turbojax.ops.pooled_attention import lists, pooling, reference, triton
-from turbojax.ops.pooled_attention import operands as operands_of
 from turbojax.ops.pooled_attention.static import PooledOptions
 
 
@@ -161,7 +161,7 @@ def test_launches_agree(tile, tile_kv):
     def launch(q, k, v):
         sides = [triton._side(x, whole[1], True) for x in (k, v)]
         out, residual = pooled_forward.forward(q, *sides, found, *whole, settings)
-        rows = operands_of.gradient_rows(out, residual, d_out, d_residual, tokens)
+        rows = rows_of.gradient_rows(out, residual, d_out, d_residual, tokens)
         queries = _pooled_common.Queries(q, *rows)
         d_q = pooled_query_gradient.query_gradient(queries, *sides, found, *whole, settings)
         return out, residual, d_q
