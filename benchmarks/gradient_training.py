@@ -5,7 +5,7 @@
 Every run starts from the same random weights and reads the same bytes in the same order; only
 attention differs, forward and backward. Held-out bits are measured with exact attention.
 
-`--only exact,fp8-int8` runs some, for processes side by side; `--merge A B` puts such files into
+`--only exact,fp8-8bit` runs some, for processes side by side; `--merge A B` puts such files into
 one.
 `--quick` is a small sample of the same: does everything run?
 """
@@ -43,9 +43,9 @@ RUNS = {
     "exact": None,
     "int8-float": ("int8", "float"),
     "int8_fp8-float": ("int8_fp8", "float"),
-    "int8_fp8-int8": ("int8_fp8", "int8"),
+    "int8_fp8-8bit": ("int8_fp8", "8bit"),
     "fp8-float": ("fp8", "float"),
-    "fp8-int8": ("fp8", "int8"),
+    "fp8-8bit": ("fp8", "8bit"),
 }
 # Steps over which losses are averaged.
 _SMOOTHING = 50

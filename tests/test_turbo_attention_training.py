@@ -54,7 +54,7 @@ def train(attention):
 
 CONFIGS = {
     "default": tj.TurboConfig(),
-    "int8 gradient": tj.TurboConfig(gradient="int8"),
+    "8-bit gradient": tj.TurboConfig(gradient="8bit"),
     "paper": tj.TurboConfig.paper(),
 }
 

@@ -8,7 +8,7 @@ from turbojax._checks import check_integer
 from turbojax.sas import SAS
 
 Mode = Literal["int8", "int8_fp8", "fp8", "float"]
-Gradient = Literal["float", "int8"]
+Gradient = Literal["float", "8bit"]
 PriorityMethod = Literal["gap_std", "entropy", "min_max", "variation"]
 
 SUPPORTED_BITS = (2, 3, 4)
@@ -42,8 +42,9 @@ class TurboConfig:
         ``"float"`` (not rounded). A cache holds the same codes in every mode, which are integers:
         `decode` multiplies int8 in every 8-bit mode, and unrounded numbers in ``"float"``.
       head_priority: how heads are ranked, see `head_priority`.
-      gradient: the operands of the product of the outputs' gradients with the values, in the
-        backward pass: ``"float"`` (not rounded) or ``"int8"``.
+      gradient: whether the backward pass rounds the outputs' gradients where they multiply the
+        values: ``"float"`` (no) or ``"8bit"`` (to the format that the mode gives the values: int8
+        in ``"int8"``, else e4m3); not ``"8bit"`` in mode ``"float"``.
 
     Raises:
       TypeError: if a number is not an integer.
@@ -118,5 +119,7 @@ class TurboConfig:
             raise ValueError(f"{self.mode=} must be one of {get_args(Mode)}")
         if self.gradient not in get_args(Gradient):
             raise ValueError(f"{self.gradient=} must be one of {get_args(Gradient)}")
+        if self.gradient != "float" and self.mode == "float":
+            raise ValueError(f"{self.gradient=} must be 'float' where mode='float'")
         if self.head_priority not in get_args(PriorityMethod):
             raise ValueError(f"{self.head_priority=} must be one of {get_args(PriorityMethod)}")

@@ -4,6 +4,7 @@ from oracles.cache import Cache as Cache
 from oracles.gradient import Gradients as Gradients
 from oracles.gradient import attention_gradients as attention_gradients
 from oracles.gradient import rounded as rounded
+from oracles.gradient import rounded_values as rounded_values
 from oracles.online import attention as attention
 from oracles.online import decode as decode
 from oracles.online import plain_attention as plain_attention

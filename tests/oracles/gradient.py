@@ -38,6 +38,13 @@ def rounded(x, lengths, block, mode):
     return out
 
 
+def rounded_values(x, lengths, block, mode):
+    """Values [B, S, K, H] as the forward pass rounds them: e4m3 with one scale for all blocks."""
+    if mode in ("int8_fp8", "fp8"):
+        return rounded(x, lengths, x.shape[1], "fp8")
+    return rounded(x, lengths, block, mode)
+
+
 def attention_gradients(
     query,
     key,
@@ -82,7 +89,7 @@ def attention_gradients(
     if forward is not None:
         out, lse = (np.asarray(x, np.float64) for x in forward)
         p = np.exp(scores - np.where(some, np.moveaxis(lse, 2, 1), 0)[..., None])
-        delta = np.moveaxis((d_o * out).sum(-1), 2, 1)
+        delta = np.moveaxis((d_w * out).sum(-1), 2, 1)
     d_s = p * (d_p - delta[..., None] + d_lse[..., None]) * slope
     terms = np.einsum("btnh,bsnh->bnts", np.abs(d_w), np.abs(v_w))
     terms = terms + (p * terms).sum(-1, keepdims=True) + np.abs(d_lse)[..., None]

@@ -42,6 +42,11 @@ def stored_mode(mode: Mode) -> Literal["int8", "float"]:
     return "float" if mode == "float" else "int8"
 
 
+def values_mode(mode: Mode) -> Mode:
+    """The mode whose scores have operands of the format that `mode` gives the values."""
+    return "fp8" if mode == "int8_fp8" else mode
+
+
 def quantize_scores_operand(
     x: jax.Array, mode: Mode, axis: int | tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array]:

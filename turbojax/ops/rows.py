@@ -25,6 +25,14 @@ def pad_axis(x: jax.Array, axis: int, size: int, value: float = 0.0) -> jax.Arra
     return jnp.pad(x, widths, constant_values=value)
 
 
+def without_blind(x: jax.Array, residual: jax.Array) -> jax.Array:
+    """Cotangents ``[B, T, N, H]`` with zeros for rows that saw nothing, by their log-sum-exp.
+
+    Weights of 0 do not remove a NaN.
+    """
+    return jnp.where((residual == -jnp.inf)[..., None], jnp.zeros((), x.dtype), x)
+
+
 def gradient_rows(
     out: jax.Array,
     residual: jax.Array,
@@ -33,6 +41,7 @@ def gradient_rows(
     tokens: int,
     *,
     all_see: bool = False,
+    weighed: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What the kernels of the backward pass need to know of each row.
 
@@ -43,16 +52,18 @@ def gradient_rows(
       d_residual: that of `residual`.
       tokens: `Tp`, at least `T`.
       all_see: whether every row exists and sees something: then `d_out` is not looked through.
+      weighed: `d_out` as it multiplies the values, without blind rows, if it is rounded there.
 
     Returns:
-      `d_out` with zeros for rows that saw nothing or do not exist, as a weight of 0 does not remove
-      a NaN. And float32 ``[B, N, Tp]``, twice: the log-sum-exp in powers of two, ``inf`` there, so
-      that their weights are 0; and ``rowsum(d_out * out)`` less the residual's cotangent, 0 there.
+      `without_blind` of `d_out`. And float32 ``[B, N, Tp]``, twice: the log-sum-exp in powers of two, ``inf`` there, so
+      that their weights are 0; and ``rowsum(d_out * out)``, of what was rounded if it was, less the
+      residual's cotangent, 0 there.
     """
     is_empty = residual == -jnp.inf
     if not all_see:
-        d_out = jnp.where(is_empty[..., None], jnp.zeros((), d_out.dtype), d_out)
-    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+        d_out = without_blind(d_out, residual)
+    weighed = d_out if weighed is None else weighed
+    delta = jnp.sum(weighed.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     # Otherwise XLA transposes within the sum, which takes five times as long as reading the two
     # arrays.
     delta = jax.lax.optimization_barrier(delta) - d_residual

@@ -36,10 +36,10 @@ def gradient(
 
     The weights ``P = exp(S - lse)`` are those of the forward pass: `S` are its scores, of rounded
     queries and keys, `lse` is its log-sum-exp, and the exponential is the exact one. With ``dP = dO
-    V^T`` and a row's ``D = dO . O`` the scores' gradient is ``dS = P (dP - D + d_lse)``; the
-    gradients are ``dQ = dS K``, ``dK = dS^T Q`` and ``dV = P^T dO`` of the operands as they are.
-    With ``config.gradient="int8"`` `dP` is the product of `dO` and `V` rounded to int8 in blocks,
-    as queries and keys are.
+    V^T`` and a row's ``D = dO . O`` the scores' gradient is ``dS = P (dP - D + d_lse)``. `V` is
+    rounded there as it was when it gave `O`: then a row's `dS` sum to 0, but for `d_lse`. With
+    ``config.gradient="8bit"`` `dO` is rounded in both, in blocks as queries are. ``dQ = dS K``,
+    ``dK = dS^T Q`` and ``dV = P^T dO`` are of the operands as they are.
 
     Query blocks run one after the other and walk over the key blocks that they can see. Memory
     grows with ``T + S``.
@@ -82,13 +82,14 @@ def gradient(
     # A query that sees nothing gets nothing and gives nothing.
     is_blind = residual == -jnp.inf
     d_out = jnp.where(is_blind[..., None], jnp.zeros((), d_out.dtype), d_out)
-    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    d_mode = numerics.values_mode(config.mode) if config.gradient == "8bit" else "float"
+    rounded_d = _rounded(d_out, query_length, config.block_q, d_mode)
+    delta = jnp.sum(rounded_d.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     delta = jnp.where(is_blind, 0, delta - d_residual)
     lse = jnp.where(is_blind, jnp.inf, residual)
 
     rounded_k = key_blocks(_rounded(key, key_length, config.block_kv, config.mode))
-    d_mode: Mode = "int8" if config.gradient == "int8" else "float"
-    rounded_v = key_blocks(_rounded(value, key_length, config.block_kv, d_mode))
+    rounded_v = key_blocks(_rounded_values(value, key_length, config))
     k = key_blocks(key)
 
     def one_query_block(sums: _Arrays, operands: _Arrays) -> tuple[_Arrays, jax.Array]:
@@ -124,12 +125,10 @@ def gradient(
 
     q = query_blocks(query)
     numbers = jnp.arange(q.shape[0], dtype=jnp.int32)
-    rounded_q, rounded_d = (
-        query_blocks(_rounded(x, query_length, config.block_q, mode))
-        for x, mode in ((query, config.mode), (d_out, d_mode))
-    )
+    rounded_q = query_blocks(_rounded(query, query_length, config.block_q, config.mode))
     rows = (query_blocks(x[..., None]) for x in (lse, delta))
-    operands: _Arrays = (numbers, rounded_q, q, rounded_d, query_blocks(d_out), *rows)
+    d_o = (query_blocks(x) for x in (rounded_d, d_out))
+    operands: _Arrays = (numbers, rounded_q, q, *d_o, *rows)
     nothing: _Arrays = (jnp.zeros(k.shape, jnp.float32),) * 2
     (d_k, d_v), d_q = jax.lax.scan(one_query_block, nothing, operands)
     d_q = jnp.moveaxis(d_q, 0, 3).reshape(batch, heads, -1, channels)
@@ -145,10 +144,23 @@ def _rounded(x: jax.Array, length: jax.Array, block: int, mode: Mode) -> jax.Arr
     """``[B, S, K, H]`` as its codes stand for it, float32; as it is in mode ``"float"``."""
     if mode == "float":
         return x
-    batch, size, heads, channels = x.shape
-    codes, scale = numerics.quantize_scores_operand(blocks(x, length, block), mode, axis=(-2, -1))
+    pieces = blocks(x, length, block)
+    return _tokens(*numerics.quantize_scores_operand(pieces, mode, axis=(-2, -1)), x.shape[1])
+
+
+def _rounded_values(x: jax.Array, length: jax.Array, config: TurboConfig) -> jax.Array:
+    """``[B, S, K, H]`` as the forward pass rounded it, float32; as it is in mode ``"float"``."""
+    if config.mode == "float":
+        return x
+    pieces = blocks(x, length, config.block_kv)
+    return _tokens(*numerics.quantize_values(pieces, config.mode), x.shape[1])
+
+
+def _tokens(codes: jax.Array, scale: jax.Array, size: int) -> jax.Array:
+    """What codes in blocks ``[B, K, n, block, H]`` stand for, as ``[B, size, K, H]``."""
     tokens = codes.astype(jnp.float32) * scale[..., None, None]
-    return jnp.swapaxes(tokens.reshape(batch, heads, -1, channels), 1, 2)[:, :size]
+    tokens = tokens.reshape(*codes.shape[:2], -1, codes.shape[-1])
+    return jnp.swapaxes(tokens, 1, 2)[:, :size]
 
 
 def _at(x: jax.Array, index: jax.Array) -> jax.Array:

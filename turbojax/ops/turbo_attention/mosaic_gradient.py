@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from turbojax._device import multiprocessors, needs_hopper
-from turbojax.config import Mode, TurboConfig
-from turbojax.ops import rows
+from turbojax.config import TurboConfig
+from turbojax.ops import numerics, rows
 from turbojax.ops.options import Options
-from turbojax.ops.turbo_attention.operands import quantize_queries
+from turbojax.ops.turbo_attention.operands import quantize_queries, quantize_values
 
 # What matrix instructions and their shared memory are made for; others are padded with zeros.
 _HEAD_DIMS = (64, 128, 256)
@@ -95,30 +95,26 @@ def gradient(
     padded = -(-tokens // _TILE) * _TILE
     # A window may end before the last query, where there are fewer keys.
     all_see = not is_ragged and (options.window is None or tokens <= size)
-    d_out, lse, delta = rows.gradient_rows(
-        out, residual, d_out, d_residual, padded, all_see=all_see
-    )
+    d_out = d_out if all_see else rows.without_blind(d_out, residual)
     unit = None
     if query.dtype == jnp.float16:
         unit = _unit(d_out)
         d_out = (d_out.astype(jnp.float32) * unit).astype(jnp.float16)
-        delta = delta * unit[..., 0]
+        d_residual = d_residual * unit[..., 0]
+    d8, weighed = _output_gradient(d_out, query_length, config)
+    _, lse, delta = rows.gradient_rows(
+        out, residual, d_out, d_residual, padded, all_see=True, weighed=weighed
+    )
     if is_ragged:
         # The kernels load padding, too, and weight it with 0, which does not remove a NaN.
         query = rows.without_padding(query, query_length)
         key, value = (rows.without_padding(x, key_length) for x in (key, value))
     q, k, v, d_o = (_padded(x) for x in (query, key, value, d_out))
-    d_mode: Mode = "int8" if config.gradient == "int8" else "float"
-    q8, k8, d8, v8 = (
-        _codes(x, length, block, mode, config)
-        for x, length, block, mode in (
-            (q, query_length, config.block_q, config.mode),
-            (k, key_length, config.block_kv, config.mode),
-            (d_o, query_length, config.block_q, d_mode),
-            (v, key_length, config.block_kv, d_mode),
-        )
-    )
+    q8 = _codes(q, query_length, config.block_q, config)
+    k8 = _codes(k, key_length, config.block_kv, config)
+    v8 = _value_codes(v, key_length, config)
     q, k, d_o = (_in_16_bits(x) for x in (q, k, d_o))
+    d8 = d8 or _as_it_is(d_o)
     x = tiles.Operands(*q8, *k8, *d8, *v8, q, k, d_o, lse, delta, query_length, key_length)
     launch = launch or default_launch(q.shape[-1], config)
     settings = functools.partial(_settings, config, options)
@@ -161,7 +157,7 @@ def _settings(config: TurboConfig, options: Options, stages: int) -> Any:
 def default_launch(head_dim: int, config: TurboConfig) -> Launch:
     """As many stages as there is shared memory for, up to what was fastest."""
     if head_dim == _HEAD_DIMS[-1]:
-        return Launch(2, 2) if config.gradient == "int8" else Launch(1, 1)
+        return Launch(2, 2) if config.gradient == "8bit" else Launch(1, 1)
     return Launch(4, 3)
 
 
@@ -176,10 +172,46 @@ def _in_16_bits(x: jax.Array) -> jax.Array:
     return x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x
 
 
-def _codes(
-    x: jax.Array, length: jax.Array, block: int, mode: Mode, config: TurboConfig
-) -> tuple[jax.Array, jax.Array]:
-    """Codes ``[B, K, Sp, H]`` and scales ``[B, K, Sp / block]``; in mode ``"float"`` `x` itself."""
-    if mode == "float":
-        return _in_16_bits(x), jnp.ones((x.shape[0], x.shape[2], 1), jnp.float32)
-    return quantize_queries(x, length, dataclasses.replace(config, mode=mode, block_q=block))
+Codes = tuple[jax.Array, jax.Array]
+"""Numbers, and what scales them: one for each block ``[B, K, Sp / block]``."""
+
+
+def _codes(x: jax.Array, length: jax.Array, block: int, config: TurboConfig) -> Codes:
+    """Codes ``[B, K, Sp, H]`` of an operand of the scores; in mode ``"float"`` `x` itself."""
+    if config.mode == "float":
+        return _as_it_is(_in_16_bits(x))
+    return quantize_queries(x, length, dataclasses.replace(config, block_q=block))
+
+
+def _as_it_is(x: jax.Array) -> Codes:
+    return x, jnp.ones((x.shape[0], x.shape[2], 1), jnp.float32)
+
+
+def _output_gradient(
+    d_out: jax.Array, length: jax.Array, config: TurboConfig
+) -> tuple[Codes | None, jax.Array | None]:
+    """With 8-bit gradients the codes ``[B, N, Tp, H]``, and what they stand for, as `d_out`."""
+    if config.gradient != "8bit":
+        return None, None
+    mode = numerics.values_mode(config.mode)
+    codes, scale = _codes(
+        _padded(d_out), length, config.block_q, dataclasses.replace(config, mode=mode)
+    )
+    (_, tokens, _, head_dim), rows_of_block = d_out.shape, config.block_q
+    factor = jnp.repeat(scale, rows_of_block, axis=2)[..., None]
+    weighed = jnp.swapaxes(codes.astype(jnp.float32) * factor, 1, 2)
+    return (codes, scale), weighed[:, :tokens, :, :head_dim]
+
+
+def _value_codes(value: jax.Array, length: jax.Array, config: TurboConfig) -> Codes:
+    """The forward pass' codes ``[B, K, Sp, H]``, or as 16-bit numbers ``[B, S, K, H]``.
+
+    They have 8 bits where the outputs' gradients have, too: a matrix unit takes two of a kind.
+    """
+    if config.mode == "float":
+        return _as_it_is(_in_16_bits(value))
+    codes, scale = quantize_values(value, length, config)
+    if config.gradient == "8bit":
+        return codes, scale
+    wide = codes.astype(_in_16_bits(value).dtype)  # exact
+    return jnp.swapaxes(wide, 1, 2)[:, : value.shape[1]], scale

@@ -116,6 +116,22 @@ def quantize_keys_and_values(
     return k, k_scale, jnp.swapaxes(_join(v), 2, 3), v_scale
 
 
+def quantize_values(
+    value: jax.Array, length: jax.Array, config: TurboConfig
+) -> tuple[jax.Array, jax.Array]:
+    """The values' codes as in `Operands`, but ``[B, K, Sp, H]``: tokens are rows."""
+    block = config.block_kv
+    if _kernels_unsupported(value, block, config) is None:
+        from pallas_kernels.triton.quantize import absolute_maxima, quantize
+
+        is_e4m3, interpret = config.mode != "int8", interpreting()
+        maxima = absolute_maxima(value, length, interpret=interpret) if is_e4m3 else None
+        dtype = _dtype(is_e4m3)
+        return quantize(value, length, maxima, block=block, dtype=dtype, interpret=interpret)
+    codes, scale = numerics.quantize_values(blocks(value, length, block), config.mode)
+    return _join(codes), scale
+
+
 def _quantize_keys_and_values(
     key: jax.Array,
     value: jax.Array,

@@ -78,9 +78,11 @@ class Operands(NamedTuple):
       q_scale: float32 ``[B, N, Tp / block_q]``.
       k8: codes of the keys ``[B, K, Sp, H]``, q8's dtype, or `k`.
       k_scale: float32 ``[B, K, Sp / block_kv]``.
-      d8: gradients of the outputs that multiply the values: int8 ``[B, N, Tp, H]``, or `d_out`.
+      d8: gradients of the outputs that multiply the values: ``[B, N, Tp, H]``, int8 or e4m3, or
+        `d_out`.
       d_scale: float32 ``[B, N, Tp / block_q]``.
-      v8: values that multiply them: int8 ``[B, K, Sp, H]``, or the values ``[B, S, K, H]``.
+      v8: values that multiply them, without their scales: ``[B, K, Sp, H]``, d8's dtype, or
+        ``[B, S, K, H]``, q's dtype.
       v_scale: float32 ``[B, K, Sp / block_kv]``.
       q: ``[B, T, N, H]``, bfloat16 or float16; `T` and `S` are multiples of 8, `H` is 64, 128 or
         256.
