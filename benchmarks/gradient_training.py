@@ -2,11 +2,11 @@
 
 `python -m benchmarks.gradient_training --out benchmarks/results/gradient_training.json`
 
-Every run starts from the same random weights and reads the same bytes in the same order; only
+Runs of one seed start from the same random weights and read the same bytes in the same order; only
 attention differs, forward and backward. Held-out bits are measured with exact attention.
 
-`--only exact,fp8-8bit` runs some, for processes side by side; `--merge A B` puts such files into
-one.
+`--only exact,fp8-8bit --seeds 2` runs some, for processes side by side; `--merge A B` puts such
+files into one.
 `--quick` is a small sample of the same: does everything run?
 """
 
@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ QUICK = Settings(steps=2, context=128, batch_size=1, warmup_steps=1)
 # Modes of the forward pass, and what the gradient rounds.
 RUNS = {
     "exact": None,
-    "int8-float": ("int8", "float"),
+    "int8-8bit": ("int8", "8bit"),
     "int8_fp8-float": ("int8_fp8", "float"),
     "int8_fp8-8bit": ("int8_fp8", "8bit"),
     "fp8-float": ("fp8", "float"),
@@ -76,11 +76,11 @@ def attention(name: str) -> models.Attend:
 def train(name: str, settings: Settings, corpus: Corpus, progress: Progress) -> dict[str, Any]:
     """One run: losses of all steps in bits per byte, and held-out bits."""
     config = models.load(dtype="float32").config
-    model = models.Transformer(config, rngs=nnx.Rngs(params=0))
+    model = models.Transformer(config, rngs=nnx.Rngs(params=settings.seed))
     trainer = Trainer(model, settings, corpus.stream)
     trainer.attend = attention(name)
     trainer.compile()
-    task = progress.add_task(name, total=settings.steps)
+    task = progress.add_task(f"{name}, seed {settings.seed}", total=settings.steps)
     begun, losses = time.perf_counter(), []
     for _ in range(settings.steps):
         losses.append(trainer.run_step()["bits_per_byte"])
@@ -99,12 +99,19 @@ def train(name: str, settings: Settings, corpus: Corpus, progress: Progress) -> 
     }
 
 
-def measure(names: Sequence[str], settings: Settings) -> dict[str, Any]:
-    """All runs, one after the other."""
+def measure(names: Sequence[str], settings: Settings, seeds: Sequence[int]) -> dict[str, Any]:
+    """All runs, one after the other: by name, by seed."""
     corpus = standard_library_corpus()
     with Progress() as progress:
-        runs = {name: train(name, settings, corpus, progress) for name in names}
-    return {**environment(), "settings": dataclasses.asdict(settings), "runs": runs}
+        runs = {
+            name: {
+                str(seed): train(name, dataclasses.replace(settings, seed=seed), corpus, progress)
+                for seed in seeds
+            }
+            for name in names
+        }
+    facts = {**dataclasses.asdict(settings), "seed": None}
+    return {**environment(), "settings": facts, "runs": runs}
 
 
 def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -118,8 +125,12 @@ def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for name in ("device", "jax", "commit", "settings"):
             if part.get(name) != first.get(name):
                 raise ValueError(f"{name}={part.get(name)!r} must be {first.get(name)!r}")
-    runs = {name: run for part in parts for name, run in part["runs"].items()}
-    return {**first, "runs": {name: runs[name] for name in RUNS if name in runs}}
+    runs: dict[str, dict[str, Any]] = {name: {} for name in RUNS}
+    for part in parts:
+        for name, by_seed in part["runs"].items():
+            runs[name] |= by_seed
+    found = {name: dict(sorted(by_seed.items())) for name, by_seed in runs.items() if by_seed}
+    return {**first, "runs": found}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -127,6 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--only", default=",".join(RUNS), help="names of runs")
+    parser.add_argument("--seeds", default="0,1,2", help="of weights and of the data's order")
     parser.add_argument("--steps", type=int, default=SETTINGS.steps)
     parser.add_argument("--merge", type=Path, nargs="+", help="files of such runs")
     parser.add_argument("--quick", action="store_true", help="a small sample")
@@ -135,7 +147,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.merge:
         result = merged([json.loads(path.read_text()) for path in given.merge])
     else:
-        result = measure(given.only.split(","), settings)
+        seeds = [int(x) for x in given.seeds.split(",")]
+        result = measure(given.only.split(","), settings, seeds)
     given.out.parent.mkdir(parents=True, exist_ok=True)
     _writing.write_text(given.out, json.dumps(result, indent=1) + "\n")
 
@@ -144,33 +157,47 @@ def _end(run: Mapping[str, Any]) -> float:
     return float(np.mean(run["losses"][-_SMOOTHING:]))
 
 
+def _held_out(run: Mapping[str, Any]) -> float:
+    return float(run["held_out_bits_per_byte"])
+
+
+def changes(
+    result: Result, name: str, of: Callable[[Mapping[str, Any]], float] = _end
+) -> list[float]:
+    """A figure of each of a run's seeds over that of exact attention with the same seed, less 1."""
+    exact = result["runs"]["exact"]
+    return [of(run) / of(exact[seed]) - 1 for seed, run in result["runs"][name].items()]
+
+
 def loss_ratio(result: Result, name: str) -> float:
-    """A run's loss at the end over that of exact attention."""
-    return _end(result["runs"][name]) / _end(result["runs"]["exact"])
+    """A run's loss at the end over that of exact attention, the mean of its seeds."""
+    return 1 + float(np.mean(changes(result, name)))
+
+
+def _change(values: Sequence[float]) -> str:
+    """Mean and standard error, in percent."""
+    error = np.std(values, ddof=1) / np.sqrt(len(values)) if len(values) > 1 else np.nan
+    return f"{100 * np.mean(values):+.2f} ± {100 * error:.2f} %"
 
 
 def training_table(name: str, result: Result) -> str:
-    """Losses at the end, beside that of exact attention."""
-    runs = result["runs"]
+    """Losses at the end, beside those of exact attention."""
     lines = []
-    for label, run in runs.items():
+    for label, by_seed in result["runs"].items():
         mode, _, gradient = label.partition("-")
-        ratio = loss_ratio(result, label)
-        lines.append(
-            [
-                mode,
-                gradient or "-",
-                f"{_end(run):.4f}",
-                f"{100 * (ratio - 1):+.2f} %",
-                f"{run['held_out_bits_per_byte']:.4f}",
-            ]
-        )
-    header = ["forward", "`gradient=`", "loss", "beside exact", "held out"]
+        line = [mode, gradient or "-"]
+        for of in (_end, _held_out):
+            line.append(f"{np.mean([of(run) for run in by_seed.values()]):.4f}")
+            line.append("" if label == "exact" else _change(changes(result, label, of)))
+        lines.append(line)
+    header = ["forward", "`gradient=`", "loss", "beside exact", "held out", "beside exact"]
     settings = result["settings"]
+    seeds = len(result["runs"]["exact"])
     note = (
         f"{settings['steps']} steps of {settings['batch_size']} sequences of "
-        f"{settings['context']:,} bytes from random weights; bits per byte, of the last "
-        f"{_SMOOTHING} steps and of modules that were not trained on, read with exact attention."
+        f"{settings['context']:,} bytes from random weights, means of {seeds} seeds with the "
+        f"standard errors of their differences; bits per byte, of the last {_SMOOTHING} steps and "
+        "of modules that were not trained on, read with exact attention."
     )
     return f"{tables.table(header, lines)}\n\n{note} {tables.source(name, result)}"
 

@@ -84,11 +84,11 @@ def training_work(shape: Shape, mode: str, gradient: str) -> Work:
       shape: of the call.
       mode: of the forward pass' products, as in `prefill_work`; also of the scores that the
         backward pass computes again.
-      gradient: what multiplies the values there: ``"float"`` (bfloat16) or ``"int8"``.
+      gradient: what multiplies the values there: ``"float"`` (bfloat16) or ``"8bit"``.
     """
     scores, values = _UNITS[mode]
     shares: dict[str, float] = {}
-    for unit in (scores, values, scores, "int8" if gradient == "int8" else "bf16", *["bf16"] * 3):
+    for unit in (scores, values, scores, values if gradient == "8bit" else "bf16", *["bf16"] * 3):
         shares[unit] = shares.get(unit, 0) + 1 / 7
     return Work(3.5 * attention_operations(shape), shares)
 

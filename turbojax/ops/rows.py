@@ -55,9 +55,10 @@ def gradient_rows(
       weighed: `d_out` as it multiplies the values, without blind rows, if it is rounded there.
 
     Returns:
-      `without_blind` of `d_out`. And float32 ``[B, N, Tp]``, twice: the log-sum-exp in powers of two, ``inf`` there, so
-      that their weights are 0; and ``rowsum(d_out * out)``, of what was rounded if it was, less the
-      residual's cotangent, 0 there.
+      `without_blind` of `d_out`. And float32 ``[B, N, Tp]``, twice: the log-sum-exp in powers of
+      two, ``inf`` for blind rows and past the last, so that their weights are 0; and
+      ``rowsum(d_out * out)``, of what was rounded if it was, less the residual's cotangent, 0
+      there.
     """
     is_empty = residual == -jnp.inf
     if not all_see:

@@ -76,9 +76,9 @@ def _turbo(inputs: Inputs, config: tj.TurboConfig) -> Call:
 def cases(shape: Shape, choice: Choice) -> list[Case]:
     """The rows of one shape, what others are compared with first."""
     del shape
-    modes = [("fp8", "float"), ("fp8", "int8")]
+    modes = [("fp8", "float"), ("fp8", "8bit")]
     if choice == "hopper":
-        modes += [("int8_fp8", "float"), ("int8_fp8", "int8"), ("int8", "int8")]
+        modes += [("int8_fp8", "float"), ("int8_fp8", "8bit"), ("int8", "8bit")]
     rows = [Case("cudnn", None, _cudnn)]
     for mode, gradient in modes:
         config = tj.TurboConfig(mode=mode, softmax="exact", gradient=gradient)

@@ -119,7 +119,7 @@ def _consume(
         lse = tiles.load(m.lse.at[slot], COLUMN)
         plgpu.wgmma_wait(1)
         limits = tiles.limits_of(query, first, work.queries - query, is_masked)
-        weights, words, *slopes = tile.weigh(scores, lse, q_factor, limits)
+        weights, *slopes, words = tile.weigh(scores, lse, q_factor, limits)
         d_v = tiles.add_product(d_v, words, m.d_out.at[slot])
         delta = tiles.load(m.delta.at[slot], COLUMN)
         plgpu.wgmma_wait(1)

@@ -109,7 +109,7 @@ def _consume(
             # Left: the other slot's two products, or the sum that was started last.
             plgpu.wgmma_wait(1 if n else 2 * (len(slots) - 1))
             limits = tiles.limits_of(first, key, work.keys - key, is_masked)
-            weights, _, *slopes = tile.weigh(products[n][0], lse, scales[n][0], limits)
+            weights, *slopes = tile.weigh(products[n][0], lse, scales[n][0], limits)
             rest = (delta, scales[n][1], tuple(slopes), limits)
             words = tile.score_gradients(weights, products[n][1], *rest)
             total = tiles.add_product(total, words, m.k.at[slots[n]])

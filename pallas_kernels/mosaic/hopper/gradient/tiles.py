@@ -278,9 +278,13 @@ def _weigh(
             masks = _visible(bounds, half, len(x), rows_are_keys, s)
             p = [m.where(v, 0.0) for m, v in zip(masks, p, strict=True)]
         rows.append(p)
-    words = fragments.carrier(fragments.half_words(rows, dtype))
-    slope = (fragments.of_rows(slopes),) if slopes else ()
-    return fragments.of_rows(rows), mgpu.optimization_barrier(words), *slope
+    results = [fragments.of_rows(rows)]
+    if slopes:
+        results.append(fragments.of_rows(slopes))
+    if rows_are_keys:  # before anything else: they multiply next
+        words = fragments.carrier(fragments.half_words(rows, dtype))
+        results.append(mgpu.optimization_barrier(words))
+    return tuple(results)
 
 
 def _gradients(
@@ -342,7 +346,9 @@ class Tile:
     def weigh(
         self, scores: jax.Array, lse: jax.Array, factor: jax.Array, limits: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, ...]:
-        """Weights float32, their words as an operand, and with a soft cap its slopes.
+        """Weights float32, with a soft cap its slopes, and if rows are keys the weights as words.
+
+        Words are those of a 16-bit operand.
 
         Args:
           scores: products, waited for.
@@ -350,11 +356,14 @@ class Tile:
           factor: of the scores, in powers of two; with a soft cap, in units of it.
           limits: see `_visible`; none if nothing is hidden.
         """
-        tile, words = ring.array((ROWS, ROWS), jnp.float32), ring.array((ROWS, 32), jnp.int32)
         types = (MATRIX, self._queries, SCALAR, *[SCALAR] * len(limits))
-        returns = (tile, words) + (() if self.s.soft_cap is None else (tile,))
+        returns = [ring.array((ROWS, ROWS), jnp.float32)] * (1 if self.s.soft_cap is None else 2)
+        if self.rows_are_keys:
+            returns.append(ring.array((ROWS, 32), jnp.int32))
         f = functools.partial(_weigh, **self._static)
-        return ring.inline(f, types, returns)(scores, lse, factor, *limits)
+        results: tuple[jax.Array, ...]
+        results = ring.inline(f, types, tuple(returns))(scores, lse, factor, *limits)
+        return results
 
     def score_gradients(
         self,
