@@ -9,7 +9,7 @@ import pytest
 from cache_helpers import assert_same_bits
 
 import turbojax as tj
-from turbojax.quantizers import quantize_int8
+from turbojax.ops.numerics import quantize_scores_operand, quantize_values
 from turbojax.state.progressive import triton
 from turbojax.state.progressive.update import store_prompt
 
@@ -87,11 +87,14 @@ def test_stage_1_operands(name):
     got, operands = jax.jit(store)(cache, *arguments, lengths)
     assert_same_bits(got, jitted(store_prompt, "xla")(cache, *arguments, lengths))
     valid = (jnp.arange(size)[None] < lengths[:, None])[..., None, None]
-    for x, codes, scale in zip(arguments, operands[::2], operands[1::2], strict=True):
+    of_keys = functools.partial(quantize_scores_operand, mode=config.mode, axis=(3, 4))
+    of_values = functools.partial(quantize_values, mode=config.mode)
+    pairs = zip(operands[::2], operands[1::2], strict=True)
+    for x, (codes, scale), quantize in zip(arguments, pairs, (of_keys, of_values), strict=True):
         x = jnp.where(valid, x, jnp.zeros((), dtype))
         x = jnp.pad(x, ((0, 0), (0, -size % config.block_kv), (0, 0), (0, 0))).swapaxes(1, 2)
         blocks = x.reshape(*x.shape[:2], -1, config.block_kv, x.shape[3])
-        want, want_scale = jax.jit(functools.partial(quantize_int8, axis=(3, 4)))(blocks)
+        want, want_scale = jax.jit(quantize)(blocks)
         want = want.reshape(x.shape)
         np.testing.assert_array_equal(codes, want if x.shape == codes.shape else want.mT)
         np.testing.assert_array_equal(scale, want_scale)

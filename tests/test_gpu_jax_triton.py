@@ -162,19 +162,20 @@ def test_transforms_give_the_same_bits(mode):
 
 
 def test_it_trains():
-    """The backward pass is that of exact attention, whatever ran forward."""
+    """The backward pass is that of `turbo_attention`, by whichever kernels there are."""
     q, k, v = tensors(7, 1, 130, 130, 2, 1, 64)
 
     def loss(implementation, q, k, v):
         out = tj.turbo_attention(q, k, v, is_causal=True, implementation=implementation)
         return jnp.sum(out[..., :8])
 
+    # Hopper's kernels round weights to 16 bits.
     got, want = (
         jax.grad(functools.partial(loss, name), argnums=(0, 1, 2))(q, k, v)
         for name in ("jax_triton", "xla")
     )
     for a, b in zip(got, want, strict=True):
-        np.testing.assert_array_equal(a, b)
+        assert np.linalg.norm(a - b) <= 2.0**-7 * np.linalg.norm(b)
 
 
 def test_long_contexts(mode):

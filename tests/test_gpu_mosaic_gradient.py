@@ -226,7 +226,7 @@ def test_training_by_the_public_call(softmax):
         return jax.vjp(call, *arrays)[1](d_out.astype(dtype))
 
     exact = pulled(tj.TurboConfig(mode="float", softmax=EXACT), jnp.float32)
-    for mode, gradient, bound in (("int8", "float", 0.03), ("fp8", "8bit", 0.055)):
+    for mode, gradient, bound in (("int8", "float", 0.03), ("fp8", "8bit", 0.06)):
         got = pulled(config(mode, gradient, softmax=softmax), jnp.bfloat16)
         for x, y in zip(got, exact, strict=True):
             x, y = (np.asarray(a, np.float64) for a in (x, y))
