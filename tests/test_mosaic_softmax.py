@@ -109,7 +109,7 @@ def test_attention_block_by_block(exponential, mode, seen, one):
         out = out * alpha[:, :1] + product * unit[:, :1]
     rows = 12  # of which the others are padding
     found, lse = softmax.finish(
-        out.astype(np.float32), m, l, np.int32(rows), np.float32(1), policy, HEAD_DIM
+        out.astype(np.float32), m, l, np.int32(rows), np.float32(1), policy, HEAD_DIM, HEAD_DIM
     )
     x = scores * scale
     x = x if cap is None else cap * np.tanh(x / cap)
@@ -170,7 +170,14 @@ def test_rows_that_see_nothing(one, is_int8):
         assert (codes[:5] == 0).all()
     assert (l[:5] == 0).all()
     out, lse = softmax.finish(
-        np.ones((ROWS, HEAD_DIM), np.float32), m, l, np.int32(ROWS), np.float32(1), policy, HEAD_DIM
+        np.ones((ROWS, HEAD_DIM), np.float32),
+        m,
+        l,
+        np.int32(ROWS),
+        np.float32(1),
+        policy,
+        HEAD_DIM,
+        HEAD_DIM,
     )
     assert (out[:5] == 0).all()
     assert (out[5:] != 0).all()

@@ -394,7 +394,14 @@ def accumulate(output: Any, product: Any, alpha: Any, unit: Any, policy: Policy)
 
 
 def finish(
-    output: Any, m: Any, l: Any, last: Any, scale: Any, policy: Policy, width: int
+    output: Any,
+    m: Any,
+    l: Any,
+    last: Any,
+    scale: Any,
+    policy: Policy,
+    channels: int,
+    width: int,
 ) -> tuple[Any, ...]:
     """Normalized outputs and log-sum-exps; 0 and ``-inf`` in rows that saw nothing.
 
@@ -405,10 +412,11 @@ def finish(
       last: int32 scalar: rows from there on are padding.
       scale: float32 scalar, of the values.
       policy: what is static.
+      channels: how many are returned, the first ones, a multiple of `width`.
       width: of the parts that are returned.
 
     Returns:
-      ``H / width`` outputs ``[64, width]``, and the log-sum-exps ``[64]``.
+      ``channels / width`` outputs ``[64, width]``, and the log-sum-exps ``[64]``.
     """
     [stop], [v_scale] = fragments.scalars(last), fragments.scalars(scale)
     row, _ = fragments.row_and_place()
@@ -432,6 +440,6 @@ def finish(
     columns = width // 4
     parts = [
         fragments.of_rows([x[i : i + columns] for x in rows])
-        for i in range(0, len(rows[0]), columns)
+        for i in range(0, channels // 4, columns)
     ]
     return *parts, fragments.row_array(lse)

@@ -59,6 +59,7 @@ def quantize(
     block: int,
     dtype: jax.typing.DTypeLike,
     multiple: int | None = None,
+    channels: int | None = None,
     tokens_last: bool = False,
     permuted: bool = False,
     num_warps: int | None = None,
@@ -74,6 +75,7 @@ def quantize(
       block: tokens of a block, a power of two.
       dtype: int8 (scale of a maximum over 119) or float8_e4m3fn (over 448).
       multiple: what tokens are rounded up to, a multiple of `block`; that itself if not given.
+      channels: of the codes, at least `H`, zeros past it; `H` if not given.
       tokens_last: whether codes are transposed.
       permuted: whether tokens are in the order of `permuted_positions`; then `block` is a
         multiple of 16.
@@ -81,13 +83,13 @@ def quantize(
       interpret: run without a GPU.
 
     Returns:
-      codes: ``[B, K, Sp, H]``, or ``[B, K, H, Sp]`` with tokens last; `Sp` is `S` rounded up to
-        `multiple`.
+      codes: ``[B, K, Sp, channels]``, or ``[B, K, channels, Sp]`` with tokens last; `Sp` is `S`
+        rounded up to `multiple`.
       scale: float32 ``[B, K, Sp / block]``: 1 for zeros alone, NaN with a value that is not finite.
         Codes are 0 there, in e4m3 NaN.
     """
-    batch, size, heads, channels = x.shape
-    multiple = multiple or block
+    batch, size, heads, head_dim = x.shape
+    channels, multiple = channels or head_dim, multiple or block
     blocks = pl.cdiv(size, multiple) * (multiple // block)
     order = (channels, blocks * block) if tokens_last else (blocks * block, channels)
     if maxima is not None and maxima.shape[2] > _MOST_MAXIMA:
@@ -98,6 +100,7 @@ def quantize(
         functools.partial(
             _quantize_kernel,
             block=block,
+            channels=channels,
             tokens_last=tokens_last,
             permuted=permuted,
             interpret=interpret,
@@ -152,6 +155,7 @@ def _quantize_kernel(
     x: Ref,
     *refs: Ref,
     block: int,
+    channels: int,
     tokens_last: bool,
     permuted: bool,
     interpret: bool,
@@ -160,7 +164,7 @@ def _quantize_kernel(
     head, number, sequence = (pl.program_id(axis) for axis in range(3))
     first, length = number * block, lengths[sequence]
     token = first + jnp.arange(block, dtype=jnp.int32)
-    channel, inside = _channels(x)
+    channel, inside = _channels(x, channels)
     values = _load(x, sequence, token, head, channel, inside, length)
     if maxima:
         bits = _bits_of_maxima(maxima[0], sequence, head)
@@ -176,7 +180,9 @@ def _quantize_kernel(
         result = e4m3_codes(values, scale)
     scales[sequence, head, number] = scale
     row = permuted_positions(first, block) if permuted else token
-    mask = None if inside is None else jnp.broadcast_to(inside[None], values.shape)
+    mask = None
+    if channel.shape[0] != channels:
+        mask = jnp.broadcast_to((channel < channels)[None], values.shape)
     at: tuple[Any, ...] = (row[:, None], channel[None])
     if tokens_last:
         result, at = result.T, (channel[:, None], row[None])
@@ -200,10 +206,10 @@ def _maxima_kernel(lengths: Ref, x: Ref, maxima: Ref, *, tiles: int) -> None:
     maxima[sequence, head, number] = maximum_from_bits(jnp.max(bits))
 
 
-def _channels(x: Ref) -> tuple[jax.Array, jax.Array | None]:
+def _channels(x: Ref, at_least: int = 1) -> tuple[jax.Array, jax.Array | None]:
     """Channels, their number rounded up to a power of two, and which of them there are."""
     count = x.shape[3]
-    channel = jnp.arange(next_power_of_2(count), dtype=jnp.int32)
+    channel = jnp.arange(next_power_of_2(max(count, at_least)), dtype=jnp.int32)
     return channel, None if channel.shape[0] == count else channel < count
 
 

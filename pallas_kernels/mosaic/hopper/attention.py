@@ -90,6 +90,8 @@ _MATRIX = plgpu.Layout.WGMMA
 _COLUMN = ring.array((ROWS,), jnp.float32, ROW)
 # Tiles whose queries are in shared memory: this one's and the next one's.
 _QUERY_SLOTS = 2
+# Channels whose sums and products fit into the registers together.
+_PART = 128
 # Registers of a thread that attends and of one that copies, by how many warpgroups attend.
 _REGISTERS = {2: (240, 24), 3: (160, 32)}
 
@@ -223,9 +225,11 @@ class _Consumer:
             f, (ring.tile_type(self.q), ring.tile_type(k)), ring.array((ROWS, s.tile), dtype)
         )(self.q, k)
 
-    def output(self, p: jax.Array, slot: jax.Array) -> jax.Array:
-        """Starts the second product of a block."""
+    def output(self, p: jax.Array, slot: jax.Array, part: int | None = None) -> jax.Array:
+        """Starts the second product of a block, or of a part of the channels."""
         v = self.buffers[1].at[slot]
+        if part is not None:
+            v = v.at[pl.ds(part * _PART, _PART)]
         dtype = jnp.int32 if self.s.mode == "int8" else jnp.float32
         swizzle = ring.swizzle_of(v.shape[-1], v.dtype)
 
@@ -321,7 +325,8 @@ class _Consumer:
         """All blocks, the first of them in `slot`.
 
         Returns:
-          the unnormalized output, the maxima and the sums, and the slot after the last block's.
+          the unnormalized output in parts, the maxima and the sums, and the slot after the last
+          block's.
         """
         s, blocks = self.s, self.blocks
         head_dim = self.buffers[1].shape[1]
@@ -384,7 +389,73 @@ class _Consumer:
         product = self.output(p, slot)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(self.free[1].at[slot])
-        return self.merge(o, product, next_alpha, unit_of_last), m, l, following
+        return (self.merge(o, product, next_alpha, unit_of_last),), m, l, following
+
+    def run_in_halves(self, slot: jax.Array) -> tuple[jax.Array, ...]:
+        """`run`, with the products of one half of the channels after the other's.
+
+        With 256 channels there are no registers for all of a block's products beside the sums.
+        """
+        s, blocks = self.s, self.blocks
+
+        def first(is_masked: bool) -> tuple[jax.Array, ...]:
+            y, c = self.seen(scores, blocks.begin, factors, is_masked)
+            return self.softmax(y, _full(-jnp.inf, (ROWS,), ROW), _full(0.0, (ROWS,), ROW), c)
+
+        factors = self.factors(blocks.begin)
+        self.wait_for_key(blocks.begin, slot)
+        scores = self.scores(slot)
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(self.free[0].at[slot])
+        p, m, l, alpha, unit = lax.cond(
+            blocks.full_first, lambda: first(False), lambda: first(True)
+        )
+        following = ring.next_slot(slot, s.stages)
+        self.wait_for_key(blocks.begin + 1, following)
+        plgpu.barrier_wait(self.ready[1].at[slot])
+        p = self.pack(p)
+        left = right = _full(0.0, (ROWS, _PART), _MATRIX)
+
+        def step(j: jax.Array, carry: tuple[jax.Array, ...], is_masked: bool) -> Any:
+            """Outputs of block ``j - 1``, scores of `j`."""
+            left, right, alpha, unit, m, l, p, before, slot = carry
+            following = ring.next_slot(slot, s.stages)
+            factors = self.factors(j)
+            value_unit = self.value_unit(unit, j - 1)
+            scores = self.scores(slot)
+            product = self.output(p, before, 0)
+            plgpu.wgmma_wait(1)
+            plgpu.barrier_arrive(self.free[0].at[slot])
+            scores, factors = self.seen(scores, j, factors, is_masked)
+            weights, m, l, next_alpha, unit = self.softmax(scores, m, l, factors)
+            # A loop, over which the compiler moves no instructions, as in `run`.
+            self.wait_for_key(j + 1, following)
+            plgpu.wgmma_wait(0)
+            left = self.merge(left, product, alpha, value_unit)
+            product = self.output(p, before, 1)
+            plgpu.barrier_wait(self.ready[1].at[slot])
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(self.free[1].at[before])
+            right = self.merge(right, product, alpha, value_unit)
+            p = self.pack(weights)
+            return left, right, next_alpha, unit, m, l, p, slot, following
+
+        carry = (left, right, alpha, unit, m, l, p, slot, following)
+        masked, plain = (functools.partial(step, is_masked=x) for x in (True, False))
+        if s.policy.left is not None:
+            carry = lax.fori_loop(blocks.begin + 1, blocks.inner, masked, carry)
+        carry = lax.fori_loop(blocks.inner, blocks.outer, plain, carry)
+        carry = lax.fori_loop(blocks.outer, blocks.end, masked, carry)
+        left, right, alpha, unit, m, l, p, slot, following = carry
+        plgpu.barrier_arrive(self.query_free)
+        unit = self.value_unit(unit, blocks.end - 1)
+        halves = []
+        for part, o in enumerate((left, right)):
+            product = self.output(p, slot, part)
+            plgpu.wgmma_wait(0)
+            halves.append(self.merge(o, product, alpha, unit))
+        plgpu.barrier_arrive(self.free[1].at[slot])
+        return tuple(halves), m, l, following
 
     def weigh(self, *args: jax.Array) -> tuple[jax.Array, ...]:
         """`softmax.weigh`."""
@@ -458,7 +529,7 @@ class _Consumer:
         unit = self.value_unit(unit, blocks.end - 1)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(self.free[1].at[slot])
-        return self.merge(o, product, alpha, unit), m, l, following
+        return (self.merge(o, product, alpha, unit),), m, l, following
 
 
 def _query_scale(
@@ -506,6 +577,8 @@ def _attend(
         blocks=work.blocks,
         s=s,
     )
+    if y.v.shape[1] > _PART:
+        return consumer.run_in_halves(slot)
     return (consumer.run_ahead if s.ahead else consumer.run)(slot)
 
 
@@ -519,39 +592,51 @@ def _store(
     s: Settings,
 ) -> None:
     """Normalizes and stores what a warpgroup has found of a tile."""
-    (o, m, l), (out_ref, lse_ref) = found, results
+    (halves, m, l), (out_ref, lse_ref) = found, results
     start = work.first + me * ROWS
     v_scale = jnp.float32(1.0) if s.mode == "int8" else x.v_scale[work.b, work.h, 0]
-    head_dim, width = o.shape[1], y.out.shape[-1]
-    *parts, residual = ring.inline(
-        functools.partial(softmax.finish, policy=s.policy, width=width),
-        (_MATRIX, ROW, ROW, SCALAR, SCALAR),
-        (*[ring.array((ROWS, width), o.dtype)] * (head_dim // width), _COLUMN),
-    )(o, m, l, work.query_length - start, v_scale)
+    channels, width = out_ref.shape[3], y.out.shape[-1]
     rows = pl.ds(start, ROWS)
-    for i, part in enumerate(parts):
-        # Until what was stored last has left the memory: as late as can be.
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        if i == 0:
-            y.lse[me] = residual
-        y.out[me] = part.astype(y.out.dtype)
-        plgpu.commit_smem()
-        channels = pl.ds(i * width, width)
-        plgpu.copy_smem_to_gmem(y.out.at[me], out_ref.at[work.b, rows, work.head, channels])
-        if i == 0:
-            plgpu.copy_smem_to_gmem(y.lse.at[me], lse_ref.at[work.b, work.head, rows])
+    for half, o in enumerate(halves):
+        count = min(o.shape[1], channels - half * o.shape[1])
+        *parts, residual = ring.inline(
+            functools.partial(softmax.finish, policy=s.policy, channels=count, width=width),
+            (_MATRIX, ROW, ROW, SCALAR, SCALAR),
+            (*[ring.array((ROWS, width), o.dtype)] * (count // width), _COLUMN),
+        )(o, m, l, work.query_length - start, v_scale)
+        for i, part in enumerate(parts):
+            # Until what was stored last has left the memory: as late as can be.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            is_first = half == i == 0
+            if is_first:
+                y.lse[me] = residual
+            y.out[me] = part.astype(y.out.dtype)
+            plgpu.commit_smem()
+            there = pl.ds(half * o.shape[1] + i * width, width)
+            plgpu.copy_smem_to_gmem(y.out.at[me], out_ref.at[work.b, rows, work.head, there])
+            if is_first:
+                plgpu.copy_smem_to_gmem(y.lse.at[me], lse_ref.at[work.b, work.head, rows])
 
 
-def _out_width(head_dim: int, dtype: Any) -> int:
-    """Channels of the output that are written at once: 16 KiB of a warpgroup's rows."""
-    return min(head_dim, 2**14 // ROWS // jnp.dtype(dtype).itemsize)
+def _out_width(channels: int, dtype: Any) -> int:
+    """Channels of the output that are written at once: up to 16 KiB of a warpgroup's rows."""
+    return min(channels, 2**14 // ROWS // jnp.dtype(dtype).itemsize)
+
+
+def writes(channels: int, head_dim: int, dtype: Any) -> int:
+    """How many channels the kernel writes of so many real ones among `head_dim`.
+
+    All, or the real ones, where copies can take them.
+    """
+    is_one_copy = channels == _out_width(channels, dtype) and head_dim <= _PART
+    return channels if is_one_copy and channels * jnp.dtype(dtype).itemsize % 32 == 0 else head_dim
 
 
 def _kernel(*refs: Ref, s: Settings, tiles: int) -> None:
     """One persistent program, which takes every `s.programs`-th tile."""
     *inputs, out_ref, lse_ref = refs
     x = _Inputs(*inputs)
-    batch, _, heads, head_dim = out_ref.shape
+    batch, _, heads, _ = out_ref.shape
     me, share = lax.axis_index("warpgroup"), ring.Share(batch * heads * tiles, turns=s.is_causal)
     quantizes = x.q_scale is None
 
@@ -594,20 +679,18 @@ def _kernel(*refs: Ref, s: Settings, tiles: int) -> None:
         registers = _REGISTERS[s.consumers]
         ring.divide(me, s.consumers, registers, start_to_consume, start_to_produce)
 
-    _allocate(body, x, out_ref.dtype, head_dim, s)
+    _allocate(body, x, out_ref, s)
 
 
-def _allocate(
-    f: Callable[[_Memory], None], x: _Inputs, dtype: Any, head_dim: int, s: Settings
-) -> None:
+def _allocate(f: Callable[[_Memory], None], x: _Inputs, out: Ref, s: Settings) -> None:
     """Calls `f` with the program's shared memory."""
-    quantizes, warpgroups = x.q_scale is None, s.consumers
+    quantizes, warpgroups, head_dim = x.q_scale is None, s.consumers, x.k.shape[3]
     of_each = (warpgroups, ROWS)
     memory = _Memory(
         q=ring.tile((_QUERY_SLOTS, *of_each, head_dim), x.k.dtype),
         k=ring.tile((s.stages, s.tile, head_dim), x.k.dtype),
         v=ring.tile((s.stages, head_dim, s.tile), x.v.dtype),
-        out=ring.tile((*of_each, _out_width(head_dim, dtype)), dtype),
+        out=ring.tile((*of_each, _out_width(out.shape[3], out.dtype)), out.dtype),
         lse=plgpu.SMEM(of_each, jnp.float32),
         # Who quantizes arrives once, and each copy does.
         q_ready=plgpu.Barrier(
@@ -640,6 +723,7 @@ def attention(
     key_lengths: jax.Array,
     *,
     tokens: int,
+    channels: int,
     dtype: jax.typing.DTypeLike,
     settings: Settings,
 ) -> tuple[jax.Array, jax.Array]:
@@ -660,14 +744,15 @@ def attention(
       query_lengths: int32 ``[B]``.
       key_lengths: int32 ``[B]``.
       tokens: `T`, queries of the output.
+      channels: of the output, as `writes` gives them.
       dtype: of the output.
       settings: numerics and launch.
 
     Returns:
-      ``[B, T, N, H]`` and the float32 log-sum-exp ``[B, T, N]``.
+      ``[B, T, N, channels]`` and the float32 log-sum-exp ``[B, T, N]``.
     """
     s = settings
-    batch, head_dim = q.shape[0], q.shape[3]
+    batch = q.shape[0]
     heads = q.shape[2 if q_scale is None else 1]
     tiles = pl.cdiv(tokens, s.rows)
     written = -(-tokens // 8) * 8  # copies take tokens in eights
@@ -675,7 +760,7 @@ def attention(
         functools.partial(_kernel, s=s, tiles=tiles),
         "turbojax_attention_hopper",
         (
-            jax.ShapeDtypeStruct((batch, written, heads, head_dim), dtype),
+            jax.ShapeDtypeStruct((batch, written, heads, channels), dtype),
             jax.ShapeDtypeStruct((batch, heads, tiles * s.rows), jnp.float32),
         ),
         batch * heads * tiles,

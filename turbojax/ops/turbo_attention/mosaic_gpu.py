@@ -108,16 +108,16 @@ def attention(
     if options.scale < 0:  # the kernel takes the maximum of scores before it scales them
         query, options = -query, dataclasses.replace(options, scale=-options.scale)
     launch = launch or default_launch(query, config)
+    head_dim, size = query.shape[-1], _padded_head_dim(query.shape[-1])
     stage1 = stage1 or quantize_keys_and_values(
-        key, value, key_length, config, permuted=True, multiple=launch.tile
+        key, value, key_length, config, permuted=True, multiple=launch.tile, channels=size
     )
     if stage1[0].shape[2] % launch.tile:  # quantized elsewhere
         launch = launch._replace(tile=config.block_kv)
     q, q_scale = query, None
     if not launch.quantizes:
-        q, q_scale = quantize_queries(query, query_length, config)
+        q, q_scale = quantize_queries(query, query_length, config, size)
     k, k_scale, v, v_scale = stage1
-    head_dim, size = query.shape[-1], _padded_head_dim(query.shape[-1])
     out, residual = kernel.attention(
         _pad(q, 3, size),
         q_scale,
@@ -128,6 +128,7 @@ def attention(
         query_length,
         key_length,
         tokens=query.shape[1],
+        channels=kernel.writes(head_dim, size, query.dtype),
         dtype=query.dtype,
         settings=kernel.Settings(
             mode=config.mode,

@@ -77,15 +77,16 @@ def quantize_operands(
 
 
 def quantize_queries(
-    query: jax.Array, query_length: jax.Array, config: TurboConfig
+    query: jax.Array, query_length: jax.Array, config: TurboConfig, channels: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """The fields `q` and `q_scale` of `Operands`."""
+    """The fields `q` and `q_scale` of `Operands`; kernels add zeros up to so many channels."""
     block = config.block_q
     if _kernels_unsupported(query, block, config) is None:
         from pallas_kernels.triton.quantize import quantize
 
         dtype = _dtype(config.mode == "fp8")
-        return quantize(query, query_length, block=block, dtype=dtype, interpret=interpreting())
+        run = functools.partial(quantize, block=block, dtype=dtype, channels=channels)
+        return run(query, query_length, interpret=interpreting())
     codes, scale = numerics.quantize_scores_operand(
         blocks(query, query_length, block), config.mode, axis=(-2, -1)
     )
@@ -100,15 +101,17 @@ def quantize_keys_and_values(
     *,
     permuted: bool,
     multiple: int | None = None,
+    channels: int | None = None,
 ) -> Stage1:
     """The fields `k`, `k_scale`, `v` and `v_scale` of `Operands`.
 
     `Sp` is `S` rounded up to `multiple`, itself a multiple of `block_kv`, or to whole blocks.
+    Kernels add zeros up to `channels`, if that is given.
     """
     block = config.block_kv
     multiple = multiple or block
     if _kernels_unsupported(key, block, config, multiple) is None:
-        return _quantize_keys_and_values(key, value, length, config, permuted, multiple)
+        return _quantize_keys_and_values(key, value, length, config, permuted, multiple, channels)
     k_blocks, v_blocks = (blocks(x, length, block, multiple) for x in (key, value))
     k, k_scale = numerics.quantize_scores_operand(k_blocks, config.mode, axis=(-2, -1))
     k = permute_tokens(_join(k)) if permuted else _join(k)
@@ -139,12 +142,15 @@ def _quantize_keys_and_values(
     config: TurboConfig,
     permuted: bool,
     multiple: int,
+    channels: int | None,
 ) -> Stage1:
     """The same by kernels: two, and in the e4m3 modes a third that finds the values' maxima."""
     from pallas_kernels.triton.quantize import absolute_maxima, quantize
 
     interpret, block = interpreting(), config.block_kv
-    run = functools.partial(quantize, block=block, multiple=multiple, interpret=interpret)
+    run = functools.partial(
+        quantize, block=block, multiple=multiple, channels=channels, interpret=interpret
+    )
     keys = run(key, length, dtype=_dtype(config.mode == "fp8"), permuted=permuted)
     is_e4m3 = config.mode != "int8"
     maxima = absolute_maxima(value, length, interpret=interpret) if is_e4m3 else None
