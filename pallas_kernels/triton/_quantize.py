@@ -117,13 +117,13 @@ def default_warps(values: int) -> int:
     return min(_MOST_WARPS, max(1, values // (32 * _VALUES_PER_THREAD)))
 
 
-def channels_of(x: Ref) -> tuple[jax.Array, jax.Array | None]:
-    """Channels of ``[B, S, K, H]``, their number rounded up to a power of two, and which there are.
+def channels_of(x: Ref, padded: int | None = None) -> tuple[jax.Array, jax.Array | None]:
+    """Channels of ``[B, S, K, H]``, up to `padded` or a power of two, and which of them there are.
 
     The latter is None if all are.
     """
     count = x.shape[3]
-    channel = jnp.arange(next_power_of_2(count), dtype=jnp.int32)
+    channel = jnp.arange(padded or next_power_of_2(count), dtype=jnp.int32)
     return channel, None if channel.shape[0] == count else channel < count
 
 
