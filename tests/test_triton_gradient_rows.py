@@ -78,7 +78,7 @@ def test_no_cotangent_of_the_residual_is_zeros():
     ("dtypes", "bad"), [((INT8, INT8), np.nan), ((E4M3, E4M3), np.inf), ((INT8, None), np.nan)]
 )
 def test_values_that_are_not_finite(dtypes, bad):
-    """They reach their block's scale and sums, and from rows that see nothing and padding nobody."""
+    """They reach their block's scale and sums; from padding and blind rows they reach nothing."""
     case = "head dim 64"
     query, d_out, out, residual, d_residual, lengths = tensors(case)
     block = CASES[case][1]
