@@ -1,12 +1,16 @@
-"""Stage 1 as kernels, compiled, against plain JAX: equal bits."""
+"""Stage 1 as kernels, compiled, against plain JAX: equal bits; rows of the gradient."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from gpu_helpers import normal
+from gradient_rows_helpers import CASES, check, expected, tensors
 
 import turbojax as tj
+from pallas_kernels.triton.gradient_rows import prepare_rows
 from turbojax.ops.turbo_attention import operands
 
 pytestmark = pytest.mark.gpu
@@ -38,3 +42,34 @@ def test_kernels_and_plain_jax_give_the_same_bits(monkeypatch, mode, head_dim, d
         for name, a, b in zip(got._fields, got, want, strict=True):
             a, b = (np.asarray(x.astype(jnp.float32)) for x in (a, b))
             np.testing.assert_array_equal(a, b, err_msg=name)
+
+
+@pytest.mark.parametrize("schedule", ["after", "early", "apart"])
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        (jnp.int8, jnp.int8),
+        (jnp.int8, jnp.float8_e4m3fn),
+        (jnp.float8_e4m3fn, jnp.float8_e4m3fn),
+        (jnp.float8_e4m3fn, None),
+    ],
+)
+@pytest.mark.parametrize("case", CASES)
+def test_rows_of_the_gradient(case, dtypes, schedule):
+    arrays = tensors(case)
+    _, block, tokens, _ = CASES[case]
+    call = functools.partial(
+        prepare_rows,
+        block=block,
+        query_dtype=dtypes[0],
+        gradient_dtype=dtypes[1],
+        tokens=tokens,
+        schedule=schedule,
+    )
+    got = jax.jit(call)(*arrays)
+    check(got, expected(case, arrays, *dtypes))
+    arrays[0][0, 5, 0, 3] = np.nan
+    arrays[1][0, np.argmax(arrays[3][0, :, 0] > -np.inf), 0, 7] = np.inf
+    got = jax.jit(call)(*arrays)
+    check(got, expected(case, arrays, *dtypes))
+    assert np.isnan(got.q_scale).sum() == 1

@@ -201,10 +201,10 @@ CASES = {
     "attention, int8, Hopper": _case("attention_hopper", _attention, "mosaic_gpu", "int8"),
     "attention, int8_fp8, Hopper": _case("attention_hopper", _attention, "mosaic_gpu", "int8_fp8"),
     "gradient, int8, Hopper": _case(
-        "query_gradient_hopper key_gradient_hopper", _gradient, "int8_fp8", "8bit"
+        "gradient_rows query_gradient_hopper key_gradient_hopper", _gradient, "int8_fp8", "8bit"
     ),
     "gradient, Hopper": _case(
-        "query_gradient_hopper key_gradient_hopper", _gradient, "fp8", "float"
+        "gradient_rows query_gradient_hopper key_gradient_hopper", _gradient, "fp8", "float"
     ),
     "cache, decode, Hopper": _case("decode_hopper", _decode, "mosaic_gpu"),
     "int4, many tokens, Hopper": _case(

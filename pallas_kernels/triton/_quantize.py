@@ -1,4 +1,4 @@
-"""Stage 1, stage 2 and packing of one block inside a kernel, shared by what writes a cache.
+"""Stage 1, stage 2 and packing of one block inside a kernel, shared by what quantizes.
 
 Registers can be neither sliced nor concatenated in this lowering, so a block is held as equal
 *runs* along the axis that packing shortens: half a byte pairs code `c` with code `c + n/2`, and so
@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.triton._common import E4M3_MAX, INT8_RANGE, fma, next_power_of_2, rint
+from pallas_kernels.triton._common import E4M3_MAX, INT8_RANGE, Ref, fma, next_power_of_2, rint
 
 # Widths of the planes of a code, low bits first (see turbojax.quantizers.packing).
 _PLANES = {2: (2,), 3: (2, 1), 4: (4,)}
@@ -31,6 +31,8 @@ _INFINITY_BITS = 0x7F800000
 _TINY = 1.1754943508222875e-38
 _RECIPROCAL_RANGE = 0.008403361774981022  # the float32 nearest to 1/119
 _RECIPROCAL_E4M3_MAX = float(np.float32(1 / E4M3_MAX))
+_VALUES_PER_THREAD = 64
+_MOST_WARPS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +110,78 @@ def unknown_zero(counter: jax.Array, vector: int) -> jax.Array:
       vector: a power of two.
     """
     return jnp.minimum(counter, 0) * vector
+
+
+def default_warps(values: int) -> int:
+    """Warps of a program that holds so many values of a block."""
+    return min(_MOST_WARPS, max(1, values // (32 * _VALUES_PER_THREAD)))
+
+
+def channels_of(x: Ref, padded: int | None = None) -> tuple[jax.Array, jax.Array | None]:
+    """Channels of ``[B, S, K, H]``, up to `padded` or a power of two, and which of them there are.
+
+    The latter is None if all are.
+    """
+    count = x.shape[3]
+    channel = jnp.arange(padded or next_power_of_2(count), dtype=jnp.int32)
+    return channel, None if channel.shape[0] == count else channel < count
+
+
+def load_tokens(
+    x: Ref,
+    sequence: jax.Array,
+    token: jax.Array,
+    head: jax.Array,
+    channel: jax.Array,
+    inside: jax.Array | None,
+    length: jax.Array,
+) -> jax.Array:
+    """Tokens of ``[B, S, K, H]``, 0 past the length and past the channels.
+
+    Args:
+      x: of any dtype.
+      sequence: scalar.
+      token: int32 ``[block]``.
+      head: scalar.
+      channel: see `channels_of`.
+      inside: the same.
+      length: scalar, at most `S`.
+
+    Returns:
+      An array of tokens and channels.
+    """
+    mask = jnp.broadcast_to((token < length)[:, None], (token.shape[0], channel.shape[0]))
+    mask = mask if inside is None else mask & inside[None]
+    return plgpu.load(x.at[sequence, token[:, None], head, channel[None]], mask=mask, other=0.0)
+
+
+def block_numbers(
+    x: jax.Array, bits: jax.Array, dtype: jax.typing.DTypeLike, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    """A block over its scale, rounded.
+
+    Args:
+      x: float32, any shape.
+      bits: int32 scalar, see `maximum_from_bits`.
+      dtype: int8 or float8_e4m3fn.
+      interpret: whether the kernel is interpreted.
+
+    Returns:
+      `x`'s shape: float32 integers for int8, else e4m3; `as_codes` makes codes of either. And the
+      scale, a float32 scalar. With a scale of NaN, integers are 0 and e4m3 NaN.
+    """
+    maximum = maximum_from_bits(bits)
+    if dtype == jnp.int8:
+        scale = scale_from_maximum(maximum)
+        rounded = stage1_codes(x, scale, interpret)
+        return jnp.where(scale == scale, rounded, 0.0), scale
+    scale = e4m3_scale_from_maximum(maximum)
+    return e4m3_codes(x, scale), scale
+
+
+def as_codes(numbers: jax.Array) -> jax.Array:
+    """What `block_numbers` gave, as it is stored."""
+    return rint(numbers).astype(jnp.int8) if numbers.dtype == jnp.float32 else numbers
 
 
 def maximum_from_bits(bits: jax.Array) -> jax.Array:

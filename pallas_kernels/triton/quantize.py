@@ -33,19 +33,18 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.triton._common import WHOLE, Ref, next_power_of_2, parameters, rint
+from pallas_kernels.triton._common import WHOLE, Ref, next_power_of_2, parameters
 from pallas_kernels.triton._quantize import (
-    e4m3_codes,
-    e4m3_scale_from_maximum,
+    as_codes,
+    block_numbers,
+    channels_of,
+    default_warps,
+    load_tokens,
     magnitude_bits,
     maximum_from_bits,
     permuted_positions,
-    scale_from_maximum,
-    stage1_codes,
 )
 
-_VALUES_PER_THREAD = 64
-_MOST_WARPS = 16
 # Maxima that every program of `quantize` may read, and tokens that are looked through at once.
 _MOST_MAXIMA = 128
 _TILE_OF_MAXIMA = 64
@@ -112,7 +111,7 @@ def quantize(
             jax.ShapeDtypeStruct((batch, heads, *order), dtype),
             jax.ShapeDtypeStruct((batch, heads, blocks), jnp.float32),
         ],
-        compiler_params=parameters(num_warps or _default_warps(values), 1),
+        compiler_params=parameters(num_warps or default_warps(values), 1),
         interpret=interpret,
         name="turbojax_quantize",
     )(*inputs)
@@ -140,14 +139,10 @@ def absolute_maxima(x: jax.Array, lengths: jax.Array, *, interpret: bool = False
         in_specs=[WHOLE] * 2,
         out_specs=WHOLE,
         out_shape=jax.ShapeDtypeStruct((batch, heads, programs), jnp.float32),
-        compiler_params=parameters(_default_warps(values), 1),
+        compiler_params=parameters(default_warps(values), 1),
         interpret=interpret,
         name="turbojax_maxima",
     )(lengths, x)
-
-
-def _default_warps(values: int) -> int:
-    return min(_MOST_WARPS, max(1, values // (32 * _VALUES_PER_THREAD)))
 
 
 def _quantize_kernel(
@@ -164,20 +159,14 @@ def _quantize_kernel(
     head, number, sequence = (pl.program_id(axis) for axis in range(3))
     first, length = number * block, lengths[sequence]
     token = first + jnp.arange(block, dtype=jnp.int32)
-    channel, inside = _channels(x, channels)
-    values = _load(x, sequence, token, head, channel, inside, length)
+    channel, inside = channels_of(x, next_power_of_2(channels))
+    values = load_tokens(x, sequence, token, head, channel, inside, length).astype(jnp.float32)
     if maxima:
         bits = _bits_of_maxima(maxima[0], sequence, head)
     else:
         bits = jnp.max(magnitude_bits(values))
-    maximum = maximum_from_bits(bits)
-    if codes.dtype == jnp.int8:
-        scale = scale_from_maximum(maximum)
-        rounded = stage1_codes(values, scale, interpret)
-        result = rint(jnp.where(scale == scale, rounded, 0.0)).astype(jnp.int8)
-    else:
-        scale = e4m3_scale_from_maximum(maximum)
-        result = e4m3_codes(values, scale)
+    numbers, scale = block_numbers(values, bits, codes.dtype, interpret)
+    result = as_codes(numbers)
     scales[sequence, head, number] = scale
     row = permuted_positions(first, block) if permuted else token
     mask = None
@@ -193,40 +182,17 @@ def _quantize_kernel(
 def _maxima_kernel(lengths: Ref, x: Ref, maxima: Ref, *, tiles: int) -> None:
     head, number, sequence = (pl.program_id(axis) for axis in range(3))
     length = lengths[sequence]
-    channel, inside = _channels(x)
+    channel, inside = channels_of(x)
 
     def step(tile: jax.Array, bits: jax.Array) -> jax.Array:
         first = (number * tiles + tile) * _TILE_OF_MAXIMA
         token = first + jnp.arange(_TILE_OF_MAXIMA, dtype=jnp.int32)
-        values = _load(x, sequence, token, head, channel, inside, length)
+        values = load_tokens(x, sequence, token, head, channel, inside, length).astype(jnp.float32)
         return jnp.maximum(bits, magnitude_bits(values))
 
     bits = jnp.zeros((_TILE_OF_MAXIMA, channel.shape[0]), jnp.int32)
     bits = jax.lax.fori_loop(0, tiles, step, bits)
     maxima[sequence, head, number] = maximum_from_bits(jnp.max(bits))
-
-
-def _channels(x: Ref, at_least: int = 1) -> tuple[jax.Array, jax.Array | None]:
-    """Channels, their number rounded up to a power of two, and which of them there are."""
-    count = x.shape[3]
-    channel = jnp.arange(next_power_of_2(max(count, at_least)), dtype=jnp.int32)
-    return channel, None if channel.shape[0] == count else channel < count
-
-
-def _load(
-    x: Ref,
-    sequence: jax.Array,
-    token: jax.Array,
-    head: jax.Array,
-    channel: jax.Array,
-    inside: jax.Array | None,
-    length: jax.Array,
-) -> jax.Array:
-    """Tokens as float32, 0 past the length and past the channels."""
-    mask = jnp.broadcast_to((token < length)[:, None], (token.shape[0], channel.shape[0]))
-    mask = mask if inside is None else mask & inside[None]
-    values = plgpu.load(x.at[sequence, token[:, None], head, channel[None]], mask=mask, other=0.0)
-    return values.astype(jnp.float32)
 
 
 def _bits_of_maxima(maxima: Ref, sequence: jax.Array, head: jax.Array) -> jax.Array:

@@ -41,30 +41,26 @@ def gradient_rows(
     tokens: int,
     *,
     all_see: bool = False,
-    weighed: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What the kernels of the backward pass need to know of each row.
 
     Args:
       out: ``[B, T, N, H]``.
       residual: float32 ``[B, T, N]``.
-      d_out: the cotangent of `out`.
+      d_out: the cotangent of `out`, as it multiplies the values.
       d_residual: that of `residual`.
       tokens: `Tp`, at least `T`.
       all_see: whether every row exists and sees something: then `d_out` is not looked through.
-      weighed: `d_out` as it multiplies the values, without blind rows, if it is rounded there.
 
     Returns:
       `without_blind` of `d_out`. And float32 ``[B, N, Tp]``, twice: the log-sum-exp in powers of
       two, ``inf`` for blind rows and past the last, so that their weights are 0; and
-      ``rowsum(d_out * out)``, of what was rounded if it was, less the residual's cotangent, 0
-      there.
+      ``rowsum(d_out * out)`` less the residual's cotangent, 0 there.
     """
     is_empty = residual == -jnp.inf
     if not all_see:
         d_out = without_blind(d_out, residual)
-    weighed = d_out if weighed is None else weighed
-    delta = jnp.sum(weighed.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     # Otherwise XLA transposes within the sum, which takes five times as long as reading the two
     # arrays.
     delta = jax.lax.optimization_barrier(delta) - d_residual

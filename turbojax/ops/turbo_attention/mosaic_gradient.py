@@ -11,7 +11,7 @@ from turbojax._device import multiprocessors, needs_hopper
 from turbojax.config import TurboConfig
 from turbojax.ops import numerics, rows
 from turbojax.ops.options import Options
-from turbojax.ops.turbo_attention.operands import quantize_queries, quantize_values
+from turbojax.ops.turbo_attention.operands import prepare_rows, quantize_queries, quantize_values
 
 # What matrix instructions and their shared memory are made for; others are padded with zeros.
 _HEAD_DIMS = (64, 128, 256)
@@ -101,16 +101,13 @@ def gradient(
         unit = _unit(d_out)
         d_out = (d_out.astype(jnp.float32) * unit).astype(jnp.float16)
         d_residual = d_residual * unit[..., 0]
-    d8, weighed = _output_gradient(d_out, query_length, config)
-    _, lse, delta = rows.gradient_rows(
-        out, residual, d_out, d_residual, padded, all_see=True, weighed=weighed
-    )
     if is_ragged:
         # The kernels load padding, too, and weight it with 0, which does not remove a NaN.
         query = rows.without_padding(query, query_length)
         key, value = (rows.without_padding(x, key_length) for x in (key, value))
     q, k, v, d_o = (_padded(x) for x in (query, key, value, d_out))
-    q8 = _codes(q, query_length, config.block_q, config)
+    of_rows = (out, residual, d_residual, query_length)
+    q8, d8, lse, delta = _row_operands(q, d_o, *of_rows, config, padded)
     k8 = _codes(k, key_length, config.block_kv, config)
     v8 = _value_codes(v, key_length, config)
     q, k, d_o = (_in_16_bits(x) for x in (q, k, d_o))
@@ -187,18 +184,49 @@ def _as_it_is(x: jax.Array) -> Codes:
     return x, jnp.ones((x.shape[0], x.shape[2], 1), jnp.float32)
 
 
+def _row_operands(
+    query: jax.Array,
+    d_out: jax.Array,
+    out: jax.Array,
+    residual: jax.Array,
+    d_residual: jax.Array,
+    length: jax.Array,
+    config: TurboConfig,
+    tokens: int,
+) -> tuple[Codes, Codes | None, jax.Array, jax.Array]:
+    """Codes of queries and, with 8-bit gradients, of `d_out`; `lse` and `delta` of `rows`.
+
+    By one kernel where it can, else by several; with the same bits, but for `delta`'s sums.
+
+    Args:
+      query: ``[B, T, N, H]``, `_padded`.
+      d_out: the same, with zeros for rows that saw nothing.
+      out: as it is.
+      residual: float32, `out`'s shape without channels.
+      d_residual: the same.
+      length: int32 ``[B]``.
+      config: numerics.
+      tokens: rows of `lse` and `delta`.
+    """
+    x = prepare_rows(query, d_out, out, residual, d_residual, length, config, tokens)
+    if x is not None:
+        d8 = None if x.d8 is None else (x.d8, x.d_scale)
+        return (x.q8, x.q_scale), d8, x.lse, x.delta
+    d_codes, weighed = _output_gradient(d_out, out.shape, length, config)
+    _, lse, delta = rows.gradient_rows(out, residual, weighed, d_residual, tokens, all_see=True)
+    return _codes(query, length, config.block_q, config), d_codes, lse, delta
+
+
 def _output_gradient(
-    d_out: jax.Array, length: jax.Array, config: TurboConfig
-) -> tuple[Codes | None, jax.Array | None]:
-    """With 8-bit gradients the codes ``[B, N, Tp, H]``, and what they stand for, as `d_out`."""
+    d_out: jax.Array, shape: tuple[int, ...], length: jax.Array, config: TurboConfig
+) -> tuple[Codes | None, jax.Array]:
+    """With 8-bit gradients the codes ``[B, N, Tp, H]``; what multiplies the values, of `shape`."""
+    _, tokens, _, head_dim = shape
     if config.gradient != "8bit":
-        return None, None
+        return None, d_out[:, :tokens, :, :head_dim]
     mode = numerics.values_mode(config.mode)
-    codes, scale = _codes(
-        _padded(d_out), length, config.block_q, dataclasses.replace(config, mode=mode)
-    )
-    (_, tokens, _, head_dim), rows_of_block = d_out.shape, config.block_q
-    factor = jnp.repeat(scale, rows_of_block, axis=2)[..., None]
+    codes, scale = _codes(d_out, length, config.block_q, dataclasses.replace(config, mode=mode))
+    factor = jnp.repeat(scale, config.block_q, axis=2)[..., None]
     weighed = jnp.swapaxes(codes.astype(jnp.float32) * factor, 1, 2)
     return (codes, scale), weighed[:, :tokens, :, :head_dim]
 

@@ -1,7 +1,7 @@
 """The operands of the prefill kernels: codes in the layout that matrix units need."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -133,6 +133,46 @@ def quantize_values(
         return quantize(value, length, maxima, block=block, dtype=dtype, interpret=interpret)
     codes, scale = numerics.quantize_values(blocks(value, length, block), config.mode)
     return _join(codes), scale
+
+
+def prepare_rows(
+    query: jax.Array,
+    d_out: jax.Array,
+    out: jax.Array,
+    residual: jax.Array,
+    d_residual: jax.Array,
+    length: jax.Array,
+    config: TurboConfig,
+    tokens: int,
+) -> Any:
+    """What the backward pass needs of its rows, by one kernel; None where there must be several.
+
+    Args:
+      query: ``[B, T, N, H]``.
+      d_out: its shape; rows that saw nothing count as zero.
+      out: the forward pass', with at most as many tokens and channels.
+      residual: float32, `out`'s shape without channels, ``-inf`` for rows that saw nothing.
+      d_residual: the same.
+      length: int32 ``[B]``, at most `out`'s tokens.
+      config: numerics.
+      tokens: rows of the results that are not codes.
+
+    Returns:
+      See `pallas_kernels.triton.gradient_rows.GradientRows`.
+    """
+    if _kernels_unsupported(query, config.block_q, config) is not None:
+        return None
+    from pallas_kernels.triton import gradient_rows
+
+    is_e4m3 = numerics.values_mode(config.mode) == "fp8"
+    return gradient_rows.prepare_rows(
+        *(query, d_out, out, residual, d_residual, length),
+        block=config.block_q,
+        query_dtype=_dtype(config.mode == "fp8"),
+        gradient_dtype=_dtype(is_e4m3) if config.gradient == "8bit" else None,
+        tokens=tokens,
+        interpret=interpreting(),
+    )
 
 
 def _quantize_keys_and_values(

@@ -1,0 +1,249 @@
+"""What the backward pass needs of its rows, in one pass: codes of Q and dO, log-sum-exps, D.
+
+A program takes one block of one head of one sequence. It loads the block of `d_out` and of `out`
+once, rounds `d_out` with one scale, sums its rounded numbers times `out` for every row, and stores;
+then it does with the block of queries what `quantize` does.
+
+Roofline, 2 sequences of 8192 tokens, 32 heads of 128, bfloat16, with codes of both:
+
+  read        queries, d_out, out: 134 MB each; residuals 2 MB, their cotangents 2
+  written     codes 67 MB each; log-sum-exps and D 2 MB each
+  bytes       0.545 GB; without codes of d_out 0.478 GB
+  operations  about 13 a value of the queries (see `quantize`), 18 of d_out: 2.1 G, 75 us of all
+              float32 lanes, under the bytes
+  floor       H200, whose copies reach 4.3 TB/s: 127 us, without codes of d_out 111 us
+  target      80 %: 158 us and 139 us
+
+Versions, us of that case, blocks of 128, H200:
+  v1  a fusion by XLA for D, 68, and `quantize` twice, 76 + 55    199
+  v2  this kernel                                                 not timed yet
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.triton._common import LOG2_E, WHOLE, Ref, next_power_of_2, parameters
+from pallas_kernels.triton._quantize import (
+    as_codes,
+    block_numbers,
+    channels_of,
+    default_warps,
+    load_tokens,
+    magnitude_bits,
+)
+
+Schedule = Literal["after", "early", "apart"]
+"""When queries are loaded: after `d_out` is done with, before that, or by programs of their own."""
+
+
+class GradientRows(NamedTuple):
+    """What `prepare_rows` returns, or references to it.
+
+    Attributes:
+      q8: codes of the queries ``[B, N, Tp, H]``, `T` rounded up to whole blocks.
+      q_scale: float32 ``[B, N, Tp / block]``.
+      d8: codes of `d_out` ``[B, N, Tp, H]``, or None.
+      d_scale: float32 ``[B, N, Tp / block]``, or None.
+      lse: float32 ``[B, N, tokens]``: log-sum-exps in powers of two, ``inf`` for rows that see
+        nothing or do not exist.
+      delta: float32 ``[B, N, tokens]``: ``rowsum(d_out * out)`` less the residual's cotangent, 0
+        for those rows. Of `d_out` as its codes stand for it, if it has codes.
+    """
+
+    q8: Any
+    q_scale: Any
+    d8: Any
+    d_scale: Any
+    lse: Any
+    delta: Any
+
+
+class _Inputs(NamedTuple):
+    query: Ref
+    d_out: Ref
+    out: Ref
+    residual: Ref
+    d_residual: Ref | None
+    lengths: Ref
+
+
+def prepare_rows(
+    query: jax.Array,
+    d_out: jax.Array,
+    out: jax.Array,
+    residual: jax.Array,
+    d_residual: jax.Array | None,
+    lengths: jax.Array,
+    *,
+    block: int,
+    query_dtype: jax.typing.DTypeLike,
+    gradient_dtype: jax.typing.DTypeLike | None,
+    tokens: int,
+    schedule: Schedule = "after",
+    num_warps: int | None = None,
+    interpret: bool = False,
+) -> GradientRows:
+    """Codes of queries and of their outputs' gradients, log-sum-exps and sums of rows.
+
+    Codes have the bits of `quantize`, of `d_out` with zeros for rows whose residual is ``-inf``:
+    a NaN there spreads to nothing. A value that is not finite makes the scale NaN, and `delta` of
+    all rows of its block that see something.
+
+    Args:
+      query: bfloat16, float16 or float32 ``[B, T, N, H]``.
+      d_out: ``[B, T, N, H]``, the cotangent of `out`.
+      out: ``[B, T', N, H']``, `T'` and `H'` at most `T` and `H`: what it has not counts as 0.
+      residual: float32 ``[B, T', N]``, natural log-sum-exps, ``-inf`` for rows that see nothing.
+      d_residual: its cotangent, or None for zeros.
+      lengths: int32 ``[B]``, at most `T'`: queries and `d_out` past it count as zero.
+      block: tokens that share a scale, a power of two.
+      query_dtype: int8 (scale of a maximum over 119) or float8_e4m3fn (over 448).
+      gradient_dtype: the same of `d_out`; None for no codes of it.
+      tokens: rows of `lse` and `delta`, at least `T'`.
+      schedule: see `Schedule`; equal bits.
+      num_warps: warps of a program; chosen from the block's size if not given.
+      interpret: run without a GPU.
+    """
+    batch, size, heads, channels = query.shape
+    blocks = pl.cdiv(size, block)
+    shape = (batch, heads, blocks * block, channels)
+    scale = jax.ShapeDtypeStruct((batch, heads, blocks), jnp.float32)
+    row = jax.ShapeDtypeStruct((batch, heads, tokens), jnp.float32)
+    has_codes = gradient_dtype is not None
+    inputs = _Inputs(query, d_out, out, residual, d_residual, lengths)
+    outputs = GradientRows(
+        q8=jax.ShapeDtypeStruct(shape, query_dtype),
+        q_scale=scale,
+        d8=jax.ShapeDtypeStruct(shape, gradient_dtype) if has_codes else None,
+        d_scale=scale if has_codes else None,
+        lse=row,
+        delta=row,
+    )
+    programs = pl.cdiv(max(blocks * block, tokens), block)
+    values = block * next_power_of_2(channels)
+    results: GradientRows = pl.pallas_call(
+        functools.partial(_kernel, block=block, schedule=schedule, interpret=interpret),
+        grid=(heads * (2 if schedule == "apart" else 1), programs, batch),
+        in_specs=[jax.tree.map(lambda _: WHOLE, inputs)],
+        out_specs=jax.tree.map(lambda _: WHOLE, outputs),
+        out_shape=outputs,
+        compiler_params=parameters(num_warps or default_warps(values), 1),
+        interpret=interpret,
+        name="turbojax_gradient_rows",
+    )(inputs)
+    return results
+
+
+def _kernel(
+    x: _Inputs, *results: Ref | None, block: int, schedule: Schedule, interpret: bool
+) -> None:
+    y = GradientRows(*results)
+    heads, blocks = y.q_scale.shape[1:]
+    head, number, sequence = (pl.program_id(axis) for axis in range(3))
+    is_second = head >= heads
+    if schedule == "apart":
+        head = jnp.where(is_second, head - heads, head)
+    token = number * block + jnp.arange(block, dtype=jnp.int32)
+    length, channels = x.lengths[sequence], next_power_of_2(x.query.shape[3])
+    b = _Block(sequence, head, number, token, length, channels, interpret)
+
+    def queries(values: jax.Array | None = None) -> None:
+        values = b.load(x.query) if values is None else values
+        b.store_codes(values.astype(jnp.float32), y.q8, y.q_scale)
+
+    def rows_and_queries() -> None:
+        values = b.load(x.query) if schedule == "early" else None
+        _rows(b, x, y)
+        if schedule != "apart":
+            queries(values)
+
+    def beyond() -> None:
+        b.store_rows(y.lse, jnp.full(block, math.inf, jnp.float32))
+        b.store_rows(y.delta, jnp.zeros(block, jnp.float32))
+
+    is_there = None if blocks * block >= y.lse.shape[2] else number < blocks
+    is_first = None
+    if schedule == "apart":
+        is_first = ~is_second
+        _when(_both(is_second, is_there), queries)
+    _when(_both(is_first, is_there), rows_and_queries)
+    if is_there is not None:
+        _when(_both(is_first, ~is_there), beyond)
+
+
+class _Block(NamedTuple):
+    """A program's part of all arrays."""
+
+    sequence: jax.Array
+    head: jax.Array
+    number: jax.Array
+    token: jax.Array  # int32 [block]
+    length: jax.Array
+    channels: int  # a power of two
+    interpret: bool
+
+    def load(self, x: Ref) -> jax.Array:
+        """Of ``[B, T, N, H]``, 0 where nothing is."""
+        channel, inside = channels_of(x, self.channels)
+        return load_tokens(x, self.sequence, self.token, self.head, channel, inside, self.length)
+
+    def load_rows(self, x: Ref, other: float) -> jax.Array:
+        """Of ``[B, T, N]``."""
+        at = x.at[self.sequence, self.token, self.head]
+        return plgpu.load(at, mask=self.token < x.shape[1], other=other)
+
+    def store_rows(self, ref: Ref, x: jax.Array) -> None:
+        """To ``[B, N, tokens]``."""
+        at = ref.at[self.sequence, self.head, self.token]
+        plgpu.store(at, x, mask=self.token < ref.shape[2])
+
+    def store_codes(
+        self, values: jax.Array, codes: Ref, scales: Ref
+    ) -> tuple[jax.Array, jax.Array]:
+        """Rounds float32 values and stores them; see `block_numbers`."""
+        bits = jnp.max(magnitude_bits(values))
+        numbers, scale = block_numbers(values, bits, codes.dtype, self.interpret)
+        scales[self.sequence, self.head, self.number] = scale
+        channel, inside = channels_of(codes)
+        mask = None if inside is None else jnp.broadcast_to(inside[None], values.shape)
+        at = codes.at[self.sequence, self.head, self.token[:, None], channel[None]]
+        plgpu.store(at, as_codes(numbers), mask=mask)
+        return numbers, scale
+
+
+def _rows(b: _Block, x: _Inputs, y: GradientRows) -> None:
+    """All that comes of `d_out`."""
+    d_out, out = b.load(x.d_out), b.load(x.out)
+    residual = b.load_rows(x.residual, -math.inf)
+    sees = residual != -math.inf
+    b.store_rows(y.lse, jnp.where(sees, residual * LOG2_E, math.inf))
+    numbers = jnp.where(sees[:, None], d_out.astype(jnp.float32), 0.0)
+    scale = None
+    if y.d8 is not None:
+        numbers, scale = b.store_codes(numbers, y.d8, y.d_scale)
+    delta = jnp.sum(numbers.astype(jnp.float32) * out.astype(jnp.float32), axis=1)
+    delta = delta if scale is None else delta * scale
+    if x.d_residual is not None:
+        delta = delta - b.load_rows(x.d_residual, 0.0)
+    b.store_rows(y.delta, jnp.where(sees, delta, 0.0))
+
+
+def _both(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
+    """Whether both hold; None always does."""
+    if a is None or b is None:
+        return b if a is None else a
+    return a & b
+
+
+def _when(condition: jax.Array | None, f: Callable[[], None]) -> None:
+    if condition is None:
+        f()
+    else:
+        pl.when(condition)(f)
