@@ -117,7 +117,7 @@ def test_a_backend_that_does_not_start(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "_NVIDIA_DRIVER", driver)
     monkeypatch.setattr(jax, "devices", no_backend)
     monkeypatch.setattr(jax, "default_backend", no_backend)
-    monkeypatch.setattr(doctor.exact_attention, "cudnn_unsupported", no_backend)
+    monkeypatch.setattr(doctor.cudnn, "unsupported", no_backend)
     report = doctor.examine()
     assert report.devices == ("none: RuntimeError: Unable to initialize backend 'cuda'",)
     assert "pip install 'jax[cuda13]>=" in report.advice[0]

@@ -11,7 +11,7 @@ from flax import nnx
 import turbojax as tj
 from turbojax import _device, models
 from turbojax.models.generation import session as generation
-from turbojax.ops import exact_attention
+from turbojax.ops import cudnn, exact_attention
 from turbojax.state import exact
 
 CACHES = ("exact", "4bit", "2/4bit", "3bit", "2bit")
@@ -148,7 +148,7 @@ def test_cudnn_decodes_ragged_exact_caches():
     cache = exact.append(
         exact.init_cache(3, 130, 2, 128), key, value, lengths=jnp.array([100, 1, 37])
     )
-    assert exact_attention.cudnn_unsupported(query, cache.key, decoding=True) is None
+    assert cudnn.unsupported(query, cache.key, decoding=True) is None
     results = [exact_attention.decode(query, cache, implementation=i) for i in ("xla", "cudnn")]
     # bfloat16 outputs, and weights rounded to it: 2 ** -8 of values of about 1.
     np.testing.assert_allclose(*(r.astype(jnp.float32) for r in results), atol=0.03, rtol=2**-7)
@@ -244,20 +244,20 @@ def test_cudnn_is_chosen_where_it_can_run(monkeypatch):
         return jax.ShapeDtypeStruct((2, length, heads, channels), dtype)
 
     query, key = shape(1, 4), shape(64, 2)
-    refusal = exact_attention.cudnn_unsupported(query, key)
+    refusal = cudnn.unsupported(query, key)
     if jax.default_backend() != "gpu":
         assert "needs an NVIDIA GPU of compute capability 8.0 or newer, not cpu" in refusal
     monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 7.5)
-    assert "not compute capability 7.5" in exact_attention.cudnn_unsupported(query, key)
+    assert "not compute capability 7.5" in cudnn.unsupported(query, key)
     monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
-    assert exact_attention.cudnn_unsupported(query, key, decoding=True) is None
+    assert cudnn.unsupported(query, key, decoding=True) is None
     for arguments, words in [
         ((shape(1, 4, dtype=jnp.float32), key), "float32 must be bfloat16 or float16"),
         ((shape(1, 4, dtype=jnp.float16), key), "bfloat16 must equal query.dtype=float16"),
         ((shape(1, 4, 160), shape(64, 2, 160)), "160 must be a multiple of 8 and at most 128"),
         ((shape(3, 4), key), "3 queries per sequence must be 1"),
     ]:
-        assert words in exact_attention.cudnn_unsupported(*arguments, decoding=True)
+        assert words in cudnn.unsupported(*arguments, decoding=True)
 
 
 def test_nbytes_counts_all_layers(model):

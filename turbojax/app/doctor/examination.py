@@ -15,7 +15,7 @@ import turbojax
 from turbojax import _device, _extras
 from turbojax._registry import Registry
 from turbojax.config import Mode, TurboConfig
-from turbojax.ops import exact_attention, fp8_tokens, int4_matmul, kv4_attention
+from turbojax.ops import cudnn, fp8_tokens, int4_matmul, kv4_attention
 from turbojax.ops.options import Options
 from turbojax.ops.paged_attention import paged_attention
 from turbojax.ops.pooled_attention import pooled_attention
@@ -243,7 +243,7 @@ def _examine_exact() -> OpReport:
     query = jax.ShapeDtypeStruct((_BATCH, 1, _HEADS, _HEAD_DIM), jnp.bfloat16)
     key = jax.ShapeDtypeStruct((_BATCH, _LENGTH, _KV_HEADS, _HEAD_DIM), jnp.bfloat16)
     try:
-        refusal = exact_attention.cudnn_unsupported(query, key, decoding=True)
+        refusal = cudnn.unsupported(query, key, decoding=True)
     except Exception as error:  # as above
         refusal = f"fails: {type(error).__name__}: {_first_line(error)}"
     return OpReport("exact cache (baseline)", {"cudnn": refusal, "xla": None})
@@ -281,6 +281,12 @@ def _advice() -> tuple[str, ...]:
         return (
             "This GPU does not multiply e4m3, as the default TurboConfig() does in prompts, which "
             "are then slow: TurboConfig.for_device() is in int8.",
+        )
+    if on_gpu and _device.needs_hopper() is None:
+        return (
+            "On this GPU turbo_attention and prefill without implementation= are exact attention "
+            "by cuDNN where rounding does not pay: with head dim 128 below some 1,000 to 2,000 "
+            "tokens, with others below some 4,000.",
         )
     return ()
 

@@ -5,9 +5,9 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from turbojax import _checks, _device
+from turbojax import _checks
 from turbojax.config import TurboConfig
-from turbojax.ops import turbo_attention
+from turbojax.ops import cudnn, turbo_attention
 from turbojax.ops.exact_attention import reference
 from turbojax.ops.options import Options, require_causal
 from turbojax.state import checks
@@ -88,17 +88,7 @@ def _attend(
             query, key, value, config=_FLOAT, options=options, implementation=name
         )
         return out
-    # jax's own function promotes bfloat16 with float32 inside.
-    with jax.numpy_dtype_promotion("standard"):
-        return jax.nn.dot_product_attention(
-            query,
-            key,
-            value,
-            scale=options.scale,
-            is_causal=True,
-            local_window_size=options.window,
-            implementation=chosen,
-        )
+    return cudnn.attend(query, key, value, options=options, implementation=chosen)
 
 
 def decode(
@@ -199,43 +189,6 @@ def _decode(
     )
 
 
-def cudnn_unsupported(
-    query: jax.Array | jax.ShapeDtypeStruct,
-    key: jax.Array | jax.ShapeDtypeStruct,
-    *,
-    decoding: bool = False,
-    windowed: bool = False,
-    logits_soft_cap: float | None = None,
-) -> str | None:
-    """None if cuDNN's attention takes these arrays here, or the reason why not.
-
-    Args:
-      query: ``[B, T, N, H]``.
-      key: ``[B, S, K, H]``.
-      decoding: whether the queries are those of the newest tokens, and not aligned with the keys.
-      windowed: whether there is a window, which is counted from the first key.
-      logits_soft_cap: of the scores.
-    """
-    capability = _device.gpu_compute_capability()
-    if capability is None or capability < 8.0:
-        found = jax.default_backend() if capability is None else f"compute capability {capability}"
-        return f"needs an NVIDIA GPU of compute capability 8.0 or newer, not {found}"
-    if query.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"query.dtype={query.dtype} must be bfloat16 or float16"
-    if key.dtype != query.dtype:
-        return f"key.dtype={key.dtype} must equal query.dtype={query.dtype}"
-    channels = query.shape[-1]
-    if channels % 8 or channels > 128:
-        return f"head dim {channels} must be a multiple of 8 and at most 128"
-    if logits_soft_cap is not None:
-        return f"{logits_soft_cap=} must be None"
-    if decoding and windowed:
-        return "decoding takes no window"
-    if decoding and query.shape[1] != 1:
-        return f"{query.shape[1]} queries per sequence must be 1"
-    return None
-
-
 def _choose(
     implementation: str | None,
     query: jax.Array,
@@ -251,7 +204,7 @@ def _choose(
         )
     if implementation == "xla":
         return "xla"
-    refusal = cudnn_unsupported(
+    refusal = cudnn.unsupported(
         query, key, decoding=decoding, windowed=windowed, logits_soft_cap=logits_soft_cap
     )
     if implementation == "cudnn" and refusal is not None:

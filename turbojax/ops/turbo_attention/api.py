@@ -1,5 +1,6 @@
 """`turbo_attention`, `prefill` and `decode`: arguments, checks and the choice of implementation."""
 
+import functools
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from turbojax._registry import (
     Registry,
 )
 from turbojax.config import TurboConfig
+from turbojax.ops import cudnn
 from turbojax.ops.options import Options, require_causal
 from turbojax.ops.turbo_attention import (
     decode_reference,
@@ -21,6 +23,7 @@ from turbojax.ops.turbo_attention import (
     mosaic_gpu,
     reference,
     triton,
+    unrounded,
 )
 from turbojax.ops.turbo_attention.gradient import straight_through
 from turbojax.state import checks
@@ -89,7 +92,9 @@ def turbo_attention(
       implementation: ``"mosaic_gpu"`` (compute capability 9.0 alone), ``"jax_triton"``,
         ``"triton"`` or ``"xla"``, or None for the first of them that can run this. A name never
         falls back to another. The gradient has ``"mosaic_gpu"`` and ``"xla"``: beside the other
-        two names it is the first of these that can run.
+        two names it is the first of these that can run. With None, calls on Hopper that are too
+        short for rounding to pay are exact attention by cuDNN, unless they are differentiated, have
+        lengths, a soft cap, SAS or a window to the right, or return the residual.
       return_residual: also return the log-sum-exp of the scores.
 
     Returns:
@@ -114,17 +119,21 @@ def turbo_attention(
         local_window_size=local_window_size,
         logits_soft_cap=logits_soft_cap,
     )
-    out, residual = attend(
-        query,
-        key,
-        value,
-        query_seq_lengths,
-        key_value_seq_lengths,
+    run = functools.partial(
+        attend,
+        query_lengths=query_seq_lengths,
+        key_lengths=key_value_seq_lengths,
         config=config,
         options=options,
         implementation=implementation,
     )
-    return (out, residual) if return_residual else out
+    if return_residual:
+        return run(query, key, value)
+    is_ragged = query_seq_lengths is not None or key_value_seq_lengths is not None
+    may_be_exact = implementation is None and not is_ragged
+    if may_be_exact and unrounded.is_faster(query, key, config, options):
+        return unrounded.attend(lambda *x: run(*x)[0], query, key, value, options)
+    return run(query, key, value)[0]
 
 
 def attend(
@@ -212,8 +221,16 @@ def prefill(
         local_window_size=local_window_size,
         logits_soft_cap=logits_soft_cap,
     )
+    may_be_exact = implementation is None and key_value_seq_lengths is None and not return_residual
     (out, residual), filled = _prefill(
-        query, key, value, cache, lengths, options=options, implementation=implementation
+        query,
+        key,
+        value,
+        cache,
+        lengths,
+        options=options,
+        implementation=implementation,
+        may_be_exact=may_be_exact,
     )
     return ((out, residual) if return_residual else out), filled
 
@@ -262,12 +279,15 @@ def _prefill(
     *,
     options: Options,
     implementation: ImplementationName | None,
-) -> tuple[tuple[jax.Array, jax.Array], ProgressiveCache]:
-    """`prefill` of checked arguments."""
+    may_be_exact: bool = False,
+) -> tuple[tuple[jax.Array, Any], ProgressiveCache]:
+    """`prefill` of checked arguments; no log-sum-exp if attention may be exact, and is."""
     static: dict[str, Any] = {"config": cache.config, "options": options}
+    is_exact = may_be_exact and unrounded.is_faster(query, key, **static)
     attend = ATTENTION.select(implementation, query=query, key=key, value=value, **static)
     store = STORE_PROMPT.select(STORE_PROMPT.beside(implementation), cache=cache, key=key)
-    shares_codes = store.name == "triton" and attend.name != "xla" and cache.config.mode != "float"
+    attends_to_codes = attend.name != "xla" and cache.config.mode != "float" and not is_exact
+    shares_codes = store.name == "triton" and attends_to_codes
 
     def run(
         query: jax.Array,
@@ -275,7 +295,7 @@ def _prefill(
         value: jax.Array,
         cache: ProgressiveCache,
         lengths: jax.Array,
-    ) -> tuple[tuple[jax.Array, jax.Array], ProgressiveCache]:
+    ) -> tuple[tuple[jax.Array, Any], ProgressiveCache]:
         inside = jnp.clip(lengths, 0, key.shape[1])
         if shares_codes:  # one pass over keys and values serves both
             permuted = attend.name == "mosaic_gpu"
@@ -285,6 +305,8 @@ def _prefill(
             extra = {"stage1": codes and tuple(codes)}
         else:
             filled, extra = store.run(cache, key, value, lengths), {}
+        if is_exact:
+            return (cudnn.attend(query, key, value, options=options), None), filled
         return attend.run(query, key, value, inside, inside, **static, **extra), filled
 
     return refuse_gradients(run, "prefill")(query, key, value, cache, lengths)

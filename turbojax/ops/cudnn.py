@@ -1,0 +1,80 @@
+"""Exact attention as jax has it, and what its cuDNN implementation takes."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from turbojax import _device
+from turbojax.ops.options import Options
+
+# Of its decoding, and before compute capability 9.0; and of whole sequences from there on.
+_MOST_CHANNELS, _MOST_CHANNELS_ON_HOPPER = 128, 256
+
+
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    options: Options,
+    implementation: Literal["xla", "cudnn"] = "cudnn",
+) -> jax.Array:
+    """`jax.nn.dot_product_attention` of whole sequences; no soft cap.
+
+    Args:
+      query: ``[B, T, N, H]``.
+      key: ``[B, S, K, H]``.
+      value: ``[B, S, K, H]``.
+      options: of the call.
+      implementation: jax's.
+    """
+    # jax's own function promotes bfloat16 with float32 inside.
+    with jax.numpy_dtype_promotion("standard"):
+        return jax.nn.dot_product_attention(
+            query,
+            key,
+            value,
+            scale=options.scale,
+            is_causal=options.is_causal,
+            local_window_size=options.window,
+            implementation=implementation,
+        )
+
+
+def unsupported(
+    query: jax.Array | jax.ShapeDtypeStruct,
+    key: jax.Array | jax.ShapeDtypeStruct,
+    *,
+    decoding: bool = False,
+    windowed: bool = False,
+    logits_soft_cap: float | None = None,
+) -> str | None:
+    """None if cuDNN's attention takes these arrays here, or the reason why not.
+
+    Args:
+      query: ``[B, T, N, H]``.
+      key: ``[B, S, K, H]``.
+      decoding: whether the queries are those of the newest tokens, and not aligned with the keys.
+      windowed: whether there is a window, which is counted from the first key.
+      logits_soft_cap: of the scores.
+    """
+    capability = _device.gpu_compute_capability()
+    if capability is None or capability < 8.0:
+        found = jax.default_backend() if capability is None else f"compute capability {capability}"
+        return f"needs an NVIDIA GPU of compute capability 8.0 or newer, not {found}"
+    if query.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"query.dtype={query.dtype} must be bfloat16 or float16"
+    if key.dtype != query.dtype:
+        return f"key.dtype={key.dtype} must equal query.dtype={query.dtype}"
+    channels = query.shape[-1]
+    most = _MOST_CHANNELS if capability < 9.0 or decoding else _MOST_CHANNELS_ON_HOPPER
+    if channels % 8 or channels > most:
+        return f"head dim {channels} must be a multiple of 8 and at most {most}"
+    if logits_soft_cap is not None:
+        return f"{logits_soft_cap=} must be None"
+    if decoding and windowed:
+        return "decoding takes no window"
+    if decoding and query.shape[1] != 1:
+        return f"{query.shape[1]} queries per sequence must be 1"
+    return None

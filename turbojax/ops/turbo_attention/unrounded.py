@@ -1,0 +1,93 @@
+"""Calls that exact attention answers sooner than rounding does: on Hopper, by cuDNN."""
+
+from collections.abc import Callable
+
+import jax
+
+from turbojax import _device
+from turbojax.config import TurboConfig
+from turbojax.ops import cudnn
+from turbojax.ops.options import Options
+
+# Keys that a query must see on average, and queries a key, for rounding to pay, by head dim: whole
+# calls on an H200, `benchmarks/results/default_2026-11-23.json`. A causal call of 1,024 tokens has
+# 512 of both.
+_LEAST_PAIRS = {64: 2048, 128: 1024}
+_LEAST_PAIRS_IN_GROUPS = {64: 2048, 128: 512}
+# For other head dims, which take the time of the next larger one.
+_LEAST_PAIRS_PADDED, _LEAST_PAIRS_WIDE = 2048, 4096
+_GROUP = 4
+
+
+def is_faster(query: jax.Array, key: jax.Array, config: TurboConfig, options: Options) -> bool:
+    """Whether exact attention is the fastest for whole sequences of these shapes here.
+
+    That is where nothing is to be rounded, and where there is too little to attend to for the
+    rounding of queries, keys and values to pay. Only where cuDNN sees the same keys.
+
+    Args:
+      query: ``[B, T, N, H]``.
+      key: ``[B, S, K, H]``.
+      config: numerics.
+      options: of the call.
+    """
+    if config.softmax != "exact" or _device.needs_hopper() is not None:
+        return False
+    if cudnn.unsupported(query, key, logits_soft_cap=options.logits_soft_cap) is not None:
+        return False
+    tokens, size = query.shape[1], key.shape[1]
+    if options.is_causal and tokens != size:
+        return False
+    if options.window is not None and not (options.is_causal and options.window[1] == 0):
+        return False
+    return config.mode == "float" or _pairs(tokens, size, options) < _least_pairs(query, key)
+
+
+def _pairs(tokens: int, size: int, options: Options) -> float:
+    """Keys that a query sees on average, or queries that see a key, whichever are fewer."""
+    pairs = size / 2 if options.is_causal else float(min(tokens, size))
+    return pairs if options.window is None else min(pairs, options.window[0] + 1)
+
+
+def _least_pairs(query: jax.Array, key: jax.Array) -> int:
+    head_dim, group = query.shape[3], query.shape[2] // key.shape[2]
+    if head_dim > max(_LEAST_PAIRS):
+        return _LEAST_PAIRS_WIDE
+    table = _LEAST_PAIRS_IN_GROUPS if group >= _GROUP else _LEAST_PAIRS
+    return table.get(head_dim, _LEAST_PAIRS_PADDED)
+
+
+def attend(
+    rounded: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    options: Options,
+) -> jax.Array:
+    """Exact attention; where it is differentiated, `rounded` and its gradient.
+
+    So a gradient is always that of `turbo_attention`, with what it keeps from its forward pass.
+
+    Args:
+      rounded: attention by kernels, differentiable.
+      query: ``[B, T, N, H]``.
+      key: ``[B, S, K, H]``.
+      value: ``[B, S, K, H]``.
+      options: of the call.
+    """
+
+    @jax.custom_vjp
+    def call(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        return cudnn.attend(query, key, value, options=options)
+
+    def forward(*arrays: jax.Array) -> tuple[jax.Array, Callable[..., tuple[jax.Array, ...]]]:
+        out, pull = jax.vjp(rounded, *arrays)
+        return out, pull
+
+    def backward(
+        pull: Callable[..., tuple[jax.Array, ...]], d_out: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        return pull(d_out)
+
+    call.defvjp(forward, backward)
+    return call(query, key, value)
