@@ -66,6 +66,7 @@ def run(arguments: argparse.Namespace) -> None:
     done = {row["name"] for row in result["rows"] if row["status"] == "ok"}
     rows = suite.rows(arguments.filter, quick=arguments.quick)
     rows = [(group, case) for group, case in rows if group.name(case) not in done]
+    rows = _share(rows, arguments.share)
     if not rows:
         sys.exit(f"no row is left to run with --filter {arguments.filter!r}")
     renewed = {group.name(case) for group, case in rows}
@@ -94,6 +95,33 @@ def run(arguments: argparse.Namespace) -> None:
     print(out)
 
 
+def _share(rows: list[tuple[Any, Any]], share: str) -> list[tuple[Any, Any]]:
+    """The rows of every `n`-th group, for a share ``"i/n"``."""
+    number, _, count = share.partition("/")
+    groups = list(dict.fromkeys(id(group) for group, _ in rows))
+    mine = set(groups[int(number) :: int(count)])
+    return [(group, case) for group, case in rows if id(group) in mine]
+
+
+def merge(arguments: argparse.Namespace) -> None:
+    """Puts shares of a suite into one file, in its order; of a row's results the last counts."""
+    parts = [json.loads(path.read_text(encoding="utf-8")) for path in arguments.files]
+    first = parts[0]
+    for path, part in zip(arguments.files, parts, strict=True):
+        for name in (*_SAME, "suite", "quick"):
+            if part[name] != first[name]:
+                sys.exit(f"{path}: {name}={part[name]!r} must be {first[name]!r}")
+    suite = SUITES[first["suite"]]
+    found: dict[str, dict[str, Any]] = {}
+    for row in (row for part in parts for row in part["rows"]):
+        if row["status"] == "ok" or row["name"] not in found:
+            found[row["name"]] = row
+    names = [group.name(case) for group, case in suite.rows(quick=first["quick"])]
+    rows = suite.with_ratios([found[name] for name in names if name in found])
+    write(arguments.out, {**first, "rows": rows})
+    print(arguments.out)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(required=True)
@@ -110,6 +138,17 @@ def _parser() -> argparse.ArgumentParser:
     measure.add_argument(
         "--resume", action="store_true", help="keep the rows that --out already holds"
     )
+    measure.add_argument(
+        "--share",
+        default="0/1",
+        metavar="I/N",
+        help="rows of every N-th group from the I-th on: processes side by side compile at the "
+        "same time, and measure one at a time",
+    )
+    put_together = commands.add_parser("merge", help="shares of a suite in one file")
+    put_together.set_defaults(command=merge)
+    put_together.add_argument("files", type=Path, nargs="+")
+    put_together.add_argument("--out", type=Path, required=True)
     write_docs = commands.add_parser("report", help="tables and plots of the newest results")
     write_docs.set_defaults(command=report.run)
     write_docs.add_argument(

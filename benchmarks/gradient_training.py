@@ -1,9 +1,10 @@
-"""Training the embedded model's architecture with 8-bit attention, beside exact attention.
+"""Training the embedded model with 8-bit attention, beside exact attention.
 
 `python -m benchmarks.gradient_training --out benchmarks/results/gradient_training.json`
 
-Runs of one seed start from the same random weights and read the same bytes in the same order; only
-attention differs, forward and backward. Held-out bits are measured with exact attention.
+Runs of one seed start from the same weights, random ones or with `--embedded` those of the embedded
+model, and read the same bytes in the same order; only attention differs, forward and backward.
+Held-out bits are measured with exact attention.
 
 `--only exact,fp8-8bit --seeds 2` runs some, for processes side by side; `--merge A B` puts such
 files into one.
@@ -37,6 +38,8 @@ from turbojax.finetune.trainer import Trainer, dense_attention
 from turbojax.ops.options import PLAIN, AttentionOptions
 
 SETTINGS = Settings(steps=1000, context=2048, batch_size=16, learning_rate=1e-3, warmup_steps=50)
+# From the embedded model's weights.
+TUNING = dataclasses.replace(SETTINGS, learning_rate=3e-4)
 QUICK = Settings(steps=2, context=128, batch_size=1, warmup_steps=1)
 # Modes of the forward pass, and what the gradient rounds.
 RUNS = {
@@ -73,10 +76,13 @@ def attention(name: str) -> models.Attend:
     return attend
 
 
-def train(name: str, settings: Settings, corpus: Corpus, progress: Progress) -> dict[str, Any]:
+def train(
+    name: str, settings: Settings, corpus: Corpus, progress: Progress, *, embedded: bool
+) -> dict[str, Any]:
     """One run: losses of all steps in bits per byte, and held-out bits."""
-    config = models.load(dtype="float32").config
-    model = models.Transformer(config, rngs=nnx.Rngs(params=settings.seed))
+    model = models.load(dtype="float32")
+    if not embedded:
+        model = models.Transformer(model.config, rngs=nnx.Rngs(params=settings.seed))
     trainer = Trainer(model, settings, corpus.stream)
     trainer.attend = attention(name)
     trainer.compile()
@@ -99,19 +105,28 @@ def train(name: str, settings: Settings, corpus: Corpus, progress: Progress) -> 
     }
 
 
-def measure(names: Sequence[str], settings: Settings, seeds: Sequence[int]) -> dict[str, Any]:
+def measure(
+    names: Sequence[str], settings: Settings, seeds: Sequence[int], *, embedded: bool
+) -> dict[str, Any]:
     """All runs, one after the other: by name, by seed."""
     corpus = standard_library_corpus()
     with Progress() as progress:
         runs = {
             name: {
-                str(seed): train(name, dataclasses.replace(settings, seed=seed), corpus, progress)
+                str(seed): train(
+                    name,
+                    dataclasses.replace(settings, seed=seed),
+                    corpus,
+                    progress,
+                    embedded=embedded,
+                )
                 for seed in seeds
             }
             for name in names
         }
     facts = {**dataclasses.asdict(settings), "seed": None}
-    return {**environment(), "settings": facts, "runs": runs}
+    start = "those of the embedded model" if embedded else "random ones"
+    return {**environment(), "settings": facts, "weights": start, "runs": runs}
 
 
 def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -122,7 +137,7 @@ def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
     first = dict(parts[0])
     for part in parts[1:]:
-        for name in ("device", "jax", "commit", "settings"):
+        for name in ("device", "jax", "settings", "weights"):
             if part.get(name) != first.get(name):
                 raise ValueError(f"{name}={part.get(name)!r} must be {first.get(name)!r}")
     runs: dict[str, dict[str, Any]] = {name: {} for name in RUNS}
@@ -139,16 +154,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--only", default=",".join(RUNS), help="names of runs")
     parser.add_argument("--seeds", default="0,1,2", help="of weights and of the data's order")
+    parser.add_argument("--embedded", action="store_true", help="go on with the embedded model")
     parser.add_argument("--steps", type=int, default=SETTINGS.steps)
     parser.add_argument("--merge", type=Path, nargs="+", help="files of such runs")
     parser.add_argument("--quick", action="store_true", help="a small sample")
     given = parser.parse_args(arguments)
-    settings = QUICK if given.quick else dataclasses.replace(SETTINGS, steps=given.steps)
+    settings = TUNING if given.embedded else SETTINGS
+    settings = QUICK if given.quick else dataclasses.replace(settings, steps=given.steps)
     if given.merge:
         result = merged([json.loads(path.read_text()) for path in given.merge])
     else:
         seeds = [int(x) for x in given.seeds.split(",")]
-        result = measure(given.only.split(","), settings, seeds)
+        result = measure(given.only.split(","), settings, seeds, embedded=given.embedded)
     given.out.parent.mkdir(parents=True, exist_ok=True)
     _writing.write_text(given.out, json.dumps(result, indent=1) + "\n")
 
@@ -195,14 +212,15 @@ def training_table(name: str, result: Result) -> str:
     seeds = len(result["runs"]["exact"])
     note = (
         f"{settings['steps']} steps of {settings['batch_size']} sequences of "
-        f"{settings['context']:,} bytes from random weights, means of {seeds} seeds with the "
-        f"standard errors of their differences; bits per byte, of the last {_SMOOTHING} steps and "
-        "of modules that were not trained on, read with exact attention."
+        f"{settings['context']:,} bytes; weights to begin with: {result['weights']}. Means of "
+        f"{seeds} seeds, with the standard errors of their differences; bits per byte, of the last "
+        f"{_SMOOTHING} steps and of modules that were not trained on, read with exact attention."
     )
     return f"{tables.table(header, lines)}\n\n{note} {tables.source(name, result)}"
 
 
 SHOWN = Shown(("gradient_training",), {"gradient training": training_table})
+SHOWN_TUNING = Shown(("gradient_tuning",), {"gradient tuning": training_table})
 
 if __name__ == "__main__":
     main()

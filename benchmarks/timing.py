@@ -5,11 +5,15 @@ host's time nor copies that XLA leaves to the driver. So the wall time per call 
 row is reported beside it: where it is much longer, either launches or such copies take the rest.
 """
 
+import contextlib
 import dataclasses
+import fcntl
 import itertools
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -101,6 +105,20 @@ def measure_call(call: Rotation, *, repetitions: int | None = None) -> Timing:
       call: what to time.
       repetitions: how many, at least 2; chosen from the time of one if not given.
     """
+    with _alone():
+        return _measure_call(call, repetitions)
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """While no other process measures: shares of a suite compile side by side, and no more."""
+    path = Path(tempfile.gettempdir()) / "turbojax-benchmarks.lock"
+    with path.open("a", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # given back when the file is closed
+        yield
+
+
+def _measure_call(call: Rotation, repetitions: int | None) -> Timing:
     jax.block_until_ready(call())
     walls = [_wall(call, 1)]
     if repetitions is None:

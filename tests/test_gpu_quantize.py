@@ -44,7 +44,6 @@ def test_kernels_and_plain_jax_give_the_same_bits(monkeypatch, mode, head_dim, d
             np.testing.assert_array_equal(a, b, err_msg=name)
 
 
-@pytest.mark.parametrize("schedule", ["after", "early", "apart"])
 @pytest.mark.parametrize(
     "dtypes",
     [
@@ -55,7 +54,7 @@ def test_kernels_and_plain_jax_give_the_same_bits(monkeypatch, mode, head_dim, d
     ],
 )
 @pytest.mark.parametrize("case", CASES)
-def test_rows_of_the_gradient(case, dtypes, schedule):
+def test_rows_of_the_gradient(case, dtypes):
     arrays = tensors(case)
     _, block, tokens, _ = CASES[case]
     call = functools.partial(
@@ -64,7 +63,6 @@ def test_rows_of_the_gradient(case, dtypes, schedule):
         query_dtype=dtypes[0],
         gradient_dtype=dtypes[1],
         tokens=tokens,
-        schedule=schedule,
     )
     got = jax.jit(call)(*arrays)
     check(got, expected(case, arrays, *dtypes))

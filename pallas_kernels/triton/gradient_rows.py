@@ -1,8 +1,8 @@
 """What the backward pass needs of its rows, in one pass: codes of Q and dO, log-sum-exps, D.
 
-A program takes one block of one head of one sequence. It loads the block of `d_out` and of `out`
-once, rounds `d_out` with one scale, sums its rounded numbers times `out` for every row, and stores;
-then it does with the block of queries what `quantize` does.
+A program takes one block of one head of one sequence. Half of the programs load the block of
+`d_out` and of `out` once, round `d_out` with one scale, sum its rounded numbers times `out` for
+every row, and store; the others do with the block of queries what `quantize` does.
 
 Roofline, 2 sequences of 8192 tokens, 32 heads of 128, bfloat16, with codes of both:
 
@@ -14,15 +14,17 @@ Roofline, 2 sequences of 8192 tokens, 32 heads of 128, bfloat16, with codes of b
   floor       H200, whose copies reach 4.3 TB/s: 127 us, without codes of d_out 111 us
   target      80 %: 158 us and 139 us
 
-Versions, us of that case, blocks of 128, H200:
-  v1  a fusion by XLA for D, 68, and `quantize` twice, 76 + 55    199
-  v2  this kernel                                                 not timed yet
+Versions, us of that case with codes of both in e4m3, H200, jax 0.11.2:            blocks of 64  128
+  v1  a fusion by XLA for D, 68, and `quantize` twice, 76 + 55                               199
+  v2  one program for queries and `d_out`, queries last                                129   188
+      queries first                                                                    133   165
+  v3  programs of their own                                                            127   138
+v3 with 2, 4 and 8 warps: 142, 127, 127 and 289, 146, 138. 4.28 TB/s with blocks of 64: the floor.
 """
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,9 +40,6 @@ from pallas_kernels.triton._quantize import (
     load_tokens,
     magnitude_bits,
 )
-
-Schedule = Literal["after", "early", "apart"]
-"""When queries are loaded: after `d_out` is done with, before that, or by programs of their own."""
 
 
 class GradientRows(NamedTuple):
@@ -86,7 +85,6 @@ def prepare_rows(
     query_dtype: jax.typing.DTypeLike,
     gradient_dtype: jax.typing.DTypeLike | None,
     tokens: int,
-    schedule: Schedule = "after",
     num_warps: int | None = None,
     interpret: bool = False,
 ) -> GradientRows:
@@ -107,7 +105,6 @@ def prepare_rows(
       query_dtype: int8 (scale of a maximum over 119) or float8_e4m3fn (over 448).
       gradient_dtype: the same of `d_out`; None for no codes of it.
       tokens: rows of `lse` and `delta`, at least `T'`.
-      schedule: see `Schedule`; equal bits.
       num_warps: warps of a program; chosen from the block's size if not given.
       interpret: run without a GPU.
     """
@@ -129,8 +126,8 @@ def prepare_rows(
     programs = pl.cdiv(max(blocks * block, tokens), block)
     values = block * next_power_of_2(channels)
     results: GradientRows = pl.pallas_call(
-        functools.partial(_kernel, block=block, schedule=schedule, interpret=interpret),
-        grid=(heads * (2 if schedule == "apart" else 1), programs, batch),
+        functools.partial(_kernel, block=block, interpret=interpret),
+        grid=(2 * heads, programs, batch),
         in_specs=[jax.tree.map(lambda _: WHOLE, inputs)],
         out_specs=jax.tree.map(lambda _: WHOLE, outputs),
         out_shape=outputs,
@@ -141,41 +138,29 @@ def prepare_rows(
     return results
 
 
-def _kernel(
-    x: _Inputs, *results: Ref | None, block: int, schedule: Schedule, interpret: bool
-) -> None:
+def _kernel(x: _Inputs, *results: Ref | None, block: int, interpret: bool) -> None:
     y = GradientRows(*results)
     heads, blocks = y.q_scale.shape[1:]
     head, number, sequence = (pl.program_id(axis) for axis in range(3))
-    is_second = head >= heads
-    if schedule == "apart":
-        head = jnp.where(is_second, head - heads, head)
+    is_of_queries = head >= heads
+    head = jnp.where(is_of_queries, head - heads, head)
     token = number * block + jnp.arange(block, dtype=jnp.int32)
     length, channels = x.lengths[sequence], next_power_of_2(x.query.shape[3])
     b = _Block(sequence, head, number, token, length, channels, interpret)
+    is_there = number < blocks
 
-    def queries(values: jax.Array | None = None) -> None:
-        values = b.load(x.query) if values is None else values
-        b.store_codes(values.astype(jnp.float32), y.q8, y.q_scale)
+    @pl.when(is_of_queries & is_there)
+    def _() -> None:
+        b.store_codes(b.load(x.query).astype(jnp.float32), y.q8, y.q_scale)
 
-    def rows_and_queries() -> None:
-        values = b.load(x.query) if schedule == "early" else None
+    @pl.when(~is_of_queries & is_there)
+    def _() -> None:
         _rows(b, x, y)
-        if schedule != "apart":
-            queries(values)
 
-    def beyond() -> None:
+    @pl.when(~is_of_queries & ~is_there)
+    def _() -> None:
         b.store_rows(y.lse, jnp.full(block, math.inf, jnp.float32))
         b.store_rows(y.delta, jnp.zeros(block, jnp.float32))
-
-    is_there = None if blocks * block >= y.lse.shape[2] else number < blocks
-    is_first = None
-    if schedule == "apart":
-        is_first = ~is_second
-        _when(_both(is_second, is_there), queries)
-    _when(_both(is_first, is_there), rows_and_queries)
-    if is_there is not None:
-        _when(_both(is_first, ~is_there), beyond)
 
 
 class _Block(NamedTuple):
@@ -233,17 +218,3 @@ def _rows(b: _Block, x: _Inputs, y: GradientRows) -> None:
     if x.d_residual is not None:
         delta = delta - b.load_rows(x.d_residual, 0.0)
     b.store_rows(y.delta, jnp.where(sees, delta, 0.0))
-
-
-def _both(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
-    """Whether both hold; None always does."""
-    if a is None or b is None:
-        return b if a is None else a
-    return a & b
-
-
-def _when(condition: jax.Array | None, f: Callable[[], None]) -> None:
-    if condition is None:
-        f()
-    else:
-        pl.when(condition)(f)

@@ -8,13 +8,16 @@ have as many KV heads as heads, which the call is not charged for; the output is
 import jax
 import jax.numpy as jnp
 
-# As of bfloat16 samples: three standard deviations become 192 of 448.
-_SCALE = 64.0
+# Of samples, whose standard deviation is 1 and some of whose channels are louder.
+_SCALE = 16.0
+# Conversion makes NaN of what is beyond.
+_LARGEST = 448.0
 
 
 def quantized(x: jax.Array, group: int = 1) -> jax.Array:
     """Samples in e4m3, each KV head repeated for the heads of its group."""
-    codes = (x.astype(jnp.float32) * _SCALE).astype(jnp.float8_e4m3fn)
+    scaled = jnp.clip(x.astype(jnp.float32) * _SCALE, -_LARGEST, _LARGEST)
+    codes = scaled.astype(jnp.float8_e4m3fn)
     return jnp.repeat(codes, group, axis=2) if group > 1 else codes
 
 

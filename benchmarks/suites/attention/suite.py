@@ -1,10 +1,7 @@
 """Decode, prefill and compress against what one would run instead; what is in which suite."""
 
-import concurrent.futures
 import dataclasses
 import functools
-import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -14,7 +11,7 @@ import jax
 
 from benchmarks import tables, timing
 from benchmarks.shapes import Shape
-from benchmarks.suite import Ceilings, Suite, attempt, over_cudnn, timing_facts
+from benchmarks.suite import Ceilings, Latest, Suite, attempt, over_cudnn, timing_facts
 from benchmarks.suites.attention import compress, decode, plots, prefill, training
 from benchmarks.suites.attention import tables as own_tables
 from benchmarks.suites.attention.cases import Call, Case, Choice
@@ -22,8 +19,6 @@ from benchmarks.tables import Row
 
 # Heads of 64 to 256 channels, grouped and not.
 GRID_MODELS = ("llama3-8b", "llama3.2-1b", "mha-16", "mha-16-narrow", "phi3-mini", "gemma2-9b")
-# Rows that are made ready together, with all their inputs in memory.
-_ROWS_AT_ONCE = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,58 +123,11 @@ def run(
     repetitions: int | None = None,
     deadline: float = float("inf"),
 ) -> None:
-    """See `benchmarks.suite.Run`: some groups are made ready at a time, then timed."""
-    for some in _batches(rows):
-        late = time.monotonic() > deadline
-        ready = [None] * len(some) if late else _prepare_side_by_side(some)
-        for row in some:
-            measure = functools.partial(_measure, ready, ceilings, repetitions)
-            attempt(describe(*row), measure, on_row, deadline)
-
-
-def _batches(rows: list[tuple[Group, Case]]) -> Iterator[list[tuple[Group, Case]]]:
-    """Groups one after the other, so many that their inputs fit into memory together."""
-    groups: dict[Group, list[tuple[Group, Case]]] = {}
+    """See `benchmarks.suite.Run`."""
+    inputs = Latest(lambda group: group.module.Inputs(group.shape))
     for group, case in rows:
-        groups.setdefault(group, []).append((group, case))
-    some: list[tuple[Group, Case]] = []
-    for of_one in groups.values():
-        if some and len(some) + len(of_one) > _ROWS_AT_ONCE:
-            yield some
-            some = []
-        some += of_one
-    if some:
-        yield some
-
-
-@dataclasses.dataclass(frozen=True)
-class _Ready:
-    """A row that is compiled, and whose error is known."""
-
-    call: Call
-    compiled: Callable[..., Any]
-    facts: Row
-
-
-def _prepare_side_by_side(rows: list[tuple[Group, Case]]) -> list[Any]:
-    """Futures of `_Ready`: compiling takes longer than measuring, and a GPU's time is dear."""
-    inputs = {
-        group: group.module.Inputs(group.shape) for group in dict.fromkeys(g for g, _ in rows)
-    }
-    locks = {group: threading.Lock() for group in inputs}
-
-    def prepare(group: Group, case: Case) -> _Ready:
-        with locks[group]:  # what rows share is made once
-            call: Call = case.build(inputs[group])
-        start = time.perf_counter()
-        compiled = jax.jit(call.function).lower(*call.arguments).compile()
-        seconds = time.perf_counter() - start
-        with locks[group]:
-            error = call.error(compiled(*call.arguments))
-        return _Ready(call, compiled, {**error, "compile_seconds": seconds})
-
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        return [pool.submit(prepare, *row) for row in rows]
+        measure = functools.partial(_measure, group, case, inputs, ceilings, repetitions)
+        attempt(describe(group, case), measure, on_row, deadline)
 
 
 def describe(group: Group, case: Case) -> Row:
@@ -193,11 +141,15 @@ def describe(group: Group, case: Case) -> Row:
     }
 
 
-def _measure(ready: list[Any], ceilings: Ceilings, repetitions: int | None) -> Row:
-    """The next of these, which is taken out, so that its arrays are freed when it is done."""
-    one: _Ready = ready.pop(0).result()
-    call = one.call
-    taken = timing.measure(one.compiled, call.arguments, repetitions=repetitions)
+def _measure(
+    group: Group, case: Case, inputs: Latest, ceilings: Ceilings, repetitions: int | None
+) -> Row:
+    call: Call = case.build(inputs.of(group))
+    start = time.perf_counter()
+    compiled = jax.jit(call.function).lower(*call.arguments).compile()
+    compile_seconds = time.perf_counter() - start
+    error = call.error(compiled(*call.arguments))
+    taken = timing.measure(compiled, call.arguments, repetitions=repetitions)
     unit = "gigabytes_per_second" if call.work.is_bytes else "tflops_per_second"
     return {
         "status": "ok",
@@ -205,8 +157,9 @@ def _measure(ready: list[Any], ceilings: Ceilings, repetitions: int | None) -> R
         "work": call.work.amount,
         unit: call.work.rate(taken.microseconds),
         "percent_of_ceiling": call.work.percent_of_ceiling(taken.microseconds, ceilings),
-        **one.facts,
-        "temporary_bytes": getattr(one.compiled.memory_analysis(), "temp_size_in_bytes", None),
+        **error,
+        "compile_seconds": compile_seconds,
+        "temporary_bytes": getattr(compiled.memory_analysis(), "temp_size_in_bytes", None),
         **call.facts,
     }
 

@@ -96,6 +96,10 @@ _PART = 128
 _REGISTERS = {2: (240, 24), 3: (160, 32)}
 
 
+_Found = tuple[tuple[jax.Array, ...], jax.Array, jax.Array, jax.Array]
+"""Unnormalized outputs in parts of the channels, maxima, sums, and the slot after the last."""
+
+
 class _Inputs(NamedTuple):
     """What the kernel reads, see `attention`; no scales of queries that it quantizes itself."""
 
@@ -321,7 +325,7 @@ class _Consumer:
             return unit
         return jnp.where(unit == 0, 0.0, unit * self.scales[1][(*self.at, j)])
 
-    def run(self, slot: jax.Array) -> tuple[jax.Array, ...]:
+    def run(self, slot: jax.Array) -> _Found:
         """All blocks, the first of them in `slot`.
 
         Returns:
@@ -391,7 +395,7 @@ class _Consumer:
         plgpu.barrier_arrive(self.free[1].at[slot])
         return (self.merge(o, product, next_alpha, unit_of_last),), m, l, following
 
-    def run_in_halves(self, slot: jax.Array) -> tuple[jax.Array, ...]:
+    def run_in_halves(self, slot: jax.Array) -> _Found:
         """`run`, with the products of one half of the channels after the other's.
 
         With 256 channels there are no registers for all of a block's products beside the sums.
@@ -464,7 +468,7 @@ class _Consumer:
         f = functools.partial(softmax.weigh, policy=self.s.policy)
         return ring.inline(f, types, (weights, _COLUMN, _COLUMN))(*args)
 
-    def run_ahead(self, slot: jax.Array) -> tuple[jax.Array, ...]:
+    def run_ahead(self, slot: jax.Array) -> _Found:
         """`run`, with the next block's scores computed under this one's exponentials.
 
         The compiler moves instructions freely between asynchronous products, but not over a loop:
@@ -557,7 +561,7 @@ def _attend(
     x: _Inputs,
     y: _Memory,
     s: Settings,
-) -> tuple[jax.Array, ...]:
+) -> _Found:
     """`_Consumer.run` for a warpgroup's part of a tile."""
     start = work.first + me * ROWS
     # With a soft cap scores are scaled to the exponential's units after it.
@@ -585,14 +589,14 @@ def _attend(
 def _store(
     work: Work,
     me: jax.Array,
-    found: tuple[jax.Array, ...],
+    found: _Found,
     x: _Inputs,
     y: _Memory,
     results: tuple[Ref, Ref],
     s: Settings,
 ) -> None:
     """Normalizes and stores what a warpgroup has found of a tile."""
-    (halves, m, l), (out_ref, lse_ref) = found, results
+    (halves, m, l, _), (out_ref, lse_ref) = found, results
     start = work.first + me * ROWS
     v_scale = jnp.float32(1.0) if s.mode == "int8" else x.v_scale[work.b, work.h, 0]
     channels, width = out_ref.shape[3], y.out.shape[-1]
@@ -646,10 +650,10 @@ def _kernel(*refs: Ref, s: Settings, tiles: int) -> None:
     def body(y: _Memory) -> None:
         def consume(i: jax.Array, slot: jax.Array) -> jax.Array:
             place = lax.rem(i, jnp.int32(_QUERY_SLOTS))
-            *found, slot = _attend(work(i), place, slot, me, x, y, s)
+            found = _attend(work(i), place, slot, me, x, y, s)
             # Anew, so that where the tile is takes no registers in the meantime.
-            _store(work(ring.anew(i)), me, tuple(found), x, y, (out_ref, lse_ref), s)
-            return slot
+            _store(work(ring.anew(i)), me, found, x, y, (out_ref, lse_ref), s)
+            return found[-1]
 
         def start_to_consume() -> None:
             for i in range(_QUERY_SLOTS):

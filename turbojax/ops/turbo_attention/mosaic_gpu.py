@@ -163,7 +163,7 @@ def default_launch(query: jax.Array, config: TurboConfig) -> Launch:
     is_block = is_int8 or is_wide or isinstance(config.softmax, SAS)
     consumers = 3 if is_narrow and not is_int8 and query.shape[1] > 2 * _ROWS else 2
     return Launch(
-        stages=2 if is_wide else 4,
+        stages=3 if is_wide else 4,
         ahead=consumers == 2 and not is_int8 and not is_wide,
         tile=config.block_kv if is_block else _TILE,
         consumers=consumers,
