@@ -162,10 +162,11 @@ def default_launch(query: jax.Array, config: TurboConfig) -> Launch:
     is_narrow, is_wide = head_dim == _HEAD_DIMS[0], head_dim == _HEAD_DIMS[-1]
     is_block = is_int8 or is_wide or isinstance(config.softmax, SAS)
     consumers = 3 if is_narrow and not is_int8 and query.shape[1] > 2 * _ROWS else 2
+    tile = config.block_kv if is_block else _TILE
     return Launch(
-        stages=3 if is_wide else 4,
+        stages=(3 if tile < _TILE else 2) if is_wide else 4,
         ahead=consumers == 2 and not is_int8 and not is_wide,
-        tile=config.block_kv if is_block else _TILE,
+        tile=tile,
         consumers=consumers,
         quantizes=quantizes_queries(query, config, consumers),
     )
