@@ -28,7 +28,7 @@ def write(path: Path, result: dict[str, Any]) -> None:
 
 
 def _previous(path: Path, machine: dict[str, Any]) -> dict[str, Any] | None:
-    """The result to continue, or None.
+    """The result to continue, or to take figures from, or None.
 
     Raises:
       SystemExit: if it comes from another machine or other versions.
@@ -41,7 +41,7 @@ def _previous(path: Path, machine: dict[str, Any]) -> dict[str, Any] | None:
         sys.exit(
             f"{path} was measured with "
             + ", ".join(f"{name} {old.get(name)} (here {machine[name]})" for name in differ)
-            + ": it cannot be resumed"
+            + ": it cannot be gone on with"
         )
     return old
 
@@ -59,7 +59,10 @@ def run(arguments: argparse.Namespace) -> None:
     result = _previous(out, machine) if arguments.resume else None
     if result is None:
         rates, reasons = {}, {}
-        if suite.formats is not None:
+        if arguments.ceilings is not None:
+            given = _previous(arguments.ceilings, machine) or {}
+            rates, reasons = given["ceilings"], given["ceilings_not_measured"]
+        elif suite.formats is not None:
             rates, reasons = timing.ceilings(quick=arguments.quick, formats=suite.formats)
         result = {**machine, "suite": suite.name, "quick": arguments.quick}
         result |= {"ceilings": rates, "ceilings_not_measured": reasons, "rows": []}
@@ -137,6 +140,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     measure.add_argument(
         "--resume", action="store_true", help="keep the rows that --out already holds"
+    )
+    measure.add_argument(
+        "--ceilings", type=Path, help="a result of this machine, whose ceilings are taken"
     )
     measure.add_argument(
         "--share",

@@ -1,6 +1,13 @@
 """Every suite, by name, and everything that the docs show of one result alone."""
 
-from benchmarks import cache_quality, demo, gradient_training, pooled_training, throughput
+from benchmarks import (
+    cache_quality,
+    demo,
+    gradient_error,
+    gradient_training,
+    pooled_training,
+    throughput,
+)
 from benchmarks.device import first_calls
 from benchmarks.suite import Shown
 from benchmarks.suites import engine
@@ -39,6 +46,7 @@ SHOWN = (
     cache_quality.FORMATS,
     throughput.SHOWN,
     pooled_training.SHOWN,
+    gradient_error.SHOWN,
     gradient_training.SHOWN,
     gradient_training.SHOWN_TUNING,
     first_calls.SHOWN,

@@ -44,6 +44,7 @@ QUICK = Settings(steps=2, context=128, batch_size=1, warmup_steps=1)
 # Modes of the forward pass, and what the gradient rounds.
 RUNS = {
     "exact": None,
+    "int8-float": ("int8", "float"),
     "int8-8bit": ("int8", "8bit"),
     "int8_fp8-float": ("int8_fp8", "float"),
     "int8_fp8-8bit": ("int8_fp8", "8bit"),

@@ -9,9 +9,16 @@ from turbojax.config import TurboConfig
 from turbojax.ops import cudnn
 from turbojax.ops.options import Options
 
-# Keys that a query must see on average, and queries a key, for rounding to pay, by head dim: whole
-# calls on an H200, `benchmarks/results/default_2026-11-23.json`. A causal call of 1,024 tokens has
-# 512 of both.
+# Keys that a query must see on average, and queries a key, for rounding to pay, by head dim. A causal
+# call of 1,024 tokens has 512 of both. Whole calls on an H200 over cuDNN, causal, 4,096 to 8,192
+# tokens in all (`benchmarks/results/default_versions_2026-11-23.json`):
+#   head dim, group   512    1,024  2,048  4,096  8,192
+#   128, 4            0.87   1.10   1.30          1.44
+#   128, 1                   0.81   1.12   1.39   1.41
+#   64, 4                    0.78   0.98   1.15   1.26
+#   64, 1                    0.67   0.88   1.08   1.24
+#   96, 1                    0.72          1.16   1.21
+#   256, 2                   0.75                 1.07
 _LEAST_PAIRS = {64: 2048, 128: 1024}
 _LEAST_PAIRS_IN_GROUPS = {64: 2048, 128: 512}
 # For other head dims, which take the time of the next larger one.

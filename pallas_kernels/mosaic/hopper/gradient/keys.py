@@ -23,9 +23,13 @@ Versions, same case, H200, jax 0.11.2, microseconds with output gradients in 16 
   v4  descriptors added up inside the assembly, which frees registers           2813   2530
   v5  `delta` is loaded when the weights are done                               2750   2483
 Slower: weights kept as their 16 bits alone (2704), `lse` loaded late too (2646), `dK` under way
-alone (2747). v5 is at 71 and 67 % of 16 bits' peak, and spills up to 24 bytes. Skipping the 64 x 64
-parts of which a warpgroup sees nothing came after, untimed. These runs:
+alone (2747). v5 is at 71 and 67 % of 16 bits' peak, and spills up to 24 bytes. These runs:
 `benchmarks/results/gradient_versions_2026-11-23.json`.
+  v6  values and output gradients in e4m3; parts of 64 x 64 of which a
+      warpgroup sees nothing are skipped. In a warm GPU, where v5 takes 3112
+      and 2647 (`benchmarks/results/training_2026-11-23.json`)                  3029   2712
+Not built: `dV` in 8 bits. E4m3 sums keep some 14 bits, too few over all queries of a group of
+heads, and products of parts of them, to be added up apart, have no registers.
 """
 
 import functools

@@ -16,8 +16,11 @@ Versions, same case, H200, jax 0.11.2, microseconds with output gradients in 16 
   v2  128 keys at a time where nothing is hidden: products of one half run under
       the other's exponentials; nothing is under way from step to step          2005   1774
 v2 with its sum under way: 2731 and 2174, for want of registers. 69 and 63 % of 16 bits' peak.
-Skipping halves of which a warpgroup sees nothing came after, untimed.
 `benchmarks/results/gradient_versions_2026-11-23.json`.
+  v3  values and output gradients in e4m3; halves of which a warpgroup sees nothing
+      are skipped; no 16-bit words of weights, which only keys' gradients
+      multiply. In a warm GPU, where v2 takes 2154 and 1799                     2118   1762
+`benchmarks/results/training_2026-11-23.json`.
 """
 
 import functools
