@@ -13,7 +13,6 @@ from docs_helpers import copied_docs, docs_text
 import turbojax as tj
 from benchmarks import __main__ as command
 from benchmarks import readme, report, tables, timing
-from benchmarks.catalogue import SUITES
 from benchmarks.measuring import samples
 from benchmarks.measuring import work as accounting
 from benchmarks.shapes import MODELS, Shape
@@ -203,36 +202,6 @@ def test_a_quick_run_holds_every_row_asked_for(result_file):
         refused = rows["decode/tiny/b2-s192/cudnn"]
         assert (refused["status"], refused["reason"]) == ("not run", "cuDNN needs a GPU, not cpu")
         assert rows["prefill/tiny/b1-s128/turbo-int8-sas-64/triton"]["status"] == "not run"
-
-
-@pytest.mark.slow
-def test_shares_make_a_whole(result_file, tmp_path):
-    """Groups go to one share each; put together they are what one run gives, with its ratios."""
-    rows, parts = "prefill/.*/(xla|cudnn)", []
-    for number in range(2):
-        parts.append(tmp_path / f"{number}.json")
-        share = ["--share", f"{number}/2", "--filter", rows, "--repetitions", "2"]
-        command.main(["run", "--quick", "--out", str(parts[-1]), *share])
-    names = [{row["name"] for row in json.loads(path.read_text())["rows"]} for path in parts]
-    assert all(len({name.split("/")[2] for name in share}) == 1 for share in names)
-    whole = tmp_path / "whole.json"
-    command.main(["merge", *map(str, [*parts, result_file]), "--out", str(whole)])
-    merged, given = (json.loads(path.read_text())["rows"] for path in (whole, result_file))
-    found = [row["name"] for row in merged]
-    assert set(found) == names[0] | names[1] | {row["name"] for row in given}
-    every = [g.name(case) for g, case in SUITES["attention"].rows(quick=True)]
-    assert found == [name for name in every if name in found]
-
-
-def test_results_of_other_versions_are_not_merged(tmp_path):
-    facts = dict.fromkeys(("device", "python", "jax", "turbojax", "quick"), "a")
-    paths = []
-    for jax_version in ("1", "2"):
-        paths.append(tmp_path / f"{jax_version}.json")
-        part = {**facts, "jax": jax_version, "suite": "attention", "rows": []}
-        paths[-1].write_text(json.dumps(part))
-    with pytest.raises(SystemExit, match="jax='2' must be '1'"):
-        command.main(["merge", *map(str, paths), "--out", str(tmp_path / "out.json")])
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ TINY = Shape("tiny", 1, 128, is_causal=True, window=40)
 def test_rows_are_compared_with_cudnn_first():
     names = [case.method for case in training.cases(TINY, "hopper")]
     assert names[0] == "cudnn"
-    assert names[1:3] == [f"turbo-fp8-exact-gradient-{x}" for x in ("float", "int8")]
+    assert names[1:3] == [f"turbo-fp8-exact-gradient-{x}" for x in ("float", "8bit")]
     assert len(training.cases(TINY, "hopper-short")) < len(names) == len(set(names))
 
 
@@ -30,13 +30,13 @@ def test_the_suite_trains_what_it_attends_to():
     assert narrower <= shapes[suite.prefill]
 
 
-@pytest.mark.parametrize("gradient", ["float", "int8"])
+@pytest.mark.parametrize("gradient", ["float", "8bit"])
 def test_work_is_seven_products(gradient):
     needed = work.training_work(TINY, "int8_fp8", gradient)
     assert needed.amount == 3.5 * work.attention_operations(TINY)
     assert sum(needed.shares.values()) == pytest.approx(1)
-    int8 = 2 if gradient == "float" else 3
-    assert needed.shares == pytest.approx({"int8": int8 / 7, "fp8": 1 / 7, "bf16": (6 - int8) / 7})
+    fp8 = 1 if gradient == "float" else 2
+    assert needed.shares == pytest.approx({"int8": 2 / 7, "fp8": fp8 / 7, "bf16": (5 - fp8) / 7})
 
 
 def test_errors_are_those_of_the_querys_gradient():

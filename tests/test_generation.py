@@ -250,6 +250,7 @@ def test_cudnn_is_chosen_where_it_can_run(monkeypatch):
     monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 7.5)
     assert "not compute capability 7.5" in cudnn.unsupported(query, key)
     monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
+    monkeypatch.setattr(cudnn, "missing", lambda: None)
     assert cudnn.unsupported(query, key, decoding=True) is None
     for arguments, words in [
         ((shape(1, 4, dtype=jnp.float32), key), "float32 must be bfloat16 or float16"),

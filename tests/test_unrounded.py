@@ -20,6 +20,7 @@ CAUSAL = Options(True, scale=0.1)
 @pytest.fixture
 def hopper(monkeypatch):
     monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
+    monkeypatch.setattr(cudnn, "missing", lambda: None)
 
 
 @pytest.fixture
@@ -102,7 +103,19 @@ def test_what_cudnn_does_not_take(changes):
     assert not chosen(64, **changes)
 
 
+@pytest.mark.usefixtures("hopper")
+def test_without_cudnn_it_rounds(monkeypatch):
+    monkeypatch.setattr(cudnn, "missing", lambda: "cuDNN is not detected.")
+    assert not chosen(64)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there may be a cuDNN")
+def test_jax_says_that_cudnn_is_missing():
+    assert "cuDNN" in cudnn.missing()
+
+
 def test_other_devices_round(monkeypatch):
+    monkeypatch.setattr(cudnn, "missing", lambda: None)
     for capability in (None, 8.0, 8.9, 10.0):
         monkeypatch.setattr(_device, "gpu_compute_capability", lambda c=capability: c)
         assert not chosen(64)

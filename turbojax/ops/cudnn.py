@@ -1,5 +1,6 @@
 """Exact attention as jax has it, and what its cuDNN implementation takes."""
 
+import functools
 from typing import Literal
 
 import jax
@@ -8,8 +9,8 @@ import jax.numpy as jnp
 from turbojax import _device
 from turbojax.ops.options import Options
 
-# Of its decoding, and before compute capability 9.0; and of whole sequences from there on.
-_MOST_CHANNELS, _MOST_CHANNELS_ON_HOPPER = 128, 256
+# And without a gradient, of whole sequences, from compute capability 9.0 on.
+_MOST_CHANNELS, _MOST_CHANNELS_FORWARD = 128, 256
 
 
 def attend(
@@ -42,11 +43,24 @@ def attend(
         )
 
 
+@functools.cache
+def missing() -> str | None:
+    """Why jax finds no cuDNN that it can use; None if it finds one. Looked up once per process."""
+    x = jax.ShapeDtypeStruct((1, 8, 1, 64), jnp.bfloat16)
+    call = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+    try:
+        jax.eval_shape(call, x, x, x)
+    except Exception as error:
+        return (str(error).splitlines() or [type(error).__name__])[0]
+    return None
+
+
 def unsupported(
     query: jax.Array | jax.ShapeDtypeStruct,
     key: jax.Array | jax.ShapeDtypeStruct,
     *,
     decoding: bool = False,
+    forward_only: bool = False,
     windowed: bool = False,
     logits_soft_cap: float | None = None,
 ) -> str | None:
@@ -56,6 +70,7 @@ def unsupported(
       query: ``[B, T, N, H]``.
       key: ``[B, S, K, H]``.
       decoding: whether the queries are those of the newest tokens, and not aligned with the keys.
+      forward_only: whether nothing is differentiated.
       windowed: whether there is a window, which is counted from the first key.
       logits_soft_cap: of the scores.
     """
@@ -68,7 +83,7 @@ def unsupported(
     if key.dtype != query.dtype:
         return f"key.dtype={key.dtype} must equal query.dtype={query.dtype}"
     channels = query.shape[-1]
-    most = _MOST_CHANNELS if capability < 9.0 or decoding else _MOST_CHANNELS_ON_HOPPER
+    most = _MOST_CHANNELS_FORWARD if forward_only and capability >= 9.0 else _MOST_CHANNELS
     if channels % 8 or channels > most:
         return f"head dim {channels} must be a multiple of 8 and at most {most}"
     if logits_soft_cap is not None:
@@ -77,4 +92,4 @@ def unsupported(
         return "decoding takes no window"
     if decoding and query.shape[1] != 1:
         return f"{query.shape[1]} queries per sequence must be 1"
-    return None
+    return missing()

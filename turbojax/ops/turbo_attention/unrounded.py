@@ -9,9 +9,9 @@ from turbojax.config import TurboConfig
 from turbojax.ops import cudnn
 from turbojax.ops.options import Options
 
-# Keys that a query must see on average, and queries a key, for rounding to pay, by head dim. A causal
-# call of 1,024 tokens has 512 of both. Whole calls on an H200 over cuDNN, causal, 4,096 to 8,192
-# tokens in all (`benchmarks/results/default_versions_2026-11-23.json`):
+# Keys that a query must see on average, and queries a key, for rounding to pay, by head dim. A
+# causal call of 1,024 tokens has 512 of both. Whole calls on an H200 over cuDNN, causal, 4,096 to
+# 8,192 tokens in all (`benchmarks/results/default_versions_2026-11-23.json`):
 #   head dim, group   512    1,024  2,048  4,096  8,192
 #   128, 4            0.87   1.10   1.30          1.44
 #   128, 1                   0.81   1.12   1.39   1.41
@@ -40,7 +40,8 @@ def is_faster(query: jax.Array, key: jax.Array, config: TurboConfig, options: Op
     """
     if config.softmax != "exact" or _device.needs_hopper() is not None:
         return False
-    if cudnn.unsupported(query, key, logits_soft_cap=options.logits_soft_cap) is not None:
+    cap = options.logits_soft_cap
+    if cudnn.unsupported(query, key, forward_only=True, logits_soft_cap=cap) is not None:
         return False
     tokens, size = query.shape[1], key.shape[1]
     if options.is_causal and tokens != size:
