@@ -41,7 +41,7 @@ def _previous(path: Path, machine: dict[str, Any]) -> dict[str, Any] | None:
         sys.exit(
             f"{path} was measured with "
             + ", ".join(f"{name} {old.get(name)} (here {machine[name]})" for name in differ)
-            + ": it cannot be gone on with"
+            + ": it cannot be continued"
         )
     return old
 
@@ -60,7 +60,9 @@ def run(arguments: argparse.Namespace) -> None:
     if result is None:
         rates, reasons = {}, {}
         if arguments.ceilings is not None:
-            given = _previous(arguments.ceilings, machine) or {}
+            given = _previous(arguments.ceilings, machine)
+            if given is None or given["quick"] != arguments.quick:
+                sys.exit(f"--ceilings {arguments.ceilings} must be a result, of such a run")
             rates, reasons = given["ceilings"], given["ceilings_not_measured"]
         elif suite.formats is not None:
             rates, reasons = timing.ceilings(quick=arguments.quick, formats=suite.formats)
@@ -68,8 +70,8 @@ def run(arguments: argparse.Namespace) -> None:
         result |= {"ceilings": rates, "ceilings_not_measured": reasons, "rows": []}
     done = {row["name"] for row in result["rows"] if row["status"] == "ok"}
     rows = suite.rows(arguments.filter, quick=arguments.quick)
+    rows = _share(rows, *arguments.share)
     rows = [(group, case) for group, case in rows if group.name(case) not in done]
-    rows = _share(rows, arguments.share)
     if not rows:
         sys.exit(f"no row is left to run with --filter {arguments.filter!r}")
     renewed = {group.name(case) for group, case in rows}
@@ -98,11 +100,22 @@ def run(arguments: argparse.Namespace) -> None:
     print(out)
 
 
-def _share(rows: list[tuple[Any, Any]], share: str) -> list[tuple[Any, Any]]:
-    """The rows of every `n`-th group, for a share ``"i/n"``."""
+def _part(share: str) -> tuple[int, int]:
+    """``"i/n"`` as numbers.
+
+    Raises:
+      ArgumentTypeError: if it is none of ``0/n`` to ``(n - 1)/n``.
+    """
     number, _, count = share.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
+        raise argparse.ArgumentTypeError(f"{share!r} must be I/N with 0 <= I < N")
+    return int(number), int(count)
+
+
+def _share(rows: list[tuple[Any, Any]], number: int, count: int) -> list[tuple[Any, Any]]:
+    """The rows of every `count`-th group, from group `number` on."""
     groups = list(dict.fromkeys(id(group) for group, _ in rows))
-    mine = set(groups[int(number) :: int(count)])
+    mine = set(groups[number::count])
     return [(group, case) for group, case in rows if id(group) in mine]
 
 
@@ -146,7 +159,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     measure.add_argument(
         "--share",
-        default="0/1",
+        type=_part,
+        default=(0, 1),
         metavar="I/N",
         help="rows of every N-th group from the I-th on: processes side by side compile at the "
         "same time, and measure one at a time",

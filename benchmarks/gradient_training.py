@@ -221,7 +221,6 @@ def training_table(name: str, result: Result) -> str:
 
 
 SHOWN = Shown(("gradient_training",), {"gradient training": training_table})
-SHOWN_TUNING = Shown(("gradient_tuning",), {"gradient tuning": training_table})
 
 if __name__ == "__main__":
     main()

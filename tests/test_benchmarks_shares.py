@@ -30,6 +30,24 @@ def test_shares_make_a_whole(tmp_path):
     assert found == [name for name in every if name in found]
 
 
+@pytest.mark.parametrize("share", ["2/2", "-1/2", "1", "a/b", "0/0"])
+def test_shares_that_are_none(share, capsys):
+    with pytest.raises(SystemExit):
+        command.main(["run", "--quick", f"--share={share}"])
+    assert "must be I/N with 0 <= I < N" in capsys.readouterr().err
+
+
+def test_what_is_done_does_not_move_groups_between_shares():
+    rows = [(group, case) for group in ("A", "B", "C", "D") for case in range(2)]
+    groups = [[group for group, _ in command._share(rows, i, 2)] for i in range(2)]
+    assert groups == [["A", "A", "C", "C"], ["B", "B", "D", "D"]]
+
+
+def test_ceilings_of_no_result(tmp_path):
+    with pytest.raises(SystemExit, match="must be a result"):
+        command.main(["run", "--quick", "--ceilings", str(tmp_path / "none.json")])
+
+
 def test_results_of_other_versions_are_not_merged(tmp_path):
     facts = dict.fromkeys(("device", "python", "jax", "turbojax", "quick"), "a")
     paths = []

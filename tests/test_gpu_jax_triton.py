@@ -169,7 +169,7 @@ def test_it_trains():
         out = tj.turbo_attention(q, k, v, is_causal=True, implementation=implementation)
         return jnp.sum(out[..., :8])
 
-    # Hopper's kernels round weights to 16 bits.
+    # On Hopper its kernels, of weights in 16 bits and of what each forward pass gave.
     got, want = (
         jax.grad(functools.partial(loss, name), argnums=(0, 1, 2))(q, k, v)
         for name in ("jax_triton", "xla")

@@ -119,6 +119,21 @@ def test_dtypes_and_a_negative_scale(dtype, mode, gradient):
 
 
 @pytest.mark.parametrize("gradient", ["float", "8bit"])
+@pytest.mark.parametrize(
+    "dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=["bf16", "f16", "f32"]
+)
+def test_a_row_that_sees_one_key_moves_nothing(dtype, gradient):
+    """Its weight is 1 whatever the score is."""
+    q, k, v = tensors(8, 2, 70, 1, 2, 1, 64, dtype)
+    call = functools.partial(tj.turbo_attention, config=config("fp8", gradient))
+    _, pull = jax.vjp(call, q, k, v)
+    d_out = jnp.asarray(np.random.default_rng(9).normal(size=q.shape), dtype)
+    d_q = np.asarray(pull(d_out)[0], np.float64)
+    # Outputs in 16 bits are rounded once more than the values.
+    assert np.abs(d_q).max() <= 2.0**-6 * float(jnp.abs(k).max())
+
+
+@pytest.mark.parametrize("gradient", ["float", "8bit"])
 def test_small_gradients_in_float16(gradient):
     """Those of a mean: scores' gradients would be below the smallest numbers of float16."""
     arrays, static = arguments("ragged", config("int8", gradient), jnp.float16)

@@ -113,4 +113,4 @@ def test_train_without_orbax():
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith("turbojax train: ")
-    assert "pip install 'optax>=0.2.4' 'orbax-checkpoint>=0.11'" in done.stderr
+    assert "pip install 'optax>=0.2.8' 'orbax-checkpoint>=0.11'" in done.stderr

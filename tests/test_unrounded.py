@@ -95,12 +95,21 @@ def test_where_nothing_is_rounded_cudnn_attends_at_every_length():
         {"options": Options(True, scale=0.1, logits_soft_cap=5.0)},
         {"options": Options(True, (5, 3), scale=0.1)},
         {"options": Options(False, (5, 0), scale=0.1)},
+        {"options": Options(True, scale=-0.1)},
+        {"options": Options(True, scale=0.0)},
     ],
     ids=str,
 )
 def test_what_cudnn_does_not_take(changes):
     assert chosen(64)
     assert not chosen(64, **changes)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_processes_with_several_devices_round(monkeypatch):
+    """Arrays may be sharded in ways that cuDNN refuses."""
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    assert not chosen(64)
 
 
 @pytest.mark.usefixtures("hopper")
@@ -182,6 +191,22 @@ def test_a_short_prompt_is_stored_as_any_other(calls):
     assert 0 < error < 0.1 * np.abs(np.asarray(rounded, np.float32)).mean()
 
 
+@pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, None), (None, 1, 0), (3, None, 2)], ids=str)
+def test_mapped_axes_are_part_of_the_batch(calls, axes):
+    """For cuDNN, which takes four axes; a mapped call is the stack of its calls."""
+    arrays = tensors(5, 2, 40, 40, 4, 2, 16, jnp.bfloat16)
+    mapped = [
+        x if axis is None else jnp.stack([x, 2 * x, -x], axis)
+        for x, axis in zip(arrays, axes, strict=True)
+    ]
+    call = functools.partial(tj.turbo_attention, is_causal=True)
+    got = jax.vmap(call, axes)(*mapped)
+    assert (6, *arrays[0].shape[1:]) in calls
+    for i in range(3):
+        one = (x if a is None else x.take(i, a) for x, a in zip(mapped, axes, strict=True))
+        np.testing.assert_array_equal(got[i], call(*one))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(_device.needs_hopper() is not None, reason=str(_device.needs_hopper()))
 @pytest.mark.parametrize(
@@ -205,5 +230,8 @@ def test_on_a_gpu(tokens, head_dim, dtype, window, is_causal):
     want = tj.turbo_attention(*wide, config=exact, implementation="xla", **options)
     want = np.asarray(want, np.float64)
     assert np.abs(got - want).mean() <= 2.0**-8 * np.abs(want).mean()
+    mapped = jax.vmap(functools.partial(tj.turbo_attention, **options), (0, None, None))
+    twice = np.asarray(mapped(jnp.stack([q, q]), k, v), np.float64)
+    assert np.abs(twice - got).max() <= 2.0**-7 * np.abs(got).max()
     _, pull = jax.vjp(functools.partial(tj.turbo_attention, **options), q, k, v)
     assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in pull(jnp.ones_like(q)))

@@ -200,7 +200,7 @@ CASES = {
     ),
     "attention, int8, Hopper": _case("attention_hopper", _attention, "mosaic_gpu", "int8"),
     "attention, int8_fp8, Hopper": _case("attention_hopper", _attention, "mosaic_gpu", "int8_fp8"),
-    "gradient, int8, Hopper": _case(
+    "gradient, 8bit, Hopper": _case(
         "gradient_rows query_gradient_hopper key_gradient_hopper", _gradient, "int8_fp8", "8bit"
     ),
     "gradient, Hopper": _case(

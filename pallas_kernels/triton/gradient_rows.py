@@ -19,7 +19,8 @@ Versions, us of that case with codes of both in e4m3, H200, jax 0.11.2:         
   v2  one program for queries and `d_out`, queries last                                129   188
       queries first                                                                    133   165
   v3  programs of their own                                                            127   138
-v3 with 2, 4 and 8 warps: 142, 127, 127 and 289, 146, 138. 4.28 TB/s with blocks of 64: the floor.
+v3 with 2, 4 and 8 warps: 142, 127 and 127 for blocks of 64, 289, 146 and 138 for 128. With blocks
+of 64 4.28 TB/s: the floor. Rows: `benchmarks/results/gradient_rows_2026-11-23.json`.
 """
 
 import functools
@@ -69,7 +70,7 @@ class _Inputs(NamedTuple):
     d_out: Ref
     out: Ref
     residual: Ref
-    d_residual: Ref | None
+    d_residual: Ref
     lengths: Ref
 
 
@@ -78,7 +79,7 @@ def prepare_rows(
     d_out: jax.Array,
     out: jax.Array,
     residual: jax.Array,
-    d_residual: jax.Array | None,
+    d_residual: jax.Array,
     lengths: jax.Array,
     *,
     block: int,
@@ -99,7 +100,7 @@ def prepare_rows(
       d_out: ``[B, T, N, H]``, the cotangent of `out`.
       out: ``[B, T', N, H']``, `T'` and `H'` at most `T` and `H`: what it has not counts as 0.
       residual: float32 ``[B, T', N]``, natural log-sum-exps, ``-inf`` for rows that see nothing.
-      d_residual: its cotangent, or None for zeros.
+      d_residual: its cotangent.
       lengths: int32 ``[B]``, at most `T'`: queries and `d_out` past it count as zero.
       block: tokens that share a scale, a power of two.
       query_dtype: int8 (scale of a maximum over 119) or float8_e4m3fn (over 448).
@@ -215,6 +216,5 @@ def _rows(b: _Block, x: _Inputs, y: GradientRows) -> None:
         numbers, scale = b.store_codes(numbers, y.d8, y.d_scale)
     delta = jnp.sum(numbers.astype(jnp.float32) * out.astype(jnp.float32), axis=1)
     delta = delta if scale is None else delta * scale
-    if x.d_residual is not None:
-        delta = delta - b.load_rows(x.d_residual, 0.0)
+    delta = delta - b.load_rows(x.d_residual, 0.0)
     b.store_rows(y.delta, jnp.where(sees, delta, 0.0))

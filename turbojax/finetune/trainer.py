@@ -197,6 +197,6 @@ def _train_step(
     with default_promotion():
         updates, opt_state = settings.optimizer().update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
     metrics = {"bits_per_byte": value / math.log(2.0), "grad_norm": norm, "density": density}
     return params, opt_state, metrics

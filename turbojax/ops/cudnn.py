@@ -13,6 +13,7 @@ from turbojax.ops.options import Options
 _MOST_CHANNELS, _MOST_CHANNELS_FORWARD = 128, 256
 
 
+@functools.partial(jax.jit, static_argnames=("options", "implementation"))
 def attend(
     query: jax.Array,
     key: jax.Array,
@@ -50,7 +51,7 @@ def missing() -> str | None:
     call = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
     try:
         jax.eval_shape(call, x, x, x)
-    except Exception as error:
+    except (RuntimeError, NotImplementedError, ValueError) as error:
         return (str(error).splitlines() or [type(error).__name__])[0]
     return None
 

@@ -43,7 +43,7 @@ def stored_mode(mode: Mode) -> Literal["int8", "float"]:
 
 
 def values_mode(mode: Mode) -> Mode:
-    """The mode whose scores have operands of the format that `mode` gives the values."""
+    """A mode that rounds queries and keys to the format that `mode` rounds values to."""
     return "fp8" if mode == "int8_fp8" else mode
 
 

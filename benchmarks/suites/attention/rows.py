@@ -17,8 +17,13 @@ DECODE_METHODS = {
 PREFILL_MODES = ("int8", "int8_fp8", "fp8", "float")
 # What our kernels' names begin with; what XLA does around them has other names.
 _OUR_KERNELS = ("turbojax_", "attention_kernel")
-# Those that quantize what a prefill attends to, and write its cache.
-QUANTIZING = ("turbojax_quantize", "turbojax_maxima", "turbojax_compress")
+# Those that quantize what a prefill attends to or a gradient multiplies, and write a cache.
+QUANTIZING = (
+    "turbojax_quantize",
+    "turbojax_maxima",
+    "turbojax_compress",
+    "turbojax_gradient_rows",
+)
 
 
 def is_cudnn(row: Row) -> bool:

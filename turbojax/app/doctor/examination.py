@@ -282,11 +282,11 @@ def _advice() -> tuple[str, ...]:
             "This GPU does not multiply e4m3, as the default TurboConfig() does in prompts, which "
             "are then slow: TurboConfig.for_device() is in int8.",
         )
-    if on_gpu and _device.needs_hopper() is None:
+    if on_gpu and _device.needs_hopper() is None and cudnn.missing() is None:
         return (
             "On this GPU turbo_attention and prefill without implementation= are exact attention "
             "by cuDNN where rounding does not pay: with head dim 128 below some 1,000 to 2,000 "
-            "tokens, with others below some 4,000.",
+            "causal tokens, with more below 8,000, with fewer below 4,000.",
         )
     return ()
 

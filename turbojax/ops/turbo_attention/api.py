@@ -14,7 +14,6 @@ from turbojax._registry import (
     Registry,
 )
 from turbojax.config import TurboConfig
-from turbojax.ops import cudnn
 from turbojax.ops.options import Options, require_causal
 from turbojax.ops.turbo_attention import (
     decode_reference,
@@ -92,16 +91,19 @@ def turbo_attention(
       implementation: ``"mosaic_gpu"`` (compute capability 9.0 alone), ``"jax_triton"``,
         ``"triton"`` or ``"xla"``, or None for the first of them that can run this. A name never
         falls back to another. The gradient has ``"mosaic_gpu"`` and ``"xla"``: beside the other
-        two names it is the first of these that can run. With None, calls on Hopper that are too
-        short for rounding to pay are exact attention by cuDNN, unless they are differentiated, have
-        lengths, a soft cap, SAS or a window to the right, or return the residual.
+        two names it is the first of these that can run. With None, calls in 16 bits that are too
+        short for rounding to pay are exact attention by cuDNN on Hopper, and so is mode
+        ``"float"``; not with lengths, a soft cap, SAS, a window unless it is causal, causal calls
+        with ``T != S``, or the residual. When differentiated all are rounded: then a short call's
+        value differs from that of the same call alone, by what rounding costs.
       return_residual: also return the log-sum-exp of the scores.
 
     Returns:
       ``[B, T, N, H]`` in the query's dtype; with `return_residual` also float32 ``[B, T, N]``. A
       query that sees nothing gives 0 and ``-inf``. NaN or infinity in a key or value makes every
       query NaN that sees its block (in mode ``"float"`` what exact attention gives; e4m3 values
-      share one scale, so there a bad value reaches all queries of its KV head).
+      share one scale, so there a bad value reaches all queries of its KV head). In exact short
+      calls it reaches at least those that see it.
 
     Raises:
       TypeError: if dtypes are not supported or differ.
@@ -183,7 +185,8 @@ def prefill(
 ) -> tuple[jax.Array | tuple[jax.Array, jax.Array], ProgressiveCache]:
     """Attends within a prompt and stores its keys and values (Algorithm 1).
 
-    Attention uses the stage-1 codes; the cache gets the stage-2 codes of all whole blocks, and
+    Attention uses the stage-1 codes, or is exact if the prompt is short (see `implementation` of
+    `turbo_attention`); the cache gets the stage-2 codes of all whole blocks, and
     the remaining tokens in its int8 buffer.
 
     Args:
@@ -306,7 +309,7 @@ def _prefill(
         else:
             filled, extra = store.run(cache, key, value, lengths), {}
         if is_exact:
-            return (cudnn.attend(query, key, value, options=options), None), filled
+            return (unrounded.exact(query, key, value, options), None), filled
         return attend.run(query, key, value, inside, inside, **static, **extra), filled
 
     return refuse_gradients(run, "prefill")(query, key, value, cache, lengths)

@@ -107,7 +107,9 @@ def gradient(
         key, value = (rows.without_padding(x, key_length) for x in (key, value))
     q, k, v, d_o = (_padded(x) for x in (query, key, value, d_out))
     of_rows = (out, residual, d_residual, query_length)
-    q8, d8, lse, delta = _row_operands(q, d_o, *of_rows, config, padded)
+    # What is not rounded to codes multiplies in 16 bits: `delta` is of the same numbers.
+    d_weighed = d_o if config.gradient == "8bit" else _in_16_bits(d_o)
+    q8, d8, lse, delta = _row_operands(q, d_weighed, *of_rows, config, padded)
     k8 = _codes(k, key_length, config.block_kv, config)
     v8 = _value_codes(v, key_length, config)
     q, k, d_o = (_in_16_bits(x) for x in (q, k, d_o))

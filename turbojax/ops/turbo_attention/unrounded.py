@@ -1,8 +1,10 @@
 """Calls that exact attention answers sooner than rounding does: on Hopper, by cuDNN."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from turbojax import _device
 from turbojax.config import TurboConfig
@@ -12,7 +14,8 @@ from turbojax.ops.options import Options
 # Keys that a query must see on average, and queries a key, for rounding to pay, by head dim. A
 # causal call of 1,024 tokens has 512 of both. Whole calls on an H200 over cuDNN, causal, 4,096 to
 # 8,192 tokens in all (`benchmarks/results/default_versions_2026-11-23.json`):
-#   head dim, group   512    1,024  2,048  4,096  8,192
+#   causal tokens:    512    1,024  2,048  4,096  8,192
+#   head dim, group
 #   128, 4            0.87   1.10   1.30          1.44
 #   128, 1                   0.81   1.12   1.39   1.41
 #   64, 4                    0.78   0.98   1.15   1.26
@@ -30,7 +33,8 @@ def is_faster(query: jax.Array, key: jax.Array, config: TurboConfig, options: Op
     """Whether exact attention is the fastest for whole sequences of these shapes here.
 
     That is where nothing is to be rounded, and where there is too little to attend to for the
-    rounding of queries, keys and values to pay. Only where cuDNN sees the same keys.
+    rounding of queries, keys and values to pay. Only where cuDNN sees the same keys, and only in
+    processes with one device: it refuses some shardings, which are not known here.
 
     Args:
       query: ``[B, T, N, H]``.
@@ -38,7 +42,9 @@ def is_faster(query: jax.Array, key: jax.Array, config: TurboConfig, options: Op
       config: numerics.
       options: of the call.
     """
-    if config.softmax != "exact" or _device.needs_hopper() is not None:
+    if config.softmax != "exact" or options.scale <= 0:
+        return False
+    if _device.needs_hopper() is not None or jax.device_count() != 1:
         return False
     cap = options.logits_soft_cap
     if cudnn.unsupported(query, key, forward_only=True, logits_soft_cap=cap) is not None:
@@ -65,6 +71,34 @@ def _least_pairs(query: jax.Array, key: jax.Array) -> int:
     return table.get(head_dim, _LEAST_PAIRS_PADDED)
 
 
+def exact(query: jax.Array, key: jax.Array, value: jax.Array, options: Options) -> jax.Array:
+    """Exact attention by cuDNN, under `vmap` too, where jax's own call takes few axes.
+
+    Args:
+      query: ``[B, T, N, H]``.
+      key: ``[B, S, K, H]``.
+      value: ``[B, S, K, H]``.
+      options: of the call.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def call(*arrays: jax.Array) -> jax.Array:
+        return cudnn.attend(*arrays, options=options)
+
+    @call.def_vmap
+    def _(size: int, is_mapped: list[bool], *arrays: jax.Array) -> tuple[Any, bool]:
+        """A mapped axis is part of the batch; mapped ones come first."""
+        wide = [
+            x if mapped else jnp.broadcast_to(x, (size, *x.shape))
+            for x, mapped in zip(arrays, is_mapped, strict=True)
+        ]
+        out = call(*(x.reshape(-1, *x.shape[2:]) for x in wide))
+        return out.reshape(size, -1, *out.shape[1:]), True
+
+    out: jax.Array = call(query, key, value)
+    return out
+
+
 def attend(
     rounded: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
     query: jax.Array,
@@ -86,7 +120,7 @@ def attend(
 
     @jax.custom_vjp
     def call(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        return cudnn.attend(query, key, value, options=options)
+        return exact(query, key, value, options)
 
     def forward(*arrays: jax.Array) -> tuple[jax.Array, Callable[..., tuple[jax.Array, ...]]]:
         out, pull = jax.vjp(rounded, *arrays)

@@ -27,7 +27,7 @@ alone (2747). v5 is at 71 and 67 % of 16 bits' peak, and spills up to 24 bytes. 
 `benchmarks/results/gradient_versions_2026-11-23.json`.
   v6  values and output gradients in e4m3; parts of 64 x 64 of which a
       warpgroup sees nothing are skipped. In a warm GPU, where v5 takes 3112
-      and 2647 (`benchmarks/results/training_2026-11-23.json`)                  3029   2712
+      and 2647 (`benchmarks/results/training_2026-11-23.json`)                  3029   2797
 Not built: `dV` in 8 bits. E4m3 sums keep some 14 bits, too few over all queries of a group of
 heads, and products of parts of them, to be added up apart, have no registers.
 """

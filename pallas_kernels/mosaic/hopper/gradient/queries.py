@@ -19,7 +19,7 @@ v2 with its sum under way: 2731 and 2174, for want of registers. 69 and 63 % of 
 `benchmarks/results/gradient_versions_2026-11-23.json`.
   v3  values and output gradients in e4m3; halves of which a warpgroup sees nothing
       are skipped; no 16-bit words of weights, which only keys' gradients
-      multiply. In a warm GPU, where v2 takes 2154 and 1799                     2118   1762
+      multiply. In a warm GPU, where v2 takes 2154 and 1799                     2118   1782
 `benchmarks/results/training_2026-11-23.json`.
 """
 

@@ -281,7 +281,7 @@ def _weigh(
     results = [fragments.of_rows(rows)]
     if slopes:
         results.append(fragments.of_rows(slopes))
-    if rows_are_keys:  # before anything else: they multiply next
+    if rows_are_keys:  # made here, by the barrier: the next product reads them
         words = fragments.carrier(fragments.half_words(rows, dtype))
         results.append(mgpu.optimization_barrier(words))
     return tuple(results)
