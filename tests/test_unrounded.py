@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_helpers import SAS_E, tensors
+from flax import nnx
 
 import turbojax as tj
 from turbojax import _device
@@ -187,6 +188,19 @@ def test_a_short_prompt_is_stored_as_any_other(calls):
     assert calls == [q.shape]
     jax.tree.map(np.testing.assert_array_equal, cache, want)
     # Rounding moves outputs by a few percent, and exact attention is another number.
+    error = np.abs(np.asarray(out - rounded, np.float32)).mean()
+    assert 0 < error < 0.1 * np.abs(np.asarray(rounded, np.float32)).mean()
+
+
+def test_a_module_attends_to_short_sequences_exactly(calls):
+    module = tj.flax.TurboAttention(
+        64, num_heads=4, num_kv_heads=2, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
+    )
+    x = tensors(6, 2, 40, 40, 4, 4, 16, jnp.bfloat16)[0].reshape(2, 40, 64)
+    out = module(x)
+    assert calls == [(2, 40, 4, 16)]
+    rounded = module(x, lengths=jnp.asarray([40, 40]))
+    assert len(calls) == 1
     error = np.abs(np.asarray(out - rounded, np.float32)).mean()
     assert 0 < error < 0.1 * np.abs(np.asarray(rounded, np.float32)).mean()
 

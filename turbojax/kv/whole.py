@@ -121,8 +121,9 @@ def attend_within(
     if attention == "exact":
         key, value = (_hide_padding(x, lengths) for x in (key, value))
         return exact_attention.attend(query, key, value, **static)
-    out, _ = turbo_attention.attend(query, key, value, lengths, lengths, config=attention, **static)
-    return out
+    return turbo_attention.attend_output(
+        query, key, value, lengths, lengths, config=attention, **static
+    )
 
 
 def _hide_padding(x: jax.Array, lengths: jax.Array | None) -> jax.Array:

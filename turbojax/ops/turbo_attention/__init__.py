@@ -2,6 +2,7 @@
 
 from turbojax.ops.turbo_attention.api import attend as attend
 from turbojax.ops.turbo_attention.api import attend_cache as attend_cache
+from turbojax.ops.turbo_attention.api import attend_output as attend_output
 from turbojax.ops.turbo_attention.api import attend_prompt as attend_prompt
 from turbojax.ops.turbo_attention.api import decode as decode
 from turbojax.ops.turbo_attention.api import prefill as prefill

@@ -121,17 +121,37 @@ def turbo_attention(
         local_window_size=local_window_size,
         logits_soft_cap=logits_soft_cap,
     )
+    lengths = query_seq_lengths, key_value_seq_lengths
+    static: dict[str, Any] = {"config": config, "options": options}
+    run: Any = attend if return_residual else attend_output
+    out: jax.Array | tuple[jax.Array, jax.Array] = run(
+        query, key, value, *lengths, **static, implementation=implementation
+    )
+    return out
+
+
+def attend_output(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    query_lengths: jax.Array | None = None,
+    key_lengths: jax.Array | None = None,
+    *,
+    config: TurboConfig,
+    options: Options,
+    implementation: str | None = None,
+) -> jax.Array:
+    """`turbo_attention` for callers that have `Options`, and do not need the log-sum-exp."""
+    _checks.check_query_key_value(query, key, value)
     run = functools.partial(
         attend,
-        query_lengths=query_seq_lengths,
-        key_lengths=key_value_seq_lengths,
+        query_lengths=query_lengths,
+        key_lengths=key_lengths,
         config=config,
         options=options,
         implementation=implementation,
     )
-    if return_residual:
-        return run(query, key, value)
-    is_ragged = query_seq_lengths is not None or key_value_seq_lengths is not None
+    is_ragged = query_lengths is not None or key_lengths is not None
     may_be_exact = implementation is None and not is_ragged
     if may_be_exact and unrounded.is_faster(query, key, config, options):
         return unrounded.attend(lambda *x: run(*x)[0], query, key, value, options)
@@ -149,7 +169,7 @@ def attend(
     options: Options,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`turbo_attention` for callers that have `Options`; gives the log-sum-exp too."""
+    """`attend_output` and the log-sum-exp, with which it is always rounded."""
     _checks.check_query_key_value(query, key, value)
     is_ragged = query_lengths is not None or key_lengths is not None
     batch, size = key.shape[:2]
