@@ -73,6 +73,7 @@ def test_from_how_many_tokens_rounding_pays(least, group, head_dim):
 def test_a_window_counts_as_what_is_visible():
     assert chosen(2**15, options=Options(True, (510, 0), scale=0.1))
     assert not chosen(2**15, options=Options(True, (511, 0), scale=0.1))
+    assert chosen(2**15, options=Options(True, (510, 510), scale=0.1))  # causal: none to the right
 
 
 @pytest.mark.usefixtures("hopper")
@@ -94,7 +95,6 @@ def test_where_nothing_is_rounded_cudnn_attends_at_every_length():
         {"head_dim": 12},
         {"size": 65},
         {"options": Options(True, scale=0.1, logits_soft_cap=5.0)},
-        {"options": Options(True, (5, 3), scale=0.1)},
         {"options": Options(False, (5, 0), scale=0.1)},
         {"options": Options(True, scale=-0.1)},
         {"options": Options(True, scale=0.0)},
@@ -133,13 +133,13 @@ def test_other_devices_round(monkeypatch):
 
 def test_a_short_call_is_exact_attention(calls):
     q, k, v = tensors(1, 2, 40, 40, 4, 2, 16, jnp.bfloat16)
-    got = tj.turbo_attention(q, k, v, is_causal=True, local_window_size=(7, 0), scale=0.3)
-    with jax.numpy_dtype_promotion("standard"):
-        want = jax.nn.dot_product_attention(
-            q, k, v, is_causal=True, local_window_size=(7, 0), scale=0.3
-        )
-    np.testing.assert_array_equal(got, want)
-    assert calls == [q.shape]
+    for window in ((7, 0), (7, 7)):
+        options = {"is_causal": True, "local_window_size": window, "scale": 0.3}
+        got = tj.turbo_attention(q, k, v, **options)
+        with jax.numpy_dtype_promotion("standard"):
+            want = jax.nn.dot_product_attention(q, k, v, **options)
+        np.testing.assert_array_equal(got, want)
+    assert calls == [q.shape] * 2
 
 
 @pytest.mark.parametrize(

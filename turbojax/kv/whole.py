@@ -9,7 +9,7 @@ from turbojax._registry import IMPLEMENTATION_NAMES
 from turbojax.config import TurboConfig
 from turbojax.kv.base import Attend, Cache
 from turbojax.kv.pooled import PooledAttention
-from turbojax.ops import exact_attention, turbo_attention
+from turbojax.ops import cudnn, exact_attention, turbo_attention
 from turbojax.ops.options import PLAIN, AttentionOptions
 
 WholeAttention = Literal["exact"] | TurboConfig | PooledAttention
@@ -31,16 +31,14 @@ def causal_attention(
     static = options.complete(query.shape[3])
     if static.logits_soft_cap is not None:
         return exact_attention.attend(query, key, value, options=static), cache
-    # jax's own function promotes bfloat16 with float32 inside: not allowed under strict promotion.
-    with jax.numpy_dtype_promotion("standard"):
-        out = jax.nn.dot_product_attention(
-            query,
-            key,
-            value,
-            scale=static.scale,
-            is_causal=static.is_causal,
-            local_window_size=static.window,
-        )
+    out = cudnn.dot_product_attention(
+        query,
+        key,
+        value,
+        scale=static.scale,
+        is_causal=static.is_causal,
+        local_window_size=static.window,
+    )
     return out, cache
 
 

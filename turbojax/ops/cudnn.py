@@ -1,7 +1,7 @@
 """Exact attention as jax has it, and what its cuDNN implementation takes."""
 
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -31,17 +31,47 @@ def attend(
       options: of the call.
       implementation: jax's.
     """
+    return dot_product_attention(
+        query,
+        key,
+        value,
+        scale=options.scale,
+        is_causal=options.is_causal,
+        local_window_size=options.window,
+        implementation=implementation,
+    )
+
+
+def dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    implementation: Literal["xla", "cudnn"] = "xla",
+    **options: Any,
+) -> jax.Array:
+    """`jax.nn.dot_product_attention` under every promotion rule, and on CPUs in float16.
+
+    Args:
+      query: ``[B, T, N, H]``.
+      key: ``[B, S, K, H]``.
+      value: ``[B, S, K, H]``.
+      implementation: jax's.
+      **options: jax's.
+
+    Returns:
+      ``[B, T, N, H]`` in the query's dtype.
+    """
+    dtype = query.dtype
+    if dtype == jnp.float16 and jax.default_backend() == "cpu":
+        # Compiled, jax's own function asks for products that CPUs do not have.
+        query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
     # jax's own function promotes bfloat16 with float32 inside.
     with jax.numpy_dtype_promotion("standard"):
-        return jax.nn.dot_product_attention(
-            query,
-            key,
-            value,
-            scale=options.scale,
-            is_causal=options.is_causal,
-            local_window_size=options.window,
-            implementation=implementation,
+        out = jax.nn.dot_product_attention(
+            query, key, value, implementation=implementation, **options
         )
+    return out.astype(dtype)
 
 
 @functools.cache

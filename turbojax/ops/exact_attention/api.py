@@ -169,7 +169,7 @@ def _decode(
         logits_soft_cap=options.logits_soft_cap,
     )
     if chosen == "cudnn":
-        return jax.nn.dot_product_attention(
+        return cudnn.dot_product_attention(
             query,
             cache.key,
             cache.value,

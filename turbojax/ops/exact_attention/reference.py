@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from turbojax.ops import cudnn
 from turbojax.ops.numerics import cap_logits
 
 
@@ -31,11 +32,7 @@ def masked_attention(
       ``[B, T, N, H]`` in the query's dtype.
     """
     if logits_soft_cap is None:
-        # jax's own function promotes bfloat16 with float32 inside.
-        with jax.numpy_dtype_promotion("standard"):
-            return jax.nn.dot_product_attention(
-                query, key, value, scale=scale, mask=mask[:, None], implementation="xla"
-            )
+        return cudnn.dot_product_attention(query, key, value, scale=scale, mask=mask[:, None])
     batch, tokens, _, channels = query.shape
     grouped = query.reshape(batch, tokens, key.shape[2], -1, channels)
     dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)

@@ -163,8 +163,12 @@ def default_launch(query: jax.Array, config: TurboConfig) -> Launch:
     is_block = is_int8 or is_wide or isinstance(config.softmax, SAS)
     consumers = 3 if is_narrow and not is_int8 and query.shape[1] > 2 * _ROWS else 2
     tile = config.block_kv if is_block else _TILE
+    if is_wide:
+        stages = 3 if tile < _TILE else 2
+    else:
+        stages = 4 if is_narrow or is_block or config.mode != "fp8" else 3
     return Launch(
-        stages=(3 if tile < _TILE else 2) if is_wide else 4,
+        stages=stages,
         ahead=consumers == 2 and not is_int8 and not is_wide,
         tile=tile,
         consumers=consumers,

@@ -52,7 +52,7 @@ def is_faster(query: jax.Array, key: jax.Array, config: TurboConfig, options: Op
     tokens, size = query.shape[1], key.shape[1]
     if options.is_causal and tokens != size:
         return False
-    if options.window is not None and not (options.is_causal and options.window[1] == 0):
+    if options.window is not None and not options.is_causal:
         return False
     return config.mode == "float" or _pairs(tokens, size, options) < _least_pairs(query, key)
 
