@@ -1,9 +1,15 @@
-"""Finds committed results: files called by what was measured and the date."""
+"""Results as files, called by what was measured and the date."""
 
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 from benchmarks.tables import Result
+from turbojax import _writing
+
+# What two runs must have in common to be stored in one file.
+SAME = ("device", "python", "jax", "turbojax")
 
 
 def dated(results: Path, prefix: str) -> list[Path]:
@@ -19,3 +25,28 @@ def newest(results: Path, prefixes: tuple[str, ...]) -> tuple[str, Result] | Non
         return None
     path = max(paths, key=lambda path: path.stem.rpartition("_")[2])
     return path.name, json.loads(path.read_text(encoding="utf-8"))
+
+
+def write(path: Path, result: Result) -> None:
+    """Writes a result so that a reader sees the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _writing.write_text(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
+
+
+def previous(path: Path, machine: dict[str, Any]) -> Result | None:
+    """The result to continue, or to take figures from, or None.
+
+    Raises:
+      SystemExit: if it comes from another machine or other versions.
+    """
+    if not path.exists():
+        return None
+    old: Result = json.loads(path.read_text(encoding="utf-8"))
+    differ = [name for name in SAME if old.get(name) != machine[name]]
+    if differ:
+        sys.exit(
+            f"{path} was measured with "
+            + ", ".join(f"{name} {old.get(name)} (here {machine[name]})" for name in differ)
+            + ": it cannot be continued"
+        )
+    return old

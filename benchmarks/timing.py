@@ -107,14 +107,21 @@ def measure_call(call: Rotation, *, repetitions: int | None = None) -> Timing:
       call: what to time.
       repetitions: how many, at least 2; chosen from the time of one if not given.
     """
-    with _alone():
+    with alone():
         return _measure_call(call, repetitions)
 
 
+_is_alone = False
+
+
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """While no other process of this user measures: shares of a suite do so one at a time."""
-    if not _locks.EXIST:
+def alone() -> Iterator[None]:
+    """While no other process of this user measures: shares of a suite do so one at a time.
+
+    It may be entered again inside, and does nothing there. One thread of a process measures.
+    """
+    global _is_alone
+    if _is_alone or not _locks.EXIST:
         yield
         return
     import fcntl
@@ -122,7 +129,11 @@ def _alone() -> Iterator[None]:
     path = Path(tempfile.gettempdir()) / f"turbojax-benchmarks-{getpass.getuser()}.lock"
     with path.open("a", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # given back when the file is closed
-        yield
+        _is_alone = True
+        try:
+            yield
+        finally:
+            _is_alone = False
 
 
 def _measure_call(call: Rotation, repetitions: int | None) -> Timing:

@@ -84,8 +84,9 @@ class Call:
         Raises:
           ArithmeticError: if the output is wrong.
         """
-        facts = self._errors(compiled(*self.arguments), check)
-        taken = timing.measure(compiled, self.arguments, repetitions=repetitions)
+        with timing.alone():
+            facts = self._errors(compiled(*self.arguments), check)
+            taken = timing.measure(compiled, self.arguments, repetitions=repetitions)
         return taken.microseconds, {
             **timing_facts(taken),
             **facts,
@@ -181,8 +182,9 @@ class _Compiled:
     def __init__(self, case: Case, arrays: Arrays) -> None:
         self.error: Exception | None = None
         try:
-            self.call = case.build(arrays)
-            jax.block_until_ready((self.call.arguments, self.call.against))
+            with timing.alone():
+                self.call = case.build(arrays)
+                jax.block_until_ready((self.call.arguments, self.call.against))
         except Exception as error:
             self.error = error
 

@@ -144,12 +144,15 @@ def describe(group: Group, case: Case) -> Row:
 def _measure(
     group: Group, case: Case, inputs: Latest, ceilings: Ceilings, repetitions: int | None
 ) -> Row:
-    call: Call = case.build(inputs.of(group))
+    with timing.alone():
+        call: Call = case.build(inputs.of(group))
+        jax.block_until_ready(call.arguments)
     start = time.perf_counter()
     compiled = jax.jit(call.function).lower(*call.arguments).compile()
     compile_seconds = time.perf_counter() - start
-    error = call.error(compiled(*call.arguments))
-    taken = timing.measure(compiled, call.arguments, repetitions=repetitions)
+    with timing.alone():
+        error = call.error(compiled(*call.arguments))
+        taken = timing.measure(compiled, call.arguments, repetitions=repetitions)
     unit = "gigabytes_per_second" if call.work.is_bytes else "tflops_per_second"
     return {
         "status": "ok",

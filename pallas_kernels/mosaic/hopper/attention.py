@@ -58,9 +58,10 @@ and 1 x 32k causal with 16 heads of 64. cuDNN on e4m3 gets e4m3.
       kernel alone, us: v5 1,996 (cuDNN bf16 857); v6 760 with 2 stages, 734 with 3, 903 with 4.
       Zeros up to 64, 128 or 256 channels come from the kernels that quantize, and real channels
       alone are written: 1 x 8k, 32 heads of 96, 814 to 740 us for the whole call (cuDNN 896).
-  With 128 channels 3 stages, fp8's default now, are as fast as 4, or faster: fp8, 2 x 8k 936 and 871, causal 955 and
-  950; int8_fp8 899 and 904, causal 910 and 891. cuDNN e4m3 in that run 968 and 879; with queries
-  quantized before, fp8 920 and 971, which 50 us more before it outweigh.
+  With 128 channels 3 stages, which fp8 has now, are as fast as 4, or faster: fp8, 2 x 8k 936 and
+  871, causal 955 and 950; int8_fp8 899 and 904, causal 910 and 891. cuDNN e4m3 in that run 968 and
+  879; with queries quantized before, fp8 with 4 stages 920 and 971, which 50 us more before it
+  outweigh.
   Rows: `benchmarks/results/default_versions_2026-11-23.json`.
 What bounds v5: which registers are spilled, by chance, moves times by 5 to 20 %. A tile costs 2 us
   beside its products (8 x 2k: of 11), filling and emptying the pipeline. A window of 1,024 keys at

@@ -285,8 +285,8 @@ def _advice() -> tuple[str, ...]:
     if on_gpu and _device.needs_hopper() is None and cudnn.missing() is None:
         return (
             "On this GPU turbo_attention, prefill and flax.TurboAttention without implementation= "
-            "are exact attention by cuDNN where rounding does not pay: with head dim 128 below some 1,000 to 2,000 "
-            "causal tokens, with more below 8,000, with fewer below 4,000.",
+            "are exact attention by cuDNN where rounding does not pay: with head dim 128 below "
+            "some 1,000 to 2,000 causal tokens, with more below 8,000, with fewer below 4,000.",
         )
     return ()
 

@@ -1,0 +1,125 @@
+"""A suite measured by several processes: which rows each has, and what they make together."""
+
+import json
+
+import pytest
+
+from benchmarks import __main__ as command
+from benchmarks import side_by_side, timing
+
+FACTS = {"device": "a", "python": "3", "jax": "1", "turbojax": "2", "quick": True}
+
+
+@pytest.mark.slow
+def test_processes_make_a_whole(tmp_path):
+    """Once, and again with more rows; one of three processes has nothing to do."""
+    path = tmp_path / "whole.json"
+    options = ["--quick", "--repetitions", "2", "--processes", "3", "--out", str(path)]
+    command.main(["run", *options, "--filter", "prefill/tiny/[^/]*/xla"])
+    first = json.loads(path.read_text())
+    assert len(first["rows"]) == 2
+    assert all(row["status"] == "ok" for row in first["rows"])
+    command.main(["run", *options, "--resume", "--filter", "prefill/tiny/[^/]*/(xla|cudnn)"])
+    second = json.loads(path.read_text())
+    assert [row for row in second["rows"] if row["method"] == "xla"] == first["rows"]
+    assert [row["name"] for row in second["rows"]] == [
+        f"prefill/tiny/{shape}/{method}"
+        for shape in ("b1-s128", "b1-s128-causal")
+        for method in ("cudnn", "xla")
+    ]
+    assert second["ceilings"] == first["ceilings"]
+    assert second["ceilings"]["copy"] > 0
+
+
+def test_a_share_that_fails_is_an_error(tmp_path, monkeypatch):
+    """The others' rows are kept."""
+
+    class Child:
+        def __init__(self, command, **_):
+            self.number = int(command[command.index("--share") + 1][0])
+            path = command[command.index("--out") + 1]
+            if self.number == 0:
+                rows = [{"name": "prefill/tiny/b1-s128/xla", "status": "failed", "reason": ""}]
+                with open(path, "w", encoding="utf-8") as file:
+                    json.dump({**FACTS, "suite": "attention", "rows": rows}, file)
+
+        def wait(self):
+            return self.number
+
+        def terminate(self):
+            pass
+
+    monkeypatch.setattr(side_by_side.subprocess, "Popen", Child)
+    path = tmp_path / "out.json"
+    with pytest.raises(SystemExit, match=r"ended with \[0, 1\]"):
+        command.main(["run", "--quick", "--processes", "2", "--out", str(path)])
+    assert len(json.loads(path.read_text())["rows"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--share=2/2", "must be I/N with 0 <= I < N"),
+        ("--share=-1/2", "must be I/N with 0 <= I < N"),
+        ("--share=1", "must be I/N with 0 <= I < N"),
+        ("--share=a/b", "must be I/N with 0 <= I < N"),
+        ("--share=0/0", "must be I/N with 0 <= I < N"),
+        ("--processes=0", "must be a positive number"),
+        ("--processes=-1", "must be a positive number"),
+        ("--processes=two", "must be a positive number"),
+    ],
+)
+def test_numbers_that_are_none(option, message, capsys):
+    with pytest.raises(SystemExit):
+        command.main(["run", "--quick", option])
+    assert message in capsys.readouterr().err
+
+
+def test_shares_have_whole_groups():
+    rows = [(group, case) for group in ("A", "B", "C", "D") for case in range(2)]
+    groups = [[group for group, _ in side_by_side.share(rows, i, 2)] for i in range(2)]
+    assert groups == [["A", "A", "C", "C"], ["B", "B", "D", "D"]]
+
+
+def test_no_rows_need_no_processes():
+    with pytest.raises(SystemExit, match="no row to run"):
+        command.main(["run", "--quick", "--processes", "2", "--filter", "no such row"])
+
+
+def test_what_was_measured_counts_more(tmp_path):
+    """Than what was not, before or after it."""
+    (first, second), paths = (
+        ({"name": f"prefill/tiny/b1-s128/{name}", "method": name} for name in ("xla", "cudnn")),
+        [],
+    )
+    for number, statuses in enumerate((("ok", "failed"), ("failed", "ok"))):
+        rows = [
+            {**row, "status": status, "us": 1.0, "operation": "prefill", "part": number}
+            for row, status in zip((first, second), statuses, strict=True)
+        ]
+        paths.append(tmp_path / f"{number}.json")
+        paths[-1].write_text(json.dumps({**FACTS, "suite": "attention", "rows": rows}))
+    side_by_side.merge(paths, tmp_path / "out.json")
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert {row["method"]: (row["status"], row["part"]) for row in rows} == {
+        "xla": ("ok", 0),
+        "cudnn": ("ok", 1),
+    }
+
+
+def test_results_of_other_versions_are_not_merged(tmp_path):
+    paths = []
+    for version in ("1", "2"):
+        paths.append(tmp_path / f"{version}.json")
+        part = {**FACTS, "jax": version, "suite": "attention", "rows": []}
+        paths[-1].write_text(json.dumps(part))
+    with pytest.raises(SystemExit, match="jax='2' must be '1'"):
+        side_by_side.merge(paths, tmp_path / "out.json")
+
+
+def test_alone_inside_alone():
+    """Or a process would wait for itself."""
+    with timing.alone(), timing.alone():
+        pass
+    with timing.alone():
+        pass
