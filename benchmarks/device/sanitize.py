@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 from unittest import mock
@@ -121,8 +122,9 @@ def lower(name: str) -> tuple[Any, tuple[Any, ...]]:
     return traced.lower(lowering_platforms=("cuda",)), arguments
 
 
-def dry(pattern: str) -> None:
-    """Lowers the cases for an H100 that is not there."""
+@contextlib.contextmanager
+def as_on_an_h100() -> Iterator[None]:
+    """While functions are lowered for an H100 that is not there."""
     import jax
 
     from turbojax import _device
@@ -132,12 +134,18 @@ def dry(pattern: str) -> None:
     )
     axes = {"axis_types": (jax.sharding.AxisType.Auto,), "abstract_device": device}
     mesh = jax.sharding.AbstractMesh((1,), ("device",), **axes)
+    with (
+        mock.patch.object(_device, "gpu_compute_capability", return_value=9.0),
+        jax.sharding.use_abstract_mesh(mesh),
+    ):
+        yield
+
+
+def dry(pattern: str) -> None:
+    """Lowers the cases for an H100 that is not there."""
     for name, case in cases().items():
         if re.search(pattern, name) and case.needs is None:
-            with (
-                mock.patch.object(_device, "gpu_compute_capability", return_value=9.0),
-                jax.sharding.use_abstract_mesh(mesh),
-            ):
+            with as_on_an_h100():
                 lower(name)
             print("lowers:", name, flush=True)
 

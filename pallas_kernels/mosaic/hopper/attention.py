@@ -143,6 +143,7 @@ class _Memory(NamedTuple):
     raw: Ref | None = None
     raw_ready: Ref | None = None
     q_scale: Ref | None = None
+    turns: Ref | None = None
 
 
 def _copy_queries(work: Work, place: jax.Array, x: _Inputs, y: _Memory, s: Settings) -> None:
@@ -216,7 +217,18 @@ class _Consumer:
     first: jax.Array
     length: jax.Array
     blocks: Span
+    turns: tuple[Ref, Ref] | None
     s: Settings
+
+    def wait_for_turn(self) -> None:
+        """Until this warpgroup may compute exponentials."""
+        if self.turns is not None:
+            plgpu.barrier_wait(self.turns[0])
+
+    def pass_turn(self) -> None:
+        """The next warpgroup may compute exponentials."""
+        if self.turns is not None:
+            plgpu.barrier_arrive(self.turns[1])
 
     def wait_for_key(self, j: jax.Array, slot: jax.Array) -> None:
         """Until keys of block `j` are in shared memory, if there is such a block."""
@@ -278,6 +290,7 @@ class _Consumer:
         self, scores: jax.Array, m: jax.Array, l: jax.Array, factors: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, ...]:
         """`softmax.step`."""
+        self.wait_for_turn()
 
         def f(scores: Any, m: Any, l: Any, *factors: Any) -> tuple[Any, ...]:
             return softmax.step(scores, m, l, factors, self.s.policy)
@@ -362,6 +375,7 @@ class _Consumer:
         following = ring.next_slot(slot, s.stages)
         self.wait_for_key(blocks.begin + 1, following)
         plgpu.barrier_wait(self.ready[1].at[slot])
+        self.pass_turn()
         p = self.pack(p)
         o = _full(0.0, (ROWS, head_dim), _MATRIX)
         dtype = jnp.int32 if s.mode == "int8" else jnp.float32
@@ -384,6 +398,7 @@ class _Consumer:
             # Loops over which the compiler moves no instructions: the softmax stays before them.
             self.wait_for_key(j + 1, following)
             plgpu.barrier_wait(self.ready[1].at[slot])
+            self.pass_turn()
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(self.free[1].at[before])
             p = self.pack(p)
@@ -426,6 +441,7 @@ class _Consumer:
         following = ring.next_slot(slot, s.stages)
         self.wait_for_key(blocks.begin + 1, following)
         plgpu.barrier_wait(self.ready[1].at[slot])
+        self.pass_turn()
         p = self.pack(p)
         left = right = _full(0.0, (ROWS, _PART), _MATRIX)
 
@@ -443,6 +459,7 @@ class _Consumer:
             weights, m, l, next_alpha, unit = self.softmax(scores, m, l, factors)
             # A loop, over which the compiler moves no instructions, as in `run`.
             self.wait_for_key(j + 1, following)
+            self.pass_turn()
             plgpu.wgmma_wait(0)
             left = self.merge(left, product, alpha, value_unit)
             product = self.output(p, before, 1)
@@ -505,9 +522,11 @@ class _Consumer:
             """Weights of block ``j - 1``, scores of `j`."""
             o, l, x, top, m, alpha, before, slot = carry
             factors = self.factors(j)
+            self.wait_for_turn()
             scores = self.scores(slot)
             weights, l, unit = self.weigh(x, top, m, alpha, l)
             plgpu.barrier_wait(self.ready[1].at[before])
+            self.pass_turn()
             plgpu.wgmma_wait(0)
             product = self.output(self.pack(weights), before)
             plgpu.barrier_arrive(self.free[0].at[slot])
@@ -536,8 +555,10 @@ class _Consumer:
         carry = lax.fori_loop(blocks.outer, blocks.end, masked, carry)
         o, l, x, top, m, alpha, slot, following = carry
         plgpu.barrier_arrive(self.query_free)
+        self.wait_for_turn()
         weights, l, unit = self.weigh(x, top, m, alpha, l)
         plgpu.barrier_wait(self.ready[1].at[slot])
+        self.pass_turn()
         product = self.output(self.pack(weights), slot)
         unit = self.value_unit(unit, blocks.end - 1)
         plgpu.wgmma_wait(0)
@@ -576,6 +597,9 @@ def _attend(
     # With a soft cap scores are scaled to the exponential's units after it.
     unit = 1.0 if s.soft_cap is not None else s.exponential.unit
     plgpu.barrier_wait(y.q_ready.at[place])
+    turns = None
+    if y.turns is not None:
+        turns = y.turns.at[me], y.turns.at[ring.next_slot(me, s.consumers)]
     consumer = _Consumer(
         q=y.q.at[place, me],
         buffers=(y.k, y.v),
@@ -588,6 +612,7 @@ def _attend(
         first=start,
         length=work.length,
         blocks=work.blocks,
+        turns=turns,
         s=s,
     )
     if y.v.shape[1] > _PART:
@@ -668,6 +693,9 @@ def _kernel(*refs: Ref, s: Settings, tiles: int) -> None:
             for i in range(_QUERY_SLOTS):
                 plgpu.barrier_arrive(y.q_free.at[i])
             ring.free_at_first(s.stages, (y.k_free, y.v_free))
+            if y.turns is not None:
+                first = y.turns.at[0]
+                pl.when(me == 0)(lambda: plgpu.barrier_arrive(first))
             share.by_index(consume)
             plgpu.wait_smem_to_gmem(0)
 
@@ -721,6 +749,8 @@ def _allocate(f: Callable[[_Memory], None], x: _Inputs, out: Ref, s: Settings) -
             raw_ready=plgpu.Barrier(),
             q_scale=plgpu.SMEM((quantize.PARTS + _QUERY_SLOTS, warpgroups), jnp.float32),
         )
+    if s.turns:
+        memory = memory._replace(turns=plgpu.Barrier(num_barriers=s.consumers))
     given = {name: kind for name, kind in memory._asdict().items() if kind is not None}
     pl.run_scoped(lambda **refs: f(_Memory(**refs)), collective_axes="warpgroup", **given)
 

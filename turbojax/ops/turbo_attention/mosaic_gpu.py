@@ -59,6 +59,7 @@ class Launch(NamedTuple):
       tile: see there.
       consumers: see there.
       quantizes: whether the kernel itself quantizes queries, see `quantizes_queries`.
+      turns: see there.
     """
 
     stages: int
@@ -66,6 +67,7 @@ class Launch(NamedTuple):
     tile: int
     consumers: int = 2
     quantizes: bool = False
+    turns: bool = False
 
 
 @functools.partial(jax.jit, static_argnames=("config", "options", "launch"))
@@ -144,6 +146,7 @@ def attention(
             ahead=launch.ahead,
             tile=launch.tile,
             consumers=launch.consumers,
+            turns=launch.turns,
         ),
     )
     return out[..., :head_dim], residual

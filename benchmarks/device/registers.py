@@ -1,0 +1,181 @@
+"""Registers and spills of the Mosaic GPU kernels, by compiling them for an H100 that is not there.
+
+`python -m benchmarks.device.registers [PATTERN]` needs no GPU: jax's CUDA plugin compiles for a
+device that it is told about, and calls ptxas, which tells what each kernel takes. A kernel that
+spills in its inner loop is slower than it need be, and a change that spills more is seen here
+before it is timed. Cases are prompts and gradients as users call them, and those of
+`sanitizer_cases`. With `MOSAIC_GPU_DUMP_TO=FOLDER` in the environment, the kernels' PTX is left
+there, for `ptxas` and `nvdisasm`.
+"""
+
+import argparse
+import contextlib
+import functools
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from benchmarks.device.sanitize import as_on_an_h100
+
+# What XLA asks a device for. Rates do not matter: no kernel here is chosen by them.
+_H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: 84978434048 cuda_compute_capability { major: 9 minor: 0 }
+}
+platform_name: "CUDA"
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+_PROPERTIES = re.compile(
+    r"properties for (?P<name>\S+)\n.*?(?P<stores>\d+) bytes spill stores, "
+    r"(?P<loads>\d+) bytes spill loads\n.*?Used (?P<registers>\d+) registers",
+    re.DOTALL,
+)
+
+
+class Kernel(NamedTuple):
+    """What ptxas says of a kernel.
+
+    Attributes:
+      name: its name.
+      registers: of a thread when it starts; warpgroups that attend get more.
+      stores: bytes that a thread spills, wherever that is in the program.
+      loads: bytes that it loads again.
+    """
+
+    name: str
+    registers: int
+    stores: int
+    loads: int
+
+
+def parse(text: str) -> list[Kernel]:
+    """The kernels in what ptxas prints with ``-v``."""
+    return [
+        Kernel(x["name"], int(x["registers"]), int(x["stores"]), int(x["loads"]))
+        for x in _PROPERTIES.finditer(text)
+    ]
+
+
+def h100() -> Any:
+    """A device of which there is only a description.
+
+    Raises:
+      SystemExit: without jax's CUDA plugin.
+    """
+    from jax.experimental import topologies
+
+    given = {"target_config": _H100, "topology": "1x1x1"}
+    try:
+        return topologies.get_topology_desc("h100", platform="cuda", **given).devices[0]
+    except Exception as error:  # whatever jax raises without the plugin, or for an older one
+        sys.exit(f"this needs jax's CUDA plugin, pip install 'turbojax[gpu]': {error}")
+
+
+def kernels(call: Callable[..., Any], arguments: tuple[Any, ...], device: Any) -> list[Kernel]:
+    """The Mosaic GPU kernels of a call, compiled.
+
+    Args:
+      call: a function.
+      arguments: arrays, or shapes and dtypes.
+      device: as `h100` gives it.
+    """
+    import jax
+
+    there = jax.sharding.SingleDeviceSharding(device)
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there), arguments
+    )
+    with as_on_an_h100():
+        lowered = jax.jit(call).lower(*shapes)
+    with _output() as text:
+        lowered.compile()
+    return parse(text())
+
+
+@contextlib.contextmanager
+def _output() -> Iterator[Callable[[], str]]:
+    """What this process prints, from C++ too."""
+    with tempfile.TemporaryFile() as file:
+        streams = [(stream, os.dup(stream)) for stream in (1, 2)]
+        sys.stdout.flush()
+        for stream, _ in streams:
+            os.dup2(file.fileno(), stream)
+        text = ""
+        try:
+            yield lambda: text
+        finally:
+            for stream, kept in streams:
+                os.dup2(kept, stream)
+                os.close(kept)
+            file.seek(0)
+            text = file.read().decode(errors="replace")
+
+
+def _prompts(mode: Any, head_dim: int, is_causal: bool, gradient: Any = None) -> Any:
+    """A call of 2 x 8,192 tokens with grouped queries, and its gradient."""
+    import jax
+    import jax.numpy as jnp
+
+    import turbojax as tj
+
+    if mode == "paper":
+        config = tj.TurboConfig.paper()
+    else:
+        config = tj.TurboConfig(mode=mode, gradient=gradient or "float")
+    attend = functools.partial(
+        tj.turbo_attention, config=config, is_causal=is_causal, implementation="mosaic_gpu"
+    )
+
+    def both(*arrays: jax.Array) -> Any:
+        out, pull = jax.vjp(attend, *arrays)
+        return pull(out)
+
+    shapes = tuple(
+        jax.ShapeDtypeStruct((2, 8192, heads, head_dim), jnp.bfloat16) for heads in (16, 4, 4)
+    )
+    return (attend if gradient is None else both), shapes
+
+
+def cases() -> dict[str, Callable[[], Any]]:
+    """What makes a function and its arguments, by name."""
+    from benchmarks.device.sanitizer_cases import CASES
+
+    made: dict[str, Callable[[], Any]] = {}
+    for mode in ("fp8", "int8_fp8", "int8", "paper"):
+        for head_dim in (64, 128, 256):
+            for is_causal in (False, True):
+                name = f"prompts, {mode}, {head_dim}" + ", causal" * is_causal
+                made[name] = functools.partial(_prompts, mode, head_dim, is_causal)
+    for mode in ("fp8", "int8_fp8"):
+        for gradient in ("float", "8bit"):
+            name = f"gradient, {mode}, {gradient}"
+            made[name] = functools.partial(_prompts, mode, 128, True, gradient)
+    return made | {name: case.build for name, case in CASES.items() if case.needs is None}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Compiles the cases, and prints a line for each kernel."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("pattern", nargs="?", default="", help="regular expression on the names")
+    pattern = parser.parse_args(arguments).pattern
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+    device = h100()
+    print("registers, bytes stored and loaded by spills, kernel: case", flush=True)
+    for name, build in cases().items():
+        if re.search(pattern, name):
+            for kernel in kernels(*build(), device):
+                print(*kernel[1:], f"{kernel.name}: {name}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
