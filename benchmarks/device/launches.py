@@ -1,0 +1,175 @@
+"""Launches of Hopper's prompt attention beside each other: what `default_launch` is chosen by.
+
+`python -m benchmarks.device.launches --out FILE [--filter PATTERN]` times every launch of every
+shape, the attention kernel alone beside the whole call, after cuDNN in bfloat16 and in e4m3 in the
+same run. An output is checked against exact attention, and against the default launch's: stages
+and turns must not change a bit. Several processes with filters of their own compile side by side,
+and measure one at a time.
+"""
+
+import argparse
+import functools
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import turbojax as tj
+from benchmarks import machine, stored, timing
+from benchmarks.shapes import Shape
+from benchmarks.suites.attention import cudnn_fp8, prefill
+from turbojax.ops.options import Options
+from turbojax.ops.turbo_attention import mosaic_gpu
+
+Row = dict[str, Any]
+
+_WIDE, _NARROW, _WIDEST = "llama3-8b", "mha-16-narrow", "gemma2-9b"
+SHAPES = (
+    Shape(_WIDE, 2, 8192),
+    Shape(_WIDE, 2, 8192, is_causal=True),
+    Shape(_WIDE, 8, 2048, is_causal=True),
+    Shape(_WIDE, 1, 1024, is_causal=True),
+    Shape(_NARROW, 1, 32768, is_causal=True),
+    Shape(_WIDEST, 1, 8192, is_causal=True),
+)
+CONFIGS = {
+    "fp8": tj.TurboConfig(mode="fp8"),
+    "int8_fp8": tj.TurboConfig(mode="int8_fp8"),
+    "paper": tj.TurboConfig.paper(),
+}
+_E4M3: tuple[Row, ...] = (
+    {"turns": True},
+    {"stages": 3, "turns": True},
+    {"stages": 4, "turns": True},
+    {"stages": 3},
+    {"stages": 4},
+    {"quantizes": False},
+    {"quantizes": False, "turns": True},
+    {"tile": 64, "turns": True},
+    {"tile": 64},
+)
+_OF_NARROW: tuple[Row, ...] = (
+    {"turns": True},
+    {"consumers": 2, "ahead": True},
+    {"consumers": 2, "ahead": True, "turns": True},
+    {"ahead": True, "tile": 64},
+    {"ahead": True, "tile": 64, "turns": True},
+)
+_INT8: tuple[Row, ...] = ({"turns": True}, {"ahead": True}, {"ahead": True, "turns": True})
+
+
+def changes(shape: Shape, config: tj.TurboConfig) -> tuple[Row, ...]:
+    """Of the default launch, itself first."""
+    if shape.heads.dim > 128:
+        return {}, {"turns": True}
+    if config.mode == "int8":
+        return {}, *_INT8
+    return {}, *(_E4M3 if shape.heads.dim == 128 else _OF_NARROW)
+
+
+def rows(pattern: str) -> Iterator[tuple[Shape, str, Row | None]]:
+    """Shape, what attends, and the changes of its launch; cuDNN first."""
+    for shape in SHAPES:
+        for name in ("cudnn", "cudnn e4m3"):
+            yield shape, name, None
+        for name, config in CONFIGS.items():
+            for change in changes(shape, config):
+                if re.search(pattern, f"{shape.label} {name} {change}"):
+                    yield shape, name, change
+
+
+def _peer(name: str, inputs: prefill.Inputs) -> tuple[Callable[..., Any], tuple[Any, ...], Any]:
+    """cuDNN, its arguments, and what makes its output comparable."""
+    arrays = (inputs.query, inputs.key, inputs.value)
+    if name == "cudnn":
+        return prefill.exact_attention(inputs.shape, "cudnn"), arrays, lambda out: out
+    heads = inputs.shape.heads
+    query, *others = arrays
+    codes = [cudnn_fp8.quantized(x, heads.query // heads.kv) for x in others]
+    attend = functools.partial(cudnn_fp8.attend, is_causal=inputs.shape.is_causal)
+    return attend, (cudnn_fp8.quantized(query), *codes), cudnn_fp8.dequantized
+
+
+def _ours(
+    name: str, change: Row, inputs: prefill.Inputs
+) -> tuple[Callable[..., Any], tuple[Any, ...], Any]:
+    shape, config = inputs.shape, CONFIGS[name]
+    launch = mosaic_gpu.default_launch(inputs.query, config)._replace(**change)
+    attend = functools.partial(
+        mosaic_gpu.attention,
+        config=config,
+        options=Options(shape.is_causal, scale=shape.heads.dim**-0.5),
+        launch=launch,
+    )
+    lengths = jnp.full(shape.batch, shape.tokens, jnp.int32)
+    return attend, (inputs.query, inputs.key, inputs.value, lengths, lengths), lambda out: out[0]
+
+
+def measure(inputs: prefill.Inputs, name: str, change: Row | None, first: dict[str, Any]) -> Row:
+    """A row's figures.
+
+    Args:
+      inputs: of its shape.
+      name: what attends.
+      change: of the default launch; None for cuDNN.
+      first: the outputs of default launches, by name, kept for the others of a shape.
+    """
+    with timing.alone():
+        made = _peer(name, inputs) if change is None else _ours(name, change, inputs)
+        call, arguments, output = made
+        jax.block_until_ready(arguments)
+    compiled = jax.jit(call).lower(*arguments).compile()
+    with timing.alone():
+        out = output(compiled(*arguments))
+        facts: Row = {"errors": inputs.error(out)}
+        if change is not None:
+            found = np.asarray(out[:1].astype(jnp.float32))
+            facts["equals_default"] = bool((first.setdefault(name, found) == found).all())
+        taken = timing.measure(compiled, arguments)
+    shape = inputs.shape
+    work = 4 * shape.batch * shape.heads.query * shape.heads.dim * shape.tokens**2
+    work //= 2 if shape.is_causal else 1
+    attention = [us for kernel, us in taken.kernels if "attention_hopper" in kernel]
+    alone = attention[0] if attention else taken.microseconds
+    return facts | {
+        "us": taken.microseconds,
+        "attention_us": alone,
+        "tflops_per_second": work / taken.microseconds / 1e6,
+        "attention_tflops_per_second": work / alone / 1e6,
+    }
+
+
+def run(pattern: str, out: Path) -> None:
+    """Measures, and writes after each row."""
+    result = {**machine.describe(), "rows": []}
+    inputs, first = None, {}
+    for shape, name, change in rows(pattern):
+        row: Row = {"shape": shape.label, "attends": name, "launch": change}
+        try:
+            if inputs is None or inputs.shape != shape:
+                inputs, first = None, {}
+                with timing.alone():
+                    inputs = prefill.Inputs(shape)
+            row |= {"status": "ok", **measure(inputs, name, change, first)}
+        except Exception as error:  # a launch that does not fit: a fact to be recorded
+            row |= {"status": "failed", "reason": f"{type(error).__name__}: {error}"[:300]}
+        result["rows"].append(row)
+        stored.write(out, result)
+        print({k: round(v, 1) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Parses the command line and measures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="JSON to write")
+    parser.add_argument("--filter", default="", help="regular expression on shape, name and launch")
+    parsed = parser.parse_args(arguments)
+    run(parsed.filter, parsed.out)
+
+
+if __name__ == "__main__":
+    main()
