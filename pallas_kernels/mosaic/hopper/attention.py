@@ -63,9 +63,9 @@ and 1 x 32k causal with 16 heads of 64. cuDNN on e4m3 gets e4m3.
   879; with queries quantized before, fp8 with 4 stages 920 and 971, which 50 us more before it
   outweigh.
   Rows: `benchmarks/results/default_versions_2026-11-23.json`.
-  v7  `Settings.turns`, not timed yet. Two warpgroups that begin together stay together: both compute
-      exponentials (1,056 clocks of the unit, 528 each), then both multiply (512), then both add
-      outputs and subtract maxima (some 500 instructions): 2,000 clocks, which is what 936 T/s are.
+  v7  `Settings.turns`, not timed yet. Two warpgroups that begin together stay together: both
+      compute exponentials (1,056 clocks of the unit, 528 each), then both multiply (512), then both
+      add outputs and subtract maxima (some 500 instructions): 2,000 clocks, which 936 T/s are.
       In turns one multiplies while the other computes exponentials: 2 x 550 and the handing over,
       predicted 1,200 to 1,500. 64 wide, two warpgroups that work ahead, in turns, or three that
       work ahead on tiles of 64 keys; mode int8 with blocks of 64 ahead: none of them spills
