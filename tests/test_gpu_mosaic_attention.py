@@ -157,6 +157,35 @@ def test_launches_agree(mode, head_dim):
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("head_dim", "changes"),
+    [
+        (64, {}),
+        (64, {"consumers": 2, "ahead": True}),
+        (64, {"consumers": 3, "ahead": True, "tile": 64}),
+        (128, {}),
+        (128, {"ahead": True, "tile": 64}),
+        (256, {}),
+    ],
+    ids=str,
+)
+def test_turns_change_no_bit(mode, head_dim, changes):
+    """More tiles than multiprocessors, of few and many keys, and of none."""
+    q, k, v = tensors(7, 4, 700, 700, 16, 2, head_dim, jnp.bfloat16)
+    lengths = jnp.array([700, 130, 0, 64], jnp.int32)
+    config = tj.TurboConfig(mode=mode)
+    run = functools.partial(
+        mosaic_gpu.attention,
+        *(q, k, v, lengths, lengths),
+        config=config,
+        options=Options(True, (400, 0), scale=0.1),
+    )
+    launch = mosaic_gpu.default_launch(q, config)._replace(**changes)
+    for a, b in zip(run(launch=launch), run(launch=launch._replace(in_turns=True)), strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "f16"])
 @pytest.mark.parametrize(
     ("head_dim", "block_q", "consumers"), [(64, 64, 3), (64, 128, 2), (128, 64, 2), (128, 128, 2)]

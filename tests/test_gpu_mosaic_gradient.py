@@ -103,6 +103,17 @@ def test_equals_the_definition(case, mode, gradient, blocks):
     check(got, gradient_reference.gradient(*arrays, **static), UNIT["bfloat16"])
 
 
+@pytest.mark.parametrize("gradient", ["float", "8bit"])
+@pytest.mark.parametrize("case", ["all", "ragged", "window", "256 channels", "everything"])
+def test_turns_change_no_bit(case, gradient):
+    arrays, static = arguments(case, config("fp8", gradient))
+    launch = mosaic_gradient.default_launch(CASES[case][0][-1], static["config"])
+    want = mosaic_gradient.gradient(*arrays, **static, launch=launch)
+    got = mosaic_gradient.gradient(*arrays, **static, launch=launch._replace(in_turns=True))
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+
+
 @pytest.mark.parametrize("case", ["causal", "ragged", "window"])
 def test_without_rounding(case):
     arrays, static = arguments(case, config("float"))

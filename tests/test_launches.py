@@ -17,15 +17,15 @@ def test_the_default_comes_first_and_cudnn_before_it():
         for name in launches.CONFIGS:
             of_one = [change for at, change in mine if at == name]
             assert of_one[0] == {}
-            assert {"turns": True} in of_one
+            assert {"in_turns": True} in of_one
             assert len({str(change) for change in of_one}) == len(of_one)
 
 
 def test_a_pattern_keeps_the_peers():
     rows = list(launches.rows("b2-s8192 fp8 .*turns"))
-    names = {name for at, name, _ in rows if at == launches.SHAPES[0]}
-    assert names == {"cudnn", "cudnn e4m3", "fp8"}
-    assert all(change is None or "turns" in change for _, _, change in rows)
+    assert {at for at, *_ in rows} == {launches.SHAPES[0]}
+    assert {name for _, name, _ in rows} == {"cudnn", "cudnn e4m3", "fp8"}
+    assert all(change is None or "in_turns" in change for _, _, change in rows)
 
 
 @pytest.mark.slow
@@ -44,3 +44,20 @@ def test_every_launch_lowers(model):
             assert "turbojax_attention_hopper" in str(traced.jaxpr)
             assert lowered.out_info.shape == inputs.query.shape
             assert lowered.out_info.dtype == jnp.bfloat16
+
+
+@pytest.mark.slow
+def test_gradients_lower():
+    import jax
+
+    inputs = Inputs(Shape("tiny", 1, 200, is_causal=True))
+    for name in launches.GRADIENTS:
+        with as_on_an_h100():
+
+            def both(name=name):
+                call, arguments, output = launches._gradient(name, {"in_turns": True}, inputs)
+                return output(call(*arguments))
+
+            traced = jax.jit(both).trace()
+            traced.lower(lowering_platforms=("cuda",))
+        assert "turbojax_key_gradient_hopper" in str(traced.jaxpr)

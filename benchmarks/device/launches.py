@@ -2,9 +2,10 @@
 
 `python -m benchmarks.device.launches --out FILE [--filter PATTERN]` times every launch of every
 shape, the attention kernel alone beside the whole call, after cuDNN in bfloat16 and in e4m3 in the
-same run. An output is checked against exact attention, and against the default launch's: stages
-and turns must not change a bit. Several processes with filters of their own compile side by side,
-and measure one at a time.
+same run; and launches of its gradient, whose kernels are told apart in a row's `kernels`. An output
+is checked against exact attention, and against the default launch's: stages and turns must not
+change a bit. Several processes with filters of their own compile side by side, and measure one at a
+time.
 """
 
 import argparse
@@ -21,9 +22,10 @@ import numpy as np
 import turbojax as tj
 from benchmarks import machine, stored, timing
 from benchmarks.shapes import Shape
+from benchmarks.suite import timing_facts
 from benchmarks.suites.attention import cudnn_fp8, prefill
 from turbojax.ops.options import Options
-from turbojax.ops.turbo_attention import mosaic_gpu
+from turbojax.ops.turbo_attention import mosaic_gpu, mosaic_gradient
 
 Row = dict[str, Any]
 
@@ -42,44 +44,50 @@ CONFIGS = {
     "paper": tj.TurboConfig.paper(),
 }
 _E4M3: tuple[Row, ...] = (
-    {"turns": True},
-    {"stages": 3, "turns": True},
-    {"stages": 4, "turns": True},
+    {"in_turns": True},
+    {"stages": 3, "in_turns": True},
+    {"stages": 4, "in_turns": True},
     {"stages": 3},
     {"stages": 4},
     {"quantizes": False},
-    {"quantizes": False, "turns": True},
-    {"tile": 64, "turns": True},
+    {"quantizes": False, "in_turns": True},
+    {"tile": 64, "in_turns": True},
     {"tile": 64},
 )
 _OF_NARROW: tuple[Row, ...] = (
-    {"turns": True},
+    {"in_turns": True},
     {"consumers": 2, "ahead": True},
-    {"consumers": 2, "ahead": True, "turns": True},
+    {"consumers": 2, "ahead": True, "in_turns": True},
     {"ahead": True, "tile": 64},
-    {"ahead": True, "tile": 64, "turns": True},
+    {"ahead": True, "tile": 64, "in_turns": True},
 )
-_INT8: tuple[Row, ...] = ({"turns": True}, {"ahead": True}, {"ahead": True, "turns": True})
+# Of the gradient, in these shapes.
+GRADIENTS = {
+    f"gradient {mode} {gradient}": tj.TurboConfig(mode=mode, gradient=gradient)
+    for mode, gradient in (("fp8", "float"), ("fp8", "8bit"), ("int8_fp8", "8bit"))
+}
+_TRAINED = SHAPES[:2]
+_INT8: tuple[Row, ...] = ({"in_turns": True}, {"ahead": True}, {"ahead": True, "in_turns": True})
 
 
 def changes(shape: Shape, config: tj.TurboConfig) -> tuple[Row, ...]:
     """Of the default launch, itself first."""
     if shape.heads.dim > 128:
-        return {}, {"turns": True}
+        return {}, {"in_turns": True}
     if config.mode == "int8":
         return {}, *_INT8
     return {}, *(_E4M3 if shape.heads.dim == 128 else _OF_NARROW)
 
 
 def rows(pattern: str) -> Iterator[tuple[Shape, str, Row | None]]:
-    """Shape, what attends, and the changes of its launch; cuDNN first."""
+    """Shape, what attends, and the changes of its launch; cuDNN first, where anything follows."""
     for shape in SHAPES:
-        for name in ("cudnn", "cudnn e4m3"):
-            yield shape, name, None
-        for name, config in CONFIGS.items():
-            for change in changes(shape, config):
-                if re.search(pattern, f"{shape.label} {name} {change}"):
-                    yield shape, name, change
+        every = [(name, x) for name, config in CONFIGS.items() for x in changes(shape, config)]
+        if shape in _TRAINED:
+            every += [(name, x) for name in GRADIENTS for x in ({}, {"in_turns": True})]
+        mine = [(name, x) for name, x in every if re.search(pattern, f"{shape.label} {name} {x}")]
+        for name, change in [("cudnn", None), ("cudnn e4m3", None), *mine] if mine else ():
+            yield shape, name, change
 
 
 def _peer(name: str, inputs: prefill.Inputs) -> tuple[Callable[..., Any], tuple[Any, ...], Any]:
@@ -109,6 +117,28 @@ def _ours(
     return attend, (inputs.query, inputs.key, inputs.value, lengths, lengths), lambda out: out[0]
 
 
+def _gradient(
+    name: str, change: Row, inputs: prefill.Inputs
+) -> tuple[Callable[..., Any], tuple[Any, ...], Any]:
+    """The gradient alone, of an output that is there already."""
+    shape, config = inputs.shape, GRADIENTS[name]
+    options = Options(shape.is_causal, scale=shape.heads.dim**-0.5)
+    lengths = jnp.full(shape.batch, shape.tokens, jnp.int32)
+    arrays = (inputs.query, inputs.key, inputs.value, lengths, lengths)
+    out, residual = mosaic_gpu.attention(*arrays, config=config, options=options)
+    launch = mosaic_gradient.default_launch(shape.heads.dim, config)._replace(**change)
+    call = functools.partial(
+        mosaic_gradient.gradient, config=config, options=options, is_ragged=False, launch=launch
+    )
+    # Samples in place of a loss' gradient.
+    gradients = (inputs.query, jnp.zeros_like(residual))
+    return call, (*arrays, out, residual, *gradients), _in_one
+
+
+def _in_one(arrays: tuple[jax.Array, ...]) -> jax.Array:
+    return jnp.concatenate([x[:1].reshape(1, -1) for x in arrays], axis=1)
+
+
 def measure(inputs: prefill.Inputs, name: str, change: Row | None, first: dict[str, Any]) -> Row:
     """A row's figures.
 
@@ -119,24 +149,29 @@ def measure(inputs: prefill.Inputs, name: str, change: Row | None, first: dict[s
       first: the outputs of default launches, by name, kept for the others of a shape.
     """
     with timing.alone():
-        made = _peer(name, inputs) if change is None else _ours(name, change, inputs)
-        call, arguments, output = made
+        if change is None:
+            call, arguments, output = _peer(name, inputs)
+        else:
+            make = _gradient if name in GRADIENTS else _ours
+            call, arguments, output = make(name, change, inputs)
         jax.block_until_ready(arguments)
     compiled = jax.jit(call).lower(*arguments).compile()
     with timing.alone():
         out = output(compiled(*arguments))
-        facts: Row = {"errors": inputs.error(out)}
+        facts: Row = {} if name in GRADIENTS else {"errors": inputs.error(out)}
         if change is not None:
             found = np.asarray(out[:1].astype(jnp.float32))
             facts["equals_default"] = bool((first.setdefault(name, found) == found).all())
         taken = timing.measure(compiled, arguments)
+    facts |= timing_facts(taken)
+    if name in GRADIENTS:
+        return facts
     shape = inputs.shape
     work = 4 * shape.batch * shape.heads.query * shape.heads.dim * shape.tokens**2
     work //= 2 if shape.is_causal else 1
     attention = [us for kernel, us in taken.kernels if "attention_hopper" in kernel]
     alone = attention[0] if attention else taken.microseconds
     return facts | {
-        "us": taken.microseconds,
         "attention_us": alone,
         "tflops_per_second": work / taken.microseconds / 1e6,
         "attention_tflops_per_second": work / alone / 1e6,
@@ -159,7 +194,8 @@ def run(pattern: str, out: Path) -> None:
             row |= {"status": "failed", "reason": f"{type(error).__name__}: {error}"[:300]}
         result["rows"].append(row)
         stored.write(out, result)
-        print({k: round(v, 1) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+        shown = ("shape", "attends", "launch", "status", "us", "attention_us", "equals_default")
+        print(*(row.get(name, "") for name in (*shown, "reason")), sep="\t", flush=True)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -131,6 +131,45 @@ def free_at_first(stages: int, slots: Sequence[Ref], own: Ref | None = None) -> 
             plgpu.barrier_arrive(barrier.at[i])
 
 
+class Turns:
+    """Turns of a program's consumers at what only one of them should do at a time.
+
+    Such as exponentials: warpgroups that begin together stay together, all at the exponentials and
+    then all at the matrix unit, one of which is idle meanwhile. Each must take as many turns as the
+    others. The compiler moves instructions over neither `wait`, which is a loop, nor what a product
+    needs over its start: `hand_on` belongs after one or the other.
+
+    Args:
+      barriers: of `memory`, or None: then there are no turns to wait for.
+      me: this consumer's number.
+      count: of consumers.
+    """
+
+    def __init__(self, barriers: Ref | None, me: jax.Array, count: int) -> None:
+        self._barriers, self._me, self._count = barriers, me, count
+
+    @staticmethod
+    def memory(count: int) -> Any:
+        """What a program's memory holds for so many consumers."""
+        return plgpu.Barrier(num_barriers=count)
+
+    def begin(self) -> None:
+        """Gives the first turn, to the first consumer; all of them call it, once."""
+        if self._barriers is not None:
+            first = self._barriers.at[0]
+            pl.when(self._me == 0)(lambda: plgpu.barrier_arrive(first))
+
+    def wait(self) -> None:
+        """Until it is this consumer's turn."""
+        if self._barriers is not None:
+            plgpu.barrier_wait(self._barriers.at[self._me])
+
+    def hand_on(self) -> None:
+        """Gives the turn to the next consumer."""
+        if self._barriers is not None:
+            plgpu.barrier_arrive(self._barriers.at[next_slot(self._me, self._count)])
+
+
 def _transforms(swizzle: int, dtype: Any) -> tuple[Any, ...]:
     wide = swizzle // jnp.dtype(dtype).itemsize
     return plgpu.TilingTransform((8, wide)), plgpu.SwizzleTransform(swizzle)

@@ -63,7 +63,7 @@ and 1 x 32k causal with 16 heads of 64. cuDNN on e4m3 gets e4m3.
   879; with queries quantized before, fp8 with 4 stages 920 and 971, which 50 us more before it
   outweigh.
   Rows: `benchmarks/results/default_versions_2026-11-23.json`.
-  v7  `Settings.turns`, not timed yet. Two warpgroups that begin together stay together: both
+  v7  `Settings.in_turns`, not timed yet. Two warpgroups that begin together stay together: both
       compute exponentials (1,056 clocks of the unit, 528 each), then both multiply (512), then both
       add outputs and subtract maxima (some 500 instructions): 2,000 clocks, which 936 T/s are.
       In turns one multiplies while the other computes exponentials: 2 x 550 and the handing over,
@@ -224,18 +224,8 @@ class _Consumer:
     first: jax.Array
     length: jax.Array
     blocks: Span
-    turns: tuple[Ref, Ref] | None
+    turns: ring.Turns
     s: Settings
-
-    def wait_for_turn(self) -> None:
-        """Until this warpgroup may compute exponentials."""
-        if self.turns is not None:
-            plgpu.barrier_wait(self.turns[0])
-
-    def pass_turn(self) -> None:
-        """The next warpgroup may compute exponentials."""
-        if self.turns is not None:
-            plgpu.barrier_arrive(self.turns[1])
 
     def wait_for_key(self, j: jax.Array, slot: jax.Array) -> None:
         """Until keys of block `j` are in shared memory, if there is such a block."""
@@ -297,7 +287,7 @@ class _Consumer:
         self, scores: jax.Array, m: jax.Array, l: jax.Array, factors: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, ...]:
         """`softmax.step`."""
-        self.wait_for_turn()
+        self.turns.wait()
 
         def f(scores: Any, m: Any, l: Any, *factors: Any) -> tuple[Any, ...]:
             return softmax.step(scores, m, l, factors, self.s.policy)
@@ -382,7 +372,7 @@ class _Consumer:
         following = ring.next_slot(slot, s.stages)
         self.wait_for_key(blocks.begin + 1, following)
         plgpu.barrier_wait(self.ready[1].at[slot])
-        self.pass_turn()
+        self.turns.hand_on()
         p = self.pack(p)
         o = _full(0.0, (ROWS, head_dim), _MATRIX)
         dtype = jnp.int32 if s.mode == "int8" else jnp.float32
@@ -405,7 +395,7 @@ class _Consumer:
             # Loops over which the compiler moves no instructions: the softmax stays before them.
             self.wait_for_key(j + 1, following)
             plgpu.barrier_wait(self.ready[1].at[slot])
-            self.pass_turn()
+            self.turns.hand_on()
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(self.free[1].at[before])
             p = self.pack(p)
@@ -448,7 +438,7 @@ class _Consumer:
         following = ring.next_slot(slot, s.stages)
         self.wait_for_key(blocks.begin + 1, following)
         plgpu.barrier_wait(self.ready[1].at[slot])
-        self.pass_turn()
+        self.turns.hand_on()
         p = self.pack(p)
         left = right = _full(0.0, (ROWS, _PART), _MATRIX)
 
@@ -466,7 +456,7 @@ class _Consumer:
             weights, m, l, next_alpha, unit = self.softmax(scores, m, l, factors)
             # A loop, over which the compiler moves no instructions, as in `run`.
             self.wait_for_key(j + 1, following)
-            self.pass_turn()
+            self.turns.hand_on()
             plgpu.wgmma_wait(0)
             left = self.merge(left, product, alpha, value_unit)
             product = self.output(p, before, 1)
@@ -529,11 +519,11 @@ class _Consumer:
             """Weights of block ``j - 1``, scores of `j`."""
             o, l, x, top, m, alpha, before, slot = carry
             factors = self.factors(j)
-            self.wait_for_turn()
+            self.turns.wait()
             scores = self.scores(slot)
             weights, l, unit = self.weigh(x, top, m, alpha, l)
             plgpu.barrier_wait(self.ready[1].at[before])
-            self.pass_turn()
+            self.turns.hand_on()
             plgpu.wgmma_wait(0)
             product = self.output(self.pack(weights), before)
             plgpu.barrier_arrive(self.free[0].at[slot])
@@ -562,10 +552,10 @@ class _Consumer:
         carry = lax.fori_loop(blocks.outer, blocks.end, masked, carry)
         o, l, x, top, m, alpha, slot, following = carry
         plgpu.barrier_arrive(self.query_free)
-        self.wait_for_turn()
+        self.turns.wait()
         weights, l, unit = self.weigh(x, top, m, alpha, l)
         plgpu.barrier_wait(self.ready[1].at[slot])
-        self.pass_turn()
+        self.turns.hand_on()
         product = self.output(self.pack(weights), slot)
         unit = self.value_unit(unit, blocks.end - 1)
         plgpu.wgmma_wait(0)
@@ -604,9 +594,6 @@ def _attend(
     # With a soft cap scores are scaled to the exponential's units after it.
     unit = 1.0 if s.soft_cap is not None else s.exponential.unit
     plgpu.barrier_wait(y.q_ready.at[place])
-    turns = None
-    if y.turns is not None:
-        turns = y.turns.at[me], y.turns.at[ring.next_slot(me, s.consumers)]
     consumer = _Consumer(
         q=y.q.at[place, me],
         buffers=(y.k, y.v),
@@ -619,7 +606,7 @@ def _attend(
         first=start,
         length=work.length,
         blocks=work.blocks,
-        turns=turns,
+        turns=ring.Turns(y.turns, me, s.consumers),
         s=s,
     )
     if y.v.shape[1] > _PART:
@@ -700,9 +687,7 @@ def _kernel(*refs: Ref, s: Settings, tiles: int) -> None:
             for i in range(_QUERY_SLOTS):
                 plgpu.barrier_arrive(y.q_free.at[i])
             ring.free_at_first(s.stages, (y.k_free, y.v_free))
-            if y.turns is not None:
-                first = y.turns.at[0]
-                pl.when(me == 0)(lambda: plgpu.barrier_arrive(first))
+            ring.Turns(y.turns, me, s.consumers).begin()
             share.by_index(consume)
             plgpu.wait_smem_to_gmem(0)
 
@@ -756,8 +741,8 @@ def _allocate(f: Callable[[_Memory], None], x: _Inputs, out: Ref, s: Settings) -
             raw_ready=plgpu.Barrier(),
             q_scale=plgpu.SMEM((quantize.PARTS + _QUERY_SLOTS, warpgroups), jnp.float32),
         )
-    if s.turns:
-        memory = memory._replace(turns=plgpu.Barrier(num_barriers=s.consumers))
+    if s.in_turns:
+        memory = memory._replace(turns=ring.Turns.memory(s.consumers))
     given = {name: kind for name, kind in memory._asdict().items() if kind is not None}
     pl.run_scoped(lambda **refs: f(_Memory(**refs)), collective_axes="warpgroup", **given)
 

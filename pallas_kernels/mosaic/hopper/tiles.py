@@ -30,8 +30,7 @@ class Settings:
       tile: key tokens that are attended to at once, `block_kv` or, with `ahead` and weights in
         e4m3, a multiple of it.
       consumers: warpgroups that attend, with 64 queries each.
-      turns: whether they compute exponentials in turns, so that the products of one fall under the
-        exponentials of another.
+      in_turns: whether they compute exponentials in turns, see `ring.Turns`.
       programs: how many run side by side, one to a multiprocessor.
     """
 
@@ -48,7 +47,7 @@ class Settings:
     ahead: bool = False
     tile: int = 128
     consumers: int = 2
-    turns: bool = False
+    in_turns: bool = False
 
     @property
     def rows(self) -> int:

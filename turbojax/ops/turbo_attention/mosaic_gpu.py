@@ -59,7 +59,7 @@ class Launch(NamedTuple):
       tile: see there.
       consumers: see there.
       quantizes: whether the kernel itself quantizes queries, see `quantizes_queries`.
-      turns: see there.
+      in_turns: see there.
     """
 
     stages: int
@@ -67,7 +67,7 @@ class Launch(NamedTuple):
     tile: int
     consumers: int = 2
     quantizes: bool = False
-    turns: bool = False
+    in_turns: bool = False
 
 
 @functools.partial(jax.jit, static_argnames=("config", "options", "launch"))
@@ -146,7 +146,7 @@ def attention(
             ahead=launch.ahead,
             tile=launch.tile,
             consumers=launch.consumers,
-            turns=launch.turns,
+            in_turns=launch.in_turns,
         ),
     )
     return out[..., :head_dim], residual

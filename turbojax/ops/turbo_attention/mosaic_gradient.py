@@ -21,10 +21,11 @@ _ROWS = 64
 
 
 class Launch(NamedTuple):
-    """Steps whose operands are in shared memory, of the two kernels."""
+    """Steps whose operands are in shared memory, of the two kernels; whether they take turns."""
 
     queries: int
     keys: int
+    in_turns: bool = False
 
 
 def unsupported(
@@ -116,7 +117,7 @@ def gradient(
     d8 = d8 or _as_it_is(d_o)
     x = tiles.Operands(*q8, *k8, *d8, *v8, q, k, d_o, lse, delta, query_length, key_length)
     launch = launch or default_launch(q.shape[-1], config)
-    settings = functools.partial(_settings, config, options)
+    settings = functools.partial(_settings, config, options, launch.in_turns)
     dtype = query.dtype if unit is None else jnp.float32
     d_q = queries.query_gradient(x, dtype, settings(launch.queries))[:, :tokens, :, :head_dim]
     d_k, d_v = keys.key_gradient(x, dtype, settings(launch.keys))
@@ -137,7 +138,7 @@ def _unit(d_out: jax.Array) -> jax.Array:
     return jnp.exp2(-jnp.floor(jnp.log2(jnp.where(usual, largest, 1.0))))
 
 
-def _settings(config: TurboConfig, options: Options, stages: int) -> Any:
+def _settings(config: TurboConfig, options: Options, in_turns: bool, stages: int) -> Any:
     from pallas_kernels.mosaic.hopper.gradient.tiles import Settings
 
     return Settings(
@@ -150,6 +151,7 @@ def _settings(config: TurboConfig, options: Options, stages: int) -> Any:
         block_kv=config.block_kv,
         stages=stages,
         programs=multiprocessors(),
+        in_turns=in_turns,
     )
 
 

@@ -93,6 +93,7 @@ class _Memory(NamedTuple):
     key_free: Ref
     ready: Ref
     free: Ref
+    turns: Ref | None
 
 
 def _consume(
@@ -106,6 +107,7 @@ def _consume(
         for scales in (x.k_scale, x.v_scale)
     )
     k_scale = k_scale * tiles.scores_factor(s)
+    turns = ring.Turns(m.turns, me, WARPGROUPS)
     plgpu.barrier_wait(m.key_ready.at[me])
 
     def add(
@@ -121,16 +123,23 @@ def _consume(
         scores = tiles.product(m.k8.at[me], m.q8.at[slot])
         products = tiles.product(m.v8.at[me], m.d8.at[slot])
         lse = tiles.load(m.lse.at[slot], COLUMN)
+        turns.wait()
         plgpu.wgmma_wait(1)
         limits = tiles.limits_of(query, first, work.queries - query, is_masked)
         weights, *slopes, words = tile.weigh(scores, lse, q_factor, limits)
         d_v = tiles.add_product(d_v, words, m.d_out.at[slot])
+        turns.hand_on()
         delta = tiles.load(m.delta.at[slot], COLUMN)
         plgpu.wgmma_wait(1)
         words = tile.score_gradients(weights, products, delta, d_factor, tuple(slopes), limits)
         d_k = tiles.add_product(d_k, words, m.q.at[slot])
         plgpu.wgmma_wait(0)
         return tiles.arrived(d_k), tiles.arrived(d_v)
+
+    def skip(d_k: jax.Array, d_v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        turns.wait()
+        turns.hand_on()
+        return d_k, d_v
 
     def step(i: jax.Array, carry: Any, head: jax.Array, is_masked: bool) -> Any:
         d_k, d_v, slot = carry
@@ -139,7 +148,7 @@ def _consume(
         add_one = functools.partial(add, d_k, d_v, query, head, slot, is_masked)
         if is_masked:
             is_seen = tiles.is_seen(query, first, s)
-            d_k, d_v = lax.cond(is_seen, add_one, lambda: (d_k, d_v))
+            d_k, d_v = lax.cond(is_seen, add_one, lambda: skip(d_k, d_v))
         else:
             d_k, d_v = add_one()
         plgpu.barrier_arrive(m.free.at[slot])
@@ -198,10 +207,10 @@ def _kernel(*refs: Ref, total: int, s: Settings) -> None:
     own = [ref.dtype != dtype or head_dim != width for ref in (x.q8, x.d8)]
 
     def body(*memory: Any) -> None:
-        k8, v8, q, d_out, lse, delta, out, ready, free, eights = memory
+        k8, v8, q, d_out, lse, delta, out, ready, free, eights, turns = memory
         q8, d8 = (eights.pop(0) if mine else x for mine, x in zip(own, (q, d_out), strict=True))
         rows = (k8, v8, q8, d8, q, d_out, lse, delta, out)
-        m = _Memory(*rows, ready[0], free[0], ready[1], free[1])
+        m = _Memory(*rows, ready[0], free[0], ready[1], free[1], *(turns or [None]))
 
         def over_tiles(f: Any) -> None:
             share.loop(lambda number, slot: f(_Work(number, x, s), slot))
@@ -217,6 +226,7 @@ def _kernel(*refs: Ref, total: int, s: Settings) -> None:
 
         def start_to_consume() -> None:
             ring.free_at_first(s.stages, [m.free], m.key_free.at[me])
+            ring.Turns(m.turns, me, WARPGROUPS).begin()
             over_tiles(consume)
 
         def produce() -> None:
@@ -243,6 +253,7 @@ def _kernel(*refs: Ref, total: int, s: Settings) -> None:
             for mine, ref in zip(own, (x.q8, x.d8), strict=True)
             if mine
         ],
+        [ring.Turns.memory(WARPGROUPS)] * s.in_turns,
         collective_axes="warpgroup",
     )
 

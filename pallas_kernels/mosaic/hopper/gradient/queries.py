@@ -78,6 +78,7 @@ class _Memory(NamedTuple):
     query_free: Ref
     ready: Ref
     free: Ref
+    turns: Ref | None
 
 
 def _consume(
@@ -91,6 +92,7 @@ def _consume(
         for scales in (x.q_scale, x.d_scale)
     )
     q_scale = q_scale * tiles.scores_factor(s)
+    turns = ring.Turns(m.turns, me, WARPGROUPS)
     plgpu.barrier_wait(m.query_ready.at[me])
     lse, delta = (tiles.load(ref.at[me], ROW) for ref in (m.lse, m.delta))
 
@@ -108,6 +110,7 @@ def _consume(
         keys = [begin + n * ROWS for n in range(len(slots))]
         scales = [factors(key) for key in keys]
         products = [start(slot) for slot in slots]
+        turns.wait()
         for n, key in enumerate(keys):
             # Left: the other slot's two products, or the sum that was started last.
             plgpu.wgmma_wait(1 if n else 2 * (len(slots) - 1))
@@ -116,8 +119,14 @@ def _consume(
             rest = (delta, scales[n][1], tuple(slopes), limits)
             words = tile.score_gradients(weights, products[n][1], *rest)
             total = tiles.add_product(total, words, m.k.at[slots[n]])
+        turns.hand_on()
         plgpu.wgmma_wait(0)
         return tiles.arrived(total)
+
+    def skip(total: jax.Array) -> jax.Array:
+        turns.wait()
+        turns.hand_on()
+        return total
 
     def edge(i: jax.Array, carry: Any) -> Any:
         total, slot = carry
@@ -126,7 +135,7 @@ def _consume(
         total = lax.cond(
             tiles.is_seen(first, key, s),
             lambda: add(total, key, [slot], is_masked=True),
-            lambda: total,
+            lambda: skip(total),
         )
         plgpu.barrier_arrive(m.free.at[slot])
         return total, ring.next_slot(slot, s.stages)
@@ -183,9 +192,9 @@ def _kernel(*refs: Ref, total: int, s: Settings) -> None:
     has_k8 = x.k8.dtype != x.k.dtype  # else the same memory serves both products
 
     def body(*memory: Any) -> None:
-        q8, d8, lse, delta, v8, k, out, ready, free, k8 = memory
+        q8, d8, lse, delta, v8, k, out, ready, free, k8, turns = memory
         rows = (q8, d8, lse, delta, k8[0] if k8 else k, v8, k, out)
-        m = _Memory(*rows, ready[0], free[0], ready[1], free[1])
+        m = _Memory(*rows, ready[0], free[0], ready[1], free[1], *(turns or [None]))
 
         def over_tiles(f: Any) -> None:
             share.loop(lambda number, slot: f(_Work(number, x, s), slot))
@@ -200,6 +209,7 @@ def _kernel(*refs: Ref, total: int, s: Settings) -> None:
 
         def start_to_consume() -> None:
             ring.free_at_first(s.stages, [m.free], m.query_free.at[me])
+            ring.Turns(m.turns, me, WARPGROUPS).begin()
             over_tiles(consume)
 
         def produce() -> None:
@@ -222,6 +232,7 @@ def _kernel(*refs: Ref, total: int, s: Settings) -> None:
             plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=s.stages),
         ],
         [ring.tile((s.stages, ROWS, head_dim), x.k8.dtype)] * has_k8,
+        [ring.Turns.memory(WARPGROUPS)] * s.in_turns,
         collective_axes="warpgroup",
     )
 

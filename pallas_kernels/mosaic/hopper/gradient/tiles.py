@@ -40,6 +40,7 @@ class Settings:
       block_q: queries that share a scale, a multiple of 64.
       block_kv: keys that share a scale, and values that do, a multiple of 64.
       stages: how many steps' operands are in shared memory.
+      in_turns: whether warpgroups weigh in turns, see `ring.Turns`.
       programs: how many run side by side, one to a multiprocessor.
     """
 
@@ -52,6 +53,7 @@ class Settings:
     block_kv: int
     stages: int
     programs: int = 132
+    in_turns: bool = False
 
     @property
     def together(self) -> int:
