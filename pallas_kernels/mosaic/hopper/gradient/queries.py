@@ -21,6 +21,8 @@ v2 with its sum under way: 2731 and 2174, for want of registers. 69 and 63 % of 
       are skipped; no 16-bit words of weights, which only keys' gradients
       multiply. In a warm GPU, where v2 takes 2154 and 1799                     2118   1782
 `benchmarks/results/training_2026-11-23.json`.
+Not timed yet: `Settings.in_turns`, one warpgroup's products under the other's weights, as in
+`keys`.
 """
 
 import functools
