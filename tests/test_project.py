@@ -93,7 +93,12 @@ def component(module: str) -> str:
 # Top-level packages, each of which imports nothing of those after it.
 FLOORS = ("pallas_kernels", "turbojax", "training", "benchmarks")
 # What suites are read by, and never read.
-ABOVE_SUITES = ("benchmarks.catalogue", "benchmarks.report", "benchmarks.__main__")
+ABOVE_SUITES = (
+    "benchmarks.catalogue",
+    "benchmarks.report",
+    "benchmarks.side_by_side",
+    "benchmarks.__main__",
+)
 
 
 def cycle(graph: dict[str, set[str]]) -> list[str]:

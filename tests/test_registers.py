@@ -48,6 +48,6 @@ def test_cases_are_calls_of_shapes():
     importlib.util.find_spec("jax_plugins") is not None, reason="there may be a plugin"
 )
 def test_without_the_plugin_it_says_what_it_needs():
-    with pytest.raises(SystemExit, match=r"pip install 'turbojax\[gpu\]'"):
+    with pytest.raises(SystemExit, match=r"pip install 'jax\[cuda13\]"):
         registers.h100()
     assert jax.devices()[0].platform == "cpu"

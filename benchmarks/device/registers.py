@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from benchmarks.device.sanitize import as_on_an_h100
+from turbojax import _extras
 
 # What XLA asks a device for. Rates do not matter: no kernel here is chosen by them.
 _H100 = """
@@ -77,7 +78,7 @@ def h100() -> Any:
     try:
         return topologies.get_topology_desc("h100", platform="cuda", **given).devices[0]
     except Exception as error:  # whatever jax raises without the plugin, or for an older one
-        sys.exit(f"this needs jax's CUDA plugin, pip install 'turbojax[gpu]': {error}")
+        sys.exit(f"this needs jax's CUDA plugin, {_extras.install('gpu')}: {error}")
 
 
 def kernels(call: Callable[..., Any], arguments: tuple[Any, ...], device: Any) -> list[Kernel]:
