@@ -44,14 +44,14 @@ CONFIGS = {
     "paper": tj.TurboConfig.paper(),
 }
 _E4M3: tuple[Row, ...] = (
-    {"in_turns": True},
-    {"stages": 3, "in_turns": True},
-    {"stages": 4, "in_turns": True},
+    {"in_turns": False},
+    {"stages": 3, "in_turns": False},
+    {"stages": 4, "in_turns": False},
     {"stages": 3},
     {"stages": 4},
     {"quantizes": False},
-    {"quantizes": False, "in_turns": True},
-    {"tile": 64, "in_turns": True},
+    {"quantizes": False, "in_turns": False},
+    {"tile": 64, "in_turns": False},
     {"tile": 64},
 )
 _OF_NARROW: tuple[Row, ...] = (
@@ -73,7 +73,7 @@ _INT8: tuple[Row, ...] = ({"in_turns": True}, {"ahead": True}, {"ahead": True, "
 def changes(shape: Shape, config: tj.TurboConfig) -> tuple[Row, ...]:
     """Of the default launch, itself first."""
     if shape.heads.dim > 128:
-        return {}, {"in_turns": True}
+        return {}, {"in_turns": False}
     if config.mode == "int8":
         return {}, *_INT8
     return {}, *(_E4M3 if shape.heads.dim == 128 else _OF_NARROW)
@@ -84,7 +84,11 @@ def rows(pattern: str) -> Iterator[tuple[Shape, str, Row | None]]:
     for shape in SHAPES:
         every = [(name, x) for name, config in CONFIGS.items() for x in changes(shape, config)]
         if shape in _TRAINED:
-            every += [(name, x) for name in GRADIENTS for x in ({}, {"in_turns": True})]
+            every += [
+                (name, x)
+                for name, config in GRADIENTS.items()
+                for x in ({}, {"in_turns": config.gradient == "float"})
+            ]
         mine = [(name, x) for name, x in every if re.search(pattern, f"{shape.label} {name} {x}")]
         for name, change in [("cudnn", None), ("cudnn e4m3", None), *mine] if mine else ():
             yield shape, name, change

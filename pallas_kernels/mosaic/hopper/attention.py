@@ -63,13 +63,18 @@ and 1 x 32k causal with 16 heads of 64. cuDNN on e4m3 gets e4m3.
   879; with queries quantized before, fp8 with 4 stages 920 and 971, which 50 us more before it
   outweigh.
   Rows: `benchmarks/results/default_versions_2026-11-23.json`.
-  v7  `Settings.in_turns`, not timed yet. Two warpgroups that begin together stay together: both
-      compute exponentials (1,056 clocks of the unit, 528 each), then both multiply (512), then both
-      add outputs and subtract maxima (some 500 instructions): 2,000 clocks, which 936 T/s are.
-      In turns one multiplies while the other computes exponentials: 2 x 550 and the handing over,
-      predicted 1,200 to 1,500. 64 wide, two warpgroups that work ahead, in turns, or three that
-      work ahead on tiles of 64 keys; mode int8 with blocks of 64 ahead: none of them spills
-      (`benchmarks.device.registers`). To be timed by `benchmarks.device.launches`.
+  v7  `Settings.in_turns`. Two warpgroups that begin together stay together: both compute
+      exponentials (1,056 clocks of the unit), then both multiply (512), then both add outputs and
+      subtract maxima (some 500 instructions): 2,000 clocks. In turns one multiplies while the other
+      computes exponentials: predicted 1,200 to 1,500. Seen, kernel alone, T/s, v6 and v7 (two
+      equal launches of a run differ by up to 4 %), cuDNN e4m3 in that run 917 and 860:
+                           2 x 8k       causal      8 x 2k    32k, 64 wide   8k, 256 wide
+         fp8            867 and 906   965 and 959  770 and 768  632 and 389    720 and 806
+         int8_fp8       853 and 883   889 and 920  720 and 761  591 and 387    753 and 812
+      64 wide, two warpgroups that work ahead in turns 578, three that work ahead on tiles of 64
+      keys 569, in turns 538. Mode int8 with blocks of 64, 2 x 8k 575, in turns 502, ahead in turns
+      553. So turns are for 128 channels or more, with weights in e4m3, and for 256.
+  Rows: `benchmarks/results/prompt_launches_2026-11-24.json`.
 What bounds v5: which registers are spilled, by chance, moves times by 5 to 20 %. A tile costs 2 us
   beside its products (8 x 2k: of 11), filling and emptying the pipeline. A window of 1,024 keys at
   2 x 8k reaches 73 % of the causal rate for what is visible, a soft cap (a hyperbolic tangent

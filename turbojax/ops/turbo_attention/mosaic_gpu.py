@@ -159,7 +159,7 @@ def default_launch(query: jax.Array, config: TurboConfig) -> Launch:
     leaves out is relative to the maximum up to a weight's block. Computing scores
     ahead takes more registers than there are in mode ``"int8"``, whose second products are
     converted too, and with 256 channels. With 64 there is room for a third warpgroup in its place,
-    if a sequence has queries for it.
+    if a sequence has queries for it. Turns are slower there, and in mode ``"int8"``.
     """
     head_dim, is_int8 = _padded_head_dim(query.shape[-1]), config.mode == "int8"
     is_narrow, is_wide = head_dim == _HEAD_DIMS[0], head_dim == _HEAD_DIMS[-1]
@@ -176,6 +176,7 @@ def default_launch(query: jax.Array, config: TurboConfig) -> Launch:
         tile=tile,
         consumers=consumers,
         quantizes=quantizes_queries(query, config, consumers),
+        in_turns=is_wide or not (is_narrow or is_int8),
     )
 
 

@@ -21,7 +21,13 @@ _ROWS = 64
 
 
 class Launch(NamedTuple):
-    """Steps whose operands are in shared memory, of the two kernels; whether they take turns."""
+    """How the two kernels are laid out.
+
+    Attributes:
+      queries: steps whose operands are in shared memory, of the queries' kernel.
+      keys: the same of the keys' kernel.
+      in_turns: of the keys' kernel, see `pallas_kernels.mosaic.hopper.gradient.tiles.Settings`.
+    """
 
     queries: int
     keys: int
@@ -117,10 +123,10 @@ def gradient(
     d8 = d8 or _as_it_is(d_o)
     x = tiles.Operands(*q8, *k8, *d8, *v8, q, k, d_o, lse, delta, query_length, key_length)
     launch = launch or default_launch(q.shape[-1], config)
-    settings = functools.partial(_settings, config, options, launch.in_turns)
+    settings = functools.partial(_settings, config, options)
     dtype = query.dtype if unit is None else jnp.float32
     d_q = queries.query_gradient(x, dtype, settings(launch.queries))[:, :tokens, :, :head_dim]
-    d_k, d_v = keys.key_gradient(x, dtype, settings(launch.keys))
+    d_k, d_v = keys.key_gradient(x, dtype, settings(launch.keys, in_turns=launch.in_turns))
     d_k, d_v = (y[:, :size, :, :head_dim] for y in (d_k, d_v))
     if unit is None:
         return d_q, d_k, d_v
@@ -138,7 +144,7 @@ def _unit(d_out: jax.Array) -> jax.Array:
     return jnp.exp2(-jnp.floor(jnp.log2(jnp.where(usual, largest, 1.0))))
 
 
-def _settings(config: TurboConfig, options: Options, in_turns: bool, stages: int) -> Any:
+def _settings(config: TurboConfig, options: Options, stages: int, *, in_turns: bool = False) -> Any:
     from pallas_kernels.mosaic.hopper.gradient.tiles import Settings
 
     return Settings(
@@ -156,10 +162,14 @@ def _settings(config: TurboConfig, options: Options, in_turns: bool, stages: int
 
 
 def default_launch(head_dim: int, config: TurboConfig) -> Launch:
-    """As many stages as there is shared memory for, up to what was fastest."""
+    """As many stages as there is shared memory for, up to what was fastest.
+
+    Turns were faster with 128 channels and 8 bits; with 64 or 256 they were not timed.
+    """
+    is_8bit = config.gradient == "8bit"
     if head_dim == _HEAD_DIMS[-1]:
-        return Launch(2, 2) if config.gradient == "8bit" else Launch(1, 1)
-    return Launch(4, 3)
+        return Launch(2, 2) if is_8bit else Launch(1, 1)
+    return Launch(4, 3, in_turns=is_8bit and head_dim == _HEAD_DIMS[1])
 
 
 def _padded(x: jax.Array) -> jax.Array:

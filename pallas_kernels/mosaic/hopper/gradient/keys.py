@@ -28,9 +28,11 @@ alone (2747). v5 is at 71 and 67 % of 16 bits' peak, and spills up to 24 bytes. 
   v6  values and output gradients in e4m3; parts of 64 x 64 of which a
       warpgroup sees nothing are skipped. In a warm GPU, where v5 takes 3112
       and 2647 (`benchmarks/results/training_2026-11-23.json`)                  3029   2797
-Not timed yet: `Settings.in_turns`. A step of both warpgroups is 1,536 clocks of products with 8-bit
-output gradients; where both compute exponentials at once, 512 more pass in which nothing
-multiplies, which is the 70 % seen. In turns: predicted 80 to 90 %.
+  v7  `Settings.in_turns`: one warpgroup multiplies while the other computes weights.
+      Not causal 6116 to 6038 and 5585 to 5264 (int8_fp8 5789 to 5215); causal, where
+      v6 takes 3034 and 2842 in that run (int8_fp8 2833 to 2783)                3060   2813
+v7 is the default with 8-bit output gradients: predicted were 80 to 90 % of 16 bits' peak, seen are
+59 causal and 63 not. `benchmarks/results/prompt_launches_2026-11-24.json`.
 Not built: `dV` in 8 bits. E4m3 sums keep some 14 bits, too few over all queries of a group of
 heads, and products of parts of them, to be added up apart, have no registers.
 """

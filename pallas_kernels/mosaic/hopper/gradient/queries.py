@@ -21,8 +21,9 @@ v2 with its sum under way: 2731 and 2174, for want of registers. 69 and 63 % of 
       are skipped; no 16-bit words of weights, which only keys' gradients
       multiply. In a warm GPU, where v2 takes 2154 and 1799                     2118   1782
 `benchmarks/results/training_2026-11-23.json`.
-Not timed yet: `Settings.in_turns`, one warpgroup's products under the other's weights, as in
-`keys`.
+Tried: turns at the weights, as in `keys`: 2183 and 1981, where v3 takes 2158 and 1820 in that run.
+A turn lasts for both halves, whose own overlap is the better one.
+`benchmarks/results/prompt_launches_2026-11-24.json`.
 """
 
 import functools
@@ -80,7 +81,6 @@ class _Memory(NamedTuple):
     query_free: Ref
     ready: Ref
     free: Ref
-    turns: Ref | None
 
 
 def _consume(
@@ -94,7 +94,6 @@ def _consume(
         for scales in (x.q_scale, x.d_scale)
     )
     q_scale = q_scale * tiles.scores_factor(s)
-    turns = ring.Turns(m.turns, me, WARPGROUPS)
     plgpu.barrier_wait(m.query_ready.at[me])
     lse, delta = (tiles.load(ref.at[me], ROW) for ref in (m.lse, m.delta))
 
@@ -112,7 +111,6 @@ def _consume(
         keys = [begin + n * ROWS for n in range(len(slots))]
         scales = [factors(key) for key in keys]
         products = [start(slot) for slot in slots]
-        turns.wait()
         for n, key in enumerate(keys):
             # Left: the other slot's two products, or the sum that was started last.
             plgpu.wgmma_wait(1 if n else 2 * (len(slots) - 1))
@@ -121,14 +119,8 @@ def _consume(
             rest = (delta, scales[n][1], tuple(slopes), limits)
             words = tile.score_gradients(weights, products[n][1], *rest)
             total = tiles.add_product(total, words, m.k.at[slots[n]])
-        turns.hand_on()
         plgpu.wgmma_wait(0)
         return tiles.arrived(total)
-
-    def skip(total: jax.Array) -> jax.Array:
-        turns.wait()
-        turns.hand_on()
-        return total
 
     def edge(i: jax.Array, carry: Any) -> Any:
         total, slot = carry
@@ -137,7 +129,7 @@ def _consume(
         total = lax.cond(
             tiles.is_seen(first, key, s),
             lambda: add(total, key, [slot], is_masked=True),
-            lambda: skip(total),
+            lambda: total,
         )
         plgpu.barrier_arrive(m.free.at[slot])
         return total, ring.next_slot(slot, s.stages)
@@ -194,9 +186,9 @@ def _kernel(*refs: Ref, total: int, s: Settings) -> None:
     has_k8 = x.k8.dtype != x.k.dtype  # else the same memory serves both products
 
     def body(*memory: Any) -> None:
-        q8, d8, lse, delta, v8, k, out, ready, free, k8, turns = memory
+        q8, d8, lse, delta, v8, k, out, ready, free, k8 = memory
         rows = (q8, d8, lse, delta, k8[0] if k8 else k, v8, k, out)
-        m = _Memory(*rows, ready[0], free[0], ready[1], free[1], *(turns or [None]))
+        m = _Memory(*rows, ready[0], free[0], ready[1], free[1])
 
         def over_tiles(f: Any) -> None:
             share.loop(lambda number, slot: f(_Work(number, x, s), slot))
@@ -211,7 +203,6 @@ def _kernel(*refs: Ref, total: int, s: Settings) -> None:
 
         def start_to_consume() -> None:
             ring.free_at_first(s.stages, [m.free], m.query_free.at[me])
-            ring.Turns(m.turns, me, WARPGROUPS).begin()
             over_tiles(consume)
 
         def produce() -> None:
@@ -234,7 +225,6 @@ def _kernel(*refs: Ref, total: int, s: Settings) -> None:
             plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=s.stages),
         ],
         [ring.tile((s.stages, ROWS, head_dim), x.k8.dtype)] * has_k8,
-        [ring.Turns.memory(WARPGROUPS)] * s.in_turns,
         collective_axes="warpgroup",
     )
 
