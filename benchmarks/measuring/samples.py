@@ -46,7 +46,32 @@ def sample_all(shape: Shape, queries: int) -> tuple[jax.Array, jax.Array, jax.Ar
     )
 
 
-@jax.jit
+# Without XLA's trials of several kernels, on a device where another process measures.
+_quiet = functools.partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0})
+
+
+def _exact_rows(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    visible: jax.Array,
+    window: int | None = None,
+) -> jax.Array:
+    batch, rows, heads, dim = query.shape
+    kv_heads = key.shape[2]
+    q = query.reshape(batch, rows, kv_heads, heads // kv_heads, dim).astype(jnp.float32)
+    dot = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+    scores = dot("brkgh,bskh->bkgrs", q, key.astype(jnp.float32)) * dim**-0.5
+    place = jnp.arange(key.shape[1])[None]
+    mask = place < visible[:, None]
+    if window is not None:
+        mask &= place >= visible[:, None] - 1 - window
+    p = jax.nn.softmax(jnp.where(mask[None, None, None], scores, -jnp.inf), axis=-1)
+    out = dot("bkgrs,bskh->brkgh", p, value.astype(jnp.float32))
+    return out.reshape(batch, rows, heads, dim)
+
+
+@_quiet
 def exact_rows(
     query: jax.Array,
     key: jax.Array,
@@ -66,25 +91,33 @@ def exact_rows(
     Returns:
       float32 ``[B, R, N, H]``.
     """
-    batch, rows, heads, dim = query.shape
-    kv_heads = key.shape[2]
-    q = query.reshape(batch, rows, kv_heads, heads // kv_heads, dim).astype(jnp.float32)
-    dot = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
-    scores = dot("brkgh,bskh->bkgrs", q, key.astype(jnp.float32)) * dim**-0.5
-    place = jnp.arange(key.shape[1])[None]
-    mask = place < visible[:, None]
-    if window is not None:
-        mask &= place >= visible[:, None] - 1 - window
-    p = jax.nn.softmax(jnp.where(mask[None, None, None], scores, -jnp.inf), axis=-1)
-    out = dot("bkgrs,bskh->brkgh", p, value.astype(jnp.float32))
-    return out.reshape(batch, rows, heads, dim)
+    return _exact_rows(query, key, value, visible, window)
+
+
+@_quiet
+def exact_gradient(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    visible: jax.Array,
+    window: int | None,
+    d_out: jax.Array,
+) -> jax.Array:
+    """The query's gradient of `exact_rows`, of `d_out`'s shape and float32."""
+
+    def attend(query: jax.Array) -> jax.Array:
+        return _exact_rows(query, key, value, visible, window)
+
+    _, pull = jax.vjp(attend, query.astype(jnp.float32))
+    [gradient] = pull(d_out.astype(jnp.float32))
+    return gradient
 
 
 @jax.jit
-def _errors(got: jax.Array, want: jax.Array) -> dict[str, jax.Array]:
-    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
+def _errors(got: jax.Array, want: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+    got, want = (jnp.ravel(x).astype(jnp.float32) for x in (got, want))
     difference = got - want
-    return {
+    return jnp.all(jnp.isfinite(got)), {
         "cosine": jnp.sum(got * want) / (jnp.linalg.norm(got) * jnp.linalg.norm(want)),
         "relative_l1": jnp.sum(jnp.abs(difference)) / jnp.sum(jnp.abs(want)),
         "rmse": jnp.sqrt(jnp.mean(difference**2)),
@@ -99,6 +132,7 @@ def errors(got: jax.Array, want: jax.Array) -> Error:
     """
     if got.shape != want.shape:
         raise ValueError(f"{got.shape=} must equal {want.shape=}")
-    if not jnp.all(jnp.isfinite(got)):
+    is_finite, found = _errors(got, want)
+    if not is_finite:
         raise ArithmeticError("the output is not finite")
-    return {name: float(value) for name, value in _errors(jnp.ravel(got), jnp.ravel(want)).items()}
+    return {name: float(value) for name, value in found.items()}

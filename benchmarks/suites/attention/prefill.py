@@ -39,16 +39,17 @@ class Inputs:
         count = max(1, min(self.shape.tokens, _COMPARED_SCORES // self.shape.tokens))
         return jnp.arange(count) * self.shape.tokens // count + self.shape.tokens // count - 1
 
-    @functools.cached_property
-    def expected(self) -> jax.Array:
-        """float32 ``[1, R, N, H]``."""
-        return self.exact(self.query[:1, self.rows])
-
-    def exact(self, query: jax.Array) -> jax.Array:
-        """Exact attention of the rows that are compared ``[1, R, N, H]``, in float32."""
+    @property
+    def seen(self) -> tuple[jax.Array, jax.Array, jax.Array, int | None]:
+        """Key, value, how many keys the compared rows see, and of these how many at most."""
         tokens = self.shape.tokens
         visible = self.rows + 1 if self.shape.is_causal else jnp.full_like(self.rows, tokens)
-        return exact_rows(query, self.key[:1], self.value[:1], visible, self.shape.window)
+        return self.key[:1], self.value[:1], visible, self.shape.window
+
+    @functools.cached_property
+    def expected(self) -> jax.Array:
+        """float32 ``[1, R, N, H]``: of the rows that are compared, exact."""
+        return exact_rows(self.query[:1, self.rows], *self.seen)
 
     def error(self, out: jax.Array) -> Error:
         """Of an output ``[B, S, N, H]``."""

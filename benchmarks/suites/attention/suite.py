@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from benchmarks import tables, timing
 from benchmarks.shapes import Shape
@@ -144,15 +145,17 @@ def describe(group: Group, case: Case) -> Row:
 def _measure(
     group: Group, case: Case, inputs: Latest, ceilings: Ceilings, repetitions: int | None
 ) -> Row:
-    with timing.alone():
-        call: Call = case.build(inputs.of(group))
-        jax.block_until_ready(call.arguments)
+    call: Call = case.build(inputs.of(group))
     start = time.perf_counter()
-    compiled = jax.jit(call.function).lower(*call.arguments).compile()
+    lowered = jax.jit(call.function).lower(*call.arguments)
+    compiled = lowered.compile()
     compile_seconds = time.perf_counter() - start
+    # Compiles the check, too, before this process has the device to itself.
+    call.error(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), lowered.out_info))
+    rotation = timing.Rotation(compiled, timing.rotated(call.arguments))
     with timing.alone():
         error = call.error(compiled(*call.arguments))
-        taken = timing.measure(compiled, call.arguments, repetitions=repetitions)
+        taken = timing.measure_call(rotation, repetitions=repetitions)
     unit = "gigabytes_per_second" if call.work.is_bytes else "tflops_per_second"
     return {
         "status": "ok",

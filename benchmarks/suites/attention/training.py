@@ -5,12 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 import turbojax as tj
 from benchmarks.measuring import work
 from benchmarks.measuring.compiling import require_gpu
-from benchmarks.measuring.samples import Error, errors, sample
+from benchmarks.measuring.samples import Error, errors, exact_gradient, sample
 from benchmarks.shapes import Shape
 from benchmarks.suites.attention import prefill
 from benchmarks.suites.attention.cases import Call, Case, Choice
@@ -31,10 +30,8 @@ class Inputs(prefill.Inputs):
     @functools.cached_property
     def expected_gradient(self) -> jax.Array:
         """float32 ``[1, R, N, H]``: of the query's rows that are compared, exact."""
-        rows = self.query[:1, self.rows].astype(jnp.float32)
-        _, pull = jax.vjp(self.exact, rows)
-        [gradient] = pull(self.d_out[:1, self.rows].astype(jnp.float32))
-        return gradient
+        query, d_out = (x[:1, self.rows] for x in (self.query, self.d_out))
+        return exact_gradient(query, *self.seen, d_out)
 
     def gradient_error(self, results: tuple[jax.Array, ...]) -> Error:
         """Of the query's gradient."""
