@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks import readme, report, side_by_side, stored, timing
 from benchmarks.catalogue import SUITES
 from benchmarks.machine import describe
-from benchmarks.suite import Suite
+from benchmarks.suite import Suite, faster
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -30,18 +30,19 @@ def run(arguments: argparse.Namespace) -> None:
     # Figures of a smoke test are not results.
     folder = Path(tempfile.gettempdir()) if arguments.quick else readme.RESULTS
     out = arguments.out or folder / f"{suite.name}_{machine['date']}.json"
-    result = stored.previous(out, machine) if arguments.resume else None
+    goes_on = arguments.resume or arguments.again
+    result = stored.previous(out, machine) if goes_on else None
     if result is None:
         result = {**machine, "suite": suite.name, "quick": arguments.quick}
         result |= {**_ceilings(arguments, suite, machine), "rows": []}
-    done = {row["name"] for row in result["rows"] if row["status"] == "ok"}
+    found = {row["name"]: row for row in result["rows"]}
     rows = suite.rows(arguments.filter, quick=arguments.quick)
     rows = side_by_side.share(rows, *arguments.share)
-    rows = [(group, case) for group, case in rows if group.name(case) not in done]
+    if not arguments.again:
+        done = {name for name, row in found.items() if row["status"] == "ok"}
+        rows = [(group, case) for group, case in rows if group.name(case) not in done]
     if not rows and arguments.share == (0, 1):
         sys.exit(f"no row is left to run with --filter {arguments.filter!r}")
-    renewed = {group.name(case) for group, case in rows}
-    result["rows"] = [row for row in result["rows"] if row["name"] not in renewed]
 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -49,11 +50,12 @@ def run(arguments: argparse.Namespace) -> None:
         task = progress.add_task(suite.name, total=len(rows))
 
         def on_row(row: dict[str, Any]) -> None:
-            result["rows"] = suite.with_ratios([*result["rows"], row])
+            name = row["name"]
+            found[name] = faster(found[name], row) if name in found else row
+            result["rows"] = suite.with_ratios(list(found.values()))
             stored.write(out, result)
-            progress.console.print(
-                suite.one_line(result["rows"][-1]), highlight=False, soft_wrap=True
-            )
+            [row] = [row for row in result["rows"] if row["name"] == name]
+            progress.console.print(suite.one_line(row), highlight=False, soft_wrap=True)
             progress.advance(task)
 
         suite.run(
@@ -98,6 +100,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     measure.add_argument(
         "--resume", action="store_true", help="keep the rows that --out already holds"
+    )
+    measure.add_argument(
+        "--again",
+        action="store_true",
+        help="measure the rows that --out already holds, too, and keep the faster result of each",
     )
     measure.add_argument(
         "--processes",

@@ -48,6 +48,7 @@ SHOWN = (
     pooled_training.SHOWN,
     gradient_error.SHOWN,
     gradient_training.SHOWN,
+    gradient_training.TUNED,
     first_calls.SHOWN,
     # Two models on another device than the suite's own result.
     Shown(("families_h200",), {"families h200": families_tables.families_summary}),

@@ -1,6 +1,7 @@
 """Training the embedded model with 8-bit attention, beside exact attention.
 
-`python -m benchmarks.gradient_training --out benchmarks/results/gradient_training.json`
+`python -m benchmarks.gradient_training --out benchmarks/results/gradient_training_DATE.json`, or
+with `--embedded --out benchmarks/results/gradient_tuning_DATE.json`
 
 Runs of one seed start from the same weights, random ones or with `--embedded` those of the embedded
 model, and read the same bytes in the same order; only attention differs, forward and backward.
@@ -221,6 +222,8 @@ def training_table(name: str, result: Result) -> str:
 
 
 SHOWN = Shown(("gradient_training",), {"gradient training": training_table})
+# With `--embedded`, called so by `--out`.
+TUNED = Shown(("gradient_tuning",), {"gradient tuning": training_table})
 
 if __name__ == "__main__":
     main()

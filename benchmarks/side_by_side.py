@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> None:
     out = arguments.out or folder / f"{suite.name}_{datetime.date.today().isoformat()}.json"
     with tempfile.TemporaryDirectory() as scratch:
         parts = [Path(scratch) / f"{number}.json" for number in range(processes)]
-        if arguments.resume and out.exists():
+        if (arguments.resume or arguments.again) and out.exists():
             for path in parts:
                 shutil.copy(out, path)
         children = [
@@ -88,6 +88,7 @@ def _start(arguments: argparse.Namespace, which: str, out: Path) -> "subprocess.
     command += ["--filter", arguments.filter, "--seconds", str(arguments.seconds)]
     command += ["--quick"] if arguments.quick else []
     command += ["--resume"] if arguments.resume else []
+    command += ["--again"] if arguments.again else []
     if arguments.repetitions is not None:
         command += ["--repetitions", str(arguments.repetitions)]
     command += ["--out", str(out), "--share", which]
@@ -97,10 +98,15 @@ def _start(arguments: argparse.Namespace, which: str, out: Path) -> "subprocess.
     return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
 
 
-def merge(paths: list[Path], out: Path) -> None:
-    """Puts shares of a suite into one file, in its order; of a row's results the last counts.
+def _runs(row: dict[str, Any]) -> int:
+    """How often a row was measured."""
+    return len(row.get("us_of_runs", [0])) if row["status"] == "ok" else 0
 
-    But what was measured counts more than what was not.
+
+def merge(paths: list[Path], out: Path) -> None:
+    """Puts shares of a suite into one file, in its order.
+
+    Of a row's results the one of most runs counts, the last of these.
 
     Raises:
       SystemExit: if there are none, or they come from different machines or versions.
@@ -116,7 +122,8 @@ def merge(paths: list[Path], out: Path) -> None:
     suite = SUITES[first["suite"]]
     found: dict[str, dict[str, Any]] = {}
     for row in (row for other in parts for row in other["rows"]):
-        if row["status"] == "ok" or row["name"] not in found:
+        known = found.get(row["name"])
+        if known is None or _runs(row) >= _runs(known):
             found[row["name"]] = row
     names = [group.name(case) for group, case in suite.rows(quick=first["quick"])]
     rows = suite.with_ratios([found[name] for name in names if name in found])

@@ -140,6 +140,17 @@ def attempt(
     on_row(row)
 
 
+def faster(old: Row, new: Row) -> Row:
+    """The better of a row's two results; `us_of_runs` has the times of all of them.
+
+    What else a device does, and the clock that its power leaves it, only take time.
+    """
+    if old["status"] != "ok" or new["status"] != "ok":
+        return old if old["status"] == "ok" else new
+    times = [us for row in (old, new) for us in row.get("us_of_runs", [row["us"]])]
+    return {**min(old, new, key=lambda row: float(row["us"])), "us_of_runs": times}
+
+
 def failure(error: Exception) -> dict[str, str]:
     """What a row says about the error that ended it."""
     lines = str(error).strip().splitlines()

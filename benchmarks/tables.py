@@ -31,9 +31,10 @@ def shapes(rows: Iterable[Row]) -> dict[str, list[Row]]:
 
 
 def shape_label(row: Row) -> str:
-    """``llama3-8b 16 x 32k``."""
+    """``llama3-8b 16 x 32k``; with ``causal`` and ``window 1024`` if it is so."""
     causal = " causal" if row["is_causal"] else ""
-    return f"{row['model']} {batch_and_tokens(row)}{causal}"
+    window = f" window {row['window']}" if row.get("window") is not None else ""
+    return f"{row['model']} {batch_and_tokens(row)}{causal}{window}"
 
 
 def batch_and_tokens(row: Row) -> str:

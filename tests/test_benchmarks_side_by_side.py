@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks import __main__ as command
 from benchmarks import side_by_side, timing
+from benchmarks.suite import faster
 
 FACTS = {"device": "a", "python": "3", "jax": "1", "turbojax": "2", "quick": True}
 
@@ -29,6 +30,12 @@ def test_processes_make_a_whole(tmp_path):
     ]
     assert second["ceilings"] == first["ceilings"]
     assert second["ceilings"]["copy"] > 0
+    command.main(["run", *options, "--again", "--filter", "prefill/tiny/b1-s128/xla"])
+    third = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
+    times = third.pop("prefill/tiny/b1-s128/xla")["us_of_runs"]
+    assert times[0] == second["rows"][1]["us"]
+    assert len(times) == 2
+    assert all("us_of_runs" not in row for row in third.values())
 
 
 def test_a_share_that_fails_is_an_error(tmp_path, monkeypatch):
@@ -105,6 +112,30 @@ def test_what_was_measured_counts_more(tmp_path):
         "xla": ("ok", 0),
         "cudnn": ("ok", 1),
     }
+
+
+def test_the_faster_result_counts_and_both_times_are_kept():
+    slow, fast = ({"status": "ok", "us": us, "part": part} for us, part in ((3.0, 0), (2.0, 1)))
+    failed = {"status": "failed", "reason": "none"}
+    for one, other, times in ((slow, fast, [3.0, 2.0]), (fast, slow, [2.0, 3.0])):
+        assert faster(one, other) == {**fast, "us_of_runs": times}
+    thrice = faster(faster(slow, fast), slow)
+    assert thrice == {**fast, "us_of_runs": [3.0, 2.0, 3.0]}
+    assert faster(failed, fast)["us"] == faster(fast, failed)["us"] == 2.0
+    assert faster(failed, {**failed, "reason": "new"})["reason"] == "new"
+
+
+def test_the_result_of_most_runs_is_the_merged_one(tmp_path):
+    """Each share holds the old results of the others."""
+    row = {"name": "prefill/tiny/b1-s128/xla", "method": "xla", "status": "ok", "us": 3.0}
+    row["operation"] = "prefill"
+    for number in range(3):
+        mine = [faster(row, {**row, "us": 2.0})] if number == 1 else [row]
+        path = tmp_path / f"{number}.json"
+        path.write_text(json.dumps({**FACTS, "suite": "attention", "rows": mine}))
+    side_by_side.merge([tmp_path / f"{i}.json" for i in range(3)], tmp_path / "out.json")
+    [found] = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert (found["us"], found["us_of_runs"]) == (2.0, [3.0, 2.0])
 
 
 def test_results_of_other_versions_are_not_merged(tmp_path):

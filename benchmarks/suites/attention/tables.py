@@ -183,6 +183,25 @@ def hopper_table(result: Result) -> str:
     return tables.table([*header, "of ceiling", "quantizing", "cosine", "relative L1, RMSE"], lines)
 
 
+def training_table(result: Result) -> str:
+    """Forward and backward in one call, by shape: cuDNN's time, and ours over it."""
+    rows = tables.finished(result, "training")
+    columns = list(dict.fromkeys(row["method"] for row in rows if not is_cudnn(row)))
+    lines = []
+    for label, group in tables.shapes(rows).items():
+        base = tables.fastest(group, is_cudnn)
+        line = [label, _microseconds(base)]
+        for method in columns:
+            row = tables.fastest(group, lambda row, method=method: row["method"] == method)
+            line.append("-" if row is None else f"{row['speedup_over_cudnn']:.2f}x")
+        lines.append(line)
+    header = ["batch x tokens", "cuDNN bf16, us"]
+    for method in columns:
+        mode, _, gradient = method.removeprefix("turbo-").partition("-exact-gradient-")
+        header.append(f'`{mode}`, `gradient="{gradient}"`')
+    return tables.table(header, lines)
+
+
 def _shapes_cudnn(rows: Iterable[Row], like: Row) -> float:
     """Microseconds of the fastest cuDNN row of a shape; NaN without one."""
     same = ("operation", "model", "batch", "tokens", "is_causal", "window")
@@ -251,6 +270,7 @@ ATTENTION: Mapping[str, Callable[[str, Result], str]] = {
 """What the docs show of the suite `attention`, and below of `hopper`."""
 HOPPER: Mapping[str, Callable[[str, Result], str]] = {
     "hopper": _hopper_section,
+    "training": _section(training_table),
     "decode summary": _decode_summary,
     "prefill summary": _prefill_summary,
 }
@@ -259,7 +279,9 @@ HOPPER: Mapping[str, Callable[[str, Result], str]] = {
 def default_table(result: Result) -> str:
     """A call without options, beside cuDNN's."""
     lines = []
-    for row in tables.finished(result, "prefill"):
+    rows = tables.finished(result, "prefill")
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    for row in sorted(rows, key=lambda row: (models.index(row["model"]), row["tokens"])):
         if not is_cudnn(row):
             ratio = row.get("speedup_over_cudnn")
             lines.append(

@@ -71,6 +71,7 @@ and 1 x 32k causal with 16 heads of 64. cuDNN on e4m3 gets e4m3.
                            2 x 8k       causal      8 x 2k    32k, 64 wide   8k, 256 wide
          fp8            867 and 906   965 and 959  770 and 768  632 and 389    720 and 806
          int8_fp8       853 and 883   889 and 920  720 and 761  591 and 387    753 and 812
+      Six of each in turn, fp8, means: 2 x 8k 841 and 882, causal 944 and 929.
       64 wide, two warpgroups that work ahead in turns 578, three that work ahead on tiles of 64
       keys 569, in turns 538. Mode int8 with blocks of 64, 2 x 8k 575, in turns 502, ahead in turns
       553. So turns are for 128 channels or more, with weights in e4m3, and for 256.
