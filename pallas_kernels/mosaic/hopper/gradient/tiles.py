@@ -40,7 +40,7 @@ class Settings:
       block_q: queries that share a scale, a multiple of 64.
       block_kv: keys that share a scale, and values that do, a multiple of 64.
       stages: how many steps' operands are in shared memory.
-      in_turns: whether warpgroups weigh in turns, see `ring.Turns`.
+      in_turns: whether the warpgroups of the gradient of keys weigh in turns, see `ring.Turns`.
       programs: how many run side by side, one to a multiprocessor.
     """
 
