@@ -395,21 +395,6 @@ def test_hopper_shows_calls_kernels_and_errors():
     assert f"| `prefill/a/turbo-fp8` | {numbers} | 0.99900 | 0.0500, 0.001 |" in table
 
 
-def test_training_is_shown_by_shape_and_windows_are_shapes_of_their_own():
-    shape = {"model": "m", "batch": 2, "tokens": 8192, "is_causal": True}
-    rows = []
-    for window, us in ((None, 100.0), (1024, 30.0)):
-        facts = shape | {"operation": "training", "status": "ok"}
-        facts |= {} if window is None else {"window": window}
-        for method, faster in (("cudnn", 1.0), ("turbo-fp8-exact-gradient-8bit", 1.25)):
-            rows.append(facts | {"method": method, "us": us / faster, "speedup_over_cudnn": faster})
-    rows.append(rows[1] | {"method": "turbo-int8-exact-gradient-float", "speedup_over_cudnn": 0.5})
-    table = attention_tables.training_table({"rows": rows})
-    assert '| `fp8`, `gradient="8bit"` | `int8`, `gradient="float"` |' in table
-    assert "| m 2 x 8k causal | 100 | 1.25x | 0.50x |" in table
-    assert "| m 2 x 8k causal window 1024 | 30 | 1.25x | - |" in table
-
-
 def test_rows_without_time_are_counted_and_not_listed():
     base = {"operation": "decode", "status": "not run"}
     late = {**base, "reason": tables.OUT_OF_TIME}
