@@ -51,15 +51,15 @@ def _prompt(tokens: int = 150, dim: int = 64) -> tuple[jax.Array, ...]:
     return tuple(_normal(i, 1, tokens, heads, dim) for i, heads in enumerate((2, 1, 1)))
 
 
-def _attention(implementation: str, mode: Any) -> Any:
+def _attention(implementation: str, mode: Any, dim: int = 64) -> Any:
     config = tj.TurboConfig.paper(mode=mode)
     call = functools.partial(
         tj.turbo_attention, config=config, is_causal=True, implementation=implementation
     )
-    return call, _prompt()
+    return call, _prompt(dim=dim)
 
 
-def _gradient(mode: Any, gradient: Any) -> Any:
+def _gradient(mode: Any, gradient: Any, dim: int = 64) -> Any:
     config = tj.TurboConfig(mode=mode, gradient=gradient)
 
     def call(*arrays: jax.Array) -> Any:
@@ -67,7 +67,7 @@ def _gradient(mode: Any, gradient: Any) -> Any:
         out, pull = jax.vjp(attend, *arrays)
         return pull(jnp.ones_like(out))
 
-    return call, _prompt()
+    return call, _prompt(dim=dim)
 
 
 def _write() -> Any:
@@ -200,8 +200,21 @@ CASES = {
     ),
     "attention, int8, Hopper": _case("attention_hopper", _attention, "mosaic_gpu", "int8"),
     "attention, int8_fp8, Hopper": _case("attention_hopper", _attention, "mosaic_gpu", "int8_fp8"),
+    "attention, in turns, Hopper": _case(
+        "attention_hopper", _attention, "mosaic_gpu", "int8_fp8", 128
+    ),
+    "attention, in turns, 256 channels, Hopper": _case(
+        "attention_hopper", _attention, "mosaic_gpu", "int8", 256
+    ),
     "gradient, 8bit, Hopper": _case(
         "gradient_rows query_gradient_hopper key_gradient_hopper", _gradient, "int8_fp8", "8bit"
+    ),
+    "gradient, in turns, Hopper": _case(
+        "gradient_rows query_gradient_hopper key_gradient_hopper",
+        _gradient,
+        "int8_fp8",
+        "8bit",
+        128,
     ),
     "gradient, Hopper": _case(
         "gradient_rows query_gradient_hopper key_gradient_hopper", _gradient, "fp8", "float"
