@@ -245,6 +245,10 @@ def ballot(condition):
     return integer(int((condition.value.astype(np.int64) << LANES).sum()))
 
 
+def held(x):
+    return integer(x)
+
+
 def uniform(x):
     return from_lane(x, integer(0))
 
@@ -270,6 +274,14 @@ def loop(start, stop, step, state, body):
     for i in range(_signed(start)[0], _signed(stop)[0], step):
         state = body(integer(i), state)
     return state
+
+
+def either(condition, kinds, a, b):
+    """Of a condition that all lanes share."""
+    assert len(set(condition.value)) == 1
+    results = a() if condition.value[0] else b()
+    assert [type(x) for x in results] == list(kinds)
+    return results
 
 
 def from_lane(x, lane):

@@ -23,6 +23,7 @@ from pallas_kernels.mosaic.lane.instructions import floor as floor
 from pallas_kernels.mosaic.lane.instructions import fma as fma
 from pallas_kernels.mosaic.lane.instructions import from_lane as from_lane
 from pallas_kernels.mosaic.lane.instructions import half_to_float as half_to_float
+from pallas_kernels.mosaic.lane.instructions import held as held
 from pallas_kernels.mosaic.lane.instructions import largest_of_warp as largest_of_warp
 from pallas_kernels.mosaic.lane.instructions import log2 as log2
 from pallas_kernels.mosaic.lane.instructions import log2_of_any as log2_of_any
@@ -57,6 +58,7 @@ from pallas_kernels.mosaic.lane.numbers import Bool as Bool
 from pallas_kernels.mosaic.lane.numbers import Float as Float
 from pallas_kernels.mosaic.lane.numbers import Int as Int
 from pallas_kernels.mosaic.lane.numbers import chain as chain
+from pallas_kernels.mosaic.lane.numbers import either as either
 from pallas_kernels.mosaic.lane.numbers import integer as integer
 from pallas_kernels.mosaic.lane.numbers import loop as loop
 from pallas_kernels.mosaic.lane.numbers import number as number

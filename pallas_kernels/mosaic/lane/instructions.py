@@ -227,6 +227,12 @@ def uniform(x: Int) -> Int:
     return from_lane(x, integer(0))
 
 
+def held(x: int) -> Int:
+    """A constant that stays in a register: the compiler does not know that it is one."""
+    own = special("laneid")
+    return from_lane(own + x, own) - own
+
+
 def act(text: str, *args: Any, constraints: str = "") -> None:
     """Assembly without a result, whose effects keep it where it is."""
     asm(ir.Type.parse("!llvm.void"), args, text, constraints, effects=True)

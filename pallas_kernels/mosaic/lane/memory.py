@@ -9,6 +9,7 @@ from jaxlib.mlir.dialects import vector
 
 from pallas_kernels.mosaic.lane.instructions import act, asm
 from pallas_kernels.mosaic.lane.numbers import (
+    Bool,
     Float,
     Int,
     arith,
@@ -32,6 +33,11 @@ class Pointer:
         """The beginning of a reference."""
         return cls(mgpu.utils.memref_ptr(ref))
 
+    @classmethod
+    def choose(cls, condition: Bool, a: "Pointer", b: "Pointer") -> "Pointer":
+        """`a` where `condition` holds, `b` elsewhere."""
+        return cls(arith.select(condition.value, a.value, b.value))
+
     def at(self, *offsets: Int | int) -> "Pointer":
         """Some bytes on; offsets are added with 64 bits."""
         value = self.value
@@ -45,12 +51,10 @@ class Pointer:
             )
         return Pointer(value)
 
-    def times(self, index: Int, size: int) -> "Pointer":
+    def times(self, index: Int, size: Int | int) -> "Pointer":
         """``index * size`` bytes on, multiplied with 64 bits."""
         i64 = ir.IntegerType.get_signless(64)
-        wide = arith.muli(
-            arith.extsi(i64, index.value), arith.constant(i64, ir.IntegerAttr.get(i64, size))
-        )
+        wide = arith.muli(*(arith.extsi(i64, int_value(x)) for x in (index, size)))
         byte = ir.IntegerType.get_signless(8)
         value = llvm.getelementptr(
             self.value.type, self.value, [wide], [-(2**31)], byte, llvm.GEPNoWrapFlags.none
@@ -160,15 +164,15 @@ def expect_bytes(barrier: Pointer, size: Int | int) -> None:
     act(text, barrier.address(), int_value(size), constraints="r,r")
 
 
-def copy(source: Pointer, target: Pointer, size: int, barrier: Pointer) -> None:
+def copy(source: Pointer, target: Pointer, size: Int | int, barrier: Pointer) -> None:
     """Copies into shared memory by the copy engine; all multiples of 16 bytes."""
     act(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
-        f"[$0], [$1], {size}, [$2];",
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $3, [$2];",
         target.address(),
         source.address(),
         barrier.address(),
-        constraints="r,l,r",
+        int_value(size),
+        constraints="r,l,r,r",
     )
 
 

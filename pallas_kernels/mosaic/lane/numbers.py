@@ -214,6 +214,28 @@ def loop(
     return [kind(x) for kind, x in zip(kinds, op.results, strict=True)]
 
 
+def either(
+    condition: Bool,
+    kinds: Sequence[type],
+    a: Callable[[], list[Any]],
+    b: Callable[[], list[Any]],
+) -> list[Any]:
+    """What `a` computes where `condition` holds, elsewhere what `b` does; only one of them runs.
+
+    Args:
+      condition: on which the lanes of a warp agree.
+      kinds: of the results, `Int` or `Float`.
+      a: gives a list of numbers.
+      b: gives a list of as many.
+    """
+    types = [i32() if kind is Int else f32() for kind in kinds]
+    op = scf.IfOp(condition.value, types, has_else=True)
+    for block, f in ((op.then_block, a), (op.else_block, b)):
+        with ir.InsertionPoint(block):
+            scf.YieldOp([x.value for x in f()])
+    return [kind(x) for kind, x in zip(kinds, op.results, strict=True)]
+
+
 def total(values: Sequence[Any]) -> Any:
     """The sum of several numbers."""
     return functools.reduce(lambda a, b: a + b, values)

@@ -8,7 +8,7 @@ import jax
 
 from pallas_kernels.layouts import Side
 from pallas_kernels.mosaic import lane, warp
-from pallas_kernels.mosaic.hopper.decode.types import Shape, SparseExponential
+from pallas_kernels.mosaic.hopper.decode.types import Shape, SparseExponential, Width
 from pallas_kernels.mosaic.lane import Int, Pointer
 
 # In programs, on every Hopper GPU.
@@ -96,6 +96,10 @@ class SidePointers:
         """Place of a sequence's head among the heads of all code arrays."""
         return self.head_slots.at(pair << 2).word()
 
+    def width(self, pair: Int, bits: tuple[int, ...]) -> Width:
+        """That of a sequence's head, where the code arrays have these."""
+        return Width(bits, self.slot(pair) >= self.heads[0] if len(bits) == 2 else None)
+
     @classmethod
     def of(cls, refs: Any, side: Side) -> "SidePointers":
         """The pointers behind the references to `side`."""
@@ -121,6 +125,18 @@ class Arrays(warp.Arrays):
     buffered: Pointer
     blocks: int
     buffer_size: int
+
+    def codes(self, side: SidePointers, at: "Program", width: Width, of_one_bit: int) -> Pointer:
+        """The blocks of the program's head, `of_one_bit` bytes each for every bit of a code."""
+        found, skipped = [], 0
+        for codes, heads, bits in zip(side.codes, side.heads, width.bits, strict=True):
+            slot = at.head if len(side.codes) == 1 else side.slot(at.pair) - skipped
+            first = (at.batch * heads + slot) * self.blocks
+            found.append(codes.times(first, bits * of_one_bit))
+            skipped += heads
+        if width.is_low is None:
+            return found[0]
+        return Pointer.choose(width.is_low, found[1], found[0])
 
     @classmethod
     def of(cls, refs: Any, inputs: Any) -> "Arrays":
@@ -198,28 +214,31 @@ class Program(warp.Program):
 
 
 def copies_of(
-    a: Arrays, at: Program, shape: Shape, groups: tuple[int, int]
+    a: Arrays, at: Program, shape: Shape, widths: tuple[Width, Width]
 ) -> Callable[[Int, Pointer, Pointer], None]:
     """A function that starts the copies of a block to shared memory, for a barrier to wait for.
 
     Args:
       a: the arrays.
       at: the program.
-      shape: sizes.
-      groups: which code array of keys and values holds the head.
+      shape: sizes, of the widest codes.
+      widths: of the head's keys and values.
     """
     sources = {}
-    for name, side, group in (("key", a.key, groups[0]), ("value", a.value, groups[1])):
-        heads = side.heads[group]
-        slot = at.head if len(side.codes) == 1 else side.slot(at.pair) - group * side.heads[0]
-        first = (at.batch * heads + slot) * a.blocks
-        sources[name] = side.codes[group].times(first, dict(shape.parts)[name])
+    sizes: dict[str, Int | int] = {name: a.head_dim for name, _ in shape.parts}
+    of_one_bit = shape.block * a.head_dim // 8
+    for name, side, width in (("key", a.key, widths[0]), ("value", a.value, widths[1])):
+        sizes[name] = width.size(of_one_bit)
+        sources[name] = a.codes(side, at, width, of_one_bit)
         sources[f"{name}_scale"] = side.channel_scale.times(at.pair * a.blocks, a.head_dim)
         sources[f"{name}_zero"] = side.channel_zero.times(at.pair * a.blocks, a.head_dim)
+    total = lane.integer(0)
+    for size in sizes.values():
+        total = total + size
 
     def start(block: Int, target: Pointer, barrier: Pointer) -> None:
-        lane.expect_bytes(barrier, shape.bytes)
-        for name, size in shape.parts:
+        lane.expect_bytes(barrier, total)
+        for name, size in sizes.items():
             source = sources[name].times(block, size)
             lane.copy(source, target.at(shape.offset(name)), size, barrier)
 

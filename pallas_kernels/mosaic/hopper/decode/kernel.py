@@ -30,9 +30,23 @@ Versions, H100, jax 0.11.2, device time (cuDNN on bfloat16 keys and values in th
   v2, merged within a cluster       1 x 1k: 6.0 us against 6.7 without in the same run, 1.07 times;
                                     1 x 4k: 7.8 against 7.6; 16 x 32k: 219 against 198, since
                                     programs of a cluster start and leave together
+  On an H200 (4.5 TB/s read by cuDNN), us, with half of the heads at 2 bits:
+                                    16 x 32k  64 x 4k  1 x 128k  1 x 8k
+    cuDNN                              472      243      126      14.6
+    v2, 4 bits                         142       77       44      11.1
+    v2, 2 and 4 bits, one loop for     149       89       75      15.2
+      each of the four pairs of widths
+    v3, code for each width of keys,   119       67       37      11.4   3.98, 3.6, 3.4, 1.28 times
+      then for each of values
+  v2's loop with all heads at 4 bits took what the kernel of 4 bits takes, and with low keys where
+  values are low 118: neither registers nor shares of unequal size cost time, but four loops of
+  12 KB that run at the same time on one multiprocessor, more than its instruction cache. v3 has
+  21 KB in all. Two warpgroups in a program, which share a head, in v2: 136.
 """
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -57,7 +71,14 @@ from pallas_kernels.mosaic.hopper.decode.inputs import Arrays, Program, copies_o
 from pallas_kernels.mosaic.hopper.decode.inputs import Settings as Settings
 from pallas_kernels.mosaic.hopper.decode.inputs import stage_bytes as stage_bytes
 from pallas_kernels.mosaic.hopper.decode.query import load_query
-from pallas_kernels.mosaic.hopper.decode.types import Numerics, Place, Query, Shape, State
+from pallas_kernels.mosaic.hopper.decode.types import (
+    Numerics,
+    Place,
+    Query,
+    Shape,
+    State,
+    Width,
+)
 from pallas_kernels.mosaic.hopper.decode.types import SparseExponential as SparseExponential
 from pallas_kernels.mosaic.lane import ClusterPointer, Float, Int, Pointer
 
@@ -71,32 +92,15 @@ def _kernel(*refs: Any, s: Settings) -> None:
         a = Arrays.of(refs, inputs)
         at = Program.of(a, ids, s)
         smem = (Pointer.to(memory[0]), Pointer.to(memory[1]))
-        choice = lane.integer(0)
-        for side in (a.key, a.value):
-            if len(side.codes) == 2:
-                is_low = side.slot(at.pair) >= side.heads[0]
-                choice = (choice << 1) + is_low.where(lane.integer(1), 0)
-        groups = [(i, j) for i in range(len(a.key.codes)) for j in range(len(a.value.codes))]
-        for number, widths in enumerate(groups):
-            if len(groups) == 1:
-                _walk(a, at, widths, smem, s)
-                continue
-            with lane.when(choice.equals(number)):
-                _walk(a, at, widths, smem, s)
+        _walk(a, at, smem, s)
         _combine(a, at, smem[0], s)
 
     warp.inline(_GRID + _CLUSTER, refs, body)
 
 
-def _walk(
-    a: Arrays,
-    at: Program,
-    groups: tuple[int, int],
-    smem: tuple[Pointer, Pointer],
-    s: Settings,
-) -> None:
-    """A warp's share of the program's units, for one pair of widths, and its result."""
-    shape = Shape(a.head_dim, s.block, s.key_bits[groups[0]], s.value_bits[groups[1]], s.rows)
+def _walk(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: Settings) -> None:
+    """A warp's share of the program's units, and its result."""
+    shape = Shape(a.head_dim, s.block, max(s.key_bits), max(s.value_bits), s.rows)
     is_masked = a.tokens > 1 or s.window is not None
     n = Numerics(s.exponential, s.window, s.soft_cap, is_masked)
     here, warps = Place.here(), s.warps
@@ -104,7 +108,8 @@ def _walk(
     stage = s.warp_bytes(a.head_dim) // s.stages
     slots = warp.Slots.of(smem, number, s.warp_bytes(a.head_dim), stage, s.stages)
     leader = (here.g | here.t).equals(0)
-    start_copy = copies_of(a, at, shape, groups)
+    widths = a.key.width(at.pair, s.key_bits), a.value.width(at.pair, s.value_bits)
+    start_copy = copies_of(a, at, shape, widths)
     first, stop = at.start + number, at.stop.minimum(at.blocks)
     with lane.when(leader):
         slots.init()
@@ -113,7 +118,8 @@ def _walk(
             with lane.when(unit < stop):
                 start_copy(unit, slots.slot(i), slots.barrier(i))
     lane.warp_barrier()
-    query = load_query(a, at, shape, here, s.scale, n.unit)
+    products = Products.of(shape, *widths, here, n)
+    query = products.query(a, at, s.scale)
 
     def block_scales(unit: Int) -> list[Float]:
         inside = unit.minimum(a.blocks - 1).maximum(0)
@@ -123,7 +129,7 @@ def _walk(
     def attend(unit: Int, state: list[Any], slot: Pointer, following: list[Float]) -> list[Any]:
         *flat, key_scale, value_scale = state
         before, scales = State.of(flat, shape), (key_scale, value_scale)
-        after = _attend_block(shape, before, slot, scales, unit * s.block, query, here, n)
+        after = products.attend_block(before, slot, scales, unit * s.block, query)
         return [*after.flat(), *following]
 
     def refill(unit: Int, slot: Pointer, barrier: Pointer, _: Any) -> None:
@@ -144,87 +150,149 @@ def _walk(
         has_buffer.where(lane.integer(1), 0),
         1,
         flat,
-        lambda _, x: _attend_buffer(a, shape, State.of(x, shape), at, query, here, n).flat(),
+        lambda _, x: products.attend_buffer(a, State.of(x, shape), at, query).flat(),
     )
     _keep(shape, State.of(flat, shape), slots.area, here, n)
 
 
-def _attend_block(
-    shape: Shape,
-    state: State,
-    slot: Pointer,
-    scales: tuple[Float, Float],
-    first_token: Int,
-    query: Query,
-    here: Place,
-    n: Numerics,
-) -> State:
-    """Adds the block in shared memory at `slot`."""
-    tokens = token_words(shape, here)
-    size, quarter = shape.key_row, here.t * (shape.key_row // 4)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Products:
+    """What a warp computes of blocks and of the buffer, in code for each width of keys and values.
 
-    def key_words(i: int) -> list[Int]:
-        token = tokens[i // 4] + (here.rotation ^ (i % 4))
-        return unpack(slot.at(token * size + quarter).words(size // 16), shape.key_bits)
+    Attributes:
+      shape: sizes, of the widest codes.
+      key: of the head's keys.
+      value: of its values.
+      here: the lane's place.
+      n: numerics.
+      tokens: the first of each of the lane's words of four.
+    """
 
-    per_lane = shape.head_dim // 8
-    value_slot = slot.at(shape.offset("value"))
+    shape: Shape
+    key: Width
+    value: Width
+    here: Place
+    n: Numerics
+    tokens: list[Int]
 
-    def value_words(i: int) -> list[Int]:
-        channel = here.g * per_lane + ((here.rotation ^ (i % 4)) + i // 4 * 4)
-        row = shape.value_row
-        at = value_slot.at(channel * row + here.t * (row // 4))
-        return unpack(at.words(row // 16), shape.value_bits)
+    @classmethod
+    def of(cls, shape: Shape, key: Width, value: Width, here: Place, n: Numerics) -> "Products":
+        """With the tokens that follow from the rest."""
 
-    key_scale, key_zero = (
-        channel_words(slot.at(shape.offset(name)), here, shape.head_dim, shape.key_bits)
-        for name in ("key_scale", "key_zero")
-    )
-    products = scores(shape, key_words, scaled_queries(query, key_scale, here), key_zero)
-    weights = softmax(products, query, scales[0], first_token, tokens, here, n, n.is_masked)
-    value_scale, value_zero = (
-        [
-            lane.permute_bytes(x, 0, here.selector)
-            for x in slot.at(here.g * per_lane, shape.offset(name)).words(per_lane // 4)
-        ]
-        for name in ("value_scale", "value_zero")
-    )
-    channels = (value_scale, value_zero)
-    return add_block(shape, state, weights, value_words, channels, scales[1], here, n)
+        def tokens(bits: int) -> list[Int]:
+            return token_words(dataclasses.replace(shape, value_bits=bits), here)
 
+        return cls(shape, key, value, here, n, value.either([Int] * shape.words, tokens))
 
-def _attend_buffer(
-    a: Arrays,
-    shape: Shape,
-    state: State,
-    at: Program,
-    query: Query,
-    here: Place,
-    n: Numerics,
-) -> State:
-    """Adds the int8 buffer."""
-    key, value = (x.buffer.times(at.pair, a.buffer_size * a.head_dim) for x in (a.key, a.value))
-    scales = [x.buffer_scale.at(at.pair << 2).float() for x in (a.key, a.value)]
-    tokens = token_words(shape, here)
+    def _of(self, key: int | None = None, value: int | None = None) -> Shape:
+        """Sizes with the widths of the code that is written."""
+        widest = self.shape
+        return dataclasses.replace(
+            widest, key_bits=key or widest.key_bits, value_bits=value or widest.value_bits
+        )
 
-    def row_of(token: Int) -> Int:
-        return token.minimum(a.buffer_size - 1) * a.head_dim
+    def query(self, a: Arrays, at: Program, scale: float) -> Query:
+        """The program's queries."""
 
-    def key_words(i: int) -> list[Int]:
-        row = key.at(row_of(tokens[i // 4] + (here.rotation ^ (i % 4))))
-        return channel_words(row, here, a.head_dim, shape.key_bits)
+        def load(bits: int) -> list[Any]:
+            return load_query(a, at, self._of(key=bits), self.here, scale, self.n.unit).flat()
 
-    groups: dict[int, list[list[Int]]] = {}
+        kinds = Query.kinds(self.shape.score_tiles, a.head_dim)
+        return Query.of(self.key.either(kinds, load), self.shape.score_tiles)
 
-    def value_words(i: int) -> list[Int]:
-        if i // 4 not in groups:
-            groups.clear()
-            groups[i // 4] = _transposed(a, shape, value, i // 4, here, row_of)
-        return [words[i % 4] for words in groups[i // 4]]
+    def _scores(self, f: Callable[[Shape], list[list[Int]]]) -> list[list[Int]]:
+        """Scores of each tile, as integers."""
+        tiles, count = self.shape.score_tiles, self.shape.block // 8
+        flat = self.key.either(
+            [Int] * (tiles * count),
+            lambda bits: [x for tile in f(self._of(key=bits)) for x in tile],
+        )
+        return [flat[i * count : (i + 1) * count] for i in range(tiles)]
 
-    products = scores(shape, key_words, plain_queries(query, here), None)
-    weights = softmax(products, query, scales[0], at.compressed, tokens, here, n, True)
-    return add_block(shape, state, weights, value_words, None, scales[1], here, n)
+    def _add(self, state: State, f: Callable[[Shape], State]) -> State:
+        """A new state."""
+        kinds = [Float] * len(state.flat())
+        flat = self.value.either(kinds, lambda bits: f(self._of(value=bits)).flat())
+        return State.of(flat, self.shape)
+
+    def attend_block(
+        self,
+        state: State,
+        slot: Pointer,
+        scales: tuple[Float, Float],
+        first_token: Int,
+        query: Query,
+    ) -> State:
+        """Adds the block in shared memory at `slot`."""
+        here, n, head_dim = self.here, self.n, self.shape.head_dim
+
+        def of_keys(shape: Shape) -> list[list[Int]]:
+            size, quarter = shape.key_row, here.t * (shape.key_row // 4)
+
+            def words(i: int) -> list[Int]:
+                token = self.tokens[i // 4] + (here.rotation ^ (i % 4))
+                return unpack(slot.at(token * size + quarter).words(size // 16), shape.key_bits)
+
+            scale, zero = (
+                channel_words(slot.at(self.shape.offset(name)), here, head_dim, shape.key_bits)
+                for name in ("key_scale", "key_zero")
+            )
+            return scores(shape, words, scaled_queries(query, scale, here), zero)
+
+        products = self._scores(of_keys)
+        weights = softmax(
+            products, query, scales[0], first_token, self.tokens, here, n, n.is_masked
+        )
+        per_lane = head_dim // 8
+
+        def channels(name: str) -> list[Int]:
+            words = slot.at(here.g * per_lane, self.shape.offset(name)).words(per_lane // 4)
+            return [lane.permute_bytes(x, 0, here.selector) for x in words]
+
+        def of_values(shape: Shape) -> State:
+            row, values = shape.value_row, slot.at(self.shape.offset("value"))
+
+            def words(i: int) -> list[Int]:
+                channel = here.g * per_lane + ((here.rotation ^ (i % 4)) + i // 4 * 4)
+                at = values.at(channel * row + here.t * (row // 4))
+                return unpack(at.words(row // 16), shape.value_bits)
+
+            of_channels = channels("value_scale"), channels("value_zero")
+            return add_block(shape, state, weights, words, of_channels, scales[1], here, n)
+
+        return self._add(state, of_values)
+
+    def attend_buffer(self, a: Arrays, state: State, at: Program, query: Query) -> State:
+        """Adds the int8 buffer."""
+        here, n = self.here, self.n
+        key, value = (x.buffer.times(at.pair, a.buffer_size * a.head_dim) for x in (a.key, a.value))
+        scales = [x.buffer_scale.at(at.pair << 2).float() for x in (a.key, a.value)]
+
+        def row_of(token: Int) -> Int:
+            return token.minimum(a.buffer_size - 1) * a.head_dim
+
+        def of_keys(shape: Shape) -> list[list[Int]]:
+            def words(i: int) -> list[Int]:
+                row = key.at(row_of(self.tokens[i // 4] + (here.rotation ^ (i % 4))))
+                return channel_words(row, here, a.head_dim, shape.key_bits)
+
+            return scores(shape, words, plain_queries(query, here), None)
+
+        products = self._scores(of_keys)
+        weights = softmax(products, query, scales[0], at.compressed, self.tokens, here, n, True)
+
+        def of_values(shape: Shape) -> State:
+            groups: dict[int, list[list[Int]]] = {}
+
+            def words(i: int) -> list[Int]:
+                if i // 4 not in groups:
+                    groups.clear()
+                    groups[i // 4] = _transposed(a, shape, value, i // 4, here, row_of)
+                return [words[i % 4] for words in groups[i // 4]]
+
+            return add_block(shape, state, weights, words, None, scales[1], here, n)
+
+        return self._add(state, of_values)
 
 
 def _transposed(

@@ -1,6 +1,7 @@
 """What decode works with: numerics, sizes, a lane's place, queries and the running softmax."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pallas_kernels.layouts import INT8_RANGE as INT8_RANGE
@@ -77,7 +78,7 @@ class Shape:
     Attributes:
       head_dim: a multiple of 32.
       block: tokens of a cache block, 64 or 128.
-      key_bits: 4 or 2.
+      key_bits: 4 or 2; in shared memory there is room for the widest.
       value_bits: 4 or 2.
       rows: queries of a program, 4 or a multiple of 8.
     """
@@ -137,6 +138,30 @@ class Shape:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Width:
+    """The bits of the codes of the program's head, on one side.
+
+    Attributes:
+      bits: of the side's code arrays, the wider first.
+      is_low: whether the head is in the second of two.
+    """
+
+    bits: tuple[int, ...]
+    is_low: lane.Bool | None
+
+    def either(self, kinds: Sequence[type], f: Callable[[int], list[Any]]) -> list[Any]:
+        """``f(bits)``: numbers of these kinds. Code for each width, of which one runs."""
+        if self.is_low is None:
+            return f(self.bits[0])
+        return lane.either(self.is_low, kinds, lambda: f(self.bits[1]), lambda: f(self.bits[0]))
+
+    def size(self, of_one_bit: int) -> Int | int:
+        """A size in proportion to the bits."""
+        wide, *narrow = (bits * of_one_bit for bits in self.bits)
+        return wide if self.is_low is None else self.is_low.where(lane.integer(narrow[0]), wide)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Place(warp.Place):
     """A lane's place in its warp, and what follows from it.
 
@@ -171,6 +196,25 @@ class Query:
     codes: list[list[list[Int]]]
     scale: list[Float]
     position: list[Int]
+
+    @staticmethod
+    def kinds(tiles: int, head_dim: int) -> Sequence[type]:
+        """The types of what `flat` gives."""
+        return [Int] * (tiles * head_dim // 4) + [Float] * tiles + [Int] * tiles
+
+    def flat(self) -> list[Any]:
+        """As a list, for branches."""
+        codes = (code for tile in self.codes for words in tile for code in words)
+        return [*codes, *self.scale, *self.position]
+
+    @classmethod
+    def of(cls, flat: list[Any], tiles: int) -> "Query":
+        """The inverse of `flat`."""
+        codes, rest = flat[: -2 * tiles], flat[-2 * tiles :]
+        words = [codes[i : i + 4] for i in range(0, len(codes), 4)]
+        count = len(words) // tiles
+        split = [words[i * count : (i + 1) * count] for i in range(tiles)]
+        return cls(split, rest[:tiles], rest[tiles:])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -46,14 +46,16 @@ class Turbo4:
     def of(cls, head_dim: int, s: Settings) -> "Turbo4":
         """With its table in registers."""
         words = [s.centroids[i : i + 4] for i in range(0, 16, 4)]
-        return cls(head_dim, s, [lane.integer(int.from_bytes(bytes(w), "little")) for w in words])
+        # Permutes take registers: of a constant the compiler makes a copy before every one of them.
+        return cls(head_dim, s, [lane.held(int.from_bytes(bytes(w), "little")) for w in words])
 
     def look_up(self, word: Int) -> tuple[Int, Int]:
         """The centroids of the codes in a word's low half and in its high half."""
         a, b, c, d = self.table
         flipped = word ^ 0x88888888
         low, high = (
-            lane.permute_bytes(a, b, x) | lane.permute_bytes(c, d, y)
+            # One of them is 0. Adding is done where multiplications are, beside the permutes.
+            lane.permute_bytes(a, b, x) + lane.permute_bytes(c, d, y)
             for x, y in ((word, flipped), (word >> 16, flipped >> 16))
         )
         return low, high
