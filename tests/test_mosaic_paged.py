@@ -18,7 +18,7 @@ from oracles import warp
 
 from benchmarks.shapes import MODELS
 from pallas_kernels.mosaic import warp as frame
-from pallas_kernels.mosaic.hopper.paged import fp8, inputs, kernel, operands, turbo4
+from pallas_kernels.mosaic.hopper.paged import fp8, inputs, kernel, operands, rotation, turbo4
 from turbojax import _device, polar
 from turbojax.ops.options import Options
 from turbojax.ops.paged_attention import mosaic_gpu
@@ -39,8 +39,7 @@ def specification(
     cache = jax.eval_shape(
         lambda: init_paged_cache(64, page_size, kv_heads, head_dim, kv_dtype=kind, dtype=dtype)
     )
-    kept = jnp.float32 if kind == "turbo4" else dtype
-    query = jax.ShapeDtypeStruct((batch, tokens, heads, head_dim), kept)
+    query = jax.ShapeDtypeStruct((batch, tokens, heads, head_dim), dtype)
     tables = jax.ShapeDtypeStruct((batch, max_pages), jnp.int32)
     lengths = jax.ShapeDtypeStruct((batch,), jnp.int32)
     return query, cache, tables, lengths, lengths
@@ -92,11 +91,26 @@ def test_it_lowers(queries, page_size, kind, head_dim, dtype, options):
     assert "mosaic_gpu" in lower(kind, heads=heads, tokens=tokens, **options)
 
 
-@pytest.mark.parametrize(("max_pages", "is_split"), [(16, False), (17, True)])
-def test_only_long_tables_need_a_second_kernel(max_pages, is_split):
-    part = mosaic_gpu.Launch().part
-    text = lower("turbo4", max_pages=max_pages * part // 1024)
-    assert ("turbojax_paged_merge" in text) == is_split
+@pytest.mark.parametrize(
+    ("shape", "is_split"),
+    [
+        ({"batch": 1, "kv_heads": 8, "heads": 32, "max_pages": 128}, True),
+        ({"batch": 1, "kv_heads": 8, "heads": 32, "max_pages": 2048}, False),
+        ({"batch": 16, "kv_heads": 8, "heads": 32, "max_pages": 512}, False),
+        ({"batch": 16, "kv_heads": 8, "heads": 32, "max_pages": 64}, False),
+        ({"batch": 1, "kv_heads": 1, "heads": 16, "tokens": 2, "max_pages": 8}, False),
+    ],
+)
+def test_programs_take_few_tokens_where_they_would_be_few(shape, is_split):
+    query, cache, tables, *_ = specification("turbo4", **shape)
+    assert mosaic_gpu.default_launch(query, cache, tables).is_split == is_split
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_both_ways_lower(is_split):
+    text = lower("turbo4", launch=mosaic_gpu.Launch(is_split))
+    assert "turbojax_paged_hopper" in text
+    assert "turbojax_paged_merge_hopper" in text
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -134,7 +148,8 @@ def test_it_is_refused_where_there_is_no_hopper():
 @pytest.mark.parametrize("tokens", [1, 16])
 def test_what_is_in_flight_fits_shared_memory(kind, head_dim, tokens):
     query, cache, *_ = specification(kind, head_dim=head_dim, tokens=tokens)
-    s, _ = mosaic_gpu.settings_of(query, cache, Options(True, scale=1.0), mosaic_gpu.Launch())
+    launch = mosaic_gpu.Launch(is_split=False)
+    s = mosaic_gpu.settings_of(query, cache, Options(True, scale=1.0), launch)
     assert s.warps * s.warp_bytes(head_dim) <= SHARED_BYTES
     assert s.part % (s.block * s.warps) == 0
 
@@ -145,7 +160,7 @@ def test_what_is_in_flight_fits_shared_memory(kind, head_dim, tokens):
 @pytest.fixture
 def lanes(monkeypatch):
     """The kernel's modules on arrays of lanes; gives the lane."""
-    for module in (frame, fp8, inputs, kernel, operands, turbo4):
+    for module in (frame, fp8, inputs, kernel, operands, rotation, turbo4):
         monkeypatch.setattr(module, "lane", warp)
     number = warp.Int(warp.LANES)
     g = number >> 2
@@ -155,8 +170,8 @@ def lanes(monkeypatch):
 def settings(kind, *, block=64, rows=4, window=None, soft_cap=None, scale=0.125):
     table, middle, step = polar.integer_centroids(4)
     return inputs.Settings(
-        kind, tuple(table), middle, scale * (step if kind == "turbo4" else 1.0), window, soft_cap,
-        rows=rows, part=1024, block=block, warpgroups=1, stages=2,
+        kind, tuple(table), middle, scale * (step if kind == "turbo4" else 1.0), 1.0, window,
+        soft_cap, rows=rows, part=1024, is_split=False, block=block, warpgroups=1, stages=2,
     )  # fmt: skip
 
 
@@ -184,7 +199,8 @@ def program(query, length, query_length, key_scale=None):
     scale = None if key_scale is None else warp.Pointer(np.float32([key_scale]).view(np.uint8))
     a = types.SimpleNamespace(
         query=memory, tokens=tokens, heads=heads, group=heads, rows=heads * tokens,
-        head_dim=head_dim, dtype=query.dtype.name, pages=types.SimpleNamespace(key_scale=scale),
+        head_dim=head_dim, dtype=query.dtype.name,
+        pages=types.SimpleNamespace(key_scale=scale, signs=None),
     )  # fmt: skip
     zero = warp.integer(0)
     at = types.SimpleNamespace(
@@ -199,11 +215,11 @@ def run(lane, s, blocks, query, length, query_length, key_scale=None):
     a, at = program(query, length, query_length, key_scale)
     module = turbo4 if s.has_norms else fp8
     products = (turbo4.Turbo4 if s.has_norms else fp8.Fp8).of(a.head_dim, s)
-    loaded = kernel._load_query(a, at, lane, products, s)
+    loaded = kernel._load_query(a, at, lane, products, None, s)
     state = inputs.State.empty(s.tiles, a.head_dim // 8)
     for i, memory in enumerate(blocks):
         place = warp.Pointer(memory.copy()), warp.integer(i * s.block)
-        state = kernel._attend(state, place, at, loaded, lane, products, s)
+        state = state.joined(kernel._attend(place, at, loaded, lane, products, s))
         state = inputs.State.of(state.flat(), s.tiles)
     out = np.full((s.rows, a.head_dim), np.nan)
     maxima, totals = np.zeros(s.rows), np.zeros(s.rows)
@@ -214,7 +230,7 @@ def run(lane, s, blocks, query, length, query_length, key_scale=None):
             assert np.all(np.isnan(out[4 * tile + t, channel])), "a channel is written twice"
             out[4 * tile + t, channel] = x.value
         maxima[4 * tile + t[g == 0]] = state.maxima[tile].value[g == 0]
-        np.add.at(totals, 4 * tile + t, state.totals[tile].value)
+        totals[4 * tile + t[g == 0]] = state.totals[tile].value[g == 0]
     return out, maxima, totals
 
 
@@ -307,7 +323,7 @@ def test_values_are_weighted_as_the_weights_say(lanes, kind):
     memory, (_, values) = random_block(rng, kind, 64, 128)
     module = turbo4 if s.has_norms else fp8
     products = (turbo4.Turbo4 if s.has_norms else fp8.Fp8).of(128, s)
-    weights, old = rng.random((8, 64)), rng.normal(size=(8, 128))
+    weights = rng.random((8, 64))
     g, t = warp.LANES // 4, warp.LANES % 4
     odd = lanes.odd.value.astype(np.int64)
 
@@ -317,14 +333,13 @@ def test_values_are_weighted_as_the_weights_say(lanes, kind):
     p = [[of_lanes(weights[4 * n + t, 8 * g + (i ^ odd)]) for i in range(8)] for n in (0, 1)]
     seen = [[warp.Bool(np.ones(32, bool))] * 8] * 2
     channels = [module.channel(i, lanes, 128).value.astype(np.int64) for i in range(16)]
-    before = [[of_lanes(old[4 * n + t, c]) for c in channels] for n in (0, 1)]
-    alphas, lost = [warp.number(0.5)] * 2, [warp.integer(0)] * 2
-    after = products.add_values(before, warp.Pointer(memory), p, seen, alphas, lost, lanes)
+    lost = [warp.integer(0)] * 2
+    after = products.weighted(warp.Pointer(memory), p, seen, lost, lanes)
     out = np.zeros((8, 128))
     for n in (0, 1):
         for c, x in zip(channels, after[n], strict=True):
             out[4 * n + t, c] = x.value
-    want = 0.5 * old + weights @ values
+    want = weights @ values
     error = 2.0**-20 * np.abs(want).max()
     if s.has_norms:
         norms = memory[2 * 64 * 64 + 128 :].view(np.float16).astype(np.float64)
@@ -401,3 +416,20 @@ def test_every_code_is_its_centroid(lanes):
     word = warp.Int((codes << (4 * np.arange(8))).sum(1))
     found = np.concatenate([warp._bytes(x) for x in products.look_up(word)], axis=1)
     np.testing.assert_array_equal(found, np.asarray(table)[codes])
+
+
+@pytest.mark.parametrize("channels", [2, 4, 8])
+def test_rotations_have_the_bits_of_the_definition(lanes, channels):
+    size = 32 * channels
+    made = polar.rotation(size, seed=3)
+    x = np.random.default_rng(size).normal(size=(1, size)).astype(np.float32)
+    given = x.reshape(32, channels)
+    signs = warp.Pointer(np.asarray(made.signs).view(np.uint8))
+    signs = signs.at(warp.Int(warp.LANES * channels * 4))
+    numbers = [warp.Float(given[:, i]) for i in range(channels)]
+    for ours, definition in (
+        (rotation.rotated, polar.rotate),
+        (rotation.unrotated, polar.unrotate),
+    ):
+        found = np.stack([v.value for v in ours(numbers, signs, lanes.number)], 1)
+        np.testing.assert_array_equal(found.reshape(1, size), np.asarray(definition(x, made)))

@@ -312,6 +312,25 @@ def merged(
     return o, top, l
 
 
+Partial = tuple[list[Float], Float, Float]
+"""Of some channels of a query: outputs, maximum in powers of two, sum of weights."""
+
+
+def nothing(channels: int) -> Partial:
+    """Of no tokens."""
+    zero = lane.number(0.0)
+    return [zero] * channels, lane.number(float("-inf")), zero
+
+
+def joined(a: Partial, b: Partial) -> Partial:
+    """What `b` found added to `a`; the same operations wherever it is done."""
+    top = lane.maximum(a[1], b[1])
+    shift = (top > float("-inf")).where(top, 0.0)
+    of_a, of_b = lane.exp2(a[1] - shift), lane.exp2(b[1] - shift)
+    outputs = [lane.fma(y, of_b, x * of_a) for x, y in zip(a[0], b[0], strict=True)]
+    return outputs, top, lane.fma(b[2], of_b, a[2] * of_a)
+
+
 def output_row(a: Arrays, at: Program, row: Int) -> Int:
     """Where in ``[B, T, N]`` a query of the program's KV head is."""
     head, token = at.head * a.group + row // a.tokens, row % a.tokens

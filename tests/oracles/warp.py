@@ -288,6 +288,10 @@ def from_lane(x, lane):
     return type(x)(x.value[lane.value % 32])
 
 
+def partner(x, distance):
+    return type(x)(x.value[LANES ^ distance])
+
+
 def reduce_lanes(x, op, distances):
     for distance in distances:
         x = op(x, type(x)(x.value[LANES ^ distance]))

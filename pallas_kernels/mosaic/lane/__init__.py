@@ -33,6 +33,7 @@ from pallas_kernels.mosaic.lane.instructions import maximum as maximum
 from pallas_kernels.mosaic.lane.instructions import minimum as minimum
 from pallas_kernels.mosaic.lane.instructions import pack_bytes as pack_bytes
 from pallas_kernels.mosaic.lane.instructions import pack_e4m3 as pack_e4m3
+from pallas_kernels.mosaic.lane.instructions import partner as partner
 from pallas_kernels.mosaic.lane.instructions import permute_bytes as permute_bytes
 from pallas_kernels.mosaic.lane.instructions import reciprocal as reciprocal
 from pallas_kernels.mosaic.lane.instructions import reduce_lanes as reduce_lanes

@@ -179,6 +179,11 @@ def from_lane(x: Any, lane: Int) -> Any:
     return _shuffle(x, lane, "idx")
 
 
+def partner(x: Any, distance: int) -> Any:
+    """What the lane holds whose number differs in this bit."""
+    return _shuffle(x, distance, "bfly")
+
+
 def reduce_lanes(x: Any, op: Callable[[Any, Any], Any], distances: Sequence[int]) -> Any:
     """Combines lanes whose numbers differ in these bits."""
     for distance in distances:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +17,46 @@ from turbojax.state import checks
 from turbojax.state.pages import checks as page_checks
 from turbojax.state.pages.pool import PagedCache
 
+
+@functools.partial(jax.jit, static_argnames=("attend", "options"))
+def _sheltered(
+    query: jax.Array,
+    cache: PagedCache,
+    block_tables: jax.Array,
+    lengths: jax.Array,
+    query_lengths: jax.Array,
+    *,
+    attend: Callable[..., tuple[jax.Array, jax.Array]],
+    options: Options,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs an implementation: hides sequences that cannot be read from it, and rotates for it."""
+    ok = page_checks.readable(cache, block_tables, lengths)
+    formats = cache.formats
+    seen = polar.rotate(query, cache.rotation) if formats.key.is_rotated else query
+    out, residual = attend(
+        seen,
+        cache,
+        jnp.clip(block_tables, 0, cache.num_pages - 1),
+        jnp.where(ok, lengths, 0),
+        jnp.clip(query_lengths, 0, query.shape[1]),
+        options=options,
+    )
+    if formats.value.is_rotated:
+        out = polar.unrotate(out, cache.rotation)
+    out = jnp.where(ok[:, None, None, None], out, jnp.nan).astype(query.dtype)
+    return out, jnp.where(ok[:, None, None], residual, jnp.nan)
+
+
+def _shelter(attend: Callable[..., tuple[jax.Array, jax.Array]]) -> Callable[..., Any]:
+    return functools.partial(_sheltered, attend=attend)
+
+
 PAGED = Registry(
     "paged_attention",
     (
         Implementation("mosaic_gpu", mosaic_gpu.attend, mosaic_gpu.unsupported),
-        Implementation("triton", triton.attend, triton.unsupported),
-        Implementation("xla", reference.attend),
+        Implementation("triton", _shelter(triton.attend), triton.unsupported),
+        Implementation("xla", _shelter(reference.attend)),
     ),
 )
 
@@ -190,34 +225,15 @@ def _check_query(cache: PagedCache, query: jax.Array) -> None:
 
 @functools.partial(jax.jit, static_argnames=("attend", "interpret", "options"))
 def _attend(
-    query: jax.Array,
-    cache: PagedCache,
-    block_tables: jax.Array,
-    lengths: jax.Array,
-    query_lengths: jax.Array,
-    *,
+    *arrays: Any,
     attend: Callable[..., tuple[jax.Array, jax.Array]],
     interpret: bool,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs an implementation: hides invalid sequences from it, and rotates for it.
+    """Runs an implementation.
 
     `interpret` is an argument so that a program traced for the interpreter is not reused without
     it.
     """
     del interpret
-    ok = page_checks.readable(cache, block_tables, lengths)
-    formats = cache.formats
-    seen = polar.rotate(query, cache.rotation) if formats.key.is_rotated else query
-    out, residual = attend(
-        seen,
-        cache,
-        jnp.clip(block_tables, 0, cache.num_pages - 1),
-        jnp.where(ok, lengths, 0),
-        jnp.clip(query_lengths, 0, query.shape[1]),
-        options=options,
-    )
-    if formats.value.is_rotated:
-        out = polar.unrotate(out, cache.rotation)
-    out = jnp.where(ok[:, None, None, None], out, jnp.nan).astype(query.dtype)
-    return out, jnp.where(ok[:, None, None], residual, jnp.nan)
+    return attend(*arrays, options=options)

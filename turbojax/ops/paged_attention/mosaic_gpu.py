@@ -5,7 +5,6 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from turbojax import polar
 from turbojax._device import needs_hopper
@@ -18,22 +17,36 @@ if TYPE_CHECKING:
 _KV_DTYPES = ("turbo4", "fp8_e4m3", "fp8_e5m2")
 _HEAD_DIMS = (64, 128, 256)
 _MOST_QUERY_ROWS = 64
+# Where a program takes few tokens, each of its results is as large as what it reads.
+_MOST_SPLIT_ROWS = 16
+# Of an H100.
+_MULTIPROCESSORS = 132
 
 
 class Launch(NamedTuple):
-    """What is tuned; `part` and `warpgroups` must not depend on the batch.
+    """What is tuned; `part` must not depend on the call, nor `warpgroups`. No other changes a bit.
 
     Attributes:
-      part: tokens of a program.
+      is_split: whether a program takes as few tokens as it can, for short calls.
+      part: tokens of a program otherwise.
       warpgroups: of a program.
       stages: blocks in flight of a warp.
       rows: queries of a program at most.
     """
 
-    part: int = 1024
+    is_split: bool
+    part: int = 2048
     warpgroups: int = 1
     stages: int = 2
     rows: int = 16
+
+
+def default_launch(query: jax.Array, cache: PagedCache, block_tables: jax.Array) -> Launch:
+    """Programs with whole parts where they fill an H100; else with as few tokens as they can."""
+    rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
+    pairs = query.shape[0] * cache.num_kv_heads
+    parts = -(-block_tables.shape[1] * cache.page_size // Launch(False).part)
+    return Launch(rows <= _MOST_SPLIT_ROWS and parts * pairs < _MULTIPROCESSORS)
 
 
 def unsupported(
@@ -66,18 +79,37 @@ def attend(
     options: Options,
     launch: Launch | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`reference.attend` as one kernel, and a merge where a sequence may have several parts.
+    """`paged_attention` as one kernel, and a merge.
 
-    `launch` is for tuning.
+    Args:
+      query: ``[B, T, N, H]``, not rotated.
+      cache: the pages.
+      block_tables: int32 ``[B, max_pages]``.
+      lengths: int32 ``[B]``.
+      query_lengths: int32 ``[B]``.
+      options: of the call.
+      launch: for tuning.
+
+    Returns:
+      What `paged_attention` returns: sequences that cannot be read are NaN.
     """
     from pallas_kernels.mosaic.hopper.paged import kernel
 
-    settings, unit = settings_of(query, cache, options, launch or Launch())
-    key_scale = None if cache.key_scale is None else cache.key_scale[None]
-    pages = kernel.Pages(cache.key, cache.value, cache.key_norm, cache.value_norm, key_scale)
-    out, residual = kernel.attend(query, pages, block_tables, lengths, query_lengths, settings)
-    factor = jnp.float32(unit) if cache.value_scale is None else cache.value_scale
-    return out * factor, residual
+    launch = launch or default_launch(query, cache, block_tables)
+    settings = settings_of(query, cache, options, launch)
+    key_scale, value_scale = (
+        None if x is None else x[None] for x in (cache.key_scale, cache.value_scale)
+    )
+    pages = kernel.Pages(
+        cache.key,
+        cache.value,
+        cache.key_norm,
+        cache.value_norm,
+        key_scale,
+        value_scale,
+        cache.rotation.signs if cache.formats.is_rotated else None,
+    )
+    return kernel.attend(query, pages, block_tables, lengths, query_lengths, settings)
 
 
 def settings_of(
@@ -85,8 +117,8 @@ def settings_of(
     cache: PagedCache,
     options: Options,
     launch: Launch,
-) -> tuple["Settings", float]:
-    """What is static in a call, and the unit of the stored values."""
+) -> "Settings":
+    """What is static in a call."""
     from pallas_kernels.mosaic.hopper.paged import kernel
 
     rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
@@ -95,20 +127,21 @@ def settings_of(
     if cache.kv_dtype == "turbo4":
         table, middle, step = polar.integer_centroids(4)
         centroids, unit = tuple(table), step / math.sqrt(cache.head_dim)
-    settings = kernel.Settings(
+    return kernel.Settings(
         kind=cache.kv_dtype,
         centroids=centroids,
         middle=middle,
         scale=options.scale * unit,
+        value_unit=unit,
         window=options.window,
         soft_cap=options.logits_soft_cap,
         rows=min(launch.rows, -(-rows // 4) * 4),
         block=_block(cache),
         part=launch.part,
+        is_split=launch.is_split,
         warpgroups=launch.warpgroups,
         stages=launch.stages,
     )
-    return settings, unit
 
 
 def _block(cache: PagedCache) -> int:

@@ -101,31 +101,25 @@ class Fp8:
                 out[tile] += [(c[2 * j] + c[2 * j + 1]) * query.factor[tile] for j in (0, 1)]
         return out
 
-    def add_values(
+    def weighted(
         self,
-        outputs: list[list[Float]],
         slot: Pointer,
         weights: list[list[Float]],
         visible: list[list[lane.Bool]],
-        alphas: list[Float],
         lost: list[Int],
         here: Place,
     ) -> list[list[Float]]:
-        """``outputs * alpha + weights x values``, for each tile's query `t`."""
-        nan = lane.number(float("nan"))
-        flags = [self._sees(lost, seen, here).where(nan, 0.0) for seen in visible]
-        alphas = [alpha + flag for alpha, flag in zip(alphas, flags, strict=True)]
+        """``weights x values``, for each tile's query `t`."""
+        zero, nan = lane.number(0.0), lane.number(float("nan"))
+        starts = [self._sees(lost, seen, here).where(nan, 0.0) for seen in visible]
         operands = [self._weight_operands(w, here) for w in weights]
-        zero = lane.number(0.0)
-        out: list[list[Float]] = [[] for _ in outputs]
+        out: list[list[Float]] = [[] for _ in weights]
         for rows in self._value_rows(slot.at(self.s.block * self.head_dim), here):
             for tile, words in enumerate(operands):
-                c = [zero] * 4
+                c = [starts[tile], zero] * 2
                 for k in range(0, len(words), 2):
                     c = lane.half.matmul(rows[2 * k : 2 * k + 4], words[k : k + 2], c)
-                for j in (0, 1):
-                    old = outputs[tile][len(out[tile])]
-                    out[tile].append(lane.fma(old, alphas[tile], c[2 * j] + c[2 * j + 1]))
+                out[tile] += [c[2 * j] + c[2 * j + 1] for j in (0, 1)]
         return out
 
     def _sees(self, lost: list[Int], seen: list[lane.Bool], here: Place) -> lane.Bool:

@@ -10,6 +10,8 @@ from pallas_kernels.mosaic.lane import Float, Int, Pointer
 # Queries of a column tile: each has two columns, a high and a low part.
 TILE = 4
 _TURBO4 = "turbo4"
+# Tokens of a program that takes a few steps.
+_SPLIT = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,10 +23,14 @@ class Settings:
       centroids: turbo4: 16 numbers in 0..127, each of which stands for itself minus `middle`.
       middle: turbo4: a multiple of a half.
       scale: factor of the scores.
+      value_unit: factor of the outputs.
       window: optional (left, right).
       soft_cap: optional cap of the scores.
       rows: queries of a program, a multiple of 4.
-      part: tokens of a program, a multiple of `block`; parts begin at multiples of it.
+      part: tokens whose blocks a warp adds up one after the other, a multiple of `step`; parts
+        begin at multiples of it.
+      is_split: whether a program takes a few steps, and leaves what is found in each block to the
+        merge, which adds up the same in the same order; otherwise it takes a part.
       block: tokens that a warp takes at a time, 32 or 64.
       warpgroups: of a program; each of their warps takes its own blocks.
       stages: blocks in flight for each warp.
@@ -34,13 +40,25 @@ class Settings:
     centroids: tuple[int, ...]
     middle: float
     scale: float
+    value_unit: float
     window: tuple[int, int] | None
     soft_cap: float | None
     rows: int
     part: int
+    is_split: bool
     block: int
     warpgroups: int
     stages: int
+
+    @property
+    def step(self) -> int:
+        """Tokens that a program's warps take at a time, a block each."""
+        return self.block * self.warps
+
+    @property
+    def run(self) -> int:
+        """Tokens of a program."""
+        return max(self.step, _SPLIT) if self.is_split else self.part
 
     @property
     def has_norms(self) -> bool:
@@ -71,7 +89,11 @@ class Settings:
         return 2 * self.row_bytes(head_dim) + (4 if self.has_norms else 0)
 
     def warp_bytes(self, head_dim: int) -> int:
-        """Shared memory of a warp: its blocks in flight, and later its result."""
+        """Shared memory of a warp: its blocks in flight, and later its result; a rotated query."""
+        return self.query_offset(head_dim) + (4 * head_dim if self.has_norms else 0)
+
+    def query_offset(self, head_dim: int) -> int:
+        """Where in it the query is."""
         flight = self.stages * self.block * self.token_bytes(head_dim)
         return max(flight, self.rows * 4 * (head_dim + 2))
 
@@ -85,6 +107,8 @@ class Pages(NamedTuple):
       key_norm: float16 ``[P, K, page_size]``, or None.
       value_norm: the same.
       key_scale: float32 ``[1]``, factor of the keys, or None.
+      value_scale: the same of the values.
+      signs: float32 ``[H]``, of the rotation, or None.
     """
 
     key: Any
@@ -92,6 +116,8 @@ class Pages(NamedTuple):
     key_norm: Any
     value_norm: Any
     key_scale: Any
+    value_scale: Any
+    signs: Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -103,16 +129,24 @@ class Arrays(warp.Arrays):
       tables: ``[B, max_pages]``.
       page_size: in tokens.
       max_pages: of a sequence.
+      num_pages: of the pool.
     """
 
     pages: Pages
     tables: Pointer
     page_size: int
     max_pages: int
+    num_pages: int
 
-    def parts(self, part: int) -> int:
-        """Parts of a sequence."""
-        return -(-self.max_pages * self.page_size // part)
+    def count(self, size: int) -> int:
+        """How often a sequence has room for so many tokens, rounded up."""
+        return -(-self.max_pages * self.page_size // size)
+
+    def held(self, batch: Int) -> tuple[Int, Int]:
+        """Tokens of a sequence, none if it says that there are more than it can have; queries."""
+        length, count = (x.at(batch << 2).word() for x in (self.lengths, self.query_lengths))
+        fits = (length >= 0) & (length <= self.max_pages * self.page_size)
+        return fits.where(length, 0), count.maximum(0).minimum(self.tokens)
 
     @classmethod
     def of(cls, refs: Any, inputs: Any) -> "Arrays":
@@ -134,6 +168,7 @@ class Arrays(warp.Arrays):
             head_dim=head_dim,
             page_size=pages.key.shape[2],
             max_pages=tables.shape[1],
+            num_pages=pages.key.shape[0],
             dtype=query.dtype.name,
         )
 
@@ -143,22 +178,22 @@ class Program(warp.Program):
     """What a program works on.
 
     Attributes:
-      part: number of its tokens.
+      run: number of its tokens.
       length: tokens of the sequence.
     """
 
-    part: Int
+    run: Int
     length: Int
 
     @classmethod
     def of(cls, a: Arrays, ids: list[Int], s: Settings) -> "Program":
         """The program's place."""
-        tile, part, pair = ids
+        tile, run, pair = ids
         batch, head = pair // a.kv_heads, pair % a.kv_heads
-        length, query_length = (x.at(batch << 2).word() for x in (a.lengths, a.query_lengths))
+        length, query_length = a.held(batch)
         begin = length - query_length
-        blocks, share = (length + (s.block - 1)) // s.block, s.part // s.block
-        start = part * share
+        blocks, share = (length + (s.block - 1)) // s.block, s.run // s.block
+        start = run * share
         stop = (start + share).minimum(blocks)
         if s.window is not None:
             # Always from the same warp on, wherever the window begins.
@@ -166,7 +201,7 @@ class Program(warp.Program):
             start = start.maximum(first // s.warps * s.warps)
         return cls(
             tile=tile,
-            part=part,
+            run=run,
             pair=pair,
             batch=batch,
             head=head,
@@ -239,7 +274,7 @@ class State:
     Attributes:
       outputs: of query `t`, this lane's channels (`channel`).
       maxima: of query `t`, in powers of two.
-      totals: this lane's part of the sums of weights.
+      totals: sums of weights of query `t`.
     """
 
     outputs: list[list[Float]]
@@ -252,6 +287,15 @@ class State:
         zero = lane.number(0.0)
         lowest = [lane.number(float("-inf"))] * tiles
         return cls([[zero] * outputs for _ in range(tiles)], lowest, [zero] * tiles)
+
+    def joined(self, block: "State") -> "State":
+        """With a block's."""
+        pairs = zip(self._partials(), block._partials(), strict=True)
+        outputs, maxima, totals = zip(*(warp.joined(x, y) for x, y in pairs), strict=True)
+        return State([*outputs], [*maxima], [*totals])
+
+    def _partials(self) -> list[warp.Partial]:
+        return list(zip(self.outputs, self.maxima, self.totals, strict=True))
 
     def flat(self) -> list[Float]:
         """As a list, for loops."""

@@ -43,15 +43,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.layouts import LOG2_E
-from pallas_kernels.merge import merge_parts
 from pallas_kernels.mosaic import lane, warp
-from pallas_kernels.mosaic.hopper.paged import fp8, turbo4
+from pallas_kernels.mosaic.hopper.paged import fp8, merge, turbo4
 from pallas_kernels.mosaic.hopper.paged.inputs import TILE, Arrays, Place, Program, Query, State
 from pallas_kernels.mosaic.hopper.paged.inputs import Pages as Pages
 from pallas_kernels.mosaic.hopper.paged.inputs import Settings as Settings
+from pallas_kernels.mosaic.hopper.paged.rotation import rotated
 from pallas_kernels.mosaic.lane import Int, Pointer
 
-_GRID = ("tile", "part", "pair")
+_GRID = ("tile", "run", "pair")
 
 Products = turbo4.Turbo4 | fp8.Fp8
 
@@ -62,9 +62,6 @@ def _kernel(*refs: Any, s: Settings) -> None:
     def body(refs: Any, inputs: Any, ids: list[Int], memory: tuple[Any, Any]) -> None:
         a = Arrays.of(refs, inputs)
         at = Program.of(a, ids, s)
-        if a.is_final:  # an empty sequence has a result too
-            _run(a, at, (Pointer.to(memory[0]), Pointer.to(memory[1])), s)
-            return
         with lane.when(at.start < at.stop):
             _run(a, at, (Pointer.to(memory[0]), Pointer.to(memory[1])), s)
 
@@ -72,19 +69,26 @@ def _kernel(*refs: Any, s: Settings) -> None:
 
 
 def _run(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: Settings) -> None:
-    pages = turbo4 if s.has_norms else fp8
     products = (turbo4.Turbo4 if s.has_norms else fp8.Fp8).of(a.head_dim, s)
     here, number = Place.here(), lane.uniform(lane.thread() >> 5)
     size = s.block * s.token_bytes(a.head_dim)
     slots = warp.Slots.of(smem, number, s.warp_bytes(a.head_dim), size, s.stages)
-    state = _walk(a, at, here, products, slots, s)
-    _keep(state, slots.area, here, a.head_dim, pages.channel, s)
+    state = _walk(a, at, here, products, slots, smem[0], s)
+    if state is None:
+        return
+    _keep(state, slots.area, here, a.head_dim, (turbo4 if s.has_norms else fp8).channel, s)
     _combine(a, at, smem[0], s)
 
 
 def _walk(
-    a: Arrays, at: Program, here: Place, products: Products, slots: warp.Slots, s: Settings
-) -> State:
+    a: Arrays,
+    at: Program,
+    here: Place,
+    products: Products,
+    slots: warp.Slots,
+    area: Pointer,
+    s: Settings,
+) -> State | None:
     """Attends to every block of the program that is this warp's.
 
     Args:
@@ -93,6 +97,7 @@ def _walk(
       here: the lane's place.
       products: how to multiply with what pages hold.
       slots: the warp's memory.
+      area: of all warps.
       s: settings.
     """
     first = at.start + lane.uniform(lane.thread() >> 5)
@@ -103,25 +108,32 @@ def _walk(
     for i, page in enumerate(pages):
         target = slots.slot(i), slots.barrier(i)
         _start_copies(a, at, here, first + i * s.warps, page, target, s)
-    query = _load_query(a, at, here, products, s)
+    query = _load_query(a, at, here, products, area, s)
+
+    channel = (turbo4 if s.has_norms else fp8).channel
 
     def ahead(block: Int) -> tuple[Int, Int]:
         later = block + s.warps * s.stages
         return later, _page_of(a, at, here, later, s)
 
     def attend(block: Int, flat: list[Any], slot: Pointer, _: Any) -> list[Any]:
-        place = slot, block * s.block
-        return _attend(State.of(flat, s.tiles), place, at, query, here, products, s).flat()
+        found = _attend((slot, block * s.block), at, query, here, products, s)
+        if s.is_split:
+            _leave(a, at, block, found, here, channel, s)
+            return flat
+        return State.of(flat, s.tiles).joined(found).flat()
 
     def refill(_: Int, slot: Pointer, barrier: Pointer, read: tuple[Int, Int]) -> None:
         _start_copies(a, at, here, *read, (slot, barrier), s)
 
-    flat = State.empty(s.tiles, a.head_dim // 8).flat()
+    flat = [] if s.is_split else State.empty(s.tiles, a.head_dim // 8).flat()
     flat = warp.over_blocks(first, at.stop, s.warps, slots, flat, ahead, attend, refill)
-    return State.of(flat, s.tiles)
+    return None if s.is_split else State.of(flat, s.tiles)
 
 
-def _load_query(a: Arrays, at: Program, here: Place, pages: Any, s: Settings) -> Query:
+def _load_query(
+    a: Arrays, at: Program, here: Place, pages: Any, area: Pointer, s: Settings
+) -> Query:
     """Loads the program's queries, row ``head * T + token`` of their KV head.
 
     Args:
@@ -129,19 +141,18 @@ def _load_query(a: Arrays, at: Program, here: Place, pages: Any, s: Settings) ->
       at: the program.
       here: the lane's place.
       pages: what pages hold: gives operands for a query's numbers.
+      area: shared memory of all warps, which rotate a query each.
       s: settings.
     """
     operands, starts, offsets, factors, positions = [], [], [], [], []
-    width = 4 if a.dtype == "float32" else 2
     unit = s.scale * (LOG2_E if s.soft_cap is None else 1.0)
     for tile in range(s.tiles):
         base = at.tile * s.rows + TILE * tile
-        row = (base + (here.g >> 1)).minimum(a.rows - 1)
-        token, head = row % a.tokens, at.head * a.group + row // a.tokens
-        index = (at.batch * a.tokens + token) * a.heads + head
-        source = a.query.times(index, a.head_dim * width).at(here.t * (a.head_dim // 4 * width))
-        words = source.words(a.head_dim // 16 * width)
-        x = [number for word in words for number in warp.numbers(word, a.dtype)]
+        if a.pages.signs is None:
+            row = base + (here.g >> 1)
+            x = _numbers(a, at, row, here.t * (a.head_dim // 4), a.head_dim // 4)
+        else:
+            x = _rotated(a, at, base, here, area, s)
         words, start, offset, scale = pages.query_operands(x, here)
         operands.append(words)
         starts.append(start)
@@ -155,6 +166,35 @@ def _load_query(a: Arrays, at: Program, here: Place, pages: Any, s: Settings) ->
     return Query(operands, starts, offsets, factors, positions)
 
 
+def _numbers(a: Arrays, at: Program, row: Int, first: Int, count: int) -> list[lane.Float]:
+    """Some channels of a query, from the `first` on; of any where there is no such query."""
+    row = row.minimum(a.rows - 1)
+    width = 4 if a.dtype == "float32" else 2
+    token, head = row % a.tokens, at.head * a.group + row // a.tokens
+    index = (at.batch * a.tokens + token) * a.heads + head
+    words = a.query.times(index, a.head_dim * width).at(first * width).words(count * width // 4)
+    return [number for word in words for number in warp.numbers(word, a.dtype)]
+
+
+def _rotated(
+    a: Arrays, at: Program, base: Int, here: Place, area: Pointer, s: Settings
+) -> list[lane.Float]:
+    """This lane's part of the four queries from row `base` on, of which each warp rotates one."""
+    count, own = a.head_dim // 32, lane.uniform(lane.thread() >> 5)
+    each, offset = s.warp_bytes(a.head_dim), s.query_offset(a.head_dim)
+    first = here.number * count
+    x = _numbers(a, at, base + own, first, count)
+    x = rotated(x, a.pages.signs.at(first << 2), here.number)
+    place = area.at(own * each + offset, first << 2)
+    for i, v in enumerate(x):
+        place.at(4 * i).store(v)
+    lane.block_barrier()
+    kept = area.at((here.g >> 1) * each + offset, here.t * a.head_dim)
+    x = [word.as_float() for word in kept.words(a.head_dim // 4)]
+    lane.block_barrier()  # before the next four are written there
+    return x
+
+
 def _pages_per_block(a: Arrays, s: Settings) -> int:
     return max(1, s.block // a.page_size)
 
@@ -164,7 +204,9 @@ def _page_of(a: Arrays, at: Program, here: Place, block: Int, s: Settings) -> In
     number = block * s.block // a.page_size
     if _pages_per_block(a, s) > 1:
         number = number + here.number
-    return a.tables.times(at.batch, 4 * a.max_pages).at(number.minimum(a.max_pages - 1) << 2).word()
+    entry = a.tables.times(at.batch, 4 * a.max_pages).at(number.minimum(a.max_pages - 1) << 2)
+    # What follows from a page that does not exist is thrown away by the merge.
+    return entry.word().maximum(0).minimum(a.num_pages - 1)
 
 
 def _start_copies(
@@ -200,7 +242,6 @@ def _start_copies(
 
 
 def _attend(
-    state: State,
     place: tuple[Pointer, Int],
     at: Program,
     query: Query,
@@ -208,10 +249,10 @@ def _attend(
     products: Products,
     s: Settings,
 ) -> State:
-    """Adds the block in shared memory, given its place there, and its first token."""
+    """What is found in the block in shared memory, given its place there, and its first token."""
     slot, begin = place
     lost = products.unseen(slot, begin, at, here)
-    alphas, weights, masks, maxima, totals = [], [], [], [], []
+    weights, masks, maxima, totals = [], [], [], []
     first = begin + here.g * s.held
     for tile, x in enumerate(products.scores(slot, query, here)):
         if s.soft_cap is not None:
@@ -221,17 +262,13 @@ def _attend(
         x = [mask.where(v, float("-inf")) for mask, v in zip(seen, x, strict=True)]
         # Of NaN and a number the number; the sum of weights is NaN then.
         top = lane.reduce_lanes(lane.tree(x, lane.maximum), lane.maximum, (4, 8, 16))
-        new = lane.maximum(state.maxima[tile], top)
-        shift = (new > float("-inf")).where(new, 0.0)
-        alpha = lane.exp2(state.maxima[tile] - shift)
+        shift = (top > float("-inf")).where(top, 0.0)
         p = [lane.exp2(v - shift) for v in x]
-        alphas.append(alpha)
         weights.append(p)
         masks.append(seen)
-        maxima.append(new)
-        total = lane.tree(p, operator.add)
-        totals.append(lane.fma(state.totals[tile], alpha, total))
-    outputs = products.add_values(state.outputs, slot, weights, masks, alphas, lost, here)
+        maxima.append(top)
+        totals.append(lane.reduce_lanes(lane.tree(p, operator.add), operator.add, (4, 8, 16)))
+    outputs = products.weighted(slot, weights, masks, lost, here)
     return State(outputs, maxima, totals)
 
 
@@ -257,18 +294,34 @@ def _keep(
         row = here.t + 4 * tile
         for i, x in enumerate(state.outputs[tile]):
             area.at((row * head_dim + channel(i, here, head_dim)) << 2).store(x)
-        total = lane.reduce_lanes(state.totals[tile], lambda x, y: x + y, (4, 8, 16))
         with lane.when(here.g.equals(0)):
             at = area.at(row << 2, size)
             at.store(state.maxima[tile])
-            at.at(4 * s.rows).store(total)
+            at.at(4 * s.rows).store(state.totals[tile])
+
+
+def _leave(
+    a: Arrays, at: Program, block: Int, found: State, here: Place, channel: Any, s: Settings
+) -> None:
+    """Writes what was found in a block for the merge."""
+    place = at.pair * a.count(s.run) * (s.run // s.block) + block
+    o, maxima, sums = a.outputs
+    for tile in range(s.tiles):
+        row = at.tile * s.rows + here.t + 4 * tile
+        index = place * a.rows + row
+        with lane.when(row < a.rows):
+            out = o.times(index, 4 * a.head_dim)
+            for i, x in enumerate(found.outputs[tile]):
+                out.at(channel(i, here, a.head_dim) << 2).store(x)
+            with lane.when(here.g.equals(0)):
+                maxima.times(index, 4).store(found.maxima[tile])
+                sums.times(index, 4).store(found.totals[tile])
 
 
 def _combine(a: Arrays, at: Program, area: Pointer, s: Settings) -> None:
-    """Merges the results of the program's warps and writes them."""
+    """Joins the results of the program's warps and writes them."""
     lane.block_barrier()
     threads, size = 32 * s.warps, s.rows * a.head_dim
-    results = [area.at(i * s.warp_bytes(a.head_dim)) for i in range(s.warps)]
     for start in range(0, size, threads):
         element = lane.thread() + start
         q, channel = element // a.head_dim, element % a.head_dim
@@ -277,28 +330,13 @@ def _combine(a: Arrays, at: Program, area: Pointer, s: Settings) -> None:
         if size % threads:
             inside = inside & (element < size)
         with lane.when(inside):
-            result = warp.merged(results, element, q, s.rows, a.head_dim, _highest)
-            if a.is_final:
-                _write_final(a, at, row, channel, result)
-            else:
-                index = (at.pair * a.parts(s.part) + at.part) * a.rows + row
-                warp.write_partial(a, index, channel, result)
-
-
-def _highest(x: list[Any]) -> Any:
-    return lane.tree(x, lane.maximum)
-
-
-def _write_final(a: Arrays, at: Program, row: Int, channel: Int, result: warp.Result) -> None:
-    o, top, l = result
-    out, lse = a.outputs
-    index = warp.output_row(a, at, row)
-    is_empty = l.equals(0.0)
-    total = is_empty.where(1.0, l)
-    # What sees nothing may have been multiplied with 0 times NaN.
-    normalized = is_empty.where(lane.number(0.0), lane.divide(o, total))
-    out.times(index, 4 * a.head_dim).at(channel << 2).store(normalized)
-    warp.write_residual(lse, index, channel, top, total, is_empty)
+            result = warp.nothing(1)
+            for i in range(s.warps):
+                kept = area.at(i * s.warp_bytes(a.head_dim))
+                m, l = (kept.at(q << 2, 4 * (size + k * s.rows)).float() for k in (0, 1))
+                result = warp.joined(result, ([kept.at(element << 2).float()], m, l))
+            index = (at.pair * a.count(s.part) + at.run) * a.rows + row
+            warp.write_partial(a, index, channel, (result[0][0], *result[1:]))
 
 
 def attend(
@@ -314,47 +352,31 @@ def attend(
     Args:
       query: ``[B, T, N, H]``, `H` 64, 128 or 256.
       pages: the pool.
-      tables: int32 ``[B, max_pages]``, numbers of the sequences' pages; those past its length are
-        not read.
+      tables: int32 ``[B, max_pages]``, numbers of the sequences' pages; those past its length may
+        be anything.
       lengths: int32 ``[B]``, tokens held.
       query_lengths: int32 ``[B]``, how many of the `T` queries are real.
       settings: numerics and launch.
 
     Returns:
-      float32 ``[B, T, N, H]``, in units of the stored values, and the log-sum-exp ``[B, T, N]``.
+      ``[B, T, N, H]`` in the query's dtype and the float32 log-sum-exp ``[B, T, N]``; NaN for a
+      sequence whose length, or a page that it needs, is out of range.
     """
     s = settings
-    if s.part % (s.block * s.warps):
-        raise ValueError(f"{s.part=} must be a multiple of {s.block=} times {s.warps=}")
+    if s.part % s.step:
+        raise ValueError(f"{s.part=} must be a multiple of {s.step=}")
     batch, tokens, heads, head_dim = query.shape
     kv_heads, page_size = pages.key.shape[1:3]
     rows, pairs = heads // kv_heads * tokens, batch * kv_heads
-    parts = pl.cdiv(tables.shape[1] * page_size, s.part)
-    shape = (pairs, parts, rows)
-    out = [(*shape, head_dim), shape, shape]
-    if parts == 1:
-        out = [query.shape, query.shape[:3]]
+    runs = pl.cdiv(tables.shape[1] * page_size, s.run)
+    shape = (pairs, runs * (s.run // s.block if s.is_split else 1), rows)
     run = warp.launch(
         functools.partial(_kernel, s=s),
         "turbojax_paged_hopper",
-        [jax.ShapeDtypeStruct(x, jnp.float32) for x in out],
-        dict(zip(_GRID, (pl.cdiv(rows, s.rows), parts, pairs), strict=True)),
+        [jax.ShapeDtypeStruct(x, jnp.float32) for x in ((*shape, head_dim), shape, shape)],
+        dict(zip(_GRID, (pl.cdiv(rows, s.rows), runs, pairs), strict=True)),
         s,
         head_dim,
     )
-    results = run(query, pages, tables, lengths, query_lengths)
-    if parts == 1:
-        return results[0], results[1]
-    o, m, l = results
-    return merge_parts(
-        o,
-        m,
-        l,
-        lengths,
-        query_lengths,
-        part=s.part,
-        tokens=tokens,
-        heads=heads,
-        kv_heads=kv_heads,
-        window=s.window,
-    )
+    partials = run(query, pages, tables, lengths, query_lengths)
+    return merge.merge(query, pages, tables, lengths, query_lengths, partials, settings)

@@ -121,17 +121,15 @@ class Turbo4:
             out += [lane.half_to_float(word), lane.half_to_float(word >> 16)]
         return out
 
-    def add_values(
+    def weighted(
         self,
-        outputs: list[list[Float]],
         slot: Pointer,
         weights: list[list[Float]],
         visible: list[list[lane.Bool]],
-        alphas: list[Float],
         lost: list[Int],
         here: Place,
     ) -> list[list[Float]]:
-        """``outputs * alpha + weights x values``, for each tile's query `t`."""
+        """``weights x values``, for each tile's query `t`."""
         del lost
         row = self.s.row_bytes(self.head_dim)
         norms = self.norms(slot.at(2 * self.s.block * row + 2 * self.s.block), here)
@@ -148,7 +146,7 @@ class Turbo4:
             factors.append(factor)
             starts.append(start)
             rests.append(rest)
-        out: list[list[Float]] = [[] for _ in outputs]
+        out: list[list[Float]] = [[] for _ in weights]
         for rows in self._value_rows(slot.at(self.s.block * row), here):
             for tile, words in enumerate(operands):
                 c = [*starts[tile], *starts[tile]]
@@ -156,8 +154,7 @@ class Turbo4:
                     c = lane.matmul(rows[2 * k : 2 * k + 4], words[k : k + 2], c)
                 for j in (0, 1):
                     x = ((c[2 * j + 1] << 8) + c[2 * j]).to_float() + rests[tile]
-                    old = outputs[tile][len(out[tile])] * alphas[tile]
-                    out[tile].append(lane.fma(x, factors[tile], old))
+                    out[tile].append(x * factors[tile])
         return out
 
     def _weight_operands(self, w: list[Float], here: Place) -> tuple[list[Int], Float]:

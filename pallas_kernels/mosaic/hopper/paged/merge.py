@@ -1,0 +1,344 @@
+"""The end of a call to pages: what programs found for a query is joined, normalized, rotated back.
+
+A query's parts are joined in this order: each of four residues takes every fourth part, in order,
+then the four are joined. So a query's bits depend on nothing but its own tokens. A run of channels
+is a lane's.
+
+Where programs left what they found in each block (`Settings.is_split`), a part's blocks are joined
+first, in the order in which one program does it that takes the part: those of each of its warps,
+then what the warps found.
+"""
+
+import dataclasses
+import functools
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.mosaic import lane, warp
+from pallas_kernels.mosaic.hopper.paged.inputs import Arrays, Settings
+from pallas_kernels.mosaic.hopper.paged.rotation import unrotated
+from pallas_kernels.mosaic.lane import Float, Int, Pointer
+
+_GRID = ("tile", "pair")
+_LANES, _RESIDUES = 32, 4
+# Of a residue's parts so many are read before the first of them is needed.
+_AHEAD = 4
+# Of a part's blocks.
+_BLOCKS_AHEAD = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """How queries are shared out to warps: what `warp.launch` asks for.
+
+    Attributes:
+      shared: warps of a query: 16 where blocks are joined, 4 to a residue; else 4, a residue each;
+        1 where there are no more parts than residues, which it reads one after the other.
+      rows: queries of a program.
+    """
+
+    shared: int
+    rows: int
+    stages: int = 1
+
+    @classmethod
+    def of(cls, s: Settings, parts: int) -> "_Layout":
+        """For a kernel's results."""
+        if s.is_split:
+            return cls(_RESIDUES * s.warps, 1)
+        return cls(1, 4) if parts <= _RESIDUES else cls(_RESIDUES, 1)
+
+    @property
+    def warps(self) -> int:
+        """Of a program."""
+        return self.shared * self.rows
+
+    @property
+    def warpgroups(self) -> int:
+        """Of a program."""
+        return self.warps // 4
+
+    def warp_bytes(self, head_dim: int) -> int:
+        """Of a warp's result, and a flag."""
+        return 4 * (head_dim + 4)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Row:
+    """A query, and a lane's part of it.
+
+    Attributes:
+      a: arrays; `outputs` are the results.
+      partials: outputs, maxima and sums of all programs.
+      s: settings of the kernel before.
+      layout: how the query is shared out.
+      number: of the query among those of its KV head.
+      pair: ``batch * K + head``.
+      batch: its sequence.
+      length: tokens of that.
+      position: of the query; -1 if it is none.
+      lane: number of the lane.
+      warp: of its warp among those of the query.
+    """
+
+    a: Arrays
+    partials: list[Pointer]
+    s: Settings
+    layout: _Layout
+    number: Int
+    pair: Int
+    batch: Int
+    length: Int
+    position: Int
+    lane: Int
+    warp: Int
+
+    @classmethod
+    def of(
+        cls, a: Arrays, partials: list[Pointer], ids: list[Int], s: Settings, layout: _Layout
+    ) -> "_Row":
+        """The running warp's."""
+        tile, pair = ids
+        thread = lane.thread()
+        own = lane.uniform(thread >> 5)
+        row = tile * layout.rows + own // layout.shared
+        batch = pair // a.kv_heads
+        length, count = a.held(batch)
+        token = row % a.tokens
+        position = (token < count).where(length - count + token, -1)
+        own = own % layout.shared
+        return cls(a, partials, s, layout, row, pair, batch, length, position, thread & 31, own)
+
+    @property
+    def channels(self) -> int:
+        """Of a lane."""
+        return self.a.head_dim // _LANES
+
+    def seen(self, size: int) -> tuple[Int, Int]:
+        """Of runs of so many tokens the first that the query sees, and the one past the last."""
+        first = lane.integer(0)
+        if self.s.window is not None:
+            first = (self.position - self.s.window[0]).maximum(0) // size
+        return first, (self.position + size) // size
+
+    def load(self, place: Int, is_there: lane.Bool) -> warp.Partial:
+        """A result, or nothing."""
+        o, maxima, sums = self.partials
+        index = is_there.where(place * self.a.rows + self.number, 0)
+        words = o.times(index, 4 * self.a.head_dim).at(self.lane * (4 * self.channels))
+        m, l = (x.times(index, 4).float() for x in (maxima, sums))
+        found = [is_there.where(x.as_float(), 0.0) for x in words.words(self.channels)]
+        return found, is_there.where(m, float("-inf")), is_there.where(l, 0.0)
+
+    def part(self, number: Int) -> warp.Partial:
+        """What a program found in a part."""
+        first, stop = self.seen(self.s.part)
+        place = self.pair * self.a.count(self.s.part) + number
+        return self.load(place, (number >= first) & (number < stop))
+
+    def blocks(self, number: Int, which: Int) -> warp.Partial:
+        """What was found in those blocks of a part that one warp of a program would take."""
+        s, total = self.s, warp.nothing(self.channels)
+        first, stop = self.seen(s.step)
+        held = (self.length + (s.block - 1)) // s.block
+        before = self.pair * self.a.count(s.run) * (s.run // s.block)
+        steps = s.part // s.step
+        for start in range(0, steps, _BLOCKS_AHEAD):
+            loaded = []
+            for i in range(start, start + _BLOCKS_AHEAD):
+                step = number * steps + i
+                block = step * s.warps + which
+                is_there = (step >= first) & (step < stop) & (block < held)
+                loaded.append(self.load(before + block, is_there))
+            total = functools.reduce(warp.joined, loaded, total)
+        return total
+
+    def residue(self, number: Int) -> warp.Partial:
+        """Every fourth part."""
+        first, stop = self.seen(self.s.part)
+
+        def add(i: Int, flat: list[Any]) -> list[Any]:
+            found = [self.part(i + _RESIDUES * j) for j in range(_AHEAD)]
+            return _flat(functools.reduce(warp.joined, found, _partial(flat)))
+
+        start = first // _RESIDUES * _RESIDUES + number
+        nothing = _flat(warp.nothing(self.channels))
+        return _partial(lane.loop(start, stop, _RESIDUES * _AHEAD, nothing, add))
+
+    def residue_of_blocks(self, number: Int, which: Int, memory: "_Memory") -> warp.Partial:
+        """Every fourth part, of whose blocks this warp joins a share."""
+        first, stop = self.seen(self.s.part)
+
+        def add(i: Int, flat: list[Any]) -> list[Any]:
+            memory.store(self.warp, self.blocks(i + number, which))
+            lane.block_barrier()
+            of_warps = [memory.load(number * self.s.warps + k) for k in range(self.s.warps)]
+            lane.block_barrier()
+            part = functools.reduce(warp.joined, of_warps, warp.nothing(self.channels))
+            return _flat(warp.joined(_partial(flat), part))
+
+        nothing = _flat(warp.nothing(self.channels))
+        start = first // _RESIDUES * _RESIDUES
+        return _partial(lane.loop(start, stop, _RESIDUES, nothing, add))
+
+    def has_bad_page(self) -> Int:
+        """Of this warp's share of the table: not 0 if a page is needed that does not exist."""
+        table = self.a.tables.times(self.batch, 4 * self.a.max_pages)
+        needed = (self.length + (self.a.page_size - 1)) // self.a.page_size
+
+        def look(i: Int, flat: list[Any]) -> list[Any]:
+            page = table.at((i + self.lane).minimum(needed - 1) << 2).word()
+            is_bad = (page < 0) | (page >= self.a.num_pages)
+            return [is_bad.where(lane.integer(1), flat[0])]
+
+        first, step = self.warp * _LANES, self.layout.shared * _LANES
+        return lane.ballot(lane.loop(first, needed, step, [lane.integer(0)], look)[0] > 0)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Memory:
+    """Shared memory of the results of a query's warps, and of their flags."""
+
+    area: Pointer
+    row: _Row
+
+    def _at(self, number: Int | int) -> Pointer:
+        return self.area.at(number * self.row.layout.warp_bytes(self.row.a.head_dim))
+
+    def store(self, number: Int, found: warp.Partial) -> None:
+        """Of a warp."""
+        row, own = self.row, self._at(number)
+        for i, x in enumerate(found[0]):
+            own.at(row.lane * (4 * row.channels), 4 * i).store(x)
+        with lane.when(row.lane.equals(0)):
+            for i, x in enumerate(found[1:]):
+                own.at(4 * row.a.head_dim + 4 * i).store(x)
+
+    def load(self, number: Int | int) -> warp.Partial:
+        """Of a warp."""
+        row, kept = self.row, self._at(number)
+        words = kept.at(row.lane * (4 * row.channels)).words(row.channels)
+        m, l = (kept.at(4 * row.a.head_dim + 4 * i).float() for i in (0, 1))
+        return [x.as_float() for x in words], m, l
+
+    def flag(self, number: Int | int) -> Pointer:
+        """Of a warp."""
+        return self._at(number).at(4 * self.row.a.head_dim + 8)
+
+
+def _flat(partial: warp.Partial) -> list[Float]:
+    return [*partial[0], *partial[1:]]
+
+
+def _partial(flat: list[Any]) -> warp.Partial:
+    return flat[:-2], flat[-2], flat[-1]
+
+
+def _kernel(*refs: Any, s: Settings, layout: _Layout) -> None:
+    """One program; its body is written for single lanes."""
+
+    def body(refs: Any, inputs: Any, ids: list[Int], memory: tuple[Any, Any]) -> None:
+        partials = [Pointer.to(x) for x in refs[5]]
+        a = Arrays.of((*refs[:5], *refs[6:]), inputs)
+        row = _Row.of(a, partials, ids, s, layout)
+        if layout.shared == 1:
+            with lane.when(row.number < a.rows):
+                residues = [row.residue(lane.integer(i)) for i in range(_RESIDUES)]
+                _finish(row, residues, row.has_bad_page())
+            return
+        kept = _Memory(Pointer.to(memory[0]), row)
+        bad = row.has_bad_page()
+        of_residue = layout.shared // _RESIDUES
+        number, which = row.warp // of_residue, row.warp % of_residue
+        found = row.residue_of_blocks(number, which, kept) if s.is_split else row.residue(number)
+        kept.store(row.warp, found)
+        with lane.when(row.lane.equals(0)):
+            kept.flag(row.warp).store(bad)
+        lane.block_barrier()
+        with lane.when(row.warp.equals(0)):
+            flags = [kept.flag(i).word() for i in range(layout.shared)]
+            residues = [kept.load(i * of_residue) for i in range(_RESIDUES)]
+            _finish(row, residues, functools.reduce(operator.or_, flags))
+
+    warp.inline(_GRID, refs, body)
+
+
+def _finish(row: _Row, residues: list[warp.Partial], bad: Int) -> None:
+    """Joins residues, normalizes and writes what is found; `bad` is 0 if all pages exist."""
+    a = row.a
+    o, top, l = functools.reduce(warp.joined, residues, warp.nothing(row.channels))
+    said = a.lengths.at(row.batch << 2).word()
+    is_good = said.equals(row.length) & bad.equals(0)
+    is_empty = l.equals(0.0)
+    l = is_empty.where(1.0, l)
+    # What sees nothing may have been multiplied with 0 times NaN.
+    x = [is_empty.where(lane.number(0.0), lane.divide(v, l)) for v in o]
+    if a.pages.signs is not None:
+        x = unrotated(x, a.pages.signs.at(row.lane * (4 * row.channels)), row.lane)
+    factor = lane.number(row.s.value_unit)
+    if a.pages.value_scale is not None:
+        factor = factor * a.pages.value_scale.float()
+    head, token = row.pair % a.kv_heads * a.group + row.number // a.tokens, row.number % a.tokens
+    index = (row.batch * a.tokens + token) * a.heads + head
+    out, lse = a.outputs
+    width = 4 if a.dtype == "float32" else 2
+    target = out.times(index, a.head_dim * width).at(row.lane * (width * row.channels))
+    nan = lane.number(float("nan"))
+    for i, v in enumerate(x):
+        target.at(width * i).store_as(is_good.where(v * factor, nan), a.dtype)
+    top = is_good.where(top, nan)
+    warp.write_residual(lse, index, row.lane, top, l, is_empty & is_good)
+
+
+def merge(
+    query: jax.Array,
+    pages: Any,
+    tables: jax.Array,
+    lengths: jax.Array,
+    query_lengths: jax.Array,
+    partials: tuple[jax.Array, ...],
+    settings: Settings,
+) -> tuple[jax.Array, jax.Array]:
+    """Joins what programs found.
+
+    Args:
+      query: ``[B, T, N, H]``, for its shape and dtype.
+      pages: the pool.
+      tables: int32 ``[B, max_pages]``.
+      lengths: int32 ``[B]``.
+      query_lengths: int32 ``[B]``.
+      partials: float32 ``[B * K, n, G * T, H]``, ``[B * K, n, G * T]`` twice: sums of weighted
+        values, maxima in powers of two, and sums of weights of each part, or of each block in the
+        order of the sequence's tokens; those of which a query sees nothing may be anything.
+      settings: of the kernel that found them.
+
+    Returns:
+      ``[B, T, N, H]`` in the query's dtype and the float32 log-sum-exp ``[B, T, N]``; NaN for a
+      sequence whose length, or a page that it needs, is out of range.
+    """
+    batch, tokens, heads, head_dim = query.shape
+    kv_heads, page_size = pages.key.shape[1:3]
+    layout = _Layout.of(settings, pl.cdiv(tables.shape[1] * page_size, settings.part))
+    run = warp.launch(
+        functools.partial(_kernel, s=settings, layout=layout),
+        "turbojax_paged_merge_hopper",
+        [
+            jax.ShapeDtypeStruct(query.shape, query.dtype),
+            jax.ShapeDtypeStruct((batch, tokens, heads), jnp.float32),
+        ],
+        dict(
+            zip(
+                _GRID,
+                (pl.cdiv(heads // kv_heads * tokens, layout.rows), batch * kv_heads),
+                strict=True,
+            )
+        ),
+        layout,
+        head_dim,
+    )
+    out, residual = run(query, pages, tables, lengths, query_lengths, list(partials))
+    return out, residual
