@@ -165,6 +165,42 @@ def test_a_merge_of_one_part_changes_no_bit(kv_dtype, kernel):
     np.testing.assert_allclose(lse, want_lse, rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("kv_dtype", "head_dim", "tokens", "options"),
+    [
+        ("turbo4", 128, 1, {}),
+        ("turbo4", 64, 3, {"window": (700, 0)}),
+        ("turbo4", 256, 4, {"logits_soft_cap": 20.0}),
+        ("fp8_e4m3", 128, 1, {"window": (100, 0)}),
+        ("fp8_e5m2", 64, 4, {}),
+        ("fp8_e4m3", 256, 2, {}),
+    ],
+)
+def test_how_programs_are_cut_changes_no_bit(kv_dtype, head_dim, tokens, options):
+    """On Hopper: a few blocks a program, a part, and with other parts the same numbers."""
+    from turbojax.ops.paged_attention import mosaic_gpu
+
+    lengths = (9000, 2049, 255, 1, 0)
+    cache, tables = filled(kv_dtype, lengths, 2, head_dim, dtype=jnp.bfloat16)
+    query = normal(6, (len(lengths), tokens, 8, head_dim), jnp.bfloat16)
+    implementation("mosaic_gpu", query, cache, tables)  # a skip where there is no Hopper
+    counts = jnp.minimum(jnp.asarray(lengths, jnp.int32), tokens)
+    arrays = (query, cache, jnp.asarray(tables), jnp.asarray(lengths, jnp.int32), counts)
+    given = Options(True, scale=0.1, **options)
+    split, whole, other = (
+        mosaic_gpu.attend(*arrays, options=given, launch=launch)
+        for launch in (
+            mosaic_gpu.Launch(is_split=True),
+            mosaic_gpu.Launch(is_split=False, stages=1),
+            mosaic_gpu.Launch(is_split=False, part=1024),
+        )
+    )
+    assert np.isfinite(np.asarray(whole[0].astype(jnp.float32))).all()
+    equal(split[0], whole[0])
+    equal(split[1], whole[1])
+    assert_near(other[0], whole[0], jnp.bfloat16, 2.0**-8)
+
+
 @pytest.mark.parametrize(("kv_dtype", "kernel"), FEWER)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_chunks_do_not_matter(head_dim, kv_dtype, kernel):

@@ -125,7 +125,7 @@ def _int4(implementation: str, tokens: int, outputs: int, inputs: int) -> Any:
 
 
 def _paged(implementation: str, kv_dtype: Any, width: int) -> Any:
-    """A table of more than 1,024 tokens means several parts, and a merge."""
+    """A table of more than 1,024 tokens means several parts, one of very many whole ones on Hopper."""
 
     def call(cache: Any, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
         tables = jnp.arange(width, dtype=jnp.int32)[None]
@@ -225,8 +225,15 @@ CASES = {
     ),
     "int4, tiles, Hopper": _case("int4_matmul_hopper", _int4, "mosaic_gpu", 130, 136, 300),
     "int4, few tokens, Hopper": _case("int4_matmul_hopper", _int4, "mosaic_gpu", 3, 136, 1024),
-    "paged, turbo4, Hopper": _case("paged_hopper", _paged, "mosaic_gpu", "turbo4", 20),
-    "paged, fp8, parts, Hopper": _case("paged_hopper", _paged, "mosaic_gpu", "fp8_e4m3", 80),
+    "paged, turbo4, Hopper": _case(
+        "paged_hopper paged_merge_hopper", _paged, "mosaic_gpu", "turbo4", 20
+    ),
+    "paged, fp8, several steps, Hopper": _case(
+        "paged_hopper paged_merge_hopper", _paged, "mosaic_gpu", "fp8_e4m3", 80
+    ),
+    "paged, turbo4, parts, Hopper": _case(
+        "paged_hopper paged_merge_hopper", _paged, "mosaic_gpu", "turbo4", 8400
+    ),
     "pooled, Hopper": _case(
         "pooled_attention_hopper pooled_query_gradient_hopper pooled_key_gradient_hopper",
         _pooled,

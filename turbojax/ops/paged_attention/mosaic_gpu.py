@@ -19,8 +19,8 @@ _HEAD_DIMS = (64, 128, 256)
 _MOST_QUERY_ROWS = 64
 # Where a program takes few tokens, each of its results is as large as what it reads.
 _MOST_SPLIT_ROWS = 16
-# Of an H100.
-_MULTIPROCESSORS = 132
+# Fewer programs than this, each with a part, leave half of an H100 idle.
+_FEW_PROGRAMS = 64
 
 
 class Launch(NamedTuple):
@@ -42,11 +42,11 @@ class Launch(NamedTuple):
 
 
 def default_launch(query: jax.Array, cache: PagedCache, block_tables: jax.Array) -> Launch:
-    """Programs with whole parts where they fill an H100; else with as few tokens as they can."""
+    """Programs take whole parts, or, where those would be few, a few blocks."""
     rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
     pairs = query.shape[0] * cache.num_kv_heads
     parts = -(-block_tables.shape[1] * cache.page_size // Launch(False).part)
-    return Launch(rows <= _MOST_SPLIT_ROWS and parts * pairs < _MULTIPROCESSORS)
+    return Launch(rows <= _MOST_SPLIT_ROWS and parts * pairs < _FEW_PROGRAMS)
 
 
 def unsupported(

@@ -22,13 +22,14 @@ from pallas_kernels.mosaic import lane, warp
 from pallas_kernels.mosaic.hopper.paged.inputs import Arrays, Settings
 from pallas_kernels.mosaic.hopper.paged.rotation import unrotated
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
+from pallas_kernels.mosaic.warp import Partial
 
 _GRID = ("tile", "pair")
 _LANES, _RESIDUES = 32, 4
 # Of a residue's parts so many are read before the first of them is needed.
 _AHEAD = 4
-# Of a part's blocks.
-_BLOCKS_AHEAD = 8
+# Of a part's blocks, of which there are 8 or 16.
+_BLOCKS_AHEAD = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +82,7 @@ class _Row:
       batch: its sequence.
       length: tokens of that.
       position: of the query; -1 if it is none.
-      lane: number of the lane.
+      place: of the lane in its warp.
       warp: of its warp among those of the query.
     """
 
@@ -94,7 +95,7 @@ class _Row:
     batch: Int
     length: Int
     position: Int
-    lane: Int
+    place: Int
     warp: Int
 
     @classmethod
@@ -125,22 +126,22 @@ class _Row:
             first = (self.position - self.s.window[0]).maximum(0) // size
         return first, (self.position + size) // size
 
-    def load(self, place: Int, is_there: lane.Bool) -> warp.Partial:
+    def load(self, number: Int, is_there: lane.Bool) -> Partial:
         """A result, or nothing."""
         o, maxima, sums = self.partials
-        index = is_there.where(place * self.a.rows + self.number, 0)
-        words = o.times(index, 4 * self.a.head_dim).at(self.lane * (4 * self.channels))
+        index = is_there.where(number * self.a.rows + self.number, 0)
+        words = o.times(index, 4 * self.a.head_dim).at(self.place * (4 * self.channels))
         m, l = (x.times(index, 4).float() for x in (maxima, sums))
         found = [is_there.where(x.as_float(), 0.0) for x in words.words(self.channels)]
         return found, is_there.where(m, float("-inf")), is_there.where(l, 0.0)
 
-    def part(self, number: Int) -> warp.Partial:
+    def part(self, number: Int) -> Partial:
         """What a program found in a part."""
         first, stop = self.seen(self.s.part)
         place = self.pair * self.a.count(self.s.part) + number
         return self.load(place, (number >= first) & (number < stop))
 
-    def blocks(self, number: Int, which: Int) -> warp.Partial:
+    def blocks(self, number: Int, which: Int) -> Partial:
         """What was found in those blocks of a part that one warp of a program would take."""
         s, total = self.s, warp.nothing(self.channels)
         first, stop = self.seen(s.step)
@@ -149,7 +150,7 @@ class _Row:
         steps = s.part // s.step
         for start in range(0, steps, _BLOCKS_AHEAD):
             loaded = []
-            for i in range(start, start + _BLOCKS_AHEAD):
+            for i in range(start, min(steps, start + _BLOCKS_AHEAD)):
                 step = number * steps + i
                 block = step * s.warps + which
                 is_there = (step >= first) & (step < stop) & (block < held)
@@ -157,7 +158,7 @@ class _Row:
             total = functools.reduce(warp.joined, loaded, total)
         return total
 
-    def residue(self, number: Int) -> warp.Partial:
+    def residue(self, number: Int) -> Partial:
         """Every fourth part."""
         first, stop = self.seen(self.s.part)
 
@@ -169,7 +170,7 @@ class _Row:
         nothing = _flat(warp.nothing(self.channels))
         return _partial(lane.loop(start, stop, _RESIDUES * _AHEAD, nothing, add))
 
-    def residue_of_blocks(self, number: Int, which: Int, memory: "_Memory") -> warp.Partial:
+    def residue_of_blocks(self, number: Int, which: Int, memory: "_Memory") -> Partial:
         """Every fourth part, of whose blocks this warp joins a share."""
         first, stop = self.seen(self.s.part)
 
@@ -185,18 +186,32 @@ class _Row:
         start = first // _RESIDUES * _RESIDUES
         return _partial(lane.loop(start, stop, _RESIDUES, nothing, add))
 
-    def has_bad_page(self) -> Int:
-        """Of this warp's share of the table: not 0 if a page is needed that does not exist."""
+    @property
+    def needed(self) -> Int:
+        """Pages of the sequence."""
+        return (self.length + (self.a.page_size - 1)) // self.a.page_size
+
+    def page(self, start: Int) -> Int:
+        """The number of the lane's page of the run from `start` on; of some other past the last."""
         table = self.a.tables.times(self.batch, 4 * self.a.max_pages)
-        needed = (self.length + (self.a.page_size - 1)) // self.a.page_size
+        return table.at((start + self.place).minimum(self.needed - 1).maximum(0) << 2).word()
+
+    def has_bad_page(self, first: Int) -> Int:
+        """Of this warp's share of the table: not 0 if a page is needed that does not exist.
+
+        Args:
+          first: the lane's first page, read before.
+        """
+        step = self.layout.shared * _LANES
 
         def look(i: Int, flat: list[Any]) -> list[Any]:
-            page = table.at((i + self.lane).minimum(needed - 1) << 2).word()
+            page, bad = flat
             is_bad = (page < 0) | (page >= self.a.num_pages)
-            return [is_bad.where(lane.integer(1), flat[0])]
+            return [self.page(i + step), is_bad.where(lane.integer(1), bad)]
 
-        first, step = self.warp * _LANES, self.layout.shared * _LANES
-        return lane.ballot(lane.loop(first, needed, step, [lane.integer(0)], look)[0] > 0)
+        start = self.warp * _LANES
+        _, bad = lane.loop(start, self.needed, step, [first, lane.integer(0)], look)
+        return lane.ballot(bad > 0)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -209,19 +224,19 @@ class _Memory:
     def _at(self, number: Int | int) -> Pointer:
         return self.area.at(number * self.row.layout.warp_bytes(self.row.a.head_dim))
 
-    def store(self, number: Int, found: warp.Partial) -> None:
+    def store(self, number: Int, found: Partial) -> None:
         """Of a warp."""
         row, own = self.row, self._at(number)
         for i, x in enumerate(found[0]):
-            own.at(row.lane * (4 * row.channels), 4 * i).store(x)
-        with lane.when(row.lane.equals(0)):
+            own.at(row.place * (4 * row.channels), 4 * i).store(x)
+        with lane.when(row.place.equals(0)):
             for i, x in enumerate(found[1:]):
                 own.at(4 * row.a.head_dim + 4 * i).store(x)
 
-    def load(self, number: Int | int) -> warp.Partial:
+    def load(self, number: Int | int) -> Partial:
         """Of a warp."""
         row, kept = self.row, self._at(number)
-        words = kept.at(row.lane * (4 * row.channels)).words(row.channels)
+        words = kept.at(row.place * (4 * row.channels)).words(row.channels)
         m, l = (kept.at(4 * row.a.head_dim + 4 * i).float() for i in (0, 1))
         return [x.as_float() for x in words], m, l
 
@@ -230,11 +245,11 @@ class _Memory:
         return self._at(number).at(4 * self.row.a.head_dim + 8)
 
 
-def _flat(partial: warp.Partial) -> list[Float]:
+def _flat(partial: Partial) -> list[Float]:
     return [*partial[0], *partial[1:]]
 
 
-def _partial(flat: list[Any]) -> warp.Partial:
+def _partial(flat: list[Any]) -> Partial:
     return flat[:-2], flat[-2], flat[-1]
 
 
@@ -245,18 +260,19 @@ def _kernel(*refs: Any, s: Settings, layout: _Layout) -> None:
         partials = [Pointer.to(x) for x in refs[5]]
         a = Arrays.of((*refs[:5], *refs[6:]), inputs)
         row = _Row.of(a, partials, ids, s, layout)
+        page = row.page(row.warp * _LANES)
         if layout.shared == 1:
             with lane.when(row.number < a.rows):
                 residues = [row.residue(lane.integer(i)) for i in range(_RESIDUES)]
-                _finish(row, residues, row.has_bad_page())
+                _finish(row, residues, row.has_bad_page(page))
             return
         kept = _Memory(Pointer.to(memory[0]), row)
-        bad = row.has_bad_page()
         of_residue = layout.shared // _RESIDUES
         number, which = row.warp // of_residue, row.warp % of_residue
         found = row.residue_of_blocks(number, which, kept) if s.is_split else row.residue(number)
         kept.store(row.warp, found)
-        with lane.when(row.lane.equals(0)):
+        bad = row.has_bad_page(page)
+        with lane.when(row.place.equals(0)):
             kept.flag(row.warp).store(bad)
         lane.block_barrier()
         with lane.when(row.warp.equals(0)):
@@ -267,7 +283,7 @@ def _kernel(*refs: Any, s: Settings, layout: _Layout) -> None:
     warp.inline(_GRID, refs, body)
 
 
-def _finish(row: _Row, residues: list[warp.Partial], bad: Int) -> None:
+def _finish(row: _Row, residues: list[Partial], bad: Int) -> None:
     """Joins residues, normalizes and writes what is found; `bad` is 0 if all pages exist."""
     a = row.a
     o, top, l = functools.reduce(warp.joined, residues, warp.nothing(row.channels))
@@ -278,7 +294,7 @@ def _finish(row: _Row, residues: list[warp.Partial], bad: Int) -> None:
     # What sees nothing may have been multiplied with 0 times NaN.
     x = [is_empty.where(lane.number(0.0), lane.divide(v, l)) for v in o]
     if a.pages.signs is not None:
-        x = unrotated(x, a.pages.signs.at(row.lane * (4 * row.channels)), row.lane)
+        x = unrotated(x, a.pages.signs.at(row.place * (4 * row.channels)), row.place)
     factor = lane.number(row.s.value_unit)
     if a.pages.value_scale is not None:
         factor = factor * a.pages.value_scale.float()
@@ -286,12 +302,12 @@ def _finish(row: _Row, residues: list[warp.Partial], bad: Int) -> None:
     index = (row.batch * a.tokens + token) * a.heads + head
     out, lse = a.outputs
     width = 4 if a.dtype == "float32" else 2
-    target = out.times(index, a.head_dim * width).at(row.lane * (width * row.channels))
+    target = out.times(index, a.head_dim * width).at(row.place * (width * row.channels))
     nan = lane.number(float("nan"))
     for i, v in enumerate(x):
         target.at(width * i).store_as(is_good.where(v * factor, nan), a.dtype)
     top = is_good.where(top, nan)
-    warp.write_residual(lse, index, row.lane, top, l, is_empty & is_good)
+    warp.write_residual(lse, index, row.place, top, l, is_empty & is_good)
 
 
 def merge(
