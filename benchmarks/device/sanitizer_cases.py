@@ -125,7 +125,7 @@ def _int4(implementation: str, tokens: int, outputs: int, inputs: int) -> Any:
 
 
 def _paged(implementation: str, kv_dtype: Any, width: int) -> Any:
-    """A table of more than 1,024 tokens means several parts, one of very many whole ones on Hopper."""
+    """Wide tables mean several parts and a merge; on Hopper very wide ones, whole parts."""
 
     def call(cache: Any, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
         tables = jnp.arange(width, dtype=jnp.int32)[None]

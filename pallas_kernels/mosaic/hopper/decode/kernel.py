@@ -42,6 +42,7 @@ Versions, H100, jax 0.11.2, device time (cuDNN on bfloat16 keys and values in th
   values are low 118: neither registers nor shares of unequal size cost time, but four loops of
   12 KB that run at the same time on one multiprocessor, more than its instruction cache. v3 has
   21 KB in all. Two warpgroups in a program, which share a head, in v2: 136.
+  Rows: `benchmarks/results/decode_versions_2026-11-24.json`.
 """
 
 import dataclasses

@@ -13,9 +13,12 @@ with the copy engine, a page or a part of one with each copy, and works without 
 warps share. Rows of the products are tokens and channels, columns queries; each query has two, a
 high and a low part, which makes eight of four queries, the fewest that a product takes.
 
-A program takes one part of a sequence, `Settings.part` tokens at a fixed place: what is added up,
-and in which order, depends on a token's position alone, not on the length of its sequence, on how a
-prompt is cut into chunks, or on the rest of the batch. Parts are merged by a second kernel.
+Every block has a softmax of its own, and is then joined with those before it: of a part of the
+sequence, `Settings.part` tokens at a fixed place, each warp takes every fourth block in order, then
+the four warps' results are joined, then the parts' (`merge`). A program takes a part, or, where
+those would be few, a few blocks (`Settings.is_split`), whose results the merge joins in that order.
+So what is added up, and how, depends on a token's position alone: not on the length of its
+sequence, on how a prompt is cut into chunks, on the rest of the batch, or on the programs.
 
 Versions, H100, jax 0.11.2, device time of both kernels (cuDNN on dense bfloat16 in the same run):
   turbo4                   16 x 32k   64 x 4k   1 x 32k   1 x 4k
@@ -32,6 +35,30 @@ Versions, H100, jax 0.11.2, device time of both kernels (cuDNN on dense bfloat16
   16 queries of 4 x 8k, 4, 8, 16 in a program: 175, 142, 117 us of turbo4, 327, 200, 130 of fp8
   1 x 1k: 9.6 us, where cuDNN takes 6.4: one program of four blocks a warp for each KV head.
 These and more rows are in `benchmarks/results/paged_versions_2026-11-21.json`.
+
+H200 (reads 4.5 TB/s: turbo4 122 us, fp8 236), whole calls, us:
+                                    16 x 32k  64 x 4k  1 x 8k  1 x 4k   fp8: 16 x 32k  64 x 4k  1 x 8k
+    cuDNN                              472      243     14.6    11.0             472      243    14.6
+    v1, as above                       184      111     19.5    15.0             267      146    15.9
+      of which the kernel              169               10.4                    257             10.5
+    v2                                 158       87     11.0     9.0             257      139    14.4
+      of which the kernel              154       83      7.8     5.8             253      135     9.2
+  v2's parts by themselves, the kernel, turbo4, 16 x 32k:
+    its table in registers that the compiler does not know to be constant   168 -> 166
+      and not in copies before every permute (218 of 1,382 instructions)
+    halves of the table added and not or-ed: done by the multipliers, where  166 -> 155
+      permutes, shifts and logic keep one unit at 60 %
+    parts of 2,048; of 4,096 146, of 1,024 155                              155 -> 148
+    each block's own softmax, queries rotated by the warps, a query each    148 -> 154
+      (all queries by every warp: the same, and 0.6 us more for short calls)
+    the merge: normalizes, rotates back, checks tables: 3.6 us and no other kernels
+  What bounds it: without look-ups it takes 133, without the transposition of values 137; so memory
+  and instructions now cost about the same. Slower or the same: shifts as high halves of products
+  (160), blocks of 32 tokens with up to 5 in flight (159 to 189), one in flight (157), masks only
+  where some token is hidden (154). Left: keys and values in slots of their own, so that four
+  programs share a multiprocessor (128 registers allow it, 70 KB do not).
+  Programs that take a few blocks: 1 x 32k 29 and not 19, 4 x 8k 26 and not 21; 4 x 4k 18 for 19.
+Rows: `benchmarks/results/paged_versions_2026-11-24.json`.
 """
 
 import functools
