@@ -36,22 +36,22 @@ Versions, H100, jax 0.11.2, device time of both kernels (cuDNN on dense bfloat16
   1 x 1k: 9.6 us, where cuDNN takes 6.4: one program of four blocks a warp for each KV head.
 These and more rows are in `benchmarks/results/paged_versions_2026-11-21.json`.
 
-H200 (reads 4.5 TB/s: turbo4 122 us, fp8 236), whole calls, us:
-                                    16 x 32k  64 x 4k  1 x 8k  1 x 4k   fp8: 16 x 32k  64 x 4k  1 x 8k
-    cuDNN                              472      243     14.6    11.0             472      243    14.6
-    v1, as above                       184      111     19.5    15.0             267      146    15.9
-      of which the kernel              169               10.4                    257             10.5
-    v2                                 158       87     11.0     9.0             257      139    14.4
-      of which the kernel              154       83      7.8     5.8             253      135     9.2
-  v2's parts by themselves, the kernel, turbo4, 16 x 32k:
-    its table in registers that the compiler does not know to be constant   168 -> 166
-      and not in copies before every permute (218 of 1,382 instructions)
-    halves of the table added and not or-ed: done by the multipliers, where  166 -> 155
-      permutes, shifts and logic keep one unit at 60 %
-    parts of 2,048; of 4,096 146, of 1,024 155                              155 -> 148
-    each block's own softmax, queries rotated by the warps, a query each    148 -> 154
-      (all queries by every warp: the same, and 0.6 us more for short calls)
-    the merge: normalizes, rotates back, checks tables: 3.6 us and no other kernels
+H200 (reads 4.5 TB/s: turbo4 122 us, fp8 236), whole calls, us; fp8 in the last three columns:
+                                 16 x 32k  64 x 4k  1 x 8k  1 x 4k   16 x 32k  64 x 4k  1 x 8k
+    cuDNN                           472      243     14.6    11.0       472      243    14.6
+    v1, as above                    184      111     19.5    15.0       267      146    15.9
+      of which the kernel           169              10.4               257             10.5
+    v2                              158       87     11.0     9.0       257      139    14.4
+      of which the kernel           154       83      7.8     5.8       253      135     9.2
+  v2's steps, the kernel alone, turbo4, 16 x 32k:
+    its table in registers that the compiler does not know to be constant, and
+      not in copies before every permute (218 of 1,382 instructions)       168 -> 166
+    halves of the table added and not or-ed: done by the multipliers, where
+      permutes, shifts and logic keep one unit at 60 %                     166 -> 155
+    parts of 2,048; of 4,096 146                                           155 -> 148
+    each block's own softmax; queries rotated by the warps, a query each   148 -> 154
+      (all queries by every warp: 153, and 0.6 us more for short calls)
+    the merge normalizes, rotates back, checks tables: 3.6 us, and no other kernels
   What bounds it: without look-ups it takes 133, without the transposition of values 137; so memory
   and instructions now cost about the same. Slower or the same: shifts as high halves of products
   (160), blocks of 32 tokens with up to 5 in flight (159 to 189), one in flight (157), masks only
