@@ -379,8 +379,8 @@ def attend(
     Args:
       query: ``[B, T, N, H]``, `H` 64, 128 or 256.
       pages: the pool.
-      tables: int32 ``[B, max_pages]``, numbers of the sequences' pages; those past its length may
-        be anything.
+      tables: int32 ``[B, max_pages]``, numbers of the sequences' pages; those past its length, or
+        wholly before the windows of its queries, may be anything.
       lengths: int32 ``[B]``, tokens held.
       query_lengths: int32 ``[B]``, how many of the `T` queries are real.
       settings: numerics and launch.

@@ -191,6 +191,14 @@ class _Row:
         """Pages of the sequence."""
         return (self.length + (self.a.page_size - 1)) // self.a.page_size
 
+    @property
+    def first_needed(self) -> Int:
+        """The first of these pages that holds a token in the window of some query."""
+        if self.s.window is None:
+            return lane.integer(0)
+        _, count = self.a.held(self.batch)
+        return (self.length - count - self.s.window[0]).maximum(0) // self.a.page_size
+
     def page(self, start: Int) -> Int:
         """The number of the lane's page of the run from `start` on; of some other past the last."""
         table = self.a.tables.times(self.batch, 4 * self.a.max_pages)
@@ -209,7 +217,7 @@ class _Row:
             is_bad = (page < 0) | (page >= self.a.num_pages)
             return [self.page(i + step), is_bad.where(lane.integer(1), bad)]
 
-        start = self.warp * _LANES
+        start = self.first_needed + self.warp * _LANES
         _, bad = lane.loop(start, self.needed, step, [first, lane.integer(0)], look)
         return lane.ballot(bad > 0)
 
@@ -260,7 +268,7 @@ def _kernel(*refs: Any, s: Settings, layout: _Layout) -> None:
         partials = [Pointer.to(x) for x in refs[5]]
         a = Arrays.of((*refs[:5], *refs[6:]), inputs)
         row = _Row.of(a, partials, ids, s, layout)
-        page = row.page(row.warp * _LANES)
+        page = row.page(row.first_needed + row.warp * _LANES)
         if layout.shared == 1:
             with lane.when(row.number < a.rows):
                 residues = [row.residue(lane.integer(i)) for i in range(_RESIDUES)]
