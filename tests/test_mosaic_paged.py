@@ -185,9 +185,10 @@ def test_the_pages_that_must_exist(monkeypatch, window, shared):
         lengths, counts = jnp.asarray([length]), jnp.asarray([count])
         first = checks.first_seen(lengths, counts, tokens, window)
         want = bool(checks.readable(pool, jnp.asarray(tables), lengths, first)[0])
+        held = warp.integer(length), warp.integer(count)
         a = types.SimpleNamespace(
             tables=warp.Pointer(tables.view(np.uint8).ravel()), max_pages=entries, page_size=size,
-            num_pages=num_pages, held=lambda _, n=length, c=count: (warp.integer(n), warp.integer(c)),
+            num_pages=num_pages, held=lambda _, held=held: held,
         )  # fmt: skip
         s = types.SimpleNamespace(window=window)
         zero = warp.integer(0)
