@@ -246,6 +246,10 @@ class PageAllocator:
         """A sequence's tokens, those in released pages too; KeyError if there is none such."""
         return self._find(sequence).length
 
+    def released(self, sequence: int) -> int:
+        """How many of its first pages a sequence let go; KeyError if there is none such."""
+        return self._find(sequence).released
+
     def pages(self, sequence: int) -> tuple[int, ...]:
         """A sequence's pages in order, -1 for those released; KeyError if there is none such."""
         return tuple(self._find(sequence).pages)
