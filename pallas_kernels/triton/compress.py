@@ -101,8 +101,8 @@ def compress(
     Args:
       x: bfloat16, float16 or float32 ``[B, S, K, H]``.
       lengths: int32 ``[B]``, at most `S`: tokens past it count as zero.
-      count: int32 ``[B]``: blocks to store, whole ones, block `i` in place ``i % n``; the last `n` if
-        there are more. The arrays keep what else they hold.
+      count: int32 ``[B]``: blocks to store, whole ones, block `i` in place ``i % n``; the last
+        `n` of them if there are more. The arrays keep what else they hold.
       slots: int32 ``[B, K]``, each head's place among the slots of `codes`.
       codes: uint8, one array a width: ``[B, K_i, n, block, H * bits / 8]``, with tokens last
         ``[B, K_i, n, H, block * bits / 8]``.

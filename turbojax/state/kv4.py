@@ -110,9 +110,10 @@ class TokenScaledCache:
 class Kv4Cache(TokenScaledCache):
     """Keys and values of `B` sequences in symmetric 4-bit codes (FireQ, Baek et al., 2025).
 
-    Shapes: `K` KV heads, head dim `H`, `S` = `max_length`, or what the window needs, rounded up to a
-    multiple of 128; token `p` is in row ``p % S``. ``x = code * scale``. A byte holds channel `c` in its low nibble and ``c + H/2`` in its high
-    one, both in two's complement (see `turbojax.quantizers.packing`).
+    Shapes: `K` KV heads, head dim `H`, `S` = `max_length`, or what the window needs, rounded up to
+    a multiple of 128; token `p` is in row ``p % S``. ``x = code * scale``. A byte holds channel `c`
+    in its low nibble and ``c + H/2`` in its high one, both in two's complement (see
+    `turbojax.quantizers.packing`).
 
     Made by `init_cache`; `prefill`, `append` and `decode` take it and never change it in place
     (donate it to `jit` to reuse its memory). The caches of several layers may be stacked along a
@@ -208,7 +209,7 @@ def init_k8v4_cache(
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     local_window_size: int | tuple[int, int] | None = None,
 ) -> K8v4Cache:
-    """An empty cache for keys in e4m3 and values in 4 bits: arguments and errors of `init_cache`."""
+    """An empty cache for keys in e4m3 and values in 4 bits; arguments are those of `init_cache`."""
     return _init_cache(
         K8v4Cache, (batch_size, max_length, num_kv_heads, head_dim), dtype, local_window_size
     )

@@ -55,9 +55,7 @@ def units(window: int | None, whole: int, size: int = 1) -> int:
     return whole if window is None else min(whole, -(-(window + SPARE) // size))
 
 
-def rows_of_new(
-    lengths: jax.Array, accepted: jax.Array, tokens: int, rows: int
-) -> jax.Array:
+def rows_of_new(lengths: jax.Array, accepted: jax.Array, tokens: int, rows: int) -> jax.Array:
     """Where new tokens are stored.
 
     Args:
@@ -115,8 +113,8 @@ def most_new_tokens(cache: Ring, window: int | None) -> int | None:
     if window is None or window > cache.window:
         sees = "all tokens" if window is None else f"{window} tokens"
         raise ValueError(
-            f"a query sees {sees}, must see at most {cache.window}, its own included: the cache was "
-            "made for this window and does not keep what is older"
+            f"a query sees {sees}, must see at most {cache.window}, its own included: the cache "
+            "was made for this window and does not keep what is older"
         )
     return cache.room - window + 1
 
