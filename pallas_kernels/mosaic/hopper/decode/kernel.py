@@ -110,7 +110,7 @@ def _walk(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: Settings) ->
     slots = warp.Slots.of(smem, number, s.warp_bytes(a.head_dim), stage, s.stages)
     leader = (here.g | here.t).equals(0)
     widths = a.key.width(at.pair, s.key_bits), a.value.width(at.pair, s.value_bits)
-    start_copy = copies_of(a, at, shape, widths)
+    start_copy = copies_of(a, at, shape, widths, s)
     first, stop = at.start + number, at.stop.minimum(at.blocks)
     with lane.when(leader):
         slots.init()
@@ -123,8 +123,7 @@ def _walk(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: Settings) ->
     query = products.query(a, at, s.scale)
 
     def block_scales(unit: Int) -> list[Float]:
-        inside = unit.minimum(a.blocks - 1).maximum(0)
-        index = (at.pair * a.blocks + inside) << 2
+        index = (at.pair * a.blocks + a.place(unit, s)) << 2
         return [side.block_scale.at(index).float() for side in (a.key, a.value)]
 
     def attend(unit: Int, state: list[Any], slot: Pointer, following: list[Float]) -> list[Any]:
@@ -398,11 +397,14 @@ def decode(
 ) -> tuple[jax.Array, jax.Array]:
     """Attends the last `T` cached tokens' queries to a cache; mode ``"int8"``.
 
+    With a window it may be a ring: block `i` is in place ``i % n``, and every block that a query
+    sees is there.
+
     Args:
       query: ``[B, T, N, H]``, `H` 64, 128 or 256.
       key: the keys.
       value: the values.
-      lengths: int32 ``[B]``, tokens held.
+      lengths: int32 ``[B]``, tokens seen so far.
       buffer_lengths: int32 ``[B]``, those of them in the buffer.
       query_lengths: int32 ``[B]``, how many of the `T` queries are real.
       settings: numerics and launch.
