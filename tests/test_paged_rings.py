@@ -25,15 +25,15 @@ OPTIONS = AttentionOptions(local_window_size=WINDOW)
 LENGTHS = np.array([300, 150, 0], np.int32)
 
 
-def tokens(count, seed, heads=KV_HEADS):
-    x = np.random.default_rng(seed).normal(size=(BATCH, count, heads, CHANNELS))
-    return jnp.asarray(x, jnp.float32)
+def tokens(count, seed, heads=KV_HEADS, channels=CHANNELS, dtype=jnp.float32):
+    x = np.random.default_rng(seed).normal(size=(BATCH, count, heads, channels))
+    return jnp.asarray(x, dtype)
 
 
-def new(kind, window=WINDOW):
-    sizes = (BATCH, MAX_LENGTH, KV_HEADS, CHANNELS)
+def new(kind, window=WINDOW, channels=CHANNELS, dtype=jnp.float32):
+    sizes = (BATCH, MAX_LENGTH, KV_HEADS, channels)
     given = {"page_size": PAGE, "local_window_size": window}
-    return layers.init_layer(*sizes, kind=kind, dtype=jnp.float32, **given)
+    return layers.init_layer(*sizes, kind=kind, dtype=dtype, **given)
 
 
 @functools.partial(jax.jit, static_argnames="options")
@@ -54,9 +54,16 @@ def steps(layer, query, key, value):
     return jnp.moveaxis(out, 0, 1), layer
 
 
-def prompted(kind, window=WINDOW):
-    inputs = tokens(300, 0, HEADS), tokens(300, 1), tokens(300, 2)
-    return prompt(new(kind, window), *inputs, LENGTHS)
+def inputs(count, seed, *form):
+    return (
+        tokens(count, seed, HEADS, *form),
+        tokens(count, seed + 1, KV_HEADS, *form),
+        tokens(count, seed + 2, KV_HEADS, *form),
+    )
+
+
+def prompted(kind, window=WINDOW, *form):
+    return prompt(new(kind, window, *form), *inputs(300, 0, *form), LENGTHS)
 
 
 # What is held ------------------------------------------------------------------------------------
@@ -105,25 +112,37 @@ def test_published_models_hold_a_fraction_of_32k_tokens(name, share):
 @pytest.mark.optimized
 @pytest.mark.parametrize("kind", ["turbo4", pytest.param("paged", marks=pytest.mark.slow)])
 def test_it_attends_as_a_layer_that_holds_all_tokens(kind):
+    check_attention(kind)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["turbo4", "fp8_e4m3", "paged"])
+def test_it_attends_on_a_gpu_as_a_layer_that_holds_all_tokens(kind):
+    check_attention(kind, 128, jnp.bfloat16)
+
+
+def check_attention(kind, *form):
     """Prompts in parts and single tokens after them, far past the ring's end: the same bits."""
-    query, key, value = tokens(70, 3, HEADS), tokens(70, 4), tokens(70, 5)
-    found, held = prompted(kind)
-    want, whole = prompted(kind, None)
+    found, held = prompted(kind, WINDOW, *form)
+    want, whole = prompted(kind, None, *form)
     assert (held.is_ring, held.ring_pages, held.pages.num_pages) == (True, 11, 33)
     for b, length in enumerate(LENGTHS):
-        np.testing.assert_array_equal(found[b, :length], want[b, :length])
+        same(found[b, :length], want[b, :length])
     assert held.lengths.tolist() == LENGTHS.tolist()
-    got, after = steps(held, query, key, value)
-    want, _ = steps(whole, query, key, value)
-    np.testing.assert_array_equal(got, want)
+    got, after = steps(held, *inputs(70, 3, *form))
+    want, _ = steps(whole, *inputs(70, 3, *form))
+    same(got, want)
     assert after.lengths.tolist() == (LENGTHS + 70).tolist()
     assert int(after.pages.lost) == 0
     # Several at once, as a speculative step has.
-    more = tokens(9, 6, HEADS), tokens(9, 7), tokens(9, 8)
     real = np.array([9, 4, 9], np.int32)
-    out, _ = prompt(held, *more, real)
-    want, _ = prompt(whole, *more, real)
-    np.testing.assert_array_equal(out, want)
+    out, _ = prompt(held, *inputs(9, 6, *form), real)
+    want, _ = prompt(whole, *inputs(9, 6, *form), real)
+    same(out, want)
+
+
+def same(a, b):
+    np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
 
 def test_more_tokens_than_there_is_room_for_leave_the_newest():
@@ -145,7 +164,7 @@ def test_more_tokens_than_there_is_room_for_leave_the_newest():
 def test_what_no_window_reaches_any_more_is_forgotten():
     key = tokens(300, 1).at[0, 5].set(jnp.nan)
     _, held = prompt(new("paged"), tokens(300, 0, HEADS), key, tokens(300, 2), LENGTHS)
-    out, _ = steps(held, tokens(3, 3, HEADS), tokens(3, 4), tokens(3, 5))
+    out, _ = steps(held, *inputs(3, 3))
     assert np.isfinite(out).all()
 
 
