@@ -11,6 +11,8 @@ from engine_device import step
 from engine_helpers import NEW, PAGE, TINY, make, real_prompts, run_one
 
 from turbojax import models
+from turbojax.app.serve import run as serving
+from turbojax.app.serve.requests import RequestFile, TextRequest, fitting
 from turbojax.models import Engine, Request
 from turbojax.models.engine import groups
 
@@ -207,3 +209,52 @@ def test_work_has_a_table_for_each_group():
     assert shapes[0] == (3, 4, 16)
     assert isinstance(made, Engine)
     assert np.all(device.pages[0][3:] == -99)
+
+
+# What `turbojax serve` makes of it -----------------------------------------------------------
+
+
+def plan(windows, lengths, **given):
+    config = dataclasses.replace(
+        TINY, num_layers=len(windows), local_windows=windows, max_length=4096
+    )
+    requests = [
+        TextRequest(str(i), i, Request([1] * (length // 2), length - length // 2), ())
+        for i, length in enumerate(lengths)
+    ]
+    sizes = {"page_size": 16, "num_pages": None, "pool_bytes": None, "prefill_chunk": None}
+    asked = {"kv_dtype": "auto", "max_sequences": 4, **sizes, **given}
+    return config, serving.plan(requests, config, np.dtype(np.float32), **asked)
+
+
+def test_serving_sizes_pools_by_windows():
+    page = 2 * 2 * 16 * 16 * 4  # of one layer
+    _, pool = plan(ALL, (600, 900))
+    # Of two requests the windows, and a piece of 64 tokens with one of them.
+    assert (pool.num_pages, pool.nbytes) == (7 + 3, 10 * 2 * page)
+    _, pool = plan(ALTERNATING, (600, 900))
+    assert (pool.num_pages, pool.max_length) == (2 * 57, 900)
+    assert pool.nbytes == (114 + 2 * (7 + 3 * 3)) * page
+    # Bytes go to windows first; what is left to layers without one.
+    _, pool = plan(ALTERNATING, (600, 900), pool_bytes=(200 + 2 * 16) * page + 5)
+    assert (pool.num_pages, pool.nbytes) == (200, (200 + 2 * 16) * page)
+    _, pool = plan(ALTERNATING, (600, 900), pool_bytes=3 * 10 * page)
+    assert (pool.num_pages, pool.nbytes) == (10, 30 * page)
+    with pytest.raises(ValueError, match=f"must be at least {3 * page}, the bytes of one page"):
+        plan(ALTERNATING, (600,), pool_bytes=3 * page - 1)
+
+
+@pytest.mark.parametrize("windows", [ALL, ALTERNATING])
+def test_lines_that_fit_are_those_that_the_engine_takes(windows):
+    config = dataclasses.replace(TINY, num_layers=len(windows), local_windows=windows)
+    made = Engine(models.random_decoder(config), num_pages=6, page_size=16, max_sequences=2)
+    for prompt, new in ((20, 20), (60, 30), (60, 60), (100, 2), (3, 90)):
+        request = Request([1] * prompt, new)
+        file = RequestFile((TextRequest("a", 1, request, ()),), ())
+        found = fitting(file, config, num_pages=6, page_size=16)
+        if found.requests:
+            made.add(request)
+        else:
+            with pytest.raises(ValueError, match="pages, must be at most num_pages=6"):
+                made.add(request)
+            assert "pages, must be at most num_pages=6" in str(found.bad[0])

@@ -120,6 +120,30 @@ def pages_of_groups(
     return (num_pages, *others)
 
 
+def most_first_pages(nbytes: int, page_bytes: Sequence[int], windows: Windows, sizes: Sizes) -> int:
+    """The most pages of the first group's pools with which those of all take so many bytes.
+
+    Args:
+      nbytes: of all pages of all layers, at most.
+      page_bytes: of each group, those of a page of all its layers.
+      windows: of the groups.
+      sizes: of the engine.
+
+    Returns:
+      How many, `num_pages` of `pages_of_groups`; 0 if not one page of all layers fits.
+    """
+
+    def total(count: int) -> int:
+        pages = pages_of_groups(windows, count, sizes)
+        return sum(n * size for n, size in zip(pages, page_bytes, strict=True))
+
+    low, high = 0, nbytes // page_bytes[0] + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if total(middle) <= nbytes else (low, middle)
+    return low
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Group:
     """Layers that share tables, and the pages of their pools.

@@ -124,8 +124,8 @@ def run_step(
     last_of_piece = slots + jnp.maximum(work.counts[slots:] - 1, 0)
     rows = jnp.concatenate([jnp.arange(slots, dtype=jnp.int32), last_of_piece])
     # All layers of a group write to the same places, so that one of them counts for all.
-    first = [layers[0] for layers in layers_of(decoder.config, windows)]
-    return caches, decoder.logits(hidden[0][rows]), sum(caches[layer].lost for layer in first)
+    lost = [caches[layers[0]].lost for layers in layers_of(decoder.config, windows)]
+    return caches, decoder.logits(hidden[0][rows]), jnp.sum(jnp.stack(lost))
 
 
 def _attend(
