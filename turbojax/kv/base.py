@@ -58,9 +58,9 @@ class LayerCache(Protocol):
     """What the caches of every kind have: a frozen dataclass, registered as a pytree.
 
     Attributes:
-      lengths: int32 ``[B]``, tokens held.
+      lengths: int32 ``[B]``, tokens so far; all are held, but by a ring (`turbojax.state.ring`).
       overflowed: bool ``[B]``, True where a call under `jit` had to leave tokens out.
-      max_length: tokens each sequence can hold.
+      max_length: tokens each sequence may grow to.
       num_kv_heads: key/value heads, `K`.
       head_dim: channels of a head, `H`.
       dtype: of the keys and values it takes.
