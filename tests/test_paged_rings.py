@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from family_helpers import least
+from flax import nnx
 from storage_helpers import assert_same_leaves
 
 from turbojax import models, paged
 from turbojax.app import startup
+from turbojax.flax import TurboAttention
 from turbojax.kv import AttentionOptions, init_layer_cache, kind_of, paged_layer
 from turbojax.kv import pages as layers
 from turbojax.models.generation import caching
@@ -270,3 +272,16 @@ def test_a_layer_comes_back_from_a_file(tmp_path, kind):
     save_cache(tmp_path / "cache", moved)
     found, _ = load_cache(tmp_path / "cache")
     assert_same_leaves(found, long)
+
+
+def test_flax_module_holds_its_window_and_takes_any_number_of_tokens():
+    attention = TurboAttention(
+        32, num_heads=4, num_kv_heads=2, cache="paged", options=OPTIONS, rngs=nnx.Rngs(0)
+    )
+    attention.init_cache(batch_size=1, max_length=1000)
+    assert (attention.cache.is_ring, attention.cache.ring_pages) == (True, 4)
+    x = jax.random.normal(jax.random.key(0), (1, 700, 32))
+    out = [attention.prefill(x[:, :300]), attention.decode(x[:, 300:301])]
+    out.append(attention.decode(x[:, 301:]))
+    np.testing.assert_allclose(jnp.concatenate(out, axis=1), attention(x), atol=1e-5)
+    assert attention.cache.lengths.tolist() == [700]
