@@ -130,16 +130,30 @@ def _paged(implementation: str, kv_dtype: Any, width: int) -> Any:
     def call(cache: Any, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
         tables = jnp.arange(width, dtype=jnp.int32)[None]
         start = jnp.zeros(1, jnp.int32)
-        cache = paged.append(cache, key, value, tables, start)
+        cache = paged.append(cache, key, value, tables, start, implementation=append)
         lengths = jnp.array([key.shape[1]], jnp.int32)
         return paged_attention(query, cache, tables, lengths, implementation=implementation)
 
+    has_codes = paged.FORMATS[kv_dtype].is_rotated
+    append: Any = implementation if has_codes or implementation == "mosaic_gpu" else "xla"
     scales = {"key_scale": 0.05, "value_scale": 0.05} if kv_dtype.startswith("fp8") else {}
     cache = paged.init_paged_cache(
         width, 16, 1, 64, kv_dtype=kv_dtype, dtype=jnp.bfloat16, **scales
     )
     tokens = 1100 if width > 64 else 100
     return call, (cache, _normal(3, 1, 2, 4, 64), *_prompt(tokens)[1:])
+
+
+def _paged_append(kv_dtype: str, dim: int, tokens: int) -> Any:
+    """Tokens across the ends of pages; one is past its table."""
+
+    def call(cache: Any, key: jax.Array, value: jax.Array) -> Any:
+        tables = jnp.array([[2, 0, 1, 3]], jnp.int32)
+        start = jnp.array([64 - tokens + 1], jnp.int32)
+        return paged.append(cache, key, value, tables, start, implementation="mosaic_gpu")
+
+    cache = paged.init_paged_cache(4, 16, 1, dim, kv_dtype=kv_dtype, dtype=jnp.bfloat16)
+    return call, (cache, *_prompt(tokens, dim)[1:])
 
 
 def _pooled(implementation: str) -> Any:
@@ -234,6 +248,17 @@ CASES = {
     "paged, turbo4, parts, Hopper": _case(
         "paged_hopper paged_merge_hopper", _paged, "mosaic_gpu", "turbo4", 8400
     ),
+    **{
+        f"paged append, {kind}, Hopper": _case(
+            "paged_append_hopper", _paged_append, kind, dim, tokens
+        )
+        for kind, dim, tokens in (
+            ("turbo_k3v4", 128, 37),
+            ("k8v4", 64, 1),
+            ("auto", 16, 5),
+            ("fp8_e5m2", 256, 3),
+        )
+    },
     "pooled, Hopper": _case(
         "pooled_attention_hopper pooled_query_gradient_hopper pooled_key_gradient_hopper",
         _pooled,

@@ -12,6 +12,8 @@ import numpy as np
 
 LANES = np.arange(32)
 ROUNDER = 12582912.0
+# The warp of its program that runs.
+_WARP = [0]
 # The lanes that run, and within `when` those of them for which it holds.
 _ACTIVE = [np.ones(32, bool)]
 
@@ -269,6 +271,10 @@ def held(x):
 
 def uniform(x):
     return from_lane(x, integer(0))
+
+
+def thread():
+    return Int(32 * _WARP[-1] + LANES)
 
 
 def warp_barrier():

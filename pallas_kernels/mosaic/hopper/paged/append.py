@@ -21,6 +21,7 @@ order, squares whose sums do not depend on contraction, norms that comparisons d
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Sequence
 
 import jax
@@ -384,7 +385,8 @@ def encode(
     rotated = hadamard([v * f for v, f in zip(x, signs, strict=True)], place, s.lanes)
     found = [_nearest(v, thresholds, codec) for v in rotated]
     distances = [1 << i for i in range(s.lanes.bit_length() - 1)]
-    chosen = lane.reduce_lanes(lane.total([part for _, part in found]), Int.__add__, distances)
+    parts = lane.total([part for _, part in found])
+    chosen = lane.reduce_lanes(parts, operator.add, distances)
     corrected = _corrected(squares, chosen.to_float() * codec.unit)
     corrected = is_tiny.where(0.0, corrected)
     is_valid = is_bounded & (lane.number(_LARGEST_NORM) >= corrected)
