@@ -149,7 +149,7 @@ def test_it_lowers_in_place(hopper, kv_dtype, head_dim, dtype, tokens, page_size
 
 
 def test_it_lowers_in_loops_and_under_vmap(hopper):
-    cache, key, value, tables, lengths = specification("turbo4")
+    cache, key, _, tables, lengths = specification("turbo4")
     steps = jax.ShapeDtypeStruct((3, *key.shape), key.dtype)
 
     def run(cache, key, value, tables, lengths):

@@ -105,9 +105,9 @@ def _kv4(init: Callable[..., Any]) -> Any:
     return call, (init(1, 400, 1, 64), *arguments)
 
 
-def _fp8_tokens() -> Any:
+def _fp8_tokens(implementation: Any) -> Any:
     def call(x: jax.Array, scale: jax.Array) -> Any:
-        chosen = {"implementation": "triton"}
+        chosen = {"implementation": implementation}
         return quantize_activation(x, **chosen), rms_norm_quantize(x, scale, eps=1e-5, **chosen)
 
     return call, (_normal(0, 5, 300), _normal(1, 300))
@@ -191,7 +191,8 @@ CASES = {
     "cache, decode": _case("decode decode_merge", _decode, "triton"),
     "kv4, decode": _case("kv4_decode decode_merge", _kv4, kv4.init_cache),
     "k8v4, decode": _case("kv4_decode decode_merge", _kv4, kv4.init_k8v4_cache),
-    "fp8 tokens": _case("fp8_tokens", _fp8_tokens),
+    "fp8 tokens": _case("fp8_tokens", _fp8_tokens, "triton"),
+    "fp8 tokens, Hopper": _case("fp8_tokens_hopper", _fp8_tokens, "mosaic_gpu"),
     "int4, many tokens": _case("int4_matmul", _int4, "triton", 130, 136, 300),
     "int4, few tokens": _case("int4_matmul", _int4, "triton", 3, 136, 1024),
     "paged, turbo4": _case("paged_append paged_attention", _paged, "triton", "turbo4", 20),

@@ -1,7 +1,6 @@
 """The Mosaic GPU kernel that writes pages on Hopper: what it takes, how it is launched."""
 
 import dataclasses
-import functools
 import math
 from typing import TYPE_CHECKING
 
