@@ -261,7 +261,8 @@ CASES = {
         )
     },
     "pooled, Hopper": _case(
-        "pooled_attention_hopper pooled_query_gradient_hopper pooled_key_gradient_hopper",
+        "pool_hopper pooled_attention_hopper pooled_query_gradient_hopper"
+        " pooled_key_gradient_hopper",
         _pooled,
         "mosaic_gpu",
     ),

@@ -2,7 +2,7 @@
 
 Roofline, for 16,384 tokens of 4,096 channels, bfloat16, normalized or not:
   - bytes that must move: 134 MB read, 67 MB written: 47 us at the 4.3 TB/s that a copy reaches on
-    an H200, 67 at an H100's 3.0. For 16 tokens 0.2 MB, which is negligible: what remains is a launch,
+    an H200, 67 at an H100's 3.0. For 16 tokens 0.2 MB, which is nothing: what remains is a launch,
     two trips to memory and, normalized, two meetings of a program's warps.
   - instructions of a lane for a value: 1 to unpack, 0.6 for the maximum (two values of 16 bits at
     once, as integers), 1.6 for the code; normalized 5 more. 0.2 to 0.5 G: 7 to 18 us of all lanes.
