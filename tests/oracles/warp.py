@@ -180,6 +180,11 @@ def reciprocal_root(x):
     return Float(np.float32(1) / root(x).value)
 
 
+def log2(x):
+    with np.errstate(all="ignore"):
+        return Float(np.log2(x.value))
+
+
 def log2_of_any(x):
     with np.errstate(all="ignore"):
         return Float(np.log2(x.value))
