@@ -362,13 +362,17 @@ class Pointer:
         self.memory[index[_ACTIVE[-1]]] = data[_ACTIVE[-1]]
 
 
+def _sixteen(dtype):
+    return {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[dtype]
+
+
 class half:
     """Stands in for `lane.half`."""
 
     @staticmethod
-    def pack(low, high):
+    def pack(low, high, dtype="float16"):
         with np.errstate(all="ignore"):
-            pair = np.stack([low.value, high.value], 1).astype(np.float16)
+            pair = np.stack([low.value, high.value], 1).astype(_sixteen(dtype))
         return Int(pair.view(np.uint32)[:, 0])
 
     @staticmethod
@@ -392,11 +396,11 @@ class half:
         return cls._convert(word, ml_dtypes.float8_e5m2)
 
     @staticmethod
-    def matmul(a, b, c):
-        """Of float16: ``[16, 16] x [16, 8]``."""
+    def matmul(a, b, c, dtype="float16"):
+        """Of 16-bit floats: ``[16, 16] x [16, 8]``."""
 
         def unpack(word):
-            return word.value[:, None].view(np.float16).astype(np.float64)
+            return word.value[:, None].view(_sixteen(dtype)).astype(np.float64)
 
         return [
             Float(x.astype(np.float32)) for x in _product(a, b, [x.value for x in c], unpack, 2)

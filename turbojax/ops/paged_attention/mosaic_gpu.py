@@ -14,7 +14,8 @@ from turbojax.state.pages.pool import PagedCache
 if TYPE_CHECKING:
     from pallas_kernels.mosaic.hopper.paged.kernel import Settings
 
-_KV_DTYPES = ("turbo4", "fp8_e4m3", "fp8_e5m2")
+_KV_DTYPES = ("turbo4", "fp8_e4m3", "fp8_e5m2", "auto")
+_PLAIN_DTYPES = ("bfloat16", "float16")
 _HEAD_DIMS = (64, 128, 256)
 _MOST_QUERY_ROWS = 64
 # Where a program takes few tokens, each of its results is as large as what it reads.
@@ -23,12 +24,17 @@ _MOST_SPLIT_ROWS = 16
 _FEW_PROGRAMS = 64
 
 
+# Of a warp's keys of 16 bits.
+_PLAIN_BYTES = 8192
+
+
 class Launch(NamedTuple):
     """What is tuned; `part` must not depend on the call, nor `warpgroups`. No other changes a bit.
 
     Attributes:
       is_split: whether a program takes as few tokens as it can, for short calls.
       part: tokens of a program otherwise.
+      few: tokens of a program that takes few.
       warpgroups: of a program.
       stages: blocks in flight of a warp.
       rows: queries of a program at most.
@@ -36,6 +42,7 @@ class Launch(NamedTuple):
 
     is_split: bool
     part: int = 2048
+    few: int = 256
     warpgroups: int = 1
     stages: int = 2
     rows: int = 16
@@ -61,6 +68,8 @@ def unsupported(
     rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
     if cache.kv_dtype not in _KV_DTYPES:
         return f"kv_dtype={cache.kv_dtype!r} must be one of {_KV_DTYPES}"
+    if cache.kv_dtype == "auto" and cache.dtype.name not in _PLAIN_DTYPES:
+        return f"with kv_dtype='auto' dtype={cache.dtype} must be one of {_PLAIN_DTYPES}"
     if cache.head_dim not in _HEAD_DIMS:
         return f"head_dim={cache.head_dim} must be one of {_HEAD_DIMS}"
     if rows > _MOST_QUERY_ROWS:
@@ -128,7 +137,7 @@ def settings_of(
         table, middle, step = polar.integer_centroids(4)
         centroids, unit = tuple(table), step / math.sqrt(cache.head_dim)
     return kernel.Settings(
-        kind=cache.kv_dtype,
+        kind=cache.dtype.name if cache.kv_dtype == "auto" else cache.kv_dtype,
         centroids=centroids,
         middle=middle,
         scale=options.scale * unit,
@@ -139,12 +148,15 @@ def settings_of(
         block=_block(cache),
         part=launch.part,
         is_split=launch.is_split,
+        few=launch.few,
         warpgroups=launch.warpgroups,
         stages=launch.stages,
     )
 
 
 def _block(cache: PagedCache) -> int:
-    """Tokens that a warp takes at a time: about 8 KiB, so that three programs share the memory."""
-    is_small = cache.key.shape[-1] * cache.key.dtype.itemsize <= 64
-    return 64 if is_small else 32
+    """Tokens that a warp takes at a time: so many that three programs share the memory."""
+    row = cache.key.shape[-1] * cache.key.dtype.itemsize
+    if cache.kv_dtype == "auto":
+        return _PLAIN_BYTES // row
+    return 64 if row <= 64 else 32

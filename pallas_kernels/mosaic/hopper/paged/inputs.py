@@ -9,9 +9,7 @@ from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
 # Queries of a column tile: each has two columns, a high and a low part.
 TILE = 4
-_TURBO4 = "turbo4"
-# Tokens of a program that takes a few steps.
-_SPLIT = 256
+_TURBO4, _PLAIN = "turbo4", ("bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +17,8 @@ class Settings:
     """What is static in a call.
 
     Attributes:
-      kind: what pages hold: ``"turbo4"``, ``"fp8_e4m3"`` or ``"fp8_e5m2"``.
+      kind: what pages hold: ``"turbo4"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``, or ``"bfloat16"`` or
+        ``"float16"``, which is the queries' dtype then.
       centroids: turbo4: 16 numbers in 0..127, each of which stands for itself minus `middle`.
       middle: turbo4: a multiple of a half.
       scale: factor of the scores.
@@ -31,7 +30,8 @@ class Settings:
         begin at multiples of it.
       is_split: whether a program takes a few steps, and leaves what is found in each block to the
         merge, which adds up the same in the same order; otherwise it takes a part.
-      block: tokens that a warp takes at a time, 32 or 64.
+      few: tokens of such a program, or those of one step if there are more.
+      block: tokens that a warp takes at a time, 16 to 64.
       warpgroups: of a program; each of their warps takes its own blocks.
       stages: blocks in flight for each warp.
     """
@@ -46,6 +46,7 @@ class Settings:
     rows: int
     part: int
     is_split: bool
+    few: int
     block: int
     warpgroups: int
     stages: int
@@ -58,12 +59,17 @@ class Settings:
     @property
     def run(self) -> int:
         """Tokens of a program."""
-        return max(self.step, _SPLIT) if self.is_split else self.part
+        return max(self.step, self.few) if self.is_split else self.part
 
     @property
     def has_norms(self) -> bool:
         """Whether tokens have norms."""
         return self.kind == _TURBO4
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether pages hold the queries' dtype."""
+        return self.kind in _PLAIN
 
     @property
     def tiles(self) -> int:
@@ -82,7 +88,9 @@ class Settings:
 
     def row_bytes(self, head_dim: int) -> int:
         """Bytes of one token's key or value."""
-        return head_dim // 2 if self.kind == _TURBO4 else head_dim
+        if self.kind == _TURBO4:
+            return head_dim // 2
+        return 2 * head_dim if self.is_plain else head_dim
 
     def token_bytes(self, head_dim: int) -> int:
         """Bytes of one token's key and value, norms included."""
@@ -102,7 +110,8 @@ class Pages(NamedTuple):
     """A pool of pages.
 
     Attributes:
-      key: uint8 codes ``[P, K, page_size, H / 2]`` or 8-bit floats ``[P, K, page_size, H]``.
+      key: uint8 codes ``[P, K, page_size, H / 2]``, or floats of 8 or 16 bits
+        ``[P, K, page_size, H]``.
       value: the same.
       key_norm: float16 ``[P, K, page_size]``, or None.
       value_norm: the same.
@@ -126,14 +135,15 @@ class Arrays(warp.Arrays):
 
     Attributes:
       pages: the pool.
-      tables: ``[B, max_pages]``.
+      tables: ``[B, max_pages]``, or None: sequence `b` has the `max_pages` pages from
+        ``b * max_pages`` on.
       page_size: in tokens.
       max_pages: of a sequence.
       num_pages: of the pool.
     """
 
     pages: Pages
-    tables: Pointer
+    tables: Pointer | None
     page_size: int
     max_pages: int
     num_pages: int
@@ -141,6 +151,13 @@ class Arrays(warp.Arrays):
     def count(self, size: int) -> int:
         """How often a sequence has room for so many tokens, rounded up."""
         return -(-self.max_pages * self.page_size // size)
+
+    def page(self, batch: Int, number: Int) -> Int:
+        """The number in the pool of a sequence's page `number`; of some other past the last."""
+        number = number.minimum(self.max_pages - 1)
+        if self.tables is None:
+            return batch * self.max_pages + number
+        return self.tables.times(batch, 4 * self.max_pages).at(number << 2).word()
 
     def held(self, batch: Int) -> tuple[Int, Int]:
         """Tokens of a sequence, none if it says that there are more than it can have; queries."""
@@ -151,14 +168,14 @@ class Arrays(warp.Arrays):
     @classmethod
     def of(cls, refs: Any, inputs: Any) -> "Arrays":
         """The arrays behind Mosaic's references and Pallas' own, which know shapes."""
-        query, pages, tables = inputs[:3]
+        query, pages = inputs[:2]
         names = [name for name in Pages._fields if getattr(pages, name) is not None]
         found = {name: Pointer.to(getattr(refs[1], name)) for name in names}
         _, tokens, heads, head_dim = query.shape
         return cls(
             query=Pointer.to(refs[0]),
             pages=Pages(**{name: found.get(name) for name in Pages._fields}),
-            tables=Pointer.to(refs[2]),
+            tables=None if refs[2] is None else Pointer.to(refs[2]),
             lengths=Pointer.to(refs[3]),
             query_lengths=Pointer.to(refs[4]),
             outputs=[Pointer.to(x) for x in refs[5:]],
@@ -167,10 +184,17 @@ class Arrays(warp.Arrays):
             kv_heads=pages.key.shape[1],
             head_dim=head_dim,
             page_size=pages.key.shape[2],
-            max_pages=tables.shape[1],
+            max_pages=table_width(*inputs[:3]),
             num_pages=pages.key.shape[0],
             dtype=query.dtype.name,
         )
+
+
+def table_width(query: Any, pages: Pages, tables: Any) -> int:
+    """Pages that a sequence may have."""
+    if tables is not None:
+        return int(tables.shape[1])
+    return int(pages.key.shape[0] // query.shape[0])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

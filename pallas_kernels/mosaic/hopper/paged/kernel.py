@@ -71,16 +71,33 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.layouts import LOG2_E
 from pallas_kernels.mosaic import lane, warp
-from pallas_kernels.mosaic.hopper.paged import fp8, merge, turbo4
-from pallas_kernels.mosaic.hopper.paged.inputs import TILE, Arrays, Place, Program, Query, State
+from pallas_kernels.mosaic.hopper.paged import floats, merge, turbo4
+from pallas_kernels.mosaic.hopper.paged.fp8 import Fp8
+from pallas_kernels.mosaic.hopper.paged.inputs import (
+    TILE,
+    Arrays,
+    Place,
+    Program,
+    Query,
+    State,
+    table_width,
+)
 from pallas_kernels.mosaic.hopper.paged.inputs import Pages as Pages
 from pallas_kernels.mosaic.hopper.paged.inputs import Settings as Settings
+from pallas_kernels.mosaic.hopper.paged.plain import Plain
 from pallas_kernels.mosaic.hopper.paged.rotation import rotated
 from pallas_kernels.mosaic.lane import Int, Pointer
 
 _GRID = ("tile", "run", "pair")
 
-Products = turbo4.Turbo4 | fp8.Fp8
+Products = turbo4.Turbo4 | floats.Floats
+
+
+def products_of(head_dim: int, s: Settings) -> Products:
+    """How to multiply with what pages hold."""
+    if s.has_norms:
+        return turbo4.Turbo4.of(head_dim, s)
+    return (Plain if s.is_plain else Fp8)(head_dim, s)
 
 
 def _kernel(*refs: Any, s: Settings) -> None:
@@ -96,14 +113,14 @@ def _kernel(*refs: Any, s: Settings) -> None:
 
 
 def _run(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: Settings) -> None:
-    products = (turbo4.Turbo4 if s.has_norms else fp8.Fp8).of(a.head_dim, s)
+    products = products_of(a.head_dim, s)
     here, number = Place.here(), lane.uniform(lane.thread() >> 5)
     size = s.block * s.token_bytes(a.head_dim)
     slots = warp.Slots.of(smem, number, s.warp_bytes(a.head_dim), size, s.stages)
     state = _walk(a, at, here, products, slots, smem[0], s)
     if state is None:
         return
-    _keep(state, slots.area, here, a.head_dim, (turbo4 if s.has_norms else fp8).channel, s)
+    _keep(state, slots.area, here, a.head_dim, (turbo4 if s.has_norms else floats).channel, s)
     _combine(a, at, smem[0], s)
 
 
@@ -137,7 +154,7 @@ def _walk(
         _start_copies(a, at, here, first + i * s.warps, page, target, s)
     query = _load_query(a, at, here, products, area, s)
 
-    channel = (turbo4 if s.has_norms else fp8).channel
+    channel = (turbo4 if s.has_norms else floats).channel
 
     def ahead(block: Int) -> tuple[Int, Int]:
         later = block + s.warps * s.stages
@@ -175,12 +192,14 @@ def _load_query(
     unit = s.scale * (LOG2_E if s.soft_cap is None else 1.0)
     for tile in range(s.tiles):
         base = at.tile * s.rows + TILE * tile
-        if a.pages.signs is None:
-            row = base + (here.g >> 1)
-            x = _numbers(a, at, row, here.t * (a.head_dim // 4), a.head_dim // 4)
+        row, count = base + (here.g >> 1), a.head_dim // 4
+        if s.is_plain:
+            given: Any = _query_row(a, at, row)
+        elif a.pages.signs is None:
+            given = _numbers(a, at, row, here.t * count, count)
         else:
-            x = _rotated(a, at, base, here, area, s)
-        words, start, offset, scale = pages.query_operands(x, here)
+            given = _rotated(a, at, base, here, area, s)
+        words, start, offset, scale = pages.query_operands(given, here)
         operands.append(words)
         starts.append(start)
         offsets.append(offset)
@@ -193,13 +212,18 @@ def _load_query(
     return Query(operands, starts, offsets, factors, positions)
 
 
-def _numbers(a: Arrays, at: Program, row: Int, first: Int, count: int) -> list[lane.Float]:
-    """Some channels of a query, from the `first` on; of any where there is no such query."""
+def _query_row(a: Arrays, at: Program, row: Int) -> Pointer:
+    """Where a query is; any where there is no such query."""
     row = row.minimum(a.rows - 1)
-    width = 4 if a.dtype == "float32" else 2
     token, head = row % a.tokens, at.head * a.group + row // a.tokens
     index = (at.batch * a.tokens + token) * a.heads + head
-    words = a.query.times(index, a.head_dim * width).at(first * width).words(count * width // 4)
+    return a.query.times(index, a.head_dim * (4 if a.dtype == "float32" else 2))
+
+
+def _numbers(a: Arrays, at: Program, row: Int, first: Int, count: int) -> list[lane.Float]:
+    """Some channels of a query, from the `first` on."""
+    width = 4 if a.dtype == "float32" else 2
+    words = _query_row(a, at, row).at(first * width).words(count * width // 4)
     return [number for word in words for number in warp.numbers(word, a.dtype)]
 
 
@@ -231,9 +255,8 @@ def _page_of(a: Arrays, at: Program, here: Place, block: Int, s: Settings) -> In
     number = block * s.block // a.page_size
     if _pages_per_block(a, s) > 1:
         number = number + here.number
-    entry = a.tables.times(at.batch, 4 * a.max_pages).at(number.minimum(a.max_pages - 1) << 2)
     # What follows from a page that does not exist is thrown away by the merge.
-    return entry.word().maximum(0).minimum(a.num_pages - 1)
+    return a.page(at.batch, number).maximum(0).minimum(a.num_pages - 1)
 
 
 def _start_copies(
@@ -254,18 +277,21 @@ def _start_copies(
         with lane.when(here.is_first):
             lane.expect_bytes(barrier, held.minimum(count) * (size * s.token_bytes(a.head_dim)))
         lane.warp_barrier()
-        with lane.when(here.number < held.minimum(count)):
-            first = (page * a.kv_heads + at.head) * a.page_size
-            if a.page_size > s.block:
-                first = first + begin % a.page_size
-            offset = 0
-            sources = [(a.pages.key, row), (a.pages.value, row)]
-            if s.has_norms:
-                sources += [(a.pages.key_norm, 2), (a.pages.value_norm, 2)]
-            for source, width in sources:
-                to = slot.at(here.number * (size * width), offset)
-                lane.copy(source.times(first, width), to, size * width, barrier)
-                offset += s.block * width
+        sources = [(a.pages.key, row), (a.pages.value, row)]
+        if s.has_norms:
+            sources += [(a.pages.key_norm, 2), (a.pages.value_norm, 2)]
+        # More than one for a lane only where pages are single tokens, one after the other.
+        for skipped in range(0, count, 32):
+            own = here.number + skipped
+            with lane.when(own < held.minimum(count)):
+                first = ((page + skipped) * a.kv_heads + at.head) * a.page_size
+                if a.page_size > s.block:
+                    first = first + begin % a.page_size
+                offset = 0
+                for source, width in sources:
+                    to = slot.at(own * (size * width), offset)
+                    lane.copy(source.times(first, width), to, size * width, barrier)
+                    offset += s.block * width
 
 
 def _attend(
@@ -369,7 +395,7 @@ def _combine(a: Arrays, at: Program, area: Pointer, s: Settings) -> None:
 def attend(
     query: jax.Array,
     pages: Pages,
-    tables: jax.Array,
+    tables: jax.Array | None,
     lengths: jax.Array,
     query_lengths: jax.Array,
     settings: Settings,
@@ -380,7 +406,7 @@ def attend(
       query: ``[B, T, N, H]``, `H` 64, 128 or 256.
       pages: the pool.
       tables: int32 ``[B, max_pages]``, numbers of the sequences' pages; those past its length may
-        be anything.
+        be anything. None if a sequence has as many pages as any other, one after the other.
       lengths: int32 ``[B]``, tokens held.
       query_lengths: int32 ``[B]``, how many of the `T` queries are real.
       settings: numerics and launch.
@@ -395,7 +421,7 @@ def attend(
     batch, tokens, heads, head_dim = query.shape
     kv_heads, page_size = pages.key.shape[1:3]
     rows, pairs = heads // kv_heads * tokens, batch * kv_heads
-    runs = pl.cdiv(tables.shape[1] * page_size, s.run)
+    runs = pl.cdiv(table_width(query, pages, tables) * page_size, s.run)
     shape = (pairs, runs * (s.run // s.block if s.is_split else 1), rows)
     run = warp.launch(
         functools.partial(_kernel, s=s),

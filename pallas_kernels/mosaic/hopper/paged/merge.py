@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.mosaic import lane, warp
-from pallas_kernels.mosaic.hopper.paged.inputs import Arrays, Settings
+from pallas_kernels.mosaic.hopper.paged.inputs import Arrays, Settings, table_width
 from pallas_kernels.mosaic.hopper.paged.rotation import unrotated
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
 from pallas_kernels.mosaic.warp import Partial
@@ -193,8 +193,7 @@ class _Row:
 
     def page(self, start: Int) -> Int:
         """The number of the lane's page of the run from `start` on; of some other past the last."""
-        table = self.a.tables.times(self.batch, 4 * self.a.max_pages)
-        return table.at((start + self.place).minimum(self.needed - 1).maximum(0) << 2).word()
+        return self.a.page(self.batch, (start + self.place).minimum(self.needed - 1).maximum(0))
 
     def has_bad_page(self, first: Int) -> Int:
         """Of this warp's share of the table: not 0 if a page is needed that does not exist.
@@ -202,6 +201,8 @@ class _Row:
         Args:
           first: the lane's first page, read before.
         """
+        if self.a.tables is None:
+            return lane.integer(0)
         step = self.layout.shared * _LANES
 
         def look(i: Int, flat: list[Any]) -> list[Any]:
@@ -313,7 +314,7 @@ def _finish(row: _Row, residues: list[Partial], bad: Int) -> None:
 def merge(
     query: jax.Array,
     pages: Any,
-    tables: jax.Array,
+    tables: jax.Array | None,
     lengths: jax.Array,
     query_lengths: jax.Array,
     partials: tuple[jax.Array, ...],
@@ -324,7 +325,7 @@ def merge(
     Args:
       query: ``[B, T, N, H]``, for its shape and dtype.
       pages: the pool.
-      tables: int32 ``[B, max_pages]``.
+      tables: int32 ``[B, max_pages]``, or None.
       lengths: int32 ``[B]``.
       query_lengths: int32 ``[B]``.
       partials: float32 ``[B * K, n, G * T, H]``, ``[B * K, n, G * T]`` twice: sums of weighted
@@ -338,7 +339,8 @@ def merge(
     """
     batch, tokens, heads, head_dim = query.shape
     kv_heads, page_size = pages.key.shape[1:3]
-    layout = _Layout.of(settings, pl.cdiv(tables.shape[1] * page_size, settings.part))
+    width = table_width(query, pages, tables)
+    layout = _Layout.of(settings, pl.cdiv(width * page_size, settings.part))
     run = warp.launch(
         functools.partial(_kernel, s=settings, layout=layout),
         "turbojax_paged_merge_hopper",
