@@ -117,7 +117,8 @@ def test_it_lowers(queries, page_size, kind, head_dim, dtype, options):
 )
 def test_programs_take_few_tokens_where_they_would_be_few(shape, is_split):
     query, cache, tables, *_ = specification("turbo4", **shape)
-    assert mosaic_gpu.default_launch(query, cache, tables).is_split == is_split
+    call = mosaic_gpu.call_of(query, cache, tables, Options(True, scale=1.0))
+    assert mosaic_gpu.default_launch(call).is_split == is_split
 
 
 @pytest.mark.parametrize("is_split", [False, True])

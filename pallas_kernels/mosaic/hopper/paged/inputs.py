@@ -34,6 +34,8 @@ class Settings:
       block: tokens that a warp takes at a time, 16 to 64.
       warpgroups: of a program; each of their warps takes its own blocks.
       stages: blocks in flight for each warp.
+      limit: without a table, the tokens that a sequence may have: token `p` is its page ``p % n`` of
+        the `n` that it has, each of one token.
     """
 
     kind: str
@@ -50,6 +52,7 @@ class Settings:
     block: int
     warpgroups: int
     stages: int
+    limit: int | None = None
 
     @property
     def step(self) -> int:
@@ -135,11 +138,11 @@ class Arrays(warp.Arrays):
 
     Attributes:
       pages: the pool.
-      tables: ``[B, max_pages]``, or None: sequence `b` has the `max_pages` pages from
-        ``b * max_pages`` on.
+      tables: ``[B, max_pages]``, or None: sequence `b` has the `room` pages from ``b * room`` on.
       page_size: in tokens.
       max_pages: of a sequence.
       num_pages: of the pool.
+      room: pages of the pool for each sequence.
     """
 
     pages: Pages
@@ -147,6 +150,7 @@ class Arrays(warp.Arrays):
     page_size: int
     max_pages: int
     num_pages: int
+    room: int
 
     def count(self, size: int) -> int:
         """How often a sequence has room for so many tokens, rounded up."""
@@ -156,7 +160,7 @@ class Arrays(warp.Arrays):
         """The number in the pool of a sequence's page `number`; of some other past the last."""
         number = number.minimum(self.max_pages - 1)
         if self.tables is None:
-            return batch * self.max_pages + number
+            return batch * self.room + number % self.room
         return self.tables.times(batch, 4 * self.max_pages).at(number << 2).word()
 
     def held(self, batch: Int) -> tuple[Int, Int]:
@@ -166,9 +170,9 @@ class Arrays(warp.Arrays):
         return fits.where(length, 0), count.maximum(0).minimum(self.tokens)
 
     @classmethod
-    def of(cls, refs: Any, inputs: Any) -> "Arrays":
+    def of(cls, refs: Any, inputs: Any, s: Settings) -> "Arrays":
         """The arrays behind Mosaic's references and Pallas' own, which know shapes."""
-        query, pages = inputs[:2]
+        query, pages, tables = inputs[:3]
         names = [name for name in Pages._fields if getattr(pages, name) is not None]
         found = {name: Pointer.to(getattr(refs[1], name)) for name in names}
         _, tokens, heads, head_dim = query.shape
@@ -184,17 +188,18 @@ class Arrays(warp.Arrays):
             kv_heads=pages.key.shape[1],
             head_dim=head_dim,
             page_size=pages.key.shape[2],
-            max_pages=table_width(*inputs[:3]),
+            max_pages=table_width(tables, s),
             num_pages=pages.key.shape[0],
+            room=pages.key.shape[0] // query.shape[0],
             dtype=query.dtype.name,
         )
 
 
-def table_width(query: Any, pages: Pages, tables: Any) -> int:
+def table_width(tables: Any, s: Settings) -> int:
     """Pages that a sequence may have."""
-    if tables is not None:
-        return int(tables.shape[1])
-    return int(pages.key.shape[0] // query.shape[0])
+    if s.limit is not None:
+        return s.limit
+    return int(tables.shape[1])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

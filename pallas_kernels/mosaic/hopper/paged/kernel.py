@@ -104,20 +104,29 @@ def _kernel(*refs: Any, s: Settings) -> None:
     """One program; its body is written for single lanes."""
 
     def body(refs: Any, inputs: Any, ids: list[Int], memory: tuple[Any, Any]) -> None:
-        a = Arrays.of(refs, inputs)
-        at = Program.of(a, ids, s)
+        a = Arrays.of(refs, inputs, s)
+        at, here = Program.of(a, ids, s), Place.here()
+        # Read before it is known whether there is anything to do, which takes a load too.
+        own = at.start + lane.uniform(lane.thread() >> 5)
+        pages = [_page_of(a, at, here, own + i * s.warps, s) for i in range(s.stages)]
         with lane.when(at.start < at.stop):
-            _run(a, at, (Pointer.to(memory[0]), Pointer.to(memory[1])), s)
+            _run(a, at, here, pages, (Pointer.to(memory[0]), Pointer.to(memory[1])), s)
 
     warp.inline(_GRID, refs, body)
 
 
-def _run(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: Settings) -> None:
-    products = products_of(a.head_dim, s)
-    here, number = Place.here(), lane.uniform(lane.thread() >> 5)
+def _run(
+    a: Arrays,
+    at: Program,
+    here: Place,
+    pages: list[Int],
+    smem: tuple[Pointer, Pointer],
+    s: Settings,
+) -> None:
+    products, number = products_of(a.head_dim, s), lane.uniform(lane.thread() >> 5)
     size = s.block * s.token_bytes(a.head_dim)
     slots = warp.Slots.of(smem, number, s.warp_bytes(a.head_dim), size, s.stages)
-    state = _walk(a, at, here, products, slots, smem[0], s)
+    state = _walk(a, at, here, pages, products, slots, smem[0], s)
     if state is None:
         return
     _keep(state, slots.area, here, a.head_dim, (turbo4 if s.has_norms else floats).channel, s)
@@ -128,6 +137,7 @@ def _walk(
     a: Arrays,
     at: Program,
     here: Place,
+    pages: list[Int],
     products: Products,
     slots: warp.Slots,
     area: Pointer,
@@ -139,13 +149,13 @@ def _walk(
       a: arrays.
       at: the program.
       here: the lane's place.
+      pages: where the first blocks are.
       products: how to multiply with what pages hold.
       slots: the warp's memory.
       area: of all warps.
       s: settings.
     """
     first = at.start + lane.uniform(lane.thread() >> 5)
-    pages = [_page_of(a, at, here, first + i * s.warps, s) for i in range(s.stages)]
     with lane.when(here.is_first):
         slots.init()
     lane.warp_barrier()
@@ -252,6 +262,8 @@ def _pages_per_block(a: Arrays, s: Settings) -> int:
 
 def _page_of(a: Arrays, at: Program, here: Place, block: Int, s: Settings) -> Int:
     """The number of the page from which this lane copies; any, where it copies nothing."""
+    if a.tables is None:
+        return block  # what a page is follows from its number
     number = block * s.block // a.page_size
     if _pages_per_block(a, s) > 1:
         number = number + here.number
@@ -280,11 +292,13 @@ def _start_copies(
         sources = [(a.pages.key, row), (a.pages.value, row)]
         if s.has_norms:
             sources += [(a.pages.key_norm, 2), (a.pages.value_norm, 2)]
-        # More than one for a lane only where pages are single tokens, one after the other.
+        # A lane has more than one only of a contiguous cache.
         for skipped in range(0, count, 32):
             own = here.number + skipped
             with lane.when(own < held.minimum(count)):
-                first = ((page + skipped) * a.kv_heads + at.head) * a.page_size
+                if a.tables is None:
+                    page = a.page(at.batch, begin + own)
+                first = (page * a.kv_heads + at.head) * a.page_size
                 if a.page_size > s.block:
                     first = first + begin % a.page_size
                 offset = 0
@@ -406,7 +420,8 @@ def attend(
       query: ``[B, T, N, H]``, `H` 64, 128 or 256.
       pages: the pool.
       tables: int32 ``[B, max_pages]``, numbers of the sequences' pages; those past its length may
-        be anything. None if a sequence has as many pages as any other, one after the other.
+        be anything. None for contiguous caches ``[B, n, K, H]``, whose tokens are pages of their
+        own, ``[B * n, K, 1, H]``; see `Settings.limit`.
       lengths: int32 ``[B]``, tokens held.
       query_lengths: int32 ``[B]``, how many of the `T` queries are real.
       settings: numerics and launch.
@@ -421,7 +436,7 @@ def attend(
     batch, tokens, heads, head_dim = query.shape
     kv_heads, page_size = pages.key.shape[1:3]
     rows, pairs = heads // kv_heads * tokens, batch * kv_heads
-    runs = pl.cdiv(table_width(query, pages, tables) * page_size, s.run)
+    runs = pl.cdiv(table_width(tables, s) * page_size, s.run)
     shape = (pairs, runs * (s.run // s.block if s.is_split else 1), rows)
     run = warp.launch(
         functools.partial(_kernel, s=s),

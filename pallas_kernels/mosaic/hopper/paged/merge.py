@@ -28,6 +28,8 @@ _GRID = ("tile", "pair")
 _LANES, _RESIDUES = 32, 4
 # Of a residue's parts so many are read before the first of them is needed.
 _AHEAD = 4
+# Where there are many blocks to read.
+_MOST_SLICES = 4
 # Of a part's blocks, of which there are 8 or 16.
 _BLOCKS_AHEAD = 16
 
@@ -40,17 +42,20 @@ class _Layout:
       shared: warps of a query: 16 where blocks are joined, 4 to a residue; else 4, a residue each;
         1 where there are no more parts than residues, which it reads one after the other.
       rows: queries of a program.
+      slices: programs of a query, which take channels each; 1 where outputs are rotated.
     """
 
     shared: int
     rows: int
+    slices: int = 1
     stages: int = 1
 
     @classmethod
-    def of(cls, s: Settings, parts: int) -> "_Layout":
+    def of(cls, s: Settings, parts: int, head_dim: int) -> "_Layout":
         """For a kernel's results."""
         if s.is_split:
-            return cls(_RESIDUES * s.warps, 1)
+            slices = 1 if s.has_norms else min(_MOST_SLICES, head_dim // _LANES)
+            return cls(_RESIDUES * s.warps, 1, slices)
         return cls(1, 4) if parts <= _RESIDUES else cls(_RESIDUES, 1)
 
     @property
@@ -84,6 +89,7 @@ class _Row:
       position: of the query; -1 if it is none.
       place: of the lane in its warp.
       warp: of its warp among those of the query.
+      slice: of the channels.
     """
 
     a: Arrays
@@ -97,6 +103,7 @@ class _Row:
     position: Int
     place: Int
     warp: Int
+    slice: Int
 
     @classmethod
     def of(
@@ -106,18 +113,24 @@ class _Row:
         tile, pair = ids
         thread = lane.thread()
         own = lane.uniform(thread >> 5)
-        row = tile * layout.rows + own // layout.shared
+        row = tile // layout.slices * layout.rows + own // layout.shared
         batch = pair // a.kv_heads
         length, count = a.held(batch)
         token = row % a.tokens
         position = (token < count).where(length - count + token, -1)
         own = own % layout.shared
-        return cls(a, partials, s, layout, row, pair, batch, length, position, thread & 31, own)
+        place, part = thread & 31, tile % layout.slices
+        return cls(a, partials, s, layout, row, pair, batch, length, position, place, own, part)
 
     @property
     def channels(self) -> int:
         """Of a lane."""
-        return self.a.head_dim // _LANES
+        return self.a.head_dim // (_LANES * self.layout.slices)
+
+    @property
+    def first(self) -> Int:
+        """The first of the lane's channels."""
+        return (self.slice * _LANES + self.place) * self.channels
 
     def seen(self, size: int) -> tuple[Int, Int]:
         """Of runs of so many tokens the first that the query sees, and the one past the last."""
@@ -130,7 +143,7 @@ class _Row:
         """A result, or nothing."""
         o, maxima, sums = self.partials
         index = is_there.where(number * self.a.rows + self.number, 0)
-        words = o.times(index, 4 * self.a.head_dim).at(self.place * (4 * self.channels))
+        words = o.times(index, 4 * self.a.head_dim).at(self.first << 2)
         m, l = (x.times(index, 4).float() for x in (maxima, sums))
         found = [is_there.where(x.as_float(), 0.0) for x in words.words(self.channels)]
         return found, is_there.where(m, float("-inf")), is_there.where(l, 0.0)
@@ -259,7 +272,7 @@ def _kernel(*refs: Any, s: Settings, layout: _Layout) -> None:
 
     def body(refs: Any, inputs: Any, ids: list[Int], memory: tuple[Any, Any]) -> None:
         partials = [Pointer.to(x) for x in refs[5]]
-        a = Arrays.of((*refs[:5], *refs[6:]), inputs)
+        a = Arrays.of((*refs[:5], *refs[6:]), inputs, s)
         row = _Row.of(a, partials, ids, s, layout)
         page = row.page(row.warp * _LANES)
         if layout.shared == 1:
@@ -303,12 +316,12 @@ def _finish(row: _Row, residues: list[Partial], bad: Int) -> None:
     index = (row.batch * a.tokens + token) * a.heads + head
     out, lse = a.outputs
     width = 4 if a.dtype == "float32" else 2
-    target = out.times(index, a.head_dim * width).at(row.place * (width * row.channels))
+    target = out.times(index, a.head_dim * width).at(row.first * width)
     nan = lane.number(float("nan"))
     for i, v in enumerate(x):
         target.at(width * i).store_as(is_good.where(v * factor, nan), a.dtype)
     top = is_good.where(top, nan)
-    warp.write_residual(lse, index, row.place, top, l, is_empty & is_good)
+    warp.write_residual(lse, index, row.first, top, l, is_empty & is_good)
 
 
 def merge(
@@ -339,8 +352,8 @@ def merge(
     """
     batch, tokens, heads, head_dim = query.shape
     kv_heads, page_size = pages.key.shape[1:3]
-    width = table_width(query, pages, tables)
-    layout = _Layout.of(settings, pl.cdiv(width * page_size, settings.part))
+    most = table_width(tables, settings) * page_size
+    layout = _Layout.of(settings, pl.cdiv(most, settings.part), head_dim)
     run = warp.launch(
         functools.partial(_kernel, s=settings, layout=layout),
         "turbojax_paged_merge_hopper",
@@ -351,7 +364,10 @@ def merge(
         dict(
             zip(
                 _GRID,
-                (pl.cdiv(heads // kv_heads * tokens, layout.rows), batch * kv_heads),
+                (
+                    pl.cdiv(heads // kv_heads * tokens, layout.rows) * layout.slices,
+                    batch * kv_heads,
+                ),
                 strict=True,
             )
         ),
