@@ -53,6 +53,11 @@ class Settings:
     warpgroups: int
     stages: int
     limit: int | None = None
+    by_lanes: bool = True
+
+    @property
+    def is_by_lanes(self) -> bool:
+        return self.limit is not None and self.by_lanes
 
     @property
     def step(self) -> int:

@@ -89,6 +89,8 @@ from pallas_kernels.mosaic.hopper.paged.rotation import rotated
 from pallas_kernels.mosaic.lane import Int, Pointer
 
 _GRID = ("tile", "run", "pair")
+# Of a contiguous cache, so many are one after the other.
+_RUN_OF_ROWS = 16
 
 Products = turbo4.Turbo4 | floats.Floats
 
@@ -125,7 +127,8 @@ def _run(
 ) -> None:
     products, number = products_of(a.head_dim, s), lane.uniform(lane.thread() >> 5)
     size = s.block * s.token_bytes(a.head_dim)
-    slots = warp.Slots.of(smem, number, s.warp_bytes(a.head_dim), size, s.stages)
+    arrivals = 32 if s.is_by_lanes else 1
+    slots = warp.Slots.of(smem, number, s.warp_bytes(a.head_dim), size, s.stages, arrivals)
     state = _walk(a, at, here, pages, products, slots, smem[0], s)
     if state is None:
         return
@@ -281,6 +284,9 @@ def _start_copies(
     s: Settings,
 ) -> None:
     """Starts to copy a block of the program: its pages that hold tokens, and no others."""
+    if s.is_by_lanes:
+        _copy_rows(a, at, here, block, target, s)
+        return
     slot, barrier = target
     count, size = _pages_per_block(a, s), min(a.page_size, s.block)
     row, begin = s.row_bytes(a.head_dim), block * s.block
@@ -306,6 +312,28 @@ def _start_copies(
                     to = slot.at(own * (size * width), offset)
                     lane.copy(source.times(first, width), to, size * width, barrier)
                     offset += s.block * width
+
+
+def _copy_rows(
+    a: Arrays, at: Program, here: Place, block: Int, target: tuple[Pointer, Pointer], s: Settings
+) -> None:
+    """`_start_copies` of a contiguous cache, whose tokens have the heads between them."""
+    slot, barrier = target
+    row, begin = s.row_bytes(a.head_dim), block * s.block
+    lanes = row // 16
+    own, part = here.number // lanes, (here.number % lanes) << 4
+    each = 32 // lanes
+    with lane.when(block < at.stop):
+        for first in range(0, s.block, _RUN_OF_ROWS):
+            # Rings begin anew after a multiple of so many.
+            place = (a.page(at.batch, begin + first) * a.kv_heads) + at.head
+            for side, source in enumerate((a.pages.key, a.pages.value)):
+                here_from = source.times(place, row).at(own * (a.kv_heads * row), part)
+                here_to = slot.at(own * row, part, (side * s.block + first) * row)
+                for i in range(0, _RUN_OF_ROWS, each):
+                    is_held = begin + (first + i) + own < at.length
+                    lane.copy_words(here_from.at(i * a.kv_heads * row), here_to.at(i * row), is_held)
+        lane.arrive_after_copies(barrier)
 
 
 def _attend(
