@@ -190,7 +190,8 @@ def settings(kind, *, block=64, rows=4, window=None, soft_cap=None, scale=0.125)
     table, middle, step = polar.integer_centroids(4)
     return inputs.Settings(
         kind, tuple(table), middle, scale * (step if kind == "turbo4" else 1.0), 1.0, window,
-        soft_cap, rows=rows, part=1024, is_split=False, few=256, block=block, warpgroups=1, stages=2,
+        soft_cap, rows=rows, part=1024, is_split=False, few=256, block=block, warpgroups=1,
+        stages=2,
     )  # fmt: skip
 
 
@@ -314,7 +315,11 @@ def compare(lane, s, blocks, query, length, query_length, key_scale=None):
 @pytest.mark.parametrize(
     ("kind", "head_dim", "block"),
     [
-        *((kind, *shape) for shape in ((128, 32), (64, 64), (128, 64), (256, 32)) for kind in KINDS),
+        *(
+            (kind, *shape)
+            for shape in ((128, 32), (64, 64), (128, 64), (256, 32))
+            for kind in KINDS
+        ),
         *((kind, 256, 16) for kind in PLAIN),
     ],
 )

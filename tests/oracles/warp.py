@@ -260,6 +260,14 @@ def warp_barrier():
 publish_stores = warp_barrier
 
 
+def copy_words(source, target, condition):
+    target.copied(source, condition)
+
+
+def arrive_after_copies(barrier):
+    pass
+
+
 @contextlib.contextmanager
 def when(condition):
     """Of the lanes where `condition` holds the stores count; there must be nothing else inside."""
@@ -350,6 +358,14 @@ class Pointer:
 
     def float(self):
         return self.word().as_float()
+
+    def copied(self, source, condition):
+        """16 bytes of every lane, or zeros."""
+        assert not np.any((self.offset % 16) | (source.offset % 16)), "a copy is not aligned"
+        taken, into = (x.offset[:, None] + np.arange(16) for x in (source, self))
+        there = condition.value & _ACTIVE[-1]
+        self.memory[into[_ACTIVE[-1]]] = 0
+        self.memory[into[there]] = source.memory[taken[there]]
 
     def store_words(self, words):
         assert not np.any(self.offset % (4 * len(words))), "the store is not aligned"

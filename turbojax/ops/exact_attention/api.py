@@ -38,8 +38,8 @@ def attention(
       local_window_size: see `turbojax.turbo_attention`.
       logits_soft_cap: the same; with one, `turbojax.turbo_attention` attends, in mode ``"float"``
         and with the exact softmax.
-      implementation: ``"xla"``, ``"cudnn"``, or None for cuDNN where it can; ``"mosaic_gpu"``, which
-        decodes alone, is None here.
+      implementation: ``"xla"``, ``"cudnn"``, or None for cuDNN where it can; ``"mosaic_gpu"``,
+        which only decodes, is None here.
 
     Returns:
       ``[B, T, N, H]`` in the query's dtype.
@@ -112,8 +112,8 @@ def decode(
       logits_soft_cap: see `turbojax.decode`.
       implementation: ``"cudnn"`` (one query per sequence, neither window nor cap, at most 128
         channels), ``"mosaic_gpu"`` (compute capability 9.0, bfloat16 or float16, 64, 128 or 256
-        channels, at most 64 queries of a KV head; of a window it reads no more than that), ``"xla"``,
-        or None for the first of them that can. All have the same gradient, XLA's for the kernel.
+        channels, at most 64 queries of a KV head; of a window it reads no more than that),
+        ``"xla"``, or None for the first of them that can. The kernel's gradient is XLA's.
 
     Returns:
       ``[B, T, N, H]`` in the query's dtype.

@@ -82,9 +82,7 @@ def default_launch(call: Call) -> Launch:
     return launch._replace(is_split=is_split)
 
 
-def call_of(
-    query: jax.Array, cache: PagedCache, block_tables: jax.Array, options: Options
-) -> Call:
+def call_of(query: jax.Array, cache: PagedCache, block_tables: jax.Array, options: Options) -> Call:
     """A call of `attend`."""
     batch, tokens, heads, head_dim = query.shape
     return Call(

@@ -34,8 +34,8 @@ class Settings:
       block: tokens that a warp takes at a time, 16 to 64.
       warpgroups: of a program; each of their warps takes its own blocks.
       stages: blocks in flight for each warp.
-      limit: without a table, the tokens that a sequence may have: token `p` is its page ``p % n`` of
-        the `n` that it has, each of one token.
+      limit: without a table, the tokens that a sequence may have: token `p` is page ``p % n`` of
+        its `n` pages of one token.
     """
 
     kind: str

@@ -332,7 +332,9 @@ def _copy_rows(
                 here_to = slot.at(own * row, part, (side * s.block + first) * row)
                 for i in range(0, _RUN_OF_ROWS, each):
                     is_held = begin + (first + i) + own < at.length
-                    lane.copy_words(here_from.at(i * a.kv_heads * row), here_to.at(i * row), is_held)
+                    lane.copy_words(
+                        here_from.at(i * a.kv_heads * row), here_to.at(i * row), is_held
+                    )
         lane.arrive_after_copies(barrier)
 
 
