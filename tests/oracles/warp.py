@@ -261,7 +261,8 @@ publish_stores = warp_barrier
 
 
 def copy_words(source, target, condition):
-    target.copied(source, condition)
+    there = Pointer(source.memory, np.where(condition.value, source.offset, 0))
+    target.store_words([condition.where(word, 0) for word in there.words(4)])
 
 
 def arrive_after_copies(barrier):
@@ -359,14 +360,6 @@ class Pointer:
     def float(self):
         return self.word().as_float()
 
-    def copied(self, source, condition):
-        """16 bytes of every lane, or zeros."""
-        assert not np.any((self.offset % 16) | (source.offset % 16)), "a copy is not aligned"
-        taken, into = (x.offset[:, None] + np.arange(16) for x in (source, self))
-        there = condition.value & _ACTIVE[-1]
-        self.memory[into[_ACTIVE[-1]]] = 0
-        self.memory[into[there]] = source.memory[taken[there]]
-
     def store_words(self, words):
         assert not np.any(self.offset % (4 * len(words))), "the store is not aligned"
         for i, word in enumerate(words):
@@ -378,17 +371,14 @@ class Pointer:
         self.memory[index[_ACTIVE[-1]]] = data[_ACTIVE[-1]]
 
 
-def _sixteen(dtype):
-    return {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[dtype]
-
-
 class half:
     """Stands in for `lane.half`."""
 
     @staticmethod
     def pack(low, high, dtype="float16"):
+        kind = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[dtype]
         with np.errstate(all="ignore"):
-            pair = np.stack([low.value, high.value], 1).astype(_sixteen(dtype))
+            pair = np.stack([low.value, high.value], 1).astype(kind)
         return Int(pair.view(np.uint32)[:, 0])
 
     @staticmethod
@@ -416,7 +406,8 @@ class half:
         """Of 16-bit floats: ``[16, 16] x [16, 8]``."""
 
         def unpack(word):
-            return word.value[:, None].view(_sixteen(dtype)).astype(np.float64)
+            kind = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[dtype]
+            return word.value[:, None].view(kind).astype(np.float64)
 
         return [
             Float(x.astype(np.float32)) for x in _product(a, b, [x.value for x in c], unpack, 2)
