@@ -140,9 +140,9 @@ class _Row:
         return first, (self.position + size) // size
 
     def load(self, number: Int, is_there: lane.Bool) -> Partial:
-        """A result, or nothing."""
+        """A result, or nothing: it is read, be it there or not, before it is known which."""
         o, maxima, sums = self.partials
-        index = is_there.where(number * self.a.rows + self.number, 0)
+        index = number * self.a.rows + self.number
         words = o.times(index, 4 * self.a.head_dim).at(self.first << 2)
         m, l = (x.times(index, 4).float() for x in (maxima, sums))
         found = [is_there.where(x.as_float(), 0.0) for x in words.words(self.channels)]
@@ -151,7 +151,8 @@ class _Row:
     def part(self, number: Int) -> Partial:
         """What a program found in a part."""
         first, stop = self.seen(self.s.part)
-        place = self.pair * self.a.count(self.s.part) + number
+        count = self.a.count(self.s.part)
+        place = self.pair * count + number.minimum(count - 1)
         return self.load(place, (number >= first) & (number < stop))
 
     def blocks(self, number: Int, which: Int) -> Partial:
@@ -159,7 +160,7 @@ class _Row:
         s, total = self.s, warp.nothing(self.channels)
         first, stop = self.seen(s.step)
         held = (self.length + (s.block - 1)) // s.block
-        before = self.pair * self.a.count(s.run) * (s.run // s.block)
+        count = self.a.count(s.run) * (s.run // s.block)
         steps = s.part // s.step
         for start in range(0, steps, _BLOCKS_AHEAD):
             loaded = []
@@ -167,7 +168,7 @@ class _Row:
                 step = number * steps + i
                 block = step * s.warps + which
                 is_there = (step >= first) & (step < stop) & (block < held)
-                loaded.append(self.load(before + block, is_there))
+                loaded.append(self.load(self.pair * count + block.minimum(count - 1), is_there))
             total = functools.reduce(warp.joined, loaded, total)
         return total
 
@@ -196,6 +197,8 @@ class _Row:
             return _flat(warp.joined(_partial(flat), part))
 
         nothing = _flat(warp.nothing(self.channels))
+        if self.a.count(self.s.part) <= _RESIDUES:
+            return _partial(add(lane.integer(0), nothing))
         start = first // _RESIDUES * _RESIDUES
         return _partial(lane.loop(start, stop, _RESIDUES, nothing, add))
 
