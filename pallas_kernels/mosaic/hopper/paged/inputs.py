@@ -212,7 +212,7 @@ class Program(warp.Program):
     """What a program works on.
 
     Attributes:
-      run: number of its tokens.
+      run: number of its tokens among those of the sequence.
       length: tokens of the sequence.
     """
 
@@ -227,12 +227,15 @@ class Program(warp.Program):
         length, query_length = a.held(batch)
         begin = length - query_length
         blocks, share = (length + (s.block - 1)) // s.block, s.run // s.block
-        start = run * share
-        stop = (start + share).minimum(blocks)
-        if s.window is not None:
-            # Always from the same warp on, wherever the window begins.
+        if s.window is None:
+            start = run * share
+            stop = (start + share).minimum(blocks)
+        else:
             first = (begin - s.window[0]).maximum(0) // s.block
-            start = start.maximum(first // s.warps * s.warps)
+            run = run + first // share
+            stop = (run * share + share).minimum(blocks)
+            # Always from the same warp on, wherever the window begins.
+            start = (run * share).maximum(first // s.warps * s.warps)
         return cls(
             tile=tile,
             run=run,

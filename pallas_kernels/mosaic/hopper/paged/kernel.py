@@ -467,12 +467,13 @@ def attend(
     kv_heads, page_size = pages.key.shape[1:3]
     rows, pairs = heads // kv_heads * tokens, batch * kv_heads
     runs = pl.cdiv(table_width(tables, s) * page_size, s.run)
+    programs = runs if s.window is None else min(runs, pl.cdiv(s.window[0] + tokens, s.run) + 1)
     shape = (pairs, runs * (s.run // s.block if s.is_split else 1), rows)
     run = warp.launch(
         functools.partial(_kernel, s=s),
         "turbojax_paged_hopper",
         [jax.ShapeDtypeStruct(x, jnp.float32) for x in ((*shape, head_dim), shape, shape)],
-        dict(zip(_GRID, (pl.cdiv(rows, s.rows), runs, pairs), strict=True)),
+        dict(zip(_GRID, (pl.cdiv(rows, s.rows), programs, pairs), strict=True)),
         s,
         head_dim,
     )
