@@ -1,16 +1,18 @@
-"""Attention of new queries to pages of 4-bit codes or 8-bit floats, for Hopper.
+"""Attention of new queries to pages of 4-bit codes or of floats of 8 or 16 bits, for Hopper.
 
 Roofline, for 16 sequences, 8 KV heads with 4 queries each, 32,768 tokens, head dim 128:
   - bytes that must move: 16 * 8 * 32768 tokens * 132 = 554 MB for turbo4, 256 bytes a token and
-    1,074 MB for 8-bit floats; at the 3.0 TB/s of a copy 185 and 358 us. One multiprocessor has 650
-    clocks for a block of 64 tokens of turbo4, and 1,260 of 8-bit floats.
-  - instructions, by count: some 1,000 for a block and warp of either; four schedulers issue 2,600
-    and 5,000 in those clocks.
-Memory is the floor. Target: 80 % of it, 230 and 450 us.
+    1,074 MB for 8-bit floats, 512 and 2,147 MB for 16 bits; at the 3.0 TB/s of a copy 185, 358 and
+    716 us. One multiprocessor has 650 clocks for a block of 64 tokens of turbo4, 1,260 of 8-bit
+    floats and 2,520 of 16 bits.
+  - instructions, by count: some 1,000 for a block and warp of any; four schedulers issue 2,600,
+    5,000 and 10,000 in those clocks.
+Memory is the floor. Target: 80 % of it for 4 and 8 bits, 230 and 450 us; for 16 bits, where nothing
+else is scarce, 97 % of cuDNN's speed.
 
 As in `decode`, every warp takes its own blocks of tokens, brings them to shared memory by itself
 with the copy engine, a page or a part of one with each copy, and works without a barrier that other
-warps share. Rows of the products are tokens and channels, columns queries; each query has two, a
+warps share. Contiguous caches ``[B, n, K, H]`` are pages of one token, whose rows lanes copy. Rows of the products are tokens and channels, columns queries; each query has two, a
 high and a low part, which makes eight of four queries, the fewest that a product takes.
 
 Every block has a softmax of its own, and is then joined with those before it: of a part of the
