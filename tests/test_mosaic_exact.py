@@ -158,7 +158,7 @@ def test_rows_come_to_their_places(monkeypatch, head_dim, block, room, limit, le
     assert s.block == block
     slot = np.full(2 * block * head_dim * 2, 0xFF, np.uint8)
     first = warp.integer(begin // block)
-    kernel._copy_rows(a, at, here, first, (warp.Pointer(slot), None), s)
+    kernel._copy_rows(a, at, here, first, None, (warp.Pointer(slot), None), s)
     got = slot.view(np.uint16).reshape(2, block, head_dim)
     tokens = begin + np.arange(block)
     for side, x in zip(got, (key, value), strict=True):

@@ -217,6 +217,7 @@ def plain_settings(
         value_unit=1.0,
         block=_PLAIN_BYTES // (2 * head_dim),
         limit=limit,
+        by_lanes=limit is not None,
         **_common(rows, options, launch),
     )
 

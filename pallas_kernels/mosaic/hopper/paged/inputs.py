@@ -53,11 +53,8 @@ class Settings:
     warpgroups: int
     stages: int
     limit: int | None = None
-    by_lanes: bool = True
-
-    @property
-    def is_by_lanes(self) -> bool:
-        return self.limit is not None and self.by_lanes
+    by_lanes: bool = False
+    reserve: int = 0
 
     @property
     def step(self) -> int:
@@ -111,7 +108,7 @@ class Settings:
     def query_offset(self, head_dim: int) -> int:
         """Where in it the query is."""
         flight = self.stages * self.block * self.token_bytes(head_dim)
-        return max(flight, self.rows * 4 * (head_dim + 2))
+        return max(flight, self.rows * 4 * (head_dim + 2), self.reserve)
 
 
 class Pages(NamedTuple):

@@ -91,7 +91,7 @@ from pallas_kernels.mosaic.hopper.paged.rotation import rotated
 from pallas_kernels.mosaic.lane import Int, Pointer
 
 _GRID = ("tile", "run", "pair")
-# Of a contiguous cache, so many are one after the other.
+# So many are one after the other, in a page or in a contiguous cache.
 _RUN_OF_ROWS = 16
 
 Products = turbo4.Turbo4 | floats.Floats
@@ -129,7 +129,7 @@ def _run(
 ) -> None:
     products, number = products_of(a.head_dim, s), lane.uniform(lane.thread() >> 5)
     size = s.block * s.token_bytes(a.head_dim)
-    arrivals = 32 if s.is_by_lanes else 1
+    arrivals = 32 if s.by_lanes else 1
     slots = warp.Slots.of(smem, number, s.warp_bytes(a.head_dim), size, s.stages, arrivals)
     state = _walk(a, at, here, pages, products, slots, smem[0], s)
     if state is None:
@@ -286,8 +286,8 @@ def _start_copies(
     s: Settings,
 ) -> None:
     """Starts to copy a block of the program: its pages that hold tokens, and no others."""
-    if s.is_by_lanes:
-        _copy_rows(a, at, here, block, target, s)
+    if s.by_lanes:
+        _copy_rows(a, at, here, block, page, target, s)
         return
     slot, barrier = target
     count, size = _pages_per_block(a, s), min(a.page_size, s.block)
@@ -300,43 +300,47 @@ def _start_copies(
         sources = [(a.pages.key, row), (a.pages.value, row)]
         if s.has_norms:
             sources += [(a.pages.key_norm, 2), (a.pages.value_norm, 2)]
-        # A lane has more than one only of a contiguous cache.
-        for skipped in range(0, count, 32):
-            own = here.number + skipped
-            with lane.when(own < held.minimum(count)):
-                if a.tables is None:
-                    page = a.page(at.batch, begin + own)
-                first = (page * a.kv_heads + at.head) * a.page_size
-                if a.page_size > s.block:
-                    first = first + begin % a.page_size
-                offset = 0
-                for source, width in sources:
-                    to = slot.at(own * (size * width), offset)
-                    lane.copy(source.times(first, width), to, size * width, barrier)
-                    offset += s.block * width
+        with lane.when(here.number < held.minimum(count)):
+            first = (page * a.kv_heads + at.head) * a.page_size
+            if a.page_size > s.block:
+                first = first + begin % a.page_size
+            offset = 0
+            for source, width in sources:
+                to = slot.at(here.number * (size * width), offset)
+                lane.copy(source.times(first, width), to, size * width, barrier)
+                offset += s.block * width
 
 
 def _copy_rows(
-    a: Arrays, at: Program, here: Place, block: Int, target: tuple[Pointer, Pointer], s: Settings
+    a: Arrays,
+    at: Program,
+    here: Place,
+    block: Int,
+    page: Int,
+    target: tuple[Pointer, Pointer],
+    s: Settings,
 ) -> None:
-    """`_start_copies` of a contiguous cache, whose tokens have the heads between them."""
+    """`_start_copies` by the lanes; tokens of contiguous caches have the heads between them."""
     slot, barrier = target
     row, begin = s.row_bytes(a.head_dim), block * s.block
     lanes = row // 16
     own, part = here.number // lanes, (here.number % lanes) << 4
-    each = 32 // lanes
+    each, stride = 32 // lanes, row * (a.kv_heads if a.tables is None else 1)
     with lane.when(block < at.stop):
         for first in range(0, s.block, _RUN_OF_ROWS):
-            # Rings begin anew after a multiple of so many.
-            place = (a.page(at.batch, begin + first) * a.kv_heads) + at.head
+            if a.tables is None:
+                found = a.page(at.batch, begin + first)
+            else:
+                found = lane.from_lane(page, lane.integer(first // a.page_size))
+            place = (found * a.kv_heads + at.head) * a.page_size
+            if a.page_size > _RUN_OF_ROWS:
+                place = place + (begin + first) % a.page_size
             for side, source in enumerate((a.pages.key, a.pages.value)):
-                here_from = source.times(place, row).at(own * (a.kv_heads * row), part)
+                here_from = source.times(place, row).at(own * stride, part)
                 here_to = slot.at(own * row, part, (side * s.block + first) * row)
                 for i in range(0, _RUN_OF_ROWS, each):
                     is_held = begin + (first + i) + own < at.length
-                    lane.copy_words(
-                        here_from.at(i * a.kv_heads * row), here_to.at(i * row), is_held
-                    )
+                    lane.copy_words(here_from.at(i * stride), here_to.at(i * row), is_held)
         lane.arrive_after_copies(barrier)
 
 
