@@ -147,7 +147,7 @@ def test_rows_come_to_their_places(monkeypatch, head_dim, block, room, limit, le
     a = inputs.Arrays(
         query=None, lengths=None, query_lengths=None, outputs=[], tokens=1, heads=6, kv_heads=3,
         head_dim=head_dim, dtype="bfloat16", pages=stored, tables=None, page_size=1,
-        max_pages=limit, num_pages=2 * room, room=room,
+        max_pages=limit, num_pages=2 * room, room=room, is_padded=False,
     )  # fmt: skip
     at = types.SimpleNamespace(
         batch=warp.integer(1), head=warp.integer(2), length=warp.integer(length),
@@ -158,7 +158,7 @@ def test_rows_come_to_their_places(monkeypatch, head_dim, block, room, limit, le
     assert s.block == block
     slot = np.full(2 * block * head_dim * 2, 0xFF, np.uint8)
     first = warp.integer(begin // block)
-    kernel._copy_rows(a, at, here, first, None, (warp.Pointer(slot), None), s)
+    kernel._copy_rows(a, at, here, first, (warp.Pointer(slot), None), s)
     got = slot.view(np.uint16).reshape(2, block, head_dim)
     tokens = begin + np.arange(block)
     for side, x in zip(got, (key, value), strict=True):

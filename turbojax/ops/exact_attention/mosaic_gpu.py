@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 
 from turbojax.ops.options import Options
 from turbojax.ops.paged_attention import mosaic_gpu as paged
@@ -62,6 +61,5 @@ def attend(
     )
     key, value = (x.reshape(batch * room, kv_heads, 1, head_dim) for x in (cache.key, cache.value))
     pages = kernel.Pages(key, value, None, None, None, None, None)
-    every = jnp.full(batch, tokens, jnp.int32)
-    out, _ = kernel.attend(query, pages, None, cache.lengths, every, settings)
+    out, _ = kernel.attend(query, pages, None, cache.lengths, None, settings)
     return out

@@ -24,12 +24,14 @@ def _sheltered(
     cache: PagedCache,
     block_tables: jax.Array,
     lengths: jax.Array,
-    query_lengths: jax.Array,
+    query_lengths: jax.Array | None,
     *,
     attend: Callable[..., tuple[jax.Array, jax.Array]],
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs an implementation: hides sequences that cannot be read from it, and rotates for it."""
+    if query_lengths is None:
+        query_lengths = jnp.full(len(query), query.shape[1], jnp.int32)
     ok = page_checks.readable(cache, block_tables, lengths)
     formats = cache.formats
     seen = polar.rotate(query, cache.rotation) if formats.key.is_rotated else query
@@ -159,7 +161,7 @@ def _check(
     block_tables: jax.Array,
     lengths: jax.Array,
     query_lengths: jax.Array | None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Raises unless the arrays fit; gives tables, lengths and the queries' lengths as int32."""
     checks.check_kind(cache, PagedCache)
     _check_query(cache, query)
@@ -167,7 +169,8 @@ def _check(
     block_tables = page_checks.check_block_tables(block_tables, batch)
     lengths = page_checks.check_lengths("lengths", lengths, batch)
     page_checks.check_readable(cache, block_tables, lengths)
-    query_lengths = _checks.check_lengths("query_seq_lengths", query_lengths, batch, tokens)
+    if query_lengths is not None:  # as an array it would take a kernel to make
+        query_lengths = _checks.check_lengths("query_seq_lengths", query_lengths, batch, tokens)
     return block_tables, lengths, query_lengths
 
 
@@ -176,7 +179,7 @@ def _run(
     cache: PagedCache,
     block_tables: jax.Array,
     lengths: jax.Array,
-    query_lengths: jax.Array,
+    query_lengths: jax.Array | None,
     *,
     options: Options,
     implementation: str | None,

@@ -26,6 +26,9 @@ _FEW_PROGRAMS = 64
 
 # Of a warp's keys of 16 bits.
 _PLAIN_BYTES = 8192
+# And of its shared memory, so that no more than two programs are on a multiprocessor.
+_HALF = 19456
+_MULTIPROCESSORS = 132
 # Bytes of what programs that take few tokens may find.
 _MOST_FOUND = 2**27
 
@@ -40,6 +43,7 @@ class Launch(NamedTuple):
       warpgroups: of a program.
       stages: blocks in flight of a warp.
       rows: queries of a program at most.
+      reserve: bytes of shared memory for a warp at least.
     """
 
     is_split: bool
@@ -48,6 +52,7 @@ class Launch(NamedTuple):
     warpgroups: int = 1
     stages: int = 2
     rows: int = 16
+    reserve: int = 0
 
 
 class Call(NamedTuple):
@@ -75,11 +80,20 @@ def default_launch(call: Call) -> Launch:
     launch = Launch(False)
     seen = call.tokens if call.window is None else min(call.tokens, sum(call.window) + call.rows)
     programs = -(-seen // launch.part) * call.pairs
-    if call.is_plain:
-        launch = launch._replace(few=128, stages=1, rows=8 if call.head_dim > 128 else 16)
     found = call.tokens // 16 * call.pairs * call.rows * call.head_dim * 4
     is_split = call.rows <= _MOST_SPLIT_ROWS and programs < _FEW_PROGRAMS and found <= _MOST_FOUND
-    return launch._replace(is_split=is_split)
+    launch = launch._replace(is_split=is_split)
+    if not call.is_plain:
+        return launch
+    if is_split:
+        programs = -(-seen // launch.few) * call.pairs
+    # One program for each multiprocessor has all of its memory, otherwise two share it.
+    is_alone = programs * -(-call.rows // launch.rows) <= _MULTIPROCESSORS
+    return launch._replace(
+        stages=2 if is_alone else 1,
+        reserve=0 if is_split or is_alone else _HALF,
+        rows=8 if call.head_dim > 128 else launch.rows,
+    )
 
 
 def call_of(query: jax.Array, cache: PagedCache, block_tables: jax.Array, options: Options) -> Call:
@@ -127,7 +141,7 @@ def attend(
     cache: PagedCache,
     block_tables: jax.Array,
     lengths: jax.Array,
-    query_lengths: jax.Array,
+    query_lengths: jax.Array | None,
     *,
     options: Options,
     launch: Launch | None = None,
@@ -139,7 +153,7 @@ def attend(
       cache: the pages.
       block_tables: int32 ``[B, max_pages]``.
       lengths: int32 ``[B]``.
-      query_lengths: int32 ``[B]``.
+      query_lengths: int32 ``[B]``, or None if all queries are real.
       options: of the call.
       launch: for tuning.
 
@@ -217,7 +231,6 @@ def plain_settings(
         value_unit=1.0,
         block=_PLAIN_BYTES // (2 * head_dim),
         limit=limit,
-        by_lanes=limit is not None,
         **_common(rows, options, launch),
     )
 
@@ -233,4 +246,5 @@ def _common(rows: int, options: Options, launch: Launch) -> dict[str, Any]:
         "few": launch.few,
         "warpgroups": launch.warpgroups,
         "stages": launch.stages,
+        "reserve": launch.reserve,
     }

@@ -34,6 +34,8 @@ class Settings:
       block: tokens that a warp takes at a time, 16 to 64.
       warpgroups: of a program; each of their warps takes its own blocks.
       stages: blocks in flight for each warp.
+      reserve: bytes of shared memory for a warp at least. With less to do at a time, the programs
+        that a multiprocessor holds end sooner, and those that are left over at the end count less.
       limit: without a table, the tokens that a sequence may have: token `p` is page ``p % n`` of
         its `n` pages of one token.
     """
@@ -52,9 +54,13 @@ class Settings:
     block: int
     warpgroups: int
     stages: int
-    limit: int | None = None
-    by_lanes: bool = False
     reserve: int = 0
+    limit: int | None = None
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether there is no table."""
+        return self.limit is not None
 
     @property
     def step(self) -> int:
@@ -145,6 +151,7 @@ class Arrays(warp.Arrays):
       max_pages: of a sequence.
       num_pages: of the pool.
       room: pages of the pool for each sequence.
+      is_padded: whether `query_lengths` are given; otherwise all queries are real.
     """
 
     pages: Pages
@@ -153,6 +160,7 @@ class Arrays(warp.Arrays):
     max_pages: int
     num_pages: int
     room: int
+    is_padded: bool
 
     def count(self, size: int) -> int:
         """How often a sequence has room for so many tokens, rounded up."""
@@ -167,9 +175,11 @@ class Arrays(warp.Arrays):
 
     def held(self, batch: Int) -> tuple[Int, Int]:
         """Tokens of a sequence, none if it says that there are more than it can have; queries."""
-        length, count = (x.at(batch << 2).word() for x in (self.lengths, self.query_lengths))
+        length, count = self.lengths.at(batch << 2).word(), lane.integer(self.tokens)
+        if self.is_padded:
+            count = self.query_lengths.at(batch << 2).word().maximum(0).minimum(self.tokens)
         fits = (length >= 0) & (length <= self.max_pages * self.page_size)
-        return fits.where(length, 0), count.maximum(0).minimum(self.tokens)
+        return fits.where(length, 0), count
 
     @classmethod
     def of(cls, refs: Any, inputs: Any, s: Settings) -> "Arrays":
@@ -183,7 +193,7 @@ class Arrays(warp.Arrays):
             pages=Pages(**{name: found.get(name) for name in Pages._fields}),
             tables=None if refs[2] is None else Pointer.to(refs[2]),
             lengths=Pointer.to(refs[3]),
-            query_lengths=Pointer.to(refs[4]),
+            query_lengths=Pointer.to(refs[3] if refs[4] is None else refs[4]),
             outputs=[Pointer.to(x) for x in refs[5:]],
             tokens=tokens,
             heads=heads,
@@ -193,6 +203,7 @@ class Arrays(warp.Arrays):
             max_pages=table_width(tables, s),
             num_pages=pages.key.shape[0],
             room=pages.key.shape[0] // query.shape[0],
+            is_padded=refs[4] is not None,
             dtype=query.dtype.name,
         )
 

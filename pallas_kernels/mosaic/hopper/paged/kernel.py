@@ -12,8 +12,9 @@ else is scarce, 97 % of cuDNN's speed.
 
 As in `decode`, every warp takes its own blocks of tokens, brings them to shared memory by itself
 with the copy engine, a page or a part of one with each copy, and works without a barrier that other
-warps share. Contiguous caches ``[B, n, K, H]`` are pages of one token, whose rows lanes copy. Rows of the products are tokens and channels, columns queries; each query has two, a
-high and a low part, which makes eight of four queries, the fewest that a product takes.
+warps share. Contiguous caches ``[B, n, K, H]`` are pages of one token, whose rows lanes copy. Rows
+of the products are tokens and channels, columns queries; each query has two, a high and a low part,
+which makes eight of four queries, the fewest that a product takes.
 
 Every block has a softmax of its own, and is then joined with those before it: of a part of the
 sequence, `Settings.part` tokens at a fixed place, each warp takes every fourth block in order, then
@@ -91,7 +92,7 @@ from pallas_kernels.mosaic.hopper.paged.rotation import rotated
 from pallas_kernels.mosaic.lane import Int, Pointer
 
 _GRID = ("tile", "run", "pair")
-# So many are one after the other, in a page or in a contiguous cache.
+# Of a contiguous cache, also of a ring, so many are one after the other.
 _RUN_OF_ROWS = 16
 
 Products = turbo4.Turbo4 | floats.Floats
@@ -129,7 +130,7 @@ def _run(
 ) -> None:
     products, number = products_of(a.head_dim, s), lane.uniform(lane.thread() >> 5)
     size = s.block * s.token_bytes(a.head_dim)
-    arrivals = 32 if s.by_lanes else 1
+    arrivals = 32 if s.is_contiguous else 1
     slots = warp.Slots.of(smem, number, s.warp_bytes(a.head_dim), size, s.stages, arrivals)
     state = _walk(a, at, here, pages, products, slots, smem[0], s)
     if state is None:
@@ -286,8 +287,8 @@ def _start_copies(
     s: Settings,
 ) -> None:
     """Starts to copy a block of the program: its pages that hold tokens, and no others."""
-    if s.by_lanes:
-        _copy_rows(a, at, here, block, page, target, s)
+    if s.is_contiguous:
+        _copy_rows(a, at, here, block, target, s)
         return
     slot, barrier = target
     count, size = _pages_per_block(a, s), min(a.page_size, s.block)
@@ -312,35 +313,23 @@ def _start_copies(
 
 
 def _copy_rows(
-    a: Arrays,
-    at: Program,
-    here: Place,
-    block: Int,
-    page: Int,
-    target: tuple[Pointer, Pointer],
-    s: Settings,
+    a: Arrays, at: Program, here: Place, block: Int, target: tuple[Pointer, Pointer], s: Settings
 ) -> None:
-    """`_start_copies` by the lanes; tokens of contiguous caches have the heads between them."""
+    """`_start_copies` of a contiguous cache, whose tokens have the heads between them: by lanes."""
     slot, barrier = target
     row, begin = s.row_bytes(a.head_dim), block * s.block
     lanes = row // 16
     own, part = here.number // lanes, (here.number % lanes) << 4
-    each, stride = 32 // lanes, row * (a.kv_heads if a.tables is None else 1)
+    each, stride = 32 // lanes, row * a.kv_heads
     with lane.when(block < at.stop):
         for first in range(0, s.block, _RUN_OF_ROWS):
-            if a.tables is None:
-                found = a.page(at.batch, begin + first)
-            else:
-                found = lane.from_lane(page, lane.integer(first // a.page_size))
-            place = (found * a.kv_heads + at.head) * a.page_size
-            if a.page_size > _RUN_OF_ROWS:
-                place = place + (begin + first) % a.page_size
+            place = a.page(at.batch, begin + first) * a.kv_heads + at.head
             for side, source in enumerate((a.pages.key, a.pages.value)):
-                here_from = source.times(place, row).at(own * stride, part)
-                here_to = slot.at(own * row, part, (side * s.block + first) * row)
+                from_here = source.times(place, row).at(own * stride, part)
+                to_here = slot.at(own * row, part, (side * s.block + first) * row)
                 for i in range(0, _RUN_OF_ROWS, each):
                     is_held = begin + (first + i) + own < at.length
-                    lane.copy_words(here_from.at(i * stride), here_to.at(i * row), is_held)
+                    lane.copy_words(from_here.at(i * stride), to_here.at(i * row), is_held)
         lane.arrive_after_copies(barrier)
 
 
@@ -447,7 +436,7 @@ def attend(
     pages: Pages,
     tables: jax.Array | None,
     lengths: jax.Array,
-    query_lengths: jax.Array,
+    query_lengths: jax.Array | None,
     settings: Settings,
 ) -> tuple[jax.Array, jax.Array]:
     """Attends the last `T` tokens' queries of each sequence to its pages.
@@ -459,7 +448,7 @@ def attend(
         be anything. None for contiguous caches ``[B, n, K, H]``, whose tokens are pages of their
         own, ``[B * n, K, 1, H]``; see `Settings.limit`.
       lengths: int32 ``[B]``, tokens held.
-      query_lengths: int32 ``[B]``, how many of the `T` queries are real.
+      query_lengths: int32 ``[B]``, how many of the `T` queries are real; None if all are.
       settings: numerics and launch.
 
     Returns:

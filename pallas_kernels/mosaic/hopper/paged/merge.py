@@ -26,8 +26,9 @@ from pallas_kernels.mosaic.warp import Partial
 
 _GRID = ("tile", "pair")
 _LANES, _RESIDUES = 32, 4
-# Of a residue's parts so many are read before the first of them is needed.
-_AHEAD = 4
+# Of a lane's entries of the table, and of a residue's parts, so many are read before the first of
+# them is needed.
+_PAGES_AHEAD, _AHEAD = 4, 4
 # Where there are many blocks to read.
 _MOST_SLICES = 4
 # Of a part's blocks, of which there are 8 or 16.
@@ -175,14 +176,17 @@ class _Row:
     def residue(self, number: Int) -> Partial:
         """Every fourth part."""
         first, stop = self.seen(self.s.part)
+        ahead = min(_AHEAD, pl.cdiv(self.a.count(self.s.part), _RESIDUES))
 
         def add(i: Int, flat: list[Any]) -> list[Any]:
-            found = [self.part(i + _RESIDUES * j) for j in range(_AHEAD)]
+            found = [self.part(i + _RESIDUES * j) for j in range(ahead)]
             return _flat(functools.reduce(warp.joined, found, _partial(flat)))
 
-        start = first // _RESIDUES * _RESIDUES + number
         nothing = _flat(warp.nothing(self.channels))
-        return _partial(lane.loop(start, stop, _RESIDUES * _AHEAD, nothing, add))
+        if self.a.count(self.s.part) <= _RESIDUES * ahead:
+            return _partial(add(number, nothing))  # which waits for no length
+        start = first // _RESIDUES * _RESIDUES + number
+        return _partial(lane.loop(start, stop, _RESIDUES * ahead, nothing, add))
 
     def residue_of_blocks(self, number: Int, which: Int, memory: "_Memory") -> Partial:
         """Every fourth part, of whose blocks this warp joins a share."""
@@ -207,27 +211,31 @@ class _Row:
         """Pages of the sequence."""
         return (self.length + (self.a.page_size - 1)) // self.a.page_size
 
-    def page(self, start: Int) -> Int:
-        """The number of the lane's page of the run from `start` on; of some other past the last."""
-        return self.a.page(self.batch, (start + self.place).minimum(self.needed - 1).maximum(0))
+    def pages(self, start: Int) -> list[Int]:
+        """The lane's pages of those from `start` on; of some other one past the last."""
+        step, last = self.layout.shared * _LANES, (self.needed - 1).maximum(0)
+        numbers = [(start + i * step + self.place).minimum(last) for i in range(_PAGES_AHEAD)]
+        return [self.a.page(self.batch, number) for number in numbers]
 
-    def has_bad_page(self, first: Int) -> Int:
+    def has_bad_page(self, first: list[Int]) -> Int:
         """Of this warp's share of the table: not 0 if a page is needed that does not exist.
 
         Args:
-          first: the lane's first page, read before.
+          first: the lane's first pages, read before.
         """
         if self.a.tables is None:
             return lane.integer(0)
-        step = self.layout.shared * _LANES
+        step = self.layout.shared * _LANES * _PAGES_AHEAD
 
         def look(i: Int, flat: list[Any]) -> list[Any]:
-            page, bad = flat
-            is_bad = (page < 0) | (page >= self.a.num_pages)
-            return [self.page(i + step), is_bad.where(lane.integer(1), bad)]
+            *pages, bad = flat
+            for page in pages:
+                is_bad = (page < 0) | (page >= self.a.num_pages)
+                bad = is_bad.where(lane.integer(1), bad)
+            return [*self.pages(i + step), bad]
 
         start = self.warp * _LANES
-        _, bad = lane.loop(start, self.needed, step, [first, lane.integer(0)], look)
+        *_, bad = lane.loop(start, self.needed, step, [*first, lane.integer(0)], look)
         return lane.ballot(bad > 0)
 
 
@@ -277,18 +285,18 @@ def _kernel(*refs: Any, s: Settings, layout: _Layout) -> None:
         partials = [Pointer.to(x) for x in refs[5]]
         a = Arrays.of((*refs[:5], *refs[6:]), inputs, s)
         row = _Row.of(a, partials, ids, s, layout)
-        page = row.page(row.warp * _LANES)
+        pages = row.pages(row.warp * _LANES)
         if layout.shared == 1:
             with lane.when(row.number < a.rows):
                 residues = [row.residue(lane.integer(i)) for i in range(_RESIDUES)]
-                _finish(row, residues, row.has_bad_page(page))
+                _finish(row, residues, row.has_bad_page(pages))
             return
         kept = _Memory(Pointer.to(memory[0]), row)
         of_residue = layout.shared // _RESIDUES
         number, which = row.warp // of_residue, row.warp % of_residue
         found = row.residue_of_blocks(number, which, kept) if s.is_split else row.residue(number)
         kept.store(row.warp, found)
-        bad = row.has_bad_page(page)
+        bad = row.has_bad_page(pages)
         with lane.when(row.place.equals(0)):
             kept.flag(row.warp).store(bad)
         lane.block_barrier()
@@ -332,7 +340,7 @@ def merge(
     pages: Any,
     tables: jax.Array | None,
     lengths: jax.Array,
-    query_lengths: jax.Array,
+    query_lengths: jax.Array | None,
     partials: tuple[jax.Array, ...],
     settings: Settings,
 ) -> tuple[jax.Array, jax.Array]:
@@ -343,7 +351,7 @@ def merge(
       pages: the pool.
       tables: int32 ``[B, max_pages]``, or None.
       lengths: int32 ``[B]``.
-      query_lengths: int32 ``[B]``.
+      query_lengths: int32 ``[B]``, or None.
       partials: float32 ``[B * K, n, G * T, H]``, ``[B * K, n, G * T]`` twice: sums of weighted
         values, maxima in powers of two, and sums of weights of each part, or of each block in the
         order of the sequence's tokens; those of which a query sees nothing may be anything.
