@@ -9,6 +9,8 @@ from turbojax.ops.paged_attention import mosaic_gpu as paged
 from turbojax.state.exact import ExactCache
 
 _DTYPES = ("bfloat16", "float16")
+# So many rows are read one after the other.
+_RUN_OF_ROWS = 16
 
 
 def unsupported(query: jax.Array, cache: ExactCache) -> str | None:
@@ -17,6 +19,8 @@ def unsupported(query: jax.Array, cache: ExactCache) -> str | None:
         return f"cache.dtype={cache.dtype} must be one of {_DTYPES}"
     if query.dtype != cache.dtype:
         return f"query.dtype={query.dtype} must equal cache.dtype={cache.dtype}"
+    if cache.is_ring and cache.room % _RUN_OF_ROWS:
+        return f"cache.room={cache.room} of a ring must be a multiple of {_RUN_OF_ROWS}"
     return paged.refusal(query, cache.num_kv_heads)
 
 
@@ -42,7 +46,7 @@ def attend(
     from pallas_kernels.mosaic.hopper.paged import kernel
 
     batch, tokens, heads, head_dim = query.shape
-    kv_heads, room = cache.num_kv_heads, cache.key.shape[1]
+    kv_heads, room = cache.num_kv_heads, cache.room
     call = paged.Call(
         rows=tokens * heads // kv_heads,
         pairs=batch * kv_heads,
