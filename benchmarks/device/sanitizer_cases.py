@@ -18,12 +18,12 @@ from jax.experimental.pallas import triton as plgpu_triton
 
 import turbojax as tj
 from pallas_kernels.triton._common import WHOLE, parameters
-from turbojax.ops import kv4_attention
+from turbojax.ops import exact_attention, kv4_attention
 from turbojax.ops.fp8_tokens import quantize_activation, rms_norm_quantize
 from turbojax.ops.int4_matmul.api import matmul
 from turbojax.ops.paged_attention import paged_attention
 from turbojax.quantizers import Fp8Tokens, quantize_weight
-from turbojax.state import kv4
+from turbojax.state import exact, kv4
 from turbojax.state.pages import pool as paged
 from turbojax.state.progressive.update import store_prompt
 
@@ -144,6 +144,16 @@ def _paged(implementation: str, kv_dtype: Any, width: int) -> Any:
     return call, (cache, _normal(3, 1, 2, 4, 64), *_prompt(tokens)[1:])
 
 
+def _exact() -> Any:
+    def call(cache: Any, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
+        cache = exact.append(cache, key, value)
+        return exact_attention.decode(
+            query, cache, local_window_size=(60, 0), implementation="mosaic_gpu"
+        )
+
+    return call, (exact.init_cache(1, 333, 1, 64), _normal(3, 1, 2, 4, 64), *_prompt(330)[1:])
+
+
 def _paged_append(kv_dtype: str, dim: int, tokens: int) -> Any:
     """Tokens across the ends of pages; one is past its table."""
 
@@ -253,6 +263,10 @@ CASES = {
     "paged, turbo4, parts, Hopper": _case(
         "paged_hopper paged_merge_hopper", _paged, "mosaic_gpu", "turbo4", 8400
     ),
+    "paged, bf16, Hopper": _case(
+        "paged_hopper paged_merge_hopper", _paged, "mosaic_gpu", "auto", 80
+    ),
+    "exact cache, window, Hopper": _case("paged_hopper paged_merge_hopper", _exact),
     **{
         f"paged append, {kind}, Hopper": _case(
             "paged_append_hopper", _paged_append, kind, dim, tokens

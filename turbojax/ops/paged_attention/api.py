@@ -24,12 +24,14 @@ def _sheltered(
     cache: PagedCache,
     block_tables: jax.Array,
     lengths: jax.Array,
-    query_lengths: jax.Array,
+    query_lengths: jax.Array | None,
     *,
     attend: Callable[..., tuple[jax.Array, jax.Array]],
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs an implementation: hides sequences that cannot be read from it, and rotates for it."""
+    if query_lengths is None:
+        query_lengths = jnp.full(len(query), query.shape[1], jnp.int32)
     ok = page_checks.readable(cache, block_tables, lengths)
     formats = cache.formats
     seen = polar.rotate(query, cache.rotation) if formats.key.is_rotated else query
@@ -103,8 +105,9 @@ def paged_attention(
       scale: factor of the scores; ``1 / sqrt(H)`` if not given.
       local_window_size: optional `w` or ``(left, right)``, relative to the query's position.
       logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
-      implementation: ``"mosaic_gpu"`` (8-bit pages: queries and weights as sums of two float16;
-        turbo4: as integers of 15 bits), ``"triton"`` (all that is stored in 8 bits or fewer:
+      implementation: ``"mosaic_gpu"`` (16-bit pages: weights as sums of two numbers of that dtype;
+        8-bit pages: queries and weights as sums of two float16; turbo4: as integers of 15 bits),
+        ``"triton"`` (16-bit pages: weights in that dtype; all that is stored in 8 bits or fewer:
         queries in float16 and weights in half precision), ``"xla"`` (float32), or None for the
         first of them that can run this. In float16 weights below ``2**-25`` of the largest are
         lost.
@@ -158,7 +161,7 @@ def _check(
     block_tables: jax.Array,
     lengths: jax.Array,
     query_lengths: jax.Array | None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Raises unless the arrays fit; gives tables, lengths and the queries' lengths as int32."""
     checks.check_kind(cache, PagedCache)
     _check_query(cache, query)
@@ -166,7 +169,8 @@ def _check(
     block_tables = page_checks.check_block_tables(block_tables, batch)
     lengths = page_checks.check_lengths("lengths", lengths, batch)
     page_checks.check_readable(cache, block_tables, lengths)
-    query_lengths = _checks.check_lengths("query_seq_lengths", query_lengths, batch, tokens)
+    if query_lengths is not None:  # as an array it would take a kernel to make
+        query_lengths = _checks.check_lengths("query_seq_lengths", query_lengths, batch, tokens)
     return block_tables, lengths, query_lengths
 
 
@@ -175,7 +179,7 @@ def _run(
     cache: PagedCache,
     block_tables: jax.Array,
     lengths: jax.Array,
-    query_lengths: jax.Array,
+    query_lengths: jax.Array | None,
     *,
     options: Options,
     implementation: str | None,
