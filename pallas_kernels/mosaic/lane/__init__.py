@@ -33,10 +33,13 @@ from pallas_kernels.mosaic.lane.instructions import maximum as maximum
 from pallas_kernels.mosaic.lane.instructions import minimum as minimum
 from pallas_kernels.mosaic.lane.instructions import pack_bytes as pack_bytes
 from pallas_kernels.mosaic.lane.instructions import pack_e4m3 as pack_e4m3
+from pallas_kernels.mosaic.lane.instructions import pack_e5m2 as pack_e5m2
 from pallas_kernels.mosaic.lane.instructions import partner as partner
 from pallas_kernels.mosaic.lane.instructions import permute_bytes as permute_bytes
 from pallas_kernels.mosaic.lane.instructions import reciprocal as reciprocal
+from pallas_kernels.mosaic.lane.instructions import reciprocal_root as reciprocal_root
 from pallas_kernels.mosaic.lane.instructions import reduce_lanes as reduce_lanes
+from pallas_kernels.mosaic.lane.instructions import root as root
 from pallas_kernels.mosaic.lane.instructions import signed_byte as signed_byte
 from pallas_kernels.mosaic.lane.instructions import special as special
 from pallas_kernels.mosaic.lane.instructions import tanh as tanh
@@ -46,8 +49,10 @@ from pallas_kernels.mosaic.lane.instructions import warp_barrier as warp_barrier
 from pallas_kernels.mosaic.lane.instructions import with_sign_of as with_sign_of
 from pallas_kernels.mosaic.lane.memory import ClusterPointer as ClusterPointer
 from pallas_kernels.mosaic.lane.memory import Pointer as Pointer
+from pallas_kernels.mosaic.lane.memory import arrive_after_copies as arrive_after_copies
 from pallas_kernels.mosaic.lane.memory import cluster_barrier as cluster_barrier
 from pallas_kernels.mosaic.lane.memory import copy as copy
+from pallas_kernels.mosaic.lane.memory import copy_words as copy_words
 from pallas_kernels.mosaic.lane.memory import expect_bytes as expect_bytes
 from pallas_kernels.mosaic.lane.memory import init_barrier as init_barrier
 from pallas_kernels.mosaic.lane.memory import load_matrices as load_matrices

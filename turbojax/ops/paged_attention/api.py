@@ -24,13 +24,15 @@ def _sheltered(
     cache: PagedCache,
     block_tables: jax.Array,
     lengths: jax.Array,
-    query_lengths: jax.Array,
+    query_lengths: jax.Array | None,
     *,
     attend: Callable[..., tuple[jax.Array, jax.Array]],
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs an implementation: hides sequences that cannot be read from it, and rotates for it."""
     first = page_checks.first_seen(lengths, query_lengths, query.shape[1], options.window)
+    if query_lengths is None:
+        query_lengths = jnp.full(len(query), query.shape[1], jnp.int32)
     ok = page_checks.readable(cache, block_tables, lengths, first)
     formats = cache.formats
     seen = polar.rotate(query, cache.rotation) if formats.key.is_rotated else query
@@ -105,8 +107,9 @@ def paged_attention(
       scale: factor of the scores; ``1 / sqrt(H)`` if not given.
       local_window_size: optional `w` or ``(left, right)``, relative to the query's position.
       logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
-      implementation: ``"mosaic_gpu"`` (8-bit pages: queries and weights as sums of two float16;
-        turbo4: as integers of 15 bits), ``"triton"`` (all that is stored in 8 bits or fewer:
+      implementation: ``"mosaic_gpu"`` (16-bit pages: weights as sums of two numbers of that dtype;
+        8-bit pages: queries and weights as sums of two float16; turbo4: as integers of 15 bits),
+        ``"triton"`` (16-bit pages: weights in that dtype; all that is stored in 8 bits or fewer:
         queries in float16 and weights in half precision), ``"xla"`` (float32), or None for the
         first of them that can run this. In float16 weights below ``2**-25`` of the largest are
         lost.
@@ -163,16 +166,18 @@ def _check(
     lengths: jax.Array,
     query_lengths: jax.Array | None,
     options: Options,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Raises unless the arrays fit; gives tables, lengths and the queries' lengths as int32."""
     checks.check_kind(cache, PagedCache)
     _check_query(cache, query)
     batch, tokens = query.shape[:2]
     block_tables = page_checks.check_block_tables(block_tables, batch)
     lengths = page_checks.check_lengths("lengths", lengths, batch)
-    query_lengths = _checks.check_lengths("query_seq_lengths", query_lengths, batch, tokens)
-    first = page_checks.first_seen(lengths, query_lengths, tokens, options.window)
-    page_checks.check_readable(cache, block_tables, lengths, first)
+    if query_lengths is not None:  # as an array it would take a kernel to make
+        query_lengths = _checks.check_lengths("query_seq_lengths", query_lengths, batch, tokens)
+    if _checks.is_concrete(block_tables, lengths):
+        first = page_checks.first_seen(lengths, query_lengths, tokens, options.window)
+        page_checks.check_readable(cache, block_tables, lengths, first)
     return block_tables, lengths, query_lengths
 
 
@@ -181,7 +186,7 @@ def _run(
     cache: PagedCache,
     block_tables: jax.Array,
     lengths: jax.Array,
-    query_lengths: jax.Array,
+    query_lengths: jax.Array | None,
     *,
     options: Options,
     implementation: str | None,
