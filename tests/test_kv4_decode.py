@@ -117,8 +117,8 @@ SHAPES = {
 }
 
 
-# The kernel rounds weights to bfloat16, to the nearest.
-WEIGHT_UNIT = {"xla": 0.0, "triton": 2.0**-8}
+# Kernels round weights: to bfloat16, to the nearest, or to two float16.
+WEIGHT_UNIT = {"xla": 0.0, "triton": 2.0**-8, "mosaic_gpu": 2.0**-21}
 
 
 def run(implementation):

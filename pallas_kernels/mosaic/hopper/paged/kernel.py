@@ -63,6 +63,7 @@ Rows: `benchmarks/results/paged_versions_2026-11-24.json`.
 
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -71,7 +72,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.layouts import LOG2_E
 from pallas_kernels.mosaic import lane, warp
-from pallas_kernels.mosaic.hopper.paged import fp8, merge, turbo4
+from pallas_kernels.mosaic.hopper.paged import fp8, merge, scaled, turbo4
 from pallas_kernels.mosaic.hopper.paged.inputs import TILE, Arrays, Place, Program, Query, State
 from pallas_kernels.mosaic.hopper.paged.inputs import Pages as Pages
 from pallas_kernels.mosaic.hopper.paged.inputs import Settings as Settings
@@ -80,7 +81,15 @@ from pallas_kernels.mosaic.lane import Int, Pointer
 
 _GRID = ("tile", "run", "pair")
 
-Products = turbo4.Turbo4 | fp8.Fp8
+Products = turbo4.Turbo4 | fp8.Fp8 | scaled.Kv4 | scaled.K8v4
+# Of each kind: how to multiply with what pages hold, and which channels a lane's outputs are.
+_KINDS: dict[str, tuple[type[Products], Callable[[int, Place, int], Int]]] = {
+    "turbo4": (turbo4.Turbo4, turbo4.channel),
+    "fp8_e4m3": (fp8.Fp8, fp8.channel),
+    "fp8_e5m2": (fp8.Fp8, fp8.channel),
+    "kv4": (scaled.Kv4, scaled.channel),
+    "k8v4": (scaled.K8v4, scaled.channel),
+}
 
 
 def _kernel(*refs: Any, s: Settings) -> None:
@@ -96,14 +105,15 @@ def _kernel(*refs: Any, s: Settings) -> None:
 
 
 def _run(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: Settings) -> None:
-    products = (turbo4.Turbo4 if s.has_norms else fp8.Fp8).of(a.head_dim, s)
+    kind, channel = _KINDS[s.kind]
+    products = kind.of(a.head_dim, s)
     here, number = Place.here(), lane.uniform(lane.thread() >> 5)
     size = s.block * s.token_bytes(a.head_dim)
     slots = warp.Slots.of(smem, number, s.warp_bytes(a.head_dim), size, s.stages)
     state = _walk(a, at, here, products, slots, smem[0], s)
     if state is None:
         return
-    _keep(state, slots.area, here, a.head_dim, (turbo4 if s.has_norms else fp8).channel, s)
+    _keep(state, slots.area, here, a.head_dim, channel, s)
     _combine(a, at, smem[0], s)
 
 
@@ -137,7 +147,7 @@ def _walk(
         _start_copies(a, at, here, first + i * s.warps, page, target, s)
     query = _load_query(a, at, here, products, area, s)
 
-    channel = (turbo4 if s.has_norms else fp8).channel
+    channel = _KINDS[s.kind][1]
 
     def ahead(block: Int) -> tuple[Int, Int]:
         later = block + s.warps * s.stages
@@ -177,7 +187,9 @@ def _load_query(
         base = at.tile * s.rows + TILE * tile
         if a.pages.signs is None:
             row = base + (here.g >> 1)
-            x = _numbers(a, at, row, here.t * (a.head_dim // 4), a.head_dim // 4)
+            run, count = a.head_dim // s.key_runs, a.head_dim // (4 * s.key_runs)
+            starts_at = [here.t * count + i * run for i in range(s.key_runs)]
+            x = [v for first in starts_at for v in _numbers(a, at, row, first, count)]
         else:
             x = _rotated(a, at, base, here, area, s)
         words, start, offset, scale = pages.query_operands(x, here)
@@ -248,7 +260,7 @@ def _start_copies(
     """Starts to copy a block of the program: its pages that hold tokens, and no others."""
     slot, barrier = target
     count, size = _pages_per_block(a, s), min(a.page_size, s.block)
-    row, begin = s.row_bytes(a.head_dim), block * s.block
+    begin = block * s.block
     with lane.when(block < at.stop):
         held = (at.length - begin + (size - 1)) // size
         with lane.when(here.is_first):
@@ -259,7 +271,8 @@ def _start_copies(
             if a.page_size > s.block:
                 first = first + begin % a.page_size
             offset = 0
-            sources = [(a.pages.key, row), (a.pages.value, row)]
+            rows = s.key_bytes(a.head_dim), s.row_bytes(a.head_dim)
+            sources = list(zip((a.pages.key, a.pages.value), rows, strict=True))
             if s.has_norms:
                 sources += [(a.pages.key_norm, 2), (a.pages.value_norm, 2)]
             for source, width in sources:

@@ -1,0 +1,235 @@
+"""Caches of codes with a scale for each token (KV4, K8V4): how a warp multiplies with them.
+
+They are read as pools in which each sequence has one page. Values are 4-bit codes; keys are too,
+and meet queries rounded to e4m3 (KV4), or they are e4m3 and meet queries as they are (K8V4).
+Products are of float16, summed in float32. A code plus 8 is four bits of a float16, a subnormal
+number, after a mask and no more: of the upper of a byte's codes it is 16 times that of the lower,
+which queries and outputs make up for. What the 8 contributes is known beforehand, from the
+queries' or the weights' sums, and the sums of products start from it.
+
+Queries of e4m3 are exact in float16, and so are products with codes: scores are those of the
+definition, but for the order of the sums. Weights are sums of two float16, in two columns.
+"""
+
+import dataclasses
+import functools
+import struct
+from typing import Any
+
+from pallas_kernels.layouts import E4M3_MAX
+from pallas_kernels.mosaic import lane
+from pallas_kernels.mosaic.hopper.paged.fp8 import Fp8, planes
+from pallas_kernels.mosaic.hopper.paged.inputs import Place, Program, Query, Settings
+from pallas_kernels.mosaic.hopper.paged.operands import key_rows, value_words, weight_words
+from pallas_kernels.mosaic.lane import Float, Int, Pointer
+
+_LOW, _HIGH = 0x000F000F, 0x00F000F0
+# A two's complement code with its sign bit flipped is the code plus 8.
+_SIGNS, _MIDDLE = 0x88888888 - 2**32, 8
+# What float16's smallest number stands for; what an upper code is in units of a lower one.
+_STEP, _UPPER = 2.0**-24, 16.0
+# The largest weight of a block is as large, so that what is left of weights is no subnormal number.
+_RANGE = 2.0**14
+OUTPUT_UNIT = 1 / (_RANGE * _STEP)
+"""What outputs are to be multiplied with."""
+_TINY = 1.1754943508222875e-38
+# Bits of 2**-110, far from where a reciprocal overflows: parts of it are as exact.
+_SMALLEST = (127 - 110) << 23
+_ONE = 0x3C003C00
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Values:
+    """The products with a block's values in shared memory.
+
+    Attributes:
+      head_dim: `H`.
+      s: settings.
+    """
+
+    head_dim: int
+    s: Settings
+
+    @classmethod
+    def of(cls, head_dim: int, s: Settings) -> Any:
+        """For these sizes."""
+        return cls(head_dim, s)
+
+    def unseen(self, slot: Pointer, begin: Int, at: Program, here: Place) -> list[Int]:
+        """Nothing: codes are finite, and scales of what is not seen are not multiplied with."""
+        del slot, begin, at, here
+        return []
+
+    @property
+    def _values(self) -> int:
+        """Where values begin; scales of keys and of values follow."""
+        return self.s.block * self.s.key_bytes(self.head_dim)
+
+    def scales(self, side: int, slot: Pointer, here: Place) -> list[Float]:
+        """Scales of the lane's tokens: of keys if `side` is 0, of values if it is 1."""
+        held, block = self.s.held, self.s.block
+        first = self._values + block * self.s.row_bytes(self.head_dim) + side * 2 * block
+        # bfloat16 are the upper halves of float32.
+        even = here.odd * 0x2200 + 0x1044
+        odd = even ^ 0x2200
+        return [
+            lane.permute_bytes(word, 0, selector).as_float()
+            for word in slot.at(first).at(here.g * (2 * held)).words(held // 2)
+            for selector in (even, odd)
+        ]
+
+    def weighted(
+        self,
+        slot: Pointer,
+        weights: list[list[Float]],
+        visible: list[list[lane.Bool]],
+        lost: list[Int],
+        here: Place,
+    ) -> list[list[Float]]:
+        """``weights x values`` over `OUTPUT_UNIT`, for each tile's query `t`."""
+        del lost
+        scales = self.scales(1, slot, here)
+        operands, factors, starts = [], [], []
+        for p, seen in zip(weights, visible, strict=True):
+            w = [v.where(x * n, 0.0) for v, x, n in zip(seen, p, scales, strict=True)]
+            words, factor = _weight_operands(w, here)
+            ones, sums = [lane.integer(_ONE)] * 4, [lane.number(0.0)] * 4
+            for k in range(0, len(words), 2):
+                sums = lane.half.matmul(ones, words[k : k + 2], sums)
+            lower = [x * (-_MIDDLE * _STEP) for x in sums[:2]]
+            operands.append(words)
+            factors.append((factor, factor * (1 / _UPPER)))
+            starts.append([*lower, *(x * _UPPER for x in lower)])
+        out: list[list[Float]] = [[] for _ in weights]
+        for rows in self._value_rows(slot.at(self._values), here):
+            for tile, words in enumerate(operands):
+                c = starts[tile]
+                for k in range(0, len(words), 2):
+                    c = lane.half.matmul(rows[2 * k : 2 * k + 4], words[k : k + 2], c)
+                out[tile] += [(c[2 * j] + c[2 * j + 1]) * factors[tile][j] for j in (0, 1)]
+        return out
+
+    def _value_rows(self, values: Pointer, here: Place) -> Any:
+        """Yields the operand words of both codes of a byte, in the order of `channel`."""
+        row, held = self.s.row_bytes(self.head_dim), self.s.held
+        loaded = value_words(values, row, held, here)
+        for j in range(row // 32):
+            for selector in (0x5410, 0x7632):
+                # [k-step and half of its tokens][lower, upper of a byte; of the next byte]
+                found = [
+                    unpacked(
+                        lane.permute_bytes(loaded[half][k][j], loaded[half][k + 1][j], selector)
+                    )
+                    for k in range(0, held, 2)
+                    for half in (0, 1)
+                ]
+                for byte in (0, 2):
+                    yield [word for codes in found for word in codes[byte : byte + 2]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kv4(_Values):
+    """The products of a block whose keys are 4-bit codes, too."""
+
+    def query_operands(
+        self, x: list[Float], here: Place
+    ) -> tuple[list[Int], tuple[Any, Any], Float, Float]:
+        """A query's operand words, its columns' starts, its offset, its scale.
+
+        Args:
+          x: its lower and its upper channels.
+          here: the lane's place: odd rows have an empty column.
+        """
+        scale = _scale(x)
+        inverse = lane.number(1.0) / scale
+        half = len(x) // 2
+        words: list[Int] = []
+        total, is_real = lane.number(0.0), (here.g & 1).equals(0)
+        for i in range(0, half, 4):
+            found = []
+            for first, unit in ((i, 1.0), (half + i, 1 / _UPPER)):
+                # Bytes 0 and 2 of a word, then 1 and 3, as `unpacked` gives them.
+                codes = lane.pack_e4m3([x[first + k] * inverse for k in (0, 2, 1, 3)])
+                pairs = [lane.half.unpack(word) for word in lane.half.from_e4m3(codes)]
+                total = total + (pairs[0][0] + pairs[0][1]) + (pairs[1][0] + pairs[1][1])
+                found.append([lane.half.pack(a * unit, b * unit) for a, b in pairs])
+            words += [is_real.where(w, 0) for pair in zip(*found, strict=True) for w in pair]
+        total = lane.reduce_lanes(total, lambda u, v: u + v, (1, 2))
+        start = lane.from_lane(total, here.t << 3) * (-_MIDDLE * _STEP)
+        zero = lane.number(0.0)
+        return words, (start, zero), zero, scale
+
+    def scores(self, slot: Pointer, query: Query, here: Place) -> list[list[Float]]:
+        """Scores of each tile's query `t` with the lane's tokens."""
+        scales = self.scales(0, slot, here)
+        out: list[list[Float]] = [[] for _ in query.operands]
+        row = self.s.key_bytes(self.head_dim)
+        for pair in key_rows(slot, row, self.s.held, here, unpacked):
+            for tile, operands in enumerate(query.operands):
+                c = [*query.start[tile], *query.start[tile]]
+                for k in range(0, len(operands), 2):
+                    a = [pair[0][k], pair[1][k], pair[0][k + 1], pair[1][k + 1]]
+                    c = lane.half.matmul(a, operands[k : k + 2], c)
+                for x in (c[0], c[2]):
+                    factor = scales[len(out[tile])] * query.factor[tile]
+                    out[tile].append(x * (1 / _STEP) * factor)
+        return out
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class K8v4(_Values):
+    """The products of a block whose keys are e4m3."""
+
+    @property
+    def _keys(self) -> Fp8:
+        return Fp8(self.head_dim, self.s, lane.half.from_e4m3)
+
+    def query_operands(
+        self, x: list[Float], here: Place
+    ) -> tuple[list[Int], tuple[Any, Any], Float, Float]:
+        """A query's operand words, its columns' starts, its offset, its scale."""
+        return self._keys.query_operands(x, here)
+
+    def scores(self, slot: Pointer, query: Query, here: Place) -> list[list[Float]]:
+        """Scores of each tile's query `t` with the lane's tokens."""
+        scales = self.scales(0, slot, here)
+        found = self._keys.scores(slot, query, here)
+        return [[x * n for x, n in zip(tile, scales, strict=True)] for tile in found]
+
+
+def unpacked(word: Int) -> list[Int]:
+    """Of bytes 0 and 2 the lower codes plus 8 and the upper ones, then those of bytes 1 and 3."""
+    flipped = word ^ _SIGNS
+    return [x & mask for x in (flipped, flipped >> 8) for mask in (_LOW, _HIGH)]
+
+
+def channel(number: int, here: Place, head_dim: int) -> Int:
+    """The channel of a lane's output `number`."""
+    byte, is_upper = divmod(number, 2)
+    return here.g * (head_dim // 16) + (byte + is_upper * (head_dim // 2))
+
+
+def _scale(x: list[Float]) -> Float:
+    """The scale of the query that four lanes share, with the bits of the definition."""
+    top, bad = lane.number(0.0), lane.number(0.0)
+    for v in x:
+        top = lane.maximum(top, lane.maximum(v, -v))
+        # Zero, or NaN for what is not finite.
+        bad = lane.fma(v, 0.0, bad)
+    top = lane.reduce_lanes(top, lane.maximum, (1, 2))
+    bad = lane.reduce_lanes(bad, lambda u, v: u + v, (1, 2))
+    scale = top * struct.unpack("<f", struct.pack("<f", 1 / E4M3_MAX))[0]
+    return (scale < _TINY).where(1.0, scale) + bad
+
+
+def _weight_operands(w: list[Float], here: Place) -> tuple[list[Int], Float]:
+    """Operand words of weights, as parts of the largest in the block, and that."""
+    # Bits of non-negative floats are ordered like integers, with NaN the largest.
+    bits = functools.reduce(lambda a, b: a.maximum(b), [x.as_int() for x in w])
+    top = lane.reduce_lanes(bits, lambda a, b: a.maximum(b), (4, 8, 16))
+    top = top.maximum(_SMALLEST).as_float()
+    inverse = lane.reciprocal(top) * _RANGE
+    words = []
+    for k in range(0, len(w), 2):
+        words += weight_words(list(planes([x * inverse for x in w[k : k + 2]])), here)
+    return words, top
