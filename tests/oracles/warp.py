@@ -161,6 +161,15 @@ def reciprocal(x):
         return Float(_flushed(np.float32(1) / _flushed(x.value)))
 
 
+def root(x):
+    with np.errstate(all="ignore"):
+        return Float(np.sqrt(x.value))
+
+
+def reciprocal_root(x):
+    return Float(np.float32(1) / root(x).value)
+
+
 def log2_of_any(x):
     with np.errstate(all="ignore"):
         return Float(np.log2(x.value))
@@ -176,6 +185,10 @@ def with_sign_of(sign, x):
 
 def add_rounder(x):
     return Float(np.floor(x.value) + np.float32(ROUNDER))
+
+
+def floor(x):
+    return add_rounder(x) - ROUNDER
 
 
 def total(values):
@@ -222,6 +235,11 @@ def pack_e4m3(x):
     largest = np.float32(448)
     numbers = np.stack([np.clip(v.value, -largest, largest) for v in x], 1)
     return Int(numbers.astype(ml_dtypes.float8_e4m3fn).view(np.uint32)[:, 0])
+
+
+def pack_e5m2(x):
+    numbers = np.stack([v.value for v in x], 1)
+    return Int(numbers.astype(ml_dtypes.float8_e5m2).view(np.uint32)[:, 0])
 
 
 def dot4(a, b, c):
@@ -362,13 +380,25 @@ class Pointer:
         self.memory[index[_ACTIVE[-1]]] = data[_ACTIVE[-1]]
 
 
+    def store_low(self, x, bits):
+        size = bits // 8
+        index = self.offset[:, None] + np.arange(size)
+        data = x.value.view(np.uint32)[:, None].view(np.uint8)[:, :size]
+        self.memory[index[_ACTIVE[-1]]] = data[_ACTIVE[-1]]
+
+    def add(self, x):
+        word = self.memory.view(np.uint32)
+        np.add.at(word, self.offset[_ACTIVE[-1]] // 4, x.value[_ACTIVE[-1]])
+
+
 class half:
     """Stands in for `lane.half`."""
 
     @staticmethod
-    def pack(low, high):
+    def pack(low, high, dtype="float16"):
+        kind = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[dtype]
         with np.errstate(all="ignore"):
-            pair = np.stack([low.value, high.value], 1).astype(np.float16)
+            pair = np.stack([low.value, high.value], 1).astype(kind)
         return Int(pair.view(np.uint32)[:, 0])
 
     @staticmethod

@@ -33,10 +33,13 @@ from pallas_kernels.mosaic.lane.instructions import maximum as maximum
 from pallas_kernels.mosaic.lane.instructions import minimum as minimum
 from pallas_kernels.mosaic.lane.instructions import pack_bytes as pack_bytes
 from pallas_kernels.mosaic.lane.instructions import pack_e4m3 as pack_e4m3
+from pallas_kernels.mosaic.lane.instructions import pack_e5m2 as pack_e5m2
 from pallas_kernels.mosaic.lane.instructions import partner as partner
 from pallas_kernels.mosaic.lane.instructions import permute_bytes as permute_bytes
 from pallas_kernels.mosaic.lane.instructions import reciprocal as reciprocal
+from pallas_kernels.mosaic.lane.instructions import reciprocal_root as reciprocal_root
 from pallas_kernels.mosaic.lane.instructions import reduce_lanes as reduce_lanes
+from pallas_kernels.mosaic.lane.instructions import root as root
 from pallas_kernels.mosaic.lane.instructions import signed_byte as signed_byte
 from pallas_kernels.mosaic.lane.instructions import special as special
 from pallas_kernels.mosaic.lane.instructions import tanh as tanh

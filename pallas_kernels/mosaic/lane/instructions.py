@@ -90,6 +90,16 @@ def reciprocal(x: Float) -> Float:
     return assembly("rcp.approx.ftz.f32 $0, $1;", x)
 
 
+def root(x: Float) -> Float:
+    """The square root, rounded to nearest."""
+    return assembly("sqrt.rn.f32 $0, $1;", x)
+
+
+def reciprocal_root(x: Float) -> Float:
+    """``1 / sqrt(x)`` within two units in the last place."""
+    return assembly("rsqrt.approx.f32 $0, $1;", x)
+
+
 def half_to_float(x: Int) -> Float:
     """The float16 in the low half of a word."""
     text = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; cvt.f32.f16 $0, low; }"
@@ -138,9 +148,18 @@ def pack_bytes(x: Sequence[Int]) -> Int:
 
 def pack_e4m3(x: Sequence[Float]) -> Int:
     """Four numbers as the bytes of a word, rounded to e4m3."""
+    return _pack_float8(x, "e4m3")
+
+
+def pack_e5m2(x: Sequence[Float]) -> Int:
+    """Four numbers as the bytes of a word, rounded to e5m2."""
+    return _pack_float8(x, "e5m2")
+
+
+def _pack_float8(x: Sequence[Float], kind: str) -> Int:
     text = (
-        "{.reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1;"
-        " cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b};}"
+        f"{{.reg .b16 a, b; cvt.rn.satfinite.{kind}x2.f32 a, $2, $1;"
+        f" cvt.rn.satfinite.{kind}x2.f32 b, $4, $3; mov.b32 $0, {{a, b}};}}"
     )
     return Int(asm(i32(), [v.value for v in x], text, "=r,f,f,f,f", effects=False))
 

@@ -110,6 +110,15 @@ class Pointer:
         rounded = arith.truncf(kinds[dtype].get(), x.value)
         llvm.store(rounded, self.value, alignment=2)
 
+    def store_low(self, x: Int, bits: int) -> None:
+        """Stores the lower 8 or 16 bits."""
+        narrow = arith.trunci(ir.IntegerType.get_signless(bits), x.value)
+        llvm.store(narrow, self.value, alignment=bits // 8)
+
+    def add(self, x: Int) -> None:
+        """Adds to a word of global memory, to which others may add at the same time."""
+        act("red.global.add.u32 [$0], $1;", self.address(), x.value, constraints="l,r")
+
     def address(self) -> Any:
         """As an integer: 32 bits in shared memory, 64 in global memory."""
         is_shared = "3" in str(self.value.type)
