@@ -393,8 +393,8 @@ WRONG = {
     "name": (ValueError, lambda: ask(implementation="cuda"), "implementation='cuda'.*one of"),
     "no such": (
         NotImplementedError,
-        lambda: ask(implementation="mosaic_gpu"),
-        "fireq.decode has no implementation='mosaic_gpu'; it has 'triton', 'xla'",
+        lambda: ask(implementation="jax_triton"),
+        "fireq.decode has no implementation='jax_triton'; it has 'mosaic_gpu', 'triton', 'xla'",
     ),
     "queries of a prompt": (
         ValueError,

@@ -20,7 +20,7 @@ from oracles import warp
 from test_kv4_decode import normal
 
 from pallas_kernels.mosaic import warp as frame
-from pallas_kernels.mosaic.hopper.paged import fp8, inputs, kernel, operands, scaled
+from pallas_kernels.mosaic.hopper.paged import inputs, kernel, operands, scaled
 from turbojax import _device
 from turbojax.ops.kv4_attention import mosaic_gpu
 from turbojax.ops.options import Options
@@ -92,7 +92,7 @@ def test_what_is_in_flight_fits_shared_memory(kind, head_dim, shape):
 @pytest.fixture
 def lanes(monkeypatch):
     """The kernel's modules on arrays of lanes; gives the lane."""
-    for module in (frame, fp8, inputs, kernel, operands, scaled):
+    for module in (frame, inputs, kernel, operands, scaled):
         monkeypatch.setattr(module, "lane", warp)
     number = warp.Int(warp.LANES)
     g = number >> 2
@@ -263,7 +263,7 @@ def test_queries_have_the_codes_of_the_definition(lanes, dtype):
         query, cache, Options(True, scale=1.0), mosaic_gpu.Launch(False)
     )
     a, at, _ = arrays(query, cache, 0, 0, 1)
-    loaded = kernel._load_query(a, at, lanes, scaled.Kv4(128, s), None, s)
+    loaded = kernel._load_query(a, at, lanes, scaled.Kv4.of(128, s), None, s)
     want, want_scale = (np.asarray(x) for x in quantize_fp8(jnp.asarray(query), axis=-1))
     [words], t = loaded.operands, warp.LANES % 4
     pairs = np.stack([w.value[:, None].view(np.float16) for w in words], 1).astype(np.float64)

@@ -47,8 +47,7 @@ def default_launch(query: jax.Array, cache: TokenScaledCache) -> Launch:
     A block is about 8 KiB, so that three programs share a multiprocessor's memory.
     """
     rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
-    allocated = cache.key_scale.shape[2]
-    parts = -(-allocated // Launch(False).part)
+    parts = -(-cache.max_length // Launch(False).part)
     programs = parts * cache.batch_size * cache.num_kv_heads
     is_split = rows <= _MOST_SPLIT_ROWS and programs < _FEW_PROGRAMS
     bytes_of_token = sum(x.shape[-1] for x in (cache.key_codes, cache.value_codes))
@@ -93,7 +92,10 @@ def decode(
         value_scale=None,
         signs=None,
     )
-    tables = jnp.arange(cache.batch_size, dtype=jnp.int32)[:, None]
+    # Token `p` is in row ``p % S``: should a sequence have more tokens than rows, its page repeats.
+    allocated = cache.key_scale.shape[2]
+    pages_of = (cache.batch_size, -(-cache.max_length // allocated))
+    tables = jax.lax.broadcasted_iota(jnp.int32, pages_of, 0)
     return kernel.attend(query, pages, tables, cache.lengths, query_length, settings)
 
 

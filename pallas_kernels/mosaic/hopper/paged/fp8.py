@@ -45,10 +45,10 @@ class Fp8:
     ) -> tuple[list[Int], tuple[Any, Any], Float, Float]:
         """A query's operand words, its columns' starts, its offset, its scale."""
         x, top = scaled(x)
-        both = [planes(x[k : k + 2]) for k in range(0, len(x), 2)]
+        planes = [_planes(x[k : k + 2]) for k in range(0, len(x), 2)]
         is_high = (here.g & 1).equals(1)
         zero = lane.number(0.0)
-        return [is_high.where(high, low) for low, high in both], (zero, zero), zero, top
+        return [is_high.where(high, low) for low, high in planes], (zero, zero), zero, top
 
     def unseen(self, slot: Pointer, begin: Int, at: Program, here: Place) -> list[Int]:
         """Prepares a block of which some query may not see all: the rows of values that are lost.
@@ -135,7 +135,7 @@ class Fp8:
         """Operand words of weights."""
         words = []
         for k in range(0, len(w), 2):
-            words += weight_words(list(planes(w[k : k + 2])), here)
+            words += weight_words(list(_planes(w[k : k + 2])), here)
         return words
 
     def _value_rows(self, values: Pointer, here: Place) -> Any:
@@ -159,7 +159,7 @@ def channel(number: int, here: Place, head_dim: int) -> Int:
     return here.g * (head_dim // 8) + number
 
 
-def planes(x: list[Float]) -> tuple[Int, Int]:
+def _planes(x: list[Float]) -> tuple[Int, Int]:
     """Two numbers as float16, and what is left of them: the low word first."""
     high = lane.half.pack(x[0], x[1])
     first, second = lane.half.unpack(high)

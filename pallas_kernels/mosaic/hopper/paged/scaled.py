@@ -14,18 +14,23 @@ definition, but for the order of the sums. Weights are sums of two float16, in t
 import dataclasses
 import functools
 import struct
-from typing import Any
+from typing import Any, Self
 
 from pallas_kernels.layouts import E4M3_MAX
 from pallas_kernels.mosaic import lane
-from pallas_kernels.mosaic.hopper.paged.fp8 import Fp8, planes
 from pallas_kernels.mosaic.hopper.paged.inputs import Place, Program, Query, Settings
-from pallas_kernels.mosaic.hopper.paged.operands import key_rows, value_words, weight_words
+from pallas_kernels.mosaic.hopper.paged.operands import (
+    key_rows,
+    scaled,
+    value_words,
+    weight_words,
+)
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
-_LOW, _HIGH = 0x000F000F, 0x00F000F0
-# A two's complement code with its sign bit flipped is the code plus 8.
-_SIGNS, _MIDDLE = 0x88888888 - 2**32, 8
+# A word's lower and upper codes, and their signs.
+_CODES, _SIGNS = (0x000F000F, 0x00F000F0), (0x00080008, 0x00800080)
+# A two's complement code with its sign flipped is the code plus 8.
+_MIDDLE = 8
 # What float16's smallest number stands for; what an upper code is in units of a lower one.
 _STEP, _UPPER = 2.0**-24, 16.0
 # The largest weight of a block is as large, so that what is left of weights is no subnormal number.
@@ -45,15 +50,25 @@ class _Values:
     Attributes:
       head_dim: `H`.
       s: settings.
+      signs: `_SIGNS`, in registers: of constants the compiler makes a copy before every use.
     """
 
     head_dim: int
     s: Settings
+    signs: list[Int]
 
     @classmethod
-    def of(cls, head_dim: int, s: Settings) -> Any:
+    def of(cls, head_dim: int, s: Settings) -> Self:
         """For these sizes."""
-        return cls(head_dim, s)
+        return cls(head_dim, s, [lane.held(x) for x in _SIGNS])
+
+    def unpacked(self, word: Int) -> list[Int]:
+        """Of bytes 0 and 2 the lower codes plus 8 and the upper ones, then of bytes 1 and 3."""
+        return [
+            (x & mask) ^ sign
+            for x in (word, word >> 8)
+            for mask, sign in zip(_CODES, self.signs, strict=True)
+        ]
 
     def unseen(self, slot: Pointer, begin: Int, at: Program, here: Place) -> list[Int]:
         """Nothing: codes are finite, and scales of what is not seen are not multiplied with."""
@@ -117,7 +132,7 @@ class _Values:
             for selector in (0x5410, 0x7632):
                 # [k-step and half of its tokens][lower, upper of a byte; of the next byte]
                 found = [
-                    unpacked(
+                    self.unpacked(
                         lane.permute_bytes(loaded[half][k][j], loaded[half][k + 1][j], selector)
                     )
                     for k in range(0, held, 2)
@@ -164,7 +179,7 @@ class Kv4(_Values):
         scales = self.scales(0, slot, here)
         out: list[list[Float]] = [[] for _ in query.operands]
         row = self.s.key_bytes(self.head_dim)
-        for pair in key_rows(slot, row, self.s.held, here, unpacked):
+        for pair in key_rows(slot, row, self.s.held, here, self.unpacked):
             for tile, operands in enumerate(query.operands):
                 c = [*query.start[tile], *query.start[tile]]
                 for k in range(0, len(operands), 2):
@@ -180,27 +195,30 @@ class Kv4(_Values):
 class K8v4(_Values):
     """The products of a block whose keys are e4m3."""
 
-    @property
-    def _keys(self) -> Fp8:
-        return Fp8(self.head_dim, self.s, lane.half.from_e4m3)
-
     def query_operands(
         self, x: list[Float], here: Place
     ) -> tuple[list[Int], tuple[Any, Any], Float, Float]:
         """A query's operand words, its columns' starts, its offset, its scale."""
-        return self._keys.query_operands(x, here)
+        x, top = scaled(x)
+        pairs = [_planes(x[k : k + 2]) for k in range(0, len(x), 2)]
+        is_high, zero = (here.g & 1).equals(1), lane.number(0.0)
+        return [is_high.where(high, low) for low, high in pairs], (zero, zero), zero, top
 
     def scores(self, slot: Pointer, query: Query, here: Place) -> list[list[Float]]:
         """Scores of each tile's query `t` with the lane's tokens."""
-        scales = self.scales(0, slot, here)
-        found = self._keys.scores(slot, query, here)
-        return [[x * n for x, n in zip(tile, scales, strict=True)] for tile in found]
-
-
-def unpacked(word: Int) -> list[Int]:
-    """Of bytes 0 and 2 the lower codes plus 8 and the upper ones, then those of bytes 1 and 3."""
-    flipped = word ^ _SIGNS
-    return [x & mask for x in (flipped, flipped >> 8) for mask in (_LOW, _HIGH)]
+        scales, zero = self.scales(0, slot, here), lane.number(0.0)
+        out: list[list[Float]] = [[] for _ in query.operands]
+        row = self.s.key_bytes(self.head_dim)
+        for pair in key_rows(slot, row, self.s.held, here, lane.half.from_e4m3):
+            for tile, operands in enumerate(query.operands):
+                c = [zero] * 4
+                for k in range(0, len(operands), 2):
+                    a = [pair[0][k], pair[1][k], pair[0][k + 1], pair[1][k + 1]]
+                    c = lane.half.matmul(a, operands[k : k + 2], c)
+                for j in (0, 1):
+                    factor = scales[len(out[tile])] * query.factor[tile]
+                    out[tile].append((c[2 * j] + c[2 * j + 1]) * factor)
+        return out
 
 
 def channel(number: int, here: Place, head_dim: int) -> Int:
@@ -231,5 +249,12 @@ def _weight_operands(w: list[Float], here: Place) -> tuple[list[Int], Float]:
     inverse = lane.reciprocal(top) * _RANGE
     words = []
     for k in range(0, len(w), 2):
-        words += weight_words(list(planes([x * inverse for x in w[k : k + 2]])), here)
+        words += weight_words(list(_planes([x * inverse for x in w[k : k + 2]])), here)
     return words, top
+
+
+def _planes(x: list[Float]) -> tuple[Int, Int]:
+    """Two numbers as float16, and what is left of them: the low word first."""
+    high = lane.half.pack(x[0], x[1])
+    first, second = lane.half.unpack(high)
+    return lane.half.pack(x[0] - first, x[1] - second), high
