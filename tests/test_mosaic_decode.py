@@ -41,7 +41,7 @@ def lower(query, cache, *, options=CAUSAL, launch=None):
 
 LOWERED = pairwise(
     queries=[(4, 1), (16, 8), (5, 1), (1, 1), (16, 1), (4, 8)],
-    bits=[(4, 2), (2, 2), (4, 4), (2, 4)],
+    bits=[(4, 2), (2, 2), (4, 4), (2, 4), (3, 3), (3, 4)],
     head_dim=[128, 64, 256],
     softmax=[tj.SAS(), "exact", tj.SAS(base="2")],
     dtype=[jnp.bfloat16, jnp.float16, jnp.float32],
@@ -61,8 +61,9 @@ def test_it_lowers(queries, bits, head_dim, softmax, dtype):
 @pytest.mark.slow
 def test_it_lowers_with_window_cap_mixed_widths_and_long_blocks():
     config = tj.TurboConfig(
-        num_low_bit_key_heads=1, num_low_bit_value_heads=1, block_kv=128, buffer_size=128
-    )
+        num_low_bit_key_heads=1, num_low_bit_value_heads=1, block_kv=128, buffer_size=128,
+        low_bits=3,
+    )  # fmt: skip
     cache = abstract_cache(config, head_dim=256)
     text = lower(
         abstract_query(cache, tokens=3),
@@ -129,7 +130,6 @@ def test_every_8_bit_mode_is_taken(hopper, mode):
             "config.mode='float' must be an 8-bit mode: its products are of int8",
         ),
         (tj.TurboConfig(), 96, 1, "head_dim=96 must be one of (64, 128, 256)"),
-        (tj.TurboConfig(key_bits=3), 128, 1, "key bits (3,) must be in (2, 4)"),
         (tj.TurboConfig(block_kv=32), 128, 1, "block_kv=32 must be one of (64, 128)"),
         (tj.TurboConfig(buffer_size=128), 128, 1, "buffer_size=128 must be block_kv=64"),
         (tj.TurboConfig(), 128, 33, "132 queries of a KV head must be at most 128"),
@@ -160,7 +160,7 @@ def test_short_caches_fill_the_gpu_and_long_ones_are_cut_evenly(batch, length, s
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("block", [64, 128])
-@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize("batch", [1, 64])
 def test_blocks_in_flight_and_results_fit_shared_memory(head_dim, block, bits, batch):
     from pallas_kernels.mosaic.hopper.decode.kernel import stage_bytes

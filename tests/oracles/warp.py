@@ -222,6 +222,10 @@ def permute_bytes(a, b, selector):
     return Int(out)
 
 
+def signed_byte(x, index):
+    return Int(_bytes(x)[:, index])
+
+
 def _bytes(word):
     """Signed bytes ``[32, 4]``."""
     return word.value[:, None].view(np.int8).astype(np.int64)

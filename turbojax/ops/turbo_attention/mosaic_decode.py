@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 _HEAD_DIMS = (64, 128, 256)
 _BLOCKS = (64, 128)
-_BITS = (2, 4)
 _MOST_QUERY_ROWS = 128
 # Of an H100.
 _MULTIPROCESSORS, _SHARED_MEMORY = 132, 227 * 2**10
@@ -44,9 +43,6 @@ def decode_unsupported(
         return f"block_kv={config.block_kv} must be one of {_BLOCKS}"
     if config.buffer_size != config.block_kv:
         return f"buffer_size={config.buffer_size} must be block_kv={config.block_kv}"
-    for name, bits in (("key", cache.key.bits), ("value", cache.value.bits)):
-        if any(width not in _BITS for width in bits):
-            return f"{name} bits {bits} must be in {_BITS}"
     if rows > _MOST_QUERY_ROWS:
         return f"{rows} queries of a KV head must be at most {_MOST_QUERY_ROWS}"
     return needs_hopper()

@@ -27,10 +27,11 @@ from pallas_kernels.mosaic.hopper.decode.types import (
     Query,
     Shape,
     State,
+    runs_of,
 )
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
-_EVERY_BYTE = 0x01010101
+_EVERY_BYTE, _TOP_BITS = 0x01010101, 0x04040404
 
 
 def unpack(words: list[Int], bits: int) -> list[Int]:
@@ -39,6 +40,36 @@ def unpack(words: list[Int], bits: int) -> list[Int]:
     return [
         (word >> shift if shift else word) & mask for word in words for shift in range(0, 8, bits)
     ]
+
+
+def code_words(area: Pointer, row: Int, here: Place, size: int, bits: int) -> list[Int]:
+    """Operand words of a lane's quarter of packed codes.
+
+    3-bit codes are a plane of their lower two bits, in the order of 2-bit ones, and then one of
+    their highest bits, eight to a byte (see `turbojax.quantizers.packing`): those of a lane's
+    quarter are every second bit of half of that plane.
+
+    Args:
+      area: of all rows.
+      row: where in it the codes of a token, or of a channel, are: one addition less than a pointer.
+      here: the lane's place.
+      size: how many there are.
+      bits: of a code.
+    """
+    low = 2 if bits == 3 else bits
+    plane = size * low // 8
+    quarter, count = plane // 4, plane // 16
+    out = unpack(area.at(row + here.t * quarter).words(count), low)
+    if bits == 3:
+        runs, parity = runs_of(bits), here.t >> 1
+        place = area.at(row + ((here.t & 1) * quarter + plane))
+        tops = [w >> parity for w in place.words(count)]
+        for i, code in enumerate(out):
+            word, run = divmod(i, runs)
+            # From bit `2 run` to bit 2 of each byte.
+            top = tops[word] << 2 if run == 0 else tops[word] >> (2 * run - 2)
+            out[i] = (top & _TOP_BITS) | code
+    return out
 
 
 def channel_words(pointer: Pointer, here: Place, size: int, bits: int, scale: int = 1) -> list[Int]:
@@ -51,7 +82,7 @@ def channel_words(pointer: Pointer, here: Place, size: int, bits: int, scale: in
       bits: of the key codes.
       scale: bytes of one number: a word is that many words then.
     """
-    runs = 8 // bits
+    runs = runs_of(bits)
     span = size // runs
     loaded = []
     for run in range(runs):
@@ -119,7 +150,7 @@ def scores(
 
 def token_words(shape: Shape, here: Place) -> list[Int]:
     """First token of each of the lane's words of four."""
-    runs = 8 // shape.value_bits
+    runs = runs_of(shape.value_bits)
     span, parity, pair = shape.block // runs, here.g & 1, here.g >> 1
     out = []
     for e in range(shape.words):
