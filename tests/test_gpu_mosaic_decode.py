@@ -30,6 +30,14 @@ CACHES = {
     "2 bits": tj.TurboConfig(key_bits=2, value_bits=2, block_kv=128, buffer_size=128),
     "mixed": tj.TurboConfig(num_low_bit_key_heads=2, num_low_bit_value_heads=1),
     "keys 2, values 4": tj.TurboConfig(key_bits=2),
+    "3 bits": tj.TurboConfig(key_bits=3, value_bits=3),
+    "4 and 3 bits, long blocks": tj.TurboConfig(
+        num_low_bit_key_heads=2,
+        num_low_bit_value_heads=1,
+        low_bits=3,
+        block_kv=128,
+        buffer_size=128,
+    ),
 }
 LENGTHS = (1000, 64, 1, 0, 331)
 

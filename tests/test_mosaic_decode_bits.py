@@ -39,9 +39,7 @@ def test_codes_are_unpacked_in_the_order_of_channels(lanes, bits, size):
         np.stack([warp._bytes(x) for x in words], 1)
         for words in (
             block.code_words(warp.Pointer(packed), warp.integer(0), lanes, size, bits),
-            block.channel_words(
-                warp.Pointer(np.arange(size, dtype=np.uint8)), lanes, size, bits
-            ),
+            block.channel_words(warp.Pointer(np.arange(size, dtype=np.uint8)), lanes, size, bits),
         )
     )
     np.testing.assert_array_equal(found, codes[order.astype(np.uint8)])
@@ -108,9 +106,7 @@ def attend(lane, x, cache):
 )
 def test_a_warp_attends_as_the_definition_says(lanes, bits, dim, size):
     """Two blocks and a buffer; weights have the definition's 8 bits, so only sums differ."""
-    config = tj.TurboConfig(
-        key_bits=bits[0], value_bits=bits[1], block_kv=size, buffer_size=size
-    )
+    config = tj.TurboConfig(key_bits=bits[0], value_bits=bits[1], block_kv=size, buffer_size=size)
     cache = empty(config, 1, 4 * size, 1, dim)
     for write, count in ((store, 2 * size + 7), (append, 2)):
         cache = write(cache, *(tokens(count + i, 1, count, 1, dim) for i in (0, 1)))

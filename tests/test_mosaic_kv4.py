@@ -42,9 +42,7 @@ def specification(kind, *, batch=2, tokens=1, heads=8, head_dim=128, room=4000):
 
 def refusal(kind, **shape):
     query, cache = specification(kind, **shape)
-    return mosaic_gpu.decode_unsupported(
-        query=query, cache=cache, options=Options(True, scale=1.0)
-    )
+    return mosaic_gpu.decode_unsupported(query=query, cache=cache, options=Options(True, scale=1.0))
 
 
 @pytest.mark.quick(first=2)
@@ -259,9 +257,7 @@ def test_queries_have_the_codes_of_the_definition(lanes, dtype):
     """To the bit, in the order of keys' bytes, and their sum."""
     query = (np.random.default_rng(7).normal(size=(1, 1, 4, 128)) * 3).astype(dtype)
     cache = filled("kv4", 1, 128, (64,))
-    s = mosaic_gpu.settings_of(
-        query, cache, Options(True, scale=1.0), mosaic_gpu.Launch(False)
-    )
+    s = mosaic_gpu.settings_of(query, cache, Options(True, scale=1.0), mosaic_gpu.Launch(False))
     a, at, _ = arrays(query, cache, 0, 0, 1)
     loaded = kernel._load_query(a, at, lanes, scaled.Kv4.of(128, s), None, s)
     want, want_scale = (np.asarray(x) for x in quantize_fp8(jnp.asarray(query), axis=-1))

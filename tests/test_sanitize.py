@@ -43,9 +43,9 @@ ran: a GPU
 def test_every_kernel_has_a_case():
     sources = [path.read_text(encoding="utf-8") for path in KERNELS.rglob("*.py")]
     named = {name for text in sources for name in re.findall(r'"(turbojax_\w+)"', text)}
-    # `ring` and `warp` alone call `plgpu.kernel`; a launch that hands a name on has none itself.
-    assert sum(text.count("plgpu.kernel(") for text in sources) == 2
-    launch = r"(?:pl\.pallas_call|(?:ring|warp|program)\.launch)\((?!run, name)"
+    # The frames alone call `plgpu.kernel`; a launch that hands a name on has none itself.
+    assert sum(text.count("plgpu.kernel(") for text in sources) == 3
+    launch = r"(?:pl\.pallas_call|(?:ring|warp|program|lanes)\.(?:launch|update))\((?!run, name)"
     calls = sum(len(re.findall(launch, text)) for text in sources)
     assert len(named) >= calls > 20
     covered = {name for case in sanitizer_cases.CASES.values() for name in case.kernels}
@@ -96,7 +96,7 @@ def test_the_order_of_tasks():
     assert [task.tool for task in tasks[:2]] == ["memcheck", "racecheck"]
     assert all(task.name.startswith("control") for task in tasks[:2])
     assert len(set(tasks)) == len(tasks) == 2 + 2 * len(sanitizer_cases.CASES)
-    assert {task.name for task in sanitize.tasks("kv4", ("memcheck",))} == {"kv4, decode"}
+    assert {task.name for task in sanitize.tasks("kv4, d", ("memcheck",))} == {"kv4, decode"}
 
 
 SAID = {
@@ -159,7 +159,7 @@ def test_a_whole_run(tmp_path, monkeypatch, capsys):
     script.write_text(f"#!{sys.executable}\nprint({SAID['clean'][0]!r})\n", encoding="utf-8")
     script.chmod(0o755)
     out = tmp_path / "found.json"
-    sanitize.main(["--sanitizer", str(script), "--filter", "kv4|paged, b", "--out", str(out)])
+    sanitize.main(["--sanitizer", str(script), "--filter", "kv4, d|paged, b", "--out", str(out)])
     found = json.loads(out.read_text(encoding="utf-8"))
     assert (found["device"], found["sanitizer"]) == ("a GPU", "2025.3")
     assert [(row["tool"], row["case"], row["status"]) for row in found["rows"]] == [
