@@ -19,11 +19,16 @@ from pallas_kernels.mosaic.hopper.decode import types as kernel_types
 from turbojax.quantizers import pack
 
 
+def signed_byte(x, index):
+    return warp.Int(warp._bytes(x)[:, index])
+
+
 @pytest.fixture
 def lanes(monkeypatch):
     """The kernel's modules on arrays of lanes; gives the lane."""
     for module in (frame, block, kernel, query, kernel_types):
         monkeypatch.setattr(module, "lane", warp)
+    monkeypatch.setattr(warp, "signed_byte", signed_byte, raising=False)
     number = warp.Int(warp.LANES)
     g, t = number >> 2, number & 3
     return kernel_types.Place(g, t, g & 3, ((g & 3) * 0x1111) ^ 0x3210)

@@ -222,10 +222,6 @@ def permute_bytes(a, b, selector):
     return Int(out)
 
 
-def signed_byte(x, index):
-    return Int(_bytes(x)[:, index])
-
-
 def _bytes(word):
     """Signed bytes ``[32, 4]``."""
     return word.value[:, None].view(np.int8).astype(np.int64)
@@ -382,7 +378,6 @@ class Pointer:
         index = self.offset[:, None] + np.arange(4)
         data = x.value.view(np.uint32)[:, None].view(np.uint8)
         self.memory[index[_ACTIVE[-1]]] = data[_ACTIVE[-1]]
-
 
     def store_low(self, x, bits):
         size = bits // 8
