@@ -379,6 +379,7 @@ class Pointer:
         data = x.value.view(np.uint32)[:, None].view(np.uint8)
         self.memory[index[_ACTIVE[-1]]] = data[_ACTIVE[-1]]
 
+
     def store_low(self, x, bits):
         size = bits // 8
         index = self.offset[:, None] + np.arange(size)
