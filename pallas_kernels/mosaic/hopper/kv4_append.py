@@ -132,8 +132,8 @@ def _program(pointers: list[Pointer], ids: list[Int], s: Settings) -> None:
     key, value, asked, *rest = pointers
     lengths = rest[4] if s.counts else rest.pop(0)
     sides = (
-        Side(key, *rest[:2], s.has_e4m3_keys),
-        Side(value, *rest[2:4], is_e4m3=False),
+        Side(key, rest[0], rest[1], s.has_e4m3_keys),
+        Side(value, rest[2], rest[3], is_e4m3=False),
     )
     share, sequence = ids
     held, wanted = (x.at(sequence << 2).word() for x in (lengths, asked))
