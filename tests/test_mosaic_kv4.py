@@ -136,7 +136,7 @@ def attend(lane, query, cache, *, block=64, real=None, **options):
     )
     launch = mosaic_gpu.Launch(False, block=block)
     s = mosaic_gpu.settings_of(query, cache, options, launch)
-    products = (scaled.Kv4 if s.kind == "kv4" else scaled.K8v4).of(cache.head_dim, s)
+    products = kernel.products_of(cache.head_dim, s)
     batch, tokens, heads, dim = query.shape
     group, g, t = heads // cache.num_kv_heads, warp.LANES // 4, warp.LANES % 4
     out, lse = np.zeros(query.shape), np.zeros(query.shape[:3])
@@ -259,7 +259,7 @@ def test_queries_have_the_codes_of_the_definition(lanes, dtype):
     cache = filled("kv4", 1, 128, (64,))
     s = mosaic_gpu.settings_of(query, cache, Options(True, scale=1.0), mosaic_gpu.Launch(False))
     a, at, _ = arrays(query, cache, 0, 0, 1)
-    loaded = kernel._load_query(a, at, lanes, scaled.Kv4.of(128, s), None, s)
+    loaded = kernel._load_query(a, at, lanes, kernel.products_of(128, s), None, s)
     want, want_scale = (np.asarray(x) for x in quantize_fp8(jnp.asarray(query), axis=-1))
     [words], t = loaded.operands, warp.LANES % 4
     pairs = np.stack([w.value[:, None].view(np.float16) for w in words], 1).astype(np.float64)

@@ -18,12 +18,12 @@ from jax.experimental.pallas import triton as plgpu_triton
 
 import turbojax as tj
 from pallas_kernels.triton._common import WHOLE, parameters
-from turbojax.ops import kv4_attention
+from turbojax.ops import exact_attention, kv4_attention
 from turbojax.ops.fp8_tokens import quantize_activation, rms_norm_quantize
 from turbojax.ops.int4_matmul.api import matmul
 from turbojax.ops.paged_attention import paged_attention
 from turbojax.quantizers import Fp8Tokens, quantize_weight
-from turbojax.state import kv4
+from turbojax.state import exact, kv4
 from turbojax.state.pages import pool as paged
 from turbojax.state.progressive.update import store_prompt
 
@@ -146,6 +146,16 @@ def _paged(implementation: str, kv_dtype: Any, width: int) -> Any:
     return call, (cache, _normal(3, 1, 2, 4, 64), *_prompt(tokens)[1:])
 
 
+def _exact() -> Any:
+    def call(cache: Any, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
+        cache = exact.append(cache, key, value)
+        return exact_attention.decode(
+            query, cache, local_window_size=(60, 0), implementation="mosaic_gpu"
+        )
+
+    return call, (exact.init_cache(1, 333, 1, 64), _normal(3, 1, 2, 4, 64), *_prompt(330)[1:])
+
+
 def _pooled(implementation: str) -> Any:
     def call(q: jax.Array, k: jax.Array, v: jax.Array, levels: jax.Array) -> Any:
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -244,6 +254,10 @@ CASES = {
     "k8v4, Hopper": _case(
         "kv4_append_hopper paged_hopper paged_merge_hopper", _kv4, kv4.init_k8v4_cache, "mosaic_gpu"
     ),
+    "paged, bf16, Hopper": _case(
+        "paged_hopper paged_merge_hopper", _paged, "mosaic_gpu", "auto", 80
+    ),
+    "exact cache, window, Hopper": _case("paged_hopper paged_merge_hopper", _exact),
     "pooled, Hopper": _case(
         "pooled_attention_hopper pooled_query_gradient_hopper pooled_key_gradient_hopper",
         _pooled,

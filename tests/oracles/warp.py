@@ -278,6 +278,15 @@ def warp_barrier():
 publish_stores = warp_barrier
 
 
+def copy_words(source, target, condition):
+    there = Pointer(source.memory, np.where(condition.value, source.offset, 0))
+    target.store_words([condition.where(word, 0) for word in there.words(4)])
+
+
+def arrive_after_copies(barrier):
+    pass
+
+
 @contextlib.contextmanager
 def when(condition):
     """Of the lanes where `condition` holds the stores count; there must be nothing else inside."""
@@ -422,11 +431,12 @@ class half:
         return cls._convert(word, ml_dtypes.float8_e5m2)
 
     @staticmethod
-    def matmul(a, b, c):
-        """Of float16: ``[16, 16] x [16, 8]``."""
+    def matmul(a, b, c, dtype="float16"):
+        """Of 16-bit floats: ``[16, 16] x [16, 8]``."""
 
         def unpack(word):
-            return word.value[:, None].view(np.float16).astype(np.float64)
+            kind = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[dtype]
+            return word.value[:, None].view(kind).astype(np.float64)
 
         return [
             Float(x.astype(np.float32)) for x in _product(a, b, [x.value for x in c], unpack, 2)

@@ -49,8 +49,10 @@ from pallas_kernels.mosaic.lane.instructions import warp_barrier as warp_barrier
 from pallas_kernels.mosaic.lane.instructions import with_sign_of as with_sign_of
 from pallas_kernels.mosaic.lane.memory import ClusterPointer as ClusterPointer
 from pallas_kernels.mosaic.lane.memory import Pointer as Pointer
+from pallas_kernels.mosaic.lane.memory import arrive_after_copies as arrive_after_copies
 from pallas_kernels.mosaic.lane.memory import cluster_barrier as cluster_barrier
 from pallas_kernels.mosaic.lane.memory import copy as copy
+from pallas_kernels.mosaic.lane.memory import copy_words as copy_words
 from pallas_kernels.mosaic.lane.memory import expect_bytes as expect_bytes
 from pallas_kernels.mosaic.lane.memory import init_barrier as init_barrier
 from pallas_kernels.mosaic.lane.memory import load_matrices as load_matrices

@@ -27,6 +27,7 @@ class Launch(NamedTuple):
     Attributes:
       is_split: whether a program takes as few tokens as it can, for short calls.
       part: tokens of a program otherwise.
+      few: tokens of a program that takes few.
       block: tokens that a warp takes at a time, 32 or 64.
       stages: blocks in flight of a warp.
       warpgroups: of a program.
@@ -35,6 +36,7 @@ class Launch(NamedTuple):
 
     is_split: bool
     part: int = 2048
+    few: int = 256
     block: int = 64
     stages: int = 2
     warpgroups: int = 1
@@ -121,6 +123,7 @@ def settings_of(
         rows=min(launch.rows, -(-rows // 4) * 4),
         part=launch.part,
         is_split=launch.is_split,
+        few=launch.few,
         block=launch.block,
         warpgroups=launch.warpgroups,
         stages=launch.stages,

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.mosaic import lane, warp
-from pallas_kernels.mosaic.hopper.paged.inputs import Arrays, Settings
+from pallas_kernels.mosaic.hopper.paged.inputs import Arrays, Settings, table_width
 from pallas_kernels.mosaic.hopper.paged.rotation import unrotated
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
 from pallas_kernels.mosaic.warp import Partial
@@ -28,6 +28,8 @@ _GRID = ("tile", "pair")
 _LANES, _RESIDUES = 32, 4
 # Of a residue's parts so many are read before the first of them is needed.
 _AHEAD = 4
+# Where there are many blocks to read.
+_MOST_SLICES = 4
 # Of a part's blocks, of which there are 8 or 16.
 _BLOCKS_AHEAD = 16
 
@@ -40,17 +42,20 @@ class _Layout:
       shared: warps of a query: 16 where blocks are joined, 4 to a residue; else 4, a residue each;
         1 where there are no more parts than residues, which it reads one after the other.
       rows: queries of a program.
+      slices: programs of a query, which take channels each; 1 where outputs are rotated.
     """
 
     shared: int
     rows: int
+    slices: int = 1
     stages: int = 1
 
     @classmethod
-    def of(cls, s: Settings, parts: int) -> "_Layout":
+    def of(cls, s: Settings, parts: int, head_dim: int) -> "_Layout":
         """For a kernel's results."""
         if s.is_split:
-            return cls(_RESIDUES * s.warps, 1)
+            slices = 1 if s.has_norms else min(_MOST_SLICES, head_dim // _LANES)
+            return cls(_RESIDUES * s.warps, 1, slices)
         return cls(1, 4) if parts <= _RESIDUES else cls(_RESIDUES, 1)
 
     @property
@@ -84,6 +89,7 @@ class _Row:
       position: of the query; -1 if it is none.
       place: of the lane in its warp.
       warp: of its warp among those of the query.
+      slice: of the channels.
     """
 
     a: Arrays
@@ -97,6 +103,7 @@ class _Row:
     position: Int
     place: Int
     warp: Int
+    slice: Int
 
     @classmethod
     def of(
@@ -106,18 +113,24 @@ class _Row:
         tile, pair = ids
         thread = lane.thread()
         own = lane.uniform(thread >> 5)
-        row = tile * layout.rows + own // layout.shared
+        row = tile // layout.slices * layout.rows + own // layout.shared
         batch = pair // a.kv_heads
         length, count = a.held(batch)
         token = row % a.tokens
         position = (token < count).where(length - count + token, -1)
         own = own % layout.shared
-        return cls(a, partials, s, layout, row, pair, batch, length, position, thread & 31, own)
+        place, part = thread & 31, tile % layout.slices
+        return cls(a, partials, s, layout, row, pair, batch, length, position, place, own, part)
 
     @property
     def channels(self) -> int:
         """Of a lane."""
-        return self.a.head_dim // _LANES
+        return self.a.head_dim // (_LANES * self.layout.slices)
+
+    @property
+    def first(self) -> Int:
+        """The first of the lane's channels."""
+        return (self.slice * _LANES + self.place) * self.channels
 
     def seen(self, size: int) -> tuple[Int, Int]:
         """Of runs of so many tokens the first that the query sees, and the one past the last."""
@@ -127,10 +140,10 @@ class _Row:
         return first, (self.position + size) // size
 
     def load(self, number: Int, is_there: lane.Bool) -> Partial:
-        """A result, or nothing."""
+        """A result, or nothing: it is read, be it there or not, before it is known which."""
         o, maxima, sums = self.partials
-        index = is_there.where(number * self.a.rows + self.number, 0)
-        words = o.times(index, 4 * self.a.head_dim).at(self.place * (4 * self.channels))
+        index = number * self.a.rows + self.number
+        words = o.times(index, 4 * self.a.head_dim).at(self.first << 2)
         m, l = (x.times(index, 4).float() for x in (maxima, sums))
         found = [is_there.where(x.as_float(), 0.0) for x in words.words(self.channels)]
         return found, is_there.where(m, float("-inf")), is_there.where(l, 0.0)
@@ -138,7 +151,8 @@ class _Row:
     def part(self, number: Int) -> Partial:
         """What a program found in a part."""
         first, stop = self.seen(self.s.part)
-        place = self.pair * self.a.count(self.s.part) + number
+        count = self.a.count(self.s.part)
+        place = self.pair * count + number.minimum(count - 1)
         return self.load(place, (number >= first) & (number < stop))
 
     def blocks(self, number: Int, which: Int) -> Partial:
@@ -146,7 +160,7 @@ class _Row:
         s, total = self.s, warp.nothing(self.channels)
         first, stop = self.seen(s.step)
         held = (self.length + (s.block - 1)) // s.block
-        before = self.pair * self.a.count(s.run) * (s.run // s.block)
+        count = self.a.count(s.run) * (s.run // s.block)
         steps = s.part // s.step
         for start in range(0, steps, _BLOCKS_AHEAD):
             loaded = []
@@ -154,7 +168,7 @@ class _Row:
                 step = number * steps + i
                 block = step * s.warps + which
                 is_there = (step >= first) & (step < stop) & (block < held)
-                loaded.append(self.load(before + block, is_there))
+                loaded.append(self.load(self.pair * count + block.minimum(count - 1), is_there))
             total = functools.reduce(warp.joined, loaded, total)
         return total
 
@@ -183,6 +197,8 @@ class _Row:
             return _flat(warp.joined(_partial(flat), part))
 
         nothing = _flat(warp.nothing(self.channels))
+        if self.a.count(self.s.part) <= _RESIDUES:
+            return _partial(add(lane.integer(0), nothing))
         start = first // _RESIDUES * _RESIDUES
         return _partial(lane.loop(start, stop, _RESIDUES, nothing, add))
 
@@ -193,8 +209,7 @@ class _Row:
 
     def page(self, start: Int) -> Int:
         """The number of the lane's page of the run from `start` on; of some other past the last."""
-        table = self.a.tables.times(self.batch, 4 * self.a.max_pages)
-        return table.at((start + self.place).minimum(self.needed - 1).maximum(0) << 2).word()
+        return self.a.page(self.batch, (start + self.place).minimum(self.needed - 1).maximum(0))
 
     def has_bad_page(self, first: Int) -> Int:
         """Of this warp's share of the table: not 0 if a page is needed that does not exist.
@@ -202,6 +217,8 @@ class _Row:
         Args:
           first: the lane's first page, read before.
         """
+        if self.a.tables is None:
+            return lane.integer(0)
         step = self.layout.shared * _LANES
 
         def look(i: Int, flat: list[Any]) -> list[Any]:
@@ -258,7 +275,7 @@ def _kernel(*refs: Any, s: Settings, layout: _Layout) -> None:
 
     def body(refs: Any, inputs: Any, ids: list[Int], memory: tuple[Any, Any]) -> None:
         partials = [Pointer.to(x) for x in refs[5]]
-        a = Arrays.of((*refs[:5], *refs[6:]), inputs)
+        a = Arrays.of((*refs[:5], *refs[6:]), inputs, s)
         row = _Row.of(a, partials, ids, s, layout)
         page = row.page(row.warp * _LANES)
         if layout.shared == 1:
@@ -302,18 +319,18 @@ def _finish(row: _Row, residues: list[Partial], bad: Int) -> None:
     index = (row.batch * a.tokens + token) * a.heads + head
     out, lse = a.outputs
     width = 4 if a.dtype == "float32" else 2
-    target = out.times(index, a.head_dim * width).at(row.place * (width * row.channels))
+    target = out.times(index, a.head_dim * width).at(row.first * width)
     nan = lane.number(float("nan"))
     for i, v in enumerate(x):
         target.at(width * i).store_as(is_good.where(v * factor, nan), a.dtype)
     top = is_good.where(top, nan)
-    warp.write_residual(lse, index, row.place, top, l, is_empty & is_good)
+    warp.write_residual(lse, index, row.first, top, l, is_empty & is_good)
 
 
 def merge(
     query: jax.Array,
     pages: Any,
-    tables: jax.Array,
+    tables: jax.Array | None,
     lengths: jax.Array,
     query_lengths: jax.Array,
     partials: tuple[jax.Array, ...],
@@ -324,7 +341,7 @@ def merge(
     Args:
       query: ``[B, T, N, H]``, for its shape and dtype.
       pages: the pool.
-      tables: int32 ``[B, max_pages]``.
+      tables: int32 ``[B, max_pages]``, or None.
       lengths: int32 ``[B]``.
       query_lengths: int32 ``[B]``.
       partials: float32 ``[B * K, n, G * T, H]``, ``[B * K, n, G * T]`` twice: sums of weighted
@@ -338,7 +355,8 @@ def merge(
     """
     batch, tokens, heads, head_dim = query.shape
     kv_heads, page_size = pages.key.shape[1:3]
-    layout = _Layout.of(settings, pl.cdiv(tables.shape[1] * page_size, settings.part))
+    most = table_width(tables, settings) * page_size
+    layout = _Layout.of(settings, pl.cdiv(most, settings.part), head_dim)
     run = warp.launch(
         functools.partial(_kernel, s=settings, layout=layout),
         "turbojax_paged_merge_hopper",
@@ -349,7 +367,10 @@ def merge(
         dict(
             zip(
                 _GRID,
-                (pl.cdiv(heads // kv_heads * tokens, layout.rows), batch * kv_heads),
+                (
+                    pl.cdiv(heads // kv_heads * tokens, layout.rows) * layout.slices,
+                    batch * kv_heads,
+                ),
                 strict=True,
             )
         ),

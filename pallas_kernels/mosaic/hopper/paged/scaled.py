@@ -20,6 +20,7 @@ Queries of e4m3 are exact in float16, and so are products with codes: scores are
 definition, but for the order of the sums. Weights are sums of two float16, in two columns.
 """
 
+import abc
 import dataclasses
 import functools
 import struct
@@ -53,8 +54,8 @@ _ONE = 0x3C003C00
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Values:
-    """The products with a block's values in shared memory.
+class Scaled(abc.ABC):
+    """The products of a block in shared memory; those with values are alike.
 
     Attributes:
       head_dim: `H`.
@@ -78,6 +79,16 @@ class _Values:
             for x in (word, word >> 8)
             for mask, sign in zip(_CODES, self.signs, strict=True)
         ]
+
+    @abc.abstractmethod
+    def query_operands(
+        self, x: list[Float], here: Place
+    ) -> tuple[list[Int], tuple[Any, Any], Float, Float]:
+        """A query's operand words, its columns' starts, its offset, its scale."""
+
+    @abc.abstractmethod
+    def scores(self, slot: Pointer, query: Query, here: Place) -> list[list[Float]]:
+        """Scores of each tile's query `t` with the lane's tokens."""
 
     def unseen(self, slot: Pointer, begin: Int, at: Program, here: Place) -> list[Int]:
         """Nothing: codes are finite, and scales of what is not seen are not multiplied with."""
@@ -152,7 +163,7 @@ class _Values:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Kv4(_Values):
+class Kv4(Scaled):
     """The products of a block whose keys are 4-bit codes, too."""
 
     def query_operands(
@@ -201,7 +212,7 @@ class Kv4(_Values):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class K8v4(_Values):
+class K8v4(Scaled):
     """The products of a block whose keys are e4m3."""
 
     def query_operands(
@@ -228,6 +239,9 @@ class K8v4(_Values):
                     factor = scales[len(out[tile])] * query.factor[tile]
                     out[tile].append((c[2 * j] + c[2 * j + 1]) * factor)
         return out
+
+
+KINDS: dict[str, type[Scaled]] = {"kv4": Kv4, "k8v4": K8v4}
 
 
 def channel(number: int, here: Place, head_dim: int) -> Int:
