@@ -123,7 +123,8 @@ def blocks_of(cache, b, head, s):
     """What a warp copies, block after block."""
     fields = (cache.key_codes, cache.value_codes, cache.key_scale, cache.value_scale)
     for first in range(0, int(cache.lengths[b]), s.block):
-        parts = [bytes_of(x[b, head, first : first + s.block]) for x in fields]
+        row = first % cache.room
+        parts = [bytes_of(x[b, head, row : row + s.block]) for x in fields]
         yield first, np.concatenate(parts)
 
 
@@ -211,6 +212,17 @@ def test_a_warp_attends_as_the_definition_says(lanes, kind, head_dim, block, dty
 def test_options(lanes, kind, options):
     """Two heads of three tokens fill six rows of eight."""
     matches(lanes, kind, normal(4, (1, 3, 2, 64)), filled(kind, 1, 64, (71,)), **options)
+
+
+def test_a_ring_is_read_as_a_cache_that_holds_all(lanes):
+    """Of 300 tokens 128 are there; where they are does not change a bit."""
+    x, made = [normal(i, (1, 300, 1, 64)) for i in (8, 9)], []
+    for window in (None, (40, 0)):
+        empty = kv4.init_cache(1, 300, 1, 64, dtype=jnp.float32, local_window_size=window)
+        cache = test_kv4_decode.append(empty, *x)
+        made.append(attend(lanes, normal(10, (1, 2, 2, 64)), cache, local_window_size=(40, 0)))
+    for a, b in zip(*made, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,6 +1,5 @@
 """Appending to KV4 and K8V4 on Hopper, on a CPU: the kernel's lanes as numpy; that it lowers."""
 
-import dataclasses
 import functools
 import itertools
 
@@ -98,17 +97,16 @@ def test_what_has_no_room_is_left_out_and_told(append, tokens):
     assert full.overflowed.tolist() == [tokens > 6, True]
 
 
-def test_rows_are_taken_in_turn_where_there_are_fewer_than_tokens(append):
-    """128 rows of a sequence that holds 120 tokens already and may hold 300."""
-    x = normal(7, (1, 13, 2, 16)), normal(8, (1, 13, 2, 16))
-    new = kv4.init_cache(1, 100, 2, 16, dtype=jnp.float32)
-    ring = dataclasses.replace(new, max_length=300, lengths=jnp.full(1, 120, jnp.int32))
-    got, plain = append(ring, *x), xla(new, *x)
-    assert got.lengths.tolist() == [133]
-    rows = (120 + np.arange(13)) % 128
-    for name in ("key_codes", "key_scale", "value_codes", "value_scale"):
-        found, want = (np.asarray(getattr(cache, name)) for cache in (got, plain))
-        np.testing.assert_array_equal(found[:, :, rows], want[:, :, :13])
+@pytest.mark.parametrize("tokens", [13, 150])
+def test_rings(append, tokens):
+    """Of 128 rows more are written than there are, or they are taken in turn."""
+    new = functools.partial(kv4.init_cache, 1, 400, 2, 16, dtype=jnp.float32)
+    cache = want = new(local_window_size=(100, 0))
+    assert cache.is_ring
+    for i, count in enumerate((120, tokens)):
+        x = normal(2 * i, (1, count, 2, 16)), normal(2 * i + 1, (1, count, 2, 16))
+        cache, want = append(cache, *x), xla(want, *x)
+        assert_same_bits(cache, want)
 
 
 def test_what_is_refused_and_chosen():

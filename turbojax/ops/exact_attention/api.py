@@ -11,7 +11,7 @@ from turbojax.config import TurboConfig
 from turbojax.ops import cudnn, turbo_attention
 from turbojax.ops.exact_attention import mosaic_gpu, reference
 from turbojax.ops.options import Options, require_causal
-from turbojax.state import checks
+from turbojax.state import checks, ring
 from turbojax.state.exact import ExactCache
 
 IMPLEMENTATIONS = ("xla", "cudnn", "mosaic_gpu")
@@ -108,7 +108,7 @@ def decode(
       query: ``[B, T, N, H]``.
       cache: the cache, which already holds the queries' own keys and values.
       scale: factor of the scores; ``1 / sqrt(H)`` if not given.
-      local_window_size: see `turbojax.decode`.
+      local_window_size: see `turbojax.decode`; of a ring (`turbojax.state.ring`) at most its own.
       logits_soft_cap: see `turbojax.decode`.
       implementation: ``"cudnn"`` (one query per sequence, neither window nor cap, at most 128
         channels), ``"mosaic_gpu"`` (compute capability 9.0, bfloat16 or float16, 64, 128 or 256
@@ -163,6 +163,7 @@ def _decode(
     query: jax.Array, cache: ExactCache, *, options: Options, implementation: str | None
 ) -> jax.Array:
     """`decode` of checked arguments."""
+    ring.check_visible(cache, options.window, query.shape[1])
     chosen = _choose_decode(implementation, query, cache, options)
     if chosen == "cudnn":
         return cudnn.dot_product_attention(
@@ -181,7 +182,11 @@ def _decode(
 def _by_xla(query: jax.Array, cache: ExactCache, *, options: Options) -> jax.Array:
     tokens = query.shape[1]
     position = cache.lengths[:, None] - tokens + jnp.arange(tokens)[None]
-    mask = options.mask(position, jnp.arange(cache.max_length)[None], cache.lengths)
+    if cache.is_ring:
+        held = ring.positions_of_rows(cache.lengths, cache.room)
+        mask = options.mask(position, held, cache.lengths) & (held >= 0)[:, None]
+    else:
+        mask = options.mask(position, jnp.arange(cache.room)[None], cache.lengths)
     return reference.masked_attention(
         query,
         cache.key.astype(query.dtype),

@@ -94,9 +94,8 @@ def decode(
         value_scale=None,
         signs=None,
     )
-    # Token `p` is in row ``p % S``: should a sequence have more tokens than rows, its page repeats.
-    allocated = cache.key_scale.shape[2]
-    pages_of = (cache.batch_size, -(-cache.max_length // allocated))
+    # Token `p` is in row ``p % room``: of a ring, a sequence's page repeats.
+    pages_of = (cache.batch_size, -(-cache.max_length // cache.room))
     tables = jax.lax.broadcasted_iota(jnp.int32, pages_of, 0)
     return kernel.attend(query, pages, tables, cache.lengths, query_length, settings)
 

@@ -65,7 +65,6 @@ Rows: `benchmarks/results/paged_versions_2026-11-24.json`.
 
 import functools
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -74,8 +73,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.layouts import LOG2_E
 from pallas_kernels.mosaic import lane, warp
-from pallas_kernels.mosaic.hopper.paged import floats, merge, scaled, turbo4
-from pallas_kernels.mosaic.hopper.paged.fp8 import Fp8
+from pallas_kernels.mosaic.hopper.paged import merge
 from pallas_kernels.mosaic.hopper.paged.inputs import (
     TILE,
     Arrays,
@@ -87,31 +85,14 @@ from pallas_kernels.mosaic.hopper.paged.inputs import (
 )
 from pallas_kernels.mosaic.hopper.paged.inputs import Pages as Pages
 from pallas_kernels.mosaic.hopper.paged.inputs import Settings as Settings
-from pallas_kernels.mosaic.hopper.paged.plain import Plain
+from pallas_kernels.mosaic.hopper.paged.products import Products, channel_of
+from pallas_kernels.mosaic.hopper.paged.products import products_of as products_of
 from pallas_kernels.mosaic.hopper.paged.rotation import rotated
 from pallas_kernels.mosaic.lane import Int, Pointer
 
 _GRID = ("tile", "run", "pair")
 # So many are one after the other, in a page or in a contiguous cache.
 _RUN_OF_ROWS = 16
-
-Products = turbo4.Turbo4 | floats.Floats | scaled.Scaled
-
-
-def products_of(head_dim: int, s: Settings) -> Products:
-    """How to multiply with what pages hold."""
-    if s.kind in scaled.KINDS:
-        return scaled.KINDS[s.kind].of(head_dim, s)
-    if s.has_norms:
-        return turbo4.Turbo4.of(head_dim, s)
-    return (Plain if s.is_plain else Fp8)(head_dim, s)
-
-
-def _channel_of(s: Settings) -> Callable[[int, Place, int], Int]:
-    """Which channels a lane's outputs are."""
-    if s.kind in scaled.KINDS:
-        return scaled.channel
-    return turbo4.channel if s.has_norms else floats.channel
 
 
 def _kernel(*refs: Any, s: Settings) -> None:
@@ -144,7 +125,7 @@ def _run(
     state = _walk(a, at, here, pages, products, slots, smem[0], s)
     if state is None:
         return
-    _keep(state, slots.area, here, a.head_dim, _channel_of(s), s)
+    _keep(state, slots.area, here, a.head_dim, channel_of(s), s)
     _combine(a, at, smem[0], s)
 
 
@@ -179,7 +160,7 @@ def _walk(
         _start_copies(a, at, here, first + i * s.warps, page, target, s)
     query = _load_query(a, at, here, products, area, s)
 
-    channel = _channel_of(s)
+    channel = channel_of(s)
 
     def ahead(block: Int) -> tuple[Int, Int]:
         later = block + s.warps * s.stages
