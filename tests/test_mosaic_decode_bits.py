@@ -35,7 +35,7 @@ def lanes(monkeypatch):
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
-@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("size", [64, 128, 192, 256])
 def test_codes_are_unpacked_in_the_order_of_channels(lanes, bits, size):
     codes = np.random.default_rng(size).integers(2**bits, size=size).astype(np.uint8)
     packed = np.zeros(16 * -(-size * bits // 128), np.uint8)
@@ -107,7 +107,15 @@ def attend(lane, x, cache):
 @pytest.mark.quick(first=2)
 @pytest.mark.parametrize(
     ("bits", "dim", "size"),
-    [((3, 3), 128, 64), ((2, 3), 64, 128), ((3, 4), 256, 64), ((4, 2), 128, 64)],
+    [
+        ((3, 3), 128, 64),
+        ((4, 4), 96, 32),
+        ((2, 3), 64, 128),
+        ((3, 4), 256, 64),
+        ((2, 4), 192, 64),
+        ((4, 2), 32, 64),
+        ((4, 4), 160, 64),
+    ],
 )
 def test_a_warp_attends_as_the_definition_says(lanes, bits, dim, size):
     """Two blocks and a buffer; weights have the definition's 8 bits, so only sums differ."""

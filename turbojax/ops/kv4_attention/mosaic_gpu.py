@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from turbojax._device import needs_hopper
 from turbojax.ops.options import Options
@@ -95,8 +96,11 @@ def decode(
         signs=None,
     )
     # Token `p` is in row ``p % room``: of a ring, a sequence's page repeats.
-    pages_of = (cache.batch_size, -(-cache.max_length // cache.room))
-    tables = jax.lax.broadcasted_iota(jnp.int32, pages_of, 0)
+    pages_of = -(-cache.max_length // cache.room)
+    # A constant, which costs no kernel.
+    tables = jnp.asarray(
+        np.repeat(np.arange(cache.batch_size, dtype=np.int32)[:, None], pages_of, 1)
+    )
     return kernel.attend(query, pages, tables, cache.lengths, query_length, settings)
 
 

@@ -42,6 +42,14 @@ def unpack(words: list[Int], bits: int) -> list[Int]:
     ]
 
 
+def load_words(pointer: Pointer, count: int) -> list[Int]:
+    """Loads words from a place that is a multiple of so many, as wide as that allows."""
+    width = count & -count
+    if width == count:
+        return pointer.words(count)
+    return [w for i in range(0, count, width) for w in pointer.at(4 * i).words(width)]
+
+
 def code_words(area: Pointer, row: Int, here: Place, size: int, bits: int) -> list[Int]:
     """Operand words of a lane's quarter of packed codes.
 
@@ -59,11 +67,11 @@ def code_words(area: Pointer, row: Int, here: Place, size: int, bits: int) -> li
     low = 2 if bits == 3 else bits
     plane = size * low // 8
     quarter, count = plane // 4, plane // 16
-    out = unpack(area.at(row + here.t * quarter).words(count), low)
+    out = unpack(load_words(area.at(row + here.t * quarter), count), low)
     if bits == 3:
         runs, parity = runs_of(bits), here.t >> 1
         place = area.at(row + ((here.t & 1) * quarter + plane))
-        tops = [w >> parity for w in place.words(count)]
+        tops = [w >> parity for w in load_words(place, count)]
         for i, code in enumerate(out):
             word, run = divmod(i, runs)
             # From bit `2 run` to bit 2 of each byte.
@@ -87,7 +95,7 @@ def channel_words(pointer: Pointer, here: Place, size: int, bits: int, scale: in
     loaded = []
     for run in range(runs):
         at = pointer.at(here.t * (span // 4 * scale), run * span * scale)
-        words = at.words(span // 16 * scale)
+        words = load_words(at, span // 16 * scale)
         loaded.append([words[i : i + scale] for i in range(0, len(words), scale)])
     return [word for group in zip(*loaded, strict=True) for words in group for word in words]
 

@@ -64,6 +64,7 @@ from pallas_kernels.mosaic.hopper.decode.block import (
     add_block,
     channel_words,
     code_words,
+    load_words,
     plain_queries,
     scaled_queries,
     scores,
@@ -247,7 +248,8 @@ class Products:
         per_lane = head_dim // 8
 
         def channels(name: str) -> list[Int]:
-            words = slot.at(here.g * per_lane, self.shape.offset(name)).words(per_lane // 4)
+            place = slot.at(here.g * per_lane, self.shape.offset(name))
+            words = load_words(place, per_lane // 4)
             return [lane.permute_bytes(x, 0, here.selector) for x in words]
 
         def of_values(shape: Shape) -> State:
@@ -402,7 +404,8 @@ def decode(
     sees is there.
 
     Args:
-      query: ``[B, T, N, H]``, `H` 64, 128 or 256.
+      query: ``[B, T, N, H]``, `H` a multiple of 32 up to 256, of 64 where keys have codes of 2 or 3
+        bits.
       key: the keys.
       value: the values.
       lengths: int32 ``[B]``, tokens seen so far.

@@ -81,8 +81,8 @@ class Shape:
     """Sizes of a call.
 
     Attributes:
-      head_dim: a multiple of 32.
-      block: tokens of a cache block, 64 or 128.
+      head_dim: a multiple of 32, of 64 where keys have codes of 2 or 3 bits.
+      block: tokens of a cache block: 64 or 128, or 32 where all codes have 4 bits.
       key_bits: 4, 3 or 2; in shared memory there is room for the widest.
       value_bits: the same.
       rows: queries of a program, 4 or a multiple of 8.
