@@ -259,7 +259,7 @@ def _caches(figures: Figures) -> list[list[str]]:
         [
             "**Decoding** one batch, where reading the cache takes the time; H100 or H200",
             "`cache=tj.TurboConfig()`",
-            "`mosaic_gpu`; head dims 64, 128, 256",
+            "`mosaic_gpu`; head dims in multiples of 32 up to 256",
             f"{hopper(f'{_LONG}turbo-4bit/mosaic_gpu')} cuDNN, {figures.smaller('4bit')} smaller",
             f"{figures.cost('4bit')} bits per byte",
         ],

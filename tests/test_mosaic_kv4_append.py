@@ -139,3 +139,12 @@ def test_it_lowers_in_place(kind, tokens, head_dim, dtype):
     text = lower_for_cuda(kv4_mosaic.append, cache, x, x, jax.ShapeDtypeStruct((4,), jnp.int32))
     assert "mosaic_gpu" in text
     assert text.count("output_operand_alias<") == (6 if tokens < 5 else 4)
+
+
+def test_it_lowers_under_vmap():
+    """Of stacked layers, one after the other."""
+    cache = jax.eval_shape(lambda: kv4.init_cache(2, 200, 2, 64))
+    x = jax.ShapeDtypeStruct((2, 1, 2, 64), jnp.bfloat16)
+    one = cache, x, x, jax.ShapeDtypeStruct((2,), jnp.int32)
+    many = jax.tree.map(lambda y: jax.ShapeDtypeStruct((3, *y.shape), y.dtype), one)
+    assert "mosaic_gpu" in lower_for_cuda(jax.vmap(kv4_mosaic.append), *many)
