@@ -86,20 +86,25 @@ def _write() -> Any:
     return call, (cache, *_prompt()[1:], _normal(5, 1, 12, 1, 64))
 
 
-def _decode(implementation: str, capacity: int = 400) -> Any:
+def _decode(implementation: str, capacity: int = 400, **config: Any) -> Any:
     def call(cache: Any, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
         lengths = jnp.array([330], jnp.int32)
         cache = store_prompt(cache, key, value, lengths, implementation="triton")
         return tj.decode(query, cache, implementation=implementation)
 
     arguments = (_normal(3, 1, 1, 4, 64), *_prompt(330)[1:])
-    return call, (tj.init_cache(1, capacity, 1, 64, config=tj.TurboConfig()), *arguments)
+    cache = tj.init_cache(1, capacity, 1, 64, config=tj.TurboConfig(**config))
+    return call, (cache, *arguments)
 
 
-def _kv4(init: Callable[..., Any]) -> Any:
+def _kv4(init: Callable[..., Any], implementation: str) -> Any:
+    """Many tokens, then one."""
+    name: Any = "xla" if implementation == "triton" else implementation
+
     def call(cache: Any, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
-        cache = kv4.append(cache, key, value)
-        return kv4_attention.decode(query, cache, implementation="triton")
+        for x in (key, value), (key[:, :1], value[:, :1]):
+            cache = kv4.append(cache, *x, implementation=name)
+        return kv4_attention.decode(query, cache, implementation=implementation)
 
     arguments = (_normal(3, 1, 1, 4, 64), *_prompt(330)[1:])
     return call, (init(1, 400, 1, 64), *arguments)
@@ -199,8 +204,8 @@ CASES = {
     "attention, float": _case("attention", _attention, "triton", "float"),
     "cache, written": _case("compress append", _write),
     "cache, decode": _case("decode decode_merge", _decode, "triton"),
-    "kv4, decode": _case("kv4_decode decode_merge", _kv4, kv4.init_cache),
-    "k8v4, decode": _case("kv4_decode decode_merge", _kv4, kv4.init_k8v4_cache),
+    "kv4, decode": _case("kv4_decode decode_merge", _kv4, kv4.init_cache, "triton"),
+    "k8v4, decode": _case("kv4_decode decode_merge", _kv4, kv4.init_k8v4_cache, "triton"),
     "fp8 tokens": _case("fp8_tokens", _fp8_tokens, "triton"),
     "fp8 tokens, Hopper": _case("fp8_tokens_hopper", _fp8_tokens, "mosaic_gpu"),
     "int4, many tokens": _case("int4_matmul", _int4, "triton", 130, 136, 300),
@@ -262,6 +267,12 @@ CASES = {
     ),
     "paged, turbo4, parts, Hopper": _case(
         "paged_hopper paged_merge_hopper", _paged, "mosaic_gpu", "turbo4", 8400
+    ),
+    "kv4, Hopper": _case(
+        "kv4_append_hopper paged_hopper paged_merge_hopper", _kv4, kv4.init_cache, "mosaic_gpu"
+    ),
+    "k8v4, Hopper": _case(
+        "kv4_append_hopper paged_hopper paged_merge_hopper", _kv4, kv4.init_k8v4_cache, "mosaic_gpu"
     ),
     "paged, bf16, Hopper": _case(
         "paged_hopper paged_merge_hopper", _paged, "mosaic_gpu", "auto", 80

@@ -74,8 +74,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.layouts import LOG2_E
 from pallas_kernels.mosaic import lane, warp
-from pallas_kernels.mosaic.hopper.paged import floats, merge, turbo4
-from pallas_kernels.mosaic.hopper.paged.fp8 import Fp8
+from pallas_kernels.mosaic.hopper.paged import merge
 from pallas_kernels.mosaic.hopper.paged.inputs import (
     TILE,
     Arrays,
@@ -87,22 +86,14 @@ from pallas_kernels.mosaic.hopper.paged.inputs import (
 )
 from pallas_kernels.mosaic.hopper.paged.inputs import Pages as Pages
 from pallas_kernels.mosaic.hopper.paged.inputs import Settings as Settings
-from pallas_kernels.mosaic.hopper.paged.plain import Plain
+from pallas_kernels.mosaic.hopper.paged.products import Products, channel_of
+from pallas_kernels.mosaic.hopper.paged.products import products_of as products_of
 from pallas_kernels.mosaic.hopper.paged.rotation import rotated
 from pallas_kernels.mosaic.lane import Int, Pointer
 
 _GRID = ("tile", "run", "pair")
 # Of a contiguous cache, also of a ring, so many are one after the other.
 _RUN_OF_ROWS = 16
-
-Products = turbo4.Turbo4 | floats.Floats
-
-
-def products_of(head_dim: int, s: Settings) -> Products:
-    """How to multiply with what pages hold."""
-    if s.has_norms:
-        return turbo4.Turbo4.of(head_dim, s)
-    return (Plain if s.is_plain else Fp8)(head_dim, s)
 
 
 def _kernel(*refs: Any, s: Settings) -> None:
@@ -135,7 +126,7 @@ def _run(
     state = _walk(a, at, here, pages, products, slots, smem[0], s)
     if state is None:
         return
-    _keep(state, slots.area, here, a.head_dim, (turbo4 if s.has_norms else floats).channel, s)
+    _keep(state, slots.area, here, a.head_dim, channel_of(s), s)
     _combine(a, at, smem[0], s)
 
 
@@ -170,7 +161,7 @@ def _walk(
         _start_copies(a, at, here, first + i * s.warps, page, target, s)
     query = _load_query(a, at, here, products, area, s)
 
-    channel = (turbo4 if s.has_norms else floats).channel
+    channel = channel_of(s)
 
     def ahead(block: Int) -> tuple[Int, Int]:
         later = block + s.warps * s.stages
@@ -208,11 +199,13 @@ def _load_query(
     unit = s.scale * (LOG2_E if s.soft_cap is None else 1.0)
     for tile in range(s.tiles):
         base = at.tile * s.rows + TILE * tile
-        row, count = base + (here.g >> 1), a.head_dim // 4
+        row, run = base + (here.g >> 1), a.head_dim // s.key_runs
+        count = run // 4
         if s.is_plain:
             given: Any = _query_row(a, at, row)
         elif a.pages.signs is None:
-            given = _numbers(a, at, row, here.t * count, count)
+            firsts = [here.t * count + i * run for i in range(s.key_runs)]
+            given = [x for first in firsts for x in _numbers(a, at, row, first, count)]
         else:
             given = _rotated(a, at, base, here, area, s)
         words, start, offset, scale = pages.query_operands(given, here)
@@ -292,13 +285,14 @@ def _start_copies(
         return
     slot, barrier = target
     count, size = _pages_per_block(a, s), min(a.page_size, s.block)
-    row, begin = s.row_bytes(a.head_dim), block * s.block
+    begin = block * s.block
     with lane.when(block < at.stop):
         held = (at.length - begin + (size - 1)) // size
         with lane.when(here.is_first):
             lane.expect_bytes(barrier, held.minimum(count) * (size * s.token_bytes(a.head_dim)))
         lane.warp_barrier()
-        sources = [(a.pages.key, row), (a.pages.value, row)]
+        rows = s.key_bytes(a.head_dim), s.row_bytes(a.head_dim)
+        sources = list(zip((a.pages.key, a.pages.value), rows, strict=True))
         if s.has_norms:
             sources += [(a.pages.key_norm, 2), (a.pages.value_norm, 2)]
         with lane.when(here.number < held.minimum(count)):
