@@ -1,0 +1,497 @@
+"""Attention of many queries to pages of 16-bit keys and values, for Hopper.
+
+Roofline, for one sequence, 32 query heads, 8 KV heads, head dim 128, H200:
+  - a prompt of 8,192 tokens: 2 * 32 * 8192**2 * 128 = 0.55 T operations, at the 989 T/s of the
+    16-bit matrix units 0.56 ms; a copy takes 60 us for queries, output, keys and values.
+  - a chunk of 1,024 tokens after 31,744 others: 4 * 32 * 1024 * 32256 * 128 = 0.54 T operations;
+    keys and values are 134 MB, 31 us at 4.3 TB/s, if all tiles of queries read them from the cache
+    at about the same time.
+Arithmetic is the floor. Target: 0.9 of cuDNN's dense causal attention on bfloat16, 585 T/s.
+
+A program takes tiles of 128 query rows of one KV head in turn: up to eight heads of its group, as
+many as a power of two divides it by, with 16 to 128 tokens side by side, so that a tile of keys is
+read once for all of them and few rows see a part of it alone. One warpgroup copies: it reads the
+block table and puts pages together to tiles of 128 tokens (64 of 256 channels); two attend with 64
+rows each and take turns at the matrix units, as in `pooled.forward`.
+
+Tiles of keys are at fixed positions, they are added up in order, and hidden ones change nothing: a
+query's bits depend on its own position and on what the sequence holds alone.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.layouts import LOG2_E, Ref
+from pallas_kernels.mosaic import ring
+from pallas_kernels.mosaic.hopper.paged_prompt import lost
+from pallas_kernels.mosaic.ring import COLUMN, ROW, ROWS, WARPGROUPS
+
+_MATRIX = plgpu.Layout.WGMMA
+# jax's types do not export it.
+accumulator: Any = vars(plgpu)["ACC"]
+# Heads of a group that share a tile: each has at least eight tokens of a warpgroup's.
+_MOST_TOGETHER = 8
+# Channels up to which a tile has 128 tokens.
+_PART = 128
+# Registers of a thread that attends and of one that copies.
+_REGISTERS = (232, 40)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is static in a call.
+
+    Attributes:
+      window: how many earlier tokens a query sees, or None.
+      soft_cap: the scores' cap, or None.
+      stages: tiles of keys and values in shared memory.
+      programs: how many run side by side, one to a multiprocessor.
+    """
+
+    window: int | None
+    soft_cap: float | None
+    stages: int
+    programs: int = 132
+
+
+def together(group: int) -> int:
+    """Heads of a group of so many that share a tile: a power of two that divides it."""
+    return min(group & -group, _MOST_TOGETHER)
+
+
+def tile_tokens(head_dim: int) -> int:
+    """Keys that are multiplied at once."""
+    return 128 if head_dim <= _PART else 64
+
+
+class Inputs(NamedTuple):
+    """What the kernel reads, see `attention`."""
+
+    q: Ref
+    k: Ref
+    v: Ref
+    tables: Ref
+    lengths: Ref
+    query_lengths: Ref
+    factors: Ref
+
+
+class _Memory(NamedTuple):
+    """Shared memory, and the barriers of its slots."""
+
+    q: Ref
+    k: Ref
+    v: Ref
+    lost: Ref
+    lse: Ref
+    q_ready: Ref
+    k_ready: Ref
+    v_ready: Ref
+    v_here: Ref
+    q_free: Ref
+    k_free: Ref
+    v_free: Ref
+    turn: Ref
+    out: Ref | None = None
+
+
+class Span(NamedTuple):
+    """Tiles of keys of a tile of queries; every query sees those from `inner` to `outer` whole."""
+
+    begin: jax.Array
+    inner: jax.Array
+    outer: jax.Array
+    end: jax.Array
+
+
+def span(first: jax.Array, last: jax.Array, tile: int, window: int | None) -> Span:
+    """Tiles of keys that queries at positions `first` to `last` see; none if `last` is negative."""
+    size = jnp.int32(tile)
+    end = lax.div(jnp.maximum(last + size, 0), size)
+    begin = inner = jnp.int32(0)
+    if window is not None:
+        begin = jnp.minimum(lax.div(jnp.maximum(first - window, 0), size), end)
+        inner = lax.div(jnp.maximum(last - window + (size - 1), 0), size)
+        inner = jnp.clip(inner, begin, end)
+    outer = jnp.clip(lax.div(jnp.maximum(first + 1, 0), size), inner, end)
+    return Span(begin, inner, outer, end)
+
+
+class Work:
+    """A tile of 128 query rows, by its number: the last tokens of all sequences and heads first.
+
+    Attributes:
+      b: its sequence.
+      head: the first of its `together` heads, which have `tokens` queries each, a half for either
+        warpgroup.
+      h: their KV head.
+      first: the first token.
+      real: how many queries of the sequence are real.
+      begin: position of the sequence's first query.
+      is_broken: whether the sequence cannot be read.
+      tiles: of keys.
+    """
+
+    def __init__(self, number: jax.Array, x: Inputs, s: Settings) -> None:
+        heads, kv_heads = x.q.shape[2], x.k.shape[1]
+        group = heads // kv_heads
+        self.together = together(group)
+        self.tokens = WARPGROUPS * ROWS // self.together
+        sets = jnp.int32(heads // self.together)
+        rows, places = x.q.shape[0] * sets, pl.cdiv(x.q.shape[1], self.tokens)
+        row = lax.rem(number, rows)
+        self.b, one = lax.div(row, sets), lax.rem(row, sets)
+        self.set = one
+        self.place = places - 1 - lax.div(number, rows)
+        self.head = one * self.together
+        self.h = lax.div(self.head, jnp.int32(group))
+        self.first = self.place * self.tokens
+        length = x.lengths[self.b]
+        self.is_broken, self.length = length < 0, jnp.maximum(length, 0)
+        self.real = x.query_lengths[self.b]
+        self.begin = self.length - self.real
+        last = jnp.minimum(self.first + self.tokens, self.real) - 1
+        last = jnp.where(self.first < self.real, self.begin + last, -1)
+        self.tiles = span(self.begin + self.first, last, tile_tokens(x.q.shape[3]), s.window)
+
+    def token_of(self, me: jax.Array) -> jax.Array:
+        """The tokens of a warpgroup's rows, int32 ``[64]``."""
+        each = self.tokens // WARPGROUPS
+        row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
+        return (row & (each - 1)) + (self.first + me * each)
+
+
+def count(q: jax.Array, kv_heads: int) -> int:
+    """How many tiles of query rows there are for ``[B, T, N, H]``."""
+    batch, tokens, heads, _ = q.shape
+    each = together(heads // kv_heads)
+    return batch * (heads // each) * pl.cdiv(tokens, WARPGROUPS * ROWS // each)
+
+
+def _along(x: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
+    """``x[..]`` repeated over the other axis of a matrix."""
+    return lax.broadcast_in_dim(x, shape, (axis,))
+
+
+def _full(x: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
+    return plgpu.layout_cast(jnp.full(shape, x, jnp.float32), layout)
+
+
+def _transposed(ref: Ref) -> Ref:
+    return ref.transpose((1, 0)) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, (1, 0))
+
+
+# What copies ----------------------------------------------------------------------------------------
+
+
+def _copy_queries(work: Work, x: Inputs, y: _Memory) -> None:
+    """Copies a tile's queries, head by head, as room comes free."""
+    each = work.tokens // WARPGROUPS
+    for i in range(WARPGROUPS):
+        plgpu.barrier_wait(y.q_free.at[i])
+        tokens = pl.ds(work.first + i * each, each)
+        for g in range(work.together):
+            source = x.q.at[work.b, tokens, work.head + g]
+            plgpu.copy_gmem_to_smem(source, y.q.at[i, pl.ds(g * each, each)], y.q_ready.at[i])
+
+
+def pieces(page_size: int, tile: int) -> int:
+    """Copies that make up a tile."""
+    return max(1, tile // page_size)
+
+
+def _pages(work: Work, j: jax.Array, x: Inputs, tile: int) -> list[jax.Array]:
+    """Pages of a tile's pieces: those past the end are none of the pool's, and give zeros."""
+    pool, _, page_size, _ = x.k.shape
+    found = []
+    for i in range(pieces(page_size, tile)):
+        first = j * tile + i * min(page_size, tile)
+        entry = lax.div(first, jnp.int32(page_size))
+        page = x.tables[work.b, jnp.minimum(entry, x.tables.shape[1] - 1)]
+        found.append(jnp.where(first < work.length, page, pool))
+    return found
+
+
+def _copy_tile(
+    pages: list[jax.Array], work: Work, j: jax.Array, source: Ref, target: Ref, barrier: Ref
+) -> None:
+    tile, page_size = target.shape[0], source.shape[2]
+    size = min(page_size, tile)
+    within = lax.rem(j * tile, jnp.int32(page_size)) if page_size > tile else 0
+    for i, page in enumerate(pages):
+        piece = source.at[page, work.h, pl.ds(within, size)]
+        plgpu.copy_gmem_to_smem(piece, target.at[pl.ds(i * size, size)], barrier)
+
+
+def _copy_keys(work: Work, slot: jax.Array, x: Inputs, y: _Memory, s: Settings) -> jax.Array:
+    """Copies a tile's keys and values, as room comes free; the next slot."""
+    tile = y.k.shape[1]
+    arrivals = pieces(x.k.shape[2], tile) + 1
+
+    def step(j: jax.Array, slot: jax.Array, is_edge: bool) -> jax.Array:
+        pages = _pages(work, j, x, tile)
+        plgpu.barrier_wait(y.k_free.at[slot])
+        _copy_tile(pages, work, j, x.k, y.k.at[slot], y.k_ready.at[slot])
+        plgpu.barrier_wait(y.v_free.at[slot])
+        ready = y.v_ready.at[slot]
+        if not is_edge:
+            _copy_tile(pages, work, j, x.v, y.v.at[slot], ready)
+            plgpu.barrier_arrive(ready)
+            return ring.next_slot(slot, s.stages)
+        _copy_tile(pages, work, j, x.v, y.v.at[slot], y.v_here)
+        plgpu.barrier_wait(y.v_here)
+        lost.clean(y.v.at[slot], y.lost.at[slot], work.length - j * tile)
+        plgpu.commit_smem()
+        for _ in range(arrivals):
+            plgpu.barrier_arrive(ready)
+        return ring.next_slot(slot, s.stages)
+
+    return _over_tiles(work.tiles, step, slot, s)
+
+
+def _over_tiles(tiles: Span, step: Any, carry: Any, s: Settings) -> Any:
+    """``step(j, carry, is_edge)`` of each tile of keys in order."""
+    edge, plain = (functools.partial(step, is_edge=x) for x in (True, False))
+    if s.window is not None:
+        carry = lax.fori_loop(tiles.begin, tiles.inner, edge, carry)
+    carry = lax.fori_loop(tiles.inner, tiles.outer, plain, carry)
+    return lax.fori_loop(tiles.outer, tiles.end, edge, carry)
+
+
+# What attends ---------------------------------------------------------------------------------------
+
+
+def _weights(
+    x: jax.Array, m: jax.Array, seen: jax.Array | None, factor: jax.Array, s: Settings
+) -> tuple[jax.Array, ...]:
+    """Of the products `x`: relative weights, the maxima, and what they are relative to.
+
+    Scores are in powers of two: `factor` takes products there, or with a cap to the argument of
+    ``1 - 2 / (2**x + 1)``, the hyperbolic tangent.
+    """
+    if s.soft_cap is not None:
+        # Absolute errors are what counts: they are multiplied by the cap.
+        t = 1.0 - 2.0 / (jnp.exp2(x * factor) + 1.0)
+        x, factor = t * (s.soft_cap * LOG2_E), jnp.float32(1.0)
+    if seen is not None:
+        x = jnp.where(seen, x, -jnp.inf)
+    top = jnp.maximum(m, jnp.max(x, axis=1) * factor)
+    # 0 in rows where nothing was visible yet.
+    shift = jnp.where(top == -jnp.inf, 0.0, top)
+    return jnp.exp2(x * factor - _along(shift, x.shape, 0)), top, shift
+
+
+def _attend(
+    slot: jax.Array, work: Work, me: jax.Array, x: Inputs, y: _Memory, s: Settings
+) -> tuple[jax.Array, ...]:
+    """A warpgroup's rows over all tiles: unnormalized output, maxima, sums, the slot after."""
+    tile, head_dim = y.k.shape[1:]
+    shape, end = (ROWS, tile), work.tiles.end
+    factor = x.factors[0]
+
+    def turns() -> None:
+        plgpu.barrier_arrive(y.turn)
+        plgpu.barrier_wait(y.turn)
+
+    def wait_for_key(j: jax.Array, slot: jax.Array) -> None:
+        @pl.when(j < end)
+        def _() -> None:
+            plgpu.barrier_wait(y.k_ready.at[slot])
+
+    def step(j: jax.Array, carry: tuple[jax.Array, ...], is_edge: bool) -> tuple[jax.Array, ...]:
+        o, m, l, slot = carry
+        following = ring.next_slot(slot, s.stages)
+
+        def scores(out: Ref) -> jax.Array:
+            plgpu.wgmma(out, y.q.at[me], _transposed(y.k.at[slot]))
+            turns()
+            return out[...]
+
+        products = pl.run_scoped(scores, accumulator(shape, jnp.float32))
+        plgpu.barrier_arrive(y.k_free.at[slot])
+        seen = None
+        if is_edge:
+            position = work.token_of(me) + (work.begin - j * tile)
+            key = plgpu.broadcasted_iota(jnp.int32, (tile,), 0, layout=COLUMN)
+            seen = _along(key, shape, 1) <= _along(position, shape, 0)
+            if s.window is not None:
+                seen = seen & (_along(key, shape, 1) >= _along(position - s.window, shape, 0))
+        p, m_new, shift = _weights(products, m, seen, factor, s)
+        alpha = jnp.exp2(m - shift)
+        o = o * _along(alpha, o.shape, 0)
+        l = l * alpha + jnp.sum(p, axis=1)
+        p16 = p.astype(y.v.dtype)
+        o, l, m_new, p16 = lax.optimization_barrier((o, l, m_new, p16))
+        plgpu.barrier_arrive(y.turn)
+        plgpu.barrier_wait(y.v_ready.at[slot])
+        plgpu.barrier_wait(y.turn)
+
+        def output(out: Ref) -> None:
+            plgpu.wgmma(out, p16, y.v.at[slot])
+            wait_for_key(j + 1, following)
+
+        o = pl.run_state(output)(accumulator.init(o))
+        if is_edge:
+            position = work.token_of(me) + (work.begin - j * tile)
+            first = jnp.zeros_like(position) if s.window is None else position - s.window
+            o = lost.spoil(o, y.lost.at[slot], first, position)
+        plgpu.barrier_arrive(y.v_free.at[slot])
+        return o, m_new, l, following
+
+    o = _full(0.0, (ROWS, head_dim), _MATRIX)
+    carry = (o, _full(-jnp.inf, (ROWS,), ROW), _full(0.0, (ROWS,), ROW), slot)
+    wait_for_key(work.tiles.begin, slot)
+    # The second warpgroup is half a step behind. Only within a tile: the producer waits for both
+    # before it goes on to the next one.
+    pl.when(me == 1)(turns)
+    carry = _over_tiles(work.tiles, step, carry, s)
+    pl.when(me == 0)(turns)
+    return carry
+
+
+def _store(
+    work: Work, me: jax.Array, found: tuple[jax.Array, ...], x: Inputs, y: _Memory, results: Any
+) -> None:
+    """Normalizes and stores: 0 and ``-inf`` in rows that saw nothing, NaN where all is broken."""
+    o, m, l = found
+    out_ref, lse_ref = results
+    nothing = (work.token_of(me) >= work.real) | (l == 0)
+    # A constant plus a scalar is a row array that loops can carry.
+    broken = jnp.where(work.is_broken, jnp.nan, 0.0)
+    share = jnp.where(nothing, 0.0, x.factors[1] / l) + broken
+    lse = jnp.where(nothing, -jnp.inf, m * (1 / LOG2_E) + jnp.log(l)) + broken
+    o = jnp.where(_along(nothing, o.shape, 0), 0.0, o) * _along(share, o.shape, 0)
+    # With 256 channels there is no room but that of the queries.
+    out = y.q if y.out is None else y.out
+    out[me] = o.astype(out.dtype)
+    y.lse[me] = lse
+    plgpu.commit_smem()
+    each = work.tokens // WARPGROUPS
+    for g in range(work.together):
+        tokens = pl.ds(work.first + me * each, each)
+        target = out_ref.at[work.b, tokens, work.head + g]
+        plgpu.copy_smem_to_gmem(out.at[me, pl.ds(g * each, each)], target)
+    rows = pl.ds((work.place * WARPGROUPS + me) * ROWS, ROWS)
+    plgpu.copy_smem_to_gmem(y.lse.at[me], lse_ref.at[work.b, work.set, rows])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _kernel(*refs: Ref, s: Settings, total: int) -> None:
+    """One persistent program, which takes every `s.programs`-th tile of query rows."""
+    *inputs, out_ref, lse_ref = refs
+    x, me = Inputs(*inputs), lax.axis_index("warpgroup")
+    share = ring.Share(total, turns=True)
+
+    def body(**memory: Ref) -> None:
+        y = _Memory(**memory)
+
+        def consume(number: jax.Array, slot: jax.Array) -> jax.Array:
+            work = Work(number, x, s)
+            plgpu.barrier_wait(y.q_ready.at[me])
+            *found, slot = _attend(slot, work, me, x, y, s)
+            free = functools.partial(plgpu.barrier_arrive, y.q_free.at[me])
+            if y.out is not None:
+                free()
+            _store(work, me, tuple(found), x, y, (out_ref, lse_ref))
+            if y.out is None:
+                free()
+            return slot
+
+        def produce(number: jax.Array, slot: jax.Array) -> jax.Array:
+            work = Work(number, x, s)
+            _copy_queries(work, x, y)
+            return _copy_keys(work, slot, x, y, s)
+
+        def start_to_consume() -> None:
+            ring.free_at_first(s.stages, (y.k_free, y.v_free), y.q_free.at[me])
+            share.loop(consume)
+
+        registers = _REGISTERS
+        ring.divide(me, WARPGROUPS, registers, start_to_consume, lambda: share.loop(produce))
+
+    given = {name: kind for name, kind in _memory(x, s)._asdict().items() if kind is not None}
+    pl.run_scoped(body, collective_axes="warpgroup", **given)
+
+
+def _memory(x: Inputs, s: Settings) -> _Memory:
+    """The types of a program's shared memory."""
+    head_dim = x.q.shape[3]
+    tile = tile_tokens(head_dim)
+    copies = pieces(x.k.shape[2], tile)
+    heads = together(x.q.shape[2] // x.k.shape[1])
+    rows = (WARPGROUPS, ROWS)
+    free = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=s.stages)
+    return _Memory(
+        q=ring.tile((*rows, head_dim), x.q.dtype),
+        k=ring.tile((s.stages, tile, head_dim), x.k.dtype),
+        v=ring.tile((s.stages, tile, head_dim), x.v.dtype),
+        lost=lost.memory(s.stages, tile, head_dim),
+        out=ring.tile((*rows, head_dim), x.q.dtype) if head_dim <= _PART else None,
+        lse=plgpu.SMEM(rows, jnp.float32),
+        q_ready=plgpu.Barrier(num_arrivals=heads, num_barriers=WARPGROUPS),
+        k_ready=plgpu.Barrier(num_arrivals=copies, num_barriers=s.stages),
+        # Who looks through them arrives too, or in the place of all.
+        v_ready=plgpu.Barrier(num_arrivals=copies + 1, num_barriers=s.stages),
+        v_here=plgpu.Barrier(num_arrivals=copies),
+        q_free=plgpu.Barrier(num_barriers=WARPGROUPS),
+        k_free=free,
+        v_free=free,
+        turn=plgpu.Barrier(num_arrivals=WARPGROUPS),
+    )
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    tables: jax.Array,
+    lengths: jax.Array,
+    query_lengths: jax.Array,
+    factors: jax.Array,
+    *,
+    settings: Settings,
+) -> tuple[jax.Array, jax.Array]:
+    """Attends the newest tokens' queries to their sequences' pages.
+
+    Args:
+      q: ``[B, T, N, H]``, bfloat16 or float16; `T` a multiple of 8, `H` 64, 128 or 256.
+      k: ``[P, K, page_size, H]``, the queries' dtype; pages of 16, 32, 64 or 128 tokens.
+      v: the same, bfloat16 or float16.
+      tables: int32 ``[B, max_pages]``, all within the pool.
+      lengths: int32 ``[B]``, tokens held; negative for a sequence that cannot be read: its results
+        are NaN.
+      query_lengths: int32 ``[B]``, the real queries.
+      factors: float32 ``[2]``: what products are multiplied with, not negative, see `_weights`; and
+        the outputs.
+      settings: numerics and launch.
+
+    Returns:
+      ``[B, T, N, H]`` in the queries' dtype and the float32 log-sum-exp ``[B, T, N]``.
+    """
+    batch, tokens, heads, head_dim = q.shape
+    each = together(heads // k.shape[1])
+    total = count(q, k.shape[1])
+    places = total // (batch * (heads // each))
+    run = ring.launch(
+        functools.partial(_kernel, s=settings, total=total),
+        "turbojax_paged_prompt_hopper",
+        (
+            jax.ShapeDtypeStruct((batch, tokens, heads, head_dim), q.dtype),
+            jax.ShapeDtypeStruct((batch, heads // each, places * WARPGROUPS * ROWS), jnp.float32),
+        ),
+        total,
+        settings.programs,
+        approx_math=True,
+    )
+    out, lse = run(q, k, v, tables, lengths, query_lengths, factors)
+    # Rows are warpgroup by warpgroup, in each head by head.
+    lse = lse.reshape(batch, heads // each, places * WARPGROUPS, each, ROWS // each)
+    lse = lse.transpose(0, 2, 4, 1, 3).reshape(batch, -1, heads)
+    return out, lse[:, :tokens]
