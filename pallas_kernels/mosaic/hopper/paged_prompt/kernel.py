@@ -341,7 +341,8 @@ def _attend(
         if is_edge:
             position = work.token_of(me) + (work.begin - j * tile)
             first = jnp.zeros_like(position) if s.window is None else position - s.window
-            o = lost.spoil(o, y.lost.at[slot], first, position)
+            found = [y.lost[slot, i] for i in range(tile // lost.BITS)]
+            o = lost.spoil(o, found, first, position)
         plgpu.barrier_arrive(y.v_free.at[slot])
         return o, m_new, l, following
 
@@ -432,7 +433,7 @@ def _memory(x: Inputs, s: Settings) -> _Memory:
         q=ring.tile((*rows, head_dim), x.q.dtype),
         k=ring.tile((s.stages, tile, head_dim), x.k.dtype),
         v=ring.tile((s.stages, tile, head_dim), x.v.dtype),
-        lost=lost.memory(s.stages, tile, head_dim),
+        lost=lost.memory(s.stages),
         out=ring.tile((*rows, head_dim), x.q.dtype) if head_dim <= _PART else None,
         lse=plgpu.SMEM(rows, jnp.float32),
         q_ready=plgpu.Barrier(num_arrivals=heads, num_barriers=WARPGROUPS),

@@ -1,0 +1,77 @@
+"""Attention of many queries to pages on a CPU, by Pallas' own interpreter: see `interpreted_pooled`.
+
+    python tests/interpreted_prompt.py plain
+
+What the interpreter cannot run, code for single lanes, is replaced by what it computes: tiles of
+values are made finite by array operations.
+"""
+
+import os
+import sys
+
+os.environ["NPROC"] = "16"  # Threads of XLA's pool; before jax starts.
+
+import dataclasses
+
+import interpreted_pooled as interpreted
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic.hopper.paged_prompt import kernel, lost
+from paged_helpers import assert_matches_oracle, filled, normal
+from turbojax.ops.options import Options
+from turbojax.ops.paged_attention import mosaic_prompt
+
+
+def clean(values, found, count):
+    """`lost.clean` of arrays."""
+    x = values[...]
+    there = jnp.arange(x.shape[0])[:, None] < count
+    finite = jnp.abs(x.astype(jnp.float32)) < jnp.inf
+    bad = jnp.any(there & ~finite, axis=1)
+    values[...] = jnp.where(there & finite, x, jnp.zeros_like(x))
+    shift = jnp.arange(x.shape[0]) % lost.BITS
+    bits = jnp.left_shift(bad.astype(jnp.int32), shift).reshape(-1, lost.BITS).sum(1)
+    for i in range(bits.shape[0]):
+        found[i] = bits[i]
+
+
+def install():
+    interpreted.install()
+    kernel.accumulator = interpreted.Accumulator
+    lost.clean = clean
+    mosaic_prompt.multiprocessors = lambda: 2
+    kernel.attention = interpreted.interpreted(kernel.attention)
+
+
+# Lengths, KV heads, query heads and tokens, page size, options.
+CASES = {
+    "plain": ((150, 40), 1, 4, 37, 16, {}),
+    "window": ((300,), 1, 2, 70, 64, {"local_window_size": (100, 0), "logits_soft_cap": 3.0}),
+}
+
+
+def run(name):
+    lengths, kv_heads, heads, count, page_size, options = CASES[name]
+    cache, tables = filled("auto", lengths, kv_heads, 64, page_size, dtype=jnp.bfloat16)
+    query = normal(3, (len(lengths), count, heads, 64), jnp.bfloat16)
+
+    def call(query, cache, tables, lengths, *, return_residual, **given):
+        static = Options.complete(
+            64, scale=None, is_causal=True,
+            **{"local_window_size": None, "logits_soft_cap": None, **given},
+        )  # fmt: skip
+        counts = jnp.full(len(lengths), count, jnp.int32)
+        return mosaic_prompt.attend(
+            query, cache, jnp.asarray(tables), jnp.asarray(lengths), counts, options=static
+        )
+
+    units = (float(jnp.finfo(jnp.bfloat16).eps) / 2, 0.0)
+    assert_matches_oracle(query, cache, tables, lengths, units=units, call=call, **options)
+
+
+if __name__ == "__main__":
+    install()
+    run(sys.argv[1])
