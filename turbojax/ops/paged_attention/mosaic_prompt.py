@@ -1,23 +1,31 @@
-"""The kernel for many queries to pages on Hopper: what it takes, how it is launched."""
+"""The kernels for many queries to pages on Hopper: what they take, how they are launched."""
 
 import functools
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
+from turbojax import polar
 from turbojax._device import multiprocessors, needs_hopper
 from turbojax.ops import rows
 from turbojax.ops.options import Options
 from turbojax.state.pages import checks as page_checks
+from turbojax.state.pages.formats import Codes, Float8, Format
 from turbojax.state.pages.pool import PagedCache
 
+if TYPE_CHECKING:
+    from pallas_kernels.mosaic.hopper.paged_prompt import expand
+
 _HEAD_DIMS = (64, 128, 256)
-_KV_DTYPES = ("auto",)
+_KV_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2", "turbo4", "k8v4")
 # Copies move queries in multiples of eight.
 _COPY = 8
 _LOG2_E = 1.4426950408889634
 # Tiles of keys and values in shared memory: what fits.
 _STAGES = {64: 4, 128: 2, 256: 2}
+# Bytes that pages may take expanded; beyond, sequences are attended to one after the other.
+_MOST_EXPANDED = 2**30
 
 
 def unsupported(cache: PagedCache) -> str | None:
@@ -43,7 +51,8 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """`paged_attention` of many queries as one kernel.
 
-    Weights are rounded to the values' 16 bits before they multiply them.
+    Pages that are not in 16 bits are expanded before. Weights are rounded to the values' 16 bits
+    before they multiply them.
 
     Args:
       query: ``[B, T, N, H]``.
@@ -56,27 +65,99 @@ def attend(
     Returns:
       What `paged_attention` returns: sequences that cannot be read are NaN.
     """
+    ok = page_checks.readable(cache, block_tables, lengths)
+    arrays = (
+        query,
+        jnp.clip(block_tables, 0, cache.num_pages - 1),
+        jnp.where(ok, lengths, -1),
+        jnp.clip(query_lengths, 0, query.shape[1]),
+    )
+    run = functools.partial(_attend, cache=cache, options=options)
+    if _expanded_bytes(cache, block_tables) <= _MOST_EXPANDED:
+        return run(*arrays)
+    one = jax.tree.map(lambda x: x[:, None], arrays)
+    out, lse = jax.lax.map(lambda x: run(*x), one)
+    return out[:, 0], lse[:, 0]
+
+
+def _expanded_bytes(cache: PagedCache, block_tables: jax.Array) -> int:
+    """Of both sides of what tables may name, in 16 bits; 0 if they are read where they are."""
+    if cache.kv_dtype == "auto":
+        return 0
+    return block_tables.size * cache.page_size * cache.num_kv_heads * cache.head_dim * 4
+
+
+def _attend(
+    query: jax.Array,
+    block_tables: jax.Array,
+    lengths: jax.Array,
+    query_lengths: jax.Array,
+    *,
+    cache: PagedCache,
+    options: Options,
+) -> tuple[jax.Array, jax.Array]:
+    """`attend` with tables within the pool; a negative length is that of what cannot be read."""
     from pallas_kernels.mosaic.hopper.paged_prompt import kernel
 
     tokens = query.shape[1]
+    window = None if options.window is None else options.window[0]
     settings = kernel.Settings(
-        window=None if options.window is None else options.window[0],
+        window=window,
         soft_cap=options.logits_soft_cap,
         stages=_STAGES[cache.head_dim],
         programs=multiprocessors(),
     )
-    ok = page_checks.readable(cache, block_tables, lengths)
+    keys, values = cache.key, cache.value
+    if cache.kv_dtype != "auto":
+        starts = jnp.zeros_like(lengths) if window is None else lengths - query_lengths - window
+        keys, values, block_tables = _expand(cache, block_tables, lengths, starts)
+    factors = [_score_factor(options) * _scale_of(cache.key_scale), _scale_of(cache.value_scale)]
     out, lse = kernel.attention(
         rows.pad_axis(_signed(query, options.scale), 1, -(-tokens // _COPY) * _COPY),
-        cache.key,
-        cache.value,
-        jnp.clip(block_tables, 0, cache.num_pages - 1),
-        jnp.where(ok, lengths, -1),
-        jnp.clip(query_lengths, 0, tokens),
-        jnp.stack([_score_factor(options), jnp.float32(1)]),
+        keys,
+        values,
+        block_tables,
+        lengths,
+        query_lengths,
+        jnp.stack(factors),
         settings=settings,
     )
     return out[:, :tokens], lse[:, :tokens]
+
+
+def _scale_of(x: jax.Array | None) -> jax.Array:
+    return jnp.float32(1) if x is None else x
+
+
+def _expand(
+    cache: PagedCache, block_tables: jax.Array, lengths: jax.Array, starts: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Keys and values in the queries' 16 bits, and their tables."""
+    from pallas_kernels.mosaic.hopper.paged_prompt import expand
+
+    codecs = tuple(_codec(side, cache.head_dim) for side in cache.formats)
+    return expand.expand(
+        cache.key,
+        cache.value,
+        (cache.key_norm, cache.value_norm),
+        cache.rotation.signs if cache.formats.is_rotated else None,
+        block_tables,
+        lengths,
+        starts,
+        head_dim=cache.head_dim,
+        settings=expand.Settings(codecs, cache.dtype.name),
+    )
+
+
+def _codec(stored: Format, head_dim: int) -> "expand.Codec":
+    from pallas_kernels.mosaic.hopper.paged_prompt import expand
+
+    if isinstance(stored, Codes):
+        table, middle, step = polar.integer_centroids(stored.bits)
+        # Of a centroid's unit, and of the rotation, one over the root of the channels each.
+        return expand.Codec(tuple(table), middle, step / head_dim)
+    assert isinstance(stored, Float8)
+    return expand.Codec(is_e5m2=stored.name == "float8_e5m2")
 
 
 def _signed(query: jax.Array, scale: float) -> jax.Array:
