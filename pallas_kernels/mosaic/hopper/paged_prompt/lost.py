@@ -71,7 +71,7 @@ def _clean(
     with lane.when(thread < _WORDS):
         found.at(thread * 4).store(zero)
     mgpu.utils.warpgroup_barrier()
-    is_lost = lane.tree(warps.words(_WARPS), Int.maximum) >= _INFINITY[dtype]
+    is_lost = lane.tree(warps.words(_WARPS), lambda a, b: a.maximum(b)) >= _INFINITY[dtype]
     with lane.when(is_lost):
         for at, row in _chunks(values, thread, tile, head_dim):
             top = _largest(at)

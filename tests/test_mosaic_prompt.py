@@ -1,0 +1,235 @@
+"""Many queries to pages on Hopper, on a CPU: refusals, lowering, expansion of pages, spans.
+
+Code for single lanes runs on arrays of 32 lanes (`oracles.warp`); the attention itself runs in
+Pallas' interpreter where that is (`test_mosaic_interpreted.py`), and on a GPU
+(`test_gpu_paged_prompts.py`).
+"""
+
+import contextlib
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from grids import pairwise
+from kernel_helpers import lower_for_cuda
+from oracles import warp
+from paged_helpers import filled
+from test_mosaic_paged import specification
+
+from pallas_kernels.mosaic.hopper.paged_prompt import expand, kernel, lost
+from turbojax import _device
+from turbojax.ops.options import Options
+from turbojax.ops.paged_attention import mosaic_gpu, mosaic_prompt
+from turbojax.state.pages.pool import gather
+
+KINDS = ("auto", "turbo4", "fp8_e4m3", "fp8_e5m2", "k8v4")
+
+
+# What is refused, and that the rest lowers --------------------------------------------------------
+
+
+def lower(kind, *, window=None, logits_soft_cap=None, scale=0.1, **shape):
+    attend = functools.partial(
+        mosaic_gpu.attend, options=Options(True, window, scale=scale, logits_soft_cap=logits_soft_cap)
+    )
+    return lower_for_cuda(jax.jit(attend), *specification(kind, **shape))
+
+
+LOWERED = pairwise(
+    queries=[(8, 200), (2, 80), (6, 33), (32, 16)],
+    page_size=[64, 16, 32, 128],
+    kind=KINDS,
+    head_dim=[128, 64, 256],
+    dtype=[jnp.bfloat16, jnp.float16],
+    options=[{}, {"window": (300, 0), "logits_soft_cap": 30.0}, {"scale": -1.0}],
+)
+
+
+@pytest.mark.quick(first=3)
+@pytest.mark.parametrize(
+    ("queries", "page_size", "kind", "head_dim", "dtype", "options"), LOWERED
+)
+def test_it_lowers(queries, page_size, kind, head_dim, dtype, options):
+    heads, tokens = queries
+    options = {**options, "page_size": page_size, "head_dim": head_dim, "dtype": dtype}
+    text = lower(kind, heads=heads, tokens=tokens, **options)
+    assert "turbojax_paged_prompt_hopper" in text
+    assert ("turbojax_paged_expand_hopper" in text) == (kind != "auto")
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "words"),
+    [
+        ("turbo_k4v2", {}, "kv_dtype='turbo_k4v2' must be one of"),
+        ("auto", {"head_dim": 96}, "head_dim=96 must be one of (64, 128, 256)"),
+        ("turbo4", {"dtype": jnp.float32}, "dtype=float32 must be bfloat16 or float16"),
+    ],
+)
+def test_refusals_name_value_and_requirement(monkeypatch, kind, shape, words):
+    monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
+    query, cache, tables, *_ = specification(kind, tokens=17, **shape)
+    given = {"query": query, "block_tables": tables, "options": Options(True, scale=1.0)}
+    assert mosaic_gpu.unsupported(cache=cache, **given).startswith(words)
+
+
+# Which keys a tile of queries sees -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [None, 0, 5, 130, 400])
+def test_spans_hold_all_that_is_seen_and_whole_tiles_alone_inside(window):
+    tile = 128
+    for first, last in [(0, 31), (100, 131), (127, 254), (128, 159), (-40, 10), (500, 640), (3, -1)]:
+        found = [int(x) for x in kernel.span(jnp.int32(first), jnp.int32(last), tile, window)]
+        begin, inner, outer, end = found
+        assert 0 <= begin <= inner <= outer <= end
+        for j in range(8):
+            keys = np.arange(j * tile, (j + 1) * tile)[None]
+            query = np.arange(first, last + 1)[:, None]
+            seen = keys <= query
+            if window is not None:
+                seen &= keys >= query - window
+            assert begin <= j < end or not seen.any()
+            assert not inner <= j < outer or seen.all()
+
+
+# Values that are not finite ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_tile_is_made_finite(lanes, dtype, head_dim):
+    """By four warps in turn, of which each sees what the others found."""
+    tile, count = kernel.tile_tokens(head_dim), 53
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(tile, head_dim)).astype(kind)
+    x[7, 3], x[40, head_dim - 1], x[60] = np.nan, -np.inf, np.nan
+    stored = x.view(np.uint16).reshape(tile // 8, 8, head_dim // 64, 8, 8).swapaxes(1, 2)
+    stored = np.take_along_axis(stored, swizzle()[None, None, :, :, None], 3)
+    memory = np.ascontiguousarray(stored).view(np.uint8).ravel()
+    found = np.zeros(32, np.uint8)
+    arguments = Memory(memory), Memory(found), warp.integer(count), tile, head_dim, dtype
+    lanes(lambda: lost._clean(*arguments), stop=True)
+    got = memory.view(np.uint16).reshape(tile // 8, head_dim // 64, 8, 8, 8)
+    got = np.take_along_axis(got, swizzle()[None, None, :, :, None], 3).swapaxes(1, 2)
+    got = got.reshape(tile, head_dim).view(kind)
+    assert found.view(np.uint32)[:4].tolist() == [1 << 7, 1 << 8, 0, 0]
+    assert not got[count:].any()
+    untouched = np.ones((tile, head_dim), bool)
+    untouched[7, 0:8] = untouched[40, -8:] = untouched[count:] = False
+    np.testing.assert_array_equal(got[untouched], x[untouched])
+    assert not got[~untouched].any()
+
+
+def swizzle():
+    """Which piece of 16 bytes of a row is where: ``[8, 8]``."""
+    return np.arange(8)[:, None] ^ np.arange(8)[None]
+
+
+# Expansion of pages --------------------------------------------------------------------------------
+
+
+class Memory(warp.Pointer):
+    def at(self, *offsets):
+        return Memory(self.memory, super().at(*offsets).offset)
+
+    def times(self, index, size):
+        return Memory(self.memory, super().times(index, size).offset)
+
+    def half(self):
+        index = self.offset[:, None] + np.arange(2)
+        words = np.ascontiguousarray(self.memory[index]).view(np.uint16)
+        return warp.Int(words[:, 0])
+
+
+class Half(warp.half):
+    @staticmethod
+    def pack(low, high, dtype="float16"):
+        pair = np.stack([low.value, high.value], 1)
+        with np.errstate(all="ignore"):
+            pair = pair.astype(getattr(ml_dtypes, dtype, dtype))
+        return warp.Int(pair.view(np.uint32)[:, 0])
+
+
+class _AtBarrierError(Exception):
+    pass
+
+
+@pytest.fixture
+def lanes(monkeypatch):
+    """Runs code for lanes as the four warps of a warpgroup, one after the other.
+
+    First up to the barrier, if there is one, so that what they tell each other is there.
+    """
+    thread, stops = [0], [False]
+
+    def special(name):
+        assert name == "tid.x"
+        return warp.Int(warp.LANES + 32 * thread[0])
+
+    def join_bits(target, bits):
+        words = target.memory.view(np.uint32)
+        active = warp._ACTIVE[-1]
+        np.bitwise_or.at(words, target.offset[active] // 4, bits.value[active])
+
+    monkeypatch.setattr(warp, "special", special, raising=False)
+    monkeypatch.setattr(warp, "join_bits", join_bits, raising=False)
+    monkeypatch.setattr(warp, "half", Half)
+    for module in (expand, lost):
+        monkeypatch.setattr(module, "lane", warp)
+
+    def barrier():
+        if stops[0]:
+            raise _AtBarrierError
+
+    monkeypatch.setattr(lost.mgpu.utils, "warpgroup_barrier", barrier)
+
+    def run(f, stop=False):
+        for stops[0] in (True, False) if stop else (False,):
+            for thread[0] in range(4):
+                with contextlib.suppress(_AtBarrierError):
+                    f()
+
+    return run
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(("kind", "head_dim"), pairwise(kind=KINDS[1:], head_dim=[128, 64, 256]))
+def test_expanded_pages_are_what_they_stand_for(lanes, kind, head_dim, dtype):
+    """Rounded once from float32, but for the order of a few roundings before."""
+    length, page_size, kv_heads = 150, 32, 2
+    cache, tables = filled(kind, (5, length), kv_heads, head_dim, page_size, dtype=dtype)
+    codecs = tuple(mosaic_prompt._codec(side, head_dim) for side in cache.formats)
+    s = expand.Settings(codecs, jnp.dtype(dtype).name)
+    tiles = -(-tables.shape[1] * page_size // expand.TILE)
+    shape = (kv_heads, page_size, head_dim, tables.shape[1], tiles)
+    kind_of = np.dtype(jnp.dtype(dtype))
+    out = [np.zeros((2 * tiles, kv_heads, expand.TILE, head_dim), kind_of) for _ in range(2)]
+    given = [np.asarray(tables), np.asarray([5, length], np.int32), np.zeros(2, np.int32)]
+    if cache.formats.is_rotated:
+        given.append(np.asarray(cache.rotation.signs))
+    sides = (cache.key, cache.key_norm, cache.value, cache.value_norm)
+    given += [np.asarray(x) for x in sides if x is not None]
+    arrays = [Memory(np.ascontiguousarray(x).reshape(-1).view(np.uint8)) for x in [*given, *out]]
+    for tile in range(tiles):
+        ids = [warp.integer(x) for x in (tile, 1, 1)]
+        lanes(lambda ids=ids: expand._body(arrays, ids, shape=shape, s=s))
+    unit = dataclasses.replace(
+        cache,
+        **{
+            name: jnp.ones_like(scale)
+            for name in ("key_scale", "value_scale")
+            if (scale := getattr(cache, name)) is not None
+        },
+    )
+    want = gather(unit, tables[1:], jnp.asarray([length]), dtype=jnp.float32)
+    for got, side in zip(out, want, strict=True):
+        rows = got[tiles:, 1].reshape(-1, head_dim)[:length].astype(np.float64)
+        exact = np.asarray(side, np.float64)[0, :length, 1]
+        bound = float(jnp.finfo(dtype).eps) / 2 * np.abs(exact) + 2.0**-20 * np.abs(exact).max()
+        assert (np.abs(rows - exact) <= bound).all()
+        assert not got[:tiles].any()
