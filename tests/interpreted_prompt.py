@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic.hopper.paged_prompt import kernel, lost
+from pallas_kernels.mosaic.hopper.paged_prompt import kernel, lost, products
 from paged_helpers import assert_matches_oracle, filled, normal
 from turbojax.ops.options import Options
 from turbojax.ops.paged_attention import mosaic_prompt
@@ -40,7 +40,7 @@ def clean(values, found, count):
 
 def install():
     interpreted.install()
-    kernel.accumulator = interpreted.Accumulator
+    products.accumulator = interpreted.Accumulator
     lost.clean = clean
     mosaic_prompt.multiprocessors = lambda: 2
     kernel.attention = interpreted.interpreted(kernel.attention)

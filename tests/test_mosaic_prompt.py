@@ -5,9 +5,11 @@ Pallas' interpreter where that is (`test_mosaic_interpreted.py`), and on a GPU
 (`test_gpu_paged_prompts.py`).
 """
 
-import contextlib
 import dataclasses
 import functools
+import threading
+import types
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,7 @@ from oracles import warp
 from paged_helpers import filled
 from test_mosaic_paged import specification
 
-from pallas_kernels.mosaic.hopper.paged_prompt import expand, kernel, lost
+from pallas_kernels.mosaic.hopper.paged_prompt import expand, kernel, lost, products, turn
 from turbojax import _device
 from turbojax.ops.options import Options
 from turbojax.ops.paged_attention import mosaic_gpu, mosaic_prompt
@@ -58,7 +60,9 @@ def test_it_lowers(queries, page_size, kind, head_dim, dtype, options):
     options = {**options, "page_size": page_size, "head_dim": head_dim, "dtype": dtype}
     text = lower(kind, heads=heads, tokens=tokens, **options)
     assert "turbojax_paged_prompt_hopper" in text
-    assert ("turbojax_paged_expand_hopper" in text) == (kind != "auto")
+    is_e4m3 = kind == "fp8_e4m3" and head_dim <= 128
+    assert ("turbojax_paged_expand_hopper" in text) == (kind != "auto" and not is_e4m3)
+    assert ("turbojax_paged_turn_hopper" in text) == is_e4m3
 
 
 @pytest.mark.parametrize(
@@ -113,7 +117,7 @@ def test_a_tile_is_made_finite(lanes, dtype, head_dim):
     memory = np.ascontiguousarray(stored).view(np.uint8).ravel()
     found = np.zeros(32, np.uint8)
     arguments = Memory(memory), Memory(found), warp.integer(count), tile, head_dim, dtype
-    lanes(lambda: lost._clean(*arguments), stop=True)
+    lanes(lambda: lost._clean(*arguments))
     got = memory.view(np.uint16).reshape(tile // 8, head_dim // 64, 8, 8, 8)
     got = np.take_along_axis(got, swizzle()[None, None, :, :, None], 3).swapaxes(1, 2)
     got = got.reshape(tile, head_dim).view(kind)
@@ -155,44 +159,61 @@ class Half(warp.half):
         return warp.Int(pair.view(np.uint32)[:, 0])
 
 
-class _AtBarrierError(Exception):
-    pass
+class _Own(threading.local):
+    """Of a warp: its number, and the lanes that run."""
+
+    def __init__(self):
+        self.number, self.active = 0, [np.ones(32, bool)]
+
+
+class _Active:
+    """Stands in for `warp._ACTIVE`, one for each thread."""
+
+    def __init__(self, own):
+        self.own = own
+
+    def __getitem__(self, i):
+        return self.own.active[i]
+
+    def append(self, x):
+        self.own.active.append(x)
+
+    def pop(self):
+        return self.own.active.pop()
 
 
 @pytest.fixture
 def lanes(monkeypatch):
-    """Runs code for lanes as the four warps of a warpgroup, one after the other.
-
-    First up to the barrier, if there is one, so that what they tell each other is there.
-    """
-    thread, stops = [0], [False]
+    """Runs code for lanes as the four warps of a warpgroup, each a thread."""
+    own, barrier = _Own(), threading.Barrier(4)
 
     def special(name):
         assert name == "tid.x"
-        return warp.Int(warp.LANES + 32 * thread[0])
+        return warp.Int(warp.LANES + 32 * own.number)
 
     def join_bits(target, bits):
-        words = target.memory.view(np.uint32)
-        active = warp._ACTIVE[-1]
+        words, active = target.memory.view(np.uint32), own.active[-1]
         np.bitwise_or.at(words, target.offset[active] // 4, bits.value[active])
 
+    monkeypatch.setattr(warp, "_ACTIVE", _Active(own))
     monkeypatch.setattr(warp, "special", special, raising=False)
     monkeypatch.setattr(warp, "join_bits", join_bits, raising=False)
     monkeypatch.setattr(warp, "half", Half)
-    for module in (expand, lost):
+    for module in (expand, lost, products, turn):
         monkeypatch.setattr(module, "lane", warp)
+    monkeypatch.setattr(lost.mgpu.utils, "warpgroup_barrier", barrier.wait)
 
-    def barrier():
-        if stops[0]:
-            raise _AtBarrierError
+    def run(f):
+        def one(number):
+            own.number = number
+            try:
+                f()
+            except BaseException:
+                barrier.abort()
+                raise
 
-    monkeypatch.setattr(lost.mgpu.utils, "warpgroup_barrier", barrier)
-
-    def run(f, stop=False):
-        for stops[0] in (True, False) if stop else (False,):
-            for thread[0] in range(4):
-                with contextlib.suppress(_AtBarrierError):
-                    f()
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(one, range(4)))
 
     return run
 
@@ -233,3 +254,86 @@ def test_expanded_pages_are_what_they_stand_for(lanes, kind, head_dim, dtype):
         bound = float(jnp.finfo(dtype).eps) / 2 * np.abs(exact) + 2.0**-20 * np.abs(exact).max()
         assert (np.abs(rows - exact) <= bound).all()
         assert not got[:tiles].any()
+
+
+# e4m3 ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("page_size", [16, 128])
+def test_values_are_turned_and_what_is_lost_is_told(lanes, head_dim, page_size):
+    length, kv_heads, max_pages = 150, 2, 200 // page_size + 1
+    rng = np.random.default_rng(0)
+    shape = (max_pages + 3, kv_heads, page_size, head_dim)
+    value = rng.normal(size=shape).astype(ml_dtypes.float8_e4m3fn)
+    tables = rng.permutation(max_pages + 3)[None, :max_pages].astype(np.int32)
+    tokens = value[tables[0], 1].reshape(-1, head_dim)
+    lost_tokens = (3, 37, 149)
+    for token in (*lost_tokens, 155):
+        page, slot = tables[0, token // page_size], token % page_size
+        value[page, 1, slot, token % head_dim] = np.nan
+    tiles = -(-max_pages * page_size // turn.TILE)
+    out = np.zeros((tiles, kv_heads, head_dim, turn.TILE), value.dtype)
+    told = np.full((tiles, kv_heads, 4), -1, np.int32)
+    # Lanes that have nothing to do load, too, where they are emulated.
+    shared = np.zeros(4 * (head_dim * turn._STRIDE + 128), np.uint8)
+    given = [tables, np.asarray([length], np.int32), np.zeros(1, np.int32), value, out, told]
+    arrays = [Memory(np.ascontiguousarray(x).reshape(-1).view(np.uint8)) for x in given]
+    sizes = (kv_heads, page_size, head_dim, max_pages, tiles)
+    for tile in range(tiles):
+        ids = [warp.integer(x) for x in (tile, 1, 0)]
+        lanes(lambda ids=ids: turn._body([*arrays, Memory(shared)], ids, shape=sizes))
+    place = np.arange(16)
+    token_at = np.where(place % 4 < 2, 2 * (place // 4) + place % 4, 6 + 2 * (place // 4) + place % 4)
+    got = out[:2, 1].astype(np.float32).reshape(2, head_dim, 8, 16)
+    natural = np.zeros_like(got)
+    natural[..., token_at] = got
+    natural = natural.transpose(0, 2, 3, 1).reshape(-1, head_dim)
+    want = np.zeros((256, head_dim), np.float32)
+    want[:length] = tokens[:length]
+    for token in lost_tokens:
+        want[token, token % head_dim] = 0
+    np.testing.assert_array_equal(natural, want)
+    bits = np.unpackbits(told[:, 1].reshape(-1).view(np.uint8), bitorder="little")
+    assert np.flatnonzero(bits).tolist() == list(lost_tokens)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_queries_are_quantized_row_by_row(lanes, head_dim, dtype):
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    rng = np.random.default_rng(0)
+    x = (rng.normal(size=(64, head_dim)) * np.geomspace(1e-3, 1e3, 64)[:, None]).astype(kind)
+    x[9], x[10, 4], x[11, 5] = 0, np.nan, np.inf
+    stored = x.view(np.uint16).reshape(8, 8, head_dim // 64, 8, 8).swapaxes(1, 2)
+    stored = np.take_along_axis(stored, swizzle()[None, None, :, :, None], 3)
+    memory = Memory(np.ascontiguousarray(stored).view(np.uint8).ravel())
+    codes, scales = np.zeros((64, head_dim), np.float32), np.zeros(64, np.float32)
+
+    def row_and_place():
+        thread = warp.special("tid.x")
+        return ((thread >> 5) & 3) * 16 + ((thread >> 2) & 7), thread & 3
+
+    def f():
+        row, t = row_and_place()
+        for half, words in enumerate(products._row_words(memory, head_dim)):
+            found, scale = products.quantized_row(words, dtype)
+            rows = row.value + 8 * half
+            scales[rows] = scale.value
+            for i, word in enumerate(found):
+                for b in range(4):
+                    code = word.value[:, None].view(ml_dtypes.float8_e4m3fn)[:, b]
+                    codes[rows, 16 * i + 4 * t.value + b] = code.astype(np.float32)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(products, "fragments", types.SimpleNamespace(row_and_place=row_and_place))
+        lanes(f)
+    bad = np.zeros(64, bool)
+    bad[10:12] = True
+    assert np.isnan(scales[bad]).all()
+    assert np.isfinite(scales[~bad]).all()
+    exact = x.astype(np.float64)[~bad]
+    got = codes[~bad].astype(np.float64) * scales[~bad, None]
+    largest = np.abs(exact).max(1, keepdims=True)
+    assert (np.abs(got - exact) <= 2.0**-4 * np.abs(exact) + 2.0**-9 * largest / 448).all()
+    assert np.abs(codes[~bad]).max() == 448

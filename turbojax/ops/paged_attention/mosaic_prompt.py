@@ -21,6 +21,7 @@ _HEAD_DIMS = (64, 128, 256)
 _KV_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2", "turbo4", "k8v4")
 # Copies move queries in multiples of eight.
 _COPY = 8
+_MOST_E4M3_CHANNELS = 128
 _LOG2_E = 1.4426950408889634
 # Tiles of keys and values in shared memory: what fits.
 _STAGES = {64: 4, 128: 2, 256: 2}
@@ -80,11 +81,17 @@ def attend(
     return out[:, 0], lse[:, 0]
 
 
+def _is_multiplied_in_8_bits(cache: PagedCache) -> bool:
+    """Whether keys are, as they are stored, and values; with 256 channels sums take too much."""
+    return cache.kv_dtype == "fp8_e4m3" and cache.head_dim <= _MOST_E4M3_CHANNELS
+
+
 def _expanded_bytes(cache: PagedCache, block_tables: jax.Array) -> int:
-    """Of both sides of what tables may name, in 16 bits; 0 if they are read where they are."""
+    """Of what is made of the pages that tables may name: both sides in 16 bits, or e4m3 values."""
     if cache.kv_dtype == "auto":
         return 0
-    return block_tables.size * cache.page_size * cache.num_kv_heads * cache.head_dim * 4
+    each = 1 if _is_multiplied_in_8_bits(cache) else 4
+    return block_tables.size * cache.page_size * cache.num_kv_heads * cache.head_dim * each
 
 
 def _attend(
@@ -97,7 +104,7 @@ def _attend(
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
     """`attend` with tables within the pool; a negative length is that of what cannot be read."""
-    from pallas_kernels.mosaic.hopper.paged_prompt import kernel
+    from pallas_kernels.mosaic.hopper.paged_prompt import kernel, turn
 
     tokens = query.shape[1]
     window = None if options.window is None else options.window[0]
@@ -107,9 +114,11 @@ def _attend(
         stages=_STAGES[cache.head_dim],
         programs=multiprocessors(),
     )
-    keys, values = cache.key, cache.value
-    if cache.kv_dtype != "auto":
-        starts = jnp.zeros_like(lengths) if window is None else lengths - query_lengths - window
+    keys, values, lost = cache.key, cache.value, None
+    starts = jnp.zeros_like(lengths) if window is None else lengths - query_lengths - window
+    if _is_multiplied_in_8_bits(cache):
+        values, lost = turn.turn(values, block_tables, lengths, starts)
+    elif cache.kv_dtype != "auto":
         keys, values, block_tables = _expand(cache, block_tables, lengths, starts)
     factors = [_score_factor(options) * _scale_of(cache.key_scale), _scale_of(cache.value_scale)]
     out, lse = kernel.attention(
@@ -120,6 +129,7 @@ def _attend(
         lengths,
         query_lengths,
         jnp.stack(factors),
+        lost,
         settings=settings,
     )
     return out[:, :tokens], lse[:, :tokens]

@@ -1,4 +1,4 @@
-"""Attention of many queries to pages of 16-bit keys and values, for Hopper.
+"""Attention of many queries to pages of 16-bit keys and values, or of e4m3, for Hopper.
 
 Roofline, for one sequence, 32 query heads, 8 KV heads, head dim 128, H200:
   - a prompt of 8,192 tokens: 2 * 32 * 8192**2 * 128 = 0.55 T operations, at the 989 T/s of the
@@ -6,7 +6,12 @@ Roofline, for one sequence, 32 query heads, 8 KV heads, head dim 128, H200:
   - a chunk of 1,024 tokens after 31,744 others: 4 * 32 * 1024 * 32256 * 128 = 0.54 T operations;
     keys and values are 134 MB, 31 us at 4.3 TB/s, if all tiles of queries read them from the cache
     at about the same time.
-Arithmetic is the floor. Target: 0.9 of cuDNN's dense causal attention on bfloat16, 585 T/s.
+  - in e4m3 half the time for operations. Values must have the tokens of a channel side by side,
+    which pages have not: `turn` makes such tiles of them before, once a call, in 4 % of the time of
+    1,024 queries. (Converted to 16 bits they could be multiplied as they are: 0.75 of the time in
+    16 bits, not 0.5.)
+Arithmetic is the floor. Target: 0.9 of cuDNN's dense causal attention on bfloat16, 585 T/s, in e4m3
+1.2, 780 T/s.
 
 A program takes tiles of 128 query rows of one KV head in turn: up to eight heads of its group, as
 many as a power of two divides it by, with 16 to 128 tokens side by side, so that a tile of keys is
@@ -31,11 +36,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.layouts import LOG2_E, Ref
 from pallas_kernels.mosaic import ring
 from pallas_kernels.mosaic.hopper.paged_prompt import lost
+from pallas_kernels.mosaic.hopper.paged_prompt.products import Eight, Sixteen, along
 from pallas_kernels.mosaic.ring import COLUMN, ROW, ROWS, WARPGROUPS
 
 _MATRIX = plgpu.Layout.WGMMA
-# jax's types do not export it.
-accumulator: Any = vars(plgpu)["ACC"]
 # Heads of a group that share a tile: each has at least eight tokens of a warpgroup's.
 _MOST_TOGETHER = 8
 # Channels up to which a tile has 128 tokens.
@@ -81,6 +85,13 @@ class Inputs(NamedTuple):
     lengths: Ref
     query_lengths: Ref
     factors: Ref
+    lost: Ref | None = None
+    has_lost: Ref | None = None
+
+    @property
+    def is_turned(self) -> bool:
+        """Whether values are tiles whose tokens lie side by side, of e4m3."""
+        return self.lost is not None
 
 
 class _Memory(NamedTuple):
@@ -160,6 +171,17 @@ class Work:
         last = jnp.minimum(self.first + self.tokens, self.real) - 1
         last = jnp.where(self.first < self.real, self.begin + last, -1)
         self.tiles = span(self.begin + self.first, last, tile_tokens(x.q.shape[3]), s.window)
+        if x.has_lost is not None:
+            # Wherever values were lost, who sees them must be told.
+            is_whole = x.has_lost[self.b, self.h] == 0
+            begin, inner, outer, end = self.tiles
+            inner, outer = (jnp.where(is_whole, at, begin) for at in (inner, outer))
+            self.tiles = Span(begin, inner, outer, end)
+
+    def turned(self, j: jax.Array, x: Inputs) -> jax.Array:
+        """The number of its sequence's tile `j` among turned ones."""
+        per_sequence = x.v.shape[0] // x.q.shape[0]
+        return self.b * per_sequence + j
 
     def token_of(self, me: jax.Array) -> jax.Array:
         """The tokens of a warpgroup's rows, int32 ``[64]``."""
@@ -175,17 +197,8 @@ def count(q: jax.Array, kv_heads: int) -> int:
     return batch * (heads // each) * pl.cdiv(tokens, WARPGROUPS * ROWS // each)
 
 
-def _along(x: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
-    """``x[..]`` repeated over the other axis of a matrix."""
-    return lax.broadcast_in_dim(x, shape, (axis,))
-
-
 def _full(x: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
     return plgpu.layout_cast(jnp.full(shape, x, jnp.float32), layout)
-
-
-def _transposed(ref: Ref) -> Ref:
-    return ref.transpose((1, 0)) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, (1, 0))
 
 
 # What copies ----------------------------------------------------------------------------------------
@@ -235,6 +248,18 @@ def _copy_keys(work: Work, slot: jax.Array, x: Inputs, y: _Memory, s: Settings) 
     tile = y.k.shape[1]
     arrivals = pieces(x.k.shape[2], tile) + 1
 
+    def turned(j: jax.Array, slot: jax.Array) -> jax.Array:
+        pages = _pages(work, j, x, tile)
+        plgpu.barrier_wait(y.k_free.at[slot])
+        _copy_tile(pages, work, j, x.k, y.k.at[slot], y.k_ready.at[slot])
+        plgpu.barrier_wait(y.v_free.at[slot])
+        source = x.v.at[work.turned(j, x), work.h]
+        plgpu.copy_gmem_to_smem(source, y.v.at[slot], y.v_ready.at[slot])
+        return ring.next_slot(slot, s.stages)
+
+    if x.is_turned:
+        return lax.fori_loop(work.tiles.begin, work.tiles.end, turned, slot)
+
     def step(j: jax.Array, slot: jax.Array, is_edge: bool) -> jax.Array:
         pages = _pages(work, j, x, tile)
         plgpu.barrier_wait(y.k_free.at[slot])
@@ -269,32 +294,50 @@ def _over_tiles(tiles: Span, step: Any, carry: Any, s: Settings) -> Any:
 
 
 def _weights(
-    x: jax.Array, m: jax.Array, seen: jax.Array | None, factor: jax.Array, s: Settings
+    x: jax.Array,
+    m: jax.Array,
+    seen: jax.Array | None,
+    factor: jax.Array,
+    extra: float,
+    s: Settings,
 ) -> tuple[jax.Array, ...]:
-    """Of the products `x`: relative weights, the maxima, and what they are relative to.
+    """Of the products `x`: relative weights, the maxima, and what the former sums are multiplied by.
 
-    Scores are in powers of two: `factor` takes products there, or with a cap to the argument of
-    ``1 - 2 / (2**x + 1)``, the hyperbolic tangent.
+    Scores are in powers of two: `factor` (of all, or of each row) takes products there, or with a
+    cap to the argument of ``1 - 2 / (2**x + 1)``, the hyperbolic tangent. Weights are ``2**extra``
+    at most.
     """
+
+    def scaled(x: jax.Array) -> jax.Array:
+        return x * (along(factor, x.shape, 0) if factor.ndim and x.ndim > 1 else factor)
+
     if s.soft_cap is not None:
         # Absolute errors are what counts: they are multiplied by the cap.
-        t = 1.0 - 2.0 / (jnp.exp2(x * factor) + 1.0)
-        x, factor = t * (s.soft_cap * LOG2_E), jnp.float32(1.0)
+        x = (1.0 - 2.0 / (jnp.exp2(scaled(x)) + 1.0)) * (s.soft_cap * LOG2_E)
+        factor = jnp.float32(1.0)
     if seen is not None:
         x = jnp.where(seen, x, -jnp.inf)
-    top = jnp.maximum(m, jnp.max(x, axis=1) * factor)
+    top = jnp.maximum(m, scaled(jnp.max(x, axis=1)))
     # 0 in rows where nothing was visible yet.
     shift = jnp.where(top == -jnp.inf, 0.0, top)
-    return jnp.exp2(x * factor - _along(shift, x.shape, 0)), top, shift
+    alpha = jnp.exp2(m - shift)
+    return jnp.exp2(scaled(x) - along(shift - extra, x.shape, 0)), top, alpha
 
 
 def _attend(
     slot: jax.Array, work: Work, me: jax.Array, x: Inputs, y: _Memory, s: Settings
 ) -> tuple[jax.Array, ...]:
-    """A warpgroup's rows over all tiles: unnormalized output, maxima, sums, the slot after."""
+    """A warpgroup's rows over all tiles.
+
+    Returns:
+      unnormalized outputs, maxima, sums, the power of two that is in both, and the slot after.
+    """
     tile, head_dim = y.k.shape[1:]
     shape, end = (ROWS, tile), work.tiles.end
+    products = Eight.of(y.q.at[me], y.k, y.v) if x.is_turned else Sixteen(y.q.at[me], y.k, y.v)
     factor = x.factors[0]
+    if products.query_factor is not None:
+        factor = products.query_factor * factor
 
     def turns() -> None:
         plgpu.barrier_arrive(y.turn)
@@ -305,46 +348,43 @@ def _attend(
         def _() -> None:
             plgpu.barrier_wait(y.k_ready.at[slot])
 
+    def seen_of(j: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """The last token of tile `j` that each row sees, and the first one."""
+        last = work.token_of(me) + (work.begin - j * tile)
+        return last, None if s.window is None else last - s.window
+
+    def lost_of(j: jax.Array, slot: jax.Array) -> list[jax.Array]:
+        words = range(tile // lost.BITS)
+        if x.lost is None:
+            return [y.lost[slot, i] for i in words]
+        return [x.lost[work.turned(j, x), work.h, i] for i in words]
+
     def step(j: jax.Array, carry: tuple[jax.Array, ...], is_edge: bool) -> tuple[jax.Array, ...]:
         o, m, l, slot = carry
         following = ring.next_slot(slot, s.stages)
-
-        def scores(out: Ref) -> jax.Array:
-            plgpu.wgmma(out, y.q.at[me], _transposed(y.k.at[slot]))
-            turns()
-            return out[...]
-
-        products = pl.run_scoped(scores, accumulator(shape, jnp.float32))
+        found = products.scores(slot, turns)
         plgpu.barrier_arrive(y.k_free.at[slot])
         seen = None
         if is_edge:
-            position = work.token_of(me) + (work.begin - j * tile)
-            key = plgpu.broadcasted_iota(jnp.int32, (tile,), 0, layout=COLUMN)
-            seen = _along(key, shape, 1) <= _along(position, shape, 0)
-            if s.window is not None:
-                seen = seen & (_along(key, shape, 1) >= _along(position - s.window, shape, 0))
-        p, m_new, shift = _weights(products, m, seen, factor, s)
-        alpha = jnp.exp2(m - shift)
-        o = o * _along(alpha, o.shape, 0)
+            last, first = seen_of(j)
+            key = along(plgpu.broadcasted_iota(jnp.int32, (tile,), 0, layout=COLUMN), shape, 1)
+            seen = key <= along(last, shape, 0)
+            if first is not None:
+                seen = seen & (key >= along(first, shape, 0))
+        p, m, alpha = _weights(found, m, seen, factor, products.shift, s)
         l = l * alpha + jnp.sum(p, axis=1)
-        p16 = p.astype(y.v.dtype)
-        o, l, m_new, p16 = lax.optimization_barrier((o, l, m_new, p16))
+        o, p = products.prepare(o, p, alpha)
+        o, l, m, p = lax.optimization_barrier((o, l, m, p))
         plgpu.barrier_arrive(y.turn)
         plgpu.barrier_wait(y.v_ready.at[slot])
         plgpu.barrier_wait(y.turn)
-
-        def output(out: Ref) -> None:
-            plgpu.wgmma(out, p16, y.v.at[slot])
-            wait_for_key(j + 1, following)
-
-        o = pl.run_state(output)(accumulator.init(o))
+        o = products.add(o, p, alpha, slot, lambda: wait_for_key(j + 1, following))
         if is_edge:
-            position = work.token_of(me) + (work.begin - j * tile)
-            first = jnp.zeros_like(position) if s.window is None else position - s.window
-            found = [y.lost[slot, i] for i in range(tile // lost.BITS)]
-            o = lost.spoil(o, found, first, position)
+            last, first = seen_of(j)
+            first = jnp.zeros_like(last) if first is None else first
+            o = lost.spoil(o, lost_of(j, slot), first, last)
         plgpu.barrier_arrive(y.v_free.at[slot])
-        return o, m_new, l, following
+        return o, m, l, following
 
     o = _full(0.0, (ROWS, head_dim), _MATRIX)
     carry = (o, _full(-jnp.inf, (ROWS,), ROW), _full(0.0, (ROWS,), ROW), slot)
@@ -352,23 +392,23 @@ def _attend(
     # The second warpgroup is half a step behind. Only within a tile: the producer waits for both
     # before it goes on to the next one.
     pl.when(me == 1)(turns)
-    carry = _over_tiles(work.tiles, step, carry, s)
+    o, m, l, slot = _over_tiles(work.tiles, step, carry, s)
     pl.when(me == 0)(turns)
-    return carry
+    return o, m, l, products.shift, slot
 
 
 def _store(
     work: Work, me: jax.Array, found: tuple[jax.Array, ...], x: Inputs, y: _Memory, results: Any
 ) -> None:
     """Normalizes and stores: 0 and ``-inf`` in rows that saw nothing, NaN where all is broken."""
-    o, m, l = found
+    o, m, l, shift = found
     out_ref, lse_ref = results
     nothing = (work.token_of(me) >= work.real) | (l == 0)
     # A constant plus a scalar is a row array that loops can carry.
     broken = jnp.where(work.is_broken, jnp.nan, 0.0)
     share = jnp.where(nothing, 0.0, x.factors[1] / l) + broken
-    lse = jnp.where(nothing, -jnp.inf, m * (1 / LOG2_E) + jnp.log(l)) + broken
-    o = jnp.where(_along(nothing, o.shape, 0), 0.0, o) * _along(share, o.shape, 0)
+    lse = jnp.where(nothing, -jnp.inf, (m - shift) * (1 / LOG2_E) + jnp.log(l)) + broken
+    o = jnp.where(along(nothing, o.shape, 0), 0.0, o) * along(share, o.shape, 0)
     # With 256 channels there is no room but that of the queries.
     out = y.q if y.out is None else y.out
     out[me] = o.astype(out.dtype)
@@ -432,14 +472,16 @@ def _memory(x: Inputs, s: Settings) -> _Memory:
     return _Memory(
         q=ring.tile((*rows, head_dim), x.q.dtype),
         k=ring.tile((s.stages, tile, head_dim), x.k.dtype),
-        v=ring.tile((s.stages, tile, head_dim), x.v.dtype),
+        v=ring.tile((s.stages, *(x.v.shape[2:] if x.is_turned else (tile, head_dim))), x.v.dtype),
         lost=lost.memory(s.stages),
         out=ring.tile((*rows, head_dim), x.q.dtype) if head_dim <= _PART else None,
         lse=plgpu.SMEM(rows, jnp.float32),
         q_ready=plgpu.Barrier(num_arrivals=heads, num_barriers=WARPGROUPS),
         k_ready=plgpu.Barrier(num_arrivals=copies, num_barriers=s.stages),
         # Who looks through them arrives too, or in the place of all.
-        v_ready=plgpu.Barrier(num_arrivals=copies + 1, num_barriers=s.stages),
+        v_ready=plgpu.Barrier(
+            num_arrivals=1 if x.is_turned else copies + 1, num_barriers=s.stages
+        ),
         v_here=plgpu.Barrier(num_arrivals=copies),
         q_free=plgpu.Barrier(num_barriers=WARPGROUPS),
         k_free=free,
@@ -456,6 +498,7 @@ def attention(
     lengths: jax.Array,
     query_lengths: jax.Array,
     factors: jax.Array,
+    lost_values: jax.Array | None = None,
     *,
     settings: Settings,
 ) -> tuple[jax.Array, jax.Array]:
@@ -463,14 +506,16 @@ def attention(
 
     Args:
       q: ``[B, T, N, H]``, bfloat16 or float16; `T` a multiple of 8, `H` 64, 128 or 256.
-      k: ``[P, K, page_size, H]``, the queries' dtype; pages of 16, 32, 64 or 128 tokens.
-      v: the same, bfloat16 or float16.
+      k: ``[P, K, page_size, H]``, the queries' dtype, or float8_e4m3fn; pages of 16, 32, 64 or 128
+        tokens.
+      v: the same; beside e4m3 keys what `turn.turn` gives, and `H` is 64 or 128.
       tables: int32 ``[B, max_pages]``, all within the pool.
       lengths: int32 ``[B]``, tokens held; negative for a sequence that cannot be read: its results
         are NaN.
       query_lengths: int32 ``[B]``, the real queries.
       factors: float32 ``[2]``: what products are multiplied with, not negative, see `_weights`; and
         the outputs.
+      lost_values: `turn.turn`'s second result, beside e4m3 keys.
       settings: numerics and launch.
 
     Returns:
@@ -491,7 +536,11 @@ def attention(
         settings.programs,
         approx_math=True,
     )
-    out, lse = run(q, k, v, tables, lengths, query_lengths, factors)
+    extra: tuple[jax.Array, ...] = ()
+    if lost_values is not None:
+        some = lost_values.reshape(batch, -1, *lost_values.shape[1:]) != 0
+        extra = lost_values, jnp.any(some, axis=(1, 3)).astype(jnp.int32)
+    out, lse = run(q, k, v, tables, lengths, query_lengths, factors, *extra)
     # Rows are warpgroup by warpgroup, in each head by head.
     lse = lse.reshape(batch, heads // each, places * WARPGROUPS, each, ROWS // each)
     lse = lse.transpose(0, 2, 4, 1, 3).reshape(batch, -1, heads)
