@@ -1,7 +1,7 @@
 """The kernels for many queries to pages on Hopper: what they take, how they are launched."""
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,26 @@ _KV_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2", "turbo4", "k8v4")
 _COPY = 8
 _MOST_E4M3_CHANNELS = 128
 _LOG2_E = 1.4426950408889634
-# Tiles of keys and values in shared memory: what fits.
-_STAGES = {64: 4, 128: 2, 256: 2}
 # Bytes that pages may take expanded; beyond, sequences are attended to one after the other.
 _MOST_EXPANDED = 2**30
+
+
+class Launch(NamedTuple):
+    """What is tuned; it changes no bit.
+
+    Attributes:
+      stages: tiles of keys and values in shared memory.
+      registers: of a thread that attends and of one that copies.
+    """
+
+    stages: int
+    registers: tuple[int, int] = (232, 40)
+
+
+def default_launch(cache: PagedCache) -> Launch:
+    """As many tiles as fit, but four."""
+    few = cache.head_dim > 64 and not _is_multiplied_in_8_bits(cache)
+    return Launch(2 if few else 4)
 
 
 def unsupported(cache: PagedCache) -> str | None:
@@ -40,7 +56,7 @@ def unsupported(cache: PagedCache) -> str | None:
     return needs_hopper()
 
 
-@functools.partial(jax.jit, static_argnames="options")
+@functools.partial(jax.jit, static_argnames=("options", "launch"))
 def attend(
     query: jax.Array,
     cache: PagedCache,
@@ -49,6 +65,7 @@ def attend(
     query_lengths: jax.Array,
     *,
     options: Options,
+    launch: Launch | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`paged_attention` of many queries as one kernel.
 
@@ -62,6 +79,7 @@ def attend(
       lengths: int32 ``[B]``.
       query_lengths: int32 ``[B]``.
       options: of the call.
+      launch: for tuning.
 
     Returns:
       What `paged_attention` returns: sequences that cannot be read are NaN.
@@ -73,7 +91,9 @@ def attend(
         jnp.where(ok, lengths, -1),
         jnp.clip(query_lengths, 0, query.shape[1]),
     )
-    run = functools.partial(_attend, cache=cache, options=options)
+    run = functools.partial(
+        _attend, cache=cache, options=options, launch=launch or default_launch(cache)
+    )
     if _expanded_bytes(cache, block_tables) <= _MOST_EXPANDED:
         return run(*arrays)
     one = jax.tree.map(lambda x: x[:, None], arrays)
@@ -102,6 +122,7 @@ def _attend(
     *,
     cache: PagedCache,
     options: Options,
+    launch: Launch,
 ) -> tuple[jax.Array, jax.Array]:
     """`attend` with tables within the pool; a negative length is that of what cannot be read."""
     from pallas_kernels.mosaic.hopper.paged_prompt import kernel, turn
@@ -111,7 +132,8 @@ def _attend(
     settings = kernel.Settings(
         window=window,
         soft_cap=options.logits_soft_cap,
-        stages=_STAGES[cache.head_dim],
+        stages=launch.stages,
+        registers=launch.registers,
         programs=multiprocessors(),
     )
     keys, values, lost = cache.key, cache.value, None

@@ -44,8 +44,8 @@ _MATRIX = plgpu.Layout.WGMMA
 _MOST_TOGETHER = 8
 # Channels up to which a tile has 128 tokens.
 _PART = 128
-# Registers of a thread that attends and of one that copies.
-_REGISTERS = (232, 40)
+# Channels of the output that are stored at once.
+_WIDTH = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,18 +56,25 @@ class Settings:
       window: how many earlier tokens a query sees, or None.
       soft_cap: the scores' cap, or None.
       stages: tiles of keys and values in shared memory.
+      registers: of a thread that attends and of one that copies.
       programs: how many run side by side, one to a multiprocessor.
     """
 
     window: int | None
     soft_cap: float | None
     stages: int
+    registers: tuple[int, int] = (232, 40)
     programs: int = 132
 
 
 def together(group: int) -> int:
     """Heads of a group of so many that share a tile: a power of two that divides it."""
     return min(group & -group, _MOST_TOGETHER)
+
+
+def query_slots(head_dim: int) -> int:
+    """Tiles of query rows in shared memory: this one's and, where there is room, the next one's."""
+    return 2 if head_dim <= _PART else 1
 
 
 def tile_tokens(head_dim: int) -> int:
@@ -101,6 +108,7 @@ class _Memory(NamedTuple):
     k: Ref
     v: Ref
     lost: Ref
+    out: Ref
     lse: Ref
     q_ready: Ref
     k_ready: Ref
@@ -110,7 +118,16 @@ class _Memory(NamedTuple):
     k_free: Ref
     v_free: Ref
     turn: Ref
-    out: Ref | None = None
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the next tile's operands are copied, and attended to, while this one ends."""
+        return self.q.shape[0] > WARPGROUPS
+
+    def turns(self) -> None:
+        """Lets the other warpgroup go on, and waits for it to do so."""
+        plgpu.barrier_arrive(self.turn)
+        plgpu.barrier_wait(self.turn)
 
 
 class Span(NamedTuple):
@@ -204,15 +221,16 @@ def _full(x: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
 # What copies ----------------------------------------------------------------------------------------
 
 
-def _copy_queries(work: Work, x: Inputs, y: _Memory) -> None:
+def _copy_queries(work: Work, place: jax.Array, x: Inputs, y: _Memory) -> None:
     """Copies a tile's queries, head by head, as room comes free."""
     each = work.tokens // WARPGROUPS
     for i in range(WARPGROUPS):
-        plgpu.barrier_wait(y.q_free.at[i])
+        at = place * WARPGROUPS + i
+        plgpu.barrier_wait(y.q_free.at[at])
         tokens = pl.ds(work.first + i * each, each)
         for g in range(work.together):
             source = x.q.at[work.b, tokens, work.head + g]
-            plgpu.copy_gmem_to_smem(source, y.q.at[i, pl.ds(g * each, each)], y.q_ready.at[i])
+            plgpu.copy_gmem_to_smem(source, y.q.at[at, pl.ds(g * each, each)], y.q_ready.at[at])
 
 
 def pieces(page_size: int, tile: int) -> int:
@@ -325,7 +343,7 @@ def _weights(
 
 
 def _attend(
-    slot: jax.Array, work: Work, me: jax.Array, x: Inputs, y: _Memory, s: Settings
+    q: Ref, slot: jax.Array, work: Work, me: jax.Array, x: Inputs, y: _Memory, s: Settings
 ) -> tuple[jax.Array, ...]:
     """A warpgroup's rows over all tiles.
 
@@ -334,14 +352,10 @@ def _attend(
     """
     tile, head_dim = y.k.shape[1:]
     shape, end = (ROWS, tile), work.tiles.end
-    products = Eight.of(y.q.at[me], y.k, y.v) if x.is_turned else Sixteen(y.q.at[me], y.k, y.v)
+    products = (Eight.of if x.is_turned else Sixteen)(q, y.k, y.v)
     factor = x.factors[0]
     if products.query_factor is not None:
         factor = products.query_factor * factor
-
-    def turns() -> None:
-        plgpu.barrier_arrive(y.turn)
-        plgpu.barrier_wait(y.turn)
 
     def wait_for_key(j: jax.Array, slot: jax.Array) -> None:
         @pl.when(j < end)
@@ -362,7 +376,7 @@ def _attend(
     def step(j: jax.Array, carry: tuple[jax.Array, ...], is_edge: bool) -> tuple[jax.Array, ...]:
         o, m, l, slot = carry
         following = ring.next_slot(slot, s.stages)
-        found = products.scores(slot, turns)
+        found = products.scores(slot, y.turns)
         plgpu.barrier_arrive(y.k_free.at[slot])
         seen = None
         if is_edge:
@@ -389,16 +403,29 @@ def _attend(
     o = _full(0.0, (ROWS, head_dim), _MATRIX)
     carry = (o, _full(-jnp.inf, (ROWS,), ROW), _full(0.0, (ROWS,), ROW), slot)
     wait_for_key(work.tiles.begin, slot)
-    # The second warpgroup is half a step behind. Only within a tile: the producer waits for both
-    # before it goes on to the next one.
-    pl.when(me == 1)(turns)
+    _keep_apart(me == 1, y, is_always=False)
     o, m, l, slot = _over_tiles(work.tiles, step, carry, s)
-    pl.when(me == 0)(turns)
+    _keep_apart(me == 0, y, is_always=False)
     return o, m, l, products.shift, slot
 
 
+def _keep_apart(is_this: jax.Array, y: _Memory, *, is_always: bool) -> None:
+    """The second warpgroup's turn before its first one, or the first one's after its last one.
+
+    So that the second is half a step behind: always, or only within a tile of queries, where the
+    one that copies waits for both before it goes on to the next.
+    """
+    if y.is_ahead == is_always:
+        pl.when(is_this)(y.turns)
+
+
 def _store(
-    work: Work, me: jax.Array, found: tuple[jax.Array, ...], x: Inputs, y: _Memory, results: Any
+    work: Work,
+    me: jax.Array,
+    found: tuple[jax.Array, ...],
+    x: Inputs,
+    y: _Memory,
+    results: Any,
 ) -> None:
     """Normalizes and stores: 0 and ``-inf`` in rows that saw nothing, NaN where all is broken."""
     o, m, l, shift = found
@@ -409,19 +436,22 @@ def _store(
     share = jnp.where(nothing, 0.0, x.factors[1] / l) + broken
     lse = jnp.where(nothing, -jnp.inf, (m - shift) * (1 / LOG2_E) + jnp.log(l)) + broken
     o = jnp.where(along(nothing, o.shape, 0), 0.0, o) * along(share, o.shape, 0)
-    # With 256 channels there is no room but that of the queries.
-    out = y.q if y.out is None else y.out
-    out[me] = o.astype(out.dtype)
-    y.lse[me] = lse
-    plgpu.commit_smem()
     each = work.tokens // WARPGROUPS
-    for g in range(work.together):
-        tokens = pl.ds(work.first + me * each, each)
-        target = out_ref.at[work.b, tokens, work.head + g]
-        plgpu.copy_smem_to_gmem(out.at[me, pl.ds(g * each, each)], target)
-    rows = pl.ds((work.place * WARPGROUPS + me) * ROWS, ROWS)
-    plgpu.copy_smem_to_gmem(y.lse.at[me], lse_ref.at[work.b, work.set, rows])
-    plgpu.wait_smem_to_gmem(0)
+    tokens = pl.ds(work.first + me * each, each)
+    for first in range(0, o.shape[1], _WIDTH):
+        # What was stored last must have left: as late as can be.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        channels = pl.ds(first, _WIDTH)
+        y.out[me] = o[:, first : first + _WIDTH].astype(y.out.dtype)
+        if first == 0:
+            y.lse[me] = lse
+        plgpu.commit_smem()
+        for g in range(work.together):
+            target = out_ref.at[work.b, tokens, work.head + g, channels]
+            plgpu.copy_smem_to_gmem(y.out.at[me, pl.ds(g * each, each)], target)
+        if first == 0:
+            rows = pl.ds((work.place * WARPGROUPS + me) * ROWS, ROWS)
+            plgpu.copy_smem_to_gmem(y.lse.at[me], lse_ref.at[work.b, work.set, rows])
 
 
 def _kernel(*refs: Ref, s: Settings, total: int) -> None:
@@ -433,32 +463,36 @@ def _kernel(*refs: Ref, s: Settings, total: int) -> None:
     def body(**memory: Ref) -> None:
         y = _Memory(**memory)
 
-        def consume(number: jax.Array, slot: jax.Array) -> jax.Array:
-            work = Work(number, x, s)
-            plgpu.barrier_wait(y.q_ready.at[me])
-            *found, slot = _attend(slot, work, me, x, y, s)
-            free = functools.partial(plgpu.barrier_arrive, y.q_free.at[me])
-            if y.out is not None:
-                free()
+        slots = query_slots(x.q.shape[3])
+
+        def consume(i: jax.Array, slot: jax.Array) -> jax.Array:
+            work, at = Work(share.number(i), x, s), lax.rem(i, jnp.int32(slots)) * WARPGROUPS + me
+            plgpu.barrier_wait(y.q_ready.at[at])
+            *found, slot = _attend(y.q.at[at], slot, work, me, x, y, s)
+            plgpu.barrier_arrive(y.q_free.at[at])
             _store(work, me, tuple(found), x, y, (out_ref, lse_ref))
-            if y.out is None:
-                free()
             return slot
 
-        def produce(number: jax.Array, slot: jax.Array) -> jax.Array:
-            work = Work(number, x, s)
-            _copy_queries(work, x, y)
+        def produce(i: jax.Array, slot: jax.Array) -> jax.Array:
+            work = Work(share.number(i), x, s)
+            _copy_queries(work, lax.rem(i, jnp.int32(slots)), x, y)
             return _copy_keys(work, slot, x, y, s)
 
         def start_to_consume() -> None:
-            ring.free_at_first(s.stages, (y.k_free, y.v_free), y.q_free.at[me])
-            share.loop(consume)
+            for i in range(slots):
+                plgpu.barrier_arrive(y.q_free.at[i * WARPGROUPS + me])
+            ring.free_at_first(s.stages, (y.k_free, y.v_free))
+            _keep_apart(me == 1, y, is_always=True)
+            share.by_index(consume)
+            _keep_apart(me == 0, y, is_always=True)
+            plgpu.wait_smem_to_gmem(0)
 
-        registers = _REGISTERS
-        ring.divide(me, WARPGROUPS, registers, start_to_consume, lambda: share.loop(produce))
+        def start_to_produce() -> None:
+            share.by_index(produce)
 
-    given = {name: kind for name, kind in _memory(x, s)._asdict().items() if kind is not None}
-    pl.run_scoped(body, collective_axes="warpgroup", **given)
+        ring.divide(me, WARPGROUPS, s.registers, start_to_consume, start_to_produce)
+
+    pl.run_scoped(body, collective_axes="warpgroup", **_memory(x, s)._asdict())
 
 
 def _memory(x: Inputs, s: Settings) -> _Memory:
@@ -467,23 +501,23 @@ def _memory(x: Inputs, s: Settings) -> _Memory:
     tile = tile_tokens(head_dim)
     copies = pieces(x.k.shape[2], tile)
     heads = together(x.q.shape[2] // x.k.shape[1])
-    rows = (WARPGROUPS, ROWS)
+    rows, queries = (WARPGROUPS, ROWS), query_slots(head_dim) * WARPGROUPS
     free = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=s.stages)
     return _Memory(
-        q=ring.tile((*rows, head_dim), x.q.dtype),
+        q=ring.tile((queries, ROWS, head_dim), x.q.dtype),
         k=ring.tile((s.stages, tile, head_dim), x.k.dtype),
         v=ring.tile((s.stages, *(x.v.shape[2:] if x.is_turned else (tile, head_dim))), x.v.dtype),
         lost=lost.memory(s.stages),
-        out=ring.tile((*rows, head_dim), x.q.dtype) if head_dim <= _PART else None,
+        out=ring.tile((*rows, _WIDTH), x.q.dtype),
         lse=plgpu.SMEM(rows, jnp.float32),
-        q_ready=plgpu.Barrier(num_arrivals=heads, num_barriers=WARPGROUPS),
+        q_ready=plgpu.Barrier(num_arrivals=heads, num_barriers=queries),
         k_ready=plgpu.Barrier(num_arrivals=copies, num_barriers=s.stages),
         # Who looks through them arrives too, or in the place of all.
         v_ready=plgpu.Barrier(
             num_arrivals=1 if x.is_turned else copies + 1, num_barriers=s.stages
         ),
         v_here=plgpu.Barrier(num_arrivals=copies),
-        q_free=plgpu.Barrier(num_barriers=WARPGROUPS),
+        q_free=plgpu.Barrier(num_barriers=queries),
         k_free=free,
         v_free=free,
         turn=plgpu.Barrier(num_arrivals=WARPGROUPS),
