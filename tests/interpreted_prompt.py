@@ -1,4 +1,4 @@
-"""Attention of many queries to pages on a CPU, by Pallas' own interpreter: see `interpreted_pooled`.
+"""Attention of many queries to pages by Pallas' own interpreter: see `interpreted_pooled`.
 
     python tests/interpreted_prompt.py plain
 
@@ -11,16 +11,12 @@ import sys
 
 os.environ["NPROC"] = "16"  # Threads of XLA's pool; before jax starts.
 
-import dataclasses
 
 import interpreted_pooled as interpreted
-import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from paged_helpers import assert_matches_oracle, filled, normal
 
 from pallas_kernels.mosaic.hopper.paged_prompt import kernel, lost, products
-from paged_helpers import assert_matches_oracle, filled, normal
 from turbojax.ops.options import Options
 from turbojax.ops.paged_attention import mosaic_prompt
 

@@ -46,9 +46,7 @@ SIXTEEN = (jnp.bfloat16, jnp.float16)
 
 @pytest.mark.parametrize(
     ("name", "kind", "dtype"),
-    pairwise(
-        name=[n for n in SHAPES if SHAPES[n][2] in HEAD_DIMS], kind=KINDS, dtype=SIXTEEN
-    ),
+    pairwise(name=[n for n in SHAPES if SHAPES[n][2] in HEAD_DIMS], kind=KINDS, dtype=SIXTEEN),
 )
 def test_equals_the_oracle(name, kind, dtype):
     lengths, kv_heads, dim, heads, count = SHAPES[name]
@@ -61,9 +59,7 @@ def test_equals_the_oracle(name, kind, dtype):
 @pytest.mark.parametrize("name", ["scale", "negative scale", "soft cap", "window", "padding"])
 def test_options(name, kind):
     (query, cache, tables, lengths), options = options_of(name, kind, jnp.bfloat16, 64)
-    assert_matches_oracle(
-        query, cache, tables, lengths, units=units(cache), call=mosaic, **options
-    )
+    assert_matches_oracle(query, cache, tables, lengths, units=units(cache), call=mosaic, **options)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +92,9 @@ def test_neighbours_and_places_do_not_matter(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("option", ["plain", "window"])
 def test_chunks_do_not_matter(option, kind):
-    check_cuts(functools.partial(attend, implementation="mosaic_gpu"), kind, options=OPTIONS[option])
+    check_cuts(
+        functools.partial(attend, implementation="mosaic_gpu"), kind, options=OPTIONS[option]
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

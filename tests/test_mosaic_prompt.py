@@ -22,10 +22,10 @@ from oracles import warp
 from paged_helpers import filled
 from test_mosaic_paged import specification
 
-from pallas_kernels.mosaic.hopper.paged_prompt import expand, kernel, lost, products, turn
+from pallas_kernels.mosaic.hopper.paged_prompt import expand, lost, products, tiles, turn
 from turbojax import _device
 from turbojax.ops.options import Options
-from turbojax.ops.paged_attention import mosaic_gpu, mosaic_prompt
+from turbojax.ops.paged_attention import hopper, mosaic_prompt
 from turbojax.state.pages.pool import gather
 
 KINDS = ("auto", "turbo4", "fp8_e4m3", "fp8_e5m2", "k8v4")
@@ -36,7 +36,7 @@ KINDS = ("auto", "turbo4", "fp8_e4m3", "fp8_e5m2", "k8v4")
 
 def lower(kind, *, window=None, logits_soft_cap=None, scale=0.1, **shape):
     attend = functools.partial(
-        mosaic_gpu.attend, options=Options(True, window, scale=scale, logits_soft_cap=logits_soft_cap)
+        hopper.attend, options=Options(True, window, scale=scale, logits_soft_cap=logits_soft_cap)
     )
     return lower_for_cuda(jax.jit(attend), *specification(kind, **shape))
 
@@ -52,9 +52,7 @@ LOWERED = pairwise(
 
 
 @pytest.mark.quick(first=3)
-@pytest.mark.parametrize(
-    ("queries", "page_size", "kind", "head_dim", "dtype", "options"), LOWERED
-)
+@pytest.mark.parametrize(("queries", "page_size", "kind", "head_dim", "dtype", "options"), LOWERED)
 def test_it_lowers(queries, page_size, kind, head_dim, dtype, options):
     heads, tokens = queries
     options = {**options, "page_size": page_size, "head_dim": head_dim, "dtype": dtype}
@@ -77,17 +75,25 @@ def test_refusals_name_value_and_requirement(monkeypatch, kind, shape, words):
     monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
     query, cache, tables, *_ = specification(kind, tokens=17, **shape)
     given = {"query": query, "block_tables": tables, "options": Options(True, scale=1.0)}
-    assert mosaic_gpu.unsupported(cache=cache, **given).startswith(words)
+    assert hopper.unsupported(cache=cache, **given).startswith(words)
 
 
-# Which keys a tile of queries sees -----------------------------------------------------------------
+# Which keys a tile of queries sees ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("window", [None, 0, 5, 130, 400])
 def test_spans_hold_all_that_is_seen_and_whole_tiles_alone_inside(window):
     tile = 128
-    for first, last in [(0, 31), (100, 131), (127, 254), (128, 159), (-40, 10), (500, 640), (3, -1)]:
-        found = [int(x) for x in kernel.span(jnp.int32(first), jnp.int32(last), tile, window)]
+    for first, last in [
+        (0, 31),
+        (100, 131),
+        (127, 254),
+        (128, 159),
+        (-40, 10),
+        (500, 640),
+        (3, -1),
+    ]:
+        found = [int(x) for x in tiles.span(jnp.int32(first), jnp.int32(last), tile, window)]
         begin, inner, outer, end = found
         assert 0 <= begin <= inner <= outer <= end
         for j in range(8):
@@ -100,14 +106,14 @@ def test_spans_hold_all_that_is_seen_and_whole_tiles_alone_inside(window):
             assert not inner <= j < outer or seen.all()
 
 
-# Values that are not finite ------------------------------------------------------------------------
+# Values that are not finite -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_a_tile_is_made_finite(lanes, dtype, head_dim):
     """By four warps in turn, of which each sees what the others found."""
-    tile, count = kernel.tile_tokens(head_dim), 53
+    tile, count = tiles.tile_tokens(head_dim), 53
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
     rng = np.random.default_rng(0)
     x = rng.normal(size=(tile, head_dim)).astype(kind)
@@ -134,7 +140,7 @@ def swizzle():
     return np.arange(8)[:, None] ^ np.arange(8)[None]
 
 
-# Expansion of pages --------------------------------------------------------------------------------
+# Expansion of pages -------------------------------------------------------------------------------
 
 
 class Memory(warp.Pointer):
@@ -226,17 +232,17 @@ def test_expanded_pages_are_what_they_stand_for(lanes, kind, head_dim, dtype):
     cache, tables = filled(kind, (5, length), kv_heads, head_dim, page_size, dtype=dtype)
     codecs = tuple(mosaic_prompt._codec(side, head_dim) for side in cache.formats)
     s = expand.Settings(codecs, jnp.dtype(dtype).name)
-    tiles = -(-tables.shape[1] * page_size // expand.TILE)
-    shape = (kv_heads, page_size, head_dim, tables.shape[1], tiles)
+    count = -(-tables.shape[1] * page_size // expand.TILE)
+    shape = (kv_heads, page_size, head_dim, tables.shape[1], count)
     kind_of = np.dtype(jnp.dtype(dtype))
-    out = [np.zeros((2 * tiles, kv_heads, expand.TILE, head_dim), kind_of) for _ in range(2)]
+    out = [np.zeros((2 * count, kv_heads, expand.TILE, head_dim), kind_of) for _ in range(2)]
     given = [np.asarray(tables), np.asarray([5, length], np.int32), np.zeros(2, np.int32)]
     if cache.formats.is_rotated:
         given.append(np.asarray(cache.rotation.signs))
     sides = (cache.key, cache.key_norm, cache.value, cache.value_norm)
     given += [np.asarray(x) for x in sides if x is not None]
     arrays = [Memory(np.ascontiguousarray(x).reshape(-1).view(np.uint8)) for x in [*given, *out]]
-    for tile in range(tiles):
+    for tile in range(count):
         ids = [warp.integer(x) for x in (tile, 1, 1)]
         lanes(lambda ids=ids: expand._body(arrays, ids, shape=shape, s=s))
     unit = dataclasses.replace(
@@ -249,11 +255,11 @@ def test_expanded_pages_are_what_they_stand_for(lanes, kind, head_dim, dtype):
     )
     want = gather(unit, tables[1:], jnp.asarray([length]), dtype=jnp.float32)
     for got, side in zip(out, want, strict=True):
-        rows = got[tiles:, 1].reshape(-1, head_dim)[:length].astype(np.float64)
+        rows = got[count:, 1].reshape(-1, head_dim)[:length].astype(np.float64)
         exact = np.asarray(side, np.float64)[0, :length, 1]
         bound = float(jnp.finfo(dtype).eps) / 2 * np.abs(exact) + 2.0**-20 * np.abs(exact).max()
         assert (np.abs(rows - exact) <= bound).all()
-        assert not got[:tiles].any()
+        assert not got[:count].any()
 
 
 # e4m3 ---------------------------------------------------------------------------------------------
@@ -272,19 +278,19 @@ def test_values_are_turned_and_what_is_lost_is_told(lanes, head_dim, page_size):
     for token in (*lost_tokens, 155):
         page, slot = tables[0, token // page_size], token % page_size
         value[page, 1, slot, token % head_dim] = np.nan
-    tiles = -(-max_pages * page_size // turn.TILE)
-    out = np.zeros((tiles, kv_heads, head_dim, turn.TILE), value.dtype)
-    told = np.full((tiles, kv_heads, 4), -1, np.int32)
+    count = -(-max_pages * page_size // turn.TILE)
+    out = np.zeros((count, kv_heads, head_dim, turn.TILE), value.dtype)
+    told = np.full((count, kv_heads, 4), -1, np.int32)
     # Lanes that have nothing to do load, too, where they are emulated.
     shared = np.zeros(4 * (head_dim * turn._STRIDE + 128), np.uint8)
     given = [tables, np.asarray([length], np.int32), np.zeros(1, np.int32), value, out, told]
     arrays = [Memory(np.ascontiguousarray(x).reshape(-1).view(np.uint8)) for x in given]
-    sizes = (kv_heads, page_size, head_dim, max_pages, tiles)
-    for tile in range(tiles):
+    sizes = (kv_heads, page_size, head_dim, max_pages, count)
+    for tile in range(count):
         ids = [warp.integer(x) for x in (tile, 1, 0)]
         lanes(lambda ids=ids: turn._body([*arrays, Memory(shared)], ids, shape=sizes))
     place = np.arange(16)
-    token_at = np.where(place % 4 < 2, 2 * (place // 4) + place % 4, 6 + 2 * (place // 4) + place % 4)
+    token_at = 2 * (place // 4) + place % 4 + np.where(place % 4 < 2, 0, 6)
     got = out[:2, 1].astype(np.float32).reshape(2, head_dim, 8, 16)
     natural = np.zeros_like(got)
     natural[..., token_at] = got

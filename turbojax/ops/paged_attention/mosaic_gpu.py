@@ -9,7 +9,6 @@ import jax
 from turbojax import polar
 from turbojax._device import needs_hopper
 from turbojax.ops.options import Options
-from turbojax.ops.paged_attention import mosaic_prompt
 from turbojax.state.pages.pool import PagedCache
 
 if TYPE_CHECKING:
@@ -59,18 +58,14 @@ def unsupported(
 ) -> str | None:
     """Why `attend` cannot run this here; None if it can."""
     del block_tables, options
-    if _has_many(query, cache):
-        return mosaic_prompt.unsupported(cache)
+    rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
     if cache.kv_dtype not in _KV_DTYPES:
         return f"kv_dtype={cache.kv_dtype!r} must be one of {_KV_DTYPES}"
     if cache.head_dim not in _HEAD_DIMS:
         return f"head_dim={cache.head_dim} must be one of {_HEAD_DIMS}"
+    if rows > _MOST_QUERY_ROWS:
+        return f"{rows} queries of a KV head must be at most {_MOST_QUERY_ROWS}"
     return needs_hopper()
-
-
-def _has_many(query: jax.Array, cache: PagedCache) -> bool:
-    """Whether a call is for the kernel that multiplies with many queries at once."""
-    return query.shape[1] * query.shape[2] // cache.num_kv_heads > _MOST_QUERY_ROWS
 
 
 @functools.partial(jax.jit, static_argnames=("options", "launch"))
@@ -84,7 +79,7 @@ def attend(
     options: Options,
     launch: Launch | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`paged_attention` as one kernel, and a merge; of many queries see `mosaic_prompt`.
+    """`paged_attention` as one kernel, and a merge.
 
     Args:
       query: ``[B, T, N, H]``, not rotated.
@@ -98,10 +93,6 @@ def attend(
     Returns:
       What `paged_attention` returns: sequences that cannot be read are NaN.
     """
-    if _has_many(query, cache):
-        return mosaic_prompt.attend(
-            query, cache, block_tables, lengths, query_lengths, options=options
-        )
     from pallas_kernels.mosaic.hopper.paged import kernel
 
     launch = launch or default_launch(query, cache, block_tables)

@@ -99,7 +99,7 @@ class Place:
         return found
 
     def rotated_back(self, x: list[Float]) -> list[Float]:
-        """The transposed Hadamard matrix times a vector, of which each of its threads has a part."""
+        """The transposed Hadamard matrix times a vector, of which each thread has a part."""
         x = _butterflies(x, 1, _TOGETHER)
         distance = 1
         while distance < self.parts:
@@ -168,9 +168,7 @@ def _expand(
             at.store_words(words)
 
 
-def _body(
-    arrays: list[Pointer], ids: list[Int], *, shape: tuple[int, ...], s: Settings
-) -> None:
+def _body(arrays: list[Pointer], ids: list[Int], *, shape: tuple[int, ...], s: Settings) -> None:
     """A program: a tile of one head of one sequence."""
     kv_heads, page_size, head_dim, max_pages, tiles = shape
     tile, head, b = ids
@@ -201,9 +199,7 @@ def _body(
         lane.loop(lane.integer(0), lane.integer(TILE), step, [], rows)
 
 
-def _sides(
-    arrays: list[Pointer], place: Place, s: Settings
-) -> tuple[list[Float], list[_Side]]:
+def _sides(arrays: list[Pointer], place: Place, s: Settings) -> tuple[list[Float], list[_Side]]:
     """A thread's signs of the rotation, if there is one, and both sides."""
     arrays = list(arrays)
     is_rotated = any(codec.centroids for codec in s.codecs)

@@ -96,9 +96,7 @@ def _chunks(
         yield values.at(i * step, thread * _CHUNK), (number // blocks) * 8 + within
 
 
-def spoil(
-    o: jax.Array, found: Sequence[jax.Array], first: jax.Array, last: jax.Array
-) -> jax.Array:
+def spoil(o: jax.Array, found: Sequence[jax.Array], first: jax.Array, last: jax.Array) -> jax.Array:
     """NaN in the sums of rows that see a value which was lost.
 
     Args:

@@ -152,7 +152,9 @@ class Eight:
 
 def _packed(p: Any) -> Any:
     """Weights as the register operand of 8 bits."""
-    rows = [[lane.pack_e4m3(x[i : i + 4]) for i in range(0, len(x), 4)] for x in fragments.by_row(p)]
+    rows = [
+        [lane.pack_e4m3(x[i : i + 4]) for i in range(0, len(x), 4)] for x in fragments.by_row(p)
+    ]
     return fragments.operand(rows, is_int=False)
 
 
