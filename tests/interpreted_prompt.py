@@ -14,7 +14,8 @@ os.environ["NPROC"] = "16"  # Threads of XLA's pool; before jax starts.
 
 import interpreted_pooled as interpreted
 import jax.numpy as jnp
-from paged_helpers import assert_matches_oracle, filled, normal
+from paged_helpers import assert_matches_oracle, check_nan, filled, normal
+from paged_prompt_helpers import with_many
 
 from pallas_kernels.mosaic.hopper.paged_prompt import kernel, lost, products
 from turbojax.ops.options import Options
@@ -49,25 +50,29 @@ CASES = {
 }
 
 
+def call(query, cache, tables, lengths, *, return_residual, query_seq_lengths=None, **given):
+    """`paged_attention` by the kernel."""
+    assert return_residual
+    batch, count, _, head_dim = query.shape
+    given = {"local_window_size": None, "logits_soft_cap": None, **given}
+    options = Options.complete(head_dim, scale=None, is_causal=True, **given)
+    if query_seq_lengths is None:
+        query_seq_lengths = jnp.full(batch, count, jnp.int32)
+    arrays = (query, cache, jnp.asarray(tables), jnp.asarray(lengths), query_seq_lengths)
+    return mosaic_prompt.attend(*arrays, options=options)
+
+
 def run(name):
     lengths, kv_heads, heads, count, page_size, options = CASES[name]
     cache, tables = filled("auto", lengths, kv_heads, 64, page_size, dtype=jnp.bfloat16)
     query = normal(3, (len(lengths), count, heads, 64), jnp.bfloat16)
-
-    def call(query, cache, tables, lengths, *, return_residual, **given):
-        static = Options.complete(
-            64, scale=None, is_causal=True,
-            **{"local_window_size": None, "logits_soft_cap": None, **given},
-        )  # fmt: skip
-        counts = jnp.full(len(lengths), count, jnp.int32)
-        return mosaic_prompt.attend(
-            query, cache, jnp.asarray(tables), jnp.asarray(lengths), counts, options=static
-        )
-
     units = (float(jnp.finfo(jnp.bfloat16).eps) / 2, 0.0)
     assert_matches_oracle(query, cache, tables, lengths, units=units, call=call, **options)
 
 
 if __name__ == "__main__":
     install()
-    run(sys.argv[1])
+    if sys.argv[1] == "lost":
+        check_nan(with_many(call), "auto", jnp.bfloat16, 64)
+    else:
+        run(sys.argv[1])
