@@ -22,7 +22,7 @@ from oracles import warp
 from paged_helpers import filled
 from test_mosaic_paged import specification
 
-from pallas_kernels.mosaic.hopper.paged_prompt import expand, lost, products, tiles, turn
+from pallas_kernels.mosaic.hopper.paged_prompt import expand, join, lost, products, tiles, turn
 from turbojax import _device
 from turbojax.ops.options import Options
 from turbojax.ops.paged_attention import hopper, mosaic_prompt
@@ -205,7 +205,7 @@ def lanes(monkeypatch):
     monkeypatch.setattr(warp, "special", special, raising=False)
     monkeypatch.setattr(warp, "join_bits", join_bits, raising=False)
     monkeypatch.setattr(warp, "half", Half)
-    for module in (expand, lost, products, turn):
+    for module in (expand, join, lost, products, turn):
         monkeypatch.setattr(module, "lane", warp)
     monkeypatch.setattr(lost.mgpu.utils, "warpgroup_barrier", barrier.wait)
 
@@ -343,3 +343,62 @@ def test_queries_are_quantized_row_by_row(lanes, head_dim, dtype):
     largest = np.abs(exact).max(1, keepdims=True)
     assert (np.abs(got - exact) <= 2.0**-4 * np.abs(exact) + 2.0**-9 * largest / 448).all()
     assert np.abs(codes[~bad]).max() == 448
+
+
+# Parts --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(("together", "head_dim"), [(4, 64), (1, 128)])
+def test_parts_are_joined_and_those_not_seen_are_not_read(lanes, together, head_dim, window):
+    batch, tokens, heads, part = 3, 40, 8, 256
+    lengths, counts = np.asarray([700, 300, -1], np.int32), np.asarray([40, 7, 9], np.int32)
+    s = tiles.Settings(window=window, soft_cap=None, stages=2, part=part)
+    sets, each = heads // together, 128 // together
+    places = -(-tokens // each)
+    rows = (batch, sets, places * 128)
+    rng = np.random.default_rng(0)
+    found = np.full((5, *rows, head_dim), np.nan, np.float32)
+    found_lse = np.full((5, *rows), np.nan, np.float32)
+    want = np.zeros((batch, tokens, heads, head_dim))
+    want_lse = np.full((batch, tokens, heads), -np.inf)
+    want[2], want_lse[2] = np.nan, np.nan
+    for b, place in np.ndindex(2, places):
+        real = np.arange(place * each, min((place + 1) * each, counts[b]))
+        position = lengths[b] - counts[b] + real
+        for p in range(5):
+            keys = np.arange(p * part, (p + 1) * part)
+            seen = keys[None] <= position[:, None]
+            if window is not None:
+                seen &= keys[None] >= position[:, None] - window
+            if not seen.any():
+                continue
+            for row in range(places * 128):
+                if row // 128 == place:
+                    found[p, b, :, row], found_lse[p, b, :, row] = 0, -np.inf
+            for i, t in enumerate(real):
+                if seen[i].any():
+                    at = place * 128 + (t - place * each) // (each // 2) * 64
+                    for head in range(heads):
+                        row = at + head % together * (64 // together) + t % (64 // together)
+                        found[p, b, head // together, row] = rng.normal(size=head_dim)
+                        found_lse[p, b, head // together, row] = rng.normal() * 3
+        for t, head in np.ndindex(*want.shape[1:3]):
+            if t not in real:
+                continue
+            at = place * 128 + (t - place * each) // (each // 2) * 64
+            row = at + head % together * (64 // together) + t % (64 // together)
+            some, lse = found[:, b, head // together, row], found_lse[:, b, head // together, row]
+            there = np.isfinite(lse)
+            weights = np.exp(lse[there].astype(np.float64) - lse[there].max())
+            want[b, t, head] = weights @ some[there] / weights.sum()
+            want_lse[b, t, head] = lse[there].max() + np.log(weights.sum())
+    out = np.zeros(want.shape, np.float16)
+    out_lse = np.zeros(want.shape[:3], np.float32)
+    arrays = [lengths, counts, found, found_lse, out, out_lse]
+    memory = [Memory(x.reshape(-1).view(np.uint8)) for x in arrays]
+    body = functools.partial(join._body, memory, rows=rows, shape=want.shape, dtype="float16", s=s)
+    for program in range(found[0].size // 8 // 128):
+        lanes(lambda program=program: body([warp.integer(program)]))
+    np.testing.assert_allclose(out, want, atol=2e-3)
+    np.testing.assert_allclose(out_lse, want_lse, atol=1e-5)

@@ -22,27 +22,32 @@ _KV_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2", "turbo4", "k8v4")
 # Copies move queries in multiples of eight.
 _COPY = 8
 _MOST_E4M3_CHANNELS = 128
+# Tokens of a part, and query rows of a KV head up to which there are parts.
+_PART, _MOST_ROWS_IN_PARTS = 2048, 1024
 _LOG2_E = 1.4426950408889634
 # Bytes that pages may take expanded; beyond, sequences are attended to one after the other.
 _MOST_EXPANDED = 2**30
 
 
 class Launch(NamedTuple):
-    """What is tuned; it changes no bit.
+    """What is tuned; `part` must follow from the number of query rows alone. No other changes a bit.
 
     Attributes:
+      part: tokens of the parts that programs take, or None if a program takes all.
       stages: tiles of keys and values in shared memory.
       registers: of a thread that attends and of one that copies.
     """
 
+    part: int | None
     stages: int
     registers: tuple[int, int] = (232, 40)
 
 
-def default_launch(cache: PagedCache) -> Launch:
-    """As many tiles as fit, but four."""
+def default_launch(query: jax.Array, cache: PagedCache) -> Launch:
+    """As many tiles in memory as fit, but four; parts for chunks that would be few programs."""
     few = cache.head_dim > 64 and not _is_multiplied_in_8_bits(cache)
-    return Launch(2 if few else 4)
+    rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
+    return Launch(_PART if rows <= _MOST_ROWS_IN_PARTS else None, 2 if few else 4)
 
 
 def unsupported(cache: PagedCache) -> str | None:
@@ -92,7 +97,7 @@ def attend(
         jnp.clip(query_lengths, 0, query.shape[1]),
     )
     run = functools.partial(
-        _attend, cache=cache, options=options, launch=launch or default_launch(cache)
+        _attend, cache=cache, options=options, launch=launch or default_launch(query, cache)
     )
     if _expanded_bytes(cache, block_tables) <= _MOST_EXPANDED:
         return run(*arrays)
@@ -133,6 +138,7 @@ def _attend(
         window=window,
         soft_cap=options.logits_soft_cap,
         stages=launch.stages,
+        part=launch.part,
         registers=launch.registers,
         programs=multiprocessors(),
     )

@@ -34,7 +34,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layouts import LOG2_E, Ref
 from pallas_kernels.mosaic import ring
-from pallas_kernels.mosaic.hopper.paged_prompt import lost
+from pallas_kernels.mosaic.hopper.paged_prompt import join, lost
 from pallas_kernels.mosaic.hopper.paged_prompt.products import Eight, Sixteen, along
 from pallas_kernels.mosaic.hopper.paged_prompt.tiles import (
     Inputs,
@@ -42,6 +42,7 @@ from pallas_kernels.mosaic.hopper.paged_prompt.tiles import (
     Span,
     Work,
     count,
+    count_parts,
     query_slots,
     tile_tokens,
     together,
@@ -51,8 +52,8 @@ from pallas_kernels.mosaic.ring import COLUMN, ROW, ROWS, WARPGROUPS
 __all__ = ["Settings", "attention"]
 
 _MATRIX = plgpu.Layout.WGMMA
-# Channels of the output that are stored at once.
-_WIDTH = 64
+# Bytes of a row of the output that are stored at once.
+_WIDTH = 128
 
 
 class _Memory(NamedTuple):
@@ -274,6 +275,14 @@ def _attend(
     carry = (o, _full(-jnp.inf, (ROWS,), ROW), _full(0.0, (ROWS,), ROW), slot)
     wait_for_key(work.tiles.begin, slot)
     _keep_apart(me == 1, y, is_always=False)
+    if y.is_ahead:
+        # Who sees nothing takes its turns, too: the second warpgroup could not end the tile before
+        # if the first one waited for what is only copied then.
+        @pl.when(work.tiles.begin >= end)
+        def _() -> None:
+            y.turns()
+            y.turns()
+
     o, m, l, slot = _over_tiles(work.tiles, step, carry, s)
     _keep_apart(me == 0, y, is_always=False)
     return o, m, l, products.shift, slot
@@ -297,7 +306,10 @@ def _store(
     y: _Memory,
     results: Any,
 ) -> None:
-    """Normalizes and stores: 0 and ``-inf`` in rows that saw nothing, NaN where all is broken."""
+    """Normalizes and stores: 0 and ``-inf`` in rows that saw nothing, NaN where all is broken.
+
+    A part's results go row by row as they are here, others where `attention` returns them.
+    """
     o, m, l, shift = found
     out_ref, lse_ref = results
     nothing = (work.token_of(me) >= work.real) | (l == 0)
@@ -308,20 +320,27 @@ def _store(
     o = jnp.where(along(nothing, o.shape, 0), 0.0, o) * along(share, o.shape, 0)
     each = work.tokens // WARPGROUPS
     tokens = pl.ds(work.first + me * each, each)
-    for first in range(0, o.shape[1], _WIDTH):
+    width, is_part = y.out.shape[-1], len(out_ref.shape) == 5
+    rows = pl.ds((work.place * WARPGROUPS + me) * ROWS, ROWS)
+    at = (work.b, work.set)
+    for first in range(0, o.shape[1], width):
         # What was stored last must have left: as late as can be.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        channels = pl.ds(first, _WIDTH)
-        y.out[me] = o[:, first : first + _WIDTH].astype(y.out.dtype)
+        channels = pl.ds(first, width)
+        y.out[me] = o[:, first : first + width].astype(y.out.dtype)
         if first == 0:
             y.lse[me] = lse
         plgpu.commit_smem()
+        if first == 0:
+            target = lse_ref.at[(work.part, *at, rows) if is_part else (*at, rows)]
+            plgpu.copy_smem_to_gmem(y.lse.at[me], target)
+        if is_part:
+            target = out_ref.at[work.part, work.b, work.set, rows, channels]
+            plgpu.copy_smem_to_gmem(y.out.at[me], target)
+            continue
         for g in range(work.together):
             target = out_ref.at[work.b, tokens, work.head + g, channels]
             plgpu.copy_smem_to_gmem(y.out.at[me, pl.ds(g * each, each)], target)
-        if first == 0:
-            rows = pl.ds((work.place * WARPGROUPS + me) * ROWS, ROWS)
-            plgpu.copy_smem_to_gmem(y.lse.at[me], lse_ref.at[work.b, work.set, rows])
 
 
 def _kernel(*refs: Ref, s: Settings, total: int) -> None:
@@ -340,7 +359,11 @@ def _kernel(*refs: Ref, s: Settings, total: int) -> None:
             plgpu.barrier_wait(y.q_ready.at[at])
             *found, slot = _attend(y.q.at[at], slot, work, me, x, y, s)
             plgpu.barrier_arrive(y.q_free.at[at])
-            _store(work, me, tuple(found), x, y, (out_ref, lse_ref))
+            store = functools.partial(_store, work, me, tuple(found), x, y, (out_ref, lse_ref))
+            if s.part is None:
+                store()
+            else:
+                pl.when(work.tiles.begin < work.tiles.end)(store)
             return slot
 
         def produce(i: jax.Array, slot: jax.Array) -> jax.Array:
@@ -362,10 +385,10 @@ def _kernel(*refs: Ref, s: Settings, total: int) -> None:
 
         ring.divide(me, WARPGROUPS, s.registers, start_to_consume, start_to_produce)
 
-    pl.run_scoped(body, collective_axes="warpgroup", **_memory(x, s)._asdict())
+    pl.run_scoped(body, collective_axes="warpgroup", **_memory(x, out_ref, s)._asdict())
 
 
-def _memory(x: Inputs, s: Settings) -> _Memory:
+def _memory(x: Inputs, out: Ref, s: Settings) -> _Memory:
     """The types of a program's shared memory."""
     head_dim = x.q.shape[3]
     tile = tile_tokens(head_dim)
@@ -378,7 +401,7 @@ def _memory(x: Inputs, s: Settings) -> _Memory:
         k=ring.tile((s.stages, tile, head_dim), x.k.dtype),
         v=ring.tile((s.stages, *(x.v.shape[2:] if x.is_turned else (tile, head_dim))), x.v.dtype),
         lost=lost.memory(s.stages),
-        out=ring.tile((*rows, _WIDTH), x.q.dtype),
+        out=ring.tile((*rows, _WIDTH // jnp.dtype(out.dtype).itemsize), out.dtype),
         lse=plgpu.SMEM(rows, jnp.float32),
         q_ready=plgpu.Barrier(num_arrivals=heads, num_barriers=queries),
         k_ready=plgpu.Barrier(num_arrivals=copies, num_barriers=s.stages),
@@ -424,17 +447,23 @@ def attention(
       ``[B, T, N, H]`` in the queries' dtype and the float32 log-sum-exp ``[B, T, N]``.
     """
     batch, tokens, heads, head_dim = q.shape
-    each = together(heads // k.shape[1])
-    total = count(q, k.shape[1])
-    places = total // (batch * (heads // each))
+    each, parts = together(heads // k.shape[1]), count_parts(tables, k, settings)
+    tiles = count(q, k.shape[1])
+    places = tiles // (batch * (heads // each))
+    rows = (batch, heads // each, places * WARPGROUPS * ROWS)
+    shapes = [
+        jax.ShapeDtypeStruct((batch, tokens, heads, head_dim), q.dtype),
+        jax.ShapeDtypeStruct(rows, jnp.float32),
+    ]
+    if settings.part is not None:
+        shapes = [
+            jax.ShapeDtypeStruct((parts, *rows, *last), jnp.float32) for last in ((head_dim,), ())
+        ]
     run = ring.launch(
-        functools.partial(_kernel, s=settings, total=total),
+        functools.partial(_kernel, s=settings, total=tiles * parts),
         "turbojax_paged_prompt_hopper",
-        (
-            jax.ShapeDtypeStruct((batch, tokens, heads, head_dim), q.dtype),
-            jax.ShapeDtypeStruct((batch, heads // each, places * WARPGROUPS * ROWS), jnp.float32),
-        ),
-        total,
+        tuple(shapes),
+        tiles * parts,
         settings.programs,
         approx_math=True,
     )
@@ -443,6 +472,8 @@ def attention(
         some = lost_values.reshape(batch, -1, *lost_values.shape[1:]) != 0
         extra = lost_values, jnp.any(some, axis=(1, 3)).astype(jnp.int32)
     out, lse = run(q, k, v, tables, lengths, query_lengths, factors, *extra)
+    if settings.part is not None:
+        return join.join(out, lse, lengths, query_lengths, q.shape, q.dtype, settings)
     # Rows are warpgroup by warpgroup, in each head by head.
     lse = lse.reshape(batch, heads // each, places * WARPGROUPS, each, ROWS // each)
     lse = lse.transpose(0, 2, 4, 1, 3).reshape(batch, -1, heads)

@@ -26,6 +26,8 @@ class Settings:
       window: how many earlier tokens a query sees, or None.
       soft_cap: the scores' cap, or None.
       stages: tiles of keys and values in shared memory.
+      part: tokens of the parts that programs take, a multiple of a tile's, to be joined; or None:
+        then a program takes all that its rows see.
       registers: of a thread that attends and of one that copies.
       programs: how many run side by side, one to a multiprocessor.
     """
@@ -33,6 +35,7 @@ class Settings:
     window: int | None
     soft_cap: float | None
     stages: int
+    part: int | None = None
     registers: tuple[int, int] = (232, 40)
     programs: int = 132
 
@@ -96,6 +99,8 @@ def span(first: jax.Array, last: jax.Array, tile: int, window: int | None) -> Sp
 class Work:
     """A tile of 128 query rows, by its number: the last tokens of all sequences and heads first.
 
+    With parts it is a tile and a part of the tokens; all parts of one before those of the next.
+
     Attributes:
       b: its sequence.
       head: the first of its `together` heads, which have `tokens` queries each, a half for either
@@ -103,6 +108,7 @@ class Work:
       h: their KV head.
       first: the first token.
       real: how many queries of the sequence are real.
+      part: which part of the tokens it is, 0 if there are none.
       begin: position of the sequence's first query.
       is_broken: whether the sequence cannot be read.
       tiles: of keys.
@@ -118,7 +124,10 @@ class Work:
         row = lax.rem(number, rows)
         self.b, one = lax.div(row, sets), lax.rem(row, sets)
         self.set = one
-        self.place = places - 1 - lax.div(number, rows)
+        number = lax.div(number, rows)
+        parts = jnp.int32(count_parts(x.tables, x.k, s))
+        self.part, number = lax.rem(number, parts), lax.div(number, parts)
+        self.place = places - 1 - number
         self.head = one * self.together
         self.h = lax.div(self.head, jnp.int32(group))
         self.first = self.place * self.tokens
@@ -135,6 +144,10 @@ class Work:
             begin, inner, outer, end = self.tiles
             inner, outer = (jnp.where(is_whole, at, begin) for at in (inner, outer))
             self.tiles = Span(begin, inner, outer, end)
+        if s.part is not None:
+            per_part = s.part // tile_tokens(x.q.shape[3])
+            start = self.part * per_part
+            self.tiles = Span(*(jnp.clip(at, start, start + per_part) for at in self.tiles))
 
     def turned(self, j: jax.Array, x: Inputs) -> jax.Array:
         """The number of its sequence's tile `j` among turned ones."""
@@ -146,6 +159,11 @@ class Work:
         each = self.tokens // WARPGROUPS
         row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
         return (row & (each - 1)) + (self.first + me * each)
+
+
+def count_parts(tables: jax.Array, k: jax.Array, s: Settings) -> int:
+    """Parts of the tokens that tables may name; 1 if they are not taken in parts."""
+    return 1 if s.part is None else pl.cdiv(tables.shape[1] * k.shape[2], s.part)
 
 
 def count(q: jax.Array, kv_heads: int) -> int:
