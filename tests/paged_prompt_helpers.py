@@ -82,17 +82,22 @@ def large(name, kv_dtype, dtype=jnp.bfloat16):
 
 
 def check_cuts(call, kv_dtype, dtype=jnp.bfloat16, head_dim=128, options=None):
-    """A prompt in chunks of many queries: the same bits of every query."""
-    length = 1030
+    """A prompt in chunks, whole ones and then in parts: of either the same bits of every query."""
     options = options or {}
+    for length, last, chunks in ((1030, 1030, (300, 400, 330)), (4400, 200, (17, 33, 100, 50))):
+        _check_cuts(call, kv_dtype, dtype, head_dim, options, length, last, chunks)
+
+
+def _check_cuts(call, kv_dtype, dtype, head_dim, options, length, last, chunks):
     cache, tables = filled(kv_dtype, (length,), head_dim=head_dim, dtype=dtype)
-    query = normal(13, (1, length, 8, head_dim), dtype)
+    query = normal(13, (1, last, 8, head_dim), dtype)
     run = functools.partial(call, return_residual=True, **options)
     whole = run(query, cache, tables, jnp.asarray([length], jnp.int32))
     start = 0
-    for size in (17, 128, 300, 585):
+    for size in chunks:
         stop = start + size
-        got = run(query[:, start:stop], cache, tables, jnp.asarray([stop], jnp.int32))
+        held = jnp.asarray([length - last + stop], jnp.int32)
+        got = run(query[:, start:stop], cache, tables, held)
         equal(jax.device_get(got), [x[:, start:stop] for x in jax.device_get(whole)])
         start = stop
-    assert start == length
+    assert start == last

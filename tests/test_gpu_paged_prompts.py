@@ -113,6 +113,26 @@ def test_one_sequence_after_the_other(kind, monkeypatch):
     equal(again, want)
 
 
+@pytest.mark.parametrize("kind", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize("part", [None, 128])
+def test_programs_go_on_past_tiles_that_see_nothing(part, kind):
+    """Several tiles a program, some of empty sequences and some of padding alone."""
+    from turbojax.ops.options import Options
+    from turbojax.ops.paged_attention import mosaic_prompt
+
+    lengths = [290 if b % 4 == 0 else 3 * (b % 4 == 1) for b in range(64)]
+    cache, tables = filled(kind, tuple(lengths), 2, 128, 32, dtype=jnp.bfloat16)
+    query = normal(5, (64, 200, 8, 128), jnp.bfloat16)
+    counts = jnp.minimum(jnp.asarray(lengths, jnp.int32), 200)
+    arrays = query, cache, jnp.asarray(tables), jnp.asarray(lengths, jnp.int32), counts
+    launch = mosaic_prompt.Launch(part, 2)
+    got = mosaic_prompt.attend(*arrays, options=Options(True, scale=0.1), launch=launch)
+    want = attend(
+        *arrays[:4], scale=0.1, query_seq_lengths=counts, implementation="xla"
+    )  # fmt: skip
+    assert_near(got[0], want, jnp.bfloat16, 2.0**-4 if kind == "fp8_e4m3" else 2.0**-7)
+
+
 def test_what_is_out_of_range_is_nan_under_jit():
     lengths = np.asarray((1100, 33), np.int32)
     cache, tables = filled("auto", (1100, 33), head_dim=128, dtype=jnp.bfloat16)

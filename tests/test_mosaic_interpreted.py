@@ -60,7 +60,9 @@ def test_pooled_attention_equals_the_oracle_and_has_no_race(what, name):
 
 @pytest.mark.slow
 @WHOLE
-@pytest.mark.parametrize("name", ["plain", "window", "nothing between", "parts", "parts, window", "lost"])
+@pytest.mark.parametrize(
+    "name", ["plain", "window", "nothing between", "parts", "parts, window", "lost"]
+)
 def test_prompts_on_pages_equal_the_oracle_and_have_no_race(name):
     run("interpreted_prompt.py", name)
 

@@ -42,7 +42,7 @@ def lower(kind, *, window=None, logits_soft_cap=None, scale=0.1, **shape):
 
 
 LOWERED = pairwise(
-    queries=[(8, 200), (2, 80), (6, 33), (32, 16)],
+    queries=[(8, 300), (2, 80), (6, 33), (32, 16)],
     page_size=[64, 16, 32, 128],
     kind=KINDS,
     head_dim=[128, 64, 256],
@@ -58,6 +58,7 @@ def test_it_lowers(queries, page_size, kind, head_dim, dtype, options):
     options = {**options, "page_size": page_size, "head_dim": head_dim, "dtype": dtype}
     text = lower(kind, heads=heads, tokens=tokens, **options)
     assert "turbojax_paged_prompt_hopper" in text
+    assert ("turbojax_paged_join_hopper" in text) == (heads * tokens // 2 <= 1024)
     is_e4m3 = kind == "fp8_e4m3" and head_dim <= 128
     assert ("turbojax_paged_expand_hopper" in text) == (kind != "auto" and not is_e4m3)
     assert ("turbojax_paged_turn_hopper" in text) == is_e4m3

@@ -142,10 +142,10 @@ def _paged(implementation: str, kv_dtype: Any, width: int) -> Any:
     return call, (cache, _normal(3, 1, 2, 4, 64), *_prompt(tokens)[1:])
 
 
-def _paged_prompt(kv_dtype: str) -> Any:
+def _paged_prompt(kv_dtype: str, queries: int) -> Any:
     """Many queries, to pages that must be read out, or not."""
-    call, (cache, _, key, value) = _paged("mosaic_gpu", kv_dtype, 20)
-    return call, (cache, _normal(3, 1, 40, 4, 64), key, value)
+    call, (cache, _, key, value) = _paged("mosaic_gpu", kv_dtype, 80)
+    return call, (cache, _normal(3, 1, queries, 4, 64), key, value)
 
 
 def _pooled(implementation: str) -> Any:
@@ -240,12 +240,12 @@ CASES = {
     "paged, turbo4, parts, Hopper": _case(
         "paged_hopper paged_merge_hopper", _paged, "mosaic_gpu", "turbo4", 8400
     ),
-    "paged, prompt, bf16, Hopper": _case("paged_prompt_hopper", _paged_prompt, "auto"),
-    "paged, prompt, fp8, Hopper": _case(
-        "paged_turn_hopper paged_prompt_hopper", _paged_prompt, "fp8_e4m3"
+    "paged, prompt, bf16, Hopper": _case("paged_prompt_hopper", _paged_prompt, "auto", 260),
+    "paged, prompt, fp8, parts, Hopper": _case(
+        "paged_turn_hopper paged_prompt_hopper paged_join_hopper", _paged_prompt, "fp8_e4m3", 40
     ),
-    "paged, prompt, turbo4, Hopper": _case(
-        "paged_expand_hopper paged_prompt_hopper", _paged_prompt, "turbo4"
+    "paged, prompt, turbo4, parts, Hopper": _case(
+        "paged_expand_hopper paged_prompt_hopper paged_join_hopper", _paged_prompt, "turbo4", 40
     ),
     "pooled, Hopper": _case(
         "pooled_attention_hopper pooled_query_gradient_hopper pooled_key_gradient_hopper",

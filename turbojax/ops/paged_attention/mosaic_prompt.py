@@ -30,7 +30,7 @@ _MOST_EXPANDED = 2**30
 
 
 class Launch(NamedTuple):
-    """What is tuned; `part` must follow from the number of query rows alone. No other changes a bit.
+    """What is tuned; `part` must follow from the query rows alone. No other changes a bit.
 
     Attributes:
       part: tokens of the parts that programs take, or None if a program takes all.
