@@ -171,6 +171,12 @@ def _paged_append(kv_dtype: str, dim: int, tokens: int) -> Any:
     return call, (cache, *_prompt(tokens, dim)[1:])
 
 
+def _paged_prompt(kv_dtype: str, queries: int) -> Any:
+    """Many queries, to pages that must be read out, or not."""
+    call, (cache, _, key, value) = _paged("mosaic_gpu", kv_dtype, 80)
+    return call, (cache, _normal(3, 1, queries, 4, 64), key, value)
+
+
 def _pooled(implementation: str) -> Any:
     def call(q: jax.Array, k: jax.Array, v: jax.Array, levels: jax.Array) -> Any:
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -289,6 +295,13 @@ CASES = {
             ("fp8_e5m2", 256, 3),
         )
     },
+    "paged, prompt, bf16, Hopper": _case("paged_prompt_hopper", _paged_prompt, "auto", 260),
+    "paged, prompt, fp8, parts, Hopper": _case(
+        "paged_turn_hopper paged_prompt_hopper paged_join_hopper", _paged_prompt, "fp8_e4m3", 40
+    ),
+    "paged, prompt, turbo4, parts, Hopper": _case(
+        "paged_expand_hopper paged_prompt_hopper paged_join_hopper", _paged_prompt, "turbo4", 40
+    ),
     "pooled, Hopper": _case(
         "pool_hopper pooled_attention_hopper pooled_query_gradient_hopper"
         " pooled_key_gradient_hopper",

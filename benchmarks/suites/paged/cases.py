@@ -27,6 +27,8 @@ _JAX_BLOCK = 128
 # Relative L2 of stored keys and values: three bits after the first, and 4 bits in all; or the one
 # and the other.
 _STORED = {"auto": 0.0, "fp8_e4m3": 0.04, "turbo4": 0.12, "k8v4": 0.12}
+# Queries of a call whose products are of e4m3 on both sides, beside fp8 pages, and their error.
+_MANY, _E4M3_PRODUCTS = 256, 0.08
 # An append writes to this many places in turn.
 _PLACES = 16
 
@@ -90,13 +92,17 @@ def _paged(problem: Problem, kv_dtype: str, implementation: str, arrays: Arrays)
     )
     attend = functools.partial(paged.attention, implementation=implementation)
     needs = problem.needs(cache.token_bytes)
-    return Checked(attend, operands, needs, inputs.check_paged, operands)
+    limit = Checked.limit
+    if (kv_dtype, implementation) == ("fp8_e4m3", MOSAIC) and problem.queries >= _MANY:
+        limit = _E4M3_PRODUCTS
+    return Checked(attend, operands, needs, inputs.check_paged, operands, limit=limit)
 
 
 def _cudnn(problem: Problem, arrays: Arrays, *, masked: bool = True) -> Checked:
-    """Dense keys and values. It hides nothing from the earlier ones of several queries.
+    """Dense keys and values, causal if the queries are all of a sequence's tokens.
 
-    Unmasked it is not told the lengths, and reads all tokens.
+    Otherwise it hides nothing from the earlier ones of several queries: causal, it would take them
+    for the first ones. Unmasked it is not told the lengths, and reads all tokens.
     """
     require_gpu("cuDNN")
     key, value = arrays.get(inputs.dense, problem.shape)
@@ -111,11 +117,12 @@ def _cudnn(problem: Problem, arrays: Arrays, *, masked: bool = True) -> Checked:
                 k,
                 v,
                 key_value_seq_lengths=lengths if masked else None,
+                is_causal=problem.is_whole,
                 implementation="cudnn",
             )
 
     seen = lengths if masked else jnp.full_like(lengths, problem.shape.tokens)
-    check = functools.partial(inputs.check_dense, causal=False)
+    check = functools.partial(inputs.check_dense, causal=problem.is_whole)
     needs = problem.needs(_dense_token_bytes(problem.shape))
     return Checked(attend, operands, needs, check, (*operands[:3], seen))
 

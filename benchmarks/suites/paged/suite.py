@@ -29,6 +29,9 @@ _DECODE = (
 _FORMATS = (*_DECODE[:-1], ("k8v4", TRITON), ("turbo_k4v2", TRITON))
 _APPEND = ("auto", "fp8_e4m3", "turbo4")
 _PLACES = ((64, 4096), (1, 32768), (1, 8192), (1, 4096), (1, 1024))
+_PROMPT = (("auto", MOSAIC), ("fp8_e4m3", MOSAIC), ("turbo4", MOSAIC), ("auto", TRITON))
+# Chunks of prompts, and tokens held then.
+_PROMPTS = ((8192, 8192), (1024, 8192), (256, 8192), (8192, 32768), (1024, 32768), (256, 32768))
 
 
 def _groups() -> list[Group]:
@@ -46,6 +49,9 @@ def _groups() -> list[Group]:
         problem = Problem(Shape(model, 4, 8192), queries=queries)
         kinds = (("auto", kernel), ("fp8_e4m3", kernel), ("turbo4", kernel))
         groups.append(paged_cases.decode(problem, kinds, operation=paged_tables.CHUNK))
+    for queries, tokens in _PROMPTS:
+        problem = Problem(Shape(model, 1, tokens), queries=queries)
+        groups.append(paged_cases.decode(problem, _PROMPT, operation=paged_tables.CHUNK))
     return groups
 
 
