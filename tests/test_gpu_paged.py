@@ -19,6 +19,7 @@ from paged_helpers import (
     check_donated,
     check_nan,
     check_neighbours_and_places,
+    check_windowed_tables,
     equal,
     filled,
     kernel_units,
@@ -297,6 +298,11 @@ def test_what_is_out_of_range_is_nan_under_jit(kv_dtype, kernel):
         got = run(query, cache, tables.at[0, 40].set(broken), lengths)
         equal(got[1], want[1])
         assert np.isnan(np.asarray(got[0].astype(jnp.float32))).all()
+
+
+@pytest.mark.parametrize(("kv_dtype", "kernel"), FEWER)
+def test_pages_before_the_windows_may_be_anything(kv_dtype, kernel):
+    check_windowed_tables(runs(kernel, kv_dtype, 128), kv_dtype, jnp.bfloat16, 128)
 
 
 def test_xla_equals_the_oracle():

@@ -438,9 +438,10 @@ def attend(
     Args:
       query: ``[B, T, N, H]``, `H` 64, 128 or 256.
       pages: the pool.
-      tables: int32 ``[B, max_pages]``, numbers of the sequences' pages; those past its length may
-        be anything. None for contiguous caches ``[B, n, K, H]``, whose tokens are pages of their
-        own, ``[B * n, K, 1, H]``; see `Settings.limit`.
+      tables: int32 ``[B, max_pages]``, numbers of the sequences' pages; those past its length, or
+        wholly before the windows of its queries, may be anything. None for contiguous caches
+        ``[B, n, K, H]``, whose tokens are pages of their own, ``[B * n, K, 1, H]``; see
+        `Settings.limit`.
       lengths: int32 ``[B]``, tokens held.
       query_lengths: int32 ``[B]``, how many of the `T` queries are real; None if all are.
       settings: numerics and launch.

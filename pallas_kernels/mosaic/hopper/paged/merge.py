@@ -211,6 +211,14 @@ class _Row:
         """Pages of the sequence."""
         return (self.length + (self.a.page_size - 1)) // self.a.page_size
 
+    @property
+    def first_needed(self) -> Int:
+        """The first of these pages that holds a token in the window of some query."""
+        if self.s.window is None:
+            return lane.integer(0)
+        _, count = self.a.held(self.batch)
+        return (self.length - count - self.s.window[0]).maximum(0) // self.a.page_size
+
     def pages(self, start: Int) -> list[Int]:
         """The lane's pages of those from `start` on; of some other one past the last."""
         step, last = self.layout.shared * _LANES, (self.needed - 1).maximum(0)
@@ -234,7 +242,7 @@ class _Row:
                 bad = is_bad.where(lane.integer(1), bad)
             return [*self.pages(i + step), bad]
 
-        start = self.warp * _LANES
+        start = self.first_needed + self.warp * _LANES
         *_, bad = lane.loop(start, self.needed, step, [*first, lane.integer(0)], look)
         return lane.ballot(bad > 0)
 
@@ -285,7 +293,7 @@ def _kernel(*refs: Any, s: Settings, layout: _Layout) -> None:
         partials = [Pointer.to(x) for x in refs[5]]
         a = Arrays.of((*refs[:5], *refs[6:]), inputs, s)
         row = _Row.of(a, partials, ids, s, layout)
-        pages = row.pages(row.warp * _LANES)
+        pages = row.pages(row.first_needed + row.warp * _LANES)
         if layout.shared == 1:
             with lane.when(row.number < a.rows):
                 residues = [row.residue(lane.integer(i)) for i in range(_RESIDUES)]
