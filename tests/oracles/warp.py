@@ -9,11 +9,11 @@ import functools
 
 import ml_dtypes
 import numpy as np
+from oracles.active import Active
 
 LANES = np.arange(32)
 ROUNDER = 12582912.0
-# The lanes that run, and within `when` those of them for which it holds.
-_ACTIVE = [np.ones(32, bool)]
+_ACTIVE = Active()
 
 
 def _bits(x):
@@ -259,6 +259,9 @@ def divide(a, b):
     return a / b
 
 
+rounded_quotient = divide
+
+
 def ballot(condition):
     return integer(int((condition.value.astype(np.int64) << LANES).sum()))
 
@@ -378,7 +381,6 @@ class Pointer:
         index = self.offset[:, None] + np.arange(4)
         data = x.value.view(np.uint32)[:, None].view(np.uint8)
         self.memory[index[_ACTIVE[-1]]] = data[_ACTIVE[-1]]
-
 
     def store_low(self, x, bits):
         size = bits // 8

@@ -40,6 +40,7 @@ from pallas_kernels.mosaic.lane.instructions import reciprocal as reciprocal
 from pallas_kernels.mosaic.lane.instructions import reciprocal_root as reciprocal_root
 from pallas_kernels.mosaic.lane.instructions import reduce_lanes as reduce_lanes
 from pallas_kernels.mosaic.lane.instructions import root as root
+from pallas_kernels.mosaic.lane.instructions import rounded_quotient as rounded_quotient
 from pallas_kernels.mosaic.lane.instructions import signed_byte as signed_byte
 from pallas_kernels.mosaic.lane.instructions import special as special
 from pallas_kernels.mosaic.lane.instructions import tanh as tanh

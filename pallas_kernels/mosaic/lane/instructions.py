@@ -85,6 +85,11 @@ def divide(a: Float, b: Float) -> Float:
     return assembly("div.full.f32 $0, $1, $2;", a, b)
 
 
+def rounded_quotient(a: Float, b: Float) -> Float:
+    """A quotient rounded to nearest: tens of instructions."""
+    return assembly("div.rn.f32 $0, $1, $2;", a, b)
+
+
 def reciprocal(x: Float) -> Float:
     """``1 / x`` within a unit in the last place."""
     return assembly("rcp.approx.ftz.f32 $0, $1;", x)
