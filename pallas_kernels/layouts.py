@@ -1,5 +1,6 @@
 """What both backends know of arrays: who holds what in which order, and what codes stand for."""
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -26,6 +27,24 @@ class Side(NamedTuple):
     head_slots: Ref
     buffer: Ref
     buffer_scale: Ref
+
+
+@dataclasses.dataclass(frozen=True)
+class Codec:
+    """The upper half of a symmetric quantizer of ``2**bits`` levels for N(0, 1).
+
+    Attributes:
+      bits: 2, 3 or 4, of a code.
+      thresholds: those of positive numbers, increasing; another one is 0.
+      squares: integers below ``2**(30 - bits)``, the squares of the positive levels in some unit;
+        sums of a vector's fit 31 bits.
+      unit: that unit over the head dim.
+    """
+
+    bits: int
+    thresholds: tuple[float, ...]
+    squares: tuple[int, ...]
+    unit: float
 
 
 def next_power_of_2(n: int) -> int:

@@ -78,7 +78,7 @@ def test_only_clusters_apart_need_a_second_kernel(splits, cluster):
     cache = abstract_cache()
     launch = mosaic_decode.Launch(splits, warpgroups=2, stages=3, cluster=cluster)
     text = lower(abstract_query(cache), cache, launch=launch)
-    assert ("turbojax_decode_merge" in text) == (splits > cluster)
+    assert ("turbojax_decode_merge_hopper" in text) == (splits > cluster)
 
 
 @pytest.mark.parametrize(

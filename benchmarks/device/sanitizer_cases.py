@@ -105,9 +105,9 @@ def _kv4(init: Callable[..., Any]) -> Any:
     return call, (init(1, 400, 1, 64), *arguments)
 
 
-def _fp8_tokens() -> Any:
+def _fp8_tokens(implementation: Any) -> Any:
     def call(x: jax.Array, scale: jax.Array) -> Any:
-        chosen = {"implementation": "triton"}
+        chosen = {"implementation": implementation}
         return quantize_activation(x, **chosen), rms_norm_quantize(x, scale, eps=1e-5, **chosen)
 
     return call, (_normal(0, 5, 300), _normal(1, 300))
@@ -130,16 +130,30 @@ def _paged(implementation: str, kv_dtype: Any, width: int) -> Any:
     def call(cache: Any, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
         tables = jnp.arange(width, dtype=jnp.int32)[None]
         start = jnp.zeros(1, jnp.int32)
-        cache = paged.append(cache, key, value, tables, start)
+        cache = paged.append(cache, key, value, tables, start, implementation=append)
         lengths = jnp.array([key.shape[1]], jnp.int32)
         return paged_attention(query, cache, tables, lengths, implementation=implementation)
 
+    has_codes = paged.FORMATS[kv_dtype].is_rotated
+    append: Any = implementation if has_codes or implementation == "mosaic_gpu" else "xla"
     scales = {"key_scale": 0.05, "value_scale": 0.05} if kv_dtype.startswith("fp8") else {}
     cache = paged.init_paged_cache(
         width, 16, 1, 64, kv_dtype=kv_dtype, dtype=jnp.bfloat16, **scales
     )
     tokens = 1100 if width > 64 else 100
     return call, (cache, _normal(3, 1, 2, 4, 64), *_prompt(tokens)[1:])
+
+
+def _paged_append(kv_dtype: str, dim: int, tokens: int) -> Any:
+    """Tokens across the ends of pages; one is past its table."""
+
+    def call(cache: Any, key: jax.Array, value: jax.Array) -> Any:
+        tables = jnp.array([[2, 0, 1, 3]], jnp.int32)
+        start = jnp.array([64 - tokens + 1], jnp.int32)
+        return paged.append(cache, key, value, tables, start, implementation="mosaic_gpu")
+
+    cache = paged.init_paged_cache(4, 16, 1, dim, kv_dtype=kv_dtype, dtype=jnp.bfloat16)
+    return call, (cache, *_prompt(tokens, dim)[1:])
 
 
 def _pooled(implementation: str) -> Any:
@@ -177,7 +191,8 @@ CASES = {
     "cache, decode": _case("decode decode_merge", _decode, "triton"),
     "kv4, decode": _case("kv4_decode decode_merge", _kv4, kv4.init_cache),
     "k8v4, decode": _case("kv4_decode decode_merge", _kv4, kv4.init_k8v4_cache),
-    "fp8 tokens": _case("fp8_tokens", _fp8_tokens),
+    "fp8 tokens": _case("fp8_tokens", _fp8_tokens, "triton"),
+    "fp8 tokens, Hopper": _case("fp8_tokens_hopper", _fp8_tokens, "mosaic_gpu"),
     "int4, many tokens": _case("int4_matmul", _int4, "triton", 130, 136, 300),
     "int4, few tokens": _case("int4_matmul", _int4, "triton", 3, 136, 1024),
     "paged, turbo4": _case("paged_append paged_attention", _paged, "triton", "turbo4", 20),
@@ -234,8 +249,20 @@ CASES = {
     "paged, turbo4, parts, Hopper": _case(
         "paged_hopper paged_merge_hopper", _paged, "mosaic_gpu", "turbo4", 8400
     ),
+    **{
+        f"paged append, {kind}, Hopper": _case(
+            "paged_append_hopper", _paged_append, kind, dim, tokens
+        )
+        for kind, dim, tokens in (
+            ("turbo_k3v4", 128, 37),
+            ("k8v4", 64, 1),
+            ("auto", 16, 5),
+            ("fp8_e5m2", 256, 3),
+        )
+    },
     "pooled, Hopper": _case(
-        "pooled_attention_hopper pooled_query_gradient_hopper pooled_key_gradient_hopper",
+        "pool_hopper pooled_attention_hopper pooled_query_gradient_hopper"
+        " pooled_key_gradient_hopper",
         _pooled,
         "mosaic_gpu",
     ),

@@ -6,14 +6,24 @@ Stands in for that package, so that code written for one lane runs on a CPU, lan
 import contextlib
 import dataclasses
 import functools
+import threading
 
 import ml_dtypes
 import numpy as np
-from oracles.active import Active
 
 LANES = np.arange(32)
 ROUNDER = 12582912.0
-_ACTIVE = Active()
+
+
+class _State(threading.local):
+    """Of the warp that runs: its number in its program; the lanes that do, within `when` fewer."""
+
+    def __init__(self):
+        self.number, self.barrier = 0, None
+        self.active = [np.ones(32, bool)]
+
+
+STATE = _State()
 
 
 def _bits(x):
@@ -170,6 +180,11 @@ def reciprocal_root(x):
     return Float(np.float32(1) / root(x).value)
 
 
+def log2(x):
+    with np.errstate(all="ignore"):
+        return Float(np.log2(x.value))
+
+
 def log2_of_any(x):
     with np.errstate(all="ignore"):
         return Float(np.log2(x.value))
@@ -274,8 +289,16 @@ def uniform(x):
     return from_lane(x, integer(0))
 
 
+def thread():
+    return Int(32 * STATE.number + LANES)
+
+
 def warp_barrier():
     pass
+
+
+def block_barrier():
+    STATE.barrier.wait()
 
 
 publish_stores = warp_barrier
@@ -284,9 +307,9 @@ publish_stores = warp_barrier
 @contextlib.contextmanager
 def when(condition):
     """Of the lanes where `condition` holds the stores count; there must be nothing else inside."""
-    _ACTIVE.append(condition.value & _ACTIVE[-1])
+    STATE.active.append(condition.value & STATE.active[-1])
     yield
-    _ACTIVE.pop()
+    STATE.active.pop()
 
 
 def loop(start, stop, step, state, body):
@@ -369,6 +392,10 @@ class Pointer:
     def word(self):
         return self.words(1)[0]
 
+    def half(self):
+        index = self.offset[:, None] + np.arange(2)
+        return Int(np.ascontiguousarray(self.memory[index]).view(np.uint16)[:, 0])
+
     def float(self):
         return self.word().as_float()
 
@@ -380,17 +407,17 @@ class Pointer:
     def store(self, x):
         index = self.offset[:, None] + np.arange(4)
         data = x.value.view(np.uint32)[:, None].view(np.uint8)
-        self.memory[index[_ACTIVE[-1]]] = data[_ACTIVE[-1]]
+        self.memory[index[STATE.active[-1]]] = data[STATE.active[-1]]
 
     def store_low(self, x, bits):
         size = bits // 8
         index = self.offset[:, None] + np.arange(size)
         data = x.value.view(np.uint32)[:, None].view(np.uint8)[:, :size]
-        self.memory[index[_ACTIVE[-1]]] = data[_ACTIVE[-1]]
+        self.memory[index[STATE.active[-1]]] = data[STATE.active[-1]]
 
     def add(self, x):
         word = self.memory.view(np.uint32)
-        np.add.at(word, self.offset[_ACTIVE[-1]] // 4, x.value[_ACTIVE[-1]])
+        np.add.at(word, self.offset[STATE.active[-1]] // 4, x.value[STATE.active[-1]])
 
 
 class half:

@@ -56,7 +56,6 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.layouts import LOG2_E
 from pallas_kernels.layouts import Side as Side
-from pallas_kernels.merge import merge
 from pallas_kernels.mosaic import lane, warp
 from pallas_kernels.mosaic.hopper.decode.block import (
     add_block,
@@ -71,6 +70,7 @@ from pallas_kernels.mosaic.hopper.decode.block import (
 from pallas_kernels.mosaic.hopper.decode.inputs import Arrays, Program, copies_of
 from pallas_kernels.mosaic.hopper.decode.inputs import Settings as Settings
 from pallas_kernels.mosaic.hopper.decode.inputs import stage_bytes as stage_bytes
+from pallas_kernels.mosaic.hopper.decode.merge import merge
 from pallas_kernels.mosaic.hopper.decode.query import load_query
 from pallas_kernels.mosaic.hopper.decode.types import (
     Numerics,
@@ -432,4 +432,4 @@ def decode(
     if s.parts == 1:
         return results[0], results[1]
     o, m, l = results
-    return merge(o, m, l, query, kv_heads, interpret=False)
+    return merge(o, m, l, query, kv_heads)
