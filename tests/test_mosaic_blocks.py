@@ -8,7 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from kernel_helpers import lower_for_cuda
-from oracles import program, quantizers, warp
+from oracles import lanes as oracle
+from oracles import quantizers, warp
 
 import turbojax as tj
 from pallas_kernels.mosaic import block as blocks
@@ -21,33 +22,11 @@ DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.f
 
 
 @pytest.fixture
-def lanes(monkeypatch):
+def emulated(monkeypatch):
     """Arrays of 32 lanes in place of numbers."""
-    for module in (blocks, eight_bits, quantize):
-        monkeypatch.setattr(module, "lane", program.lane)
-        for name in ("Float", "Int", "Pointer"):
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, getattr(warp, name))
-
-
-def memory(x):
-    return np.ascontiguousarray(x).view(np.uint8).ravel()
-
-
-def run(work, lengths, *inputs):
-    """What all programs of a launch write."""
-    out = [np.zeros(x.shape, x.dtype) for x in work.outputs]
-    data = [memory(x).copy() for x in out]
-    arrays = [warp.Pointer(memory(x)) for x in (np.asarray(lengths, np.int32), *inputs)]
-    targets = [warp.Pointer(x) for x in data]
-    for index in range(work.programs):
-        shared = warp.Pointer(np.full(max(work.shared_bytes, 64), 0xAB, np.uint8))
-
-        def body(index=index, shared=shared):
-            work.run(warp.integer(index), arrays[0], arrays[1:], targets, shared)
-
-        program.run(work.block.warps, body)
-    return [x.view(y.dtype).reshape(y.shape) for x, y in zip(data, out, strict=True)]
+    oracle.patch(monkeypatch, blocks, eight_bits, quantize)
+    for module in (blocks, quantize):
+        monkeypatch.setattr(module, "Int", warp.Int)
 
 
 def values(shape, dtype, case="normal", seed=0):
@@ -76,29 +55,28 @@ def permuted(codes):
     return codes[:, :, 16 * i + 4 * t + 2 * h + r]
 
 
-def work_of(x, block, is_int8, **options):
-    dtype = np.int8 if is_int8 else ml_dtypes.float8_e4m3fn
-    return quantize._codes(
-        x, block, dtype, options.pop("multiple", None), options.pop("channels", None), **options
+def same(got, want):
+    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+
+
+def check(x, lengths, block, is_int8, channels=None, multiple=None, **options):
+    dtype = jnp.int8 if is_int8 else jnp.float8_e4m3fn
+    sizes = {"block": block, "channels": channels, "multiple": multiple}
+    codes, scales = quantize.quantize(
+        x, np.array(lengths, np.int32), dtype=dtype, **sizes, **options
     )
-
-
-def check(x, lengths, block, is_int8, **options):
-    work = work_of(x, block, is_int8, **options)
-    codes, scales = run(work, lengths, x)
-    size, channels = work.count * block, work.block.channels
-    known = cut(x, lengths, block, size, channels)
-    oracle = quantizers.quantize_int8 if is_int8 else quantizers.quantize_fp8
-    want, want_scales = oracle(known, axis=(3, 4))
-    want = want.reshape(*want.shape[:2], size, channels)
+    size, multiple = x.shape[1], multiple or block
+    known = cut(x, lengths, block, -(-size // multiple) * multiple, channels or x.shape[3])
+    by_numpy = quantizers.quantize_int8 if is_int8 else quantizers.quantize_fp8
+    want, want_scales = by_numpy(known, axis=(3, 4))
+    want = want.reshape(*want.shape[:2], -1, want.shape[4])
     if options.get("permuted"):
         want = permuted(want)
-    np.testing.assert_array_equal(scales, want_scales)
-    codes = codes.swapaxes(2, 3) if options.get("tokens_last") else codes
-    np.testing.assert_array_equal(codes.astype(np.float32), want.astype(np.float32))
+    same(scales, want_scales)
+    same(codes, want.swapaxes(2, 3) if options.get("tokens_last") else want)
 
 
-@pytest.mark.usefixtures("lanes")
+@pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("case", ["normal", "ties", "tiny"])
 @pytest.mark.parametrize("is_int8", [True, False])
 @pytest.mark.parametrize(
@@ -115,50 +93,60 @@ def test_codes_are_exact(case, is_int8, shape, block, dtype, options):
     check(values(shape, dtype, case), lengths, block, is_int8, **options)
 
 
-@pytest.mark.usefixtures("lanes")
+@pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("is_int8", [True, False])
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_what_is_not_finite_marks_its_block(bad, is_int8, dtype):
     x = np.ones((1, 40, 1, 64), DTYPES[dtype])
     x[0, 33, 0, 3] = bad
-    codes, scales = run(work_of(x, 16, is_int8), [40], x)
+    options = {"block": 16, "dtype": jnp.int8 if is_int8 else jnp.float8_e4m3fn}
+    codes, scales = quantize.quantize(x, np.array([40], np.int32), **options)
     assert np.isnan(scales).tolist() == [[[False, False, True]]]
-    codes = codes[0, 0, 32:].astype(np.float32)
+    codes = np.asarray(codes[0, 0, 32:], np.float32)
     assert np.all(codes == 0) if is_int8 else np.all(np.isnan(codes))
-    _, scales = run(work_of(x, 16, is_int8), [33], x)
+    _, scales = quantize.quantize(x, np.array([33], np.int32), **options)
     assert not np.isnan(scales).any()
 
 
-@pytest.mark.usefixtures("lanes")
-@pytest.mark.parametrize("dtype", list(DTYPES))
-def test_maxima(dtype):
-    x = values((2, 150, 2, 64), dtype)
-    work = quantize._maxima(x, 1)
-    work = quantize.Maxima(work.shape, work.block, 1, 2) if dtype == "float16" else work
-    lengths = [150, 31]
-    known = np.abs(cut(x, lengths, 150, 150, 64).astype(np.float32))
-    [maxima] = run(work, lengths, x)
-    np.testing.assert_array_equal(maxima.max(2), known.max((2, 3, 4)))
-    x[0, 149, 1, 5], x[1, 31, 0, 0] = np.inf, np.nan
-    [maxima] = run(work, lengths, x)
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 128), ("float16", 1), ("float32", 2)])
+def test_maxima(monkeypatch, dtype, most):
+    """Of one block of tokens each, or of several."""
+    monkeypatch.setattr(quantize, "_MOST_MAXIMA", most)
+    x, lengths = values((2, 300, 2, 64), dtype), np.array([300, 31], np.int32)
+    maxima = np.asarray(quantize.absolute_maxima(x, lengths))
+    assert maxima.shape[2] == min(3, most)
+    known = np.abs(cut(x, lengths, 300, 300, 64).astype(np.float32))
+    same(maxima.max(2), known.max((2, 3, 4)))
+    x[0, 299, 1, 5], x[1, 31, 0, 0] = np.inf, np.nan
+    maxima = np.asarray(quantize.absolute_maxima(x, lengths))
     assert np.isnan(maxima).any(2).tolist() == [[False, True], [False, False]]
 
 
-@pytest.mark.usefixtures("lanes")
-def test_one_scale_for_a_head():
-    x = values((1, 40, 2, 64), "bfloat16")
-    maxima = np.zeros((1, 2, 70), np.float32)
-    maxima[0, :, 3] = np.abs(x.astype(np.float32)).max((0, 1, 3))
-    work = work_of(x, 16, False, tokens_last=True, maxima=70)
-    codes, scales = run(work, [40], x, maxima)
-    want, want_scales = quantizers.quantize_fp8(cut(x, [40], 48, 48, 64), axis=(2, 3, 4))
-    np.testing.assert_array_equal(scales, np.repeat(want_scales[..., None], 3, 2))
-    want = want.reshape(1, 2, 48, 64).swapaxes(2, 3)
-    np.testing.assert_array_equal(codes.astype(np.float32), want.astype(np.float32))
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("value_dtype", [jnp.int8, jnp.float8_e4m3fn])
+def test_keys_and_values(value_dtype):
+    """One launch for both; values in e4m3 have one scale for a head."""
+    key, value = (values((2, 40, 2, 64), "bfloat16", seed=i) for i in range(2))
+    lengths = np.array([40, 9], np.int32)
+    k, k_scale, v, v_scale = quantize.keys_and_values(
+        *(key, value, lengths), block=16, key_dtype=jnp.int8, value_dtype=value_dtype, permuted=True
+    )
+    keys, known = (cut(x, lengths, 16, 48, 64) for x in (key, value))
+    want, scale = quantizers.quantize_int8(keys, axis=(3, 4))
+    same(k_scale, scale)
+    same(k, permuted(want.reshape(2, 2, 48, 64)))
+    if value_dtype == jnp.int8:
+        want, scale = quantizers.quantize_int8(known, axis=(3, 4))
+    else:
+        want, scale = quantizers.quantize_fp8(known, axis=(2, 3, 4))
+        scale = np.repeat(scale[..., None], 3, 2)
+    same(v_scale, scale)
+    same(v, want.reshape(2, 2, 48, 64).swapaxes(2, 3))
 
 
-@pytest.mark.usefixtures("lanes")
+@pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(("dtype", "bits"), [("bfloat16", 8), ("float16", 11)])
 def test_every_quotient_of_few_bits_is_rounded_right(dtype, bits):
     """Of all significands of a value and of a scale, at all distances up to 119."""

@@ -94,7 +94,7 @@ class _Work:
         number, batch = rest % self.count, rest // self.count
         x = x.times(batch * self.shape[1], self.row)
         x = x.at(head * (self.shape[3] * self.block.value_bytes))
-        share = Share(self.block, lane.special("tid.x"))
+        share = Share(self.block, lane.thread())
         length = lengths.at(batch << 2).word()
         return _Program(batch * heads + head, number, x, length, share, memory)
 
@@ -242,7 +242,8 @@ def _launch(lengths: jax.Array, given: list[tuple[Work, list[jax.Array]]]) -> li
         for (work, inputs), out in zip(given, outputs, strict=True):
             x, rest = rest[: len(inputs)], rest[len(inputs) :]
             y, results = results[: len(out)], results[len(out) :]
-            index, end = ids[0] - begin, begin + work.programs
+            end = begin + work.programs
+            index = (ids[0] - begin).maximum(0).minimum(work.programs - 1)
             if len(given) == 1:
                 work.run(index, arrays[0], x, y, memory)
             else:

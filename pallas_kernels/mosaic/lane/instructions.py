@@ -228,6 +228,11 @@ def maxima_of_halves(a: Int, b: Int) -> Int:
     return assembly("max.s16x2 $0, $1, $2;", a, b)
 
 
+def minima_of_halves(a: Int, b: Int) -> Int:
+    """The smaller of two signed numbers of 16 bits, in each half of a word."""
+    return assembly("min.s16x2 $0, $1, $2;", a, b)
+
+
 def largest_of_warp(x: Int) -> Int:
     """The largest unsigned number of the warp's lanes."""
     text = "redux.sync.max.u32 $0, $1, 0xffffffff;"
