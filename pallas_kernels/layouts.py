@@ -47,6 +47,28 @@ class Codec:
     unit: float
 
 
+class Compressed(NamedTuple):
+    """What a kernel that compresses a prompt returns for one side of a cache.
+
+    Attributes:
+      codes: the packed codes, uint8, one array a width.
+      channel_scale: int8 ``[B, K, n, H]``.
+      channel_zero: int8 ``[B, K, n, H]``.
+      block_scale: float32 ``[B, K, n]``.
+      maximum: float32 ``[B, K, m]``, largest absolute value of each of the prompt's `m` blocks,
+        NaN if one is not finite. Undefined for blocks that were neither stored nor asked for.
+      operand: None or codes ``[B, K, m * block, H]``, ``[B, K, H, m * block]`` with tokens
+        last, and their float32 scales ``[B, K, m]``, as `quantize` makes them.
+    """
+
+    codes: tuple[Ref, ...]
+    channel_scale: Ref
+    channel_zero: Ref
+    block_scale: Ref
+    maximum: Ref
+    operand: tuple[Ref, Ref] | None
+
+
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is at least `n`."""
     return 1 << (n - 1).bit_length()

@@ -83,7 +83,7 @@ def test_stage_1_operands(name):
     config, *_, dtype, size, lengths = case
     cache, lengths = new(case, size), jnp.array(lengths, jnp.int32)
     arguments = tokens(case, size, 2)
-    store = functools.partial(triton.store_prompt_triton, with_operands=True)
+    store = functools.partial(triton.store_prompt_with_operands, with_operands=True)
     got, operands = jax.jit(store)(cache, *arguments, lengths)
     assert_same_bits(got, jitted(store_prompt, "xla")(cache, *arguments, lengths))
     valid = (jnp.arange(size)[None] < lengths[:, None])[..., None, None]

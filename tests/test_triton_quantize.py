@@ -196,7 +196,7 @@ def test_a_prompt_that_is_stored_gives_the_same_operands(mode, permuted):
     config = config_of("head dim 80", mode)
     cache = tj.init_cache(2, 20, 2, 80, config=config)
     with kernels():
-        _, got = cache_triton.store_prompt_triton(
+        _, got = cache_triton.store_prompt_with_operands(
             cache, key, value, lengths, with_operands=True, permuted=permuted
         )
     want = definition(key, key, value, lengths, lengths, config, permuted)

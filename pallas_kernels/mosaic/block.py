@@ -19,6 +19,8 @@ from pallas_kernels.mosaic.lane import Bool, Float, Int, Pointer
 CHANNELS, TOKENS = 8, 4
 """What a lane takes at once."""
 MOST_WARPS = 16
+SMALLEST = 16
+"""Tokens of the smallest block: of a load of codes, tokens last."""
 _WARP, _WARPGROUP = 32, 128
 _VALUES_PER_LANE = 64
 _UNIT = 16  # bytes of a load or store
@@ -241,10 +243,10 @@ class Share:
                 if permuted:
                     row = (four >> 2) * 16 + (four & 3) * 2 + (i >> 1) * 8 + (i & 1)
                 at = out.at(row * channels, place)
-                self._where(number, lambda at=at, words=words: at.store_words(words))
+                self.where_inside(number, lambda at=at, words=words: at.store_words(words))
 
-    def _where(self, number: int, store: Callable[[], None]) -> None:
-        """Stores a group's codes, if there is such a group."""
+    def where_inside(self, number: int, store: Callable[[], object]) -> None:
+        """Stores codes of the lane's group `number`, if there is one."""
         inside = self.is_inside(number, self.block.channels // CHANNELS)
         if inside is None:
             store()
@@ -264,7 +266,7 @@ class Share:
                     for i, word in enumerate(of_channels):
                         here.at((4 * half + i) * self.block.tokens).store(word)
 
-            self._where(number, store)
+            self.where_inside(number, store)
 
     def store_columns(self, out: Pointer, row: int, memory: Pointer) -> None:
         """Stores what was transposed.

@@ -8,6 +8,7 @@ from pallas_kernels.mosaic import lane
 from pallas_kernels.mosaic.lane import Bool, Float, Int
 
 _INFINITY_BITS = 0x7F800000
+_ROUNDER_BITS = 0x4B400000
 _TINY = 2.0**-126
 # In a number, where quotients are rounded twice.
 _UNITS = 2**15
@@ -62,6 +63,14 @@ def exact_code(x: Float, scale: Float, inverse: Float) -> Int:
     past = lane.absolute(rest) >= limit
     step = (rest < 0.0).where(lane.integer(-1), 1)
     return shifted.as_int() + past.where(step, 0)
+
+
+def clamped_code(x: Float, scale: Float) -> Int:
+    """A code of a scale fixed beforehand: finite values beyond it become +-119."""
+    largest = scale * 128.0  # beyond it all is clamped anyway
+    x = lane.minimum(lane.maximum(x, -largest), largest)
+    code = exact_code(x, scale, lane.number(1.0) / scale) - _ROUNDER_BITS
+    return code.minimum(int(INT8_RANGE)).maximum(-int(INT8_RANGE))
 
 
 def int8_word(x: Sequence[Float], scale: Float, inverse: Float, exact: bool) -> Int:

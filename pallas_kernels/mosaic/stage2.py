@@ -13,7 +13,7 @@ import dataclasses
 from pallas_kernels.mosaic import block as blocks
 from pallas_kernels.mosaic import lane
 from pallas_kernels.mosaic.block import CHANNELS, Block, Share, Words
-from pallas_kernels.mosaic.lane import Bool, Float, Int, Pointer
+from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
 # Widths of the planes of a code, low bits first (see turbojax.quantizers.packing).
 _PLANES = {2: (2,), 3: (2, 1), 4: (4,)}
@@ -42,16 +42,6 @@ class Layout:
     bits: tuple[int, ...]
     heads: tuple[int, ...]
     tokens_last: bool
-
-    @property
-    def unsupported(self) -> str | None:
-        """Why such blocks cannot be packed word by word; None if they can."""
-        parts = max(8 // width for bits in self.bits for width in _PLANES[bits])
-        size = self.tokens if self.tokens_last else self.channels
-        name = "block_kv" if self.tokens_last else "head_dim"
-        if size % (4 * parts):
-            return f"{name}={size} must be a multiple of {4 * parts} for bits {self.bits}"
-        return None
 
     @property
     def rows(self) -> int:
@@ -311,46 +301,48 @@ def _stage_rows(share: Share, codes: Words, staged: Pointer, pitch: int) -> None
         for i, words in enumerate(group):
             token = share.group(number) * blocks.TOKENS + i
             here = staged.at(token * pitch, share.column * CHANNELS)
-            inside = share.is_inside(number, share.block.channels // CHANNELS)
-            if inside is None:
-                here.store_words(words)
-            else:
-                with lane.when(inside):
-                    here.store_words(words)
+            share.where_inside(
+                number,
+                lambda here=here, words=words: here.store_words(words),  # type: ignore[misc]
+            )
 
 
 def _pack(share: Share, staged: Pointer, out: Pointer, layout: Layout, bits: int) -> None:
     """Packs and stores what is staged; planes follow each other along a row."""
-    row, begin, shift = layout.row, 0, 0
+    begin, shift = 0, 0
     for width in _PLANES[bits]:
-        parts = 8 // width
-        length = row // parts  # bytes of the plane, in each row
-        words = 4 if length % 16 == 0 else 1
-        units = length // (4 * words)
+        length = layout.row * width // 8  # bytes of the plane, in each row
+        size = next(n for n in (16, 4, 1) if length % n == 0)  # that a lane takes at once
+        units = length // size
         mask = 0x01010101 * (2**width - 1) if len(_PLANES[bits]) > 1 else None
         count, threads = layout.rows * units, share.block.threads
         for first in range(0, count, threads):
             unit = (share.thread + first).minimum(count - 1)
-            number, place = unit // units, unit % units * (4 * words)
+            number, place = unit // units, unit % units * size
             source = _row(staged, number, layout).at(place)
-            packed = [lane.integer(0)] * words
-            for part in range(parts):
-                for i, word in enumerate(source.at(part * length).words(words)):
-                    code = word if mask is None else (word >> shift) & mask
-                    packed[i] = (code << (part * width)) | packed[i] if part else code
-            at = out.at(number * (row * bits // 8), place + begin)
-            inside: Bool | None = None
-            if first + threads > count:
-                inside = share.thread < count - first
-            _store(at, packed, inside)
+            parts = [_load(source.at(part * length), size) for part in range(8 // width)]
+            if mask is not None:
+                parts = [[(word >> shift) & mask for word in part] for part in parts]
+            packed = parts[0]
+            for i, part in enumerate(parts[1:], 1):
+                packed = [a | (b << (i * width)) for a, b in zip(packed, part, strict=True)]
+            at = out.at(number * (layout.row * bits // 8), place + begin)
+            if first + threads <= count:
+                _store(at, packed, size)
+            else:
+                with lane.when(share.thread < count - first):
+                    _store(at, packed, size)
         begin, shift = begin + length, shift + width
 
 
-def _store(at: Pointer, words: list[Int], inside: Bool | None) -> None:
-    if inside is not None:
-        with lane.when(inside):
-            _store(at, words, None)
-    elif len(words) == 1:
+def _load(source: Pointer, size: int) -> list[Int]:
+    return [source.byte()] if size == 1 else source.words(size // 4)
+
+
+def _store(at: Pointer, words: list[Int], size: int) -> None:
+    if size == 1:
+        at.store_low(words[0], 8)
+    elif size == 4:
         at.store(words[0])
     else:
         at.store_words(words)

@@ -399,6 +399,9 @@ class Pointer:
         index = self.offset[:, None] + np.arange(2)
         return Int(np.ascontiguousarray(self.memory[index]).view(np.uint16)[:, 0])
 
+    def byte(self):
+        return Int(self.memory[self.offset])
+
     def float(self):
         return self.word().as_float()
 

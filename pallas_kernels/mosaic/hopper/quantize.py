@@ -30,20 +30,19 @@ from pallas_kernels.mosaic.lane import Int, Pointer
 # Maxima that every program may read.
 _MOST_MAXIMA = 128
 _WARP = 32
-_SMALLEST_BLOCK = 16
 
 
 def unsupported(x: jax.Array, block: int) -> str | None:
     """Why blocks of `x` cannot be quantized by these kernels, or None."""
-    if block < _SMALLEST_BLOCK:
-        return f"{block=} must be at least {_SMALLEST_BLOCK}"
+    if block < blocks.SMALLEST:
+        return f"{block=} must be at least {blocks.SMALLEST}"
     if x.shape[3] % blocks.CHANNELS:
         return f"head_dim={x.shape[3]} must be a multiple of {blocks.CHANNELS}"
     return None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Program:
+class Program:
     """What a program works on.
 
     Attributes:
@@ -87,7 +86,7 @@ class _Work:
         """Bytes from token to token."""
         return self.shape[2] * self.shape[3] * self.block.value_bytes
 
-    def program(self, index: Int, x: Pointer, lengths: Pointer, memory: Pointer) -> _Program:
+    def program(self, index: Int, x: Pointer, lengths: Pointer, memory: Pointer) -> Program:
         """Program `index`: heads of the same tokens follow each other."""
         heads = self.shape[2]
         head, rest = index % heads, index // heads
@@ -96,9 +95,9 @@ class _Work:
         x = x.at(head * (self.shape[3] * self.block.value_bytes))
         share = Share(self.block, lane.thread())
         length = lengths.at(batch << 2).word()
-        return _Program(batch * heads + head, number, x, length, share, memory)
+        return Program(batch * heads + head, number, x, length, share, memory)
 
-    def load(self, p: _Program, first: Int) -> blocks.Words:
+    def load(self, p: Program, first: Int) -> blocks.Words:
         """A program's values from token `first` on."""
         return p.share.load(p.x, self.row, first, self.shape[1], p.length)
 
@@ -154,7 +153,7 @@ class Codes(_Work):
             y[1].times(p.pair, 4 * self.count).at(p.number << 2).store(scale)
         self.store(p, y[0], first, codes)
 
-    def _given(self, maxima: Pointer, p: _Program) -> Int:
+    def _given(self, maxima: Pointer, p: Program) -> Int:
         """The largest bits of the maxima; every warp looks for itself."""
         place = p.share.thread & (_WARP - 1)
         here = maxima.times(p.pair, 4 * self.maxima)
@@ -164,7 +163,7 @@ class Codes(_Work):
         ]
         return lane.largest_of_warp(lane.tree(found, Int.maximum))
 
-    def store(self, p: _Program, out: Pointer, first: Int, codes: blocks.Words) -> None:
+    def store(self, p: Program, out: Pointer, first: Int, codes: blocks.Words) -> None:
         """Stores a block's codes."""
         tokens, channels = self.count * self.block.tokens, self.block.channels
         out = out.times(p.pair, tokens * channels)
