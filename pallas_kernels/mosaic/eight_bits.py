@@ -120,3 +120,16 @@ class Rounding:
 def e4m3_word(x: Sequence[Float], inverse: Float) -> Int:
     """Codes of four numbers, at most 448 times the scale."""
     return lane.pack_e4m3([v * inverse for v in x])
+
+
+def int8_numbers(word: Int) -> list[Float]:
+    """The numbers that four codes stand for."""
+    # Each byte in the low bits of `ROUNDER`.
+    positive = word ^ 0x80808080
+    shifted = [lane.permute_bytes(positive, _ROUNDER_BITS, 0x7650 | i) for i in range(4)]
+    return [x.as_float() - (lane.ROUNDER + 128.0) for x in shifted]
+
+
+def e4m3_numbers(word: Int) -> list[Float]:
+    """The numbers that four codes stand for."""
+    return [x for half in lane.half.from_e4m3(word) for x in lane.half.unpack(half)]

@@ -11,13 +11,12 @@ rounds, and are read from its bits.
 import dataclasses
 
 from pallas_kernels.mosaic import block as blocks
-from pallas_kernels.mosaic import lane
+from pallas_kernels.mosaic import eight_bits, lane
 from pallas_kernels.mosaic.block import CHANNELS, Block, Share, Words
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
 # Widths of the planes of a code, low bits first (see turbojax.quantizers.packing).
 _PLANES = {2: (2,), 3: (2, 1), 4: (4,)}
-_ROUNDER_BITS = 0x4B400000
 # Of an integer in float32: what halves are restored with, see turbojax.quantizers.progressive.
 _FINE = 4096.0
 _WARP = 32
@@ -283,12 +282,9 @@ def _codes(share: Share, codes: Words, memory: Pointer) -> Words:
 
 
 def _word(word: Int, channels: list[list[Int]]) -> Int:
-    positive = word ^ 0x80808080
     numbers = []
-    for i, (fine, smallest, largest, base) in enumerate(channels):
-        # The byte in the low bits of `ROUNDER`.
-        shifted = lane.permute_bytes(positive, _ROUNDER_BITS, 0x7650 | i).as_float()
-        code = shifted - (lane.ROUNDER + 128.0)
+    given = zip(eight_bits.int8_numbers(word), channels, strict=True)
+    for code, (fine, smallest, largest, base) in given:
         rounded = _quotient(code, fine.as_float())
         rounded = lane.maximum(rounded, smallest.as_float())
         rounded = lane.minimum(rounded, largest.as_float())

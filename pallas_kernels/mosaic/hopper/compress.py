@@ -82,6 +82,8 @@ class _Side:
         permuted: bool,
     ) -> "_Side":
         """Of a prompt; other arguments as of `compress`."""
+        if layout.tokens_last and operand is not None and jnp.dtype(operand) != jnp.int8:
+            raise ValueError(f"{operand=} with tokens last: values in e4m3 have one scale a head")
         size, channels = p.x.shape[1], p.x.shape[3]
         warpgroups = blocks.default_warpgroups(layout.tokens, channels)
         held = Block(layout.tokens, channels, channels, p.x.dtype.name, warpgroups)
@@ -141,25 +143,22 @@ class _Side:
         share.tell(memory, share.largest(values))
         lane.block_barrier()
         maximum = share.told(memory).as_float()
-        scale = eight_bits.scale_of(maximum, True)
-        codes = share.codes(values, scale, True)
-        is_first = share.thread.equals(0)
-        count = self.operand.count
+        is_first, count = share.thread.equals(0), self.operand.count
         with lane.when(is_first):
             known = eight_bits.is_finite(maximum).where(maximum, float("nan"))
             out[0].times(p.pair, 4 * count).at(p.number << 2).store(known)
-        operand = codes
+        is_int8 = self.operand.is_int8
+        scale, given = (eight_bits.scale_of(maximum, x) for x in (True, is_int8))
+        if not is_int8:  # before the codes that stay in registers
+            self._rows(p, out[1], first, share.codes(values, given, is_int8))
+        codes = share.codes(values, scale, True)
         if self.has_operand:
-            given = scale
-            if not self.operand.is_int8:
-                given = eight_bits.scale_of(maximum, False)
-                operand = share.codes(values, given, False)
             with lane.when(is_first):
                 out[2].times(p.pair, 4 * count).at(p.number << 2).store(given)
-            if not self.layout.tokens_last:
-                self._rows(p, out[1], first, operand)
-            else:
-                share.transpose(stage2.staging(share.block, memory), operand)
+            if self.layout.tokens_last:
+                share.transpose(stage2.staging(share.block, memory), codes)
+            elif is_int8:
+                self._rows(p, out[1], first, codes)
         stage2.tell_extremes(share, codes, memory)
         lane.block_barrier()
         if self.has_operand and self.layout.tokens_last:

@@ -16,6 +16,7 @@ Bytes, 2 sequences of 8192 tokens, 8 KV heads, head dim 128, bfloat16:
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -63,8 +64,8 @@ class Program:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Work:
-    """Blocks that programs take, one each: what is static.
+class Work:
+    """Blocks that programs take, one each: what is static. Kinds of it have `outputs` and `run`.
 
     Attributes:
       shape: of the tensor, ``[B, S, K, H]``.
@@ -80,6 +81,11 @@ class _Work:
     def programs(self) -> int:
         """How many there are."""
         return self.shape[0] * self.shape[2] * self.count
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of a program's memory."""
+        return blocks.MAXIMA_BYTES
 
     @property
     def row(self) -> int:
@@ -103,7 +109,7 @@ class _Work:
 
 
 @dataclasses.dataclass(frozen=True)
-class Codes(_Work):
+class Codes(Work):
     """Blocks to codes; see `quantize`.
 
     Attributes:
@@ -177,7 +183,7 @@ class Codes(_Work):
 
 
 @dataclasses.dataclass(frozen=True)
-class Maxima(_Work):
+class Maxima(Work):
     """Maxima of absolute values over runs of blocks; see `absolute_maxima`.
 
     Attributes:
@@ -191,11 +197,6 @@ class Maxima(_Work):
         """Of each run."""
         batch, _, heads, _ = self.shape
         return [jax.ShapeDtypeStruct((batch, heads, self.count), jnp.float32)]
-
-    @property
-    def shared_bytes(self) -> int:
-        """Of a program's memory."""
-        return blocks.MAXIMA_BYTES
 
     def run(
         self, index: Int, lengths: Pointer, x: list[Pointer], y: list[Pointer], memory: Pointer
@@ -222,15 +223,15 @@ class Maxima(_Work):
             y[0].times(p.pair, 4 * self.count).at(p.number << 2).store(known)
 
 
-Work = Codes | Maxima
-
-
-def _launch(lengths: jax.Array, given: list[tuple[Work, list[jax.Array]]]) -> list[list[jax.Array]]:
+def launch(
+    name: str, lengths: jax.Array, given: Sequence[tuple[Any, Sequence[jax.Array]]]
+) -> list[list[jax.Array]]:
     """Runs all of the work in one launch, in this order.
 
     Args:
+      name: that profilers show.
       lengths: int32 ``[B]``, of all of it.
-      given: work, and the arrays that it reads.
+      given: kinds of `Work`, and the arrays that they read.
     """
     outputs = [work.outputs for work, _ in given]
 
@@ -252,7 +253,7 @@ def _launch(lengths: jax.Array, given: list[tuple[Work, list[jax.Array]]]) -> li
 
     written = lanes.launch(
         body,
-        "turbojax_quantize_hopper" if any(isinstance(w, Codes) for w, _ in given) else _MAXIMA,
+        name,
         [lengths, *(array for _, inputs in given for array in inputs)],
         [array for out in outputs for array in out],
         grid={"program": sum(work.programs for work, _ in given)},
@@ -266,10 +267,10 @@ def _launch(lengths: jax.Array, given: list[tuple[Work, list[jax.Array]]]) -> li
     return results
 
 
-_MAXIMA = "turbojax_maxima_hopper"
+_CODES, _MAXIMA = "turbojax_quantize_hopper", "turbojax_maxima_hopper"
 
 
-def _codes(
+def codes_of(
     x: jax.Array,
     block: int,
     dtype: jax.typing.DTypeLike,
@@ -329,13 +330,13 @@ def quantize(
         Codes are 0 there, in e4m3 NaN.
     """
     count = 0 if maxima is None else maxima.shape[2]
-    work = _codes(
+    work = codes_of(
         *(x, block, dtype, multiple, channels),
         tokens_last=tokens_last,
         permuted=permuted,
         maxima=count,
     )
-    [[codes, scale]] = _launch(lengths, [(work, [x] if maxima is None else [x, maxima])])
+    [[codes, scale]] = launch(_CODES, lengths, [(work, [x] if maxima is None else [x, maxima])])
     return codes, scale
 
 
@@ -349,7 +350,7 @@ def absolute_maxima(x: jax.Array, lengths: jax.Array) -> jax.Array:
     Returns:
       float32 ``[B, K, m]`` with `m` up to 128, NaN where a value is not finite.
     """
-    [[maxima]] = _launch(lengths, [(_maxima(x, 1), [x])])
+    [[maxima]] = launch(_MAXIMA, lengths, [(_maxima(x, 1), [x])])
     return maxima
 
 
@@ -382,13 +383,13 @@ def keys_and_values(
       Codes and scales of keys, then of values.
     """
     given = (block, key_dtype, multiple, channels)
-    keys = _codes(key, *given, permuted=permuted)
+    keys = codes_of(key, *given, permuted=permuted)
     if jnp.dtype(value_dtype) == jnp.int8:
-        values = _codes(value, block, value_dtype, multiple, channels, tokens_last=True)
-        [k, v] = _launch(lengths, [(keys, [key]), (values, [value])])
+        values = codes_of(value, block, value_dtype, multiple, channels, tokens_last=True)
+        [k, v] = launch(_CODES, lengths, [(keys, [key]), (values, [value])])
         return k[0], k[1], v[0], v[1]
     maxima = _maxima(value, keys.block.warpgroups)
-    [[k, k_scale], [found]] = _launch(lengths, [(keys, [key]), (maxima, [value])])
+    [[k, k_scale], [found]] = launch(_CODES, lengths, [(keys, [key]), (maxima, [value])])
     v, v_scale = quantize(
         *(value, lengths, found),
         block=block,

@@ -164,21 +164,31 @@ def prepare_rows(
       tokens: rows of the results that are not codes.
 
     Returns:
-      See `pallas_kernels.triton.gradient_rows.GradientRows`.
+      See `pallas_kernels.layouts.GradientRows`.
     """
-    if _kernels_unsupported(query, config.block_q, config) is not None:
+    block = config.block_q
+    if _kernels_unsupported(query, block, config) is not None:
         return None
-    from pallas_kernels.triton import gradient_rows
-
     is_e4m3 = numerics.values_mode(config.mode) == "fp8"
-    return gradient_rows.prepare_rows(
+    return _rows_kernel(query, out, block)(
         *(query, d_out, out, residual, d_residual, length),
-        block=config.block_q,
+        block=block,
         query_dtype=_dtype(config.mode == "fp8"),
         gradient_dtype=_dtype(is_e4m3) if config.gradient == "8bit" else None,
         tokens=tokens,
-        interpret=interpreting(),
     )
+
+
+def _rows_kernel(query: jax.Array, out: jax.Array, block: int) -> Callable[..., Any]:
+    """The kernel that prepares rows: for Hopper, or for other GPUs."""
+    if needs_hopper() is None:
+        from pallas_kernels.mosaic.hopper.gradient import rows
+
+        if rows.unsupported(query, out, block) is None:
+            return rows.prepare_rows
+    from pallas_kernels.triton import gradient_rows
+
+    return functools.partial(gradient_rows.prepare_rows, interpret=interpreting())
 
 
 def kernel(name: str, x: jax.Array, block: int) -> Callable[..., Any]:
