@@ -17,9 +17,9 @@ from pallas_kernels.mosaic import block as blocks
 from pallas_kernels.mosaic import eight_bits, stage2
 from pallas_kernels.mosaic.hopper import append, compress, quantize
 from turbojax import _device
+from turbojax.ops.turbo_attention import operands
 from turbojax.state.progressive import mosaic_gpu
 from turbojax.state.progressive.update import store_prompt
-from turbojax.ops.turbo_attention import operands
 
 BATCH, HEADS = 3, 2
 CASES = {
@@ -104,51 +104,42 @@ def test_a_prompt(name, size, lengths):
         old, key, value, int32(*lengths), permuted=True
     )
     assert_same_bits(got, expected)
-    config = case[0]
-    want = operands.quantize_keys_and_values.__wrapped__ if False else None
-    want = plain_operands(key, value, int32(*lengths), config)
+    want = operands.quantize_keys_and_values(key, value, int32(*lengths), case[0], permuted=True)
     for a, b in zip(codes, want, strict=True):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
-
-
-def plain_operands(key, value, lengths, config):
-    """By plain JAX."""
-    return operands.quantize_keys_and_values(key, value, lengths, config, permuted=True)
 
 
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("name", CASES)
 def test_tokens(name):
-    """Through full buffers, each at its own step; one sequence skips tokens."""
+    """Two buffers fill; one sequence gets no token in a step, one begins, with zeros at first."""
     case = CASES[name]
     size = case[0].buffer_size
     key, value = tokens(case, size, seed=1)
-    cache = expected = store_xla(new(case), key, value, int32(size, size - 2, 0))
-    more = tokens(case, 4, seed=3)
-    more[0].at[0, 1, 0, 3].set(jnp.inf)
-    for t in range(4):
-        given = more[0][:, t : t + 1], more[1][:, t : t + 1]
-        lengths = int32(1, 1, t % 2)
-        expected = append_xla(expected, *given, lengths=lengths)
-        cache = mosaic_gpu.append(cache, *given, lengths)
-        assert_same_bits(cache, expected)
+    cache = expected = store_xla(new(case), key, value, int32(size - 1, size - 2, 0))
+    key, value = tokens(case, 3, seed=3)
+    key = key.at[2, 0].set(0).at[1, 2, 0, 3].set(jnp.inf)
+    for t in range(3):
+        given = key[:, t : t + 1], value[:, t : t + 1], int32(t < 2, 1, t != 1)
+        expected = append_xla(expected, *given[:2], lengths=given[2])
+        cache = mosaic_gpu.append(cache, *given)
+    assert_same_bits(cache, expected)
 
 
 @pytest.mark.usefixtures("emulated")
 def test_scales_of_tokens():
-    """Open ones, given ones that clamp, tiny ones; a first buffer that ranks heads."""
+    """Given ones that clamp, tiny and huge ones; values that are not finite; the first blocks."""
     case = CASES["4/3 and 2"]
     size = case[0].buffer_size
-    scales = {"key_scale": 0.011, "value_scale": jnp.array([1e-37, 3e36])}
-    for cache in (new(case), new(case, **scales)):
-        expected = cache
-        key, value = tokens(case, size, seed=5)
-        key = key.at[0, :5].set(0).at[2, :, 1].set(0).at[1, 7, 0, 2].set(-jnp.inf)
-        for t in range(size):
-            given = key[:, t : t + 1], value[:, t : t + 1]
-            expected = append_xla(expected, *given)
-            cache = mosaic_gpu.append(cache, *given, int32(1, 1, 1))
-        assert_same_bits(cache, expected)
+    cache = new(case, key_scale=0.011, value_scale=jnp.array([1e-37, 3e36]))
+    key, value = tokens(case, size, seed=5)
+    cache = expected = append_xla(cache, key[:, : size - 2], value[:, : size - 2])
+    key = key.at[1, size - 2, 0, 2].set(-jnp.inf)
+    for t in (size - 2, size - 1):
+        given = key[:, t : t + 1], value[:, t : t + 1]
+        expected = append_xla(expected, *given)
+        cache = mosaic_gpu.append(cache, *given, int32(1, 1, 1))
+    assert_same_bits(cache, expected)
 
 
 @pytest.mark.quick(2)

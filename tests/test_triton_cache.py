@@ -111,7 +111,9 @@ def test_a_prompt_and_then_tokens():
     old = dataclasses.replace(empty, key=litter(empty.key, rng), value=litter(empty.value, rng))
     expected = prompt_xla(old, key, value, lengths)
     with interpret_kernels():
-        cache, operands = triton.store_prompt_with_operands(old, key, value, lengths, with_operands=True)
+        cache, operands = triton.store_prompt_with_operands(
+            old, key, value, lengths, with_operands=True
+        )
     assert_same_bits(cache, expected)
 
     valid = jnp.arange(70)[None] < lengths[:, None]

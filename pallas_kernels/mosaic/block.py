@@ -9,8 +9,10 @@ so that 16 tokens of a channel are stored at once. Rows of shared memory are shi
 every eight channels: a warp's stores, eight channels apart, then meet in a bank two at a time.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from pallas_kernels.layouts import next_power_of_2
 from pallas_kernels.mosaic import eight_bits, lane
@@ -242,31 +244,24 @@ class Share:
                 row = four * TOKENS + i
                 if permuted:
                     row = (four >> 2) * 16 + (four & 3) * 2 + (i >> 1) * 8 + (i & 1)
-                at = out.at(row * channels, place)
-                self.where_inside(number, lambda at=at, words=words: at.store_words(words))
+                with self.inside(number):
+                    out.at(row * channels, place).store_words(words)
 
-    def where_inside(self, number: int, store: Callable[[], object]) -> None:
-        """Stores codes of the lane's group `number`, if there is one."""
+    def inside(self, number: int) -> Any:
+        """A context whose body runs where there is the lane's group `number`, of codes."""
         inside = self.is_inside(number, self.block.channels // CHANNELS)
-        if inside is None:
-            store()
-            return
-        with lane.when(inside):
-            store()
+        return contextlib.nullcontext() if inside is None else lane.when(inside)
 
     def transpose(self, memory: Pointer, codes: Words) -> None:
         """Puts codes in shared memory, tokens last; a barrier must follow."""
         at = memory.at(self.column * self.block.pitch)
         for number, group in enumerate(codes):
             here = at.at(self.group(number) * TOKENS)
-
-            def store(here: Pointer = here, group: list[list[Int]] = group) -> None:
+            with self.inside(number):
                 for half in range(2):
                     of_channels = transposed([words[half] for words in group])
                     for i, word in enumerate(of_channels):
                         here.at((4 * half + i) * self.block.tokens).store(word)
-
-            self.where_inside(number, store)
 
     def store_columns(self, out: Pointer, row: int, memory: Pointer) -> None:
         """Stores what was transposed.

@@ -9,6 +9,7 @@ rounds, and are read from its bits.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 from pallas_kernels.mosaic import block as blocks
 from pallas_kernels.mosaic import eight_bits, lane
@@ -153,7 +154,7 @@ def tell_extremes(share: Share, codes: Words, memory: Pointer) -> None:
         place.at(_LANE_BYTES // 2).store_words(highest)
 
 
-def _each(op, a: list[Int], b: list[Int]) -> list[Int]:  # type: ignore[no-untyped-def]
+def _each(op: Callable[[Int, Int], Int], a: list[Int], b: list[Int]) -> list[Int]:
     return [op(x, y) for x, y in zip(a, b, strict=True)] if a else b
 
 
@@ -231,9 +232,7 @@ def _channel(
     place = told.at((channel >> 3) * _LANE_BYTES, (channel & 6) << 1)
     found = []
     for offset, op in ((0, lane.minima_of_halves), (_LANE_BYTES // 2, lane.maxima_of_halves)):
-        of_warps = [
-            place.at(w * b.columns * _LANE_BYTES + offset).word() for w in range(b.warps)
-        ]
+        of_warps = [place.at(w * b.columns * _LANE_BYTES + offset).word() for w in range(b.warps)]
         found.append(lane.permute_bytes(lane.tree(of_warps, op), 0, pick).to_float())
     low, high = found
     # A quotient by 15, 7 or 3 is never halfway, so that it need not be exact.
@@ -296,11 +295,8 @@ def _stage_rows(share: Share, codes: Words, staged: Pointer, pitch: int) -> None
     for number, group in enumerate(codes):
         for i, words in enumerate(group):
             token = share.group(number) * blocks.TOKENS + i
-            here = staged.at(token * pitch, share.column * CHANNELS)
-            share.where_inside(
-                number,
-                lambda here=here, words=words: here.store_words(words),  # type: ignore[misc]
-            )
+            with share.inside(number):
+                staged.at(token * pitch, share.column * CHANNELS).store_words(words)
 
 
 def _pack(share: Share, staged: Pointer, out: Pointer, layout: Layout, bits: int) -> None:

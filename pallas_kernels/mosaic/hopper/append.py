@@ -1,10 +1,10 @@
-"""Append on Hopper: one new token per sequence into the int8 buffers, which become blocks when full.
+"""Append on Hopper: one new token per sequence into int8 buffers, which become blocks when full.
 
 A program takes one head of one sequence, of keys or of values. Its first warp fixes the universal
 scale if that is still open, rounds the token and stores its codes. The step that fills the buffer
 also compresses it and empties it, with all warps.
 
-A decode step reads 2 H bytes and writes H bytes per head: with 8 heads and 16 sequences some 50 KB a
+A decode step reads 2 H bytes and writes H bytes per head: with 8 heads and 16 sequences 50 KB a
 side, which is negligible. What it costs is the launch, of which there is one for both sides. A step
 in which all buffers are full reads and writes some 4 MB more, once in `buffer_size` steps.
 
@@ -209,14 +209,10 @@ def _load(share: Share, buffer: Pointer) -> Words:
 
 def _clear(share: Share, buffer: Pointer) -> None:
     """Zeros where `_load` has loaded."""
-    b = share.block
+    b, zeros = share.block, [lane.integer(0)] * 2
     place = buffer.at(share.column * CHANNELS)
     for number in range(b.groups):
         here = place.at(share.group(number) * (TOKENS * b.channels))
-        zeros = [[lane.integer(0)] * 2] * TOKENS
-        share.where_inside(
-            number,
-            lambda here=here: [  # type: ignore[misc]
-                here.at(i * b.channels).store_words(zeros[i]) for i in range(TOKENS)
-            ],
-        )
+        with share.inside(number):
+            for i in range(TOKENS):
+                here.at(i * b.channels).store_words(zeros)

@@ -94,7 +94,9 @@ class _Side:
             permuted=permuted and not layout.tokens_last,
         )
         has_operand = operand is not None
-        return cls(layout, p.block_scale.shape[2], operands, has_operand, every_block or has_operand)
+        return cls(
+            layout, p.block_scale.shape[2], operands, has_operand, every_block or has_operand
+        )
 
     @property
     def outputs(self) -> list[jax.ShapeDtypeStruct]:
@@ -216,7 +218,9 @@ def compress(
         for given in zip(prompts, layouts, operands, every_block, strict=True)
     ]
     inputs = [lengths, count, *(array for p in prompts for array in (p.x, p.slots))]
-    written = [[*p.state, *map(_empty, side.outputs)] for p, side in zip(prompts, sides, strict=True)]
+    written = [
+        [*p.state, *map(_empty, side.outputs)] for p, side in zip(prompts, sides, strict=True)
+    ]
     programs = [side.operand.programs for side in sides]
 
     def body(arrays: list[Pointer], ids: list[Int]) -> None:

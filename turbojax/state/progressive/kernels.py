@@ -151,8 +151,7 @@ def appended(
     """`reference.append` of one token per sequence."""
     accepted = reference.accepted_tokens(cache, 1, lengths)
     sides = [
-        _ranked(cache, side, x, accepted)
-        for side, x in ((cache.key, key), (cache.value, value))
+        _ranked(cache, side, x, accepted) for side, x in ((cache.key, key), (cache.value, value))
     ]
     start = (cache.lengths - cache.buffer_lengths) // cache.config.block_kv
     tokens = [x[:, 0] for x in (key, value)]

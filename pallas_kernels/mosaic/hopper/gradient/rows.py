@@ -12,7 +12,7 @@ Roofline, 2 sequences of 8192 tokens, 32 heads of 128, bfloat16, with codes of b
   operations  about 6 a value of the queries (see `quantize`), 11 of d_out: 1.2 G, 40 us of all
               float32 lanes, under the bytes
   floor       H200, whose copies reach 4.3 TB/s: 127 us, without codes of d_out 111 us
-  target      90 %: 140 us and 123 us; the kernel for Triton takes 127 and 138 with blocks of 64, 128
+  target      90 %: 140 us and 123 us; that for Triton takes 127 with blocks of 64, 138 with 128
 """
 
 import dataclasses
@@ -24,7 +24,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.layouts import LOG2_E, GradientRows
-from pallas_kernels.mosaic import block as blocks
 from pallas_kernels.mosaic import eight_bits, lane
 from pallas_kernels.mosaic.block import TOKENS, Share, Words
 from pallas_kernels.mosaic.hopper import quantize
@@ -83,10 +82,7 @@ class _Rows(quantize.Work):
         numbers, scale = self._numbers(p, y[2:], first, values)
         cotangents = self._rows(p, d_residual, batch, head, first)
         delta = [
-            [
-                self._delta(p.share, *of_token, scale)
-                for of_token in zip(*of_group, strict=True)
-            ]
+            [self._delta(p.share, *of_token, scale) for of_token in zip(*of_group, strict=True)]
             for of_group in zip(numbers, outs, sees, cotangents, strict=True)
         ]
         self._store(p, y[1], first, delta)
@@ -99,9 +95,7 @@ class _Rows(quantize.Work):
         share = Share(dataclasses.replace(self.block, head_dim=channels), p.share.thread)
         return share.load(out, row, first, size, p.length)
 
-    def _rows(
-        self, p: Program, x: Pointer, batch: Int, head: Int, first: Int
-    ) -> list[list[Float]]:
+    def _rows(self, p: Program, x: Pointer, batch: Int, head: Int, first: Int) -> list[list[Float]]:
         """Of float32 ``[B, T', N]`` a number for each of the lane's tokens, ``-inf`` past `T'`."""
         _, size, heads, _ = self.out_shape
         x = x.times(batch * size, 4 * heads).at(head << 2)
@@ -109,9 +103,7 @@ class _Rows(quantize.Work):
         for number in range(self.block.groups):
             tokens = [first + (p.share.group(number) * TOKENS + i) for i in range(TOKENS)]
             found = [x.times(t.minimum(size - 1), 4 * heads).float() for t in tokens]
-            out.append(
-                [(t < size).where(f, -math.inf) for t, f in zip(tokens, found, strict=True)]
-            )
+            out.append([(t < size).where(f, -math.inf) for t, f in zip(tokens, found, strict=True)])
         return out
 
     def _numbers(
