@@ -251,7 +251,7 @@ CASES = {
         "attention_hopper", _attention, "mosaic_gpu", "int8", 256
     ),
     "gradient, 8bit, Hopper": _case(
-        "gradient_rows_hopper query_gradient_hopper key_gradient_hopper",
+        "maxima_hopper gradient_rows_hopper query_gradient_hopper key_gradient_hopper",
         _gradient,
         "int8_fp8",
         "8bit",
