@@ -1,5 +1,6 @@
 """`benchmarks.device.sanitize`: every kernel has a case, and what is printed is read right."""
 
+import functools
 import json
 import re
 import sys
@@ -43,9 +44,9 @@ ran: a GPU
 def test_every_kernel_has_a_case():
     sources = [path.read_text(encoding="utf-8") for path in KERNELS.rglob("*.py")]
     named = {name for text in sources for name in re.findall(r'"(turbojax_\w+)"', text)}
-    # `ring` and `warp` alone call `plgpu.kernel`; a launch that hands a name on has none itself.
-    assert sum(text.count("plgpu.kernel(") for text in sources) == 2
-    launch = r"(?:pl\.pallas_call|(?:ring|warp|program)\.launch)\((?!run, name)"
+    # The frames alone call `plgpu.kernel`; a launch that hands a name on has none itself.
+    assert sum(text.count("plgpu.kernel(") for text in sources) == 3
+    launch = r"(?:pl\.pallas_call|(?:ring|warp|program|lanes)\.(?:launch|update))\((?!run, name)"
     calls = sum(len(re.findall(launch, text)) for text in sources)
     assert len(named) >= calls > 20
     covered = {name for case in sanitizer_cases.CASES.values() for name in case.kernels}
@@ -65,7 +66,8 @@ def test_all_cases_lower():
 
 
 def test_kernels_that_are_not_in_a_case_are_missed(monkeypatch):
-    case = sanitizer_cases.Case(("turbojax_quantize",), sanitizer_cases._fp8_tokens)
+    build = functools.partial(sanitizer_cases._fp8_tokens, "triton")
+    case = sanitizer_cases.Case(("turbojax_quantize",), build)
     monkeypatch.setattr(sanitizer_cases, "CASES", {"wrong": case})
     with pytest.raises(LookupError, match=r"wrong has no \['turbojax_quantize'\]"):
         sanitize.dry("wrong")

@@ -108,14 +108,14 @@ def _write(implementation: Any) -> Any:
     return call, (cache, *_prompt()[1:], _normal(5, 1, 12, 1, 64))
 
 
-def _decode(implementation: str) -> Any:
+def _decode(implementation: str, capacity: int = 400) -> Any:
     def call(cache: Any, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
         lengths = jnp.array([330], jnp.int32)
         cache = store_prompt(cache, key, value, lengths, implementation=implementation)
         return tj.decode(query, cache, implementation=implementation)
 
     arguments = (_normal(3, 1, 1, 4, 64), *_prompt(330)[1:])
-    return call, (tj.init_cache(1, 400, 1, 64, config=tj.TurboConfig()), *arguments)
+    return call, (tj.init_cache(1, capacity, 1, 64, config=tj.TurboConfig()), *arguments)
 
 
 def _kv4(init: Callable[..., Any]) -> Any:
@@ -267,6 +267,10 @@ CASES = {
         "gradient_rows_hopper query_gradient_hopper key_gradient_hopper", _gradient, "fp8", "float"
     ),
     "cache, decode, Hopper": _case("decode_hopper", _decode, "mosaic_gpu"),
+    # So long that programs are too many to merge among themselves.
+    "cache, decode, merged, Hopper": _case(
+        "decode_hopper decode_merge_hopper", _decode, "mosaic_gpu", 20_000
+    ),
     "int4, many tokens, Hopper": _case(
         "int4_expand_hopper fp8_matmul_hopper", _int4, "mosaic_gpu", 2100, 136, 300
     ),
