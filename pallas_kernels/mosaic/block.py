@@ -24,7 +24,8 @@ MOST_WARPS = 16
 SMALLEST = 16
 """Tokens of the smallest block: of a load of codes, tokens last."""
 _WARP, _WARPGROUP = 32, 128
-_VALUES_PER_LANE = 64
+VALUES_PER_LANE = 64
+"""Of a lane that does much with them."""
 _UNIT = 16  # bytes of a load or store
 MAXIMA_BYTES = 4 * MOST_WARPS
 """Of a program's shared memory, for what its warps tell each other."""
@@ -97,16 +98,16 @@ def columns(channels: int) -> int:
     return next_power_of_2(-(-channels // CHANNELS))
 
 
-def default_warpgroups(tokens: int, channels: int) -> int:
-    """So many that a lane holds 64 values."""
-    values = tokens * columns(channels) * CHANNELS
+def default_warpgroups(tokens: int, channels: int, values: int = VALUES_PER_LANE) -> int:
+    """So many that a lane holds this many values."""
+    all_values = tokens * columns(channels) * CHANNELS
     most = MOST_WARPS * _WARP // _WARPGROUP
-    return min(most, max(1, values // (_WARPGROUP * _VALUES_PER_LANE)))
+    return min(most, max(1, all_values // (_WARPGROUP * values)))
 
 
 def default_tokens(channels: int) -> int:
     """Tokens of which a warpgroup's lanes hold 64 values each."""
-    return _WARPGROUP * _VALUES_PER_LANE // (columns(channels) * CHANNELS)
+    return _WARPGROUP * VALUES_PER_LANE // (columns(channels) * CHANNELS)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -249,7 +249,8 @@ def _channel(
     words = [fine.as_int(), smallest.as_int(), largest.as_int(), base.as_int()]
     kept.at(channel * _CHANNEL_BYTES).store_words(words)
     for out, number in ((a.channel_scale, scale), (a.channel_zero, zero)):
-        code = (number + lane.ROUNDER).as_int()
+        # As an integer: ptxas of CUDA 13.0 converts a float of which one byte is stored.
+        code = lane.permute_bytes((number + lane.ROUNDER).as_int(), 0, 0x4440)
         out.times(here, layout.channels).at(channel).store_low(code, 8)
 
 

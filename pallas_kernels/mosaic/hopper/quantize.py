@@ -145,6 +145,8 @@ class Codes(Work):
         self, index: Int, lengths: Pointer, x: list[Pointer], y: list[Pointer], memory: Pointer
     ) -> None:
         """Program `index`."""
+        if self.maxima:  # what was read last for these is in the L2 cache
+            index = lane.integer(self.programs - 1) - index
         p = self.program(index, x[0], lengths, memory)
         first = p.number * self.block.tokens
         given = self._given(x[1], p) if self.maxima else None
@@ -224,29 +226,40 @@ class Maxima(Work):
 
 
 def launch(
-    name: str, lengths: jax.Array, given: Sequence[tuple[Any, Sequence[jax.Array]]]
+    name: str,
+    lengths: jax.Array,
+    given: Sequence[tuple[Any, Sequence[jax.Array]]],
+    *,
+    in_turns: bool = False,
 ) -> list[list[jax.Array]]:
-    """Runs all of the work in one launch, in this order.
+    """Runs all of the work in one launch.
 
     Args:
       name: that profilers show.
       lengths: int32 ``[B]``, of all of it.
       given: kinds of `Work`, and the arrays that they read.
+      in_turns: whether programs of all kinds, of which there are as many, alternate; else kinds
+        follow each other.
     """
+    counts = [work.programs for work, _ in given]
+    in_turns = in_turns and len(set(counts)) == 1
     outputs = [work.outputs for work, _ in given]
 
     def body(arrays: list[Pointer], ids: list[Int]) -> None:
-        rest, begin = arrays[1:], 0
+        rest, begin, kinds = arrays[1:], 0, len(given)
         results = rest[sum(len(x) for _, x in given) :]
         memory = arrays[-1]
-        for (work, inputs), out in zip(given, outputs, strict=True):
+        for number, ((work, inputs), out) in enumerate(zip(given, outputs, strict=True)):
             x, rest = rest[: len(inputs)], rest[len(inputs) :]
             y, results = results[: len(out)], results[len(out) :]
-            end = begin + work.programs
-            index = (ids[0] - begin).maximum(0).minimum(work.programs - 1)
-            if len(given) == 1:
-                work.run(index, arrays[0], x, y, memory)
+            end = begin + counts[number]
+            if kinds == 1:
+                work.run(ids[0], arrays[0], x, y, memory)
+            elif in_turns:
+                with lane.when((ids[0] % kinds).equals(number)):
+                    work.run(ids[0] // kinds, arrays[0], x, y, memory)
             else:
+                index = (ids[0] - begin).maximum(0).minimum(counts[number] - 1)
                 with lane.when((ids[0] >= begin) & (ids[0] < end)):
                     work.run(index, arrays[0], x, y, memory)
             begin = end
@@ -256,7 +269,7 @@ def launch(
         name,
         [lengths, *(array for _, inputs in given for array in inputs)],
         [array for out in outputs for array in out],
-        grid={"program": sum(work.programs for work, _ in given)},
+        grid={"program": sum(counts)},
         warpgroups=given[0][0].block.warpgroups,
         shared=max(work.shared_bytes for work, _ in given),
     )
@@ -274,14 +287,19 @@ def codes_of(
     x: jax.Array,
     block: int,
     dtype: jax.typing.DTypeLike,
-    multiple: int | None,
-    channels: int | None,
+    multiple: int | None = None,
+    channels: int | None = None,
+    *,
+    values: int | None = None,
     **options: Any,
 ) -> Codes:
+    """Work of `quantize`, of whose values a lane holds so many if there are as many."""
     size, head_dim = x.shape[1], x.shape[3]
     channels, multiple = channels or head_dim, multiple or block
     count = pl.cdiv(size, multiple) * (multiple // block)
-    warpgroups = blocks.default_warpgroups(block, channels)
+    if values is None:
+        values = blocks.VALUES_PER_LANE * (1 if x.dtype == jnp.float32 else 2)
+    warpgroups = blocks.default_warpgroups(block, channels, values)
     held = Block(block, head_dim, channels, x.dtype.name, warpgroups)
     return Codes(x.shape, held, count, is_int8=jnp.dtype(dtype) == jnp.int8, **options)
 

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.layouts import LOG2_E, GradientRows
+from pallas_kernels.mosaic import block as blocks
 from pallas_kernels.mosaic import eight_bits, lane
 from pallas_kernels.mosaic.block import TOKENS, Share, Words
 from pallas_kernels.mosaic.hopper import quantize
@@ -185,10 +186,11 @@ def prepare_rows(
       gradient_dtype: the same of `d_out`; None for no codes of it.
       tokens: rows of `lse` and `delta`, at least `T'`.
     """
-    queries = quantize.codes_of(query, block, query_dtype, None, None)
+    values = blocks.VALUES_PER_LANE
+    queries = quantize.codes_of(query, block, query_dtype, values=values)
     codes = None
     if gradient_dtype is not None:
-        codes = quantize.codes_of(d_out, block, gradient_dtype, None, None)
+        codes = quantize.codes_of(d_out, block, gradient_dtype, values=values)
     held = dataclasses.replace(queries.block, dtype=d_out.dtype.name)
     count = pl.cdiv(max(queries.count * block, tokens), block)
     work = _Rows(d_out.shape, held, count, codes, out.shape, tokens)
@@ -196,6 +198,7 @@ def prepare_rows(
         "turbojax_gradient_rows_hopper",
         lengths,
         [(work, [d_out, out, residual, d_residual]), (queries, [query])],
+        in_turns=True,
     )
     [lse, delta, *of_codes], [q8, q_scale] = results
     d8, d_scale = of_codes or (None, None)
