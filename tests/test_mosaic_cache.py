@@ -127,6 +127,29 @@ def test_tokens(name):
 
 
 @pytest.mark.usefixtures("emulated")
+def test_rings():
+    """Three blocks of 16 for a window of 31: the last ones of a prompt, then a buffer of two."""
+    case = CASES["mixed"]
+    key, value = tokens(case, 111, seed=1)
+    lengths = int32(111, 95, 40)
+    ring = new(case, local_window_size=(30, 0))
+    assert ring.blocks_of_room == 3
+    expected = store_xla(ring, key, value, lengths)
+    cache = mosaic_gpu.store_prompt(ring, key, value, lengths)
+    assert_same_bits(cache, expected)
+    with_operands, _ = mosaic_gpu.store_prompt_with_operands(ring, key, value, lengths)
+    assert_same_bits(with_operands, expected)
+    key, value = tokens(case, 15, seed=3)
+    cache = expected = append_xla(expected, key, value)
+    for seed in range(4, 7):
+        given = tokens(case, 1, seed=seed)
+        expected = append_xla(expected, *given)
+        cache = mosaic_gpu.append(cache, *given, int32(1, 1, 1))
+        assert_same_bits(cache, expected)
+    assert expected.num_blocks.tolist() == [8, 7, 2]
+
+
+@pytest.mark.usefixtures("emulated")
 def test_scales_of_tokens():
     """Given ones that clamp, tiny and huge ones; values that are not finite; the first blocks."""
     case = CASES["4/3 and 2"]

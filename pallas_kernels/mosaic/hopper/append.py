@@ -68,7 +68,8 @@ def append(
       tokens: of each side, bfloat16, float16 or float32 ``[B, K, H]``, `H` a multiple of 8.
       accepted: int32 ``[B]``: 0 for a sequence that gets no token, otherwise 1.
       row: int32 ``[B]``, tokens in the buffer.
-      start: int32 ``[B]``, blocks in use.
+      start: int32 ``[B]``, the place of the next block, below `n`; after the last place the first
+        one follows.
       sides: int8 buffers ``[B, K, buffer_size, H]``, zero from `row` on, and their float32 scales
         ``[B, K]``, 0 where they are open; blocks as `stage2.Arrays` says.
       layouts: of a block of each side.
@@ -179,11 +180,10 @@ def _flush(p: _Program, a: Arrays, at: Target) -> None:
         codes = _load(p.share, place)
         stage2.tell_extremes(p.share, codes, p.memory)
         lane.block_barrier()
-        here = Target(at.batch, at.head, at.heads, at.slot, at.number + i)
-        with lane.when(here.number < a.blocks):
-            with lane.when(p.share.thread.equals(0)):
-                a.block_scale.times(here.of_head(a), 4).store(scale)
-            stage2.write(p.share, codes, p.memory, a, here)
+        here = Target(at.batch, at.head, at.heads, at.slot, (at.number + i) % a.blocks)
+        with lane.when(p.share.thread.equals(0)):
+            a.block_scale.times(here.of_head(a), 4).store(scale)
+        stage2.write(p.share, codes, p.memory, a, here)
         _clear(p.share, place)
         return state
 

@@ -122,7 +122,8 @@ class _Side:
         p = self.operand.program(index, x, lengths, memory)
         heads = self.operand.shape[2]
         batch, head = p.pair // heads, p.pair % heads
-        is_stored = p.number < counts.at(batch << 2).word()
+        stored = counts.at(batch << 2).word()
+        is_stored = (p.number < stored) & (p.number >= stored - self.stored)
         if self.every_block:
             self._block(p, is_stored, batch, head, slots, state, out)
             return
@@ -171,7 +172,7 @@ class _Side:
             *(state[:widths], *scales, block_scale), blocks=self.stored, layout=self.layout
         )
         slot = slots.at((batch * heads + head) << 2).word()
-        at = Target(batch, head, heads, slot, p.number)
+        at = Target(batch, head, heads, slot, p.number % self.stored)
         with lane.when(is_stored):
             with lane.when(is_first):
                 block_scale.times(at.of_head(arrays), 4).store(scale)
@@ -203,11 +204,13 @@ def compress(
     Args:
       prompts: of each side; blocks of the same size and shape.
       lengths: int32 ``[B]``, at most `S`: tokens past it count as zero.
-      count: int32 ``[B]``: blocks to store, whole ones; the arrays keep the others as they are.
+      count: int32 ``[B]``: blocks to store, whole ones, block `i` in place ``i % n``; the last
+        `n` of them if there are more. The arrays keep what else they hold.
       layouts: of blocks of each side.
       operands: of each side, None or the dtype of codes for attention of all of the prompt's
         blocks: int8, those of stage 1, or float8_e4m3fn, with a scale of their own.
       every_block: of each side, whether to find the maxima of all blocks, stored or not.
+        Otherwise `count` must be at most `n`.
       permuted: whether the keys' codes for attention are in the order of Hopper's products.
 
     Returns:

@@ -102,11 +102,11 @@ def stored_prompt(
     kept = reference.kept_tokens(cache, key.shape[1], lengths)
     inside = jnp.clip(lengths, 0, key.shape[1])
     operands = _OPERANDS[config.mode] if with_operands else (None, None)
+    # The buffer's scale follows from the maxima of blocks that a ring does not hold, too.
+    every_block = with_operands or cache.is_ring
     prompts = [
         Prompt(reference.rank_prompt(side, x, kept, config), x, operand, every_block)
-        for side, x, operand, every_block in zip(
-            (cache.key, cache.value), (key, value), operands, (False, with_operands), strict=True
-        )
+        for side, x, operand in zip((cache.key, cache.value), (key, value), operands, strict=True)
     ]
     written = compress(prompts, inside, kept // config.block_kv)
     sides = [_with_blocks(*given, kept, config) for given in zip(prompts, written, strict=True)]
@@ -138,7 +138,7 @@ def _with_blocks(prompt: Prompt, written: Any, kept: jax.Array, config: TurboCon
 
 Append = Callable[..., Sequence[CacheSide]]
 """``append(sides, tokens, accepted, row, start)`` gives the sides with a token ``[B, K, H]`` each;
-int32 ``[B]``: whether there is one, tokens in the buffer, and blocks in use."""
+int32 ``[B]``: whether there is one, tokens in the buffer, and the place of the next block."""
 
 
 def appended(
@@ -153,7 +153,7 @@ def appended(
     sides = [
         _ranked(cache, side, x, accepted) for side, x in ((cache.key, key), (cache.value, value))
     ]
-    start = (cache.lengths - cache.buffer_lengths) // cache.config.block_kv
+    start = cache.num_blocks % cache.blocks_of_room
     tokens = [x[:, 0] for x in (key, value)]
     written = append(sides, tokens, accepted, cache.buffer_lengths, start)
     return reference.with_appended(cache, *written, lengths, accepted)
