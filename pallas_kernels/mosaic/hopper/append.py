@@ -106,7 +106,10 @@ def append(
                 *(Share(block, lane.thread()), arrays[-1]),
             )
             a = Arrays(
-                *(mine[: len(side.codes)], *mine[-5:-2]),
+                codes=mine[: len(side.codes)],
+                channel_scale=mine[-5],
+                channel_zero=mine[-4],
+                block_scale=mine[-3],
                 blocks=side.block_scale.shape[2],
                 layout=layouts[i],
             )

@@ -167,9 +167,9 @@ class _Side:
         if self.has_operand and self.layout.tokens_last:
             self._columns(p, out[1], first)
         widths = len(self.layout.bits)
-        *scales, block_scale = state[widths:]
+        scale_of, zero_of, block_scale = state[widths:]
         arrays = Arrays(
-            *(state[:widths], *scales, block_scale), blocks=self.stored, layout=self.layout
+            state[:widths], scale_of, zero_of, block_scale, blocks=self.stored, layout=self.layout
         )
         slot = slots.at((batch * heads + head) << 2).word()
         at = Target(batch, head, heads, slot, p.number % self.stored)

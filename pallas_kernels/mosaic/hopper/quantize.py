@@ -404,8 +404,9 @@ def keys_and_values(
     keys = codes_of(key, *given, permuted=permuted)
     if jnp.dtype(value_dtype) == jnp.int8:
         values = codes_of(value, block, value_dtype, multiple, channels, tokens_last=True)
-        [k, v] = launch(_CODES, lengths, [(keys, [key]), (values, [value])])
-        return k[0], k[1], v[0], v[1]
+        both = launch(_CODES, lengths, [(keys, [key]), (values, [value])])
+        [[k, k_scale], [v, v_scale]] = both
+        return k, k_scale, v, v_scale
     maxima = _maxima(value, keys.block.warpgroups)
     [[k, k_scale], [found]] = launch(_CODES, lengths, [(keys, [key]), (maxima, [value])])
     v, v_scale = quantize(

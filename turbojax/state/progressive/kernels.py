@@ -109,8 +109,10 @@ def stored_prompt(
         for side, x, operand in zip((cache.key, cache.value), (key, value), operands, strict=True)
     ]
     written = compress(prompts, inside, kept // config.block_kv)
-    sides = [_with_blocks(*given, kept, config) for given in zip(prompts, written, strict=True)]
-    filled = reference.with_prompt(cache, *sides, lengths, kept)
+    key_side, value_side = (
+        _with_blocks(*given, kept, config) for given in zip(prompts, written, strict=True)
+    )
+    filled = reference.with_prompt(cache, key_side, value_side, lengths, kept)
     keys, values = (w.operand for w in written)
     if keys is None:
         return filled, None
@@ -155,8 +157,8 @@ def appended(
     ]
     start = cache.num_blocks % cache.blocks_of_room
     tokens = [x[:, 0] for x in (key, value)]
-    written = append(sides, tokens, accepted, cache.buffer_lengths, start)
-    return reference.with_appended(cache, *written, lengths, accepted)
+    key_side, value_side = append(sides, tokens, accepted, cache.buffer_lengths, start)
+    return reference.with_appended(cache, key_side, value_side, lengths, accepted)
 
 
 def _ranked(

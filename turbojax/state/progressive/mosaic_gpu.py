@@ -95,14 +95,18 @@ def append(
 def _append_sides(
     sides: Sequence[CacheSide],
     tokens: Sequence[jax.Array],
-    *numbers: jax.Array,
+    accepted: jax.Array,
+    row: jax.Array,
+    start: jax.Array,
+    *,
     config: TurboConfig,
 ) -> list[CacheSide]:
     from pallas_kernels.layouts import Side
     from pallas_kernels.mosaic.hopper.append import append
 
     given = [Side(*(getattr(s, name) for name in Side._fields)) for s in sides]
-    written = append(tokens, *numbers, given, layouts=[_layout(s, config) for s in sides])
+    layouts = [_layout(s, config) for s in sides]
+    written = append(tokens, accepted, row, start, given, layouts=layouts)
     return [
         dataclasses.replace(side, **new._asdict()) for side, new in zip(sides, written, strict=True)
     ]

@@ -166,7 +166,10 @@ def _append(
 def _append_sides(
     sides: Sequence[CacheSide],
     tokens: Sequence[jax.Array],
-    *numbers: jax.Array,
+    accepted: jax.Array,
+    row: jax.Array,
+    start: jax.Array,
+    *,
     config: TurboConfig,
     interpret: bool,
 ) -> list[CacheSide]:
@@ -177,7 +180,9 @@ def _append_sides(
     for side, x in zip(sides, tokens, strict=True):
         codes, channel_scale, channel_zero, block_scale, buffer, buffer_scale = append(
             x,
-            *numbers,
+            accepted,
+            row,
+            start,
             side.head_slots,
             side.codes,
             side.channel_scale,
