@@ -240,6 +240,7 @@ STILL = {
     },
     "pages, attention, 80 channels": _SHAPES,
     "matmul, float32": _FLOAT32,
+    "attention, gradient, float": "exact attention that is differentiated is no call of cuDNN",
 }
 
 

@@ -16,10 +16,9 @@ if TYPE_CHECKING:
     from pallas_kernels.mosaic.hopper.paged.append import Settings, Stored
 
 _HEAD_DIMS = (16, 256)
-_SIDES = ("key", "value")
 # Vectors of a side from which on a warp takes several rounds of them: a GPU holds fewer at once.
 _MANY = 16384
-_ROUNDS = 4
+_ROUNDS = 2
 
 
 def append_unsupported(*, cache: Pool, key: jax.Array, block_tables: jax.Array) -> str | None:
@@ -51,12 +50,10 @@ def append(
     """
     from pallas_kernels.mosaic.hopper.paged import append as kernel
 
-    scales = [getattr(cache, f"{side}_scale") for side in _SIDES]
     data, norms, lost = kernel.append(
         (key.reshape(-1, cache.head_dim), value.reshape(-1, cache.head_dim)),
         cache.rotation.signs if cache.formats.is_rotated else None,
-        # Divided by XLA, as in the definition: the same bits.
-        (_inverse(scales[0]), _inverse(scales[1])),
+        (_array(cache.key_scale), _array(cache.value_scale)),
         block_tables,
         lengths,
         new_lengths,
@@ -81,8 +78,8 @@ def append(
     return cache, content
 
 
-def _inverse(scale: jax.Array | None) -> jax.Array | None:
-    return None if scale is None else (1 / scale).reshape(1)
+def _array(scale: jax.Array | None) -> jax.Array | None:
+    return None if scale is None else scale.reshape(1)
 
 
 def settings(cache: Pool, key: jax.Array, entries: int) -> "Settings":

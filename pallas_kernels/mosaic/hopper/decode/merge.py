@@ -6,9 +6,11 @@ remains is a launch and a trip to memory. Target: 1.9 us, as the kernel by Trito
 A warp takes 64 channels of a query, two a lane. Its lanes read the maxima and sums of all splits at
 once; and every lane its channels of up to 32 splits, before anything is computed.
 
-Versions, H200, jax 0.11.2, device time, us: 16 sequences in 4 splits, 64 in 2, one in 64
-  Triton                                                 1.94     3.94     4.32
+Versions, H200, jax 0.11.2, device time, us: 16 sequences in 4 splits, 64 in 2, one in 64, one in 12
   v1  a warp a query, eight splits ahead, after weights  2.11     2.94     5.98
+      Triton in the same run                             1.94     3.94     4.32
+  v2  as above                                           2.26     3.06     2.21     1.22
+      Triton in the same run                             2.05     3.98     4.64     1.39
 """
 
 import dataclasses
