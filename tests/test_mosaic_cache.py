@@ -17,6 +17,7 @@ from pallas_kernels.mosaic import block as blocks
 from pallas_kernels.mosaic import eight_bits, stage2
 from pallas_kernels.mosaic.hopper import append, compress, quantize
 from turbojax import _device
+from turbojax.kv.progressive import PROGRESSIVE
 from turbojax.ops.turbo_attention import operands
 from turbojax.state.progressive import mosaic_gpu
 from turbojax.state.progressive.update import store_prompt
@@ -185,3 +186,14 @@ def test_it_lowers(monkeypatch, mode, bits, dim, block):
     assert text.count("mosaic_gpu_v2") == 1
     assert text.count("output_operand_alias<") == 13
     assert "triton" not in text
+
+
+@pytest.mark.parametrize(("count", "is_a_kernel"), [(1, True), (3, False)])
+def test_beside_attention_that_is_named(monkeypatch, count, is_a_kernel):
+    """A layer that asks for it by name may append several tokens, which is plain JAX."""
+    monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
+    case = CASES["4 bits"]
+    cache = jax.eval_shape(lambda: new(case))
+    x = jax.ShapeDtypeStruct((BATCH, count, HEADS, 128), jnp.bfloat16)
+    run = functools.partial(PROGRESSIVE.append, implementation="mosaic_gpu")
+    assert ("turbojax_append_hopper" in str(jax.make_jaxpr(run)(cache, x, x))) == is_a_kernel

@@ -232,7 +232,7 @@ STILL = {
     "cache, decode, 3 bits": "decode for Hopper reads codes of 4 and 2 bits",
     "cache, decode, 80 channels": _SHAPES,
     "cache, decode, float": "mode 'float' decodes in unrounded numbers",
-    **{f"{name}, {call}": _KV4 for name in ("kv4", "k8v4") for call in ("decode", "prefill")},
+    **{f"{name}, decode": _KV4 for name in ("kv4", "k8v4")},
     **{f"pages, prompt, {kind}": _PROMPTS for kind in PAGES},
     **{
         f"pages, attention, {kind}": "formats that attention to pages for Hopper does not read"
