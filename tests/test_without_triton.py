@@ -236,7 +236,7 @@ STILL = {
     **{f"pages, prompt, {kind}": _PROMPTS for kind in PAGES},
     **{
         f"pages, attention, {kind}": "formats that attention to pages for Hopper does not read"
-        for kind in ("auto", "k8v4", "turbo_k3v2")
+        for kind in ("k8v4", "turbo_k3v2")
     },
     "pages, attention, 80 channels": _SHAPES,
     "matmul, float32": _FLOAT32,

@@ -62,6 +62,26 @@ H200 (reads 4.5 TB/s: turbo4 122 us, fp8 236), whole calls, us; fp8 in the last 
   programs share a multiprocessor (128 registers allow it, 70 KB do not).
   Programs that take a few blocks: 1 x 32k 29 and not 19, 4 x 8k 26 and not 21; 4 x 4k 18 for 19.
 Rows: `benchmarks/results/paged_versions_2026-11-24.json`.
+
+16 bits, H200, bfloat16, whole calls, us; cuDNN on dense bfloat16 in the same run in brackets:
+                                         16 x 32k   64 x 4k    4 x 8k     1 x 8k     1 x 4k
+  in Triton, before                      609 (472)  313 (243)             22.9 (14.7)
+  three programs a multiprocessor,
+    1 block of 32 tokens in flight       500 (474)  269 (242)             15.3 (14.5) 11.7 (11.1)
+    2 blocks of 16                       499        271
+    parts of 4,096                       531        267
+    parts of 1,024                       484 (463)  247 (238)
+  two programs, 1 block of 32            477 (463)  243 (238)  36.6 (37.0)
+  one program, 2 blocks                  482 (463)  244 (238)  37.0 (37.1)
+  as it is: two programs, or one and 2 blocks where there is no second; merges that
+    wait for no length                              247 (244)  35.2 (37.0) 14.3 (15.0) 10.2 (11.1)
+      of which the merge                            2.5        1.7         3.3         3.2
+  With three programs the last of some 5 rounds has a few, and they take as long as any.
+  Copied by lanes, 16 bytes each, and not by the copy engine: the same for pages (478, 243, 15.8,
+  11.2). For contiguous caches, 256 bytes a token and head, 475 (463) where one copy of the engine
+  for each token takes 512 (474); with a window of 1,024 tokens 24.9 and 74.6, of 32k and of 4k.
+  Outputs are off by 4.3e-4 of their length, mostly their rounding to bfloat16; cuDNN's by 5.5e-4.
+  The same two programs for 8-bit floats: 134.1 and not 136.7 at 64 x 4k; for turbo4 92 and not 86.
 """
 
 import functools
