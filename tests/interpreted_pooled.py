@@ -106,7 +106,7 @@ def install():
     run_scoped, run_state = pl.run_scoped, pl.run_state
 
     def scoped(f, *types, **kwargs):
-        if all(isinstance(x, Accumulator) for x in types):
+        if types and all(isinstance(x, Accumulator) for x in types):
             return f(*(Accumulator(x.value.shape, x.value.dtype) for x in types))
         return run_scoped(f, *types, **kwargs)
 

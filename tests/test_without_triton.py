@@ -218,34 +218,25 @@ CASES["engine, a step of the embedded model"] = engine_step
 
 
 # What is left, and why. A reason that names a kernel is of work to do.
-_OPERANDS = "stage 1: operands are quantized by kernels of Triton"
 _FLOAT32 = "float32 operands: matrix instructions of Hopper have at most 16 bits"
-_CACHES = "the compressed cache is written by kernels of Triton"
 _KV4 = "KV4's decode has no kernel for Hopper"
 _PROMPTS = "prompts on pages have no kernel for Hopper"
 _SHAPES = "a head dim or block that no matrix instruction is made for"
 STILL = {
-    **{f"attention, {mode}": _OPERANDS for mode in ("fp8", "int8_fp8", "int8", "paper's")},
-    **{f"attention, {which} channels": _OPERANDS for which in (256, 80)},
-    **{f"attention, gradient, {mode}": _OPERANDS for mode in ("fp8", "int8_fp8", "int8", "float")},
-    **{f"attention, 8-bit gradient, {mode}": _OPERANDS for mode in ("fp8", "int8_fp8", "int8")},
-    "attention, float32": _OPERANDS,
     "attention, blocks of 32": _SHAPES,
     "attention, float, float32": _FLOAT32,
     "pooled, float32": _FLOAT32,
     "pooled, gradient, float32": _FLOAT32,
     "pooled, 192 channels": _SHAPES,
     "pooled, blocks of 64 queries": _SHAPES,
-    "cache, prefill": _CACHES,
-    "cache, append": _CACHES,
     "cache, decode, 3 bits": "decode for Hopper reads codes of 4 and 2 bits",
     "cache, decode, 80 channels": _SHAPES,
     "cache, decode, float": "mode 'float' decodes in unrounded numbers",
-    **{f"{name}, {call}": _KV4 for name in ("kv4", "k8v4") for call in ("decode", "prefill")},
+    **{f"{name}, decode": _KV4 for name in ("kv4", "k8v4")},
     **{f"pages, prompt, {kind}": _PROMPTS for kind in PAGES},
     **{
         f"pages, attention, {kind}": "formats that attention to pages for Hopper does not read"
-        for kind in ("auto", "k8v4", "turbo_k3v2")
+        for kind in ("k8v4", "turbo_k3v2")
     },
     "pages, attention, 80 channels": _SHAPES,
     "matmul, float32": _FLOAT32,

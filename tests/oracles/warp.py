@@ -261,9 +261,12 @@ def dot4(a, b, c):
     return Int((_bytes(a) * _bytes(b)).sum(1) + _signed(c))
 
 
-def maxima_of_halves(a, b):
+def maxima_of_halves(a, b, op=np.maximum):
     halves = [x.value[:, None].view(np.int16) for x in (a, b)]
-    return Int(np.maximum(*halves).view(np.uint32)[:, 0])
+    return Int(op(*halves).view(np.uint32)[:, 0])
+
+
+minima_of_halves = functools.partial(maxima_of_halves, op=np.minimum)
 
 
 def largest_of_warp(x):
@@ -272,6 +275,9 @@ def largest_of_warp(x):
 
 def divide(a, b):
     return a / b
+
+
+rounded_quotient = divide
 
 
 def ballot(condition):
@@ -401,6 +407,9 @@ class Pointer:
     def half(self):
         index = self.offset[:, None] + np.arange(2)
         return Int(np.ascontiguousarray(self.memory[index]).view(np.uint16)[:, 0])
+
+    def byte(self):
+        return Int(self.memory[self.offset])
 
     def float(self):
         return self.word().as_float()

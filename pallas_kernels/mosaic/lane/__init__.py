@@ -30,6 +30,7 @@ from pallas_kernels.mosaic.lane.instructions import log2_of_any as log2_of_any
 from pallas_kernels.mosaic.lane.instructions import matmul as matmul
 from pallas_kernels.mosaic.lane.instructions import maxima_of_halves as maxima_of_halves
 from pallas_kernels.mosaic.lane.instructions import maximum as maximum
+from pallas_kernels.mosaic.lane.instructions import minima_of_halves as minima_of_halves
 from pallas_kernels.mosaic.lane.instructions import minimum as minimum
 from pallas_kernels.mosaic.lane.instructions import pack_bytes as pack_bytes
 from pallas_kernels.mosaic.lane.instructions import pack_e4m3 as pack_e4m3
@@ -40,6 +41,7 @@ from pallas_kernels.mosaic.lane.instructions import reciprocal as reciprocal
 from pallas_kernels.mosaic.lane.instructions import reciprocal_root as reciprocal_root
 from pallas_kernels.mosaic.lane.instructions import reduce_lanes as reduce_lanes
 from pallas_kernels.mosaic.lane.instructions import root as root
+from pallas_kernels.mosaic.lane.instructions import rounded_quotient as rounded_quotient
 from pallas_kernels.mosaic.lane.instructions import signed_byte as signed_byte
 from pallas_kernels.mosaic.lane.instructions import special as special
 from pallas_kernels.mosaic.lane.instructions import tanh as tanh
@@ -55,6 +57,7 @@ from pallas_kernels.mosaic.lane.memory import copy as copy
 from pallas_kernels.mosaic.lane.memory import copy_words as copy_words
 from pallas_kernels.mosaic.lane.memory import expect_bytes as expect_bytes
 from pallas_kernels.mosaic.lane.memory import init_barrier as init_barrier
+from pallas_kernels.mosaic.lane.memory import join_bits as join_bits
 from pallas_kernels.mosaic.lane.memory import load_matrices as load_matrices
 from pallas_kernels.mosaic.lane.memory import publish_barriers as publish_barriers
 from pallas_kernels.mosaic.lane.memory import publish_stores as publish_stores

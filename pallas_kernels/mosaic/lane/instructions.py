@@ -85,6 +85,11 @@ def divide(a: Float, b: Float) -> Float:
     return assembly("div.full.f32 $0, $1, $2;", a, b)
 
 
+def rounded_quotient(a: Float, b: Float) -> Float:
+    """A quotient rounded to nearest: tens of instructions."""
+    return assembly("div.rn.f32 $0, $1, $2;", a, b)
+
+
 def reciprocal(x: Float) -> Float:
     """``1 / x`` within a unit in the last place."""
     return assembly("rcp.approx.ftz.f32 $0, $1;", x)
@@ -221,6 +226,11 @@ def among_four(x: Float, op: Callable[[Float, Float], Float]) -> Float:
 def maxima_of_halves(a: Int, b: Int) -> Int:
     """The larger of two signed numbers of 16 bits, in each half of a word."""
     return assembly("max.s16x2 $0, $1, $2;", a, b)
+
+
+def minima_of_halves(a: Int, b: Int) -> Int:
+    """The smaller of two signed numbers of 16 bits, in each half of a word."""
+    return assembly("min.s16x2 $0, $1, $2;", a, b)
 
 
 def largest_of_warp(x: Int) -> Int:

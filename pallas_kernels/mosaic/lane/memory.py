@@ -202,6 +202,11 @@ def arrive_after_copies(barrier: Pointer) -> None:
     act(text, barrier.address(), constraints="r")
 
 
+def join_bits(target: Pointer, bits: Int) -> None:
+    """Sets bits of a word of shared memory, as one operation among those of other lanes."""
+    act("red.shared.or.b32 [$0], $1;", target.address(), bits.value, constraints="r,r")
+
+
 def wait(barrier: Pointer, parity: Int) -> None:
     """Waits until the barrier's phase of this parity is over."""
     # Labels are local to the braces.

@@ -230,6 +230,7 @@ def _representative_calls() -> dict[str, dict[str, _Call]]:
         "fp8_tokens": {"": trace(fp8_tokens.quantize_activation, hidden)},
         "int4_matmul": {"": trace(int4_matmul.matmul, hidden, weight)},
         "fireq.decode": {"": trace(kv4_attention.decode, query, kv4_cache)},
+        "fireq.append": {"": trace(kv4.append, kv4_cache, key, value)},
         # The others need no kernel.
         "paged.append": {"": trace(append_to_pages, paged("turbo4"), key, value, tables, lengths)},
         "paged_attention": {

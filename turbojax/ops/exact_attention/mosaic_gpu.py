@@ -13,7 +13,7 @@ _DTYPES = ("bfloat16", "float16")
 _RUN_OF_ROWS = 16
 
 
-def unsupported(query: jax.Array, cache: ExactCache) -> str | None:
+def unsupported(query: jax.Array | jax.ShapeDtypeStruct, cache: ExactCache) -> str | None:
     """Why `attend` cannot run this here; None if it can."""
     if cache.dtype.name not in _DTYPES:
         return f"cache.dtype={cache.dtype} must be one of {_DTYPES}"

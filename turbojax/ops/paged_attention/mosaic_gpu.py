@@ -125,7 +125,7 @@ def unsupported(
     return refusal(query, cache.num_kv_heads)
 
 
-def refusal(query: jax.Array, kv_heads: int) -> str | None:
+def refusal(query: jax.Array | jax.ShapeDtypeStruct, kv_heads: int) -> str | None:
     """Why so many queries, or heads of such a size, cannot be attended to here."""
     rows, head_dim = query.shape[1] * query.shape[2] // kv_heads, query.shape[3]
     if head_dim not in _HEAD_DIMS:

@@ -10,6 +10,7 @@ from pallas_kernels.mosaic.lane import Float, Int, Pointer
 # Queries of a column tile: each has two columns, a high and a low part.
 TILE = 4
 _TURBO4, _PLAIN = "turbo4", ("bfloat16", "float16")
+_KV4, _K8V4 = "kv4", "k8v4"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +19,8 @@ class Settings:
 
     Attributes:
       kind: what pages hold: ``"turbo4"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``, or ``"bfloat16"`` or
-        ``"float16"``, which is the queries' dtype then.
+        ``"float16"``, which is the queries' dtype then; ``"kv4"`` and ``"k8v4"``, codes with a
+        scale for each token.
       centroids: turbo4: 16 numbers in 0..127, each of which stands for itself minus `middle`.
       middle: turbo4: a multiple of a half.
       scale: factor of the scores.
@@ -74,8 +76,13 @@ class Settings:
 
     @property
     def has_norms(self) -> bool:
-        """Whether tokens have norms."""
-        return self.kind == _TURBO4
+        """Whether tokens have norms, or scales."""
+        return self.kind in (_TURBO4, _KV4, _K8V4)
+
+    @property
+    def key_runs(self) -> int:
+        """Of channels, one for each code in a byte: neighbours in a byte are not in the head."""
+        return 2 if self.kind == _KV4 else 1
 
     @property
     def is_plain(self) -> bool:
@@ -98,18 +105,23 @@ class Settings:
         return 4 * self.warpgroups
 
     def row_bytes(self, head_dim: int) -> int:
-        """Bytes of one token's key or value."""
-        if self.kind == _TURBO4:
+        """Bytes of one token's value."""
+        if self.has_norms:
             return head_dim // 2
         return 2 * head_dim if self.is_plain else head_dim
 
+    def key_bytes(self, head_dim: int) -> int:
+        """Bytes of one token's key."""
+        return head_dim if self.kind == _K8V4 else self.row_bytes(head_dim)
+
     def token_bytes(self, head_dim: int) -> int:
         """Bytes of one token's key and value, norms included."""
-        return 2 * self.row_bytes(head_dim) + (4 if self.has_norms else 0)
+        codes = self.key_bytes(head_dim) + self.row_bytes(head_dim)
+        return codes + (4 if self.has_norms else 0)
 
     def warp_bytes(self, head_dim: int) -> int:
         """Shared memory of a warp: its blocks in flight, and later its result; a rotated query."""
-        return self.query_offset(head_dim) + (4 * head_dim if self.has_norms else 0)
+        return self.query_offset(head_dim) + (4 * head_dim if self.kind == _TURBO4 else 0)
 
     def query_offset(self, head_dim: int) -> int:
         """Where in it the query is."""
@@ -124,7 +136,7 @@ class Pages(NamedTuple):
       key: uint8 codes ``[P, K, page_size, H / 2]``, or floats of 8 or 16 bits
         ``[P, K, page_size, H]``.
       value: the same.
-      key_norm: float16 ``[P, K, page_size]``, or None.
+      key_norm: float16 ``[P, K, page_size]``, of the kinds with scales bfloat16, or None.
       value_norm: the same.
       key_scale: float32 ``[1]``, factor of the keys, or None.
       value_scale: the same of the values.

@@ -62,6 +62,26 @@ H200 (reads 4.5 TB/s: turbo4 122 us, fp8 236), whole calls, us; fp8 in the last 
   programs share a multiprocessor (128 registers allow it, 70 KB do not).
   Programs that take a few blocks: 1 x 32k 29 and not 19, 4 x 8k 26 and not 21; 4 x 4k 18 for 19.
 Rows: `benchmarks/results/paged_versions_2026-11-24.json`.
+
+16 bits, H200, bfloat16, whole calls, us; cuDNN on dense bfloat16 in the same run in brackets:
+                                         16 x 32k   64 x 4k    4 x 8k     1 x 8k     1 x 4k
+  in Triton, before                      609 (472)  313 (243)             22.9 (14.7)
+  three programs a multiprocessor,
+    1 block of 32 tokens in flight       500 (474)  269 (242)             15.3 (14.5) 11.7 (11.1)
+    2 blocks of 16                       499        271
+    parts of 4,096                       531        267
+    parts of 1,024                       484 (463)  247 (238)
+  two programs, 1 block of 32            477 (463)  243 (238)  36.6 (37.0)
+  one program, 2 blocks                  482 (463)  244 (238)  37.0 (37.1)
+  as it is: two programs, or one and 2 blocks where there is no second; merges that
+    wait for no length                              247 (244)  35.2 (37.0) 14.3 (15.0) 10.2 (11.1)
+      of which the merge                            2.5        1.7         3.3         3.2
+  With three programs the last of some 5 rounds has a few, and they take as long as any.
+  Copied by lanes, 16 bytes each, and not by the copy engine: the same for pages (478, 243, 15.8,
+  11.2). For contiguous caches, 256 bytes a token and head, 475 (463) where one copy of the engine
+  for each token takes 512 (474); with a window of 1,024 tokens 24.9 and 74.6, of 32k and of 4k.
+  Outputs are off by 4.3e-4 of their length, mostly their rounding to bfloat16; cuDNN's by 5.5e-4.
+  The same two programs for 8-bit floats: 134.1 and not 136.7 at 64 x 4k; for turbo4 92 and not 86.
 """
 
 import functools
@@ -74,8 +94,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.layouts import LOG2_E
 from pallas_kernels.mosaic import lane, warp
-from pallas_kernels.mosaic.hopper.paged import floats, merge, turbo4
-from pallas_kernels.mosaic.hopper.paged.fp8 import Fp8
+from pallas_kernels.mosaic.hopper.paged import merge
 from pallas_kernels.mosaic.hopper.paged.inputs import (
     TILE,
     Arrays,
@@ -87,22 +106,14 @@ from pallas_kernels.mosaic.hopper.paged.inputs import (
 )
 from pallas_kernels.mosaic.hopper.paged.inputs import Pages as Pages
 from pallas_kernels.mosaic.hopper.paged.inputs import Settings as Settings
-from pallas_kernels.mosaic.hopper.paged.plain import Plain
+from pallas_kernels.mosaic.hopper.paged.products import Products, channel_of
+from pallas_kernels.mosaic.hopper.paged.products import products_of as products_of
 from pallas_kernels.mosaic.hopper.paged.rotation import rotated
 from pallas_kernels.mosaic.lane import Int, Pointer
 
 _GRID = ("tile", "run", "pair")
 # Of a contiguous cache, also of a ring, so many are one after the other.
 _RUN_OF_ROWS = 16
-
-Products = turbo4.Turbo4 | floats.Floats
-
-
-def products_of(head_dim: int, s: Settings) -> Products:
-    """How to multiply with what pages hold."""
-    if s.has_norms:
-        return turbo4.Turbo4.of(head_dim, s)
-    return (Plain if s.is_plain else Fp8)(head_dim, s)
 
 
 def _kernel(*refs: Any, s: Settings) -> None:
@@ -135,7 +146,7 @@ def _run(
     state = _walk(a, at, here, pages, products, slots, smem[0], s)
     if state is None:
         return
-    _keep(state, slots.area, here, a.head_dim, (turbo4 if s.has_norms else floats).channel, s)
+    _keep(state, slots.area, here, a.head_dim, channel_of(s), s)
     _combine(a, at, smem[0], s)
 
 
@@ -170,7 +181,7 @@ def _walk(
         _start_copies(a, at, here, first + i * s.warps, page, target, s)
     query = _load_query(a, at, here, products, area, s)
 
-    channel = (turbo4 if s.has_norms else floats).channel
+    channel = channel_of(s)
 
     def ahead(block: Int) -> tuple[Int, Int]:
         later = block + s.warps * s.stages
@@ -208,11 +219,13 @@ def _load_query(
     unit = s.scale * (LOG2_E if s.soft_cap is None else 1.0)
     for tile in range(s.tiles):
         base = at.tile * s.rows + TILE * tile
-        row, count = base + (here.g >> 1), a.head_dim // 4
+        row, run = base + (here.g >> 1), a.head_dim // s.key_runs
+        count = run // 4
         if s.is_plain:
             given: Any = _query_row(a, at, row)
         elif a.pages.signs is None:
-            given = _numbers(a, at, row, here.t * count, count)
+            firsts = [here.t * count + i * run for i in range(s.key_runs)]
+            given = [x for first in firsts for x in _numbers(a, at, row, first, count)]
         else:
             given = _rotated(a, at, base, here, area, s)
         words, start, offset, scale = pages.query_operands(given, here)
@@ -292,13 +305,14 @@ def _start_copies(
         return
     slot, barrier = target
     count, size = _pages_per_block(a, s), min(a.page_size, s.block)
-    row, begin = s.row_bytes(a.head_dim), block * s.block
+    begin = block * s.block
     with lane.when(block < at.stop):
         held = (at.length - begin + (size - 1)) // size
         with lane.when(here.is_first):
             lane.expect_bytes(barrier, held.minimum(count) * (size * s.token_bytes(a.head_dim)))
         lane.warp_barrier()
-        sources = [(a.pages.key, row), (a.pages.value, row)]
+        rows = s.key_bytes(a.head_dim), s.row_bytes(a.head_dim)
+        sources = list(zip((a.pages.key, a.pages.value), rows, strict=True))
         if s.has_norms:
             sources += [(a.pages.key_norm, 2), (a.pages.value_norm, 2)]
         with lane.when(here.number < held.minimum(count)):

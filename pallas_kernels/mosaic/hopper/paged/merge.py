@@ -31,7 +31,7 @@ _LANES, _RESIDUES = 32, 4
 _PAGES_AHEAD, _AHEAD = 4, 4
 # Where there are many blocks to read.
 _MOST_SLICES = 4
-# Of a part's blocks, of which there are 8 or 16.
+# Of a part's blocks of one warp, of which there are 8 to 32.
 _BLOCKS_AHEAD = 16
 
 
