@@ -28,13 +28,14 @@ instructions counted in the PTX of a thread's 64 values:
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.layouts import Compressed
 from pallas_kernels.triton._common import WHOLE, next_power_of_2, parameters, rint
 from pallas_kernels.triton._quantize import (
     BlockLayout as BlockLayout,
@@ -54,28 +55,6 @@ from pallas_kernels.triton._quantize import (
 # Values that a thread holds, which determines the warps of a program.
 _VALUES_PER_THREAD = 64
 _MOST_WARPS = 16
-
-
-class Compressed(NamedTuple):
-    """What `compress` returns.
-
-    Attributes:
-      codes: the packed codes, see `compress`.
-      channel_scale: int8 ``[B, K, n, H]``.
-      channel_zero: int8 ``[B, K, n, H]``.
-      block_scale: float32 ``[B, K, n]``.
-      maximum: float32 ``[B, K, m]``, largest absolute value of each of the prompt's `m` blocks,
-        NaN if one is not finite. Undefined for blocks that were neither stored nor asked for.
-      operand: None or codes ``[B, K, m * block, H]``, ``[B, K, H, m * block]`` with tokens
-        last, and their float32 scales ``[B, K, m]``, as `quantize` makes them.
-    """
-
-    codes: tuple[jax.Array, ...]
-    channel_scale: jax.Array
-    channel_zero: jax.Array
-    block_scale: jax.Array
-    maximum: jax.Array
-    operand: tuple[jax.Array, jax.Array] | None
 
 
 def compress(
@@ -101,7 +80,8 @@ def compress(
     Args:
       x: bfloat16, float16 or float32 ``[B, S, K, H]``.
       lengths: int32 ``[B]``, at most `S`: tokens past it count as zero.
-      count: int32 ``[B]``: blocks to store, whole ones; the arrays keep the others as they are.
+      count: int32 ``[B]``: blocks to store, whole ones, block `i` in place ``i % n``; the last
+        `n` of them if there are more. The arrays keep what else they hold.
       slots: int32 ``[B, K]``, each head's place among the slots of `codes`.
       codes: uint8, one array a width: ``[B, K_i, n, block, H * bits / 8]``, with tokens last
         ``[B, K_i, n, H, block * bits / 8]``.
@@ -109,7 +89,8 @@ def compress(
       channel_zero: int8 ``[B, K, n, H]``.
       block_scale: float32 ``[B, K, n]``.
       layout: of a block.
-      every_block: find the maxima of all of the prompt's blocks, stored or not.
+      every_block: find the maxima of all of the prompt's blocks, stored or not; otherwise `count`
+        must be at most `n`.
       operand: also return codes of all of the prompt's blocks: int8, those of stage 1, or
         float8_e4m3fn, with a scale of their own.
       permuted: whether the operand's tokens are in the order of `permuted_positions`.
@@ -189,7 +170,8 @@ def _kernel(
     channel_scale, channel_zero, block_scale, block_maximum, *operand = outputs
     head, block, sequence = (pl.program_id(axis) for axis in range(3))
     first = block * layout.tokens
-    is_stored = block < count[sequence]
+    room = block_scale.shape[2]
+    is_stored = (block < count[sequence]) & (block >= count[sequence] - room)
     nothing = unknown_zero(lengths[sequence], vector)
 
     def program() -> None:
@@ -222,9 +204,9 @@ def _kernel(
                 _store_run(codes_out, layout, i, values, *at, permuted=permuted)
 
         def store() -> None:
-            block_scale[sequence, head, block] = scale
-            slot = slots[sequence, head]
-            arrays, at = (codes, channel_scale, channel_zero), (sequence, head, slot, block)
+            place, slot = block % room, slots[sequence, head]
+            block_scale[sequence, head, place] = scale
+            arrays, at = (codes, channel_scale, channel_zero), (sequence, head, slot, place)
             write_block(layout, runs, *arrays, *at, nothing=nothing, interpret=interpret)
 
         if every_block:

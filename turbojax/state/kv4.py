@@ -16,17 +16,15 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax._gradient import refuse_gradients
-from turbojax.quantizers import absolute_maximum, pack, quantize_tokens, unpack
-from turbojax.state import checks
-
-LARGEST_CODE = 7
-"""Largest 4-bit code; with these scales -8 does not occur."""
+from turbojax._registry import Implementation, ImplementationName, Registry
+from turbojax.state import checks, kv4_mosaic, ring
+from turbojax.state.kv4_codes import numbers as numbers
+from turbojax.state.kv4_codes import quantize as quantize
+from turbojax.state.kv4_codes import quantize_vectors as quantize_vectors
+from turbojax.state.kv4_codes import unpack_codes as unpack_codes
 
 ALLOCATION = 128
 """Tokens are allocated in multiples of this, so that kernels read whole tiles."""
-
-_RECIPROCAL_RANGE = float(np.float32(1 / LARGEST_CODE))
-_BITS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +45,7 @@ class TokenScaledCache:
     overflowed: jax.Array
     max_length: int = dataclasses.field(metadata={"static": True})
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
+    window: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def batch_size(self) -> int:
@@ -62,6 +61,16 @@ class TokenScaledCache:
     def head_dim(self) -> int:
         """Channels of a head, `H`."""
         return self.key_codes.shape[-1] * _channels_per_code(self.key_codes.dtype)
+
+    @property
+    def room(self) -> int:
+        """Tokens of a sequence that are kept at any time."""
+        return self.key_scale.shape[-1]
+
+    @property
+    def is_ring(self) -> bool:
+        """Whether new tokens take the place of those that no window reaches any more."""
+        return self.room < self.max_length
 
     @property
     def nbytes(self) -> int:
@@ -82,7 +91,7 @@ class TokenScaledCache:
           ValueError: naming the field and what it breaks.
         """
         sizes = (self.batch_size, self.max_length, self.num_kv_heads, self.head_dim)
-        wanted = jax.eval_shape(lambda: _empty(type(self), *sizes, self.dtype))
+        wanted = jax.eval_shape(lambda: _empty(type(self), *sizes, self.dtype, self.window))
         for field in _array_fields():
             leaf, want = getattr(self, field), getattr(wanted, field)
             if (leaf.shape, leaf.dtype) != (want.shape, want.dtype):
@@ -99,9 +108,10 @@ class TokenScaledCache:
 class Kv4Cache(TokenScaledCache):
     """Keys and values of `B` sequences in symmetric 4-bit codes (FireQ, Baek et al., 2025).
 
-    Shapes: `K` KV heads, head dim `H`, `S` = `max_length` rounded up to a multiple of 128.
-    ``x = code * scale``. A byte holds channel `c` in its low nibble and ``c + H/2`` in its high
-    one, both in two's complement (see `turbojax.quantizers.packing`).
+    Shapes: `K` KV heads, head dim `H`, `S` = `max_length`, or what the window needs, rounded up to
+    a multiple of 128; token `p` is in row ``p % S``. ``x = code * scale``. A byte holds channel `c`
+    in its low nibble and ``c + H/2`` in its high one, both in two's complement (see
+    `turbojax.quantizers.packing`).
 
     Made by `init_cache`; `prefill`, `append` and `decode` take it and never change it in place
     (donate it to `jit` to reuse its memory). The caches of several layers may be stacked along a
@@ -116,11 +126,13 @@ class Kv4Cache(TokenScaledCache):
         all are zero, NaN where one is not finite.
       value_codes: as `key_codes`.
       value_scale: as `key_scale`.
-      lengths: int32 ``[B]``, tokens held.
+      lengths: int32 ``[B]``, tokens seen; all are held, unless this is a ring.
       overflowed: bool ``[B]``, True where a call under `jit` had to leave tokens out: past
         `max_length`, or a prefill into a sequence that was not empty.
-      max_length: tokens each sequence can hold.
+      max_length: tokens each sequence may grow to.
       dtype: dtype of the keys and values it takes.
+      window: tokens that a query may see, its own included, see `turbojax.state.ring`; None for
+        all.
     """
 
     KEY_CODES = np.dtype(np.uint8)
@@ -135,8 +147,7 @@ class K8v4Cache(TokenScaledCache):
     get more bits here. A channel of a token costs ``12 + 32 / H`` bits, key and value together.
 
     Made by `turbojax.k8v4.init_cache`. It is used as a `Kv4Cache` is, and keeps the same
-    invariants. Shapes: `K` KV heads, head dim `H`, `S` = `max_length` rounded up to a multiple of
-    128. ``x = code * scale``.
+    invariants. Shapes: `K` KV heads, head dim `H`, `S` as there. ``x = code * scale``.
 
     Attributes:
       key_codes: float8_e4m3fn ``[B, K, S, H]``; NaN where the scale is.
@@ -144,10 +155,12 @@ class K8v4Cache(TokenScaledCache):
         finite key is out of the codes' range; 1 where all are zero, NaN where one is not finite.
       value_codes: uint8 ``[B, K, S, H / 2]``, 4-bit codes, see `Kv4Cache`.
       value_scale: bfloat16 ``[B, K, S]``, a seventh of the token's largest absolute value.
-      lengths: int32 ``[B]``, tokens held.
+      lengths: int32 ``[B]``, tokens seen; all are held, unless this is a ring.
       overflowed: bool ``[B]``, see `Kv4Cache`.
-      max_length: tokens each sequence can hold.
+      max_length: tokens each sequence may grow to.
       dtype: dtype of the keys and values it takes.
+      window: tokens that a query may see, its own included, see `turbojax.state.ring`; None for
+        all.
     """
 
     KEY_CODES = np.dtype(jnp.float8_e4m3fn)
@@ -163,21 +176,26 @@ def init_cache(
     head_dim: int,
     *,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    local_window_size: int | tuple[int, int] | None = None,
 ) -> Kv4Cache:
     """An empty cache.
 
     Args:
       batch_size: sequences, `B`.
-      max_length: tokens each can hold.
+      max_length: tokens each may grow to.
       num_kv_heads: key/value heads, `K`.
       head_dim: channels, `H`, a multiple of 8.
       dtype: of the keys and values to come: bfloat16, float16 or float32.
+      local_window_size: the largest window that `decode` will be called with, if any: tokens that
+        it does not reach are not kept, see `turbojax.state.ring`.
 
     Raises:
       TypeError: if `dtype` is none of these or a size not an integer.
-      ValueError: if a size is not positive or `head_dim` not a multiple of 8.
+      ValueError: if a size is not positive, `head_dim` not a multiple of 8, or the window none.
     """
-    return _init_cache(Kv4Cache, (batch_size, max_length, num_kv_heads, head_dim), dtype)
+    return _init_cache(
+        Kv4Cache, (batch_size, max_length, num_kv_heads, head_dim), dtype, local_window_size
+    )
 
 
 def init_k8v4_cache(
@@ -187,25 +205,21 @@ def init_k8v4_cache(
     head_dim: int,
     *,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    local_window_size: int | tuple[int, int] | None = None,
 ) -> K8v4Cache:
-    """An empty cache for keys in e4m3 and values in 4 bits.
-
-    Args:
-      batch_size: sequences, `B`.
-      max_length: tokens each can hold.
-      num_kv_heads: key/value heads, `K`.
-      head_dim: channels, `H`, a multiple of 8.
-      dtype: of the keys and values to come: bfloat16, float16 or float32.
-
-    Raises:
-      TypeError: if `dtype` is none of these or a size not an integer.
-      ValueError: if a size is not positive or `head_dim` not a multiple of 8.
-    """
-    return _init_cache(K8v4Cache, (batch_size, max_length, num_kv_heads, head_dim), dtype)
+    """An empty cache for keys in e4m3 and values in 4 bits; arguments are those of `init_cache`."""
+    return _init_cache(
+        K8v4Cache, (batch_size, max_length, num_kv_heads, head_dim), dtype, local_window_size
+    )
 
 
 def append(
-    cache: CacheT, key: jax.Array, value: jax.Array, *, lengths: jax.Array | None = None
+    cache: CacheT,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    lengths: jax.Array | None = None,
+    implementation: ImplementationName | None = None,
 ) -> CacheT:
     """Adds new tokens, one or many per sequence, each rounded by itself.
 
@@ -216,6 +230,8 @@ def append(
       lengths: optional int ``[B]``: how many of the `T` tokens belong to each sequence, the first
         ones; all of them if not given. `decode` takes the same as `query_seq_lengths`. Under
         `jit` values outside ``0..T`` act as the nearest bound, and more than `T` as overflow.
+      implementation: ``"mosaic_gpu"`` (one kernel, on Hopper), ``"xla"``, or None to choose. Both
+        store the same bits. Names that only attend are refused.
 
     Returns:
       The extended cache. Under `jit`, tokens past `max_length` are left out and `overflowed`
@@ -226,13 +242,15 @@ def append(
         integers.
       ValueError: if a shape does not fit, or, outside `jit`, a sequence would exceed `max_length`
         or a length is outside ``0..T``.
-      NotImplementedError: when it is differentiated.
+      NotImplementedError: if the implementation asked for cannot run this, or when it is
+        differentiated.
     """
     check_cache_arguments(cache, key, value)
     batch, tokens = key.shape[:2]
     lengths = _checks.check_lengths("lengths", lengths, batch, tokens)
     checks.check_room(cache, lengths)
-    return refuse_gradients(_append, "append")(cache, key, value, lengths)
+    chosen = APPEND.select(implementation, cache=cache, key=key)
+    return refuse_gradients(chosen.run, "append")(cache, key, value, lengths)
 
 
 def store_prompt(cache: CacheT, key: jax.Array, value: jax.Array, lengths: jax.Array) -> CacheT:
@@ -270,78 +288,22 @@ def dequantize(
         are exact.
 
     Returns:
-      key, value: ``[B, max_length, K, H]``, zero past each length.
+      key, value: ``[B, max_length, K, H]``, zero past each length, and where a ring holds newer
+      tokens instead.
     """
-    held = jnp.arange(cache.max_length)[None] < cache.lengths[:, None]
+    position = jnp.arange(cache.max_length)
+    held = position[None] < cache.lengths[:, None]
+    held = held & (position[None] >= cache.lengths[:, None] - cache.room)
 
     def side(codes: jax.Array, scale: jax.Array) -> jax.Array:
         x = numbers(codes).astype(jnp.float32) * scale[..., None].astype(jnp.float32)
-        x = jnp.swapaxes(x, 1, 2)[:, : cache.max_length]
+        x = jnp.take(jnp.swapaxes(x, 1, 2), position % cache.room, axis=1)
         return jnp.where(held[:, :, None, None], x, 0).astype(dtype or cache.dtype)
 
     return (
         side(cache.key_codes, cache.key_scale),
         side(cache.value_codes, cache.value_scale),
     )
-
-
-def quantize_vectors(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """4-bit codes with one scale per vector: ``s = bf16(max|x| / 7)``, ``q = rint(x / s)``.
-
-    The division by 7 is a product with the float32 nearest to a seventh. The codes are exactly
-    those of the rounded scale, everywhere: a code times a scale has 11 significant bits, so exact
-    comparisons with the remainder decide whether an approximate quotient was rounded correctly.
-
-    Args:
-      x: floating point ``[..., H]``, `H` even.
-
-    Returns:
-      codes: uint8 ``[..., H / 2]``, see `Kv4Cache`; zeros where the scale is NaN.
-      scale: bfloat16 ``[...]``; 1 where all is zero (or so small that the scale is no normal
-        number), NaN where a value is not finite.
-    """
-    x = x.astype(jnp.float32)
-    # Not a conversion to bfloat16 and back, which XLA may drop.
-    scale = jax.lax.reduce_precision(absolute_maximum(x, -1) * _RECIPROCAL_RANGE, 8, 7)
-    scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1, scale)
-    quotient = jnp.clip(x * (1 / scale), -LARGEST_CODE - 1, LARGEST_CODE)
-    guess = jnp.rint(quotient)
-    rest, half = x - guess * scale, 0.5 * scale
-    is_odd = jnp.rint(0.5 * guess) * 2 != guess
-    above = (rest > half) | (is_odd & (rest == half))
-    below = (rest < -half) | (is_odd & (rest == -half))
-    codes = guess + above.astype(jnp.float32) - below.astype(jnp.float32)
-    codes = jnp.clip(codes, -LARGEST_CODE - 1, LARGEST_CODE)
-    codes = jnp.where(jnp.isfinite(scale), codes, 0).astype(jnp.int8)
-    nibbles = jax.lax.bitcast_convert_type(codes, jnp.uint8) & 15
-    return pack(nibbles, _BITS), scale[..., 0].astype(jnp.bfloat16)
-
-
-def unpack_codes(packed: jax.Array) -> jax.Array:
-    """The codes of `quantize_vectors`: int8 ``[..., H]`` from uint8 ``[..., H / 2]``."""
-    nibbles = jax.lax.bitcast_convert_type(unpack(packed, _BITS), jnp.int8)
-    return (nibbles ^ 8) - 8
-
-
-def quantize(x: jax.Array, codes: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """Codes with one scale per vector, as caches store them.
-
-    Args:
-      x: floating point ``[..., H]``.
-      codes: dtype of the codes: uint8 for `quantize_vectors`, float8_e4m3fn for `quantize_tokens`.
-
-    Returns:
-      The codes, and bfloat16 ``[...]``.
-    """
-    if codes == jnp.uint8:
-        return quantize_vectors(x)
-    tokens = quantize_tokens(x)
-    return tokens.codes, tokens.scale
-
-
-def numbers(codes: jax.Array) -> jax.Array:
-    """What stored codes are before their scale: int8 or float8_e4m3fn ``[..., H]``."""
-    return unpack_codes(codes) if codes.dtype == jnp.uint8 else codes
 
 
 def check_cache(cache: TokenScaledCache) -> None:
@@ -365,7 +327,10 @@ def check_prompt(
 
 
 def _init_cache(
-    kind: type[CacheT], sizes: tuple[int, int, int, int], dtype: jax.typing.DTypeLike
+    kind: type[CacheT],
+    sizes: tuple[int, int, int, int],
+    dtype: jax.typing.DTypeLike,
+    local_window_size: int | tuple[int, int] | None,
 ) -> CacheT:
     """`init_cache` of either kind, for sizes of `B`, tokens, `K` and `H`."""
     batch_size, max_length, num_kv_heads, head_dim = sizes
@@ -377,7 +342,7 @@ def _init_cache(
     dtype = jnp.dtype(dtype)
     if dtype not in _checks.FLOAT_DTYPES:
         raise TypeError(f"{dtype=!s} must be bfloat16, float16 or float32")
-    return _empty(kind, *sizes, dtype)
+    return _empty(kind, *sizes, dtype, ring.window_of(local_window_size))
 
 
 def _empty(
@@ -387,8 +352,10 @@ def _empty(
     num_kv_heads: int,
     head_dim: int,
     dtype: np.dtype,
+    window: int | None,
 ) -> CacheT:
-    rows = (batch_size, num_kv_heads, -(-max_length // ALLOCATION) * ALLOCATION)
+    tiles = ring.units(window, -(-max_length // ALLOCATION), ALLOCATION)
+    rows = (batch_size, num_kv_heads, tiles * ALLOCATION)
     channels = head_dim // _channels_per_code(kind.KEY_CODES)
     return kind(
         key_codes=jnp.zeros((*rows, channels), kind.KEY_CODES),
@@ -399,6 +366,7 @@ def _empty(
         overflowed=jnp.zeros(batch_size, jnp.bool_),
         max_length=max_length,
         dtype=dtype,
+        window=window,
     )
 
 
@@ -408,13 +376,10 @@ def _channels_per_code(dtype: np.dtype) -> int:
 
 @jax.jit
 def _append(cache: CacheT, key: jax.Array, value: jax.Array, lengths: jax.Array) -> CacheT:
-    tokens, allocated = key.shape[1], cache.key_scale.shape[2]
+    tokens = key.shape[1]
     accepted = jnp.clip(lengths, 0, jnp.minimum(cache.max_length - cache.lengths, tokens))
-    offset = jnp.arange(tokens)[None]
-    # Tokens left out get rows past the end, which the scatter drops; no row is named twice.
-    index = jnp.where(
-        offset < accepted[:, None], cache.lengths[:, None] + offset, allocated + offset
-    )
+    # Rows past the end are those that the scatter drops; no row is named twice.
+    index = ring.rows_of_new(cache.lengths, accepted, tokens, cache.room)
 
     @jax.vmap
     def scatter(index: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
@@ -424,17 +389,28 @@ def _append(cache: CacheT, key: jax.Array, value: jax.Array, lengths: jax.Array)
     return _with_tokens(cache, put, key, value, lengths, accepted)
 
 
+APPEND = Registry(
+    "fireq.append",
+    (
+        Implementation("mosaic_gpu", kv4_mosaic.append, kv4_mosaic.append_unsupported),
+        Implementation("xla", _append),
+    ),
+)
+
+
 @jax.jit
 def _store_prompt(cache: CacheT, key: jax.Array, value: jax.Array, lengths: jax.Array) -> CacheT:
     size = min(key.shape[1], cache.max_length)
     kept = jnp.where(cache.lengths == 0, jnp.clip(lengths, 0, size), 0)
+    key, value = (ring.newest(x[:, :size], kept, cache.room) for x in (key, value))
+    size = key.shape[1]
     stored = jnp.arange(size)[None] < kept[:, None]
 
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
         mask = stored[:, None].reshape(len(kept), 1, size, *[1] * (old.ndim - 3))
         return old.at[:, :, :size].set(jnp.where(mask, new, old[:, :, :size]))
 
-    return _with_tokens(cache, put, key[:, :size], value[:, :size], lengths, kept)
+    return _with_tokens(cache, put, key, value, lengths, kept)
 
 
 def _with_tokens(

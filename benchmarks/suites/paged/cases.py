@@ -12,7 +12,7 @@ from benchmarks.measuring.calls import Arrays, Case, Group
 from benchmarks.measuring.compiling import require_gpu
 from benchmarks.measuring.work import Needs
 from benchmarks.shapes import Shape
-from benchmarks.suites.paged import inputs
+from benchmarks.suites.paged import cudnn_paged, inputs
 from benchmarks.suites.paged import tables as paged_tables
 from benchmarks.suites.paged.inputs import Append, Checked, Compared, Problem
 from turbojax import paged
@@ -50,8 +50,8 @@ def decode(
       problem: what attends to what.
       kinds: our rows.
       operation: whose rows they are.
-      others: also what one would run instead: cuDNN on dense bfloat16, and jax's own kernel.
-      with_jax: of others, jax's kernel too.
+      others: also what one would run instead: cuDNN on dense bfloat16, and the next two.
+      with_jax: of others, jax's own kernel and cuDNN on pages, too.
     """
     cases = []
     if others:
@@ -63,6 +63,9 @@ def decode(
             cases.append(Case("jax", None, "jax", functools.partial(_jax, problem, block=None)))
             blocks = functools.partial(_jax, problem, block=_JAX_BLOCK)
             cases.append(Case(f"jax-{_JAX_BLOCK}", None, "jax", blocks))
+            if not problem.ragged:  # every entry of its tables must be a page
+                pages = functools.partial(_cudnn_paged, problem)
+                cases.append(Case("cudnn-paged", None, "cudnn-paged", pages))
     for kv_dtype, implementation in kinds:
         ours = functools.partial(_paged, problem, kv_dtype, implementation)
         family = _FAMILIES.get(kv_dtype, kv_dtype)
@@ -125,6 +128,22 @@ def _cudnn(problem: Problem, arrays: Arrays, *, masked: bool = True) -> Checked:
     check = functools.partial(inputs.check_dense, causal=problem.is_whole)
     needs = problem.needs(_dense_token_bytes(problem.shape))
     return Checked(attend, operands, needs, check, (*operands[:3], seen))
+
+
+def _cudnn_paged(problem: Problem, arrays: Arrays) -> Checked:
+    """cuDNN on our bfloat16 pages."""
+    require_gpu("cuDNN")
+    cache = arrays.get(inputs.pool, problem.shape, problem.page_size, "auto")
+    query = arrays.get(inputs.query, problem)
+    tables, lengths = arrays.get(inputs.tables_and_lengths, problem)
+
+    def attend(*operands: jax.Array) -> jax.Array:
+        with jax.numpy_dtype_promotion("standard"):
+            return cudnn_paged.attend(*operands)
+
+    operands = (query, cache.key, cache.value, jnp.maximum(tables, 0), lengths)
+    needs = problem.needs(cache.token_bytes)
+    return Checked(attend, operands, needs, inputs.check_paged, (query, cache, tables, lengths))
 
 
 def _dense_token_bytes(shape: Shape) -> int:

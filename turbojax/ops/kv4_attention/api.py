@@ -7,15 +7,16 @@ from turbojax import _checks
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
 from turbojax.config import TurboConfig
-from turbojax.ops.kv4_attention import reference, triton
+from turbojax.ops.kv4_attention import mosaic_gpu, reference, triton
 from turbojax.ops.options import Options, require_causal
 from turbojax.ops.turbo_attention import attend
-from turbojax.state import checks, kv4
+from turbojax.state import checks, kv4, ring
 from turbojax.state.kv4 import CacheT, TokenScaledCache
 
 DECODE = Registry(
     "fireq.decode",
     (
+        Implementation("mosaic_gpu", mosaic_gpu.decode, mosaic_gpu.decode_unsupported),
         Implementation("triton", triton.decode, triton.decode_unsupported),
         Implementation("xla", reference.decode),
     ),
@@ -179,11 +180,13 @@ def decode(
       query_seq_lengths: optional int ``[B]``: how many of the `T` queries are real, the first
         ones; they are at ``length - query_seq_lengths + t``, and padding gives 0 and ``-inf``.
         Under `jit` values outside ``0..T`` act as the nearest bound.
-      local_window_size: optional `w` or ``(left, right)``, relative to the query's position.
+      local_window_size: optional `w` or ``(left, right)``, relative to the query's position;
+        of a cache made for a window at most that.
       logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
-      implementation: ``"triton"`` (rounds weights times values' scales to bfloat16, and float32
-        queries for 8-bit keys to 11 bits of a row's largest), ``"xla"``, or None for the first of
-        them that can run this.
+      implementation: ``"mosaic_gpu"`` (Hopper; rounds weights times values' scales, and queries
+        for 8-bit keys, to 22 bits), ``"triton"`` (rounds those to bfloat16, and float32 queries for
+        8-bit keys to 11 bits of a row's largest), ``"xla"``, or None for the first of them that can
+        run this.
       return_residual: also return the log-sum-exp of the scores.
 
     Returns:
@@ -193,7 +196,8 @@ def decode(
 
     Raises:
       TypeError: if `cache` is another kind or the query's dtype is not `cache.dtype`.
-      ValueError: if a shape, length, window, cap or name does not fit.
+      ValueError: if a shape, length, window, cap or name does not fit, or the cache, made for a
+        window, does not keep all that so many queries see: append and attend in parts of 16 then.
       NotImplementedError: if the implementation asked for cannot run this, or when it is
         differentiated.
     """
@@ -243,6 +247,7 @@ def _decode(
     implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:
     """`decode` of checked arguments."""
+    ring.check_visible(cache, options.window, query.shape[1])
     chosen = DECODE.select(implementation, query=query, cache=cache, options=options)
     run = refuse_gradients(chosen.run, "fireq.decode", options=options)
     out, residual = run(query, cache, jnp.clip(query_lengths, 0, query.shape[1]))

@@ -67,7 +67,7 @@ def attend(
     cache: PagedCache,
     block_tables: jax.Array,
     lengths: jax.Array,
-    query_lengths: jax.Array,
+    query_lengths: jax.Array | None,
     *,
     options: Options,
     launch: Launch | None = None,
@@ -82,14 +82,17 @@ def attend(
       cache: the pages.
       block_tables: int32 ``[B, max_pages]``.
       lengths: int32 ``[B]``.
-      query_lengths: int32 ``[B]``.
+      query_lengths: int32 ``[B]``, or None.
       options: of the call.
       launch: for tuning.
 
     Returns:
       What `paged_attention` returns: sequences that cannot be read are NaN.
     """
-    ok = page_checks.readable(cache, block_tables, lengths)
+    if query_lengths is None:
+        query_lengths = jnp.full(len(query), query.shape[1], jnp.int32)
+    first = page_checks.first_seen(lengths, query_lengths, query.shape[1], options.window)
+    ok = page_checks.readable(cache, block_tables, lengths, first)
     arrays = (
         query,
         jnp.clip(block_tables, 0, cache.num_pages - 1),

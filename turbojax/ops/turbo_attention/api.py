@@ -25,10 +25,14 @@ from turbojax.ops.turbo_attention import (
     unrounded,
 )
 from turbojax.ops.turbo_attention.gradient import straight_through
-from turbojax.state import checks
+from turbojax.state import checks, ring
 from turbojax.state.progressive.cache import ProgressiveCache
-from turbojax.state.progressive.triton import store_prompt_triton
-from turbojax.state.progressive.update import STORE_PROMPT, check_cache_arguments, check_prompt
+from turbojax.state.progressive.update import (
+    SHARES_CODES,
+    STORE_PROMPT,
+    check_cache_arguments,
+    check_prompt,
+)
 
 ATTENTION = Registry(
     "turbo_attention",
@@ -310,7 +314,7 @@ def _prefill(
     attend = ATTENTION.select(implementation, query=query, key=key, value=value, **static)
     store = STORE_PROMPT.select(STORE_PROMPT.beside(implementation), cache=cache, key=key)
     attends_to_codes = attend.name != "xla" and cache.config.mode != "float" and not is_exact
-    shares_codes = store.name == "triton" and attends_to_codes
+    shares_codes = store.name in SHARES_CODES and attends_to_codes
 
     def run(
         query: jax.Array,
@@ -322,9 +326,8 @@ def _prefill(
         inside = jnp.clip(lengths, 0, key.shape[1])
         if shares_codes:  # one pass over keys and values serves both
             permuted = attend.name == "mosaic_gpu"
-            filled, codes = store_prompt_triton(
-                cache, key, value, lengths, with_operands=True, permuted=permuted
-            )
+            store_both = SHARES_CODES[store.name]
+            filled, codes = store_both(cache, key, value, lengths, permuted=permuted)
             extra = {"stage1": codes and tuple(codes)}
         else:
             filled, extra = store.run(cache, key, value, lengths), {}
@@ -363,7 +366,8 @@ def decode(
       query_seq_lengths: optional int ``[B]``: how many of the `T` queries are real, the first
         ones; they are at ``length - query_seq_lengths + t``, and padding gives 0 and ``-inf``.
         Under `jit` values outside ``0..T`` act as the nearest bound.
-      local_window_size: optional `w` or ``(left, right)``, relative to the query's position.
+      local_window_size: optional `w` or ``(left, right)``, relative to the query's position;
+        of a cache made for a window at most that.
       logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
       implementation: ``"mosaic_gpu"`` (compute capability 9.0 alone), ``"triton"`` or ``"xla"``,
         or None for the first of them that can run this.
@@ -375,7 +379,8 @@ def decode(
 
     Raises:
       TypeError: if `cache` is another kind or the query's dtype is not `cache.dtype`.
-      ValueError: if a shape, window, cap or name does not fit.
+      ValueError: if a shape, window, cap or name does not fit, or the cache, made for a window,
+        does not keep all that so many queries see: append and attend in parts of 16 then.
       NotImplementedError: if the implementation asked for cannot run this, or when it is
         differentiated.
     """
@@ -425,6 +430,7 @@ def _decode(
     implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:
     """`decode` of checked arguments."""
+    ring.check_visible(cache, options.window, query.shape[1])
     chosen = DECODE.select(implementation, query=query, cache=cache, options=options)
     run = refuse_gradients(chosen.run, "decode", options=options)
     out, residual = run(query, cache, jnp.clip(query_lengths, 0, query.shape[1]))

@@ -14,9 +14,8 @@ from turbojax.state.progressive.cache import CacheSide, ProgressiveCache
 if TYPE_CHECKING:
     from pallas_kernels.mosaic.hopper.decode.kernel import Side, SparseExponential
 
-_HEAD_DIMS = (64, 128, 256)
-_BLOCKS = (64, 128)
-_BITS = (2, 4)
+_LARGEST_HEAD_DIM = 256
+_BLOCKS = (32, 64, 128)
 _MOST_QUERY_ROWS = 128
 # Of an H100.
 _MULTIPROCESSORS, _SHARED_MEMORY = 132, 227 * 2**10
@@ -38,15 +37,20 @@ def decode_unsupported(
     rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
     if config.mode == "float":
         return "config.mode='float' must be an 8-bit mode: its products are of int8"
-    if cache.head_dim not in _HEAD_DIMS:
-        return f"head_dim={cache.head_dim} must be one of {_HEAD_DIMS}"
-    if config.block_kv not in _BLOCKS:
-        return f"block_kv={config.block_kv} must be one of {_BLOCKS}"
+    # A lane takes a quarter of a key's codes, and of a channel's, in words.
+    multiple = 32 if min(cache.key.bits) == 4 else 64
+    if cache.head_dim % multiple or cache.head_dim > _LARGEST_HEAD_DIM:
+        return (
+            f"head_dim={cache.head_dim} must be a multiple of {multiple} up to {_LARGEST_HEAD_DIM} "
+            f"with key bits {cache.key.bits}"
+        )
+    # A warp's result takes the place of its blocks.
+    bits = min(cache.key.bits + cache.value.bits)
+    blocks = _BLOCKS if bits == 4 else _BLOCKS[1:]
+    if config.block_kv not in blocks:
+        return f"block_kv={config.block_kv} must be one of {blocks} with codes of {bits} bits"
     if config.buffer_size != config.block_kv:
         return f"buffer_size={config.buffer_size} must be block_kv={config.block_kv}"
-    for name, bits in (("key", cache.key.bits), ("value", cache.value.bits)):
-        if any(width not in _BITS for width in bits):
-            return f"{name} bits {bits} must be in {_BITS}"
     if rows > _MOST_QUERY_ROWS:
         return f"{rows} queries of a KV head must be at most {_MOST_QUERY_ROWS}"
     return needs_hopper()
