@@ -38,7 +38,9 @@ def test_rows_are_named_once_and_come_with_what_they_are_compared_with():
         "paged-decode/llama3-8b/b16-s32768-ragged/auto/triton",
         "paged-page-size/llama3-8b/b16-s32768/turbo4/page-16/mosaic_gpu",
         "paged-chunk/llama3-8b/b4-s8192-t16/turbo4/mosaic_gpu",
-        "paged-chunk/llama3-8b/b4-s8192-t256/fp8_e4m3/triton",
+        "paged-chunk/llama3-8b/b4-s8192-t256/fp8_e4m3/mosaic_gpu",
+        "paged-chunk/llama3-8b/b4-s8192-t64/auto/triton",
+        "paged-chunk/llama3-8b/b1-s32768-t1024/turbo4/mosaic_gpu",
         "paged-append/llama3-8b/b64-s4096/turbo4",
         "paged-append/llama3-8b/b4-s32768-t4096/dense",
     ):
@@ -375,7 +377,7 @@ def test_tables_of_a_made_up_result():
     assert "| 1 of 64 x 4k | turbo4 | default | 200 | 2.50x |" in table
     assert "| 4,096 of 4 x 32k | dense bf16, a slice | XLA | 500 | 1.00x |" in table
     table = paged_tables.operation_table(result, paged_tables.CHUNK)
-    assert "| 4 x 8k, 64 queries | fp8, e4m3 | triton | 800 |" in table
+    assert "| 4 x 8k, 64 queries | bf16 | triton | 1,500 |" in table
     assert table.endswith(f"rows were not run: {tables.OUT_OF_TIME}.")
     engine_table = engine.engine_table(_engine_result())
     first = "| 96 x 1,500 to 2,500, 128 to 256 new | turbo4 | 2,000 | 2.00x | 18,000 | 20.0 |"

@@ -166,43 +166,19 @@ class Half(warp.half):
         return warp.Int(pair.view(np.uint32)[:, 0])
 
 
-class _Own(threading.local):
-    """Of a warp: its number, and the lanes that run."""
-
-    def __init__(self):
-        self.number, self.active = 0, [np.ones(32, bool)]
-
-
-class _Active:
-    """Stands in for `warp._ACTIVE`, one for each thread."""
-
-    def __init__(self, own):
-        self.own = own
-
-    def __getitem__(self, i):
-        return self.own.active[i]
-
-    def append(self, x):
-        self.own.active.append(x)
-
-    def pop(self):
-        return self.own.active.pop()
-
-
 @pytest.fixture
 def lanes(monkeypatch):
     """Runs code for lanes as the four warps of a warpgroup, each a thread."""
-    own, barrier = _Own(), threading.Barrier(4)
+    barrier = threading.Barrier(4)
 
     def special(name):
         assert name == "tid.x"
-        return warp.Int(warp.LANES + 32 * own.number)
+        return warp.thread()
 
     def join_bits(target, bits):
-        words, active = target.memory.view(np.uint32), own.active[-1]
+        words, active = target.memory.view(np.uint32), warp.STATE.active[-1]
         np.bitwise_or.at(words, target.offset[active] // 4, bits.value[active])
 
-    monkeypatch.setattr(warp, "_ACTIVE", _Active(own))
     monkeypatch.setattr(warp, "special", special, raising=False)
     monkeypatch.setattr(warp, "join_bits", join_bits, raising=False)
     monkeypatch.setattr(warp, "half", Half)
@@ -212,7 +188,7 @@ def lanes(monkeypatch):
 
     def run(f):
         def one(number):
-            own.number = number
+            warp.STATE.number, warp.STATE.barrier = number, barrier
             try:
                 f()
             except BaseException:

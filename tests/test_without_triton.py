@@ -208,9 +208,9 @@ def engine_step(kv_dtype="turbo4"):
     cache = abstract(
         tj.init_paged_cache, 64, 16, config.num_kv_heads, config.head_dim, kv_dtype=kv_dtype
     )
-    work = step.idle_work(4, 32, 16)
+    work = step.idle_work(4, 32, 16, 1)
     caches = (cache,) * config.num_layers
-    run = functools.partial(step.run_step.__wrapped__, implementation=None)
+    run = functools.partial(step.run_step.__wrapped__, implementation=None, windows=(None,))
     return run, (decoder, caches, shape(4, dtype=jnp.int32), work)
 
 
