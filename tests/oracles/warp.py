@@ -372,6 +372,20 @@ class half:
         return Int(pair.view(np.uint32)[:, 0])
 
     @staticmethod
+    def constant(x):
+        return integer(int(np.float16(x).view(np.uint16)) * 0x10001)
+
+    @staticmethod
+    def twice(word, which):
+        return ((word >> (16 * which)) & 0xFFFF) * 0x10001
+
+    @staticmethod
+    def fma(a, b, c):
+        a, b, c = (x.value[:, None].view(np.float16).astype(np.float64) for x in (a, b, c))
+        with np.errstate(all="ignore"):
+            return Int((a * b + c).astype(np.float16).view(np.uint32)[:, 0])
+
+    @staticmethod
     def unpack(word, dtype="float16"):
         if dtype == "bfloat16":
             return (word << 16).as_float(), (word & 0xFFFF0000).as_float()

@@ -21,6 +21,9 @@ _MOST_QUERY_ROWS = 128
 # Of an H100.
 _MULTIPROCESSORS, _SHARED_MEMORY = 132, 227 * 2**10
 _WARPS = 4
+# Queries of a KV head that `hopper.decode` takes in one program, and channels times tokens of the
+# largest block of which the kernel for many takes 32.
+_FEW_ROWS, _LARGEST_BLOCK = 8, 128 * 64
 _LARGEST_CLUSTER, _FEW_BLOCKS = 4, 32
 # Programs of a long call, and blocks that one of them should have.
 _EVEN, _ENOUGH_BLOCKS = 512, 64
@@ -35,7 +38,7 @@ def decode_unsupported(
     """Why `decode` cannot run this here; None if it can."""
     del options
     config = cache.config
-    rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
+    rows = _query_rows(query, cache)
     if config.mode == "float":
         return "config.mode='float' must be an 8-bit mode: its products are of int8"
     if cache.head_dim not in _HEAD_DIMS:
@@ -52,6 +55,11 @@ def decode_unsupported(
     return needs_hopper()
 
 
+def _query_rows(query: jax.Array, cache: ProgressiveCache) -> int:
+    """Queries of a KV head."""
+    return query.shape[1] * query.shape[2] // cache.num_kv_heads
+
+
 class Launch(NamedTuple):
     """How the kernel is laid out on the GPU; results differ by rounding only.
 
@@ -60,12 +68,15 @@ class Launch(NamedTuple):
       warpgroups: of a program.
       stages: blocks in flight of a warp.
       cluster: programs of a KV head that merge their results without another kernel.
+      rows: queries of a KV head that a program takes: 4 or 8, or 16 or 32 of the kernel for many;
+        None for as many as `default_rows` says.
     """
 
     splits: int
     warpgroups: int
     stages: int
     cluster: int = 1
+    rows: int | None = None
 
 
 @functools.partial(jax.jit, static_argnames=("options", "launch"))
@@ -82,11 +93,13 @@ def decode(
     `launch` is `default_launch` if not given.
     """
     from pallas_kernels.mosaic.hopper.decode import kernel
+    from pallas_kernels.mosaic.hopper.decode_rows import kernel as many
 
     config = cache.config
-    rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
     launch = launch or default_launch(query, cache)
-    settings = kernel.Settings(
+    rows = launch.rows or default_rows(query, cache)
+    kind = many.RowSettings if rows > _FEW_ROWS else kernel.Settings
+    settings = kind(
         exponential=_exponential(config),
         key_bits=cache.key.bits,
         value_bits=cache.value.bits,
@@ -94,10 +107,10 @@ def decode(
         scale=options.scale,
         window=options.window,
         soft_cap=options.logits_soft_cap,
-        rows=_tile(rows),
-        **launch._asdict(),
+        **{**launch._asdict(), "rows": rows},
     )
-    return kernel.decode(
+    run = many.decode if isinstance(settings, many.RowSettings) else kernel.decode
+    return run(
         query,
         _side(cache.key),
         _side(cache.value),
@@ -108,9 +121,18 @@ def decode(
     )
 
 
-def _tile(rows: int) -> int:
-    """Queries of a KV head that a program takes."""
-    return 4 if rows <= 4 else 8
+def default_rows(query: jax.Array, cache: ProgressiveCache) -> int:
+    """Queries of a KV head that a program takes.
+
+    For more than 8 the kernel for many, whose programs take up to 32 where outputs and scores of as
+    many fit a warp's registers; it has no code for heads of different widths in one cache.
+    """
+    rows = _query_rows(query, cache)
+    is_mixed = len(cache.key.bits) > 1 or len(cache.value.bits) > 1
+    if rows <= _FEW_ROWS or is_mixed:
+        return 4 if rows <= 4 else 8
+    has_room = cache.head_dim * cache.config.block_kv <= _LARGEST_BLOCK
+    return 32 if rows > 16 and has_room else 16
 
 
 def default_launch(query: jax.Array, cache: ProgressiveCache) -> Launch:
@@ -122,8 +144,8 @@ def default_launch(query: jax.Array, cache: ProgressiveCache) -> Launch:
     """
     from pallas_kernels.mosaic.hopper.decode.kernel import stage_bytes
 
-    rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
-    heads = cache.batch_size * cache.num_kv_heads * -(-rows // _tile(rows))
+    rows, taken = _query_rows(query, cache), default_rows(query, cache)
+    heads = cache.batch_size * cache.num_kv_heads * -(-rows // taken)
     blocks = cache.key.block_scale.shape[2]
     to_fill = min(blocks // _WARPS, _MULTIPROCESSORS // heads)
     to_even_out = min(_EVEN // heads, blocks // _ENOUGH_BLOCKS)

@@ -1,0 +1,339 @@
+"""What one warp computes of one cache block for 16 or 32 queries: scores, softmax, weighted values.
+
+Products are of 16 rows, 8 columns and 16 in between, with float16 operands and float32 sums. Rows
+are queries in both; columns are tokens in the first and channels in the second. Lane ``4 g + t``
+holds of a result rows ``g`` and ``g + 8``, columns ``2 t`` and ``2 t + 1``. So the weights that a
+lane computes are, as pairs, its operand of the second product. Which token or channel a column
+stands for is free to choose: as `Tokens` and `operands.channel_of` have it, two columns of a lane
+are two codes of one word, 16 bits apart.
+
+All numbers in the products are integers below 2**11 times a power of two, and sums are below
+2**24: nothing is rounded, and scores are those of `decode.block` to the bit.
+"""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from pallas_kernels.mosaic import lane, warp
+from pallas_kernels.mosaic.hopper.decode.types import INT8_RANGE, Numerics, Place, Shape
+from pallas_kernels.mosaic.hopper.decode_rows.operands import UNIT
+from pallas_kernels.mosaic.lane import Bool, Float, Int, Pointer
+
+_HALVES = (0, 1)
+# A weight's code is the low byte of a float32, of which the high byte makes the float16 14 plus a
+# 128th of it.
+_LOW_AND_HIGH, _LESS, _WEIGHT_UNIT = 0x7430, -14.0, 2.0**-7
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tokens:
+    """Which tokens of a block the columns of the first product's tiles are.
+
+    Attributes:
+      step: tokens that a lane's words of values begin after those of the lane before.
+      offsets: of each tile's first column.
+    """
+
+    step: int
+    offsets: list[int]
+
+    @classmethod
+    def of(cls, shape: Shape) -> "Tokens":
+        """Two tiles for each word and run of a channel's values."""
+        runs, words = 8 // shape.value_bits, shape.value_row // 16
+        span = shape.block // runs
+        return cls(
+            shape.value_row // 4,
+            [run * span + 4 * w + odd for w in range(words) for run in range(runs) for odd in (0, 1)],
+        )
+
+    def of_column(self, here: Place) -> Int:
+        """Column `g` of the tile whose offset is 0: what a lane loads of the keys."""
+        return (here.g >> 1) * self.step + ((here.g & 1) << 1)
+
+    def of_pair(self, here: Place) -> Int:
+        """Column ``2 t`` of the tile whose offset is 0; column ``2 t + 1`` is two tokens on."""
+        return here.t * self.step
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Queries:
+    """A program's queries.
+
+    Attributes:
+      operands: in shared memory: for each 16 rows and 16 channels four words of every lane.
+      scale: of rows g and g + 8 of each 16, times the factor of the scores, the exponential's unit
+        and what makes scores integers.
+      position: of the same rows; -1 where there is none.
+    """
+
+    operands: Pointer
+    scale: list[Float]
+    position: list[Int]
+
+    def words(self, tile: int, number: int, shape: Shape, here: Place) -> list[Int]:
+        """Operand words of 16 rows and channels."""
+        at = (tile * (shape.head_dim // 16) + number) * 512
+        return self.operands.at(((here.g << 2) + here.t) << 4, at).words(4)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class State:
+    """A running softmax.
+
+    Attributes:
+      outputs: for each 8 channels and each 16 rows: row g at two columns, then row g + 8.
+      maxima: of rows g and g + 8 of each 16, in the exponential's units.
+      totals: this lane's part of the sums of weights.
+    """
+
+    outputs: list[Float]
+    maxima: list[Float]
+    totals: list[Float]
+
+    @classmethod
+    def empty(cls, tiles: int, head_dim: int) -> "State":
+        """Before the first block."""
+        zero, lowest = lane.number(0.0), lane.number(float("-inf"))
+        rows = 2 * tiles
+        return cls([zero] * (head_dim // 2 * tiles), [lowest] * rows, [zero] * rows)
+
+    def flat(self) -> list[Float]:
+        """As a list, for loops."""
+        return [*self.maxima, *self.totals, *self.outputs]
+
+    @classmethod
+    def of(cls, flat: list[Any], tiles: int) -> "State":
+        """The inverse of `flat`."""
+        rows = 2 * tiles
+        return cls(flat[2 * rows :], flat[:rows], flat[rows : 2 * rows])
+
+
+# Scores ------------------------------------------------------------------------------------------
+
+
+def scores(
+    shape: Shape,
+    queries: Queries,
+    here: Place,
+    load: Callable[[int], Any],
+    channels: Callable[[int], Any],
+    pairs: Callable[[Any, int, Any], list[Int]],
+) -> list[list[Float]]:
+    """Scores of each of the lane's rows with the lane's tokens, integers times `UNIT`.
+
+    Args:
+      shape: sizes.
+      queries: the queries.
+      here: the lane's place.
+      load: ``load(j)`` gives what is needed of the token of column `g` of tile `j`.
+      channels: ``channels(i)`` gives what is needed of 16 channels.
+      pairs: ``pairs(load(j), i, channels(i))`` gives their operand words.
+    """
+    tiles, count = shape.rows // 16, shape.block // 8
+    at_once = 8 // tiles
+    rows: list[list[Float]] = [[] for _ in range(2 * tiles)]
+    for first in range(0, count, at_once):
+        loaded = [load(first + j) for j in range(at_once)]
+        sums = [[[lane.number(0.0)] * 4 for _ in range(tiles)] for _ in loaded]
+        for i in range(shape.head_dim // 16):
+            of_rows = [queries.words(tile, i, shape, here) for tile in range(tiles)]
+            of_channels = channels(i)
+            for token, own in zip(loaded, sums, strict=True):
+                words = pairs(token, i, of_channels)
+                for tile in range(tiles):
+                    own[tile] = lane.half.matmul(of_rows[tile], words, own[tile])
+        for own in sums:
+            for tile in range(tiles):
+                for half in _HALVES:
+                    rows[2 * tile + half] += own[tile][2 * half : 2 * half + 2]
+    return rows
+
+
+# Softmax -----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Weights:
+    """A block's softmax, by the lane's rows.
+
+    Attributes:
+      words: operand words of each 16 rows, four for each 16 tokens; codes times `_WEIGHT_UNIT`.
+      maxima: of the rows, ``-inf`` where nothing is seen.
+      totals: this lane's part of the sums.
+      lost: NaN where the scale of the scores is, 0 elsewhere.
+    """
+
+    words: list[list[list[Int]]]
+    maxima: list[Float]
+    totals: list[Float]
+    lost: list[Float]
+
+
+def softmax(
+    scores: list[list[Float]],
+    queries: Queries,
+    key_scale: Float,
+    tokens: Tokens,
+    first_token: Int,
+    needs_mask: Bool | None,
+    here: Place,
+    n: Numerics,
+) -> Weights:
+    """The block's own softmax and its rounded weights (see `decode_reference`).
+
+    Args:
+      scores: by row, as `scores` gives them.
+      queries: the queries.
+      key_scale: of the block.
+      tokens: of the columns.
+      first_token: of the block.
+      needs_mask: whether some query may not see all of it; None where all see all.
+      here: the lane's place.
+      n: numerics.
+    """
+    count = len(scores[0])
+
+    def arguments(is_masked: bool) -> list[Float]:
+        out: list[Float] = []
+        for x, scale, position in zip(scores, queries.scale, queries.position, strict=True):
+            visible = None
+            if is_masked:
+                visible = _visible(position - first_token - tokens.of_pair(here), tokens, n)
+            out += _arguments(x, scale * key_scale, visible, n)
+        return out
+
+    if needs_mask is None:
+        flat = arguments(False)
+    else:
+        kinds = [Float] * ((count + 2) * len(scores))
+        flat = lane.either(needs_mask, kinds, lambda: arguments(True), lambda: arguments(False))
+    maxima, totals, lost = [], [], []
+    codes: list[list[Int]] = []
+    for i in range(0, len(flat), count + 2):
+        p = [n.exp(x) for x in flat[i : i + count]]
+        maxima.append(flat[i + count])
+        lost.append(flat[i + count + 1])
+        totals.append(lane.tree(p, operator.add))
+        codes.append([_pair(p[k : k + 2], n) for k in range(0, count, 2)])
+    words = [
+        [
+            [codes[tile + half][k + column] for column in (0, 1) for half in _HALVES]
+            for k in range(0, count // 2, 2)
+        ]
+        for tile in range(0, len(codes), 2)
+    ]
+    return Weights(words, maxima, totals, lost)
+
+
+def _arguments(
+    x: list[Float], factor: Float, visible: list[Bool] | None, n: Numerics
+) -> list[Float]:
+    """The exponential's arguments of a row, its maximum, and NaN where `factor` is, 0 elsewhere."""
+    highest, slope = x, factor
+    if visible is not None:
+        highest = [v.where(s, float("-inf")) for v, s in zip(visible, x, strict=True)]
+    # Of integers: of a NaN and a number an instruction gives the number.
+    top = lane.among_four(lane.tree(highest, lane.maximum), lane.maximum)
+    is_seen = top > float("-inf")
+    if n.soft_cap is not None:
+        cap = functools.partial(warp.soft_cap, factor=factor * (1 / n.unit), cap=n.soft_cap)
+        x, top = [cap(s) * n.unit for s in x], cap(top) * n.unit
+        slope = lane.number(1.0)
+    top, nan = top * slope, factor * 0.0
+    if visible is None:
+        return [*(lane.fma(s, slope, -top) for s in x), top, nan]
+    top, shift = is_seen.where(top, float("-inf")), is_seen.where(top, 0.0)
+    y = [lane.fma(s, slope, -shift) for s in x]
+    hidden = [v.where(s, float("-inf")) for v, s in zip(visible, y, strict=True)]
+    return [*hidden, top, is_seen.where(nan, 0.0)]
+
+
+def _visible(last: Int, tokens: Tokens, n: Numerics) -> list[Bool]:
+    """Whether a query at `last`, counted from the lane's first token, sees the lane's tokens."""
+    out = []
+    for offset in tokens.offsets:
+        for column in (0, 1):
+            token = lane.integer(offset + 2 * column)
+            mask = token <= last
+            if n.window is not None:
+                left, right = n.window
+                mask = mask & (token >= last - left) & (token <= last + right)
+            out.append(mask)
+    return out
+
+
+def _pair(p: list[Float], n: Numerics) -> Int:
+    """The codes of two weights, times `_WEIGHT_UNIT`, as float16."""
+    a, b = (lane.fma(x, INT8_RANGE / n.largest, lane.ROUNDER).as_int() for x in p)
+    constant = lane.half.constant
+    return lane.half.fma(
+        lane.permute_bytes(a, b, _LOW_AND_HIGH), constant(1.0), constant(_LESS)
+    )
+
+
+# Values ------------------------------------------------------------------------------------------
+
+
+def add_block(
+    shape: Shape,
+    state: State,
+    weights: Weights,
+    values: Callable[[int], list[list[Int]]],
+    value_scale: Float,
+    n: Numerics,
+) -> State:
+    """Adds a block's weighted values to the running softmax.
+
+    Args:
+      shape: sizes.
+      state: the softmax so far.
+      weights: of the block.
+      values: gives the operand words of column `g` of tile `i`, for each 16 tokens.
+      value_scale: of the block.
+      n: numerics.
+    """
+    unit = value_scale * (n.largest / INT8_RANGE / (UNIT * _WEIGHT_UNIT))
+    alphas, factors, maxima, totals = [], [], [], []
+    for i, top in enumerate(weights.maxima):
+        new = lane.maximum(state.maxima[i], top)
+        shift = (new > float("-inf")).where(new, 0.0)
+        alpha, factor = n.exact_exp(state.maxima[i] - shift), n.exact_exp(top - shift)
+        total = lane.fma(weights.totals[i], factor, weights.lost[i])
+        totals.append(lane.fma(state.totals[i], alpha, total))
+        # A block of which a row sees nothing must not reach it, not even as 0 * NaN.
+        factors.append(top.equals(float("-inf")).where(0.0, factor * unit))
+        alphas.append(alpha)
+        maxima.append(new)
+    outputs = _rescaled(state.outputs, alphas)
+    tiles = shape.rows // 16
+    added: list[Float] = []
+    for first in range(0, shape.head_dim // 8, 2):
+        operands = [values(first + i) for i in (0, 1)]
+        sums = [[[lane.number(0.0)] * 4 for _ in range(tiles)] for _ in operands]
+        for k in range(shape.block // 16):
+            for own, words in zip(sums, operands, strict=True):
+                for tile in range(tiles):
+                    own[tile] = lane.half.matmul(weights.words[tile][k], words[k], own[tile])
+        for own in sums:
+            for tile, c in enumerate(own):
+                for i, x in enumerate(c):
+                    before = outputs[len(added)]
+                    added.append(lane.fma(x, factors[2 * tile + i // 2], before))
+    return State(added, maxima, totals)
+
+
+def _rescaled(outputs: list[Float], alphas: list[Float]) -> list[Float]:
+    """Outputs times their rows' factors, which are mostly 1: maxima seldom grow."""
+    changed = functools.reduce(operator.or_, (~alpha.equals(1.0) for alpha in alphas))
+    per_tile = 2 * len(alphas)
+
+    def multiplied() -> list[Float]:
+        return [x * alphas[i % per_tile // 2] for i, x in enumerate(outputs)]
+
+    return lane.either(
+        lane.ballot(changed).equals(0), [Float] * len(outputs), lambda: outputs, multiplied
+    )

@@ -1,0 +1,354 @@
+"""Decode for 9 and more queries of a KV head against packed codes, for Hopper.
+
+Several new tokens (speculative decoding) or many query heads of a KV head: `hopper.decode` takes
+eight queries a program, and for more it reads and unpacks the blocks again. Here a program takes 16
+or 32, and a warp dequantizes a block once for all of them.
+
+Roofline, for 16 sequences, 8 KV heads with 4 queries each, 32,768 tokens, head dim 128, 4 bits, 8
+new tokens, that is 32 queries:
+  - bytes that must move: 571 MB, as for one token; 128 us on an H200 at 4.5 TB/s. One token takes
+    142 us; the target is 1.15 times that, 163 us.
+  - instructions for a block of 64 tokens and warp: dequantizing 512 codes of a lane 640; products
+    256; softmax of 64 scores of a lane 500; adding 128 outputs 150 to 280; the rest some 150: 1,750
+    to 1,900. A multiprocessor takes 496 blocks; its four schedulers issue 2,300 a block in 163 us.
+  - the matrix unit: 256 products of 16 x 8 x 16 at some 6.5 clocks: 1,660 of the same 2,300.
+`hopper.decode` needs some 5,000 instructions for 32 queries.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.layouts import LOG2_E, Side
+from pallas_kernels.merge import merge
+from pallas_kernels.mosaic import lane, warp
+from pallas_kernels.mosaic.hopper.decode.block import channel_words
+from pallas_kernels.mosaic.hopper.decode.inputs import Arrays, Program, Settings, copies_of
+from pallas_kernels.mosaic.hopper.decode.kernel import transposed, write_final
+from pallas_kernels.mosaic.hopper.decode.types import Numerics, Place, Shape
+from pallas_kernels.mosaic.hopper.decode_rows.block import (
+    Queries,
+    State,
+    Tokens,
+    Weights,
+    add_block,
+    scores,
+    softmax,
+)
+from pallas_kernels.mosaic.hopper.decode_rows.operands import (
+    channel_of,
+    key_channels,
+    key_pairs,
+    prepare_keys,
+    prepare_values,
+    scratch_bytes,
+    signed_bytes,
+    value_channels,
+    value_pairs,
+)
+from pallas_kernels.mosaic.hopper.decode_rows.query import (
+    load_queries,
+    query_bytes,
+    store_queries,
+)
+from pallas_kernels.mosaic.lane import Bool, ClusterPointer, Float, Int, Pointer
+
+_GRID, _CLUSTER = ("tile", "part", "pair"), ("member",)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowSettings(Settings):
+    """What is static in a call: as of `decode`, with one width on each side, and 16 or 32 rows."""
+
+    def area_bytes(self, head_dim: int) -> int:
+        """Shared memory of a warp: blocks in flight, in the end its result; and scratch."""
+        blocks = super().warp_bytes(head_dim)
+        result = self.rows * (head_dim + 2) * 4
+        return max(blocks, result) + scratch_bytes(head_dim)
+
+    def warp_bytes(self, head_dim: int) -> int:
+        """With a warp's part of the queries' memory, which is behind all warps' areas."""
+        share = -(-query_bytes(self.rows, head_dim) // (16 * self.warps)) * 16
+        return self.area_bytes(head_dim) + share
+
+
+def _kernel(*refs: Any, s: RowSettings) -> None:
+    """One program; its body is written for single lanes."""
+
+    def body(refs: Any, inputs: Any, ids: list[Int], memory: tuple[Any, Any]) -> None:
+        a = Arrays.of(refs, inputs)
+        at = Program.of(a, ids, s)
+        smem = (Pointer.to(memory[0]), Pointer.to(memory[1]))
+        _walk(a, at, smem, s)
+        _combine(a, at, smem[0], s)
+
+    warp.inline(_GRID + _CLUSTER, refs, body)
+
+
+def _walk(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: RowSettings) -> None:
+    """A warp's share of the program's units, and its result."""
+    shape = Shape(a.head_dim, s.block, max(s.key_bits), max(s.value_bits), s.rows)
+    n = Numerics(s.exponential, s.window, s.soft_cap, a.tokens > 1 or s.window is not None)
+    here, warps, tiles = Place.here(), s.warps, s.rows // 16
+    number = lane.uniform(lane.thread() >> 5)
+    area = s.area_bytes(a.head_dim)
+    slots = warp.Slots.of(smem, number, area, shape.bytes, s.stages)
+    memory = smem[0].at(warps * area)
+    leader = (here.g | here.t).equals(0)
+    widths = a.key.width(at.pair, s.key_bits), a.value.width(at.pair, s.value_bits)
+    start_copy = copies_of(a, at, shape, widths)
+    first, stop = at.start + number, at.stop.minimum(at.blocks)
+    with lane.when(leader):
+        slots.init()
+        for i in range(s.stages):
+            unit = first + i * warps
+            with lane.when(unit < stop):
+                start_copy(unit, slots.slot(i), slots.barrier(i))
+    store_queries(a, at, shape, here, memory, number, s.scale)
+    lane.block_barrier()
+    queries = load_queries(a, at, shape, here, memory, s.scale * n.unit)
+    scratch = slots.area.at(area - scratch_bytes(a.head_dim))
+    products = Products(shape, here, n, Tokens.of(shape), queries, scratch)
+
+    def block_scales(unit: Int) -> list[Float]:
+        inside = unit.minimum(a.blocks - 1).maximum(0)
+        index = (at.pair * a.blocks + inside) << 2
+        return [side.block_scale.at(index).float() for side in (a.key, a.value)]
+
+    def attend(unit: Int, state: list[Any], slot: Pointer, following: list[Float]) -> list[Any]:
+        *flat, key_scale, value_scale = state
+        scales, before = (key_scale, value_scale), State.of(flat, tiles)
+        after = products.attend_block(before, slot, scales, unit * s.block, at)
+        return [*after.flat(), *following]
+
+    def refill(unit: Int, slot: Pointer, barrier: Pointer, _: Any) -> None:
+        later = unit + warps * s.stages
+        with lane.when(leader & (later < stop)):
+            start_copy(later, slot, barrier)
+
+    carry = [*State.empty(tiles, a.head_dim).flat(), *block_scales(first)]
+    *flat, _, _ = warp.over_blocks(
+        first, stop, warps, slots, carry, lambda u: block_scales(u + warps), attend, refill
+    )
+    owner = (at.blocks - at.start) % warps
+    has_buffer = (
+        (at.buffered > 0) & (at.blocks < at.stop) & (at.blocks >= at.start) & owner.equals(number)
+    )
+    flat = lane.loop(
+        lane.integer(0),
+        has_buffer.where(lane.integer(1), 0),
+        1,
+        flat,
+        lambda _, x: products.attend_buffer(a, State.of(x, tiles), at).flat(),
+    )
+    _keep(shape, State.of(flat, tiles), slots.area, queries, here, n)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Products:
+    """What a warp computes of blocks and of the buffer.
+
+    Attributes:
+      shape: sizes.
+      here: the lane's place.
+      n: numerics.
+      tokens: of the scores' columns.
+      queries: the program's.
+      scratch: shared memory of the warp, of `scratch_bytes`.
+    """
+
+    shape: Shape
+    here: Place
+    n: Numerics
+    tokens: Tokens
+    queries: Queries
+    scratch: Pointer
+
+    def attend_block(
+        self,
+        state: State,
+        slot: Pointer,
+        scales: tuple[Float, Float],
+        first_token: Int,
+        at: warp.Program,
+    ) -> State:
+        """Adds the block in shared memory at `slot`."""
+        shape, here, scratch = self.shape, self.here, self.scratch
+        prepare_keys(shape, slot, scratch, here)
+        lane.warp_barrier()
+        column = self.tokens.of_column(here) * shape.key_row + here.t * (shape.key_row // 4)
+
+        def load(tile: int) -> list[Int]:
+            offset = self.tokens.offsets[tile] * shape.key_row
+            return slot.at(column, offset).words(shape.key_row // 16)
+
+        found = scores(
+            shape,
+            self.queries,
+            here,
+            load,
+            lambda i: key_channels(scratch, i, here),
+            lambda words, i, channels: key_pairs(shape, words, i, channels),
+        )
+        lane.warp_barrier()
+        prepare_values(shape, slot, scratch, here)
+        weights = self._softmax(found, scales[0], first_token, self._needs_mask(first_token, at))
+        lane.warp_barrier()
+        of_four: dict[int, list[Int]] = {}
+
+        def values(number: int) -> list[list[Int]]:
+            four, which = divmod(number, 4)
+            if four not in of_four:
+                of_four.clear()
+                of_four[four] = value_channels(scratch, four, here)
+            channel = channel_of(number, here.g, here, shape.head_dim)
+            at = channel * shape.value_row + here.t * (shape.value_row // 4)
+            words = slot.at(at, shape.offset("value")).words(shape.value_row // 16)
+            return value_pairs(shape, words, of_four[four], which)
+
+        return add_block(shape, state, weights, values, scales[1], self.n)
+
+    def _softmax(
+        self, found: list[list[Float]], scale: Float, first: Int, needs_mask: Bool | None
+    ) -> Weights:
+        return softmax(
+            found, self.queries, scale, self.tokens, first, needs_mask, self.here, self.n
+        )
+
+    def _needs_mask(self, first_token: Int, at: warp.Program) -> Bool | None:
+        """Whether one of the real queries may not see all of a block."""
+        if not self.n.is_masked:
+            return None
+        last_token = first_token + (self.shape.block - 1)
+        needs = last_token > at.begin
+        if self.n.window is not None:
+            left, right = self.n.window
+            last = at.begin + at.query_length - 1
+            needs = needs | (first_token < last - left) | (last_token > at.begin + right)
+        return needs
+
+    def attend_buffer(self, a: Arrays, state: State, at: Program) -> State:
+        """Adds the int8 buffer."""
+        shape, here = self.shape, self.here
+        key, value = (x.buffer.times(at.pair, a.buffer_size * a.head_dim) for x in (a.key, a.value))
+        scales = [x.buffer_scale.at(at.pair << 2).float() for x in (a.key, a.value)]
+
+        def row_of(token: Int) -> Int:
+            return token.minimum(a.buffer_size - 1) * a.head_dim
+
+        def load(tile: int) -> list[Int]:
+            row = key.at(row_of(self.tokens.of_column(here) + self.tokens.offsets[tile]))
+            return channel_words(row, here, a.head_dim, shape.key_bits)
+
+        found = scores(
+            shape, self.queries, here, load, lambda i: None, lambda words, i, _: signed_bytes(words[i])
+        )
+        weights = self._softmax(found, scales[0], at.compressed, lane.integer(0).equals(0))
+        groups: dict[int, list[list[Int]]] = {}
+
+        def values(number: int) -> list[list[Int]]:
+            four, which = divmod(number, 4)
+            if four not in groups:
+                groups.clear()
+                groups[four] = transposed(a, shape, value, four, here, row_of)
+            return [signed_bytes(words[which]) for words in groups[four]]
+
+        return add_block(shape, state, weights, values, scales[1], self.n)
+
+
+def _keep(
+    shape: Shape, state: State, area: Pointer, queries: Queries, here: Place, n: Numerics
+) -> None:
+    """Writes a warp's result to shared memory: outputs, maxima in powers of two, sums."""
+    lane.warp_barrier()
+    tiles, size = shape.rows // 16, shape.rows * shape.head_dim * 4
+    for row in range(2 * tiles):
+        own = here.g + 8 * row
+        # Where there is no query, blocks were not masked.
+        is_real = queries.position[row] >= 0
+        for k in range(shape.head_dim // 8):
+            for column in (0, 1):
+                channel = channel_of(k, (here.t << 1) + column, here, shape.head_dim)
+                x = state.outputs[(k * tiles + row // 2) * 4 + row % 2 * 2 + column]
+                area.at((own * shape.head_dim + channel) << 2).store(is_real.where(x, 0.0))
+        total = lane.reduce_lanes(state.totals[row], lambda x, y: x + y, (1, 2))
+        with lane.when(here.t.equals(0)):
+            at = area.at(own << 2, size)
+            top = is_real.where(state.maxima[row], float("-inf"))
+            at.store(top * (LOG2_E / n.unit))
+            at.at(4 * shape.rows).store(is_real.where(total, 0.0))
+
+
+def _combine(a: Arrays, at: Program, area: Pointer, s: RowSettings) -> None:
+    """Merges the results of the cluster's warps; each program writes its share of the channels."""
+    areas: list[Pointer | ClusterPointer] = [area]
+    if s.cluster > 1:
+        lane.cluster_barrier()
+        areas = [ClusterPointer.of(area, rank) for rank in range(s.cluster)]
+    else:
+        lane.block_barrier()
+    threads, step, size = 32 * s.warps, s.area_bytes(a.head_dim), s.rows * a.head_dim
+    results = [x.at(i * step) for x in areas for i in range(s.warps)]
+    share = -(-size // s.cluster)
+
+    def write(start: Int, state: list[Any]) -> list[Any]:
+        number = lane.thread() + start
+        element = at.member * share + number
+        q, channel = element // a.head_dim, element % a.head_dim
+        row = at.tile * s.rows + q
+        with lane.when((number < share) & (element < size) & (row < a.rows)):
+            result = warp.merged(results, element, q, s.rows, a.head_dim, _highest)
+            if a.is_final:
+                write_final(a, at, row, channel, result)
+            else:
+                part = at.pair * s.parts + at.split // s.cluster
+                warp.write_partial(a, part * a.rows + row, channel, result)
+        return state
+
+    lane.loop(lane.integer(0), lane.integer(share), threads, [], write)
+    if s.cluster > 1:  # no program ends while others read its memory
+        lane.cluster_barrier()
+
+
+def _highest(x: list[Float]) -> Float:
+    return functools.reduce(lane.maximum, x)
+
+
+def decode(
+    query: jax.Array,
+    key: Side,
+    value: Side,
+    lengths: jax.Array,
+    buffer_lengths: jax.Array,
+    query_lengths: jax.Array,
+    settings: RowSettings,
+) -> tuple[jax.Array, jax.Array]:
+    """`decode.kernel.decode`, for caches of one width on each side."""
+    s = settings
+    batch, tokens, heads, head_dim = query.shape
+    kv_heads = key.buffer.shape[1]
+    rows, pairs = heads // kv_heads * tokens, batch * kv_heads
+    parts = (pairs, s.parts, rows)
+    out: list[Any] = [((*parts, head_dim), jnp.float32), (parts, jnp.float32), (parts, jnp.float32)]
+    if s.parts == 1:
+        out = [(query.shape, query.dtype), (query.shape[:3], jnp.float32)]
+    run = warp.launch(
+        functools.partial(_kernel, s=s),
+        "turbojax_decode_rows_hopper",
+        [jax.ShapeDtypeStruct(*x) for x in out],
+        dict(zip(_GRID, (pl.cdiv(rows, s.rows), s.parts, pairs), strict=True)),
+        s,
+        head_dim,
+        cluster=(s.cluster,),
+        cluster_names=_CLUSTER,
+    )
+    results = run(query, key, value, lengths, buffer_lengths, query_lengths)
+    if s.parts == 1:
+        return results[0], results[1]
+    o, m, l = results
+    return merge(o, m, l, query, kv_heads, interpret=False)
