@@ -86,12 +86,16 @@ def run(here, cache, q, query_length, *, rows, scale=0.1, window=None, soft_cap=
         query_length=warp.integer(query_length), compressed=warp.integer(length - buffered),
         buffered=warp.integer(buffered),
     )  # fmt: skip
-    area = warp.Pointer(np.zeros(2**17, np.uint8))
+    widths = few_types.Width((key_bits,), None), few_types.Width((value_bits,), None)
+    area = warp.Pointer(np.zeros(block.query_bytes(rows, head_dim), np.uint8))
+    queries = block.Queries.of(area, rows, head_dim)
     for number in range(4):
-        query.store_queries(a, at, shape, here, area, warp.integer(number), scale)
-    queries = query.load_queries(a, at, shape, here, area, scale * n.unit)
+        query.store_queries(
+            a, at, shape, here, queries, widths[0], warp.integer(number), scale, n.unit
+        )
     scratch = warp.Pointer(np.zeros(operands.scratch_bytes(head_dim), np.uint8))
-    products = kernel.Products(shape, here, n, block.Tokens.of(shape), queries, scratch)
+    tokens_of = block.Tokens.of(head_dim, config.block_kv, widths[1])
+    products = kernel.Products(shape, *widths, here, n, tokens_of, queries, scratch)
     tiles = rows // 16
     state = block.State.empty(tiles, head_dim)
     for i in range((length - buffered) // config.block_kv):

@@ -125,11 +125,10 @@ def default_rows(query: jax.Array, cache: ProgressiveCache) -> int:
     """Queries of a KV head that a program takes.
 
     For more than 8 the kernel for many, whose programs take up to 32 where outputs and scores of as
-    many fit a warp's registers; it has no code for heads of different widths in one cache.
+    many fit a warp's registers.
     """
     rows = _query_rows(query, cache)
-    is_mixed = len(cache.key.bits) > 1 or len(cache.value.bits) > 1
-    if rows <= _FEW_ROWS or is_mixed:
+    if rows <= _FEW_ROWS:
         return 4 if rows <= 4 else 8
     has_room = cache.head_dim * cache.config.block_kv <= _LARGEST_BLOCK
     return 32 if rows > 16 and has_room else 16

@@ -13,12 +13,19 @@ All numbers in the products are integers below 2**11 times a power of two, and s
 
 import dataclasses
 import functools
+import itertools
 import operator
 from collections.abc import Callable
 from typing import Any
 
 from pallas_kernels.mosaic import lane, warp
-from pallas_kernels.mosaic.hopper.decode.types import INT8_RANGE, Numerics, Place, Shape
+from pallas_kernels.mosaic.hopper.decode.types import (
+    INT8_RANGE,
+    Numerics,
+    Place,
+    Shape,
+    Width,
+)
 from pallas_kernels.mosaic.hopper.decode_rows.operands import UNIT
 from pallas_kernels.mosaic.lane import Bool, Float, Int, Pointer
 
@@ -37,17 +44,23 @@ class Tokens:
       offsets: of each tile's first column.
     """
 
-    step: int
-    offsets: list[int]
+    step: Int | int
+    offsets: list[Int | int]
 
     @classmethod
-    def of(cls, shape: Shape) -> "Tokens":
+    def of(cls, head_dim: int, block: int, value: Width) -> "Tokens":
         """Two tiles for each word and run of a channel's values."""
-        runs, words = 8 // shape.value_bits, shape.value_row // 16
-        span = shape.block // runs
+        found = [_tokens(Shape(head_dim, block, bits, bits, 16)) for bits in value.bits]
+        if value.is_low is None:
+            return cls(found[0][0], list(found[0][1]))
+        is_low = value.is_low
+        (step, offsets), (low_step, low_offsets) = found
         return cls(
-            shape.value_row // 4,
-            [run * span + 4 * w + odd for w in range(words) for run in range(runs) for odd in (0, 1)],
+            is_low.where(lane.integer(low_step), step),
+            [
+                is_low.where(lane.integer(low), high)
+                for high, low in zip(offsets, low_offsets, strict=True)
+            ],
         )
 
     def of_column(self, here: Place) -> Int:
@@ -59,25 +72,52 @@ class Tokens:
         return here.t * self.step
 
 
+def _tokens(shape: Shape) -> tuple[int, list[int]]:
+    """`Tokens` of one width."""
+    runs, words = 8 // shape.value_bits, shape.value_row // 16
+    span = shape.block // runs
+    places = itertools.product(range(words), range(runs), (0, 1))
+    return shape.value_row // 4, [run * span + 4 * word + odd for word, run, odd in places]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Queries:
-    """A program's queries.
+    """A program's queries, in shared memory: registers are scarce.
 
     Attributes:
-      operands: in shared memory: for each 16 rows and 16 channels four words of every lane.
-      scale: of rows g and g + 8 of each 16, times the factor of the scores, the exponential's unit
-        and what makes scores integers.
-      position: of the same rows; -1 where there is none.
+      operands: for each 16 rows and 16 channels four words of every lane.
+      scales: of the rows, times the factor of the scores, the exponential's unit and what makes
+        scores integers.
+      positions: of the rows; -1 where there is none.
     """
 
     operands: Pointer
-    scale: list[Float]
-    position: list[Int]
+    scales: Pointer
+    positions: Pointer
+
+    @classmethod
+    def of(cls, memory: Pointer, rows: int, head_dim: int) -> "Queries":
+        """In `query_bytes` of shared memory."""
+        size = 2 * rows * head_dim
+        return cls(memory, memory.at(size), memory.at(size + 4 * rows))
 
     def words(self, tile: int, number: int, shape: Shape, here: Place) -> list[Int]:
         """Operand words of 16 rows and channels."""
         at = (tile * (shape.head_dim // 16) + number) * 512
         return self.operands.at(((here.g << 2) + here.t) << 4, at).words(4)
+
+    def scale(self, row: int, here: Place) -> Float:
+        """That of row ``8 * row + g``."""
+        return self.scales.at(here.g << 2, 32 * row).float()
+
+    def position(self, row: int, here: Place) -> Int:
+        """That of row ``8 * row + g``."""
+        return self.positions.at(here.g << 2, 32 * row).word()
+
+
+def query_bytes(rows: int, head_dim: int) -> int:
+    """Shared memory of a program's queries."""
+    return rows * (2 * head_dim + 8)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -199,11 +239,12 @@ def softmax(
 
     def arguments(is_masked: bool) -> list[Float]:
         out: list[Float] = []
-        for x, scale, position in zip(scores, queries.scale, queries.position, strict=True):
+        for row, x in enumerate(scores):
             visible = None
             if is_masked:
-                visible = _visible(position - first_token - tokens.of_pair(here), tokens, n)
-            out += _arguments(x, scale * key_scale, visible, n)
+                last = queries.position(row, here) - first_token - tokens.of_pair(here)
+                visible = _visible(last, tokens, n)
+            out += _arguments(x, queries.scale(row, here) * key_scale, visible, n)
         return out
 
     if needs_mask is None:
@@ -233,23 +274,23 @@ def _arguments(
     x: list[Float], factor: Float, visible: list[Bool] | None, n: Numerics
 ) -> list[Float]:
     """The exponential's arguments of a row, its maximum, and NaN where `factor` is, 0 elsewhere."""
-    highest, slope = x, factor
+    hidden, slope = float("-inf"), factor
     if visible is not None:
-        highest = [v.where(s, float("-inf")) for v, s in zip(visible, x, strict=True)]
+        x = [v.where(s, hidden) for v, s in zip(visible, x, strict=True)]
     # Of integers: of a NaN and a number an instruction gives the number.
-    top = lane.among_four(lane.tree(highest, lane.maximum), lane.maximum)
-    is_seen = top > float("-inf")
+    top = lane.among_four(lane.tree(x, lane.maximum), lane.maximum)
+    capped, is_seen = x, top > hidden
     if n.soft_cap is not None:
         cap = functools.partial(warp.soft_cap, factor=factor * (1 / n.unit), cap=n.soft_cap)
-        x, top = [cap(s) * n.unit for s in x], cap(top) * n.unit
+        capped, top = [cap(s) * n.unit for s in x], cap(top) * n.unit
         slope = lane.number(1.0)
     top, nan = top * slope, factor * 0.0
     if visible is None:
-        return [*(lane.fma(s, slope, -top) for s in x), top, nan]
-    top, shift = is_seen.where(top, float("-inf")), is_seen.where(top, 0.0)
-    y = [lane.fma(s, slope, -shift) for s in x]
-    hidden = [v.where(s, float("-inf")) for v, s in zip(visible, y, strict=True)]
-    return [*hidden, top, is_seen.where(nan, 0.0)]
+        return [*(lane.fma(s, slope, -top) for s in capped), top, nan]
+    top, shift = is_seen.where(top, hidden), is_seen.where(top, 0.0)
+    y = [lane.fma(s, slope, -shift) for s in capped]
+    y = [(s > hidden).where(v, hidden) for s, v in zip(x, y, strict=True)]
+    return [*y, top, is_seen.where(nan, 0.0)]
 
 
 def _visible(last: Int, tokens: Tokens, n: Numerics) -> list[Bool]:
@@ -257,11 +298,11 @@ def _visible(last: Int, tokens: Tokens, n: Numerics) -> list[Bool]:
     out = []
     for offset in tokens.offsets:
         for column in (0, 1):
-            token = lane.integer(offset + 2 * column)
-            mask = token <= last
+            token = offset + 2 * column
+            mask = last >= token
             if n.window is not None:
                 left, right = n.window
-                mask = mask & (token >= last - left) & (token <= last + right)
+                mask = mask & (last <= token + left) & (last >= token - right)
             out.append(mask)
     return out
 

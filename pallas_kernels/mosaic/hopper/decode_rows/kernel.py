@@ -30,13 +30,14 @@ from pallas_kernels.mosaic import lane, warp
 from pallas_kernels.mosaic.hopper.decode.block import channel_words
 from pallas_kernels.mosaic.hopper.decode.inputs import Arrays, Program, Settings, copies_of
 from pallas_kernels.mosaic.hopper.decode.kernel import transposed, write_final
-from pallas_kernels.mosaic.hopper.decode.types import Numerics, Place, Shape
+from pallas_kernels.mosaic.hopper.decode.types import Numerics, Place, Shape, Width
 from pallas_kernels.mosaic.hopper.decode_rows.block import (
     Queries,
     State,
     Tokens,
     Weights,
     add_block,
+    query_bytes,
     scores,
     softmax,
 )
@@ -51,11 +52,7 @@ from pallas_kernels.mosaic.hopper.decode_rows.operands import (
     value_channels,
     value_pairs,
 )
-from pallas_kernels.mosaic.hopper.decode_rows.query import (
-    load_queries,
-    query_bytes,
-    store_queries,
-)
+from pallas_kernels.mosaic.hopper.decode_rows.query import store_queries
 from pallas_kernels.mosaic.lane import Bool, ClusterPointer, Float, Int, Pointer
 
 _GRID, _CLUSTER = ("tile", "part", "pair"), ("member",)
@@ -63,7 +60,7 @@ _GRID, _CLUSTER = ("tile", "part", "pair"), ("member",)
 
 @dataclasses.dataclass(frozen=True)
 class RowSettings(Settings):
-    """What is static in a call: as of `decode`, with one width on each side, and 16 or 32 rows."""
+    """What is static in a call: as of `decode`, with 16 or 32 rows."""
 
     def area_bytes(self, head_dim: int) -> int:
         """Shared memory of a warp: blocks in flight, in the end its result; and scratch."""
@@ -98,7 +95,7 @@ def _walk(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: RowSettings)
     number = lane.uniform(lane.thread() >> 5)
     area = s.area_bytes(a.head_dim)
     slots = warp.Slots.of(smem, number, area, shape.bytes, s.stages)
-    memory = smem[0].at(warps * area)
+    queries = Queries.of(smem[0].at(warps * area), s.rows, a.head_dim)
     leader = (here.g | here.t).equals(0)
     widths = a.key.width(at.pair, s.key_bits), a.value.width(at.pair, s.value_bits)
     start_copy = copies_of(a, at, shape, widths)
@@ -109,11 +106,11 @@ def _walk(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: RowSettings)
             unit = first + i * warps
             with lane.when(unit < stop):
                 start_copy(unit, slots.slot(i), slots.barrier(i))
-    store_queries(a, at, shape, here, memory, number, s.scale)
+    store_queries(a, at, shape, here, queries, widths[0], number, s.scale, n.unit)
     lane.block_barrier()
-    queries = load_queries(a, at, shape, here, memory, s.scale * n.unit)
     scratch = slots.area.at(area - scratch_bytes(a.head_dim))
-    products = Products(shape, here, n, Tokens.of(shape), queries, scratch)
+    tokens = Tokens.of(a.head_dim, s.block, widths[1])
+    products = Products(shape, *widths, here, n, tokens, queries, scratch)
 
     def block_scales(unit: Int) -> list[Float]:
         inside = unit.minimum(a.blocks - 1).maximum(0)
@@ -151,10 +148,12 @@ def _walk(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: RowSettings)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Products:
-    """What a warp computes of blocks and of the buffer.
+    """What a warp computes of blocks and of the buffer, in code for each width of keys and values.
 
     Attributes:
-      shape: sizes.
+      shape: sizes, of the widest codes.
+      key: of the head's keys.
+      value: of its values.
       here: the lane's place.
       n: numerics.
       tokens: of the scores' columns.
@@ -163,11 +162,40 @@ class Products:
     """
 
     shape: Shape
+    key: Width
+    value: Width
     here: Place
     n: Numerics
     tokens: Tokens
     queries: Queries
     scratch: Pointer
+
+    def _of_key(self, bits: int) -> Shape:
+        return dataclasses.replace(self.shape, key_bits=bits)
+
+    def _of_value(self, bits: int) -> Shape:
+        return dataclasses.replace(self.shape, value_bits=bits)
+
+    def _scores(self, f: Callable[[Shape], list[list[Float]]]) -> list[list[Float]]:
+        """Scores by row, as `f` gives them for a width of keys."""
+        rows, count = self.shape.rows // 8, self.shape.block // 4
+        flat = self.key.either(
+            [Float] * (rows * count),
+            lambda bits: [x for row in f(self._of_key(bits)) for x in row],
+        )
+        return [flat[i * count : (i + 1) * count] for i in range(rows)]
+
+    def _add(
+        self, state: State, weights: Weights, scale: Float, values: Callable[[Shape], Any]
+    ) -> State:
+        """Adds weighted values, whose operands ``values(shape)`` gives for a width of values."""
+        flat = self.value.either(
+            [Float] * len(state.flat()),
+            lambda bits: add_block(
+                self.shape, state, weights, values(self._of_value(bits)), scale, self.n
+            ).flat(),
+        )
+        return State.of(flat, self.shape.rows // 16)
 
     def attend_block(
         self,
@@ -178,40 +206,54 @@ class Products:
         at: warp.Program,
     ) -> State:
         """Adds the block in shared memory at `slot`."""
-        shape, here, scratch = self.shape, self.here, self.scratch
-        prepare_keys(shape, slot, scratch, here)
-        lane.warp_barrier()
-        column = self.tokens.of_column(here) * shape.key_row + here.t * (shape.key_row // 4)
+        here, scratch = self.here, self.scratch
+        offsets = {name: self.shape.offset(name) for name, _ in self.shape.parts}
 
-        def load(tile: int) -> list[Int]:
-            offset = self.tokens.offsets[tile] * shape.key_row
-            return slot.at(column, offset).words(shape.key_row // 16)
+        def of_keys(shape: Shape) -> list[list[Float]]:
+            prepare_keys(shape, slot, offsets, scratch, here)
+            lane.warp_barrier()
+            column = self.tokens.of_column(here) * shape.key_row + here.t * (shape.key_row // 4)
 
-        found = scores(
-            shape,
-            self.queries,
-            here,
-            load,
-            lambda i: key_channels(scratch, i, here),
-            lambda words, i, channels: key_pairs(shape, words, i, channels),
-        )
+            def load(tile: int) -> list[Int]:
+                token = slot.at(column, self.tokens.offsets[tile] * shape.key_row)
+                return token.words(shape.key_row // 16)
+
+            return scores(
+                shape,
+                self.queries,
+                here,
+                load,
+                lambda i: key_channels(scratch, i, here),
+                lambda words, i, channels: key_pairs(shape, words, i, channels),
+            )
+
+        found = self._scores(of_keys)
         lane.warp_barrier()
-        prepare_values(shape, slot, scratch, here)
+
+        def prepare(bits: int) -> list[Any]:
+            prepare_values(self._of_value(bits), slot, offsets, scratch, here)
+            return []
+
+        self.value.either([], prepare)
         weights = self._softmax(found, scales[0], first_token, self._needs_mask(first_token, at))
         lane.warp_barrier()
-        of_four: dict[int, list[Int]] = {}
 
-        def values(number: int) -> list[list[Int]]:
-            four, which = divmod(number, 4)
-            if four not in of_four:
-                of_four.clear()
-                of_four[four] = value_channels(scratch, four, here)
-            channel = channel_of(number, here.g, here, shape.head_dim)
-            at = channel * shape.value_row + here.t * (shape.value_row // 4)
-            words = slot.at(at, shape.offset("value")).words(shape.value_row // 16)
-            return value_pairs(shape, words, of_four[four], which)
+        def of_values(shape: Shape) -> Callable[[int], list[list[Int]]]:
+            of_four: dict[int, list[Int]] = {}
 
-        return add_block(shape, state, weights, values, scales[1], self.n)
+            def values(number: int) -> list[list[Int]]:
+                four, which = divmod(number, 4)
+                if four not in of_four:
+                    of_four.clear()
+                    of_four[four] = value_channels(scratch, four, here)
+                channel = channel_of(number, here.g, shape.head_dim)
+                place = channel * shape.value_row + here.t * (shape.value_row // 4)
+                words = slot.at(place, offsets["value"]).words(shape.value_row // 16)
+                return value_pairs(shape, words, of_four[four], which)
+
+            return values
+
+        return self._add(state, weights, scales[1], of_values)
 
     def _softmax(
         self, found: list[list[Float]], scale: Float, first: Int, needs_mask: Bool | None
@@ -234,31 +276,43 @@ class Products:
 
     def attend_buffer(self, a: Arrays, state: State, at: Program) -> State:
         """Adds the int8 buffer."""
-        shape, here = self.shape, self.here
+        here = self.here
         key, value = (x.buffer.times(at.pair, a.buffer_size * a.head_dim) for x in (a.key, a.value))
         scales = [x.buffer_scale.at(at.pair << 2).float() for x in (a.key, a.value)]
 
         def row_of(token: Int) -> Int:
             return token.minimum(a.buffer_size - 1) * a.head_dim
 
-        def load(tile: int) -> list[Int]:
-            row = key.at(row_of(self.tokens.of_column(here) + self.tokens.offsets[tile]))
-            return channel_words(row, here, a.head_dim, shape.key_bits)
+        def of_keys(shape: Shape) -> list[list[Float]]:
+            def load(tile: int) -> list[Int]:
+                row = key.at(row_of(self.tokens.of_column(here) + self.tokens.offsets[tile]))
+                return channel_words(row, here, a.head_dim, shape.key_bits)
 
-        found = scores(
-            shape, self.queries, here, load, lambda i: None, lambda words, i, _: signed_bytes(words[i])
-        )
+            return scores(
+                shape,
+                self.queries,
+                here,
+                load,
+                lambda _: None,
+                lambda words, i, _: signed_bytes(words[i]),
+            )
+
+        found = self._scores(of_keys)
         weights = self._softmax(found, scales[0], at.compressed, lane.integer(0).equals(0))
-        groups: dict[int, list[list[Int]]] = {}
 
-        def values(number: int) -> list[list[Int]]:
-            four, which = divmod(number, 4)
-            if four not in groups:
-                groups.clear()
-                groups[four] = transposed(a, shape, value, four, here, row_of)
-            return [signed_bytes(words[which]) for words in groups[four]]
+        def of_values(shape: Shape) -> Callable[[int], list[list[Int]]]:
+            groups: dict[int, list[list[Int]]] = {}
 
-        return add_block(shape, state, weights, values, scales[1], self.n)
+            def values(number: int) -> list[list[Int]]:
+                four, which = divmod(number, 4)
+                if four not in groups:
+                    groups.clear()
+                    groups[four] = transposed(a, shape, value, four, here, row_of)
+                return [signed_bytes(words[which]) for words in groups[four]]
+
+            return values
+
+        return self._add(state, weights, scales[1], of_values)
 
 
 def _keep(
@@ -270,10 +324,10 @@ def _keep(
     for row in range(2 * tiles):
         own = here.g + 8 * row
         # Where there is no query, blocks were not masked.
-        is_real = queries.position[row] >= 0
+        is_real = queries.position(row, here) >= 0
         for k in range(shape.head_dim // 8):
             for column in (0, 1):
-                channel = channel_of(k, (here.t << 1) + column, here, shape.head_dim)
+                channel = channel_of(k, (here.t << 1) + column, shape.head_dim)
                 x = state.outputs[(k * tiles + row // 2) * 4 + row % 2 * 2 + column]
                 area.at((own * shape.head_dim + channel) << 2).store(is_real.where(x, 0.0))
         total = lane.reduce_lanes(state.totals[row], lambda x, y: x + y, (1, 2))
@@ -328,7 +382,7 @@ def decode(
     query_lengths: jax.Array,
     settings: RowSettings,
 ) -> tuple[jax.Array, jax.Array]:
-    """`decode.kernel.decode`, for caches of one width on each side."""
+    """What `decode.kernel.decode` computes."""
     s = settings
     batch, tokens, heads, head_dim = query.shape
     kv_heads = key.buffer.shape[1]

@@ -7,8 +7,6 @@ sign, times a power of two: nothing is rounded. Scales and zeros as float16 pair
 block, by all lanes of a warp together, in `scratch` in shared memory.
 """
 
-from typing import Any
-
 from pallas_kernels.mosaic import lane
 from pallas_kernels.mosaic.hopper.decode.types import Place, Shape
 from pallas_kernels.mosaic.lane import Int, Pointer
@@ -79,7 +77,9 @@ def _channels(scale: Int, zero: Int, boost: Int) -> list[Int]:
 # Keys: a word is four channels of a token --------------------------------------------------------
 
 
-def prepare_keys(shape: Shape, slot: Pointer, scratch: Pointer, here: Place) -> None:
+def prepare_keys(
+    shape: Shape, slot: Pointer, offsets: dict[str, int], scratch: Pointer, here: Place
+) -> None:
     """Writes scales and zeros of all channels to `scratch`, four a lane."""
     runs, count = 8 // shape.key_bits, shape.head_dim // 16
     span = shape.head_dim // runs
@@ -91,7 +91,7 @@ def prepare_keys(shape: Shape, slot: Pointer, scratch: Pointer, here: Place) -> 
         for i in range(1, runs):
             other = lane.half.constant(_boost(shape.key_bits, i))
             boost = run.equals(i).where(other, boost)
-        scale, zero = (slot.at(offset, shape.offset(x)).word() for x in ("key_scale", "key_zero"))
+        scale, zero = (slot.at(offset, offsets[x]).word() for x in ("key_scale", "key_zero"))
         scratch.at(((number << 2) + here.t) << 4).store_words(_channels(scale, zero, boost))
 
 
@@ -110,7 +110,9 @@ def key_pairs(shape: Shape, words: list[Int], number: int, channels: list[Int]) 
 # Values: a word is four tokens of a channel ------------------------------------------------------
 
 
-def prepare_values(shape: Shape, slot: Pointer, scratch: Pointer, here: Place) -> None:
+def prepare_values(
+    shape: Shape, slot: Pointer, offsets: dict[str, int], scratch: Pointer, here: Place
+) -> None:
     """Writes scales and zeros of all channels to `scratch`, four a lane."""
     count = shape.head_dim // 32
     boost = lane.half.constant(_boost(shape.value_bits, 0))
@@ -118,7 +120,7 @@ def prepare_values(shape: Shape, slot: Pointer, scratch: Pointer, here: Place) -
         number = (here.t & (count - 1)) + first
         offset = here.g * (shape.head_dim // 8) + (number << 2)
         scale, zero = (
-            lane.permute_bytes(slot.at(offset, shape.offset(x)).word(), 0, here.selector)
+            lane.permute_bytes(slot.at(offset, offsets[x]).word(), 0, here.selector)
             for x in ("value_scale", "value_zero")
         )
         scratch.at(((number << 3) + here.g) << 4).store_words(_channels(scale, zero, boost))
@@ -157,6 +159,6 @@ def value_pairs(
     ]
 
 
-def channel_of(number: int, column: Any, here: Place, head_dim: int) -> Int:
+def channel_of(number: int, column: Int, head_dim: int) -> Int:
     """Which channel column `column` of the second product's tile `number` is."""
     return column * (head_dim // 8) + (number // 4 * 4) + ((column & 3) ^ (number % 4))
