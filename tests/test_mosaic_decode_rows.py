@@ -22,7 +22,7 @@ from pallas_kernels.mosaic.hopper.decode import kernel as few_kernel
 from pallas_kernels.mosaic.hopper.decode import query as few_query
 from pallas_kernels.mosaic.hopper.decode import types as few_types
 from pallas_kernels.mosaic.hopper.decode.types import Numerics, Place, Shape, SparseExponential
-from pallas_kernels.mosaic.hopper.decode_rows import block, kernel, operands, query
+from pallas_kernels.mosaic.hopper.decode_rows import block, kernel, operands, query, team
 from turbojax.quantizers.progressive import dequantize_channels
 
 
@@ -30,7 +30,7 @@ from turbojax.quantizers.progressive import dequantize_channels
 def here(monkeypatch):
     """The kernel's modules on arrays of lanes; gives the lane."""
     few = (few_block, few_kernel, few_query, few_types)
-    for module in (frame, *few, block, kernel, operands, query):
+    for module in (frame, *few, block, kernel, operands, query, team):
         monkeypatch.setattr(module, "lane", warp)
     number = warp.Int(warp.LANES)
     g = number >> 2
@@ -94,19 +94,20 @@ def run(here, cache, q, query_length, *, rows, scale=0.1, window=None, soft_cap=
             a, at, shape, here, queries, widths[0], warp.integer(number), scale, n.unit
         )
     scratch = warp.Pointer(np.zeros(operands.scratch_bytes(head_dim), np.uint8))
-    tokens_of = block.Tokens.of(head_dim, config.block_kv, widths[1])
-    products = kernel.Products(shape, *widths, here, n, tokens_of, queries, scratch)
+    one = team.Team(1, zero, zero, None, rows)
+    tokens_of = block.Tokens.of(head_dim, config.block_kv, widths[1], one)
+    products = kernel.Products(shape, *widths, here, n, tokens_of, queries, scratch, one)
     tiles = rows // 16
     state = block.State.empty(tiles, head_dim)
     for i in range((length - buffered) // config.block_kv):
         scales = [warp.number(x.block_scale[i]) for x in (key, value)]
         slot, first = slot_of(shape, key, value, i), warp.integer(i * config.block_kv)
-        state = products.attend_block(state, slot, scales, first, at)
+        state = products.attend_block(state, slot, scales, first, at, lambda: None)
         state = block.State.of(state.flat(), tiles)
     if buffered:
         state = products.attend_buffer(a, state, at)
     result = warp.Pointer(np.full(rows * (head_dim + 2) * 4, 0x7F, np.uint8))
-    kernel._keep(shape, state, result, queries, here, n)
+    kernel._keep(shape, state, result, queries, here, one, n)
     found = result.memory.view(np.float32)
     outputs, maxima, totals = np.split(found, [rows * head_dim, rows * (head_dim + 1)])
     return outputs.reshape(rows, head_dim), maxima, totals

@@ -77,6 +77,7 @@ class Launch(NamedTuple):
     stages: int
     cluster: int = 1
     rows: int | None = None
+    team: int = 1
 
 
 @functools.partial(jax.jit, static_argnames=("options", "launch"))
@@ -98,7 +99,11 @@ def decode(
     config = cache.config
     launch = launch or default_launch(query, cache)
     rows = launch.rows or default_rows(query, cache)
-    kind = many.RowSettings if rows > _FEW_ROWS else kernel.Settings
+    chosen = {**launch._asdict(), "rows": rows}
+    kind: type[kernel.Settings] = many.RowSettings
+    if rows <= _FEW_ROWS:
+        kind = kernel.Settings
+        del chosen["team"]
     settings = kind(
         exponential=_exponential(config),
         key_bits=cache.key.bits,
@@ -107,7 +112,7 @@ def decode(
         scale=options.scale,
         window=options.window,
         soft_cap=options.logits_soft_cap,
-        **{**launch._asdict(), "rows": rows},
+        **chosen,
     )
     run = many.decode if isinstance(settings, many.RowSettings) else kernel.decode
     return run(

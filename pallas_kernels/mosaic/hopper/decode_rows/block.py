@@ -27,9 +27,12 @@ from pallas_kernels.mosaic.hopper.decode.types import (
     Width,
 )
 from pallas_kernels.mosaic.hopper.decode_rows.operands import UNIT
+from pallas_kernels.mosaic.hopper.decode_rows.team import Team
 from pallas_kernels.mosaic.lane import Bool, Float, Int, Pointer
 
 _HALVES = (0, 1)
+# The score of what a query may not see.
+_HIDDEN = float("-inf")
 # A weight's code is the low byte of a float32, of which the high byte makes the float16 14 plus a
 # 128th of it.
 _LOW_AND_HIGH, _LESS, _WEIGHT_UNIT = 0x7430, -14.0, 2.0**-7
@@ -40,44 +43,44 @@ class Tokens:
     """Which tokens of a block the columns of the first product's tiles are.
 
     Attributes:
+      first: where the warp's tokens begin.
       step: tokens that a lane's words of values begin after those of the lane before.
       offsets: of each tile's first column.
     """
 
+    first: Int | int
     step: Int | int
     offsets: list[Int | int]
 
     @classmethod
-    def of(cls, head_dim: int, block: int, value: Width) -> "Tokens":
-        """Two tiles for each word and run of a channel's values."""
-        found = [_tokens(Shape(head_dim, block, bits, bits, 16)) for bits in value.bits]
-        if value.is_low is None:
-            return cls(found[0][0], list(found[0][1]))
-        is_low = value.is_low
-        (step, offsets), (low_step, low_offsets) = found
-        return cls(
-            is_low.where(lane.integer(low_step), step),
-            [
-                is_low.where(lane.integer(low), high)
-                for high, low in zip(offsets, low_offsets, strict=True)
-            ],
-        )
+    def of(cls, head_dim: int, block: int, value: Width, team: Team) -> "Tokens":
+        """Two tiles for each word and run of a channel's values; a warp has its team's share."""
+        found = [_tokens(Shape(head_dim, block, bits, bits, 16), team.size) for bits in value.bits]
+        first, step, *offsets = found[0]
+        if value.is_low is not None:
+            first, step, *offsets = (
+                value.is_low.where(lane.integer(low), high)
+                for high, low in zip(*found, strict=True)
+            )
+        return cls(team.member * first if team.size > 1 else 0, step, offsets)
 
     def of_column(self, here: Place) -> Int:
         """Column `g` of the tile whose offset is 0: what a lane loads of the keys."""
-        return (here.g >> 1) * self.step + ((here.g & 1) << 1)
+        return (here.g >> 1) * self.step + ((here.g & 1) << 1) + self.first
 
     def of_pair(self, here: Place) -> Int:
         """Column ``2 t`` of the tile whose offset is 0; column ``2 t + 1`` is two tokens on."""
-        return here.t * self.step
+        return here.t * self.step + self.first
 
 
-def _tokens(shape: Shape) -> tuple[int, list[int]]:
-    """`Tokens` of one width."""
+def _tokens(shape: Shape, size: int) -> list[int]:
+    """`Tokens` of one width: tokens between a team's warps, step and offsets."""
     runs, words = 8 // shape.value_bits, shape.value_row // 16
     span = shape.block // runs
     places = itertools.product(range(words), range(runs), (0, 1))
-    return shape.value_row // 4, [run * span + 4 * word + odd for word, run, odd in places]
+    offsets = [run * span + 4 * word + odd for word, run, odd in places]
+    count = len(offsets) // size
+    return [offsets[-1] - offsets[count - 1], shape.value_row // 4, *offsets[:count]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -135,11 +138,11 @@ class State:
     totals: list[Float]
 
     @classmethod
-    def empty(cls, tiles: int, head_dim: int) -> "State":
-        """Before the first block."""
+    def empty(cls, tiles: int, channels: int) -> "State":
+        """Before the first block; of a warp's channels."""
         zero, lowest = lane.number(0.0), lane.number(float("-inf"))
         rows = 2 * tiles
-        return cls([zero] * (head_dim // 2 * tiles), [lowest] * rows, [zero] * rows)
+        return cls([zero] * (channels // 2 * tiles), [lowest] * rows, [zero] * rows)
 
     def flat(self) -> list[Float]:
         """As a list, for loops."""
@@ -157,6 +160,7 @@ class State:
 
 def scores(
     shape: Shape,
+    count: int,
     queries: Queries,
     here: Place,
     load: Callable[[int], Any],
@@ -167,14 +171,15 @@ def scores(
 
     Args:
       shape: sizes.
+      count: tiles of tokens.
       queries: the queries.
       here: the lane's place.
       load: ``load(j)`` gives what is needed of the token of column `g` of tile `j`.
       channels: ``channels(i)`` gives what is needed of 16 channels.
       pairs: ``pairs(load(j), i, channels(i))`` gives their operand words.
     """
-    tiles, count = shape.rows // 16, shape.block // 8
-    at_once = 8 // tiles
+    tiles = shape.rows // 16
+    at_once = min(count, 8 // tiles)
     rows: list[list[Float]] = [[] for _ in range(2 * tiles)]
     for first in range(0, count, at_once):
         loaded = [load(first + j) for j in range(at_once)]
@@ -221,6 +226,7 @@ def softmax(
     first_token: Int,
     needs_mask: Bool | None,
     here: Place,
+    team: Team,
     n: Numerics,
 ) -> Weights:
     """The block's own softmax and its rounded weights (see `decode_reference`).
@@ -233,24 +239,40 @@ def softmax(
       first_token: of the block.
       needs_mask: whether some query may not see all of it; None where all see all.
       here: the lane's place.
+      team: whose warps have the block's other tokens.
       n: numerics.
     """
-    count = len(scores[0])
+    rows, count = len(scores), len(scores[0])
+
+    def masked() -> list[Float]:
+        out = []
+        for row, x in enumerate(scores):
+            last = queries.position(row, here) - first_token - tokens.of_pair(here)
+            seen = _visible(last, tokens, n)
+            out += [v.where(s, _HIDDEN) for v, s in zip(seen, x, strict=True)]
+        return out
+
+    flat = [x for row in scores for x in row]
+    if needs_mask is not None:
+        flat = lane.either(needs_mask, [Float] * len(flat), masked, lambda: flat)
+    scores = [flat[i : i + count] for i in range(0, len(flat), count)]
+    # Of integers: of a NaN and a number an instruction gives the number.
+    tops = [lane.among_four(lane.tree(x, lane.maximum), lane.maximum) for x in scores]
+    if team.size > 1:
+        others = team.others(tops, here)
+        tops = [lane.maximum(a, b) for a, b in zip(tops, others, strict=True)]
+    factors = [queries.scale(row, here) * key_scale for row in range(rows)]
 
     def arguments(is_masked: bool) -> list[Float]:
         out: list[Float] = []
-        for row, x in enumerate(scores):
-            visible = None
-            if is_masked:
-                last = queries.position(row, here) - first_token - tokens.of_pair(here)
-                visible = _visible(last, tokens, n)
-            out += _arguments(x, queries.scale(row, here) * key_scale, visible, n)
+        for x, top, factor in zip(scores, tops, factors, strict=True):
+            out += _arguments(x, top, factor, is_masked, n)
         return out
 
     if needs_mask is None:
         flat = arguments(False)
     else:
-        kinds = [Float] * ((count + 2) * len(scores))
+        kinds = [Float] * ((count + 2) * rows)
         flat = lane.either(needs_mask, kinds, lambda: arguments(True), lambda: arguments(False))
     maxima, totals, lost = [], [], []
     codes: list[list[Int]] = []
@@ -265,31 +287,26 @@ def softmax(
             [codes[tile + half][k + column] for column in (0, 1) for half in _HALVES]
             for k in range(0, count // 2, 2)
         ]
-        for tile in range(0, len(codes), 2)
+        for tile in range(0, rows, 2)
     ]
-    return Weights(words, maxima, totals, lost)
+    return Weights(team.all_words(words, here), maxima, totals, lost)
 
 
 def _arguments(
-    x: list[Float], factor: Float, visible: list[Bool] | None, n: Numerics
+    x: list[Float], top: Float, factor: Float, is_masked: bool, n: Numerics
 ) -> list[Float]:
     """The exponential's arguments of a row, its maximum, and NaN where `factor` is, 0 elsewhere."""
-    hidden, slope = float("-inf"), factor
-    if visible is not None:
-        x = [v.where(s, hidden) for v, s in zip(visible, x, strict=True)]
-    # Of integers: of a NaN and a number an instruction gives the number.
-    top = lane.among_four(lane.tree(x, lane.maximum), lane.maximum)
-    capped, is_seen = x, top > hidden
+    capped, slope, is_seen = x, factor, top > _HIDDEN
     if n.soft_cap is not None:
         cap = functools.partial(warp.soft_cap, factor=factor * (1 / n.unit), cap=n.soft_cap)
         capped, top = [cap(s) * n.unit for s in x], cap(top) * n.unit
         slope = lane.number(1.0)
     top, nan = top * slope, factor * 0.0
-    if visible is None:
+    if not is_masked:
         return [*(lane.fma(s, slope, -top) for s in capped), top, nan]
-    top, shift = is_seen.where(top, hidden), is_seen.where(top, 0.0)
+    top, shift = is_seen.where(top, _HIDDEN), is_seen.where(top, 0.0)
     y = [lane.fma(s, slope, -shift) for s in capped]
-    y = [(s > hidden).where(v, hidden) for s, v in zip(x, y, strict=True)]
+    y = [(s > _HIDDEN).where(v, _HIDDEN) for s, v in zip(x, y, strict=True)]
     return [*y, top, is_seen.where(nan, 0.0)]
 
 
@@ -352,7 +369,7 @@ def add_block(
     outputs = _rescaled(state.outputs, alphas)
     tiles = shape.rows // 16
     added: list[Float] = []
-    for first in range(0, shape.head_dim // 8, 2):
+    for first in range(0, len(outputs) // (4 * tiles), 2):
         operands = [values(first + i) for i in (0, 1)]
         sums = [[[lane.number(0.0)] * 4 for _ in range(tiles)] for _ in operands]
         for k in range(shape.block // 16):

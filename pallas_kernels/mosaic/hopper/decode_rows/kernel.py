@@ -53,6 +53,7 @@ from pallas_kernels.mosaic.hopper.decode_rows.operands import (
     value_pairs,
 )
 from pallas_kernels.mosaic.hopper.decode_rows.query import store_queries
+from pallas_kernels.mosaic.hopper.decode_rows.team import Team, exchange_bytes
 from pallas_kernels.mosaic.lane import Bool, ClusterPointer, Float, Int, Pointer
 
 _GRID, _CLUSTER = ("tile", "part", "pair"), ("member",)
@@ -60,18 +61,32 @@ _GRID, _CLUSTER = ("tile", "part", "pair"), ("member",)
 
 @dataclasses.dataclass(frozen=True)
 class RowSettings(Settings):
-    """What is static in a call: as of `decode`, with 16 or 32 rows."""
+    """What is static in a call: as of `decode`, with 16 or 32 rows.
+
+    Attributes:
+      team: warps that share blocks, 1 or 2.
+    """
+
+    team: int = 1
+
+    @property
+    def teams(self) -> int:
+        """Teams of a program."""
+        return self.warps // self.team
+
+    def slot_bytes(self, head_dim: int) -> int:
+        """Shared memory of a team's blocks in flight, in the end its result."""
+        return max(super().warp_bytes(head_dim), self.rows * (head_dim + 2) * 4)
 
     def area_bytes(self, head_dim: int) -> int:
-        """Shared memory of a warp: blocks in flight, in the end its result; and scratch."""
-        blocks = super().warp_bytes(head_dim)
-        result = self.rows * (head_dim + 2) * 4
-        return max(blocks, result) + scratch_bytes(head_dim)
+        """Shared memory of a team, with what its warps exchange, and their scratch."""
+        exchange = exchange_bytes(self.team, self.rows, self.block)
+        return self.slot_bytes(head_dim) + exchange + self.team * scratch_bytes(head_dim)
 
     def warp_bytes(self, head_dim: int) -> int:
-        """With a warp's part of the queries' memory, which is behind all warps' areas."""
-        share = -(-query_bytes(self.rows, head_dim) // (16 * self.warps)) * 16
-        return self.area_bytes(head_dim) + share
+        """A warp's part of all that, and of the queries' memory, which is behind the areas."""
+        total = self.teams * self.area_bytes(head_dim) + query_bytes(self.rows, head_dim)
+        return -(-total // (16 * self.warps)) * 16
 
 
 def _kernel(*refs: Any, s: RowSettings) -> None:
@@ -91,48 +106,61 @@ def _walk(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: RowSettings)
     """A warp's share of the program's units, and its result."""
     shape = Shape(a.head_dim, s.block, max(s.key_bits), max(s.value_bits), s.rows)
     n = Numerics(s.exponential, s.window, s.soft_cap, a.tokens > 1 or s.window is not None)
-    here, warps, tiles = Place.here(), s.warps, s.rows // 16
-    number = lane.uniform(lane.thread() >> 5)
+    here, teams, tiles = Place.here(), s.teams, s.rows // 16
+    warp_number = lane.uniform(lane.thread() >> 5)
+    number, member = warp_number // s.team, warp_number & (s.team - 1)
     area = s.area_bytes(a.head_dim)
     slots = warp.Slots.of(smem, number, area, shape.bytes, s.stages)
-    queries = Queries.of(smem[0].at(warps * area), s.rows, a.head_dim)
-    leader = (here.g | here.t).equals(0)
+    exchange = slots.area.at(s.slot_bytes(a.head_dim))
+    team = Team(s.team, number, member, exchange, s.rows)
+    queries = Queries.of(smem[0].at(teams * area), s.rows, a.head_dim)
+    leader = (here.g | here.t | member).equals(0)
     widths = a.key.width(at.pair, s.key_bits), a.value.width(at.pair, s.value_bits)
     start_copy = copies_of(a, at, shape, widths)
     first, stop = at.start + number, at.stop.minimum(at.blocks)
     with lane.when(leader):
         slots.init()
-        for i in range(s.stages):
-            unit = first + i * warps
+        for i in range(s.stages if s.team == 1 else s.stages - 1):
+            unit = first + i * teams
             with lane.when(unit < stop):
                 start_copy(unit, slots.slot(i), slots.barrier(i))
-    store_queries(a, at, shape, here, queries, widths[0], number, s.scale, n.unit)
+    store_queries(a, at, shape, here, queries, widths[0], warp_number, s.scale, n.unit)
     lane.block_barrier()
-    scratch = slots.area.at(area - scratch_bytes(a.head_dim))
-    tokens = Tokens.of(a.head_dim, s.block, widths[1])
-    products = Products(shape, *widths, here, n, tokens, queries, scratch)
+    own = member * scratch_bytes(a.head_dim) + exchange_bytes(s.team, s.rows, s.block)
+    tokens = Tokens.of(a.head_dim, s.block, widths[1], team)
+    products = Products(shape, *widths, here, n, tokens, queries, exchange.at(own), team)
 
     def block_scales(unit: Int) -> list[Float]:
         inside = unit.minimum(a.blocks - 1).maximum(0)
         index = (at.pair * a.blocks + inside) << 2
         return [side.block_scale.at(index).float() for side in (a.key, a.value)]
 
+    def copy_later(unit: Int, slot: Pointer, barrier: Pointer) -> None:
+        with lane.when(leader & (unit < stop)):
+            start_copy(unit, slot, barrier)
+
+    def copy_to_slot_before(unit: Int) -> None:
+        # Every warp of the team is through with the block before.
+        before = ((unit - first) // teams + (s.stages - 1)) % s.stages
+        copy_later(unit + teams * (s.stages - 1), slots.slot(before), slots.barrier(before))
+
     def attend(unit: Int, state: list[Any], slot: Pointer, following: list[Float]) -> list[Any]:
         *flat, key_scale, value_scale = state
         scales, before = (key_scale, value_scale), State.of(flat, tiles)
-        after = products.attend_block(before, slot, scales, unit * s.block, at)
+        after = products.attend_block(
+            before, slot, scales, unit * s.block, at, lambda: copy_to_slot_before(unit)
+        )
         return [*after.flat(), *following]
 
     def refill(unit: Int, slot: Pointer, barrier: Pointer, _: Any) -> None:
-        later = unit + warps * s.stages
-        with lane.when(leader & (later < stop)):
-            start_copy(later, slot, barrier)
+        if s.team == 1:
+            copy_later(unit + teams * s.stages, slot, barrier)
 
-    carry = [*State.empty(tiles, a.head_dim).flat(), *block_scales(first)]
+    carry = [*State.empty(tiles, a.head_dim // s.team).flat(), *block_scales(first)]
     *flat, _, _ = warp.over_blocks(
-        first, stop, warps, slots, carry, lambda u: block_scales(u + warps), attend, refill
+        first, stop, teams, slots, carry, lambda u: block_scales(u + teams), attend, refill
     )
-    owner = (at.blocks - at.start) % warps
+    owner = (at.blocks - at.start) % teams
     has_buffer = (
         (at.buffered > 0) & (at.blocks < at.stop) & (at.blocks >= at.start) & owner.equals(number)
     )
@@ -143,7 +171,7 @@ def _walk(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: RowSettings)
         flat,
         lambda _, x: products.attend_buffer(a, State.of(x, tiles), at).flat(),
     )
-    _keep(shape, State.of(flat, tiles), slots.area, queries, here, n)
+    _keep(shape, State.of(flat, tiles), slots.area, queries, here, team, n)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -159,6 +187,7 @@ class Products:
       tokens: of the scores' columns.
       queries: the program's.
       scratch: shared memory of the warp, of `scratch_bytes`.
+      team: the warp's.
     """
 
     shape: Shape
@@ -169,6 +198,7 @@ class Products:
     tokens: Tokens
     queries: Queries
     scratch: Pointer
+    team: Team
 
     def _of_key(self, bits: int) -> Shape:
         return dataclasses.replace(self.shape, key_bits=bits)
@@ -178,7 +208,7 @@ class Products:
 
     def _scores(self, f: Callable[[Shape], list[list[Float]]]) -> list[list[Float]]:
         """Scores by row, as `f` gives them for a width of keys."""
-        rows, count = self.shape.rows // 8, self.shape.block // 4
+        rows, count = self.shape.rows // 8, self.shape.block // (4 * self.team.size)
         flat = self.key.either(
             [Float] * (rows * count),
             lambda bits: [x for row in f(self._of_key(bits)) for x in row],
@@ -204,8 +234,19 @@ class Products:
         scales: tuple[Float, Float],
         first_token: Int,
         at: warp.Program,
+        when_alone: Callable[[], None],
     ) -> State:
-        """Adds the block in shared memory at `slot`."""
+        """Adds the block in shared memory at `slot`.
+
+        Args:
+          state: the softmax so far.
+          slot: of the block.
+          scales: of its keys and values.
+          first_token: of the block.
+          at: the program.
+          when_alone: is called when the team's warps are all through with the block before, if
+            there are several.
+        """
         here, scratch = self.here, self.scratch
         offsets = {name: self.shape.offset(name) for name, _ in self.shape.parts}
 
@@ -220,6 +261,7 @@ class Products:
 
             return scores(
                 shape,
+                self.shape.block // (8 * self.team.size),
                 self.queries,
                 here,
                 load,
@@ -229,14 +271,20 @@ class Products:
 
         found = self._scores(of_keys)
         lane.warp_barrier()
+        fours = self.shape.head_dim // (32 * self.team.size)
 
         def prepare(bits: int) -> list[Any]:
-            prepare_values(self._of_value(bits), slot, offsets, scratch, here)
+            shape = self._of_value(bits)
+            before = self.team.member * fours
+            prepare_values(shape, slot, offsets, scratch, here, fours, before)
             return []
 
         self.value.either([], prepare)
         weights = self._softmax(found, scales[0], first_token, self._needs_mask(first_token, at))
         lane.warp_barrier()
+        if self.team.size > 1:
+            when_alone()
+        own = self.team.member * (4 * fours)
 
         def of_values(shape: Shape) -> Callable[[int], list[list[Int]]]:
             of_four: dict[int, list[Int]] = {}
@@ -246,7 +294,7 @@ class Products:
                 if four not in of_four:
                     of_four.clear()
                     of_four[four] = value_channels(scratch, four, here)
-                channel = channel_of(number, here.g, shape.head_dim)
+                channel = channel_of(number, here.g, shape.head_dim) + own
                 place = channel * shape.value_row + here.t * (shape.value_row // 4)
                 words = slot.at(place, offsets["value"]).words(shape.value_row // 16)
                 return value_pairs(shape, words, of_four[four], which)
@@ -259,7 +307,15 @@ class Products:
         self, found: list[list[Float]], scale: Float, first: Int, needs_mask: Bool | None
     ) -> Weights:
         return softmax(
-            found, self.queries, scale, self.tokens, first, needs_mask, self.here, self.n
+            found,
+            self.queries,
+            scale,
+            self.tokens,
+            first,
+            needs_mask,
+            self.here,
+            self.team,
+            self.n,
         )
 
     def _needs_mask(self, first_token: Int, at: warp.Program) -> Bool | None:
@@ -290,6 +346,7 @@ class Products:
 
             return scores(
                 shape,
+                self.shape.block // (8 * self.team.size),
                 self.queries,
                 here,
                 load,
@@ -299,6 +356,7 @@ class Products:
 
         found = self._scores(of_keys)
         weights = self._softmax(found, scales[0], at.compressed, lane.integer(0).equals(0))
+        own = self.team.member * (a.head_dim // (8 * self.team.size))
 
         def of_values(shape: Shape) -> Callable[[int], list[list[Int]]]:
             groups: dict[int, list[list[Int]]] = {}
@@ -307,7 +365,7 @@ class Products:
                 four, which = divmod(number, 4)
                 if four not in groups:
                     groups.clear()
-                    groups[four] = transposed(a, shape, value, four, here, row_of)
+                    groups[four] = transposed(a, shape, value.at(own), four, here, row_of)
                 return [signed_bytes(words[which]) for words in groups[four]]
 
             return values
@@ -316,26 +374,38 @@ class Products:
 
 
 def _keep(
-    shape: Shape, state: State, area: Pointer, queries: Queries, here: Place, n: Numerics
+    shape: Shape,
+    state: State,
+    area: Pointer,
+    queries: Queries,
+    here: Place,
+    team: Team,
+    n: Numerics,
 ) -> None:
-    """Writes a warp's result to shared memory: outputs, maxima in powers of two, sums."""
-    lane.warp_barrier()
+    """Writes a team's result to shared memory: outputs, maxima in powers of two, sums."""
+    totals = [lane.reduce_lanes(x, lambda x, y: x + y, (1, 2)) for x in state.totals]
+    if team.size == 1:
+        lane.warp_barrier()
+    else:
+        team.sync()  # the exchange's numbers are those of the last block until here
+        others = team.others(totals, here)
+        totals = [x + y for x, y in zip(totals, others, strict=True)]
     tiles, size = shape.rows // 16, shape.rows * shape.head_dim * 4
+    first = team.member * (shape.head_dim // (8 * team.size))
     for row in range(2 * tiles):
         own = here.g + 8 * row
         # Where there is no query, blocks were not masked.
         is_real = queries.position(row, here) >= 0
-        for k in range(shape.head_dim // 8):
+        for k in range(shape.head_dim // (8 * team.size)):
             for column in (0, 1):
-                channel = channel_of(k, (here.t << 1) + column, shape.head_dim)
+                channel = channel_of(k, (here.t << 1) + column, shape.head_dim) + first
                 x = state.outputs[(k * tiles + row // 2) * 4 + row % 2 * 2 + column]
                 area.at((own * shape.head_dim + channel) << 2).store(is_real.where(x, 0.0))
-        total = lane.reduce_lanes(state.totals[row], lambda x, y: x + y, (1, 2))
-        with lane.when(here.t.equals(0)):
+        with lane.when((here.t | team.member).equals(0)):
             at = area.at(own << 2, size)
             top = is_real.where(state.maxima[row], float("-inf"))
             at.store(top * (LOG2_E / n.unit))
-            at.at(4 * shape.rows).store(is_real.where(total, 0.0))
+            at.at(4 * shape.rows).store(is_real.where(totals[row], 0.0))
 
 
 def _combine(a: Arrays, at: Program, area: Pointer, s: RowSettings) -> None:
@@ -347,7 +417,7 @@ def _combine(a: Arrays, at: Program, area: Pointer, s: RowSettings) -> None:
     else:
         lane.block_barrier()
     threads, step, size = 32 * s.warps, s.area_bytes(a.head_dim), s.rows * a.head_dim
-    results = [x.at(i * step) for x in areas for i in range(s.warps)]
+    results = [x.at(i * step) for x in areas for i in range(s.teams)]
     share = -(-size // s.cluster)
 
     def write(start: Int, state: list[Any]) -> list[Any]:

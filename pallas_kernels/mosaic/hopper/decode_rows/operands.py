@@ -111,14 +111,29 @@ def key_pairs(shape: Shape, words: list[Int], number: int, channels: list[Int]) 
 
 
 def prepare_values(
-    shape: Shape, slot: Pointer, offsets: dict[str, int], scratch: Pointer, here: Place
+    shape: Shape,
+    slot: Pointer,
+    offsets: dict[str, int],
+    scratch: Pointer,
+    here: Place,
+    count: int,
+    before: Int | int,
 ) -> None:
-    """Writes scales and zeros of all channels to `scratch`, four a lane."""
-    count = shape.head_dim // 32
+    """Writes scales and zeros of a warp's channels to `scratch`, four a lane.
+
+    Args:
+      shape: sizes.
+      slot: of the block.
+      offsets: of its parts.
+      scratch: of `scratch_bytes`.
+      here: the lane's place.
+      count: fours of channels that a lane has.
+      before: those that other warps have of the same.
+    """
     boost = lane.half.constant(_boost(shape.value_bits, 0))
     for first in range(0, count, 4):
         number = (here.t & (count - 1)) + first
-        offset = here.g * (shape.head_dim // 8) + (number << 2)
+        offset = here.g * (shape.head_dim // 8) + ((number + before) << 2)
         scale, zero = (
             lane.permute_bytes(slot.at(offset, offsets[x]).word(), 0, here.selector)
             for x in ("value_scale", "value_zero")
