@@ -6,6 +6,7 @@ matrix unit are checked on a GPU, in `test_gpu_mosaic_decode.py`.
 
 import dataclasses
 import functools
+import threading
 import types
 
 import jax
@@ -55,24 +56,75 @@ def side_of(side):
 
 def slot_of(shape, key, value, number):
     """A block in shared memory."""
+    slot = np.full(shape.bytes, 0x7F, np.uint8)
     parts = [key.codes[number], value.codes[number]]
     parts += [x[number] for side in (key, value) for x in side.channels]
-    slot = np.concatenate([np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in parts])
-    assert len(slot) == shape.bytes
+    for (name, size), x in zip(shape.parts, parts, strict=True):
+        found = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+        assert len(found) <= size
+        slot[shape.offset(name) :][: len(found)] = found
     return warp.Pointer(slot)
 
 
-def run(here, cache, q, query_length, *, rows, scale=0.1, window=None, soft_cap=None):
-    """Outputs ``[rows, H]``, maxima in powers of two and sums ``[rows]`` of one warp."""
-    config, head_dim = cache.config, cache.head_dim
-    [key_bits], [value_bits] = cache.key.bits, cache.value.bits
-    shape = Shape(head_dim, config.block_kv, key_bits, value_bits, rows)
+class Turns:
+    """Warps that run in turn, each until its next barrier, where it waits for the others."""
+
+    def __init__(self, bodies):
+        self._bodies, self._results = bodies, [None] * len(bodies)
+        self._gates = [threading.Semaphore(int(i == 0)) for i in range(len(bodies))]
+        self._own = threading.local()
+
+    def barrier(self, *_):
+        number = self._own.number
+        self._gates[(number + 1) % len(self._gates)].release()
+        self._gates[number].acquire()
+
+    def _start(self, number):
+        self._own.number = number
+        with self._gates[number]:
+            try:
+                self._results[number] = self._bodies[number]()
+            except BaseException as error:
+                self._results[number] = error
+        self._gates[(number + 1) % len(self._gates)].release()
+
+    def run(self):
+        threads = [
+            threading.Thread(target=self._start, args=(i,)) for i in range(len(self._bodies))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        for result in self._results:
+            if isinstance(result, BaseException):
+                raise result
+
+
+def numerics(config, tokens, window, soft_cap):
     sas = config.softmax
     exponential = (
         None if sas == "exact" else SparseExponential(sas.coefficients, sas.threshold, sas.unit)
     )
+    return Numerics(exponential, window, soft_cap, tokens > 1 or window is not None)
+
+
+def run(
+    here, cache, q, query_length, *,
+    rows, size=1, widest=None, scale=0.1, window=None, soft_cap=None, monkeypatch=None,
+):  # fmt: skip
+    """Outputs ``[rows, H]``, maxima in powers of two and sums ``[rows]`` of one team of warps.
+
+    With `widest` the cache's codes are those of low heads where others have so many bits.
+    """
+    config, head_dim = cache.config, cache.head_dim
+    bits = [x for side in (cache.key, cache.value) for x in side.bits]
+    widths = [few_types.Width((x,), None) for x in bits]
+    if widest:
+        widths = [few_types.Width((widest, x), warp.Bool(np.ones(32, bool))) for x in bits]
+    shape = Shape(head_dim, config.block_kv, *([widest] * 2 if widest else bits), rows)
     tokens, heads = q.shape[1:3]
-    n = Numerics(exponential, window, soft_cap, tokens > 1 or window is not None)
+    n = numerics(config, tokens, window, soft_cap)
     key, value = side_of(cache.key), side_of(cache.value)
     length, buffered = int(cache.lengths[0]), int(cache.buffer_lengths[0])
     a = types.SimpleNamespace(
@@ -86,31 +138,49 @@ def run(here, cache, q, query_length, *, rows, scale=0.1, window=None, soft_cap=
         query_length=warp.integer(query_length), compressed=warp.integer(length - buffered),
         buffered=warp.integer(buffered),
     )  # fmt: skip
-    widths = few_types.Width((key_bits,), None), few_types.Width((value_bits,), None)
     area = warp.Pointer(np.zeros(block.query_bytes(rows, head_dim), np.uint8))
     queries = block.Queries.of(area, rows, head_dim)
     for number in range(4):
         query.store_queries(
             a, at, shape, here, queries, widths[0], warp.integer(number), scale, n.unit
         )
-    scratch = warp.Pointer(np.zeros(operands.scratch_bytes(head_dim), np.uint8))
-    one = team.Team(1, zero, zero, None, rows)
-    tokens_of = block.Tokens.of(head_dim, config.block_kv, widths[1], one)
-    products = kernel.Products(shape, *widths, here, n, tokens_of, queries, scratch, one)
-    tiles = rows // 16
-    state = block.State.empty(tiles, head_dim)
-    for i in range((length - buffered) // config.block_kv):
-        scales = [warp.number(x.block_scale[i]) for x in (key, value)]
-        slot, first = slot_of(shape, key, value, i), warp.integer(i * config.block_kv)
-        state = products.attend_block(state, slot, scales, first, at, lambda: None)
-        state = block.State.of(state.flat(), tiles)
-    if buffered:
-        state = products.attend_buffer(a, state, at)
-    result = warp.Pointer(np.full(rows * (head_dim + 2) * 4, 0x7F, np.uint8))
-    kernel._keep(shape, state, result, queries, here, one, n)
+    exchange = warp.Pointer(np.zeros(team.exchange_bytes(size, rows, config.block_kv), np.uint8))
+    step = head_dim + 8
+    result = warp.Pointer(np.full(rows * (step + 2) * 4, 0x7F, np.uint8))
+    slots = [
+        slot_of(shape, key, value, i) for i in range((length - buffered) // config.block_kv)
+    ]
+
+    def of_member(number):
+        own = team.Team(size, zero, warp.integer(number), exchange, rows)
+        scratch = warp.Pointer(np.zeros(operands.scratch_bytes(head_dim), np.uint8))
+        tokens_of = block.Tokens.of(head_dim, config.block_kv, widths[1], own)
+        products = kernel.Products(shape, *widths, here, n, tokens_of, queries, scratch, own)
+        state = block.State.empty(rows // 16, head_dim // size)
+        for i, slot in enumerate(slots):
+            scales = [warp.number(x.block_scale[i]) for x in (key, value)]
+            first = warp.integer(i * config.block_kv)
+            state = products.attend_block(state, slot, scales, first, at, lambda: None)
+            state = block.State.of(state.flat(), rows // 16)
+        if buffered:
+            state = products.attend_buffer(a, state, at)
+        kernel._keep(shape, state, result, queries, here, own, n)
+
+    turns = Turns([functools.partial(of_member, number) for number in range(size)])
+    warp.named_barrier = turns.barrier
+    turns.run()
     found = result.memory.view(np.float32)
-    outputs, maxima, totals = np.split(found, [rows * head_dim, rows * (head_dim + 1)])
-    return outputs.reshape(rows, head_dim), maxima, totals
+    outputs, maxima, totals = np.split(found, [rows * step, rows * (step + 1)])
+    outputs = outputs.reshape(rows, step)[:, :head_dim]
+    channels = np.concatenate(
+        [
+            operands.channel_of(k, warp.Int(warp.LANES % 8), head_dim).value[:8]
+            for k in range(head_dim // 8)
+        ]
+    )
+    ordered = np.empty_like(outputs)
+    ordered[:, channels] = outputs
+    return ordered, maxima, totals
 
 
 def compare(here, cache, q, *, query_length=None, rows, relative=2e-5, **options):
@@ -118,8 +188,9 @@ def compare(here, cache, q, *, query_length=None, rows, relative=2e-5, **options
     tokens, heads = q.shape[1:3]
     real = tokens if query_length is None else query_length
     outputs, maxima, totals = run(here, cache, np.asarray(q), real, rows=rows, **options)
+    given = {name: options[name] for name in ("scale",) if name in options}
     names = {"window": "local_window_size", "soft_cap": "logits_soft_cap"}
-    given = {names.get(name, name): x for name, x in options.items()}
+    given |= {name: options[own] for own, name in names.items() if own in options}
     want, residual = tj.decode(
         q, cache, implementation="xla", return_residual=True,
         query_seq_lengths=jnp.array([real]), **{"scale": 0.1, **given},
@@ -141,17 +212,98 @@ def compare(here, cache, q, *, query_length=None, rows, relative=2e-5, **options
     np.testing.assert_allclose(lse[:count], residual, rtol=1e-5, atol=1e-5)
 
 
+SHAPES = {
+    "three tokens": (16, (3, 4, 128)),
+    "eight tokens": (32, (8, 4, 128)),
+    "one token": (16, (1, 12, 64)),
+    "64 channels": (32, (5, 4, 64)),
+    "256 channels": (16, (2, 6, 256)),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("bits", [(4, 4), (2, 4), (4, 2), (2, 2)])
-@pytest.mark.parametrize(
-    ("rows", "shape"), [(16, (3, 4, 128)), (32, (8, 4, 128)), (16, (1, 12, 64)), (16, (2, 6, 256))]
-)
-def test_a_warp_attends_as_the_definition_says(here, bits, rows, shape):
-    tokens, group, head_dim = shape
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_team_attends_as_the_definition_says(here, shape, bits, size):
+    rows, (tokens, group, head_dim) = SHAPES[shape]
     config = tj.TurboConfig(key_bits=bits[0], value_bits=bits[1])
     cache = filled(1, head_dim, config, (190,), dtype=jnp.float32)
     q = normal(9, (1, tokens, group, head_dim), jnp.float32)
-    compare(here, cache, q, rows=rows)
+    compare(here, cache, q, rows=rows, size=size)
 
 
-def test_one():
-    pass
+OPTIONS = {
+    "window": {"window": (70, 0)},
+    "window ahead": {"window": (20, 1)},
+    "soft cap": {"soft_cap": 3.0},
+    "negative scale": {"scale": -0.2},
+    "no scale": {"scale": 0.0},
+    "padding": {"query_length": 2},
+    "no query": {"query_length": 0},
+}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("case", OPTIONS)
+def test_options(here, case, size):
+    cache = filled(1, 64, tj.TurboConfig(), (190,), dtype=jnp.float32)
+    q = normal(9, (1, 5, 3, 64), jnp.float32)
+    compare(here, cache, q, rows=16, size=size, **OPTIONS[case])
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("softmax", "dtype"), [("sas", jnp.bfloat16), ("sas-2", jnp.float16)])
+def test_other_softmaxes_blocks_and_dtypes(here, softmax, dtype, size):
+    config = tj.TurboConfig(softmax=SOFTMAXES[softmax], block_kv=128, buffer_size=128)
+    cache = filled(1, 64, config, (390,), dtype=dtype)
+    q = normal(9, (1, 4, 3, 64), dtype)
+    compare(here, cache, q, rows=16, size=size, relative=float(jnp.finfo(dtype).eps))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_heads_of_the_lower_of_two_widths(here, size):
+    cache = filled(1, 64, tj.TurboConfig(key_bits=2, value_bits=2), (190,), dtype=jnp.float32)
+    q = normal(9, (1, 3, 4, 64), jnp.float32)
+    compare(here, cache, q, rows=16, size=size, widest=4)
+
+
+@pytest.mark.parametrize("softmax", SOFTMAXES)
+@pytest.mark.parametrize("window", [None, (70, 0)])
+def test_nan_reaches_what_it_reaches_in_the_definition(here, softmax, window):
+    config = tj.TurboConfig(softmax=SOFTMAXES[softmax])
+    cache = filled(1, 64, config, (190,), dtype=jnp.float32)
+    key, value = cache.key, cache.value
+    cache = dataclasses.replace(
+        cache,
+        key=dataclasses.replace(key, block_scale=key.block_scale.at[0, 0, 0].set(jnp.nan)),
+        value=dataclasses.replace(value, buffer_scale=value.buffer_scale.at[0, 0].set(jnp.nan)),
+    )
+    q = normal(9, (1, 4, 3, 64), jnp.float32).at[0, 1, 2, 5].set(jnp.nan)
+    options = {} if window is None else {"window": window}
+    compare(here, cache, q, rows=16, **options)
+    clean = dataclasses.replace(cache, value=value)
+    compare(here, clean, q, rows=16, size=2, **options)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_every_code_scale_and_zero_is_exact(here, bits):
+    """All that quantizers may store, through float16."""
+    top, limit = 2**bits - 1, 127 if bits == 2 else 31
+    scale, zero, code = np.meshgrid(
+        np.arange(1, limit + 1), np.arange(-128, 128), np.arange(top + 1), indexing="ij"
+    )
+    scale, zero, code = (
+        x[np.abs((code + zero) * scale) <= 127].reshape(-1) for x in (scale, zero, code)
+    )
+    for first in range(0, len(code), 128):
+        at = [np.resize(x[first : first + 128], (32, 4)) for x in (scale, zero, code)]
+        s, z = (warp.Int(x.astype(np.int8).view(np.uint32)[:, 0]) for x in at[:2])
+        for run in range(8 // bits):
+            word = warp.Int((at[2].astype(np.uint8) << (bits * run)).view(np.uint32)[:, 0])
+            boost = warp.half.constant(operands._boost(bits, run))
+            channels = operands._channels(s, z, boost)
+            pairs = operands.dequantized(
+                operands.code_pairs(word, bits, run), channels[:2], channels[2:]
+            )
+            got = np.stack([x.value[:, None].view(np.float16) for x in pairs], 2).reshape(32, 4)
+            np.testing.assert_array_equal(got.astype(np.float64) * 2**13, (at[2] + at[1]) * at[0])

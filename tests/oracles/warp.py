@@ -178,6 +178,10 @@ def add_rounder(x):
     return Float(np.floor(x.value) + np.float32(ROUNDER))
 
 
+def floor(x):
+    return add_rounder(x) - ROUNDER
+
+
 def total(values):
     return functools.reduce(lambda a, b: a + b, values)
 

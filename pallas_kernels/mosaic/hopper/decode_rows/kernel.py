@@ -59,6 +59,11 @@ from pallas_kernels.mosaic.lane import Bool, ClusterPointer, Float, Int, Pointer
 _GRID, _CLUSTER = ("tile", "part", "pair"), ("member",)
 
 
+def _row(head_dim: int) -> int:
+    """Numbers from one row of a result to the next: different banks for the rows of a store."""
+    return head_dim + 8
+
+
 @dataclasses.dataclass(frozen=True)
 class RowSettings(Settings):
     """What is static in a call: as of `decode`, with 16 or 32 rows.
@@ -76,7 +81,7 @@ class RowSettings(Settings):
 
     def slot_bytes(self, head_dim: int) -> int:
         """Shared memory of a team's blocks in flight, in the end its result."""
-        return max(super().warp_bytes(head_dim), self.rows * (head_dim + 2) * 4)
+        return max(super().warp_bytes(head_dim), self.rows * (_row(head_dim) + 2) * 4)
 
     def area_bytes(self, head_dim: int) -> int:
         """Shared memory of a team, with what its warps exchange, and their scratch."""
@@ -390,19 +395,19 @@ def _keep(
         team.sync()  # the exchange's numbers are those of the last block until here
         others = team.others(totals, here)
         totals = [x + y for x, y in zip(totals, others, strict=True)]
-    tiles, size = shape.rows // 16, shape.rows * shape.head_dim * 4
-    first = team.member * (shape.head_dim // (8 * team.size))
+    tiles, step = shape.rows // 16, _row(shape.head_dim)
+    count = shape.head_dim // (8 * team.size)
     for row in range(2 * tiles):
         own = here.g + 8 * row
         # Where there is no query, blocks were not masked.
         is_real = queries.position(row, here) >= 0
-        for k in range(shape.head_dim // (8 * team.size)):
-            for column in (0, 1):
-                channel = channel_of(k, (here.t << 1) + column, shape.head_dim) + first
-                x = state.outputs[(k * tiles + row // 2) * 4 + row % 2 * 2 + column]
-                area.at((own * shape.head_dim + channel) << 2).store(is_real.where(x, 0.0))
+        for k in range(count):
+            first = (k * tiles + row // 2) * 4 + row % 2 * 2
+            pair = [is_real.where(x, 0.0) for x in state.outputs[first : first + 2]]
+            place = own * step + ((team.member * count + k) << 3) + (here.t << 1)
+            area.at(place << 2).store_words([x.as_int() for x in pair])
         with lane.when((here.t | team.member).equals(0)):
-            at = area.at(own << 2, size)
+            at = area.at(own << 2, shape.rows * step * 4)
             top = is_real.where(state.maxima[row], float("-inf"))
             at.store(top * (LOG2_E / n.unit))
             at.at(4 * shape.rows).store(is_real.where(totals[row], 0.0))
@@ -418,15 +423,17 @@ def _combine(a: Arrays, at: Program, area: Pointer, s: RowSettings) -> None:
         lane.block_barrier()
     threads, step, size = 32 * s.warps, s.area_bytes(a.head_dim), s.rows * a.head_dim
     results = [x.at(i * step) for x in areas for i in range(s.teams)]
-    share = -(-size // s.cluster)
+    share, row_step = -(-size // s.cluster), _row(a.head_dim)
 
     def write(start: Int, state: list[Any]) -> list[Any]:
         number = lane.thread() + start
         element = at.member * share + number
-        q, channel = element // a.head_dim, element % a.head_dim
+        q, place = element // a.head_dim, element % a.head_dim
+        # `_keep` writes the columns of a tile side by side.
+        channel = channel_of(place >> 3, place & 7, a.head_dim)
         row = at.tile * s.rows + q
         with lane.when((number < share) & (element < size) & (row < a.rows)):
-            result = warp.merged(results, element, q, s.rows, a.head_dim, _highest)
+            result = warp.merged(results, q * row_step + place, q, s.rows, row_step, _highest)
             if a.is_final:
                 write_final(a, at, row, channel, result)
             else:

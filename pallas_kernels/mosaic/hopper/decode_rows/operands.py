@@ -174,6 +174,6 @@ def value_pairs(
     ]
 
 
-def channel_of(number: int, column: Int, head_dim: int) -> Int:
+def channel_of(number: Int | int, column: Int, head_dim: int) -> Int:
     """Which channel column `column` of the second product's tile `number` is."""
     return column * (head_dim // 8) + (number // 4 * 4) + ((column & 3) ^ (number % 4))
