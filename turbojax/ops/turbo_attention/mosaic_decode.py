@@ -1,7 +1,7 @@
 """The Mosaic GPU kernel behind `decode` on Hopper: what it takes, how it is launched."""
 
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
@@ -24,6 +24,7 @@ _WARPS = 4
 # Queries of a KV head that `hopper.decode` takes in one program, and channels times tokens of the
 # largest block of which the kernel for many takes 32.
 _FEW_ROWS, _LARGEST_BLOCK = 8, 128 * 64
+_ROWS_OF_MANY = (16, 32)
 _LARGEST_CLUSTER, _FEW_BLOCKS = 4, 32
 # Programs of a long call, and blocks that one of them should have.
 _EVEN, _ENOUGH_BLOCKS = 512, 64
@@ -70,6 +71,7 @@ class Launch(NamedTuple):
       cluster: programs of a KV head that merge their results without another kernel.
       rows: queries of a KV head that a program takes: 4 or 8, or 16 or 32 of the kernel for many;
         None for as many as `default_rows` says.
+      team: in the kernel for many, warps that share a block, 1 or 2.
     """
 
     splits: int
@@ -96,34 +98,36 @@ def decode(
     from pallas_kernels.mosaic.hopper.decode import kernel
     from pallas_kernels.mosaic.hopper.decode_rows import kernel as many
 
-    config = cache.config
     launch = launch or default_launch(query, cache)
-    rows = launch.rows or default_rows(query, cache)
-    chosen = {**launch._asdict(), "rows": rows}
-    kind: type[kernel.Settings] = many.RowSettings
-    if rows <= _FEW_ROWS:
-        kind = kernel.Settings
-        del chosen["team"]
-    settings = kind(
-        exponential=_exponential(config),
-        key_bits=cache.key.bits,
-        value_bits=cache.value.bits,
-        block=config.block_kv,
-        scale=options.scale,
-        window=options.window,
-        soft_cap=options.logits_soft_cap,
-        **chosen,
-    )
-    run = many.decode if isinstance(settings, many.RowSettings) else kernel.decode
-    return run(
+    launch = launch._replace(rows=launch.rows or default_rows(query, cache))
+    given = _settings(cache, launch) | {
+        "exponential": _exponential(cache.config),
+        "scale": options.scale,
+        "window": options.window,
+        "soft_cap": options.logits_soft_cap,
+    }
+    operands = (
         query,
         _side(cache.key),
         _side(cache.value),
         cache.lengths,
         cache.buffer_lengths,
         query_length,
-        settings,
     )
+    if launch.rows in _ROWS_OF_MANY:
+        return many.decode(*operands, many.RowSettings(**given))
+    del given["team"]
+    return kernel.decode(*operands, kernel.Settings(**given))
+
+
+def _settings(cache: ProgressiveCache, launch: Launch) -> dict[str, Any]:
+    """Settings of the kernels that follow from the cache and the launch; the rest does nothing."""
+    nothing = {"exponential": None, "scale": 1.0, "window": None, "soft_cap": None}
+    return nothing | launch._asdict() | {
+        "key_bits": cache.key.bits,
+        "value_bits": cache.value.bits,
+        "block": cache.config.block_kv,
+    }
 
 
 def default_rows(query: jax.Array, cache: ProgressiveCache) -> int:
@@ -135,8 +139,9 @@ def default_rows(query: jax.Array, cache: ProgressiveCache) -> int:
     rows = _query_rows(query, cache)
     if rows <= _FEW_ROWS:
         return 4 if rows <= 4 else 8
+    few, many = _ROWS_OF_MANY
     has_room = cache.head_dim * cache.config.block_kv <= _LARGEST_BLOCK
-    return 32 if rows > 16 and has_room else 16
+    return many if rows > few and has_room else few
 
 
 def default_launch(query: jax.Array, cache: ProgressiveCache) -> Launch:
@@ -148,14 +153,14 @@ def default_launch(query: jax.Array, cache: ProgressiveCache) -> Launch:
     """
     from pallas_kernels.mosaic.hopper.decode.kernel import stage_bytes
 
-    rows, taken = _query_rows(query, cache), default_rows(query, cache)
-    heads = cache.batch_size * cache.num_kv_heads * -(-rows // taken)
-    blocks = cache.key.block_scale.shape[2]
+    rows = default_rows(query, cache)
+    if rows > _FEW_ROWS:
+        return _launch_of_many(query, cache, rows)
+    heads, blocks = _heads(query, cache, rows), cache.key.block_scale.shape[2]
     to_fill = min(blocks // _WARPS, _MULTIPROCESSORS // heads)
     to_even_out = min(_EVEN // heads, blocks // _ENOUGH_BLOCKS)
     splits = max(1, to_fill, to_even_out)
-    # Waiting for each other costs more than a second kernel, except where there is little to do.
-    cluster = splits if splits <= _LARGEST_CLUSTER and blocks <= _FEW_BLOCKS else 1
+    cluster = _cluster(splits, blocks)
     stage = _WARPS * stage_bytes(
         cache.head_dim, cache.config.block_kv, cache.key.bits, cache.value.bits
     )
@@ -163,6 +168,34 @@ def default_launch(query: jax.Array, cache: ProgressiveCache) -> Launch:
     wanted = 2 if splits * heads > 2 * _MULTIPROCESSORS else 3
     stages = max(1, min(wanted, useful, _SHARED_MEMORY // stage))
     return Launch(splits, 1, stages, cluster)
+
+
+def _launch_of_many(query: jax.Array, cache: ProgressiveCache, rows: int) -> Launch:
+    """For `rows` of 16 or 32: as many programs as run at once, since each begins and ends slowly."""
+    from pallas_kernels.mosaic.hopper.decode_rows.kernel import RowSettings
+
+    # 32 queries' outputs are held by two warps, of which 12 fill a multiprocessor's registers.
+    team, warpgroups, at_once = (2, 3, 1) if rows == _ROWS_OF_MANY[1] else (1, 1, 2)
+    heads, blocks = _heads(query, cache, rows), cache.key.block_scale.shape[2]
+    useful = blocks // (4 * warpgroups // team)
+    splits = max(1, min(at_once * _MULTIPROCESSORS // heads, useful))
+    launch = Launch(splits, warpgroups, team + 1, _cluster(splits, blocks), rows, team)
+    while launch.stages > team:
+        s = RowSettings(**_settings(cache, launch))
+        if at_once * s.warps * s.warp_bytes(cache.head_dim) <= _SHARED_MEMORY:
+            break
+        launch = launch._replace(stages=launch.stages - 1)
+    return launch
+
+
+def _heads(query: jax.Array, cache: ProgressiveCache, rows: int) -> int:
+    """Programs of an unsplit call."""
+    return cache.batch_size * cache.num_kv_heads * -(-_query_rows(query, cache) // rows)
+
+
+def _cluster(splits: int, blocks: int) -> int:
+    """Waiting for each other costs more than a second kernel, except where there is little to do."""
+    return splits if splits <= _LARGEST_CLUSTER and blocks <= _FEW_BLOCKS else 1
 
 
 def _exponential(config: TurboConfig) -> "SparseExponential | None":

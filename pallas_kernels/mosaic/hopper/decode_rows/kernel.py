@@ -70,9 +70,21 @@ class RowSettings(Settings):
 
     Attributes:
       team: warps that share blocks, 1 or 2.
+
+    Raises:
+      ValueError: if there is no code for as many rows or for such a team.
     """
 
     team: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rows not in (16, 32):
+            raise ValueError(f"{self.rows=} must be 16 or 32")
+        if self.team not in (1, 2):
+            raise ValueError(f"{self.team=} must be 1 or 2")
+        if self.stages < self.team:
+            raise ValueError(f"{self.stages=} must be at least {self.team=}")
 
     @property
     def teams(self) -> int:
