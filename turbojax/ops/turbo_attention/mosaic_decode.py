@@ -80,6 +80,7 @@ class Launch(NamedTuple):
     cluster: int = 1
     rows: int | None = None
     team: int = 1
+    together: bool = False
 
 
 @functools.partial(jax.jit, static_argnames=("options", "launch"))
@@ -116,7 +117,7 @@ def decode(
     )
     if launch.rows in _ROWS_OF_MANY:
         return many.decode(*operands, many.RowSettings(**given))
-    del given["team"]
+    del given["team"], given["together"]
     return kernel.decode(*operands, kernel.Settings(**given))
 
 
@@ -176,16 +177,16 @@ def _launch_of_many(query: jax.Array, cache: ProgressiveCache, rows: int) -> Lau
 
     # 32 queries' outputs are held by two warps, of which 12 fill a multiprocessor's registers.
     team, warpgroups, at_once = (2, 3, 1) if rows == _ROWS_OF_MANY[1] else (1, 1, 2)
+    for stages in (team + 1, team):
+        launch = Launch(1, warpgroups, stages, rows=rows, team=team)
+        s = RowSettings(**_settings(cache, launch))
+        fit = _SHARED_MEMORY // (s.warps * s.warp_bytes(cache.head_dim))
+        if fit:
+            break
     heads, blocks = _heads(query, cache, rows), cache.key.block_scale.shape[2]
     useful = blocks // (4 * warpgroups // team)
-    splits = max(1, min(at_once * _MULTIPROCESSORS // heads, useful))
-    launch = Launch(splits, warpgroups, team + 1, _cluster(splits, blocks), rows, team)
-    while launch.stages > team:
-        s = RowSettings(**_settings(cache, launch))
-        if at_once * s.warps * s.warp_bytes(cache.head_dim) <= _SHARED_MEMORY:
-            break
-        launch = launch._replace(stages=launch.stages - 1)
-    return launch
+    splits = max(1, min(min(at_once, fit) * _MULTIPROCESSORS // heads, useful))
+    return launch._replace(splits=splits, cluster=_cluster(splits, blocks))
 
 
 def _heads(query: jax.Array, cache: ProgressiveCache, rows: int) -> int:

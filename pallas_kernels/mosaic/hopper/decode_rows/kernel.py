@@ -76,6 +76,7 @@ class RowSettings(Settings):
     """
 
     team: int = 1
+    together: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -162,6 +163,10 @@ def _walk(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: RowSettings)
         copy_later(unit + teams * (s.stages - 1), slots.slot(before), slots.barrier(before))
 
     def attend(unit: Int, state: list[Any], slot: Pointer, following: list[Float]) -> list[Any]:
+        if s.together:
+            # In every round in which all warps have a block.
+            with lane.when(unit - number + (teams - 1) < stop):
+                lane.block_barrier()
         *flat, key_scale, value_scale = state
         scales, before = (key_scale, value_scale), State.of(flat, tiles)
         after = products.attend_block(
