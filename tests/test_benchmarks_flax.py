@@ -127,7 +127,7 @@ def test_caches_are_filled_with_the_same_random_tokens():
 
 def test_a_step_is_that_of_generation():
     compiled = families._lower(TINY, "exact").compile()
-    fill = families._lower_fill(TINY, "exact").compile()
+    fill = {None: families._lower_fill(TINY, "exact", None).compile()}
     inputs = families.Inputs(TINY)
     lengths = jnp.full(2, TINY.held, jnp.int32)
     make = functools.partial(inputs.caches, "exact", fill)

@@ -60,7 +60,8 @@ def append(
       x: bfloat16, float16 or float32 ``[B, K, H]``.
       accepted: int32 ``[B]``: 0 for a sequence that gets no token, otherwise 1.
       row: int32 ``[B]``, tokens in the buffer.
-      start: int32 ``[B]``, blocks in use.
+      start: int32 ``[B]``, the place of the next block, below `n`; after the last place the first
+        one follows.
       slots: int32 ``[B, K]``, each head's place among the slots of `codes`.
       codes: uint8, see `write_block`.
       channel_scale: int8 ``[B, K, n, H]``.
@@ -142,14 +143,10 @@ def _kernel(
 
         def compress(i: jax.Array, _: None) -> None:
             runs = _load_block(buffer, layout, sequence, head, i * layout.tokens, nothing)
-            block = first_block + i
-
-            def store() -> None:
-                block_scale[sequence, head, block] = scale
-                arrays, at = (codes, channel_scale, channel_zero), (sequence, head, slot, block)
-                write_block(layout, runs, *arrays, *at, nothing=nothing, interpret=interpret)
-
-            pl.when(block < block_scale.shape[2])(store)
+            block = (first_block + i) % block_scale.shape[2]
+            block_scale[sequence, head, block] = scale
+            arrays, at = (codes, channel_scale, channel_zero), (sequence, head, slot, block)
+            write_block(layout, runs, *arrays, *at, nothing=nothing, interpret=interpret)
 
         def empty(i: jax.Array, _: None) -> None:
             _store_zeros(buffer, layout, sequence, head, i * layout.tokens, nothing)

@@ -101,7 +101,8 @@ def compress(
     Args:
       x: bfloat16, float16 or float32 ``[B, S, K, H]``.
       lengths: int32 ``[B]``, at most `S`: tokens past it count as zero.
-      count: int32 ``[B]``: blocks to store, whole ones; the arrays keep the others as they are.
+      count: int32 ``[B]``: blocks to store, whole ones, block `i` in place ``i % n``; the last
+        `n` of them if there are more. The arrays keep what else they hold.
       slots: int32 ``[B, K]``, each head's place among the slots of `codes`.
       codes: uint8, one array a width: ``[B, K_i, n, block, H * bits / 8]``, with tokens last
         ``[B, K_i, n, H, block * bits / 8]``.
@@ -109,7 +110,8 @@ def compress(
       channel_zero: int8 ``[B, K, n, H]``.
       block_scale: float32 ``[B, K, n]``.
       layout: of a block.
-      every_block: find the maxima of all of the prompt's blocks, stored or not.
+      every_block: find the maxima of all of the prompt's blocks, stored or not; otherwise `count`
+        must be at most `n`.
       operand: also return codes of all of the prompt's blocks: int8, those of stage 1, or
         float8_e4m3fn, with a scale of their own.
       permuted: whether the operand's tokens are in the order of `permuted_positions`.
@@ -189,7 +191,8 @@ def _kernel(
     channel_scale, channel_zero, block_scale, block_maximum, *operand = outputs
     head, block, sequence = (pl.program_id(axis) for axis in range(3))
     first = block * layout.tokens
-    is_stored = block < count[sequence]
+    room = block_scale.shape[2]
+    is_stored = (block < count[sequence]) & (block >= count[sequence] - room)
     nothing = unknown_zero(lengths[sequence], vector)
 
     def program() -> None:
@@ -222,9 +225,9 @@ def _kernel(
                 _store_run(codes_out, layout, i, values, *at, permuted=permuted)
 
         def store() -> None:
-            block_scale[sequence, head, block] = scale
-            slot = slots[sequence, head]
-            arrays, at = (codes, channel_scale, channel_zero), (sequence, head, slot, block)
+            place, slot = block % room, slots[sequence, head]
+            block_scale[sequence, head, place] = scale
+            arrays, at = (codes, channel_scale, channel_zero), (sequence, head, slot, place)
             write_block(layout, runs, *arrays, *at, nothing=nothing, interpret=interpret)
 
         if every_block:

@@ -132,8 +132,10 @@ def _walk(
     rows = whole(head_dim)
 
     def step(j: jax.Array, state: State) -> State:
-        here = (b, h, j)
-        codes = (key.codes[group[0]], (b, slots[0], j), key_bits)
+        # What has a window may be a ring.
+        place = j if s.window is None else j % key.block_scale.shape[2]
+        here = (b, h, place)
+        codes = (key.codes[group[0]], (b, slots[0], place), key_bits)
         products = _block_products(query, key, here, codes, channels, tokens, s)
         factor = query.scale * plgpu.load(key.block_scale.at[here])
         masks = None
@@ -147,7 +149,7 @@ def _walk(
         for p, span in zip(weights, tokens, strict=True):
             operand, span_count, unit = round_weights(p, s)
             count = count + span_count
-            at = (b, slots[1], j)
+            at = (b, slots[1], place)
             ref = value.codes[group[1]]
             tile = load_codes(ref, at, rows, span, s.block, value_bits, s.interpret)
             tile = _as_operand(tile, operand.dtype)
@@ -299,11 +301,14 @@ def decode(
 ) -> tuple[jax.Array, jax.Array]:
     """Attends the last `T` cached tokens' queries to a cache.
 
+    With a window it may be a ring: block `i` is in place ``i % n``, and every block that a query
+    sees is there.
+
     Args:
       query: ``[B, T, N, H]``.
       key: the keys.
       value: the values.
-      lengths: int32 ``[B]``, tokens held.
+      lengths: int32 ``[B]``, tokens seen so far.
       buffer_lengths: int32 ``[B]``, those of them in the buffer.
       query_lengths: int32 ``[B]``, how many of the `T` queries are real.
       settings: numerics and launch.

@@ -150,11 +150,14 @@ def decode(
 ) -> tuple[jax.Array, jax.Array]:
     """Attends the last `T` cached tokens' queries to a cache.
 
+    With a window it may be a ring: token `p` is in row ``p % S``, and every token that a query sees
+    is there.
+
     Args:
       query: ``[B, T, N, H]``.
       key: the keys, of `S` tokens, a multiple of the tile.
       value: the values.
-      lengths: int32 ``[B]``, tokens held; what is stored beyond is not used.
+      lengths: int32 ``[B]``, tokens seen so far; what is stored beyond is not used.
       query_lengths: int32 ``[B]``, how many of the `T` queries are real.
       settings: factors and launch.
 
@@ -276,8 +279,11 @@ def _step(
 ) -> _State:
     """Attends to tile `i`; tokens are rows and queries columns."""
     outputs, m, l = state
-    token = i * s.tile + jnp.arange(s.tile, dtype=jnp.int32)
-    scores, key_scale = _scores(query, key, at, token, channel, s)
+    offset = jnp.arange(s.tile, dtype=jnp.int32)
+    token = i * s.tile + offset
+    # What has a window may be a ring.
+    row = token if s.window is None else i % (key.scale.shape[2] // s.tile) * s.tile + offset
+    scores, key_scale = _scores(query, key, at, row, channel, s)
     visible = _visible(query, token, s)
     scores = jnp.where(visible, scores * key_scale[:, None] * query.scale[None, :], -jnp.inf)
     if s.soft_cap is not None:
@@ -289,10 +295,10 @@ def _step(
     p = _common.exp2(scores - shift[None, :], s.interpret)
     alpha = _common.exp2(m - shift, s.interpret)
 
-    value_scale = plgpu.load(value.scale.at[(*at, token)]).astype(jnp.float32)
+    value_scale = plgpu.load(value.scale.at[(*at, row)]).astype(jnp.float32)
     # What a query does not see must not reach it, not even as 0 * NaN.
     weights = jnp.where(visible, p * value_scale[:, None], 0.0).astype(jnp.bfloat16)
-    low, high = _load_operands(value, at, token, channel, s)
+    low, high = _load_operands(value, at, row, channel, s)
     product = functools.partial(_common.dot, b=weights, interpret=s.interpret, contracting=(0, 0))
     outputs = (
         outputs[0] * alpha[None, :] + product(low),

@@ -5,6 +5,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,7 +13,11 @@ import numpy as np
 from turbojax import _device, _extras
 from turbojax.kv import CacheKind, init_layer_cache
 from turbojax.models import TransformerConfig
-from turbojax.models.generation.caching import ModelCacheKind, kinds_of_layers
+from turbojax.models.generation.caching import (
+    ModelCacheKind,
+    kinds_of_layers,
+    windows_of_layers,
+)
 
 
 def check_output_file(option: str, path: Path | None) -> None:
@@ -80,14 +85,16 @@ def cache_bytes(
       ValueError: if a size does not fit the kind of cache, or no layer would be compressed.
     """
 
-    def layer(kind: CacheKind, batch: int) -> int:
+    def layer(kind: CacheKind, window: int | None, batch: int) -> int:
         sizes = (batch, max_length, config.num_kv_heads, config.head_dim)
-        return jax.eval_shape(lambda: init_layer_cache(*sizes, kind=kind, dtype=dtype)).nbytes
+        options: Any = {"kind": kind, "dtype": dtype, "local_window_size": window}
+        return jax.eval_shape(lambda: init_layer_cache(*sizes, **options)).nbytes
 
     # Some of it, such as a rotation, is there once: and no array is as long as the batch.
-    total = 0
-    for kind, layers in Counter(kinds_of_layers(cache, config.num_layers)).items():
-        one, two = layer(kind, 1), layer(kind, 2)
+    kinds, total = kinds_of_layers(cache, config.num_layers), 0
+    each = Counter(zip(kinds, windows_of_layers(config, kinds), strict=True))
+    for (kind, window), layers in each.items():
+        one, two = (layer(kind, window, batch) for batch in (1, 2))
         total += layers * (one + (batch_size - 1) * (two - one))
     return total
 

@@ -20,6 +20,7 @@ from turbojax.kv import (
     attend_prompt,
     init_layer_cache,
     kind_for,
+    window_to_keep,
 )
 from turbojax.kv.whole import WholeAttention, attend_within, within_implementation
 from turbojax.ops.options import check_implementation, require_plain
@@ -68,7 +69,7 @@ class SelfAttention:
     dtype: Any
 
     def init_cache(self, batch_size: int, max_length: int) -> LayerCache:
-        """An empty cache."""
+        """An empty cache, which keeps what a window needs, if there is one; pages keep all."""
         return init_layer_cache(
             batch_size,
             max_length,
@@ -76,6 +77,7 @@ class SelfAttention:
             self.head_dim,
             kind=self.cache,
             dtype=self.dtype,
+            local_window_size=window_to_keep(self.cache, self.options.local_window_size),
         )
 
     def whole(

@@ -11,6 +11,7 @@ from turbojax.kv.kinds import cache_by_name as cache_by_name
 from turbojax.kv.kinds import init_layer_cache as init_layer_cache
 from turbojax.kv.kinds import kind_for as kind_for
 from turbojax.kv.kinds import kind_of as kind_of
+from turbojax.kv.kinds import window_to_keep as window_to_keep
 from turbojax.kv.pages import PagedLayer as PagedLayer
 from turbojax.kv.pooled import POLICY_NAMES as POLICY_NAMES
 from turbojax.kv.pooled import PooledAttention as PooledAttention

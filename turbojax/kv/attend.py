@@ -1,6 +1,7 @@
 """How a layer attends to a prompt, or to what its cache holds: the same for every kind of cache."""
 
 import jax
+import jax.numpy as jnp
 
 from turbojax.kv.base import Attend
 from turbojax.kv.kinds import kind_of
@@ -47,15 +48,21 @@ def attend_prompt(
 def attend_new_tokens(implementation: str | None = None) -> Attend:
     """Attention of new tokens to everything cached, themselves included.
 
+    A cache that holds no more than its layer's window takes many new tokens in several parts.
+
     Args:
       implementation: of `decode`, and of `append` if it can write caches, or of the exact
         cache's; None to choose.
     """
 
     def attend(query, key, value, cache, options=PLAIN):  # type: ignore[no-untyped-def]
-        kind = kind_of(cache)
-        cache = kind.append(cache, key, value, implementation=implementation)
-        out = kind.decode(query, cache, options=options, implementation=implementation)
-        return out, cache
+        kind, tokens = kind_of(cache), query.shape[1]
+        most = kind.most_new_tokens(cache, options) or tokens
+        outs = []
+        for first in range(0, tokens, most):
+            q, k, v = (x[:, first : first + most] for x in (query, key, value))
+            cache = kind.append(cache, k, v, implementation=implementation)
+            outs.append(kind.decode(q, cache, options=options, implementation=implementation))
+        return outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=1), cache
 
     return attend

@@ -11,6 +11,7 @@ import numpy as np
 from turbojax._registry import IMPLEMENTATION_NAMES
 from turbojax.config import TurboConfig
 from turbojax.ops.options import PLAIN, AttentionOptions
+from turbojax.state import ring
 
 Cache = Any
 
@@ -57,9 +58,9 @@ class LayerCache(Protocol):
     """What the caches of every kind have: a frozen dataclass, registered as a pytree.
 
     Attributes:
-      lengths: int32 ``[B]``, tokens held.
+      lengths: int32 ``[B]``, tokens so far; all are held, but by a ring (`turbojax.state.ring`).
       overflowed: bool ``[B]``, True where a call under `jit` had to leave tokens out.
-      max_length: tokens each sequence can hold.
+      max_length: tokens each sequence may grow to.
       num_kv_heads: key/value heads, `K`.
       head_dim: channels of a head, `H`.
       dtype: of the keys and values it takes.
@@ -179,6 +180,8 @@ class Kind(Stored[C]):
       takes: what stands for this kind where Python code asks for a cache (`CacheKind`): a name, or
         the class of a configuration.
       implementations: the names that ``implementation=`` may have for its ops.
+      has_rings: whether `init` takes a `local_window_size`, and the cache then holds no more than
+        what such a window needs, see `turbojax.state.ring`.
       in_one_pass: what decoding token by token through the cache attends to, for all tokens of
         whole sequences at once; None where a token's stored form depends on its neighbours.
     """
@@ -186,6 +189,7 @@ class Kind(Stored[C]):
     names: tuple[str, ...]
     takes: tuple[str | type, ...]
     implementations: tuple[str, ...] = IMPLEMENTATION_NAMES
+    has_rings: bool = False
     in_one_pass: Attend | None = None
 
     def stands_for(self, kind: Any) -> bool:
@@ -215,6 +219,8 @@ class Kind(Stored[C]):
         dtype: np.dtype,
     ) -> C:
         """An empty cache.
+
+        Where the kind `has_rings`, it also takes a `local_window_size`, see `init_layer_cache`.
 
         Args:
           batch_size: sequences, `B`.
@@ -316,6 +322,17 @@ class Kind(Stored[C]):
         those of `prefill`.
         """
 
+    def most_new_tokens(self, cache: C, options: AttentionOptions) -> int | None:
+        """How many new tokens can be stored before they attend; None if there is no limit.
+
+        Raises:
+          ValueError: if the cache does not keep all that a layer with these options sees.
+        """
+        if not self.has_rings:
+            return None
+        held: Any = cache
+        return ring.most_new_tokens(held, options.local_window_size)
+
     def take(self, cache: C, first: jax.Array | int, count: int) -> C:
         """Sequences ``first`` to ``first + count - 1``, as a cache of their own."""
         return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, count), cache)
@@ -339,7 +356,10 @@ class Kind(Stored[C]):
     def describe(self, cache: C) -> dict[str, Any]:
         """See `Stored.describe`; leading axes of `lengths` are those of stacked layers."""
         sizes: Any = cache
+        window = sizes.window if self.has_rings else None
         return {
+            # Files from before there were rings say nothing.
+            **({} if window is None else {"local_window_size": window}),
             "stacked": list(sizes.lengths.shape[:-1]),
             "batch_size": sizes.lengths.shape[-1],
             "max_length": sizes.max_length,
@@ -350,7 +370,14 @@ class Kind(Stored[C]):
 
     def make(self, description: Description) -> C:
         """See `Stored.make`: what `init` makes for the first of `takes`."""
-        return self.init(*sizes_of(description), kind=self.takes[0], dtype=dtype_of(description))
+        return self.make_kind(description, self.takes[0])
+
+    def make_kind(self, description: Description, kind: Any) -> C:
+        """What `init` makes for `kind`, a value of `CacheKind`, in the sizes of a description."""
+        init: Any = self.init  # only some take a window
+        window = {x: description[x] for x in ("local_window_size",) if x in description}
+        cache: C = init(*sizes_of(description), kind=kind, dtype=dtype_of(description), **window)
+        return cache
 
 
 def sizes_of(description: Description) -> list[int]:
@@ -362,6 +389,20 @@ def sizes_of(description: Description) -> list[int]:
 def dtype_of(description: Description) -> np.dtype:
     """The dtype of a description."""
     return jnp.dtype(description["dtype"])
+
+
+def sides_of(local_window_size: int | None) -> tuple[int, int] | None:
+    """The window of a layer, which counts a query's own token, as ops take it: (left, right)."""
+    return AttentionOptions(local_window_size=local_window_size).arguments()["local_window_size"]
+
+
+ROWS = "rows"
+"""The name of what `rows_in_use` counts."""
+
+
+def rows_in_use(lengths: Counts, rows: int) -> Counts:
+    """`Stored.counts` of a cache with a row for each token, which may be a ring of so many."""
+    return {**lengths, ROWS: np.minimum(lengths["lengths"], rows)}
 
 
 def validate_layers(cache: Any) -> None:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from turbojax.kv.base import Grows, Kind
+from turbojax.kv.base import ROWS, Counts, Grows, Kind, rows_in_use, sides_of
 from turbojax.kv.whole import attend_within, causal_attention
 from turbojax.ops import exact_attention
 from turbojax.ops.options import PLAIN, AttentionOptions
@@ -23,7 +23,8 @@ class Exact(Kind[exact.ExactCache]):
     implementations = exact_attention.IMPLEMENTATIONS
     in_one_pass = staticmethod(causal_attention)
     stored_as = "exact"
-    grows: ClassVar[Mapping[str, Grows]] = {"key": Grows(-3), "value": Grows(-3)}
+    grows: ClassVar[Mapping[str, Grows]] = {"key": Grows(-3, ROWS), "value": Grows(-3, ROWS)}
+    has_rings = True
 
     def init(
         self,
@@ -34,10 +35,17 @@ class Exact(Kind[exact.ExactCache]):
         *,
         kind: Any,
         dtype: np.dtype,
+        local_window_size: int | None = None,
     ) -> exact.ExactCache:
         """See `Kind.init`."""
-        held = jnp.bfloat16 if kind == "bfloat16" else dtype
-        return exact.init_cache(batch_size, max_length, num_kv_heads, head_dim, dtype=held)
+        return exact.init_cache(
+            batch_size,
+            max_length,
+            num_kv_heads,
+            head_dim,
+            dtype=jnp.bfloat16 if kind == "bfloat16" else dtype,
+            local_window_size=sides_of(local_window_size),
+        )
 
     def append(
         self,
@@ -80,6 +88,10 @@ class Exact(Kind[exact.ExactCache]):
         return exact_attention.attend_cache(
             query, cache, options=static, implementation=implementation
         )
+
+    def counts(self, lengths: Counts, cache: exact.ExactCache) -> Counts:
+        """See `Stored.counts`."""
+        return rows_in_use(lengths, cache.room)
 
 
 EXACT = Exact()

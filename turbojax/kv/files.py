@@ -139,7 +139,15 @@ def _stored(cache: Any) -> Stored[Any]:
 
 # What a description that is none leads to.
 _NOT_KNOWN = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
-_SIZES = ("batch_size", "max_length", "num_kv_heads", "head_dim", "page_size", "num_pages")
+_SIZES = (
+    "batch_size",
+    "max_length",
+    "num_kv_heads",
+    "head_dim",
+    "local_window_size",
+    "page_size",
+    "num_pages",
+)
 _LARGEST = 2**31 - 1
 
 

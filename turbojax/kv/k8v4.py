@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from turbojax.kv.base import Cache
+from turbojax.kv.base import Cache, sides_of
 from turbojax.kv.kv4 import TokenScaled, held
 from turbojax.kv.whole import causal_attention
 from turbojax.ops.options import PLAIN, AttentionOptions
@@ -44,10 +44,12 @@ class K8v4(TokenScaled[kv4.K8v4Cache]):
         *,
         kind: Any,
         dtype: np.dtype,
+        local_window_size: int | None = None,
     ) -> kv4.K8v4Cache:
         """See `Kind.init`."""
         del kind
-        return kv4.init_k8v4_cache(batch_size, max_length, num_kv_heads, head_dim, dtype=dtype)
+        sizes, sides = (batch_size, max_length, num_kv_heads, head_dim), sides_of(local_window_size)
+        return kv4.init_k8v4_cache(*sizes, dtype=dtype, local_window_size=sides)
 
 
 K8V4 = K8v4()

@@ -88,12 +88,13 @@ def init_layer_cache(
     *,
     kind: CacheKind,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    local_window_size: int | None = None,
 ) -> LayerCache:
     """An empty cache of one layer.
 
     Args:
       batch_size: sequences, `B`.
-      max_length: tokens each can hold.
+      max_length: tokens each may grow to.
       num_kv_heads: key/value heads, `K`.
       head_dim: channels, `H`.
       kind: ``"exact"`` for keys and values as they are, ``"bfloat16"`` for the same rounded to
@@ -102,13 +103,30 @@ def init_layer_cache(
         57344), as codes (``"turbo4"``, ``"turbo_k4v2"`` ..) or mixed (``"paged_k8v4"``), or the
         config of a progressively compressed cache.
       dtype: of queries, keys and values.
+      local_window_size: window of the layer's `AttentionOptions`, if it has one: what it does not
+        reach is not kept, see `turbojax.state.ring`. Queries must not see more.
 
     Raises:
+      TypeError: if the window is not an integer.
       ValueError: if `kind` is none of these, or a size does not fit.
+      NotImplementedError: if there is a window, and caches of this kind keep all tokens.
     """
-    sizes = (batch_size, max_length, num_kv_heads, head_dim)
-    cache: LayerCache = kind_for(kind).init(*sizes, kind=kind, dtype=jnp.dtype(dtype))
+    known, sizes = kind_for(kind), (batch_size, max_length, num_kv_heads, head_dim)
+    window = {}
+    if local_window_size is not None:
+        if not known.has_rings:
+            raise NotImplementedError(
+                f"{local_window_size=} must be None: a cache of kind {kind!r} keeps all tokens"
+            )
+        window["local_window_size"] = local_window_size
+    init: Any = known.init  # only some take a window
+    cache: LayerCache = init(*sizes, kind=kind, dtype=jnp.dtype(dtype), **window)
     return cache
+
+
+def window_to_keep(kind: CacheKind, local_window_size: int | None) -> int | None:
+    """A layer's window, for `init_layer_cache`; None where caches of this kind keep all tokens."""
+    return local_window_size if kind_for(kind).has_rings else None
 
 
 def take_sequences(cache: LayerCache, first: jax.Array | int, count: int) -> LayerCache:

@@ -8,7 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from turbojax.kv.base import Cache, Grows, Kind, validate_layers
+from turbojax.kv.base import (
+    ROWS,
+    Cache,
+    Counts,
+    Grows,
+    Kind,
+    rows_in_use,
+    sides_of,
+    validate_layers,
+)
 from turbojax.kv.whole import causal_attention
 from turbojax.ops import kv4_attention
 from turbojax.ops.options import PLAIN, AttentionOptions
@@ -45,11 +54,12 @@ class TokenScaled(Kind[kv4.CacheT]):
     """A token is rounded by itself, when it arrives; prompts attend in e4m3 before that."""
 
     grows: ClassVar[Mapping[str, Grows]] = {
-        "key_codes": Grows(-2),
-        "key_scale": Grows(-1),
-        "value_codes": Grows(-2),
-        "value_scale": Grows(-1),
+        "key_codes": Grows(-2, ROWS),
+        "key_scale": Grows(-1, ROWS),
+        "value_codes": Grows(-2, ROWS),
+        "value_scale": Grows(-1, ROWS),
     }
+    has_rings = True
 
     def append(
         self,
@@ -97,6 +107,10 @@ class TokenScaled(Kind[kv4.CacheT]):
         )
         return out
 
+    def counts(self, lengths: Counts, cache: kv4.CacheT) -> Counts:
+        """See `Stored.counts`."""
+        return rows_in_use(lengths, cache.room)
+
     def validate(self, cache: kv4.CacheT) -> None:
         """See `Stored.validate`."""
         validate_layers(cache)
@@ -120,10 +134,12 @@ class Kv4(TokenScaled[kv4.Kv4Cache]):
         *,
         kind: Any,
         dtype: np.dtype,
+        local_window_size: int | None = None,
     ) -> kv4.Kv4Cache:
         """See `Kind.init`."""
         del kind
-        return kv4.init_cache(batch_size, max_length, num_kv_heads, head_dim, dtype=dtype)
+        sizes, sides = (batch_size, max_length, num_kv_heads, head_dim), sides_of(local_window_size)
+        return kv4.init_cache(*sizes, dtype=dtype, local_window_size=sides)
 
 
 KV4 = Kv4()

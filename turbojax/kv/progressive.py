@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from turbojax.config import TurboConfig
-from turbojax.kv.base import Counts, Description, Grows, Kind, dtype_of, sizes_of, validate_layers
+from turbojax.kv.base import Counts, Description, Grows, Kind, sides_of, validate_layers
 from turbojax.ops import turbo_attention
 from turbojax.ops.options import PLAIN, AttentionOptions
 from turbojax.sas import SAS
@@ -26,6 +26,7 @@ class Progressive(Kind[ProgressiveCache]):
     takes = (TurboConfig,)
     stored_as = "progressive"
     counting = ("lengths", _BUFFERED)
+    has_rings = True
     grows: ClassVar[Mapping[str, Grows]] = {
         "codes": Grows(-3, _BLOCKS),
         "channel_scale": Grows(-2, _BLOCKS),
@@ -53,9 +54,18 @@ class Progressive(Kind[ProgressiveCache]):
         *,
         kind: TurboConfig,
         dtype: np.dtype,
+        local_window_size: int | None = None,
     ) -> ProgressiveCache:
         """See `Kind.init`."""
-        return init_cache(batch_size, max_length, num_kv_heads, head_dim, config=kind, dtype=dtype)
+        return init_cache(
+            batch_size,
+            max_length,
+            num_kv_heads,
+            head_dim,
+            config=kind,
+            dtype=dtype,
+            local_window_size=sides_of(local_window_size),
+        )
 
     def append(
         self,
@@ -129,14 +139,13 @@ class Progressive(Kind[ProgressiveCache]):
         config = dict(description["config"])
         if isinstance(config["softmax"], Mapping):
             config["softmax"] = SAS(**config["softmax"])
-        return self.init(
-            *sizes_of(description), kind=TurboConfig(**config), dtype=dtype_of(description)
-        )
+        return self.make_kind(description, TurboConfig(**config))
 
     def counts(self, lengths: Counts, cache: ProgressiveCache) -> Counts:
         """See `Stored.counts`: what is not in the buffer is in blocks."""
         compressed = lengths["lengths"] - lengths[_BUFFERED]
-        return {**lengths, _BLOCKS: compressed // cache.config.block_kv}
+        blocks = compressed // cache.config.block_kv
+        return {**lengths, _BLOCKS: np.minimum(blocks, cache.blocks_of_room)}
 
     def check_counts(self, counts: Counts, cache: ProgressiveCache) -> None:
         """See `Stored.check_counts`."""

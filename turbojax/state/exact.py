@@ -7,7 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
-from turbojax.state import checks
+from turbojax.state import checks, ring
+
+_UNIT = 16
+"""Rows of a ring are a multiple of this."""
 
 
 @jax.tree_util.register_dataclass
@@ -16,21 +19,36 @@ class ExactCache:
     """Keys and values as they are, in one floating-point dtype.
 
     Attributes:
-      key: ``[B, max_length, K, H]``, zero past each length.
+      key: ``[B, room, K, H]``, zero where there was no token yet. Token `p` is in row ``p % room``.
       value: the same.
-      lengths: int32 ``[B]``, tokens held.
+      lengths: int32 ``[B]``, tokens seen; all are held, unless this is a ring.
       overflowed: bool ``[B]``, True where a call under `jit` had to leave tokens out.
+      window: tokens that a query may see, its own included, see `turbojax.state.ring`; None for
+        all.
+      limit: tokens a sequence may grow to, or None for `room`.
     """
 
     key: jax.Array
     value: jax.Array
     lengths: jax.Array
     overflowed: jax.Array
+    window: int | None = dataclasses.field(default=None, metadata={"static": True})
+    limit: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def max_length(self) -> int:
-        """Tokens each sequence can hold."""
+        """Tokens each sequence may grow to."""
+        return self.room if self.limit is None else self.limit
+
+    @property
+    def room(self) -> int:
+        """Tokens of a sequence that are kept at any time."""
         return self.key.shape[-3]
+
+    @property
+    def is_ring(self) -> bool:
+        """Whether new tokens take the place of those that no window reaches any more."""
+        return self.room < self.max_length
 
     @property
     def num_kv_heads(self) -> int:
@@ -54,8 +72,9 @@ class ExactCache:
 
     @property
     def compression_ratio(self) -> float:
-        """Bytes of bfloat16 keys and values over `nbytes`."""
-        return 2 * (self.key.size + self.value.size) / self.nbytes
+        """Bytes of bfloat16 keys and values of `max_length` tokens over `nbytes`."""
+        values = self.lengths.size * self.max_length * self.num_kv_heads * self.head_dim
+        return 4 * values / self.nbytes
 
 
 def init_cache(
@@ -65,16 +84,29 @@ def init_cache(
     head_dim: int,
     *,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    local_window_size: int | tuple[int, int] | None = None,
 ) -> ExactCache:
     """An empty cache of these sizes.
 
+    Args:
+      batch_size: sequences, `B`.
+      max_length: tokens each may grow to.
+      num_kv_heads: key/value heads, `K`.
+      head_dim: channels, `H`.
+      dtype: of what is held.
+      local_window_size: the largest window that `decode` will be called with, if any: what it does
+        not reach is not kept, see `turbojax.state.ring`.
+
     Raises:
-      ValueError: if a size is not positive.
+      ValueError: if a size is not positive, or the window is none.
       TypeError: if `dtype` is none of bfloat16, float16, float32.
     """
     shape = (batch_size, max_length, num_kv_heads, head_dim)
     if min(shape) < 1:
         raise ValueError(f"cache shape {shape} must be positive in every axis")
+    window = ring.window_of(local_window_size)
+    rows = min(max_length, _UNIT * ring.units(window, max_length, _UNIT))
+    shape = (batch_size, rows, num_kv_heads, head_dim)
     if jnp.dtype(dtype) not in _checks.FLOAT_DTYPES:
         raise TypeError(f"dtype={jnp.dtype(dtype)} must be bfloat16, float16 or float32")
     return ExactCache(
@@ -82,6 +114,8 @@ def init_cache(
         value=jnp.zeros(shape, dtype),
         lengths=jnp.zeros(batch_size, jnp.int32),
         overflowed=jnp.zeros(batch_size, jnp.bool_),
+        window=window,
+        limit=max_length if rows < max_length else None,
     )
 
 
@@ -117,14 +151,14 @@ def append(
             f"appending would give lengths {np.asarray(total).tolist()}, "
             f"which must be at most max_length={cache.max_length}"
         )
-    offset = jnp.arange(tokens)[None]
-    index = cache.lengths[:, None] + offset
-    # Padding gets rows past the end, which the scatter drops; no row is named twice.
-    index = jnp.where(offset < lengths[:, None], index, cache.max_length + offset)
+    accepted = jnp.clip(lengths, 0, jnp.minimum(cache.max_length - cache.lengths, tokens))
+    # Rows past the end are those that the scatter drops; no row is named twice.
+    index = ring.rows_of_new(cache.lengths, accepted, tokens, cache.room)
     put = jax.vmap(lambda old, i, new: old.at[i].set(new, mode="drop", unique_indices=True))
-    return ExactCache(
+    return dataclasses.replace(
+        cache,
         key=put(cache.key, index, key.astype(cache.key.dtype)),
         value=put(cache.value, index, value.astype(cache.value.dtype)),
-        lengths=jnp.minimum(total, cache.max_length),
+        lengths=cache.lengths + accepted,
         overflowed=cache.overflowed | (total > cache.max_length),
     )

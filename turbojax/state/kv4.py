@@ -17,7 +17,7 @@ import numpy as np
 from turbojax import _checks
 from turbojax._gradient import refuse_gradients
 from turbojax.quantizers import absolute_maximum, pack, quantize_tokens, unpack
-from turbojax.state import checks
+from turbojax.state import checks, ring
 
 LARGEST_CODE = 7
 """Largest 4-bit code; with these scales -8 does not occur."""
@@ -47,6 +47,7 @@ class TokenScaledCache:
     overflowed: jax.Array
     max_length: int = dataclasses.field(metadata={"static": True})
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
+    window: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def batch_size(self) -> int:
@@ -62,6 +63,16 @@ class TokenScaledCache:
     def head_dim(self) -> int:
         """Channels of a head, `H`."""
         return self.key_codes.shape[-1] * _channels_per_code(self.key_codes.dtype)
+
+    @property
+    def room(self) -> int:
+        """Tokens of a sequence that are kept at any time."""
+        return self.key_scale.shape[-1]
+
+    @property
+    def is_ring(self) -> bool:
+        """Whether new tokens take the place of those that no window reaches any more."""
+        return self.room < self.max_length
 
     @property
     def nbytes(self) -> int:
@@ -82,7 +93,7 @@ class TokenScaledCache:
           ValueError: naming the field and what it breaks.
         """
         sizes = (self.batch_size, self.max_length, self.num_kv_heads, self.head_dim)
-        wanted = jax.eval_shape(lambda: _empty(type(self), *sizes, self.dtype))
+        wanted = jax.eval_shape(lambda: _empty(type(self), *sizes, self.dtype, self.window))
         for field in _array_fields():
             leaf, want = getattr(self, field), getattr(wanted, field)
             if (leaf.shape, leaf.dtype) != (want.shape, want.dtype):
@@ -99,9 +110,10 @@ class TokenScaledCache:
 class Kv4Cache(TokenScaledCache):
     """Keys and values of `B` sequences in symmetric 4-bit codes (FireQ, Baek et al., 2025).
 
-    Shapes: `K` KV heads, head dim `H`, `S` = `max_length` rounded up to a multiple of 128.
-    ``x = code * scale``. A byte holds channel `c` in its low nibble and ``c + H/2`` in its high
-    one, both in two's complement (see `turbojax.quantizers.packing`).
+    Shapes: `K` KV heads, head dim `H`, `S` = `max_length`, or what the window needs, rounded up to
+    a multiple of 128; token `p` is in row ``p % S``. ``x = code * scale``. A byte holds channel `c`
+    in its low nibble and ``c + H/2`` in its high one, both in two's complement (see
+    `turbojax.quantizers.packing`).
 
     Made by `init_cache`; `prefill`, `append` and `decode` take it and never change it in place
     (donate it to `jit` to reuse its memory). The caches of several layers may be stacked along a
@@ -116,11 +128,13 @@ class Kv4Cache(TokenScaledCache):
         all are zero, NaN where one is not finite.
       value_codes: as `key_codes`.
       value_scale: as `key_scale`.
-      lengths: int32 ``[B]``, tokens held.
+      lengths: int32 ``[B]``, tokens seen; all are held, unless this is a ring.
       overflowed: bool ``[B]``, True where a call under `jit` had to leave tokens out: past
         `max_length`, or a prefill into a sequence that was not empty.
-      max_length: tokens each sequence can hold.
+      max_length: tokens each sequence may grow to.
       dtype: dtype of the keys and values it takes.
+      window: tokens that a query may see, its own included, see `turbojax.state.ring`; None for
+        all.
     """
 
     KEY_CODES = np.dtype(np.uint8)
@@ -135,8 +149,7 @@ class K8v4Cache(TokenScaledCache):
     get more bits here. A channel of a token costs ``12 + 32 / H`` bits, key and value together.
 
     Made by `turbojax.k8v4.init_cache`. It is used as a `Kv4Cache` is, and keeps the same
-    invariants. Shapes: `K` KV heads, head dim `H`, `S` = `max_length` rounded up to a multiple of
-    128. ``x = code * scale``.
+    invariants. Shapes: `K` KV heads, head dim `H`, `S` as there. ``x = code * scale``.
 
     Attributes:
       key_codes: float8_e4m3fn ``[B, K, S, H]``; NaN where the scale is.
@@ -144,10 +157,12 @@ class K8v4Cache(TokenScaledCache):
         finite key is out of the codes' range; 1 where all are zero, NaN where one is not finite.
       value_codes: uint8 ``[B, K, S, H / 2]``, 4-bit codes, see `Kv4Cache`.
       value_scale: bfloat16 ``[B, K, S]``, a seventh of the token's largest absolute value.
-      lengths: int32 ``[B]``, tokens held.
+      lengths: int32 ``[B]``, tokens seen; all are held, unless this is a ring.
       overflowed: bool ``[B]``, see `Kv4Cache`.
-      max_length: tokens each sequence can hold.
+      max_length: tokens each sequence may grow to.
       dtype: dtype of the keys and values it takes.
+      window: tokens that a query may see, its own included, see `turbojax.state.ring`; None for
+        all.
     """
 
     KEY_CODES = np.dtype(jnp.float8_e4m3fn)
@@ -163,21 +178,26 @@ def init_cache(
     head_dim: int,
     *,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    local_window_size: int | tuple[int, int] | None = None,
 ) -> Kv4Cache:
     """An empty cache.
 
     Args:
       batch_size: sequences, `B`.
-      max_length: tokens each can hold.
+      max_length: tokens each may grow to.
       num_kv_heads: key/value heads, `K`.
       head_dim: channels, `H`, a multiple of 8.
       dtype: of the keys and values to come: bfloat16, float16 or float32.
+      local_window_size: the largest window that `decode` will be called with, if any: tokens that
+        it does not reach are not kept, see `turbojax.state.ring`.
 
     Raises:
       TypeError: if `dtype` is none of these or a size not an integer.
-      ValueError: if a size is not positive or `head_dim` not a multiple of 8.
+      ValueError: if a size is not positive, `head_dim` not a multiple of 8, or the window none.
     """
-    return _init_cache(Kv4Cache, (batch_size, max_length, num_kv_heads, head_dim), dtype)
+    return _init_cache(
+        Kv4Cache, (batch_size, max_length, num_kv_heads, head_dim), dtype, local_window_size
+    )
 
 
 def init_k8v4_cache(
@@ -187,21 +207,12 @@ def init_k8v4_cache(
     head_dim: int,
     *,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    local_window_size: int | tuple[int, int] | None = None,
 ) -> K8v4Cache:
-    """An empty cache for keys in e4m3 and values in 4 bits.
-
-    Args:
-      batch_size: sequences, `B`.
-      max_length: tokens each can hold.
-      num_kv_heads: key/value heads, `K`.
-      head_dim: channels, `H`, a multiple of 8.
-      dtype: of the keys and values to come: bfloat16, float16 or float32.
-
-    Raises:
-      TypeError: if `dtype` is none of these or a size not an integer.
-      ValueError: if a size is not positive or `head_dim` not a multiple of 8.
-    """
-    return _init_cache(K8v4Cache, (batch_size, max_length, num_kv_heads, head_dim), dtype)
+    """An empty cache for keys in e4m3 and values in 4 bits; arguments are those of `init_cache`."""
+    return _init_cache(
+        K8v4Cache, (batch_size, max_length, num_kv_heads, head_dim), dtype, local_window_size
+    )
 
 
 def append(
@@ -270,13 +281,16 @@ def dequantize(
         are exact.
 
     Returns:
-      key, value: ``[B, max_length, K, H]``, zero past each length.
+      key, value: ``[B, max_length, K, H]``, zero past each length, and where a ring holds newer
+      tokens instead.
     """
-    held = jnp.arange(cache.max_length)[None] < cache.lengths[:, None]
+    position = jnp.arange(cache.max_length)
+    held = position[None] < cache.lengths[:, None]
+    held = held & (position[None] >= cache.lengths[:, None] - cache.room)
 
     def side(codes: jax.Array, scale: jax.Array) -> jax.Array:
         x = numbers(codes).astype(jnp.float32) * scale[..., None].astype(jnp.float32)
-        x = jnp.swapaxes(x, 1, 2)[:, : cache.max_length]
+        x = jnp.take(jnp.swapaxes(x, 1, 2), position % cache.room, axis=1)
         return jnp.where(held[:, :, None, None], x, 0).astype(dtype or cache.dtype)
 
     return (
@@ -365,7 +379,10 @@ def check_prompt(
 
 
 def _init_cache(
-    kind: type[CacheT], sizes: tuple[int, int, int, int], dtype: jax.typing.DTypeLike
+    kind: type[CacheT],
+    sizes: tuple[int, int, int, int],
+    dtype: jax.typing.DTypeLike,
+    local_window_size: int | tuple[int, int] | None,
 ) -> CacheT:
     """`init_cache` of either kind, for sizes of `B`, tokens, `K` and `H`."""
     batch_size, max_length, num_kv_heads, head_dim = sizes
@@ -377,7 +394,7 @@ def _init_cache(
     dtype = jnp.dtype(dtype)
     if dtype not in _checks.FLOAT_DTYPES:
         raise TypeError(f"{dtype=!s} must be bfloat16, float16 or float32")
-    return _empty(kind, *sizes, dtype)
+    return _empty(kind, *sizes, dtype, ring.window_of(local_window_size))
 
 
 def _empty(
@@ -387,8 +404,10 @@ def _empty(
     num_kv_heads: int,
     head_dim: int,
     dtype: np.dtype,
+    window: int | None,
 ) -> CacheT:
-    rows = (batch_size, num_kv_heads, -(-max_length // ALLOCATION) * ALLOCATION)
+    tiles = ring.units(window, -(-max_length // ALLOCATION), ALLOCATION)
+    rows = (batch_size, num_kv_heads, tiles * ALLOCATION)
     channels = head_dim // _channels_per_code(kind.KEY_CODES)
     return kind(
         key_codes=jnp.zeros((*rows, channels), kind.KEY_CODES),
@@ -399,6 +418,7 @@ def _empty(
         overflowed=jnp.zeros(batch_size, jnp.bool_),
         max_length=max_length,
         dtype=dtype,
+        window=window,
     )
 
 
@@ -408,13 +428,10 @@ def _channels_per_code(dtype: np.dtype) -> int:
 
 @jax.jit
 def _append(cache: CacheT, key: jax.Array, value: jax.Array, lengths: jax.Array) -> CacheT:
-    tokens, allocated = key.shape[1], cache.key_scale.shape[2]
+    tokens = key.shape[1]
     accepted = jnp.clip(lengths, 0, jnp.minimum(cache.max_length - cache.lengths, tokens))
-    offset = jnp.arange(tokens)[None]
-    # Tokens left out get rows past the end, which the scatter drops; no row is named twice.
-    index = jnp.where(
-        offset < accepted[:, None], cache.lengths[:, None] + offset, allocated + offset
-    )
+    # Rows past the end are those that the scatter drops; no row is named twice.
+    index = ring.rows_of_new(cache.lengths, accepted, tokens, cache.room)
 
     @jax.vmap
     def scatter(index: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
@@ -428,13 +445,15 @@ def _append(cache: CacheT, key: jax.Array, value: jax.Array, lengths: jax.Array)
 def _store_prompt(cache: CacheT, key: jax.Array, value: jax.Array, lengths: jax.Array) -> CacheT:
     size = min(key.shape[1], cache.max_length)
     kept = jnp.where(cache.lengths == 0, jnp.clip(lengths, 0, size), 0)
+    key, value = (ring.newest(x[:, :size], kept, cache.room) for x in (key, value))
+    size = key.shape[1]
     stored = jnp.arange(size)[None] < kept[:, None]
 
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
         mask = stored[:, None].reshape(len(kept), 1, size, *[1] * (old.ndim - 3))
         return old.at[:, :, :size].set(jnp.where(mask, new, old[:, :, :size]))
 
-    return _with_tokens(cache, put, key[:, :size], value[:, :size], lengths, kept)
+    return _with_tokens(cache, put, key, value, lengths, kept)
 
 
 def _with_tokens(

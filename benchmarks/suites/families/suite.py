@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ import numpy as np
 
 from benchmarks import timing
 from benchmarks.measuring import steps
+from benchmarks.measuring.compiling import Lower
 from benchmarks.measuring.work import Needs
 from benchmarks.suite import Ceilings, Latest, Suite, attempt, kernel_facts
 from benchmarks.suites.families import tables
@@ -26,10 +27,13 @@ from benchmarks.tables import Row
 from turbojax import models
 from turbojax.kv import LayerCache, cache_by_name, init_layer_cache
 from turbojax.models.generation import session as generation
-from turbojax.models.generation.caching import init_caches
+from turbojax.models.generation.caching import init_caches, windows_of_layers
 
 CACHES = ("exact", "paged", "fp8_e4m3", "k8v4", "turbo4", "4bit")
 UNCOMPRESSED = ("exact", "paged")
+
+Fill = Mapping[int | None, Callable[..., Any]]
+"""Compiled functions that fill some sequences of a layer's cache, by the layer's window."""
 
 # Sequences that are filled at a time.
 _FILLED_AT_A_TIME = 4
@@ -114,11 +118,10 @@ def run(
     caches = {group: [cache for other, cache in rows if other == group] for group in groups}
     compiled = {}
     if time.monotonic() <= deadline:
-        kinds = [(lower, c) for lower in (_lower, _lower_fill) for c in CACHES]
-        wanted = {g: [(f, c) for f, c in kinds if c in caches[g]] for g in groups}
-        lowerings = [[functools.partial(f, g, c) for f, c in wanted[g]] for g in groups]
+        wanted = {g: _lowerings(g, [c for c in CACHES if c in caches[g]]) for g in groups}
+        lowerings = [[lower for _, lower in wanted[g]] for g in groups]
         for group, found in zip(groups, steps.compile_groups(lowerings), strict=True):
-            for (_, cache), future in zip(wanted[group], found, strict=True):
+            for (cache, _), future in zip(wanted[group], found, strict=True):
                 compiled.setdefault((group, cache), []).append(future)
     for group in groups:
         inputs = Latest(Inputs)
@@ -140,8 +143,26 @@ def _measure(
     repetitions: int | None,
 ) -> Row:
     made: Inputs = inputs.of(group)
-    step, fill = (future.result() for future in compiled.pop((group, cache)))
+    step, *found = (future.result() for future in compiled.pop((group, cache)))
+    fill = dict(zip(dict.fromkeys(_windows(group, cache)), found, strict=True))
     return measure(made, cache, step, fill, ceilings, repetitions)
+
+
+def _windows(group: Group, cache: str) -> tuple[int | None, ...]:
+    """For every layer what its cache must keep; None for all tokens."""
+    config = group.config
+    return windows_of_layers(config, (group.kind(cache),) * config.num_layers)
+
+
+def _lowerings(group: Group, caches: list[str]) -> list[tuple[str, Lower]]:
+    """What lowers the step of each cache, and what fills its layers, one for each window."""
+    all_steps = [(cache, functools.partial(_lower, group, cache)) for cache in caches]
+    fills = [
+        (cache, functools.partial(_lower_fill, group, cache, window))
+        for cache in caches
+        for window in dict.fromkeys(_windows(group, cache))
+    ]
+    return [*all_steps, *fills]
 
 
 def _lower(group: Group, cache: str) -> jax.stages.Lowered:
@@ -155,9 +176,9 @@ def _lower(group: Group, cache: str) -> jax.stages.Lowered:
     return jax.jit(_step, donate_argnums=1).lower(*jax.eval_shape(arguments))
 
 
-def _lower_fill(group: Group, cache: str) -> jax.stages.Lowered:
+def _lower_fill(group: Group, cache: str, window: int | None) -> jax.stages.Lowered:
     """What fills some sequences of a layer's cache."""
-    layer = jax.eval_shape(functools.partial(_empty, group, group.kind(cache)))
+    layer = jax.eval_shape(functools.partial(_empty, group, group.kind(cache), window))
     number, first = jnp.uint32(0), jnp.int32(0)
     return steps.fill.lower(
         layer,
@@ -171,10 +192,10 @@ def _lower_fill(group: Group, cache: str) -> jax.stages.Lowered:
     )
 
 
-def _empty(group: Group, kind: models.CacheKind) -> LayerCache:
+def _empty(group: Group, kind: models.CacheKind, window: int | None) -> LayerCache:
     config = group.config
     sizes = (group.batch, group.tokens, config.num_kv_heads, config.head_dim)
-    return init_layer_cache(*sizes, kind=kind, dtype=jnp.bfloat16)
+    return init_layer_cache(*sizes, kind=kind, dtype=jnp.bfloat16, local_window_size=window)
 
 
 def _step(
@@ -200,14 +221,14 @@ class Inputs:
         self.model = jax.block_until_ready(models.random_decoder(group.config))
         self.exact: jax.Array | None = None
 
-    def caches(self, kind: models.CacheKind, fill: Callable[..., Any]) -> models.ModelCaches:
+    def caches(self, cache: str, fill: Fill) -> models.ModelCaches:
         """Full ones."""
         group = self.group
         layers = []
-        for number in range(group.config.num_layers):
-            layer = _empty(group, kind)
+        for number, window in enumerate(_windows(group, cache)):
+            layer = _empty(group, group.kind(cache), window)
             for first in range(0, group.batch, min(group.batch, _FILLED_AT_A_TIME)):
-                layer = fill(layer, jnp.uint32(number), jnp.int32(first))
+                layer = fill[window](layer, jnp.uint32(number), jnp.int32(first))
             layers.append(layer)
         return jax.block_until_ready(models.ModelCaches(tuple(layers)))
 
@@ -238,7 +259,7 @@ def measure(
     inputs: Inputs,
     cache: str,
     compiled: Callable[..., Any],
-    fill: Callable[..., Any],
+    fill: Fill,
     ceilings: Ceilings,
     repetitions: int | None,
 ) -> Row:
@@ -248,7 +269,7 @@ def measure(
       ArithmeticError: if the logits are not finite, or far from those of the exact cache.
     """
     group = inputs.group
-    caches = inputs.caches(group.kind(cache), fill)
+    caches = inputs.caches(cache, fill)
     cache_bytes, lengths = caches.nbytes, jnp.full(group.batch, group.held, jnp.int32)
     call = steps.Steps(compiled, inputs.model, (caches, lengths), _tokens(group))
     needed = _needed_bytes(inputs.model, caches)
@@ -293,7 +314,8 @@ def _needed_bytes(model: models.Decoder, caches: models.ModelCaches) -> float:
         needed -= timing.nbytes(model.embedding)
     for i, layer in enumerate(caches.layers):
         window = model.config.attention_options(i).local_window_size
-        share = 1.0 if window is None else min(1.0, window / caches.max_length)
+        held = getattr(layer, "room", caches.max_length)
+        share = 1.0 if window is None else min(1.0, window / held)
         needed += share * layer.nbytes
     return needed
 

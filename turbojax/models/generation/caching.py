@@ -2,13 +2,22 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Literal, TypeVar
 
 import jax
 import numpy as np
 
 from turbojax import _checks
-from turbojax.kv import CacheKind, LayerCache, PagedLayer, init_layer_cache, kind_for
+from turbojax.kv import (
+    CacheKind,
+    LayerCache,
+    PagedLayer,
+    init_layer_cache,
+    kind_for,
+    window_to_keep,
+)
+from turbojax.models.config import TransformerConfig
 from turbojax.models.decoder import Decoder
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.models.transformer import Transformer
@@ -122,7 +131,7 @@ class ModelCaches:
 
     @property
     def max_length(self) -> int:
-        """Tokens each sequence can hold."""
+        """Tokens each sequence may grow to."""
         return self.layers[0].max_length
 
     @property
@@ -146,10 +155,13 @@ def init_caches(
 ) -> ModelCaches:
     """Empty caches for all layers of a model.
 
+    A layer with a window keeps what that needs and not all tokens, see `turbojax.state.ring`, in
+    every kind of cache but pages.
+
     Args:
       model: the model.
       batch_size: sequences.
-      max_length: tokens each sequence can hold.
+      max_length: tokens each sequence may grow to.
       cache: the kind of cache, see `turbojax.kv.init_layer_cache`, or `UncompressedEdges`.
 
     Raises:
@@ -162,11 +174,37 @@ def init_caches(
     # Says what is wrong before `jit` says that it cannot hash it.
     middle = kinds[len(kinds) // 2]
     jax.eval_shape(lambda: init_layer_cache(*sizes, kind=middle, dtype=model.dtype))
-    return ModelCaches(tuple(_empty_layer(sizes, kind, model.dtype) for kind in kinds))
+    windows = windows_of_layers(config, kinds)
+    return ModelCaches(
+        tuple(
+            _empty_layer(sizes, kind, model.dtype, window)
+            for kind, window in zip(kinds, windows, strict=True)
+        )
+    )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _empty_layer(sizes: tuple[int, ...], kind: CacheKind, dtype: np.dtype) -> LayerCache:
+def windows_of_layers(
+    config: TransformerConfig, kinds: Sequence[CacheKind]
+) -> tuple[int | None, ...]:
+    """For every layer how many tokens its cache must keep; None for all."""
+    return tuple(
+        window_to_keep(kind, config.attention_options(layer).local_window_size)
+        for layer, kind in enumerate(kinds)
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _empty_layer(
+    sizes: tuple[int, ...], kind: CacheKind, dtype: np.dtype, window: int | None
+) -> LayerCache:
     """One program for each size, instead of one for each array."""
     batch_size, max_length, num_kv_heads, head_dim = sizes
-    return init_layer_cache(batch_size, max_length, num_kv_heads, head_dim, kind=kind, dtype=dtype)
+    return init_layer_cache(
+        batch_size,
+        max_length,
+        num_kv_heads,
+        head_dim,
+        kind=kind,
+        dtype=dtype,
+        local_window_size=window,
+    )

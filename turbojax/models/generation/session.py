@@ -203,8 +203,8 @@ def _run(
 ) -> Session:
     """Runs checked prompts through a model for `max_length` tokens and caches for `room`."""
     count = prefill_batch_size or len(tokens)
-    caches = init_caches(model, len(tokens), room, cache)
     decoder = for_length(unstack(model) if isinstance(model, Transformer) else model, max_length)
+    caches = init_caches(decoder, len(tokens), room, cache)
     logits = []
     for first in range(0, len(tokens), count):
         # Cut on the host: on the device every length would be a program of its own.

@@ -10,7 +10,7 @@ from turbojax.config import TurboConfig
 from turbojax.ops import cudnn, turbo_attention
 from turbojax.ops.exact_attention import reference
 from turbojax.ops.options import Options, require_causal
-from turbojax.state import checks
+from turbojax.state import checks, ring
 from turbojax.state.exact import ExactCache
 
 IMPLEMENTATIONS = ("xla", "cudnn")
@@ -106,7 +106,7 @@ def decode(
       query: ``[B, T, N, H]``.
       cache: the cache, which already holds the queries' own keys and values.
       scale: factor of the scores; ``1 / sqrt(H)`` if not given.
-      local_window_size: see `turbojax.decode`.
+      local_window_size: see `turbojax.decode`; of a ring (`turbojax.state.ring`) at most its own.
       logits_soft_cap: see `turbojax.decode`.
       implementation: ``"xla"``, ``"cudnn"`` (one query per sequence, neither window nor cap), or
         None for cuDNN where it can.
@@ -160,6 +160,7 @@ def _decode(
 ) -> jax.Array:
     """`decode` of checked arguments."""
     tokens = query.shape[1]
+    ring.check_visible(cache, options.window, tokens)
     chosen = _choose(
         implementation,
         query,
@@ -178,7 +179,11 @@ def _decode(
             implementation="cudnn",
         )
     position = cache.lengths[:, None] - tokens + jnp.arange(tokens)[None]
-    mask = options.mask(position, jnp.arange(cache.max_length)[None], cache.lengths)
+    if cache.is_ring:
+        held = ring.positions_of_rows(cache.lengths, cache.room)
+        mask = options.mask(position, held, cache.lengths) & (held >= 0)[:, None]
+    else:
+        mask = options.mask(position, jnp.arange(cache.room)[None], cache.lengths)
     return reference.masked_attention(
         query,
         cache.key.astype(query.dtype),

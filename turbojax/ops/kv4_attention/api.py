@@ -10,7 +10,7 @@ from turbojax.config import TurboConfig
 from turbojax.ops.kv4_attention import reference, triton
 from turbojax.ops.options import Options, require_causal
 from turbojax.ops.turbo_attention import attend
-from turbojax.state import checks, kv4
+from turbojax.state import checks, kv4, ring
 from turbojax.state.kv4 import CacheT, TokenScaledCache
 
 DECODE = Registry(
@@ -179,7 +179,8 @@ def decode(
       query_seq_lengths: optional int ``[B]``: how many of the `T` queries are real, the first
         ones; they are at ``length - query_seq_lengths + t``, and padding gives 0 and ``-inf``.
         Under `jit` values outside ``0..T`` act as the nearest bound.
-      local_window_size: optional `w` or ``(left, right)``, relative to the query's position.
+      local_window_size: optional `w` or ``(left, right)``, relative to the query's position;
+        of a cache made for a window at most that.
       logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
       implementation: ``"triton"`` (rounds weights times values' scales to bfloat16, and float32
         queries for 8-bit keys to 11 bits of a row's largest), ``"xla"``, or None for the first of
@@ -193,7 +194,8 @@ def decode(
 
     Raises:
       TypeError: if `cache` is another kind or the query's dtype is not `cache.dtype`.
-      ValueError: if a shape, length, window, cap or name does not fit.
+      ValueError: if a shape, length, window, cap or name does not fit, or the cache, made for a
+        window, does not keep all that so many queries see: append and attend in parts of 16 then.
       NotImplementedError: if the implementation asked for cannot run this, or when it is
         differentiated.
     """
@@ -243,6 +245,7 @@ def _decode(
     implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:
     """`decode` of checked arguments."""
+    ring.check_visible(cache, options.window, query.shape[1])
     chosen = DECODE.select(implementation, query=query, cache=cache, options=options)
     run = refuse_gradients(chosen.run, "fireq.decode", options=options)
     out, residual = run(query, cache, jnp.clip(query_lengths, 0, query.shape[1]))

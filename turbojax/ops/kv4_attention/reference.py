@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from turbojax.ops import numerics
 from turbojax.ops.options import Options
 from turbojax.quantizers import quantize_fp8
-from turbojax.state.kv4 import TokenScaledCache, numbers
+from turbojax.state.kv4 import ALLOCATION, TokenScaledCache, numbers
 
 _State = tuple[jax.Array, jax.Array, jax.Array]
 # Tokens dequantized at a time: enough to amortize a loop step, small enough to stay in a cache.
@@ -42,17 +42,23 @@ def decode(
     begin = cache.lengths - query_length
     position = begin[:, None] + jnp.arange(length)[None]
     is_query = (jnp.arange(length)[None] < query_length[:, None])[:, :, None]
-    allocated = cache.key_scale.shape[2]
-    count = min(allocated, _CHUNK_TOKENS)
+    # A ring's tokens are read in their order, and in the chunks of a cache that has them all.
+    total = max(cache.room, -(-cache.max_length // ALLOCATION) * ALLOCATION)
+    count = min(total, _CHUNK_TOKENS)
+
+    def read(x: jax.Array, first: jax.Array) -> jax.Array:
+        if cache.is_ring:
+            return jnp.take(x, (first + jnp.arange(count)) % cache.room, axis=2)
+        return jax.lax.dynamic_slice_in_dim(x, first, count, axis=2)
 
     def chunk(i: jax.Array, state: _State) -> _State:
         # The last chunk starts early enough to stay inside; what it reads twice is masked.
-        first = jnp.minimum(i * count, allocated - count)
+        first = jnp.minimum(i * count, total - count)
         token = (first + jnp.arange(count))[None]
         mask = options.mask(position, token, cache.lengths) & is_query
         mask = (mask & (token >= i * count)[:, None])[:, None, None]
         key, key_scale, value, value_scale = (
-            jax.lax.dynamic_slice_in_dim(x, first, count, axis=2)
+            read(x, first)
             for x in (cache.key_codes, cache.key_scale, cache.value_codes, cache.value_scale)
         )
         scores = numerics.exact_dot("bkgqh,bkth->bkgqt", q, numbers(key))

@@ -25,7 +25,7 @@ from turbojax.ops.turbo_attention import (
     unrounded,
 )
 from turbojax.ops.turbo_attention.gradient import straight_through
-from turbojax.state import checks
+from turbojax.state import checks, ring
 from turbojax.state.progressive.cache import ProgressiveCache
 from turbojax.state.progressive.triton import store_prompt_triton
 from turbojax.state.progressive.update import STORE_PROMPT, check_cache_arguments, check_prompt
@@ -363,7 +363,8 @@ def decode(
       query_seq_lengths: optional int ``[B]``: how many of the `T` queries are real, the first
         ones; they are at ``length - query_seq_lengths + t``, and padding gives 0 and ``-inf``.
         Under `jit` values outside ``0..T`` act as the nearest bound.
-      local_window_size: optional `w` or ``(left, right)``, relative to the query's position.
+      local_window_size: optional `w` or ``(left, right)``, relative to the query's position;
+        of a cache made for a window at most that.
       logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
       implementation: ``"mosaic_gpu"`` (compute capability 9.0 alone), ``"triton"`` or ``"xla"``,
         or None for the first of them that can run this.
@@ -375,7 +376,8 @@ def decode(
 
     Raises:
       TypeError: if `cache` is another kind or the query's dtype is not `cache.dtype`.
-      ValueError: if a shape, window, cap or name does not fit.
+      ValueError: if a shape, window, cap or name does not fit, or the cache, made for a window,
+        does not keep all that so many queries see: append and attend in parts of 16 then.
       NotImplementedError: if the implementation asked for cannot run this, or when it is
         differentiated.
     """
@@ -425,6 +427,7 @@ def _decode(
     implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:
     """`decode` of checked arguments."""
+    ring.check_visible(cache, options.window, query.shape[1])
     chosen = DECODE.select(implementation, query=query, cache=cache, options=options)
     run = refuse_gradients(chosen.run, "decode", options=options)
     out, residual = run(query, cache, jnp.clip(query_lengths, 0, query.shape[1]))

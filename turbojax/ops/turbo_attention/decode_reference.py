@@ -67,15 +67,19 @@ def decode(
         scores = numerics.cap_logits(scores * factor[..., None], options.logits_soft_cap)
         return _merge_splits(state, scores, mask, value, cache)
 
-    allocated = cache.key.block_scale.shape[2]
-    count = min(allocated, max(1, _CHUNK_TOKENS // block))
+    # A ring's blocks are read in their order, and in the chunks of a cache that has them all.
+    total = cache.blocks_of_length
+    count = min(total, max(1, _CHUNK_TOKENS // block))
 
     def chunk(i: jax.Array, state: _State) -> _State:
         # The last chunk starts early enough to stay inside; what it reads twice is masked.
-        first = jnp.minimum(i * count, allocated - count)
+        first = jnp.minimum(i * count, total - count)
         number = first + jnp.arange(count * block)[None] // block
         visible = (number >= i * count) & (number < cache.num_blocks[:, None])
-        key, value = (_read(side, first, count) for side in (cache.key, cache.value))
+        key, value = (
+            read_blocks(side, first, count, is_ring=cache.is_ring)
+            for side in (cache.key, cache.value)
+        )
         start = jnp.broadcast_to(first * block, (batch,))
         return attend(state, key, value, start, visible)
 
@@ -96,11 +100,6 @@ def decode(
     out = jnp.moveaxis(out, 3, 1).reshape(batch, length, heads, channels)
     residual = jnp.moveaxis(residual, 3, 1).reshape(batch, length, heads)
     return out.astype(query.dtype), residual
-
-
-def _read(side: CacheSide, first: jax.Array, count: int) -> _Splits:
-    scale = jax.lax.dynamic_slice_in_dim(side.block_scale, first, count, axis=2)
-    return read_blocks(side, first, count), scale
 
 
 def _buffer(side: CacheSide) -> _Splits:

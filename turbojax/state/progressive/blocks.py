@@ -6,30 +6,40 @@ import jax
 import jax.numpy as jnp
 
 from turbojax.quantizers import dequantize_channels, pack, quantize_channels, unpack
+from turbojax.state import ring
 from turbojax.state.progressive.cache import CacheSide
 
 
-def read_blocks(side: CacheSide, start: jax.Array | int, count: int) -> jax.Array:
+def read_blocks(
+    side: CacheSide, start: jax.Array | int, count: int, *, is_ring: bool
+) -> tuple[jax.Array, jax.Array]:
     """Dequantizes blocks to stage-1 integers.
 
     Args:
       side: keys or values.
-      start: first block; ``start + count`` must not exceed the blocks allocated.
+      start: first block.
       count: how many, static.
+      is_ring: whether block number `i` is in place ``i % n``, where a newer one may be instead;
+        otherwise ``start + count`` must not exceed the blocks allocated.
 
     Returns:
-      int8 ``[B, K, count, block, H]``; times `block_scale` they are keys or values.
+      int8 ``[B, K, count, block, H]`` and their `block_scale`, float32 ``[B, K, count]``: keys or
+      values are their products.
     """
+    allocated = side.block_scale.shape[2]
 
     def window(x: jax.Array) -> jax.Array:
+        if is_ring:
+            return jnp.take(x, (start + jnp.arange(count)) % allocated, axis=2)
         return jax.lax.dynamic_slice_in_dim(x, start, count, axis=2)
 
-    groups = []
+    scale, groups = window(side.block_scale), []
     for codes, bits in zip(side.codes, side.bits, strict=True):
         group = unpack(window(codes), bits, axis=-1)
         groups.append(jnp.swapaxes(group, -1, -2) if side.tokens_last else group)
     codes = _from_slots(groups, side.head_slots)
-    return dequantize_channels(codes, window(side.channel_scale), window(side.channel_zero))
+    channels = window(side.channel_scale), window(side.channel_zero)
+    return dequantize_channels(codes, *channels), scale
 
 
 def write_blocks(
@@ -42,15 +52,14 @@ def write_blocks(
       codes: int8 ``[B, K, G, block, H]``.
       scale: float32 ``[B, K, G]``, their stage-1 scales.
       start: int32 ``[B]``, the block number of the first.
-      count: int32 ``[B]``, how many of the `G` blocks are stored; the rest is left out.
+      count: int32 ``[B]``, how many of the `G` blocks are stored; the rest is left out. In a ring
+        with room for fewer the last ones are.
 
     Returns:
       The side with these blocks written.
     """
-    allocated = side.block_scale.shape[2]
-    number = jnp.arange(codes.shape[2], dtype=jnp.int32)[None]
     # Blocks that are not to be stored get an index that the scatter drops.
-    index = jnp.where(number < count[:, None], start[:, None] + number, allocated)
+    index = ring.rows_of_new(start, count, codes.shape[2], side.block_scale.shape[2])
 
     def put(array: jax.Array, blocks: jax.Array) -> jax.Array:
         write = jax.vmap(lambda a, i, x: a.at[:, i].set(x, mode="drop"))

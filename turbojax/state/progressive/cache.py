@@ -16,6 +16,7 @@ import numpy as np
 from turbojax import _checks
 from turbojax.config import TurboConfig
 from turbojax.quantizers import INT8_RANGE, packed_size, round_scale
+from turbojax.state import ring
 
 
 @jax.tree_util.register_dataclass
@@ -23,7 +24,8 @@ from turbojax.quantizers import INT8_RANGE, packed_size, round_scale
 class CacheSide:
     """The keys, or the values, of a `ProgressiveCache`.
 
-    Shapes: `B` sequences, `K` KV heads, `n` blocks of `block` tokens, head dim `H`.
+    Shapes: `B` sequences, `K` KV heads, `n` blocks of `block` tokens, head dim `H`. A sequence's
+    block number `i` is in place ``i % n``: there are no more than `n`, unless the cache is a ring.
 
     Attributes:
       codes: one uint8 array per bit width in use, widest first. Heads are in slot order: the
@@ -71,13 +73,15 @@ class ProgressiveCache:
     Attributes:
       key: the keys.
       value: the values.
-      lengths: int32 ``[B]``, tokens held.
+      lengths: int32 ``[B]``, tokens seen; all are held, unless this is a ring.
       buffer_lengths: int32 ``[B]``, those of them in the buffer.
       overflowed: bool ``[B]``, True where a call under `jit` had to leave tokens out: past
         `max_length`, or a prefill into a sequence that was not empty.
       config: the `TurboConfig` it was made for.
-      max_length: tokens each sequence can hold.
+      max_length: tokens each sequence may grow to.
       dtype: dtype of the keys and values it takes.
+      window: tokens that a query may see, its own included, see `turbojax.state.ring`; None for
+        all.
     """
 
     key: CacheSide
@@ -88,6 +92,7 @@ class ProgressiveCache:
     config: TurboConfig = dataclasses.field(metadata={"static": True})
     max_length: int = dataclasses.field(metadata={"static": True})
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
+    window: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def batch_size(self) -> int:
@@ -106,8 +111,28 @@ class ProgressiveCache:
 
     @property
     def num_blocks(self) -> jax.Array:
-        """int32 ``[B]``: compressed blocks in use."""
+        """int32 ``[B]``: blocks compressed so far; a ring holds the newest ones."""
         return (self.lengths - self.buffer_lengths) // self.config.block_kv
+
+    @property
+    def blocks_of_room(self) -> int:
+        """Blocks that a sequence has room for."""
+        return self.key.block_scale.shape[-1]
+
+    @property
+    def blocks_of_length(self) -> int:
+        """Blocks that `max_length` tokens make, or 1."""
+        return max(1, self.max_length // self.config.block_kv)
+
+    @property
+    def room(self) -> int:
+        """Tokens in blocks that a sequence keeps at any time; those in the buffer come on top."""
+        return self.blocks_of_room * self.config.block_kv
+
+    @property
+    def is_ring(self) -> bool:
+        """Whether new blocks take the place of those that no window reaches any more."""
+        return self.blocks_of_room < self.blocks_of_length
 
     @property
     def nbytes(self) -> int:
@@ -144,6 +169,7 @@ class ProgressiveCache:
                 self.head_dim,
                 self.config,
                 self.dtype,
+                self.window,
             )
         )
         leaves, wanted = _named_leaves(self), _named_leaves(expected)
@@ -170,12 +196,13 @@ def init_cache(
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     key_scale: jax.Array | None = None,
     value_scale: jax.Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
 ) -> ProgressiveCache:
     """An empty cache.
 
     Args:
       batch_size: sequences, `B`.
-      max_length: tokens each can hold.
+      max_length: tokens each may grow to.
       num_kv_heads: key/value heads, `K`.
       head_dim: channels, `H`, a multiple of 8.
       config: bits, blocks and numerics.
@@ -184,11 +211,14 @@ def init_cache(
         broadcastable to ``[B, K]``; rounded up to 16 significant bits. Otherwise the first
         tokens fix them.
       value_scale: the same for the values.
+      local_window_size: the largest window that `decode` will be called with, if any: blocks that
+        it does not reach are not kept, see `turbojax.state.ring`.
 
     Raises:
       TypeError: if `dtype` is none of these.
       ValueError: if a size is not positive, `head_dim` is not a multiple of 8, there are more
-        low-bit heads than heads, or a scale has another shape or is not positive.
+        low-bit heads than heads, a scale has another shape or is not positive, or the window is
+        none.
     """
     _checks.check_sizes(
         batch_size=batch_size, max_length=max_length, num_kv_heads=num_kv_heads, head_dim=head_dim
@@ -203,7 +233,8 @@ def init_cache(
     dtype = jnp.dtype(dtype)
     if dtype not in _checks.FLOAT_DTYPES:
         raise TypeError(f"{dtype=!s} must be bfloat16, float16 or float32")
-    cache = _empty(batch_size, max_length, num_kv_heads, head_dim, config, dtype)
+    window = ring.window_of(local_window_size)
+    cache = _empty(batch_size, max_length, num_kv_heads, head_dim, config, dtype, window)
     return dataclasses.replace(
         cache,
         key=_with_scale(cache.key, "key_scale", key_scale),
@@ -218,10 +249,14 @@ def _empty(
     head_dim: int,
     config: TurboConfig,
     dtype: np.dtype,
+    window: int | None,
 ) -> ProgressiveCache:
+    block, heads = config.block_kv, (batch_size, num_kv_heads)
+    # What a full buffer becomes must not take its own place.
+    needed = max(ring.units(window, max_length, block), config.buffer_size // block)
+    blocks = max(1, min(needed, max_length // block))
+
     def side(bits: int, num_low: int, tokens_last: bool) -> CacheSide:
-        block, heads = config.block_kv, (batch_size, num_kv_heads)
-        blocks = max(1, max_length // block)
         groups = [(num_kv_heads - num_low, bits), (num_low, config.low_bits)]
         groups = [(count, width) for count, width in groups if count]
 
@@ -252,6 +287,7 @@ def _empty(
         config=config,
         max_length=max_length,
         dtype=dtype,
+        window=window,
     )
 
 

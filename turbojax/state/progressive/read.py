@@ -19,7 +19,8 @@ def dequantize(
       dtype: floating point; `cache.dtype` if not given. float32 shows the stored numbers exactly.
 
     Returns:
-      key, value: ``[B, max_length, K, H]``, zero past each sequence's length.
+      key, value: ``[B, max_length, K, H]``, zero past each sequence's length, and where a ring
+      holds newer tokens instead.
 
     Raises:
       TypeError: if `cache` is another kind or `dtype` none of bfloat16, float16, float32.
@@ -39,8 +40,8 @@ def _dequantize(cache: ProgressiveCache) -> tuple[jax.Array, jax.Array]:
 
 
 def _dequantize_side(cache: ProgressiveCache, side: CacheSide) -> jax.Array:
-    codes = read_blocks(side, 0, side.block_scale.shape[2]).astype(jnp.float32)
-    blocks = codes * side.block_scale[..., None, None]
+    codes, scale = read_blocks(side, 0, cache.blocks_of_length, is_ring=cache.is_ring)
+    blocks = codes.astype(jnp.float32) * scale[..., None, None]
     batch, heads, _, _, channels = blocks.shape
     blocks = blocks.reshape(batch, heads, -1, channels)
     room = max(0, cache.max_length - blocks.shape[2])
@@ -48,7 +49,9 @@ def _dequantize_side(cache: ProgressiveCache, side: CacheSide) -> jax.Array:
 
     compressed = cache.lengths - cache.buffer_lengths
     position = jnp.arange(cache.max_length)[None]
-    in_blocks = (position < compressed[:, None])[:, None, :, None]
+    in_blocks = position < compressed[:, None]
+    in_blocks = in_blocks & (position >= compressed[:, None] - cache.room)
+    in_blocks = in_blocks[:, None, :, None]
     out = jnp.where(in_blocks, blocks, 0)
 
     buffer = side.buffer.astype(jnp.float32) * side.buffer_scale[..., None, None]

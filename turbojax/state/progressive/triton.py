@@ -126,10 +126,16 @@ def _store_prompt(
     inside = jnp.clip(lengths, 0, key.shape[1])
     key_operand, value_operand = _OPERANDS[config.mode] if with_operands else (None, None)
     store = functools.partial(
-        _store_prompt_side, lengths=inside, kept=kept, config=config, interpret=interpret
+        _store_prompt_side,
+        lengths=inside,
+        kept=kept,
+        config=config,
+        # The buffer's scale follows from the maxima of blocks that a ring does not hold, too.
+        every_block=with_operands or cache.is_ring,
+        interpret=interpret,
     )
     key_side, keys = store(cache.key, key, operand=key_operand, permuted=permuted)
-    value_side, values = store(cache.value, value, operand=value_operand, every_block=with_operands)
+    value_side, values = store(cache.value, value, operand=value_operand)
     filled = reference.with_prompt(cache, key_side, value_side, lengths, kept)
     if keys.operand is None:
         return filled, None
@@ -166,7 +172,7 @@ def _store_prompt_side(
     kept: jax.Array,
     config: TurboConfig,
     operand: jax.typing.DTypeLike | None,
-    every_block: bool = False,
+    every_block: bool,
     permuted: bool = False,
     interpret: bool,
 ) -> tuple[CacheSide, "Compressed"]:
@@ -244,7 +250,7 @@ def _append_side(
         x[:, 0],
         accepted,
         cache.buffer_lengths,
-        (cache.lengths - cache.buffer_lengths) // cache.config.block_kv,
+        cache.num_blocks % cache.blocks_of_room,
         side.head_slots,
         side.codes,
         side.channel_scale,

@@ -116,7 +116,7 @@ class Arrays(warp.Arrays):
       key: the keys.
       value: the values.
       buffered: the tokens held that are in the buffer, ``[B]``.
-      blocks: that a sequence has room for.
+      blocks: that a sequence has room for, `n`.
       buffer_size: in tokens.
     """
 
@@ -125,6 +125,11 @@ class Arrays(warp.Arrays):
     buffered: Pointer
     blocks: int
     buffer_size: int
+
+    def place(self, block: Int, s: Settings) -> Int:
+        """Where a block is, or, past the last one, another; what has a window may be a ring."""
+        inside = block.maximum(0)
+        return inside.minimum(self.blocks - 1) if s.window is None else inside % self.blocks
 
     def codes(self, side: SidePointers, at: "Program", width: Width, of_one_bit: int) -> Pointer:
         """The blocks of the program's head, `of_one_bit` bytes each for every bit of a code."""
@@ -214,7 +219,7 @@ class Program(warp.Program):
 
 
 def copies_of(
-    a: Arrays, at: Program, shape: Shape, widths: tuple[Width, Width]
+    a: Arrays, at: Program, shape: Shape, widths: tuple[Width, Width], s: Settings
 ) -> Callable[[Int, Pointer, Pointer], None]:
     """A function that starts the copies of a block to shared memory, for a barrier to wait for.
 
@@ -223,6 +228,7 @@ def copies_of(
       at: the program.
       shape: sizes, of the widest codes.
       widths: of the head's keys and values.
+      s: settings.
     """
     sources = {}
     sizes: dict[str, Int | int] = {name: a.head_dim for name, _ in shape.parts}
@@ -238,8 +244,9 @@ def copies_of(
 
     def start(block: Int, target: Pointer, barrier: Pointer) -> None:
         lane.expect_bytes(barrier, total)
+        place = block if s.window is None else a.place(block, s)
         for name, size in sizes.items():
-            source = sources[name].times(block, size)
+            source = sources[name].times(place, size)
             lane.copy(source, target.at(shape.offset(name)), size, barrier)
 
     return start

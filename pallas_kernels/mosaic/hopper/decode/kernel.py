@@ -43,6 +43,8 @@ Versions, H100, jax 0.11.2, device time (cuDNN on bfloat16 keys and values in th
   12 KB that run at the same time on one multiprocessor, more than its instruction cache. v3 has
   21 KB in all. Two warpgroups in a program, which share a head, in v2: 136.
   Rows: `benchmarks/results/decode_versions_2026-11-24.json`.
+  16 x 32k with a window of 4,096, in another run on an H200: 31 us, with the remainder by which a
+  ring finds a block or without it; 27 us from a ring of 65 blocks, which is split for these alone.
 """
 
 import dataclasses
@@ -110,7 +112,7 @@ def _walk(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: Settings) ->
     slots = warp.Slots.of(smem, number, s.warp_bytes(a.head_dim), stage, s.stages)
     leader = (here.g | here.t).equals(0)
     widths = a.key.width(at.pair, s.key_bits), a.value.width(at.pair, s.value_bits)
-    start_copy = copies_of(a, at, shape, widths)
+    start_copy = copies_of(a, at, shape, widths, s)
     first, stop = at.start + number, at.stop.minimum(at.blocks)
     with lane.when(leader):
         slots.init()
@@ -123,8 +125,7 @@ def _walk(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: Settings) ->
     query = products.query(a, at, s.scale)
 
     def block_scales(unit: Int) -> list[Float]:
-        inside = unit.minimum(a.blocks - 1).maximum(0)
-        index = (at.pair * a.blocks + inside) << 2
+        index = (at.pair * a.blocks + a.place(unit, s)) << 2
         return [side.block_scale.at(index).float() for side in (a.key, a.value)]
 
     def attend(unit: Int, state: list[Any], slot: Pointer, following: list[Float]) -> list[Any]:
@@ -398,11 +399,14 @@ def decode(
 ) -> tuple[jax.Array, jax.Array]:
     """Attends the last `T` cached tokens' queries to a cache; mode ``"int8"``.
 
+    With a window it may be a ring: block `i` is in place ``i % n``, and every block that a query
+    sees is there.
+
     Args:
       query: ``[B, T, N, H]``, `H` 64, 128 or 256.
       key: the keys.
       value: the values.
-      lengths: int32 ``[B]``, tokens held.
+      lengths: int32 ``[B]``, tokens seen so far.
       buffer_lengths: int32 ``[B]``, those of them in the buffer.
       query_lengths: int32 ``[B]``, how many of the `T` queries are real.
       settings: numerics and launch.

@@ -1,0 +1,135 @@
+"""Rings: caches of layers with a sliding window hold what the window needs, not the whole text.
+
+A query sees itself and the ``window - 1`` tokens before it. So a sequence gets room for its window
+and `SPARE` tokens more, rounded up to what a kind of cache stores at once: single tokens, or blocks
+of them. What comes then takes the place of the oldest: row ``p % rows`` holds token `p` (or block
+`p`). Lengths, positions and `max_length` are those of a cache without a window, and so are the rows
+until they are all in use.
+
+Several new tokens are attended to after all of them were stored. The first one's window begins
+that much earlier: a ring with room for ``window + n - 1`` tokens serves `n` of them at a time.
+"""
+
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+from turbojax import _checks
+
+SPARE = 15
+"""Tokens that there is room for beyond the window: 16 new ones can be stored, then attended to."""
+
+
+class Ring(Protocol):
+    """What a cache that may be a ring says about itself.
+
+    Attributes:
+      window: tokens that a query may see, its own included; None if it may see all.
+      room: tokens of a sequence that are kept at any time, the newest ones.
+      is_ring: whether there is room for less than `max_length` tokens.
+    """
+
+    @property
+    def window(self) -> int | None: ...  # noqa: D102
+
+    @property
+    def room(self) -> int: ...  # noqa: D102
+
+    @property
+    def is_ring(self) -> bool: ...  # noqa: D102
+
+
+def window_of(local_window_size: int | tuple[int, int] | None) -> int | None:
+    """Tokens that a newest query sees in such a window, its own included; None for all.
+
+    Raises:
+      ValueError: unless it is None, an integer or a pair of integers, none negative.
+    """
+    sides = _checks.normalize_window(local_window_size)
+    return None if sides is None else sides[0] + 1
+
+
+def units(window: int | None, whole: int, size: int = 1) -> int:
+    """Units of `size` tokens that a sequence gets room for: `whole`, or what its window needs."""
+    return whole if window is None else min(whole, -(-(window + SPARE) // size))
+
+
+def rows_of_new(lengths: jax.Array, accepted: jax.Array, tokens: int, rows: int) -> jax.Array:
+    """Where new tokens are stored.
+
+    Args:
+      lengths: int32 ``[B]``, tokens seen before.
+      accepted: int32 ``[B]``, how many of the new ones count, the first ones.
+      tokens: how many there are, `T`.
+      rows: that a sequence has.
+
+    Returns:
+      int32 ``[B, T]``: a row for each token that stays, and numbers past the last row, no two
+      alike, for those that do not count and those that newer ones would overwrite.
+    """
+    offset = jnp.arange(tokens)[None]
+    stays = (offset < accepted[:, None]) & (offset >= accepted[:, None] - rows)
+    return jnp.where(stays, (lengths[:, None] + offset) % rows, rows + offset)
+
+
+def positions_of_rows(lengths: jax.Array, rows: int) -> jax.Array:
+    """The newest token of each row, int32 ``[B, rows]``; negative where there was none."""
+    newest = lengths[:, None] - 1
+    return newest - (newest - jnp.arange(rows)[None]) % rows
+
+
+def newest(x: jax.Array, kept: jax.Array, rows: int) -> jax.Array:
+    """What the rows of an empty cache get of a prompt.
+
+    Args:
+      x: ``[B, S, K, H]``.
+      kept: int32 ``[B]``, its tokens, at most `S`.
+      rows: that a sequence has.
+
+    Returns:
+      `x` itself if there are enough, otherwise ``[B, rows, K, H]``; rows from `kept` on mean
+      nothing.
+    """
+    if x.shape[1] <= rows:
+        return x
+    token = jnp.maximum(positions_of_rows(kept, rows), 0)
+    return jnp.take_along_axis(x, token[:, :, None, None], axis=1)
+
+
+def most_new_tokens(cache: Ring, window: int | None) -> int | None:
+    """How many new tokens can be stored before they attend; None if there is no limit.
+
+    Args:
+      cache: the cache.
+      window: tokens that they see, their own included; None for all.
+
+    Raises:
+      ValueError: if the cache does not keep what they see.
+    """
+    if not cache.is_ring:
+        return None
+    assert cache.window is not None
+    if window is None or window > cache.window:
+        sees = "all tokens" if window is None else f"{window} tokens"
+        raise ValueError(
+            f"a query sees {sees}, must see at most {cache.window}, its own included: the cache "
+            "was made for this window and does not keep what is older"
+        )
+    return cache.room - window + 1
+
+
+def check_visible(cache: Ring, sides: tuple[int, int] | None, queries: int) -> None:
+    """Raises ValueError unless the cache keeps all that its newest `queries` tokens see.
+
+    Args:
+      cache: the cache.
+      sides: window of the call, (left, right).
+      queries: tokens that attend.
+    """
+    most = most_new_tokens(cache, window_of(sides))
+    if most is not None and queries > most:
+        raise ValueError(
+            f"{queries} query tokens must be at most {most}: the cache keeps {cache.room} tokens "
+            f"for a window of {cache.window}; append and attend in parts"
+        )
