@@ -135,10 +135,10 @@ def default_rows(query: jax.Array, cache: ProgressiveCache) -> int:
     """Queries of a KV head that a program takes.
 
     For more than 8 the kernel for many, whose programs take up to 32 where outputs and scores of as
-    many fit a warp's registers.
+    many fit a warp's registers; it has no code for 3 bits.
     """
     rows = _query_rows(query, cache)
-    if rows <= _FEW_ROWS:
+    if rows <= _FEW_ROWS or 3 in (*cache.key.bits, *cache.value.bits):
         return 4 if rows <= 4 else 8
     few, many = _ROWS_OF_MANY
     has_room = cache.head_dim * cache.config.block_kv <= _LARGEST_BLOCK

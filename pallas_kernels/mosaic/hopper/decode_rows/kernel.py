@@ -134,7 +134,7 @@ def _walk(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: RowSettings)
     queries = Queries.of(smem[0].at(teams * area), s.rows, a.head_dim)
     leader = (here.g | here.t | member).equals(0)
     widths = a.key.width(at.pair, s.key_bits), a.value.width(at.pair, s.value_bits)
-    start_copy = copies_of(a, at, shape, widths)
+    start_copy = copies_of(a, at, shape, widths, s)
     first, stop = at.start + number, at.stop.minimum(at.blocks)
     with lane.when(leader):
         slots.init()
@@ -149,8 +149,7 @@ def _walk(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: RowSettings)
     products = Products(shape, *widths, here, n, tokens, queries, exchange.at(own), team)
 
     def block_scales(unit: Int) -> list[Float]:
-        inside = unit.minimum(a.blocks - 1).maximum(0)
-        index = (at.pair * a.blocks + inside) << 2
+        index = (at.pair * a.blocks + a.place(unit, s)) << 2
         return [side.block_scale.at(index).float() for side in (a.key, a.value)]
 
     def copy_later(unit: Int, slot: Pointer, barrier: Pointer) -> None:
