@@ -99,7 +99,13 @@ MANY = {
     "64 rows": (16, 8, 2, 64, {"softmax": tj.SAS()}),
     "256 channels": (5, 8, 2, 256, {"key_bits": 2}),
     "one token of twelve heads": (1, 24, 2, 128, {"block_kv": 128, "buffer_size": 128}),
-    "heads of two widths": (8, 8, 2, 128, {"num_low_bit_key_heads": 1, "num_low_bit_value_heads": 1}),
+    "heads of two widths": (
+        8,
+        8,
+        2,
+        128,
+        {"num_low_bit_key_heads": 1, "num_low_bit_value_heads": 1},
+    ),
 }
 
 
@@ -117,7 +123,13 @@ def test_many_queries_of_a_head(case):
 
 @pytest.mark.parametrize(
     "launch",
-    [(1, 1, 1, 1, 16), (2, 1, 2, 1, 32), (4, 1, 2, 4, 32), (3, 3, 3, 1, 32, 2), (2, 1, 2, 2, 16, 2)],
+    [
+        (1, 1, 1, 1, 16),
+        (2, 1, 2, 1, 32),
+        (4, 1, 2, 4, 32),
+        (3, 3, 3, 1, 32, 2),
+        (2, 1, 2, 2, 16, 2),
+    ],
     ids=lambda x: "-".join(map(str, x)),
 )
 def test_no_launch_of_many_queries_changes_more_than_rounding(launch):

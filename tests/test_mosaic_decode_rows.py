@@ -1,4 +1,5 @@
-"""Decode of many queries of a KV head on Hopper, on a CPU: what a warp computes, launches, lowering.
+"""Decode of many queries of a KV head on Hopper, on a CPU: what a warp computes.
+
 
 A warp's arithmetic runs on arrays of 32 lanes (`oracles.warp`); copies, barriers and the real
 matrix unit are checked on a GPU, in `test_gpu_mosaic_decode.py`.
@@ -9,7 +10,6 @@ import functools
 import threading
 import types
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -23,15 +23,21 @@ from pallas_kernels.mosaic.hopper.decode import kernel as few_kernel
 from pallas_kernels.mosaic.hopper.decode import query as few_query
 from pallas_kernels.mosaic.hopper.decode import types as few_types
 from pallas_kernels.mosaic.hopper.decode.types import Numerics, Place, Shape, SparseExponential
-from pallas_kernels.mosaic.hopper.decode_rows import block, kernel, operands, query, team
-from turbojax.quantizers.progressive import dequantize_channels
+from pallas_kernels.mosaic.hopper.decode_rows import (
+    block,
+    kernel,
+    operands,
+    products,
+    query,
+    team,
+)
 
 
 @pytest.fixture
 def here(monkeypatch):
     """The kernel's modules on arrays of lanes; gives the lane."""
     few = (few_block, few_kernel, few_query, few_types)
-    for module in (frame, *few, block, kernel, operands, query, team):
+    for module in (frame, *few, block, kernel, operands, products, query, team):
         monkeypatch.setattr(module, "lane", warp)
     number = warp.Int(warp.LANES)
     g = number >> 2
@@ -111,7 +117,7 @@ def numerics(config, tokens, window, soft_cap):
 
 def run(
     here, cache, q, query_length, *,
-    rows, size=1, widest=None, scale=0.1, window=None, soft_cap=None, monkeypatch=None,
+    rows, size=1, widest=None, scale=0.1, window=None, soft_cap=None,
 ):  # fmt: skip
     """Outputs ``[rows, H]``, maxima in powers of two and sums ``[rows]`` of one team of warps.
 
@@ -147,23 +153,21 @@ def run(
     exchange = warp.Pointer(np.zeros(team.exchange_bytes(size, rows, config.block_kv), np.uint8))
     step = head_dim + 8
     result = warp.Pointer(np.full(rows * (step + 2) * 4, 0x7F, np.uint8))
-    slots = [
-        slot_of(shape, key, value, i) for i in range((length - buffered) // config.block_kv)
-    ]
+    slots = [slot_of(shape, key, value, i) for i in range((length - buffered) // config.block_kv)]
 
     def of_member(number):
         own = team.Team(size, zero, warp.integer(number), exchange, rows)
         scratch = warp.Pointer(np.zeros(operands.scratch_bytes(head_dim), np.uint8))
         tokens_of = block.Tokens.of(head_dim, config.block_kv, widths[1], own)
-        products = kernel.Products(shape, *widths, here, n, tokens_of, queries, scratch, own)
+        attended = products.Products(shape, *widths, here, n, tokens_of, queries, scratch, own)
         state = block.State.empty(rows // 16, head_dim // size)
         for i, slot in enumerate(slots):
             scales = [warp.number(x.block_scale[i]) for x in (key, value)]
             first = warp.integer(i * config.block_kv)
-            state = products.attend_block(state, slot, scales, first, at, lambda: None)
+            state = attended.attend_block(state, slot, scales, first, at, lambda: None)
             state = block.State.of(state.flat(), rows // 16)
         if buffered:
-            state = products.attend_buffer(a, state, at)
+            state = attended.attend_buffer(a, state, at)
         kernel._keep(shape, state, result, queries, here, own, n)
 
     turns = Turns([functools.partial(of_member, number) for number in range(size)])

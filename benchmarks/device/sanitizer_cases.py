@@ -86,13 +86,13 @@ def _write() -> Any:
     return call, (cache, *_prompt()[1:], _normal(5, 1, 12, 1, 64))
 
 
-def _decode(implementation: str) -> Any:
+def _decode(implementation: str, tokens: int = 1) -> Any:
     def call(cache: Any, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
         lengths = jnp.array([330], jnp.int32)
         cache = store_prompt(cache, key, value, lengths, implementation="triton")
         return tj.decode(query, cache, implementation=implementation)
 
-    arguments = (_normal(3, 1, 1, 4, 64), *_prompt(330)[1:])
+    arguments = (_normal(3, 1, tokens, 4, 64), *_prompt(330)[1:])
     return call, (tj.init_cache(1, 400, 1, 64, config=tj.TurboConfig()), *arguments)
 
 
@@ -101,7 +101,7 @@ def _kv4(init: Callable[..., Any]) -> Any:
         cache = kv4.append(cache, key, value)
         return kv4_attention.decode(query, cache, implementation="triton")
 
-    arguments = (_normal(3, 1, 1, 4, 64), *_prompt(330)[1:])
+    arguments = (_normal(3, 1, tokens, 4, 64), *_prompt(330)[1:])
     return call, (init(1, 400, 1, 64), *arguments)
 
 
@@ -220,6 +220,8 @@ CASES = {
         "gradient_rows query_gradient_hopper key_gradient_hopper", _gradient, "fp8", "float"
     ),
     "cache, decode, Hopper": _case("decode_hopper", _decode, "mosaic_gpu"),
+    "cache, 4 tokens, Hopper": _case("decode_rows_hopper", _decode, "mosaic_gpu", 4),
+    "cache, 8 tokens, Hopper": _case("decode_rows_hopper", _decode, "mosaic_gpu", 8),
     "int4, many tokens, Hopper": _case(
         "int4_expand_hopper fp8_matmul_hopper", _int4, "mosaic_gpu", 2100, 136, 300
     ),

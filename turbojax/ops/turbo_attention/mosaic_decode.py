@@ -124,11 +124,15 @@ def decode(
 def _settings(cache: ProgressiveCache, launch: Launch) -> dict[str, Any]:
     """Settings of the kernels that follow from the cache and the launch; the rest does nothing."""
     nothing = {"exponential": None, "scale": 1.0, "window": None, "soft_cap": None}
-    return nothing | launch._asdict() | {
-        "key_bits": cache.key.bits,
-        "value_bits": cache.value.bits,
-        "block": cache.config.block_kv,
-    }
+    return (
+        nothing
+        | launch._asdict()
+        | {
+            "key_bits": cache.key.bits,
+            "value_bits": cache.value.bits,
+            "block": cache.config.block_kv,
+        }
+    )
 
 
 def default_rows(query: jax.Array, cache: ProgressiveCache) -> int:
@@ -172,7 +176,7 @@ def default_launch(query: jax.Array, cache: ProgressiveCache) -> Launch:
 
 
 def _launch_of_many(query: jax.Array, cache: ProgressiveCache, rows: int) -> Launch:
-    """For `rows` of 16 or 32: as many programs as run at once, since each begins and ends slowly."""
+    """For 16 or 32 `rows`: as many programs as run at once, since each begins and ends slowly."""
     from pallas_kernels.mosaic.hopper.decode_rows.kernel import RowSettings
 
     # 32 queries' outputs are held by two warps, of which 12 fill a multiprocessor's registers.
@@ -195,7 +199,7 @@ def _heads(query: jax.Array, cache: ProgressiveCache, rows: int) -> int:
 
 
 def _cluster(splits: int, blocks: int) -> int:
-    """Waiting for each other costs more than a second kernel, except where there is little to do."""
+    """Waiting for each other costs more than a second kernel, but where there is little to do."""
     return splits if splits <= _LARGEST_CLUSTER and blocks <= _FEW_BLOCKS else 1
 
 

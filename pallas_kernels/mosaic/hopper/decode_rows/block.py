@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pallas_kernels.mosaic import lane, warp
@@ -50,7 +50,7 @@ class Tokens:
 
     first: Int | int
     step: Int | int
-    offsets: list[Int | int]
+    offsets: Sequence[Int | int]
 
     @classmethod
     def of(cls, head_dim: int, block: int, value: Width, team: Team) -> "Tokens":
@@ -328,9 +328,7 @@ def _pair(p: list[Float], n: Numerics) -> Int:
     """The codes of two weights, times `_WEIGHT_UNIT`, as float16."""
     a, b = (lane.fma(x, INT8_RANGE / n.largest, lane.ROUNDER).as_int() for x in p)
     constant = lane.half.constant
-    return lane.half.fma(
-        lane.permute_bytes(a, b, _LOW_AND_HIGH), constant(1.0), constant(_LESS)
-    )
+    return lane.half.fma(lane.permute_bytes(a, b, _LOW_AND_HIGH), constant(1.0), constant(_LESS))
 
 
 # Values ------------------------------------------------------------------------------------------

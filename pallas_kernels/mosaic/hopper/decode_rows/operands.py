@@ -146,9 +146,7 @@ def value_channels(scratch: Pointer, number: int, here: Place) -> list[Int]:
     return scratch.at(here.g << 4, 128 * number).words(4)
 
 
-def value_pairs(
-    shape: Shape, words: list[Int], channels: list[Int], which: int
-) -> list[list[Int]]:
+def value_pairs(shape: Shape, words: list[Int], channels: list[Int], which: int) -> list[list[Int]]:
     """Operand words of a channel, for each of its words and runs.
 
     Args:

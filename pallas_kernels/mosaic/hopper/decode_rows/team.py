@@ -65,6 +65,9 @@ class Team:
                 area.at(place).store_words(four)
         self.sync()
         return [
-            [area.at(512 * (tile * self.size * count + k)).words(4) for k in range(self.size * count)]
+            [
+                area.at(512 * (tile * self.size * count + k)).words(4)
+                for k in range(self.size * count)
+            ]
             for tile in range(len(words))
         ]
