@@ -164,7 +164,8 @@ def run(
         for i, slot in enumerate(slots):
             scales = [warp.number(x.block_scale[i]) for x in (key, value)]
             first = warp.integer(i * config.block_kv)
-            state = attended.attend_block(state, slot, scales, first, at, lambda: None)
+            is_masked = window is not None or (i + 1) * config.block_kv > length - query_length + 1
+            state = attended.attend_block(state, slot, scales, first, is_masked, lambda: None)
             state = block.State.of(state.flat(), rows // 16)
         if buffered:
             state = attended.attend_buffer(a, state, at)

@@ -80,7 +80,6 @@ class Launch(NamedTuple):
     cluster: int = 1
     rows: int | None = None
     team: int = 1
-    together: bool = False
 
 
 @functools.partial(jax.jit, static_argnames=("options", "launch"))
@@ -117,7 +116,7 @@ def decode(
     )
     if launch.rows in _ROWS_OF_MANY:
         return many.decode(*operands, many.RowSettings(**given))
-    del given["team"], given["together"]
+    del given["team"]
     return kernel.decode(*operands, kernel.Settings(**given))
 
 
@@ -180,14 +179,15 @@ def _launch_of_many(query: jax.Array, cache: ProgressiveCache, rows: int) -> Lau
     from pallas_kernels.mosaic.hopper.decode_rows.kernel import RowSettings
 
     # 32 queries' outputs are held by two warps, of which 12 fill a multiprocessor's registers.
-    team, warpgroups, at_once = (2, 3, 1) if rows == _ROWS_OF_MANY[1] else (1, 1, 2)
+    heads, blocks = _heads(query, cache, rows), cache.key.block_scale.shape[2]
+    team = 1 if rows == _ROWS_OF_MANY[0] else 2
+    warpgroups, at_once = (3, 1) if team == 2 and heads <= 2 * _MULTIPROCESSORS else (1, 2)
     for stages in (team + 1, team):
         launch = Launch(1, warpgroups, stages, rows=rows, team=team)
         s = RowSettings(**_settings(cache, launch))
         fit = _SHARED_MEMORY // (s.warps * s.warp_bytes(cache.head_dim))
         if fit:
             break
-    heads, blocks = _heads(query, cache, rows), cache.key.block_scale.shape[2]
     useful = blocks // (4 * warpgroups // team)
     splits = max(1, min(min(at_once, fit) * _MULTIPROCESSORS // heads, useful))
     return launch._replace(splits=splits, cluster=_cluster(splits, blocks))

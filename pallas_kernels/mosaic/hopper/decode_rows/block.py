@@ -224,7 +224,7 @@ def softmax(
     key_scale: Float,
     tokens: Tokens,
     first_token: Int,
-    needs_mask: Bool | None,
+    is_masked: bool,
     here: Place,
     team: Team,
     n: Numerics,
@@ -237,64 +237,53 @@ def softmax(
       key_scale: of the block.
       tokens: of the columns.
       first_token: of the block.
-      needs_mask: whether some query may not see all of it; None where all see all.
+      is_masked: whether some query may not see all of it.
       here: the lane's place.
       team: whose warps have the block's other tokens.
       n: numerics.
     """
-    rows, count = len(scores), len(scores[0])
-
-    def masked() -> list[Float]:
-        out = []
-        for row, x in enumerate(scores):
-            last = queries.position(row, here) - first_token - tokens.of_pair(here)
-            seen = _visible(last, tokens, n)
-            out += [v.where(s, _HIDDEN) for v, s in zip(seen, x, strict=True)]
-        return out
-
-    flat = [x for row in scores for x in row]
-    if needs_mask is not None:
-        flat = lane.either(needs_mask, [Float] * len(flat), masked, lambda: flat)
-    scores = [flat[i : i + count] for i in range(0, len(flat), count)]
+    if is_masked:
+        scores = [
+            [
+                seen.where(x, _HIDDEN)
+                for x, seen in zip(
+                    of_row,
+                    _visible(
+                        queries.position(row, here) - first_token - tokens.of_pair(here), tokens, n
+                    ),
+                    strict=True,
+                )
+            ]
+            for row, of_row in enumerate(scores)
+        ]
     # Of integers: of a NaN and a number an instruction gives the number.
     tops = [lane.among_four(lane.tree(x, lane.maximum), lane.maximum) for x in scores]
     if team.size > 1:
         others = team.others(tops, here)
         tops = [lane.maximum(a, b) for a, b in zip(tops, others, strict=True)]
-    factors = [queries.scale(row, here) * key_scale for row in range(rows)]
-
-    def arguments(is_masked: bool) -> list[Float]:
-        out: list[Float] = []
-        for x, top, factor in zip(scores, tops, factors, strict=True):
-            out += _arguments(x, top, factor, is_masked, n)
-        return out
-
-    if needs_mask is None:
-        flat = arguments(False)
-    else:
-        kinds = [Float] * ((count + 2) * rows)
-        flat = lane.either(needs_mask, kinds, lambda: arguments(True), lambda: arguments(False))
     maxima, totals, lost = [], [], []
     codes: list[list[Int]] = []
-    for i in range(0, len(flat), count + 2):
-        p = [n.exp(x) for x in flat[i : i + count]]
-        maxima.append(flat[i + count])
-        lost.append(flat[i + count + 1])
+    for row, (x, top) in enumerate(zip(scores, tops, strict=True)):
+        factor = queries.scale(row, here) * key_scale
+        y, top, nan = _arguments(x, top, factor, is_masked, n)
+        p = [n.exp(v) for v in y]
+        maxima.append(top)
+        lost.append(nan)
         totals.append(lane.tree(p, operator.add))
-        codes.append([_pair(p[k : k + 2], n) for k in range(0, count, 2)])
+        codes.append([_pair(p[k : k + 2], n) for k in range(0, len(p), 2)])
     words = [
         [
             [codes[tile + half][k + column] for column in (0, 1) for half in _HALVES]
-            for k in range(0, count // 2, 2)
+            for k in range(0, len(codes[0]), 2)
         ]
-        for tile in range(0, rows, 2)
+        for tile in range(0, len(codes), 2)
     ]
     return Weights(team.all_words(words, here), maxima, totals, lost)
 
 
 def _arguments(
     x: list[Float], top: Float, factor: Float, is_masked: bool, n: Numerics
-) -> list[Float]:
+) -> tuple[list[Float], Float, Float]:
     """The exponential's arguments of a row, its maximum, and NaN where `factor` is, 0 elsewhere."""
     capped, slope, is_seen = x, factor, top > _HIDDEN
     if n.soft_cap is not None:
@@ -303,11 +292,11 @@ def _arguments(
         slope = lane.number(1.0)
     top, nan = top * slope, factor * 0.0
     if not is_masked:
-        return [*(lane.fma(s, slope, -top) for s in capped), top, nan]
+        return [lane.fma(s, slope, -top) for s in capped], top, nan
     top, shift = is_seen.where(top, _HIDDEN), is_seen.where(top, 0.0)
     y = [lane.fma(s, slope, -shift) for s in capped]
     y = [(s > _HIDDEN).where(v, _HIDDEN) for s, v in zip(x, y, strict=True)]
-    return [*y, top, is_seen.where(nan, 0.0)]
+    return y, top, is_seen.where(nan, 0.0)
 
 
 def _visible(last: Int, tokens: Tokens, n: Numerics) -> list[Bool]:

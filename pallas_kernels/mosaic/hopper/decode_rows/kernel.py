@@ -56,7 +56,6 @@ class RowSettings(Settings):
     """
 
     team: int = 1
-    together: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -141,15 +140,13 @@ def _walk(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: RowSettings)
         before = ((unit - first) // teams + (s.stages - 1)) % s.stages
         copy_later(unit + teams * (s.stages - 1), slots.slot(before), slots.barrier(before))
 
-    def attend(unit: Int, state: list[Any], slot: Pointer, following: list[Float]) -> list[Any]:
-        if s.together:
-            # In every round in which all warps have a block.
-            with lane.when(unit - number + (teams - 1) < stop):
-                lane.block_barrier()
+    def attend(
+        is_masked: bool, unit: Int, state: list[Any], slot: Pointer, following: list[Float]
+    ) -> list[Any]:
         *flat, key_scale, value_scale = state
         scales, before = (key_scale, value_scale), State.of(flat, tiles)
         after = products.attend_block(
-            before, slot, scales, unit * s.block, at, lambda: copy_to_slot_before(unit)
+            before, slot, scales, unit * s.block, is_masked, lambda: copy_to_slot_before(unit)
         )
         return [*after.flat(), *following]
 
@@ -158,9 +155,25 @@ def _walk(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: RowSettings)
             copy_later(unit + teams * s.stages, slot, barrier)
 
     carry = [*State.empty(tiles, a.head_dim // s.team).flat(), *block_scales(first)]
-    *flat, _, _ = warp.over_blocks(
-        first, stop, teams, slots, carry, lambda u: block_scales(u + teams), attend, refill
-    )
+    place = lane.integer(0), lane.integer(0)
+    # Without a window all queries see all blocks whole but the last.
+    whole = (at.begin + 1) // s.block if s.window is None else lane.integer(0)
+    middle = whole.maximum(first).minimum(stop)
+    rest = first + ((middle - first).maximum(0) + (teams - 1)) // teams * teams
+    runs = ((first, middle, False), (rest, stop, True))
+    for begin, end, is_masked in runs if n.is_masked else ((first, stop, False),):
+        carry, place = warp.run_of_blocks(
+            begin,
+            end,
+            teams,
+            slots,
+            carry,
+            place,
+            lambda u: block_scales(u + teams),
+            functools.partial(attend, is_masked),
+            refill,
+        )
+    *flat, _, _ = carry
     owner = (at.blocks - at.start) % teams
     has_buffer = (
         (at.buffered > 0) & (at.blocks < at.stop) & (at.blocks >= at.start) & owner.equals(number)

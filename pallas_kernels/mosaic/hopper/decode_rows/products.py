@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from pallas_kernels.mosaic import lane, warp
+from pallas_kernels.mosaic import lane
 from pallas_kernels.mosaic.hopper.decode.block import channel_words
 from pallas_kernels.mosaic.hopper.decode.inputs import Arrays, Program
 from pallas_kernels.mosaic.hopper.decode.kernel import transposed
@@ -29,7 +29,7 @@ from pallas_kernels.mosaic.hopper.decode_rows.operands import (
     value_pairs,
 )
 from pallas_kernels.mosaic.hopper.decode_rows.team import Team
-from pallas_kernels.mosaic.lane import Bool, Float, Int, Pointer
+from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,7 +91,7 @@ class Products:
         slot: Pointer,
         scales: tuple[Float, Float],
         first_token: Int,
-        at: warp.Program,
+        is_masked: bool,
         when_alone: Callable[[], None],
     ) -> State:
         """Adds the block in shared memory at `slot`.
@@ -101,7 +101,7 @@ class Products:
           slot: of the block.
           scales: of its keys and values.
           first_token: of the block.
-          at: the program.
+          is_masked: whether some query may not see all of it.
           when_alone: is called when the team's warps are all through with the block before, if
             there are several.
         """
@@ -138,7 +138,7 @@ class Products:
             return []
 
         self.value.either([], prepare)
-        weights = self._softmax(found, scales[0], first_token, self._needs_mask(first_token, at))
+        weights = self._softmax(found, scales[0], first_token, is_masked)
         lane.warp_barrier()
         if self.team.size > 1:
             when_alone()
@@ -162,7 +162,7 @@ class Products:
         return self._add(state, weights, scales[1], of_values)
 
     def _softmax(
-        self, found: list[list[Float]], scale: Float, first: Int, needs_mask: Bool | None
+        self, found: list[list[Float]], scale: Float, first: Int, is_masked: bool
     ) -> Weights:
         return softmax(
             found,
@@ -170,23 +170,11 @@ class Products:
             scale,
             self.tokens,
             first,
-            needs_mask,
+            is_masked,
             self.here,
             self.team,
             self.n,
         )
-
-    def _needs_mask(self, first_token: Int, at: warp.Program) -> Bool | None:
-        """Whether one of the real queries may not see all of a block."""
-        if not self.n.is_masked:
-            return None
-        last_token = first_token + (self.shape.block - 1)
-        needs = last_token > at.begin
-        if self.n.window is not None:
-            left, right = self.n.window
-            last = at.begin + at.query_length - 1
-            needs = needs | (first_token < last - left) | (last_token > at.begin + right)
-        return needs
 
     def attend_buffer(self, a: Arrays, state: State, at: Program) -> State:
         """Adds the int8 buffer."""
@@ -213,7 +201,7 @@ class Products:
             )
 
         found = self._scores(of_keys)
-        weights = self._softmax(found, scales[0], at.compressed, lane.integer(0).equals(0))
+        weights = self._softmax(found, scales[0], at.compressed, True)
         own = self.team.member * (a.head_dim // (8 * self.team.size))
 
         def of_values(shape: Shape) -> Callable[[int], list[list[Int]]]:
