@@ -1,6 +1,5 @@
 """Decode of many queries of a KV head on Hopper, on a CPU: what a warp computes.
 
-
 A warp's arithmetic runs on arrays of 32 lanes (`oracles.warp`); copies, barriers and the real
 matrix unit are checked on a GPU, in `test_gpu_mosaic_decode.py`.
 """
@@ -226,6 +225,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.quick(10)
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("bits", [(4, 4), (2, 4), (4, 2), (2, 2)])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -248,6 +248,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("case", OPTIONS)
 def test_options(here, case, size):
@@ -272,6 +273,7 @@ def test_heads_of_the_lower_of_two_widths(here, size):
     compare(here, cache, q, rows=16, size=size, widest=4)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("softmax", SOFTMAXES)
 @pytest.mark.parametrize("window", [None, (70, 0)])
 def test_nan_reaches_what_it_reaches_in_the_definition(here, softmax, window):

@@ -2,17 +2,36 @@
 
 Several new tokens (speculative decoding) or many query heads of a KV head: `hopper.decode` takes
 eight queries a program, and for more it reads and unpacks the blocks again. Here a program takes 16
-or 32, and a warp dequantizes a block once for all of them.
+or 32 and dequantizes a block once for all of them (`operands`, `block`).
 
 Roofline, for 16 sequences, 8 KV heads with 4 queries each, 32,768 tokens, head dim 128, 4 bits, 8
 new tokens, that is 32 queries:
   - bytes that must move: 571 MB, as for one token; 128 us on an H200 at 4.5 TB/s. One token takes
     142 us; the target is 1.15 times that, 163 us.
-  - instructions for a block of 64 tokens and warp: dequantizing 512 codes of a lane 640; products
-    256; softmax of 64 scores of a lane 500; adding 128 outputs 150 to 280; the rest some 150: 1,750
-    to 1,900. A multiprocessor takes 496 blocks; its four schedulers issue 2,300 a block in 163 us.
+  - instructions for a block of 64 tokens: dequantizing 512 codes of a lane 640, products 256, the
+    softmax of 64 scores of a lane 500, adding to 128 outputs 130, the rest 200: 1,750; for 16
+    queries 1,200. A multiprocessor takes 496 blocks; its four schedulers could issue 2,300 a block
+    in 163 us. `hopper.decode` needs 4,000 for 32 queries.
   - the matrix unit: 256 products of 16 x 8 x 16 at some 6.5 clocks: 1,660 of the same 2,300.
-`hopper.decode` needs some 5,000 instructions for 32 queries.
+
+Versions, H200, jax 0.11.2, device time in us, 4 bits, cuDNN on bfloat16 keys and values in the same
+run with one token:
+                                            16 x 32k        64 x 4k         1 x 8k
+    tokens                               1    4    8     1    4    8     1    4     8
+    cuDNN                              473             242             14.6
+    `hopper.decode`, programs of 8     142  276  520    79  166  321  10.5  15.5  20.2
+    v1, a warp for 16 or 32, masks          184  311        115  206
+      within a branch
+    v2, two warps share a block for         209  283             202
+      32 (team), not for 16
+    v3, results without bank conflicts      181  287        113  176        14.6  17.4
+  A warp for 32 queries has 255 registers and its loop 30 KB of code; two warps that share a block
+  have 168 and 16 KB, and 12 of them fit a multiprocessor. All versions issue an instruction in every
+  second clock of a scheduler, as `hopper.decode` does with 8 queries (1,000 instructions, 55 %), so
+  what counts is their number: without dequantizing 38 us less for 16 queries and 32 for 32, without
+  products 19 and 40, without the branch with masks 16 and 12. Twelve warps instead of eight for 16
+  queries: no gain. Warps that begin every block together, to share fetched instructions: 12 to 20 %
+  slower. More programs than run at once cost 10 us a wave each.
 """
 
 import dataclasses
