@@ -101,7 +101,7 @@ def _kv4(init: Callable[..., Any]) -> Any:
         cache = kv4.append(cache, key, value)
         return kv4_attention.decode(query, cache, implementation="triton")
 
-    arguments = (_normal(3, 1, tokens, 4, 64), *_prompt(330)[1:])
+    arguments = (_normal(3, 1, 1, 4, 64), *_prompt(330)[1:])
     return call, (init(1, 400, 1, 64), *arguments)
 
 

@@ -27,7 +27,7 @@ run with one token:
     v3, results without bank conflicts      181  287        113  176        14.6  17.4
   A warp for 32 queries has 255 registers and its loop 30 KB of code; two warps that share a block
   have 168 and 16 KB, and 12 of them fit a multiprocessor. All versions issue an instruction in every
-  second clock of a scheduler, as `hopper.decode` does with 8 queries (1,000 instructions, 55 %), so
+  second clock of a scheduler, as `hopper.decode` does with 8 queries (1,000 in 55 % of them), so
   what counts is their number: without dequantizing 38 us less for 16 queries and 32 for 32, without
   products 19 and 40, without the branch with masks 16 and 12. Twelve warps instead of eight for 16
   queries: no gain. Warps that begin every block together, to share fetched instructions: 12 to 20 %
