@@ -1,5 +1,6 @@
 """What both backends know of arrays: who holds what in which order, and what codes stand for."""
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -26,6 +27,68 @@ class Side(NamedTuple):
     head_slots: Ref
     buffer: Ref
     buffer_scale: Ref
+
+
+@dataclasses.dataclass(frozen=True)
+class Codec:
+    """The upper half of a symmetric quantizer of ``2**bits`` levels for N(0, 1).
+
+    Attributes:
+      bits: 2, 3 or 4, of a code.
+      thresholds: those of positive numbers, increasing; another one is 0.
+      squares: integers below ``2**(30 - bits)``, the squares of the positive levels in some unit;
+        sums of a vector's fit 31 bits.
+      unit: that unit over the head dim.
+    """
+
+    bits: int
+    thresholds: tuple[float, ...]
+    squares: tuple[int, ...]
+    unit: float
+
+
+class Compressed(NamedTuple):
+    """What a kernel that compresses a prompt returns for one side of a cache.
+
+    Attributes:
+      codes: the packed codes, uint8, one array a width.
+      channel_scale: int8 ``[B, K, n, H]``.
+      channel_zero: int8 ``[B, K, n, H]``.
+      block_scale: float32 ``[B, K, n]``.
+      maximum: float32 ``[B, K, m]``, largest absolute value of each of the prompt's `m` blocks,
+        NaN if one is not finite. Undefined for blocks that were neither stored nor asked for.
+      operand: None or codes ``[B, K, m * block, H]``, ``[B, K, H, m * block]`` with tokens
+        last, and their float32 scales ``[B, K, m]``, as `quantize` makes them.
+    """
+
+    codes: tuple[Ref, ...]
+    channel_scale: Ref
+    channel_zero: Ref
+    block_scale: Ref
+    maximum: Ref
+    operand: tuple[Ref, Ref] | None
+
+
+class GradientRows(NamedTuple):
+    """What the backward pass needs of its rows, or references to it.
+
+    Attributes:
+      q8: codes of the queries ``[B, N, Tp, H]``, `T` rounded up to whole blocks.
+      q_scale: float32 ``[B, N, Tp / block]``.
+      d8: codes of `d_out` ``[B, N, Tp, H]``, or None.
+      d_scale: float32 ``[B, N, Tp / block]``, or None.
+      lse: float32 ``[B, N, tokens]``: log-sum-exps in powers of two, ``inf`` for rows that see
+        nothing or do not exist.
+      delta: float32 ``[B, N, tokens]``: ``rowsum(d_out * out)`` less the residual's cotangent, 0
+        for those rows. Of `d_out` as its codes stand for it, if it has codes.
+    """
+
+    q8: Any
+    q_scale: Any
+    d8: Any
+    d_scale: Any
+    lse: Any
+    delta: Any
 
 
 def next_power_of_2(n: int) -> int:

@@ -1,8 +1,8 @@
-"""Merging what several programs computed for one row, by log-sum-exp; used by both backends.
+"""Merging what several programs computed for one row, by log-sum-exp, lowered to Triton.
 
 A row is a query of a KV head, row ``g * T + t`` query `t` of the head's `g`. Every program leaves
 the sum of weighted values, the maximum that was taken off the scores, in powers of two, and the
-sum of weights. They are small kernels by themselves, lowered to Triton.
+sum of weights. They are small kernels by themselves; Hopper has its own.
 
 `merge`: splits of a decode call, as many as the launch has. `merge_parts`: parts of a paged call. A
 part is a run of tokens at a fixed place of the sequence, so that a row's result depends on nothing

@@ -6,6 +6,7 @@ changes what a request gets.
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterator
 from unittest import mock
@@ -52,14 +53,31 @@ def expected(request: Request) -> tuple[tuple[int, ...], str]:
 
 
 class FakeDevice:
-    """What `run_step`, `choose` and `swap` do, for tokens instead of keys and values."""
+    """What `run_step`, `choose` and `swap` do, for tokens instead of keys and values.
 
-    def __init__(self, num_pages: int) -> None:
-        self.pages = np.full((num_pages, PAGE), -99)
+    Each group of layers has pages of its own. A slot of a page holds the number of a text: the
+    token that was written, after all those that came before it as its group saw them then, which is
+    what a real layer's keys and values depend on.
+    """
+
+    def __init__(self, made: Engine) -> None:
+        self.made = made
+        self.layers = [group.layers for group in made._groups]
+        sizes = [group.allocator.num_pages for group in made._groups]
+        self.pages = [np.full((count, PAGE), -99) for count in sizes]
+        self.texts: list[tuple[int, ...]] = []
+        self.numbers: dict[tuple[int, ...], int] = {}
         self.programs: set[tuple] = set()
         self.kinds: set[str] = set()
 
-    def run_step(self, decoder, caches, last_tokens, work, *, implementation):
+    def number(self, text: tuple[int, ...]) -> int:
+        """Of a text."""
+        if text not in self.numbers:
+            self.numbers[text] = len(self.texts)
+            self.texts.append(text)
+        return self.numbers[text]
+
+    def run_step(self, decoder, caches, last_tokens, work, *, implementation, windows):
         slots = len(work.tokens)
         self.programs.add(tuple(np.shape(x) for x in (work.tables, work.tokens, work.piece)))
         chosen = np.full(slots + 1, -7)
@@ -70,23 +88,50 @@ class FakeDevice:
             new = new[: work.counts[row]]
             if not new:
                 assert work.lengths[row] == 0
-                assert np.all(work.tables[row] == -1)
+                assert np.all(work.tables[:, row] == -1)
                 continue
-            for position, token in enumerate(new, start=work.lengths[row]):
-                page, at = work.tables[row, position // PAGE], position % PAGE
-                assert page >= 0
-                written.append((page, at))
-                self.pages[page, at] = token
+            for group, table in enumerate(work.tables[:, row]):
+                text = self.before(group, table, work.lengths[row])
+                for position, token in enumerate(new, start=work.lengths[row]):
+                    page, at = table[position // PAGE], position % PAGE
+                    assert page >= 0
+                    written.append((group, page, at))
+                    text = (*text, int(token))
+                    self.pages[group][page, at] = self.number(text)
         assert len(set(written)) == len(written)
         for row in range(slots + 1):
             if work.counts[row]:
                 length = work.lengths[row] + work.counts[row]
-                held = self.pages[work.tables[row, : -(-length // PAGE)]].reshape(-1)[:length]
+                held = {
+                    self.read_back(group, window, work.tables[group, row], work, row)
+                    for group, window in enumerate(windows)
+                }
+                assert len(held) == 1, "groups of layers hold other tokens"
+                (text,) = held
+                assert len(text) == length
                 # The token after the last may be none, until the host knows.
-                assert np.all(held[:-1] >= 0), "a token that nobody wrote"
-                assert held[-1] >= NOTHING
-                chosen[row] = next_token(held.tolist())
+                assert min(text[:-1], default=0) >= 0, "a token that nobody wrote"
+                assert text[-1] >= NOTHING
+                chosen[row] = next_token(list(text))
         return caches, chosen, np.int32(0)
+
+    def before(self, group, table, length):
+        """The text up to a position, which is that of the token before it."""
+        if not length:
+            return ()
+        page = table[(length - 1) // PAGE]
+        assert page >= 0
+        return self.texts[self.pages[group][page, (length - 1) % PAGE]]
+
+    def read_back(self, group, window, table, work, row):
+        """The row's text, from what its tokens see in the pages of a group."""
+        length = work.lengths[row] + work.counts[row]
+        first = 0 if window is None else max(work.lengths[row] - window + 1, 0)
+        assert np.all(table[: first // PAGE] == -1), "a page that no token sees is held"
+        text = self.before(group, table, length)
+        for position in range(first, length):
+            assert self.before(group, table, position + 1) == text[: position + 1]
+        return text
 
     def choose(self, chosen, last_tokens, counts, piece_slot, rows, *, kind):
         self.kinds.add(kind)
@@ -95,33 +140,51 @@ class FakeDevice:
             last[piece_slot] = chosen[-1]
         return chosen, last
 
+    def group_of(self, caches):
+        """Whose pools these are."""
+        [group] = [
+            group
+            for group, layers in enumerate(self.layers)
+            if all(self.made._caches[i] is x for i, x in zip(layers, caches, strict=False))
+        ]
+        assert len(caches) == len(self.layers[group])
+        return group
+
     def read(self, caches, pages):
-        return self.pages[list(pages)].copy()
+        return self.pages[self.group_of(caches)][list(pages)].copy()
 
     def write(self, caches, pages, content):
         assert len(pages) == len(content)
-        self.pages[list(pages)] = content
+        self.pages[self.group_of(caches)][list(pages)] = content
         return caches
 
 
 @functools.cache
-def _model() -> models.Decoder:
-    return models.random_decoder(CONFIG, dtype=jnp.float32)
+def _model(windows: tuple[int | None, ...]) -> models.Decoder:
+    config = dataclasses.replace(CONFIG, num_layers=len(windows), local_windows=windows)
+    return models.random_decoder(config, dtype=jnp.float32)
 
 
 def make(
-    pages: int, slots: int, chunk: int, prefixes: bool, results: bool = False
+    pages: int,
+    slots: int,
+    chunk: int,
+    prefixes: bool,
+    results: bool = False,
+    windows: tuple[int | None, ...] = (None,),
+    window_pages: int | None = None,
 ) -> tuple[Engine, FakeDevice]:
     made = Engine(
-        _model(),
+        _model(windows),
         num_pages=pages,
+        window_pages=window_pages,
         page_size=PAGE,
         max_sequences=slots,
         prefill_chunk=chunk,
         prefix_caching=prefixes,
         cache_results=results,
     )
-    return made, FakeDevice(pages)
+    return made, FakeDevice(made)
 
 
 @contextlib.contextmanager

@@ -36,11 +36,23 @@ from pooled_helpers import (
 
 from pallas_kernels.mosaic.hopper.pooled import forward as pooled_forward
 from pallas_kernels.mosaic.hopper.pooled import key_gradient as pooled_key_gradient
+from pallas_kernels.mosaic.hopper.pooled import pool as pooled_pool
 from pallas_kernels.mosaic.hopper.pooled import query_gradient as pooled_query_gradient
 from pallas_kernels.mosaic.hopper.pooled import tiles
-from pallas_kernels.triton import pooled_pool
 from turbojax.ops.pooled_attention import mosaic_gpu as pooled
-from turbojax.ops.pooled_attention.static import PooledOptions
+from turbojax.ops.pooled_attention import pooling
+from turbojax.ops.pooled_attention.static import LEVELS, PooledOptions
+
+
+def plain_pool(key, value, lengths, *, multiple):
+    """Means as plain JAX has them, in place of a kernel of `inline_mgpu` alone."""
+
+    def side(x):
+        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % multiple), (0, 0), (0, 0)))
+        return tuple(jnp.swapaxes(pooling.pool(x, lengths, r), 1, 2) for r in LEVELS[1:])
+
+    return side(key), side(value)
+
 
 KERNELS = (
     (pooled_forward, "attention"),
@@ -94,7 +106,7 @@ def install():
     run_scoped, run_state = pl.run_scoped, pl.run_state
 
     def scoped(f, *types, **kwargs):
-        if all(isinstance(x, Accumulator) for x in types):
+        if types and all(isinstance(x, Accumulator) for x in types):
             return f(*(Accumulator(x.value.shape, x.value.dtype) for x in types))
         return run_scoped(f, *types, **kwargs)
 
@@ -110,7 +122,7 @@ def install():
     tiles.accumulator = Accumulator
     plgpu.wgmma, pl.run_scoped, pl.run_state = add_product, scoped, stateful
     pooled.multiprocessors = lambda: 2
-    pooled_pool.pool = functools.partial(pooled_pool.pool, interpret=True)
+    pooled_pool.pool = plain_pool
     for module, name in KERNELS:
         setattr(module, name, interpreted(getattr(module, name)))
 

@@ -319,6 +319,54 @@ def check_neighbours_and_places(call, kv_dtype, dtype=jnp.float32, head_dim=32):
         equal(got, want)
 
 
+def without_dead_pages(cache, tables, lengths, counts, left, broken=-1):
+    """Tables without the pages before every query's window, and the pool with those poisoned.
+
+    Poisoned is all that the tables do not name then; also what entries of no page stand for where
+    they are brought into the pool.
+    """
+    size, tables = cache.page_size, np.array(tables)
+    first = np.maximum(np.asarray(lengths) - np.asarray(counts) - left, 0) // size
+    for row, dead, length in zip(tables, first, lengths, strict=True):
+        row[:dead] = broken
+        row[-(-int(length) // size) :] = broken
+    lost = np.setdiff1d(np.arange(cache.num_pages), tables)
+    arrays = {
+        name: x.at[lost].set(jnp.nan)
+        for name in ("key", "value", "key_norm", "value_norm")
+        if (x := getattr(cache, name)) is not None and x.dtype != jnp.uint8
+    }
+    return dataclasses.replace(cache, **arrays), jnp.asarray(tables), first
+
+
+def check_windowed_tables(call, kv_dtype, dtype=jnp.float32, head_dim=32):
+    """Pages before all windows may be anything, to the bit; one that a query sees may not."""
+    lengths, counts, left = (1111, 150, 33, 300), (2, 1, 2, 0), 40
+    cache, tables = filled(kv_dtype, lengths, 2, head_dim, dtype=dtype)
+    query = normal(31, (4, 2, 4, head_dim), dtype)
+    given = {
+        "query_seq_lengths": jnp.asarray(counts, jnp.int32),
+        "local_window_size": (left, 0),
+        "return_residual": True,
+    }
+    held = np.asarray(lengths, np.int32)
+    want = call(query, cache, tables, held, **given)
+    assert not any(np.isnan(np.asarray(x, np.float32)).any() for x in want)
+    for broken in (-1, cache.num_pages, 2**31 - 1):
+        poor, dead, first = without_dead_pages(cache, tables, lengths, counts, left, broken)
+        assert (first > 1).sum() == 3
+        equal(call(query, poor, dead, held, **given), want)
+        # The first page that is needed, of the sequence with two queries: its window begins there.
+        for at in (first[0], first[1]):
+            b = int(at != first[0])
+            got = call(query, poor, dead.at[b, at].set(broken), held, **given)
+            for x, y in zip(got, want, strict=True):
+                lost = np.isnan(np.asarray(x, np.float32)).reshape(4, -1)
+                assert lost[b].all()
+                assert lost.sum() == lost[b].sum()
+                equal(np.delete(np.asarray(x), b, 0), np.delete(np.asarray(y), b, 0))
+
+
 def check_chunks(call, kv_dtype, dtype=jnp.float32, head_dim=32, group=2):
     """A prompt in chunks of any size, down to single tokens: the same bits of every query."""
     length, count, chunk = 1030, 20, (1, 3, 16)

@@ -14,16 +14,25 @@ PAGES, SIZE = 24, 4
 PREFIXES = ("insert", "evict", "clear", "lookup")
 OPERATIONS = (
     *("allocate", "allocate", "share", "extend", "extend", "fork", "free", "free"),
-    *("retain", "release", "insert", "insert", "lookup", "evict"),
+    *(
+        "retain",
+        "release",
+        "insert",
+        "insert",
+        "lookup",
+        "evict",
+        "release_before",
+        "release_before",
+    ),
 )
 
 
 class Pool:
     """An allocator, its prefix cache, and what each sequence's tokens are."""
 
-    def __init__(self):
+    def __init__(self, window=None):
         self.pages = PageAllocator(PAGES, SIZE)
-        self.prefixes = PrefixCache(self.pages)
+        self.prefixes = PrefixCache(self.pages, window)
 
     def held(self):
         """Who holds what, as the public sees it, but for `retain`."""
@@ -45,16 +54,29 @@ class Pool:
     def check(self):
         """No page is lost, none both free and held; tree and order are as they are described."""
         self.pages.validate()
-        held = {page for s in self.pages.sequences for page in self.pages.pages(s)}
+        held = {page for s in self.pages.sequences for page in self.pages.pages(s)} - {-1}
         held |= {page for page in range(PAGES) if self.pages._retained[page]}
         remembered = self.remembered()
         assert self.pages.num_free == PAGES - len(held | set(remembered))
+        self.check_tree()
+        if self.prefixes._window is not None:
+            return
         for page, tokens in remembered.items():
             found, count = self.prefixes.lookup(tokens)
             assert (found[-1], count) == (page, len(tokens))
         order = list(self.remembered().values())
         for i, tokens in enumerate(order):
             assert tokens[:-SIZE] not in order[:i]
+
+    def check_tree(self):
+        """It holds the pages on record, each once, and leads to nothing else."""
+        self.prefixes.lookup([])  # what an interrupt left is put in order
+        found, nodes = {}, list(self.prefixes._roots.values())
+        for node in nodes:
+            nodes += node.children.values()
+            assert node.page != -1 or node.children
+            found.update({node.page: node} if node.page != -1 else {})
+        assert found == dict(self.prefixes._order)
 
 
 def tokens_of(pool, sequence):
@@ -83,6 +105,8 @@ def operation(rng, pool):
             return None
         if name == "extend":
             return pages.extend(some, count)
+        if name == "release_before":
+            return pages.release_before(some, min(count, pages.length(some)))
         if name in ("insert", "lookup"):
             tokens = tokens_of(pool, some)
             insert = name == "insert"
@@ -91,6 +115,7 @@ def operation(rng, pool):
         if name == "share":
             return pages.allocate(count, prefix_pages=full)
         if name == "retain":
+            full = [page for page in full if page != -1]
             return pages.retain(full[0]) if full else None
         return getattr(pages, name)(some)
 
@@ -110,10 +135,11 @@ def between(found, before, after):
     return lesser.items() <= found.items() <= greater.items()
 
 
+@pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.fuzz)])
-def test_any_operation_interrupted_at_any_line(count, record_property):
+def test_any_operation_interrupted_at_any_line(count, window, record_property):
     rng = random.Random(count)
-    pool = Pool()
+    pool = Pool(window)
     interrupts = refused = 0
     for _ in range(count):
         name, call = operation(rng, pool)

@@ -322,7 +322,7 @@ def test_a_wrong_call_says_what_is_wrong(name):
 
 
 @pytest.mark.parametrize(
-    ("call", "implementation"), [(decode, "jax_triton"), (append, "mosaic_gpu")]
+    ("call", "implementation"), [(decode, "jax_triton"), (append, "jax_triton")]
 )
 def test_implementations_that_are_not_there(call, implementation):
     """A known name without an implementation: no silent fallback, and what there is instead."""

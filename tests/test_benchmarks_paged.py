@@ -33,6 +33,7 @@ def test_rows_are_named_once_and_come_with_what_they_are_compared_with():
     assert names[0] == "paged-decode/llama3-8b/b16-s32768/cudnn"
     for name in (
         "paged-decode/llama3-8b/b64-s4096/turbo4/mosaic_gpu",
+        "paged-decode/llama3-8b/b1-s8192/auto/mosaic_gpu",
         "paged-decode/llama3-8b/b1-s1024/fp8_e4m3/triton",
         "paged-decode/llama3-8b/b16-s32768-ragged/auto/triton",
         "paged-page-size/llama3-8b/b16-s32768/turbo4/page-16/mosaic_gpu",
@@ -364,9 +365,9 @@ def _engine_result():
 def test_tables_of_a_made_up_result():
     result = _paged_result()
     table = paged_tables.operation_table(result, paged_tables.DECODE)
-    assert "| 16 x 32k | dense bf16 | cuDNN | 700 | 1.00x | 2.14x | 0.57x | 500.0 |" in table
-    assert "| 16 x 32k | turbo4 | mosaic_gpu | 200 | 3.50x | 7.50x | 2.00x |" in table
-    assert "| 16 x 2k to 32k | bf16 | triton | 1,500 | 0.47x | 1.00x | 0.27x |" in table
+    assert "| 16 x 32k | dense bf16 | cuDNN | 700 | 1.00x | 1.07x | 0.57x | 500.0 |" in table
+    assert "| 16 x 32k | turbo4 | mosaic_gpu | 200 | 3.50x | 3.75x | 2.00x |" in table
+    assert "| 16 x 2k to 32k | bf16 | triton | 1,500 | 0.47x | 0.50x | 0.27x |" in table
     assert "| bf16, jax's kernel | Pallas | failed: too \\| large |" in table
     table = paged_tables.operation_table(result, paged_tables.PAGES)
     assert "| 16 x 32k | turbo4, 16 tokens | mosaic_gpu | 500 | 1.00x |" in table
@@ -403,7 +404,7 @@ def test_report_round_trip(tmp_path):
     for picture in ("paged_speed.png", "engine.png"):
         assert f"]({picture})" in text
     assert "Reading and writing 1 GiB: 3,000 GB/s. A product" in text
-    assert "| 64 x 4k | 700 | 1,500 (0.47x) | 400 (1.75x) | 200 (3.50x) |" in text
+    assert "| 64 x 4k | 700 | 750 (0.93x) | 400 (1.75x) | 200 (3.50x) |" in text
 
 
 def test_bars_of_a_result_that_is_not_complete():
@@ -411,7 +412,7 @@ def test_bars_of_a_result_that_is_not_complete():
     result = _paged_result()
     bars = paged_tables.speed_bars(result)
     assert bars["16 x 32k"] == {
-        "bf16": 700 / 1500,
+        "bf16": 700 / 750,
         "fp8, e4m3": 1.75,
         "fp8, e5m2": 1.4,
         "turbo4": 3.5,

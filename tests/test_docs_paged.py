@@ -32,11 +32,13 @@ def test_by_hand():
         "(0, 3) (0, 1)",
         "32 of 41 tokens found, same bits: True",
     ]
-    counts = re.fullmatch(r"(\d+) pages are needed and (\d+) are free", lines[4]).groups()
+    table = r"4 pages are free again: \[-1 -1 -1 -1 +\d+ +\d+ +\d+ -1\]"
+    assert re.fullmatch(table, lines[4])
+    counts = re.fullmatch(r"(\d+) pages are needed and (\d+) are free", lines[5]).groups()
     needed, free = map(int, counts)
     assert needed == free + 1
-    assert re.fullmatch(r"\d of 64 pages, [\d,]+ bytes, \d+ tokens", lines[5])
-    assert lines[6:] == ["(1000, 66) 4.125 bits a value"]
+    assert re.fullmatch(r"\d of 64 pages, [\d,]+ bytes, \d+ tokens", lines[6])
+    assert lines[7:] == ["(1000, 66) 4.125 bits a value"]
 
 
 @pytest.mark.optimized

@@ -150,7 +150,7 @@ def test_swapped_pages_return_to_the_bit(kv_dtype):
         wanted = old.copy()
         wanted[list(targets)] = old[list(pages)]
         assert wanted.tobytes() == new.tobytes()
-    assert swap.nbytes(content) >= 19 * 2 * made._caches[0].page_bytes
+    assert swap.nbytes([content]) >= 19 * 2 * made._caches[0].page_bytes
 
 
 def _random(shape, dtype) -> jax.Array:

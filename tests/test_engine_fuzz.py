@@ -107,12 +107,12 @@ class Fuzz:
                 want = want[: len(result.tokens)]
             assert result.tokens == want
             self.ended += 1
-        made._allocator.validate()
+        made._groups[0].allocator.validate()
         assert made.statistics().tokens_held <= made.statistics().token_capacity
         assert made.statistics().steps < 3000
 
     def check_empty(self, made: Engine, pages: int) -> None:
-        left = (made._sequences, made._times, made._swapped, made._allocator.sequences)
+        left = (made._sequences, made._times, made._swapped, made._groups[0].allocator.sequences)
         assert not any(left)
         after = made.statistics()
         assert after.free_pages + after.cached_pages == pages

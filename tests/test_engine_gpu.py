@@ -1,12 +1,14 @@
 """The engine compiled for a GPU: a request's tokens do not depend on what else it does."""
 
 import dataclasses
+from unittest import mock
 
 import jax.numpy as jnp
 import pytest
 from engine_helpers import make, real_prompts, requests_of, run_one
 
 from turbojax import models
+from turbojax.models.engine import groups
 
 pytestmark = pytest.mark.gpu
 
@@ -37,3 +39,22 @@ def _check(model, wanted, kv_dtype):
         results = made.run()
         assert [results[number].tokens for number in numbers] == alone, options
     assert made.statistics().preemptions > 0
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3", "turbo4"])
+def test_texts_stay_the_same_where_pages_behind_windows_are_freed(kv_dtype):
+    config = dataclasses.replace(
+        models.SHAPES["tiny"], head_dim=128, num_layers=3, local_windows=(24, None, 24)
+    )
+    model = models.random_decoder(config, dtype=jnp.bfloat16)
+    with mock.patch.object(groups, "windows_of", return_value=(None,)):
+        kept = make(model, kv_dtype=kv_dtype, prefix_caching=False)
+    wanted = requests_of(real_prompts(), 0.0)
+    alone = [run_one(kept, request) for request in wanted]
+    for num_pages in (40, 10):
+        made = make(model, kv_dtype=kv_dtype, num_pages=num_pages)
+        numbers = [made.add(request) for request in wanted]
+        results = made.run()
+        assert [results[number].tokens for number in numbers] == alone
+    assert made.statistics().preemptions > 0
+    assert [group.window for group in made.statistics().groups] == [None, 24]

@@ -119,7 +119,7 @@ class Fuzz:
             except RuntimeError as error:
                 self.check_ended(error)
                 return
-        self.made._allocator.validate()
+        self.made._groups[0].allocator.validate()
         if self.operations % 80 == 0:
             self.check_empty()
 

@@ -34,9 +34,13 @@ class EngineMachine(RuleBasedStateMachine):
         slots=st.integers(1, 5),
         chunk=st.sampled_from([1, 7, 16, 40]),
         reuse=st.sampled_from([(False, False), (True, False), (True, True)]),
+        windows=st.sampled_from([(None,), (20,), (None, 20), (33, None, 7, 33), (64, 16), (2,)]),
+        window_pages=st.sampled_from([None, None, 5, 8]),
     )
-    def start(self, pages, slots, chunk, reuse):
-        self.engine, self.device = make(pages, slots, chunk, *reuse)
+    def start(self, pages, slots, chunk, reuse, windows, window_pages):
+        if len(set(windows)) == 1:
+            window_pages = None
+        self.engine, self.device = make(pages, slots, chunk, *reuse, windows, window_pages)
         self.pending: dict[int, Request] = {}
         self.tokens: dict[int, list[int]] = {}
         self.aborted: set[int] = set()
@@ -44,11 +48,18 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(request=requests)
     def add(self, request):
-        pages = -(-(request.total - 1) // PAGE)
-        if pages > len(self.device.pages):
-            with pytest.raises(ValueError, match=f"need {pages} pages, must be at most num_pages"):
-                self.engine.add(request)
-            return
+        chunk, total = self.engine._chunk, request.total - 1
+        for i, group in enumerate(self.engine._groups):
+            pages = -(-total // PAGE)
+            if group.window is not None:
+                # In the worst place, the window of a piece's first token, and the piece.
+                seen = group.window + min(chunk, len(request.tokens)) - 1
+                pages = min(pages, max(-(-(at + seen) // PAGE) for at in range(PAGE)))
+            if pages > group.allocator.num_pages:
+                name = ("num_pages", "window_pages")[i > 0]
+                with pytest.raises(ValueError, match=f"need {pages} pages, must be at most {name}"):
+                    self.engine.add(request)
+                return
         number = self.engine.add(request)
         self.pending[number], self.tokens[number] = request, []
         self.prompts[number] = request.tokens
@@ -86,7 +97,8 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.engine.idle
         assert not self.pending
         statistics = self.engine.statistics()
-        assert statistics.free_pages + statistics.cached_pages == statistics.pages
+        for held in statistics.groups:
+            assert held.free_pages + held.cached_pages == held.pages
         assert (statistics.running, statistics.waiting, statistics.swapped) == (0, 0, 0)
         assert statistics.swapped_bytes == 0
 
@@ -113,17 +125,19 @@ class EngineMachine(RuleBasedStateMachine):
     def holds_together(self):
         if not hasattr(self, "engine"):
             return
-        scheduler, allocator = self.engine._scheduler, self.engine._allocator
-        allocator.validate()
+        scheduler = self.engine._scheduler
+        for group in self.engine._groups:
+            group.allocator.validate()
+            assert len(group.allocator.sequences) == len(scheduler.running)
         assert len(self.device.programs) <= 1
         slots = [s.slot for s in scheduler.running]
         assert len(set(slots)) == len(slots)
         assert sum(s.prefilling for s in scheduler.running) <= 1
-        assert len(allocator.sequences) == len(scheduler.running)
         assert set(self.engine._swapped) == {s.request_id for s in scheduler.swapped}
         for sequence in scheduler.running:
             assert sequence.status is Status.RUNNING
-            assert allocator.length(sequence.handle) == sequence.held < sequence.request.total
+            for group, handle in zip(self.engine._groups, sequence.handles, strict=True):
+                assert group.allocator.length(handle) == sequence.held < sequence.request.total
             assert sequence.sampled < sequence.request.max_new_tokens
         # First come, first served.
         queues = (scheduler.running, scheduler.swapped, scheduler.waiting)
@@ -191,7 +205,7 @@ def test_a_prompt_is_not_looked_up_again_while_nothing_has_changed():
     for _ in range(8):
         step(made, device)
     with mock.patch.object(
-        made._scheduler._prefixes, "lookup", wraps=made._scheduler._prefixes.lookup
+        made._groups[0].prefixes, "lookup", wraps=made._groups[0].prefixes.lookup
     ) as lookup:
         number = made.add(Request([1] * 100, 4))
         for _ in range(20):
@@ -296,7 +310,7 @@ def test_requests_that_come_together_share_their_beginning():
 def test_private_copies_of_a_known_prefix_do_not_block_the_pool():
     """A prefix held by nobody stays while somebody holds a page after it: it has to go, too."""
     made, device = make(6, 2, 16, prefixes=True)
-    allocator, prefixes = made._allocator, made._scheduler._prefixes
+    allocator, prefixes = made._groups[0].allocator, made._groups[0].prefixes
     tokens = [1] * 96
     # The first two pages of the text below, in pages that no sequence holds.
     handle = allocator.allocate(32)
@@ -308,7 +322,7 @@ def test_private_copies_of_a_known_prefix_do_not_block_the_pool():
         while sequence.held < 48:
             step(made, device)
     # A page of its own now stands after pages that are not its own.
-    prefixes.insert(tokens[:48], allocator.pages(sequence.handle))
+    prefixes.insert(tokens[:48], allocator.pages(sequence.handles[0]))
     assert prefixes.evict(6) == 0
     for _ in range(60):
         step(made, device)

@@ -170,9 +170,9 @@ WRONG = {
     "no tokens": (lambda: quantize_activation(jnp.ones((0, 8))), ValueError, "no axis empty"),
     "a name": (lambda: quantize_activation(X, implementation="cuda"), ValueError, "'cuda'"),
     "no such": (
-        lambda: quantize_activation(X, implementation="mosaic_gpu"),
+        lambda: quantize_activation(X, implementation="jax_triton"),
         NotImplementedError,
-        "no implementation='mosaic_gpu'",
+        "no implementation='jax_triton'",
     ),
     "scale": (lambda: rms_norm_quantize(X, jnp.ones(7), EPS), ValueError, r"must be \(8,\)"),
     "scale's dtype": (

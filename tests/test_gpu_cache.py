@@ -9,11 +9,22 @@ import pytest
 from cache_helpers import assert_same_bits
 
 import turbojax as tj
+from turbojax import _device
 from turbojax.ops.numerics import quantize_scores_operand, quantize_values
-from turbojax.state.progressive import triton
+from turbojax.state.progressive import mosaic_gpu, triton
 from turbojax.state.progressive.update import store_prompt
 
 pytestmark = pytest.mark.gpu
+MODULES = {"triton": triton, "mosaic_gpu": mosaic_gpu}
+IMPLEMENTATIONS = [
+    "triton",
+    pytest.param(
+        "mosaic_gpu",
+        marks=pytest.mark.skipif(
+            _device.needs_hopper() is not None, reason=str(_device.needs_hopper())
+        ),
+    ),
+]
 
 FOUR_BITS = tj.TurboConfig()
 THREE_BITS = tj.TurboConfig(key_bits=3, value_bits=3)
@@ -63,27 +74,29 @@ def append_all(cache, key, value, implementation):
     return cache
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", CASES)
-def test_a_prompt_and_then_tokens(name):
+def test_a_prompt_and_then_tokens(name, implementation):
     case = CASES[name]
     config, *_, size, lengths = case
     cache, lengths = new(case, size + 200), jnp.array(lengths, jnp.int32)
     key, value = tokens(case, size, 0)
     expected = jitted(store_prompt, "xla")(cache, key, value, lengths)
     for _ in range(2):  # and the same again
-        got = jitted(store_prompt, "triton")(cache, key, value, lengths)
+        got = jitted(store_prompt, implementation)(cache, key, value, lengths)
         assert_same_bits(got, expected)
     more = tokens(case, config.buffer_size + 2, 1)
-    assert_same_bits(append_all(got, *more, "triton"), append_all(expected, *more, "xla"))
+    assert_same_bits(append_all(got, *more, implementation), append_all(expected, *more, "xla"))
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", CASES)
-def test_stage_1_operands(name):
+def test_stage_1_operands(name, implementation):
     case = CASES[name]
     config, *_, dtype, size, lengths = case
     cache, lengths = new(case, size), jnp.array(lengths, jnp.int32)
     arguments = tokens(case, size, 2)
-    store = functools.partial(triton.store_prompt_triton, with_operands=True)
+    store = MODULES[implementation].store_prompt_with_operands
     got, operands = jax.jit(store)(cache, *arguments, lengths)
     assert_same_bits(got, jitted(store_prompt, "xla")(cache, *arguments, lengths))
     valid = (jnp.arange(size)[None] < lengths[:, None])[..., None, None]
@@ -100,8 +113,9 @@ def test_stage_1_operands(name):
         np.testing.assert_array_equal(scale, want_scale)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf], ids=str)
-def test_values_that_are_not_finite(bad):
+def test_values_that_are_not_finite(bad, implementation):
     case = CASES["Llama-3-8B"]
     lengths = jnp.array([300, 290, 1, 0], jnp.int32)
     key, value = tokens(case, 300, 3)
@@ -109,15 +123,18 @@ def test_values_that_are_not_finite(bad):
     value = value.at[0, 77, 2, 127].set(bad)
     arguments = new(case, 500), key, value, lengths
     expected = jitted(store_prompt, "xla")(*arguments)
-    got = jitted(store_prompt, "triton")(*arguments)
+    got = jitted(store_prompt, implementation)(*arguments)
     assert_same_bits(got, expected)
     key, value = tokens(case, 70, 4)
     key = key.at[1, 2, 3, 1].set(bad).at[3, 0, 0].set(bad)
-    assert_same_bits(append_all(got, key, value, "triton"), append_all(expected, key, value, "xla"))
+    assert_same_bits(
+        append_all(got, key, value, implementation), append_all(expected, key, value, "xla")
+    )
 
 
 def test_the_gpu_chooses_the_kernels():
     case = CASES["Llama-3-8B"]
     key, value = tokens(case, 1, 5)
-    text = jax.jit(tj.append).lower(new(case, 100), key, value).as_text()
-    assert "turbojax_append" in text
+    text = str(jax.make_jaxpr(tj.append)(new(case, 100), key, value))
+    is_hopper = _device.needs_hopper() is None
+    assert ("turbojax_append_hopper" if is_hopper else "turbojax_append") in text

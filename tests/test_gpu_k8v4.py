@@ -5,7 +5,7 @@ import functools
 import jax.numpy as jnp
 import pytest
 from gpu_helpers import assert_near, both
-from test_gpu_kv4 import LARGE
+from test_gpu_kv4 import CASES, DEFAULT, HOPPER, KERNELS, LARGE, on_hopper
 from test_k8v4 import assert_matches, check_bits, check_not_finite, filled
 from test_kv4_decode import OPTIONS, SHAPES, decode, normal
 
@@ -34,22 +34,32 @@ def test_options(name):
     matches(normal(4, (3, 3, 4, 32)), filled(2, 32, (150, 7, 0), room=50), **options)
 
 
-@pytest.mark.parametrize("name", LARGE)
-def test_large_caches(name):
+@on_hopper
+@pytest.mark.parametrize("name", HOPPER)
+def test_hopper_equals_the_oracle(name):
+    lengths, kv_heads, dim, heads, count = HOPPER[name]
+    query = normal(3, (len(lengths), count, heads, dim))
+    call = functools.partial(decode, implementation="mosaic_gpu")
+    assert_matches("mosaic_gpu", query, filled(kv_heads, dim, lengths), call=call)
+
+
+@pytest.mark.parametrize(("name", "kernel"), CASES)
+def test_large_caches(name, kernel):
     """Twice the same bits, and plain JAX's numbers but for weights rounded within 2**-8."""
     lengths, kv_heads, dim, heads, count = LARGE[name]
     cache = filled(kv_heads, dim, lengths, jnp.bfloat16)
     query = normal(4, (len(lengths), count, heads, dim), jnp.bfloat16)
     options = {"local_window_size": (1000, 0)} if "window" in name else {}
-    got, want = both(decode, query, cache, **options)
+    got, want = both(decode, query, cache, kernel=kernel, **options)
     assert_near(got[0], want[0], jnp.bfloat16, 2.0**-9)
     assert_near(got[1], want[1], jnp.float32, 1e-5)
 
 
-def test_what_is_not_finite_reaches_what_attends_to_it():
-    check_not_finite(run)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_what_is_not_finite_reaches_what_attends_to_it(kernel):
+    check_not_finite(functools.partial(decode, implementation=kernel), dim=64)
 
 
 def test_the_gpu_chooses_the_kernel():
     text = decode.lower(normal(5, (1, 1, 4, 64)), filled(2, 64, (90,))).as_text()
-    assert "turbojax_kv4_decode" in text
+    assert DEFAULT in text

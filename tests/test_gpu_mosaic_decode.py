@@ -30,6 +30,15 @@ CACHES = {
     "2 bits": tj.TurboConfig(key_bits=2, value_bits=2, block_kv=128, buffer_size=128),
     "mixed": tj.TurboConfig(num_low_bit_key_heads=2, num_low_bit_value_heads=1),
     "keys 2, values 4": tj.TurboConfig(key_bits=2),
+    "3 bits": tj.TurboConfig(key_bits=3, value_bits=3),
+    "short blocks": tj.TurboConfig(block_kv=32, buffer_size=32),
+    "4 and 3 bits, long blocks": tj.TurboConfig(
+        num_low_bit_key_heads=2,
+        num_low_bit_value_heads=1,
+        low_bits=3,
+        block_kv=128,
+        buffer_size=128,
+    ),
 }
 LENGTHS = (1000, 64, 1, 0, 331)
 
@@ -67,7 +76,7 @@ def test_options_and_dtypes(case, dtype):
 
 
 # Other head dims are refused in words, which the tests on the CPU hold.
-@pytest.mark.parametrize("name", [n for n, x in MODELS.items() if x.dim in (64, 128, 256)])
+@pytest.mark.parametrize("name", [n for n, x in MODELS.items() if x.dim % 32 == 0])
 def test_real_models(name):
     heads = MODELS[name]
     cache = filled(heads.kv, heads.dim, tj.TurboConfig(), (500,))

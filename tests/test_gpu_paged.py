@@ -19,6 +19,7 @@ from paged_helpers import (
     check_donated,
     check_nan,
     check_neighbours_and_places,
+    check_windowed_tables,
     equal,
     filled,
     kernel_units,
@@ -34,13 +35,22 @@ from turbojax.state.pages import pool as paged
 pytestmark = pytest.mark.gpu
 
 # What the kernel for Hopper takes; that it refuses the rest is tested on the CPU.
-HOPPER_KINDS, HOPPER_DIMS, HOPPER_ROWS = ("turbo4", "fp8_e4m3", "fp8_e5m2"), (64, 128, 256), 64
+HOPPER_KINDS, HOPPER_DIMS, HOPPER_ROWS = (
+    ("turbo4", "fp8_e4m3", "fp8_e5m2", "auto"),
+    (64, 128, 256),
+    64,
+)
 PAIRS = [
     *((kv_dtype, kernel) for kv_dtype in HOPPER_KINDS for kernel in ("mosaic_gpu", "triton")),
-    *((kv_dtype, "triton") for kv_dtype in ("auto", *MIXED)),
+    *((kv_dtype, "triton") for kv_dtype in MIXED),
 ]
 # Every mix is held to the oracle and to plain JAX; two of them stand for all elsewhere.
 FEWER = [(kv_dtype, kernel) for kv_dtype, kernel in PAIRS if kv_dtype not in MIXED[2:]]
+
+
+def widest(kv_dtype, kernel):
+    """The dtype with the most bits that a kernel takes with pages of this kind."""
+    return jnp.float16 if (kv_dtype, kernel) == ("auto", "mosaic_gpu") else jnp.float32
 
 
 def grid(shapes):
@@ -81,7 +91,7 @@ def matches(kernel, query, cache, tables, lengths, **options):
 @pytest.mark.parametrize(("name", "kv_dtype", "kernel"), grid(SHAPES))
 def test_equals_the_oracle(name, kv_dtype, kernel):
     lengths, kv_heads, dim, heads, count = SHAPES[name]
-    for dtype in (jnp.bfloat16, jnp.float32):
+    for dtype in (jnp.bfloat16, widest(kv_dtype, kernel)):
         cache, tables = filled(kv_dtype, lengths, kv_heads, dim, dtype=dtype)
         query = normal(3, (len(lengths), count, heads, dim), dtype)
         matches(kernel, query, cache, tables, lengths)
@@ -174,6 +184,9 @@ def test_a_merge_of_one_part_changes_no_bit(kv_dtype, kernel):
         ("fp8_e4m3", 128, 1, {"window": (100, 0)}),
         ("fp8_e5m2", 64, 4, {}),
         ("fp8_e4m3", 256, 2, {}),
+        ("auto", 128, 1, {}),
+        ("auto", 64, 4, {"logits_soft_cap": 20.0}),
+        ("auto", 256, 2, {"window": (700, 0)}),
     ],
 )
 def test_how_programs_are_cut_changes_no_bit(kv_dtype, head_dim, tokens, options):
@@ -210,7 +223,8 @@ def test_chunks_do_not_matter(head_dim, kv_dtype, kernel):
 
 @pytest.mark.parametrize(("kv_dtype", "kernel"), FEWER)
 def test_what_is_not_finite_reaches_what_attends_to_it(kv_dtype, kernel):
-    check_nan(runs(kernel, kv_dtype, 64, jnp.float32), kv_dtype, head_dim=64)
+    dtype = widest(kv_dtype, kernel)
+    check_nan(runs(kernel, kv_dtype, 64, dtype), kv_dtype, dtype, head_dim=64)
 
 
 @pytest.mark.parametrize(("kv_dtype", "kernel"), FEWER)
@@ -284,6 +298,11 @@ def test_what_is_out_of_range_is_nan_under_jit(kv_dtype, kernel):
         got = run(query, cache, tables.at[0, 40].set(broken), lengths)
         equal(got[1], want[1])
         assert np.isnan(np.asarray(got[0].astype(jnp.float32))).all()
+
+
+@pytest.mark.parametrize(("kv_dtype", "kernel"), FEWER)
+def test_pages_before_the_windows_may_be_anything(kv_dtype, kernel):
+    check_windowed_tables(runs(kernel, kv_dtype, 128), kv_dtype, jnp.bfloat16, 128)
 
 
 def test_xla_equals_the_oracle():

@@ -19,20 +19,34 @@ from paged_append_helpers import (
     tokens,
 )
 
+from pallas_kernels.mosaic.hopper.paged import append as hopper
 from pallas_kernels.triton import paged_append as kernel
 from turbojax import polar
+from turbojax._device import needs_hopper
 from turbojax.state.pages import pool as paged
 
 pytestmark = pytest.mark.gpu
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
-same = functools.partial(assert_stores_the_same, run=compiled("triton"))
+FORMATS = ("auto", "fp8_e4m3", "fp8_e5m2")
+
+
+@pytest.fixture(params=["triton", "mosaic_gpu"])
+def implementation(request):
+    if request.param == "mosaic_gpu" and (refusal := needs_hopper()):
+        pytest.skip(f"mosaic_gpu: {refusal}")
+    return request.param
+
+
+@pytest.fixture
+def same(implementation):
+    return functools.partial(assert_stores_the_same, run=compiled(implementation))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("page_size", [16, 64])
-def test_ragged_tokens(page_size, head_dim, dtype):
+def test_ragged_tokens(same, page_size, head_dim, dtype):
     cache = new(head_dim, dtype, page_size)
     before, count = integers(page_size - 2, 0, 3), integers(21, 5, 0)
     cache = same(cache, *tokens(21, head_dim, dtype), TABLES, before, new_lengths=count)
@@ -42,7 +56,20 @@ def test_ragged_tokens(page_size, head_dim, dtype):
 
 @pytest.mark.parametrize("kv_dtype", MIXES)
 @pytest.mark.parametrize(("head_dim", "dtype"), [(16, jnp.float32), (128, jnp.bfloat16)])
-def test_every_number_of_bits(head_dim, dtype, kv_dtype):
+def test_every_number_of_bits(same, head_dim, dtype, kv_dtype):
+    cache = new(head_dim, dtype, kv_dtype=kv_dtype)
+    x = tokens(21, head_dim, dtype, seed=2)
+    cache = same(cache, *x, TABLES, integers(14, 0, 3), new_lengths=integers(21, 5, 0))
+    same(cache, *strange(head_dim, dtype), TABLES, integers(1, 0, 0))
+
+
+@pytest.mark.parametrize("kv_dtype", FORMATS)
+@pytest.mark.parametrize(("head_dim", "dtype"), list(zip((16, 128, 256), DTYPES, strict=True)))
+def test_formats_without_codes(head_dim, dtype, kv_dtype):
+    """On Hopper alone they have a kernel."""
+    if refusal := needs_hopper():
+        pytest.skip(refusal)
+    same = functools.partial(assert_stores_the_same, run=compiled("mosaic_gpu"))
     cache = new(head_dim, dtype, kv_dtype=kv_dtype)
     x = tokens(21, head_dim, dtype, seed=2)
     cache = same(cache, *x, TABLES, integers(14, 0, 3), new_lengths=integers(21, 5, 0))
@@ -51,7 +78,7 @@ def test_every_number_of_bits(head_dim, dtype, kv_dtype):
 
 @pytest.mark.parametrize("count", [1, 300, 3000])
 @pytest.mark.parametrize("kv_dtype", MIXES)
-def test_every_launch_of_every_number_of_bits(kv_dtype, count):
+def test_every_launch_of_every_number_of_bits(same, kv_dtype, count):
     tables = jnp.arange(64 * 50, dtype=jnp.int32).reshape(64, 50)[: 64 if count == 1 else 4]
     batch = len(tables)
     cache = paged.init_paged_cache(64 * 50, 64, 8, 128, kv_dtype=kv_dtype, dtype=jnp.bfloat16)
@@ -62,7 +89,7 @@ def test_every_launch_of_every_number_of_bits(kv_dtype, count):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
-def test_strange_vectors(head_dim, dtype):
+def test_strange_vectors(same, head_dim, dtype):
     same(new(head_dim, dtype), *strange(head_dim, dtype), TABLES, integers(0, 0, 0))
 
 
@@ -80,7 +107,7 @@ def test_strange_vectors(head_dim, dtype):
         (3, 6001, 3, 16),
     ],
 )
-def test_full_sizes(batch, count, heads, head_dim, dtype):
+def test_full_sizes(same, batch, count, heads, head_dim, dtype):
     """Every launch; places at random, each vector of another length."""
     width = -(-(count + 70) // 64)
     cache = paged.init_paged_cache(batch * width + 3, 64, heads, head_dim, dtype=dtype, seed=2)
@@ -93,7 +120,7 @@ def test_full_sizes(batch, count, heads, head_dim, dtype):
     assert np.asarray(cache.key_norm).any()
 
 
-def test_what_has_no_place_is_lost():
+def test_what_has_no_place_is_lost(same):
     cache = new(128, jnp.bfloat16)
     tables = jnp.asarray(TABLES).at[0, 1].set(-1).at[1, 0].set(99)
     x = tokens(30, 128, jnp.bfloat16, seed=5)
@@ -118,7 +145,7 @@ def test_the_codec_gives_a_cpus_bits(head_dim, dtype):
     assert_same_bits(bits(got), bits(jax.device_put(want, jax.devices()[0])))
 
 
-def test_donated_memory_is_reused():
+def test_donated_memory_is_reused(implementation):
     """Token by token in one program each."""
     key, value = tokens(6, 128, jnp.bfloat16, seed=6)
 
@@ -131,7 +158,7 @@ def test_donated_memory_is_reused():
         x = key[:, t : t + 1], value[:, t : t + 1], integers(13 + t, t, 30 + t)
         want = step(want, *x, implementation="xla")
         memory = got.key.unsafe_buffer_pointer()
-        got = step(got, *x, implementation="triton")
+        got = step(got, *x, implementation=implementation)
         assert got.key.unsafe_buffer_pointer() == memory
     assert_same_bits(got, want)
 
@@ -140,4 +167,5 @@ def test_donated_memory_is_reused():
 def test_the_gpu_chooses_the_kernel(kv_dtype):
     cache = new(128, jnp.bfloat16, kv_dtype=kv_dtype)
     arguments = cache, *tokens(1, 128, jnp.bfloat16), TABLES, integers(0, 0, 0)
-    assert kernel.NAME in jax.jit(paged.append).lower(*arguments).as_text()
+    chosen = kernel.NAME if needs_hopper() else hopper.NAME
+    assert chosen in str(jax.make_jaxpr(paged.append)(*arguments))

@@ -57,9 +57,10 @@ def filled(name, window=SIDES, implementation="xla"):
     return append_all(cache, *tokens(150, 3), implementation)
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_kernels_store_the_bits_of_plain_jax(name):
-    cache = filled(name, implementation="triton")
+def test_kernels_store_the_bits_of_plain_jax(name, kernel):
+    cache = filled(name, implementation=kernel)
     assert cache.is_ring
     cache.validate()
     assert_same_bits(cache, filled(name))

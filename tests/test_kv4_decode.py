@@ -117,8 +117,8 @@ SHAPES = {
 }
 
 
-# The kernel rounds weights to bfloat16, to the nearest.
-WEIGHT_UNIT = {"xla": 0.0, "triton": 2.0**-8}
+# Kernels round weights: to bfloat16, to the nearest, or to two float16.
+WEIGHT_UNIT = {"xla": 0.0, "triton": 2.0**-8, "mosaic_gpu": 2.0**-21}
 
 
 def run(implementation):
@@ -220,9 +220,9 @@ def test_an_empty_cache(implementation):
     np.testing.assert_array_equal(lse, -jnp.inf)
 
 
-def spoiled(**changes):
+def spoiled(dim, **changes):
     """A cache whose sequences of 150 and 140 tokens hold NaN at ``(b, k, t)``."""
-    cache = filled(2, 32, (150, 140), room=20)
+    cache = filled(2, dim, (150, 140), room=20)
     arrays = {name: getattr(cache, name).at[at].set(jnp.nan) for name, at in changes.items()}
     return dataclasses.replace(cache, **arrays)
 
@@ -234,20 +234,20 @@ def nan_of(call, query, cache, **options):
     return rows, np.isnan(np.asarray(lse))
 
 
-def check_nan(call):
+def check_nan(call, dim=32):
     """A key's NaN reaches what attends to it, a value's no log-sum-exp, a query's itself alone."""
-    query = normal(7, (2, 3, 4, 32))
-    rows, lse = nan_of(call, query, spoiled(key_scale=(0, 1, 147), value_scale=(1, 0, 139)))
+    query = normal(7, (2, 3, 4, dim))
+    rows, lse = nan_of(call, query, spoiled(dim, key_scale=(0, 1, 147), value_scale=(1, 0, 139)))
     want = np.zeros((2, 3, 4), bool)
     want[0, :, 2:] = True
     np.testing.assert_array_equal(lse, want)
     want[1, 2, :2] = True
     np.testing.assert_array_equal(rows, want)
     # Queries stand at 147, 148 and 149: the first alone is near enough.
-    rows, _ = nan_of(call, query, spoiled(key_scale=(0, 0, 100)), local_window_size=(47, 0))
+    rows, _ = nan_of(call, query, spoiled(dim, key_scale=(0, 0, 100)), local_window_size=(47, 0))
     assert rows.sum() == 2
     np.testing.assert_array_equal(rows[0, 0, :2], True)
-    rows, _ = nan_of(call, query.at[1, 2, 3, 0].set(jnp.inf), spoiled())
+    rows, _ = nan_of(call, query.at[1, 2, 3, 0].set(jnp.inf), spoiled(dim))
     assert rows.sum() == 1
     assert rows[1, 2, 3]
 
@@ -257,8 +257,8 @@ def test_what_is_not_finite_reaches_what_attends_to_it(implementation):
     check_nan(run(implementation))
 
 
-def check_beyond_the_length(call):
-    query, clean = normal(8, (2, 2, 4, 32)), filled(2, 32, (150, 140), room=20)
+def check_beyond_the_length(call, dim=32):
+    query, clean = normal(8, (2, 2, 4, dim)), filled(2, dim, (150, 140), room=20)
     beyond = jnp.arange(clean.key_scale.shape[2])[None] >= clean.lengths[:, None]
     beyond = beyond[:, None]
     dirty = dataclasses.replace(
@@ -393,8 +393,8 @@ WRONG = {
     "name": (ValueError, lambda: ask(implementation="cuda"), "implementation='cuda'.*one of"),
     "no such": (
         NotImplementedError,
-        lambda: ask(implementation="mosaic_gpu"),
-        "fireq.decode has no implementation='mosaic_gpu'; it has 'triton', 'xla'",
+        lambda: ask(implementation="jax_triton"),
+        "fireq.decode has no implementation='jax_triton'; it has 'mosaic_gpu', 'triton', 'xla'",
     ),
     "queries of a prompt": (
         ValueError,

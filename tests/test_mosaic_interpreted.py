@@ -17,6 +17,7 @@ import test_mosaic_attention
 import test_mosaic_decode
 import test_mosaic_int4
 import test_mosaic_paged
+import test_mosaic_prompt
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernel_helpers import lower_for_cuda
 
@@ -31,22 +32,39 @@ if not hasattr(plgpu, "force_gpu_interpret_mode"):
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
+def run(*program):
+    """Runs one of the programs beside this file."""
+    command = [sys.executable, str(ROOT / "tests" / program[0]), *program[1:]]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+WHOLE = pytest.mark.skipif(
     jax.__version_info__ < (0, 12),
     reason="before jax 0.12 the interpreter wants every barrier's last phase to be waited for",
 )
+
+
+@pytest.mark.slow
+@WHOLE
 @pytest.mark.parametrize(
     ("what", "name"),
     [("forward", "causal"), ("forward", "grouped, lengths"), ("gradients", "causal")],
 )
 def test_pooled_attention_equals_the_oracle_and_has_no_race(what, name):
-    program = [sys.executable, str(ROOT / "tests" / "interpreted_pooled.py"), what, name]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        program, env=environment, capture_output=True, text=True, timeout=500, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run("interpreted_pooled.py", what, name)
+
+
+@pytest.mark.slow
+@WHOLE
+@pytest.mark.parametrize(
+    "name", ["plain", "window", "nothing between", "parts", "parts, window", "lost"]
+)
+def test_prompts_on_pages_equal_the_oracle_and_have_no_race(name):
+    run("interpreted_prompt.py", name)
 
 
 @pytest.fixture
@@ -97,6 +115,7 @@ def lower_decode():
         "int4_expand",
         "fp8_matmul",
         *(f"paged {kind}" for kind in test_mosaic_paged.KINDS),
+        *(f"prompt {kind}" for kind in test_mosaic_prompt.KINDS),
     ],
 )
 def test_kernels_with_inline_code_are_refused(kernel, interpreted, monkeypatch):
@@ -110,6 +129,7 @@ def test_kernels_with_inline_code_are_refused(kernel, interpreted, monkeypatch):
         "int4_expand": lambda: lower_int4(2048),
         "fp8_matmul": lambda: lower_fp8(monkeypatch),
         "paged": lambda: test_mosaic_paged.lower(kind),
+        "prompt": lambda: test_mosaic_prompt.lower(kind, tokens=80),
     }[name]
     try:
         with pytest.raises(ValueError, match="does not support `inline_mgpu`"):

@@ -5,15 +5,16 @@ import numpy as np
 import pytest
 from oracles import quantizers, warp
 
-from pallas_kernels.mosaic import quantize
+from pallas_kernels.mosaic import eight_bits, quantize
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
 
 @pytest.fixture
 def lanes(monkeypatch):
-    monkeypatch.setattr(quantize, "lane", warp)
-    for name in ("Float", "Int", "Pointer"):
+    for module in (quantize, eight_bits):
+        monkeypatch.setattr(module, "lane", warp)
+    for name in ("Int", "Pointer"):
         monkeypatch.setattr(quantize, name, getattr(warp, name))
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from grids import pairwise
 from oracles import warp
+from oracles.fragments import fragments
 
 import turbojax as tj
 from pallas_kernels.mosaic import softmax
@@ -31,7 +32,7 @@ MASKS = {"all": (None, None), "causal": (None, 0), "window": (70, 20)}
 @pytest.fixture
 def lanes(monkeypatch):
     monkeypatch.setattr(softmax, "lane", warp)
-    monkeypatch.setattr(softmax, "fragments", warp.fragments)
+    monkeypatch.setattr(softmax, "fragments", fragments)
     for name in ("Float", "Int"):
         monkeypatch.setattr(softmax, name, getattr(warp, name))
     barrier = types.SimpleNamespace(optimization_barrier=lambda x: x)

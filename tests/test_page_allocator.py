@@ -133,6 +133,59 @@ def test_retained_pages_outlive_their_sequences():
     pool.validate()
 
 
+def test_pages_before_a_window_go_while_the_sequence_goes_on():
+    pool = new()
+    sequence = pool.allocate(40)
+    pages = pool.pages(sequence)
+    assert pool.release_before(sequence, 15) == 0
+    assert pool.release_before(sequence, 17) == 1
+    assert pool.pages(sequence) == (-1, *pages[1:])
+    assert (pool.length(sequence), pool.num_free, pool.holders(pages[0])) == (40, 6, 0)
+    assert pool.release_before(sequence, 31) == pool.release_before(sequence, 0) == 0
+    np.testing.assert_array_equal(pool.block_tables([sequence], 4), [[-1, *pages[1:], -1]])
+    # What it lets go is the next to be taken, also by itself.
+    assert pool.extend(sequence, 20) == []
+    assert pool.pages(sequence) == (-1, *pages[1:], pages[0])
+    assert pool.release_before(sequence, 60) == 2
+    assert pool.pages(sequence) == (-1, -1, -1, pages[0])
+    assert pool.statistics(10) == PoolStatistics(8, 7, 0, 1, tokens=12, bytes=10)
+    pool.validate()
+    # A full one goes as a whole, and the sequence goes on from there.
+    pool.extend(sequence, 4)
+    assert pool.release_before(sequence, 64) == 1
+    assert (pool.pages(sequence), pool.num_free) == ((-1,) * 4, 8)
+    assert pool.extend(sequence, 1) == []
+    pool.validate()
+    pool.free(sequence)
+    assert pool.num_free == 8
+
+
+def test_released_pages_that_are_shared_stay_with_their_other_holders():
+    pool = new()
+    first = pool.allocate(40)
+    pages = pool.pages(first)
+    second = pool.fork(first)
+    pool.retain(pages[1])
+    assert pool.release_before(first, 32) == 2
+    assert [pool.holders(page) for page in pages] == [1, 2, 2]
+    assert (pool.pages(second), pool.num_free) == (pages, 5)
+    # A fork of what is left shares that, and its last page is copied as ever.
+    third = pool.fork(first)
+    assert pool.pages(third) == (-1, -1, pages[2])
+    (copy,) = pool.extend(third, 1)
+    assert pool.pages(third) == (-1, -1, copy.destination)
+    pool.free(second)
+    assert [pool.holders(page) for page in pages] == [0, 1, 1]
+    pool.validate()
+    # A sequence may begin with pages that are gone.
+    fourth = pool.allocate(20, prefix_pages=(-1, pages[1]))
+    assert pool.length(fourth) == 52
+    assert pool.pages(fourth)[:2] == (-1, pages[1])
+    fifth = pool.allocate(3, prefix_pages=[-1, -1])
+    assert (pool.length(fifth), pool.pages(fifth)[:2]) == (35, (-1, -1))
+    pool.validate()
+
+
 def test_statistics():
     pool = new()
     first = pool.allocate(20)
@@ -172,6 +225,11 @@ WRONG = {
     "table": (KeyError, lambda p: p.block_tables([0, 99], 4), "there is no sequence 99"),
     "columns": (ValueError, lambda p: p.block_tables([0], 0), "max_pages=0 must be at least 1"),
     "retain": (ValueError, lambda p: p.retain(5), "page=5 is free"),
+    "release": (ValueError, lambda p: p.release_before(0, -1), "tokens=-1 must not be negative"),
+    "release all": (ValueError, lambda p: p.release_before(0, 21), "tokens=21 must be at most 20"),
+    "release free": (KeyError, lambda p: p.release_before(7, 0), "there is no sequence 7"),
+    "release part": (TypeError, lambda p: p.release_before(0, 2.0), "tokens=2.0 must be an int"),
+    "hole": (ValueError, lambda p: p.allocate(1, [0, -1]), r"page=-1 must be within 0\.\.7"),
     "holders": (ValueError, lambda p: p.holders(-1), "page=-1 must be within"),
 }
 
@@ -201,6 +259,10 @@ def test_validate_finds_what_is_broken():
     pool._sequences[pool.allocate(20)].length = 40
     with pytest.raises(ValueError, match="sequence 0 has 2 pages for 40 tokens"):
         pool.validate()
+    pool = new()
+    pool._sequences[pool.allocate(20)].pages[0] = -1
+    with pytest.raises(ValueError, match=r"sequence 0 misses pages \[0\], 0 are released"):
+        pool.validate()
 
 
 # Against a model ---------------------------------------------------------------------------------
@@ -215,7 +277,7 @@ class Model(stateful.RuleBasedStateMachine):
         super().__init__()
         self.pool = new(10, 4)
         self.pages = [{} for _ in range(10)]
-        self.tokens = {}
+        self.tokens, self.first = {}, {}
         self.retained = collections.Counter()
         self.count = 0
 
@@ -237,7 +299,7 @@ class Model(stateful.RuleBasedStateMachine):
             return stateful.multiple()
         sequence = self.pool.allocate(tokens)
         assert self.pool.num_free == free - needed
-        self.tokens[sequence] = []
+        self.tokens[sequence], self.first[sequence] = [], 0
         self.write(sequence, tokens)
         return sequence
 
@@ -246,7 +308,22 @@ class Model(stateful.RuleBasedStateMachine):
         pages = min(pages, self.pool.length(parent) // 4)
         sequence = self.pool.allocate(prefix_pages=self.pool.pages(parent)[:pages])
         self.tokens[sequence] = self.tokens[parent][: 4 * pages]
+        self.first[sequence] = min(self.first[parent], pages)
         return sequence
+
+    @stateful.rule(sequence=sequences, tokens=st.integers(0, 14))
+    def release_before(self, sequence, tokens):
+        length, pages = self.pool.length(sequence), self.pool.pages(sequence)
+        if tokens > length:
+            with pytest.raises(ValueError, match="must be at most"):
+                self.pool.release_before(sequence, tokens)
+            return
+        first = max(self.first[sequence], tokens // 4)
+        gone = self.pool.release_before(sequence, tokens)
+        assert gone == first - self.first[sequence]
+        self.first[sequence] = first
+        assert self.pool.pages(sequence) == (-1,) * first + pages[first:]
+        self.poison(page for page in pages[:first] if page >= 0)
 
     @stateful.rule(sequence=sequences, tokens=st.integers(0, 9))
     def extend(self, sequence, tokens):
@@ -272,11 +349,12 @@ class Model(stateful.RuleBasedStateMachine):
         child = self.pool.fork(sequence)
         assert self.pool.num_free == free
         self.tokens[child] = list(self.tokens[sequence])
+        self.first[child] = self.first[sequence]
         return child
 
     @stateful.rule(sequence=stateful.consumes(sequences))
     def free(self, sequence):
-        pages = self.pool.pages(sequence)
+        pages = [page for page in self.pool.pages(sequence) if page >= 0]
         self.pool.free(sequence)
         del self.tokens[sequence]
         self.poison(pages)
@@ -285,7 +363,7 @@ class Model(stateful.RuleBasedStateMachine):
 
     @stateful.rule(sequence=sequences)
     def retain(self, sequence):
-        for page in self.pool.pages(sequence)[:1]:
+        for page in self.pool.pages(sequence)[self.first[sequence] :][:1]:
             self.pool.retain(page)
             self.retained[page] += 1
 
@@ -310,11 +388,14 @@ class Model(stateful.RuleBasedStateMachine):
         for sequence, tokens in self.tokens.items():
             pages = self.pool.pages(sequence)
             assert self.pool.length(sequence) == len(tokens)
-            assert [self.pages[pages[i // 4]][i % 4] for i in range(len(tokens))] == tokens
+            first = 4 * self.first[sequence]
+            read = [self.pages[pages[i // 4]][i % 4] for i in range(first, len(tokens))]
+            assert read == tokens[first:]
             assert len(pages) == -(-len(tokens) // 4)
-            held |= set(pages)
+            held |= set(pages) - {-1}
         assert self.pool.num_free == 10 - len(held)
-        assert self.pool.statistics().tokens == sum(map(len, self.tokens.values()))
+        total = sum(len(self.tokens[s]) - 4 * self.first[s] for s in self.tokens)
+        assert self.pool.statistics().tokens == total
 
 
 TestModel = Model.TestCase

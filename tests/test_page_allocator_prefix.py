@@ -12,9 +12,9 @@ from turbojax.state.pages.prefix import PrefixCache
 SIZE = 4
 
 
-def new(pages=12):
+def new(pages=12, window=None):
     pool = PageAllocator(pages, SIZE)
-    return pool, PrefixCache(pool)
+    return pool, PrefixCache(pool, window)
 
 
 def remember(pool, prefixes, tokens, keep=False):
@@ -123,6 +123,70 @@ def test_clear_gives_back_all_pages():
     pool.validate()
     assert (len(prefixes), pool.num_free, prefixes.lookup([1] * 8)) == (0, 10, ((), 0))
     assert pool.holders(pool.pages(kept)[0]) == 1
+
+
+def test_with_a_window_a_beginning_needs_what_the_window_reaches():
+    """Five tokens are seen: the next token's window begins four before it, one page."""
+    pool, prefixes = new(window=5)
+    tokens = list(range(16))
+    sequence = pool.allocate(16)
+    pages = pool.pages(sequence)
+    pool.release_before(sequence, 9)
+    assert prefixes.insert(tokens, pool.pages(sequence)) == 2
+    assert (len(prefixes), prefixes.lengths(tokens)) == (2, {12, 16})
+    assert prefixes.lookup(tokens) == ((-1, -1, -1, pages[3]), 16)
+    assert prefixes.lookup(tokens[:15]) == ((-1, -1, pages[2]), 12)
+    assert prefixes.lookup(tokens[:11]) == ((), 0)
+    assert prefixes.lookup([*tokens[:7], 99, *tokens[8:]]) == ((), 0)
+    pool.free(sequence)
+    # What is missing is filled in where somebody has it; what is there stays.
+    again = pool.allocate(10)
+    assert prefixes.insert(tokens[:10], pool.pages(again)) == 2
+    assert prefixes.lookup(tokens[:8]) == ((-1, pool.pages(again)[1]), 8)
+    assert prefixes.lengths(tokens) == {4, 8, 12, 16}
+    pool.free(again)
+    # Pages go in the order of their use, in the middle of a chain, too; found is what is left.
+    prefixes.lookup(tokens)
+    assert prefixes.evict(1) == 1
+    assert prefixes.lengths(tokens) == {4, 8, 16}
+    pool.validate()
+    assert prefixes.evict(9) == 3
+    assert (prefixes.lengths(tokens), prefixes._roots, pool.num_free) == (set(), {}, 12)
+
+
+def test_a_window_longer_than_a_beginning_needs_all_of_it():
+    pool, prefixes = new(window=100)
+    pages = remember(pool, prefixes, [1] * 12)
+    assert prefixes.lookup([1] * 11) == (pages[:2], 8)
+    sequence = pool.allocate(12)
+    pool.release_before(sequence, 4)
+    prefixes.insert([2] * 12, pool.pages(sequence))
+    assert prefixes.lengths([2] * 12) == set()
+
+
+def test_a_window_of_one_token_needs_no_page():
+    pool, prefixes = new(window=1)
+    pages = remember(pool, prefixes, [1] * 8)
+    assert prefixes.lookup([1] * 8) == ((-1, -1), 8)
+    sequence = pool.allocate(1, prefix_pages=(-1, -1))
+    assert pool.length(sequence) == 9
+    assert prefixes.evict(9) == len(pages)
+
+
+def test_the_cache_of_a_window_refuses():
+    pool, prefixes = new(window=4)
+    pool.allocate(8)
+    with pytest.raises(ValueError, match="page=5 is free"):
+        prefixes.insert([1] * 8, [-1, 5])
+    with pytest.raises(ValueError, match="page=1 must not be remembered already"):
+        prefixes.insert([1] * 8, [1, 1])
+    assert prefixes.insert([1] * 8, [-1, -1]) == 0
+    assert prefixes._roots == {}
+    for window, error in ((0, ValueError), (1.5, TypeError)):
+        with pytest.raises(error, match=f"window={window} must be"):
+            PrefixCache(pool, window)
+    with pytest.raises(ValueError, match="page=-1 must be within"):
+        PrefixCache(pool).insert([1] * 8, [-1, 0])
 
 
 WRONG = {
@@ -243,3 +307,75 @@ class Model(stateful.RuleBasedStateMachine):
 
 TestModel = Model.TestCase
 TestModel.settings = hypothesis.settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+class WindowModel(stateful.RuleBasedStateMachine):
+    """With a window of some pages: what is found is what was written, and all that is needed."""
+
+    prompts = Model.prompts
+    WINDOW = 6
+
+    def __init__(self):
+        super().__init__()
+        self.pool, self.prefixes = new(window=self.WINDOW)
+        self.chains = {}
+
+    def beginnings(self, tokens):
+        return [tuple(tokens[:end]) for end in range(4, len(tokens) + 1, 4)]
+
+    def known(self):
+        return {self.chains[page] for page in prefixes_pages(self.prefixes)}
+
+    @stateful.rule(tokens=prompts, steps=st.lists(st.integers(1, 9), max_size=4))
+    def run(self, tokens, steps):
+        known = self.known()
+        chain = self.beginnings(tokens)
+        want = {
+            4 * n
+            for n in range(1, len(chain) + 1)
+            if set(chain[max(4 * n - self.WINDOW + 1, 0) // 4 : n]) <= known
+            and any(c[: 4 * n] == chain[n - 1] for c in known)
+        }
+        assert self.prefixes.lengths(tokens) == want
+        pages, count = self.prefixes.lookup(tokens)
+        assert count == max(want, default=0)
+        first = max(count - self.WINDOW + 1, 0) // 4
+        assert [self.chains.get(page) for page in pages] == [None] * first + chain[: count // 4][
+            first:
+        ]
+        sequence = self.pool.allocate(prefix_pages=pages)
+        for step in steps:
+            self.pool.release_before(sequence, max(count - self.WINDOW + 1, 0))
+            step = min(step, len(tokens) - count)
+            self.prefixes.evict(max(-(-step // 4) - self.pool.num_free, 0))
+            try:
+                self.pool.extend(sequence, step)
+            except PoolExhausted:
+                break
+            held = self.pool.pages(sequence)
+            self.chains.update(
+                {
+                    held[i]: tuple(tokens[: 4 * i + 4])
+                    for i in range(count // 4, (count + step) // 4)
+                }
+            )
+            count += step
+            self.prefixes.insert(tokens[:count], held)
+            assert count // 4 * 4 in {0, *self.prefixes.lengths(tokens)}
+        self.pool.free(sequence)
+
+    @stateful.rule(count=st.integers(0, 3))
+    def evict(self, count):
+        free, known = self.pool.num_free, len(self.prefixes)
+        assert self.prefixes.evict(count) == self.pool.num_free - free == min(count, known)
+
+    @stateful.invariant()
+    def all_pages_are_accounted_for(self):
+        self.pool.validate()
+        assert self.pool.num_free == 12 - len(self.prefixes)
+
+
+TestWindowModel = WindowModel.TestCase
+TestWindowModel.settings = hypothesis.settings(
+    max_examples=80, stateful_step_count=40, deadline=None
+)

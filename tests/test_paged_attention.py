@@ -16,6 +16,7 @@ from paged_helpers import (
     check_donated,
     check_nan,
     check_neighbours_and_places,
+    check_windowed_tables,
     equal,
     filled,
     kernel_units,
@@ -197,6 +198,26 @@ def test_what_is_out_of_range_is_nan_under_jit(implementation, kv_dtype):
     bad(tables, np.asarray((49, 33, -1, 0, 2**31 - 1), np.int32), 0, 2, 4)
     # What no token needs may be anything.
     bad(changed(((2, 2), 2**30), (3, -5)), lengths)
+
+
+@pytest.mark.quick(2)
+@most_kinds
+def test_pages_before_the_windows_may_be_anything(implementation, kv_dtype):
+    check_windowed_tables(run(implementation), kv_dtype)
+
+
+def test_a_page_in_a_window_is_needed():
+    """The first one ends with token 15, which a window of 23 before token 39 does not reach."""
+    cache, tables = filled("auto", (40, 33))
+    lengths, tables = np.asarray((40, 33)), tables.at[0, 0].set(-1)
+    query = normal(10, (2, 2, 4, 32))
+    paged_attention(query[:, :1], cache, tables, lengths, local_window_size=(23, 0))
+    paged_attention(query, cache, tables, lengths, local_window_size=(22, 0))
+    message = r"block_tables\[0, 0\]=-1 is needed"
+    for given in ({"local_window_size": (24, 0)}, {"local_window_size": (23, 0)}, {}):
+        count = 1 if given == {"local_window_size": (24, 0)} else 2
+        with pytest.raises(ValueError, match=message):
+            paged_attention(query[:, :count], cache, tables, lengths, **given)
 
 
 def test_64_bits_are_taken_where_they_fit():

@@ -174,8 +174,11 @@ def test_kernels_import_nothing_from_turbojax():
     assert not any(wrong.values()), wrong
 
 
-# A benchmark's peer that jax reaches in no public way: cuDNN's attention in e4m3.
-USES_PRIVATE_MODULES = ("benchmarks/suites/attention/cudnn_fp8.py",)
+# Benchmarks' peers that jax reaches in no public way: cuDNN's attention in e4m3, and to pages.
+USES_PRIVATE_MODULES = (
+    "benchmarks/suites/attention/cudnn_fp8.py",
+    "benchmarks/suites/paged/cudnn_paged.py",
+)
 
 
 def test_no_private_module_of_jax_is_used():

@@ -141,9 +141,13 @@ def test_what_none_chooses_lowers_for_hopper(monkeypatch, mode):
     attend = functools.partial(tj.turbo_attention, config=config, is_causal=True)
     text = lower_for_cuda(attend, query, key, key)
     assert "turbojax_attention_hopper" in text
-    assert "turbojax_quantize" in text
+    assert "turbojax_quantize_hopper" in text
     text = lower_for_cuda(tj.prefill, query, key, key, cache)
     assert "turbojax_attention_hopper" in text
-    assert "turbojax_compress" in text
+    # What updates arrays in place has its name in the program only.
+    assert "turbojax_compress_hopper" in str(jax.make_jaxpr(tj.prefill)(query, key, key, cache))
+    new = key.update(shape=(2, 1, 2, 128))
+    lower_for_cuda(tj.append, cache, new, new)
+    assert "turbojax_append_hopper" in str(jax.make_jaxpr(tj.append)(cache, new, new))
     text = lower_for_cuda(tj.decode, query.update(shape=(2, 1, 8, 128)), cache)
     assert "turbojax_decode_hopper" in text

@@ -300,9 +300,7 @@ def test_windows_that_are_none_are_refused(init, arguments, window):
         init(1, 64, 1, 16, local_window_size=window, **arguments)
 
 
-def test_pages_keep_all_tokens_and_say_so():
-    with pytest.raises(NotImplementedError, match="local_window_size=20 must be None: .*'paged'"):
-        new("paged")
+def test_a_window_sees_a_token():
     with pytest.raises(ValueError, match="local_window_size=0 must be at least 1"):
         new("exact", window=0)
 

@@ -1,5 +1,6 @@
 """`benchmarks.device.sanitize`: every kernel has a case, and what is printed is read right."""
 
+import functools
 import json
 import re
 import sys
@@ -43,9 +44,9 @@ ran: a GPU
 def test_every_kernel_has_a_case():
     sources = [path.read_text(encoding="utf-8") for path in KERNELS.rglob("*.py")]
     named = {name for text in sources for name in re.findall(r'"(turbojax_\w+)"', text)}
-    # `ring` and `warp` alone call `plgpu.kernel`; a launch that hands a name on has none itself.
-    assert sum(text.count("plgpu.kernel(") for text in sources) == 2
-    launch = r"(?:pl\.pallas_call|(?:ring|warp|program)\.launch)\((?!run, name)"
+    # The frames alone call `plgpu.kernel`; a launch that hands a name on has none itself.
+    assert sum(text.count("plgpu.kernel(") for text in sources) == 3
+    launch = r"(?:pl\.pallas_call|(?:ring|warp|program|lanes)\.(?:launch|update))\((?!run, name)"
     calls = sum(len(re.findall(launch, text)) for text in sources)
     assert len(named) >= calls > 20
     covered = {name for case in sanitizer_cases.CASES.values() for name in case.kernels}
@@ -65,7 +66,8 @@ def test_all_cases_lower():
 
 
 def test_kernels_that_are_not_in_a_case_are_missed(monkeypatch):
-    case = sanitizer_cases.Case(("turbojax_quantize",), sanitizer_cases._fp8_tokens)
+    build = functools.partial(sanitizer_cases._fp8_tokens, "triton")
+    case = sanitizer_cases.Case(("turbojax_quantize",), build)
     monkeypatch.setattr(sanitizer_cases, "CASES", {"wrong": case})
     with pytest.raises(LookupError, match=r"wrong has no \['turbojax_quantize'\]"):
         sanitize.dry("wrong")
@@ -96,7 +98,7 @@ def test_the_order_of_tasks():
     assert [task.tool for task in tasks[:2]] == ["memcheck", "racecheck"]
     assert all(task.name.startswith("control") for task in tasks[:2])
     assert len(set(tasks)) == len(tasks) == 2 + 2 * len(sanitizer_cases.CASES)
-    assert {task.name for task in sanitize.tasks("kv4", ("memcheck",))} == {"kv4, decode"}
+    assert {task.name for task in sanitize.tasks("kv4, d", ("memcheck",))} == {"kv4, decode"}
 
 
 SAID = {
@@ -159,7 +161,7 @@ def test_a_whole_run(tmp_path, monkeypatch, capsys):
     script.write_text(f"#!{sys.executable}\nprint({SAID['clean'][0]!r})\n", encoding="utf-8")
     script.chmod(0o755)
     out = tmp_path / "found.json"
-    sanitize.main(["--sanitizer", str(script), "--filter", "kv4|paged, b", "--out", str(out)])
+    sanitize.main(["--sanitizer", str(script), "--filter", "kv4, d|d, bf16$", "--out", str(out)])
     found = json.loads(out.read_text(encoding="utf-8"))
     assert (found["device"], found["sanitizer"]) == ("a GPU", "2025.3")
     assert [(row["tool"], row["case"], row["status"]) for row in found["rows"]] == [

@@ -111,7 +111,9 @@ def test_a_prompt_and_then_tokens():
     old = dataclasses.replace(empty, key=litter(empty.key, rng), value=litter(empty.value, rng))
     expected = prompt_xla(old, key, value, lengths)
     with interpret_kernels():
-        cache, operands = triton.store_prompt_triton(old, key, value, lengths, with_operands=True)
+        cache, operands = triton.store_prompt_with_operands(
+            old, key, value, lengths, with_operands=True
+        )
     assert_same_bits(cache, expected)
 
     valid = jnp.arange(70)[None] < lengths[:, None]
@@ -254,7 +256,7 @@ def test_operands_hold_what_the_cache_has_no_room_for():
     outcomes = []
     for room in (20, 100):
         with interpret_kernels():
-            run = jax.jit(functools.partial(triton.store_prompt_triton, with_operands=True))
+            run = jax.jit(functools.partial(triton.store_prompt_with_operands, with_operands=True))
             outcomes.append(run(new(case, max_length=room), key, value, lengths)[1])
     assert_same_bits(*outcomes)
 

@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import functools
+import importlib.util
 import os
 from collections.abc import Iterator
 
@@ -61,14 +62,23 @@ def host_memory() -> int | None:
         return None
 
 
-def needs_gpu(minimum: float) -> str | None:
+@functools.cache
+def has_pallas_triton() -> bool:
+    """Whether jax comes with Pallas' Triton backend, which it has deprecated."""
+    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
+
+
+def needs_gpu(minimum: float, *, by_pallas: bool = True) -> str | None:
     """None if a compiled kernel can run here, or the reason why not in words.
 
     Args:
       minimum: the compute capability that the kernel needs.
+      by_pallas: whether it is Pallas that lowers it to Triton.
     """
     if interpreting():
         return None
+    if by_pallas and not has_pallas_triton():
+        return f"needs Pallas' Triton backend, which jax {jax.__version__} does not have"
     found = gpu_compute_capability()
     if found is not None and found >= minimum:
         return None

@@ -17,13 +17,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import triton as plgpu_triton
 
 import turbojax as tj
+from pallas_kernels.triton import gradient_rows
+from pallas_kernels.triton import quantize as stage1
 from pallas_kernels.triton._common import WHOLE, parameters
-from turbojax.ops import kv4_attention
+from turbojax.ops import exact_attention, kv4_attention
 from turbojax.ops.fp8_tokens import quantize_activation, rms_norm_quantize
 from turbojax.ops.int4_matmul.api import matmul
 from turbojax.ops.paged_attention import paged_attention
 from turbojax.quantizers import Fp8Tokens, quantize_weight
-from turbojax.state import kv4
+from turbojax.state import exact, kv4
 from turbojax.state.pages import pool as paged
 from turbojax.state.progressive.update import store_prompt
 
@@ -70,14 +72,34 @@ def _gradient(mode: Any, gradient: Any, dim: int = 64) -> Any:
     return call, _prompt(dim=dim)
 
 
-def _write() -> Any:
+def _stage1() -> Any:
+    """Keys in int8, values in e4m3, and rows of a gradient: by kernels for Triton."""
+
+    def call(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
+        lengths = jnp.array([key.shape[1] - 3], jnp.int32)
+        dtypes = {"key_dtype": jnp.int8, "value_dtype": jnp.float8_e4m3fn}
+        codes = stage1.keys_and_values(key, value, lengths, block=64, **dtypes)
+        residual = jnp.zeros(query.shape[:3], jnp.float32)
+        rows = gradient_rows.prepare_rows(
+            *(query, query, query, residual, residual, lengths),
+            block=64,
+            query_dtype=jnp.int8,
+            gradient_dtype=jnp.float8_e4m3fn,
+            tokens=256,
+        )
+        return codes, rows
+
+    return call, _prompt()
+
+
+def _write(implementation: Any) -> Any:
     def call(cache: Any, key: jax.Array, value: jax.Array, new: jax.Array) -> Any:
         lengths = jnp.array([150], jnp.int32)
-        cache = store_prompt(cache, key, value, lengths, implementation="triton")
+        cache = store_prompt(cache, key, value, lengths, implementation=implementation)
 
         # 22 tokens are in the buffer: after ten more it is full, and becomes a block.
         def step(cache: Any, token: jax.Array) -> Any:
-            return tj.append(cache, token, token, implementation="triton"), None
+            return tj.append(cache, token, token, implementation=implementation), None
 
         return jax.lax.scan(step, cache, jnp.moveaxis(new, 1, 0)[:, :, None])[0]
 
@@ -86,28 +108,33 @@ def _write() -> Any:
     return call, (cache, *_prompt()[1:], _normal(5, 1, 12, 1, 64))
 
 
-def _decode(implementation: str, tokens: int = 1) -> Any:
+def _decode(implementation: str, capacity: int = 400, tokens: int = 1, **config: Any) -> Any:
     def call(cache: Any, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
         lengths = jnp.array([330], jnp.int32)
-        cache = store_prompt(cache, key, value, lengths, implementation="triton")
+        cache = store_prompt(cache, key, value, lengths, implementation=implementation)
         return tj.decode(query, cache, implementation=implementation)
 
     arguments = (_normal(3, 1, tokens, 4, 64), *_prompt(330)[1:])
-    return call, (tj.init_cache(1, 400, 1, 64, config=tj.TurboConfig()), *arguments)
+    cache = tj.init_cache(1, capacity, 1, 64, config=tj.TurboConfig(**config))
+    return call, (cache, *arguments)
 
 
-def _kv4(init: Callable[..., Any]) -> Any:
+def _kv4(init: Callable[..., Any], implementation: str) -> Any:
+    """Many tokens, then one."""
+    name: Any = "xla" if implementation == "triton" else implementation
+
     def call(cache: Any, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
-        cache = kv4.append(cache, key, value)
-        return kv4_attention.decode(query, cache, implementation="triton")
+        for x in (key, value), (key[:, :1], value[:, :1]):
+            cache = kv4.append(cache, *x, implementation=name)
+        return kv4_attention.decode(query, cache, implementation=implementation)
 
     arguments = (_normal(3, 1, 1, 4, 64), *_prompt(330)[1:])
     return call, (init(1, 400, 1, 64), *arguments)
 
 
-def _fp8_tokens() -> Any:
+def _fp8_tokens(implementation: Any) -> Any:
     def call(x: jax.Array, scale: jax.Array) -> Any:
-        chosen = {"implementation": "triton"}
+        chosen = {"implementation": implementation}
         return quantize_activation(x, **chosen), rms_norm_quantize(x, scale, eps=1e-5, **chosen)
 
     return call, (_normal(0, 5, 300), _normal(1, 300))
@@ -130,16 +157,46 @@ def _paged(implementation: str, kv_dtype: Any, width: int) -> Any:
     def call(cache: Any, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
         tables = jnp.arange(width, dtype=jnp.int32)[None]
         start = jnp.zeros(1, jnp.int32)
-        cache = paged.append(cache, key, value, tables, start)
+        cache = paged.append(cache, key, value, tables, start, implementation=append)
         lengths = jnp.array([key.shape[1]], jnp.int32)
         return paged_attention(query, cache, tables, lengths, implementation=implementation)
 
+    has_codes = paged.FORMATS[kv_dtype].is_rotated
+    append: Any = implementation if has_codes or implementation == "mosaic_gpu" else "xla"
     scales = {"key_scale": 0.05, "value_scale": 0.05} if kv_dtype.startswith("fp8") else {}
     cache = paged.init_paged_cache(
         width, 16, 1, 64, kv_dtype=kv_dtype, dtype=jnp.bfloat16, **scales
     )
     tokens = 1100 if width > 64 else 100
     return call, (cache, _normal(3, 1, 2, 4, 64), *_prompt(tokens)[1:])
+
+
+def _exact() -> Any:
+    def call(cache: Any, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
+        cache = exact.append(cache, key, value)
+        return exact_attention.decode(
+            query, cache, local_window_size=(60, 0), implementation="mosaic_gpu"
+        )
+
+    return call, (exact.init_cache(1, 333, 1, 64), _normal(3, 1, 2, 4, 64), *_prompt(330)[1:])
+
+
+def _paged_append(kv_dtype: str, dim: int, tokens: int) -> Any:
+    """Tokens across the ends of pages; one is past its table."""
+
+    def call(cache: Any, key: jax.Array, value: jax.Array) -> Any:
+        tables = jnp.array([[2, 0, 1, 3]], jnp.int32)
+        start = jnp.array([64 - tokens + 1], jnp.int32)
+        return paged.append(cache, key, value, tables, start, implementation="mosaic_gpu")
+
+    cache = paged.init_paged_cache(4, 16, 1, dim, kv_dtype=kv_dtype, dtype=jnp.bfloat16)
+    return call, (cache, *_prompt(tokens, dim)[1:])
+
+
+def _paged_prompt(kv_dtype: str, queries: int) -> Any:
+    """Many queries, to pages that must be read out, or not."""
+    call, (cache, _, key, value) = _paged("mosaic_gpu", kv_dtype, 80)
+    return call, (cache, _normal(3, 1, queries, 4, 64), key, value)
 
 
 def _pooled(implementation: str) -> Any:
@@ -170,14 +227,18 @@ def _case(kernels: str, build: Callable[..., Any], *arguments: Any) -> Case:
 
 
 CASES = {
-    "attention, int8": _case("quantize attention", _attention, "triton", "int8"),
-    "attention, int8_fp8": _case("maxima quantize attention", _attention, "triton", "int8_fp8"),
+    # On Hopper what is quantized before attention is by its own kernels.
+    "attention, int8": _case("attention", _attention, "triton", "int8"),
+    "attention, int8_fp8": _case("attention", _attention, "triton", "int8_fp8"),
+    "stage 1": _case("maxima quantize gradient_rows", _stage1),
     "attention, float": _case("attention", _attention, "triton", "float"),
-    "cache, written": _case("compress append", _write),
+    "cache, written": _case("compress append", _write, "triton"),
+    "cache, written, Hopper": _case("compress_hopper append_hopper", _write, "mosaic_gpu"),
     "cache, decode": _case("decode decode_merge", _decode, "triton"),
-    "kv4, decode": _case("kv4_decode decode_merge", _kv4, kv4.init_cache),
-    "k8v4, decode": _case("kv4_decode decode_merge", _kv4, kv4.init_k8v4_cache),
-    "fp8 tokens": _case("fp8_tokens", _fp8_tokens),
+    "kv4, decode": _case("kv4_decode decode_merge", _kv4, kv4.init_cache, "triton"),
+    "k8v4, decode": _case("kv4_decode decode_merge", _kv4, kv4.init_k8v4_cache, "triton"),
+    "fp8 tokens": _case("fp8_tokens", _fp8_tokens, "triton"),
+    "fp8 tokens, Hopper": _case("fp8_tokens_hopper", _fp8_tokens, "mosaic_gpu"),
     "int4, many tokens": _case("int4_matmul", _int4, "triton", 130, 136, 300),
     "int4, few tokens": _case("int4_matmul", _int4, "triton", 3, 136, 1024),
     "paged, turbo4": _case("paged_append paged_attention", _paged, "triton", "turbo4", 20),
@@ -198,8 +259,12 @@ CASES = {
         functools.partial(_attention, "jax_triton", "int8_fp8"),
         needs="jax_triton",
     ),
-    "attention, int8, Hopper": _case("attention_hopper", _attention, "mosaic_gpu", "int8"),
-    "attention, int8_fp8, Hopper": _case("attention_hopper", _attention, "mosaic_gpu", "int8_fp8"),
+    "attention, int8, Hopper": _case(
+        "quantize_hopper attention_hopper", _attention, "mosaic_gpu", "int8"
+    ),
+    "attention, int8_fp8, Hopper": _case(
+        "quantize_hopper attention_hopper", _attention, "mosaic_gpu", "int8_fp8"
+    ),
     "attention, in turns, Hopper": _case(
         "attention_hopper", _attention, "mosaic_gpu", "int8_fp8", 128
     ),
@@ -207,21 +272,28 @@ CASES = {
         "attention_hopper", _attention, "mosaic_gpu", "int8", 256
     ),
     "gradient, 8bit, Hopper": _case(
-        "gradient_rows query_gradient_hopper key_gradient_hopper", _gradient, "int8_fp8", "8bit"
+        "maxima_hopper gradient_rows_hopper query_gradient_hopper key_gradient_hopper",
+        _gradient,
+        "int8_fp8",
+        "8bit",
     ),
     "gradient, in turns, Hopper": _case(
-        "gradient_rows query_gradient_hopper key_gradient_hopper",
+        "gradient_rows_hopper query_gradient_hopper key_gradient_hopper",
         _gradient,
         "int8_fp8",
         "8bit",
         128,
     ),
     "gradient, Hopper": _case(
-        "gradient_rows query_gradient_hopper key_gradient_hopper", _gradient, "fp8", "float"
+        "gradient_rows_hopper query_gradient_hopper key_gradient_hopper", _gradient, "fp8", "float"
     ),
     "cache, decode, Hopper": _case("decode_hopper", _decode, "mosaic_gpu"),
-    "cache, 4 tokens, Hopper": _case("decode_rows_hopper", _decode, "mosaic_gpu", 4),
-    "cache, 8 tokens, Hopper": _case("decode_rows_hopper", _decode, "mosaic_gpu", 8),
+    # So long that programs are too many to merge among themselves.
+    "cache, decode, merged, Hopper": _case(
+        "decode_hopper decode_merge_hopper", _decode, "mosaic_gpu", 20_000
+    ),
+    "cache, 4 tokens, Hopper": _case("decode_rows_hopper", _decode, "mosaic_gpu", 400, 4),
+    "cache, 8 tokens, Hopper": _case("decode_rows_hopper", _decode, "mosaic_gpu", 400, 8),
     "int4, many tokens, Hopper": _case(
         "int4_expand_hopper fp8_matmul_hopper", _int4, "mosaic_gpu", 2100, 136, 300
     ),
@@ -236,8 +308,37 @@ CASES = {
     "paged, turbo4, parts, Hopper": _case(
         "paged_hopper paged_merge_hopper", _paged, "mosaic_gpu", "turbo4", 8400
     ),
+    "kv4, Hopper": _case(
+        "kv4_append_hopper paged_hopper paged_merge_hopper", _kv4, kv4.init_cache, "mosaic_gpu"
+    ),
+    "k8v4, Hopper": _case(
+        "kv4_append_hopper paged_hopper paged_merge_hopper", _kv4, kv4.init_k8v4_cache, "mosaic_gpu"
+    ),
+    "paged, bf16, Hopper": _case(
+        "paged_hopper paged_merge_hopper", _paged, "mosaic_gpu", "auto", 80
+    ),
+    "exact cache, window, Hopper": _case("paged_hopper paged_merge_hopper", _exact),
+    **{
+        f"paged append, {kind}, Hopper": _case(
+            "paged_append_hopper", _paged_append, kind, dim, tokens
+        )
+        for kind, dim, tokens in (
+            ("turbo_k3v4", 128, 37),
+            ("k8v4", 64, 1),
+            ("auto", 16, 5),
+            ("fp8_e5m2", 256, 3),
+        )
+    },
+    "paged, prompt, bf16, Hopper": _case("paged_prompt_hopper", _paged_prompt, "auto", 260),
+    "paged, prompt, fp8, parts, Hopper": _case(
+        "paged_turn_hopper paged_prompt_hopper paged_join_hopper", _paged_prompt, "fp8_e4m3", 40
+    ),
+    "paged, prompt, turbo4, parts, Hopper": _case(
+        "paged_expand_hopper paged_prompt_hopper paged_join_hopper", _paged_prompt, "turbo4", 40
+    ),
     "pooled, Hopper": _case(
-        "pooled_attention_hopper pooled_query_gradient_hopper pooled_key_gradient_hopper",
+        "pool_hopper pooled_attention_hopper pooled_query_gradient_hopper"
+        " pooled_key_gradient_hopper",
         _pooled,
         "mosaic_gpu",
     ),

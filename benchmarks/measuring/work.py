@@ -126,9 +126,9 @@ def kivi_bytes(shape: Shape, length: int, bits: int, group: int, residual: int) 
     return packed + bfloat16_bytes(shape, recent)
 
 
-def decode_work(shape: Shape, cache_bytes: int) -> Work:
-    """Reading a cache and a query, and writing one output."""
-    return Work(cache_bytes + _query_and_output(shape), {"copy": 1.0})
+def decode_work(shape: Shape, cache_bytes: int, queries: int = 1) -> Work:
+    """Reading a cache and some queries of each sequence, and writing as many outputs."""
+    return Work(cache_bytes + queries * _query_and_output(shape), {"copy": 1.0})
 
 
 def compress_work(shape: Shape, config: TurboConfig) -> Work:

@@ -11,8 +11,7 @@ from typing import Any
 
 import jax.experimental.mosaic.gpu as mgpu
 
-from pallas_kernels.layouts import E4M3_MAX, INT8_RANGE
-from pallas_kernels.mosaic import lane
+from pallas_kernels.mosaic import eight_bits, lane
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
 ROWS = 64
@@ -21,10 +20,6 @@ PARTS = 4
 """Words for each 64 tokens, for what the warps tell each other."""
 _CHANNELS = 8
 _THREADS = 128
-_INFINITY_BITS = 0x7F800000
-_TINY = 2.0**-126
-# Bits of a float32's pattern that are 0 where a scale has no more significant bits than a value.
-_FREE_BITS = {"bfloat16": 0xFFFF, "float16": 0x1FFF}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,29 +107,13 @@ def largest(source: Pointer, thread: Int, first: int, tile: Tile) -> Int:
 def scale_of(bits: Int, tile: Tile) -> Float:
     """The scale of values with these largest bits; NaN if one is not finite."""
     low, _ = lane.half.unpack(bits, tile.dtype)
-    is_finite = low.as_int() < _INFINITY_BITS
-    nan = float("nan")
-    if not tile.is_int8:
-        scale = low * (1 / E4M3_MAX)
-        scale = (scale < _TINY).where(1.0, scale)
-        return is_finite.where(scale, nan)
-    # Rounded up to 16 significant bits.
-    scale = (((low * (1 / INT8_RANGE)).as_int() + 255) & ~255).as_float()
-    scale = (scale < _TINY).where(1.0, scale)
-    return is_finite.where(scale, nan)
+    return eight_bits.scale_of(low, tile.is_int8)
 
 
 def write(
     source: Pointer, target: Pointer, thread: Int, first: int, scale: Float, tile: Tile
 ) -> None:
-    """Codes of 64 tokens.
-
-    An int8 code is the quotient rounded half to even. A product with the reciprocal, rounded once,
-    is on the right side of a half that the quotient does not hit: it is off by less than
-    2**-18.1 of the scale's mantissa, and the quotient of a value of at most 11 bits by a scale of
-    16 is at least 2**-16 over that mantissa away. It can hit one only if the scale has as few bits
-    as the value.
-    """
+    """Codes of 64 tokens."""
     place = _place(thread, tile)
     at = target.at(first * ROWS * tile.channels, place)
 
@@ -147,27 +126,14 @@ def write(
 
     if not tile.is_int8:
         inverse = lane.divide(lane.number(1.0), scale)
-        codes(lambda x: lane.pack_e4m3([v * inverse for v in x]))
+        codes(lambda x: eight_bits.e4m3_word(x, inverse))
         return
-    inverse, rounder = lane.number(1.0) / scale, lane.number(lane.ROUNDER)
-    free = (scale.as_int() & _FREE_BITS[tile.dtype]).equals(0)
-    with lane.when(free):
-        codes(lambda x: lane.pack_bytes([_exact_code(v, scale, inverse) for v in x]))
-    with lane.when(~free):
-        codes(lambda x: lane.pack_bytes([v.fma(inverse, rounder).as_int() for v in x]))
-
-
-def _exact_code(x: Float, scale: Float, inverse: Float) -> Int:
-    """A code in the low byte, also where the quotient is half a number."""
-    shifted = x.fma(inverse, lane.number(lane.ROUNDER))
-    guess = shifted + -lane.ROUNDER
-    rest = guess.fma(-scale, x)
-    # Past half a scale, or at it from an odd guess, the neighbour is right.
-    odd = shifted.as_int() & 1
-    limit = ((scale * 0.5).as_int() - odd + 1).as_float()
-    past = lane.absolute(rest) >= limit
-    step = (rest < 0.0).where(lane.integer(-1), 1)
-    return shifted.as_int() + past.where(step, 0)
+    inverse = lane.number(1.0) / scale
+    exact = eight_bits.may_meet_halves(scale, tile.dtype)
+    with lane.when(exact):
+        codes(lambda x: eight_bits.int8_word(x, scale, inverse, exact=True))
+    with lane.when(~exact):
+        codes(lambda x: eight_bits.int8_word(x, scale, inverse, exact=False))
 
 
 def _place(thread: Int, tile: Tile) -> Int:

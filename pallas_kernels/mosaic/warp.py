@@ -199,20 +199,28 @@ class Slots:
       barriers: of the barriers.
       size: bytes of a block.
       count: how many there are.
+      arrivals: lanes that arrive at a barrier for a block.
     """
 
     area: Pointer
     barriers: Pointer
     size: int
     count: int
+    arrivals: int = 1
 
     @classmethod
     def of(
-        cls, memory: tuple[Pointer, Pointer], number: Int, each: int, size: int, count: int
+        cls,
+        memory: tuple[Pointer, Pointer],
+        number: Int,
+        each: int,
+        size: int,
+        count: int,
+        arrivals: int = 1,
     ) -> "Slots":
         """Those of warp `number` of the program, whose warps have `each` bytes."""
         area = memory[0].at(number * each)
-        return cls(area, memory[1].at(number * (_BARRIER_BYTES * count)), size, count)
+        return cls(area, memory[1].at(number * (_BARRIER_BYTES * count)), size, count, arrivals)
 
     def slot(self, number: Int | int) -> Pointer:
         """A block."""
@@ -225,7 +233,7 @@ class Slots:
     def init(self) -> None:
         """Prepares the barriers, by one lane."""
         for i in range(self.count):
-            lane.init_barrier(self.barrier(i))
+            lane.init_barrier(self.barrier(i), self.arrivals)
         lane.publish_barriers()
 
 

@@ -28,13 +28,14 @@ instructions counted in the PTX of a thread's 64 values:
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.layouts import Compressed
 from pallas_kernels.triton._common import WHOLE, next_power_of_2, parameters, rint
 from pallas_kernels.triton._quantize import (
     BlockLayout as BlockLayout,
@@ -54,28 +55,6 @@ from pallas_kernels.triton._quantize import (
 # Values that a thread holds, which determines the warps of a program.
 _VALUES_PER_THREAD = 64
 _MOST_WARPS = 16
-
-
-class Compressed(NamedTuple):
-    """What `compress` returns.
-
-    Attributes:
-      codes: the packed codes, see `compress`.
-      channel_scale: int8 ``[B, K, n, H]``.
-      channel_zero: int8 ``[B, K, n, H]``.
-      block_scale: float32 ``[B, K, n]``.
-      maximum: float32 ``[B, K, m]``, largest absolute value of each of the prompt's `m` blocks,
-        NaN if one is not finite. Undefined for blocks that were neither stored nor asked for.
-      operand: None or codes ``[B, K, m * block, H]``, ``[B, K, H, m * block]`` with tokens
-        last, and their float32 scales ``[B, K, m]``, as `quantize` makes them.
-    """
-
-    codes: tuple[jax.Array, ...]
-    channel_scale: jax.Array
-    channel_zero: jax.Array
-    block_scale: jax.Array
-    maximum: jax.Array
-    operand: tuple[jax.Array, jax.Array] | None
 
 
 def compress(

@@ -25,13 +25,14 @@ of 64 4.28 TB/s: the floor. Rows: `benchmarks/results/gradient_rows_2026-11-23.j
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.layouts import GradientRows
 from pallas_kernels.triton._common import LOG2_E, WHOLE, Ref, next_power_of_2, parameters
 from pallas_kernels.triton._quantize import (
     as_codes,
@@ -41,28 +42,6 @@ from pallas_kernels.triton._quantize import (
     load_tokens,
     magnitude_bits,
 )
-
-
-class GradientRows(NamedTuple):
-    """What `prepare_rows` returns, or references to it.
-
-    Attributes:
-      q8: codes of the queries ``[B, N, Tp, H]``, `T` rounded up to whole blocks.
-      q_scale: float32 ``[B, N, Tp / block]``.
-      d8: codes of `d_out` ``[B, N, Tp, H]``, or None.
-      d_scale: float32 ``[B, N, Tp / block]``, or None.
-      lse: float32 ``[B, N, tokens]``: log-sum-exps in powers of two, ``inf`` for rows that see
-        nothing or do not exist.
-      delta: float32 ``[B, N, tokens]``: ``rowsum(d_out * out)`` less the residual's cotangent, 0
-        for those rows. Of `d_out` as its codes stand for it, if it has codes.
-    """
-
-    q8: Any
-    q_scale: Any
-    d8: Any
-    d_scale: Any
-    lse: Any
-    delta: Any
 
 
 class _Inputs(NamedTuple):

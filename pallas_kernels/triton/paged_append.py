@@ -40,6 +40,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.layouts import Codec
 from pallas_kernels.triton._common import WHOLE, Ref, parameters
 
 NAME = "turbojax_paged_append"
@@ -49,24 +50,6 @@ _LARGEST_NORM = 65504.0
 _TINY, _HUGE = 2.0**-60, 2.0**40
 _SMALLEST_EXPONENT = (127 - 14) << 23  # of float16's normal numbers, as bits of float32
 _EXPONENT = 0x7F800000
-
-
-@dataclasses.dataclass(frozen=True)
-class Codec:
-    """The upper half of a symmetric quantizer of ``2**bits`` levels for N(0, 1).
-
-    Attributes:
-      bits: 2, 3 or 4, of a code.
-      thresholds: those of positive numbers, increasing; another one is 0.
-      squares: integers below ``2**(30 - bits)``, the squares of the positive levels in some unit;
-        sums of a vector's fit 31 bits.
-      unit: that unit over the head dim.
-    """
-
-    bits: int
-    thresholds: tuple[float, ...]
-    squares: tuple[int, ...]
-    unit: float
 
 
 @dataclasses.dataclass(frozen=True)

@@ -145,6 +145,47 @@ def absolute_maxima(x: jax.Array, lengths: jax.Array, *, interpret: bool = False
     )(lengths, x)
 
 
+def keys_and_values(
+    key: jax.Array,
+    value: jax.Array,
+    lengths: jax.Array,
+    *,
+    block: int,
+    key_dtype: jax.typing.DTypeLike,
+    value_dtype: jax.typing.DTypeLike,
+    multiple: int | None = None,
+    channels: int | None = None,
+    permuted: bool = False,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """`quantize` of keys, and of values with tokens last; in e4m3 values have one scale a head.
+
+    Args:
+      key: bfloat16, float16 or float32 ``[B, S, K, H]``.
+      value: its shape and dtype.
+      lengths: int32 ``[B]``.
+      block: see `quantize`.
+      key_dtype: int8 or float8_e4m3fn.
+      value_dtype: the same.
+      multiple: see `quantize`.
+      channels: the same.
+      permuted: of the keys.
+      interpret: run without a GPU.
+
+    Returns:
+      Codes and scales of keys, then of values.
+    """
+    run = functools.partial(
+        quantize, block=block, multiple=multiple, channels=channels, interpret=interpret
+    )
+    is_e4m3 = jnp.dtype(value_dtype) != jnp.int8
+    maxima = absolute_maxima(value, lengths, interpret=interpret) if is_e4m3 else None
+    return (
+        *run(key, lengths, dtype=key_dtype, permuted=permuted),
+        *run(value, lengths, maxima, dtype=value_dtype, tokens_last=True),
+    )
+
+
 def _quantize_kernel(
     lengths: Ref,
     x: Ref,

@@ -6,14 +6,24 @@ Stands in for that package, so that code written for one lane runs on a CPU, lan
 import contextlib
 import dataclasses
 import functools
+import threading
 
 import ml_dtypes
 import numpy as np
 
 LANES = np.arange(32)
 ROUNDER = 12582912.0
-# The lanes that run, and within `when` those of them for which it holds.
-_ACTIVE = [np.ones(32, bool)]
+
+
+class _State(threading.local):
+    """Of the warp that runs: its number in its program; the lanes that do, within `when` fewer."""
+
+    def __init__(self):
+        self.number, self.barrier = 0, None
+        self.active = [np.ones(32, bool)]
+
+
+STATE = _State()
 
 
 def _bits(x):
@@ -161,6 +171,20 @@ def reciprocal(x):
         return Float(_flushed(np.float32(1) / _flushed(x.value)))
 
 
+def root(x):
+    with np.errstate(all="ignore"):
+        return Float(np.sqrt(x.value))
+
+
+def reciprocal_root(x):
+    return Float(np.float32(1) / root(x).value)
+
+
+def log2(x):
+    with np.errstate(all="ignore"):
+        return Float(np.log2(x.value))
+
+
 def log2_of_any(x):
     with np.errstate(all="ignore"):
         return Float(np.log2(x.value))
@@ -228,13 +252,21 @@ def pack_e4m3(x):
     return Int(numbers.astype(ml_dtypes.float8_e4m3fn).view(np.uint32)[:, 0])
 
 
+def pack_e5m2(x):
+    numbers = np.stack([v.value for v in x], 1)
+    return Int(numbers.astype(ml_dtypes.float8_e5m2).view(np.uint32)[:, 0])
+
+
 def dot4(a, b, c):
     return Int((_bytes(a) * _bytes(b)).sum(1) + _signed(c))
 
 
-def maxima_of_halves(a, b):
+def maxima_of_halves(a, b, op=np.maximum):
     halves = [x.value[:, None].view(np.int16) for x in (a, b)]
-    return Int(np.maximum(*halves).view(np.uint32)[:, 0])
+    return Int(op(*halves).view(np.uint32)[:, 0])
+
+
+minima_of_halves = functools.partial(maxima_of_halves, op=np.minimum)
 
 
 def largest_of_warp(x):
@@ -243,6 +275,9 @@ def largest_of_warp(x):
 
 def divide(a, b):
     return a / b
+
+
+rounded_quotient = divide
 
 
 def ballot(condition):
@@ -257,8 +292,16 @@ def uniform(x):
     return from_lane(x, integer(0))
 
 
+def thread():
+    return Int(32 * STATE.number + LANES)
+
+
 def warp_barrier():
     pass
+
+
+def block_barrier():
+    STATE.barrier.wait()
 
 
 publish_stores = warp_barrier
@@ -268,12 +311,21 @@ def named_barrier(number, threads):
     """Of one warp that waits for none; a test of several puts its own here."""
 
 
+def copy_words(source, target, condition):
+    there = Pointer(source.memory, np.where(condition.value, source.offset, 0))
+    target.store_words([condition.where(word, 0) for word in there.words(4)])
+
+
+def arrive_after_copies(barrier):
+    pass
+
+
 @contextlib.contextmanager
 def when(condition):
     """Of the lanes where `condition` holds the stores count; there must be nothing else inside."""
-    _ACTIVE.append(condition.value & _ACTIVE[-1])
+    STATE.active.append(condition.value & STATE.active[-1])
     yield
-    _ACTIVE.pop()
+    STATE.active.pop()
 
 
 def loop(start, stop, step, state, body):
@@ -356,6 +408,13 @@ class Pointer:
     def word(self):
         return self.words(1)[0]
 
+    def half(self):
+        index = self.offset[:, None] + np.arange(2)
+        return Int(np.ascontiguousarray(self.memory[index]).view(np.uint16)[:, 0])
+
+    def byte(self):
+        return Int(self.memory[self.offset])
+
     def float(self):
         return self.word().as_float()
 
@@ -367,16 +426,27 @@ class Pointer:
     def store(self, x):
         index = self.offset[:, None] + np.arange(4)
         data = x.value.view(np.uint32)[:, None].view(np.uint8)
-        self.memory[index[_ACTIVE[-1]]] = data[_ACTIVE[-1]]
+        self.memory[index[STATE.active[-1]]] = data[STATE.active[-1]]
+
+    def store_low(self, x, bits):
+        size = bits // 8
+        index = self.offset[:, None] + np.arange(size)
+        data = x.value.view(np.uint32)[:, None].view(np.uint8)[:, :size]
+        self.memory[index[STATE.active[-1]]] = data[STATE.active[-1]]
+
+    def add(self, x):
+        word = self.memory.view(np.uint32)
+        np.add.at(word, self.offset[STATE.active[-1]] // 4, x.value[STATE.active[-1]])
 
 
 class half:
     """Stands in for `lane.half`."""
 
     @staticmethod
-    def pack(low, high):
+    def pack(low, high, dtype="float16"):
+        kind = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[dtype]
         with np.errstate(all="ignore"):
-            pair = np.stack([low.value, high.value], 1).astype(np.float16)
+            pair = np.stack([low.value, high.value], 1).astype(kind)
         return Int(pair.view(np.uint32)[:, 0])
 
     @staticmethod
@@ -414,75 +484,13 @@ class half:
         return cls._convert(word, ml_dtypes.float8_e5m2)
 
     @staticmethod
-    def matmul(a, b, c):
-        """Of float16: ``[16, 16] x [16, 8]``."""
+    def matmul(a, b, c, dtype="float16"):
+        """Of 16-bit floats: ``[16, 16] x [16, 8]``."""
 
         def unpack(word):
-            return word.value[:, None].view(np.float16).astype(np.float64)
+            kind = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[dtype]
+            return word.value[:, None].view(kind).astype(np.float64)
 
         return [
             Float(x.astype(np.float32)) for x in _product(a, b, [x.value for x in c], unpack, 2)
         ]
-
-
-class fragments:
-    """Stands in for `lane.fragments`: the first warp's 16 rows, columns in the order of tokens.
-
-    A row's number is one of each of its four lanes: ``[16, 4]``.
-    """
-
-    G, T = LANES // 4, LANES % 4
-
-    @classmethod
-    def _token(cls, c):
-        """Which token a lane's column `c` is, as keys are permuted (`hopper.attention`)."""
-        return 16 * (c // 4) + 4 * cls.T + c % 4
-
-    @staticmethod
-    def _number(x):
-        return Int(x) if np.issubdtype(x.dtype, np.integer) else Float(x.astype(np.float32))
-
-    @classmethod
-    def row_and_place(cls):
-        return Int(cls.G), Int(cls.T)
-
-    @classmethod
-    def by_row(cls, a):
-        return [
-            [cls._number(a[cls.G + 8 * half, cls._token(c)]) for c in range(a.shape[1] // 4)]
-            for half in (0, 1)
-        ]
-
-    @classmethod
-    def of_rows(cls, rows):
-        out = np.zeros((16, 4 * len(rows[0])), np.float32)
-        for half, columns in enumerate(rows):
-            for c, x in enumerate(columns):
-                out[cls.G + 8 * half, cls._token(c)] = x.value
-        return out
-
-    @classmethod
-    def scalars(cls, a):
-        a = np.asarray(a)
-        if a.ndim == 0:
-            return [cls._number(np.full(32, a))]
-        return [cls._number(a[cls.G + 8 * half, cls.T]) for half in (0, 1)]
-
-    @classmethod
-    def row_array(cls, pair):
-        out = np.zeros((16, 4), np.float32)
-        for half, x in enumerate(pair):
-            out[cls.G + 8 * half, cls.T] = x.value
-        return out
-
-    @classmethod
-    def operand(cls, words, is_int):
-        """The codes' numbers, in the order of tokens."""
-        kind = np.int8 if is_int else ml_dtypes.float8_e4m3fn
-        out = np.zeros((16, 16 * len(words[0])))
-        for half, row in enumerate(words):
-            for i, word in enumerate(row):
-                for b in range(4):
-                    codes = word.value[:, None].view(kind)[:, b].astype(np.float64)
-                    out[cls.G + 8 * half, cls._token(4 * i + b)] = codes
-        return out

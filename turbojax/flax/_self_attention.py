@@ -69,7 +69,7 @@ class SelfAttention:
     dtype: Any
 
     def init_cache(self, batch_size: int, max_length: int) -> LayerCache:
-        """An empty cache, which keeps what a window needs, if there is one; pages keep all."""
+        """An empty cache, which keeps what a window needs, if there is one."""
         return init_layer_cache(
             batch_size,
             max_length,

@@ -71,8 +71,8 @@ class TokenScaled(Kind[kv4.CacheT]):
         implementation: Any = None,
     ) -> kv4.CacheT:
         """See `Kind.append`."""
-        del implementation
-        return kv4.append(cache, key, value, lengths=lengths)
+        name = kv4.APPEND.beside(implementation)
+        return kv4.append(cache, key, value, lengths=lengths, implementation=name)
 
     def prefill(
         self,

@@ -4,7 +4,6 @@ One pool, in which each sequence has its own pages.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -12,169 +11,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from turbojax import _checks
 from turbojax._registry import ImplementationName
-from turbojax.kv.base import Description, Grows, Kind, Stored, dtype_of, sizes_of
+from turbojax.kv.base import (
+    ROWS,
+    Counts,
+    Description,
+    Grows,
+    Kind,
+    Stored,
+    dtype_of,
+    rows_in_use,
+    sizes_of,
+)
+from turbojax.kv.paged_layer import PAGED_KINDS as PAGED_KINDS
+from turbojax.kv.paged_layer import PagedKind as PagedKind
+from turbojax.kv.paged_layer import PagedLayer as PagedLayer
+from turbojax.kv.paged_layer import append as append
+from turbojax.kv.paged_layer import (
+    check_room,
+    empty_layer,
+    ring_pages,
+    ring_tables,
+)
+from turbojax.kv.paged_layer import init_layer as init_layer
 from turbojax.ops.options import PLAIN, AttentionOptions
 from turbojax.ops.paged_attention import attend_pages
-from turbojax.state.pages.pool import KV_DTYPES, PagedCache, init_paged_cache, page_arrays
-from turbojax.state.pages.pool import append as append_to_pages
-
-PagedKind = str
-"""One of `PAGED_KINDS`."""
-
-_NAMES = {"auto": "paged", "k8v4": "paged_k8v4"}
-_KV_DTYPES = {_NAMES.get(kv_dtype, kv_dtype): kv_dtype for kv_dtype in KV_DTYPES}
-
-PAGED_KINDS = tuple(_KV_DTYPES)
-"""Names of caches that are kept in pages: the `KV_DTYPES`, but for two. ``"paged"`` stores keys and
-values as they are, and ``"k8v4"``, which is a cache without pages, is ``"paged_k8v4"``."""
-
-PAGE_SIZE = 64
-"""Tokens of a page."""
+from turbojax.state import ring
+from turbojax.state.pages.pool import PagedCache, init_paged_cache, page_arrays
 
 QUERY_CHUNK = 512
 """Queries of all sequences together that attend at a time, see `query_chunk`."""
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class PagedLayer:
-    """A layer's KV cache in pages, for `B` sequences that come and go together.
-
-    Every sequence has pages for `max_length` tokens from the start, so nothing is allocated on the
-    way. Where requests come and go, an engine shares one pool between them instead.
-
-    Made by `init_layer`; `append` takes it and never changes it in place (donate it to `jit` to
-    reuse its memory).
-
-    Attributes:
-      pages: the pool, ``B * max_pages`` pages.
-      block_tables: int32 ``[B, max_pages]``, the pages of each sequence. No page has two owners.
-      lengths: int32 ``[B]``, tokens held, at most `max_length`.
-      overflowed: bool ``[B]``, True where a call under `jit` had to leave tokens out.
-      max_length: tokens each sequence can hold.
-    """
-
-    pages: PagedCache
-    block_tables: jax.Array
-    lengths: jax.Array
-    overflowed: jax.Array
-    max_length: int = dataclasses.field(metadata={"static": True})
-
-    @property
-    def batch_size(self) -> int:
-        """Number of sequences, `B`."""
-        return self.block_tables.shape[0]
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Number of key/value heads, `K`."""
-        return self.pages.num_kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        """Channels of a head, `H`."""
-        return self.pages.head_dim
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Dtype of the keys and values it takes."""
-        return self.pages.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays held, tables included."""
-        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self))
-
-    @property
-    def compression_ratio(self) -> float:
-        """Bytes of a bfloat16 cache of `max_length` tokens over `nbytes`."""
-        values = self.batch_size * self.max_length * self.pages.num_kv_heads * self.pages.head_dim
-        return 4 * values / self.nbytes
-
-
-def init_layer(
-    batch_size: int,
-    max_length: int,
-    num_kv_heads: int,
-    head_dim: int,
-    *,
-    kind: PagedKind,
-    dtype: jax.typing.DTypeLike = jnp.bfloat16,
-    page_size: int = PAGE_SIZE,
-) -> PagedLayer:
-    """An empty cache of one layer.
-
-    Args:
-      batch_size: sequences, `B`.
-      max_length: tokens each can hold; pages are whole, so there is memory for a few more.
-      num_kv_heads: key/value heads, `K`.
-      head_dim: channels, `H`.
-      kind: how pages store a token, see `PagedCache`; 8-bit floats have scale 1.
-      dtype: of queries, keys and values.
-      page_size: tokens of a page.
-
-    Raises:
-      TypeError: if a size is not an integer or the dtype is not supported.
-      ValueError: if a size is not positive or not supported, or there is no such kind.
-    """
-    _checks.check_sizes(batch_size=batch_size, max_length=max_length, page_size=page_size)
-    if kind not in PAGED_KINDS:
-        raise ValueError(f"{kind=} must be one of {', '.join(PAGED_KINDS)}")
-    max_pages = -(-max_length // page_size)
-    pages = init_paged_cache(
-        batch_size * max_pages,
-        page_size,
-        num_kv_heads,
-        head_dim,
-        kv_dtype=_KV_DTYPES[kind],
-        dtype=dtype,
-    )
-    return _empty_layer(pages, batch_size, max_length)
-
-
-def append(
-    layer: PagedLayer, key: jax.Array, value: jax.Array, *, lengths: jax.Array | None = None
-) -> PagedLayer:
-    """Adds new tokens, one or many per sequence; see `turbojax.append`.
-
-    Args:
-      layer: the cache to extend.
-      key: ``[B, T, K, H]`` in the layer's dtype, after the rotary embedding.
-      value: the same.
-      lengths: optional int ``[B]``, how many of the `T` tokens are real, the first ones.
-
-    Returns:
-      The extended cache. Under `jit`, tokens past `max_length` are left out and `overflowed` turns
-      True for their sequence; nothing that was stored changes.
-
-    Raises:
-      TypeError: if dtypes do not fit.
-      ValueError: if a shape does not fit, or, outside `jit`, a sequence would exceed `max_length`.
-    """
-    _checks.check_key_value(key, value)
-    if key.shape[0] != layer.batch_size:
-        raise ValueError(f"{key.shape=} must have {layer.batch_size} sequences, as the cache has")
-    lengths = _checks.check_lengths("lengths", lengths, layer.batch_size, key.shape[1])
-    total = layer.lengths + jnp.clip(lengths, 0, key.shape[1])
-    if _checks.is_concrete(total) and np.any(np.asarray(total) > layer.max_length):
-        raise ValueError(
-            f"appending would give lengths {np.asarray(total).tolist()}, "
-            f"which must be at most max_length={layer.max_length}"
-        )
-    kept = jnp.minimum(total, layer.max_length)
-    pages = append_to_pages(
-        layer.pages,
-        key,
-        value,
-        layer.block_tables,
-        layer.lengths,
-        new_lengths=kept - layer.lengths,
-    )
-    return dataclasses.replace(
-        layer, pages=pages, lengths=kept, overflowed=layer.overflowed | (total > kept)
-    )
 
 
 def attend(
@@ -201,10 +67,12 @@ def attend(
       ``[B, T, N, H]`` in the query's dtype, zero for queries that are padding.
 
     Raises:
+      ValueError: if the layer does not keep all that the queries see.
       TypeError, ValueError, NotImplementedError: see `turbojax.paged_attention`.
     """
     batch, tokens, heads, channels = query.shape
     static = options.complete(channels)
+    ring.check_visible(layer, static.window, tokens)
 
     def run(queries: jax.Array, lengths: jax.Array, real: jax.Array | None) -> jax.Array:
         out, _ = attend_pages(
@@ -237,6 +105,62 @@ def attend(
     firsts = size * jnp.arange(count, dtype=jnp.int32)
     out = jnp.moveaxis(jax.lax.map(chunk, (firsts, parts)), 0, 1)
     return out.reshape(batch, -1, heads, channels)[:, :tokens]
+
+
+def append_and_attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    layer: PagedLayer,
+    lengths: jax.Array,
+    *,
+    options: AttentionOptions = PLAIN,
+    implementation: ImplementationName | None = None,
+) -> tuple[jax.Array, PagedLayer]:
+    """Stores tokens and attends to all that is held then: in parts if the layer keeps too little.
+
+    Args:
+      query: ``[B, T, N, H]`` in the layer's dtype.
+      key: ``[B, T, K, H]``.
+      value: ``[B, T, K, H]``.
+      layer: the cache.
+      lengths: int32 ``[B]``, how many of the `T` tokens are real, the first ones.
+      options: of the layer.
+      implementation: of `turbojax.paged_attention`; None to choose.
+
+    Returns:
+      ``[B, T, N, H]`` as `attend` and the cache as `append` give them.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: see `append` and `attend`.
+    """
+    batch, tokens, heads, channels = query.shape
+    most = ring.most_new_tokens(layer, options.local_window_size)
+    if most is None or tokens <= most:
+        layer = append(layer, key, value, lengths=lengths)
+        out = attend(
+            query, layer, query_lengths=lengths, options=options, implementation=implementation
+        )
+        return out, layer
+    check_room(layer, key, value, lengths)
+    size = min(query_chunk(batch, heads // layer.pages.num_kv_heads), most // 16 * 16)
+    count = -(-tokens // size)
+
+    def parts(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, ((0, 0), (0, count * size - tokens), (0, 0), (0, 0)))
+        return jnp.moveaxis(x.reshape(batch, count, size, *x.shape[2:]), 1, 0)
+
+    def chunk(layer: PagedLayer, item: tuple[jax.Array, ...]) -> tuple[PagedLayer, jax.Array]:
+        first, q, k, v = item
+        new = jnp.clip(lengths - first, 0, size)
+        layer = append(layer, k, v, lengths=new)
+        out = attend(q, layer, query_lengths=new, options=options, implementation=implementation)
+        return layer, out
+
+    firsts = size * jnp.arange(count, dtype=jnp.int32)
+    layer, out = jax.lax.scan(chunk, layer, (firsts, *map(parts, (query, key, value))))
+    out = jnp.moveaxis(out, 0, 1).reshape(batch, -1, heads, channels)
+    return out[:, :tokens], layer
 
 
 def query_chunk(batch_size: int, group: int) -> int:
@@ -281,11 +205,12 @@ class Pages(Kind[PagedLayer]):
     takes = PAGED_KINDS
     stored_as = "paged_layer"
     grows: ClassVar[Mapping[str, Grows]] = {
-        "key": Grows(-2),
-        "value": Grows(-2),
-        "key_norm": Grows(-1),
-        "value_norm": Grows(-1),
+        "key": Grows(-2, ROWS),
+        "value": Grows(-2, ROWS),
+        "key_norm": Grows(-1, ROWS),
+        "value_norm": Grows(-1, ROWS),
     }
+    has_rings = True
 
     def init(
         self,
@@ -296,9 +221,18 @@ class Pages(Kind[PagedLayer]):
         *,
         kind: PagedKind,
         dtype: np.dtype,
+        local_window_size: int | None = None,
     ) -> PagedLayer:
         """See `Kind.init`."""
-        return init_layer(batch_size, max_length, num_kv_heads, head_dim, kind=kind, dtype=dtype)
+        return init_layer(
+            batch_size,
+            max_length,
+            num_kv_heads,
+            head_dim,
+            kind=kind,
+            dtype=dtype,
+            local_window_size=local_window_size,
+        )
 
     def append(
         self,
@@ -325,11 +259,9 @@ class Pages(Kind[PagedLayer]):
         implementation: Any = None,
     ) -> tuple[jax.Array, PagedLayer]:
         """See `Kind.prefill`."""
-        cache = append(cache, key, value, lengths=lengths)
-        out = attend(
-            query, cache, query_lengths=lengths, options=options, implementation=implementation
+        return append_and_attend(
+            query, key, value, cache, lengths, options=options, implementation=implementation
         )
-        return out, cache
 
     def decode(
         self,
@@ -363,9 +295,16 @@ class Pages(Kind[PagedLayer]):
     def make(self, description: Description) -> PagedLayer:
         """See `Stored.make`."""
         batch, max_length, *_ = sizes_of(description)
-        max_pages = -(-max_length // description["page_size"])
-        pages = _make_pool(batch * max_pages, description)
-        return self.to_rows(_empty_layer(pages, batch, max_length))
+        window = description.get("local_window_size")
+        count = ring_pages(max_length, window, description["page_size"])
+        pages = _make_pool(batch * count, description)
+        return self.to_rows(empty_layer(pages, batch, max_length, window))
+
+    def counts(self, lengths: Counts, cache: PagedLayer) -> Counts:
+        """See `Stored.counts`."""
+        if cache.block_tables.shape[1]:
+            return rows_in_use(lengths, cache.ring_pages * cache.pages.page_size)
+        return rows_in_use(lengths, cache.pages.key.shape[2])  # as `to_rows` gives it
 
     def to_rows(self, cache: PagedLayer) -> PagedLayer:
         """A layer whose page arrays are ``[B, K, S, ...]``, in the order of tokens, without tables.
@@ -374,9 +313,9 @@ class Pages(Kind[PagedLayer]):
         """
         if cache.lengths.ndim > 1:
             raise ValueError("stacked layers of pages cannot be stored together, only one by one")
-        pages, (batch, entries) = cache.pages, cache.block_tables.shape
+        pages, batch, entries = cache.pages, cache.batch_size, cache.ring_pages
         # Entries past a sequence's pages may be anything; what is read there is not used.
-        tables = jnp.clip(cache.block_tables, 0, pages.num_pages - 1)
+        tables = jnp.clip(cache.block_tables[:, :entries], 0, pages.num_pages - 1)
 
         def rows(x: jax.Array) -> jax.Array:
             x = jnp.moveaxis(x[tables], 1, 2)  # [B, K, entries, page_size, ...]
@@ -387,7 +326,8 @@ class Pages(Kind[PagedLayer]):
     def from_rows(self, cache: PagedLayer, description: Description) -> PagedLayer:
         """See `Stored.from_rows`: the pages of each sequence come in order."""
         batch, entries = cache.batch_size, cache.pages.key.shape[2] // description["page_size"]
-        tables = jnp.arange(batch * entries, dtype=jnp.int32).reshape(batch, entries)
+        size = description["page_size"]
+        tables = ring_tables(batch, entries, cache.max_length, size)
 
         def split(x: jax.Array) -> jax.Array:
             x = x.reshape(batch, x.shape[1], entries, -1, *x.shape[3:])
@@ -420,18 +360,6 @@ class Pool(Stored[PagedCache]):
     def validate(self, cache: PagedCache) -> None:
         """See `Stored.validate`."""
         cache.validate()
-
-
-def _empty_layer(pages: PagedCache, batch_size: int, max_length: int) -> PagedLayer:
-    """A layer of these pages, dealt out in order."""
-    tables = jnp.arange(pages.num_pages, dtype=jnp.int32).reshape(batch_size, -1)
-    return PagedLayer(
-        pages=pages,
-        block_tables=tables,
-        lengths=jnp.zeros(batch_size, jnp.int32),
-        overflowed=jnp.zeros(batch_size, jnp.bool_),
-        max_length=max_length,
-    )
 
 
 def _describe_pages(pages: PagedCache) -> dict[str, Any]:

@@ -78,6 +78,8 @@ class Progressive(Kind[ProgressiveCache]):
     ) -> ProgressiveCache:
         """See `Kind.append`."""
         name = APPEND.beside(implementation)
+        if name == "mosaic_gpu" and key.shape[1] > 1:  # it attends to several tokens, appends one
+            name = None
         return append(cache, key, value, lengths=lengths, implementation=name)
 
     def store_prompt(

@@ -16,17 +16,15 @@ import numpy as np
 
 from turbojax import _checks
 from turbojax._gradient import refuse_gradients
-from turbojax.quantizers import absolute_maximum, pack, quantize_tokens, unpack
-from turbojax.state import checks, ring
-
-LARGEST_CODE = 7
-"""Largest 4-bit code; with these scales -8 does not occur."""
+from turbojax._registry import Implementation, ImplementationName, Registry
+from turbojax.state import checks, kv4_mosaic, ring
+from turbojax.state.kv4_codes import numbers as numbers
+from turbojax.state.kv4_codes import quantize as quantize
+from turbojax.state.kv4_codes import quantize_vectors as quantize_vectors
+from turbojax.state.kv4_codes import unpack_codes as unpack_codes
 
 ALLOCATION = 128
 """Tokens are allocated in multiples of this, so that kernels read whole tiles."""
-
-_RECIPROCAL_RANGE = float(np.float32(1 / LARGEST_CODE))
-_BITS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,7 +214,12 @@ def init_k8v4_cache(
 
 
 def append(
-    cache: CacheT, key: jax.Array, value: jax.Array, *, lengths: jax.Array | None = None
+    cache: CacheT,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    lengths: jax.Array | None = None,
+    implementation: ImplementationName | None = None,
 ) -> CacheT:
     """Adds new tokens, one or many per sequence, each rounded by itself.
 
@@ -227,6 +230,8 @@ def append(
       lengths: optional int ``[B]``: how many of the `T` tokens belong to each sequence, the first
         ones; all of them if not given. `decode` takes the same as `query_seq_lengths`. Under
         `jit` values outside ``0..T`` act as the nearest bound, and more than `T` as overflow.
+      implementation: ``"mosaic_gpu"`` (one kernel, on Hopper), ``"xla"``, or None to choose. Both
+        store the same bits. Names that only attend are refused.
 
     Returns:
       The extended cache. Under `jit`, tokens past `max_length` are left out and `overflowed`
@@ -237,13 +242,15 @@ def append(
         integers.
       ValueError: if a shape does not fit, or, outside `jit`, a sequence would exceed `max_length`
         or a length is outside ``0..T``.
-      NotImplementedError: when it is differentiated.
+      NotImplementedError: if the implementation asked for cannot run this, or when it is
+        differentiated.
     """
     check_cache_arguments(cache, key, value)
     batch, tokens = key.shape[:2]
     lengths = _checks.check_lengths("lengths", lengths, batch, tokens)
     checks.check_room(cache, lengths)
-    return refuse_gradients(_append, "append")(cache, key, value, lengths)
+    chosen = APPEND.select(implementation, cache=cache, key=key)
+    return refuse_gradients(chosen.run, "append")(cache, key, value, lengths)
 
 
 def store_prompt(cache: CacheT, key: jax.Array, value: jax.Array, lengths: jax.Array) -> CacheT:
@@ -297,65 +304,6 @@ def dequantize(
         side(cache.key_codes, cache.key_scale),
         side(cache.value_codes, cache.value_scale),
     )
-
-
-def quantize_vectors(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """4-bit codes with one scale per vector: ``s = bf16(max|x| / 7)``, ``q = rint(x / s)``.
-
-    The division by 7 is a product with the float32 nearest to a seventh. The codes are exactly
-    those of the rounded scale, everywhere: a code times a scale has 11 significant bits, so exact
-    comparisons with the remainder decide whether an approximate quotient was rounded correctly.
-
-    Args:
-      x: floating point ``[..., H]``, `H` even.
-
-    Returns:
-      codes: uint8 ``[..., H / 2]``, see `Kv4Cache`; zeros where the scale is NaN.
-      scale: bfloat16 ``[...]``; 1 where all is zero (or so small that the scale is no normal
-        number), NaN where a value is not finite.
-    """
-    x = x.astype(jnp.float32)
-    # Not a conversion to bfloat16 and back, which XLA may drop.
-    scale = jax.lax.reduce_precision(absolute_maximum(x, -1) * _RECIPROCAL_RANGE, 8, 7)
-    scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1, scale)
-    quotient = jnp.clip(x * (1 / scale), -LARGEST_CODE - 1, LARGEST_CODE)
-    guess = jnp.rint(quotient)
-    rest, half = x - guess * scale, 0.5 * scale
-    is_odd = jnp.rint(0.5 * guess) * 2 != guess
-    above = (rest > half) | (is_odd & (rest == half))
-    below = (rest < -half) | (is_odd & (rest == -half))
-    codes = guess + above.astype(jnp.float32) - below.astype(jnp.float32)
-    codes = jnp.clip(codes, -LARGEST_CODE - 1, LARGEST_CODE)
-    codes = jnp.where(jnp.isfinite(scale), codes, 0).astype(jnp.int8)
-    nibbles = jax.lax.bitcast_convert_type(codes, jnp.uint8) & 15
-    return pack(nibbles, _BITS), scale[..., 0].astype(jnp.bfloat16)
-
-
-def unpack_codes(packed: jax.Array) -> jax.Array:
-    """The codes of `quantize_vectors`: int8 ``[..., H]`` from uint8 ``[..., H / 2]``."""
-    nibbles = jax.lax.bitcast_convert_type(unpack(packed, _BITS), jnp.int8)
-    return (nibbles ^ 8) - 8
-
-
-def quantize(x: jax.Array, codes: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """Codes with one scale per vector, as caches store them.
-
-    Args:
-      x: floating point ``[..., H]``.
-      codes: dtype of the codes: uint8 for `quantize_vectors`, float8_e4m3fn for `quantize_tokens`.
-
-    Returns:
-      The codes, and bfloat16 ``[...]``.
-    """
-    if codes == jnp.uint8:
-        return quantize_vectors(x)
-    tokens = quantize_tokens(x)
-    return tokens.codes, tokens.scale
-
-
-def numbers(codes: jax.Array) -> jax.Array:
-    """What stored codes are before their scale: int8 or float8_e4m3fn ``[..., H]``."""
-    return unpack_codes(codes) if codes.dtype == jnp.uint8 else codes
 
 
 def check_cache(cache: TokenScaledCache) -> None:
@@ -439,6 +387,15 @@ def _append(cache: CacheT, key: jax.Array, value: jax.Array, lengths: jax.Array)
 
     put = functools.partial(scatter, index)
     return _with_tokens(cache, put, key, value, lengths, accepted)
+
+
+APPEND = Registry(
+    "fireq.append",
+    (
+        Implementation("mosaic_gpu", kv4_mosaic.append, kv4_mosaic.append_unsupported),
+        Implementation("xla", _append),
+    ),
+)
 
 
 @jax.jit

@@ -1,6 +1,6 @@
 """cuDNN's attention in e4m3, the peer of the 8-bit modes.
 
-jax reaches it only through a private module: this file is the one exception to the rule that there
+jax reaches it only through a private module: this file is an exception to the rule that there
 are none, and nothing but this row of the benchmarks depends on it. Operands are e4m3 already and
 have as many KV heads as heads, which the call is not charged for; the output is e4m3 too.
 """

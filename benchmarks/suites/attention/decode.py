@@ -34,11 +34,11 @@ _XLA_TOKENS = 4096
 class Inputs:
     """A query and a full cache, in every form that a case asks for."""
 
-    def __init__(self, shape: Shape):
+    def __init__(self, shape: Shape, queries: int = 1):
         self.shape = shape
         self.length = shape.tokens - _SHORT_OF_FULL
         self.lengths = jnp.full(shape.batch, self.length, jnp.int32)
-        self.query, self.key, self.value = sample_all(shape, queries=1)
+        self.query, self.key, self.value = sample_all(shape, queries=queries)
         self._caches: dict[tj.TurboConfig, tj.ProgressiveCache] = {}
 
     @functools.cached_property
@@ -75,7 +75,7 @@ def _fill(
     return store_prompt(empty, key, value, lengths)
 
 
-def _exact(inputs: Inputs, implementation: str, masked: bool = True) -> Call:
+def exact(inputs: Inputs, implementation: str, masked: bool = True) -> Call:
     """jax's own attention; with `masked` it is told the lengths, otherwise it reads all tokens."""
     if implementation == "cudnn":
         require_gpu("cuDNN")
@@ -97,7 +97,7 @@ def _exact(inputs: Inputs, implementation: str, masked: bool = True) -> Call:
     first = [x[:_COMPARED] for x in (inputs.query, inputs.key, inputs.value)]
     return Call(
         attend,
-        (inputs.query, inputs.key, inputs.value, inputs.lengths),
+        (inputs.query[:, -1:], inputs.key, inputs.value, inputs.lengths),
         work.decode_work(inputs.shape, work.bfloat16_bytes(inputs.shape, length)),
         inputs.error if masked else lambda out: errors(out[:_COMPARED], exact_rows(*first, full)),
         {"cache_bytes": inputs.key.nbytes + inputs.value.nbytes},
@@ -142,7 +142,8 @@ def _kivi(inputs: Inputs, bits: int) -> Call:
     )
 
 
-def _turbo(inputs: Inputs, config: tj.TurboConfig, implementation: str) -> Call:
+def turbo(inputs: Inputs, config: tj.TurboConfig, implementation: str, queries: int = 1) -> Call:
+    """The last `queries` tokens of the inputs, with a `ProgressiveCache` of this config."""
     if implementation == "xla" and timing.on_gpu():
         tokens = inputs.shape.batch * inputs.shape.tokens
         if tokens > _XLA_TOKENS:
@@ -151,8 +152,8 @@ def _turbo(inputs: Inputs, config: tj.TurboConfig, implementation: str) -> Call:
     held = work.turbo_bytes(inputs.shape, inputs.length, config)
     return Call(
         functools.partial(tj.decode, implementation=implementation),
-        (inputs.query, cache),
-        work.decode_work(inputs.shape, held),
+        (inputs.query[:, -queries:], cache),
+        work.decode_work(inputs.shape, held, queries),
         inputs.error,
         {"cache_bytes": cache.nbytes},
     )
@@ -166,15 +167,15 @@ def cases(shape: Shape, choice: Choice) -> list[Case]:
     thorough = choice == "thorough"
     configs = turbo_configs(shape.heads.kv)
     rows = [
-        Case("cudnn", None, functools.partial(_exact, implementation="cudnn")),
-        Case("cudnn-full", None, functools.partial(_exact, implementation="cudnn", masked=False)),
+        Case("cudnn", None, functools.partial(exact, implementation="cudnn")),
+        Case("cudnn-full", None, functools.partial(exact, implementation="cudnn", masked=False)),
     ]
     names = list(configs) if thorough else ["4bit", "2/4bit"]
     if shape.heads.kv % 2:
         names.remove("2/4bit")
 
     def ours(method: str, config: tj.TurboConfig, implementation: str = "triton") -> Case:
-        build = functools.partial(_turbo, config=config, implementation=implementation)
+        build = functools.partial(turbo, config=config, implementation=implementation)
         return Case(method, implementation, build)
 
     if choice.startswith("hopper"):
@@ -186,7 +187,7 @@ def cases(shape: Shape, choice: Choice) -> list[Case]:
     rows += [
         Case("kivi-4bit", None, functools.partial(_kivi, bits=4)),
         Case("pallas", None, _pallas),
-        Case("xla", None, functools.partial(_exact, implementation="xla")),
+        Case("xla", None, functools.partial(exact, implementation="xla")),
     ]
     if thorough:
         rows += [

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from benchmarks import tables, timing
 from benchmarks.shapes import Shape
 from benchmarks.suite import Ceilings, Latest, Suite, attempt, over_cudnn, timing_facts
-from benchmarks.suites.attention import compress, decode, plots, prefill, training
+from benchmarks.suites.attention import compress, decode, plots, prefill, several, training
 from benchmarks.suites.attention import tables as own_tables
 from benchmarks.suites.attention.cases import Call, Case, Choice
 from benchmarks.tables import Row
@@ -27,7 +27,7 @@ class Group:
     """Cases of one shape, which share their inputs.
 
     Attributes:
-      module: `decode`, `prefill`, `training` or `compress`.
+      module: `decode`, `several`, `prefill`, `training` or `compress`.
       shape: the shape.
       choice: which rows.
     """
@@ -74,8 +74,10 @@ def _hopper() -> Iterator[Group]:
     yield Group(decode, Shape(llama, 16, 32768), "hopper")
     for is_causal in (False, True):
         yield Group(prefill, Shape(llama, 2, 8192, is_causal), "hopper")
-    for batch, tokens in ((1, 131072), (64, 4096)):
+    for batch, tokens in ((1, 131072), (64, 4096), (1, 8192), (256, 2048), (1, 2**20)):
         yield Group(decode, Shape(llama, batch, tokens), "hopper")
+    for batch, tokens in ((16, 32768), (64, 4096)):
+        yield Group(several, Shape(llama, batch, tokens))
     for is_causal in (False, True):
         yield Group(prefill, Shape(llama, 1, 32768, is_causal), "hopper-short")
     for is_causal in (True, False):
@@ -114,6 +116,7 @@ def _quick_groups() -> Iterator[Group]:
     yield Group(prefill, Shape("tiny", 1, 128))
     yield Group(prefill, Shape("tiny", 1, 128, is_causal=True))
     yield Group(compress, Shape("tiny", 2, 192), "thorough")
+    yield Group(several, Shape("tiny", 2, 192))
 
 
 def run(

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 
 from benchmarks import tables
-from benchmarks.suites.attention import plots
+from benchmarks.suites.attention import plots, several
 from benchmarks.suites.attention.rows import (
     DECODE_METHODS,
     QUANTIZING,
@@ -183,6 +183,25 @@ def hopper_table(result: Result) -> str:
     return tables.table([*header, "of ceiling", "quantizing", "cosine", "relative L1, RMSE"], lines)
 
 
+def several_table(result: Result) -> str:
+    """Several tokens at once, by shape: microseconds, and how many times those of one token."""
+    lines = []
+    for label, group in tables.shapes(tables.finished(result, several.OPERATION)).items():
+        base = tables.fastest(group, is_cudnn)
+        us = {row["method"]: row["us"] for row in group}
+        for cache in several.CACHES:
+            found = [us.get(several.method(cache, tokens)) for tokens in several.TOKENS]
+            line = [f"{label}, {cache.replace('bit', '-bit')}", _microseconds(base)]
+            for time in found:
+                ratio = f" ({time / found[0]:.2f}x)" if time and found[0] else ""
+                line.append(f"{tables.number(time)}{ratio}")
+            lines.append(line)
+    header = ["batch x tokens, cache", "cuDNN bf16, one token"]
+    header += [f"{tokens} token{'s' if tokens > 1 else ''}" for tokens in several.TOKENS]
+    note = "Microseconds, and in brackets over those of one token."
+    return tables.table(header, lines) + "\n\n" + note
+
+
 def training_table(result: Result) -> str:
     """Forward and backward in one call, by shape: cuDNN's time, and ours over it."""
     rows = tables.finished(result, "training")
@@ -271,6 +290,7 @@ ATTENTION: Mapping[str, Callable[[str, Result], str]] = {
 HOPPER: Mapping[str, Callable[[str, Result], str]] = {
     "hopper": _hopper_section,
     "training": _section(training_table),
+    "several": _section(several_table),
     "decode summary": _decode_summary,
     "prefill summary": _prefill_summary,
 }

@@ -227,7 +227,7 @@ def _quantize(tokens: int, size: int, with_norm: bool, implementation: str, arra
     return Call(normed if with_norm else plain, arguments, needs, check, (x,))
 
 
-def decode_kv4(shape: Shape, *, implementations: tuple[str, ...] = ("triton",)) -> Group:
+def decode_kv4(shape: Shape, *, implementations: tuple[str, ...] = KERNELS) -> Group:
     """One query token a sequence: cuDNN in bfloat16, TurboAttention's 4-bit cache, KV4, K8V4."""
     cases = []
     for case in decode.cases(shape, "short"):

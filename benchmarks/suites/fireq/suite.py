@@ -33,7 +33,7 @@ def _groups() -> list[Group]:
 
 
 def _decode_groups() -> list[Group]:
-    places = ((16, 32768), (1, 32768), (64, 4096), (1, 4096))
+    places = ((16, 32768), (1, 32768), (64, 4096), (1, 8192), (1, 4096))
     return [fireq_cases.decode_kv4(Shape("llama3-8b", *place)) for place in places]
 
 

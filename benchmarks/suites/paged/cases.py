@@ -12,7 +12,7 @@ from benchmarks.measuring.calls import Arrays, Case, Group
 from benchmarks.measuring.compiling import require_gpu
 from benchmarks.measuring.work import Needs
 from benchmarks.shapes import Shape
-from benchmarks.suites.paged import inputs
+from benchmarks.suites.paged import cudnn_paged, inputs
 from benchmarks.suites.paged import tables as paged_tables
 from benchmarks.suites.paged.inputs import Append, Checked, Compared, Problem
 from turbojax import paged
@@ -27,6 +27,8 @@ _JAX_BLOCK = 128
 # Relative L2 of stored keys and values: three bits after the first, and 4 bits in all; or the one
 # and the other.
 _STORED = {"auto": 0.0, "fp8_e4m3": 0.04, "turbo4": 0.12, "k8v4": 0.12}
+# Queries of a call whose products are of e4m3 on both sides, beside fp8 pages, and their error.
+_MANY, _E4M3_PRODUCTS = 256, 0.08
 # An append writes to this many places in turn.
 _PLACES = 16
 
@@ -48,8 +50,8 @@ def decode(
       problem: what attends to what.
       kinds: our rows.
       operation: whose rows they are.
-      others: also what one would run instead: cuDNN on dense bfloat16, and jax's own kernel.
-      with_jax: of others, jax's kernel too.
+      others: also what one would run instead: cuDNN on dense bfloat16, and the next two.
+      with_jax: of others, jax's own kernel and cuDNN on pages, too.
     """
     cases = []
     if others:
@@ -61,6 +63,9 @@ def decode(
             cases.append(Case("jax", None, "jax", functools.partial(_jax, problem, block=None)))
             blocks = functools.partial(_jax, problem, block=_JAX_BLOCK)
             cases.append(Case(f"jax-{_JAX_BLOCK}", None, "jax", blocks))
+            if not problem.ragged:  # every entry of its tables must be a page
+                pages = functools.partial(_cudnn_paged, problem)
+                cases.append(Case("cudnn-paged", None, "cudnn-paged", pages))
     for kv_dtype, implementation in kinds:
         ours = functools.partial(_paged, problem, kv_dtype, implementation)
         family = _FAMILIES.get(kv_dtype, kv_dtype)
@@ -90,13 +95,17 @@ def _paged(problem: Problem, kv_dtype: str, implementation: str, arrays: Arrays)
     )
     attend = functools.partial(paged.attention, implementation=implementation)
     needs = problem.needs(cache.token_bytes)
-    return Checked(attend, operands, needs, inputs.check_paged, operands)
+    limit = Checked.limit
+    if (kv_dtype, implementation) == ("fp8_e4m3", MOSAIC) and problem.queries >= _MANY:
+        limit = _E4M3_PRODUCTS
+    return Checked(attend, operands, needs, inputs.check_paged, operands, limit=limit)
 
 
 def _cudnn(problem: Problem, arrays: Arrays, *, masked: bool = True) -> Checked:
-    """Dense keys and values. It hides nothing from the earlier ones of several queries.
+    """Dense keys and values, causal if the queries are all of a sequence's tokens.
 
-    Unmasked it is not told the lengths, and reads all tokens.
+    Otherwise it hides nothing from the earlier ones of several queries: causal, it would take them
+    for the first ones. Unmasked it is not told the lengths, and reads all tokens.
     """
     require_gpu("cuDNN")
     key, value = arrays.get(inputs.dense, problem.shape)
@@ -111,13 +120,30 @@ def _cudnn(problem: Problem, arrays: Arrays, *, masked: bool = True) -> Checked:
                 k,
                 v,
                 key_value_seq_lengths=lengths if masked else None,
+                is_causal=problem.is_whole,
                 implementation="cudnn",
             )
 
     seen = lengths if masked else jnp.full_like(lengths, problem.shape.tokens)
-    check = functools.partial(inputs.check_dense, causal=False)
+    check = functools.partial(inputs.check_dense, causal=problem.is_whole)
     needs = problem.needs(_dense_token_bytes(problem.shape))
     return Checked(attend, operands, needs, check, (*operands[:3], seen))
+
+
+def _cudnn_paged(problem: Problem, arrays: Arrays) -> Checked:
+    """cuDNN on our bfloat16 pages."""
+    require_gpu("cuDNN")
+    cache = arrays.get(inputs.pool, problem.shape, problem.page_size, "auto")
+    query = arrays.get(inputs.query, problem)
+    tables, lengths = arrays.get(inputs.tables_and_lengths, problem)
+
+    def attend(*operands: jax.Array) -> jax.Array:
+        with jax.numpy_dtype_promotion("standard"):
+            return cudnn_paged.attend(*operands)
+
+    operands = (query, cache.key, cache.value, jnp.maximum(tables, 0), lengths)
+    needs = problem.needs(cache.token_bytes)
+    return Checked(attend, operands, needs, inputs.check_paged, (query, cache, tables, lengths))
 
 
 def _dense_token_bytes(shape: Shape) -> int:

@@ -70,14 +70,24 @@ class Problem:
         """Tokens held: int32 ``[B]``."""
         batch, tokens = self.shape.batch, self.shape.tokens
         first = tokens / batch if self.ragged else tokens
-        return np.linspace(first, tokens, batch).astype(np.int32) - _SHORT_OF_FULL
+        short = 0 if self.is_whole else _SHORT_OF_FULL
+        return np.linspace(first, tokens, batch).astype(np.int32) - short
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the queries are all of a sequence's tokens."""
+        return self.queries == self.shape.tokens
 
     def needs(self, token_bytes: int) -> Needs:
-        """Reading what the sequences hold and the queries, writing the output; both products."""
+        """Reading what the sequences hold and the queries, writing the output; both products.
+
+        Query `t` of `T` sees all but the last ``T - 1 - t`` tokens.
+        """
         heads, held = self.shape.heads, int(self.lengths.sum())
         channels = self.queries * heads.query * heads.dim
         moved = held * token_bytes + 2 * self.shape.batch * channels * _BFLOAT16
-        return Needs(moved, 4.0 * held * channels, "bf16")
+        hidden = self.shape.batch * (self.queries - 1) / 2
+        return Needs(moved, 4.0 * (held - hidden) * channels, "bf16")
 
 
 @functools.partial(jax.jit, static_argnames=("kind", "size"))

@@ -18,6 +18,7 @@ from benchmarks.suites.paged.cases import MOSAIC, TRITON
 from benchmarks.suites.paged.inputs import Problem
 
 _DECODE = (
+    ("auto", MOSAIC),
     ("auto", TRITON),
     ("fp8_e4m3", MOSAIC),
     ("turbo4", MOSAIC),
@@ -27,7 +28,10 @@ _DECODE = (
 )
 _FORMATS = (*_DECODE[:-1], ("k8v4", TRITON), ("turbo_k4v2", TRITON))
 _APPEND = ("auto", "fp8_e4m3", "turbo4")
-_PLACES = ((64, 4096), (1, 32768), (1, 4096), (1, 1024))
+_PLACES = ((64, 4096), (1, 32768), (1, 8192), (1, 4096), (1, 1024))
+_PROMPT = (("auto", MOSAIC), ("fp8_e4m3", MOSAIC), ("turbo4", MOSAIC), ("auto", TRITON))
+# Chunks of prompts, and tokens held then.
+_PROMPTS = ((8192, 8192), (1024, 8192), (256, 8192), (8192, 32768), (1024, 32768), (256, 32768))
 
 
 def _groups() -> list[Group]:
@@ -36,15 +40,17 @@ def _groups() -> list[Group]:
     largest = Shape(model, 16, 32768)
     shapes = (largest, *(Shape(model, *place) for place in _PLACES))
     groups = [paged_cases.decode(Problem(shape), _DECODE) for shape in shapes]
-    groups.append(paged_cases.decode(Problem(largest, ragged=True), _DECODE[:3]))
+    groups.append(paged_cases.decode(Problem(largest, ragged=True), _DECODE[:4]))
     for kv_dtype in ("turbo4", "fp8_e4m3"):
         groups.append(paged_cases.page_sizes(largest, kv_dtype, MOSAIC, (16, 32, 128)))
     groups.append(paged_cases.append(Shape(model, 64, 4096), 1, _APPEND))
     groups.append(paged_cases.append(Shape(model, 4, 32768), 4096, _APPEND))
-    for queries, kernel in ((4, MOSAIC), (16, MOSAIC), (64, TRITON), (256, TRITON)):
+    for queries in (4, 16, 64, 256):
         problem = Problem(Shape(model, 4, 8192), queries=queries)
-        kinds = (("auto", TRITON), ("fp8_e4m3", kernel), ("turbo4", kernel))
-        groups.append(paged_cases.decode(problem, kinds, operation=paged_tables.CHUNK))
+        groups.append(paged_cases.decode(problem, _PROMPT, operation=paged_tables.CHUNK))
+    for queries, tokens in _PROMPTS:
+        problem = Problem(Shape(model, 1, tokens), queries=queries)
+        groups.append(paged_cases.decode(problem, _PROMPT, operation=paged_tables.CHUNK))
     return groups
 
 

@@ -41,6 +41,7 @@ KV_DTYPES = {
 _METHODS = {
     "cudnn": "dense bf16",
     "cudnn-full": "dense bf16, all tokens",
+    "cudnn-paged": "bf16, cuDNN's pages",
     "dense": "dense bf16, a slice",
     "jax": "bf16, jax's kernel",
     "jax-128": "bf16, jax's kernel, blocks of 128",
@@ -72,7 +73,7 @@ def method(row: Row) -> str:
 def _kernel(row: Row) -> str:
     if row["operation"] == APPEND and row["family"] != "dense":
         return "default"
-    others = {"cudnn": "cuDNN", "jax": "Pallas"}
+    others = {"cudnn": "cuDNN", "cudnn-paged": "cuDNN", "jax": "Pallas"}
     return row["implementation"] or others.get(row["family"], "XLA")
 
 

@@ -1,4 +1,4 @@
-"""Half precision in a lane: conversions between formats, and a warp's product of float16."""
+"""Half precision in a lane: conversions between formats, and a warp's product of 16-bit floats."""
 
 import struct
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ from pallas_kernels.mosaic.lane.instructions import asm, assembly, half_to_float
 from pallas_kernels.mosaic.lane.numbers import Float, Int, f32, i32, integer, llvm
 
 _PAIRS = {"bfloat16": "bf16x2", "float16": "f16x2"}
+_NAMES = {"bfloat16": "bf16", "float16": "f16"}
 
 
 def pack(low: Float, high: Float, dtype: str = "float16") -> Int:
@@ -58,15 +59,18 @@ def _halves(word: Int, text: str, which: tuple[str, str]) -> tuple[Int, Int]:
     return low, high
 
 
-def matmul(a: Sequence[Int], b: Sequence[Int], c: Sequence[Float]) -> list[Float]:
-    """A warp's product of float16: ``[16, 16] x [16, 8] + [16, 8]``, summed in float32.
+def matmul(
+    a: Sequence[Int], b: Sequence[Int], c: Sequence[Float], dtype: str = "float16"
+) -> list[Float]:
+    """A warp's product in this dtype: ``[16, 16] x [16, 8] + [16, 8]``, summed in float32.
 
     Lane ``4 g + t`` holds two numbers a word of `a`, rows g and g + 8 from column ``2 t`` on, then
     both from ``8 + 2 t`` on; of `b` column g, from row ``2 t`` and from ``8 + 2 t`` on; of `c` row
     g at columns ``2 t`` and ``2 t + 1``, then row g + 8.
     """
+    name = _NAMES[dtype]
     text = (
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32 "
         "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
     )
     result = llvm.StructType.get_literal([f32()] * 4)

@@ -85,9 +85,24 @@ def divide(a: Float, b: Float) -> Float:
     return assembly("div.full.f32 $0, $1, $2;", a, b)
 
 
+def rounded_quotient(a: Float, b: Float) -> Float:
+    """A quotient rounded to nearest: tens of instructions."""
+    return assembly("div.rn.f32 $0, $1, $2;", a, b)
+
+
 def reciprocal(x: Float) -> Float:
     """``1 / x`` within a unit in the last place."""
     return assembly("rcp.approx.ftz.f32 $0, $1;", x)
+
+
+def root(x: Float) -> Float:
+    """The square root, rounded to nearest."""
+    return assembly("sqrt.rn.f32 $0, $1;", x)
+
+
+def reciprocal_root(x: Float) -> Float:
+    """``1 / sqrt(x)`` within two units in the last place."""
+    return assembly("rsqrt.approx.f32 $0, $1;", x)
 
 
 def half_to_float(x: Int) -> Float:
@@ -138,9 +153,18 @@ def pack_bytes(x: Sequence[Int]) -> Int:
 
 def pack_e4m3(x: Sequence[Float]) -> Int:
     """Four numbers as the bytes of a word, rounded to e4m3."""
+    return _pack_float8(x, "e4m3")
+
+
+def pack_e5m2(x: Sequence[Float]) -> Int:
+    """Four numbers as the bytes of a word, rounded to e5m2."""
+    return _pack_float8(x, "e5m2")
+
+
+def _pack_float8(x: Sequence[Float], kind: str) -> Int:
     text = (
-        "{.reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1;"
-        " cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b};}"
+        f"{{.reg .b16 a, b; cvt.rn.satfinite.{kind}x2.f32 a, $2, $1;"
+        f" cvt.rn.satfinite.{kind}x2.f32 b, $4, $3; mov.b32 $0, {{a, b}};}}"
     )
     return Int(asm(i32(), [v.value for v in x], text, "=r,f,f,f,f", effects=False))
 
@@ -202,6 +226,11 @@ def among_four(x: Float, op: Callable[[Float, Float], Float]) -> Float:
 def maxima_of_halves(a: Int, b: Int) -> Int:
     """The larger of two signed numbers of 16 bits, in each half of a word."""
     return assembly("max.s16x2 $0, $1, $2;", a, b)
+
+
+def minima_of_halves(a: Int, b: Int) -> Int:
+    """The smaller of two signed numbers of 16 bits, in each half of a word."""
+    return assembly("min.s16x2 $0, $1, $2;", a, b)
 
 
 def largest_of_warp(x: Int) -> Int:

@@ -110,6 +110,15 @@ class Pointer:
         rounded = arith.truncf(kinds[dtype].get(), x.value)
         llvm.store(rounded, self.value, alignment=2)
 
+    def store_low(self, x: Int, bits: int) -> None:
+        """Stores the lower 8 or 16 bits."""
+        narrow = arith.trunci(ir.IntegerType.get_signless(bits), x.value)
+        llvm.store(narrow, self.value, alignment=bits // 8)
+
+    def add(self, x: Int) -> None:
+        """Adds to a word of global memory, to which others may add at the same time."""
+        act("red.global.add.u32 [$0], $1;", self.address(), x.value, constraints="l,r")
+
     def address(self) -> Any:
         """As an integer: 32 bits in shared memory, 64 in global memory."""
         is_shared = "3" in str(self.value.type)
@@ -143,9 +152,9 @@ def cluster_barrier() -> None:
     act("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;")
 
 
-def init_barrier(barrier: Pointer) -> None:
-    """Prepares eight bytes of shared memory as a barrier on which one lane arrives."""
-    act("mbarrier.init.shared.b64 [$0], 1;", barrier.address(), constraints="r")
+def init_barrier(barrier: Pointer, arrivals: int = 1) -> None:
+    """Prepares eight bytes of shared memory as a barrier on which so many lanes arrive."""
+    act(f"mbarrier.init.shared.b64 [$0], {arrivals};", barrier.address(), constraints="r")
 
 
 def publish_barriers() -> None:
@@ -174,6 +183,28 @@ def copy(source: Pointer, target: Pointer, size: Int | int, barrier: Pointer) ->
         int_value(size),
         constraints="r,l,r,r",
     )
+
+
+def copy_words(source: Pointer, target: Pointer, condition: Bool) -> None:
+    """Copies 16 bytes into shared memory, by this lane; zeros, where `condition` does not hold."""
+    act(
+        "cp.async.cg.shared.global [$0], [$1], 16, $2;",
+        target.address(),
+        source.address(),
+        condition.where(Int(int_value(16)), 0).value,
+        constraints="r,l,r",
+    )
+
+
+def arrive_after_copies(barrier: Pointer) -> None:
+    """Arrives once all that this lane began to copy by `copy_words` is there."""
+    text = "cp.async.mbarrier.arrive.noinc.shared.b64 [$0];"
+    act(text, barrier.address(), constraints="r")
+
+
+def join_bits(target: Pointer, bits: Int) -> None:
+    """Sets bits of a word of shared memory, as one operation among those of other lanes."""
+    act("red.shared.or.b32 [$0], $1;", target.address(), bits.value, constraints="r,r")
 
 
 def wait(barrier: Pointer, parity: Int) -> None:

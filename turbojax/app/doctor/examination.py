@@ -16,13 +16,14 @@ from turbojax import _device, _extras
 from turbojax._registry import Registry
 from turbojax.config import Mode, TurboConfig
 from turbojax.ops import cudnn, fp8_tokens, int4_matmul, kv4_attention
+from turbojax.ops.exact_attention import mosaic_gpu as exact_decode
 from turbojax.ops.options import Options
 from turbojax.ops.paged_attention import paged_attention
 from turbojax.ops.pooled_attention import pooled_attention
 from turbojax.ops.turbo_attention import decode, turbo_attention
 from turbojax.ops.turbo_attention.gradient import GRADIENT
 from turbojax.quantizers import quantize_weight
-from turbojax.state import kv4
+from turbojax.state import exact, kv4
 from turbojax.state.pages.pool import KV_DTYPES, PagedCache, init_paged_cache
 from turbojax.state.pages.pool import append as append_to_pages
 from turbojax.state.progressive import ProgressiveCache, append, init_cache
@@ -229,6 +230,7 @@ def _representative_calls() -> dict[str, dict[str, _Call]]:
         "fp8_tokens": {"": trace(fp8_tokens.quantize_activation, hidden)},
         "int4_matmul": {"": trace(int4_matmul.matmul, hidden, weight)},
         "fireq.decode": {"": trace(kv4_attention.decode, query, kv4_cache)},
+        "fireq.append": {"": trace(kv4.append, kv4_cache, key, value)},
         # The others need no kernel.
         "paged.append": {"": trace(append_to_pages, paged("turbo4"), key, value, tables, lengths)},
         "paged_attention": {
@@ -239,14 +241,18 @@ def _representative_calls() -> dict[str, dict[str, _Call]]:
 
 
 def _examine_exact() -> OpReport:
-    """The uncompressed baseline, which picks cuDNN where it can."""
+    """The uncompressed baseline: cuDNN where it can, with windows and the like Hopper's kernel."""
     query = jax.ShapeDtypeStruct((_BATCH, 1, _HEADS, _HEAD_DIM), jnp.bfloat16)
-    key = jax.ShapeDtypeStruct((_BATCH, _LENGTH, _KV_HEADS, _HEAD_DIM), jnp.bfloat16)
+    sizes = (_BATCH, _LENGTH, _KV_HEADS, _HEAD_DIM)
+    cache = jax.eval_shape(lambda: exact.init_cache(*sizes, dtype=jnp.bfloat16))
     try:
-        refusal = cudnn.unsupported(query, key, decoding=True)
+        refusals = {
+            "cudnn": cudnn.unsupported(query, cache.key, decoding=True),
+            "mosaic_gpu": exact_decode.unsupported(query, cache),
+        }
     except Exception as error:  # as above
-        refusal = f"fails: {type(error).__name__}: {_first_line(error)}"
-    return OpReport("exact cache (baseline)", {"cudnn": refusal, "xla": None})
+        refusals = {"cudnn": f"fails: {type(error).__name__}: {_first_line(error)}"}
+    return OpReport("exact cache (baseline)", {**refusals, "xla": None})
 
 
 def _devices() -> tuple[str, ...]:

@@ -155,9 +155,9 @@ def serve(
             "num_pages": num_pages,
             "pool_bytes": pool_bytes,
         }
+        sizes |= {"max_sequences": max_sequences, "prefill_chunk": prefill_chunk}
         lines = _lines(file, content, found, max_new_tokens, sizes)
         _report_bad(file, lines, skip_bad)
-        sizes |= {"max_sequences": max_sequences, "prefill_chunk": prefill_chunk}
         _check_memory(found, lines, sizes)
         others = {"cache_results": cache_results, "implementation": implementation}
         report = _run(found, lines, results, {**sizes, **others})
@@ -257,13 +257,21 @@ def _lines(
 ) -> "RequestFile":
     """The requests, and the lines that cannot run."""
     from turbojax.app.serve.requests import fitting, read_requests
-    from turbojax.app.serve.run import pages_of
+    from turbojax.app.serve.run import pages_of, sizes_before
 
-    pages = pages_of(found.config, found.dtype, **sizes)
+    steps = {x: sizes[x] for x in ("page_size", "max_sequences", "prefill_chunk")}
+    asked = {x: y for x, y in sizes.items() if x not in steps}
+    pages = pages_of(found.config, found.dtype, sizes=sizes_before(found.config, **steps), **asked)
     lines = read_requests(content, found.tokenizer, max_new_tokens)
     if not lines.requests and not lines.bad:
         raise ValueError(f"{_name(file)}: there must be at least one request")
-    return fitting(lines, found.config, num_pages=pages, page_size=sizes["page_size"])
+    return fitting(
+        lines,
+        found.config,
+        num_pages=pages,
+        page_size=sizes["page_size"],
+        prefill_chunk=sizes["prefill_chunk"],
+    )
 
 
 def _report_bad(file: Path, lines: "RequestFile", skip: bool) -> None:

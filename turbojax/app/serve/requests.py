@@ -8,9 +8,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from turbojax.models import Request, Sampling, TransformerConfig
+from turbojax.models.engine.groups import pages_at_most, windows_of
 from turbojax.models.generation.stopping import check_stops
 from turbojax.models.text.tokenizer import Tokenizer
 
+PREFILL_CHUNK = 64
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 _KEYS = ("id", "prompt", "max_new_tokens", "stop", *_SAMPLING)
 # What is wrong with a line may quote it.
@@ -96,7 +98,12 @@ def read_requests(content: bytes, tokenizer: Tokenizer, max_new_tokens: int) -> 
 
 
 def fitting(
-    file: RequestFile, config: TransformerConfig, *, num_pages: int | None, page_size: int
+    file: RequestFile,
+    config: TransformerConfig,
+    *,
+    num_pages: int | None,
+    page_size: int,
+    prefill_chunk: int | None = None,
 ) -> RequestFile:
     """The same lines; what an engine would refuse is bad.
 
@@ -105,10 +112,12 @@ def fitting(
       config: of the model.
       num_pages: of the pool, where that does not follow from the requests.
       page_size: tokens of a page.
+      prefill_chunk: tokens of a prompt that run in a step; `PREFILL_CHUNK` if not given.
     """
+    chunk = PREFILL_CHUNK if prefill_chunk is None else prefill_chunk
     requests, bad = [], list(file.bad)
     for found in file.requests:
-        reason = _misfit(found.request, config, num_pages, page_size)
+        reason = _misfit(found.request, config, num_pages, page_size, chunk)
         if reason is None:
             requests.append(found)
         else:
@@ -141,7 +150,11 @@ def longest(requests: Iterable[TextRequest]) -> int:
 
 
 def _misfit(
-    request: Request, config: TransformerConfig, num_pages: int | None, page_size: int
+    request: Request,
+    config: TransformerConfig,
+    num_pages: int | None,
+    page_size: int,
+    prefill_chunk: int,
 ) -> str | None:
     """Why `Engine.add` would refuse this, in its words; None if it would not."""
     for token in (*request.tokens, *request.stop_tokens):
@@ -150,7 +163,9 @@ def _misfit(
     parts = f"a prompt of {len(request.tokens)} tokens and {request.max_new_tokens} new ones"
     if request.total > config.max_length:
         return f"{parts} must be at most max_length={config.max_length}"
-    pages = -(-(request.total - 1) // page_size)
+    window = windows_of(config, config.max_length)[0]
+    piece = min(prefill_chunk, len(request.tokens))
+    pages = pages_at_most(request.total - 1, piece, page_size, window)
     if num_pages is not None and pages > num_pages:
         return f"{parts} need {pages} pages, must be at most {num_pages=}"
     return None

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from turbojax import _checks
-from turbojax.app.serve.requests import TextRequest, longest
+from turbojax.app.serve.requests import PREFILL_CHUNK, TextRequest, longest
 from turbojax.app.text_model import FoundModel, TextModel, than_bfloat16
 from turbojax.models import TransformerConfig
 from turbojax.models.engine import (
@@ -17,13 +17,13 @@ from turbojax.models.engine import (
     Finished,
     NewToken,
     Result,
+    groups,
 )
 from turbojax.models.engine.pools import page_bytes
 from turbojax.models.generation.stopping import TextStream
 from turbojax.models.text.tokenizer import Tokenizer
 from turbojax.rotary import LongRopeScaling
 
-PREFILL_CHUNK = 64
 # Of `TransformerConfig`, since results are kept: see `_shape`.
 _ADDED_FIELDS = ("local_rope_theta",)
 
@@ -129,7 +129,8 @@ def serve(
       kv_dtype: see `Engine`, for the default as well.
       uncompressed_layers: see `Engine`.
       page_size: see `Engine`.
-      num_pages: see `Engine`; by default enough for `max_sequences` of the longest requests.
+      num_pages: see `Engine`; by default enough for `max_sequences` of the longest requests, or for
+        what their windows need where every layer has one.
       pool_bytes: instead, bytes that the pages of all layers take at most.
       max_sequences: see `Engine`.
       prefill_chunk: see `Engine`; see `plan`.
@@ -230,12 +231,10 @@ def plan(
     _checks.check_sizes(max_sequences=max_sequences, page_size=page_size)
     max_length = _max_length(requests, config)
     stored: dict[str, Any] = {"kv_dtype": kv_dtype, "uncompressed_layers": uncompressed_layers}
-    asked: dict[str, Any] = {
-        "page_size": page_size,
-        "num_pages": num_pages,
-        "pool_bytes": pool_bytes,
-    }
-    count = pages_of(config, dtype, **stored, **asked)
+    sizes = _sizes(page_size, max_sequences, max_length, prefill_chunk)
+    count = pages_of(
+        config, dtype, sizes=sizes, num_pages=num_pages, pool_bytes=pool_bytes, **stored
+    )
     if prefill_chunk is not None:
         _checks.check_sizes(prefill_chunk=prefill_chunk)
         limits = {"the longest sequence of the model": config.max_length}
@@ -244,10 +243,37 @@ def plan(
         for name, limit in limits.items():
             if prefill_chunk > limit:
                 raise ValueError(f"{prefill_chunk=} must be at most {limit} tokens, {name}")
+    windows = groups.windows_of(config, max_length)
     if count is None:
-        count = min(max_sequences, len(requests)) * -(-max_length // page_size)
-    size = count * page_bytes(config, dtype, page_size, **stored)
-    return Pool(count, max_length, size)
+        together = dataclasses.replace(sizes, max_sequences=min(max_sequences, len(requests)))
+        count = together.pages_of_all(windows[0])
+    of_groups = zip(
+        groups.pages_of_groups(windows, count, sizes),
+        _page_bytes(config, dtype, page_size, windows, **stored),
+        strict=True,
+    )
+    return Pool(count, max_length, sum(pages * size for pages, size in of_groups))
+
+
+def _sizes(
+    page_size: int, max_sequences: int, max_length: int, prefill_chunk: int | None
+) -> groups.Sizes:
+    chunk = PREFILL_CHUNK if prefill_chunk is None else prefill_chunk
+    return groups.Sizes(page_size, max_sequences, max_length, chunk)
+
+
+def _page_bytes(
+    config: TransformerConfig,
+    dtype: np.dtype,
+    page_size: int,
+    windows: groups.Windows,
+    **stored: Any,
+) -> list[int]:
+    """Of each group of layers the bytes of a page of all of them."""
+    return [
+        page_bytes(config, dtype, page_size, layers=layers, **stored)
+        for layers in groups.layers_of(config, windows)
+    ]
 
 
 def model_name(
@@ -296,10 +322,10 @@ def pages_of(
     config: TransformerConfig,
     dtype: np.dtype,
     kv_dtype: str,
-    page_size: int,
     num_pages: int | None,
     pool_bytes: int | None,
     *,
+    sizes: groups.Sizes,
     uncompressed_layers: int = 0,
 ) -> int | None:
     """How many pages the pool is asked to have; None where that follows from the requests.
@@ -308,9 +334,10 @@ def pages_of(
       config: of the model.
       dtype: of the model.
       kv_dtype: see `Engine`.
-      page_size: tokens of a page.
       num_pages: what is asked for.
-      pool_bytes: or bytes of all layers' pages.
+      pool_bytes: or bytes of all layers' pages: those with a window get what they need at most, see
+        `Engine`, and the others the rest.
+      sizes: of the engine; of its requests, which may not be known yet, at most.
       uncompressed_layers: see `Engine`.
 
     Raises:
@@ -323,12 +350,25 @@ def pages_of(
     if pool_bytes is None:
         return num_pages
     _checks.check_sizes(pool_bytes=pool_bytes)
-    needed = page_bytes(
-        config, dtype, page_size, kv_dtype=kv_dtype, uncompressed_layers=uncompressed_layers
+    windows = groups.windows_of(config, sizes.max_length)
+    needed = _page_bytes(
+        config,
+        dtype,
+        sizes.page_size,
+        windows,
+        kv_dtype=kv_dtype,
+        uncompressed_layers=uncompressed_layers,
     )
-    if pool_bytes < needed:
-        raise ValueError(f"{pool_bytes=} must be at least {needed}, the bytes of one page")
-    return pool_bytes // needed
+    if pool_bytes < sum(needed):
+        raise ValueError(f"{pool_bytes=} must be at least {sum(needed)}, the bytes of one page")
+    return groups.most_first_pages(pool_bytes, needed, windows, sizes)
+
+
+def sizes_before(
+    config: TransformerConfig, page_size: int, max_sequences: int, prefill_chunk: int | None
+) -> groups.Sizes:
+    """The sizes for `pages_of` where the requests are not known, which may be as long as any."""
+    return _sizes(page_size, max_sequences, config.max_length, prefill_chunk)
 
 
 def _max_length(requests: Sequence[TextRequest], config: TransformerConfig) -> int:

@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from turbojax import _checks, paged
 from turbojax.models.decoder import Decoder, for_length, unstack, warn_of_long_factors
-from turbojax.models.engine import compilation, pools, swap
+from turbojax.models.engine import compilation, groups, pools, swap
 from turbojax.models.engine.guard import Guard
 from turbojax.models.engine.requests import (
     Event,
@@ -24,7 +23,7 @@ from turbojax.models.engine.requests import (
 )
 from turbojax.models.engine.sampling import choose
 from turbojax.models.engine.scheduler import Plan, Scheduler, Sequence, Status
-from turbojax.models.engine.statistics import Counts, EngineStatistics, Times
+from turbojax.models.engine.statistics import Counts, EngineStatistics, Times, statistics_of
 from turbojax.models.engine.step import Work, check_implementation, idle_work, run_step
 from turbojax.models.generation.sampling import NOTHING, kind_of
 from turbojax.models.generation.stopping import TextStream, check_stops
@@ -61,6 +60,9 @@ class Engine:
     depend on what else runs, on the order of arrival, on the size of the pool, on prefixes found
     there or on having left it for a while.
 
+    Layers whose sliding windows differ have pages of their own: those of a window are freed as it
+    moves on, so that a request holds what its windows need.
+
     A request gets pages as it needs them. Where the pool is full, the youngest running request is
     swapped out to host memory, and continues later with the same bits. Full pages of prompts stay
     in the pool as long as the space is not needed, and are found by later requests that begin with
@@ -80,7 +82,10 @@ class Engine:
 
     Args:
       model: the model, quantized or not. A `Transformer` is unstacked first, see `start`.
-      num_pages: pages of each layer's pool.
+      num_pages: pages of each layer's pool; where some layers see further back than others, of
+        those that see furthest.
+      window_pages: pages of the pools of all other layers, see `num_pages`; by default what
+        `max_sequences` requests need at most, but no more than `num_pages`.
       page_size: tokens of a page: 16, 32, 64 or 128.
       kv_dtype: how pages are stored: ``"auto"`` (the model's dtype), ``"fp8_e4m3"``,
         ``"turbo4"``, ``"k8v4"`` .., see `PagedCache`. By default nothing is compressed, so that
@@ -114,6 +119,7 @@ class Engine:
         model: Transformer | Decoder | QuantizedDecoder,
         *,
         num_pages: int,
+        window_pages: int | None = None,
         page_size: int = 64,
         kv_dtype: str = "auto",
         uncompressed_layers: int = 0,
@@ -134,9 +140,7 @@ class Engine:
                 "QuantizedDecoder"
             )
         self.max_length = model.config.max_length if max_length is None else max_length
-        _checks.check_sizes(
-            max_sequences=max_sequences, max_length=self.max_length, prefill_chunk=prefill_chunk
-        )
+        sizes = groups.Sizes(page_size, max_sequences, self.max_length, prefill_chunk)
         if self.max_length > model.config.max_length:
             raise ValueError(f"{max_length=} must be at most the model's {model.config.max_length}")
         if tokenizer is not None and tokenizer.vocab_size > model.config.vocab_size:
@@ -146,10 +150,12 @@ class Engine:
             )
         if cache_results and not prefix_caching:
             raise ValueError(f"{cache_results=} has no use with {prefix_caching=}")
+        windows = groups.windows_of(model.config, self.max_length)
+        pages = groups.pages_of_groups(windows, num_pages, sizes, window_pages)
         self._caches = pools.init_pools(
             model.config,
             model.dtype,
-            num_pages,
+            pools.pages_of_layers(model.config, windows, pages),
             page_size,
             kv_dtype=kv_dtype,
             uncompressed_layers=uncompressed_layers,
@@ -162,19 +168,21 @@ class Engine:
         self._implementation, self._tokenizer = implementation, tokenizer
         self._max_pages = -(-self.max_length // page_size)
         self._slots, self._chunk = max_sequences, prefill_chunk
-        work = idle_work(max_sequences, prefill_chunk, self._max_pages)
+        self._windows = windows
+        work = idle_work(max_sequences, prefill_chunk, self._max_pages, len(windows))
         # One of each way to store pages: the first and last layers may have another.
         for cache in {cache.kv_dtype: cache for cache in self._caches}.values():
             check_implementation(implementation, work, cache, self._decoder.config.num_heads)
-        self._allocator = paged.PageAllocator(num_pages, page_size)
-        prefixes = paged.PrefixCache(self._allocator) if prefix_caching else None
+        self._groups = groups.new_groups(
+            model.config, windows, pages, page_size, prefix_caching=prefix_caching
+        )
         self._scheduler = Scheduler(
-            self._allocator, prefixes, max_sequences, prefill_chunk, cache_results=cache_results
+            self._groups, max_sequences, prefill_chunk, cache_results=cache_results
         )
         self._last_tokens = jnp.zeros(max_sequences, jnp.int32)
         self._sequences: dict[int, Sequence] = {}
         self._times: dict[int, Times] = {}
-        self._swapped: dict[int, swap.Content] = {}
+        self._swapped: dict[int, list[swap.Content]] = {}
         self._in_flight: _InFlight | None = None
         self._events: collections.deque[Event] = collections.deque()
         self._next_id = 0
@@ -216,12 +224,11 @@ class Engine:
         parts = f"a prompt of {len(request.tokens)} tokens and {request.max_new_tokens} new ones"
         if request.total > self.max_length:
             raise ValueError(f"{parts} must be at most max_length={self.max_length}")
-        # The last token is never fed, so it needs no place.
-        pages = -(-(request.total - 1) // self._allocator.page_size)
-        if pages > self._caches[0].num_pages:
-            raise ValueError(
-                f"{parts} need {pages} pages, must be at most num_pages={self._caches[0].num_pages}"
-            )
+        for group in self._groups:
+            pages, there = group.pages_of(request, self._chunk), group.allocator.num_pages
+            if pages > there:
+                name = "num_pages" if group is self._groups[0] else "window_pages"
+                raise ValueError(f"{parts} need {pages} pages, must be at most {name}={there}")
         stops, text = self._stops(request)
         config = self._decoder.config
         warn_of_long_factors(config, len(request.tokens), self.max_length, stacklevel=2)
@@ -303,22 +310,8 @@ class Engine:
           RuntimeError: if the engine has ended or is in use by another thread.
         """
         self._guard.check()
-        scheduler, cache = self._scheduler, self._caches[0]
-        return EngineStatistics(
-            **dataclasses.asdict(self._counts),
-            preemptions=scheduler.preemptions,
-            waiting=len(scheduler.waiting),
-            running=len(scheduler.running),
-            swapped=len(scheduler.swapped),
-            swapped_bytes=sum(swap.nbytes(content) for content in self._swapped.values()),
-            pages=cache.num_pages,
-            free_pages=self._allocator.num_free,
-            cached_pages=scheduler.cached_pages(),
-            tokens_held=scheduler.held_tokens(),
-            token_capacity=cache.num_pages * cache.page_size,
-            pool_bytes=sum(layer.nbytes for layer in self._caches),
-            token_bytes=pools.token_bytes(self._caches),
-            compression_ratio=pools.compression_ratio(self._caches),
+        return statistics_of(
+            self._counts, self._scheduler, self._groups, self._caches, list(self._swapped.values())
         )
 
     def _stops(self, request: Request) -> tuple[frozenset[int], TextStream | None]:
@@ -377,7 +370,7 @@ class Engine:
         leaving = self._swap(plan)
         previous, self._in_flight = self._in_flight, self._dispatch(plan)
         for request_id, copies in leaving.items():
-            self._swapped[request_id] = swap.fetch(copies)
+            self._swapped[request_id] = [swap.fetch(of_group) for of_group in copies]
         if previous is not None:
             self._collect(previous)
         for sequence in list(self._scheduler.running):
@@ -391,19 +384,22 @@ class Engine:
         else:
             self._counts.seconds += seconds
 
-    def _swap(self, plan: Plan) -> dict[int, list[Any]]:
+    def _swap(self, plan: Plan) -> dict[int, list[list[Any]]]:
         """Everything that leaves is read before a page of it can be written."""
-        leaving = {s.request_id: swap.read(self._caches, pages) for s, pages in plan.leaving}
+        layers = tuple(group.layers for group in self._groups)
+        leaving = {
+            s.request_id: swap.read_groups(self._caches, layers, pages) for s, pages in plan.leaving
+        }
         for sequence, pages in plan.returning:
             content = self._swapped.pop(sequence.request_id)
-            self._caches = swap.write(self._caches, pages, content)
+            self._caches = swap.write_groups(self._caches, layers, pages, content)
         return leaving
 
     def _dispatch(self, plan: Plan) -> _InFlight | None:
         """Gives the device a step; the sequences advance."""
         if plan.empty:
             return None
-        work = idle_work(self._slots, self._chunk, self._max_pages)
+        work = idle_work(self._slots, self._chunk, self._max_pages, len(self._groups))
         rows = []
         for sequence in plan.decoding:
             self._fill_row(work, sequence.slot, sequence, 1)
@@ -428,6 +424,7 @@ class Engine:
             self._last_tokens,
             work,
             implementation=self._implementation,
+            windows=self._windows,
         )
         kind = kind_of(sequence.request.sampling for _, sequence in rows)
         tokens, self._last_tokens = choose(
@@ -437,7 +434,8 @@ class Engine:
         return _InFlight(rows, tokens, lost)
 
     def _fill_row(self, work: Work, row: int, sequence: Sequence, count: int) -> None:
-        work.tables[row] = self._allocator.block_tables([sequence.handle], self._max_pages)[0]
+        for tables, group, handle in zip(work.tables, self._groups, sequence.handles, strict=True):
+            tables[row] = group.allocator.block_tables([handle], self._max_pages)[0]
         work.lengths[row] = sequence.held
         work.counts[row] = count
         work.sampling.set(row, sequence.request.sampling, sequence.sampled)
@@ -457,7 +455,7 @@ class Engine:
     def _collect(self, step: _InFlight) -> None:
         """Waits for a step's tokens."""
         tokens, lost = jax.device_get((step.tokens, step.lost))
-        # Of the first layer: all layers write to the same places.
+        # Of one layer of each group, all of which write to the same places.
         if lost:
             raise AssertionError(f"the pool lost {lost} tokens: a page was missing")
         for row, sequence in step.rows:

@@ -1,5 +1,9 @@
-"""The pools of pages of a model's layers: one for each, of the same pages, stored alike or not."""
+"""The pools of pages of a model's layers: one for each, stored alike or not.
 
+Those of a group of layers have the same pages.
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -7,6 +11,7 @@ import numpy as np
 
 from turbojax import _checks, paged
 from turbojax.models.config import TransformerConfig
+from turbojax.models.engine.groups import Windows, layers_of
 from turbojax.models.generation.caching import with_edges
 
 Pools = tuple[paged.PagedCache, ...]
@@ -32,10 +37,20 @@ def kv_dtypes(num_layers: int, kv_dtype: str, uncompressed_layers: int) -> tuple
     return with_edges(kv_dtype, "auto", uncompressed_layers, num_layers)
 
 
+def pages_of_layers(
+    config: TransformerConfig, windows: Windows, num_pages: Sequence[int]
+) -> tuple[int, ...]:
+    """Pages of every layer's pool, from those of the groups."""
+    pages = dict[int, int]()
+    for layers, count in zip(layers_of(config, windows), num_pages, strict=True):
+        pages |= dict.fromkeys(layers, count)
+    return tuple(pages[layer] for layer in range(config.num_layers))
+
+
 def init_pools(
     config: TransformerConfig,
     dtype: np.dtype,
-    num_pages: int,
+    num_pages: Sequence[int],
     page_size: int,
     *,
     kv_dtype: str,
@@ -49,7 +64,7 @@ def init_pools(
     Args:
       config: of the model.
       dtype: of the model.
-      num_pages: of each pool.
+      num_pages: of every layer's pool.
       page_size: tokens of a page.
       kv_dtype: see `kv_dtypes`.
       uncompressed_layers: see `kv_dtypes`.
@@ -61,10 +76,13 @@ def init_pools(
       TypeError, ValueError: see `kv_dtypes` and `turbojax.init_paged_cache`.
     """
     given: dict[str, Any] = {"key_scale": key_scale, "value_scale": value_scale, "seed": seed}
-    sizes = (num_pages, page_size, config.num_kv_heads, config.head_dim)
+    sizes = (page_size, config.num_kv_heads, config.head_dim)
+    kinds = kv_dtypes(config.num_layers, kv_dtype, uncompressed_layers)
     return tuple(
-        paged.init_cache(*sizes, kv_dtype=kind, dtype=dtype, **(given if kind == kv_dtype else {}))
-        for kind in kv_dtypes(config.num_layers, kv_dtype, uncompressed_layers)
+        paged.init_cache(
+            count, *sizes, kv_dtype=kind, dtype=dtype, **(given if kind == kv_dtype else {})
+        )
+        for count, kind in zip(num_pages, kinds, strict=True)
     )
 
 
@@ -75,18 +93,24 @@ def page_bytes(
     *,
     kv_dtype: str,
     uncompressed_layers: int,
+    layers: Sequence[int] | None = None,
 ) -> int:
-    """Bytes of one page of all layers, without making one.
+    """Bytes of one page of these layers, all if not given, without making one.
 
     Raises:
       TypeError, ValueError: see `init_pools`.
     """
     one = jax.eval_shape(
         lambda: init_pools(
-            config, dtype, 1, page_size, kv_dtype=kv_dtype, uncompressed_layers=uncompressed_layers
+            config,
+            dtype,
+            (1,) * config.num_layers,
+            page_size,
+            kv_dtype=kv_dtype,
+            uncompressed_layers=uncompressed_layers,
         )
     )
-    return sum(pool.page_bytes for pool in one)
+    return sum(one[i].page_bytes for i in (range(len(one)) if layers is None else layers))
 
 
 def token_bytes(pools: Pools) -> int:

@@ -1,7 +1,12 @@
 """What an engine has done and holds."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
+
+from turbojax.models.engine import pools, swap
+from turbojax.models.engine.groups import Group
+from turbojax.models.engine.scheduler import Scheduler
 
 
 @dataclasses.dataclass
@@ -29,8 +34,32 @@ class Counts:
 
 
 @dataclasses.dataclass(frozen=True)
+class GroupStatistics:
+    """What layers hold that see equally far back, and share tables of pages.
+
+    Attributes:
+      window: tokens that a query sees, its own included; None for all.
+      layers: how many layers.
+      pages: of each layer's pool.
+      free_pages: not in use.
+      cached_pages: used by no request, but kept for later prompts.
+      pool_bytes: of these layers' caches.
+    """
+
+    window: int | None
+    layers: int
+    pages: int
+    free_pages: int
+    cached_pages: int
+    pool_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
 class EngineStatistics:
     """Counts since the engine was made, and what it holds now.
+
+    Pages, free and cached ones, and tokens are those of the layers that see furthest back: all, or
+    the first of `groups`.
 
     Attributes:
       steps: compiled steps run.
@@ -57,6 +86,7 @@ class EngineStatistics:
       pool_bytes: of all layers' caches.
       token_bytes: bytes of one token, all layers.
       compression_ratio: bytes of a token in bfloat16 over `token_bytes`.
+      groups: what layers hold that see equally far back, those first that see furthest.
     """
 
     steps: int
@@ -81,6 +111,7 @@ class EngineStatistics:
     pool_bytes: int
     token_bytes: int
     compression_ratio: float
+    groups: tuple[GroupStatistics, ...] = ()
 
     @property
     def tokens_per_second(self) -> float:
@@ -97,3 +128,49 @@ class EngineStatistics:
         """All numbers as plain JSON values."""
         derived = {"tokens_per_second": self.tokens_per_second, "occupancy": self.occupancy}
         return {**dataclasses.asdict(self), **derived}
+
+
+def statistics_of(
+    counts: Counts,
+    scheduler: Scheduler,
+    groups: Sequence[Group],
+    caches: pools.Pools,
+    swapped: Sequence[list[swap.Content]],
+) -> EngineStatistics:
+    """What an engine has done, and what it holds.
+
+    Args:
+      counts: of what was done.
+      scheduler: of the requests.
+      groups: of layers.
+      caches: the layers' pools.
+      swapped: pages in host memory.
+    """
+    held = tuple(
+        GroupStatistics(
+            window=group.window,
+            layers=len(group.layers),
+            pages=group.allocator.num_pages,
+            free_pages=group.allocator.num_free,
+            cached_pages=group.cached_pages(),
+            pool_bytes=sum(caches[layer].nbytes for layer in group.layers),
+        )
+        for group in groups
+    )
+    return EngineStatistics(
+        **dataclasses.asdict(counts),
+        preemptions=scheduler.preemptions,
+        waiting=len(scheduler.waiting),
+        running=len(scheduler.running),
+        swapped=len(scheduler.swapped),
+        swapped_bytes=sum(swap.nbytes(content) for content in swapped),
+        pages=held[0].pages,
+        free_pages=held[0].free_pages,
+        cached_pages=held[0].cached_pages,
+        tokens_held=scheduler.held_tokens(),
+        token_capacity=held[0].pages * groups[0].allocator.page_size,
+        pool_bytes=sum(group.pool_bytes for group in held),
+        token_bytes=pools.token_bytes(caches),
+        compression_ratio=pools.compression_ratio(caches),
+        groups=held,
+    )

@@ -17,6 +17,7 @@ from turbojax import paged
 from turbojax.kv import Attend
 from turbojax.models.decoder import Decoder
 from turbojax.models.engine import compilation
+from turbojax.models.engine.groups import Windows, group_of, layers_of
 from turbojax.models.generation.sampling import Array, SamplingRows, greedy_rows
 from turbojax.models.quantized import QuantizedDecoder
 from turbojax.ops.options import PLAIN
@@ -31,7 +32,7 @@ class Work:
     A row without work has no tokens, length 0 and an empty table.
 
     Attributes:
-      tables: int32 ``[S + 1, P]``, pages of the rows' sequences.
+      tables: int32 ``[G, S + 1, P]``, of each group of layers the pages of the rows' sequences.
       lengths: int32 ``[S + 1]``, tokens in their pages before this step.
       counts: int32 ``[S + 1]``, new tokens: 0 or 1, and 0..C of the piece.
       tokens: int32 ``[S]``, the token to decode; -1 for the one that the slot got last.
@@ -50,11 +51,11 @@ class Work:
     sampling: SamplingRows
 
 
-def idle_work(slots: int, piece_size: int, max_pages: int) -> Work:
+def idle_work(slots: int, piece_size: int, max_pages: int, num_groups: int) -> Work:
     """A step's work without any, in numpy arrays, to be filled in."""
     rows = slots + 1
     return Work(
-        tables=np.full((rows, max_pages), -1, np.int32),
+        tables=np.full((num_groups, rows, max_pages), -1, np.int32),
         lengths=np.zeros(rows, np.int32),
         counts=np.zeros(rows, np.int32),
         tokens=np.full(slots, -1, np.int32),
@@ -80,14 +81,14 @@ def check_implementation(
       NotImplementedError: if the implementation cannot run this here.
     """
     slots, size = work.tokens.shape[0], work.piece.shape[0]
-    calls = ((slots, 1, work.tables[:slots]), (1, size, work.tables[slots:]))
+    calls = ((slots, 1, work.tables[0, :slots]), (1, size, work.tables[0, slots:]))
     for rows, tokens, tables in calls:
         shape = (rows, tokens, num_heads, cache.head_dim)
         query: Any = jax.ShapeDtypeStruct(shape, cache.dtype)
         select(implementation, query, cache, tables, options=PLAIN.complete(cache.head_dim))
 
 
-@functools.partial(jax.jit, static_argnames="implementation", donate_argnames="caches")
+@functools.partial(jax.jit, static_argnames=("implementation", "windows"), donate_argnames="caches")
 def run_step(
     decoder: Decoder | QuantizedDecoder,
     caches: tuple[paged.PagedCache, ...],
@@ -95,6 +96,7 @@ def run_step(
     work: Work,
     *,
     implementation: str | None,
+    windows: Windows,
 ) -> tuple[tuple[paged.PagedCache, ...], jax.Array, jax.Array]:
     """One step of all sequences, up to the logits; `choose` continues with them.
 
@@ -104,6 +106,7 @@ def run_step(
       last_tokens: int32 ``[S]``, the token that each slot got last.
       work: what to do; its `sampling` and `piece_slot` are for `choose`.
       implementation: of `paged_attention`.
+      windows: of the groups of layers.
 
     Returns:
       The new pools; float32 ``[S + 1, V]``, the rows' logits (of rows without work they mean
@@ -116,33 +119,45 @@ def run_step(
     tokens = jnp.concatenate([decoding, work.piece])
     positions = jnp.concatenate([work.lengths[:slots], work.lengths[slots] + within])
     hidden, caches = decoder.hidden(
-        tokens[None], positions[None], _attend(work, positions, implementation), caches
+        tokens[None], positions[None], _attend(work, positions, implementation, windows), caches
     )
     last_of_piece = slots + jnp.maximum(work.counts[slots:] - 1, 0)
     rows = jnp.concatenate([jnp.arange(slots, dtype=jnp.int32), last_of_piece])
-    # All layers write to the same places, so that one of them counts for all.
-    return caches, decoder.logits(hidden[0][rows]), caches[0].lost
+    # All layers of a group write to the same places, so that one of them counts for all.
+    lost = [caches[layers[0]].lost for layers in layers_of(decoder.config, windows)]
+    return caches, decoder.logits(hidden[0][rows]), jnp.sum(jnp.stack(lost))
 
 
-def _attend(work: Work, positions: jax.Array, implementation: str | None) -> Attend:
+def _attend(
+    work: Work, positions: jax.Array, implementation: str | None, windows: Windows
+) -> Attend:
     """Attention of all rows ``[1, S + C, heads, H]`` to their sequences' pages."""
     slots, size = work.tokens.shape[0], work.piece.shape[0]
-    piece_table = jnp.broadcast_to(work.tables[slots:], (size, work.tables.shape[1]))
-    row_tables = jnp.concatenate([work.tables[:slots], piece_table])
+    piece_tables = jnp.broadcast_to(
+        work.tables[:, slots:], (len(windows), size, work.tables.shape[2])
+    )
+    row_tables = jnp.concatenate([work.tables[:, :slots], piece_tables], axis=1)
     in_piece = jnp.arange(size, dtype=jnp.int32) < work.counts[slots]
     row_counts = jnp.concatenate([work.counts[:slots], in_piece.astype(jnp.int32)])
     lengths = work.lengths + work.counts
 
     def attend(query, key, value, cache, options=PLAIN):  # type: ignore[no-untyped-def]
+        group = group_of(options.local_window_size, windows)
+        tables = work.tables[group]
         # Every row is written as if it were a sequence of its own: one scatter for all of them.
         cache = paged.append(
-            cache, key[0][:, None], value[0][:, None], row_tables, positions, new_lengths=row_counts
+            cache,
+            key[0][:, None],
+            value[0][:, None],
+            row_tables[group],
+            positions,
+            new_lengths=row_counts,
         )
         static = options.complete(query.shape[3])
         decoded, _ = attend_pages(
             query[0, :slots, None],
             cache,
-            work.tables[:slots],
+            tables[:slots],
             lengths[:slots],
             work.counts[:slots],
             options=static,
@@ -151,7 +166,7 @@ def _attend(work: Work, positions: jax.Array, implementation: str | None) -> Att
         piece, _ = attend_pages(
             query[:, slots:],
             cache,
-            work.tables[slots:],
+            tables[slots:],
             lengths[slots:],
             work.counts[slots:],
             options=static,

@@ -53,8 +53,37 @@ def write(
     return caches
 
 
-def nbytes(content: Content) -> int:
-    """Bytes held in host memory."""
+Layers = tuple[tuple[int, ...], ...]
+"""Of each group those that have the same pages."""
+
+
+def read_groups(
+    caches: tuple[paged.PagedCache, ...], layers: Layers, pages: tuple[tuple[int, ...], ...]
+) -> list[list[Any]]:
+    """`read` of each group's pages in the pools of its layers."""
+    return [
+        read(tuple(caches[layer] for layer in of_group), numbers)
+        for of_group, numbers in zip(layers, pages, strict=True)
+    ]
+
+
+def write_groups(
+    caches: tuple[paged.PagedCache, ...],
+    layers: Layers,
+    pages: tuple[tuple[int, ...], ...],
+    content: list[Content],
+) -> tuple[paged.PagedCache, ...]:
+    """`write` of each group's pages to the pools of its layers; gives those of all layers."""
+    every = list(caches)
+    for of_group, numbers, copies in zip(layers, pages, content, strict=True):
+        written = write(tuple(every[layer] for layer in of_group), numbers, copies)
+        for layer, cache in zip(of_group, written, strict=True):
+            every[layer] = cache
+    return tuple(every)
+
+
+def nbytes(content: list[Content]) -> int:
+    """Bytes held in host memory by a sequence's pages of all groups."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(content))
 
 

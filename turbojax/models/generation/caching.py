@@ -155,8 +155,7 @@ def init_caches(
 ) -> ModelCaches:
     """Empty caches for all layers of a model.
 
-    A layer with a window keeps what that needs and not all tokens, see `turbojax.state.ring`, in
-    every kind of cache but pages.
+    A layer with a window keeps what that needs and not all tokens, see `turbojax.state.ring`.
 
     Args:
       model: the model.

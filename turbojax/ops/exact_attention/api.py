@@ -1,5 +1,6 @@
-"""`attention` and `decode` of exact keys and values: arguments, checks, XLA or cuDNN."""
+"""`attention` and `decode` of exact keys and values: arguments, checks, XLA, cuDNN or a kernel."""
 
+import functools
 from typing import Literal
 
 import jax
@@ -8,12 +9,12 @@ import jax.numpy as jnp
 from turbojax import _checks
 from turbojax.config import TurboConfig
 from turbojax.ops import cudnn, turbo_attention
-from turbojax.ops.exact_attention import reference
+from turbojax.ops.exact_attention import mosaic_gpu, reference
 from turbojax.ops.options import Options, require_causal
 from turbojax.state import checks, ring
 from turbojax.state.exact import ExactCache
 
-IMPLEMENTATIONS = ("xla", "cudnn")
+IMPLEMENTATIONS = ("xla", "cudnn", "mosaic_gpu")
 _FLOAT = TurboConfig(mode="float", softmax="exact")
 
 
@@ -37,7 +38,8 @@ def attention(
       local_window_size: see `turbojax.turbo_attention`.
       logits_soft_cap: the same; with one, `turbojax.turbo_attention` attends, in mode ``"float"``
         and with the exact softmax.
-      implementation: ``"xla"``, ``"cudnn"``, or None for cuDNN where it can.
+      implementation: ``"xla"``, ``"cudnn"``, or None for cuDNN where it can; ``"mosaic_gpu"``,
+        which only decodes, is None here.
 
     Returns:
       ``[B, T, N, H]`` in the query's dtype.
@@ -108,8 +110,10 @@ def decode(
       scale: factor of the scores; ``1 / sqrt(H)`` if not given.
       local_window_size: see `turbojax.decode`; of a ring (`turbojax.state.ring`) at most its own.
       logits_soft_cap: see `turbojax.decode`.
-      implementation: ``"xla"``, ``"cudnn"`` (one query per sequence, neither window nor cap), or
-        None for cuDNN where it can.
+      implementation: ``"cudnn"`` (one query per sequence, neither window nor cap, at most 128
+        channels), ``"mosaic_gpu"`` (compute capability 9.0, bfloat16 or float16, 64, 128 or 256
+        channels, at most 64 queries of a KV head; of a window it reads no more than that),
+        ``"xla"``, or None for the first of them that can. The kernel's gradient is XLA's.
 
     Returns:
       ``[B, T, N, H]`` in the query's dtype.
@@ -117,7 +121,7 @@ def decode(
     Raises:
       TypeError: if `cache` is another kind or the query's dtype is not supported.
       ValueError: if a shape, an option or the name does not fit.
-      NotImplementedError: if cuDNN is asked for and cannot run this here.
+      NotImplementedError: if what is asked for cannot run this here.
     """
     _check_newest(query, cache)
     options = Options.complete(
@@ -159,16 +163,8 @@ def _decode(
     query: jax.Array, cache: ExactCache, *, options: Options, implementation: str | None
 ) -> jax.Array:
     """`decode` of checked arguments."""
-    tokens = query.shape[1]
-    ring.check_visible(cache, options.window, tokens)
-    chosen = _choose(
-        implementation,
-        query,
-        cache.key,
-        decoding=True,
-        windowed=options.window is not None,
-        logits_soft_cap=options.logits_soft_cap,
-    )
+    ring.check_visible(cache, options.window, query.shape[1])
+    chosen = _choose_decode(implementation, query, cache, options)
     if chosen == "cudnn":
         return cudnn.dot_product_attention(
             query,
@@ -178,6 +174,13 @@ def _decode(
             key_value_seq_lengths=cache.lengths,
             implementation="cudnn",
         )
+    if chosen == "mosaic_gpu":
+        return _by_kernel(options, query, cache)
+    return _by_xla(query, cache, options=options)
+
+
+def _by_xla(query: jax.Array, cache: ExactCache, *, options: Options) -> jax.Array:
+    tokens = query.shape[1]
     position = cache.lengths[:, None] - tokens + jnp.arange(tokens)[None]
     if cache.is_ring:
         held = ring.positions_of_rows(cache.lengths, cache.room)
@@ -194,24 +197,71 @@ def _decode(
     )
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _by_kernel(options: Options, query: jax.Array, cache: ExactCache) -> jax.Array:
+    """The kernel, with XLA's gradient."""
+    return mosaic_gpu.attend(query, cache, options=options)
+
+
+def _forward(
+    options: Options, query: jax.Array, cache: ExactCache
+) -> tuple[jax.Array, tuple[jax.Array, ExactCache]]:
+    return _by_kernel(options, query, cache), (query, cache)
+
+
+def _backward(
+    options: Options, saved: tuple[jax.Array, ExactCache], gradient: jax.Array
+) -> tuple[jax.Array, ExactCache]:
+    _, pull = jax.vjp(functools.partial(_by_xla, options=options), *saved)
+    return pull(gradient)
+
+
+_by_kernel.defvjp(_forward, _backward)
+
+
+def _choose_decode(
+    implementation: str | None, query: jax.Array, cache: ExactCache, options: Options
+) -> str:
+    """What decodes: what is asked for, or the first of cuDNN, the kernel and XLA that can."""
+    _check_name(implementation)
+    refusals = {
+        "cudnn": lambda: cudnn.unsupported(
+            query,
+            cache.key,
+            decoding=True,
+            windowed=options.window is not None,
+            logits_soft_cap=options.logits_soft_cap,
+        ),
+        "mosaic_gpu": lambda: mosaic_gpu.unsupported(query, cache),
+        "xla": lambda: None,
+    }
+    if implementation is None:
+        return next(name for name, refusal in refusals.items() if refusal() is None)
+    refusal = refusals[implementation]()
+    if refusal is not None:
+        raise NotImplementedError(f"exact attention cannot run here: {implementation}: {refusal}")
+    return implementation
+
+
+def _check_name(implementation: str | None) -> None:
+    if implementation not in (None, *IMPLEMENTATIONS):
+        raise ValueError(
+            f"{implementation=} must be None or one of {IMPLEMENTATIONS} for an exact cache"
+        )
+
+
 def _choose(
     implementation: str | None,
     query: jax.Array,
     key: jax.Array,
     *,
-    decoding: bool = False,
-    windowed: bool = False,
     logits_soft_cap: float | None = None,
 ) -> Literal["xla", "cudnn"]:
-    if implementation not in (None, *IMPLEMENTATIONS):
-        raise ValueError(
-            f"{implementation=} must be None or one of {IMPLEMENTATIONS} for an exact cache"
-        )
+    """What attends within prompts."""
+    _check_name(implementation)
     if implementation == "xla":
         return "xla"
-    refusal = cudnn.unsupported(
-        query, key, decoding=decoding, windowed=windowed, logits_soft_cap=logits_soft_cap
-    )
+    refusal = cudnn.unsupported(query, key, logits_soft_cap=logits_soft_cap)
     if implementation == "cudnn" and refusal is not None:
         raise NotImplementedError(f"exact attention cannot run here: cudnn: {refusal}")
     return "xla" if refusal is not None else "cudnn"

@@ -7,12 +7,13 @@ import jax
 from turbojax import _checks
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
-from turbojax.ops.fp8_tokens import reference, triton
+from turbojax.ops.fp8_tokens import mosaic_gpu, reference, triton
 from turbojax.quantizers import Fp8Tokens
 
 QUANTIZE = Registry(
     "fp8_tokens",
     (
+        Implementation("mosaic_gpu", mosaic_gpu.quantize, mosaic_gpu.unsupported),
         Implementation("triton", triton.quantize, triton.unsupported),
         Implementation("xla", reference.quantize),
     ),
@@ -30,8 +31,8 @@ def quantize_activation(
 
     Args:
       x: ``[..., K]``, bfloat16, float16 or float32.
-      implementation: ``"triton"`` or ``"xla"``, or None for the first of them that can run this. A
-        name never falls back to another.
+      implementation: ``"mosaic_gpu"`` (compute capability 9.0 alone), ``"triton"`` or ``"xla"``, or
+        None for the first of them that can run this. A name never falls back to another.
 
     Returns:
       Codes ``[..., K]`` and scales ``[...]``: NaN, both, where a value of a token is not finite.

@@ -7,7 +7,7 @@ from turbojax import _checks
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
 from turbojax.config import TurboConfig
-from turbojax.ops.kv4_attention import reference, triton
+from turbojax.ops.kv4_attention import mosaic_gpu, reference, triton
 from turbojax.ops.options import Options, require_causal
 from turbojax.ops.turbo_attention import attend
 from turbojax.state import checks, kv4, ring
@@ -16,6 +16,7 @@ from turbojax.state.kv4 import CacheT, TokenScaledCache
 DECODE = Registry(
     "fireq.decode",
     (
+        Implementation("mosaic_gpu", mosaic_gpu.decode, mosaic_gpu.decode_unsupported),
         Implementation("triton", triton.decode, triton.decode_unsupported),
         Implementation("xla", reference.decode),
     ),
@@ -182,9 +183,10 @@ def decode(
       local_window_size: optional `w` or ``(left, right)``, relative to the query's position;
         of a cache made for a window at most that.
       logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
-      implementation: ``"triton"`` (rounds weights times values' scales to bfloat16, and float32
-        queries for 8-bit keys to 11 bits of a row's largest), ``"xla"``, or None for the first of
-        them that can run this.
+      implementation: ``"mosaic_gpu"`` (Hopper; rounds weights times values' scales, and queries
+        for 8-bit keys, to 22 bits), ``"triton"`` (rounds those to bfloat16, and float32 queries for
+        8-bit keys to 11 bits of a row's largest), ``"xla"``, or None for the first of them that can
+        run this.
       return_residual: also return the log-sum-exp of the scores.
 
     Returns:

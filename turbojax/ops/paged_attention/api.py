@@ -12,7 +12,7 @@ from turbojax._device import interpreting
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
 from turbojax.ops.options import Options, require_causal
-from turbojax.ops.paged_attention import mosaic_gpu, reference, triton
+from turbojax.ops.paged_attention import hopper, reference, triton
 from turbojax.state import checks
 from turbojax.state.pages import checks as page_checks
 from turbojax.state.pages.pool import PagedCache
@@ -24,13 +24,16 @@ def _sheltered(
     cache: PagedCache,
     block_tables: jax.Array,
     lengths: jax.Array,
-    query_lengths: jax.Array,
+    query_lengths: jax.Array | None,
     *,
     attend: Callable[..., tuple[jax.Array, jax.Array]],
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs an implementation: hides sequences that cannot be read from it, and rotates for it."""
-    ok = page_checks.readable(cache, block_tables, lengths)
+    if query_lengths is None:
+        query_lengths = jnp.full(len(query), query.shape[1], jnp.int32)
+    first = page_checks.first_seen(lengths, query_lengths, query.shape[1], options.window)
+    ok = page_checks.readable(cache, block_tables, lengths, first)
     formats = cache.formats
     seen = polar.rotate(query, cache.rotation) if formats.key.is_rotated else query
     out, residual = attend(
@@ -54,7 +57,7 @@ def _shelter(attend: Callable[..., tuple[jax.Array, jax.Array]]) -> Callable[...
 PAGED = Registry(
     "paged_attention",
     (
-        Implementation("mosaic_gpu", mosaic_gpu.attend, mosaic_gpu.unsupported),
+        Implementation("mosaic_gpu", hopper.attend, hopper.unsupported),
         Implementation("triton", _shelter(triton.attend), triton.unsupported),
         Implementation("xla", _shelter(reference.attend)),
     ),
@@ -89,13 +92,15 @@ def paged_attention(
     to the bit, neither on what else is in the batch, nor on where its pages lie, nor on the width
     of the table (of the log-sum-exp up to its last bit). Nor does it depend on how a prompt is cut
     into chunks, among calls whose query rows per KV head, `T` times ``N / K``, are on the same side
-    of 64: beyond, ``"mosaic_gpu"`` leaves them to ``"triton"``, which runs more of them at a time.
+    of 64: ``"mosaic_gpu"`` and ``"triton"`` have one kernel, or launch, for few queries and another
+    for many.
 
     Args:
       query: ``[B, T, N, H]`` in `cache.dtype`, after the rotary embedding.
       cache: the pages.
       block_tables: integer ``[B, max_pages]``, the pages of each sequence in order; entries past
-        its length may be anything, usually -1.
+        its length may be anything, usually -1, and so may those of pages all of whose tokens lie
+        before the windows of all its queries.
       lengths: integer ``[B]``, tokens held, those of the queries included.
       query_seq_lengths: optional int ``[B]``: how many of the `T` queries are real, the first
         ones, `n` above; padding gives 0 and ``-inf``. Under `jit` values outside ``0..T`` act as
@@ -103,8 +108,9 @@ def paged_attention(
       scale: factor of the scores; ``1 / sqrt(H)`` if not given.
       local_window_size: optional `w` or ``(left, right)``, relative to the query's position.
       logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
-      implementation: ``"mosaic_gpu"`` (8-bit pages: queries and weights as sums of two float16;
-        turbo4: as integers of 15 bits), ``"triton"`` (all that is stored in 8 bits or fewer:
+      implementation: ``"mosaic_gpu"`` (16-bit pages: weights as sums of two numbers of that dtype;
+        8-bit pages: queries and weights as sums of two float16; turbo4: as integers of 15 bits),
+        ``"triton"`` (16-bit pages: weights in that dtype; all that is stored in 8 bits or fewer:
         queries in float16 and weights in half precision), ``"xla"`` (float32), or None for the
         first of them that can run this. In float16 weights below ``2**-25`` of the largest are
         lost.
@@ -124,7 +130,8 @@ def paged_attention(
       NotImplementedError: if the implementation asked for cannot run this, or when it is
         differentiated.
     """
-    arrays = _check(query, cache, block_tables, lengths, query_seq_lengths)
+    checks.check_kind(cache, PagedCache)
+    _check_query(cache, query)
     options = Options.complete(
         query.shape[3],
         scale=scale,
@@ -132,6 +139,7 @@ def paged_attention(
         local_window_size=local_window_size,
         logits_soft_cap=logits_soft_cap,
     )
+    arrays = _check(query, cache, block_tables, lengths, query_seq_lengths, options)
     out, residual = _run(query, cache, *arrays, options=options, implementation=implementation)
     return (out, residual) if return_residual else out
 
@@ -148,7 +156,7 @@ def attend_pages(
 ) -> tuple[jax.Array, jax.Array]:
     """`paged_attention` for callers that have `Options`, causal ones; gives the log-sum-exp too."""
     require_causal(options)
-    arrays = _check(query, cache, block_tables, lengths, query_lengths)
+    arrays = _check(query, cache, block_tables, lengths, query_lengths, options)
     return _run(query, cache, *arrays, options=options, implementation=implementation)
 
 
@@ -158,15 +166,18 @@ def _check(
     block_tables: jax.Array,
     lengths: jax.Array,
     query_lengths: jax.Array | None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    options: Options,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Raises unless the arrays fit; gives tables, lengths and the queries' lengths as int32."""
     checks.check_kind(cache, PagedCache)
     _check_query(cache, query)
     batch, tokens = query.shape[:2]
     block_tables = page_checks.check_block_tables(block_tables, batch)
     lengths = page_checks.check_lengths("lengths", lengths, batch)
-    page_checks.check_readable(cache, block_tables, lengths)
-    query_lengths = _checks.check_lengths("query_seq_lengths", query_lengths, batch, tokens)
+    if query_lengths is not None:  # as an array it would take a kernel to make
+        query_lengths = _checks.check_lengths("query_seq_lengths", query_lengths, batch, tokens)
+    first = page_checks.first_seen(lengths, query_lengths, tokens, options.window)
+    page_checks.check_readable(cache, block_tables, lengths, first)
     return block_tables, lengths, query_lengths
 
 
@@ -175,7 +186,7 @@ def _run(
     cache: PagedCache,
     block_tables: jax.Array,
     lengths: jax.Array,
-    query_lengths: jax.Array,
+    query_lengths: jax.Array | None,
     *,
     options: Options,
     implementation: str | None,

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
@@ -14,7 +14,8 @@ from turbojax.state.pages.pool import PagedCache
 if TYPE_CHECKING:
     from pallas_kernels.mosaic.hopper.paged.kernel import Settings
 
-_KV_DTYPES = ("turbo4", "fp8_e4m3", "fp8_e5m2")
+_KV_DTYPES = ("turbo4", "fp8_e4m3", "fp8_e5m2", "auto")
+_PLAIN_DTYPES = ("bfloat16", "float16")
 _HEAD_DIMS = (64, 128, 256)
 _MOST_QUERY_ROWS = 64
 # Where a program takes few tokens, each of its results is as large as what it reads.
@@ -23,30 +24,89 @@ _MOST_SPLIT_ROWS = 16
 _FEW_PROGRAMS = 64
 
 
+# Of a warp's keys of 16 bits.
+_PLAIN_BYTES = 8192
+# And of its shared memory, so that no more than two programs are on a multiprocessor.
+_HALF = 19456
+_MULTIPROCESSORS = 132
+# Bytes of what programs that take few tokens may find.
+_MOST_FOUND = 2**27
+
+
 class Launch(NamedTuple):
     """What is tuned; `part` must not depend on the call, nor `warpgroups`. No other changes a bit.
 
     Attributes:
       is_split: whether a program takes as few tokens as it can, for short calls.
       part: tokens of a program otherwise.
+      few: tokens of a program that takes few.
       warpgroups: of a program.
       stages: blocks in flight of a warp.
       rows: queries of a program at most.
+      reserve: bytes of shared memory for a warp at least.
     """
 
     is_split: bool
     part: int = 2048
+    few: int = 256
     warpgroups: int = 1
     stages: int = 2
     rows: int = 16
+    reserve: int = 0
 
 
-def default_launch(query: jax.Array, cache: PagedCache, block_tables: jax.Array) -> Launch:
+class Call(NamedTuple):
+    """What a launch follows from.
+
+    Attributes:
+      rows: queries of a KV head.
+      pairs: sequences times KV heads.
+      tokens: that a sequence may have.
+      head_dim: channels.
+      window: optional (left, right).
+      is_plain: whether keys and values have 16 bits.
+    """
+
+    rows: int
+    pairs: int
+    tokens: int
+    head_dim: int
+    window: tuple[int, int] | None
+    is_plain: bool
+
+
+def default_launch(call: Call) -> Launch:
     """Programs take whole parts, or, where those would be few, a few blocks."""
-    rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
-    pairs = query.shape[0] * cache.num_kv_heads
-    parts = -(-block_tables.shape[1] * cache.page_size // Launch(False).part)
-    return Launch(rows <= _MOST_SPLIT_ROWS and parts * pairs < _FEW_PROGRAMS)
+    launch = Launch(False)
+    seen = call.tokens if call.window is None else min(call.tokens, sum(call.window) + call.rows)
+    programs = -(-seen // launch.part) * call.pairs
+    found = call.tokens // 16 * call.pairs * call.rows * call.head_dim * 4
+    is_split = call.rows <= _MOST_SPLIT_ROWS and programs < _FEW_PROGRAMS and found <= _MOST_FOUND
+    launch = launch._replace(is_split=is_split)
+    if not call.is_plain:
+        return launch
+    if is_split:
+        programs = -(-seen // launch.few) * call.pairs
+    # One program for each multiprocessor has all of its memory, otherwise two share it.
+    is_alone = programs * -(-call.rows // launch.rows) <= _MULTIPROCESSORS
+    return launch._replace(
+        stages=2 if is_alone else 1,
+        reserve=0 if is_split or is_alone else _HALF,
+        rows=8 if call.head_dim > 128 else launch.rows,
+    )
+
+
+def call_of(query: jax.Array, cache: PagedCache, block_tables: jax.Array, options: Options) -> Call:
+    """A call of `attend`."""
+    batch, tokens, heads, head_dim = query.shape
+    return Call(
+        rows=tokens * heads // cache.num_kv_heads,
+        pairs=batch * cache.num_kv_heads,
+        tokens=block_tables.shape[1] * cache.page_size,
+        head_dim=head_dim,
+        window=options.window,
+        is_plain=cache.kv_dtype == "auto",
+    )
 
 
 def unsupported(
@@ -58,11 +118,18 @@ def unsupported(
 ) -> str | None:
     """Why `attend` cannot run this here; None if it can."""
     del block_tables, options
-    rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
     if cache.kv_dtype not in _KV_DTYPES:
         return f"kv_dtype={cache.kv_dtype!r} must be one of {_KV_DTYPES}"
-    if cache.head_dim not in _HEAD_DIMS:
-        return f"head_dim={cache.head_dim} must be one of {_HEAD_DIMS}"
+    if cache.kv_dtype == "auto" and cache.dtype.name not in _PLAIN_DTYPES:
+        return f"with kv_dtype='auto' dtype={cache.dtype} must be one of {_PLAIN_DTYPES}"
+    return refusal(query, cache.num_kv_heads)
+
+
+def refusal(query: jax.Array | jax.ShapeDtypeStruct, kv_heads: int) -> str | None:
+    """Why so many queries, or heads of such a size, cannot be attended to here."""
+    rows, head_dim = query.shape[1] * query.shape[2] // kv_heads, query.shape[3]
+    if head_dim not in _HEAD_DIMS:
+        return f"head_dim={head_dim} must be one of {_HEAD_DIMS}"
     if rows > _MOST_QUERY_ROWS:
         return f"{rows} queries of a KV head must be at most {_MOST_QUERY_ROWS}"
     return needs_hopper()
@@ -74,7 +141,7 @@ def attend(
     cache: PagedCache,
     block_tables: jax.Array,
     lengths: jax.Array,
-    query_lengths: jax.Array,
+    query_lengths: jax.Array | None,
     *,
     options: Options,
     launch: Launch | None = None,
@@ -86,7 +153,7 @@ def attend(
       cache: the pages.
       block_tables: int32 ``[B, max_pages]``.
       lengths: int32 ``[B]``.
-      query_lengths: int32 ``[B]``.
+      query_lengths: int32 ``[B]``, or None if all queries are real.
       options: of the call.
       launch: for tuning.
 
@@ -95,7 +162,7 @@ def attend(
     """
     from pallas_kernels.mosaic.hopper.paged import kernel
 
-    launch = launch or default_launch(query, cache, block_tables)
+    launch = launch or default_launch(call_of(query, cache, block_tables, options))
     settings = settings_of(query, cache, options, launch)
     key_scale, value_scale = (
         None if x is None else x[None] for x in (cache.key_scale, cache.value_scale)
@@ -122,6 +189,8 @@ def settings_of(
     from pallas_kernels.mosaic.hopper.paged import kernel
 
     rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
+    if cache.kv_dtype == "auto":
+        return plain_settings(cache.dtype.name, rows, cache.head_dim, options, launch)
     centroids: tuple[int, ...] = ()
     middle, unit = 0.0, 1.0
     if cache.kv_dtype == "turbo4":
@@ -133,18 +202,49 @@ def settings_of(
         middle=middle,
         scale=options.scale * unit,
         value_unit=unit,
-        window=options.window,
-        soft_cap=options.logits_soft_cap,
-        rows=min(launch.rows, -(-rows // 4) * 4),
-        block=_block(cache),
-        part=launch.part,
-        is_split=launch.is_split,
-        warpgroups=launch.warpgroups,
-        stages=launch.stages,
+        # So many that three programs share the memory.
+        block=64 if cache.key.shape[-1] <= 64 else 32,
+        **_common(rows, options, launch),
     )
 
 
-def _block(cache: PagedCache) -> int:
-    """Tokens that a warp takes at a time: about 8 KiB, so that three programs share the memory."""
-    is_small = cache.key.shape[-1] * cache.key.dtype.itemsize <= 64
-    return 64 if is_small else 32
+def plain_settings(
+    dtype: str, rows: int, head_dim: int, options: Options, launch: Launch, limit: int | None = None
+) -> "Settings":
+    """What is static in a call where keys and values are of 16 bits.
+
+    Args:
+      dtype: theirs and the queries'.
+      rows: queries of a KV head.
+      head_dim: channels.
+      options: of the call.
+      launch: of the call.
+      limit: tokens that a sequence may have, of a contiguous cache.
+    """
+    from pallas_kernels.mosaic.hopper.paged import kernel
+
+    return kernel.Settings(
+        kind=dtype,
+        centroids=(),
+        middle=0.0,
+        scale=options.scale,
+        value_unit=1.0,
+        block=_PLAIN_BYTES // (2 * head_dim),
+        limit=limit,
+        **_common(rows, options, launch),
+    )
+
+
+def _common(rows: int, options: Options, launch: Launch) -> dict[str, Any]:
+    """Of settings, what does not depend on what is stored."""
+    return {
+        "window": options.window,
+        "soft_cap": options.logits_soft_cap,
+        "rows": min(launch.rows, -(-rows // 4) * 4),
+        "part": launch.part,
+        "is_split": launch.is_split,
+        "few": launch.few,
+        "warpgroups": launch.warpgroups,
+        "stages": launch.stages,
+        "reserve": launch.reserve,
+    }

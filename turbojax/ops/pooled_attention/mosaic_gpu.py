@@ -73,16 +73,15 @@ def _operands(
     key_length: jax.Array | None,
     options: PooledOptions,
 ) -> _Operands:
-    from pallas_kernels.triton.pooled_pool import pool
+    from pallas_kernels.mosaic.hopper.pooled.pool import pool
 
     tokens = operands.lengths(query_length, *query.shape[:2])
     length = operands.lengths(key_length, *key.shape[:2])
 
-    def side(x: jax.Array) -> tuple[jax.Array, ...]:
-        x = _padded(rows.without_padding(x, key_length))
-        return x, *pool(x, length, multiple=options.block_kv)
-
-    return _Operands(_signed(_padded(query), options), side(key), side(value), tokens, length)
+    key, value = (_padded(rows.without_padding(x, key_length)) for x in (key, value))
+    keys, values = pool(key, value, length, multiple=options.block_kv)
+    query = _signed(_padded(query), options)
+    return _Operands(query, (key, *keys), (value, *values), tokens, length)
 
 
 def _padded(x: jax.Array) -> jax.Array:

@@ -27,8 +27,12 @@ from turbojax.ops.turbo_attention import (
 from turbojax.ops.turbo_attention.gradient import straight_through
 from turbojax.state import checks, ring
 from turbojax.state.progressive.cache import ProgressiveCache
-from turbojax.state.progressive.triton import store_prompt_triton
-from turbojax.state.progressive.update import STORE_PROMPT, check_cache_arguments, check_prompt
+from turbojax.state.progressive.update import (
+    SHARES_CODES,
+    STORE_PROMPT,
+    check_cache_arguments,
+    check_prompt,
+)
 
 ATTENTION = Registry(
     "turbo_attention",
@@ -310,7 +314,7 @@ def _prefill(
     attend = ATTENTION.select(implementation, query=query, key=key, value=value, **static)
     store = STORE_PROMPT.select(STORE_PROMPT.beside(implementation), cache=cache, key=key)
     attends_to_codes = attend.name != "xla" and cache.config.mode != "float" and not is_exact
-    shares_codes = store.name == "triton" and attends_to_codes
+    shares_codes = store.name in SHARES_CODES and attends_to_codes
 
     def run(
         query: jax.Array,
@@ -322,9 +326,8 @@ def _prefill(
         inside = jnp.clip(lengths, 0, key.shape[1])
         if shares_codes:  # one pass over keys and values serves both
             permuted = attend.name == "mosaic_gpu"
-            filled, codes = store_prompt_triton(
-                cache, key, value, lengths, with_operands=True, permuted=permuted
-            )
+            store_both = SHARES_CODES[store.name]
+            filled, codes = store_both(cache, key, value, lengths, permuted=permuted)
             extra = {"stage1": codes and tuple(codes)}
         else:
             filled, extra = store.run(cache, key, value, lengths), {}

@@ -101,4 +101,4 @@ def unsupported(
     missing = [name for name in ("jax_triton", "triton") if importlib.util.find_spec(name) is None]
     if missing:
         return f"not installed: {' and '.join(missing)}; {_extras.install('triton')}"
-    return needs_gpu(8.0 if config.mode == "int8" else 8.9)
+    return needs_gpu(8.0 if config.mode == "int8" else 8.9, by_pallas=False)

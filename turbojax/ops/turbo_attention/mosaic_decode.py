@@ -14,9 +14,8 @@ from turbojax.state.progressive.cache import CacheSide, ProgressiveCache
 if TYPE_CHECKING:
     from pallas_kernels.mosaic.hopper.decode.kernel import Side, SparseExponential
 
-_HEAD_DIMS = (64, 128, 256)
-_BLOCKS = (64, 128)
-_BITS = (2, 4)
+_LARGEST_HEAD_DIM = 256
+_BLOCKS = (32, 64, 128)
 _MOST_QUERY_ROWS = 128
 # Of an H100.
 _MULTIPROCESSORS, _SHARED_MEMORY = 132, 227 * 2**10
@@ -24,7 +23,7 @@ _WARPS = 4
 # Queries of a KV head that `hopper.decode` takes in one program, and channels times tokens of the
 # largest block of which the kernel for many takes 32.
 _FEW_ROWS, _LARGEST_BLOCK = 8, 128 * 64
-_ROWS_OF_MANY = (16, 32)
+_ROWS_OF_MANY, _HEAD_DIMS_OF_MANY, _BLOCKS_OF_MANY = (16, 32), (64, 128, 256), (64, 128)
 _LARGEST_CLUSTER, _FEW_BLOCKS = 4, 32
 # Programs of a long call, and blocks that one of them should have.
 _EVEN, _ENOUGH_BLOCKS = 512, 64
@@ -42,15 +41,20 @@ def decode_unsupported(
     rows = _query_rows(query, cache)
     if config.mode == "float":
         return "config.mode='float' must be an 8-bit mode: its products are of int8"
-    if cache.head_dim not in _HEAD_DIMS:
-        return f"head_dim={cache.head_dim} must be one of {_HEAD_DIMS}"
-    if config.block_kv not in _BLOCKS:
-        return f"block_kv={config.block_kv} must be one of {_BLOCKS}"
+    # A lane takes a quarter of a key's codes, and of a channel's, in words.
+    multiple = 32 if min(cache.key.bits) == 4 else 64
+    if cache.head_dim % multiple or cache.head_dim > _LARGEST_HEAD_DIM:
+        return (
+            f"head_dim={cache.head_dim} must be a multiple of {multiple} up to {_LARGEST_HEAD_DIM} "
+            f"with key bits {cache.key.bits}"
+        )
+    # A warp's result takes the place of its blocks.
+    bits = min(cache.key.bits + cache.value.bits)
+    blocks = _BLOCKS if bits == 4 else _BLOCKS[1:]
+    if config.block_kv not in blocks:
+        return f"block_kv={config.block_kv} must be one of {blocks} with codes of {bits} bits"
     if config.buffer_size != config.block_kv:
         return f"buffer_size={config.buffer_size} must be block_kv={config.block_kv}"
-    for name, bits in (("key", cache.key.bits), ("value", cache.value.bits)):
-        if any(width not in _BITS for width in bits):
-            return f"{name} bits {bits} must be in {_BITS}"
     if rows > _MOST_QUERY_ROWS:
         return f"{rows} queries of a KV head must be at most {_MOST_QUERY_ROWS}"
     return needs_hopper()
@@ -138,13 +142,14 @@ def default_rows(query: jax.Array, cache: ProgressiveCache) -> int:
     """Queries of a KV head that a program takes.
 
     For more than 8 the kernel for many, whose programs take up to 32 where outputs and scores of as
-    many fit a warp's registers; it has no code for 3 bits.
+    many fit a warp's registers; it has code for the usual sizes and widths alone.
     """
-    rows = _query_rows(query, cache)
-    if rows <= _FEW_ROWS or 3 in (*cache.key.bits, *cache.value.bits):
+    rows, block = _query_rows(query, cache), cache.config.block_kv
+    is_usual = cache.head_dim in _HEAD_DIMS_OF_MANY and block in _BLOCKS_OF_MANY
+    if rows <= _FEW_ROWS or not is_usual or 3 in cache.key.bits + cache.value.bits:
         return 4 if rows <= 4 else 8
     few, many = _ROWS_OF_MANY
-    has_room = cache.head_dim * cache.config.block_kv <= _LARGEST_BLOCK
+    has_room = cache.head_dim * block <= _LARGEST_BLOCK
     return many if rows > few and has_room else few
 
 

@@ -1,12 +1,14 @@
 """The operands of the prefill kernels: codes in the layout that matrix units need."""
 
 import functools
+import types
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from turbojax._device import interpreting, needs_gpu, unindexable
+from turbojax._device import interpreting, needs_gpu, needs_hopper, unindexable
 from turbojax.config import TurboConfig
 from turbojax.ops import numerics
 
@@ -82,11 +84,9 @@ def quantize_queries(
     """The fields `q` and `q_scale` of `Operands`; kernels add zeros up to so many channels."""
     block = config.block_q
     if _kernels_unsupported(query, block, config) is None:
-        from pallas_kernels.triton.quantize import quantize
-
         dtype = _dtype(config.mode == "fp8")
-        run = functools.partial(quantize, block=block, dtype=dtype, channels=channels)
-        return run(query, query_length, interpret=interpreting())
+        run = kernel("quantize", query, block)
+        return run(query, query_length, block=block, dtype=dtype, channels=channels)
     codes, scale = numerics.quantize_scores_operand(
         blocks(query, query_length, block), config.mode, axis=(-2, -1)
     )
@@ -111,7 +111,15 @@ def quantize_keys_and_values(
     block = config.block_kv
     multiple = multiple or block
     if _kernels_unsupported(key, block, config, multiple) is None:
-        return _quantize_keys_and_values(key, value, length, config, permuted, multiple, channels)
+        return kernel("keys_and_values", key, block)(
+            *(key, value, length),
+            block=block,
+            key_dtype=_dtype(config.mode == "fp8"),
+            value_dtype=_dtype(config.mode != "int8"),
+            multiple=multiple,
+            channels=channels,
+            permuted=permuted,
+        )
     k_blocks, v_blocks = (blocks(x, length, block, multiple) for x in (key, value))
     k, k_scale = numerics.quantize_scores_operand(k_blocks, config.mode, axis=(-2, -1))
     k = permute_tokens(_join(k)) if permuted else _join(k)
@@ -125,12 +133,10 @@ def quantize_values(
     """The values' codes as in `Operands`, but ``[B, K, Sp, H]``: tokens are rows."""
     block = config.block_kv
     if _kernels_unsupported(value, block, config) is None:
-        from pallas_kernels.triton.quantize import absolute_maxima, quantize
-
-        is_e4m3, interpret = config.mode != "int8", interpreting()
-        maxima = absolute_maxima(value, length, interpret=interpret) if is_e4m3 else None
-        dtype = _dtype(is_e4m3)
-        return quantize(value, length, maxima, block=block, dtype=dtype, interpret=interpret)
+        is_e4m3 = config.mode != "int8"
+        maxima = kernel("absolute_maxima", value, block)(value, length) if is_e4m3 else None
+        run = kernel("quantize", value, block)
+        return run(value, length, maxima, block=block, dtype=_dtype(is_e4m3))
     codes, scale = numerics.quantize_values(blocks(value, length, block), config.mode)
     return _join(codes), scale
 
@@ -158,43 +164,56 @@ def prepare_rows(
       tokens: rows of the results that are not codes.
 
     Returns:
-      See `pallas_kernels.triton.gradient_rows.GradientRows`.
+      See `pallas_kernels.layouts.GradientRows`.
     """
-    if _kernels_unsupported(query, config.block_q, config) is not None:
+    block = config.block_q
+    if _kernels_unsupported(query, block, config) is not None:
         return None
-    from pallas_kernels.triton import gradient_rows
-
     is_e4m3 = numerics.values_mode(config.mode) == "fp8"
-    return gradient_rows.prepare_rows(
+    return _rows_kernel(query, out, block)(
         *(query, d_out, out, residual, d_residual, length),
-        block=config.block_q,
+        block=block,
         query_dtype=_dtype(config.mode == "fp8"),
         gradient_dtype=_dtype(is_e4m3) if config.gradient == "8bit" else None,
         tokens=tokens,
-        interpret=interpreting(),
     )
 
 
-def _quantize_keys_and_values(
-    key: jax.Array,
-    value: jax.Array,
-    length: jax.Array,
-    config: TurboConfig,
-    permuted: bool,
-    multiple: int,
-    channels: int | None,
-) -> Stage1:
-    """The same by kernels: two, and in the e4m3 modes a third that finds the values' maxima."""
-    from pallas_kernels.triton.quantize import absolute_maxima, quantize
+def _rows_kernel(query: jax.Array, out: jax.Array, block: int) -> Callable[..., Any]:
+    """The kernel that prepares rows: for Hopper, or for other GPUs."""
+    if needs_hopper() is None:
+        from pallas_kernels.mosaic.hopper.gradient import rows
 
-    interpret, block = interpreting(), config.block_kv
-    run = functools.partial(
-        quantize, block=block, multiple=multiple, channels=channels, interpret=interpret
-    )
-    keys = run(key, length, dtype=_dtype(config.mode == "fp8"), permuted=permuted)
-    is_e4m3 = config.mode != "int8"
-    maxima = absolute_maxima(value, length, interpret=interpret) if is_e4m3 else None
-    return *keys, *run(value, length, maxima, dtype=_dtype(is_e4m3), tokens_last=True)
+        if rows.unsupported(query, out, block) is None:
+            return rows.prepare_rows
+    from pallas_kernels.triton import gradient_rows
+
+    return functools.partial(gradient_rows.prepare_rows, interpret=interpreting())
+
+
+def kernel(name: str, x: jax.Array, block: int) -> Callable[..., Any]:
+    """The kernel of this name that quantizes blocks of `x`: for Hopper, or for other GPUs.
+
+    Args:
+      name: ``"quantize"``, ``"absolute_maxima"`` or ``"keys_and_values"``.
+      x: ``[B, S, K, H]``, for its shape and dtype.
+      block: tokens that share a scale.
+    """
+    if _hopper(x, block) is not None:
+        found: Callable[..., Any] = getattr(_hopper(x, block), name)
+        return found
+    from pallas_kernels.triton import quantize
+
+    return functools.partial(getattr(quantize, name), interpret=interpreting())
+
+
+def _hopper(x: jax.Array, block: int) -> types.ModuleType | None:
+    """The kernels for Hopper, where they run and take blocks of `x`."""
+    if needs_hopper() is not None:
+        return None
+    from pallas_kernels.mosaic.hopper import quantize
+
+    return quantize if quantize.unsupported(x, block) is None else None
 
 
 def permute_tokens(x: jax.Array) -> jax.Array:
@@ -228,6 +247,8 @@ def _kernels_unsupported(
         return f"{block=} must be a power of two up to {_LARGEST_BLOCK}"
     if channels > _LARGEST_HEAD_DIM:
         return f"head_dim={channels} must be at most {_LARGEST_HEAD_DIM}"
+    if _hopper(x, block) is not None:
+        return None
     if count > _MOST_BLOCKS:
         return f"{count} blocks must be at most {_MOST_BLOCKS}"
     return unindexable(batch * heads * channels * count * block) or needs_gpu(

@@ -8,67 +8,32 @@ from typing import Any
 import numpy as np
 
 from turbojax import _checks
+from turbojax.state.pages.answers import PageCopy as PageCopy
+from turbojax.state.pages.answers import PoolExhausted as PoolExhausted
+from turbojax.state.pages.answers import PoolStatistics as PoolStatistics
 
-
-class PoolExhausted(RuntimeError):
-    """Too few pages are free for what was asked; nothing has changed.
-
-    Attributes:
-      needed: pages that the call needs.
-      free: pages that are free.
-    """
-
-    def __init__(self, needed: int, free: int) -> None:
-        super().__init__(f"{needed} pages are needed and {free} are free")
-        self.needed = needed
-        self.free = free
-
-
-@dataclasses.dataclass(frozen=True)
-class PageCopy:
-    """A page to copy before its sequence writes on: it was shared and partially filled.
-
-    Attributes:
-      source: page to read.
-      destination: page to write, which is already in the sequence's table.
-    """
-
-    source: int
-    destination: int
-
-
-@dataclasses.dataclass(frozen=True)
-class PoolStatistics:
-    """What a `PageAllocator` has handed out.
-
-    Attributes:
-      num_pages: pages of the pool.
-      free: pages that nobody holds.
-      shared: pages with more than one holder, a prefix cache counted as one.
-      sequences: sequences alive.
-      tokens: tokens that they hold; one in a shared page counts for each sequence.
-      bytes: bytes of the pages held, None where the size of a page was not given.
-    """
-
-    num_pages: int
-    free: int
-    shared: int
-    sequences: int
-    tokens: int
-    bytes: int | None
-
-    @property
-    def used(self) -> int:
-        """Pages held by someone."""
-        return self.num_pages - self.free
+# In a table where a page was released.
+_RELEASED = -1
 
 
 @dataclasses.dataclass
 class _Sequence:
-    """Never changed: another one takes its place."""
+    """Never changed: another one takes its place.
+
+    Attributes:
+      pages: in order; -1 for those released.
+      length: tokens, those in released pages included.
+      released: how many of the first pages are.
+    """
 
     pages: array.array
     length: int
+    released: int = 0
+
+    @property
+    def held(self) -> array.array:
+        """The pages it holds."""
+        return self.pages[self.released :]
 
 
 class PageAllocator:
@@ -80,7 +45,8 @@ class PageAllocator:
     A page may have several holders: sequences (after `fork`, or when allocated with a prefix), and
     whoever called `retain`. It is free again when the last of them lets go. Full pages are never
     written again, so they are shared as they are; a page partially filled is copied when one of
-    several holders extends it.
+    several holders extends it. Of layers with a sliding window, a sequence's pages before the
+    window may go while it goes on (`release_before`).
 
     Not thread-safe. What fails changes nothing. An exception from outside, such as Ctrl-C, leaves a
     call not done at all, or done: who holds what is changed by one last assignment, and what
@@ -142,7 +108,8 @@ class PageAllocator:
         Args:
           tokens: tokens it holds, those of the prefix not counted.
           prefix_pages: full pages in use that it begins with and shares, from a `PrefixCache` or
-            another sequence. Its length is then ``len(prefix_pages) * page_size + tokens``.
+            another sequence; -1 at their beginning for pages that are released already, see
+            `release_before`. Its length is then ``len(prefix_pages) * page_size + tokens``.
 
         Returns:
           Its id, never used before.
@@ -150,19 +117,23 @@ class PageAllocator:
         Raises:
           PoolExhausted: if too few pages are free.
           TypeError: if `tokens` or a page is not an integer.
-          ValueError: if `tokens` is negative, or a page of the prefix is free or not in the pool.
+          ValueError: if `tokens` is negative, a page of the prefix is free or not in the pool, or
+            -1 stands after a page.
         """
         self._settle()
         _check_tokens(tokens)
-        shared = [self._in_use(page) for page in prefix_pages]
+        prefix = list(prefix_pages)
+        released = next((i for i, page in enumerate(prefix) if page != _RELEASED), len(prefix))
+        shared = [self._in_use(page) for page in prefix[released:]]
         count = self._pages_for(tokens)
         self._check_free(count)
         self._unsettled = True
         fresh = self._take(count)
         for page in shared:
             self._holders[page] += 1
-        length = len(shared) * self.page_size + int(tokens)
-        return self._add(_Sequence(array.array("i", [*shared, *fresh]), length))
+        length = len(prefix) * self.page_size + int(tokens)
+        pages = array.array("i", [_RELEASED] * released + shared + fresh)
+        return self._add(_Sequence(pages, length, released))
 
     def extend(self, sequence: int, tokens: int) -> list[PageCopy]:
         """Makes room for more tokens, all of them or none.
@@ -197,7 +168,7 @@ class PageAllocator:
                 copies.append(PageCopy(source=pages[-1], destination=fresh[0]))
                 self._holders[pages.pop()] -= 1
             pages.extend(fresh)
-        state = _Sequence(pages, length)
+        state = _Sequence(pages, length, state.released)
         # Python looks for signals after calls, so nothing can interrupt between these two.
         self._sequences[sequence], self._unsettled = state, False; return copies  # fmt: skip  # noqa: E702
 
@@ -216,9 +187,43 @@ class PageAllocator:
         self._settle()
         state = self._find(sequence)
         self._unsettled = True
-        for page in state.pages:
+        for page in state.held:
             self._holders[page] += 1
         return self._add(state)
+
+    def release_before(self, sequence: int, tokens: int) -> int:
+        """Lets go of pages whose tokens are never read again, as those before a sliding window.
+
+        The sequence keeps its length. Its block table has -1 where such a page was; they cannot be
+        had back.
+
+        Args:
+          sequence: its id.
+          tokens: how many of its first tokens are not needed; pages that hold only such go.
+
+        Returns:
+          How many pages it let go, which are free unless they have other holders.
+
+        Raises:
+          KeyError: if there is no such sequence.
+          TypeError: if `tokens` is not an integer.
+          ValueError: if `tokens` is negative or more than the sequence's length.
+        """
+        self._settle()
+        state = self._find(sequence)
+        _check_tokens(tokens)
+        if tokens > state.length:
+            raise ValueError(f"{tokens=} must be at most {state.length}, the sequence's length")
+        released = max(int(tokens) // self.page_size, state.released)
+        gone = state.pages[state.released : released]
+        if not gone:
+            return 0
+        self._unsettled = True
+        for page in reversed(gone):
+            self._let_go(page)
+        pages = array.array("i", [_RELEASED] * released) + state.pages[released:]
+        state = _Sequence(pages, state.length, released)
+        self._sequences[sequence], self._unsettled = state, False; return len(gone)  # fmt: skip  # noqa: E702
 
     def free(self, sequence: int) -> None:
         """Ends a sequence: pages without another holder are free.
@@ -233,16 +238,20 @@ class PageAllocator:
         state = self._find(sequence)
         self._unsettled = True
         # The first page is to be on top of the stack.
-        for page in reversed(state.pages):
+        for page in reversed(state.held):
             self._let_go(page)
         del self._sequences[sequence]; self._unsettled = False  # fmt: skip  # noqa: E702
 
     def length(self, sequence: int) -> int:
-        """Tokens that a sequence holds; KeyError if there is no such sequence."""
+        """A sequence's tokens, those in released pages too; KeyError if there is none such."""
         return self._find(sequence).length
 
+    def released(self, sequence: int) -> int:
+        """How many of its first pages a sequence let go; KeyError if there is none such."""
+        return self._find(sequence).released
+
     def pages(self, sequence: int) -> tuple[int, ...]:
-        """Pages that a sequence holds, in order; KeyError if there is no such sequence."""
+        """A sequence's pages in order, -1 for those released; KeyError if there is none such."""
         return tuple(self._find(sequence).pages)
 
     def block_tables(self, sequences: Sequence[int | None], max_pages: int) -> np.ndarray:
@@ -253,7 +262,7 @@ class PageAllocator:
           max_pages: columns.
 
         Returns:
-          int32 ``[B, max_pages]``, -1 past each sequence's pages.
+          int32 ``[B, max_pages]``, -1 past each sequence's pages and for those released.
 
         Raises:
           KeyError: if there is no such sequence.
@@ -378,7 +387,9 @@ class PageAllocator:
             free=self.num_free,
             shared=sum(count > 1 for count in self._holders),
             sequences=len(self._sequences),
-            tokens=sum(state.length for state in self._sequences.values()),
+            tokens=sum(
+                state.length - state.released * self.page_size for state in self._sequences.values()
+            ),
             bytes=None if page_bytes is None else used * page_bytes,
         )
 
@@ -393,6 +404,11 @@ class PageAllocator:
             if len(state.pages) != self._pages_for(state.length):
                 raise ValueError(
                     f"sequence {sequence} has {len(state.pages)} pages for {state.length} tokens"
+                )
+            missing = [i for i, page in enumerate(state.pages) if page == _RELEASED]
+            if missing != list(range(state.released)):
+                raise ValueError(
+                    f"sequence {sequence} misses pages {missing}, {state.released} are released"
                 )
         holders = self._count_holders()
         for page, (counted, kept) in enumerate(zip(holders, self._holders, strict=True)):
@@ -413,7 +429,7 @@ class PageAllocator:
     def _count_holders(self) -> list[int]:
         holders = list(self._retained)
         for state in self._sequences.values():
-            for page in state.pages:
+            for page in state.held:
                 holders[page] += 1
         for keeper in self._keepers:
             for page in keeper:

@@ -42,18 +42,49 @@ def check_lengths(name: str, lengths: jax.Array, batch_size: int) -> jax.Array:
     return lengths
 
 
-def readable(pool: Pool, block_tables: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Bool ``[B]``: whether the length fits the table and all pages needed are in the pool."""
-    entries = block_tables.shape[1]
-    fits = (lengths >= 0) & (lengths <= entries * pool.page_size)
-    first = jnp.arange(entries, dtype=jnp.int32)[None] * pool.page_size
+def first_seen(
+    lengths: jax.Array,
+    query_lengths: jax.Array | None,
+    tokens: int,
+    window: tuple[int, int] | None,
+) -> jax.Array:
+    """Int32 ``[B]``: of each sequence the first token that one of its newest queries sees.
+
+    Args:
+      lengths: int32 ``[B]``, tokens held, those of the queries included.
+      query_lengths: int32 ``[B]``, the real queries; outside ``0..tokens`` the nearest bound. None
+        if all are.
+      tokens: of the call, `T`.
+      window: (left, right) of the queries, or None for all tokens up to their own.
+    """
+    if window is None:
+        return jnp.zeros_like(lengths)
+    queries = tokens if query_lengths is None else jnp.clip(query_lengths, 0, tokens)
+    return jnp.maximum(lengths - queries - window[0], 0)
+
+
+def readable(
+    pool: Pool, block_tables: jax.Array, lengths: jax.Array, first: jax.Array | None = None
+) -> jax.Array:
+    """Bool ``[B]``: whether the length fits the table and all pages needed are in the pool.
+
+    Needed are those that hold tokens from `first`, int32 ``[B]``, on; by default all tokens held.
+    """
+    entries, size = block_tables.shape[1], pool.page_size
+    fits = (lengths >= 0) & (lengths <= entries * size)
+    start = jnp.arange(entries, dtype=jnp.int32)[None] * size
+    unneeded = start >= lengths[:, None]
+    if first is not None:
+        unneeded = unneeded | (start // size < first[:, None] // size)
     has_page = (block_tables >= 0) & (block_tables < pool.num_pages)
-    return fits & jnp.all(has_page | (first >= lengths[:, None]), axis=1)
+    return fits & jnp.all(has_page | unneeded, axis=1)
 
 
-def check_readable(pool: Pool, block_tables: jax.Array, lengths: jax.Array) -> None:
+def check_readable(
+    pool: Pool, block_tables: jax.Array, lengths: jax.Array, first: jax.Array | None = None
+) -> None:
     """Raises ValueError unless all sequences are `readable`; under `jit`, nothing can be seen."""
-    if not _checks.is_concrete(block_tables, lengths):
+    if not _checks.is_concrete(block_tables, lengths, *([] if first is None else [first])):
         return
     tables, held = np.asarray(block_tables), np.asarray(lengths)
     room = tables.shape[1] * pool.page_size
@@ -62,7 +93,10 @@ def check_readable(pool: Pool, block_tables: jax.Array, lengths: jax.Array) -> N
             f"lengths={held.tolist()} must be between 0 and {room}, "
             f"what {tables.shape[1]} pages of {pool.page_size} tokens hold"
         )
-    needed = np.arange(tables.shape[1])[None] * pool.page_size < held[:, None]
+    entry = np.arange(tables.shape[1])[None]
+    needed = entry * pool.page_size < held[:, None]
+    if first is not None:
+        needed &= entry >= np.asarray(first)[:, None] // pool.page_size
     _check_entries(pool, tables, needed)
 
 

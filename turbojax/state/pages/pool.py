@@ -17,6 +17,7 @@ from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
 from turbojax.state import checks
 from turbojax.state.pages import checks as page_checks
+from turbojax.state.pages import mosaic_gpu as paged_mosaic
 from turbojax.state.pages import triton as paged_triton
 from turbojax.state.pages import writing as page_writing
 from turbojax.state.pages.formats import FORMATS, Encoded, Formats
@@ -31,6 +32,7 @@ KV_DTYPES = tuple(FORMATS)
 APPEND = Registry(
     "paged.append",
     (
+        Implementation("mosaic_gpu", paged_mosaic.append, paged_mosaic.append_unsupported),
         Implementation("triton", paged_triton.append, paged_triton.append_unsupported),
         Implementation("xla", page_writing.append),
     ),
@@ -254,8 +256,9 @@ def append(
       lengths: integer ``[B]``, tokens held before.
       new_lengths: optional integer ``[B]``: how many of the `T` tokens belong to each sequence, the
         first ones; all of them if not given.
-      implementation: ``"triton"`` (one kernel for all that is stored as codes, with a head dim that
-        is a power of two), ``"xla"``, or None to choose. All store the same bits.
+      implementation: ``"mosaic_gpu"`` (one kernel for every format; compute capability 9.0 alone),
+        ``"triton"`` (one for all that is stored as codes), both with a head dim that is a power of
+        two, ``"xla"``, or None to choose. All store the same bits.
 
     Returns:
       The pool with the tokens. Under `jit`, a token without a page in the pool, past its block

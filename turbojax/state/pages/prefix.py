@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from turbojax import _checks
 from turbojax.state.pages.allocator import PageAllocator
 
 _Tokens = tuple[int, ...]
@@ -13,7 +14,15 @@ _Tokens = tuple[int, ...]
 
 @dataclasses.dataclass(eq=False)
 class _Entry:
-    """A full page after a certain chain of pages; `children` may follow it."""
+    """A full page after a certain chain of pages; `children` may follow it.
+
+    Attributes:
+      page: its number; -1 where the tokens are known and their page is not there: with a window,
+        in the middle of a chain.
+      tokens: in it.
+      parent: the page before it.
+      children: by their tokens.
+    """
 
     page: int
     tokens: _Tokens
@@ -31,20 +40,34 @@ class PrefixCache:
     What a page holds must depend on the tokens up to its end alone, and on nothing that changes
     between sequences: one model, one set of weights. After a change of weights, `clear`.
 
+    Of layers with a sliding window, what follows a beginning needs only the pages that the window
+    reaches back to. So such a beginning is found where these are there, whether or not those
+    before them are; they may be evicted in any order.
+
     Not thread-safe. An exception from outside, such as Ctrl-C, leaves some of the pages of a call
     remembered, or forgotten, and the others not; a page is remembered and retained or neither.
 
     Args:
       allocator: whose pages are remembered.
+      window: of the layers that they are of: tokens that a query sees, its own included; None
+        where it sees all.
+
+    Raises:
+      TypeError: if the window is no integer.
+      ValueError: if it is less than 1.
     """
 
-    def __init__(self, allocator: PageAllocator) -> None:
+    def __init__(self, allocator: PageAllocator, window: int | None = None) -> None:
+        if window is not None:
+            _checks.check_sizes(window=window)
         self._allocator = allocator
+        self._window = window
         # What is remembered, by page: the allocator holds these pages. A page is remembered after
         # the one before it and forgotten before it.
         #
         # From the least to the most recently used. Using a page uses all before it, a parent after
-        # its child, so no parent comes before one of its children.
+        # its child, so no parent comes before one of its children; with a window, all before it
+        # that are needed.
         self._order: collections.OrderedDict[int, _Entry] = collections.OrderedDict()
         allocator.add_keeper(self._order)
         # The tree of the same entries. `_unsettled` while tree or order may not be as said: a call
@@ -66,8 +89,9 @@ class PrefixCache:
           tokens: integers.
 
         Returns:
-          The pages, in order, and how many tokens they hold, a multiple of the page size. A caller
-          that must run at least one token of a prompt looks up all tokens but the last.
+          The pages, in order, and how many tokens they hold, a multiple of the page size. With a
+          window there is -1 for those that the next token does not see, as `allocate` takes them.
+          A caller that must run at least one token of a prompt looks up all tokens but the last.
 
         Raises:
           TypeError: if tokens are not integers.
@@ -75,8 +99,30 @@ class PrefixCache:
         """
         self._settle()
         chain = self._known(self._split(tokens))
-        self._use(chain)
-        return tuple(entry.page for entry in chain), len(chain) * self._allocator.page_size
+        count = max(self._complete(chain), default=0)
+        first = self._first_needed(count)
+        self._use(chain[first:count])
+        pages = (-1,) * first + tuple(entry.page for entry in chain[first:count])
+        return pages, count * self._allocator.page_size
+
+    def lengths(self, tokens: Sequence[int] | np.ndarray) -> set[int]:
+        """How many tokens the beginnings of `tokens` have that `lookup` could find.
+
+        For pools whose sequences share their tokens: of a length that all of them know, `lookup`
+        finds exactly that.
+
+        Args:
+          tokens: integers.
+
+        Returns:
+          Multiples of the page size.
+
+        Raises:
+          TypeError, ValueError: see `lookup`.
+        """
+        self._settle()
+        size = self._allocator.page_size
+        return {count * size for count in self._complete(self._known(self._split(tokens)))}
 
     def insert(self, tokens: Sequence[int] | np.ndarray, pages: Iterable[int]) -> int:
         """Remembers the full pages of a sequence.
@@ -84,7 +130,8 @@ class PrefixCache:
         Args:
           tokens: the tokens the sequence holds, from its beginning; a page that they do not fill is
             left out.
-          pages: the sequence's pages, in order, at least those that are full.
+          pages: the sequence's pages, in order, at least those that are full; with a window, -1
+            for those that are released.
 
         Returns:
           How many pages are new. Where the same chain of tokens is known in other pages, those
@@ -100,26 +147,35 @@ class PrefixCache:
         if len(pages) < len(full):
             raise ValueError(f"{len(pages)} pages must be at least {len(full)}, the full ones")
         for page in pages[: len(full)]:
-            if not self._allocator.holders(page):
+            is_gone = page == -1 and self._window is not None
+            if not is_gone and not self._allocator.holders(page):
                 raise ValueError(f"{page=} is free: only a page in use can be remembered")
         chain = self._known(full)
-        new = list(zip(full, pages, strict=False))[len(chain) :]
-        seen = set[int]()
-        for _, page in new:
-            if page in self._order or page in seen:
+        new = dict[int, int]()  # where in the chain, by page
+        for i, page in enumerate(pages[: len(full)]):
+            if page == -1 or (i < len(chain) and chain[i].page != -1):
+                continue
+            if page in self._order or page in new:
                 raise ValueError(f"{page=} must not be remembered already, after other tokens")
-            seen.add(page)
+            new[page] = i
         self._unsettled = True
-        for page_tokens, page in new:
-            entry = _Entry(int(page), page_tokens, chain[-1] if chain else None)
-            self._allocator.keep(self._order, entry.page, entry)
+        for i, (page_tokens, page) in enumerate(zip(full, pages, strict=False)):
+            if i == len(chain):
+                chain.append(_Entry(-1, page_tokens, chain[-1] if chain else None))
+            entry = chain[i]
+            if new.get(page) == i:
+                entry.page = int(page)
+                self._allocator.keep(self._order, entry.page, entry)
             self._siblings(entry)[page_tokens] = entry
-            chain.append(entry)
+        if chain:
+            self._prune(chain[-1])
         self._use(chain)
         return len(new)
 
     def evict(self, pages_needed: int) -> int:
-        """Frees pages that only the cache holds, the least recently used first, leaves first.
+        """Frees pages that only the cache holds, the least recently used first.
+
+        Leaves go first; with a window, any page may go.
 
         Args:
           pages_needed: how many to free.
@@ -134,16 +190,18 @@ class PrefixCache:
             raise ValueError(f"{pages_needed=} must not be negative")
         self._settle()
         self._unsettled = True
-        victims: list[_Entry] = []
-        for entry in self._order.values():
+        victims: list[int] = []
+        for page, entry in self._order.items():
             if len(victims) >= pages_needed:
                 break
             # Its children came before it: those that could go are gone.
-            if not entry.children and self._allocator.holders(entry.page) == 1:
-                del self._siblings(entry)[entry.tokens]
-                victims.append(entry)
-        for entry in victims:
-            self._allocator.drop(self._order, entry.page)
+            may_go = self._window is not None or not entry.children
+            if may_go and self._allocator.holders(page) == 1:
+                entry.page = -1
+                self._prune(entry)
+                victims.append(page)
+        for page in victims:
+            self._allocator.drop(self._order, page)
         self._unsettled = False
         return len(victims)
 
@@ -168,6 +226,28 @@ class PrefixCache:
             children = entry.children
         return chain
 
+    def _first_needed(self, count: int) -> int:
+        """The first of `count` pages that a token after them sees; `count` if it sees none."""
+        if self._window is None:
+            return 0
+        size = self._allocator.page_size
+        return max(count * size - self._window + 1, 0) // size
+
+    def _complete(self, chain: list[_Entry]) -> list[int]:
+        """The lengths of beginnings of a chain whose needed pages are all there."""
+        found, run = [], 0
+        for count, entry in enumerate(chain, start=1):
+            run = run + 1 if entry.page != -1 else 0
+            if run >= count - self._first_needed(count):
+                found.append(count)
+        return found
+
+    def _prune(self, entry: _Entry | None) -> None:
+        """Takes what has neither page nor children out of the tree, and so on up from there."""
+        while entry is not None and entry.page == -1 and not entry.children:
+            del self._siblings(entry)[entry.tokens]
+            entry = entry.parent
+
     def _split(self, tokens: Sequence[int] | np.ndarray) -> list[_Tokens]:
         """The tokens of each full page."""
         flat = np.asarray(tokens)
@@ -184,7 +264,8 @@ class PrefixCache:
     def _use(self, chain: list[_Entry]) -> None:
         self._unsettled = True
         for entry in reversed(chain):
-            self._order.move_to_end(entry.page)
+            if entry.page != -1:
+                self._order.move_to_end(entry.page)
         self._unsettled = False
 
     def _siblings(self, entry: _Entry) -> dict[_Tokens, _Entry]:
@@ -194,15 +275,24 @@ class PrefixCache:
         """Makes the tree anew, and the order one, where a call was interrupted."""
         if not self._unsettled:
             return
-        entries = list(self._order.values())
+        # What has a page, and whatever comes before it.
+        entries = dict.fromkeys(self._order.values())
+        for entry in list(entries):
+            parent = entry.parent
+            while parent is not None and parent not in entries:
+                entries[parent] = None
+                parent = parent.parent
         self._roots = {}
         for entry in entries:
-            entry.children = {}
+            entry.page, entry.children = -1, {}
+        for page, entry in self._order.items():
+            entry.page = page
         for entry in entries:
             self._siblings(entry)[entry.tokens] = entry
-        for entry in entries:
-            used: _Entry | None = entry
+        for first in list(self._order.values()):
+            used: _Entry | None = first
             while used is not None:
-                self._order.move_to_end(used.page)
+                if used.page != -1:
+                    self._order.move_to_end(used.page)
                 used = used.parent
         self._unsettled = False

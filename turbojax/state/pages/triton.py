@@ -14,7 +14,8 @@ from turbojax.state.pages.checks import Pool
 from turbojax.state.pages.formats import Codes
 
 if TYPE_CHECKING:
-    from pallas_kernels.triton.paged_append import Codec, Settings
+    from pallas_kernels.layouts import Codec
+    from pallas_kernels.triton.paged_append import Settings
 
 _AMPERE = 8.0
 _HEAD_DIMS = (16, 256)
@@ -126,7 +127,7 @@ def settings(
 
 
 def _codec(bits: int, channels: int) -> "Codec":
-    from pallas_kernels.triton.paged_append import Codec
+    from pallas_kernels.layouts import Codec
 
     tables, half = level_tables(bits, channels), 2 ** (bits - 1)
     return Codec(bits, tables.thresholds[half:], tables.squares[half:], tables.unit)

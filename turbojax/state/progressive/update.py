@@ -1,17 +1,21 @@
 """Writing to a `ProgressiveCache`: a prompt, or new tokens (TurboAttention, section 3.3)."""
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import jax
 
 from turbojax import _checks
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
 from turbojax.state import checks
-from turbojax.state.progressive import reference, triton
+from turbojax.state.progressive import mosaic_gpu, reference, triton
 from turbojax.state.progressive.cache import ProgressiveCache
 
 APPEND = Registry(
     "append",
     (
+        Implementation("mosaic_gpu", mosaic_gpu.append, mosaic_gpu.append_unsupported),
         Implementation("triton", triton.append, triton.append_unsupported),
         Implementation("xla", reference.append),
     ),
@@ -19,10 +23,16 @@ APPEND = Registry(
 STORE_PROMPT = Registry(
     "store_prompt",
     (
+        Implementation("mosaic_gpu", mosaic_gpu.store_prompt, mosaic_gpu.store_prompt_unsupported),
         Implementation("triton", triton.store_prompt, triton.store_prompt_unsupported),
         Implementation("xla", reference.store_prompt),
     ),
 )
+SHARES_CODES: Mapping[str, Callable[..., Any]] = {
+    "mosaic_gpu": mosaic_gpu.store_prompt_with_operands,
+    "triton": triton.store_prompt_with_operands,
+}
+"""Of the implementations of `store_prompt` those that hand out the prompt's codes, too."""
 
 
 def append(
@@ -47,8 +57,9 @@ def append(
       lengths: optional int ``[B]``: how many of the `T` tokens belong to each sequence, the first
         ones; all of them if not given. `decode` takes the same as `query_seq_lengths`. Under
         `jit` values outside ``0..T`` act as the nearest bound, and more than `T` as overflow.
-      implementation: ``"triton"`` (one token, one kernel for keys and one for values), ``"xla"``,
-        or None to choose. All store the same bits. Names that only attend are refused.
+      implementation: ``"mosaic_gpu"`` (on Hopper, one token, one kernel), ``"triton"`` (one token,
+        one kernel for keys and one for values), ``"xla"``, or None to choose. All store the same
+        bits. Names that only attend are refused.
 
     Returns:
       The extended cache. Under `jit`, tokens past `max_length` are left out and `overflowed`
@@ -84,8 +95,8 @@ def store_prompt(
       key: ``[B, S, K, H]`` in `cache.dtype`.
       value: the same shape and dtype.
       lengths: int32 ``[B]``, tokens of each prompt.
-      implementation: ``"triton"``, ``"xla"``, or None to choose. All store the
-        same bits.
+      implementation: ``"mosaic_gpu"`` (on Hopper), ``"triton"``, ``"xla"``, or None to choose. All
+        store the same bits.
 
     Returns:
       The cache with ``length // block_kv`` blocks compressed and the rest in the buffer.

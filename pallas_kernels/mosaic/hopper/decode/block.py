@@ -27,10 +27,11 @@ from pallas_kernels.mosaic.hopper.decode.types import (
     Query,
     Shape,
     State,
+    runs_of,
 )
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
-_EVERY_BYTE = 0x01010101
+_EVERY_BYTE, _TOP_BITS = 0x01010101, 0x04040404
 
 
 def unpack(words: list[Int], bits: int) -> list[Int]:
@@ -39,6 +40,44 @@ def unpack(words: list[Int], bits: int) -> list[Int]:
     return [
         (word >> shift if shift else word) & mask for word in words for shift in range(0, 8, bits)
     ]
+
+
+def load_words(pointer: Pointer, count: int) -> list[Int]:
+    """Loads words from a place that is a multiple of so many, as wide as that allows."""
+    width = count & -count
+    if width == count:
+        return pointer.words(count)
+    return [w for i in range(0, count, width) for w in pointer.at(4 * i).words(width)]
+
+
+def code_words(area: Pointer, row: Int, here: Place, size: int, bits: int) -> list[Int]:
+    """Operand words of a lane's quarter of packed codes.
+
+    3-bit codes are a plane of their lower two bits, in the order of 2-bit ones, and then one of
+    their highest bits, eight to a byte (see `turbojax.quantizers.packing`): those of a lane's
+    quarter are every second bit of half of that plane.
+
+    Args:
+      area: of all rows.
+      row: where in it the codes of a token, or of a channel, are: one addition less than a pointer.
+      here: the lane's place.
+      size: how many there are.
+      bits: of a code.
+    """
+    low = 2 if bits == 3 else bits
+    plane = size * low // 8
+    quarter, count = plane // 4, plane // 16
+    out = unpack(load_words(area.at(row + here.t * quarter), count), low)
+    if bits == 3:
+        runs, parity = runs_of(bits), here.t >> 1
+        place = area.at(row + ((here.t & 1) * quarter + plane))
+        tops = [w >> parity for w in load_words(place, count)]
+        for i, code in enumerate(out):
+            word, run = divmod(i, runs)
+            # From bit `2 run` to bit 2 of each byte.
+            top = tops[word] << 2 if run == 0 else tops[word] >> (2 * run - 2)
+            out[i] = (top & _TOP_BITS) | code
+    return out
 
 
 def channel_words(pointer: Pointer, here: Place, size: int, bits: int, scale: int = 1) -> list[Int]:
@@ -51,12 +90,12 @@ def channel_words(pointer: Pointer, here: Place, size: int, bits: int, scale: in
       bits: of the key codes.
       scale: bytes of one number: a word is that many words then.
     """
-    runs = 8 // bits
+    runs = runs_of(bits)
     span = size // runs
     loaded = []
     for run in range(runs):
         at = pointer.at(here.t * (span // 4 * scale), run * span * scale)
-        words = at.words(span // 16 * scale)
+        words = load_words(at, span // 16 * scale)
         loaded.append([words[i : i + scale] for i in range(0, len(words), scale)])
     return [word for group in zip(*loaded, strict=True) for words in group for word in words]
 
@@ -119,7 +158,7 @@ def scores(
 
 def token_words(shape: Shape, here: Place) -> list[Int]:
     """First token of each of the lane's words of four."""
-    runs = 8 // shape.value_bits
+    runs = runs_of(shape.value_bits)
     span, parity, pair = shape.block // runs, here.g & 1, here.g >> 1
     out = []
     for e in range(shape.words):

@@ -43,6 +43,7 @@ Versions, H100, jax 0.11.2, device time (cuDNN on bfloat16 keys and values in th
   12 KB that run at the same time on one multiprocessor, more than its instruction cache. v3 has
   21 KB in all. Two warpgroups in a program, which share a head, in v2: 136.
   Rows: `benchmarks/results/decode_versions_2026-11-24.json`.
+  3 bits: a lane unpacks two planes, 1,086 instructions for a block and warp where 4 bits take 744.
   16 x 32k with a window of 4,096, in another run on an H200: 31 us, with the remainder by which a
   ring finds a block or without it; 27 us from a ring of 65 blocks, which is split for these alone.
 """
@@ -58,21 +59,22 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.layouts import LOG2_E
 from pallas_kernels.layouts import Side as Side
-from pallas_kernels.merge import merge
 from pallas_kernels.mosaic import lane, warp
 from pallas_kernels.mosaic.hopper.decode.block import (
     add_block,
     channel_words,
+    code_words,
+    load_words,
     plain_queries,
     scaled_queries,
     scores,
     softmax,
     token_words,
-    unpack,
 )
 from pallas_kernels.mosaic.hopper.decode.inputs import Arrays, Program, copies_of
 from pallas_kernels.mosaic.hopper.decode.inputs import Settings as Settings
 from pallas_kernels.mosaic.hopper.decode.inputs import stage_bytes as stage_bytes
+from pallas_kernels.mosaic.hopper.decode.merge import merge
 from pallas_kernels.mosaic.hopper.decode.query import load_query
 from pallas_kernels.mosaic.hopper.decode.types import (
     Numerics,
@@ -81,6 +83,7 @@ from pallas_kernels.mosaic.hopper.decode.types import (
     Shape,
     State,
     Width,
+    runs_of,
 )
 from pallas_kernels.mosaic.hopper.decode.types import SparseExponential as SparseExponential
 from pallas_kernels.mosaic.lane import ClusterPointer, Float, Int, Pointer
@@ -229,11 +232,9 @@ class Products:
         here, n, head_dim = self.here, self.n, self.shape.head_dim
 
         def of_keys(shape: Shape) -> list[list[Int]]:
-            size, quarter = shape.key_row, here.t * (shape.key_row // 4)
-
             def words(i: int) -> list[Int]:
                 token = self.tokens[i // 4] + (here.rotation ^ (i % 4))
-                return unpack(slot.at(token * size + quarter).words(size // 16), shape.key_bits)
+                return code_words(slot, token * shape.key_row, here, head_dim, shape.key_bits)
 
             scale, zero = (
                 channel_words(slot.at(self.shape.offset(name)), here, head_dim, shape.key_bits)
@@ -248,7 +249,8 @@ class Products:
         per_lane = head_dim // 8
 
         def channels(name: str) -> list[Int]:
-            words = slot.at(here.g * per_lane, self.shape.offset(name)).words(per_lane // 4)
+            place = slot.at(here.g * per_lane, self.shape.offset(name))
+            words = load_words(place, per_lane // 4)
             return [lane.permute_bytes(x, 0, here.selector) for x in words]
 
         def of_values(shape: Shape) -> State:
@@ -256,8 +258,7 @@ class Products:
 
             def words(i: int) -> list[Int]:
                 channel = here.g * per_lane + ((here.rotation ^ (i % 4)) + i // 4 * 4)
-                at = values.at(channel * row + here.t * (row // 4))
-                return unpack(at.words(row // 16), shape.value_bits)
+                return code_words(values, channel * row, here, shape.block, shape.value_bits)
 
             of_channels = channels("value_scale"), channels("value_zero")
             return add_block(shape, state, weights, words, of_channels, scales[1], here, n)
@@ -301,11 +302,12 @@ def transposed(
     a: Arrays, shape: Shape, value: Pointer, group: int, here: Place, row_of: Any
 ) -> list[list[Int]]:
     """Four channels of the buffer's values, for each operand word, from rows of tokens."""
-    runs = 8 // shape.value_bits
+    runs = runs_of(shape.value_bits)
     out = []
     for number in range(2 * shape.words):
         word, run = divmod(number, runs)
-        first = here.t * (shape.value_row // 4) + (4 * word + run * (shape.block // runs))
+        span = shape.block // runs
+        first = here.t * (span // 4) + (4 * word + run * span)
         column = here.g * (a.head_dim // 8)
         rows = [
             lane.permute_bytes(
@@ -403,7 +405,8 @@ def decode(
     sees is there.
 
     Args:
-      query: ``[B, T, N, H]``, `H` 64, 128 or 256.
+      query: ``[B, T, N, H]``, `H` a multiple of 32 up to 256, of 64 where keys have codes of 2 or 3
+        bits.
       key: the keys.
       value: the values.
       lengths: int32 ``[B]``, tokens seen so far.
@@ -436,4 +439,4 @@ def decode(
     if s.parts == 1:
         return results[0], results[1]
     o, m, l = results
-    return merge(o, m, l, query, kv_heads, interpret=False)
+    return merge(o, m, l, query, kv_heads)

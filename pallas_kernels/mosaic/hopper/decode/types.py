@@ -71,15 +71,20 @@ class Numerics:
         return lane.exp2(x) if self.unit == LOG2_E else lane.exp2(x * (LOG2_E / self.unit))
 
 
+def runs_of(bits: int) -> int:
+    """Runs of an axis whose codes share bytes; of 3-bit codes those of the lower two bits."""
+    return 2 if bits == 4 else 4
+
+
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """Sizes of a call.
 
     Attributes:
-      head_dim: a multiple of 32.
-      block: tokens of a cache block, 64 or 128.
-      key_bits: 4 or 2; in shared memory there is room for the widest.
-      value_bits: 4 or 2.
+      head_dim: a multiple of 32, of 64 where keys have codes of 2 or 3 bits.
+      block: tokens of a cache block: 64 or 128, or 32 where all codes have 4 bits.
+      key_bits: 4, 3 or 2; in shared memory there is room for the widest.
+      value_bits: the same.
       rows: queries of a program, 4 or a multiple of 8.
     """
 

@@ -26,12 +26,12 @@ run with one token:
       32 (team), not for 16
     v3, results without bank conflicts      181  287        113  176        14.6  17.4
   A warp for 32 queries has 255 registers and its loop 30 KB of code; two warps that share a block
-  have 168 and 16 KB, and 12 of them fit a multiprocessor. All versions issue an instruction in every
-  second clock of a scheduler, as `hopper.decode` does with 8 queries (1,000 in 55 % of them), so
-  what counts is their number: without dequantizing 38 us less for 16 queries and 32 for 32, without
-  products 19 and 40, without the branch with masks 16 and 12. Twelve warps instead of eight for 16
-  queries: no gain. Warps that begin every block together, to share fetched instructions: 12 to 20 %
-  slower. More programs than run at once cost 10 us a wave each.
+  have 168 and 16 KB, and 12 of them fit a multiprocessor. All versions issue an instruction in
+  every second clock of a scheduler, as `hopper.decode` does for 8 queries, so their number counts:
+  without dequantizing 38 us less for 16 queries and 32 for 32, without products 19 and 40, without
+  the branch with masks 16 and 12, so blocks that need them have a loop of their own now. Twelve
+  warps instead of eight for 16 queries: no gain. Warps that begin every block together, to share
+  fetched instructions: 12 to 20 % slower. More programs than run at once cost 10 us a wave each.
 """
 
 import dataclasses
@@ -43,10 +43,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.layouts import LOG2_E, Side
-from pallas_kernels.merge import merge
 from pallas_kernels.mosaic import lane, warp
 from pallas_kernels.mosaic.hopper.decode.inputs import Arrays, Program, Settings, copies_of
 from pallas_kernels.mosaic.hopper.decode.kernel import write_final
+from pallas_kernels.mosaic.hopper.decode.merge import merge
 from pallas_kernels.mosaic.hopper.decode.types import Numerics, Place, Shape
 from pallas_kernels.mosaic.hopper.decode_rows.block import Queries, State, Tokens, query_bytes
 from pallas_kernels.mosaic.hopper.decode_rows.operands import channel_of, scratch_bytes
@@ -311,4 +311,4 @@ def decode(
     if s.parts == 1:
         return results[0], results[1]
     o, m, l = results
-    return merge(o, m, l, query, kv_heads, interpret=False)
+    return merge(o, m, l, query, kv_heads)

@@ -1,1 +1,1 @@
-"""Attention to pages: `kernel` is the program, `turbo4` and `fp8` multiply with what pages hold."""
+"""Attention to pages: `kernel` is the program; `turbo4`, `fp8` and `plain` multiply with them."""

@@ -9,9 +9,8 @@ from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
 # Queries of a column tile: each has two columns, a high and a low part.
 TILE = 4
-_TURBO4 = "turbo4"
-# Tokens of a program that takes a few steps.
-_SPLIT = 256
+_TURBO4, _PLAIN = "turbo4", ("bfloat16", "float16")
+_KV4, _K8V4 = "kv4", "k8v4"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +18,9 @@ class Settings:
     """What is static in a call.
 
     Attributes:
-      kind: what pages hold: ``"turbo4"``, ``"fp8_e4m3"`` or ``"fp8_e5m2"``.
+      kind: what pages hold: ``"turbo4"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``, or ``"bfloat16"`` or
+        ``"float16"``, which is the queries' dtype then; ``"kv4"`` and ``"k8v4"``, codes with a
+        scale for each token.
       centroids: turbo4: 16 numbers in 0..127, each of which stands for itself minus `middle`.
       middle: turbo4: a multiple of a half.
       scale: factor of the scores.
@@ -31,9 +32,14 @@ class Settings:
         begin at multiples of it.
       is_split: whether a program takes a few steps, and leaves what is found in each block to the
         merge, which adds up the same in the same order; otherwise it takes a part.
-      block: tokens that a warp takes at a time, 32 or 64.
+      few: tokens of such a program, or those of one step if there are more.
+      block: tokens that a warp takes at a time, 16 to 64.
       warpgroups: of a program; each of their warps takes its own blocks.
       stages: blocks in flight for each warp.
+      reserve: bytes of shared memory for a warp at least. With less to do at a time, the programs
+        that a multiprocessor holds end sooner, and those that are left over at the end count less.
+      limit: without a table, the tokens that a sequence may have: token `p` is page ``p % n`` of
+        its `n` pages of one token.
     """
 
     kind: str
@@ -46,9 +52,17 @@ class Settings:
     rows: int
     part: int
     is_split: bool
+    few: int
     block: int
     warpgroups: int
     stages: int
+    reserve: int = 0
+    limit: int | None = None
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether there is no table."""
+        return self.limit is not None
 
     @property
     def step(self) -> int:
@@ -58,12 +72,22 @@ class Settings:
     @property
     def run(self) -> int:
         """Tokens of a program."""
-        return max(self.step, _SPLIT) if self.is_split else self.part
+        return max(self.step, self.few) if self.is_split else self.part
 
     @property
     def has_norms(self) -> bool:
-        """Whether tokens have norms."""
-        return self.kind == _TURBO4
+        """Whether tokens have norms, or scales."""
+        return self.kind in (_TURBO4, _KV4, _K8V4)
+
+    @property
+    def key_runs(self) -> int:
+        """Of channels, one for each code in a byte: neighbours in a byte are not in the head."""
+        return 2 if self.kind == _KV4 else 1
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether pages hold the queries' dtype."""
+        return self.kind in _PLAIN
 
     @property
     def tiles(self) -> int:
@@ -81,30 +105,38 @@ class Settings:
         return 4 * self.warpgroups
 
     def row_bytes(self, head_dim: int) -> int:
-        """Bytes of one token's key or value."""
-        return head_dim // 2 if self.kind == _TURBO4 else head_dim
+        """Bytes of one token's value."""
+        if self.has_norms:
+            return head_dim // 2
+        return 2 * head_dim if self.is_plain else head_dim
+
+    def key_bytes(self, head_dim: int) -> int:
+        """Bytes of one token's key."""
+        return head_dim if self.kind == _K8V4 else self.row_bytes(head_dim)
 
     def token_bytes(self, head_dim: int) -> int:
         """Bytes of one token's key and value, norms included."""
-        return 2 * self.row_bytes(head_dim) + (4 if self.has_norms else 0)
+        codes = self.key_bytes(head_dim) + self.row_bytes(head_dim)
+        return codes + (4 if self.has_norms else 0)
 
     def warp_bytes(self, head_dim: int) -> int:
         """Shared memory of a warp: its blocks in flight, and later its result; a rotated query."""
-        return self.query_offset(head_dim) + (4 * head_dim if self.has_norms else 0)
+        return self.query_offset(head_dim) + (4 * head_dim if self.kind == _TURBO4 else 0)
 
     def query_offset(self, head_dim: int) -> int:
         """Where in it the query is."""
         flight = self.stages * self.block * self.token_bytes(head_dim)
-        return max(flight, self.rows * 4 * (head_dim + 2))
+        return max(flight, self.rows * 4 * (head_dim + 2), self.reserve)
 
 
 class Pages(NamedTuple):
     """A pool of pages.
 
     Attributes:
-      key: uint8 codes ``[P, K, page_size, H / 2]`` or 8-bit floats ``[P, K, page_size, H]``.
+      key: uint8 codes ``[P, K, page_size, H / 2]``, or floats of 8 or 16 bits
+        ``[P, K, page_size, H]``.
       value: the same.
-      key_norm: float16 ``[P, K, page_size]``, or None.
+      key_norm: float16 ``[P, K, page_size]``, of the kinds with scales bfloat16, or None.
       value_norm: the same.
       key_scale: float32 ``[1]``, factor of the keys, or None.
       value_scale: the same of the values.
@@ -126,30 +158,43 @@ class Arrays(warp.Arrays):
 
     Attributes:
       pages: the pool.
-      tables: ``[B, max_pages]``.
+      tables: ``[B, max_pages]``, or None: sequence `b` has the `room` pages from ``b * room`` on.
       page_size: in tokens.
       max_pages: of a sequence.
       num_pages: of the pool.
+      room: pages of the pool for each sequence.
+      is_padded: whether `query_lengths` are given; otherwise all queries are real.
     """
 
     pages: Pages
-    tables: Pointer
+    tables: Pointer | None
     page_size: int
     max_pages: int
     num_pages: int
+    room: int
+    is_padded: bool
 
     def count(self, size: int) -> int:
         """How often a sequence has room for so many tokens, rounded up."""
         return -(-self.max_pages * self.page_size // size)
 
+    def page(self, batch: Int, number: Int) -> Int:
+        """The number in the pool of a sequence's page `number`; of some other past the last."""
+        number = number.minimum(self.max_pages - 1)
+        if self.tables is None:
+            return batch * self.room + number % self.room
+        return self.tables.times(batch, 4 * self.max_pages).at(number << 2).word()
+
     def held(self, batch: Int) -> tuple[Int, Int]:
         """Tokens of a sequence, none if it says that there are more than it can have; queries."""
-        length, count = (x.at(batch << 2).word() for x in (self.lengths, self.query_lengths))
+        length, count = self.lengths.at(batch << 2).word(), lane.integer(self.tokens)
+        if self.is_padded:
+            count = self.query_lengths.at(batch << 2).word().maximum(0).minimum(self.tokens)
         fits = (length >= 0) & (length <= self.max_pages * self.page_size)
-        return fits.where(length, 0), count.maximum(0).minimum(self.tokens)
+        return fits.where(length, 0), count
 
     @classmethod
-    def of(cls, refs: Any, inputs: Any) -> "Arrays":
+    def of(cls, refs: Any, inputs: Any, s: Settings) -> "Arrays":
         """The arrays behind Mosaic's references and Pallas' own, which know shapes."""
         query, pages, tables = inputs[:3]
         names = [name for name in Pages._fields if getattr(pages, name) is not None]
@@ -158,19 +203,28 @@ class Arrays(warp.Arrays):
         return cls(
             query=Pointer.to(refs[0]),
             pages=Pages(**{name: found.get(name) for name in Pages._fields}),
-            tables=Pointer.to(refs[2]),
+            tables=None if refs[2] is None else Pointer.to(refs[2]),
             lengths=Pointer.to(refs[3]),
-            query_lengths=Pointer.to(refs[4]),
+            query_lengths=Pointer.to(refs[3] if refs[4] is None else refs[4]),
             outputs=[Pointer.to(x) for x in refs[5:]],
             tokens=tokens,
             heads=heads,
             kv_heads=pages.key.shape[1],
             head_dim=head_dim,
             page_size=pages.key.shape[2],
-            max_pages=tables.shape[1],
+            max_pages=table_width(tables, s),
             num_pages=pages.key.shape[0],
+            room=pages.key.shape[0] // query.shape[0],
+            is_padded=refs[4] is not None,
             dtype=query.dtype.name,
         )
+
+
+def table_width(tables: Any, s: Settings) -> int:
+    """Pages that a sequence may have."""
+    if s.limit is not None:
+        return s.limit
+    return int(tables.shape[1])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -178,7 +232,7 @@ class Program(warp.Program):
     """What a program works on.
 
     Attributes:
-      run: number of its tokens.
+      run: number of its tokens among those of the sequence.
       length: tokens of the sequence.
     """
 
@@ -193,12 +247,15 @@ class Program(warp.Program):
         length, query_length = a.held(batch)
         begin = length - query_length
         blocks, share = (length + (s.block - 1)) // s.block, s.run // s.block
-        start = run * share
-        stop = (start + share).minimum(blocks)
-        if s.window is not None:
-            # Always from the same warp on, wherever the window begins.
+        if s.window is None:
+            start = run * share
+            stop = (start + share).minimum(blocks)
+        else:
             first = (begin - s.window[0]).maximum(0) // s.block
-            start = start.maximum(first // s.warps * s.warps)
+            run = run + first // share
+            stop = (run * share + share).minimum(blocks)
+            # Always from the same warp on, wherever the window begins.
+            start = (run * share).maximum(first // s.warps * s.warps)
         return cls(
             tile=tile,
             run=run,

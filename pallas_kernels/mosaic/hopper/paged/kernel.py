@@ -1,17 +1,20 @@
-"""Attention of new queries to pages of 4-bit codes or 8-bit floats, for Hopper.
+"""Attention of new queries to pages of 4-bit codes or of floats of 8 or 16 bits, for Hopper.
 
 Roofline, for 16 sequences, 8 KV heads with 4 queries each, 32,768 tokens, head dim 128:
   - bytes that must move: 16 * 8 * 32768 tokens * 132 = 554 MB for turbo4, 256 bytes a token and
-    1,074 MB for 8-bit floats; at the 3.0 TB/s of a copy 185 and 358 us. One multiprocessor has 650
-    clocks for a block of 64 tokens of turbo4, and 1,260 of 8-bit floats.
-  - instructions, by count: some 1,000 for a block and warp of either; four schedulers issue 2,600
-    and 5,000 in those clocks.
-Memory is the floor. Target: 80 % of it, 230 and 450 us.
+    1,074 MB for 8-bit floats, 512 and 2,147 MB for 16 bits; at the 3.0 TB/s of a copy 185, 358 and
+    716 us. One multiprocessor has 650 clocks for a block of 64 tokens of turbo4, 1,260 of 8-bit
+    floats and 2,520 of 16 bits.
+  - instructions, by count: some 1,000 for a block and warp of any; four schedulers issue 2,600,
+    5,000 and 10,000 in those clocks.
+Memory is the floor. Target: 80 % of it for 4 and 8 bits, 230 and 450 us; for 16 bits, where nothing
+else is scarce, 97 % of cuDNN's speed.
 
 As in `decode`, every warp takes its own blocks of tokens, brings them to shared memory by itself
 with the copy engine, a page or a part of one with each copy, and works without a barrier that other
-warps share. Rows of the products are tokens and channels, columns queries; each query has two, a
-high and a low part, which makes eight of four queries, the fewest that a product takes.
+warps share. Contiguous caches ``[B, n, K, H]`` are pages of one token, whose rows lanes copy. Rows
+of the products are tokens and channels, columns queries; each query has two, a high and a low part,
+which makes eight of four queries, the fewest that a product takes.
 
 Every block has a softmax of its own, and is then joined with those before it: of a part of the
 sequence, `Settings.part` tokens at a fixed place, each warp takes every fourth block in order, then
@@ -59,6 +62,26 @@ H200 (reads 4.5 TB/s: turbo4 122 us, fp8 236), whole calls, us; fp8 in the last 
   programs share a multiprocessor (128 registers allow it, 70 KB do not).
   Programs that take a few blocks: 1 x 32k 29 and not 19, 4 x 8k 26 and not 21; 4 x 4k 18 for 19.
 Rows: `benchmarks/results/paged_versions_2026-11-24.json`.
+
+16 bits, H200, bfloat16, whole calls, us; cuDNN on dense bfloat16 in the same run in brackets:
+                                         16 x 32k   64 x 4k    4 x 8k     1 x 8k     1 x 4k
+  in Triton, before                      609 (472)  313 (243)             22.9 (14.7)
+  three programs a multiprocessor,
+    1 block of 32 tokens in flight       500 (474)  269 (242)             15.3 (14.5) 11.7 (11.1)
+    2 blocks of 16                       499        271
+    parts of 4,096                       531        267
+    parts of 1,024                       484 (463)  247 (238)
+  two programs, 1 block of 32            477 (463)  243 (238)  36.6 (37.0)
+  one program, 2 blocks                  482 (463)  244 (238)  37.0 (37.1)
+  as it is: two programs, or one and 2 blocks where there is no second; merges that
+    wait for no length                              247 (244)  35.2 (37.0) 14.3 (15.0) 10.2 (11.1)
+      of which the merge                            2.5        1.7         3.3         3.2
+  With three programs the last of some 5 rounds has a few, and they take as long as any.
+  Copied by lanes, 16 bytes each, and not by the copy engine: the same for pages (478, 243, 15.8,
+  11.2). For contiguous caches, 256 bytes a token and head, 475 (463) where one copy of the engine
+  for each token takes 512 (474); with a window of 1,024 tokens 24.9 and 74.6, of 32k and of 4k.
+  Outputs are off by 4.3e-4 of their length, mostly their rounding to bfloat16; cuDNN's by 5.5e-4.
+  The same two programs for 8-bit floats: 134.1 and not 136.7 at 64 x 4k; for turbo4 92 and not 86.
 """
 
 import functools
@@ -71,39 +94,59 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.layouts import LOG2_E
 from pallas_kernels.mosaic import lane, warp
-from pallas_kernels.mosaic.hopper.paged import fp8, merge, turbo4
-from pallas_kernels.mosaic.hopper.paged.inputs import TILE, Arrays, Place, Program, Query, State
+from pallas_kernels.mosaic.hopper.paged import merge
+from pallas_kernels.mosaic.hopper.paged.inputs import (
+    TILE,
+    Arrays,
+    Place,
+    Program,
+    Query,
+    State,
+    table_width,
+)
 from pallas_kernels.mosaic.hopper.paged.inputs import Pages as Pages
 from pallas_kernels.mosaic.hopper.paged.inputs import Settings as Settings
+from pallas_kernels.mosaic.hopper.paged.products import Products, channel_of
+from pallas_kernels.mosaic.hopper.paged.products import products_of as products_of
 from pallas_kernels.mosaic.hopper.paged.rotation import rotated
 from pallas_kernels.mosaic.lane import Int, Pointer
 
 _GRID = ("tile", "run", "pair")
-
-Products = turbo4.Turbo4 | fp8.Fp8
+# Of a contiguous cache, also of a ring, so many are one after the other.
+_RUN_OF_ROWS = 16
 
 
 def _kernel(*refs: Any, s: Settings) -> None:
     """One program; its body is written for single lanes."""
 
     def body(refs: Any, inputs: Any, ids: list[Int], memory: tuple[Any, Any]) -> None:
-        a = Arrays.of(refs, inputs)
-        at = Program.of(a, ids, s)
+        a = Arrays.of(refs, inputs, s)
+        at, here = Program.of(a, ids, s), Place.here()
+        # Read before it is known whether there is anything to do, which takes a load too.
+        own = at.start + lane.uniform(lane.thread() >> 5)
+        pages = [_page_of(a, at, here, own + i * s.warps, s) for i in range(s.stages)]
         with lane.when(at.start < at.stop):
-            _run(a, at, (Pointer.to(memory[0]), Pointer.to(memory[1])), s)
+            _run(a, at, here, pages, (Pointer.to(memory[0]), Pointer.to(memory[1])), s)
 
     warp.inline(_GRID, refs, body)
 
 
-def _run(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: Settings) -> None:
-    products = (turbo4.Turbo4 if s.has_norms else fp8.Fp8).of(a.head_dim, s)
-    here, number = Place.here(), lane.uniform(lane.thread() >> 5)
+def _run(
+    a: Arrays,
+    at: Program,
+    here: Place,
+    pages: list[Int],
+    smem: tuple[Pointer, Pointer],
+    s: Settings,
+) -> None:
+    products, number = products_of(a.head_dim, s), lane.uniform(lane.thread() >> 5)
     size = s.block * s.token_bytes(a.head_dim)
-    slots = warp.Slots.of(smem, number, s.warp_bytes(a.head_dim), size, s.stages)
-    state = _walk(a, at, here, products, slots, smem[0], s)
+    arrivals = 32 if s.is_contiguous else 1
+    slots = warp.Slots.of(smem, number, s.warp_bytes(a.head_dim), size, s.stages, arrivals)
+    state = _walk(a, at, here, pages, products, slots, smem[0], s)
     if state is None:
         return
-    _keep(state, slots.area, here, a.head_dim, (turbo4 if s.has_norms else fp8).channel, s)
+    _keep(state, slots.area, here, a.head_dim, channel_of(s), s)
     _combine(a, at, smem[0], s)
 
 
@@ -111,6 +154,7 @@ def _walk(
     a: Arrays,
     at: Program,
     here: Place,
+    pages: list[Int],
     products: Products,
     slots: warp.Slots,
     area: Pointer,
@@ -122,13 +166,13 @@ def _walk(
       a: arrays.
       at: the program.
       here: the lane's place.
+      pages: where the first blocks are.
       products: how to multiply with what pages hold.
       slots: the warp's memory.
       area: of all warps.
       s: settings.
     """
     first = at.start + lane.uniform(lane.thread() >> 5)
-    pages = [_page_of(a, at, here, first + i * s.warps, s) for i in range(s.stages)]
     with lane.when(here.is_first):
         slots.init()
     lane.warp_barrier()
@@ -137,7 +181,7 @@ def _walk(
         _start_copies(a, at, here, first + i * s.warps, page, target, s)
     query = _load_query(a, at, here, products, area, s)
 
-    channel = (turbo4 if s.has_norms else fp8).channel
+    channel = channel_of(s)
 
     def ahead(block: Int) -> tuple[Int, Int]:
         later = block + s.warps * s.stages
@@ -175,12 +219,16 @@ def _load_query(
     unit = s.scale * (LOG2_E if s.soft_cap is None else 1.0)
     for tile in range(s.tiles):
         base = at.tile * s.rows + TILE * tile
-        if a.pages.signs is None:
-            row = base + (here.g >> 1)
-            x = _numbers(a, at, row, here.t * (a.head_dim // 4), a.head_dim // 4)
+        row, run = base + (here.g >> 1), a.head_dim // s.key_runs
+        count = run // 4
+        if s.is_plain:
+            given: Any = _query_row(a, at, row)
+        elif a.pages.signs is None:
+            firsts = [here.t * count + i * run for i in range(s.key_runs)]
+            given = [x for first in firsts for x in _numbers(a, at, row, first, count)]
         else:
-            x = _rotated(a, at, base, here, area, s)
-        words, start, offset, scale = pages.query_operands(x, here)
+            given = _rotated(a, at, base, here, area, s)
+        words, start, offset, scale = pages.query_operands(given, here)
         operands.append(words)
         starts.append(start)
         offsets.append(offset)
@@ -193,13 +241,18 @@ def _load_query(
     return Query(operands, starts, offsets, factors, positions)
 
 
-def _numbers(a: Arrays, at: Program, row: Int, first: Int, count: int) -> list[lane.Float]:
-    """Some channels of a query, from the `first` on; of any where there is no such query."""
+def _query_row(a: Arrays, at: Program, row: Int) -> Pointer:
+    """Where a query is; any where there is no such query."""
     row = row.minimum(a.rows - 1)
-    width = 4 if a.dtype == "float32" else 2
     token, head = row % a.tokens, at.head * a.group + row // a.tokens
     index = (at.batch * a.tokens + token) * a.heads + head
-    words = a.query.times(index, a.head_dim * width).at(first * width).words(count * width // 4)
+    return a.query.times(index, a.head_dim * (4 if a.dtype == "float32" else 2))
+
+
+def _numbers(a: Arrays, at: Program, row: Int, first: Int, count: int) -> list[lane.Float]:
+    """Some channels of a query, from the `first` on."""
+    width = 4 if a.dtype == "float32" else 2
+    words = _query_row(a, at, row).at(first * width).words(count * width // 4)
     return [number for word in words for number in warp.numbers(word, a.dtype)]
 
 
@@ -228,12 +281,13 @@ def _pages_per_block(a: Arrays, s: Settings) -> int:
 
 def _page_of(a: Arrays, at: Program, here: Place, block: Int, s: Settings) -> Int:
     """The number of the page from which this lane copies; any, where it copies nothing."""
+    if a.tables is None:
+        return block  # what a page is follows from its number
     number = block * s.block // a.page_size
     if _pages_per_block(a, s) > 1:
         number = number + here.number
-    entry = a.tables.times(at.batch, 4 * a.max_pages).at(number.minimum(a.max_pages - 1) << 2)
     # What follows from a page that does not exist is thrown away by the merge.
-    return entry.word().maximum(0).minimum(a.num_pages - 1)
+    return a.page(at.batch, number).maximum(0).minimum(a.num_pages - 1)
 
 
 def _start_copies(
@@ -246,26 +300,51 @@ def _start_copies(
     s: Settings,
 ) -> None:
     """Starts to copy a block of the program: its pages that hold tokens, and no others."""
+    if s.is_contiguous:
+        _copy_rows(a, at, here, block, target, s)
+        return
     slot, barrier = target
     count, size = _pages_per_block(a, s), min(a.page_size, s.block)
-    row, begin = s.row_bytes(a.head_dim), block * s.block
+    begin = block * s.block
     with lane.when(block < at.stop):
         held = (at.length - begin + (size - 1)) // size
         with lane.when(here.is_first):
             lane.expect_bytes(barrier, held.minimum(count) * (size * s.token_bytes(a.head_dim)))
         lane.warp_barrier()
+        rows = s.key_bytes(a.head_dim), s.row_bytes(a.head_dim)
+        sources = list(zip((a.pages.key, a.pages.value), rows, strict=True))
+        if s.has_norms:
+            sources += [(a.pages.key_norm, 2), (a.pages.value_norm, 2)]
         with lane.when(here.number < held.minimum(count)):
             first = (page * a.kv_heads + at.head) * a.page_size
             if a.page_size > s.block:
                 first = first + begin % a.page_size
             offset = 0
-            sources = [(a.pages.key, row), (a.pages.value, row)]
-            if s.has_norms:
-                sources += [(a.pages.key_norm, 2), (a.pages.value_norm, 2)]
             for source, width in sources:
                 to = slot.at(here.number * (size * width), offset)
                 lane.copy(source.times(first, width), to, size * width, barrier)
                 offset += s.block * width
+
+
+def _copy_rows(
+    a: Arrays, at: Program, here: Place, block: Int, target: tuple[Pointer, Pointer], s: Settings
+) -> None:
+    """`_start_copies` of a contiguous cache, whose tokens have the heads between them: by lanes."""
+    slot, barrier = target
+    row, begin = s.row_bytes(a.head_dim), block * s.block
+    lanes = row // 16
+    own, part = here.number // lanes, (here.number % lanes) << 4
+    each, stride = 32 // lanes, row * a.kv_heads
+    with lane.when(block < at.stop):
+        for first in range(0, s.block, _RUN_OF_ROWS):
+            place = a.page(at.batch, begin + first) * a.kv_heads + at.head
+            for side, source in enumerate((a.pages.key, a.pages.value)):
+                from_here = source.times(place, row).at(own * stride, part)
+                to_here = slot.at(own * row, part, (side * s.block + first) * row)
+                for i in range(0, _RUN_OF_ROWS, each):
+                    is_held = begin + (first + i) + own < at.length
+                    lane.copy_words(from_here.at(i * stride), to_here.at(i * row), is_held)
+        lane.arrive_after_copies(barrier)
 
 
 def _attend(
@@ -369,9 +448,9 @@ def _combine(a: Arrays, at: Program, area: Pointer, s: Settings) -> None:
 def attend(
     query: jax.Array,
     pages: Pages,
-    tables: jax.Array,
+    tables: jax.Array | None,
     lengths: jax.Array,
-    query_lengths: jax.Array,
+    query_lengths: jax.Array | None,
     settings: Settings,
 ) -> tuple[jax.Array, jax.Array]:
     """Attends the last `T` tokens' queries of each sequence to its pages.
@@ -379,10 +458,12 @@ def attend(
     Args:
       query: ``[B, T, N, H]``, `H` 64, 128 or 256.
       pages: the pool.
-      tables: int32 ``[B, max_pages]``, numbers of the sequences' pages; those past its length may
-        be anything.
+      tables: int32 ``[B, max_pages]``, numbers of the sequences' pages; those past its length, or
+        wholly before the windows of its queries, may be anything. None for contiguous caches
+        ``[B, n, K, H]``, whose tokens are pages of their own, ``[B * n, K, 1, H]``; see
+        `Settings.limit`.
       lengths: int32 ``[B]``, tokens held.
-      query_lengths: int32 ``[B]``, how many of the `T` queries are real.
+      query_lengths: int32 ``[B]``, how many of the `T` queries are real; None if all are.
       settings: numerics and launch.
 
     Returns:
@@ -395,13 +476,14 @@ def attend(
     batch, tokens, heads, head_dim = query.shape
     kv_heads, page_size = pages.key.shape[1:3]
     rows, pairs = heads // kv_heads * tokens, batch * kv_heads
-    runs = pl.cdiv(tables.shape[1] * page_size, s.run)
+    runs = pl.cdiv(table_width(tables, s) * page_size, s.run)
+    programs = runs if s.window is None else min(runs, pl.cdiv(s.window[0] + tokens, s.run) + 1)
     shape = (pairs, runs * (s.run // s.block if s.is_split else 1), rows)
     run = warp.launch(
         functools.partial(_kernel, s=s),
         "turbojax_paged_hopper",
         [jax.ShapeDtypeStruct(x, jnp.float32) for x in ((*shape, head_dim), shape, shape)],
-        dict(zip(_GRID, (pl.cdiv(rows, s.rows), runs, pairs), strict=True)),
+        dict(zip(_GRID, (pl.cdiv(rows, s.rows), programs, pairs), strict=True)),
         s,
         head_dim,
     )

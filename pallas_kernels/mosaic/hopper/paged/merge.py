@@ -19,16 +19,19 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.mosaic import lane, warp
-from pallas_kernels.mosaic.hopper.paged.inputs import Arrays, Settings
+from pallas_kernels.mosaic.hopper.paged.inputs import Arrays, Settings, table_width
 from pallas_kernels.mosaic.hopper.paged.rotation import unrotated
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
 from pallas_kernels.mosaic.warp import Partial
 
 _GRID = ("tile", "pair")
 _LANES, _RESIDUES = 32, 4
-# Of a residue's parts so many are read before the first of them is needed.
-_AHEAD = 4
-# Of a part's blocks, of which there are 8 or 16.
+# Of a lane's entries of the table, and of a residue's parts, so many are read before the first of
+# them is needed.
+_PAGES_AHEAD, _AHEAD = 4, 4
+# Where there are many blocks to read.
+_MOST_SLICES = 4
+# Of a part's blocks of one warp, of which there are 8 to 32.
 _BLOCKS_AHEAD = 16
 
 
@@ -40,17 +43,20 @@ class _Layout:
       shared: warps of a query: 16 where blocks are joined, 4 to a residue; else 4, a residue each;
         1 where there are no more parts than residues, which it reads one after the other.
       rows: queries of a program.
+      slices: programs of a query, which take channels each; 1 where outputs are rotated.
     """
 
     shared: int
     rows: int
+    slices: int = 1
     stages: int = 1
 
     @classmethod
-    def of(cls, s: Settings, parts: int) -> "_Layout":
+    def of(cls, s: Settings, parts: int, head_dim: int) -> "_Layout":
         """For a kernel's results."""
         if s.is_split:
-            return cls(_RESIDUES * s.warps, 1)
+            slices = 1 if s.has_norms else min(_MOST_SLICES, head_dim // _LANES)
+            return cls(_RESIDUES * s.warps, 1, slices)
         return cls(1, 4) if parts <= _RESIDUES else cls(_RESIDUES, 1)
 
     @property
@@ -84,6 +90,7 @@ class _Row:
       position: of the query; -1 if it is none.
       place: of the lane in its warp.
       warp: of its warp among those of the query.
+      slice: of the channels.
     """
 
     a: Arrays
@@ -97,6 +104,7 @@ class _Row:
     position: Int
     place: Int
     warp: Int
+    slice: Int
 
     @classmethod
     def of(
@@ -106,18 +114,24 @@ class _Row:
         tile, pair = ids
         thread = lane.thread()
         own = lane.uniform(thread >> 5)
-        row = tile * layout.rows + own // layout.shared
+        row = tile // layout.slices * layout.rows + own // layout.shared
         batch = pair // a.kv_heads
         length, count = a.held(batch)
         token = row % a.tokens
         position = (token < count).where(length - count + token, -1)
         own = own % layout.shared
-        return cls(a, partials, s, layout, row, pair, batch, length, position, thread & 31, own)
+        place, part = thread & 31, tile % layout.slices
+        return cls(a, partials, s, layout, row, pair, batch, length, position, place, own, part)
 
     @property
     def channels(self) -> int:
         """Of a lane."""
-        return self.a.head_dim // _LANES
+        return self.a.head_dim // (_LANES * self.layout.slices)
+
+    @property
+    def first(self) -> Int:
+        """The first of the lane's channels."""
+        return (self.slice * _LANES + self.place) * self.channels
 
     def seen(self, size: int) -> tuple[Int, Int]:
         """Of runs of so many tokens the first that the query sees, and the one past the last."""
@@ -127,10 +141,10 @@ class _Row:
         return first, (self.position + size) // size
 
     def load(self, number: Int, is_there: lane.Bool) -> Partial:
-        """A result, or nothing."""
+        """A result, or nothing: it is read, be it there or not, before it is known which."""
         o, maxima, sums = self.partials
-        index = is_there.where(number * self.a.rows + self.number, 0)
-        words = o.times(index, 4 * self.a.head_dim).at(self.place * (4 * self.channels))
+        index = number * self.a.rows + self.number
+        words = o.times(index, 4 * self.a.head_dim).at(self.first << 2)
         m, l = (x.times(index, 4).float() for x in (maxima, sums))
         found = [is_there.where(x.as_float(), 0.0) for x in words.words(self.channels)]
         return found, is_there.where(m, float("-inf")), is_there.where(l, 0.0)
@@ -138,7 +152,8 @@ class _Row:
     def part(self, number: Int) -> Partial:
         """What a program found in a part."""
         first, stop = self.seen(self.s.part)
-        place = self.pair * self.a.count(self.s.part) + number
+        count = self.a.count(self.s.part)
+        place = self.pair * count + number.minimum(count - 1)
         return self.load(place, (number >= first) & (number < stop))
 
     def blocks(self, number: Int, which: Int) -> Partial:
@@ -146,7 +161,7 @@ class _Row:
         s, total = self.s, warp.nothing(self.channels)
         first, stop = self.seen(s.step)
         held = (self.length + (s.block - 1)) // s.block
-        before = self.pair * self.a.count(s.run) * (s.run // s.block)
+        count = self.a.count(s.run) * (s.run // s.block)
         steps = s.part // s.step
         for start in range(0, steps, _BLOCKS_AHEAD):
             loaded = []
@@ -154,21 +169,24 @@ class _Row:
                 step = number * steps + i
                 block = step * s.warps + which
                 is_there = (step >= first) & (step < stop) & (block < held)
-                loaded.append(self.load(before + block, is_there))
+                loaded.append(self.load(self.pair * count + block.minimum(count - 1), is_there))
             total = functools.reduce(warp.joined, loaded, total)
         return total
 
     def residue(self, number: Int) -> Partial:
         """Every fourth part."""
         first, stop = self.seen(self.s.part)
+        ahead = min(_AHEAD, pl.cdiv(self.a.count(self.s.part), _RESIDUES))
 
         def add(i: Int, flat: list[Any]) -> list[Any]:
-            found = [self.part(i + _RESIDUES * j) for j in range(_AHEAD)]
+            found = [self.part(i + _RESIDUES * j) for j in range(ahead)]
             return _flat(functools.reduce(warp.joined, found, _partial(flat)))
 
-        start = first // _RESIDUES * _RESIDUES + number
         nothing = _flat(warp.nothing(self.channels))
-        return _partial(lane.loop(start, stop, _RESIDUES * _AHEAD, nothing, add))
+        if self.a.count(self.s.part) <= _RESIDUES * ahead:
+            return _partial(add(number, nothing))  # which waits for no length
+        start = first // _RESIDUES * _RESIDUES + number
+        return _partial(lane.loop(start, stop, _RESIDUES * ahead, nothing, add))
 
     def residue_of_blocks(self, number: Int, which: Int, memory: "_Memory") -> Partial:
         """Every fourth part, of whose blocks this warp joins a share."""
@@ -183,6 +201,8 @@ class _Row:
             return _flat(warp.joined(_partial(flat), part))
 
         nothing = _flat(warp.nothing(self.channels))
+        if self.a.count(self.s.part) <= _RESIDUES:
+            return _partial(add(lane.integer(0), nothing))
         start = first // _RESIDUES * _RESIDUES
         return _partial(lane.loop(start, stop, _RESIDUES, nothing, add))
 
@@ -191,26 +211,39 @@ class _Row:
         """Pages of the sequence."""
         return (self.length + (self.a.page_size - 1)) // self.a.page_size
 
-    def page(self, start: Int) -> Int:
-        """The number of the lane's page of the run from `start` on; of some other past the last."""
-        table = self.a.tables.times(self.batch, 4 * self.a.max_pages)
-        return table.at((start + self.place).minimum(self.needed - 1).maximum(0) << 2).word()
+    @property
+    def first_needed(self) -> Int:
+        """The first of these pages that holds a token in the window of some query."""
+        if self.s.window is None:
+            return lane.integer(0)
+        _, count = self.a.held(self.batch)
+        return (self.length - count - self.s.window[0]).maximum(0) // self.a.page_size
 
-    def has_bad_page(self, first: Int) -> Int:
+    def pages(self, start: Int) -> list[Int]:
+        """The lane's pages of those from `start` on; of some other one past the last."""
+        step, last = self.layout.shared * _LANES, (self.needed - 1).maximum(0)
+        numbers = [(start + i * step + self.place).minimum(last) for i in range(_PAGES_AHEAD)]
+        return [self.a.page(self.batch, number) for number in numbers]
+
+    def has_bad_page(self, first: list[Int]) -> Int:
         """Of this warp's share of the table: not 0 if a page is needed that does not exist.
 
         Args:
-          first: the lane's first page, read before.
+          first: the lane's first pages, read before.
         """
-        step = self.layout.shared * _LANES
+        if self.a.tables is None:
+            return lane.integer(0)
+        step = self.layout.shared * _LANES * _PAGES_AHEAD
 
         def look(i: Int, flat: list[Any]) -> list[Any]:
-            page, bad = flat
-            is_bad = (page < 0) | (page >= self.a.num_pages)
-            return [self.page(i + step), is_bad.where(lane.integer(1), bad)]
+            *pages, bad = flat
+            for page in pages:
+                is_bad = (page < 0) | (page >= self.a.num_pages)
+                bad = is_bad.where(lane.integer(1), bad)
+            return [*self.pages(i + step), bad]
 
-        start = self.warp * _LANES
-        _, bad = lane.loop(start, self.needed, step, [first, lane.integer(0)], look)
+        start = self.first_needed + self.warp * _LANES
+        *_, bad = lane.loop(start, self.needed, step, [*first, lane.integer(0)], look)
         return lane.ballot(bad > 0)
 
 
@@ -258,20 +291,20 @@ def _kernel(*refs: Any, s: Settings, layout: _Layout) -> None:
 
     def body(refs: Any, inputs: Any, ids: list[Int], memory: tuple[Any, Any]) -> None:
         partials = [Pointer.to(x) for x in refs[5]]
-        a = Arrays.of((*refs[:5], *refs[6:]), inputs)
+        a = Arrays.of((*refs[:5], *refs[6:]), inputs, s)
         row = _Row.of(a, partials, ids, s, layout)
-        page = row.page(row.warp * _LANES)
+        pages = row.pages(row.first_needed + row.warp * _LANES)
         if layout.shared == 1:
             with lane.when(row.number < a.rows):
                 residues = [row.residue(lane.integer(i)) for i in range(_RESIDUES)]
-                _finish(row, residues, row.has_bad_page(page))
+                _finish(row, residues, row.has_bad_page(pages))
             return
         kept = _Memory(Pointer.to(memory[0]), row)
         of_residue = layout.shared // _RESIDUES
         number, which = row.warp // of_residue, row.warp % of_residue
         found = row.residue_of_blocks(number, which, kept) if s.is_split else row.residue(number)
         kept.store(row.warp, found)
-        bad = row.has_bad_page(page)
+        bad = row.has_bad_page(pages)
         with lane.when(row.place.equals(0)):
             kept.flag(row.warp).store(bad)
         lane.block_barrier()
@@ -302,20 +335,20 @@ def _finish(row: _Row, residues: list[Partial], bad: Int) -> None:
     index = (row.batch * a.tokens + token) * a.heads + head
     out, lse = a.outputs
     width = 4 if a.dtype == "float32" else 2
-    target = out.times(index, a.head_dim * width).at(row.place * (width * row.channels))
+    target = out.times(index, a.head_dim * width).at(row.first * width)
     nan = lane.number(float("nan"))
     for i, v in enumerate(x):
         target.at(width * i).store_as(is_good.where(v * factor, nan), a.dtype)
     top = is_good.where(top, nan)
-    warp.write_residual(lse, index, row.place, top, l, is_empty & is_good)
+    warp.write_residual(lse, index, row.first, top, l, is_empty & is_good)
 
 
 def merge(
     query: jax.Array,
     pages: Any,
-    tables: jax.Array,
+    tables: jax.Array | None,
     lengths: jax.Array,
-    query_lengths: jax.Array,
+    query_lengths: jax.Array | None,
     partials: tuple[jax.Array, ...],
     settings: Settings,
 ) -> tuple[jax.Array, jax.Array]:
@@ -324,9 +357,9 @@ def merge(
     Args:
       query: ``[B, T, N, H]``, for its shape and dtype.
       pages: the pool.
-      tables: int32 ``[B, max_pages]``.
+      tables: int32 ``[B, max_pages]``, or None.
       lengths: int32 ``[B]``.
-      query_lengths: int32 ``[B]``.
+      query_lengths: int32 ``[B]``, or None.
       partials: float32 ``[B * K, n, G * T, H]``, ``[B * K, n, G * T]`` twice: sums of weighted
         values, maxima in powers of two, and sums of weights of each part, or of each block in the
         order of the sequence's tokens; those of which a query sees nothing may be anything.
@@ -338,7 +371,8 @@ def merge(
     """
     batch, tokens, heads, head_dim = query.shape
     kv_heads, page_size = pages.key.shape[1:3]
-    layout = _Layout.of(settings, pl.cdiv(tables.shape[1] * page_size, settings.part))
+    most = table_width(tables, settings) * page_size
+    layout = _Layout.of(settings, pl.cdiv(most, settings.part), head_dim)
     run = warp.launch(
         functools.partial(_kernel, s=settings, layout=layout),
         "turbojax_paged_merge_hopper",
@@ -349,7 +383,10 @@ def merge(
         dict(
             zip(
                 _GRID,
-                (pl.cdiv(heads // kv_heads * tokens, layout.rows), batch * kv_heads),
+                (
+                    pl.cdiv(heads // kv_heads * tokens, layout.rows) * layout.slices,
+                    batch * kv_heads,
+                ),
                 strict=True,
             )
         ),

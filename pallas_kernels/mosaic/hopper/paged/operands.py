@@ -1,6 +1,6 @@
 """Operands of paged attention's products, alike for all kinds of pages."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pallas_kernels.mosaic import lane
@@ -9,8 +9,8 @@ from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
 _DOWN, _SMALLEST = 2.0**-16, 2.0**-100
 
-Convert = Callable[[Int], tuple[Int, Int]]
-"""Of a word of a page: two operand words."""
+Convert = Callable[[Int], Sequence[Int]]
+"""Of a word of a page: operand words."""
 
 
 def key_rows(keys: Pointer, row: int, held: int, here: Place, convert: Convert) -> Any:

@@ -36,15 +36,27 @@ def _floats(pointer: Pointer, count: int) -> list[Float]:
 
 def _hadamard(x: list[Float], lane_number: Int) -> list[Float]:
     """The product with Sylvester's matrix over the root of its order."""
+    x = hadamard(x, lane_number, _LANES)
+    [scale] = struct.unpack("<f", struct.pack("<f", 1 / math.sqrt(len(x) * _LANES)))
+    return [v * scale for v in x]
+
+
+def hadamard(x: list[Float], place: Int, lanes: int) -> list[Float]:
+    """The product with Sylvester's matrix: additions alone.
+
+    Args:
+      x: this lane's run of channels, a power of two.
+      place: of the lane among those of the vector.
+      lanes: of a vector, a power of two.
+    """
     half = 1
     while half < len(x):
         pairs = [(x[i & ~half], x[i | half], i & half) for i in range(len(x))]
         x = [a - b if is_upper else a + b for a, b, is_upper in pairs]
         half *= 2
     distance = 1
-    while distance < _LANES:
-        sign = (lane_number & distance).equals(0).where(lane.number(1.0), -1.0)
+    while distance < lanes:
+        sign = (place & distance).equals(0).where(lane.number(1.0), -1.0)
         x = [lane.fma(v, sign, lane.partner(v, distance)) for v in x]
         distance *= 2
-    [scale] = struct.unpack("<f", struct.pack("<f", 1 / math.sqrt(len(x) * _LANES)))
-    return [v * scale for v in x]
+    return x

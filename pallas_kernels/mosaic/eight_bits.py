@@ -1,0 +1,135 @@
+"""Numbers of a lane to 8 bits: scales and codes with the bits of `turbojax.quantizers`."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from pallas_kernels.layouts import E4M3_MAX, INT8_RANGE
+from pallas_kernels.mosaic import lane
+from pallas_kernels.mosaic.lane import Bool, Float, Int
+
+_INFINITY_BITS = 0x7F800000
+_ROUNDER_BITS = 0x4B400000
+_TINY = 2.0**-126
+# In a number, where quotients are rounded twice.
+_UNITS = 2**15
+# Bits of a float32's pattern that are 0 where a scale has no more significant bits than a value.
+_FREE_BITS = {"bfloat16": 0xFFFF, "float16": 0x1FFF}
+
+
+def is_finite(magnitude: Float) -> Bool:
+    """Of an absolute value."""
+    return magnitude.as_int() < _INFINITY_BITS
+
+
+def scale_of(maximum: Float, is_int8: bool) -> Float:
+    """The scale of values up to `maximum` in absolute value; NaN if that is not finite."""
+    nan = float("nan")
+    if not is_int8:
+        scale = maximum * (1 / E4M3_MAX)
+        scale = (scale < _TINY).where(1.0, scale)
+        return is_finite(maximum).where(scale, nan)
+    # Rounded up to 16 significant bits.
+    scale = (((maximum * (1 / INT8_RANGE)).as_int() + 255) & ~255).as_float()
+    scale = (scale < _TINY).where(1.0, scale)
+    return is_finite(maximum).where(scale, nan)
+
+
+def may_meet_halves(scale: Float, dtype: str) -> Bool:
+    """Whether a 16-bit value over `scale` may be half a number, so that `exact_code` is needed.
+
+    A product with the reciprocal, rounded once, is on the right side of a half that the quotient
+    does not hit: it is off by less than 2**-18.1 of the scale's mantissa, and the quotient of a
+    value of at most 11 bits by a scale of 16 is at least 2**-16 over that mantissa away. It can hit
+    one only if the scale has as few bits as the value.
+
+    Args:
+      scale: of 16 significant bits.
+      dtype: of the value.
+    """
+    return (scale.as_int() & _FREE_BITS[dtype]).equals(0)
+
+
+def exact_code(x: Float, scale: Float, inverse: Float) -> Int:
+    """``x / scale`` rounded half to even, in the low byte of what is `ROUNDER` plus it.
+
+    The remainder of a guess, exact because the scale has 16 bits, decides whether it is right.
+    """
+    shifted = x.fma(inverse, lane.number(lane.ROUNDER))
+    guess = shifted + -lane.ROUNDER
+    rest = guess.fma(-scale, x)
+    # Past half a scale, or at it from an odd guess, the neighbour is right.
+    odd = shifted.as_int() & 1
+    limit = ((scale * 0.5).as_int() - odd + 1).as_float()
+    past = lane.absolute(rest) >= limit
+    step = (rest < 0.0).where(lane.integer(-1), 1)
+    return shifted.as_int() + past.where(step, 0)
+
+
+def clamped_code(x: Float, scale: Float) -> Int:
+    """A code of a scale fixed beforehand: finite values beyond it become +-119."""
+    largest = scale * 128.0  # beyond it all is clamped anyway
+    x = lane.minimum(lane.maximum(x, -largest), largest)
+    code = exact_code(x, scale, lane.number(1.0) / scale) - _ROUNDER_BITS
+    return code.minimum(int(INT8_RANGE)).maximum(-int(INT8_RANGE))
+
+
+def int8_word(x: Sequence[Float], scale: Float, inverse: Float, exact: bool) -> Int:
+    """Codes of four numbers; exact, or as `may_meet_halves` allows."""
+    if exact:
+        return lane.pack_bytes([exact_code(v, scale, inverse) for v in x])
+    rounder = lane.number(lane.ROUNDER)
+    return lane.pack_bytes([v.fma(inverse, rounder).as_int() for v in x])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rounding:
+    """How 16-bit values become int8 codes, exactly and without a branch, in two sums each.
+
+    Where quotients may be halves of a number they are rounded to 15 fractional bits first, which
+    restores halves that the product with the reciprocal has missed: it is off by less than
+    120 * 2**-24, a quarter of such a unit. It makes none of what is no half: a quotient of numbers
+    of 11 bits that is not one is at least 1.6 units away. Elsewhere the factor is 1, and the second
+    sum changes nothing.
+
+    Attributes:
+      factor: the reciprocal of the scale, times `unit`.
+      unit: what a quotient is multiplied by.
+      offset: what leaves `ROUNDER` in the second sum.
+    """
+
+    factor: Float
+    unit: Float
+    offset: Float
+
+    @classmethod
+    def of(cls, scale: Float, dtype: str) -> "Rounding":
+        """For values of ``"bfloat16"`` or ``"float16"``, and a scale of 16 significant bits."""
+        meets = may_meet_halves(scale, dtype)
+        factor = meets.where(lane.number(float(_UNITS)), 1.0)
+        offset = meets.where(lane.number(lane.ROUNDER - lane.ROUNDER / _UNITS), 0.0)
+        unit = meets.where(lane.number(1 / _UNITS), 1.0)
+        return cls(lane.rounded_quotient(factor, scale), unit, offset)
+
+    def word(self, x: Sequence[Float]) -> Int:
+        """Codes of four numbers."""
+        rounder = lane.number(lane.ROUNDER)
+        sums = [v.fma(self.factor, rounder).fma(self.unit, self.offset) for v in x]
+        return lane.pack_bytes([v.as_int() for v in sums])
+
+
+def e4m3_word(x: Sequence[Float], inverse: Float) -> Int:
+    """Codes of four numbers, at most 448 times the scale."""
+    return lane.pack_e4m3([v * inverse for v in x])
+
+
+def int8_numbers(word: Int) -> list[Float]:
+    """The numbers that four codes stand for."""
+    # Each byte in the low bits of `ROUNDER`.
+    positive = word ^ 0x80808080
+    shifted = [lane.permute_bytes(positive, _ROUNDER_BITS, 0x7650 | i) for i in range(4)]
+    return [x.as_float() - (lane.ROUNDER + 128.0) for x in shifted]
+
+
+def e4m3_numbers(word: Int) -> list[Float]:
+    """The numbers that four codes stand for."""
+    return [x for half in lane.half.from_e4m3(word) for x in lane.half.unpack(half)]

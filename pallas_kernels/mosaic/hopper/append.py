@@ -1,0 +1,221 @@
+"""Append on Hopper: one new token per sequence into int8 buffers, which become blocks when full.
+
+A program takes one head of one sequence, of keys or of values. Its first warp fixes the universal
+scale if that is still open, rounds the token and stores its codes. The step that fills the buffer
+also compresses it and empties it, with all warps.
+
+A decode step reads 2 H bytes and writes H bytes per head: with 8 heads and 16 sequences 50 KB a
+side, which is negligible. What it costs is the launch, of which there is one for both sides. A step
+in which all buffers are full reads and writes some 4 MB more, once in `buffer_size` steps.
+
+  floor       one launch, 2 to 3 us
+  target      at most twice that; the kernels for Triton are two launches
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+
+from pallas_kernels.layouts import Side
+from pallas_kernels.mosaic import block as blocks
+from pallas_kernels.mosaic import eight_bits, lane, lanes, stage2
+from pallas_kernels.mosaic.block import CHANNELS, TOKENS, Block, Share, Words
+from pallas_kernels.mosaic.lane import Float, Int, Pointer
+from pallas_kernels.mosaic.stage2 import Arrays, Layout, Target
+
+_WARP = 32
+
+
+class _Program(NamedTuple):
+    """What a program works on.
+
+    Attributes:
+      batch: its sequence.
+      head: its head.
+      heads: `K`.
+      row: tokens in the buffer.
+      size: tokens that fill it.
+      buffer: the head's.
+      scale: where its universal scale is.
+      share: of the lane, in a block of the buffer.
+      memory: shared memory.
+    """
+
+    batch: Int
+    head: Int
+    heads: int
+    row: Int
+    size: int
+    buffer: Pointer
+    scale: Pointer
+    share: Share
+    memory: Pointer
+
+
+def append(
+    tokens: Sequence[jax.Array],
+    accepted: jax.Array,
+    row: jax.Array,
+    start: jax.Array,
+    sides: Sequence[Side],
+    *,
+    layouts: Sequence[Layout],
+) -> list[Side]:
+    """Appends one token per sequence to keys and values of a cache.
+
+    Args:
+      tokens: of each side, bfloat16, float16 or float32 ``[B, K, H]``, `H` a multiple of 8.
+      accepted: int32 ``[B]``: 0 for a sequence that gets no token, otherwise 1.
+      row: int32 ``[B]``, tokens in the buffer.
+      start: int32 ``[B]``, the place of the next block, below `n`; after the last place the first
+        one follows.
+      sides: int8 buffers ``[B, K, buffer_size, H]``, zero from `row` on, and their float32 scales
+        ``[B, K]``, 0 where they are open; blocks as `stage2.Arrays` says.
+      layouts: of a block of each side.
+
+    Returns:
+      The sides with the token, in their own memory where they were donated.
+    """
+    batch, heads, channels = tokens[0].shape
+    # A buffer's codes are loaded as words of four, whatever the tokens' dtype.
+    size = layouts[0].tokens
+    warpgroups = blocks.default_warpgroups(size, channels)
+    block = Block(size, channels, channels, tokens[0].dtype.name, warpgroups)
+    states = [
+        [*s.codes, s.channel_scale, s.channel_zero, s.block_scale, s.buffer, s.buffer_scale]
+        for s in sides
+    ]
+    inputs = [accepted, row, start, *tokens, *(s.head_slots for s in sides)]
+    programs = batch * heads
+
+    def body(arrays: list[Pointer], ids: list[Int]) -> None:
+        accepted, row, start, *given = arrays[: len(inputs)]
+        rest = arrays[len(inputs) :]
+        index = ids[0] % programs
+        batch_index, head = index // heads, index % heads
+        own = batch_index << 2
+        is_accepted = accepted.at(own).word() > 0
+        for i, (side, state) in enumerate(zip(sides, states, strict=True)):
+            mine, rest = rest[: len(state)], rest[len(state) :]
+            buffered, rows = side.buffer.shape[2], row.at(own).word()
+            program = _Program(
+                *(batch_index, head, heads, rows, buffered),
+                mine[-2].times(index, buffered * channels),
+                mine[-1].at(index << 2),
+                *(Share(block, lane.thread()), arrays[-1]),
+            )
+            a = Arrays(
+                codes=mine[: len(side.codes)],
+                channel_scale=mine[-5],
+                channel_zero=mine[-4],
+                block_scale=mine[-3],
+                blocks=side.block_scale.shape[2],
+                layout=layouts[i],
+            )
+            with lane.when(is_accepted & (ids[0] // programs).equals(i)):
+                with lane.when(program.share.thread < _WARP):
+                    _token(program, given[i])
+                with lane.when(rows.equals(buffered - 1)):
+                    lane.block_barrier()  # all warps read what one has stored
+                    slot = given[len(tokens) + i].at(index << 2).word()
+                    first = start.at(own).word()
+                    _flush(program, a, Target(batch_index, head, heads, slot, first))
+
+    written = lanes.update(
+        body,
+        "turbojax_append_hopper",
+        inputs,
+        [array for state in states for array in state],
+        grid={"program": programs * len(sides)},
+        warpgroups=warpgroups,
+        shared=blocks.MAXIMA_BYTES + max(stage2.shared_bytes(block, x) for x in layouts),
+    )
+    out = []
+    for side, state in zip(sides, states, strict=True):
+        mine, written = written[: len(state)], written[len(state) :]
+        *codes, scale, zero, block_scale, buffer, buffer_scale = mine
+        out.append(
+            Side(tuple(codes), scale, zero, block_scale, side.head_slots, buffer, buffer_scale)
+        )
+    return out
+
+
+def _token(p: _Program, x: Pointer) -> None:
+    """Stores the token's codes, and the buffer's scale, by one warp."""
+    b = p.share.block
+    last = b.channels // CHANNELS - 1
+    column = p.share.column.minimum(last)
+    index = p.batch * p.heads + p.head
+    row = x.times(index, b.channels * b.value_bytes)
+    words = row.at(column * (CHANNELS * b.value_bytes)).words(b.words)
+    maximum = lane.largest_of_warp(p.share.largest([[words]])).as_float()
+    held = p.scale.float()
+    # The first token that is not all zero fixes an open scale.
+    fixes = held.equals(0.0) & ~maximum.equals(0.0)
+    scale = fixes.where(eight_bits.scale_of(maximum * 2.0, True), held)
+    is_known = eight_bits.is_finite(maximum) & eight_bits.is_finite(scale)
+    scale = is_known.where(scale, float("nan"))
+    divisor = is_known.where(_or_one(scale), 1.0)
+    values = p.share.floats(words)
+    codes = [eight_bits.clamped_code(v, divisor) for v in values]
+    packed = [is_known.where(lane.pack_bytes(codes[i : i + 4]), 0) for i in (0, 4)]
+    place = p.buffer.at(p.row * b.channels, column * CHANNELS)
+    with lane.when(p.share.thread <= last):
+        place.store_words(packed)
+    with lane.when(p.share.thread.equals(0)):
+        p.scale.store(scale)
+
+
+def _or_one(scale: Float) -> Float:
+    """What to divide by: 1 where all tokens were zero."""
+    return scale.equals(0.0).where(1.0, scale)
+
+
+def _flush(p: _Program, a: Arrays, at: Target) -> None:
+    """Compresses the full buffer and empties it."""
+    tokens, channels = a.layout.tokens, a.layout.channels
+    scale = _or_one(p.scale.float())
+
+    def compress(i: Int, state: list[Int]) -> list[Int]:
+        place = p.buffer.at(i * (tokens * channels))
+        lane.block_barrier()  # of a block before, shared memory has been read
+        codes = _load(p.share, place)
+        stage2.tell_extremes(p.share, codes, p.memory)
+        lane.block_barrier()
+        here = Target(at.batch, at.head, at.heads, at.slot, (at.number + i) % a.blocks)
+        with lane.when(p.share.thread.equals(0)):
+            a.block_scale.times(here.of_head(a), 4).store(scale)
+        stage2.write(p.share, codes, p.memory, a, here)
+        _clear(p.share, place)
+        return state
+
+    count, zero = p.size // tokens, lane.integer(0)
+    if count == 1:
+        compress(zero, [])
+    else:
+        lane.loop(zero, lane.integer(count), 1, [zero], compress)
+
+
+def _load(share: Share, buffer: Pointer) -> Words:
+    """The lane's part of a block of codes."""
+    b = share.block
+    column = share.column.minimum(b.channels // CHANNELS - 1) * CHANNELS
+    out = []
+    for number in range(b.groups):
+        # Of a group that there is not, the last one's.
+        group = share.group(number).minimum(b.tokens // TOKENS - 1)
+        place = buffer.at(group * (TOKENS * b.channels), column)
+        out.append([place.at(i * b.channels).words(2) for i in range(TOKENS)])
+    return out
+
+
+def _clear(share: Share, buffer: Pointer) -> None:
+    """Zeros where `_load` has loaded."""
+    b, zeros = share.block, [lane.integer(0)] * 2
+    place = buffer.at(share.column * CHANNELS)
+    for number in range(b.groups):
+        here = place.at(share.group(number) * (TOKENS * b.channels))
+        with share.inside(number):
+            for i in range(TOKENS):
+                here.at(i * b.channels).store_words(zeros)

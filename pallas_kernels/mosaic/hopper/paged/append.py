@@ -1,0 +1,474 @@
+"""New tokens to pages of every format, for Hopper: rotated, encoded and stored in one launch.
+
+Roofline, turbo4, for 4 sequences of 4,096 tokens, 8 KV heads, head dim 128, bfloat16:
+  - bytes that must move: 2 sides * 131072 vectors * (256 read + 64 of codes + 2 of norm) = 84 MB,
+    at the 4.3 TB/s that a copy reaches on an H200 20 us, at an H100's 3.0 28 us.
+  - instructions of a lane for its 8 channels, about 330: 43 to unpack, square and sum, 88 of the
+    rotation, half of them shuffles, 140 to find codes, 60 for the norm and its place. 33.6 M
+    channels at 41 each: 47 us of all lanes, which is the floor. Shuffles alone, 32 lanes a cycle:
+    28 us.
+  Other formats are copies: 16 bits 134 MB, 31 us; 8 bits 101 MB, 23 us.
+  One token of 64 sequences moves 0.3 MB: a launch, and a chain of loads to find the place.
+Target: 70 us for the first, 35 and 27 us for the copies, 3 us for one token.
+
+A lane has eight channels, so that a vector of 128 bfloat16 is 16 lanes' loads of 16 bytes, and
+codes of any width fill whole bytes. Lanes of a warp work on 1 to 16 vectors. Several rounds of them
+are loaded before the first is computed.
+
+The bits are those of `turbojax.polar.encode` and `turbojax.state.pages.formats`: sums in the same
+order, squares whose sums do not depend on contraction, norms that comparisons decide.
+
+Versions, H200, jax 0.11.2, device time of the whole call, us; what there was before in brackets
+(codes by Triton, the rest by XLA, which also counted what was lost):
+                             64 x 1 token    1 x 8,192     4 x 4,096
+  turbo4, 1 round of a warp                   41.3          82.8
+          2 rounds            2.4 (5.0)       39.5 (53.5)   78.6 (110.3)
+          4 rounds                            44.3          86.7
+          8 rounds                            51.9         109.7
+  16 bits, 1 round                            14.5
+          2 to 8 rounds       2.0 (5.0)       13.4 (26.4)
+  k8v4                        3.2 (6.4)       26.3 (44.2)
+  fp8                         3.5 (5.2)        9.2 (31.0)
+  Of the last two 0.8 and 1.6 us were XLA's, which divided 1 by the scales; now it is done here.
+"""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Sequence
+
+import jax
+
+from pallas_kernels.layouts import Codec
+from pallas_kernels.mosaic import lane, lanes
+from pallas_kernels.mosaic.hopper.paged.rotation import hadamard
+from pallas_kernels.mosaic.lane import Bool, Float, Int, Pointer
+
+NAME = "turbojax_paged_append_hopper"
+CHANNELS = 8
+"""Of a lane."""
+
+_LANES = 32
+_WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4}
+_LARGEST_NORM, _NAN_NORM = 65504.0, 0x7E00
+# Sums of squares beyond which norms are 0 or no float16 whatever the codes are.
+_TINY, _HUGE = 2.0**-60, 2.0**40
+_SMALLEST_EXPONENT = (127 - 14) << 23  # of float16's normal numbers, as bits of float32
+_EXPONENT, _LOW_BITS = 0x7F800000, 0xFFF
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8:
+    """A vector over the pool's scale in 8 bits.
+
+    Attributes:
+      is_e5m2: else e4m3.
+    """
+
+    is_e5m2: bool
+
+    @property
+    def largest(self) -> float:
+        """The largest number; beyond it there is NaN."""
+        return 57344.0 if self.is_e5m2 else 448.0
+
+
+Stored = Codec | Float8 | None
+"""How a side is stored; None: as it is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is static in a call.
+
+    Attributes:
+      sides: how keys, and how values, are stored.
+      dtype: of the vectors, ``"bfloat16"``, ``"float16"`` or ``"float32"``.
+      vectors: of a side in this call, ``B * T * K``.
+      tokens: of a sequence in this call, `T`.
+      heads: `K`.
+      head_dim: `H`, a power of two from 16 to 256.
+      page_size: a power of two.
+      num_pages: `P`.
+      entries: of a sequence in the block tables.
+      rounds: how often a warp takes vectors.
+    """
+
+    sides: tuple[Stored, Stored]
+    dtype: str
+    vectors: int
+    tokens: int
+    heads: int
+    head_dim: int
+    page_size: int
+    num_pages: int
+    entries: int
+    rounds: int
+
+    @property
+    def lanes(self) -> int:
+        """Of a vector."""
+        return self.head_dim // CHANNELS
+
+    @property
+    def together(self) -> int:
+        """Vectors that a warp takes at a time."""
+        return _LANES // self.lanes
+
+    @property
+    def programs(self) -> int:
+        """For all vectors of a side."""
+        return -(-self.vectors // (lanes.WARPS * self.rounds * self.together))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Side:
+    """One side's arrays.
+
+    Attributes:
+      vectors: ``[vectors, H]``.
+      data: ``[P, K, page_size, W]``.
+      norms: float16 ``[P, K, page_size]`` of codes.
+      scale: float32 ``[]``, of 8-bit floats.
+    """
+
+    vectors: Pointer
+    data: Pointer
+    norms: Pointer | None
+    scale: Pointer | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Arrays:
+    """A call's.
+
+    Attributes:
+      tables: int32 ``[B, entries]``.
+      lengths: int32 ``[B]``, tokens held before.
+      new_lengths: int32 ``[B]``.
+      signs: float32 ``[H]``, the rotation's, if there are codes.
+      sides: keys and values.
+      lost: int32 ``[]``.
+    """
+
+    tables: Pointer
+    lengths: Pointer
+    new_lengths: Pointer
+    signs: Pointer | None
+    sides: tuple[Side, ...]
+    lost: Pointer
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Place:
+    """Where a vector goes.
+
+    Attributes:
+      index: among the pool's vectors.
+      kept: whether it goes there.
+      lost: whether it should be stored and has no place.
+      promised: tokens that the call does not have, counted at one vector of each sequence.
+    """
+
+    index: Int
+    kept: Bool
+    lost: Bool
+    promised: Int
+
+
+def append(
+    vectors: tuple[jax.Array, jax.Array],
+    signs: jax.Array | None,
+    scales: tuple[jax.Array | None, jax.Array | None],
+    block_tables: jax.Array,
+    lengths: jax.Array,
+    new_lengths: jax.Array,
+    data: tuple[jax.Array, jax.Array],
+    norms: tuple[jax.Array | None, jax.Array | None],
+    lost: jax.Array,
+    s: Settings,
+) -> tuple[list[jax.Array], list[jax.Array | None], jax.Array]:
+    """Stores tokens; those without a page in the pool are counted.
+
+    Args:
+      vectors: of keys and values, ``[B * T * K, H]``.
+      signs: float32 ``[H]``, if there are codes.
+      scales: float32 ``[1]`` of each side, None where it has none.
+      block_tables: int32 ``[B, entries]``.
+      lengths: int32 ``[B]``, tokens held before.
+      new_lengths: int32 ``[B]``, how many of the `T` tokens are stored, the first ones.
+      data: the pool's, ``[P, K, page_size, W]``.
+      norms: float16 ``[P, K, page_size]``, None where there are none.
+      lost: int32 ``[1]``.
+      s: settings.
+
+    Returns:
+      Data, norms and `lost`, in their own memory where they were donated.
+    """
+    optional = (signs, *scales)
+    inputs = [block_tables, lengths, new_lengths, *vectors, *_there(optional)]
+    arrays = [*data, *_there(norms), lost]
+    given = tuple(x is not None for x in (*optional, *norms))
+
+    def body(pointers: list[Pointer], ids: list[Int]) -> None:
+        _program(_arrays(pointers, given), ids[0], ids[1], s)
+
+    grid = {"tile": s.programs, "side": 2}
+    written = lanes.update(body, NAME, inputs, arrays, grid=grid, warpgroups=1)
+    rest = iter(written[2:-1])
+    new_norms = [next(rest) if x is not None else None for x in norms]
+    return written[:2], new_norms, written[-1]
+
+
+def _there(arrays: Sequence[jax.Array | None]) -> list[jax.Array]:
+    return [x for x in arrays if x is not None]
+
+
+def _arrays(pointers: list[Pointer], given: tuple[bool, ...]) -> Arrays:
+    """Pointers by name, in the order of `append`: what is optional may be missing."""
+    tables, lengths, new_lengths, key, value, *rest = pointers
+    others = iter(rest)
+    signs, key_scale, value_scale = (next(others) if g else None for g in given[:3])
+    key_data, value_data = next(others), next(others)
+    key_norms, value_norms = (next(others) if g else None for g in given[3:])
+    sides = (
+        Side(key, key_data, key_norms, key_scale),
+        Side(value, value_data, value_norms, value_scale),
+    )
+    return Arrays(tables, lengths, new_lengths, signs, sides, next(others))
+
+
+def _program(a: Arrays, tile: Int, side: Int, s: Settings) -> None:
+    thread = lane.thread()
+    warp = tile * lanes.WARPS + (thread >> 5)
+    for i in range(2):
+        with lane.when(side.equals(i)):
+            write(a, i, warp, thread & (_LANES - 1), s)
+
+
+def write(a: Arrays, side: int, warp: Int, number: Int, s: Settings) -> None:
+    """Vectors of a warp: all rounds are read, then each is encoded and stored.
+
+    Args:
+      a: arrays.
+      side: 0 for keys, 1 for values.
+      warp: number among all warps of the side.
+      number: of the lane.
+      s: settings.
+    """
+    of_side, place = a.sides[side], number % s.lanes
+    first = warp * (s.rounds * s.together) + number // s.lanes
+    rows = [first + i * s.together for i in range(s.rounds)]
+    loaded = [_load(of_side.vectors, row, place, s) for row in rows]
+    places = [find(a, row, s) for row in rows]
+    store = _writer(a, side, place, s)
+    for words, at in zip(loaded, places, strict=True):
+        store(words, at)
+        if side == 0:
+            _count(a.lost, at, place)
+
+
+def _load(vectors: Pointer, row: Int, place: Int, s: Settings) -> list[Int]:
+    """A lane's channels as they are; of the last vector past the end."""
+    width = _WIDTH[s.dtype]
+    start = vectors.times(row.minimum(s.vectors - 1), s.head_dim * width)
+    return start.at(place * (CHANNELS * width)).words(CHANNELS * width // 4)
+
+
+def find(a: Arrays, row: Int, s: Settings) -> Place:
+    """The place of vector `row` of a side, the same as `turbojax.state.pages.writing` finds."""
+    is_vector = row < s.vectors
+    row = row.minimum(s.vectors - 1)
+    token = row // s.heads
+    head = row - token * s.heads
+    sequence = token // s.tokens
+    within = token - sequence * s.tokens
+    # Where int32 overflows this wraps around to a negative number, which is out of range.
+    position = a.lengths.at(sequence << 2).word() + within
+    entry = position >> (s.page_size.bit_length() - 1)
+    table = a.tables.times(sequence, 4 * s.entries)
+    page = table.at(entry.minimum(s.entries - 1).maximum(0) << 2).word()
+    has_entry = (position >= 0) & (entry < s.entries)
+    has_page = has_entry & (page >= 0) & (page < s.num_pages)
+    count = a.new_lengths.at(sequence << 2).word()
+    wanted = is_vector & (within < count)
+    is_first = is_vector & head.equals(0)
+    promised = (is_first & within.equals(0)).where((count - s.tokens).maximum(0), 0)
+    slot = position & (s.page_size - 1)
+    index = (page * s.heads + head) * s.page_size + slot
+    return Place(index, wanted & has_page, wanted & ~has_page & is_first, promised)
+
+
+def _count(lost: Pointer, at: Place, place: Int) -> None:
+    """Adds tokens that have no place, by one lane of one vector of each."""
+    number = at.promised + at.lost.where(lane.integer(1), 0)
+    with lane.when(place.equals(0) & (number > 0)):
+        lost.add(number)
+
+
+def _writer(a: Arrays, side: int, place: Int, s: Settings) -> "functools.partial[None]":
+    """What encodes and stores one round of vectors."""
+    of_side, stored = a.sides[side], s.sides[side]
+    if stored is None:
+        return functools.partial(_store_plain, of_side, place, s)
+    if isinstance(stored, Float8):
+        assert of_side.scale is not None
+        # The instruction that XLA takes: the same bits.
+        inverse = lane.divide(lane.number(1.0), of_side.scale.float())
+        return functools.partial(_store_float8, of_side, inverse, stored, place, s)
+    assert a.signs is not None
+    words = a.signs.at(place * (4 * CHANNELS)).words(CHANNELS)
+    signs = [w.as_float() for w in words]
+    return functools.partial(_store_codes, of_side, signs, stored, place, s)
+
+
+# Formats -----------------------------------------------------------------------------------------
+
+
+def _store_plain(to: Side, place: Int, s: Settings, words: list[Int], at: Place) -> None:
+    width = CHANNELS * _WIDTH[s.dtype]
+    with lane.when(at.kept):
+        data = to.data.times(at.index, width * s.lanes).at(place * width)
+        for i in range(0, len(words), 4):
+            data.at(4 * i).store_words(words[i : i + 4])
+
+
+def _store_float8(
+    to: Side, inverse: Float, kind: Float8, place: Int, s: Settings, words: list[Int], at: Place
+) -> None:
+    """Over the scale, rounded to nearest; NaN where it does not fit."""
+    x = [v * inverse for v in _numbers(words, s.dtype)]
+    limit = lane.number(kind.largest)
+    x = [(limit >= lane.absolute(v)).where(v, float("nan")) for v in x]
+    pack = lane.pack_e5m2 if kind.is_e5m2 else lane.pack_e4m3
+    with lane.when(at.kept):
+        data = to.data.times(at.index, s.head_dim).at(place * CHANNELS)
+        data.store_words([pack(x[:4]), pack(x[4:])])
+
+
+def _store_codes(
+    to: Side,
+    signs: list[Float],
+    codec: Codec,
+    place: Int,
+    s: Settings,
+    words: list[Int],
+    at: Place,
+) -> None:
+    """Codes of rotated coordinates, and the norm."""
+    assert to.norms is not None
+    codes, norm = encode(_numbers(words, s.dtype), signs, codec, place, s)
+    with lane.when(at.kept):
+        data = to.data.times(at.index, s.head_dim * codec.bits // 8)
+        if codec.bits == 4:
+            data.at(place << 2).store(lane.total([c << 4 * i for i, c in enumerate(codes)]))
+        else:
+            low = lane.total([(c & 3) << 2 * i for i, c in enumerate(codes)])
+            data.at(place << 1).store_low(low, 16)
+        if codec.bits == 3:
+            high = lane.total([c >> 2 << _high_place(i) for i, c in enumerate(codes)])
+            data.at(place, s.head_dim // 4).store_low(high, 8)
+    with lane.when(at.kept & place.equals(0)):
+        to.norms.times(at.index, 2).store_low(norm, 16)
+
+
+def _high_place(i: int) -> int:
+    """Where the highest of 3 bits goes, see `turbojax.polar.pack`."""
+    p, j = divmod(i, 4)
+    return 4 * (j // 2) + 2 * p + j % 2
+
+
+def _numbers(words: list[Int], dtype: str) -> list[Float]:
+    if dtype == "float32":
+        return [w.as_float() for w in words]
+    return [x for w in words for x in lane.half.unpack(w, dtype)]
+
+
+# Codes: the arithmetic of `turbojax.polar.codec` --------------------------------------------------
+
+
+def encode(
+    x: list[Float], signs: list[Float], codec: Codec, place: Int, s: Settings
+) -> tuple[list[Int], Int]:
+    """Codes of a lane's channels, and the bits of the vector's float16 norm."""
+    squares = _total([_square(v) if s.dtype == "float32" else v * v for v in x], place, s.lanes)
+    is_tiny, is_bounded = squares < _TINY, lane.number(_HUGE) >= squares
+    squares = (is_bounded & ~is_tiny).where(squares, 1.0)
+    norm = is_tiny.where(0.0, lane.root(squares))
+    # Of float32 that are not negative, bits are in the order of the numbers.
+    thresholds = [(norm * t).as_int() for t in codec.thresholds]
+    rotated = hadamard([v * f for v, f in zip(x, signs, strict=True)], place, s.lanes)
+    found = [_nearest(v, thresholds, codec) for v in rotated]
+    distances = [1 << i for i in range(s.lanes.bit_length() - 1)]
+    parts = lane.total([part for _, part in found])
+    chosen = lane.reduce_lanes(parts, operator.add, distances)
+    corrected = _corrected(squares, chosen.to_float() * codec.unit)
+    corrected = is_tiny.where(0.0, corrected)
+    is_valid = is_bounded & (lane.number(_LARGEST_NORM) >= corrected)
+    bits = lane.half.pack(corrected, lane.number(0.0)) & 0xFFFF
+    return [is_bounded.where(code, 0) for code, _ in found], is_valid.where(bits, _NAN_NORM)
+
+
+def _square(x: Float) -> Float:
+    """Of a float32, to the same bits whether or not products are fused with additions."""
+    high = (x.as_int() & ~_LOW_BITS).as_float()
+    low = x - high
+    return high * high + ((high + high) * low + low * low)
+
+
+def _total(x: list[Float], place: Int, count: int) -> Float:
+    """The sum over a vector's channels, the upper half added to the lower one until one is left.
+
+    Lanes that are half of a vector apart come first. Of what both have, each then goes on with a
+    half: a sum is that of the other lane's numbers too, whichever is added to which.
+    """
+    shared = []
+    distance = count // 2
+    while distance:
+        if len(x) > 1:
+            half = len(x) // 2
+            is_upper = (place & distance) > 0
+            pairs = list(zip(x[:half], x[half:], strict=True))
+            own = [is_upper.where(b, a) for a, b in pairs]
+            given = [is_upper.where(a, b) for a, b in pairs]
+            x = [a + lane.partner(b, distance) for a, b in zip(own, given, strict=True)]
+            shared.append(distance)
+        else:
+            x = [v + lane.partner(v, distance) for v in x]
+        distance //= 2
+    for distance in shared:
+        x = [v + lane.partner(v, distance) for v in x]
+    while len(x) > 1:
+        half = len(x) // 2
+        x = [a + b for a, b in zip(x[:half], x[half:], strict=True)]
+    return x[0]
+
+
+def _nearest(x: Float, thresholds: list[Int], codec: Codec) -> tuple[Int, Int]:
+    """The code of a coordinate, and its level's square."""
+    # Ties go up: the magnitude of a negative number must exceed a threshold. That of -0 need not.
+    negative = (x < 0.0).where(lane.integer(-1), 0)
+    size = (x.as_int() & 0x7FFFFFFF) + negative
+    half = 2 ** (codec.bits - 1)
+    entries = [2 * half * square + half + i for i, square in enumerate(codec.squares)]
+    chosen = lane.integer(entries[0])
+    for threshold, entry in zip(thresholds, entries[1:], strict=True):
+        chosen = (size >= threshold).where(entry, chosen)
+    # half + i, or half - 1 - i.
+    return (chosen ^ negative) & (2 * half - 1), chosen >> codec.bits
+
+
+def _corrected(squares: Float, levels: Float) -> Float:
+    """The root of ``squares / levels`` rounded to float16, still float32; more if too large.
+
+    What is approximate is decided by a comparison, see `turbojax.polar.codec`.
+    """
+    guess = lane.root(lane.divide(squares, levels))
+    exponent = (guess.as_int() & _EXPONENT).maximum(_SMALLEST_EXPONENT) - (10 << 23)
+    quantum = exponent.as_float()
+    inverse = (lane.integer(254 << 23) - exponent).as_float()
+    whole = lane.floor(guess * inverse)
+    middle = (whole + 0.5) * quantum
+    up = (squares >= middle * middle * levels).where(lane.number(1.0), 0.0)
+    too_large = squares > levels * _LARGEST_NORM**2
+    return too_large.where(float("inf"), (whole + up) * quantum)

@@ -1,0 +1,1 @@
+"""Attention of many queries to pages, for Hopper: prompts chunk by chunk."""

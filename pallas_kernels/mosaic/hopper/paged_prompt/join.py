@@ -1,0 +1,126 @@
+"""Results of a row's parts become one, for prompts in small chunks on Hopper.
+
+Roofline, for 64 queries of 32 heads with 32,768 tokens in parts of 2,048: 2,048 rows of 16 parts,
+17 MB in float32, 4 us at 4.3 TB/s. Operations do not count.
+
+Parts are added in order, so that a row's bits do not depend on how many there might be: those that
+a row's tile does not see were not written, and are not read. A thread has eight channels of a row.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.layouts import LOG2_E
+from pallas_kernels.mosaic import lane, lanes
+from pallas_kernels.mosaic.hopper.paged_prompt.tiles import Settings
+from pallas_kernels.mosaic.lane import Float, Int, Pointer
+from pallas_kernels.mosaic.ring import ROWS, WARPGROUPS
+
+_THREADS, _TOGETHER = 128, 8
+
+
+def _body(
+    arrays: list[Pointer],
+    ids: list[Int],
+    *,
+    rows: tuple[int, ...],
+    shape: tuple[int, ...],
+    dtype: str,
+    s: Settings,
+) -> None:
+    """Some rows, in the order of the kernel that found the parts."""
+    lengths, query_lengths, found, found_lse, out, out_lse = arrays
+    (batch, sets, per_set), (_, tokens, heads, head_dim) = rows, shape
+    per_row = head_dim // _TOGETHER
+    thread = ids[0] * _THREADS + (lane.special("tid.x") & (_THREADS - 1))
+    row, piece = thread // per_row, thread % per_row
+    together = heads // sets
+    tile, within = row % per_set // (WARPGROUPS * ROWS), row % (WARPGROUPS * ROWS)
+    b, which = row // (sets * per_set), row // per_set % sets
+    each = ROWS // together
+    first = tile * (WARPGROUPS * each)
+    t = first + within // ROWS * each + within % each
+    head = which * together + within % ROWS // each
+    held, real = (x.at(b * 4).word() for x in (lengths, query_lengths))
+    begin = held - real
+    # The tile's parts: its last query sees most.
+    end = begin + (first + WARPGROUPS * each).minimum(real)
+    start = lane.integer(0)
+    if s.window is not None:
+        start = (begin + first - s.window).maximum(0)
+    is_seen = (first < real) & (held >= 0) & (end > 0)
+    start, end = start // s.part, (end.maximum(0) + (s.part - 1)) // s.part
+    start, end = is_seen.where(start, 0), is_seen.where(end, 0)
+    size = batch * sets * per_set
+
+    def lse_of(i: Int) -> Float:
+        return found_lse.times(i * size + row, 4).float()
+
+    def largest(i: Int, top: list[Float]) -> list[Float]:
+        return [top[0].maximum(lse_of(i))]
+
+    [top] = lane.loop(start, end, 1, [lane.number(float("-inf"))], largest)
+    shift = top.equals(float("-inf")).where(0.0, top)
+
+    def add(i: Int, state: list[Float]) -> list[Float]:
+        weight = lane.exp2((lse_of(i) - shift) * LOG2_E)
+        at = found.times(i * size + row, 4 * head_dim).at(piece * (4 * _TOGETHER))
+        words = [w.as_float() for w in at.words(_TOGETHER)]
+        sums = [x.fma(weight, total) for x, total in zip(words, state[1:], strict=True)]
+        return [state[0] + weight, *sums]
+
+    zero = lane.number(0.0)
+    total, *sums = lane.loop(start, end, 1, [zero] * (1 + _TOGETHER), add)
+    nothing = total.equals(0.0)
+    share = nothing.where(0.0, lane.reciprocal(nothing.where(1.0, total)))
+    lse = nothing.where(float("-inf"), shift + lane.log2_of_any(total) * (1 / LOG2_E))
+    broken = (held < 0).where(lane.number(float("nan")), 0.0)
+    words = [v * share + broken for v in sums]
+    target = (b * tokens + t) * heads + head
+    with lane.when((row < size) & (t < tokens)):
+        packed = [lane.half.pack(*words[i : i + 2], dtype) for i in range(0, _TOGETHER, 2)]
+        out.times(target, 2 * head_dim).at(piece * (2 * _TOGETHER)).store_words(packed)
+        with lane.when(piece.equals(0)):
+            out_lse.times(target, 4).store(lse + broken)
+
+
+def join(
+    found: jax.Array,
+    found_lse: jax.Array,
+    lengths: jax.Array,
+    query_lengths: jax.Array,
+    shape: tuple[int, ...],
+    dtype: Any,
+    settings: Settings,
+) -> tuple[jax.Array, jax.Array]:
+    """Joins the parts of each row.
+
+    Args:
+      found: float32 ``[parts, B, sets, R, H]``, normalized, as `kernel.attention` finds them.
+      found_lse: float32 ``[parts, B, sets, R]``, their log-sum-exps.
+      lengths: int32 ``[B]``, as `kernel.attention` takes them.
+      query_lengths: int32 ``[B]``.
+      shape: of the result, ``[B, T, N, H]``.
+      dtype: of the result, bfloat16 or float16.
+      settings: of the call.
+
+    Returns:
+      ``[B, T, N, H]`` and the log-sum-exps ``[B, T, N]``.
+    """
+    rows, head_dim = found_lse.shape[1:], shape[3]
+    name = jnp.dtype(dtype).name
+    body = functools.partial(_body, rows=rows, shape=shape, dtype=name, s=settings)
+    threads = rows[0] * rows[1] * rows[2] * (head_dim // _TOGETHER)
+    out, lse = lanes.launch(
+        body,
+        "turbojax_paged_join_hopper",
+        [lengths, query_lengths, found, found_lse],
+        [jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[:3], jnp.float32)],
+        grid={"rows": pl.cdiv(threads, _THREADS)},
+        warpgroups=1,
+    )
+    return out, lse

@@ -1,0 +1,480 @@
+"""Attention of many queries to pages of 16-bit keys and values, or of e4m3, for Hopper.
+
+Roofline, for one sequence, 32 query heads, 8 KV heads, head dim 128, H200:
+  - a prompt of 8,192 tokens: 2 * 32 * 8192**2 * 128 = 0.55 T operations, at the 989 T/s of the
+    16-bit matrix units 0.56 ms; a copy takes 60 us for queries, output, keys and values.
+  - a chunk of 1,024 tokens after 31,744 others: 4 * 32 * 1024 * 32256 * 128 = 0.54 T operations;
+    keys and values are 134 MB, 31 us at 4.3 TB/s, if all tiles of queries read them from the cache
+    at about the same time.
+  - in e4m3 half the time for operations. Values must have the tokens of a channel side by side,
+    which pages have not: `turn` makes such tiles of them before, once a call, in 4 % of the time of
+    1,024 queries. (Converted to 16 bits they could be multiplied as they are: 0.75 of the time in
+    16 bits, not 0.5.)
+Arithmetic is the floor. Target: 0.9 of cuDNN's dense causal attention on bfloat16, 585 T/s, in e4m3
+1.2, 780 T/s.
+
+A program takes tiles of 128 query rows of one KV head in turn: up to eight heads of its group, as
+many as a power of two divides it by, with 16 to 128 tokens side by side, so that a tile of keys is
+read once for all of them and few rows see a part of it alone. One warpgroup copies: it reads the
+block table and puts pages together to tiles of 128 tokens (64 of 256 channels); two attend with 64
+rows each and take turns at the matrix units, as in `pooled.forward`.
+
+Tiles of keys are at fixed positions, they are added up in order, and hidden ones change nothing: a
+query's bits depend on its own position and on what the sequence holds alone.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.layouts import LOG2_E, Ref
+from pallas_kernels.mosaic import ring
+from pallas_kernels.mosaic.hopper.paged_prompt import join, lost
+from pallas_kernels.mosaic.hopper.paged_prompt.products import Eight, Sixteen, along
+from pallas_kernels.mosaic.hopper.paged_prompt.tiles import (
+    Inputs,
+    Settings,
+    Span,
+    Work,
+    count,
+    count_parts,
+    query_slots,
+    tile_tokens,
+    together,
+)
+from pallas_kernels.mosaic.ring import COLUMN, ROW, ROWS, WARPGROUPS
+
+__all__ = ["Settings", "attention"]
+
+_MATRIX = plgpu.Layout.WGMMA
+# Bytes of a row of the output that are stored at once.
+_WIDTH = 128
+
+
+class _Memory(NamedTuple):
+    """Shared memory, and the barriers of its slots."""
+
+    q: Ref
+    k: Ref
+    v: Ref
+    lost: Ref
+    out: Ref
+    lse: Ref
+    q_ready: Ref
+    k_ready: Ref
+    v_ready: Ref
+    v_here: Ref
+    q_free: Ref
+    k_free: Ref
+    v_free: Ref
+    turn: Ref
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the next tile's operands are copied, and attended to, while this one ends."""
+        return self.q.shape[0] > WARPGROUPS
+
+    def turns(self) -> None:
+        """Lets the other warpgroup go on, and waits for it to do so."""
+        plgpu.barrier_arrive(self.turn)
+        plgpu.barrier_wait(self.turn)
+
+
+def _full(x: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
+    return plgpu.layout_cast(jnp.full(shape, x, jnp.float32), layout)
+
+
+# What copies --------------------------------------------------------------------------------------
+
+
+def _copy_queries(work: Work, place: jax.Array, x: Inputs, y: _Memory) -> None:
+    """Copies a tile's queries, head by head, as room comes free."""
+    each = work.tokens // WARPGROUPS
+    for i in range(WARPGROUPS):
+        at = place * WARPGROUPS + i
+        plgpu.barrier_wait(y.q_free.at[at])
+        tokens = pl.ds(work.first + i * each, each)
+        for g in range(work.together):
+            source = x.q.at[work.b, tokens, work.head + g]
+            plgpu.copy_gmem_to_smem(source, y.q.at[at, pl.ds(g * each, each)], y.q_ready.at[at])
+
+
+def pieces(page_size: int, tile: int) -> int:
+    """Copies that make up a tile."""
+    return max(1, tile // page_size)
+
+
+def _pages(work: Work, j: jax.Array, x: Inputs, tile: int) -> list[jax.Array]:
+    """Pages of a tile's pieces: those past the end are none of the pool's, and give zeros."""
+    pool, _, page_size, _ = x.k.shape
+    found = []
+    for i in range(pieces(page_size, tile)):
+        first = j * tile + i * min(page_size, tile)
+        entry = lax.div(first, jnp.int32(page_size))
+        page = x.tables[work.b, jnp.minimum(entry, x.tables.shape[1] - 1)]
+        found.append(jnp.where(first < work.length, page, pool))
+    return found
+
+
+def _copy_tile(
+    pages: list[jax.Array], work: Work, j: jax.Array, source: Ref, target: Ref, barrier: Ref
+) -> None:
+    tile, page_size = target.shape[0], source.shape[2]
+    size = min(page_size, tile)
+    within = lax.rem(j * tile, jnp.int32(page_size)) if page_size > tile else 0
+    for i, page in enumerate(pages):
+        piece = source.at[page, work.h, pl.ds(within, size)]
+        plgpu.copy_gmem_to_smem(piece, target.at[pl.ds(i * size, size)], barrier)
+
+
+def _copy_keys(work: Work, slot: jax.Array, x: Inputs, y: _Memory, s: Settings) -> jax.Array:
+    """Copies a tile's keys and values, as room comes free; the next slot."""
+    tile = y.k.shape[1]
+    arrivals = pieces(x.k.shape[2], tile) + 1
+
+    def turned(j: jax.Array, slot: jax.Array) -> jax.Array:
+        pages = _pages(work, j, x, tile)
+        plgpu.barrier_wait(y.k_free.at[slot])
+        _copy_tile(pages, work, j, x.k, y.k.at[slot], y.k_ready.at[slot])
+        plgpu.barrier_wait(y.v_free.at[slot])
+        source = x.v.at[work.turned(j, x), work.h]
+        plgpu.copy_gmem_to_smem(source, y.v.at[slot], y.v_ready.at[slot])
+        return ring.next_slot(slot, s.stages)
+
+    if x.is_turned:
+        return lax.fori_loop(work.tiles.begin, work.tiles.end, turned, slot)
+
+    def step(j: jax.Array, slot: jax.Array, is_edge: bool) -> jax.Array:
+        pages = _pages(work, j, x, tile)
+        plgpu.barrier_wait(y.k_free.at[slot])
+        _copy_tile(pages, work, j, x.k, y.k.at[slot], y.k_ready.at[slot])
+        plgpu.barrier_wait(y.v_free.at[slot])
+        ready = y.v_ready.at[slot]
+        if not is_edge:
+            _copy_tile(pages, work, j, x.v, y.v.at[slot], ready)
+            plgpu.barrier_arrive(ready)
+            return ring.next_slot(slot, s.stages)
+        _copy_tile(pages, work, j, x.v, y.v.at[slot], y.v_here)
+        plgpu.barrier_wait(y.v_here)
+        lost.clean(y.v.at[slot], y.lost.at[slot], work.length - j * tile)
+        plgpu.commit_smem()
+        for _ in range(arrivals):
+            plgpu.barrier_arrive(ready)
+        return ring.next_slot(slot, s.stages)
+
+    return _over_tiles(work.tiles, step, slot, s)
+
+
+def _over_tiles(tiles: Span, step: Any, carry: Any, s: Settings) -> Any:
+    """``step(j, carry, is_edge)`` of each tile of keys in order."""
+    edge, plain = (functools.partial(step, is_edge=x) for x in (True, False))
+    if s.window is not None:
+        carry = lax.fori_loop(tiles.begin, tiles.inner, edge, carry)
+    carry = lax.fori_loop(tiles.inner, tiles.outer, plain, carry)
+    return lax.fori_loop(tiles.outer, tiles.end, edge, carry)
+
+
+# What attends -------------------------------------------------------------------------------------
+
+
+def _weights(
+    x: jax.Array,
+    m: jax.Array,
+    seen: jax.Array | None,
+    factor: jax.Array,
+    extra: float,
+    s: Settings,
+) -> tuple[jax.Array, ...]:
+    """Of the products `x`: weights, the maxima, and what the sums before are multiplied by.
+
+    Scores are in powers of two: `factor` (of all, or of each row) takes products there, or with a
+    cap to the argument of ``1 - 2 / (2**x + 1)``, the hyperbolic tangent. Weights are ``2**extra``
+    at most.
+    """
+
+    def scaled(x: jax.Array) -> jax.Array:
+        return x * (along(factor, x.shape, 0) if factor.ndim and x.ndim > 1 else factor)
+
+    if s.soft_cap is not None:
+        # Absolute errors are what counts: they are multiplied by the cap.
+        x = (1.0 - 2.0 / (jnp.exp2(scaled(x)) + 1.0)) * (s.soft_cap * LOG2_E)
+        factor = jnp.float32(1.0)
+    if seen is not None:
+        x = jnp.where(seen, x, -jnp.inf)
+    top = jnp.maximum(m, scaled(jnp.max(x, axis=1)))
+    # 0 in rows where nothing was visible yet.
+    shift = jnp.where(top == -jnp.inf, 0.0, top)
+    alpha = jnp.exp2(m - shift)
+    return jnp.exp2(scaled(x) - along(shift - extra, x.shape, 0)), top, alpha
+
+
+def _attend(
+    q: Ref, slot: jax.Array, work: Work, me: jax.Array, x: Inputs, y: _Memory, s: Settings
+) -> tuple[jax.Array, ...]:
+    """A warpgroup's rows over all tiles.
+
+    Returns:
+      unnormalized outputs, maxima, sums, the power of two that is in both, and the slot after.
+    """
+    tile, head_dim = y.k.shape[1:]
+    shape, end = (ROWS, tile), work.tiles.end
+    products = (Eight.of if x.is_turned else Sixteen)(q, y.k, y.v)
+    factor = x.factors[0]
+    if products.query_factor is not None:
+        factor = products.query_factor * factor
+
+    def wait_for_key(j: jax.Array, slot: jax.Array) -> None:
+        @pl.when(j < end)
+        def _() -> None:
+            plgpu.barrier_wait(y.k_ready.at[slot])
+
+    def seen_of(j: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """The last token of tile `j` that each row sees, and the first one."""
+        last = work.token_of(me) + (work.begin - j * tile)
+        return last, None if s.window is None else last - s.window
+
+    def lost_of(j: jax.Array, slot: jax.Array) -> list[jax.Array]:
+        words = range(tile // lost.BITS)
+        if x.lost is None:
+            return [y.lost[slot, i] for i in words]
+        return [x.lost[work.turned(j, x), work.h, i] for i in words]
+
+    def step(j: jax.Array, carry: tuple[jax.Array, ...], is_edge: bool) -> tuple[jax.Array, ...]:
+        o, m, l, slot = carry
+        following = ring.next_slot(slot, s.stages)
+        found = products.scores(slot, y.turns)
+        plgpu.barrier_arrive(y.k_free.at[slot])
+        seen = None
+        if is_edge:
+            last, first = seen_of(j)
+            key = along(plgpu.broadcasted_iota(jnp.int32, (tile,), 0, layout=COLUMN), shape, 1)
+            seen = key <= along(last, shape, 0)
+            if first is not None:
+                seen = seen & (key >= along(first, shape, 0))
+        p, m, alpha = _weights(found, m, seen, factor, products.shift, s)
+        l = l * alpha + jnp.sum(p, axis=1)
+        o, p = products.prepare(o, p, alpha)
+        o, l, m, p = lax.optimization_barrier((o, l, m, p))
+        plgpu.barrier_arrive(y.turn)
+        plgpu.barrier_wait(y.v_ready.at[slot])
+        plgpu.barrier_wait(y.turn)
+        o = products.add(o, p, alpha, slot, lambda: wait_for_key(j + 1, following))
+        if is_edge:
+            last, first = seen_of(j)
+            first = jnp.zeros_like(last) if first is None else first
+            o = lost.spoil(o, lost_of(j, slot), first, last)
+        plgpu.barrier_arrive(y.v_free.at[slot])
+        return o, m, l, following
+
+    o = _full(0.0, (ROWS, head_dim), _MATRIX)
+    carry = (o, _full(-jnp.inf, (ROWS,), ROW), _full(0.0, (ROWS,), ROW), slot)
+    wait_for_key(work.tiles.begin, slot)
+    _keep_apart(me == 1, y, is_always=False)
+    if y.is_ahead:
+        # Who sees nothing takes its turns, too: the second warpgroup could not end the tile before
+        # if the first one waited for what is only copied then.
+        @pl.when(work.tiles.begin >= end)
+        def _() -> None:
+            y.turns()
+            y.turns()
+
+    o, m, l, slot = _over_tiles(work.tiles, step, carry, s)
+    _keep_apart(me == 0, y, is_always=False)
+    return o, m, l, products.shift, slot
+
+
+def _keep_apart(is_this: jax.Array, y: _Memory, *, is_always: bool) -> None:
+    """The second warpgroup's turn before its first one, or the first one's after its last one.
+
+    So that the second is half a step behind: always, or only within a tile of queries, where the
+    one that copies waits for both before it goes on to the next.
+    """
+    if y.is_ahead == is_always:
+        pl.when(is_this)(y.turns)
+
+
+def _store(
+    work: Work,
+    me: jax.Array,
+    found: tuple[jax.Array, ...],
+    x: Inputs,
+    y: _Memory,
+    results: Any,
+) -> None:
+    """Normalizes and stores: 0 and ``-inf`` in rows that saw nothing, NaN where all is broken.
+
+    A part's results go row by row as they are here, others where `attention` returns them.
+    """
+    o, m, l, shift = found
+    out_ref, lse_ref = results
+    nothing = (work.token_of(me) >= work.real) | (l == 0)
+    # A constant plus a scalar is a row array that loops can carry.
+    broken = jnp.where(work.is_broken, jnp.nan, 0.0)
+    share = jnp.where(nothing, 0.0, x.factors[1] / l) + broken
+    lse = jnp.where(nothing, -jnp.inf, (m - shift) * (1 / LOG2_E) + jnp.log(l)) + broken
+    o = jnp.where(along(nothing, o.shape, 0), 0.0, o) * along(share, o.shape, 0)
+    each = work.tokens // WARPGROUPS
+    tokens = pl.ds(work.first + me * each, each)
+    width, is_part = y.out.shape[-1], len(out_ref.shape) == 5
+    rows = pl.ds((work.place * WARPGROUPS + me) * ROWS, ROWS)
+    at = (work.b, work.set)
+    for first in range(0, o.shape[1], width):
+        # What was stored last must have left: as late as can be.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        channels = pl.ds(first, width)
+        y.out[me] = o[:, first : first + width].astype(y.out.dtype)
+        if first == 0:
+            y.lse[me] = lse
+        plgpu.commit_smem()
+        if first == 0:
+            target = lse_ref.at[(work.part, *at, rows) if is_part else (*at, rows)]
+            plgpu.copy_smem_to_gmem(y.lse.at[me], target)
+        if is_part:
+            target = out_ref.at[work.part, work.b, work.set, rows, channels]
+            plgpu.copy_smem_to_gmem(y.out.at[me], target)
+            continue
+        for g in range(work.together):
+            target = out_ref.at[work.b, tokens, work.head + g, channels]
+            plgpu.copy_smem_to_gmem(y.out.at[me, pl.ds(g * each, each)], target)
+
+
+def _kernel(*refs: Ref, s: Settings, total: int) -> None:
+    """One persistent program, which takes every `s.programs`-th tile of query rows."""
+    *inputs, out_ref, lse_ref = refs
+    x, me = Inputs(*inputs), lax.axis_index("warpgroup")
+    share = ring.Share(total, turns=True)
+
+    def body(**memory: Ref) -> None:
+        y = _Memory(**memory)
+
+        slots = query_slots(x.q.shape[3])
+
+        def consume(i: jax.Array, slot: jax.Array) -> jax.Array:
+            work, at = Work(share.number(i), x, s), lax.rem(i, jnp.int32(slots)) * WARPGROUPS + me
+            plgpu.barrier_wait(y.q_ready.at[at])
+            *found, slot = _attend(y.q.at[at], slot, work, me, x, y, s)
+            plgpu.barrier_arrive(y.q_free.at[at])
+            store = functools.partial(_store, work, me, tuple(found), x, y, (out_ref, lse_ref))
+            if s.part is None:
+                store()
+            else:
+                pl.when(work.tiles.begin < work.tiles.end)(store)
+            return slot
+
+        def produce(i: jax.Array, slot: jax.Array) -> jax.Array:
+            work = Work(share.number(i), x, s)
+            _copy_queries(work, lax.rem(i, jnp.int32(slots)), x, y)
+            return _copy_keys(work, slot, x, y, s)
+
+        def start_to_consume() -> None:
+            for i in range(slots):
+                plgpu.barrier_arrive(y.q_free.at[i * WARPGROUPS + me])
+            ring.free_at_first(s.stages, (y.k_free, y.v_free))
+            _keep_apart(me == 1, y, is_always=True)
+            share.by_index(consume)
+            _keep_apart(me == 0, y, is_always=True)
+            plgpu.wait_smem_to_gmem(0)
+
+        def start_to_produce() -> None:
+            share.by_index(produce)
+
+        ring.divide(me, WARPGROUPS, s.registers, start_to_consume, start_to_produce)
+
+    pl.run_scoped(body, collective_axes="warpgroup", **_memory(x, out_ref, s)._asdict())
+
+
+def _memory(x: Inputs, out: Ref, s: Settings) -> _Memory:
+    """The types of a program's shared memory."""
+    head_dim = x.q.shape[3]
+    tile = tile_tokens(head_dim)
+    copies = pieces(x.k.shape[2], tile)
+    heads = together(x.q.shape[2] // x.k.shape[1])
+    rows, queries = (WARPGROUPS, ROWS), query_slots(head_dim) * WARPGROUPS
+    free = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=s.stages)
+    return _Memory(
+        q=ring.tile((queries, ROWS, head_dim), x.q.dtype),
+        k=ring.tile((s.stages, tile, head_dim), x.k.dtype),
+        v=ring.tile((s.stages, *(x.v.shape[2:] if x.is_turned else (tile, head_dim))), x.v.dtype),
+        lost=lost.memory(s.stages),
+        out=ring.tile((*rows, _WIDTH // jnp.dtype(out.dtype).itemsize), out.dtype),
+        lse=plgpu.SMEM(rows, jnp.float32),
+        q_ready=plgpu.Barrier(num_arrivals=heads, num_barriers=queries),
+        k_ready=plgpu.Barrier(num_arrivals=copies, num_barriers=s.stages),
+        # Who looks through them arrives too, or in the place of all.
+        v_ready=plgpu.Barrier(num_arrivals=1 if x.is_turned else copies + 1, num_barriers=s.stages),
+        v_here=plgpu.Barrier(num_arrivals=copies),
+        q_free=plgpu.Barrier(num_barriers=queries),
+        k_free=free,
+        v_free=free,
+        turn=plgpu.Barrier(num_arrivals=WARPGROUPS),
+    )
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    tables: jax.Array,
+    lengths: jax.Array,
+    query_lengths: jax.Array,
+    factors: jax.Array,
+    lost_values: jax.Array | None = None,
+    *,
+    settings: Settings,
+) -> tuple[jax.Array, jax.Array]:
+    """Attends the newest tokens' queries to their sequences' pages.
+
+    Args:
+      q: ``[B, T, N, H]``, bfloat16 or float16; `T` a multiple of 8, `H` 64, 128 or 256.
+      k: ``[P, K, page_size, H]``, the queries' dtype, or float8_e4m3fn; pages of 16, 32, 64 or 128
+        tokens.
+      v: the same; beside e4m3 keys what `turn.turn` gives, and `H` is 64 or 128.
+      tables: int32 ``[B, max_pages]``, all within the pool.
+      lengths: int32 ``[B]``, tokens held; negative for a sequence that cannot be read: its results
+        are NaN.
+      query_lengths: int32 ``[B]``, the real queries.
+      factors: float32 ``[2]``: what products are multiplied with, not negative, see `_weights`; and
+        the outputs.
+      lost_values: `turn.turn`'s second result, beside e4m3 keys.
+      settings: numerics and launch.
+
+    Returns:
+      ``[B, T, N, H]`` in the queries' dtype and the float32 log-sum-exp ``[B, T, N]``.
+    """
+    batch, tokens, heads, head_dim = q.shape
+    each, parts = together(heads // k.shape[1]), count_parts(tables, k, settings)
+    tiles = count(q, k.shape[1])
+    places = tiles // (batch * (heads // each))
+    rows = (batch, heads // each, places * WARPGROUPS * ROWS)
+    shapes = [
+        jax.ShapeDtypeStruct((batch, tokens, heads, head_dim), q.dtype),
+        jax.ShapeDtypeStruct(rows, jnp.float32),
+    ]
+    if settings.part is not None:
+        shapes = [
+            jax.ShapeDtypeStruct((parts, *rows, *last), jnp.float32) for last in ((head_dim,), ())
+        ]
+    run = ring.launch(
+        functools.partial(_kernel, s=settings, total=tiles * parts),
+        "turbojax_paged_prompt_hopper",
+        tuple(shapes),
+        tiles * parts,
+        settings.programs,
+        approx_math=True,
+    )
+    extra: tuple[jax.Array, ...] = ()
+    if lost_values is not None:
+        some = lost_values.reshape(batch, -1, *lost_values.shape[1:]) != 0
+        extra = lost_values, jnp.any(some, axis=(1, 3)).astype(jnp.int32)
+    out, lse = run(q, k, v, tables, lengths, query_lengths, factors, *extra)
+    if settings.part is not None:
+        return join.join(out, lse, lengths, query_lengths, q.shape, q.dtype, settings)
+    # Rows are warpgroup by warpgroup, in each head by head.
+    lse = lse.reshape(batch, heads // each, places * WARPGROUPS, each, ROWS // each)
+    lse = lse.transpose(0, 2, 4, 1, 3).reshape(batch, -1, heads)
+    return out, lse[:, :tokens]

@@ -1,0 +1,173 @@
+"""Tiles of many queries to pages on Hopper: what is static, which rows, which keys they see."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.layouts import Ref
+from pallas_kernels.mosaic.ring import ROW, ROWS, WARPGROUPS
+
+# Heads of a group that share a tile: each has at least eight tokens of a warpgroup's.
+_MOST_TOGETHER = 8
+# Channels up to which a tile has 128 tokens.
+_PART = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is static in a call.
+
+    Attributes:
+      window: how many earlier tokens a query sees, or None.
+      soft_cap: the scores' cap, or None.
+      stages: tiles of keys and values in shared memory.
+      part: tokens of the parts that programs take, a multiple of a tile's, to be joined; or None:
+        then a program takes all that its rows see.
+      registers: of a thread that attends and of one that copies.
+      programs: how many run side by side, one to a multiprocessor.
+    """
+
+    window: int | None
+    soft_cap: float | None
+    stages: int
+    part: int | None = None
+    registers: tuple[int, int] = (232, 40)
+    programs: int = 132
+
+
+def together(group: int) -> int:
+    """Heads of a group of so many that share a tile: a power of two that divides it."""
+    return min(group & -group, _MOST_TOGETHER)
+
+
+def query_slots(head_dim: int) -> int:
+    """Tiles of query rows in shared memory: this one's and, where there is room, the next one's."""
+    return 2 if head_dim <= _PART else 1
+
+
+def tile_tokens(head_dim: int) -> int:
+    """Keys that are multiplied at once."""
+    return 128 if head_dim <= _PART else 64
+
+
+class Inputs(NamedTuple):
+    """What the kernel reads, see `attention`."""
+
+    q: Ref
+    k: Ref
+    v: Ref
+    tables: Ref
+    lengths: Ref
+    query_lengths: Ref
+    factors: Ref
+    lost: Ref | None = None
+    has_lost: Ref | None = None
+
+    @property
+    def is_turned(self) -> bool:
+        """Whether values are tiles whose tokens lie side by side, of e4m3."""
+        return self.lost is not None
+
+
+class Span(NamedTuple):
+    """Tiles of keys of a tile of queries; every query sees those from `inner` to `outer` whole."""
+
+    begin: jax.Array
+    inner: jax.Array
+    outer: jax.Array
+    end: jax.Array
+
+
+def span(first: jax.Array, last: jax.Array, tile: int, window: int | None) -> Span:
+    """Tiles of keys that queries at positions `first` to `last` see; none if `last` is negative."""
+    size = jnp.int32(tile)
+    end = lax.div(jnp.maximum(last + size, 0), size)
+    begin = inner = jnp.int32(0)
+    if window is not None:
+        begin = jnp.minimum(lax.div(jnp.maximum(first - window, 0), size), end)
+        inner = lax.div(jnp.maximum(last - window + (size - 1), 0), size)
+        inner = jnp.clip(inner, begin, end)
+    outer = jnp.clip(lax.div(jnp.maximum(first + 1, 0), size), inner, end)
+    return Span(begin, inner, outer, end)
+
+
+class Work:
+    """A tile of 128 query rows, by its number: the last tokens of all sequences and heads first.
+
+    With parts it is a tile and a part of the tokens; all parts of one before those of the next.
+
+    Attributes:
+      b: its sequence.
+      head: the first of its `together` heads, which have `tokens` queries each, a half for either
+        warpgroup.
+      h: their KV head.
+      first: the first token.
+      real: how many queries of the sequence are real.
+      part: which part of the tokens it is, 0 if there are none.
+      begin: position of the sequence's first query.
+      is_broken: whether the sequence cannot be read.
+      tiles: of keys.
+    """
+
+    def __init__(self, number: jax.Array, x: Inputs, s: Settings) -> None:
+        heads, kv_heads = x.q.shape[2], x.k.shape[1]
+        group = heads // kv_heads
+        self.together = together(group)
+        self.tokens = WARPGROUPS * ROWS // self.together
+        sets = jnp.int32(heads // self.together)
+        rows, places = x.q.shape[0] * sets, pl.cdiv(x.q.shape[1], self.tokens)
+        row = lax.rem(number, rows)
+        self.b, one = lax.div(row, sets), lax.rem(row, sets)
+        self.set = one
+        number = lax.div(number, rows)
+        parts = jnp.int32(count_parts(x.tables, x.k, s))
+        self.part, number = lax.rem(number, parts), lax.div(number, parts)
+        self.place = places - 1 - number
+        self.head = one * self.together
+        self.h = lax.div(self.head, jnp.int32(group))
+        self.first = self.place * self.tokens
+        length = x.lengths[self.b]
+        self.is_broken, self.length = length < 0, jnp.maximum(length, 0)
+        self.real = x.query_lengths[self.b]
+        self.begin = self.length - self.real
+        last = jnp.minimum(self.first + self.tokens, self.real) - 1
+        last = jnp.where(self.first < self.real, self.begin + last, -1)
+        self.tiles = span(self.begin + self.first, last, tile_tokens(x.q.shape[3]), s.window)
+        if x.has_lost is not None:
+            # Wherever values were lost, who sees them must be told.
+            is_whole = x.has_lost[self.b, self.h] == 0
+            begin, inner, outer, end = self.tiles
+            inner, outer = (jnp.where(is_whole, at, begin) for at in (inner, outer))
+            self.tiles = Span(begin, inner, outer, end)
+        if s.part is not None:
+            per_part = s.part // tile_tokens(x.q.shape[3])
+            start = self.part * per_part
+            self.tiles = Span(*(jnp.clip(at, start, start + per_part) for at in self.tiles))
+
+    def turned(self, j: jax.Array, x: Inputs) -> jax.Array:
+        """The number of its sequence's tile `j` among turned ones."""
+        per_sequence = x.v.shape[0] // x.q.shape[0]
+        return self.b * per_sequence + j
+
+    def token_of(self, me: jax.Array) -> jax.Array:
+        """The tokens of a warpgroup's rows, int32 ``[64]``."""
+        each = self.tokens // WARPGROUPS
+        row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
+        return (row & (each - 1)) + (self.first + me * each)
+
+
+def count_parts(tables: jax.Array, k: jax.Array, s: Settings) -> int:
+    """Parts of the tokens that tables may name; 1 if they are not taken in parts."""
+    return 1 if s.part is None else pl.cdiv(tables.shape[1] * k.shape[2], s.part)
+
+
+def count(q: jax.Array, kv_heads: int) -> int:
+    """How many tiles of query rows there are for ``[B, T, N, H]``."""
+    batch, tokens, heads, _ = q.shape
+    each = together(heads // kv_heads)
+    return batch * (heads // each) * pl.cdiv(tokens, WARPGROUPS * ROWS // each)

@@ -1,0 +1,420 @@
+"""Stage 1 of attention on Hopper: queries, keys and values to 8 bits, in the order of its products.
+
+A program takes one block of one head of one sequence: it loads the block once, finds its scale,
+rounds and stores. One launch has programs for keys and for values. Values in e4m3 share one scale
+per sequence and head: then programs of the first launch find their maxima, after the keys, so that
+the second finds in the L2 cache what they read.
+
+Bytes, 2 sequences of 8192 tokens, 8 KV heads, head dim 128, bfloat16:
+
+  keys        34 MB read, 17 written
+  values      34 and 17; in e4m3 34 more, from the L2 cache
+  operations  some 6 a value (unpacking 1, selection 0.5, maximum 1, code 2, packing 1, transposing
+              0.5), 0.2 G: 6 us of all lanes, under the bytes
+  floor       H200, whose copies reach 4.3 TB/s: 0.10 GB are 23.5 us
+  target      28 us, 85 %; the kernels for Triton take 40
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.mosaic import block as blocks
+from pallas_kernels.mosaic import eight_bits, lane, lanes
+from pallas_kernels.mosaic.block import Block, Share
+from pallas_kernels.mosaic.lane import Int, Pointer
+
+# Maxima that every program may read.
+_MOST_MAXIMA = 128
+_WARP = 32
+
+
+def unsupported(x: jax.Array, block: int) -> str | None:
+    """Why blocks of `x` cannot be quantized by these kernels, or None."""
+    if block < blocks.SMALLEST:
+        return f"{block=} must be at least {blocks.SMALLEST}"
+    if x.shape[3] % blocks.CHANNELS:
+        return f"head_dim={x.shape[3]} must be a multiple of {blocks.CHANNELS}"
+    return None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """What a program works on.
+
+    Attributes:
+      pair: ``batch * K + head``.
+      number: of the block among those of the pair.
+      x: the pair's first token.
+      length: tokens of the sequence that count.
+      share: of the running lane.
+      memory: shared memory.
+    """
+
+    pair: Int
+    number: Int
+    x: Pointer
+    length: Int
+    share: Share
+    memory: Pointer
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Blocks that programs take, one each: what is static. Kinds of it have `outputs` and `run`.
+
+    Attributes:
+      shape: of the tensor, ``[B, S, K, H]``.
+      block: as a program holds it.
+      count: blocks, or runs of them, of a sequence.
+    """
+
+    shape: tuple[int, ...]
+    block: Block
+    count: int
+
+    @property
+    def programs(self) -> int:
+        """How many there are."""
+        return self.shape[0] * self.shape[2] * self.count
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of a program's memory."""
+        return blocks.MAXIMA_BYTES
+
+    @property
+    def row(self) -> int:
+        """Bytes from token to token."""
+        return self.shape[2] * self.shape[3] * self.block.value_bytes
+
+    def program(self, index: Int, x: Pointer, lengths: Pointer, memory: Pointer) -> Program:
+        """Program `index`: heads of the same tokens follow each other."""
+        heads = self.shape[2]
+        head, rest = index % heads, index // heads
+        number, batch = rest % self.count, rest // self.count
+        x = x.times(batch * self.shape[1], self.row)
+        x = x.at(head * (self.shape[3] * self.block.value_bytes))
+        share = Share(self.block, lane.thread())
+        length = lengths.at(batch << 2).word()
+        return Program(batch * heads + head, number, x, length, share, memory)
+
+    def load(self, p: Program, first: Int) -> blocks.Words:
+        """A program's values from token `first` on."""
+        return p.share.load(p.x, self.row, first, self.shape[1], p.length)
+
+
+@dataclasses.dataclass(frozen=True)
+class Codes(Work):
+    """Blocks to codes; see `quantize`.
+
+    Attributes:
+      is_int8: or e4m3.
+      tokens_last: see `quantize`.
+      permuted: the same.
+      maxima: how many are given of each sequence and head, 0 if a block's is its own.
+    """
+
+    is_int8: bool
+    tokens_last: bool = False
+    permuted: bool = False
+    maxima: int = 0
+
+    @property
+    def outputs(self) -> list[jax.ShapeDtypeStruct]:
+        """Codes and scales."""
+        batch, _, heads, _ = self.shape
+        tokens, channels = self.count * self.block.tokens, self.block.channels
+        order = (channels, tokens) if self.tokens_last else (tokens, channels)
+        dtype = jnp.int8 if self.is_int8 else jnp.float8_e4m3fn
+        return [
+            jax.ShapeDtypeStruct((batch, heads, *order), dtype),
+            jax.ShapeDtypeStruct((batch, heads, self.count), jnp.float32),
+        ]
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of a program's memory."""
+        return blocks.MAXIMA_BYTES + (self.block.shared_bytes if self.tokens_last else 0)
+
+    def run(
+        self, index: Int, lengths: Pointer, x: list[Pointer], y: list[Pointer], memory: Pointer
+    ) -> None:
+        """Program `index`."""
+        if self.maxima:  # what was read last for these is in the L2 cache
+            index = lane.integer(self.programs - 1) - index
+        p = self.program(index, x[0], lengths, memory)
+        first = p.number * self.block.tokens
+        given = self._given(x[1], p) if self.maxima else None
+        values = self.load(p, first)
+        if given is None:
+            p.share.tell(memory, p.share.largest(values))
+            lane.block_barrier()
+            given = p.share.told(memory)
+        scale = eight_bits.scale_of(given.as_float(), self.is_int8)
+        codes = p.share.codes(values, scale, self.is_int8)
+        with lane.when(p.share.thread.equals(0)):
+            y[1].times(p.pair, 4 * self.count).at(p.number << 2).store(scale)
+        self.store(p, y[0], first, codes)
+
+    def _given(self, maxima: Pointer, p: Program) -> Int:
+        """The largest bits of the maxima; every warp looks for itself."""
+        place = p.share.thread & (_WARP - 1)
+        here = maxima.times(p.pair, 4 * self.maxima)
+        found = [
+            here.at((place + begin).minimum(self.maxima - 1) << 2).word() & 0x7FFFFFFF
+            for begin in range(0, self.maxima, _WARP)
+        ]
+        return lane.largest_of_warp(lane.tree(found, Int.maximum))
+
+    def store(self, p: Program, out: Pointer, first: Int, codes: blocks.Words) -> None:
+        """Stores a block's codes."""
+        tokens, channels = self.count * self.block.tokens, self.block.channels
+        out = out.times(p.pair, tokens * channels)
+        if not self.tokens_last:
+            p.share.store_rows(out.times(first, channels), codes, permuted=self.permuted)
+            return
+        memory = p.memory.at(blocks.MAXIMA_BYTES)
+        p.share.transpose(memory, codes)
+        lane.block_barrier()
+        p.share.store_columns(out.at(first), tokens, memory)
+
+
+@dataclasses.dataclass(frozen=True)
+class Maxima(Work):
+    """Maxima of absolute values over runs of blocks; see `absolute_maxima`.
+
+    Attributes:
+      run_length: blocks of a run.
+    """
+
+    run_length: int
+
+    @property
+    def outputs(self) -> list[jax.ShapeDtypeStruct]:
+        """Of each run."""
+        batch, _, heads, _ = self.shape
+        return [jax.ShapeDtypeStruct((batch, heads, self.count), jnp.float32)]
+
+    def run(
+        self, index: Int, lengths: Pointer, x: list[Pointer], y: list[Pointer], memory: Pointer
+    ) -> None:
+        """Program `index`."""
+        p = self.program(index, x[0], lengths, memory)
+        tokens = self.block.tokens
+        first = p.number * (self.run_length * tokens)
+
+        def step(i: Int, found: list[Any]) -> list[Any]:
+            values = self.load(p, first + i * tokens)
+            return [found[0].maximum(p.share.largest(values))]
+
+        if self.run_length == 1:
+            [bits] = step(lane.integer(0), [lane.integer(0)])
+        else:
+            stop = lane.integer(self.run_length)
+            [bits] = lane.loop(lane.integer(0), stop, 1, [lane.integer(0)], step)
+        p.share.tell(memory, bits)
+        lane.block_barrier()
+        largest = p.share.told(memory).as_float()
+        with lane.when(p.share.thread.equals(0)):
+            known = eight_bits.is_finite(largest).where(largest, float("nan"))
+            y[0].times(p.pair, 4 * self.count).at(p.number << 2).store(known)
+
+
+def launch(
+    name: str,
+    lengths: jax.Array,
+    given: Sequence[tuple[Any, Sequence[jax.Array]]],
+    *,
+    in_turns: bool = False,
+) -> list[list[jax.Array]]:
+    """Runs all of the work in one launch.
+
+    Args:
+      name: that profilers show.
+      lengths: int32 ``[B]``, of all of it.
+      given: kinds of `Work`, and the arrays that they read.
+      in_turns: whether programs of all kinds, of which there are as many, alternate; else kinds
+        follow each other.
+    """
+    counts = [work.programs for work, _ in given]
+    in_turns = in_turns and len(set(counts)) == 1
+    outputs = [work.outputs for work, _ in given]
+
+    def body(arrays: list[Pointer], ids: list[Int]) -> None:
+        rest, begin, kinds = arrays[1:], 0, len(given)
+        results = rest[sum(len(x) for _, x in given) :]
+        memory = arrays[-1]
+        for number, ((work, inputs), out) in enumerate(zip(given, outputs, strict=True)):
+            x, rest = rest[: len(inputs)], rest[len(inputs) :]
+            y, results = results[: len(out)], results[len(out) :]
+            end = begin + counts[number]
+            if kinds == 1:
+                work.run(ids[0], arrays[0], x, y, memory)
+            elif in_turns:
+                with lane.when((ids[0] % kinds).equals(number)):
+                    work.run(ids[0] // kinds, arrays[0], x, y, memory)
+            else:
+                index = (ids[0] - begin).maximum(0).minimum(counts[number] - 1)
+                with lane.when((ids[0] >= begin) & (ids[0] < end)):
+                    work.run(index, arrays[0], x, y, memory)
+            begin = end
+
+    written = lanes.launch(
+        body,
+        name,
+        [lengths, *(array for _, inputs in given for array in inputs)],
+        [array for out in outputs for array in out],
+        grid={"program": sum(counts)},
+        warpgroups=given[0][0].block.warpgroups,
+        shared=max(work.shared_bytes for work, _ in given),
+    )
+    results = []
+    for out in outputs:
+        results.append(written[: len(out)])
+        written = written[len(out) :]
+    return results
+
+
+_CODES, _MAXIMA = "turbojax_quantize_hopper", "turbojax_maxima_hopper"
+
+
+def codes_of(
+    x: jax.Array,
+    block: int,
+    dtype: jax.typing.DTypeLike,
+    multiple: int | None = None,
+    channels: int | None = None,
+    *,
+    values: int | None = None,
+    **options: Any,
+) -> Codes:
+    """Work of `quantize`, of whose values a lane holds so many if there are as many."""
+    size, head_dim = x.shape[1], x.shape[3]
+    channels, multiple = channels or head_dim, multiple or block
+    count = pl.cdiv(size, multiple) * (multiple // block)
+    if values is None:
+        values = blocks.VALUES_PER_LANE * (1 if x.dtype == jnp.float32 else 2)
+    warpgroups = blocks.default_warpgroups(block, channels, values)
+    held = Block(block, head_dim, channels, x.dtype.name, warpgroups)
+    return Codes(x.shape, held, count, is_int8=jnp.dtype(dtype) == jnp.int8, **options)
+
+
+def _maxima(x: jax.Array, warpgroups: int) -> Maxima:
+    """With so many tokens at a time that a lane holds 64 values."""
+    size, channels = x.shape[1], x.shape[3]
+    tokens = warpgroups * blocks.default_tokens(channels)
+    length = pl.cdiv(size, tokens * _MOST_MAXIMA)
+    held = Block(tokens, channels, channels, x.dtype.name, warpgroups)
+    return Maxima(x.shape, held, pl.cdiv(size, tokens * length), length)
+
+
+def quantize(
+    x: jax.Array,
+    lengths: jax.Array,
+    maxima: jax.Array | None = None,
+    *,
+    block: int,
+    dtype: jax.typing.DTypeLike,
+    multiple: int | None = None,
+    channels: int | None = None,
+    tokens_last: bool = False,
+    permuted: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Quantizes blocks of tokens with one scale each, or with one for all blocks of a head.
+
+    Args:
+      x: bfloat16, float16 or float32 ``[B, S, K, H]``, `H` a multiple of 8 up to 256.
+      lengths: int32 ``[B]``, at most `S`: tokens past it count as zero.
+      maxima: optional float32 ``[B, K, m]``, `m` up to 128, NaN for what is not finite. If given,
+        the largest of them sets the scale of all blocks; it must not be less than any absolute
+        value.
+      block: tokens of a block, a power of two from 16 to 256.
+      dtype: int8 (scale of a maximum over 119) or float8_e4m3fn (over 448).
+      multiple: what tokens are rounded up to, a multiple of `block`; that itself if not given.
+      channels: of the codes, at least `H` and a multiple of 8, zeros past it; `H` if not given.
+      tokens_last: whether codes are transposed.
+      permuted: whether tokens are in the order of Hopper's products, see
+        `pallas_kernels.mosaic.block.Share.store_rows`.
+
+    Returns:
+      codes: ``[B, K, Sp, channels]``, or ``[B, K, channels, Sp]`` with tokens last; `Sp` is `S`
+        rounded up to `multiple`.
+      scale: float32 ``[B, K, Sp / block]``: 1 for zeros alone, NaN with a value that is not finite.
+        Codes are 0 there, in e4m3 NaN.
+    """
+    count = 0 if maxima is None else maxima.shape[2]
+    work = codes_of(
+        *(x, block, dtype, multiple, channels),
+        tokens_last=tokens_last,
+        permuted=permuted,
+        maxima=count,
+    )
+    [[codes, scale]] = launch(_CODES, lengths, [(work, [x] if maxima is None else [x, maxima])])
+    return codes, scale
+
+
+def absolute_maxima(x: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Maxima of absolute values, over some tokens and all channels each, for `quantize`.
+
+    Args:
+      x: bfloat16, float16 or float32 ``[B, S, K, H]``, `H` a multiple of 8 up to 256.
+      lengths: int32 ``[B]``, at most `S`: tokens past it count as zero.
+
+    Returns:
+      float32 ``[B, K, m]`` with `m` up to 128, NaN where a value is not finite.
+    """
+    [[maxima]] = launch(_MAXIMA, lengths, [(_maxima(x, 1), [x])])
+    return maxima
+
+
+def keys_and_values(
+    key: jax.Array,
+    value: jax.Array,
+    lengths: jax.Array,
+    *,
+    block: int,
+    key_dtype: jax.typing.DTypeLike,
+    value_dtype: jax.typing.DTypeLike,
+    multiple: int | None = None,
+    channels: int | None = None,
+    permuted: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """`quantize` of keys, and of values with tokens last: one launch, two with values in e4m3.
+
+    Args:
+      key: bfloat16, float16 or float32 ``[B, S, K, H]``.
+      value: its shape and dtype.
+      lengths: int32 ``[B]``.
+      block: see `quantize`.
+      key_dtype: int8 or float8_e4m3fn, with one scale for each block.
+      value_dtype: int8, with one scale for each block, or float8_e4m3fn, with one for all.
+      multiple: see `quantize`.
+      channels: the same.
+      permuted: of the keys.
+
+    Returns:
+      Codes and scales of keys, then of values.
+    """
+    given = (block, key_dtype, multiple, channels)
+    keys = codes_of(key, *given, permuted=permuted)
+    if jnp.dtype(value_dtype) == jnp.int8:
+        values = codes_of(value, block, value_dtype, multiple, channels, tokens_last=True)
+        both = launch(_CODES, lengths, [(keys, [key]), (values, [value])])
+        [[k, k_scale], [v, v_scale]] = both
+        return k, k_scale, v, v_scale
+    maxima = _maxima(value, keys.block.warpgroups)
+    [[k, k_scale], [found]] = launch(_CODES, lengths, [(keys, [key]), (maxima, [value])])
+    v, v_scale = quantize(
+        *(value, lengths, found),
+        block=block,
+        dtype=value_dtype,
+        multiple=multiple,
+        channels=channels,
+        tokens_last=True,
+    )
+    return k, k_scale, v, v_scale

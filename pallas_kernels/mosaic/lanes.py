@@ -1,0 +1,141 @@
+"""The frame of kernels whose lanes work by themselves: they load, compute and store.
+
+Nothing is copied ahead; what hides the memory's latency is that many warps run at once. Arrays can
+be updated in place (`update`), as the pool of pages is: what a kernel writes to then is a mutable
+reference of jax, whose array goes in and out of the kernel in the same memory. Where jax cannot
+know that nobody needs the array as it was (it was not donated, or is read later), it is copied
+before.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic import lane
+from pallas_kernels.mosaic.lane import Int, Pointer
+
+WARPS = 4
+"""Of a warpgroup."""
+
+Body = Callable[[list[Pointer], list[Int]], None]
+"""``body(arrays, ids)``: inputs, then what is written, then shared memory, if there is any; and the
+program's number along each axis of the grid."""
+
+_THREADS = "warpgroup"
+_PARAMETERS = plgpu.CompilerParams(
+    lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+)
+
+
+def _kernel(body: Body, names: Sequence[str], shared: int) -> Callable[..., None]:
+    """A kernel for Pallas of one for lanes."""
+
+    def run(*refs: Any) -> None:
+        ids = [lax.axis_index(name) for name in names]
+        types = ([plgpu.RefType()] * len(refs), [plgpu.Layout.WG_SPLAT(())] * len(ids))
+
+        @plgpu.inline_mgpu(arg_types=types)
+        def inside(ctx: Any, refs: list[Any], ids: list[Any]) -> None:
+            del ctx
+            body([Pointer.to(ref) for ref in refs], [lane.scalar(x) for x in ids])
+
+        inside(list(refs), ids)
+
+    if not shared:
+        return run
+    memory = plgpu.SMEM((shared,), jnp.uint8)
+
+    def run_with_memory(*refs: Any) -> None:
+        pl.run_scoped(functools.partial(run, *refs), memory, collective_axes=_THREADS)
+
+    return run_with_memory
+
+
+def _mesh(name: str, grid: dict[str, int], warpgroups: int) -> dict[str, Any]:
+    return {
+        "grid": tuple(grid.values()),
+        "grid_names": tuple(grid),
+        "num_threads": warpgroups,
+        "thread_name": _THREADS,
+        "kernel_name": name,
+    }
+
+
+def launch(
+    body: Body,
+    name: str,
+    inputs: Sequence[jax.Array],
+    out: Sequence[jax.ShapeDtypeStruct],
+    *,
+    grid: dict[str, int],
+    warpgroups: int,
+    shared: int = 0,
+) -> list[jax.Array]:
+    """Runs a kernel that writes new arrays.
+
+    Args:
+      body: of a lane.
+      name: that profilers show.
+      inputs: arrays that are read.
+      out: of what is written.
+      grid: names and sizes of its axes.
+      warpgroups: of a program.
+      shared: bytes of a program's memory.
+    """
+    return plgpu.kernel(
+        _kernel(body, tuple(grid), shared),
+        out_type=list(out),
+        compiler_params=_PARAMETERS,
+        **_mesh(name, grid, warpgroups),
+    )(*inputs)
+
+
+def update(
+    body: Body,
+    name: str,
+    inputs: Sequence[jax.Array],
+    arrays: Sequence[jax.Array],
+    *,
+    grid: dict[str, int],
+    warpgroups: int,
+    shared: int = 0,
+) -> list[jax.Array]:
+    """Runs a kernel that writes to arrays it is given; others as of `launch`.
+
+    Under `vmap` its calls follow one another.
+
+    Args:
+      body: of a lane.
+      name: that profilers show.
+      inputs: arrays that are read.
+      arrays: those that are read and written.
+      grid: names and sizes of its axes.
+      warpgroups: of a program.
+      shared: bytes of a program's memory.
+
+    Returns:
+      The arrays as they are then, in their own memory where nobody needs them as they were.
+    """
+    count = len(inputs)
+
+    @jax.custom_batching.sequential_vmap
+    def run(*operands: jax.Array) -> list[jax.Array]:
+        kernel = pl.kernel(
+            _kernel(body, tuple(grid), shared),
+            mesh=plgpu.Mesh(**_mesh(name, grid, warpgroups)),
+            compiler_params=_PARAMETERS,
+            name=name,
+        )
+
+        def write(refs: list[Any]) -> None:
+            kernel(*operands[:count], *refs)
+
+        return pl.run_state(write)(list(operands[count:]))
+
+    return run(*inputs, *arrays)

@@ -1,0 +1,75 @@
+"""Kernels of `pallas_kernels.mosaic.lanes` in numpy: each warp of each program.
+
+Stands in for that frame. Where warps share memory, they are threads, which meet at barriers.
+"""
+
+import concurrent.futures
+import itertools
+import threading
+
+import jax
+import numpy as np
+
+from oracles import warp
+
+WARPS = 4
+
+
+def patch(monkeypatch, *modules):
+    """Lets kernels of these modules run emulated, on any device."""
+    for module in modules:
+        monkeypatch.setattr(module, "lane", warp)
+        if hasattr(module, "lanes"):
+            monkeypatch.setattr(module.lanes, "launch", launch)
+            monkeypatch.setattr(module.lanes, "update", update)
+
+
+def update(body, name, inputs, arrays, *, grid, warpgroups, shared=0):
+    """As `lanes.update`."""
+    count, shapes = len(inputs), [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+
+    def run(*given):
+        return _run(body, given[:count], given[count:], grid, warpgroups, shared)
+
+    return jax.pure_callback(run, shapes, *inputs, *arrays)
+
+
+def launch(body, name, inputs, out, *, grid, warpgroups, shared=0):
+    """As `lanes.launch`; what is not written is all ones in bits, NaN where there is one."""
+
+    def run(*given):
+        empty = [np.full(x.size * x.dtype.itemsize, 255, np.uint8) for x in out]
+        empty = [x.view(to.dtype).reshape(to.shape) for x, to in zip(empty, out, strict=True)]
+        return _run(body, given, empty, grid, warpgroups, shared)
+
+    return jax.pure_callback(run, list(out), *inputs)
+
+
+def _run(body, inputs, written, grid, warpgroups, shared):
+    arrays = [np.array(x) for x in (*inputs, *written)]
+    pointers = [warp.Pointer(x.reshape(-1).view(np.uint8)) for x in arrays]
+    warps = range(WARPS * warpgroups)
+    for ids in itertools.product(*map(range, grid.values())):
+        if not shared:
+            for number in warps:
+                _warp(body, pointers, ids, number, None)
+            continue
+        memory = warp.Pointer(np.full(shared, 255, np.uint8))
+        barrier = threading.Barrier(len(warps), timeout=60)
+        with concurrent.futures.ThreadPoolExecutor(len(warps)) as pool:
+            given = body, [*pointers, memory], ids
+            for done in [pool.submit(_warp, *given, number, barrier) for number in warps]:
+                done.result()
+    return arrays[len(inputs) :]
+
+
+def _warp(body, pointers, ids, number, barrier):
+    warp.STATE.number, warp.STATE.barrier = number, barrier
+    try:
+        body(pointers, [warp.integer(i) for i in ids])
+    except BaseException:
+        if barrier is not None:
+            barrier.abort()
+        raise
+    finally:
+        warp.STATE.number, warp.STATE.barrier = 0, None

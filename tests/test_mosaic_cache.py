@@ -1,0 +1,199 @@
+"""The kernels for Hopper that write a cache, emulated: the bits of plain JAX; lowering."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cache_helpers import assert_same_bits
+from kernel_helpers import lower_for_cuda
+from oracles import lanes as oracle
+from oracles import warp
+
+import turbojax as tj
+from pallas_kernels.mosaic import block as blocks
+from pallas_kernels.mosaic import eight_bits, stage2
+from pallas_kernels.mosaic.hopper import append, compress, quantize
+from turbojax import _device
+from turbojax.kv.progressive import PROGRESSIVE
+from turbojax.ops.turbo_attention import operands
+from turbojax.state.progressive import mosaic_gpu
+from turbojax.state.progressive.update import store_prompt
+
+BATCH, HEADS = 3, 2
+CASES = {
+    "4 bits": (tj.TurboConfig(block_kv=64, buffer_size=64), 128, jnp.bfloat16),
+    "mixed": (
+        tj.TurboConfig(
+            num_low_bit_key_heads=1, num_low_bit_value_heads=1, block_kv=16, buffer_size=32
+        ),
+        96,
+        jnp.float16,
+    ),
+    "4/3 and 2": (
+        tj.TurboConfig(
+            num_low_bit_key_heads=1, low_bits=3, value_bits=2, block_kv=16, buffer_size=16
+        ),
+        24,
+        jnp.float32,
+    ),
+}
+MODULES = (append, blocks, compress, eight_bits, quantize, stage2)
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """Arrays of 32 lanes in place of numbers."""
+    oracle.patch(monkeypatch, *MODULES)
+    monkeypatch.setattr(blocks, "Int", warp.Int)
+    monkeypatch.setattr(quantize, "Int", warp.Int)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+def new(case, max_length=150, **scales):
+    config, channels, dtype = case
+    return tj.init_cache(BATCH, max_length, HEADS, channels, config=config, dtype=dtype, **scales)
+
+
+def tokens(case, count, seed=0):
+    _, channels, dtype = case
+    rng = np.random.default_rng(seed)
+    loud = np.where(rng.random((BATCH, 1, HEADS, channels)) < 0.15, 4.0, 1.0)
+    loud = loud * np.array([0.4, 3.0])[:, None]
+    shape = (BATCH, count, HEADS, channels)
+    return tuple(jnp.asarray(rng.normal(size=shape) * loud, dtype) for _ in range(2))
+
+
+def litter(side, rng):
+    """The side of an empty cache with anything in its blocks."""
+    names = ("codes", "channel_scale", "channel_zero", "block_scale")
+    given = {name: getattr(side, name) for name in names}
+    anything = jax.tree.map(lambda x: jnp.asarray(rng.integers(1, 99, x.shape), x.dtype), given)
+    return dataclasses.replace(side, **anything)
+
+
+store_xla = jax.jit(functools.partial(store_prompt, implementation="xla"))
+append_xla = jax.jit(functools.partial(tj.append, implementation="xla"))
+
+
+def int32(*values):
+    return jnp.array(values, jnp.int32)
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize(
+    ("name", "size", "lengths"),
+    [
+        ("4 bits", 150, (150, 130, 0)),
+        ("mixed", 40, (40, 33, 15)),
+        ("4/3 and 2", 40, (40, 16, 3)),
+    ],
+)
+def test_a_prompt(name, size, lengths):
+    """Ragged; blocks that are not stored keep what stood there. Attention's codes are its own."""
+    case = CASES[name]
+    rng, empty = np.random.default_rng(2), new(case)
+    old = dataclasses.replace(empty, key=litter(empty.key, rng), value=litter(empty.value, rng))
+    key, value = tokens(case, size, seed=1)
+    key = key.at[1, 3, 1, 5].set(jnp.nan)
+    expected = store_xla(old, key, value, int32(*lengths))
+    got, codes = mosaic_gpu.store_prompt_with_operands(
+        old, key, value, int32(*lengths), permuted=True
+    )
+    assert_same_bits(got, expected)
+    want = operands.quantize_keys_and_values(key, value, int32(*lengths), case[0], permuted=True)
+    for a, b in zip(codes, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("name", CASES)
+def test_tokens(name):
+    """Two buffers fill; one sequence gets no token in a step, one begins, with zeros at first."""
+    case = CASES[name]
+    size = case[0].buffer_size
+    key, value = tokens(case, size, seed=1)
+    cache = expected = store_xla(new(case), key, value, int32(size - 1, size - 2, 0))
+    key, value = tokens(case, 3, seed=3)
+    key = key.at[2, 0].set(0).at[1, 2, 0, 3].set(jnp.inf)
+    for t in range(3):
+        given = key[:, t : t + 1], value[:, t : t + 1], int32(t < 2, 1, t != 1)
+        expected = append_xla(expected, *given[:2], lengths=given[2])
+        cache = mosaic_gpu.append(cache, *given)
+    assert_same_bits(cache, expected)
+
+
+@pytest.mark.usefixtures("emulated")
+def test_rings():
+    """Three blocks of 16 for a window of 31: the last ones of a prompt, then a buffer of two."""
+    case = CASES["mixed"]
+    key, value = tokens(case, 111, seed=1)
+    lengths = int32(111, 95, 40)
+    ring = new(case, local_window_size=(30, 0))
+    assert ring.blocks_of_room == 3
+    expected = store_xla(ring, key, value, lengths)
+    cache = mosaic_gpu.store_prompt(ring, key, value, lengths)
+    assert_same_bits(cache, expected)
+    with_operands, _ = mosaic_gpu.store_prompt_with_operands(ring, key, value, lengths)
+    assert_same_bits(with_operands, expected)
+    key, value = tokens(case, 15, seed=3)
+    cache = expected = append_xla(expected, key, value)
+    for seed in range(4, 7):
+        given = tokens(case, 1, seed=seed)
+        expected = append_xla(expected, *given)
+        cache = mosaic_gpu.append(cache, *given, int32(1, 1, 1))
+        assert_same_bits(cache, expected)
+    assert expected.num_blocks.tolist() == [8, 7, 2]
+
+
+@pytest.mark.usefixtures("emulated")
+def test_scales_of_tokens():
+    """Given ones that clamp, tiny and huge ones; values that are not finite; the first blocks."""
+    case = CASES["4/3 and 2"]
+    size = case[0].buffer_size
+    cache = new(case, key_scale=0.011, value_scale=jnp.array([1e-37, 3e36]))
+    key, value = tokens(case, size, seed=5)
+    cache = expected = append_xla(cache, key[:, : size - 2], value[:, : size - 2])
+    key = key.at[1, size - 2, 0, 2].set(-jnp.inf)
+    for t in (size - 2, size - 1):
+        given = key[:, t : t + 1], value[:, t : t + 1]
+        expected = append_xla(expected, *given)
+        cache = mosaic_gpu.append(cache, *given, int32(1, 1, 1))
+    assert_same_bits(cache, expected)
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("bits", [(4, 4), (3, 2)])
+@pytest.mark.parametrize("mode", ["int8", "int8_fp8", "fp8"])
+@pytest.mark.parametrize(("dim", "block"), [(128, 64), (256, 128), (80, 16)])
+def test_it_lowers(monkeypatch, mode, bits, dim, block):
+    """One launch for both sides, and one for values in e4m3; in place."""
+    monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
+    options = {"key_bits": bits[0], "value_bits": bits[1], "num_low_bit_key_heads": 1}
+    config = tj.TurboConfig(mode=mode, block_kv=block, buffer_size=2 * block, **options)
+    cache = jax.eval_shape(lambda: tj.init_cache(2, 512, 2, dim, config=config))
+    x = jax.ShapeDtypeStruct((2, 300, 2, dim), jnp.bfloat16)
+    lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
+    text = lower_for_cuda(mosaic_gpu.store_prompt_with_operands, cache, x, x, lengths)
+    assert text.count("mosaic_gpu_v2") == (1 if mode == "int8" else 2)
+    assert text.count("output_operand_alias<") >= 8
+    new = x.update(shape=(2, 1, 2, dim))
+    text = lower_for_cuda(tj.append, cache, new, new)
+    assert text.count("mosaic_gpu_v2") == 1
+    assert text.count("output_operand_alias<") == 13
+    assert "triton" not in text
+
+
+@pytest.mark.parametrize(("count", "is_a_kernel"), [(1, True), (3, False)])
+def test_beside_attention_that_is_named(monkeypatch, count, is_a_kernel):
+    """A layer that asks for it by name may append several tokens, which is plain JAX."""
+    monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
+    case = CASES["4 bits"]
+    cache = jax.eval_shape(lambda: new(case))
+    x = jax.ShapeDtypeStruct((BATCH, count, HEADS, 128), jnp.bfloat16)
+    run = functools.partial(PROGRESSIVE.append, implementation="mosaic_gpu")
+    assert ("turbojax_append_hopper" in str(jax.make_jaxpr(run)(cache, x, x))) == is_a_kernel

@@ -1,0 +1,224 @@
+"""Groups of layers that see equally far back: a table, an allocator and pools for each.
+
+Layers without a window need all tokens of a sequence, those with a window only the last ones. So
+each kind has pages of its own, and a model whose layers are all alike has one group.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from turbojax import _checks, paged
+from turbojax.models.config import TransformerConfig
+from turbojax.models.engine.requests import Request
+
+Windows = tuple[int | None, ...]
+"""How far the layers of each group see, the group that sees furthest first; None for all tokens."""
+
+
+def windows_of(config: TransformerConfig, max_length: int) -> Windows:
+    """The windows that a model's layers have, the widest first.
+
+    Args:
+      config: of the model.
+      max_length: tokens of the longest sequence: a window that is no shorter hides nothing, and
+        counts as None.
+    """
+    windows = {_window(config, layer, max_length) for layer in range(config.num_layers)}
+    return tuple(sorted(windows, key=lambda window: -(max_length if window is None else window)))
+
+
+def _window(config: TransformerConfig, layer: int, max_length: int) -> int | None:
+    window = config.attention_options(layer).local_window_size
+    return None if window is None or window >= max_length else window
+
+
+def group_of(window: int | None, windows: Windows) -> int:
+    """Which group a layer belongs to: one whose window is not among `windows` sees all."""
+    return windows.index(window if window in windows else None)
+
+
+def layers_of(config: TransformerConfig, windows: Windows) -> tuple[tuple[int, ...], ...]:
+    """The layers of each group."""
+    groups: list[list[int]] = [[] for _ in windows]
+    for layer in range(config.num_layers):
+        groups[group_of(config.attention_options(layer).local_window_size, windows)].append(layer)
+    return tuple(tuple(layers) for layers in groups)
+
+
+def pages_at_most(tokens: int, piece: int, page_size: int, window: int | None) -> int:
+    """Pages of a sequence of so many tokens, of which `piece` come at a time, at most.
+
+    With a window, that are the pages over which those that the first of a piece's tokens sees and
+    the piece itself may be spread.
+    """
+    whole = -(-tokens // page_size)
+    if window is None:
+        return whole
+    return min(whole, (window - 1 + piece + page_size - 2) // page_size + 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What the pages of an engine follow from.
+
+    Attributes:
+      page_size: tokens of a page.
+      max_sequences: requests that run at a time.
+      max_length: tokens of the longest request.
+      prefill_chunk: tokens of a prompt that run in a step.
+
+    Raises:
+      TypeError: if one is not an integer.
+      ValueError: if one is not positive.
+    """
+
+    page_size: int
+    max_sequences: int
+    max_length: int
+    prefill_chunk: int
+
+    def __post_init__(self) -> None:
+        _checks.check_sizes(**dataclasses.asdict(self))
+
+    def pages_of_request(self, window: int | None, tokens: int | None = None) -> int:
+        """What a request needs while its prompt runs, at most; by default the longest one."""
+        tokens = self.max_length if tokens is None else tokens
+        piece = min(self.prefill_chunk, tokens)
+        return pages_at_most(tokens, piece, self.page_size, window)
+
+    def pages_of_all(self, window: int | None) -> int:
+        """What all requests that run need at most; only one of them is in its prompt."""
+        each = pages_at_most(self.max_length, 1, self.page_size, window)
+        return self.pages_of_request(window) + (self.max_sequences - 1) * each
+
+
+def pages_of_groups(
+    windows: Windows, num_pages: int, sizes: Sizes, window_pages: int | None = None
+) -> tuple[int, ...]:
+    """Pages of each group's pools.
+
+    Args:
+      windows: of the groups.
+      num_pages: of the first group's.
+      sizes: of the engine.
+      window_pages: of the other groups'; by default what `max_sequences` requests need at most, but
+        no more than `num_pages`.
+
+    Raises:
+      TypeError: if a number is not an integer.
+      ValueError: if one is not positive, or `window_pages` is given and there is one group.
+    """
+    _checks.check_sizes(num_pages=num_pages)
+    if window_pages is not None:
+        _checks.check_sizes(window_pages=window_pages)
+        if len(windows) == 1:
+            raise ValueError(f"{window_pages=} has no use: all layers see equally far back")
+    others = (
+        min(num_pages, sizes.pages_of_all(window)) if window_pages is None else window_pages
+        for window in windows[1:]
+    )
+    return (num_pages, *others)
+
+
+def most_first_pages(nbytes: int, page_bytes: Sequence[int], windows: Windows, sizes: Sizes) -> int:
+    """The most pages of the first group's pools with which those of all take so many bytes.
+
+    Args:
+      nbytes: of all pages of all layers, at most.
+      page_bytes: of each group, those of a page of all its layers.
+      windows: of the groups.
+      sizes: of the engine.
+
+    Returns:
+      How many, `num_pages` of `pages_of_groups`; 0 if not one page of all layers fits.
+    """
+
+    def total(count: int) -> int:
+        pages = pages_of_groups(windows, count, sizes)
+        return sum(n * size for n, size in zip(pages, page_bytes, strict=True))
+
+    low, high = 0, nbytes // page_bytes[0] + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if total(middle) <= nbytes else (low, middle)
+    return low
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Group:
+    """Layers that share tables, and the pages of their pools.
+
+    Attributes:
+      window: tokens that a query sees, its own included; None for all.
+      layers: of the model.
+      allocator: of the pages.
+      prefixes: what finds pages of earlier prompts; None for no reuse.
+    """
+
+    window: int | None
+    layers: tuple[int, ...]
+    allocator: paged.PageAllocator
+    prefixes: paged.PrefixCache | None
+
+    def pages_before(self, tokens: int) -> int:
+        """Pages that the token after so many does not see, nor any later one."""
+        if self.window is None:
+            return 0
+        return max(tokens - self.window + 1, 0) // self.allocator.page_size
+
+    def at_most(self, tokens: int, piece: int) -> int:
+        """See `pages_at_most`."""
+        return pages_at_most(tokens, piece, self.allocator.page_size, self.window)
+
+    def pages_of(self, request: Request, prefill_chunk: int) -> int:
+        """What a request needs at most; its last token is never fed, so that needs no place."""
+        return self.at_most(request.total - 1, min(prefill_chunk, len(request.tokens)))
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages of so many tokens."""
+        return -(-tokens // self.allocator.page_size)
+
+    def held(self, handle: int) -> tuple[int, ...]:
+        """The pages of a sequence that are not released."""
+        return tuple(page for page in self.allocator.pages(handle) if page >= 0)
+
+    def cached_pages(self) -> int:
+        """Pages that only the prefix cache holds."""
+        allocator = self.allocator
+        held = {page for handle in allocator.sequences for page in self.held(handle)}
+        return allocator.num_pages - allocator.num_free - len(held)
+
+
+def new_groups(
+    config: TransformerConfig,
+    windows: Windows,
+    num_pages: Sequence[int],
+    page_size: int,
+    *,
+    prefix_caching: bool,
+) -> tuple[Group, ...]:
+    """Groups of these windows and pages, all of which are free."""
+    groups = list[Group]()
+    for window, layers, count in zip(windows, layers_of(config, windows), num_pages, strict=True):
+        allocator = paged.PageAllocator(count, page_size)
+        prefixes = paged.PrefixCache(allocator, window) if prefix_caching else None
+        groups.append(Group(window, layers, allocator, prefixes))
+    return tuple(groups)
+
+
+def known_beginning(
+    groups: Sequence[Group], tokens: Sequence[int]
+) -> tuple[int, tuple[tuple[int, ...], ...]]:
+    """The longest beginning of tokens whose pages all groups remember.
+
+    Returns:
+      How many tokens, and each group's pages: -1 for those that no later token sees.
+    """
+    caches = [group.prefixes for group in groups if group.prefixes is not None]
+    if len(caches) < len(groups):
+        return 0, ((),) * len(groups)
+    if len(caches) == 1:
+        pages, count = caches[0].lookup(tokens)
+        return count, (pages,)
+    count = max(set.intersection(*(cache.lengths(tokens) for cache in caches)), default=0)
+    return count, tuple(cache.lookup(tokens[:count])[0] for cache in caches)

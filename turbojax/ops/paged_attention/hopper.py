@@ -1,0 +1,39 @@
+"""Pages on Hopper: which of two kernels runs a call, that of few queries or that of many."""
+
+import jax
+
+from turbojax.ops.options import Options
+from turbojax.ops.paged_attention import mosaic_gpu, mosaic_prompt
+from turbojax.state.pages.pool import PagedCache
+
+# Query rows of a KV head up to which a call is made for decoding.
+_MOST_FEW_ROWS = 64
+
+
+def _has_many(query: jax.Array, cache: PagedCache) -> bool:
+    return query.shape[1] * query.shape[2] // cache.num_kv_heads > _MOST_FEW_ROWS
+
+
+def unsupported(
+    *, query: jax.Array, cache: PagedCache, block_tables: jax.Array, options: Options
+) -> str | None:
+    """Why `attend` cannot run this here; None if it can."""
+    if _has_many(query, cache):
+        return mosaic_prompt.unsupported(cache)
+    return mosaic_gpu.unsupported(
+        query=query, cache=cache, block_tables=block_tables, options=options
+    )
+
+
+def attend(
+    query: jax.Array,
+    cache: PagedCache,
+    block_tables: jax.Array,
+    lengths: jax.Array,
+    query_lengths: jax.Array,
+    *,
+    options: Options,
+) -> tuple[jax.Array, jax.Array]:
+    """`mosaic_prompt.attend` of many queries, `mosaic_gpu.attend` of few."""
+    run = mosaic_prompt.attend if _has_many(query, cache) else mosaic_gpu.attend
+    return run(query, cache, block_tables, lengths, query_lengths, options=options)

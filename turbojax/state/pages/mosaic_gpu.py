@@ -1,0 +1,116 @@
+"""The Mosaic GPU kernel that writes pages on Hopper: what it takes, how it is launched."""
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING
+
+import jax
+
+from turbojax._device import needs_hopper
+from turbojax.polar.codec import level_tables
+from turbojax.state.pages import writing
+from turbojax.state.pages.checks import Pool
+from turbojax.state.pages.formats import Codes, Float8, Format
+
+if TYPE_CHECKING:
+    from pallas_kernels.mosaic.hopper.paged.append import Settings, Stored
+
+_HEAD_DIMS = (16, 256)
+# Vectors of a side from which on a warp takes several rounds of them: a GPU holds fewer at once.
+_MANY = 16384
+_ROUNDS = 2
+
+
+def append_unsupported(*, cache: Pool, key: jax.Array, block_tables: jax.Array) -> str | None:
+    """Why `append` cannot run this here; None if it can."""
+    dim = cache.head_dim
+    if dim & (dim - 1) or not _HEAD_DIMS[0] <= dim <= _HEAD_DIMS[1]:
+        return f"head_dim={dim} must be a power of two from {_HEAD_DIMS[0]} to {_HEAD_DIMS[1]}"
+    if not math.prod(key.shape):
+        return f"key.shape={key.shape} is empty"
+    for name, vectors in (("pool", cache.key.shape[:3]), ("call", key.shape[:3])):
+        if math.prod(vectors) >= 2**31:
+            return f"{math.prod(vectors)} vectors of the {name} must be fewer than {2**31}"
+    return needs_hopper()
+
+
+@jax.jit
+def append(
+    cache: Pool,
+    key: jax.Array,
+    value: jax.Array,
+    block_tables: jax.Array,
+    lengths: jax.Array,
+    new_lengths: jax.Array,
+) -> tuple[Pool, dict[str, jax.Array]]:
+    """`writing.append` by one kernel.
+
+    Of what the tokens became it returns what tells whether they fit, read again; nobody does so
+    under `jit`. Tokens that were left out have none.
+    """
+    from pallas_kernels.mosaic.hopper.paged import append as kernel
+
+    data, norms, lost = kernel.append(
+        (key.reshape(-1, cache.head_dim), value.reshape(-1, cache.head_dim)),
+        cache.rotation.signs if cache.formats.is_rotated else None,
+        (_array(cache.key_scale), _array(cache.value_scale)),
+        block_tables,
+        lengths,
+        new_lengths,
+        (cache.key, cache.value),
+        (cache.key_norm, cache.value_norm),
+        cache.lost.reshape(1),
+        settings(cache, key, block_tables.shape[1]),
+    )
+    place = writing.find_places(cache, key.shape[1], block_tables, lengths, new_lengths)
+    cache = dataclasses.replace(
+        cache,
+        key=data[0],
+        value=data[1],
+        key_norm=norms[0],
+        value_norm=norms[1],
+        lost=lost.reshape(()),
+    )
+    content = {}
+    for name, stored in writing.page_arrays(cache).items():
+        at = (place.page, slice(None), place.slot)
+        content[name] = stored.at[at].get(mode="fill", fill_value=0)
+    return cache, content
+
+
+def _array(scale: jax.Array | None) -> jax.Array | None:
+    return None if scale is None else scale.reshape(1)
+
+
+def settings(cache: Pool, key: jax.Array, entries: int) -> "Settings":
+    """Settings for these tokens, with block tables of `entries`."""
+    from pallas_kernels.mosaic.hopper.paged.append import Settings
+
+    vectors = math.prod(key.shape[:3])
+    return Settings(
+        sides=(
+            _stored(cache.formats.key, cache.head_dim),
+            _stored(cache.formats.value, cache.head_dim),
+        ),
+        dtype=key.dtype.name,
+        vectors=vectors,
+        tokens=key.shape[1],
+        heads=key.shape[2],
+        head_dim=cache.head_dim,
+        page_size=cache.page_size,
+        num_pages=cache.num_pages,
+        entries=entries,
+        rounds=_ROUNDS if vectors > _MANY else 1,
+    )
+
+
+def _stored(side: Format, channels: int) -> "Stored":
+    from pallas_kernels.layouts import Codec
+    from pallas_kernels.mosaic.hopper.paged import append as kernel
+
+    if isinstance(side, Codes):
+        tables, half = level_tables(side.bits, channels), 2 ** (side.bits - 1)
+        return Codec(side.bits, tables.thresholds[half:], tables.squares[half:], tables.unit)
+    if isinstance(side, Float8):
+        return kernel.Float8(is_e5m2=side.name == "float8_e5m2")
+    return None

@@ -1,0 +1,189 @@
+"""What kernels that write a `ProgressiveCache` share: what they take, and what is around them."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from turbojax.config import Mode, TurboConfig
+from turbojax.quantizers import absolute_maximum
+from turbojax.state.progressive import reference
+from turbojax.state.progressive.cache import CacheSide, ProgressiveCache
+
+_LARGEST_HEAD_DIM = 256
+_BLOCKS = (16, 256)
+
+
+class Operands(NamedTuple):
+    """A prompt in 8 bits, padded to whole blocks: what attention reads.
+
+    Attributes:
+      key: ``[B, K, Sp, H]``, int8 or, in mode ``"fp8"``, e4m3; tokens past a sequence's length
+        are 0.
+      key_scale: float32 ``[B, K, Sp / block_kv]``, 1 for a block of zeros, NaN for one with a
+        value that is not finite.
+      value: ``[B, K, H, Sp]``, tokens last, int8 or, in modes ``"int8_fp8"`` and ``"fp8"``, e4m3.
+      value_scale: as `key_scale`, in e4m3 one number per sequence and head.
+    """
+
+    key: jax.Array
+    key_scale: jax.Array
+    value: jax.Array
+    value_scale: jax.Array
+
+
+# What the pass over keys, and that over values, can write for attention. One scale for all of a
+# head's values is known only after it.
+_OPERANDS: Mapping[Mode, tuple[jax.typing.DTypeLike, jax.typing.DTypeLike | None]] = {
+    "int8": (jnp.int8, jnp.int8),
+    "int8_fp8": (jnp.int8, None),
+    "fp8": (jnp.float8_e4m3fn, None),
+}
+
+
+class Prompt(NamedTuple):
+    """One side of a prompt, for a kernel that compresses its blocks.
+
+    Attributes:
+      side: keys or values, with its heads ranked.
+      x: ``[B, S, K, H]``.
+      operand: dtype of the codes for attention, or None for none of them.
+      every_block: whether maxima of all blocks are wanted, stored or not.
+    """
+
+    side: CacheSide
+    x: jax.Array
+    operand: jax.typing.DTypeLike | None
+    every_block: bool
+
+
+Compress = Callable[[Sequence[Prompt], jax.Array, jax.Array], Sequence[Any]]
+"""``compress(prompts, lengths, count)`` gives a `pallas_kernels.layouts.Compressed` a side; of each
+prompt int32 ``[B]`` tokens, 0 past them, and whole blocks to store."""
+Quantize = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+"""``quantize(value, lengths, maxima)`` gives values in e4m3 with tokens last, and their scales."""
+
+
+def unsupported(cache: ProgressiveCache) -> str | None:
+    """Why no kernel can write this cache; None if one might."""
+    block = cache.config.block_kv
+    if block & (block - 1) or not _BLOCKS[0] <= block <= _BLOCKS[1]:
+        return f"block_kv={block} must be a power of two from {_BLOCKS[0]} to {_BLOCKS[1]}"
+    if cache.head_dim > _LARGEST_HEAD_DIM:
+        return f"head_dim={cache.head_dim} must be at most {_LARGEST_HEAD_DIM}"
+    return None
+
+
+def append_unsupported(cache: ProgressiveCache, key: jax.Array) -> str | None:
+    """Why no kernel can append these tokens; None if one might."""
+    if key.shape[1] != 1:
+        return f"key.shape[1]={key.shape[1]} must be 1: it appends token by token"
+    return unsupported(cache)
+
+
+def stored_prompt(
+    cache: ProgressiveCache,
+    key: jax.Array,
+    value: jax.Array,
+    lengths: jax.Array,
+    *,
+    with_operands: bool,
+    compress: Compress,
+    quantize: Quantize,
+) -> tuple[ProgressiveCache, Operands | None]:
+    """Stores a prompt and hands out its codes for attention, if they are wanted.
+
+    The codes come from the same pass over keys and values; only values in e4m3, whose one scale
+    needs the maximum of all, are read again.
+    """
+    config = cache.config
+    kept = reference.kept_tokens(cache, key.shape[1], lengths)
+    inside = jnp.clip(lengths, 0, key.shape[1])
+    operands = _OPERANDS[config.mode] if with_operands else (None, None)
+    # The buffer's scale follows from the maxima of blocks that a ring does not hold, too.
+    every_block = with_operands or cache.is_ring
+    prompts = [
+        Prompt(reference.rank_prompt(side, x, kept, config), x, operand, every_block)
+        for side, x, operand in zip((cache.key, cache.value), (key, value), operands, strict=True)
+    ]
+    written = compress(prompts, inside, kept // config.block_kv)
+    key_side, value_side = (
+        _with_blocks(*given, kept, config) for given in zip(prompts, written, strict=True)
+    )
+    filled = reference.with_prompt(cache, key_side, value_side, lengths, kept)
+    keys, values = (w.operand for w in written)
+    if keys is None:
+        return filled, None
+    return filled, Operands(*keys, *(values or quantize(value, inside, written[1].maximum)))
+
+
+def _with_blocks(prompt: Prompt, written: Any, kept: jax.Array, config: TurboConfig) -> CacheSide:
+    """A side with its blocks, and the rest of the prompt in its buffer."""
+    side = dataclasses.replace(
+        prompt.side,
+        codes=written.codes,
+        channel_scale=written.channel_scale,
+        channel_zero=written.channel_zero,
+        block_scale=written.block_scale,
+    )
+    # The largest value kept is in a stored block or in the rest.
+    count = kept // config.block_kv
+    stored = jnp.arange(written.maximum.shape[-1])[None] < count[:, None]
+    in_blocks = absolute_maximum(jnp.where(stored[:, None], written.maximum, 0), -1)
+    rest = reference.prompt_rest(prompt.x, kept, config.block_kv)
+    in_rest = absolute_maximum(rest, (2, 3))[..., 0]
+    maximum = absolute_maximum(jnp.concatenate([in_blocks, in_rest], axis=-1), -1)[..., 0]
+    return reference.buffer_rest(side, rest, maximum, kept, config)
+
+
+Append = Callable[..., Sequence[CacheSide]]
+"""``append(sides, tokens, accepted, row, start)`` gives the sides with a token ``[B, K, H]`` each;
+int32 ``[B]``: whether there is one, tokens in the buffer, and the place of the next block."""
+
+
+def appended(
+    cache: ProgressiveCache,
+    key: jax.Array,
+    value: jax.Array,
+    lengths: jax.Array,
+    append: Append,
+) -> ProgressiveCache:
+    """`reference.append` of one token per sequence."""
+    accepted = reference.accepted_tokens(cache, 1, lengths)
+    sides = [
+        _ranked(cache, side, x, accepted) for side, x in ((cache.key, key), (cache.value, value))
+    ]
+    start = cache.num_blocks % cache.blocks_of_room
+    tokens = [x[:, 0] for x in (key, value)]
+    key_side, value_side = append(sides, tokens, accepted, cache.buffer_lengths, start)
+    return reference.with_appended(cache, key_side, value_side, lengths, accepted)
+
+
+def _ranked(
+    cache: ProgressiveCache, side: CacheSide, x: jax.Array, accepted: jax.Array
+) -> CacheSide:
+    """The side with its heads' slots; work is done only in the step that fills a first buffer."""
+    if len(side.codes) == 1:
+        return side
+    flushed = reference.flushed_buffers(cache, accepted)
+
+    def rank() -> jax.Array:
+        stream, run_scale, _ = reference.buffer_stream(cache, side, x, accepted)
+        return reference.rank_first_buffer(cache, side, stream, run_scale, flushed)
+
+    first = jnp.any(reference.is_first_flush(cache, flushed))
+    slots = jax.lax.cond(first, rank, lambda: side.head_slots)
+    return dataclasses.replace(side, head_slots=slots)
+
+
+def layout_of(side: CacheSide, config: TurboConfig) -> dict[str, Any]:
+    """What the kernels' own descriptions of a stored block are made of."""
+    return {
+        "tokens": config.block_kv,
+        "channels": side.buffer.shape[-1],
+        "bits": side.bits,
+        "heads": tuple(codes.shape[1] for codes in side.codes),
+        "tokens_last": side.tokens_last,
+    }

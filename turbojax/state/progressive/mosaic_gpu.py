@@ -1,0 +1,118 @@
+"""The Mosaic GPU kernels that write a `ProgressiveCache` on Hopper: one launch for both sides."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from turbojax._device import needs_hopper
+from turbojax.config import TurboConfig
+from turbojax.state.progressive import kernels
+from turbojax.state.progressive.cache import CacheSide, ProgressiveCache
+
+if TYPE_CHECKING:
+    from pallas_kernels.layouts import Compressed
+    from pallas_kernels.mosaic.stage2 import Layout
+
+
+def store_prompt_unsupported(*, cache: ProgressiveCache, key: jax.Array) -> str | None:
+    """Why `store_prompt` cannot run this here; None if it can."""
+    del key  # any will do
+    return kernels.unsupported(cache) or needs_hopper()
+
+
+def append_unsupported(*, cache: ProgressiveCache, key: jax.Array) -> str | None:
+    """Why `append` cannot run this here; None if it can."""
+    return kernels.append_unsupported(cache, key) or needs_hopper()
+
+
+def store_prompt(
+    cache: ProgressiveCache, key: jax.Array, value: jax.Array, lengths: jax.Array
+) -> ProgressiveCache:
+    """`reference.store_prompt` with one kernel."""
+    return store_prompt_with_operands(cache, key, value, lengths, with_operands=False)[0]
+
+
+@functools.partial(jax.jit, static_argnames=("with_operands", "permuted"))
+def store_prompt_with_operands(
+    cache: ProgressiveCache,
+    key: jax.Array,
+    value: jax.Array,
+    lengths: jax.Array,
+    *,
+    with_operands: bool = True,
+    permuted: bool = False,
+) -> tuple[ProgressiveCache, kernels.Operands | None]:
+    """Stores a prompt and hands out its codes for attention, as those of `triton` do."""
+    from pallas_kernels.mosaic.hopper.quantize import quantize
+
+    config = cache.config
+    return kernels.stored_prompt(
+        *(cache, key, value, lengths),
+        with_operands=with_operands,
+        compress=functools.partial(_compress, config=config, permuted=permuted),
+        quantize=functools.partial(
+            quantize, block=config.block_kv, dtype=jnp.float8_e4m3fn, tokens_last=True
+        ),
+    )
+
+
+def _compress(
+    prompts: Sequence[kernels.Prompt],
+    lengths: jax.Array,
+    count: jax.Array,
+    *,
+    config: TurboConfig,
+    permuted: bool,
+) -> list["Compressed"]:
+    from pallas_kernels.mosaic.hopper.compress import Prompt, compress
+
+    given = [
+        Prompt(x, s.head_slots, s.codes, s.channel_scale, s.channel_zero, s.block_scale)
+        for s, x, *_ in prompts
+    ]
+    return compress(
+        *(given, lengths, count),
+        layouts=[_layout(p.side, config) for p in prompts],
+        operands=[p.operand for p in prompts],
+        every_block=[p.every_block for p in prompts],
+        permuted=permuted,
+    )
+
+
+@jax.jit
+def append(
+    cache: ProgressiveCache, key: jax.Array, value: jax.Array, lengths: jax.Array
+) -> ProgressiveCache:
+    """`reference.append` of one token per sequence with one kernel."""
+    run = functools.partial(_append_sides, config=cache.config)
+    return kernels.appended(cache, key, value, lengths, run)
+
+
+def _append_sides(
+    sides: Sequence[CacheSide],
+    tokens: Sequence[jax.Array],
+    accepted: jax.Array,
+    row: jax.Array,
+    start: jax.Array,
+    *,
+    config: TurboConfig,
+) -> list[CacheSide]:
+    from pallas_kernels.layouts import Side
+    from pallas_kernels.mosaic.hopper.append import append
+
+    given = [Side(*(getattr(s, name) for name in Side._fields)) for s in sides]
+    layouts = [_layout(s, config) for s in sides]
+    written = append(tokens, accepted, row, start, given, layouts=layouts)
+    return [
+        dataclasses.replace(side, **new._asdict()) for side, new in zip(sides, written, strict=True)
+    ]
+
+
+def _layout(side: CacheSide, config: TurboConfig) -> "Layout":
+    from pallas_kernels.mosaic.stage2 import Layout
+
+    return Layout(**kernels.layout_of(side, config))
