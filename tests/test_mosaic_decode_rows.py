@@ -6,7 +6,6 @@ matrix unit are checked on a GPU, in `test_gpu_mosaic_decode.py`.
 
 import dataclasses
 import functools
-import threading
 import types
 
 import jax.numpy as jnp
@@ -14,10 +13,12 @@ import numpy as np
 import pytest
 from gpu_helpers import SOFTMAXES, filled, normal
 from oracles import warp
+from oracles.turns import Turns
 
 import turbojax as tj
 from pallas_kernels.mosaic import warp as frame
 from pallas_kernels.mosaic.hopper.decode import block as few_block
+from pallas_kernels.mosaic.hopper.decode import inputs as few_inputs
 from pallas_kernels.mosaic.hopper.decode import kernel as few_kernel
 from pallas_kernels.mosaic.hopper.decode import query as few_query
 from pallas_kernels.mosaic.hopper.decode import types as few_types
@@ -69,41 +70,6 @@ def slot_of(shape, key, value, number):
         assert len(found) <= size
         slot[shape.offset(name) :][: len(found)] = found
     return warp.Pointer(slot)
-
-
-class Turns:
-    """Warps that run in turn, each until its next barrier, where it waits for the others."""
-
-    def __init__(self, bodies):
-        self._bodies, self._results = bodies, [None] * len(bodies)
-        self._gates = [threading.Semaphore(int(i == 0)) for i in range(len(bodies))]
-        self._own = threading.local()
-
-    def barrier(self, *_):
-        number = self._own.number
-        self._gates[(number + 1) % len(self._gates)].release()
-        self._gates[number].acquire()
-
-    def _start(self, number):
-        self._own.number = number
-        with self._gates[number]:
-            try:
-                self._results[number] = self._bodies[number]()
-            except BaseException as error:
-                self._results[number] = error
-        self._gates[(number + 1) % len(self._gates)].release()
-
-    def run(self):
-        threads = [
-            threading.Thread(target=self._start, args=(i,)) for i in range(len(self._bodies))
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(120)
-        for result in self._results:
-            if isinstance(result, BaseException):
-                raise result
 
 
 def numerics(config, tokens, window, soft_cap):
@@ -171,7 +137,7 @@ def run(
         kernel._keep(shape, state, result, queries, here, own, n)
 
     turns = Turns([functools.partial(of_member, number) for number in range(size)])
-    warp.named_barrier = turns.barrier
+    warp.named_barrier = lambda _, threads: turns.barrier(0, threads // 32)
     turns.run()
     found = result.memory.view(np.float32)
     outputs, maxima, totals = np.split(found, [rows * step, rows * (step + 1)])
@@ -314,3 +280,135 @@ def test_every_code_scale_and_zero_is_exact(here, bits):
             )
             got = np.stack([x.value[:, None].view(np.float16) for x in pairs], 2).reshape(32, 4)
             np.testing.assert_array_equal(got.astype(np.float64) * 2**13, (at[2] + at[1]) * at[0])
+
+
+# Whole programs -----------------------------------------------------------------------------------
+
+
+class Copies:
+    """The copy engine, whose copies are done at once, and its barriers."""
+
+    def __init__(self, turns):
+        self._turns, self._missing, self._phases = turns, {}, {}
+
+    def expect(self, barrier, size):
+        for lane in np.flatnonzero(warp.STATE.active[-1]):
+            self._missing[barrier.offset[lane]] = int(warp._signed(size)[0])
+
+    def copy(self, source, target, size, barrier):
+        count = int(warp._signed(size)[0])
+        for lane in np.flatnonzero(warp.STATE.active[-1]):
+            source_at, target_at = source.offset[lane], target.offset[lane]
+            assert source_at % 16 == target_at % 16 == count % 16 == 0
+            found = source.memory[source_at:][:count]
+            assert len(found) == count, "a copy past the end"
+            target.memory[target_at:][:count] = found
+            at = barrier.offset[lane]
+            self._missing[at] -= count
+            if self._missing[at] == 0:
+                self._phases[at] = self._phases.get(at, 0) + 1
+
+    def wait(self, barrier, parity):
+        at, parity = barrier.offset[0], int(parity.value[0])
+        self._turns.until(lambda: self._phases.get(at, 0) & 1 != parity)
+
+
+@pytest.fixture
+def programs(here, monkeypatch):
+    """What a program needs beside a warp's arithmetic."""
+    for module in (few_inputs, few_kernel):
+        monkeypatch.setattr(module, "lane", warp)
+    choose = types.SimpleNamespace(choose=lambda c, a, b: a if c.value.all() else b)
+    monkeypatch.setattr(few_inputs, "Pointer", choose)
+
+    def run(a, ids, s):
+        at = few_inputs.Program.of(a, [warp.integer(x) for x in ids], s)
+        area = np.full(s.warps * s.warp_bytes(a.head_dim), 0x7F, np.uint8)
+        barriers = np.zeros(8 * s.warps * s.stages, np.uint8)
+        smem = warp.Pointer(area), warp.Pointer(barriers)
+
+        def body():
+            kernel._walk(a, at, smem, s)
+            kernel._combine(a, at, smem[0], s)
+
+        turns = Turns([body] * s.warps)
+        copies = Copies(turns)
+        there = {
+            "thread": lambda: warp.Int(warp.LANES + 32 * turns.number),
+            "block_barrier": lambda: turns.barrier("all", s.warps),
+            "named_barrier": lambda n, count: turns.barrier(int(n.value[0]), count // 32),
+            "init_barrier": lambda *_: None,
+            "publish_barriers": lambda: None,
+            "expect_bytes": copies.expect,
+            "copy": copies.copy,
+            "wait": copies.wait,
+        }
+        for name, f in there.items():
+            monkeypatch.setattr(warp, name, f, raising=False)
+        turns.run()
+
+    return run
+
+
+def arrays(cache, q, query_length, parts):
+    """The call's arrays of one sequence."""
+
+    def side(x):
+        return few_inputs.SidePointers(
+            codes=tuple(memory(c) for c in x.codes),
+            heads=tuple(c.shape[1] for c in x.codes),
+            **{
+                name: memory(getattr(x, name))
+                for name in (
+                    "channel_scale", "channel_zero", "block_scale", "head_slots", "buffer",
+                    "buffer_scale",
+                )
+            },
+        )  # fmt: skip
+
+    _, tokens, heads, head_dim = q.shape
+    kv_heads = cache.num_kv_heads
+    rows = heads // kv_heads * tokens
+    sizes = (kv_heads * parts * rows * head_dim, kv_heads * parts * rows, kv_heads * parts * rows)
+    return few_inputs.Arrays(
+        query=memory(q), key=side(cache.key), value=side(cache.value),
+        lengths=memory(cache.lengths), buffered=memory(cache.buffer_lengths),
+        query_lengths=memory(np.int32([query_length])),
+        outputs=[memory(np.full(size, np.nan, np.float32)) for size in sizes],
+        tokens=tokens, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=q.dtype.name,
+        blocks=cache.key.block_scale.shape[2], buffer_size=cache.config.buffer_size,
+    )  # fmt: skip
+
+
+@pytest.mark.quick(3)
+@pytest.mark.parametrize("window", [None, (100, 0)])
+@pytest.mark.parametrize(("team", "stages"), [(1, 1), (2, 2), (1, 2), (2, 3)])
+@pytest.mark.parametrize(("length", "appended"), [(9 * 64, 3), (700, 3)])
+def test_programs_share_blocks_and_the_buffer(programs, length, appended, team, stages, window):
+    """Blocks seen whole, blocks that need masks, the buffer, and parts of a head."""
+    config = tj.TurboConfig(num_low_bit_key_heads=1, num_low_bit_value_heads=1)
+    cache = filled(2, 64, config, (length,), appended=appended, dtype=jnp.float32)
+    q = normal(9, (1, 8, 6, 64), jnp.float32)
+    splits, rows, pairs = 2, 24, 2
+    s = kernel.RowSettings(
+        exponential=None, key_bits=cache.key.bits, value_bits=cache.value.bits, block=64,
+        scale=0.1, window=window, soft_cap=None, rows=16, splits=splits, cluster=1,
+        warpgroups=1, stages=stages, team=team,
+    )  # fmt: skip
+    a = arrays(cache, np.asarray(q), 7, splits)
+    for ids in np.ndindex(2, splits, pairs):
+        programs(a, [*ids, 0], s)
+    o, m, l = (x.memory.view(np.float32).reshape(pairs, splits, rows, -1) for x in a.outputs)
+    top = m.max(1, keepdims=True)
+    weight = np.exp2(m - np.where(np.isfinite(top), top, 0))
+    out, total = (o * weight).sum(1), (l * weight).sum(1)
+    out = out / np.where(total == 0, 1, total)
+    want = tj.decode(
+        q, cache, implementation="xla", scale=0.1, local_window_size=window,
+        query_seq_lengths=jnp.array([7]),
+    )  # fmt: skip
+    want = np.asarray(want)[0].swapaxes(0, 1).reshape(pairs, rows, 64)
+    error = np.linalg.norm(out - want, axis=-1) / np.maximum(np.linalg.norm(want, axis=-1), 1e-30)
+    # A weight half way between two codes may become either: 1 / 119 of it, here once.
+    assert np.sort(error, axis=None)[-2] <= 2e-6
+    assert error.max() <= 2e-3

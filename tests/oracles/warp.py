@@ -396,6 +396,7 @@ class Pointer:
         return Pointer(self.memory, self.offset + sum(_signed(x).astype(np.int64) for x in offsets))
 
     def times(self, index, size):
+        size = _signed(size).astype(np.int64)
         return Pointer(self.memory, self.offset + _signed(index).astype(np.int64) * size)
 
     def words(self, count):
