@@ -339,11 +339,11 @@ def without_dead_pages(cache, tables, lengths, counts, left, broken=-1):
     return dataclasses.replace(cache, **arrays), jnp.asarray(tables), first
 
 
-def check_windowed_tables(call, kv_dtype, dtype=jnp.float32, head_dim=32):
+def check_windowed_tables(call, kv_dtype, dtype=jnp.float32, head_dim=32, tokens=2):
     """Pages before all windows may be anything, to the bit; one that a query sees may not."""
-    lengths, counts, left = (1111, 150, 33, 300), (2, 1, 2, 0), 40
+    lengths, counts, left = (1111, 150, 33, 300), (tokens, tokens // 2, tokens, 0), 40
     cache, tables = filled(kv_dtype, lengths, 2, head_dim, dtype=dtype)
-    query = normal(31, (4, 2, 4, head_dim), dtype)
+    query = normal(31, (4, tokens, 4, head_dim), dtype)
     given = {
         "query_seq_lengths": jnp.asarray(counts, jnp.int32),
         "local_window_size": (left, 0),

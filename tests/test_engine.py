@@ -293,7 +293,11 @@ def test_add_refuses_what_can_never_run(request_, error, message):
         ({"kv_dtype": "int3"}, ValueError, "kv_dtype='int3' must be one of"),
         ({"implementation": "fast"}, ValueError, "implementation='fast' must be None or one of"),
         ({"implementation": "jax_triton"}, NotImplementedError, "has no implementation='jax_tri"),
-        ({"implementation": "mosaic_gpu"}, NotImplementedError, "mosaic_gpu: kv_dtype='auto' must"),
+        (
+            {"implementation": "mosaic_gpu"},
+            NotImplementedError,
+            "with kv_dtype='auto' dtype=float32 must",
+        ),
         ({"key_scale": 2.0}, ValueError, "key_scale=2.0 has no use"),
         (
             {"cache_results": True, "prefix_caching": False},

@@ -63,7 +63,7 @@ def test_options(name, kind):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "option"), pairwise(name=LARGE, kind=KINDS, option=OPTIONS)
+    ("name", "kind", "option"), pairwise(name=list(LARGE), kind=KINDS, option=list(OPTIONS))
 )
 def test_full_sizes(name, kind, option):
     """Twice the same bits, and plain JAX's numbers but for rounding."""

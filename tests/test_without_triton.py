@@ -220,7 +220,6 @@ CASES["engine, a step of the embedded model"] = engine_step
 # What is left, and why. A reason that names a kernel is of work to do.
 _FLOAT32 = "float32 operands: matrix instructions of Hopper have at most 16 bits"
 _KV4 = "KV4's decode has no kernel for Hopper"
-_PROMPTS = "prompts on pages have no kernel for Hopper"
 _SHAPES = "a head dim or block that no matrix instruction is made for"
 STILL = {
     "attention, blocks of 32": _SHAPES,
@@ -233,7 +232,7 @@ STILL = {
     "cache, decode, 80 channels": _SHAPES,
     "cache, decode, float": "mode 'float' decodes in unrounded numbers",
     **{f"{name}, decode": _KV4 for name in ("kv4", "k8v4")},
-    **{f"pages, prompt, {kind}": _PROMPTS for kind in PAGES},
+    "pages, prompt, turbo_k3v2": "codes of 2 and 3 bits are not expanded for prompts on Hopper",
     **{
         f"pages, attention, {kind}": "formats that attention to pages for Hopper does not read"
         for kind in ("k8v4", "turbo_k3v2")

@@ -9,7 +9,12 @@ side, which is negligible. What it costs is the launch, of which there is one fo
 in which all buffers are full reads and writes some 4 MB more, once in `buffer_size` steps.
 
   floor       one launch, 2 to 3 us
-  target      at most twice that; the kernels for Triton are two launches
+  target      at most twice that
+
+Versions, us of the kernels a step, 8 heads of 128, mean of 64 steps, in one of which all buffers
+are full, H200, jax 0.11.2:          16 sequences   64
+  for Triton: two launches           1.8 + 1.6     2.8 + 1.8
+  v1  one launch                     1.7           2.9
 """
 
 from collections.abc import Sequence

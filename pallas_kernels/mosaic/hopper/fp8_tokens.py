@@ -141,7 +141,8 @@ def _program(
     scale = _scale(lane.tree(words, _larger), s)
     with lane.when(thread.equals(0)):
         scales.times(token, 2).store_low(lane.half.pack(scale, scale, "bfloat16"), 16)
-    inverse = lane.number(1.0) / scale
+    # The instruction that XLA takes: the same bits.
+    inverse = lane.divide(lane.number(1.0), scale)
     target = codes.times(token, s.channels)
     for place, run in zip(places, runs, strict=True):
         with lane.when(place < s.runs):

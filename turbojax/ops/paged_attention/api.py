@@ -12,7 +12,7 @@ from turbojax._device import interpreting
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
 from turbojax.ops.options import Options, require_causal
-from turbojax.ops.paged_attention import hopper, reference, triton
+from turbojax.ops.paged_attention import mosaic_gpu, reference, triton
 from turbojax.state import checks
 from turbojax.state.pages import checks as page_checks
 from turbojax.state.pages.pool import PagedCache
@@ -30,9 +30,9 @@ def _sheltered(
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs an implementation: hides sequences that cannot be read from it, and rotates for it."""
+    first = page_checks.first_seen(lengths, query_lengths, query.shape[1], options.window)
     if query_lengths is None:
         query_lengths = jnp.full(len(query), query.shape[1], jnp.int32)
-    first = page_checks.first_seen(lengths, query_lengths, query.shape[1], options.window)
     ok = page_checks.readable(cache, block_tables, lengths, first)
     formats = cache.formats
     seen = polar.rotate(query, cache.rotation) if formats.key.is_rotated else query
@@ -57,7 +57,7 @@ def _shelter(attend: Callable[..., tuple[jax.Array, jax.Array]]) -> Callable[...
 PAGED = Registry(
     "paged_attention",
     (
-        Implementation("mosaic_gpu", hopper.attend, hopper.unsupported),
+        Implementation("mosaic_gpu", mosaic_gpu.attend, mosaic_gpu.unsupported),
         Implementation("triton", _shelter(triton.attend), triton.unsupported),
         Implementation("xla", _shelter(reference.attend)),
     ),
@@ -92,8 +92,7 @@ def paged_attention(
     to the bit, neither on what else is in the batch, nor on where its pages lie, nor on the width
     of the table (of the log-sum-exp up to its last bit). Nor does it depend on how a prompt is cut
     into chunks, among calls whose query rows per KV head, `T` times ``N / K``, are on the same side
-    of 64: ``"mosaic_gpu"`` and ``"triton"`` have one kernel, or launch, for few queries and another
-    for many.
+    of 64: beyond, ``"mosaic_gpu"`` leaves them to ``"triton"``, which runs more of them at a time.
 
     Args:
       query: ``[B, T, N, H]`` in `cache.dtype`, after the rotary embedding.
@@ -176,8 +175,9 @@ def _check(
     lengths = page_checks.check_lengths("lengths", lengths, batch)
     if query_lengths is not None:  # as an array it would take a kernel to make
         query_lengths = _checks.check_lengths("query_seq_lengths", query_lengths, batch, tokens)
-    first = page_checks.first_seen(lengths, query_lengths, tokens, options.window)
-    page_checks.check_readable(cache, block_tables, lengths, first)
+    if _checks.is_concrete(block_tables, lengths):
+        first = page_checks.first_seen(lengths, query_lengths, tokens, options.window)
+        page_checks.check_readable(cache, block_tables, lengths, first)
     return block_tables, lengths, query_lengths
 
 

@@ -176,7 +176,7 @@ def _expand(
     """Keys and values in the queries' 16 bits, and their tables."""
     from pallas_kernels.mosaic.hopper.paged_prompt import expand
 
-    codecs = tuple(_codec(side, cache.head_dim) for side in cache.formats)
+    key, value = (_codec(side, cache.head_dim) for side in cache.formats)
     return expand.expand(
         cache.key,
         cache.value,
@@ -186,7 +186,7 @@ def _expand(
         lengths,
         starts,
         head_dim=cache.head_dim,
-        settings=expand.Settings(codecs, cache.dtype.name),
+        settings=expand.Settings((key, value), cache.dtype.name),
     )
 
 

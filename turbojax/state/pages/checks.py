@@ -47,8 +47,8 @@ def first_seen(
     query_lengths: jax.Array | None,
     tokens: int,
     window: tuple[int, int] | None,
-) -> jax.Array:
-    """Int32 ``[B]``: of each sequence the first token that one of its newest queries sees.
+) -> jax.Array | None:
+    """Of each sequence the first token that one of its newest queries sees.
 
     Args:
       lengths: int32 ``[B]``, tokens held, those of the queries included.
@@ -56,11 +56,14 @@ def first_seen(
         if all are.
       tokens: of the call, `T`.
       window: (left, right) of the queries, or None for all tokens up to their own.
+
+    Returns:
+      int32 ``[B]``; None without a window, where all tokens are seen.
     """
     if window is None:
-        return jnp.zeros_like(lengths)
-    queries = tokens if query_lengths is None else jnp.clip(query_lengths, 0, tokens)
-    return jnp.maximum(lengths - queries - window[0], 0)
+        return None
+    real = tokens if query_lengths is None else jnp.clip(query_lengths, 0, tokens)
+    return jnp.maximum(lengths - real - window[0], 0)
 
 
 def readable(

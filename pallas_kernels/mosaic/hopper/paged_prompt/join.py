@@ -33,6 +33,7 @@ def _body(
     s: Settings,
 ) -> None:
     """Some rows, in the order of the kernel that found the parts."""
+    assert s.part is not None
     lengths, query_lengths, found, found_lse, out, out_lse = arrays
     (batch, sets, per_set), (_, tokens, heads, head_dim) = rows, shape
     per_row = head_dim // _TOGETHER
@@ -82,7 +83,7 @@ def _body(
     words = [v * share + broken for v in sums]
     target = (b * tokens + t) * heads + head
     with lane.when((row < size) & (t < tokens)):
-        packed = [lane.half.pack(*words[i : i + 2], dtype) for i in range(0, _TOGETHER, 2)]
+        packed = [lane.half.pack(words[i], words[i + 1], dtype) for i in range(0, _TOGETHER, 2)]
         out.times(target, 2 * head_dim).at(piece * (2 * _TOGETHER)).store_words(packed)
         with lane.when(piece.equals(0)):
             out_lse.times(target, 4).store(lse + broken)

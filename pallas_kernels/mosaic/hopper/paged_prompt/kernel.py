@@ -13,11 +13,32 @@ Roofline, for one sequence, 32 query heads, 8 KV heads, head dim 128, H200:
 Arithmetic is the floor. Target: 0.9 of cuDNN's dense causal attention on bfloat16, 585 T/s, in e4m3
 1.2, 780 T/s.
 
+Where query rows are few, as of 64 tokens, a program takes a part of the keys alone, and `join`
+makes results of the parts: see `Settings.part`.
+
 A program takes tiles of 128 query rows of one KV head in turn: up to eight heads of its group, as
 many as a power of two divides it by, with 16 to 128 tokens side by side, so that a tile of keys is
 read once for all of them and few rows see a part of it alone. One warpgroup copies: it reads the
 block table and puts pages together to tiles of 128 tokens (64 of 256 channels); two attend with 64
 rows each and take turns at the matrix units, as in `pooled.forward`.
+
+Versions, whole calls, pages of 64 tokens in random order, H200, jax 0.11.2, us and T/s of what is
+visible; cuDNN on dense bfloat16 in the same run, causal for 8k, else with nothing hidden:
+                              8k of 8k          1k of 32k         256 of 32k
+  cuDNN, bf16                900, 611          791, 695          378, 364
+  v1    bf16                 857, 642          832, 650          408, 336
+        fp8                  626, 879          603, 897          327, 419
+        turbo4               881, 624          898, 603          466, 294
+  cuDNN, bf16                891, 617          795, 692          374, 367
+  v2    the next tile's queries in memory, and a warpgroup half a step behind the other from tile to
+        tile: who copies goes on while a tile ends
+        bf16                 846, 650          816, 663          403, 340
+        fp8                  642, 856          609, 889          327, 419
+        turbo4               870, 632          884, 612          466, 294
+Before it `expand` takes 18 us of 8k and 63 of 32k tokens, `turn` 7 and 18. With 240 and 24
+registers 843 and 816, in fp8 637 and 608; fp8 with 3 stages 636 and 612: within a percent.
+64 and 256 queries are 16 and 64 tiles for 132 multiprocessors: without parts 64 of 32k take 404 us
+in bf16, as 256 do (Triton, in parts of 1,024: 242 and 851). Hence v3, with parts.
 
 Tiles of keys are at fixed positions, they are added up in order, and hidden ones change nothing: a
 query's bits depend on its own position and on what the sequence holds alone.
@@ -215,7 +236,7 @@ def _weights(
 
 def _attend(
     q: Ref, slot: jax.Array, work: Work, me: jax.Array, x: Inputs, y: _Memory, s: Settings
-) -> tuple[jax.Array, ...]:
+) -> tuple[Any, ...]:
     """A warpgroup's rows over all tiles.
 
     Returns:
@@ -351,7 +372,6 @@ def _kernel(*refs: Ref, s: Settings, total: int) -> None:
 
     def body(**memory: Ref) -> None:
         y = _Memory(**memory)
-
         slots = query_slots(x.q.shape[3])
 
         def consume(i: jax.Array, slot: jax.Array) -> jax.Array:
@@ -380,10 +400,7 @@ def _kernel(*refs: Ref, s: Settings, total: int) -> None:
             _keep_apart(me == 0, y, is_always=True)
             plgpu.wait_smem_to_gmem(0)
 
-        def start_to_produce() -> None:
-            share.by_index(produce)
-
-        ring.divide(me, WARPGROUPS, s.registers, start_to_consume, start_to_produce)
+        ring.divide(me, WARPGROUPS, s.registers, start_to_consume, lambda: share.by_index(produce))
 
     pl.run_scoped(body, collective_axes="warpgroup", **_memory(x, out_ref, s)._asdict())
 
