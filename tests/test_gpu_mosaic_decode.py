@@ -102,14 +102,68 @@ def test_no_launch_changes_more_than_rounding(launch):
     assert_near(got[1], want[1], jnp.float32, 1e-5)
 
 
+MANY = {
+    "three tokens": (3, 8, 2, 128, {}),
+    "eight tokens": (8, 8, 2, 128, {}),
+    "64 rows": (16, 8, 2, 64, {"softmax": tj.SAS()}),
+    "256 channels": (5, 8, 2, 256, {"key_bits": 2}),
+    "one token of twelve heads": (1, 24, 2, 128, {"block_kv": 128, "buffer_size": 128}),
+    "heads of two widths": (
+        8,
+        8,
+        2,
+        128,
+        {"num_low_bit_key_heads": 1, "num_low_bit_value_heads": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MANY)
+def test_many_queries_of_a_head(case):
+    tokens, heads, kv_heads, head_dim, config = MANY[case]
+    cache = filled(kv_heads, head_dim, tj.TurboConfig(**config), LENGTHS, appended=5)
+    query = normal(9, (5, tokens, heads, head_dim))
+    lengths = jnp.minimum(cache.lengths, tokens)
+    for options in ({}, {"local_window_size": (100, 0)}):
+        got, want = both(query, cache, query_seq_lengths=lengths, **options)
+        assert_near(got[0], want[0], jnp.bfloat16, 1e-4)
+        assert_near(got[1], want[1], jnp.float32, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [
+        (1, 1, 1, 1, 16),
+        (2, 1, 2, 1, 32),
+        (4, 1, 2, 4, 32),
+        (3, 3, 3, 1, 32, 2),
+        (2, 1, 2, 2, 16, 2),
+    ],
+    ids=lambda x: "-".join(map(str, x)),
+)
+def test_no_launch_of_many_queries_changes_more_than_rounding(launch):
+    cache = filled(2, 128, tj.TurboConfig(), LENGTHS, appended=5)
+    query, lengths = normal(9, (5, 5, 8, 128)), jnp.minimum(cache.lengths, 5)
+    options = {"options": Options(True, scale=0.1)}
+    chosen = mosaic_decode.Launch(*launch)
+    got = mosaic_decode.decode(query, cache, lengths, launch=chosen, **options)
+    want = decode(
+        query, cache, scale=0.1, query_seq_lengths=lengths, implementation="xla",
+        return_residual=True,
+    )  # fmt: skip
+    assert_near(got[0], want[0], jnp.bfloat16, 1e-4)
+    assert_near(got[1], want[1], jnp.float32, 1e-5)
+
+
 def test_128k_tokens_alone():
     cache = filled(2, 128, tj.TurboConfig(), (2**17 - 5,))
     got, want = both(normal(9, (1, 1, 8, 128)), cache)
     assert_near(got[0], want[0], jnp.bfloat16, 1e-3)
 
 
+@pytest.mark.parametrize("tokens", [2, 8])
 @pytest.mark.parametrize("softmax", SOFTMAXES)
-def test_nan_reaches_what_it_reaches_in_the_definition(softmax):
+def test_nan_reaches_what_it_reaches_in_the_definition(softmax, tokens):
     cache = filled(2, 64, tj.TurboConfig(softmax=SOFTMAXES[softmax]), (300, 300))
     key, value = cache.key, cache.value
     cache = dataclasses.replace(
@@ -117,7 +171,7 @@ def test_nan_reaches_what_it_reaches_in_the_definition(softmax):
         key=dataclasses.replace(key, block_scale=key.block_scale.at[0, 0, 2].set(jnp.nan)),
         value=dataclasses.replace(value, buffer_scale=value.buffer_scale.at[1, 1].set(jnp.nan)),
     )
-    query = normal(9, (2, 2, 4, 64)).at[1, 0, 0, 0].set(jnp.nan)
+    query = normal(9, (2, tokens, 4, 64)).at[1, 0, 0, 0].set(jnp.nan)
     for options in ({}, {"local_window_size": (100, 0)}):
         got, want = both(query, cache, **options)
         for a, b in zip(got, want, strict=True):

@@ -203,6 +203,53 @@ def test_blocks_in_flight_and_results_fit_shared_memory(head_dim, block, bits, b
     assert 8 * (head_dim + 2) * 4 <= launch.stages * stage
 
 
+@pytest.mark.parametrize(
+    ("shape", "tokens", "launch"),
+    [
+        ((16, 32768), 2, (4, 1, 2, 1, None, 1)),
+        ((16, 32768), 3, (2, 1, 2, 1, 16, 1)),
+        ((16, 32768), 8, (1, 3, 3, 1, 32, 2)),
+        ((64, 4096), 8, (1, 1, 3, 1, 32, 2)),
+        ((1, 8192), 8, (16, 3, 3, 1, 32, 2)),
+        ((1, 1024), 4, (4, 1, 2, 4, 16, 1)),
+    ],
+)
+def test_many_queries_have_programs_that_run_at_once(shape, tokens, launch):
+    cache = abstract_cache(batch=shape[0], length=shape[1], kv_heads=8)
+    got = mosaic_decode.default_launch(abstract_query(cache, tokens=tokens), cache)
+    assert got == mosaic_decode.Launch(*launch)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("tokens", [4, 8, 32])
+def test_many_queries_fit_shared_memory(head_dim, block, bits, tokens):
+    from pallas_kernels.mosaic.hopper.decode_rows.kernel import RowSettings
+
+    config = tj.TurboConfig(key_bits=bits, value_bits=bits, block_kv=block, buffer_size=block)
+    cache = abstract_cache(config, batch=16, length=32768, head_dim=head_dim)
+    launch = mosaic_decode.default_launch(abstract_query(cache, tokens=tokens), cache)
+    s = RowSettings(**mosaic_decode._settings(cache, launch))
+    assert s.warps * s.warp_bytes(head_dim) <= 227 * 1024
+    # A team leaves its results where its blocks were.
+    assert launch.rows * (head_dim + 10) * 4 <= s.slot_bytes(head_dim)
+
+
+@pytest.mark.parametrize(
+    ("launch", "words"),
+    [
+        ((1, 1, 2, 1, 32, 3), "self.team=3 must be 1 or 2"),
+        ((1, 1, 1, 1, 32, 2), "self.stages=1 must be at least self.team=2"),
+    ],
+)
+def test_a_launch_without_code_is_refused(launch, words):
+    cache = abstract_cache()
+    query = abstract_query(cache, tokens=8)
+    with pytest.raises(ValueError, match=words):
+        lower(query, cache, launch=mosaic_decode.Launch(*launch))
+
+
 def test_an_unsplit_short_cache_has_blocks_for_one_stage_only():
     cache = abstract_cache(length=64)
     launch = mosaic_decode.default_launch(abstract_query(cache), cache)

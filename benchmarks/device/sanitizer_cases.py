@@ -108,13 +108,13 @@ def _write(implementation: Any) -> Any:
     return call, (cache, *_prompt()[1:], _normal(5, 1, 12, 1, 64))
 
 
-def _decode(implementation: str, capacity: int = 400, **config: Any) -> Any:
+def _decode(implementation: str, capacity: int = 400, tokens: int = 1, **config: Any) -> Any:
     def call(cache: Any, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
         lengths = jnp.array([330], jnp.int32)
         cache = store_prompt(cache, key, value, lengths, implementation=implementation)
         return tj.decode(query, cache, implementation=implementation)
 
-    arguments = (_normal(3, 1, 1, 4, 64), *_prompt(330)[1:])
+    arguments = (_normal(3, 1, tokens, 4, 64), *_prompt(330)[1:])
     cache = tj.init_cache(1, capacity, 1, 64, config=tj.TurboConfig(**config))
     return call, (cache, *arguments)
 
@@ -292,6 +292,8 @@ CASES = {
     "cache, decode, merged, Hopper": _case(
         "decode_hopper decode_merge_hopper", _decode, "mosaic_gpu", 20_000
     ),
+    "cache, 4 tokens, Hopper": _case("decode_rows_hopper", _decode, "mosaic_gpu", 400, 4),
+    "cache, 8 tokens, Hopper": _case("decode_rows_hopper", _decode, "mosaic_gpu", 400, 8),
     "int4, many tokens, Hopper": _case(
         "int4_expand_hopper fp8_matmul_hopper", _int4, "mosaic_gpu", 2100, 136, 300
     ),

@@ -247,7 +247,23 @@ def over_blocks(
     attend: Callable[[Int, list[Any], Pointer, Any], list[Any]],
     refill: Callable[[Int, Pointer, Pointer, Any], None],
 ) -> list[Any]:
-    """Takes a warp's blocks in turn, as their copies arrive.
+    """Takes a warp's blocks in turn, as their copies arrive; of `run_of_blocks` all at once."""
+    place = lane.integer(0), lane.integer(0)
+    return run_of_blocks(first, stop, warps, slots, state, place, ahead, attend, refill)[0]
+
+
+def run_of_blocks(
+    first: Int,
+    stop: Int,
+    warps: int,
+    slots: Slots,
+    state: list[Any],
+    place: tuple[Int, Int],
+    ahead: Callable[[Int], Any],
+    attend: Callable[[Int, list[Any], Pointer, Any], list[Any]],
+    refill: Callable[[Int, Pointer, Pointer, Any], None],
+) -> tuple[list[Any], tuple[Int, Int]]:
+    """Takes some of a warp's blocks in turn, as their copies arrive.
 
     Args:
       first: its first block, whose copies are on their way, as are those of all slots.
@@ -255,9 +271,13 @@ def over_blocks(
       warps: how far its blocks are apart.
       slots: its memory.
       state: numbers that go from block to block.
+      place: slot of the first block, and its barrier's parity.
       ahead: ``ahead(block)`` is called before the wait, and reads what is needed later.
       attend: ``attend(block, state, slot, ahead)`` returns the new state.
       refill: ``refill(block, slot, barrier, ahead)`` starts copies to a slot that is free again.
+
+    Returns:
+      The state, and the place of the block after the last.
     """
 
     def step(block: Int, carry: list[Any]) -> list[Any]:
@@ -272,8 +292,8 @@ def over_blocks(
         number = is_last.where(0, number + 1)
         return [*state, number, is_last.where(parity ^ 1, parity)]
 
-    carry = [*state, lane.integer(0), lane.integer(0)]
-    return lane.loop(first, stop, warps, carry, step)[:-2]
+    *state, number, parity = lane.loop(first, stop, warps, [*state, *place], step)
+    return state, (number, parity)
 
 
 def soft_cap(x: Float, factor: Float, cap: float) -> Float:

@@ -32,6 +32,7 @@ from pallas_kernels.mosaic.lane.instructions import maxima_of_halves as maxima_o
 from pallas_kernels.mosaic.lane.instructions import maximum as maximum
 from pallas_kernels.mosaic.lane.instructions import minima_of_halves as minima_of_halves
 from pallas_kernels.mosaic.lane.instructions import minimum as minimum
+from pallas_kernels.mosaic.lane.instructions import named_barrier as named_barrier
 from pallas_kernels.mosaic.lane.instructions import pack_bytes as pack_bytes
 from pallas_kernels.mosaic.lane.instructions import pack_e4m3 as pack_e4m3
 from pallas_kernels.mosaic.lane.instructions import pack_e5m2 as pack_e5m2

@@ -1,9 +1,10 @@
 """Half precision in a lane: conversions between formats, and a warp's product of 16-bit floats."""
 
+import struct
 from collections.abc import Sequence
 
-from pallas_kernels.mosaic.lane.instructions import asm, half_to_float
-from pallas_kernels.mosaic.lane.numbers import Float, Int, f32, i32, llvm
+from pallas_kernels.mosaic.lane.instructions import asm, assembly, half_to_float
+from pallas_kernels.mosaic.lane.numbers import Float, Int, f32, i32, integer, llvm
 
 _PAIRS = {"bfloat16": "bf16x2", "float16": "f16x2"}
 _NAMES = {"bfloat16": "bf16", "float16": "f16"}
@@ -20,6 +21,24 @@ def unpack(word: Int, dtype: str = "float16") -> tuple[Float, Float]:
     if dtype == "bfloat16":
         return (word << 16).as_float(), (word & 0xFFFF0000).as_float()
     return half_to_float(word), half_to_float(word >> 16)
+
+
+def constant(x: float) -> Int:
+    """A number twice."""
+    [bits] = struct.unpack("<H", struct.pack("<e", x))
+    return integer(bits * 0x10001)
+
+
+def twice(word: Int, which: int) -> Int:
+    """The low (0) or the high (1) of a word's two numbers, twice."""
+    half = ("low", "high")[which]
+    text = f"{{ .reg .b16 low, high; mov.b32 {{low, high}}, $1; mov.b32 $0, {{{half}, {half}}}; }}"
+    return Int(asm(i32(), [word.value], text, "=r,r", effects=False))
+
+
+def fma(a: Int, b: Int, c: Int) -> Int:
+    """``a * b + c`` of two numbers each, rounded once to float16."""
+    return Int(assembly("fma.rn.f16x2 $0, $1, $2, $3;", a, b, c).value)
 
 
 def from_e4m3(word: Int) -> tuple[Int, Int]:

@@ -277,6 +277,11 @@ def block_barrier() -> None:
     act("bar.sync 0;")
 
 
+def named_barrier(number: Int, threads: int) -> None:
+    """Waits for as many threads of the block at its barrier `number`, from 1 to 15."""
+    act(f"bar.sync $0, {threads};", number.value, constraints="r")
+
+
 def warp_barrier() -> None:
     """Waits for all lanes of the warp."""
     act("bar.warp.sync 0xffffffff;")

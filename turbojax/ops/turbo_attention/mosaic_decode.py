@@ -1,7 +1,7 @@
 """The Mosaic GPU kernel behind `decode` on Hopper: what it takes, how it is launched."""
 
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
@@ -20,6 +20,10 @@ _MOST_QUERY_ROWS = 128
 # Of an H100.
 _MULTIPROCESSORS, _SHARED_MEMORY = 132, 227 * 2**10
 _WARPS = 4
+# Queries of a KV head that `hopper.decode` takes in one program, and channels times tokens of the
+# largest block of which the kernel for many takes 32.
+_FEW_ROWS, _LARGEST_BLOCK = 8, 128 * 64
+_ROWS_OF_MANY, _HEAD_DIMS_OF_MANY, _BLOCKS_OF_MANY = (16, 32), (64, 128, 256), (64, 128)
 _LARGEST_CLUSTER, _FEW_BLOCKS = 4, 32
 # Programs of a long call, and blocks that one of them should have.
 _EVEN, _ENOUGH_BLOCKS = 512, 64
@@ -34,7 +38,7 @@ def decode_unsupported(
     """Why `decode` cannot run this here; None if it can."""
     del options
     config = cache.config
-    rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
+    rows = _query_rows(query, cache)
     if config.mode == "float":
         return "config.mode='float' must be an 8-bit mode: its products are of int8"
     # A lane takes a quarter of a key's codes, and of a channel's, in words.
@@ -56,6 +60,11 @@ def decode_unsupported(
     return needs_hopper()
 
 
+def _query_rows(query: jax.Array, cache: ProgressiveCache) -> int:
+    """Queries of a KV head."""
+    return query.shape[1] * query.shape[2] // cache.num_kv_heads
+
+
 class Launch(NamedTuple):
     """How the kernel is laid out on the GPU; results differ by rounding only.
 
@@ -64,12 +73,17 @@ class Launch(NamedTuple):
       warpgroups: of a program.
       stages: blocks in flight of a warp.
       cluster: programs of a KV head that merge their results without another kernel.
+      rows: queries of a KV head that a program takes: 4 or 8, or 16 or 32 of the kernel for many;
+        None for as many as `default_rows` says.
+      team: in the kernel for many, warps that share a block, 1 or 2.
     """
 
     splits: int
     warpgroups: int
     stages: int
     cluster: int = 1
+    rows: int | None = None
+    team: int = 1
 
 
 @functools.partial(jax.jit, static_argnames=("options", "launch"))
@@ -86,35 +100,57 @@ def decode(
     `launch` is `default_launch` if not given.
     """
     from pallas_kernels.mosaic.hopper.decode import kernel
+    from pallas_kernels.mosaic.hopper.decode_rows import kernel as many
 
-    config = cache.config
-    rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
     launch = launch or default_launch(query, cache)
-    settings = kernel.Settings(
-        exponential=_exponential(config),
-        key_bits=cache.key.bits,
-        value_bits=cache.value.bits,
-        block=config.block_kv,
-        scale=options.scale,
-        window=options.window,
-        soft_cap=options.logits_soft_cap,
-        rows=_tile(rows),
-        **launch._asdict(),
-    )
-    return kernel.decode(
+    launch = launch._replace(rows=launch.rows or default_rows(query, cache))
+    given = _settings(cache, launch) | {
+        "exponential": _exponential(cache.config),
+        "scale": options.scale,
+        "window": options.window,
+        "soft_cap": options.logits_soft_cap,
+    }
+    operands = (
         query,
         _side(cache.key),
         _side(cache.value),
         cache.lengths,
         cache.buffer_lengths,
         query_length,
-        settings,
+    )
+    if launch.rows in _ROWS_OF_MANY:
+        return many.decode(*operands, many.RowSettings(**given))
+    del given["team"]
+    return kernel.decode(*operands, kernel.Settings(**given))
+
+
+def _settings(cache: ProgressiveCache, launch: Launch) -> dict[str, Any]:
+    """Settings of the kernels that follow from the cache and the launch; the rest does nothing."""
+    nothing = {"exponential": None, "scale": 1.0, "window": None, "soft_cap": None}
+    return (
+        nothing
+        | launch._asdict()
+        | {
+            "key_bits": cache.key.bits,
+            "value_bits": cache.value.bits,
+            "block": cache.config.block_kv,
+        }
     )
 
 
-def _tile(rows: int) -> int:
-    """Queries of a KV head that a program takes."""
-    return 4 if rows <= 4 else 8
+def default_rows(query: jax.Array, cache: ProgressiveCache) -> int:
+    """Queries of a KV head that a program takes.
+
+    For more than 8 the kernel for many, whose programs take up to 32 where outputs and scores of as
+    many fit a warp's registers; it has code for the usual sizes and widths alone.
+    """
+    rows, block = _query_rows(query, cache), cache.config.block_kv
+    is_usual = cache.head_dim in _HEAD_DIMS_OF_MANY and block in _BLOCKS_OF_MANY
+    if rows <= _FEW_ROWS or not is_usual or 3 in cache.key.bits + cache.value.bits:
+        return 4 if rows <= 4 else 8
+    few, many = _ROWS_OF_MANY
+    has_room = cache.head_dim * block <= _LARGEST_BLOCK
+    return many if rows > few and has_room else few
 
 
 def default_launch(query: jax.Array, cache: ProgressiveCache) -> Launch:
@@ -126,14 +162,14 @@ def default_launch(query: jax.Array, cache: ProgressiveCache) -> Launch:
     """
     from pallas_kernels.mosaic.hopper.decode.kernel import stage_bytes
 
-    rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
-    heads = cache.batch_size * cache.num_kv_heads * -(-rows // _tile(rows))
-    blocks = cache.key.block_scale.shape[2]
+    rows = default_rows(query, cache)
+    if rows > _FEW_ROWS:
+        return _launch_of_many(query, cache, rows)
+    heads, blocks = _heads(query, cache, rows), cache.key.block_scale.shape[2]
     to_fill = min(blocks // _WARPS, _MULTIPROCESSORS // heads)
     to_even_out = min(_EVEN // heads, blocks // _ENOUGH_BLOCKS)
     splits = max(1, to_fill, to_even_out)
-    # Waiting for each other costs more than a second kernel, except where there is little to do.
-    cluster = splits if splits <= _LARGEST_CLUSTER and blocks <= _FEW_BLOCKS else 1
+    cluster = _cluster(splits, blocks)
     stage = _WARPS * stage_bytes(
         cache.head_dim, cache.config.block_kv, cache.key.bits, cache.value.bits
     )
@@ -141,6 +177,35 @@ def default_launch(query: jax.Array, cache: ProgressiveCache) -> Launch:
     wanted = 2 if splits * heads > 2 * _MULTIPROCESSORS else 3
     stages = max(1, min(wanted, useful, _SHARED_MEMORY // stage))
     return Launch(splits, 1, stages, cluster)
+
+
+def _launch_of_many(query: jax.Array, cache: ProgressiveCache, rows: int) -> Launch:
+    """For 16 or 32 `rows`: as many programs as run at once, since each begins and ends slowly."""
+    from pallas_kernels.mosaic.hopper.decode_rows.kernel import RowSettings
+
+    # 32 queries' outputs are held by two warps, of which 12 fill a multiprocessor's registers.
+    heads, blocks = _heads(query, cache, rows), cache.key.block_scale.shape[2]
+    team = 1 if rows == _ROWS_OF_MANY[0] else 2
+    warpgroups, at_once = (3, 1) if team == 2 and heads <= 2 * _MULTIPROCESSORS else (1, 2)
+    for stages in (team + 1, team):
+        launch = Launch(1, warpgroups, stages, rows=rows, team=team)
+        s = RowSettings(**_settings(cache, launch))
+        fit = _SHARED_MEMORY // (s.warps * s.warp_bytes(cache.head_dim))
+        if fit:
+            break
+    useful = blocks // (4 * warpgroups // team)
+    splits = max(1, min(min(at_once, fit) * _MULTIPROCESSORS // heads, useful))
+    return launch._replace(splits=splits, cluster=_cluster(splits, blocks))
+
+
+def _heads(query: jax.Array, cache: ProgressiveCache, rows: int) -> int:
+    """Programs of an unsplit call."""
+    return cache.batch_size * cache.num_kv_heads * -(-_query_rows(query, cache) // rows)
+
+
+def _cluster(splits: int, blocks: int) -> int:
+    """Waiting for each other costs more than a second kernel, but where there is little to do."""
+    return splits if splits <= _LARGEST_CLUSTER and blocks <= _FEW_BLOCKS else 1
 
 
 def _exponential(config: TurboConfig) -> "SparseExponential | None":

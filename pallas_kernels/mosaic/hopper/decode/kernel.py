@@ -290,7 +290,7 @@ class Products:
             def words(i: int) -> list[Int]:
                 if i // 4 not in groups:
                     groups.clear()
-                    groups[i // 4] = _transposed(a, shape, value, i // 4, here, row_of)
+                    groups[i // 4] = transposed(a, shape, value, i // 4, here, row_of)
                 return [words[i % 4] for words in groups[i // 4]]
 
             return add_block(shape, state, weights, words, None, scales[1], here, n)
@@ -298,7 +298,7 @@ class Products:
         return self._add(state, of_values)
 
 
-def _transposed(
+def transposed(
     a: Arrays, shape: Shape, value: Pointer, group: int, here: Place, row_of: Any
 ) -> list[list[Int]]:
     """Four channels of the buffer's values, for each operand word, from rows of tokens."""
@@ -367,7 +367,7 @@ def _combine(a: Arrays, at: Program, area: Pointer, s: Settings) -> None:
         with lane.when((number < share) & (element < size) & (row < a.rows)):
             result = warp.merged(results, element, q, s.rows, a.head_dim, _highest)
             if a.is_final:
-                _write_final(a, at, row, channel, result)
+                write_final(a, at, row, channel, result)
             else:
                 part = at.pair * s.parts + at.split // s.cluster
                 warp.write_partial(a, part * a.rows + row, channel, result)
@@ -379,7 +379,7 @@ def _highest(x: list[Float]) -> Float:
     return functools.reduce(lane.maximum, x)
 
 
-def _write_final(a: Arrays, at: Program, row: Int, channel: Int, result: warp.Result) -> None:
+def write_final(a: Arrays, at: Program, row: Int, channel: Int, result: warp.Result) -> None:
     o, top, l = result
     out, lse = a.outputs
     index = warp.output_row(a, at, row)

@@ -47,8 +47,8 @@ def load_query(
         x = [v for word in words for v in warp.numbers(word, a.dtype)]
         # The factor of the scores stays positive, so that it does not move the maximum.
         x = x if factor >= 0 else [-v for v in x]
-        scale = _scale(x)
-        quantized = [_code(v, scale) for v in x]
+        scale = row_scale(x)
+        quantized = [row_code(v, scale) for v in x]
         codes.append(
             [
                 [(c & 255) << (8 * i) for i, c in enumerate(quantized[k : k + 4])]
@@ -60,7 +60,7 @@ def load_query(
     return Query(codes, scales, positions)
 
 
-def _scale(x: list[Float]) -> Float:
+def row_scale(x: list[Float]) -> Float:
     """Stage 1's scale of the row that four lanes share (`scale_from_maximum`)."""
     magnitudes = [lane.maximum(v, -v) for v in x]
     top: Any = magnitudes[0]
@@ -76,7 +76,7 @@ def _scale(x: list[Float]) -> Float:
     return (value < _TINY).where(1.0, value) + bad
 
 
-def _code(x: Float, scale: Float) -> Int:
+def row_code(x: Float, scale: Float) -> Int:
     """``rint(x / scale)``, settled by exact comparisons (`turbojax.quantizers.int8`)."""
     limit = INT8_RANGE
     quotient = lane.minimum(lane.maximum(x / scale, lane.number(-limit)), lane.number(limit))

@@ -1,0 +1,384 @@
+"""What one warp computes of one cache block for 16 or 32 queries: scores, softmax, weighted values.
+
+Products are of 16 rows, 8 columns and 16 in between, with float16 operands and float32 sums. Rows
+are queries in both; columns are tokens in the first and channels in the second. Lane ``4 g + t``
+holds of a result rows ``g`` and ``g + 8``, columns ``2 t`` and ``2 t + 1``. So the weights that a
+lane computes are, as pairs, its operand of the second product. Which token or channel a column
+stands for is free to choose: as `Tokens` and `operands.channel_of` have it, two columns of a lane
+are two codes of one word, 16 bits apart.
+
+All numbers in the products are integers below 2**11 times a power of two, and sums are below
+2**24: nothing is rounded, and scores are those of `decode.block` to the bit.
+"""
+
+import dataclasses
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pallas_kernels.mosaic import lane, warp
+from pallas_kernels.mosaic.hopper.decode.types import (
+    INT8_RANGE,
+    Numerics,
+    Place,
+    Shape,
+    Width,
+)
+from pallas_kernels.mosaic.hopper.decode_rows.operands import UNIT
+from pallas_kernels.mosaic.hopper.decode_rows.team import Team
+from pallas_kernels.mosaic.lane import Bool, Float, Int, Pointer
+
+_HALVES = (0, 1)
+# The score of what a query may not see.
+_HIDDEN = float("-inf")
+# A weight's code is the low byte of a float32, of which the high byte makes the float16 14 plus a
+# 128th of it.
+_LOW_AND_HIGH, _LESS, _WEIGHT_UNIT = 0x7430, -14.0, 2.0**-7
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tokens:
+    """Which tokens of a block the columns of the first product's tiles are.
+
+    Attributes:
+      first: where the warp's tokens begin.
+      step: tokens that a lane's words of values begin after those of the lane before.
+      offsets: of each tile's first column.
+    """
+
+    first: Int | int
+    step: Int | int
+    offsets: Sequence[Int | int]
+
+    @classmethod
+    def of(cls, head_dim: int, block: int, value: Width, team: Team) -> "Tokens":
+        """Two tiles for each word and run of a channel's values; a warp has its team's share."""
+        found = [_tokens(Shape(head_dim, block, bits, bits, 16), team.size) for bits in value.bits]
+        first, step, *offsets = found[0]
+        if value.is_low is not None:
+            first, step, *offsets = (
+                value.is_low.where(lane.integer(low), high)
+                for high, low in zip(*found, strict=True)
+            )
+        return cls(team.member * first if team.size > 1 else 0, step, offsets)
+
+    def of_column(self, here: Place) -> Int:
+        """Column `g` of the tile whose offset is 0: what a lane loads of the keys."""
+        return (here.g >> 1) * self.step + ((here.g & 1) << 1) + self.first
+
+    def of_pair(self, here: Place) -> Int:
+        """Column ``2 t`` of the tile whose offset is 0; column ``2 t + 1`` is two tokens on."""
+        return here.t * self.step + self.first
+
+
+def _tokens(shape: Shape, size: int) -> list[int]:
+    """`Tokens` of one width: tokens between a team's warps, step and offsets."""
+    runs, words = 8 // shape.value_bits, shape.value_row // 16
+    span = shape.block // runs
+    places = itertools.product(range(words), range(runs), (0, 1))
+    offsets = [run * span + 4 * word + odd for word, run, odd in places]
+    count = len(offsets) // size
+    return [offsets[-1] - offsets[count - 1], shape.value_row // 4, *offsets[:count]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Queries:
+    """A program's queries, in shared memory: registers are scarce.
+
+    Attributes:
+      operands: for each 16 rows and 16 channels four words of every lane.
+      scales: of the rows, times the factor of the scores, the exponential's unit and what makes
+        scores integers.
+      positions: of the rows; -1 where there is none.
+    """
+
+    operands: Pointer
+    scales: Pointer
+    positions: Pointer
+
+    @classmethod
+    def of(cls, memory: Pointer, rows: int, head_dim: int) -> "Queries":
+        """In `query_bytes` of shared memory."""
+        size = 2 * rows * head_dim
+        return cls(memory, memory.at(size), memory.at(size + 4 * rows))
+
+    def words(self, tile: int, number: int, shape: Shape, here: Place) -> list[Int]:
+        """Operand words of 16 rows and channels."""
+        at = (tile * (shape.head_dim // 16) + number) * 512
+        return self.operands.at(((here.g << 2) + here.t) << 4, at).words(4)
+
+    def scale(self, row: int, here: Place) -> Float:
+        """That of row ``8 * row + g``."""
+        return self.scales.at(here.g << 2, 32 * row).float()
+
+    def position(self, row: int, here: Place) -> Int:
+        """That of row ``8 * row + g``."""
+        return self.positions.at(here.g << 2, 32 * row).word()
+
+
+def query_bytes(rows: int, head_dim: int) -> int:
+    """Shared memory of a program's queries."""
+    return rows * (2 * head_dim + 8)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class State:
+    """A running softmax.
+
+    Attributes:
+      outputs: for each 8 channels and each 16 rows: row g at two columns, then row g + 8.
+      maxima: of rows g and g + 8 of each 16, in the exponential's units.
+      totals: this lane's part of the sums of weights.
+    """
+
+    outputs: list[Float]
+    maxima: list[Float]
+    totals: list[Float]
+
+    @classmethod
+    def empty(cls, tiles: int, channels: int) -> "State":
+        """Before the first block; of a warp's channels."""
+        zero, lowest = lane.number(0.0), lane.number(float("-inf"))
+        rows = 2 * tiles
+        return cls([zero] * (channels // 2 * tiles), [lowest] * rows, [zero] * rows)
+
+    def flat(self) -> list[Float]:
+        """As a list, for loops."""
+        return [*self.maxima, *self.totals, *self.outputs]
+
+    @classmethod
+    def of(cls, flat: list[Any], tiles: int) -> "State":
+        """The inverse of `flat`."""
+        rows = 2 * tiles
+        return cls(flat[2 * rows :], flat[:rows], flat[rows : 2 * rows])
+
+
+# Scores ------------------------------------------------------------------------------------------
+
+
+def scores(
+    shape: Shape,
+    count: int,
+    queries: Queries,
+    here: Place,
+    load: Callable[[int], Any],
+    channels: Callable[[int], Any],
+    pairs: Callable[[Any, int, Any], list[Int]],
+) -> list[list[Float]]:
+    """Scores of each of the lane's rows with the lane's tokens, integers times `UNIT`.
+
+    Args:
+      shape: sizes.
+      count: tiles of tokens.
+      queries: the queries.
+      here: the lane's place.
+      load: ``load(j)`` gives what is needed of the token of column `g` of tile `j`.
+      channels: ``channels(i)`` gives what is needed of 16 channels.
+      pairs: ``pairs(load(j), i, channels(i))`` gives their operand words.
+    """
+    tiles = shape.rows // 16
+    at_once = min(count, 8 // tiles)
+    rows: list[list[Float]] = [[] for _ in range(2 * tiles)]
+    for first in range(0, count, at_once):
+        loaded = [load(first + j) for j in range(at_once)]
+        sums = [[[lane.number(0.0)] * 4 for _ in range(tiles)] for _ in loaded]
+        for i in range(shape.head_dim // 16):
+            of_rows = [queries.words(tile, i, shape, here) for tile in range(tiles)]
+            of_channels = channels(i)
+            for token, own in zip(loaded, sums, strict=True):
+                words = pairs(token, i, of_channels)
+                for tile in range(tiles):
+                    own[tile] = lane.half.matmul(of_rows[tile], words, own[tile])
+        for own in sums:
+            for tile in range(tiles):
+                for half in _HALVES:
+                    rows[2 * tile + half] += own[tile][2 * half : 2 * half + 2]
+    return rows
+
+
+# Softmax -----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Weights:
+    """A block's softmax, by the lane's rows.
+
+    Attributes:
+      words: operand words of each 16 rows, four for each 16 tokens; codes times `_WEIGHT_UNIT`.
+      maxima: of the rows, ``-inf`` where nothing is seen.
+      totals: this lane's part of the sums.
+      lost: NaN where the scale of the scores is, 0 elsewhere.
+    """
+
+    words: list[list[list[Int]]]
+    maxima: list[Float]
+    totals: list[Float]
+    lost: list[Float]
+
+
+def softmax(
+    scores: list[list[Float]],
+    queries: Queries,
+    key_scale: Float,
+    tokens: Tokens,
+    first_token: Int,
+    is_masked: bool,
+    here: Place,
+    team: Team,
+    n: Numerics,
+) -> Weights:
+    """The block's own softmax and its rounded weights (see `decode_reference`).
+
+    Args:
+      scores: by row, as `scores` gives them.
+      queries: the queries.
+      key_scale: of the block.
+      tokens: of the columns.
+      first_token: of the block.
+      is_masked: whether some query may not see all of it.
+      here: the lane's place.
+      team: whose warps have the block's other tokens.
+      n: numerics.
+    """
+    if is_masked:
+        scores = [
+            [
+                seen.where(x, _HIDDEN)
+                for x, seen in zip(
+                    of_row,
+                    _visible(
+                        queries.position(row, here) - first_token - tokens.of_pair(here), tokens, n
+                    ),
+                    strict=True,
+                )
+            ]
+            for row, of_row in enumerate(scores)
+        ]
+    # Of integers: of a NaN and a number an instruction gives the number.
+    tops = [lane.among_four(lane.tree(x, lane.maximum), lane.maximum) for x in scores]
+    if team.size > 1:
+        others = team.others(tops, here)
+        tops = [lane.maximum(a, b) for a, b in zip(tops, others, strict=True)]
+    maxima, totals, lost = [], [], []
+    codes: list[list[Int]] = []
+    for row, (x, top) in enumerate(zip(scores, tops, strict=True)):
+        factor = queries.scale(row, here) * key_scale
+        y, top, nan = _arguments(x, top, factor, is_masked, n)
+        p = [n.exp(v) for v in y]
+        maxima.append(top)
+        lost.append(nan)
+        totals.append(lane.tree(p, operator.add))
+        codes.append([_pair(p[k : k + 2], n) for k in range(0, len(p), 2)])
+    words = [
+        [
+            [codes[tile + half][k + column] for column in (0, 1) for half in _HALVES]
+            for k in range(0, len(codes[0]), 2)
+        ]
+        for tile in range(0, len(codes), 2)
+    ]
+    return Weights(team.all_words(words, here), maxima, totals, lost)
+
+
+def _arguments(
+    x: list[Float], top: Float, factor: Float, is_masked: bool, n: Numerics
+) -> tuple[list[Float], Float, Float]:
+    """The exponential's arguments of a row, its maximum, and NaN where `factor` is, 0 elsewhere."""
+    capped, slope, is_seen = x, factor, top > _HIDDEN
+    if n.soft_cap is not None:
+        cap = functools.partial(warp.soft_cap, factor=factor * (1 / n.unit), cap=n.soft_cap)
+        capped, top = [cap(s) * n.unit for s in x], cap(top) * n.unit
+        slope = lane.number(1.0)
+    top, nan = top * slope, factor * 0.0
+    if not is_masked:
+        return [lane.fma(s, slope, -top) for s in capped], top, nan
+    top, shift = is_seen.where(top, _HIDDEN), is_seen.where(top, 0.0)
+    y = [lane.fma(s, slope, -shift) for s in capped]
+    y = [(s > _HIDDEN).where(v, _HIDDEN) for s, v in zip(x, y, strict=True)]
+    return y, top, is_seen.where(nan, 0.0)
+
+
+def _visible(last: Int, tokens: Tokens, n: Numerics) -> list[Bool]:
+    """Whether a query at `last`, counted from the lane's first token, sees the lane's tokens."""
+    out = []
+    for offset in tokens.offsets:
+        for column in (0, 1):
+            token = offset + 2 * column
+            mask = last >= token
+            if n.window is not None:
+                left, right = n.window
+                mask = mask & (last <= token + left) & (last >= token - right)
+            out.append(mask)
+    return out
+
+
+def _pair(p: list[Float], n: Numerics) -> Int:
+    """The codes of two weights, times `_WEIGHT_UNIT`, as float16."""
+    a, b = (lane.fma(x, INT8_RANGE / n.largest, lane.ROUNDER).as_int() for x in p)
+    constant = lane.half.constant
+    return lane.half.fma(lane.permute_bytes(a, b, _LOW_AND_HIGH), constant(1.0), constant(_LESS))
+
+
+# Values ------------------------------------------------------------------------------------------
+
+
+def add_block(
+    shape: Shape,
+    state: State,
+    weights: Weights,
+    values: Callable[[int], list[list[Int]]],
+    value_scale: Float,
+    n: Numerics,
+) -> State:
+    """Adds a block's weighted values to the running softmax.
+
+    Args:
+      shape: sizes.
+      state: the softmax so far.
+      weights: of the block.
+      values: gives the operand words of column `g` of tile `i`, for each 16 tokens.
+      value_scale: of the block.
+      n: numerics.
+    """
+    unit = value_scale * (n.largest / INT8_RANGE / (UNIT * _WEIGHT_UNIT))
+    alphas, factors, maxima, totals = [], [], [], []
+    for i, top in enumerate(weights.maxima):
+        new = lane.maximum(state.maxima[i], top)
+        shift = (new > float("-inf")).where(new, 0.0)
+        alpha, factor = n.exact_exp(state.maxima[i] - shift), n.exact_exp(top - shift)
+        total = lane.fma(weights.totals[i], factor, weights.lost[i])
+        totals.append(lane.fma(state.totals[i], alpha, total))
+        # A block of which a row sees nothing must not reach it, not even as 0 * NaN.
+        factors.append(top.equals(float("-inf")).where(0.0, factor * unit))
+        alphas.append(alpha)
+        maxima.append(new)
+    outputs = _rescaled(state.outputs, alphas)
+    tiles = shape.rows // 16
+    added: list[Float] = []
+    for first in range(0, len(outputs) // (4 * tiles), 2):
+        operands = [values(first + i) for i in (0, 1)]
+        sums = [[[lane.number(0.0)] * 4 for _ in range(tiles)] for _ in operands]
+        for k in range(shape.block // 16):
+            for own, words in zip(sums, operands, strict=True):
+                for tile in range(tiles):
+                    own[tile] = lane.half.matmul(weights.words[tile][k], words[k], own[tile])
+        for own in sums:
+            for tile, c in enumerate(own):
+                for i, x in enumerate(c):
+                    before = outputs[len(added)]
+                    added.append(lane.fma(x, factors[2 * tile + i // 2], before))
+    return State(added, maxima, totals)
+
+
+def _rescaled(outputs: list[Float], alphas: list[Float]) -> list[Float]:
+    """Outputs times their rows' factors, which are mostly 1: maxima seldom grow."""
+    changed = functools.reduce(operator.or_, (~alpha.equals(1.0) for alpha in alphas))
+    per_tile = 2 * len(alphas)
+
+    def multiplied() -> list[Float]:
+        return [x * alphas[i % per_tile // 2] for i, x in enumerate(outputs)]
+
+    return lane.either(
+        lane.ballot(changed).equals(0), [Float] * len(outputs), lambda: outputs, multiplied
+    )
