@@ -12,7 +12,7 @@ from turbojax._device import interpreting
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
 from turbojax.ops.options import Options, require_causal
-from turbojax.ops.paged_attention import mosaic_gpu, reference, triton
+from turbojax.ops.paged_attention import hopper, reference, triton
 from turbojax.state import checks
 from turbojax.state.pages import checks as page_checks
 from turbojax.state.pages.pool import PagedCache
@@ -57,7 +57,7 @@ def _shelter(attend: Callable[..., tuple[jax.Array, jax.Array]]) -> Callable[...
 PAGED = Registry(
     "paged_attention",
     (
-        Implementation("mosaic_gpu", mosaic_gpu.attend, mosaic_gpu.unsupported),
+        Implementation("mosaic_gpu", hopper.attend, hopper.unsupported),
         Implementation("triton", _shelter(triton.attend), triton.unsupported),
         Implementation("xla", _shelter(reference.attend)),
     ),
@@ -92,7 +92,8 @@ def paged_attention(
     to the bit, neither on what else is in the batch, nor on where its pages lie, nor on the width
     of the table (of the log-sum-exp up to its last bit). Nor does it depend on how a prompt is cut
     into chunks, among calls whose query rows per KV head, `T` times ``N / K``, are on the same side
-    of 64: beyond, ``"mosaic_gpu"`` leaves them to ``"triton"``, which runs more of them at a time.
+    of 64, and of 1,024: ``"mosaic_gpu"`` and ``"triton"`` have one kernel, or launch, for few queries
+    and another for many.
 
     Args:
       query: ``[B, T, N, H]`` in `cache.dtype`, after the rotary embedding.
