@@ -35,7 +35,7 @@ def filled(head_dim, dtype):
     room = max(LENGTHS) + 7
     key, value = (normal(i, (len(LENGTHS), room, 2, head_dim), dtype) for i in (1, 2))
     lengths = jnp.asarray(LENGTHS, jnp.int32)
-    past = (jnp.arange(room) >= lengths[:, None])[..., None, None]
+    past = (jnp.arange(room)[None] >= lengths[:, None])[..., None, None]
     key, value = (jnp.where(past, jnp.nan, x) for x in (key, value))
     return exact.ExactCache(key, value, lengths, jnp.zeros(len(LENGTHS), jnp.bool_))
 

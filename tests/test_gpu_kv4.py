@@ -11,6 +11,7 @@ from test_kv4_cache import awkward, oracle_pack, oracle_quantize
 from test_kv4_decode import (
     OPTIONS,
     SHAPES,
+    OFFSET,
     WEIGHT_UNIT,
     assert_matches_oracle,
     check_beyond_the_length,
@@ -77,7 +78,8 @@ def test_hopper_equals_the_oracle(name):
     lengths, kv_heads, dim, heads, count = HOPPER[name]
     query = normal(3, (len(lengths), count, heads, dim))
     cache = filled(kv_heads, dim, lengths)
-    assert_matches_oracle(query, cache, WEIGHT_UNIT["mosaic_gpu"], run_on_hopper)
+    given = WEIGHT_UNIT["mosaic_gpu"], run_on_hopper, OFFSET["mosaic_gpu"]
+    assert_matches_oracle(query, cache, *given)
 
 
 @on_hopper

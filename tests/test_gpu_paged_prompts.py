@@ -74,7 +74,8 @@ def test_full_sizes(name, kind, option):
     equal(call(implementation="mosaic_gpu"), got)
     want = call(implementation="xla")
     is_8_bit = kind == "fp8_e4m3"
-    assert_near(got[0], want[0], jnp.bfloat16, 2.0**-4 if is_8_bit else 2.0**-7)
+    given = (2.0**-4, 0.08) if is_8_bit else (2.0**-7,)
+    assert_near(got[0], want[0], jnp.bfloat16, *given)
     assert_near(got[1], want[1], jnp.float32, 1e-2 if is_8_bit else 1e-3)
 
 
@@ -130,7 +131,10 @@ def test_programs_go_on_past_tiles_that_see_nothing(part, kind):
     want = attend(
         *arrays[:4], scale=0.1, query_seq_lengths=counts, implementation="xla"
     )  # fmt: skip
-    assert_near(got[0], want, jnp.bfloat16, 2.0**-4 if kind == "fp8_e4m3" else 2.0**-7)
+    if kind == "fp8_e4m3":  # a weight has four bits, and few are summed
+        assert_near(got[0], want, jnp.bfloat16, 2.0**-4, 0.08)
+    else:
+        assert_near(got[0], want, jnp.bfloat16, 2.0**-7)
 
 
 def test_what_is_out_of_range_is_nan_under_jit():

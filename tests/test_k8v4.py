@@ -12,7 +12,17 @@ from cache_helpers import assert_same_bits
 from implementations import interpreted
 from kernel_helpers import lower_for_cuda
 from test_kv4_cache import awkward, oracle_pack, oracle_quantize
-from test_kv4_decode import OPTIONS, SHAPES, UNIT, WEIGHT_UNIT, decode, nan_of, normal, prefill
+from test_kv4_decode import (
+    OFFSET,
+    OPTIONS,
+    SHAPES,
+    UNIT,
+    WEIGHT_UNIT,
+    decode,
+    nan_of,
+    normal,
+    prefill,
+)
 
 from turbojax import fireq, k8v4, models
 from turbojax.kv.k8v4 import K8V4
@@ -167,10 +177,12 @@ def oracle(query, cache, implementation, *, scale=None, window=None, soft_cap=No
     """Float64 attention over what the cache stands for, and how far results may be from it.
 
     As in `test_kv4_decode`, but queries are not rounded by the definition. Triton's are, to 11
-    bits, or to 2**-24 of the row's largest; those for Hopper to 22 bits of a row over its largest.
+    bits, or to 2**-24 of the row's largest; those for Hopper to 22 bits of a row over its largest,
+    and its sums are of values' codes plus 8.
     """
     key, value = (np.asarray(x, np.float64) for x in k8v4.dequantize(cache, dtype=jnp.float32))
     q, weight_unit = np.asarray(query, np.float64), WEIGHT_UNIT[implementation]
+    value_unit = OFFSET[implementation] * np.asarray(cache.value_scale, np.float64)
     q_slack = np.zeros(q.shape)
     if implementation == "triton" and query.dtype == jnp.float32:
         q_slack = np.abs(q) * 2.0**-11 + np.abs(q).max(-1, keepdims=True) * 2.0**-24
@@ -199,7 +211,8 @@ def oracle(query, cache, implementation, *, scale=None, window=None, soft_cap=No
         p = np.exp(score - top)
         error = error + (np.abs(score - top) + np.abs(top) + 8 + len(k)) * 4 * UNIT
         out[b, t, h] = p @ v / p.sum()
-        spread = (p * (error + weight_unit)) @ np.abs(v) + (p @ error) * np.abs(out[b, t, h])
+        v_size = np.abs(v) + value_unit[b, h // group, seen][:, None]
+        spread = (p * (error + weight_unit)) @ v_size + (p @ error) * np.abs(out[b, t, h])
         slack[b, t, h] = spread / p.sum()
         lse[b, t, h] = top + np.log(p.sum())
         lse_slack[b, t, h] = error.max() + 4 * UNIT * (1 + np.abs(lse[b, t, h]))

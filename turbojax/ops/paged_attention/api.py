@@ -92,8 +92,8 @@ def paged_attention(
     to the bit, neither on what else is in the batch, nor on where its pages lie, nor on the width
     of the table (of the log-sum-exp up to its last bit). Nor does it depend on how a prompt is cut
     into chunks, among calls whose query rows per KV head, `T` times ``N / K``, are on the same side
-    of 64, and of 1,024: ``"mosaic_gpu"`` and ``"triton"`` have one kernel, or launch, for few queries
-    and another for many.
+    of 64, and of 1,024: ``"mosaic_gpu"`` and ``"triton"`` have one kernel, or launch, for few
+    queries and another for many.
 
     Args:
       query: ``[B, T, N, H]`` in `cache.dtype`, after the rotary embedding.
