@@ -9,9 +9,9 @@ import pytest
 from gpu_helpers import assert_near, both
 from test_kv4_cache import awkward, oracle_pack, oracle_quantize
 from test_kv4_decode import (
+    OFFSET,
     OPTIONS,
     SHAPES,
-    OFFSET,
     WEIGHT_UNIT,
     assert_matches_oracle,
     check_beyond_the_length,
