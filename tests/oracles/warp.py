@@ -400,8 +400,7 @@ class Pointer:
         return Pointer(self.memory, self.offset + _signed(index).astype(np.int64) * size)
 
     def _must_be_aligned(self, size, what):
-        wrong = self.offset[STATE.active[-1]] % size
-        assert not wrong.any(), f"the {what} is not aligned to {size} bytes"
+        assert not np.any(self.offset[STATE.active[-1]] % size), f"{what}: {size=} is not aligned"
 
     def words(self, count):
         self._must_be_aligned(4 * min(count, 4), "load")
@@ -440,8 +439,8 @@ class Pointer:
 
     def add(self, x):
         self._must_be_aligned(4, "addition")
-        word = self.memory.view(np.uint32)
-        np.add.at(word, self.offset[STATE.active[-1]] // 4, x.value[STATE.active[-1]])
+        active, words = STATE.active[-1], self.memory.view(np.uint32)
+        np.add.at(words, self.offset[active] // 4, x.value[active])
 
 
 class half:
