@@ -39,6 +39,14 @@ CASES = {
         24,
         jnp.float32,
     ),
+    # Packed rows of 36 and 24 bytes, of 30 and 6, and of 48 and 24: planes of fewer words.
+    "3 bits": (tj.TurboConfig(key_bits=3, value_bits=3), 96, jnp.bfloat16),
+    "3 bits, blocks of 16": (
+        tj.TurboConfig(key_bits=3, value_bits=3, block_kv=16, buffer_size=16),
+        80,
+        jnp.bfloat16,
+    ),
+    "3 bits, head dim 128": (tj.TurboConfig(key_bits=3, value_bits=3), 128, jnp.bfloat16),
 }
 MODULES = (append, blocks, compress, eight_bits, quantize, stage2)
 
@@ -91,6 +99,9 @@ def int32(*values):
         ("4 bits", 150, (150, 130, 0)),
         ("mixed", 40, (40, 33, 15)),
         ("4/3 and 2", 40, (40, 16, 3)),
+        ("3 bits", 70, (70, 64, 3)),
+        ("3 bits, blocks of 16", 40, (40, 16, 3)),
+        pytest.param("3 bits, head dim 128", 70, (70, 64, 3), marks=pytest.mark.slow),
     ],
 )
 def test_a_prompt(name, size, lengths):
@@ -111,6 +122,7 @@ def test_a_prompt(name, size, lengths):
 
 
 @pytest.mark.usefixtures("emulated")
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", CASES)
 def test_tokens(name):
     """Two buffers fill; one sequence gets no token in a step, one begins, with zeros at first."""

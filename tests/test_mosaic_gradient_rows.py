@@ -57,6 +57,18 @@ def test_rows(case, dtypes):
 
 
 @pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+def test_an_output_of_another_dtype(dtype):
+    """Of float32 inputs, what multiplies without codes is rounded to 16 bits before."""
+    case = "head dim 64"
+    arrays = list(tensors(case))
+    arrays[1] = arrays[1].astype(dtype)
+    options = {"query_dtype": E4M3, "gradient_dtype": None}
+    got = rows.prepare_rows(*arrays, block=64, tokens=128, **options)
+    check(got, expected(case, arrays, E4M3, None))
+
+
+@pytest.mark.usefixtures("emulated")
 def test_an_output_of_fewer_tokens_and_channels():
     """What it has not counts as zero."""
     case = "head dim 64"

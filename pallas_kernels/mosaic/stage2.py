@@ -302,10 +302,12 @@ def _stage_rows(share: Share, codes: Words, staged: Pointer, pitch: int) -> None
 
 def _pack(share: Share, staged: Pointer, out: Pointer, layout: Layout, bits: int) -> None:
     """Packs and stores what is staged; planes follow each other along a row."""
+    row = layout.row * bits // 8
     begin, shift = 0, 0
     for width in _PLANES[bits]:
         length = layout.row * width // 8  # bytes of the plane, in each row
-        size = next(n for n in (16, 4, 1) if length % n == 0)  # that a lane takes at once
+        # A lane takes as many bytes at once as planes and rows begin at multiples of.
+        size = next(n for n in (16, 8, 4, 1) if length % n == 0 and row % n == 0)
         units = length // size
         mask = 0x01010101 * (2**width - 1) if len(_PLANES[bits]) > 1 else None
         count, threads = layout.rows * units, share.block.threads
@@ -319,7 +321,7 @@ def _pack(share: Share, staged: Pointer, out: Pointer, layout: Layout, bits: int
             packed = parts[0]
             for i, part in enumerate(parts[1:], 1):
                 packed = [a | (b << (i * width)) for a, b in zip(packed, part, strict=True)]
-            at = out.at(number * (layout.row * bits // 8), place + begin)
+            at = out.at(number * row, place + begin)
             if first + threads <= count:
                 _store(at, packed, size)
             else:

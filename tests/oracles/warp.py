@@ -387,7 +387,7 @@ def matmul(a, b, c):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pointer:
-    """Bytes of memory, at an offset of every lane."""
+    """Bytes of memory, at an offset of every lane; arrays begin aligned to any load or store."""
 
     memory: np.ndarray
     offset: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(32, np.int64))
@@ -399,9 +399,11 @@ class Pointer:
         size = _signed(size).astype(np.int64)
         return Pointer(self.memory, self.offset + _signed(index).astype(np.int64) * size)
 
+    def _must_be_aligned(self, size, what):
+        assert not np.any(self.offset[STATE.active[-1]] % size), f"{what}: {size=} is not aligned"
+
     def words(self, count):
-        size = 4 * min(count, 4)
-        assert not np.any(self.offset % size), "the load is not aligned"
+        self._must_be_aligned(4 * min(count, 4), "load")
         index = self.offset[:, None] + np.arange(4 * count)
         words = np.ascontiguousarray(self.memory[index]).view(np.uint32)
         return [Int(words[:, i]) for i in range(count)]
@@ -410,6 +412,7 @@ class Pointer:
         return self.words(1)[0]
 
     def half(self):
+        self._must_be_aligned(2, "load")
         index = self.offset[:, None] + np.arange(2)
         return Int(np.ascontiguousarray(self.memory[index]).view(np.uint16)[:, 0])
 
@@ -420,24 +423,24 @@ class Pointer:
         return self.word().as_float()
 
     def store_words(self, words):
-        assert not np.any(self.offset % (4 * len(words))), "the store is not aligned"
+        self._must_be_aligned(4 * len(words), "store")
         for i, word in enumerate(words):
             self.at(integer(4 * i)).store(word)
 
     def store(self, x):
-        index = self.offset[:, None] + np.arange(4)
-        data = x.value.view(np.uint32)[:, None].view(np.uint8)
-        self.memory[index[STATE.active[-1]]] = data[STATE.active[-1]]
+        self.store_low(x, 32)
 
     def store_low(self, x, bits):
         size = bits // 8
+        self._must_be_aligned(size, "store")
         index = self.offset[:, None] + np.arange(size)
         data = x.value.view(np.uint32)[:, None].view(np.uint8)[:, :size]
         self.memory[index[STATE.active[-1]]] = data[STATE.active[-1]]
 
     def add(self, x):
-        word = self.memory.view(np.uint32)
-        np.add.at(word, self.offset[STATE.active[-1]] // 4, x.value[STATE.active[-1]])
+        self._must_be_aligned(4, "addition")
+        active, words = STATE.active[-1], self.memory.view(np.uint32)
+        np.add.at(words, self.offset[active] // 4, x.value[active])
 
 
 class half:

@@ -31,7 +31,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.layouts import LOG2_E, GradientRows
 from pallas_kernels.mosaic import block as blocks
 from pallas_kernels.mosaic import eight_bits, lane
-from pallas_kernels.mosaic.block import TOKENS, Share, Words
+from pallas_kernels.mosaic.block import TOKENS, Block, Share, Words
 from pallas_kernels.mosaic.hopper import quantize
 from pallas_kernels.mosaic.hopper.quantize import Codes, Program
 from pallas_kernels.mosaic.lane import Bool, Float, Int, Pointer
@@ -49,11 +49,13 @@ class _Rows(quantize.Work):
     Attributes:
       codes: of `d_out`; None without them.
       out_shape: of `out`, ``[B, T', N, H']``.
+      out_block: as a program holds one of `out`, of its own channels and dtype.
       rows: of `lse` and `delta`.
     """
 
     codes: Codes | None
     out_shape: tuple[int, ...]
+    out_block: Block
     rows: int
 
     @property
@@ -96,10 +98,10 @@ class _Rows(quantize.Work):
     def _load_out(self, p: Program, out: Pointer, batch: Int, head: Int, first: Int) -> Words:
         """The lane's part of `out`, 0 where nothing is."""
         _, size, heads, channels = self.out_shape
-        row = heads * channels * self.block.value_bytes
-        out = out.times(batch * size, row).at(head * (channels * self.block.value_bytes))
-        share = Share(dataclasses.replace(self.block, head_dim=channels), p.share.thread)
-        return share.load(out, row, first, size, p.length)
+        of_head = channels * self.out_block.value_bytes
+        out = out.times(batch * size, heads * of_head).at(head * of_head)
+        share = Share(self.out_block, p.share.thread)
+        return share.load(out, heads * of_head, first, size, p.length)
 
     def _rows(self, p: Program, x: Pointer, batch: Int, head: Int, first: Int) -> list[list[Float]]:
         """Of float32 ``[B, T', N]`` a number for each of the lane's tokens, ``-inf`` past `T'`."""
@@ -141,7 +143,8 @@ class _Rows(quantize.Work):
     ) -> Float:
         """Of one token, in all lanes that have some of its channels."""
         total = lane.number(0.0)
-        for x, y in zip(numbers, share.floats(out), strict=True):
+        of_out = Share(self.out_block, share.thread).floats(out)
+        for x, y in zip(numbers, of_out, strict=True):
             total = lane.fma(x, y, total)
         distances = [1 << i for i in range(share.block.columns.bit_length() - 1)]
         total = lane.reduce_lanes(total, lambda a, b: a + b, distances)
@@ -181,8 +184,9 @@ def prepare_rows(
 
     Args:
       query: bfloat16, float16 or float32 ``[B, T, N, H]``, `H` a multiple of 8.
-      d_out: ``[B, T, N, H]``, the cotangent of `out`, in its dtype.
-      out: ``[B, T', N, H']``, `T'` and `H'` at most `T` and `H`: what it has not counts as 0.
+      d_out: ``[B, T, N, H]``, the cotangent of `out`, in any of these dtypes.
+      out: ``[B, T', N, H']`` in any of them, `T'` and `H'` at most `T` and `H`: what it has not
+        counts as 0.
       residual: float32 ``[B, T', N]``, natural log-sum-exps, ``-inf`` for rows that see nothing.
       d_residual: its cotangent.
       lengths: int32 ``[B]``, at most `T'`: queries and `d_out` past it count as zero.
@@ -198,7 +202,8 @@ def prepare_rows(
         codes = quantize.codes_of(d_out, block, gradient_dtype, values=values)
     held = dataclasses.replace(queries.block, dtype=d_out.dtype.name)
     count = pl.cdiv(max(queries.count * block, tokens), block)
-    work = _Rows(d_out.shape, held, count, codes, out.shape, tokens)
+    of_out = dataclasses.replace(held, head_dim=out.shape[3], dtype=out.dtype.name)
+    work = _Rows(d_out.shape, held, count, codes, out.shape, of_out, tokens)
     results: Any = quantize.launch(
         "turbojax_gradient_rows_hopper",
         lengths,
