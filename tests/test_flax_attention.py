@@ -179,7 +179,7 @@ def test_calls(call, kind, message):
         ({"attention": "turbo"}, TypeError, "attention='turbo' must be"),
         ({"implementation": "bogus"}, ValueError, "implementation='bogus' must be None or one of"),
         ({"implementation": "cudnn"}, ValueError, "implementation='cudnn' must be None or one of"),
-        ({"cache": "exact", "implementation": "triton"}, ValueError, r"of \('xla', 'cudnn'\)"),
+        ({"cache": "exact", "implementation": "triton"}, ValueError, r"of \('xla', 'cudnn', 'mos"),
         ({"qk_norm_eps": -5.0}, ValueError, "qk_norm_eps=-5.0 must be at least 0"),
         ({"qk_norm_eps": "x"}, TypeError, "qk_norm_eps is a str"),
         ({"sharding": (None,)}, ValueError, "must be a pair"),
