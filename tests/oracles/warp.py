@@ -404,8 +404,8 @@ class Pointer:
 
     def words(self, count):
         self._must_be_aligned(4 * min(count, 4), "load")
-        index = self.offset[:, None] + np.arange(4 * count)
-        words = np.ascontiguousarray(self.memory[index]).view(np.uint32)
+        data = self.memory[self.offset[:, None] + np.arange(4 * count)]
+        words = np.ascontiguousarray(data).view(np.uint32)
         return [Int(words[:, i]) for i in range(count)]
 
     def word(self):
@@ -413,8 +413,7 @@ class Pointer:
 
     def half(self):
         self._must_be_aligned(2, "load")
-        index = self.offset[:, None] + np.arange(2)
-        return Int(np.ascontiguousarray(self.memory[index]).view(np.uint16)[:, 0])
+        return self.byte() | Pointer(self.memory, self.offset + 1).byte() << 8
 
     def byte(self):
         return Int(self.memory[self.offset])
@@ -439,8 +438,8 @@ class Pointer:
 
     def add(self, x):
         self._must_be_aligned(4, "addition")
-        active, words = STATE.active[-1], self.memory.view(np.uint32)
-        np.add.at(words, self.offset[active] // 4, x.value[active])
+        active = STATE.active[-1]
+        np.add.at(self.memory.view(np.uint32), self.offset[active] // 4, x.value[active])
 
 
 class half:
