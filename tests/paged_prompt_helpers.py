@@ -4,14 +4,18 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
+from oracles import quantize_fp8
 from oracles.paged import code_bits
-from paged_helpers import attend, equal, filled, normal
+from paged_helpers import assert_matches_oracle, attend, equal, filled, normal, oracle, stored
 
 HEAD_DIMS = (128, 64, 256)
 KINDS = ("auto", "turbo4", "fp8_e4m3", "fp8_e5m2", "k8v4")
-# More than the 64 query rows of a KV head that make a call one of few queries, with two heads.
-_TOKENS = 40
+# The query rows of a KV head up to which a call is one of few queries.
+_FEW_ROWS = 64
+# Channels up to which e4m3 keys and values are multiplied as they are.
+_MOST_E4M3_CHANNELS = 128
 
 
 def with_many(call):
@@ -22,7 +26,8 @@ def with_many(call):
         batch, count = query.shape[:2]
         counts = options.pop("query_seq_lengths", None)
         counts = jnp.full(batch, count, jnp.int32) if counts is None else counts
-        padded = jnp.full((batch, max(count, _TOKENS), *query.shape[2:]), jnp.nan, query.dtype)
+        tokens = max(count, _FEW_ROWS * cache.num_kv_heads // query.shape[2] + 1)
+        padded = jnp.full((batch, tokens, *query.shape[2:]), jnp.nan, query.dtype)
         out, lse = call(
             padded.at[:, :count].set(query),
             cache,
@@ -44,12 +49,66 @@ mosaic = with_many(functools.partial(attend, implementation="mosaic_gpu"))
 def units(cache):
     """What rounding of weights and values, and of queries and keys, costs; see `oracle`.
 
-    All in 16 bits, codes after they were rotated back; e4m3 keys multiply queries that are rounded
-    to e4m3, and e4m3 values weights that are.
+    All in 16 bits, codes after they were rotated back.
     """
     unit = float(jnp.finfo(cache.dtype).eps) / 2
     key_bits, value_bits = code_bits(cache.kv_dtype)
     return 2 * unit if value_bits else unit, unit if key_bits else 0.0
+
+
+def assert_right(query, cache, tables, lengths, call, **options):
+    """Within the derived bound in 16 bits; of e4m3 products, off as far as their rounding is."""
+    if cache.kv_dtype == "fp8_e4m3" and cache.head_dim <= _MOST_E4M3_CHANNELS:
+        assert_as_e4m3(query, cache, tables, lengths, call, **options)
+    else:
+        given = {**options, "units": units(cache), "call": call}
+        assert_matches_oracle(query, cache, tables, lengths, **given)
+
+
+def assert_as_e4m3(query, cache, tables, lengths, call, **options):
+    """At most twice as far from float64 as queries and weights in e4m3 are, in the mean square."""
+    lengths = np.asarray(lengths, np.int32)
+    out, lse = call(query, cache, tables, lengths, return_residual=True, **options)
+    want, _, want_lse, _ = oracle(query, cache, tables, lengths, **options)
+    plain, plain_lse = in_e4m3(query, cache, tables, lengths, **options)
+    finite = np.isfinite(want_lse)
+    np.testing.assert_array_equal(np.asarray(lse, np.float64)[~finite], want_lse[~finite])
+    own = float(jnp.finfo(query.dtype).eps)
+    results = ((out, plain, want, own), (lse, plain_lse, want_lse, 2.0**-20))
+    for got, rounded, exact, unit in results:
+        got, rounded, exact = (np.asarray(x, np.float64)[finite] for x in (got, rounded, exact))
+        error, allowed = _size(got - exact), 2 * _size(rounded - exact) + unit * _size(exact)
+        assert error <= allowed, f"{error} must be at most {allowed}"
+
+
+def _size(x):
+    return np.sqrt(np.mean(np.square(x)))
+
+
+def in_e4m3(query, cache, tables, lengths, **options):
+    """Outputs and log-sum-exps with e4m3 queries, a scale for each row, and e4m3 weights of 448."""
+    codes, scales = quantize_fp8(query, axis=-1)
+    rounded = codes.astype(np.float64) * np.asarray(scales, np.float64)[..., None]
+    _, _, lse, _ = oracle(rounded, cache, tables, lengths, **options)
+    out, (batch, count, heads, dim) = np.zeros(rounded.shape), rounded.shape
+    scale, cap = options.get("scale"), options.get("logits_soft_cap")
+    window, real = options.get("local_window_size"), options.get("query_seq_lengths")
+    scale = dim**-0.5 if scale is None else scale
+    for b in range(batch):
+        keys, values = stored(cache, tables, b, int(lengths[b]))
+        n = count if real is None else int(real[b])
+        for t, h in np.ndindex(n, heads):
+            last = int(lengths[b]) - n + t
+            if last < 0:
+                continue
+            seen = slice(0 if window is None else max(0, last - window[0]), last + 1)
+            k, v = (x[seen, h // (heads // x.shape[1])] for x in (keys, values))
+            score = scale * k @ rounded[b, t, h]
+            score = score if cap is None else cap * np.tanh(score / cap)
+            p = np.exp(score - score.max())
+            weights = (448 * p).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) / 448
+            out[b, t, h] = weights @ v / p.sum()
+    return out, lse
 
 
 # Lengths, KV heads, head dim, query heads and tokens, page size.

@@ -211,8 +211,8 @@ def oracle(query, cache, implementation, *, scale=None, window=None, soft_cap=No
         p = np.exp(score - top)
         error = error + (np.abs(score - top) + np.abs(top) + 8 + len(k)) * 4 * UNIT
         out[b, t, h] = p @ v / p.sum()
-        v_size = np.abs(v) + value_unit[b, h // group, seen][:, None]
-        spread = (p * (error + weight_unit)) @ v_size + (p @ error) * np.abs(out[b, t, h])
+        spread = (p * (error + weight_unit)) @ np.abs(v) + (p @ error) * np.abs(out[b, t, h])
+        spread = spread + 12 * UNIT * (p @ value_unit[b, h // group, seen])
         slack[b, t, h] = spread / p.sum()
         lse[b, t, h] = top + np.log(p.sum())
         lse_slack[b, t, h] = error.max() + 4 * UNIT * (1 + np.abs(lse[b, t, h]))
