@@ -283,8 +283,9 @@ def _caches(figures: Figures) -> list[list[str]]:
         [
             "the same size with a smaller loss, and speed does not matter",
             "`cache=tj.TurboConfig(key_bits=3, value_bits=3)`",
-            "`triton`",
-            f"{triton(f'{_LONG}turbo-3bit/triton')} cuDNN, {figures.smaller('3bit')} smaller",
+            "`mosaic_gpu` on H100 and H200, else `triton`",
+            f"{triton(f'{_LONG}turbo-3bit/triton')} cuDNN (`triton`, on an H100), "
+            f"{figures.smaller('3bit')} smaller",
             f"{figures.cost('3bit')} bits per byte",
         ],
         [
@@ -307,7 +308,7 @@ def _caches(figures: Figures) -> list[list[str]]:
         [
             "the same, with three quarters of that memory",
             '`kv_dtype="k8v4"`',
-            "`triton`, Ada and newer",
+            "`triton`, Ada and newer; prompts `mosaic_gpu` on H100 and H200",
             f"{figures.over_cudnn('paged_formats', f'{_PAGES}k8v4/triton')} cuDNN (on an H200), "
             f"{_smaller(figures, 'paged_formats', _PAGES, ('auto/triton', 'k8v4/triton'))} the "
             "tokens",
@@ -315,10 +316,10 @@ def _caches(figures: Figures) -> list[list[str]]:
         ],
         [
             "**exact numbers**; a model with windows, soft caps or heads wider than 128",
-            '`cache="paged"`',
-            '`triton`; `"exact"` would be XLA there',
-            f"{family(step.format('mistral-7b/b16-s8192'), 'exact')} the exact cache (Mistral 7B), "
-            f"{family(step.format('gemma-2-9b/b16-s8192'), 'exact')} (Gemma 2 9B)",
+            '`cache="paged"`; on H100 and H200 `cache="exact"`, too',
+            "`mosaic_gpu` on H100 and H200, else `triton`",
+            f"{family(step.format('mistral-7b/b16-s8192'), 'exact')} an exact cache by XLA "
+            f"(Mistral 7B), {family(step.format('gemma-2-9b/b16-s8192'), 'exact')} (Gemma 2 9B)",
             "none; as large as bfloat16",
         ],
         [

@@ -36,7 +36,7 @@ def test_the_table_says_what_one_token_takes():
     rows = [{**common, "method": method, "us": us} for method, us in measured.items()]
     lines = tables.several_table({"rows": rows}).splitlines()
     assert lines[2] == "| llama3-8b 16 x 32k, 4-bit | 400 | 100 (1.00x) | - | 115 (1.15x) | - |"
-    assert lines[3] == "| llama3-8b 16 x 32k, 2/4-bit | 400 | - | - | - | - |"
+    assert not any("2/4-bit" in line for line in lines)
 
 
 @pytest.mark.gpu

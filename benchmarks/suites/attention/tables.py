@@ -191,6 +191,8 @@ def several_table(result: Result) -> str:
         us = {row["method"]: row["us"] for row in group}
         for cache in several.CACHES:
             found = [us.get(several.method(cache, tokens)) for tokens in several.TOKENS]
+            if not any(found):
+                continue
             line = [f"{label}, {cache.replace('bit', '-bit')}", _microseconds(base)]
             for time in found:
                 ratio = f" ({time / found[0]:.2f}x)" if time and found[0] else ""

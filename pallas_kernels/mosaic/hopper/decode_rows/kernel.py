@@ -25,13 +25,16 @@ run with one token:
     v2, two warps share a block for         209  283             202
       32 (team), not for 16
     v3, results without bank conflicts      181  287        113  176        14.6  17.4
+    v4, blocks with masks by themselves     177  283        106  169
   A warp for 32 queries has 255 registers and its loop 30 KB of code; two warps that share a block
   have 168 and 16 KB, and 12 of them fit a multiprocessor. All versions issue an instruction in
   every second clock of a scheduler, as `hopper.decode` does for 8 queries, so their number counts:
   without dequantizing 38 us less for 16 queries and 32 for 32, without products 19 and 40, without
-  the branch with masks 16 and 12, so blocks that need them have a loop of their own now. Twelve
+  the branch with masks 16 and 12, so in v4 blocks that need them have a loop of their own. Twelve
   warps instead of eight for 16 queries: no gain. Warps that begin every block together, to share
   fetched instructions: 12 to 20 % slower. More programs than run at once cost 10 us a wave each.
+  Of the target of 1.15 times one token 4 tokens reach 1.25 and 1.38, 8 tokens 2.0 and 2.2.
+  Rows: `benchmarks/results/bytes_versions_2026-11-24.json`, v4's `hopper_2026-11-24.json`.
 """
 
 import dataclasses

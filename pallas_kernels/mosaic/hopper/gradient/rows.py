@@ -17,7 +17,10 @@ Roofline, 2 sequences of 8192 tokens, 32 heads of 128, bfloat16, with codes of b
 Versions, us of that case, H200, jax 0.11.2:     e4m3, blocks of 64   128   int8, no codes of d_out
   for Triton, in the same run                                   152   162                       143
   v1  `d_out` first, then queries                               159   168                       120
-  v2  in turns                                            not timed
+  v2  in turns                                                  155   163                       114
+    for Triton, in the same run                                 151   160                       142
+  With int8 codes of both 176, where Triton takes 165.
+  Rows: `benchmarks/results/bytes_versions_2026-11-24.json`.
 """
 
 import dataclasses

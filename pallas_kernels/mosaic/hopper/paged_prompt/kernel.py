@@ -38,7 +38,9 @@ visible; cuDNN on dense bfloat16 in the same run, causal for 8k, else with nothi
 Before it `expand` takes 18 us of 8k and 63 of 32k tokens, `turn` 7 and 18. With 240 and 24
 registers 843 and 816, in fp8 637 and 608; fp8 with 3 stages 636 and 612: within a percent.
 64 and 256 queries are 16 and 64 tiles for 132 multiprocessors: without parts 64 of 32k take 404 us
-in bf16, as 256 do (Triton, in parts of 1,024: 242 and 851). Hence v3, with parts.
+in bf16, as 256 do (Triton, in parts of 1,024: 242 and 851). Hence v3, with parts up to 1,024 query
+rows, 256 of these queries: right and of equal bits on a GPU, but not timed yet.
+Rows: `benchmarks/results/bytes_versions_2026-11-24.json`.
 
 Tiles of keys are at fixed positions, they are added up in order, and hidden ones change nothing: a
 query's bits depend on its own position and on what the sequence holds alone.
