@@ -313,7 +313,8 @@ def test_summaries_appear_with_their_results(result_file, tmp_path, monkeypatch)
     (tmp_path / "hopper_2000-01-01.json").write_text(json.dumps(result))
     monkeypatch.setattr(attention_tables, "SUMMARY_MODEL", "tiny")
     found = report.page_tables(tmp_path)
-    assert set(found) == {"hopper", "training", "decode summary", "prefill summary"}
+    shown = {"hopper", "several", "training", "decode summary", "prefill summary"}
+    assert set(found) == shown
     assert "| tiny 2 x 192 | 10 |" in found["decode summary"]()
     assert "(`benchmarks/results/hopper_2000-01-01.json`)" in found["prefill summary"]()
     assert report.page_tables(tmp_path / "none") == {}

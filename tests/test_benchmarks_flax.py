@@ -225,7 +225,11 @@ def test_wrong_logits_are_a_failed_row(monkeypatch):
     def other(self, kind, fill):
         if kind == "exact":
             return make(self, kind, fill)
-        return make(self, kind, lambda layer, number, first: fill(layer, number + 9, first))
+
+        def wrong(f):
+            return lambda layer, number, first: f(layer, number + 9, first)
+
+        return make(self, kind, {window: wrong(f) for window, f in fill.items()})
 
     monkeypatch.setattr(families.Inputs, "caches", other)
     found = []

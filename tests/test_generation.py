@@ -227,10 +227,11 @@ def test_a_named_implementation_reaches_every_op(shallow):
     for kind in ("exact", tj.TurboConfig()):
         session = generation.start(shallow, tokens, max_length=16, cache=kind, implementation="xla")
         assert session.step(tokens[:, 0]).implementation == "xla"
-        with pytest.raises((ValueError, NotImplementedError), match="mosaic_gpu"):
-            generation.start(
-                shallow, tokens, max_length=16, cache=kind, implementation="mosaic_gpu"
-            )
+        if kind != "exact":  # what exact caches have of that name only decodes
+            with pytest.raises((ValueError, NotImplementedError), match="mosaic_gpu"):
+                generation.start(
+                    shallow, tokens, max_length=16, cache=kind, implementation="mosaic_gpu"
+                )
         unable = dataclasses.replace(
             generation.start(shallow, tokens, max_length=16, cache=kind),
             implementation="mosaic_gpu",

@@ -219,7 +219,6 @@ CASES["engine, a step of the embedded model"] = engine_step
 
 # What is left, and why. A reason that names a kernel is of work to do.
 _FLOAT32 = "float32 operands: matrix instructions of Hopper have at most 16 bits"
-_KV4 = "KV4's decode has no kernel for Hopper"
 _SHAPES = "a head dim or block that no matrix instruction is made for"
 STILL = {
     "attention, blocks of 32": _SHAPES,
@@ -228,10 +227,8 @@ STILL = {
     "pooled, gradient, float32": _FLOAT32,
     "pooled, 192 channels": _SHAPES,
     "pooled, blocks of 64 queries": _SHAPES,
-    "cache, decode, 3 bits": "decode for Hopper reads codes of 4 and 2 bits",
     "cache, decode, 80 channels": _SHAPES,
     "cache, decode, float": "mode 'float' decodes in unrounded numbers",
-    **{f"{name}, decode": _KV4 for name in ("kv4", "k8v4")},
     "pages, prompt, turbo_k3v2": "codes of 2 and 3 bits are not expanded for prompts on Hopper",
     **{
         f"pages, attention, {kind}": "formats that attention to pages for Hopper does not read"
