@@ -415,6 +415,11 @@ def _scaled(figures: Figures, kind: str) -> str:
     return next(name for name in names if name in found)
 
 
+def _by(figures: Figures, kind: str) -> str:
+    """By which kernel that was measured, and on what."""
+    return f"(`{_scaled(figures, kind).rpartition('/')[2]}`, on an H200)"
+
+
 def _weights(figures: Figures) -> list[list[str]]:
     product = functools.partial(figures.over, "fireq")
     prompts = [
@@ -438,17 +443,16 @@ def _weights(figures: Figures) -> list[list[str]]:
         ],
         [
             "a cache for such a model",
-            '`cache="kv4"`: a scale for every token and head, no buffer; `tj.TurboConfig()` is '
-            "faster",
+            '`cache="kv4"`: a scale for every token and head, no buffer',
             "`mosaic_gpu` on H100 and H200, else `triton`, Ada and newer",
-            f"{figures.over_cudnn('kv4', _scaled(figures, 'kv4'))} cuDNN (on an H200)",
+            f"{figures.over_cudnn('kv4', _scaled(figures, 'kv4'))} cuDNN {_by(figures, 'kv4')}",
             "in the line above",
         ],
         [
             "the same, where `kv4` loses too much",
             '`cache="k8v4"`',
             "`mosaic_gpu` on H100 and H200, else `triton`, Ada and newer",
-            f"{figures.over_cudnn('kv4', _scaled(figures, 'k8v4'))} cuDNN (on an H200), "
+            f"{figures.over_cudnn('kv4', _scaled(figures, 'k8v4'))} cuDNN {_by(figures, 'k8v4')}, "
             f"{_smaller(figures, 'kv4', _SCALED, ('cudnn', 'k8v4/triton'))} smaller",
             f"{once['k8v4']['cost']:+.4f} bits per byte, where `kv4` costs "
             f"{once['kv4']['cost']:+.4f}",

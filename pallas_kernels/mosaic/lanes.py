@@ -57,10 +57,20 @@ def _kernel(body: Body, names: Sequence[str], shared: int) -> Callable[..., None
     return run_with_memory
 
 
+# Programs along each axis of a grid but the longest, which CUDA takes as its first.
+_MOST_PROGRAMS = 2**16 - 1
+
+
 def _mesh(name: str, grid: dict[str, int], warpgroups: int) -> dict[str, Any]:
+    """What Mosaic must know of a launch. The last axis is CUDA's first: the longest must be that."""
+    ordered = dict(sorted(grid.items(), key=lambda axis: axis[1]))
+    if any(size > _MOST_PROGRAMS for size in list(ordered.values())[:-1]):
+        raise NotImplementedError(
+            f"{name}: of {grid=} all axes but one must be <= {_MOST_PROGRAMS}"
+        )
     return {
-        "grid": tuple(grid.values()),
-        "grid_names": tuple(grid),
+        "grid": tuple(ordered.values()),
+        "grid_names": tuple(ordered),
         "num_threads": warpgroups,
         "thread_name": _THREADS,
         "kernel_name": name,

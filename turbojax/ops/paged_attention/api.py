@@ -109,7 +109,9 @@ def paged_attention(
       local_window_size: optional `w` or ``(left, right)``, relative to the query's position.
       logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
       implementation: ``"mosaic_gpu"`` (16-bit pages: weights as sums of two numbers of that dtype;
-        8-bit pages: queries and weights as sums of two float16; turbo4: as integers of 15 bits),
+        8-bit pages: queries and weights as sums of two float16; turbo4: as integers of 15 bits; of
+        many queries weights, and what codes stand for, in the query's dtype, with ``"fp8_e4m3"``
+        up to 128 channels queries and weights in e4m3),
         ``"triton"`` (16-bit pages: weights in that dtype; all that is stored in 8 bits or fewer:
         queries in float16 and weights in half precision), ``"xla"`` (float32), or None for the
         first of them that can run this. In float16 weights below ``2**-25`` of the largest are

@@ -167,7 +167,7 @@ def prepare_rows(
       See `pallas_kernels.layouts.GradientRows`.
     """
     block = config.block_q
-    if _kernels_unsupported(query, block, config) is not None:
+    if any(_kernels_unsupported(x, block, config) is not None for x in (query, out)):
         return None
     is_e4m3 = numerics.values_mode(config.mode) == "fp8"
     return _rows_kernel(query, out, block)(
