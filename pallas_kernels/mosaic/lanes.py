@@ -62,7 +62,7 @@ _MOST_PROGRAMS = 2**16 - 1
 
 
 def _mesh(name: str, grid: dict[str, int], warpgroups: int) -> dict[str, Any]:
-    """What Mosaic must know of a launch. The last axis is CUDA's first: the longest must be that."""
+    """What Mosaic must know of a launch; the last axis is CUDA's first, and must be the longest."""
     ordered = dict(sorted(grid.items(), key=lambda axis: axis[1]))
     if any(size > _MOST_PROGRAMS for size in list(ordered.values())[:-1]):
         raise NotImplementedError(
