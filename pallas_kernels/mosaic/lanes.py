@@ -65,9 +65,8 @@ def _mesh(name: str, grid: dict[str, int], warpgroups: int) -> dict[str, Any]:
     """What Mosaic must know of a launch; the last axis is CUDA's first, and must be the longest."""
     ordered = dict(sorted(grid.items(), key=lambda axis: axis[1]))
     if any(size > _MOST_PROGRAMS for size in list(ordered.values())[:-1]):
-        raise NotImplementedError(
-            f"{name}: of {grid=} all axes but one must be <= {_MOST_PROGRAMS}"
-        )
+        most = f"must be at most {_MOST_PROGRAMS}"
+        raise NotImplementedError(f"{name}: all axes but one of {grid=} {most}")
     return {
         "grid": tuple(ordered.values()),
         "grid_names": tuple(ordered),
