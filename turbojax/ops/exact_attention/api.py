@@ -199,7 +199,7 @@ def _by_xla(query: jax.Array, cache: ExactCache, *, options: Options) -> jax.Arr
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _by_kernel(options: Options, query: jax.Array, cache: ExactCache) -> jax.Array:
-    """The kernel, with XLA's gradient."""
+    """The kernel, with XLA's gradient; forward mode is `implementation="xla"`'s alone."""
     return mosaic_gpu.attend(query, cache, options=options)
 
 

@@ -30,7 +30,7 @@ def attend(
     cache: PagedCache,
     block_tables: jax.Array,
     lengths: jax.Array,
-    query_lengths: jax.Array,
+    query_lengths: jax.Array | None,
     *,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
