@@ -15,6 +15,8 @@ from turbojax.ops.kv4_attention import api
 from turbojax.state import kv4
 
 UNIT = 2.0**-24
+# Of the largest: 16 terms and the sum cut off, and the new sum.
+ADDED = 18 * UNIT
 STATIC = ("scale", "local_window_size", "logits_soft_cap", "implementation", "return_residual")
 decode = jax.jit(api.decode, static_argnames=STATIC)
 prefill = jax.jit(api.prefill, static_argnames=(*STATIC, "is_causal"))
@@ -44,9 +46,11 @@ def oracle(
     A score is a sum of `H` products, each rounded, times scales: off by ``(H + 8) * 2**-24`` of the
     sum of absolute values, which an exponential turns into a relative error of the weight. Sums
     over tokens round once a term, the exponential and its argument a few times. With an `offset`
-    sums are of codes plus that, and what it contributes is taken off again: a matrix unit adds 16
-    terms at a time, each time off by ``2**-23`` of the sum, over channels and in blocks of 64
-    tokens.
+    sums are of codes plus that, and what it contributes is taken off again. A matrix unit adds 16
+    terms to a sum at a time and cuts all of them off at ``2**-24`` of the largest, so each addition
+    is off by `ADDED`: of a block of 64 tokens four are, and four of its weights' sum. Products with
+    queries have both signs, so their sums stay far below the sum of their absolute values: an
+    eighth of `ADDED` is enough for them.
     """
     key_unit, value_unit = (
         offset * np.asarray(x, np.float64) for x in (cache.key_scale, cache.value_scale)
@@ -79,7 +83,7 @@ def oracle(
         k_unit, v_unit = (x[b, h // group, seen] for x in (key_unit, value_unit))
         score, size = scale * k @ q[b, t, h], abs(scale) * np.abs(k) @ np.abs(q[b, t, h])
         error = (dim + 8) * UNIT * size
-        error = error + (dim / 16 + 2) * 2 * UNIT * abs(scale) * k_unit * np.abs(q[b, t, h]).sum()
+        error = error + (dim / 16 + 2) * ADDED / 8 * abs(scale) * k_unit * np.abs(q[b, t, h]).sum()
         if soft_cap is not None:
             score = soft_cap * np.tanh(score / soft_cap)
             error = error + 16 * UNIT * soft_cap
@@ -88,7 +92,7 @@ def oracle(
         error = error + (np.abs(score - top) + np.abs(top) + 8 + len(seen)) * 4 * UNIT
         out[b, t, h] = p @ v / p.sum()
         spread = (p * (error + weight_unit)) @ np.abs(v) + (p @ error) * np.abs(out[b, t, h])
-        spread = spread + 12 * UNIT * (p @ v_unit)
+        spread = spread + 8 * ADDED * (p @ v_unit)
         slack[b, t, h] = spread / p.sum()
         lse[b, t, h] = top + np.log(p.sum())
         lse_slack[b, t, h] = error.max() + 4 * UNIT * (1 + np.abs(lse[b, t, h]))
