@@ -2,7 +2,8 @@
 
 At the end of a run of all of them it writes `benchmarks/results/gpu_tests_DATE.json`, red runs
 included; `--gpu-record FOLDER` names another folder. A run of some of them (`-k`, paths) is no
-record of all. In a checkout without git, TURBOJAX_COMMIT says which commit it is.
+record of all. In a checkout without git, TURBOJAX_COMMIT says which commit it is. Where there are
+several GPUs, xdist's workers take them in turn, one each, unless CUDA_VISIBLE_DEVICES is set.
 """
 
 import collections
@@ -17,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.machine import driver
+from benchmarks.machine import driver, gpus
 
 RESULTS = Path(__file__).parent / "results"
 _SLOWEST = 10
@@ -183,7 +184,16 @@ def is_whole(config: pytest.Config) -> bool:
     return config.option.markexpr == "gpu" and not some and not paths
 
 
+def take_gpu(worker: str) -> None:
+    """Gives a worker, as xdist names it (gw3), one GPU: before jax asks for the first time."""
+    count = len(gpus())
+    if count > 1:
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(int(worker.removeprefix("gw")) % count))
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Records what is worth it."""
-    if not hasattr(config, "workerinput") and is_whole(config):
+    """Shares the GPUs out; records what is worth it."""
+    if hasattr(config, "workerinput"):
+        take_gpu(config.workerinput["workerid"])
+    elif is_whole(config):
         config.pluginmanager.register(Recorder(config.option.gpu_record), "turbojax-gpu-record")

@@ -17,9 +17,19 @@ def describe() -> dict[str, Any]:
 
 def driver() -> str | None:
     """The version of NVIDIA's driver; None if there is none."""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return next(iter(_ask("driver_version")), None)
+
+
+def gpus() -> list[str]:
+    """The names of NVIDIA's GPUs here."""
+    return _ask("name")
+
+
+def _ask(what: str) -> list[str]:
+    """A line of nvidia-smi for each GPU; nothing without it."""
+    query = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader"]
     try:
         output = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
-        return None
-    return next(iter(output.stdout.split()), None)
+        return []
+    return output.stdout.splitlines()

@@ -1,6 +1,7 @@
 """The record of the GPU tests: what counts as what, and when there is one."""
 
 import json
+import os
 import types
 
 import pytest
@@ -112,3 +113,16 @@ def test_the_commit(monkeypatch):
     monkeypatch.delenv("TURBOJAX_COMMIT")
     monkeypatch.setenv("PATH", "")
     assert gpu_tests.commit() is None
+
+
+@pytest.mark.parametrize(
+    ("count", "given", "want"),
+    [(0, None, None), (1, None, None), (2, None, "1"), (3, None, "0"), (2, "7", "7")],
+)
+def test_workers_take_gpus_in_turn(monkeypatch, count, given, want):
+    monkeypatch.setattr(gpu_tests, "gpus", lambda: ["a GPU"] * count)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", str(given))  # and so it is put back
+    if given is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    gpu_tests.take_gpu("gw3")
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == want
