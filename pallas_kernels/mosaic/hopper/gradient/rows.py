@@ -25,6 +25,7 @@ Versions, us of that case, H200, jax 0.11.2:     e4m3, blocks of 64   128   int8
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -38,6 +39,10 @@ from pallas_kernels.mosaic.block import TOKENS, Block, Share, Words
 from pallas_kernels.mosaic.hopper import quantize
 from pallas_kernels.mosaic.hopper.quantize import Codes, Program
 from pallas_kernels.mosaic.lane import Bool, Float, Int, Pointer
+
+_WARP = 32
+# Bytes of `out` that a program has in shared memory; if there are more, it loads them when needed.
+_MOST_COPIED = 2**17
 
 
 def unsupported(query: jax.Array, out: jax.Array, block: int) -> str | None:
@@ -68,6 +73,21 @@ class _Rows(quantize.Work):
         row = jax.ShapeDtypeStruct((batch, heads, self.rows), jnp.float32)
         return [row, row, *(self.codes.outputs if self.codes else [])]
 
+    @property
+    def shared_bytes(self) -> int:
+        """Of a program's memory."""
+        return blocks.MAXIMA_BYTES + (self.out_block.copy_bytes if self.copies_out else 0)
+
+    @property
+    def copies_out(self) -> bool:
+        """Whether `out` waits in shared memory."""
+        return self.out_block.copy_bytes <= _MOST_COPIED
+
+    @property
+    def lane_tokens(self) -> int:
+        """Tokens of which a lane has some channels."""
+        return TOKENS * self.block.groups
+
     def run(
         self, index: Int, lengths: Pointer, x: list[Pointer], y: list[Pointer], memory: Pointer
     ) -> None:
@@ -77,53 +97,105 @@ class _Rows(quantize.Work):
         heads = self.shape[2]
         batch, head = p.pair // heads, p.pair % heads
         first = p.number * self.block.tokens
-        residuals = self._rows(p, residual, batch, head, first)
+        own = self._own_tokens(p.share)
+        outs = self._out(p, out, batch, head, first)
+        residuals = self._rows(residual, batch, head, first, own)
+        cotangents = self._rows(d_residual, batch, head, first, own)
         loaded = self.load(p, first)
-        outs = self._load_out(p, out, batch, head, first)
-        sees = [[~r.equals(-math.inf) for r in group] for group in residuals]
-        values = [
-            [[seen.where(w, 0) for w in words] for seen, words in zip(s, group, strict=True)]
-            for s, group in zip(sees, loaded, strict=True)
-        ]
-        lse = [
-            [seen.where(r * LOG2_E, math.inf) for seen, r in zip(s, group, strict=True)]
-            for s, group in zip(sees, residuals, strict=True)
-        ]
-        self._store(p, y[0], first, lse)
-        numbers, scale = self._numbers(p, y[2:], first, values)
-        cotangents = self._rows(p, d_residual, batch, head, first)
-        delta = [
-            [self._delta(p.share, *of_token, scale) for of_token in zip(*of_group, strict=True)]
-            for of_group in zip(numbers, outs, sees, cotangents, strict=True)
-        ]
-        self._store(p, y[1], first, delta)
+        sees = [~r.equals(-math.inf) for r in residuals]
+        values = self._seen(p.share, sees, loaded)
+        both = list(zip(sees, residuals, strict=True))
+        self._store(p, y[0], first, own, [s.where(r * LOG2_E, math.inf) for s, r in both])
+        sums, scale = self._sums(p, y[2:], first, values, outs)
+        delta = []
+        for token, saw, total, cotangent in zip(own, sees, sums, cotangents, strict=True):
+            counted = (first + token < p.length).where(total, 0.0)
+            counted = counted if scale is None else counted * scale
+            delta.append(saw.where(counted - cotangent, 0.0))
+        self._store(p, y[1], first, own, delta)
 
-    def _load_out(self, p: Program, out: Pointer, batch: Int, head: Int, first: Int) -> Words:
-        """The lane's part of `out`, 0 where nothing is."""
+    def _out(
+        self, p: Program, out: Pointer, batch: Int, head: Int, first: Int
+    ) -> Callable[[], Words]:
+        """Begins to bring the lane's part of `out`, and gives what waits for it."""
         _, size, heads, channels = self.out_shape
         of_head = channels * self.out_block.value_bytes
         out = out.times(batch * size, heads * of_head).at(head * of_head)
         share = Share(self.out_block, p.share.thread)
-        return share.load(out, heads * of_head, first, size, p.length)
+        place = out, heads * of_head, first, size
+        if not self.copies_out:
+            return lambda: share.load(*place, p.length)
+        memory = p.memory.at(blocks.MAXIMA_BYTES)
+        share.copy(memory, *place)
+        lane.warp_barrier()
 
-    def _rows(self, p: Program, x: Pointer, batch: Int, head: Int, first: Int) -> list[list[Float]]:
-        """Of float32 ``[B, T', N]`` a number for each of the lane's tokens, ``-inf`` past `T'`."""
+        def copied() -> Words:
+            lane.wait_for_copies()
+            return share.copied(memory)
+
+        return copied
+
+    # Rows: numbers of a token. All lanes that have some of its channels would hold the same, so
+    # each of them takes those of some of their tokens.
+
+    def _own_tokens(self, share: Share) -> list[Int]:
+        """Those that the lane takes: of its own the ones numbered `column`, and so on."""
+        columns = self.block.columns
+        tokens = []
+        for begin in range(0, self.lane_tokens, columns):
+            number = share.column % min(columns, self.lane_tokens) + begin
+            step = self.block.threads // columns
+            group = share.group(0) + (number // TOKENS) * step
+            tokens.append(group * TOKENS + number % TOKENS)
+        return tokens
+
+    def _rows(
+        self, x: Pointer, batch: Int, head: Int, first: Int, own: list[Int]
+    ) -> list[Float]:
+        """Numbers of float32 ``[B, T', N]``, ``-inf`` past `T'`."""
         _, size, heads, _ = self.out_shape
         x = x.times(batch * size, 4 * heads).at(head << 2)
-        out = []
-        for number in range(self.block.groups):
-            tokens = [first + (p.share.group(number) * TOKENS + i) for i in range(TOKENS)]
-            found = [x.times(t.minimum(size - 1), 4 * heads).float() for t in tokens]
-            out.append([(t < size).where(f, -math.inf) for t, f in zip(tokens, found, strict=True)])
-        return out
+        tokens = [first + token for token in own]
+        found = [x.times(t.minimum(size - 1), 4 * heads).float() for t in tokens]
+        return [(t < size).where(f, -math.inf) for t, f in zip(tokens, found, strict=True)]
 
-    def _numbers(
-        self, p: Program, y: list[Pointer], first: Int, values: Words
-    ) -> tuple[list[list[list[Float]]], Float | None]:
-        """What multiplies `out`, and what scales it; codes are stored."""
-        share = p.share
+    def _seen(self, share: Share, sees: list[Bool], values: Words) -> Words:
+        """Zeros in place of values of tokens that see nothing."""
+        columns = self.block.columns
+        begin = share.thread & (_WARP - columns)
+        bits = [lane.ballot(s) >> begin for s in sees]
+        seen = [
+            ~(bits[token // columns] & (1 << token % columns)).equals(0)
+            for token in range(self.lane_tokens)
+        ]
+        return [
+            [
+                [seen[number * TOKENS + i].where(w, 0) for w in words]
+                for i, words in enumerate(group)
+            ]
+            for number, group in enumerate(values)
+        ]
+
+    def _store(
+        self, p: Program, y: Pointer, first: Int, own: list[Int], rows: list[Float]
+    ) -> None:
+        """Stores the numbers that the lane takes."""
+        y = y.times(p.pair, 4 * self.rows)
+        for token, x in zip(own, rows, strict=True):
+            is_there = (first + token < self.rows) & (token < self.block.tokens)
+            if self.lane_tokens < self.block.columns:
+                is_there = is_there & (p.share.column < self.lane_tokens)
+            with lane.when(is_there):
+                y.times(first + token, 4).store(x)
+
+    def _sums(
+        self, p: Program, y: list[Pointer], first: Int, values: Words, outs: Callable[[], Words]
+    ) -> tuple[list[Float], Float | None]:
+        """Sums over channels times `out`, of what, and what scales it; codes are stored."""
+        share, of_out = p.share, Share(self.out_block, p.share.thread)
         if self.codes is None:
-            return [[share.floats(words) for words in group] for group in values], None
+            numbers = [share.floats(words) for group in values for words in group]
+            return self._totals(p.share, numbers, outs()), None
         share.tell(p.memory, share.largest(values))
         lane.block_barrier()
         scale = eight_bits.scale_of(share.told(p.memory).as_float(), self.codes.is_int8)
@@ -133,37 +205,33 @@ class _Rows(quantize.Work):
                 y[1].times(p.pair, 4 * self.codes.count).at(p.number << 2).store(scale)
             self.codes.store(p, y[0], first, codes)
         of = eight_bits.int8_numbers if self.codes.is_int8 else eight_bits.e4m3_numbers
-        return [[[x for w in words for x in of(w)] for words in group] for group in codes], scale
+        numbers = [[x for w in words for x in of(w)] for group in codes for words in group]
+        return self._totals(p.share, numbers, outs()), scale
 
-    def _delta(
-        self,
-        share: Share,
-        numbers: list[Float],
-        out: list[Int],
-        sees: Bool,
-        cotangent: Float,
-        scale: Float | None,
-    ) -> Float:
-        """Of one token, in all lanes that have some of its channels."""
-        total = lane.number(0.0)
-        of_out = Share(self.out_block, share.thread).floats(out)
-        for x, y in zip(numbers, of_out, strict=True):
-            total = lane.fma(x, y, total)
-        distances = [1 << i for i in range(share.block.columns.bit_length() - 1)]
-        total = lane.reduce_lanes(total, lambda a, b: a + b, distances)
-        total = total if scale is None else total * scale
-        return sees.where(total - cotangent, 0.0)
+    def _totals(
+        self, share: Share, numbers: list[list[Float]], out: Words
+    ) -> list[Float]:
+        """Sums over channels of `numbers` times `out`, of the tokens that the lane takes."""
+        of_out, sums = Share(self.out_block, share.thread), []
+        of_tokens = [words for group in out for words in group]
+        for x, words in zip(numbers, of_tokens, strict=True):
+            total = lane.number(0.0)
+            for a, b in zip(x, of_out.floats(words), strict=True):
+                total = lane.fma(a, b, total)
+            sums.append(total)
+        for bit in range(self.block.columns.bit_length() - 1):
+            sums = self._halved(share.thread, 1 << bit, sums)
+        return sums
 
-    def _store(self, p: Program, y: Pointer, first: Int, rows: list[list[Float]]) -> None:
-        """Stores a number for each of the lane's tokens, by the lanes of the first channels."""
-        y = y.times(p.pair, 4 * self.rows)
-        for number, group in enumerate(rows):
-            for i, x in enumerate(group):
-                inside = p.share.group(number) * TOKENS + i
-                token = first + inside
-                is_there = (token < self.rows) & (inside < self.block.tokens)
-                with lane.when(is_there & p.share.column.equals(0)):
-                    y.times(token, 4).store(x)
+    def _halved(self, thread: Int, distance: int, sums: list[Float]) -> list[Float]:
+        """Adds what a partner has; each of the two keeps every other of them, if there are two."""
+        if len(sums) == 1:
+            return [sums[0] + lane.partner(sums[0], distance)]
+        is_second = ~(thread & distance).equals(0)
+        return [
+            is_second.where(b, a) + lane.partner(is_second.where(a, b), distance)
+            for a, b in zip(sums[::2], sums[1::2], strict=True)
+        ]
 
 
 def prepare_rows(
