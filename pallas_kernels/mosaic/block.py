@@ -11,7 +11,8 @@ every eight channels: a warp's stores, eight channels apart, then meet in a bank
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pallas_kernels.layouts import next_power_of_2
@@ -161,7 +162,7 @@ class Share:
         """
         count, there = length - first, self.block.head_dim // CHANNELS
         values, insides = [], []
-        for token, place in self._places(x, row, first, size):
+        for token, place in self.places(x, row, first, size):
             inside = self.is_inside(len(values) // TOKENS, there)
             values.append(place.words(self.block.words))
             insides.append(token < count if inside is None else (token < count) & inside)
@@ -171,7 +172,7 @@ class Share:
         ]
         return [known[i : i + TOKENS] for i in range(0, len(known), TOKENS)]
 
-    def _places(
+    def places(
         self, x: Pointer, row: int, first: Int, size: int
     ) -> Iterator[tuple[Int, Pointer]]:
         """The lane's tokens and where their channels are, or others in memory; see `load`."""
@@ -199,25 +200,21 @@ class Share:
           size: the same.
         """
         there = self.block.head_dim // CHANNELS
-        for number, (_, place) in enumerate(self._places(x, row, first, size)):
+        for number, (_, place) in enumerate(self.places(x, row, first, size)):
             inside = self.is_inside(number // TOKENS, there)
             for unit, target in enumerate(self._own(memory, number)):
                 lane.copy_words(place.at(_UNIT * unit), target, inside)
 
-    def copied(self, memory: Pointer) -> Words:
-        """What the lane has copied, which `lane.wait_for_copies` has waited for."""
-        tokens = [
-            [word for place in self._own(memory, token) for word in place.words(4)]
-            for token in range(TOKENS * self.block.groups)
-        ]
-        return [tokens[i : i + TOKENS] for i in range(0, len(tokens), TOKENS)]
+    def copied(self, memory: Pointer, number: int) -> list[Int]:
+        """What the lane has copied of its token `number`, once `lane.wait_for_copies` is over."""
+        return [word for place in self._own(memory, number) for word in place.words(_UNIT // 4)]
 
-    def _own(self, memory: Pointer, token: int) -> list[Pointer]:
-        """The lane's own shared memory for a token, in units; those of lanes are side by side."""
-        units = self.block.words // 4
+    def _own(self, memory: Pointer, number: int) -> list[Pointer]:
+        """The lane's shared memory for its token `number`, in units; lanes' are side by side."""
+        units = self.block.words * 4 // _UNIT
         step = _UNIT * self.block.threads
         own = memory.at(self.thread * _UNIT)
-        return [own.at((token * units + unit) * step) for unit in range(units)]
+        return [own.at((number * units + unit) * step) for unit in range(units)]
 
     def floats(self, words: Sequence[Int]) -> list[Float]:
         """A token's values."""
@@ -251,26 +248,23 @@ class Share:
 
     def codes(self, values: Words, scale: Float, is_int8: bool) -> Words:
         """Codes of a lane's values, two words a token; of a scale of NaN 0, in e4m3 NaN."""
-        to_word = self._int8(scale) if is_int8 else self._e4m3(scale)
-        is_known, nothing = eight_bits.is_finite(scale), 0 if is_int8 else 0x7F7F7F7F
+        rounded = eight_bits.rounder(scale, is_int8, self.block.dtype)
+        nothing = [lane.integer(0 if is_int8 else 0x7F7F7F7F)] * (2 * TOKENS)
 
-        def codes_of(token: list[Int]) -> list[Int]:
-            x = self.floats(token)
-            return [is_known.where(to_word(half), nothing) for half in (x[:4], x[4:])]
+        def codes_of(group: list[list[Int]]) -> list[Int]:
+            return [
+                rounded(half)[0]
+                for token in group
+                for x in [self.floats(token)]
+                for half in (x[:4], x[4:])
+            ]
 
-        return [[codes_of(token) for token in group] for group in values]
-
-    def _int8(self, scale: Float) -> Callable[[list[Float]], Int]:
-        """What makes a word of four numbers."""
-        if self.block.dtype == "float32":
-            inverse = lane.number(1.0) / scale
-            return lambda x: eight_bits.int8_word(x, scale, inverse, exact=True)
-        return eight_bits.Rounding.of(scale, self.block.dtype).word
-
-    def _e4m3(self, scale: Float) -> Callable[[list[Float]], Int]:
-        """The same."""
-        inverse = lane.divide(lane.number(1.0), scale)
-        return lambda x: eight_bits.e4m3_word(x, inverse)
+        codes = []
+        for group in values:
+            known = functools.partial(codes_of, group)
+            words = eight_bits.if_known(scale, [Int] * (2 * TOKENS), known, nothing)
+            codes.append([words[i : i + 2] for i in range(0, len(words), 2)])
+        return codes
 
     def store_rows(self, out: Pointer, codes: Words, *, permuted: bool) -> None:
         """Stores a token's channels together.

@@ -1,7 +1,8 @@
 """Numbers of a lane to 8 bits: scales and codes with the bits of `turbojax.quantizers`."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from pallas_kernels.layouts import E4M3_MAX, INT8_RANGE
 from pallas_kernels.mosaic import lane
@@ -110,11 +111,14 @@ class Rounding:
         unit = meets.where(lane.number(1 / _UNITS), 1.0)
         return cls(lane.rounded_quotient(factor, scale), unit, offset)
 
+    def sums(self, x: Sequence[Float]) -> list[Float]:
+        """`ROUNDER` plus codes of numbers."""
+        rounder = lane.number(lane.ROUNDER)
+        return [v.fma(self.factor, rounder).fma(self.unit, self.offset) for v in x]
+
     def word(self, x: Sequence[Float]) -> Int:
         """Codes of four numbers."""
-        rounder = lane.number(lane.ROUNDER)
-        sums = [v.fma(self.factor, rounder).fma(self.unit, self.offset) for v in x]
-        return lane.pack_bytes([v.as_int() for v in sums])
+        return lane.pack_bytes([v.as_int() for v in self.sums(x)])
 
 
 def e4m3_word(x: Sequence[Float], inverse: Float) -> Int:
@@ -133,3 +137,49 @@ def int8_numbers(word: Int) -> list[Float]:
 def e4m3_numbers(word: Int) -> list[Float]:
     """The numbers that four codes stand for."""
     return [x for half in lane.half.from_e4m3(word) for x in lane.half.unpack(half)]
+
+
+Rounded = tuple[Int, list[Float]]
+"""A word of four codes, and the numbers that they stand for."""
+
+
+def rounder(scale: Float, is_int8: bool, dtype: str) -> Callable[[Sequence[Float]], Rounded]:
+    """What rounds four numbers; see `if_known` for a scale of NaN.
+
+    Args:
+      scale: as `scale_of` gives it.
+      is_int8: or e4m3.
+      dtype: that the numbers had: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
+    """
+    if not is_int8:
+        inverse = lane.divide(lane.number(1.0), scale)
+
+        def to_e4m3(x: Sequence[Float]) -> Rounded:
+            word = e4m3_word(x, inverse)
+            return word, e4m3_numbers(word)
+
+        return to_e4m3
+    shifted: Callable[[Sequence[Float]], list[Float]]
+    if dtype == "float32":
+        reciprocal = lane.number(1.0) / scale
+        shifted = lambda x: [exact_code(v, scale, reciprocal).as_float() for v in x]  # noqa: E731
+    else:
+        shifted = Rounding.of(scale, dtype).sums
+
+    def to_int8(x: Sequence[Float]) -> Rounded:
+        sums = shifted(x)
+        return lane.pack_bytes([v.as_int() for v in sums]), [v + -lane.ROUNDER for v in sums]
+
+    return to_int8
+
+
+def if_known(
+    scale: Float, kinds: Sequence[type], known: Callable[[], list[Any]], unknown: list[Any]
+) -> list[Any]:
+    """What `known` computes, or `unknown` where the scale is NaN.
+
+    That is a branch, and no two of them are merged: the compiler does not see that they share their
+    condition. It would unpack all of a lane's values before it rounds the first, in twice the
+    registers, of which depends how many programs run at once.
+    """
+    return lane.either(is_finite(lane.uniform(scale)), kinds, known, lambda: unknown)

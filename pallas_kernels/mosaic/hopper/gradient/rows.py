@@ -24,6 +24,7 @@ Versions, us of that case, H200, jax 0.11.2:     e4m3, blocks of 64   128   int8
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -98,7 +99,7 @@ class _Rows(quantize.Work):
         batch, head = p.pair // heads, p.pair % heads
         first = p.number * self.block.tokens
         own = self._own_tokens(p.share)
-        outs = self._out(p, out, batch, head, first)
+        out_of = self._out(p, out, batch, head, first)
         residuals = self._rows(residual, batch, head, first, own)
         cotangents = self._rows(d_residual, batch, head, first, own)
         loaded = self.load(p, first)
@@ -106,7 +107,7 @@ class _Rows(quantize.Work):
         values = self._seen(p.share, sees, loaded)
         both = list(zip(sees, residuals, strict=True))
         self._store(p, y[0], first, own, [s.where(r * LOG2_E, math.inf) for s, r in both])
-        sums, scale = self._sums(p, y[2:], first, values, outs)
+        sums, scale = self._sums(p, y[2:], first, values, out_of)
         delta = []
         for token, saw, total, cotangent in zip(own, sees, sums, cotangents, strict=True):
             counted = (first + token < p.length).where(total, 0.0)
@@ -116,24 +117,20 @@ class _Rows(quantize.Work):
 
     def _out(
         self, p: Program, out: Pointer, batch: Int, head: Int, first: Int
-    ) -> Callable[[], Words]:
-        """Begins to bring the lane's part of `out`, and gives what waits for it."""
+    ) -> Callable[[int], list[Float]]:
+        """Begins to copy the lane's part of `out`, and gives what reads a token of it."""
         _, size, heads, channels = self.out_shape
         of_head = channels * self.out_block.value_bytes
         out = out.times(batch * size, heads * of_head).at(head * of_head)
         share = Share(self.out_block, p.share.thread)
         place = out, heads * of_head, first, size
         if not self.copies_out:
-            return lambda: share.load(*place, p.length)
+            loaded = [words for group in share.load(*place, p.length) for words in group]
+            return lambda number: share.floats(loaded[number])
         memory = p.memory.at(blocks.MAXIMA_BYTES)
         share.copy(memory, *place)
-        lane.warp_barrier()
-
-        def copied() -> Words:
-            lane.wait_for_copies()
-            return share.copied(memory)
-
-        return copied
+        lane.warp_barrier()  # or the compiler begins with it later
+        return lambda number: share.floats(share.copied(memory, number))
 
     # Rows: numbers of a token. All lanes that have some of its channels would hold the same, so
     # each of them takes those of some of their tokens.
@@ -189,49 +186,72 @@ class _Rows(quantize.Work):
                 y.times(first + token, 4).store(x)
 
     def _sums(
-        self, p: Program, y: list[Pointer], first: Int, values: Words, outs: Callable[[], Words]
+        self,
+        p: Program,
+        y: list[Pointer],
+        first: Int,
+        values: Words,
+        out_of: Callable[[int], list[Float]],
     ) -> tuple[list[Float], Float | None]:
-        """Sums over channels times `out`, of what, and what scales it; codes are stored."""
-        share, of_out = p.share, Share(self.out_block, p.share.thread)
+        """Sums of rounded numbers times `out`, and what scales them; codes are stored."""
+        share, scale = p.share, None
+        tokens = [share.floats(words) for group in values for words in group]
         if self.codes is None:
-            numbers = [share.floats(words) for group in values for words in group]
-            return self._totals(p.share, numbers, outs()), None
-        share.tell(p.memory, share.largest(values))
-        lane.block_barrier()
-        scale = eight_bits.scale_of(share.told(p.memory).as_float(), self.codes.is_int8)
-        codes = share.codes(values, scale, self.codes.is_int8)
-        with lane.when(p.number < self.codes.count):
-            with lane.when(share.thread.equals(0)):
-                y[1].times(p.pair, 4 * self.codes.count).at(p.number << 2).store(scale)
-            self.codes.store(p, y[0], first, codes)
-        of = eight_bits.int8_numbers if self.codes.is_int8 else eight_bits.e4m3_numbers
-        numbers = [[x for w in words for x in of(w)] for group in codes for words in group]
-        return self._totals(p.share, numbers, outs()), scale
-
-    def _totals(
-        self, share: Share, numbers: list[list[Float]], out: Words
-    ) -> list[Float]:
-        """Sums over channels of `numbers` times `out`, of the tokens that the lane takes."""
-        of_out, sums = Share(self.out_block, share.thread), []
-        of_tokens = [words for group in out for words in group]
-        for x, words in zip(numbers, of_tokens, strict=True):
-            total = lane.number(0.0)
-            for a, b in zip(x, of_out.floats(words), strict=True):
-                total = lane.fma(a, b, total)
-            sums.append(total)
+            lane.wait_for_copies()
+            sums = [_product(x, out_of(number)) for number, x in enumerate(tokens)]
+        else:
+            share.tell(p.memory, share.largest(values))
+            lane.block_barrier()
+            scale = eight_bits.scale_of(share.told(p.memory).as_float(), self.codes.is_int8)
+            lane.wait_for_copies()
+            codes, sums = self._rounded(tokens, scale, out_of)
+            with lane.when(p.number < self.codes.count):
+                with lane.when(share.thread.equals(0)):
+                    y[1].times(p.pair, 4 * self.codes.count).at(p.number << 2).store(scale)
+                self.codes.store(p, y[0], first, codes)
         for bit in range(self.block.columns.bit_length() - 1):
-            sums = self._halved(share.thread, 1 << bit, sums)
-        return sums
+            sums = _halved(share.thread, 1 << bit, sums)
+        return sums, scale
 
-    def _halved(self, thread: Int, distance: int, sums: list[Float]) -> list[Float]:
-        """Adds what a partner has; each of the two keeps every other of them, if there are two."""
-        if len(sums) == 1:
-            return [sums[0] + lane.partner(sums[0], distance)]
-        is_second = ~(thread & distance).equals(0)
-        return [
-            is_second.where(b, a) + lane.partner(is_second.where(a, b), distance)
-            for a, b in zip(sums[::2], sums[1::2], strict=True)
-        ]
+    def _rounded(
+        self, tokens: list[list[Float]], scale: Float, out_of: Callable[[int], list[Float]]
+    ) -> tuple[Words, list[Float]]:
+        """Codes of the lane's values, and products with `out`, of its tokens one by one."""
+        assert self.codes is not None
+        is_int8 = self.codes.is_int8
+        rounded = eight_bits.rounder(scale, is_int8, self.block.dtype)
+        nothing = [lane.integer(0 if is_int8 else 0x7F7F7F7F)] * 2 + [lane.number(math.nan)]
+
+        def of(number: int, x: list[Float]) -> list[Any]:
+            halves = [rounded(x[:4]), rounded(x[4:])]
+            numbers = [y for _, half in halves for y in half]
+            return [*(word for word, _ in halves), _product(numbers, out_of(number))]
+
+        codes, sums = [], []
+        for number, x in enumerate(tokens):
+            known = functools.partial(of, number, x)
+            *words, total = eight_bits.if_known(scale, [Int, Int, Float], known, nothing)
+            codes.append(words)
+            sums.append(total)
+        return [codes[i : i + TOKENS] for i in range(0, len(codes), TOKENS)], sums
+
+
+def _product(a: list[Float], b: list[Float]) -> Float:
+    total = lane.number(0.0)
+    for x, y in zip(a, b, strict=True):
+        total = lane.fma(x, y, total)
+    return total
+
+
+def _halved(thread: Int, distance: int, sums: list[Float]) -> list[Float]:
+    """Adds what a partner has; each of the two keeps every other sum, if there are two or more."""
+    if len(sums) == 1:
+        return [sums[0] + lane.partner(sums[0], distance)]
+    is_second = ~(thread & distance).equals(0)
+    return [
+        is_second.where(b, a) + lane.partner(is_second.where(a, b), distance)
+        for a, b in zip(sums[::2], sums[1::2], strict=True)
+    ]
 
 
 def prepare_rows(
