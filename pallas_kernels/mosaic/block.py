@@ -172,9 +172,7 @@ class Share:
         ]
         return [known[i : i + TOKENS] for i in range(0, len(known), TOKENS)]
 
-    def places(
-        self, x: Pointer, row: int, first: Int, size: int
-    ) -> Iterator[tuple[Int, Pointer]]:
+    def places(self, x: Pointer, row: int, first: Int, size: int) -> Iterator[tuple[Int, Pointer]]:
         """The lane's tokens and where their channels are, or others in memory; see `load`."""
         b = self.block
         x = x.times(first.minimum(size - 1), row)

@@ -146,9 +146,7 @@ class _Rows(quantize.Work):
             tokens.append(group * TOKENS + number % TOKENS)
         return tokens
 
-    def _rows(
-        self, x: Pointer, batch: Int, head: Int, first: Int, own: list[Int]
-    ) -> list[Float]:
+    def _rows(self, x: Pointer, batch: Int, head: Int, first: Int, own: list[Int]) -> list[Float]:
         """Numbers of float32 ``[B, T', N]``, ``-inf`` past `T'`."""
         _, size, heads, _ = self.out_shape
         x = x.times(batch * size, 4 * heads).at(head << 2)
@@ -173,9 +171,7 @@ class _Rows(quantize.Work):
             for number, group in enumerate(values)
         ]
 
-    def _store(
-        self, p: Program, y: Pointer, first: Int, own: list[Int], rows: list[Float]
-    ) -> None:
+    def _store(self, p: Program, y: Pointer, first: Int, own: list[Int], rows: list[Float]) -> None:
         """Stores the numbers that the lane takes."""
         y = y.times(p.pair, 4 * self.rows)
         for token, x in zip(own, rows, strict=True):
