@@ -151,26 +151,29 @@ def rounder(scale: Float, is_int8: bool, dtype: str) -> Callable[[Sequence[Float
       is_int8: or e4m3.
       dtype: that the numbers had: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
     """
-    if not is_int8:
-        inverse = lane.divide(lane.number(1.0), scale)
+    if is_int8:
+        sums_of = _int8_sums(scale, dtype)
 
-        def to_e4m3(x: Sequence[Float]) -> Rounded:
-            word = e4m3_word(x, inverse)
-            return word, e4m3_numbers(word)
+        def to_int8(x: Sequence[Float]) -> Rounded:
+            sums = sums_of(x)
+            return lane.pack_bytes([v.as_int() for v in sums]), [v + -lane.ROUNDER for v in sums]
 
-        return to_e4m3
-    shifted: Callable[[Sequence[Float]], list[Float]]
-    if dtype == "float32":
-        reciprocal = lane.number(1.0) / scale
-        shifted = lambda x: [exact_code(v, scale, reciprocal).as_float() for v in x]  # noqa: E731
-    else:
-        shifted = Rounding.of(scale, dtype).sums
+        return to_int8
+    inverse = lane.divide(lane.number(1.0), scale)
 
-    def to_int8(x: Sequence[Float]) -> Rounded:
-        sums = shifted(x)
-        return lane.pack_bytes([v.as_int() for v in sums]), [v + -lane.ROUNDER for v in sums]
+    def to_e4m3(x: Sequence[Float]) -> Rounded:
+        word = e4m3_word(x, inverse)
+        return word, e4m3_numbers(word)
 
-    return to_int8
+    return to_e4m3
+
+
+def _int8_sums(scale: Float, dtype: str) -> Callable[[Sequence[Float]], list[Float]]:
+    """What gives `ROUNDER` plus the codes of numbers."""
+    if dtype != "float32":
+        return Rounding.of(scale, dtype).sums
+    inverse = lane.number(1.0) / scale
+    return lambda x: [exact_code(v, scale, inverse).as_float() for v in x]
 
 
 def if_known(

@@ -190,7 +190,8 @@ class _Rows(quantize.Work):
         out_of: Callable[[int], list[Float]],
     ) -> tuple[list[Float], Float | None]:
         """Sums of rounded numbers times `out`, and what scales them; codes are stored."""
-        share, scale = p.share, None
+        share = p.share
+        scale: Float | None = None
         tokens = [share.floats(words) for group in values for words in group]
         if self.codes is None:
             lane.wait_for_copies()
