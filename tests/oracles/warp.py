@@ -311,8 +311,7 @@ def named_barrier(number, threads):
     """Of one warp that waits for none; a test of several puts its own here."""
 
 
-def copy_words(source, target, condition=None):
-    condition = Bool(np.ones(32, bool)) if condition is None else condition
+def copy_words(source, target, condition=Bool(np.ones(32, bool))):
     there = Pointer(source.memory, np.where(condition.value, source.offset, 0))
     target.store_words([condition.where(word, 0) for word in there.words(4)])
 
