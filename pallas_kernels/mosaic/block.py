@@ -161,7 +161,8 @@ class Share:
           length: tokens that count; past it values are 0.
         """
         count, there = length - first, self.block.head_dim // CHANNELS
-        values, insides = [], []
+        values: list[list[Int]] = []
+        insides: list[Bool] = []
         for token, place in self.places(x, row, first, size):
             inside = self.is_inside(len(values) // TOKENS, there)
             values.append(place.words(self.block.words))

@@ -185,4 +185,5 @@ def if_known(
     condition. It would unpack all of a lane's values before it rounds the first, in twice the
     registers, of which depends how many programs run at once.
     """
-    return lane.either(is_finite(lane.uniform(scale)), kinds, known, lambda: unknown)
+    own = lane.uniform(scale.as_int()).as_float()
+    return lane.either(is_finite(own), kinds, known, lambda: unknown)
