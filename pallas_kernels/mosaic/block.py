@@ -11,8 +11,7 @@ every eight channels: a warp's stores, eight channels apart, then meet in a bank
 
 import contextlib
 import dataclasses
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pallas_kernels.layouts import next_power_of_2
@@ -93,11 +92,6 @@ class Block:
         """Of a block in shared memory, tokens last."""
         return self.channels // CHANNELS * self.pitch
 
-    @property
-    def copy_bytes(self) -> int:
-        """Of shared memory, for the values."""
-        return TOKENS * self.groups * self.words * 4 * self.threads
-
 
 def columns(channels: int) -> int:
     """Lanes that take a token together."""
@@ -160,60 +154,25 @@ class Share:
           size: tokens that there are in memory.
           length: tokens that count; past it values are 0.
         """
-        count, there = length - first, self.block.head_dim // CHANNELS
-        values: list[list[Int]] = []
-        insides: list[Bool] = []
-        for token, place in self.places(x, row, first, size):
-            inside = self.is_inside(len(values) // TOKENS, there)
-            values.append(place.words(self.block.words))
-            insides.append(token < count if inside is None else (token < count) & inside)
+        b = self.block
+        x = x.times(first.minimum(size - 1), row)
+        last, count = (lane.integer(size - 1) - first).maximum(0), length - first
+        there = b.head_dim // CHANNELS
+        column = self.column.minimum(there - 1) if there < b.columns else self.column
+        place = column * (CHANNELS * b.value_bytes)
+        values, insides = [], []
+        for number in range(b.groups):
+            is_inside = self.is_inside(number, there)
+            for i in range(TOKENS):
+                token = self.group(number) * TOKENS + i
+                values.append(x.at(token.minimum(last) * row, place).words(b.words))
+                inside = token < count
+                insides.append(inside if is_inside is None else inside & is_inside)
         known = [
             [inside.where(word, 0) for word in words]
             for inside, words in zip(insides, values, strict=True)
         ]
         return [known[i : i + TOKENS] for i in range(0, len(known), TOKENS)]
-
-    def places(self, x: Pointer, row: int, first: Int, size: int) -> Iterator[tuple[Int, Pointer]]:
-        """The lane's tokens and where their channels are, or others in memory; see `load`."""
-        b = self.block
-        x = x.times(first.minimum(size - 1), row)
-        last = (lane.integer(size - 1) - first).maximum(0)
-        there = b.head_dim // CHANNELS
-        column = self.column.minimum(there - 1) if there < b.columns else self.column
-        place = column * (CHANNELS * b.value_bytes)
-        for number in range(b.groups):
-            for i in range(TOKENS):
-                token = self.group(number) * TOKENS + i
-                yield token, x.at(token.minimum(last) * row, place)
-
-    def copy(self, memory: Pointer, x: Pointer, row: int, first: Int, size: int) -> None:
-        """Begins to copy the lane's values to shared memory, see `copied`.
-
-        Past `size` they are some token's; where there are no channels they are 0.
-
-        Args:
-          memory: `Block.copy_bytes` of shared memory.
-          x: see `load`.
-          row: the same.
-          first: the same.
-          size: the same.
-        """
-        there = self.block.head_dim // CHANNELS
-        for number, (_, place) in enumerate(self.places(x, row, first, size)):
-            inside = self.is_inside(number // TOKENS, there)
-            for unit, target in enumerate(self._own(memory, number)):
-                lane.copy_words(place.at(_UNIT * unit), target, inside)
-
-    def copied(self, memory: Pointer, number: int) -> list[Int]:
-        """What the lane has copied of its token `number`, once `lane.wait_for_copies` is over."""
-        return [word for place in self._own(memory, number) for word in place.words(_UNIT // 4)]
-
-    def _own(self, memory: Pointer, number: int) -> list[Pointer]:
-        """The lane's shared memory for its token `number`, in units; lanes' are side by side."""
-        units = self.block.words * 4 // _UNIT
-        step = _UNIT * self.block.threads
-        own = memory.at(self.thread * _UNIT)
-        return [own.at((number * units + unit) * step) for unit in range(units)]
 
     def floats(self, words: Sequence[Int]) -> list[Float]:
         """A token's values."""
@@ -247,23 +206,26 @@ class Share:
 
     def codes(self, values: Words, scale: Float, is_int8: bool) -> Words:
         """Codes of a lane's values, two words a token; of a scale of NaN 0, in e4m3 NaN."""
-        rounded = eight_bits.rounder(scale, is_int8, self.block.dtype)
-        nothing = [lane.integer(0 if is_int8 else 0x7F7F7F7F)] * (2 * TOKENS)
+        halves = [
+            (x[:4], x[4:]) for group in values for token in group for x in [self.floats(token)]
+        ]
+        numbers = [half for pair in halves for half in pair]
+        if is_int8:
+            words = self._int8(numbers, scale)
+        else:
+            inverse = lane.divide(lane.number(1.0), scale)
+            words = [eight_bits.e4m3_word(x, inverse) for x in numbers]
+        is_known = eight_bits.is_finite(scale)
+        words = [is_known.where(w, 0 if is_int8 else 0x7F7F7F7F) for w in words]
+        tokens = [words[i : i + 2] for i in range(0, len(words), 2)]
+        return [tokens[i : i + TOKENS] for i in range(0, len(tokens), TOKENS)]
 
-        def codes_of(group: list[list[Int]]) -> list[Int]:
-            return [
-                rounded(half)[0]
-                for token in group
-                for x in [self.floats(token)]
-                for half in (x[:4], x[4:])
-            ]
-
-        codes = []
-        for group in values:
-            known = functools.partial(codes_of, group)
-            words = eight_bits.if_known(scale, [Int] * (2 * TOKENS), known, nothing)
-            codes.append([words[i : i + 2] for i in range(0, len(words), 2)])
-        return codes
+    def _int8(self, numbers: list[list[Float]], scale: Float) -> list[Int]:
+        if self.block.dtype == "float32":
+            inverse = lane.number(1.0) / scale
+            return [eight_bits.int8_word(x, scale, inverse, exact=True) for x in numbers]
+        rounding = eight_bits.Rounding.of(scale, self.block.dtype)
+        return [rounding.word(x) for x in numbers]
 
     def store_rows(self, out: Pointer, codes: Words, *, permuted: bool) -> None:
         """Stores a token's channels together.

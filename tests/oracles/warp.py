@@ -296,25 +296,28 @@ def thread():
     return Int(32 * STATE.number + LANES)
 
 
-def warp_barrier(*_):
-    """Of lanes that do everything at once; the same for all that waits for what is done."""
+def warp_barrier():
+    pass
 
 
 def block_barrier():
     STATE.barrier.wait()
 
 
-publish_stores = wait_for_copies = arrive_after_copies = warp_barrier
+publish_stores = warp_barrier
 
 
 def named_barrier(number, threads):
     """Of one warp that waits for none; a test of several puts its own here."""
 
 
-def copy_words(source, target, condition=None):
-    condition = condition or Bool(np.ones(32, bool))
+def copy_words(source, target, condition):
     there = Pointer(source.memory, np.where(condition.value, source.offset, 0))
     target.store_words([condition.where(word, 0) for word in there.words(4)])
+
+
+def arrive_after_copies(barrier):
+    pass
 
 
 @contextlib.contextmanager

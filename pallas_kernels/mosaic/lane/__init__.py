@@ -64,7 +64,6 @@ from pallas_kernels.mosaic.lane.memory import publish_barriers as publish_barrie
 from pallas_kernels.mosaic.lane.memory import publish_stores as publish_stores
 from pallas_kernels.mosaic.lane.memory import store_matrices as store_matrices
 from pallas_kernels.mosaic.lane.memory import wait as wait
-from pallas_kernels.mosaic.lane.memory import wait_for_copies as wait_for_copies
 from pallas_kernels.mosaic.lane.numbers import Bool as Bool
 from pallas_kernels.mosaic.lane.numbers import Float as Float
 from pallas_kernels.mosaic.lane.numbers import Int as Int

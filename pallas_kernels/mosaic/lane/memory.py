@@ -185,25 +185,21 @@ def copy(source: Pointer, target: Pointer, size: Int | int, barrier: Pointer) ->
     )
 
 
-def copy_words(source: Pointer, target: Pointer, condition: Bool | None = None) -> None:
+def copy_words(source: Pointer, target: Pointer, condition: Bool) -> None:
     """Copies 16 bytes into shared memory, by this lane; zeros, where `condition` does not hold."""
-    text, places = "cp.async.cg.shared.global [$0], [$1], 16", (target.address(), source.address())
-    if condition is None:
-        act(f"{text};", *places, constraints="r,l")
-        return
-    size = condition.where(Int(int_value(16)), 0)
-    act(f"{text}, $2;", *places, size.value, constraints="r,l,r")
+    act(
+        "cp.async.cg.shared.global [$0], [$1], 16, $2;",
+        target.address(),
+        source.address(),
+        condition.where(Int(int_value(16)), 0).value,
+        constraints="r,l,r",
+    )
 
 
 def arrive_after_copies(barrier: Pointer) -> None:
     """Arrives once all that this lane began to copy by `copy_words` is there."""
     text = "cp.async.mbarrier.arrive.noinc.shared.b64 [$0];"
     act(text, barrier.address(), constraints="r")
-
-
-def wait_for_copies() -> None:
-    """Waits for all that this lane began to copy by `copy_words`; it may read them then."""
-    act("cp.async.wait_all;")
 
 
 def join_bits(target: Pointer, bits: Int) -> None:

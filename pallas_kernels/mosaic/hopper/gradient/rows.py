@@ -26,7 +26,6 @@ Versions, us of that case, H200, jax 0.11.2:     e4m3, blocks of 64   128   int8
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -42,8 +41,6 @@ from pallas_kernels.mosaic.hopper.quantize import Codes, Program
 from pallas_kernels.mosaic.lane import Bool, Float, Int, Pointer
 
 _WARP = 32
-# Bytes of `out` that a program has in shared memory; if there are more, it loads them when needed.
-_MOST_COPIED = 2**17
 
 
 def unsupported(query: jax.Array, out: jax.Array, block: int) -> str | None:
@@ -75,16 +72,6 @@ class _Rows(quantize.Work):
         return [row, row, *(self.codes.outputs if self.codes else [])]
 
     @property
-    def shared_bytes(self) -> int:
-        """Of a program's memory."""
-        return blocks.MAXIMA_BYTES + (self.out_block.copy_bytes if self.copies_out else 0)
-
-    @property
-    def copies_out(self) -> bool:
-        """Whether `out` waits in shared memory."""
-        return self.out_block.copy_bytes <= _MOST_COPIED
-
-    @property
     def lane_tokens(self) -> int:
         """Tokens of which a lane has some channels."""
         return TOKENS * self.block.groups
@@ -99,7 +86,7 @@ class _Rows(quantize.Work):
         batch, head = p.pair // heads, p.pair % heads
         first = p.number * self.block.tokens
         own = self._own_tokens(p.share)
-        out_of = self._out(p, out, batch, head, first)
+        outs = self._load_out(p, out, batch, head, first)
         residuals = self._rows(residual, batch, head, first, own)
         cotangents = self._rows(d_residual, batch, head, first, own)
         loaded = self.load(p, first)
@@ -107,30 +94,23 @@ class _Rows(quantize.Work):
         values = self._seen(p.share, sees, loaded)
         both = list(zip(sees, residuals, strict=True))
         self._store(p, y[0], first, own, [s.where(r * LOG2_E, math.inf) for s, r in both])
-        sums, scale = self._sums(p, y[2:], first, values, out_of)
-        delta = []
-        for token, saw, total, cotangent in zip(own, sees, sums, cotangents, strict=True):
-            counted = (first + token < p.length).where(total, 0.0)
-            counted = counted if scale is None else counted * scale
-            delta.append(saw.where(counted - cotangent, 0.0))
+        sums, scale = self._sums(p, y[2:], first, values, outs)
+        delta = [
+            saw.where((total if scale is None else total * scale) - cotangent, 0.0)
+            for saw, total, cotangent in zip(sees, sums, cotangents, strict=True)
+        ]
         self._store(p, y[1], first, own, delta)
 
-    def _out(
+    def _load_out(
         self, p: Program, out: Pointer, batch: Int, head: Int, first: Int
-    ) -> Callable[[int], list[Float]]:
-        """Begins to copy the lane's part of `out`, and gives what reads a token of it."""
+    ) -> list[list[Float]]:
+        """The lane's part of `out`, by token, 0 where nothing is."""
         _, size, heads, channels = self.out_shape
         of_head = channels * self.out_block.value_bytes
         out = out.times(batch * size, heads * of_head).at(head * of_head)
         share = Share(self.out_block, p.share.thread)
-        place = out, heads * of_head, first, size
-        if not self.copies_out:
-            loaded = [words for group in share.load(*place, p.length) for words in group]
-            return lambda number: share.floats(loaded[number])
-        memory = p.memory.at(blocks.MAXIMA_BYTES)
-        share.copy(memory, *place)
-        lane.warp_barrier()  # or the compiler begins with it later
-        return lambda number: share.floats(share.copied(memory, number))
+        loaded = share.load(out, heads * of_head, first, size, p.length)
+        return [share.floats(words) for group in loaded for words in group]
 
     # Rows: numbers of a token. All lanes that have some of its channels would hold the same, so
     # each of them takes those of some of their tokens.
@@ -182,26 +162,19 @@ class _Rows(quantize.Work):
                 y.times(first + token, 4).store(x)
 
     def _sums(
-        self,
-        p: Program,
-        y: list[Pointer],
-        first: Int,
-        values: Words,
-        out_of: Callable[[int], list[Float]],
+        self, p: Program, y: list[Pointer], first: Int, values: Words, outs: list[list[Float]]
     ) -> tuple[list[Float], Float | None]:
         """Sums of rounded numbers times `out`, and what scales them; codes are stored."""
         share = p.share
         scale: Float | None = None
         tokens = [share.floats(words) for group in values for words in group]
         if self.codes is None:
-            lane.wait_for_copies()
-            sums = [_product(x, out_of(number)) for number, x in enumerate(tokens)]
+            sums = [_product(x, out) for x, out in zip(tokens, outs, strict=True)]
         else:
             share.tell(p.memory, share.largest(values))
             lane.block_barrier()
             scale = eight_bits.scale_of(share.told(p.memory).as_float(), self.codes.is_int8)
-            lane.wait_for_copies()
-            codes, sums = self._rounded(tokens, scale, out_of)
+            codes, sums = self._rounded(tokens, scale, outs)
             with lane.when(p.number < self.codes.count):
                 with lane.when(share.thread.equals(0)):
                     y[1].times(p.pair, 4 * self.codes.count).at(p.number << 2).store(scale)
@@ -211,7 +184,7 @@ class _Rows(quantize.Work):
         return sums, scale
 
     def _rounded(
-        self, tokens: list[list[Float]], scale: Float, out_of: Callable[[int], list[Float]]
+        self, tokens: list[list[Float]], scale: Float, outs: list[list[Float]]
     ) -> tuple[Words, list[Float]]:
         """Codes of the lane's values, and products with `out`, of its tokens one by one."""
         assert self.codes is not None
@@ -219,14 +192,14 @@ class _Rows(quantize.Work):
         rounded = eight_bits.rounder(scale, is_int8, self.block.dtype)
         nothing = [lane.integer(0 if is_int8 else 0x7F7F7F7F)] * 2 + [lane.number(math.nan)]
 
-        def of(number: int, x: list[Float]) -> list[Any]:
+        def of(x: list[Float], out: list[Float]) -> list[Any]:
             halves = [rounded(x[:4]), rounded(x[4:])]
             numbers = [y for _, half in halves for y in half]
-            return [*(word for word, _ in halves), _product(numbers, out_of(number))]
+            return [*(word for word, _ in halves), _product(numbers, out)]
 
         codes, sums = [], []
-        for number, x in enumerate(tokens):
-            known = functools.partial(of, number, x)
+        for token in zip(tokens, outs, strict=True):
+            known = functools.partial(of, *token)
             *words, total = eight_bits.if_known(scale, [Int, Int, Float], known, nothing)
             codes.append(words)
             sums.append(total)
