@@ -1,7 +1,8 @@
 """Numbers of a lane to 8 bits: scales and codes with the bits of `turbojax.quantizers`."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from pallas_kernels.layouts import E4M3_MAX, INT8_RANGE
 from pallas_kernels.mosaic import lane
@@ -110,11 +111,14 @@ class Rounding:
         unit = meets.where(lane.number(1 / _UNITS), 1.0)
         return cls(lane.rounded_quotient(factor, scale), unit, offset)
 
+    def sums(self, x: Sequence[Float]) -> list[Float]:
+        """`ROUNDER` plus codes of numbers."""
+        rounder = lane.number(lane.ROUNDER)
+        return [v.fma(self.factor, rounder).fma(self.unit, self.offset) for v in x]
+
     def word(self, x: Sequence[Float]) -> Int:
         """Codes of four numbers."""
-        rounder = lane.number(lane.ROUNDER)
-        sums = [v.fma(self.factor, rounder).fma(self.unit, self.offset) for v in x]
-        return lane.pack_bytes([v.as_int() for v in sums])
+        return lane.pack_bytes([v.as_int() for v in self.sums(x)])
 
 
 def e4m3_word(x: Sequence[Float], inverse: Float) -> Int:
@@ -133,3 +137,53 @@ def int8_numbers(word: Int) -> list[Float]:
 def e4m3_numbers(word: Int) -> list[Float]:
     """The numbers that four codes stand for."""
     return [x for half in lane.half.from_e4m3(word) for x in lane.half.unpack(half)]
+
+
+Rounded = tuple[Int, list[Float]]
+"""A word of four codes, and the numbers that they stand for."""
+
+
+def rounder(scale: Float, is_int8: bool, dtype: str) -> Callable[[Sequence[Float]], Rounded]:
+    """What rounds four numbers; see `if_known` for a scale of NaN.
+
+    Args:
+      scale: as `scale_of` gives it.
+      is_int8: or e4m3.
+      dtype: that the numbers had: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
+    """
+    if is_int8:
+        sums_of = _int8_sums(scale, dtype)
+
+        def to_int8(x: Sequence[Float]) -> Rounded:
+            sums = sums_of(x)
+            return lane.pack_bytes([v.as_int() for v in sums]), [v + -lane.ROUNDER for v in sums]
+
+        return to_int8
+    inverse = lane.divide(lane.number(1.0), scale)
+
+    def to_e4m3(x: Sequence[Float]) -> Rounded:
+        word = e4m3_word(x, inverse)
+        return word, e4m3_numbers(word)
+
+    return to_e4m3
+
+
+def _int8_sums(scale: Float, dtype: str) -> Callable[[Sequence[Float]], list[Float]]:
+    """What gives `ROUNDER` plus the codes of numbers."""
+    if dtype != "float32":
+        return Rounding.of(scale, dtype).sums
+    inverse = lane.number(1.0) / scale
+    return lambda x: [exact_code(v, scale, inverse).as_float() for v in x]
+
+
+def if_known(
+    scale: Float, kinds: Sequence[type], known: Callable[[], list[Any]], unknown: list[Any]
+) -> list[Any]:
+    """What `known` computes, or `unknown` where the scale is NaN.
+
+    That is a branch, and no two of them are merged: the compiler does not see that they share their
+    condition. It would unpack all of a lane's values before it rounds the first, in twice the
+    registers, of which depends how many programs run at once.
+    """
+    own = lane.uniform(scale.as_int()).as_float()
+    return lane.either(is_finite(own), kinds, known, lambda: unknown)

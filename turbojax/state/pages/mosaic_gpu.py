@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING
 import jax
 
 from turbojax._device import needs_hopper
-from turbojax.polar.codec import level_tables
-from turbojax.state.pages import writing
+from turbojax.state.pages import kernels, writing
 from turbojax.state.pages.checks import Pool
 from turbojax.state.pages.formats import Codes, Float8, Format
 
 if TYPE_CHECKING:
     from pallas_kernels.mosaic.hopper.paged.append import Settings, Stored
 
-_HEAD_DIMS = (16, 256)
 # Vectors of a side from which on a warp takes several rounds of them: a GPU holds fewer at once.
 _MANY = 16384
 _ROUNDS = 2
@@ -23,11 +21,9 @@ _ROUNDS = 2
 
 def append_unsupported(*, cache: Pool, key: jax.Array, block_tables: jax.Array) -> str | None:
     """Why `append` cannot run this here; None if it can."""
-    dim = cache.head_dim
-    if dim & (dim - 1) or not _HEAD_DIMS[0] <= dim <= _HEAD_DIMS[1]:
-        return f"head_dim={dim} must be a power of two from {_HEAD_DIMS[0]} to {_HEAD_DIMS[1]}"
-    if not math.prod(key.shape):
-        return f"key.shape={key.shape} is empty"
+    refusal = kernels.unsupported(cache, key)
+    if refusal is not None:
+        return refusal
     for name, vectors in (("pool", cache.key.shape[:3]), ("call", key.shape[:3])):
         if math.prod(vectors) >= 2**31:
             return f"{math.prod(vectors)} vectors of the {name} must be fewer than {2**31}"
@@ -46,7 +42,7 @@ def append(
     """`writing.append` by one kernel.
 
     Of what the tokens became it returns what tells whether they fit, read again; nobody does so
-    under `jit`. Tokens that were left out have none.
+    under `jit`.
     """
     from pallas_kernels.mosaic.hopper.paged import append as kernel
 
@@ -71,11 +67,8 @@ def append(
         value_norm=norms[1],
         lost=lost.reshape(()),
     )
-    content = {}
-    for name, stored in writing.page_arrays(cache).items():
-        at = (place.page, slice(None), place.slot)
-        content[name] = stored.at[at].get(mode="fill", fill_value=0)
-    return cache, content
+    stored = writing.page_arrays(cache)
+    return cache, {name: writing.read(pages, place) for name, pages in stored.items()}
 
 
 def _array(scale: jax.Array | None) -> jax.Array | None:
@@ -105,12 +98,10 @@ def settings(cache: Pool, key: jax.Array, entries: int) -> "Settings":
 
 
 def _stored(side: Format, channels: int) -> "Stored":
-    from pallas_kernels.layouts import Codec
     from pallas_kernels.mosaic.hopper.paged import append as kernel
 
     if isinstance(side, Codes):
-        tables, half = level_tables(side.bits, channels), 2 ** (side.bits - 1)
-        return Codec(side.bits, tables.thresholds[half:], tables.squares[half:], tables.unit)
+        return kernels.codec(side.bits, channels)
     if isinstance(side, Float8):
         return kernel.Float8(is_e5m2=side.name == "float8_e5m2")
     return None

@@ -8,17 +8,14 @@ from typing import TYPE_CHECKING
 import jax
 
 from turbojax._device import interpreting, needs_gpu, unindexable
-from turbojax.polar.codec import level_tables
-from turbojax.state.pages import writing
+from turbojax.state.pages import kernels, writing
 from turbojax.state.pages.checks import Pool
 from turbojax.state.pages.formats import Codes
 
 if TYPE_CHECKING:
-    from pallas_kernels.layouts import Codec
     from pallas_kernels.triton.paged_append import Settings
 
 _AMPERE = 8.0
-_HEAD_DIMS = (16, 256)
 
 
 def append_unsupported(*, cache: Pool, key: jax.Array, block_tables: jax.Array) -> str | None:
@@ -26,14 +23,9 @@ def append_unsupported(*, cache: Pool, key: jax.Array, block_tables: jax.Array) 
     coded = _coded(cache)
     if not coded:
         return f"kv_dtype={cache.kv_dtype!r} must store keys or values as codes"
-    dim = cache.head_dim
-    if dim & (dim - 1) or not _HEAD_DIMS[0] <= dim <= _HEAD_DIMS[1]:
-        return f"head_dim={dim} must be a power of two from {_HEAD_DIMS[0]} to {_HEAD_DIMS[1]}"
-    if not math.prod(key.shape):
-        return f"key.shape={key.shape} is empty"
     arrays = [key, block_tables, *(getattr(cache, side) for side in coded)]
     sizes = [math.prod(x.shape) * x.dtype.itemsize for x in arrays]
-    return unindexable(*sizes) or needs_gpu(_AMPERE)
+    return kernels.unsupported(cache, key) or unindexable(*sizes) or needs_gpu(_AMPERE)
 
 
 def append(
@@ -88,9 +80,8 @@ def _append(
     )
     for side, pages in zip(coded, written, strict=True):
         cache = dataclasses.replace(cache, **{side: pages.codes, f"{side}_norm": pages.norms})
-        # Read again only for the check outside `jit`. Tokens that were left out have none.
-        at = (place.page, slice(None), place.slot)
-        content[f"{side}_norm"] = pages.norms.at[at].get(mode="fill", fill_value=0)
+        # Only for the check outside `jit`.
+        content[f"{side}_norm"] = writing.read(pages.norms, place)
     return cache, content
 
 
@@ -117,20 +108,13 @@ def settings(
     elif vectors > _SOME:
         rows, warps = 8, 4
     return Settings(
-        codecs=tuple(_codec(of_side, channels) for of_side in bits),
+        codecs=tuple(kernels.codec(of_side, channels) for of_side in bits),
         tokens=tokens,
         rows=rows,
         pieces=pieces,
         num_warps=warps,
         interpret=interpret,
     )
-
-
-def _codec(bits: int, channels: int) -> "Codec":
-    from pallas_kernels.layouts import Codec
-
-    tables, half = level_tables(bits, channels), 2 ** (bits - 1)
-    return Codec(bits, tables.thresholds[half:], tables.squares[half:], tables.unit)
 
 
 # Vectors of a program, pieces, warps: a warp for each vector, while a GPU holds all of them.

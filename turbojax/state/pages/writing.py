@@ -102,3 +102,8 @@ def store(cache: Pool, content: Mapping[str, jax.Array], place: Places) -> Pool:
         for name, new in content.items()
     }
     return dataclasses.replace(cache, lost=cache.lost + place.lost, **arrays)
+
+
+def read(pages: jax.Array, place: Places) -> jax.Array:
+    """What one of the `page_arrays` has of tokens, ``[B, T, K, ...]``; 0 of those left out."""
+    return pages.at[place.page, :, place.slot].get(mode="fill", fill_value=0)

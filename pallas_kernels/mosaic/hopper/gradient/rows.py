@@ -9,21 +9,31 @@ Roofline, 2 sequences of 8192 tokens, 32 heads of 128, bfloat16, with codes of b
   read        queries, d_out, out: 134 MB each; residuals 2 MB, their cotangents 2
   written     codes 67 MB each; log-sum-exps and D 2 MB each
   bytes       0.545 GB; without codes of d_out 0.478 GB
-  operations  about 6 a value of the queries (see `quantize`), 11 of d_out: 1.2 G, 40 us of all
-              float32 lanes, under the bytes
+  operations  about 6 a value of the queries (see `quantize`), 9 of d_out: 1 G, 35 us of all float32
+              lanes, under the bytes
   floor       H200, whose copies reach 4.3 TB/s: 127 us, without codes of d_out 111 us
   target      90 %: 140 us and 123 us
 
-Versions, us of that case, H200, jax 0.11.2:     e4m3, blocks of 64   128   int8, no codes of d_out
-  for Triton, in the same run                                   152   162                       143
-  v1  `d_out` first, then queries                               159   168                       120
-  v2  in turns                                                  155   163                       114
-    for Triton, in the same run                                 151   160                       142
-  With int8 codes of both 176, where Triton takes 165.
-  Rows: `benchmarks/results/bytes_versions_2026-11-24.json`.
+Versions, us of that case, H200, jax 0.11.2:
+                                       e4m3, blocks of 64   128   int8, 64   128   int8, no of d_out
+  for Triton, in the run of v1                        152   162          -     -                 143
+  v1  `d_out` first, then queries                     159   168          -     -                 120
+  v2  in turns                                        155   163        176   223                 113
+  v3  numbers of a token by one lane                  128   128        128     -                 113
+    for Triton, in the same run                       151   160        165   186                 142
+
+Until v2 each of the lanes that share a token loaded its residual and, only after the barrier, its
+cotangent, and all of them held the sum. In v3 a lane has some tokens of its own: it loads their two
+numbers at once with all else, the others learn by a vote whether a token sees anything, and sums
+are halved from lane to lane. A token's numbers are rounded and multiplied at once, in a branch.
+As fast as v3, within 1 us: `out` waiting in shared memory, 64 registers in place of 96; codes
+stored before the sums; four tokens a branch; 32 values a lane; not in turns. v3 was measured with
+queries' codes in branches of their own, too, which changed nothing here and cost `quantize` 1 %.
+Rows: `benchmarks/results/bytes_versions_2026-11-24.json`, `bytes_tuning_2026-11-25.json`.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -38,6 +48,8 @@ from pallas_kernels.mosaic.block import TOKENS, Block, Share, Words
 from pallas_kernels.mosaic.hopper import quantize
 from pallas_kernels.mosaic.hopper.quantize import Codes, Program
 from pallas_kernels.mosaic.lane import Bool, Float, Int, Pointer
+
+_WARP = 32
 
 
 def unsupported(query: jax.Array, out: jax.Array, block: int) -> str | None:
@@ -68,6 +80,11 @@ class _Rows(quantize.Work):
         row = jax.ShapeDtypeStruct((batch, heads, self.rows), jnp.float32)
         return [row, row, *(self.codes.outputs if self.codes else [])]
 
+    @property
+    def lane_tokens(self) -> int:
+        """Tokens of which a lane has some channels."""
+        return TOKENS * self.block.groups
+
     def run(
         self, index: Int, lengths: Pointer, x: list[Pointer], y: list[Pointer], memory: Pointer
     ) -> None:
@@ -77,93 +94,143 @@ class _Rows(quantize.Work):
         heads = self.shape[2]
         batch, head = p.pair // heads, p.pair % heads
         first = p.number * self.block.tokens
-        residuals = self._rows(p, residual, batch, head, first)
-        loaded = self.load(p, first)
+        own = self._own_tokens(p.share)
         outs = self._load_out(p, out, batch, head, first)
-        sees = [[~r.equals(-math.inf) for r in group] for group in residuals]
-        values = [
-            [[seen.where(w, 0) for w in words] for seen, words in zip(s, group, strict=True)]
-            for s, group in zip(sees, loaded, strict=True)
-        ]
-        lse = [
-            [seen.where(r * LOG2_E, math.inf) for seen, r in zip(s, group, strict=True)]
-            for s, group in zip(sees, residuals, strict=True)
-        ]
-        self._store(p, y[0], first, lse)
-        numbers, scale = self._numbers(p, y[2:], first, values)
-        cotangents = self._rows(p, d_residual, batch, head, first)
+        residuals = self._rows(residual, batch, head, first, own)
+        cotangents = self._rows(d_residual, batch, head, first, own)
+        loaded = self.load(p, first)
+        sees = [~r.equals(-math.inf) for r in residuals]
+        values = self._seen(p.share, sees, loaded)
+        both = list(zip(sees, residuals, strict=True))
+        self._store(p, y[0], first, own, [s.where(r * LOG2_E, math.inf) for s, r in both])
+        sums, scale = self._sums(p, y[2:], first, values, outs)
         delta = [
-            [self._delta(p.share, *of_token, scale) for of_token in zip(*of_group, strict=True)]
-            for of_group in zip(numbers, outs, sees, cotangents, strict=True)
+            saw.where((total if scale is None else total * scale) - cotangent, 0.0)
+            for saw, total, cotangent in zip(sees, sums, cotangents, strict=True)
         ]
-        self._store(p, y[1], first, delta)
+        self._store(p, y[1], first, own, delta)
 
-    def _load_out(self, p: Program, out: Pointer, batch: Int, head: Int, first: Int) -> Words:
-        """The lane's part of `out`, 0 where nothing is."""
+    def _load_out(
+        self, p: Program, out: Pointer, batch: Int, head: Int, first: Int
+    ) -> list[list[Float]]:
+        """The lane's part of `out`, by token, 0 where nothing is."""
         _, size, heads, channels = self.out_shape
         of_head = channels * self.out_block.value_bytes
         out = out.times(batch * size, heads * of_head).at(head * of_head)
         share = Share(self.out_block, p.share.thread)
-        return share.load(out, heads * of_head, first, size, p.length)
+        loaded = share.load(out, heads * of_head, first, size, p.length)
+        return [share.floats(words) for group in loaded for words in group]
 
-    def _rows(self, p: Program, x: Pointer, batch: Int, head: Int, first: Int) -> list[list[Float]]:
-        """Of float32 ``[B, T', N]`` a number for each of the lane's tokens, ``-inf`` past `T'`."""
+    # Rows: numbers of a token. All lanes that have some of its channels would hold the same, so
+    # each of them takes those of some of their tokens.
+
+    def _own_tokens(self, share: Share) -> list[Int]:
+        """Those that the lane takes: of its own the ones numbered `column`, and so on."""
+        columns = self.block.columns
+        tokens = []
+        for begin in range(0, self.lane_tokens, columns):
+            number = share.column % min(columns, self.lane_tokens) + begin
+            step = self.block.threads // columns
+            group = share.group(0) + (number // TOKENS) * step
+            tokens.append(group * TOKENS + number % TOKENS)
+        return tokens
+
+    def _rows(self, x: Pointer, batch: Int, head: Int, first: Int, own: list[Int]) -> list[Float]:
+        """Numbers of float32 ``[B, T', N]``, ``-inf`` past `T'`."""
         _, size, heads, _ = self.out_shape
         x = x.times(batch * size, 4 * heads).at(head << 2)
-        out = []
-        for number in range(self.block.groups):
-            tokens = [first + (p.share.group(number) * TOKENS + i) for i in range(TOKENS)]
-            found = [x.times(t.minimum(size - 1), 4 * heads).float() for t in tokens]
-            out.append([(t < size).where(f, -math.inf) for t, f in zip(tokens, found, strict=True)])
-        return out
+        tokens = [first + token for token in own]
+        found = [x.times(t.minimum(size - 1), 4 * heads).float() for t in tokens]
+        return [(t < size).where(f, -math.inf) for t, f in zip(tokens, found, strict=True)]
 
-    def _numbers(
-        self, p: Program, y: list[Pointer], first: Int, values: Words
-    ) -> tuple[list[list[list[Float]]], Float | None]:
-        """What multiplies `out`, and what scales it; codes are stored."""
-        share = p.share
-        if self.codes is None:
-            return [[share.floats(words) for words in group] for group in values], None
-        share.tell(p.memory, share.largest(values))
-        lane.block_barrier()
-        scale = eight_bits.scale_of(share.told(p.memory).as_float(), self.codes.is_int8)
-        codes = share.codes(values, scale, self.codes.is_int8)
-        with lane.when(p.number < self.codes.count):
-            with lane.when(share.thread.equals(0)):
-                y[1].times(p.pair, 4 * self.codes.count).at(p.number << 2).store(scale)
-            self.codes.store(p, y[0], first, codes)
-        of = eight_bits.int8_numbers if self.codes.is_int8 else eight_bits.e4m3_numbers
-        return [[[x for w in words for x in of(w)] for words in group] for group in codes], scale
+    def _seen(self, share: Share, sees: list[Bool], values: Words) -> Words:
+        """Zeros in place of values of tokens that see nothing."""
+        columns = self.block.columns
+        begin = share.thread & (_WARP - columns)
+        bits = [lane.ballot(s) >> begin for s in sees]
+        seen = [
+            ~(bits[token // columns] & (1 << token % columns)).equals(0)
+            for token in range(self.lane_tokens)
+        ]
+        return [
+            [
+                [seen[number * TOKENS + i].where(w, 0) for w in words]
+                for i, words in enumerate(group)
+            ]
+            for number, group in enumerate(values)
+        ]
 
-    def _delta(
-        self,
-        share: Share,
-        numbers: list[Float],
-        out: list[Int],
-        sees: Bool,
-        cotangent: Float,
-        scale: Float | None,
-    ) -> Float:
-        """Of one token, in all lanes that have some of its channels."""
-        total = lane.number(0.0)
-        of_out = Share(self.out_block, share.thread).floats(out)
-        for x, y in zip(numbers, of_out, strict=True):
-            total = lane.fma(x, y, total)
-        distances = [1 << i for i in range(share.block.columns.bit_length() - 1)]
-        total = lane.reduce_lanes(total, lambda a, b: a + b, distances)
-        total = total if scale is None else total * scale
-        return sees.where(total - cotangent, 0.0)
-
-    def _store(self, p: Program, y: Pointer, first: Int, rows: list[list[Float]]) -> None:
-        """Stores a number for each of the lane's tokens, by the lanes of the first channels."""
+    def _store(self, p: Program, y: Pointer, first: Int, own: list[Int], rows: list[Float]) -> None:
+        """Stores the numbers that the lane takes."""
         y = y.times(p.pair, 4 * self.rows)
-        for number, group in enumerate(rows):
-            for i, x in enumerate(group):
-                inside = p.share.group(number) * TOKENS + i
-                token = first + inside
-                is_there = (token < self.rows) & (inside < self.block.tokens)
-                with lane.when(is_there & p.share.column.equals(0)):
-                    y.times(token, 4).store(x)
+        for token, x in zip(own, rows, strict=True):
+            is_there = (first + token < self.rows) & (token < self.block.tokens)
+            if self.lane_tokens < self.block.columns:
+                is_there = is_there & (p.share.column < self.lane_tokens)
+            with lane.when(is_there):
+                y.times(first + token, 4).store(x)
+
+    def _sums(
+        self, p: Program, y: list[Pointer], first: Int, values: Words, outs: list[list[Float]]
+    ) -> tuple[list[Float], Float | None]:
+        """Sums of rounded numbers times `out`, and what scales them; codes are stored."""
+        share = p.share
+        scale: Float | None = None
+        tokens = [share.floats(words) for group in values for words in group]
+        if self.codes is None:
+            sums = [_product(x, out) for x, out in zip(tokens, outs, strict=True)]
+        else:
+            share.tell(p.memory, share.largest(values))
+            lane.block_barrier()
+            scale = eight_bits.scale_of(share.told(p.memory).as_float(), self.codes.is_int8)
+            codes, sums = self._rounded(tokens, scale, outs)
+            with lane.when(p.number < self.codes.count):
+                with lane.when(share.thread.equals(0)):
+                    y[1].times(p.pair, 4 * self.codes.count).at(p.number << 2).store(scale)
+                self.codes.store(p, y[0], first, codes)
+        for bit in range(self.block.columns.bit_length() - 1):
+            sums = _halved(share.thread, 1 << bit, sums)
+        return sums, scale
+
+    def _rounded(
+        self, tokens: list[list[Float]], scale: Float, outs: list[list[Float]]
+    ) -> tuple[Words, list[Float]]:
+        """Codes of the lane's values, and products with `out`, of its tokens one by one."""
+        assert self.codes is not None
+        is_int8 = self.codes.is_int8
+        rounded = eight_bits.rounder(scale, is_int8, self.block.dtype)
+        nothing = [lane.integer(0 if is_int8 else 0x7F7F7F7F)] * 2 + [lane.number(math.nan)]
+
+        def of(x: list[Float], out: list[Float]) -> list[Any]:
+            halves = [rounded(x[:4]), rounded(x[4:])]
+            numbers = [y for _, half in halves for y in half]
+            return [*(word for word, _ in halves), _product(numbers, out)]
+
+        codes, sums = [], []
+        for token in zip(tokens, outs, strict=True):
+            known = functools.partial(of, *token)
+            *words, total = eight_bits.if_known(scale, [Int, Int, Float], known, nothing)
+            codes.append(words)
+            sums.append(total)
+        return [codes[i : i + TOKENS] for i in range(0, len(codes), TOKENS)], sums
+
+
+def _product(a: list[Float], b: list[Float]) -> Float:
+    total = lane.number(0.0)
+    for x, y in zip(a, b, strict=True):
+        total = lane.fma(x, y, total)
+    return total
+
+
+def _halved(thread: Int, distance: int, sums: list[Float]) -> list[Float]:
+    """Adds what a partner has; each of the two keeps every other sum, if there are two or more."""
+    if len(sums) == 1:
+        return [sums[0] + lane.partner(sums[0], distance)]
+    is_second = ~(thread & distance).equals(0)
+    return [
+        is_second.where(b, a) + lane.partner(is_second.where(a, b), distance)
+        for a, b in zip(sums[::2], sums[1::2], strict=True)
+    ]
 
 
 def prepare_rows(
