@@ -21,6 +21,8 @@ from pallas_kernels.mosaic.lane import Float, Int, Pointer
 from pallas_kernels.mosaic.ring import ROWS, WARPGROUPS
 
 _THREADS, _TOGETHER = 128, 8
+# Parts whose results are on their way together.
+_AT_ONCE = 4
 
 
 def _body(
@@ -59,23 +61,34 @@ def _body(
     size = batch * sets * per_set
 
     def lse_of(i: Int) -> Float:
-        return found_lse.times(i * size + row, 4).float()
+        """Of part `i`, or ``-inf`` past the last one."""
+        found = found_lse.times(i.minimum(end - 1) * size + row, 4).float()
+        return (i < end).where(found, float("-inf"))
 
     def largest(i: Int, top: list[Float]) -> list[Float]:
-        return [top[0].maximum(lse_of(i))]
+        some = [lse_of(i + j) for j in range(_AT_ONCE)]
+        return [lane.tree([top[0], *some], lambda a, b: a.maximum(b))]
 
-    [top] = lane.loop(start, end, 1, [lane.number(float("-inf"))], largest)
+    [top] = lane.loop(start, end, _AT_ONCE, [lane.number(float("-inf"))], largest)
     shift = top.equals(float("-inf")).where(0.0, top)
 
     def add(i: Int, state: list[Float]) -> list[Float]:
-        weight = lane.exp2((lse_of(i) - shift) * LOG2_E)
+        # What memory holds past the last part is not added, whatever it is.
+        weights = [lane.exp2((lse_of(i + j) - shift) * LOG2_E) for j in range(_AT_ONCE)]
+        loaded = [words_of((i + j).minimum(end - 1)) for j in range(_AT_ONCE)]
+        for j, (weight, words) in enumerate(zip(weights, loaded, strict=True)):
+            is_there = i + j < end
+            numbers = [is_there.where(w.as_float(), 0.0) for w in words]
+            sums = [x.fma(weight, total) for x, total in zip(numbers, state[1:], strict=True)]
+            state = [state[0] + weight, *sums]
+        return state
+
+    def words_of(i: Int) -> list[Int]:
         at = found.times(i * size + row, 4 * head_dim).at(piece * (4 * _TOGETHER))
-        words = [w.as_float() for w in at.words(_TOGETHER)]
-        sums = [x.fma(weight, total) for x, total in zip(words, state[1:], strict=True)]
-        return [state[0] + weight, *sums]
+        return at.words(_TOGETHER)
 
     zero = lane.number(0.0)
-    total, *sums = lane.loop(start, end, 1, [zero] * (1 + _TOGETHER), add)
+    total, *sums = lane.loop(start, end, _AT_ONCE, [zero] * (1 + _TOGETHER), add)
     nothing = total.equals(0.0)
     share = nothing.where(0.0, lane.reciprocal(nothing.where(1.0, total)))
     lse = nothing.where(float("-inf"), shift + lane.log2_of_any(total) * (1 / LOG2_E))

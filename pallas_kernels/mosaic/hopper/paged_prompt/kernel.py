@@ -66,6 +66,7 @@ from pallas_kernels.mosaic.hopper.paged_prompt.tiles import (
     Work,
     count,
     count_parts,
+    parts_seen,
     query_slots,
     tile_tokens,
     together,
@@ -370,7 +371,7 @@ def _kernel(*refs: Ref, s: Settings, total: int) -> None:
     """One persistent program, which takes every `s.programs`-th tile of query rows."""
     *inputs, out_ref, lse_ref = refs
     x, me = Inputs(*inputs), lax.axis_index("warpgroup")
-    share = ring.Share(total, turns=True)
+    share = ring.Share(total if s.part is None else total * x.parts[1], turns=True)
 
     def body(**memory: Ref) -> None:
         y = _Memory(**memory)
@@ -479,7 +480,7 @@ def attention(
             jax.ShapeDtypeStruct((parts, *rows, *last), jnp.float32) for last in ((head_dim,), ())
         ]
     run = ring.launch(
-        functools.partial(_kernel, s=settings, total=tiles * parts),
+        functools.partial(_kernel, s=settings, total=tiles),
         "turbojax_paged_prompt_hopper",
         tuple(shapes),
         tiles * parts,
@@ -490,7 +491,8 @@ def attention(
     if lost_values is not None:
         some = lost_values.reshape(batch, -1, *lost_values.shape[1:]) != 0
         extra = lost_values, jnp.any(some, axis=(1, 3)).astype(jnp.int32)
-    out, lse = run(q, k, v, tables, lengths, query_lengths, factors, *extra)
+    seen = parts_seen(lengths, query_lengths, settings)
+    out, lse = run(q, k, v, tables, lengths, query_lengths, factors, seen, *extra)
     if settings.part is not None:
         return join.join(out, lse, lengths, query_lengths, q.shape, q.dtype, settings)
     # Rows are warpgroup by warpgroup, in each head by head.

@@ -65,6 +65,7 @@ class Inputs(NamedTuple):
     lengths: Ref
     query_lengths: Ref
     factors: Ref
+    parts: Ref
     lost: Ref | None = None
     has_lost: Ref | None = None
 
@@ -99,7 +100,8 @@ def span(first: jax.Array, last: jax.Array, tile: int, window: int | None) -> Sp
 class Work:
     """A tile of 128 query rows, by its number: the last tokens of all sequences and heads first.
 
-    With parts it is a tile and a part of the tokens; all parts of one before those of the next.
+    With parts it is a tile and a part of the tokens; all tiles of one part before those of the next:
+    so programs that run at the same time read the same keys and values.
 
     Attributes:
       b: its sequence.
@@ -125,8 +127,8 @@ class Work:
         self.b, one = lax.div(row, sets), lax.rem(row, sets)
         self.set = one
         number = lax.div(number, rows)
-        parts = jnp.int32(count_parts(x.tables, x.k, s))
-        self.part, number = lax.rem(number, parts), lax.div(number, parts)
+        part, number = lax.div(number, jnp.int32(places)), lax.rem(number, jnp.int32(places))
+        self.part = x.parts[0] + part
         self.place = places - 1 - number
         self.head = one * self.together
         self.h = lax.div(self.head, jnp.int32(group))
@@ -164,6 +166,18 @@ class Work:
 def count_parts(tables: jax.Array, k: jax.Array, s: Settings) -> int:
     """Parts of the tokens that tables may name; 1 if they are not taken in parts."""
     return 1 if s.part is None else pl.cdiv(tables.shape[1] * k.shape[2], s.part)
+
+
+def parts_seen(lengths: jax.Array, query_lengths: jax.Array, s: Settings) -> jax.Array:
+    """The first part that any sequence's queries see, and how many from there; int32 ``[2]``."""
+    if s.part is None:
+        return jnp.asarray([0, 1], jnp.int32)
+    end = jnp.max(-(-jnp.maximum(lengths, 0) // s.part))
+    first = jnp.int32(0)
+    if s.window is not None:
+        start = jnp.maximum(lengths - query_lengths - s.window, 0) // s.part
+        first = jnp.minimum(jnp.min(jnp.where(lengths > 0, start, end)), end)
+    return jnp.stack([first, jnp.maximum(end - first, 1)])
 
 
 def count(q: jax.Array, kv_heads: int) -> int:
