@@ -13,16 +13,45 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.layouts import LOG2_E
-from pallas_kernels.mosaic import lane, lanes
+from pallas_kernels.layouts import LOG2_E, Ref
+from pallas_kernels.mosaic import lane, lanes, ring
 from pallas_kernels.mosaic.hopper.paged_prompt.tiles import Settings
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
 from pallas_kernels.mosaic.ring import ROWS, WARPGROUPS
 
+_MATRIX = plgpu.Layout.WGMMA
 _THREADS, _TOGETHER = 128, 8
 # Parts whose results are on their way together.
 _AT_ONCE = 4
+
+
+def leave(o: jax.Array, lse: jax.Array, row: jax.Array, out_ref: Ref, lse_ref: Ref) -> None:
+    """Stores a warpgroup's results of a part, straight from registers, and waits for nothing.
+
+    Args:
+      o: float32 ``[64, H]``, normalized.
+      lse: float32 ``[64]``, log-sum-exps.
+      row: the first one's number among all rows of all parts.
+      out_ref: float32 ``[parts, B, sets, R, H]``.
+      lse_ref: float32 ``[parts, B, sets, R]``.
+    """
+    kinds = (_MATRIX, ring.ROW, ring.SCALAR, plgpu.RefType(), plgpu.RefType())
+    ring.inline(_leave, kinds)(o, lse, row, out_ref, lse_ref)
+
+
+def _leave(o: Any, lse: Any, row: Any, out_ref: Any, lse_ref: Any) -> None:
+    """`leave`, by a lane: four of them have 32 bytes of a row side by side."""
+    within, place = lane.fragments.row_and_place()
+    first = lane.scalar(row) + within
+    numbers, row_bytes = lane.fragments.by_row(o), 4 * o.shape[1]
+    for half, (values, own) in enumerate(zip(numbers, lane.fragments.scalars(lse), strict=True)):
+        target = Pointer.to(out_ref).times(first + half * 8, row_bytes).at(place * 8)
+        for i in range(0, len(values), 2):
+            target.at(16 * i).store_words([x.as_int() for x in values[i : i + 2]])
+        with lane.when(place.equals(0)):
+            Pointer.to(lse_ref).times(first + half * 8, 4).store(own)
 
 
 def _body(

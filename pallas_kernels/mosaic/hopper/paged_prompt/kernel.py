@@ -87,8 +87,8 @@ class _Memory(NamedTuple):
     k: Ref
     v: Ref
     lost: Ref
-    out: Ref
-    lse: Ref
+    out: Ref | None
+    lse: Ref | None
     q_ready: Ref
     k_ready: Ref
     v_ready: Ref
@@ -342,28 +342,26 @@ def _store(
     share = jnp.where(nothing, 0.0, x.factors[1] / l) + broken
     lse = jnp.where(nothing, -jnp.inf, (m - shift) * (1 / LOG2_E) + jnp.log(l)) + broken
     o = jnp.where(along(nothing, o.shape, 0), 0.0, o) * along(share, o.shape, 0)
+    if y.out is None:
+        row = ((work.part * x.q.shape[0] + work.b) * out_ref.shape[2] + work.set) * out_ref.shape[3]
+        row = row + (work.place * WARPGROUPS + me) * ROWS
+        join.leave(o, lse, row, out_ref, lse_ref)
+        return
     each = work.tokens // WARPGROUPS
     tokens = pl.ds(work.first + me * each, each)
-    width, is_part = y.out.shape[-1], len(out_ref.shape) == 5
+    width = y.out.shape[-1]
     rows = pl.ds((work.place * WARPGROUPS + me) * ROWS, ROWS)
-    at = (work.b, work.set)
     for first in range(0, o.shape[1], width):
         # What was stored last must have left: as late as can be.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        channels = pl.ds(first, width)
         y.out[me] = o[:, first : first + width].astype(y.out.dtype)
         if first == 0:
             y.lse[me] = lse
         plgpu.commit_smem()
         if first == 0:
-            target = lse_ref.at[(work.part, *at, rows) if is_part else (*at, rows)]
-            plgpu.copy_smem_to_gmem(y.lse.at[me], target)
-        if is_part:
-            target = out_ref.at[work.part, work.b, work.set, rows, channels]
-            plgpu.copy_smem_to_gmem(y.out.at[me], target)
-            continue
+            plgpu.copy_smem_to_gmem(y.lse.at[me], lse_ref.at[work.b, work.set, rows])
         for g in range(work.together):
-            target = out_ref.at[work.b, tokens, work.head + g, channels]
+            target = out_ref.at[work.b, tokens, work.head + g, pl.ds(first, width)]
             plgpu.copy_smem_to_gmem(y.out.at[me, pl.ds(g * each, each)], target)
 
 
@@ -415,14 +413,15 @@ def _memory(x: Inputs, out: Ref, s: Settings) -> _Memory:
     copies = pieces(x.k.shape[2], tile)
     heads = together(x.q.shape[2] // x.k.shape[1])
     rows, queries = (WARPGROUPS, ROWS), query_slots(head_dim) * WARPGROUPS
+    is_whole, width = s.part is None, _WIDTH // jnp.dtype(out.dtype).itemsize
     free = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=s.stages)
     return _Memory(
         q=ring.tile((queries, ROWS, head_dim), x.q.dtype),
         k=ring.tile((s.stages, tile, head_dim), x.k.dtype),
         v=ring.tile((s.stages, *(x.v.shape[2:] if x.is_turned else (tile, head_dim))), x.v.dtype),
         lost=lost.memory(s.stages),
-        out=ring.tile((*rows, _WIDTH // jnp.dtype(out.dtype).itemsize), out.dtype),
-        lse=plgpu.SMEM(rows, jnp.float32),
+        out=ring.tile((*rows, width), out.dtype) if is_whole else None,
+        lse=plgpu.SMEM(rows, jnp.float32) if is_whole else None,
         q_ready=plgpu.Barrier(num_arrivals=heads, num_barriers=queries),
         k_ready=plgpu.Barrier(num_arrivals=copies, num_barriers=s.stages),
         # Who looks through them arrives too, or in the place of all.
