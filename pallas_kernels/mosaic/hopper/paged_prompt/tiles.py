@@ -100,8 +100,8 @@ def span(first: jax.Array, last: jax.Array, tile: int, window: int | None) -> Sp
 class Work:
     """A tile of 128 query rows, by its number: the last tokens of all sequences and heads first.
 
-    With parts it is a tile and a part of the tokens; all tiles of one part before those of the next:
-    so programs that run at the same time read the same keys and values.
+    With parts it is a tile and a part of the tokens; all tiles of a part before those of the next,
+    so that programs that run at the same time read the same keys and values.
 
     Attributes:
       b: its sequence.
