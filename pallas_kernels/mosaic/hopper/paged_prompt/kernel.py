@@ -46,6 +46,7 @@ Tiles of keys are at fixed positions, they are added up in order, and hidden one
 query's bits depend on its own position and on what the sequence holds alone.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -465,36 +466,54 @@ def attention(
     Returns:
       ``[B, T, N, H]`` in the queries' dtype and the float32 log-sum-exp ``[B, T, N]``.
     """
-    batch, tokens, heads, head_dim = q.shape
-    each, parts = together(heads // k.shape[1]), count_parts(tables, k, settings)
-    tiles = count(q, k.shape[1])
-    places = tiles // (batch * (heads // each))
-    rows = (batch, heads // each, places * WARPGROUPS * ROWS)
-    shapes = [
-        jax.ShapeDtypeStruct((batch, tokens, heads, head_dim), q.dtype),
-        jax.ShapeDtypeStruct(rows, jnp.float32),
-    ]
-    if settings.part is not None:
+    extra: tuple[jax.Array, ...] = ()
+    if lost_values is not None:
+        some = lost_values.reshape(len(q), -1, *lost_values.shape[1:]) != 0
+        extra = lost_values, jnp.any(some, axis=(1, 3)).astype(jnp.int32)
+    inputs = (k, v, tables, lengths, query_lengths, factors)
+    if settings.part is None:
+        return _whole(q, *inputs, parts_seen(lengths, query_lengths, settings), *extra, s=settings)
+    settings = dataclasses.replace(settings, group=q.shape[2] // k.shape[1])
+    seen = parts_seen(lengths, query_lengths, settings)
+    found = _run(join.side_by_side(q, settings), *inputs, seen, *extra, s=settings)
+    return join.join(*found, lengths, query_lengths, q.shape, q.dtype, settings)
+
+
+def _whole(q: jax.Array, k: jax.Array, *rest: jax.Array, s: Settings) -> tuple[jax.Array, ...]:
+    """`attention` where every program takes all that its rows see."""
+    batch, tokens, heads, _ = q.shape
+    each = together(heads // k.shape[1])
+    out, lse = _run(q, k, *rest, s=s)
+    # Rows are warpgroup by warpgroup, in each head by head.
+    lse = lse.reshape(batch, heads // each, -1, each, ROWS // each)
+    lse = lse.transpose(0, 2, 4, 1, 3).reshape(batch, -1, heads)
+    return out, lse[:, :tokens]
+
+
+def _run(q: jax.Array, k: jax.Array, *rest: jax.Array, s: Settings) -> tuple[jax.Array, jax.Array]:
+    """The kernel, of `Inputs`.
+
+    Returns:
+      outputs as the queries and float32 ``[B, sets, R]`` of its rows, or with parts float32
+      ``[parts, B, sets, R, H]`` and ``[parts, B, sets, R]``.
+    """
+    batch, _, heads, head_dim = q.shape
+    kv_heads = k.shape[1]
+    tiles, sets = count(q, kv_heads), heads // together(heads // kv_heads)
+    rows = (batch, sets, tiles // (batch * sets) * WARPGROUPS * ROWS)
+    parts = count_parts(rest[1], k, s)
+    shapes = [jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(rows, jnp.float32)]
+    if s.part is not None:
         shapes = [
             jax.ShapeDtypeStruct((parts, *rows, *last), jnp.float32) for last in ((head_dim,), ())
         ]
     run = ring.launch(
-        functools.partial(_kernel, s=settings, total=tiles),
+        functools.partial(_kernel, s=s, total=tiles),
         "turbojax_paged_prompt_hopper",
         tuple(shapes),
         tiles * parts,
-        settings.programs,
+        s.programs,
         approx_math=True,
     )
-    extra: tuple[jax.Array, ...] = ()
-    if lost_values is not None:
-        some = lost_values.reshape(batch, -1, *lost_values.shape[1:]) != 0
-        extra = lost_values, jnp.any(some, axis=(1, 3)).astype(jnp.int32)
-    seen = parts_seen(lengths, query_lengths, settings)
-    out, lse = run(q, k, v, tables, lengths, query_lengths, factors, seen, *extra)
-    if settings.part is not None:
-        return join.join(out, lse, lengths, query_lengths, q.shape, q.dtype, settings)
-    # Rows are warpgroup by warpgroup, in each head by head.
-    lse = lse.reshape(batch, heads // each, places * WARPGROUPS, each, ROWS // each)
-    lse = lse.transpose(0, 2, 4, 1, 3).reshape(batch, -1, heads)
-    return out, lse[:, :tokens]
+    out, lse = run(q, k, *rest)
+    return out, lse

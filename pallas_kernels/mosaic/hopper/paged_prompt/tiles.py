@@ -28,6 +28,8 @@ class Settings:
       stages: tiles of keys and values in shared memory.
       part: tokens of the parts that programs take, a multiple of a tile's, to be joined; or None:
         then a program takes all that its rows see.
+      group: how many rows of the kernel's queries are one token's, with all heads of a group side
+        by side as those of one head; 1 where heads are apart.
       registers: of a thread that attends and of one that copies.
       programs: how many run side by side, one to a multiprocessor.
     """
@@ -36,6 +38,7 @@ class Settings:
     soft_cap: float | None
     stages: int
     part: int | None = None
+    group: int = 1
     registers: tuple[int, int] = (232, 40)
     programs: int = 132
 
@@ -108,10 +111,11 @@ class Work:
       head: the first of its `together` heads, which have `tokens` queries each, a half for either
         warpgroup.
       h: their KV head.
-      first: the first token.
+      first: the first of these queries: a token, or with `Settings.group` a row.
       real: how many queries of the sequence are real.
       part: which part of the tokens it is, 0 if there are none.
       begin: position of the sequence's first query.
+      group: of the settings.
       is_broken: whether the sequence cannot be read.
       tiles: of keys.
     """
@@ -137,9 +141,13 @@ class Work:
         self.is_broken, self.length = length < 0, jnp.maximum(length, 0)
         self.real = x.query_lengths[self.b]
         self.begin = self.length - self.real
-        last = jnp.minimum(self.first + self.tokens, self.real) - 1
-        last = jnp.where(self.first < self.real, self.begin + last, -1)
-        self.tiles = span(self.begin + self.first, last, tile_tokens(x.q.shape[3]), s.window)
+        self.group = s.group
+        rows = self.real * s.group
+        first, last = self.first, jnp.minimum(self.first + self.tokens, rows) - 1
+        if s.group > 1:
+            first, last = (lax.div(row, jnp.int32(s.group)) for row in (first, last))
+        last = jnp.where(self.first < rows, self.begin + last, -1)
+        self.tiles = span(self.begin + first, last, tile_tokens(x.q.shape[3]), s.window)
         if x.has_lost is not None:
             # Wherever values were lost, who sees them must be told.
             is_whole = x.has_lost[self.b, self.h] == 0
@@ -160,7 +168,8 @@ class Work:
         """The tokens of a warpgroup's rows, int32 ``[64]``."""
         each = self.tokens // WARPGROUPS
         row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
-        return (row & (each - 1)) + (self.first + me * each)
+        row = (row & (each - 1)) + (self.first + me * each)
+        return row if self.group == 1 else lax.div(row, jnp.full_like(row, self.group))
 
 
 def count_parts(tables: jax.Array, k: jax.Array, s: Settings) -> int:
