@@ -48,7 +48,7 @@ query's bits depend on its own position and on what the sequence holds alone.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +59,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.layouts import LOG2_E, Ref
 from pallas_kernels.mosaic import ring
 from pallas_kernels.mosaic.hopper.paged_prompt import join, lost
+from pallas_kernels.mosaic.hopper.paged_prompt.memory import Memory, memory, pieces
 from pallas_kernels.mosaic.hopper.paged_prompt.products import Eight, Sixteen, along
 from pallas_kernels.mosaic.hopper.paged_prompt.tiles import (
     Inputs,
@@ -69,7 +70,6 @@ from pallas_kernels.mosaic.hopper.paged_prompt.tiles import (
     count_parts,
     parts_seen,
     query_slots,
-    tile_tokens,
     together,
 )
 from pallas_kernels.mosaic.ring import COLUMN, ROW, ROWS, WARPGROUPS
@@ -77,37 +77,6 @@ from pallas_kernels.mosaic.ring import COLUMN, ROW, ROWS, WARPGROUPS
 __all__ = ["Settings", "attention"]
 
 _MATRIX = plgpu.Layout.WGMMA
-# Bytes of a row of the output that are stored at once.
-_WIDTH = 128
-
-
-class _Memory(NamedTuple):
-    """Shared memory, and the barriers of its slots."""
-
-    q: Ref
-    k: Ref
-    v: Ref
-    lost: Ref
-    out: Ref | None
-    lse: Ref | None
-    q_ready: Ref
-    k_ready: Ref
-    v_ready: Ref
-    v_here: Ref
-    q_free: Ref
-    k_free: Ref
-    v_free: Ref
-    turn: Ref
-
-    @property
-    def is_ahead(self) -> bool:
-        """Whether the next tile's operands are copied, and attended to, while this one ends."""
-        return self.q.shape[0] > WARPGROUPS
-
-    def turns(self) -> None:
-        """Lets the other warpgroup go on, and waits for it to do so."""
-        plgpu.barrier_arrive(self.turn)
-        plgpu.barrier_wait(self.turn)
 
 
 def _full(x: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
@@ -117,7 +86,7 @@ def _full(x: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
 # What copies --------------------------------------------------------------------------------------
 
 
-def _copy_queries(work: Work, place: jax.Array, x: Inputs, y: _Memory) -> None:
+def _copy_queries(work: Work, place: jax.Array, x: Inputs, y: Memory) -> None:
     """Copies a tile's queries, head by head, as room comes free."""
     each = work.tokens // WARPGROUPS
     for i in range(WARPGROUPS):
@@ -127,11 +96,6 @@ def _copy_queries(work: Work, place: jax.Array, x: Inputs, y: _Memory) -> None:
         for g in range(work.together):
             source = x.q.at[work.b, tokens, work.head + g]
             plgpu.copy_gmem_to_smem(source, y.q.at[at, pl.ds(g * each, each)], y.q_ready.at[at])
-
-
-def pieces(page_size: int, tile: int) -> int:
-    """Copies that make up a tile."""
-    return max(1, tile // page_size)
 
 
 def _pages(work: Work, j: jax.Array, x: Inputs, tile: int) -> list[jax.Array]:
@@ -157,7 +121,7 @@ def _copy_tile(
         plgpu.copy_gmem_to_smem(piece, target.at[pl.ds(i * size, size)], barrier)
 
 
-def _copy_keys(work: Work, slot: jax.Array, x: Inputs, y: _Memory, s: Settings) -> jax.Array:
+def _copy_keys(work: Work, slot: jax.Array, x: Inputs, y: Memory, s: Settings) -> jax.Array:
     """Copies a tile's keys and values, as room comes free; the next slot."""
     tile = y.k.shape[1]
     arrivals = pieces(x.k.shape[2], tile) + 1
@@ -239,7 +203,7 @@ def _weights(
 
 
 def _attend(
-    q: Ref, slot: jax.Array, work: Work, me: jax.Array, x: Inputs, y: _Memory, s: Settings
+    q: Ref, slot: jax.Array, work: Work, me: jax.Array, x: Inputs, y: Memory, s: Settings
 ) -> tuple[Any, ...]:
     """A warpgroup's rows over all tiles.
 
@@ -313,7 +277,7 @@ def _attend(
     return o, m, l, products.shift, slot
 
 
-def _keep_apart(is_this: jax.Array, y: _Memory, *, is_always: bool) -> None:
+def _keep_apart(is_this: jax.Array, y: Memory, *, is_always: bool) -> None:
     """The second warpgroup's turn before its first one, or the first one's after its last one.
 
     So that the second is half a step behind: always, or only within a tile of queries, where the
@@ -328,7 +292,7 @@ def _store(
     me: jax.Array,
     found: tuple[jax.Array, ...],
     x: Inputs,
-    y: _Memory,
+    y: Memory,
     results: Any,
 ) -> None:
     """Normalizes and stores: 0 and ``-inf`` in rows that saw nothing, NaN where all is broken.
@@ -373,7 +337,7 @@ def _kernel(*refs: Ref, s: Settings, total: int) -> None:
     share = ring.Share(total if s.part is None else total * x.parts[1], turns=True)
 
     def body(**memory: Ref) -> None:
-        y = _Memory(**memory)
+        y = Memory(**memory)
         slots = query_slots(x.q.shape[3])
 
         def consume(i: jax.Array, slot: jax.Array) -> jax.Array:
@@ -404,35 +368,7 @@ def _kernel(*refs: Ref, s: Settings, total: int) -> None:
 
         ring.divide(me, WARPGROUPS, s.registers, start_to_consume, lambda: share.by_index(produce))
 
-    pl.run_scoped(body, collective_axes="warpgroup", **_memory(x, out_ref, s)._asdict())
-
-
-def _memory(x: Inputs, out: Ref, s: Settings) -> _Memory:
-    """The types of a program's shared memory."""
-    head_dim = x.q.shape[3]
-    tile = tile_tokens(head_dim)
-    copies = pieces(x.k.shape[2], tile)
-    heads = together(x.q.shape[2] // x.k.shape[1])
-    rows, queries = (WARPGROUPS, ROWS), query_slots(head_dim) * WARPGROUPS
-    is_whole, width = s.part is None, _WIDTH // jnp.dtype(out.dtype).itemsize
-    free = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=s.stages)
-    return _Memory(
-        q=ring.tile((queries, ROWS, head_dim), x.q.dtype),
-        k=ring.tile((s.stages, tile, head_dim), x.k.dtype),
-        v=ring.tile((s.stages, *(x.v.shape[2:] if x.is_turned else (tile, head_dim))), x.v.dtype),
-        lost=lost.memory(s.stages),
-        out=ring.tile((*rows, width), out.dtype) if is_whole else None,
-        lse=plgpu.SMEM(rows, jnp.float32) if is_whole else None,
-        q_ready=plgpu.Barrier(num_arrivals=heads, num_barriers=queries),
-        k_ready=plgpu.Barrier(num_arrivals=copies, num_barriers=s.stages),
-        # Who looks through them arrives too, or in the place of all.
-        v_ready=plgpu.Barrier(num_arrivals=1 if x.is_turned else copies + 1, num_barriers=s.stages),
-        v_here=plgpu.Barrier(num_arrivals=copies),
-        q_free=plgpu.Barrier(num_barriers=queries),
-        k_free=free,
-        v_free=free,
-        turn=plgpu.Barrier(num_arrivals=WARPGROUPS),
-    )
+    pl.run_scoped(body, collective_axes="warpgroup", **memory(x, out_ref, s)._asdict())
 
 
 def attention(
