@@ -307,7 +307,7 @@ def _store(
     share = jnp.where(nothing, 0.0, x.factors[1] / l) + broken
     lse = jnp.where(nothing, -jnp.inf, (m - shift) * (1 / LOG2_E) + jnp.log(l)) + broken
     o = jnp.where(along(nothing, o.shape, 0), 0.0, o) * along(share, o.shape, 0)
-    if y.out is None:
+    if y.out is None or y.lse is None:
         row = ((work.part * x.q.shape[0] + work.b) * out_ref.shape[2] + work.set) * out_ref.shape[3]
         row = row + (work.place * WARPGROUPS + me) * ROWS
         join.leave(o, lse, row, out_ref, lse_ref)
@@ -415,7 +415,9 @@ def attention(
     return join.join(*found, lengths, query_lengths, q.shape, q.dtype, settings)
 
 
-def _whole(q: jax.Array, k: jax.Array, *rest: jax.Array, s: Settings) -> tuple[jax.Array, ...]:
+def _whole(
+    q: jax.Array, k: jax.Array, *rest: jax.Array, s: Settings
+) -> tuple[jax.Array, jax.Array]:
     """`attention` where every program takes all that its rows see."""
     batch, tokens, heads, _ = q.shape
     each = together(heads // k.shape[1])
