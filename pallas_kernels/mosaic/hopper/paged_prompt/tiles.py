@@ -103,8 +103,8 @@ def span(first: jax.Array, last: jax.Array, tile: int, window: int | None) -> Sp
 class Work:
     """A tile of 128 query rows, by its number: the last tokens of all sequences and heads first.
 
-    With parts it is a tile and a part of the tokens; all tiles of a part before those of the next,
-    so that programs that run at the same time read the same keys and values.
+    With parts it is a tile and a part of the tokens: all tiles of a head first, then all heads, and
+    then the next part, so that programs that run together read the same keys and values.
 
     Attributes:
       b: its sequence.
@@ -127,13 +127,16 @@ class Work:
         self.tokens = WARPGROUPS * ROWS // self.together
         sets = jnp.int32(heads // self.together)
         rows, places = x.q.shape[0] * sets, pl.cdiv(x.q.shape[1], self.tokens)
-        row = lax.rem(number, rows)
+        size = rows * places
+        self.part = x.parts[0] + lax.div(number, size)
+        if s.part is None:
+            row, place = lax.rem(number, rows), lax.div(number, rows)
+        else:
+            number = lax.rem(number, size)
+            row, place = lax.div(number, jnp.int32(places)), lax.rem(number, jnp.int32(places))
         self.b, one = lax.div(row, sets), lax.rem(row, sets)
         self.set = one
-        number = lax.div(number, rows)
-        part, number = lax.div(number, jnp.int32(places)), lax.rem(number, jnp.int32(places))
-        self.part = x.parts[0] + part
-        self.place = places - 1 - number
+        self.place = places - 1 - place
         self.head = one * self.together
         self.h = lax.div(self.head, jnp.int32(group))
         self.first = self.place * self.tokens
@@ -142,11 +145,11 @@ class Work:
         self.real = x.query_lengths[self.b]
         self.begin = self.length - self.real
         self.group = s.group
-        rows = self.real * s.group
-        first, last = self.first, jnp.minimum(self.first + self.tokens, rows) - 1
+        real = self.real * s.group
+        first, last = self.first, jnp.minimum(self.first + self.tokens, real) - 1
         if s.group > 1:
             first, last = (lax.div(row, jnp.int32(s.group)) for row in (first, last))
-        last = jnp.where(self.first < rows, self.begin + last, -1)
+        last = jnp.where(self.first < real, self.begin + last, -1)
         self.tiles = span(self.begin + first, last, tile_tokens(x.q.shape[3]), s.window)
         if x.has_lost is not None:
             # Wherever values were lost, who sees them must be told.
