@@ -13,18 +13,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.layouts import LOG2_E, Ref
-from pallas_kernels.mosaic import lane, lanes, ring
+from pallas_kernels.layouts import LOG2_E
+from pallas_kernels.mosaic import lane, lanes
 from pallas_kernels.mosaic.hopper.paged_prompt.tiles import Settings
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
 from pallas_kernels.mosaic.ring import ROWS, WARPGROUPS
 
-_MATRIX = plgpu.Layout.WGMMA
 _THREADS, _TOGETHER = 128, 8
-# Parts whose results are on their way together.
-_AT_ONCE = 4
 
 
 def side_by_side(q: jax.Array, s: Settings) -> jax.Array:
@@ -32,33 +28,6 @@ def side_by_side(q: jax.Array, s: Settings) -> jax.Array:
     batch, tokens, heads, head_dim = q.shape
     q = q.reshape(batch, tokens, heads // s.group, s.group, head_dim)
     return q.swapaxes(2, 3).reshape(batch, tokens * s.group, heads // s.group, head_dim)
-
-
-def leave(o: jax.Array, lse: jax.Array, row: jax.Array, out_ref: Ref, lse_ref: Ref) -> None:
-    """Stores a warpgroup's results of a part, straight from registers, and waits for nothing.
-
-    Args:
-      o: float32 ``[64, H]``, normalized.
-      lse: float32 ``[64]``, log-sum-exps.
-      row: the first one's number among all rows of all parts.
-      out_ref: float32 ``[parts, B, K, R, H]``.
-      lse_ref: float32 ``[parts, B, K, R]``.
-    """
-    kinds = (_MATRIX, ring.ROW, ring.SCALAR, plgpu.RefType(), plgpu.RefType())
-    ring.inline(_leave, kinds)(o, lse, row, out_ref, lse_ref)
-
-
-def _leave(o: Any, lse: Any, row: Any, out_ref: Any, lse_ref: Any) -> None:
-    """`leave`, by a lane: four of them have 32 bytes of a row side by side."""
-    within, place = lane.fragments.row_and_place()
-    first = lane.scalar(row) + within
-    numbers, row_bytes = lane.fragments.by_row(o), 4 * o.shape[1]
-    for half, (values, own) in enumerate(zip(numbers, lane.fragments.scalars(lse), strict=True)):
-        target = Pointer.to(out_ref).times(first + half * 8, row_bytes).at(place * 8)
-        for i in range(0, len(values), 2):
-            target.at(16 * i).store_words([x.as_int() for x in values[i : i + 2]])
-        with lane.when(place.equals(0)):
-            Pointer.to(lse_ref).times(first + half * 8, 4).store(own)
 
 
 def _body(
@@ -94,34 +63,23 @@ def _body(
     size = batch * kv_heads * per_head
 
     def lse_of(i: Int) -> Float:
-        """Of part `i`, or ``-inf`` past the last one."""
-        found = found_lse.times(i.minimum(end - 1) * size + row, 4).float()
-        return (i < end).where(found, float("-inf"))
+        return found_lse.times(i * size + row, 4).float()
 
     def largest(i: Int, top: list[Float]) -> list[Float]:
-        some = [lse_of(i + j) for j in range(_AT_ONCE)]
-        return [lane.tree([top[0], *some], lambda a, b: a.maximum(b))]
+        return [top[0].maximum(lse_of(i))]
 
-    [top] = lane.loop(start, end, _AT_ONCE, [lane.number(float("-inf"))], largest)
+    [top] = lane.loop(start, end, 1, [lane.number(float("-inf"))], largest)
     shift = top.equals(float("-inf")).where(0.0, top)
 
     def add(i: Int, state: list[Float]) -> list[Float]:
-        # What memory holds past the last part is not added, whatever it is.
-        weights = [lane.exp2((lse_of(i + j) - shift) * LOG2_E) for j in range(_AT_ONCE)]
-        loaded = [words_of((i + j).minimum(end - 1)) for j in range(_AT_ONCE)]
-        for j, (weight, words) in enumerate(zip(weights, loaded, strict=True)):
-            is_there = i + j < end
-            numbers = [is_there.where(w.as_float(), 0.0) for w in words]
-            sums = [x.fma(weight, total) for x, total in zip(numbers, state[1:], strict=True)]
-            state = [state[0] + weight, *sums]
-        return state
-
-    def words_of(i: Int) -> list[Int]:
+        weight = lane.exp2((lse_of(i) - shift) * LOG2_E)
         at = found.times(i * size + row, 4 * head_dim).at(piece * (4 * _TOGETHER))
-        return at.words(_TOGETHER)
+        words = [w.as_float() for w in at.words(_TOGETHER)]
+        sums = [x.fma(weight, total) for x, total in zip(words, state[1:], strict=True)]
+        return [state[0] + weight, *sums]
 
     zero = lane.number(0.0)
-    total, *sums = lane.loop(start, end, _AT_ONCE, [zero] * (1 + _TOGETHER), add)
+    total, *sums = lane.loop(start, end, 1, [zero] * (1 + _TOGETHER), add)
     nothing = total.equals(0.0)
     share = nothing.where(0.0, lane.reciprocal(nothing.where(1.0, total)))
     lse = nothing.where(float("-inf"), shift + lane.log2_of_any(total) * (1 / LOG2_E))

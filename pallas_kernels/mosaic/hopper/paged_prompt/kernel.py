@@ -307,26 +307,28 @@ def _store(
     share = jnp.where(nothing, 0.0, x.factors[1] / l) + broken
     lse = jnp.where(nothing, -jnp.inf, (m - shift) * (1 / LOG2_E) + jnp.log(l)) + broken
     o = jnp.where(along(nothing, o.shape, 0), 0.0, o) * along(share, o.shape, 0)
-    if y.out is None or y.lse is None:
-        row = ((work.part * x.q.shape[0] + work.b) * out_ref.shape[2] + work.set) * out_ref.shape[3]
-        row = row + (work.place * WARPGROUPS + me) * ROWS
-        join.leave(o, lse, row, out_ref, lse_ref)
-        return
     each = work.tokens // WARPGROUPS
     tokens = pl.ds(work.first + me * each, each)
-    width = y.out.shape[-1]
+    width, is_part = y.out.shape[-1], len(out_ref.shape) == 5
     rows = pl.ds((work.place * WARPGROUPS + me) * ROWS, ROWS)
+    at = (work.b, work.set)
     for first in range(0, o.shape[1], width):
         # What was stored last must have left: as late as can be.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        channels = pl.ds(first, width)
         y.out[me] = o[:, first : first + width].astype(y.out.dtype)
         if first == 0:
             y.lse[me] = lse
         plgpu.commit_smem()
         if first == 0:
-            plgpu.copy_smem_to_gmem(y.lse.at[me], lse_ref.at[work.b, work.set, rows])
+            target = lse_ref.at[(work.part, *at, rows) if is_part else (*at, rows)]
+            plgpu.copy_smem_to_gmem(y.lse.at[me], target)
+        if is_part:
+            target = out_ref.at[work.part, work.b, work.set, rows, channels]
+            plgpu.copy_smem_to_gmem(y.out.at[me], target)
+            continue
         for g in range(work.together):
-            target = out_ref.at[work.b, tokens, work.head + g, pl.ds(first, width)]
+            target = out_ref.at[work.b, tokens, work.head + g, channels]
             plgpu.copy_smem_to_gmem(y.out.at[me, pl.ds(g * each, each)], target)
 
 

@@ -22,14 +22,14 @@ _WIDTH = 128
 
 
 class Memory(NamedTuple):
-    """Shared memory, and the barriers of its slots; without `out` results leave from registers."""
+    """Shared memory, and the barriers of its slots."""
 
     q: Ref
     k: Ref
     v: Ref
     lost: Ref
-    out: Ref | None
-    lse: Ref | None
+    out: Ref
+    lse: Ref
     q_ready: Ref
     k_ready: Ref
     v_ready: Ref
@@ -62,15 +62,15 @@ def memory(x: Inputs, out: Ref, s: Settings) -> Memory:
     copies = pieces(x.k.shape[2], tile)
     heads = together(x.q.shape[2] // x.k.shape[1])
     rows, queries = (WARPGROUPS, ROWS), query_slots(head_dim) * WARPGROUPS
-    is_whole, width = s.part is None, _WIDTH // jnp.dtype(out.dtype).itemsize
+    width = _WIDTH // jnp.dtype(out.dtype).itemsize
     free = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=s.stages)
     return Memory(
         q=ring.tile((queries, ROWS, head_dim), x.q.dtype),
         k=ring.tile((s.stages, tile, head_dim), x.k.dtype),
         v=ring.tile((s.stages, *(x.v.shape[2:] if x.is_turned else (tile, head_dim))), x.v.dtype),
         lost=lost.memory(s.stages),
-        out=ring.tile((*rows, width), out.dtype) if is_whole else None,
-        lse=plgpu.SMEM(rows, jnp.float32) if is_whole else None,
+        out=ring.tile((*rows, width), out.dtype),
+        lse=plgpu.SMEM(rows, jnp.float32),
         q_ready=plgpu.Barrier(num_arrivals=heads, num_barriers=queries),
         k_ready=plgpu.Barrier(num_arrivals=copies, num_barriers=s.stages),
         # Who looks through them arrives too, or in the place of all.
