@@ -325,6 +325,27 @@ def test_queries_are_quantized_row_by_row(lanes, head_dim, dtype):
 # Parts --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("lengths", "counts", "window", "want"),
+    [
+        ((700, 300), (40, 7), None, [0, 3]),
+        ((512,), (512,), None, [0, 2]),
+        ((513, 0, -1), (1, 5, 1), None, [0, 3]),
+        ((0, -1), (1, 1), None, [0, 1]),
+        # The first query is at 660 and sees 560 and later ones: the third part.
+        ((700,), (40,), 100, [2, 1]),
+        # What holds nothing says nothing about where the others begin.
+        ((700, 0, -1), (40, 40, 40), 100, [2, 1]),
+        ((700, 300), (40, 7), 100, [0, 3]),
+        ((0, -1), (1, 1), 100, [0, 1]),
+    ],
+)
+def test_programs_take_the_parts_that_some_sequence_sees(lengths, counts, window, want):
+    s = tiles.Settings(window=window, soft_cap=None, stages=2, part=256)
+    found = tiles.parts_seen(jnp.asarray(lengths), jnp.asarray(counts), s)
+    assert found.tolist() == want
+
+
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize(("group", "head_dim"), [(4, 64), (1, 128), (7, 64)])
 def test_parts_are_joined_and_those_not_seen_are_not_read(lanes, group, head_dim, window):

@@ -13,12 +13,11 @@ Roofline, for one sequence, 32 query heads, 8 KV heads, head dim 128, H200:
 Arithmetic is the floor. Target: 0.9 of cuDNN's dense causal attention on bfloat16, 585 T/s, in e4m3
 1.2, 780 T/s.
 
-Where query rows are few, as of 64 tokens, a program takes a part of the keys alone, and `join`
-makes results of the parts: see `Settings.part`.
-
 A program takes tiles of 128 query rows of one KV head in turn: up to eight heads of its group, as
 many as a power of two divides it by, with 16 to 128 tokens side by side, so that a tile of keys is
-read once for all of them and few rows see a part of it alone. One warpgroup copies: it reads the
+read once for all of them and few rows see a part of it alone. Where rows are few a program takes a
+part of the keys alone, and `join` makes results of the parts; rows of all heads of a group lie side
+by side then, whatever their number. One warpgroup copies: it reads the
 block table and puts pages together to tiles of 128 tokens (64 of 256 channels); two attend with 64
 rows each and take turns at the matrix units, as in `pooled.forward`.
 
@@ -37,10 +36,32 @@ visible; cuDNN on dense bfloat16 in the same run, causal for 8k, else with nothi
         turbo4               870, 632          884, 612          466, 294
 Before it `expand` takes 18 us of 8k and 63 of 32k tokens, `turn` 7 and 18. With 240 and 24
 registers 843 and 816, in fp8 637 and 608; fp8 with 3 stages 636 and 612: within a percent.
-64 and 256 queries are 16 and 64 tiles for 132 multiprocessors: without parts 64 of 32k take 404 us
-in bf16, as 256 do (Triton, in parts of 1,024: 242 and 851). Hence v3, with parts up to 1,024 query
-rows, 256 of these queries: right and of equal bits on a GPU, but not timed yet.
-Rows: `benchmarks/results/bytes_versions_2026-11-24.json`.
+
+64 and 256 queries are 16 and 64 tiles for 132 multiprocessors, so up to 1,024 rows (256 queries of
+four heads each) a program takes a part of the keys. bf16 but where said; Triton has parts of 1,024:
+                              64 of 32k   256 of 32k   4 x 64 of 8k   16 of 32k   64 of 1k
+  cuDNN, bf16                    376         379          102
+  Triton                         246         861          260            157         62
+  v2    without parts            404         411
+  v3    parts of 2,048, those of a tile one after the other: the programs that run at the same time
+        read all keys, and for every tile again
+                                  84         298
+  v4    tiles of a part one after the other, no program for parts past the longest sequence
+                                  74         258
+  v5    rows of a group's heads side by side
+                                  75         258           75             48         25
+        parts of 1,024            87         296           86             56         25
+        parts of 4,096            68         236
+        fp8: v3, v5           82, 84    233, 231
+        fp8, Triton              245         867          261            102         72
+        turbo4                   145         324          142            117         41
+        turbo4, Triton           432                      451            129        103
+16 queries of 32k tokens with 28 heads on 4: v4 128, v5 40, Triton 73. Parts of 4,096 are better
+where sequences are long, but 64 of 4k would be 16 programs, and 32 of 32k 64. 512 of 32k take 420
+without parts, 493 and 457 in parts of 2,048 and 4,096; 8 x 64 of 8k 123 without and 142 with: what
+is written and read of parts. Results of parts stored from registers, without shared memory: the
+same; `join` with the loads of four parts at once 21 us, one after the other 19.
+Rows: `benchmarks/results/bytes_versions_2026-11-24.json`, `bytes_versions_2026-11-25.json`.
 
 Tiles of keys are at fixed positions, they are added up in order, and hidden ones change nothing: a
 query's bits depend on its own position and on what the sequence holds alone.
