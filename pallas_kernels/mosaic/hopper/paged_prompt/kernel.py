@@ -54,14 +54,18 @@ four heads each) a program takes a part of the keys. bf16 but where said; Triton
         parts of 4,096            68         236
         fp8: v3, v5           82, 84    233, 231
         fp8, Triton              245         867          261            102         72
-        turbo4                   145         324          142            117         41
+        turbo4                   145         318          142            117         41
         turbo4, Triton           432                      451            129        103
 16 queries of 32k tokens with 28 heads on 4: v4 128, v5 40, Triton 73. Parts of 4,096 are better
 where sequences are long, but 64 of 4k would be 16 programs, and 32 of 32k 64. 512 of 32k take 420
 without parts, 493 and 457 in parts of 2,048 and 4,096; 8 x 64 of 8k 123 without and 142 with: what
 is written and read of parts. Results of parts stored from registers, without shared memory: the
 same; `join` with the loads of four parts at once 21 us, one after the other 19.
-Rows: `benchmarks/results/bytes_versions_2026-11-24.json`, `bytes_versions_2026-11-25.json`.
+16 queries are 64 rows, which `paged.kernel` takes, so that single tokens and several have the same
+bits; it and this one, of 1k, 4k, 8k, 32k: bf16 25 and 25, 44 and 37, 45 and 38, 127 and 48 (parts
+of 1,024: 27 of 8k, 56 of 32k), fp8 24 and 27, 39 and 39, 40 and 41, 103 and 60, turbo4 of 4k 38 and
+51, of 32k 99 and 117. Triton: bf16 26, 32, 52, 157, fp8 43, 44, 45, 100, turbo4 of 4k 51, 32k 129.
+Rows: `benchmarks/results/bytes_versions_2026-11-24.json`, `bytes_tuning_2026-11-25.json`.
 
 Tiles of keys are at fixed positions, they are added up in order, and hidden ones change nothing: a
 query's bits depend on its own position and on what the sequence holds alone.
