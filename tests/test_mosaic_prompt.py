@@ -325,15 +325,36 @@ def test_queries_are_quantized_row_by_row(lanes, head_dim, dtype):
 # Parts --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("lengths", "counts", "window", "want"),
+    [
+        ((700, 300), (40, 7), None, [0, 3]),
+        ((512,), (512,), None, [0, 2]),
+        ((513, 0, -1), (1, 5, 1), None, [0, 3]),
+        ((0, -1), (1, 1), None, [0, 1]),
+        # The first query is at 660 and sees 560 and later ones: the third part.
+        ((700,), (40,), 100, [2, 1]),
+        # What holds nothing says nothing about where the others begin.
+        ((700, 0, -1), (40, 40, 40), 100, [2, 1]),
+        ((700, 300), (40, 7), 100, [0, 3]),
+        ((0, -1), (1, 1), 100, [0, 1]),
+    ],
+)
+def test_programs_take_the_parts_that_some_sequence_sees(lengths, counts, window, want):
+    s = tiles.Settings(window=window, soft_cap=None, stages=2, part=256)
+    found = tiles.parts_seen(jnp.asarray(lengths), jnp.asarray(counts), s)
+    assert found.tolist() == want
+
+
 @pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize(("together", "head_dim"), [(4, 64), (1, 128)])
-def test_parts_are_joined_and_those_not_seen_are_not_read(lanes, together, head_dim, window):
-    batch, tokens, heads, part = 3, 40, 8, 256
+@pytest.mark.parametrize(("group", "head_dim"), [(4, 64), (1, 128), (7, 64)])
+def test_parts_are_joined_and_those_not_seen_are_not_read(lanes, group, head_dim, window):
+    batch, tokens, kv_heads, part = 3, 40, 2, 256
+    heads = kv_heads * group
     lengths, counts = np.asarray([700, 300, -1], np.int32), np.asarray([40, 7, 9], np.int32)
-    s = tiles.Settings(window=window, soft_cap=None, stages=2, part=part)
-    sets, each = heads // together, 128 // together
-    places = -(-tokens // each)
-    rows = (batch, sets, places * 128)
+    s = tiles.Settings(window=window, soft_cap=None, stages=2, part=part, group=group)
+    places = -(-tokens * group // 128)
+    rows = (batch, kv_heads, places * 128)
     rng = np.random.default_rng(0)
     found = np.full((5, *rows, head_dim), np.nan, np.float32)
     found_lse = np.full((5, *rows), np.nan, np.float32)
@@ -341,8 +362,8 @@ def test_parts_are_joined_and_those_not_seen_are_not_read(lanes, together, head_
     want_lse = np.full((batch, tokens, heads), -np.inf)
     want[2], want_lse[2] = np.nan, np.nan
     for b, place in np.ndindex(2, places):
-        real = np.arange(place * each, min((place + 1) * each, counts[b]))
-        position = lengths[b] - counts[b] + real
+        row = np.arange(place * 128, min((place + 1) * 128, counts[b] * group))
+        position = lengths[b] - counts[b] + row // group
         for p in range(5):
             keys = np.arange(p * part, (p + 1) * part)
             seen = keys[None] <= position[:, None]
@@ -350,26 +371,18 @@ def test_parts_are_joined_and_those_not_seen_are_not_read(lanes, together, head_
                 seen &= keys[None] >= position[:, None] - window
             if not seen.any():
                 continue
-            for row in range(places * 128):
-                if row // 128 == place:
-                    found[p, b, :, row], found_lse[p, b, :, row] = 0, -np.inf
-            for i, t in enumerate(real):
-                if seen[i].any():
-                    at = place * 128 + (t - place * each) // (each // 2) * 64
-                    for head in range(heads):
-                        row = at + head % together * (64 // together) + t % (64 // together)
-                        found[p, b, head // together, row] = rng.normal(size=head_dim)
-                        found_lse[p, b, head // together, row] = rng.normal() * 3
-        for t, head in np.ndindex(*want.shape[1:3]):
-            if t not in real:
-                continue
-            at = place * 128 + (t - place * each) // (each // 2) * 64
-            row = at + head % together * (64 // together) + t % (64 // together)
-            some, lse = found[:, b, head // together, row], found_lse[:, b, head // together, row]
+            here = slice(place * 128, (place + 1) * 128)
+            found[p, b, :, here], found_lse[p, b, :, here] = 0, -np.inf
+            row_seen = row[seen.any(1)]
+            found[p, b, :, row_seen] = rng.normal(size=(len(row_seen), kv_heads, head_dim))
+            found_lse[p, b, :, row_seen] = rng.normal(size=(len(row_seen), kv_heads)) * 3
+        for r, h in np.ndindex(len(row), kv_heads):
+            some, lse = found[:, b, h, row[r]], found_lse[:, b, h, row[r]]
             there = np.isfinite(lse)
             weights = np.exp(lse[there].astype(np.float64) - lse[there].max())
-            want[b, t, head] = weights @ some[there] / weights.sum()
-            want_lse[b, t, head] = lse[there].max() + np.log(weights.sum())
+            at = b, row[r] // group, h * group + row[r] % group
+            want[at] = weights @ some[there] / weights.sum()
+            want_lse[at] = lse[there].max() + np.log(weights.sum())
     out = np.zeros(want.shape, np.float16)
     out_lse = np.zeros(want.shape[:3], np.float32)
     arrays = [lengths, counts, found, found_lse, out, out_lse]

@@ -32,21 +32,22 @@ class Share:
     """Which of `total` tiles are this program's.
 
     Args:
-      total: tiles of all programs.
+      total: tiles of all programs, at least one; in an array if it follows from what it holds.
       together: how many with consecutive numbers a program takes; `total` is a multiple of it.
       turns: whether every other round goes through the programs backwards. Where tiles get smaller
         with their numbers, programs then have equally much to do: who takes the largest of one
         round takes the smallest of the next.
     """
 
-    def __init__(self, total: int, *, together: int = 1, turns: bool = False) -> None:
+    def __init__(self, total: int | jax.Array, *, together: int = 1, turns: bool = False) -> None:
         self.program, self.programs = lax.axis_index("program"), lax.axis_size("program")
         self.together, self.turns = together, turns
-        groups = total // together
-        rounds = lax.div(groups - 1 - self.program, jnp.int32(self.programs)) + 1
+        last = (total // together if isinstance(total, int) else lax.div(total, together)) - 1
+        rounds = lax.div(last - self.program, jnp.int32(self.programs)) + 1
         if turns:
-            whole, rest = divmod(groups - 1, self.programs)
-            rounds = whole + (self.place(jnp.int32(whole)) <= rest).astype(jnp.int32)
+            programs = jnp.int32(self.programs)
+            whole, rest = lax.div(jnp.int32(last), programs), lax.rem(jnp.int32(last), programs)
+            rounds = whole + (self.place(whole) <= rest).astype(jnp.int32)
         self.count = rounds * together
 
     def place(self, i: jax.Array) -> jax.Array:

@@ -23,6 +23,13 @@ from pallas_kernels.mosaic.ring import ROWS, WARPGROUPS
 _THREADS, _TOGETHER = 128, 8
 
 
+def side_by_side(q: jax.Array, s: Settings) -> jax.Array:
+    """Queries ``[B, T, N, H]`` as ``[B, T * group, K, H]``: all rows of a tile are then used."""
+    batch, tokens, heads, head_dim = q.shape
+    q = q.reshape(batch, tokens, heads // s.group, s.group, head_dim)
+    return q.swapaxes(2, 3).reshape(batch, tokens * s.group, heads // s.group, head_dim)
+
+
 def _body(
     arrays: list[Pointer],
     ids: list[Int],
@@ -35,28 +42,25 @@ def _body(
     """Some rows, in the order of the kernel that found the parts."""
     assert s.part is not None
     lengths, query_lengths, found, found_lse, out, out_lse = arrays
-    (batch, sets, per_set), (_, tokens, heads, head_dim) = rows, shape
-    per_row = head_dim // _TOGETHER
+    (batch, kv_heads, per_head), (_, tokens, heads, head_dim) = rows, shape
+    per_row, per_tile = head_dim // _TOGETHER, WARPGROUPS * ROWS
     thread = ids[0] * _THREADS + (lane.special("tid.x") & (_THREADS - 1))
     row, piece = thread // per_row, thread % per_row
-    together = heads // sets
-    tile, within = row % per_set // (WARPGROUPS * ROWS), row % (WARPGROUPS * ROWS)
-    b, which = row // (sets * per_set), row // per_set % sets
-    each = ROWS // together
-    first = tile * (WARPGROUPS * each)
-    t = first + within // ROWS * each + within % each
-    head = which * together + within % ROWS // each
+    b, which, within = row // (kv_heads * per_head), row // per_head % kv_heads, row % per_head
+    t, head = within // s.group, which * s.group + within % s.group
+    of_tile = within // per_tile * per_tile
+    first, last = of_tile // s.group, (of_tile + (per_tile - 1)) // s.group
     held, real = (x.at(b * 4).word() for x in (lengths, query_lengths))
     begin = held - real
     # The tile's parts: its last query sees most.
-    end = begin + (first + WARPGROUPS * each).minimum(real)
+    end = begin + (last + 1).minimum(real)
     start = lane.integer(0)
     if s.window is not None:
         start = (begin + first - s.window).maximum(0)
     is_seen = (first < real) & (held >= 0) & (end > 0)
     start, end = start // s.part, (end.maximum(0) + (s.part - 1)) // s.part
     start, end = is_seen.where(start, 0), is_seen.where(end, 0)
-    size = batch * sets * per_set
+    size = batch * kv_heads * per_head
 
     def lse_of(i: Int) -> Float:
         return found_lse.times(i * size + row, 4).float()
@@ -101,8 +105,8 @@ def join(
     """Joins the parts of each row.
 
     Args:
-      found: float32 ``[parts, B, sets, R, H]``, normalized, as `kernel.attention` finds them.
-      found_lse: float32 ``[parts, B, sets, R]``, their log-sum-exps.
+      found: float32 ``[parts, B, K, R, H]``, normalized, of the rows of `side_by_side`.
+      found_lse: float32 ``[parts, B, K, R]``, their log-sum-exps.
       lengths: int32 ``[B]``, as `kernel.attention` takes them.
       query_lengths: int32 ``[B]``.
       shape: of the result, ``[B, T, N, H]``.

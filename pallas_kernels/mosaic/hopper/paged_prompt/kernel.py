@@ -13,12 +13,11 @@ Roofline, for one sequence, 32 query heads, 8 KV heads, head dim 128, H200:
 Arithmetic is the floor. Target: 0.9 of cuDNN's dense causal attention on bfloat16, 585 T/s, in e4m3
 1.2, 780 T/s.
 
-Where query rows are few, as of 64 tokens, a program takes a part of the keys alone, and `join`
-makes results of the parts: see `Settings.part`.
-
 A program takes tiles of 128 query rows of one KV head in turn: up to eight heads of its group, as
 many as a power of two divides it by, with 16 to 128 tokens side by side, so that a tile of keys is
-read once for all of them and few rows see a part of it alone. One warpgroup copies: it reads the
+read once for all of them and few rows see a part of it alone. Where rows are few a program takes a
+part of the keys alone, and `join` makes results of the parts; rows of all heads of a group lie side
+by side then, whatever their number. One warpgroup copies: it reads the
 block table and puts pages together to tiles of 128 tokens (64 of 256 channels); two attend with 64
 rows each and take turns at the matrix units, as in `pooled.forward`.
 
@@ -37,17 +36,44 @@ visible; cuDNN on dense bfloat16 in the same run, causal for 8k, else with nothi
         turbo4               870, 632          884, 612          466, 294
 Before it `expand` takes 18 us of 8k and 63 of 32k tokens, `turn` 7 and 18. With 240 and 24
 registers 843 and 816, in fp8 637 and 608; fp8 with 3 stages 636 and 612: within a percent.
-64 and 256 queries are 16 and 64 tiles for 132 multiprocessors: without parts 64 of 32k take 404 us
-in bf16, as 256 do (Triton, in parts of 1,024: 242 and 851). Hence v3, with parts up to 1,024 query
-rows, 256 of these queries: right and of equal bits on a GPU, but not timed yet.
-Rows: `benchmarks/results/bytes_versions_2026-11-24.json`.
+
+64 and 256 queries are 16 and 64 tiles for 132 multiprocessors, so up to 1,024 rows (256 queries of
+four heads each) a program takes a part of the keys. bf16 but where said; Triton has parts of 1,024:
+                              64 of 32k   256 of 32k   4 x 64 of 8k   16 of 32k   64 of 1k
+  cuDNN, bf16                    376         379          102
+  Triton                         246         861          260            157         62
+  v2    without parts            404         411
+  v3    parts of 2,048, those of a tile one after the other: the programs that run at the same time
+        read all keys, and for every tile again
+                                  84         298
+  v4    tiles of a part one after the other, no program for parts past the longest sequence
+                                  74         258
+  v5    rows of a group's heads side by side
+                                  75         258           75             48         25
+        parts of 1,024            87         296           86             56         25
+        parts of 4,096            68         236
+        fp8: v3, v5           82, 84    233, 231
+        fp8, Triton              245         867          261            102         72
+        turbo4                   145         318          142            117         41
+        turbo4, Triton           432                      451            129        103
+16 queries of 32k tokens with 28 heads on 4: v4 128, v5 40, Triton 73. Parts of 4,096 are better
+where sequences are long, but 64 of 4k would be 16 programs, and 32 of 32k 64. 512 of 32k take 420
+without parts, 493 and 457 in parts of 2,048 and 4,096; 8 x 64 of 8k 123 without and 142 with: what
+is written and read of parts. Results of parts stored from registers, without shared memory: the
+same; `join` with the loads of four parts at once 21 us, one after the other 19.
+16 queries are 64 rows, which `paged.kernel` takes, so that single tokens and several have the same
+bits; it and this one, of 1k, 4k, 8k, 32k: bf16 25 and 25, 44 and 37, 45 and 38, 127 and 48 (parts
+of 1,024: 27 of 8k, 56 of 32k), fp8 24 and 27, 39 and 39, 40 and 41, 103 and 60, turbo4 of 4k 38 and
+51, of 32k 99 and 117. Triton: bf16 26, 32, 52, 157, fp8 43, 44, 45, 100, turbo4 of 4k 51, 32k 129.
+Rows: `benchmarks/results/bytes_versions_2026-11-24.json`, `bytes_tuning_2026-11-25.json`.
 
 Tiles of keys are at fixed positions, they are added up in order, and hidden ones change nothing: a
 query's bits depend on its own position and on what the sequence holds alone.
 """
 
+import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +84,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.layouts import LOG2_E, Ref
 from pallas_kernels.mosaic import ring
 from pallas_kernels.mosaic.hopper.paged_prompt import join, lost
+from pallas_kernels.mosaic.hopper.paged_prompt.memory import Memory, memory, pieces
 from pallas_kernels.mosaic.hopper.paged_prompt.products import Eight, Sixteen, along
 from pallas_kernels.mosaic.hopper.paged_prompt.tiles import (
     Inputs,
@@ -66,8 +93,8 @@ from pallas_kernels.mosaic.hopper.paged_prompt.tiles import (
     Work,
     count,
     count_parts,
+    parts_seen,
     query_slots,
-    tile_tokens,
     together,
 )
 from pallas_kernels.mosaic.ring import COLUMN, ROW, ROWS, WARPGROUPS
@@ -75,37 +102,6 @@ from pallas_kernels.mosaic.ring import COLUMN, ROW, ROWS, WARPGROUPS
 __all__ = ["Settings", "attention"]
 
 _MATRIX = plgpu.Layout.WGMMA
-# Bytes of a row of the output that are stored at once.
-_WIDTH = 128
-
-
-class _Memory(NamedTuple):
-    """Shared memory, and the barriers of its slots."""
-
-    q: Ref
-    k: Ref
-    v: Ref
-    lost: Ref
-    out: Ref
-    lse: Ref
-    q_ready: Ref
-    k_ready: Ref
-    v_ready: Ref
-    v_here: Ref
-    q_free: Ref
-    k_free: Ref
-    v_free: Ref
-    turn: Ref
-
-    @property
-    def is_ahead(self) -> bool:
-        """Whether the next tile's operands are copied, and attended to, while this one ends."""
-        return self.q.shape[0] > WARPGROUPS
-
-    def turns(self) -> None:
-        """Lets the other warpgroup go on, and waits for it to do so."""
-        plgpu.barrier_arrive(self.turn)
-        plgpu.barrier_wait(self.turn)
 
 
 def _full(x: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
@@ -115,7 +111,7 @@ def _full(x: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
 # What copies --------------------------------------------------------------------------------------
 
 
-def _copy_queries(work: Work, place: jax.Array, x: Inputs, y: _Memory) -> None:
+def _copy_queries(work: Work, place: jax.Array, x: Inputs, y: Memory) -> None:
     """Copies a tile's queries, head by head, as room comes free."""
     each = work.tokens // WARPGROUPS
     for i in range(WARPGROUPS):
@@ -125,11 +121,6 @@ def _copy_queries(work: Work, place: jax.Array, x: Inputs, y: _Memory) -> None:
         for g in range(work.together):
             source = x.q.at[work.b, tokens, work.head + g]
             plgpu.copy_gmem_to_smem(source, y.q.at[at, pl.ds(g * each, each)], y.q_ready.at[at])
-
-
-def pieces(page_size: int, tile: int) -> int:
-    """Copies that make up a tile."""
-    return max(1, tile // page_size)
 
 
 def _pages(work: Work, j: jax.Array, x: Inputs, tile: int) -> list[jax.Array]:
@@ -155,7 +146,7 @@ def _copy_tile(
         plgpu.copy_gmem_to_smem(piece, target.at[pl.ds(i * size, size)], barrier)
 
 
-def _copy_keys(work: Work, slot: jax.Array, x: Inputs, y: _Memory, s: Settings) -> jax.Array:
+def _copy_keys(work: Work, slot: jax.Array, x: Inputs, y: Memory, s: Settings) -> jax.Array:
     """Copies a tile's keys and values, as room comes free; the next slot."""
     tile = y.k.shape[1]
     arrivals = pieces(x.k.shape[2], tile) + 1
@@ -237,7 +228,7 @@ def _weights(
 
 
 def _attend(
-    q: Ref, slot: jax.Array, work: Work, me: jax.Array, x: Inputs, y: _Memory, s: Settings
+    q: Ref, slot: jax.Array, work: Work, me: jax.Array, x: Inputs, y: Memory, s: Settings
 ) -> tuple[Any, ...]:
     """A warpgroup's rows over all tiles.
 
@@ -311,7 +302,7 @@ def _attend(
     return o, m, l, products.shift, slot
 
 
-def _keep_apart(is_this: jax.Array, y: _Memory, *, is_always: bool) -> None:
+def _keep_apart(is_this: jax.Array, y: Memory, *, is_always: bool) -> None:
     """The second warpgroup's turn before its first one, or the first one's after its last one.
 
     So that the second is half a step behind: always, or only within a tile of queries, where the
@@ -326,7 +317,7 @@ def _store(
     me: jax.Array,
     found: tuple[jax.Array, ...],
     x: Inputs,
-    y: _Memory,
+    y: Memory,
     results: Any,
 ) -> None:
     """Normalizes and stores: 0 and ``-inf`` in rows that saw nothing, NaN where all is broken.
@@ -370,10 +361,10 @@ def _kernel(*refs: Ref, s: Settings, total: int) -> None:
     """One persistent program, which takes every `s.programs`-th tile of query rows."""
     *inputs, out_ref, lse_ref = refs
     x, me = Inputs(*inputs), lax.axis_index("warpgroup")
-    share = ring.Share(total, turns=True)
+    share = ring.Share(total if s.part is None else total * x.parts[1], turns=True)
 
     def body(**memory: Ref) -> None:
-        y = _Memory(**memory)
+        y = Memory(**memory)
         slots = query_slots(x.q.shape[3])
 
         def consume(i: jax.Array, slot: jax.Array) -> jax.Array:
@@ -404,34 +395,7 @@ def _kernel(*refs: Ref, s: Settings, total: int) -> None:
 
         ring.divide(me, WARPGROUPS, s.registers, start_to_consume, lambda: share.by_index(produce))
 
-    pl.run_scoped(body, collective_axes="warpgroup", **_memory(x, out_ref, s)._asdict())
-
-
-def _memory(x: Inputs, out: Ref, s: Settings) -> _Memory:
-    """The types of a program's shared memory."""
-    head_dim = x.q.shape[3]
-    tile = tile_tokens(head_dim)
-    copies = pieces(x.k.shape[2], tile)
-    heads = together(x.q.shape[2] // x.k.shape[1])
-    rows, queries = (WARPGROUPS, ROWS), query_slots(head_dim) * WARPGROUPS
-    free = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=s.stages)
-    return _Memory(
-        q=ring.tile((queries, ROWS, head_dim), x.q.dtype),
-        k=ring.tile((s.stages, tile, head_dim), x.k.dtype),
-        v=ring.tile((s.stages, *(x.v.shape[2:] if x.is_turned else (tile, head_dim))), x.v.dtype),
-        lost=lost.memory(s.stages),
-        out=ring.tile((*rows, _WIDTH // jnp.dtype(out.dtype).itemsize), out.dtype),
-        lse=plgpu.SMEM(rows, jnp.float32),
-        q_ready=plgpu.Barrier(num_arrivals=heads, num_barriers=queries),
-        k_ready=plgpu.Barrier(num_arrivals=copies, num_barriers=s.stages),
-        # Who looks through them arrives too, or in the place of all.
-        v_ready=plgpu.Barrier(num_arrivals=1 if x.is_turned else copies + 1, num_barriers=s.stages),
-        v_here=plgpu.Barrier(num_arrivals=copies),
-        q_free=plgpu.Barrier(num_barriers=queries),
-        k_free=free,
-        v_free=free,
-        turn=plgpu.Barrier(num_arrivals=WARPGROUPS),
-    )
+    pl.run_scoped(body, collective_axes="warpgroup", **memory(x, out_ref, s)._asdict())
 
 
 def attention(
@@ -465,35 +429,56 @@ def attention(
     Returns:
       ``[B, T, N, H]`` in the queries' dtype and the float32 log-sum-exp ``[B, T, N]``.
     """
-    batch, tokens, heads, head_dim = q.shape
-    each, parts = together(heads // k.shape[1]), count_parts(tables, k, settings)
-    tiles = count(q, k.shape[1])
-    places = tiles // (batch * (heads // each))
-    rows = (batch, heads // each, places * WARPGROUPS * ROWS)
-    shapes = [
-        jax.ShapeDtypeStruct((batch, tokens, heads, head_dim), q.dtype),
-        jax.ShapeDtypeStruct(rows, jnp.float32),
-    ]
-    if settings.part is not None:
+    extra: tuple[jax.Array, ...] = ()
+    if lost_values is not None:
+        some = lost_values.reshape(len(q), -1, *lost_values.shape[1:]) != 0
+        extra = lost_values, jnp.any(some, axis=(1, 3)).astype(jnp.int32)
+    inputs = (k, v, tables, lengths, query_lengths, factors)
+    if settings.part is None:
+        return _whole(q, *inputs, parts_seen(lengths, query_lengths, settings), *extra, s=settings)
+    settings = dataclasses.replace(settings, group=q.shape[2] // k.shape[1])
+    seen = parts_seen(lengths, query_lengths, settings)
+    found = _run(join.side_by_side(q, settings), *inputs, seen, *extra, s=settings)
+    return join.join(*found, lengths, query_lengths, q.shape, q.dtype, settings)
+
+
+def _whole(
+    q: jax.Array, k: jax.Array, *rest: jax.Array, s: Settings
+) -> tuple[jax.Array, jax.Array]:
+    """`attention` where every program takes all that its rows see."""
+    batch, tokens, heads, _ = q.shape
+    each = together(heads // k.shape[1])
+    out, lse = _run(q, k, *rest, s=s)
+    # Rows are warpgroup by warpgroup, in each head by head.
+    lse = lse.reshape(batch, heads // each, -1, each, ROWS // each)
+    lse = lse.transpose(0, 2, 4, 1, 3).reshape(batch, -1, heads)
+    return out, lse[:, :tokens]
+
+
+def _run(q: jax.Array, k: jax.Array, *rest: jax.Array, s: Settings) -> tuple[jax.Array, jax.Array]:
+    """The kernel, of `Inputs`.
+
+    Returns:
+      outputs as the queries and float32 ``[B, sets, R]`` of its rows, or with parts float32
+      ``[parts, B, sets, R, H]`` and ``[parts, B, sets, R]``.
+    """
+    batch, _, heads, head_dim = q.shape
+    kv_heads = k.shape[1]
+    tiles, sets = count(q, kv_heads), heads // together(heads // kv_heads)
+    rows = (batch, sets, tiles // (batch * sets) * WARPGROUPS * ROWS)
+    parts = count_parts(rest[1], k, s)
+    shapes = [jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(rows, jnp.float32)]
+    if s.part is not None:
         shapes = [
             jax.ShapeDtypeStruct((parts, *rows, *last), jnp.float32) for last in ((head_dim,), ())
         ]
     run = ring.launch(
-        functools.partial(_kernel, s=settings, total=tiles * parts),
+        functools.partial(_kernel, s=s, total=tiles),
         "turbojax_paged_prompt_hopper",
         tuple(shapes),
         tiles * parts,
-        settings.programs,
+        s.programs,
         approx_math=True,
     )
-    extra: tuple[jax.Array, ...] = ()
-    if lost_values is not None:
-        some = lost_values.reshape(batch, -1, *lost_values.shape[1:]) != 0
-        extra = lost_values, jnp.any(some, axis=(1, 3)).astype(jnp.int32)
-    out, lse = run(q, k, v, tables, lengths, query_lengths, factors, *extra)
-    if settings.part is not None:
-        return join.join(out, lse, lengths, query_lengths, q.shape, q.dtype, settings)
-    # Rows are warpgroup by warpgroup, in each head by head.
-    lse = lse.reshape(batch, heads // each, places * WARPGROUPS, each, ROWS // each)
-    lse = lse.transpose(0, 2, 4, 1, 3).reshape(batch, -1, heads)
-    return out, lse[:, :tokens]
+    out, lse = run(q, k, *rest)
+    return out, lse

@@ -28,6 +28,8 @@ class Settings:
       stages: tiles of keys and values in shared memory.
       part: tokens of the parts that programs take, a multiple of a tile's, to be joined; or None:
         then a program takes all that its rows see.
+      group: how many rows of the kernel's queries are one token's, with all heads of a group side
+        by side as those of one head; 1 where heads are apart.
       registers: of a thread that attends and of one that copies.
       programs: how many run side by side, one to a multiprocessor.
     """
@@ -36,6 +38,7 @@ class Settings:
     soft_cap: float | None
     stages: int
     part: int | None = None
+    group: int = 1
     registers: tuple[int, int] = (232, 40)
     programs: int = 132
 
@@ -65,6 +68,7 @@ class Inputs(NamedTuple):
     lengths: Ref
     query_lengths: Ref
     factors: Ref
+    parts: Ref
     lost: Ref | None = None
     has_lost: Ref | None = None
 
@@ -99,17 +103,19 @@ def span(first: jax.Array, last: jax.Array, tile: int, window: int | None) -> Sp
 class Work:
     """A tile of 128 query rows, by its number: the last tokens of all sequences and heads first.
 
-    With parts it is a tile and a part of the tokens; all parts of one before those of the next.
+    With parts it is a tile and a part of the tokens: all tiles of a head first, then all heads, and
+    then the next part, so that programs that run together read the same keys and values.
 
     Attributes:
       b: its sequence.
       head: the first of its `together` heads, which have `tokens` queries each, a half for either
         warpgroup.
       h: their KV head.
-      first: the first token.
+      first: the first of these queries: a token, or with `Settings.group` a row.
       real: how many queries of the sequence are real.
       part: which part of the tokens it is, 0 if there are none.
       begin: position of the sequence's first query.
+      group: of the settings.
       is_broken: whether the sequence cannot be read.
       tiles: of keys.
     """
@@ -121,13 +127,16 @@ class Work:
         self.tokens = WARPGROUPS * ROWS // self.together
         sets = jnp.int32(heads // self.together)
         rows, places = x.q.shape[0] * sets, pl.cdiv(x.q.shape[1], self.tokens)
-        row = lax.rem(number, rows)
+        size = rows * places
+        self.part = x.parts[0] + lax.div(number, size)
+        if s.part is None:
+            row, place = lax.rem(number, rows), lax.div(number, rows)
+        else:
+            number = lax.rem(number, size)
+            row, place = lax.div(number, jnp.int32(places)), lax.rem(number, jnp.int32(places))
         self.b, one = lax.div(row, sets), lax.rem(row, sets)
         self.set = one
-        number = lax.div(number, rows)
-        parts = jnp.int32(count_parts(x.tables, x.k, s))
-        self.part, number = lax.rem(number, parts), lax.div(number, parts)
-        self.place = places - 1 - number
+        self.place = places - 1 - place
         self.head = one * self.together
         self.h = lax.div(self.head, jnp.int32(group))
         self.first = self.place * self.tokens
@@ -135,9 +144,13 @@ class Work:
         self.is_broken, self.length = length < 0, jnp.maximum(length, 0)
         self.real = x.query_lengths[self.b]
         self.begin = self.length - self.real
-        last = jnp.minimum(self.first + self.tokens, self.real) - 1
-        last = jnp.where(self.first < self.real, self.begin + last, -1)
-        self.tiles = span(self.begin + self.first, last, tile_tokens(x.q.shape[3]), s.window)
+        self.group = s.group
+        real = self.real * s.group
+        first, last = self.first, jnp.minimum(self.first + self.tokens, real) - 1
+        if s.group > 1:
+            first, last = (lax.div(row, jnp.int32(s.group)) for row in (first, last))
+        last = jnp.where(self.first < real, self.begin + last, -1)
+        self.tiles = span(self.begin + first, last, tile_tokens(x.q.shape[3]), s.window)
         if x.has_lost is not None:
             # Wherever values were lost, who sees them must be told.
             is_whole = x.has_lost[self.b, self.h] == 0
@@ -158,12 +171,25 @@ class Work:
         """The tokens of a warpgroup's rows, int32 ``[64]``."""
         each = self.tokens // WARPGROUPS
         row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
-        return (row & (each - 1)) + (self.first + me * each)
+        row = (row & (each - 1)) + (self.first + me * each)
+        return row if self.group == 1 else lax.div(row, jnp.full_like(row, self.group))
 
 
 def count_parts(tables: jax.Array, k: jax.Array, s: Settings) -> int:
     """Parts of the tokens that tables may name; 1 if they are not taken in parts."""
     return 1 if s.part is None else pl.cdiv(tables.shape[1] * k.shape[2], s.part)
+
+
+def parts_seen(lengths: jax.Array, query_lengths: jax.Array, s: Settings) -> jax.Array:
+    """The first part that any sequence's queries see, and how many from there; int32 ``[2]``."""
+    if s.part is None:
+        return jnp.asarray([0, 1], jnp.int32)
+    end = jnp.max(-(-jnp.maximum(lengths, 0) // s.part))
+    first = jnp.int32(0)
+    if s.window is not None:
+        start = jnp.maximum(lengths - query_lengths - s.window, 0) // s.part
+        first = jnp.minimum(jnp.min(jnp.where(lengths > 0, start, end)), end)
+    return jnp.stack([first, jnp.maximum(end - first, 1)])
 
 
 def count(q: jax.Array, kv_heads: int) -> int:
