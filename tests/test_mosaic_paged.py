@@ -19,14 +19,17 @@ from oracles import warp
 from benchmarks.shapes import MODELS
 from pallas_kernels.mosaic import warp as frame
 from pallas_kernels.mosaic.hopper.paged import (
+    codes,
     floats,
     fp8,
     inputs,
+    integers,
     kernel,
     operands,
     plain,
     rotation,
     turbo4,
+    unpack,
 )
 from turbojax import _device, polar
 from turbojax.ops.options import Options
@@ -36,7 +39,9 @@ from turbojax.state.pages.pool import init_paged_cache
 # Of ``kv_dtype="auto"`` by dtype, which is the queries' too.
 PLAIN = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 STORED = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2, **PLAIN}
-KINDS = ("turbo4", *STORED)
+# Bits of keys and of values, each stored in its own way; 8 of e4m3.
+MIXED = {"k8v4": (8, 4), "turbo_k3v2": (3, 2), "turbo_k2v3": (2, 3), "turbo_k4v2": (4, 2)}
+KINDS = ("turbo4", *STORED, *MIXED)
 SHARED_BYTES = 227 * 1024
 
 
@@ -144,12 +149,6 @@ def test_models_of_usual_head_dims_are_taken(hopper, name):
             {"dtype": jnp.float32},
             "with kv_dtype='auto' dtype=float32 must be one of ('bfloat16', 'float16')",
         ),
-        ("k8v4", {}, "kv_dtype='k8v4' must be one of ('turbo4', 'fp8_e4m3', 'fp8_e5m2', 'auto')"),
-        (
-            "turbo_k4v2",
-            {},
-            "kv_dtype='turbo_k4v2' must be one of ('turbo4', 'fp8_e4m3', 'fp8_e5m2', 'auto')",
-        ),
         ("turbo4", {"head_dim": 96}, "head_dim=96 must be one of (64, 128, 256)"),
         ("turbo4", {"tokens": 17}, "68 queries of a KV head must be at most 64"),
     ],
@@ -179,7 +178,20 @@ def test_what_is_in_flight_fits_shared_memory(kind, head_dim, tokens):
 @pytest.fixture
 def lanes(monkeypatch):
     """The kernel's modules on arrays of lanes; gives the lane."""
-    for module in (frame, floats, fp8, inputs, kernel, operands, plain, rotation, turbo4):
+    modules = (
+        codes,
+        floats,
+        fp8,
+        inputs,
+        integers,
+        kernel,
+        operands,
+        plain,
+        rotation,
+        turbo4,
+        unpack,
+    )
+    for module in (frame, *modules):
         monkeypatch.setattr(module, "lane", warp)
     number = warp.Int(warp.LANES)
     g = number >> 2
@@ -187,12 +199,21 @@ def lanes(monkeypatch):
 
 
 def settings(kind, *, block=64, rows=4, window=None, soft_cap=None, scale=0.125):
-    table, middle, step = polar.integer_centroids(4)
+    sides = tuple(stored(bits) for bits in MIXED[kind]) if kind in MIXED else None
+    key_bits = {**{kind: bits for kind, (bits, _) in MIXED.items()}, "turbo4": 4}.get(kind, 8)
+    table, middle, step = polar.integer_centroids(min(key_bits, 4))
     return inputs.Settings(
-        kind, tuple(table), middle, scale * (step if kind == "turbo4" else 1.0), 1.0, window,
-        soft_cap, rows=rows, part=1024, is_split=False, few=256, block=block, warpgroups=1,
-        stages=2,
+        "mixed" if sides else kind, tuple(table), middle,
+        scale * (step if key_bits < 8 else 1.0), 1.0, window, soft_cap, rows=rows, part=1024,
+        is_split=False, few=256, block=block, warpgroups=1, stages=2, sides=sides,
     )  # fmt: skip
+
+
+def stored(bits):
+    if bits == 8:
+        return inputs.Stored(8)
+    table, middle, _ = polar.integer_centroids(bits)
+    return inputs.Stored(bits, tuple(table), middle)
 
 
 def normal(rng, kind, shape):
@@ -202,6 +223,10 @@ def normal(rng, kind, shape):
 
 def random_block(rng, kind, block, head_dim):
     """A block in shared memory, and its keys and values in float64."""
+    if kind in MIXED:
+        sides = [random_side(rng, bits, block, head_dim) for bits in MIXED[kind]]
+        data, norms, values = zip(*sides, strict=True)
+        return np.concatenate([*data, *norms]), list(values)
     if kind != "turbo4":
         stored = STORED[kind]
         sides = [rng.normal(size=(block, head_dim)).astype(stored) for _ in range(2)]
@@ -215,6 +240,26 @@ def random_block(rng, kind, block, head_dim):
     values = (np.asarray(table) - middle)[codes] * norms[..., None].astype(np.float64)
     memory = np.concatenate([packed.ravel(), norms.view(np.uint8).ravel()])
     return memory, list(values)
+
+
+def random_side(rng, bits, block, head_dim):
+    """Bytes of keys or values, those of their norms, and what they stand for."""
+    if bits == 8:
+        x = rng.normal(size=(block, head_dim)).astype(ml_dtypes.float8_e4m3fn)
+        return x.view(np.uint8).ravel(), np.zeros(0, np.uint8), x.astype(np.float64)
+    data = rng.integers(2**bits, size=(block, head_dim), dtype=np.uint8)
+    norms = rng.uniform(1, 20, size=block).astype(np.float16)
+    table, middle, _ = polar.integer_centroids(bits)
+    values = (np.asarray(table) - middle)[data] * norms[:, None].astype(np.float64)
+    packed = np.asarray(polar.pack(jnp.asarray(data), bits))
+    return packed.ravel(), norms.view(np.uint8), values
+
+
+def norms_of(memory, s, head_dim, side):
+    """The norms of a block's keys or values, to be changed in place."""
+    sizes = [0 if s.sides and x.is_float else 2 for x in s.sides or (None, None)]
+    first = s.block * (s.token_bytes(head_dim) - sum(sizes[side:]))
+    return memory[first : first + sizes[side] * s.block].view(np.float16)
 
 
 def program(query, length, query_length, key_scale=None):
@@ -238,7 +283,7 @@ def program(query, length, query_length, key_scale=None):
 def run(lane, s, blocks, query, length, query_length, key_scale=None):
     """Outputs ``[rows, H]``, maxima and sums ``[rows]`` of a warp that takes all blocks."""
     a, at = program(query, length, query_length, key_scale)
-    module = turbo4 if s.has_norms else floats
+    channel_of = kernel.channel_of(s)
     products = kernel.products_of(a.head_dim, s)
     loaded = kernel._load_query(a, at, lane, products, None, s)
     state = inputs.State.empty(s.tiles, a.head_dim // 8)
@@ -251,7 +296,7 @@ def run(lane, s, blocks, query, length, query_length, key_scale=None):
     g, t = warp.LANES // 4, warp.LANES % 4
     for tile in range(s.tiles):
         for i, x in enumerate(state.outputs[tile]):
-            channel = module.channel(i, lane, a.head_dim).value.astype(np.int64)
+            channel = channel_of(i, lane, a.head_dim).value.astype(np.int64)
             assert np.all(np.isnan(out[4 * tile + t, channel])), "a channel is written twice"
             out[4 * tile + t, channel] = x.value
         maxima[4 * tile + t[g == 0]] = state.maxima[tile].value[g == 0]
@@ -328,7 +373,7 @@ def test_a_warp_attends_as_the_definition_says(lanes, kind, head_dim, block):
     s = settings(kind, block=block)
     blocks = [random_block(rng, kind, block, head_dim) for _ in range(3)]
     query = normal(rng, kind, (1, 1, 4, head_dim))
-    compare(lanes, s, blocks, query, 3 * block - 5, 1, 0.5 if "fp8" in kind else None)
+    compare(lanes, s, blocks, query, 3 * block - 5, 1, 0.5 if "8" in kind else None)
 
 
 @pytest.mark.quick(first=9)
@@ -363,7 +408,7 @@ def test_values_are_weighted_as_the_weights_say(lanes, kind):
     rng = np.random.default_rng(6)
     s = settings(kind, rows=8)
     memory, (_, values) = random_block(rng, kind, 64, 128)
-    module = turbo4 if s.has_norms else floats
+    channel_of = kernel.channel_of(s)
     products = kernel.products_of(128, s)
     weights = rng.random((8, 64))
     g, t = warp.LANES // 4, warp.LANES % 4
@@ -374,7 +419,7 @@ def test_values_are_weighted_as_the_weights_say(lanes, kind):
 
     p = [[of_lanes(weights[4 * n + t, 8 * g + (i ^ odd)]) for i in range(8)] for n in (0, 1)]
     seen = [[warp.Bool(np.ones(32, bool))] * 8] * 2
-    channels = [module.channel(i, lanes, 128).value.astype(np.int64) for i in range(16)]
+    channels = [channel_of(i, lanes, 128).value.astype(np.int64) for i in range(16)]
     lost = [warp.integer(0)] * 2
     after = products.weighted(warp.Pointer(memory), p, seen, lost, lanes)
     out = np.zeros((8, 128))
@@ -384,7 +429,7 @@ def test_values_are_weighted_as_the_weights_say(lanes, kind):
     want = weights @ values
     error = (2.0**-15 if kind == "bfloat16" else 2.0**-20) * np.abs(want).max()
     if s.has_norms:
-        norms = memory[2 * 64 * 64 + 128 :].view(np.float16).astype(np.float64)
+        norms = norms_of(memory, s, 128, 1).astype(np.float64)
         largest = (weights * norms).max()
         error += largest / 65024 * np.abs(values / norms[:, None]).sum(0).max()
     np.testing.assert_allclose(out, want, rtol=0, atol=error)
@@ -424,8 +469,11 @@ def test_a_block_that_no_query_sees_changes_no_bit(lanes, kind):
     query = normal(rng, kind, (1, 1, 4, 128))
     # Garbage, as shared memory may hold: NaN norms and floats, here and past the end of block 1.
     memories[2] = np.full_like(memories[2], 0xFF)
-    tail = memories[1].reshape(2, -1) if kind != "turbo4" else memories[1][8192:].reshape(2, -1)
-    tail[:, tail.shape[1] * 36 // 64 :] = 0xFF
+    tails = memories[1].reshape(2, -1)
+    if s.has_norms:
+        tails = [norms_of(memories[1], s, 128, side).view(np.uint8) for side in (0, 1)]
+    for tail in tails:
+        tail[len(tail) * 36 // 64 :] = 0xFF
     short = run(lanes, s, memories[:2], query, 100, 1)
     long = run(lanes, s, memories, query, 100, 1)
     for a, b in zip(short, long, strict=True):
@@ -441,9 +489,10 @@ def test_nan_reaches_what_attends_to_it_and_nothing_else(lanes, kind, where):
     query = normal(rng, kind, (1, 2, 2, 128))
     if where == "query":
         query[0, 1, 0, 5] = np.nan
-    elif s.has_norms:
-        norms = memory[2 * 64 * 64 :].view(np.float16).reshape(2, 64)
-        norms[int(where == "value"), 40] = np.nan
+    elif len(norms := norms_of(memory, s, 128, int(where == "value"))) and s.has_norms:
+        norms[40] = np.nan
+    elif kind in MIXED:  # its keys
+        memory[: 64 * 128].view(ml_dtypes.float8_e4m3fn).reshape(64, 128)[40, 7] = np.nan
     else:
         memory.view(STORED[kind]).reshape(2, 64, 128)[int(where == "value"), 40, 7] = np.nan
     out, _, totals = run(lanes, s, [memory], query, 41, 2)

@@ -9,12 +9,14 @@ import jax
 from turbojax import polar
 from turbojax._device import needs_hopper
 from turbojax.ops.options import Options
+from turbojax.state.pages.formats import Codes, Float8, Format
 from turbojax.state.pages.pool import PagedCache
 
 if TYPE_CHECKING:
-    from pallas_kernels.mosaic.hopper.paged.kernel import Settings
+    from pallas_kernels.mosaic.hopper.paged.kernel import Settings, Stored
 
-_KV_DTYPES = ("turbo4", "fp8_e4m3", "fp8_e5m2", "auto")
+# Kinds of pages whose keys and values are read alike; other sides are read each in its own way.
+_ALIKE = ("turbo4", "fp8_e4m3", "fp8_e5m2", "auto")
 _PLAIN_DTYPES = ("bfloat16", "float16")
 _HEAD_DIMS = (64, 128, 256)
 _MOST_QUERY_ROWS = 64
@@ -26,6 +28,8 @@ _FEW_PROGRAMS = 64
 
 # Of a warp's keys of 16 bits.
 _PLAIN_BYTES = 8192
+# Of a token's codes, so that a block of 64 tokens is as large.
+_MOST_BYTES_OF_64 = 128
 # And of its shared memory, so that no more than two programs are on a multiprocessor.
 _HALF = 19456
 _MULTIPROCESSORS = 132
@@ -118,11 +122,19 @@ def unsupported(
 ) -> str | None:
     """Why `attend` cannot run this here; None if it can."""
     del block_tables, options
-    if cache.kv_dtype not in _KV_DTYPES:
-        return f"kv_dtype={cache.kv_dtype!r} must be one of {_KV_DTYPES}"
+    if not _is_read(cache):
+        return f"kv_dtype={cache.kv_dtype!r} has keys or values that are not read here"
     if cache.kv_dtype == "auto" and cache.dtype.name not in _PLAIN_DTYPES:
         return f"with kv_dtype='auto' dtype={cache.dtype} must be one of {_PLAIN_DTYPES}"
     return refusal(query, cache.num_kv_heads)
+
+
+def _is_read(cache: PagedCache) -> bool:
+    key, value = cache.formats
+    is_e4m3 = isinstance(key, Float8) and key.name == "float8_e4m3fn"
+    return cache.kv_dtype in _ALIKE or (
+        (is_e4m3 or isinstance(key, Codes)) and isinstance(value, Codes)
+    )
 
 
 def refusal(query: jax.Array | jax.ShapeDtypeStruct, kv_heads: int) -> str | None:
@@ -191,6 +203,8 @@ def settings_of(
     rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
     if cache.kv_dtype == "auto":
         return plain_settings(cache.dtype.name, rows, cache.head_dim, options, launch)
+    if cache.kv_dtype not in _ALIKE:
+        return _mixed_settings(cache, rows, options, launch)
     centroids: tuple[int, ...] = ()
     middle, unit = 0.0, 1.0
     if cache.kv_dtype == "turbo4":
@@ -202,10 +216,42 @@ def settings_of(
         middle=middle,
         scale=options.scale * unit,
         value_unit=unit,
-        # So many that three programs share the memory.
-        block=64 if cache.key.shape[-1] <= 64 else 32,
+        block=_block(2 * cache.key.shape[-1]),
         **_common(rows, options, launch),
     )
+
+
+def _mixed_settings(cache: PagedCache, rows: int, options: Options, launch: Launch) -> "Settings":
+    """What is static in a call where keys are stored in another way than values, or in few bits."""
+    from pallas_kernels.mosaic.hopper.paged import kernel
+
+    (key, key_unit), (value, value_unit) = (_stored(x, cache.head_dim) for x in cache.formats)
+    token_bytes = (key.bits + value.bits) * cache.head_dim // 8
+    return kernel.Settings(
+        kind="mixed",
+        centroids=(),
+        middle=0.0,
+        scale=options.scale * key_unit,
+        value_unit=value_unit,
+        block=_block(token_bytes),
+        sides=(key, value),
+        **_common(rows, options, launch),
+    )
+
+
+def _block(token_bytes: int) -> int:
+    """Tokens of a warp at a time: so many that three programs share the memory."""
+    return 64 if token_bytes <= _MOST_BYTES_OF_64 else 32
+
+
+def _stored(side: Format, head_dim: int) -> tuple["Stored", float]:
+    """How a side is stored, and what its numbers are multiplied by beside norms and scales."""
+    from pallas_kernels.mosaic.hopper.paged import kernel
+
+    if not isinstance(side, Codes):
+        return kernel.Stored(8), 1.0
+    table, middle, step = polar.integer_centroids(side.bits)
+    return kernel.Stored(side.bits, tuple(table), middle), step / math.sqrt(head_dim)
 
 
 def plain_settings(
