@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from grids import pairwise
 from kernel_helpers import lower_for_cuda
+from mosaic_paged_helpers import MIXED, mixed_block, norms_of, stored
 from oracles import warp
 
 from benchmarks.shapes import MODELS
@@ -39,8 +40,6 @@ from turbojax.state.pages.pool import init_paged_cache
 # Of ``kv_dtype="auto"`` by dtype, which is the queries' too.
 PLAIN = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 STORED = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2, **PLAIN}
-# Bits of keys and of values, each stored in its own way; 8 of e4m3.
-MIXED = {"k8v4": (8, 4), "turbo_k3v2": (3, 2), "turbo_k2v3": (2, 3), "turbo_k4v2": (4, 2)}
 KINDS = ("turbo4", *STORED, *MIXED)
 SHARED_BYTES = 227 * 1024
 
@@ -199,21 +198,14 @@ def lanes(monkeypatch):
 
 
 def settings(kind, *, block=64, rows=4, window=None, soft_cap=None, scale=0.125):
-    sides = tuple(stored(bits) for bits in MIXED[kind]) if kind in MIXED else None
+    pair = tuple(stored(bits) for bits in MIXED[kind]) if kind in MIXED else None
     key_bits = {**{kind: bits for kind, (bits, _) in MIXED.items()}, "turbo4": 4}.get(kind, 8)
     table, middle, step = polar.integer_centroids(min(key_bits, 4))
     return inputs.Settings(
-        "mixed" if sides else kind, tuple(table), middle,
+        "mixed" if pair else kind, tuple(table), middle,
         scale * (step if key_bits < 8 else 1.0), 1.0, window, soft_cap, rows=rows, part=1024,
-        is_split=False, few=256, block=block, warpgroups=1, stages=2, sides=sides,
+        is_split=False, few=256, block=block, warpgroups=1, stages=2, stored=pair,
     )  # fmt: skip
-
-
-def stored(bits):
-    if bits == 8:
-        return inputs.Stored(8)
-    table, middle, _ = polar.integer_centroids(bits)
-    return inputs.Stored(bits, tuple(table), middle)
 
 
 def normal(rng, kind, shape):
@@ -224,9 +216,7 @@ def normal(rng, kind, shape):
 def random_block(rng, kind, block, head_dim):
     """A block in shared memory, and its keys and values in float64."""
     if kind in MIXED:
-        sides = [random_side(rng, bits, block, head_dim) for bits in MIXED[kind]]
-        data, norms, values = zip(*sides, strict=True)
-        return np.concatenate([*data, *norms]), list(values)
+        return mixed_block(rng, kind, block, head_dim)
     if kind != "turbo4":
         stored = STORED[kind]
         sides = [rng.normal(size=(block, head_dim)).astype(stored) for _ in range(2)]
@@ -240,26 +230,6 @@ def random_block(rng, kind, block, head_dim):
     values = (np.asarray(table) - middle)[codes] * norms[..., None].astype(np.float64)
     memory = np.concatenate([packed.ravel(), norms.view(np.uint8).ravel()])
     return memory, list(values)
-
-
-def random_side(rng, bits, block, head_dim):
-    """Bytes of keys or values, those of their norms, and what they stand for."""
-    if bits == 8:
-        x = rng.normal(size=(block, head_dim)).astype(ml_dtypes.float8_e4m3fn)
-        return x.view(np.uint8).ravel(), np.zeros(0, np.uint8), x.astype(np.float64)
-    data = rng.integers(2**bits, size=(block, head_dim), dtype=np.uint8)
-    norms = rng.uniform(1, 20, size=block).astype(np.float16)
-    table, middle, _ = polar.integer_centroids(bits)
-    values = (np.asarray(table) - middle)[data] * norms[:, None].astype(np.float64)
-    packed = np.asarray(polar.pack(jnp.asarray(data), bits))
-    return packed.ravel(), norms.view(np.uint8), values
-
-
-def norms_of(memory, s, head_dim, side):
-    """The norms of a block's keys or values, to be changed in place."""
-    sizes = [0 if s.sides and x.is_float else 2 for x in s.sides or (None, None)]
-    first = s.block * (s.token_bytes(head_dim) - sum(sizes[side:]))
-    return memory[first : first + sizes[side] * s.block].view(np.float16)
 
 
 def program(query, length, query_length, key_scale=None):

@@ -234,7 +234,7 @@ def _mixed_settings(cache: PagedCache, rows: int, options: Options, launch: Laun
         scale=options.scale * key_unit,
         value_unit=value_unit,
         block=_block(token_bytes),
-        sides=(key, value),
+        stored=(key, value),
         **_common(rows, options, launch),
     )
 

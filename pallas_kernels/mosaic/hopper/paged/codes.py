@@ -44,11 +44,11 @@ class Mixed:
     @classmethod
     def of(cls, head_dim: int, s: Settings) -> "Mixed":
         """With its tables in registers."""
-        assert s.sides is not None
-        key, value = s.sides
+        assert s.stored is not None
+        key, value = s.stored
         keys: Codes | Fp8
         if key.is_float:
-            keys = Fp8(head_dim, dataclasses.replace(s, kind="fp8_e4m3", sides=None))
+            keys = Fp8(head_dim, dataclasses.replace(s, kind="fp8_e4m3", stored=None))
         else:
             keys = Codes.of(key, head_dim)
         return cls(head_dim, s, keys, Codes.of(value, head_dim))
@@ -63,8 +63,8 @@ class Mixed:
         return integers.query_operands(x, self._middle(0), here)
 
     def _middle(self, side: int) -> float:
-        assert self.s.sides is not None
-        return self.s.sides[side].middle
+        assert self.s.stored is not None
+        return self.s.stored[side].middle
 
     def unseen(self, slot: Pointer, begin: Int, at: Program, here: Place) -> list[Int]:
         """Nothing: values are finite, and norms of what is not seen are not multiplied with."""

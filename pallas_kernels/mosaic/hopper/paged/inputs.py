@@ -39,7 +39,7 @@ class Settings:
     Attributes:
       kind: what pages hold: ``"turbo4"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``, or ``"bfloat16"`` or
         ``"float16"``, which is the queries' dtype then; ``"kv4"`` and ``"k8v4"``, codes with a
-        scale for each token; ``"mixed"``, see `sides`.
+        scale for each token; ``"mixed"``, see `stored`.
       centroids: turbo4: 16 numbers in 0..127, each of which stands for itself minus `middle`.
       middle: turbo4: a multiple of a half.
       scale: factor of the scores.
@@ -59,7 +59,7 @@ class Settings:
         that a multiprocessor holds end sooner, and those that are left over at the end count less.
       limit: without a table, the tokens that a sequence may have: token `p` is page ``p % n`` of
         its `n` pages of one token.
-      sides: how keys, and how values, are stored, of the kind ``"mixed"``.
+      stored: how keys, and how values, are stored, of the kind ``"mixed"``.
     """
 
     kind: str
@@ -78,7 +78,7 @@ class Settings:
     stages: int
     reserve: int = 0
     limit: int | None = None
-    sides: tuple[Stored, Stored] | None = None
+    stored: tuple[Stored, Stored] | None = None
 
     @property
     def is_contiguous(self) -> bool:
@@ -103,7 +103,7 @@ class Settings:
     @property
     def rotates_queries(self) -> bool:
         """Whether keys are codes of rotated vectors."""
-        return self.kind == _TURBO4 or (self.sides is not None and not self.sides[0].is_float)
+        return self.kind == _TURBO4 or (self.stored is not None and not self.stored[0].is_float)
 
     @property
     def key_runs(self) -> int:
@@ -132,23 +132,23 @@ class Settings:
 
     def row_bytes(self, head_dim: int) -> int:
         """Bytes of one token's value."""
-        if self.sides is not None:
-            return head_dim * self.sides[1].bits // 8
+        if self.stored is not None:
+            return head_dim * self.stored[1].bits // 8
         if self.has_norms:
             return head_dim // 2
         return 2 * head_dim if self.is_plain else head_dim
 
     def key_bytes(self, head_dim: int) -> int:
         """Bytes of one token's key."""
-        if self.sides is not None:
-            return head_dim * self.sides[0].bits // 8
+        if self.stored is not None:
+            return head_dim * self.stored[0].bits // 8
         return head_dim if self.kind == _K8V4 else self.row_bytes(head_dim)
 
     def token_bytes(self, head_dim: int) -> int:
         """Bytes of one token's key and value, norms included."""
         codes = self.key_bytes(head_dim) + self.row_bytes(head_dim)
-        if self.sides is not None:
-            return codes + sum(0 if side.is_float else 2 for side in self.sides)
+        if self.stored is not None:
+            return codes + sum(0 if side.is_float else 2 for side in self.stored)
         return codes + (4 if self.has_norms else 0)
 
     def warp_bytes(self, head_dim: int) -> int:
@@ -166,7 +166,7 @@ class Pages(NamedTuple):
 
     Attributes:
       key: uint8 codes ``[P, K, page_size, H / 2]``, or floats of 8 or 16 bits
-        ``[P, K, page_size, H]``; of `Settings.sides` codes ``[P, K, page_size, H * bits / 8]``.
+        ``[P, K, page_size, H]``; of `Settings.stored` codes ``[P, K, page_size, H * bits / 8]``.
       value: the same.
       key_norm: float16 ``[P, K, page_size]``, of the kinds with scales bfloat16, or None.
       value_norm: the same.

@@ -14,7 +14,7 @@ Products = turbo4.Turbo4 | floats.Floats | scaled.Scaled | codes.Mixed
 
 def products_of(head_dim: int, s: Settings) -> Products:
     """Those of a call's kind."""
-    if s.sides is not None:
+    if s.stored is not None:
         return codes.Mixed.of(head_dim, s)
     if s.kind in scaled.KINDS:
         return scaled.KINDS[s.kind].of(head_dim, s)
@@ -25,8 +25,8 @@ def products_of(head_dim: int, s: Settings) -> Products:
 
 def channel_of(s: Settings) -> Callable[[int, Place, int], Int]:
     """Which channels a lane's outputs are: ``channel(number, here, H)``."""
-    if s.sides is not None:
-        return functools.partial(codes.channel, bits=s.sides[1].bits)
+    if s.stored is not None:
+        return functools.partial(codes.channel, bits=s.stored[1].bits)
     if s.kind in scaled.KINDS:
         return scaled.channel
     return turbo4.channel if s.has_norms else floats.channel
