@@ -9,6 +9,8 @@ from turbojax import polar
 
 # Bits of keys and of values, each stored in its own way; 8 of e4m3.
 MIXED = {"k8v4": (8, 4), "turbo_k3v2": (3, 2), "turbo_k2v3": (2, 3), "turbo_k4v2": (4, 2)}
+# Turbo4 as well, as other head dims have it.
+STORED_BITS = {**MIXED, "turbo_k4v4": (4, 4)}
 
 
 def stored(bits):
@@ -20,7 +22,7 @@ def stored(bits):
 
 def mixed_block(rng, kind, block, head_dim):
     """A block in shared memory, and its keys and values in float64."""
-    sides = [random_side(rng, bits, block, head_dim) for bits in MIXED[kind]]
+    sides = [random_side(rng, bits, block, head_dim) for bits in STORED_BITS[kind]]
     data, norms, values = zip(*sides, strict=True)
     return np.concatenate([*data, *norms]), list(values)
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from grids import pairwise
 from kernel_helpers import lower_for_cuda
-from mosaic_paged_helpers import MIXED, mixed_block, norms_of, stored
+from mosaic_paged_helpers import MIXED, STORED_BITS, mixed_block, norms_of, stored
 from oracles import warp
 
 from benchmarks.shapes import MODELS
@@ -136,7 +136,7 @@ def test_both_ways_lower(is_split):
 def test_models_of_usual_head_dims_are_taken(hopper, name):
     heads = MODELS[name]
     found = refusal("turbo4", heads=heads.query, kv_heads=heads.kv, head_dim=heads.dim)
-    is_usual = heads.dim in (64, 128, 256) and heads.query // heads.kv <= 64
+    is_usual = heads.dim % 8 == 0 and heads.dim <= 256 and heads.query // heads.kv <= 64
     assert (found is None) == is_usual
 
 
@@ -148,7 +148,8 @@ def test_models_of_usual_head_dims_are_taken(hopper, name):
             {"dtype": jnp.float32},
             "with kv_dtype='auto' dtype=float32 must be one of ('bfloat16', 'float16')",
         ),
-        ("turbo4", {"head_dim": 96}, "head_dim=96 must be one of (64, 128, 256)"),
+        ("fp8_e4m3", {"head_dim": 96}, "head_dim=96 must be one of (64, 128, 256)"),
+        ("turbo_k3v2", {"head_dim": 80}, "head_dim=80 must be one of (64, 128, 256)"),
         ("turbo4", {"tokens": 17}, "68 queries of a KV head must be at most 64"),
     ],
 )
@@ -198,8 +199,8 @@ def lanes(monkeypatch):
 
 
 def settings(kind, *, block=64, rows=4, window=None, soft_cap=None, scale=0.125):
-    pair = tuple(stored(bits) for bits in MIXED[kind]) if kind in MIXED else None
-    key_bits = {**{kind: bits for kind, (bits, _) in MIXED.items()}, "turbo4": 4}.get(kind, 8)
+    pair = tuple(stored(bits) for bits in STORED_BITS[kind]) if kind in STORED_BITS else None
+    key_bits = pair[0].bits if pair else 4 if kind == "turbo4" else 8
     table, middle, step = polar.integer_centroids(min(key_bits, 4))
     return inputs.Settings(
         "mixed" if pair else kind, tuple(table), middle,

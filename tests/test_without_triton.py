@@ -229,7 +229,6 @@ STILL = {
     "pooled, blocks of 64 queries": _SHAPES,
     "cache, decode, 80 channels": _SHAPES,
     "cache, decode, float": "mode 'float' decodes in unrounded numbers",
-    "pages, attention, 80 channels": _SHAPES,
     "matmul, float32": _FLOAT32,
     "attention, gradient, float": "exact attention that is differentiated is no call of cuDNN",
 }

@@ -5,6 +5,7 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from turbojax import polar
 from turbojax._device import needs_hopper
@@ -28,6 +29,8 @@ _FEW_PROGRAMS = 64
 
 # Of a warp's keys of 16 bits.
 _PLAIN_BYTES = 8192
+# Channels whose codes, by their bits, are whole words.
+_WHOLE_WORDS = {4: 8, 3: 32, 2: 16}
 # Of a token's codes, so that a block of 64 tokens is as large.
 _MOST_BYTES_OF_64 = 128
 # And of its shared memory, so that no more than two programs are on a multiprocessor.
@@ -126,6 +129,8 @@ def unsupported(
         return f"kv_dtype={cache.kv_dtype!r} has keys or values that are not read here"
     if cache.kv_dtype == "auto" and cache.dtype.name not in _PLAIN_DTYPES:
         return f"with kv_dtype='auto' dtype={cache.dtype} must be one of {_PLAIN_DTYPES}"
+    if (channels := _channels(cache)) is not None:
+        query = jax.ShapeDtypeStruct((*query.shape[:3], channels), query.dtype)
     return refusal(query, cache.num_kv_heads)
 
 
@@ -135,6 +140,20 @@ def _is_read(cache: PagedCache) -> bool:
     return cache.kv_dtype in _ALIKE or (
         (is_e4m3 or isinstance(key, Codes)) and isinstance(value, Codes)
     )
+
+
+def _channels(cache: PagedCache) -> int | None:
+    """With how many channels codes are multiplied, the last ones 0 if they have fewer; or None.
+
+    What is read in their place is of other codes: of floats it might be NaN. A vector's codes, and
+    the third bits of 3, begin where words do.
+    """
+    if cache.head_dim in _HEAD_DIMS:
+        return cache.head_dim
+    for side in cache.formats:
+        if not isinstance(side, Codes) or cache.head_dim % _WHOLE_WORDS[side.bits]:
+            return None
+    return next((n for n in _HEAD_DIMS if n >= cache.head_dim), None)
 
 
 def refusal(query: jax.Array | jax.ShapeDtypeStruct, kv_heads: int) -> str | None:
@@ -176,6 +195,9 @@ def attend(
 
     launch = launch or default_launch(call_of(query, cache, block_tables, options))
     settings = settings_of(query, cache, options, launch)
+    signs, dtype = cache.rotation.signs if cache.formats.is_rotated else None, query.dtype
+    if settings.channels is not None:
+        query, signs = _padded(polar.rotate(query, cache.rotation), _channels(cache)), None
     key_scale, value_scale = (
         None if x is None else x[None] for x in (cache.key_scale, cache.value_scale)
     )
@@ -186,9 +208,17 @@ def attend(
         cache.value_norm,
         key_scale,
         value_scale,
-        cache.rotation.signs if cache.formats.is_rotated else None,
+        signs,
     )
-    return kernel.attend(query, pages, block_tables, lengths, query_lengths, settings)
+    out, lse = kernel.attend(query, pages, block_tables, lengths, query_lengths, settings)
+    if settings.channels is not None:
+        out = polar.unrotate(out[..., : cache.head_dim], cache.rotation).astype(dtype)
+    return out, lse
+
+
+def _padded(x: jax.Array, channels: int | None) -> jax.Array:
+    assert channels is not None
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, channels - x.shape[-1])])
 
 
 def settings_of(
@@ -203,7 +233,7 @@ def settings_of(
     rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
     if cache.kv_dtype == "auto":
         return plain_settings(cache.dtype.name, rows, cache.head_dim, options, launch)
-    if cache.kv_dtype not in _ALIKE:
+    if cache.kv_dtype not in _ALIKE or cache.head_dim not in _HEAD_DIMS:
         return _mixed_settings(cache, rows, options, launch)
     centroids: tuple[int, ...] = ()
     middle, unit = 0.0, 1.0
@@ -235,6 +265,7 @@ def _mixed_settings(cache: PagedCache, rows: int, options: Options, launch: Laun
         value_unit=value_unit,
         block=_block(token_bytes),
         stored=(key, value),
+        channels=None if cache.head_dim in _HEAD_DIMS else cache.head_dim,
         **_common(rows, options, launch),
     )
 

@@ -50,8 +50,8 @@ class Mixed:
         if key.is_float:
             keys = Fp8(head_dim, dataclasses.replace(s, kind="fp8_e4m3", stored=None))
         else:
-            keys = Codes.of(key, head_dim)
-        return cls(head_dim, s, keys, Codes.of(value, head_dim))
+            keys = Codes.of(key, head_dim, s.channels or head_dim)
+        return cls(head_dim, s, keys, Codes.of(value, head_dim, s.channels or head_dim))
 
     def query_operands(
         self, x: list[Float], here: Place
@@ -130,4 +130,4 @@ class Mixed:
 
 def channel(number: int, here: Place, head_dim: int, bits: int) -> Int:
     """The channel of a lane's output `number`, of values of so many bits."""
-    return Codes(bits, head_dim, []).channel(number, here)
+    return Codes(bits, head_dim, head_dim, []).channel(number, here)

@@ -60,6 +60,8 @@ class Settings:
       limit: without a table, the tokens that a sequence may have: token `p` is page ``p % n`` of
         its `n` pages of one token.
       stored: how keys, and how values, are stored, of the kind ``"mixed"``.
+      channels: of what is stored there, where they are fewer than the queries'; the queries' others
+        are 0, and those of outputs may be anything.
     """
 
     kind: str
@@ -79,6 +81,7 @@ class Settings:
     reserve: int = 0
     limit: int | None = None
     stored: tuple[Stored, Stored] | None = None
+    channels: int | None = None
 
     @property
     def is_contiguous(self) -> bool:
@@ -133,7 +136,7 @@ class Settings:
     def row_bytes(self, head_dim: int) -> int:
         """Bytes of one token's value."""
         if self.stored is not None:
-            return head_dim * self.stored[1].bits // 8
+            return (self.channels or head_dim) * self.stored[1].bits // 8
         if self.has_norms:
             return head_dim // 2
         return 2 * head_dim if self.is_plain else head_dim
@@ -141,7 +144,7 @@ class Settings:
     def key_bytes(self, head_dim: int) -> int:
         """Bytes of one token's key."""
         if self.stored is not None:
-            return head_dim * self.stored[0].bits // 8
+            return (self.channels or head_dim) * self.stored[0].bits // 8
         return head_dim if self.kind == _K8V4 else self.row_bytes(head_dim)
 
     def token_bytes(self, head_dim: int) -> int:

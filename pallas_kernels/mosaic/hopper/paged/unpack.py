@@ -10,6 +10,7 @@ tokens' nibbles are first put beside each other.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 from pallas_kernels.mosaic import lane
@@ -45,25 +46,27 @@ class Codes:
     Attributes:
       bits: of a code.
       head_dim: `H`.
+      channels: of a stored vector. What is read past it is of other vectors, and of no use.
       table: the centroids, four in a word, in registers: of a constant the compiler makes a copy
         before every permute.
     """
 
     bits: int
     head_dim: int
+    channels: int
     table: list[Int]
 
     @classmethod
-    def of(cls, stored: Stored, head_dim: int) -> "Codes":
+    def of(cls, stored: Stored, head_dim: int, channels: int) -> "Codes":
         """With its table in registers."""
         found = [stored.centroids[i : i + 4] for i in range(0, 2**stored.bits, 4)]
         words = [lane.held(int.from_bytes(bytes(w), "little")) for w in found]
-        return cls(stored.bits, head_dim, words)
+        return cls(stored.bits, head_dim, channels, words)
 
     @property
     def row(self) -> int:
         """Bytes of a token."""
-        return self.head_dim * self.bits // 8
+        return self.channels * self.bits // 8
 
     @property
     def _width(self) -> int:
@@ -84,6 +87,21 @@ class Codes:
             for x, y in ((word, flipped), (word >> 16, flipped >> 16))
         )
         return low, high
+
+    def _parts(self, row: Pointer, number: Int, channels: int) -> Loaded:
+        """Part `number` of a token's channels, of `channels` each."""
+        low = self._load(row, 0, number, channels * self._width // 8)
+        if self.bits != 3:
+            return low, []
+        return low, self._load(row, self.channels // 4, number, channels // 8)
+
+    def _load(self, row: Pointer, first: int, number: Int, size: int) -> list[Int]:
+        """The words of `size` bytes, `number` times as many after the row's byte `first`."""
+        at = row.at(number * size, first)
+        if size == 2:
+            return [at.half()]
+        width = math.gcd(self.row, first, size, 16)
+        return [word for i in range(0, size, width) for word in at.at(i).words(width // 4)]
 
     # Keys ---------------------------------------------------------------------------------------
 
@@ -111,12 +129,7 @@ class Codes:
 
     def _key(self, row: Pointer, here: Place) -> Loaded:
         """The lane's quarter of a key."""
-        size = self.head_dim * self._width // 32
-        low = row.at(here.t * size).words(size // 4)
-        if self.bits != 3:
-            return low, []
-        high = row.at(here.t * (size // 2), self.head_dim // 4)
-        return low, [high.half()] if size == 4 else high.words(size // 8)
+        return self._parts(row, here.t, self.head_dim // 4)
 
     def _of_a_word(self, word: Int) -> list[Int]:
         """Of one token."""
@@ -182,17 +195,11 @@ class Codes:
 
     def _value(self, row: Pointer, here: Place) -> Loaded:
         """The lane's eighth of a value; of a word that two share, its nibbles are the low ones."""
-        size = self.head_dim * self._width // 64
-        thirds = row.at(self.head_dim // 4)
-        if self._is_shared:
-            place, shift = here.g >> 1, (here.g & 1) << 2
-            low = [row.at(place << 2).word() >> shift]
-            return low, [thirds.at(place << 1).half() >> shift] if self.bits == 3 else []
-        low = row.at(here.g * size).words(size // 4)
-        if self.bits != 3:
-            return low, []
-        high = thirds.at(here.g * (size // 2))
-        return low, [high.half()] if size == 4 else high.words(size // 8)
+        if not self._is_shared:
+            return self._parts(row, here.g, self.head_dim // 8)
+        place, shift = here.g >> 1, (here.g & 1) << 2
+        low, high = self._parts(row, place, self.head_dim // 4)
+        return [x >> shift for x in low], [x >> shift for x in high]
 
     def _turned(self, tokens: list[Loaded], i: int) -> list[Int]:
         """Selectors of four tokens' codes in their words `i`, two channels each."""
