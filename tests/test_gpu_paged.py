@@ -52,8 +52,15 @@ def grid(shapes):
         (name, kv_dtype, kernel)
         for name, (_, kv_heads, dim, heads, count, *_) in shapes.items()
         for kv_dtype, kernel in PAIRS
-        if kernel == "triton" or (dim in HOPPER_DIMS and count * heads // kv_heads <= HOPPER_ROWS)
+        if kernel == "triton" or (takes(kv_dtype, dim) and count * heads // kv_heads <= HOPPER_ROWS)
     ]
+
+
+def takes(kv_dtype, dim):
+    """Whether the kernel for Hopper does: of codes all that fill words."""
+    words = {4: 8, 3: 32, 2: 16}
+    fills = [bits in words and dim % words[bits] == 0 for bits in code_bits(kv_dtype)]
+    return dim in HOPPER_DIMS or all(fills)
 
 
 def implementation(kernel, query, cache, tables):
