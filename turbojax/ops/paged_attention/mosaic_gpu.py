@@ -129,9 +129,9 @@ def unsupported(
         return f"kv_dtype={cache.kv_dtype!r} has keys or values that are not read here"
     if cache.kv_dtype == "auto" and cache.dtype.name not in _PLAIN_DTYPES:
         return f"with kv_dtype='auto' dtype={cache.dtype} must be one of {_PLAIN_DTYPES}"
-    if (channels := _channels(cache)) is not None:
-        query = jax.ShapeDtypeStruct((*query.shape[:3], channels), query.dtype)
-    return refusal(query, cache.num_kv_heads)
+    channels = _channels(cache) or cache.head_dim
+    given = jax.ShapeDtypeStruct((*query.shape[:3], channels), query.dtype)
+    return refusal(given, cache.num_kv_heads)
 
 
 def _is_read(cache: PagedCache) -> bool:
