@@ -47,21 +47,24 @@ class Codes:
       bits: of a code.
       head_dim: `H`.
       channels: of a stored vector. What is read past it is of other vectors, and of no use.
-      table: the centroids, four in a word, in registers: of a constant the compiler makes a copy
-        before every permute.
+      table: the centroids, four in a word, of 4 bits the upper ones from the last on; in registers,
+        as the compiler makes a copy of a constant before every permute.
+      minus: -1, in a register.
     """
 
     bits: int
     head_dim: int
     channels: int
     table: list[Int]
+    minus: Int | None = None
 
     @classmethod
     def of(cls, stored: Stored, head_dim: int, channels: int) -> "Codes":
         """With its table in registers."""
-        found = [stored.centroids[i : i + 4] for i in range(0, 2**stored.bits, 4)]
-        words = [lane.held(int.from_bytes(bytes(w), "little")) for w in found]
-        return cls(stored.bits, head_dim, channels, words)
+        table = [*stored.centroids[:8], *reversed(stored.centroids[8:])]
+        found = [int.from_bytes(bytes(table[i : i + 4]), "little") for i in range(0, len(table), 4)]
+        minus = lane.held(-1) if stored.bits == 4 else None
+        return cls(stored.bits, head_dim, channels, [lane.held(word) for word in found], minus)
 
     @property
     def row(self) -> int:
@@ -80,11 +83,12 @@ class Codes:
             a, b = self.table[0], self.table[-1]
             return lane.permute_bytes(a, b, word), lane.permute_bytes(a, b, word >> 16)
         a, b, c, d = self.table
-        flipped = word ^ 0x88888888
+        assert self.minus is not None
         low, high = (
-            # A selector with its highest bit set gives the sign of a byte, which is 0.
-            lane.permute_bytes(a, b, x) + lane.permute_bytes(c, d, y)
-            for x, y in ((word, flipped), (word >> 16, flipped >> 16))
+            # A selector with its highest bit set gives the sign of a byte, which is 0. Adding, and
+            # the complement, are done by multipliers: permutes, shifts and logic are one unit's.
+            lane.permute_bytes(a, b, x) + lane.permute_bytes(c, d, x * self.minus + self.minus)
+            for x in (word, word >> 16)
         )
         return low, high
 
