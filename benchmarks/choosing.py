@@ -308,10 +308,10 @@ def _caches(figures: Figures) -> list[list[str]]:
         [
             "the same, with three quarters of that memory",
             '`kv_dtype="k8v4"`',
-            "`triton`, Ada and newer; prompts `mosaic_gpu` on H100 and H200",
-            f"{figures.over_cudnn('paged_formats', f'{_PAGES}k8v4/triton')} cuDNN (on an H200), "
-            f"{_smaller(figures, 'paged_formats', _PAGES, ('auto/triton', 'k8v4/triton'))} the "
-            "tokens",
+            "`mosaic_gpu` on H100 and H200, else `triton`, Ada and newer",
+            f"{figures.over_cudnn('paged_formats', f'{_PAGES}k8v4/triton')} cuDNN (`triton`, on an "
+            f"H200), {_smaller(figures, 'paged_formats', _PAGES, ('auto/triton', 'k8v4/triton'))} "
+            "the tokens",
             f"{_format_cost(figures, 'paged_k8v4')} bits per byte",
         ],
         [

@@ -11,7 +11,7 @@ from oracles.paged import code_bits
 from paged_helpers import assert_matches_oracle, attend, equal, filled, normal, oracle, stored
 
 HEAD_DIMS = (128, 64, 256)
-KINDS = ("auto", "turbo4", "fp8_e4m3", "fp8_e5m2", "k8v4")
+KINDS = ("auto", "turbo4", "fp8_e4m3", "fp8_e5m2", "k8v4", "turbo_k2v3")
 # The query rows of a KV head up to which a call is one of few queries.
 _FEW_ROWS = 64
 # Channels up to which e4m3 keys and values are multiplied as they are.

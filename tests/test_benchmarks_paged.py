@@ -52,7 +52,7 @@ def test_rows_are_named_once_and_come_with_what_they_are_compared_with():
     rows = paged.FORMATS.rows()
     names = [group.name(case) for group, case in rows]
     assert len(set(names)) == len(names)
-    assert "paged-decode/llama3-8b/b1-s1024/turbo_k4v2/triton" in names
+    assert "paged-decode/llama3-8b/b1-s1024/turbo_k3v2/mosaic_gpu" in names
     assert "paged-append/llama3-8b/b64-s4096/k8v4" in names
     assert not any("/jax" in name for name in names)
     names = [group.name(kv_dtype) for group, kv_dtype in engine.SUITE.rows()]
@@ -124,7 +124,7 @@ def test_a_quick_run_of_formats(tmp_path):
     rows = _run(tmp_path, "paged_formats")["rows"]
     assert {row["status"] for row in rows if row["family"] != "cudnn"} == {"ok"}
     errors = {row["name"]: row["relative_l2"] for row in rows if row["status"] == "ok"}
-    for kv_dtype in ("auto", "fp8_e4m3", "k8v4", "turbo_k4v2"):
+    for kv_dtype in ("auto", "fp8_e4m3", "k8v4", "turbo_k4v2", "turbo_k3v2"):
         # Nothing but the rounding of the result to bfloat16: 2**-9 at most.
         assert 0 < errors[f"paged-decode/tiny/b2-s192/{kv_dtype}/xla"] < 2**-9
     stored = [errors[f"paged-append/tiny/b2-s192/{kind}"] for kind in ("auto", "fp8_e4m3", "k8v4")]

@@ -35,15 +35,8 @@ from turbojax.state.pages import pool as paged
 pytestmark = pytest.mark.gpu
 
 # What the kernel for Hopper takes; that it refuses the rest is tested on the CPU.
-HOPPER_KINDS, HOPPER_DIMS, HOPPER_ROWS = (
-    ("turbo4", "fp8_e4m3", "fp8_e5m2", "auto"),
-    (64, 128, 256),
-    64,
-)
-PAIRS = [
-    *((kv_dtype, kernel) for kv_dtype in HOPPER_KINDS for kernel in ("mosaic_gpu", "triton")),
-    *((kv_dtype, "triton") for kv_dtype in MIXED),
-]
+HOPPER_DIMS, HOPPER_ROWS = (64, 128, 256), 64
+PAIRS = [(kv_dtype, kernel) for kv_dtype in KV_DTYPES for kernel in ("mosaic_gpu", "triton")]
 # Every mix is held to the oracle and to plain JAX; two of them stand for all elsewhere.
 FEWER = [(kv_dtype, kernel) for kv_dtype, kernel in PAIRS if kv_dtype not in MIXED[2:]]
 
@@ -59,8 +52,15 @@ def grid(shapes):
         (name, kv_dtype, kernel)
         for name, (_, kv_heads, dim, heads, count, *_) in shapes.items()
         for kv_dtype, kernel in PAIRS
-        if kernel == "triton" or (dim in HOPPER_DIMS and count * heads // kv_heads <= HOPPER_ROWS)
+        if kernel == "triton" or (takes(kv_dtype, dim) and count * heads // kv_heads <= HOPPER_ROWS)
     ]
+
+
+def takes(kv_dtype, dim):
+    """Whether the kernel for Hopper does: of codes all that fill words."""
+    words = {4: 8, 3: 32, 2: 16}
+    fills = [bits in words and dim % words[bits] == 0 for bits in code_bits(kv_dtype)]
+    return dim in HOPPER_DIMS or all(fills)
 
 
 def implementation(kernel, query, cache, tables):
@@ -187,6 +187,9 @@ def test_a_merge_of_one_part_changes_no_bit(kv_dtype, kernel):
         ("auto", 128, 1, {}),
         ("auto", 64, 4, {"logits_soft_cap": 20.0}),
         ("auto", 256, 2, {"window": (700, 0)}),
+        ("k8v4", 64, 3, {"window": (700, 0)}),
+        ("turbo_k2v3", 128, 1, {}),
+        ("turbo_k3v4", 256, 2, {}),
     ],
 )
 def test_how_programs_are_cut_changes_no_bit(kv_dtype, head_dim, tokens, options):
@@ -325,7 +328,6 @@ def test_the_gpu_chooses_a_kernel():
 
 
 def test_the_grids_meet_every_kind_of_pages_and_head_dim():
-    wanted = {(kind, "triton", dim) for kind in KV_DTYPES for dim in HOPPER_DIMS}
-    wanted |= {(kind, "mosaic_gpu", dim) for kind in HOPPER_KINDS for dim in HOPPER_DIMS}
+    wanted = {(*pair, dim) for pair in PAIRS for dim in HOPPER_DIMS}
     shapes = {**SHAPES, **LARGE}
     assert wanted <= {(kind, kernel, shapes[name][2]) for name, kind, kernel in grid(shapes)}

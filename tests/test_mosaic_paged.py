@@ -14,19 +14,23 @@ import numpy as np
 import pytest
 from grids import pairwise
 from kernel_helpers import lower_for_cuda
+from mosaic_paged_helpers import MIXED, STORED_BITS, mixed_block, norms_of, stored
 from oracles import warp
 
 from benchmarks.shapes import MODELS
 from pallas_kernels.mosaic import warp as frame
 from pallas_kernels.mosaic.hopper.paged import (
+    codes,
     floats,
     fp8,
     inputs,
+    integers,
     kernel,
     operands,
     plain,
     rotation,
     turbo4,
+    unpack,
 )
 from turbojax import _device, polar
 from turbojax.ops.options import Options
@@ -36,7 +40,7 @@ from turbojax.state.pages.pool import init_paged_cache
 # Of ``kv_dtype="auto"`` by dtype, which is the queries' too.
 PLAIN = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 STORED = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2, **PLAIN}
-KINDS = ("turbo4", *STORED)
+KINDS = ("turbo4", *STORED, *MIXED)
 SHARED_BYTES = 227 * 1024
 
 
@@ -132,7 +136,7 @@ def test_both_ways_lower(is_split):
 def test_models_of_usual_head_dims_are_taken(hopper, name):
     heads = MODELS[name]
     found = refusal("turbo4", heads=heads.query, kv_heads=heads.kv, head_dim=heads.dim)
-    is_usual = heads.dim in (64, 128, 256) and heads.query // heads.kv <= 64
+    is_usual = heads.dim % 8 == 0 and heads.dim <= 256 and heads.query // heads.kv <= 64
     assert (found is None) == is_usual
 
 
@@ -144,13 +148,8 @@ def test_models_of_usual_head_dims_are_taken(hopper, name):
             {"dtype": jnp.float32},
             "with kv_dtype='auto' dtype=float32 must be one of ('bfloat16', 'float16')",
         ),
-        ("k8v4", {}, "kv_dtype='k8v4' must be one of ('turbo4', 'fp8_e4m3', 'fp8_e5m2', 'auto')"),
-        (
-            "turbo_k4v2",
-            {},
-            "kv_dtype='turbo_k4v2' must be one of ('turbo4', 'fp8_e4m3', 'fp8_e5m2', 'auto')",
-        ),
-        ("turbo4", {"head_dim": 96}, "head_dim=96 must be one of (64, 128, 256)"),
+        ("fp8_e4m3", {"head_dim": 96}, "head_dim=96 must be one of (64, 128, 256)"),
+        ("turbo_k3v2", {"head_dim": 80}, "head_dim=80 must be one of (64, 128, 256)"),
         ("turbo4", {"tokens": 17}, "68 queries of a KV head must be at most 64"),
     ],
 )
@@ -179,7 +178,20 @@ def test_what_is_in_flight_fits_shared_memory(kind, head_dim, tokens):
 @pytest.fixture
 def lanes(monkeypatch):
     """The kernel's modules on arrays of lanes; gives the lane."""
-    for module in (frame, floats, fp8, inputs, kernel, operands, plain, rotation, turbo4):
+    modules = (
+        codes,
+        floats,
+        fp8,
+        inputs,
+        integers,
+        kernel,
+        operands,
+        plain,
+        rotation,
+        turbo4,
+        unpack,
+    )
+    for module in (frame, *modules):
         monkeypatch.setattr(module, "lane", warp)
     number = warp.Int(warp.LANES)
     g = number >> 2
@@ -187,11 +199,13 @@ def lanes(monkeypatch):
 
 
 def settings(kind, *, block=64, rows=4, window=None, soft_cap=None, scale=0.125):
-    table, middle, step = polar.integer_centroids(4)
+    pair = tuple(stored(bits) for bits in STORED_BITS[kind]) if kind in STORED_BITS else None
+    key_bits = pair[0].bits if pair else 4 if kind == "turbo4" else 8
+    table, middle, step = polar.integer_centroids(min(key_bits, 4))
     return inputs.Settings(
-        kind, tuple(table), middle, scale * (step if kind == "turbo4" else 1.0), 1.0, window,
-        soft_cap, rows=rows, part=1024, is_split=False, few=256, block=block, warpgroups=1,
-        stages=2,
+        "mixed" if pair else kind, tuple(table), middle,
+        scale * (step if key_bits < 8 else 1.0), 1.0, window, soft_cap, rows=rows, part=1024,
+        is_split=False, few=256, block=block, warpgroups=1, stages=2, stored=pair,
     )  # fmt: skip
 
 
@@ -202,6 +216,8 @@ def normal(rng, kind, shape):
 
 def random_block(rng, kind, block, head_dim):
     """A block in shared memory, and its keys and values in float64."""
+    if kind in MIXED:
+        return mixed_block(rng, kind, block, head_dim)
     if kind != "turbo4":
         stored = STORED[kind]
         sides = [rng.normal(size=(block, head_dim)).astype(stored) for _ in range(2)]
@@ -238,7 +254,7 @@ def program(query, length, query_length, key_scale=None):
 def run(lane, s, blocks, query, length, query_length, key_scale=None):
     """Outputs ``[rows, H]``, maxima and sums ``[rows]`` of a warp that takes all blocks."""
     a, at = program(query, length, query_length, key_scale)
-    module = turbo4 if s.has_norms else floats
+    channel_of = kernel.channel_of(s)
     products = kernel.products_of(a.head_dim, s)
     loaded = kernel._load_query(a, at, lane, products, None, s)
     state = inputs.State.empty(s.tiles, a.head_dim // 8)
@@ -251,7 +267,7 @@ def run(lane, s, blocks, query, length, query_length, key_scale=None):
     g, t = warp.LANES // 4, warp.LANES % 4
     for tile in range(s.tiles):
         for i, x in enumerate(state.outputs[tile]):
-            channel = module.channel(i, lane, a.head_dim).value.astype(np.int64)
+            channel = channel_of(i, lane, a.head_dim).value.astype(np.int64)
             assert np.all(np.isnan(out[4 * tile + t, channel])), "a channel is written twice"
             out[4 * tile + t, channel] = x.value
         maxima[4 * tile + t[g == 0]] = state.maxima[tile].value[g == 0]
@@ -328,7 +344,7 @@ def test_a_warp_attends_as_the_definition_says(lanes, kind, head_dim, block):
     s = settings(kind, block=block)
     blocks = [random_block(rng, kind, block, head_dim) for _ in range(3)]
     query = normal(rng, kind, (1, 1, 4, head_dim))
-    compare(lanes, s, blocks, query, 3 * block - 5, 1, 0.5 if "fp8" in kind else None)
+    compare(lanes, s, blocks, query, 3 * block - 5, 1, 0.5 if "8" in kind else None)
 
 
 @pytest.mark.quick(first=9)
@@ -363,7 +379,7 @@ def test_values_are_weighted_as_the_weights_say(lanes, kind):
     rng = np.random.default_rng(6)
     s = settings(kind, rows=8)
     memory, (_, values) = random_block(rng, kind, 64, 128)
-    module = turbo4 if s.has_norms else floats
+    channel_of = kernel.channel_of(s)
     products = kernel.products_of(128, s)
     weights = rng.random((8, 64))
     g, t = warp.LANES // 4, warp.LANES % 4
@@ -374,7 +390,7 @@ def test_values_are_weighted_as_the_weights_say(lanes, kind):
 
     p = [[of_lanes(weights[4 * n + t, 8 * g + (i ^ odd)]) for i in range(8)] for n in (0, 1)]
     seen = [[warp.Bool(np.ones(32, bool))] * 8] * 2
-    channels = [module.channel(i, lanes, 128).value.astype(np.int64) for i in range(16)]
+    channels = [channel_of(i, lanes, 128).value.astype(np.int64) for i in range(16)]
     lost = [warp.integer(0)] * 2
     after = products.weighted(warp.Pointer(memory), p, seen, lost, lanes)
     out = np.zeros((8, 128))
@@ -384,7 +400,7 @@ def test_values_are_weighted_as_the_weights_say(lanes, kind):
     want = weights @ values
     error = (2.0**-15 if kind == "bfloat16" else 2.0**-20) * np.abs(want).max()
     if s.has_norms:
-        norms = memory[2 * 64 * 64 + 128 :].view(np.float16).astype(np.float64)
+        norms = norms_of(memory, s, 128, 1).astype(np.float64)
         largest = (weights * norms).max()
         error += largest / 65024 * np.abs(values / norms[:, None]).sum(0).max()
     np.testing.assert_allclose(out, want, rtol=0, atol=error)
@@ -424,8 +440,11 @@ def test_a_block_that_no_query_sees_changes_no_bit(lanes, kind):
     query = normal(rng, kind, (1, 1, 4, 128))
     # Garbage, as shared memory may hold: NaN norms and floats, here and past the end of block 1.
     memories[2] = np.full_like(memories[2], 0xFF)
-    tail = memories[1].reshape(2, -1) if kind != "turbo4" else memories[1][8192:].reshape(2, -1)
-    tail[:, tail.shape[1] * 36 // 64 :] = 0xFF
+    tails = memories[1].reshape(2, -1)
+    if s.has_norms:
+        tails = [norms_of(memories[1], s, 128, side).view(np.uint8) for side in (0, 1)]
+    for tail in tails:
+        tail[len(tail) * 36 // 64 :] = 0xFF
     short = run(lanes, s, memories[:2], query, 100, 1)
     long = run(lanes, s, memories, query, 100, 1)
     for a, b in zip(short, long, strict=True):
@@ -441,9 +460,10 @@ def test_nan_reaches_what_attends_to_it_and_nothing_else(lanes, kind, where):
     query = normal(rng, kind, (1, 2, 2, 128))
     if where == "query":
         query[0, 1, 0, 5] = np.nan
-    elif s.has_norms:
-        norms = memory[2 * 64 * 64 :].view(np.float16).reshape(2, 64)
-        norms[int(where == "value"), 40] = np.nan
+    elif len(norms := norms_of(memory, s, 128, int(where == "value"))) and s.has_norms:
+        norms[40] = np.nan
+    elif kind in MIXED:  # its keys
+        memory[: 64 * 128].view(ml_dtypes.float8_e4m3fn).reshape(64, 128)[40, 7] = np.nan
     else:
         memory.view(STORED[kind]).reshape(2, 64, 128)[int(where == "value"), 40, 7] = np.nan
     out, _, totals = run(lanes, s, [memory], query, 41, 2)

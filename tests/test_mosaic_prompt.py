@@ -28,7 +28,7 @@ from turbojax.ops.options import Options
 from turbojax.ops.paged_attention import hopper, mosaic_prompt
 from turbojax.state.pages.pool import gather
 
-KINDS = ("auto", "turbo4", "fp8_e4m3", "fp8_e5m2", "k8v4")
+KINDS = ("auto", "turbo4", "fp8_e4m3", "fp8_e5m2", "k8v4", "turbo_k3v2")
 
 
 # What is refused, and that the rest lowers --------------------------------------------------------
@@ -67,7 +67,6 @@ def test_it_lowers(queries, page_size, kind, head_dim, dtype, options):
 @pytest.mark.parametrize(
     ("kind", "shape", "words"),
     [
-        ("turbo_k4v2", {}, "kv_dtype='turbo_k4v2' must be one of"),
         ("auto", {"head_dim": 96}, "head_dim=96 must be one of (64, 128, 256)"),
         ("turbo4", {"dtype": jnp.float32}, "dtype=float32 must be bfloat16 or float16"),
     ],

@@ -229,12 +229,6 @@ STILL = {
     "pooled, blocks of 64 queries": _SHAPES,
     "cache, decode, 80 channels": _SHAPES,
     "cache, decode, float": "mode 'float' decodes in unrounded numbers",
-    "pages, prompt, turbo_k3v2": "codes of 2 and 3 bits are not expanded for prompts on Hopper",
-    **{
-        f"pages, attention, {kind}": "formats that attention to pages for Hopper does not read"
-        for kind in ("k8v4", "turbo_k3v2")
-    },
-    "pages, attention, 80 channels": _SHAPES,
     "matmul, float32": _FLOAT32,
     "attention, gradient, float": "exact attention that is differentiated is no call of cuDNN",
 }

@@ -308,6 +308,12 @@ CASES = {
     "paged, turbo4, parts, Hopper": _case(
         "paged_hopper paged_merge_hopper", _paged, "mosaic_gpu", "turbo4", 8400
     ),
+    "paged, k8v4, Hopper": _case(
+        "paged_hopper paged_merge_hopper", _paged, "mosaic_gpu", "k8v4", 20
+    ),
+    "paged, 3 and 2 bits, Hopper": _case(
+        "paged_hopper paged_merge_hopper", _paged, "mosaic_gpu", "turbo_k3v2", 20
+    ),
     "kv4, Hopper": _case(
         "kv4_append_hopper paged_hopper paged_merge_hopper", _kv4, kv4.init_cache, "mosaic_gpu"
     ),
@@ -335,6 +341,9 @@ CASES = {
     ),
     "paged, prompt, turbo4, parts, Hopper": _case(
         "paged_expand_hopper paged_prompt_hopper paged_join_hopper", _paged_prompt, "turbo4", 40
+    ),
+    "paged, prompt, 2 and 3 bits, Hopper": _case(
+        "paged_expand_hopper paged_prompt_hopper paged_join_hopper", _paged_prompt, "turbo_k2v3", 40
     ),
     "pooled, Hopper": _case(
         "pool_hopper pooled_attention_hopper pooled_query_gradient_hopper"

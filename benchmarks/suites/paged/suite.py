@@ -26,7 +26,8 @@ _DECODE = (
     ("turbo4", TRITON),
     ("fp8_e5m2", MOSAIC),
 )
-_FORMATS = (*_DECODE[:-1], ("k8v4", TRITON), ("turbo_k4v2", TRITON))
+_UNLIKE = ("k8v4", "turbo_k4v2", "turbo_k3v2")
+_FORMATS = (*_DECODE[:-1], *((kind, kernel) for kernel in (MOSAIC, TRITON) for kind in _UNLIKE))
 _APPEND = ("auto", "fp8_e4m3", "turbo4")
 _PLACES = ((64, 4096), (1, 32768), (1, 8192), (1, 4096), (1, 1024))
 _PROMPT = (("auto", MOSAIC), ("fp8_e4m3", MOSAIC), ("turbo4", MOSAIC), ("auto", TRITON))
@@ -80,7 +81,7 @@ def _quick_groups() -> list[Group]:
 
 
 def _quick_format_groups() -> list[Group]:
-    shape, kinds = Shape("tiny", 2, 192), ("auto", "fp8_e4m3", "k8v4", "turbo_k4v2")
+    shape, kinds = Shape("tiny", 2, 192), ("auto", "fp8_e4m3", "k8v4", "turbo_k4v2", "turbo_k3v2")
     chosen = [(kv_dtype, "xla") for kv_dtype in kinds]
     return [
         paged_cases.decode(Problem(shape), chosen, with_jax=False),

@@ -36,6 +36,7 @@ KV_DTYPES = {
     "turbo4": "turbo4",
     "k8v4": "k8v4",
     "turbo_k4v2": "turbo, 4 and 2 bits",
+    "turbo_k3v2": "turbo, 3 and 2 bits",
 }
 """Ways to store pages, as tables call them."""
 _METHODS = {

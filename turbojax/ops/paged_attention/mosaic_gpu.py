@@ -5,16 +5,19 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from turbojax import polar
 from turbojax._device import needs_hopper
 from turbojax.ops.options import Options
+from turbojax.state.pages.formats import Codes, Float8, Format
 from turbojax.state.pages.pool import PagedCache
 
 if TYPE_CHECKING:
-    from pallas_kernels.mosaic.hopper.paged.kernel import Settings
+    from pallas_kernels.mosaic.hopper.paged.kernel import Settings, Stored
 
-_KV_DTYPES = ("turbo4", "fp8_e4m3", "fp8_e5m2", "auto")
+# Kinds of pages whose keys and values are read alike; other sides are read each in its own way.
+_ALIKE = ("turbo4", "fp8_e4m3", "fp8_e5m2", "auto")
 _PLAIN_DTYPES = ("bfloat16", "float16")
 _HEAD_DIMS = (64, 128, 256)
 _MOST_QUERY_ROWS = 64
@@ -26,6 +29,10 @@ _FEW_PROGRAMS = 64
 
 # Of a warp's keys of 16 bits.
 _PLAIN_BYTES = 8192
+# Channels whose codes, by their bits, are whole words.
+_WHOLE_WORDS = {4: 8, 3: 32, 2: 16}
+# Of a token's codes, so that a block of 64 tokens is as large.
+_MOST_BYTES_OF_64 = 128
 # And of its shared memory, so that no more than two programs are on a multiprocessor.
 _HALF = 19456
 _MULTIPROCESSORS = 132
@@ -118,11 +125,35 @@ def unsupported(
 ) -> str | None:
     """Why `attend` cannot run this here; None if it can."""
     del block_tables, options
-    if cache.kv_dtype not in _KV_DTYPES:
-        return f"kv_dtype={cache.kv_dtype!r} must be one of {_KV_DTYPES}"
+    if not _is_read(cache):
+        return f"kv_dtype={cache.kv_dtype!r} has keys or values that are not read here"
     if cache.kv_dtype == "auto" and cache.dtype.name not in _PLAIN_DTYPES:
         return f"with kv_dtype='auto' dtype={cache.dtype} must be one of {_PLAIN_DTYPES}"
-    return refusal(query, cache.num_kv_heads)
+    channels = _channels(cache) or cache.head_dim
+    given = jax.ShapeDtypeStruct((*query.shape[:3], channels), query.dtype)
+    return refusal(given, cache.num_kv_heads)
+
+
+def _is_read(cache: PagedCache) -> bool:
+    key, value = cache.formats
+    is_e4m3 = isinstance(key, Float8) and key.name == "float8_e4m3fn"
+    return cache.kv_dtype in _ALIKE or (
+        (is_e4m3 or isinstance(key, Codes)) and isinstance(value, Codes)
+    )
+
+
+def _channels(cache: PagedCache) -> int | None:
+    """With how many channels codes are multiplied, the last ones 0 if they have fewer; or None.
+
+    What is read in their place is of other codes: of floats it might be NaN. A vector's codes, and
+    the third bits of 3, begin where words do.
+    """
+    if cache.head_dim in _HEAD_DIMS:
+        return cache.head_dim
+    for side in cache.formats:
+        if not isinstance(side, Codes) or cache.head_dim % _WHOLE_WORDS[side.bits]:
+            return None
+    return next((n for n in _HEAD_DIMS if n >= cache.head_dim), None)
 
 
 def refusal(query: jax.Array | jax.ShapeDtypeStruct, kv_heads: int) -> str | None:
@@ -164,6 +195,9 @@ def attend(
 
     launch = launch or default_launch(call_of(query, cache, block_tables, options))
     settings = settings_of(query, cache, options, launch)
+    signs, dtype = cache.rotation.signs if cache.formats.is_rotated else None, query.dtype
+    if settings.channels is not None:
+        query, signs = _padded(polar.rotate(query, cache.rotation), _channels(cache)), None
     key_scale, value_scale = (
         None if x is None else x[None] for x in (cache.key_scale, cache.value_scale)
     )
@@ -174,9 +208,17 @@ def attend(
         cache.value_norm,
         key_scale,
         value_scale,
-        cache.rotation.signs if cache.formats.is_rotated else None,
+        signs,
     )
-    return kernel.attend(query, pages, block_tables, lengths, query_lengths, settings)
+    out, lse = kernel.attend(query, pages, block_tables, lengths, query_lengths, settings)
+    if settings.channels is not None:
+        out = polar.unrotate(out[..., : cache.head_dim], cache.rotation).astype(dtype)
+    return out, lse
+
+
+def _padded(x: jax.Array, channels: int | None) -> jax.Array:
+    assert channels is not None
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, channels - x.shape[-1])])
 
 
 def settings_of(
@@ -191,6 +233,8 @@ def settings_of(
     rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
     if cache.kv_dtype == "auto":
         return plain_settings(cache.dtype.name, rows, cache.head_dim, options, launch)
+    if cache.kv_dtype not in _ALIKE or cache.head_dim not in _HEAD_DIMS:
+        return _mixed_settings(cache, rows, options, launch)
     centroids: tuple[int, ...] = ()
     middle, unit = 0.0, 1.0
     if cache.kv_dtype == "turbo4":
@@ -202,10 +246,43 @@ def settings_of(
         middle=middle,
         scale=options.scale * unit,
         value_unit=unit,
-        # So many that three programs share the memory.
-        block=64 if cache.key.shape[-1] <= 64 else 32,
+        block=_block(2 * cache.key.shape[-1]),
         **_common(rows, options, launch),
     )
+
+
+def _mixed_settings(cache: PagedCache, rows: int, options: Options, launch: Launch) -> "Settings":
+    """What is static in a call where keys are stored in another way than values, or in few bits."""
+    from pallas_kernels.mosaic.hopper.paged import kernel
+
+    (key, key_unit), (value, value_unit) = (_stored(x, cache.head_dim) for x in cache.formats)
+    token_bytes = (key.bits + value.bits) * cache.head_dim // 8
+    return kernel.Settings(
+        kind="mixed",
+        centroids=(),
+        middle=0.0,
+        scale=options.scale * key_unit,
+        value_unit=value_unit,
+        block=_block(token_bytes),
+        stored=(key, value),
+        channels=None if cache.head_dim in _HEAD_DIMS else cache.head_dim,
+        **_common(rows, options, launch),
+    )
+
+
+def _block(token_bytes: int) -> int:
+    """Tokens of a warp at a time: so many that three programs share the memory."""
+    return 64 if token_bytes <= _MOST_BYTES_OF_64 else 32
+
+
+def _stored(side: Format, head_dim: int) -> tuple["Stored", float]:
+    """How a side is stored, and what its numbers are multiplied by beside norms and scales."""
+    from pallas_kernels.mosaic.hopper.paged import kernel
+
+    if not isinstance(side, Codes):
+        return kernel.Stored(8), 1.0
+    table, middle, step = polar.integer_centroids(side.bits)
+    return kernel.Stored(side.bits, tuple(table), middle), step / math.sqrt(head_dim)
 
 
 def plain_settings(

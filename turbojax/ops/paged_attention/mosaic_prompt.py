@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from pallas_kernels.mosaic.hopper.paged_prompt import expand
 
 _HEAD_DIMS = (64, 128, 256)
-_KV_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2", "turbo4", "k8v4")
 # Copies move queries in multiples of eight.
 _COPY = 8
 _MOST_E4M3_CHANNELS = 128
@@ -52,8 +51,6 @@ def default_launch(query: jax.Array, cache: PagedCache) -> Launch:
 
 def unsupported(cache: PagedCache) -> str | None:
     """Why `attend` cannot read these pages here; None if it can."""
-    if cache.kv_dtype not in _KV_DTYPES:
-        return f"kv_dtype={cache.kv_dtype!r} must be one of {_KV_DTYPES} for so many queries"
     if cache.dtype.itemsize != 2:
         return f"dtype={cache.dtype} must be bfloat16 or float16"
     if cache.head_dim not in _HEAD_DIMS:

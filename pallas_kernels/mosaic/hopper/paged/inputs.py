@@ -10,7 +10,26 @@ from pallas_kernels.mosaic.lane import Float, Int, Pointer
 # Queries of a column tile: each has two columns, a high and a low part.
 TILE = 4
 _TURBO4, _PLAIN = "turbo4", ("bfloat16", "float16")
-_KV4, _K8V4 = "kv4", "k8v4"
+_KV4, _K8V4, _MIXED = "kv4", "k8v4", "mixed"
+
+
+class Stored(NamedTuple):
+    """How one side of pages is stored whose sides are stored each in its own way.
+
+    Attributes:
+      bits: of a code: 2, 3 or 4, with a norm for each token; 8 of e4m3, which keys may be.
+      centroids: of codes, ``2**bits`` numbers in 0..127 that stand for themselves minus `middle`.
+      middle: a multiple of a half.
+    """
+
+    bits: int
+    centroids: tuple[int, ...] = ()
+    middle: float = 0.0
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it is e4m3."""
+        return not self.centroids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +39,7 @@ class Settings:
     Attributes:
       kind: what pages hold: ``"turbo4"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``, or ``"bfloat16"`` or
         ``"float16"``, which is the queries' dtype then; ``"kv4"`` and ``"k8v4"``, codes with a
-        scale for each token.
+        scale for each token; ``"mixed"``, see `stored`.
       centroids: turbo4: 16 numbers in 0..127, each of which stands for itself minus `middle`.
       middle: turbo4: a multiple of a half.
       scale: factor of the scores.
@@ -40,6 +59,9 @@ class Settings:
         that a multiprocessor holds end sooner, and those that are left over at the end count less.
       limit: without a table, the tokens that a sequence may have: token `p` is page ``p % n`` of
         its `n` pages of one token.
+      stored: how keys, and how values, are stored, of the kind ``"mixed"``.
+      channels: of what is stored there, where they are fewer than the queries'; the queries' others
+        are 0, and those of outputs may be anything.
     """
 
     kind: str
@@ -58,6 +80,8 @@ class Settings:
     stages: int
     reserve: int = 0
     limit: int | None = None
+    stored: tuple[Stored, Stored] | None = None
+    channels: int | None = None
 
     @property
     def is_contiguous(self) -> bool:
@@ -77,7 +101,12 @@ class Settings:
     @property
     def has_norms(self) -> bool:
         """Whether tokens have norms, or scales."""
-        return self.kind in (_TURBO4, _KV4, _K8V4)
+        return self.kind in (_TURBO4, _KV4, _K8V4, _MIXED)
+
+    @property
+    def rotates_queries(self) -> bool:
+        """Whether keys are codes of rotated vectors."""
+        return self.kind == _TURBO4 or (self.stored is not None and not self.stored[0].is_float)
 
     @property
     def key_runs(self) -> int:
@@ -106,22 +135,28 @@ class Settings:
 
     def row_bytes(self, head_dim: int) -> int:
         """Bytes of one token's value."""
+        if self.stored is not None:
+            return (self.channels or head_dim) * self.stored[1].bits // 8
         if self.has_norms:
             return head_dim // 2
         return 2 * head_dim if self.is_plain else head_dim
 
     def key_bytes(self, head_dim: int) -> int:
         """Bytes of one token's key."""
+        if self.stored is not None:
+            return (self.channels or head_dim) * self.stored[0].bits // 8
         return head_dim if self.kind == _K8V4 else self.row_bytes(head_dim)
 
     def token_bytes(self, head_dim: int) -> int:
         """Bytes of one token's key and value, norms included."""
         codes = self.key_bytes(head_dim) + self.row_bytes(head_dim)
+        if self.stored is not None:
+            return codes + sum(0 if side.is_float else 2 for side in self.stored)
         return codes + (4 if self.has_norms else 0)
 
     def warp_bytes(self, head_dim: int) -> int:
         """Shared memory of a warp: its blocks in flight, and later its result; a rotated query."""
-        return self.query_offset(head_dim) + (4 * head_dim if self.kind == _TURBO4 else 0)
+        return self.query_offset(head_dim) + (4 * head_dim if self.rotates_queries else 0)
 
     def query_offset(self, head_dim: int) -> int:
         """Where in it the query is."""
@@ -134,7 +169,7 @@ class Pages(NamedTuple):
 
     Attributes:
       key: uint8 codes ``[P, K, page_size, H / 2]``, or floats of 8 or 16 bits
-        ``[P, K, page_size, H]``.
+        ``[P, K, page_size, H]``; of `Settings.stored` codes ``[P, K, page_size, H * bits / 8]``.
       value: the same.
       key_norm: float16 ``[P, K, page_size]``, of the kinds with scales bfloat16, or None.
       value_norm: the same.

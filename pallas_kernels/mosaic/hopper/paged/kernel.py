@@ -1,4 +1,4 @@
-"""Attention of new queries to pages of 4-bit codes or of floats of 8 or 16 bits, for Hopper.
+"""Attention of new queries to pages of codes of 2 to 4 bits or floats of 8 or 16, for Hopper.
 
 Roofline, for 16 sequences, 8 KV heads with 4 queries each, 32,768 tokens, head dim 128:
   - bytes that must move: 16 * 8 * 32768 tokens * 132 = 554 MB for turbo4, 256 bytes a token and
@@ -106,6 +106,7 @@ from pallas_kernels.mosaic.hopper.paged.inputs import (
 )
 from pallas_kernels.mosaic.hopper.paged.inputs import Pages as Pages
 from pallas_kernels.mosaic.hopper.paged.inputs import Settings as Settings
+from pallas_kernels.mosaic.hopper.paged.inputs import Stored as Stored
 from pallas_kernels.mosaic.hopper.paged.products import Products, channel_of
 from pallas_kernels.mosaic.hopper.paged.products import products_of as products_of
 from pallas_kernels.mosaic.hopper.paged.rotation import rotated
@@ -223,7 +224,7 @@ def _load_query(
         count = run // 4
         if s.is_plain:
             given: Any = _query_row(a, at, row)
-        elif a.pages.signs is None:
+        elif a.pages.signs is None or not s.rotates_queries:
             firsts = [here.t * count + i * run for i in range(s.key_runs)]
             given = [x for first in firsts for x in _numbers(a, at, row, first, count)]
         else:
@@ -313,8 +314,7 @@ def _start_copies(
         lane.warp_barrier()
         rows = s.key_bytes(a.head_dim), s.row_bytes(a.head_dim)
         sources = list(zip((a.pages.key, a.pages.value), rows, strict=True))
-        if s.has_norms:
-            sources += [(a.pages.key_norm, 2), (a.pages.value_norm, 2)]
+        sources += [(x, 2) for x in (a.pages.key_norm, a.pages.value_norm) if x is not None]
         with lane.when(here.number < held.minimum(count)):
             first = (page * a.kv_heads + at.head) * a.page_size
             if a.page_size > s.block:

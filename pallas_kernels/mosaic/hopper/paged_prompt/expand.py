@@ -9,7 +9,7 @@ Roofline, for 32,768 tokens of 8 KV heads with 128 channels, turbo4, H200:
   - operations: 67 M numbers of some 15 instructions (a lookup, seven butterflies of which two go to
     other lanes, signs and norms, rounding), 1.0 G: 36 us of all lanes.
 Beside attention of 1,024 queries, 840 us at the target, both are small. Target: 80 us.
-Seen: 63 us.
+Seen: 63 us; of 3-bit keys and 2-bit values 62.
 
 A thread has 32 channels of a token, eight side by side in each quarter, so that neighbouring lanes
 load and store what lies together; two, four or eight lanes have a token.
@@ -40,7 +40,7 @@ class Codec:
     """How a side of the pages is stored.
 
     Attributes:
-      centroids: of codes of 4 bits, 16 integers up to 127; empty for 8-bit floats.
+      centroids: of codes of 4, 3 or 2 bits, 16, 8 or 4 integers up to 127; empty for 8-bit floats.
       middle: what they are too large by.
       unit: what a centroid, then, is multiplied by beside its token's norm; the rotation's own
         factor, one over the root of the channels, is in it.
@@ -51,6 +51,11 @@ class Codec:
     middle: float = 0.0
     unit: float = 1.0
     is_e5m2: bool = False
+
+    @property
+    def bits(self) -> int:
+        """Of what is stored of a number."""
+        return len(self.centroids).bit_length() - 1 if self.centroids else 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,8 +100,15 @@ class Place:
             return found
         found = []
         for i in range(_QUARTERS):
-            word = row.at(i * self.head_dim // (2 * _QUARTERS), self.part * 4).word()
-            found += centroids(word, codec)
+            if codec.bits == 4:
+                word = row.at(i * self.head_dim // (2 * _QUARTERS), self.part * 4).word()
+                found += centroids(word, codec)
+                continue
+            fields, third = row.at(i * self.head_dim // (4 * _QUARTERS), self.part * 2).half(), None
+            if codec.bits == 3:
+                first = self.head_dim // 4 + i * self.head_dim // (8 * _QUARTERS)
+                third = row.at(first, self.part).byte()
+            found += centroids_of_fields(fields, third, codec)
         return found
 
     def rotated_back(self, x: list[Float]) -> list[Float]:
@@ -112,10 +124,7 @@ class Place:
 
 def centroids(word: Int, codec: Codec) -> list[Float]:
     """The numbers of a word's eight codes."""
-    table = [
-        lane.integer(int.from_bytes(bytes(codec.centroids[i : i + 4]), "little"))
-        for i in range(0, 16, 4)
-    ]
+    table = _table(codec)
     flipped = word ^ 0x88888888
     found = []
     for low, high in ((word, flipped), (word >> 16, flipped >> 16)):
@@ -123,10 +132,39 @@ def centroids(word: Int, codec: Codec) -> list[Float]:
         four = lane.permute_bytes(table[0], table[1], low) | lane.permute_bytes(
             table[2], table[3], high
         )
-        for i in range(4):
-            bits = lane.permute_bytes(four, _BYTE_FLOAT, 0x7504 | (i << 4))
-            found.append(bits.as_float() + -(_BYTE_OFFSET + codec.middle))
+        found += _floats(four, codec)
     return found
+
+
+def centroids_of_fields(fields: Int, third: Int | None, codec: Codec) -> list[Float]:
+    """The numbers of eight codes of 2 bits, or of 3.
+
+    Args:
+      fields: two bytes of the lower two bits of four codes each.
+      third: a byte of third bits, see `turbojax.polar.pack`, or None.
+      codec: their table.
+    """
+    table = _table(codec)
+    # In every nibble a code: those of even channels, those of odd ones.
+    nibbles = [fields & 0x3333, (fields >> 2) & 0x3333]
+    if third is not None:
+        both = third | (third << 8)
+        for i, (lower, upper) in enumerate(((both << 2, both), (both << 1, both >> 1))):
+            nibbles[i] = nibbles[i] | (lower & 0x0044) | (upper & 0x4400)
+    numbers = [_floats(lane.permute_bytes(table[0], table[-1], x), codec) for x in nibbles]
+    return [x for pair in zip(*numbers, strict=True) for x in pair]
+
+
+def _table(codec: Codec) -> list[Int]:
+    """Four centroids in a word."""
+    words = [codec.centroids[i : i + 4] for i in range(0, len(codec.centroids), 4)]
+    return [lane.integer(int.from_bytes(bytes(w), "little")) for w in words]
+
+
+def _floats(four: Int, codec: Codec) -> list[Float]:
+    """The numbers of four centroids."""
+    words = [lane.permute_bytes(four, _BYTE_FLOAT, 0x7504 | (i << 4)) for i in range(4)]
+    return [w.as_float() + -(_BYTE_OFFSET + codec.middle) for w in words]
 
 
 def _butterflies(x: list[Float], first: int, end: int) -> list[Float]:
@@ -214,7 +252,7 @@ def _sides(arrays: list[Pointer], place: Place, s: Settings) -> tuple[list[Float
     for codec, target in zip(s.codecs, out, strict=True):
         data = arrays.pop(0)
         norm = arrays.pop(0) if codec.centroids else None
-        width = place.head_dim // 2 if codec.centroids else place.head_dim
+        width = place.head_dim * codec.bits // 8
         sides.append(_Side(data, norm, target, codec, width))
     return signs, sides
 

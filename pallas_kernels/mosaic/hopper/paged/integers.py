@@ -1,0 +1,94 @@
+"""Queries and weights as integers of 15 bits, for products of int8 with looked-up centroids.
+
+Each is a low and a high byte in two columns. An entry of a table stands for itself minus a middle;
+what that offset contributes is known beforehand, and the sums start from it.
+"""
+
+import functools
+from typing import Any
+
+from pallas_kernels.mosaic import lane
+from pallas_kernels.mosaic.hopper.paged.inputs import Place
+from pallas_kernels.mosaic.hopper.paged.operands import scaled, weight_words
+from pallas_kernels.mosaic.lane import Float, Int
+
+# The largest number whose high byte is at most 127 after rounding.
+_RANGE = 127.0 * 256
+_EVERY_BYTE = 0x01010101
+
+
+def query_operands(
+    x: list[Float], middle: float, here: Place
+) -> tuple[list[Int], tuple[Any, Any], Float, Float]:
+    """A query's operand words, its columns' starts, its offset, its scale.
+
+    Args:
+      x: the lane's channels, in the order in which keys meet them.
+      middle: of the keys' table.
+      here: the lane's place.
+    """
+    x, top = scaled(x)
+    is_high = here.g & 1
+    words, sums = [], lane.integer(0)
+    for k in range(0, len(x), 4):
+        word = _plane([_rounded(v, lane.number(_RANGE)) for v in x[k : k + 4]], is_high)
+        words.append(word)
+        sums = lane.dot4(word, lane.integer(_EVERY_BYTE), sums)
+    sums = lane.reduce_lanes(sums, lambda u, v: u + v, (1, 2))
+    low, high = (lane.from_lane(sums, (here.t << 3) + 4 * i) for i in (0, 1))
+    start, offset = _less_middle(low, high, middle)
+    return words, start, offset, top * (1 / _RANGE)
+
+
+def weight_operands(
+    w: list[Float], middle: float, here: Place
+) -> tuple[list[Int], tuple[Any, Any], Float, Float]:
+    """Operand words of the lane's weights, their columns' starts, their offset, their unit.
+
+    Weights are of 15 bits of the largest in the block.
+    """
+    # Bits of non-negative floats are ordered like integers, with NaN the largest.
+    bits = functools.reduce(lambda a, b: a.maximum(b), [x.as_int() for x in w])
+    top = lane.reduce_lanes(bits, lambda a, b: a.maximum(b), (4, 8, 16)).as_float()
+    inverse = (top > 0.0).where(lane.reciprocal(top) * _RANGE, 0.0)
+    words: list[Int] = []
+    for k in range(0, len(w), 4):
+        rounded = [_rounded(x, inverse) for x in w[k : k + 4]]
+        planes = [_plane(rounded, lane.integer(i)) for i in (0, 1)]
+        words += weight_words(planes, here)
+    ones, sums = [lane.integer(_EVERY_BYTE)] * 4, [lane.integer(0)] * 4
+    for k in range(0, len(words), 2):
+        sums = lane.matmul(ones, words[k : k + 2], sums)
+    start, offset = _less_middle(sums[0], sums[1], middle)
+    return words, start, offset, top * (1 / _RANGE)
+
+
+def joined(low: Int, high: Int, offset: Float) -> Float:
+    """What two columns' sums stand for."""
+    return ((high << 8) + low).to_float() + offset
+
+
+def _less_middle(low: Int, high: Int, middle: float) -> tuple[tuple[Int, Int], Float]:
+    """Where two columns' sums start, and what is added to their combination.
+
+    Args:
+      low: sum of the operand's low bytes.
+      high: of its high bytes.
+      middle: a multiple of a half.
+    """
+    whole = int(middle + 0.5)
+    rest = ((high << 8) + low).to_float() * (whole - middle)
+    return (low * -whole, high * -whole), rest
+
+
+def _rounded(x: Float, factor: Float) -> Int:
+    """``rint(x * factor) + 128`` in the low 16 bits: the low byte plus 128, and the high byte."""
+    return lane.fma(x, factor, lane.ROUNDER + 128.0).as_int()
+
+
+def _plane(x: list[Int], is_high: Int) -> Int:
+    """One byte each of four `_rounded` numbers, as signed bytes."""
+    pick = is_high * 0x11 + 0x40
+    first, second = lane.permute_bytes(x[0], x[1], pick), lane.permute_bytes(x[2], x[3], pick)
+    flip = is_high.equals(0).where(0x80808080 - 2**32, 0)
+    return lane.permute_bytes(first, second, 0x5410) ^ flip
