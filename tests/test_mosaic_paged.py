@@ -125,6 +125,26 @@ def test_programs_take_few_tokens_where_they_would_be_few(shape, is_split):
     assert mosaic_gpu.default_launch(call).is_split == is_split
 
 
+@pytest.mark.parametrize(
+    ("kind", "batch", "tokens", "in_pairs"),
+    [
+        ("fp8_e4m3", 64, 4096, True),
+        ("fp8_e5m2", 32, 4096, True),
+        ("fp8_e4m3", 16, 32768, False),
+        ("fp8_e4m3", 1, 4096, False),
+        ("turbo4", 64, 4096, False),
+    ],
+)
+def test_few_rounds_of_programs_of_8_bit_pages_are_taken_in_pairs(kind, batch, tokens, in_pairs):
+    shape = {"batch": batch, "kv_heads": 8, "heads": 32, "max_pages": tokens // 64}
+    query, cache, tables, *_ = specification(kind, **shape)
+    call = mosaic_gpu.call_of(query, cache, tables, Options(True, scale=1.0))
+    launch = mosaic_gpu.default_launch(call)
+    s = mosaic_gpu.settings_of(query, cache, Options(True, scale=1.0), launch)
+    programs = SHARED_BYTES // (s.warps * s.warp_bytes(128))
+    assert programs == (2 if in_pairs else 3)
+
+
 @pytest.mark.parametrize("is_split", [False, True])
 def test_both_ways_lower(is_split):
     text = lower("turbo4", launch=mosaic_gpu.Launch(is_split))

@@ -36,6 +36,9 @@ _MOST_BYTES_OF_64 = 128
 # And of its shared memory, so that no more than two programs are on a multiprocessor.
 _HALF = 19456
 _MULTIPROCESSORS = 132
+# Of 8-bit pages three programs share one. Where each has so many in all, the last round would have
+# too few, and take as long as any: they are taken two at a time.
+_IN_PAIRS = (4, 8)
 # Bytes of what programs that take few tokens may find.
 _MOST_FOUND = 2**27
 
@@ -72,6 +75,7 @@ class Call(NamedTuple):
       head_dim: channels.
       window: optional (left, right).
       is_plain: whether keys and values have 16 bits.
+      is_fp8: whether they are floats of 8 bits.
     """
 
     rows: int
@@ -80,6 +84,7 @@ class Call(NamedTuple):
     head_dim: int
     window: tuple[int, int] | None
     is_plain: bool
+    is_fp8: bool = False
 
 
 def default_launch(call: Call) -> Launch:
@@ -90,12 +95,14 @@ def default_launch(call: Call) -> Launch:
     found = call.tokens // 16 * call.pairs * call.rows * call.head_dim * 4
     is_split = call.rows <= _MOST_SPLIT_ROWS and programs < _FEW_PROGRAMS and found <= _MOST_FOUND
     launch = launch._replace(is_split=is_split)
-    if not call.is_plain:
-        return launch
     if is_split:
         programs = -(-seen // launch.few) * call.pairs
+    programs *= -(-call.rows // launch.rows)
+    if not call.is_plain:
+        is_in_pairs = call.is_fp8 and not is_split and -(-programs // _MULTIPROCESSORS) in _IN_PAIRS
+        return launch._replace(reserve=_HALF if is_in_pairs else 0)
     # One program for each multiprocessor has all of its memory, otherwise two share it.
-    is_alone = programs * -(-call.rows // launch.rows) <= _MULTIPROCESSORS
+    is_alone = programs <= _MULTIPROCESSORS
     return launch._replace(
         stages=2 if is_alone else 1,
         reserve=0 if is_split or is_alone else _HALF,
@@ -113,6 +120,7 @@ def call_of(query: jax.Array, cache: PagedCache, block_tables: jax.Array, option
         head_dim=head_dim,
         window=options.window,
         is_plain=cache.kv_dtype == "auto",
+        is_fp8=cache.kv_dtype.startswith("fp8"),
     )
 
 

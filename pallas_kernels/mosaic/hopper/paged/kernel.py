@@ -46,6 +46,8 @@ H200 (reads 4.5 TB/s: turbo4 122 us, fp8 236), whole calls, us; fp8 in the last 
       of which the kernel           169              10.4               257             10.5
     v2                              158       87     11.0     9.0       257      139    14.4
       of which the kernel           154       83      7.8     5.8       253      135     9.2
+    v3 (cuDNN 473, 244, 14.8, 11.2) 149       81     10.6     8.4
+      of which the kernel           146       78      7.5     5.6
   v2's steps, the kernel alone, turbo4, 16 x 32k:
     its table in registers that the compiler does not know to be constant, and
       not in copies before every permute (218 of 1,382 instructions)       168 -> 166
@@ -55,13 +57,18 @@ H200 (reads 4.5 TB/s: turbo4 122 us, fp8 236), whole calls, us; fp8 in the last 
     each block's own softmax; queries rotated by the warps, a query each   148 -> 154
       (all queries by every warp: 153, and 0.6 us more for short calls)
     the merge normalizes, rotates back, checks tables: 3.6 us, and no other kernels
-  What bounds it: without look-ups it takes 133, without the transposition of values 137; so memory
-  and instructions now cost about the same. Slower or the same: shifts as high halves of products
-  (160), blocks of 32 tokens with up to 5 in flight (159 to 189), one in flight (157), masks only
-  where some token is hidden (154). Left: keys and values in slots of their own, so that four
-  programs share a multiprocessor (128 registers allow it, 70 KB do not).
+  What bounded v2: without look-ups it took 133, without the transposition of values 137. Slower or
+  the same: shifts as high halves of products (160), blocks of 32 tokens with up to 5 in flight (159
+  to 189), one in flight (157), masks only where some token is hidden (154).
+  v3: the table's upper half is looked up with complements of codes, by multipliers, and not with
+  codes whose highest bit logic flips, so every other shift goes too: of 664 instructions of the
+  busiest unit 536 are left. Not taken, 16 x 32k and 64 x 4k: keys and values in slots of their own,
+  so that four programs share a multiprocessor (148.6, 80.0; of v2 154.9, 84.0; with queries in
+  shared memory, as 128 registers just suffice, 147.5, 79.9); parts of 4,096 (146.3, 81.7, other
+  bits, too few programs in shorter calls); shifts by dp2a (149.4, 80.5); one in flight (161, 86);
+  halves of look-ups multiplied, not added (2 more); merges that read signs first (1 x: v3's row).
   Programs that take a few blocks: 1 x 32k 29 and not 19, 4 x 8k 26 and not 21; 4 x 4k 18 for 19.
-Rows: `benchmarks/results/paged_versions_2026-11-24.json`.
+Rows: `benchmarks/results/paged_versions_2026-11-24.json`, of v3 `bytes_tuning_2026-11-25.json`.
 
 16 bits, H200, bfloat16, whole calls, us; cuDNN on dense bfloat16 in the same run in brackets:
                                          16 x 32k   64 x 4k    4 x 8k     1 x 8k     1 x 4k
@@ -81,7 +88,8 @@ Rows: `benchmarks/results/paged_versions_2026-11-24.json`.
   11.2). For contiguous caches, 256 bytes a token and head, 475 (463) where one copy of the engine
   for each token takes 512 (474); with a window of 1,024 tokens 24.9 and 74.6, of 32k and of 4k.
   Outputs are off by 4.3e-4 of their length, mostly their rounding to bfloat16; cuDNN's by 5.5e-4.
-  The same two programs for 8-bit floats: 134.1 and not 136.7 at 64 x 4k; for turbo4 92 and not 86.
+  The same two programs for 8-bit floats (`_IN_PAIRS`): 132.3 and not 135.0 at 64 x 4k, 70.6 and not
+  80.6 at 32 x 4k, 256.4 and not 254.8 at 16 x 32k; for turbo4 92 and not 86.
 """
 
 import functools

@@ -2,9 +2,10 @@
 
 Products are of int8. A code becomes its centroid, seven bits, by byte permutes of a table: a
 selector nibble with its highest bit set gives the table's sign bits, which are 0, so the two halves
-of the table are looked up in turn and joined. Queries and weights are numbers of 15 bits, a high
-and a low byte in two columns. An entry of the table stands for itself minus `Settings.middle`; what
-that offset contributes is known beforehand, and the sums start from it.
+of the table are looked up in turn, the upper one with the codes' complements, and added. Queries
+and weights are numbers of 15 bits, a high and a low byte in two columns. An entry of the table
+stands for itself minus `Settings.middle`; what that offset contributes is known beforehand, and the
+sums start from it.
 """
 
 import dataclasses
@@ -35,28 +36,31 @@ class Turbo4:
     Attributes:
       head_dim: `H`.
       s: settings.
-      table: four words, the centroids in order.
+      table: four words: the lower eight centroids, and the upper ones from the last on.
+      minus: -1, in a register.
     """
 
     head_dim: int
     s: Settings
     table: list[Int]
+    minus: Int
 
     @classmethod
     def of(cls, head_dim: int, s: Settings) -> "Turbo4":
         """With its table in registers."""
-        words = [s.centroids[i : i + 4] for i in range(0, 16, 4)]
+        table = [*s.centroids[:8], *reversed(s.centroids[8:])]
+        words = [int.from_bytes(bytes(table[i : i + 4]), "little") for i in range(0, 16, 4)]
         # Permutes take registers: of a constant the compiler makes a copy before every one of them.
-        return cls(head_dim, s, [lane.held(int.from_bytes(bytes(w), "little")) for w in words])
+        return cls(head_dim, s, [lane.held(word) for word in words], lane.held(-1))
 
     def look_up(self, word: Int) -> tuple[Int, Int]:
         """The centroids of the codes in a word's low half and in its high half."""
         a, b, c, d = self.table
-        flipped = word ^ 0x88888888
         low, high = (
-            # One of them is 0. Adding is done where multiplications are, beside the permutes.
-            lane.permute_bytes(a, b, x) + lane.permute_bytes(c, d, y)
-            for x, y in ((word, flipped), (word >> 16, flipped >> 16))
+            # One of them is 0. Adding is done where multiplications are, and so is the complement:
+            # permutes, shifts and logic are what one unit does, which has the most to do.
+            lane.permute_bytes(a, b, x) + lane.permute_bytes(c, d, x * self.minus + self.minus)
+            for x in (word, word >> 16)
         )
         return low, high
 
