@@ -39,19 +39,21 @@ run with one token:
 Tried instead: a warpgroup shares a block. Dequantized keys, then values, are the left operand of
 asynchronous products (wgmma) in registers, queries and weights the right one in shared memory;
 scores go through shared memory, so that a lane has 8 or 16 tokens of one query. 128 registers, so
-four warpgroups run at once; a loop of 6 to 7 KB. us, in one run of 2026-11-25, one token 139, 75, 10:
+four warpgroups run at once; a loop of 8 to 10 KB. us, one run in which one token takes 139, 75, 10:
                                             16 x 32k        64 x 4k         1 x 8k
     tokens                                    4    8          4    8          4     8
     v4                                      175  282        103  166       14.1  16.8
-    warpgroups                              213  274        114  150       12.0  14.9
+    warpgroups                              213  274        114  150       13.6  16.4
     values dequantized before the softmax   218  288        117  147
     the first product in two halves         218  271
-    three warpgroups at once                     297
+    three warpgroups                             297                       12.0  14.9
     five, which spills                      228
   16 queries take 385 instructions of each warp for a block, 1,540 in all, and 32 some 450: no fewer
   than here, as a lane loads the scales of its keys' channels for two tokens, not for eight. 32 gain
-  because products no longer wait: 3 % in long caches, 10 % in short ones. That is not worth a third
-  kernel. Four tokens of a short cache would gain 15 %. What keeps it from more was not found.
+  3 % in long caches and some 10 % in short ones, which is not worth a third kernel. What keeps it
+  from more was not found.
+  Not timed: a lane that a warp elects (elect.sync) starts a block's copies in 28 instructions where
+  one that a condition finds takes 66, as the compiler then knows that there is one alone.
   Rows: `benchmarks/results/bytes_tuning_2026-11-25.json`.
 """
 
