@@ -18,6 +18,7 @@ from oracles.turns import Turns
 import turbojax as tj
 from pallas_kernels.mosaic import warp as frame
 from pallas_kernels.mosaic.hopper.decode import block as few_block
+from pallas_kernels.mosaic.hopper.decode import frame as few_frame
 from pallas_kernels.mosaic.hopper.decode import inputs as few_inputs
 from pallas_kernels.mosaic.hopper.decode import kernel as few_kernel
 from pallas_kernels.mosaic.hopper.decode import query as few_query
@@ -316,20 +317,18 @@ class Copies:
 @pytest.fixture
 def programs(here, monkeypatch):
     """What a program needs beside a warp's arithmetic."""
-    for module in (few_inputs, few_kernel):
+    for module in (few_inputs, few_frame):
         monkeypatch.setattr(module, "lane", warp)
     choose = types.SimpleNamespace(choose=lambda c, a, b: a if c.value.all() else b)
     monkeypatch.setattr(few_inputs, "Pointer", choose)
 
     def run(a, ids, s):
-        at = few_inputs.Program.of(a, [warp.integer(x) for x in ids], s)
         area = np.full(s.warps * s.warp_bytes(a.head_dim), 0x7F, np.uint8)
         barriers = np.zeros(8 * s.warps * s.stages, np.uint8)
         smem = warp.Pointer(area), warp.Pointer(barriers)
 
         def body():
-            kernel._walk(a, at, smem, s)
-            kernel._combine(a, at, smem[0], s)
+            kernel._program(a, [warp.integer(x) for x in ids], smem, s)
 
         turns = Turns([body] * s.warps)
         copies = Copies(turns)

@@ -49,17 +49,15 @@ Versions, H100, jax 0.11.2, device time (cuDNN on bfloat16 keys and values in th
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
 from pallas_kernels.layouts import LOG2_E
 from pallas_kernels.layouts import Side as Side
 from pallas_kernels.mosaic import lane, warp
+from pallas_kernels.mosaic.hopper.decode import frame
 from pallas_kernels.mosaic.hopper.decode.block import (
     add_block,
     channel_words,
@@ -74,7 +72,6 @@ from pallas_kernels.mosaic.hopper.decode.block import (
 from pallas_kernels.mosaic.hopper.decode.inputs import Arrays, Program, copies_of
 from pallas_kernels.mosaic.hopper.decode.inputs import Settings as Settings
 from pallas_kernels.mosaic.hopper.decode.inputs import stage_bytes as stage_bytes
-from pallas_kernels.mosaic.hopper.decode.merge import merge
 from pallas_kernels.mosaic.hopper.decode.query import load_query
 from pallas_kernels.mosaic.hopper.decode.types import (
     Numerics,
@@ -86,22 +83,25 @@ from pallas_kernels.mosaic.hopper.decode.types import (
     runs_of,
 )
 from pallas_kernels.mosaic.hopper.decode.types import SparseExponential as SparseExponential
-from pallas_kernels.mosaic.lane import ClusterPointer, Float, Int, Pointer
-
-_GRID, _CLUSTER = ("tile", "part", "pair"), ("member",)
+from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
 
 def _kernel(*refs: Any, s: Settings) -> None:
-    """One program; its body is written for single lanes."""
+    frame.body(refs, lambda a, ids, memory: _program(a, ids, memory, s))
 
-    def body(refs: Any, inputs: Any, ids: list[Int], memory: tuple[Any, Any]) -> None:
-        a = Arrays.of(refs, inputs)
-        at = Program.of(a, ids, s)
-        smem = (Pointer.to(memory[0]), Pointer.to(memory[1]))
-        _walk(a, at, smem, s)
-        _combine(a, at, smem[0], s)
 
-    warp.inline(_GRID + _CLUSTER, refs, body)
+def _program(a: Arrays, ids: list[Int], memory: tuple[Pointer, Pointer], s: Settings) -> None:
+    """Its share of a head's units, written for single lanes."""
+    at = Program.of(a, ids, s)
+    _walk(a, at, memory, s)
+    found = frame.Results(
+        area=memory[0],
+        count=s.warps,
+        each=s.warp_bytes(a.head_dim),
+        row=a.head_dim,
+        channel=lambda place: place,
+    )
+    frame.combine(a, at, found, s, is_unrolled=True)
 
 
 def _walk(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: Settings) -> None:
@@ -348,48 +348,6 @@ def _keep(shape: Shape, state: State, area: Pointer, here: Place, n: Numerics) -
             at.at(4 * shape.rows).store(total)
 
 
-def _combine(a: Arrays, at: Program, area: Pointer, s: Settings) -> None:
-    """Merges the results of the cluster's warps; each program writes its share of the channels."""
-    areas: list[Pointer | ClusterPointer] = [area]
-    if s.cluster > 1:
-        lane.cluster_barrier()
-        areas = [ClusterPointer.of(area, rank) for rank in range(s.cluster)]
-    else:
-        lane.block_barrier()
-    threads, step, size = 32 * s.warps, s.warp_bytes(a.head_dim), s.rows * a.head_dim
-    results = [x.at(i * step) for x in areas for i in range(s.warps)]
-    share = -(-size // s.cluster)
-    for start in range(0, share, threads):
-        number = lane.thread() + start
-        element = at.member * share + number
-        q, channel = element // a.head_dim, element % a.head_dim
-        row = at.tile * s.rows + q
-        with lane.when((number < share) & (element < size) & (row < a.rows)):
-            result = warp.merged(results, element, q, s.rows, a.head_dim, _highest)
-            if a.is_final:
-                write_final(a, at, row, channel, result)
-            else:
-                part = at.pair * s.parts + at.split // s.cluster
-                warp.write_partial(a, part * a.rows + row, channel, result)
-    if s.cluster > 1:  # no program ends while others read its memory
-        lane.cluster_barrier()
-
-
-def _highest(x: list[Float]) -> Float:
-    return functools.reduce(lane.maximum, x)
-
-
-def write_final(a: Arrays, at: Program, row: Int, channel: Int, result: warp.Result) -> None:
-    o, top, l = result
-    out, lse = a.outputs
-    index = warp.output_row(a, at, row)
-    is_empty = l.equals(0.0)
-    total = is_empty.where(1.0, l)
-    width = 4 if a.dtype == "float32" else 2
-    out.times(index, a.head_dim * width).at(channel * width).store_as(o / total, a.dtype)
-    warp.write_residual(lse, index, channel, top, total, is_empty)
-
-
 def decode(
     query: jax.Array,
     key: Side,
@@ -417,26 +375,6 @@ def decode(
     Returns:
       ``[B, T, N, H]`` in the query's dtype and the float32 log-sum-exp ``[B, T, N]``.
     """
-    s = settings
-    batch, tokens, heads, head_dim = query.shape
-    kv_heads = key.buffer.shape[1]
-    rows, pairs = heads // kv_heads * tokens, batch * kv_heads
-    parts = (pairs, s.parts, rows)
-    out: list[Any] = [((*parts, head_dim), jnp.float32), (parts, jnp.float32), (parts, jnp.float32)]
-    if s.parts == 1:
-        out = [(query.shape, query.dtype), (query.shape[:3], jnp.float32)]
-    run = warp.launch(
-        functools.partial(_kernel, s=s),
-        "turbojax_decode_hopper",
-        [jax.ShapeDtypeStruct(*x) for x in out],
-        dict(zip(_GRID, (pl.cdiv(rows, s.rows), s.parts, pairs), strict=True)),
-        s,
-        head_dim,
-        cluster=(s.cluster,),
-        cluster_names=_CLUSTER,
-    )
-    results = run(query, key, value, lengths, buffer_lengths, query_lengths)
-    if s.parts == 1:
-        return results[0], results[1]
-    o, m, l = results
-    return merge(o, m, l, query, kv_heads)
+    lengths_of_all = lengths, buffer_lengths, query_lengths
+    name = "turbojax_decode_hopper"
+    return frame.call(_kernel, name, query, key, value, lengths_of_all, settings)

@@ -35,6 +35,26 @@ run with one token:
   fetched instructions: 12 to 20 % slower. More programs than run at once cost 10 us a wave each.
   Of the target of 1.15 times one token 4 tokens reach 1.25 and 1.38, 8 tokens 2.0 and 2.2.
   Rows: `benchmarks/results/bytes_versions_2026-11-24.json`, v4's `hopper_2026-11-24.json`.
+
+Tried instead: a warpgroup shares a block. Dequantized keys, then values, are the left operand of
+asynchronous products (wgmma) in registers, queries and weights the right one in shared memory;
+scores go through shared memory, so that a lane has 8 or 16 tokens of one query. 128 registers, so
+four warpgroups run at once; a loop of 8 to 10 KB. us, one run in which one token takes 139, 75, 10:
+                                            16 x 32k        64 x 4k         1 x 8k
+    tokens                                    4    8          4    8          4     8
+    v4                                      175  282        103  166       14.1  16.8
+    warpgroups                              213  274        114  150       13.6  16.4
+    values dequantized before the softmax   218  288        117  147
+    the first product in two halves         218  271
+    three warpgroups                             297                       12.0  14.9
+    five, which spills                      228
+  16 queries take 385 instructions of each warp for a block, 1,540 in all, and 32 some 450: no fewer
+  than here, as a lane loads the scales of its keys' channels for two tokens, not for eight. 32 gain
+  3 % in long caches and some 10 % in short ones, which is not worth a third kernel. What keeps it
+  from more was not found.
+  Not timed: a lane that a warp elects (elect.sync) starts a block's copies in 28 instructions where
+  one that a condition finds takes 66, as the compiler then knows that there is one alone.
+  Rows: `benchmarks/results/bytes_tuning_2026-11-25.json`.
 """
 
 import dataclasses
@@ -42,23 +62,18 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
 from pallas_kernels.layouts import LOG2_E, Side
 from pallas_kernels.mosaic import lane, warp
+from pallas_kernels.mosaic.hopper.decode import frame
 from pallas_kernels.mosaic.hopper.decode.inputs import Arrays, Program, Settings, copies_of
-from pallas_kernels.mosaic.hopper.decode.kernel import write_final
-from pallas_kernels.mosaic.hopper.decode.merge import merge
 from pallas_kernels.mosaic.hopper.decode.types import Numerics, Place, Shape
 from pallas_kernels.mosaic.hopper.decode_rows.block import Queries, State, Tokens, query_bytes
 from pallas_kernels.mosaic.hopper.decode_rows.operands import channel_of, scratch_bytes
 from pallas_kernels.mosaic.hopper.decode_rows.products import Products
 from pallas_kernels.mosaic.hopper.decode_rows.query import store_queries
 from pallas_kernels.mosaic.hopper.decode_rows.team import Team, exchange_bytes
-from pallas_kernels.mosaic.lane import ClusterPointer, Float, Int, Pointer
-
-_GRID, _CLUSTER = ("tile", "part", "pair"), ("member",)
+from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
 
 def _row(head_dim: int) -> int:
@@ -109,16 +124,22 @@ class RowSettings(Settings):
 
 
 def _kernel(*refs: Any, s: RowSettings) -> None:
-    """One program; its body is written for single lanes."""
+    frame.body(refs, lambda a, ids, memory: _program(a, ids, memory, s))
 
-    def body(refs: Any, inputs: Any, ids: list[Int], memory: tuple[Any, Any]) -> None:
-        a = Arrays.of(refs, inputs)
-        at = Program.of(a, ids, s)
-        smem = (Pointer.to(memory[0]), Pointer.to(memory[1]))
-        _walk(a, at, smem, s)
-        _combine(a, at, smem[0], s)
 
-    warp.inline(_GRID + _CLUSTER, refs, body)
+def _program(a: Arrays, ids: list[Int], memory: tuple[Pointer, Pointer], s: RowSettings) -> None:
+    """Its share of a head's units, written for single lanes."""
+    at = Program.of(a, ids, s)
+    _walk(a, at, memory, s)
+    found = frame.Results(
+        area=memory[0],
+        count=s.teams,
+        each=s.area_bytes(a.head_dim),
+        row=_row(a.head_dim),
+        # `_keep` writes the columns of a tile side by side.
+        channel=lambda place: channel_of(place >> 3, place & 7, a.head_dim),
+    )
+    frame.combine(a, at, found, s, is_unrolled=False)
 
 
 def _walk(a: Arrays, at: Program, smem: tuple[Pointer, Pointer], s: RowSettings) -> None:
@@ -245,43 +266,6 @@ def _keep(
             at.at(4 * shape.rows).store(is_real.where(totals[row], 0.0))
 
 
-def _combine(a: Arrays, at: Program, area: Pointer, s: RowSettings) -> None:
-    """Merges the results of the cluster's warps; each program writes its share of the channels."""
-    areas: list[Pointer | ClusterPointer] = [area]
-    if s.cluster > 1:
-        lane.cluster_barrier()
-        areas = [ClusterPointer.of(area, rank) for rank in range(s.cluster)]
-    else:
-        lane.block_barrier()
-    threads, step, size = 32 * s.warps, s.area_bytes(a.head_dim), s.rows * a.head_dim
-    results = [x.at(i * step) for x in areas for i in range(s.teams)]
-    share, row_step = -(-size // s.cluster), _row(a.head_dim)
-
-    def write(start: Int, state: list[Any]) -> list[Any]:
-        number = lane.thread() + start
-        element = at.member * share + number
-        q, place = element // a.head_dim, element % a.head_dim
-        # `_keep` writes the columns of a tile side by side.
-        channel = channel_of(place >> 3, place & 7, a.head_dim)
-        row = at.tile * s.rows + q
-        with lane.when((number < share) & (element < size) & (row < a.rows)):
-            result = warp.merged(results, q * row_step + place, q, s.rows, row_step, _highest)
-            if a.is_final:
-                write_final(a, at, row, channel, result)
-            else:
-                part = at.pair * s.parts + at.split // s.cluster
-                warp.write_partial(a, part * a.rows + row, channel, result)
-        return state
-
-    lane.loop(lane.integer(0), lane.integer(share), threads, [], write)
-    if s.cluster > 1:  # no program ends while others read its memory
-        lane.cluster_barrier()
-
-
-def _highest(x: list[Float]) -> Float:
-    return functools.reduce(lane.maximum, x)
-
-
 def decode(
     query: jax.Array,
     key: Side,
@@ -292,26 +276,6 @@ def decode(
     settings: RowSettings,
 ) -> tuple[jax.Array, jax.Array]:
     """What `decode.kernel.decode` computes."""
-    s = settings
-    batch, tokens, heads, head_dim = query.shape
-    kv_heads = key.buffer.shape[1]
-    rows, pairs = heads // kv_heads * tokens, batch * kv_heads
-    parts = (pairs, s.parts, rows)
-    out: list[Any] = [((*parts, head_dim), jnp.float32), (parts, jnp.float32), (parts, jnp.float32)]
-    if s.parts == 1:
-        out = [(query.shape, query.dtype), (query.shape[:3], jnp.float32)]
-    run = warp.launch(
-        functools.partial(_kernel, s=s),
-        "turbojax_decode_rows_hopper",
-        [jax.ShapeDtypeStruct(*x) for x in out],
-        dict(zip(_GRID, (pl.cdiv(rows, s.rows), s.parts, pairs), strict=True)),
-        s,
-        head_dim,
-        cluster=(s.cluster,),
-        cluster_names=_CLUSTER,
-    )
-    results = run(query, key, value, lengths, buffer_lengths, query_lengths)
-    if s.parts == 1:
-        return results[0], results[1]
-    o, m, l = results
-    return merge(o, m, l, query, kv_heads)
+    lengths_of_all = lengths, buffer_lengths, query_lengths
+    name = "turbojax_decode_rows_hopper"
+    return frame.call(_kernel, name, query, key, value, lengths_of_all, settings)
