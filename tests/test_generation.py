@@ -88,6 +88,36 @@ def test_generation_is_greedy(shallow):
     np.testing.assert_array_equal(generated[0], likeliest)
 
 
+def test_a_step_is_given_to_the_device_before_its_token_is_read(shallow, monkeypatch):
+    steps, read = [], []
+    step, choose = generation.decode_step, generation._choose
+
+    class Chosen:
+        """Tokens that tell how many steps were begun when the host asks for them."""
+
+        def __init__(self, tokens):
+            self.tokens = tokens
+
+        def __array__(self, *_, **__):
+            read.append(len(steps))
+            return np.asarray(self.tokens)
+
+    def counted(*arguments, **options):
+        steps.append(None)
+        return step(*arguments, **options)
+
+    def chosen(*arguments, **options):
+        tokens, fed = choose(*arguments, **options)
+        return Chosen(tokens), fed
+
+    expected = models.generate(shallow, _tokens(1, 10), max_new_tokens=3)
+    monkeypatch.setattr(generation, "decode_step", counted)
+    monkeypatch.setattr(generation, "_choose", chosen)
+    result = models.generate(shallow, _tokens(1, 10), max_new_tokens=3)
+    np.testing.assert_array_equal(result, expected)
+    assert read == [1, 2, 2]  # the last token is fed to nobody
+
+
 def test_progress_is_called_once_a_token(shallow):
     seen = []
     session = generation.start(shallow, _tokens(1, 8), max_length=20)
