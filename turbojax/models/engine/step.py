@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import paged
+from turbojax._programs import LAUNCH_ONE_BY_ONE
 from turbojax.kv import Attend
 from turbojax.models.decoder import Decoder
 from turbojax.models.engine import compilation
@@ -88,7 +89,12 @@ def check_implementation(
         select(implementation, query, cache, tables, options=PLAIN.complete(cache.head_dim))
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "windows"), donate_argnames="caches")
+@functools.partial(
+    jax.jit,
+    static_argnames=("implementation", "windows"),
+    donate_argnames="caches",
+    compiler_options=dict(LAUNCH_ONE_BY_ONE),
+)
 def run_step(
     decoder: Decoder | QuantizedDecoder,
     caches: tuple[paged.PagedCache, ...],
