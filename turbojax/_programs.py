@@ -1,22 +1,13 @@
-"""How functions become programs: one for a chain of operations, and how a step is launched."""
+"""One compiled program for a chain of array operations that is called eagerly."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import jax
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-
-LAUNCH_ONE_BY_ONE: Mapping[str, int] = {"xla_gpu_graph_min_graph_size": 2**31 - 1}
-"""Compiler options of `jax.jit` for a model's step: no CUDA graph is so large that XLA makes one.
-
-A graph holds the addresses of what its kernels read. Where a step's arrays and scratch memory are
-elsewhere each time, all of it is recorded anew before it runs, which takes the host longer than
-launching the kernels does, see "Steps on the wall" in `docs/kernels.md`. Such a function cannot be
-called within another `jit`; its `__wrapped__` can.
-"""
 
 
 def one_program(*static: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:

@@ -25,7 +25,6 @@ from benchmarks.suite import Ceilings, Latest, Suite, attempt, kernel_facts
 from benchmarks.suites.families import tables
 from benchmarks.tables import Row
 from turbojax import models
-from turbojax._programs import LAUNCH_ONE_BY_ONE
 from turbojax.kv import LayerCache, cache_by_name, init_layer_cache
 from turbojax.models.generation import session as generation
 from turbojax.models.generation.caching import init_caches, windows_of_layers
@@ -174,9 +173,7 @@ def _lower(group: Group, cache: str) -> jax.stages.Lowered:
         caches = init_caches(model, group.batch, group.tokens, group.kind(cache))
         return model, (caches, jnp.zeros(group.batch, jnp.int32)), _tokens(group)
 
-    options = dict(LAUNCH_ONE_BY_ONE)
-    step = jax.jit(_step, donate_argnums=1, compiler_options=options)
-    return step.lower(*jax.eval_shape(arguments))
+    return jax.jit(_step, donate_argnums=1).lower(*jax.eval_shape(arguments))
 
 
 def _lower_fill(group: Group, cache: str, window: int | None) -> jax.stages.Lowered:
@@ -205,7 +202,7 @@ def _step(
     model: models.Decoder, state: tuple[models.ModelCaches, jax.Array], tokens: jax.Array
 ) -> tuple[jax.Array, tuple[models.ModelCaches, jax.Array]]:
     caches, lengths = state
-    logits, lengths, caches = generation.decode_step.__wrapped__(
+    logits, lengths, caches = generation.decode_step(
         model, caches, tokens, lengths, implementation=None
     )
     return logits, (caches, lengths)

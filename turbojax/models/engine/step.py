@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import paged
-from turbojax._programs import LAUNCH_ONE_BY_ONE
 from turbojax.kv import Attend
 from turbojax.models.decoder import Decoder
 from turbojax.models.engine import compilation
@@ -89,12 +88,7 @@ def check_implementation(
         select(implementation, query, cache, tables, options=PLAIN.complete(cache.head_dim))
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("implementation", "windows"),
-    donate_argnames="caches",
-    compiler_options=dict(LAUNCH_ONE_BY_ONE),
-)
+@functools.partial(jax.jit, static_argnames=("implementation", "windows"), donate_argnames="caches")
 def run_step(
     decoder: Decoder | QuantizedDecoder,
     caches: tuple[paged.PagedCache, ...],

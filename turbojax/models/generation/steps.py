@@ -5,19 +5,13 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from turbojax._programs import LAUNCH_ONE_BY_ONE
 from turbojax.kv import PooledAttention, attend_new_tokens, attend_prompt
 from turbojax.models.decoder import Decoder
 from turbojax.models.generation.caching import ModelCaches
 from turbojax.models.quantized import QuantizedDecoder
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames="implementation",
-    donate_argnames="caches",
-    compiler_options=dict(LAUNCH_ONE_BY_ONE),
-)
+@functools.partial(jax.jit, static_argnames="implementation", donate_argnames="caches")
 def decode_step(
     decoder: Decoder | QuantizedDecoder,
     caches: ModelCaches,
