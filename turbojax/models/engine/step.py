@@ -140,17 +140,10 @@ def _attend(
     in_piece = jnp.arange(size, dtype=jnp.int32) < work.counts[slots]
     row_counts = jnp.concatenate([work.counts[:slots], in_piece.astype(jnp.int32)])
     lengths = work.lengths + work.counts
-    # What kernels read of the work is cut out once, into memory of the step's own: an argument is
-    # somewhere else in every step, and what reads it would be recorded anew, see `docs/kernels.md`.
-    decoding, prompt = jax.lax.optimization_barrier(
-        tuple(
-            (work.tables[:, rows], lengths[rows], work.counts[rows])
-            for rows in (slice(0, slots), slice(slots, slots + 1))
-        )
-    )
 
     def attend(query, key, value, cache, options=PLAIN):  # type: ignore[no-untyped-def]
         group = group_of(options.local_window_size, windows)
+        tables = work.tables[group]
         # Every row is written as if it were a sequence of its own: one scatter for all of them.
         cache = paged.append(
             cache,
@@ -164,16 +157,18 @@ def _attend(
         decoded, _ = attend_pages(
             query[0, :slots, None],
             cache,
-            decoding[0][group],
-            *decoding[1:],
+            tables[:slots],
+            lengths[:slots],
+            work.counts[:slots],
             options=static,
             implementation=implementation,
         )
         piece, _ = attend_pages(
             query[:, slots:],
             cache,
-            prompt[0][group],
-            *prompt[1:],
+            tables[slots:],
+            lengths[slots:],
+            work.counts[slots:],
             options=static,
             implementation=implementation,
         )
