@@ -1,6 +1,7 @@
 """Sessions, scoring and generation, on a tiny random model."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -131,6 +132,20 @@ def _abstract_step(decoder, batch: int, max_length: int, kind):
     tokens = jax.ShapeDtypeStruct((batch,), jnp.int32)
     lowered = generation.decode_step.lower(decoder, caches, tokens, tokens, implementation=None)
     return caches.nbytes, lowered.compile().memory_analysis()
+
+
+@pytest.mark.parametrize("name", ["4bit", "turbo4"])
+def test_every_array_of_the_caches_is_written_to_its_own_memory(shallow, name):
+    """In a layer's memory of another array it would be elsewhere after every step."""
+    decoder, kind = models.unstack(shallow), models.cache_by_name(name, 2)
+    caches = jax.eval_shape(lambda: models.init_caches(decoder, 1, 64, kind))
+    tokens = jax.ShapeDtypeStruct((1,), jnp.int32)
+    lowered = generation.decode_step.lower(decoder, caches, tokens, tokens, implementation="xla")
+    pairs = re.findall(r"%arg(\d+): [^%]*?tf.aliasing_output = (\d+)", lowered.as_text())
+    inputs, outputs = ([int(x) for x in numbers] for numbers in zip(*pairs, strict=True))
+    first = len(jax.tree.leaves(decoder))
+    assert len(outputs) > 5
+    assert inputs == [first + number for number in outputs]
 
 
 @pytest.mark.slow

@@ -85,7 +85,7 @@ class Session:
             raise ValueError(
                 f"the cache is full: longest={self.longest} of {self.caches.max_length} tokens"
             )
-        logits, lengths, caches = decode_step(
+        caches, logits, lengths = decode_step(
             self.decoder, self.caches, tokens, self.lengths, implementation=self.implementation
         )
         return dataclasses.replace(
