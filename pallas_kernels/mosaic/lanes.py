@@ -105,7 +105,7 @@ def launch(
     )(*inputs)
 
 
-# Bytes of an input that are copied rather than read where a loop's step finds them.
+# Bytes of an input that is copied rather than read where a loop's step finds it.
 _SMALL = 2**20
 
 
@@ -113,8 +113,8 @@ def _apart(x: jax.Array) -> jax.Array:
     """An input in memory of its own if it is small.
 
     XLA lets a kernel read a slice where it is, and in a loop whose steps slice an array, as
-    `lax.scan` does, that is elsewhere in every step: the call is then recorded anew each time, which
-    takes the host longer than a small copy takes the device.
+    `lax.scan` does, that is elsewhere in every step: the call is then recorded anew each time,
+    which takes the host longer than a small copy takes the device.
     """
     return lax.optimization_barrier(x) if x.size * x.dtype.itemsize <= _SMALL else x
 

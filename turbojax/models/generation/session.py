@@ -326,8 +326,8 @@ def _stream(
         chosen, fed = _choose(session.logits, sampling_rows(options, drawn + i), kind=kind)
         is_last = i + 1 == max_new_tokens
         if not is_last:
-            # The device has this step before anybody waits for its tokens: what the host does for a
-            # step takes as long as a small model's. After the last sequence's end it is for nothing.
+            # The device has the next step before the host waits for these tokens, and runs while
+            # the host prepares. Where they end the last sequence, that step is for nothing.
             session = session.step(fed)
         known = np.where(endings.ended, np.int32(pad_token), np.asarray(chosen))
         nothing = ~endings.ended & (known == NOTHING)
