@@ -107,7 +107,7 @@ def measure_steps(
         if i == WARM_UP_STEPS:
             jax.block_until_ready(tokens)
             begun = time.perf_counter()
-        logits, lengths, caches = step(decoder, caches, tokens, lengths)
+        caches, logits, lengths = step(decoder, caches, tokens, lengths)
         tokens = _greedy(logits)
     jax.block_until_ready(tokens)
     seconds = (time.perf_counter() - begun) / steps

@@ -134,7 +134,7 @@ def test_a_step_is_that_of_generation():
     call = steps.Steps(compiled, inputs.model, (make(), lengths), families._tokens(TINY))
     caches, tokens = make(), families._tokens(TINY)
     for i in range(2):
-        logits, lengths, caches = generation.decode_step(
+        caches, logits, lengths = generation.decode_step(
             inputs.model, caches, tokens, lengths, implementation=None
         )
         np.testing.assert_array_equal(call(), logits)

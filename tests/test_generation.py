@@ -1,6 +1,7 @@
 """Sessions, scoring and generation, on a tiny random model."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -88,6 +89,36 @@ def test_generation_is_greedy(shallow):
     np.testing.assert_array_equal(generated[0], likeliest)
 
 
+def test_a_step_is_given_to_the_device_before_its_token_is_read(shallow, monkeypatch):
+    steps, read = [], []
+    step, choose = generation.decode_step, generation._choose
+
+    class Chosen:
+        """Tokens that tell how many steps were begun when the host asks for them."""
+
+        def __init__(self, tokens):
+            self.tokens = tokens
+
+        def __array__(self, *_, **__):
+            read.append(len(steps))
+            return np.asarray(self.tokens)
+
+    def counted(*arguments, **options):
+        steps.append(None)
+        return step(*arguments, **options)
+
+    def chosen(*arguments, **options):
+        tokens, fed = choose(*arguments, **options)
+        return Chosen(tokens), fed
+
+    expected = models.generate(shallow, _tokens(1, 10), max_new_tokens=3)
+    monkeypatch.setattr(generation, "decode_step", counted)
+    monkeypatch.setattr(generation, "_choose", chosen)
+    result = models.generate(shallow, _tokens(1, 10), max_new_tokens=3)
+    np.testing.assert_array_equal(result, expected)
+    assert read == [1, 2, 2]  # the last token is fed to nobody
+
+
 def test_progress_is_called_once_a_token(shallow):
     seen = []
     session = generation.start(shallow, _tokens(1, 8), max_length=20)
@@ -101,6 +132,20 @@ def _abstract_step(decoder, batch: int, max_length: int, kind):
     tokens = jax.ShapeDtypeStruct((batch,), jnp.int32)
     lowered = generation.decode_step.lower(decoder, caches, tokens, tokens, implementation=None)
     return caches.nbytes, lowered.compile().memory_analysis()
+
+
+@pytest.mark.parametrize("name", ["4bit", "turbo4"])
+def test_every_array_of_the_caches_is_written_to_its_own_memory(shallow, name):
+    """In a layer's memory of another array it would be elsewhere after every step."""
+    decoder, kind = models.unstack(shallow), models.cache_by_name(name, 2)
+    caches = jax.eval_shape(lambda: models.init_caches(decoder, 1, 64, kind))
+    tokens = jax.ShapeDtypeStruct((1,), jnp.int32)
+    lowered = generation.decode_step.lower(decoder, caches, tokens, tokens, implementation="xla")
+    pairs = re.findall(r"%arg(\d+): [^%]*?tf.aliasing_output = (\d+)", lowered.as_text())
+    inputs, outputs = ([int(x) for x in numbers] for numbers in zip(*pairs, strict=True))
+    first = len(jax.tree.leaves(decoder))
+    assert len(outputs) > 5
+    assert inputs == [first + number for number in outputs]
 
 
 @pytest.mark.slow

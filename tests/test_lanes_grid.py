@@ -1,5 +1,7 @@
-"""The grids of kernels in lanes: CUDA's first axis alone takes more than 65,535 programs."""
+"""Launches of kernels in lanes: their grids, and where their inputs are."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.mosaic import lanes
@@ -15,3 +17,10 @@ def test_the_longest_axis_is_cudas_first():
 def test_two_long_axes_are_refused():
     with pytest.raises(NotImplementedError, match="all axes but one of .* must be at most 65535"):
         lanes._mesh("kernel", {"tile": 70_000, "sequence": 80_000}, 1)
+
+
+@pytest.mark.parametrize(("count", "is_copied"), [(2**18, True), (2**18 + 1, False)])
+def test_small_inputs_are_kept_from_being_read_as_slices(count, is_copied):
+    """XLA would record a call anew in every step of a loop that slices its input."""
+    jaxpr = jax.make_jaxpr(lanes._apart)(jax.ShapeDtypeStruct((count,), jnp.float32))
+    assert ("optimization_barrier" in str(jaxpr)) == is_copied

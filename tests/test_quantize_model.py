@@ -252,7 +252,7 @@ def test_one_pass_equals_decoding_token_by_token_through_the_cache(quantized):
     expected = models.token_bits(decoder, np.asarray(tokens), cache="kv4", batch_size=2)
     bits = []
     for t in range(23):
-        logits, _, caches = generation.decode_step(
+        caches, logits, _ = generation.decode_step(
             decoder, caches, tokens[:, t], jnp.full(2, t, jnp.int32), implementation=None
         )
         log_p = jax.nn.log_softmax(logits)[jnp.arange(2), tokens[:, t + 1]]

@@ -105,6 +105,20 @@ def launch(
     )(*inputs)
 
 
+# Bytes of an input that is copied rather than read where a loop's step finds it.
+_SMALL = 2**20
+
+
+def _apart(x: jax.Array) -> jax.Array:
+    """An input in memory of its own if it is small.
+
+    XLA lets a kernel read a slice where it is, and in a loop whose steps slice an array, as
+    `lax.scan` does, that is elsewhere in every step: the call is then recorded anew each time,
+    which takes the host longer than a small copy takes the device.
+    """
+    return lax.optimization_barrier(x) if x.size * x.dtype.itemsize <= _SMALL else x
+
+
 def update(
     body: Body,
     name: str,
@@ -142,8 +156,10 @@ def update(
             name=name,
         )
 
+        read = [_apart(x) for x in operands[:count]]
+
         def write(refs: list[Any]) -> None:
-            kernel(*operands[:count], *refs)
+            kernel(*read, *refs)
 
         return pl.run_state(write)(list(operands[count:]))
 

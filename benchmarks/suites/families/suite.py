@@ -202,7 +202,7 @@ def _step(
     model: models.Decoder, state: tuple[models.ModelCaches, jax.Array], tokens: jax.Array
 ) -> tuple[jax.Array, tuple[models.ModelCaches, jax.Array]]:
     caches, lengths = state
-    logits, lengths, caches = generation.decode_step(
+    caches, logits, lengths = generation.decode_step(
         model, caches, tokens, lengths, implementation=None
     )
     return logits, (caches, lengths)

@@ -85,7 +85,7 @@ class Session:
             raise ValueError(
                 f"the cache is full: longest={self.longest} of {self.caches.max_length} tokens"
             )
-        logits, lengths, caches = decode_step(
+        caches, logits, lengths = decode_step(
             self.decoder, self.caches, tokens, self.lengths, implementation=self.implementation
         )
         return dataclasses.replace(
@@ -324,15 +324,19 @@ def _stream(
     kind = kind_of(options)
     for i in range(max_new_tokens):
         chosen, fed = _choose(session.logits, sampling_rows(options, drawn + i), kind=kind)
+        is_last = i + 1 == max_new_tokens
+        if not is_last:
+            # The device has the next step before the host waits for these tokens, and runs while
+            # the host prepares. Where they end the last sequence, that step is for nothing.
+            session = session.step(fed)
         known = np.where(endings.ended, np.int32(pad_token), np.asarray(chosen))
         nothing = ~endings.ended & (known == NOTHING)
         if np.any(nothing):
             raise ValueError(_why_nothing(session, np.flatnonzero(nothing).tolist()))
         endings.add(known)
         yield known
-        if i + 1 == max_new_tokens or endings.ended.all():
+        if is_last or endings.ended.all():
             return
-        session = session.step(fed)
 
 
 def generate(

@@ -19,8 +19,13 @@ def decode_step(
     lengths: jax.Array,
     *,
     implementation: str | None,
-) -> tuple[jax.Array, jax.Array, ModelCaches]:
+) -> tuple[ModelCaches, jax.Array, jax.Array]:
     """One token of every sequence through the model; the caches are donated.
+
+    The caches come first, so that each array is written to its own memory: XLA hands donated memory
+    to results of the same shape in their order. After anything else of a shape that caches have,
+    such as the lengths, every array would be elsewhere after each step, by a copy, and a CUDA graph
+    with the step's kernels would be recorded anew each time, see `docs/kernels.md`.
 
     Args:
       decoder: the weights.
@@ -30,11 +35,11 @@ def decode_step(
       implementation: see `start`.
 
     Returns:
-      Logits float32 ``[B, V]``, the new lengths and the new caches.
+      The new caches, logits float32 ``[B, V]`` and the new lengths.
     """
     attend = attend_new_tokens(implementation)
     hidden, layers = decoder.hidden(tokens[:, None], lengths[:, None], attend, caches.layers)
-    return decoder.logits(hidden[:, 0]), lengths + 1, ModelCaches(layers)
+    return ModelCaches(layers), decoder.logits(hidden[:, 0]), lengths + 1
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "pooled"), donate_argnames="caches")
