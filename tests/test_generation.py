@@ -119,6 +119,14 @@ def test_a_step_is_given_to_the_device_before_its_token_is_read(shallow, monkeyp
     assert read == [1, 2, 2]  # the last token is fed to nobody
 
 
+def test_tokens_are_yielded_before_the_cache_is_found_full(shallow):
+    tokens = generation.stream(generation.start(shallow, _tokens(1, 8), max_length=10), 9)
+    for _ in range(3):
+        next(tokens)
+    with pytest.raises(ValueError, match="the cache is full: longest=10 of 10 tokens"):
+        next(tokens)
+
+
 def test_progress_is_called_once_a_token(shallow):
     seen = []
     session = generation.start(shallow, _tokens(1, 8), max_length=20)

@@ -62,6 +62,11 @@ class Session:
     longest: int
     implementation: str | None = None
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the caches take another token."""
+        return self.longest < self.caches.max_length
+
     def step(self, tokens: Any) -> "Session":
         """Feeds one token per sequence. Returns before the device is done.
 
@@ -81,7 +86,7 @@ class Session:
             raise TypeError(f"tokens.dtype={tokens.dtype} must be an integer type")
         if tokens.shape != self.lengths.shape:
             raise ValueError(f"{tokens.shape=} must be {self.lengths.shape}, one per sequence")
-        if self.longest >= self.caches.max_length:
+        if not self.has_room:
             raise ValueError(
                 f"the cache is full: longest={self.longest} of {self.caches.max_length} tokens"
             )
@@ -325,7 +330,8 @@ def _stream(
     for i in range(max_new_tokens):
         chosen, fed = _choose(session.logits, sampling_rows(options, drawn + i), kind=kind)
         is_last = i + 1 == max_new_tokens
-        if not is_last:
+        is_ahead = not is_last and session.has_room
+        if is_ahead:
             # The device has the next step before the host waits for these tokens, and runs while
             # the host prepares. Where they end the last sequence, that step is for nothing.
             session = session.step(fed)
@@ -337,6 +343,8 @@ def _stream(
         yield known
         if is_last or endings.ended.all():
             return
+        if not is_ahead:
+            session = session.step(fed)  # which says that the cache is full
 
 
 def generate(
