@@ -162,7 +162,8 @@ def turbo(inputs: Inputs, config: tj.TurboConfig, implementation: str, queries: 
 def cases(shape: Shape, choice: Choice) -> list[Case]:
     """The rows of one shape, what others are compared with first.
 
-    ``"thorough"``: also 3 and 2 bits, other softmaxes, and KIVI at 2 bits.
+    ``"thorough"``: also 3 and 2 bits, other softmaxes, and KIVI at 2 bits. ``"hopper"``: all widths
+    in Hopper's kernel and cuDNN.
     """
     thorough = choice == "thorough"
     configs = turbo_configs(shape.heads.kv)
@@ -170,7 +171,7 @@ def cases(shape: Shape, choice: Choice) -> list[Case]:
         Case("cudnn", None, functools.partial(exact, implementation="cudnn")),
         Case("cudnn-full", None, functools.partial(exact, implementation="cudnn", masked=False)),
     ]
-    names = list(configs) if thorough else ["4bit", "2/4bit"]
+    names = list(configs) if choice in ("thorough", "hopper") else ["4bit", "2/4bit"]
     if shape.heads.kv % 2:
         names.remove("2/4bit")
 

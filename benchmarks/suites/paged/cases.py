@@ -27,8 +27,8 @@ _JAX_BLOCK = 128
 # Relative L2 of stored keys and values: three bits after the first, and 4 bits in all; or the one
 # and the other.
 _STORED = {"auto": 0.0, "fp8_e4m3": 0.04, "turbo4": 0.12, "k8v4": 0.12}
-# Queries of a call whose products are of e4m3 on both sides, beside fp8 pages, and their error.
-_MANY, _E4M3_PRODUCTS = 256, 0.08
+# The most query rows of a KV head that meet fp8 pages in more than 8 bits; the error of others.
+_FEW_ROWS, _E4M3_PRODUCTS = 64, 0.08
 # An append writes to this many places in turn.
 _PLACES = 16
 
@@ -96,7 +96,8 @@ def _paged(problem: Problem, kv_dtype: str, implementation: str, arrays: Arrays)
     attend = functools.partial(paged.attention, implementation=implementation)
     needs = problem.needs(cache.token_bytes)
     limit = Checked.limit
-    if (kv_dtype, implementation) == ("fp8_e4m3", MOSAIC) and problem.queries >= _MANY:
+    rows = problem.queries * problem.shape.heads.query // problem.shape.heads.kv
+    if (kv_dtype, implementation) == ("fp8_e4m3", MOSAIC) and rows > _FEW_ROWS:
         limit = _E4M3_PRODUCTS
     return Checked(attend, operands, needs, inputs.check_paged, operands, limit=limit)
 

@@ -32,7 +32,10 @@ _APPEND = ("auto", "fp8_e4m3", "turbo4")
 _PLACES = ((64, 4096), (1, 32768), (1, 8192), (1, 4096), (1, 1024))
 _PROMPT = (("auto", MOSAIC), ("fp8_e4m3", MOSAIC), ("turbo4", MOSAIC), ("auto", TRITON))
 # Chunks of prompts, and tokens held then.
-_PROMPTS = ((8192, 8192), (1024, 8192), (256, 8192), (8192, 32768), (1024, 32768), (256, 32768))
+_PROMPTS = (
+    *((8192, 8192), (1024, 8192), (256, 8192)),
+    *((8192, 32768), (1024, 32768), (256, 32768), (64, 32768)),
+)
 
 
 def _groups() -> list[Group]:
