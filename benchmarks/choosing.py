@@ -281,10 +281,11 @@ def _caches(figures: Figures) -> list[list[str]]:
             f"{figures.cost('2/4bit')} bits per byte",
         ],
         [
-            "the same size with a smaller loss, and speed does not matter",
+            "the same size with a smaller loss",
             "`cache=tj.TurboConfig(key_bits=3, value_bits=3)`",
             "`mosaic_gpu` on H100 and H200, else `triton`",
-            f"{triton(f'{_LONG}turbo-3bit/triton')} cuDNN (`triton`, on an H100), "
+            f"{hopper(f'{_LONG}turbo-3bit/mosaic_gpu')} cuDNN "
+            f"({triton(f'{_LONG}turbo-3bit/triton')} by `triton`, on an H100), "
             f"{figures.smaller('3bit')} smaller",
             f"{figures.cost('3bit')} bits per byte",
         ],
@@ -309,9 +310,9 @@ def _caches(figures: Figures) -> list[list[str]]:
             "the same, with three quarters of that memory",
             '`kv_dtype="k8v4"`',
             "`mosaic_gpu` on H100 and H200, else `triton`, Ada and newer",
-            f"{figures.over_cudnn('paged_formats', f'{_PAGES}k8v4/triton')} cuDNN (`triton`, on an "
-            f"H200), {_smaller(figures, 'paged_formats', _PAGES, ('auto/triton', 'k8v4/triton'))} "
-            "the tokens",
+            f"{figures.over_cudnn('paged_formats', f'{_PAGES}k8v4/mosaic_gpu')} cuDNN, "
+            f"{_smaller(figures, 'paged_formats', _PAGES, ('auto/triton', 'k8v4/triton'))} the "
+            "tokens",
             f"{_format_cost(figures, 'paged_k8v4')} bits per byte",
         ],
         [
@@ -408,18 +409,6 @@ def _prompts(figures: Figures) -> list[list[str]]:
     ]
 
 
-def _scaled(figures: Figures, kind: str) -> str:
-    """The row of the fastest kernel that the record has of KV4 or K8V4."""
-    found = {row["name"] for row in figures.result("kv4")["rows"] if row["status"] == "ok"}
-    names = [f"{_SCALED}{kind}/{implementation}" for implementation in ("mosaic_gpu", "triton")]
-    return next(name for name in names if name in found)
-
-
-def _by(figures: Figures, kind: str) -> str:
-    """By which kernel that was measured, and on what."""
-    return f"(`{_scaled(figures, kind).rpartition('/')[2]}`, on an H200)"
-
-
 def _weights(figures: Figures) -> list[list[str]]:
     product = functools.partial(figures.over, "fireq")
     prompts = [
@@ -445,14 +434,14 @@ def _weights(figures: Figures) -> list[list[str]]:
             "a cache for such a model",
             '`cache="kv4"`: a scale for every token and head, no buffer',
             "`mosaic_gpu` on H100 and H200, else `triton`, Ada and newer",
-            f"{figures.over_cudnn('kv4', _scaled(figures, 'kv4'))} cuDNN {_by(figures, 'kv4')}",
+            f"{figures.over_cudnn('kv4', f'{_SCALED}kv4/mosaic_gpu')} cuDNN",
             "in the line above",
         ],
         [
             "the same, where `kv4` loses too much",
             '`cache="k8v4"`',
             "`mosaic_gpu` on H100 and H200, else `triton`, Ada and newer",
-            f"{figures.over_cudnn('kv4', _scaled(figures, 'k8v4'))} cuDNN {_by(figures, 'k8v4')}, "
+            f"{figures.over_cudnn('kv4', f'{_SCALED}k8v4/mosaic_gpu')} cuDNN, "
             f"{_smaller(figures, 'kv4', _SCALED, ('cudnn', 'k8v4/triton'))} smaller",
             f"{once['k8v4']['cost']:+.4f} bits per byte, where `kv4` costs "
             f"{once['kv4']['cost']:+.4f}",
