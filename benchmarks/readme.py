@@ -33,8 +33,12 @@ def gpu_tests_line() -> str:
     commit, _, changed = (record["commit"] or "unknown").partition(", ")
     state = commit[:10] + (" with changes" if changed else "")
     counts = ", ".join(f"{record[what]:,} {what}" for what in ("passed", "failed", "skipped"))
+    calls = record.get("calls", ())
+    run = f"All GPU tests, in {len(calls)} calls" if calls else "The last full run of the GPU tests"
+    if calls:
+        state += " and before: the record says which call ran what at which commit"
     return (
-        f"The last full run of the GPU tests: {counts}, in {record['seconds'] / 60:.1f} minutes "
+        f"{run}: {counts}, in {record['seconds'] / 60:.1f} minutes "
         f"with {record['workers']} processes; {record['device']}, driver {record['driver']}, jax "
         f"{record['jax']}, {record['date']}, commit {state} "
         f"([{name}]({_LINK}{name}))."

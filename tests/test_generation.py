@@ -116,7 +116,8 @@ def test_a_step_is_given_to_the_device_before_its_token_is_read(shallow, monkeyp
     monkeypatch.setattr(generation, "_choose", chosen)
     result = models.generate(shallow, _tokens(1, 10), max_new_tokens=3)
     np.testing.assert_array_equal(result, expected)
-    assert read == [1, 2, 2]  # the last token is fed to nobody
+    # The first token waits for no step, and the last is fed to nobody.
+    assert read == [0, 2, 2]
 
 
 def test_tokens_are_yielded_before_the_cache_is_found_full(shallow):

@@ -14,6 +14,7 @@ from kernel_helpers import lower_for_cuda
 from test_kv4_cache import awkward, oracle_pack, oracle_quantize
 from test_kv4_decode import (
     ADDED,
+    BLOCK,
     OFFSET,
     OPTIONS,
     SHAPES,
@@ -213,7 +214,7 @@ def oracle(query, cache, implementation, *, scale=None, window=None, soft_cap=No
         error = error + (np.abs(score - top) + np.abs(top) + 8 + len(k)) * 4 * UNIT
         out[b, t, h] = p @ v / p.sum()
         spread = (p * (error + weight_unit)) @ np.abs(v) + (p @ error) * np.abs(out[b, t, h])
-        spread = spread + 8 * ADDED * (p @ value_unit[b, h // group, seen])
+        spread = spread + 2 * (BLOCK // 16) * ADDED * (p @ value_unit[b, h // group, seen])
         slack[b, t, h] = spread / p.sum()
         lse[b, t, h] = top + np.log(p.sum())
         lse_slack[b, t, h] = error.max() + 4 * UNIT * (1 + np.abs(lse[b, t, h]))

@@ -17,6 +17,8 @@ from turbojax.state import kv4
 UNIT = 2.0**-24
 # Of the largest: 16 terms and the sum cut off, and the new sum.
 ADDED = 18 * UNIT
+# The most tokens that Hopper's kernel multiplies at once.
+BLOCK = 64
 STATIC = ("scale", "local_window_size", "logits_soft_cap", "implementation", "return_residual")
 decode = jax.jit(api.decode, static_argnames=STATIC)
 prefill = jax.jit(api.prefill, static_argnames=(*STATIC, "is_causal"))
@@ -48,9 +50,9 @@ def oracle(
     over tokens round once a term, the exponential and its argument a few times. With an `offset`
     sums are of codes plus that, and what it contributes is taken off again. A matrix unit adds 16
     terms to a sum at a time and cuts all of them off at ``2**-24`` of the largest, so each addition
-    is off by `ADDED`: of a block of 64 tokens four are, and four of its weights' sum. Products with
-    queries have both signs, so their sums stay far below the sum of their absolute values: an
-    eighth of `ADDED` is enough for them.
+    is off by `ADDED`: in a block of `BLOCK` tokens one for every 16, and as many for the sum of
+    its weights. Sums of products with queries are of random signs: no more than four standard
+    deviations.
     """
     key_unit, value_unit = (
         offset * np.asarray(x, np.float64) for x in (cache.key_scale, cache.value_scale)
@@ -83,7 +85,8 @@ def oracle(
         k_unit, v_unit = (x[b, h // group, seen] for x in (key_unit, value_unit))
         score, size = scale * k @ q[b, t, h], abs(scale) * np.abs(k) @ np.abs(q[b, t, h])
         error = (dim + 8) * UNIT * size
-        error = error + (dim / 16 + 2) * ADDED / 8 * abs(scale) * k_unit * np.abs(q[b, t, h]).sum()
+        sums = 4 * np.linalg.norm(q[b, t, h])
+        error = error + (dim / 16 + 2) * ADDED * abs(scale) * k_unit * sums
         if soft_cap is not None:
             score = soft_cap * np.tanh(score / soft_cap)
             error = error + 16 * UNIT * soft_cap
@@ -92,7 +95,7 @@ def oracle(
         error = error + (np.abs(score - top) + np.abs(top) + 8 + len(seen)) * 4 * UNIT
         out[b, t, h] = p @ v / p.sum()
         spread = (p * (error + weight_unit)) @ np.abs(v) + (p @ error) * np.abs(out[b, t, h])
-        spread = spread + 8 * ADDED * (p @ v_unit)
+        spread = spread + 2 * (BLOCK // 16) * ADDED * (p @ v_unit)
         slack[b, t, h] = spread / p.sum()
         lse[b, t, h] = top + np.log(p.sum())
         lse_slack[b, t, h] = error.max() + 4 * UNIT * (1 + np.abs(lse[b, t, h]))

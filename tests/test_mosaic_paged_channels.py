@@ -11,10 +11,7 @@ import numpy as np
 import pytest
 from mosaic_paged_helpers import mixed_block
 from test_mosaic_paged import lanes as lanes  # a fixture
-from test_mosaic_paged import lower, oracle, refusal, run, settings
-
-from turbojax import _device
-from turbojax.state.pages import formats
+from test_mosaic_paged import lower, oracle, run, settings
 
 
 @pytest.mark.parametrize(
@@ -50,10 +47,3 @@ def test_a_warp_attends_to_fewer_channels(lanes, kind, channels, padded):
 )
 def test_it_lowers(kind, head_dim):
     assert "turbojax_paged_hopper" in lower(kind, head_dim=head_dim, dtype=jnp.bfloat16)
-
-
-def test_a_pair_of_formats_that_no_kernel_knows_is_refused(monkeypatch):
-    monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
-    pair = formats.Formats(formats.Float8("float8_e5m2"), formats.Codes(4))
-    monkeypatch.setitem(formats.FORMATS, "k8v4", pair)
-    assert refusal("k8v4") == "kv_dtype='k8v4' has keys or values that are not read here"

@@ -143,7 +143,7 @@ Rounded = tuple[Int, list[Float]]
 """A word of four codes, and the numbers that they stand for."""
 
 
-def rounder(scale: Float, is_int8: bool, dtype: str) -> Callable[[Sequence[Float]], Rounded]:
+def rounding_of(scale: Float, is_int8: bool, dtype: str) -> Callable[[Sequence[Float]], Rounded]:
     """What rounds four numbers; see `if_known` for a scale of NaN.
 
     Args:

@@ -105,16 +105,16 @@ def launch(
     )(*inputs)
 
 
-# Bytes of an input that is copied rather than read where a loop's step finds it.
+# Bytes of an input that is not read where a loop's step finds it.
 _SMALL = 2**20
 
 
 def _apart(x: jax.Array) -> jax.Array:
-    """An input in memory of its own if it is small.
+    """Keeps XLA from letting a kernel read a small slice where it is.
 
-    XLA lets a kernel read a slice where it is, and in a loop whose steps slice an array, as
-    `lax.scan` does, that is elsewhere in every step: the call is then recorded anew each time,
-    which takes the host longer than a small copy takes the device.
+    In a loop whose steps slice an array, as `lax.scan` does, that is elsewhere in every step: the
+    call is then recorded anew each time, which takes the host longer than a small copy takes the
+    device.
     """
     return lax.optimization_barrier(x) if x.size * x.dtype.itemsize <= _SMALL else x
 

@@ -43,7 +43,8 @@ class Share:
         self.program, self.programs = lax.axis_index("program"), lax.axis_size("program")
         self.together, self.turns = together, turns
         last = (total // together if isinstance(total, int) else lax.div(total, together)) - 1
-        rounds = lax.div(last - self.program, jnp.int32(self.programs)) + 1
+        # Of programs past the last tile, which there are where `total` is found late: none.
+        rounds = lax.div(last - self.program + self.programs, jnp.int32(self.programs))
         if turns:
             programs = jnp.int32(self.programs)
             whole, rest = lax.div(jnp.int32(last), programs), lax.rem(jnp.int32(last), programs)

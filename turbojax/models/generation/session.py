@@ -330,10 +330,11 @@ def _stream(
     for i in range(max_new_tokens):
         chosen, fed = _choose(session.logits, sampling_rows(options, drawn + i), kind=kind)
         is_last = i + 1 == max_new_tokens
-        is_ahead = not is_last and session.has_room
+        # The device has the next step before the host waits for these tokens, and runs while the
+        # host prepares. Where they end the last sequence, that step is for nothing. The first
+        # tokens wait for no step: it may have to be compiled.
+        is_ahead = i > 0 and not is_last and session.has_room
         if is_ahead:
-            # The device has the next step before the host waits for these tokens, and runs while
-            # the host prepares. Where they end the last sequence, that step is for nothing.
             session = session.step(fed)
         known = np.where(endings.ended, np.int32(pad_token), np.asarray(chosen))
         nothing = ~endings.ended & (known == NOTHING)
@@ -344,7 +345,7 @@ def _stream(
         if is_last or endings.ended.all():
             return
         if not is_ahead:
-            session = session.step(fed)  # which says that the cache is full
+            session = session.step(fed)
 
 
 def generate(

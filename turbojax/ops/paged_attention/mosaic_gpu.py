@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from turbojax import polar
 from turbojax._device import needs_hopper
 from turbojax.ops.options import Options
-from turbojax.state.pages.formats import Codes, Float8, Format
+from turbojax.state.pages.formats import Codes, Format
 from turbojax.state.pages.pool import PagedCache
 
 if TYPE_CHECKING:
@@ -133,34 +133,35 @@ def unsupported(
 ) -> str | None:
     """Why `attend` cannot run this here; None if it can."""
     del block_tables, options
-    if not _is_read(cache):
-        return f"kv_dtype={cache.kv_dtype!r} has keys or values that are not read here"
     if cache.kv_dtype == "auto" and cache.dtype.name not in _PLAIN_DTYPES:
         return f"with kv_dtype='auto' dtype={cache.dtype} must be one of {_PLAIN_DTYPES}"
-    channels = _channels(cache) or cache.head_dim
+    channels = _channels(cache)
+    if channels is None:
+        step = _step(cache)
+        others = f", or a multiple of {step} below {_HEAD_DIMS[-1]}" if step else ""
+        return f"head_dim={cache.head_dim} must be one of {_HEAD_DIMS}{others}"
     given = jax.ShapeDtypeStruct((*query.shape[:3], channels), query.dtype)
     return refusal(given, cache.num_kv_heads)
 
 
-def _is_read(cache: PagedCache) -> bool:
-    key, value = cache.formats
-    is_e4m3 = isinstance(key, Float8) and key.name == "float8_e4m3fn"
-    return cache.kv_dtype in _ALIKE or (
-        (is_e4m3 or isinstance(key, Codes)) and isinstance(value, Codes)
-    )
+def _step(cache: PagedCache) -> int | None:
+    """What head dims of other sizes are multiples of; None if there are none.
+
+    A vector's codes, and the third bits of 3, begin where words do. Of floats what is read in the
+    place of missing channels might be NaN.
+    """
+    sides = [side for side in cache.formats if isinstance(side, Codes)]
+    return max(_WHOLE_WORDS[side.bits] for side in sides) if len(sides) == 2 else None
 
 
 def _channels(cache: PagedCache) -> int | None:
-    """With how many channels codes are multiplied, the last ones 0 if they have fewer; or None.
+    """With how many channels vectors are multiplied, or None.
 
-    What is read in their place is of other codes: of floats it might be NaN. A vector's codes, and
-    the third bits of 3, begin where words do.
+    Of codes with fewer the last ones meet 0: what is read in their place is of other codes.
     """
-    if cache.head_dim in _HEAD_DIMS:
-        return cache.head_dim
-    for side in cache.formats:
-        if not isinstance(side, Codes) or cache.head_dim % _WHOLE_WORDS[side.bits]:
-            return None
+    step = _step(cache)
+    if cache.head_dim not in _HEAD_DIMS and (step is None or cache.head_dim % step):
+        return None
     return next((n for n in _HEAD_DIMS if n >= cache.head_dim), None)
 
 

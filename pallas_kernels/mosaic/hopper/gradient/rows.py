@@ -198,7 +198,7 @@ class _Rows(quantize.Work):
         """Codes of the lane's values, and products with `out`, of its tokens one by one."""
         assert self.codes is not None
         is_int8 = self.codes.is_int8
-        rounded = eight_bits.rounder(scale, is_int8, self.block.dtype)
+        rounded = eight_bits.rounding_of(scale, is_int8, self.block.dtype)
         nothing = [lane.integer(0 if is_int8 else 0x7F7F7F7F)] * 2 + [lane.number(math.nan)]
 
         def of(x: list[Float], out: list[Float]) -> list[Any]:

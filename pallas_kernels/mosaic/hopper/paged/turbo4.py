@@ -9,22 +9,14 @@ sums start from it.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 from pallas_kernels.mosaic import lane
+from pallas_kernels.mosaic.hopper.paged import integers
 from pallas_kernels.mosaic.hopper.paged.inputs import Place, Program, Query, Settings
-from pallas_kernels.mosaic.hopper.paged.operands import (
-    key_rows,
-    scaled,
-    value_words,
-    weight_words,
-)
+from pallas_kernels.mosaic.hopper.paged.operands import key_rows, value_words
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
-# The largest number whose high byte is at most 127 after rounding.
-_RANGE = 127.0 * 256
-_EVERY_BYTE = 0x01010101
 # Channels of eight that the two halves of a transposed word hold.
 _CHANNELS = ((0, 2), (4, 6), (1, 3), (5, 7))
 
@@ -68,28 +60,7 @@ class Turbo4:
         self, x: list[Float], here: Place
     ) -> tuple[list[Int], tuple[Any, Any], Float, Float]:
         """A query's operand words, its columns' starts, its offset, its scale."""
-        x, top = scaled(x)
-        is_high = here.g & 1
-        words, total = [], lane.integer(0)
-        for k in range(0, len(x), 4):
-            word = _plane([_rounded(v, lane.number(_RANGE)) for v in x[k : k + 4]], is_high)
-            words.append(word)
-            total = lane.dot4(word, lane.integer(_EVERY_BYTE), total)
-        total = lane.reduce_lanes(total, lambda u, v: u + v, (1, 2))
-        low, high = (lane.from_lane(total, (here.t << 3) + 4 * i) for i in (0, 1))
-        start, offset = self._less_middle(low, high)
-        return words, start, offset, top * (1 / _RANGE)
-
-    def _less_middle(self, low: Int, high: Int) -> tuple[tuple[Int, Int], Float]:
-        """Where two columns' sums start, and what is added to their combination.
-
-        Args:
-          low: sum of the other operand's low bytes.
-          high: of its high bytes.
-        """
-        whole = int(self.s.middle + 0.5)
-        rest = ((high << 8) + low).to_float() * (whole - self.s.middle)
-        return (low * -whole, high * -whole), rest
+        return integers.query_operands(x, self.s.middle, here)
 
     def unseen(self, slot: Pointer, begin: Int, at: Program, here: Place) -> list[Int]:
         """Nothing: codes are finite, and norms of what is not seen are not multiplied with."""
@@ -110,7 +81,7 @@ class Turbo4:
                     a = [pair[0][k], pair[1][k], pair[0][k + 1], pair[1][k + 1]]
                     c = lane.matmul(a, operands[k : k + 2], c)
                 for j in (0, 1):
-                    x = ((c[2 * j + 1] << 8) + c[2 * j]).to_float() + query.offset[tile]
+                    x = integers.joined(c[2 * j], c[2 * j + 1], query.offset[tile])
                     out[tile].append(x * (norms[len(out[tile])] * query.factor[tile]))
         return out
 
@@ -140,12 +111,7 @@ class Turbo4:
         operands, factors, starts, rests = [], [], [], []
         for p, seen in zip(weights, visible, strict=True):
             w = [v.where(x * n, 0.0) for v, x, n in zip(seen, p, norms, strict=True)]
-            words, factor = self._weight_operands(w, here)
-            ones = [lane.integer(_EVERY_BYTE)] * 4
-            sums = [lane.integer(0)] * 4
-            for k in range(0, len(words), 2):
-                sums = lane.matmul(ones, words[k : k + 2], sums)
-            start, rest = self._less_middle(sums[0], sums[1])
+            words, start, rest, factor = integers.weight_operands(w, self.s.middle, here)
             operands.append(words)
             factors.append(factor)
             starts.append(start)
@@ -157,22 +123,9 @@ class Turbo4:
                 for k in range(0, len(words), 2):
                     c = lane.matmul(rows[2 * k : 2 * k + 4], words[k : k + 2], c)
                 for j in (0, 1):
-                    x = ((c[2 * j + 1] << 8) + c[2 * j]).to_float() + rests[tile]
+                    x = integers.joined(c[2 * j], c[2 * j + 1], rests[tile])
                     out[tile].append(x * factors[tile])
         return out
-
-    def _weight_operands(self, w: list[Float], here: Place) -> tuple[list[Int], Float]:
-        """Operand words of weights, of 15 bits of the largest in the block, and their unit."""
-        # Bits of non-negative floats are ordered like integers, with NaN the largest.
-        bits = functools.reduce(lambda a, b: a.maximum(b), [x.as_int() for x in w])
-        top = lane.reduce_lanes(bits, lambda a, b: a.maximum(b), (4, 8, 16)).as_float()
-        inverse = (top > 0.0).where(lane.reciprocal(top) * _RANGE, 0.0)
-        words = []
-        for k in range(0, len(w), 4):
-            rounded = [_rounded(x, inverse) for x in w[k : k + 4]]
-            planes = [_plane(rounded, lane.integer(i)) for i in (0, 1)]
-            words += weight_words(planes, here)
-        return words, top * (1 / _RANGE)
 
     def _value_rows(self, values: Pointer, here: Place) -> Any:
         """Yields the operand words of two channels after the other, in the order of `channel`."""
@@ -198,19 +151,6 @@ def channel(number: int, here: Place, head_dim: int) -> Int:
     word, rest = divmod(number, 8)
     pair, half = divmod(rest, 2)
     return here.g * (head_dim // 8) + (8 * word + _CHANNELS[pair][half])
-
-
-def _rounded(x: Float, factor: Float) -> Int:
-    """``rint(x * factor) + 128`` in the low 16 bits: the low byte plus 128, and the high byte."""
-    return lane.fma(x, factor, lane.ROUNDER + 128.0).as_int()
-
-
-def _plane(x: list[Int], is_high: Int) -> Int:
-    """One byte each of four `_rounded` numbers, as signed bytes."""
-    pick = is_high * 0x11 + 0x40
-    first, second = lane.permute_bytes(x[0], x[1], pick), lane.permute_bytes(x[2], x[3], pick)
-    flip = is_high.equals(0).where(0x80808080 - 2**32, 0)
-    return lane.permute_bytes(first, second, 0x5410) ^ flip
 
 
 def _transposed(words: list[Int]) -> list[Int]:

@@ -429,6 +429,8 @@ def attention(
     Returns:
       ``[B, T, N, H]`` in the queries' dtype and the float32 log-sum-exp ``[B, T, N]``.
     """
+    if settings.group != 1:
+        raise ValueError(f"{settings.group=} must be 1: it follows from the heads")
     extra: tuple[jax.Array, ...] = ()
     if lost_values is not None:
         some = lost_values.reshape(len(q), -1, *lost_values.shape[1:]) != 0
