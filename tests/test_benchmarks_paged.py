@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from docs_helpers import copied_docs, docs_text
+from docs_helpers import copied_docs
 
 from benchmarks import __main__ as command
-from benchmarks import readme, report, tables, timing
+from benchmarks import report, tables, timing
 from benchmarks.measuring import calls
 from benchmarks.measuring.calls import Arrays
 from benchmarks.shapes import Shape
@@ -430,70 +430,3 @@ def test_bars_of_a_result_that_is_not_complete():
     assert bars["tokens the pool holds"]["turbo4"][1] == "127,040"
     made["rows"] = []
     engine.plot(made)
-
-
-def test_formats_differ_as_the_docs_say():
-    """The words of docs/paged.md and docs/benchmarks/paged.md about k8v4 and mixed bits."""
-    _, result = report.newest(readme.RESULTS, ("paged_formats",))
-    us = {row["name"]: row["us"] for row in result["rows"]}
-    for place in ("b16-s32768", "b64-s4096", "b1-s32768", "b1-s4096", "b1-s1024"):
-        of = {
-            kv_dtype: us[f"paged-decode/llama3-8b/{place}/{kv_dtype}/triton"]
-            for kv_dtype in ("k8v4", "fp8_e4m3", "turbo4")
-        }
-        assert of["k8v4"] < (0.98 if place[:3] in ("b16", "b64") else 1.03) * min(
-            of["fp8_e4m3"], of["turbo4"]
-        )
-    largest = "paged-decode/llama3-8b/b16-s32768"
-    for kv_dtype in ("fp8_e4m3", "turbo4"):
-        assert us[f"{largest}/{kv_dtype}/mosaic_gpu"] < us[f"{largest}/k8v4/triton"]
-    share = us[f"{largest}/turbo_k4v2/triton"] / us[f"{largest}/turbo4/triton"]
-    assert 0.85 < share < 0.95  # "A tenth of the time."
-    made = paged_tables.formats_section("paged_formats_2026-01-01.json", result)
-    assert "| 16 x 32k | k8v4 | triton | 291 |" in made
-    assert "| 1 of 64 x 4k | k8v4 | default | 7.1 |" in made
-
-
-def test_prose_agrees_with_the_results():
-    """The figures that docs/benchmarks/paged.md names outside of its tables."""
-    result = json.loads((readme.RESULTS / "paged_2026-11-21.json").read_text(encoding="utf-8"))
-    rows = {row["name"]: row for row in result["rows"]}
-    best = rows["paged-decode/llama3-8b/b16-s32768/turbo4/mosaic_gpu"]
-    fp8 = rows["paged-decode/llama3-8b/b16-s32768/fp8_e4m3/mosaic_gpu"]
-    over = best["speedup_over"]
-    pages = "paged-page-size/llama3-8b/b16-s32768/turbo4/page-{}/mosaic_gpu"
-    slower = rows[pages.format(16)]["us"] / rows[pages.format(64)]["us"] - 1
-    append = [
-        rows[f"paged-append/llama3-8b/{x}/turbo4"]["us"] for x in ("b64-s4096", "b4-s32768-t4096")
-    ]
-    figures = [
-        f"turbo4 takes {best['us']:.0f} us",
-        f"{over['bf16-pages']:.2f} times the speed of our bfloat16 pages",
-        f"{over['cudnn']:.2f} times that of cuDNN",
-        f"{over['fp8-pages']:.2f} times that of fp8 pages",
-        f"fp8 takes {fp8['us']:.0f}",
-        f"Pages of 16 tokens cost turbo4 {slower:.0%}".replace("%", " %"),
-        f"64 sequences takes {append[0]:.1f} us",
-        f"16,384 tokens of prompts {append[1]:.0f} us",
-    ]
-    versions = json.loads((readme.RESULTS / "paged_versions_2026-11-21.json").read_text("utf-8"))
-    plain, kernel = (row["us"] for row in versions["append"])
-    figures += [
-        f"of which {kernel['64 x 1']} are the kernel",
-        f"where plain XLA took {plain['4 x 4096']:,.0f}",
-    ]
-    text = docs_text("benchmarks/paged.md")
-    assert [figure for figure in figures if figure not in text] == []
-    result = json.loads((readme.RESULTS / "engine_2026-11-21.json").read_text(encoding="utf-8"))
-    rows = {row["name"].removeprefix("engine/llama-3-8b/"): row for row in result["rows"]}
-    speed = {name: f"{row['generated_per_second']:,.0f}" for name, row in rows.items()}
-    figures = [
-        f"{rows['long/turbo4']['token_capacity']:,} tokens where bfloat16 holds "
-        f"{rows['long/auto']['token_capacity']:,}",
-        f"{rows['long/turbo4']['capacity_over_auto']:.2f} times as many",
-        f"at {speed['long/turbo4']} new tokens per second",
-        f"at {speed['long/fp8_e4m3']}, from bfloat16 at {speed['long/auto']}",
-        f"({rows['long/auto']['finished']} of 48 requests",
-        f"{speed['short/turbo4']}, {speed['short/fp8_e4m3']} and {speed['short/auto']}",
-    ]
-    assert [figure for figure in figures if figure not in text] == []
