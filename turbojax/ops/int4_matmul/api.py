@@ -79,12 +79,12 @@ def matmul(
     check_activation(activation, weight)
     is_precise = check_precision(precision)
     bias = check_bias(bias, weight)
-    x = _check_x(x, weight)
+    x = check_x(x, weight)
     *lead, _ = x.shape
     flat, bias, residual = _operands(x, weight, bias, residual)
     chosen = MATMUL.select(
         implementation,
-        tokens=_tokens_of(flat),
+        tokens=tokens_of(flat),
         weight=weight,
         bias=bias,
         residual=residual,
@@ -148,7 +148,7 @@ def check_bias(bias: jax.Array | None, weight: Int4Weight) -> jax.Array | None:
     return bias
 
 
-def _check_x(x: jax.Array | Fp8Tokens, weight: Int4Weight) -> jax.Array | Fp8Tokens:
+def check_x(x: jax.Array | Fp8Tokens, weight: Int4Weight) -> jax.Array | Fp8Tokens:
     """Activations whose shape and dtype are right.
 
     Raises:
@@ -202,7 +202,7 @@ def _operands(
     return x.reshape(rows, inputs), bias, residual
 
 
-def _tokens_of(x: jax.Array | Fp8Tokens) -> Fp8Tokens:
+def tokens_of(x: jax.Array | Fp8Tokens) -> Fp8Tokens:
     """What ``[M, K]`` is once it is quantized, in shapes and dtypes."""
     if isinstance(x, Fp8Tokens):
         return x
