@@ -91,16 +91,16 @@ class Int4Experts(nnx.Module):
         router = jnp.asarray(router)
         _checks.check_float_dtype("router", router)
         for weight in (gate_up, down):
-            check_stack(weight).validate()
+            check_stack(weight)
         if not gate_up.gated or down.gated:
             raise ValueError(
                 f"{gate_up.gated=} and {down.gated=} must be True and False: see gate_and_up"
             )
-        sizes, experts = (gate_up.in_size, gate_up.result_size), gate_up.output_scale.shape[0]
-        if down.shape != sizes or down.output_scale.shape[0] != experts:
+        sizes, [experts] = (gate_up.in_size, gate_up.result_size), gate_up.stack
+        if down.shape != sizes or down.stack != gate_up.stack:
             raise ValueError(
-                f"down has {down.output_scale.shape[0]} experts of {down.shape}, must have "
-                f"{experts} of {sizes}, as gate_up has"
+                f"down has {down.stack} experts of {down.shape}, must have "
+                f"{gate_up.stack} of {sizes}, as gate_up has"
             )
         if router.shape != (sizes[0], experts):
             raise ValueError(f"{router.shape=} must be {(sizes[0], experts)}")

@@ -12,7 +12,7 @@ from turbojax import _checks
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
 from turbojax.ops.fp8_tokens import quantize_activation
-from turbojax.ops.grouped_matmul import reference
+from turbojax.ops.grouped_matmul import mosaic_gpu, reference
 from turbojax.ops.int4_matmul.api import check_activation, check_precision, check_x, tokens_of
 from turbojax.ops.int4_matmul.static import Activation, Precision
 from turbojax.quantizers import Fp8Tokens, Int4Weight
@@ -20,7 +20,10 @@ from turbojax.quantizers.int4 import pad_rows
 
 GROUPED_MATMUL = Registry(
     "grouped_matmul",
-    (Implementation("xla", reference.matmul),),
+    (
+        Implementation("mosaic_gpu", mosaic_gpu.matmul, mosaic_gpu.unsupported),
+        Implementation("xla", reference.matmul),
+    ),
 )
 
 
@@ -70,7 +73,7 @@ def grouped_matmul(
     one = check_stack(weight)
     check_activation(activation, one)
     is_precise = check_precision(precision)
-    experts = weight.output_scale.shape[0]
+    [experts] = weight.stack
     bias = check_biases(bias, weight)
     x = check_x(x, one)
     if len(x.shape) != 2:
@@ -102,23 +105,17 @@ def check_stack(weight: Int4Weight) -> Int4Weight:
     """One expert of a stack, in shapes and dtypes.
 
     Raises:
-      TypeError: if it is no `Int4Weight`.
-      ValueError: if its arrays have no leading axis of one size.
+      TypeError: if it is no `Int4Weight`, or one of its arrays has another dtype.
+      ValueError: if its arrays have not one leading axis, or another shape behind it.
     """
     if not isinstance(weight, Int4Weight):
         raise TypeError(f"weight is a {type(weight).__name__}, must be an Int4Weight")
-    found = {x.shape[:1] for x in jax.tree.leaves(weight)}
-    if weight.output_scale.ndim != 2 or len(found) != 1 or found == {(0,)}:
-        shapes = [x.shape for x in jax.tree.leaves(weight)]
+    weight.validate()
+    if len(weight.stack) != 1 or 0 in weight.stack:
         raise ValueError(
-            f"weight has arrays of shapes {shapes}, must have a leading axis of experts on each: "
-            "see stack_experts"
+            f"{weight.stack=} must be one axis of experts, not empty: see stack_experts"
         )
-
-    def first(x: jax.Array) -> Any:
-        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
-
-    one: Int4Weight = jax.tree.map(first, weight)
+    one: Int4Weight = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), weight)
     return one
 
 
@@ -133,7 +130,7 @@ def check_biases(bias: jax.Array | None, weight: Int4Weight) -> jax.Array | None
         return None
     bias = jnp.asarray(bias)
     _checks.check_float_dtype("bias", bias)
-    wanted = (weight.output_scale.shape[0], weight.out_size)
+    wanted = (*weight.stack, weight.out_size)
     if bias.shape != wanted:
         raise ValueError(f"{bias.shape=} must be {wanted}, one for each expert")
     return bias
