@@ -12,7 +12,7 @@ from turbojax import _checks
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
 from turbojax.ops.fp8_tokens import quantize_activation
-from turbojax.ops.grouped_matmul import mosaic_gpu, reference
+from turbojax.ops.grouped_matmul import mosaic_gpu, reference, triton
 from turbojax.ops.int4_matmul.api import check_activation, check_precision, check_x, tokens_of
 from turbojax.ops.int4_matmul.static import Activation, Precision
 from turbojax.quantizers import Fp8Tokens, Int4Weight
@@ -22,6 +22,7 @@ GROUPED_MATMUL = Registry(
     "grouped_matmul",
     (
         Implementation("mosaic_gpu", mosaic_gpu.matmul, mosaic_gpu.unsupported),
+        Implementation("triton", triton.matmul, triton.unsupported),
         Implementation("xla", reference.matmul),
     ),
 )

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from turbojax._device import multiprocessors, unindexable
-from turbojax.ops.grouped_matmul.tiles import Tiles, cut
+from turbojax.ops.grouped_matmul.tiles import cut, listed
 from turbojax.ops.int4_matmul import mosaic_gpu
 from turbojax.ops.int4_matmul.static import Activation
 from turbojax.quantizers import Fp8Tokens, Int4Weight
@@ -21,8 +21,6 @@ _TWO_LEVELS = 128
 _UNEVEN = 2
 _MOST_STAGES = 12
 _SHARED_BYTES = 227 * 1024
-# A word of two float16 or bfloat16 NaNs.
-_NAN = 0x7FFF7FFF
 
 
 def unsupported(
@@ -98,13 +96,6 @@ def matmul(
     return _matmul(tokens, weight, group_sizes, bias, activation=activation, launch=launch)
 
 
-def _list(tiles: Tiles) -> tuple[jax.Array, jax.Array]:
-    """Tiles and bounds as the kernel reads them."""
-    fields = (tiles.expert, tiles.first, tiles.end, tiles.start, tiles.of_expert)
-    fill = jnp.where(tiles.is_valid, 0, _NAN)
-    return jnp.stack(fields, axis=1), jnp.stack([tiles.count, tiles.rows, fill])
-
-
 @functools.partial(jax.jit, static_argnames=("activation", "launch"))
 def _matmul(
     tokens: Fp8Tokens,
@@ -137,7 +128,7 @@ def _matmul(
         scale,
         weight.output_scale,
         bias,
-        *_list(cut(group_sizes, count, launch.tokens)),
+        *listed(cut(group_sizes, count, launch.tokens)),
         settings=settings,
     )
     return out[:, : weight.result_size]

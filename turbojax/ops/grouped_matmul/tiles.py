@@ -69,3 +69,19 @@ def cut(group_sizes: jax.Array, rows: int, tile: int) -> Tiles:
         rows=ends[-1],
         is_valid=is_valid,
     )
+
+
+# A word of two float16 or bfloat16 NaNs.
+_NAN = 0x7FFF7FFF
+
+
+def listed(tiles: Tiles) -> tuple[jax.Array, jax.Array]:
+    """Tiles as kernels read them.
+
+    Returns:
+      int32 ``[U, 5]``: expert, first, end, start and of_expert of each; and int32 ``[3]``: count,
+      rows, and the word of two 16-bit numbers that rows of no expert hold.
+    """
+    fields = (tiles.expert, tiles.first, tiles.end, tiles.start, tiles.of_expert)
+    fill = jnp.where(tiles.is_valid, 0, _NAN)
+    return jnp.stack(fields, axis=1), jnp.stack([tiles.count, tiles.rows, fill])
