@@ -101,16 +101,6 @@ class Pointer:
         together = vector.from_elements(kind, [w.value for w in words])
         llvm.store(together, self.value, alignment=4 * len(words))
 
-    def store_words_where(self, words: Sequence[Int], condition: Bool) -> None:
-        """Stores four words at once to global memory, by lanes for which `condition` holds."""
-        act(
-            "{ .reg .pred p; setp.ne.b32 p, $5, 0; @p st.global.v4.b32 [$0], {$1, $2, $3, $4}; }",
-            self.address(),
-            *[w.value for w in words],
-            condition.where(Int(int_value(1)), 0).value,
-            constraints="l,r,r,r,r,r",
-        )
-
     def store_as(self, x: Float, dtype: str) -> None:
         """Stores a float32, rounded to ``"float32"``, ``"bfloat16"`` or ``"float16"``."""
         kinds = {"bfloat16": ir.BF16Type, "float16": ir.F16Type}

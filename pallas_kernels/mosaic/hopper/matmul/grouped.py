@@ -29,13 +29,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
 
 from pallas_kernels.layouts import Ref
 from pallas_kernels.mosaic import lane, ring
 from pallas_kernels.mosaic.hopper.matmul import epilogue
 from pallas_kernels.mosaic.hopper.matmul.epilogue import Epilogue as Epilogue
-from pallas_kernels.mosaic.lane import Int, Pointer, integer
+from pallas_kernels.mosaic.lane import Int, Pointer
 from pallas_kernels.mosaic.products import int4, wgmma
 from pallas_kernels.mosaic.products.int4 import GROUP, TABLE_BYTES, TABLES
 from pallas_kernels.mosaic.ring import ROW, ROWS, SCALAR
@@ -183,13 +182,21 @@ def _start(words: jax.Array, x: Ref, total: jax.Array | None) -> jax.Array:
 
 
 def _write(
-    out: Any, target: Any, span: tuple[int, int], token: Int, count: Int, column: Int, e: Epilogue
+    out: Pointer,
+    target: Pointer,
+    columns: int,
+    span: tuple[int, int],
+    token: Int,
+    count: Int,
+    column: Int,
+    e: Epilogue,
 ) -> None:
     """Copies a warp's outputs of some tokens from shared to global memory.
 
     Args:
       out: shared memory, ``[span[1], outputs]`` as `epilogue.finish` leaves it.
       target: global memory ``[M, columns]``.
+      columns: of `target`.
       span: the first of these tokens within the tile, and how many there is room for.
       token: the tile's first token.
       count: how many tokens the tile has.
@@ -199,15 +206,15 @@ def _write(
     number, warp = lane.special("laneid"), (lane.special("tid.x") >> 5) & 3
     # Of 16 bytes: a warp has 16 outputs of a token, in a gated product 8.
     per_token = e.outputs // 32
-    size, row_bytes = span[1] * per_token, 2 * ir.MemRefType(target.type).shape[1]
+    size = span[1] * per_token
     for begin in range(0, size, 32):
         chunk = (number & (min(size, 32) - 1)) + begin
         row = chunk >> (per_token - 1)
         byte = (warp * per_token + (chunk & (per_token - 1))) * _CHUNK
-        words = Pointer.to(out).at(epilogue.place(row, byte, e)).words(4)
-        place = Pointer.to(target).times(token + span[0] + row, integer(row_bytes))
-        is_there = (row + span[0] < count) & (number < size)
-        place.at(column * 2, byte).store_words_where(words, is_there)
+        words = out.at(epilogue.place(row, byte, e)).words(4)
+        place = target.times(token + span[0] + row, lane.integer(2 * columns))
+        with lane.when((row + span[0] < count) & (number < size)):
+            place.at(column * 2, byte).store_words(words)
 
 
 def _store(
@@ -229,7 +236,8 @@ def _store(
             factors = output_scales, bias[0] if bias else None
             epilogue.finish(total, span, scales, *factors, out, base, e)
             lane.warp_barrier()
-            _write(out, target, span, token, count, column, e)
+            places = Pointer.to(out), Pointer.to(target)
+            _write(*places, a.out.shape[1], span, token, count, column, e)
             lane.warp_barrier()
 
     plgpu.barrier_wait(m.tile_ready)
@@ -248,8 +256,9 @@ def _fill(me: jax.Array, a: Arrays, s: Settings) -> None:
 
     def run(first: Any, word: Any, target: Any) -> None:
         number = lane.scalar(first) + (lane.special("tid.x") & (_THREADS - 1))
-        place = Pointer.to(target).times(number, integer(_CHUNK))
-        place.store_words_where([lane.scalar(word)] * 4, number < end)
+        with lane.when(number < end):
+            place = Pointer.to(target).times(number, lane.integer(_CHUNK))
+            place.store_words([lane.scalar(word)] * 4)
 
     write = ring.inline(run, (SCALAR, SCALAR, plgpu.RefType()))
 
