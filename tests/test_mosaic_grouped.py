@@ -17,7 +17,7 @@ from pallas_kernels.mosaic.hopper.matmul import epilogue, grouped
 from turbojax import _device
 from turbojax.ops.grouped_matmul import mosaic_gpu
 from turbojax.ops.grouped_matmul.api import GROUPED_MATMUL
-from turbojax.ops.grouped_matmul.tiles import cut, listed
+from turbojax.ops.grouped_matmul.tiles import cut
 from turbojax.quantizers import Fp8Tokens, Int4Weight, int4
 
 KINDS = {"e4m3": jnp.float8_e4m3fn, "bf16": jnp.bfloat16, "f16": jnp.float16}
@@ -76,20 +76,70 @@ def test_launches(scales, is_precise):
             assert 3 <= launch.stages <= 12
 
 
+@pytest.fixture
+def on_lanes(monkeypatch):
+    """Lets the kernel's code of one lane run on the 32 of a warp."""
+    places = types.SimpleNamespace(
+        special=lambda name: {"laneid": warp.Int(warp.LANES), "tid.x": warp.thread()}[name],
+        integer=warp.integer,
+        when=warp.when,
+        from_lane=warp.from_lane,
+        ballot=warp.ballot,
+    )
+    monkeypatch.setattr(grouped, "lane", places)
+
+
+def plan_of(sizes, rows, tile):
+    """A plan as a warp makes it."""
+    held = np.full(grouped.Plan.size(len(sizes)), -99, np.int32)
+    pointers = [
+        warp.Pointer(x.reshape(-1).view(np.uint8)) for x in (np.asarray(sizes, np.int32), held)
+    ]
+    grouped.plan(*pointers, len(sizes), rows, tile)
+    return grouped.Plan(held, len(sizes))
+
+
+@pytest.mark.usefixtures("on_lanes")
+@pytest.mark.parametrize("experts", [1, 2, 31, 32, 33, 128, 300])
+def test_the_plan_is_the_definitions(experts):
+    rng = np.random.default_rng(experts)
+    for tile in (8, 64):
+        sizes = rng.integers(0, 40, experts) * rng.integers(0, 2, experts)
+        rows = int(sizes.sum()) + int(rng.integers(2))
+        found, want = plan_of(sizes, rows, tile), cut(jnp.asarray(sizes, jnp.int32), rows, tile)
+        assert [found.bound(i) for i in range(3)] == [int(want.count), sizes.sum(), 0]
+        tokens = [found.token(e) for e in range(experts + 1)]
+        np.testing.assert_array_equal(tokens, [0, *np.cumsum(sizes)])
+        for number in range(int(want.count)):
+            expert = int(found.expert(jnp.int32(number)))
+            assert expert == want.expert[number]
+            assert found.tile(expert) == want.start[number]
+            assert found.tile(expert + 1) - found.tile(expert) == want.of_expert[number]
+
+
+@pytest.mark.usefixtures("on_lanes")
+@pytest.mark.parametrize("sizes", [[3, -1, 4], [3, 10, 14], [2**31 - 1] * 3, [-(2**31)] * 3])
+def test_the_plan_of_sizes_that_are_not_valid(sizes):
+    found = plan_of(sizes, 20, 8)
+    assert [found.bound(i) for i in range(3)] == [0, 0, grouped.NAN]
+    assert np.isnan(np.array([grouped.NAN], np.uint32).view(jnp.bfloat16).astype(float)).all()
+
+
+@pytest.mark.usefixtures("on_lanes")
 @pytest.mark.parametrize("consumers", [2, 4])
 def test_every_tile_has_its_work(consumers):
     """By numbers: every row of every expert with every tile of outputs once, weights together."""
     rows, tile, across = 60, 8, 3
     sizes = np.array([3, 0, 17, 8, 0, 25])
-    tiles, bounds = listed(cut(jnp.asarray(sizes, jnp.int32), rows, tile))
-    assert bounds.tolist() == [9, 53, 0]
+    plan = plan_of(sizes, rows, tile)
+    plan.held = jnp.asarray(plan.held)
+    assert int(plan.bound(0)) == 9
     epilogue_ = grouped.Epilogue(None, False, False, "bfloat16", 128)
     s = grouped.Settings(epilogue_, tile, 2, consumers, True)
-    arrays = types.SimpleNamespace(tiles=tiles)
     seen, weights = [], []
-    for number in range(int(bounds[0]) * across):
-        work = [int(x) for x in grouped._work(jnp.int32(number), arrays, across, s)]
-        expert, token, count, out = work
+    for number in range(9 * across):
+        work = grouped._work(jnp.int32(number), plan, across, s)
+        expert, token, count, out = (int(x) for x in work)
         assert 1 <= count <= tile
         seen += [(expert, out, token + i) for i in range(count)]
         if (expert, out) not in weights[-1:]:
@@ -99,17 +149,6 @@ def test_every_tile_has_its_work(consumers):
     assert len(seen) == len(wanted)
     assert set(seen) == wanted
     assert len(weights) == len(set(weights)) == 4 * across
-
-
-@pytest.fixture
-def on_lanes(monkeypatch):
-    """Lets the kernel's code of one lane run on the 32 of a warp."""
-    places = types.SimpleNamespace(
-        special=lambda name: {"laneid": warp.Int(warp.LANES), "tid.x": warp.thread()}[name],
-        integer=warp.integer,
-        when=warp.when,
-    )
-    monkeypatch.setattr(grouped, "lane", places)
 
 
 @pytest.mark.usefixtures("on_lanes")

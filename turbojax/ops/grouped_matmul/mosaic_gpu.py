@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from turbojax._device import multiprocessors, unindexable
-from turbojax.ops.grouped_matmul.tiles import cut, listed
 from turbojax.ops.int4_matmul import mosaic_gpu
 from turbojax.ops.int4_matmul.static import Activation
 from turbojax.quantizers import Fp8Tokens, Int4Weight
@@ -32,12 +31,12 @@ def unsupported(
     activation: Activation | None,
 ) -> str | None:
     """Why the kernel cannot run this here; None if it can."""
-    del group_sizes
+    [experts] = group_sizes.shape
     refusal = mosaic_gpu.unsupported(
         tokens=tokens, weight=weight, bias=bias, residual=None, activation=activation
     )
     rows, inputs = weight.padded_shape
-    return refusal or unindexable(tokens.codes.shape[0] * max(rows, inputs))
+    return refusal or unindexable(tokens.codes.shape[0] * max(rows, inputs, experts))
 
 
 class Launch(NamedTuple):
@@ -72,7 +71,7 @@ def default_launch(rows: int, weight: Int4Weight, *, is_precise: bool = False) -
         return grouped.Settings(epilogue, tokens, stages, consumers, tokens <= _TWO_LEVELS)
 
     def fits(stages: int) -> bool:
-        return settings(stages).shared_bytes(1 if is_e4m3 else 2, is_e4m3) <= _SHARED_BYTES
+        return settings(stages).shared_bytes(experts, 1 if is_e4m3 else 2, is_e4m3) <= _SHARED_BYTES
 
     stages = max(n for n in range(2, _MOST_STAGES + 1) if fits(n))
     return Launch(tokens, consumers, stages, tokens <= _TWO_LEVELS)
@@ -87,7 +86,7 @@ def matmul(
     activation: Activation | None,
     is_precise: bool,
 ) -> jax.Array:
-    """`reference.matmul` as one kernel, after the list of its tiles.
+    """`reference.matmul` as one kernel.
 
     Sums of tiles of up to 128 tokens are float32 from group to group. Others, of experts that have
     more than 64 tokens on average, stay in the matrix unit, whose additions keep about 14 bits.
@@ -128,7 +127,7 @@ def _matmul(
         scale,
         weight.output_scale,
         bias,
-        *listed(cut(group_sizes, count, launch.tokens)),
+        group_sizes,
         settings=settings,
     )
     return out[:, : weight.result_size]

@@ -11,8 +11,8 @@ Bytes are the floor, and conversion is near it. A grouped product in e4m3 reads 
 Target: 65 us, 1.4 times as fast as that.
 
 A program takes tiles: 64 rows for each of the warpgroups that compute, and up to `tokens` rows of
-one expert. Where an expert begins and how many tiles it has is read from a list; tiles of tokens
-with the same rows follow each other, so that weights come from the cache after the first. All rows
+one expert. Where experts begin each program finds by itself; tiles of tokens with the same rows
+follow each other, so that weights come from the cache after the first. All rows
 of inputs are as long, so tiles have equally many groups, and the groups of all of a program's tiles
 are one sequence: while a group's product is on its way the next one is converted, of whichever
 tile. Tokens of a tile may begin at any row. What is read past an expert's last one is other
@@ -45,7 +45,9 @@ _SWIZZLE = (plgpu.SwizzleTransform(GROUP),)
 # Tokens that are written at a time; tokens whose scales are copied are a multiple of this.
 _MOST_WRITTEN = _SCALED = 64
 # Bytes that a lane writes at a time, and lanes of a warpgroup.
-_CHUNK, _THREADS = 16, 128
+_CHUNK, _THREADS, _LANES = 16, 128, 32
+NAN = 0x7FFF7FFF
+"""A word of two float16 or bfloat16 NaNs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +86,7 @@ class Settings:
         """Registers of a thread that computes, and of one that copies, see `ring.divide`."""
         return (112, 32) if self.consumers == 4 else (232, 40)
 
-    def shared_bytes(self, scale_bytes: int, has_tables: bool) -> int:
+    def shared_bytes(self, experts: int, scale_bytes: int, has_tables: bool) -> int:
         """Shared memory, buffers in units of 1,024 bytes."""
         out = self.written * 2 * self.epilogue.outputs
         buffers = [
@@ -94,6 +96,7 @@ class Settings:
             self.consumers * out,
             2 * self.scaled,
             TABLES_BYTES * has_tables,
+            4 * Plan.size(experts),
         ]
         return sum(-(-size // 1024) * 1024 for size in buffers) + 8 * (2 * self.stages + 3)
 
@@ -108,8 +111,7 @@ class Arrays(NamedTuple):
     token_scales: Ref
     output_scales: Ref
     bias: Ref | None
-    tiles: Ref
-    bounds: Ref
+    sizes: Ref
     out: Ref
 
 
@@ -122,11 +124,99 @@ class Memory(NamedTuple):
     x: Ref
     token_scales: Ref
     out: Ref
+    plan: Ref
     ready: Ref
     free: Ref
     tile_ready: Ref
     tile_free: Ref
     tables_ready: Ref
+
+
+class Plan:
+    """Where experts begin, found by each program for itself: in shared memory, int32.
+
+    First of every expert and past the last one the number of tokens before it; then the same of
+    tiles of tokens; then how many tiles there are, how many tokens they hold, and the word of two
+    numbers that other rows hold. If sizes of groups are not valid, there are none.
+
+    Args:
+      held: what is indexed.
+      experts: how many.
+    """
+
+    def __init__(self, held: Any, experts: int) -> None:
+        self.held, self.experts = held, experts
+
+    @staticmethod
+    def size(experts: int) -> int:
+        """Numbers that it holds."""
+        return 2 * (experts + 1) + 3
+
+    def token(self, expert: Any) -> Any:
+        """The first token of an expert."""
+        return self.held[expert]
+
+    def tile(self, expert: Any) -> Any:
+        """The first tile of tokens of an expert."""
+        return self.held[expert + (self.experts + 1)]
+
+    def bound(self, i: int) -> Any:
+        """Tiles, tokens, and what rows of no expert hold."""
+        return self.held[2 * (self.experts + 1) + i]
+
+    def expert(self, tile: Any) -> Any:
+        """Whose a tile of tokens is."""
+        low, high = jnp.int32(0), jnp.int32(self.experts - 1)
+        for _ in range((self.experts - 1).bit_length()):
+            middle = (low + high) >> 1
+            is_past = self.tile(middle + 1) > tile
+            low, high = jnp.where(is_past, low, middle + 1), jnp.where(is_past, middle, high)
+        return low
+
+
+def plan(sizes: Pointer, held: Pointer, experts: int, rows: int, tile: int) -> None:
+    """Makes a `Plan`, by one warp.
+
+    Args:
+      sizes: global memory, int32, of each expert's group.
+      held: shared memory for the plan.
+      experts: how many.
+      rows: tokens; groups that hold more, or less than none, are not valid.
+      tile: tokens of a tile, a power of two.
+    """
+    number, each = lane.special("laneid"), pl.cdiv(experts, _LANES)
+    tokens = tiles = lane.integer(0)
+    is_bad = number < 0
+    mine = []
+    for j in range(each):
+        expert = number * each + j
+        size = sizes.at(expert.minimum(experts - 1) << 2).word()
+        size = (expert < experts).where(size, 0)
+        is_bad = is_bad | (size < 0) | (size > rows)
+        tokens, tiles = tokens + size, tiles + ((size + (tile - 1)) >> (tile.bit_length() - 1))
+        mine.append((expert, tokens, tiles))
+    all_tokens, all_tiles = _running(tokens, number), _running(tiles, number)
+    before = all_tokens - tokens, all_tiles - tiles
+    for expert, *found in mine:
+        with lane.when(expert < experts):
+            for i, (own, others) in enumerate(zip(found, before, strict=True)):
+                held.at((expert + (i * (experts + 1) + 1)) << 2).store(own + others)
+    last = lane.integer(_LANES - 1)
+    total, count = lane.from_lane(all_tokens, last), lane.from_lane(all_tiles, last)
+    is_bad = (lane.ballot(is_bad) > 0) | (lane.ballot(is_bad) < 0) | (total > rows)
+    bounds = is_bad.where(0, count), is_bad.where(0, total), is_bad.where(NAN, lane.integer(0))
+    with lane.when(number < 1):
+        for i in range(2):
+            held.at(4 * i * (experts + 1)).store(lane.integer(0))
+        for i, bound in enumerate(bounds):
+            held.at(4 * (2 * (experts + 1) + i)).store(bound)
+
+
+def _running(x: Int, number: Int) -> Int:
+    """The sum of what this lane and those before it hold."""
+    for distance in (1, 2, 4, 8, 16):
+        x = x + (number >= distance).where(lane.from_lane(x, number - distance), 0)
+    return x
 
 
 class Work(NamedTuple):
@@ -138,19 +228,18 @@ class Work(NamedTuple):
     tile: jax.Array
 
 
-def _work(number: jax.Array, a: Arrays, across: int, s: Settings) -> Work:
+def _work(number: jax.Array, p: Plan, across: int, s: Settings) -> Work:
     """A tile by its number; of one expert's, tokens vary fastest.
 
     An expert's tiles are ``across`` times its tiles of tokens, so that the number of any of these
     leads to it.
     """
-    some = lax.div(number, jnp.int32(across))
-    expert, first, end, start, of_expert = (a.tiles[some, i] for i in range(5))
-    within = number - start * across
-    token = first + lax.rem(within, of_expert) * s.tokens
-    return Work(
-        expert, token, jnp.minimum(end - token, jnp.int32(s.tokens)), lax.div(within, of_expert)
-    )
+    expert = p.expert(lax.div(number, jnp.int32(across)))
+    start = p.tile(expert)
+    within, of_expert = number - start * across, p.tile(expert + 1) - start
+    token = p.token(expert) + lax.rem(within, of_expert) * s.tokens
+    count = jnp.minimum(p.token(expert + 1) - token, jnp.int32(s.tokens))
+    return Work(expert, token, count, lax.div(within, of_expert))
 
 
 def _operand(m: Memory, slot: jax.Array, me: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -246,13 +335,13 @@ def _store(
     plgpu.barrier_arrive(m.tile_free)
 
 
-def _fill(me: jax.Array, a: Arrays, s: Settings) -> None:
-    """Writes the rows behind the last expert's: zeros, or what `bounds` says."""
+def _fill(me: jax.Array, p: Plan, a: Arrays, s: Settings) -> None:
+    """Writes the rows behind the last expert's."""
     columns = a.out.shape[1]
     size = 2 * columns // _CHUNK
     end = a.out.shape[0] * size
     threads = lax.axis_size("program") * s.consumers * _THREADS
-    first = a.bounds[1] * size + (lax.axis_index("program") * s.consumers + me) * _THREADS
+    first = p.bound(1) * size + (lax.axis_index("program") * s.consumers + me) * _THREADS
 
     def run(first: Any, word: Any, target: Any) -> None:
         number = lane.scalar(first) + (lane.special("tid.x") & (_THREADS - 1))
@@ -263,13 +352,15 @@ def _fill(me: jax.Array, a: Arrays, s: Settings) -> None:
     write = ring.inline(run, (SCALAR, SCALAR, plgpu.RefType()))
 
     def step(i: jax.Array, _: None) -> None:
-        write(first + i * threads, a.bounds[2], a.out)
+        write(first + i * threads, p.bound(2), a.out)
 
     rounds = lax.div(jnp.maximum(end - first, 0) + (threads - 1), jnp.int32(threads))
     lax.fori_loop(jnp.int32(0), rounds, step, None)
 
 
-def _consume(me: jax.Array, share: ring.Share, m: Memory, a: Arrays, rows: int, s: Settings) -> None:
+def _consume(
+    me: jax.Array, share: ring.Share, p: Plan, m: Memory, a: Arrays, rows: int, s: Settings
+) -> None:
     """All tiles of a program, by one of the warpgroups that compute."""
     groups, across = a.codes.shape[1], pl.cdiv(rows, s.consumers * ROWS)
     steps = share.count * groups
@@ -281,7 +372,7 @@ def _consume(me: jax.Array, share: ring.Share, m: Memory, a: Arrays, rows: int, 
             plgpu.barrier_wait(m.ready.at[slot])
 
     def tile(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        work = _work(share.number(i), a, across, s)
+        work = _work(share.number(i), p, across, s)
 
         def step(g: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             total, words, unit, slot = carry
@@ -304,15 +395,15 @@ def _consume(me: jax.Array, share: ring.Share, m: Memory, a: Arrays, rows: int, 
     first = jnp.int32(0)
     wait(first, first)
     lax.fori_loop(first, share.count, tile, (*_operand(m, first, me), first))
-    _fill(me, a, s)
+    _fill(me, p, a, s)
 
 
-def _produce(share: ring.Share, m: Memory, a: Arrays, rows: int, s: Settings) -> None:
+def _produce(share: ring.Share, p: Plan, m: Memory, a: Arrays, rows: int, s: Settings) -> None:
     """Copies the groups of all tiles, as room comes free."""
     groups, across = a.codes.shape[1], pl.cdiv(rows, s.consumers * ROWS)
 
     def tile(number: jax.Array, slot: jax.Array) -> jax.Array:
-        work = _work(number, a, across, s)
+        work = _work(number, p, across, s)
         some = pl.ds(work.expert * (rows // ROWS) + work.tile * s.consumers, s.consumers)
 
         def group(g: jax.Array, slot: jax.Array) -> jax.Array:
@@ -335,23 +426,35 @@ def _produce(share: ring.Share, m: Memory, a: Arrays, rows: int, s: Settings) ->
 
 def _kernel(*refs: Ref, rows: int, s: Settings, has_tables: bool) -> None:
     given = list(refs)
-    has = (True, True, has_tables, True, True, True, s.epilogue.has_bias, True, True, True)
+    has = (True, True, has_tables, True, True, True, s.epilogue.has_bias, True, True)
     a = Arrays(*[given.pop(0) if x else None for x in has])
     me = lax.axis_index("warpgroup")
 
+    experts = a.sizes.shape[0]
+
+    def make_plan(sizes: Any, held: Any) -> None:
+        plan(Pointer.to(sizes), Pointer.to(held), experts, a.x.shape[0], s.tokens)
+
     def body(m: Memory) -> None:
-        share = ring.Share(a.bounds[0] * pl.cdiv(rows, s.consumers * ROWS))
+        @pl.when(me == s.consumers)
+        def _() -> None:
+            # Its four warps, each the same.
+            ring.inline(make_plan, [plgpu.RefType()] * 2)(a.sizes, m.plan)
+
+        ring.inline(lambda: lane.block_barrier(), ())()
+        p = Plan(m.plan, experts)
+        share = ring.Share(p.bound(0) * pl.cdiv(rows, s.consumers * ROWS))
 
         def consume() -> None:
             ring.free_at_first(s.stages, [m.free], m.tile_free)
             if has_tables:
                 plgpu.barrier_wait(m.tables_ready)
-            _consume(me, share, m, a, rows, s)
+            _consume(me, share, p, m, a, rows, s)
 
         def produce() -> None:
             if has_tables:
                 plgpu.copy_gmem_to_smem(a.tables, m.tables[0], m.tables_ready)
-            _produce(share, m, a, rows, s)
+            _produce(share, p, m, a, rows, s)
 
         ring.divide(me, s.consumers, s.registers, consume, produce)
 
@@ -365,6 +468,7 @@ def _kernel(*refs: Ref, rows: int, s: Settings, has_tables: bool) -> None:
             x=plgpu.SMEM((s.stages, s.tokens, GROUP), a.x.dtype, transforms=_SWIZZLE),
             token_scales=plgpu.SMEM((s.scaled,), jnp.bfloat16),
             out=plgpu.SMEM((s.consumers, s.written, e.outputs), e.dtype),
+            plan=plgpu.SMEM((Plan.size(experts),), jnp.int32),
             ready=barrier(num_arrivals=3, num_barriers=s.stages),
             free=barrier(num_arrivals=s.consumers, num_barriers=s.stages),
             tile_ready=barrier(),
@@ -383,8 +487,7 @@ def grouped_matmul(
     token_scales: jax.Array,
     output_scales: jax.Array,
     bias: jax.Array | None,
-    tiles: jax.Array,
-    bounds: jax.Array,
+    group_sizes: jax.Array,
     *,
     settings: Settings,
 ) -> jax.Array:
@@ -398,11 +501,7 @@ def grouped_matmul(
       token_scales: bfloat16 ``[M]``.
       output_scales: float32 ``[E, N']``.
       bias: float32 ``[E, N']``, or None.
-      tiles: int32 ``[U, 5]``, of each tile of `settings.tokens` tokens of one expert, in order:
-        the expert, its first token, the token after its last, the number of its first tile, and
-        how many tiles it has.
-      bounds: int32 ``[3]``: how many of these tiles there are, how many tokens they hold, and the
-        word that fills the rows of the others.
+      group_sizes: int32 ``[E]``, tokens of each expert; where they are not valid, all rows are NaN.
       settings: what is static.
 
     Returns:
@@ -426,4 +525,4 @@ def grouped_matmul(
     )
     vectors = [output_scales, *([] if bias is None else [bias])]
     vectors = [v.reshape(experts * rows) for v in vectors]
-    return run(*weights, x, token_scales, *vectors, tiles, bounds)
+    return run(*weights, x, token_scales, *vectors, group_sizes)
