@@ -42,7 +42,9 @@ def exact(layer, x, routing):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize(("order", "normalize"), [("before", True), ("before", False), ("after", False)])
+@pytest.mark.parametrize(
+    ("order", "normalize"), [("before", True), ("before", False), ("after", False)]
+)
 def test_is_the_sum_over_experts(order, normalize):
     layer, x = make(softmax=order, normalize=normalize), tokens()
     got = jax.jit(lambda layer, x: layer(x))(layer, x)

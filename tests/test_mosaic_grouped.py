@@ -1,4 +1,4 @@
-"""`implementation="mosaic_gpu"` of `grouped_matmul` without a GPU: work, writing, launches, lowering.
+"""`implementation="mosaic_gpu"` of `grouped_matmul` without a GPU: work, launches, lowering.
 
 What it computes is checked on a GPU, in `test_gpu_grouped.py`.
 """
@@ -202,4 +202,14 @@ def test_lowers_for_cuda(case):
     static = {"activation": activation, "is_precise": "highest" in words}
     call = functools.partial(mosaic_gpu.matmul, **static)
     text = lower_for_cuda(call, tokens, weight, sizes, bias if "bias" in words else None)
+    assert "turbojax_grouped_matmul_hopper" in text
+
+
+@pytest.mark.slow
+def test_lowers_under_vmap():
+    tokens, weight, sizes, _ = specification(20, 3, 200, 300)
+    many = jax.ShapeDtypeStruct((4, *sizes.shape), sizes.dtype)
+    call = functools.partial(mosaic_gpu.matmul, activation=None, is_precise=False)
+    mapped = jax.vmap(call, in_axes=(None, None, 0, None))
+    text = lower_for_cuda(mapped, tokens, weight, many, None)
     assert "turbojax_grouped_matmul_hopper" in text
