@@ -13,7 +13,7 @@ import pytest
 from kernel_helpers import lower_for_cuda
 from oracles import warp
 
-from pallas_kernels.mosaic.hopper.matmul import epilogue, grouped
+from pallas_kernels.mosaic.hopper.matmul import epilogue, grouped, plan
 from turbojax import _device
 from turbojax.ops.grouped_matmul import mosaic_gpu
 from turbojax.ops.grouped_matmul.api import GROUPED_MATMUL
@@ -86,17 +86,18 @@ def on_lanes(monkeypatch):
         from_lane=warp.from_lane,
         ballot=warp.ballot,
     )
-    monkeypatch.setattr(grouped, "lane", places)
+    for module in (grouped, plan):
+        monkeypatch.setattr(module, "lane", places)
 
 
 def plan_of(sizes, rows, tile):
     """A plan as a warp makes it."""
-    held = np.full(grouped.Plan.size(len(sizes)), -99, np.int32)
+    held = np.full(plan.Plan.size(len(sizes)), -99, np.int32)
     pointers = [
         warp.Pointer(x.reshape(-1).view(np.uint8)) for x in (np.asarray(sizes, np.int32), held)
     ]
-    grouped.plan(*pointers, len(sizes), rows, tile)
-    return grouped.Plan(held, len(sizes))
+    plan.make_plan(*pointers, len(sizes), rows, tile)
+    return plan.Plan(held, len(sizes))
 
 
 @pytest.mark.usefixtures("on_lanes")
@@ -121,8 +122,8 @@ def test_the_plan_is_the_definitions(experts):
 @pytest.mark.parametrize("sizes", [[3, -1, 4], [3, 10, 14], [2**31 - 1] * 3, [-(2**31)] * 3])
 def test_the_plan_of_sizes_that_are_not_valid(sizes):
     found = plan_of(sizes, 20, 8)
-    assert [found.bound(i) for i in range(3)] == [0, 0, grouped.NAN]
-    assert np.isnan(np.array([grouped.NAN], np.uint32).view(jnp.bfloat16).astype(float)).all()
+    assert [found.bound(i) for i in range(3)] == [0, 0, plan.NAN]
+    assert np.isnan(np.array([plan.NAN], np.uint32).view(jnp.bfloat16).astype(float)).all()
 
 
 @pytest.mark.usefixtures("on_lanes")
@@ -131,14 +132,14 @@ def test_every_tile_has_its_work(consumers):
     """By numbers: every row of every expert with every tile of outputs once, weights together."""
     rows, tile, across = 60, 8, 3
     sizes = np.array([3, 0, 17, 8, 0, 25])
-    plan = plan_of(sizes, rows, tile)
-    plan.held = jnp.asarray(plan.held)
-    assert int(plan.bound(0)) == 9
+    found = plan_of(sizes, rows, tile)
+    found.held = jnp.asarray(found.held)
+    assert int(found.bound(0)) == 9
     epilogue_ = grouped.Epilogue(None, False, False, "bfloat16", 128)
     s = grouped.Settings(epilogue_, tile, 2, consumers, True)
     seen, weights = [], []
     for number in range(9 * across):
-        work = grouped._work(jnp.int32(number), plan, across, s)
+        work = grouped._work(jnp.int32(number), found, across, s)
         expert, token, count, out = (int(x) for x in work)
         assert 1 <= count <= tile
         seen += [(expert, out, token + i) for i in range(count)]
