@@ -148,7 +148,7 @@ def test_tiles():
         sizes = rng.integers(0, 20, experts) * rng.integers(0, 2, experts)
         rows = int(sizes.sum() + rng.integers(1, 4))
         tiles = cut(jnp.asarray(sizes, jnp.int32), rows, tile)
-        count = int(tiles.count)
+        count = int(tiles.total)
         assert count == (-(-sizes // tile)).sum() <= most_tiles(rows, experts, tile)
         assert int(tiles.rows) == sizes.sum()
         seen, fields = [], [np.asarray(x) for x in tiles[:5]]

@@ -108,10 +108,10 @@ def test_the_plan_is_the_definitions(experts):
         sizes = rng.integers(0, 40, experts) * rng.integers(0, 2, experts)
         rows = int(sizes.sum()) + int(rng.integers(2))
         found, want = plan_of(sizes, rows, tile), cut(jnp.asarray(sizes, jnp.int32), rows, tile)
-        assert [found.bound(i) for i in range(3)] == [int(want.count), sizes.sum(), 0]
+        assert [found.bound(i) for i in range(3)] == [int(want.total), sizes.sum(), 0]
         tokens = [found.token(e) for e in range(experts + 1)]
         np.testing.assert_array_equal(tokens, [0, *np.cumsum(sizes)])
-        for number in range(int(want.count)):
+        for number in range(int(want.total)):
             expert = int(found.expert(jnp.int32(number)))
             assert expert == want.expert[number]
             assert found.tile(expert) == want.start[number]

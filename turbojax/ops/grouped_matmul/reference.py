@@ -80,7 +80,7 @@ def matmul(
         return out.at[jnp.where(is_there, row, count)].set(y, mode="drop")
 
     start = _start(tiles, (count, weight.result_size), tokens.dtype)
-    return jax.lax.fori_loop(0, tiles.count, step, start)
+    return jax.lax.fori_loop(0, tiles.total, step, start)
 
 
 @functools.partial(jax.jit, static_argnames="activation")
@@ -124,4 +124,4 @@ def gradient(
 
     d_bias = None if bias is None else _start(tiles, bias.shape, jnp.float32)
     start = _start(tiles, x.shape, x.dtype), d_bias
-    return jax.lax.fori_loop(0, tiles.count, step, start)
+    return jax.lax.fori_loop(0, tiles.total, step, start)

@@ -10,12 +10,12 @@ class Tiles(NamedTuple):
     """Tiles of tokens in order, each of one expert: an expert's last one may be partly empty.
 
     Attributes:
-      expert: int32 ``[U]``, whose tile it is; of tiles from `count` on, any.
+      expert: int32 ``[U]``, whose tile it is; of tiles from `total` on, any.
       first: int32 ``[U]``, the first token of that expert.
       end: int32 ``[U]``, the token after its last one.
       start: int32 ``[U]``, the number of the expert's first tile.
       of_expert: int32 ``[U]``, how many tiles the expert has.
-      count: int32 scalar, how many tiles there are.
+      total: int32 scalar, how many tiles there are.
       rows: int32 scalar, how many tokens they hold.
       is_valid: bool scalar; where it is False, there are no tiles.
     """
@@ -25,7 +25,7 @@ class Tiles(NamedTuple):
     end: jax.Array
     start: jax.Array
     of_expert: jax.Array
-    count: jax.Array
+    total: jax.Array
     rows: jax.Array
     is_valid: jax.Array
 
@@ -65,7 +65,7 @@ def cut(group_sizes: jax.Array, rows: int, tile: int) -> Tiles:
         end=ends[expert],
         start=(last - counts)[expert],
         of_expert=counts[expert],
-        count=last[-1],
+        total=last[-1],
         rows=ends[-1],
         is_valid=is_valid,
     )
@@ -79,9 +79,9 @@ def listed(tiles: Tiles) -> tuple[jax.Array, jax.Array]:
     """Tiles as kernels read them.
 
     Returns:
-      int32 ``[U, 5]``: expert, first, end, start and of_expert of each; and int32 ``[3]``: count,
+      int32 ``[U, 5]``: expert, first, end, start and of_expert of each; and int32 ``[3]``: total,
       rows, and the word of two 16-bit numbers that rows of no expert hold.
     """
     fields = (tiles.expert, tiles.first, tiles.end, tiles.start, tiles.of_expert)
     fill = jnp.where(tiles.is_valid, 0, _NAN)
-    return jnp.stack(fields, axis=1), jnp.stack([tiles.count, tiles.rows, fill])
+    return jnp.stack(fields, axis=1), jnp.stack([tiles.total, tiles.rows, fill])

@@ -105,7 +105,7 @@ class Arrays(NamedTuple):
 
     codes: Ref
     scales: Ref
-    tables: Ref | None
+    tables: Any
     x: Ref
     token_scales: Ref
     output_scales: Ref
@@ -136,7 +136,7 @@ class Work(NamedTuple):
 
     expert: jax.Array
     token: jax.Array
-    count: jax.Array
+    size: jax.Array
     tile: jax.Array
 
 
@@ -224,7 +224,7 @@ def _store(
     """Writes a warpgroup's outputs; of rows that the experts do not have, none."""
     e = s.epilogue
     row = (work.tile * s.consumers + me) * ROWS
-    count = jnp.where(row < rows, work.count, 0)
+    count = jnp.where(row < rows, work.size, 0)
     numbers = work.expert * rows + row, row * e.outputs // ROWS, work.token, count
     refs = [m.out.at[me], m.token_scales, a.out, a.output_scales]
     refs += [a.bias] if e.has_bias else []
