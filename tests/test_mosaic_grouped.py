@@ -72,7 +72,8 @@ def test_launches(scales, is_precise):
             is_coarse = mean > 64 and rows > 128 and scales == "e4m3" and not is_precise
             assert launch.is_two_level == (not is_coarse)
             assert launch.tokens >= min(rows, mean, 128)
-            assert launch.consumers == (4 if launch.tokens <= 64 else 2)
+            is_many = 6 * min(rows, experts) > 66
+            assert launch.consumers == (4 if launch.tokens <= 64 and is_many else 2)
             assert 3 <= launch.stages <= 12
 
 

@@ -18,6 +18,8 @@ _TOKENS, _FEW = (8, 16, 32, 64, 128, 256), 64
 _TWO_LEVELS = 128
 # Experts have up to so many times as many tokens as they have on average.
 _UNEVEN = 2
+# Outputs of a tile of four warpgroups.
+_LARGEST_TILE = 256
 _MOST_STAGES = 12
 _SHARED_BYTES = 227 * 1024
 
@@ -64,7 +66,9 @@ def default_launch(rows: int, weight: Int4Weight, *, is_precise: bool = False) -
     most = _TWO_LEVELS if is_precise or not is_e4m3 else _TOKENS[-1]
     wanted = min(rows, -(-_UNEVEN * rows // experts))
     tokens = next((n for n in _TOKENS if n >= wanted and n <= most), most)
-    consumers = 4 if tokens <= _FEW else 2
+    # Where tiles are few, smaller ones, so that more programs have one.
+    tiles = min(rows, experts) * -(-weight.padded_shape[0] // _LARGEST_TILE)
+    consumers = 4 if tokens <= _FEW and tiles > multiprocessors() // 2 else 2
 
     def settings(stages: int) -> grouped.Settings:
         epilogue = grouped.Epilogue(None, False, False, "bfloat16", 128)
