@@ -77,6 +77,35 @@ def test_launches(scales, is_precise):
             assert 3 <= launch.stages <= 12
 
 
+@pytest.mark.parametrize("tokens", [8, 16, 64, 128])
+def test_tokens_are_copied_once(tokens, monkeypatch):
+    """Whatever their number: in one copy, of all of them, and of not many more."""
+    copies = []
+
+    class Indexed:
+        """Gives what it is indexed with."""
+
+        def __getitem__(self, place):
+            return place
+
+    reference = types.SimpleNamespace(at=Indexed())
+    pl_ = types.SimpleNamespace(
+        when=lambda found: lambda f: f() if found else None, ds=grouped.pl.ds
+    )
+    monkeypatch.setattr(grouped, "pl", pl_)
+    monkeypatch.setattr(
+        grouped.plgpu, "copy_gmem_to_smem", lambda source, target, _: copies.append(source)
+    )
+    s = grouped.Settings(grouped.Epilogue(None, False, False, "bfloat16", 128), tokens, 2, 4, True)
+    for size in range(1, tokens + 1):
+        copies.clear()
+        work = grouped.Work(0, 7, size, 0)
+        grouped._copy_tokens(work, 3, reference, reference, None, s)
+        [(rows, columns)] = copies
+        assert (rows.start, columns.start, columns.size) == (7, 3 * 128, 128)
+        assert size <= rows.size <= max(8, tokens // 4, 2 * size)
+
+
 @pytest.fixture
 def on_lanes(monkeypatch):
     """Lets the kernel's code of one lane run on the 32 of a warp."""

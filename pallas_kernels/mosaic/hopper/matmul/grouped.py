@@ -45,6 +45,8 @@ TABLES_BYTES = TABLES * TABLE_BYTES
 _SWIZZLE = (plgpu.SwizzleTransform(GROUP),)
 # Tokens that are written at a time; tokens whose scales are copied are a multiple of this.
 _MOST_WRITTEN = _SCALED = 64
+# Tokens that are copied at least.
+_FEWEST = 8
 # Bytes that a lane writes at a time, and lanes of a warpgroup.
 _CHUNK, _THREADS = 16, 128
 
@@ -310,6 +312,17 @@ def _consume(
     _fill(me, p, a, s)
 
 
+def _copy_tokens(work: Work, g: jax.Array, x: Ref, target: Ref, ready: Ref, s: Settings) -> None:
+    """Copies a group's inputs of the tile's tokens, and of few more."""
+    sizes = [n for n in (s.tokens // 4, s.tokens // 2, s.tokens) if n >= _FEWEST]
+    for fewer, size in zip([0, *sizes], sizes, strict=False):
+
+        @pl.when((work.size > fewer) & (work.size <= size))
+        def _(size: int = size) -> None:
+            source = x.at[pl.ds(work.token, size), pl.ds(g * GROUP, GROUP)]
+            plgpu.copy_gmem_to_smem(source, target.at[pl.ds(0, size)], ready)
+
+
 def _produce(share: ring.Share, p: Plan, m: Memory, a: Arrays, rows: int, s: Settings) -> None:
     """Copies the groups of all tiles, as room comes free."""
     groups, across = a.codes.shape[1], pl.cdiv(rows, s.consumers * ROWS)
@@ -323,8 +336,7 @@ def _produce(share: ring.Share, p: Plan, m: Memory, a: Arrays, rows: int, s: Set
             plgpu.barrier_wait(m.free.at[slot])
             plgpu.copy_gmem_to_smem(a.codes.at[some, g], m.codes.at[slot], ready)
             plgpu.copy_gmem_to_smem(a.scales.at[some, g], m.scales.at[slot], ready)
-            source = a.x.at[pl.ds(work.token, s.tokens), pl.ds(g * GROUP, GROUP)]
-            plgpu.copy_gmem_to_smem(source, m.x.at[slot], ready)
+            _copy_tokens(work, g, a.x, m.x.at[slot], ready, s)
             return ring.next_slot(slot, s.stages)
 
         slot = lax.fori_loop(jnp.int32(0), groups, group, slot)
