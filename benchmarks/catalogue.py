@@ -12,6 +12,7 @@ from benchmarks.device import first_calls
 from benchmarks.suite import Shown
 from benchmarks.suites import engine
 from benchmarks.suites.attention import suite as attention
+from benchmarks.suites.experts import suite as experts
 from benchmarks.suites.families import suite as families
 from benchmarks.suites.families import tables as families_tables
 from benchmarks.suites.fireq import suite as fireq
@@ -30,6 +31,7 @@ SUITES = {
         fireq.FIREQ,
         fireq.KV4,
         fireq.FIREQ_MODEL,
+        experts.SUITE,
         paged.SUITE,
         paged.FORMATS,
         engine.SUITE,
