@@ -22,9 +22,11 @@ from pallas_kernels.triton import quantize as stage1
 from pallas_kernels.triton._common import WHOLE, parameters
 from turbojax.ops import exact_attention, kv4_attention
 from turbojax.ops.fp8_tokens import quantize_activation, rms_norm_quantize
+from turbojax.ops.grouped_matmul import grouped_matmul
 from turbojax.ops.int4_matmul.api import matmul
 from turbojax.ops.paged_attention import paged_attention
 from turbojax.quantizers import Fp8Tokens, quantize_weight
+from turbojax.quantizers.int4_experts import quantize_experts
 from turbojax.state import exact, kv4
 from turbojax.state.pages import pool as paged
 from turbojax.state.progressive.update import store_prompt
@@ -151,6 +153,22 @@ def _int4(implementation: str, tokens: int, outputs: int, inputs: int) -> Any:
     return call, (codes, jnp.ones(tokens, jnp.bfloat16), weight, bias)
 
 
+def _experts(implementation: str, sizes: tuple[int, ...], outputs: int, inputs: int) -> Any:
+    """Three tokens are no expert's."""
+
+    def call(codes: jax.Array, scale: jax.Array, weight: Any, bias: jax.Array) -> Any:
+        x = Fp8Tokens(codes, scale, np.dtype(jnp.bfloat16))
+        groups = jnp.array(sizes, jnp.int32)
+        given: Any = {"bias": bias, "activation": "silu", "implementation": implementation}
+        return grouped_matmul(x, weight, groups, **given)
+
+    tokens, experts = sum(sizes) + 3, len(sizes)
+    codes = _normal(0, tokens, inputs, dtype=jnp.float8_e4m3fn)
+    weight = quantize_experts(_normal(1, experts, outputs, inputs, dtype=jnp.float32))
+    bias = _normal(2, experts, outputs, dtype=jnp.float32)
+    return call, (codes, jnp.ones(tokens, jnp.bfloat16), weight, bias)
+
+
 def _paged(implementation: str, kv_dtype: Any, width: int) -> Any:
     """Wide tables mean several parts and a merge; on Hopper very wide ones, whole parts."""
 
@@ -241,6 +259,7 @@ CASES = {
     "fp8 tokens, Hopper": _case("fp8_tokens_hopper", _fp8_tokens, "mosaic_gpu"),
     "int4, many tokens": _case("int4_matmul", _int4, "triton", 130, 136, 300),
     "int4, few tokens": _case("int4_matmul", _int4, "triton", 3, 136, 1024),
+    "experts": _case("grouped_matmul", _experts, "triton", (3, 0, 20, 1), 136, 300),
     "paged, turbo4": _case("paged_append paged_attention", _paged, "triton", "turbo4", 20),
     "paged, turbo4, parts": _case(
         "paged_append paged_attention paged_merge", _paged, "triton", "turbo4", 80
@@ -299,6 +318,12 @@ CASES = {
     ),
     "int4, tiles, Hopper": _case("int4_matmul_hopper", _int4, "mosaic_gpu", 130, 136, 300),
     "int4, few tokens, Hopper": _case("int4_matmul_hopper", _int4, "mosaic_gpu", 3, 136, 1024),
+    "experts, Hopper": _case(
+        "grouped_matmul_hopper", _experts, "mosaic_gpu", (3, 0, 20, 1), 136, 300
+    ),
+    "experts, four warpgroups, Hopper": _case(
+        "grouped_matmul_hopper", _experts, "mosaic_gpu", (3, 0, 20, 1) * 30, 136, 300
+    ),
     "paged, turbo4, Hopper": _case(
         "paged_hopper paged_merge_hopper", _paged, "mosaic_gpu", "turbo4", 20
     ),
