@@ -207,6 +207,21 @@ def test_writes_the_tokens_of_an_expert_alone(tokens, count, gated):
     np.testing.assert_array_equal(out, want)
 
 
+@pytest.mark.usefixtures("on_lanes")
+@pytest.mark.parametrize("first", [0, 3, 85])
+@pytest.mark.parametrize("tokens", [8, 64, 256])
+def test_scales_are_copied_from_any_token_on(tokens, first):
+    """Bulk copies begin at multiples of 16 bytes; this may begin anywhere and stays inside."""
+    scales = np.arange(1000, 1090, dtype=np.uint16)
+    found = np.zeros(tokens, np.uint16)
+    pointers = [warp.Pointer(x.view(np.uint8)) for x in (scales, found)]
+    for number in range(4):
+        warp.STATE.number = number
+        grouped._copy_scales(*pointers, warp.integer(first), len(scales), tokens)
+    warp.STATE.number = 0
+    np.testing.assert_array_equal(found, scales[np.minimum(first + np.arange(tokens), 89)])
+
+
 # Tokens, experts, outputs, inputs; scales; activation; a word for each of bias, float16, highest.
 LOWERED = [
     (37, 3, 144, 256, "bf16", "swiglu", "bias"),

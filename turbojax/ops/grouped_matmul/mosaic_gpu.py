@@ -119,16 +119,14 @@ def _matmul(
         swizzle=64 if weight.gated else 128,
     )
     settings = grouped.Settings(epilogue=epilogue, programs=multiprocessors(), **launch._asdict())
-    count, inputs = tokens.codes.shape
+    inputs = tokens.codes.shape[1]
     x = jnp.pad(tokens.codes, ((0, 0), (0, weight.padded_shape[1] - inputs)))
-    # Under `vmap` its rows are copied too, whose strides must be multiples of 16 bytes.
-    scale = jnp.pad(tokens.scale, (0, -count % 8))
     out = grouped.grouped_matmul(
         weight.codes,
         weight.scales,
         mosaic_gpu.tables_of(weight),
         x,
-        scale,
+        tokens.scale,
         weight.output_scale,
         bias,
         group_sizes,

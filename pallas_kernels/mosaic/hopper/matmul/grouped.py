@@ -43,8 +43,8 @@ from pallas_kernels.mosaic.ring import ROW, ROWS, SCALAR
 TABLES_BYTES = TABLES * TABLE_BYTES
 """Shared memory that the tables take."""
 _SWIZZLE = (plgpu.SwizzleTransform(GROUP),)
-# Tokens that are written at a time; tokens whose scales are copied are a multiple of this.
-_MOST_WRITTEN = _SCALED = 64
+# Tokens that are written at a time.
+_MOST_WRITTEN = 64
 # Tokens that are copied at least.
 _FEWEST = 8
 # Bytes that a lane writes at a time, and lanes of a warpgroup.
@@ -78,11 +78,6 @@ class Settings:
         return min(self.tokens, _MOST_WRITTEN)
 
     @property
-    def scaled(self) -> int:
-        """Tokens whose scales are copied."""
-        return -(-self.tokens // _SCALED) * _SCALED
-
-    @property
     def registers(self) -> tuple[int, int]:
         """Registers of a thread that computes, and of one that copies, see `ring.divide`."""
         return (112, 32) if self.consumers == 4 else (232, 40)
@@ -95,7 +90,7 @@ class Settings:
             self.stages * self.consumers * ROWS * GROUP // 2,
             self.stages * self.consumers * ROWS * scale_bytes,
             self.consumers * out,
-            2 * self.scaled,
+            2 * self.tokens,
             TABLES_BYTES * has_tables,
             4 * Plan.size(experts),
         ]
@@ -323,9 +318,34 @@ def _copy_tokens(work: Work, g: jax.Array, x: Ref, target: Ref, ready: Ref, s: S
             plgpu.copy_gmem_to_smem(source, target.at[pl.ds(0, size)], ready)
 
 
+def _copy_scales(source: Pointer, target: Pointer, token: Int, rows: int, tokens: int) -> None:
+    """Copies the scales of a tile's tokens, by a warpgroup.
+
+    A bulk copy of them would have to begin at a multiple of 16 bytes; tiles begin at any token.
+
+    Args:
+      source: global memory, bfloat16 ``[rows]``.
+      target: shared memory, bfloat16 ``[tokens]``.
+      token: the first of them.
+      rows: of `source`; past the last the last is read.
+      tokens: how many are copied.
+    """
+    for begin in range(0, tokens, _THREADS):
+        number = (lane.special("tid.x") & (_THREADS - 1)) + begin
+        with lane.when(number < tokens):
+            scale = source.at((token + number).minimum(rows - 1) << 1).half()
+            target.at(number << 1).store_low(scale, 16)
+
+
 def _produce(share: ring.Share, p: Plan, m: Memory, a: Arrays, rows: int, s: Settings) -> None:
     """Copies the groups of all tiles, as room comes free."""
     groups, across = a.codes.shape[1], pl.cdiv(rows, s.consumers * ROWS)
+
+    def scales(token: Any, source: Any, target: Any) -> None:
+        places = Pointer.to(source), Pointer.to(target)
+        _copy_scales(*places, lane.scalar(token), a.x.shape[0], s.tokens)
+
+    copy = ring.inline(scales, (SCALAR, plgpu.RefType(), plgpu.RefType()))
 
     def tile(number: jax.Array, slot: jax.Array) -> jax.Array:
         work = _work(number, p, across, s)
@@ -341,8 +361,8 @@ def _produce(share: ring.Share, p: Plan, m: Memory, a: Arrays, rows: int, s: Set
 
         slot = lax.fori_loop(jnp.int32(0), groups, group, slot)
         plgpu.barrier_wait(m.tile_free)
-        scales = a.token_scales.at[pl.ds(work.token, s.scaled)]
-        plgpu.copy_gmem_to_smem(scales, m.token_scales, m.tile_ready)
+        copy(work.token, a.token_scales, m.token_scales)
+        plgpu.barrier_arrive(m.tile_ready)
         return slot
 
     share.loop(tile)
@@ -390,7 +410,7 @@ def _kernel(*refs: Ref, rows: int, s: Settings, has_tables: bool) -> None:
             scales=plgpu.SMEM((s.stages, s.consumers, ROWS), a.scales.dtype),
             tables=[plgpu.SMEM((TABLES, TABLE_BYTES), jnp.uint8)] * has_tables,
             x=plgpu.SMEM((s.stages, s.tokens, GROUP), a.x.dtype, transforms=_SWIZZLE),
-            token_scales=plgpu.SMEM((s.scaled,), jnp.bfloat16),
+            token_scales=plgpu.SMEM((s.tokens,), jnp.bfloat16),
             out=plgpu.SMEM((s.consumers, s.written, e.outputs), e.dtype),
             plan=plgpu.SMEM((Plan.size(experts),), jnp.int32),
             ready=barrier(num_arrivals=3, num_barriers=s.stages),
