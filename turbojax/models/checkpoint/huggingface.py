@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 
 from turbojax import _checks
 from turbojax.models.checkpoint import folder as _folder
+from turbojax.models.checkpoint import packed
 from turbojax.models.checkpoint import quantized as quantized_checkpoint
 from turbojax.models.checkpoint import weights as loading
 from turbojax.models.checkpoint.folder import MAX_SHARD_BYTES
@@ -139,7 +140,9 @@ def _load(
     def read(folder: Path) -> _Floats | QuantizedDecoder:
         hf = _folder.read_config(folder)
         if quantized_checkpoint.is_quantized(hf):
-            return quantized_checkpoint.read(
+            method = hf["quantization_config"]["quant_method"]
+            read_quantized = packed.read if method in packed.METHODS else quantized_checkpoint.read
+            return read_quantized(
                 folder, hf, dtype=dtype, max_length=max_length, progress=progress
             )
         config = model_config(folder, hf, max_length)

@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from turbojax import _checks
 from turbojax._json import shown
 from turbojax.models.checkpoint import folder as _folder
+from turbojax.models.checkpoint.packed.formats import METHODS
 from turbojax.models.checkpoint.weights import Progress, check_dtype, check_rotation
 from turbojax.models.config import TransformerConfig, config_json, model_config, stored_dtype
 from turbojax.models.quantized import (
@@ -95,7 +96,7 @@ def is_quantized(hf: Mapping[str, Any]) -> bool:
     """Whether a `config.json` belongs to a quantized checkpoint.
 
     Raises:
-      NotImplementedError: if it belongs to one that something else wrote.
+      NotImplementedError: if it belongs to one of another kind than can be read.
       ValueError: if its `quantization_config` is not an object.
     """
     block = hf.get("quantization_config")
@@ -104,9 +105,10 @@ def is_quantized(hf: Mapping[str, Any]) -> bool:
     if not isinstance(block, Mapping):
         raise ValueError(f"config.json: quantization_config={shown(block)} must be an object")
     method = block.get("quant_method")
-    if method != QUANT_METHOD:
+    if method not in (QUANT_METHOD, *METHODS):
+        names = ", ".join(map(repr, (QUANT_METHOD, *METHODS)))
         raise NotImplementedError(
-            f"config.json: quant_method={shown(method)} is not supported: must be {QUANT_METHOD!r}"
+            f"config.json: quant_method={shown(method)} is not supported: must be one of {names}"
         )
     return True
 
@@ -123,7 +125,7 @@ def read(
 
     Args:
       folder: where it lies.
-      hf: its `config.json`, of which `is_quantized` is true.
+      hf: its `config.json`, whose `quant_method` is `QUANT_METHOD`.
       dtype: of activations, embedding and head; by default what the checkpoint says.
       max_length: of the model, by default what the checkpoint says.
       progress: called after each tensor with the bytes read and the bytes there are.

@@ -33,8 +33,8 @@ from turbojax.models.transformer import Transformer
 Progress = Callable[[int, int], None]
 """Called with the bytes that are read and the bytes there are, after each tensor."""
 
-# Names of dtypes in safetensors files that weights may have.
-_FLOATS = {"F64", "F32", "F16", "BF16"}
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+"""Names of dtypes in safetensors files that weights may have."""
 # Rows of two tables are compared in pieces of this size.
 _COMPARED_BYTES = 1 << 26
 
@@ -184,13 +184,13 @@ def _prepare(
     _folder.require_tensors(tensors, expected, folder)
     check_rotation(config, folder)
     for name, stored in tensors.items():
-        if stored.dtype not in _FLOATS:
+        if stored.dtype not in FLOATS:
             raise NotImplementedError(
                 f"{stored.file}: {name} has dtype {stored.dtype}, which is not supported: must "
-                f"be {', '.join(sorted(_FLOATS))}"
+                f"be {', '.join(sorted(FLOATS))}"
             )
     if repeated is not None:
-        _require_equal(tensors[EMBEDDING], repeated)
+        require_equal(tensors[EMBEDDING], repeated)
     if target is None:
         target = stored_dtype(hf) or tensors[EMBEDDING].numpy_dtype
     return tensors, check_dtype(target)
@@ -215,7 +215,7 @@ def _read(
             progress(done, total)
 
 
-def _require_equal(embedding: _folder.Stored, head: _folder.Stored) -> None:
+def require_equal(embedding: _folder.Stored, head: _folder.Stored) -> None:
     """Raises ValueError unless two tables of a checkpoint with tied embeddings are the same."""
     same = (embedding.dtype, embedding.shape) == (head.dtype, head.shape)
     if same:
