@@ -1,0 +1,251 @@
+"""4-bit layers and whole folders as other programs store them, written by an oracle in numpy.
+
+The words are made with Python's integers, code by code, from what the formats' documents say; they
+share nothing with the code that reads them.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+DTYPE_NAMES = {
+    np.dtype(np.int32): "I32",
+    np.dtype(np.int64): "I64",
+    np.dtype(np.int8): "I8",
+    np.dtype(np.float16): "F16",
+    np.dtype(ml_dtypes.bfloat16): "BF16",
+}
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """Codes and zero points from 0 to 15, and scales: ``[N, K]`` and ``[N, G]``."""
+
+    codes: np.ndarray
+    zeros: np.ndarray
+    scales: np.ndarray
+
+    @property
+    def group_size(self) -> int:
+        return -(-self.codes.shape[1] // self.scales.shape[1])
+
+    def weight(self) -> np.ndarray:
+        """``(code - zero) * scale`` in float64, in the scales' dtype at the end."""
+        wide = [
+            np.repeat(x.astype(np.float64), self.group_size, axis=1)[:, : self.codes.shape[1]]
+            for x in (self.zeros, self.scales)
+        ]
+        return ((self.codes - wide[0]) * wide[1]).astype(self.scales.dtype)
+
+
+def random_layer(
+    rng: np.random.Generator,
+    shape: tuple[int, int],
+    group_size: int,
+    *,
+    symmetric: bool = False,
+    dtype: Any = np.float16,
+) -> Layer:
+    """Any codes; scales that give weights of about ``1 / sqrt(K)``."""
+    outputs, inputs = shape
+    groups = -(-inputs // group_size)
+    codes = rng.integers(0, 16, shape)
+    # From 1: what "gptq" stores is one less.
+    zeros = np.full((outputs, groups), 8) if symmetric else rng.integers(1, 16, (outputs, groups))
+    scales = rng.uniform(0.1, 0.3, (outputs, groups)) * inputs**-0.5
+    return Layer(codes, zeros, scales.astype(dtype))
+
+
+def words(nibbles: np.ndarray) -> np.ndarray:
+    """int32 ``[..., n / 8]`` of numbers 0 to 15 ``[..., n]``, the first in the lowest bits."""
+    *lead, count = nibbles.shape
+    eights = np.concatenate([nibbles, np.zeros((*lead, -count % 8), nibbles.dtype)], axis=-1)
+    flat = eights.reshape(-1, 8).tolist()
+    packed = [sum(code << (4 * place) for place, code in enumerate(row)) for row in flat]
+    return np.array(packed, np.uint32).view(np.int32).reshape(*lead, -1)
+
+
+def gptq(layer: Layer, *, less_one: bool = True, index: bool = True) -> dict[str, np.ndarray]:
+    stored = (layer.zeros - int(less_one)).T
+    parts = {
+        "qweight": np.ascontiguousarray(words(layer.codes).T),
+        "qzeros": words(stored),
+        "scales": np.ascontiguousarray(layer.scales.T),
+    }
+    if index:
+        parts["g_idx"] = (np.arange(layer.codes.shape[1]) // layer.group_size).astype(np.int32)
+    return parts
+
+
+def awq_gemm(layer: Layer) -> dict[str, np.ndarray]:
+    def interleaved(x: np.ndarray) -> np.ndarray:
+        eights = x.T.reshape(x.shape[1], -1, 8)[..., AWQ_ORDER]
+        return words(eights.reshape(x.shape[1], -1))
+
+    return {
+        "qweight": interleaved(layer.codes),
+        "qzeros": interleaved(layer.zeros),
+        "scales": np.ascontiguousarray(layer.scales.T),
+    }
+
+
+def awq_gemv(layer: Layer) -> dict[str, np.ndarray]:
+    outputs, groups = layer.zeros.shape
+    multiple = {32: 4, 64: 2}.get(layer.group_size, 1)
+    width = -(-(-(-groups // 8)) // multiple) * multiple
+    padding = ((0, 0), (0, 8 * width - groups))
+    return {
+        "qweight": words(layer.codes),
+        "qzeros": words(np.pad(layer.zeros, padding)),
+        "scales": np.pad(layer.scales, padding),
+    }
+
+
+def compressed(
+    layer: Layer, *, symmetric: bool = False, unpacked_zeros: bool = False
+) -> dict[str, np.ndarray]:
+    parts = {
+        "weight_packed": words(layer.codes),
+        "weight_scale": layer.scales,
+        "weight_shape": np.array(layer.codes.shape, np.int64),
+    }
+    if unpacked_zeros:
+        parts["weight_zero_point"] = (layer.zeros - 8).astype(np.int8)
+    elif not symmetric:
+        parts["weight_zero_point"] = np.ascontiguousarray(words(layer.zeros.T).T)
+    return parts
+
+
+def gptq_config(group_size: int, **keys: Any) -> dict[str, Any]:
+    """What AutoGPTQ and optimum write of such a model, with other `keys`."""
+    return {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": group_size,
+        "sym": False,
+        "desc_act": False,
+        "damp_percent": 0.1,
+        "true_sequential": True,
+        "static_groups": False,
+        "checkpoint_format": "gptq",
+        "model_name_or_path": None,
+        **keys,
+    }
+
+
+def awq_config(group_size: int, **keys: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": group_size,
+        "zero_point": True,
+        "version": "gemm",
+        "modules_to_not_convert": None,
+        **keys,
+    }
+
+
+def compressed_config(group_size: int, symmetric: bool = False, **keys: Any) -> dict[str, Any]:
+    by_row = group_size == -1
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": symmetric,
+        "strategy": "channel" if by_row else "group",
+        "group_size": None if by_row else group_size,
+        "block_structure": None,
+        "dynamic": False,
+        "actorder": None,
+        "observer": "minmax",
+        "observer_kwargs": {},
+    }
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": None,
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "sparsity_config": {},
+        "global_compression_ratio": None,
+        **keys,
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """How a folder's layers are stored: config, parts of a layer, and what its layers are like."""
+
+    config: dict[str, Any]
+    pack: Any
+    group_size: int
+    symmetric: bool = False
+    dtype: Any = np.float16
+
+
+FORMATS = {
+    "gptq": Stored(gptq_config(64), gptq, 64),
+    "gptq-sym": Stored(gptq_config(32, sym=True), gptq, 32, symmetric=True),
+    "awq": Stored(awq_config(64), awq_gemm, 64),
+    "awq-gemv": Stored(awq_config(32, version="GEMV"), awq_gemv, 32),
+    "compressed": Stored(compressed_config(32), compressed, 32, dtype=ml_dtypes.bfloat16),
+    "compressed-sym": Stored(
+        compressed_config(-1, symmetric=True),
+        lambda layer: compressed(layer, symmetric=True),
+        -1,
+        symmetric=True,
+        dtype=ml_dtypes.bfloat16,
+    ),
+}
+
+
+def write_folder(
+    folder: Path,
+    hf: Mapping[str, Any],
+    floats: Mapping[str, np.ndarray],
+    stored: Stored,
+    *,
+    seed: int = 0,
+) -> dict[str, np.ndarray]:
+    """Writes a folder whose linear layers are random ones, and its other tensors `floats`.
+
+    Args:
+      folder: where to.
+      hf: its `config.json`, but for the quantization.
+      floats: tensors of the model that is not quantized; 16-bit floats are kept.
+      stored: how the layers are stored.
+      seed: of the layers.
+
+    Returns:
+      The tensors of the same model with floating-point weights, those of the formulas.
+    """
+    rng, content, plain = np.random.default_rng(seed), {}, {}
+    for name, array in floats.items():
+        if not name.endswith("_proj.weight"):
+            content[name] = plain[name] = array
+            continue
+        size = array.shape[1] if stored.group_size == -1 else stored.group_size
+        layer = random_layer(
+            rng, array.shape, size, symmetric=stored.symmetric, dtype=stored.dtype
+        )
+        stem = name.removesuffix(".weight")
+        content |= {f"{stem}.{part}": x for part, x in stored.pack(layer).items()}
+        plain[name] = layer.weight()
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {**hf, "quantization_config": stored.config}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file(content, folder / "model.safetensors", {"format": "pt"})
+    return plain
