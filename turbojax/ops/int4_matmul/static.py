@@ -4,6 +4,8 @@ from typing import Literal
 
 import jax
 
-Activation = Literal["silu", "gelu", "swiglu"]
-ACTIVATIONS = ("silu", "gelu", "swiglu")
+Activation = Literal["silu", "gelu", "swiglu", "geglu"]
+ACTIVATIONS = ("silu", "gelu", "swiglu", "geglu")
+GATED = ("swiglu", "geglu")
+"""Those of gated weights: SiLU or GELU of the gate, times its partner."""
 Precision = Literal["default", "high", "highest"] | jax.lax.Precision
