@@ -37,12 +37,14 @@ class Layer:
         return -(-self.codes.shape[1] // self.scales.shape[1])
 
     def weight(self) -> np.ndarray:
-        """``(code - zero) * scale`` in float64, in the scales' dtype at the end."""
+        """``(code - zero) * scale``, which float32 holds exactly."""
         wide = [
             np.repeat(x.astype(np.float64), self.group_size, axis=1)[:, : self.codes.shape[1]]
             for x in (self.zeros, self.scales)
         ]
-        return ((self.codes - wide[0]) * wide[1]).astype(self.scales.dtype)
+        exact = (self.codes - wide[0]) * wide[1]
+        assert (exact.astype(np.float32) == exact).all()
+        return exact.astype(np.float32)
 
 
 def random_layer(
@@ -245,7 +247,10 @@ def write_folder(
         content |= {f"{stem}.{part}": x for part, x in stored.pack(layer).items()}
         plain[name] = layer.weight()
     folder.mkdir(parents=True, exist_ok=True)
-    config = {**hf, "quantization_config": stored.config}
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    write_config(folder, {**hf, "quantization_config": stored.config})
     save_file(content, folder / "model.safetensors", {"format": "pt"})
     return plain
+
+
+def write_config(folder: Path, hf: Mapping[str, Any]) -> None:
+    (folder / "config.json").write_text(json.dumps(hf), encoding="utf-8")

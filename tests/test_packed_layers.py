@@ -30,7 +30,6 @@ def test_values_are_those_that_the_packages_compute(name):
     values = np.asarray(fireq.dequantize(weight))
     assert case.weight.dtype == weight.scales.dtype
     assert values.astype(case.weight.dtype).tobytes() == case.weight.tobytes()
-    symmetric = name.endswith("-sym") or name == "compressed-sym"
-    assert (weight.zeros is None) == symmetric
+    assert (weight.zeros is None) == name.endswith("-sym")
     # Subnormal scales and all, and nothing is rounded before.
     assert np.abs(case.weight.astype(np.float64) - values).max() <= np.abs(values).max() / 2**8

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,8 @@ from turbojax.quantizers import Fp8Tokens
 from turbojax.quantizers.int4 import Int4Weight, concatenate, gate_and_up
 from turbojax.rotary import Rope
 from turbojax.smoothing import scale_rotated
+
+Activations = Literal["e4m3", "bf16"]
 
 LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
 """Names of the linear layers that `join_layer` takes."""
@@ -36,10 +39,12 @@ class QuantizedLinear:
     Attributes:
       weight: ``[out, in]``, perhaps gated.
       bias: float32 ``[out]``, of a gated weight that of the gate first, or None.
+      activations: what tokens are rounded to, see `matmul`.
     """
 
     weight: Int4Weight
     bias: jax.Array | None = None
+    activations: Activations = dataclasses.field(default="e4m3", metadata={"static": True})
 
     def __call__(
         self,
@@ -49,12 +54,14 @@ class QuantizedLinear:
         residual: jax.Array | None = None,
     ) -> jax.Array:
         """Maps ``[..., in]`` to ``[..., out]``, see `matmul`, which rounds tokens that are not."""
+        if self.activations == "bf16":
+            return _plain(x, self, activation, residual)
         return matmul(x, self.weight, bias=self.bias, activation=activation, residual=residual)
 
     def after_norm(
         self, hidden: jax.Array, norm: jax.Array, eps: float, activation: Activation | None = None
     ) -> jax.Array:
-        """The same of an RMSNorm's output, which is rounded where it is made.
+        """The same of an RMSNorm's output, which is rounded to e4m3, if at all, where it is made.
 
         Args:
           hidden: ``[..., in]``, before the norm.
@@ -62,7 +69,9 @@ class QuantizedLinear:
           eps: of the norm.
           activation: see `matmul`.
         """
-        return self(rms_norm_quantize(hidden, norm, eps), activation=activation)
+        if self.activations == "e4m3":
+            return self(rms_norm_quantize(hidden, norm, eps), activation=activation)
+        return self(rms_norm(hidden, norm, eps), activation=activation)
 
 
 @jax.tree_util.register_dataclass
@@ -190,8 +199,11 @@ def join_layer(
         biases = [part.bias for part in parts if part.bias is not None]
         if len(biases) not in (0, len(parts)):
             raise ValueError(f"all of {', '.join(names)} must have a bias, or none of them")
+        kinds = {part.activations for part in parts}
+        if len(kinds) > 1:
+            raise ValueError(f"activations of {', '.join(names)} must be alike, not {kinds}")
         weight = join([part.weight for part in parts])
-        return QuantizedLinear(weight, jnp.concatenate(biases) if biases else None)
+        return QuantizedLinear(weight, jnp.concatenate(biases) if biases else None, *kinds)
 
     gate_up = joined(("gate", "up"), lambda weights: gate_and_up(*weights))
     qkv, o = joined(("q", "k", "v"), concatenate), linears["o"]
@@ -220,3 +232,16 @@ def _add(
     if post_norm is None:
         return compute(residual=hidden)
     return hidden + rms_norm(compute(), post_norm, eps)
+
+
+def _plain(x, linear, activation, residual):
+    from turbojax.ops.int4_matmul import reference
+    from turbojax.quantizers.int4 import scaled_values, pad_rows
+    weight=linear.weight
+    flat=x.reshape(-1,x.shape[-1])
+    values=scaled_values(weight)[:, :weight.in_size]
+    sums=reference._dot(flat.astype(jnp.float32), values)
+    bias=None if linear.bias is None else pad_rows(linear.bias, weight)
+    res=None if residual is None else residual.reshape(-1, residual.shape[-1])
+    out=reference.epilogue(sums, jnp.ones(flat.shape[0]), weight, bias, res, activation=activation)
+    return out.astype(x.dtype).reshape(*x.shape[:-1],-1)

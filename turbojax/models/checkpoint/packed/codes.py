@@ -103,7 +103,8 @@ def weights(parts: Mapping[str, Codes]) -> dict[str, Int4Weight]:
 
 def nibbles(words: _Array) -> _Array:
     """Codes 0 to 15 of int32 words ``[...]``, ``[..., 8]``, those of the lowest bits first."""
-    return (words[..., None] >> _SHIFTS) & 15
+    shifts = np.expand_dims(_SHIFTS, tuple(range(words.ndim)))
+    return (words[..., None] >> shifts) & 15
 
 
 def signed(codes: _Array) -> _Array:

@@ -135,7 +135,9 @@ class _Layers:
             target = biases if kind == "bias" else norms
             target |= {name: array[slice(*rows)] for name, rows in _placed(spec)}
         linears = {
-            name: QuantizedLinear(weight, jnp.asarray(biases[name]) if name in biases else None)
+            name: QuantizedLinear(
+                weight, jnp.asarray(biases[name]) if name in biases else None, "bf16"
+            )
             for name, weight in weights(codes).items()
         }
         return join_layer(linears, self._factors(norms))
