@@ -100,7 +100,7 @@ def test_refusals(monkeypatch):
         (ValueError, "two axes", {"qvalue": good.qvalue[None]}),
         (ValueError, "divides 256", {"scale": jnp.ones((3, 40), jnp.bfloat16)}),
         (ValueError, "group_size=16", {"scale": jnp.ones((16, 40), jnp.bfloat16)}),
-        (ValueError, "scale in float32", {"scale": jnp.full((2, 40), 0.1, jnp.float32)}),
+        (ValueError, "scale in float32", {"scale": 0.1 + good.scale.astype(jnp.float32)}),
     ):
         with pytest.raises(error, match=message):
             fireq.from_qwix(dataclasses.replace(good, **changes))
