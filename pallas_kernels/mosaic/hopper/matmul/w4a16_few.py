@@ -147,15 +147,15 @@ def _tokens(a: _Arrays, group: Int, number: Int) -> list[list[list[Int]]]:
 def _values(a: _Arrays, unit: _Unit) -> tuple[list[list[list[Int]]], list[Float]]:
     """Of both rows and 32 inputs the words of the left operands; and factors of their sums."""
     if a.scale_dtype == "e4m3":
-        halves = [lane.half.from_e4m3(x)[0] for x in unit.scales]
-        factors = [lane.half.unpack(x, "float16")[0] for x in halves]
-        scales = [lane.half.pack(x, x, a.dtype) for x in factors]
+        scales, factors = zip(*[int4_half.e4m3_scale(x, a.dtype) for x in unit.scales], strict=True)
         words = [
-            [int4_half.e4m3_values(word, scale, a.dtype) for word in row]
+            [
+                [int4_half.round_to_e4m3(word >> (4 * i), scale, a.dtype) for i in range(4)]
+                for word in row
+            ]
             for row, scale in zip(unit.codes, scales, strict=True)
         ]
-        # 1, or NaN where the scale is.
-        return words, [x * 0.0 + 1.0 for x in factors]
+        return words, list(factors)
     # Bytes are signed.
     zeros = [lane.signed_byte(x, 0) for x in unit.zeros] or [None, None]
     subtracted = [int4_half.zero_word(x, a.dtype) for x in zeros]
