@@ -111,7 +111,13 @@ def _spread(first: Int, second: Int, place: Int) -> list[Int]:
 
 
 def load(
-    codes: Any, scales: Any, zeros: Any | None, first: Any, dtype: str, kind: str
+    codes: Any,
+    scales: Any,
+    zeros: Any | None,
+    first: Any,
+    dtype: str,
+    kind: str,
+    rounds: bool = False,
 ) -> tuple[list[list[Int]], list[Float]]:
     """A lane's part of 64 rows of a group of 128 inputs, for tokens that lie as they are.
 
@@ -125,6 +131,7 @@ def load(
       first: int32 scalar, the first of the rows.
       dtype: of the operand, ``"bfloat16"`` or ``"float16"``.
       kind: ``"e4m3"``, ``"bfloat16"`` or ``"float16"``.
+      rounds: whether scales multiply the integers, with one rounding to `dtype`.
 
     Returns:
       the words of eight instructions of 16 inputs, four each; and the factors of its two rows' sums.
@@ -145,6 +152,9 @@ def load(
             less = zero_word(zero, dtype)
             words = [integer_pair(x, less, dtype) for four in spread for x in four]
             factor = scale_of(Pointer.to(scales).at(at << 1).half(), kind)
+            if rounds:
+                scale = lane.half.pack(factor, factor, dtype)
+                words = [lane.half.multiply(x, scale, dtype) for x in words]
         rows.append(words)
         factors.append(factor)
     # Of instruction `u` words 2 u and 2 u + 1 of each row.
@@ -153,8 +163,14 @@ def load(
 
 
 def operand(
-    codes: Any, scales: Any, zeros: Any | None, first: Any, dtype: str, kind: str
+    codes: Any,
+    scales: Any,
+    zeros: Any | None,
+    first: Any,
+    dtype: str,
+    kind: str,
+    rounds: bool = False,
 ) -> tuple[Any, Any]:
     """What `load` reads, as a register operand: int32 ``[64, 64]``, and float32 ``[64]``."""
-    words, factors = load(codes, scales, zeros, first, dtype, kind)
+    words, factors = load(codes, scales, zeros, first, dtype, kind, rounds)
     return fragments.carrier([x for four in words for x in four]), fragments.row_array(factors)

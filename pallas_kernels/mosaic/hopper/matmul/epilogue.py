@@ -39,15 +39,15 @@ class Epilogue:
         return ROWS // 2 if self.activation == "swiglu" else ROWS
 
 
-def sigmoid_times(x: Float) -> Float:
+def _sigmoid_times(x: Float) -> Float:
     """``x * sigmoid(x)``; of values so negative that ``exp`` overflows, -0."""
     e = lane.exp2(x * -LOG2_E)
     return x * lane.reciprocal(e + 1.0)
 
 
-def activate(x: Float, kind: str | None) -> Float:
+def _activate(x: Float, kind: str | None) -> Float:
     if kind == "silu":
-        return sigmoid_times(x)
+        return _sigmoid_times(x)
     if kind == "gelu":
         # x / 2 * (1 + tanh(y)) is x * sigmoid(2 y).
         y = x * (lane.fma(x * x, _GELU[1], 1.0) * (2 * _GELU[0] * LOG2_E))
@@ -110,9 +110,9 @@ def finish(
             [lane.fma(v, factors[half], biases[half]) for v in pair[half]] for half in range(2)
         ]
         if is_gated:
-            blocks.append([sigmoid_times(g) * u for g, u in zip(*values, strict=True)])
+            blocks.append([_sigmoid_times(g) * u for g, u in zip(*values, strict=True)])
         else:
-            blocks += [[activate(v, e.activation) for v in pair] for pair in values]
+            blocks += [[_activate(v, e.activation) for v in pair] for pair in values]
     # A block is eight outputs of eight tokens; lanes 8 i .. 8 i + 7 point to the tokens of block i.
     per_token = 1 if is_gated else 2
     at_once = min(4, len(blocks))

@@ -43,7 +43,7 @@ def stage_bytes(scale_bytes: int, tokens: int) -> int:
 
 
 def _operand(
-    weights: tuple[Ref, ...], slot: jax.Array, me: jax.Array, dtype: str, kind: str
+    weights: tuple[Ref, ...], slot: jax.Array, me: jax.Array, dtype: str, kind: str, rounds: bool
 ) -> tuple[jax.Array, jax.Array]:
     """A warpgroup's weights of a group: `int4_half.operand`."""
     refs = [x.at[slot] for x in weights]
@@ -52,19 +52,22 @@ def _operand(
     unit = ring.array((ROWS,), jnp.float32, ROW)
 
     def run(row: Any, codes: Any, scales: Any, *zeros: Any) -> Any:
-        return int4_half.operand(codes, scales, zeros[0] if zeros else None, row, dtype, kind)
+        zero = zeros[0] if zeros else None
+        return int4_half.operand(codes, scales, zero, row, dtype, kind, rounds)
 
     return ring.inline(run, types, (words, unit))(me * ROWS, *refs)
 
 
-def _start(words: jax.Array, x: Ref) -> jax.Array:
-    """Starts a group's product."""
+def _start(words: jax.Array, x: Ref, total: jax.Array | None) -> jax.Array:
+    """Starts a group's product, added to `total`."""
     kind = ring.array((ROWS, x.shape[0]), jnp.float32)
+    arrays = [words] if total is None else [words, total]
+    types = (ring.tile_type(x), *[plgpu.Layout.WGMMA] * len(arrays))
 
-    def run(x: Any, words: Any) -> Any:
-        return wgmma.start(words, x, swizzle=128)
+    def run(x: Any, words: Any, *total: Any) -> Any:
+        return wgmma.start(words, x, swizzle=128, total=total[0] if total else None)
 
-    return ring.inline(run, (ring.tile_type(x), plgpu.Layout.WGMMA), kind)(x, words)
+    return ring.inline(run, types, kind)(x, *arrays)
 
 
 def _accumulate(
@@ -87,17 +90,18 @@ def _accumulate(
     def step(g: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         total, words, unit, slot = carry
         following = ring.slot_after(slot, 1, s.stages)
-        product = _start(words, m.x.at[slot])
+        product = _start(words, m.x.at[slot], None if s.is_two_level else total)
         wait(g + 1, following)
         # While the product is on its way. After the last group this converts whatever is there.
-        words, next_unit = _operand(weights, following, me, dtype, kind)
+        words, next_unit = _operand(weights, following, me, dtype, kind, not s.is_two_level)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(m.free.at[slot])
-        total = total + product * lax.broadcast_in_dim(unit, product.shape, (0,))
-        return total, words, next_unit, following
+        if s.is_two_level:
+            product = total + product * lax.broadcast_in_dim(unit, product.shape, (0,))
+        return product, words, next_unit, following
 
     wait(work.begin, slot)
-    words, unit = _operand(weights, slot, me, dtype, kind)
+    words, unit = _operand(weights, slot, me, dtype, kind, not s.is_two_level)
     zeros = jnp.full((ROWS, s.tokens), 0.0, jnp.float32)
     carry = (plgpu.layout_cast(zeros, plgpu.Layout.WGMMA), words, unit, slot)
     total, _, _, slot = lax.fori_loop(work.begin, work.end, step, carry)

@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.mosaic import lane, lanes
-from pallas_kernels.mosaic.hopper.matmul.epilogue import activate, sigmoid_times
+from pallas_kernels.mosaic.hopper.matmul import epilogue
+from pallas_kernels.mosaic.hopper.matmul.epilogue import Epilogue as Epilogue
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
 from pallas_kernels.mosaic.products import int4_half
 
