@@ -6,4 +6,7 @@ import jax
 
 Activation = Literal["silu", "gelu", "swiglu"]
 ACTIVATIONS = ("silu", "gelu", "swiglu")
+TokenKind = Literal["e4m3", "bf16"]
+TOKEN_KINDS = ("e4m3", "bf16")
+"""What tokens are multiplied as: rounded to e4m3, or unrounded in their own dtype."""
 Precision = Literal["default", "high", "highest"] | jax.lax.Precision

@@ -32,8 +32,9 @@ STRIP = 16
 """Rows of a warp's product."""
 TILE = 8
 """Tokens of one."""
-_GROUP, _BLOCK_ROWS, _BLOCK_BYTES, _UNIT_BYTES = 128, 64, 4096, 1024
-_STRIPS = _BLOCK_ROWS // STRIP
+BLOCK_ROWS = 64
+_GROUP, _BLOCK_BYTES, _UNIT_BYTES = 128, 4096, 1024
+_STRIPS = BLOCK_ROWS // STRIP
 _CHUNKS = 4  # Of 32 inputs of a group.
 
 
@@ -45,15 +46,15 @@ class Settings:
       strips: of 16 rows, of a program.
       warpgroups: of a program.
       ahead: units that are loaded ahead.
+      epilogue: what becomes of the sums.
       parts: programs that share the inputs of their strips, and write float32 sums.
-      activation: None, ``"silu"``, ``"gelu"`` or ``"swiglu"``.
     """
 
     strips: int
     warpgroups: int
     ahead: int
+    epilogue: Epilogue
     parts: int = 1
-    activation: str | None = None
 
     @property
     def warps(self) -> int:
@@ -68,6 +69,11 @@ class Settings:
     def shared_bytes(self, tiles: int) -> int:
         """Of all warps' sums, for so many tiles of tokens."""
         return self.warps * tiles * TILE * self.stride * 4
+
+
+def _is_gated(s: Settings) -> bool:
+    """Whether outputs are half as many as rows."""
+    return s.epilogue.outputs < BLOCK_ROWS
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -118,7 +124,7 @@ def _load(a: _Arrays, strip: Int, group: Int, number: Int, is_real: lane.Bool) -
     part = strip % _STRIPS
     at = a.codes.times(block, _BLOCK_BYTES).at(part * _UNIT_BYTES + number * 16)
     codes = [at.at(512 * half).words_once(4, is_real) for half in range(2)]
-    row = block * _BLOCK_ROWS + part * STRIP + (number >> 2)
+    row = block * BLOCK_ROWS + part * STRIP + (number >> 2)
     row = is_real.where(row, 0)
     size = 1 if a.scale_dtype == "e4m3" else 2
     scale = [a.scales.times(row, size).at(8 * size * half) for half in range(2)]
@@ -270,13 +276,13 @@ def _finish(a: _Arrays, token: Int, row: Int, column: Int, first: Int, part: Int
         at.store_words([x.as_int() for x in sums])
         return
     values = _scaled(a, sums, first + row)
-    columns = a.rows
-    if s.activation == "swiglu":
+    columns, activation = a.rows, s.epilogue.activation
+    if _is_gated(s):
         columns = a.rows // 2
         up = _scaled(a, _total(a, token, row + 8), first + row + 8)
-        values = [sigmoid_times(x) * y for x, y in zip(values, up, strict=True)]
+        values = [epilogue._sigmoid_times(x) * y for x, y in zip(values, up, strict=True)]
     else:
-        values = [activate(x, s.activation) for x in values]
+        values = [epilogue._activate(x, activation) for x in values]
     place = token * columns + column
     if a.residual is not None:
         held = [lane.half.unpack(w, a.dtype) for w in a.residual.times(place, 2).words(2)]
@@ -296,7 +302,7 @@ def _program(a: _Arrays, program: Int, part: Int) -> None:
     _put(a, _sums(a, first, begin, end, warp, number), warp, number)
     lane.block_barrier()
     row = first * STRIP
-    is_gated = s.activation == "swiglu" and s.parts == 1
+    is_gated = _is_gated(s) and s.parts == 1
     fours = s.strips * (2 if is_gated else 4)
     items = a.tokens * fours
 
@@ -347,7 +353,7 @@ def w4a16_few(
     """
     s = settings
     (blocks, groups), tokens = codes.shape[:2], x.shape[0]
-    rows = blocks * _BLOCK_ROWS
+    rows = blocks * BLOCK_ROWS
     names = {"float8_e4m3fn": "e4m3"}
     scale_dtype = names.get(scales.dtype.name, scales.dtype.name)
     if scale_dtype == "e4m3":
@@ -376,7 +382,7 @@ def w4a16_few(
         )
         _program(a, ids[0], ids[1])
 
-    columns = rows // 2 if s.activation == "swiglu" else rows
+    columns = rows // 2 if _is_gated(s) else rows
     out = jax.ShapeDtypeStruct((tokens, columns), x.dtype)
     if s.parts > 1:
         out = jax.ShapeDtypeStruct((s.parts, tokens, rows), jnp.float32)
