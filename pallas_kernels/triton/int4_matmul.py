@@ -25,6 +25,7 @@ tokens, 1.0 of them conversions to and from e4m3; no launch spills registers.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -72,7 +73,8 @@ def matmul(
     x: jax.Array,
     codes: jax.Array,
     scales: jax.Array,
-    token_scale: jax.Array,
+    zeros: jax.Array | None,
+    token_scale: jax.Array | None,
     output_scale: jax.Array,
     bias: jax.Array | None,
     residual: jax.Array | None,
@@ -84,12 +86,14 @@ def matmul(
     """``activation(token_scale * output_scale * (x @ weights.T) + bias) + residual``.
 
     Args:
-      x: float16 ``[M', K']``, exact e4m3 values; each 128 inputs in the order of the nibbles, low
-        ones first. `M'` is a multiple of `settings.tokens`.
+      x: float16 ``[M', K']``, exact e4m3 values, or unrounded tokens in float16 or bfloat16; each 128
+        inputs in the order of the nibbles, low ones first. `M'` is a multiple of `settings.tokens`.
       codes: uint8 ``[N' / 64, K' / 128, 64, 64]``, tiles of 64 rows and 128 inputs.
       scales: ``[N' / 64, K' / 128, 64]``: uint8, the bits of e4m3 scales, by which the weights are
         rounded to e4m3 values; or bfloat16 or float16, by which sums of groups are multiplied.
-      token_scale: bfloat16 ``[M]``.
+      zeros: int8 ``[N' / 64, K' / 128, 64]``, subtracted from the codes, or None; never with e4m3
+        scales.
+      token_scale: bfloat16 ``[M]``, or None for 1.
       output_scale: float32 ``[N']``.
       bias: optional float32 ``[N']``.
       residual: optional ``[M, N]``.
@@ -103,22 +107,26 @@ def matmul(
     s = settings
     (size, outputs), sides = shape, 2 if s.gated else 1
     tiles = (x.shape[0] // s.tokens, pl.cdiv(outputs, s.outputs))
+    if token_scale is None:
+        token_scale = jnp.ones((size,), jnp.bfloat16)
     vectors = [token_scale, output_scale]
     if bias is not None:
         vectors.append(bias)
-    inputs = [x, codes, scales]
+    inputs = [x, codes, scales] if zeros is None else [x, codes, scales, zeros]
+    has_zeros = zeros is not None
     if s.splits == 1:
         inputs += vectors if residual is None else [*vectors, residual]
         kernel = functools.partial(
             _finishing_kernel,
             tiles=tiles,
+            has_zeros=has_zeros,
             has_bias=bias is not None,
             has_residual=residual is not None,
             s=s,
         )
         out = jax.ShapeDtypeStruct((size, outputs), dtype)
     else:
-        kernel = functools.partial(_summing_kernel, tiles=tiles, s=s)
+        kernel = functools.partial(_summing_kernel, tiles=tiles, has_zeros=has_zeros, s=s)
         out = jax.ShapeDtypeStruct((s.splits, sides, size, outputs), jnp.float32)
     result = pl.pallas_call(
         kernel,
@@ -213,16 +221,17 @@ def _tile(tiles: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
 def _finishing_kernel(
     x: Ref,
     codes: Ref,
-    scales: Ref,
     *refs: Ref,
     tiles: tuple[int, int],
+    has_zeros: bool,
     has_bias: bool,
     has_residual: bool,
     s: Settings,
 ) -> None:
-    *vectors, out = refs
+    *given, out = refs
+    groups, vectors = given[: 1 + has_zeros], given[1 + has_zeros :]
     token_scale, output_scale = vectors[:2]
-    sums, token, output, rows = _sums(x, codes, scales, tiles, out.shape, s)
+    sums, token, output, rows = _sums(x, codes, groups, tiles, out.shape, s)
     # Past the last token or output anything may be read.
     token_at = jnp.minimum(token, out.shape[0] - 1)
     at = (token[None, :], output[:, None])
@@ -241,9 +250,10 @@ def _finishing_kernel(
 
 
 def _summing_kernel(
-    x: Ref, codes: Ref, scales: Ref, out: Ref, *, tiles: tuple[int, int], s: Settings
+    x: Ref, codes: Ref, *refs: Ref, tiles: tuple[int, int], has_zeros: bool, s: Settings
 ) -> None:
-    sums, token, output, _ = _sums(x, codes, scales, tiles, out.shape[2:], s)
+    groups, out = refs[: 1 + has_zeros], refs[-1]
+    sums, token, output, _ = _sums(x, codes, groups, tiles, out.shape[2:], s)
     mask = _mask(token, output, out.shape[2:])
     for side, value in enumerate(sums):
         at = (pl.program_id(1), side, token[None, :], output[:, None])
@@ -257,7 +267,7 @@ def _mask(token: jax.Array, output: jax.Array, shape: tuple[int, ...]) -> jax.Ar
 def _sums(
     x: Ref,
     codes: Ref,
-    scales: Ref,
+    of_groups: Sequence[Ref],
     tiles: tuple[int, int],
     shape: tuple[int, ...],
     s: Settings,
@@ -270,7 +280,7 @@ def _sums(
       output: int32 ``[outputs]``.
       rows: of the weights, int32 ``[outputs]`` for each of the sums; inside the array.
     """
-    groups = scales.shape[1]
+    groups = of_groups[0].shape[1]
     column, row = _tile(tiles)
     token = column * s.tokens + jnp.arange(s.tokens, dtype=jnp.int32)
     output = row * s.outputs + jnp.arange(s.outputs, dtype=jnp.int32)
@@ -280,9 +290,11 @@ def _sums(
     first: Any = pl.program_id(1) * each if s.splits > 1 else 0
     last: Any = jnp.minimum(first + each, groups) if s.splits > 1 else groups
 
-    def scale_of(group: jax.Array) -> list[jax.Array]:
+    def scale_of(group: jax.Array) -> list[list[jax.Array]]:
+        """Of each of the sums the rows' scales, and their zeros if there are any."""
         group = jnp.minimum(group, groups - 1)
-        return [plgpu.load(scales.at[row >> 6, group, row & 63]) for row in rows]
+        places = [(row >> 6, group, row & 63) for row in rows]
+        return [[plgpu.load(ref.at[place]) for ref in of_groups] for place in places]
 
     def step(group: jax.Array, state: Any) -> Any:
         sums, scale = state
@@ -311,23 +323,27 @@ def _add(
     codes: Ref,
     row: jax.Array,
     group: jax.Array,
-    scale: jax.Array,
+    of_group: list[jax.Array],
     operands: list[jax.Array],
     s: Settings,
 ) -> jax.Array:
-    """`total` plus the products of one group."""
+    """`total` plus the products of one group, whose scales come first and then, perhaps, zeros."""
+    scale, *zeros = of_group
     byte = jnp.arange(_BYTES, dtype=jnp.int32)
     tile = plgpu.load(codes.at[row[:, None] >> 6, group, row[:, None] & 63, byte[None, :]])
     tile = jax.lax.bitcast_convert_type(tile, jnp.int8)
     halves = [_e4m3.nibble(tile, bool(half), s.interpret) for half in range(2)]
+    dtype = operands[0].dtype
     if scale.dtype == jnp.uint8:
         factor = _e4m3.from_bits(scale.astype(jnp.int32)).astype(jnp.float16)[:, None]
         halves = [_e4m3.round_float16(q * factor, s.has_e4m3, s.interpret) for q in halves]
         for weight, tokens in zip(halves, operands, strict=True):
-            total = total + _common.dot(weight, tokens, s.interpret)
+            total = total + _common.dot(weight.astype(dtype), tokens, s.interpret)
         return total
+    for zero in zeros:
+        halves = [q - zero.astype(jnp.float16)[:, None] for q in halves]
     low, high = (
-        _common.dot(weight, tokens, s.interpret)
+        _common.dot(weight.astype(dtype), tokens, s.interpret)
         for weight, tokens in zip(halves, operands, strict=True)
     )
     return total + (low + high) * scale.astype(jnp.float32)[:, None]

@@ -237,6 +237,11 @@ def permute_bytes(a, b, selector):
     return Int(out)
 
 
+def signed_byte(x, index):
+    sign = 8 + index
+    return permute_bytes(x, 0, index | (sign << 4) | (sign << 8) | (sign << 12))
+
+
 def _bytes(word):
     """Signed bytes ``[32, 4]``."""
     return word.value[:, None].view(np.int8).astype(np.int64)
@@ -408,6 +413,11 @@ class Pointer:
         words = np.ascontiguousarray(data).view(np.uint32)
         return [Int(words[:, i]) for i in range(count)]
 
+    def words_once(self, count, condition):
+        """As the kernel's, where there is a condition; elsewhere NaN."""
+        there = Pointer(self.memory, np.where(condition.value, self.offset, 0))
+        return [condition.where(word, 0xFFFFFFFF) for word in there.words(count)]
+
     def word(self):
         return self.words(1)[0]
 
@@ -465,6 +475,30 @@ class half:
         a, b, c = (x.value[:, None].view(np.float16).astype(np.float64) for x in (a, b, c))
         with np.errstate(all="ignore"):
             return Int((a * b + c).astype(np.float16).view(np.uint32)[:, 0])
+
+    @staticmethod
+    def _both(op, dtype, *words):
+        """What an instruction does with two numbers each, rounded."""
+        kind = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[dtype]
+        pairs = [x.value[:, None].view(kind).astype(np.float64) for x in words]
+        with np.errstate(all="ignore"):
+            return Int(op(*pairs).astype(kind).view(np.uint32)[:, 0])
+
+    @classmethod
+    def subtract(cls, a, b, dtype="float16"):
+        return cls._both(np.subtract, dtype, a, b)
+
+    @classmethod
+    def multiply(cls, a, b, dtype="float16"):
+        return cls._both(np.multiply, dtype, a, b)
+
+    @classmethod
+    def clip(cls, a, most, dtype="float16"):
+        def op(a, most):
+            sign = np.where(np.signbit(a) != np.signbit(most), -1.0, 1.0)
+            return sign * np.fmin(np.abs(a), np.abs(most))
+
+        return cls._both(op, dtype, a, most)
 
     @staticmethod
     def unpack(word, dtype="float16"):

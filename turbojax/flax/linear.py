@@ -10,9 +10,10 @@ from turbojax.ops.int4_matmul.api import (
     check_activation,
     check_bias,
     check_precision,
+    check_token_kind,
     matmul,
 )
-from turbojax.ops.int4_matmul.static import Activation, Precision
+from turbojax.ops.int4_matmul.static import Activation, Precision, TokenKind
 from turbojax.quantizers import Fp8Tokens
 from turbojax.quantizers.int4 import BLOCK, Int4Weight, ScaleDtype, quantize_weight
 
@@ -37,6 +38,7 @@ class Int4Linear(nnx.Module):
       in_features: inputs.
       out_features: outputs, of a gated weight half of its rows.
       activation: what is applied to the result.
+      activations: how tokens are multiplied, see `matmul`.
       precision: of its sums, see `matmul`.
       implementation: what computes it, see `matmul`.
     """
@@ -47,6 +49,7 @@ class Int4Linear(nnx.Module):
         *,
         bias: jax.Array | None = None,
         activation: Activation | None = None,
+        activations: TokenKind = "e4m3",
         precision: Precision | None = None,
         implementation: ImplementationName | None = None,
     ):
@@ -56,6 +59,7 @@ class Int4Linear(nnx.Module):
           weight: ``[out, in]``, or gated.
           bias: floating point ``[out]``; of a gated weight that of the gate first.
           activation: as in `matmul`.
+          activations: as in `matmul`.
           precision: as in `matmul`.
           implementation: as in `matmul`.
 
@@ -64,6 +68,7 @@ class Int4Linear(nnx.Module):
           ValueError: if the bias has another shape, or the activation or precision does not fit.
         """
         check_activation(activation, weight)
+        check_token_kind(activations)
         check_precision(precision)
         bias = check_bias(bias, weight)
         self.codes = FrozenParam(weight.codes)
@@ -76,6 +81,7 @@ class Int4Linear(nnx.Module):
         self.group_size = weight.group_size
         self.gated = weight.gated
         self.activation = activation
+        self.activations = activations
         self.precision = precision
         self.implementation = implementation
 
@@ -87,6 +93,7 @@ class Int4Linear(nnx.Module):
         group_size: int = BLOCK,
         scale_dtype: ScaleDtype = "e4m3",
         activation: Activation | None = None,
+        activations: TokenKind = "e4m3",
         precision: Precision | None = None,
         implementation: ImplementationName | None = None,
     ) -> Self:
@@ -97,6 +104,7 @@ class Int4Linear(nnx.Module):
           group_size: as in `quantize_weight`.
           scale_dtype: as in `quantize_weight`.
           activation: as in `matmul`.
+          activations: as in `matmul`.
           precision: as in `matmul`.
           implementation: as in `matmul`.
 
@@ -111,6 +119,7 @@ class Int4Linear(nnx.Module):
             quantize_weight(kernel.T, group_size=group_size, scale_dtype=scale_dtype),
             bias=None if linear.bias is None else linear.bias.get_value(),
             activation=activation,
+            activations=activations,
             precision=precision,
             implementation=implementation,
         )
@@ -144,6 +153,7 @@ class Int4Linear(nnx.Module):
             self.weight,
             bias=None if self.bias is None else self.bias.get_value(),
             activation=self.activation,
+            activations=self.activations,
             precision=self.precision,
             residual=residual,
             implementation=self.implementation,

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +13,11 @@ from turbojax.kv.base import Cache
 from turbojax.models.config import TransformerConfig
 from turbojax.ops.fp8_tokens import rms_norm_quantize
 from turbojax.ops.int4_matmul import matmul
-from turbojax.ops.int4_matmul.static import Activation
+from turbojax.ops.int4_matmul.static import Activation, TokenKind
 from turbojax.quantizers import Fp8Tokens
 from turbojax.quantizers.int4 import Int4Weight, concatenate, gate_and_up
 from turbojax.rotary import Rope
 from turbojax.smoothing import scale_rotated
-
-Activations = Literal["e4m3", "bf16"]
 
 LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
 """Names of the linear layers that `join_layer` takes."""
@@ -44,7 +41,7 @@ class QuantizedLinear:
 
     weight: Int4Weight
     bias: jax.Array | None = None
-    activations: Activations = dataclasses.field(default="e4m3", metadata={"static": True})
+    activations: TokenKind = dataclasses.field(default="e4m3", metadata={"static": True})
 
     def __call__(
         self,
@@ -54,9 +51,14 @@ class QuantizedLinear:
         residual: jax.Array | None = None,
     ) -> jax.Array:
         """Maps ``[..., in]`` to ``[..., out]``, see `matmul`, which rounds tokens that are not."""
-        if self.activations == "bf16":
-            return _plain(x, self, activation, residual)
-        return matmul(x, self.weight, bias=self.bias, activation=activation, residual=residual)
+        return matmul(
+            x,
+            self.weight,
+            bias=self.bias,
+            activation=activation,
+            residual=residual,
+            activations=self.activations,
+        )
 
     def after_norm(
         self, hidden: jax.Array, norm: jax.Array, eps: float, activation: Activation | None = None
@@ -232,16 +234,3 @@ def _add(
     if post_norm is None:
         return compute(residual=hidden)
     return hidden + rms_norm(compute(), post_norm, eps)
-
-
-def _plain(x, linear, activation, residual):
-    from turbojax.ops.int4_matmul import reference
-    from turbojax.quantizers.int4 import scaled_values, pad_rows
-    weight=linear.weight
-    flat=x.reshape(-1,x.shape[-1])
-    values=scaled_values(weight)[:, :weight.in_size]
-    sums=reference._dot(flat.astype(jnp.float32), values)
-    bias=None if linear.bias is None else pad_rows(linear.bias, weight)
-    res=None if residual is None else residual.reshape(-1, residual.shape[-1])
-    out=reference.epilogue(sums, jnp.ones(flat.shape[0]), weight, bias, res, activation=activation)
-    return out.astype(x.dtype).reshape(*x.shape[:-1],-1)

@@ -71,6 +71,22 @@ class Pointer:
             out += [Int(llvm.extractelement(loaded, int_value(i))) for i in range(width)]
         return out
 
+    def words_once(self, count: int, condition: Bool) -> list[Int]:
+        """Loads two or four words of global memory that nobody reads again, at once.
+
+        It stays where it is among other such loads. Without `condition` the words are anything.
+        """
+        names = ", ".join(f"${i}" for i in range(count))
+        text = (
+            f"{{ .reg .pred p; setp.ne.b32 p, ${count + 1}, 0; "
+            f"@p ld.global.nc.L1::no_allocate.v{count}.b32 {{{names}}}, [${count}]; }}"
+        )
+        bit = condition.where(Int(int_value(1)), 0)
+        constraints = ",".join(["=r"] * count + ["l", "r"])
+        result = llvm.StructType.get_literal([i32()] * count)
+        out = asm(result, [self.address(), bit.value], text, constraints, effects=True)
+        return [Int(llvm.extractvalue(i32(), out, [i])) for i in range(count)]
+
     def word(self) -> Int:
         """Loads 32 bits."""
         return self.words(1)[0]

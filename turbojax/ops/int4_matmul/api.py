@@ -15,7 +15,14 @@ from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
 from turbojax.ops.fp8_tokens import quantize_activation
 from turbojax.ops.int4_matmul import mosaic_gpu, reference, triton
-from turbojax.ops.int4_matmul.static import ACTIVATIONS, GATED, Activation, Precision
+from turbojax.ops.int4_matmul.static import (
+    ACTIVATIONS,
+    GATED,
+    TOKEN_KINDS,
+    Activation,
+    Precision,
+    TokenKind,
+)
 from turbojax.quantizers import Fp8Tokens, Int4Weight
 from turbojax.quantizers.int4 import pad_rows
 
@@ -36,17 +43,19 @@ def matmul(
     bias: jax.Array | None = None,
     activation: Activation | None = None,
     residual: jax.Array | None = None,
+    activations: TokenKind = "e4m3",
     precision: Precision | None = None,
     implementation: ImplementationName | None = None,
 ) -> jax.Array:
-    """``act(x W^T + bias) + residual`` with INT4 weights and e4m3 activations (FireQ, section 3.1).
+    """``act(x W^T + bias) + residual`` with INT4 weights (FireQ, section 3.1; W4A8 and W4A16).
 
-    Activations are quantized with a scale per token, unless they are already, and multiplied with
-    the weight's values. Everything after that is float32, rounded once to the result's dtype; only
-    ``"mosaic_gpu"`` leaves part of the sums to an 8-bit matrix unit, see `precision`.
+    Activations are quantized to e4m3 with a scale per token, unless they are already, or with
+    ``activations="bf16"`` left as they are, and multiplied with the weight's values. Everything
+    after that is float32, rounded once to the result's dtype; only ``"mosaic_gpu"`` leaves part of
+    the sums to an 8-bit matrix unit, see `precision`.
 
     The gradient is that of ``act(x W^T + bias) + residual`` with the dequantized weight, straight
-    through the rounding of `x`: for `x`, `bias` and `residual`. The weight is frozen, its gradient
+    through the rounding of `x`, if it is rounded: for `x`, `bias` and `residual`. The weight is frozen, its gradient
     is zero. XLA computes it, and memory for it grows with the dequantized weight. There are no
     second derivatives and no forward mode (`jax.jvp`).
 
@@ -58,6 +67,9 @@ def matmul(
       activation: ``"silu"``, ``"gelu"`` (its tanh form), or None; for a gated weight ``"swiglu"``,
         ``silu(gate) * up``, or ``"geglu"``, ``gelu(gate) * up``, and nothing else.
       residual: optional ``[..., N]`` or ``[..., F]`` in `x`'s dtype, added after the activation.
+      activations: ``"e4m3"``, or ``"bf16"``: tokens are multiplied unrounded, in their own dtype,
+        bfloat16 or float16; float32 ones by ``"xla"`` alone. What is not finite goes on as in any
+        product of floats.
       precision: None, ``"default"``, ``"high"``, ``"highest"`` or a `jax.lax.Precision`. By
         default, with more than 128 tokens, sums may stay in an 8-bit matrix unit, whose additions
         keep about 14 bits, as those of XLA's own products of e4m3 do. From ``"high"`` on they leave
@@ -77,14 +89,18 @@ def matmul(
         are differentiated, or when anything is differentiated twice.
     """
     check_activation(activation, weight)
+    check_token_kind(activations)
     is_precise = check_precision(precision)
     bias = check_bias(bias, weight)
     x = _check_x(x, weight)
     *lead, _ = x.shape
     flat, bias, residual = _operands(x, weight, bias, residual)
+    is_rounded = activations == "e4m3"
+    if isinstance(flat, Fp8Tokens) and not is_rounded:
+        raise TypeError(f"x is Fp8Tokens, must be an array for {activations=}")
     chosen = MATMUL.select(
         implementation,
-        tokens=_tokens_of(flat),
+        tokens=_tokens_of(flat) if is_rounded else flat,
         weight=weight,
         bias=bias,
         residual=residual,
@@ -98,7 +114,7 @@ def matmul(
         quantize = functools.partial(
             quantize_activation, implementation="xla" if implementation == "xla" else None
         )
-        call = _differentiable(quantize, run, activation)
+        call = _differentiable(quantize if is_rounded else _as_it_is, run, activation)
     return call(flat, weight, bias, residual).reshape(*lead, weight.result_size)
 
 
@@ -118,6 +134,16 @@ def check_activation(activation: Activation | None, weight: Int4Weight) -> None:
         raise ValueError(f"{activation=} must be None or one of {ACTIVATIONS}")
     if weight.gated != (activation in GATED):
         raise ValueError(f"{activation=} must be one of {GATED} for gated weights, and only there")
+
+
+def check_token_kind(activations: TokenKind) -> None:
+    """Checks how tokens are to be multiplied.
+
+    Raises:
+      ValueError: if it is none of the names.
+    """
+    if activations not in TOKEN_KINDS:
+        raise ValueError(f"{activations=} must be one of {TOKEN_KINDS}")
 
 
 def check_precision(precision: Precision | None) -> bool:
@@ -213,8 +239,12 @@ def _tokens_of(x: jax.Array | Fp8Tokens) -> Fp8Tokens:
     return Fp8Tokens(codes, scale, np.dtype(x.dtype))
 
 
+def _as_it_is(x: jax.Array) -> jax.Array:
+    return x
+
+
 def _differentiable(
-    quantize: Callable[[jax.Array], Fp8Tokens],
+    quantize: Callable[[jax.Array], Fp8Tokens | jax.Array],
     run: Callable[..., jax.Array],
     activation: Activation | None,
 ) -> Callable[..., jax.Array]:

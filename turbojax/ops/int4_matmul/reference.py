@@ -1,7 +1,8 @@
 """INT4 x FP8 products in plain JAX: the definition (FireQ, Baek et al., 2025, section 3.1).
 
-Operands are 8-bit floats or small integers, which bfloat16 and float32 hold exactly; sums are
-float32. On a GPU the operands are multiplied as bfloat16, on a CPU as float32.
+Operands are 8-bit floats or small integers, which bfloat16 and float32 hold exactly, and tokens
+that are not rounded to 8 bits; sums are float32. On a GPU the operands are multiplied as bfloat16,
+or in the dtype of such tokens, on a CPU as float32.
 """
 
 import functools
@@ -17,7 +18,7 @@ from turbojax.quantizers.int4_layout import scale_rows
 
 @functools.partial(jax.jit, static_argnames=("activation", "is_precise"))
 def matmul(
-    tokens: Fp8Tokens,
+    tokens: Fp8Tokens | jax.Array,
     weight: Int4Weight,
     bias: jax.Array | None,
     residual: jax.Array | None,
@@ -32,7 +33,8 @@ def matmul(
     `epilogue` does.
 
     Args:
-      tokens: codes ``[M, K]`` and scales ``[M]``.
+      tokens: codes ``[M, K]`` and scales ``[M]``; or floating point ``[M, K]``, which is multiplied
+        as it is.
       weight: of `K` inputs and, padded, `N` rows.
       bias: float32 ``[N]`` in the order of the weight's rows, or None.
       residual: ``[M, result_size]``, or None.
@@ -43,13 +45,16 @@ def matmul(
       ``[M, result_size]`` in the tokens' dtype.
     """
     del is_precise
+    codes, scale, dtype = tokens, jnp.ones(tokens.shape[:1], jnp.float32), tokens.dtype
+    if isinstance(tokens, Fp8Tokens):
+        codes, scale, dtype = tokens.codes, tokens.scale, jnp.dtype(jnp.bfloat16)
     sums = jax.lax.platform_dependent(
-        tokens.codes,
+        codes,
         weight,
         cpu=functools.partial(_sums, dtype=jnp.float32),
-        default=functools.partial(_sums, dtype=jnp.bfloat16),
+        default=functools.partial(_sums, dtype=dtype),
     )
-    out = epilogue(sums, tokens.scale, weight, bias, residual, activation=activation)
+    out = epilogue(sums, scale, weight, bias, residual, activation=activation)
     return out.astype(tokens.dtype)
 
 
