@@ -96,7 +96,7 @@ def test_a_streamed_model_is_the_same_and_takes_little_memory(folder, tokens, mo
         opened, tokens, progress=lambda *x: (look(), told.append(x)), **options
     )
     assert same(got, wanted)
-    assert told == ([("calibration", 32)] + [("layers", 1)]) * 6
+    assert told == [("calibration", 32), ("layers", 1)] * 6
     # The layer before and after a matrix of it changes, in float32.
     floats = 6 * layer
     assert layer < peak[0] < got.nbytes + 2 * layer < floats

@@ -25,12 +25,12 @@ from turbojax.models.quantized_layer import QuantizedLayer, QuantizedLinear, joi
 from turbojax.models.transformer import cap, embed, project, scale_embeddings
 from turbojax.ops.int4_matmul import matmul
 from turbojax.quantizers.int4 import (
-    OUT_MULTIPLE,
     Int4Weight,
     ScaleDtype,
     dequantize,
     quantize_weight,
 )
+from turbojax.quantizers.int4_layout import OUT_MULTIPLE, code_tiles, scale_tiles
 
 
 @jax.tree_util.register_dataclass
@@ -107,12 +107,15 @@ def take_rows(table: jax.Array | Int4Weight, index: jax.Array) -> jax.Array:
         return table[index]
     count = math.prod(index.shape)
     flat = jnp.pad(index.reshape(-1), (0, -count % OUT_MULTIPLE))
+    at = (flat // OUT_MULTIPLE, slice(None), flat % OUT_MULTIPLE)
+    zeros = None if table.zeros is None else scale_tiles(table.zeros[at])
     rows = dataclasses.replace(
         table,
-        codes=table.codes[flat],
-        scales=table.scales[:, flat],
+        codes=code_tiles(table.codes[at].reshape(flat.size, -1)),
+        scales=scale_tiles(table.scales[at]),
         output_scale=table.output_scale[flat],
         out_size=count,
+        zeros=zeros,
     )
     return dequantize(rows).reshape(*index.shape, table.in_size)
 
