@@ -17,6 +17,7 @@ from turbojax import models, smoothing
 from turbojax.flax.norms import rms_norm
 from turbojax.models import causal_attention
 from turbojax.models.calibration import calibrate
+from turbojax.models.decoder import for_length
 from turbojax.models.quantize import layer_weights
 from turbojax.models.quantized_layer import QuantizedLayer, QuantizedMlp
 from turbojax.quantizers import quantize_tokens
@@ -53,9 +54,10 @@ def calibration() -> np.ndarray:
     return hf.tokens(2, 24, seed=5)
 
 
-def logits(decoder) -> np.ndarray:
-    tokens = jnp.asarray(hf.tokens(2, LENGTH, seed=3), jnp.int32)
-    positions = jnp.broadcast_to(jnp.arange(LENGTH)[None], tokens.shape)
+def logits(decoder, tokens: jax.Array | None = None) -> np.ndarray:
+    if tokens is None:
+        tokens = jnp.asarray(hf.tokens(2, LENGTH, seed=3), jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
     nothing = (None,) * decoder.config.num_layers
     hidden, _ = jax.jit(decoder.hidden, static_argnums=2)(
         tokens, positions, causal_attention, nothing
@@ -207,3 +209,16 @@ def test_a_checkpoint_is_read_back_bit_for_bit(quantized, name, tmp_path):
     assert jax.tree.structure(loaded) == jax.tree.structure(decoder)
     for a, b in zip(jax.tree.leaves(loaded), jax.tree.leaves(decoder), strict=True):
         assert (a.dtype, np.asarray(a).tobytes()) == (b.dtype, np.asarray(b).tobytes())
+
+
+@pytest.mark.parametrize("name", [*FIRST[1:], pytest.param(FIRST[0], marks=pytest.mark.slow)])
+def test_texts_continue_through_caches_as_in_one_pass(quantized, name):
+    """Each layer's window, rotary embedding and caps reach its cache, at every step."""
+    decoder = quantized(name)
+    prompts = hf.tokens(2, 20, seed=8)
+    texts = models.generate(decoder, prompts, max_new_tokens=6, cache="exact")
+    whole = jnp.asarray(np.concatenate([prompts, np.asarray(texts)], axis=1), jnp.int32)
+    # As long as the generated ones may get: LongRoPE takes its short factors.
+    decoder = for_length(decoder, whole.shape[1])
+    found = np.asarray(jnp.argmax(jnp.asarray(logits(decoder, whole)), axis=-1))
+    np.testing.assert_array_equal(texts, found[:, 19:-1])

@@ -102,6 +102,20 @@ def test_a_streamed_model_is_the_same_and_takes_little_memory(folder, tokens, mo
     assert layer < peak[0] < got.nbytes + 2 * layer < floats
 
 
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("name", ["gemma2", "phi3-longrope"])
+def test_bits_of_an_opened_decoder_are_those_of_a_loaded_one(name, tmp_path):
+    """With kv4, more windows than a batch, and texts to which LongRoPE gives its short factors."""
+    hf.write(name, tmp_path)
+    windows, told = hf.tokens(3, 20), []
+    loaded, opened = models.load_decoder(tmp_path), models.open_decoder(tmp_path)
+    options = {"cache": "kv4", "batch_size": 2}
+    got = models.token_bits(opened, windows, progress=told.append, **options)
+    np.testing.assert_allclose(got, models.token_bits(loaded, windows, **options), atol=1e-3)
+    assert len(told) == len(opened.layers)
+    assert sum(told) == 3 * 19
+
+
 def test_a_checkpoint_that_changes_meanwhile_is_refused(folder, tokens, tmp_path):
     models.save(models.load_transformer(folder), tmp_path)
     opened = models.open_decoder(tmp_path)
