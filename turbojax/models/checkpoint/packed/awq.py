@@ -54,13 +54,13 @@ class Awq:
     """What a `quantization_config` of AWQ says.
 
     Attributes:
-      group_size: inputs of a group, or -1 for all.
+      group_size: inputs of a group, or None for all.
       by_outputs: whether an output's codes lie together (``"gemv"``), not an input's (``"gemm"``).
       name: of the format.
       codes: the part that holds them.
     """
 
-    group_size: int
+    group_size: int | None
     by_outputs: bool
     name: str = "AWQ"
     codes: str = "qweight"
@@ -71,7 +71,7 @@ class Awq:
         if inputs % size:
             raise ValueError(f"{inputs} inputs must be a multiple of group_size={size}")
         if self.by_outputs:
-            words = self._words(count)
+            words = _words(size, count)
             codes, zeros = (outputs, inputs // PER_WORD), (outputs, words)
             scales = (outputs, words * PER_WORD)
         else:
@@ -85,7 +85,7 @@ class Awq:
 
     def unpack(self, parts: Mapping[str, np.ndarray], outputs: int, inputs: int) -> Codes:
         """See `PackedFormat`."""
-        size, count = keys.groups(inputs, self.group_size)
+        _, count = keys.groups(inputs, self.group_size)
         zeros, scales = nibbles(parts["qzeros"]), parts["scales"]
         if self.by_outputs:
             codes = along_inputs(parts["qweight"])
@@ -93,13 +93,8 @@ class Awq:
         else:
             codes = _along_outputs(parts["qweight"])
             zeros, scales = zeros[..., _PLACES].reshape(count, outputs).T, scales.T
-        return Codes(codes, scales, signed(zeros), size)
+        return Codes(codes, scales, signed(zeros), self.group_size)
 
-    def _words(self, count: int) -> int:
-        """Words of zero points of an output."""
-        multiple = {64: 2, 32: 4}.get(self.group_size, 1)
-        words = -(-count // PER_WORD)
-        return -(-words // multiple) * multiple
 
 
 def parse(block: Block) -> Awq:
@@ -123,3 +118,10 @@ def parse(block: Block) -> Awq:
 def _along_outputs(words: jax.Array) -> jax.Array:
     """int8 ``[N, K]`` of words ``[K, N / 8]``."""
     return signed(nibbles(words)[..., _PLACES]).reshape(words.shape[0], -1).T
+
+
+def _words(size: int, count: int) -> int:
+    """Words of zero points of an output of ``"gemv"``: of this many groups of this size."""
+    multiple = {64: 2, 32: 4}.get(size, 1)
+    words = -(-count // PER_WORD)
+    return -(-words // multiple) * multiple

@@ -41,13 +41,13 @@ class Codes:
       codes: int8 ``[N, K]``, -8 to 7.
       scales: float16 or bfloat16 ``[N, ceil(K / group_size)]``.
       zeros: int8 as `scales`, -8 to 8, or None if all are 0.
-      group_size: neighbouring inputs that share a scale.
+      group_size: neighbouring inputs that share a scale, or None for all inputs.
     """
 
     codes: jax.Array
     scales: np.ndarray
     zeros: np.ndarray | None
-    group_size: int
+    group_size: int | None
 
     def rows(self, first: int, last: int) -> "Codes":
         """Some outputs, from the first to the one before the last."""
@@ -94,8 +94,7 @@ def weights(parts: Mapping[str, Codes]) -> dict[str, Int4Weight]:
             part.codes,
             jnp.asarray(part.scales),
             None if zeros is None else jnp.asarray(zeros),
-            # None stands for a single group, whatever its size.
-            group_size=None if part.scales.shape[1] == 1 else part.group_size,
+            group_size=part.group_size,
         )
 
     return {name: weight(part) for name, part in parts.items()}

@@ -49,13 +49,13 @@ class CompressedTensors:
     """What a `quantization_config` of compressed-tensors says.
 
     Attributes:
-      group_size: inputs of a group, or -1 for all.
+      group_size: inputs of a group, or None for all.
       symmetric: whether there are no zero points.
       name: of the format.
       codes: the part that holds them.
     """
 
-    group_size: int
+    group_size: int | None
     symmetric: bool
     name: str = "compressed-tensors"
     codes: str = "weight_packed"
@@ -90,7 +90,7 @@ class CompressedTensors:
         if "weight_g_idx" in parts:
             order = in_order(parts["weight_g_idx"], size, "weight_g_idx")
             scales, zeros = scales[:, order], None if zeros is None else zeros[:, order]
-        return Codes(codes, scales, zeros, size)
+        return Codes(codes, scales, zeros, self.group_size)
 
 
 def parse(block: Block) -> CompressedTensors:
@@ -136,7 +136,7 @@ def _scheme(groups: Block, name: str) -> CompressedTensors:
     if strategy is None:
         strategy = "channel" if by_row else "group"
     return CompressedTensors(
-        group_size=-1 if strategy == "channel" else keys.group_size(size),
+        group_size=None if strategy == "channel" else keys.group_size(size),
         symmetric=keys.require(weights, "symmetric", (True, False), True),
     )
 

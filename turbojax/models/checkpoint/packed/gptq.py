@@ -56,14 +56,14 @@ class Gptq:
     """What a `quantization_config` of GPTQ says.
 
     Attributes:
-      group_size: inputs of a group, or -1 for all.
+      group_size: inputs of a group, or None for all.
       symmetric: whether all zero points are 8.
       less_one: whether they are stored less one.
       name: of the format.
       codes: the part that holds them.
     """
 
-    group_size: int
+    group_size: int | None
     symmetric: bool
     less_one: bool
     name: str = "GPTQ"
@@ -87,7 +87,7 @@ class Gptq:
         if "g_idx" in parts:
             order = in_order(parts["g_idx"], size, "g_idx")
             scales, zeros = scales[:, order], zeros[:, order]
-        return Codes(_codes(parts["qweight"]), scales, by_groups(zeros, self.symmetric), size)
+        return Codes(_codes(parts["qweight"]), scales, by_groups(zeros, self.symmetric), self.group_size)
 
     def _zeros(self, words: np.ndarray) -> np.ndarray:
         """int8 ``[G, N]``, -8 to 7."""

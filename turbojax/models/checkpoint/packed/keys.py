@@ -25,8 +25,8 @@ def require(block: Block, key: str, allowed: Collection[Any], default: Any = Non
     return value
 
 
-def group_size(value: Any) -> int:
-    """Inputs that share a scale; -1 for all of a row.
+def group_size(value: Any) -> int | None:
+    """Inputs that share a scale; None for all of a row, which files call -1.
 
     Args:
       value: what the file says.
@@ -35,7 +35,7 @@ def group_size(value: Any) -> int:
       NotImplementedError: if groups are none that `Int4Weight` has.
     """
     if type(value) is int and (value in (-1, 32, 64) or (value > 0 and value % 128 == 0)):
-        return value
+        return None if value == -1 else value
     raise NotImplementedError(
         f"{_WHERE}: group_size={shown(value)} is not supported: must be 32, 64, a multiple of 128, "
         "or -1 for one scale a row"
@@ -69,7 +69,7 @@ def an_object(block: Block, key: str) -> Block:
     return value
 
 
-def groups(inputs: int, size: int) -> tuple[int, int]:
-    """Inputs of a group, and groups of a row, where -1 stands for all inputs."""
-    size = inputs if size == -1 else size
+def groups(inputs: int, size: int | None) -> tuple[int, int]:
+    """Inputs of a group, and groups of a row, where None stands for all inputs."""
+    size = inputs if size is None else size
     return size, -(-inputs // size)
