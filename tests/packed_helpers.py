@@ -86,6 +86,24 @@ def gptq(layer: Layer, *, less_one: bool = True, index: bool = True) -> dict[str
     return parts
 
 
+def gptq_act_order(layer: Layer) -> dict[str, np.ndarray]:
+    """Groups of inputs from everywhere. Layers of the same number of inputs have the same order.
+
+    A `Layer` knows only groups of neighbours: it is the one with its inputs sorted. Here its codes,
+    and in `write_folder` its weights, are put back into the order of the model.
+    """
+    order = act_order(layer.codes.shape[1])
+    parts = gptq(dataclasses.replace(layer, codes=layer.codes[:, np.argsort(order)]))
+    groups = np.arange(order.size) // layer.group_size
+    parts["g_idx"] = groups[np.argsort(order)].astype(np.int32)
+    return parts
+
+
+def act_order(inputs: int) -> np.ndarray:
+    """The input that is sorted to each place."""
+    return np.random.default_rng(inputs).permutation(inputs)
+
+
 def awq_gemm(layer: Layer) -> dict[str, np.ndarray]:
     def interleaved(x: np.ndarray) -> np.ndarray:
         eights = x.T.reshape(x.shape[1], -1, 8)[..., AWQ_ORDER]
@@ -196,11 +214,15 @@ class Stored:
     group_size: int
     symmetric: bool = False
     dtype: Any = np.float16
+    has_act_order: bool = False
 
 
 FORMATS = {
     "gptq": Stored(gptq_config(64), gptq, 64),
     "gptq-sym": Stored(gptq_config(32, sym=True), gptq, 32, symmetric=True),
+    "gptq-act-order": Stored(
+        gptq_config(32, desc_act=True), gptq_act_order, 32, has_act_order=True
+    ),
     "awq": Stored(awq_config(64), awq_gemm, 64),
     "awq-gemv": Stored(awq_config(32, version="GEMV"), awq_gemv, 32),
     "compressed": Stored(compressed_config(32), compressed, 32, dtype=ml_dtypes.bfloat16),
@@ -246,6 +268,9 @@ def write_folder(
         stem = name.removesuffix(".weight")
         content |= {f"{stem}.{part}": x for part, x in stored.pack(layer).items()}
         plain[name] = layer.weight()
+        if stored.has_act_order:
+            order = np.argsort(act_order(array.shape[1]))
+            plain[name] = np.ascontiguousarray(plain[name][:, order])
     folder.mkdir(parents=True, exist_ok=True)
     write_config(folder, {**hf, "quantization_config": stored.config})
     save_file(content, folder / "model.safetensors", {"format": "pt"})

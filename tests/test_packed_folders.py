@@ -58,6 +58,8 @@ PAIRS = [
     ("qwen2", "awq-gemv"),
     ("qwen2", "compressed-sym"),
     ("qwen3", "awq"),
+    ("qwen2", "gptq-act-order"),
+    ("phi3", "gptq-act-order"),
     ("phi3", "gptq"),
 ]
 

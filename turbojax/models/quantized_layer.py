@@ -36,11 +36,14 @@ class QuantizedLinear:
     Attributes:
       weight: ``[out, in]``, perhaps gated.
       bias: float32 ``[out]``, of a gated weight that of the gate first, or None.
-      activations: what tokens are rounded to, see `matmul`.
+      inputs: int32 ``[in]``, the input that each column of the weight belongs to, or None where
+        they are in order. Weights of GPTQ's act-order have their inputs sorted by group.
+      activations: what tokens are multiplied as, see `matmul`.
     """
 
     weight: Int4Weight
     bias: jax.Array | None = None
+    inputs: jax.Array | None = None
     activations: TokenKind = dataclasses.field(default="e4m3", metadata={"static": True})
 
     def __call__(
@@ -52,7 +55,7 @@ class QuantizedLinear:
     ) -> jax.Array:
         """Maps ``[..., in]`` to ``[..., out]``, see `matmul`, which rounds tokens that are not."""
         return matmul(
-            x,
+            self._in_order(x),
             self.weight,
             bias=self.bias,
             activation=activation,
@@ -74,6 +77,14 @@ class QuantizedLinear:
         if self.activations == "e4m3":
             return self(rms_norm_quantize(hidden, norm, eps), activation=activation)
         return self(rms_norm(hidden, norm, eps), activation=activation)
+
+    def _in_order(self, x: jax.Array | Fp8Tokens) -> jax.Array | Fp8Tokens:
+        """Tokens whose channels are in the order of the weight's columns."""
+        if self.inputs is None:
+            return x
+        if isinstance(x, Fp8Tokens):
+            return dataclasses.replace(x, codes=_take(x.codes, self.inputs))
+        return _take(x, self.inputs)
 
 
 @jax.tree_util.register_dataclass
@@ -201,11 +212,18 @@ def join_layer(
         biases = [part.bias for part in parts if part.bias is not None]
         if len(biases) not in (0, len(parts)):
             raise ValueError(f"all of {', '.join(names)} must have a bias, or none of them")
-        kinds = {part.activations for part in parts}
-        if len(kinds) > 1:
-            raise ValueError(f"activations of {', '.join(names)} must be alike, not {kinds}")
-        weight = join([part.weight for part in parts])
-        return QuantizedLinear(weight, jnp.concatenate(biases) if biases else None, *kinds)
+        first = parts[0]
+        if any(part.activations != first.activations for part in parts):
+            raise ValueError(f"activations of {', '.join(names)} must be alike")
+        if not all(_same(part.inputs, first.inputs) for part in parts):
+            raise NotImplementedError(
+                f"inputs of {', '.join(names)} must be in the same order: others cannot be joined"
+            )
+        return dataclasses.replace(
+            first,
+            weight=join([part.weight for part in parts]),
+            bias=jnp.concatenate(biases) if biases else None,
+        )
 
     gate_up = joined(("gate", "up"), lambda weights: gate_and_up(*weights))
     qkv, o = joined(("q", "k", "v"), concatenate), linears["o"]
@@ -234,3 +252,15 @@ def _add(
     if post_norm is None:
         return compute(residual=hidden)
     return hidden + rms_norm(compute(), post_norm, eps)
+
+
+def _take(x: jax.Array, order: jax.Array) -> jax.Array:
+    """Channels ``[..., in]`` in another order."""
+    return x.at[..., order].get(mode="promise_in_bounds", unique_indices=True)
+
+
+def _same(one: jax.Array | None, other: jax.Array | None) -> bool:
+    """Whether two orders are the same."""
+    if one is None or other is None:
+        return one is other
+    return one is other or bool(jnp.array_equal(one, other))

@@ -42,17 +42,21 @@ class Codes:
       scales: float16 or bfloat16 ``[N, ceil(K / group_size)]``.
       zeros: int8 as `scales`, -8 to 8, or None if all are 0.
       group_size: neighbouring inputs that share a scale, or None for all inputs.
+      inputs: int32 ``[K]``, the layer's input that each column of `codes` belongs to, or None where
+        they are in order.
     """
 
     codes: jax.Array
     scales: np.ndarray
     zeros: np.ndarray | None
     group_size: int | None
+    inputs: np.ndarray | None = None
 
     def rows(self, first: int, last: int) -> "Codes":
         """Some outputs, from the first to the one before the last."""
         zeros = None if self.zeros is None else self.zeros[first:last]
-        return Codes(self.codes[first:last], self.scales[first:last], zeros, self.group_size)
+        codes, scales = self.codes[first:last], self.scales[first:last]
+        return Codes(codes, scales, zeros, self.group_size, self.inputs)
 
 
 class PackedFormat(Protocol):
@@ -77,7 +81,6 @@ class PackedFormat(Protocol):
         """The layer of these tensors, whose shapes and dtypes are right.
 
         Raises:
-          NotImplementedError: if it is one that groups of neighbouring inputs cannot express.
           ValueError: if the tensors contradict each other.
         """
 
@@ -122,29 +125,41 @@ def by_groups(zeros: np.ndarray, symmetric: bool) -> np.ndarray | None:
     return None if symmetric and not zeros.any() else zeros
 
 
-def in_order(groups: np.ndarray, size: int, name: str) -> np.ndarray:
-    """The group of each run of `size` inputs.
+def grouped(
+    codes: jax.Array,
+    scales: np.ndarray,
+    zeros: np.ndarray | None,
+    group_size: int | None,
+    groups: np.ndarray | None,
+) -> Codes:
+    """A layer whose inputs are of any groups; those of a group become neighbours.
 
     Args:
-      groups: int ``[K]``, the group of each input.
-      size: inputs of a group.
-      name: of the tensor, for errors.
-
-    Returns:
-      int ``[ceil(K / size)]``.
+      codes: int8 ``[N, K]``, inputs in their order.
+      scales: ``[N, G]``.
+      zeros: as `scales`, or None.
+      group_size: inputs of a group, or None for all inputs.
+      groups: int ``[K]``, the group of each input, or None where each run of `group_size` is one.
 
     Raises:
-      NotImplementedError: if a run has inputs of more than one group.
-      ValueError: if there is no such group.
+      ValueError: if there is no such group, or one has another number of inputs.
     """
-    count = -(-groups.size // size)
+    if groups is None:
+        return Codes(codes, scales, zeros, group_size)
+    size, count = group_size or groups.size, scales.shape[1]
     if groups.min() < 0 or groups.max() >= count:
-        raise ValueError(f"{name} must hold groups from 0 to {count - 1}")
-    first = groups[::size]
-    if (np.repeat(first, size)[: groups.size] != groups).any():
-        raise NotImplementedError(
-            f"{name} says that inputs of a group are no neighbours, which is not supported: "
-            f"quantize with desc_act=False or static groups, so that every {size} inputs in their "
-            "order are a group"
-        )
-    return first
+        raise ValueError(f"groups from {groups.min()} to {groups.max()} must be 0 to {count - 1}")
+    order = None
+    if not _are_runs(groups, size):
+        order = np.argsort(groups, kind="stable").astype(np.int32)
+        groups = groups[order]
+        if not _are_runs(groups, size):
+            raise ValueError(f"the group index must give every group {size} inputs")
+        codes = codes[:, order]
+    runs = groups[::size]
+    return Codes(codes, scales[:, runs], None if zeros is None else zeros[:, runs], group_size, order)
+
+
+def _are_runs(groups: np.ndarray, size: int) -> bool:
+    """Whether each run of `size` inputs is of one group."""
+    return np.array_equal(np.repeat(groups[::size], size)[: groups.size], groups)

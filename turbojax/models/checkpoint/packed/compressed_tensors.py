@@ -30,7 +30,7 @@ from turbojax.models.checkpoint.packed.codes import (
     Codes,
     Part,
     along_inputs,
-    in_order,
+    grouped,
     nibbles,
     signed,
 )
@@ -82,15 +82,11 @@ class CompressedTensors:
             raise ValueError(
                 f"weight_shape is {parts['weight_shape'].tolist()}, must be {[outputs, inputs]}"
             )
-        size, _ = keys.groups(inputs, self.group_size)
         codes = along_inputs(parts["weight_packed"])[:, :inputs]
         scales, zeros = parts["weight_scale"], None
         if not self.symmetric:
             zeros = _zeros(parts["weight_zero_point"], outputs)
-        if "weight_g_idx" in parts:
-            order = in_order(parts["weight_g_idx"], size, "weight_g_idx")
-            scales, zeros = scales[:, order], None if zeros is None else zeros[:, order]
-        return Codes(codes, scales, zeros, self.group_size)
+        return grouped(codes, scales, zeros, self.group_size, parts.get("weight_g_idx"))
 
 
 def parse(block: Block) -> CompressedTensors:

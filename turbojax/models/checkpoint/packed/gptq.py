@@ -17,8 +17,8 @@ point is 16, and a word from which one was subtracted is so restored. A symmetri
 points of 8 alone; where all stored ones are 8 in a symmetric ``"gptq"`` file they are that, too: some
 programs forget to subtract.
 
-With act-order (``desc_act``) inputs of a group are no neighbours, unless groups are static. Such
-layers are refused.
+With act-order (``desc_act``) inputs of a group are no neighbours, unless groups are static. Codes of
+such a layer are sorted by group, and its tokens are brought into the same order before the product.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from turbojax.models.checkpoint.packed.codes import (
     Codes,
     Part,
     by_groups,
-    in_order,
+    grouped,
     nibbles,
     signed,
 )
@@ -82,12 +82,9 @@ class Gptq:
 
     def unpack(self, parts: Mapping[str, np.ndarray], outputs: int, inputs: int) -> Codes:
         """See `PackedFormat`."""
-        size, _ = keys.groups(inputs, self.group_size)
-        scales, zeros = parts["scales"].T, self._zeros(parts["qzeros"]).T
-        if "g_idx" in parts:
-            order = in_order(parts["g_idx"], size, "g_idx")
-            scales, zeros = scales[:, order], zeros[:, order]
-        return Codes(_codes(parts["qweight"]), scales, by_groups(zeros, self.symmetric), self.group_size)
+        codes, scales = _codes(parts["qweight"]), parts["scales"].T
+        zeros = by_groups(self._zeros(parts["qzeros"]).T, self.symmetric)
+        return grouped(codes, scales, zeros, self.group_size, parts.get("g_idx"))
 
     def _zeros(self, words: np.ndarray) -> np.ndarray:
         """int8 ``[G, N]``, -8 to 7."""

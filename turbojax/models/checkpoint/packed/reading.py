@@ -136,7 +136,10 @@ class _Layers:
             target |= {name: array[slice(*rows)] for name, rows in _placed(spec)}
         linears = {
             name: QuantizedLinear(
-                weight, jnp.asarray(biases[name]) if name in biases else None, "bf16"
+                weight,
+                _optional(biases.get(name)),
+                activations="bf16",
+                inputs=_optional(codes[name].inputs),
             )
             for name, weight in weights(codes).items()
         }
@@ -242,6 +245,10 @@ def _drop_empty_biases(tensors: dict[str, _folder.Stored], wanted: Mapping[str, 
         stored = tensors[name]
         if name.startswith(LAYERS) and stored.dtype in FLOATS and not stored.read().any():
             del tensors[name]
+
+
+def _optional(array: np.ndarray | None) -> jax.Array | None:
+    return None if array is None else jnp.asarray(array)
 
 
 def _shape(stored: _folder.Stored | None, part: Part) -> tuple[int, ...]:
