@@ -24,6 +24,8 @@ from turbojax.models.decoder import apply_layers
 from turbojax.models.quantized_layer import QuantizedLayer, QuantizedLinear, join_layer
 from turbojax.models.transformer import cap, embed, project, scale_embeddings
 from turbojax.ops.int4_matmul import matmul
+from turbojax.ops.int4_matmul.api import check_token_kind
+from turbojax.ops.int4_matmul.static import TokenKind
 from turbojax.quantizers.int4 import (
     Int4Weight,
     ScaleDtype,
@@ -67,6 +69,27 @@ class QuantizedDecoder:
         leaves = jax.tree.leaves(self, is_leaf=lambda x: isinstance(x, Int4Weight))
         weights = [leaf for leaf in leaves if isinstance(leaf, Int4Weight)]
         return 8 * _nbytes(weights) / sum(w.out_size * w.in_size for w in weights)
+
+    def with_activations(self, activations: TokenKind) -> "QuantizedDecoder":
+        """The same weights, whose tokens are multiplied as `matmul` says; no array is copied.
+
+        Args:
+          activations: ``"e4m3"``, what `quantize_model` makes decoders for, or ``"bf16"``, those of
+            4-bit checkpoints of other programs, for tokens of 16 bits as they are.
+
+        Raises:
+          ValueError: if it is neither.
+        """
+        check_token_kind(activations)
+
+        def is_linear(x: Any) -> bool:
+            return isinstance(x, QuantizedLinear)
+
+        def change(x: Any) -> Any:
+            return dataclasses.replace(x, activations=activations) if is_linear(x) else x
+
+        layers = jax.tree.map(change, self.layers, is_leaf=is_linear)
+        return dataclasses.replace(self, layers=layers)
 
     def hidden(
         self, tokens: jax.Array, positions: jax.Array, attend: Attend, caches: tuple[Cache, ...]
