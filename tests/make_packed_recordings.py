@@ -1,4 +1,4 @@
-"""Records what packages write of small 4-bit layers and compute: `python make_packed_recordings.py`.
+"""Records what packages make of small 4-bit layers: `python tests/make_packed_recordings.py`.
 
 Needs the packages of `PACKAGES`, none of which the tests need: an environment of its own with
 `pip install gptqmodel autoawq compressed-tensors`. `packed_recordings.py` reads what this writes.
@@ -66,7 +66,9 @@ def gptq(group_size: int, symmetric: bool, stored: str, seed: int) -> dict[str, 
     if stored == "gptq":
         config = QuantizeConfig(bits=4)
         convert.convert_gptq_v2_to_v1_format_module(layer, config)
-    parts = {name: getattr(layer, name).clone() for name in ("qweight", "qzeros", "scales", "g_idx")}
+    parts = {
+        name: getattr(layer, name).clone() for name in ("qweight", "qzeros", "scales", "g_idx")
+    }
     if stored == "gptq":
         convert.convert_gptq_v1_to_v2_format_module(layer, 4, torch.int32)
     layer.post_init()

@@ -117,9 +117,10 @@ def awq_gemm(layer: Layer) -> dict[str, np.ndarray]:
 
 
 def awq_gemv(layer: Layer) -> dict[str, np.ndarray]:
-    outputs, groups = layer.zeros.shape
-    multiple = {32: 4, 64: 2}.get(layer.group_size, 1)
-    width = -(-(-(-groups // 8)) // multiple) * multiple
+    groups = layer.zeros.shape[1]
+    # Words in multiples of 1, or of 2 and 4 of small groups.
+    words_of = 8 * {32: 4, 64: 2}.get(layer.group_size, 1)
+    width = (groups + words_of - 1) // words_of * words_of // 8
     padding = ((0, 0), (0, 8 * width - groups))
     return {
         "qweight": words(layer.codes),
@@ -262,9 +263,7 @@ def write_folder(
             content[name] = plain[name] = array
             continue
         size = array.shape[1] if stored.group_size == -1 else stored.group_size
-        layer = random_layer(
-            rng, array.shape, size, symmetric=stored.symmetric, dtype=stored.dtype
-        )
+        layer = random_layer(rng, array.shape, size, symmetric=stored.symmetric, dtype=stored.dtype)
         stem = name.removesuffix(".weight")
         content |= {f"{stem}.{part}": x for part, x in stored.pack(layer).items()}
         plain[name] = layer.weight()

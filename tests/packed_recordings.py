@@ -28,7 +28,9 @@ class Recorded:
 def write(cases: dict[str, Any], versions: dict[str, str]) -> None:
     facts = {name: {key: case[key] for key in ("config", "dtypes")} for name, case in cases.items()}
     arrays = {
-        f"{name}/{key}": array for name, case in cases.items() for key, array in case["arrays"].items()
+        f"{name}/{key}": array
+        for name, case in cases.items()
+        for key, array in case["arrays"].items()
     }
     described = json.dumps({"cases": facts, "versions": versions}, sort_keys=True)
     np.savez_compressed(FILE, description=np.array(described), **arrays)

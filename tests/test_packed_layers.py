@@ -1,6 +1,5 @@
-"""Layers of GPTQ, AWQ and compressed-tensors checkpoints, unpacked: recorded ones and an oracle's."""
+"""Layers of GPTQ, AWQ and compressed-tensors, unpacked: recorded ones and an oracle's."""
 
-import jax.numpy as jnp
 import numpy as np
 import packed_helpers as packed
 import packed_recordings

@@ -114,9 +114,7 @@ def to_codes(weight: Int4Weight) -> PlainCodes:
 
     codes = unpad_rows(unpack_codes(code_rows(weight.codes)), weight)[:, : weight.in_size]
     zeros = None if weight.zeros is None else plain(weight.zeros)
-    return PlainCodes(
-        codes, plain(weight.scales), zeros, unpad_rows(weight.output_scale, weight)
-    )
+    return PlainCodes(codes, plain(weight.scales), zeros, unpad_rows(weight.output_scale, weight))
 
 
 def _check(

@@ -37,7 +37,9 @@ def from_qwix(array: Any, *, in_axis: int = 0) -> Int4Weight:
     """
     for name in ("qvalue", "scale", "zero_point"):
         if not hasattr(array, name):
-            raise TypeError(f"array is a {type(array).__name__}, must have {name}, as a qwix.QArray")
+            raise TypeError(
+                f"array is a {type(array).__name__}, must have {name}, as a qwix.QArray"
+            )
     _check_axis(in_axis)
     codes = jnp.asarray(array.qvalue)
     kind = getattr(array, "qtype", None)

@@ -182,9 +182,7 @@ def _load(
         if quantized_checkpoint.is_quantized(hf):
             method = hf["quantization_config"]["quant_method"]
             read_quantized = packed.read if method in packed.METHODS else quantized_checkpoint.read
-            return read_quantized(
-                folder, hf, dtype=dtype, max_length=max_length, progress=progress
-            )
+            return read_quantized(folder, hf, dtype=dtype, max_length=max_length, progress=progress)
         config = model_config(folder, hf, max_length)
         return read_floats(folder, hf, config, dtype=dtype, progress=progress)
 

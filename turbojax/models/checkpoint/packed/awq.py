@@ -96,7 +96,6 @@ class Awq:
         return Codes(codes, scales, signed(zeros), self.group_size)
 
 
-
 def parse(block: Block) -> Awq:
     """The format of a `quantization_config` whose `quant_method` is ``"awq"``.
 

@@ -157,7 +157,9 @@ def grouped(
             raise ValueError(f"the group index must give every group {size} inputs")
         codes = codes[:, order]
     runs = groups[::size]
-    return Codes(codes, scales[:, runs], None if zeros is None else zeros[:, runs], group_size, order)
+    return Codes(
+        codes, scales[:, runs], None if zeros is None else zeros[:, runs], group_size, order
+    )
 
 
 def _are_runs(groups: np.ndarray, size: int) -> bool:

@@ -2,17 +2,17 @@
 
 A linear layer of `N` outputs and `K` inputs, with `G` groups a row, is
 
-- ``weight_packed``: int32 ``[N, ceil(K / 8)]``. Word ``(n, i)`` holds the codes of inputs ``8 i`` to
-  ``8 i + 7`` of output `n`, the first in the lowest bits, each -8 to 7 and stored 8 larger;
+- ``weight_packed``: int32 ``[N, ceil(K / 8)]``. Word ``(n, i)`` holds the codes of inputs ``8 i``
+  to ``8 i + 7`` of output `n`, the first in the lowest bits, each -8 to 7 and stored 8 larger;
 - ``weight_scale``: bfloat16 or float16 ``[N, G]``;
-- ``weight_zero_point``, if weights are not symmetric: int32 ``[ceil(N / 8), G]``, the zero points of
-  eight outputs a word, stored like codes; or, as versions before 0.9 wrote them, int8 ``[N, G]``;
+- ``weight_zero_point``, if weights are not symmetric: int32 ``[ceil(N / 8), G]``, the zero points
+  of eight outputs a word, stored like codes; or, as early versions wrote them, int8 ``[N, G]``;
 - ``weight_shape``: int64 or int32 ``[2]``, `N` and `K`;
 - ``weight_g_idx``, of act-order by groups alone: int32 ``[K]``, the group of each input.
 
 The strategy ``"group"`` has groups of `group_size` inputs, ``"channel"`` one of all inputs. The
-weight of output `n` for input `k` is ``(code - zero) * scale``, or ``code * scale``, rounded once to
-the scale's dtype.
+weight of output `n` for input `k` is ``(code - zero) * scale``, or ``code * scale``, rounded once
+to the scale's dtype.
 
 `quantization_config` has its schemes in `config_groups`, and names in `ignore` what is not
 quantized. Whether a layer is, its tensors say.

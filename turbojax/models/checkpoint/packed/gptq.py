@@ -2,8 +2,8 @@
 
 A linear layer of `N` outputs and `K` inputs in groups of `g`, with ``G = ceil(K / g)``, is
 
-- ``qweight``: int32 ``[K / 8, N]``. Word ``(i, n)`` holds the codes of inputs ``8 i`` to ``8 i + 7``
-  of output `n`, the first in the lowest bits, each 0 to 15;
+- ``qweight``: int32 ``[K / 8, N]``. Word ``(i, n)`` holds the codes of inputs ``8 i`` to
+  ``8 i + 7`` of output `n`, the first in the lowest bits, each 0 to 15;
 - ``qzeros``: int32 ``[G, N / 8]``. Word ``(j, i)`` holds the zero points of outputs ``8 i`` to
   ``8 i + 7`` in group `j`. The format ``"gptq"`` stores them less one, ``"gptq_v2"`` as they are;
 - ``scales``: float16 ``[G, N]``;
@@ -14,11 +14,11 @@ The weight of output `n` for input `k` is ``(code - zero) * scale``, rounded onc
 dtype. One is added to the zero points of a ``"gptq"`` file a word at a time, as GPTQModel does: a
 stored 15 becomes 0 and carries into the next output's. Other programs read it as 16, but no zero
 point is 16, and a word from which one was subtracted is so restored. A symmetric weight has zero
-points of 8 alone; where all stored ones are 8 in a symmetric ``"gptq"`` file they are that, too: some
-programs forget to subtract.
+points of 8 alone; where all stored ones are 8 in a symmetric ``"gptq"`` file they are that, too:
+some programs forget to subtract.
 
-With act-order (``desc_act``) inputs of a group are no neighbours, unless groups are static. Codes of
-such a layer are sorted by group, and its tokens are brought into the same order before the product.
+With act-order (``desc_act``) inputs of a group are no neighbours, unless groups are static. Codes
+of such a layer are sorted by group, and its tokens are brought into that order before the product.
 """
 
 import dataclasses
