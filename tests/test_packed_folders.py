@@ -224,6 +224,17 @@ def test_refused_awq():
         formats.parse(packed.awq_config(128)).parts(64, 192)
 
 
+@pytest.mark.parametrize("stored", ["gptq-act-order", "compressed", "gptq-sym"])
+def test_saved_as_our_own(tmp_path, stored):
+    folder, _ = write(tmp_path, "qwen2", stored)
+    loaded = models.load(folder)
+    models.save_quantized(loaded, tmp_path / "own")
+    again = models.load(tmp_path / "own")
+    assert jax.tree.structure(again) == jax.tree.structure(loaded)
+    for one, other in zip(jax.tree.leaves(again), jax.tree.leaves(loaded), strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
 def test_tokens_in_8_bits(folders):
     loaded = models.load(folders[0], dtype=jnp.float32)
     rounded = loaded.with_activations("e4m3")

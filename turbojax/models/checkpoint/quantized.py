@@ -28,6 +28,8 @@ from turbojax.models.quantized import (
     random_quantized_decoder,
     random_weight,
 )
+from turbojax.models.quantized_layer import QuantizedLayer, QuantizedLinear
+from turbojax.ops.int4_matmul.static import TOKEN_KINDS
 from turbojax.quantizers.int4 import Int4Weight
 from turbojax.quantizers.int4_storage import tiles_of_version_1
 
@@ -36,12 +38,18 @@ VERSION = 2
 """Since 2 INT4 weights are stored in tiles; those of version 1 are converted when they are read."""
 _KINDS: dict[str, tuple[Any, ...]] = {
     "bits": (4,),
-    "group_size": (128,),
+    "group_size": (128, 64, 32),
     "scale_dtype": ("e4m3", "bf16", "f16"),
     "key_channel_scale": (True, False),
     "embedding": ("int4", "float"),
     "lm_head": ("int4", "float", None),
+    "zeros": (True, False),
+    "activations": TOKEN_KINDS,
 }
+_LATER = {"zeros": False, "activations": "e4m3", "input_order": []}
+"""Keys that older files have not, and what they are there."""
+_ORDERED = ("qkv", "o", "gate_up", "down")
+"""What `input_order` may name: linear layers whose inputs have an order of their own."""
 _E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 
 
@@ -229,21 +237,25 @@ def _check_layers(model: QuantizedDecoder) -> None:
     for i, (layer, template) in enumerate(zip(model.layers, expected, strict=True)):
         if described(layer) != described(template):
             raise ValueError(
-                f"layers[{i}] must have the sizes of the config, and the scales, groups and "
-                "key_channel_scale (or none) of layers[0]"
+                f"layers[{i}] must have the sizes of the config, and the scales, groups, zeros, "
+                "orders of inputs, activations and key_channel_scale (or none) of layers[0]"
             )
 
 
 def _description(model: QuantizedDecoder) -> dict[str, Any]:
-    first = model.layers[0].qkv.weight
-    head = model.lm_head
+    layer, head = model.layers[0], model.lm_head
+    first = layer.qkv.weight
+    orders = {name for name, linear in _linears(layer).items() if linear.inputs is not None}
     return {
         "quant_method": QUANT_METHOD,
         "version": VERSION,
         "bits": 4,
         "group_size": first.group_size,
         "scale_dtype": first.scale_dtype,
-        "key_channel_scale": model.layers[0].key_channel_scale is not None,
+        "zeros": first.zeros is not None,
+        "activations": layer.qkv.activations,
+        "input_order": sorted(orders),
+        "key_channel_scale": layer.key_channel_scale is not None,
         "embedding": "int4" if isinstance(model.embedding, Int4Weight) else "float",
         "lm_head": None if head is None else "int4" if isinstance(head, Int4Weight) else "float",
     }
@@ -253,6 +265,7 @@ def _template(
     config: TransformerConfig, block: Mapping[str, Any], dtype: np.dtype
 ) -> QuantizedDecoder:
     """A decoder of shapes and dtypes, without arrays, as its description says."""
+    block = {**_LATER, **block}
     for name, allowed in _KINDS.items():
         if name not in block:
             raise ValueError(f"config.json: quantization_config lacks {name}")
@@ -263,6 +276,12 @@ def _template(
                 f"config.json: quantization_config: {name}={shown(value)} must be "
                 f"{' or '.join(map(str, allowed))}"
             )
+    orders = block["input_order"]
+    if not isinstance(orders, list) or not all(name in _ORDERED for name in orders):
+        raise ValueError(
+            f"config.json: quantization_config: input_order={shown(orders)} must be a list of "
+            f"{', '.join(_ORDERED)}"
+        )
     scale_dtype = block["scale_dtype"]
 
     def table(kind: str | None) -> Any:
@@ -274,7 +293,7 @@ def _template(
     decoder = jax.eval_shape(
         lambda: random_quantized_decoder(config, scale_dtype=scale_dtype, dtype=dtype)
     )
-    layers = decoder.layers
+    layers = tuple(_layer_template(layer, block) for layer in decoder.layers)
     if block["key_channel_scale"]:
         sizes = jax.ShapeDtypeStruct((config.num_kv_heads, config.head_dim), jnp.float32)
         layers = tuple(dataclasses.replace(layer, key_channel_scale=sizes) for layer in layers)
@@ -286,3 +305,38 @@ def _template(
         config=config,
         dtype=dtype,
     )
+
+
+def _layer_template(layer: QuantizedLayer, block: Mapping[str, Any]) -> QuantizedLayer:
+    """A layer of shapes and dtypes whose linear layers are as described."""
+
+    def linear(path: Any, x: Any) -> Any:
+        if not isinstance(x, QuantizedLinear):
+            return x
+        weight, size = x.weight, block["group_size"]
+        tiles, _, rows = weight.scales.shape
+        shape = (tiles, weight.padded_shape[1] // size, rows)
+        is_ordered = path[-1].name in block["input_order"]
+        return QuantizedLinear(
+            weight=dataclasses.replace(
+                weight,
+                scales=jax.ShapeDtypeStruct(shape, weight.scales.dtype),
+                zeros=jax.ShapeDtypeStruct(shape, jnp.int8) if block["zeros"] else None,
+                group_size=size,
+            ),
+            bias=x.bias,
+            inputs=jax.ShapeDtypeStruct((weight.in_size,), jnp.int32) if is_ordered else None,
+            activations=block["activations"],
+        )
+
+    return jax.tree_util.tree_map_with_path(linear, layer, is_leaf=_is_linear)
+
+
+def _linears(layer: QuantizedLayer) -> dict[str, QuantizedLinear]:
+    """The linear layers of a layer by their names."""
+    with_path, _ = jax.tree.flatten_with_path(layer, is_leaf=_is_linear)
+    return {path[-1].name: x for path, x in with_path if _is_linear(x)}
+
+
+def _is_linear(x: Any) -> bool:
+    return isinstance(x, QuantizedLinear)
