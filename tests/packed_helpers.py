@@ -31,10 +31,7 @@ class Layer:
     codes: np.ndarray
     zeros: np.ndarray
     scales: np.ndarray
-
-    @property
-    def group_size(self) -> int:
-        return -(-self.codes.shape[1] // self.scales.shape[1])
+    group_size: int
 
     def weight(self) -> np.ndarray:
         """``(code - zero) * scale``, which float32 holds exactly."""
@@ -62,7 +59,7 @@ def random_layer(
     # From 1: what "gptq" stores is one less.
     zeros = np.full((outputs, groups), 8) if symmetric else rng.integers(1, 16, (outputs, groups))
     scales = rng.uniform(0.1, 0.3, (outputs, groups)) * inputs**-0.5
-    return Layer(codes, zeros, scales.astype(dtype))
+    return Layer(codes, zeros, scales.astype(dtype), group_size)
 
 
 def words(nibbles: np.ndarray) -> np.ndarray:
