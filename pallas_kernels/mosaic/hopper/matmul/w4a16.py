@@ -79,33 +79,58 @@ def _accumulate(
     kind: str,
     s: Settings,
 ) -> tuple[jax.Array, jax.Array]:
-    """A warpgroup's sums over all groups of inputs, the first in `slot`; the slot after."""
-    dtype = s.epilogue.dtype
+    """A warpgroup's sums over its groups of inputs, the first of all in `slot`; the slot after."""
+    half, team = lax.rem(me, jnp.int32(WARPGROUPS)), lax.div(me, jnp.int32(WARPGROUPS))
+    after = ring.slot_after(slot, work.end - work.begin, s.stages)
+    # A team keeps to its slots: barriers count every warpgroup's waits.
+    late = lax.rem(team + slot, jnp.int32(s.teams))
+    begin = work.begin + late
+    slot = ring.slot_after(slot, late, s.stages)
 
     def wait(g: jax.Array, slot: jax.Array) -> None:
         @pl.when(g < work.end)
         def _() -> None:
             plgpu.barrier_wait(m.ready.at[slot])
 
-    def step(g: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def operand(slot: jax.Array) -> tuple[jax.Array, jax.Array]:
+        dtype, rounds = s.epilogue.dtype, not s.is_two_level
+        return _operand(weights, slot, half, dtype, kind, rounds)
+
+    def add(total: jax.Array, product: jax.Array, unit: jax.Array) -> jax.Array:
+        if not s.is_two_level:
+            return product
+        return total + product * lax.broadcast_in_dim(unit, product.shape, (0,))
+
+    def ahead(g: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         total, words, unit, slot = carry
-        following = ring.slot_after(slot, 1, s.stages)
+        following = ring.slot_after(slot, s.teams, s.stages)
         product = _start(words, m.x.at[slot], None if s.is_two_level else total)
-        wait(g + 1, following)
+        wait(begin + (g + 1) * s.teams, following)
         # While the product is on its way. After the last group this converts whatever is there.
-        words, next_unit = _operand(weights, following, me, dtype, kind, not s.is_two_level)
+        words, next_unit = operand(following)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(m.free.at[slot])
-        if s.is_two_level:
-            product = total + product * lax.broadcast_in_dim(unit, product.shape, (0,))
-        return product, words, next_unit, following
+        return add(total, product, unit), words, next_unit, following
 
-    wait(work.begin, slot)
-    words, unit = _operand(weights, slot, me, dtype, kind, not s.is_two_level)
+    def in_turn(g: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        total, slot = carry
+        plgpu.barrier_wait(m.ready.at[slot])
+        words, unit = operand(slot)
+        product = _start(words, m.x.at[slot], None if s.is_two_level else total)
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(m.free.at[slot])
+        return add(total, product, unit), ring.slot_after(slot, s.teams, s.stages)
+
     zeros = jnp.full((ROWS, s.tokens), 0.0, jnp.float32)
-    carry = (plgpu.layout_cast(zeros, plgpu.Layout.WGMMA), words, unit, slot)
-    total, _, _, slot = lax.fori_loop(work.begin, work.end, step, carry)
-    return total, slot
+    total = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+    steps = lax.div(jnp.maximum(work.end - begin, 0) + (s.teams - 1), jnp.int32(s.teams))
+    if s.teams > 1 and s.tokens > 32:
+        # Two operands at once would take too many registers; other warpgroups compute meanwhile.
+        total, _ = lax.fori_loop(jnp.int32(0), steps, in_turn, (total, slot))
+    else:
+        wait(begin, slot)
+        total, *_ = lax.fori_loop(jnp.int32(0), steps, ahead, (total, *operand(slot), slot))
+    return total, after
 
 
 def _kernel(*refs: Ref, tiles: tuple[int, int], s: Settings, has_zeros: bool) -> None:
@@ -118,6 +143,7 @@ def _kernel(*refs: Ref, tiles: tuple[int, int], s: Settings, has_zeros: bool) ->
     def body(m: Tile, codes: Ref, scales: Ref, zeros: list[Ref]) -> None:
         def consume(work: Work, slot: jax.Array) -> jax.Array:
             total, slot = _accumulate(work, slot, me, m, (codes, scales, *zeros), kind, s)
+            total = program.add_teams(total, me, m, s)
             program.store(total, work, me, m, a, s)
             return slot
 
