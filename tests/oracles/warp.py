@@ -237,6 +237,10 @@ def permute_bytes(a, b, selector):
     return Int(out)
 
 
+def flip_masked(a, mask, bits):
+    return (a & mask) ^ bits
+
+
 def signed_byte(x, index):
     sign = 8 + index
     return permute_bytes(x, 0, index | (sign << 4) | (sign << 8) | (sign << 12))

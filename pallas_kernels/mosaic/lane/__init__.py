@@ -19,6 +19,7 @@ from pallas_kernels.mosaic.lane.instructions import block_barrier as block_barri
 from pallas_kernels.mosaic.lane.instructions import divide as divide
 from pallas_kernels.mosaic.lane.instructions import dot4 as dot4
 from pallas_kernels.mosaic.lane.instructions import exp2 as exp2
+from pallas_kernels.mosaic.lane.instructions import flip_masked as flip_masked
 from pallas_kernels.mosaic.lane.instructions import floor as floor
 from pallas_kernels.mosaic.lane.instructions import fma as fma
 from pallas_kernels.mosaic.lane.instructions import from_lane as from_lane

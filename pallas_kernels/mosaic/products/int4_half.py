@@ -38,8 +38,8 @@ def zero_word(zero: Int | None, dtype: str) -> Int:
 
 def integer_pair(nibbles: Int, zero: Int, dtype: str) -> Int:
     """Two codes, each in the low four bits of a half, less their zero point."""
-    magic = _ZERO[dtype] * _TWICE
-    return lane.half.subtract((nibbles & (15 * _TWICE)) ^ magic, zero, dtype)
+    bits = lane.flip_masked(nibbles, 15 * _TWICE, _ZERO[dtype] * _TWICE)
+    return lane.half.subtract(bits, zero, dtype)
 
 
 def integers(word: Int, zero: Int, dtype: str) -> list[Int]:
