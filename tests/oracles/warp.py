@@ -329,6 +329,14 @@ def arrive_after_copies(barrier):
     pass
 
 
+def commit_copies():
+    pass
+
+
+def wait_for_copies(most):
+    pass
+
+
 @contextlib.contextmanager
 def when(condition):
     """Of the lanes where `condition` holds the stores count; there must be nothing else inside."""

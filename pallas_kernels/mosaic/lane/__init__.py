@@ -55,6 +55,7 @@ from pallas_kernels.mosaic.lane.memory import ClusterPointer as ClusterPointer
 from pallas_kernels.mosaic.lane.memory import Pointer as Pointer
 from pallas_kernels.mosaic.lane.memory import arrive_after_copies as arrive_after_copies
 from pallas_kernels.mosaic.lane.memory import cluster_barrier as cluster_barrier
+from pallas_kernels.mosaic.lane.memory import commit_copies as commit_copies
 from pallas_kernels.mosaic.lane.memory import copy as copy
 from pallas_kernels.mosaic.lane.memory import copy_words as copy_words
 from pallas_kernels.mosaic.lane.memory import expect_bytes as expect_bytes
@@ -65,6 +66,7 @@ from pallas_kernels.mosaic.lane.memory import publish_barriers as publish_barrie
 from pallas_kernels.mosaic.lane.memory import publish_stores as publish_stores
 from pallas_kernels.mosaic.lane.memory import store_matrices as store_matrices
 from pallas_kernels.mosaic.lane.memory import wait as wait
+from pallas_kernels.mosaic.lane.memory import wait_for_copies as wait_for_copies
 from pallas_kernels.mosaic.lane.numbers import Bool as Bool
 from pallas_kernels.mosaic.lane.numbers import Float as Float
 from pallas_kernels.mosaic.lane.numbers import Int as Int
