@@ -73,7 +73,8 @@ def wide(x):
 def assert_equals_oracle(got, tokens, weight, bias, residual, activation, depth=None):
     """Within what sums and the result's dtype may lose, NaN where they are; returns the oracle's.
 
-    Tokens are quantized, or floats that are multiplied as they are. Sums are float32, but for those of `depth` inputs, if given, which are the matrix unit's.
+    Tokens are quantized, or floats that are multiplied as they are. Sums are float32, but for those
+    of `depth` inputs, if given, which are the matrix unit's.
     """
     options = {
         "activation": activation,

@@ -86,8 +86,9 @@ def matmul(
     """``activation(token_scale * output_scale * (x @ weights.T) + bias) + residual``.
 
     Args:
-      x: float16 ``[M', K']``, exact e4m3 values, or unrounded tokens in float16 or bfloat16; each 128
-        inputs in the order of the nibbles, low ones first. `M'` is a multiple of `settings.tokens`.
+      x: float16 ``[M', K']``, exact e4m3 values, or unrounded tokens in float16 or bfloat16; each
+        128 inputs in the order of the nibbles, low ones first. `M'` is a multiple of
+        `settings.tokens`.
       codes: uint8 ``[N' / 64, K' / 128, 64, 64]``, tiles of 64 rows and 128 inputs.
       scales: ``[N' / 64, K' / 128, 64]``: uint8, the bits of e4m3 scales, by which the weights are
         rounded to e4m3 values; or bfloat16 or float16, by which sums of groups are multiplied.

@@ -54,9 +54,9 @@ def matmul(
     the sums to an 8-bit matrix unit, see `precision`.
 
     The gradient is that of ``act(x W^T + bias) + residual`` with the dequantized weight, straight
-    through the rounding of `x`, if it is rounded: for `x`, `bias` and `residual`. The weight is frozen, its gradient
-    is zero. XLA computes it, and memory for it grows with the dequantized weight. There are no
-    second derivatives and no forward mode (`jax.jvp`).
+    through the rounding of `x`, if it is rounded: for `x`, `bias` and `residual`. The weight is
+    frozen, its gradient is zero. XLA computes it, and memory for it grows with the dequantized
+    weight. There are no second derivatives and no forward mode (`jax.jvp`).
 
     Args:
       x: ``[..., K]``, bfloat16, float16 or float32; or tokens already quantized, which have no

@@ -67,8 +67,8 @@ def _strips(total: int, most: int) -> int:
     """Strips of a program: as many as let all programs end together, soon."""
 
     def time(strips: int) -> float:
-        rounds = -(-(-(-total // strips)) // multiprocessors())
-        return rounds * (strips + 1)
+        programs = -(-total // strips)
+        return -(-programs // multiprocessors()) * (strips + 1)
 
     return min(range(1, most + 1), key=lambda strips: (time(strips), strips))
 
