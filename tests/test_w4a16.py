@@ -18,12 +18,14 @@ from int4_helpers import (
     random_floats,
     weight_of,
     wide,
+    with_zeros,
 )
 from test_int4_matmul_gradient import oracle_gradient
 
 import turbojax as tj
 from turbojax.flax import Int4Linear
 from turbojax.ops.int4_matmul.api import MATMUL
+from turbojax.quantizers import int4
 
 matmul = functools.partial(tj.fireq.matmul, activations="bf16")
 
@@ -86,11 +88,20 @@ def test_nothing_is_rounded():
 
 @pytest.mark.parametrize("group_size", [32, 64, 256])
 def test_group_sizes(group_size):
-    """Without a kernel, but not without a result."""
+    """Small groups without a kernel, not without a result; large ones with their scale twice."""
     w = jnp.asarray(np.random.default_rng(0).normal(size=(40, 300)), jnp.float32)
     weight = tj.fireq.quantize_weight(w, group_size=group_size, scale_dtype="f16")
+    weight = with_zeros(weight)
     x = random_floats(np.random.default_rng(1), 3, 300)
     assert_equals_oracle(matmul(x, weight), x, weight, None, None, None)
+    if group_size > 128:
+        same = int4.in_blocks(weight)
+        same.validate()
+        np.testing.assert_array_equal(tj.fireq.dequantize(same), tj.fireq.dequantize(weight))
+        with interpreted("triton"):
+            got = matmul(x, weight, implementation="triton")
+        assert_equals_oracle(got, x, weight, None, None, None)
+        return
     with pytest.raises(NotImplementedError, match=f"triton: group_size={group_size} must be 128"):
         matmul(x, weight, implementation="triton")
 

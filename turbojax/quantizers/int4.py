@@ -323,6 +323,27 @@ def scaled_values(weight: Int4Weight) -> jax.Array:
     return jnp.clip(values, -E4M3_MAX, E4M3_MAX)
 
 
+def in_blocks(weight: Int4Weight) -> Int4Weight:
+    """The same values in groups of 128 inputs, which kernels take, where groups are larger.
+
+    Each scale, and each zero, stands once for every 128 inputs.
+    """
+    if weight.group_size <= BLOCK:
+        return weight
+    blocks = stored_inputs(weight.in_size) // BLOCK
+
+    def repeated(x: jax.Array) -> jax.Array:
+        return jnp.repeat(x, weight.group_size // BLOCK, axis=-2)[..., :blocks, :]
+
+    return dataclasses.replace(
+        weight,
+        codes=weight.codes[..., :blocks, :, :],
+        scales=repeated(weight.scales),
+        zeros=None if weight.zeros is None else repeated(weight.zeros),
+        group_size=BLOCK,
+    )
+
+
 def integers(weight: Int4Weight) -> jax.Array:
     """What scales multiply, int8 ``[N, K]``: the codes, less their zeros."""
     codes = unpack_codes(code_rows(weight.codes))

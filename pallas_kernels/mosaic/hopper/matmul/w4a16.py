@@ -2,8 +2,8 @@
 
 Roofline, for weights of 14336 x 4096 and `M` tokens:
   - bytes: 29.4 MB of codes, 0.9 MB of scales: 7.4 us at the 4.3 TB/s of a copy on an H200.
-  - operations: 2 * 14336 * 4096 * M: at the 800 T/s that its 16-bit matrix units reach 38 us for 256
-    tokens, 600 us for 4,096. And 14 instructions for eight weights, once for each tile of 128
+  - operations: 2 * 14336 * 4096 * M: at the 800 T/s that its 16-bit matrix units reach 38 us for
+    256 tokens, 600 us for 4,096. And 14 instructions for eight weights, once for each tile of 128
     tokens, of which a multiprocessor issues four a clock: 16 % of the products' clocks.
 Targets: the speed of XLA's bfloat16 product from 256 tokens on; 18 us for 64.
 
@@ -26,8 +26,8 @@ from pallas_kernels.layouts import Ref
 from pallas_kernels.mosaic import ring
 from pallas_kernels.mosaic.hopper.matmul import program
 from pallas_kernels.mosaic.hopper.matmul.epilogue import Epilogue as Epilogue
-from pallas_kernels.mosaic.hopper.matmul.program import Tile, Work
 from pallas_kernels.mosaic.hopper.matmul.program import Settings as Settings
+from pallas_kernels.mosaic.hopper.matmul.program import Tile, Work
 from pallas_kernels.mosaic.products import int4_half, wgmma
 from pallas_kernels.mosaic.products.int4 import GROUP
 from pallas_kernels.mosaic.ring import ROW, ROWS, SCALAR, WARPGROUPS

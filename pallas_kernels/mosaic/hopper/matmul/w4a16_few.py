@@ -200,10 +200,8 @@ def _multiply(
             for i, left in enumerate(pair):
                 total = lane.half.matmul(left, right[2 * i : 2 * i + 2], total, a.dtype)
         before = sums[4 * tile : 4 * tile + 4]
-        out += [
-            lane.fma(x, factors[i // 2], y)
-            for i, (x, y) in enumerate(zip(total, before, strict=True))
-        ]
+        pairs = enumerate(zip(total, before, strict=True))
+        out += [lane.fma(x, factors[i // 2], y) for i, (x, y) in pairs]
     return out
 
 
