@@ -75,8 +75,6 @@ def test_few_tokens(case):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_every_scale_and_code_in_e4m3(dtype):
     """All values of all groups there can be."""
-    scales = np.arange(128)
-    codes = np.arange(-8, 8)
     for bits in range(128):
         byte = warp.integer(bits)
         word, factor = int4_half.e4m3_scale(byte, dtype)
@@ -92,7 +90,6 @@ def test_every_scale_and_code_in_e4m3(dtype):
         nibbles = np.arange(16)
         want = oracle.e4m3(oracle.E4M3[bits] * np.where(nibbles > 7, nibbles - 16, nibbles))
         np.testing.assert_array_equal(numbers, np.stack([want, want], 1))
-    assert len(scales) * len(codes) == 2048
 
 
 # The register operand of more tokens --------------------------------------------------------------
@@ -227,5 +224,6 @@ def test_lowers_for_cuda(case):
     residual = residual if "residual" in words else None
     call = functools.partial(mosaic_gpu.matmul, activation=activation, is_precise=False)
     text = lower_for_cuda(call, x, weight, bias, residual)
-    name = "w4a16" if isinstance(w4a16_mosaic.default_launch(shape[0], weight), Launch) else "few"
-    assert f"turbojax_{name}" in text or "turbojax_w4a16_few_hopper" in text
+    is_many = isinstance(w4a16_mosaic.default_launch(shape[0], weight), Launch)
+    assert ("turbojax_w4a16_hopper" in text) == is_many
+    assert ("turbojax_w4a16_few_hopper" in text) == (not is_many)

@@ -86,24 +86,25 @@ def test_nothing_is_rounded():
     np.testing.assert_allclose(wide(matmul(x, weight))[0], values[:, :2] @ [1000, 0.01], rtol=1e-6)
 
 
-@pytest.mark.parametrize("group_size", [32, 64, 256])
-def test_group_sizes(group_size):
-    """Small groups without a kernel, not without a result; large ones with their scale twice."""
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("implementation", ON_CPU)
+@pytest.mark.parametrize(
+    ("group_size", "kind"), [(32, "f16"), (64, "f16"), (256, "f16"), (64, "e4m3")]
+)
+def test_group_sizes(group_size, kind, implementation):
+    """Triton takes all of them; of large ones the scale stands for each 128 inputs."""
     w = jnp.asarray(np.random.default_rng(0).normal(size=(40, 300)), jnp.float32)
-    weight = tj.fireq.quantize_weight(w, group_size=group_size, scale_dtype="f16")
-    weight = with_zeros(weight)
+    weight = tj.fireq.quantize_weight(w, group_size=group_size, scale_dtype=kind)
+    if kind != "e4m3":
+        weight = with_zeros(weight)
     x = random_floats(np.random.default_rng(1), 3, 300)
-    assert_equals_oracle(matmul(x, weight), x, weight, None, None, None)
-    if group_size > 128:
-        same = int4.in_blocks(weight)
-        same.validate()
-        np.testing.assert_array_equal(tj.fireq.dequantize(same), tj.fireq.dequantize(weight))
-        with interpreted("triton"):
-            got = matmul(x, weight, implementation="triton")
-        assert_equals_oracle(got, x, weight, None, None, None)
-        return
-    with pytest.raises(NotImplementedError, match=f"triton: group_size={group_size} must be 128"):
-        matmul(x, weight, implementation="triton")
+    with interpreted(implementation):
+        got = matmul(x, weight, implementation=implementation)
+    assert_equals_oracle(got, x, weight, None, None, None)
+    same = int4.in_blocks(weight)
+    same.validate()
+    assert same.group_size == min(group_size, 128)
+    np.testing.assert_array_equal(tj.fireq.dequantize(same), tj.fireq.dequantize(weight))
 
 
 def test_what_is_not_finite_goes_on_as_in_floats():

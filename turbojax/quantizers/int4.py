@@ -189,7 +189,7 @@ def quantize_weight(
 
     Args:
       w: bfloat16, float16 or float32 ``[out, in]``.
-      group_size: 32, 64 or a multiple of 128. The kernels take 128.
+      group_size: 32, 64 or a multiple of 128, which the kernels for Hopper take.
       scale_dtype: ``"e4m3"``, where a weight's value is rounded to e4m3 too, or ``"bf16"`` or
         ``"f16"``, where the scale multiplies the sum of its group.
       output_scale: optional factor of the outputs, a number or ``[out]``: what undoes a scaling of

@@ -30,6 +30,11 @@ def twice(x: Int) -> Int:
     return x * _TWICE
 
 
+def signed(byte: Int) -> Int:
+    """The number in a byte."""
+    return (byte ^ 128) - 128
+
+
 def zero_word(zero: Int | None, dtype: str) -> Int:
     """What `integers` subtracts for a zero point, a small integer; None for 0."""
     if zero is None:
@@ -148,7 +153,7 @@ def load(
             word, factor = e4m3_scale(Pointer.to(scales).at(at).byte(), dtype)
             words = [round_to_e4m3(x, word, dtype) for four in spread for x in four]
         else:
-            zero = None if zeros is None else lane.signed_byte(Pointer.to(zeros).at(at).byte(), 0)
+            zero = None if zeros is None else signed(Pointer.to(zeros).at(at).byte())
             less = zero_word(zero, dtype)
             words = [integer_pair(x, less, dtype) for four in spread for x in four]
             factor = scale_of(Pointer.to(scales).at(at << 1).half(), kind)
@@ -158,8 +163,12 @@ def load(
         rows.append(words)
         factors.append(factor)
     # Of instruction `u` words 2 u and 2 u + 1 of each row.
-    pairs = range(0, len(rows[0]), 2)
-    return [[rows[0][i], rows[1][i], rows[0][i + 1], rows[1][i + 1]] for i in pairs], factors
+    first_row, second_row = rows
+    instructions = [
+        [first_row[i], second_row[i], first_row[i + 1], second_row[i + 1]]
+        for i in range(0, len(first_row), 2)
+    ]
+    return instructions, factors
 
 
 def operand(

@@ -11,6 +11,8 @@ Weights are rows, 64 of a warpgroup, and tokens columns: so weights come from re
 are converted, and never go back to memory. Two warpgroups share the tokens' inputs, and while the
 matrix unit has one group of 128 inputs they convert the next. Operands are integers; the scale
 multiplies the float32 sum of a group.
+
+Not run on a GPU yet: there are no measured versions.
 """
 
 import functools
