@@ -14,9 +14,11 @@ they have loaded themselves; no warp waits for another. A program has some strip
 and its warps take the groups of inputs in turn, so that a warp's tokens serve all of these strips;
 in the end the warps' sums are added up, always in the same order.
 
-Not run on a GPU yet: there are no measured versions. Of what ptxas makes of the loop for one token
-(0.11.2): 150 instructions a unit, 161 less 31 since masks are one instruction each; codes loaded to
-registers ahead take 130, but were moved towards their use.
+Not run on a GPU yet: there are no measured versions. Of ptxas (jax 0.11.2), instructions a unit for
+one token, in programs of two warpgroups with seven strips:
+  v1  codes loaded to registers ahead; ptxas moved loads towards their use     161
+  v2  masks of codes in one instruction each                                   130
+  v3  codes copied to shared memory ahead, as many as wanted                   150
 """
 
 import dataclasses
