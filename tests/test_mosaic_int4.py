@@ -80,13 +80,13 @@ def test_refusals_in_words():
     assert MATMUL.select(None, **wide_tokens).name == "triton"
     small_groups = arguments(5, 64, 128, group_size=64)
     assert mosaic_gpu.unsupported(**small_groups) == "group_size=64 must be 128"
-    assert MATMUL.select(None, **small_groups).name == "xla"
+    assert MATMUL.select(None, **small_groups).name == "triton"
     lopsided = arguments(5, 64, 128, scales="f16")
     zeros = jax.ShapeDtypeStruct(lopsided["weight"].scales.shape, jnp.int8)
     lopsided["weight"] = dataclasses.replace(lopsided["weight"], zeros=zeros)
     words = "weight.zeros must be None: weights must be symmetric"
     assert mosaic_gpu.unsupported(**lopsided) == words
-    assert MATMUL.select(None, **lopsided).name == "xla"
+    assert MATMUL.select(None, **lopsided).name == "triton"
     with pytest.raises(NotImplementedError, match="mosaic_gpu: group_size=64 must be 128"):
         MATMUL.select("mosaic_gpu", **small_groups)
 

@@ -176,8 +176,7 @@ def refusal(tokens, weight):
 
 def test_refusals():
     assert refusal(*specification(5, 64, 128, "e4m3")) is None
-    wrong = refusal(*specification(5, 64, 128, "e4m3", group_size=64))
-    assert wrong == "group_size=64 must be 128"
+    assert refusal(*specification(5, 64, 128, "e4m3", group_size=64)) is None
     # Tokens of between 2 and 4 GiB in float16.
     assert "cannot be indexed" in refusal(*specification(2**17, 64, 12288, "e4m3"))
     assert [i.name for i in MATMUL.implementations] == ["mosaic_gpu", "triton", "xla"]

@@ -86,13 +86,14 @@ def matmul(
     """``activation(token_scale * output_scale * (x @ weights.T) + bias) + residual``.
 
     Args:
-      x: float16 ``[M', K']``, exact e4m3 values, or unrounded tokens in float16 or bfloat16; each 128
-        inputs in the order of the nibbles, low ones first. `M'` is a multiple of `settings.tokens`.
+      x: float16 ``[M', K']``, exact e4m3 values, or unrounded tokens in float16 or bfloat16; each
+        128 inputs in the order of the nibbles, low ones first. `M'` is a multiple of
+        `settings.tokens`.
       codes: uint8 ``[N' / 64, K' / 128, 64, 64]``, tiles of 64 rows and 128 inputs.
-      scales: ``[N' / 64, K' / 128, 64]``: uint8, the bits of e4m3 scales, by which the weights are
-        rounded to e4m3 values; or bfloat16 or float16, by which sums of groups are multiplied.
-      zeros: int8 ``[N' / 64, K' / 128, 64]``, subtracted from the codes, or None; never with e4m3
-        scales.
+      scales: ``[N' / 64, K' / g, 64]`` of groups of `g` inputs, 32, 64 or 128: uint8, the bits of
+        e4m3 scales, by which the weights are rounded to e4m3 values; or bfloat16 or float16, by
+        which sums of groups are multiplied.
+      zeros: int8, the same shape, subtracted from the codes, or None; never with e4m3 scales.
       token_scale: bfloat16 ``[M]``, or None for 1.
       output_scale: float32 ``[N']``.
       bias: optional float32 ``[N']``.
@@ -281,6 +282,7 @@ def _sums(
       rows: of the weights, int32 ``[outputs]`` for each of the sums; inside the array.
     """
     groups = of_groups[0].shape[1]
+    parts = groups // codes.shape[1]
     column, row = _tile(tiles)
     token = column * s.tokens + jnp.arange(s.tokens, dtype=jnp.int32)
     output = row * s.outputs + jnp.arange(s.outputs, dtype=jnp.int32)
@@ -300,9 +302,10 @@ def _sums(
         sums, scale = state
         # Asked for one step ahead: the compiler's pipeline leaves loads of single bytes alone.
         following = scale_of(group + 1)
-        operands = [_tokens(x, token, group, half) for half in range(2)]
+        block, byte = _place(group, parts)
+        operands = [_tokens(x, token, block, byte, half) for half in range(2)]
         added = [
-            _add(total, codes, row, group, one, operands, s)
+            _add(total, codes, row, (block, byte), one, operands, s)
             for total, row, one in zip(sums, rows, scale, strict=True)
         ]
         return added, following
@@ -312,9 +315,20 @@ def _sums(
     return sums, token, output, rows
 
 
-def _tokens(x: Ref, token: jax.Array, group: jax.Array, half: int) -> jax.Array:
-    """``[tokens, 64]`` inputs of a group, those of the low or the high nibbles."""
-    column = group * GROUP + half * _BYTES + jnp.arange(_BYTES, dtype=jnp.int32)
+def _place(group: jax.Array, parts: int) -> tuple[jax.Array, jax.Array]:
+    """Of a group, of which a block of 128 inputs has `parts`: the block, and its bytes of a row."""
+    index = jnp.arange(_BYTES // parts, dtype=jnp.int32)
+    if parts == 1:
+        return group, index
+    # Byte 16 t + 4 s + b is of the block's quarter s.
+    wide, divisor = 16 // parts, jnp.int32(parts)
+    byte = ((index & -wide) * parts) + (index & (wide - 1)) + jax.lax.rem(group, divisor) * wide
+    return jax.lax.div(group, divisor), byte
+
+
+def _tokens(x: Ref, token: jax.Array, block: jax.Array, byte: jax.Array, half: int) -> jax.Array:
+    """Some inputs of a block, those of the low or the high nibbles of these bytes."""
+    column = block * GROUP + half * _BYTES + byte
     return plgpu.load(x.at[token[:, None], column[None, :]])
 
 
@@ -322,15 +336,15 @@ def _add(
     total: jax.Array,
     codes: Ref,
     row: jax.Array,
-    group: jax.Array,
+    place: tuple[jax.Array, jax.Array],
     of_group: list[jax.Array],
     operands: list[jax.Array],
     s: Settings,
 ) -> jax.Array:
     """`total` plus the products of one group, whose scales come first and then, perhaps, zeros."""
     scale, *zeros = of_group
-    byte = jnp.arange(_BYTES, dtype=jnp.int32)
-    tile = plgpu.load(codes.at[row[:, None] >> 6, group, row[:, None] & 63, byte[None, :]])
+    block, byte = place
+    tile = plgpu.load(codes.at[row[:, None] >> 6, block, row[:, None] & 63, byte[None, :]])
     tile = jax.lax.bitcast_convert_type(tile, jnp.int8)
     halves = [_e4m3.nibble(tile, bool(half), s.interpret) for half in range(2)]
     dtype = operands[0].dtype

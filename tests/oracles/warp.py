@@ -11,6 +11,14 @@ import threading
 import ml_dtypes
 import numpy as np
 
+from oracles.warp_parts import (  # noqa: F401
+    Arithmetic,
+    arrive_after_copies,
+    commit_copies,
+    flip_masked,
+    wait_for_copies,
+)
+
 LANES = np.arange(32)
 ROUNDER = 12582912.0
 
@@ -237,11 +245,6 @@ def permute_bytes(a, b, selector):
     return Int(out)
 
 
-def signed_byte(x, index):
-    sign = 8 + index
-    return permute_bytes(x, 0, index | (sign << 4) | (sign << 8) | (sign << 12))
-
-
 def _bytes(word):
     """Signed bytes ``[32, 4]``."""
     return word.value[:, None].view(np.int8).astype(np.int64)
@@ -319,10 +322,6 @@ def named_barrier(number, threads):
 def copy_words(source, target, condition):
     there = Pointer(source.memory, np.where(condition.value, source.offset, 0))
     target.store_words([condition.where(word, 0) for word in there.words(4)])
-
-
-def arrive_after_copies(barrier):
-    pass
 
 
 @contextlib.contextmanager
@@ -452,7 +451,7 @@ class Pointer:
         np.add.at(self.memory.view(np.uint32), self.offset[active] // 4, x.value[active])
 
 
-class half:
+class half(Arithmetic):
     """Stands in for `lane.half`."""
 
     @staticmethod
@@ -477,48 +476,10 @@ class half:
             return Int((a * b + c).astype(np.float16).view(np.uint32)[:, 0])
 
     @staticmethod
-    def _both(op, dtype, *words):
-        """What an instruction does with two numbers each, rounded."""
-        kind = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[dtype]
-        pairs = [x.value[:, None].view(kind).astype(np.float64) for x in words]
-        with np.errstate(all="ignore"):
-            return Int(op(*pairs).astype(kind).view(np.uint32)[:, 0])
-
-    @classmethod
-    def subtract(cls, a, b, dtype="float16"):
-        return cls._both(np.subtract, dtype, a, b)
-
-    @classmethod
-    def multiply(cls, a, b, dtype="float16"):
-        return cls._both(np.multiply, dtype, a, b)
-
-    @classmethod
-    def clip(cls, a, most, dtype="float16"):
-        def op(a, most):
-            sign = np.where(np.signbit(a) != np.signbit(most), -1.0, 1.0)
-            return sign * np.fmin(np.abs(a), np.abs(most))
-
-        return cls._both(op, dtype, a, most)
-
-    @staticmethod
     def unpack(word, dtype="float16"):
         if dtype == "bfloat16":
             return (word << 16).as_float(), (word & 0xFFFF0000).as_float()
         return half_to_float(word), half_to_float(word >> 16)
-
-    @staticmethod
-    def _convert(word, kind):
-        numbers = word.value[:, None].view(kind).astype(np.float16)
-        pairs = np.ascontiguousarray(numbers).view(np.uint32)
-        return Int(pairs[:, 0]), Int(pairs[:, 1])
-
-    @classmethod
-    def from_e4m3(cls, word):
-        return cls._convert(word, ml_dtypes.float8_e4m3fn)
-
-    @classmethod
-    def from_e5m2(cls, word):
-        return cls._convert(word, ml_dtypes.float8_e5m2)
 
     @staticmethod
     def matmul(a, b, c, dtype="float16"):

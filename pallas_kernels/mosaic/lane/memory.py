@@ -212,6 +212,16 @@ def copy_words(source: Pointer, target: Pointer, condition: Bool) -> None:
     )
 
 
+def commit_copies() -> None:
+    """Makes a group of what this lane began to copy by `copy_words` since the last one."""
+    act("cp.async.commit_group;")
+
+
+def wait_for_copies(most: int) -> None:
+    """Waits until at most so many of this lane's groups of copies are on their way."""
+    act(f"cp.async.wait_group {most};")
+
+
 def arrive_after_copies(barrier: Pointer) -> None:
     """Arrives once all that this lane began to copy by `copy_words` is there."""
     text = "cp.async.mbarrier.arrive.noinc.shared.b64 [$0];"

@@ -1,8 +1,9 @@
 """INT4 weights as 16-bit operands of a matrix instruction, for tokens that stay as they are.
 
-A lane reads eight codes of a row as a word. Its nibbles `i` and `i + 4` are masked into the low bits
-of two 16-bit floats between 128 and 256 (bfloat16) or 1024 and 2048 (float16), whose unit is 1, and
-what is too much is subtracted, the zero point with it: exact, two numbers in three instructions.
+A lane reads eight codes of a row as a word. Its nibbles `i` and `i + 4` are masked into the low
+bits of two 16-bit floats between 128 and 256 (bfloat16) or 1024 and 2048 (float16), whose unit is
+1, and what is too much is subtracted, the zero point with it: exact, two numbers in three
+instructions.
 
 So of each 32 inputs the pair `i` of a lane, whose place is `t` of four, are the inputs ``4 t + i``
 and ``16 + 4 t + i``, and tokens come in that order, too (`token_words`).
@@ -29,6 +30,11 @@ def twice(x: Int) -> Int:
     return x * _TWICE
 
 
+def signed(byte: Int) -> Int:
+    """The number in a byte."""
+    return (byte ^ 128) - 128
+
+
 def zero_word(zero: Int | None, dtype: str) -> Int:
     """What `integers` subtracts for a zero point, a small integer; None for 0."""
     if zero is None:
@@ -38,8 +44,8 @@ def zero_word(zero: Int | None, dtype: str) -> Int:
 
 def integer_pair(nibbles: Int, zero: Int, dtype: str) -> Int:
     """Two codes, each in the low four bits of a half, less their zero point."""
-    magic = _ZERO[dtype] * _TWICE
-    return lane.half.subtract((nibbles & (15 * _TWICE)) ^ magic, zero, dtype)
+    bits = lane.flip_masked(nibbles, 15 * _TWICE, _ZERO[dtype] * _TWICE)
+    return lane.half.subtract(bits, zero, dtype)
 
 
 def integers(word: Int, zero: Int, dtype: str) -> list[Int]:
@@ -86,8 +92,7 @@ def token_words(low: Sequence[Int], high: Sequence[Int]) -> list[Int]:
       high: those 16 further on.
     """
     return [
-        lane.permute_bytes(low[i // 2], high[i // 2], 0x7632 if i % 2 else 0x5410)
-        for i in range(4)
+        lane.permute_bytes(low[i // 2], high[i // 2], 0x7632 if i % 2 else 0x5410) for i in range(4)
     ]
 
 
@@ -97,14 +102,14 @@ def scale_of(bits: Int, kind: str) -> Float:
 
 
 def _spread(first: Int, second: Int, place: Int) -> list[Int]:
-    """Eight codes of a lane as four pairs of neighbouring inputs, each in the low four bits of a half.
+    """Eight codes of a lane as four pairs of neighbours, each in the low four bits of a half.
 
     Args:
       first: word `s` of the 16 bytes ``t // 2`` of a row, see `load`.
       second: of the 16 bytes ``t // 2 + 2``.
       place: the lane's `t` of four.
     """
-    # Inputs 2 t and 2 t + 1 of 8 at a time: a byte of every 16 inputs' first half, and of the second.
+    # Inputs 2 t and 2 t + 1 of eight: of every 16 inputs a byte of the first half and the second.
     low = lane.permute_bytes(first, second, (place & 1) * 0x1111 + 0x6240)
     high = low >> 4
     return [lane.permute_bytes(low, high, i | ((4 + i) << 8)) for i in range(4)]
@@ -134,7 +139,7 @@ def load(
       rounds: whether scales multiply the integers, with one rounding to `dtype`.
 
     Returns:
-      the words of eight instructions of 16 inputs, four each; and the factors of its two rows' sums.
+      the words of eight instructions of 16 inputs, four each; and the factors of both rows' sums.
     """
     row, t = fragments.row_and_place()
     row = row + lane.scalar(first)
@@ -148,7 +153,7 @@ def load(
             word, factor = e4m3_scale(Pointer.to(scales).at(at).byte(), dtype)
             words = [round_to_e4m3(x, word, dtype) for four in spread for x in four]
         else:
-            zero = None if zeros is None else lane.signed_byte(Pointer.to(zeros).at(at).byte(), 0)
+            zero = None if zeros is None else signed(Pointer.to(zeros).at(at).byte())
             less = zero_word(zero, dtype)
             words = [integer_pair(x, less, dtype) for four in spread for x in four]
             factor = scale_of(Pointer.to(scales).at(at << 1).half(), kind)
@@ -158,8 +163,12 @@ def load(
         rows.append(words)
         factors.append(factor)
     # Of instruction `u` words 2 u and 2 u + 1 of each row.
-    pairs = range(0, len(rows[0]), 2)
-    return [[rows[0][i], rows[1][i], rows[0][i + 1], rows[1][i + 1]] for i in pairs], factors
+    first_row, second_row = rows
+    instructions = [
+        [first_row[i], second_row[i], first_row[i + 1], second_row[i + 1]]
+        for i in range(0, len(first_row), 2)
+    ]
+    return instructions, factors
 
 
 def operand(

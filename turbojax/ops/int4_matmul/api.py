@@ -24,7 +24,7 @@ from turbojax.ops.int4_matmul.static import (
     TokenKind,
 )
 from turbojax.quantizers import Fp8Tokens, Int4Weight
-from turbojax.quantizers.int4 import pad_rows
+from turbojax.quantizers.int4 import in_blocks, pad_rows
 
 MATMUL = Registry(
     "int4_matmul",
@@ -55,9 +55,9 @@ def matmul(
     the sums to an 8-bit matrix unit, see `precision`.
 
     The gradient is that of ``act(x W^T + bias) + residual`` with the dequantized weight, straight
-    through the rounding of `x`, if it is rounded: for `x`, `bias` and `residual`. The weight is frozen, its gradient
-    is zero. XLA computes it, and memory for it grows with the dequantized weight. There are no
-    second derivatives and no forward mode (`jax.jvp`).
+    through the rounding of `x`, if it is rounded: for `x`, `bias` and `residual`. The weight is
+    frozen, its gradient is zero. XLA computes it, and memory for it grows with the dequantized
+    weight. There are no second derivatives and no forward mode (`jax.jvp`).
 
     Args:
       x: ``[..., K]``, bfloat16, float16 or float32; or tokens already quantized, which have no
@@ -101,12 +101,14 @@ def matmul(
     chosen = MATMUL.select(
         implementation,
         tokens=_tokens_of(flat) if is_rounded else flat,
-        weight=weight,
+        weight=jax.eval_shape(in_blocks, weight),
         bias=bias,
         residual=residual,
         activation=activation,
     )
-    run = functools.partial(chosen.run, activation=activation, is_precise=is_precise)
+    run = functools.partial(
+        _run, chosen.run, chosen.name != "xla", activation=activation, is_precise=is_precise
+    )
     if isinstance(flat, Fp8Tokens):
         call = refuse_gradients(run, "matmul of quantized tokens")
     else:
@@ -237,6 +239,18 @@ def _tokens_of(x: jax.Array | Fp8Tokens) -> Fp8Tokens:
     codes: Any = jax.ShapeDtypeStruct(x.shape, jnp.float8_e4m3fn)
     scale: Any = jax.ShapeDtypeStruct(x.shape[:1], jnp.bfloat16)
     return Fp8Tokens(codes, scale, np.dtype(x.dtype))
+
+
+def _run(
+    run: Callable[..., jax.Array],
+    is_kernel: bool,
+    tokens: Fp8Tokens | jax.Array,
+    weight: Int4Weight,
+    *rest: jax.Array | None,
+    **static: Any,
+) -> jax.Array:
+    """An implementation, of which kernels take groups of 128 inputs for larger ones."""
+    return run(tokens, in_blocks(weight) if is_kernel else weight, *rest, **static)
 
 
 def _as_it_is(x: jax.Array) -> jax.Array:

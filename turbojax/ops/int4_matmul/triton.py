@@ -43,8 +43,6 @@ def unsupported(
 ) -> str | None:
     """Why the kernel cannot run this here; None if it can."""
     del bias, residual, activation
-    if weight.group_size != _GROUP:
-        return f"group_size={weight.group_size} must be {_GROUP}"
     if not isinstance(tokens, Fp8Tokens) and tokens.dtype not in _UNROUNDED:
         return f"dtype={tokens.dtype} must be bfloat16 or float16"
     rows, columns = tokens.shape[0], weight.padded_shape[1]
@@ -131,9 +129,10 @@ def _matmul(
     scales = weight.scales
     if weight.scale_dtype == "e4m3":
         scales = jax.lax.bitcast_convert_type(scales, jnp.uint8)
-    x, scale = tokens, None
     if isinstance(tokens, Fp8Tokens):
         x, scale = tokens.codes.astype(jnp.float16), tokens.scale
+    else:
+        x, scale = tokens, None
     return int4_matmul.matmul(
         operand(x, weight.padded_shape[1], launch.tokens),
         weight.codes,

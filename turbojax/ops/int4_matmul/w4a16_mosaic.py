@@ -28,12 +28,12 @@ class FewLaunch(NamedTuple):
     Attributes:
       strips: of 16 rows, of a program.
       warpgroups: of a program.
-      ahead: units of 16 rows and 128 inputs that a warp loads ahead.
+      slots: of a warp, for units of 16 rows and 128 inputs.
     """
 
     strips: int
     warpgroups: int
-    ahead: int
+    slots: int
 
 
 class Launch(NamedTuple):
@@ -54,7 +54,7 @@ def default_launch(rows: int, weight: Int4Weight) -> FewLaunch | Launch:
     """The launch for this many tokens."""
     outputs, inputs = weight.padded_shape
     if rows <= _FEW:
-        return FewLaunch(_strips(outputs // 16, 7), 2, 4)
+        return FewLaunch(_strips(outputs // 16, 7), 2, 12)
     tokens = next((n for n in _TOKENS if n >= rows), _TOKENS[-1])
     tiles, groups = -(-rows // tokens) * -(-outputs // _TILE), inputs // 128
     parts = 1
@@ -67,8 +67,8 @@ def _strips(total: int, most: int) -> int:
     """Strips of a program: as many as let all programs end together, soon."""
 
     def time(strips: int) -> float:
-        rounds = -(-(-(-total // strips)) // multiprocessors())
-        return rounds * (strips + 1)
+        programs = -(-total // strips)
+        return -(-programs // multiprocessors()) * (strips + 1)
 
     return min(range(1, most + 1), key=lambda strips: (time(strips), strips))
 

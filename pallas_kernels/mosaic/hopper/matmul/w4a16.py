@@ -2,8 +2,8 @@
 
 Roofline, for weights of 14336 x 4096 and `M` tokens:
   - bytes: 29.4 MB of codes, 0.9 MB of scales: 7.4 us at the 4.3 TB/s of a copy on an H200.
-  - operations: 2 * 14336 * 4096 * M: at the 800 T/s that its 16-bit matrix units reach 38 us for 256
-    tokens, 600 us for 4,096. And 14 instructions for eight weights, once for each tile of 128
+  - operations: 2 * 14336 * 4096 * M: at the 800 T/s that its 16-bit matrix units reach 38 us for
+    256 tokens, 600 us for 4,096. And 14 instructions for eight weights, once for each tile of 128
     tokens, of which a multiprocessor issues four a clock: 16 % of the products' clocks.
 Targets: the speed of XLA's bfloat16 product from 256 tokens on; 18 us for 64.
 
@@ -11,6 +11,8 @@ Weights are rows, 64 of a warpgroup, and tokens columns: so weights come from re
 are converted, and never go back to memory. Two warpgroups share the tokens' inputs, and while the
 matrix unit has one group of 128 inputs they convert the next. Operands are integers; the scale
 multiplies the float32 sum of a group.
+
+Not run on a GPU yet: there are no measured versions.
 """
 
 import functools
@@ -26,8 +28,8 @@ from pallas_kernels.layouts import Ref
 from pallas_kernels.mosaic import ring
 from pallas_kernels.mosaic.hopper.matmul import program
 from pallas_kernels.mosaic.hopper.matmul.epilogue import Epilogue as Epilogue
-from pallas_kernels.mosaic.hopper.matmul.program import Tile, Work
 from pallas_kernels.mosaic.hopper.matmul.program import Settings as Settings
+from pallas_kernels.mosaic.hopper.matmul.program import Tile, Work
 from pallas_kernels.mosaic.products import int4_half, wgmma
 from pallas_kernels.mosaic.products.int4 import GROUP
 from pallas_kernels.mosaic.ring import ROW, ROWS, SCALAR, WARPGROUPS
@@ -79,33 +81,58 @@ def _accumulate(
     kind: str,
     s: Settings,
 ) -> tuple[jax.Array, jax.Array]:
-    """A warpgroup's sums over all groups of inputs, the first in `slot`; the slot after."""
-    dtype = s.epilogue.dtype
+    """A warpgroup's sums over its groups of inputs, the first of all in `slot`; the slot after."""
+    half, team = lax.rem(me, jnp.int32(WARPGROUPS)), lax.div(me, jnp.int32(WARPGROUPS))
+    after = ring.slot_after(slot, work.end - work.begin, s.stages)
+    # A team keeps to its slots: barriers count every warpgroup's waits.
+    late = lax.rem(team + slot, jnp.int32(s.teams))
+    begin = work.begin + late
+    slot = ring.slot_after(slot, late, s.stages)
 
     def wait(g: jax.Array, slot: jax.Array) -> None:
         @pl.when(g < work.end)
         def _() -> None:
             plgpu.barrier_wait(m.ready.at[slot])
 
-    def step(g: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def operand(slot: jax.Array) -> tuple[jax.Array, jax.Array]:
+        dtype, rounds = s.epilogue.dtype, not s.is_two_level
+        return _operand(weights, slot, half, dtype, kind, rounds)
+
+    def add(total: jax.Array, product: jax.Array, unit: jax.Array) -> jax.Array:
+        if not s.is_two_level:
+            return product
+        return total + product * lax.broadcast_in_dim(unit, product.shape, (0,))
+
+    def ahead(g: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         total, words, unit, slot = carry
-        following = ring.slot_after(slot, 1, s.stages)
+        following = ring.slot_after(slot, s.teams, s.stages)
         product = _start(words, m.x.at[slot], None if s.is_two_level else total)
-        wait(g + 1, following)
+        wait(begin + (g + 1) * s.teams, following)
         # While the product is on its way. After the last group this converts whatever is there.
-        words, next_unit = _operand(weights, following, me, dtype, kind, not s.is_two_level)
+        words, next_unit = operand(following)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(m.free.at[slot])
-        if s.is_two_level:
-            product = total + product * lax.broadcast_in_dim(unit, product.shape, (0,))
-        return product, words, next_unit, following
+        return add(total, product, unit), words, next_unit, following
 
-    wait(work.begin, slot)
-    words, unit = _operand(weights, slot, me, dtype, kind, not s.is_two_level)
+    def in_turn(g: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        total, slot = carry
+        plgpu.barrier_wait(m.ready.at[slot])
+        words, unit = operand(slot)
+        product = _start(words, m.x.at[slot], None if s.is_two_level else total)
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(m.free.at[slot])
+        return add(total, product, unit), ring.slot_after(slot, s.teams, s.stages)
+
     zeros = jnp.full((ROWS, s.tokens), 0.0, jnp.float32)
-    carry = (plgpu.layout_cast(zeros, plgpu.Layout.WGMMA), words, unit, slot)
-    total, _, _, slot = lax.fori_loop(work.begin, work.end, step, carry)
-    return total, slot
+    total = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+    steps = lax.div(jnp.maximum(work.end - begin, 0) + (s.teams - 1), jnp.int32(s.teams))
+    if s.teams > 1 and s.tokens > 32:
+        # Two operands at once would take too many registers; other warpgroups compute meanwhile.
+        total, _ = lax.fori_loop(jnp.int32(0), steps, in_turn, (total, slot))
+    else:
+        wait(begin, slot)
+        total, *_ = lax.fori_loop(jnp.int32(0), steps, ahead, (total, *operand(slot), slot))
+    return total, after
 
 
 def _kernel(*refs: Ref, tiles: tuple[int, int], s: Settings, has_zeros: bool) -> None:
@@ -118,6 +145,7 @@ def _kernel(*refs: Ref, tiles: tuple[int, int], s: Settings, has_zeros: bool) ->
     def body(m: Tile, codes: Ref, scales: Ref, zeros: list[Ref]) -> None:
         def consume(work: Work, slot: jax.Array) -> jax.Array:
             total, slot = _accumulate(work, slot, me, m, (codes, scales, *zeros), kind, s)
+            total = program.add_teams(total, me, m, s)
             program.store(total, work, me, m, a, s)
             return slot
 

@@ -1,22 +1,28 @@
 """INT4 weights times few tokens of 16 bits for Hopper.
 
 Roofline, for weights of 14336 x 4096 and 16 tokens:
-  - bytes: 29.4 MB of codes, 0.9 MB of scales and, if there are any, 0.5 MB of zero points; 0.6 MB of
+  - bytes: 29.4 MB of codes, 0.9 MB of scales, 0.5 MB of zero points if there are any, 0.6 MB of
     tokens and results: 7.4 us at the 4.3 TB/s of a copy on an H200. Every program reads all tokens,
     17 MB from the L2 cache.
   - operations: 11 instructions for eight weights, 7 of which a multiprocessor does for 64 lanes a
     clock: 3.4 us of all of an H200's; the products are nothing.
 Target: 14 us.
 
-A warp takes 16 rows and 128 inputs at a time, a unit: 1 KB that lies together, which its lanes load
-to registers some units ahead, convert there, and multiply with tokens that they have loaded
-themselves. Nothing but the sums goes through shared memory. A program has some strips of 16 rows,
+A warp takes 16 rows and 128 inputs at a time, a unit: 1 KB that lies together, which its lanes copy
+some units ahead to shared memory of their own, convert in registers, and multiply with tokens that
+they have loaded themselves; no warp waits for another. A program has some strips of 16 rows,
 and its warps take the groups of inputs in turn, so that a warp's tokens serve all of these strips;
 in the end the warps' sums are added up, always in the same order.
+
+Not run on a GPU yet: there are no measured versions. Of ptxas (jax 0.11.2), instructions a unit for
+one token, in programs of two warpgroups with seven strips:
+  v1  codes loaded to registers ahead; ptxas moved loads towards their use     161
+  v2  masks of codes in one instruction each                                   130
+  v3  codes copied to shared memory ahead, as many as wanted                   150
 """
 
 import dataclasses
-from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +42,8 @@ BLOCK_ROWS = 64
 _GROUP, _BLOCK_BYTES, _UNIT_BYTES = 128, 4096, 1024
 _STRIPS = BLOCK_ROWS // STRIP
 _CHUNKS = 4  # Of 32 inputs of a group.
+# Of a unit: codes, then scales, then zero points.
+_SLOT_BYTES, _SCALES_AT, _ZEROS_AT = 1088, 1024, 1056
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,14 +53,14 @@ class Settings:
     Attributes:
       strips: of 16 rows, of a program.
       warpgroups: of a program.
-      ahead: units that are loaded ahead.
+      slots: of a warp, for units that are on their way or in use; at least 2.
       epilogue: what becomes of the sums.
       parts: programs that share the inputs of their strips, and write float32 sums.
     """
 
     strips: int
     warpgroups: int
-    ahead: int
+    slots: int
     epilogue: Epilogue
     parts: int = 1
 
@@ -67,8 +75,8 @@ class Settings:
         return self.strips * STRIP + 4
 
     def shared_bytes(self, tiles: int) -> int:
-        """Of all warps' sums, for so many tiles of tokens."""
-        return self.warps * tiles * TILE * self.stride * 4
+        """Of all warps' units, and then of their sums, for so many tiles of tokens."""
+        return self.warps * max(self.slots * _SLOT_BYTES, tiles * TILE * self.stride * 4)
 
 
 def _is_gated(s: Settings) -> bool:
@@ -110,28 +118,41 @@ class _Unit:
     scales: list[Int]
     zeros: list[Int]
 
-    def flat(self) -> list[Int]:
-        return [*self.codes[0], *self.codes[1], *self.scales, *self.zeros]
 
-    @classmethod
-    def of(cls, flat: Sequence[Int]) -> "_Unit":
-        return cls([list(flat[:4]), list(flat[4:8])], list(flat[8:10]), list(flat[10:]))
+def _copy(
+    a: _Arrays, strip: Int, group: Int, slot: Pointer, number: Int, is_real: lane.Bool
+) -> None:
+    """Starts the copies of a unit; zeros, where there is none.
 
-
-def _load(a: _Arrays, strip: Int, group: Int, number: Int, is_real: lane.Bool) -> _Unit:
-    """A lane's part of a unit; anything where there is none."""
+    Codes a lane copies for itself. Scales and zero points come by the first lanes, 16 bytes each.
+    """
     block = (strip // _STRIPS) * a.groups + group
     part = strip % _STRIPS
     at = a.codes.times(block, _BLOCK_BYTES).at(part * _UNIT_BYTES + number * 16)
-    codes = [at.at(512 * half).words_once(4, is_real) for half in range(2)]
-    row = block * BLOCK_ROWS + part * STRIP + (number >> 2)
-    row = is_real.where(row, 0)
+    for half in range(2):
+        lane.copy_words(at.at(512 * half), slot.at(number * 16, 512 * half), is_real)
+    row = is_real.where(block * BLOCK_ROWS + part * STRIP, 0)
     size = 1 if a.scale_dtype == "e4m3" else 2
-    scale = [a.scales.times(row, size).at(8 * size * half) for half in range(2)]
-    scales = [p.byte() if size == 1 else p.half() for p in scale]
+    with lane.when(number < size):
+        source = a.scales.times(row, size).at(number.minimum(size - 1) * 16)
+        lane.copy_words(source, slot.at(number * 16, _SCALES_AT), is_real)
+    if a.zeros is not None:
+        with lane.when(number.equals(2)):
+            lane.copy_words(a.zeros.at(row), slot.at(_ZEROS_AT), is_real)
+    lane.commit_copies()
+
+
+def _load(a: _Arrays, slot: Pointer, number: Int) -> _Unit:
+    """A lane's part of a unit that is there."""
+    codes = [slot.at(number * 16, 512 * half).words(4) for half in range(2)]
+    row = number >> 2
+    if a.scale_dtype == "e4m3":
+        scales = [slot.at(row, _SCALES_AT + 8 * half).byte() for half in range(2)]
+    else:
+        scales = [slot.at(row << 1, _SCALES_AT + 16 * half).half() for half in range(2)]
     zeros = []
     if a.zeros is not None:
-        zeros = [a.zeros.at(row, 8 * half).byte() for half in range(2)]
+        zeros = [slot.at(row, _ZEROS_AT + 8 * half).byte() for half in range(2)]
     return _Unit(codes, scales, zeros)
 
 
@@ -163,9 +184,8 @@ def _values(a: _Arrays, unit: _Unit) -> tuple[list[list[list[Int]]], list[Float]
             for row, scale in zip(unit.codes, scales, strict=True)
         ]
         return words, list(factors)
-    # Bytes are signed.
-    zeros = [lane.signed_byte(x, 0) for x in unit.zeros] or [None, None]
-    subtracted = [int4_half.zero_word(x, a.dtype) for x in zeros]
+    subtracted = [int4_half.zero_word(int4_half.signed(x), a.dtype) for x in unit.zeros]
+    subtracted = subtracted or [int4_half.zero_word(None, a.dtype)] * 2
     words = [
         [int4_half.integers(word, zero, a.dtype) for word in row]
         for row, zero in zip(unit.codes, subtracted, strict=True)
@@ -186,48 +206,55 @@ def _multiply(
             for i, left in enumerate(pair):
                 total = lane.half.matmul(left, right[2 * i : 2 * i + 2], total, a.dtype)
         before = sums[4 * tile : 4 * tile + 4]
-        out += [lane.fma(x, factors[i // 2], y) for i, (x, y) in enumerate(zip(total, before))]
+        pairs = enumerate(zip(total, before, strict=True))
+        out += [lane.fma(x, factors[i // 2], y) for i, (x, y) in pairs]
     return out
 
 
 def _sums(a: _Arrays, first: Int, begin: Int, end: Int, warp: Int, number: Int) -> list[Float]:
     """A warp's sums of its groups: of each strip and tile of tokens four."""
-    s, words = a.s, 10 if a.zeros is None else 12
+    s, count = a.s, 4 * a.tiles
     last = a.rows // STRIP - 1
     strips = [(first + i).minimum(last) for i in range(s.strips)]
-    count = 4 * a.tiles
+    area = a.memory.at(warp * (s.slots * _SLOT_BYTES))
 
-    def load(group: Int, index: int) -> list[Int]:
+    def copy(group: Int, index: int, slot: Int | int) -> None:
         """The unit of strip `index`, counted on to the warp's next groups."""
         group = group + index // s.strips * s.warps
-        strip = strips[index % s.strips]
-        return _load(a, strip, group, number, group < end).flat()
+        _copy(a, strips[index % s.strips], group, area.at(slot * _SLOT_BYTES), number, group < end)
 
     def prepared(group: Int) -> list[Int]:
         is_there = group < end
         raw = _tokens(a, is_there.where(group, 0), number)
         return [x for tile in raw for chunk in tile for x in chunk]
 
-    def step(group: Int, state: list) -> list:
-        sums, rest = state[: count * s.strips], state[count * s.strips :]
-        raw, rest = rest[: 16 * a.tiles], rest[16 * a.tiles :]
-        units = [rest[i : i + words] for i in range(0, len(rest), words)]
+    def step(group: Int, state: list[Any]) -> list[Any]:
+        sums, raw, slot = state[: count * s.strips], state[count * s.strips : -1], state[-1]
         chunks = [raw[i : i + 4] for i in range(0, len(raw), 4)]
         ordered = [int4_half.token_words(x[:2], x[2:]) for x in chunks]
         tokens = [ordered[i : i + _CHUNKS] for i in range(0, len(ordered), _CHUNKS)]
         following = prepared(group + s.warps)
         for i in range(s.strips):
-            units.append(load(group, i + s.ahead))
-            unit = _Unit.of(units.pop(0))
+            lane.wait_for_copies(s.slots - 2)
+            # All lanes' copies are there, and all have read the unit before, whose slot is next.
+            lane.warp_barrier()
+            free = slot.equals(0).where(s.slots - 1, slot - 1)
+            copy(group, i + s.slots - 1, free)
+            unit = _load(a, area.at(slot * _SLOT_BYTES), number)
             own = sums[count * i : count * (i + 1)]
             sums[count * i : count * (i + 1)] = _multiply(a, unit, tokens, own)
-        return [*sums, *following, *[x for unit in units for x in unit]]
+            slot = slot.equals(s.slots - 1).where(0, slot + 1)
+        return [*sums, *following, slot]
 
     start = begin + warp
-    state: list = [lane.number(0.0)] * (count * s.strips)
-    ahead = [x for i in range(s.ahead) for x in load(start, i)]
-    state = [*state, *prepared(start), *ahead]
-    return lane.loop(start, end, s.warps, state, step)[: count * s.strips]
+    for i in range(s.slots - 1):
+        copy(start, i, i)
+    nothing = [lane.number(0.0)] * (count * s.strips)
+    state: list[Any] = [*nothing, *prepared(start), lane.integer(0)]
+    sums = lane.loop(start, end, s.warps, state, step)[: count * s.strips]
+    lane.wait_for_copies(0)
+    lane.block_barrier()
+    return sums
 
 
 def _put(a: _Arrays, sums: list[Float], warp: Int, number: Int) -> None:
@@ -245,7 +272,9 @@ def _total(a: _Arrays, token: Int, row: Int) -> list[Float]:
     """Four rows' sums of a token, of all warps."""
     place = (token * a.s.stride + row) << 2
     size = a.tiles * TILE * a.s.stride * 4
-    found = [[x.as_float() for x in a.memory.at(place, size * i).words(4)] for i in range(a.s.warps)]
+    found = [
+        [x.as_float() for x in a.memory.at(place, size * i).words(4)] for i in range(a.s.warps)
+    ]
     return [lane.total([values[i] for values in found]) for i in range(4)]
 
 
@@ -306,7 +335,7 @@ def _program(a: _Arrays, program: Int, part: Int) -> None:
     fours = s.strips * (2 if is_gated else 4)
     items = a.tokens * fours
 
-    def step(index: Int, state: list) -> list:
+    def step(index: Int, state: list[Any]) -> list[Any]:
         item = index + thread
         four = item % fours
         own = four << 2
@@ -366,13 +395,15 @@ def w4a16_few(
         rest = inputs[4:]
         zero, b, r = (None if y is None else rest.pop(0) for y in optional)
         a = _Arrays(
-            *inputs[:2],
-            zero,
-            *inputs[2:4],
-            b,
-            r,
-            out,
-            memory,
+            codes=inputs[0],
+            scales=inputs[1],
+            zeros=zero,
+            x=inputs[2],
+            output_scales=inputs[3],
+            bias=b,
+            residual=r,
+            out=out,
+            memory=memory,
             tokens=tokens,
             rows=rows,
             groups=groups,
