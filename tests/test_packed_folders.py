@@ -229,10 +229,21 @@ def test_saved_as_our_own(tmp_path, stored):
     folder, _ = write(tmp_path, "qwen2", stored)
     loaded = models.load(folder)
     models.save_quantized(loaded, tmp_path / "own")
-    again = models.load(tmp_path / "own")
+    again = models.load(tmp_path / "own", dtype=loaded.dtype)
     assert jax.tree.structure(again) == jax.tree.structure(loaded)
     for one, other in zip(jax.tree.leaves(again), jax.tree.leaves(loaded), strict=True):
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+def test_saved_orders_are_checked(tmp_path):
+    folder, _ = write(tmp_path, "llama", "gptq-act-order")
+    models.save_quantized(models.load(folder), tmp_path / "own")
+    file = tmp_path / "own" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["layers.0.down.inputs"][3] = 2**30
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match="layers.0.down.inputs must hold every input once"):
+        models.load(tmp_path / "own")
 
 
 def test_tokens_in_8_bits(folders):

@@ -5,6 +5,7 @@ of the same rank, whose axes divide those of `qvalue`: ``(qvalue - zero_point) *
 the two repeated along its axes, in the dtype of `scale`.
 """
 
+import importlib
 from typing import Any
 
 import jax
@@ -97,29 +98,28 @@ def to_qwix(weight: Int4Weight, *, in_axis: int = 0) -> Any:
         raise ValueError("zeros hold 8, and must be -8 to 7: int4 has no more")
     if weight.in_size % weight.group_size:
         # Groups divide the inputs in a QArray. One that is shared by all may be any.
-        scale, zero = _one_group("scales", scale), _one_group("zeros", zero)
+        scale = _one_group("scales", scale)
+        zero = None if zero is None else _one_group("zeros", zero)
     elif _is_one(scale) and (zero is None or _is_one(zero)):
         scale, zero = scale[:, :1], None if zero is None else zero[:, :1]
     qarray = _qarray_type()
-    placed = [
-        None if x is None else _outputs_first(jnp.asarray(x), in_axis)
-        for x in (plain.codes, scale, zero)
-    ]
-    codes, scales, zeros = placed
+
+    def placed(x: Any) -> jax.Array:
+        return _outputs_first(jnp.asarray(x), in_axis)
+
     return qarray(
-        qvalue=codes.astype(jnp.int4),
-        scale=scales,
-        zero_point=None if zeros is None else zeros.astype(jnp.int4),
+        qvalue=placed(plain.codes).astype(jnp.int4),
+        scale=placed(scale),
+        zero_point=None if zero is None else placed(zero).astype(jnp.int4),
         qtype=jnp.int4,
     )
 
 
 def _qarray_type() -> Any:
     try:
-        import qwix
+        return importlib.import_module("qwix").QArray
     except ImportError as error:
         raise ImportError(f"to_qwix needs the package qwix: {_extras.install('qwix')}") from error
-    return qwix.QArray
 
 
 def _is_int4(kind: Any) -> bool:
@@ -181,7 +181,8 @@ def _alike(scale: jax.Array, zero: jax.Array | None) -> tuple[jax.Array, jax.Arr
     count = max(counts)
     if count % min(counts):
         raise ValueError(f"groups of scale and zero_point, {counts}, must divide each other")
-    return tuple(jnp.repeat(x, count // x.shape[1], axis=1) for x in (scale, zero))
+    wide = [jnp.repeat(x, count // x.shape[1], axis=1) for x in (scale, zero)]
+    return wide[0], wide[1]
 
 
 def _whole_scale(scales: np.ndarray, output_scale: np.ndarray) -> np.ndarray:
@@ -203,9 +204,7 @@ def _is_one(x: np.ndarray) -> bool:
     return bool((x == x[:, :1]).all())
 
 
-def _one_group(name: str, x: np.ndarray | None) -> np.ndarray | None:
-    if x is None:
-        return None
+def _one_group(name: str, x: np.ndarray) -> np.ndarray:
     if not _is_one(x):
         raise ValueError(f"{name} must be the same in all groups of an output, which are not whole")
     return x[:, :1]

@@ -59,6 +59,11 @@ def load(
     Tensors go to JAX's default device one at a time: besides the model, host and device hold about
     one of them.
 
+    Checkpoints with 4-bit weights of GPTQ, AWQ and compressed-tensors keep their codes, scales and
+    zero points: what `turbojax.fireq.dequantize` gives of a weight is, rounded to the scales'
+    dtype, what those packages compute, bit for bit. Their decoders multiply unrounded tokens, see
+    `QuantizedDecoder.with_activations`.
+
     Args:
       path_or_name: ``"embedded"`` for the shipped model, or a folder in Hugging Face's layout or
         written by `save_quantized`: `config.json`, and `model.safetensors` or several files with

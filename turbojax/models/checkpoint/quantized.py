@@ -191,6 +191,8 @@ def _restore(name: str, stored: _folder.Stored, dtype: np.dtype, version: int) -
         array = _folder.cast(array, dtype, name)
     if array.dtype != dtype:
         raise ValueError(f"{stored.file}: {name} has dtype {array.dtype}, must be {dtype}")
+    if name.endswith(".inputs") and not np.array_equal(np.sort(array), np.arange(array.size)):
+        raise ValueError(f"{stored.file}: {name} must hold every input once")
     if version == 1:
         array = tiles_of_version_1(name.rpartition(".")[2], array, name)
     return jnp.asarray(array)
@@ -307,8 +309,9 @@ def _template(
     )
 
 
-def _layer_template(layer: QuantizedLayer, block: Mapping[str, Any]) -> QuantizedLayer:
+def _layer_template(layer: QuantizedLayer, block: Mapping[str, Any]) -> Any:
     """A layer of shapes and dtypes whose linear layers are as described."""
+    struct: Any = jax.ShapeDtypeStruct
 
     def linear(path: Any, x: Any) -> Any:
         if not isinstance(x, QuantizedLinear):
@@ -320,12 +323,12 @@ def _layer_template(layer: QuantizedLayer, block: Mapping[str, Any]) -> Quantize
         return QuantizedLinear(
             weight=dataclasses.replace(
                 weight,
-                scales=jax.ShapeDtypeStruct(shape, weight.scales.dtype),
-                zeros=jax.ShapeDtypeStruct(shape, jnp.int8) if block["zeros"] else None,
+                scales=struct(shape, weight.scales.dtype),
+                zeros=struct(shape, jnp.int8) if block["zeros"] else None,
                 group_size=size,
             ),
             bias=x.bias,
-            inputs=jax.ShapeDtypeStruct((weight.in_size,), jnp.int32) if is_ordered else None,
+            inputs=struct((weight.in_size,), jnp.int32) if is_ordered else None,
             activations=block["activations"],
         )
 
