@@ -7,3 +7,5 @@ import jax
 Activation = Literal["silu", "gelu", "swiglu"]
 ACTIVATIONS = ("silu", "gelu", "swiglu")
 Precision = Literal["default", "high", "highest"] | jax.lax.Precision
+Gradient = Literal["exact", "e4m3"]
+GRADIENTS = ("exact", "e4m3")
