@@ -133,6 +133,8 @@ def check_activation(activation: Activation | None, weight: Int4Weight) -> None:
     if not isinstance(weight, Int4Weight):
         raise TypeError(f"weight is a {type(weight).__name__}, must be an Int4Weight")
     weight.validate()
+    if weight.stack:
+        raise ValueError(f"{weight.stack=} must be (): for a stack of weights see jax.vmap")
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"{activation=} must be None or one of {ACTIVATIONS}")
     if weight.gated != (activation == "swiglu"):

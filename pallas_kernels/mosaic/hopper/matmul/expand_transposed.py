@@ -17,16 +17,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.layouts import Ref
 from pallas_kernels.mosaic import ring
 from pallas_kernels.mosaic.products import int4_transposed
-from pallas_kernels.mosaic.products.int4 import GROUP, ROW_BYTES, TABLE_BYTES, TABLES
+from pallas_kernels.mosaic.products.int4 import CHUNK, GROUP, ROW_BYTES, TABLE_BYTES, TABLES, chunks
 from pallas_kernels.mosaic.products.int4_transposed import ROWS
 from pallas_kernels.mosaic.ring import SCALAR, WARPGROUPS
 
 _STAGES = 6
 _OUTPUTS = 2
-# Tiles of codes lie in lines of this many bytes, which copies and shared memory like.
-_LINE = 128
 _TILE_ROWS = 64
-_LINES = _TILE_ROWS * ROW_BYTES // _LINE
+_LINES = _TILE_ROWS * ROW_BYTES // CHUNK
 _TILES = ROWS // _TILE_ROWS
 
 
@@ -89,7 +87,7 @@ def _kernel(codes_ref: Ref, scales_ref: Ref, tables_ref: Ref, out_ref: Ref) -> N
 
     pl.run_scoped(
         body,
-        plgpu.SMEM((_STAGES, _TILES, WARPGROUPS, _LINES, _LINE), jnp.uint8),
+        plgpu.SMEM((_STAGES, _TILES, WARPGROUPS, _LINES, CHUNK), jnp.uint8),
         plgpu.SMEM((_STAGES, _TILES, WARPGROUPS, _TILE_ROWS), jnp.uint8),
         plgpu.SMEM((TABLES, TABLE_BYTES), jnp.uint8),
         ring.tile((WARPGROUPS, _OUTPUTS, GROUP, ROWS), jnp.uint8),
@@ -123,6 +121,6 @@ def int4_expand_transposed(
         total * pl.cdiv(groups, WARPGROUPS),
         programs,
     )
-    lines = codes.reshape(tiles, groups, _LINES, _LINE)
+    lines = codes.reshape(tiles, groups, _LINES, CHUNK)
     out = run(lines, lax.bitcast_convert_type(scales, jnp.uint8), tables)
     return lax.bitcast_convert_type(out, jnp.float8_e4m3fn)
