@@ -87,7 +87,7 @@ def test_the_table_and_the_bars(tiny_folder, tmp_path):
     for words in ("layers", "2/2", "evaluation", "768/768"):
         assert words in result.stderr
     decoder = models.load(tmp_path)
-    assert decoder.layers[0].qkv.scale_dtype == "bf16"
+    assert decoder.layers[0].qkv.weight.scale_dtype == "bf16"
     assert decoder.layers[0].key_channel_scale is None
 
 

@@ -63,7 +63,7 @@ def test_bad_calls_say_what_is_wrong(model, quantized, calibration, tmp_path):
             call()
     weights = layer_weights(models.unstack(model).layers[0], model.config)
     biased = dataclasses.replace(weights.q, bias=jnp.ones(len(weights.q.weight)))
-    with pytest.raises(NotImplementedError, match="q has a bias"):
+    with pytest.raises(ValueError, match="all of q, k, v must have a bias, or none of them"):
         quantize_layer(dataclasses.replace(weights, q=biased))
 
 
@@ -88,7 +88,7 @@ def test_models_of_another_kind_are_refused(model, quantized, calibration, tmp_p
 def test_only_uniform_layers_are_saved(quantized, tmp_path):
     first, second = quantized.layers
     bare = dataclasses.replace(second, key_channel_scale=None)
-    swapped = dataclasses.replace(second, o=second.down)
+    swapped = dataclasses.replace(second, o=second.mlp.down)
     for layers, message in [
         ((first, bare), r"layers\[1\] must have"),
         ((first, swapped), r"layers\[1\] must have"),

@@ -36,7 +36,9 @@ def run(x, weight, bias=None, residual=None, activation=None, **launch):
 def operands(shape, scale_dtype, activation, dtype=jnp.bfloat16, seed=0):
     count, out_size, in_size = shape
     rng = np.random.default_rng(seed)
-    weight = random_weight(rng, out_size, in_size, scale_dtype, gated=activation == "swiglu")
+    weight = random_weight(
+        rng, out_size, in_size, scale_dtype, gated=activation in ("swiglu", "geglu")
+    )
     tokens = random_tokens(rng, count, in_size, dtype)
     return tokens, weight, *random_epilogue(rng, count, weight, dtype)
 
@@ -52,7 +54,7 @@ def test_dtypes_without_a_part_of_the_epilogue(dtype, has_bias):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("splits", "scale_dtype", "activation"),
-    [(2, "e4m3", "swiglu"), (3, "bf16", "gelu")],
+    [(2, "e4m3", "geglu"), (3, "bf16", "gelu")],
 )
 def test_programs_that_share_a_tile(splits, scale_dtype, activation):
     """Of 5 groups the last program gets one, or two."""
@@ -211,7 +213,7 @@ LOWERED = [
 )
 def test_it_lowers(case, has_e4m3):
     *shape, scale_dtype, activation = case
-    tokens, weight = specification(*shape, scale_dtype, gated=activation == "swiglu")
+    tokens, weight = specification(*shape, scale_dtype, gated=activation in ("swiglu", "geglu"))
     launch = triton._launch(shape[0], weight, activation, interpret=False)
     launch = dataclasses.replace(launch, has_e4m3=has_e4m3)
     residual = jax.ShapeDtypeStruct((shape[0], weight.result_size), jnp.bfloat16)

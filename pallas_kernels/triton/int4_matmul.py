@@ -52,7 +52,7 @@ class Settings:
       num_warps: warps of a program.
       num_stages: steps in flight.
       gated: whether rows are gate and up, in alternating groups of eight.
-      activation: None, "silu", "gelu", or "swiglu", exactly for gated weights.
+      activation: None, "silu" or "gelu"; "swiglu" or "geglu" exactly for gated weights.
       has_e4m3: whether the GPU converts to e4m3.
       interpret: run without a GPU.
     """
@@ -168,20 +168,24 @@ def finish(
     y = [x * token_scale * scale for x, scale in zip(sums, output_scale, strict=True)]
     if bias is not None:
         y = [x + b for x, b in zip(y, bias, strict=True)]
-    if activation == "swiglu":
+    if activation in ("swiglu", "geglu"):
         gate, up = y
-        result = _sigmoid_product(gate, gate) * up
+        result = _activate(gate, "silu" if activation == "swiglu" else "gelu") * up
     else:
         [result] = y
-        if activation == "silu":
-            result = _sigmoid_product(result, result)
-        elif activation == "gelu":
-            # 1 + tanh(z) is twice the logistic function of 2 z.
-            cubic = result + 0.044715 * (result * result * result)
-            result = _sigmoid_product(result, 1.5957691216057308 * cubic)
+        result = _activate(result, activation)
     if residual is not None:
         result = result + residual.astype(jnp.float32)
     return result.astype(dtype)
+
+
+def _activate(x: jax.Array, kind: str | None) -> jax.Array:
+    if kind == "silu":
+        return _sigmoid_product(x, x)
+    if kind == "gelu":
+        # 1 + tanh(z) is twice the logistic function of 2 z.
+        return _sigmoid_product(x, 1.5957691216057308 * (x + 0.044715 * (x * x * x)))
+    return x
 
 
 def _sigmoid_product(x: jax.Array, z: jax.Array) -> jax.Array:

@@ -18,10 +18,12 @@ from turbojax.models.checkpoint.huggingface import held_out_modules as held_out_
 from turbojax.models.checkpoint.huggingface import load as load
 from turbojax.models.checkpoint.huggingface import load_decoder as load_decoder
 from turbojax.models.checkpoint.huggingface import load_transformer as load_transformer
+from turbojax.models.checkpoint.huggingface import open_decoder as open_decoder
 from turbojax.models.checkpoint.huggingface import read_config as read_config
 from turbojax.models.checkpoint.huggingface import save as save
 from turbojax.models.checkpoint.huggingface import weight_files as weight_files
 from turbojax.models.checkpoint.quantized import save_quantized as save_quantized
+from turbojax.models.checkpoint.stored import StoredDecoder as StoredDecoder
 from turbojax.models.config import TransformerConfig as TransformerConfig
 from turbojax.models.decoder import Decoder as Decoder
 from turbojax.models.decoder import random_decoder as random_decoder

@@ -24,7 +24,6 @@ from turbojax.models.checkpoint.weights import Progress, check_dtype, check_rota
 from turbojax.models.config import TransformerConfig, config_json, model_config, stored_dtype
 from turbojax.models.quantized import (
     QuantizedDecoder,
-    check_config,
     random_quantized_decoder,
     random_weight,
 )
@@ -132,7 +131,7 @@ def read(
 
     Raises:
       FileNotFoundError: if there are no weights.
-      NotImplementedError: if the version, the architecture or what it computes is not supported.
+      NotImplementedError: if the version or the architecture is not supported.
       ValueError: if a file cannot be parsed, tensors are missing, unexpected or mis-shaped, or an
         argument is out of range.
     """
@@ -146,10 +145,6 @@ def read(
     named_dtype = stored_dtype(hf) or jnp.bfloat16
     compute = check_dtype(named_dtype if dtype is None else dtype)
     config = model_config(folder, hf, max_length)
-    try:
-        check_config(config)
-    except NotImplementedError as error:
-        raise NotImplementedError(f"{folder / _folder.CONFIG_NAME}: {error}") from error
     tensors = _folder.stored_tensors(folder)
     _folder.require_config(folder, hf)
     _folder.require_layers(tensors, config.num_layers, "layers.", folder)
@@ -204,9 +199,17 @@ def _tensor(name: str, leaf: jax.Array, stored: np.dtype) -> _folder.Tensor:
 
 
 def _named_leaves(tree: QuantizedDecoder) -> list[tuple[str, Any]]:
-    """Every array with its place, such as ``layers.0.qkv.codes``."""
+    """Every array with its place, such as ``layers.0.qkv.codes`` or ``layers.0.qkv.bias``.
+
+    Of the parts that weights lie in, a linear layer and a feed-forward layer, nothing is said.
+    """
     with_path, _ = jax.tree.flatten_with_path(tree)
-    return [(jax.tree_util.keystr(path, simple=True, separator="."), x) for path, x in with_path]
+
+    def name(path: Any) -> str:
+        place = jax.tree_util.keystr(path, simple=True, separator=".")
+        return place.replace(".weight.", ".").replace(".mlp.", ".")
+
+    return [(name(path), x) for path, x in with_path]
 
 
 def _check_layers(model: QuantizedDecoder) -> None:
@@ -230,7 +233,7 @@ def _check_layers(model: QuantizedDecoder) -> None:
 
 
 def _description(model: QuantizedDecoder) -> dict[str, Any]:
-    first = model.layers[0].qkv
+    first = model.layers[0].qkv.weight
     head = model.lm_head
     return {
         "quant_method": QUANT_METHOD,

@@ -18,6 +18,7 @@ from turbojax.ops.int4_matmul import gradient as gradients
 from turbojax.ops.int4_matmul import mosaic_gpu, mosaic_gradient, reference, triton
 from turbojax.ops.int4_matmul.static import (
     ACTIVATIONS,
+    GATED,
     GRADIENTS,
     Activation,
     Gradient,
@@ -63,8 +64,8 @@ def matmul(
         gradient.
       weight: ``[N, K]``, see `quantize_weight`; of a gated product ``[2 F, K]``, see `gate_and_up`.
       bias: optional floating point ``[N]``; of a gated weight ``[2 F]``, that of the gate first.
-      activation: ``"silu"``, ``"gelu"`` (its tanh form), or None; for a gated weight ``"swiglu"``
-        and nothing else: ``silu(gate) * up``.
+      activation: ``"silu"``, ``"gelu"`` (its tanh form), or None; for a gated weight ``"swiglu"``,
+        ``silu(gate) * up``, or ``"geglu"``, ``gelu(gate) * up``, and nothing else.
       residual: optional ``[..., N]`` or ``[..., F]`` in `x`'s dtype, added after the activation.
       precision: None, ``"default"``, ``"high"``, ``"highest"`` or a `jax.lax.Precision`. By
         default, with more than 128 tokens, sums may stay in an 8-bit matrix unit, whose additions
@@ -137,8 +138,8 @@ def check_activation(activation: Activation | None, weight: Int4Weight) -> None:
         raise ValueError(f"{weight.stack=} must be (): for a stack of weights see jax.vmap")
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"{activation=} must be None or one of {ACTIVATIONS}")
-    if weight.gated != (activation == "swiglu"):
-        raise ValueError(f"{activation=} must be 'swiglu' for gated weights, and only for them")
+    if weight.gated != (activation in GATED):
+        raise ValueError(f"{activation=} must be one of {GATED} for gated weights, and only there")
 
 
 def check_precision(precision: Precision | None) -> bool:

@@ -36,7 +36,7 @@ def matmul(
       weight: of `K` inputs and, padded, `N` rows.
       bias: float32 ``[N]`` in the order of the weight's rows, or None.
       residual: ``[M, result_size]``, or None.
-      activation: what is applied to the sum; ``"swiglu"`` for gated weights.
+      activation: what is applied to the sum; one of `GATED` for gated weights.
       is_precise: without effect, for sums are always float32.
 
     Returns:
@@ -70,7 +70,7 @@ def epilogue(
       weight: gives `output_scale` and the order of its rows.
       bias: float32 ``[N]``, or None.
       residual: ``[M, result_size]``, or None.
-      activation: with ``"swiglu"`` eight rows of the gate alternate with eight of its partner.
+      activation: with one of `GATED` eight rows of the gate alternate with eight of its partner.
 
     Returns:
       float32 ``[M, result_size]``.
@@ -83,7 +83,7 @@ def epilogue(
 
 
 def activate(x: jax.Array, activation: Activation | None) -> jax.Array:
-    """The activation of float32 ``[M, N]``; ``"swiglu"`` halves `N`."""
+    """The activation of float32 ``[M, ...]``; a gated one halves `N`."""
     if activation is None:
         return x
     if activation == "silu":
@@ -91,7 +91,8 @@ def activate(x: jax.Array, activation: Activation | None) -> jax.Array:
     if activation == "gelu":
         return jax.nn.gelu(x, approximate=True)
     parts = x.reshape(x.shape[0], -1, 2, GATED_ROWS)
-    return (jax.nn.silu(parts[:, :, 0]) * parts[:, :, 1]).reshape(x.shape[0], -1)
+    gate = activate(parts[:, :, 0], "silu" if activation == "swiglu" else "gelu")
+    return (gate * parts[:, :, 1]).reshape(x.shape[0], -1)
 
 
 def _sums(codes: jax.Array, weight: Int4Weight, *, dtype: jax.typing.DTypeLike) -> jax.Array:

@@ -4,8 +4,10 @@ from typing import Literal
 
 import jax
 
-Activation = Literal["silu", "gelu", "swiglu"]
-ACTIVATIONS = ("silu", "gelu", "swiglu")
+Activation = Literal["silu", "gelu", "swiglu", "geglu"]
+ACTIVATIONS = ("silu", "gelu", "swiglu", "geglu")
+GATED = ("swiglu", "geglu")
+"""Those of gated weights: SiLU or GELU of the gate, times its partner."""
 Precision = Literal["default", "high", "highest"] | jax.lax.Precision
 Gradient = Literal["exact", "e4m3"]
 GRADIENTS = ("exact", "e4m3")
