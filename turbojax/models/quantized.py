@@ -23,7 +23,6 @@ from turbojax.models.config import TransformerConfig
 from turbojax.models.decoder import apply_layers
 from turbojax.models.quantized_layer import QuantizedLayer, QuantizedLinear, join_layer
 from turbojax.models.transformer import cap, embed, project, scale_embeddings
-from turbojax.ops.fp8_tokens import quantize_activation
 from turbojax.ops.int4_matmul import matmul
 from turbojax.quantizers.int4 import (
     Int4Weight,
@@ -98,7 +97,7 @@ class QuantizedDecoder:
         table = self.embedding if self.lm_head is None else self.lm_head
         if isinstance(table, Int4Weight):
             # The result has the dtype of what was quantized: logits are not rounded to 16 bits.
-            logits = matmul(quantize_activation(hidden.astype(jnp.float32)), table)
+            logits = matmul(hidden.astype(jnp.float32), table)
             return cap(logits, self.config.final_soft_cap)
         return project(hidden, table, self.dtype, self.config.final_soft_cap)
 

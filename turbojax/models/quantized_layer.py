@@ -13,7 +13,7 @@ from turbojax.kv.base import Cache
 from turbojax.models.config import TransformerConfig
 from turbojax.ops.fp8_tokens import rms_norm_quantize
 from turbojax.ops.int4_matmul import matmul
-from turbojax.ops.int4_matmul.static import Activation
+from turbojax.ops.int4_matmul.static import Activation, Gradient
 from turbojax.quantizers import Fp8Tokens
 from turbojax.quantizers.int4 import Int4Weight, concatenate, gate_and_up
 from turbojax.rotary import Rope
@@ -47,9 +47,11 @@ class QuantizedLinear:
         *,
         activation: Activation | None = None,
         residual: jax.Array | None = None,
+        gradient: Gradient = "exact",
     ) -> jax.Array:
         """Maps ``[..., in]`` to ``[..., out]``, see `matmul`, which rounds tokens that are not."""
-        return matmul(x, self.weight, bias=self.bias, activation=activation, residual=residual)
+        given = {"activation": activation, "residual": residual, "gradient": gradient}
+        return matmul(x, self.weight, bias=self.bias, **given)
 
     def after_norm(
         self, hidden: jax.Array, norm: jax.Array, eps: float, activation: Activation | None = None
