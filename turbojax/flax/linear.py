@@ -9,10 +9,11 @@ from turbojax._registry import ImplementationName
 from turbojax.ops.int4_matmul.api import (
     check_activation,
     check_bias,
+    check_gradient,
     check_precision,
     matmul,
 )
-from turbojax.ops.int4_matmul.static import Activation, Precision
+from turbojax.ops.int4_matmul.static import Activation, Gradient, Precision
 from turbojax.quantizers import Fp8Tokens
 from turbojax.quantizers.int4 import BLOCK, Int4Weight, ScaleDtype, quantize_weight
 
@@ -38,6 +39,7 @@ class Int4Linear(nnx.Module):
       out_features: outputs, of a gated weight half of its rows.
       activation: what is applied to the result.
       precision: of its sums, see `matmul`.
+      gradient: how that of its inputs is computed, see `matmul`.
       implementation: what computes it, see `matmul`.
     """
 
@@ -48,6 +50,7 @@ class Int4Linear(nnx.Module):
         bias: jax.Array | None = None,
         activation: Activation | None = None,
         precision: Precision | None = None,
+        gradient: Gradient = "exact",
         implementation: ImplementationName | None = None,
     ):
         """Takes a quantized weight; `from_linear` quantizes one.
@@ -57,14 +60,17 @@ class Int4Linear(nnx.Module):
           bias: floating point ``[out]``; of a gated weight that of the gate first.
           activation: as in `matmul`.
           precision: as in `matmul`.
+          gradient: as in `matmul`.
           implementation: as in `matmul`.
 
         Raises:
           TypeError: if the weight or the bias is of another kind or dtype.
-          ValueError: if the bias has another shape, or the activation or precision does not fit.
+          ValueError: if the bias has another shape, or the activation, precision or gradient does
+            not fit.
         """
         check_activation(activation, weight)
         check_precision(precision)
+        check_gradient(gradient, weight)
         bias = check_bias(bias, weight)
         self.codes = FrozenParam(weight.codes)
         self.scales = FrozenParam(weight.scales)
@@ -77,6 +83,7 @@ class Int4Linear(nnx.Module):
         self.gated = weight.gated
         self.activation = activation
         self.precision = precision
+        self.gradient: Gradient = gradient
         self.implementation = implementation
 
     @classmethod
@@ -88,6 +95,7 @@ class Int4Linear(nnx.Module):
         scale_dtype: ScaleDtype = "e4m3",
         activation: Activation | None = None,
         precision: Precision | None = None,
+        gradient: Gradient = "exact",
         implementation: ImplementationName | None = None,
     ) -> Self:
         """Quantizes a layer's kernel; its bias is kept as it is.
@@ -98,6 +106,7 @@ class Int4Linear(nnx.Module):
           scale_dtype: as in `quantize_weight`.
           activation: as in `matmul`.
           precision: as in `matmul`.
+          gradient: as in `matmul`.
           implementation: as in `matmul`.
 
         Raises:
@@ -112,6 +121,7 @@ class Int4Linear(nnx.Module):
             bias=None if linear.bias is None else linear.bias.get_value(),
             activation=activation,
             precision=precision,
+            gradient=gradient,
             implementation=implementation,
         )
 
@@ -145,6 +155,7 @@ class Int4Linear(nnx.Module):
             bias=None if self.bias is None else self.bias.get_value(),
             activation=self.activation,
             precision=self.precision,
+            gradient=self.gradient,
             residual=residual,
             implementation=self.implementation,
         )
