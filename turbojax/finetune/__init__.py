@@ -10,6 +10,8 @@ from turbojax.finetune.data import Corpus as Corpus
 from turbojax.finetune.data import corpus_of as corpus_of
 from turbojax.finetune.data import standard_library_corpus as standard_library_corpus
 from turbojax.finetune.display import save_plot as save_plot
+from turbojax.finetune.lora import LoraTrainer as LoraTrainer
+from turbojax.finetune.lora import token_losses as token_losses
 from turbojax.finetune.run import MODEL_NAME as MODEL_NAME
 from turbojax.finetune.run import Rhythm as Rhythm
 from turbojax.finetune.run import fine_tune as fine_tune
