@@ -61,6 +61,7 @@ from turbojax.models.lora import without_adapters as without_adapters
 from turbojax.models.quantize import quantize_model as quantize_model
 from turbojax.models.quantized import QuantizedDecoder as QuantizedDecoder
 from turbojax.models.quantized import random_quantized_decoder as random_quantized_decoder
+from turbojax.models.quantized_layer import LINEARS as LINEARS
 from turbojax.models.shapes import SHAPES as SHAPES
 from turbojax.models.text.chat import chat_tokens as chat_tokens
 from turbojax.models.text.chat import render_chat as render_chat
