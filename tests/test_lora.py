@@ -136,7 +136,12 @@ def test_joined_layers(scale_dtype):
 def test_gradients_in_float64():
     """Of the inputs, straight through the rounding, and of both factors of an adapter."""
     weight = quantize_weight(normal((40, 130), 1, 0.1))
-    x, a, b, d = normal((7, 130), 2), normal((3, 130), 3, 0.1), normal((40, 3), 4), normal((7, 40), 5)
+    x, a, b, d = (
+        normal((7, 130), 2),
+        normal((3, 130), 3, 0.1),
+        normal((40, 3), 4),
+        normal((7, 40), 5),
+    )
 
     def call(x, a, b):
         return LoraLinear(QuantizedLinear(weight), a, b, "exact")(x)

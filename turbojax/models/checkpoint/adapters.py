@@ -58,7 +58,7 @@ def save_adapters(
 
     PEFT applies them to a model whose linear layers have the inputs and outputs that these had in
     training. A model that `quantize_model` smoothed has others than the one that it was made of;
-    with ``Smoothing(cas=None, pts=False, rpn=False, crs=False)`` they are the same.
+    with ``Smoothing(cas=False, pts=False, rpn=False, crs=False)`` they are the same.
 
     Args:
       adapters: all of one rank.
