@@ -93,7 +93,7 @@ def test_through_activations(activation, dtype):
 
 
 def test_rows_of_every_size():
-    """Powers of two in `output_scale` go to the cotangents; small rows drown in large ones alone."""
+    """Powers of two in `output_scale` go to the cotangents; small rows drown in large ones."""
     rng = np.random.default_rng(0)
     w = jnp.asarray(rng.normal(size=(60, 200)) * np.logspace(-12, 4, 60)[:, None], jnp.float32)
     weight = tj.fireq.quantize_weight(w)

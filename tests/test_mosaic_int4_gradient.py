@@ -1,9 +1,10 @@
-"""The gradient's kernels of `int4_matmul` on Hopper, without a GPU: transposition, launch, lowering.
+"""The gradient's kernels of `int4_matmul` without a GPU: transposition, launch, lowering.
 
 What they compute is checked on a GPU, in `test_gpu_int4_gradient.py`.
 """
 
 import functools
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ SHARED_BYTES = 227 * 1024
 class Memory(warp.Pointer):
     """Shared memory that notes how many lanes of a load or store meet in a bank."""
 
-    worst: dict[str, int] = {}
+    worst: ClassVar[dict[str, int]] = {}
 
     @classmethod
     def to(cls, array):

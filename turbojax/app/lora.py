@@ -94,8 +94,8 @@ def lora(
         decoder = found.load().decoder
         if not isinstance(decoder, models.QuantizedDecoder):
             raise ValueError(f"model {model!r} must be quantized: see turbojax quantize")
-        start = {"rank": rank, "alpha": alpha, "seed": seed}
-        adapters = models.init_adapters(decoder, targets=tuple(target or models.LINEARS), **start)
+        targets = tuple(target or models.LINEARS)
+        adapters = models.init_adapters(decoder, rank=rank, alpha=alpha, targets=targets, seed=seed)
         typer.echo(f"{corpus.stream.size:,} tokens; {adapters.num_parameters:,} numbers to train")
         with _progress_bar() as bar:
             finetune.fine_tune_adapters(

@@ -81,7 +81,7 @@ def find_text_model(
 
     def load() -> TextModel:
         decoder = models.load_decoder(path, dtype=dtype, max_length=max_length)
-        if loaded is not None:
+        if loaded is not None and isinstance(decoder, models.QuantizedDecoder):
             decoder = models.with_adapters(decoder, loaded)
         return TextModel(decoder, tokenizer)
 

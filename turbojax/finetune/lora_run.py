@@ -25,6 +25,7 @@ from turbojax.models.text.tokenizer import Tokenizer
 from turbojax.ops.int4_matmul.static import Gradient
 
 ADAPTERS_NAME = "adapters"
+_RHYTHM = Rhythm()
 # Share of the text that is held out where no other is named.
 _HELD_OUT_SHARE = 20
 
@@ -79,7 +80,7 @@ def fine_tune_adapters(
     corpus: TokenCorpus,
     *,
     gradient: Gradient = "e4m3",
-    rhythm: Rhythm = Rhythm(),
+    rhythm: Rhythm = _RHYTHM,
     base_model: str | None = None,
     report: Report = lambda row: None,
 ) -> dict[str, Any]:

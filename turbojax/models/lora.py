@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, Hu et al., 2021) beside the INT4 weights of a decoder.
 
-A linear layer with an adapter computes ``x W^T + bias + alpha / rank * (x A^T) B^T``: `W` has 4 bits
-and is frozen, `A` and `B` are float32 and are trained. Adapters are a pytree of their own, so that
+A linear layer with an adapter computes ``x W^T + bias + alpha / rank * (x A^T) B^T``: `W` has 4
+bits and is frozen, `A` and `B` are float32 and are trained. Adapters are a pytree of their own, so that
 `jax.grad` and an optimizer take them as they are; `with_adapters` puts them into a decoder, which
 then runs like any other.
 """
@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from turbojax import _checks
 from turbojax.flax.norms import rms_norm
@@ -206,7 +205,7 @@ def with_adapters(
                 f"layers[{i}].mlp is a {type(layer.mlp).__name__}: only a QuantizedMlp can have "
                 "adapters"
             )
-        join = functools.partial(_join, own, sizes, adapters.scale, gradient)
+        join: Callable[..., Any] = functools.partial(_join, own, sizes, adapters.scale, gradient)
         mlp = dataclasses.replace(
             layer.mlp,
             gate_up=join(layer.mlp.gate_up, "gate", "up"),

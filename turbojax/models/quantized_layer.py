@@ -50,8 +50,14 @@ class QuantizedLinear:
         gradient: Gradient = "exact",
     ) -> jax.Array:
         """Maps ``[..., in]`` to ``[..., out]``, see `matmul`, which rounds tokens that are not."""
-        given = {"activation": activation, "residual": residual, "gradient": gradient}
-        return matmul(x, self.weight, bias=self.bias, **given)
+        return matmul(
+            x,
+            self.weight,
+            bias=self.bias,
+            activation=activation,
+            residual=residual,
+            gradient=gradient,
+        )
 
     def after_norm(
         self, hidden: jax.Array, norm: jax.Array, eps: float, activation: Activation | None = None

@@ -111,7 +111,7 @@ def matmul(
         # The name is that of the product; every quantizer gives the same bits.
         quantizer: ImplementationName | None = "xla" if implementation == "xla" else None
         quantize = functools.partial(quantize_activation, implementation=quantizer)
-        rule = gradients.exact
+        rule: Callable[..., tuple[jax.Array, jax.Array]] = gradients.exact
         if gradient == "e4m3":
             has_kernel = chosen.name == "mosaic_gpu" and not is_precise
             rule = functools.partial(

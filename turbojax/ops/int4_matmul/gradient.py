@@ -1,4 +1,4 @@
-"""The gradient of `matmul`: exact, or with cotangents in e4m3 at the speed of the product itself."""
+"""The gradient of `matmul`: exact, or with cotangents in e4m3, as fast as the product itself."""
 
 import dataclasses
 import functools
@@ -13,7 +13,8 @@ from turbojax.ops.fp8_tokens import quantize_activation, scale_quantize
 from turbojax.ops.int4_matmul import reference
 from turbojax.ops.int4_matmul.static import Activation
 from turbojax.quantizers import Fp8Tokens, Int4Weight
-from turbojax.quantizers.int4 import scaled_values, stored_rows
+from turbojax.quantizers.int4 import scaled_values
+from turbojax.quantizers.int4_layout import stored_rows
 
 
 @functools.partial(jax.jit, static_argnames="activation")

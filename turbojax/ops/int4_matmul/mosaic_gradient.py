@@ -1,7 +1,7 @@
 """The Mosaic GPU kernels behind the gradient of `int4_matmul` on Hopper."""
 
 import functools
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,9 @@ import jax.numpy as jnp
 from turbojax._device import multiprocessors
 from turbojax.ops.int4_matmul import mosaic_gpu
 from turbojax.quantizers import Fp8Tokens, Int4Weight
+
+if TYPE_CHECKING:
+    from pallas_kernels.mosaic.hopper.matmul.fp8 import Epilogue
 
 # Outputs of a tile; tokens that it may have; tokens that copies of more than these come in.
 _TILE, _TOKENS, _COPY = 128, (8, 16, 32, 64, 128, 256), 8

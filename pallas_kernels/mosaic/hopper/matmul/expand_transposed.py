@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.layouts import Ref
 from pallas_kernels.mosaic import ring
 from pallas_kernels.mosaic.products import int4_transposed
-from pallas_kernels.mosaic.products.int4 import CHUNK, GROUP, ROW_BYTES, TABLE_BYTES, TABLES, chunks
+from pallas_kernels.mosaic.products.int4 import CHUNK, GROUP, ROW_BYTES, TABLE_BYTES, TABLES
 from pallas_kernels.mosaic.products.int4_transposed import ROWS
 from pallas_kernels.mosaic.ring import SCALAR, WARPGROUPS
 
