@@ -1,6 +1,7 @@
 """Models that commands continue texts with: found by name, checked, and loaded last."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
@@ -36,6 +37,7 @@ class FoundModel:
       tokenizer: what reads its text.
       weight_bytes: of its weights in this dtype, about.
       load: loads it.
+      open: opens its checkpoint, see `models.open_decoder`; None if there is none.
     """
 
     config: models.TransformerConfig
@@ -43,6 +45,7 @@ class FoundModel:
     tokenizer: Tokenizer
     weight_bytes: int
     load: Callable[[], TextModel]
+    open: Callable[[], models.StoredDecoder] | None = None
 
 
 def find_text_model(
@@ -85,7 +88,8 @@ def find_text_model(
             decoder = models.with_adapters(decoder, loaded)
         return TextModel(decoder, tokenizer)
 
-    return FoundModel(config, used, tokenizer, size, load)
+    open_it = functools.partial(models.open_decoder, path, dtype=dtype, max_length=max_length)
+    return FoundModel(config, used, tokenizer, size, load, open_it)
 
 
 def load_text_model(

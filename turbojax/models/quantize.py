@@ -60,9 +60,9 @@ def quantize_model(
     Activations become e4m3 with a scale per token as the model runs. Smoothing is folded into the
     weights in float32 before they are rounded, except CRS, which stays in the model.
 
-    Besides the model that it is given, memory holds the quantized one, a layer at a time in float32,
-    and the residual stream of the calibration text. Of a model from `open_decoder` it is one layer,
-    too, and the tables of embeddings and logits; a `Transformer` is copied, see `unstack`.
+    Besides the model that it is given, memory holds the quantized one, one layer in float32, and
+    the residual stream of the calibration text. Of a model from `open_decoder` it holds one layer,
+    too, or one table; a `Transformer` is copied, see `unstack`.
 
     Args:
       model: the model, of any family.
@@ -154,11 +154,14 @@ def _quantize(
     for number in range(decoder.config.num_layers):
         params = decoder.layers[number]
         seen = watch(number, params)
+        weights = layer_weights(params, decoder.config)
+        del params
         try:
-            smooth = smooth_layer(layer_weights(params, decoder.config), seen, smoothing)
-            layers.append(jax.block_until_ready(quantize_layer(smooth, scale_dtype)))
+            weights = smooth_layer(weights, seen, smoothing)
+            layers.append(jax.block_until_ready(quantize_layer(weights, scale_dtype)))
         except ValueError as error:
             raise ValueError(f"layer {number}: {error}") from error
+        del weights
         if progress is not None:
             progress("layers", 1)
     embedding, lm_head = _tables(decoder, scale_dtype, quantize_embedding, quantize_head)

@@ -97,8 +97,7 @@ class QuantizedDecoder:
         table = self.embedding if self.lm_head is None else self.lm_head
         if isinstance(table, Int4Weight):
             # The result has the dtype of what was quantized: logits are not rounded to 16 bits.
-            logits = matmul(hidden.astype(jnp.float32), table)
-            return cap(logits, self.config.final_soft_cap)
+            return cap(matmul(hidden.astype(jnp.float32), table), self.config.final_soft_cap)
         return project(hidden, table, self.dtype, self.config.final_soft_cap)
 
 

@@ -224,7 +224,7 @@ def _add(
     post_norm: jax.Array | None,
     eps: float,
 ) -> jax.Array:
-    """The residual stream and what is added to it, in a product's epilogue if that is not normed."""
+    """The residual stream plus what is computed, in its epilogue unless that is normed first."""
     if post_norm is None:
         return compute(residual=hidden)
     return hidden + rms_norm(compute(), post_norm, eps)

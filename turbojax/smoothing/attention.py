@@ -25,9 +25,14 @@ def split_pairs(x: jax.Array, rotary_dim: int | None = None) -> tuple[jax.Array,
 
     Returns:
       Two of ``[..., H/2]``.
+
+    Raises:
+      ValueError: if there are not so many channels, or an odd number.
     """
     size = x.shape[-1]
     turned = size if rotary_dim is None else rotary_dim
+    if size % 2 or turned % 2 or not 0 < turned <= size:
+        raise ValueError(f"{rotary_dim=} must be even and at most {size}, which must be even, too")
     a, b, c, d = jnp.split(x, (turned // 2, turned, (turned + size) // 2), axis=-1)
     return jnp.concatenate([a, c], axis=-1), jnp.concatenate([b, d], axis=-1)
 
@@ -102,7 +107,7 @@ def channel_rope_scale(
       TypeError: if `key_absmax` is not floating point, `num_pairs` not an integer, or beta not a
         number.
       ValueError: if H is odd, `num_pairs` negative or more than ``H / 2``, beta not positive, or
-        (outside `jit`) a value is negative or not finite.
+        (outside `jit`) a value is negative or not finite; or if `rotary_dim` does not fit H.
     """
     absmax = check_maxima("key_absmax", key_absmax)
     size = absmax.shape[1]

@@ -1,6 +1,7 @@
 """A decoder that stays in its checkpoint's files: each layer is read when it is asked for."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, overload
 
 import jax
@@ -12,33 +13,31 @@ from turbojax.models.config import TransformerConfig
 from turbojax.models.decoder import LayerParams
 
 
+@dataclasses.dataclass(frozen=True)
 class StoredDecoder:
     """What a `Decoder` is, read from files anew whenever it is asked for; nothing is kept.
 
     Made by `open_decoder`. `quantize_model` and `token_bits` take it, layer by layer.
 
     Attributes:
+      tensors: of the checkpoint, by name: all that the config asks for.
       config: the shape.
       dtype: of weights and computation.
-      layers: one tree of arrays per layer, see `Decoder`.
     """
 
-    def __init__(
-        self,
-        tensors: Mapping[str, _folder.Stored],
-        config: TransformerConfig,
-        dtype: np.dtype,
-    ) -> None:
-        """Takes tensors that are known to be there, and of the right shapes."""
-        self.config = config
-        self.dtype = dtype
-        self.layers: Sequence[LayerParams] = _Layers(tensors, config, dtype)
-        self._tensors = tensors
+    tensors: Mapping[str, _folder.Stored] = dataclasses.field(repr=False)
+    config: TransformerConfig
+    dtype: np.dtype
 
     @property
     def embedding(self) -> jax.Array:
         """``[V, D]``."""
         return self._one("embedding")
+
+    @property
+    def layers(self) -> Sequence[LayerParams]:
+        """One tree of arrays per layer, see `Decoder`, each read when it is taken."""
+        return _Layers(self)
 
     @property
     def norm(self) -> jax.Array:
@@ -51,24 +50,16 @@ class StoredDecoder:
         return None if self.config.tie_embeddings else self._one("lm_head")
 
     def _one(self, *path: str) -> jax.Array:
-        [array] = _weights.read_parts(self._tensors, self.config, self.dtype, None, path).values()
+        [array] = _weights.read_parts(self.tensors, self.config, self.dtype, None, path).values()
         return array
 
 
 class _Layers(Sequence[LayerParams]):
-    """The layers of a `StoredDecoder`, each read when it is taken."""
-
-    def __init__(
-        self,
-        tensors: Mapping[str, _folder.Stored],
-        config: TransformerConfig,
-        dtype: np.dtype,
-    ) -> None:
-        self._read = tensors, config, dtype
-        self._count = config.num_layers
+    def __init__(self, decoder: StoredDecoder) -> None:
+        self._decoder = decoder
 
     def __len__(self) -> int:
-        return self._count
+        return self._decoder.config.num_layers
 
     @overload
     def __getitem__(self, index: int) -> LayerParams: ...
@@ -78,12 +69,9 @@ class _Layers(Sequence[LayerParams]):
 
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self._count))]
-        number = range(self._count)[index]
-        tree: LayerParams = {}
-        for path, array in _weights.read_parts(*self._read, number).items():
+            return [self[i] for i in range(*index.indices(len(self)))]
+        d, number, tree = self._decoder, range(len(self))[index], dict[str, Any]()
+        parts = _weights.read_parts(d.tensors, d.config, d.dtype, number)
+        for path, array in parts.items():
             _weights.insert(tree, path[1:], array)
         return tree
-
-    def __iter__(self) -> Iterator[LayerParams]:
-        return (self[i] for i in range(self._count))
