@@ -2,8 +2,8 @@
 
 A linear layer with an adapter computes ``x W^T + bias + alpha / rank * (x A^T) B^T``: `W` has 4
 bits and is frozen, `A` and `B` are float32 and are trained. Adapters are a pytree of their own, so
-that `jax.grad` and an optimizer take them as they are; `with_adapters` puts them into a decoder, which
-then runs like any other.
+that `jax.grad` and an optimizer take them as they are; `with_adapters` puts them into a decoder,
+which then runs like any other.
 """
 
 import dataclasses
