@@ -9,11 +9,12 @@ from turbojax._registry import ImplementationName
 from turbojax.ops.int4_matmul.api import (
     check_activation,
     check_bias,
+    check_gradient,
     check_precision,
     check_token_kind,
     matmul,
 )
-from turbojax.ops.int4_matmul.static import Activation, Precision, TokenKind
+from turbojax.ops.int4_matmul.static import Activation, Gradient, Precision, TokenKind
 from turbojax.quantizers import Fp8Tokens
 from turbojax.quantizers.int4 import BLOCK, Int4Weight, ScaleDtype, quantize_weight
 
@@ -40,6 +41,7 @@ class Int4Linear(nnx.Module):
       activation: what is applied to the result.
       activations: how tokens are multiplied, see `matmul`.
       precision: of its sums, see `matmul`.
+      gradient: how that of its inputs is computed, see `matmul`.
       implementation: what computes it, see `matmul`.
     """
 
@@ -51,6 +53,7 @@ class Int4Linear(nnx.Module):
         activation: Activation | None = None,
         activations: TokenKind = "e4m3",
         precision: Precision | None = None,
+        gradient: Gradient = "exact",
         implementation: ImplementationName | None = None,
     ):
         """Takes a quantized weight; `from_linear` quantizes one.
@@ -61,15 +64,18 @@ class Int4Linear(nnx.Module):
           activation: as in `matmul`.
           activations: as in `matmul`.
           precision: as in `matmul`.
+          gradient: as in `matmul`.
           implementation: as in `matmul`.
 
         Raises:
           TypeError: if the weight or the bias is of another kind or dtype.
-          ValueError: if the bias has another shape, or the activation or precision does not fit.
+          ValueError: if the bias has another shape, or the activation, precision or gradient does
+            not fit.
         """
         check_activation(activation, weight)
         check_token_kind(activations)
         check_precision(precision)
+        check_gradient(gradient, weight)
         bias = check_bias(bias, weight)
         self.codes = FrozenParam(weight.codes)
         self.scales = FrozenParam(weight.scales)
@@ -83,6 +89,7 @@ class Int4Linear(nnx.Module):
         self.activation = activation
         self.activations = activations
         self.precision = precision
+        self.gradient: Gradient = gradient
         self.implementation = implementation
 
     @classmethod
@@ -95,6 +102,7 @@ class Int4Linear(nnx.Module):
         activation: Activation | None = None,
         activations: TokenKind = "e4m3",
         precision: Precision | None = None,
+        gradient: Gradient = "exact",
         implementation: ImplementationName | None = None,
     ) -> Self:
         """Quantizes a layer's kernel; its bias is kept as it is.
@@ -106,6 +114,7 @@ class Int4Linear(nnx.Module):
           activation: as in `matmul`.
           activations: as in `matmul`.
           precision: as in `matmul`.
+          gradient: as in `matmul`.
           implementation: as in `matmul`.
 
         Raises:
@@ -121,6 +130,7 @@ class Int4Linear(nnx.Module):
             activation=activation,
             activations=activations,
             precision=precision,
+            gradient=gradient,
             implementation=implementation,
         )
 
@@ -155,6 +165,7 @@ class Int4Linear(nnx.Module):
             activation=self.activation,
             activations=self.activations,
             precision=self.precision,
+            gradient=self.gradient,
             residual=residual,
             implementation=self.implementation,
         )

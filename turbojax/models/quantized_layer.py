@@ -13,7 +13,7 @@ from turbojax.kv.base import Cache
 from turbojax.models.config import TransformerConfig
 from turbojax.ops.fp8_tokens import rms_norm_quantize
 from turbojax.ops.int4_matmul import matmul
-from turbojax.ops.int4_matmul.static import Activation, TokenKind
+from turbojax.ops.int4_matmul.static import Activation, Gradient, TokenKind
 from turbojax.quantizers import Fp8Tokens
 from turbojax.quantizers.int4 import Int4Weight, concatenate, gate_and_up
 from turbojax.rotary import Rope
@@ -52,6 +52,7 @@ class QuantizedLinear:
         *,
         activation: Activation | None = None,
         residual: jax.Array | None = None,
+        gradient: Gradient = "exact",
     ) -> jax.Array:
         """Maps ``[..., in]`` to ``[..., out]``, see `matmul`, which rounds tokens that are not."""
         return matmul(
@@ -61,6 +62,7 @@ class QuantizedLinear:
             activation=activation,
             residual=residual,
             activations=self.activations,
+            gradient=gradient,
         )
 
     def after_norm(

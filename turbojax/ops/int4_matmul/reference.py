@@ -106,7 +106,7 @@ def _sums(codes: jax.Array, weight: Int4Weight, *, dtype: jax.typing.DTypeLike) 
     # coarsely. The barrier hides where they come from.
     codes = jax.lax.optimization_barrier(codes.astype(dtype))
     if weight.scale_dtype == "e4m3":
-        return _dot(codes, scaled_values(weight).astype(dtype)[:, : weight.in_size])
+        return dot(codes, scaled_values(weight).astype(dtype)[:, : weight.in_size])
     values = integers(weight).astype(dtype)
     padding = values.shape[1] - weight.in_size
     codes = jnp.pad(codes, ((0, 0), (0, padding)))
@@ -118,7 +118,7 @@ def _sums(codes: jax.Array, weight: Int4Weight, *, dtype: jax.typing.DTypeLike) 
         total: jax.Array, group: tuple[jax.Array, jax.Array, jax.Array]
     ) -> tuple[jax.Array, None]:
         x, q, scale = group
-        return total + _dot(x, q) * scale.astype(jnp.float32)[None], None
+        return total + dot(x, q) * scale.astype(jnp.float32)[None], None
 
     # Group by group: all sums at once would be K / group_size times the output.
     scales = scale_rows(weight.scales).T
@@ -126,7 +126,7 @@ def _sums(codes: jax.Array, weight: Int4Weight, *, dtype: jax.typing.DTypeLike) 
     return jax.lax.scan(add, start, (by_group(codes), by_group(values), scales))[0]
 
 
-def _dot(x: jax.Array, w: jax.Array) -> jax.Array:
+def dot(x: jax.Array, w: jax.Array) -> jax.Array:
     """``x w^T`` of ``[M, k]`` and ``[N, k]``, summed in float32."""
     return jax.lax.dot_general(
         x,
@@ -137,38 +137,29 @@ def _dot(x: jax.Array, w: jax.Array) -> jax.Array:
     )
 
 
-@functools.partial(jax.jit, static_argnames="activation")
-def gradient(
-    x: jax.Array,
-    weight: Int4Weight,
-    bias: jax.Array | None,
-    d_out: jax.Array,
-    *,
-    activation: Activation | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Straight through the rounding of activations: the vjp of ``act(x W^T + bias)``.
-
-    `W` is the dequantized weight. Products take operands in bfloat16 where `x` has that dtype,
-    otherwise in float32, and always sum in float32.
+def transposed(tokens: Fp8Tokens, weight: Int4Weight) -> jax.Array:
+    """The product with the weight's other axis, that of a gradient, without `output_scale`.
 
     Args:
-      x: ``[M, K]``, not quantized.
-      weight: of `K` inputs and, padded, `N` rows.
-      bias: float32 ``[N]`` in the order of the weight's rows, or None.
-      d_out: ``[M, result_size]``, cotangent of the output.
-      activation: as in `matmul`.
+      tokens: codes ``[M, n]`` of the weight's first `n` rows as they are stored, and scales
+        ``[M]``.
+      weight: of `K` inputs and, padded, `N` rows, with e4m3 scales.
 
     Returns:
-      d_x ``[M, K]`` in `x`'s dtype, and d_bias float32 ``[N]``.
+      ``s_m sum_n codes[m, n] W[n, k]``, ``[M, K]`` in the tokens' dtype.
     """
-    dtype = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
-    values = scaled_values(weight).astype(dtype)[:, : weight.in_size]
-    sums = _dot(x.astype(dtype), values) * weight.output_scale[None]
-    sums = sums if bias is None else sums + bias[None]
+    sums = jax.lax.platform_dependent(
+        tokens.codes,
+        weight,
+        cpu=functools.partial(_transposed_sums, dtype=jnp.float32),
+        default=functools.partial(_transposed_sums, dtype=jnp.bfloat16),
+    )
+    return (sums * tokens.scale.astype(jnp.float32)[:, None]).astype(tokens.dtype)
 
-    def finish(sums: jax.Array) -> jax.Array:
-        return activate(sums, activation)[:, : weight.result_size]
 
-    (d_sums,) = jax.vjp(finish, sums)[1](d_out.astype(jnp.float32))
-    d_x = _dot((d_sums * weight.output_scale[None]).astype(dtype), values.T)
-    return d_x.astype(x.dtype), jnp.sum(d_sums, axis=0)
+def _transposed_sums(
+    codes: jax.Array, weight: Int4Weight, *, dtype: jax.typing.DTypeLike
+) -> jax.Array:
+    codes = jax.lax.optimization_barrier(codes.astype(dtype))
+    values = scaled_values(weight).astype(dtype)[: codes.shape[1], : weight.in_size]
+    return dot(codes, values.T)

@@ -12,3 +12,5 @@ TokenKind = Literal["e4m3", "bf16"]
 TOKEN_KINDS = ("e4m3", "bf16")
 """What tokens are multiplied as: rounded to e4m3, or unrounded in their own dtype."""
 Precision = Literal["default", "high", "highest"] | jax.lax.Precision
+Gradient = Literal["exact", "e4m3"]
+GRADIENTS = ("exact", "e4m3")

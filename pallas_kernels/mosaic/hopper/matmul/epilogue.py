@@ -52,7 +52,8 @@ def _sigmoid_times(x: Float) -> Float:
     return x * lane.reciprocal(e + 1.0)
 
 
-def _activate(x: Float, kind: str | None) -> Float:
+def activate(x: Float, kind: str | None) -> Float:
+    """SiLU or GELU of a number, or the number itself."""
     if kind == "silu":
         return _sigmoid_times(x)
     if kind == "gelu":
@@ -116,9 +117,9 @@ def finish(
             [lane.fma(v, factors[half], biases[half]) for v in pair[half]] for half in range(2)
         ]
         if e.gate:
-            blocks.append([_activate(g, e.gate) * u for g, u in zip(*values, strict=True)])
+            blocks.append([activate(g, e.gate) * u for g, u in zip(*values, strict=True)])
         else:
-            blocks += [[_activate(v, e.activation) for v in pair] for pair in values]
+            blocks += [[activate(v, e.activation) for v in pair] for pair in values]
     # A block is eight outputs of eight tokens; lanes 8 i .. 8 i + 7 point to the tokens of block i.
     per_token = 1 if e.gate else 2
     at_once = min(4, len(blocks))

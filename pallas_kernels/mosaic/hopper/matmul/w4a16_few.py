@@ -305,13 +305,13 @@ def _finish(a: _Arrays, token: Int, row: Int, column: Int, first: Int, part: Int
         at.store_words([x.as_int() for x in sums])
         return
     values = _scaled(a, sums, first + row)
-    columns, activation = a.rows, s.epilogue.activation
-    if _is_gated(s):
+    columns, activation, gate = a.rows, s.epilogue.activation, s.epilogue.gate
+    if gate:
         columns = a.rows // 2
         up = _scaled(a, _total(a, token, row + 8), first + row + 8)
-        values = [epilogue._sigmoid_times(x) * y for x, y in zip(values, up, strict=True)]
+        values = [epilogue.activate(x, gate) * y for x, y in zip(values, up, strict=True)]
     else:
-        values = [epilogue._activate(x, activation) for x in values]
+        values = [epilogue.activate(x, activation) for x in values]
     place = token * columns + column
     if a.residual is not None:
         held = [lane.half.unpack(w, a.dtype) for w in a.residual.times(place, 2).words(2)]
