@@ -82,7 +82,7 @@ def matmul(
       gradient: ``"exact"``, computed by XLA from operands in bfloat16 if `x` is, else float32; or
         ``"e4m3"``, for weights with e4m3 scales: cotangents times `output_scale` are rounded to
         e4m3 with a scale per token, as `x` is, which costs 2 to 3 % of their norm, and multiplied
-        by e4m3 weights, on Hopper in a kernel as fast as the product itself.
+        by e4m3 weights, on Hopper in kernels that take about as long as the product itself.
       implementation: ``"mosaic_gpu"`` (compute capability 9.0 alone), ``"triton"`` or ``"xla"``, or
         None for the first of them that can run this. A name never falls back to another.
 

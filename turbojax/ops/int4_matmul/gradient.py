@@ -1,4 +1,4 @@
-"""The gradient of `matmul`: exact, or with cotangents in e4m3, as fast as the product itself."""
+"""The gradient of `matmul`: exact, or with cotangents in e4m3, for speed."""
 
 import dataclasses
 import functools

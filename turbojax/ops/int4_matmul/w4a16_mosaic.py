@@ -55,7 +55,7 @@ def default_launch(rows: int, weight: Int4Weight) -> FewLaunch | Launch:
     """The launch for this many tokens."""
     outputs, inputs = weight.padded_shape
     if rows <= _FEW:
-        return FewLaunch(_strips(outputs // 16, 7), 2, 12)
+        return FewLaunch(_strips(outputs // 16, 7), 2, 8)
     tokens = next((n for n in _TOKENS if n >= rows), _TOKENS[-1])
     tiles, groups = -(-rows // tokens) * -(-outputs // _TILE), inputs // 128
     parts = 1

@@ -12,7 +12,12 @@ are converted, and never go back to memory. Two warpgroups share the tokens' inp
 matrix unit has one group of 128 inputs they convert the next. Operands are integers; the scale
 multiplies the float32 sum of a group.
 
-Not run on a GPU yet: there are no measured versions.
+Seen on an H200, of 14336 x 4096 weights with zero points, in us; in brackets a product in bfloat16:
+  32 tokens 24.7; 64 tokens 26.5 (36.5); 128 tokens 35.6; 256 tokens 66.4 (44.4), as slow as jax's
+  mixed-type kernel with int8 weights (65.6).
+  Tiles of 32 tokens for 64: 44.3. Tiles of 256 tokens, whose weights are rounded with their scales
+  to 16 bits (one level): 53.7 for 256.
+So from 256 tokens on the target is missed: each tile of 128 tokens converts all weights.
 """
 
 import functools

@@ -14,11 +14,18 @@ they have loaded themselves; no warp waits for another. A program has some strip
 and its warps take the groups of inputs in turn, so that a warp's tokens serve all of these strips;
 in the end the warps' sums are added up, always in the same order.
 
-Not run on a GPU yet: there are no measured versions. Of ptxas (jax 0.11.2), instructions a unit for
-one token, in programs of two warpgroups with seven strips:
-  v1  codes loaded to registers ahead; ptxas moved loads towards their use     161
+Versions, of 14336 x 4096 weights with zero points, in programs of two warpgroups with seven strips:
+instructions a unit for one token (ptxas, jax 0.11.2), and us on an H200 for 1 and 16 tokens. A
+product in bfloat16 takes 30.7 and 34.7, XLA's in e4m3 18.6 and 21.0, jax's mixed-type kernel with
+int8 weights 22.6 for 16.
+  v1  codes loaded to registers ahead; ptxas moved loads towards their use     161   13.6   19.8
   v2  masks of codes in one instruction each                                   130
-  v3  codes copied to shared memory ahead, as many as wanted                   150
+  v3  codes copied to shared memory ahead, by 8 units                          150   12.7   19.3
+      by 14 units                                                                    13.5   20.1
+      by 24 units                                                                    16.1   25.3
+      by 8 units, three warpgroups                                                   15.2   23.7
+Every warp reads the tokens of its groups from shared memory once a strip: what more tokens cost.
+Scales in e4m3 take 27.7 for 16 tokens, for they are converted to 16 bits in every unit.
 """
 
 import dataclasses
