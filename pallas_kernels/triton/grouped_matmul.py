@@ -106,7 +106,7 @@ def _kernel(
         expert * rows + int4_matmul.rows_of(inside, side, s) for side in range(2 if s.gated else 1)
     ]
     span = jnp.int32(0), jnp.where(is_tile, jnp.int32(scales.shape[1]), jnp.int32(0))
-    sums = int4_matmul.sums_of(x, codes, scales, token_at, chosen, span, s)
+    sums = int4_matmul.sums_of(x, codes, [scales], token_at, chosen, span, s)
     factors, *biases = [[plgpu.load(v.at[row])[:, None] for row in chosen] for v in vectors]
     result = int4_matmul.finish(
         sums,

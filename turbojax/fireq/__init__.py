@@ -15,9 +15,14 @@ from turbojax.quantizers.int4 import concatenate as concatenate
 from turbojax.quantizers.int4 import dequantize as dequantize
 from turbojax.quantizers.int4 import gate_and_up as gate_and_up
 from turbojax.quantizers.int4 import quantize_weight as quantize_weight
+from turbojax.quantizers.int4_codes import PlainCodes as PlainCodes
+from turbojax.quantizers.int4_codes import from_codes as from_codes
+from turbojax.quantizers.int4_codes import to_codes as to_codes
 from turbojax.quantizers.int4_experts import expert_of as expert_of
 from turbojax.quantizers.int4_experts import quantize_experts as quantize_experts
 from turbojax.quantizers.int4_experts import stack_experts as stack_experts
+from turbojax.quantizers.int4_qwix import from_qwix as from_qwix
+from turbojax.quantizers.int4_qwix import to_qwix as to_qwix
 from turbojax.quantizers.int4_storage import from_tensors as from_tensors
 from turbojax.quantizers.int4_storage import load_weights as load_weights
 from turbojax.quantizers.int4_storage import save_weights as save_weights
@@ -43,6 +48,7 @@ __all__ = [
     "Fp8Tokens",
     "Int4Weight",
     "Kv4Cache",
+    "PlainCodes",
     "Routing",
     "append",
     "channel_absmean_scale",
@@ -53,6 +59,8 @@ __all__ = [
     "dequantize",
     "dispatch",
     "expert_of",
+    "from_codes",
+    "from_qwix",
     "from_tensors",
     "gate_and_up",
     "grouped_matmul",
@@ -71,6 +79,8 @@ __all__ = [
     "route",
     "save_weights",
     "stack_experts",
+    "to_codes",
+    "to_qwix",
     "to_tensors",
 ]
 

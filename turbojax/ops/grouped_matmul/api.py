@@ -56,7 +56,7 @@ def grouped_matmul(
         refused. Under `jit` they cannot be: then every row of the result is NaN.
       bias: optional floating point ``[E, N]``; of a gated weight ``[E, 2 F]``, that of the gate
         first.
-      activation: as in `matmul`; for a gated weight ``"swiglu"`` and nothing else.
+      activation: as in `matmul`.
       precision: as in `matmul`.
       implementation: ``"mosaic_gpu"`` (compute capability 9.0 alone), ``"triton"`` or ``"xla"``;
         None is ``"xla"``, for now. A name never falls back to another.

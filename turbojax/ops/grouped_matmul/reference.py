@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from turbojax.ops.grouped_matmul.tiles import Tiles, cut
 from turbojax.ops.int4_matmul import reference
+from turbojax.ops.int4_matmul.gradient import exact
 from turbojax.ops.int4_matmul.static import Activation
 from turbojax.quantizers import Fp8Tokens, Int4Weight
 
@@ -93,7 +94,7 @@ def gradient(
     *,
     activation: Activation | None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Straight through the rounding of activations, as `int4_matmul.reference.gradient`.
+    """Straight through the rounding of activations, as `int4_matmul.gradient.exact`.
 
     Args:
       x: ``[M, K]``, not quantized, sorted by expert.
@@ -118,7 +119,7 @@ def gradient(
         # Rows of other experts are zeros, so that nothing of them reaches this one's bias.
         mine = [jnp.where(is_there[:, None], array[at], 0) for array in (x, d_out)]
         one, one_bias = _of((weight, bias), expert)
-        d_some, d_one = reference.gradient(mine[0], one, one_bias, mine[1], activation=activation)
+        d_some, d_one = exact(mine[0], one, one_bias, mine[1], activation=activation)
         d_x = d_x.at[jnp.where(is_there, row, count)].set(d_some, mode="drop")
         return d_x, None if d_bias is None else d_bias.at[expert].add(d_one)
 

@@ -12,6 +12,7 @@ from turbojax.ops.grouped_matmul.tiles import cut, listed
 from turbojax.ops.int4_matmul import triton
 from turbojax.ops.int4_matmul.static import Activation
 from turbojax.quantizers import Fp8Tokens, Int4Weight
+from turbojax.quantizers.int4 import BLOCK
 
 
 def unsupported(
@@ -24,6 +25,10 @@ def unsupported(
 ) -> str | None:
     """Why the kernel cannot run this here; None if it can."""
     del group_sizes
+    if weight.group_size != BLOCK:
+        return f"group_size={weight.group_size} must be {BLOCK}"
+    if weight.zeros is not None:
+        return "weight.zeros must be None: weights must be symmetric"
     refusal = triton.unsupported(
         tokens=tokens, weight=weight, bias=bias, residual=None, activation=activation
     )
