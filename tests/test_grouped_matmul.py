@@ -209,7 +209,7 @@ def test_bad_input():
 
 def test_implementations():
     names = [i.name for i in GROUPED_MATMUL.implementations]
-    assert names == ["xla", "mosaic_gpu", "triton"]
+    assert names == ["mosaic_gpu", "triton", "xla"]
 
 
 @pytest.mark.quick(1)

@@ -50,8 +50,9 @@ def test_choice_and_refusals(monkeypatch):
         return GROUPED_MATMUL.select(name, activation=None, **given).name
 
     monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
-    assert select() == "xla"
-    assert select("mosaic_gpu") == "mosaic_gpu"
+    assert select() == "mosaic_gpu"
+    assert select(dtype=jnp.float32) == "triton"
+    assert select(group_size=64) == "xla"
     with pytest.raises(NotImplementedError, match="mosaic_gpu: dtype=float32 must be bfloat16 or"):
         select("mosaic_gpu", dtype=jnp.float32)
     monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 8.0)

@@ -20,11 +20,10 @@ from turbojax.quantizers.int4 import pad_rows
 
 GROUPED_MATMUL = Registry(
     "grouped_matmul",
-    # The kernels have not run on a GPU yet: they are asked for by name.
     (
-        Implementation("xla", reference.matmul),
         Implementation("mosaic_gpu", mosaic_gpu.matmul, mosaic_gpu.unsupported),
         Implementation("triton", triton.matmul, triton.unsupported),
+        Implementation("xla", reference.matmul),
     ),
 )
 
@@ -58,8 +57,8 @@ def grouped_matmul(
         first.
       activation: as in `matmul`.
       precision: as in `matmul`.
-      implementation: ``"mosaic_gpu"`` (compute capability 9.0 alone), ``"triton"`` or ``"xla"``;
-        None is ``"xla"``, for now. A name never falls back to another.
+      implementation: ``"mosaic_gpu"`` (compute capability 9.0 alone), ``"triton"`` or ``"xla"``, or
+        None for the first of them that can run this. A name never falls back to another.
 
     Returns:
       ``[M, N]``, of a gated weight ``[M, F]``, in the dtype of `x` before it was quantized. A token
