@@ -58,7 +58,7 @@ def text(tmp_path_factory):
 
 
 def run(command, *options):
-    return CliRunner().invoke(app, [command, *map(str, options), "--no-compilation-cache"])
+    return CliRunner().invoke(app, [command, *map(str, options)])
 
 
 def test_from_text_to_texts(model, text, tmp_path):
