@@ -43,9 +43,9 @@ def from_qwix(array: Any, *, in_axis: int = 0) -> Int4Weight:
             )
     _check_axis(in_axis)
     for name in ("qvalue", "scale"):
-        if not hasattr(getattr(array, name), "dtype"):
-            kind = type(getattr(array, name)).__name__
-            raise TypeError(f"{name} is a {kind}, must be an array")
+        part = getattr(array, name)
+        if not hasattr(part, "dtype"):
+            raise TypeError(f"{name} is a {type(part).__name__}, must be an array")
     codes = jnp.asarray(array.qvalue)
     kind = getattr(array, "qtype", None)
     if codes.dtype != jnp.int4 or (kind is not None and not _is_int4(kind)):
