@@ -234,6 +234,8 @@ def test_lowers_for_cuda(case):
     expands = shape[0] >= 2048 and scales == "e4m3" and "highest" not in words
     assert ("turbojax_int4_expand_hopper" in text) == expands
     assert ("turbojax_fp8_matmul_hopper" in text) == expands
+    # Weights are expanded when there are tokens, not those of all layers at first.
+    assert ("optimization_barrier" in text) == expands
     assert ("turbojax_int4_matmul_hopper" in text) == (not expands)
 
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from turbojax._device import multiprocessors, needs_hopper
 from turbojax.ops.int4_matmul import reference
@@ -159,9 +160,10 @@ def _matmul(
     else:
         rest = (bias, None if residual is None else _padded(residual, (size, columns)))
     if launch.expands and tables is not None:
-        expanded = int4_expand.int4_expand(
-            weight.codes, weight.scales, tables, programs=multiprocessors()
-        )
+        # Not before there are tokens: XLA would expand all layers' weights first, and keep them.
+        codes, x = lax.optimization_barrier((weight.codes, x))
+        vectors = (x, *vectors[1:])
+        expanded = int4_expand.int4_expand(codes, weight.scales, tables, programs=multiprocessors())
         out = fp8_matmul.fp8_matmul(expanded, *vectors, *rest, columns=columns, settings=settings)
         return out[:rows, :width]
     out = int4_matmul.int4_matmul(
