@@ -1,11 +1,14 @@
 """What the tests of INT4 products share: operands, and the oracle's answer to them."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 from oracles import int4 as oracle
 
 import turbojax as tj
-from turbojax.quantizers import int4, quantize_tokens
+from turbojax.quantizers import Fp8Tokens, int4, quantize_tokens
+from turbojax.quantizers.int4_layout import scale_rows, scale_tiles
 
 
 def random_weight(rng, out_size, in_size, scale_dtype, *, gated=False):
@@ -31,6 +34,27 @@ def random_tokens(rng, count, in_size, dtype=jnp.bfloat16):
     return quantize_tokens(jnp.asarray(x, jnp.float32).astype(dtype))
 
 
+def random_floats(rng, count, in_size, dtype=jnp.bfloat16):
+    """Tokens that are multiplied as they are: of different sizes, with outliers."""
+    x = rng.normal(size=(count, in_size)) * np.exp(rng.normal(size=(count, 1)))
+    x[:, rng.integers(in_size)] *= 30
+    return jnp.asarray(x, jnp.float32).astype(dtype)
+
+
+def with_zeros(weight, seed=0):
+    """The same codes about other zeros; padding's stay 0."""
+    zeros = np.random.default_rng(seed).integers(-8, 9, scale_rows(weight.scales).shape)
+    zeros[weight.out_size :] = 0
+    return dataclasses.replace(weight, zeros=scale_tiles(jnp.asarray(zeros, jnp.int8)))
+
+
+def weight_of(rng, out_size, in_size, kind, *, gated=False):
+    """`random_weight` with scales of this dtype, or float16 ones and ``"zeros"``."""
+    if kind != "zeros":
+        return random_weight(rng, out_size, in_size, kind, gated=gated)
+    return with_zeros(random_weight(rng, out_size, in_size, "f16", gated=gated))
+
+
 def random_epilogue(rng, count, weight, dtype):
     """Bias ``[out]`` and residual ``[M, result]``."""
     bias = jnp.asarray(rng.normal(size=weight.out_size), jnp.float32)
@@ -49,7 +73,8 @@ def wide(x):
 def assert_equals_oracle(got, tokens, weight, bias, residual, activation, depth=None):
     """Within what sums and the result's dtype may lose, NaN where they are; returns the oracle's.
 
-    Sums are float32, but for those of `depth` inputs, if given, which are the matrix unit's.
+    Tokens are quantized, or floats that are multiplied as they are. Sums are float32, but for those
+    of `depth` inputs, if given, which are the matrix unit's.
     """
     options = {
         "activation": activation,
@@ -58,8 +83,12 @@ def assert_equals_oracle(got, tokens, weight, bias, residual, activation, depth=
         "residual": 0.0 if residual is None else wide(residual),
     }
     values = wide(tj.fireq.dequantize(weight))
+    if isinstance(tokens, Fp8Tokens):
+        codes, scale = wide(tokens.codes), wide(tokens.scale)
+    else:
+        codes, scale = wide(tokens), np.ones(tokens.shape[0])
     with np.errstate(over="ignore"):  # of exponentials that become infinite
-        want, bound = oracle.matmul(wide(tokens.codes), wide(tokens.scale), values, **options)
+        want, bound = oracle.matmul(codes, scale, values, **options)
     assert got.shape == want.shape
     assert got.dtype == tokens.dtype
     bound = bound + float(jnp.finfo(tokens.dtype).eps) * np.abs(want)

@@ -2,6 +2,7 @@
 
 import json
 
+import hf_helpers as hf
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -87,7 +88,7 @@ def test_the_table_and_the_bars(tiny_folder, tmp_path):
     for words in ("layers", "2/2", "evaluation", "768/768"):
         assert words in result.stderr
     decoder = models.load(tmp_path)
-    assert decoder.layers[0].qkv.scale_dtype == "bf16"
+    assert decoder.layers[0].qkv.weight.scale_dtype == "bf16"
     assert decoder.layers[0].key_channel_scale is None
 
 
@@ -157,6 +158,23 @@ def test_tokens_that_are_numbers(tmp_path):
     result = _quantize(str(tmp_path / "model"), tmp_path / "out", *files)
     assert result.exit_code == 2
     assert f"calibration text '{numbers}': there is no tokenizer.json" in result.stderr
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("name", ["gemma3", "qwen2", "phi3"])
+def test_other_families(name, tmp_path):
+    """Read and measured layer by layer; what is written generates."""
+    hf.write(name, tmp_path / "model")
+    numbers, out = tmp_path / "numbers", tmp_path / "out"
+    numbers.write_text(" ".join(map(str, hf.tokens(1, 200)[0])))
+    files = ("--calibration-file", str(numbers), "--evaluation-file", str(numbers))
+    result = _quantize(str(tmp_path / "model"), out, *files, "--json")
+    assert result.exit_code == 0, result.stderr
+    bits = json.loads(result.stdout)["bits"]
+    assert bits["before"].keys() == bits["after"].keys() >= {"exact", "kv4"}
+    assert all(3 < x < 14 for row in bits.values() for x in row.values())
+    text = _run("generate", "3 5 7", "--model", str(out), "--max-new-tokens", "3", "--cache", "kv4")
+    assert text.exit_code == 0, text.stderr
 
 
 @pytest.mark.slow

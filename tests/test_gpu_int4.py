@@ -37,7 +37,7 @@ CASES = {
     "one token": ((1, 4096, 4096), "e4m3", None),
     "few tokens, gated": ((16, 1408, 2048), "e4m3", "swiglu"),
     "odd sizes": ((17, 200, 300), "bf16", "gelu"),
-    "odd sizes, gated": ((33, 75, 1000), "bf16", "swiglu"),
+    "odd sizes, gated": ((33, 75, 1000), "bf16", "geglu"),
     "one tile": ((64, 512, 4096), "e4m3", "silu"),
     "several tiles": ((300, 1030, 520), "e4m3", "gelu"),
     "many tokens": ((2049, 768, 1024), "e4m3", None),
@@ -50,7 +50,7 @@ CASES = {
     "many outputs, bf16, gated": ((64, 9000, 640), "bf16", "swiglu"),
     "few inputs": ((64, 200, 300), "e4m3", "silu"),
     "a tile and one token": ((129, 200, 300), "e4m3", "gelu"),
-    "two tiles and one token, gated": ((257, 75, 130), "e4m3", "swiglu"),
+    "two tiles and one token, gated": ((257, 75, 130), "e4m3", "geglu"),
     # As many outputs as one warpgroup has, and one group of inputs; with programs that share it.
     "half a tile": ((3, 64, 96), "e4m3", None),
     "half a tile, gated": ((5, 32, 64), "e4m3", "swiglu"),
@@ -64,7 +64,9 @@ CASES = {
 def operands(case, dtype=jnp.bfloat16, seed=0):
     (count, out_size, in_size), scale_dtype, activation = case
     rng = np.random.default_rng(seed)
-    weight = random_weight(rng, out_size, in_size, scale_dtype, gated=activation == "swiglu")
+    weight = random_weight(
+        rng, out_size, in_size, scale_dtype, gated=activation in ("swiglu", "geglu")
+    )
     tokens = random_tokens(rng, count, in_size, dtype)
     return tokens, weight, *random_epilogue(rng, count, weight, dtype)
 

@@ -43,10 +43,11 @@ def slope(z, activation):
 def oracle_gradient(x, values, bias, d_out, activation):
     """Of ``act(x values^T + bias)``; of a gated product's outputs the gate's come first."""
     z = x @ values.T + bias
-    if activation == "swiglu":
+    if activation in oracle.GATES:
         gate, up = np.split(z, 2, axis=-1)
-        d_gate = d_out * up * slope(gate, "silu")
-        d_z = np.concatenate([d_gate, d_out * gate * oracle.sigmoid(gate)], axis=-1)
+        of_gate = oracle.GATES[activation]
+        d_gate = d_out * up * slope(gate, of_gate)
+        d_z = np.concatenate([d_gate, d_out * oracle.ACTIVATIONS[of_gate](gate)], axis=-1)
     else:
         d_z = d_out * slope(z, activation)
     return d_z @ values, d_z.sum(0)
@@ -55,16 +56,16 @@ def oracle_gradient(x, values, bias, d_out, activation):
 def plain(x, values, bias, residual, activation):
     """The same in jax."""
     z = jnp.matmul(x, values.T, precision="highest") + bias[None]
-    if activation == "swiglu":
-        gate, up = jnp.split(z, 2, axis=-1)
-        return jax.nn.silu(gate) * up + residual
     functions = {None: lambda x: x, "silu": jax.nn.silu, "gelu": jax.nn.gelu}
+    if activation in oracle.GATES:
+        gate, up = jnp.split(z, 2, axis=-1)
+        return functions[oracle.GATES[activation]](gate) * up + residual
     return functions[activation](z) + residual
 
 
 def problem(activation, scale_dtype, dtype=jnp.float32, rows=6, inputs=200, outputs=40):
     """Activations, weight, bias, residual, cotangent, and the weight's values in float64."""
-    gated = activation == "swiglu"
+    gated = activation in oracle.GATES
     arrays = [normal((outputs, inputs), seed) * 0.1 for seed in ((1, 2) if gated else (1,))]
     quantize = functools.partial(tj.fireq.quantize_weight, scale_dtype=scale_dtype)
     weights = [quantize(w, output_scale=0.5) for w in arrays]

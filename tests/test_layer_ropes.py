@@ -154,12 +154,6 @@ def test_bad_bases(theta, message):
         dataclasses.replace(CONFIG, local_rope_theta=theta)
 
 
-def test_quantized_models_have_one_for_all():
-    config = dataclasses.replace(CONFIG, qk_norm=False, norm_offset=0.0, local_windows=())
-    with pytest.raises(NotImplementedError, match=r"do not support local_rope_theta=7.0"):
-        models.random_quantized_decoder(config)
-
-
 def test_longer_contexts_leave_windows_as_they_are():
     longer = finetune.for_context(CONFIG, 256)
     assert (longer.max_length, longer.local_rope_theta) == (256, LOCAL_THETA)

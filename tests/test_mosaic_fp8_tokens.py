@@ -13,7 +13,12 @@ from test_fp8_tokens import EPS, activations, assert_same_bits, bits, norm_scale
 
 from pallas_kernels.mosaic.hopper import fp8_tokens as kernel
 from turbojax import _device
-from turbojax.ops.fp8_tokens import mosaic_gpu, quantize_activation, rms_norm_quantize
+from turbojax.ops.fp8_tokens import (
+    mosaic_gpu,
+    quantize_activation,
+    rms_norm_quantize,
+    scale_quantize,
+)
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 # A run of eight channels a lane, several, the last lanes without; runs of four, two and one.
@@ -60,6 +65,13 @@ def test_norm(quantize, channels, dtype, norm_dtype):
         difference = np.abs(bits(a) - bits(b))
         assert difference.max() <= 1
         assert np.count_nonzero(difference) <= 0.003 * x.size + 1
+
+
+@pytest.mark.parametrize(("channels", "dtype"), [(1024, jnp.bfloat16), (46, jnp.float32)])
+def test_factors_without_a_norm(quantize, channels, dtype):
+    x, scale = activations((3, channels), dtype), norm_scale(channels, jnp.float32)
+    got, want = quantize(x, scale, eps=None), scale_quantize(x, scale, implementation="xla")
+    assert_same_bits(got, want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -63,7 +63,7 @@ def test_bad_calls_say_what_is_wrong(model, quantized, calibration, tmp_path):
             call()
     weights = layer_weights(models.unstack(model).layers[0], model.config)
     biased = dataclasses.replace(weights.q, bias=jnp.ones(len(weights.q.weight)))
-    with pytest.raises(NotImplementedError, match="q has a bias"):
+    with pytest.raises(ValueError, match="all of q, k, v must have a bias, or none of them"):
         quantize_layer(dataclasses.replace(weights, q=biased))
 
 
@@ -88,7 +88,7 @@ def test_models_of_another_kind_are_refused(model, quantized, calibration, tmp_p
 def test_only_uniform_layers_are_saved(quantized, tmp_path):
     first, second = quantized.layers
     bare = dataclasses.replace(second, key_channel_scale=None)
-    swapped = dataclasses.replace(second, o=second.down)
+    swapped = dataclasses.replace(second, o=second.mlp.down)
     for layers, message in [
         ((first, bare), r"layers\[1\] must have"),
         ((first, swapped), r"layers\[1\] must have"),
@@ -128,10 +128,13 @@ def test_bad_checkpoints_say_what_is_wrong(quantized, tmp_path):
     with pytest.raises(ValueError, match="is a quantized model: the weights must be floating"):
         models.load_transformer(tmp_path)
     for changes, error, message in [
-        ({"quant_method": "gptq"}, NotImplementedError, "quant_method='gptq' is not supported"),
+        ({"quant_method": "other"}, NotImplementedError, "quant_method='other' is not supported"),
         ({"version": 3}, NotImplementedError, "version=3 must be 2 or 1"),
         ({"scale_dtype": "int8"}, ValueError, "scale_dtype='int8' must be"),
-        ({"group_size": 64}, ValueError, "group_size=64 must be 128"),
+        ({"group_size": 16}, ValueError, "group_size=16 must be 128 or 64 or 32"),
+        ({"zeros": 1}, ValueError, "zeros=1 must be True or False"),
+        ({"activations": "int8"}, ValueError, "activations='int8' must be e4m3 or bf16"),
+        ({"input_order": ["norm"]}, ValueError, "input_order=.* must be a list of qkv, o,"),
         ({"embedding": "int8"}, ValueError, "embedding='int8' must be"),
         ({"lm_head": "int8"}, ValueError, "lm_head='int8' must be"),
         ({"key_channel_scale": False}, ValueError, "unexpected tensors: layers.0.key_channel_scal"),

@@ -13,6 +13,7 @@ EXTRAS = {
     "triton": ("jax-triton>=0.3.1",),
     "text": ("tokenizers>=0.20", "jinja2>=3.1.6"),
     "demo": ("matplotlib>=3.9",),
+    "qwix": ("qwix>=0.1.5",),
     "train": ("optax>=0.2.8", "orbax-checkpoint>=0.11"),
 }
 """The project's extras, as in `pyproject.toml`."""

@@ -25,6 +25,7 @@ tokens, 1.0 of them conversions to and from e4m3; no launch spills registers.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -52,7 +53,7 @@ class Settings:
       num_warps: warps of a program.
       num_stages: steps in flight.
       gated: whether rows are gate and up, in alternating groups of eight.
-      activation: None, "silu", "gelu", or "swiglu", exactly for gated weights.
+      activation: None, "silu" or "gelu"; "swiglu" or "geglu" exactly for gated weights.
       has_e4m3: whether the GPU converts to e4m3.
       interpret: run without a GPU.
     """
@@ -72,7 +73,8 @@ def matmul(
     x: jax.Array,
     codes: jax.Array,
     scales: jax.Array,
-    token_scale: jax.Array,
+    zeros: jax.Array | None,
+    token_scale: jax.Array | None,
     output_scale: jax.Array,
     bias: jax.Array | None,
     residual: jax.Array | None,
@@ -84,12 +86,15 @@ def matmul(
     """``activation(token_scale * output_scale * (x @ weights.T) + bias) + residual``.
 
     Args:
-      x: float16 ``[M', K']``, exact e4m3 values; each 128 inputs in the order of the nibbles, low
-        ones first. `M'` is a multiple of `settings.tokens`.
+      x: float16 ``[M', K']``, exact e4m3 values, or unrounded tokens in float16 or bfloat16; each
+        128 inputs in the order of the nibbles, low ones first. `M'` is a multiple of
+        `settings.tokens`.
       codes: uint8 ``[N' / 64, K' / 128, 64, 64]``, tiles of 64 rows and 128 inputs.
-      scales: ``[N' / 64, K' / 128, 64]``: uint8, the bits of e4m3 scales, by which the weights are
-        rounded to e4m3 values; or bfloat16 or float16, by which sums of groups are multiplied.
-      token_scale: bfloat16 ``[M]``.
+      scales: ``[N' / 64, K' / g, 64]`` of groups of `g` inputs, 32, 64 or 128: uint8, the bits of
+        e4m3 scales, by which the weights are rounded to e4m3 values; or bfloat16 or float16, by
+        which sums of groups are multiplied.
+      zeros: int8, the same shape, subtracted from the codes, or None; never with e4m3 scales.
+      token_scale: bfloat16 ``[M]``, or None for 1.
       output_scale: float32 ``[N']``.
       bias: optional float32 ``[N']``.
       residual: optional ``[M, N]``.
@@ -103,22 +108,26 @@ def matmul(
     s = settings
     (size, outputs), sides = shape, 2 if s.gated else 1
     tiles = (x.shape[0] // s.tokens, pl.cdiv(outputs, s.outputs))
+    if token_scale is None:
+        token_scale = jnp.ones((size,), jnp.bfloat16)
     vectors = [token_scale, output_scale]
     if bias is not None:
         vectors.append(bias)
-    inputs = [x, codes, scales]
+    inputs = [x, codes, scales] if zeros is None else [x, codes, scales, zeros]
+    has_zeros = zeros is not None
     if s.splits == 1:
         inputs += vectors if residual is None else [*vectors, residual]
         kernel = functools.partial(
             _finishing_kernel,
             tiles=tiles,
+            has_zeros=has_zeros,
             has_bias=bias is not None,
             has_residual=residual is not None,
             s=s,
         )
         out = jax.ShapeDtypeStruct((size, outputs), dtype)
     else:
-        kernel = functools.partial(_summing_kernel, tiles=tiles, s=s)
+        kernel = functools.partial(_summing_kernel, tiles=tiles, has_zeros=has_zeros, s=s)
         out = jax.ShapeDtypeStruct((s.splits, sides, size, outputs), jnp.float32)
     result = pl.pallas_call(
         kernel,
@@ -168,20 +177,24 @@ def finish(
     y = [x * token_scale * scale for x, scale in zip(sums, output_scale, strict=True)]
     if bias is not None:
         y = [x + b for x, b in zip(y, bias, strict=True)]
-    if activation == "swiglu":
+    if activation in ("swiglu", "geglu"):
         gate, up = y
-        result = _sigmoid_product(gate, gate) * up
+        result = _activate(gate, "silu" if activation == "swiglu" else "gelu") * up
     else:
         [result] = y
-        if activation == "silu":
-            result = _sigmoid_product(result, result)
-        elif activation == "gelu":
-            # 1 + tanh(z) is twice the logistic function of 2 z.
-            cubic = result + 0.044715 * (result * result * result)
-            result = _sigmoid_product(result, 1.5957691216057308 * cubic)
+        result = _activate(result, activation)
     if residual is not None:
         result = result + residual.astype(jnp.float32)
     return result.astype(dtype)
+
+
+def _activate(x: jax.Array, kind: str | None) -> jax.Array:
+    if kind == "silu":
+        return _sigmoid_product(x, x)
+    if kind == "gelu":
+        # 1 + tanh(z) is twice the logistic function of 2 z.
+        return _sigmoid_product(x, 1.5957691216057308 * (x + 0.044715 * (x * x * x)))
+    return x
 
 
 def _sigmoid_product(x: jax.Array, z: jax.Array) -> jax.Array:
@@ -209,16 +222,17 @@ def _tile(tiles: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
 def _finishing_kernel(
     x: Ref,
     codes: Ref,
-    scales: Ref,
     *refs: Ref,
     tiles: tuple[int, int],
+    has_zeros: bool,
     has_bias: bool,
     has_residual: bool,
     s: Settings,
 ) -> None:
-    *vectors, out = refs
+    *given, out = refs
+    groups, vectors = given[: 1 + has_zeros], given[1 + has_zeros :]
     token_scale, output_scale = vectors[:2]
-    sums, token, output, rows = _sums(x, codes, scales, tiles, out.shape, s)
+    sums, token, output, rows = _sums(x, codes, groups, tiles, out.shape, s)
     # Past the last token or output anything may be read.
     token_at = jnp.minimum(token, out.shape[0] - 1)
     at = (token[None, :], output[:, None])
@@ -237,9 +251,10 @@ def _finishing_kernel(
 
 
 def _summing_kernel(
-    x: Ref, codes: Ref, scales: Ref, out: Ref, *, tiles: tuple[int, int], s: Settings
+    x: Ref, codes: Ref, *refs: Ref, tiles: tuple[int, int], has_zeros: bool, s: Settings
 ) -> None:
-    sums, token, output, _ = _sums(x, codes, scales, tiles, out.shape[2:], s)
+    groups, out = refs[: 1 + has_zeros], refs[-1]
+    sums, token, output, _ = _sums(x, codes, groups, tiles, out.shape[2:], s)
     mask = _mask(token, output, out.shape[2:])
     for side, value in enumerate(sums):
         at = (pl.program_id(1), side, token[None, :], output[:, None])
@@ -253,7 +268,7 @@ def _mask(token: jax.Array, output: jax.Array, shape: tuple[int, ...]) -> jax.Ar
 def _sums(
     x: Ref,
     codes: Ref,
-    scales: Ref,
+    of_groups: Sequence[Ref],
     tiles: tuple[int, int],
     shape: tuple[int, ...],
     s: Settings,
@@ -266,7 +281,8 @@ def _sums(
       output: int32 ``[outputs]``.
       rows: of the weights, int32 ``[outputs]`` for each of the sums; inside the array.
     """
-    groups = scales.shape[1]
+    groups = of_groups[0].shape[1]
+    parts = groups // codes.shape[1]
     column, row = _tile(tiles)
     token = column * s.tokens + jnp.arange(s.tokens, dtype=jnp.int32)
     output = row * s.outputs + jnp.arange(s.outputs, dtype=jnp.int32)
@@ -276,17 +292,20 @@ def _sums(
     first: Any = pl.program_id(1) * each if s.splits > 1 else 0
     last: Any = jnp.minimum(first + each, groups) if s.splits > 1 else groups
 
-    def scale_of(group: jax.Array) -> list[jax.Array]:
+    def scale_of(group: jax.Array) -> list[list[jax.Array]]:
+        """Of each of the sums the rows' scales, and their zeros if there are any."""
         group = jnp.minimum(group, groups - 1)
-        return [plgpu.load(scales.at[row >> 6, group, row & 63]) for row in rows]
+        places = [(row >> 6, group, row & 63) for row in rows]
+        return [[plgpu.load(ref.at[place]) for ref in of_groups] for place in places]
 
     def step(group: jax.Array, state: Any) -> Any:
         sums, scale = state
         # Asked for one step ahead: the compiler's pipeline leaves loads of single bytes alone.
         following = scale_of(group + 1)
-        operands = [_tokens(x, token, group, half) for half in range(2)]
+        block, byte = _place(group, parts)
+        operands = [_tokens(x, token, block, byte, half) for half in range(2)]
         added = [
-            _add(total, codes, row, group, one, operands, s)
+            _add(total, codes, row, (block, byte), one, operands, s)
             for total, row, one in zip(sums, rows, scale, strict=True)
         ]
         return added, following
@@ -296,9 +315,20 @@ def _sums(
     return sums, token, output, rows
 
 
-def _tokens(x: Ref, token: jax.Array, group: jax.Array, half: int) -> jax.Array:
-    """``[tokens, 64]`` inputs of a group, those of the low or the high nibbles."""
-    column = group * GROUP + half * _BYTES + jnp.arange(_BYTES, dtype=jnp.int32)
+def _place(group: jax.Array, parts: int) -> tuple[jax.Array, jax.Array]:
+    """Of a group, of which a block of 128 inputs has `parts`: the block, and its bytes of a row."""
+    index = jnp.arange(_BYTES // parts, dtype=jnp.int32)
+    if parts == 1:
+        return group, index
+    # Byte 16 t + 4 s + b is of the block's quarter s.
+    wide, divisor = 16 // parts, jnp.int32(parts)
+    byte = ((index & -wide) * parts) + (index & (wide - 1)) + jax.lax.rem(group, divisor) * wide
+    return jax.lax.div(group, divisor), byte
+
+
+def _tokens(x: Ref, token: jax.Array, block: jax.Array, byte: jax.Array, half: int) -> jax.Array:
+    """Some inputs of a block, those of the low or the high nibbles of these bytes."""
+    column = block * GROUP + half * _BYTES + byte
     return plgpu.load(x.at[token[:, None], column[None, :]])
 
 
@@ -306,24 +336,28 @@ def _add(
     total: jax.Array,
     codes: Ref,
     row: jax.Array,
-    group: jax.Array,
-    scale: jax.Array,
+    place: tuple[jax.Array, jax.Array],
+    of_group: list[jax.Array],
     operands: list[jax.Array],
     s: Settings,
 ) -> jax.Array:
-    """`total` plus the products of one group."""
-    byte = jnp.arange(_BYTES, dtype=jnp.int32)
-    tile = plgpu.load(codes.at[row[:, None] >> 6, group, row[:, None] & 63, byte[None, :]])
+    """`total` plus the products of one group, whose scales come first and then, perhaps, zeros."""
+    scale, *zeros = of_group
+    block, byte = place
+    tile = plgpu.load(codes.at[row[:, None] >> 6, block, row[:, None] & 63, byte[None, :]])
     tile = jax.lax.bitcast_convert_type(tile, jnp.int8)
     halves = [_e4m3.nibble(tile, bool(half), s.interpret) for half in range(2)]
+    dtype = operands[0].dtype
     if scale.dtype == jnp.uint8:
         factor = _e4m3.from_bits(scale.astype(jnp.int32)).astype(jnp.float16)[:, None]
         halves = [_e4m3.round_float16(q * factor, s.has_e4m3, s.interpret) for q in halves]
         for weight, tokens in zip(halves, operands, strict=True):
-            total = total + _common.dot(weight, tokens, s.interpret)
+            total = total + _common.dot(weight.astype(dtype), tokens, s.interpret)
         return total
+    for zero in zeros:
+        halves = [q - zero.astype(jnp.float16)[:, None] for q in halves]
     low, high = (
-        _common.dot(weight, tokens, s.interpret)
+        _common.dot(weight.astype(dtype), tokens, s.interpret)
         for weight, tokens in zip(halves, operands, strict=True)
     )
     return total + (low + high) * scale.astype(jnp.float32)[:, None]

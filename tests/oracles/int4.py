@@ -187,12 +187,16 @@ def gelu(x):
 ACTIVATIONS = {None: lambda x: x, "silu": lambda x: x * sigmoid(x), "gelu": gelu}
 
 
+GATES = {"swiglu": "silu", "geglu": "gelu"}
+"""Of gated activations, that of the gate."""
+
+
 def activate(z, activation):
-    """``[M, out]``; with ``"swiglu"`` the first half of the outputs is the gate."""
-    if activation != "swiglu":
+    """``[M, out]``; with a gated activation the first half of the outputs is the gate."""
+    if activation not in GATES:
         return ACTIVATIONS[activation](z)
     gate, up = np.split(z, 2, axis=-1)
-    return gate * sigmoid(gate) * up
+    return ACTIVATIONS[GATES[activation]](gate) * up
 
 
 def matmul(
@@ -221,7 +225,7 @@ def matmul(
     if depth is not None:
         error = error + matrix_unit_error(codes, values, depth) * np.abs(factor)
     y = activate(z, activation)
-    if activation == "swiglu":
+    if activation in GATES:
         (gate, up), (d_gate, d_up) = np.split(z, 2, axis=-1), np.split(error, 2, axis=-1)
         error = 1.2 * d_gate * (np.abs(up) + d_up) + np.abs(gate) * d_up
     elif activation is not None:

@@ -11,6 +11,14 @@ import threading
 import ml_dtypes
 import numpy as np
 
+from oracles.warp_parts import (  # noqa: F401
+    Arithmetic,
+    arrive_after_copies,
+    commit_copies,
+    flip_masked,
+    wait_for_copies,
+)
+
 LANES = np.arange(32)
 ROUNDER = 12582912.0
 
@@ -316,10 +324,6 @@ def copy_words(source, target, condition):
     target.store_words([condition.where(word, 0) for word in there.words(4)])
 
 
-def arrive_after_copies(barrier):
-    pass
-
-
 @contextlib.contextmanager
 def when(condition):
     """Of the lanes where `condition` holds the stores count; there must be nothing else inside."""
@@ -408,6 +412,11 @@ class Pointer:
         words = np.ascontiguousarray(data).view(np.uint32)
         return [Int(words[:, i]) for i in range(count)]
 
+    def words_once(self, count, condition):
+        """As the kernel's, where there is a condition; elsewhere NaN."""
+        there = Pointer(self.memory, np.where(condition.value, self.offset, 0))
+        return [condition.where(word, 0xFFFFFFFF) for word in there.words(count)]
+
     def word(self):
         return self.words(1)[0]
 
@@ -442,7 +451,7 @@ class Pointer:
         np.add.at(self.memory.view(np.uint32), self.offset[active] // 4, x.value[active])
 
 
-class half:
+class half(Arithmetic):
     """Stands in for `lane.half`."""
 
     @staticmethod
@@ -471,20 +480,6 @@ class half:
         if dtype == "bfloat16":
             return (word << 16).as_float(), (word & 0xFFFF0000).as_float()
         return half_to_float(word), half_to_float(word >> 16)
-
-    @staticmethod
-    def _convert(word, kind):
-        numbers = word.value[:, None].view(kind).astype(np.float16)
-        pairs = np.ascontiguousarray(numbers).view(np.uint32)
-        return Int(pairs[:, 0]), Int(pairs[:, 1])
-
-    @classmethod
-    def from_e4m3(cls, word):
-        return cls._convert(word, ml_dtypes.float8_e4m3fn)
-
-    @classmethod
-    def from_e5m2(cls, word):
-        return cls._convert(word, ml_dtypes.float8_e5m2)
 
     @staticmethod
     def matmul(a, b, c, dtype="float16"):

@@ -25,12 +25,13 @@ from turbojax.app.demo.command import demo
 from turbojax.app.doctor.command import doctor
 from turbojax.app.generate.command import generate
 from turbojax.app.levels.command import levels
+from turbojax.app.lora import lora
 from turbojax.app.quantize.command import quantize
 from turbojax.app.serve.command import serve
 from turbojax.app.train import train
 
 # In the order in which `turbojax --help` lists them.
-_SUBCOMMANDS = (demo, levels, doctor, generate, serve, train, compare, quantize)
+_SUBCOMMANDS = (demo, levels, doctor, generate, serve, train, compare, quantize, lora)
 
 
 class _Commands(TyperGroup):

@@ -49,6 +49,13 @@ MaxLength = Annotated[
         show_default=False,
     ),
 ]
+Adapters = Annotated[
+    str | None,
+    typer.Option(
+        help="A folder with low-rank adapters for a quantized --model, as turbojax lora writes it.",
+        show_default=False,
+    ),
+]
 MaxNewTokens = Annotated[int, typer.Option(help="Tokens to add to each sequence, at most.")]
 CACHES = (
     "exact; 4bit, 3bit, 2bit, 2/4bit (TurboAttention); kv4 (FireQ), k8v4 (the same with keys in "
@@ -71,6 +78,7 @@ def find(
     weights: str | None,
     dtype: str | None,
     max_length: int | None,
+    adapters: str | None = None,
 ) -> "FoundModel":
     """The model that the options name, not loaded yet.
 
@@ -84,9 +92,11 @@ def find(
     if random_weights is None:
         if weights is not None:
             raise ValueError("--weights is for --random-weights")
-        return text_model.find_text_model(model or "embedded", kind, max_length)
+        return text_model.find_text_model(model or "embedded", kind, max_length, adapters)
     if model is not None:
         raise ValueError("--random-weights takes no --model")
+    if adapters is not None:
+        raise ValueError("--random-weights takes no --adapters")
     if max_length is not None:
         raise ValueError("--random-weights takes no --max-length")
     return text_model.find_random_model(random_weights, kind, weights or "float")

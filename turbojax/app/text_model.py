@@ -1,6 +1,7 @@
 """Models that commands continue texts with: found by name, checked, and loaded last."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
@@ -11,6 +12,7 @@ import numpy as np
 from turbojax import models
 from turbojax.models.checkpoint.huggingface import checkpoint_folder
 from turbojax.models.config import DTYPES, model_config, stored_dtype
+from turbojax.models.lora import check_adapters
 from turbojax.models.text.chat import chat_tokens
 from turbojax.models.text.tokenizer import NumberTokenizer, Tokenizer, load_tokenizer
 
@@ -35,6 +37,7 @@ class FoundModel:
       tokenizer: what reads its text.
       weight_bytes: of its weights in this dtype, about.
       load: loads it.
+      open: opens its checkpoint, see `models.open_decoder`; None if there is none.
     """
 
     config: models.TransformerConfig
@@ -42,10 +45,14 @@ class FoundModel:
     tokenizer: Tokenizer
     weight_bytes: int
     load: Callable[[], TextModel]
+    open: Callable[[], models.StoredDecoder] | None = None
 
 
 def find_text_model(
-    path: str, dtype: np.dtype | None = None, max_length: int | None = None
+    path: str,
+    dtype: np.dtype | None = None,
+    max_length: int | None = None,
+    adapters: str | None = None,
 ) -> FoundModel:
     """Reads all of a checkpoint but its weights.
 
@@ -53,6 +60,7 @@ def find_text_model(
       path: see `load_text_model`.
       dtype: see there.
       max_length: see there.
+      adapters: a folder of low-rank adapters for a model with INT4 weights, or None.
 
     Raises:
       ImportError, OSError, ValueError, NotImplementedError: see there; weights are not looked at.
@@ -65,14 +73,23 @@ def find_text_model(
     stored = stored_dtype(hf) or jnp.dtype(jnp.bfloat16)
     used = stored if dtype is None else dtype
     size = sum(file.stat().st_size for file in models.weight_files(path))
+    if adapters is not None and "quantization_config" not in hf:
+        raise ValueError(f"adapters are for models with INT4 weights, {path!r} has none")
     if "quantization_config" not in hf:
         size = size * used.itemsize // stored.itemsize
+    loaded = None
+    if adapters is not None:
+        loaded = models.load_adapters(adapters, config.num_layers)
+        check_adapters(loaded, config)
 
     def load() -> TextModel:
         decoder = models.load_decoder(path, dtype=dtype, max_length=max_length)
+        if loaded is not None and isinstance(decoder, models.QuantizedDecoder):
+            decoder = models.with_adapters(decoder, loaded)
         return TextModel(decoder, tokenizer)
 
-    return FoundModel(config, used, tokenizer, size, load)
+    open_it = functools.partial(models.open_decoder, path, dtype=dtype, max_length=max_length)
+    return FoundModel(config, used, tokenizer, size, load, open_it)
 
 
 def load_text_model(

@@ -172,7 +172,7 @@ def _check_memory(config: Any, settings: Any) -> None:
     )
 
 
-def _kept(out: Path, step: int | None) -> str:
+def kept(out: Path, step: int | None) -> str:
     """What an interrupted run leaves behind."""
     if step is None:
         return "no checkpoint was written yet; the same command begins anew"
@@ -190,7 +190,7 @@ class _Display:
         from turbojax import finetune
 
         # Not before: only a run that has come to its steps is known to be the one in the folder.
-        _interrupt.say(lambda: _kept(self._out, finetune.last_checkpoint(self._out)))
+        _interrupt.say(lambda: kept(self._out, finetune.last_checkpoint(self._out)))
         step = row["step"]
         if row.get("resumed"):
             self._bar.console.print(f"resuming at step {step}")

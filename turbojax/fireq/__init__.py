@@ -14,6 +14,11 @@ from turbojax.quantizers.int4 import concatenate as concatenate
 from turbojax.quantizers.int4 import dequantize as dequantize
 from turbojax.quantizers.int4 import gate_and_up as gate_and_up
 from turbojax.quantizers.int4 import quantize_weight as quantize_weight
+from turbojax.quantizers.int4_codes import PlainCodes as PlainCodes
+from turbojax.quantizers.int4_codes import from_codes as from_codes
+from turbojax.quantizers.int4_codes import to_codes as to_codes
+from turbojax.quantizers.int4_qwix import from_qwix as from_qwix
+from turbojax.quantizers.int4_qwix import to_qwix as to_qwix
 from turbojax.quantizers.int4_storage import from_tensors as from_tensors
 from turbojax.quantizers.int4_storage import load_weights as load_weights
 from turbojax.quantizers.int4_storage import save_weights as save_weights
@@ -33,12 +38,15 @@ __all__ = [
     "Fp8Tokens",
     "Int4Weight",
     "Kv4Cache",
+    "PlainCodes",
     "append",
     "channel_absmean_scale",
     "channel_rope_scale",
     "concatenate",
     "decode",
     "dequantize",
+    "from_codes",
+    "from_qwix",
     "from_tensors",
     "gate_and_up",
     "init_cache",
@@ -53,6 +61,8 @@ __all__ = [
     "rms_norm_quantize",
     "rope_preserving_norm",
     "save_weights",
+    "to_codes",
+    "to_qwix",
     "to_tensors",
 ]
 

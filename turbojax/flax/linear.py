@@ -9,10 +9,12 @@ from turbojax._registry import ImplementationName
 from turbojax.ops.int4_matmul.api import (
     check_activation,
     check_bias,
+    check_gradient,
     check_precision,
+    check_token_kind,
     matmul,
 )
-from turbojax.ops.int4_matmul.static import Activation, Precision
+from turbojax.ops.int4_matmul.static import Activation, Gradient, Precision, TokenKind
 from turbojax.quantizers import Fp8Tokens
 from turbojax.quantizers.int4 import BLOCK, Int4Weight, ScaleDtype, quantize_weight
 
@@ -37,7 +39,9 @@ class Int4Linear(nnx.Module):
       in_features: inputs.
       out_features: outputs, of a gated weight half of its rows.
       activation: what is applied to the result.
+      activations: how tokens are multiplied, see `matmul`.
       precision: of its sums, see `matmul`.
+      gradient: how that of its inputs is computed, see `matmul`.
       implementation: what computes it, see `matmul`.
     """
 
@@ -47,7 +51,9 @@ class Int4Linear(nnx.Module):
         *,
         bias: jax.Array | None = None,
         activation: Activation | None = None,
+        activations: TokenKind = "e4m3",
         precision: Precision | None = None,
+        gradient: Gradient = "exact",
         implementation: ImplementationName | None = None,
     ):
         """Takes a quantized weight; `from_linear` quantizes one.
@@ -56,15 +62,20 @@ class Int4Linear(nnx.Module):
           weight: ``[out, in]``, or gated.
           bias: floating point ``[out]``; of a gated weight that of the gate first.
           activation: as in `matmul`.
+          activations: as in `matmul`.
           precision: as in `matmul`.
+          gradient: as in `matmul`.
           implementation: as in `matmul`.
 
         Raises:
           TypeError: if the weight or the bias is of another kind or dtype.
-          ValueError: if the bias has another shape, or the activation or precision does not fit.
+          ValueError: if the bias has another shape, or the activation, precision or gradient does
+            not fit.
         """
         check_activation(activation, weight)
+        check_token_kind(activations)
         check_precision(precision)
+        check_gradient(gradient, weight)
         bias = check_bias(bias, weight)
         self.codes = FrozenParam(weight.codes)
         self.scales = FrozenParam(weight.scales)
@@ -76,7 +87,9 @@ class Int4Linear(nnx.Module):
         self.group_size = weight.group_size
         self.gated = weight.gated
         self.activation = activation
+        self.activations = activations
         self.precision = precision
+        self.gradient: Gradient = gradient
         self.implementation = implementation
 
     @classmethod
@@ -87,7 +100,9 @@ class Int4Linear(nnx.Module):
         group_size: int = BLOCK,
         scale_dtype: ScaleDtype = "e4m3",
         activation: Activation | None = None,
+        activations: TokenKind = "e4m3",
         precision: Precision | None = None,
+        gradient: Gradient = "exact",
         implementation: ImplementationName | None = None,
     ) -> Self:
         """Quantizes a layer's kernel; its bias is kept as it is.
@@ -97,7 +112,9 @@ class Int4Linear(nnx.Module):
           group_size: as in `quantize_weight`.
           scale_dtype: as in `quantize_weight`.
           activation: as in `matmul`.
+          activations: as in `matmul`.
           precision: as in `matmul`.
+          gradient: as in `matmul`.
           implementation: as in `matmul`.
 
         Raises:
@@ -111,7 +128,9 @@ class Int4Linear(nnx.Module):
             quantize_weight(kernel.T, group_size=group_size, scale_dtype=scale_dtype),
             bias=None if linear.bias is None else linear.bias.get_value(),
             activation=activation,
+            activations=activations,
             precision=precision,
+            gradient=gradient,
             implementation=implementation,
         )
 
@@ -144,7 +163,9 @@ class Int4Linear(nnx.Module):
             self.weight,
             bias=None if self.bias is None else self.bias.get_value(),
             activation=self.activation,
+            activations=self.activations,
             precision=self.precision,
+            gradient=self.gradient,
             residual=residual,
             implementation=self.implementation,
         )

@@ -11,7 +11,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float, offset: float = 0.0) ->
 
     Args:
       x: ``[..., size]``.
-      scale: ``[size]``.
+      scale: ``[size]``, or with further axes of `x` before it, such as a factor of each head.
       eps: added to the mean square.
       offset: added to the scale; Gemma's checkpoints hold the scale less one.
 
@@ -20,7 +20,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float, offset: float = 0.0) ->
     """
     wide = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    factor = scale.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + scale.shape)
+    factor = scale.astype(jnp.float32).reshape((1,) * (x.ndim - scale.ndim) + scale.shape)
     if offset:
         factor = factor + jnp.float32(offset)
     return (wide * inverse * factor).astype(x.dtype)

@@ -10,6 +10,8 @@ from turbojax.kv import PooledAttention as PooledAttention
 from turbojax.kv import cache_by_name as cache_by_name
 from turbojax.kv import causal_attention as causal_attention
 from turbojax.kv import pooled_by_name as pooled_by_name
+from turbojax.models.checkpoint.adapters import load_adapters as load_adapters
+from turbojax.models.checkpoint.adapters import save_adapters as save_adapters
 from turbojax.models.checkpoint.huggingface import BEGINNING_OF_FILE as BEGINNING_OF_FILE
 from turbojax.models.checkpoint.huggingface import WEIGHTS_NAME as WEIGHTS_NAME
 from turbojax.models.checkpoint.huggingface import checkpoint_folder as checkpoint_folder
@@ -18,10 +20,12 @@ from turbojax.models.checkpoint.huggingface import held_out_modules as held_out_
 from turbojax.models.checkpoint.huggingface import load as load
 from turbojax.models.checkpoint.huggingface import load_decoder as load_decoder
 from turbojax.models.checkpoint.huggingface import load_transformer as load_transformer
+from turbojax.models.checkpoint.huggingface import open_decoder as open_decoder
 from turbojax.models.checkpoint.huggingface import read_config as read_config
 from turbojax.models.checkpoint.huggingface import save as save
 from turbojax.models.checkpoint.huggingface import weight_files as weight_files
 from turbojax.models.checkpoint.quantized import save_quantized as save_quantized
+from turbojax.models.checkpoint.stored import StoredDecoder as StoredDecoder
 from turbojax.models.config import TransformerConfig as TransformerConfig
 from turbojax.models.decoder import Decoder as Decoder
 from turbojax.models.decoder import random_decoder as random_decoder
@@ -49,9 +53,15 @@ from turbojax.models.generation.session import generate as generate
 from turbojax.models.generation.session import score as score
 from turbojax.models.generation.session import start as start
 from turbojax.models.generation.session import stream as stream
+from turbojax.models.lora import Adapter as Adapter
+from turbojax.models.lora import Adapters as Adapters
+from turbojax.models.lora import init_adapters as init_adapters
+from turbojax.models.lora import with_adapters as with_adapters
+from turbojax.models.lora import without_adapters as without_adapters
 from turbojax.models.quantize import quantize_model as quantize_model
 from turbojax.models.quantized import QuantizedDecoder as QuantizedDecoder
 from turbojax.models.quantized import random_quantized_decoder as random_quantized_decoder
+from turbojax.models.quantized_layer import LINEARS as LINEARS
 from turbojax.models.shapes import SHAPES as SHAPES
 from turbojax.models.text.chat import chat_tokens as chat_tokens
 from turbojax.models.text.chat import render_chat as render_chat

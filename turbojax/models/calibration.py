@@ -1,21 +1,42 @@
-"""One pass over text that gathers what smoothing needs to know of every layer's keys."""
+"""What smoothing needs to know of every layer's keys: text passes the layers, one by one."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
 from turbojax.kv import AttentionOptions, causal_attention
 from turbojax.kv.base import Cache
-from turbojax.models.decoder import Decoder, for_length
+from turbojax.models.checkpoint.stored import StoredDecoder
+from turbojax.models.decoder import Decoder, LayerParams
 from turbojax.models.generation.padding import check_tokens
 from turbojax.models.generation.session import Progress
+from turbojax.models.layer_by_layer import LayerByLayer
 from turbojax.ops.options import PLAIN
 from turbojax.smoothing import KeyStatistics
 
 
+class Calibration:
+    """What smoothing needs to know of the keys of layers that come one after the other."""
+
+    def __init__(
+        self, model: Decoder | StoredDecoder, tokens: np.ndarray, *, batch_size: int = 1
+    ) -> None:
+        """Begins before the first layer; see `calibrate`."""
+        _checks.check_sizes(batch_size=batch_size)
+        if tokens.ndim != 2 or 0 in tokens.shape:
+            raise ValueError(f"{tokens.shape=} must be [n, T], no axis empty")
+        tokens = np.asarray(check_tokens(tokens, model.config.vocab_size))
+        self._text = LayerByLayer(model, tokens, batch_size)
+
+    def watch(self, params: LayerParams, progress: Progress | None = None) -> KeyStatistics:
+        """The statistics of the next layer, whose weights these are."""
+        config = self._text.config
+        nothing = KeyStatistics.init(config.num_kv_heads, config.head_dim, config.rotary_dim)
+        return self._text.apply(params, _watch, nothing, progress)
+
+
 def calibrate(
-    model: Decoder,
+    model: Decoder | StoredDecoder,
     tokens: np.ndarray,
     *,
     batch_size: int = 1,
@@ -27,7 +48,7 @@ def calibrate(
       model: the model, not quantized.
       tokens: int ``[n, T]``, windows of real text.
       batch_size: windows that run at once.
-      progress: called with the number of tokens after each batch.
+      progress: called with the number of tokens after each batch of each layer.
 
     Returns:
       The statistics of each layer.
@@ -37,37 +58,18 @@ def calibrate(
       ValueError: if the shape does not fit, a token is not in the vocabulary, or `batch_size` is
         not positive.
     """
-    _checks.check_sizes(batch_size=batch_size)
-    if tokens.ndim != 2 or 0 in tokens.shape:
-        raise ValueError(f"{tokens.shape=} must be [n, T], no axis empty")
-    tokens = np.asarray(check_tokens(tokens, model.config.vocab_size))
-    config = model.config
-    statistics = (KeyStatistics.init(config.num_kv_heads, config.head_dim),) * config.num_layers
-    for first in range(0, len(tokens), batch_size):
-        part = jnp.asarray(tokens[first : first + batch_size])
-        statistics = jax.block_until_ready(_watch(model, part, statistics))
-        if progress is not None:
-            progress(part.size)
-    return statistics
+    calibration = Calibration(model, tokens, batch_size=batch_size)
+    return tuple(calibration.watch(params, progress) for params in model.layers)
 
 
-@jax.jit
 def _watch(
-    model: Decoder, tokens: jax.Array, statistics: tuple[KeyStatistics, ...]
-) -> tuple[KeyStatistics, ...]:
-    """The statistics take the place of the caches: each layer gets its own and returns it."""
-
-    def attend(
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        cache: Cache,
-        options: AttentionOptions = PLAIN,
-    ) -> tuple[jax.Array, Cache]:
-        out, _ = causal_attention(query, key, value, None, options)
-        # A rotation leaves the norm of a pair as it is, so the rotated keys serve for both.
-        return out, cache.update(key, key)
-
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-    short = for_length(model, tokens.shape[1])
-    return short.hidden(tokens, positions, attend, statistics)[1]
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cache: Cache,
+    options: AttentionOptions = PLAIN,
+) -> tuple[jax.Array, Cache]:
+    """Attention whose cache are the statistics of the layer's keys."""
+    out, _ = causal_attention(query, key, value, None, options)
+    # A rotation leaves the norm of a pair as it is, so the rotated keys serve for both.
+    return out, cache.update(key, key)

@@ -9,6 +9,7 @@ argument of its own, and a donated cache is updated in place.
 import dataclasses
 import functools
 import warnings
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -71,36 +72,77 @@ class Decoder:
         Returns:
           ``[B, T, D]`` in `dtype`, and the new caches.
         """
-        graph = _block_graph(self.config, self.dtype, self.embedding.dtype)
-
-        # Layers with the same options and RoPE share one trace and one lowered function; the
-        # compiler inlines it.
-        @functools.partial(jax.jit, static_argnames=("options", "rope"))
-        def apply_block(
-            params: LayerParams,
-            hidden: jax.Array,
-            angles: jax.Array,
-            cache: Cache,
-            options: AttentionOptions,
-            rope: Rope,
-        ) -> tuple[jax.Array, Cache]:
-            return nnx.merge(graph, params)(hidden, angles, attend, cache, options, rope)
-
         config = self.config
-        angles = {rope: rope.angles(positions) for rope in config.ropes}
+        apply = functools.partial(apply_block, config=config, dtype=self.dtype)
         hidden = embed(self.embedding, tokens, config, self.dtype)
-        new_caches = []
-        for i, (params, cache) in enumerate(zip(self.layers, caches, strict=True)):
-            options, rope = config.attention_options(i), config.rope_of(i)
-            hidden, new_cache = apply_block(params, hidden, angles[rope], cache, options, rope)
-            new_caches.append(new_cache)
-        normed = rms_norm(hidden, self.norm, config.norm_eps, config.norm_offset)
-        return normed, tuple(new_caches)
+        hidden, caches = apply_layers(apply, self.layers, hidden, positions, attend, caches, config)
+        return rms_norm(hidden, self.norm, config.norm_eps, config.norm_offset), caches
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Projects ``[..., D]`` to float32 logits ``[..., V]``."""
         weight = self.embedding if self.lm_head is None else self.lm_head
         return project(hidden, weight, self.dtype, self.config.final_soft_cap)
+
+
+def apply_block(
+    params: LayerParams,
+    hidden: jax.Array,
+    angles: jax.Array,
+    attend: Attend,
+    cache: Cache,
+    options: AttentionOptions,
+    rope: Rope,
+    *,
+    config: TransformerConfig,
+    dtype: np.dtype,
+) -> tuple[jax.Array, Cache]:
+    """A layer of a `Decoder`, computed in `dtype`; see `Block`."""
+    graph = _block_graph(config, dtype, jax.tree.leaves(params)[0].dtype)
+    return nnx.merge(graph, params)(hidden, angles, attend, cache, options, rope)
+
+
+def apply_layers(
+    apply: Callable[..., tuple[jax.Array, Cache]],
+    layers: Sequence[Any],
+    hidden: jax.Array,
+    positions: jax.Array,
+    attend: Attend,
+    caches: tuple[Cache, ...],
+    config: TransformerConfig,
+) -> tuple[jax.Array, tuple[Cache, ...]]:
+    """The residual stream after all layers, and the new caches.
+
+    Args:
+      apply: what a layer computes: `apply_block` or `QuantizedLayer`, with what is the same for all
+        layers given.
+      layers: the weights of each.
+      hidden: ``[B, T, D]``, the embeddings.
+      positions: int ``[B, T]``.
+      attend: called once per layer.
+      caches: one per layer.
+      config: of the model, for each layer's options and rotary embedding.
+    """
+
+    # Layers with the same options and RoPE share one trace and one lowered function; the compiler
+    # inlines it.
+    @functools.partial(jax.jit, static_argnames=("options", "rope"))
+    def apply_one(
+        layer: Any,
+        hidden: jax.Array,
+        angles: jax.Array,
+        cache: Cache,
+        options: AttentionOptions,
+        rope: Rope,
+    ) -> tuple[jax.Array, Cache]:
+        return apply(layer, hidden, angles, attend, cache, options, rope)
+
+    angles = {rope: rope.angles(positions) for rope in config.ropes}
+    new_caches = []
+    for i, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
+        options, rope = config.attention_options(i), config.rope_of(i)
+        hidden, new_cache = apply_one(layer, hidden, angles[rope], cache, options, rope)
+        new_caches.append(new_cache)
+    return hidden, tuple(new_caches)
 
 
 AnyDecoder = TypeVar("AnyDecoder", bound=Any)

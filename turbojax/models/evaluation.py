@@ -8,22 +8,30 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
+from turbojax.flax.norms import rms_norm
 from turbojax.kv import cache_by_name, init_layer_cache
 from turbojax.kv.kinds import KINDS
+from turbojax.models.checkpoint.stored import StoredDecoder
+from turbojax.models.config import TransformerConfig
 from turbojax.models.decoder import Decoder, for_length
 from turbojax.models.generation.padding import check_tokens
 from turbojax.models.generation.session import Progress
+from turbojax.models.layer_by_layer import LayerByLayer
 from turbojax.models.quantized import QuantizedDecoder
+from turbojax.models.transformer import project
 
 _ATTEND = {name: kind.in_one_pass for kind in KINDS for name in kind.names if kind.in_one_pass}
 
 
-def caches_of(model: Decoder | QuantizedDecoder) -> tuple[str, ...]:
+AnyModel = Decoder | QuantizedDecoder | StoredDecoder
+
+
+def caches_of(model: AnyModel) -> tuple[str, ...]:
     """The caches that `token_bits` knows and that can hold a model's heads."""
     return tuple(name for name in _ATTEND if _refusal(model, name) is None)
 
 
-def _refusal(model: Decoder | QuantizedDecoder, cache: str) -> str | None:
+def _refusal(model: AnyModel, cache: str) -> str | None:
     """Why a cache cannot hold a model's heads: ``"kv4"`` packs 8 channels at a time."""
     sizes = (1, 1, model.config.num_kv_heads, model.config.head_dim)
     kind = cache_by_name(cache, model.config.num_kv_heads)
@@ -35,7 +43,7 @@ def _refusal(model: Decoder | QuantizedDecoder, cache: str) -> str | None:
 
 
 def token_bits(
-    model: Decoder | QuantizedDecoder,
+    model: AnyModel,
     tokens: np.ndarray,
     *,
     cache: str = "exact",
@@ -45,12 +53,13 @@ def token_bits(
     """Information content of every token but the first of each window.
 
     Args:
-      model: the model.
+      model: the model. Of a `StoredDecoder` each layer is read once; all windows pass it before the
+        next one is read.
       tokens: int ``[n, T + 1]``.
       cache: ``"exact"``, or ``"kv4"`` for keys, values and queries as decoding through a `Kv4Cache`
         has them: a name whose kind has `turbojax.kv.Kind.in_one_pass`.
       batch_size: windows that run at once.
-      progress: called after each batch.
+      progress: called after each batch, or each layer, with how many of the tokens are done since.
 
     Returns:
       float32 ``[n, T]``, bits.
@@ -60,10 +69,10 @@ def token_bits(
       ValueError: if the shape does not fit, a token is not in the vocabulary, `batch_size` is not
         positive, there is no such cache, or it cannot hold the model's heads.
     """
-    if not isinstance(model, Decoder | QuantizedDecoder):
+    if not isinstance(model, AnyModel):
         raise TypeError(
-            f"model is a {type(model).__name__}, must be a Decoder (see unstack) or a "
-            "QuantizedDecoder"
+            f"model is a {type(model).__name__}, must be a Decoder (see unstack), a "
+            "QuantizedDecoder or a StoredDecoder"
         )
     _checks.check_sizes(batch_size=batch_size)
     if tokens.ndim != 2 or len(tokens) < 1 or tokens.shape[1] < 2:
@@ -73,6 +82,8 @@ def token_bits(
     if refusal := _refusal(model, cache):
         raise ValueError(f"{cache=} cannot hold the model's heads: {refusal}")
     tokens = np.asarray(check_tokens(tokens, model.config.vocab_size))
+    if isinstance(model, StoredDecoder):
+        return _layer_by_layer(model, tokens, cache, batch_size, progress)
     model, bits = for_length(model, tokens.shape[1] - 1), []
     for first in range(0, len(tokens), batch_size):
         part = tokens[first : first + batch_size]
@@ -90,6 +101,46 @@ def _bits(model: Decoder | QuantizedDecoder, tokens: jax.Array, *, cache: str) -
     positions = jnp.broadcast_to(jnp.arange(inputs.shape[1])[None], inputs.shape)
     nothing = (None,) * model.config.num_layers
     hidden, _ = model.hidden(inputs, positions, _ATTEND[cache], nothing)
-    log_p = jax.nn.log_softmax(model.logits(hidden), axis=-1)
+    return _information(model.logits(hidden), targets)
+
+
+def _layer_by_layer(
+    model: StoredDecoder,
+    tokens: np.ndarray,
+    cache: str,
+    batch_size: int,
+    progress: Progress | None,
+) -> np.ndarray:
+    """`token_bits` of a model of which one layer is in memory at a time."""
+    text = LayerByLayer(model, tokens[:, :-1], batch_size)
+    scored, layers = tokens[:, 1:].size, len(model.layers)
+    for i, params in enumerate(model.layers):
+        text.apply(params, _ATTEND[cache])
+        if progress is not None:
+            progress(scored * (i + 1) // layers - scored * i // layers)
+    norm, head = model.norm, model.embedding if model.lm_head is None else model.lm_head
+    bits = []
+    for i, hidden in enumerate(text.hidden):
+        targets = jnp.asarray(tokens[i * batch_size : (i + 1) * batch_size, 1:])
+        bits.append(np.asarray(_last_bits(hidden, norm, head, targets, config=model.config)))
+    return np.concatenate(bits)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _last_bits(
+    hidden: jax.Array,
+    norm: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    *,
+    config: TransformerConfig,
+) -> jax.Array:
+    normed = rms_norm(hidden, norm, config.norm_eps, config.norm_offset)
+    return _information(project(normed, head, hidden.dtype, config.final_soft_cap), targets)
+
+
+def _information(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Bits of each target under its logits."""
+    log_p = jax.nn.log_softmax(logits, axis=-1)
     chosen = jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
     return chosen * (-1 / math.log(2))

@@ -1,4 +1,8 @@
-"""From a decoder to a quantized one: calibrate, smooth, round, layer by layer (FireQ)."""
+"""From a decoder to a quantized one: calibrate, smooth, round, layer by layer (FireQ).
+
+A layer is taken, seen by the calibration text, smoothed, rounded and let go before the next one is
+taken, so that of a `StoredDecoder` one is in memory at a time.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -7,19 +11,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax import _checks
-from turbojax.models.calibration import calibrate
+from turbojax.models.calibration import Calibration
+from turbojax.models.checkpoint.stored import StoredDecoder
 from turbojax.models.config import TransformerConfig
 from turbojax.models.decoder import Decoder, LayerParams, unstack
-from turbojax.models.quantized import QuantizedDecoder, QuantizedLayer, check_config
+from turbojax.models.quantized import QuantizedDecoder
+from turbojax.models.quantized_layer import (
+    LINEARS,
+    NORMS,
+    QuantizedLayer,
+    QuantizedLinear,
+    join_layer,
+)
 from turbojax.models.transformer import Transformer
 from turbojax.quantizers.fp8 import E4M3_MAX
-from turbojax.quantizers.int4 import (
-    Int4Weight,
-    ScaleDtype,
-    concatenate,
-    gate_and_up,
-    quantize_weight,
-)
+from turbojax.quantizers.int4 import Int4Weight, ScaleDtype, quantize_weight
 from turbojax.smoothing import (
     KeyStatistics,
     LayerWeights,
@@ -32,12 +38,14 @@ EVERYTHING = Smoothing()
 """CAS, PTS, RPN and CRS."""
 
 Progress = Callable[[str, int], None]
-"""Called with a phase, ``"calibration"`` or ``"layers"``, and how many tokens or layers are done
-since the last call."""
+"""Called with a phase, ``"calibration"`` or ``"layers"``, and how much is done since the last call:
+tokens, each of which counts once for every layer, or layers."""
+
+_Watch = Callable[[int, LayerParams], KeyStatistics | None]
 
 
 def quantize_model(
-    model: Transformer | Decoder,
+    model: Transformer | Decoder | StoredDecoder,
     tokens: np.ndarray | None = None,
     *,
     smoothing: Smoothing = EVERYTHING,
@@ -52,8 +60,12 @@ def quantize_model(
     Activations become e4m3 with a scale per token as the model runs. Smoothing is folded into the
     weights in float32 before they are rounded, except CRS, which stays in the model.
 
+    Besides the model that it is given, memory holds the quantized one, one layer in float32, and
+    the residual stream of the calibration text. Of a model from `open_decoder` it holds one layer,
+    too, or one table; a `Transformer` is copied, see `unstack`.
+
     Args:
-      model: the model.
+      model: the model, of any family.
       tokens: int ``[n, T]``, windows of real text for calibration; only `rpn` and `crs` need them.
       smoothing: what to do against outliers.
       scale_dtype: of the groups of weights: ``"e4m3"`` rounds the dequantized weights to e4m3, too,
@@ -70,18 +82,15 @@ def quantize_model(
     Raises:
       TypeError: if the model is another kind, such as a quantized one, or tokens or the batch size
         are not integers.
-      NotImplementedError: naming the fields, if the model computes what a quantized one does not,
-        see `check_config`.
       ValueError: if tokens are needed and missing or do not fit, a head has fewer pairs than CRS is
         to scale, `batch_size` is not positive, or a weight is not finite; the message
         names the layer.
     """
-    if not isinstance(model, Transformer | Decoder):
+    if not isinstance(model, Transformer | Decoder | StoredDecoder):
         raise TypeError(
-            f"model is a {type(model).__name__}, must be a Transformer or a Decoder, not "
-            "quantized before"
+            f"model is a {type(model).__name__}, must be a Transformer, a Decoder or a "
+            "StoredDecoder, not quantized before"
         )
-    check_config(model.config)
     _checks.check_sizes(batch_size=batch_size)
     pairs = model.config.head_dim // 2
     if smoothing.crs and smoothing.num_pairs > pairs:
@@ -92,18 +101,18 @@ def quantize_model(
     if (smoothing.rpn or smoothing.crs) and tokens is None:
         raise ValueError("tokens=None: RPN and CRS need text for calibration")
     decoder = unstack(model) if isinstance(model, Transformer) else model
-    statistics: tuple[KeyStatistics | None, ...] = (None,) * decoder.config.num_layers
+    calibration = None
     if (smoothing.rpn or smoothing.crs) and tokens is not None:
+        calibration = Calibration(decoder, tokens, batch_size=batch_size)
+
+    def watch(number: int, params: LayerParams) -> KeyStatistics | None:
+        if calibration is None:
+            return None
         advance = None if progress is None else lambda n: progress("calibration", n)
-        statistics = calibrate(decoder, tokens, batch_size=batch_size, progress=advance)
-    return quantize_from(
-        decoder,
-        statistics,
-        smoothing,
-        scale_dtype=scale_dtype,
-        quantize_embedding=quantize_embedding,
-        quantize_head=quantize_head,
-        progress=progress,
+        return calibration.watch(params, advance)
+
+    return _quantize(
+        decoder, watch, smoothing, scale_dtype, quantize_embedding, quantize_head, progress
     )
 
 
@@ -120,23 +129,46 @@ def quantize_from(
     """`quantize_model` after calibration: `statistics` are those of each layer, or None.
 
     Raises:
-      NotImplementedError, ValueError: as there.
+      ValueError: as there.
     """
-    check_config(decoder.config)
+
+    def watch(number: int, params: LayerParams) -> KeyStatistics | None:
+        return statistics[number]
+
+    return _quantize(
+        decoder, watch, smoothing, scale_dtype, quantize_embedding, quantize_head, progress
+    )
+
+
+def _quantize(
+    decoder: Decoder | StoredDecoder,
+    watch: _Watch,
+    smoothing: Smoothing,
+    scale_dtype: ScaleDtype,
+    quantize_embedding: bool,
+    quantize_head: bool,
+    progress: Progress | None,
+) -> QuantizedDecoder:
+    """Takes each layer once, asks `watch` for what is known of its keys, and lets it go."""
     layers = []
-    for number, (params, seen) in enumerate(zip(decoder.layers, statistics, strict=True)):
+    for number in range(decoder.config.num_layers):
+        params = decoder.layers[number]
+        seen = watch(number, params)
+        weights = layer_weights(params, decoder.config)
+        del params
         try:
-            smooth = smooth_layer(layer_weights(params, decoder.config), seen, smoothing)
-            layers.append(jax.block_until_ready(quantize_layer(smooth, scale_dtype)))
+            weights = smooth_layer(weights, seen, smoothing)
+            layers.append(jax.block_until_ready(quantize_layer(weights, scale_dtype)))
         except ValueError as error:
             raise ValueError(f"layer {number}: {error}") from error
+        del weights
         if progress is not None:
             progress("layers", 1)
     embedding, lm_head = _tables(decoder, scale_dtype, quantize_embedding, quantize_head)
     return QuantizedDecoder(
         embedding=embedding,
         layers=tuple(layers),
-        norm=decoder.norm.astype(jnp.float32),
+        norm=_whole(decoder.norm, decoder.config),
         lm_head=lm_head,
         config=decoder.config,
         dtype=decoder.dtype,
@@ -145,65 +177,102 @@ def quantize_from(
 
 def layer_weights(params: LayerParams, config: TransformerConfig) -> LayerWeights:
     """A layer of a `Decoder` as smoothing sees it, in float32 and ``[out, in]``."""
+    attention = params["attention"]
 
     def projection(part: str, name: str) -> Projection:
-        return Projection(params[part][f"{name}_proj"]["kernel"].astype(jnp.float32).T)
+        linear = params[part][f"{name}_proj"]
+        bias = linear.get("bias")
+        return Projection(
+            linear["kernel"].astype(jnp.float32).T,
+            None if bias is None else bias.astype(jnp.float32),
+        )
+
+    def norm(tree: LayerParams, name: str, *shape: int) -> jax.Array | None:
+        if name not in tree:
+            return None
+        factor = _whole(tree[name]["scale"], config)
+        return jnp.broadcast_to(factor, shape) if shape else factor
 
     return LayerWeights(
-        attention_norm=params["attention_norm"]["scale"].astype(jnp.float32),
+        attention_norm=_whole(params["attention_norm"]["scale"], config),
         q=projection("attention", "q"),
         k=projection("attention", "k"),
         v=projection("attention", "v"),
         o=projection("attention", "o"),
-        mlp_norm=params["mlp_norm"]["scale"].astype(jnp.float32),
+        mlp_norm=_whole(params["mlp_norm"]["scale"], config),
         gate=projection("mlp", "gate"),
         up=projection("mlp", "up"),
         down=projection("mlp", "down"),
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
+        rotary_dim=config.rotary_dim,
+        q_norm=norm(attention, "q_norm", config.num_heads, config.head_dim),
+        k_norm=norm(attention, "k_norm", config.num_kv_heads, config.head_dim),
+        attention_post_norm=norm(params, "attention_post_norm"),
+        mlp_post_norm=norm(params, "mlp_post_norm"),
     )
 
 
-def layer_params(layer: LayerWeights) -> LayerParams:
-    """The inverse of `layer_weights`: a layer without biases and scales, for a `Decoder`."""
+def layer_params(layer: LayerWeights, norm_offset: float = 0.0) -> LayerParams:
+    """The inverse of `layer_weights`: a layer without factors of PTS and CRS, for a `Decoder`.
 
-    def kernels(*names: str) -> LayerParams:
-        return {f"{name}_proj": {"kernel": getattr(layer, name).weight.T} for name in names}
+    Args:
+      layer: the weights; norms of queries and keys may differ between heads.
+      norm_offset: of the decoder's config.
+    """
+
+    def linears(*names: str) -> LayerParams:
+        found = {name: getattr(layer, name) for name in names}
+        return {
+            f"{name}_proj": {
+                "kernel": x.weight.T,
+                **({} if x.bias is None else {"bias": x.bias}),
+            }
+            for name, x in found.items()
+        }
+
+    def norms(*names: str) -> LayerParams:
+        found = {name: getattr(layer, name) for name in names}
+        return {name: {"scale": x - norm_offset} for name, x in found.items() if x is not None}
 
     return {
-        "attention_norm": {"scale": layer.attention_norm},
-        "attention": kernels("q", "k", "v", "o"),
-        "mlp_norm": {"scale": layer.mlp_norm},
-        "mlp": kernels("gate", "up", "down"),
+        **norms("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm"),
+        "attention": {**linears("q", "k", "v", "o"), **norms("q_norm", "k_norm")},
+        "mlp": linears("gate", "up", "down"),
     }
 
 
 def quantize_layer(layer: LayerWeights, scale_dtype: ScaleDtype = "e4m3") -> QuantizedLayer:
-    """Rounds the weights of a layer, smoothed or not.
+    """Rounds the weights of a layer, smoothed or not; biases and norms stay float32.
 
     Raises:
-      NotImplementedError: if a projection has a bias, which `QuantizedLayer` has no place for.
       ValueError: if a weight is not finite.
     """
 
-    def rounded(name: str) -> Int4Weight:
+    def rounded(name: str) -> QuantizedLinear:
         projection: Projection = getattr(layer, name)
-        if projection.bias is not None:
-            raise NotImplementedError(f"{name} has a bias, which is not supported here")
         weight, scale = projection.weight, projection.output_scale
         if scale_dtype == "e4m3":
             weight, scale = _within_e4m3(weight, jnp.float32(1) if scale is None else scale)
-        return quantize_weight(weight, scale_dtype=scale_dtype, output_scale=scale)
+        codes = quantize_weight(weight, scale_dtype=scale_dtype, output_scale=scale)
+        bias = projection.bias
+        return QuantizedLinear(codes, None if bias is None else bias.astype(jnp.float32))
 
-    return QuantizedLayer(
-        attention_norm=layer.attention_norm.astype(jnp.float32),
-        qkv=concatenate([rounded(name) for name in ("q", "k", "v")]),
-        o=rounded("o"),
-        mlp_norm=layer.mlp_norm.astype(jnp.float32),
-        gate_up=gate_and_up(rounded("gate"), rounded("up")),
-        down=rounded("down"),
-        key_channel_scale=layer.key_channel_scale,
+    def factor(name: str) -> jax.Array | None:
+        norm: jax.Array | None = getattr(layer, name)
+        return None if norm is None else norm.astype(jnp.float32)
+
+    return join_layer(
+        {name: rounded(name) for name in LINEARS},
+        {name: factor(name) for name in NORMS},
+        layer.key_channel_scale,
     )
+
+
+def _whole(scale: jax.Array, config: TransformerConfig) -> jax.Array:
+    """A norm's factor in float32, with the offset that checkpoints leave out."""
+    wide = scale.astype(jnp.float32)
+    return wide + jnp.float32(config.norm_offset) if config.norm_offset else wide
 
 
 def _within_e4m3(weight: jax.Array, output_scale: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -218,16 +287,19 @@ def _within_e4m3(weight: jax.Array, output_scale: jax.Array) -> tuple[jax.Array,
 
 
 def _tables(
-    decoder: Decoder, scale_dtype: ScaleDtype, quantize_embedding: bool, quantize_head: bool
+    decoder: Decoder | StoredDecoder,
+    scale_dtype: ScaleDtype,
+    quantize_embedding: bool,
+    quantize_head: bool,
 ) -> tuple[jax.Array | Int4Weight, jax.Array | Int4Weight | None]:
     """Embedding and head, quantized where asked for; the head is None where both are one table."""
-    shared = decoder.lm_head is None
-    head_table = decoder.embedding if decoder.lm_head is None else decoder.lm_head
 
-    def rounded(table: jax.Array) -> Int4Weight:
-        return quantize_weight(table, scale_dtype=scale_dtype)
+    def made(table: jax.Array, is_rounded: bool) -> jax.Array | Int4Weight:
+        return quantize_weight(table, scale_dtype=scale_dtype) if is_rounded else table
 
-    embedding = rounded(decoder.embedding) if quantize_embedding else decoder.embedding
-    if shared and quantize_head == quantize_embedding:
+    embedding = made(decoder.embedding, quantize_embedding)
+    if decoder.config.tie_embeddings and quantize_head == quantize_embedding:
         return embedding, None
-    return embedding, rounded(head_table) if quantize_head else head_table
+    head = decoder.embedding if decoder.config.tie_embeddings else decoder.lm_head
+    assert head is not None
+    return embedding, made(head, quantize_head)

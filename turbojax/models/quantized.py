@@ -2,7 +2,8 @@
 
 It runs like a `Decoder`: `start`, `generate`, `stream` and `score` take either. Every linear layer
 reads activations with one scale per token, quantized where they are made: the norms write them
-directly, and the residual stream is added in the epilogue of the projection.
+directly, and the residual stream is added in the epilogue of the projection. It computes whatever a
+`Decoder` of the same config does.
 """
 
 import dataclasses
@@ -19,66 +20,19 @@ from turbojax.flax.norms import rms_norm
 from turbojax.kv import Attend
 from turbojax.kv.base import Cache
 from turbojax.models.config import TransformerConfig
-from turbojax.models.transformer import project
-from turbojax.ops.fp8_tokens import quantize_activation, rms_norm_quantize
+from turbojax.models.decoder import apply_layers
+from turbojax.models.quantized_layer import QuantizedLayer, QuantizedLinear, join_layer
+from turbojax.models.transformer import cap, embed, project, scale_embeddings
 from turbojax.ops.int4_matmul import matmul
-from turbojax.ops.options import PLAIN
+from turbojax.ops.int4_matmul.api import check_token_kind
+from turbojax.ops.int4_matmul.static import TokenKind
 from turbojax.quantizers.int4 import (
     Int4Weight,
     ScaleDtype,
-    concatenate,
     dequantize,
-    gate_and_up,
     quantize_weight,
 )
 from turbojax.quantizers.int4_layout import OUT_MULTIPLE, code_tiles, scale_tiles
-from turbojax.smoothing import scale_rotated
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class QuantizedLayer:
-    """One pre-norm layer.
-
-    Attributes:
-      attention_norm: float32 ``[D]``, scale of the first norm.
-      qkv: ``[(N + 2 K) H, D]``, query, key and value projections one after the other.
-      o: ``[D, N H]``.
-      mlp_norm: float32 ``[D]``.
-      gate_up: gated, of ``[F, D]`` each.
-      down: ``[D, F]``.
-      key_channel_scale: float32 ``[K, H]`` or None: rotated keys are divided by it, and the queries
-        of their group multiplied (CRS).
-    """
-
-    attention_norm: jax.Array
-    qkv: Int4Weight
-    o: Int4Weight
-    mlp_norm: jax.Array
-    gate_up: Int4Weight
-    down: Int4Weight
-    key_channel_scale: jax.Array | None = None
-
-    def __call__(
-        self,
-        hidden: jax.Array,
-        angles: jax.Array,
-        attend: Attend,
-        cache: Cache,
-        config: TransformerConfig,
-    ) -> tuple[jax.Array, Cache]:
-        """Maps the residual stream ``[B, T, D]`` to the next layer's and updates the cache."""
-        tokens = rms_norm_quantize(hidden, self.attention_norm, config.norm_eps)
-        query, key, value = _heads(matmul(tokens, self.qkv), config)
-        query, key = config.rope.rotate(query, angles), config.rope.rotate(key, angles)
-        if self.key_channel_scale is not None:
-            query, key = scale_rotated(query, key, self.key_channel_scale)
-        out, cache = attend(query, key, value, cache, PLAIN)
-        attended = quantize_activation(out.reshape(*hidden.shape[:2], -1))
-        hidden = matmul(attended, self.o, residual=hidden)
-        tokens = rms_norm_quantize(hidden, self.mlp_norm, config.norm_eps)
-        inner = quantize_activation(matmul(tokens, self.gate_up, activation="swiglu"))
-        return matmul(inner, self.down, residual=hidden), cache
 
 
 @jax.tree_util.register_dataclass
@@ -91,7 +45,7 @@ class QuantizedDecoder:
     Attributes:
       embedding: ``[V, D]``, floating point or quantized.
       layers: one per layer.
-      norm: float32 ``[D]``, scale of the last norm.
+      norm: float32 ``[D]``, factor of the last norm, with the config's offset.
       lm_head: ``[V, D]``, floating point or quantized, or None where the embedding serves.
       config: the shape.
       dtype: of activations between the linear layers.
@@ -116,68 +70,58 @@ class QuantizedDecoder:
         weights = [leaf for leaf in leaves if isinstance(leaf, Int4Weight)]
         return 8 * _nbytes(weights) / sum(w.out_size * w.in_size for w in weights)
 
+    def with_activations(self, activations: TokenKind) -> "QuantizedDecoder":
+        """The same weights, whose tokens are multiplied as `matmul` says; no array is copied.
+
+        Args:
+          activations: ``"e4m3"``, what `quantize_model` makes decoders for, or ``"bf16"``, those of
+            4-bit checkpoints of other programs, for tokens of 16 bits as they are.
+
+        Raises:
+          ValueError: if it is neither.
+        """
+        check_token_kind(activations)
+
+        def is_linear(x: Any) -> bool:
+            return isinstance(x, QuantizedLinear)
+
+        def change(x: Any) -> Any:
+            return dataclasses.replace(x, activations=activations) if is_linear(x) else x
+
+        layers = jax.tree.map(change, self.layers, is_leaf=is_linear)
+        return dataclasses.replace(self, layers=layers)
+
     def hidden(
         self, tokens: jax.Array, positions: jax.Array, attend: Attend, caches: tuple[Cache, ...]
     ) -> tuple[jax.Array, tuple[Cache, ...]]:
         """The normed residual stream after the last layer; see `Decoder.hidden`."""
+        config = self.config
 
-        # All layers share one trace and one lowered function; the compiler inlines it.
-        @jax.jit
-        def apply_layer(
-            layer: QuantizedLayer, hidden: jax.Array, angles: jax.Array, cache: Cache
-        ) -> tuple[jax.Array, Cache]:
-            return layer(hidden, angles, attend, cache, self.config)
+        def apply(layer: QuantizedLayer, *operands: Any) -> tuple[jax.Array, Cache]:
+            return layer(*operands, config=config)
 
-        angles = self.config.rope.angles(positions)
-        hidden = take_rows(self.embedding, tokens).astype(self.dtype)
-        new_caches = []
-        for layer, cache in zip(self.layers, caches, strict=True):
-            hidden, new_cache = apply_layer(layer, hidden, angles, cache)
-            new_caches.append(new_cache)
-        return rms_norm(hidden, self.norm, self.config.norm_eps), tuple(new_caches)
+        hidden, caches = apply_layers(
+            apply, self.layers, self._embed(tokens), positions, attend, caches, config
+        )
+        return rms_norm(hidden, self.norm, config.norm_eps), caches
+
+    def _embed(self, tokens: jax.Array) -> jax.Array:
+        """See `embed`, which this is of a quantized table, too."""
+        table = self.embedding
+        if not isinstance(table, Int4Weight):
+            return embed(table, tokens, self.config, self.dtype)
+        known = (tokens >= 0) & (tokens < table.out_size)
+        rows = take_rows(table, jnp.where(known, tokens, 0))
+        hidden = jnp.where(known[..., None], rows, jnp.nan).astype(self.dtype)
+        return scale_embeddings(hidden, self.config)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Projects ``[..., D]`` to float32 logits ``[..., V]``."""
         table = self.embedding if self.lm_head is None else self.lm_head
         if isinstance(table, Int4Weight):
             # The result has the dtype of what was quantized: logits are not rounded to 16 bits.
-            return matmul(quantize_activation(hidden.astype(jnp.float32)), table)
-        return project(hidden, table, self.dtype)
-
-
-def check_config(config: TransformerConfig) -> None:
-    """Checks that a `QuantizedDecoder` computes what a model of this shape does.
-
-    It has two norms a layer, SwiGLU, plain attention and no biases. Smoothing takes channels i and
-    i + H/2 of a head for a pair.
-
-    Raises:
-      NotImplementedError: naming the fields that say otherwise.
-    """
-    plain = {
-        "activation": "silu",
-        "qkv_bias": False,
-        "output_bias": False,
-        "mlp_bias": False,
-        "qk_norm": False,
-        "attention_soft_cap": None,
-        "final_soft_cap": None,
-        "embedding_scale": None,
-        "norm_offset": 0.0,
-        "post_norms": False,
-        "local_rope_theta": None,
-    }
-    wrong = [name for name, value in plain.items() if getattr(config, name) != value]
-    if config.attention_scale not in (None, config.head_dim**-0.5):
-        wrong.append("attention_scale")
-    if config.rotary_dim not in (None, config.head_dim):
-        wrong.append("rotary_dim")
-    options = [config.attention_options(layer) for layer in range(config.num_layers)]
-    if any(x.local_window_size is not None for x in options):
-        wrong.append("local_windows")
-    if wrong:
-        values = ", ".join(f"{name}={getattr(config, name)!r}" for name in wrong)
-        raise NotImplementedError(f"quantized models do not support {values}")
+            return cap(matmul(hidden.astype(jnp.float32), table), self.config.final_soft_cap)
+        return project(hidden, table, self.dtype, self.config.final_soft_cap)
 
 
 def take_rows(table: jax.Array | Int4Weight, index: jax.Array) -> jax.Array:
@@ -218,11 +162,7 @@ def random_quantized_decoder(
       quantize_head: whether the projection to logits has INT4 weights too.
       dtype: of activations, embedding and head.
       seed: of the weights.
-
-    Raises:
-      NotImplementedError: if a quantized decoder does not compute what this shape's model does.
     """
-    check_config(config)
     dtype = jnp.dtype(dtype)
     keys = iter(jax.random.split(jax.random.key(seed), 7 * config.num_layers + 2))
     size, inner = config.hidden_size, config.intermediate_size
@@ -234,15 +174,22 @@ def random_quantized_decoder(
     def weight(out_size: int, in_size: int, gain: float = 1.0) -> Int4Weight:
         return random_weight(next(keys), (out_size, in_size), gain, scale_dtype)
 
+    def linear(out_size: int, in_size: int, has_bias: bool, gain: float = 1.0) -> QuantizedLinear:
+        bias = jnp.zeros(out_size, jnp.float32) if has_bias else None
+        return QuantizedLinear(weight(out_size, in_size, gain), bias)
+
     def layer() -> QuantizedLayer:
-        return QuantizedLayer(
-            attention_norm=jnp.ones(size, jnp.float32),
-            qkv=concatenate([weight(n, size) for n in (query_size, kv_size, kv_size)]),
-            o=weight(size, query_size, gain),
-            mlp_norm=jnp.ones(size, jnp.float32),
-            gate_up=gate_and_up(weight(inner, size), weight(inner, size)),
-            down=weight(size, inner, gain),
-        )
+        linears = {
+            "q": linear(query_size, size, config.qkv_bias),
+            "k": linear(kv_size, size, config.qkv_bias),
+            "v": linear(kv_size, size, config.qkv_bias),
+            "o": linear(size, query_size, config.output_bias, gain),
+            "gate": linear(inner, size, config.mlp_bias),
+            "up": linear(inner, size, config.mlp_bias),
+            "down": linear(size, inner, config.mlp_bias, gain),
+        }
+        norms = {name: jnp.ones(shape, jnp.float32) for name, shape in norm_shapes(config).items()}
+        return join_layer(linears, norms)
 
     def table() -> jax.Array:
         shape = (config.vocab_size, size)
@@ -263,6 +210,19 @@ def random_quantized_decoder(
     )
 
 
+def norm_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
+    """The norms that layers of this shape have, see `QuantizedLayer`."""
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
+        ("attention_norm", "mlp_norm"), (config.hidden_size,)
+    )
+    if config.qk_norm:
+        shapes["q_norm"] = config.num_heads, config.head_dim
+        shapes["k_norm"] = config.num_kv_heads, config.head_dim
+    if config.post_norms:
+        shapes |= dict.fromkeys(("attention_post_norm", "mlp_post_norm"), (config.hidden_size,))
+    return shapes
+
+
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def random_weight(
     key: jax.Array, shape: tuple[int, int], gain: float, scale_dtype: ScaleDtype
@@ -275,10 +235,3 @@ def random_weight(
 
 def _nbytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def _heads(qkv: jax.Array, config: TransformerConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Splits ``[B, T, (N + 2 K) H]`` into heads."""
-    heads = qkv.reshape(*qkv.shape[:2], -1, config.head_dim)
-    first, second = config.num_heads, config.num_heads + config.num_kv_heads
-    return heads[:, :, :first], heads[:, :, first:second], heads[:, :, second:]

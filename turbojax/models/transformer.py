@@ -31,10 +31,14 @@ def embed(
     NaN for a token that is not in the vocabulary, instead of another token's embedding.
     """
     found = table.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
-    hidden = found.astype(dtype)
-    if config.embedding_scale is not None:
-        hidden = hidden * jnp.asarray(config.embedding_scale, dtype)
-    return hidden
+    return scale_embeddings(found.astype(dtype), config)
+
+
+def scale_embeddings(hidden: jax.Array, config: TransformerConfig) -> jax.Array:
+    """Embeddings times what the model multiplies them with, rounded to their dtype."""
+    if config.embedding_scale is None:
+        return hidden
+    return hidden * jnp.asarray(config.embedding_scale, hidden.dtype)
 
 
 def project(
@@ -44,6 +48,11 @@ def project(
     logits = jnp.einsum(
         "...d,vd->...v", hidden, table.astype(dtype), preferred_element_type=jnp.float32
     )
+    return cap(logits, soft_cap)
+
+
+def cap(logits: jax.Array, soft_cap: float | None) -> jax.Array:
+    """``soft_cap * tanh(logits / soft_cap)``, or the logits as they are."""
     return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
 
 

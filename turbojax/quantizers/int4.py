@@ -189,7 +189,7 @@ def quantize_weight(
 
     Args:
       w: bfloat16, float16 or float32 ``[out, in]``.
-      group_size: 32, 64 or a multiple of 128. The kernels take 128.
+      group_size: 32, 64 or a multiple of 128, which the kernels for Hopper take.
       scale_dtype: ``"e4m3"``, where a weight's value is rounded to e4m3 too, or ``"bf16"`` or
         ``"f16"``, where the scale multiplies the sum of its group.
       output_scale: optional factor of the outputs, a number or ``[out]``: what undoes a scaling of
@@ -321,6 +321,27 @@ def scaled_values(weight: Int4Weight) -> jax.Array:
     large = jax.lax.reduce_precision(values, exponent_bits=8, mantissa_bits=3)
     values = jnp.where(jnp.abs(values) < 2.0**-6, small, large)
     return jnp.clip(values, -E4M3_MAX, E4M3_MAX)
+
+
+def in_blocks(weight: Int4Weight) -> Int4Weight:
+    """The same values in groups of 128 inputs, which kernels take, where groups are larger.
+
+    Each scale, and each zero, stands once for every 128 inputs.
+    """
+    if weight.group_size <= BLOCK:
+        return weight
+    blocks = stored_inputs(weight.in_size) // BLOCK
+
+    def repeated(x: jax.Array) -> jax.Array:
+        return jnp.repeat(x, weight.group_size // BLOCK, axis=-2)[..., :blocks, :]
+
+    return dataclasses.replace(
+        weight,
+        codes=weight.codes[..., :blocks, :, :],
+        scales=repeated(weight.scales),
+        zeros=None if weight.zeros is None else repeated(weight.zeros),
+        group_size=BLOCK,
+    )
 
 
 def integers(weight: Int4Weight) -> jax.Array:

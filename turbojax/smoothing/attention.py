@@ -1,5 +1,8 @@
 """Smoothing of keys around RoPE, which turns channels i and i + H/2 together.
 
+Where it turns the first R channels of a head alone, these are pairs i, i + R/2. The others stay
+where they are, so any two of them may count as a pair: here it is R + j and (R + H)/2 + j.
+
 Pairs without outliers are scaled before RoPE, at no cost, by one factor each, which commutes with
 the rotation (RPN). The few pairs with outliers are scaled after it, channel by channel (CRS). FireQ
 (Baek et al., 2025), section 3.2.1.
@@ -11,6 +14,34 @@ import jax.numpy as jnp
 from turbojax import _checks
 from turbojax._programs import one_program
 from turbojax.smoothing._values import check_maxima, factor_or_one, widened
+
+
+def split_pairs(x: jax.Array, rotary_dim: int | None = None) -> tuple[jax.Array, jax.Array]:
+    """The first and the second channel of each pair, those that RoPE turns before the others.
+
+    Args:
+      x: ``[..., H]``, H even.
+      rotary_dim: channels that RoPE turns, even; all if None.
+
+    Returns:
+      Two of ``[..., H/2]``.
+
+    Raises:
+      ValueError: if there are not so many channels, or an odd number.
+    """
+    size = x.shape[-1]
+    turned = size if rotary_dim is None else rotary_dim
+    if size % 2 or turned % 2 or not 0 < turned <= size:
+        raise ValueError(f"{rotary_dim=} must be even and at most {size}, which must be even, too")
+    a, b, c, d = jnp.split(x, (turned // 2, turned, (turned + size) // 2), axis=-1)
+    return jnp.concatenate([a, c], axis=-1), jnp.concatenate([b, d], axis=-1)
+
+
+def of_channels(pairs: jax.Array, rotary_dim: int | None = None) -> jax.Array:
+    """``[..., H]``: for both channels of a pair its number in ``[..., H/2]``, see `split_pairs`."""
+    half = pairs.shape[-1] if rotary_dim is None else rotary_dim // 2
+    turned, others = pairs[..., :half], pairs[..., half:]
+    return jnp.concatenate([turned, turned, others, others], axis=-1)
 
 
 def rope_preserving_norm(
@@ -48,7 +79,11 @@ def rope_preserving_norm(
 
 
 def channel_rope_scale(
-    key_absmax: jax.Array, *, num_pairs: int = 8, beta: float | None = 8.0
+    key_absmax: jax.Array,
+    *,
+    num_pairs: int = 8,
+    beta: float | None = 8.0,
+    rotary_dim: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Channel-wise RoPE scaling (CRS): ``t_i = beta * max_n |k_i|`` for the pairs with outliers.
 
@@ -61,6 +96,7 @@ def channel_rope_scale(
       beta: the common factor, positive. None where RPN does not bring the other channels to a
         common size: then the reciprocal of the median of the other channels' largest values, so
         that the chosen channels become as large as those.
+      rotary_dim: channels that RoPE turns; all if None.
 
     Returns:
       scale: ``[K, H]``, float32 or float64 as `key_absmax`; 1 for channels of pairs that are not
@@ -71,7 +107,7 @@ def channel_rope_scale(
       TypeError: if `key_absmax` is not floating point, `num_pairs` not an integer, or beta not a
         number.
       ValueError: if H is odd, `num_pairs` negative or more than ``H / 2``, beta not positive, or
-        (outside `jit`) a value is negative or not finite.
+        (outside `jit`) a value is negative or not finite; or if `rotary_dim` does not fit H.
     """
     absmax = check_maxima("key_absmax", key_absmax)
     size = absmax.shape[1]
@@ -82,18 +118,18 @@ def channel_rope_scale(
         raise ValueError(f"{num_pairs=} must be between 0 and the head's {size // 2} pairs")
     if beta is not None:
         _check_factor("beta", beta)
-    return _scale_largest_pairs(absmax, num_pairs, beta)
+    return _scale_largest_pairs(absmax, num_pairs, beta, rotary_dim)
 
 
-@one_program("num_pairs", "beta")
+@one_program("num_pairs", "beta", "rotary_dim")
 def _scale_largest_pairs(
-    absmax: jax.Array, num_pairs: int, beta: float | None
+    absmax: jax.Array, num_pairs: int, beta: float | None, rotary_dim: int | None
 ) -> tuple[jax.Array, jax.Array]:
-    heads, size = absmax.shape
-    pairs = jnp.max(absmax.reshape(heads, 2, size // 2), axis=1)
+    heads, _ = absmax.shape
+    pairs = jnp.maximum(*split_pairs(absmax, rotary_dim))
     _, indices = jax.lax.top_k(pairs, num_pairs)
     chosen = jnp.zeros(pairs.shape, bool).at[jnp.arange(heads)[:, None], indices].set(True)
-    channels = jnp.concatenate([chosen, chosen], axis=1)
+    channels = of_channels(chosen, rotary_dim)
     scale = absmax / _common_size(absmax, channels) if beta is None else absmax * beta
     return jnp.where(channels, factor_or_one(scale), 1), chosen
 

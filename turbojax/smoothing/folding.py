@@ -1,9 +1,14 @@
 """Folds smoothing factors into a layer's weights; in exact arithmetic the layer stays the same.
 
 CAS multiplies a projection's columns and divides what produces its inputs: the rows of the
-projection before, or the norm's factor. RPN divides rows of k and multiplies those of q. PTS
-multiplies a whole weight and divides its output. CRS cannot be folded, because a rotation does not
-commute with it: it stays as `LayerWeights.key_channel_scale`.
+projection before, or the norm's factor. RPN divides rows of k and multiplies those of q, or the
+factors of their heads' norms, where there are. PTS multiplies a whole weight and divides its
+output. CRS cannot be folded, because a rotation does not commute with it: it stays as
+`LayerWeights.key_channel_scale`.
+
+That is exact whatever else a layer has. Biases are scaled with the rows of their weight; soft caps,
+windows and factors of scores see the same scores; the activation of a gate is not scaled, only what
+it is multiplied with; norms after attention and feed-forward layer see the same outputs.
 """
 
 import dataclasses
@@ -14,7 +19,7 @@ import jax.numpy as jnp
 
 from turbojax import _checks
 from turbojax.smoothing._values import widened
-from turbojax.smoothing.attention import channel_rope_scale, rope_preserving_norm
+from turbojax.smoothing.attention import channel_rope_scale, of_channels, rope_preserving_norm
 from turbojax.smoothing.layer import PROJECTIONS, LayerWeights, Projection, widened_layer
 from turbojax.smoothing.linear import channel_absmean_scale, per_tensor_scale
 from turbojax.smoothing.statistics import KeyStatistics
@@ -145,13 +150,19 @@ def fold_mlp_input(layer: LayerWeights, scale: jax.Array) -> LayerWeights:
 def fold_query_key(layer: LayerWeights, scale: jax.Array) -> LayerWeights:
     """RPN: rows and bias of k divided by `scale`, those of q multiplied.
 
+    With norms of queries and keys it is the norms' factors, which then differ between heads.
+
     Args:
       layer: the layer.
       scale: ``[K, H/2]``, for both channels of a pair.
     """
     scale = _of_heads(layer, "scale", scale, layer.head_dim // 2)
-    channels = jnp.concatenate([scale, scale], axis=1)
+    channels = of_channels(scale, layer.rotary_dim)
     queries = jnp.repeat(channels, layer.num_heads // layer.num_kv_heads, axis=0)
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q_norm = layer.q_norm * queries.astype(layer.q_norm.dtype)
+        k_norm = layer.k_norm / channels.astype(layer.k_norm.dtype)
+        return dataclasses.replace(layer, q_norm=q_norm, k_norm=k_norm)
     q, k = layer.q.scale_rows(queries.reshape(-1)), layer.k.scale_rows(1 / channels.reshape(-1))
     return dataclasses.replace(layer, q=q, k=k)
 
@@ -195,11 +206,16 @@ def _smooth_keys(
         raise ValueError("statistics=None: RPN and CRS need the statistics of the layer's keys")
     statistics.validate()
     _of_heads(layer, "statistics.absmax", statistics.absmax, layer.head_dim)
+    if statistics.rotary_dim != layer.rotary_dim:
+        raise ValueError(f"{statistics.rotary_dim=} must be the layer's, {layer.rotary_dim}")
     chosen = None
     if smoothing.crs:
         beta = smoothing.beta if smoothing.rpn else None
         scale, chosen = channel_rope_scale(
-            statistics.absmax, num_pairs=smoothing.num_pairs, beta=beta
+            statistics.absmax,
+            num_pairs=smoothing.num_pairs,
+            beta=beta,
+            rotary_dim=layer.rotary_dim,
         )
         layer = dataclasses.replace(layer, key_channel_scale=scale)
     if smoothing.rpn:

@@ -56,13 +56,16 @@ class LayerWeights:
 
     What it computes, with ``rms(x) = x / sqrt(mean(x^2) + eps)``:
     ``h += o(attention(rope(q(a)), rope(k(a)), v(a)))`` of ``a = rms(h) * attention_norm``, then
-    ``h += down(act(gate(m)) * up(m))`` of ``m = rms(h) * mlp_norm``.
+    ``h += down(act(gate(m)) * up(m))`` of ``m = rms(h) * mlp_norm``. Where there are further norms,
+    the heads of ``q(a)`` and ``k(a)`` become ``rms(.) * q_norm`` and ``rms(.) * k_norm``, and what
+    is added to ``h`` becomes ``rms(.) * attention_post_norm`` and ``rms(.) * mlp_post_norm``.
 
     Invariants, checked by `validate`:
       - D is the residual width, N and K the query and key/value heads, H the head dim, F the inner
         width; N is a multiple of K, and query head n attends to head ``n // (N / K)``.
       - Rows of q, k and v and columns of o are heads one after the other; RoPE turns channels i and
-        ``i + H/2`` of a head.
+        ``i + R/2`` of a head together, of its first R.
+      - There is a `q_norm` if and only if there is a `k_norm`.
 
     Attributes:
       attention_norm: ``[D]``, factor of the norm before attention.
@@ -76,6 +79,11 @@ class LayerWeights:
       down: weight ``[D, F]``.
       num_kv_heads: K.
       head_dim: H, even.
+      rotary_dim: R, even; H if None.
+      q_norm: ``[N, H]``, factors of the norm of each head's queries, or None.
+      k_norm: ``[K, H]``, the same of keys.
+      attention_post_norm: ``[D]``, factor of the norm after attention, or None.
+      mlp_post_norm: ``[D]``, factor of the norm after the feed-forward layer, or None.
       key_channel_scale: ``[K, H]``, by which rotated keys are divided and rotated queries
         multiplied (CRS, see `scale_rotated`), or None.
     """
@@ -91,6 +99,11 @@ class LayerWeights:
     down: Projection
     num_kv_heads: int = dataclasses.field(metadata={"static": True})
     head_dim: int = dataclasses.field(metadata={"static": True})
+    rotary_dim: int | None = dataclasses.field(default=None, metadata={"static": True})
+    q_norm: jax.Array | None = None
+    k_norm: jax.Array | None = None
+    attention_post_norm: jax.Array | None = None
+    mlp_post_norm: jax.Array | None = None
     key_channel_scale: jax.Array | None = None
 
     @property
@@ -107,6 +120,13 @@ class LayerWeights:
         """
         if self.head_dim < 2 or self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even and positive")
+        rotary_dim = self.head_dim if self.rotary_dim is None else self.rotary_dim
+        if rotary_dim % 2 or not 0 < rotary_dim <= self.head_dim:
+            raise ValueError(
+                f"rotary_dim={rotary_dim} must be even and 2 to head_dim={self.head_dim}"
+            )
+        if (self.q_norm is None) != (self.k_norm is None):
+            raise ValueError("q_norm and k_norm must be given together")
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads or not self.num_heads:
             raise ValueError(
                 f"{self.num_heads} query heads must be a multiple of "
@@ -119,12 +139,16 @@ class LayerWeights:
                 _check(f"{name}.bias", projection.bias, shape[:1])
             if projection.output_scale is not None:
                 _check(f"{name}.output_scale", projection.output_scale, ())
-        width = self.o.weight.shape[:1]
-        _check("attention_norm", self.attention_norm, width)
-        _check("mlp_norm", self.mlp_norm, width)
-        if self.key_channel_scale is not None:
-            heads = (self.num_kv_heads, self.head_dim)
-            _check("key_channel_scale", self.key_channel_scale, heads)
+        width, keys = self.o.weight.shape[:1], (self.num_kv_heads, self.head_dim)
+        vectors: dict[str, tuple[int, ...]] = {
+            **dict.fromkeys(("attention_norm", "mlp_norm"), width),
+            **dict.fromkeys(("attention_post_norm", "mlp_post_norm"), width),
+            **dict.fromkeys(("k_norm", "key_channel_scale"), keys),
+            "q_norm": (self.num_heads, self.head_dim),
+        }
+        for name, wanted in vectors.items():
+            if getattr(self, name) is not None:
+                _check(name, getattr(self, name), wanted)
 
     def _shapes(self) -> dict[str, tuple[int, int]]:
         """What each projection's weight must be."""

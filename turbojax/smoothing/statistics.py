@@ -8,6 +8,7 @@ import numpy as np
 
 from turbojax.quantizers import absolute_maximum
 from turbojax.smoothing._values import check_maxima, widened
+from turbojax.smoothing.attention import split_pairs
 
 
 @jax.tree_util.register_dataclass
@@ -19,17 +20,21 @@ class KeyStatistics:
     which the functions that use them refuse.
 
     Attributes:
-      pair_norm: ``[K, H/2]``, largest norm of each pair of channels (i, i + H/2) before RoPE.
+      pair_norm: ``[K, H/2]``, largest norm of each pair of channels before RoPE, see `split_pairs`.
       absmax: ``[K, H]``, largest absolute value of each channel after RoPE.
       tokens: int32 scalar, how many tokens were seen.
+      rotary_dim: channels that RoPE turns; all if None.
     """
 
     pair_norm: jax.Array
     absmax: jax.Array
     tokens: jax.Array
+    rotary_dim: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
-    def init(cls, num_kv_heads: int, head_dim: int) -> "KeyStatistics":
+    def init(
+        cls, num_kv_heads: int, head_dim: int, rotary_dim: int | None = None
+    ) -> "KeyStatistics":
         """Statistics of no tokens at all.
 
         Raises:
@@ -41,6 +46,7 @@ class KeyStatistics:
             jnp.zeros((num_kv_heads, head_dim // 2), jnp.float32),
             jnp.zeros((num_kv_heads, head_dim), jnp.float32),
             jnp.zeros((), jnp.int32),
+            rotary_dim,
         )
 
     def update(
@@ -71,12 +77,13 @@ class KeyStatistics:
                 raise ValueError(f"{mask.shape=} must be {tokens}, one per token")
             present = mask[..., None, None]
             key, rotated = jnp.where(present, key, 0), jnp.where(present, rotated, 0)
-        first, second = jnp.split(key, 2, axis=-1)
+        first, second = split_pairs(key, self.rotary_dim)
         count = jnp.ones(tokens, jnp.int32) if mask is None else mask.astype(jnp.int32)
         seen = KeyStatistics(
             _maximum_over_tokens(jnp.hypot(first, second)),
             _maximum_over_tokens(rotated),
             jnp.sum(count, dtype=jnp.int32),
+            self.rotary_dim,
         )
         return self.merge(seen)
 
@@ -86,6 +93,7 @@ class KeyStatistics:
             _maximum(self.pair_norm, other.pair_norm),
             _maximum(self.absmax, other.absmax),
             self.tokens + other.tokens,
+            self.rotary_dim,
         )
 
     def validate(self) -> None:

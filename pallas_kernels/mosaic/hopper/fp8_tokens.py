@@ -48,15 +48,15 @@ class Settings:
     Attributes:
       channels: of a token, `K`, at most `LARGEST`.
       dtype: of the tokens, ``"bfloat16"``, ``"float16"`` or ``"float32"``.
-      norm_dtype: of the norm's factors, one of these; None if tokens are taken as they are.
-      eps: added to the mean square.
+      norm_dtype: of the channels' factors, one of these; None if tokens are taken as they are.
+      eps: added to the mean square; None if there are factors alone, and no norm.
       warpgroups: of a program, 1 to 4.
     """
 
     channels: int
     dtype: str
     norm_dtype: str | None
-    eps: float
+    eps: float | None
     warpgroups: int
 
     @property
@@ -88,7 +88,7 @@ def quantize(
     Args:
       x: ``[M, K]``.
       norm_scale: ``[K]``: quantizes ``x / sqrt(mean(x^2) + eps) * norm_scale``, computed in float32
-        and rounded to `x`'s dtype; None to quantize `x`.
+        and rounded to `x`'s dtype, or ``x * norm_scale`` if `eps` is None; None to quantize `x`.
       s: settings.
 
     Returns:
@@ -183,18 +183,26 @@ def _store(x: list[Float], to: Pointer) -> None:
 def _normalized(
     runs: list[list[Int]], factors: list[list[Int]], shared: Pointer, thread: Int, s: Settings
 ) -> list[list[Int]]:
-    """RMSNorm, rounded to the tokens' dtype."""
+    """RMSNorm, or factors alone, rounded to the tokens' dtype."""
     assert s.norm_dtype is not None
+    inverse = None if s.eps is None else _inverse_root(runs, shared, thread, s)
+    normalized = []
+    for run, factor in zip(runs, factors, strict=True):
+        pairs = zip(_numbers(run, s.dtype, s), _numbers(factor, s.norm_dtype, s), strict=True)
+        normalized.append(
+            _packed([(v if inverse is None else v * inverse) * f for v, f in pairs], s)
+        )
+    return normalized
+
+
+def _inverse_root(runs: list[list[Int]], shared: Pointer, thread: Int, s: Settings) -> Float:
+    """``1 / sqrt(mean(x^2) + eps)`` of the token."""
+    assert s.eps is not None
     squares = [lane.total([v * v for v in _numbers(run, s.dtype, s)]) for run in runs]
     own = lane.reduce_lanes(lane.total(squares), lambda a, b: a + b, (16, 8, 4, 2, 1))
     of_warps = _exchanged(own.as_int(), shared, thread, s)
     mean = lane.total([w.as_float() for w in of_warps]) * (1 / s.channels)
-    inverse = lane.reciprocal_root(mean + s.eps)
-    normalized = []
-    for run, factor in zip(runs, factors, strict=True):
-        pairs = zip(_numbers(run, s.dtype, s), _numbers(factor, s.norm_dtype, s), strict=True)
-        normalized.append(_packed([v * inverse * f for v, f in pairs], s))
-    return normalized
+    return lane.reciprocal_root(mean + s.eps)
 
 
 def _packed(x: list[Float], s: Settings) -> list[Int]:

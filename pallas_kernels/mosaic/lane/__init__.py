@@ -19,6 +19,7 @@ from pallas_kernels.mosaic.lane.instructions import block_barrier as block_barri
 from pallas_kernels.mosaic.lane.instructions import divide as divide
 from pallas_kernels.mosaic.lane.instructions import dot4 as dot4
 from pallas_kernels.mosaic.lane.instructions import exp2 as exp2
+from pallas_kernels.mosaic.lane.instructions import flip_masked as flip_masked
 from pallas_kernels.mosaic.lane.instructions import floor as floor
 from pallas_kernels.mosaic.lane.instructions import fma as fma
 from pallas_kernels.mosaic.lane.instructions import from_lane as from_lane
@@ -54,6 +55,7 @@ from pallas_kernels.mosaic.lane.memory import ClusterPointer as ClusterPointer
 from pallas_kernels.mosaic.lane.memory import Pointer as Pointer
 from pallas_kernels.mosaic.lane.memory import arrive_after_copies as arrive_after_copies
 from pallas_kernels.mosaic.lane.memory import cluster_barrier as cluster_barrier
+from pallas_kernels.mosaic.lane.memory import commit_copies as commit_copies
 from pallas_kernels.mosaic.lane.memory import copy as copy
 from pallas_kernels.mosaic.lane.memory import copy_words as copy_words
 from pallas_kernels.mosaic.lane.memory import expect_bytes as expect_bytes
@@ -64,6 +66,7 @@ from pallas_kernels.mosaic.lane.memory import publish_barriers as publish_barrie
 from pallas_kernels.mosaic.lane.memory import publish_stores as publish_stores
 from pallas_kernels.mosaic.lane.memory import store_matrices as store_matrices
 from pallas_kernels.mosaic.lane.memory import wait as wait
+from pallas_kernels.mosaic.lane.memory import wait_for_copies as wait_for_copies
 from pallas_kernels.mosaic.lane.numbers import Bool as Bool
 from pallas_kernels.mosaic.lane.numbers import Float as Float
 from pallas_kernels.mosaic.lane.numbers import Int as Int

@@ -41,6 +41,21 @@ def fma(a: Int, b: Int, c: Int) -> Int:
     return Int(assembly("fma.rn.f16x2 $0, $1, $2, $3;", a, b, c).value)
 
 
+def subtract(a: Int, b: Int, dtype: str = "float16") -> Int:
+    """``a - b`` of two numbers each, rounded."""
+    return Int(assembly(f"sub.rn.{_PAIRS[dtype]} $0, $1, $2;", a, b).value)
+
+
+def multiply(a: Int, b: Int, dtype: str = "float16") -> Int:
+    """``a * b`` of two numbers each, rounded."""
+    return Int(assembly(f"mul.rn.{_PAIRS[dtype]} $0, $1, $2;", a, b).value)
+
+
+def clip(a: Int, most: Int, dtype: str = "float16") -> Int:
+    """Of two numbers each, those of `a` whose magnitude is no more than that in `most`."""
+    return Int(assembly(f"min.xorsign.abs.{_PAIRS[dtype]} $0, $1, $2;", a, most).value)
+
+
 def from_e4m3(word: Int) -> tuple[Int, Int]:
     """Four e4m3 as two words of two float16."""
     text = "{{ .reg .b16 low, high; mov.b32 {{low, high}}, $1; cvt.rn.f16x2.e4m3x2 $0, {0}; }}"

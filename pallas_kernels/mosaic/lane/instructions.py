@@ -136,6 +136,11 @@ def permute_bytes(a: Int, b: Int | int, selector: Int | int) -> Int:
     return assembly("prmt.b32 $0, $1, $2, $3;", a, Int(int_value(b)), Int(int_value(selector)))
 
 
+def flip_masked(a: Int, mask: int, bits: int) -> Int:
+    """``(a & mask) ^ bits`` in one instruction, which two operators with constants would not be."""
+    return assembly("lop3.b32 $0, $1, $2, $3, 0x6a;", a, Int(int_value(mask)), Int(int_value(bits)))
+
+
 def signed_byte(x: Int, index: int) -> Int:
     """Byte `index`, as a number."""
     sign = 8 + index

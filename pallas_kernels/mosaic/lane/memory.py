@@ -71,6 +71,22 @@ class Pointer:
             out += [Int(llvm.extractelement(loaded, int_value(i))) for i in range(width)]
         return out
 
+    def words_once(self, count: int, condition: Bool) -> list[Int]:
+        """Loads two or four words of global memory that nobody reads again, at once.
+
+        It stays where it is among other such loads. Without `condition` the words are anything.
+        """
+        names = ", ".join(f"${i}" for i in range(count))
+        text = (
+            f"{{ .reg .pred p; setp.ne.b32 p, ${count + 1}, 0; "
+            f"@p ld.global.nc.L1::no_allocate.v{count}.b32 {{{names}}}, [${count}]; }}"
+        )
+        bit = condition.where(Int(int_value(1)), 0)
+        constraints = ",".join(["=r"] * count + ["l", "r"])
+        result = llvm.StructType.get_literal([i32()] * count)
+        out = asm(result, [self.address(), bit.value], text, constraints, effects=True)
+        return [Int(llvm.extractvalue(i32(), out, [i])) for i in range(count)]
+
     def word(self) -> Int:
         """Loads 32 bits."""
         return self.words(1)[0]
@@ -194,6 +210,16 @@ def copy_words(source: Pointer, target: Pointer, condition: Bool) -> None:
         condition.where(Int(int_value(16)), 0).value,
         constraints="r,l,r",
     )
+
+
+def commit_copies() -> None:
+    """Makes a group of what this lane began to copy by `copy_words` since the last one."""
+    act("cp.async.commit_group;")
+
+
+def wait_for_copies(most: int) -> None:
+    """Waits until at most so many of this lane's groups of copies are on their way."""
+    act(f"cp.async.wait_group {most};")
 
 
 def arrive_after_copies(barrier: Pointer) -> None:

@@ -28,7 +28,7 @@ def chunks(codes: Any) -> Any:
     return codes.reshape(*codes.shape[:2], -1, CHUNK)
 
 
-def _convert(word: Int, table: Sequence[Int]) -> tuple[Int, Int]:
+def convert(word: Int, table: Sequence[Int]) -> tuple[Int, Int]:
     """Eight codes as two words of e4m3: nibbles 0 to 3, and 4 to 7."""
     magnitude = word & 0x77777777
     # Byte i of the first or, of negative codes, of the second choice.
@@ -74,7 +74,7 @@ def load(
             rest.append(lane.number(1.0))
             table = Pointer.to(tables).at(scale * TABLE_BYTES).words(4)
         words = Pointer.to(codes).at(at * ROW_BYTES, t * 16).words(4)
-        rows.append([x for word in words for x in _convert(word, table)])
+        rows.append([x for word in words for x in convert(word, table)])
     return rows, rest
 
 

@@ -116,6 +116,7 @@ def generate(
     prompt: Prompt = None,
     file: File = None,
     model: options.Model = None,
+    adapters: options.Adapters = None,
     chat: Chat = False,
     system: System = None,
     cache: Cache = "4bit",
@@ -171,7 +172,7 @@ def generate(
             prompt_tokens=prompt_tokens,
         )
         content = str(prompt) if file is None else read_text(file.read_bytes())
-        found = options.find(model, random_weights, weights, dtype, max_length)
+        found = options.find(model, random_weights, weights, dtype, max_length, adapters)
         one = None
         if random_weights is None:
             one = tokens_of(found, content, chat=chat, system=system)

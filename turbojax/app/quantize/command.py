@@ -22,9 +22,8 @@ def quantize(
     model: Annotated[
         str,
         typer.Option(
-            help="'embedded', or a folder with a checkpoint of a model that computes what Llama "
-            "does: config.json, safetensors files, and tokenizer.json, which needs the extra "
-            "'text'."
+            help="'embedded', or a folder with a checkpoint of any supported family: config.json, "
+            "safetensors files, and tokenizer.json, which needs the extra 'text'."
         ),
     ] = "embedded",
     scale_dtype: Annotated[
@@ -89,7 +88,8 @@ def quantize(
 
     The folder it writes is what `turbojax generate --model` and `turbojax.models.load` read. The
     column "exact" is measured with exact attention, "kv4" with keys, values and queries as decoding
-    through a kv4 cache has them, for every token. Both models are in memory together.
+    through a kv4 cache has them, for every token. The model is read layer by layer: memory holds
+    the quantized one and one layer.
     """
     from turbojax._environment import environment
     from turbojax.app.quantize.run import QuantizeSettings, run

@@ -13,7 +13,7 @@ import numpy as np
 from turbojax import _checks, _writing, models
 from turbojax.app import startup, text_model
 from turbojax.models.checkpoint.folder import find_companions
-from turbojax.models.checkpoint.quantized import QUANT_METHOD
+from turbojax.models.checkpoint.quantized import QUANT_METHOD, is_quantized
 from turbojax.models.config import stored_dtype
 from turbojax.models.evaluation import caches_of
 from turbojax.models.quantize import EVERYTHING
@@ -131,27 +131,34 @@ def run(settings: QuantizeSettings, progress: Progress | None = None) -> Quantiz
     begun = time.perf_counter()
     _check_out(settings)
     startup.check_input_files(*settings.calibration_files, *settings.evaluation_files)
-    stored_dtype(models.read_config(settings.model))
-    found = text_model.find_text_model(settings.model, max_length=settings.max_length)
-    startup.check_memory(
-        # Four bits of a number at least.
-        {"weights": found.weight_bytes, "quantized weights": found.config.num_parameters // 2},
-        "both models are in memory together, which needs a larger machine",
-    )
-    source = found.load()
-    model = source.decoder
-    if not isinstance(model, models.Decoder):
+    hf = models.read_config(settings.model)
+    stored_dtype(hf)
+    if is_quantized(hf):
         raise ValueError(f"{settings.model!r} is quantized already")
-    window = min(settings.window, model.config.max_length)
+    found = text_model.find_text_model(settings.model, max_length=settings.max_length)
+    config = found.config
+    tables = (1 if config.tie_embeddings else 2) * config.vocab_size * config.hidden_size
+    layers = config.num_parameters - tables
+    startup.check_memory(
+        # Four bits of a number at least, and one layer in float32.
+        {
+            "quantized weights": layers // 2 + tables // 2,
+            "a layer": 4 * layers // config.num_layers,
+        },
+        "the quantized model must fit, and one layer that is not, which needs a larger machine",
+    )
+    assert found.open is not None
+    model = found.open()
+    window = min(settings.window, config.max_length)
     # Both are made before the long part, so that missing text is reported at once.
     calibration = None
     if settings.smoothing.rpn or settings.smoothing.crs:
-        calibration = _calibration_windows(settings, source.tokenizer, window)
-    held_out = _evaluation_windows(settings, source.tokenizer, window)
+        calibration = _calibration_windows(settings, found.tokenizer, window)
+    held_out = _evaluation_windows(settings, found.tokenizer, window)
     tell: Progress = progress or (lambda phase, done, total: None)
     sizes = {
-        "calibration": 0 if calibration is None else calibration.size,
-        "layers": model.config.num_layers,
+        "calibration": 0 if calibration is None else calibration.size * config.num_layers,
+        "layers": config.num_layers,
     }
     quantized = models.quantize_model(
         model,
@@ -172,7 +179,7 @@ def run(settings: QuantizeSettings, progress: Progress | None = None) -> Quantiz
         bytes_before=before,
         bytes_after=after,
         bits_per_weight=quantized.bits_per_weight,
-        calibration_tokens=sizes["calibration"],
+        calibration_tokens=sizes["calibration"] // config.num_layers,
         evaluated_tokens=scored,
         unit=unit,
         bits=bits,
@@ -338,7 +345,7 @@ def _evaluation_windows(
 
 
 def _costs(
-    candidates: dict[str, models.Decoder | models.QuantizedDecoder],
+    candidates: dict[str, models.StoredDecoder | models.QuantizedDecoder],
     held_out: _HeldOut,
     tell: Progress,
 ) -> dict[str, dict[str, float]]:
@@ -346,7 +353,7 @@ def _costs(
     total = len(candidates) * len(caches) * held_out.scored
     tell("evaluation", 0, total)
 
-    def mean(model: models.Decoder | models.QuantizedDecoder, cache: str) -> float:
+    def mean(model: models.StoredDecoder | models.QuantizedDecoder, cache: str) -> float:
         bits = models.token_bits(
             model,
             held_out.tokens,

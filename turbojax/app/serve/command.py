@@ -108,6 +108,7 @@ def serve(
     overwrite: Overwrite = False,
     skip_bad: SkipBad = False,
     model: options.Model = None,
+    adapters: options.Adapters = None,
     max_new_tokens: options.MaxNewTokens = 128,
     max_length: options.MaxLength = None,
     kv_dtype: KvDtype = "auto",
@@ -147,7 +148,7 @@ def serve(
         _checks.check_sizes(
             max_new_tokens=max_new_tokens, max_sequences=max_sequences, page_size=page_size
         )
-        found = options.find(model, random_weights, weights, dtype, max_length)
+        found = options.find(model, random_weights, weights, dtype, max_length, adapters)
         sizes: dict[str, Any] = {
             "kv_dtype": kv_dtype,
             "uncompressed_layers": uncompressed_layers,

@@ -20,10 +20,12 @@ from jax.typing import DTypeLike
 
 from turbojax import _checks
 from turbojax.models.checkpoint import folder as _folder
+from turbojax.models.checkpoint import packed
 from turbojax.models.checkpoint import quantized as quantized_checkpoint
 from turbojax.models.checkpoint import weights as loading
 from turbojax.models.checkpoint.folder import MAX_SHARD_BYTES
 from turbojax.models.checkpoint.folder import WEIGHTS_NAME as WEIGHTS_NAME
+from turbojax.models.checkpoint.stored import StoredDecoder
 from turbojax.models.config import TransformerConfig, config_json, model_config
 from turbojax.models.decoder import Decoder
 from turbojax.models.families.tensors import TensorSpec, checkpoint_tensors
@@ -56,6 +58,11 @@ def load(
 
     Tensors go to JAX's default device one at a time: besides the model, host and device hold about
     one of them.
+
+    Checkpoints with 4-bit weights of GPTQ, AWQ and compressed-tensors keep their codes, scales and
+    zero points: what `turbojax.fireq.dequantize` gives of a weight is, rounded to the scales'
+    dtype, what those packages compute, bit for bit. Their decoders multiply unrounded tokens, see
+    `QuantizedDecoder.with_activations`.
 
     Args:
       path_or_name: ``"embedded"`` for the shipped model, or a folder in Hugging Face's layout or
@@ -99,15 +106,54 @@ def load_transformer(
     """
 
     def read(folder: Path) -> Transformer:
-        hf = _folder.read_config(folder)
-        if quantized_checkpoint.is_quantized(hf):
-            raise ValueError(
-                f"{str(path_or_name)!r} is a quantized model: the weights must be floating point"
-            )
-        config = model_config(folder, hf, max_length)
+        hf, config = _float_config(folder, path_or_name, max_length)
         return loading.read_transformer(folder, hf, config, dtype=dtype, progress=progress)
 
     return _folder.steady(checkpoint_folder(path_or_name), read)
+
+
+def open_decoder(
+    path_or_name: str | os.PathLike[str] = "embedded",
+    *,
+    dtype: DTypeLike | None = None,
+    max_length: int | None = None,
+) -> StoredDecoder:
+    """A checkpoint whose weights are floating point, and stay where they are: read layer by layer.
+
+    For `quantize_model`, where a model is too large for the device. The files must not change
+    as long as it is used.
+
+    Args:
+      path_or_name: see `load`.
+      dtype: see `load`.
+      max_length: see `load`.
+
+    Raises:
+      OSError, NotImplementedError, ValueError: as `load_transformer`.
+    """
+
+    def read(folder: Path) -> StoredDecoder:
+        hf, config = _float_config(folder, path_or_name, max_length)
+        tensors, target = loading.prepare(folder, hf, config, dtype)
+        return StoredDecoder(tensors, config, target)
+
+    return _folder.steady(checkpoint_folder(path_or_name), read)
+
+
+def _float_config(
+    folder: Path, path_or_name: str | os.PathLike[str], max_length: int | None
+) -> tuple[dict[str, Any], TransformerConfig]:
+    """What a folder's `config.json` says and describes, if its weights are floating point.
+
+    Raises:
+      OSError, NotImplementedError, ValueError: as `load_transformer`.
+    """
+    hf = _folder.read_config(folder)
+    if quantized_checkpoint.is_quantized(hf):
+        raise ValueError(
+            f"{str(path_or_name)!r} is a quantized model: the weights must be floating point"
+        )
+    return hf, model_config(folder, hf, max_length)
 
 
 def load_decoder(
@@ -139,9 +185,9 @@ def _load(
     def read(folder: Path) -> _Floats | QuantizedDecoder:
         hf = _folder.read_config(folder)
         if quantized_checkpoint.is_quantized(hf):
-            return quantized_checkpoint.read(
-                folder, hf, dtype=dtype, max_length=max_length, progress=progress
-            )
+            method = hf["quantization_config"]["quant_method"]
+            read_quantized = packed.read if method in packed.METHODS else quantized_checkpoint.read
+            return read_quantized(folder, hf, dtype=dtype, max_length=max_length, progress=progress)
         config = model_config(folder, hf, max_length)
         return read_floats(folder, hf, config, dtype=dtype, progress=progress)
 

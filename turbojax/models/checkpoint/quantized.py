@@ -20,14 +20,16 @@ from jax.typing import DTypeLike
 from turbojax import _checks
 from turbojax._json import shown
 from turbojax.models.checkpoint import folder as _folder
+from turbojax.models.checkpoint.packed.formats import METHODS
 from turbojax.models.checkpoint.weights import Progress, check_dtype, check_rotation
 from turbojax.models.config import TransformerConfig, config_json, model_config, stored_dtype
 from turbojax.models.quantized import (
     QuantizedDecoder,
-    check_config,
     random_quantized_decoder,
     random_weight,
 )
+from turbojax.models.quantized_layer import QuantizedLayer, QuantizedLinear
+from turbojax.ops.int4_matmul.static import TOKEN_KINDS
 from turbojax.quantizers.int4 import Int4Weight
 from turbojax.quantizers.int4_storage import tiles_of_version_1
 
@@ -36,12 +38,18 @@ VERSION = 2
 """Since 2 INT4 weights are stored in tiles; those of version 1 are converted when they are read."""
 _KINDS: dict[str, tuple[Any, ...]] = {
     "bits": (4,),
-    "group_size": (128,),
+    "group_size": (128, 64, 32),
     "scale_dtype": ("e4m3", "bf16", "f16"),
     "key_channel_scale": (True, False),
     "embedding": ("int4", "float"),
     "lm_head": ("int4", "float", None),
+    "zeros": (True, False),
+    "activations": TOKEN_KINDS,
 }
+_LATER = {"zeros": False, "activations": "e4m3", "input_order": []}
+"""Keys that older files have not, and what they are there."""
+_ORDERED = ("qkv", "o", "gate_up", "down")
+"""What `input_order` may name: linear layers whose inputs have an order of their own."""
 _E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 
 
@@ -97,7 +105,7 @@ def is_quantized(hf: Mapping[str, Any]) -> bool:
     """Whether a `config.json` belongs to a quantized checkpoint.
 
     Raises:
-      NotImplementedError: if it belongs to one that something else wrote.
+      NotImplementedError: if it belongs to one of another kind than can be read.
       ValueError: if its `quantization_config` is not an object.
     """
     block = hf.get("quantization_config")
@@ -106,9 +114,10 @@ def is_quantized(hf: Mapping[str, Any]) -> bool:
     if not isinstance(block, Mapping):
         raise ValueError(f"config.json: quantization_config={shown(block)} must be an object")
     method = block.get("quant_method")
-    if method != QUANT_METHOD:
+    if method not in (QUANT_METHOD, *METHODS):
+        names = ", ".join(map(repr, (QUANT_METHOD, *METHODS)))
         raise NotImplementedError(
-            f"config.json: quant_method={shown(method)} is not supported: must be {QUANT_METHOD!r}"
+            f"config.json: quant_method={shown(method)} is not supported: must be one of {names}"
         )
     return True
 
@@ -125,14 +134,14 @@ def read(
 
     Args:
       folder: where it lies.
-      hf: its `config.json`, of which `is_quantized` is true.
+      hf: its `config.json`, whose `quant_method` is `QUANT_METHOD`.
       dtype: of activations, embedding and head; by default what the checkpoint says.
       max_length: of the model, by default what the checkpoint says.
       progress: called after each tensor with the bytes read and the bytes there are.
 
     Raises:
       FileNotFoundError: if there are no weights.
-      NotImplementedError: if the version, the architecture or what it computes is not supported.
+      NotImplementedError: if the version or the architecture is not supported.
       ValueError: if a file cannot be parsed, tensors are missing, unexpected or mis-shaped, or an
         argument is out of range.
     """
@@ -146,10 +155,6 @@ def read(
     named_dtype = stored_dtype(hf) or jnp.bfloat16
     compute = check_dtype(named_dtype if dtype is None else dtype)
     config = model_config(folder, hf, max_length)
-    try:
-        check_config(config)
-    except NotImplementedError as error:
-        raise NotImplementedError(f"{folder / _folder.CONFIG_NAME}: {error}") from error
     tensors = _folder.stored_tensors(folder)
     _folder.require_config(folder, hf)
     _folder.require_layers(tensors, config.num_layers, "layers.", folder)
@@ -186,6 +191,8 @@ def _restore(name: str, stored: _folder.Stored, dtype: np.dtype, version: int) -
         array = _folder.cast(array, dtype, name)
     if array.dtype != dtype:
         raise ValueError(f"{stored.file}: {name} has dtype {array.dtype}, must be {dtype}")
+    if name.endswith(".inputs") and not np.array_equal(np.sort(array), np.arange(array.size)):
+        raise ValueError(f"{stored.file}: {name} must hold every input once")
     if version == 1:
         array = tiles_of_version_1(name.rpartition(".")[2], array, name)
     return jnp.asarray(array)
@@ -204,9 +211,17 @@ def _tensor(name: str, leaf: jax.Array, stored: np.dtype) -> _folder.Tensor:
 
 
 def _named_leaves(tree: QuantizedDecoder) -> list[tuple[str, Any]]:
-    """Every array with its place, such as ``layers.0.qkv.codes``."""
+    """Every array with its place, such as ``layers.0.qkv.codes`` or ``layers.0.qkv.bias``.
+
+    Of the parts that weights lie in, a linear layer and a feed-forward layer, nothing is said.
+    """
     with_path, _ = jax.tree.flatten_with_path(tree)
-    return [(jax.tree_util.keystr(path, simple=True, separator="."), x) for path, x in with_path]
+
+    def name(path: Any) -> str:
+        place = jax.tree_util.keystr(path, simple=True, separator=".")
+        return place.replace(".weight.", ".").replace(".mlp.", ".")
+
+    return [(name(path), x) for path, x in with_path]
 
 
 def _check_layers(model: QuantizedDecoder) -> None:
@@ -224,21 +239,25 @@ def _check_layers(model: QuantizedDecoder) -> None:
     for i, (layer, template) in enumerate(zip(model.layers, expected, strict=True)):
         if described(layer) != described(template):
             raise ValueError(
-                f"layers[{i}] must have the sizes of the config, and the scales, groups and "
-                "key_channel_scale (or none) of layers[0]"
+                f"layers[{i}] must have the sizes of the config, and the scales, groups, zeros, "
+                "orders of inputs, activations and key_channel_scale (or none) of layers[0]"
             )
 
 
 def _description(model: QuantizedDecoder) -> dict[str, Any]:
-    first = model.layers[0].qkv
-    head = model.lm_head
+    layer, head = model.layers[0], model.lm_head
+    first = layer.qkv.weight
+    orders = {name for name, linear in _linears(layer).items() if linear.inputs is not None}
     return {
         "quant_method": QUANT_METHOD,
         "version": VERSION,
         "bits": 4,
         "group_size": first.group_size,
         "scale_dtype": first.scale_dtype,
-        "key_channel_scale": model.layers[0].key_channel_scale is not None,
+        "zeros": first.zeros is not None,
+        "activations": layer.qkv.activations,
+        "input_order": sorted(orders),
+        "key_channel_scale": layer.key_channel_scale is not None,
         "embedding": "int4" if isinstance(model.embedding, Int4Weight) else "float",
         "lm_head": None if head is None else "int4" if isinstance(head, Int4Weight) else "float",
     }
@@ -248,6 +267,7 @@ def _template(
     config: TransformerConfig, block: Mapping[str, Any], dtype: np.dtype
 ) -> QuantizedDecoder:
     """A decoder of shapes and dtypes, without arrays, as its description says."""
+    block = {**_LATER, **block}
     for name, allowed in _KINDS.items():
         if name not in block:
             raise ValueError(f"config.json: quantization_config lacks {name}")
@@ -258,6 +278,12 @@ def _template(
                 f"config.json: quantization_config: {name}={shown(value)} must be "
                 f"{' or '.join(map(str, allowed))}"
             )
+    orders = block["input_order"]
+    if not isinstance(orders, list) or not all(name in _ORDERED for name in orders):
+        raise ValueError(
+            f"config.json: quantization_config: input_order={shown(orders)} must be a list of "
+            f"{', '.join(_ORDERED)}"
+        )
     scale_dtype = block["scale_dtype"]
 
     def table(kind: str | None) -> Any:
@@ -269,7 +295,7 @@ def _template(
     decoder = jax.eval_shape(
         lambda: random_quantized_decoder(config, scale_dtype=scale_dtype, dtype=dtype)
     )
-    layers = decoder.layers
+    layers = tuple(_layer_template(layer, block) for layer in decoder.layers)
     if block["key_channel_scale"]:
         sizes = jax.ShapeDtypeStruct((config.num_kv_heads, config.head_dim), jnp.float32)
         layers = tuple(dataclasses.replace(layer, key_channel_scale=sizes) for layer in layers)
@@ -281,3 +307,39 @@ def _template(
         config=config,
         dtype=dtype,
     )
+
+
+def _layer_template(layer: QuantizedLayer, block: Mapping[str, Any]) -> Any:
+    """A layer of shapes and dtypes whose linear layers are as described."""
+    struct: Any = jax.ShapeDtypeStruct
+
+    def linear(path: Any, x: Any) -> Any:
+        if not isinstance(x, QuantizedLinear):
+            return x
+        weight, size = x.weight, block["group_size"]
+        tiles, _, rows = weight.scales.shape
+        shape = (tiles, weight.padded_shape[1] // size, rows)
+        is_ordered = path[-1].name in block["input_order"]
+        return QuantizedLinear(
+            weight=dataclasses.replace(
+                weight,
+                scales=struct(shape, weight.scales.dtype),
+                zeros=struct(shape, jnp.int8) if block["zeros"] else None,
+                group_size=size,
+            ),
+            bias=x.bias,
+            inputs=struct((weight.in_size,), jnp.int32) if is_ordered else None,
+            activations=block["activations"],
+        )
+
+    return jax.tree_util.tree_map_with_path(linear, layer, is_leaf=_is_linear)
+
+
+def _linears(layer: QuantizedLayer) -> dict[str, QuantizedLinear]:
+    """The linear layers of a layer by their names."""
+    with_path, _ = jax.tree.flatten_with_path(layer, is_leaf=_is_linear)
+    return {path[-1].name: x for path, x in with_path if _is_linear(x)}
+
+
+def _is_linear(x: Any) -> bool:
+    return isinstance(x, QuantizedLinear)

@@ -33,8 +33,8 @@ from turbojax.models.transformer import Transformer
 Progress = Callable[[int, int], None]
 """Called with the bytes that are read and the bytes there are, after each tensor."""
 
-# Names of dtypes in safetensors files that weights may have.
-_FLOATS = {"F64", "F32", "F16", "BF16"}
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+"""Names of dtypes in safetensors files that weights may have."""
 # Rows of two tables are compared in pieces of this size.
 _COMPARED_BYTES = 1 << 26
 
@@ -61,7 +61,7 @@ def read_transformer(
     Raises:
       FileNotFoundError, NotImplementedError, ValueError: see `turbojax.models.load`.
     """
-    tensors, target = _prepare(folder, hf, config, dtype)
+    tensors, target = prepare(folder, hf, config, dtype)
     model = nnx.eval_shape(lambda: Transformer(config, param_dtype=target, rngs=nnx.Rngs(0)))
     state = nnx.state(model)
     stacked = {
@@ -97,20 +97,16 @@ def read_decoder(
     progress: Progress | None = None,
 ) -> Decoder:
     """Reads a folder's weights into a `Decoder`; see `read_transformer`."""
-    tensors, target = _prepare(folder, hf, config, dtype)
+    tensors, target = prepare(folder, hf, config, dtype)
     layers: list[dict[str, Any]] = [{} for _ in range(config.num_layers)]
     others: dict[_Path, jax.Array] = {}
 
     def put(placement: Placement, tensor: np.ndarray) -> None:
-        array = _transpose(tensor) if placement.transpose else jnp.asarray(tensor)
-        jax.block_until_ready(array)
+        array = _on_device(placement, tensor)
         if placement.layer is None:
             others[placement.path] = array
-            return
-        tree = layers[placement.layer]
-        for key in placement.path[1:-1]:
-            tree = tree.setdefault(key, {})
-        tree[placement.path[-1]] = array
+        else:
+            insert(layers[placement.layer], placement.path[1:], array)
 
     _read(tensors, config, target, put, progress)
     return Decoder(
@@ -121,6 +117,52 @@ def read_decoder(
         config=config,
         dtype=target,
     )
+
+
+def read_parts(
+    tensors: Mapping[str, _folder.Stored],
+    config: TransformerConfig,
+    dtype: np.dtype,
+    layer: int | None,
+    path: _Path | None = None,
+) -> dict[_Path, jax.Array]:
+    """The arrays of one layer, or of what lies outside them; see `prepare`.
+
+    Args:
+      tensors: of the checkpoint.
+      config: what it says.
+      dtype: of the arrays.
+      layer: its number, or None.
+      path: of the only array that is wanted; None for all.
+
+    Raises:
+      ValueError: if a file was changed since `prepare`, or `dtype` cannot hold a number.
+    """
+    found = {}
+    for spec in checkpoint_tensors(config):
+        wanted = [
+            x for x in spec.placements if x.layer == layer and (path is None or x.path == path)
+        ]
+        if not wanted:
+            continue
+        tensor = _folder.cast(tensors[spec.name].read(), dtype, spec.name)
+        for placement in wanted:
+            rows = placement.rows
+            part = tensor if rows is None else tensor[slice(*rows)]
+            found[placement.path] = _on_device(placement, part)
+    return found
+
+
+def insert(tree: dict[str, Any], path: _Path, array: jax.Array) -> None:
+    """Puts an array at its path in nested dicts."""
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[path[-1]] = array
+
+
+def _on_device(placement: Placement, tensor: np.ndarray) -> jax.Array:
+    array = _transpose(tensor) if placement.transpose else jnp.asarray(tensor)
+    return jax.block_until_ready(array)
 
 
 def variable(state: Any, path: _Path) -> Any:
@@ -170,10 +212,14 @@ def check_rotation(config: TransformerConfig, folder: Path) -> None:
         )
 
 
-def _prepare(
+def prepare(
     folder: Path, hf: Mapping[str, Any], config: TransformerConfig, dtype: DTypeLike | None
 ) -> tuple[dict[str, _folder.Stored], np.dtype]:
-    """The tensors to be read, all there and of the right shape, and what they are cast to."""
+    """The tensors to be read, all there and of the right shape, and what they are cast to.
+
+    Raises:
+      FileNotFoundError, NotImplementedError, ValueError: see `turbojax.models.load`.
+    """
     target = None if dtype is None else check_dtype(dtype)
     found = _folder.stored_tensors(folder)
     _folder.require_config(folder, hf)
@@ -184,13 +230,13 @@ def _prepare(
     _folder.require_tensors(tensors, expected, folder)
     check_rotation(config, folder)
     for name, stored in tensors.items():
-        if stored.dtype not in _FLOATS:
+        if stored.dtype not in FLOATS:
             raise NotImplementedError(
                 f"{stored.file}: {name} has dtype {stored.dtype}, which is not supported: must "
-                f"be {', '.join(sorted(_FLOATS))}"
+                f"be {', '.join(sorted(FLOATS))}"
             )
     if repeated is not None:
-        _require_equal(tensors[EMBEDDING], repeated)
+        require_equal(tensors[EMBEDDING], repeated)
     if target is None:
         target = stored_dtype(hf) or tensors[EMBEDDING].numpy_dtype
     return tensors, check_dtype(target)
@@ -215,7 +261,7 @@ def _read(
             progress(done, total)
 
 
-def _require_equal(embedding: _folder.Stored, head: _folder.Stored) -> None:
+def require_equal(embedding: _folder.Stored, head: _folder.Stored) -> None:
     """Raises ValueError unless two tables of a checkpoint with tied embeddings are the same."""
     same = (embedding.dtype, embedding.shape) == (head.dtype, head.shape)
     if same:

@@ -2,3 +2,4 @@
 
 from turbojax.ops.fp8_tokens.api import quantize_activation as quantize_activation
 from turbojax.ops.fp8_tokens.api import rms_norm_quantize as rms_norm_quantize
+from turbojax.ops.fp8_tokens.api import scale_quantize as scale_quantize

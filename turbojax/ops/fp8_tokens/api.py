@@ -84,11 +84,35 @@ def rms_norm_quantize(
     return _quantize("rms_norm_quantize", x, scale, float(eps), implementation)
 
 
+def scale_quantize(
+    x: jax.Array, scale: jax.Array, *, implementation: ImplementationName | None = None
+) -> Fp8Tokens:
+    """`quantize_activation` of ``x * scale``, in one pass over the activations.
+
+    The product is computed in float32 and rounded to `x`'s dtype before it is quantized.
+
+    Args:
+      x: ``[..., K]``, bfloat16, float16 or float32.
+      scale: ``[K]``, one of these dtypes.
+      implementation: see `quantize_activation`.
+
+    Returns:
+      Codes and scales, see `quantize_activation`, whose errors it raises, too.
+
+    Raises:
+      ValueError: if `scale` has another shape.
+    """
+    _checks.check_float_dtype("scale", scale)
+    if x.ndim and scale.shape != x.shape[-1:]:
+        raise ValueError(f"{scale.shape=} must be {x.shape[-1:]}, the last axis of x")
+    return _quantize("scale_quantize", x, scale, None, implementation)
+
+
 def _quantize(
     op: str,
     x: jax.Array,
     scale: jax.Array | None,
-    eps: float,
+    eps: float | None,
     implementation: ImplementationName | None,
 ) -> Fp8Tokens:
     _checks.check_float_dtype("x", x)

@@ -31,7 +31,7 @@ def warpgroups(tokens: int, channels: int) -> int:
 
 
 @functools.partial(jax.jit, static_argnames="eps")
-def quantize(x: jax.Array, scale: jax.Array | None, *, eps: float) -> Fp8Tokens:
+def quantize(x: jax.Array, scale: jax.Array | None, *, eps: float | None) -> Fp8Tokens:
     """`reference.quantize` as one kernel."""
     from pallas_kernels.mosaic.hopper import fp8_tokens
 

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from turbojax._device import gpu_compute_capability, interpreting, needs_gpu, unindexable
+from turbojax.ops.fp8_tokens import reference
 from turbojax.quantizers import Fp8Tokens
 
 _AMPERE, _ADA = 8.0, 8.9
@@ -20,11 +21,13 @@ def unsupported(*, x: jax.Array, scale: jax.Array | None) -> str | None:
     return unindexable(x.size * x.dtype.itemsize, x.size) or needs_gpu(_AMPERE)
 
 
-def quantize(x: jax.Array, scale: jax.Array | None, *, eps: float) -> Fp8Tokens:
-    """`reference.quantize` as one kernel."""
+def quantize(x: jax.Array, scale: jax.Array | None, *, eps: float | None) -> Fp8Tokens:
+    """`reference.quantize` as one kernel; factors without a norm are multiplied before it."""
+    if eps is None and scale is not None:
+        x, scale = reference.scaled(x, scale, None), None
     capability = gpu_compute_capability()
     has_e4m3 = capability is None or capability >= _ADA
-    return _quantize(x, scale, eps=eps, has_e4m3=has_e4m3, interpret=interpreting())
+    return _quantize(x, scale, eps=eps or 0.0, has_e4m3=has_e4m3, interpret=interpreting())
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "has_e4m3", "interpret"))

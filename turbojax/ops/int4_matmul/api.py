@@ -14,10 +14,20 @@ from turbojax import _checks
 from turbojax._gradient import refuse_gradients
 from turbojax._registry import Implementation, ImplementationName, Registry
 from turbojax.ops.fp8_tokens import quantize_activation
-from turbojax.ops.int4_matmul import mosaic_gpu, reference, triton
-from turbojax.ops.int4_matmul.static import ACTIVATIONS, Activation, Precision
+from turbojax.ops.int4_matmul import gradient as gradients
+from turbojax.ops.int4_matmul import mosaic_gpu, mosaic_gradient, reference, triton
+from turbojax.ops.int4_matmul.static import (
+    ACTIVATIONS,
+    GATED,
+    GRADIENTS,
+    TOKEN_KINDS,
+    Activation,
+    Gradient,
+    Precision,
+    TokenKind,
+)
 from turbojax.quantizers import Fp8Tokens, Int4Weight
-from turbojax.quantizers.int4 import pad_rows
+from turbojax.quantizers.int4 import in_blocks, pad_rows
 
 MATMUL = Registry(
     "int4_matmul",
@@ -36,33 +46,43 @@ def matmul(
     bias: jax.Array | None = None,
     activation: Activation | None = None,
     residual: jax.Array | None = None,
+    activations: TokenKind = "e4m3",
     precision: Precision | None = None,
+    gradient: Gradient = "exact",
     implementation: ImplementationName | None = None,
 ) -> jax.Array:
-    """``act(x W^T + bias) + residual`` with INT4 weights and e4m3 activations (FireQ, section 3.1).
+    """``act(x W^T + bias) + residual`` with INT4 weights (FireQ, section 3.1; W4A8 and W4A16).
 
-    Activations are quantized with a scale per token, unless they are already, and multiplied with
-    the weight's values. Everything after that is float32, rounded once to the result's dtype; only
-    ``"mosaic_gpu"`` leaves part of the sums to an 8-bit matrix unit, see `precision`.
+    Activations are quantized to e4m3 with a scale per token, unless they are already, or with
+    ``activations="bf16"`` left as they are, and multiplied with the weight's values. Everything
+    after that is float32, rounded once to the result's dtype; only ``"mosaic_gpu"`` leaves part of
+    the sums to an 8-bit matrix unit, see `precision`.
 
     The gradient is that of ``act(x W^T + bias) + residual`` with the dequantized weight, straight
-    through the rounding of `x`: for `x`, `bias` and `residual`. The weight is frozen, its gradient
-    is zero. XLA computes it, and memory for it grows with the dequantized weight. There are no
-    second derivatives and no forward mode (`jax.jvp`).
+    through the rounding of `x`, if it is rounded: for `x`, `bias` and `residual`. The weight is
+    frozen, its gradient is zero. It takes memory for the dequantized weight. There are no second
+    derivatives and no forward mode (`jax.jvp`).
 
     Args:
       x: ``[..., K]``, bfloat16, float16 or float32; or tokens already quantized, which have no
         gradient.
       weight: ``[N, K]``, see `quantize_weight`; of a gated product ``[2 F, K]``, see `gate_and_up`.
       bias: optional floating point ``[N]``; of a gated weight ``[2 F]``, that of the gate first.
-      activation: ``"silu"``, ``"gelu"`` (its tanh form), or None; for a gated weight ``"swiglu"``
-        and nothing else: ``silu(gate) * up``.
+      activation: ``"silu"``, ``"gelu"`` (its tanh form), or None; for a gated weight ``"swiglu"``,
+        ``silu(gate) * up``, or ``"geglu"``, ``gelu(gate) * up``, and nothing else.
       residual: optional ``[..., N]`` or ``[..., F]`` in `x`'s dtype, added after the activation.
+      activations: ``"e4m3"``, or ``"bf16"``: tokens are multiplied unrounded, in their own dtype,
+        bfloat16 or float16; float32 ones by ``"xla"`` alone. What is not finite goes on as in any
+        product of floats.
       precision: None, ``"default"``, ``"high"``, ``"highest"`` or a `jax.lax.Precision`. By
         default, with more than 128 tokens, sums may stay in an 8-bit matrix unit, whose additions
         keep about 14 bits, as those of XLA's own products of e4m3 do. From ``"high"`` on they leave
         it after each group of 128 inputs and are added in float32. That concerns ``"mosaic_gpu"``
-        alone: the others, and the gradient, always sum in float32.
+        alone: the others, and an exact gradient, always sum in float32.
+      gradient: ``"exact"``, computed by XLA from operands in bfloat16 if `x` is, else float32; or
+        ``"e4m3"``, for weights with e4m3 scales: cotangents times `output_scale` are rounded to
+        e4m3 with a scale per token, as `x` is, which costs 2 to 3 % of their norm, and multiplied
+        by e4m3 weights, on Hopper in kernels that take about as long as the product itself.
       implementation: ``"mosaic_gpu"`` (compute capability 9.0 alone), ``"triton"`` or ``"xla"``, or
         None for the first of them that can run this. A name never falls back to another.
 
@@ -77,28 +97,46 @@ def matmul(
         are differentiated, or when anything is differentiated twice.
     """
     check_activation(activation, weight)
+    check_token_kind(activations)
     is_precise = check_precision(precision)
+    check_gradient(gradient, weight)
     bias = check_bias(bias, weight)
     x = _check_x(x, weight)
     *lead, _ = x.shape
     flat, bias, residual = _operands(x, weight, bias, residual)
+    is_rounded = activations == "e4m3"
+    if isinstance(flat, Fp8Tokens) and not is_rounded:
+        raise TypeError(f"x is Fp8Tokens, must be an array for {activations=}")
     chosen = MATMUL.select(
         implementation,
-        tokens=_tokens_of(flat),
-        weight=weight,
+        tokens=_tokens_of(flat) if is_rounded else flat,
+        weight=jax.eval_shape(in_blocks, weight),
         bias=bias,
         residual=residual,
         activation=activation,
     )
-    run = functools.partial(chosen.run, activation=activation, is_precise=is_precise)
+    run = functools.partial(
+        _run, chosen.run, chosen.name != "xla", activation=activation, is_precise=is_precise
+    )
     if isinstance(flat, Fp8Tokens):
         call = refuse_gradients(run, "matmul of quantized tokens")
     else:
         # The name is that of the product; every quantizer gives the same bits.
-        quantize = functools.partial(
-            quantize_activation, implementation="xla" if implementation == "xla" else None
-        )
-        call = _differentiable(quantize, run, activation)
+        quantizer: ImplementationName | None = "xla" if implementation == "xla" else None
+        quantize: Callable[[jax.Array], Fp8Tokens | jax.Array] = _as_it_is
+        if is_rounded:
+            quantize = functools.partial(quantize_activation, implementation=quantizer)
+        rule: Callable[..., tuple[jax.Array, jax.Array]] = gradients.exact
+        if gradient == "e4m3":
+            has_kernel = chosen.name == "mosaic_gpu" and not is_precise
+            rule = functools.partial(
+                gradients.rounded,
+                quantize=quantize,
+                run=functools.partial(_sums, implementation=implementation, is_precise=is_precise),
+                transposed=mosaic_gradient.transposed if has_kernel else reference.transposed,
+                quantizer=quantizer,
+            )
+        call = _differentiable(quantize, run, rule, activation)
     return call(flat, weight, bias, residual).reshape(*lead, weight.result_size)
 
 
@@ -116,8 +154,18 @@ def check_activation(activation: Activation | None, weight: Int4Weight) -> None:
         raise ValueError(f"{weight.stack=} must be (): for a stack of weights see jax.vmap")
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"{activation=} must be None or one of {ACTIVATIONS}")
-    if weight.gated != (activation == "swiglu"):
-        raise ValueError(f"{activation=} must be 'swiglu' for gated weights, and only for them")
+    if weight.gated != (activation in GATED):
+        raise ValueError(f"{activation=} must be one of {GATED} for gated weights, and only there")
+
+
+def check_token_kind(activations: TokenKind) -> None:
+    """Checks how tokens are to be multiplied.
+
+    Raises:
+      ValueError: if it is none of the names.
+    """
+    if activations not in TOKEN_KINDS:
+        raise ValueError(f"{activations=} must be one of {TOKEN_KINDS}")
 
 
 def check_precision(precision: Precision | None) -> bool:
@@ -132,6 +180,18 @@ def check_precision(precision: Precision | None) -> bool:
             return jax.lax.Precision(precision) != jax.lax.Precision.DEFAULT
     names = "None, 'default', 'high', 'highest' or a jax.lax.Precision"
     raise ValueError(f"{precision=} must be {names}")
+
+
+def check_gradient(gradient: Gradient, weight: Int4Weight) -> None:
+    """Checks that a weight has this gradient.
+
+    Raises:
+      ValueError: if the name is unknown, or the weight's values are not e4m3.
+    """
+    if gradient not in GRADIENTS:
+        raise ValueError(f"{gradient=} must be one of {GRADIENTS}")
+    if gradient == "e4m3" and weight.scale_dtype != "e4m3":
+        raise ValueError(f"{gradient=} needs weights with e4m3 scales, not {weight.scale_dtype}")
 
 
 def check_bias(bias: jax.Array | None, weight: Int4Weight) -> jax.Array | None:
@@ -213,9 +273,42 @@ def _tokens_of(x: jax.Array | Fp8Tokens) -> Fp8Tokens:
     return Fp8Tokens(codes, scale, np.dtype(x.dtype))
 
 
-def _differentiable(
-    quantize: Callable[[jax.Array], Fp8Tokens],
+def _run(
     run: Callable[..., jax.Array],
+    is_kernel: bool,
+    tokens: Fp8Tokens | jax.Array,
+    weight: Int4Weight,
+    *rest: jax.Array | None,
+    **static: Any,
+) -> jax.Array:
+    """An implementation, of which kernels take groups of 128 inputs for larger ones."""
+    return run(tokens, in_blocks(weight) if is_kernel else weight, *rest, **static)
+
+
+def _as_it_is(x: jax.Array) -> jax.Array:
+    return x
+
+
+def _sums(
+    tokens: Fp8Tokens | jax.Array,
+    weight: Int4Weight,
+    bias: jax.Array | None,
+    *,
+    implementation: ImplementationName | None,
+    is_precise: bool,
+) -> jax.Array:
+    """The product before the activation, of a weight whose rows are taken as they are stored."""
+    fitting = jax.eval_shape(in_blocks, weight)
+    arguments = {"tokens": tokens, "weight": fitting, "bias": bias}
+    chosen = MATMUL.select(implementation, **arguments, residual=None, activation=None)
+    static: dict[str, Any] = {"activation": None, "is_precise": is_precise}
+    return _run(chosen.run, chosen.name != "xla", tokens, weight, bias, None, **static)
+
+
+def _differentiable(
+    quantize: Callable[[jax.Array], Fp8Tokens | jax.Array],
+    run: Callable[..., jax.Array],
+    rule: Callable[..., tuple[jax.Array, jax.Array]],
     activation: Activation | None,
 ) -> Callable[..., jax.Array]:
     """Quantization and `run`, differentiable in reverse mode straight through the rounding.
@@ -223,7 +316,7 @@ def _differentiable(
     Kept for the backward pass: the activations, the weight and the bias.
     """
     differentiate_once = refuse_gradients(
-        reference.gradient,
+        rule,
         "the gradient of matmul",
         because="only first derivatives are supported",
         activation=activation,

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from turbojax._device import multiprocessors, needs_hopper
-from turbojax.ops.int4_matmul import reference
+from turbojax.ops.int4_matmul import reference, w4a16_mosaic
 from turbojax.ops.int4_matmul.static import Activation
 from turbojax.quantizers import E4M3_MAX, Fp8Tokens, Int4Weight
 
@@ -31,7 +31,7 @@ _SHARED_BYTES = 227 * 1024
 
 def unsupported(
     *,
-    tokens: Fp8Tokens,
+    tokens: Fp8Tokens | jax.Array,
     weight: Int4Weight,
     bias: jax.Array | None,
     residual: jax.Array | None,
@@ -43,7 +43,7 @@ def unsupported(
         return f"dtype={tokens.dtype} must be bfloat16 or float16"
     if weight.group_size != _GROUP:
         return f"group_size={weight.group_size} must be {_GROUP}"
-    if weight.zeros is not None:
+    if weight.zeros is not None and isinstance(tokens, Fp8Tokens):
         return "weight.zeros must be None: weights must be symmetric"
     return needs_hopper()
 
@@ -98,7 +98,7 @@ def _stages(tokens: int, teams: int, parts: int, expands: bool, is_e4m3: bool) -
 
 
 def matmul(
-    tokens: Fp8Tokens,
+    tokens: Fp8Tokens | jax.Array,
     weight: Int4Weight,
     bias: jax.Array | None,
     residual: jax.Array | None,
@@ -111,6 +111,11 @@ def matmul(
     Sums of up to 128 tokens, all with scales of 16 bits, and all if `is_precise`, are float32 from
     group to group. Others stay in the matrix unit, whose additions keep about 14 bits.
     """
+    if not isinstance(tokens, Fp8Tokens):
+        of_floats = w4a16_mosaic.default_launch(tokens.shape[0], weight)
+        return w4a16_mosaic.matmul(
+            tokens, weight, bias, residual, activation=activation, launch=of_floats
+        )
     launch = default_launch(tokens.codes.shape[0], weight, is_precise=is_precise)
     return _matmul(tokens, weight, bias, residual, activation=activation, launch=launch)
 

@@ -1,7 +1,8 @@
 """INT4 x FP8 products in plain JAX: the definition (FireQ, Baek et al., 2025, section 3.1).
 
-Operands are 8-bit floats or small integers, which bfloat16 and float32 hold exactly; sums are
-float32. On a GPU the operands are multiplied as bfloat16, on a CPU as float32.
+Operands are 8-bit floats or small integers, which bfloat16 and float32 hold exactly, and tokens
+that are not rounded to 8 bits; sums are float32. On a GPU the operands are multiplied as bfloat16,
+or in the dtype of such tokens, on a CPU as float32.
 """
 
 import functools
@@ -17,7 +18,7 @@ from turbojax.quantizers.int4_layout import scale_rows
 
 @functools.partial(jax.jit, static_argnames=("activation", "is_precise"))
 def matmul(
-    tokens: Fp8Tokens,
+    tokens: Fp8Tokens | jax.Array,
     weight: Int4Weight,
     bias: jax.Array | None,
     residual: jax.Array | None,
@@ -32,24 +33,28 @@ def matmul(
     `epilogue` does.
 
     Args:
-      tokens: codes ``[M, K]`` and scales ``[M]``.
+      tokens: codes ``[M, K]`` and scales ``[M]``; or floating point ``[M, K]``, which is multiplied
+        as it is.
       weight: of `K` inputs and, padded, `N` rows.
       bias: float32 ``[N]`` in the order of the weight's rows, or None.
       residual: ``[M, result_size]``, or None.
-      activation: what is applied to the sum; ``"swiglu"`` for gated weights.
+      activation: what is applied to the sum; one of `GATED` for gated weights.
       is_precise: without effect, for sums are always float32.
 
     Returns:
       ``[M, result_size]`` in the tokens' dtype.
     """
     del is_precise
+    codes, scale, dtype = tokens, jnp.ones(tokens.shape[:1], jnp.float32), tokens.dtype
+    if isinstance(tokens, Fp8Tokens):
+        codes, scale, dtype = tokens.codes, tokens.scale, jnp.dtype(jnp.bfloat16)
     sums = jax.lax.platform_dependent(
-        tokens.codes,
+        codes,
         weight,
         cpu=functools.partial(_sums, dtype=jnp.float32),
-        default=functools.partial(_sums, dtype=jnp.bfloat16),
+        default=functools.partial(_sums, dtype=dtype),
     )
-    out = epilogue(sums, tokens.scale, weight, bias, residual, activation=activation)
+    out = epilogue(sums, scale, weight, bias, residual, activation=activation)
     return out.astype(tokens.dtype)
 
 
@@ -70,7 +75,7 @@ def epilogue(
       weight: gives `output_scale` and the order of its rows.
       bias: float32 ``[N]``, or None.
       residual: ``[M, result_size]``, or None.
-      activation: with ``"swiglu"`` eight rows of the gate alternate with eight of its partner.
+      activation: with one of `GATED` eight rows of the gate alternate with eight of its partner.
 
     Returns:
       float32 ``[M, result_size]``.
@@ -83,7 +88,7 @@ def epilogue(
 
 
 def activate(x: jax.Array, activation: Activation | None) -> jax.Array:
-    """The activation of float32 ``[M, N]``; ``"swiglu"`` halves `N`."""
+    """The activation of float32 ``[M, ...]``; a gated one halves `N`."""
     if activation is None:
         return x
     if activation == "silu":
@@ -91,7 +96,8 @@ def activate(x: jax.Array, activation: Activation | None) -> jax.Array:
     if activation == "gelu":
         return jax.nn.gelu(x, approximate=True)
     parts = x.reshape(x.shape[0], -1, 2, GATED_ROWS)
-    return (jax.nn.silu(parts[:, :, 0]) * parts[:, :, 1]).reshape(x.shape[0], -1)
+    gate = activate(parts[:, :, 0], "silu" if activation == "swiglu" else "gelu")
+    return (gate * parts[:, :, 1]).reshape(x.shape[0], -1)
 
 
 def _sums(codes: jax.Array, weight: Int4Weight, *, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -100,7 +106,7 @@ def _sums(codes: jax.Array, weight: Int4Weight, *, dtype: jax.typing.DTypeLike) 
     # coarsely. The barrier hides where they come from.
     codes = jax.lax.optimization_barrier(codes.astype(dtype))
     if weight.scale_dtype == "e4m3":
-        return _dot(codes, scaled_values(weight).astype(dtype)[:, : weight.in_size])
+        return dot(codes, scaled_values(weight).astype(dtype)[:, : weight.in_size])
     values = integers(weight).astype(dtype)
     padding = values.shape[1] - weight.in_size
     codes = jnp.pad(codes, ((0, 0), (0, padding)))
@@ -112,7 +118,7 @@ def _sums(codes: jax.Array, weight: Int4Weight, *, dtype: jax.typing.DTypeLike) 
         total: jax.Array, group: tuple[jax.Array, jax.Array, jax.Array]
     ) -> tuple[jax.Array, None]:
         x, q, scale = group
-        return total + _dot(x, q) * scale.astype(jnp.float32)[None], None
+        return total + dot(x, q) * scale.astype(jnp.float32)[None], None
 
     # Group by group: all sums at once would be K / group_size times the output.
     scales = scale_rows(weight.scales).T
@@ -120,7 +126,7 @@ def _sums(codes: jax.Array, weight: Int4Weight, *, dtype: jax.typing.DTypeLike) 
     return jax.lax.scan(add, start, (by_group(codes), by_group(values), scales))[0]
 
 
-def _dot(x: jax.Array, w: jax.Array) -> jax.Array:
+def dot(x: jax.Array, w: jax.Array) -> jax.Array:
     """``x w^T`` of ``[M, k]`` and ``[N, k]``, summed in float32."""
     return jax.lax.dot_general(
         x,
@@ -131,38 +137,29 @@ def _dot(x: jax.Array, w: jax.Array) -> jax.Array:
     )
 
 
-@functools.partial(jax.jit, static_argnames="activation")
-def gradient(
-    x: jax.Array,
-    weight: Int4Weight,
-    bias: jax.Array | None,
-    d_out: jax.Array,
-    *,
-    activation: Activation | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Straight through the rounding of activations: the vjp of ``act(x W^T + bias)``.
-
-    `W` is the dequantized weight. Products take operands in bfloat16 where `x` has that dtype,
-    otherwise in float32, and always sum in float32.
+def transposed(tokens: Fp8Tokens, weight: Int4Weight) -> jax.Array:
+    """The product with the weight's other axis, that of a gradient, without `output_scale`.
 
     Args:
-      x: ``[M, K]``, not quantized.
-      weight: of `K` inputs and, padded, `N` rows.
-      bias: float32 ``[N]`` in the order of the weight's rows, or None.
-      d_out: ``[M, result_size]``, cotangent of the output.
-      activation: as in `matmul`.
+      tokens: codes ``[M, n]`` of the weight's first `n` rows as they are stored, and scales
+        ``[M]``.
+      weight: of `K` inputs and, padded, `N` rows, with e4m3 scales.
 
     Returns:
-      d_x ``[M, K]`` in `x`'s dtype, and d_bias float32 ``[N]``.
+      ``s_m sum_n codes[m, n] W[n, k]``, ``[M, K]`` in the tokens' dtype.
     """
-    dtype = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
-    values = scaled_values(weight).astype(dtype)[:, : weight.in_size]
-    sums = _dot(x.astype(dtype), values) * weight.output_scale[None]
-    sums = sums if bias is None else sums + bias[None]
+    sums = jax.lax.platform_dependent(
+        tokens.codes,
+        weight,
+        cpu=functools.partial(_transposed_sums, dtype=jnp.float32),
+        default=functools.partial(_transposed_sums, dtype=jnp.bfloat16),
+    )
+    return (sums * tokens.scale.astype(jnp.float32)[:, None]).astype(tokens.dtype)
 
-    def finish(sums: jax.Array) -> jax.Array:
-        return activate(sums, activation)[:, : weight.result_size]
 
-    (d_sums,) = jax.vjp(finish, sums)[1](d_out.astype(jnp.float32))
-    d_x = _dot((d_sums * weight.output_scale[None]).astype(dtype), values.T)
-    return d_x.astype(x.dtype), jnp.sum(d_sums, axis=0)
+def _transposed_sums(
+    codes: jax.Array, weight: Int4Weight, *, dtype: jax.typing.DTypeLike
+) -> jax.Array:
+    codes = jax.lax.optimization_barrier(codes.astype(dtype))
+    values = scaled_values(weight).astype(dtype)[: codes.shape[1], : weight.in_size]
+    return dot(codes, values.T)

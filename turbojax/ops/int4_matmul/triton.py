@@ -18,6 +18,8 @@ from turbojax.ops.int4_matmul.static import Activation
 from turbojax.quantizers import Fp8Tokens, Int4Weight
 
 _AMPERE, _ADA = 8.0, 8.9
+# Of tokens that are multiplied as they are.
+_UNROUNDED = (jnp.bfloat16, jnp.float16)
 # Compute capabilities whose matrix units read shared memory, so that a warp needs fewer registers.
 _LARGE = (9.0, 10.0, 10.3)
 _GROUP = 128
@@ -33,7 +35,7 @@ _SUMS = 0.5
 
 def unsupported(
     *,
-    tokens: Fp8Tokens,
+    tokens: Fp8Tokens | jax.Array,
     weight: Int4Weight,
     bias: jax.Array | None,
     residual: jax.Array | None,
@@ -41,19 +43,17 @@ def unsupported(
 ) -> str | None:
     """Why the kernel cannot run this here; None if it can."""
     del bias, residual, activation
-    if weight.group_size != _GROUP:
-        return f"group_size={weight.group_size} must be {_GROUP}"
-    if weight.zeros is not None:
-        return "weight.zeros must be None: weights must be symmetric"
-    rows, columns = tokens.codes.shape[0], weight.padded_shape[1]
-    # Tokens are float16 on their way, and sums float32 (of which no more than that at a time).
+    if not isinstance(tokens, Fp8Tokens) and tokens.dtype not in _UNROUNDED:
+        return f"dtype={tokens.dtype} must be bfloat16 or float16"
+    rows, columns = tokens.shape[0], weight.padded_shape[1]
+    # Tokens have 16 bits on their way, and sums float32 (of which no more than that at a time).
     sizes = [(rows + _MOST_TOKENS) * columns * 2, math.prod(weight.codes.shape)]
     sizes.append(rows * weight.result_size * 4)
     return unindexable(*sizes) or needs_gpu(_AMPERE)
 
 
 def matmul(
-    tokens: Fp8Tokens,
+    tokens: Fp8Tokens | jax.Array,
     weight: Int4Weight,
     bias: jax.Array | None,
     residual: jax.Array | None,
@@ -62,8 +62,8 @@ def matmul(
     is_precise: bool,
 ) -> jax.Array:
     """`reference.matmul` as one kernel, and a sum after it where tokens and outputs are few."""
-    del is_precise  # sums of float16 products are always float32
-    launch = _launch(tokens.codes.shape[0], weight, activation, interpreting())
+    del is_precise  # sums of 16-bit products are always float32
+    launch = _launch(tokens.shape[0], weight, activation, interpreting())
     return _matmul(tokens, weight, bias, residual, launch=launch)
 
 
@@ -117,7 +117,7 @@ def _splits(tiles: int, groups: int, most: int, wanted: int, processors: int) ->
 
 @functools.partial(jax.jit, static_argnames="launch")
 def _matmul(
-    tokens: Fp8Tokens,
+    tokens: Fp8Tokens | jax.Array,
     weight: Int4Weight,
     bias: jax.Array | None,
     residual: jax.Array | None,
@@ -129,34 +129,39 @@ def _matmul(
     scales = weight.scales
     if weight.scale_dtype == "e4m3":
         scales = jax.lax.bitcast_convert_type(scales, jnp.uint8)
+    if isinstance(tokens, Fp8Tokens):
+        x, scale = tokens.codes.astype(jnp.float16), tokens.scale
+    else:
+        x, scale = tokens, None
     return int4_matmul.matmul(
-        operand(tokens.codes, weight.padded_shape[1], launch.tokens),
+        operand(x, weight.padded_shape[1], launch.tokens),
         weight.codes,
         scales,
-        tokens.scale,
+        weight.zeros,
+        scale,
         weight.output_scale,
         bias,
         residual,
-        shape=(tokens.codes.shape[0], weight.result_size),
+        shape=(tokens.shape[0], weight.result_size),
         dtype=tokens.dtype,
         settings=launch,
     )
 
 
-def operand(codes: jax.Array, size: int, multiple: int) -> jax.Array:
+def operand(x: jax.Array, size: int, multiple: int) -> jax.Array:
     """Tokens as the kernel multiplies them.
 
     Args:
-      codes: float8_e4m3fn ``[M, K]``.
+      x: float16 or bfloat16 ``[M, K]``.
       size: inputs of a stored row of the weight, a multiple of 128.
       multiple: of tokens, to which they are padded.
 
     Returns:
-      float16 ``[M', size]``, exact, padded with zeros; each 128 inputs in the order of a weight's
+      ``[M', size]``, padded with zeros; each 128 inputs in the order of a weight's
       bytes (`turbojax.quantizers.int4_layout`), first all of the low nibbles.
     """
-    rows, inputs = codes.shape
-    x = jnp.pad(codes.astype(jnp.float16), ((0, -rows % multiple), (0, size - inputs)))
+    rows, inputs = x.shape
+    x = jnp.pad(x, ((0, -rows % multiple), (0, size - inputs)))
     # Bits of an input's number, from the top: s (2), b // 2, t (2), b % 2, nibble.
     x = x.reshape(x.shape[0], -1, 4, 2, 4, 2, 2)
     return x.transpose(0, 1, 6, 4, 2, 3, 5).reshape(x.shape[0], size)

@@ -13,6 +13,8 @@ from pallas_kernels.mosaic.lane import Float, Int, Pointer, fragments
 from pallas_kernels.mosaic.lane.fragments import ROWS
 
 _GELU = (math.sqrt(2 / math.pi), 0.044715)
+# Of gated activations, that of the gate.
+_GATES = {"swiglu": "silu", "geglu": "gelu"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +22,7 @@ class Epilogue:
     """What is static in it.
 
     Attributes:
-      activation: None, ``"silu"``, ``"gelu"`` or ``"swiglu"``.
+      activation: None, ``"silu"``, ``"gelu"``; of gated weights ``"swiglu"`` or ``"geglu"``.
       has_bias: whether there is a bias.
       has_residual: whether something is added at the end.
       dtype: ``"bfloat16"`` or ``"float16"``.
@@ -36,7 +38,12 @@ class Epilogue:
     @property
     def outputs(self) -> int:
         """Of a warpgroup's 64 rows."""
-        return ROWS // 2 if self.activation == "swiglu" else ROWS
+        return ROWS // 2 if self.gate else ROWS
+
+    @property
+    def gate(self) -> str | None:
+        """The activation of a gate; None if the weight is not gated."""
+        return _GATES.get(self.activation or "")
 
 
 def _sigmoid_times(x: Float) -> Float:
@@ -45,7 +52,8 @@ def _sigmoid_times(x: Float) -> Float:
     return x * lane.reciprocal(e + 1.0)
 
 
-def _activate(x: Float, kind: str | None) -> Float:
+def activate(x: Float, kind: str | None) -> Float:
+    """SiLU or GELU of a number, or the number itself."""
     if kind == "silu":
         return _sigmoid_times(x)
     if kind == "gelu":
@@ -102,19 +110,18 @@ def finish(
     factors = _row_factors(output_scales, at)
     biases = [lane.number(0.0)] * 2 if bias is None else _row_factors(bias, at)
     number = lane.special("laneid")
-    is_gated = e.activation == "swiglu"
-    warp_byte = (row >> 4) * (16 if is_gated else 32)
+    warp_byte = (row >> 4) * (16 if e.gate else 32)
     blocks = []
     for pair in _scaled(sums, span, token_scales, t):
         values = [
             [lane.fma(v, factors[half], biases[half]) for v in pair[half]] for half in range(2)
         ]
-        if is_gated:
-            blocks.append([_sigmoid_times(g) * u for g, u in zip(*values, strict=True)])
+        if e.gate:
+            blocks.append([activate(g, e.gate) * u for g, u in zip(*values, strict=True)])
         else:
-            blocks += [[_activate(v, e.activation) for v in pair] for pair in values]
+            blocks += [[activate(v, e.activation) for v in pair] for pair in values]
     # A block is eight outputs of eight tokens; lanes 8 i .. 8 i + 7 point to the tokens of block i.
-    per_token = 1 if is_gated else 2
+    per_token = 1 if e.gate else 2
     at_once = min(4, len(blocks))
     block_number = number >> 3
     if at_once < 4:

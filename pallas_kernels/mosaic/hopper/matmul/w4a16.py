@@ -1,0 +1,220 @@
+"""INT4 weights times tokens of 16 bits for Hopper.
+
+Roofline, for weights of 14336 x 4096 and `M` tokens:
+  - bytes: 29.4 MB of codes, 0.9 MB of scales: 7.4 us at the 4.3 TB/s of a copy on an H200.
+  - operations: 2 * 14336 * 4096 * M: at the 800 T/s that its 16-bit matrix units reach 38 us for
+    256 tokens, 600 us for 4,096. And 14 instructions for eight weights, once for each tile of 128
+    tokens, of which a multiprocessor issues four a clock: 16 % of the products' clocks.
+Targets: the speed of XLA's bfloat16 product from 256 tokens on; 18 us for 64.
+
+Weights are rows, 64 of a warpgroup, and tokens columns: so weights come from registers, where they
+are converted, and never go back to memory. Two warpgroups share the tokens' inputs, and while the
+matrix unit has one group of 128 inputs they convert the next. Operands are integers; the scale
+multiplies the float32 sum of a group.
+
+Seen on an H200, of 14336 x 4096 weights with zero points, in us; in brackets a product in bfloat16:
+  32 tokens 24.7; 64 tokens 26.5 (36.5); 128 tokens 35.6; 256 tokens 66.4 (44.4), as slow as jax's
+  mixed-type kernel with int8 weights (65.6).
+  Tiles of 32 tokens for 64: 44.3. Tiles of 256 tokens, whose weights are rounded with their scales
+  to 16 bits (one level): 53.7 for 256.
+So from 256 tokens on the target is missed: each tile of 128 tokens converts all weights.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.layouts import Ref
+from pallas_kernels.mosaic import ring
+from pallas_kernels.mosaic.hopper.matmul import program
+from pallas_kernels.mosaic.hopper.matmul.epilogue import Epilogue as Epilogue
+from pallas_kernels.mosaic.hopper.matmul.program import Settings as Settings
+from pallas_kernels.mosaic.hopper.matmul.program import Tile, Work
+from pallas_kernels.mosaic.products import int4_half, wgmma
+from pallas_kernels.mosaic.products.int4 import GROUP
+from pallas_kernels.mosaic.ring import ROW, ROWS, SCALAR, WARPGROUPS
+
+NAME = "turbojax_w4a16_hopper"
+_CHUNK = 256
+_TILE_BYTES = ROWS * GROUP // 2
+
+
+def stage_bytes(scale_bytes: int, tokens: int) -> int:
+    """Shared memory that a stage takes beyond what `Settings.shared_bytes` counts for tokens."""
+    return WARPGROUPS * (_TILE_BYTES + ROWS * scale_bytes) + tokens * GROUP
+
+
+def _operand(
+    weights: tuple[Ref, ...], slot: jax.Array, me: jax.Array, dtype: str, kind: str, rounds: bool
+) -> tuple[jax.Array, jax.Array]:
+    """A warpgroup's weights of a group: `int4_half.operand`."""
+    refs = [x.at[slot] for x in weights]
+    types = (SCALAR, *[plgpu.RefType()] * len(refs))
+    words = ring.array((ROWS, GROUP // 2), jnp.int32)
+    unit = ring.array((ROWS,), jnp.float32, ROW)
+
+    def run(row: Any, codes: Any, scales: Any, *zeros: Any) -> Any:
+        zero = zeros[0] if zeros else None
+        return int4_half.operand(codes, scales, zero, row, dtype, kind, rounds)
+
+    return ring.inline(run, types, (words, unit))(me * ROWS, *refs)
+
+
+def _start(words: jax.Array, x: Ref, total: jax.Array | None) -> jax.Array:
+    """Starts a group's product, added to `total`."""
+    kind = ring.array((ROWS, x.shape[0]), jnp.float32)
+    arrays = [words] if total is None else [words, total]
+    types = (ring.tile_type(x), *[plgpu.Layout.WGMMA] * len(arrays))
+
+    def run(x: Any, words: Any, *total: Any) -> Any:
+        return wgmma.start(words, x, swizzle=128, total=total[0] if total else None)
+
+    return ring.inline(run, types, kind)(x, *arrays)
+
+
+def _accumulate(
+    work: Work,
+    slot: jax.Array,
+    me: jax.Array,
+    m: Tile,
+    weights: tuple[Ref, ...],
+    kind: str,
+    s: Settings,
+) -> tuple[jax.Array, jax.Array]:
+    """A warpgroup's sums over its groups of inputs, the first of all in `slot`; the slot after."""
+    half, team = lax.rem(me, jnp.int32(WARPGROUPS)), lax.div(me, jnp.int32(WARPGROUPS))
+    after = ring.slot_after(slot, work.end - work.begin, s.stages)
+    # A team keeps to its slots: barriers count every warpgroup's waits.
+    late = lax.rem(team + slot, jnp.int32(s.teams))
+    begin = work.begin + late
+    slot = ring.slot_after(slot, late, s.stages)
+
+    def wait(g: jax.Array, slot: jax.Array) -> None:
+        @pl.when(g < work.end)
+        def _() -> None:
+            plgpu.barrier_wait(m.ready.at[slot])
+
+    def operand(slot: jax.Array) -> tuple[jax.Array, jax.Array]:
+        dtype, rounds = s.epilogue.dtype, not s.is_two_level
+        return _operand(weights, slot, half, dtype, kind, rounds)
+
+    def add(total: jax.Array, product: jax.Array, unit: jax.Array) -> jax.Array:
+        if not s.is_two_level:
+            return product
+        return total + product * lax.broadcast_in_dim(unit, product.shape, (0,))
+
+    def ahead(g: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        total, words, unit, slot = carry
+        following = ring.slot_after(slot, s.teams, s.stages)
+        product = _start(words, m.x.at[slot], None if s.is_two_level else total)
+        wait(begin + (g + 1) * s.teams, following)
+        # While the product is on its way. After the last group this converts whatever is there.
+        words, next_unit = operand(following)
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(m.free.at[slot])
+        return add(total, product, unit), words, next_unit, following
+
+    def in_turn(g: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        total, slot = carry
+        plgpu.barrier_wait(m.ready.at[slot])
+        words, unit = operand(slot)
+        product = _start(words, m.x.at[slot], None if s.is_two_level else total)
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(m.free.at[slot])
+        return add(total, product, unit), ring.slot_after(slot, s.teams, s.stages)
+
+    zeros = jnp.full((ROWS, s.tokens), 0.0, jnp.float32)
+    total = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+    steps = lax.div(jnp.maximum(work.end - begin, 0) + (s.teams - 1), jnp.int32(s.teams))
+    if s.teams > 1 and s.tokens > 32:
+        # Two operands at once would take too many registers; other warpgroups compute meanwhile.
+        total, _ = lax.fori_loop(jnp.int32(0), steps, in_turn, (total, slot))
+    else:
+        wait(begin, slot)
+        total, *_ = lax.fori_loop(jnp.int32(0), steps, ahead, (total, *operand(slot), slot))
+    return total, after
+
+
+def _kernel(*refs: Ref, tiles: tuple[int, int], s: Settings, has_zeros: bool) -> None:
+    a = program.arrays_of(refs, 2 + has_zeros, s.epilogue)
+    codes_ref, scales_ref, *zeros_ref = a.weights
+    kinds = {"uint8": "e4m3"}
+    kind = kinds.get(scales_ref.dtype.name, scales_ref.dtype.name)
+    me = lax.axis_index("warpgroup")
+
+    def body(m: Tile, codes: Ref, scales: Ref, zeros: list[Ref]) -> None:
+        def consume(work: Work, slot: jax.Array) -> jax.Array:
+            total, slot = _accumulate(work, slot, me, m, (codes, scales, *zeros), kind, s)
+            total = program.add_teams(total, me, m, s)
+            program.store(total, work, me, m, a, s)
+            return slot
+
+        def copy(g: jax.Array, slot: jax.Array, work: Work) -> None:
+            tiles = pl.ds(work.tile * WARPGROUPS, WARPGROUPS)
+            pairs = [(codes_ref, codes), (scales_ref, scales), *zip(zeros_ref, zeros, strict=True)]
+            for source, target in pairs:
+                plgpu.copy_gmem_to_smem(source.at[tiles, g], target.at[slot], m.ready.at[slot])
+
+        program.run_program(
+            tiles,
+            codes_ref.shape[1],
+            m,
+            s,
+            consume,
+            lambda work, slot: program.produce(work, slot, m, a, s, copy),
+            (lambda: None, lambda: None),
+        )
+
+    pl.run_scoped(
+        body,
+        program.tile_memory(2 + has_zeros, a.x.dtype, s),
+        plgpu.SMEM((s.stages, WARPGROUPS, *codes_ref.shape[2:]), jnp.uint8),
+        plgpu.SMEM((s.stages, WARPGROUPS, ROWS), scales_ref.dtype),
+        [plgpu.SMEM((s.stages, WARPGROUPS, ROWS), jnp.int8)] * has_zeros,
+        collective_axes="warpgroup",
+    )
+
+
+def w4a16(
+    codes: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None,
+    x: jax.Array,
+    output_scales: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    columns: int,
+    settings: Settings,
+) -> jax.Array:
+    """Tokens times INT4 weights, as `w4a16_few`.
+
+    Args:
+      codes: uint8 ``[N / 64, K / 128, 64, 64]``, see `turbojax.quantizers.int4`.
+      scales: ``[N / 64, K / 128, 64]``, e4m3, bfloat16 or float16.
+      zeros: int8, the same shape, or None.
+      x: bfloat16 or float16 ``[M, K]``; `M` at most 8 or a multiple of 8.
+      output_scales: float32 ``[N]``.
+      bias: float32 ``[N]``, or None.
+      residual: ``[M, columns]`` in `x`'s dtype, or None.
+      columns: of the output, see `int4_matmul`.
+      settings: what is static; sums have two levels.
+
+    Returns:
+      ``[M, columns]``; with several parts their float32 sums, ``[parts, M, columns]``.
+    """
+    rows = codes.shape[0] * ROWS
+    if scales.dtype == jnp.float8_e4m3fn:
+        scales = lax.bitcast_convert_type(scales, jnp.uint8)
+    codes = codes.reshape(*codes.shape[:2], -1, _CHUNK)
+    weights = [codes, scales, *([] if zeros is None else [zeros])]
+    kernel = functools.partial(_kernel, s=settings, has_zeros=zeros is not None)
+    run = program.launch(kernel, NAME, x.shape[0], rows, columns, settings)
+    optional = [array for array in (bias, residual) if array is not None]
+    unit = jnp.ones((-(-x.shape[0] // 8) * 8,), jnp.bfloat16)
+    return run(*weights, x, unit, output_scales, *optional)

@@ -1,0 +1,437 @@
+"""INT4 weights times few tokens of 16 bits for Hopper.
+
+Roofline, for weights of 14336 x 4096 and 16 tokens:
+  - bytes: 29.4 MB of codes, 0.9 MB of scales, 0.5 MB of zero points if there are any, 0.6 MB of
+    tokens and results: 7.4 us at the 4.3 TB/s of a copy on an H200. Every program reads all tokens,
+    17 MB from the L2 cache.
+  - operations: 11 instructions for eight weights, 7 of which a multiprocessor does for 64 lanes a
+    clock: 3.4 us of all of an H200's; the products are nothing.
+Target: 14 us.
+
+A warp takes 16 rows and 128 inputs at a time, a unit: 1 KB that lies together, which its lanes copy
+some units ahead to shared memory of their own, convert in registers, and multiply with tokens that
+they have loaded themselves; no warp waits for another. A program has some strips of 16 rows,
+and its warps take the groups of inputs in turn, so that a warp's tokens serve all of these strips;
+in the end the warps' sums are added up, always in the same order.
+
+Versions, of 14336 x 4096 weights with zero points, in programs of two warpgroups with seven strips:
+instructions a unit for one token (ptxas, jax 0.11.2), and us on an H200 for 1 and 16 tokens. A
+product in bfloat16 takes 30.7 and 34.7, XLA's in e4m3 18.6 and 21.0, jax's mixed-type kernel with
+int8 weights 22.6 for 16.
+  v1  codes loaded to registers ahead; ptxas moved loads towards their use     161   13.6   19.8
+  v2  masks of codes in one instruction each                                   130
+  v3  codes copied to shared memory ahead, by 8 units                          150   12.7   19.3
+      by 14 units                                                                    13.5   20.1
+      by 24 units                                                                    16.1   25.3
+      by 8 units, three warpgroups                                                   15.2   23.7
+Every warp reads the tokens of its groups from shared memory once a strip: what more tokens cost.
+Scales in e4m3 take 27.7 for 16 tokens, for they are converted to 16 bits in every unit.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.mosaic import lane, lanes
+from pallas_kernels.mosaic.hopper.matmul import epilogue
+from pallas_kernels.mosaic.hopper.matmul.epilogue import Epilogue as Epilogue
+from pallas_kernels.mosaic.lane import Float, Int, Pointer
+from pallas_kernels.mosaic.products import int4_half
+
+NAME = "turbojax_w4a16_few_hopper"
+STRIP = 16
+"""Rows of a warp's product."""
+TILE = 8
+"""Tokens of one."""
+BLOCK_ROWS = 64
+_GROUP, _BLOCK_BYTES, _UNIT_BYTES = 128, 4096, 1024
+_STRIPS = BLOCK_ROWS // STRIP
+_CHUNKS = 4  # Of 32 inputs of a group.
+# Of a unit: codes, then scales, then zero points.
+_SLOT_BYTES, _SCALES_AT, _ZEROS_AT = 1088, 1024, 1056
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is static in a call.
+
+    Attributes:
+      strips: of 16 rows, of a program.
+      warpgroups: of a program.
+      slots: of a warp, for units that are on their way or in use; at least 2.
+      epilogue: what becomes of the sums.
+      parts: programs that share the inputs of their strips, and write float32 sums.
+    """
+
+    strips: int
+    warpgroups: int
+    slots: int
+    epilogue: Epilogue
+    parts: int = 1
+
+    @property
+    def warps(self) -> int:
+        """Of a program."""
+        return self.warpgroups * lanes.WARPS
+
+    @property
+    def stride(self) -> int:
+        """Numbers from token to token in shared memory, so that no two lanes meet in a bank."""
+        return self.strips * STRIP + 4
+
+    def shared_bytes(self, tiles: int) -> int:
+        """Of all warps' units, and then of their sums, for so many tiles of tokens."""
+        return self.warps * max(self.slots * _SLOT_BYTES, tiles * TILE * self.stride * 4)
+
+
+def _is_gated(s: Settings) -> bool:
+    """Whether outputs are half as many as rows."""
+    return s.epilogue.outputs < BLOCK_ROWS
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Arrays:
+    """A call's arrays as pointers, its sizes and settings."""
+
+    codes: Pointer
+    scales: Pointer
+    zeros: Pointer | None
+    x: Pointer
+    output_scales: Pointer
+    bias: Pointer | None
+    residual: Pointer | None
+    out: Pointer
+    memory: Pointer
+    tokens: int
+    rows: int
+    groups: int
+    dtype: str
+    scale_dtype: str
+    s: Settings
+
+    @property
+    def tiles(self) -> int:
+        """Of tokens."""
+        return -(-self.tokens // TILE)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Unit:
+    """What a lane holds of 16 rows and 128 inputs: of both of its rows codes, scale, zero point."""
+
+    codes: list[list[Int]]
+    scales: list[Int]
+    zeros: list[Int]
+
+
+def _copy(
+    a: _Arrays, strip: Int, group: Int, slot: Pointer, number: Int, is_real: lane.Bool
+) -> None:
+    """Starts the copies of a unit; zeros, where there is none.
+
+    Codes a lane copies for itself. Scales and zero points come by the first lanes, 16 bytes each.
+    """
+    block = (strip // _STRIPS) * a.groups + group
+    part = strip % _STRIPS
+    at = a.codes.times(block, _BLOCK_BYTES).at(part * _UNIT_BYTES + number * 16)
+    for half in range(2):
+        lane.copy_words(at.at(512 * half), slot.at(number * 16, 512 * half), is_real)
+    row = is_real.where(block * BLOCK_ROWS + part * STRIP, 0)
+    size = 1 if a.scale_dtype == "e4m3" else 2
+    with lane.when(number < size):
+        source = a.scales.times(row, size).at(number.minimum(size - 1) * 16)
+        lane.copy_words(source, slot.at(number * 16, _SCALES_AT), is_real)
+    if a.zeros is not None:
+        with lane.when(number.equals(2)):
+            lane.copy_words(a.zeros.at(row), slot.at(_ZEROS_AT), is_real)
+    lane.commit_copies()
+
+
+def _load(a: _Arrays, slot: Pointer, number: Int) -> _Unit:
+    """A lane's part of a unit that is there."""
+    codes = [slot.at(number * 16, 512 * half).words(4) for half in range(2)]
+    row = number >> 2
+    if a.scale_dtype == "e4m3":
+        scales = [slot.at(row, _SCALES_AT + 8 * half).byte() for half in range(2)]
+    else:
+        scales = [slot.at(row << 1, _SCALES_AT + 16 * half).half() for half in range(2)]
+    zeros = []
+    if a.zeros is not None:
+        zeros = [slot.at(row, _ZEROS_AT + 8 * half).byte() for half in range(2)]
+    return _Unit(codes, scales, zeros)
+
+
+def _tokens(a: _Arrays, group: Int, number: Int) -> list[list[list[Int]]]:
+    """Of each tile of tokens and 32 inputs of a group the lane's token's words, as they lie."""
+    out = []
+    for tile in range(a.tiles):
+        token = (number >> 2) + tile * TILE
+        is_real = token < a.tokens
+        row = a.x.times(is_real.where(token, 0), a.groups * _GROUP * 2)
+        at = row.at(group * (_GROUP * 2) + ((number & 3) << 3))
+        chunks = []
+        for chunk in range(_CHUNKS):
+            both = [at.at(chunk * 64 + 32 * half).words_once(2, is_real) for half in range(2)]
+            chunks.append(both[0] + both[1])
+        out.append(chunks)
+    return out
+
+
+def _values(a: _Arrays, unit: _Unit) -> tuple[list[list[list[Int]]], list[Float]]:
+    """Of both rows and 32 inputs the words of the left operands; and factors of their sums."""
+    if a.scale_dtype == "e4m3":
+        scales, factors = zip(*[int4_half.e4m3_scale(x, a.dtype) for x in unit.scales], strict=True)
+        words = [
+            [
+                [int4_half.round_to_e4m3(word >> (4 * i), scale, a.dtype) for i in range(4)]
+                for word in row
+            ]
+            for row, scale in zip(unit.codes, scales, strict=True)
+        ]
+        return words, list(factors)
+    subtracted = [int4_half.zero_word(int4_half.signed(x), a.dtype) for x in unit.zeros]
+    subtracted = subtracted or [int4_half.zero_word(None, a.dtype)] * 2
+    words = [
+        [int4_half.integers(word, zero, a.dtype) for word in row]
+        for row, zero in zip(unit.codes, subtracted, strict=True)
+    ]
+    return words, [int4_half.scale_of(x, a.scale_dtype) for x in unit.scales]
+
+
+def _multiply(
+    a: _Arrays, unit: _Unit, tokens: list[list[list[Int]]], sums: list[Float]
+) -> list[Float]:
+    """Adds a unit's products: of each tile of tokens four sums, as `lane.half.matmul` has them."""
+    words, factors = _values(a, unit)
+    out = []
+    for tile, chunks in enumerate(tokens):
+        total = [lane.number(0.0)] * 4
+        for chunk, right in enumerate(chunks):
+            pair = int4_half.operands([row[chunk] for row in words])
+            for i, left in enumerate(pair):
+                total = lane.half.matmul(left, right[2 * i : 2 * i + 2], total, a.dtype)
+        before = sums[4 * tile : 4 * tile + 4]
+        pairs = enumerate(zip(total, before, strict=True))
+        out += [lane.fma(x, factors[i // 2], y) for i, (x, y) in pairs]
+    return out
+
+
+def _sums(a: _Arrays, first: Int, begin: Int, end: Int, warp: Int, number: Int) -> list[Float]:
+    """A warp's sums of its groups: of each strip and tile of tokens four."""
+    s, count = a.s, 4 * a.tiles
+    last = a.rows // STRIP - 1
+    strips = [(first + i).minimum(last) for i in range(s.strips)]
+    area = a.memory.at(warp * (s.slots * _SLOT_BYTES))
+
+    def copy(group: Int, index: int, slot: Int | int) -> None:
+        """The unit of strip `index`, counted on to the warp's next groups."""
+        group = group + index // s.strips * s.warps
+        _copy(a, strips[index % s.strips], group, area.at(slot * _SLOT_BYTES), number, group < end)
+
+    def prepared(group: Int) -> list[Int]:
+        is_there = group < end
+        raw = _tokens(a, is_there.where(group, 0), number)
+        return [x for tile in raw for chunk in tile for x in chunk]
+
+    def step(group: Int, state: list[Any]) -> list[Any]:
+        sums, raw, slot = state[: count * s.strips], state[count * s.strips : -1], state[-1]
+        chunks = [raw[i : i + 4] for i in range(0, len(raw), 4)]
+        ordered = [int4_half.token_words(x[:2], x[2:]) for x in chunks]
+        tokens = [ordered[i : i + _CHUNKS] for i in range(0, len(ordered), _CHUNKS)]
+        following = prepared(group + s.warps)
+        for i in range(s.strips):
+            lane.wait_for_copies(s.slots - 2)
+            # All lanes' copies are there, and all have read the unit before, whose slot is next.
+            lane.warp_barrier()
+            free = slot.equals(0).where(s.slots - 1, slot - 1)
+            copy(group, i + s.slots - 1, free)
+            unit = _load(a, area.at(slot * _SLOT_BYTES), number)
+            own = sums[count * i : count * (i + 1)]
+            sums[count * i : count * (i + 1)] = _multiply(a, unit, tokens, own)
+            slot = slot.equals(s.slots - 1).where(0, slot + 1)
+        return [*sums, *following, slot]
+
+    start = begin + warp
+    for i in range(s.slots - 1):
+        copy(start, i, i)
+    nothing = [lane.number(0.0)] * (count * s.strips)
+    state: list[Any] = [*nothing, *prepared(start), lane.integer(0)]
+    sums = lane.loop(start, end, s.warps, state, step)[: count * s.strips]
+    lane.wait_for_copies(0)
+    lane.block_barrier()
+    return sums
+
+
+def _put(a: _Arrays, sums: list[Float], warp: Int, number: Int) -> None:
+    """Writes a warp's sums to shared memory ``[warps, tokens, stride]``."""
+    s = a.s
+    area = a.memory.at(warp * (a.tiles * TILE * s.stride * 4))
+    place = ((number & 3) * (2 * s.stride) + (number >> 2)) << 2
+    for i, x in enumerate(sums):
+        strip, tile, which = i // (4 * a.tiles), i // 4 % a.tiles, i % 4
+        at = (tile * TILE + which % 2) * s.stride + strip * STRIP + 8 * (which // 2)
+        area.at(place, 4 * at).store(x)
+
+
+def _total(a: _Arrays, token: Int, row: Int) -> list[Float]:
+    """Four rows' sums of a token, of all warps."""
+    place = (token * a.s.stride + row) << 2
+    size = a.tiles * TILE * a.s.stride * 4
+    found = [
+        [x.as_float() for x in a.memory.at(place, size * i).words(4)] for i in range(a.s.warps)
+    ]
+    return [lane.total([values[i] for values in found]) for i in range(4)]
+
+
+def _scaled(a: _Arrays, sums: list[Float], row: Int) -> list[Float]:
+    """Times the rows' factors, the bias added."""
+    factors = [x.as_float() for x in a.output_scales.at(row << 2).words(4)]
+    if a.bias is None:
+        return [x * f for x, f in zip(sums, factors, strict=True)]
+    biases = [x.as_float() for x in a.bias.at(row << 2).words(4)]
+    return [lane.fma(x, f, b) for x, f, b in zip(sums, factors, biases, strict=True)]
+
+
+def _finish(a: _Arrays, token: Int, row: Int, column: Int, first: Int, part: Int) -> None:
+    """Writes four outputs of a token.
+
+    Args:
+      a: the call.
+      token: which.
+      row: of the program's rows, the first.
+      column: of the output, the first.
+      first: of the program's rows among all.
+      part: of the inputs.
+    """
+    s = a.s
+    sums = _total(a, token, row)
+    if s.parts > 1:
+        at = a.out.times((part * a.tokens + token) * a.rows + column, 4)
+        at.store_words([x.as_int() for x in sums])
+        return
+    values = _scaled(a, sums, first + row)
+    columns, activation, gate = a.rows, s.epilogue.activation, s.epilogue.gate
+    if gate:
+        columns = a.rows // 2
+        up = _scaled(a, _total(a, token, row + 8), first + row + 8)
+        values = [epilogue.activate(x, gate) * y for x, y in zip(values, up, strict=True)]
+    else:
+        values = [epilogue.activate(x, activation) for x in values]
+    place = token * columns + column
+    if a.residual is not None:
+        held = [lane.half.unpack(w, a.dtype) for w in a.residual.times(place, 2).words(2)]
+        values = [x + h for x, h in zip(values, [y for pair in held for y in pair], strict=True)]
+    words = [lane.half.pack(values[i], values[i + 1], a.dtype) for i in (0, 2)]
+    a.out.times(place, 2).store_words(words)
+
+
+def _program(a: _Arrays, program: Int, part: Int) -> None:
+    """All of a program."""
+    s = a.s
+    thread = lane.thread()
+    warp, number = lane.uniform(thread >> 5), thread & 31
+    begin = part * a.groups // s.parts
+    end = (part + 1) * a.groups // s.parts
+    first = program * s.strips
+    _put(a, _sums(a, first, begin, end, warp, number), warp, number)
+    lane.block_barrier()
+    row = first * STRIP
+    is_gated = _is_gated(s) and s.parts == 1
+    fours = s.strips * (2 if is_gated else 4)
+    items = a.tokens * fours
+
+    def step(index: Int, state: list[Any]) -> list[Any]:
+        item = index + thread
+        four = item % fours
+        own = four << 2
+        if is_gated:
+            own = ((four >> 1) << 4) + ((four & 1) << 2)
+        is_real = (item < items) & ((row + own) < a.rows)
+        # The program's first output is real.
+        token, four, own = (is_real.where(x, 0) for x in (item // fours, four, own))
+        column = first * (STRIP // 2 if is_gated else STRIP) + (four << 2)
+        with lane.when(is_real):
+            _finish(a, token, own, column, row, part)
+        return state
+
+    lane.loop(lane.integer(0), lane.integer(items), 32 * s.warps, [], step)
+
+
+def w4a16_few(
+    codes: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None,
+    x: jax.Array,
+    output_scales: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    settings: Settings,
+) -> jax.Array:
+    """Tokens times INT4 weights: ``act(o_n sum_g s_ng sum_k x_mk (q_nk - z_ng) + b_n) + r_mn``.
+
+    Args:
+      codes: uint8 ``[N / 64, K / 128, 64, 64]``, see `turbojax.quantizers.int4`.
+      scales: ``[N / 64, K / 128, 64]``, e4m3, bfloat16 or float16. With e4m3 ones weights are
+        ``e4m3(s q)``, and there are no zero points.
+      zeros: int8, the same shape, -8 to 8; or None.
+      x: bfloat16 or float16 ``[M, K]``.
+      output_scales: float32 ``[N]``.
+      bias: float32 ``[N]``, or None.
+      residual: ``[M, columns]`` in `x`'s dtype, or None.
+      settings: what is static.
+
+    Returns:
+      ``[M, columns]`` in `x`'s dtype, where columns are `N` or, with ``"swiglu"``, half of it; with
+      several parts float32 sums ``[parts, M, N]``, before everything that follows them.
+    """
+    s = settings
+    (blocks, groups), tokens = codes.shape[:2], x.shape[0]
+    rows = blocks * BLOCK_ROWS
+    names = {"float8_e4m3fn": "e4m3"}
+    scale_dtype = names.get(scales.dtype.name, scales.dtype.name)
+    if scale_dtype == "e4m3":
+        scales = jax.lax.bitcast_convert_type(scales, jnp.uint8)
+    optional = [zeros, bias, residual] if s.parts == 1 else [zeros, None, None]
+    given = [codes, scales, x, output_scales, *[y for y in optional if y is not None]]
+
+    def body(arrays: list[Pointer], ids: list[Int]) -> None:
+        *inputs, out, memory = arrays
+        rest = inputs[4:]
+        zero, b, r = (None if y is None else rest.pop(0) for y in optional)
+        a = _Arrays(
+            codes=inputs[0],
+            scales=inputs[1],
+            zeros=zero,
+            x=inputs[2],
+            output_scales=inputs[3],
+            bias=b,
+            residual=r,
+            out=out,
+            memory=memory,
+            tokens=tokens,
+            rows=rows,
+            groups=groups,
+            dtype=x.dtype.name,
+            scale_dtype=scale_dtype,
+            s=s,
+        )
+        _program(a, ids[0], ids[1])
+
+    columns = rows // 2 if _is_gated(s) else rows
+    out = jax.ShapeDtypeStruct((tokens, columns), x.dtype)
+    if s.parts > 1:
+        out = jax.ShapeDtypeStruct((s.parts, tokens, rows), jnp.float32)
+    programs = -(-rows // (STRIP * s.strips))
+    [result] = lanes.launch(
+        body,
+        NAME,
+        given,
+        [out],
+        grid={"program": programs, "part": s.parts},
+        warpgroups=s.warpgroups,
+        shared=s.shared_bytes(-(-tokens // TILE)),
+    )
+    return result

@@ -1,0 +1,185 @@
+"""Training of low-rank adapters beside the INT4 weights of a decoder."""
+
+import functools
+import math
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax  # type: ignore[import-untyped]
+import orbax.checkpoint as ocp
+
+from turbojax.finetune import order
+from turbojax.finetune.checkpoint import restore_tree, save_tree
+from turbojax.finetune.optimizer import default_promotion
+from turbojax.finetune.settings import Settings
+from turbojax.finetune.trainer import dense_attention
+from turbojax.models import Attend
+from turbojax.models.decoder import for_length
+from turbojax.models.lora import Adapters, check_adapters, with_adapters
+from turbojax.models.quantized import QuantizedDecoder
+from turbojax.ops.int4_matmul.static import Gradient
+
+
+def token_losses(
+    decoder: QuantizedDecoder, tokens: jax.Array, *, attend: Attend = dense_attention
+) -> jax.Array:
+    """The loss of every token but the first of each sequence, differentiable with adapters.
+
+    Args:
+      decoder: what `with_adapters` returns.
+      tokens: int ``[B, T + 1]``.
+      attend: how the model attends.
+
+    Returns:
+      float32 ``[B, T]``: ``-ln p(token | those before)``. Mask what is padding.
+    """
+    inputs = tokens[:, :-1]
+    positions = jnp.broadcast_to(jnp.arange(inputs.shape[1])[None], inputs.shape)
+    hidden, _ = decoder.hidden(inputs, positions, attend, (None,) * decoder.config.num_layers)
+    return optax.softmax_cross_entropy_with_integer_labels(decoder.logits(hidden), tokens[:, 1:])
+
+
+class LoraTrainer:
+    """Adapters, optimizer and their jitted step; the decoder's weights stay what they are.
+
+    Attributes:
+      settings: see `Settings`.
+      decoder: the frozen model.
+      adapters: float32, as they are after the last step.
+      opt_state: the optimizer's state.
+      step: steps done; the data of a step are a function of it.
+      compile_seconds: what compiling the step took, 0 before that.
+    """
+
+    def __init__(
+        self,
+        decoder: QuantizedDecoder,
+        adapters: Adapters,
+        settings: Settings,
+        stream: np.ndarray,
+        *,
+        gradient: Gradient = "e4m3",
+        attend: Attend = dense_attention,
+    ) -> None:
+        """Takes up adapters, new ones or loaded ones.
+
+        Args:
+          decoder: the frozen model.
+          adapters: of its sizes.
+          settings: see `Settings`; `precision` must be the decoder's dtype.
+          stream: ``[n]`` integers, the tokens to train on, kept in the accelerator's memory.
+          gradient: see `with_adapters`.
+          attend: how the model attends.
+
+        Raises:
+          ValueError: if the adapters, the stream, the context or the precision does not fit.
+        """
+        check_adapters(adapters, decoder.config)
+        if settings.precision != decoder.dtype.name:
+            raise ValueError(
+                f"precision={settings.precision!r} must be the decoder's dtype, {decoder.dtype}"
+            )
+        if settings.context > decoder.config.max_length:
+            raise ValueError(
+                f"context={settings.context} must be at most the decoder's max_length, "
+                f"{decoder.config.max_length}"
+            )
+        largest = int(stream.max(initial=0))
+        if largest >= decoder.config.vocab_size:
+            raise ValueError(f"token {largest} must be below {decoder.config.vocab_size}")
+        self.settings, self.decoder = settings, for_length(decoder, settings.context)
+        self._num_tokens = stream.size
+        self._starts(0)
+        # A copy: the step donates them.
+        self.adapters = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), adapters)
+        with default_promotion():
+            self.opt_state = settings.optimizer().init(self.adapters)
+        self.step = 0
+        self.compile_seconds = 0.0
+        self._stream = jnp.asarray(stream)
+        self._gradient: Gradient = gradient
+        self._attend = attend
+        self._compiled: Any = None
+
+    def run_step(self) -> dict[str, jax.Array]:
+        """Does one optimizer step; returns before the device is done.
+
+        Returns:
+          Scalars on the device: `bits`, per token of the batch, and `grad_norm`.
+        """
+        self.compile()
+        starts = jnp.asarray(self._starts(self.step))
+        self.adapters, self.opt_state, metrics = self._compiled(
+            self.adapters, self.opt_state, self.decoder, self._stream, starts
+        )
+        self.step += 1
+        return metrics
+
+    def compile(self) -> None:
+        """Compiles the step, if that is not done yet; `compile_seconds` says how long it took."""
+        if self._compiled is not None:
+            return
+        begun = time.perf_counter()
+        step = functools.partial(
+            _train_step, gradient=self._gradient, attend=self._attend, settings=self.settings
+        )
+        starts = jnp.asarray(self._starts(0))
+        given = self.adapters, self.opt_state, self.decoder, self._stream, starts
+        self._compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*given).compile()
+        self.compile_seconds = time.perf_counter() - begun
+
+    def model(self) -> QuantizedDecoder:
+        """The decoder with the adapters as they are now."""
+        return with_adapters(self.decoder, jax.tree.map(jnp.copy, self.adapters))
+
+    def save(self, manager: ocp.CheckpointManager) -> None:
+        """Writes adapters, optimizer state and step, in the background."""
+        save_tree(manager, self.step, (self.adapters, self.opt_state))
+
+    def restore(self, manager: ocp.CheckpointManager) -> bool:
+        """Takes up the latest checkpoint; False if there is none."""
+        found = restore_tree(manager, (self.adapters, self.opt_state))
+        if found is None:
+            return False
+        self.step, (self.adapters, self.opt_state) = found
+        return True
+
+    def _starts(self, step: int) -> np.ndarray:
+        """Where the windows of a step begin, int32 ``[batch_size]``."""
+        size = self.settings.batch_size
+        return order.window_starts(
+            step * size + np.arange(size),
+            num_bytes=self._num_tokens,
+            context=self.settings.context,
+            seed=self.settings.seed,
+        )
+
+
+def _train_step(
+    adapters: Adapters,
+    opt_state: Any,
+    decoder: QuantizedDecoder,
+    stream: jax.Array,
+    starts: jax.Array,
+    *,
+    gradient: Gradient,
+    attend: Attend,
+    settings: Settings,
+) -> tuple[Adapters, Any, dict[str, jax.Array]]:
+    """One optimizer step on the windows that begin at `starts`."""
+    indices = starts[:, None] + jnp.arange(settings.context + 1, dtype=jnp.int32)[None, :]
+    tokens = stream[indices].astype(jnp.int32)
+
+    def loss(adapters: Adapters) -> jax.Array:
+        model = with_adapters(decoder, adapters, gradient=gradient)
+        return jnp.mean(token_losses(model, tokens, attend=attend))
+
+    value, grads = jax.value_and_grad(loss)(adapters)
+    with default_promotion():
+        updates, opt_state = settings.optimizer().update(grads, opt_state, adapters)
+        adapters = optax.apply_updates(adapters, updates)
+    metrics = {"bits": value / math.log(2.0), "grad_norm": optax.tree.norm(grads)}
+    return adapters, opt_state, metrics

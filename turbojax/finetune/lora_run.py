@@ -1,0 +1,215 @@
+"""A run that trains adapters, from start or checkpoint to the folder of adapters, and its log."""
+
+import dataclasses
+import hashlib
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from turbojax import _writing, models
+from turbojax._environment import environment
+from turbojax.finetune import documents
+from turbojax.finetune.checkpoint import checkpoint_manager
+from turbojax.finetune.lora import LoraTrainer
+from turbojax.finetune.run import CHECKPOINTS_NAME, LOG_NAME, Log, Report, Rhythm
+from turbojax.finetune.settings import Settings
+from turbojax.models.lora import Adapters
+from turbojax.models.quantized import QuantizedDecoder
+from turbojax.models.text.tokenizer import Tokenizer
+from turbojax.ops.int4_matmul.static import Gradient
+
+ADAPTERS_NAME = "adapters"
+_RHYTHM = Rhythm()
+# Share of the text that is held out where no other is named.
+_HELD_OUT_SHARE = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenCorpus:
+    """Tokens to train on, and tokens to measure with.
+
+    Attributes:
+      stream: int32 ``[n]``, one text after the other, each as its tokenizer begins it.
+      held_out: the same of other text.
+    """
+
+    stream: np.ndarray
+    held_out: np.ndarray
+
+
+def tokens_of(
+    tokenizer: Tokenizer, paths: Sequence[Path], held_out: Sequence[Path] = ()
+) -> TokenCorpus:
+    """The tokens of given files and folders.
+
+    Args:
+      tokenizer: the model's.
+      paths: what to train on, see `documents.read_texts`.
+      held_out: what to measure with; if not given, the last twentieth of the tokens, which are then
+        not trained on.
+
+    Raises:
+      FileNotFoundError: if a path does not exist.
+      ValueError: if a named file is not text, or there is none.
+    """
+
+    def read(given: Sequence[Path]) -> np.ndarray:
+        texts = [tokenizer.encode(data.decode("utf-8")) for data in documents.read_texts(given)]
+        if not texts:
+            raise ValueError(f"data={[str(path) for path in given]} must hold text")
+        return np.concatenate([np.asarray(text, np.int32) for text in texts])
+
+    stream = read(paths)
+    if held_out:
+        return TokenCorpus(stream, read(held_out))
+    cut = stream.size - stream.size // _HELD_OUT_SHARE
+    return TokenCorpus(stream[:cut], stream[cut:])
+
+
+def fine_tune_adapters(
+    folder: Path,
+    decoder: QuantizedDecoder,
+    adapters: Adapters,
+    settings: Settings,
+    corpus: TokenCorpus,
+    *,
+    gradient: Gradient = "e4m3",
+    rhythm: Rhythm = _RHYTHM,
+    base_model: str | None = None,
+    report: Report = lambda row: None,
+) -> dict[str, Any]:
+    """Trains adapters and writes them; continues where `folder` holds checkpoints, bit for bit.
+
+    Args:
+      folder: gets `log.json`, checkpoints and, at the end, the adapters as PEFT stores them, in
+        `ADAPTERS_NAME`. Created if it does not exist.
+      decoder: the frozen model.
+      adapters: to start from.
+      settings: see `LoraTrainer`.
+      corpus: training and held-out tokens.
+      gradient: see `with_adapters`.
+      rhythm: see `Rhythm`.
+      base_model: where the model came from, for the log and the adapters.
+      report: see `Report`; bits are per token.
+
+    Returns:
+      The log: `records` with bits per token, `evaluations` of the held-out tokens.
+
+    Raises:
+      BlockingIOError: if another run is writing into `folder`.
+      ValueError: if something does not fit, see `LoraTrainer`, or `folder` holds another run.
+      FloatingPointError: if the loss is not finite.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with _writing.exclusive(folder):
+        windows = _windows(corpus.held_out, settings.context, rhythm.evaluate_windows)
+        trainer = LoraTrainer(decoder, adapters, settings, corpus.stream, gradient=gradient)
+        header = _describe(trainer, corpus, windows, gradient, base_model)
+        log = Log(folder / LOG_NAME, header)
+        with checkpoint_manager(folder / CHECKPOINTS_NAME) as manager:
+            trainer.restore(manager)
+            log.rewind(trainer.step)
+            report({"step": trainer.step, "resumed": trainer.step > 0})
+            if trainer.step == 0:
+                log.content["evaluations"] = []
+                _evaluate(trainer, windows, log, report)
+            while trainer.step < settings.steps:
+                _run_interval(trainer, log, rhythm, report)
+                is_last = trainer.step == settings.steps
+                every = rhythm.evaluate_every
+                if is_last or (every and trainer.step % every == 0):
+                    _evaluate(trainer, windows, log, report)
+                if is_last or trainer.step % rhythm.save_every == 0:
+                    # First the log: one that is ahead of the checkpoint can be rewound.
+                    log.write()
+                    trainer.save(manager)
+        models.save_adapters(trainer.adapters, folder / ADAPTERS_NAME, base_model=base_model)
+        log.write()
+    return log.content
+
+
+def _windows(tokens: np.ndarray, context: int, most: int) -> np.ndarray:
+    """int32 ``[n, context + 1]`` that do not overlap but for a token.
+
+    Raises:
+      ValueError: if there is none.
+    """
+    count = min(most, (tokens.size - 1) // context)
+    if count < 1:
+        raise ValueError(f"{tokens.size} held-out tokens must be more than {context=}")
+    places = np.arange(count)[:, None] * context + np.arange(context + 1)[None]
+    return tokens[places].astype(np.int32)
+
+
+def _evaluate(trainer: LoraTrainer, windows: np.ndarray, log: Log, report: Report) -> None:
+    size = trainer.settings.batch_size
+    bits = models.token_bits(trainer.model(), windows, batch_size=size).mean(dtype=np.float64)
+    row = {"step": trainer.step, "held_out_bits_per_token": round(float(bits), 5)}
+    log.content["evaluations"].append(row)
+    report(row)
+
+
+def _run_interval(trainer: LoraTrainer, log: Log, rhythm: Rhythm, report: Report) -> None:
+    """Does the steps up to the next stop and logs them."""
+    trainer.compile()
+    log.content["compile_seconds"] = round(trainer.compile_seconds, 2)
+    settings, first = trainer.settings, trainer.step
+    stop = rhythm.next_stop(first, settings.steps)
+    begun = time.perf_counter()
+    metrics = [trainer.run_step() for _ in range(stop - first)]
+    losses = [float(row["bits"]) for row in metrics]
+    seconds = time.perf_counter() - begun
+    if not all(map(math.isfinite, losses)):
+        raise FloatingPointError(f"the loss is not finite between steps {first} and {stop}")
+    log.content["losses"] += [round(loss, 6) for loss in losses]
+    record = {
+        "step": stop,
+        "bits_per_token": round(float(np.mean(losses)), 5),
+        "grad_norm": round(float(metrics[-1]["grad_norm"]), 4),
+        "learning_rate": float(settings.schedule()(stop - 1)),
+        "tokens_per_second": round((stop - first) * settings.tokens_per_step / seconds),
+        "seconds": round(log.seconds + seconds, 4),
+    }
+    log.content["records"].append(record)
+    report(record)
+
+
+def _describe(
+    trainer: LoraTrainer,
+    corpus: TokenCorpus,
+    windows: np.ndarray,
+    gradient: Gradient,
+    base_model: str | None,
+) -> dict[str, Any]:
+    """Facts about the run; those that decide its figures under "identity"."""
+    facts = {
+        "identity": {
+            "settings": dataclasses.asdict(trainer.settings),
+            "gradient": gradient,
+            "targets": list(trainer.adapters.targets),
+            "scale": trainer.adapters.scale,
+            "start_sha256": _sha256(*jax.tree.leaves(trainer.adapters)),
+            "model_sha256": _sha256(*jax.tree.leaves(trainer.decoder)),
+            "stream_sha256": _sha256(corpus.stream),
+            "held_out_sha256": _sha256(windows),
+        },
+        "source": base_model,
+        "parameters": trainer.adapters.num_parameters,
+        "environment": environment(),
+    }
+    # As it will be read back: tuples are lists there.
+    plain: dict[str, Any] = json.loads(json.dumps(facts))
+    return plain
+
+
+def _sha256(*arrays: Any) -> str:
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(np.asarray(array).tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,167 @@
+"""A linear layer of a packed checkpoint, unpacked; and what a format says of its tensors."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from turbojax.quantizers.int4 import Int4Weight
+from turbojax.quantizers.int4_codes import from_codes
+
+PER_WORD = 8
+"""Codes of four bits in an int32."""
+MIDDLE = 8
+"""What a stored code is more than the signed one: codes are -8 to 7, stored as 0 to 15."""
+
+_SHIFTS = np.arange(0, 32, 4, dtype=np.int32)
+_Array = TypeVar("_Array", jax.Array, np.ndarray)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A tensor that a linear layer is stored as.
+
+    Attributes:
+      shapes: the shape it must have, by the dtypes it may have, in safetensors' names.
+      required: whether it must be there.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    required: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Codes:
+    """A linear layer's weight: ``(codes - zeros) * scales``.
+
+    Attributes:
+      codes: int8 ``[N, K]``, -8 to 7.
+      scales: float16 or bfloat16 ``[N, ceil(K / group_size)]``.
+      zeros: int8 as `scales`, -8 to 8, or None if all are 0.
+      group_size: neighbouring inputs that share a scale, or None for all inputs.
+      inputs: int32 ``[K]``, the layer's input that each column of `codes` belongs to, or None where
+        they are in order.
+    """
+
+    codes: jax.Array
+    scales: np.ndarray
+    zeros: np.ndarray | None
+    group_size: int | None
+    inputs: np.ndarray | None = None
+
+    def rows(self, first: int, last: int) -> "Codes":
+        """Some outputs, from the first to the one before the last."""
+        zeros = None if self.zeros is None else self.zeros[first:last]
+        codes, scales = self.codes[first:last], self.scales[first:last]
+        return Codes(codes, scales, zeros, self.group_size, self.inputs)
+
+
+class PackedFormat(Protocol):
+    """How the linear layers of a checkpoint are stored, which its `quantization_config` says."""
+
+    @property
+    def name(self) -> str:
+        """Of the format, for errors."""
+
+    @property
+    def codes(self) -> str:
+        """The part that holds a layer's codes, which every layer has."""
+
+    def parts(self, outputs: int, inputs: int) -> Mapping[str, Part]:
+        """The tensors of a linear layer, by what follows the layer's name and a dot.
+
+        Raises:
+          ValueError: if the format cannot hold a layer of this size.
+        """
+
+    def unpack(self, parts: Mapping[str, np.ndarray], outputs: int, inputs: int) -> Codes:
+        """The layer of these tensors, whose shapes and dtypes are right.
+
+        Raises:
+          ValueError: if the tensors contradict each other.
+        """
+
+
+def weights(parts: Mapping[str, Codes]) -> dict[str, Int4Weight]:
+    """The weights of some layers, alike in that all have zeros if one has."""
+    some = any(part.zeros is not None for part in parts.values())
+
+    def weight(part: Codes) -> Int4Weight:
+        zeros = part.zeros
+        if some and zeros is None:
+            zeros = np.zeros(part.scales.shape, np.int8)
+        return from_codes(
+            part.codes,
+            jnp.asarray(part.scales),
+            None if zeros is None else jnp.asarray(zeros),
+            group_size=part.group_size,
+        )
+
+    return {name: weight(part) for name, part in parts.items()}
+
+
+def nibbles(words: _Array) -> _Array:
+    """Codes 0 to 15 of int32 words ``[...]``, ``[..., 8]``, those of the lowest bits first."""
+    shifts = np.expand_dims(_SHIFTS, tuple(range(words.ndim)))
+    return (words[..., None] >> shifts) & 15
+
+
+def signed(codes: _Array) -> _Array:
+    """Codes 0 to 15 as -8 to 7, and zero points likewise, int8."""
+    return (codes - MIDDLE).astype(np.int8)
+
+
+@jax.jit
+def along_inputs(words: jax.Array) -> jax.Array:
+    """int8 ``[N, 8 W]`` of words ``[N, W]`` of eight inputs each."""
+    return signed(nibbles(words)).reshape(words.shape[0], -1)
+
+
+def by_groups(zeros: np.ndarray, symmetric: bool) -> np.ndarray | None:
+    """Zero points, or None where the format says that there are none and all are 0."""
+    return None if symmetric and not zeros.any() else zeros
+
+
+def grouped(
+    codes: jax.Array,
+    scales: np.ndarray,
+    zeros: np.ndarray | None,
+    group_size: int | None,
+    groups: np.ndarray | None,
+) -> Codes:
+    """A layer whose inputs are of any groups; those of a group become neighbours.
+
+    Args:
+      codes: int8 ``[N, K]``, inputs in their order.
+      scales: ``[N, G]``.
+      zeros: as `scales`, or None.
+      group_size: inputs of a group, or None for all inputs.
+      groups: int ``[K]``, the group of each input, or None where each run of `group_size` is one.
+
+    Raises:
+      ValueError: if there is no such group, or one has another number of inputs.
+    """
+    if groups is None:
+        return Codes(codes, scales, zeros, group_size)
+    size, count = group_size or groups.size, scales.shape[1]
+    if groups.min() < 0 or groups.max() >= count:
+        raise ValueError(f"groups from {groups.min()} to {groups.max()} must be 0 to {count - 1}")
+    order = None
+    if not _are_runs(groups, size):
+        order = np.argsort(groups, kind="stable").astype(np.int32)
+        groups = groups[order]
+        if not _are_runs(groups, size):
+            raise ValueError(f"the group index must give every group {size} inputs")
+        codes = codes[:, order]
+    runs = groups[::size]
+    return Codes(
+        codes, scales[:, runs], None if zeros is None else zeros[:, runs], group_size, order
+    )
+
+
+def _are_runs(groups: np.ndarray, size: int) -> bool:
+    """Whether each run of `size` inputs is of one group."""
+    return np.array_equal(np.repeat(groups[::size], size)[: groups.size], groups)

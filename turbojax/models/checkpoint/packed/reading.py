@@ -1,0 +1,272 @@
+"""A folder of packed weights, read into a `QuantizedDecoder`, layer by layer.
+
+One layer's tensors are read, unpacked on the device and packed again as `Int4Weight` holds them,
+before the next layer's: besides the model, the host holds the tensors of one linear layer, and the
+device one layer's codes in 8 bits.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from turbojax._json import shown_name
+from turbojax.models.checkpoint import folder as _folder
+from turbojax.models.checkpoint.packed import formats
+from turbojax.models.checkpoint.packed.codes import Codes, PackedFormat, Part, weights
+from turbojax.models.checkpoint.weights import (
+    FLOATS,
+    Progress,
+    check_dtype,
+    check_rotation,
+    require_equal,
+)
+from turbojax.models.config import TransformerConfig, model_config, stored_dtype
+from turbojax.models.families.tensors import (
+    EMBEDDING,
+    HEAD,
+    LAYERS,
+    TensorSpec,
+    checkpoint_tensors,
+    is_ignored,
+)
+from turbojax.models.quantized import QuantizedDecoder, norm_shapes
+from turbojax.models.quantized_layer import QuantizedLayer, QuantizedLinear, join_layer
+
+_NORM = "model.norm.weight"
+_Read = Callable[[str], np.ndarray]
+
+
+def read(
+    folder: Path,
+    hf: Mapping[str, Any],
+    *,
+    dtype: DTypeLike | None,
+    max_length: int | None = None,
+    progress: Progress | None = None,
+) -> QuantizedDecoder:
+    """Reads a folder whose linear layers are packed in one of the formats.
+
+    Args:
+      folder: where it lies.
+      hf: its `config.json`, whose `quant_method` is one of `formats.METHODS`.
+      dtype: of activations, embedding and head; by default what the checkpoint says.
+      max_length: of the model, by default what the checkpoint says.
+      progress: called after each tensor with the bytes read and the bytes there are.
+
+    Raises:
+      FileNotFoundError: if there are no weights.
+      NotImplementedError: if the architecture or the quantization is not supported, or not all
+        linear layers of the decoder's layers, and those alone, are quantized.
+      ValueError: if a file cannot be parsed, tensors are missing, unexpected or mis-shaped, or an
+        argument is out of range.
+    """
+    packing = formats.parse(hf["quantization_config"])
+    config = model_config(folder, hf, max_length)
+    tensors = _tensors(folder, hf, config, packing)
+    given = stored_dtype(hf) or tensors[EMBEDDING].numpy_dtype
+    compute = check_dtype(given if dtype is None else dtype)
+    total, done = sum(stored.nbytes for stored in tensors.values()), 0
+
+    def take(name: str) -> np.ndarray:
+        nonlocal done
+        array = tensors[name].read()
+        done += array.nbytes
+        if progress is not None:
+            progress(done, total)
+        return array
+
+    def table(name: str) -> jax.Array:
+        return jnp.asarray(_folder.cast(take(name), compute, name))
+
+    layers = _Layers(config, packing, tensors, take)
+    embedding = table(EMBEDDING)
+    read_layers = tuple(jax.block_until_ready(layers.read(i)) for i in range(config.num_layers))
+    return QuantizedDecoder(
+        embedding=embedding,
+        layers=read_layers,
+        norm=jnp.asarray(take(_NORM).astype(np.float32) + np.float32(config.norm_offset)),
+        lm_head=None if config.tie_embeddings else table(HEAD),
+        config=config,
+        dtype=compute,
+    )
+
+
+class _Layers:
+    """Reads the layers of a checkpoint.
+
+    Args:
+      config: of the model.
+      packing: how linear layers are stored.
+      tensors: of the checkpoint, which are those there must be.
+      take: reads one.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        packing: PackedFormat,
+        tensors: Mapping[str, _folder.Stored],
+        take: _Read,
+    ):
+        self._config, self._packing, self._tensors, self._take = config, packing, tensors, take
+        self._specs: dict[int, list[TensorSpec]] = {}
+        for spec in checkpoint_tensors(config):
+            layer = spec.placements[0].layer
+            if layer is not None:
+                self._specs.setdefault(layer, []).append(spec)
+
+    def read(self, number: int) -> QuantizedLayer:
+        """The layer of this number."""
+        codes: dict[str, Codes] = {}
+        biases: dict[str, np.ndarray] = {}
+        norms: dict[str, np.ndarray] = {}
+        for spec in self._specs[number]:
+            kind = spec.placements[0].path[-1]
+            if kind == "kernel":
+                whole = self._linear(spec)
+                codes |= {name: whole.rows(*rows) for name, rows in _placed(spec)}
+                continue
+            array = self._take(spec.name).astype(np.float32)
+            target = biases if kind == "bias" else norms
+            target |= {name: array[slice(*rows)] for name, rows in _placed(spec)}
+        linears = {
+            name: QuantizedLinear(
+                weight,
+                _optional(biases.get(name)),
+                activations="bf16",
+                inputs=_optional(codes[name].inputs),
+            )
+            for name, weight in weights(codes).items()
+        }
+        return join_layer(linears, self._factors(norms))
+
+    def _linear(self, spec: TensorSpec) -> Codes:
+        """A stored linear layer."""
+        name = _stem(spec)
+        wanted = self._packing.parts(*spec.shape)
+        found = {part: f"{name}.{part}" for part in wanted if f"{name}.{part}" in self._tensors}
+        arrays = {part: self._take(tensor) for part, tensor in found.items()}
+        try:
+            return self._packing.unpack(arrays, *spec.shape)
+        except (NotImplementedError, ValueError) as error:
+            file = self._tensors[next(iter(found.values()))].file
+            raise type(error)(f"{file}: {name}: {error}") from error
+
+    def _factors(self, norms: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+        """Norms' factors as `QuantizedLayer` has them."""
+        offset = np.float32(self._config.norm_offset)
+        shapes = norm_shapes(self._config)
+        return {
+            name: jnp.asarray(np.broadcast_to(norms[name] + offset, shape))
+            for name, shape in shapes.items()
+        }
+
+
+def _tensors(
+    folder: Path, hf: Mapping[str, Any], config: TransformerConfig, packing: PackedFormat
+) -> dict[str, _folder.Stored]:
+    """The tensors to be read, all there, of the right shapes and dtypes."""
+    found = _folder.stored_tensors(folder)
+    _folder.require_config(folder, hf)
+    tensors = {name: x for name, x in found.items() if not is_ignored(name)}
+    repeated = tensors.pop(HEAD, None) if config.tie_embeddings else None
+    _folder.require_layers(tensors, config.num_layers, LAYERS, folder)
+    _refuse_other_layers(tensors, config, packing)
+    wanted = _wanted(config, packing, folder)
+    _drop_empty_biases(tensors, wanted)
+    optional = {name for name, part in wanted.items() if not part.required}
+    expected = {
+        name: _shape(tensors.get(name), part)
+        for name, part in wanted.items()
+        if name in tensors or name not in optional
+    }
+    _folder.require_tensors(tensors, expected, folder)
+    for name, stored in tensors.items():
+        if stored.dtype not in wanted[name].shapes:
+            raise NotImplementedError(
+                f"{stored.file}: {name} has dtype {shown_name(stored.dtype)}, which is not "
+                f"supported: must be {', '.join(sorted(wanted[name].shapes))}"
+            )
+    check_rotation(config, folder)
+    if repeated is not None:
+        require_equal(tensors[EMBEDDING], repeated)
+    return tensors
+
+
+def _wanted(config: TransformerConfig, packing: PackedFormat, folder: Path) -> dict[str, Part]:
+    """Every tensor of the checkpoint."""
+    wanted = {}
+    for spec in checkpoint_tensors(config):
+        if not _is_packed(spec):
+            wanted[spec.name] = Part(dict.fromkeys(FLOATS, spec.shape))
+            continue
+        try:
+            parts = packing.parts(*spec.shape)
+        except ValueError as error:
+            raise ValueError(
+                f"{folder / _folder.CONFIG_NAME}: {packing.name} cannot hold {_stem(spec)}: {error}"
+            ) from error
+        wanted |= {f"{_stem(spec)}.{name}": part for name, part in parts.items()}
+    return wanted
+
+
+def _refuse_other_layers(
+    tensors: Mapping[str, _folder.Stored], config: TransformerConfig, packing: PackedFormat
+) -> None:
+    """Raises NotImplementedError if other layers are quantized than those of `QuantizedLayer`."""
+    for spec in checkpoint_tensors(config):
+        name = _stem(spec)
+        if _is_packed(spec):
+            if spec.name in tensors:
+                raise NotImplementedError(
+                    f"{tensors[spec.name].file}: {name} is not quantized, which is not supported: "
+                    f"all linear layers within {LAYERS}* must be"
+                )
+            continue
+        packed = f"{name}.{packing.codes}"
+        if packed in tensors:
+            raise NotImplementedError(
+                f"{tensors[packed].file}: {name} is quantized, which is not supported: must be "
+                "floating point, as everything outside of the linear layers"
+            )
+
+
+def _drop_empty_biases(tensors: dict[str, _folder.Stored], wanted: Mapping[str, Part]) -> None:
+    """Forgets biases that a model of this architecture has not, if they are zeros.
+
+    Some programs write one for every linear layer.
+    """
+    for name in [x for x in tensors if x.endswith(".bias") and x not in wanted]:
+        stored = tensors[name]
+        if name.startswith(LAYERS) and stored.dtype in FLOATS and not stored.read().any():
+            del tensors[name]
+
+
+def _optional(array: np.ndarray | None) -> jax.Array | None:
+    return None if array is None else jnp.asarray(array)
+
+
+def _shape(stored: _folder.Stored | None, part: Part) -> tuple[int, ...]:
+    """The shape that a tensor must have."""
+    first = next(iter(part.shapes.values()))
+    return first if stored is None else part.shapes.get(stored.dtype, first)
+
+
+def _is_packed(spec: TensorSpec) -> bool:
+    """Whether this is a weight of a layer's linear layer."""
+    return spec.placements[0].path[-1] == "kernel"
+
+
+def _stem(spec: TensorSpec) -> str:
+    return spec.name.removesuffix(".weight")
+
+
+def _placed(spec: TensorSpec) -> list[tuple[str, tuple[int, int]]]:
+    """The names in a `QuantizedLayer` of what a tensor holds, and the rows of each."""
+    whole = (0, spec.shape[0])
+    return [(x.path[-2].removesuffix("_proj"), x.rows or whole) for x in spec.placements]

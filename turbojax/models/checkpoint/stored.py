@@ -1,0 +1,77 @@
+"""A decoder that stays in its checkpoint's files: each layer is read when it is asked for."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, overload
+
+import jax
+import numpy as np
+
+from turbojax.models.checkpoint import folder as _folder
+from turbojax.models.checkpoint import weights as _weights
+from turbojax.models.config import TransformerConfig
+from turbojax.models.decoder import LayerParams
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredDecoder:
+    """What a `Decoder` is, read from files anew whenever it is asked for; nothing is kept.
+
+    Made by `open_decoder`. `quantize_model` and `token_bits` take it, layer by layer.
+
+    Attributes:
+      tensors: of the checkpoint, by name: all that the config asks for.
+      config: the shape.
+      dtype: of weights and computation.
+    """
+
+    tensors: Mapping[str, _folder.Stored] = dataclasses.field(repr=False)
+    config: TransformerConfig
+    dtype: np.dtype
+
+    @property
+    def embedding(self) -> jax.Array:
+        """``[V, D]``."""
+        return self._one("embedding")
+
+    @property
+    def layers(self) -> Sequence[LayerParams]:
+        """One tree of arrays per layer, see `Decoder`, each read when it is taken."""
+        return _Layers(self)
+
+    @property
+    def norm(self) -> jax.Array:
+        """``[D]``, scale of the last norm."""
+        return self._one("norm", "scale")
+
+    @property
+    def lm_head(self) -> jax.Array | None:
+        """``[V, D]``, or None where the embedding serves."""
+        return None if self.config.tie_embeddings else self._one("lm_head")
+
+    def _one(self, *path: str) -> jax.Array:
+        [array] = _weights.read_parts(self.tensors, self.config, self.dtype, None, path).values()
+        return array
+
+
+class _Layers(Sequence[LayerParams]):
+    def __init__(self, decoder: StoredDecoder) -> None:
+        self._decoder = decoder
+
+    def __len__(self) -> int:
+        return self._decoder.config.num_layers
+
+    @overload
+    def __getitem__(self, index: int) -> LayerParams: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[LayerParams]: ...
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        d, number, tree = self._decoder, range(len(self))[index], dict[str, Any]()
+        parts = _weights.read_parts(d.tensors, d.config, d.dtype, number)
+        for path, array in parts.items():
+            _weights.insert(tree, path[1:], array)
+        return tree

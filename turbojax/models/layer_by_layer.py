@@ -1,0 +1,98 @@
+"""Text on its way through a model, layer by layer.
+
+All windows pass a layer before the next one is needed, so that layers may come from a file, one at
+a time. Between layers the residual streams of the windows are kept.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from turbojax.kv import Attend, AttentionOptions
+from turbojax.kv.base import Cache
+from turbojax.models.checkpoint.stored import StoredDecoder
+from turbojax.models.config import TransformerConfig
+from turbojax.models.decoder import Decoder, LayerParams, apply_block, for_length
+from turbojax.models.generation.session import Progress
+from turbojax.models.transformer import embed
+from turbojax.rotary import Rope
+
+
+class LayerByLayer:
+    """Windows of text that have passed some of a model's layers.
+
+    Attributes:
+      config: of the model, for texts of this length.
+      hidden: the residual streams ``[b, T, D]`` of each batch.
+      passed: how many layers they have passed.
+    """
+
+    def __init__(
+        self, model: Decoder | StoredDecoder, tokens: np.ndarray, batch_size: int = 1
+    ) -> None:
+        """Begins before the first layer.
+
+        Args:
+          model: whose embedding is taken; its layers are not.
+          tokens: int ``[n, T]``, windows of text, within the vocabulary.
+          batch_size: windows that run at once.
+        """
+        self.config: TransformerConfig = for_length(model, tokens.shape[1]).config
+        self.passed = 0
+        self._dtype = model.dtype
+        table = model.embedding
+        self.hidden = [
+            embed(table, jnp.asarray(tokens[i : i + batch_size]), self.config, model.dtype)
+            for i in range(0, len(tokens), batch_size)
+        ]
+
+    def apply(
+        self,
+        params: LayerParams,
+        attend: Attend,
+        cache: Cache = None,
+        progress: Progress | None = None,
+    ) -> Cache:
+        """Takes the windows through the next layer.
+
+        Args:
+          params: the layer's weights.
+          attend: how it attends; one function for all calls, or each compiles anew.
+          cache: handed to the first batch; each batch gets what the one before returned.
+          progress: called with the number of tokens after each batch.
+
+        Returns:
+          The last batch's cache.
+        """
+        options = self.config.attention_options(self.passed)
+        rope = self.config.rope_of(self.passed)
+        for i, hidden in enumerate(self.hidden):
+            self.hidden[i], cache = jax.block_until_ready(
+                _apply(params, hidden, cache, attend, options, rope, self.config, self._dtype)
+            )
+            if progress is not None:
+                progress(hidden.shape[0] * hidden.shape[1])
+        self.passed += 1
+        return cache
+
+
+@functools.partial(
+    jax.jit, static_argnames=("attend", "options", "rope", "config", "dtype"), donate_argnums=1
+)
+def _apply(
+    params: LayerParams,
+    hidden: jax.Array,
+    cache: Cache,
+    attend: Attend,
+    options: AttentionOptions,
+    rope: Rope,
+    config: TransformerConfig,
+    dtype: np.dtype,
+) -> tuple[jax.Array, Cache]:
+    positions = jnp.broadcast_to(jnp.arange(hidden.shape[1])[None], hidden.shape[:2])
+    angles = rope.angles(positions)
+    return apply_block(
+        params, hidden, angles, attend, cache, options, rope, config=config, dtype=dtype
+    )

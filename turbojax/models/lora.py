@@ -1,0 +1,313 @@
+"""Low-rank adapters (LoRA, Hu et al., 2021) beside the INT4 weights of a decoder.
+
+A linear layer with an adapter computes ``x W^T + bias + alpha / rank * (x A^T) B^T``: `W` has 4
+bits and is frozen, `A` and `B` are float32 and are trained. Adapters are a pytree of their own, so
+that `jax.grad` and an optimizer take them as they are; `with_adapters` puts them into a decoder,
+which then runs like any other.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from turbojax import _checks
+from turbojax.flax.norms import rms_norm
+from turbojax.models.config import TransformerConfig
+from turbojax.models.quantized import QuantizedDecoder
+from turbojax.models.quantized_layer import LINEARS, QuantizedLayer, QuantizedLinear, QuantizedMlp
+from turbojax.ops.int4_matmul.reference import activate
+from turbojax.ops.int4_matmul.static import GRADIENTS, Activation, Gradient
+from turbojax.quantizers.int4 import pad_rows
+
+RANK, ALPHA = 8, 16.0
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """A low-rank addition to a linear layer.
+
+    Attributes:
+      a: float32 ``[rank, in]``.
+      b: float32 ``[out, rank]``.
+    """
+
+    a: jax.Array
+    b: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Adapters:
+    """The adapters of a decoder: what is trained, saved and loaded.
+
+    Attributes:
+      layers: of each layer by the names of its linear layers, some of `LINEARS`.
+      scale: factor of every adapter's output, ``alpha / rank``.
+    """
+
+    layers: tuple[dict[str, Adapter], ...]
+    scale: float = dataclasses.field(metadata={"static": True})
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers that are trained."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self))
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Names of the linear layers that have adapters somewhere."""
+        return tuple(name for name in LINEARS if any(name in layer for layer in self.layers))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LoraLinear:
+    """A `QuantizedLinear` with adapters, or none: differentiable, for it takes tokens in floats.
+
+    Of layers that are joined, such as q, k and v, `a` has one adapter's rows after the other, and
+    `b` their columns, each with zeros where the others' outputs are.
+
+    Attributes:
+      base: the frozen layer.
+      a: float32 ``[R, in]``, or None.
+      b: float32 ``[out, R]``, scaled; of a gated layer the gate's outputs first. None without `a`.
+      gradient: of the product with the base's weight, see `matmul`.
+    """
+
+    base: QuantizedLinear
+    a: jax.Array | None
+    b: jax.Array | None
+    gradient: Gradient = dataclasses.field(metadata={"static": True})
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        activation: Activation | None = None,
+        residual: jax.Array | None = None,
+    ) -> jax.Array:
+        """Maps ``[..., in]`` to ``[..., out]``; see `QuantizedLinear`."""
+        base = functools.partial(self._base, gradient=self.gradient)
+        if self.a is None or self.b is None:
+            return base(self.base, x, activation=activation, residual=residual)
+        weight = self.base.weight
+        if activation is None:
+            delta = _product(_product(x, self.a), self.b)
+            return base(self.base, x, residual=delta if residual is None else residual + delta)
+        # What adapters add comes before the activation, which is why it leaves the product. Rows
+        # are those of the weight: of a gate and its partner in turns.
+        delta = _product(_product(x, self.a), pad_rows(self.b, weight))
+        bias = None if self.base.bias is None else pad_rows(self.base.bias, weight)
+        plain = dataclasses.replace(weight, out_size=delta.shape[-1], gated=False)
+        rows = dataclasses.replace(self.base, weight=plain, bias=bias)
+        sums = base(rows, x, residual=delta).astype(jnp.float32)
+        flat = activate(sums.reshape(-1, sums.shape[-1]), activation)[:, : weight.result_size]
+        out = flat.reshape(*x.shape[:-1], -1).astype(x.dtype)
+        return out if residual is None else out + residual
+
+    def after_norm(
+        self, hidden: jax.Array, norm: jax.Array, eps: float, activation: Activation | None = None
+    ) -> jax.Array:
+        """The same of an RMSNorm's output; see `QuantizedLinear`."""
+        return self(rms_norm(hidden, norm, eps), activation=activation)
+
+    @staticmethod
+    def _base(linear: QuantizedLinear, x: jax.Array, **options: Any) -> jax.Array:
+        if linear.weight.scale_dtype != "e4m3":
+            options["gradient"] = "exact"
+        return linear(x, **options)
+
+
+def init_adapters(
+    decoder: QuantizedDecoder,
+    *,
+    rank: int = RANK,
+    alpha: float = ALPHA,
+    targets: Sequence[str] = LINEARS,
+    seed: int = 0,
+) -> Adapters:
+    """New adapters, which change nothing yet: `B` is zero.
+
+    Args:
+      decoder: the model that they are for.
+      rank: of each.
+      alpha: outputs are multiplied by ``alpha / rank``.
+      targets: which linear layers have one, some of ``("q", "k", "v", "o", "gate", "up", "down")``.
+      seed: of `A`, whose numbers are uniform within ``1 / sqrt(in)``, as PEFT has them.
+
+    Returns:
+      The adapters, float32.
+
+    Raises:
+      TypeError: if the decoder is another kind, or a number is.
+      ValueError: if `rank` or `alpha` is not positive, or a target is unknown, named twice, or
+        there is none.
+    """
+    _check_decoder(decoder)
+    _checks.check_sizes(rank=rank)
+    _checks.check_number("alpha", alpha)
+    if not alpha > 0:
+        raise ValueError(f"{alpha=} must be positive")
+    names = tuple(targets)
+    if not names or len(set(names)) < len(names) or not set(names) <= set(LINEARS):
+        raise ValueError(f"targets={names} must be some of {LINEARS}, each once")
+    sizes = linear_sizes(decoder.config)
+    keys = iter(jax.random.split(jax.random.key(seed), len(names) * len(decoder.layers)))
+
+    def adapter(name: str) -> Adapter:
+        out_size, in_size = sizes[name]
+        bound = in_size**-0.5
+        a = jax.random.uniform(next(keys), (rank, in_size), jnp.float32, -bound, bound)
+        return Adapter(a, jnp.zeros((out_size, rank), jnp.float32))
+
+    layers = tuple({name: adapter(name) for name in names} for _ in decoder.layers)
+    return Adapters(layers, float(alpha) / rank)
+
+
+def with_adapters(
+    decoder: QuantizedDecoder, adapters: Adapters, *, gradient: Gradient = "e4m3"
+) -> QuantizedDecoder:
+    """A decoder with these adapters beside its linear layers, in place of any that it had.
+
+    It shares the weights, and can be made anew in every training step. Its layers read tokens in
+    floats, so gradients reach the adapters of all layers.
+
+    Args:
+      decoder: the frozen model.
+      adapters: of its sizes.
+      gradient: of the products with weights whose scales are e4m3, see `turbojax.fireq.matmul`:
+        ``"e4m3"`` for speed, or ``"exact"``.
+
+    Returns:
+      The decoder, for `generate`, `score`, the engine, and for training.
+
+    Raises:
+      TypeError: if an argument is another kind.
+      ValueError: if adapters have other sizes, or the gradient is unknown.
+      NotImplementedError: if a layer has something other than gated feed-forward layers.
+    """
+    _check_decoder(decoder)
+    if not isinstance(adapters, Adapters):
+        raise TypeError(f"adapters is a {type(adapters).__name__}, must be Adapters")
+    if gradient not in GRADIENTS:
+        raise ValueError(f"{gradient=} must be one of {GRADIENTS}")
+    check_adapters(adapters, decoder.config)
+    sizes = linear_sizes(decoder.config)
+    layers = []
+    for i, (layer, own) in enumerate(zip(decoder.layers, adapters.layers, strict=True)):
+        if not isinstance(layer.mlp, QuantizedMlp):
+            raise NotImplementedError(
+                f"layers[{i}].mlp is a {type(layer.mlp).__name__}: only a QuantizedMlp can have "
+                "adapters"
+            )
+        join: Callable[..., Any] = functools.partial(_join, own, sizes, adapters.scale, gradient)
+        mlp = dataclasses.replace(
+            layer.mlp,
+            gate_up=join(layer.mlp.gate_up, "gate", "up"),
+            down=join(layer.mlp.down, "down"),
+        )
+        qkv, o = join(layer.qkv, "q", "k", "v"), join(layer.o, "o")
+        layers.append(dataclasses.replace(layer, qkv=qkv, o=o, mlp=mlp))
+    return dataclasses.replace(decoder, layers=tuple(layers))
+
+
+def without_adapters(decoder: QuantizedDecoder) -> QuantizedDecoder:
+    """The frozen decoder itself: what `with_adapters` was given."""
+    _check_decoder(decoder)
+
+    def plain(layer: QuantizedLayer) -> QuantizedLayer:
+        if not isinstance(layer.qkv, LoraLinear):
+            return layer
+        mlp = dataclasses.replace(
+            layer.mlp, gate_up=_base_of(layer.mlp.gate_up), down=_base_of(layer.mlp.down)
+        )
+        return dataclasses.replace(layer, qkv=_base_of(layer.qkv), o=_base_of(layer.o), mlp=mlp)
+
+    return dataclasses.replace(decoder, layers=tuple(map(plain, decoder.layers)))
+
+
+def linear_sizes(config: TransformerConfig) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of each linear layer by its name."""
+    size, inner = config.hidden_size, config.intermediate_size
+    query, key = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
+    return {
+        "q": (query, size),
+        "k": (key, size),
+        "v": (key, size),
+        "o": (size, query),
+        "gate": (inner, size),
+        "up": (inner, size),
+        "down": (size, inner),
+    }
+
+
+def check_adapters(adapters: Adapters, config: TransformerConfig) -> None:
+    """Checks that adapters fit a model.
+
+    Raises:
+      ValueError: naming the layer and the adapter.
+    """
+    if len(adapters.layers) != config.num_layers:
+        raise ValueError(f"adapters of {len(adapters.layers)} layers, must be {config.num_layers}")
+    sizes = linear_sizes(config)
+    for i, layer in enumerate(adapters.layers):
+        for name, adapter in layer.items():
+            if name not in sizes:
+                raise ValueError(f"layers[{i}] has an adapter of {name!r}, must be of {LINEARS}")
+            found = adapter.b.shape[:1] + adapter.a.shape[1:]
+            if found != sizes[name] or adapter.a.shape[:1] != adapter.b.shape[1:]:
+                raise ValueError(
+                    f"layers[{i}].{name}: a.shape={adapter.a.shape} and b.shape={adapter.b.shape} "
+                    f"must be [rank, {sizes[name][1]}] and [{sizes[name][0]}, rank]"
+                )
+
+
+def _join(
+    adapters: Mapping[str, Adapter],
+    sizes: Mapping[str, tuple[int, int]],
+    scale: float,
+    gradient: Gradient,
+    linear: QuantizedLinear | LoraLinear,
+    *names: str,
+) -> LoraLinear:
+    """The adapters of the linear layers that `linear` joins, as one."""
+    base = _base_of(linear)
+    there = [adapters[name] for name in names if name in adapters]
+    if not there:
+        return LoraLinear(base, None, None, gradient)
+    rank = sum(len(adapter.a) for adapter in there)
+    blocks, first = [], 0
+    for name in names:
+        if name not in adapters:
+            blocks.append(jnp.zeros((sizes[name][0], rank), jnp.float32))
+            continue
+        b = adapters[name].b * scale
+        after = rank - first - b.shape[1]
+        blocks.append(jnp.pad(b, ((0, 0), (first, after))))
+        first += b.shape[1]
+    a = jnp.concatenate([adapter.a for adapter in there])
+    return LoraLinear(base, a, jnp.concatenate(blocks), gradient)
+
+
+def _base_of(linear: QuantizedLinear | LoraLinear) -> QuantizedLinear:
+    return linear.base if isinstance(linear, LoraLinear) else linear
+
+
+def _product(x: jax.Array, w: jax.Array) -> jax.Array:
+    """``x w^T`` in `x`'s dtype, summed in float32."""
+    contract = (((x.ndim - 1,), (1,)), ((), ()))
+    out = jax.lax.dot_general(x, w.astype(x.dtype), contract, preferred_element_type=jnp.float32)
+    return out.astype(x.dtype)
+
+
+def _check_decoder(decoder: Any) -> None:
+    if not isinstance(decoder, QuantizedDecoder):
+        raise TypeError(
+            f"decoder is a {type(decoder).__name__}, must be a QuantizedDecoder, as quantize_model "
+            "returns it"
+        )

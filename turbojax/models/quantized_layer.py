@@ -1,0 +1,268 @@
+"""A decoder layer with INT4 linear layers and e4m3 activations: all that a `Block` computes."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+
+from turbojax.flax.norms import rms_norm
+from turbojax.kv import Attend, AttentionOptions
+from turbojax.kv.base import Cache
+from turbojax.models.config import TransformerConfig
+from turbojax.ops.fp8_tokens import rms_norm_quantize
+from turbojax.ops.int4_matmul import matmul
+from turbojax.ops.int4_matmul.static import Activation, Gradient, TokenKind
+from turbojax.quantizers import Fp8Tokens
+from turbojax.quantizers.int4 import Int4Weight, concatenate, gate_and_up
+from turbojax.rotary import Rope
+from turbojax.smoothing import scale_rotated
+
+LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
+"""Names of the linear layers that `join_layer` takes."""
+NORMS = (
+    *("attention_norm", "mlp_norm", "q_norm", "k_norm"),
+    *("attention_post_norm", "mlp_post_norm"),
+)
+"""Names of the norms of a `QuantizedLayer`."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedLinear:
+    """``act(x W^T + bias) + residual``; here, and nowhere else, a layer multiplies with a weight.
+
+    Attributes:
+      weight: ``[out, in]``, perhaps gated.
+      bias: float32 ``[out]``, of a gated weight that of the gate first, or None.
+      inputs: int32 ``[in]``, the input that each column of the weight belongs to, or None where
+        they are in order. Weights of GPTQ's act-order have their inputs sorted by group.
+      activations: what tokens are multiplied as, see `matmul`.
+    """
+
+    weight: Int4Weight
+    bias: jax.Array | None = None
+    inputs: jax.Array | None = None
+    activations: TokenKind = dataclasses.field(default="e4m3", metadata={"static": True})
+
+    def __call__(
+        self,
+        x: jax.Array | Fp8Tokens,
+        *,
+        activation: Activation | None = None,
+        residual: jax.Array | None = None,
+        gradient: Gradient = "exact",
+    ) -> jax.Array:
+        """Maps ``[..., in]`` to ``[..., out]``, see `matmul`, which rounds tokens that are not."""
+        return matmul(
+            self._in_order(x),
+            self.weight,
+            bias=self.bias,
+            activation=activation,
+            residual=residual,
+            activations=self.activations,
+            gradient=gradient,
+        )
+
+    def after_norm(
+        self, hidden: jax.Array, norm: jax.Array, eps: float, activation: Activation | None = None
+    ) -> jax.Array:
+        """The same of an RMSNorm's output, which is rounded to e4m3, if at all, where it is made.
+
+        Args:
+          hidden: ``[..., in]``, before the norm.
+          norm: float32 ``[in]``, the norm's factor.
+          eps: of the norm.
+          activation: see `matmul`.
+        """
+        if self.activations == "e4m3":
+            return self(rms_norm_quantize(hidden, norm, eps), activation=activation)
+        return self(rms_norm(hidden, norm, eps), activation=activation)
+
+    def _in_order(self, x: jax.Array | Fp8Tokens) -> jax.Array | Fp8Tokens:
+        """Tokens whose channels are in the order of the weight's columns."""
+        if self.inputs is None:
+            return x
+        if isinstance(x, Fp8Tokens):
+            return dataclasses.replace(x, codes=_take(x.codes, self.inputs))
+        return _take(x, self.inputs)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedMlp:
+    """A gated feed-forward layer, ``down(activation(gate(x)) * up(x))``.
+
+    Attributes:
+      gate_up: gated, of ``[F, D]`` each.
+      down: ``[D, F]``.
+    """
+
+    gate_up: QuantizedLinear
+    down: QuantizedLinear
+
+    def __call__(
+        self,
+        hidden: jax.Array,
+        norm: jax.Array,
+        config: TransformerConfig,
+        *,
+        residual: jax.Array | None = None,
+    ) -> jax.Array:
+        """Maps the residual stream ``[B, T, D]`` to what is added to it.
+
+        Args:
+          hidden: the residual stream.
+          norm: float32 ``[D]``, factor of the norm that stands before the layer.
+          config: of the model.
+          residual: added in the end.
+        """
+        activation: Activation = "swiglu" if config.activation == "silu" else "geglu"
+        inner = self.gate_up.after_norm(hidden, norm, config.norm_eps, activation)
+        return self.down(inner, residual=residual)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedLayer:
+    """One pre-norm layer.
+
+    Factors of norms are whole: where checkpoints hold them less an offset, it was added.
+
+    Attributes:
+      attention_norm: float32 ``[D]``, factor of the first norm.
+      qkv: ``[(N + 2 K) H, D]``, query, key and value projections one after the other.
+      o: ``[D, N H]``.
+      mlp_norm: float32 ``[D]``.
+      mlp: the feed-forward layer.
+      q_norm: float32 ``[N, H]``, factors of the norm of each head's queries, or None.
+      k_norm: float32 ``[K, H]``, the same of keys; there is one if there is the other.
+      attention_post_norm: float32 ``[D]``, factor of the norm of what attention adds to the
+        residual stream, or None.
+      mlp_post_norm: the same of the feed-forward layer.
+      key_channel_scale: float32 ``[K, H]`` or None: rotated keys are divided by it, and the queries
+        of their group multiplied (CRS).
+    """
+
+    attention_norm: jax.Array
+    qkv: QuantizedLinear
+    o: QuantizedLinear
+    mlp_norm: jax.Array
+    mlp: QuantizedMlp
+    q_norm: jax.Array | None = None
+    k_norm: jax.Array | None = None
+    attention_post_norm: jax.Array | None = None
+    mlp_post_norm: jax.Array | None = None
+    key_channel_scale: jax.Array | None = None
+
+    def __call__(
+        self,
+        hidden: jax.Array,
+        angles: jax.Array,
+        attend: Attend,
+        cache: Cache,
+        options: AttentionOptions,
+        rope: Rope,
+        *,
+        config: TransformerConfig,
+    ) -> tuple[jax.Array, Cache]:
+        """Maps the residual stream ``[B, T, D]`` to the next layer's and updates the cache.
+
+        Args:
+          hidden: the residual stream.
+          angles: of `rope`.
+          attend: see `Attend`.
+          cache: the layer's.
+          options: the layer's.
+          rope: the layer's.
+          config: of the model.
+        """
+        eps = config.norm_eps
+        joined = self.qkv.after_norm(hidden, self.attention_norm, eps)
+        query, key, value = _heads(joined, config)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = rms_norm(query, self.q_norm, eps), rms_norm(key, self.k_norm, eps)
+        query, key = rope.rotate(query, angles), rope.rotate(key, angles)
+        if self.key_channel_scale is not None:
+            query, key = scale_rotated(query, key, self.key_channel_scale)
+        out, cache = attend(query, key, value, cache, options)
+        output = functools.partial(self.o, out.reshape(*hidden.shape[:2], -1))
+        hidden = _add(hidden, output, self.attention_post_norm, eps)
+        mlp = functools.partial(self.mlp, hidden, self.mlp_norm, config)
+        return _add(hidden, mlp, self.mlp_post_norm, eps), cache
+
+
+def join_layer(
+    linears: Mapping[str, QuantizedLinear],
+    norms: Mapping[str, jax.Array | None],
+    key_channel_scale: jax.Array | None = None,
+) -> QuantizedLayer:
+    """A layer of its linear layers, those of the same input joined; no code or scale changes.
+
+    Args:
+      linears: by the names of `LINEARS`: weights alike in group size and kind of scales, none of
+        them gated. Of q, k and v all have a bias or none, and so it is for gate and up.
+      norms: float32, by the names of `NORMS`; those that are None or missing are not there.
+      key_channel_scale: see `QuantizedLayer`.
+    """
+
+    def joined(
+        names: tuple[str, ...], join: Callable[[list[Int4Weight]], Int4Weight]
+    ) -> QuantizedLinear:
+        parts = [linears[name] for name in names]
+        biases = [part.bias for part in parts if part.bias is not None]
+        if len(biases) not in (0, len(parts)):
+            raise ValueError(f"all of {', '.join(names)} must have a bias, or none of them")
+        first = parts[0]
+        if any(part.activations != first.activations for part in parts):
+            raise ValueError(f"activations of {', '.join(names)} must be alike")
+        if not all(_same(part.inputs, first.inputs) for part in parts):
+            raise NotImplementedError(
+                f"inputs of {', '.join(names)} must be in the same order: others cannot be joined"
+            )
+        return dataclasses.replace(
+            first,
+            weight=join([part.weight for part in parts]),
+            bias=jnp.concatenate(biases) if biases else None,
+        )
+
+    gate_up = joined(("gate", "up"), lambda weights: gate_and_up(*weights))
+    qkv, o = joined(("q", "k", "v"), concatenate), linears["o"]
+    mlp = QuantizedMlp(gate_up, linears["down"])
+    first, second, rest = norms["attention_norm"], norms["mlp_norm"], NORMS[2:]
+    if first is None or second is None:
+        raise ValueError("attention_norm and mlp_norm must not be None")
+    others = {name: norms.get(name) for name in rest}
+    return QuantizedLayer(first, qkv, o, second, mlp, **others, key_channel_scale=key_channel_scale)
+
+
+def _heads(qkv: jax.Array, config: TransformerConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Splits ``[B, T, (N + 2 K) H]`` into heads."""
+    heads = qkv.reshape(*qkv.shape[:2], -1, config.head_dim)
+    first, second = config.num_heads, config.num_heads + config.num_kv_heads
+    return heads[:, :, :first], heads[:, :, first:second], heads[:, :, second:]
+
+
+def _add(
+    hidden: jax.Array,
+    compute: Callable[..., jax.Array],
+    post_norm: jax.Array | None,
+    eps: float,
+) -> jax.Array:
+    """The residual stream plus what is computed, in its epilogue unless that is normed first."""
+    if post_norm is None:
+        return compute(residual=hidden)
+    return hidden + rms_norm(compute(), post_norm, eps)
+
+
+def _take(x: jax.Array, order: jax.Array) -> jax.Array:
+    """Channels ``[..., in]`` in another order."""
+    return x.at[..., order].get(mode="promise_in_bounds", unique_indices=True)
+
+
+def _same(one: jax.Array | None, other: jax.Array | None) -> bool:
+    """Whether two orders are the same."""
+    if one is None or other is None:
+        return one is other
+    return one is other or bool(jnp.array_equal(one, other))
