@@ -295,7 +295,7 @@ CASES = {
     "cache, 4 tokens, Hopper": _case("decode_rows_hopper", _decode, "mosaic_gpu", 400, 4),
     "cache, 8 tokens, Hopper": _case("decode_rows_hopper", _decode, "mosaic_gpu", 400, 8),
     "int4, many tokens, Hopper": _case(
-        "int4_expand_hopper fp8_matmul_hopper", _int4, "mosaic_gpu", 2100, 136, 300
+        "int4_expand_hopper fp8_matmul_hopper", _int4, "mosaic_gpu", 4100, 136, 300
     ),
     "int4, large tiles, Hopper": _case(
         "int4_matmul_many_hopper", _int4, "mosaic_gpu", 130, 136, 300

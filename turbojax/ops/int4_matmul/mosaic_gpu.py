@@ -22,7 +22,7 @@ _FEW = 64
 # Largest number of tokens in a tile with sums in two levels, which take twice the registers.
 _TWO_LEVELS = 128
 # From this many tokens on it pays to expand e4m3 weights first.
-_MANY = 2048
+_MANY = 4096
 # Tokens up to which programs share a tile where there are few, and groups that are worth one.
 _SHARED, _FEWEST_GROUPS = 256, 4
 _MOST_STAGES = 12
