@@ -64,7 +64,8 @@ from pallas_kernels.mosaic import lane, ring
 from pallas_kernels.mosaic.hopper.matmul import epilogue
 from pallas_kernels.mosaic.hopper.matmul.epilogue import Epilogue as Epilogue
 from pallas_kernels.mosaic.lane import Int, fragments
-from pallas_kernels.mosaic.lane.instructions import asm, i32
+from pallas_kernels.mosaic.lane.instructions import asm
+from pallas_kernels.mosaic.lane.numbers import i32
 from pallas_kernels.mosaic.products import int4, wgmma
 from pallas_kernels.mosaic.products.int4 import GROUP, ROW_BYTES, TABLE_BYTES, TABLES
 from pallas_kernels.mosaic.ring import ROWS, SCALAR, WARPGROUPS
