@@ -51,6 +51,8 @@ CASES = {
     "few inputs": ((64, 200, 300), "e4m3", "silu"),
     "a tile and one token": ((129, 200, 300), "e4m3", "gelu"),
     "two tiles and one token, gated": ((257, 75, 130), "e4m3", "geglu"),
+    "expanded": ((4099, 200, 640), "e4m3", "gelu"),
+    "several tiles to a program": ((1500, 3000, 256), "e4m3", "silu"),
     # As many outputs as one warpgroup has, and one group of inputs; with programs that share it.
     "half a tile": ((3, 64, 96), "e4m3", None),
     "half a tile, gated": ((5, 32, 64), "e4m3", "swiglu"),

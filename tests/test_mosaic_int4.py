@@ -110,7 +110,7 @@ def test_launches(shape, scales, is_precise):
         _, weight = specification(rows, *shape, scales=scales)
         launch = mosaic_gpu.default_launch(rows, weight, is_precise=is_precise)
         is_coarse = rows > 128 and scales == "e4m3" and not is_precise
-        assert launch.expands == (is_coarse and rows >= 2048)
+        assert launch.expands == (is_coarse and rows >= 4096)
         assert launch.tokens == (
             256 if is_coarse else min(128, max(8, 1 << (rows - 1).bit_length()))
         )
@@ -120,6 +120,8 @@ def test_launches(shape, scales, is_precise):
         # Every part has a group of inputs, and a part alone as many as it is worth.
         groups = weight.scales.shape[1]
         assert launch.parts == 1 or (rows <= 256 and groups >= 4 * launch.parts)
+        # Whole tiles whose sums stay in the matrix unit are those of the kernel for many tokens.
+        assert launch.is_many == (is_coarse and launch.parts == 1 and not launch.expands)
         assert shared_bytes(launch, {"e4m3": 1, "bf16": 2}[scales]) <= SHARED_BYTES
 
 
@@ -128,6 +130,8 @@ def shared_bytes(launch, scale_bytes):
     stages = launch.stages
     # Of tokens above 64 the output goes by two places of 64; of a part it is float32.
     places, written = (1, launch.tokens) if launch.tokens <= 64 else (2, 64)
+    if launch.is_many:
+        written = 32
     buffers = [
         stages * launch.tokens * 128,
         2 * -(-launch.tokens // 64) * 64,
@@ -138,6 +142,8 @@ def shared_bytes(launch, scale_bytes):
         buffers.append(stages * 128 * 128)
     else:
         buffers += [stages * 128 * 64, stages * 128 * scale_bytes, 128 * 16]
+    if launch.is_many:
+        buffers += [4 * 128, 4 * 128]
     return sum(-(-size // 1024) * 1024 for size in buffers) + 8 * (2 * stages + 9)
 
 
@@ -210,8 +216,8 @@ LOWERED = [
 ]
 
 
-# One of each of the two kernels, gated or not, in the fast tier.
-FIRST = [LOWERED[i] for i in (1, 9, 22)]
+# One of each kernel, gated or not, in the fast tier.
+FIRST = [LOWERED[i] for i in (1, 9, 22, 26)]
 
 
 @pytest.mark.quick(2)
@@ -231,10 +237,18 @@ def test_lowers_for_cuda(case):
     static = {"activation": activation, "is_precise": "highest" in words}
     call = functools.partial(mosaic_gpu.matmul, **static)
     text = lower_for_cuda(call, tokens, weight, bias, residual)
-    expands = shape[0] >= 2048 and scales == "e4m3" and "highest" not in words
+    stays = scales == "e4m3" and "highest" not in words
+    expands = stays and shape[0] >= 4096
     assert ("turbojax_int4_expand_hopper" in text) == expands
     assert ("turbojax_fp8_matmul_hopper" in text) == expands
-    assert ("turbojax_int4_matmul_hopper" in text) == (not expands)
+    # Weights are expanded when there are tokens, not those of all layers at first.
+    assert ("optimization_barrier" in text) == expands
+    is_coarse = stays and 128 < shape[0] < 4096
+    tiles = -(-shape[0] // 256) * -(-weight.padded_shape[0] // 128)
+    # Few tiles of up to 256 tokens are shared.
+    is_many = is_coarse and (shape[0] > 256 or tiles > 66 or weight.padded_shape[1] < 1024)
+    assert ("turbojax_int4_matmul_many_hopper" in text) == is_many
+    assert ("turbojax_int4_matmul_hopper" in text) == (not expands and not is_many)
 
 
 def test_every_number_of_tokens_lowers():
@@ -257,7 +271,7 @@ def test_lowers_under_vmap(count):
 @pytest.mark.parametrize("precision", [None, "high", "default", jax.lax.Precision.HIGHEST])
 def test_precision_reaches_the_kernel(precision):
     """Weights are expanded only for sums that stay in the matrix unit."""
-    tokens, weight = specification(2048, 64, 128)
+    tokens, weight = specification(4096, 64, 128)
     call = functools.partial(matmul, precision=precision, implementation="mosaic_gpu")
     text = lower_for_cuda(call, tokens, weight)
     assert ("turbojax_fp8_matmul_hopper" in text) == (precision in (None, "default"))

@@ -337,9 +337,12 @@ CASES = {
     "cache, 4 tokens, Hopper": _case("decode_rows_hopper", _decode, "mosaic_gpu", 400, 4),
     "cache, 8 tokens, Hopper": _case("decode_rows_hopper", _decode, "mosaic_gpu", 400, 8),
     "int4, many tokens, Hopper": _case(
-        "int4_expand_hopper fp8_matmul_hopper", _int4, "mosaic_gpu", 2100, 136, 300
+        "int4_expand_hopper fp8_matmul_hopper", _int4, "mosaic_gpu", 4100, 136, 300
     ),
-    "int4, tiles, Hopper": _case("int4_matmul_hopper", _int4, "mosaic_gpu", 130, 136, 300),
+    "int4, large tiles, Hopper": _case(
+        "int4_matmul_many_hopper", _int4, "mosaic_gpu", 130, 136, 300
+    ),
+    "int4, tiles, Hopper": _case("int4_matmul_hopper", _int4, "mosaic_gpu", 100, 136, 300),
     "int4, few tokens, Hopper": _case("int4_matmul_hopper", _int4, "mosaic_gpu", 3, 136, 1024),
     "experts, Hopper": _case(
         "grouped_matmul_hopper", _experts, "mosaic_gpu", (3, 0, 20, 1), 136, 300

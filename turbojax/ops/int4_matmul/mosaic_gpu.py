@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from turbojax._device import multiprocessors, needs_hopper
 from turbojax.ops.int4_matmul import reference, w4a16_mosaic
@@ -21,7 +22,7 @@ _FEW = 64
 # Largest number of tokens in a tile with sums in two levels, which take twice the registers.
 _TWO_LEVELS = 128
 # From this many tokens on it pays to expand e4m3 weights first.
-_MANY = 2048
+_MANY = 4096
 # Tokens up to which programs share a tile where there are few, and groups that are worth one.
 _SHARED, _FEWEST_GROUPS = 256, 4
 _MOST_STAGES = 12
@@ -56,6 +57,7 @@ class Launch(NamedTuple):
       teams: pairs of warpgroups that take groups in turn.
       parts: programs that share a tile (split-K).
       expands: whether weights become e4m3 in memory first.
+      is_many: whether it is the kernel for many tokens.
     """
 
     tokens: int
@@ -63,6 +65,7 @@ class Launch(NamedTuple):
     teams: int
     parts: int
     expands: bool
+    is_many: bool = False
 
 
 def default_launch(rows: int, weight: Int4Weight, *, is_precise: bool = False) -> Launch:
@@ -78,7 +81,21 @@ def default_launch(rows: int, weight: Int4Weight, *, is_precise: bool = False) -
     parts = 1
     if rows <= _SHARED:
         parts = max(1, min(multiprocessors() // tiles, groups // _FEWEST_GROUPS))
+    if not in_two_levels and parts == 1 and not expands and tokens > _TWO_LEVELS:
+        return Launch(tokens, _stages_of_many(tokens), teams, parts, expands, is_many=True)
     return Launch(tokens, _stages(tokens, teams, parts, expands, is_e4m3), teams, parts, expands)
+
+
+def _stages_of_many(tokens: int) -> int:
+    """As many as fit beside everything that an epilogue may need."""
+    from pallas_kernels.mosaic.hopper.matmul import int4_many
+
+    epilogue = int4_many.Epilogue(None, True, True, "bfloat16", 128)
+
+    def size(stages: int) -> int:
+        return int4_many.Settings(epilogue, tokens, stages).shared_bytes
+
+    return max(n for n in range(1, _MOST_STAGES + 1) if size(n) <= _SHARED_BYTES)
 
 
 def _stages(tokens: int, teams: int, parts: int, expands: bool, is_e4m3: bool) -> int:
@@ -132,6 +149,7 @@ def _matmul(
     from pallas_kernels.mosaic.hopper.matmul import expand as int4_expand
     from pallas_kernels.mosaic.hopper.matmul import fp8 as fp8_matmul
     from pallas_kernels.mosaic.hopper.matmul import int4 as int4_matmul
+    from pallas_kernels.mosaic.hopper.matmul import int4_many
 
     rows, width = tokens.codes.shape[0], weight.result_size
     size = rows if rows <= _COPY else -(-rows // _COPY) * _COPY
@@ -143,6 +161,7 @@ def _matmul(
         dtype=str(tokens.dtype),
         swizzle=0 if launch.tokens < _FEW else (64 if weight.gated else 128),
     )
+    many = int4_many.Settings(epilogue, launch.tokens, launch.stages, multiprocessors())
     settings = int4_matmul.Settings(
         epilogue=epilogue,
         tokens=launch.tokens,
@@ -164,10 +183,15 @@ def _matmul(
     else:
         rest = (bias, None if residual is None else _padded(residual, (size, columns)))
     if launch.expands and tables is not None:
-        expanded = int4_expand.int4_expand(
-            weight.codes, weight.scales, tables, programs=multiprocessors()
-        )
+        # Not before there are tokens: XLA would expand all layers' weights first, and keep them.
+        codes, x = lax.optimization_barrier((weight.codes, x))
+        vectors = (x, *vectors[1:])
+        expanded = int4_expand.int4_expand(codes, weight.scales, tables, programs=multiprocessors())
         out = fp8_matmul.fp8_matmul(expanded, *vectors, *rest, columns=columns, settings=settings)
+        return out[:rows, :width]
+    if launch.is_many and tables is not None:
+        weights = (weight.codes, weight.scales, tables)
+        out = int4_many.int4_matmul(*weights, *vectors, *rest, columns=columns, settings=many)
         return out[:rows, :width]
     out = int4_matmul.int4_matmul(
         weight.codes, weight.scales, tables, *vectors, *rest, columns=columns, settings=settings

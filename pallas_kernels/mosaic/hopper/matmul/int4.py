@@ -31,7 +31,8 @@ v2 is what runs. Part of the conversion is not hidden: with constant words inste
 16.3 us for 16 tokens and 94 for 1024, without the tables and their use 16.8 and 100; without the
 tokens' copies 115. But fewer instructions for it, shifts by multipliers instead of the unit that
 permutes bytes, or converting just before a product instead of during the one before changed little
-or nothing: why is not known. From 2048 tokens on weights are expanded first (`fp8_matmul`).
+or nothing: why is not known. More than 128 tokens take `int4_many`, 4096 and more
+weights that are expanded first (`fp8_matmul`).
 These and more rows are in `benchmarks/results/fireq_versions_2026-11-21.json`.
 """
 

@@ -1,0 +1,418 @@
+"""INT4 weights times e4m3 activations for Hopper, for more than 128 tokens (FireQ, section 3.1.1).
+
+Roofline, for weights of 14336 x 4096 and `M` tokens on an H200, at 1.75 GHz:
+  - operations: a tile of 128 outputs and 256 tokens is 1,024 clocks for each 128 inputs, 19 us in
+    all. 256 tokens are 112 such tiles, one to a multiprocessor; 1,024 are four rounds, 75 us; 4,096
+    14 rounds, 262 us.
+  - conversion: 11 instructions for eight weights, 176 clocks for each 128 inputs of each of the two
+    warpgroups: hidden behind the 1,024, if nothing waits for it.
+  - shared memory: tokens are read by both warpgroups, 64 bytes a clock, and written once, 32, of
+    the 128 that there are. Weights in shared memory would take 32 more: they come from registers.
+Targets: 24 us for 256 tokens, 85 for 1,024, 330 for 4,096.
+
+What `int4.py` loses, and what is different here:
+  - Its products wait for one another and its conversion hides behind nothing: ptxas serializes
+    products (C7513) as soon as registers that a product reads are written while one is on its way,
+    even the next one's. Here such registers are written between products, by instructions that
+    ptxas cannot leave out (`_settle`), and what they are written from is computed before a wait,
+    which is a loop, over which the compiler moves nothing.
+  - Warpgroups take turns: one's products are in the matrix unit's queue while another, whose are
+    done, starts its next ones.
+  - Scales and biases of the outputs are copied ahead, like those of the tokens.
+  - The next tile's first weights are converted before this tile's outputs are written.
+
+Versions, H200, jax 0.11.2, microseconds of the kernels, all in one run (and of an earlier one):
+  tokens                                           256    256    512    512  1,024  1,024  4,096
+  outputs                                       11,008 14,336 11,008 14,336 11,008 14,336 14,336
+  XLA in e4m3                                     18.6   22.6   32.2   41.6   59.7   76.6    299
+      in bfloat16                                (31.6)  44.0                        148     578
+  `int4.py`; from 2,048 tokens on expanded first  33.1   34.0   62.0   62.1   91.5    121    338
+  v1  tiles of 256 tokens, written 32 at a time  (27.8) (28.3)                        103    351
+      written 64 at a time, from one or two places      (28.6)                 (102, 104)
+      warpgroups without turns                          (28.6)                      (106)
+      tiles of 128 tokens                               (40.0)                      (127)
+      three warpgroups, tiles of 128 tokens      (30.1) (54.7)                      (130)
+      the same, of 192 tokens                                                       (126)
+      clusters of two programs that share copies of tokens                            103
+  v2  the next tile's weights converted ahead;
+      turns end with a tile's last product        26.7   28.0   50.8   51.3   75.2    101    345
+      tiles of 128 tokens                         39.3
+      in clusters of two                                                              101    345
+      without turns                                                                   104    358
+      the tiles that are left cut into equal
+      parts, as many as there are programs        28.6          47.8          76.5   98.3
+      the same, but a tile into equal parts                     45.3                 95.5
+v2 is what runs. No target is reached: XLA's e4m3 is faster than the issue this was written for
+says. Of v1's 103 for 1,024 tokens are left, without the instructions that convert, 92; without
+copies of tokens 98; without outputs 102; without all three 87. So conversion is hidden only in
+part. Cutting tiles (float32 sums through memory, a flag each, which another kernel sets to zero)
+is worth 5 to 11 % where the last round has few tiles; that is left to do.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.layouts import Ref
+from pallas_kernels.mosaic import lane, ring
+from pallas_kernels.mosaic.hopper.matmul import epilogue
+from pallas_kernels.mosaic.hopper.matmul.epilogue import Epilogue as Epilogue
+from pallas_kernels.mosaic.lane import Int, fragments
+from pallas_kernels.mosaic.lane.instructions import asm
+from pallas_kernels.mosaic.lane.numbers import i32
+from pallas_kernels.mosaic.products import int4, wgmma
+from pallas_kernels.mosaic.products.int4 import GROUP, ROW_BYTES, TABLE_BYTES, TABLES
+from pallas_kernels.mosaic.ring import ROWS, SCALAR, WARPGROUPS
+
+TILE = WARPGROUPS * ROWS
+"""Weight rows of a tile."""
+# Of every array in shared memory; all barriers together take less.
+_ALIGNMENT = 1024
+# Tokens that are written at a time, to the staging places in turn.
+_WRITTEN, _PLACES = 32, 2
+# Registers of a thread that computes, and of one that copies. Together at most what the threads
+# have at the start, 168 each: a kernel that asks for more waits forever.
+REGISTERS = (232, 40)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is static in a product.
+
+    Attributes:
+      epilogue: what becomes of the sums.
+      tokens: of a tile, a multiple of 32, at most 256.
+      stages: groups of inputs in shared memory.
+      programs: how many run side by side, one to a multiprocessor.
+    """
+
+    epilogue: Epilogue
+    tokens: int
+    stages: int
+    programs: int = 132
+
+    @property
+    def width(self) -> int:
+        """Outputs of a warpgroup."""
+        return self.epilogue.outputs
+
+    @property
+    def columns(self) -> int:
+        """Outputs of a tile."""
+        return WARPGROUPS * self.width
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory that a program takes."""
+        stages = (TILE * ROW_BYTES, TILE, self.tokens * GROUP)
+        factors = (1 + self.epilogue.has_bias) * [4 * TILE]
+        out = _PLACES * _WRITTEN * self.columns * 2
+        sizes = (
+            *[self.stages * n for n in stages],
+            *(TABLES * TABLE_BYTES, 2 * self.tokens, *factors, out, 1),
+        )
+        return sum(-(-n // _ALIGNMENT) * _ALIGNMENT for n in sizes)
+
+
+class Memory(NamedTuple):
+    """Shared memory and barriers of a program."""
+
+    codes: Ref
+    scales: Ref
+    tables: Any
+    x: Ref
+    token_scales: Ref
+    factors: Any
+    out: Ref
+    ready: Ref
+    free: Ref
+    tile_ready: Ref
+    tile_free: Ref
+    residual_ready: Ref
+    tables_ready: Ref
+    turns: Ref
+
+
+class Arrays(NamedTuple):
+    """A product's arguments and its result."""
+
+    codes: Ref
+    scales: Ref
+    tables: Any
+    x: Ref
+    token_scales: Ref
+    factors: Any
+    residual: Any
+    out: Ref
+
+
+class Work(NamedTuple):
+    """A tile: the first of its tokens, and its number among the tiles of outputs."""
+
+    token: jax.Array
+    tile: jax.Array
+
+    @classmethod
+    def of(cls, number: jax.Array, tiles: int, s: Settings) -> "Work":
+        """By its number among all; tokens, of so many tiles, vary fastest."""
+        many = jnp.int32(tiles)
+        return cls(lax.rem(number, many) * s.tokens, lax.div(number, many))
+
+
+def _operand(m: Memory, slot: jax.Array, me: jax.Array) -> jax.Array:
+    """A warpgroup's weights of a group: the words of `int4.operand`."""
+    refs = [m.codes.at[slot], m.scales.at[slot], m.tables]
+    types = (SCALAR, *[plgpu.RefType()] * len(refs))
+    words = ring.array((ROWS, GROUP // 4), jnp.int32)
+
+    def run(row: Any, codes: Any, scales: Any, tables: Any) -> Any:
+        return int4.operand(codes, scales, tables, row)[0]
+
+    return ring.inline(run, types, words)(me * ROWS, *refs)
+
+
+def _settle(words: jax.Array, slot: jax.Array) -> jax.Array:
+    """The same words in registers that are written here, where no product is on its way."""
+
+    def run(words: Any, slot: Any) -> Any:
+        # Zero, which ptxas does not know: it would write the registers where the words are made.
+        zero = asm(i32(), [lane.scalar(slot).value], "shr.s32 $0, $1, 31;", "=r,r", True)
+        return fragments.carrier(
+            [
+                Int(asm(i32(), [x.value, zero], "or.b32 $0, $1, $2;", "=r,r,r", True))
+                for x in fragments.scalars(words)
+            ]
+        )
+
+    kind = ring.array(words.shape, jnp.int32)
+    return ring.inline(run, (plgpu.Layout.WGMMA, SCALAR), kind)(words, slot)
+
+
+def _start(words: jax.Array, x: Ref, total: jax.Array) -> jax.Array:
+    """Starts a group's product, added to `total`."""
+    kind = ring.array((ROWS, x.shape[0]), jnp.float32)
+    types = (ring.tile_type(x), plgpu.Layout.WGMMA, plgpu.Layout.WGMMA)
+
+    def run(x: Any, words: Any, total: Any) -> Any:
+        return wgmma.start(words, x, swizzle=128, total=total)
+
+    return ring.inline(run, types, kind)(x, words, total)
+
+
+def _accumulate(
+    groups: int,
+    operand: tuple[jax.Array, jax.Array],
+    has_next: jax.Array,
+    me: jax.Array,
+    m: Memory,
+    s: Settings,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """A warpgroup's sums over all groups of inputs of a tile.
+
+    Args:
+      groups: how many.
+      operand: the first group's weights as words, and its slot.
+      has_next: whether another tile follows.
+      me: number of the warpgroup.
+      m: memory.
+      s: settings.
+
+    Returns:
+      the sums, and the operand of the tile that follows.
+    """
+    turns = ring.Turns(m.turns, me, WARPGROUPS)
+
+    def step(g: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        total, words, slot = carry
+        is_inside = g + 1 < groups
+        following = ring.next_slot(slot, s.stages)
+        total = _start(_settle(words, slot), m.x.at[slot], total)
+        turns.hand_on()
+        pl.when(is_inside | has_next)(lambda: plgpu.barrier_wait(m.ready.at[following]))
+        # While the product is on its way. After the last group this converts whatever is there.
+        words = _operand(m, following, me)
+        # Its turn for the next product: a loop, over which the compiler moves no instructions. The
+        # next tile's comes after the outputs, for the other warpgroup writes at the same time.
+        pl.when(is_inside)(turns.wait)
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(m.free.at[slot])
+        return total, words, following
+
+    turns.wait()
+    zeros = jnp.full((ROWS, s.tokens), 0.0, jnp.float32)
+    carry = (plgpu.layout_cast(zeros, plgpu.Layout.WGMMA), *operand)
+    total, words, slot = lax.fori_loop(jnp.int32(0), jnp.int32(groups), step, carry)
+    return total, (words, slot)
+
+
+def _finish(total: jax.Array, token: int, me: jax.Array, out: Ref, m: Memory, s: Settings) -> None:
+    """Writes tokens from `token` on to `out`: `epilogue.finish`."""
+    refs = [out, m.token_scales, *m.factors]
+    types = [ring.tile_type(out), *[plgpu.RefType()] * (len(refs) - 1)]
+    span = (token, min(_WRITTEN, s.tokens - token))
+
+    def run(total: Any, row: Any, out: Any, scales: Any, *factors: Any) -> None:
+        bias = factors[1] if s.epilogue.has_bias else None
+        epilogue.finish(total, span, scales, factors[0], bias, out, row, s.epilogue)
+
+    ring.inline(run, (plgpu.Layout.WGMMA, SCALAR, *types))(total, me * ROWS, *refs)
+
+
+def _store(total: jax.Array, work: Work, me: jax.Array, m: Memory, a: Arrays, s: Settings) -> None:
+    """What becomes of a tile's sums."""
+    columns = pl.ds(work.tile * s.columns + me * s.width, s.width)
+    plgpu.barrier_wait(m.tile_ready)
+    for number, token in enumerate(range(0, s.tokens, _WRITTEN)):
+        tokens, out = pl.ds(work.token + token, _WRITTEN), m.out.at[me, number % _PLACES]
+        plgpu.wait_smem_to_gmem(_PLACES - 1, wait_read_only=True)
+        if s.epilogue.has_residual:
+            barrier = m.residual_ready.at[me]
+            plgpu.copy_gmem_to_smem(a.residual.at[tokens, columns], out, barrier)
+            plgpu.barrier_wait(barrier)
+        _finish(total, token, me, out, m, s)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out, a.out.at[tokens, columns])
+    plgpu.barrier_arrive(m.tile_free)
+
+
+def _produce(
+    work: Work, slot: jax.Array, groups: int, m: Memory, a: Arrays, s: Settings
+) -> jax.Array:
+    """Copies a tile's groups of inputs, as room comes free; the slot after."""
+    tokens, tiles = pl.ds(work.token, s.tokens), pl.ds(work.tile * WARPGROUPS, WARPGROUPS)
+
+    def group(g: jax.Array, slot: jax.Array) -> jax.Array:
+        plgpu.barrier_wait(m.free.at[slot])
+        ready = m.ready.at[slot]
+        plgpu.copy_gmem_to_smem(a.codes.at[tiles, g], m.codes.at[slot], ready)
+        plgpu.copy_gmem_to_smem(a.scales.at[tiles, g], m.scales.at[slot], ready)
+        inputs = pl.ds(g * GROUP, GROUP)
+        plgpu.copy_gmem_to_smem(a.x.at[tokens, inputs], m.x.at[slot], ready)
+        return ring.next_slot(slot, s.stages)
+
+    slot = lax.fori_loop(jnp.int32(0), jnp.int32(groups), group, slot)
+    plgpu.barrier_wait(m.tile_free)
+    plgpu.copy_gmem_to_smem(a.token_scales.at[tokens], m.token_scales, m.tile_ready)
+    rows = pl.ds(work.tile * TILE, TILE)
+    for source, target in zip(a.factors, m.factors, strict=True):
+        plgpu.copy_gmem_to_smem(source.at[rows], target, m.tile_ready)
+    return slot
+
+
+def _memory(stages: int, scales: Any, s: Settings) -> Memory:
+    """What a program allocates, with scales of this kind."""
+    barrier, factors = plgpu.Barrier, 1 + s.epilogue.has_bias
+    chunk = (ROWS * ROW_BYTES // int4.CHUNK, int4.CHUNK)
+    return Memory(
+        codes=plgpu.SMEM((stages, WARPGROUPS, *chunk), jnp.uint8),
+        scales=plgpu.SMEM((stages, WARPGROUPS, ROWS), scales),
+        tables=plgpu.SMEM((TABLES, TABLE_BYTES), jnp.uint8),
+        x=ring.tile((stages, s.tokens, GROUP), jnp.float8_e4m3fn),
+        token_scales=plgpu.SMEM((s.tokens,), jnp.bfloat16),
+        factors=[plgpu.SMEM((TILE,), jnp.float32)] * factors,
+        out=ring.tile((WARPGROUPS, _PLACES, _WRITTEN, s.width), s.epilogue.dtype),
+        ready=barrier(num_arrivals=3, num_barriers=stages),
+        free=barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
+        tile_ready=barrier(num_arrivals=1 + factors),
+        tile_free=barrier(num_arrivals=WARPGROUPS),
+        residual_ready=barrier(num_barriers=WARPGROUPS),
+        tables_ready=barrier(),
+        turns=ring.Turns.memory(WARPGROUPS),
+    )
+
+
+def _kernel(*refs: Ref, tiles: tuple[int, int], s: Settings) -> None:
+    codes, scales, tables, x, token_scales, *rest = refs
+    factors = [rest.pop(0) for _ in range(1 + s.epilogue.has_bias)]
+    residual = rest.pop(0) if s.epilogue.has_residual else None
+    a = Arrays(codes, scales, tables, x, token_scales, factors, residual, rest.pop(0))
+    me, groups = lax.axis_index("warpgroup"), codes.shape[1]
+
+    def body(m: Memory) -> None:
+        share = ring.Share(tiles[0] * tiles[1])
+
+        def work_of(i: jax.Array) -> Work:
+            return Work.of(share.number(i), tiles[0], s)
+
+        def consume(
+            i: jax.Array, operand: tuple[jax.Array, jax.Array]
+        ) -> tuple[jax.Array, jax.Array]:
+            has_next = i + 1 < share.count
+            total, operand = _accumulate(groups, operand, has_next, me, m, s)
+            _store(total, work_of(i), me, m, a, s)
+            return operand
+
+        def start_to_consume() -> None:
+            ring.free_at_first(s.stages, [m.free], m.tile_free)
+            ring.Turns(m.turns, me, WARPGROUPS).begin()
+            plgpu.barrier_wait(m.tables_ready)
+            slot = jnp.int32(0)
+            plgpu.barrier_wait(m.ready.at[slot])
+            first = (_operand(m, slot, me), slot)
+            lax.fori_loop(jnp.int32(0), share.count, consume, first)
+            # What is read will be written before the kernel is over.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        def start_to_produce() -> None:
+            plgpu.copy_gmem_to_smem(a.tables, m.tables, m.tables_ready)
+            share.by_index(lambda i, slot: _produce(work_of(i), slot, groups, m, a, s))
+
+        ring.divide(me, WARPGROUPS, REGISTERS, start_to_consume, start_to_produce)
+
+    pl.run_scoped(body, _memory(s.stages, scales.dtype, s), collective_axes="warpgroup")
+
+
+def int4_matmul(
+    codes: jax.Array,
+    scales: jax.Array,
+    tables: jax.Array,
+    x: jax.Array,
+    token_scales: jax.Array,
+    output_scales: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    columns: int,
+    settings: Settings,
+) -> jax.Array:
+    """Tokens times INT4 weights with e4m3 scales, summed by the matrix unit alone.
+
+    Args:
+      codes: uint8 ``[N' / 64, K' / 128, 64, 64]``, as for `int4.int4_matmul`.
+      scales: e4m3 ``[N' / 64, K' / 128, 64]``.
+      tables: uint8 ``[128, 16]``, as there.
+      x: e4m3 ``[M, K']``; `M` a multiple of 8.
+      token_scales: bfloat16 ``[M]``.
+      output_scales: float32 ``[N']``.
+      bias: float32 ``[N']``.
+      residual: ``[M, columns]`` in the output's dtype.
+      columns: of the output: at least `N`, or half of it for gated weights, and those of one tile;
+        a multiple of 8.
+      settings: what is static.
+
+    Returns:
+      ``[M, columns]``.
+
+    Raises:
+      ValueError: if there are fewer outputs than a tile has, see `program.launch`.
+    """
+    s = settings
+    if columns < s.columns:
+        raise ValueError(f"{columns=} must be at least {s.columns}, those of a tile")
+    tiles = (pl.cdiv(x.shape[0], s.tokens), pl.cdiv(codes.shape[0], WARPGROUPS))
+    run = ring.launch(
+        functools.partial(_kernel, tiles=tiles, s=s),
+        "turbojax_int4_matmul_many_hopper",
+        jax.ShapeDtypeStruct((x.shape[0], columns), jnp.dtype(s.epilogue.dtype)),
+        tiles[0] * tiles[1],
+        s.programs,
+    )
+    weights = (int4.chunks(codes), lax.bitcast_convert_type(scales, jnp.uint8), tables)
+    optional = [array for array in (bias, residual) if array is not None]
+    return run(*weights, x, token_scales, output_scales, *optional)
