@@ -91,12 +91,12 @@ def assert_equals_oracle(got, tokens, weight, bias, residual, activation, depth=
         want, bound = oracle.matmul(codes, scale, values, **options)
     assert got.shape == want.shape
     assert got.dtype == tokens.dtype
-    bound = bound + float(jnp.finfo(tokens.dtype).eps) * np.abs(want)
+    info = jnp.finfo(tokens.dtype)
+    bound = bound + float(info.eps) * np.abs(want) + float(info.smallest_subnormal) / 2
     missing = np.isnan(want)
     np.testing.assert_array_equal(np.isnan(wide(got)), missing)
     # Beyond the largest number of the dtype is infinity.
-    largest = float(jnp.finfo(tokens.dtype).max)
-    rounded = np.where(np.abs(want) > largest, np.copysign(np.inf, want), want)
+    rounded = np.where(np.abs(want) > float(info.max), np.copysign(np.inf, want), want)
     kept = ~missing & (wide(got) != rounded)
     error, allowed = np.abs(wide(got) - want)[kept], bound[kept]
     assert (error <= allowed).all(), (error / allowed).max()
