@@ -142,7 +142,7 @@ def matmul(
     if s.splits == 1:
         return result
     partial = jnp.sum(result, axis=0)
-    rows = [_rows(jnp.arange(outputs), side, s) for side in range(sides)]
+    rows = [rows_of(jnp.arange(outputs), side, s) for side in range(sides)]
     return finish(
         list(partial),
         token_scale.astype(jnp.float32)[:, None],
@@ -202,7 +202,7 @@ def _sigmoid_product(x: jax.Array, z: jax.Array) -> jax.Array:
     return x / (1.0 + jnp.exp(-z))
 
 
-def _rows(output: jax.Array, side: int, s: Settings) -> jax.Array:
+def rows_of(output: jax.Array, side: int, s: Settings) -> jax.Array:
     """Rows of the weight that give these outputs, gate (0) or up (1) if it is gated."""
     return 2 * output - (output & 7) + 8 * side if s.gated else output
 
@@ -282,15 +282,44 @@ def _sums(
       rows: of the weights, int32 ``[outputs]`` for each of the sums; inside the array.
     """
     groups = of_groups[0].shape[1]
-    parts = groups // codes.shape[1]
     column, row = _tile(tiles)
     token = column * s.tokens + jnp.arange(s.tokens, dtype=jnp.int32)
     output = row * s.outputs + jnp.arange(s.outputs, dtype=jnp.int32)
     inside = jnp.minimum(output, shape[1] - 1) if shape[1] % s.outputs else output
-    rows = [_rows(inside, side, s) for side in range(2 if s.gated else 1)]
+    rows = [rows_of(inside, side, s) for side in range(2 if s.gated else 1)]
     each = pl.cdiv(groups, s.splits)
     first: Any = pl.program_id(1) * each if s.splits > 1 else 0
     last: Any = jnp.minimum(first + each, groups) if s.splits > 1 else groups
+    sums = sums_of(x, codes, of_groups, token, rows, (first, last), s)
+    return sums, token, output, rows
+
+
+def sums_of(
+    x: Ref,
+    codes: Ref,
+    of_groups: Sequence[Ref],
+    token: jax.Array,
+    rows: list[jax.Array],
+    span: tuple[Any, Any],
+    s: Settings,
+) -> list[jax.Array]:
+    """Sums of products of some tokens and rows over the groups of inputs in `span`.
+
+    Args:
+      x: as of `matmul`.
+      codes: as of `matmul`.
+      of_groups: the scales and, perhaps, zeros, as of `matmul`.
+      token: int32 ``[tokens]``, inside the array.
+      rows: of the weights, int32 ``[outputs]``, inside the array; of gated weights twice.
+      span: the first group, and the one after the last.
+      s: settings.
+
+    Returns:
+      float32 ``[outputs, tokens]`` for each of `rows`.
+    """
+    groups = of_groups[0].shape[1]
+    parts = groups // codes.shape[1]
+    first, last = span
 
     def scale_of(group: jax.Array) -> list[list[jax.Array]]:
         """Of each of the sums the rows' scales, and their zeros if there are any."""
@@ -312,7 +341,7 @@ def _sums(
 
     zeros = [jnp.zeros((s.outputs, s.tokens), jnp.float32) for _ in rows]
     sums, _ = jax.lax.fori_loop(first, last, step, (zeros, scale_of(jnp.int32(first))))
-    return sums, token, output, rows
+    return list(sums)
 
 
 def _place(group: jax.Array, parts: int) -> tuple[jax.Array, jax.Array]:

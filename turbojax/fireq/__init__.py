@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from turbojax.ops.fp8_tokens import quantize_activation as quantize_activation
 from turbojax.ops.fp8_tokens import rms_norm_quantize as rms_norm_quantize
+from turbojax.ops.grouped_matmul import grouped_matmul as grouped_matmul
 from turbojax.ops.int4_matmul import matmul as matmul
 from turbojax.ops.kv4_attention import decode as decode
 from turbojax.ops.kv4_attention import prefill as prefill
@@ -17,12 +18,20 @@ from turbojax.quantizers.int4 import quantize_weight as quantize_weight
 from turbojax.quantizers.int4_codes import PlainCodes as PlainCodes
 from turbojax.quantizers.int4_codes import from_codes as from_codes
 from turbojax.quantizers.int4_codes import to_codes as to_codes
+from turbojax.quantizers.int4_experts import expert_of as expert_of
+from turbojax.quantizers.int4_experts import quantize_experts as quantize_experts
+from turbojax.quantizers.int4_experts import stack_experts as stack_experts
 from turbojax.quantizers.int4_qwix import from_qwix as from_qwix
 from turbojax.quantizers.int4_qwix import to_qwix as to_qwix
 from turbojax.quantizers.int4_storage import from_tensors as from_tensors
 from turbojax.quantizers.int4_storage import load_weights as load_weights
 from turbojax.quantizers.int4_storage import save_weights as save_weights
 from turbojax.quantizers.int4_storage import to_tensors as to_tensors
+from turbojax.routing import Dispatch as Dispatch
+from turbojax.routing import Routing as Routing
+from turbojax.routing import combine as combine
+from turbojax.routing import dispatch as dispatch
+from turbojax.routing import route as route
 from turbojax.smoothing import channel_absmean_scale as channel_absmean_scale
 from turbojax.smoothing import channel_rope_scale as channel_rope_scale
 from turbojax.smoothing import per_tensor_scale as per_tensor_scale
@@ -35,32 +44,41 @@ if TYPE_CHECKING:
     from turbojax.models import quantize_model as quantize_model
 
 __all__ = [
+    "Dispatch",
     "Fp8Tokens",
     "Int4Weight",
     "Kv4Cache",
     "PlainCodes",
+    "Routing",
     "append",
     "channel_absmean_scale",
     "channel_rope_scale",
+    "combine",
     "concatenate",
     "decode",
     "dequantize",
+    "dispatch",
+    "expert_of",
     "from_codes",
     "from_qwix",
     "from_tensors",
     "gate_and_up",
+    "grouped_matmul",
     "init_cache",
     "load_weights",
     "matmul",
     "per_tensor_scale",
     "prefill",
     "quantize_activation",
+    "quantize_experts",
     "quantize_model",
     "quantize_tokens",
     "quantize_weight",
     "rms_norm_quantize",
     "rope_preserving_norm",
+    "route",
     "save_weights",
+    "stack_experts",
     "to_codes",
     "to_qwix",
     "to_tensors",

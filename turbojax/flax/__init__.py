@@ -6,6 +6,7 @@ from turbojax.flax.attention import TurboAttention as TurboAttention
 from turbojax.flax.attention_fn import PooledAttentionFn as PooledAttentionFn
 from turbojax.flax.attention_fn import TurboAttentionFn as TurboAttentionFn
 from turbojax.flax.attention_fn import attention_fn as attention_fn
+from turbojax.flax.experts import Int4Experts as Int4Experts
 from turbojax.flax.linear import FrozenParam as FrozenParam
 from turbojax.flax.linear import Int4Linear as Int4Linear
 from turbojax.ops.options import AttentionOptions as AttentionOptions
@@ -14,6 +15,7 @@ from turbojax.rotary import Rope as Rope
 __all__ = [
     "AttentionOptions",
     "FrozenParam",
+    "Int4Experts",
     "Int4Linear",
     "MaskWarning",
     "PooledAttentionFn",

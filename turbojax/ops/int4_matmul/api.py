@@ -101,7 +101,7 @@ def matmul(
     is_precise = check_precision(precision)
     check_gradient(gradient, weight)
     bias = check_bias(bias, weight)
-    x = _check_x(x, weight)
+    x = check_x(x, weight)
     *lead, _ = x.shape
     flat, bias, residual = _operands(x, weight, bias, residual)
     is_rounded = activations == "e4m3"
@@ -109,7 +109,7 @@ def matmul(
         raise TypeError(f"x is Fp8Tokens, must be an array for {activations=}")
     chosen = MATMUL.select(
         implementation,
-        tokens=_tokens_of(flat) if is_rounded else flat,
+        tokens=tokens_of(flat) if is_rounded else flat,
         weight=jax.eval_shape(in_blocks, weight),
         bias=bias,
         residual=residual,
@@ -210,7 +210,7 @@ def check_bias(bias: jax.Array | None, weight: Int4Weight) -> jax.Array | None:
     return bias
 
 
-def _check_x(x: jax.Array | Fp8Tokens, weight: Int4Weight) -> jax.Array | Fp8Tokens:
+def check_x(x: jax.Array | Fp8Tokens, weight: Int4Weight) -> jax.Array | Fp8Tokens:
     """Activations whose shape and dtype are right.
 
     Raises:
@@ -264,7 +264,7 @@ def _operands(
     return x.reshape(rows, inputs), bias, residual
 
 
-def _tokens_of(x: jax.Array | Fp8Tokens) -> Fp8Tokens:
+def tokens_of(x: jax.Array | Fp8Tokens) -> Fp8Tokens:
     """What ``[M, K]`` is once it is quantized, in shapes and dtypes."""
     if isinstance(x, Fp8Tokens):
         return x

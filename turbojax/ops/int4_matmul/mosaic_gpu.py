@@ -156,7 +156,7 @@ def _matmul(
     # Under `vmap` its rows are copied too, whose strides must be multiples of 16 bytes.
     scale = _padded(tokens.scale, (-(-size // _COPY) * _COPY,))
     vectors = (x, scale, weight.output_scale)
-    tables = jnp.asarray(_tables()) if weight.scale_dtype == "e4m3" else None
+    tables = tables_of(weight)
     stored = weight.padded_shape[0]
     columns = _columns(stored if is_shared or not weight.gated else stored // 2, settings.width)
     if is_shared:
@@ -193,6 +193,11 @@ def _padded(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     if x.shape == shape:
         return x
     return jnp.pad(x, [(0, new - old) for old, new in zip(x.shape, shape, strict=True)])
+
+
+def tables_of(weight: Int4Weight) -> jax.Array | None:
+    """Products of scales and codes, for weights whose scales are e4m3."""
+    return jnp.asarray(_tables()) if weight.scale_dtype == "e4m3" else None
 
 
 @functools.cache

@@ -23,7 +23,7 @@ _UNROUNDED = (jnp.bfloat16, jnp.float16)
 # Compute capabilities whose matrix units read shared memory, so that a warp needs fewer registers.
 _LARGE = (9.0, 10.0, 10.3)
 _GROUP = 128
-_FEWEST_TOKENS, _MOST_TOKENS = 16, 128
+FEWEST_TOKENS, MOST_TOKENS = 16, 128
 # Beyond this many tokens the matrix units, not memory, are the limit. Up to it, each multiprocessor
 # gets this many warps, to keep loads in flight; beyond it, one program.
 _FEW_TOKENS, _WARPS = 128, 16
@@ -47,7 +47,7 @@ def unsupported(
         return f"dtype={tokens.dtype} must be bfloat16 or float16"
     rows, columns = tokens.shape[0], weight.padded_shape[1]
     # Tokens have 16 bits on their way, and sums float32 (of which no more than that at a time).
-    sizes = [(rows + _MOST_TOKENS) * columns * 2, math.prod(weight.codes.shape)]
+    sizes = [(rows + MOST_TOKENS) * columns * 2, math.prod(weight.codes.shape)]
     sizes.append(rows * weight.result_size * 4)
     return unindexable(*sizes) or needs_gpu(_AMPERE)
 
@@ -67,22 +67,32 @@ def matmul(
     return _matmul(tokens, weight, bias, residual, launch=launch)
 
 
+def is_large(capability: float | None) -> bool:
+    """Whether matrix units read shared memory; of no GPU, so that its kernels are as on Hopper."""
+    return capability is None or capability in _LARGE
+
+
+def has_e4m3(capability: float | None) -> bool:
+    """Whether the GPU converts to e4m3."""
+    return capability is None or capability >= _ADA
+
+
 def _launch(rows: int, weight: Int4Weight, activation: Activation | None, interpret: bool) -> Any:
     """Tiles and splits for this many tokens."""
     from pallas_kernels.triton.int4_matmul import Settings
 
     capability, processors = gpu_compute_capability(), multiprocessors()
-    is_large = capability is None or capability in _LARGE
-    most_tokens = _MOST_TOKENS if is_large else _MOST_TOKENS // 2
-    tokens = min(most_tokens, max(_FEWEST_TOKENS, 1 << (rows - 1).bit_length()))
+    large = is_large(capability)
+    most_tokens = MOST_TOKENS if large else MOST_TOKENS // 2
+    tokens = min(most_tokens, max(FEWEST_TOKENS, 1 << (rows - 1).bit_length()))
     # Four warps multiply 64 rows of a weight on Hopper, and each warp converts rows of its own.
-    outputs = 64 if tokens == _FEWEST_TOKENS else 128
+    outputs = 64 if tokens == FEWEST_TOKENS else 128
     num_warps = outputs // 16
 
     def tiles() -> int:
         return -(-rows // tokens) * -(-weight.result_size // outputs)
 
-    if tokens == _MOST_TOKENS and tiles() < processors:
+    if tokens == MOST_TOKENS and tiles() < processors:
         tokens //= 2
     groups = weight.scales.shape[1]
     most_splits = min(groups // _FEWEST_GROUPS, int(_SUMS * groups * _GROUP / (8 * rows)))
@@ -92,10 +102,10 @@ def _launch(rows: int, weight: Int4Weight, activation: Activation | None, interp
         outputs=outputs,
         splits=_splits(tiles(), groups, most_splits, programs, processors),
         num_warps=num_warps,
-        num_stages=(4 if tokens <= 32 else 3) if is_large else 2,
+        num_stages=(4 if tokens <= 32 else 3) if large else 2,
         gated=weight.gated,
         activation=activation,
-        has_e4m3=capability is None or capability >= _ADA,
+        has_e4m3=has_e4m3(capability),
         interpret=interpret,
     )
 

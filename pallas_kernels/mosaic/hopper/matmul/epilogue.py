@@ -63,16 +63,19 @@ def activate(x: Float, kind: str | None) -> Float:
     return x
 
 
-def _address(out: Any, token: Int, byte: Int, e: Epilogue) -> Int:
+def place(token: Int, byte: Int, e: Epilogue) -> Int:
     """Where in shared memory ``[tokens, outputs]`` a token's 16 bytes from `byte` on are."""
-    base = Int(Pointer.to(out).address())
-    size = 2 * e.outputs
+    line = token * (2 * e.outputs) + byte
     if e.swizzle == 0:
-        return base + token * size + byte
+        return line
     # Swizzled: chunks of 16 bytes are permuted by the number of their row of 128 bytes.
-    line = token * size + byte
     mask = e.swizzle // 16 - 1
-    return base + (line ^ (((line >> 7) & mask) << 4))
+    return line ^ (((line >> 7) & mask) << 4)
+
+
+def _address(out: Any, token: Int, byte: Int, e: Epilogue) -> Int:
+    """The address of `place`."""
+    return Int(Pointer.to(out).address()) + place(token, byte, e)
 
 
 def _row_factors(ref: Any, row: Int) -> list[Float]:

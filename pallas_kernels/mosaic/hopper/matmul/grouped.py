@@ -1,0 +1,452 @@
+"""INT4 weights of many experts times e4m3 tokens that are sorted by expert, for Hopper.
+
+Roofline, for 128 experts of 1536 x 2048 (Qwen3-30B-A3B, gate and up) and 512 tokens with 8 experts
+each, H200:
+  - bytes: 201 MB of codes, 3 MB of scales, 8 MB of inputs and 6 of outputs: 51 us at the 4.3 TB/s
+    of a copy, and little less for 64 tokens, since nearly every expert has one then.
+  - operations: 2 * 4096 * 1536 * 2048 = 26 G, 13 us at the 1,979 T/s of the 8-bit matrix units. And
+    11 instructions for eight weights, of which a multiprocessor does 64 lanes a clock, once for
+    each tile of tokens: 37 us.
+Bytes are the floor, and conversion is near it. A grouped product in e4m3 reads 403 MB, 94 us.
+Target: 65 us, 1.4 times as fast as that.
+
+A program takes tiles: 64 rows for each of the warpgroups that compute, and up to `tokens` rows of
+one expert. Where experts begin each program finds by itself; tiles of tokens with the same rows
+follow each other, so that weights come from the cache after the first. All rows
+of inputs are as long, so tiles have equally many groups, and the groups of all of a program's tiles
+are one sequence: while a group's product is on its way the next one is converted, of whichever
+tile. Tokens of a tile may begin at any row. What is read past an expert's last one is other
+experts' tokens, and is not written.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.mosaic.gpu as mgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.layouts import Ref
+from pallas_kernels.mosaic import lane, ring
+from pallas_kernels.mosaic.hopper.matmul import epilogue
+from pallas_kernels.mosaic.hopper.matmul.epilogue import Epilogue as Epilogue
+from pallas_kernels.mosaic.hopper.matmul.plan import Plan, make_plan
+from pallas_kernels.mosaic.lane import Int, Pointer
+from pallas_kernels.mosaic.products import int4, wgmma
+from pallas_kernels.mosaic.products.int4 import GROUP, TABLE_BYTES, TABLES
+from pallas_kernels.mosaic.ring import ROW, ROWS, SCALAR
+
+TABLES_BYTES = TABLES * TABLE_BYTES
+"""Shared memory that the tables take."""
+_SWIZZLE = (plgpu.SwizzleTransform(GROUP),)
+# Tokens that are written at a time; tokens whose scales are copied are a multiple of this.
+_MOST_WRITTEN = _SCALED = 64
+# Tokens that are copied at least.
+_FEWEST = 8
+# Bytes that a lane writes at a time, and lanes of a warpgroup.
+_CHUNK, _THREADS = 16, 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is static in a product.
+
+    Attributes:
+      epilogue: what becomes of the sums; no residual.
+      tokens: of a tile: 8, 16, 32, 64, 128 or 256.
+      stages: groups of inputs in shared memory.
+      consumers: warpgroups that compute, each 64 rows: 4, for up to 64 tokens, or 2.
+      is_two_level: sum every group by itself and add it in float32, instead of leaving the sum to
+        the matrix unit, whose additions keep about 14 bits. Scales of 16 bits need it.
+      programs: how many run side by side, one to a multiprocessor.
+    """
+
+    epilogue: Epilogue
+    tokens: int
+    stages: int
+    consumers: int
+    is_two_level: bool
+    programs: int = 132
+
+    @property
+    def written(self) -> int:
+        """Tokens that are written at a time."""
+        return min(self.tokens, _MOST_WRITTEN)
+
+    @property
+    def scaled(self) -> int:
+        """Tokens whose scales are copied."""
+        return -(-self.tokens // _SCALED) * _SCALED
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a thread that computes, and of one that copies, see `ring.divide`."""
+        return (112, 32) if self.consumers == 4 else (232, 40)
+
+    def shared_bytes(self, experts: int, scale_bytes: int, has_tables: bool) -> int:
+        """Shared memory, buffers in units of 1,024 bytes."""
+        out = self.written * 2 * self.epilogue.outputs
+        buffers = [
+            self.stages * self.tokens * GROUP,
+            self.stages * self.consumers * ROWS * GROUP // 2,
+            self.stages * self.consumers * ROWS * scale_bytes,
+            self.consumers * out,
+            2 * self.scaled,
+            TABLES_BYTES * has_tables,
+            4 * Plan.size(experts),
+        ]
+        return sum(-(-size // 1024) * 1024 for size in buffers) + 8 * (2 * self.stages + 3)
+
+
+class Arrays(NamedTuple):
+    """A product's arguments and its result, see `grouped_matmul`."""
+
+    codes: Ref
+    scales: Ref
+    tables: Any
+    x: Ref
+    token_scales: Ref
+    output_scales: Ref
+    bias: Ref | None
+    sizes: Ref
+    out: Ref
+
+
+class Memory(NamedTuple):
+    """Memory and barriers of a program."""
+
+    codes: Ref
+    scales: Ref
+    tables: list[Ref]
+    x: Ref
+    token_scales: Ref
+    out: Ref
+    plan: Ref
+    ready: Ref
+    free: Ref
+    tile_ready: Ref
+    tile_free: Ref
+    tables_ready: Ref
+
+
+class Work(NamedTuple):
+    """A tile: its expert, its first token and how many it has, and its number among outputs."""
+
+    expert: jax.Array
+    token: jax.Array
+    size: jax.Array
+    tile: jax.Array
+
+
+def _work(number: jax.Array, p: Plan, across: int, s: Settings) -> Work:
+    """A tile by its number; of one expert's, tokens vary fastest.
+
+    An expert's tiles are ``across`` times its tiles of tokens, so that the number of any of these
+    leads to it.
+    """
+    expert = p.expert(lax.div(number, jnp.int32(across)))
+    start = p.tile(expert)
+    within, of_expert = number - start * across, p.tile(expert + 1) - start
+    token = p.token(expert) + lax.rem(within, of_expert) * s.tokens
+    count = jnp.minimum(p.token(expert + 1) - token, jnp.int32(s.tokens))
+    return Work(expert, token, count, lax.div(within, of_expert))
+
+
+def _operand(m: Memory, slot: jax.Array, me: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A warpgroup's weights of a group: `int4.operand`."""
+    refs = [m.codes.at[slot], m.scales.at[slot], *m.tables]
+    types = (SCALAR, *[plgpu.RefType()] * len(refs))
+    words = ring.array((ROWS, GROUP // 4), jnp.int32)
+    unit = ring.array((ROWS,), jnp.float32, ROW)
+    dtype = "float16" if m.scales.dtype == jnp.float16 else "bfloat16"
+
+    def run(row: Any, codes: Any, scales: Any, *tables: Any) -> Any:
+        return int4.operand(codes, scales, tables[0] if tables else None, row, dtype)
+
+    return ring.inline(run, types, (words, unit))(me * ROWS, *refs)
+
+
+def _start(words: jax.Array, x: Ref, total: jax.Array | None) -> jax.Array:
+    """Starts a group's product, added to `total`."""
+    kind = ring.array((ROWS, x.shape[0]), jnp.float32)
+    arrays = [words] if total is None else [words, total]
+    types = (plgpu.RefType(_SWIZZLE), *[plgpu.Layout.WGMMA] * len(arrays))
+
+    def run(x: Any, words: Any, *total: Any) -> Any:
+        # Rows of 128 bytes: eight of them are a tile.
+        x = mgpu.memref_unsqueeze(mgpu.memref_unfold(x, 0, (None, 8)), 1)
+        return wgmma.start(words, x, swizzle=128, total=total[0] if total else None)
+
+    return ring.inline(run, types, kind)(x, *arrays)
+
+
+def _write(
+    out: Pointer,
+    target: Pointer,
+    columns: int,
+    span: tuple[int, int],
+    token: Int,
+    count: Int,
+    column: Int,
+    e: Epilogue,
+) -> None:
+    """Copies a warp's outputs of some tokens from shared to global memory.
+
+    Args:
+      out: shared memory, ``[span[1], outputs]`` as `epilogue.finish` leaves it.
+      target: global memory ``[M, columns]``.
+      columns: of `target`.
+      span: the first of these tokens within the tile, and how many there is room for.
+      token: the tile's first token.
+      count: how many tokens the tile has.
+      column: where the warpgroup's outputs begin.
+      e: what was done.
+    """
+    number, warp = lane.special("laneid"), (lane.special("tid.x") >> 5) & 3
+    # Of 16 bytes: a warp has 16 outputs of a token, in a gated product 8.
+    per_token = e.outputs // 32
+    size = span[1] * per_token
+    for begin in range(0, size, 32):
+        chunk = (number & (min(size, 32) - 1)) + begin
+        row = chunk >> (per_token - 1)
+        byte = (warp * per_token + (chunk & (per_token - 1))) * _CHUNK
+        words = out.at(epilogue.place(row, byte, e)).words(4)
+        place = target.times(token + span[0] + row, lane.integer(2 * columns))
+        with lane.when((row + span[0] < count) & (number < size)):
+            place.at(column * 2, byte).store_words(words)
+
+
+def _store(
+    total: jax.Array, work: Work, me: jax.Array, m: Memory, a: Arrays, rows: int, s: Settings
+) -> None:
+    """Writes a warpgroup's outputs; of rows that the experts do not have, none."""
+    e = s.epilogue
+    row = (work.tile * s.consumers + me) * ROWS
+    count = jnp.where(row < rows, work.size, 0)
+    numbers = work.expert * rows + row, row * e.outputs // ROWS, work.token, count
+    refs = [m.out.at[me], m.token_scales, a.out, a.output_scales]
+    refs += [a.bias] if e.has_bias else []
+
+    def run(total: Any, base: Any, column: Any, token: Any, count: Any, *refs: Any) -> None:
+        out, scales, target, output_scales, *bias = refs
+        column, token, count = (lane.scalar(x) for x in (column, token, count))
+        for first in range(0, s.tokens, s.written):
+            span = (first, s.written)
+            factors = output_scales, bias[0] if bias else None
+            epilogue.finish(total, span, scales, *factors, out, base, e)
+            lane.warp_barrier()
+            places = Pointer.to(out), Pointer.to(target)
+            _write(*places, a.out.shape[1], span, token, count, column, e)
+            lane.warp_barrier()
+
+    plgpu.barrier_wait(m.tile_ready)
+    types = (plgpu.Layout.WGMMA, *[SCALAR] * 4, *[plgpu.RefType()] * len(refs))
+    ring.inline(run, types)(total, *numbers, *refs)
+    plgpu.barrier_arrive(m.tile_free)
+
+
+def _fill(me: jax.Array, p: Plan, a: Arrays, s: Settings) -> None:
+    """Writes the rows behind the last expert's."""
+    columns = a.out.shape[1]
+    size = 2 * columns // _CHUNK
+    end = a.out.shape[0] * size
+    threads = lax.axis_size("program") * s.consumers * _THREADS
+    first = p.bound(1) * size + (lax.axis_index("program") * s.consumers + me) * _THREADS
+
+    def run(first: Any, word: Any, target: Any) -> None:
+        number = lane.scalar(first) + (lane.special("tid.x") & (_THREADS - 1))
+        with lane.when(number < end):
+            place = Pointer.to(target).times(number, lane.integer(_CHUNK))
+            place.store_words([lane.scalar(word)] * 4)
+
+    write = ring.inline(run, (SCALAR, SCALAR, plgpu.RefType()))
+
+    def step(i: jax.Array, _: None) -> None:
+        write(first + i * threads, p.bound(2), a.out)
+
+    rounds = lax.div(jnp.maximum(end - first, 0) + (threads - 1), jnp.int32(threads))
+    lax.fori_loop(jnp.int32(0), rounds, step, None)
+
+
+def _consume(
+    me: jax.Array, share: ring.Share, p: Plan, m: Memory, a: Arrays, rows: int, s: Settings
+) -> None:
+    """All tiles of a program, by one of the warpgroups that compute."""
+    groups, across = a.codes.shape[1], pl.cdiv(rows, s.consumers * ROWS)
+    steps = share.count * groups
+    zeros = jnp.full((ROWS, s.tokens), 0.0, jnp.float32)
+
+    def wait(step: jax.Array, slot: jax.Array) -> None:
+        @pl.when(step < steps)
+        def _() -> None:
+            plgpu.barrier_wait(m.ready.at[slot])
+
+    def tile(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        work = _work(share.number(i), p, across, s)
+
+        def step(g: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            total, words, unit, slot = carry
+            following = ring.next_slot(slot, s.stages)
+            product = _start(words, m.x.at[slot], None if s.is_two_level else total)
+            wait(i * groups + g + 1, following)
+            # While the product is on its way. After the very last this converts what is there.
+            words, next_unit = _operand(m, following, me)
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(m.free.at[slot])
+            if s.is_two_level:
+                product = total + product * lax.broadcast_in_dim(unit, product.shape, (0,))
+            return product, words, next_unit, following
+
+        total = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+        total, *rest = lax.fori_loop(jnp.int32(0), groups, step, (total, *carry))
+        _store(total, work, me, m, a, rows, s)
+        return tuple(rest)
+
+    first = jnp.int32(0)
+    wait(first, first)
+    lax.fori_loop(first, share.count, tile, (*_operand(m, first, me), first))
+    _fill(me, p, a, s)
+
+
+def _copy_tokens(work: Work, g: jax.Array, x: Ref, target: Ref, ready: Ref, s: Settings) -> None:
+    """Copies a group's inputs of the tile's tokens, and of few more."""
+    sizes = [n for n in (s.tokens // 4, s.tokens // 2, s.tokens) if n >= _FEWEST]
+    for fewer, size in zip([0, *sizes], sizes, strict=False):
+
+        @pl.when((work.size > fewer) & (work.size <= size))
+        def _(size: int = size) -> None:
+            source = x.at[pl.ds(work.token, size), pl.ds(g * GROUP, GROUP)]
+            plgpu.copy_gmem_to_smem(source, target.at[pl.ds(0, size)], ready)
+
+
+def _produce(share: ring.Share, p: Plan, m: Memory, a: Arrays, rows: int, s: Settings) -> None:
+    """Copies the groups of all tiles, as room comes free."""
+    groups, across = a.codes.shape[1], pl.cdiv(rows, s.consumers * ROWS)
+
+    def tile(number: jax.Array, slot: jax.Array) -> jax.Array:
+        work = _work(number, p, across, s)
+        some = pl.ds(work.expert * (rows // ROWS) + work.tile * s.consumers, s.consumers)
+
+        def group(g: jax.Array, slot: jax.Array) -> jax.Array:
+            ready = m.ready.at[slot]
+            plgpu.barrier_wait(m.free.at[slot])
+            plgpu.copy_gmem_to_smem(a.codes.at[some, g], m.codes.at[slot], ready)
+            plgpu.copy_gmem_to_smem(a.scales.at[some, g], m.scales.at[slot], ready)
+            _copy_tokens(work, g, a.x, m.x.at[slot], ready, s)
+            return ring.next_slot(slot, s.stages)
+
+        slot = lax.fori_loop(jnp.int32(0), groups, group, slot)
+        plgpu.barrier_wait(m.tile_free)
+        scales = a.token_scales.at[pl.ds(work.token, s.scaled)]
+        plgpu.copy_gmem_to_smem(scales, m.token_scales, m.tile_ready)
+        return slot
+
+    share.loop(tile)
+
+
+def _kernel(*refs: Ref, rows: int, s: Settings, has_tables: bool) -> None:
+    given = list(refs)
+    has = (True, True, has_tables, True, True, True, s.epilogue.has_bias, True, True)
+    a = Arrays(*[given.pop(0) if x else None for x in has])
+    me = lax.axis_index("warpgroup")
+
+    experts = a.sizes.shape[0]
+
+    def run(sizes: Any, held: Any) -> None:
+        make_plan(Pointer.to(sizes), Pointer.to(held), experts, a.x.shape[0], s.tokens)
+
+    def body(m: Memory) -> None:
+        @pl.when(me == s.consumers)
+        def _() -> None:
+            # Its four warps, each the same.
+            ring.inline(run, [plgpu.RefType()] * 2)(a.sizes, m.plan)
+
+        ring.inline(lambda: lane.block_barrier(), ())()
+        p = Plan(m.plan, experts)
+        share = ring.Share(p.bound(0) * pl.cdiv(rows, s.consumers * ROWS))
+
+        def consume() -> None:
+            ring.free_at_first(s.stages, [m.free], m.tile_free)
+            if has_tables:
+                plgpu.barrier_wait(m.tables_ready)
+            _consume(me, share, p, m, a, rows, s)
+
+        def produce() -> None:
+            if has_tables:
+                plgpu.copy_gmem_to_smem(a.tables, m.tables[0], m.tables_ready)
+            _produce(share, p, m, a, rows, s)
+
+        ring.divide(me, s.consumers, s.registers, consume, produce)
+
+    barrier, e = plgpu.Barrier, s.epilogue
+    pl.run_scoped(
+        body,
+        Memory(
+            codes=plgpu.SMEM((s.stages, s.consumers, *a.codes.shape[2:]), jnp.uint8),
+            scales=plgpu.SMEM((s.stages, s.consumers, ROWS), a.scales.dtype),
+            tables=[plgpu.SMEM((TABLES, TABLE_BYTES), jnp.uint8)] * has_tables,
+            x=plgpu.SMEM((s.stages, s.tokens, GROUP), a.x.dtype, transforms=_SWIZZLE),
+            token_scales=plgpu.SMEM((s.scaled,), jnp.bfloat16),
+            out=plgpu.SMEM((s.consumers, s.written, e.outputs), e.dtype),
+            plan=plgpu.SMEM((Plan.size(experts),), jnp.int32),
+            ready=barrier(num_arrivals=3, num_barriers=s.stages),
+            free=barrier(num_arrivals=s.consumers, num_barriers=s.stages),
+            tile_ready=barrier(),
+            tile_free=barrier(num_arrivals=s.consumers),
+            tables_ready=barrier(),
+        ),
+        collective_axes="warpgroup",
+    )
+
+
+def grouped_matmul(
+    codes: jax.Array,
+    scales: jax.Array,
+    tables: jax.Array | None,
+    x: jax.Array,
+    token_scales: jax.Array,
+    output_scales: jax.Array,
+    bias: jax.Array | None,
+    group_sizes: jax.Array,
+    *,
+    settings: Settings,
+) -> jax.Array:
+    """Tokens, sorted by expert, times their experts' INT4 weights.
+
+    Args:
+      codes: uint8 ``[E, N' / 64, K' / 128, 64, 64]``, of each expert as for `int4_matmul`.
+      scales: ``[E, N' / 64, K' / 128, 64]``, e4m3 (with `tables`), bfloat16 or float16.
+      tables: uint8 ``[128, 16]``, as for `int4_matmul`, or None.
+      x: e4m3 ``[M, K']``.
+      token_scales: bfloat16 ``[M]``.
+      output_scales: float32 ``[E, N']``.
+      bias: float32 ``[E, N']``, or None.
+      group_sizes: int32 ``[E]``, tokens of each expert; where they are not valid, all rows are NaN.
+      settings: what is static.
+
+    Returns:
+      ``[M, N']``, for gated weights ``[M, N' / 2]``.
+    """
+    experts, blocks, groups = codes.shape[:3]
+    rows = blocks * ROWS
+    flat = (experts * blocks, groups)
+    weights = [int4.chunks(codes.reshape(*flat, *codes.shape[3:])), scales.reshape(*flat, ROWS)]
+    if tables is not None:
+        weights = [weights[0], lax.bitcast_convert_type(weights[1], jnp.uint8), tables]
+    kernel = functools.partial(_kernel, rows=rows, s=settings, has_tables=tables is not None)
+    columns = rows * settings.epilogue.outputs // ROWS
+    run = ring.launch(
+        kernel,
+        "turbojax_grouped_matmul_hopper",
+        jax.ShapeDtypeStruct((x.shape[0], columns), jnp.dtype(settings.epilogue.dtype)),
+        settings.programs,
+        settings.programs,
+        consumers=settings.consumers,
+    )
+    vectors = [output_scales, *([] if bias is None else [bias])]
+    vectors = [v.reshape(experts * rows) for v in vectors]
+    return run(*weights, x, token_scales, *vectors, group_sizes)

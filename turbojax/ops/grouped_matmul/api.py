@@ -1,0 +1,191 @@
+"""`grouped_matmul`: arguments, checks, the choice of implementation, and the gradient's rule."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from turbojax import _checks
+from turbojax._gradient import refuse_gradients
+from turbojax._registry import Implementation, ImplementationName, Registry
+from turbojax.ops.fp8_tokens import quantize_activation
+from turbojax.ops.grouped_matmul import mosaic_gpu, reference, triton
+from turbojax.ops.int4_matmul.api import check_activation, check_precision, check_x, tokens_of
+from turbojax.ops.int4_matmul.static import Activation, Precision
+from turbojax.quantizers import Fp8Tokens, Int4Weight
+from turbojax.quantizers.int4 import pad_rows
+
+GROUPED_MATMUL = Registry(
+    "grouped_matmul",
+    # The kernels have not run on a GPU yet: they are asked for by name.
+    (
+        Implementation("xla", reference.matmul),
+        Implementation("mosaic_gpu", mosaic_gpu.matmul, mosaic_gpu.unsupported),
+        Implementation("triton", triton.matmul, triton.unsupported),
+    ),
+)
+
+
+def grouped_matmul(
+    x: jax.Array | Fp8Tokens,
+    weight: Int4Weight,
+    group_sizes: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    activation: Activation | None = None,
+    precision: Precision | None = None,
+    implementation: ImplementationName | None = None,
+) -> jax.Array:
+    """``act(x_e W_e^T + bias_e)`` of every expert `e` and its tokens, with INT4 weights.
+
+    Tokens are sorted by expert: the first ``group_sizes[0]`` rows are those of expert 0, the next
+    ``group_sizes[1]`` those of expert 1, and so on; groups may be empty. It is `matmul` of each
+    group, and what is said there of quantization, sums and the gradient holds here. Memory and time
+    are those of the experts that have tokens. Rows behind the last group belong to nobody: they are
+    zeros, as in `jax.lax.ragged_dot`, and so is their gradient.
+
+    Args:
+      x: ``[M, K]``, bfloat16, float16 or float32; or tokens already quantized, which have no
+        gradient.
+      weight: ``[N, K]`` of each expert, arrays with a leading axis of `E` experts, see
+        `quantize_experts` and `stack_experts`; of a gated product ``[2 F, K]``.
+      group_sizes: integers ``[E]``, none negative, at most `M` together. Outside `jit` others are
+        refused. Under `jit` they cannot be: then every row of the result is NaN.
+      bias: optional floating point ``[E, N]``; of a gated weight ``[E, 2 F]``, that of the gate
+        first.
+      activation: as in `matmul`; for a gated weight ``"swiglu"`` or ``"geglu"`` and nothing else.
+      precision: as in `matmul`.
+      implementation: ``"mosaic_gpu"`` (compute capability 9.0 alone), ``"triton"`` or ``"xla"``;
+        None is ``"xla"``, for now. A name never falls back to another.
+
+    Returns:
+      ``[M, N]``, of a gated weight ``[M, F]``, in the dtype of `x` before it was quantized. A token
+      with a value that is not finite gives NaN, and so does an output with such a weight.
+
+    Raises:
+      TypeError: if an argument is of another kind or dtype.
+      ValueError: if a shape, size, name, activation or precision does not fit, or (outside `jit`)
+        the sizes of groups.
+      NotImplementedError: if the implementation asked for cannot run this, when quantized tokens
+        are differentiated, or when anything is differentiated twice.
+    """
+    one = check_stack(weight)
+    check_activation(activation, one)
+    is_precise = check_precision(precision)
+    [experts] = weight.stack
+    bias = check_biases(bias, weight)
+    x = check_x(x, one)
+    if len(x.shape) != 2:
+        raise ValueError(f"{x.shape=} must be [M, {weight.in_size}], tokens sorted by expert")
+    group_sizes = _check_sizes(group_sizes, experts, x.shape[0])
+    if bias is not None:
+        bias = jax.vmap(lambda b: pad_rows(b, one))(bias.astype(jnp.float32))
+    chosen = GROUPED_MATMUL.select(
+        implementation,
+        tokens=tokens_of(x),
+        weight=weight,
+        group_sizes=group_sizes,
+        bias=bias,
+        activation=activation,
+    )
+    run = functools.partial(chosen.run, activation=activation, is_precise=is_precise)
+    if isinstance(x, Fp8Tokens):
+        call = refuse_gradients(run, "grouped_matmul of quantized tokens")
+    else:
+        # The name is that of the product; every quantizer gives the same bits.
+        quantize = functools.partial(
+            quantize_activation, implementation="xla" if implementation == "xla" else None
+        )
+        call = _differentiable(quantize, run, activation)
+    return call(x, weight, group_sizes, bias)
+
+
+def check_stack(weight: Int4Weight) -> Int4Weight:
+    """One expert of a stack, in shapes and dtypes.
+
+    Raises:
+      TypeError: if it is no `Int4Weight`, or one of its arrays has another dtype.
+      ValueError: if its arrays have not one leading axis, or another shape behind it.
+    """
+    if not isinstance(weight, Int4Weight):
+        raise TypeError(f"weight is a {type(weight).__name__}, must be an Int4Weight")
+    weight.validate()
+    if len(weight.stack) != 1 or 0 in weight.stack:
+        raise ValueError(
+            f"{weight.stack=} must be one axis of experts, not empty: see stack_experts"
+        )
+    one: Int4Weight = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), weight)
+    return one
+
+
+def check_biases(bias: jax.Array | None, weight: Int4Weight) -> jax.Array | None:
+    """Biases that are floating point ``[E, out_size]``, or None.
+
+    Raises:
+      TypeError: if their dtype is not supported.
+      ValueError: if their shape does not fit.
+    """
+    if bias is None:
+        return None
+    bias = jnp.asarray(bias)
+    _checks.check_float_dtype("bias", bias)
+    wanted = (*weight.stack, weight.out_size)
+    if bias.shape != wanted:
+        raise ValueError(f"{bias.shape=} must be {wanted}, one for each expert")
+    return bias
+
+
+def _check_sizes(group_sizes: jax.Array, experts: int, rows: int) -> jax.Array:
+    """int32 ``[E]``.
+
+    Raises:
+      TypeError: if they are not integers.
+      ValueError: another shape, or (outside `jit`) sizes that are negative or too many together.
+    """
+    # What is beyond int32 is beyond any number of rows, too.
+    group_sizes = _checks.as_int32("group_sizes", group_sizes, saturate=True)
+    if group_sizes.shape != (experts,):
+        raise ValueError(f"{group_sizes.shape=} must be ({experts},), one for each expert")
+    if _checks.is_concrete(group_sizes):
+        sizes = np.asarray(group_sizes).astype(np.int64)
+        if sizes.min() < 0 or sizes.sum() > rows:
+            raise ValueError(
+                f"group_sizes={sizes.tolist()} must not be negative, and at most {rows} together, "
+                "the rows of x"
+            )
+    return group_sizes
+
+
+def _differentiable(
+    quantize: Callable[[jax.Array], Fp8Tokens],
+    run: Callable[..., jax.Array],
+    activation: Activation | None,
+) -> Callable[..., jax.Array]:
+    """Quantization and `run`, differentiable in reverse mode straight through the rounding."""
+    differentiate_once = refuse_gradients(
+        reference.gradient,
+        "the gradient of grouped_matmul",
+        because="only first derivatives are supported",
+        activation=activation,
+    )
+
+    @jax.custom_vjp
+    def call(
+        x: jax.Array, weight: Int4Weight, group_sizes: jax.Array, bias: jax.Array | None
+    ) -> jax.Array:
+        return run(quantize(x), weight, group_sizes, bias)
+
+    def forward(*arrays: Any) -> Any:
+        # `call`, not `run`: a second derivative must not find a way through the implementation.
+        return call(*arrays), arrays
+
+    def backward(saved: Any, d_out: jax.Array) -> Any:
+        d_x, d_bias = differentiate_once(*saved, d_out)
+        # None: the weight is frozen, and sizes of groups are integers.
+        return d_x, None, None, d_bias
+
+    call.defvjp(forward, backward)
+    return call
