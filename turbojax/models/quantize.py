@@ -313,7 +313,7 @@ def _side_by_side(kernels: jax.Array, *, of_inputs: bool) -> jax.Array:
 
 
 def _each_expert(weight: jax.Array, count: int, *, of_inputs: bool) -> jax.Array:
-    """Weights ``[E, out, in]`` of experts that lie side by side, ``[out, E in]`` or ``[E out, in]``."""
+    """Weights ``[E, out, in]`` of experts side by side, ``[out, E in]`` or ``[E out, in]``."""
     outputs, inputs = weight.shape
     if of_inputs:
         return jnp.swapaxes(weight.reshape(outputs, count, inputs // count), 0, 1)
