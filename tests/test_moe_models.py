@@ -337,6 +337,7 @@ def test_which_layers_have_experts(change, dense):
         ("mixtral", {"num_local_experts": 0}, "num_local_experts=0 must be at least 1"),
         ("mixtral", {"num_local_experts": "8"}, "num_local_experts='8' must be an integer"),
         ("qwen3-moe", {"num_local_experts": 5}, "num_experts and num_local_experts must be equal"),
+        ("qwen3-moe", {"num_experts": 10**9}, "num_experts=1000000000 must be at most 10000"),
         ("qwen3-moe", {"moe_intermediate_size": 0}, "moe_intermediate_size=0 must be an integer"),
         ("qwen3-moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0 must be an integer"),
         ("qwen3-moe", {"mlp_only_layers": ["1"]}, r"mlp_only_layers=\['1'\] must be a list of num"),
@@ -365,6 +366,7 @@ def test_wrong_configurations(name, change, message):
     ("change", "message"),
     [
         ({"count": 0}, "experts.count=0 must be an integer of 1"),
+        ({"count": 10_001}, "experts.count=10001 must be at most 10000"),
         ({"per_token": 5}, "experts.per_token=5 must be at most experts.count=4"),
         ({"softmax": "none"}, "experts.softmax='none' must be 'before' or 'after'"),
         ({"dense_layers": (1, 0)}, r"experts.dense_layers=\(1, 0\) must be numbers of layers"),

@@ -7,13 +7,16 @@ from typing import Any, Literal
 from turbojax._json import shown
 from turbojax.models.families.keys import LARGEST_SIZE, integer
 
+MOST_EXPERTS = 10_000
+"""No layer has a tenth of it; each has tensors of its own."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsConfig:
     """Feed-forward layers of experts, in place of one: a router chooses some for each token.
 
     Attributes:
-      count: experts `E` of a layer.
+      count: experts `E` of a layer, at most `MOST_EXPERTS`.
       per_token: how many of them a token goes to.
       intermediate_size: width of each expert's gated layer.
       softmax: whether weights are probabilities among all experts, ``"before"`` the choice, or
@@ -40,6 +43,8 @@ class ExpertsConfig:
                 raise ValueError(
                     f"experts.{name}={shown(value)} must be an integer of 1 to {LARGEST_SIZE}"
                 )
+        if self.count > MOST_EXPERTS:
+            raise ValueError(f"experts.count={self.count} must be at most {MOST_EXPERTS}")
         if self.per_token > self.count:
             raise ValueError(
                 f"experts.per_token={self.per_token} must be at most experts.count={self.count}"
@@ -61,7 +66,10 @@ def read_count(keys: Mapping[str, Any], *names: str, default: int) -> int:
     """
     given = {name: keys[name] for name in names if keys.get(name) is not None}
     for name in given:
-        integer(given, name, 0)
+        if integer(given, name, 0) > MOST_EXPERTS:
+            raise ValueError(
+                f"config.json: {name}={shown(given[name])} must be at most {MOST_EXPERTS}"
+            )
     if len(set(given.values())) > 1:
         raise ValueError(f"config.json: {' and '.join(given)} must be equal, are {given}")
     return next(iter(given.values()), default)

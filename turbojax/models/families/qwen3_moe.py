@@ -51,7 +51,8 @@ def _read(keys: Mapping[str, Any]) -> ExpertsConfig | None:
         raise ValueError(
             f"config.json: mlp_only_layers={shown(without)} must be a list of numbers of layers"
         )
-    dense = tuple(i for i in layers if i in without or (i + 1) % step)
+    alone = set(without)
+    dense = tuple(i for i in layers if i in alone or (i + 1) % step)
     if count == 0 or len(dense) == len(layers):
         return None
     return ExpertsConfig(
