@@ -57,6 +57,7 @@ MIXTRAL = Mixtral(
         "num_experts": None,
         "num_experts_per_tok": 2,
     },
+    writes_head_dim=False,
     experts={
         "block_sparse_moe.gate": ("mlp", "router"),
         "block_sparse_moe.experts.{}.w1": ("mlp", "gate_proj"),
