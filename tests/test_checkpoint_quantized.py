@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from turbojax import models, smoothing
+from turbojax import fireq, models, smoothing
 from turbojax.models.checkpoint.huggingface import load, load_decoder, weight_files
+from turbojax.models.lora import init_adapters, with_adapters, without_adapters
 from turbojax.quantizers.int4_layout import code_rows, scale_rows
 from turbojax.rotary import LinearScaling, YarnScaling
 
@@ -160,6 +161,46 @@ def test_numbers_too_large_are_refused(quantized, tmp_path):
         with pytest.raises(ValueError, match="dtype=float16 cannot hold embedding"):
             call()
     assert {x.name: x.read_bytes() for x in tmp_path.iterdir()} == before
+
+
+def test_tables_that_would_not_be_read(quantized, tmp_path):
+    """INT4 tables have the layers' kind of scales, in groups of 128, and no zeros."""
+    codes = jnp.ones((64, 48), jnp.int8)
+
+    def table(groups, dtype, size=None, zeros=None):
+        return fireq.from_codes(codes, jnp.ones((64, groups), dtype), zeros, group_size=size)
+
+    layers = models.random_quantized_decoder(CONFIG, scale_dtype="bf16", dtype=jnp.float32)
+    models.save_quantized(dataclasses.replace(layers, lm_head=table(1, jnp.bfloat16)), tmp_path)
+    assert load(tmp_path).lm_head.group_size == 128
+    for wrong, found in (
+        (table(2, jnp.bfloat16, 32), "in groups of 32 with scales in bf16, without zeros"),
+        (table(1, jnp.float16), "in groups of 128 with scales in f16, without zeros"),
+        (
+            table(1, jnp.bfloat16, None, jnp.ones((64, 1), jnp.int8)),
+            "in groups of 128 with scales in bf16, with zeros",
+        ),
+    ):
+        for name in ("embedding", "lm_head"):
+            words = (
+                rf"{name} is \(64, 48\) {found}, must be \(64, 48\) in groups of 128 with .*bf16"
+            )
+            with pytest.raises(ValueError, match=words):
+                models.save_quantized(dataclasses.replace(layers, **{name: wrong}), tmp_path)
+    short = dataclasses.replace(layers, embedding=layers.embedding[:-1])
+    with pytest.raises(ValueError, match=r"embedding.shape=\(63, 48\) must be \(64, 48\)"):
+        models.save_quantized(short, tmp_path)
+    e4m3 = dataclasses.replace(quantized, embedding=table(1, jnp.bfloat16))
+    with pytest.raises(ValueError, match="scales in bf16, .* with scales in e4m3"):
+        models.save_quantized(e4m3, tmp_path)
+
+
+def test_adapters_are_not_part_of_it(quantized, tmp_path):
+    adapted = with_adapters(quantized, init_adapters(quantized, rank=2))
+    with pytest.raises(ValueError, match=r"layers\[0\] has adapters, must have none: see save_ad"):
+        models.save_quantized(adapted, tmp_path)
+    models.save_quantized(without_adapters(adapted), tmp_path)
+    assert same(load(tmp_path), quantized)
 
 
 @pytest.mark.parametrize(

@@ -39,14 +39,18 @@ def logits(decoder, tokens) -> np.ndarray:
     return np.asarray(run(decoder, tokens, positions), np.float64)
 
 
+@pytest.mark.parametrize(("activations", "allowed"), [("bf16", 0.02), ("e4m3", 0.1)])
 @pytest.mark.parametrize("length", [5, 70])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_xla(family, length, monkeypatch):
-    decoder = quantized(family)
+def test_logits_are_those_of_xla(family, length, activations, allowed, monkeypatch):
+    """Near them: sums in another order are now and then rounded to another neighbour.
+
+    That is 0.4 % of a bfloat16, but up to 12 % of an e4m3 one.
+    """
+    decoder = quantized(family).with_activations(activations)
     tokens = jnp.asarray(np.random.default_rng(3).integers(256, size=(2, length)), jnp.int32)
     got = logits(decoder, tokens)
     reference = functools.partial(matmul, implementation="xla")
     monkeypatch.setattr(quantized_layer, "matmul", reference)
     want = logits(decoder, tokens)
-    # Both round to bfloat16 after every product, and now and then the one as the other does not.
-    assert np.linalg.norm(got - want) < 0.03 * np.linalg.norm(want)
+    assert np.linalg.norm(got - want) < allowed * np.linalg.norm(want)

@@ -37,7 +37,7 @@ def oracle_e4m3(x, values, bias, d_out, activation, output_scale=1.0):
     if activation is not None:
         codes, scale = oracle.quantize_tokens(wide(x))
         z = codes @ values.T * scale[:, None] + wide(bias)
-        z = wide(jnp.asarray(z, jnp.float32).astype(x.dtype))
+        z = wide(jnp.asarray(z, jnp.float32).astype(jnp.float32 if is_wide else jnp.bfloat16))
     d_z = backward(wide(d_out), z, activation)
     scaled = oracle.f32(d_z * output_scale)
     codes, scale = oracle.quantize_tokens(scaled if is_wide else oracle.bf16(scaled))
@@ -90,6 +90,14 @@ def test_through_activations(activation, dtype):
     assert error < 0.006
     assert 0.015 < cost < 0.045
     np.testing.assert_allclose(got[1], d_bias, rtol=2e-3, atol=2e-3)
+
+
+def test_sums_beyond_float16():
+    """Before an activation they may be large, as in the product's epilogue."""
+    weight = tj.fireq.quantize_weight(jnp.full((64, 128), -8.0))
+    x, d_out = jnp.full((1, 128), 100.0, jnp.float16), jnp.ones((1, 64), jnp.float16)
+    d_x = jax.vjp(lambda x: matmul(x, weight, activation="silu", gradient="e4m3"), x)[1](d_out)[0]
+    np.testing.assert_array_equal(wide(d_x), 0.0)
 
 
 def test_rows_of_every_size():

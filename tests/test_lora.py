@@ -379,6 +379,62 @@ def test_tensors_that_do_not_fit(decoder, tmp_path):
         load_adapters(tmp_path, 2)
 
 
+def test_a_rank_that_is_not_the_configs(decoder, tmp_path):
+    save_adapters(trained(decoder, rank=2), tmp_path)
+    path = tmp_path / "adapter_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "r": 16}))
+    words = r"layer 0 has lora_A of shape \(2, 48\) and lora_B of shape \(32, 2\) of mlp.down.*r=16"
+    with pytest.raises(ValueError, match=words):
+        load_adapters(tmp_path, 2)
+
+
+def test_adapters_that_are_missing(decoder, tmp_path):
+    save_adapters(trained(decoder, rank=2), tmp_path)
+    file, path = tmp_path / "adapter_model.safetensors", tmp_path / "adapter_config.json"
+    tensors, config = load_file(file), json.loads(path.read_text())
+    save_file({k: v for k, v in tensors.items() if ".layers.1." not in k}, file)
+    with pytest.raises(ValueError, match=r"layer 1 lacks the adapter of self_attn.q_proj"):
+        load_adapters(tmp_path, 2)
+    for change, found in (
+        ({"layers_to_transform": [0]}, [7, 0]),
+        ({"layers_to_transform": 0}, [7, 0]),
+        ({"target_modules": "all-linear"}, [7, 0]),
+        ({"layers_to_transform": [0, 2]}, "layers_to_transform=.* must be from 0 to 1"),
+        ({"layers_to_transform": "0"}, "layers_to_transform='0' must be integers"),
+        ({"target_modules": {"q_proj": 1}}, "target_modules=.* must be names"),
+    ):
+        path.write_text(json.dumps({**config, **change}))
+        if isinstance(found, list):
+            assert [len(layer) for layer in load_adapters(tmp_path, 2).layers] == found
+            continue
+        with pytest.raises(ValueError, match=found):
+            load_adapters(tmp_path, 2)
+    save_file({}, file)
+    with pytest.raises(ValueError, match="must hold adapters, has none"):
+        load_adapters(tmp_path, 2)
+    path.write_text(json.dumps(config))
+    name = next(iter(tensors))
+    save_file({**tensors, name: tensors[name].astype(np.int32)}, file)
+    with pytest.raises(ValueError, match=r"has dtype .?I32.?, must be BF16, F16, F32, F64"):
+        load_adapters(tmp_path, 2)
+
+
+def test_layers_with_other_targets(decoder, tmp_path):
+    """Modules are then named in full, so that none is missed where there is none."""
+    first, second = trained(decoder, rank=2).layers
+    uneven = Adapters(({"q": first["q"]}, {"q": second["q"], "down": second["down"]}), 1.0)
+    save_adapters(uneven, tmp_path)
+    loaded = load_adapters(tmp_path, 2)
+    assert jax.tree.structure(loaded) == jax.tree.structure(uneven)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["target_modules"][0] == "model.layers.0.self_attn.q_proj"
+    file = tmp_path / "adapter_model.safetensors"
+    save_file({k: v for k, v in load_file(file).items() if "down" not in k}, file)
+    with pytest.raises(ValueError, match=r"layer 1 lacks the adapter of mlp.down_proj"):
+        load_adapters(tmp_path, 2)
+
+
 def test_what_cannot_be_saved(decoder, tmp_path):
     with pytest.raises(TypeError, match="adapters is a QuantizedDecoder, must be Adapters"):
         save_adapters(decoder, tmp_path)

@@ -84,6 +84,45 @@ def test_symmetric_weights_whose_zero_points_are_not_less_one():
     assert np.asarray(fireq.dequantize(weight)).tobytes() == layer.weight().tobytes()
 
 
+def test_sizes_that_are_not_whole_words():
+    for config, shape, message in (
+        (packed.gptq_config(-1), (8, 100), "100 inputs must be a multiple of 8"),
+        (packed.gptq_config(128), (12, 128), "12 outputs must be a multiple of 8"),
+        (packed.awq_config(128), (12, 128), "12 outputs must be a multiple of 8"),
+        (packed.awq_config(-1, version="gemv"), (8, 100), "100 inputs must be a multiple of 8"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            formats.parse(config).parts(*shape)
+    # The other axis may be any.
+    for config, pack, shape in (
+        (packed.awq_config(-1), packed.awq_gemm, (16, 100)),
+        (packed.awq_config(-1, version="gemv"), packed.awq_gemv, (11, 104)),
+    ):
+        layer = packed.random_layer(np.random.default_rng(0), shape, shape[1])
+        values = np.asarray(fireq.dequantize(loaded(config, pack(layer), shape)))
+        assert values.tobytes() == layer.weight().tobytes()
+
+
+def test_act_order_needs_its_groups():
+    layer = packed.random_layer(np.random.default_rng(0), (8, 64), 32)
+    parts = packed.gptq(layer, index=False)
+    with pytest.raises(ValueError, match="desc_act=True .* must have g_idx"):
+        loaded(packed.gptq_config(32, desc_act=True), parts, (8, 64))
+    config = packed.gptq_config(32, desc_act=True, static_groups=True)
+    values = np.asarray(fireq.dequantize(loaded(config, parts, (8, 64))))
+    assert values.tobytes() == layer.weight().tobytes()
+    for key in ("desc_act", "static_groups"):
+        with pytest.raises(NotImplementedError, match=f"{key}='maybe' is not supported"):
+            formats.parse(packed.gptq_config(32, **{key: "maybe"}))
+
+
+def test_a_group_index_that_is_not_known():
+    layer = packed.random_layer(np.random.default_rng(0), (8, 64), 32)
+    parts = packed.compressed(layer) | {"weight_g_idx": np.full(64, -1, np.int32)}
+    values = np.asarray(fireq.dequantize(loaded(packed.compressed_config(32), parts, (8, 64))))
+    assert values.tobytes() == layer.weight().tobytes()
+
+
 def test_layers_that_contradict_themselves():
     layer = packed.random_layer(np.random.default_rng(0), (32, 128), 128)
     layout = formats.parse(packed.compressed_config(128))

@@ -9,7 +9,7 @@ import parity_recordings as recordings
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = {"torch", "transformers"}
 # They import the reference when they are imported.
-MAKERS = {"torch_helpers", "make_recordings"}
+MAKERS = {"torch_helpers", "make_recordings", "make_packed_recordings"}
 
 
 def imports(tree: ast.AST) -> Iterator[str]:

@@ -99,7 +99,15 @@ def test_refusals(monkeypatch):
         (TypeError, "scale.dtype=int8", {"scale": good.scale.astype(jnp.int8)}),
         (ValueError, "two axes", {"qvalue": good.qvalue[None]}),
         (ValueError, "divides 256", {"scale": jnp.ones((3, 40), jnp.bfloat16)}),
-        (ValueError, "group_size=16", {"scale": jnp.ones((16, 40), jnp.bfloat16)}),
+        (
+            ValueError,
+            "16 groups of 256 inputs are of 16, must be of 32, 64 or a multiple of 128",
+            {"scale": jnp.ones((16, 40), jnp.bfloat16)},
+        ),
+        (ValueError, r"scale.shape=\(0, 40\) must", {"scale": jnp.ones((0, 40), jnp.bfloat16)}),
+        (ValueError, r"zero_point.shape=\(0, 40\)", {"zero_point": jnp.zeros((0, 40), jnp.int4)}),
+        (TypeError, "scale is a NoneType, must be an array", {"scale": None}),
+        (TypeError, "qvalue is a NoneType, must be an array", {"qvalue": None}),
         (ValueError, "scale in float32", {"scale": 0.1 + good.scale.astype(jnp.float32)}),
     ):
         with pytest.raises(error, match=message):

@@ -25,6 +25,7 @@ from turbojax.ops.fp8_tokens import quantize_activation, rms_norm_quantize
 from turbojax.ops.int4_matmul.api import matmul
 from turbojax.ops.paged_attention import paged_attention
 from turbojax.quantizers import Fp8Tokens, quantize_weight
+from turbojax.quantizers.int4_codes import from_codes
 from turbojax.state import exact, kv4
 from turbojax.state.pages import pool as paged
 from turbojax.state.progressive.update import store_prompt
@@ -149,6 +150,28 @@ def _int4(implementation: str, tokens: int, outputs: int, inputs: int) -> Any:
     weight = quantize_weight(_normal(1, outputs, inputs, dtype=jnp.float32))
     bias = _normal(2, outputs, dtype=jnp.float32)
     return call, (codes, jnp.ones(tokens, jnp.bfloat16), weight, bias)
+
+
+def _unrounded(tokens: int, outputs: int, inputs: int) -> Any:
+    """Codes with scales of 16 bits and zero points, times tokens in bfloat16."""
+    codes = jax.random.randint(jax.random.key(1), (outputs, inputs), -8, 8, jnp.int8)
+    groups = -(-inputs // 128)
+    scales = jnp.abs(_normal(2, outputs, groups, dtype=jnp.float32)).astype(jnp.bfloat16)
+    weight = from_codes(codes, scales, jnp.ones((outputs, groups), jnp.int8), group_size=128)
+
+    def call(x: jax.Array, weight: Any) -> Any:
+        return matmul(x, weight, activations="bf16", implementation="mosaic_gpu")
+
+    return call, (_normal(0, tokens, inputs), weight)
+
+
+def _int4_gradient(tokens: int, outputs: int, inputs: int) -> Any:
+    def call(x: jax.Array, weight: Any, d_out: jax.Array) -> Any:
+        options = {"gradient": "e4m3", "implementation": "mosaic_gpu"}
+        return jax.vjp(functools.partial(matmul, weight=weight, **options), x)[1](d_out)
+
+    weight = quantize_weight(_normal(1, outputs, inputs, dtype=jnp.float32))
+    return call, (_normal(0, tokens, inputs), weight, _normal(2, tokens, outputs))
 
 
 def _paged(implementation: str, kv_dtype: Any, width: int) -> Any:
@@ -299,6 +322,11 @@ CASES = {
     ),
     "int4, tiles, Hopper": _case("int4_matmul_hopper", _int4, "mosaic_gpu", 130, 136, 300),
     "int4, few tokens, Hopper": _case("int4_matmul_hopper", _int4, "mosaic_gpu", 3, 136, 1024),
+    "int4, few unrounded tokens, Hopper": _case("w4a16_few_hopper", _unrounded, 3, 136, 300),
+    "int4, unrounded tokens, Hopper": _case("w4a16_hopper", _unrounded, 130, 136, 300),
+    "int4, gradient, Hopper": _case(
+        "int4_expand_transposed_hopper fp8_matmul_hopper", _int4_gradient, 130, 136, 300
+    ),
     "paged, turbo4, Hopper": _case(
         "paged_hopper paged_merge_hopper", _paged, "mosaic_gpu", "turbo4", 20
     ),

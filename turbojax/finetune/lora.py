@@ -20,7 +20,7 @@ from turbojax.models import Attend
 from turbojax.models.decoder import for_length
 from turbojax.models.lora import Adapters, check_adapters, with_adapters
 from turbojax.models.quantized import QuantizedDecoder
-from turbojax.ops.int4_matmul.static import Gradient
+from turbojax.ops.int4_matmul.static import GRADIENTS, Gradient
 
 
 def token_losses(
@@ -75,8 +75,15 @@ class LoraTrainer:
           attend: how the model attends.
 
         Raises:
-          ValueError: if the adapters, the stream, the context or the precision does not fit.
+          TypeError: if the stream is not one array of integers.
+          ValueError: if the adapters, the stream, the context, the precision or the gradient does
+            not fit.
         """
+        if stream.ndim != 1 or not np.issubdtype(stream.dtype, np.integer):
+            found = f"{stream.dtype} {list(stream.shape)}"
+            raise TypeError(f"the stream is {found}, must be integers [n]")
+        if gradient not in GRADIENTS:
+            raise ValueError(f"{gradient=} must be one of {GRADIENTS}")
         check_adapters(adapters, decoder.config)
         if settings.precision != decoder.dtype.name:
             raise ValueError(
@@ -90,6 +97,8 @@ class LoraTrainer:
         largest = int(stream.max(initial=0))
         if largest >= decoder.config.vocab_size:
             raise ValueError(f"token {largest} must be below {decoder.config.vocab_size}")
+        if stream.min(initial=0) < 0:
+            raise ValueError(f"token {stream.min()} must not be negative")
         self.settings, self.decoder = settings, for_length(decoder, settings.context)
         self._num_tokens = stream.size
         self._starts(0)

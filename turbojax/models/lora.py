@@ -8,6 +8,7 @@ which then runs like any other.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -102,13 +103,15 @@ class LoraLinear:
             return base(self.base, x, residual=delta if residual is None else residual + delta)
         # What adapters add comes before the activation, which is why it leaves the product. Rows
         # are those of the weight: of a gate and its partner in turns.
+        # float32 where sums could exceed float16, which those in a product's epilogue never do.
+        dtype, x = x.dtype, x.astype(jnp.float32) if x.dtype == jnp.float16 else x
         delta = _product(_product(x, self.a), pad_rows(self.b, weight))
         bias = None if self.base.bias is None else pad_rows(self.base.bias, weight)
         plain = dataclasses.replace(weight, out_size=delta.shape[-1], gated=False)
         rows = dataclasses.replace(self.base, weight=plain, bias=bias)
         sums = base(rows, x, residual=delta).astype(jnp.float32)
         flat = activate(sums.reshape(-1, sums.shape[-1]), activation)[:, : weight.result_size]
-        out = flat.reshape(*x.shape[:-1], -1).astype(x.dtype)
+        out = flat.reshape(*x.shape[:-1], -1).astype(dtype)
         return out if residual is None else out + residual
 
     def after_norm(
@@ -259,8 +262,11 @@ def check_adapters(adapters: Adapters, config: TransformerConfig) -> None:
     """Checks that adapters fit a model.
 
     Raises:
-      ValueError: naming the layer and the adapter.
+      TypeError: if an array is not floating point.
+      ValueError: if a size or the scale does not fit, naming the layer and the adapter.
     """
+    if not math.isfinite(adapters.scale):
+        raise ValueError(f"{adapters.scale=} must be finite")
     if len(adapters.layers) != config.num_layers:
         raise ValueError(f"adapters of {len(adapters.layers)} layers, must be {config.num_layers}")
     sizes = linear_sizes(config)
@@ -268,6 +274,8 @@ def check_adapters(adapters: Adapters, config: TransformerConfig) -> None:
         for name, adapter in layer.items():
             if name not in sizes:
                 raise ValueError(f"layers[{i}] has an adapter of {name!r}, must be of {LINEARS}")
+            for x in (adapter.a, adapter.b):
+                _checks.check_float_dtype(f"layers[{i}].{name}", x)
             found = adapter.b.shape[:1] + adapter.a.shape[1:]
             if found != sizes[name] or adapter.a.shape[:1] != adapter.b.shape[1:]:
                 raise ValueError(

@@ -1,9 +1,9 @@
 """A decoder whose linear layers are INT4 weights times e4m3 activations (FireQ).
 
-It runs like a `Decoder`: `start`, `generate`, `stream` and `score` take either. Every linear layer
-reads activations with one scale per token, quantized where they are made: the norms write them
-directly, and the residual stream is added in the epilogue of the projection. It computes whatever a
-`Decoder` of the same config does.
+It runs like a `Decoder`: `start`, `generate`, `stream` and `score` take either. Linear layers read
+activations with one scale per token, quantized where they are made, the norms write them directly,
+unless `with_activations` or adapters have them read what is not rounded. The residual stream is
+added in the epilogue of the projection. It computes whatever a `Decoder` of the same config does.
 """
 
 import dataclasses
@@ -78,6 +78,8 @@ class QuantizedDecoder:
 
     def with_activations(self, activations: TokenKind) -> "QuantizedDecoder":
         """The same weights, whose tokens are multiplied as `matmul` says; no array is copied.
+
+        Tokens of a quantized head stay e4m3.
 
         Args:
           activations: ``"e4m3"``, what `quantize_model` makes decoders for, or ``"bf16"``, those of

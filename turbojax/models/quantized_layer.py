@@ -1,4 +1,4 @@
-"""A decoder layer with INT4 linear layers and e4m3 activations: all that a `Block` computes."""
+"""A decoder layer with INT4 linear layers: all that a `Block` computes."""
 
 import dataclasses
 import functools

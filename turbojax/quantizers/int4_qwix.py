@@ -42,6 +42,10 @@ def from_qwix(array: Any, *, in_axis: int = 0) -> Int4Weight:
                 f"array is a {type(array).__name__}, must have {name}, as a qwix.QArray"
             )
     _check_axis(in_axis)
+    for name in ("qvalue", "scale"):
+        part = getattr(array, name)
+        if not hasattr(part, "dtype"):
+            raise TypeError(f"{name} is a {type(part).__name__}, must be an array")
     codes = jnp.asarray(array.qvalue)
     kind = getattr(array, "qtype", None)
     if codes.dtype != jnp.int4 or (kind is not None and not _is_int4(kind)):
@@ -62,6 +66,11 @@ def from_qwix(array: Any, *, in_axis: int = 0) -> Int4Weight:
     scale, zero = _alike(scale, zero)
     inputs, count = codes.shape[1], scale.shape[1]
     size = None if count == 1 else inputs // count
+    if size is not None and size not in (32, 64) and size % 128:
+        raise ValueError(
+            f"{count} groups of {inputs} inputs are of {size}, must be of 32, 64 or a multiple of "
+            "128"
+        )
     return from_codes(codes, scale, zero, group_size=size, output_scale=factor)
 
 
@@ -143,6 +152,8 @@ def _grouped(name: str, x: jax.Array, codes: jax.Array, in_axis: int) -> jax.Arr
     """One number an output and group, ``[out, groups]``."""
     if x.ndim != 2:
         raise ValueError(f"{name}.shape={x.shape} must have two axes, as qvalue")
+    if 0 in x.shape:
+        raise ValueError(f"{name}.shape={x.shape} must have no empty axis")
     x = _outputs_first(jnp.asarray(x), in_axis)
     outputs, inputs = codes.shape
     if x.shape[0] not in (1, outputs) or inputs % x.shape[1]:

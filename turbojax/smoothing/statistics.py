@@ -88,7 +88,13 @@ class KeyStatistics:
         return self.merge(seen)
 
     def merge(self, other: "KeyStatistics") -> "KeyStatistics":
-        """Statistics of the tokens of both."""
+        """Statistics of the tokens of both.
+
+        Raises:
+          ValueError: if they are of rotary embeddings of other sizes, whose pairs differ.
+        """
+        if other.rotary_dim != self.rotary_dim:
+            raise ValueError(f"{other.rotary_dim=} must equal {self.rotary_dim=}")
         return KeyStatistics(
             _maximum(self.pair_norm, other.pair_norm),
             _maximum(self.absmax, other.absmax),

@@ -7,7 +7,7 @@ A folder with `adapter_config.json` and `adapter_model.safetensors`, whose tenso
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from turbojax import _json, _writing
 from turbojax._json import shown
 from turbojax.models.checkpoint import folder as _folder
 from turbojax.models.checkpoint import safetensors as _safetensors
-from turbojax.models.checkpoint.weights import check_dtype
+from turbojax.models.checkpoint.weights import FLOATS, check_dtype
 from turbojax.models.lora import Adapter, Adapters
 
 CONFIG_NAME = "adapter_config.json"
@@ -78,6 +78,7 @@ def save_adapters(
     if len(ranks) != 1:
         raise ValueError(f"adapters must have one rank, have {sorted(ranks)}")
     [rank] = ranks
+    modules, numbers = _targets(adapters)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -85,8 +86,8 @@ def save_adapters(
         "r": rank,
         "lora_alpha": adapters.scale * rank,
         "lora_dropout": 0.0,
-        "target_modules": [_MODULES[name].partition(".")[2] for name in adapters.targets],
-        "layers_to_transform": _layers(adapters),
+        "target_modules": modules,
+        "layers_to_transform": numbers,
         "bias": "none",
         "fan_in_fan_out": False,
         "use_rslora": False,
@@ -120,14 +121,15 @@ def load_adapters(path: str | os.PathLike[str], num_layers: int) -> Adapters:
       FileNotFoundError: if there are none.
       NotImplementedError: if they are not plain LoRA of the linear layers that a `QuantizedDecoder`
         has.
-      ValueError: if a file cannot be parsed, or half of an adapter is missing.
+      ValueError: if a file cannot be parsed, an adapter that the configuration names or half of one
+        is missing, or one is not floating point or has another rank than the configuration says.
     """
     folder = Path(path)
     _folder.require_folder(folder)
     _writing.finish(folder, last=CONFIG_NAME)
     place = _writing.current(folder, CONFIG_NAME)
     config = _json.read_object(place / CONFIG_NAME)
-    scale = _scale(config, folder)
+    rank, scale = _scale(config, folder)
     layers: list[dict[str, dict[str, jax.Array]]] = [{} for _ in range(num_layers)]
     for name, stored in _safetensors.read_header(place / WEIGHTS_NAME):
         found = _TENSOR.fullmatch(name)
@@ -138,6 +140,11 @@ def load_adapters(path: str | os.PathLike[str], num_layers: int) -> Adapters:
         layer, part = int(found[1]), found[3].lower()
         if layer >= num_layers:
             raise ValueError(f"{folder}: {name} is of layer {layer}, the model has {num_layers}")
+        if stored.dtype not in FLOATS:
+            raise ValueError(
+                f"{folder}: {name} has dtype {_json.shown_name(stored.dtype)}, must be "
+                f"{', '.join(sorted(FLOATS))}"
+            )
         array = _folder.cast(stored.read(), np.dtype(np.float32), name)
         if array.ndim != 2:
             raise ValueError(f"{folder}: {name} has shape {array.shape}, must be a matrix")
@@ -147,16 +154,73 @@ def load_adapters(path: str | os.PathLike[str], num_layers: int) -> Adapters:
             if len(parts) < 2:
                 missing = "A" if "b" in parts else "B"
                 raise ValueError(f"{folder}: layer {i} lacks lora_{missing} of {_MODULES[name]}")
+            a, b = parts["a"].shape, parts["b"].shape
+            if (a[0], b[1]) != (rank, rank):
+                raise ValueError(
+                    f"{folder}: layer {i} has lora_A of shape {a} and lora_B of shape {b} of "
+                    f"{_MODULES[name]}, must be of the rank of {CONFIG_NAME}, r={rank}"
+                )
+    _check_complete(layers, config, folder)
     return Adapters(
         tuple({name: Adapter(**own[name]) for name in _MODULES if name in own} for own in layers),
         scale,
     )
 
 
-def _layers(adapters: Adapters) -> list[int] | None:
-    """The layers that have adapters; None for all."""
+def _targets(adapters: Adapters) -> tuple[list[str], list[int] | None]:
+    """`target_modules` and `layers_to_transform`, which is None for all layers."""
     found = [i for i, layer in enumerate(adapters.layers) if layer]
-    return None if len(found) == len(adapters.layers) else found
+    if any(set(adapters.layers[i]) != set(adapters.targets) for i in found):
+        whole = [_module(i, name) for i in found for name in _MODULES if name in adapters.layers[i]]
+        return whole, None
+    modules = [_MODULES[name].partition(".")[2] for name in adapters.targets]
+    return modules, None if len(found) == len(adapters.layers) else found
+
+
+def _module(layer: int, name: str) -> str:
+    """What PEFT calls a linear layer."""
+    return f"model.layers.{layer}.{_MODULES[name]}"
+
+
+def _check_complete(
+    layers: Sequence[Mapping[str, Any]], config: Mapping[str, Any], folder: Path
+) -> None:
+    """Raises ValueError if an adapter is missing that the configuration names, or all are."""
+    where = f"{folder / CONFIG_NAME}"
+    if not any(layers):
+        raise ValueError(f"{folder / WEIGHTS_NAME}: must hold adapters, has none")
+    numbers, targets = config.get("layers_to_transform"), config.get("target_modules")
+    if type(numbers) is int:
+        numbers = [numbers]
+    if numbers is not None and not _is_list(numbers, int):
+        raise ValueError(
+            f"{where}: layers_to_transform={shown(numbers)} must be integers, or null for all"
+        )
+    if numbers and not 0 <= min(numbers) <= max(numbers) < len(layers):
+        raise ValueError(
+            f"{where}: layers_to_transform={shown(numbers)} must be from 0 to {len(layers) - 1}"
+        )
+    if targets is None or isinstance(targets, str):  # A pattern, which says nothing of the layers.
+        return
+    if not _is_list(targets, str):
+        raise ValueError(f"{where}: target_modules={shown(targets)} must be names")
+    for i, own in enumerate(layers):
+        for name in _MODULES:
+            module = _module(i, name)
+            # A whole name is meant whatever the layers are.
+            is_named = module in targets or (
+                (not numbers or i in numbers)
+                and any(module.endswith(f".{target}") for target in targets)
+            )
+            if is_named and name not in own:
+                raise ValueError(
+                    f"{folder}: layer {i} lacks the adapter of {_MODULES[name]}, which "
+                    f"{CONFIG_NAME} names"
+                )
+
+
+def _is_list(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(type(x) is kind for x in value)
 
 
 def _tensor(name: str, x: jax.Array, dtype: np.dtype) -> _folder.Tensor:
@@ -166,8 +230,8 @@ def _tensor(name: str, x: jax.Array, dtype: np.dtype) -> _folder.Tensor:
     return _folder.Tensor(name, dtype, x.shape, make)
 
 
-def _scale(config: Mapping[str, Any], folder: Path) -> float:
-    """The factor of the adapters' outputs.
+def _scale(config: Mapping[str, Any], folder: Path) -> tuple[int, float]:
+    """The adapters' rank, and the factor of their outputs.
 
     Raises:
       NotImplementedError: if the configuration asks for more than that.
@@ -184,4 +248,4 @@ def _scale(config: Mapping[str, Any], folder: Path) -> float:
         raise ValueError(f"{where}: r={shown(rank)} must be a positive integer")
     if isinstance(alpha, bool) or not isinstance(alpha, int | float):
         raise ValueError(f"{where}: lora_alpha={shown(alpha)} must be a number")
-    return float(alpha) / (rank**0.5 if config.get("use_rslora") else rank)
+    return rank, float(alpha) / (rank**0.5 if config.get("use_rslora") else rank)

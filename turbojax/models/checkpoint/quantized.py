@@ -23,6 +23,7 @@ from turbojax.models.checkpoint import folder as _folder
 from turbojax.models.checkpoint.packed.formats import METHODS
 from turbojax.models.checkpoint.weights import Progress, check_dtype, check_rotation
 from turbojax.models.config import TransformerConfig, config_json, model_config, stored_dtype
+from turbojax.models.lora import LoraLinear
 from turbojax.models.quantized import (
     QuantizedDecoder,
     random_quantized_decoder,
@@ -81,7 +82,8 @@ def save_quantized(
       BlockingIOError: if another program is writing into the folder.
       NotImplementedError: if `load` would refuse a key of `extra_config`.
       TypeError: if the model is not quantized, or JSON cannot say what `extra_config` holds.
-      ValueError: if its layers do not have one kind and the sizes of its config, or the dtype is
+      ValueError: if its layers and tables do not have one kind and the sizes of its config, or it
+        has adapters, or the dtype is
         another than float32, bfloat16 and float16 or too small for a weight, or `max_shard_bytes`
         is not positive, or `extra_config` contradicts the model.
     """
@@ -90,7 +92,7 @@ def save_quantized(
             f"model is a {type(model).__name__}, must be a QuantizedDecoder, as quantize_model "
             "returns it"
         )
-    _check_layers(model)
+    _check_model(model)
     _checks.check_sizes(max_shard_bytes=max_shard_bytes)
     stored = check_dtype(model.dtype if dtype is None else dtype)
     tensors = [_tensor(name, leaf, stored) for name, leaf in _named_leaves(model)]
@@ -229,24 +231,49 @@ def _named_leaves(tree: QuantizedDecoder) -> list[tuple[str, Any]]:
     return [(name(path), x) for path, x in with_path]
 
 
-def _check_layers(model: QuantizedDecoder) -> None:
-    """Raises ValueError unless the layers are what `read` makes of the model's description."""
+def _check_model(model: QuantizedDecoder) -> None:
+    """Raises ValueError unless a model is what `read` makes of its description."""
+    for i, layer in enumerate(model.layers):
+        parts = jax.tree.leaves(layer, is_leaf=lambda x: isinstance(x, LoraLinear))
+        if any(isinstance(x, LoraLinear) for x in parts):
+            raise ValueError(
+                f"layers[{i}] has adapters, must have none: see save_adapters and without_adapters"
+            )
     if len(model.layers) != model.config.num_layers:
         raise ValueError(
             f"{len(model.layers)} layers must be config.num_layers={model.config.num_layers}"
         )
-
-    def described(tree: Any) -> Any:
-        kinds = [(x.shape, jnp.dtype(x.dtype)) for x in jax.tree.leaves(tree)]
-        return jax.tree.structure(tree), kinds
-
-    expected = _template(model.config, _description(model), model.dtype).layers
-    for i, (layer, template) in enumerate(zip(model.layers, expected, strict=True)):
-        if described(layer) != described(template):
+    expected = _template(model.config, _description(model), model.dtype)
+    for i, (layer, template) in enumerate(zip(model.layers, expected.layers, strict=True)):
+        if _described(layer) != _described(template):
             raise ValueError(
                 f"layers[{i}] must have the sizes of the config, and the scales, groups, zeros, "
                 "orders of inputs, activations and key_channel_scale (or none) of layers[0]"
             )
+    for name in ("embedding", "lm_head"):
+        table, template = getattr(model, name), getattr(expected, name)
+        # Floats are stored in a dtype of the caller's choice.
+        is_int4 = isinstance(table, Int4Weight)
+        if is_int4 and _described(table) != _described(template):
+            raise ValueError(
+                f"{name} is {_kind(table)}, must be {_kind(template)}, with the scales of "
+                f"layers[0], which are {model.layers[0].qkv.weight.scale_dtype}"
+            )
+        if not is_int4 and table is not None and table.shape != template.shape:
+            raise ValueError(f"{name}.shape={table.shape} must be {template.shape}")
+
+
+def _described(tree: Any) -> Any:
+    kinds = [(x.shape, jnp.dtype(x.dtype)) for x in jax.tree.leaves(tree)]
+    return jax.tree.structure(tree), kinds
+
+
+def _kind(weight: Int4Weight) -> str:
+    zeros = "without zeros" if weight.zeros is None else "with zeros"
+    return (
+        f"{weight.shape} in groups of {weight.group_size} with scales in {weight.scale_dtype}, "
+        f"{zeros}"
+    )
 
 
 def _description(model: QuantizedDecoder) -> dict[str, Any]:

@@ -68,8 +68,8 @@ def rounded(
     """The same with products of e4m3 operands, of weights whose values are e4m3.
 
     ``d_x = s_m sum_n e4m3(d_m[n] / s_m) W[n, k]`` with ``d_m = d_sums * output_scale``, rounded to
-    16 bits if `x` has 16, then to e4m3 with a scale `s_m` per token, as activations are. An
-    activation's derivative is taken at the sums of the forward product, rounded to `x`'s dtype.
+    bfloat16 if `x` has 16 bits, then to e4m3 with a scale `s_m` per token, as activations are. An
+    activation's derivative is taken at the sums of the forward product, rounded likewise.
 
     Args:
       x: ``[M, K]``, not quantized.
@@ -93,16 +93,16 @@ def rounded(
             scale = weight.output_scale[: d_out.shape[1]]
             tokens = scale_quantize(d_out, scale, implementation=quantizer)
         else:
-            scaled = (d_sums * weight.output_scale[None, : d_out.shape[1]]).astype(dtype)
+            scaled = _rounded(d_sums * weight.output_scale[None, : d_out.shape[1]], dtype)
             tokens = quantize_activation(scaled, implementation=quantizer)
         d_sums = _padded_columns(d_sums, weight.output_scale.size)
     else:
         # All rows as they are stored, before the activation joins those of a gate and its partner.
         rows = stored_rows(weight.out_size, weight.gated)
         plain = dataclasses.replace(weight, out_size=rows, gated=False)
-        sums = run(quantize(x), plain, bias)
+        sums = run(_in_dtype(quantize(x), dtype), plain, bias)
         d_sums = _through_activation(sums.astype(jnp.float32), d_out, weight, activation)
-        scaled = (d_sums * weight.output_scale[None]).astype(dtype)
+        scaled = _rounded(d_sums * weight.output_scale[None], dtype)
         tokens = quantize_activation(scaled, implementation=quantizer)
     tokens = Fp8Tokens(tokens.codes, tokens.scale, np.dtype(x.dtype))
     return transposed(tokens, weight), jnp.sum(d_sums, axis=0)
@@ -118,6 +118,19 @@ def _through_activation(
 
     (d_sums,) = jax.vjp(finish, sums)[1](d_out.astype(jnp.float32))
     return d_sums
+
+
+def _in_dtype(tokens: Fp8Tokens | jax.Array, dtype: jax.typing.DTypeLike) -> Fp8Tokens | jax.Array:
+    """Tokens whose product has another dtype."""
+    if isinstance(tokens, Fp8Tokens):
+        return dataclasses.replace(tokens, dtype=np.dtype(dtype))
+    return tokens.astype(dtype)
+
+
+def _rounded(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """`x` in another dtype, also where XLA may keep more digits of what it fuses."""
+    info = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(x, info.nexp, info.nmant).astype(dtype)
 
 
 def _padded_columns(x: jax.Array, columns: int) -> jax.Array:

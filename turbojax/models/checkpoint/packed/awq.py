@@ -34,6 +34,7 @@ from turbojax.models.checkpoint.packed.codes import (
     Part,
     along_inputs,
     nibbles,
+    require_words,
     signed,
 )
 from turbojax.models.checkpoint.packed.keys import Block
@@ -71,10 +72,12 @@ class Awq:
         if inputs % size:
             raise ValueError(f"{inputs} inputs must be a multiple of group_size={size}")
         if self.by_outputs:
+            require_words(inputs, "inputs")
             words = _words(size, count)
             codes, zeros = (outputs, inputs // PER_WORD), (outputs, words)
             scales = (outputs, words * PER_WORD)
         else:
+            require_words(outputs, "outputs")
             codes, zeros = (inputs, outputs // PER_WORD), (count, outputs // PER_WORD)
             scales = (count, outputs)
         return {

@@ -103,6 +103,12 @@ def weights(parts: Mapping[str, Codes]) -> dict[str, Int4Weight]:
     return {name: weight(part) for name, part in parts.items()}
 
 
+def require_words(count: int, what: str) -> None:
+    """Raises ValueError unless so many codes are whole words."""
+    if count % PER_WORD:
+        raise ValueError(f"{count} {what} must be a multiple of {PER_WORD}")
+
+
 def nibbles(words: _Array) -> _Array:
     """Codes 0 to 15 of int32 words ``[...]``, ``[..., 8]``, those of the lowest bits first."""
     shifts = np.expand_dims(_SHIFTS, tuple(range(words.ndim)))

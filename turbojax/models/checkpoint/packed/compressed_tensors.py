@@ -8,7 +8,8 @@ A linear layer of `N` outputs and `K` inputs, with `G` groups a row, is
 - ``weight_zero_point``, if weights are not symmetric: int32 ``[ceil(N / 8), G]``, the zero points
   of eight outputs a word, stored like codes; or, as early versions wrote them, int8 ``[N, G]``;
 - ``weight_shape``: int64 or int32 ``[2]``, `N` and `K`;
-- ``weight_g_idx``, of act-order by groups alone: int32 ``[K]``, the group of each input.
+- ``weight_g_idx``, of act-order by groups alone: int32 ``[K]``, the group of each input; if any is
+  -1, none is known, and inputs are in order.
 
 The strategy ``"group"`` has groups of `group_size` inputs, ``"channel"`` one of all inputs. The
 weight of output `n` for input `k` is ``(code - zero) * scale``, or ``code * scale``, rounded once
@@ -86,7 +87,10 @@ class CompressedTensors:
         scales, zeros = parts["weight_scale"], None
         if not self.symmetric:
             zeros = _zeros(parts["weight_zero_point"], outputs)
-        return grouped(codes, scales, zeros, self.group_size, parts.get("weight_g_idx"))
+        groups = parts.get("weight_g_idx")
+        if groups is not None and (groups == -1).any():
+            groups = None
+        return grouped(codes, scales, zeros, self.group_size, groups)
 
 
 def parse(block: Block) -> CompressedTensors:

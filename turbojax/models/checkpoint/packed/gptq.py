@@ -36,16 +36,19 @@ from turbojax.models.checkpoint.packed.codes import (
     by_groups,
     grouped,
     nibbles,
+    require_words,
     signed,
 )
 from turbojax.models.checkpoint.packed.keys import Block
 
-_READ = "quant_method bits group_size sym desc_act checkpoint_format format lm_head pack_dtype"
+_READ = """
+quant_method bits group_size sym desc_act static_groups checkpoint_format format lm_head pack_dtype
+"""
 _HARMLESS = """
 act_group_aware backend batch_size block_name_to_quantize cache_block_outputs damp_auto_increment
 damp_percent dataset disable_exllama exllama_config max_input_length meta method
 model_file_base_name model_name_or_path model_seqlen module_name_preceding_first_block
-modules_in_block_to_quantize mse pad_token_id static_groups tokenizer true_sequential
+modules_in_block_to_quantize mse pad_token_id tokenizer true_sequential
 use_cuda_fp16 use_exllama
 """
 _ONES = np.uint32(0x11111111)
@@ -59,6 +62,7 @@ class Gptq:
       group_size: inputs of a group, or None for all.
       symmetric: whether all zero points are 8.
       less_one: whether they are stored less one.
+      act_order: whether groups are not runs of inputs, so that layers must have a ``g_idx``.
       name: of the format.
       codes: the part that holds them.
     """
@@ -66,11 +70,14 @@ class Gptq:
     group_size: int | None
     symmetric: bool
     less_one: bool
+    act_order: bool = False
     name: str = "GPTQ"
     codes: str = "qweight"
 
     def parts(self, outputs: int, inputs: int) -> Mapping[str, Part]:
         """See `PackedFormat`."""
+        require_words(inputs, "inputs")
+        require_words(outputs, "outputs")
         _, count = keys.groups(inputs, self.group_size)
         scales = (count, outputs)
         return {
@@ -82,6 +89,8 @@ class Gptq:
 
     def unpack(self, parts: Mapping[str, np.ndarray], outputs: int, inputs: int) -> Codes:
         """See `PackedFormat`."""
+        if self.act_order and "g_idx" not in parts:
+            raise ValueError("desc_act=True without static_groups must have g_idx, has none")
         codes, scales = _codes(parts["qweight"]), parts["scales"].T
         zeros = by_groups(self._zeros(parts["qzeros"]).T, self.symmetric)
         return grouped(codes, scales, zeros, self.group_size, parts.get("g_idx"))
@@ -107,10 +116,14 @@ def parse(block: Block) -> Gptq:
     keys.require(block, "pack_dtype", ("int32", None))
     key = "format" if block.get("checkpoint_format") is None else "checkpoint_format"
     stored = keys.require(block, key, ("gptq", "gptq_v2"), "gptq")
+    size = keys.group_size(block.get("group_size", 128))
+    is_ordered = keys.require(block, "desc_act", (True, False, None))
+    is_static = keys.require(block, "static_groups", (True, False, None))
     return Gptq(
-        group_size=keys.group_size(block.get("group_size", 128)),
+        group_size=size,
         symmetric=keys.require(block, "sym", (True, False), True),
         less_one=stored == "gptq",
+        act_order=bool(is_ordered and not is_static and size is not None),
     )
 
 
