@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import moe_helpers as moe
 import numpy as np
 import pytest
+from flax import nnx
 from moe_helpers import CONFIGS, logits, relative
 
 from turbojax import models, smoothing
@@ -16,7 +17,7 @@ from turbojax.flax.norms import rms_norm
 from turbojax.models import TransformerConfig
 from turbojax.models.calibration import calibrate
 from turbojax.models.families import ExpertsConfig
-from turbojax.models.feed_forward import apply_experts
+from turbojax.models.feed_forward import Experts, apply_experts
 from turbojax.models.quantize import layer_params, layer_weights
 from turbojax.models.quantized_experts import QuantizedExperts
 from turbojax.models.quantized_layer import QuantizedMlp
@@ -48,15 +49,12 @@ def quantized(decoder):
     )
 
 
-def block_of(decoder, number):
-    """A layer's module of experts or of one feed-forward layer, as it runs."""
-    from flax import nnx
-
-    from turbojax.models.decoder import _block_graph
-
-    params = decoder.layers[number]
-    graph = _block_graph(decoder.config, "router" in params["mlp"], decoder.dtype, decoder.dtype)
-    return nnx.merge(graph, params).mlp
+def experts_of(decoder, number):
+    """A layer's experts as they run."""
+    dtypes = {"dtype": decoder.dtype, "param_dtype": decoder.dtype}
+    module = Experts(decoder.config, rngs=nnx.Rngs(0), **dtypes)
+    nnx.update(module, decoder.layers[number]["mlp"])
+    return module
 
 
 @pytest.mark.parametrize("count", [1, 2, 50])
@@ -66,14 +64,14 @@ def test_a_layer_is_as_the_oracle(decoder, name, count):
     config, params = CONFIGS[name], decoder(name).layers[1]["mlp"]
     x = np.random.default_rng(count).standard_normal((1, count, config.hidden_size))
     x = x.astype(np.float32)
-    got = jax.jit(block_of(decoder(name), 1))(jnp.asarray(x))
+    got = jax.jit(experts_of(decoder(name), 1))(jnp.asarray(x))
     kernels = [params[f"{part}_proj"]["kernel"] for part in ("gate", "up", "down")]
     want = moe.oracle(x[0], params["router"]["kernel"], *kernels, config.experts)
     np.testing.assert_allclose(got[0], want, atol=2e-5 * np.abs(want).max())
 
 
 def test_a_token_that_is_not_finite_changes_no_other(decoder):
-    mlp = block_of(decoder("qwen3-moe"), 1)
+    mlp = experts_of(decoder("qwen3-moe"), 1)
     x = np.random.default_rng(0).standard_normal((1, 9, 64)).astype(np.float32)
     bad = x.copy()
     bad[0, 4, 7] = np.nan
@@ -83,7 +81,7 @@ def test_a_token_that_is_not_finite_changes_no_other(decoder):
 
 
 def test_no_tokens(decoder):
-    assert block_of(decoder("mixtral"), 0)(jnp.zeros((1, 0, 64))).shape == (1, 0, 64)
+    assert experts_of(decoder("mixtral"), 0)(jnp.zeros((1, 0, 64))).shape == (1, 0, 64)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -116,8 +114,6 @@ def test_parameters_are_counted(decoder):
 
 
 def test_gradients_reach_router_and_experts(folder):
-    from flax import nnx
-
     graph, state = nnx.split(models.load(folder("qwen3-moe")))
     text = jnp.asarray(moe.tokens(1, 8))
 
@@ -208,7 +204,7 @@ def test_rounded_experts_are_near(decoder, count):
     hidden = np.random.default_rng(1).standard_normal((1, count, 64)).astype(np.float32)
     params = float_decoder.layers[1]
     norm = params["mlp_norm"]["scale"]
-    exact = block_of(float_decoder, 1)(rms_norm(jnp.asarray(hidden), norm, config.norm_eps))
+    exact = experts_of(float_decoder, 1)(rms_norm(jnp.asarray(hidden), norm, config.norm_eps))
     for options in (NOTHING, dataclasses.replace(NOTHING, cas=True, pts=True)):
         layer = models.quantize_model(float_decoder, smoothing=options).layers[1]
         got = layer.mlp(jnp.asarray(hidden), layer.mlp_norm, config)

@@ -37,7 +37,7 @@ def lora(
         list[str] | None,
         typer.Option(
             help="A linear layer that gets adapters: q, k, v, o, gate, up or down; may be "
-            "repeated. Default: all.",
+            "repeated. Default: all, in a model with experts those of attention.",
             show_default=False,
         ),
     ] = None,
