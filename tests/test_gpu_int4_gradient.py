@@ -73,7 +73,9 @@ def test_equals_the_definition(name, dtype):
     """But for sums in the matrix unit, and near what is not rounded; twice the same bits.
 
     A result's rounding is within half a unit in the last place, twice: `matrix_unit` says 4e-4 of
-    the norm for sums of 1,024, and their parts are independent.
+    the norm for sums of 1,024, and their parts are independent. Sums before an activation are
+    rounded to bfloat16, now and then to another neighbour, and so are cotangents to e4m3; and the
+    derivative is that at rounded tokens.
     """
     x, weight, d_out = operands(CASES[name], dtype)
     activation = CASES[name][3]
@@ -81,7 +83,10 @@ def test_equals_the_definition(name, dtype):
     assert (got.shape, got.dtype) == (x.shape, dtype)
     want = d_x(x, weight, d_out, activation, implementation="xla")
     exact = d_x(x, weight, d_out, activation, gradient="exact")
-    for to, allowed in ((want, 3e-3 + (3e-3 if activation else 0)), (exact, 0.05)):
+    for to, allowed in (
+        (want, 1e-2 if activation else 3e-3),
+        (exact, 0.07 if activation else 0.05),
+    ):
         assert np.linalg.norm(wide(got) - wide(to)) <= allowed * np.linalg.norm(wide(to))
     np.testing.assert_array_equal(wide(got), wide(d_x(x, weight, d_out, activation)))
 
