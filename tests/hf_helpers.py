@@ -149,7 +149,21 @@ VARIANTS = {
             },
         },
     ),
+    "mixtral": Variant("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3-moe": Variant(
+        "Qwen3Moe",
+        {
+            "head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+        },
+    ),
 }
+WITH_EXPERTS = ("mixtral", "qwen3-moe")
 
 
 def seed(name: str) -> int:

@@ -22,6 +22,8 @@ FAMILIES = (
     "phi3-longrope",
     "gemma2",
     "gemma3",
+    "mixtral",
+    "qwen3-moe",
 )
 LENGTH = 60
 SHORT = 20
@@ -61,6 +63,8 @@ CONTINUED = (
     "gemma2-odd",
     "gemma3",
     "gemma3-odd",
+    "mixtral",
+    "qwen3-moe",
 )
 
 

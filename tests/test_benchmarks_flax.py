@@ -70,6 +70,8 @@ BILLIONS = {
     "mistral-7b": 7.24,
     "qwen-2.5-7b": 7.62,
     "qwen-3-8b": 8.19,
+    "qwen-3-30b-a3b": 30.53,
+    "mixtral-8x7b": 46.70,
     "phi-3-mini": 3.82,
     "gemma-2-9b": 9.24,
     # Without what reads pictures, which has 0.42 more.

@@ -111,6 +111,7 @@ def test_every_row_of_every_array_has_one_source(variant):
             rows += range(first, last)
             target = filled[".".join(placement.path)]
             target = target if placement.layer is None else target[placement.layer]
+            target = target if placement.expert is None else target[placement.expert]
             shape = (last - first, *spec.shape[1:])
             assert target.shape == (shape[::-1] if placement.transpose else shape)
             target += 1

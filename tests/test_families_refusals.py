@@ -14,8 +14,8 @@ from turbojax.rotary import LinearScaling
     [
         (
             "llama",
-            {"architectures": ["MixtralForCausalLM"]},
-            "'MixtralForCausalLM'.* must be one of Ll",
+            {"architectures": ["Qwen2MoeForCausalLM"]},
+            "'Qwen2MoeForCausalLM'.* must be one of Ll",
         ),
         (
             "llama",
@@ -29,8 +29,8 @@ from turbojax.rotary import LinearScaling
         ),
         (
             "llama",
-            {"architectures": None, "model_type": "qwen3_moe"},
-            "model_type='qwen3_moe' is not",
+            {"architectures": None, "model_type": "qwen2_moe"},
+            "model_type='qwen2_moe' is not",
         ),
         (
             "llama",

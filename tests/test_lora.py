@@ -229,7 +229,7 @@ def test_wrong_calls(decoder):
         with_adapters(decoder, Adapters(({"x": wrong["q"]}, {}), 1.0))
     layer = dataclasses.replace(decoder.layers[1], mlp=object())
     strange = dataclasses.replace(decoder, layers=(decoder.layers[0], layer))
-    with pytest.raises(NotImplementedError, match=r"layers\[1\].mlp is a object: only a Quant"):
+    with pytest.raises(NotImplementedError, match=r"layers\[1\].mlp is a object: must be a Quant"):
         with_adapters(strange, adapters)
 
 

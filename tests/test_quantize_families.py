@@ -25,7 +25,8 @@ from turbojax.quantizers.int4 import dequantize
 
 # Those whose layers have most of what Llama's have not, and the others.
 FIRST = ("qwen3-window", "phi3-longrope", "gemma2", "gemma3")
-OTHERS = tuple(name for name in hf.VARIANTS if name not in FIRST)
+# Experts are in `test_moe_models.py`.
+OTHERS = tuple(name for name in hf.VARIANTS if name not in (*FIRST, *hf.WITH_EXPERTS))
 NAMES = [*FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 # Few pairs: both RPN and CRS have some.
 SMOOTHING = smoothing.Smoothing(num_pairs=3)

@@ -5,6 +5,8 @@ torch and transformers are not installed for `make test`.
 import functools
 import json
 import os
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,29 @@ def reference(name: str) -> Any:
     model = kind(kind.config_class(**keys, attn_implementation="eager"))
     with torch.no_grad():
         for path, parameter in model.named_parameters():
-            parameter.copy_(torch.from_numpy(hf.weight(name, path, parameter.shape)))
+            parameter.copy_(torch.from_numpy(parameter_of(name, path, parameter.shape)))
     return model.eval()
+
+
+def parameter_of(name: str, path: str, shape: Sequence[int]) -> np.ndarray:
+    """What a variant's parameter holds: a tensor of its files, or those of all experts."""
+    old = hf.VARIANTS[name].family == "Mixtral"
+    if old:
+        path = path.replace(".mlp.", ".block_sparse_moe.")
+    found = re.fullmatch(r"(.*\.experts)\.(gate_up|down)_proj", path)
+    if found is None:
+        return hf.weight(name, path, shape)
+    parts = {
+        "gate_up": ("w1", "w3") if old else ("gate_proj", "up_proj"),
+        "down": ("w2",) if old else ("down_proj",),
+    }[found[2]]
+    count, outputs, inputs = shape
+    one = outputs // len(parts), inputs
+
+    def rows(expert: int, part: str) -> np.ndarray:
+        return hf.weight(name, f"{found[1]}.{expert}.{part}.weight", one)
+
+    return np.stack([np.concatenate([rows(e, x) for x in parts]) for e in range(count)])
 
 
 def load(folder: Path, dtype: Any = torch.float32) -> Any:

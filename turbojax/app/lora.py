@@ -37,7 +37,7 @@ def lora(
         list[str] | None,
         typer.Option(
             help="A linear layer that gets adapters: q, k, v, o, gate, up or down; may be "
-            "repeated. Default: all.",
+            "repeated. Default: all, in a model with experts those of attention.",
             show_default=False,
         ),
     ] = None,
@@ -94,7 +94,7 @@ def lora(
         decoder = found.load().decoder
         if not isinstance(decoder, models.QuantizedDecoder):
             raise ValueError(f"model {model!r} must be quantized: see turbojax quantize")
-        targets = tuple(target or models.LINEARS)
+        targets = tuple(target) if target else None
         adapters = models.init_adapters(decoder, rank=rank, alpha=alpha, targets=targets, seed=seed)
         typer.echo(f"{corpus.stream.size:,} tokens; {adapters.num_parameters:,} numbers to train")
         with _progress_bar() as bar:

@@ -105,7 +105,11 @@ def prompt_bytes(config: TransformerConfig, dtype: np.dtype, batch_size: int, le
     The residual stream and its norm, and the two factors of the feed-forward network's product.
     What attention takes depends on what runs it, and is not counted.
     """
-    width = 2 * (config.hidden_size + config.intermediate_size)
+    inner = config.intermediate_size
+    if config.experts is not None:
+        chosen = config.experts.per_token * config.experts.intermediate_size
+        inner = max(inner, chosen) if config.experts.dense_layers else chosen
+    width = 2 * (config.hidden_size + inner)
     return batch_size * length * width * dtype.itemsize
 
 

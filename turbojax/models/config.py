@@ -14,6 +14,7 @@ from turbojax._json import shown
 from turbojax.kv import AttentionOptions
 from turbojax.models import families
 from turbojax.models.families import Activation as Activation
+from turbojax.models.families import ExpertsConfig as ExpertsConfig
 from turbojax.rotary import LongRopeScaling, Rope, RopeScaling
 
 # Keys that `to_hf` leaves open.
@@ -59,6 +60,7 @@ class TransformerConfig:
       norm_offset: added to the scale of every norm; 1 in Gemma's checkpoints.
       post_norms: whether what attention and feed-forward layer add to the residual stream is
         normed, too.
+      experts: of the feed-forward layers, or None.
 
     Raises:
       ValueError: if a value is out of the range stated here.
@@ -91,6 +93,7 @@ class TransformerConfig:
     norm_offset: float = dataclasses.field(default=0.0, metadata={"may_be_zero": True})
     post_norms: bool = False
     local_rope_theta: float | None = None
+    experts: ExpertsConfig | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -121,8 +124,29 @@ class TransformerConfig:
         for name in ("final_soft_cap", "embedding_scale", "local_rope_theta"):
             _checks.check_number(name, getattr(self, name))
             _checks.check_positive(name, getattr(self, name))
+        self._check_experts()
         _ = self.rope, self.ropes
         _ = [self.attention_options(layer) for layer in range(self.num_layers)]
+
+    def _check_experts(self) -> None:
+        experts = self.experts
+        if experts is None:
+            return
+        if self.mlp_bias or not families.FAMILIES[self.family].experts:
+            raise ValueError(
+                f"{experts=} must be None with mlp_bias={self.mlp_bias} and family={self.family!r}"
+            )
+        if len(experts.dense_layers) >= self.num_layers or (
+            experts.dense_layers and experts.dense_layers[-1] >= self.num_layers
+        ):
+            raise ValueError(
+                f"experts.dense_layers={experts.dense_layers} must be some of {self.num_layers} "
+                "layers, not all"
+            )
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether this layer's feed-forward layer is one of experts."""
+        return self.experts is not None and layer not in self.experts.dense_layers
 
     @property
     def rope(self) -> Rope:
@@ -160,12 +184,17 @@ class TransformerConfig:
         """How many numbers a model of this shape holds."""
         size, inner, head = self.hidden_size, self.intermediate_size, self.head_dim
         width, kv_width = self.num_heads * head, self.num_kv_heads * head
-        layer = 2 * size * (width + kv_width) + 3 * size * inner
+        layer = 2 * size * (width + kv_width)
         layer += self.qkv_bias * (width + 2 * kv_width) + self.output_bias * size
         layer += self.mlp_bias * (2 * inner + size) + self.qk_norm * 2 * head
         layer += (4 if self.post_norms else 2) * size
         tables = self.vocab_size * size * (1 if self.tie_embeddings else 2)
-        return self.num_layers * layer + tables + size
+        dense, mlps = self.num_layers, 0
+        if self.experts is not None:
+            dense, count = len(self.experts.dense_layers), self.experts.count
+            each = count * size * (3 * self.experts.intermediate_size + 1)
+            mlps = (self.num_layers - dense) * each
+        return self.num_layers * layer + dense * 3 * size * inner + mlps + tables + size
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> "TransformerConfig":

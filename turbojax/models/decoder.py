@@ -97,7 +97,8 @@ def apply_block(
     dtype: np.dtype,
 ) -> tuple[jax.Array, Cache]:
     """A layer of a `Decoder`, computed in `dtype`; see `Block`."""
-    graph = _block_graph(config, dtype, jax.tree.leaves(params)[0].dtype)
+    has_experts = "router" in params["mlp"]
+    graph = _block_graph(config, has_experts, dtype, jax.tree.leaves(params)[0].dtype)
     return nnx.merge(graph, params)(hidden, angles, attend, cache, options, rope)
 
 
@@ -240,7 +241,10 @@ def random_decoder(
     table = (config.vocab_size, config.hidden_size)
     return Decoder(
         embedding=_random_table(keys[0], table, dtype),
-        layers=tuple(_random_layer(key, config, dtype) for key in keys[2:]),
+        layers=tuple(
+            _random_layer(key, config, config.has_experts(i), dtype)
+            for i, key in enumerate(keys[2:])
+        ),
         norm=jnp.full(config.hidden_size, 1 - config.norm_offset, dtype),
         lm_head=None if config.tie_embeddings else _random_table(keys[1], table, dtype),
         config=config,
@@ -258,14 +262,21 @@ def _random_table(key: jax.Array, shape: tuple[int, int], dtype: np.dtype) -> ja
     return jax.random.normal(key, shape, dtype) * jnp.asarray(shape[1] ** -0.5, dtype)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _random_layer(key: jax.Array, config: TransformerConfig, dtype: np.dtype) -> LayerParams:
-    block = Block(config, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(key))
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _random_layer(
+    key: jax.Array, config: TransformerConfig, has_experts: bool, dtype: np.dtype
+) -> LayerParams:
+    dtypes: dict[str, Any] = {"dtype": dtype, "param_dtype": dtype}
+    block = Block(config, has_experts=has_experts, rngs=nnx.Rngs(key), **dtypes)
     return nnx.to_pure_dict(nnx.state(block))
 
 
 @functools.cache
-def _block_graph(config: TransformerConfig, dtype: np.dtype, param_dtype: np.dtype) -> Any:
+def _block_graph(
+    config: TransformerConfig, has_experts: bool, dtype: np.dtype, param_dtype: np.dtype
+) -> Any:
     """What a `Block` of this shape is, without its arrays."""
-    make = functools.partial(Block, config, dtype=dtype, param_dtype=param_dtype)
+    make = functools.partial(
+        Block, config, has_experts=has_experts, dtype=dtype, param_dtype=param_dtype
+    )
     return nnx.graphdef(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))

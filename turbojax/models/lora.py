@@ -19,6 +19,7 @@ from turbojax import _checks
 from turbojax.flax.norms import rms_norm
 from turbojax.models.config import TransformerConfig
 from turbojax.models.quantized import QuantizedDecoder
+from turbojax.models.quantized_experts import QuantizedExperts
 from turbojax.models.quantized_layer import LINEARS, QuantizedLayer, QuantizedLinear, QuantizedMlp
 from turbojax.ops.int4_matmul.reference import activate
 from turbojax.ops.int4_matmul.static import GRADIENTS, Activation, Gradient
@@ -131,7 +132,7 @@ def init_adapters(
     *,
     rank: int = RANK,
     alpha: float = ALPHA,
-    targets: Sequence[str] = LINEARS,
+    targets: Sequence[str] | None = None,
     seed: int = 0,
 ) -> Adapters:
     """New adapters, which change nothing yet: `B` is zero.
@@ -140,7 +141,8 @@ def init_adapters(
       decoder: the model that they are for.
       rank: of each.
       alpha: outputs are multiplied by ``alpha / rank``.
-      targets: which linear layers have one, some of ``("q", "k", "v", "o", "gate", "up", "down")``.
+      targets: which linear layers have one, some of ``("q", "k", "v", "o", "gate", "up", "down")``;
+        None for all of them, of a model with experts for those of attention.
       seed: of `A`, whose numbers are uniform within ``1 / sqrt(in)``, as PEFT has them.
 
     Returns:
@@ -150,15 +152,20 @@ def init_adapters(
       TypeError: if the decoder is another kind, or a number is.
       ValueError: if `rank` or `alpha` is not positive, or a target is unknown, named twice, or
         there is none.
+      NotImplementedError: if a target is a linear layer of experts.
     """
     _check_decoder(decoder)
     _checks.check_sizes(rank=rank)
     _checks.check_number("alpha", alpha)
     if not alpha > 0:
         raise ValueError(f"{alpha=} must be positive")
+    if targets is None:
+        targets = LINEARS if decoder.config.experts is None else LINEARS[:4]
     names = tuple(targets)
     if not names or len(set(names)) < len(names) or not set(names) <= set(LINEARS):
         raise ValueError(f"targets={names} must be some of {LINEARS}, each once")
+    for i in range(len(decoder.layers)):
+        _refuse_experts(decoder.config, i, names)
     sizes = linear_sizes(decoder.config)
     keys = iter(jax.random.split(jax.random.key(seed), len(names) * len(decoder.layers)))
 
@@ -192,7 +199,8 @@ def with_adapters(
     Raises:
       TypeError: if an argument is another kind.
       ValueError: if adapters have other sizes, or the gradient is unknown.
-      NotImplementedError: if a layer has something other than gated feed-forward layers.
+      NotImplementedError: if there are adapters of experts, or a layer has something other than
+        gated feed-forward layers and experts.
     """
     _check_decoder(decoder)
     if not isinstance(adapters, Adapters):
@@ -203,17 +211,17 @@ def with_adapters(
     sizes = linear_sizes(decoder.config)
     layers = []
     for i, (layer, own) in enumerate(zip(decoder.layers, adapters.layers, strict=True)):
-        if not isinstance(layer.mlp, QuantizedMlp):
-            raise NotImplementedError(
-                f"layers[{i}].mlp is a {type(layer.mlp).__name__}: only a QuantizedMlp can have "
-                "adapters"
-            )
+        _refuse_experts(decoder.config, i, tuple(own))
         join: Callable[..., Any] = functools.partial(_join, own, sizes, adapters.scale, gradient)
-        mlp = dataclasses.replace(
-            layer.mlp,
-            gate_up=join(layer.mlp.gate_up, "gate", "up"),
-            down=join(layer.mlp.down, "down"),
-        )
+        mlp = layer.mlp
+        if isinstance(mlp, QuantizedMlp):
+            gate_up, down = join(mlp.gate_up, "gate", "up"), join(mlp.down, "down")
+            mlp = dataclasses.replace(mlp, gate_up=gate_up, down=down)
+        elif not isinstance(mlp, QuantizedExperts):
+            raise NotImplementedError(
+                f"layers[{i}].mlp is a {type(mlp).__name__}: must be a QuantizedMlp or "
+                "QuantizedExperts"
+            )
         qkv, o = join(layer.qkv, "q", "k", "v"), join(layer.o, "o")
         layers.append(dataclasses.replace(layer, qkv=qkv, o=o, mlp=mlp))
     return dataclasses.replace(decoder, layers=tuple(layers))
@@ -226,9 +234,10 @@ def without_adapters(decoder: QuantizedDecoder) -> QuantizedDecoder:
     def plain(layer: QuantizedLayer) -> QuantizedLayer:
         if not isinstance(layer.qkv, LoraLinear):
             return layer
-        mlp = dataclasses.replace(
-            layer.mlp, gate_up=_base_of(layer.mlp.gate_up), down=_base_of(layer.mlp.down)
-        )
+        mlp = layer.mlp
+        if isinstance(mlp, QuantizedMlp):
+            gate_up, down = _base_of(mlp.gate_up), _base_of(mlp.down)
+            mlp = dataclasses.replace(mlp, gate_up=gate_up, down=down)
         return dataclasses.replace(layer, qkv=_base_of(layer.qkv), o=_base_of(layer.o), mlp=mlp)
 
     return dataclasses.replace(decoder, layers=tuple(map(plain, decoder.layers)))
@@ -273,6 +282,16 @@ def check_adapters(adapters: Adapters, config: TransformerConfig) -> None:
                     f"layers[{i}].{name}: a.shape={adapter.a.shape} and b.shape={adapter.b.shape} "
                     f"must be [rank, {sizes[name][1]}] and [{sizes[name][0]}, rank]"
                 )
+
+
+def _refuse_experts(config: TransformerConfig, layer: int, names: Sequence[str]) -> None:
+    """Raises NotImplementedError if linear layers of these names are those of experts."""
+    inside = sorted(set(names) - set(LINEARS[:4]))
+    if inside and config.has_experts(layer):
+        raise NotImplementedError(
+            f"adapters of {', '.join(inside)} in layer {layer} are not supported: it has experts, "
+            f"beside which adapters must be of {', '.join(LINEARS[:4])}"
+        )
 
 
 def _join(

@@ -16,6 +16,7 @@ from turbojax.models.checkpoint.stored import StoredDecoder
 from turbojax.models.config import TransformerConfig
 from turbojax.models.decoder import Decoder, LayerParams, unstack
 from turbojax.models.quantized import QuantizedDecoder
+from turbojax.models.quantized_experts import QuantizedExperts
 from turbojax.models.quantized_layer import (
     LINEARS,
     NORMS,
@@ -25,7 +26,7 @@ from turbojax.models.quantized_layer import (
 )
 from turbojax.models.transformer import Transformer
 from turbojax.quantizers.fp8 import E4M3_MAX
-from turbojax.quantizers.int4 import Int4Weight, ScaleDtype, quantize_weight
+from turbojax.quantizers.int4 import Int4Weight, ScaleDtype, gate_and_up, quantize_weight
 from turbojax.smoothing import (
     KeyStatistics,
     LayerWeights,
@@ -181,11 +182,15 @@ def layer_weights(params: LayerParams, config: TransformerConfig) -> LayerWeight
 
     def projection(part: str, name: str) -> Projection:
         linear = params[part][f"{name}_proj"]
-        bias = linear.get("bias")
-        return Projection(
-            linear["kernel"].astype(jnp.float32).T,
-            None if bias is None else bias.astype(jnp.float32),
-        )
+        bias, kernel = linear.get("bias"), linear["kernel"].astype(jnp.float32)
+        if kernel.ndim == 3:
+            # Experts side by side, as channels of the width within.
+            return Projection(_side_by_side(kernel, of_inputs=name == "down").T)
+        return Projection(kernel.T, None if bias is None else bias.astype(jnp.float32))
+
+    def router() -> Projection | None:
+        found = params["mlp"].get("router")
+        return None if found is None else Projection(found["kernel"].astype(jnp.float32).T)
 
     def norm(tree: LayerParams, name: str, *shape: int) -> jax.Array | None:
         if name not in tree:
@@ -210,6 +215,7 @@ def layer_weights(params: LayerParams, config: TransformerConfig) -> LayerWeight
         k_norm=norm(attention, "k_norm", config.num_kv_heads, config.head_dim),
         attention_post_norm=norm(params, "attention_post_norm"),
         mlp_post_norm=norm(params, "mlp_post_norm"),
+        router=router(),
     )
 
 
@@ -235,25 +241,36 @@ def layer_params(layer: LayerWeights, norm_offset: float = 0.0) -> LayerParams:
         found = {name: getattr(layer, name) for name in names}
         return {name: {"scale": x - norm_offset} for name, x in found.items() if x is not None}
 
+    mlp = linears("gate", "up", "down")
+    if layer.router is not None:
+        count = layer.router.weight.shape[0]
+        for name in ("gate", "up", "down"):
+            each = _each_expert(getattr(layer, name).weight, count, of_inputs=name == "down")
+            mlp[f"{name}_proj"] = {"kernel": jnp.swapaxes(each, 1, 2)}
+        mlp["router"] = {"kernel": layer.router.weight.T}
     return {
         **norms("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm"),
         "attention": {**linears("q", "k", "v", "o"), **norms("q_norm", "k_norm")},
-        "mlp": linears("gate", "up", "down"),
+        "mlp": mlp,
     }
 
 
 def quantize_layer(layer: LayerWeights, scale_dtype: ScaleDtype = "e4m3") -> QuantizedLayer:
-    """Rounds the weights of a layer, smoothed or not; biases and norms stay float32.
+    """Rounds the weights of a layer, smoothed or not; biases, norms and routers stay float32.
 
     Raises:
       ValueError: if a weight is not finite.
     """
 
-    def rounded(name: str) -> QuantizedLinear:
+    def scaled(name: str) -> tuple[jax.Array, jax.Array | None]:
         projection: Projection = getattr(layer, name)
         weight, scale = projection.weight, projection.output_scale
         if scale_dtype == "e4m3":
             weight, scale = _within_e4m3(weight, jnp.float32(1) if scale is None else scale)
+        return weight, scale
+
+    def rounded(name: str) -> QuantizedLinear:
+        (weight, scale), projection = scaled(name), getattr(layer, name)
         codes = quantize_weight(weight, scale_dtype=scale_dtype, output_scale=scale)
         bias = projection.bias
         return QuantizedLinear(codes, None if bias is None else bias.astype(jnp.float32))
@@ -262,11 +279,45 @@ def quantize_layer(layer: LayerWeights, scale_dtype: ScaleDtype = "e4m3") -> Qua
         norm: jax.Array | None = getattr(layer, name)
         return None if norm is None else norm.astype(jnp.float32)
 
+    def experts(router: jax.Array) -> QuantizedExperts:
+        def stack(name: str) -> tuple[jax.Array, jax.Array]:
+            weight, scale = scaled(name)
+            each = _each_expert(weight, router.shape[0], of_inputs=name == "down")
+            return each, jnp.full(len(each), 1.0 if scale is None else scale, jnp.float32)
+
+        def one(w: tuple[jax.Array, jax.Array]) -> Int4Weight:
+            return quantize_weight(w[0], scale_dtype=scale_dtype, output_scale=w[1])
+
+        # One expert after the other: in float32 all at once would be several times the weights.
+        gate_up = jax.lax.map(
+            lambda pair: gate_and_up(one(pair[0]), one(pair[1])), (stack("gate"), stack("up"))
+        )
+        down = jax.lax.map(one, stack("down"))
+        return QuantizedExperts(router.T.astype(jnp.float32), gate_up, down)
+
+    names = LINEARS if layer.router is None else LINEARS[:4]
     return join_layer(
-        {name: rounded(name) for name in LINEARS},
+        {name: rounded(name) for name in names},
         {name: factor(name) for name in NORMS},
         layer.key_channel_scale,
+        experts=None if layer.router is None else experts(layer.router.weight),
     )
+
+
+def _side_by_side(kernels: jax.Array, *, of_inputs: bool) -> jax.Array:
+    """Experts' kernels ``[E, in, out]`` as one, ``[E in, out]`` or ``[in, E out]``."""
+    count, inputs, outputs = kernels.shape
+    if of_inputs:
+        return kernels.reshape(count * inputs, outputs)
+    return jnp.swapaxes(kernels, 0, 1).reshape(inputs, count * outputs)
+
+
+def _each_expert(weight: jax.Array, count: int, *, of_inputs: bool) -> jax.Array:
+    """Weights ``[E, out, in]`` of experts side by side, ``[out, E in]`` or ``[E out, in]``."""
+    outputs, inputs = weight.shape
+    if of_inputs:
+        return jnp.swapaxes(weight.reshape(outputs, count, inputs // count), 0, 1)
+    return weight.reshape(count, outputs // count, inputs)
 
 
 def _whole(scale: jax.Array, config: TransformerConfig) -> jax.Array:

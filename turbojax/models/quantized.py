@@ -19,8 +19,9 @@ from jax.typing import DTypeLike
 from turbojax.flax.norms import rms_norm
 from turbojax.kv import Attend
 from turbojax.kv.base import Cache
-from turbojax.models.config import TransformerConfig
+from turbojax.models.config import ExpertsConfig, TransformerConfig
 from turbojax.models.decoder import apply_layers
+from turbojax.models.quantized_experts import QuantizedExperts
 from turbojax.models.quantized_layer import QuantizedLayer, QuantizedLinear, join_layer
 from turbojax.models.transformer import cap, embed, project, scale_embeddings
 from turbojax.ops.int4_matmul import matmul
@@ -30,6 +31,7 @@ from turbojax.quantizers.int4 import (
     Int4Weight,
     ScaleDtype,
     dequantize,
+    gate_and_up,
     quantize_weight,
 )
 from turbojax.quantizers.int4_layout import OUT_MULTIPLE, code_tiles, scale_tiles
@@ -68,7 +70,11 @@ class QuantizedDecoder:
         """Bits of codes and scales per weight of the quantized matrices, padding included."""
         leaves = jax.tree.leaves(self, is_leaf=lambda x: isinstance(x, Int4Weight))
         weights = [leaf for leaf in leaves if isinstance(leaf, Int4Weight)]
-        return 8 * _nbytes(weights) / sum(w.out_size * w.in_size for w in weights)
+        return (
+            8
+            * _nbytes(weights)
+            / sum(math.prod((*w.stack, w.out_size, w.in_size)) for w in weights)
+        )
 
     def with_activations(self, activations: TokenKind) -> "QuantizedDecoder":
         """The same weights, whose tokens are multiplied as `matmul` says; no array is copied.
@@ -81,8 +87,13 @@ class QuantizedDecoder:
 
         Raises:
           ValueError: if it is neither.
+          NotImplementedError: for ``"bf16"``, if there are experts.
         """
         check_token_kind(activations)
+        if activations != "e4m3" and self.config.experts is not None:
+            raise NotImplementedError(
+                f"{activations=} is not supported of a decoder with experts: must be 'e4m3'"
+            )
 
         def is_linear(x: Any) -> bool:
             return isinstance(x, QuantizedLinear)
@@ -180,17 +191,37 @@ def random_quantized_decoder(
         bias = jnp.zeros(out_size, jnp.float32) if has_bias else None
         return QuantizedLinear(weight(out_size, in_size, gain), bias)
 
-    def layer() -> QuantizedLayer:
+    def experts(shape: ExpertsConfig) -> QuantizedExperts:
+        width = shape.intermediate_size
+
+        def gate_up(key: jax.Array) -> Int4Weight:
+            both = jax.random.split(key)
+            return gate_and_up(*(random_weight(k, (width, size), 1.0, scale_dtype) for k in both))
+
+        def down(key: jax.Array) -> Int4Weight:
+            return random_weight(key, (size, width), gain, scale_dtype)
+
+        router = jax.random.normal(next(keys), (size, shape.count), jnp.float32) * size**-0.5
+        stacks = [
+            jax.lax.map(make, jax.random.split(next(keys), shape.count)) for make in (gate_up, down)
+        ]
+        return QuantizedExperts(router, *stacks)
+
+    def layer(number: int) -> QuantizedLayer:
         linears = {
             "q": linear(query_size, size, config.qkv_bias),
             "k": linear(kv_size, size, config.qkv_bias),
             "v": linear(kv_size, size, config.qkv_bias),
             "o": linear(size, query_size, config.output_bias, gain),
+        }
+        norms = {name: jnp.ones(shape, jnp.float32) for name, shape in norm_shapes(config).items()}
+        if config.experts is not None and config.has_experts(number):
+            return join_layer(linears, norms, experts=experts(config.experts))
+        linears |= {
             "gate": linear(inner, size, config.mlp_bias),
             "up": linear(inner, size, config.mlp_bias),
             "down": linear(size, inner, config.mlp_bias, gain),
         }
-        norms = {name: jnp.ones(shape, jnp.float32) for name, shape in norm_shapes(config).items()}
         return join_layer(linears, norms)
 
     def table() -> jax.Array:
@@ -204,7 +235,7 @@ def random_quantized_decoder(
         head = table()
     return QuantizedDecoder(
         embedding=table(),
-        layers=tuple(layer() for _ in range(config.num_layers)),
+        layers=tuple(map(layer, range(config.num_layers))),
         norm=jnp.ones(size, jnp.float32),
         lm_head=head,
         config=config,

@@ -11,6 +11,7 @@ from turbojax.flax.norms import rms_norm
 from turbojax.kv import Attend, AttentionOptions
 from turbojax.kv.base import Cache
 from turbojax.models.config import TransformerConfig
+from turbojax.models.quantized_experts import QuantizedExperts
 from turbojax.ops.fp8_tokens import rms_norm_quantize
 from turbojax.ops.int4_matmul import matmul
 from turbojax.ops.int4_matmul.static import Activation, Gradient, TokenKind
@@ -135,7 +136,7 @@ class QuantizedLayer:
       qkv: ``[(N + 2 K) H, D]``, query, key and value projections one after the other.
       o: ``[D, N H]``.
       mlp_norm: float32 ``[D]``.
-      mlp: the feed-forward layer.
+      mlp: the feed-forward layer, or one of experts.
       q_norm: float32 ``[N, H]``, factors of the norm of each head's queries, or None.
       k_norm: float32 ``[K, H]``, the same of keys; there is one if there is the other.
       attention_post_norm: float32 ``[D]``, factor of the norm of what attention adds to the
@@ -149,7 +150,7 @@ class QuantizedLayer:
     qkv: QuantizedLinear
     o: QuantizedLinear
     mlp_norm: jax.Array
-    mlp: QuantizedMlp
+    mlp: QuantizedMlp | QuantizedExperts
     q_norm: jax.Array | None = None
     k_norm: jax.Array | None = None
     attention_post_norm: jax.Array | None = None
@@ -197,6 +198,8 @@ def join_layer(
     linears: Mapping[str, QuantizedLinear],
     norms: Mapping[str, jax.Array | None],
     key_channel_scale: jax.Array | None = None,
+    *,
+    experts: QuantizedExperts | None = None,
 ) -> QuantizedLayer:
     """A layer of its linear layers, those of the same input joined; no code or scale changes.
 
@@ -205,6 +208,7 @@ def join_layer(
         them gated. Of q, k and v all have a bias or none, and so it is for gate and up.
       norms: float32, by the names of `NORMS`; those that are None or missing are not there.
       key_channel_scale: see `QuantizedLayer`.
+      experts: in place of gate, up and down.
     """
 
     def joined(
@@ -227,9 +231,13 @@ def join_layer(
             bias=jnp.concatenate(biases) if biases else None,
         )
 
-    gate_up = joined(("gate", "up"), lambda weights: gate_and_up(*weights))
     qkv, o = joined(("q", "k", "v"), concatenate), linears["o"]
-    mlp = QuantizedMlp(gate_up, linears["down"])
+    mlp: QuantizedMlp | QuantizedExperts
+    if experts is None:
+        gate_up = joined(("gate", "up"), lambda weights: gate_and_up(*weights))
+        mlp = QuantizedMlp(gate_up, linears["down"])
+    else:
+        mlp = experts
     first, second, rest = norms["attention_norm"], norms["mlp_norm"], NORMS[2:]
     if first is None or second is None:
         raise ValueError("attention_norm and mlp_norm must not be None")

@@ -1,6 +1,6 @@
 """Shapes of published models, by name: what `random_decoder` is used with to measure speed."""
 
-from turbojax.models.config import TransformerConfig
+from turbojax.models.config import ExpertsConfig, TransformerConfig
 from turbojax.rotary import LinearScaling, Llama3Scaling
 
 _LLAMA_2_7B = TransformerConfig(
@@ -84,6 +84,36 @@ _QWEN_3_8B = TransformerConfig(
     qk_norm=True,
 )
 
+_QWEN_3_30B_A3B = TransformerConfig(
+    family="qwen3_moe",
+    vocab_size=151936,
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_layers=48,
+    num_heads=32,
+    num_kv_heads=4,
+    head_dim=128,
+    max_length=40960,
+    rope_theta=1000000.0,
+    norm_eps=1e-6,
+    qk_norm=True,
+    experts=ExpertsConfig(count=128, per_token=8, intermediate_size=768, normalize=True),
+)
+
+_MIXTRAL_8X7B = TransformerConfig(
+    family="mixtral",
+    vocab_size=32000,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    max_length=32768,
+    rope_theta=1000000.0,
+    experts=ExpertsConfig(count=8, per_token=2, intermediate_size=14336, softmax="after"),
+)
+
 _PHI_3_MINI = TransformerConfig(
     family="phi3",
     vocab_size=32064,
@@ -161,6 +191,8 @@ SHAPES = {
     "mistral-7b": _MISTRAL_7B,
     "qwen-2.5-7b": _QWEN_2_5_7B,
     "qwen-3-8b": _QWEN_3_8B,
+    "qwen-3-30b-a3b": _QWEN_3_30B_A3B,
+    "mixtral-8x7b": _MIXTRAL_8X7B,
     "phi-3-mini": _PHI_3_MINI,
     "gemma-2-9b": _GEMMA_2_9B,
     "gemma-3-4b": _GEMMA_3_4B,

@@ -16,10 +16,11 @@ from jax.typing import DTypeLike
 
 from turbojax import _checks, _moved
 from turbojax.flax.norms import RMSNorm
-from turbojax.flax.projections import AttentionProjections, linear
+from turbojax.flax.projections import AttentionProjections
 from turbojax.kv import Attend, AttentionOptions, causal_attention, padded_attention
 from turbojax.kv.base import Cache
 from turbojax.models.config import TransformerConfig
+from turbojax.models.feed_forward import Experts, FeedForward, output_gain
 from turbojax.rotary import Rope
 
 
@@ -56,36 +57,17 @@ def cap(logits: jax.Array, soft_cap: float | None) -> jax.Array:
     return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
 
 
-def activate(x: jax.Array, config: TransformerConfig) -> jax.Array:
-    """The activation of the feed-forward layer's gate."""
-    return jax.nn.silu(x) if config.activation == "silu" else jax.nn.gelu(x, approximate=True)
-
-
-class FeedForward(nnx.Module):
-    """A gated layer: ``down(activation(gate(x)) * up(x))``; SwiGLU with SiLU."""
-
-    def __init__(
-        self, config: TransformerConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs
-    ) -> None:
-        size, inner = config.hidden_size, config.intermediate_size
-        make = functools.partial(
-            linear, use_bias=config.mlp_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs
-        )
-        self.config = config
-        self.gate_proj = make(size, inner)
-        self.up_proj = make(size, inner)
-        self.down_proj = make(inner, size, gain=_output_gain(config))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps ``[B, T, D]`` to ``[B, T, D]``."""
-        return self.down_proj(activate(self.gate_proj(x), self.config) * self.up_proj(x))
-
-
 class Block(nnx.Module):
     """One pre-norm decoder layer."""
 
     def __init__(
-        self, config: TransformerConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs
+        self,
+        config: TransformerConfig,
+        *,
+        has_experts: bool = False,
+        dtype: DTypeLike,
+        param_dtype: DTypeLike,
+        rngs: nnx.Rngs,
     ) -> None:
         dtypes: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         norm = functools.partial(
@@ -105,12 +87,12 @@ class Block(nnx.Module):
             output_bias=config.output_bias,
             qk_norm_eps=config.norm_eps if config.qk_norm else None,
             norm_offset=config.norm_offset,
-            output_gain=_output_gain(config),
+            output_gain=output_gain(config),
             **dtypes,
         )
         self.attention_post_norm = norm() if config.post_norms else None
         self.mlp_norm = norm()
-        self.mlp = FeedForward(config, **dtypes)
+        self.mlp = (Experts if has_experts else FeedForward)(config, **dtypes)
         self.mlp_post_norm = norm() if config.post_norms else None
 
     def __call__(
@@ -179,7 +161,11 @@ class Transformer(nnx.Module):
           remat: see the class.
           unroll: see the class.
           rngs: source of the initial parameters (stream `params`).
+
+        Raises:
+          NotImplementedError: if some layers have experts and some have none.
         """
+        check_alike(config)
         self.config = config
         self.dtype = jnp.dtype(param_dtype if dtype is None else dtype)
         self.remat = remat
@@ -191,7 +177,13 @@ class Transformer(nnx.Module):
         @nnx.split_rngs(splits=config.num_layers)
         @nnx.vmap(in_axes=(0,), out_axes=0)
         def create_blocks(rngs: nnx.Rngs) -> Block:
-            return Block(config, dtype=self.dtype, param_dtype=param_dtype, rngs=rngs)
+            return Block(
+                config,
+                has_experts=config.has_experts(0),
+                dtype=self.dtype,
+                param_dtype=param_dtype,
+                rngs=rngs,
+            )
 
         self.blocks = create_blocks(rngs)
         self.norm = RMSNorm(
@@ -322,12 +314,13 @@ class Transformer(nnx.Module):
                 )
 
 
-def _output_gain(config: TransformerConfig) -> float:
-    """Of initial weights of what adds to the residual stream.
-
-    Each block does so twice; this keeps the stream's variance independent of depth.
-    """
-    return (2 * config.num_layers) ** -0.5
+def check_alike(config: TransformerConfig) -> None:
+    """Raises NotImplementedError unless all layers have the same arrays, which are stacked."""
+    if config.experts is not None and config.experts.dense_layers:
+        raise NotImplementedError(
+            f"experts.dense_layers={config.experts.dense_layers} is not supported: must be () in a "
+            "Transformer, whose layers are stacked; load_decoder and open_decoder read such models"
+        )
 
 
 def _check_mask(mask: jax.Array, tokens: jax.Array, attend: Attend) -> jax.Array:

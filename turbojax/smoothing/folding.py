@@ -139,11 +139,15 @@ def fold_attention_input(layer: LayerWeights, scale: jax.Array) -> LayerWeights:
 
 
 def fold_mlp_input(layer: LayerWeights, scale: jax.Array) -> LayerWeights:
-    """CAS of gate and up: their columns times `scale` ``[D]``, the norm's factor divided."""
+    """CAS of gate and up: their columns times `scale` ``[D]``, the norm's factor divided.
+
+    The columns of a router, which reads the same, are scaled as well.
+    """
+    names = ("gate", "up") if layer.router is None else ("gate", "up", "router")
     return dataclasses.replace(
         layer,
         mlp_norm=layer.mlp_norm / scale.astype(layer.mlp_norm.dtype),
-        **{name: getattr(layer, name).scale_columns(scale) for name in ("gate", "up")},
+        **{name: getattr(layer, name).scale_columns(scale) for name in names},
     )
 
 

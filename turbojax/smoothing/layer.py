@@ -67,6 +67,9 @@ class LayerWeights:
         ``i + R/2`` of a head together, of its first R.
       - There is a `q_norm` if and only if there is a `k_norm`.
 
+    A layer of experts has all of theirs side by side: F is the sum of their widths, and
+    every token sees some of these channels alone.
+
     Attributes:
       attention_norm: ``[D]``, factor of the norm before attention.
       q: weight ``[N H, D]``.
@@ -86,6 +89,7 @@ class LayerWeights:
       mlp_post_norm: ``[D]``, factor of the norm after the feed-forward layer, or None.
       key_channel_scale: ``[K, H]``, by which rotated keys are divided and rotated queries
         multiplied (CRS, see `scale_rotated`), or None.
+      router: weight ``[E, D]``, of the input of gate and up, by which experts are chosen, or None.
     """
 
     attention_norm: jax.Array
@@ -105,6 +109,7 @@ class LayerWeights:
     attention_post_norm: jax.Array | None = None
     mlp_post_norm: jax.Array | None = None
     key_channel_scale: jax.Array | None = None
+    router: Projection | None = None
 
     @property
     def num_heads(self) -> int:
@@ -139,6 +144,9 @@ class LayerWeights:
                 _check(f"{name}.bias", projection.bias, shape[:1])
             if projection.output_scale is not None:
                 _check(f"{name}.output_scale", projection.output_scale, ())
+        if self.router is not None:
+            wanted = self.router.weight.shape[0], self.o.weight.shape[0]
+            _check("router.weight", self.router.weight, wanted)
         width, keys = self.o.weight.shape[:1], (self.num_kv_heads, self.head_dim)
         vectors: dict[str, tuple[int, ...]] = {
             **dict.fromkeys(("attention_norm", "mlp_norm"), width),
@@ -146,9 +154,9 @@ class LayerWeights:
             **dict.fromkeys(("k_norm", "key_channel_scale"), keys),
             "q_norm": (self.num_heads, self.head_dim),
         }
-        for name, wanted in vectors.items():
+        for name, shape_of in vectors.items():
             if getattr(self, name) is not None:
-                _check(name, getattr(self, name), wanted)
+                _check(name, getattr(self, name), shape_of)
 
     def _shapes(self) -> dict[str, tuple[int, int]]:
         """What each projection's weight must be."""

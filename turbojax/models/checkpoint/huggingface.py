@@ -285,7 +285,11 @@ def _tensors(model: Transformer, dtype: DTypeLike | None) -> list[_folder.Tensor
             np.asarray(
                 part(x.path)
                 if x.layer is None
-                else _take(part(x.path), np.int32(x.layer), transpose=x.transpose)
+                else _take(
+                    part(x.path),
+                    loading.index_of(x.layer, x.expert),
+                    transpose=x.transpose,
+                )
             )
             for x in spec.placements
         ]
@@ -303,7 +307,9 @@ def _tensors(model: Transformer, dtype: DTypeLike | None) -> list[_folder.Tensor
 
 
 @functools.partial(jax.jit, static_argnames="transpose")
-def _take(stacked: jax.Array, layer: jax.Array, *, transpose: bool) -> jax.Array:
-    """One layer's array of a stack."""
-    array = jax.lax.dynamic_index_in_dim(stacked, layer, 0, keepdims=False)
+def _take(stacked: jax.Array, index: tuple[jax.Array, ...], *, transpose: bool) -> jax.Array:
+    """The array of one layer, or of one of its experts, of a stack."""
+    array = stacked
+    for number in index:
+        array = jax.lax.dynamic_index_in_dim(array, number, 0, keepdims=False)
     return array.T if transpose else array

@@ -160,6 +160,11 @@ def read(
     tensors = _folder.stored_tensors(folder)
     _folder.require_config(folder, hf)
     _folder.require_layers(tensors, config.num_layers, "layers.", folder)
+    if version == 1 and config.experts is not None:
+        raise ValueError(
+            f"{folder / _folder.CONFIG_NAME}: quantization_config: version=1 must be {VERSION}: "
+            "there were no experts in it"
+        )
     template = _template(config, block, compute)
     named = _named_leaves(template)
     shapes = {name: _stored_shape(name, leaf.shape, version) for name, leaf in named}
@@ -311,6 +316,11 @@ def _template(
             f"config.json: quantization_config: input_order={shown(orders)} must be a list of "
             f"{', '.join(_ORDERED)}"
         )
+    if config.experts is not None and (block["activations"] != "e4m3" or orders):
+        raise NotImplementedError(
+            f"config.json: quantization_config: activations={block['activations']!r} and "
+            f"input_order={shown(orders)} must be 'e4m3' and [] of a model with experts"
+        )
     scale_dtype = block["scale_dtype"]
 
     def table(kind: str | None) -> Any:
@@ -340,26 +350,34 @@ def _layer_template(layer: QuantizedLayer, block: Mapping[str, Any]) -> Any:
     """A layer of shapes and dtypes whose linear layers are as described."""
     struct: Any = jax.ShapeDtypeStruct
 
+    def described(weight: Int4Weight) -> Int4Weight:
+        size = block["group_size"]
+        *lead, _, rows = weight.scales.shape
+        shape = (*lead, weight.padded_shape[1] // size, rows)
+        return dataclasses.replace(
+            weight,
+            scales=struct(shape, weight.scales.dtype),
+            zeros=struct(shape, jnp.int8) if block["zeros"] else None,
+            group_size=size,
+        )
+
     def linear(path: Any, x: Any) -> Any:
+        if isinstance(x, Int4Weight):
+            return described(x)
         if not isinstance(x, QuantizedLinear):
             return x
-        weight, size = x.weight, block["group_size"]
-        tiles, _, rows = weight.scales.shape
-        shape = (tiles, weight.padded_shape[1] // size, rows)
         is_ordered = path[-1].name in block["input_order"]
         return QuantizedLinear(
-            weight=dataclasses.replace(
-                weight,
-                scales=struct(shape, weight.scales.dtype),
-                zeros=struct(shape, jnp.int8) if block["zeros"] else None,
-                group_size=size,
-            ),
+            weight=described(x.weight),
             bias=x.bias,
-            inputs=struct((weight.in_size,), jnp.int32) if is_ordered else None,
+            inputs=struct((x.weight.in_size,), jnp.int32) if is_ordered else None,
             activations=block["activations"],
         )
 
-    return jax.tree_util.tree_map_with_path(linear, layer, is_leaf=_is_linear)
+    def is_weight(x: Any) -> bool:
+        return _is_linear(x) or isinstance(x, Int4Weight)
+
+    return jax.tree_util.tree_map_with_path(linear, layer, is_leaf=is_weight)
 
 
 def _linears(layer: QuantizedLayer) -> dict[str, QuantizedLinear]:

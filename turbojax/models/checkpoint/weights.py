@@ -28,7 +28,7 @@ from turbojax.models.families.tensors import (
     checkpoint_tensors,
     is_ignored,
 )
-from turbojax.models.transformer import Transformer
+from turbojax.models.transformer import Transformer, check_alike
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that are read and the bytes there are, after each tensor."""
@@ -61,6 +61,7 @@ def read_transformer(
     Raises:
       FileNotFoundError, NotImplementedError, ValueError: see `turbojax.models.load`.
     """
+    check_alike(config)
     tensors, target = prepare(folder, hf, config, dtype)
     model = nnx.eval_shape(lambda: Transformer(config, param_dtype=target, rngs=nnx.Rngs(0)))
     state = nnx.state(model)
@@ -77,7 +78,7 @@ def read_transformer(
         if layer is None:
             array = jnp.asarray(tensor)
         else:
-            index = np.int32(layer)
+            index = index_of(layer, placement.expert)
             array = _insert(arrays.pop(path), tensor, index, transpose=placement.transpose)
         arrays[path] = jax.block_until_ready(array)
 
@@ -102,11 +103,10 @@ def read_decoder(
     others: dict[_Path, jax.Array] = {}
 
     def put(placement: Placement, tensor: np.ndarray) -> None:
-        array = _on_device(placement, tensor)
         if placement.layer is None:
-            others[placement.path] = array
+            others[placement.path] = _on_device(placement, tensor)
         else:
-            insert(layers[placement.layer], placement.path[1:], array)
+            _put(layers[placement.layer], placement, tensor, config)
 
     _read(tensors, config, target, put, progress)
     return Decoder(
@@ -138,7 +138,7 @@ def read_parts(
     Raises:
       ValueError: if a file was changed since `prepare`, or `dtype` cannot hold a number.
     """
-    found = {}
+    found: dict[_Path, jax.Array] = {}
     for spec in checkpoint_tensors(config):
         wanted = [
             x for x in spec.placements if x.layer == layer and (path is None or x.path == path)
@@ -149,7 +149,8 @@ def read_parts(
         for placement in wanted:
             rows = placement.rows
             part = tensor if rows is None else tensor[slice(*rows)]
-            found[placement.path] = _on_device(placement, part)
+            before = found.pop(placement.path, None)
+            found[placement.path] = _beside(before, placement, part, config)
     return found
 
 
@@ -158,6 +159,35 @@ def insert(tree: dict[str, Any], path: _Path, array: jax.Array) -> None:
     for key in path[:-1]:
         tree = tree.setdefault(key, {})
     tree[path[-1]] = array
+
+
+def _put(
+    tree: dict[str, Any], placement: Placement, tensor: np.ndarray, config: TransformerConfig
+) -> None:
+    """Puts a tensor into a layer's nested dicts, or an expert's into the array of all experts."""
+    *parents, last = placement.path[1:]
+    for key in parents:
+        tree = tree.setdefault(key, {})
+    tree[last] = _beside(tree.pop(last, None), placement, tensor, config)
+
+
+def _beside(
+    before: jax.Array | None, placement: Placement, tensor: np.ndarray, config: TransformerConfig
+) -> jax.Array:
+    """A tensor on the device; of an expert, the array of all experts with this one written."""
+    if placement.expert is None:
+        return _on_device(placement, tensor)
+    assert config.experts is not None
+    if before is None:
+        shape = tensor.shape[::-1] if placement.transpose else tensor.shape
+        before = jnp.zeros((config.experts.count, *shape), tensor.dtype)
+    index = index_of(placement.expert)
+    return jax.block_until_ready(_insert(before, tensor, index, transpose=placement.transpose))
+
+
+def index_of(*numbers: int | None) -> tuple[np.int32, ...]:
+    """Numbers as an index into leading axes, without those that are None."""
+    return tuple(np.int32(x) for x in numbers if x is not None)
 
 
 def _on_device(placement: Placement, tensor: np.ndarray) -> jax.Array:
@@ -278,13 +308,18 @@ def require_equal(embedding: _folder.Stored, head: _folder.Stored) -> None:
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnames="transpose")
-def _insert(stacked: jax.Array, tensor: jax.Array, layer: jax.Array, *, transpose: bool) -> Any:
-    """Writes one layer's tensor in place."""
+def _insert(
+    stacked: jax.Array, tensor: jax.Array, index: tuple[jax.Array, ...], *, transpose: bool
+) -> Any:
+    """Writes the tensor of one layer, or of one of its experts, in place."""
     # As integers: XLA may take bfloat16 through float32, which changes the bits of NaN.
     bits = jnp.dtype(f"uint{8 * stacked.dtype.itemsize}")
     target, part = (jax.lax.bitcast_convert_type(x, bits) for x in (stacked, tensor))
     part = part.T if transpose else part
-    target = jax.lax.dynamic_update_index_in_dim(target, part, layer, 0)
+    start = (*index, *(jnp.int32(0),) * part.ndim)
+    target = jax.lax.dynamic_update_slice(
+        target, part.reshape((1,) * len(index) + part.shape), start
+    )
     return jax.lax.bitcast_convert_type(target, stacked.dtype)
 
 

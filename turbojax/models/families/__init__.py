@@ -5,6 +5,7 @@ from typing import Any
 
 from turbojax._json import shown
 from turbojax.models.families.base import Family as Family
+from turbojax.models.families.experts import ExpertsConfig as ExpertsConfig
 from turbojax.models.families.keys import LARGEST_SIZE as LARGEST_SIZE
 from turbojax.models.families.keys import MOST_LAYERS as MOST_LAYERS
 from turbojax.models.families.keys import Activation as Activation

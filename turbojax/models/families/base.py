@@ -70,6 +70,8 @@ class Family:
       chooses_layers: whether `layer_types` may say anything else than `usual_layers`.
       linears: stored linear layers by name, and those of the model whose rows they hold, one below
         the other.
+      experts: names of the router and, with ``{}`` for an expert's number, of the experts' linear
+        layers, and the model's, which hold all experts; of families that have some.
       norms: stored norms by name, and the model's, of which it has all or some.
     """
 
@@ -83,6 +85,7 @@ class Family:
     chooses_layers: bool = False
     linears: Mapping[str, tuple[Path, ...]] = dataclasses.field(default_factory=lambda: LINEARS)
     norms: Mapping[str, Path] = dataclasses.field(default_factory=lambda: NORMS)
+    experts: Mapping[str, Path] = dataclasses.field(default_factory=dict)
 
     def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of the `TransformerConfig` that a `config.json` of this family describes.

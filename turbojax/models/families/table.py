@@ -7,17 +7,21 @@ from turbojax.models.families.gemma2 import GEMMA2
 from turbojax.models.families.gemma3 import GEMMA3
 from turbojax.models.families.llama import LLAMA
 from turbojax.models.families.mistral import MISTRAL
+from turbojax.models.families.mixtral import MIXTRAL
 from turbojax.models.families.phi3 import PHI3
 from turbojax.models.families.qwen2 import QWEN2
 from turbojax.models.families.qwen3 import QWEN3
+from turbojax.models.families.qwen3_moe import QWEN3_MOE
 
 FAMILIES: Mapping[str, Family] = {
     family.name: family
     for family in (
         LLAMA,
         MISTRAL,
+        MIXTRAL,
         QWEN2,
         QWEN3,
+        QWEN3_MOE,
         PHI3,
         GEMMA2,
         GEMMA3,

@@ -25,12 +25,14 @@ class Placement:
     Attributes:
       path: in the state of a `Transformer`.
       layer: index into the leading axis of what lies there; None outside the blocks.
+      expert: index into the next axis; None where there are no experts.
       rows: first row and the one after the last; None for all.
       transpose: whether it lies there as ``[in, out]``.
     """
 
     path: Path
     layer: int | None = None
+    expert: int | None = None
     rows: tuple[int, int] | None = None
     transpose: bool = False
 
@@ -62,7 +64,7 @@ def checkpoint_tensors(config: TransformerConfig) -> tuple[TensorSpec, ...]:
     specs = [TensorSpec(EMBEDDING, table, (Placement(("embedding",)),))]
     for layer in range(config.num_layers):
         specs += _norms(config, layer)
-        for linear in _linears(config):
+        for linear in _linears(config, layer):
             specs += linear.specs(layer)
     norm = Placement(("norm", "scale"))
     specs.append(TensorSpec("model.norm.weight", (config.hidden_size,), (norm,)))
@@ -85,12 +87,14 @@ class _Linear:
       outputs: path in a block and number of outputs of each of the model's layers.
       inputs: number of them.
       bias: whether there is one.
+      expert: its number, of an expert's layer.
     """
 
     name: str
     outputs: Sequence[tuple[Path, int]]
     inputs: int
     bias: bool
+    expert: int | None = None
 
     def specs(self, layer: int) -> Iterator[TensorSpec]:
         total = sum(size for _, size in self.outputs)
@@ -103,12 +107,13 @@ class _Linear:
             placements, start = [], 0
             for path, size in self.outputs:
                 rows = None if len(self.outputs) == 1 else (start, start + size)
-                placements.append(Placement(("blocks", *path, leaf), layer, rows, transpose))
+                place = ("blocks", *path, leaf)
+                placements.append(Placement(place, layer, self.expert, rows, transpose))
                 start += size
             yield TensorSpec(f"{_prefix(layer)}{self.name}.{suffix}", shape, tuple(placements))
 
 
-def _linears(config: TransformerConfig) -> Iterator[_Linear]:
+def _linears(config: TransformerConfig, layer: int) -> Iterator[_Linear]:
     size, inner = config.hidden_size, config.intermediate_size
     width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     # Of the model's linear layers: outputs, inputs, and whether there is a bias.
@@ -121,9 +126,31 @@ def _linears(config: TransformerConfig) -> Iterator[_Linear]:
         ("mlp", "up_proj"): (inner, size, config.mlp_bias),
         ("mlp", "down_proj"): (size, inner, config.mlp_bias),
     }
+    has_experts = config.has_experts(layer)
     for name, paths in FAMILIES[config.family].linears.items():
+        if has_experts and paths[0][0] == "mlp":
+            continue
         _, inputs, bias = layers[paths[0]]
         yield _Linear(name, [(path, layers[path][0]) for path in paths], inputs, bias)
+    if has_experts:
+        yield from _experts(config)
+
+
+def _experts(config: TransformerConfig) -> Iterator[_Linear]:
+    """The router, then each expert's linear layers."""
+    experts, size = config.experts, config.hidden_size
+    assert experts is not None
+    inner = experts.intermediate_size
+    sizes = {"gate_proj": (inner, size), "up_proj": (inner, size), "down_proj": (size, inner)}
+    names = FAMILIES[config.family].experts
+    for name, path in names.items():
+        if path[-1] == "router":
+            yield _Linear(name, [(path, experts.count)], size, bias=False)
+    for expert in range(experts.count):
+        for name, path in names.items():
+            if path[-1] in sizes:
+                outputs, inputs = sizes[path[-1]]
+                yield _Linear(name.format(expert), [(path, outputs)], inputs, False, expert)
 
 
 def _norms(config: TransformerConfig, layer: int) -> Iterator[TensorSpec]:

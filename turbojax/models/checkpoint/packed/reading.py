@@ -67,6 +67,12 @@ def read(
     """
     packing = formats.parse(hf["quantization_config"])
     config = model_config(folder, hf, max_length)
+    if config.experts is not None:
+        raise NotImplementedError(
+            f"{folder / _folder.CONFIG_NAME}: quant_method={packing.name!r} is not supported of a "
+            "model with experts: must be left out, and weights floating point; quantize_model "
+            "rounds them"
+        )
     tensors = _tensors(folder, hf, config, packing)
     given = stored_dtype(hf) or tensors[EMBEDDING].numpy_dtype
     compute = check_dtype(given if dtype is None else dtype)

@@ -1,0 +1,151 @@
+"""Gated feed-forward layers of a `Transformer`: one for all tokens, or experts for some each."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from turbojax.flax.projections import linear
+from turbojax.models.config import ExpertsConfig, TransformerConfig
+from turbojax.routing import combine, dispatch, route
+
+
+def activate(x: jax.Array, config: TransformerConfig) -> jax.Array:
+    """The activation of the feed-forward layer's gate."""
+    return jax.nn.silu(x) if config.activation == "silu" else jax.nn.gelu(x, approximate=True)
+
+
+def output_gain(config: TransformerConfig) -> float:
+    """Of initial weights of what adds to the residual stream.
+
+    Each block does so twice; this keeps the stream's variance independent of depth.
+    """
+    return (2 * config.num_layers) ** -0.5
+
+
+class FeedForward(nnx.Module):
+    """A gated layer: ``down(activation(gate(x)) * up(x))``; SwiGLU with SiLU."""
+
+    def __init__(
+        self, config: TransformerConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs
+    ) -> None:
+        size, inner = config.hidden_size, config.intermediate_size
+        make = functools.partial(
+            linear, use_bias=config.mlp_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+        )
+        self.config = config
+        self.gate_proj = make(size, inner)
+        self.up_proj = make(size, inner)
+        self.down_proj = make(inner, size, gain=output_gain(config))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps ``[B, T, D]`` to ``[B, T, D]``."""
+        return self.down_proj(activate(self.gate_proj(x), self.config) * self.up_proj(x))
+
+
+def apply_experts(
+    x: jax.Array,
+    router: jax.Array,
+    experts: ExpertsConfig,
+    compute: Callable[[jax.Array, jax.Array], jax.Array],
+) -> jax.Array:
+    """``sum_k w_k expert_k(x)`` over each token's experts.
+
+    Logits of the router are products in float32, and so are the weights and the sum.
+
+    Args:
+      x: ``[..., D]``.
+      router: ``[D, E]``.
+      experts: of the config.
+      compute: ``compute(x, group_sizes)``, the experts of tokens ``[M, D]`` that are sorted by
+        expert, and int32 ``[E]`` of how many each has, perhaps none.
+
+    Returns:
+      ``[..., D]`` in `x`'s dtype.
+    """
+    tokens = x.reshape(-1, x.shape[-1])
+    wide = (tokens.astype(jnp.float32), router.astype(jnp.float32))
+    logits = jnp.dot(*wide, precision=jax.lax.Precision.HIGHEST)
+    routing = route(logits, experts.per_token, softmax=experts.softmax, normalize=experts.normalize)
+    sorted_by = dispatch(routing.experts, experts.count)
+    y = compute(tokens[sorted_by.tokens], sorted_by.group_sizes)
+    return combine(y, sorted_by.places, routing.weights).reshape(x.shape)
+
+
+class StackedLinear(nnx.Module):
+    """A linear layer of each expert, without a bias.
+
+    Attributes:
+      kernel: ``[E, in, out]``.
+    """
+
+    def __init__(
+        self,
+        experts: int,
+        in_size: int,
+        out_size: int,
+        *,
+        gain: float = 1.0,
+        dtype: DTypeLike,
+        param_dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ) -> None:
+        init = jax.nn.initializers.variance_scaling(
+            gain**2, "fan_in", "truncated_normal", batch_axis=(0,)
+        )
+        self.dtype = dtype
+        self.kernel = nnx.Param(init(rngs.params(), (experts, in_size, out_size), param_dtype))
+
+    def __call__(self, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        """Maps ``[M, in]``, sorted by expert, to ``[M, out]``."""
+        kernel = self.kernel.get_value().astype(self.dtype)
+        return jax.lax.ragged_dot(x.astype(self.dtype), kernel, group_sizes)
+
+
+class Router(nnx.Module):
+    """What experts are chosen by.
+
+    Attributes:
+      kernel: ``[D, E]``.
+    """
+
+    def __init__(
+        self, in_size: int, experts: int, *, param_dtype: DTypeLike, rngs: nnx.Rngs
+    ) -> None:
+        init = jax.nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
+        self.kernel = nnx.Param(init(rngs.params(), (in_size, experts), param_dtype))
+
+
+class Experts(nnx.Module):
+    """Gated layers of which a router chooses some for each token, see `ExpertsConfig`.
+
+    No expert has a capacity, and no token is dropped.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs
+    ) -> None:
+        assert config.experts is not None
+        count, inner = config.experts.count, config.experts.intermediate_size
+        size = config.hidden_size
+        make = functools.partial(
+            StackedLinear, count, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+        )
+        self.config = config
+        self.router = Router(size, count, param_dtype=param_dtype, rngs=rngs)
+        self.gate_proj = make(size, inner)
+        self.up_proj = make(size, inner)
+        self.down_proj = make(inner, size, gain=output_gain(config))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps ``[B, T, D]`` to ``[B, T, D]``."""
+        assert self.config.experts is not None
+
+        def compute(x: jax.Array, sizes: jax.Array) -> jax.Array:
+            gate, up = self.gate_proj(x, sizes), self.up_proj(x, sizes)
+            return self.down_proj(activate(gate, self.config) * up, sizes)
+
+        return apply_experts(x, self.router.kernel.get_value(), self.config.experts, compute)

@@ -1,0 +1,56 @@
+"""A layer of experts with INT4 weights and e4m3 activations, as `QuantizedMlp` is one layer."""
+
+import dataclasses
+
+import jax
+
+from turbojax.flax.norms import rms_norm
+from turbojax.models.config import TransformerConfig
+from turbojax.models.feed_forward import apply_experts
+from turbojax.ops.grouped_matmul import grouped_matmul
+from turbojax.ops.int4_matmul.static import Activation
+from turbojax.quantizers.int4 import Int4Weight
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedExperts:
+    """``sum_k w_k down_k(activation(gate_k(x)) * up_k(x))`` over a token's experts.
+
+    Attributes:
+      router: float32 ``[D, E]``, not rounded.
+      gate_up: gated, of ``[F, D]`` each, with a leading axis of `E` experts.
+      down: ``[D, F]``, the same.
+    """
+
+    router: jax.Array
+    gate_up: Int4Weight
+    down: Int4Weight
+
+    def __call__(
+        self,
+        hidden: jax.Array,
+        norm: jax.Array,
+        config: TransformerConfig,
+        *,
+        residual: jax.Array | None = None,
+    ) -> jax.Array:
+        """Maps the residual stream ``[B, T, D]`` to what is added to it.
+
+        Args:
+          hidden: the residual stream.
+          norm: float32 ``[D]``, factor of the norm that stands before the layer.
+          config: of the model.
+          residual: added in the end.
+        """
+        assert config.experts is not None
+        activation: Activation = "swiglu" if config.activation == "silu" else "geglu"
+
+        def compute(x: jax.Array, sizes: jax.Array) -> jax.Array:
+            inner = grouped_matmul(x, self.gate_up, sizes, activation=activation)
+            return grouped_matmul(inner, self.down, sizes)
+
+        # The router reads what is not rounded.
+        normed = rms_norm(hidden, norm, config.norm_eps)
+        out = apply_experts(normed, self.router, config.experts, compute)
+        return out if residual is None else residual + out
