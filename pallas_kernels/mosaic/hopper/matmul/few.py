@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layouts import Ref
-from pallas_kernels.mosaic import lane, warp
+from pallas_kernels.mosaic import lane
 from pallas_kernels.mosaic.hopper.matmul import epilogue
 from pallas_kernels.mosaic.hopper.matmul.epilogue import Epilogue as Epilogue
 from pallas_kernels.mosaic.lane import ClusterPointer, Float, Int, Pointer
@@ -56,7 +56,8 @@ class Settings:
       warpgroups: of a program, each with its own rows.
       parts: programs that share rows, each with part of the inputs; at most 8.
       stages: tiles of a warpgroup that are on their way or in use.
-      resident: groups of inputs whose tokens are in shared memory at a time.
+      resident: groups of inputs whose tokens are in shared memory at a time, a multiple of `run`.
+      run: tiles that are copied and multiplied together, 1 or 2; divides each part.
     """
 
     epilogue: Epilogue
@@ -65,6 +66,7 @@ class Settings:
     parts: int
     stages: int
     resident: int
+    run: int = 1
 
     @property
     def token_bytes(self) -> int:
@@ -73,7 +75,7 @@ class Settings:
 
     def slots_bytes(self) -> int:
         """Shared memory of a warpgroup's tiles, and of its sums at the end."""
-        return max(self.stages * TILE_BYTES, self.tokens * _PITCH * 4)
+        return max(self.stages * self.run * TILE_BYTES, self.tokens * _PITCH * 4)
 
 
 class Memory(NamedTuple):
@@ -213,12 +215,18 @@ class Weights:
     s: Settings
 
     def _copy(self, i: Int | int, slot: Int | int, more: int | Int = 0) -> None:
-        """Starts the copy of tile `i`, by one lane."""
-        a, work = self.a, self.work
+        """Starts the copy of run `i` of tiles, by one lane."""
+        a, work, size = self.a, self.work, self.s.run * TILE_BYTES
         barrier = self.barriers.at(slot * 8)
-        lane.expect_bytes(barrier, lane.integer(TILE_BYTES) + more)
-        source = a.codes.times(work.tile * a.groups + work.begin + i, TILE_BYTES)
-        lane.copy(source, self.slots.at(slot * TILE_BYTES), TILE_BYTES, barrier)
+        lane.expect_bytes(barrier, lane.integer(size) + more)
+        first = work.tile * a.groups + work.begin
+        source = a.codes.times(first + i * self.s.run, TILE_BYTES)
+        lane.copy(source, self.slots.at(slot * size), size, barrier)
+
+    @property
+    def runs(self) -> Int:
+        """How many there are."""
+        return self.work.count // self.s.run
 
     def begin(self) -> None:
         """Prepares the barriers and starts the first copies, by one lane."""
@@ -233,29 +241,36 @@ class Weights:
         row = work.tile * a.groups + work.begin
         lane.copy(a.scales.times(row, ROWS * a.scale_bytes), self.scales, size, first)
         for i in range(1, self.s.stages):
-            with lane.when(work.count > i):
+            with lane.when(self.runs > i):
                 self._copy(i, i)
         for i, vector in enumerate(vectors):
             target = self.factors.at(ROWS * 4 * i)
             lane.copy(vector.times(work.tile, ROWS * 4), target, ROWS * 4, first)
 
-    def take(self, i: Int, slot: Int, parity: Int) -> tuple[list[Int], list[Float]]:
-        """Tile `i` as a register operand, and the rows' scales that are not in it.
+    def take(self, i: Int, slot: Int, parity: Int) -> list[tuple[list[Int], list[Float]]]:
+        """The tiles of run `i` as register operands, each with its rows' scales."""
+        lane.wait(self.barriers.at(slot * 8), parity)
+        size = self.s.run * TILE_BYTES
+        return [
+            self._operand(self._raw(self.slots.at(slot * size + j * TILE_BYTES)), i * self.s.run + j)
+            for j in range(self.s.run)
+        ]
 
-        Past the last tile it is whatever is there.
-        """
-        with lane.when(i < self.work.count):
-            lane.wait(self.barriers.at(slot * 8), parity)
-        words, rest = self._operand(self.slots.at(slot * TILE_BYTES), i)
+    def refill(self, i: Int, slot: Int) -> None:
+        """Starts the next copy to the slot of run `i`, which was taken."""
         later = i + self.s.stages
-        with lane.when(later < self.work.count):
+        with lane.when(later < self.runs):
             lane.named_barrier(self.number + 1, _THREADS)
             with lane.when((lane.thread() & (_THREADS - 1)).equals(0)):
                 self._copy(later, slot)
-        return words, rest
 
-    def _operand(self, codes: Pointer, i: Int) -> tuple[list[Int], list[Float]]:
+    def _raw(self, codes: Pointer) -> list[list[Int]]:
+        """The codes of a lane's two rows."""
         row, t = lane.fragments.row_and_place()
+        return [codes.at((row + 8 * half) * ROW_BYTES, t << 4).words(4) for half in range(2)]
+
+    def _operand(self, raw: list[list[Int]], i: Int) -> tuple[list[Int], list[Float]]:
+        row, _ = lane.fragments.row_and_place()
         a, rows, rest = self.a, [], []
         scales = self.scales.at(i * (ROWS * a.scale_bytes))
         for half in range(2):
@@ -268,9 +283,23 @@ class Weights:
                 index = scales.at(at).byte() & (TABLES - 1)
                 table = self.tables.at(index * TABLE_BYTES).words(4)
             rest.append(scale)
-            words = codes.at(at * ROW_BYTES, t << 4).words(4)
-            rows.append([x for word in words for x in int4._convert(word, table)])
+            rows.append([x for word in raw[half] for x in self._convert(word, table)])
         return [row[i] for i in range(len(rows[0])) for row in rows], rest
+
+    def _convert(self, word: Int, table: list[Int]) -> tuple[Int, Int]:
+        magnitude = word & 0x77777777
+        sign = ((word >> 1) & 0x44444444) | self.places
+        out = []
+        for _ in range(2):
+            positive = lane.permute_bytes(table[0], table[1], magnitude)
+            negative = lane.permute_bytes(table[2], table[3], magnitude)
+            out.append(lane.permute_bytes(positive, negative, sign))
+            magnitude, sign = magnitude >> 16, sign >> 16
+        return out[0], out[1]
+
+    @functools.cached_property
+    def places(self) -> Int:
+        return lane.held(0x32103210)
 
 
 # Tokens ------------------------------------------------------------------------------------------
@@ -330,27 +359,28 @@ def _program(a: Arrays, ids: list[Int], smem: Pointer, s: Settings) -> None:
     number = lane.uniform(lane.thread() >> 7)
     work = Work.of(a, ids, number, s)
     part = -(-a.groups // s.parts)
-    own = smem.at(m.slots).at(number * s.slots_bytes())
+    own = smem.at(lane.integer(m.slots)).at(number * s.slots_bytes())
     weights = Weights(
         a=a,
         work=work,
         slots=own,
-        scales=smem.at(m.scales).at(number * (part * ROWS * a.scale_bytes)),
-        factors=smem.at(m.factors).at(number * (2 * ROWS * 4)),
-        tables=smem.at(m.tables),
-        barriers=smem.at(m.barriers).at(number * (8 * s.stages)),
+        scales=smem.at(lane.integer(m.scales)).at(number * (part * ROWS * a.scale_bytes)),
+        factors=smem.at(lane.integer(m.factors)).at(number * (2 * ROWS * 4)),
+        tables=smem.at(lane.integer(m.tables)),
+        barriers=smem.at(lane.integer(m.barriers)).at(number * (8 * s.stages)),
         number=number,
         s=s,
     )
     with lane.when((lane.thread() & (_THREADS - 1)).equals(0)):
         weights.begin()
     if a.tables is not None:
+        place = (lane.thread() & (TABLES - 1)) * TABLE_BYTES
+        words = a.tables.at(place).words(4)
         with lane.when(lane.thread() < TABLES):
-            words = a.tables.at(lane.thread() * TABLE_BYTES).words(4)
-            smem.at(m.tables).at(lane.thread() * TABLE_BYTES).store_words(words)
-    load_token_scales(a, smem.at(m.token_scales), s)
+            smem.at(lane.integer(m.tables)).at(place).store_words(words)
+    load_token_scales(a, smem.at(lane.integer(m.token_scales)), s)
     sums = _accumulate(a, weights, smem, s)
-    _write(a, sums, own, weights.factors, smem.at(m.token_scales), work, ids[1], s)
+    _write(a, sums, own, weights.factors, smem.at(lane.integer(m.token_scales)), work, ids[1], s)
 
 
 def _accumulate(a: Arrays, weights: Weights, smem: Pointer, s: Settings) -> list[Float]:
@@ -365,43 +395,49 @@ def _accumulate(a: Arrays, weights: Weights, smem: Pointer, s: Settings) -> list
         lane.publish_stores()
         lane.block_barrier()
 
-    def step(i: Int, carry: list[Any], first: Int) -> list[Any]:
-        sums, words, scales, (slot, parity) = _divided(carry, s)
-        tile = smem.at((i - first) * s.token_bytes)
-        product = lane.start_product(words, tile, s.tokens)
-        is_last = slot.equals(s.stages - 1)
-        slot, parity = is_last.where(0, slot + 1), is_last.where(parity ^ 1, parity)
-        # While the product is on its way.
-        words, following = weights.take(i + 1, slot, parity)
-        product = lane.finish(product)
-        pairs = zip(sums, product, strict=True)
-        sums = [lane.fma(x, scales[k // 2 % 2], y) for k, (y, x) in enumerate(pairs)]
-        return [*sums, *words, *following, slot, parity]
+    def multiply(
+        taken: list[tuple[list[Int], list[Float]]],
+        sums: list[Float],
+        tokens: Pointer,
+        meanwhile: Any,
+    ) -> list[Float]:
+        products = [
+            x
+            for j, (words, _) in enumerate(taken)
+            for x in lane.start_product(words, tokens.at(j * s.token_bytes), s.tokens)
+        ]
+        meanwhile()
+        products = lane.finish(products)
+        for j, (_, scales) in enumerate(taken):
+            own = products[j * len(sums) : (j + 1) * len(sums)]
+            sums = [
+                lane.fma(x, scales[k // 2 % 2], y)
+                for k, (x, y) in enumerate(zip(own, sums, strict=True))
+            ]
+        return sums
 
-    load(zero)
-    words, scales = weights.take(zero, zero, zero)
-    carry = [*sums, *words, *scales, zero, zero]
+    def step(i: Int, carry: list[Any], first: Int) -> list[Any]:
+        *sums, slot, parity = carry
+        tokens = smem.at((i - first) * (s.run * s.token_bytes))
+        taken = weights.take(i, slot, parity)
+        sums = multiply(taken, sums, tokens, lambda: weights.refill(i, slot))
+        is_last = slot.equals(s.stages - 1)
+        return [*sums, is_last.where(0, slot + 1), is_last.where(parity ^ 1, parity)]
+
+    carry = [*sums, zero, zero]
     if count <= s.resident:
-        carry = lane.loop(zero, work.count, 1, carry, lambda i, x: step(i, x, zero))
+        load(zero)
+        carry = lane.loop(zero, weights.runs, 1, carry, lambda i, x: step(i, x, zero))
         return carry[: len(sums)]
 
     def round_of(first: Int, carry: list[Any]) -> list[Any]:
-        end = (first + s.resident).minimum(work.count)
-        carry = lane.loop(first, end, 1, carry, lambda i, x: step(i, x, first))
         lane.block_barrier()
-        load(end)
-        return carry
+        load(first * s.run)
+        end = (first + s.resident // s.run).minimum(weights.runs)
+        return lane.loop(first, end, 1, carry, lambda i, x: step(i, x, first))
 
-    carry = lane.loop(zero, work.count, s.resident, carry, round_of)
+    carry = lane.loop(zero, weights.runs, s.resident // s.run, carry, round_of)
     return carry[: len(sums)]
-
-
-def _divided(
-    carry: list[Any], s: Settings
-) -> tuple[list[Float], list[Int], list[Float], list[Int]]:
-    """Sums, words, scales, and the slot with its parity."""
-    count = s.tokens // 2
-    return carry[:count], carry[count:-4], carry[-4:-2], carry[-2:]
 
 
 # Results -----------------------------------------------------------------------------------------
@@ -428,7 +464,8 @@ def _write(
         token, quad = number // quads, number % quads
         column = work.tile * e.outputs + (quad << 2)
         is_there = (token < a.tokens) & (column < a.width) & work.is_real
-        items.append((token.minimum(a.tokens - 1), quad, column.minimum(a.width - 1), is_there))
+        last = a.width - (4 if a.width % 4 == 0 else 1)
+        items.append((token.minimum(a.tokens - 1), quad, column.minimum(last), is_there))
     rest = [_residual(a, token, column, e) for token, _, column, _ in items]
     if s.parts > 1:
         lane.cluster_barrier()
