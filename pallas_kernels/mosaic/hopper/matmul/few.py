@@ -26,9 +26,10 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layouts import Ref
-from pallas_kernels.mosaic import lane, warp
+from pallas_kernels.mosaic import lane
 from pallas_kernels.mosaic.hopper.matmul import epilogue
 from pallas_kernels.mosaic.hopper.matmul.epilogue import Epilogue as Epilogue
+from pallas_kernels.mosaic.hopper.matmul.rounding import Rounding, load_rounded
 from pallas_kernels.mosaic.lane import ClusterPointer, Float, Int, Pointer
 from pallas_kernels.mosaic.products import int4
 from pallas_kernels.mosaic.products.int4 import GROUP, ROW_BYTES, TABLE_BYTES, TABLES
@@ -57,6 +58,7 @@ class Settings:
       parts: programs that share rows, each with part of the inputs; at most 8.
       stages: tiles of a warpgroup that are on their way or in use.
       resident: groups of inputs whose tokens are in shared memory at a time.
+      rounding: of tokens that are not e4m3 yet, or None; then all of a program's are resident.
     """
 
     epilogue: Epilogue
@@ -65,6 +67,7 @@ class Settings:
     parts: int
     stages: int
     resident: int
+    rounding: Rounding | None = None
 
     @property
     def token_bytes(self) -> int:
@@ -85,6 +88,7 @@ class Memory(NamedTuple):
       factors: float32 of each warpgroup's outputs, then their biases.
       tables: of products of scales and codes.
       token_scales: float32.
+      maxima: of tokens that are rounded here.
       barriers: eight bytes for each slot of each warpgroup.
       size: of everything.
     """
@@ -94,6 +98,7 @@ class Memory(NamedTuple):
     factors: int
     tables: int
     token_scales: int
+    maxima: int
     barriers: int
     size: int
 
@@ -107,6 +112,7 @@ class Memory(NamedTuple):
             s.warpgroups * part * ROWS * scale_bytes,
             s.warpgroups * 2 * ROWS * 4,
             _TABLES_BYTES,
+            s.tokens * 4,
             s.tokens * 4,
             s.warpgroups * s.stages * 8,
         )
@@ -122,8 +128,8 @@ class Arrays:
       codes: ``[N' / 64, groups, 64, 64]``.
       scales: ``[N' / 64, groups, 64]``.
       tables: of e4m3 scales, or None.
-      x: e4m3 ``[M, inputs]``.
-      token_scales: bfloat16 ``[M]``.
+      x: e4m3 ``[M, inputs]``, or as `Settings.rounding` says.
+      token_scales: bfloat16 ``[M]``, or None of tokens that are rounded here.
       output_scales: float32 ``[N']``.
       bias: the same, or None.
       residual: ``[M, width]``, or None.
@@ -140,7 +146,7 @@ class Arrays:
     scales: Pointer
     tables: Pointer | None
     x: Pointer
-    token_scales: Pointer
+    token_scales: Pointer | None
     output_scales: Pointer
     bias: Pointer | None
     residual: Pointer | None
@@ -314,6 +320,7 @@ def load_tokens(a: Arrays, first: Int, target: Pointer, s: Settings) -> None:
 
 def load_token_scales(a: Arrays, target: Pointer, s: Settings) -> None:
     """The tokens' scales as float32."""
+    assert a.token_scales is not None
     thread = lane.thread()
     with lane.when(thread < s.tokens):
         token = thread.minimum(a.tokens - 1)
@@ -348,7 +355,8 @@ def _program(a: Arrays, ids: list[Int], smem: Pointer, s: Settings) -> None:
         with lane.when(lane.thread() < TABLES):
             words = a.tables.at(lane.thread() * TABLE_BYTES).words(4)
             smem.at(m.tables).at(lane.thread() * TABLE_BYTES).store_words(words)
-    load_token_scales(a, smem.at(m.token_scales), s)
+    if s.rounding is None:
+        load_token_scales(a, smem.at(m.token_scales), s)
     sums = _accumulate(a, weights, smem, s)
     _write(a, sums, own, weights.factors, smem.at(m.token_scales), work, ids[1], s)
 
@@ -361,7 +369,12 @@ def _accumulate(a: Arrays, weights: Weights, smem: Pointer, s: Settings) -> list
     count = -(-a.groups // s.parts)
 
     def load(first: Int) -> None:
-        load_tokens(a, work.begin + first, smem, s)
+        if s.rounding is None:
+            load_tokens(a, work.begin + first, smem, s)
+        else:
+            m = Memory.of(s, a.groups, a.scale_bytes)
+            places = (smem, smem.at(m.token_scales), smem.at(m.maxima))
+            load_rounded(a.x, work.begin, *places, s.rounding)
         lane.publish_stores()
         lane.block_barrier()
 
@@ -519,11 +532,12 @@ def _kernel(*refs: Ref, names: tuple[str, ...], s: Settings, scale_dtype: str) -
         del ctx
         at = {name: Pointer.to(ref) for name, ref in zip(names, refs, strict=True)}
         smem = at.pop("memory")
+        optional = ("tables", "token_scales", "bias", "residual")
         tiles, groups = shapes["codes"][:2]
         (tokens, inputs), (_, width) = shapes["x"], shapes["out"]
         a = Arrays(
-            **{name: at.get(name) for name in ("tables", "bias", "residual")},
-            **{name: x for name, x in at.items() if name not in ("tables", "bias", "residual")},
+            **{name: at.get(name) for name in optional},
+            **{name: x for name, x in at.items() if name not in optional},
             tiles=tiles,
             groups=groups,
             tokens=tokens,
@@ -541,7 +555,7 @@ def few_matmul(
     scales: jax.Array,
     tables: jax.Array | None,
     x: jax.Array,
-    token_scales: jax.Array,
+    token_scales: jax.Array | None,
     output_scales: jax.Array,
     bias: jax.Array | None,
     residual: jax.Array | None,
@@ -557,8 +571,8 @@ def few_matmul(
       tables: uint8 ``[128, 16]``: of each e4m3 scale, by its bits, e4m3 of its products with
         0..7, -8..-1.
       x: e4m3 ``[M, inputs]``, `M` at most `settings.tokens`, `inputs` a multiple of 16 and at most
-        ``K'``.
-      token_scales: bfloat16 ``[M]``.
+        ``K'``; or bfloat16 or float16, if `settings.rounding` says so, `inputs` a multiple of 8.
+      token_scales: bfloat16 ``[M]``; None of tokens that are rounded here.
       output_scales: float32 ``[N']``.
       bias: float32 ``[N']``.
       residual: ``[M, width]`` in the output's dtype.
