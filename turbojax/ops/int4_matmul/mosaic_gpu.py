@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax._device import multiprocessors, needs_hopper
+from turbojax.ops.fp8_tokens import quantize_activation
 from turbojax.ops.int4_matmul import reference
 from turbojax.ops.int4_matmul.static import Activation
 from turbojax.quantizers import E4M3_MAX, Fp8Tokens, Int4Weight
@@ -97,7 +98,7 @@ def _stages(tokens: int, teams: int, parts: int, expands: bool, is_e4m3: bool) -
 
 
 def matmul(
-    tokens: Fp8Tokens,
+    tokens: jax.Array | Fp8Tokens,
     weight: Int4Weight,
     bias: jax.Array | None,
     residual: jax.Array | None,
@@ -110,6 +111,8 @@ def matmul(
     Sums of up to 128 tokens, all with scales of 16 bits, and all if `is_precise`, are float32 from
     group to group. Others stay in the matrix unit, whose additions keep about 14 bits.
     """
+    if not isinstance(tokens, Fp8Tokens):
+        tokens = quantize_activation(tokens)
     launch = default_launch(tokens.codes.shape[0], weight, is_precise=is_precise)
     return _matmul(tokens, weight, bias, residual, activation=activation, launch=launch)
 
