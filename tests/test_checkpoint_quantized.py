@@ -14,6 +14,7 @@ from turbojax import models, smoothing
 from turbojax.models.checkpoint.huggingface import load, load_decoder, weight_files
 from turbojax.models.quantize import quantize_from
 from turbojax.models.quantized import check_config
+from turbojax.quantizers.int4_layout import code_rows, scale_rows
 from turbojax.rotary import LinearScaling, YarnScaling
 
 CONFIG = models.TransformerConfig(
@@ -55,6 +56,26 @@ def test_one_file_or_many(quantized, tmp_path, limit):
     assert told[-1] == (quantized.nbytes, quantized.nbytes)
     short = load(tmp_path, max_length=32)
     assert short.config == dataclasses.replace(CONFIG, max_length=32)
+
+
+def test_version_1(quantized, tmp_path):
+    """Its INT4 weights lie in rows; they are read into tiles."""
+    models.save_quantized(quantized, tmp_path)
+    config = models.read_config(tmp_path)
+    assert config["quantization_config"]["version"] == 2
+    config["quantization_config"]["version"] = 1
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    file = tmp_path / "model.safetensors"
+    old = {}
+    for name, array in load_file(file).items():
+        if name.endswith(".codes"):
+            array = code_rows(array)
+        elif name.endswith(".scales"):
+            array = np.ascontiguousarray(scale_rows(array).T)
+        old[name] = array
+    assert old["layers.0.qkv.codes"].shape == (128, 64)
+    save_file(old, file)
+    assert same(load(tmp_path), quantized)
 
 
 def test_errors_name_the_file(quantized, tmp_path):

@@ -17,7 +17,7 @@ from oracles import int4 as oracle
 import turbojax as tj
 from turbojax.ops.int4_matmul.api import MATMUL
 
-SCALE_DTYPES = ("e4m3", "bf16")
+SCALE_DTYPES = ("e4m3", "bf16", "f16")
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 # Odd ones, those around the tiles of kernels, and a long one; each has another epilogue.
 ROWS = (257, 1, 16, 66, 128, 4095)
@@ -208,8 +208,8 @@ def test_saturating_weights():
     """Codes of -8 times the largest scale are beyond e4m3, and saturate in the table."""
     w = normal((2, 128), 1) * 10
     weight = tj.fireq.quantize_weight(w.at[:, 0].set(448))
-    block = jnp.full((1, 64), 0x88, jnp.uint8)
-    weight = dataclasses.replace(weight, codes=weight.codes.at[:1].set(block))
+    block = jnp.full((1, 1, 1, 64), 0x88, jnp.uint8)
+    weight = dataclasses.replace(weight, codes=weight.codes.at[:, :, :1].set(block))
     values = tj.fireq.dequantize(weight)
     assert (values[0] == -448).all()
     x = jnp.full((1, 128), 448.0)
@@ -389,7 +389,7 @@ def test_bad_input():
         matmul(x, weight, residual=jnp.ones((3, 41)))
     with pytest.raises(TypeError, match="residual.dtype=.* must equal that of x, float32"):
         matmul(x, weight, residual=jnp.ones((3, 40), jnp.bfloat16))
-    with pytest.raises(ValueError, match=r"codes.shape=\(63, 128\) must be"):
+    with pytest.raises(ValueError, match=r"codes.shape=\(0, 2, 64, 64\) must be"):
         matmul(x, dataclasses.replace(weight, codes=weight.codes[1:]))
     tokens = tj.fireq.quantize_tokens(x)
     with pytest.raises(TypeError, match="must be float8_e4m3fn and bfloat16"):

@@ -5,6 +5,7 @@ arithmetic on arrays of lanes. What it computes is checked on a GPU, in `test_gp
 bounds for sums in the matrix unit are checked here.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -32,10 +33,10 @@ def specification(
 ):
     """Tokens and a weight that are shapes alone."""
     stored, size = int4.stored_rows(outputs, gated), int4.stored_inputs(inputs, group_size)
-    kind = {"e4m3": jnp.float8_e4m3fn, "bf16": jnp.bfloat16}[scales]
+    kind = {"e4m3": jnp.float8_e4m3fn, "bf16": jnp.bfloat16, "f16": jnp.float16}[scales]
     weight = Int4Weight(
-        jax.ShapeDtypeStruct((stored, size // 2), jnp.uint8),
-        jax.ShapeDtypeStruct((size // group_size, stored), kind),
+        jax.ShapeDtypeStruct((stored // 64, size // 128, 64, 64), jnp.uint8),
+        jax.ShapeDtypeStruct((stored // 64, size // group_size, 64), kind),
         jax.ShapeDtypeStruct((stored,), jnp.float32),
         out_size=outputs,
         in_size=inputs,
@@ -80,6 +81,12 @@ def test_refusals_in_words():
     small_groups = arguments(5, 64, 128, group_size=64)
     assert mosaic_gpu.unsupported(**small_groups) == "group_size=64 must be 128"
     assert MATMUL.select(None, **small_groups).name == "xla"
+    lopsided = arguments(5, 64, 128, scales="f16")
+    zeros = jax.ShapeDtypeStruct(lopsided["weight"].scales.shape, jnp.int8)
+    lopsided["weight"] = dataclasses.replace(lopsided["weight"], zeros=zeros)
+    words = "weight.zeros must be None: weights must be symmetric"
+    assert mosaic_gpu.unsupported(**lopsided) == words
+    assert MATMUL.select(None, **lopsided).name == "xla"
     with pytest.raises(NotImplementedError, match="mosaic_gpu: group_size=64 must be 128"):
         MATMUL.select("mosaic_gpu", **small_groups)
 
@@ -111,7 +118,7 @@ def test_launches(shape, scales, is_precise):
         assert launch.stages % launch.teams == 0
         assert launch.stages >= 2 * launch.teams
         # Every part has a group of inputs, and a part alone as many as it is worth.
-        groups = weight.scales.shape[0]
+        groups = weight.scales.shape[1]
         assert launch.parts == 1 or (rows <= 256 and groups >= 4 * launch.parts)
         assert shared_bytes(launch, {"e4m3": 1, "bf16": 2}[scales]) <= SHARED_BYTES
 
@@ -174,7 +181,7 @@ def test_no_output_is_as_wide_as_one_warpgroups_part(shape, gated, columns, monk
 # Tokens, outputs, inputs; scales; activation; a word for each of bias, residual, float16, highest.
 LOWERED = [
     (1, 4096, 4096, "e4m3", None, ""),
-    (1, 75, 300, "bf16", "swiglu", "bias residual"),
+    (1, 75, 300, "f16", "swiglu", "bias residual"),
     (7, 4096, 14336, "bf16", None, "residual"),
     (7, 200, 520, "e4m3", "silu", "bias float16"),
     (8, 64, 128, "e4m3", None, "bias residual"),

@@ -129,7 +129,7 @@ def test_bad_checkpoints_say_what_is_wrong(quantized, tmp_path):
         models.load_transformer(tmp_path)
     for changes, error, message in [
         ({"quant_method": "gptq"}, NotImplementedError, "quant_method='gptq' is not supported"),
-        ({"version": 2}, NotImplementedError, "version=2 must be 1"),
+        ({"version": 3}, NotImplementedError, "version=3 must be 2 or 1"),
         ({"scale_dtype": "int8"}, ValueError, "scale_dtype='int8' must be"),
         ({"group_size": 64}, ValueError, "group_size=64 must be 128"),
         ({"embedding": "int8"}, ValueError, "embedding='int8' must be"),

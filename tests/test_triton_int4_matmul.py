@@ -78,7 +78,7 @@ def test_tiles_in_bands():
 def test_nan_reaches_its_token_and_its_output(scale_dtype, activation, splits):
     tokens, weight, *_ = operands((6, 20, 300), scale_dtype, activation, jnp.float32)
     tokens = dataclasses.replace(tokens, scale=tokens.scale.at[2].set(jnp.nan))
-    weight = dataclasses.replace(weight, scales=weight.scales.at[1, 9].set(jnp.nan))
+    weight = dataclasses.replace(weight, scales=weight.scales.at[0, 1, 9].set(jnp.nan))
     got = np.isnan(run(tokens, weight, activation=activation, splits=splits))
     want = np.zeros_like(got)
     want[2], want[:, 1 if activation else 9] = True, True  # row 9 is the second row of `up`
@@ -96,7 +96,7 @@ def test_a_code_that_is_nan_reaches_its_token():
 def test_the_largest_values_saturate():
     """Scales beyond the quantizer's: -8 and 7 times 64, and times 448, are 448 in size."""
     tokens, weight, *_ = operands((3, 64, 128), "e4m3", None, jnp.float32)
-    scales = jnp.full_like(weight.scales, 64).at[:, 1::2].set(448)
+    scales = jnp.full_like(weight.scales, 64).at[..., 1::2].set(448)
     weight = dataclasses.replace(weight, scales=scales)
     assert_equals_oracle(run(tokens, weight), tokens, weight, None, None, None)
 
@@ -149,8 +149,8 @@ def specification(count, out_size, in_size, scale_dtype, *, gated=False, group_s
     rows, inputs = int4.stored_rows(out_size, gated), int4.stored_inputs(in_size, group_size)
     dtype = jnp.float8_e4m3fn if scale_dtype == "e4m3" else jnp.bfloat16
     weight = Int4Weight(
-        jax.ShapeDtypeStruct((rows, inputs // 2), jnp.uint8),
-        jax.ShapeDtypeStruct((inputs // group_size, rows), dtype),
+        jax.ShapeDtypeStruct((rows // 64, inputs // 128, 64, 64), jnp.uint8),
+        jax.ShapeDtypeStruct((rows // 64, inputs // group_size, 64), dtype),
         jax.ShapeDtypeStruct((rows,), jnp.float32),
         out_size,
         in_size,
@@ -188,7 +188,7 @@ def test_launches_cover_what_there_is(out_size, in_size, gated):
     for count in (1, 16, 17, 64, 200, 4096):
         _, weight = specification(count, out_size, in_size, "e4m3", gated=gated)
         launch = triton._launch(count, weight, None, interpret=True)
-        groups = weight.scales.shape[0]
+        groups = weight.scales.shape[1]
         each = -(-groups // launch.splits)
         assert each * (launch.splits - 1) < groups, "a program without groups"
         assert launch.splits == 1 or count * launch.splits * 16 <= in_size

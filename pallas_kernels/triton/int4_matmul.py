@@ -86,9 +86,9 @@ def matmul(
     Args:
       x: float16 ``[M', K']``, exact e4m3 values; each 128 inputs in the order of the nibbles, low
         ones first. `M'` is a multiple of `settings.tokens`.
-      codes: uint8 ``[N', K' / 2]``.
-      scales: uint8 ``[K' / 128, N']``, the bits of e4m3 scales, by which the weights are rounded to
-        e4m3 values; or bfloat16, by which sums of groups are multiplied.
+      codes: uint8 ``[N' / 64, K' / 128, 64, 64]``, tiles of 64 rows and 128 inputs.
+      scales: ``[N' / 64, K' / 128, 64]``: uint8, the bits of e4m3 scales, by which the weights are
+        rounded to e4m3 values; or bfloat16 or float16, by which sums of groups are multiplied.
       token_scale: bfloat16 ``[M]``.
       output_scale: float32 ``[N']``.
       bias: optional float32 ``[N']``.
@@ -266,7 +266,7 @@ def _sums(
       output: int32 ``[outputs]``.
       rows: of the weights, int32 ``[outputs]`` for each of the sums; inside the array.
     """
-    groups = scales.shape[0]
+    groups = scales.shape[1]
     column, row = _tile(tiles)
     token = column * s.tokens + jnp.arange(s.tokens, dtype=jnp.int32)
     output = row * s.outputs + jnp.arange(s.outputs, dtype=jnp.int32)
@@ -278,7 +278,7 @@ def _sums(
 
     def scale_of(group: jax.Array) -> list[jax.Array]:
         group = jnp.minimum(group, groups - 1)
-        return [plgpu.load(scales.at[group, row]) for row in rows]
+        return [plgpu.load(scales.at[row >> 6, group, row & 63]) for row in rows]
 
     def step(group: jax.Array, state: Any) -> Any:
         sums, scale = state
@@ -312,8 +312,8 @@ def _add(
     s: Settings,
 ) -> jax.Array:
     """`total` plus the products of one group."""
-    column = group * _BYTES + jnp.arange(_BYTES, dtype=jnp.int32)
-    tile = plgpu.load(codes.at[row[:, None], column[None, :]])
+    byte = jnp.arange(_BYTES, dtype=jnp.int32)
+    tile = plgpu.load(codes.at[row[:, None] >> 6, group, row[:, None] & 63, byte[None, :]])
     tile = jax.lax.bitcast_convert_type(tile, jnp.int8)
     halves = [_e4m3.nibble(tile, bool(half), s.interpret) for half in range(2)]
     if scale.dtype == jnp.uint8:

@@ -45,6 +45,14 @@ def bf16(x):
     return np.ldexp(np.rint(significand * 256), exponent - 8)
 
 
+def f16(x):
+    """The nearest float16 value."""
+    _, exponent = np.frexp(np.asarray(x, np.float64))
+    exponent = np.maximum(exponent, -13)  # smaller numbers are subnormal
+    unit = np.ldexp(1.0, exponent - 11)
+    return np.rint(np.asarray(x, np.float64) / unit) * unit
+
+
 def f32(x):
     """Float64, rounded to float32."""
     return np.asarray(x, np.float64).astype(np.float32).astype(np.float64)
@@ -79,8 +87,8 @@ def quantize_weight(w, group_size=128, scale_dtype="e4m3"):
     powers = np.zeros(out_size)
     for n in range(out_size):
         row = w[n]
-        if scale_dtype == "e4m3":
-            powers[n] = row_power([np.abs(row[part]).max() for part in parts])
+        if scale_dtype != "bf16":
+            powers[n] = row_power([np.abs(row[part]).max() for part in parts], scale_dtype)
         if powers[n]:
             row = np.where(np.abs(row) < 2.0**-126, 0, row) * 2.0 ** powers[n]
         for g, part in enumerate(parts):
@@ -88,23 +96,27 @@ def quantize_weight(w, group_size=128, scale_dtype="e4m3"):
     return Weight(codes, scales, powers, group_size, scale_dtype)
 
 
-def row_power(largest):
+def row_power(largest, scale_dtype="e4m3"):
     """By which power of two a row is multiplied, given the largest numbers of its groups.
 
-    By none, unless a scale would round to more than 64 or lie below the smallest, 2**-9.
+    By none, unless a scale would round to more than 64 or lie below the smallest, 2**-9; in
+    float16, lie above 65504 or below 2**-14.
     """
+    top, most, least = (448, 68, 2.0**-9)
+    if scale_dtype == "f16":
+        top, most, least = (7 * 2**15, 65504, 2.0**-14)
     held = [x for x in largest if 2.0**-126 <= x < np.inf]
     if not held:
         return 0
     power = 0
-    while max(held) * 2.0**power >= 448:
+    while max(held) * 2.0**power >= top:
         power -= 1
-    while max(held) * 2.0**power < 224:
+    while max(held) * 2.0**power < top / 2:
         power += 1
-    if max(held) / 7 > 68:
+    if max(held) / 7 > most:
         return power
     # One from 448 on whose scale rounds to 64 stays.
-    return max(0, min(power, 126)) if min(held) / 7 < 2.0**-9 else 0
+    return max(0, min(power, 126)) if min(held) / 7 < least else 0
 
 
 def _one_group(w, scale_dtype):
@@ -113,6 +125,8 @@ def _one_group(w, scale_dtype):
     largest = np.abs(w).max()
     if scale_dtype == "e4m3":
         scale = max(float(e4m3(largest / 7)), 2.0**-9)
+    elif scale_dtype == "f16":
+        scale = max(float(f16(largest / 7)), 2.0**-24) if largest > 0 else 1.0
     else:
         scale = float(bf16(largest / 7)) if largest > 0 else 1.0
     return scale, np.clip(np.rint(w / scale), -8, 7)
@@ -128,6 +142,22 @@ def pack(codes):
             k = first + 32 * s + 4 * t + 2 * b % 4 + 16 * (2 * b // 4)
             packed[:, first // 2 + j] = codes[:, k] % 16 + 16 * (codes[:, k + 1] % 16)
     return packed
+
+
+def tiles(packed):
+    """Bytes ``[N, K / 2]`` as ``[N / 64, K / 128, 64, 64]``, one tile at a time."""
+    rows, blocks = packed.shape[0] // 64, packed.shape[1] // 64
+    parts = [
+        [packed[64 * i : 64 * i + 64, 64 * j : 64 * j + 64] for j in range(blocks)]
+        for i in range(rows)
+    ]
+    return np.array(parts)
+
+
+def group_tiles(numbers):
+    """One number a row and group, ``[N, groups]``, as ``[N / 64, groups, 64]``."""
+    parts = [numbers[i : i + 64].T for i in range(0, len(numbers), 64)]
+    return np.array(parts)
 
 
 def quantize_tokens(x):

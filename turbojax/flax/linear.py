@@ -29,9 +29,10 @@ class Int4Linear(nnx.Module):
     rngs=rngs)``, trained with ``nnx.DiffState(0, nnx.LoRAParam)``.
 
     Attributes:
-      codes: `FrozenParam`, see `Int4Weight`, as are `scales` and `output_scale`.
+      codes: `FrozenParam`, see `Int4Weight`, as are the next three.
       scales: `FrozenParam`.
       output_scale: `FrozenParam`.
+      zeros: `FrozenParam`, or None.
       bias: `nnx.Param` ``[out]``, or None.
       in_features: inputs.
       out_features: outputs, of a gated weight half of its rows.
@@ -68,6 +69,7 @@ class Int4Linear(nnx.Module):
         self.codes = FrozenParam(weight.codes)
         self.scales = FrozenParam(weight.scales)
         self.output_scale = FrozenParam(weight.output_scale)
+        self.zeros = None if weight.zeros is None else FrozenParam(weight.zeros)
         self.bias = None if bias is None else nnx.Param(bias)
         self.in_features = weight.in_size
         self.out_features = weight.result_size
@@ -124,6 +126,7 @@ class Int4Linear(nnx.Module):
             in_size=self.in_features,
             group_size=self.group_size,
             gated=self.gated,
+            zeros=None if self.zeros is None else self.zeros.get_value(),
         )
 
     def __call__(self, x: jax.Array | Fp8Tokens, *, residual: jax.Array | None = None) -> jax.Array:

@@ -24,7 +24,6 @@ from turbojax.ops.fp8_tokens import quantize_activation, rms_norm_quantize
 from turbojax.ops.int4_matmul import matmul
 from turbojax.ops.options import PLAIN
 from turbojax.quantizers.int4 import (
-    OUT_MULTIPLE,
     Int4Weight,
     ScaleDtype,
     concatenate,
@@ -32,6 +31,7 @@ from turbojax.quantizers.int4 import (
     gate_and_up,
     quantize_weight,
 )
+from turbojax.quantizers.int4_layout import OUT_MULTIPLE, code_tiles, scale_tiles
 from turbojax.smoothing import scale_rotated
 
 
@@ -186,12 +186,15 @@ def take_rows(table: jax.Array | Int4Weight, index: jax.Array) -> jax.Array:
         return table[index]
     count = math.prod(index.shape)
     flat = jnp.pad(index.reshape(-1), (0, -count % OUT_MULTIPLE))
+    at = (flat // OUT_MULTIPLE, slice(None), flat % OUT_MULTIPLE)
+    zeros = None if table.zeros is None else scale_tiles(table.zeros[at])
     rows = dataclasses.replace(
         table,
-        codes=table.codes[flat],
-        scales=table.scales[:, flat],
+        codes=code_tiles(table.codes[at].reshape(flat.size, -1)),
+        scales=scale_tiles(table.scales[at]),
         output_scale=table.output_scale[flat],
         out_size=count,
+        zeros=zeros,
     )
     return dequantize(rows).reshape(*index.shape, table.in_size)
 

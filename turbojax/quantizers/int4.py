@@ -1,19 +1,17 @@
-"""INT4 weights in groups, each with a scale in e4m3 or bfloat16 (FireQ, Baek et al., 2025).
+"""INT4 weights in groups, each with a scale (FireQ, Baek et al., 2025).
 
-The 128 inputs of a block are 64 bytes in the order of Hopper's register operand: byte
-``16 t + 4 s + b`` holds input ``32 s + 4 t + 2 (b % 2) + 16 (b // 2)`` in its low nibble and the
-next input in its high one (`t`, `s`, `b` from 0 to 3), as two's complement.
+How codes and scales lie in memory is in `turbojax.quantizers.int4_layout`.
 
 Scales and codes are rounded exactly, so their bits are the same everywhere: an approximate quotient
 gives a candidate, and comparisons of numbers that float32 holds exactly confirm or correct it.
 
-e4m3 has no positive number below 2**-9. Rows whose scales it cannot hold are multiplied with a
-power of two first, and their `output_scale` with its reciprocal.
+e4m3 has no positive number below 2**-9, float16 no normal one below 2**-14. Rows whose scales the
+dtype cannot hold are multiplied with a power of two first, and their `output_scale` with its
+reciprocal.
 """
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -24,24 +22,38 @@ import numpy as np
 from turbojax import _checks
 from turbojax._programs import one_program
 from turbojax.quantizers.fp8 import E4M3_MAX
+from turbojax.quantizers.int4_layout import BLOCK as BLOCK
+from turbojax.quantizers.int4_layout import GATED_ROWS as GATED_ROWS
+from turbojax.quantizers.int4_layout import OUT_MULTIPLE as OUT_MULTIPLE
+from turbojax.quantizers.int4_layout import (
+    code_rows,
+    code_tiles,
+    round_up,
+    scale_rows,
+    scale_tiles,
+    stored_inputs,
+    stored_rows,
+)
+from turbojax.quantizers.int4_layout import pack_codes as pack_codes
+from turbojax.quantizers.int4_layout import unpack_codes as unpack_codes
 from turbojax.quantizers.int8 import absolute_maximum
 from turbojax.quantizers.row_powers import (
+    E4M3_SCALES,
+    FLOAT16_SCALES,
     INT4_RANGE,
     SMALLEST_NORMAL,
-    SMALLEST_SCALE,
     power_of_two,
     row_powers,
 )
 
-OUT_MULTIPLE = 64
-"""Stored rows are padded to a multiple of this."""
-BLOCK = 128
-"""Inputs that are packed together; stored inputs are padded to a multiple of this."""
-GATED_ROWS = 8
-"""Rows of a gate that alternate with as many of its partner in a gated weight."""
-
-ScaleDtype = Literal["e4m3", "bf16"]
-_SCALE_DTYPES = {"e4m3": jnp.dtype(jnp.float8_e4m3fn), "bf16": jnp.dtype(jnp.bfloat16)}
+ScaleDtype = Literal["e4m3", "bf16", "f16"]
+_SCALE_DTYPES = {
+    "e4m3": jnp.dtype(jnp.float8_e4m3fn),
+    "bf16": jnp.dtype(jnp.bfloat16),
+    "f16": jnp.dtype(jnp.float16),
+}
+# What a row's scales can be, where they have a range that weights leave.
+_RANGES = {"e4m3": E4M3_SCALES, "f16": FLOAT16_SCALES}
 _RECIPROCAL_RANGE = float(np.float32(1 / INT4_RANGE))
 
 
@@ -54,16 +66,22 @@ class Int4Weight:
     of `group_size`. Padding is zeros. In a gated weight rows of two weights alternate, see
     `gate_and_up`.
 
+    Every array may have leading axes, the same ones, of a stack of weights (experts, the layers of
+    a scan). `dequantize` takes them; `matmul` takes one weight, or a stack under `jax.vmap`.
+
     Attributes:
-      codes: uint8 ``[N, K / 2]``, two nibbles a byte in the order of the module's docstring.
-      scales: float8_e4m3fn or bfloat16 ``[K / group_size, N]``; NaN where some value of a group was
-        not finite.
+      codes: uint8 ``[N / 64, K / 128, 64, 64]``: tiles of 64 rows and 128 inputs, two nibbles a
+        byte, see `turbojax.quantizers.int4_layout`.
+      scales: float8_e4m3fn, bfloat16 or float16 ``[N / 64, K / group_size, 64]``; NaN where some
+        value of a group was not finite.
       output_scale: float32 ``[N]``, a factor of each output; 1 in padding. A row's power of two is
         part of it (see `quantize_weight`), so another factor multiplies it and does not replace it.
       out_size: outputs.
       in_size: inputs.
       group_size: inputs that share a scale.
       gated: whether it holds a gate and its partner; `out_size` counts both.
+      zeros: int8 as `scales`, or None: the code whose value is zero, of weights that are not
+        symmetric: a value is ``(code - zero) * scale``. Only with scales of 16 bits.
     """
 
     codes: jax.Array
@@ -73,6 +91,7 @@ class Int4Weight:
     in_size: int = dataclasses.field(metadata={"static": True})
     group_size: int = dataclasses.field(default=BLOCK, metadata={"static": True})
     gated: bool = dataclasses.field(default=False, metadata={"static": True})
+    zeros: jax.Array | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -81,8 +100,15 @@ class Int4Weight:
 
     @property
     def scale_dtype(self) -> ScaleDtype:
-        """``"e4m3"`` or ``"bf16"``: which of the two variants this is."""
-        return "bf16" if self.scales.dtype == jnp.bfloat16 else "e4m3"
+        """``"e4m3"``, ``"bf16"`` or ``"f16"``: which of the variants this is."""
+        if self.scales.dtype == jnp.float8_e4m3fn:
+            return "e4m3"
+        return "bf16" if self.scales.dtype == jnp.bfloat16 else "f16"
+
+    @property
+    def stack(self) -> tuple[int, ...]:
+        """Leading axes, those of a stack of weights; of one weight none."""
+        return self.codes.shape[:-4]
 
     @property
     def result_size(self) -> int:
@@ -96,47 +122,45 @@ class Int4Weight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales, padding included."""
-        return self.codes.nbytes + self.scales.nbytes + self.output_scale.nbytes
+        """Bytes of codes, scales and zeros, padding included."""
+        zeros = 0 if self.zeros is None else self.zeros.nbytes
+        return self.codes.nbytes + self.scales.nbytes + self.output_scale.nbytes + zeros
 
     def validate(self) -> None:
         """Checks the invariants of shapes and dtypes.
 
         Raises:
           TypeError: if a dtype is none of the above.
-          ValueError: if a size or a shape does not fit.
+          ValueError: if a size or a shape does not fit, or there are zeros with scales in e4m3.
         """
         _check_group_size(self.group_size)
         _checks.check_sizes(out_size=self.out_size, in_size=self.in_size)
         if self.gated and self.out_size % 2:
             raise ValueError(f"{self.out_size=} of a gated weight must be even")
         rows, inputs = self.padded_shape
+        tiles, groups = rows // OUT_MULTIPLE, inputs // self.group_size
+        by_group = (tiles, groups, OUT_MULTIPLE)
         wanted = {
-            "codes": ((rows, inputs // 2), ("uint8",)),
-            "scales": ((inputs // self.group_size, rows), ("float8_e4m3fn", "bfloat16")),
+            "codes": ((tiles, inputs // BLOCK, OUT_MULTIPLE, BLOCK // 2), ("uint8",)),
+            "scales": (by_group, ("float8_e4m3fn", "bfloat16", "float16")),
             "output_scale": ((rows,), ("float32",)),
         }
+        if self.zeros is not None:
+            wanted["zeros"] = (by_group, ("int8",))
         for name, (shape, dtypes) in wanted.items():
             array = getattr(self, name)
             if array.dtype.name not in dtypes:
                 raise TypeError(f"{name}.dtype={array.dtype} must be {' or '.join(dtypes)}")
-            if array.shape != shape:
+            if array.shape != (*self.stack, *shape):
                 raise ValueError(
-                    f"{name}.shape={array.shape} must be {shape} for {self.out_size=}, "
-                    f"{self.in_size=}, {self.group_size=}, {self.gated=}"
+                    f"{name}.shape={array.shape} must be {(*self.stack, *shape)} for "
+                    f"{self.out_size=}, {self.in_size=}, {self.group_size=}, {self.gated=}"
                 )
-
-
-def stored_rows(out_size: int, gated: bool = False) -> int:
-    """Rows that `out_size` outputs take, padding included."""
-    if gated:
-        out_size = 2 * _round_up(out_size // 2, GATED_ROWS)
-    return _round_up(out_size, OUT_MULTIPLE)
-
-
-def stored_inputs(in_size: int, group_size: int = BLOCK) -> int:
-    """Inputs that a row stores, padding included."""
-    return _round_up(in_size, math.lcm(BLOCK, group_size))
+        if self.zeros is not None and self.scale_dtype == "e4m3":
+            raise ValueError(
+                f"scales.dtype={self.scales.dtype} must be bfloat16 or float16 of a weight with "
+                "zeros"
+            )
 
 
 def quantize_weight(
@@ -150,7 +174,7 @@ def quantize_weight(
 
     A group of `group_size` inputs of one output has the scale ``s = max|w| / 7``, rounded to
     `scale_dtype`, in e4m3 at least 2**-9; its codes are ``clip(rint(w / s), -8, 7)`` with that
-    rounded scale.
+    rounded scale. There are no `zeros`.
 
     With e4m3 scales a row in which some ``max|w| / 7`` is above 64 or, zero aside, below 2**-9 is
     multiplied with a power of two first, so that its largest weight lies in ``[224, 448)``, and
@@ -159,11 +183,15 @@ def quantize_weight(
     2**14 times below its row's becomes coarser, and one 7 * 2**16 times below becomes 0; that
     changes no weight by more than 2**-17 of its row's largest.
 
+    Scales in float16 are kept normal numbers the same way: a row in which some ``max|w| / 7`` is
+    above 65504 or, zero aside, below 2**-14 is brought to a largest weight in
+    ``[7 * 2**14, 7 * 2**15)``.
+
     Args:
       w: bfloat16, float16 or float32 ``[out, in]``.
       group_size: 32, 64 or a multiple of 128. The kernels take 128.
-      scale_dtype: ``"e4m3"``, where a weight's value is rounded to e4m3 too, or ``"bf16"``, where
-        the scale multiplies the sum of its group.
+      scale_dtype: ``"e4m3"``, where a weight's value is rounded to e4m3 too, or ``"bf16"`` or
+        ``"f16"``, where the scale multiplies the sum of its group.
       output_scale: optional factor of the outputs, a number or ``[out]``: what undoes a scaling of
         `w` (see `per_tensor_scale`). Its values change no code, unless a row's factor would no
         longer be a normal float32 number; then the row's power of two is smaller.
@@ -206,17 +234,16 @@ def _quantize(
     groups = w.reshape(rows, inputs // group_size, group_size)
     factor = _pad_rows(factor, rows, 1.0)
     maximum = absolute_maximum(groups, 2)
-    if scale_dtype == "e4m3":
-        power = row_powers(maximum[..., 0], factor)
+    if scale_dtype in _RANGES:
+        power = row_powers(maximum[..., 0], factor, _RANGES[scale_dtype])
         scaled_by = power_of_two(power)[:, None, None]
         groups = jnp.where(jnp.abs(groups) < SMALLEST_NORMAL, 0, groups) * scaled_by
         maximum = maximum * scaled_by
         factor = jnp.where(power == 0, factor, factor * power_of_two(-power))
     scale = _rounded_scale(maximum, _SCALE_DTYPES[scale_dtype])
     scale = jnp.where(maximum < jnp.inf, scale, jnp.nan)
-    codes = pack_codes(_codes(groups, scale).reshape(rows, inputs))
-    scales = scale[..., 0].T.astype(_SCALE_DTYPES[scale_dtype])
-    return codes, scales, factor
+    codes = code_tiles(pack_codes(_codes(groups, scale).reshape(rows, inputs)))
+    return codes, scale_tiles(scale[..., 0].astype(_SCALE_DTYPES[scale_dtype])), factor
 
 
 def _rounded_scale(maximum: jax.Array, dtype: np.dtype) -> jax.Array:
@@ -239,6 +266,8 @@ def _rounded_scale(maximum: jax.Array, dtype: np.dtype) -> jax.Array:
     bits = bits + up.astype(jnp.int32) - down.astype(jnp.int32)
     if dtype.itemsize == 1:
         return value(jnp.maximum(bits, 1))
+    if dtype == jnp.float16:
+        return jnp.where(maximum < SMALLEST_NORMAL, 1.0, value(jnp.maximum(bits, 1)))
     # Devices differ in how they treat subnormal numbers.
     return jnp.where(maximum < SMALLEST_NORMAL, 1.0, jnp.maximum(value(bits), SMALLEST_NORMAL))
 
@@ -258,35 +287,21 @@ def _codes(w: jax.Array, scale: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(scale), jnp.clip(codes, lowest, highest), 0).astype(jnp.int8)
 
 
-def pack_codes(codes: jax.Array) -> jax.Array:
-    """Packs int8 codes ``[..., K]`` in -8..7, `K` a multiple of 128, to uint8 ``[..., K / 2]``."""
-    lead = codes.shape[:-1]
-    nibbles = jax.lax.bitcast_convert_type(codes, jnp.uint8) & 15
-    # Bits of an input's number, from the top: s (2), b // 2, t (2), b % 2, nibble.
-    nibbles = jnp.moveaxis(nibbles.reshape(*lead, -1, 4, 2, 4, 2, 2), -3, -5)
-    return (nibbles[..., 0] | (nibbles[..., 1] << 4)).reshape(*lead, -1)
-
-
-def unpack_codes(packed: jax.Array) -> jax.Array:
-    """Inverse of `pack_codes`: uint8 ``[..., K / 2]`` to int8 ``[..., K]``."""
-    lead = packed.shape[:-1]
-    signed = jax.lax.bitcast_convert_type(packed, jnp.int8)
-    nibbles = jnp.stack([(signed << 4) >> 4, signed >> 4], axis=-1)
-    return jnp.moveaxis(nibbles.reshape(*lead, -1, 4, 4, 2, 2, 2), -5, -3).reshape(*lead, -1)
-
-
 @jax.jit
 def dequantize(weight: Int4Weight) -> jax.Array:
     """The weight's values, `output_scale` applied.
 
-    With e4m3 scales a value is ``e4m3(scale * code)``, with bfloat16 scales ``scale * code``.
+    With e4m3 scales a value is ``e4m3(scale * code)``, with scales of 16 bits ``scale * code``, or
+    ``scale * (code - zero)``.
 
     Args:
-      weight: the weight.
+      weight: the weight, or a stack of some.
 
     Returns:
-      float32 ``[out, in]``; of a gated weight all rows of the gate, then those of its partner.
+      float32 ``[..., out, in]``; of a gated weight all rows of the gate, then those of its partner.
     """
+    if weight.stack:
+        return jax.vmap(dequantize)(weight)
     values = scaled_values(weight) * weight.output_scale[:, None]
     return unpad_rows(values, weight)[:, : weight.in_size]
 
@@ -295,18 +310,25 @@ def scaled_values(weight: Int4Weight) -> jax.Array:
     """The weight's values, float32 ``[N, K]``: padded, in stored order, without `output_scale`.
 
     With e4m3 scales they are ``e4m3(scale * code)``, saturating (FireQ's table of 16 values a
-    group), with bfloat16 scales ``scale * code``.
+    group), with scales of 16 bits ``scale * integer``, see `integers`.
     """
-    codes = unpack_codes(weight.codes).astype(jnp.float32)
-    scale = jnp.repeat(weight.scales.T.astype(jnp.float32), weight.group_size, axis=1)
-    values = codes * scale
-    if weight.scale_dtype == "bf16":
+    scale = jnp.repeat(scale_rows(weight.scales), weight.group_size, axis=1)
+    values = integers(weight).astype(jnp.float32) * scale.astype(jnp.float32)
+    if weight.scale_dtype != "e4m3":
         return values
     # Not by way of e4m3, to which a CPU converts one number at a time.
     small = jnp.rint(values * 2.0**9) * 2.0**-9
     large = jax.lax.reduce_precision(values, exponent_bits=8, mantissa_bits=3)
     values = jnp.where(jnp.abs(values) < 2.0**-6, small, large)
     return jnp.clip(values, -E4M3_MAX, E4M3_MAX)
+
+
+def integers(weight: Int4Weight) -> jax.Array:
+    """What scales multiply, int8 ``[N, K]``: the codes, less their zeros."""
+    codes = unpack_codes(code_rows(weight.codes))
+    if weight.zeros is None:
+        return codes
+    return codes - jnp.repeat(scale_rows(weight.zeros), weight.group_size, axis=1)
 
 
 def unpad_rows(x: jax.Array, weight: Int4Weight) -> jax.Array:
@@ -326,7 +348,7 @@ def pad_rows(x: jax.Array, weight: Int4Weight) -> jax.Array:
     rows = stored_rows(weight.out_size, weight.gated)
     if weight.gated:
         half = weight.result_size
-        x = _alternate([_pad_rows(part, _round_up(half, GATED_ROWS)) for part in jnp.split(x, 2)])
+        x = _alternate([_pad_rows(part, round_up(half, GATED_ROWS)) for part in jnp.split(x, 2)])
     return _pad_rows(x, rows)
 
 
@@ -334,7 +356,8 @@ def concatenate(weights: Sequence[Int4Weight]) -> Int4Weight:
     """Joins weights of the same inputs along their outputs, for example those of q, k and v.
 
     Args:
-      weights: at least one, none of them gated, alike in `in_size`, group size and scale dtype.
+      weights: at least one, none of them gated, alike in `in_size`, group size, scale dtype and
+        in whether they have zeros.
 
     Returns:
       A weight whose rows are those of the weights, one after the other, padded at the end alone.
@@ -367,7 +390,7 @@ def gate_and_up(gate: Int4Weight, up: Int4Weight) -> Int4Weight:
     _check_alike((gate, up))
     if gate.out_size != up.out_size:
         raise ValueError(f"{gate.out_size=} must equal {up.out_size=}")
-    rows = _round_up(gate.out_size, GATED_ROWS)
+    rows = round_up(gate.out_size, GATED_ROWS)
     out_size = 2 * gate.out_size
     stored = stored_rows(out_size, gated=True)
     joined = _join((gate, up), out_size, stored, _alternate, (rows, rows))
@@ -389,14 +412,17 @@ def _join(
         return _pad_rows(join(parts), rows, padding)
 
     first = weights[0]
-    nothing = SMALLEST_SCALE if first.scale_dtype == "e4m3" else 1.0
+    nothing = E4M3_SCALES.smallest if first.scale_dtype == "e4m3" else 1.0
+    scales = leaf([scale_rows(w.scales) for w in weights], nothing)
+    zeros = [scale_rows(w.zeros) for w in weights if w.zeros is not None]
     return Int4Weight(
-        codes=leaf([w.codes for w in weights], 0),
-        scales=leaf([w.scales.T for w in weights], nothing).T,
+        codes=code_tiles(leaf([code_rows(w.codes) for w in weights], 0)),
+        scales=scale_tiles(scales),
         output_scale=leaf([w.output_scale for w in weights], 1.0),
         out_size=out_size,
         in_size=first.in_size,
         group_size=first.group_size,
+        zeros=scale_tiles(leaf(zeros, 0)) if zeros else None,
     )
 
 
@@ -432,13 +458,14 @@ def _check_group_size(group_size: int) -> None:
 def _check_alike(weights: Sequence[Int4Weight]) -> None:
     if not weights:
         raise ValueError("weights must hold at least one weight")
-    traits = [(w.in_size, w.group_size, w.scale_dtype, w.gated) for w in weights]
+    traits = [
+        (w.in_size, w.group_size, w.scale_dtype, w.zeros is not None, w.gated) for w in weights
+    ]
     if any(t != traits[0] for t in traits) or weights[0].gated:
         raise ValueError(
-            f"weights must be alike in in_size, group_size and scale_dtype, and not gated; "
-            f"they are {traits}"
+            f"weights must be alike in in_size, group_size, scale_dtype and zeros (or none), and "
+            f"not gated; they are {traits}"
         )
-
-
-def _round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
+    for w in weights:
+        if w.stack:
+            raise ValueError(f"{w.stack=} must be (): weights are joined one by one, see jax.vmap")

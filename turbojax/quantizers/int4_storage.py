@@ -1,8 +1,13 @@
 """INT4 weights as named tensors, and as safetensors files.
 
-A weight named `name` is stored as the tensors ``name.codes`` (uint8), ``name.scales`` and
-``name.output_scale`` (float32), with its sizes as JSON in the file's metadata under `name`. Scales
-in e4m3 are stored as their bits, uint8, since safetensors cannot hand them to numpy.
+A weight named `name` is stored as the tensors ``name.codes`` (uint8), ``name.scales``,
+``name.output_scale`` (float32) and, if it has them, ``name.zeros`` (int8), with its sizes as JSON
+in the file's metadata under `name`. Scales in e4m3 are stored as their bits, uint8, since
+safetensors cannot hand them to numpy.
+
+Since version 2 arrays are stored as they lie in memory, in tiles (`int4_layout`). Before, codes
+were ``[N, K / 2]`` and scales ``[K / group_size, N]``, and the metadata named no version; such
+weights are converted when they are read.
 """
 
 import json
@@ -18,7 +23,10 @@ import numpy as np
 
 from turbojax import _json, _writing
 from turbojax.quantizers.int4 import Int4Weight
+from turbojax.quantizers.int4_layout import BLOCK, OUT_MULTIPLE, code_tiles, scale_tiles
 
+VERSION = 2
+"""Of the metadata and of how arrays are stored."""
 _ARRAYS = ("codes", "scales", "output_scale")
 _SIZES = {"out_size": int, "in_size": int, "group_size": int, "gated": bool, "scale_dtype": str}
 
@@ -35,17 +43,18 @@ def to_tensors(weight: Int4Weight, name: str) -> tuple[dict[str, np.ndarray], di
       metadata: the weight's sizes, one entry.
     """
     tensors = {}
-    for part in _ARRAYS:
+    for part in (*_ARRAYS, *(["zeros"] if weight.zeros is not None else [])):
         array = np.ascontiguousarray(jax.device_get(getattr(weight, part)))
         is_e4m3 = array.dtype == jnp.float8_e4m3fn
         tensors[f"{name}.{part}"] = array.view(np.uint8) if is_e4m3 else array
-    return tensors, {name: json.dumps({size: getattr(weight, size) for size in _SIZES})}
+    sizes = {size: getattr(weight, size) for size in _SIZES}
+    return tensors, {name: json.dumps({**sizes, "version": VERSION})}
 
 
 def from_tensors(
     tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str], name: str
 ) -> Int4Weight:
-    """The weight that `to_tensors` was given, bit for bit.
+    """The weight that `to_tensors` was given, bit for bit; also of an older version's tensors.
 
     Args:
       tensors: its tensors, among others.
@@ -61,7 +70,11 @@ def from_tensors(
         raise ValueError(f"{_json.shown(name)} lacks {missing or 'its entry in the metadata'}")
     sizes = _read_sizes(name, metadata[name])
     arrays = {part: tensors[f"{name}.{part}"] for part in _ARRAYS}
+    if f"{name}.zeros" in tensors:
+        arrays["zeros"] = tensors[f"{name}.zeros"]
     scale_dtype = sizes.pop("scale_dtype")
+    if sizes.pop("version") == 1:
+        arrays |= {part: tiles_of_version_1(part, arrays[part], name) for part in _ARRAYS}
     if scale_dtype == "e4m3":
         if arrays["scales"].dtype != np.uint8:
             raise TypeError(
@@ -74,6 +87,26 @@ def from_tensors(
     if weight.scale_dtype != scale_dtype:
         raise TypeError(f"{name}.scales.dtype={weight.scales.dtype} must be that of {scale_dtype=}")
     return weight
+
+
+def tiles_of_version_1(part: str, array: np.ndarray, name: str) -> np.ndarray:
+    """An array of version 1 as it lies in memory today.
+
+    Args:
+      part: ``"codes"``, ``"scales"`` or another, which stays as it is.
+      array: the array.
+      name: of the weight, for an error.
+
+    Raises:
+      ValueError: if the array has another shape than any such array.
+    """
+    if part not in ("codes", "scales"):
+        return array
+    rows, multiple = (0, BLOCK // 2) if part == "codes" else (1, 1)
+    if array.ndim != 2 or array.shape[rows] % OUT_MULTIPLE or array.shape[1 - rows] % multiple:
+        wanted = ("[64 i, 64 j]", "[j, 64 i]")[rows]
+        raise ValueError(f"{name}.{part}.shape={array.shape} of version 1 must be {wanted}")
+    return code_tiles(array) if part == "codes" else scale_tiles(array.T)
 
 
 def save_weights(weights: Mapping[str, Int4Weight], path: str | os.PathLike[str]) -> None:
@@ -135,8 +168,15 @@ def _read_sizes(name: str, text: str) -> dict[str, Any]:
         sizes = _json.parse(text)
     except ValueError as error:
         raise ValueError(f"metadata of {_json.shown(name)} is no JSON: {error}") from error
+    if isinstance(sizes, dict):
+        sizes.setdefault("version", 1)
+        if sizes["version"] not in (1, VERSION):
+            raise ValueError(
+                f"metadata of {_json.shown(name)}: version={_json.shown(sizes['version'])} must be "
+                f"{VERSION} or less"
+            )
     found = {key: type(value) for key, value in sizes.items()} if isinstance(sizes, dict) else sizes
-    if found != _SIZES:
+    if found != {**_SIZES, "version": int}:
         wanted = {key: kind.__name__ for key, kind in _SIZES.items()}
         raise ValueError(
             f"metadata of {_json.shown(name)} is {_json.shown(text)}, must hold {wanted}"

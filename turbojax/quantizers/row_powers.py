@@ -1,4 +1,6 @@
-"""Powers of two that bring the rows of a weight into the range of e4m3 scales."""
+"""Powers of two that bring the rows of a weight into the range of their scales' dtype."""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -6,30 +8,49 @@ import numpy as np
 
 INT4_RANGE = 7
 """The code that a group's largest absolute value gets."""
-SMALLEST_SCALE = 2.0**-9
-"""The smallest positive e4m3 number."""
 LARGEST_POWER = 126
 """2^n and its reciprocal are normal float32 numbers up to here."""
-_TOP = 9  # of `exponent`: numbers from 7 * 2^5 to below 7 * 2^6 = 448 have it
-# A scale is at most 64, since 7 * 64 is the largest e4m3 number. The next would be 72; a tie rounds
-# to 64, whose bits are even.
-_LARGEST_QUOTIENT = 68.0
 SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 """Devices differ in how they treat smaller float32 numbers: they count as zeros."""
 
 
-def row_powers(maximum: jax.Array, output_scale: jax.Array) -> jax.Array:
+class Range(NamedTuple):
+    """What scales a dtype holds in full precision, or is to hold.
+
+    Attributes:
+      smallest: of them.
+      largest: quotient that rounds to one of them.
+      top: `exponent` of the largest numbers a row is brought to, where there is most room below.
+    """
+
+    smallest: float
+    largest: float
+    top: int
+
+
+E4M3_SCALES = Range(2.0**-9, 68.0, 9)
+"""A scale is at most 64, since 7 * 64 is the largest e4m3 number. The next would be 72; a tie
+rounds to 64, whose bits are even. Numbers from 7 * 2^5 to below 7 * 2^6 = 448 are at the top."""
+FLOAT16_SCALES = Range(2.0**-14, 65504.0, 18)
+"""Normal numbers. Those from 7 * 2^14 to below 7 * 2^15 are at the top."""
+
+
+def row_powers(
+    maximum: jax.Array, output_scale: jax.Array, scales: Range = E4M3_SCALES
+) -> jax.Array:
     """The `n` by whose power ``2^n`` each row is multiplied before it is rounded.
 
-    `n` is 0 where e4m3 holds the scale ``max|w| / 7`` of every group: where none is above 64 or,
-    zero aside, below 2**-9. Otherwise it brings the row's largest number into ``[224, 448)``, for
-    then there is most room below; a row that small groups alone bring here is not made smaller.
-    Then ``2^-n`` times the row's output scale is a normal number, if that scale is one.
+    `n` is 0 where the dtype holds the scale ``max|w| / 7`` of every group: in e4m3 where none is
+    above 64 or, zero aside, below 2**-9. Otherwise it brings the row's largest number to the top,
+    in e4m3 into ``[224, 448)``, for then there is most room below; a row that small groups alone
+    bring here is not made smaller. Then ``2^-n`` times the row's output scale is a normal number,
+    if that scale is one.
 
     Args:
       maximum: float32 ``[N, groups]``, largest absolute values; NaN where one is not finite. Such
         groups, and those below the smallest normal number, are left out.
       output_scale: float32 ``[N]``.
+      scales: what they can be.
 
     Returns:
       int32 ``[N]``, from -120 to 126.
@@ -37,13 +58,13 @@ def row_powers(maximum: jax.Array, output_scale: jax.Array) -> jax.Array:
     is_held = holds_weights(maximum)
     largest = jnp.max(jnp.where(is_held, maximum, 0), axis=1)
     smallest = jnp.min(jnp.where(is_held, maximum, jnp.inf), axis=1)
-    to_top = _TOP - exponent(largest)
+    to_top = scales.top - exponent(largest)
     # At least 2^(k - 1) in absolute value.
     k = jnp.frexp(output_scale)[1]
     most = jnp.clip(LARGEST_POWER - 1 + k, 0, LARGEST_POWER)
     up = jnp.clip(to_top, 0, most)
-    power = jnp.where(smallest < INT4_RANGE * SMALLEST_SCALE, up, 0)
-    return jnp.where(largest > INT4_RANGE * _LARGEST_QUOTIENT, to_top, power)
+    power = jnp.where(smallest < INT4_RANGE * scales.smallest, up, 0)
+    return jnp.where(largest > INT4_RANGE * scales.largest, to_top, power)
 
 
 def holds_weights(maximum: jax.Array) -> jax.Array:

@@ -17,15 +17,26 @@ ROW_BYTES = GROUP // 2
 # e4m3 of 0 .. 7 and of -8 .. -1.
 _INTEGERS = (0x44403800, 0x4E4C4A48, 0xCACCCED0, 0xB8C0C4C8)
 TABLE_BYTES = 16
+CHUNK = 256
+"""Bytes of a row of a tile of 64 rows as it is copied: 16 such rows. Longer ones are fewer."""
 TABLES = 128
 """Scales are e4m3 without a sign; each has a table of 16 products."""
 
 
-def _convert(word: Int, table: Sequence[Int]) -> tuple[Int, Int]:
+def chunks(codes: Any) -> Any:
+    """Tiles ``[N / 64, K / 128, 64, 64]`` as they are copied, in rows of `CHUNK` bytes."""
+    return codes.reshape(*codes.shape[:2], -1, CHUNK)
+
+
+PLACES = 0x32103210
+"""Bytes 0 to 3, twice: what a selector names where codes are not negative."""
+
+
+def _convert(word: Int, table: Sequence[Int], places: Int | int) -> tuple[Int, Int]:
     """Eight codes as two words of e4m3: nibbles 0 to 3, and 4 to 7."""
     magnitude = word & 0x77777777
     # Byte i of the first or, of negative codes, of the second choice.
-    sign = ((word >> 1) & 0x44444444) | 0x32103210
+    sign = ((word >> 1) & 0x44444444) | places
     out = []
     for _ in range(2):
         positive = lane.permute_bytes(table[0], table[1], magnitude)
@@ -36,16 +47,17 @@ def _convert(word: Int, table: Sequence[Int]) -> tuple[Int, Int]:
 
 
 def load(
-    codes: Any, scales: Any, tables: Any | None, first: Any
+    codes: Any, scales: Any, tables: Any | None, first: Any, dtype: str = "bfloat16"
 ) -> tuple[list[list[Int]], list[Float]]:
     """A lane's part of 64 rows of a group of 128 inputs.
 
     Args:
-      codes: shared memory, uint8 ``[rows, 64]``.
-      scales: shared memory ``[rows]``, e4m3 with tables, bfloat16 without.
+      codes: shared memory, uint8, 64 bytes a row, one after the other.
+      scales: shared memory, one a row: e4m3 with tables, `dtype` without.
       tables: shared memory, e4m3 ``[128, 16]``: of each scale its products with 0..7, -8..-1; or
         None, for the codes themselves.
       first: int32 scalar, the first of the rows.
+      dtype: ``"bfloat16"`` or ``"float16"``.
 
     Returns:
       of each of its two rows eight words of e4m3, word ``2 s + h`` of inputs ``32 s + 16 h + 4 t``
@@ -53,31 +65,56 @@ def load(
       not in them.
     """
     row, t = fragments.row_and_place()
-    row = row + lane.scalar(first)
+    tables = None if tables is None else Pointer.to(tables)
+    here = row + lane.scalar(first), t
+    return read(Pointer.to(codes), Pointer.to(scales), tables, here, dtype)
+
+
+def read(
+    codes: Pointer,
+    scales: Pointer,
+    tables: Pointer | None,
+    here: tuple[Int, Int],
+    dtype: str = "bfloat16",
+    places: Int | int = PLACES,
+) -> tuple[list[list[Int]], list[Float]]:
+    """As `load`, of pointers.
+
+    Args:
+      codes: as there.
+      scales: as there.
+      tables: as there.
+      here: the first of the lane's two rows, and its place of four.
+      dtype: as there.
+      places: `PLACES`; in a register (`lane.held`) it saves an instruction for every eight codes.
+    """
+    row, t = here
     rows, rest = [], []
     for half in range(2):
         at = row + 8 * half
         if tables is None:
-            scale = Pointer.to(scales).at(at << 1).half() << 16
-            rest.append(scale.as_float())
+            scale = scales.at(at << 1).half()
+            rest.append(lane.half.unpack(scale, dtype)[0])
             table = [lane.integer(x) for x in _INTEGERS]
         else:
-            scale = Pointer.to(scales).at(at).byte() & (TABLES - 1)
+            scale = scales.at(at).byte() & (TABLES - 1)
             rest.append(lane.number(1.0))
-            table = Pointer.to(tables).at(scale * TABLE_BYTES).words(4)
-        words = Pointer.to(codes).at(at * ROW_BYTES, t * 16).words(4)
-        rows.append([x for word in words for x in _convert(word, table)])
+            table = tables.at(scale * TABLE_BYTES).words(4)
+        words = codes.at(at * ROW_BYTES, t * 16).words(4)
+        rows.append([x for word in words for x in _convert(word, table, places)])
     return rows, rest
 
 
-def operand(codes: Any, scales: Any, tables: Any | None, first: Any) -> tuple[Any, Any]:
+def operand(
+    codes: Any, scales: Any, tables: Any | None, first: Any, dtype: str = "bfloat16"
+) -> tuple[Any, Any]:
     """What `load` reads, as a register operand.
 
     Returns:
       its words, int32 ``[64, 32]``: of every instruction both rows' first 16 inputs, then both
       rows' others; and float32 ``[64]``, the scales that are not in them.
     """
-    rows, rest = load(codes, scales, tables, first)
+    rows, rest = load(codes, scales, tables, first, dtype)
     return fragments.carrier(
         [row[i] for i in range(len(rows[0])) for row in rows]
     ), fragments.row_array(rest)

@@ -29,13 +29,15 @@ from turbojax.models.quantized import (
     random_weight,
 )
 from turbojax.quantizers.int4 import Int4Weight
+from turbojax.quantizers.int4_storage import tiles_of_version_1
 
 QUANT_METHOD = "turbojax-fireq"
-VERSION = 1
+VERSION = 2
+"""Since 2 INT4 weights are stored in tiles; those of version 1 are converted when they are read."""
 _KINDS: dict[str, tuple[Any, ...]] = {
     "bits": (4,),
     "group_size": (128,),
-    "scale_dtype": ("e4m3", "bf16"),
+    "scale_dtype": ("e4m3", "bf16", "f16"),
     "key_channel_scale": (True, False),
     "embedding": ("int4", "float"),
     "lm_head": ("int4", "float", None),
@@ -136,10 +138,10 @@ def read(
     """
     block = hf["quantization_config"]
     version = block.get("version")
-    if type(version) is not int or version != VERSION:
+    if type(version) is not int or version not in (1, VERSION):
         raise NotImplementedError(
             f"{folder / _folder.CONFIG_NAME}: quantization_config: version={shown(version)} must "
-            f"be {VERSION}"
+            f"be {VERSION} or 1"
         )
     named_dtype = stored_dtype(hf) or jnp.bfloat16
     compute = check_dtype(named_dtype if dtype is None else dtype)
@@ -153,18 +155,30 @@ def read(
     _folder.require_layers(tensors, config.num_layers, "layers.", folder)
     template = _template(config, block, compute)
     named = _named_leaves(template)
-    _folder.require_tensors(tensors, {name: leaf.shape for name, leaf in named}, folder)
+    shapes = {name: _stored_shape(name, leaf.shape, version) for name, leaf in named}
+    _folder.require_tensors(tensors, shapes, folder)
     check_rotation(config, folder)
     total, done, leaves = sum(stored.nbytes for stored in tensors.values()), 0, []
     for name, leaf in named:
-        leaves.append(jax.block_until_ready(_restore(name, tensors[name], leaf.dtype)))
+        leaves.append(jax.block_until_ready(_restore(name, tensors[name], leaf.dtype, version)))
         done += tensors[name].nbytes
         if progress is not None:
             progress(done, total)
     return jax.tree.unflatten(jax.tree.structure(template), leaves)
 
 
-def _restore(name: str, stored: _folder.Stored, dtype: np.dtype) -> jax.Array:
+def _stored_shape(name: str, shape: tuple[int, ...], version: int) -> tuple[int, ...]:
+    """Of a leaf in a file of some version."""
+    if version == 1 and name.endswith(".codes"):
+        tiles, blocks, rows, size = shape
+        return tiles * rows, blocks * size
+    if version == 1 and name.endswith(".scales"):
+        tiles, groups, rows = shape
+        return groups, tiles * rows
+    return shape
+
+
+def _restore(name: str, stored: _folder.Stored, dtype: np.dtype, version: int) -> jax.Array:
     array = stored.read()
     if dtype == _E4M3 and array.dtype == np.uint8:
         array = array.view(_E4M3)
@@ -172,6 +186,8 @@ def _restore(name: str, stored: _folder.Stored, dtype: np.dtype) -> jax.Array:
         array = _folder.cast(array, dtype, name)
     if array.dtype != dtype:
         raise ValueError(f"{stored.file}: {name} has dtype {array.dtype}, must be {dtype}")
+    if version == 1:
+        array = tiles_of_version_1(name.rpartition(".")[2], array, name)
     return jnp.asarray(array)
 
 
@@ -221,7 +237,7 @@ def _description(model: QuantizedDecoder) -> dict[str, Any]:
         "version": VERSION,
         "bits": 4,
         "group_size": first.group_size,
-        "scale_dtype": "e4m3" if first.scales.dtype == _E4M3 else "bf16",
+        "scale_dtype": first.scale_dtype,
         "key_channel_scale": model.layers[0].key_channel_scale is not None,
         "embedding": "int4" if isinstance(model.embedding, Int4Weight) else "float",
         "lm_head": None if head is None else "int4" if isinstance(head, Int4Weight) else "float",

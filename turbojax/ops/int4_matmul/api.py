@@ -94,11 +94,7 @@ def matmul(
     if isinstance(flat, Fp8Tokens):
         call = refuse_gradients(run, "matmul of quantized tokens")
     else:
-        # The name is that of the product; every quantizer gives the same bits.
-        quantize = functools.partial(
-            quantize_activation, implementation="xla" if implementation == "xla" else None
-        )
-        call = _differentiable(quantize, run, activation)
+        call = _differentiable(_quantizer(chosen, implementation), run, activation)
     return call(flat, weight, bias, residual).reshape(*lead, weight.result_size)
 
 
@@ -112,6 +108,8 @@ def check_activation(activation: Activation | None, weight: Int4Weight) -> None:
     if not isinstance(weight, Int4Weight):
         raise TypeError(f"weight is a {type(weight).__name__}, must be an Int4Weight")
     weight.validate()
+    if weight.stack:
+        raise ValueError(f"{weight.stack=} must be (): for a stack of weights see jax.vmap")
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"{activation=} must be None or one of {ACTIVATIONS}")
     if weight.gated != (activation == "swiglu"):
@@ -211,8 +209,20 @@ def _tokens_of(x: jax.Array | Fp8Tokens) -> Fp8Tokens:
     return Fp8Tokens(codes, scale, np.dtype(x.dtype))
 
 
+def _quantizer(
+    chosen: Implementation, implementation: ImplementationName | None
+) -> Callable[[jax.Array], jax.Array | Fp8Tokens]:
+    """What activations become before the product; `mosaic_gpu` rounds them itself."""
+    if chosen.name == "mosaic_gpu":
+        return lambda x: x
+    # The name is that of the product; every quantizer gives the same bits.
+    return functools.partial(
+        quantize_activation, implementation="xla" if implementation == "xla" else None
+    )
+
+
 def _differentiable(
-    quantize: Callable[[jax.Array], Fp8Tokens],
+    quantize: Callable[[jax.Array], jax.Array | Fp8Tokens],
     run: Callable[..., jax.Array],
     activation: Activation | None,
 ) -> Callable[..., jax.Array]:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from turbojax._device import multiprocessors, needs_hopper
+from turbojax.ops.fp8_tokens import quantize_activation
 from turbojax.ops.int4_matmul import reference
 from turbojax.ops.int4_matmul.static import Activation
 from turbojax.quantizers import E4M3_MAX, Fp8Tokens, Int4Weight
@@ -42,6 +43,8 @@ def unsupported(
         return f"dtype={tokens.dtype} must be bfloat16 or float16"
     if weight.group_size != _GROUP:
         return f"group_size={weight.group_size} must be {_GROUP}"
+    if weight.zeros is not None:
+        return "weight.zeros must be None: weights must be symmetric"
     return needs_hopper()
 
 
@@ -71,7 +74,7 @@ def default_launch(rows: int, weight: Int4Weight, *, is_precise: bool = False) -
     most = _TWO_LEVELS if in_two_levels else _TOKENS[-1]
     tokens = next((n for n in _TOKENS if n >= rows and n <= most), most)
     teams = 2 if tokens <= _FEW else 1
-    outputs, groups = weight.codes.shape[0], weight.scales.shape[0]
+    outputs, groups = weight.padded_shape[0], weight.scales.shape[1]
     tiles = -(-rows // tokens) * -(-outputs // _TILE)
     parts = 1
     if rows <= _SHARED:
@@ -95,7 +98,7 @@ def _stages(tokens: int, teams: int, parts: int, expands: bool, is_e4m3: bool) -
 
 
 def matmul(
-    tokens: Fp8Tokens,
+    tokens: jax.Array | Fp8Tokens,
     weight: Int4Weight,
     bias: jax.Array | None,
     residual: jax.Array | None,
@@ -105,9 +108,11 @@ def matmul(
 ) -> jax.Array:
     """`reference.matmul` as one kernel, sometimes with a sum after it or weights expanded before.
 
-    Sums of up to 128 tokens, all with bfloat16 scales, and all if `is_precise`, are float32 from
+    Sums of up to 128 tokens, all with scales of 16 bits, and all if `is_precise`, are float32 from
     group to group. Others stay in the matrix unit, whose additions keep about 14 bits.
     """
+    if not isinstance(tokens, Fp8Tokens):
+        tokens = quantize_activation(tokens)
     launch = default_launch(tokens.codes.shape[0], weight, is_precise=is_precise)
     return _matmul(tokens, weight, bias, residual, activation=activation, launch=launch)
 
@@ -145,12 +150,12 @@ def _matmul(
         is_two_level=launch.tokens <= _TWO_LEVELS,
         programs=multiprocessors(),
     )
-    x = _padded(tokens.codes, (size, weight.codes.shape[1] * 2))
+    x = _padded(tokens.codes, (size, weight.padded_shape[1]))
     # Under `vmap` its rows are copied too, whose strides must be multiples of 16 bytes.
     scale = _padded(tokens.scale, (-(-size // _COPY) * _COPY,))
     vectors = (x, scale, weight.output_scale)
-    tables = None if weight.scales.dtype == jnp.bfloat16 else jnp.asarray(_tables())
-    stored = weight.codes.shape[0]
+    tables = jnp.asarray(_tables()) if weight.scale_dtype == "e4m3" else None
+    stored = weight.padded_shape[0]
     columns = _columns(stored if is_shared or not weight.gated else stored // 2, settings.width)
     if is_shared:
         rest: tuple[Any, Any] = (None, None)

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from turbojax.ops.int4_matmul.static import Activation
 from turbojax.quantizers import Fp8Tokens, Int4Weight
-from turbojax.quantizers.int4 import GATED_ROWS, scaled_values, unpack_codes
+from turbojax.quantizers.int4 import GATED_ROWS, integers, scaled_values
+from turbojax.quantizers.int4_layout import scale_rows
 
 
 @functools.partial(jax.jit, static_argnames=("activation", "is_precise"))
@@ -26,8 +27,9 @@ def matmul(
 ) -> jax.Array:
     """The product with its epilogue.
 
-    With e4m3 scales ``sum_k x[m, k] e4m3(s[n] q[n, k])``, with bfloat16 scales a sum per group,
-    times the group's scale; then what `epilogue` does.
+    With e4m3 scales ``sum_k x[m, k] e4m3(s[n] q[n, k])``, with scales of 16 bits a sum per group,
+    of ``x[m, k] (q[n, k] - z[n])`` if there are zeros, times the group's scale; then what
+    `epilogue` does.
 
     Args:
       tokens: codes ``[M, K]`` and scales ``[M]``.
@@ -99,7 +101,7 @@ def _sums(codes: jax.Array, weight: Int4Weight, *, dtype: jax.typing.DTypeLike) 
     codes = jax.lax.optimization_barrier(codes.astype(dtype))
     if weight.scale_dtype == "e4m3":
         return _dot(codes, scaled_values(weight).astype(dtype)[:, : weight.in_size])
-    values = unpack_codes(weight.codes).astype(dtype)
+    values = integers(weight).astype(dtype)
     padding = values.shape[1] - weight.in_size
     codes = jnp.pad(codes, ((0, 0), (0, padding)))
 
@@ -113,8 +115,9 @@ def _sums(codes: jax.Array, weight: Int4Weight, *, dtype: jax.typing.DTypeLike) 
         return total + _dot(x, q) * scale.astype(jnp.float32)[None], None
 
     # Group by group: all sums at once would be K / group_size times the output.
+    scales = scale_rows(weight.scales).T
     start = jnp.zeros((codes.shape[0], values.shape[0]), jnp.float32)
-    return jax.lax.scan(add, start, (by_group(codes), by_group(values), weight.scales))[0]
+    return jax.lax.scan(add, start, (by_group(codes), by_group(values), scales))[0]
 
 
 def _dot(x: jax.Array, w: jax.Array) -> jax.Array:

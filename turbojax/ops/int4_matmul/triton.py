@@ -43,7 +43,9 @@ def unsupported(
     del bias, residual, activation
     if weight.group_size != _GROUP:
         return f"group_size={weight.group_size} must be {_GROUP}"
-    rows, columns = tokens.codes.shape[0], weight.codes.shape[1] * 2
+    if weight.zeros is not None:
+        return "weight.zeros must be None: weights must be symmetric"
+    rows, columns = tokens.codes.shape[0], weight.padded_shape[1]
     # Tokens are float16 on their way, and sums float32 (of which no more than that at a time).
     sizes = [(rows + _MOST_TOKENS) * columns * 2, math.prod(weight.codes.shape)]
     sizes.append(rows * weight.result_size * 4)
@@ -82,7 +84,7 @@ def _launch(rows: int, weight: Int4Weight, activation: Activation | None, interp
 
     if tokens == _MOST_TOKENS and tiles() < processors:
         tokens //= 2
-    groups = weight.scales.shape[0]
+    groups = weight.scales.shape[1]
     most_splits = min(groups // _FEWEST_GROUPS, int(_SUMS * groups * _GROUP / (8 * rows)))
     programs = processors * (_WARPS // num_warps if rows <= _FEW_TOKENS else 1)
     return Settings(
@@ -125,10 +127,10 @@ def _matmul(
     from pallas_kernels.triton import int4_matmul
 
     scales = weight.scales
-    if scales.dtype != jnp.bfloat16:
+    if weight.scale_dtype == "e4m3":
         scales = jax.lax.bitcast_convert_type(scales, jnp.uint8)
     return int4_matmul.matmul(
-        operand(tokens.codes, weight.codes.shape[1] * 2, launch.tokens),
+        operand(tokens.codes, weight.padded_shape[1], launch.tokens),
         weight.codes,
         scales,
         tokens.scale,
@@ -151,7 +153,7 @@ def operand(codes: jax.Array, size: int, multiple: int) -> jax.Array:
 
     Returns:
       float16 ``[M', size]``, exact, padded with zeros; each 128 inputs in the order of a weight's
-      bytes (`turbojax.quantizers.int4`), first all of the low nibbles.
+      bytes (`turbojax.quantizers.int4_layout`), first all of the low nibbles.
     """
     rows, inputs = codes.shape
     x = jnp.pad(codes.astype(jnp.float16), ((0, -rows % multiple), (0, size - inputs)))

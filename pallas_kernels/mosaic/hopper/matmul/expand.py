@@ -15,9 +15,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layouts import Ref
 from pallas_kernels.mosaic import ring
-from pallas_kernels.mosaic.hopper.matmul.program import TILE
 from pallas_kernels.mosaic.products import int4
-from pallas_kernels.mosaic.products.int4 import GROUP, ROW_BYTES, TABLE_BYTES, TABLES
+from pallas_kernels.mosaic.products.int4 import GROUP, TABLE_BYTES, TABLES
 from pallas_kernels.mosaic.ring import ROWS, SCALAR, WARPGROUPS
 
 _STAGES = 8
@@ -36,34 +35,34 @@ def _expand(codes: Ref, scales: Ref, tables: Ref, row: jax.Array, out: Ref) -> N
 
 def _kernel(codes_ref: Ref, scales_ref: Ref, tables_ref: Ref, out_ref: Ref) -> None:
     """One program; its groups of 128 rows and 128 inputs are as far apart as there are programs."""
-    groups, me = codes_ref.shape[1] // ROW_BYTES, lax.axis_index("warpgroup")
-    share = ring.Share(pl.cdiv(codes_ref.shape[0], TILE) * groups)
+    groups, me = codes_ref.shape[1], lax.axis_index("warpgroup")
+    share = ring.Share(pl.cdiv(codes_ref.shape[0], WARPGROUPS) * groups)
 
     def place(i: jax.Array) -> tuple[jax.Array, jax.Array]:
         number = share.number(i)
-        return lax.div(number, jnp.int32(groups)) * TILE, lax.rem(number, jnp.int32(groups))
+        return lax.div(number, jnp.int32(groups)) * WARPGROUPS, lax.rem(number, jnp.int32(groups))
 
     def body(
         codes: Ref, scales: Ref, tables: Ref, out: Ref, ready: Ref, free: Ref, tables_ready: Ref
     ) -> None:
         def consume(i: jax.Array, slot: jax.Array) -> jax.Array:
-            row, g = place(i)
+            tile, g = place(i)
             buffer = out.at[me, lax.rem(i, jnp.int32(_OUTPUTS))]
             plgpu.barrier_wait(ready.at[slot])
             plgpu.wait_smem_to_gmem(_OUTPUTS - 1, wait_read_only=True)
             _expand(codes.at[slot], scales.at[slot], tables, me * ROWS, buffer)
             plgpu.commit_smem()
             plgpu.barrier_arrive(free.at[slot])
-            target = out_ref.at[pl.ds(row + me * ROWS, ROWS), pl.ds(g * GROUP, GROUP)]
+            target = out_ref.at[pl.ds((tile + me) * ROWS, ROWS), pl.ds(g * GROUP, GROUP)]
             plgpu.copy_smem_to_gmem(buffer, target)
             return ring.slot_after(slot, 1, _STAGES)
 
         def produce(i: jax.Array, slot: jax.Array) -> jax.Array:
-            row, g = place(i)
-            rows, part = pl.ds(row, TILE), pl.ds(g * ROW_BYTES, ROW_BYTES)
+            tile, g = place(i)
+            tiles = pl.ds(tile, WARPGROUPS)
             plgpu.barrier_wait(free.at[slot])
-            plgpu.copy_gmem_to_smem(codes_ref.at[rows, part], codes.at[slot], ready.at[slot])
-            plgpu.copy_gmem_to_smem(scales_ref.at[g, rows], scales.at[slot], ready.at[slot])
+            plgpu.copy_gmem_to_smem(codes_ref.at[tiles, g], codes.at[slot], ready.at[slot])
+            plgpu.copy_gmem_to_smem(scales_ref.at[tiles, g], scales.at[slot], ready.at[slot])
             return ring.slot_after(slot, 1, _STAGES)
 
         def start_to_consume() -> None:
@@ -80,8 +79,8 @@ def _kernel(codes_ref: Ref, scales_ref: Ref, tables_ref: Ref, out_ref: Ref) -> N
 
     pl.run_scoped(
         body,
-        plgpu.SMEM((_STAGES, TILE, ROW_BYTES), jnp.uint8),
-        plgpu.SMEM((_STAGES, TILE), jnp.uint8),
+        plgpu.SMEM((_STAGES, WARPGROUPS, *codes_ref.shape[2:]), jnp.uint8),
+        plgpu.SMEM((_STAGES, WARPGROUPS, ROWS), jnp.uint8),
         plgpu.SMEM((TABLES, TABLE_BYTES), jnp.uint8),
         ring.tile((WARPGROUPS, _OUTPUTS, ROWS, GROUP), jnp.uint8),
         plgpu.Barrier(num_arrivals=2, num_barriers=_STAGES),
@@ -95,13 +94,13 @@ def int4_expand(
     codes: jax.Array, scales: jax.Array, tables: jax.Array, *, programs: int = 132
 ) -> jax.Array:
     """e4m3 weights ``[N', K']`` of INT4 ones, arguments as of `int4_matmul`."""
-    rows, size = codes.shape[0], codes.shape[1] * 2
+    rows, size = codes.shape[0] * ROWS, codes.shape[1] * GROUP
     run = ring.launch(
         _kernel,
         "turbojax_int4_expand_hopper",
         jax.ShapeDtypeStruct((rows, size), jnp.uint8),
-        pl.cdiv(rows, TILE) * (size // GROUP),
+        pl.cdiv(codes.shape[0], WARPGROUPS) * codes.shape[1],
         programs,
     )
-    out = run(codes, lax.bitcast_convert_type(scales, jnp.uint8), tables)
+    out = run(int4.chunks(codes), lax.bitcast_convert_type(scales, jnp.uint8), tables)
     return lax.bitcast_convert_type(out, jnp.float8_e4m3fn)

@@ -18,6 +18,7 @@ follows from the weight's shape alone, so a token's result does not depend on ot
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +30,7 @@ from pallas_kernels.layouts import Ref
 from pallas_kernels.mosaic import lane
 from pallas_kernels.mosaic.hopper.matmul import epilogue
 from pallas_kernels.mosaic.hopper.matmul.epilogue import Epilogue as Epilogue
+from pallas_kernels.mosaic.hopper.matmul.rounding import Rounding, load_rounded
 from pallas_kernels.mosaic.lane import ClusterPointer, Float, Int, Pointer
 from pallas_kernels.mosaic.products import int4
 from pallas_kernels.mosaic.products.int4 import GROUP, ROW_BYTES, TABLE_BYTES, TABLES
@@ -58,6 +60,7 @@ class Settings:
       stages: tiles of a warpgroup that are on their way or in use.
       resident: groups of inputs whose tokens are in shared memory at a time, a multiple of `run`.
       run: tiles that are copied and multiplied together, 1 or 2; divides each part.
+      rounding: of tokens that are not e4m3 yet, or None; then all of a program's are resident.
     """
 
     epilogue: Epilogue
@@ -67,12 +70,18 @@ class Settings:
     stages: int
     resident: int
     run: int = 1
+    rounding: Rounding | None = None
 
     @property
     def token_bytes(self) -> int:
         """Shared memory of a group's tokens."""
         return self.tokens * GROUP
 
+    def part_of(self, groups: int) -> int:
+        """Groups of inputs that a program has at most."""
+        return -(-groups // self.parts)
+
+    @property
     def slots_bytes(self) -> int:
         """Shared memory of a warpgroup's tiles, and of its sums at the end."""
         return max(self.stages * self.run * TILE_BYTES, self.tokens * _PITCH * 4)
@@ -87,6 +96,7 @@ class Memory(NamedTuple):
       factors: float32 of each warpgroup's outputs, then their biases.
       tables: of products of scales and codes.
       token_scales: float32.
+      maxima: of tokens that are rounded here.
       barriers: eight bytes for each slot of each warpgroup.
       size: of everything.
     """
@@ -96,19 +106,21 @@ class Memory(NamedTuple):
     factors: int
     tables: int
     token_scales: int
+    maxima: int
     barriers: int
     size: int
 
     @classmethod
     def of(cls, s: Settings, groups: int, scale_bytes: int) -> "Memory":
         """For a weight with this many groups of inputs."""
-        part = -(-groups // s.parts)
+        part = s.part_of(groups)
         sizes = (
             s.resident * s.token_bytes,
-            s.warpgroups * s.slots_bytes(),
+            s.warpgroups * s.slots_bytes,
             s.warpgroups * part * ROWS * scale_bytes,
             s.warpgroups * 2 * ROWS * 4,
             _TABLES_BYTES,
+            s.tokens * 4,
             s.tokens * 4,
             s.warpgroups * s.stages * 8,
         )
@@ -124,8 +136,8 @@ class Arrays:
       codes: ``[N' / 64, groups, 64, 64]``.
       scales: ``[N' / 64, groups, 64]``.
       tables: of e4m3 scales, or None.
-      x: e4m3 ``[M, inputs]``.
-      token_scales: bfloat16 ``[M]``.
+      x: e4m3 ``[M, inputs]``, or as `Settings.rounding` says.
+      token_scales: bfloat16 ``[M]``, or None of tokens that are rounded here.
       output_scales: float32 ``[N']``.
       bias: the same, or None.
       residual: ``[M, width]``, or None.
@@ -142,7 +154,7 @@ class Arrays:
     scales: Pointer
     tables: Pointer | None
     x: Pointer
-    token_scales: Pointer
+    token_scales: Pointer | None
     output_scales: Pointer
     bias: Pointer | None
     residual: Pointer | None
@@ -188,6 +200,18 @@ class Work:
 # Weights -----------------------------------------------------------------------------------------
 
 
+class Operand(NamedTuple):
+    """A tile as a product's left operand.
+
+    Attributes:
+      words: as `lane.start_product` takes them.
+      scales: of the lane's two rows, what is not in the words.
+    """
+
+    words: list[Int]
+    scales: list[Float]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Weights:
     """A warpgroup's tiles, as they arrive.
@@ -201,6 +225,7 @@ class Weights:
       tables: of e4m3 scales.
       barriers: one for each slot.
       number: of the warpgroup.
+      places: `int4.PLACES`, in a register.
       s: settings.
     """
 
@@ -212,6 +237,7 @@ class Weights:
     tables: Pointer
     barriers: Pointer
     number: Int
+    places: Int
     s: Settings
 
     def _copy(self, i: Int | int, slot: Int | int, more: int | Int = 0) -> None:
@@ -247,14 +273,20 @@ class Weights:
             target = self.factors.at(ROWS * 4 * i)
             lane.copy(vector.times(work.tile, ROWS * 4), target, ROWS * 4, first)
 
-    def take(self, i: Int, slot: Int, parity: Int) -> list[tuple[list[Int], list[Float]]]:
-        """The tiles of run `i` as register operands, each with its rows' scales."""
+    def take(self, i: Int, slot: Int, parity: Int) -> list[Operand]:
+        """The tiles of run `i`, once they are there."""
         lane.wait(self.barriers.at(slot * 8), parity)
-        size = self.s.run * TILE_BYTES
-        return [
-            self._operand(self._raw(self.slots.at(slot * size + j * TILE_BYTES)), i * self.s.run + j)
-            for j in range(self.s.run)
-        ]
+        a, here = self.a, lane.fragments.row_and_place()
+        tables = None if a.tables is None else self.tables
+        taken = []
+        for j in range(self.s.run):
+            tile = slot * self.s.run + j
+            scales = self.scales.at((i * self.s.run + j) * (ROWS * a.scale_bytes))
+            rows, rest = int4.read(
+                self.slots.at(tile * TILE_BYTES), scales, tables, here, a.scale_dtype, self.places
+            )
+            taken.append(Operand([row[k] for k in range(len(rows[0])) for row in rows], rest))
+        return taken
 
     def refill(self, i: Int, slot: Int) -> None:
         """Starts the next copy to the slot of run `i`, which was taken."""
@@ -263,43 +295,6 @@ class Weights:
             lane.named_barrier(self.number + 1, _THREADS)
             with lane.when((lane.thread() & (_THREADS - 1)).equals(0)):
                 self._copy(later, slot)
-
-    def _raw(self, codes: Pointer) -> list[list[Int]]:
-        """The codes of a lane's two rows."""
-        row, t = lane.fragments.row_and_place()
-        return [codes.at((row + 8 * half) * ROW_BYTES, t << 4).words(4) for half in range(2)]
-
-    def _operand(self, raw: list[list[Int]], i: Int) -> tuple[list[Int], list[Float]]:
-        row, _ = lane.fragments.row_and_place()
-        a, rows, rest = self.a, [], []
-        scales = self.scales.at(i * (ROWS * a.scale_bytes))
-        for half in range(2):
-            at = row + 8 * half
-            if a.tables is None:
-                scale = lane.half.unpack(scales.at(at << 1).half(), a.scale_dtype)[0]
-                table = [lane.integer(x) for x in int4._INTEGERS]
-            else:
-                scale = lane.number(1.0)
-                index = scales.at(at).byte() & (TABLES - 1)
-                table = self.tables.at(index * TABLE_BYTES).words(4)
-            rest.append(scale)
-            rows.append([x for word in raw[half] for x in self._convert(word, table)])
-        return [row[i] for i in range(len(rows[0])) for row in rows], rest
-
-    def _convert(self, word: Int, table: list[Int]) -> tuple[Int, Int]:
-        magnitude = word & 0x77777777
-        sign = ((word >> 1) & 0x44444444) | self.places
-        out = []
-        for _ in range(2):
-            positive = lane.permute_bytes(table[0], table[1], magnitude)
-            negative = lane.permute_bytes(table[2], table[3], magnitude)
-            out.append(lane.permute_bytes(positive, negative, sign))
-            magnitude, sign = magnitude >> 16, sign >> 16
-        return out[0], out[1]
-
-    @functools.cached_property
-    def places(self) -> Int:
-        return lane.held(0x32103210)
 
 
 # Tokens ------------------------------------------------------------------------------------------
@@ -343,6 +338,7 @@ def load_tokens(a: Arrays, first: Int, target: Pointer, s: Settings) -> None:
 
 def load_token_scales(a: Arrays, target: Pointer, s: Settings) -> None:
     """The tokens' scales as float32."""
+    assert a.token_scales is not None
     thread = lane.thread()
     with lane.when(thread < s.tokens):
         token = thread.minimum(a.tokens - 1)
@@ -358,8 +354,8 @@ def _program(a: Arrays, ids: list[Int], smem: Pointer, s: Settings) -> None:
     m = Memory.of(s, a.groups, a.scale_bytes)
     number = lane.uniform(lane.thread() >> 7)
     work = Work.of(a, ids, number, s)
-    part = -(-a.groups // s.parts)
-    own = smem.at(lane.integer(m.slots)).at(number * s.slots_bytes())
+    part = s.part_of(a.groups)
+    own = smem.at(lane.integer(m.slots)).at(number * s.slots_bytes)
     weights = Weights(
         a=a,
         work=work,
@@ -369,6 +365,7 @@ def _program(a: Arrays, ids: list[Int], smem: Pointer, s: Settings) -> None:
         tables=smem.at(lane.integer(m.tables)),
         barriers=smem.at(lane.integer(m.barriers)).at(number * (8 * s.stages)),
         number=number,
+        places=lane.held(int4.PLACES),
         s=s,
     )
     with lane.when((lane.thread() & (_THREADS - 1)).equals(0)):
@@ -378,66 +375,77 @@ def _program(a: Arrays, ids: list[Int], smem: Pointer, s: Settings) -> None:
         words = a.tables.at(place).words(4)
         with lane.when(lane.thread() < TABLES):
             smem.at(lane.integer(m.tables)).at(place).store_words(words)
-    load_token_scales(a, smem.at(lane.integer(m.token_scales)), s)
+    if s.rounding is None:
+        load_token_scales(a, smem.at(lane.integer(m.token_scales)), s)
     sums = _accumulate(a, weights, smem, s)
     _write(a, sums, own, weights.factors, smem.at(lane.integer(m.token_scales)), work, ids[1], s)
 
 
 def _accumulate(a: Arrays, weights: Weights, smem: Pointer, s: Settings) -> list[Float]:
     """A warpgroup's sums over its tiles, in the order of `lane.start_product`."""
-    work = weights.work
     zero = lane.integer(0)
-    sums = [lane.number(0.0)] * (s.tokens // 2)
-    count = -(-a.groups // s.parts)
+    together = s.resident // s.run
 
     def load(first: Int) -> None:
-        load_tokens(a, work.begin + first, smem, s)
-        lane.publish_stores()
-        lane.block_barrier()
-
-    def multiply(
-        taken: list[tuple[list[Int], list[Float]]],
-        sums: list[Float],
-        tokens: Pointer,
-        meanwhile: Any,
-    ) -> list[Float]:
-        products = [
-            x
-            for j, (words, _) in enumerate(taken)
-            for x in lane.start_product(words, tokens.at(j * s.token_bytes), s.tokens)
-        ]
-        meanwhile()
-        products = lane.finish(products)
-        for j, (_, scales) in enumerate(taken):
-            own = products[j * len(sums) : (j + 1) * len(sums)]
-            sums = [
-                lane.fma(x, scales[k // 2 % 2], y)
-                for k, (x, y) in enumerate(zip(own, sums, strict=True))
-            ]
-        return sums
+        _load(a, weights.work, first * s.run, smem, s)
 
     def step(i: Int, carry: list[Any], first: Int) -> list[Any]:
         *sums, slot, parity = carry
-        tokens = smem.at((i - first) * (s.run * s.token_bytes))
         taken = weights.take(i, slot, parity)
-        sums = multiply(taken, sums, tokens, lambda: weights.refill(i, slot))
+        tokens = smem.at((i - first) * (s.run * s.token_bytes))
+        sums = _add(sums, taken, tokens, lambda: weights.refill(i, slot), s)
         is_last = slot.equals(s.stages - 1)
         return [*sums, is_last.where(0, slot + 1), is_last.where(parity ^ 1, parity)]
 
-    carry = [*sums, zero, zero]
-    if count <= s.resident:
-        load(zero)
-        carry = lane.loop(zero, weights.runs, 1, carry, lambda i, x: step(i, x, zero))
-        return carry[: len(sums)]
-
     def round_of(first: Int, carry: list[Any]) -> list[Any]:
         lane.block_barrier()
-        load(first * s.run)
-        end = (first + s.resident // s.run).minimum(weights.runs)
+        load(first)
+        end = (first + together).minimum(weights.runs)
         return lane.loop(first, end, 1, carry, lambda i, x: step(i, x, first))
 
-    carry = lane.loop(zero, weights.runs, s.resident // s.run, carry, round_of)
-    return carry[: len(sums)]
+    carry = [*[lane.number(0.0)] * (s.tokens // 2), zero, zero]
+    if s.part_of(a.groups) > s.resident:
+        return lane.loop(zero, weights.runs, together, carry, round_of)[:-2]
+    load(zero)
+    return lane.loop(zero, weights.runs, 1, carry, lambda i, x: step(i, x, zero))[:-2]
+
+
+def _load(a: Arrays, work: Work, first: Int, smem: Pointer, s: Settings) -> None:
+    """Tokens of the program's groups from its `first` on to shared memory, for all to see."""
+    if s.rounding is None:
+        load_tokens(a, work.begin + first, smem, s)
+    else:
+        m = Memory.of(s, a.groups, a.scale_bytes)
+        places = [smem.at(lane.integer(x)) for x in (m.token_scales, m.maxima)]
+        load_rounded(a.x, work.begin, smem, places[0], places[1], s.rounding)
+    lane.publish_stores()
+    lane.block_barrier()
+
+
+def _add(
+    sums: list[Float],
+    taken: list[Operand],
+    tokens: Pointer,
+    meanwhile: Callable[[], None],
+    s: Settings,
+) -> list[Float]:
+    """Sums with the products of some tiles, which are added up in float32.
+
+    No operand is written while products are on their way: the compiler would wait for each.
+    """
+    products = [
+        lane.start_product(x.words, tokens.at(lane.integer(j * s.token_bytes)), s.tokens)
+        for j, x in enumerate(taken)
+    ]
+    meanwhile()
+    done = lane.finish([x for product in products for x in product])
+    for j, operand in enumerate(taken):
+        own = done[j * len(sums) : (j + 1) * len(sums)]
+        sums = [
+            lane.fma(x, operand.scales[k // 2 % 2], total)
+            for k, (x, total) in enumerate(zip(own, sums, strict=True))
+        ]
+    return sums
 
 
 # Results -----------------------------------------------------------------------------------------
@@ -556,11 +564,12 @@ def _kernel(*refs: Ref, names: tuple[str, ...], s: Settings, scale_dtype: str) -
         del ctx
         at = {name: Pointer.to(ref) for name, ref in zip(names, refs, strict=True)}
         smem = at.pop("memory")
+        optional = ("tables", "token_scales", "bias", "residual")
         tiles, groups = shapes["codes"][:2]
         (tokens, inputs), (_, width) = shapes["x"], shapes["out"]
         a = Arrays(
-            **{name: at.get(name) for name in ("tables", "bias", "residual")},
-            **{name: x for name, x in at.items() if name not in ("tables", "bias", "residual")},
+            **{name: at.get(name) for name in optional},
+            **{name: x for name, x in at.items() if name not in optional},
             tiles=tiles,
             groups=groups,
             tokens=tokens,
@@ -578,7 +587,7 @@ def few_matmul(
     scales: jax.Array,
     tables: jax.Array | None,
     x: jax.Array,
-    token_scales: jax.Array,
+    token_scales: jax.Array | None,
     output_scales: jax.Array,
     bias: jax.Array | None,
     residual: jax.Array | None,
@@ -594,8 +603,8 @@ def few_matmul(
       tables: uint8 ``[128, 16]``: of each e4m3 scale, by its bits, e4m3 of its products with
         0..7, -8..-1.
       x: e4m3 ``[M, inputs]``, `M` at most `settings.tokens`, `inputs` a multiple of 16 and at most
-        ``K'``.
-      token_scales: bfloat16 ``[M]``.
+        ``K'``; or bfloat16 or float16, if `settings.rounding` says so, `inputs` a multiple of 8.
+      token_scales: bfloat16 ``[M]``; None of tokens that are rounded here.
       output_scales: float32 ``[N']``.
       bias: float32 ``[N']``.
       residual: ``[M, width]`` in the output's dtype.

@@ -73,8 +73,10 @@ def _operand(
     words = ring.array((ROWS, GROUP // 4), jnp.int32)
     unit = ring.array((ROWS,), jnp.float32, ROW)
 
+    dtype = "float16" if scales.dtype == jnp.float16 else "bfloat16"
+
     def run(row: Any, codes: Any, scales: Any, *tables: Any) -> Any:
-        return int4.operand(codes, scales, tables[0] if tables else None, row)
+        return int4.operand(codes, scales, tables[0] if tables else None, row, dtype)
 
     return ring.inline(run, types, (words, unit))(half * ROWS, *refs)
 
@@ -142,9 +144,9 @@ def _kernel(*refs: Ref, tiles: tuple[int, int], s: Settings, has_tables: bool) -
             return slot
 
         def copy(g: jax.Array, slot: jax.Array, work: Work) -> None:
-            rows, part = pl.ds(work.row, TILE), pl.ds(g * ROW_BYTES, ROW_BYTES)
-            plgpu.copy_gmem_to_smem(codes_ref.at[rows, part], codes.at[slot], m.ready.at[slot])
-            plgpu.copy_gmem_to_smem(scales_ref.at[g, rows], scales.at[slot], m.ready.at[slot])
+            tiles = pl.ds(work.tile * WARPGROUPS, WARPGROUPS)
+            plgpu.copy_gmem_to_smem(codes_ref.at[tiles, g], codes.at[slot], m.ready.at[slot])
+            plgpu.copy_gmem_to_smem(scales_ref.at[tiles, g], scales.at[slot], m.ready.at[slot])
 
         def wait_for_tables() -> None:
             if has_tables:
@@ -156,7 +158,7 @@ def _kernel(*refs: Ref, tiles: tuple[int, int], s: Settings, has_tables: bool) -
 
         program.run_program(
             tiles,
-            codes_ref.shape[1] // ROW_BYTES,
+            codes_ref.shape[1],
             m,
             s,
             consume,
@@ -167,8 +169,8 @@ def _kernel(*refs: Ref, tiles: tuple[int, int], s: Settings, has_tables: bool) -
     pl.run_scoped(
         body,
         program.tile_memory(2, a.x.dtype, s),
-        plgpu.SMEM((s.stages, TILE, ROW_BYTES), jnp.uint8),
-        plgpu.SMEM((s.stages, TILE), scales_ref.dtype),
+        plgpu.SMEM((s.stages, WARPGROUPS, *codes_ref.shape[2:]), jnp.uint8),
+        plgpu.SMEM((s.stages, WARPGROUPS, ROWS), scales_ref.dtype),
         [plgpu.SMEM((TABLES, TABLE_BYTES), jnp.uint8)] * has_tables,
         plgpu.Barrier(),
         collective_axes="warpgroup",
@@ -191,10 +193,10 @@ def int4_matmul(
     """Tokens times INT4 weights.
 
     Args:
-      codes: uint8 ``[N', K' / 2]``, rows of 128 inputs in 64 bytes: byte ``16 t + 4 s + b`` holds
-        input ``32 s + 4 t + 2 b % 4 + 16 * (b // 2)`` in its low nibble and the next one in its
-        high one; signed.
-      scales: ``[K' / 128, N']``, e4m3 (with `tables`) or bfloat16.
+      codes: uint8 ``[N' / 64, K' / 128, 64, 64]``, tiles of 64 rows of 128 inputs in 64 bytes:
+        byte ``16 t + 4 s + b`` holds input ``32 s + 4 t + 2 b % 4 + 16 * (b // 2)`` in its low
+        nibble and the next one in its high one; signed.
+      scales: ``[N' / 64, K' / 128, 64]``, e4m3 (with `tables`), bfloat16 or float16.
       tables: uint8 ``[128, 16]``: of each e4m3 scale, by its bits, e4m3 of its products with
         0..7, -8..-1.
       x: e4m3 ``[M, K']``; `M` at most 8 or a multiple of 8.
@@ -210,11 +212,12 @@ def int4_matmul(
       ``[M, columns]``; with several parts their float32 sums, ``[parts, M, columns]``, before
       everything that the epilogue does.
     """
+    rows, codes = codes.shape[0] * ROWS, int4.chunks(codes)
     weights = [codes, scales]
     if tables is not None:
         weights = [codes, lax.bitcast_convert_type(scales, jnp.uint8), tables]
     kernel = functools.partial(_kernel, s=settings, has_tables=tables is not None)
     name = "turbojax_int4_matmul_hopper"
-    run = program.launch(kernel, name, x.shape[0], codes.shape[0], columns, settings)
+    run = program.launch(kernel, name, x.shape[0], rows, columns, settings)
     optional = [array for array in (bias, residual) if array is not None]
     return run(*weights, x, token_scales, output_scales, *optional)
