@@ -24,7 +24,7 @@ from oracles import programs, warp
 from test_mosaic_int4 import specification
 
 from pallas_kernels.mosaic import eight_bits
-from pallas_kernels.mosaic.hopper.matmul import epilogue, few, rounding
+from pallas_kernels.mosaic.hopper.matmul import epilogue, few, few_inputs, rounding
 from pallas_kernels.mosaic.products import int4
 from turbojax import _device
 from turbojax.ops.int4_matmul import few_mosaic, mosaic_gpu
@@ -32,7 +32,15 @@ from turbojax.quantizers import Fp8Tokens, quantize_tokens
 from turbojax.quantizers.int4 import BLOCK
 
 ROWS = (1, 7, 8, 9, 16, 17, 33, 64)
-SHAPES = ((1, 1), (70, 520), (4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336), (8192, 28672))
+SHAPES = (
+    (1, 1),
+    (70, 520),
+    (4096, 4096),
+    (6144, 4096),
+    (14336, 4096),
+    (4096, 14336),
+    (8192, 28672),
+)
 
 
 @pytest.fixture
@@ -102,7 +110,7 @@ def memory(x):
 @pytest.fixture
 def product(monkeypatch):
     """The product of a launch, every program of it emulated."""
-    for module in (few, rounding, eight_bits, epilogue, int4):
+    for module in (few, few_inputs, rounding, eight_bits, epilogue, int4):
         monkeypatch.setattr(module, "lane", warp)
     for module in (few, rounding):
         monkeypatch.setattr(module, "ClusterPointer", programs.ClusterPointer)
@@ -122,7 +130,7 @@ def product(monkeypatch):
         is_e4m3 = weight.scale_dtype == "e4m3"
         out = memory(np.full((count, weight.result_size), np.nan, np.dtype(tokens.dtype)))
         tiles, groups = weight.codes.shape[:2]
-        a = few.Arrays(
+        a = few_inputs.Arrays(
             codes=memory(weight.codes),
             scales=memory(weight.scales),
             tables=memory(mosaic_gpu._tables()) if is_e4m3 else None,

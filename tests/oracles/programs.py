@@ -90,6 +90,10 @@ class ClusterPointer:
         return warp.Pointer(cls.memories[rank], pointer.offset)
 
 
+def _floats(place):
+    return [x.as_float() for x in place.words(4)]
+
+
 def run(monkeypatch, body, *, programs, warps, shared):
     """Runs a cluster's programs.
 
@@ -110,7 +114,10 @@ def run(monkeypatch, body, *, programs, warps, shared):
 
     turns = Turns([functools.partial(of_warp, i) for i in range(programs * warps)])
     copies = Copies(turns)
-    rank = lambda: turns.number // warps  # noqa: E731
+
+    def rank():
+        return turns.number // warps
+
     there = {
         "thread": lambda: warp.Int(warp.LANES + 32 * (turns.number % warps)),
         "block_barrier": lambda: turns.barrier(("all", rank()), warps),
@@ -127,4 +134,5 @@ def run(monkeypatch, body, *, programs, warps, shared):
     }
     for name, f in there.items():
         monkeypatch.setattr(warp, name, f, raising=False)
+    monkeypatch.setattr(warp.Pointer, "floats", _floats, raising=False)
     turns.run()

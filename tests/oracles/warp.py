@@ -421,9 +421,6 @@ class Pointer:
     def float(self):
         return self.word().as_float()
 
-    def floats(self):
-        return [x.as_float() for x in self.words(4)]
-
     def store_words(self, words):
         self._must_be_aligned(4 * len(words), "store")
         for i, word in enumerate(words):
