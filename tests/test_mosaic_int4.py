@@ -210,8 +210,8 @@ LOWERED = [
 ]
 
 
-# One of each of the two kernels, gated or not, in the fast tier.
-FIRST = [LOWERED[i] for i in (1, 9, 22)]
+# One of each of the kernels in the fast tier.
+FIRST = [LOWERED[i] for i in (1, 11, 22)]
 
 
 @pytest.mark.quick(2)
@@ -234,7 +234,9 @@ def test_lowers_for_cuda(case):
     expands = shape[0] >= 2048 and scales == "e4m3" and "highest" not in words
     assert ("turbojax_int4_expand_hopper" in text) == expands
     assert ("turbojax_fp8_matmul_hopper" in text) == expands
-    assert ("turbojax_int4_matmul_hopper" in text) == (not expands)
+    is_few = shape[0] <= 64
+    assert ("turbojax_int4_few_hopper" in text) == is_few
+    assert ("turbojax_int4_matmul_hopper" in text) == (not expands and not is_few)
 
 
 def test_every_number_of_tokens_lowers():
@@ -243,13 +245,14 @@ def test_every_number_of_tokens_lowers():
 
 @pytest.mark.quick(1)
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("count", [7, 1, 3, 8, 64])
+@pytest.mark.parametrize("count", [7, 1, 65, 72])
 def test_lowers_under_vmap(count):
-    """Rows of the tokens' scales are copied from strides that copies can have."""
+    """Of few tokens; and of more, whose scales are copied from strides that copies can have."""
     tokens, weight = specification(count, 200, 300)
     many = jax.tree.map(lambda x: jax.ShapeDtypeStruct((5, *x.shape), x.dtype), tokens)
     call = functools.partial(matmul, implementation="mosaic_gpu")
-    assert "turbojax_int4_matmul_hopper" in lower_for_cuda(jax.vmap(call, (0, None)), many, weight)
+    name = "turbojax_int4_few_hopper" if count <= 64 else "turbojax_int4_matmul_hopper"
+    assert name in lower_for_cuda(jax.vmap(call, (0, None)), many, weight)
 
 
 @pytest.mark.quick(first=2)

@@ -298,7 +298,7 @@ CASES = {
         "int4_expand_hopper fp8_matmul_hopper", _int4, "mosaic_gpu", 2100, 136, 300
     ),
     "int4, tiles, Hopper": _case("int4_matmul_hopper", _int4, "mosaic_gpu", 130, 136, 300),
-    "int4, few tokens, Hopper": _case("int4_matmul_hopper", _int4, "mosaic_gpu", 3, 136, 1024),
+    "int4, few tokens, Hopper": _case("int4_few_hopper", _int4, "mosaic_gpu", 3, 136, 1024),
     "paged, turbo4, Hopper": _case(
         "paged_hopper paged_merge_hopper", _paged, "mosaic_gpu", "turbo4", 20
     ),

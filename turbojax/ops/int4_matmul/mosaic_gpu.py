@@ -9,7 +9,7 @@ import numpy as np
 
 from turbojax._device import multiprocessors, needs_hopper
 from turbojax.ops.fp8_tokens import quantize_activation
-from turbojax.ops.int4_matmul import reference
+from turbojax.ops.int4_matmul import few_mosaic, reference
 from turbojax.ops.int4_matmul.static import Activation
 from turbojax.quantizers import E4M3_MAX, Fp8Tokens, Int4Weight
 
@@ -108,9 +108,22 @@ def matmul(
 ) -> jax.Array:
     """`reference.matmul` as one kernel, sometimes with a sum after it or weights expanded before.
 
-    Sums of up to 128 tokens, all with scales of 16 bits, and all if `is_precise`, are float32 from
-    group to group. Others stay in the matrix unit, whose additions keep about 14 bits.
+    Up to 64 tokens have a kernel of their own, which rounds them too. Sums of up to 128 tokens, all
+    with scales of 16 bits, and all if `is_precise`, are float32 from group to group. Others stay in
+    the matrix unit, whose additions keep about 14 bits.
     """
+    is_rounded = isinstance(tokens, Fp8Tokens)
+    few = few_mosaic.default_launch(tokens.shape[0], weight, rounds=not is_rounded)
+    if few is not None:
+        return few_mosaic.matmul(
+            tokens,
+            weight,
+            bias,
+            residual,
+            activation=activation,
+            launch=few,
+            tables=_tables_of(weight),
+        )
     if not isinstance(tokens, Fp8Tokens):
         tokens = quantize_activation(tokens)
     launch = default_launch(tokens.codes.shape[0], weight, is_precise=is_precise)
@@ -154,7 +167,7 @@ def _matmul(
     # Under `vmap` its rows are copied too, whose strides must be multiples of 16 bytes.
     scale = _padded(tokens.scale, (-(-size // _COPY) * _COPY,))
     vectors = (x, scale, weight.output_scale)
-    tables = jnp.asarray(_tables()) if weight.scale_dtype == "e4m3" else None
+    tables = _tables_of(weight)
     stored = weight.padded_shape[0]
     columns = _columns(stored if is_shared or not weight.gated else stored // 2, settings.width)
     if is_shared:
@@ -191,6 +204,11 @@ def _padded(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     if x.shape == shape:
         return x
     return jnp.pad(x, [(0, new - old) for old, new in zip(x.shape, shape, strict=True)])
+
+
+def _tables_of(weight: Int4Weight) -> jax.Array | None:
+    """`_tables`, of weights with e4m3 scales alone."""
+    return jnp.asarray(_tables()) if weight.scale_dtype == "e4m3" else None
 
 
 @functools.cache
