@@ -5,7 +5,6 @@ A program's warps run on arrays of 32 lanes, with copies, barriers and the clust
 """
 
 import functools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -96,6 +95,7 @@ def settings_of(launch, activation, has_bias, has_residual, dtype, **options):
         parts=launch.parts,
         stages=launch.stages,
         resident=launch.resident,
+        splits=launch.splits,
         **options,
     )
 
@@ -114,7 +114,6 @@ def product(monkeypatch):
         monkeypatch.setattr(module, "lane", warp)
     for module in (few, rounding):
         monkeypatch.setattr(module, "ClusterPointer", programs.ClusterPointer)
-    monkeypatch.setattr(int4, "Pointer", types.SimpleNamespace(to=lambda x: x))
 
     def run(tokens, weight, bias, residual, activation, *, launch, run=1):
         is_rounded = isinstance(tokens, Fp8Tokens)
@@ -148,7 +147,7 @@ def product(monkeypatch):
             scale_dtype="uint8" if is_e4m3 else str(weight.scales.dtype),
         )
         shared = few.Memory.of(s, groups, a.scale_bytes).size
-        for rows in range(-(-tiles // s.warpgroups)):
+        for rows in range(-(-tiles // s.tiles)):
             programs.run(
                 monkeypatch,
                 lambda part, own, rows=rows: few._program(
@@ -164,12 +163,15 @@ def product(monkeypatch):
     return run
 
 
-Launch = functools.partial(few_mosaic.Launch, rounds=False)
+Launch = functools.partial(few_mosaic.Launch, rounds=False, splits=1)
 # Tokens, outputs, inputs; scales; activation; launch: columns, warpgroups, parts, slots, groups.
 CASES = {
     "two parts": ((5, 100, 528), "e4m3", None, Launch(8, 2, 2, 2, 3)),
     "uneven parts, gated": ((16, 75, 912), "e4m3", "swiglu", Launch(16, 1, 3, 2, 3)),
     "rounds of tokens": ((33, 70, 640), "bf16", "gelu", Launch(64, 1, 1, 2, 2)),
+    "shares of a program": ((5, 100, 1040), "e4m3", None, Launch(8, 4, 2, 2, 5, splits=2)),
+    "one program": ((9, 75, 1040), "f16", "swiglu", Launch(16, 4, 1, 2, 9, splits=4)),
+    "rounds of shares": ((17, 70, 1152), "bf16", None, Launch(32, 2, 2, 2, 4, splits=2)),
     "more rows than there are": ((3, 130, 272), "bf16", "silu", Launch(8, 2, 1, 4, 3)),
 }
 
@@ -206,9 +208,9 @@ def test_rounded_in_the_program(product):
     weight = random_weight(rng, 64, 528, "e4m3")
     x = jnp.asarray(rng.normal(size=(5, 528)), jnp.bfloat16).at[2, 7].set(jnp.nan)
     call = functools.partial(product, weight=weight, bias=None, residual=None, activation=None)
-    launch = Launch(8, 1, 2, 2, 3)
-    want = call(quantize_tokens(x), launch=launch)
-    np.testing.assert_array_equal(wide(call(x, launch=launch)), wide(want))
+    for launch in (Launch(8, 1, 2, 2, 3), Launch(8, 2, 1, 2, 5, splits=2)):
+        want = call(quantize_tokens(x), launch=launch)
+        np.testing.assert_array_equal(wide(call(x, launch=launch)), wide(want))
     assert np.isnan(wide(want)[2]).all()
     assert np.isfinite(wide(want)[3]).all()
 

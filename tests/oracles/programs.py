@@ -23,15 +23,10 @@ class Fragments:
         return ((thread >> 5) & 3) * 16 + ((thread >> 2) & 7), thread & 3
 
 
-def start_product(words, tokens, columns):
+def start_product(words, tokens, columns, minus=()):
     """A warp's 16 rows of a warpgroup's product of e4m3."""
     g, t = warp.LANES // 4, warp.LANES % 4
-    left = np.zeros((16, 8 * len(words)))
-    for i, word in enumerate(words):
-        step, half, further = i // 4, i % 2, i % 4 // 2
-        numbers = word.value[:, None].view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-        for b in range(4):
-            left[g + 8 * half, 32 * step + 16 * further + 4 * t + b] = numbers[:, b]
+    left = _left(words) - (_left(minus) if minus else 0)
     [first] = set(tokens.offset)
     assert first % 1024 == 0
     n, byte = np.arange(columns)[:, None], np.arange(GROUP)
@@ -44,6 +39,18 @@ def start_product(words, tokens, columns):
         for half in range(2)
         for e in range(2)
     ]
+
+
+def _left(words):
+    """A warp's rows of a left operand."""
+    g, t = warp.LANES // 4, warp.LANES % 4
+    left = np.zeros((16, 8 * len(words)))
+    for i, word in enumerate(words):
+        step, half, further = i // 4, i % 2, i % 4 // 2
+        numbers = word.value[:, None].view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+        for b in range(4):
+            left[g + 8 * half, 32 * step + 16 * further + 4 * t + b] = numbers[:, b]
+    return left
 
 
 class Copies:

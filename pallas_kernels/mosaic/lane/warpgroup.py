@@ -13,7 +13,11 @@ _DEPTH = 32
 
 
 def start_product(
-    words: Sequence[Int], tokens: Pointer, columns: int, kind: str = "e4m3"
+    words: Sequence[Int],
+    tokens: Pointer,
+    columns: int,
+    kind: str = "e4m3",
+    minus: Sequence[Int] = (),
 ) -> list[Float]:
     """Starts a warpgroup's product of 8-bit floats: ``[64, k] x [k, columns]``.
 
@@ -27,6 +31,7 @@ def start_product(
         whose 16-byte chunks are permuted: chunk `c` of row `n` is where ``c ^ n % 8`` would be.
       columns: 8, 16, ..., a multiple of 8.
       kind: of both operands.
+      minus: words of another left operand, whose product is subtracted; none or as many.
 
     Returns:
       Of every eight columns ``8 j`` the lane's four numbers: columns ``8 j + 2 t`` and
@@ -40,20 +45,21 @@ def start_product(
         f"shr.u32 low, ${count}, 4; and.b32 low, low, 0x3FFF; or.b32 low, low, {_LOW};",
         "wgmma.fence.sync.aligned;",
     ]
-    for i in range(0, len(words), 4):
+    every = [*words, *minus]
+    for i in range(0, len(every), 4):
         names = ",".join(f"${count + 1 + i + j}" for j in range(4))
-        lines.append(f"add.u32 next, low, {i // 4 * (_DEPTH >> 4)};")
+        lines.append(f"add.u32 next, low, {i % len(words) // 4 * (_DEPTH >> 4)};")
         lines.append(f"mov.b64 tile, {{next, {_HIGH}}};")
         lines.append(
             f"wgmma.mma_async.sync.aligned.m64n{columns}k{_DEPTH}.f32.{kind}.{kind} {accumulator},"
-            f" {{{names}}}, tile, {'yes' if i else 'no'}, 1, 1;"
+            f" {{{names}}}, tile, {'yes' if i else 'no'}, {1 if i < len(words) else -1}, 1;"
         )
     lines.append("wgmma.commit_group.sync.aligned;}")
     result = asm(
         llvm.StructType.get_literal([f32()] * count),
-        [tokens.address(), *(x.value for x in words)],
+        [tokens.address(), *(x.value for x in every)],
         "\n".join(lines),
-        ",".join(["=f"] * count + ["r"] * (1 + len(words))),
+        ",".join(["=f"] * count + ["r"] * (1 + len(every))),
         effects=True,
     )
     return [Float(llvm.extractvalue(f32(), result, [i])) for i in range(count)]

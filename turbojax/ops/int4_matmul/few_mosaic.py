@@ -38,6 +38,7 @@ class Launch(NamedTuple):
       parts: programs that share rows, each with part of the inputs.
       stages: tiles of a warpgroup in shared memory.
       resident: groups of inputs whose tokens are in shared memory.
+      splits: warpgroups of a program that share rows, each with part of its inputs.
       rounds: whether the kernel rounds tokens to e4m3 itself.
     """
 
@@ -46,6 +47,7 @@ class Launch(NamedTuple):
     parts: int
     stages: int
     resident: int
+    splits: int
     rounds: bool
 
 
@@ -72,7 +74,7 @@ def default_launch(rows: int, weight: Int4Weight, *, rounds: bool = False) -> La
     if rounds:
         held = -(-part * _ROUNDED_RUNS // 32) * -(-rows // (4 * warpgroups))
         rounds = resident == part and held <= _MOST_HELD
-    return Launch(tokens, warpgroups, parts, stages, resident, rounds)
+    return Launch(tokens, warpgroups, parts, stages, resident, 1, rounds)
 
 
 _ROUNDED_RUNS = _GROUP // 8
@@ -179,6 +181,7 @@ def _matmul(
         parts=launch.parts,
         stages=launch.stages,
         resident=launch.resident,
+        splits=launch.splits,
         rounding=rounding,
     )
     return few.few_matmul(

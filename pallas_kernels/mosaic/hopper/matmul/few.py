@@ -59,25 +59,29 @@ def _program(a: Arrays, ids: list[Int], smem: Pointer, s: Settings) -> None:
     m = Memory.of(s, a.groups, a.scale_bytes)
     number = lane.uniform(lane.thread() >> 7)
     work = Work.of(a, ids, number, s)
-    part = s.part_of(a.groups)
+    scales = s.share_of(a.groups) * ROWS * a.scale_bytes
+    # Nothing that the compiler would work out again for every tile.
+    zero = lane.held(0)
+    row, t = lane.fragments.row_and_place()
+    here = row + zero, t + zero
     own = smem.at(lane.integer(m.slots)).at(number * s.slots_bytes)
     weights = Weights(
         a=a,
         work=work,
         slots=own,
-        scales=smem.at(lane.integer(m.scales)).at(number * (part * ROWS * a.scale_bytes)),
+        scales=smem.at(lane.integer(m.scales)).at(number * scales),
         factors=smem.at(lane.integer(m.factors)).at(number * (2 * ROWS * 4)),
         tables=smem.at(lane.integer(m.tables)),
         barriers=smem.at(lane.integer(m.barriers)).at(number * (8 * s.stages)),
         number=number,
-        places=lane.held(int4.PLACES),
+        here=here,
         s=s,
     )
     with lane.when((lane.thread() & (THREADS - 1)).equals(0)):
         weights.begin()
     if a.tables is not None:
         place = (lane.thread() & (TABLES - 1)) * TABLE_BYTES
-        words = a.tables.at(place).words(4)
+        words = int4.magnitudes(a.tables.at(place).words(4))
         with lane.when(lane.thread() < TABLES):
             smem.at(lane.integer(m.tables)).at(place).store_words(words)
     if s.rounding is None:
@@ -89,40 +93,45 @@ def _program(a: Arrays, ids: list[Int], smem: Pointer, s: Settings) -> None:
 def _accumulate(a: Arrays, weights: Weights, smem: Pointer, s: Settings) -> list[Float]:
     """A warpgroup's sums over its tiles, in the order of `lane.start_product`."""
     zero = lane.integer(0)
-    together = s.resident // s.run
+    together = s.resident // s.splits // s.run
 
-    def load(first: Int) -> None:
-        _load(a, weights.work, first * s.run, smem, s)
-
-    def step(i: Int, carry: list[Any], first: Int) -> list[Any]:
+    def step(i: Int, carry: list[Any], before: Int) -> list[Any]:
         *sums, slot, parity = carry
         taken = weights.take(i, slot, parity)
-        tokens = smem.at((i - first) * (s.run * s.token_bytes))
+        tokens = smem.at((i + before) * (s.run * s.token_bytes))
         sums = _add(sums, taken, tokens, lambda: weights.refill(i, slot), s)
         is_last = slot.equals(s.stages - 1)
         return [*sums, is_last.where(0, slot + 1), is_last.where(parity ^ 1, parity)]
 
     def round_of(first: Int, carry: list[Any]) -> list[Any]:
         lane.block_barrier()
-        load(first)
+        _load(a, weights.work, first, smem, s)
         end = (first + together).minimum(weights.runs)
-        return lane.loop(first, end, 1, carry, lambda i, x: step(i, x, first))
+        before = weights.work.split * together - first
+        return lane.loop(first, end, 1, carry, lambda i, x: step(i, x, before))
 
     carry = [*[lane.number(0.0)] * (s.tokens // 2), zero, zero]
     if s.part_of(a.groups) > s.resident:
-        return lane.loop(zero, weights.runs, together, carry, round_of)[:-2]
-    load(zero)
-    return lane.loop(zero, weights.runs, 1, carry, lambda i, x: step(i, x, zero))[:-2]
+        rounds = lane.integer(s.share_of(a.groups) // s.run)
+        return lane.loop(zero, rounds, together, carry, round_of)[:-2]
+    _load(a, weights.work, zero, smem, s)
+    before = (weights.work.begin - weights.work.first) // s.run
+    return lane.loop(zero, weights.runs, 1, carry, lambda i, x: step(i, x, before))[:-2]
 
 
 def _load(a: Arrays, work: Work, first: Int, smem: Pointer, s: Settings) -> None:
-    """Tokens of the program's groups from its `first` on to shared memory, for all to see."""
-    if s.rounding is None:
-        load_tokens(a, work.begin + first, smem, s)
-    else:
+    """Tokens of the program's groups, of each share from its `first` on, for all to see."""
+    if s.rounding is not None:
         m = Memory.of(s, a.groups, a.scale_bytes)
         places = [smem.at(lane.integer(x)) for x in (m.token_scales, m.maxima)]
-        load_rounded(a.x, work.begin, smem, places[0], places[1], s.rounding)
+        load_rounded(a.x, work.first, smem, places[0], places[1], s.rounding)
+    elif s.part_of(a.groups) > s.resident:
+        for i in range(s.splits):
+            own = s.resident // s.splits
+            begin = work.begin_of(a, i, s) + first * s.run
+            load_tokens(a, begin, own, smem.at(lane.integer(i * own * s.token_bytes)), s)
+    else:
+        load_tokens(a, work.first, s.resident, smem, s)
     lane.publish_stores()
     lane.block_barrier()
 
@@ -139,7 +148,9 @@ def _add(
     No operand is written while products are on their way: the compiler would wait for each.
     """
     products = [
-        lane.start_product(x.words, tokens.at(lane.integer(j * s.token_bytes)), s.tokens)
+        lane.start_product(
+            x.plus, tokens.at(lane.integer(j * s.token_bytes)), s.tokens, minus=x.minus
+        )
         for j, x in enumerate(taken)
     ]
     meanwhile()
@@ -179,7 +190,7 @@ class Item:
         quads = s.epilogue.outputs // 4
         last = a.width - (4 if a.width % 4 == 0 else 1)
         items = []
-        for first in range(0, a.tokens * quads, THREADS * s.parts):
+        for first in range(0, a.tokens * quads, THREADS * s.shares):
             number = rank * THREADS + (lane.thread() & (THREADS - 1)) + first
             token, quad = number // quads, number % quads
             # Eight rows of a gate alternate with eight of its partner.
@@ -194,15 +205,18 @@ def _write(
     a: Arrays, sums: list[Float], weights: Weights, token_scales: Pointer, rank: Int, s: Settings
 ) -> None:
     """Adds up the cluster's sums, each program some of them, and writes what becomes of them."""
-    e, area = s.epilogue, weights.slots
+    e = s.epilogue
+    area = weights.slots.at(weights.work.split * -s.slots_bytes)
     _put(sums, weights, s)
-    items = Item.all_of(a, weights.work, rank, s)
+    items = Item.all_of(a, weights.work, rank * s.splits + weights.work.split, s)
     # Before the wait, so that the latencies pass at the same time.
     residuals = [_residual(a, item, e) for item in items]
-    areas: list[Any] = [area]
+    areas: list[Any] = [area.at(lane.integer(i * s.slots_bytes)) for i in range(s.splits)]
     if s.parts > 1:
         lane.cluster_barrier()
-        areas = [ClusterPointer.of(area, i) for i in range(s.parts)]
+        areas = [ClusterPointer.of(x, i) for i in range(s.parts) for x in areas]
+    elif s.splits > 1:
+        lane.block_barrier()
     else:
         weights.meet()
     for item, residual in zip(items, residuals, strict=True):
@@ -334,7 +348,7 @@ def few_matmul(
         "turbojax_int4_few_hopper",
         [given[name] for name in names],
         [jax.ShapeDtypeStruct((x.shape[0], width), jnp.dtype(settings.epilogue.dtype))],
-        grid={"rows": -(-tiles // settings.warpgroups)},
+        grid={"rows": -(-tiles // settings.tiles)},
         warpgroups=settings.warpgroups,
         shared=Memory.of(settings, groups, 1 if tables is not None else 2).size,
         cluster={"part": settings.parts},

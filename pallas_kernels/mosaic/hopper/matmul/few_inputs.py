@@ -30,11 +30,13 @@ class Settings:
     Attributes:
       epilogue: what becomes of the sums.
       tokens: columns of a product: 8, 16, 32 or 64.
-      warpgroups: of a program, each with its own rows.
+      warpgroups: of a program.
       parts: programs that share rows, each with part of the inputs; at most 8.
       stages: tiles of a warpgroup that are on their way or in use.
-      resident: groups of inputs whose tokens are in shared memory at a time, a multiple of `run`.
-      run: tiles that are copied and multiplied together, 1 or 2; divides each part.
+      resident: groups of inputs whose tokens are in shared memory at a time, of each warpgroup that
+        shares rows as many, a multiple of `run`; or all of a program's.
+      run: tiles that are copied and multiplied together, 1 or 2; divides each warpgroup's share.
+      splits: warpgroups of a program that share rows, each with part of its inputs.
       rounding: of tokens that are not e4m3 yet, or None; then all of a program's are resident.
     """
 
@@ -45,6 +47,7 @@ class Settings:
     stages: int
     resident: int
     run: int = 1
+    splits: int = 1
     rounding: Rounding | None = None
 
     @property
@@ -55,6 +58,20 @@ class Settings:
     def part_of(self, groups: int) -> int:
         """Groups of inputs that a program has at most."""
         return -(-groups // self.parts)
+
+    @property
+    def tiles(self) -> int:
+        """Rows of tiles of a program."""
+        return self.warpgroups // self.splits
+
+    @property
+    def shares(self) -> int:
+        """Warpgroups that share rows, in all programs of a cluster."""
+        return self.parts * self.splits
+
+    def share_of(self, groups: int) -> int:
+        """Groups of inputs that a warpgroup has at most."""
+        return -(-groups // self.shares)
 
     @property
     def slots_bytes(self) -> int:
@@ -88,11 +105,11 @@ class Memory(NamedTuple):
     @classmethod
     def of(cls, s: Settings, groups: int, scale_bytes: int) -> "Memory":
         """For a weight with this many groups of inputs."""
-        part = s.part_of(groups)
+        share = s.share_of(groups)
         sizes = (
             s.resident * s.token_bytes,
             s.warpgroups * s.slots_bytes,
-            s.warpgroups * part * ROWS * scale_bytes,
+            s.warpgroups * share * ROWS * scale_bytes,
             s.warpgroups * 2 * ROWS * 4,
             _TABLES_BYTES,
             s.tokens * 4,
@@ -153,37 +170,59 @@ class Work:
 
     Attributes:
       tile: number of its 64 rows among all; past the last, of the last once more.
-      begin: its first group of inputs.
-      count: how many there are.
+      first: the program's first group of inputs.
+      begin: its own first.
+      count: how many there are of its own.
+      split: its number among the program's warpgroups that share rows.
+      part: the program's number in its cluster.
       is_real: whether the rows exist.
     """
 
     tile: Int
+    first: Int
     begin: Int
     count: Int
+    split: Int
+    part: Int
     is_real: lane.Bool
 
     @classmethod
     def of(cls, a: Arrays, ids: list[Int], number: Int, s: Settings) -> "Work":
         """Of warpgroup `number` of program ``ids = [rows, part]``."""
-        tile = ids[0] * s.warpgroups + number
-        begin = ids[1] * a.groups // s.parts
-        end = (ids[1] + 1) * a.groups // s.parts
-        return cls(tile.minimum(a.tiles - 1), begin, end - begin, tile < a.tiles)
+        row, split = number // s.splits, number % s.splits
+        tile = ids[0] * s.tiles + row
+        share = ids[1] * s.splits + split
+        begin = share * a.groups // s.shares
+        end = (share + 1) * a.groups // s.shares
+        return cls(
+            tile.minimum(a.tiles - 1),
+            ids[1] * s.splits * a.groups // s.shares,
+            begin,
+            end - begin,
+            split,
+            ids[1],
+            tile < a.tiles,
+        )
+
+    def begin_of(self, a: Arrays, split: int, s: Settings) -> Int:
+        """The first group of another warpgroup of the program."""
+        return (self.part * s.splits + split) * a.groups // s.shares
 
 
 # Weights -----------------------------------------------------------------------------------------
 
 
 class Operand(NamedTuple):
-    """A tile as a product's left operand.
+    """A tile as two left operands of a product.
 
     Attributes:
-      words: as `lane.start_product` takes them.
+      plus: words as `lane.start_product` takes them, of what is not negative.
+      minus: the same of what is, without its sign.
       scales: of the lane's two rows, what is not in the words.
     """
 
-    words: list[Int]
+    plus: list[Int]
+    minus: list[Int]
     scales: list[Float]
 
 
@@ -200,7 +239,7 @@ class Weights:
       tables: of e4m3 scales.
       barriers: one for each slot.
       number: of the warpgroup.
-      places: `int4.PLACES`, in a register.
+      here: the lane's first row and place.
       s: settings.
     """
 
@@ -212,7 +251,7 @@ class Weights:
     tables: Pointer
     barriers: Pointer
     number: Int
-    places: Int
+    here: tuple[Int, Int]
     s: Settings
 
     def _copy(self, i: Int | int, slot: Int | int, more: int | Int = 0) -> None:
@@ -251,16 +290,16 @@ class Weights:
     def take(self, i: Int, slot: Int, parity: Int) -> list[Operand]:
         """The tiles of run `i`, once they are there."""
         lane.wait(self.barriers.at(slot * 8), parity)
-        a, here = self.a, lane.fragments.row_and_place()
+        a = self.a
         tables = None if a.tables is None else self.tables
         taken = []
         for j in range(self.s.run):
             tile = slot * self.s.run + j
             scales = self.scales.at((i * self.s.run + j) * (ROWS * a.scale_bytes))
-            rows, rest = int4.read(
-                self.slots.at(tile * TILE_BYTES), scales, tables, here, a.scale_dtype, self.places
+            plus, minus, rest = int4.load_split(
+                self.slots.at(tile * TILE_BYTES), scales, tables, self.here, a.scale_dtype
             )
-            taken.append(Operand([row[k] for k in range(len(rows[0])) for row in rows], rest))
+            taken.append(Operand(plus, minus, rest))
         return taken
 
     def refill(self, i: Int, slot: Int) -> None:
@@ -279,12 +318,12 @@ class Weights:
 # Tokens ------------------------------------------------------------------------------------------
 
 
-def load_tokens(a: Arrays, first: Int, target: Pointer, s: Settings) -> None:
-    """Tokens of `s.resident` groups from `first` on, as the product's right operand.
+def load_tokens(a: Arrays, first: Int, groups: int, target: Pointer, s: Settings) -> None:
+    """Tokens of this many groups from `first` on, as the product's right operand.
 
     By all lanes of the program. Tokens and inputs that do not exist are zeros.
     """
-    per_token = s.resident * _CHUNKS
+    per_token = groups * _CHUNKS
     total, threads = s.tokens * per_token, THREADS * s.warpgroups
     thread = lane.thread()
     batch = min(_AHEAD, -(-total // threads))
