@@ -59,11 +59,14 @@ def test_launches(shape, scales):
         _, weight = specification(rows, *shape, scales=scales)
         launch = few_mosaic.default_launch(rows, weight)
         groups = weight.padded_shape[1] // BLOCK
-        found.add((launch.warpgroups, launch.parts))
+        found.add((launch.splits, launch.parts))
         assert rows <= launch.tokens <= max(8, 2 * rows)
-        assert launch.parts <= min(8, groups)
+        assert launch.splits * launch.parts <= groups
+        assert launch.warpgroups % launch.splits == 0
         assert 4 <= launch.stages <= 8
-        assert 1 <= launch.resident <= -(-groups // launch.parts)
+        resident = -(-groups // launch.parts)
+        assert launch.resident == resident or launch.resident % launch.splits == 0
+        assert 1 <= launch.resident <= resident
         assert not launch.rounds
         s = settings_of(launch, None, False, False, "bfloat16")
         assert few.Memory.of(s, groups, {"e4m3": 1, "bf16": 2}[scales]).size <= 225 * 1024

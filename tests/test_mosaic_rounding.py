@@ -133,7 +133,10 @@ def kernels(text):
 
 @pytest.mark.parametrize("tokens", [1, 16])
 def test_kernels_of_a_layer(monkeypatch, tokens):
-    """Two norms that round and four products; two more where launches round."""
+    """Two norms that round and four products; more where launches round.
+
+    A program of the last product has too many of a token's inputs to round them itself.
+    """
     monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
     function, arguments = layer(tokens)
 
@@ -145,6 +148,6 @@ def test_kernels_of_a_layer(monkeypatch, tokens):
         return kernels(lower_for_cuda(call, *arguments))
 
     apart, together = count(tj.fireq.quantize_activation), count(lambda x: x)
-    assert apart["turbojax_fp8_tokens_hopper"] - together["turbojax_fp8_tokens_hopper"] == 2
+    assert apart["turbojax_fp8_tokens_hopper"] - together["turbojax_fp8_tokens_hopper"] == 1
     assert apart["turbojax_int4_few_hopper"] == together["turbojax_int4_few_hopper"] == 4
     assert together["turbojax_int4_matmul_hopper"] == 0

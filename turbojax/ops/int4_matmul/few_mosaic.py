@@ -13,11 +13,14 @@ from turbojax.quantizers import Fp8Tokens, Int4Weight
 MOST_TOKENS = 64
 _TOKENS = (8, 16, 32, 64)
 _GROUP, _ROWS = 128, 64
-# Warpgroups of a program, and programs that share rows: as many as a cluster may have.
-_WARPGROUPS, _PARTS = (4, 3, 2, 1), (1, 2, 4, 8)
-# Clocks of a multiprocessor for a tile's conversion, of a warpgroup for all it does with one, of a
-# program until its first weights are there, and what a part more takes to add sums up.
-_TILE, _LATENCY, _START, _PART = 176, 470, 2500, 100
+# Warpgroups of a program: more of them have too few registers for 64 tokens.
+_WARPGROUPS = 4
+# Programs that share rows. Pairs of multiprocessors leave none idle; of a cluster of four an H200
+# has no place for 32 at a time, and the last ones wait until the first end.
+_PARTS = (1, 2)
+# Clocks of a multiprocessor for a tile, of a warpgroup for all it does with one, of a program until
+# its first weights are there and from its last on, and what sums of two programs take more.
+_TILE, _LATENCY, _START, _CLUSTER = 200, 700, 4000, 600
 _MOST_STAGES, _FEWEST_STAGES = 8, 4
 # Of 227 KB, less what Pallas takes.
 _SHARED_BYTES = 222 * 1024
@@ -34,7 +37,7 @@ class Launch(NamedTuple):
 
     Attributes:
       tokens: columns of a product.
-      warpgroups: of a program, each with 64 rows.
+      warpgroups: of a program.
       parts: programs that share rows, each with part of the inputs.
       stages: tiles of a warpgroup in shared memory.
       resident: groups of inputs whose tokens are in shared memory.
@@ -57,16 +60,17 @@ def default_launch(rows: int, weight: Int4Weight, *, rounds: bool = False) -> La
     With `rounds` it is that for tokens that are not e4m3 yet, which the kernel rounds if a program
     can hold its part of them.
 
-    Warpgroups and parts follow from the weight's shape alone, and with them the order of sums.
+    All but memory follows from the weight's shape alone, and with it the order of sums.
     """
     if rows > MOST_TOKENS:
         return None
     outputs, inputs = weight.padded_shape
     tokens = next(n for n in _TOKENS if n >= rows)
-    warpgroups, parts = _shares(outputs // _ROWS, inputs // _GROUP)
+    tiles, splits, parts = _shares(outputs // _ROWS, inputs // _GROUP)
+    warpgroups = tiles * splits
     scale_bytes = 1 if weight.scale_dtype == "e4m3" else 2
     groups = inputs // _GROUP
-    memory = _memory(tokens, warpgroups, parts, groups, scale_bytes)
+    memory = _memory(tokens, warpgroups, splits, parts, groups, scale_bytes)
     if memory is None:
         return None
     stages, resident = memory
@@ -74,48 +78,64 @@ def default_launch(rows: int, weight: Int4Weight, *, rounds: bool = False) -> La
     if rounds:
         held = -(-part * _ROUNDED_RUNS // 32) * -(-rows // (4 * warpgroups))
         rounds = resident == part and held <= _MOST_HELD
-    return Launch(tokens, warpgroups, parts, stages, resident, 1, rounds)
+    return Launch(tokens, warpgroups, parts, stages, resident, splits, rounds)
 
 
 _ROUNDED_RUNS = _GROUP // 8
 
 
 @functools.cache
-def _shares(tiles: int, groups: int) -> tuple[int, int]:
-    """Warpgroups of a program and parts of the inputs, for the least time by estimate."""
+def _shares(tiles: int, groups: int) -> tuple[int, int, int]:
+    """Rows of tiles of a program, its warpgroups for each, and programs that share them.
 
-    def clocks(shares: tuple[int, int]) -> tuple[int, int]:
-        warpgroups, parts = shares
-        programs = -(-tiles // warpgroups) * parts
+    For the least time by estimate.
+    """
+
+    def clocks(shares: tuple[int, int, int]) -> tuple[float, int]:
+        rows, splits, parts = shares
+        programs = -(-tiles // rows) * parts
         waves = -(-programs // _MULTIPROCESSORS)
-        own = -(-groups // parts) * max(_TILE * warpgroups, _LATENCY)
-        return waves * (own + _START) + _PART * parts, parts
+        each = max(_TILE, _LATENCY / (rows * splits))
+        own = rows * splits * -(-groups // (parts * splits)) * each
+        return waves * (own + _START) + _CLUSTER * (parts - 1), splits
 
     return min(
-        ((w, p) for w in _WARPGROUPS for p in _PARTS if p <= groups and w <= tiles), key=clocks
+        (
+            (rows, splits, parts)
+            for rows in range(1, min(tiles, _WARPGROUPS) + 1)
+            for splits in range(1, _WARPGROUPS // rows + 1)
+            for parts in _PARTS
+            if splits * parts <= groups
+        ),
+        key=clocks,
     )
 
 
 @functools.cache
 def _memory(
-    tokens: int, warpgroups: int, parts: int, groups: int, scale_bytes: int
+    tokens: int, warpgroups: int, splits: int, parts: int, groups: int, scale_bytes: int
 ) -> tuple[int, int] | None:
     """Stages, and groups of tokens that are resident: all of a part's if there is room.
 
-    None if not even one group of tokens fits beside the scales.
+    None if not even one group of tokens for each share fits beside the scales.
     """
     from pallas_kernels.mosaic.hopper.matmul import few
 
     epilogue = few.Epilogue(None, False, False, "bfloat16", 0)
-    resident = -(-groups // parts)
+
+    def size(stages: int, resident: int) -> int:
+        s = few.Settings(epilogue, tokens, warpgroups, parts, stages, resident, splits=splits)
+        return few.Memory.of(s, groups, scale_bytes).size
+
+    resident, each = -(-groups // parts), -(-groups // (parts * splits))
     while True:
         for stages in range(_MOST_STAGES, _FEWEST_STAGES - 1, -1):
-            settings = few.Settings(epilogue, tokens, warpgroups, parts, stages, resident)
-            if few.Memory.of(settings, groups, scale_bytes).size <= _SHARED_BYTES:
+            if size(stages, resident) <= _SHARED_BYTES:
                 return stages, resident
-        if resident == 1:
+        if each == 1:
             return None
-        resident = -(-resident // 2)
+        each = -(-each // 2)
+        resident = each * splits
 
 
 def matmul(
