@@ -18,10 +18,12 @@ _WARPGROUPS = 4
 # Programs that share rows. Pairs of multiprocessors leave none idle; of a cluster of four an H200
 # has no place for 32 at a time, and the last ones wait until the first end.
 _PARTS = (1, 2)
-# Clocks of a multiprocessor for a tile, of a warpgroup for all it does with one, of a program until
-# its first weights are there and from its last on, and what sums of two programs take more.
-_TILE, _LATENCY, _START, _CLUSTER = 200, 700, 4000, 600
-_MOST_STAGES, _FEWEST_STAGES = 8, 4
+# Clocks, of the times in `few.py`: of a multiprocessor for a tile, of a warpgroup for all it does
+# with one, of a program until its first weights are there and from its last on, and what sums of
+# two programs, and another round of tokens, take more.
+_TILE, _LATENCY, _START, _CLUSTER, _ROUND = 240, 500, 6500, 2200, 2500
+# With more of them on their way the first ones come later: each costs 0.4 us.
+_STAGES = 4
 # Of 227 KB, less what Pallas takes.
 _SHARED_BYTES = 222 * 1024
 # Runs of eight tokens' inputs that a lane can hold, to round them.
@@ -60,78 +62,97 @@ def default_launch(rows: int, weight: Int4Weight, *, rounds: bool = False) -> La
     With `rounds` it is that for tokens that are not e4m3 yet, which the kernel rounds if a program
     can hold its part of them.
 
-    All but memory follows from the weight's shape alone, and with it the order of sums.
+    The order of sums follows from the weight's shape alone.
     """
     if rows > MOST_TOKENS:
         return None
     outputs, inputs = weight.padded_shape
     tokens = next(n for n in _TOKENS if n >= rows)
-    tiles, splits, parts = _shares(outputs // _ROWS, inputs // _GROUP)
-    warpgroups = tiles * splits
+    tiles, groups = outputs // _ROWS, inputs // _GROUP
     scale_bytes = 1 if weight.scale_dtype == "e4m3" else 2
-    groups = inputs // _GROUP
-    memory = _memory(tokens, warpgroups, splits, parts, groups, scale_bytes)
-    if memory is None:
+    layout = _layout(tokens, tiles, groups, scale_bytes)
+    if layout is None:
         return None
-    stages, resident = memory
-    part = -(-groups // parts)
+    cut, resident = layout
+    part = -(-groups // cut.parts)
     if rounds:
-        held = -(-part * _ROUNDED_RUNS // 32) * -(-rows // (4 * warpgroups))
+        held = -(-part * _ROUNDED_RUNS // 32) * -(-rows // (4 * cut.warpgroups))
         rounds = resident == part and held <= _MOST_HELD
-    return Launch(tokens, warpgroups, parts, stages, resident, splits, rounds)
+    return Launch(tokens, cut.warpgroups, cut.parts, _STAGES, resident, cut.splits, rounds)
 
 
 _ROUNDED_RUNS = _GROUP // 8
 
 
-@functools.cache
-def _shares(tiles: int, groups: int) -> tuple[int, int, int]:
-    """Rows of tiles of a program, its warpgroups for each, and programs that share them.
+class _Cut(NamedTuple):
+    """How work is divided: rows of tiles of a program, its warpgroups for each, and programs."""
 
-    For the least time by estimate.
-    """
+    tiles: int
+    splits: int
+    parts: int
 
-    def clocks(shares: tuple[int, int, int]) -> tuple[float, int]:
-        rows, splits, parts = shares
-        programs = -(-tiles // rows) * parts
+    @property
+    def warpgroups(self) -> int:
+        return self.tiles * self.splits
+
+    @property
+    def shares(self) -> int:
+        """Into how many of them a row's inputs are divided; sums are added in their order."""
+        return self.splits * self.parts
+
+    def clocks(self, tiles: int, groups: int) -> float:
+        """An estimate."""
+        programs = -(-tiles // self.tiles) * self.parts
         waves = -(-programs // _MULTIPROCESSORS)
-        each = max(_TILE, _LATENCY / (rows * splits))
-        own = rows * splits * -(-groups // (parts * splits)) * each
-        return waves * (own + _START) + _CLUSTER * (parts - 1), splits
+        own = self.warpgroups * -(-groups // self.shares)
+        each = max(_TILE, _LATENCY / self.warpgroups)
+        return waves * (own * each + _START) + _CLUSTER * (self.parts - 1)
 
-    return min(
+
+@functools.cache
+def _cuts(tiles: int, groups: int) -> list[_Cut]:
+    """Those with the same number of shares as the best of all, the best first."""
+    cuts = sorted(
         (
-            (rows, splits, parts)
+            _Cut(rows, splits, parts)
             for rows in range(1, min(tiles, _WARPGROUPS) + 1)
             for splits in range(1, _WARPGROUPS // rows + 1)
             for parts in _PARTS
             if splits * parts <= groups
         ),
-        key=clocks,
+        key=lambda cut: cut.clocks(tiles, groups),
     )
+    return [cut for cut in cuts if cut.shares == cuts[0].shares]
 
 
 @functools.cache
-def _memory(
-    tokens: int, warpgroups: int, splits: int, parts: int, groups: int, scale_bytes: int
-) -> tuple[int, int] | None:
-    """Stages, and groups of tokens that are resident: all of a part's if there is room.
+def _layout(tokens: int, tiles: int, groups: int, scale_bytes: int) -> tuple[_Cut, int] | None:
+    """How work is divided, and groups of tokens that are resident; None if none of them can be."""
+    found = []
+    for cut in _cuts(tiles, groups):
+        resident = _resident(tokens, cut, groups, scale_bytes)
+        if resident is not None:
+            part = -(-groups // cut.parts)
+            rounds = -(-part // resident)
+            found.append((cut.clocks(tiles, groups) + _ROUND * (rounds - 1), cut, resident))
+    if not found:
+        return None
+    _, cut, resident = min(found)
+    return cut, resident
 
-    None if not even one group of tokens for each share fits beside the scales.
-    """
+
+def _resident(tokens: int, cut: _Cut, groups: int, scale_bytes: int) -> int | None:
+    """Groups of tokens in shared memory: all of a program's, or of each share as many."""
     from pallas_kernels.mosaic.hopper.matmul import few
 
     epilogue = few.Epilogue(None, False, False, "bfloat16", 0)
-
-    def size(stages: int, resident: int) -> int:
-        s = few.Settings(epilogue, tokens, warpgroups, parts, stages, resident, splits=splits)
-        return few.Memory.of(s, groups, scale_bytes).size
-
-    resident, each = -(-groups // parts), -(-groups // (parts * splits))
+    _, splits, parts = cut
+    resident, each = -(-groups // parts), -(-groups // cut.shares)
     while True:
-        for stages in range(_MOST_STAGES, _FEWEST_STAGES - 1, -1):
-            if size(stages, resident) <= _SHARED_BYTES:
-                return stages, resident
+        sizes = (tokens, cut.warpgroups, parts, _STAGES, resident)
+        settings = few.Settings(epilogue, *sizes, splits=splits)
+        if few.Memory.of(settings, groups, scale_bytes).size <= _SHARED_BYTES:
+            return resident
         if each == 1:
             return None
         each = -(-each // 2)
