@@ -210,8 +210,8 @@ def test_runs_of_tiles(product):
 def test_shares_of_programs_and_of_a_cluster(product):
     """The same bits, whether warpgroups of a program share rows or programs of a cluster."""
     rng = np.random.default_rng(3)
-    weight = random_weight(rng, 64, 1100, "e4m3")
-    tokens = random_tokens(rng, 5, 1100)
+    weight = random_weight(rng, 64, 1104, "e4m3")
+    tokens = random_tokens(rng, 5, 1104)
     call = functools.partial(product, weight=weight, bias=None, residual=None, activation=None)
     want = call(tokens, launch=Launch(8, 1, 4, 2, 3))
     for launch in (Launch(8, 4, 1, 2, 9, splits=4), Launch(8, 2, 2, 3, 5, splits=2)):
