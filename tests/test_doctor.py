@@ -22,7 +22,8 @@ def test_every_op_is_examined(report):
     assert len(set(names)) == len(names)
     ops = {name.partition(",")[0] for name in names}
     assert {"turbo_attention", "decode", "append", "store_prompt", "pooled_attention"} <= ops
-    assert {"fp8_tokens", "int4_matmul", "fireq.decode", "paged_attention", "paged.append"} <= ops
+    assert {"fp8_tokens", "int4_matmul", "grouped_matmul", "fireq.decode"} <= ops
+    assert {"paged_attention", "paged.append"} <= ops
     for op in report.ops:
         for name, refusal in op.refusals.items():
             # A refusal in words, and no accident.

@@ -107,6 +107,26 @@ def test_equals_the_oracle(implementation, name, precision):
     check(implementation, name, precision)
 
 
+@pytest.mark.parametrize("scale_dtype", ["e4m3", "bf16"])
+@pytest.mark.parametrize("shape", [(4288, 4096), (200, 1300), (320, 14336)])
+def test_bits_of_few_tokens(shape, scale_dtype):
+    """Of up to 64 tokens on Hopper: those of each alone; also of tokens that the kernel rounds.
+
+    Of the first weight 64 tokens are cut into other programs than fewer are.
+    """
+    rng = np.random.default_rng(6)
+    weight = random_weight(rng, *shape, scale_dtype)
+    x = jnp.asarray(rng.normal(size=(64, shape[1])), jnp.bfloat16)
+    tokens = quantize_activation(x)
+    want = run("mosaic_gpu", tokens, weight, None, None, None)
+    call = compiled("mosaic_gpu", None, None)
+    for count in (1, 5, 16, 17, 33):
+        some = Fp8Tokens(tokens.codes[:count], tokens.scale[:count], tokens.dtype)
+        for given in (some, x[:count]):
+            got = call(given, weight, bias=None, residual=None)
+            np.testing.assert_array_equal(wide(got), wide(want)[:count])
+
+
 @pytest.mark.parametrize("implementation", KERNELS)
 @pytest.mark.parametrize("scale_dtype", ["e4m3", "bf16"])
 def test_precision(implementation, scale_dtype):

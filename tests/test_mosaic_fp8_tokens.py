@@ -11,6 +11,7 @@ from kernel_helpers import lower_for_cuda
 from oracles import lanes
 from test_fp8_tokens import EPS, activations, assert_same_bits, bits, norm_scale, wide
 
+from pallas_kernels.mosaic import eight_bits
 from pallas_kernels.mosaic.hopper import fp8_tokens as kernel
 from turbojax import _device
 from turbojax.ops.fp8_tokens import (
@@ -28,7 +29,7 @@ CHANNELS = (1024, 5000, 300, 46, 9, 1)
 @pytest.fixture
 def quantize(monkeypatch):
     """The kernel's adapter, traced anew, so that no trace is kept for others."""
-    lanes.patch(monkeypatch, kernel)
+    lanes.patch(monkeypatch, kernel, eight_bits)
     return jax.jit(mosaic_gpu.quantize.__wrapped__, static_argnames="eps")
 
 

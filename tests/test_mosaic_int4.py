@@ -217,7 +217,7 @@ LOWERED = [
 
 
 # One of each kernel, gated or not, in the fast tier.
-FIRST = [LOWERED[i] for i in (1, 9, 22, 26)]
+FIRST = [LOWERED[i] for i in (1, 9, 11, 22, 26)]
 
 
 @pytest.mark.quick(2)
@@ -243,12 +243,15 @@ def test_lowers_for_cuda(case):
     assert ("turbojax_fp8_matmul_hopper" in text) == expands
     # Weights are expanded when there are tokens, not those of all layers at first.
     assert ("optimization_barrier" in text) == expands
+    is_few = shape[0] <= 64
+    assert ("turbojax_int4_few_hopper" in text) == is_few
     is_coarse = stays and 128 < shape[0] < 4096
     tiles = -(-shape[0] // 256) * -(-weight.padded_shape[0] // 128)
     # Few tiles of up to 256 tokens are shared.
     is_many = is_coarse and (shape[0] > 256 or tiles > 66 or weight.padded_shape[1] < 1024)
     assert ("turbojax_int4_matmul_many_hopper" in text) == is_many
-    assert ("turbojax_int4_matmul_hopper" in text) == (not expands and not is_many)
+    rest = not expands and not is_many and not is_few
+    assert ("turbojax_int4_matmul_hopper" in text) == rest
 
 
 def test_every_number_of_tokens_lowers():
@@ -257,13 +260,14 @@ def test_every_number_of_tokens_lowers():
 
 @pytest.mark.quick(1)
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("count", [7, 1, 3, 8, 64])
+@pytest.mark.parametrize("count", [7, 1, 65, 72])
 def test_lowers_under_vmap(count):
-    """Rows of the tokens' scales are copied from strides that copies can have."""
+    """Of few tokens; and of more, whose scales are copied from strides that copies can have."""
     tokens, weight = specification(count, 200, 300)
     many = jax.tree.map(lambda x: jax.ShapeDtypeStruct((5, *x.shape), x.dtype), tokens)
     call = functools.partial(matmul, implementation="mosaic_gpu")
-    assert "turbojax_int4_matmul_hopper" in lower_for_cuda(jax.vmap(call, (0, None)), many, weight)
+    name = "turbojax_int4_few_hopper" if count <= 64 else "turbojax_int4_matmul_hopper"
+    assert name in lower_for_cuda(jax.vmap(call, (0, None)), many, weight)
 
 
 @pytest.mark.quick(first=2)

@@ -343,7 +343,7 @@ CASES = {
         "int4_matmul_many_hopper", _int4, "mosaic_gpu", 130, 136, 300
     ),
     "int4, tiles, Hopper": _case("int4_matmul_hopper", _int4, "mosaic_gpu", 100, 136, 300),
-    "int4, few tokens, Hopper": _case("int4_matmul_hopper", _int4, "mosaic_gpu", 3, 136, 1024),
+    "int4, few tokens, Hopper": _case("int4_few_hopper", _int4, "mosaic_gpu", 3, 136, 1024),
     "experts, Hopper": _case(
         "grouped_matmul_hopper", _experts, "mosaic_gpu", (3, 0, 20, 1), 136, 300
     ),

@@ -4,13 +4,17 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from pallas_kernels.layouts import E4M3_MAX, INT8_RANGE
 from pallas_kernels.mosaic import lane
 from pallas_kernels.mosaic.lane import Bool, Float, Int
 
 _INFINITY_BITS = 0x7F800000
 _ROUNDER_BITS = 0x4B400000
+_MAGNITUDE, _MAGNITUDES = 0x7FFFFFFF, 0x7FFF7FFF
 _TINY = 2.0**-126
+_RECIPROCAL_MAX = float(np.float32(1 / E4M3_MAX))
 # In a number, where quotients are rounded twice.
 _UNITS = 2**15
 # Bits of a float32's pattern that are 0 where a scale has no more significant bits than a value.
@@ -33,6 +37,32 @@ def scale_of(maximum: Float, is_int8: bool) -> Float:
     scale = (((maximum * (1 / INT8_RANGE)).as_int() + 255) & ~255).as_float()
     scale = (scale < _TINY).where(1.0, scale)
     return is_finite(maximum).where(scale, nan)
+
+
+def largest_bits(words: Sequence[Int], dtype: str) -> Int:
+    """The largest bits of absolute values in words of ``"float32"`` or a type of 16 bits.
+
+    They are in the order of the values; NaN and infinity are beyond all others.
+    """
+    if dtype == "float32":
+        return lane.tree([w & _MAGNITUDE for w in words], lambda a, b: a.maximum(b))
+    found = lane.tree([w & _MAGNITUDES for w in words], lane.maxima_of_halves)
+    return (found & 0xFFFF).maximum(found >> 16)
+
+
+def token_scale(bits: Int, dtype: str) -> Float:
+    """The scale of a token with this maximum, a bfloat16: NaN unless all is finite, 1 for zeros.
+
+    As `quantize_tokens` has it, of what `largest_bits` finds.
+    """
+    largest = bits.as_float()
+    if dtype != "float32":
+        largest, _ = lane.half.unpack(bits, dtype)
+    scale = lane.maximum(largest * _RECIPROCAL_MAX, lane.number(_TINY))
+    scale = (largest < _TINY).where(1.0, scale)
+    scale = is_finite(largest).where(scale, float("nan"))
+    rounded, _ = lane.half.unpack(lane.half.pack(scale, scale, "bfloat16"), "bfloat16")
+    return rounded
 
 
 def may_meet_halves(scale: Float, dtype: str) -> Bool:

@@ -85,6 +85,7 @@ def launch(
     grid: dict[str, int],
     warpgroups: int,
     shared: int = 0,
+    cluster: dict[str, int] | None = None,
 ) -> list[jax.Array]:
     """Runs a kernel that writes new arrays.
 
@@ -96,11 +97,15 @@ def launch(
       grid: names and sizes of its axes.
       warpgroups: of a program.
       shared: bytes of a program's memory.
+      cluster: name and size of an axis whose programs can reach each other's memory.
     """
+    cluster = cluster or {}
     return plgpu.kernel(
-        _kernel(body, tuple(grid), shared),
+        _kernel(body, (*grid, *cluster), shared),
         out_type=list(out),
         compiler_params=_PARAMETERS,
+        cluster=tuple(cluster.values()),
+        cluster_names=tuple(cluster),
         **_mesh(name, grid, warpgroups),
     )(*inputs)
 

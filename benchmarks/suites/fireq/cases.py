@@ -165,14 +165,9 @@ def _int4_layer(sizes: tuple[int, int, int], implementation: str, arrays: Arrays
     gate_up = arrays.get(inputs.gate_and_up, inner, size)
     down = arrays.get(inputs.int4, size, inner)
     multiply = functools.partial(fireq.matmul, implementation=implementation)
-    # The name is that of the product.
-    quantize = functools.partial(
-        fireq.quantize_activation, implementation="xla" if implementation == "xla" else None
-    )
 
     def layer(x: jax.Array, gate_up: Int4Weight, down: Int4Weight) -> jax.Array:
-        inner = multiply(quantize(x), gate_up, activation="swiglu")
-        return multiply(quantize(inner), down)
+        return multiply(multiply(x, gate_up, activation="swiglu"), down)
 
     def check(
         out: jax.Array, x: jax.Array, gate_up: Int4Weight, down: Int4Weight

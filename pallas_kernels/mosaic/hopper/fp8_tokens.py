@@ -24,10 +24,8 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from pallas_kernels.layouts import E4M3_MAX
-from pallas_kernels.mosaic import lane, lanes
+from pallas_kernels.mosaic import eight_bits, lane, lanes
 from pallas_kernels.mosaic.lane import Float, Int, Pointer
 
 NAME = "turbojax_fp8_tokens_hopper"
@@ -36,9 +34,6 @@ LARGEST = 2**15
 
 _LANES = 32
 _WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4}
-_RECIPROCAL_MAX = float(np.float32(1 / E4M3_MAX))
-_TINY = float(np.finfo(np.float32).tiny)
-_INFINITY_BITS, _MAGNITUDE, _MAGNITUDES = 0x7F800000, 0x7FFFFFFF, 0x7FFF7FFF
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,9 +131,10 @@ def _program(
         runs = _normalized(runs, factors, shared, thread, s)
     # What the sums were exchanged in may still be read.
     exchange = shared.at(4 * s.warps)
-    bits = lane.largest_of_warp(lane.tree([_largest(run, s) for run in runs], _larger))
+    found = [eight_bits.largest_bits(run, s.dtype) for run in runs]
+    bits = lane.largest_of_warp(lane.tree(found, _larger))
     words = _exchanged(bits, exchange, thread, s)
-    scale = _scale(lane.tree(words, _larger), s)
+    scale = eight_bits.token_scale(lane.tree(words, _larger), s.dtype)
     with lane.when(thread.equals(0)):
         scales.times(token, 2).store_low(lane.half.pack(scale, scale, "bfloat16"), 16)
     # The instruction that XLA takes: the same bits.
@@ -224,25 +220,5 @@ def _exchanged(own: Int, shared: Pointer, thread: Int, s: Settings) -> list[Int]
     return shared.words(s.warps)
 
 
-def _largest(run: list[Int], s: Settings) -> Int:
-    """The largest bits of absolute values in a run."""
-    if s.dtype == "float32":
-        return lane.tree([w & _MAGNITUDE for w in run], _larger)
-    found = lane.tree([w & _MAGNITUDES for w in run], lane.maxima_of_halves)
-    return (found & 0xFFFF).maximum(found >> 16)
-
-
 def _larger(a: Int, b: Int) -> Int:
     return a.maximum(b)
-
-
-def _scale(bits: Int, s: Settings) -> Float:
-    """The scale of a token with this maximum, a bfloat16: NaN unless all is finite, 1 for zeros."""
-    largest = bits.as_float()
-    if s.dtype != "float32":
-        largest, _ = lane.half.unpack(bits, s.dtype)
-    scale = lane.maximum(largest * _RECIPROCAL_MAX, lane.number(_TINY))
-    scale = (largest < _TINY).where(1.0, scale)
-    scale = (largest.as_int() < _INFINITY_BITS).where(scale, float("nan"))
-    rounded, _ = lane.half.unpack(lane.half.pack(scale, scale, "bfloat16"), "bfloat16")
-    return rounded

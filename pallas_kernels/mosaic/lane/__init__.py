@@ -80,3 +80,5 @@ from pallas_kernels.mosaic.lane.numbers import scalar as scalar
 from pallas_kernels.mosaic.lane.numbers import total as total
 from pallas_kernels.mosaic.lane.numbers import tree as tree
 from pallas_kernels.mosaic.lane.numbers import when as when
+from pallas_kernels.mosaic.lane.warpgroup import finish as finish
+from pallas_kernels.mosaic.lane.warpgroup import start_product as start_product

@@ -95,6 +95,10 @@ class Pointer:
         """Loads a float32."""
         return Float(llvm.load(f32(), self.value, alignment=4))
 
+    def floats(self) -> list[Float]:
+        """Loads four float32 at once, aligned to all of them."""
+        return [x.as_float() for x in self.words(4)]
+
     def byte(self) -> Int:
         """Loads 8 bits, the rest 0."""
         return self._narrow(8)
@@ -161,6 +165,13 @@ class ClusterPointer:
     def float(self) -> Float:
         """Loads a float32."""
         return Float(asm(f32(), [self.value], "ld.shared::cluster.f32 $0, [$1];", "=f,r", True))
+
+    def floats(self) -> list[Float]:
+        """Loads four float32 at once, aligned to all of them."""
+        kind = llvm.StructType.get_literal([f32()] * 4)
+        text = "ld.shared::cluster.v4.f32 {$0, $1, $2, $3}, [$4];"
+        out = asm(kind, [self.value], text, "=f,=f,=f,=f,r", True)
+        return [Float(llvm.extractvalue(f32(), out, [i])) for i in range(4)]
 
 
 def cluster_barrier() -> None:

@@ -17,12 +17,14 @@ from turbojax._registry import Registry
 from turbojax.config import Mode, TurboConfig
 from turbojax.ops import cudnn, fp8_tokens, int4_matmul, kv4_attention
 from turbojax.ops.exact_attention import mosaic_gpu as exact_decode
+from turbojax.ops.grouped_matmul import grouped_matmul
 from turbojax.ops.options import Options
 from turbojax.ops.paged_attention import paged_attention
 from turbojax.ops.pooled_attention import pooled_attention
 from turbojax.ops.turbo_attention import decode, turbo_attention
 from turbojax.ops.turbo_attention.gradient import GRADIENT
 from turbojax.quantizers import quantize_weight
+from turbojax.quantizers.int4_experts import quantize_experts
 from turbojax.state import exact, kv4
 from turbojax.state.pages.pool import KV_DTYPES, PagedCache, init_paged_cache
 from turbojax.state.pages.pool import append as append_to_pages
@@ -44,6 +46,7 @@ PACKAGES = (
 # Llama 3 8B: what an op is asked about. Batch size and length never lead to a refusal.
 _BATCH, _LENGTH, _HEADS, _KV_HEADS, _HEAD_DIM = 1, 1024, 32, 8, 128
 _PAGE_SIZE = 64
+_EXPERTS = 8
 # What the variants of an op's call are, if not modes.
 _VARIANTS = {"paged_attention": "kv_dtype"}
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
@@ -205,6 +208,10 @@ def _representative_calls() -> dict[str, dict[str, _Call]]:
     width = _HEADS * _HEAD_DIM
     hidden = jax.ShapeDtypeStruct((_BATCH, _LENGTH, width), jnp.bfloat16)
     weight = jax.eval_shape(quantize_weight, jax.ShapeDtypeStruct((width, width), jnp.bfloat16))
+    experts = jax.eval_shape(
+        quantize_experts, jax.ShapeDtypeStruct((_EXPERTS, width, width), jnp.bfloat16)
+    )
+    sizes = jax.ShapeDtypeStruct((_EXPERTS,), jnp.int32)
     kv4_cache = jax.eval_shape(lambda: kv4.init_cache(_BATCH, _LENGTH, _KV_HEADS, _HEAD_DIM))
     pages = _LENGTH // _PAGE_SIZE
     tables = jax.ShapeDtypeStruct((_BATCH, pages), jnp.int32)
@@ -229,6 +236,9 @@ def _representative_calls() -> dict[str, dict[str, _Call]]:
         "store_prompt": {"": trace(store_prompt, default, *prompt[1:], lengths)},
         "fp8_tokens": {"": trace(fp8_tokens.quantize_activation, hidden)},
         "int4_matmul": {"": trace(int4_matmul.matmul, hidden, weight)},
+        "grouped_matmul": {
+            "": trace(grouped_matmul, hidden.update(shape=(_LENGTH, width)), experts, sizes)
+        },
         "fireq.decode": {"": trace(kv4_attention.decode, query, kv4_cache)},
         "fireq.append": {"": trace(kv4.append, kv4_cache, key, value)},
         # The others need no kernel.

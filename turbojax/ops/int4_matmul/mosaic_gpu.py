@@ -9,7 +9,8 @@ import numpy as np
 from jax import lax
 
 from turbojax._device import multiprocessors, needs_hopper
-from turbojax.ops.int4_matmul import reference, w4a16_mosaic
+from turbojax.ops.fp8_tokens import quantize_activation
+from turbojax.ops.int4_matmul import few_mosaic, reference, w4a16_mosaic
 from turbojax.ops.int4_matmul.static import Activation
 from turbojax.quantizers import E4M3_MAX, Fp8Tokens, Int4Weight
 
@@ -121,17 +122,30 @@ def matmul(
     *,
     activation: Activation | None,
     is_precise: bool,
+    rounds: bool = False,
 ) -> jax.Array:
     """`reference.matmul` as one kernel, sometimes with a sum after it or weights expanded before.
 
-    Sums of up to 128 tokens, all with scales of 16 bits, and all if `is_precise`, are float32 from
-    group to group. Others stay in the matrix unit, whose additions keep about 14 bits.
+    Up to 64 tokens have a kernel of their own, which rounds them too. Sums of up to 128 tokens, all
+    with scales of 16 bits, and all if `is_precise`, are float32 from group to group. Others stay in
+    the matrix unit, whose additions keep about 14 bits. With `rounds`, `tokens` that are an array
+    become e4m3 first.
     """
-    if not isinstance(tokens, Fp8Tokens):
+    if not rounds and not isinstance(tokens, Fp8Tokens):
         of_floats = w4a16_mosaic.default_launch(tokens.shape[0], weight)
         return w4a16_mosaic.matmul(
             tokens, weight, bias, residual, activation=activation, launch=of_floats
         )
+    few = few_mosaic.default_launch(
+        tokens.shape[0], weight, rounds=not isinstance(tokens, Fp8Tokens)
+    )
+    if few is not None:
+        tables = tables_of(weight)
+        return few_mosaic.matmul(
+            tokens, weight, bias, residual, activation=activation, launch=few, tables=tables
+        )
+    if not isinstance(tokens, Fp8Tokens):
+        tokens = quantize_activation(tokens)
     launch = default_launch(tokens.codes.shape[0], weight, is_precise=is_precise)
     return _matmul(tokens, weight, bias, residual, activation=activation, launch=launch)
 

@@ -1,0 +1,378 @@
+"""INT4 weights times e4m3 activations of few tokens, up to 64, for Hopper (FireQ, section 3.1.1).
+
+Roofline, for weights of 14336 x 4096 on an H200, which copies at 4.3 TB/s:
+  - bytes: 29.4 MB of codes and 0.5 MB of scales: 7 us. Latency is some 0.8 us, so 26 KB of each
+    multiprocessor must be on their way at any time.
+  - instructions: 7 for eight weights, of which a multiprocessor does 64 lanes a clock: 112 clocks
+    for a tile of 64 rows and 128 inputs, 4 KB. At 4 TB/s there are some 240 clocks for it.
+  - products: 8 instructions a tile, 64 clocks of the matrix units for 16 tokens, 256 for 64.
+  - tokens: each program reads those of its inputs, from L2: 16 tokens 3.7 or 7.3 MB, 64 15 MB.
+Target: 13 us for 16 tokens, 12.5 for one, 15 for 64. A launch and the first latency take 2.5 us.
+
+Every warpgroup takes 64 rows and a share of the inputs, one tile after the other. One of its lanes
+copies tiles ahead to slots of its own; nobody else waits for them. Weights are rows of the product
+and come from registers, where they are converted; tokens are columns, and lie in shared memory for
+as many inputs as fit. Warpgroups that share rows are of one program, or of a cluster of them; their
+sums are added up in the order of the inputs. How many there are follows from the weight's shape
+alone, so a token's result does not depend on other tokens.
+
+Weights are two operands: what is not negative, and, subtracted, what is. A permutation of bytes
+whose selector has its fourth bit set takes a byte's sign for it, zero in a table of magnitudes; so
+no third one has to choose between the two. The matrix units have the time.
+
+A warpgroup converts a tile, multiplies, waits, and only then goes on: the other warpgroups of the
+multiprocessor fill its waits. Where the registers of the next product's operand are written during
+a product, as in `int4.py`, ptxas lets it wait after each of the instructions (its message C7513),
+and nothing is hidden; as it is here they follow one another.
+
+Microseconds on an H200 (device time, weights rotated beyond L2), 16 tokens unless said otherwise.
+"R x Q x S": rows of tiles of a program, its warpgroups for each, programs of a cluster; D slots.
+  14336 x 4096    one operand, 4x1x2 D8 16.5, D5 15.3, D12 17.6; two, D8 14.8, D6 14.1, D4 13.4;
+                  2x2x1 D6 13.1, D4 12.2; 2x3x1 13.5; 4x2x2 (64 registers) 16.5; 1x3x1, two
+                  programs on a multiprocessor, 15.5; 7x1x4 24.7
+                  1 token 4x1x2 D4 11.9, 2x2x1 D6 11.7; 64 tokens 4x1x2 D4 20.1, 2x2x1 D5 22.0
+  4096 x 4096     one operand, 4x1x8 15.6; two, 1x1x2 8.0, 1x4x2 7.9, 1x6x2 9.1, 1x4x1 D6 7.8
+  6144 x 4096     one operand, 3x1x4 16.4; two, 1x4x1 D6 8.5, 3x1x4 11.1, 4x1x5 16.3
+  11008 x 4096    one operand, 3x1x2 13.5; two, 11.0, 3x2x2 12.5, 2x2x1 D6 12.3
+  4096 x 14336    one operand, 4x1x8 29.8; two, 1x4x2 D6 14.9, 1x6x2 16.3, 1x7x2 18.1
+  28672 x 4096    one operand, 4x1x1 25.6; two, D6 21.5, 7x1x2 21.2
+  28672 x 8192    one operand, 4x1x1 45.1; two, D4 38.4, 7x1x2 35.6
+Beside them bf16 and XLA's e4m3: 33.9 and 19.0 (1 token 30.4 and 17.5, 64 tokens 35.1 and 21.0),
+11.8 and 8.8, 17.0 and 10.9, 27.5 and 15.1, 32.2 and 18.1, 55.2 and 29.6, 115 and 63.6.
+What takes the time (4x1x2 D6, 14.1): without conversion 11.2, without adding up the cluster's sums
+12.9, without loading tokens 13.9. Of clusters of four, 30 fit on an H200 at a time (13440 x 4096
+14.8) and 32 do not: the last ones wait for the first, which is what many parts cost before.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.mosaic import lane, lanes
+from pallas_kernels.mosaic.hopper.matmul import epilogue
+from pallas_kernels.mosaic.hopper.matmul.epilogue import Epilogue as Epilogue
+from pallas_kernels.mosaic.hopper.matmul.few_inputs import (
+    PITCH,
+    ROWS,
+    THREADS,
+    Arrays,
+    Operand,
+    Weights,
+    Work,
+    load_token_scales,
+    load_tokens,
+)
+from pallas_kernels.mosaic.hopper.matmul.few_inputs import Memory as Memory
+from pallas_kernels.mosaic.hopper.matmul.few_inputs import Settings as Settings
+from pallas_kernels.mosaic.hopper.matmul.rounding import load_rounded
+from pallas_kernels.mosaic.lane import ClusterPointer, Float, Int, Pointer
+from pallas_kernels.mosaic.products import int4
+from pallas_kernels.mosaic.products.int4 import TABLE_BYTES, TABLES
+
+# A program ---------------------------------------------------------------------------------------
+
+
+def _program(a: Arrays, ids: list[Int], smem: Pointer, s: Settings) -> None:
+    """A program, written for single lanes."""
+    m = Memory.of(s, a.groups, a.scale_bytes)
+    number = lane.uniform(lane.thread() >> 7)
+    work = Work.of(a, ids, number, s)
+    scales = s.share_of(a.groups) * ROWS * a.scale_bytes
+    # Nothing that the compiler would work out again for every tile.
+    zero = lane.held(0)
+    row, t = lane.fragments.row_and_place()
+    here = row + zero, t + zero
+    own = smem.at(lane.integer(m.slots)).at(number * s.slots_bytes)
+    weights = Weights(
+        a=a,
+        work=work,
+        slots=own,
+        scales=smem.at(lane.integer(m.scales)).at(number * scales),
+        factors=smem.at(lane.integer(m.factors)).at(number * (2 * ROWS * 4)),
+        tables=smem.at(lane.integer(m.tables)),
+        barriers=smem.at(lane.integer(m.barriers)).at(number * (8 * s.stages)),
+        number=number,
+        here=here,
+        s=s,
+    )
+    with lane.when((lane.thread() & (THREADS - 1)).equals(0)):
+        weights.begin()
+    if a.tables is not None:
+        place = (lane.thread() & (TABLES - 1)) * TABLE_BYTES
+        words = int4.magnitudes(a.tables.at(place).words(4))
+        with lane.when(lane.thread() < TABLES):
+            smem.at(lane.integer(m.tables)).at(place).store_words(words)
+    if s.rounding is None:
+        load_token_scales(a, smem.at(lane.integer(m.token_scales)), s)
+    sums = _accumulate(a, weights, smem, s)
+    _write(a, sums, weights, smem.at(lane.integer(m.token_scales)), ids[1], s)
+
+
+def _accumulate(a: Arrays, weights: Weights, smem: Pointer, s: Settings) -> list[Float]:
+    """A warpgroup's sums over its tiles, in the order of `lane.start_product`."""
+    zero = lane.integer(0)
+    together = s.resident // s.splits // s.run
+
+    def step(i: Int, carry: list[Any], before: Int) -> list[Any]:
+        *sums, slot, parity = carry
+        taken = weights.take(i, slot, parity)
+        tokens = smem.at((i + before) * (s.run * s.token_bytes))
+        sums = _add(sums, taken, tokens, lambda: weights.refill(i, slot), s)
+        is_last = slot.equals(s.stages - 1)
+        return [*sums, is_last.where(0, slot + 1), is_last.where(parity ^ 1, parity)]
+
+    def round_of(first: Int, carry: list[Any]) -> list[Any]:
+        lane.block_barrier()
+        _load(a, weights.work, first, smem, s)
+        end = (first + together).minimum(weights.runs)
+        before = weights.work.split * together - first
+        return lane.loop(first, end, 1, carry, lambda i, x: step(i, x, before))
+
+    carry = [*[lane.number(0.0)] * (s.tokens // 2), zero, zero]
+    if s.part_of(a.groups) > s.resident:
+        rounds = lane.integer(s.share_of(a.groups) // s.run)
+        return lane.loop(zero, rounds, together, carry, round_of)[:-2]
+    _load(a, weights.work, zero, smem, s)
+    before = (weights.work.begin - weights.work.first) // s.run
+    return lane.loop(zero, weights.runs, 1, carry, lambda i, x: step(i, x, before))[:-2]
+
+
+def _load(a: Arrays, work: Work, first: Int, smem: Pointer, s: Settings) -> None:
+    """Tokens of the program's groups, of each share from its `first` on, for all to see."""
+    if s.rounding is not None:
+        m = Memory.of(s, a.groups, a.scale_bytes)
+        places = [smem.at(lane.integer(x)) for x in (m.token_scales, m.maxima)]
+        load_rounded(a.x, work.first, smem, places[0], places[1], s.rounding)
+    elif s.part_of(a.groups) > s.resident:
+        for i in range(s.splits):
+            own = s.resident // s.splits
+            begin = work.begin_of(a, i, s) + first * s.run
+            load_tokens(a, begin, own, smem.at(lane.integer(i * own * s.token_bytes)), s)
+    else:
+        load_tokens(a, work.first, s.resident, smem, s)
+    lane.publish_stores()
+    lane.block_barrier()
+
+
+def _add(
+    sums: list[Float],
+    taken: list[Operand],
+    tokens: Pointer,
+    meanwhile: Callable[[], None],
+    s: Settings,
+) -> list[Float]:
+    """Sums with the products of some tiles, which are added up in float32.
+
+    No operand is written while products are on their way: the compiler would wait for each.
+    """
+    products = [
+        lane.start_product(
+            x.plus, tokens.at(lane.integer(j * s.token_bytes)), s.tokens, minus=x.minus
+        )
+        for j, x in enumerate(taken)
+    ]
+    meanwhile()
+    done = lane.finish([x for product in products for x in product])
+    for j, operand in enumerate(taken):
+        own = done[j * len(sums) : (j + 1) * len(sums)]
+        sums = [
+            lane.fma(x, operand.scales[k // 2 % 2], total)
+            for k, (x, total) in enumerate(zip(own, sums, strict=True))
+        ]
+    return sums
+
+
+# Results -----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Item:
+    """Four outputs of a token that a lane writes.
+
+    Attributes:
+      token: which one; past the last, the last once more.
+      row: of the tile, that of the first output; of gated weights that of its gate.
+      column: of the output.
+      is_there: whether they exist.
+    """
+
+    token: Int
+    row: Int
+    column: Int
+    is_there: lane.Bool
+
+    @classmethod
+    def all_of(cls, a: Arrays, work: Work, rank: Int, s: Settings) -> "list[Item]":
+        """Those of a lane, in program `rank` of its cluster."""
+        is_gated = s.epilogue.gate is not None
+        quads = s.epilogue.outputs // 4
+        last = a.width - (4 if a.width % 4 == 0 else 1)
+        items = []
+        for first in range(0, a.tokens * quads, THREADS * s.shares):
+            number = rank * THREADS + (lane.thread() & (THREADS - 1)) + first
+            token, quad = number // quads, number % quads
+            # Eight rows of a gate alternate with eight of its partner.
+            row = ((quad >> 1) << 4) + ((quad & 1) << 2) if is_gated else quad << 2
+            column = work.tile * s.epilogue.outputs + (quad << 2)
+            is_there = (token < a.tokens) & (column < a.width) & work.is_real
+            items.append(cls(token.minimum(a.tokens - 1), row, column.minimum(last), is_there))
+        return items
+
+
+def _write(
+    a: Arrays, sums: list[Float], weights: Weights, token_scales: Pointer, rank: Int, s: Settings
+) -> None:
+    """Adds up the cluster's sums, each program some of them, and writes what becomes of them."""
+    e = s.epilogue
+    area = weights.slots.at(weights.work.split * -s.slots_bytes)
+    _put(sums, weights, s)
+    items = Item.all_of(a, weights.work, rank * s.splits + weights.work.split, s)
+    # Before the wait, so that the latencies pass at the same time.
+    residuals = [_residual(a, item, e) for item in items]
+    areas: list[Any] = [area.at(lane.integer(i * s.slots_bytes)) for i in range(s.splits)]
+    if s.parts > 1:
+        lane.cluster_barrier()
+        areas = [ClusterPointer.of(x, i) for i in range(s.parts) for x in areas]
+    elif s.splits > 1:
+        lane.block_barrier()
+    else:
+        weights.meet()
+    for item, residual in zip(items, residuals, strict=True):
+        scale = token_scales.at(item.token << 2).float()
+
+        def values(row: Int, item: Item = item, scale: Float = scale) -> list[Float]:
+            place = (item.token * PITCH + row) << 2
+            found = zip(*[x.at(place).floats() for x in areas], strict=True)
+            totals = [lane.total(list(x)) * scale for x in found]
+            factors = weights.factors.at(row << 2).floats()
+            if a.bias is None:
+                return [x * f for x, f in zip(totals, factors, strict=True)]
+            biases = weights.factors.at(row << 2, lane.integer(ROWS * 4)).floats()
+            return [lane.fma(x, f, b) for x, f, b in zip(totals, factors, biases, strict=True)]
+
+        if e.gate:
+            pairs = zip(values(item.row), values(item.row + 8), strict=True)
+            results = [epilogue.activate(gate, e.gate) * up for gate, up in pairs]
+        else:
+            results = [epilogue.activate(x, e.activation) for x in values(item.row)]
+        if residual is not None:
+            results = [x + y for x, y in zip(results, residual, strict=True)]
+        _store(a, results, item, e)
+    if s.parts > 1:  # no program ends while others read its memory
+        lane.cluster_barrier()
+
+
+def _put(sums: list[Float], weights: Weights, s: Settings) -> None:
+    """A warpgroup's sums to its shared memory, ``[tokens, 64]`` with gaps."""
+    weights.meet()  # all have read the tiles that were there
+    row, t = lane.fragments.row_and_place()
+    for k, x in enumerate(sums):
+        token = (t << 1) + (8 * (k // 4) + k % 2)
+        weights.slots.at((token * PITCH + row + 8 * (k // 2 % 2)) << 2).store(x)
+
+
+def _residual(a: Arrays, item: Item, e: Epilogue) -> list[Float] | None:
+    """What is added to four outputs."""
+    if a.residual is None:
+        return None
+    row = a.residual.times(item.token, 2 * a.width)
+    if a.width % 4 == 0:
+        words = row.at(item.column << 1).words(2)
+    else:
+        columns = [(item.column + i).minimum(a.width - 1) for i in range(4)]
+        halves = [row.at(column << 1).half() for column in columns]
+        words = [halves[i] | (halves[i + 1] << 16) for i in (0, 2)]
+    return [x for word in words for x in lane.half.unpack(word, e.dtype)]
+
+
+def _store(a: Arrays, results: list[Float], item: Item, e: Epilogue) -> None:
+    """Writes four outputs."""
+    words = [lane.half.pack(results[i], results[i + 1], e.dtype) for i in (0, 2)]
+    target = a.out.times(item.token, 2 * a.width).at(item.column << 1)
+    if a.width % 4 == 0:
+        with lane.when(item.is_there):
+            target.store_words(words)
+        return
+    for i in range(4):
+        with lane.when(item.is_there & (item.column + i < a.width)):
+            target.at(lane.integer(2 * i)).store_low(words[i // 2] >> (16 * (i % 2)), 16)
+
+
+# The call ----------------------------------------------------------------------------------------
+
+
+def few_matmul(
+    codes: jax.Array,
+    scales: jax.Array,
+    tables: jax.Array | None,
+    x: jax.Array,
+    token_scales: jax.Array | None,
+    output_scales: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    width: int,
+    settings: Settings,
+) -> jax.Array:
+    """Few tokens times INT4 weights.
+
+    Args:
+      codes: uint8 ``[N' / 64, K' / 128, 64, 64]``, tiles of 64 rows of 128 inputs.
+      scales: ``[N' / 64, K' / 128, 64]``, e4m3 (with `tables`), bfloat16 or float16.
+      tables: uint8 ``[128, 16]``: of each e4m3 scale, by its bits, e4m3 of its products with
+        0..7, -8..-1.
+      x: e4m3 ``[M, inputs]``, `M` at most `settings.tokens`, `inputs` a multiple of 16 and at most
+        ``K'``; or bfloat16 or float16, if `settings.rounding` says so, `inputs` a multiple of 8.
+      token_scales: bfloat16 ``[M]``; None of tokens that are rounded here.
+      output_scales: float32 ``[N']``.
+      bias: float32 ``[N']``.
+      residual: ``[M, width]`` in the output's dtype.
+      width: of the result.
+      settings: what is static.
+
+    Returns:
+      ``[M, width]``.
+    """
+    scale_dtype = scales.dtype.name if tables is None else "uint8"
+    if tables is not None:
+        scales = lax.bitcast_convert_type(scales, jnp.uint8)
+    given: dict[str, Any] = {
+        "codes": codes,
+        "scales": scales,
+        "tables": tables,
+        "x": x,
+        "token_scales": token_scales,
+        "output_scales": output_scales,
+        "bias": bias,
+        "residual": residual,
+    }
+    names = [name for name, array in given.items() if array is not None]
+    tiles, groups = codes.shape[:2]
+    sizes: dict[str, Any] = {
+        "tiles": tiles,
+        "groups": groups,
+        "tokens": x.shape[0],
+        "inputs": x.shape[1],
+    }
+
+    def body(arrays: list[Pointer], ids: list[Int]) -> None:
+        *inputs, out, smem = arrays
+        at: dict[str, Any] = dict.fromkeys(given) | dict(zip(names, inputs, strict=True))
+        a = Arrays(**at, out=out, **sizes, width=width, scale_dtype=scale_dtype)
+        _program(a, ids, smem, settings)
+
+    [out] = lanes.launch(
+        body,
+        "turbojax_int4_few_hopper",
+        [given[name] for name in names],
+        [jax.ShapeDtypeStruct((x.shape[0], width), jnp.dtype(settings.epilogue.dtype))],
+        grid={"rows": -(-tiles // settings.tiles)},
+        warpgroups=settings.warpgroups,
+        shared=Memory.of(settings, groups, 1 if tables is not None else 2).size,
+        cluster={"part": settings.parts},
+    )
+    return out
