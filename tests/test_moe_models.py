@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -337,6 +338,8 @@ def test_which_layers_have_experts(change, dense):
         ("qwen3-moe", {"moe_intermediate_size": 0}, "moe_intermediate_size=0 must be an integer"),
         ("qwen3-moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0 must be an integer"),
         ("qwen3-moe", {"mlp_only_layers": ["1"]}, r"mlp_only_layers=\['1'\] must be a list of num"),
+        ("qwen3-moe", {"mlp_only_layers": {}}, "mlp_only_layers={} must be a list of numbers"),
+        ("qwen3-moe", {"mlp_only_layers": 0}, "mlp_only_layers=0 must be a list of numbers"),
         ("qwen3-moe", {"norm_topk_prob": 1}, "norm_topk_prob=1 must be true or false"),
     ],
 )
@@ -358,6 +361,22 @@ def test_wrong_configurations(name, change, message):
         dataclasses.replace(CONFIGS[name], **change)
 
 
+def test_experts_of_another_kind():
+    experts = dataclasses.asdict(CONFIGS["mixtral"].experts)
+    with pytest.raises(TypeError, match="must be an ExpertsConfig or None"):
+        dataclasses.replace(CONFIGS["mixtral"], experts=experts)
+
+
+def test_experts_that_files_do_not_hold(folder, tmp_path):
+    """Refused before thousands of names are made for each layer."""
+    shutil.copytree(folder("qwen3-moe"), tmp_path, dirs_exist_ok=True)
+    file = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(file | {"num_experts": 10_000}))
+    for read in (models.load, models.load_decoder, models.open_decoder):
+        with pytest.raises(ValueError, match=r"holds \d+ tensors, .* asks for 90000 of experts"):
+            read(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -365,7 +384,9 @@ def test_wrong_configurations(name, change, message):
         ({"count": 10_001}, "experts.count=10001 must be at most 10000"),
         ({"per_token": 5}, "experts.per_token=5 must be at most experts.count=4"),
         ({"softmax": "none"}, "experts.softmax='none' must be 'before' or 'after'"),
-        ({"dense_layers": (1, 0)}, r"experts.dense_layers=\(1, 0\) must be numbers of layers"),
+        ({"dense_layers": (1, 0)}, r"experts.dense_layers=\(1, 0\) must be a tuple of numbers"),
+        ({"dense_layers": [1]}, r"experts.dense_layers=\[1\] must be a tuple of numbers"),
+        ({"normalize": 1}, "experts.normalize=1 must be true or false"),
     ],
 )
 def test_wrong_experts(change, message):

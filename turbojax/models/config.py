@@ -63,6 +63,7 @@ class TransformerConfig:
       experts: of the feed-forward layers, or None.
 
     Raises:
+      TypeError: if `experts` is another kind.
       ValueError: if a value is out of the range stated here.
     """
 
@@ -132,6 +133,8 @@ class TransformerConfig:
         experts = self.experts
         if experts is None:
             return
+        if not isinstance(experts, ExpertsConfig):
+            raise TypeError(f"experts={shown(experts)} must be an ExpertsConfig or None")
         if self.mlp_bias or not families.FAMILIES[self.family].experts:
             raise ValueError(
                 f"{experts=} must be None with mlp_bias={self.mlp_bias} and family={self.family!r}"

@@ -194,6 +194,18 @@ def require_layers(tensors: Mapping[str, Stored], count: int, prefix: str, folde
         )
 
 
+def require_count(tensors: Mapping[str, Stored], least: int, folder: Path) -> None:
+    """Raises ValueError unless there are so many tensors of experts, or more, of whatever names.
+
+    To be called before anything is made for every expert that `config.json` claims.
+    """
+    if len(tensors) < least:
+        raise ValueError(
+            f"{_source(tensors, folder)} holds {len(tensors)} tensors, {CONFIG_NAME} asks for "
+            f"{least} of experts alone"
+        )
+
+
 def _source(tensors: Mapping[str, Stored], folder: Path) -> Path:
     """The file to blame for what is missing: the only one, or the index of several."""
     files = {x.file for x in tensors.values()}

@@ -26,6 +26,7 @@ from turbojax.models.families.tensors import (
     Placement,
     TensorSpec,
     checkpoint_tensors,
+    experts_tensors,
     is_ignored,
 )
 from turbojax.models.transformer import Transformer, check_alike
@@ -256,6 +257,7 @@ def prepare(
     tensors = {name: x for name, x in found.items() if not is_ignored(name)}
     repeated = tensors.pop(HEAD, None) if config.tie_embeddings else None
     _folder.require_layers(tensors, config.num_layers, LAYERS, folder)
+    _folder.require_count(tensors, experts_tensors(config), folder)
     expected = {spec.name: spec.shape for spec in checkpoint_tensors(config)}
     _folder.require_tensors(tensors, expected, folder)
     check_rotation(config, folder)

@@ -51,10 +51,17 @@ class ExpertsConfig:
             )
         if self.softmax not in ("before", "after"):
             raise ValueError(f"experts.softmax={self.softmax!r} must be 'before' or 'after'")
+        if type(self.normalize) is not bool:
+            raise ValueError(f"experts.normalize={shown(self.normalize)} must be true or false")
         layers = self.dense_layers
-        if any(type(x) is not int or x < 0 for x in layers) or list(layers) != sorted(set(layers)):
+        if (
+            not isinstance(layers, tuple)
+            or any(type(x) is not int or x < 0 for x in layers)
+            or list(layers) != sorted(set(layers))
+        ):
             raise ValueError(
-                f"experts.dense_layers={layers} must be numbers of layers, each once and ascending"
+                f"experts.dense_layers={shown(layers)} must be a tuple of numbers of layers, each "
+                "once and ascending"
             )
 
 

@@ -46,7 +46,8 @@ def _read(keys: Mapping[str, Any]) -> ExpertsConfig | None:
     """The experts that a file describes; None if no layer has any."""
     count = read_count(keys, "num_experts", "num_local_experts", default=_EXPERTS)
     step, layers = integer(keys, "decoder_sparse_step"), range(keys["num_hidden_layers"])
-    without = keys["mlp_only_layers"] or []
+    without = keys["mlp_only_layers"]
+    without = [] if without is None else without
     if not isinstance(without, list | tuple) or any(type(x) is not int for x in without):
         raise ValueError(
             f"config.json: mlp_only_layers={shown(without)} must be a list of numbers of layers"

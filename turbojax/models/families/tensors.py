@@ -5,6 +5,7 @@ are stored as one, their rows one below the other, is what `Family` says.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 
 from turbojax.models.config import TransformerConfig
@@ -52,10 +53,13 @@ class TensorSpec:
     placements: tuple[Placement, ...]
 
 
+@functools.lru_cache(maxsize=2)
 def checkpoint_tensors(config: TransformerConfig) -> tuple[TensorSpec, ...]:
     """All tensors of a checkpoint, from the embedding to the logits.
 
     With tied embeddings `HEAD` is none of them, though a checkpoint may repeat the embedding there.
+
+    They are kept: a model with experts has tens of thousands, and is asked layer by layer.
 
     Args:
       config: the model's.
@@ -71,6 +75,14 @@ def checkpoint_tensors(config: TransformerConfig) -> tuple[TensorSpec, ...]:
     if not config.tie_embeddings:
         specs.append(TensorSpec(HEAD, table, (Placement(("lm_head",)),)))
     return tuple(specs)
+
+
+def experts_tensors(config: TransformerConfig) -> int:
+    """How many tensors of experts a checkpoint has, counted before their names are made."""
+    experts = config.experts
+    if experts is None:
+        return 0
+    return 3 * experts.count * (config.num_layers - len(experts.dense_layers))
 
 
 def is_ignored(name: str) -> bool:
