@@ -18,10 +18,11 @@ from turbojax.flax.norms import rms_norm
 from turbojax.models import TransformerConfig
 from turbojax.models.calibration import calibrate
 from turbojax.models.families import ExpertsConfig
-from turbojax.models.feed_forward import Experts, apply_experts
+from turbojax.models.feed_forward import Experts, apply_experts, tile_of
 from turbojax.models.quantize import layer_params, layer_weights
 from turbojax.models.quantized_experts import QuantizedExperts
 from turbojax.models.quantized_layer import QuantizedMlp
+from turbojax.ops.grouped_matmul.tiles import most_tiles
 from turbojax.quantizers import quantize_tokens
 from turbojax.quantizers.int4 import dequantize
 from turbojax.quantizers.int4_experts import expert_of
@@ -69,6 +70,60 @@ def test_a_layer_is_as_the_oracle(decoder, name, count):
     kernels = [params[f"{part}_proj"]["kernel"] for part in ("gate", "up", "down")]
     want = moe.oracle(x[0], params["router"]["kernel"], *kernels, config.experts)
     np.testing.assert_allclose(got[0], want, atol=2e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("sizes", [(0, 7, 0, 21, 1, 0), (29, 0, 0, 0, 0, 0), (5, 5, 5, 5, 5, 4)])
+def test_tiles_compute_what_ragged_products_do(decoder, sizes):
+    """And their gradients; NaN stays in its row."""
+    mlp = experts_of(decoder("qwen3-moe"), 1)
+    graph, state = nnx.split(mlp)
+    x = np.random.default_rng(0).standard_normal((29, 64)).astype(np.float32)
+    group_sizes = jnp.asarray(sizes, jnp.int32)
+
+    def run(state, x, tile):
+        made = nnx.merge(graph, state)
+        if tile is None:
+            return made.of_sorted(x, group_sizes)
+        return made.in_tiles(x, group_sizes, tile)
+
+    def loss(state, x, tile):
+        return jnp.sum(jnp.sin(run(state, x, tile)))
+
+    want = jax.grad(loss, argnums=(0, 1))(state, x, None)
+    bad = x.copy()
+    bad[9, 3] = np.nan
+    for tile in (1, 4, 8):
+        got = run(state, x, tile)
+        np.testing.assert_allclose(got, run(state, x, None), atol=1e-4)
+        found = jax.grad(loss, argnums=(0, 1))(state, x, tile)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-4), found, want)
+        other = run(state, bad, tile)
+        assert np.isnan(other[9]).all()
+        np.testing.assert_array_equal(np.delete(other, 9, 0), np.delete(got, 9, 0))
+
+
+def test_tiles_where_experts_are_many():
+    """No more than twice as many as experts, and never where `ragged_dot` does less."""
+    assert tile_of(0, 128) is None
+    assert tile_of(8, 128) == 1
+    assert tile_of(128, 128) is None
+    for rows, experts, tile in ((16384, 128, 128), (4096, 8, 512), (2**17, 128, 1024)):
+        assert tile_of(rows, experts) == tile
+        assert most_tiles(rows, experts, tile) <= 2 * experts
+
+
+def test_memory_of_many_experts():
+    """A prompt through experts takes memory for its rows, not for them once for each expert."""
+    size, count, length = 64, 64, 2048
+    experts = ExpertsConfig(count, 8, 32)
+    config = dataclasses.replace(CONFIGS["qwen3-moe"], experts=experts)
+    dtypes = {"dtype": jnp.float32, "param_dtype": jnp.float32}
+    graph, state = nnx.split(nnx.eval_shape(lambda: Experts(config, rngs=nnx.Rngs(0), **dtypes)))
+    x = jax.ShapeDtypeStruct((1, length, size), jnp.float32)
+    run = jax.jit(lambda state, x: nnx.merge(graph, state)(x)).lower(state, x).compile()
+    rows = 4 * 8 * length * size
+    assert run.memory_analysis().temp_size_in_bytes < 24 * rows < count * rows
+    assert run.cost_analysis()["flops"] < 4 * 2 * 8 * length * 3 * size * 32
 
 
 def test_a_token_that_is_not_finite_changes_no_other(decoder):

@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 
 from turbojax.flax.projections import linear
 from turbojax.models.config import ExpertsConfig, TransformerConfig
+from turbojax.ops.grouped_matmul.tiles import cut, most_tiles
 from turbojax.routing import combine, dispatch, route
 
 
@@ -75,6 +76,30 @@ def apply_experts(
     return combine(y, sorted_by.places, routing.weights).reshape(x.shape)
 
 
+# Products of a GPU's matrix unit in the time of a weight from memory; such times of a copied one.
+_PRODUCTS, _COPIES = 240, 3
+
+
+def tile_of(rows: int, experts: int) -> int | None:
+    """Rows of a tile, or None where `ragged_dot` costs less.
+
+    On most devices that multiplies every row with every expert, and holds the rows as often. Tiles
+    are so large that an expert has one on average: there are at most twice as many tiles as
+    experts, each with a copy of its weights. For 2,048 tokens of Qwen3-30B-A3B, 8 of 128 experts
+    each, that is twice the operations that are needed in place of 128 times, and 5 GB in place of
+    20 on a CPU.
+
+    Args:
+      rows: tokens that are sorted by expert.
+      experts: how many there are.
+    """
+    if rows == 0:
+        return None
+    tile = 1 << (-(-rows // experts) - 1).bit_length()
+    tiles = most_tiles(rows, experts, tile) * (tile + _COPIES * _PRODUCTS)
+    return tile if tiles < experts * (rows + _PRODUCTS) else None
+
+
 class StackedLinear(nnx.Module):
     """A linear layer of each expert, without a bias.
 
@@ -103,6 +128,11 @@ class StackedLinear(nnx.Module):
         """Maps ``[M, in]``, sorted by expert, to ``[M, out]``."""
         kernel = self.kernel.get_value().astype(self.dtype)
         return jax.lax.ragged_dot(x.astype(self.dtype), kernel, group_sizes)
+
+    def of_tiles(self, x: jax.Array, experts: jax.Array) -> jax.Array:
+        """Maps tiles ``[U, t, in]``, each of one of the `experts` ``[U]``, to ``[U, t, out]``."""
+        kernel = self.kernel.get_value()[experts].astype(self.dtype)
+        return jnp.einsum("uti,uio->uto", x.astype(self.dtype), kernel)
 
 
 class Router(nnx.Module):
@@ -142,10 +172,30 @@ class Experts(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps ``[B, T, D]`` to ``[B, T, D]``."""
-        assert self.config.experts is not None
+        experts = self.config.experts
+        assert experts is not None
 
         def compute(x: jax.Array, sizes: jax.Array) -> jax.Array:
-            gate, up = self.gate_proj(x, sizes), self.up_proj(x, sizes)
-            return self.down_proj(activate(gate, self.config) * up, sizes)
+            tile = tile_of(x.shape[0], experts.count)
+            return self.of_sorted(x, sizes) if tile is None else self.in_tiles(x, sizes, tile)
 
-        return apply_experts(x, self.router.kernel.get_value(), self.config.experts, compute)
+        return apply_experts(x, self.router.kernel.get_value(), experts, compute)
+
+    def of_sorted(self, x: jax.Array, sizes: jax.Array) -> jax.Array:
+        """What experts compute of ``[M, D]``, of which each has the next ``sizes[e]`` rows."""
+        gate, up = self.gate_proj(x, sizes), self.up_proj(x, sizes)
+        return self.down_proj(activate(gate, self.config) * up, sizes)
+
+    def in_tiles(self, x: jax.Array, sizes: jax.Array, tile: int) -> jax.Array:
+        """The same in tiles of so many rows of one expert, see `tile_of`."""
+        count = x.shape[0]
+        tiles = cut(sizes, count, tile)
+        number = jnp.arange(tiles.expert.shape[0], dtype=jnp.int32) - tiles.start
+        row = (tiles.first + number * tile)[:, None] + jnp.arange(tile, dtype=jnp.int32)[None]
+        is_there = row < tiles.end[:, None]
+        # Zeros, so that nothing of other experts' tokens reaches a weight's gradient.
+        mine = jnp.where(is_there[..., None], x[jnp.minimum(row, count - 1)], 0)
+        gate, up = (layer.of_tiles(mine, tiles.expert) for layer in (self.gate_proj, self.up_proj))
+        y = self.down_proj.of_tiles(activate(gate, self.config) * up, tiles.expert)
+        out = jnp.zeros((count, y.shape[-1]), y.dtype)
+        return out.at[jnp.where(is_there, row, count)].set(y, mode="drop")
