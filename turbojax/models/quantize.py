@@ -62,8 +62,9 @@ def quantize_model(
     weights in float32 before they are rounded, except CRS, which stays in the model.
 
     Besides the model that it is given, memory holds the quantized one, one layer in float32, up to
-    three times while it is smoothed, and the residual stream of the calibration text. Of a model from `open_decoder` it holds one layer,
-    too, or one table; a `Transformer` is copied, see `unstack`.
+    three times while it is smoothed, and the residual stream of the calibration text. Of a model
+    from `open_decoder` it holds one layer, too, or one table; a `Transformer` is copied, see
+    `unstack`.
 
     Args:
       model: the model, of any family.
