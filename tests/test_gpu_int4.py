@@ -261,6 +261,18 @@ def test_under_vmap(count):
     np.testing.assert_array_equal(wide(got), wide(jnp.stack([alone(x, weight) for x in arrays])))
 
 
+def test_stacks_under_vmap():
+    """Each its own weight and tokens that the kernel rounds, by programs in clusters."""
+    rng = np.random.default_rng(7)
+    weights = [random_weight(rng, 320, 6144, "e4m3") for _ in range(3)]
+    x = jnp.asarray(rng.normal(size=(3, 5, 6144)), jnp.bfloat16)
+    stack = jax.tree.map(lambda *arrays: jnp.stack(arrays), *weights)
+    got = jax.jit(jax.vmap(matmul))(x, stack)
+    alone = jax.jit(matmul)
+    want = [alone(some, weight) for some, weight in zip(x, weights, strict=True)]
+    np.testing.assert_array_equal(wide(got), wide(jnp.stack(want)))
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_the_public_function(dtype):
     """What None chooses, quantization included, as XLA has it, and its gradient."""
