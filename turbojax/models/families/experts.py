@@ -53,7 +53,7 @@ class ExpertsConfig:
             raise ValueError(f"experts.softmax={self.softmax!r} must be 'before' or 'after'")
         if type(self.normalize) is not bool:
             raise ValueError(f"experts.normalize={shown(self.normalize)} must be true or false")
-        layers = self.dense_layers
+        layers: Any = self.dense_layers
         if (
             not isinstance(layers, tuple)
             or any(type(x) is not int or x < 0 for x in layers)
