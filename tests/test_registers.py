@@ -6,7 +6,7 @@ import os
 import jax
 import pytest
 
-from benchmarks.device import registers
+from benchmarks.device import programs, registers
 
 PRINTED = """ptxas warning : Registers are spilled to local memory in function 'first'
 ptxas info    : 0 bytes gmem
@@ -51,3 +51,25 @@ def test_without_the_plugin_it_says_what_it_needs():
     with pytest.raises(SystemExit, match=r"pip install 'jax\[cuda13\]"):
         registers.h100()
     assert jax.devices()[0].platform == "cpu"
+
+
+PROGRAM = """HloModule jit_step
+
+%fused (p: f32[8]) -> f32[8] {
+  %p = f32[8] parameter(0)
+  ROOT %copy.9 = f32[8] copy(%p)
+}
+
+ENTRY %main (a: f32[8], b: f32[8]) -> f32[8] {
+  %a = f32[8] parameter(0)
+  %loop_add_fusion.1 = f32[8]{0} fusion(%a, %a), kind=kLoop, calls=%fused
+  %mpmd_map.3.0 = (f32[8], f32[8]) custom-call(%loop_add_fusion.1), custom_call_target="mosaic"
+  %get = f32[8] get-tuple-element(%mpmd_map.3.0), index=0
+  ROOT %loop_add_fusion.2 = f32[8]{0} fusion(%get, %a), kind=kLoop, calls=%fused
+}
+"""
+
+
+def test_kernels_of_a_program():
+    """Of the entry alone, and nothing that runs no kernel."""
+    assert programs.kernels(PROGRAM) == {"loop_add_fusion": 2, "mpmd_map": 1}

@@ -312,7 +312,7 @@ class TestExclusive:
         whole = Path.open
 
         def refuse(path, mode="r", *args, **kwargs):
-            if mode != "r":
+            if mode != "r" and path.is_relative_to(tmp_path):
                 raise PermissionError(errno.EACCES, "Permission denied", str(path))
             return whole(path, mode, *args, **kwargs)
 

@@ -14,7 +14,7 @@ from benchmarks.measuring.work import Needs, decode_work
 from benchmarks.shapes import Shape
 from benchmarks.suites.attention import decode
 from benchmarks.suites.attention.cases import Case as AttentionCase
-from benchmarks.suites.fireq import inputs
+from benchmarks.suites.fireq import inputs, mixed
 from benchmarks.suites.fireq import tables as fireq_tables
 from turbojax import fireq, k8v4
 from turbojax.fireq import Fp8Tokens, Int4Weight
@@ -36,14 +36,16 @@ def matmul(
     implementations: tuple[str, ...] = KERNELS,
     with_bf16_scales: bool = False,
 ) -> Group:
-    """``x W^T`` of `tokens` rows: XLA in bfloat16 and e4m3, and ours.
+    """``x W^T`` of `tokens` rows: XLA in bfloat16 and e4m3, jax's kernel of int8 weights, and ours.
 
-    ``int4`` begins with tokens in e4m3, ``int4-activations`` with bfloat16 ones.
+    ``int4`` begins with tokens in e4m3, ``int4-activations`` with bfloat16 ones, which it rounds,
+    and ``w4a16`` does not.
     """
     sizes = (size, outputs, tokens)
     cases = [
         Case("bf16", None, "bf16", functools.partial(_dense_product, sizes, unit="bf16")),
         Case("fp8", None, "fp8", functools.partial(_dense_product, sizes, unit="fp8")),
+        Case("jax-int8", None, "int8", functools.partial(mixed.product, sizes)),
     ]
     for i, implementation in enumerate(implementations):
         ours = functools.partial(_int4_product, sizes, implementation)
@@ -51,6 +53,8 @@ def matmul(
         if i == 0:
             whole = functools.partial(ours, quantize=True)
             cases.append(Case("int4-activations", implementation, "int4", whole))
+            unrounded = functools.partial(_w4a16_product, sizes, implementation)
+            cases.append(Case("w4a16", implementation, "int4", unrounded))
         if i == 0 and with_bf16_scales:
             scales = functools.partial(ours, scale_dtype="bf16")
             cases.append(Case("int4-bf16-scales", implementation, "int4", scales))
@@ -71,14 +75,8 @@ def _dense_product(sizes: tuple[int, int, int], arrays: Arrays, *, unit: str) ->
     else:
         x = arrays.get(inputs.tokens_of, tokens, size).codes
         w = arrays.get(inputs.dense_fp8, outputs, size)
-    needs = _product_needs(sizes, (x, w), unit)
+    needs = inputs.product_needs(sizes, (x, w), unit)
     return Call(_xla_product, (x, w), needs, inputs.check_product, (x, w))
-
-
-def _product_needs(sizes: tuple[int, int, int], operands: Any, unit: str) -> Needs:
-    size, outputs, tokens = sizes
-    moved = timing.nbytes(operands) + tokens * outputs * _BFLOAT16
-    return Needs(moved, 2.0 * tokens * outputs * size, unit)
 
 
 def _int4_product(
@@ -93,9 +91,18 @@ def _int4_product(
     w = arrays.get(inputs.int4, outputs, size, scale_dtype)
     x8 = arrays.get(inputs.tokens_of, tokens, size)
     x = arrays.get(inputs.activations, tokens, size) if quantize else x8
-    needs = _product_needs(sizes, (x, w), "fp8")
+    needs = inputs.product_needs(sizes, (x, w), "fp8")
     multiply = functools.partial(fireq.matmul, implementation=implementation)
     return Call(multiply, (x, w), needs, inputs.check_product, (x8, w))
+
+
+def _w4a16_product(sizes: tuple[int, int, int], implementation: str, arrays: Arrays) -> Call:
+    size, outputs, tokens = sizes
+    w = arrays.get(inputs.int4, outputs, size, "f16")
+    x = arrays.get(inputs.activations, tokens, size)
+    multiply = functools.partial(fireq.matmul, activations="bf16", implementation=implementation)
+    needs = inputs.product_needs(sizes, (x, w), "bf16")
+    return Call(multiply, (x, w), needs, inputs.check_product, (x, w))
 
 
 def feed_forward(

@@ -5,11 +5,14 @@ ones, so that methods differ in nothing else.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from benchmarks import timing
 from benchmarks.measuring.calls import compared_rows
+from benchmarks.measuring.work import Needs
 from turbojax import fireq
 from turbojax.fireq import Fp8Tokens, Int4Weight
 
@@ -62,6 +65,13 @@ def values(x: jax.Array | Fp8Tokens | Int4Weight) -> jax.Array:
     if isinstance(x, Int4Weight):
         return fireq.dequantize(x)
     return x.astype(jnp.float32)
+
+
+def product_needs(sizes: tuple[int, int, int], operands: Any, unit: str) -> Needs:
+    """Of a product of ``(inputs, outputs, tokens)``, whose result is in bfloat16."""
+    size, outputs, tokens = sizes
+    moved = timing.nbytes(operands) + tokens * outputs * 2
+    return Needs(moved, 2.0 * tokens * outputs * size, unit)
 
 
 def product(x: jax.Array, w: jax.Array) -> jax.Array:

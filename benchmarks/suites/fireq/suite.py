@@ -20,10 +20,13 @@ def _groups() -> list[Group]:
     size, llama3, llama2 = 4096, 14336, 11008
     groups = []
     for inner in (llama3, llama2):
-        for tokens in (16, 1, 64, 256, 1024, 4096):
+        for tokens in (16, 1, 64, 256, 1024, 2048, 4096):
             both = tokens in (16, 1024)
             groups.append(fireq_cases.matmul(size, inner, tokens, with_bf16_scales=both))
     groups += [fireq_cases.matmul(llama3, size, tokens) for tokens in (16, 4096)]
+    # Queries, keys and values of Llama 3 8B; an output projection; gate and up of its 70B.
+    for inputs, outputs in ((size, 6144), (size, size), (8192, 28672)):
+        groups += [fireq_cases.matmul(inputs, outputs, tokens) for tokens in (16, 1, 64)]
     groups.append(fireq_cases.feed_forward("llama3-8b", size, llama3, 16))
     groups.append(fireq_cases.feed_forward("llama2-7b", size, llama2, 16))
     for with_norm in (False, True):

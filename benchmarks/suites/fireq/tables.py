@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 MATMUL, FFN, QUANTIZE = "matmul", "feed-forward", "quantize"
 DECODE, MODEL = "kv4-decode", "model-prefill"
 BASELINES = {
-    MATMUL: ("bf16", "fp8"),
+    MATMUL: ("bf16", "fp8", "int8"),
     FFN: ("bf16",),
     QUANTIZE: ("xla",),
     DECODE: ("cudnn", "turbo"),
@@ -24,6 +24,7 @@ BASELINES = {
 _BASELINE_NAMES = {
     "bf16": "over bf16",
     "fp8": "over e4m3",
+    "int8": "over int8 (jax)",
     "xla": "over XLA",
     "cudnn": "over cuDNN",
     "turbo": "over turbo-4bit",
@@ -32,9 +33,11 @@ _METHODS = {
     "bf16": "bf16",
     "bf16-apart": "bf16, gate and up apart",
     "fp8": "e4m3",
+    "jax-int8": "int8 x bf16",
     "int4": "INT4",
     "int4-activations": "INT4, rounding x too",
     "int4-bf16-scales": "INT4, bf16 scales",
+    "w4a16": "INT4 x bf16",
     "e4m3": "to e4m3",
     "kv4": "KV4",
     "k8v4": "K8V4",
@@ -77,7 +80,7 @@ def method(row: Row) -> str:
 
 
 def _kernel(row: Row) -> str:
-    others = {"cudnn": "cuDNN", "bf16": "XLA", "fp8": "XLA"}
+    others = {"cudnn": "cuDNN", "bf16": "XLA", "fp8": "XLA", "int8": "jax's"}
     return row["implementation"] or others.get(row["family"], "-")
 
 
@@ -156,7 +159,7 @@ SUMMARY_PRODUCT = (4096, 14336)
 
 
 def summary(name: str, result: Result) -> str:
-    """The feed-forward layers, and one product by tokens: bfloat16, e4m3, INT4 with e4m3 scales."""
+    """The feed-forward layers, and one product by tokens: bfloat16, e4m3, int8, INT4."""
     by_place: dict[str, list[Row]] = {}
     for row in [*_rows(result, MATMUL), *_rows(result, FFN)]:
         sizes = (row["inputs"], row["outputs"])
@@ -167,10 +170,12 @@ def summary(name: str, result: Result) -> str:
         columns = _COLUMNS[rows[0]["operation"]]
         best = [tables.fastest(rows, lambda r, m=m: r["method"] == m) for m in columns]
         lines.append([label(rows[0]), *map(_time_and_ratios, best)])
-    header = ["product, or feed-forward layer", "bf16, us", "e4m3, us", "INT4 x e4m3, us"]
+    header = ["product, or feed-forward layer", "bf16, us", "e4m3, us", "int8 x bf16, us"]
+    header += ["INT4 x e4m3, us"]
     note = (
         "Time of the kernels on the device; in brackets the speed over XLA in bfloat16, and in "
-        "e4m3. In the last column the bfloat16 activations are rounded to e4m3 too."
+        "e4m3. In the last column the bfloat16 activations are rounded to e4m3 too. "
+        "int8 x bf16 is jax's own kernel, `hopper_mixed_type_matmul_mgpu`."
     )
     source = tables.source(name, result)
     return f"{tables.table([*header, 'from bf16, us'], lines)}\n\n{note} {source}"
@@ -178,8 +183,8 @@ def summary(name: str, result: Result) -> str:
 
 # The columns' methods; none is "-".
 _COLUMNS = {
-    MATMUL: ("bf16", "fp8", "int4", "int4-activations"),
-    FFN: ("bf16", "-", "-", "int4"),
+    MATMUL: ("bf16", "fp8", "jax-int8", "int4", "int4-activations"),
+    FFN: ("bf16", "-", "-", "-", "int4"),
 }
 
 
@@ -187,7 +192,10 @@ def _time_and_ratios(row: Row | None) -> str:
     if row is None:
         return "-"
     time = tables.number(row["us"])
-    return f"{time} ({', '.join(_ratios(row))})" if row["family"] == "int4" else time
+    if row["family"] != "int4":
+        return time
+    ratios = tables.ratios(row, BASELINES[row["operation"]][:2])
+    return f"{time} ({', '.join(ratios)})"
 
 
 # Method and kernel of the plot's lines, and how they are drawn.
