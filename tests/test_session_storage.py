@@ -189,6 +189,28 @@ def test_the_models_longest_sequence_may_be_another(tmp_path, model):
         load_session(path, dataclasses.replace(model, config=config), max_length=64)
 
 
+# What models were described by when the first sessions were stored.
+FIRST_FIELDS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"),
+    *("head_dim", "rope_theta", "norm_eps", "tie_embeddings", "family", "activation", "qkv_bias"),
+    *("output_bias", "mlp_bias", "qk_norm", "rope_scaling", "rotary_dim", "attention_scale"),
+    *("attention_soft_cap", "final_soft_cap", "local_windows", "embedding_scale", "norm_offset"),
+    "post_norms",
+)
+
+
+def test_a_description_says_no_more_than_before(tmp_path, model):
+    """Of a model without what came later, so that earlier versions' sessions go on."""
+    save_session(tmp_path / "session", _started(model, "exact"))
+    found = []
+    rewrite(
+        tmp_path / "session",
+        tmp_path / "copy",
+        change=lambda content: found.extend(content["description"]["model"]["config"]),
+    )
+    assert set(found) == set(FIRST_FIELDS)
+
+
 @pytest.mark.parametrize("kind", ["session", "model"])
 def test_a_description_that_lacks_something_names_the_file(tmp_path, model, kind):
     path = tmp_path / "stored"

@@ -28,6 +28,8 @@ StorableCache = LayerCache | PagedCache | ModelCaches
 """A layer's cache of any kind, a pool of pages, or the caches of a model."""
 
 _MODEL, _SESSION = "model", "session"
+# Of `TransformerConfig`, since sessions are stored: those from before say nothing of them.
+_ADDED_FIELDS = ("local_rope_theta", "experts")
 _SAMPLED = 64
 """Numbers of every array of a model that go into its fingerprint as they are."""
 
@@ -291,8 +293,9 @@ def _fingerprint(decoder: Decoder | QuantizedDecoder) -> dict[str, Any]:
         digest.update(x.tobytes())
     config = {name: repr(x) for name, x in dataclasses.asdict(decoder.config).items()}
     del config["max_length"]  # it says what is allowed, and changes no number
-    if decoder.config.local_rope_theta is None:
-        del config["local_rope_theta"]  # sessions from before there was such a field say nothing
+    for name in _ADDED_FIELDS:
+        if getattr(decoder.config, name) is None:
+            del config[name]
     scaling = decoder.config.rope_scaling
     if isinstance(scaling, LongRopeScaling):
         long = decoder.config.max_length > scaling.original_max_length
