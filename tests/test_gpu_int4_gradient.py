@@ -13,7 +13,7 @@ import turbojax as tj
 from turbojax._device import needs_hopper
 from turbojax.models import lora
 from turbojax.ops.fp8_tokens import scale_quantize
-from turbojax.ops.int4_matmul import mosaic_gpu
+from turbojax.ops.int4_matmul import mosaic_operands
 from turbojax.quantizers import quantize_tokens
 from turbojax.quantizers.int4 import scaled_values
 
@@ -60,7 +60,7 @@ def test_transposed_weights(shape):
     from pallas_kernels.mosaic.hopper.matmul.expand_transposed import int4_expand_transposed
 
     weight = random_weight(np.random.default_rng(1), *shape, "e4m3")
-    tables = jnp.asarray(mosaic_gpu._tables())
+    tables = jnp.asarray(mosaic_operands.tables())
     got = jax.jit(int4_expand_transposed)(weight.codes, weight.scales, tables)
     want = np.zeros((shape[1], -(-shape[0] // 128) * 128))
     want[:, : shape[0]] = wide(scaled_values(weight)).T

@@ -26,7 +26,7 @@ from pallas_kernels.mosaic import eight_bits
 from pallas_kernels.mosaic.hopper.matmul import epilogue, few, few_inputs, rounding
 from pallas_kernels.mosaic.products import int4
 from turbojax import _device
-from turbojax.ops.int4_matmul import few_mosaic, mosaic_gpu
+from turbojax.ops.int4_matmul import few_mosaic, mosaic_operands
 from turbojax.quantizers import Fp8Tokens, quantize_tokens
 from turbojax.quantizers.int4 import BLOCK
 
@@ -137,7 +137,7 @@ def product(monkeypatch):
         a = few_inputs.Arrays(
             codes=memory(weight.codes),
             scales=memory(weight.scales),
-            tables=memory(mosaic_gpu._tables()) if is_e4m3 else None,
+            tables=memory(mosaic_operands.tables()) if is_e4m3 else None,
             x=memory(x),
             token_scales=memory(scale),
             output_scales=memory(weight.output_scale),

@@ -20,7 +20,7 @@ import turbojax as tj
 from pallas_kernels.mosaic.hopper.matmul import int4 as int4_kernel
 from pallas_kernels.mosaic.products import int4 as int4_operand
 from turbojax import _device
-from turbojax.ops.int4_matmul import matmul, mosaic_gpu
+from turbojax.ops.int4_matmul import matmul, mosaic_gpu, mosaic_operands
 from turbojax.ops.int4_matmul.api import MATMUL
 from turbojax.quantizers import Fp8Tokens, Int4Weight, int4
 
@@ -290,7 +290,7 @@ def test_tables():
     codes = np.where(codes > 7, codes - 16, codes)
     scales = np.append(oracle.E4M3, np.nan)
     want = oracle.e4m3_bits(scales[:, None] * codes)
-    got = mosaic_gpu._tables()
+    got = mosaic_operands.tables()
     assert got.shape == (int4_operand.TABLES, int4_operand.TABLE_BYTES)
     np.testing.assert_array_equal(got[:127], want[:127])
     np.testing.assert_array_equal(got[127] & 0x7F, 0x7F)
@@ -405,7 +405,7 @@ def test_packing_is_that_of_the_quantizer():
 @pytest.mark.parametrize("first", [0, 64])
 def test_register_operand_with_tables(first):
     codes, packed, bits = group_of_weights("e4m3")
-    tables = mosaic_gpu._tables()
+    tables = mosaic_operands.tables()
     words, rest = int4_operand.operand(packed, bits, tables, first)
     rows = slice(first, first + 64)
     want = tables[bits[rows, None], codes[rows] & 15]

@@ -18,7 +18,7 @@ from test_mosaic_int4 import specification
 
 from pallas_kernels.mosaic.products import int4 as operand
 from pallas_kernels.mosaic.products import int4_transposed
-from turbojax.ops.int4_matmul import matmul, mosaic_gpu, mosaic_gradient
+from turbojax.ops.int4_matmul import matmul, mosaic_gradient, mosaic_operands
 
 EXPAND, PRODUCT = "turbojax_int4_expand_transposed_hopper", "turbojax_fp8_matmul_hopper"
 SHARED_BYTES = 227 * 1024
@@ -75,7 +75,7 @@ def test_transposition(monkeypatch, group):
     rng = np.random.default_rng(0)
     codes = rng.integers(-8, 8, (128, 256))
     bits = rng.integers(0, 128, (2, 2, 64)).astype(np.uint8)
-    tables, out = mosaic_gpu._tables(), np.zeros(128 * 128, np.uint8)
+    tables, out = mosaic_operands.tables(), np.zeros(128 * 128, np.uint8)
     for number in range(4):
         monkeypatch.setattr(warp.STATE, "number", number)
         int4_transposed.expand(tiles_of(codes), bits, tables, group, out)

@@ -11,6 +11,7 @@ from flax import nnx
 
 from turbojax import models, smoothing
 from turbojax.models import quantize
+from turbojax.models.checkpoint.stored import StoredDecoder
 
 CONFIG = models.TransformerConfig(
     vocab_size=64,
@@ -114,6 +115,16 @@ def test_bits_of_an_opened_decoder_are_those_of_a_loaded_one(name, tmp_path):
     np.testing.assert_allclose(got, models.token_bits(loaded, windows, **options), atol=1e-3)
     assert len(told) == len(opened.layers)
     assert sum(told) == 3 * 19
+
+
+def test_tables_of_an_opened_decoder_are_read_once(folder, tokens, monkeypatch):
+    """With a head of its own, which none of the models above has."""
+    loaded, opened = models.load_decoder(folder), models.open_decoder(folder)
+    read, one = [], StoredDecoder._one
+    monkeypatch.setattr(StoredDecoder, "_one", lambda *given: read.append(given[1]) or one(*given))
+    got = models.token_bits(opened, tokens)
+    assert sorted(read) == ["embedding", "lm_head", "norm"]
+    np.testing.assert_allclose(got, models.token_bits(loaded, tokens), atol=1e-3)
 
 
 def test_a_checkpoint_that_changes_meanwhile_is_refused(folder, tokens, tmp_path):

@@ -1,15 +1,11 @@
-"""The command `turbojax lora`: its options, and what it shows; `turbojax.finetune` trains."""
+"""The command `turbojax lora`: its options; `turbojax.finetune` trains."""
 
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from turbojax import _interrupt
-from turbojax.app import options, programs, terminal
-from turbojax.app.train import kept
+from turbojax.app import options, programs, terminal, training_progress
 
 
 def lora(
@@ -97,7 +93,7 @@ def lora(
         targets = tuple(target) if target else None
         adapters = models.init_adapters(decoder, rank=rank, alpha=alpha, targets=targets, seed=seed)
         typer.echo(f"{corpus.stream.size:,} tokens; {adapters.num_parameters:,} numbers to train")
-        with _progress_bar() as bar:
+        with training_progress.progress_bar("token") as bar:
             finetune.fine_tune_adapters(
                 out,
                 decoder,
@@ -107,46 +103,6 @@ def lora(
                 gradient=cast(Any, gradient),
                 rhythm=rhythm,
                 base_model=model,
-                report=_Display(bar, steps, out),
+                report=training_progress.Display(bar, steps, out, "token"),
             )
     typer.echo(f"wrote {out / finetune.ADAPTERS_NAME}")
-
-
-class _Display:
-    """Shows records as a bar and as lines, and sets what an interrupted run says."""
-
-    def __init__(self, bar: Progress, steps: int, out: Path) -> None:
-        self._bar, self._out = bar, out
-        self._task = bar.add_task("compiling", total=steps, bits="-")
-
-    def __call__(self, row: dict[str, Any]) -> None:
-        from turbojax import finetune
-
-        _interrupt.say(lambda: kept(self._out, finetune.last_checkpoint(self._out)))
-        step = row["step"]
-        if row.get("resumed"):
-            self._bar.console.print(f"resuming at step {step}")
-        if "held_out_bits_per_token" in row:
-            bits = row["held_out_bits_per_token"]
-            self._bar.console.print(f"step {step:6d}  held out {bits:.4f} bits/token")
-        if "bits_per_token" not in row:
-            self._bar.update(self._task, completed=step)
-            return
-        self._bar.console.print(
-            f"step {step:6d}  {row['bits_per_token']:.4f} bits/token  "
-            f"rate {row['learning_rate']:.2e}  norm {row['grad_norm']:.2f}  "
-            f"{row['tokens_per_second']:,} tokens/s"
-        )
-        bits = f"{row['bits_per_token']:.3f}"
-        self._bar.update(self._task, completed=step, bits=bits, description="training")
-
-
-def _progress_bar() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[bits]} bits/token"),
-        TimeRemainingColumn(),
-        console=Console(stderr=True, soft_wrap=True),
-    )

@@ -1,14 +1,11 @@
-"""The command `turbojax train`: its options, and what it shows; `turbojax.finetune` trains."""
+"""The command `turbojax train`: its options; `turbojax.finetune` trains."""
 
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from turbojax import _interrupt
-from turbojax.app import options, programs, terminal
+from turbojax.app import options, programs, terminal, training_progress
 
 
 def train(
@@ -131,7 +128,7 @@ def train(
         start = models.load_transformer(model)
         _check_memory(start.config, settings)
         typer.echo(f"{corpus.stream.size:,} bytes of text; {start.config.num_parameters:,} weights")
-        with _progress_bar() as bar:
+        with training_progress.progress_bar("byte") as bar:
             log = finetune.fine_tune(
                 out,
                 start,
@@ -141,7 +138,7 @@ def train(
                 remat=remat,
                 rhythm=rhythm,
                 source=model,
-                report=_Display(bar, steps, out),
+                report=training_progress.Display(bar, steps, out, "byte"),
             )
         if plot is not None:
             finetune.save_plot([log], plot)
@@ -172,43 +169,6 @@ def _check_memory(config: Any, settings: Any) -> None:
     )
 
 
-def kept(out: Path, step: int | None) -> str:
-    """What an interrupted run leaves behind."""
-    if step is None:
-        return "no checkpoint was written yet; the same command begins anew"
-    return f"the checkpoint of step {step} is in {out}; the same command goes on from there"
-
-
-class _Display:
-    """Shows records as a bar and as lines, and sets what an interrupted run says."""
-
-    def __init__(self, bar: Progress, steps: int, out: Path) -> None:
-        self._bar, self._out = bar, out
-        self._task = bar.add_task("compiling", total=steps, bits="-")
-
-    def __call__(self, row: dict[str, Any]) -> None:
-        from turbojax import finetune
-
-        # Not before: only a run that has come to its steps is known to be the one in the folder.
-        _interrupt.say(lambda: kept(self._out, finetune.last_checkpoint(self._out)))
-        step = row["step"]
-        if row.get("resumed"):
-            self._bar.console.print(f"resuming at step {step}")
-        if "held_out_bits_per_byte" in row:
-            bits = row["held_out_bits_per_byte"]
-            self._bar.console.print(f"step {step:6d}  held out {bits:.4f} bits/byte")
-        if "bits_per_byte" in row:
-            self._bar.console.print(
-                f"step {step:6d}  {row['bits_per_byte']:.4f} bits/byte  "
-                f"rate {row['learning_rate']:.2e}  norm {row['grad_norm']:.2f}  "
-                f"density {row['density']:.3f}  {row['tokens_per_second']:,} tokens/s"
-            )
-            bits = f"{row['bits_per_byte']:.3f}"
-            self._bar.update(self._task, completed=step, bits=bits, description="training")
-        else:
-            self._bar.update(self._task, completed=step)
-
-
 def _pooled(
     attention: str,
     policy: str | None,
@@ -233,14 +193,3 @@ def _pooled(
             "policy, window, block size and implementation are for --attention pooled, not dense"
         )
     return None
-
-
-def _progress_bar() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[bits]} bits/byte"),
-        TimeRemainingColumn(),
-        console=Console(stderr=True, soft_wrap=True),
-    )

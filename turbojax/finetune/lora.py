@@ -2,18 +2,15 @@
 
 import functools
 import math
-import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax  # type: ignore[import-untyped]
-import orbax.checkpoint as ocp
 
-from turbojax.finetune import order
-from turbojax.finetune.checkpoint import restore_tree, save_tree
-from turbojax.finetune.optimizer import default_promotion
+from turbojax.finetune.base import BaseTrainer, updated, windows
 from turbojax.finetune.settings import Settings
 from turbojax.finetune.trainer import dense_attention
 from turbojax.models import Attend
@@ -42,15 +39,16 @@ def token_losses(
     return optax.softmax_cross_entropy_with_integer_labels(decoder.logits(hidden), tokens[:, 1:])
 
 
-class LoraTrainer:
+class LoraTrainer(BaseTrainer[Adapters]):
     """Adapters, optimizer and their jitted step; the decoder's weights stay what they are.
+
+    `run_step` returns `bits`, per token of the batch, and `grad_norm`.
 
     Attributes:
       settings: see `Settings`.
       decoder: the frozen model.
-      adapters: float32, as they are after the last step.
       opt_state: the optimizer's state.
-      step: steps done; the data of a step are a function of it.
+      step: steps done, see `BaseTrainer`.
       compile_seconds: what compiling the step took, 0 before that.
     """
 
@@ -99,72 +97,31 @@ class LoraTrainer:
             raise ValueError(f"token {largest} must be below {decoder.config.vocab_size}")
         if stream.min(initial=0) < 0:
             raise ValueError(f"token {stream.min()} must not be negative")
-        self.settings, self.decoder = settings, for_length(decoder, settings.context)
-        self._num_tokens = stream.size
-        self._starts(0)
-        # A copy: the step donates them.
-        self.adapters = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), adapters)
-        with default_promotion():
-            self.opt_state = settings.optimizer().init(self.adapters)
-        self.step = 0
-        self.compile_seconds = 0.0
-        self._stream = jnp.asarray(stream)
+        self.decoder = for_length(decoder, settings.context)
+        super().__init__(adapters, settings, stream)
         self._gradient: Gradient = gradient
         self._attend = attend
-        self._compiled: Any = None
 
-    def run_step(self) -> dict[str, jax.Array]:
-        """Does one optimizer step; returns before the device is done.
+    @property
+    def adapters(self) -> Adapters:
+        """Float32, as they are after the last step."""
+        return self._trained
 
-        Returns:
-          Scalars on the device: `bits`, per token of the batch, and `grad_norm`.
-        """
-        self.compile()
-        starts = jnp.asarray(self._starts(self.step))
-        self.adapters, self.opt_state, metrics = self._compiled(
-            self.adapters, self.opt_state, self.decoder, self._stream, starts
-        )
-        self.step += 1
-        return metrics
-
-    def compile(self) -> None:
-        """Compiles the step, if that is not done yet; `compile_seconds` says how long it took."""
-        if self._compiled is not None:
-            return
-        begun = time.perf_counter()
-        step = functools.partial(
-            _train_step, gradient=self._gradient, attend=self._attend, settings=self.settings
-        )
-        starts = jnp.asarray(self._starts(0))
-        given = self.adapters, self.opt_state, self.decoder, self._stream, starts
-        self._compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*given).compile()
-        self.compile_seconds = time.perf_counter() - begun
+    @adapters.setter
+    def adapters(self, adapters: Adapters) -> None:
+        self._trained = adapters
 
     def model(self) -> QuantizedDecoder:
         """The decoder with the adapters as they are now."""
         return with_adapters(self.decoder, jax.tree.map(jnp.copy, self.adapters))
 
-    def save(self, manager: ocp.CheckpointManager) -> None:
-        """Writes adapters, optimizer state and step, in the background."""
-        save_tree(manager, self.step, (self.adapters, self.opt_state))
-
-    def restore(self, manager: ocp.CheckpointManager) -> bool:
-        """Takes up the latest checkpoint; False if there is none."""
-        found = restore_tree(manager, (self.adapters, self.opt_state))
-        if found is None:
-            return False
-        self.step, (self.adapters, self.opt_state) = found
-        return True
-
-    def _starts(self, step: int) -> np.ndarray:
-        """Where the windows of a step begin, int32 ``[batch_size]``."""
-        size = self.settings.batch_size
-        return order.window_starts(
-            step * size + np.arange(size),
-            num_bytes=self._num_tokens,
-            context=self.settings.context,
-            seed=self.settings.seed,
+    def _make_step(self) -> Callable[..., tuple[Adapters, Any, dict[str, jax.Array]]]:
+        return functools.partial(
+            _train_step, gradient=self._gradient, attend=self._attend, settings=self.settings
         )
+
+    def _frozen(self) -> tuple[QuantizedDecoder]:
+        return (self.decoder,)
 
 
 def _train_step(
@@ -179,16 +136,13 @@ def _train_step(
     settings: Settings,
 ) -> tuple[Adapters, Any, dict[str, jax.Array]]:
     """One optimizer step on the windows that begin at `starts`."""
-    indices = starts[:, None] + jnp.arange(settings.context + 1, dtype=jnp.int32)[None, :]
-    tokens = stream[indices].astype(jnp.int32)
+    tokens = windows(stream, starts, settings.context)
 
     def loss(adapters: Adapters) -> jax.Array:
         model = with_adapters(decoder, adapters, gradient=gradient)
         return jnp.mean(token_losses(model, tokens, attend=attend))
 
     value, grads = jax.value_and_grad(loss)(adapters)
-    with default_promotion():
-        updates, opt_state = settings.optimizer().update(grads, opt_state, adapters)
-        adapters = optax.apply_updates(adapters, updates)
+    adapters, opt_state = updated(adapters, opt_state, grads, settings)
     metrics = {"bits": value / math.log(2.0), "grad_norm": optax.tree.norm(grads)}
     return adapters, opt_state, metrics

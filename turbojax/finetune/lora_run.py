@@ -1,10 +1,6 @@
 """A run that trains adapters, from start or checkpoint to the folder of adapters, and its log."""
 
 import dataclasses
-import hashlib
-import json
-import math
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +13,15 @@ from turbojax._environment import environment
 from turbojax.finetune import documents
 from turbojax.finetune.checkpoint import checkpoint_manager
 from turbojax.finetune.lora import LoraTrainer
-from turbojax.finetune.run import CHECKPOINTS_NAME, LOG_NAME, Log, Report, Rhythm
+from turbojax.finetune.run import (
+    CHECKPOINTS_NAME,
+    LOG_NAME,
+    Log,
+    Report,
+    Rhythm,
+    run_interval,
+    sha256,
+)
 from turbojax.finetune.settings import Settings
 from turbojax.models.lora import Adapters
 from turbojax.models.quantized import QuantizedDecoder
@@ -120,7 +124,7 @@ def fine_tune_adapters(
                 log.content["evaluations"] = []
                 _evaluate(trainer, windows, log, report)
             while trainer.step < settings.steps:
-                _run_interval(trainer, log, rhythm, report)
+                run_interval(trainer, log, rhythm, report, metric="bits", name="bits_per_token")
                 is_last = trainer.step == settings.steps
                 every = rhythm.evaluate_every
                 if is_last or (every and trainer.step % every == 0):
@@ -155,31 +159,6 @@ def _evaluate(trainer: LoraTrainer, windows: np.ndarray, log: Log, report: Repor
     report(row)
 
 
-def _run_interval(trainer: LoraTrainer, log: Log, rhythm: Rhythm, report: Report) -> None:
-    """Does the steps up to the next stop and logs them."""
-    trainer.compile()
-    log.content["compile_seconds"] = round(trainer.compile_seconds, 2)
-    settings, first = trainer.settings, trainer.step
-    stop = rhythm.next_stop(first, settings.steps)
-    begun = time.perf_counter()
-    metrics = [trainer.run_step() for _ in range(stop - first)]
-    losses = [float(row["bits"]) for row in metrics]
-    seconds = time.perf_counter() - begun
-    if not all(map(math.isfinite, losses)):
-        raise FloatingPointError(f"the loss is not finite between steps {first} and {stop}")
-    log.content["losses"] += [round(loss, 6) for loss in losses]
-    record = {
-        "step": stop,
-        "bits_per_token": round(float(np.mean(losses)), 5),
-        "grad_norm": round(float(metrics[-1]["grad_norm"]), 4),
-        "learning_rate": float(settings.schedule()(stop - 1)),
-        "tokens_per_second": round((stop - first) * settings.tokens_per_step / seconds),
-        "seconds": round(log.seconds + seconds, 4),
-    }
-    log.content["records"].append(record)
-    report(record)
-
-
 def _describe(
     trainer: LoraTrainer,
     corpus: TokenCorpus,
@@ -188,28 +167,22 @@ def _describe(
     base_model: str | None,
 ) -> dict[str, Any]:
     """Facts about the run; those that decide its figures under "identity"."""
-    facts = {
+    return {
         "identity": {
             "settings": dataclasses.asdict(trainer.settings),
             "gradient": gradient,
             "targets": list(trainer.adapters.targets),
             "scale": trainer.adapters.scale,
-            "start_sha256": _sha256(*jax.tree.leaves(trainer.adapters)),
-            "model_sha256": _sha256(*jax.tree.leaves(trainer.decoder)),
-            "stream_sha256": _sha256(corpus.stream),
-            "held_out_sha256": _sha256(windows),
+            "start_sha256": _digest(*jax.tree.leaves(trainer.adapters)),
+            "model_sha256": _digest(*jax.tree.leaves(trainer.decoder)),
+            "stream_sha256": _digest(corpus.stream),
+            "held_out_sha256": _digest(windows),
         },
         "source": base_model,
         "parameters": trainer.adapters.num_parameters,
         "environment": environment(),
     }
-    # As it will be read back: tuples are lists there.
-    plain: dict[str, Any] = json.loads(json.dumps(facts))
-    return plain
 
 
-def _sha256(*arrays: Any) -> str:
-    digest = hashlib.sha256()
-    for array in arrays:
-        digest.update(np.asarray(array).tobytes())
-    return digest.hexdigest()
+def _digest(*arrays: Any) -> str:
+    return sha256(np.asarray(array).tobytes() for array in arrays)

@@ -16,6 +16,7 @@ from turbojax import _writing
 from turbojax._environment import environment
 from turbojax._json import shown
 from turbojax.finetune._log import read_content
+from turbojax.finetune.base import BaseTrainer
 from turbojax.finetune.checkpoint import checkpoint_manager, last_step
 from turbojax.finetune.data import Corpus
 from turbojax.finetune.evaluate import bits_per_byte
@@ -134,7 +135,7 @@ def _fine_tune(
             log.content["evaluations"] = []
             _evaluate(trainer, held_out, log, report)
         while trainer.step < settings.steps:
-            _run_interval(trainer, log, rhythm, report)
+            run_interval(trainer, log, rhythm, report, metric="bits_per_byte", name="bits_per_byte")
             if rhythm.evaluate_every and trainer.step % rhythm.evaluate_every == 0:
                 _evaluate(trainer, held_out, log, report)
             if trainer.step % rhythm.save_every == 0 or trainer.step == settings.steps:
@@ -169,6 +170,8 @@ class Log:
 
     def __init__(self, path: Path, header: dict[str, Any]) -> None:
         self._path = path
+        # As it will be read back: tuples are lists there.
+        header = json.loads(json.dumps(header))
         old = read_content(path) if path.exists() else {}
         if old and (other := _differences(old["identity"], header["identity"])):
             raise ValueError(
@@ -225,24 +228,47 @@ def held_out_bits(trainer: Trainer, held_out: bytes, attend: Attend) -> float:
     return scores["all"]
 
 
-def _run_interval(trainer: Trainer, log: Log, rhythm: Rhythm, report: Report) -> None:
-    """Does the steps up to the next stop and logs them."""
+def run_interval(
+    trainer: BaseTrainer[Any],
+    log: Log,
+    rhythm: Rhythm,
+    report: Report,
+    *,
+    metric: str,
+    name: str,
+) -> None:
+    """Does the steps up to the next stop and logs them.
+
+    Args:
+      trainer: whose steps.
+      log: gets a record.
+      rhythm: says when the next stop is.
+      report: gets the record, too.
+      metric: what the trainer's steps call their bits.
+      name: what the record calls their mean.
+
+    Raises:
+      FloatingPointError: if the loss is not finite.
+    """
     trainer.compile()
     log.content["compile_seconds"] = round(trainer.compile_seconds, 2)
     settings, first = trainer.settings, trainer.step
     stop = rhythm.next_stop(first, settings.steps)
     begun = time.perf_counter()
     metrics = [trainer.run_step() for _ in range(stop - first)]
-    losses = [float(row["bits_per_byte"]) for row in metrics]
+    losses = [float(row[metric]) for row in metrics]
     seconds = time.perf_counter() - begun
     if not np.isfinite(losses).all():
         raise FloatingPointError(f"the loss is not finite between steps {first} and {stop}")
     log.content["losses"] += [round(loss, 6) for loss in losses]
     record = {
         "step": stop,
-        "bits_per_byte": round(float(np.mean(losses)), 5),
+        name: round(float(np.mean(losses)), 5),
         "grad_norm": round(float(metrics[-1]["grad_norm"]), 4),
-        "density": round(float(np.mean([float(row["density"]) for row in metrics])), 5),
+    }
+    if "density" in metrics[-1]:
+        record["density"] = round(float(np.mean([float(row["density"]) for row in metrics])), 5)
+    record |= {
         "learning_rate": float(settings.schedule()(stop - 1)),
         "tokens_per_second": round((stop - first) * settings.tokens_per_step / seconds),
         "seconds": round(log.seconds + seconds, 4),
@@ -270,16 +296,16 @@ def _describe(
     """Facts about run, machine and versions; those that decide the figures under "identity"."""
     config = trainer.config
     attention = {"kind": "dense"} if pooled is None else {"kind": "pooled", **pooled.describe()}
-    facts: dict[str, Any] = {
+    return {
         "identity": {
             "settings": dataclasses.asdict(trainer.settings),
             "attention": attention,
             "model": {**dataclasses.asdict(config), "parameters": config.num_parameters},
-            "start_sha256": _sha256(
+            "start_sha256": sha256(
                 np.asarray(x).tobytes() for x in jax.tree.leaves(trainer.params)
             ),
-            "stream_sha256": _sha256([corpus.stream.tobytes()]),
-            "held_out_sha256": _sha256([held_out]),
+            "stream_sha256": sha256([corpus.stream.tobytes()]),
+            "held_out_sha256": sha256([held_out]),
         },
         "source": source,
         "data": {
@@ -295,12 +321,10 @@ def _describe(
             },
         },
     }
-    # As it will be read back: tuples are lists there.
-    plain: dict[str, Any] = json.loads(json.dumps(facts))
-    return plain
 
 
-def _sha256(parts: Iterable[bytes]) -> str:
+def sha256(parts: Iterable[bytes]) -> str:
+    """In hexadecimal digits, of these bytes one after the other."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)

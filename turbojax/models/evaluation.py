@@ -118,7 +118,9 @@ def _layer_by_layer(
         text.apply(params, _ATTEND[cache])
         if progress is not None:
             progress(scored * (i + 1) // layers - scored * i // layers)
-    norm, head = model.norm, model.embedding if model.lm_head is None else model.lm_head
+    # Asked once: a `StoredDecoder` reads what it is asked for.
+    norm, head = model.norm, model.embedding if model.config.tie_embeddings else model.lm_head
+    assert head is not None
     bits = []
     for i, hidden in enumerate(text.hidden):
         targets = jnp.asarray(tokens[i * batch_size : (i + 1) * batch_size, 1:])

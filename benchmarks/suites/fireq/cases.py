@@ -190,7 +190,7 @@ def _int4_layer(sizes: tuple[int, int, int], implementation: str, arrays: Arrays
 
 
 def quantize(
-    tokens: int, size: int, *, with_norm: bool, implementations: tuple[str, ...] = ("triton",)
+    tokens: int, size: int, *, with_norm: bool, implementations: tuple[str, ...] = KERNELS
 ) -> Group:
     """Activations to e4m3, with RMSNorm before it or not."""
     cases = tuple(

@@ -4,10 +4,10 @@ import functools
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from turbojax._device import multiprocessors, unindexable
 from turbojax.ops.int4_matmul import mosaic_gpu
+from turbojax.ops.int4_matmul.mosaic_operands import padded, tables_of
 from turbojax.ops.int4_matmul.static import Activation
 from turbojax.quantizers import Fp8Tokens, Int4Weight
 
@@ -119,13 +119,11 @@ def _matmul(
         swizzle=64 if weight.gated else 128,
     )
     settings = grouped.Settings(epilogue=epilogue, programs=multiprocessors(), **launch._asdict())
-    inputs = tokens.codes.shape[1]
-    x = jnp.pad(tokens.codes, ((0, 0), (0, weight.padded_shape[1] - inputs)))
     out = grouped.grouped_matmul(
         weight.codes,
         weight.scales,
-        mosaic_gpu.tables_of(weight),
-        x,
+        tables_of(weight),
+        padded(tokens.codes, (tokens.codes.shape[0], weight.padded_shape[1])),
         tokens.scale,
         weight.output_scale,
         bias,

@@ -86,16 +86,13 @@ def _matmul(
 ) -> jax.Array:
     from pallas_kernels.triton import grouped_matmul
 
-    scales = weight.scales
-    if weight.scale_dtype == "e4m3":
-        scales = jax.lax.bitcast_convert_type(scales, jnp.uint8)
     count = tokens.codes.shape[0]
     tiles = cut(group_sizes, count, launch.tokens)
     start = jnp.where(tiles.is_valid, 0.0, jnp.nan).astype(tokens.dtype)
     return grouped_matmul.matmul(
         triton.operand(tokens.codes, weight.padded_shape[1], 1),
         weight.codes,
-        scales,
+        triton.scales_of(weight),
         tokens.scale,
         weight.output_scale,
         bias,

@@ -5,19 +5,19 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from turbojax._device import multiprocessors, needs_hopper
 from turbojax.ops.fp8_tokens import quantize_activation
 from turbojax.ops.int4_matmul import few_mosaic, reference, w4a16_mosaic
+from turbojax.ops.int4_matmul.mosaic_operands import padded, padded_tokens, tables_of
 from turbojax.ops.int4_matmul.static import Activation
-from turbojax.quantizers import E4M3_MAX, Fp8Tokens, Int4Weight
+from turbojax.quantizers import Fp8Tokens, Int4Weight
 
 _DTYPES = (jnp.bfloat16, jnp.float16)
 _GROUP = 128
-# Outputs of a tile; tokens that a tile may have; tokens that copies of more than these come in.
-_TILE, _TOKENS, _COPY = 128, (8, 16, 32, 64, 128, 256), 8
+# Outputs of a tile; tokens that a tile may have.
+_TILE, _TOKENS = 128, (8, 16, 32, 64, 128, 256)
 # With so few tokens memory bandwidth is the limit, and twice as many warpgroups convert.
 _FEW = 64
 # Largest number of tokens in a tile with sums in two levels, which take twice the registers.
@@ -166,7 +166,6 @@ def _matmul(
     from pallas_kernels.mosaic.hopper.matmul import int4_many
 
     rows, width = tokens.codes.shape[0], weight.result_size
-    size = rows if rows <= _COPY else -(-rows // _COPY) * _COPY
     is_shared = launch.parts > 1
     epilogue = int4_matmul.Epilogue(
         activation=None if is_shared else activation,
@@ -185,9 +184,7 @@ def _matmul(
         is_two_level=launch.tokens <= _TWO_LEVELS,
         programs=multiprocessors(),
     )
-    x = _padded(tokens.codes, (size, weight.padded_shape[1]))
-    # Under `vmap` its rows are copied too, whose strides must be multiples of 16 bytes.
-    scale = _padded(tokens.scale, (-(-size // _COPY) * _COPY,))
+    x, scale = padded_tokens(tokens, weight.padded_shape[1])
     vectors = (x, scale, weight.output_scale)
     tables = tables_of(weight)
     stored = weight.padded_shape[0]
@@ -195,7 +192,7 @@ def _matmul(
     if is_shared:
         rest: tuple[Any, Any] = (None, None)
     else:
-        rest = (bias, None if residual is None else _padded(residual, (size, columns)))
+        rest = (bias, None if residual is None else padded(residual, (x.shape[0], columns)))
     if launch.expands and tables is not None:
         # Not before there are tokens: XLA would expand all layers' weights first, and keep them.
         codes, x = lax.optimization_barrier((weight.codes, x))
@@ -224,24 +221,3 @@ def _columns(results: int, width: int) -> int:
     in which the other warpgroup's columns, past the last, would be those of the next row.
     """
     return max(results, 2 * width)
-
-
-def _padded(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """`x` with zeros behind it."""
-    if x.shape == shape:
-        return x
-    return jnp.pad(x, [(0, new - old) for old, new in zip(x.shape, shape, strict=True)])
-
-
-def tables_of(weight: Int4Weight) -> jax.Array | None:
-    """Products of scales and codes, for weights whose scales are e4m3."""
-    return jnp.asarray(_tables()) if weight.scale_dtype == "e4m3" else None
-
-
-@functools.cache
-def _tables() -> np.ndarray:
-    """uint8 ``[128, 16]``: of each e4m3 scale, by its bits, its products with 0..7, -8..-1."""
-    scales = np.arange(128, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
-    codes = np.array([*range(8), *range(-8, 0)], np.float32)
-    products = np.clip(scales[:, None] * codes, -E4M3_MAX, E4M3_MAX)
-    return products.astype(jnp.float8_e4m3fn).view(np.uint8)

@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 
 from turbojax._device import multiprocessors
-from turbojax.ops.int4_matmul import mosaic_gpu
+from turbojax.ops.int4_matmul.mosaic_operands import padded_tokens, tables
 from turbojax.quantizers import Fp8Tokens, Int4Weight
 from turbojax.quantizers.int4 import in_blocks
 
 if TYPE_CHECKING:
     from pallas_kernels.mosaic.hopper.matmul.fp8 import Epilogue
 
-# Outputs of a tile; tokens that it may have; tokens that copies of more than these come in.
-_TILE, _TOKENS, _COPY = 128, (8, 16, 32, 64, 128, 256), 8
+# Outputs of a tile; tokens that it may have.
+_TILE, _TOKENS = 128, (8, 16, 32, 64, 128, 256)
 # Tokens up to which programs share a tile, and groups of rows that are worth one.
 _SHARED, _FEWEST_GROUPS = 256, 8
 _GROUP, _MOST_STAGES, _SHARED_BYTES = 128, 12, 227 * 1024
@@ -71,9 +71,9 @@ def _transposed(tokens: Fp8Tokens, weight: Int4Weight, *, launch: Launch) -> jax
     from pallas_kernels.mosaic.hopper.matmul.expand_transposed import int4_expand_transposed
 
     rows, programs = tokens.codes.shape[0], multiprocessors()
-    size = rows if rows <= _COPY else -(-rows // _COPY) * _COPY
-    tables = jnp.asarray(mosaic_gpu._tables())
-    values = int4_expand_transposed(weight.codes, weight.scales, tables, programs=programs)
+    values = int4_expand_transposed(
+        weight.codes, weight.scales, jnp.asarray(tables()), programs=programs
+    )
     inputs, outputs = values.shape
     settings = fp8_matmul.Settings(
         epilogue=_epilogue(str(tokens.dtype), launch.tokens),
@@ -85,8 +85,7 @@ def _transposed(tokens: Fp8Tokens, weight: Int4Weight, *, launch: Launch) -> jax
     )
     out = fp8_matmul.fp8_matmul(
         values,
-        mosaic_gpu._padded(tokens.codes, (size, outputs)),
-        mosaic_gpu._padded(tokens.scale, (-(-size // _COPY) * _COPY,)),
+        *padded_tokens(tokens, outputs),
         jnp.ones(inputs, jnp.float32),
         None,
         None,

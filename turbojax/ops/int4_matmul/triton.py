@@ -136,9 +136,6 @@ def _matmul(
 ) -> jax.Array:
     from pallas_kernels.triton import int4_matmul
 
-    scales = weight.scales
-    if weight.scale_dtype == "e4m3":
-        scales = jax.lax.bitcast_convert_type(scales, jnp.uint8)
     if isinstance(tokens, Fp8Tokens):
         x, scale = tokens.codes.astype(jnp.float16), tokens.scale
     else:
@@ -146,7 +143,7 @@ def _matmul(
     return int4_matmul.matmul(
         operand(x, weight.padded_shape[1], launch.tokens),
         weight.codes,
-        scales,
+        scales_of(weight),
         weight.zeros,
         scale,
         weight.output_scale,
@@ -156,6 +153,13 @@ def _matmul(
         dtype=tokens.dtype,
         settings=launch,
     )
+
+
+def scales_of(weight: Int4Weight) -> jax.Array:
+    """Scales as the kernel reads them: those in e4m3 as bytes."""
+    if weight.scale_dtype != "e4m3":
+        return weight.scales
+    return jax.lax.bitcast_convert_type(weight.scales, jnp.uint8)
 
 
 def operand(x: jax.Array, size: int, multiple: int) -> jax.Array:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from turbojax._device import multiprocessors
 from turbojax.ops.int4_matmul import reference
+from turbojax.ops.int4_matmul.mosaic_operands import padded
 from turbojax.ops.int4_matmul.static import Activation
 from turbojax.quantizers import Int4Weight
 from turbojax.quantizers.int4_layout import OUT_MULTIPLE
@@ -126,10 +127,10 @@ def _few(
         weight.codes,
         weight.scales,
         weight.zeros,
-        _padded(x, (x.shape[0], inputs)),
+        padded(x, (x.shape[0], inputs)),
         weight.output_scale,
         bias,
-        None if residual is None else _padded(residual, (x.shape[0], columns)),
+        None if residual is None else padded(residual, (x.shape[0], columns)),
         settings=w4a16_few.Settings(*launch, epilogue),
     )
     return out[:, : weight.result_size]
@@ -163,12 +164,12 @@ def _many(
     columns = max(columns, settings.columns)
     rest: tuple[Any, Any] = (None, None)
     if not is_shared:
-        rest = bias, None if residual is None else _padded(residual, (size, columns))
+        rest = bias, None if residual is None else padded(residual, (size, columns))
     out = w4a16.w4a16(
         weight.codes,
         weight.scales,
         weight.zeros,
-        _padded(x, (size, inputs)),
+        padded(x, (size, inputs)),
         weight.output_scale,
         *rest,
         columns=columns,
@@ -180,10 +181,3 @@ def _many(
     unit = jnp.ones((tokens,), jnp.float32)
     out = reference.epilogue(sums, unit, weight, bias, residual, activation=activation)
     return out.astype(x.dtype)
-
-
-def _padded(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """`x` with zeros behind it."""
-    if x.shape == shape:
-        return x
-    return jnp.pad(x, [(0, new - old) for old, new in zip(x.shape, shape, strict=True)])
