@@ -405,6 +405,15 @@ class TestComparison:
         with pytest.raises(ValueError, match="stream_sha256 of the runs must be the same"):
             finetune.compare(log_of([4.0], 1.0), other)
 
+    def test_a_field_that_models_got_later_does_not_matter(self):
+        old, new = log_of([4.0], 1.0), log_of([4.0], 1.0)
+        old["identity"]["model"] = {"vocab_size": 256}
+        new["identity"]["model"] = {"vocab_size": 256, "experts": None}
+        finetune.compare(old, new)
+        new["identity"]["model"]["experts"] = {"count": 8}
+        with pytest.raises(ValueError, match="model of the runs must be the same"):
+            finetune.compare(old, new)
+
     def test_no_log(self, tmp_path):
         with pytest.raises(FileNotFoundError):
             comparison.read_log(tmp_path)

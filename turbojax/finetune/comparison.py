@@ -68,7 +68,7 @@ def compare(first: Log, second: Log, *, width: int = 20) -> dict[str, Any]:
     if width < 1:
         raise ValueError(f"{width=} must be at least 1")
     for name in _SAME:
-        one, two = first["identity"].get(name), second["identity"].get(name)
+        one, two = (_known(log["identity"].get(name)) for log in (first, second))
         if one != two:
             raise ValueError(f"{name} of the runs must be the same: {one} and {two}")
     steps = min(len(first["losses"]), len(second["losses"]))
@@ -89,6 +89,13 @@ def compare(first: Log, second: Log, *, width: int = 20) -> dict[str, Any]:
         "speedup": round(seconds[0] / seconds[1], 3),
     }
     return {"comparison": comparison, "runs": [dict(first), dict(second)]}
+
+
+def _known(value: Any) -> Any:
+    """An identity without fields that are None, which older logs may not have."""
+    if isinstance(value, Mapping):
+        return {name: item for name, item in value.items() if item is not None}
+    return value
 
 
 def seconds_at(log: Log) -> np.ndarray:

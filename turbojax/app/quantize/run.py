@@ -140,12 +140,12 @@ def run(settings: QuantizeSettings, progress: Progress | None = None) -> Quantiz
     tables = (1 if config.tie_embeddings else 2) * config.vocab_size * config.hidden_size
     layers = config.num_parameters - tables
     startup.check_memory(
-        # Four bits of a number at least, and one layer in float32.
+        # Four bits of a number at least, and one layer in float32, of which folding makes copies.
         {
             "quantized weights": layers // 2 + tables // 2,
-            "a layer": 4 * layers // config.num_layers,
+            "three times a layer": 3 * 4 * layers // config.num_layers,
         },
-        "the quantized model must fit, and one layer that is not, which needs a larger machine",
+        "the quantized model must fit, and a layer that is not, three times: use a larger machine",
     )
     assert found.open is not None
     model = found.open()
