@@ -20,7 +20,7 @@ def _groups() -> list[Group]:
     size, llama3, llama2 = 4096, 14336, 11008
     groups = []
     for inner in (llama3, llama2):
-        for tokens in (16, 1, 64, 256, 1024, 2048, 4096):
+        for tokens in (16, 1, 64, 128, 256, 1024, 2048, 4096):
             both = tokens in (16, 1024)
             groups.append(fireq_cases.matmul(size, inner, tokens, with_bf16_scales=both))
     groups += [fireq_cases.matmul(llama3, size, tokens) for tokens in (16, 4096)]
