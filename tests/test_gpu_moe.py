@@ -1,6 +1,7 @@
-"""Models with experts on a GPU: floating point and INT4, as on the CPU."""
+"""Models with experts on a GPU: in floating point as on the CPU, in INT4 as XLA computes them."""
 
 import dataclasses
+import functools
 
 import jax
 import moe_helpers as moe
@@ -8,31 +9,44 @@ import numpy as np
 import pytest
 
 from turbojax import models, smoothing
+from turbojax.models import quantized_experts, quantized_layer
+from turbojax.ops.grouped_matmul import grouped_matmul
+from turbojax.ops.int4_matmul import matmul
 
 pytestmark = pytest.mark.gpu
 PLAIN = smoothing.Smoothing(cas=False, pts=False, rpn=False, crs=False)
 
 
-@pytest.mark.parametrize("kind", ["float", "quantized"])
-@pytest.mark.parametrize("length", [1, 40])
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe-mixed"])
-def test_logits_are_those_of_the_cpu(name, length, kind, tmp_path):
-    """Of tokens that go to all experts, so that no rounding chooses another one."""
-    config = moe.CONFIGS[name]
+@pytest.fixture(params=["mixtral", "qwen3-moe-mixed"])
+def folder(request, tmp_path):
+    """A model whose tokens go to all experts, so that no rounding chooses another one."""
+    config = moe.CONFIGS[request.param]
     every = dataclasses.replace(config.experts, per_token=config.experts.count)
-    folder = moe.write(dataclasses.replace(config, experts=every), tmp_path)
-    text = moe.tokens(2, length)
+    return moe.write(dataclasses.replace(config, experts=every), tmp_path)
 
+
+@pytest.mark.parametrize("length", [1, 40])
+def test_logits_are_those_of_the_cpu(folder, length):
     def found():
-        decoder = models.load_decoder(folder)
-        if kind == "quantized":
-            decoder = models.quantize_model(decoder, smoothing=PLAIN)
-        return moe.logits(decoder, text)
+        return moe.logits(models.load_decoder(folder), moe.tokens(2, length))
 
     with jax.default_matmul_precision("highest"):
         got = found()
         with jax.default_device(jax.devices("cpu")[0]):
             want = found()
-    # Activations are now and then rounded to another neighbour.
-    assert moe.relative(got, want) < (1e-3 if kind == "float" else 0.1)
     assert np.isfinite(got).all()
+    assert moe.relative(got, want) < 1e-3
+
+
+@pytest.mark.parametrize("length", [1, 40])
+def test_logits_of_int4_are_those_of_xla(folder, length, monkeypatch):
+    decoder = models.quantize_model(models.load_decoder(folder), smoothing=PLAIN)
+    text = moe.tokens(2, length)
+    got = moe.logits(decoder, text)
+    for module, function in ((quantized_layer, matmul), (quantized_experts, grouped_matmul)):
+        reference = functools.partial(function, implementation="xla")
+        monkeypatch.setattr(module, function.__name__, reference)
+    want = moe.logits(decoder, text)
+    assert np.isfinite(got).all()
+    # Activations are now and then rounded to another neighbour.
+    assert moe.relative(got, want) < 0.1
