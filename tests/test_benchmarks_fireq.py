@@ -303,15 +303,6 @@ def test_prose_agrees_with_the_results():
     share = ours["weight_bytes"] / dense["weight_bytes"]
     assert 0.3 < share < 0.4
     assert "with a third of the weights' memory" in text
-    memory = [
-        row[key] / 1e9 for row in (ours, dense) for key in ("weight_bytes", "temporary_bytes")
-    ]
-    assert (
-        "{:.1f} GB of weights and {:.1f} GB beside them, against {:.1f} and {:.1f} GB".format(
-            *memory
-        )
-        in text
-    )
     _, kernels = report.newest(readme.RESULTS, ("fireq",))
     rows = {row["name"]: row for row in kernels["rows"] if row["status"] == "ok"}
     for name, row in rows.items():
@@ -330,6 +321,52 @@ def test_prose_agrees_with_the_results():
         f"and from a `k8v4` cache {k8v4['us']:.0f}, {k8v4['speedup_over']['cudnn']:.2f} times; "
         f"Triton's kernels take {slow['us']:.0f} and {slower['us']:.0f}"
     ) in text
+
+
+def test_prose_agrees_with_the_compiled_programs():
+    """Kernels of a layer and temporary memory, in docs/benchmarks/int4.md."""
+    result = json.loads((readme.RESULTS / "programs_2026-11-25.json").read_text(encoding="utf-8"))
+
+    def found(rows):
+        counts = {(r["kind"], r["batch"]): r.get("kernels_of_a_layer") for r in rows}
+        bytes_ = {r["kind"]: r["temporary_bytes"] / 1e9 for r in rows if r["program"] == "prefill"}
+        return counts, bytes_
+
+    (now, memory), (before, more) = found(result["rows"]), found(result["rows_before"])
+    text = docs_text("benchmarks/int4.md")
+    for batch, name in ((1, "kernels of a layer, decoding 1 sequence"), (16, "16 sequences")):
+        assert f"{name} | {now['int4-kv4', batch]} | {now['bf16', batch]} |" in text
+    was = before["int4-kv4", 1], before["int4-kv4", 16]
+    assert "a layer took {} kernels for one sequence and {} for 16".format(*was) in text
+    assert f"| {memory['int4-kv4']:.2f} GB | {memory['bf16']:.2f} GB |" in text
+    assert f"temporary memory was {more['int4-kv4']:.2f} GB" in text
+
+
+def test_prose_agrees_with_the_tuning():
+    """Products of few tokens and of many in the table of docs/benchmarks/int4.md."""
+    path = readme.RESULTS / "weights_tuning_2026-11-25.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    few = [r for r in rows if r["call"] == 4 and r["subject"].startswith("1 to 64 tokens")]
+    # The others leave something out.
+    few = [r for r in few if r["module"] in ("few", None)]
+    many = [r for r in rows if r["call"] == 4 and r["subject"] == "129 tokens and more"]
+    lines = docs_text("benchmarks/int4.md").partition("over bf16, over e4m3 |")[2]
+    lines = lines.partition("Up to 64 tokens are faster")[0]
+
+    def best(what, n, k, m):
+        return min(
+            r["us"] for r in few if [r[x] for x in ("what", "n", "k", "m")] == [what, n, k, m]
+        )
+
+    for n, k, m in ((14336, 4096, 16), (14336, 4096, 64), (11008, 4096, 16), (4096, 14336, 16)):
+        bf16, e4m3, ours = (best(what, n, k, m) for what in ("bf16", "xla e4m3", "kernel"))
+        ratios = f"{bf16 / ours:.2f}x, {e4m3 / ours:.2f}x"
+        assert f"| {bf16:.1f} | {e4m3:.1f} | {ours:.1f} | {ratios} |" in lines
+    for tokens, outputs in ((256, 14336), (512, 14336), (256, 11008), (512, 11008), (1024, 11008)):
+        [us] = [r["us"] for r in many if (r["tokens"], r["outputs"]) == (tokens, outputs)]
+        ratio = f"{us['e4m3'] / us['final']:.2f}x"
+        assert f"| {us['e4m3']} | {us['final']} |" in lines
+        assert f", {ratio} |" in lines
 
 
 def test_prose_agrees_with_the_ablation():

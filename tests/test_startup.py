@@ -193,12 +193,12 @@ class TestMemory:
         _refused(
             _run("generate", "--random-weights", "llama-3-8b"), "16.1 GB of weights), and 1.0 GB"
         )
-        # The model is not loaded for it: a quarter of a model in bfloat16, and a layer of it.
+        # The model is not loaded for it: a quarter of one in bfloat16, and three times a layer.
         (tmp_path / "model.safetensors").write_bytes(b"")
         (tmp_path / "config.json").write_text(json.dumps(models.SHAPES["llama-3-8b"].to_hf()))
         _refused(
             _run("quantize", "--out", str(tmp_path / "x"), "--model", str(tmp_path)),
-            "at least 4.9 GB of memory (4.0 GB of quantized weights, 0.9 GB of a layer)",
+            "at least 6.6 GB of memory (4.0 GB of quantized weights, 2.6 GB of three times a layer",
         )
 
     @pytest.mark.parametrize(
