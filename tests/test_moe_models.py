@@ -304,6 +304,19 @@ def test_texts_continue_through_caches_as_in_one_pass(decoder, quantized, name, 
     np.testing.assert_array_equal(texts, logits(model, whole).argmax(-1)[:, 11:-1])
 
 
+@pytest.mark.parametrize("kind", ["float", "quantized"])
+def test_the_engine_serves_them(decoder, quantized, kind):
+    """Prompts of other lengths, side by side, and in chunks: the texts of `generate`."""
+    model = decoder(MIXED) if kind == "float" else quantized(MIXED)
+    prompts = [[int(x) for x in moe.tokens(1, count, count)[0]] for count in (12, 3)]
+    engine = models.Engine(model, num_pages=8, page_size=16, max_sequences=2, prefill_chunk=8)
+    numbers = [engine.add(models.Request(prompt, 5)) for prompt in prompts]
+    found = engine.run()
+    for number, prompt in zip(numbers, prompts, strict=True):
+        [want] = models.generate(model, np.array([prompt]), max_new_tokens=5, cache="exact")
+        assert found[number].tokens == tuple(int(x) for x in want)
+
+
 def test_random_decoders():
     for name in ("mixtral", MIXED):
         config, text = CONFIGS[name], moe.tokens(1, 6)
