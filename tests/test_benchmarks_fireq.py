@@ -16,6 +16,7 @@ from benchmarks.measuring import calls
 from benchmarks.measuring.work import Needs
 from benchmarks.suites.fireq import cases as fireq_cases
 from benchmarks.suites.fireq import inputs as fireq_inputs
+from benchmarks.suites.fireq import mixed
 from benchmarks.suites.fireq import model as fireq_model
 from benchmarks.suites.fireq import suite as fireq
 from benchmarks.suites.fireq import tables as fireq_tables
@@ -94,6 +95,26 @@ def test_bytes_and_operations_of_a_layer_and_of_a_model():
     # Both products of attention have two operations for every channel of every visible pair.
     attention = pairs * 4 * config.head_dim
     assert prefill.needs.operations == 2 * 2 * 24 * linear + attention
+
+
+def test_products_fit_the_tiles_of_the_kernel_of_int8():
+    """Of two warpgroups, side by side along the weight's rows; it refuses others."""
+    from jax.experimental.pallas.ops.gpu import hopper_mixed_type_matmul_mgpu as kernel
+
+    groups = [g for g in fireq.FIREQ.groups() if g.operation == fireq_tables.MATMUL]
+    for facts in (group.facts for group in groups):
+        tokens = max(16, facts["tokens"])
+        config = kernel.TuningConfig(**mixed._settings(kernel, tokens))
+        assert config.wg_dimension == kernel.MatmulDimension.M
+        assert facts["outputs"] % (2 * config.tile_m) == 0
+        assert facts["inputs"] % config.tile_k == tokens % config.tile_n == 0
+        assert config.tile_n % config.epi_tile_n == 0
+
+
+@pytest.mark.skipif(timing.on_gpu(), reason="about a machine without a GPU")
+def test_the_kernel_of_int8_is_refused_in_words():
+    with pytest.raises(NotImplementedError, match="compute capability"):
+        mixed.product((128, 128, 16), calls.Arrays())
 
 
 def test_methods_have_the_same_weights():

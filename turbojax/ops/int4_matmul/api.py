@@ -121,25 +121,16 @@ def matmul(
     if isinstance(flat, Fp8Tokens):
         call = refuse_gradients(run, "matmul of quantized tokens")
     else:
-        # The name is that of the product; every quantizer gives the same bits.
-        quantizer: ImplementationName | None = "xla" if implementation == "xla" else None
         quantize: Callable[[jax.Array], Fp8Tokens | jax.Array] = _as_it_is
         if is_rounded:
+            quantizer = _quantizer(implementation)
             quantize = functools.partial(quantize_activation, implementation=quantizer)
         rule: Callable[..., tuple[jax.Array, jax.Array]] = gradients.exact
         if gradient == "e4m3":
-            has_kernel = chosen.name == "mosaic_gpu" and not is_precise
-            rule = functools.partial(
-                gradients.rounded,
-                quantize=quantize,
-                run=functools.partial(_sums, implementation=implementation, is_precise=is_precise),
-                transposed=mosaic_gradient.transposed if has_kernel else reference.transposed,
-                quantizer=quantizer,
-            )
+            rule = _rounded_rule(chosen, implementation, quantize, is_precise=is_precise)
         if is_rounded and chosen.name == "mosaic_gpu":  # which rounds few tokens in its product
-            call = _differentiable(_as_it_is, functools.partial(run, rounds=True), rule, activation)
-        else:
-            call = _differentiable(quantize, run, rule, activation)
+            quantize, run = _as_it_is, functools.partial(run, rounds=True)
+        call = _differentiable(quantize, run, rule, activation)
     return call(flat, weight, bias, residual).reshape(*lead, weight.result_size)
 
 
@@ -288,8 +279,31 @@ def _run(
     return run(tokens, in_blocks(weight) if is_kernel else weight, *rest, **static)
 
 
+def _quantizer(implementation: ImplementationName | None) -> ImplementationName | None:
+    """What rounds tokens: the name is that of the product, and all of them give the same bits."""
+    return "xla" if implementation == "xla" else None
+
+
 def _as_it_is(x: jax.Array) -> jax.Array:
     return x
+
+
+def _rounded_rule(
+    chosen: Implementation,
+    implementation: ImplementationName | None,
+    quantize: Callable[[jax.Array], Fp8Tokens | jax.Array],
+    *,
+    is_precise: bool,
+) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """`gradients.rounded` beside a product of the `chosen` implementation."""
+    has_kernel = chosen.name == "mosaic_gpu" and not is_precise
+    return functools.partial(
+        gradients.rounded,
+        quantize=quantize,
+        run=functools.partial(_sums, implementation=implementation, is_precise=is_precise),
+        transposed=mosaic_gradient.transposed if has_kernel else reference.transposed,
+        quantizer=_quantizer(implementation),
+    )
 
 
 def _sums(

@@ -74,14 +74,13 @@ def default_launch(rows: int, weight: Int4Weight, *, rounds: bool = False) -> La
     if layout is None:
         return None
     cut, resident = layout
-    part = -(-groups // cut.parts)
     if rounds:
-        held = -(-part * _ROUNDED_RUNS // 32) * -(-rows // (4 * cut.warpgroups))
-        rounds = resident == part and held <= _MOST_HELD
+        from pallas_kernels.mosaic.hopper.matmul.rounding import Rounding
+
+        part = -(-groups // cut.parts)
+        rule = Rounding("bfloat16", rows, inputs, tokens, part, cut.parts, cut.warpgroups)
+        rounds = resident == part and rule.held <= _MOST_HELD
     return Launch(tokens, cut.warpgroups, cut.parts, _STAGES, resident, cut.splits, rounds)
-
-
-_ROUNDED_RUNS = _GROUP // 8
 
 
 class _Cut(NamedTuple):

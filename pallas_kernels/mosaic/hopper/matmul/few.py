@@ -115,12 +115,12 @@ def _program(a: Arrays, ids: list[Int], smem: Pointer, s: Settings) -> None:
 def _accumulate(a: Arrays, weights: Weights, smem: Pointer, s: Settings) -> list[Float]:
     """A warpgroup's sums over its tiles, in the order of `lane.start_product`."""
     zero = lane.integer(0)
-    together = s.resident // s.splits // s.run
+    together = s.resident // s.splits
 
     def step(i: Int, carry: list[Any], before: Int) -> list[Any]:
         *sums, slot, parity = carry
         taken = weights.take(i, slot, parity)
-        tokens = smem.at((i + before) * (s.run * s.token_bytes))
+        tokens = smem.at((i + before) * s.token_bytes)
         sums = _add(sums, taken, tokens, lambda: weights.refill(i, slot), s)
         is_last = slot.equals(s.stages - 1)
         return [*sums, is_last.where(0, slot + 1), is_last.where(parity ^ 1, parity)]
@@ -128,17 +128,17 @@ def _accumulate(a: Arrays, weights: Weights, smem: Pointer, s: Settings) -> list
     def round_of(first: Int, carry: list[Any]) -> list[Any]:
         lane.block_barrier()
         _load(a, weights.work, first, smem, s)
-        end = (first + together).minimum(weights.runs)
+        end = (first + together).minimum(weights.work.count)
         before = weights.work.split * together - first
         return lane.loop(first, end, 1, carry, lambda i, x: step(i, x, before))
 
     carry = [*[lane.number(0.0)] * (s.tokens // 2), zero, zero]
     if s.part_of(a.groups) > s.resident:
-        rounds = lane.integer(s.share_of(a.groups) // s.run)
+        rounds = lane.integer(s.share_of(a.groups))
         return lane.loop(zero, rounds, together, carry, round_of)[:-2]
     _load(a, weights.work, zero, smem, s)
-    before = (weights.work.begin - weights.work.first) // s.run
-    return lane.loop(zero, weights.runs, 1, carry, lambda i, x: step(i, x, before))[:-2]
+    before = weights.work.begin - weights.work.first
+    return lane.loop(zero, weights.work.count, 1, carry, lambda i, x: step(i, x, before))[:-2]
 
 
 def _load(a: Arrays, work: Work, first: Int, smem: Pointer, s: Settings) -> None:
@@ -150,7 +150,7 @@ def _load(a: Arrays, work: Work, first: Int, smem: Pointer, s: Settings) -> None
     elif s.part_of(a.groups) > s.resident:
         for i in range(s.splits):
             own = s.resident // s.splits
-            begin = work.begin_of(a, i, s) + first * s.run
+            begin = work.begin_of(a, i, s) + first
             load_tokens(a, begin, own, smem.at(lane.integer(i * own * s.token_bytes)), s)
     else:
         load_tokens(a, work.first, s.resident, smem, s)
@@ -160,30 +160,21 @@ def _load(a: Arrays, work: Work, first: Int, smem: Pointer, s: Settings) -> None
 
 def _add(
     sums: list[Float],
-    taken: list[Operand],
+    taken: Operand,
     tokens: Pointer,
     meanwhile: Callable[[], None],
     s: Settings,
 ) -> list[Float]:
-    """Sums with the products of some tiles, which are added up in float32.
+    """Sums with the products of a tile, which are added up in float32.
 
     No operand is written while products are on their way: the compiler would wait for each.
     """
-    products = [
-        lane.start_product(
-            x.plus, tokens.at(lane.integer(j * s.token_bytes)), s.tokens, minus=x.minus
-        )
-        for j, x in enumerate(taken)
-    ]
+    product = lane.start_product(taken.plus, tokens, s.tokens, minus=taken.minus)
     meanwhile()
-    done = lane.finish([x for product in products for x in product])
-    for j, operand in enumerate(taken):
-        own = done[j * len(sums) : (j + 1) * len(sums)]
-        sums = [
-            lane.fma(x, operand.scales[k // 2 % 2], total)
-            for k, (x, total) in enumerate(zip(own, sums, strict=True))
-        ]
-    return sums
+    return [
+        lane.fma(x, taken.scales[k // 2 % 2], total)
+        for k, (x, total) in enumerate(zip(lane.finish(product), sums, strict=True))
+    ]
 
 
 # Results -----------------------------------------------------------------------------------------

@@ -34,8 +34,7 @@ class Settings:
       parts: programs that share rows, each with part of the inputs; at most 8.
       stages: tiles of a warpgroup that are on their way or in use.
       resident: groups of inputs whose tokens are in shared memory at a time, of each warpgroup that
-        shares rows as many, a multiple of `run`; or all of a program's.
-      run: tiles that are copied and multiplied together, 1 or 2; divides each warpgroup's share.
+        shares rows as many; or all of a program's.
       splits: warpgroups of a program that share rows, each with part of its inputs.
       rounding: of tokens that are not e4m3 yet, or None; then all of a program's are resident.
     """
@@ -46,7 +45,6 @@ class Settings:
     parts: int
     stages: int
     resident: int
-    run: int = 1
     splits: int = 1
     rounding: Rounding | None = None
 
@@ -76,7 +74,7 @@ class Settings:
     @property
     def slots_bytes(self) -> int:
         """Shared memory of a warpgroup's tiles, and of its sums at the end."""
-        return max(self.stages * self.run * TILE_BYTES, self.tokens * PITCH * 4)
+        return max(self.stages * TILE_BYTES, self.tokens * PITCH * 4)
 
 
 class Memory(NamedTuple):
@@ -255,18 +253,13 @@ class Weights:
     s: Settings
 
     def _copy(self, i: Int | int, slot: Int | int, more: int | Int = 0) -> None:
-        """Starts the copy of run `i` of tiles, by one lane."""
-        a, work, size = self.a, self.work, self.s.run * TILE_BYTES
+        """Starts the copy of tile `i`, by one lane."""
+        a, work = self.a, self.work
         barrier = self.barriers.at(slot * 8)
-        lane.expect_bytes(barrier, lane.integer(size) + more)
+        lane.expect_bytes(barrier, lane.integer(TILE_BYTES) + more)
         first = work.tile * a.groups + work.begin
-        source = a.codes.times(first + i * self.s.run, TILE_BYTES)
-        lane.copy(source, self.slots.at(slot * size), size, barrier)
-
-    @property
-    def runs(self) -> Int:
-        """How many there are."""
-        return self.work.count // self.s.run
+        source = a.codes.times(first + i, TILE_BYTES)
+        lane.copy(source, self.slots.at(slot * TILE_BYTES), TILE_BYTES, barrier)
 
     def begin(self) -> None:
         """Prepares the barriers and starts the first copies, by one lane."""
@@ -281,31 +274,25 @@ class Weights:
         row = work.tile * a.groups + work.begin
         lane.copy(a.scales.times(row, ROWS * a.scale_bytes), self.scales, size, first)
         for i in range(1, self.s.stages):
-            with lane.when(self.runs > i):
+            with lane.when(self.work.count > i):
                 self._copy(i, i)
         for i, vector in enumerate(vectors):
             target = self.factors.at(ROWS * 4 * i)
             lane.copy(vector.times(work.tile, ROWS * 4), target, ROWS * 4, first)
 
-    def take(self, i: Int, slot: Int, parity: Int) -> list[Operand]:
-        """The tiles of run `i`, once they are there."""
+    def take(self, i: Int, slot: Int, parity: Int) -> Operand:
+        """Tile `i`, once it is there."""
         lane.wait(self.barriers.at(slot * 8), parity)
         a = self.a
         tables = None if a.tables is None else self.tables
-        taken = []
-        for j in range(self.s.run):
-            tile = slot * self.s.run + j
-            scales = self.scales.at((i * self.s.run + j) * (ROWS * a.scale_bytes))
-            plus, minus, rest = int4.load_split(
-                self.slots.at(tile * TILE_BYTES), scales, tables, self.here, a.scale_dtype
-            )
-            taken.append(Operand(plus, minus, rest))
-        return taken
+        scales = self.scales.at(i * (ROWS * a.scale_bytes))
+        codes = self.slots.at(slot * TILE_BYTES)
+        return Operand(*int4.load_split(codes, scales, tables, self.here, a.scale_dtype))
 
     def refill(self, i: Int, slot: Int) -> None:
-        """Starts the next copy to the slot of run `i`, which was taken."""
+        """Starts the next copy to the slot of tile `i`, which was taken."""
         later = i + self.s.stages
-        with lane.when(later < self.runs):
+        with lane.when(later < self.work.count):
             self.meet()
             with lane.when((lane.thread() & (THREADS - 1)).equals(0)):
                 self._copy(later, slot)
