@@ -15,6 +15,7 @@ from turbojax.levels import level_density as level_density
 from turbojax.levels import select_levels as select_levels
 from turbojax.ops.paged_attention import paged_attention as paged_attention
 from turbojax.ops.pooled_attention import pooled_attention as pooled_attention
+from turbojax.ops.merging import merge_attention as merge_attention
 from turbojax.ops.turbo_attention import decode as decode
 from turbojax.ops.turbo_attention import prefill as prefill
 from turbojax.ops.turbo_attention import turbo_attention as turbo_attention
@@ -64,6 +65,7 @@ __all__ = [
     "quantizers",
     "sas_softmax",
     "select_levels",
+    "merge_attention",
     "turbo_attention",
 ]
 

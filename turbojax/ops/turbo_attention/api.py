@@ -14,6 +14,8 @@ from turbojax._registry import (
     Registry,
 )
 from turbojax.config import TurboConfig
+from turbojax.ops import extras as given
+from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options, require_causal
 from turbojax.ops.turbo_attention import (
     decode_reference,
@@ -65,6 +67,14 @@ def turbo_attention(
     key_value_seq_lengths: jax.Array | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     logits_soft_cap: float | None = None,
+    query_segment_ids: jax.Array | None = None,
+    key_value_segment_ids: jax.Array | None = None,
+    query_offset: jax.Array | int | None = None,
+    key_offset: jax.Array | int | None = None,
+    bias: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
+    sinks: jax.Array | None = None,
+    output_dtype: jax.typing.DTypeLike | None = None,
     implementation: ImplementationName | None = None,
     return_residual: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -80,31 +90,47 @@ def turbo_attention(
     Args:
       query: ``[B, T, N, H]``, bfloat16, float16 or float32.
       key: ``[B, S, K, H]``, the same dtype; `N` is a multiple of `K`.
-      value: ``[B, S, K, H]``.
+      value: ``[B, S, K, Hv]``; `Hv` is usually `H`.
       config: numerics and block sizes; the default is the fastest one of little error. The bits
         concern caches only.
       scale: factor of the scores; ``1 / sqrt(H)`` if not given.
-      is_causal: query `t` sees keys up to `t` (aligned at the first token).
+      is_causal: a query at position `p` sees keys up to `p`; query and key `t` are at `t` (aligned
+        at the first token), unless offsets say otherwise.
       query_seq_lengths: optional int ``[B]``: queries at or past it are padding, which gives 0
         and ``-inf`` and changes no other query.
       key_value_seq_lengths: optional int ``[B]``: keys at or past it are ignored. Under `jit`
         values outside the array act as the nearest bound, of queries too.
-      local_window_size: optional `w` or ``(left, right)``: query `t` sees keys in
-        ``[t - left, t + right]``.
+      local_window_size: optional `w` or ``(left, right)``: a query at `p` sees keys in
+        ``[p - left, p + right]``.
       logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
+      query_segment_ids: optional integers ``[B, T]``, of packed sequences: a query sees keys of an
+        equal id alone. Blocks without a common id take no time in kernels. Tokens of a block share
+        its scales, of whichever segment they are.
+      key_value_segment_ids: integers ``[B, S]`` beside them.
+      query_offset: optional int ``[B]`` or scalar, the position of the first query, for parts of a
+        longer sequence. Under `jit` values outside ``0..2**29`` act as the nearest bound.
+      key_offset: the same of the first key.
+      bias: optional ``[B or 1, N or 1, T or 1, S]``, floating-point, added to the scores after
+        their scale and cap; ``-inf`` hides a key. Its gradient has its shape.
+      alibi_slopes: optional floating-point ``[N]``: ``-slope * |query's position - key's|`` is added
+        too (Press et al., 2022).
+      sinks: optional floating-point ``[N]``, a logit of each head that takes part in the softmax's
+        denominator alone, as of gpt-oss; a query that sees nothing has it as its log-sum-exp.
+      output_dtype: float32 for the output of a part that will be merged, see
+        `turbojax.merge_attention`; the query's if not given.
       implementation: ``"mosaic_gpu"`` (compute capability 9.0 alone), ``"jax_triton"``,
         ``"triton"`` or ``"xla"``, or None for the first of them that can run this. A name never
         falls back to another. The gradient has ``"mosaic_gpu"`` and ``"xla"``: beside the other
         two names it is the first of these that can run. With None, calls in 16 bits that are too
         short for rounding to pay are exact attention by cuDNN on Hopper, and so is mode
         ``"float"``; not with lengths, a soft cap, SAS, a window unless it is causal, causal calls
-        with ``T != S``, or the residual. When differentiated all are rounded: then a short call's
+        with ``T != S``, the options after it, or the residual. When differentiated all are rounded: then a short call's
         value differs from that of the same call alone, by what rounding costs.
       return_residual: also return the log-sum-exp of the scores.
 
     Returns:
-      ``[B, T, N, H]`` in the query's dtype; with `return_residual` also float32 ``[B, T, N]``. A
-      query that sees nothing gives 0 and ``-inf``. NaN or infinity in a key or value makes every
+      ``[B, T, N, Hv]`` in the query's dtype or `output_dtype`; with `return_residual` also float32
+      ``[B, T, N]``, the log-sum-exp. A query that sees nothing gives 0 and ``-inf``. NaN or infinity in a key or value makes every
       query NaN that sees its block (in mode ``"float"`` what exact attention gives; e4m3 values
       share one scale, so there a bad value reaches all queries of its KV head). In exact short
       calls it reaches at least those that see it.
@@ -117,19 +143,31 @@ def turbo_attention(
     """
     if not isinstance(config, TurboConfig):
         raise TypeError(f"config={config!r} must be a TurboConfig")
-    _checks.check_query_key_value(query, key, value)
+    _checks.check_query_key_value(query, key, value, one_head_dim=False)
     options = Options.complete(
         query.shape[3],
         scale=scale,
         is_causal=is_causal,
         local_window_size=local_window_size,
         logits_soft_cap=logits_soft_cap,
+        output_dtype=output_dtype,
+    )
+    extras = given.complete(
+        query,
+        key,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+        query_offset=query_offset,
+        key_offset=key_offset,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
     )
     lengths = query_seq_lengths, key_value_seq_lengths
     static: dict[str, Any] = {"config": config, "options": options}
     run: Any = attend if return_residual else attend_output
     out: jax.Array | tuple[jax.Array, jax.Array] = run(
-        query, key, value, *lengths, **static, implementation=implementation
+        query, key, value, *lengths, **static, extras=extras, implementation=implementation
     )
     return out
 
@@ -143,20 +181,23 @@ def attend_output(
     *,
     config: TurboConfig,
     options: Options,
+    extras: Extras = NOTHING,
     implementation: str | None = None,
 ) -> jax.Array:
     """`turbo_attention` for callers that have `Options`, and do not need the log-sum-exp."""
-    _checks.check_query_key_value(query, key, value)
+    _checks.check_query_key_value(query, key, value, one_head_dim=False)
     run = functools.partial(
         attend,
         query_lengths=query_lengths,
         key_lengths=key_lengths,
         config=config,
         options=options,
+        extras=extras,
         implementation=implementation,
     )
     is_ragged = query_lengths is not None or key_lengths is not None
-    may_be_exact = implementation is None and not is_ragged
+    is_plain = not extras.given and options.out_dtype is None and key.shape == value.shape
+    may_be_exact = implementation is None and not is_ragged and is_plain
     if may_be_exact and unrounded.is_faster(query, key, config, options):
         return unrounded.attend(lambda *x: run(*x)[0], query, key, value, options)
     return run(query, key, value)[0]
@@ -171,16 +212,23 @@ def attend(
     *,
     config: TurboConfig,
     options: Options,
+    extras: Extras = NOTHING,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`attend_output` and the log-sum-exp, with which it is always rounded."""
-    _checks.check_query_key_value(query, key, value)
+    _checks.check_query_key_value(query, key, value, one_head_dim=False)
     is_ragged = query_lengths is not None or key_lengths is not None
     batch, size = key.shape[:2]
     keys = _checks.check_lengths("key_value_seq_lengths", key_lengths, batch, size)
     queries = _checks.check_lengths("query_seq_lengths", query_lengths, batch, query.shape[1])
     chosen = ATTENTION.select(
-        implementation, query=query, key=key, value=value, config=config, options=options
+        implementation,
+        query=query,
+        key=key,
+        value=value,
+        config=config,
+        options=options,
+        extras=extras,
     )
     call = straight_through(
         chosen.run,
@@ -190,7 +238,7 @@ def attend(
         is_ragged=is_ragged,
     )
     queries, keys = jnp.clip(queries, 0, query.shape[1]), jnp.clip(keys, 0, size)
-    return call(query, key, value, queries, keys)
+    return call(query, key, value, queries, keys, extras)
 
 
 def prefill(

@@ -10,8 +10,14 @@ import jax.numpy as jnp
 from turbojax._device import interpreting, needs_gpu, unindexable
 from turbojax.config import TurboConfig
 from turbojax.ops import numerics
+from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options
-from turbojax.ops.turbo_attention.operands import Operands, Stage1, quantize_operands
+from turbojax.ops.turbo_attention.operands import (
+    Operands,
+    Stage1,
+    plain_refusal,
+    quantize_operands,
+)
 from turbojax.sas import SAS
 from turbojax.state.progressive.cache import CacheSide, ProgressiveCache
 
@@ -31,9 +37,12 @@ def attention_unsupported(
     value: jax.Array,
     config: TurboConfig,
     options: Options,
+    extras: Extras = NOTHING,
 ) -> str | None:
     """Why `turbo_attention` cannot run this here; None if it can."""
-    del value, options
+    refusal = plain_refusal(key, value, options, extras)
+    if refusal is not None:
+        return refusal
     if config.mode != "float" and config.block_kv < _SHORTEST_8_BIT_BLOCK:
         return (
             f"block_kv={config.block_kv} must be at least {_SHORTEST_8_BIT_BLOCK}: 8-bit products "
@@ -70,6 +79,7 @@ def attention(
     *,
     config: TurboConfig,
     options: Options,
+    extras: Extras = NOTHING,
     stage1: Stage1 | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`reference.attention` as one kernel, after stage 1 in XLA where `stage1` does not hold it."""
