@@ -111,7 +111,7 @@ def assert_near(got, want, scale=1.0):
     got, want = np.asarray(got, np.float64), np.asarray(want)
     np.testing.assert_array_equal(np.isneginf(got), np.isneginf(want))
     finite = np.isfinite(want)
-    assert np.abs(got - want)[finite].max(initial=0) <= 64 * EPS * scale
+    assert np.abs(got[finite] - want[finite]).max(initial=0) <= 64 * EPS * scale
 
 
 @pytest.mark.quick(first=5)

@@ -119,6 +119,11 @@ class _Query(NamedTuple):
     segment: jax.Array | None  # int32 [tile]
     extras: "_Extras"
 
+    def moved(self, shift: jax.Array) -> "_Query":
+        """The tile at positions that are so many past the indices."""
+        places = {name: getattr(self, name) + shift for name in ("position", "first", "last")}
+        return self._replace(**places, is_shifted=True)
+
 
 class _Extras(NamedTuple):
     """The refs of `Extras` for a tile of queries of one head, or what they hold."""
@@ -327,7 +332,7 @@ def _kernel(
     inside = jnp.minimum(position, padded - 1)
     query_length = plgpu.load(query_lengths_ref.at[b])
     length = plgpu.load(key_lengths_ref.at[b])
-    shift = 0 if extras.shift is None else plgpu.load(extras.shift.at[b])
+    shift = None if extras.shift is None else plgpu.load(extras.shift.at[b])
     segments = extras.query_segments
     last = jnp.minimum(first + s.tile, query_length) - 1
     codes = _load(q_ref, (b, head), inside, channels)
@@ -335,15 +340,17 @@ def _kernel(
         # The factor of the scores stays positive, so that it does not move the maximum.
         codes=codes if s.scale >= 0 else (-codes.astype(jnp.float32)).astype(codes.dtype),
         scale=plgpu.load(q_scale_ref.at[b, head, inside // s.block_q]) * abs(s.scale),
-        position=position + shift,
-        first=first + shift,
-        last=last + shift,
-        is_shifted=extras.shift is not None,
+        position=position,
+        first=first,
+        last=last,
+        is_shifted=False,
         segment=None
         if segments is None
         else plgpu.load(segments.at[b, jnp.minimum(position, segments.shape[1] - 1)]),
         extras=_of_tile(extras, b, head, position),
     )
+    if shift is not None:
+        query = query.moved(shift)
     step = functools.partial(
         _step,
         query=query,
@@ -357,8 +364,10 @@ def _kernel(
     # Nothing to see for a tile of padding.
     stop = jnp.where(last < first, start, stop)
     if extras.ranges is not None:
-        start = jnp.maximum(start, plgpu.load(extras.ranges.at[b, i, 0]))
-        stop = jnp.maximum(jnp.minimum(stop, plgpu.load(extras.ranges.at[b, i, 1])), start)
+        start = jnp.maximum(start, plgpu.load(extras.ranges.at[b, i, jnp.int32(0)]))
+        stop = jnp.maximum(
+            jnp.minimum(stop, plgpu.load(extras.ranges.at[b, i, jnp.int32(1)])), start
+        )
     if extras.ranges is not None or extras.bias is not None:
         full_start = full_stop = start  # every block has its mask
     full_stop = jnp.minimum(full_stop, stop)

@@ -111,7 +111,7 @@ def _attention(
     *,
     config: TurboConfig,
     options: Options,
-    extras: Extras,
+    extras: Extras = NOTHING,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     operands = quantize_operands(query, key, value, query_length, key_length, config, stage1)
