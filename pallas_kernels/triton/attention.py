@@ -128,6 +128,7 @@ class _Query(NamedTuple):
 class _Extras(NamedTuple):
     """The refs of `Extras` for a tile of queries of one head, or what they hold."""
 
+    sequence: jax.Array  # int32 scalar
     key_segments: Ref | None
     bias: Ref | None
     bias_at: tuple[jax.Array, ...]  # sequence, head and queries, as the bias has them
@@ -176,7 +177,7 @@ def _mask(query: _Query, position: jax.Array, length: jax.Array, s: Settings) ->
         mask = mask & (k >= q - s.window[0]) & (k <= q + s.window[1])
     segments = query.extras.key_segments
     if segments is not None and query.segment is not None:
-        at = jnp.minimum(position, segments.shape[0] - 1)
+        at = query.extras.sequence, jnp.minimum(position, segments.shape[1] - 1)
         mask = mask & (query.segment[:, None] == plgpu.load(segments.at[at])[None, :])
     return mask
 
@@ -411,7 +412,8 @@ def _of_tile(extras: Extras, b: jax.Array, head: jax.Array, position: jax.Array)
         rows = jnp.minimum(position, bias.shape[2] - 1)
         at = (b if bias.shape[0] > 1 else zero, head if bias.shape[1] > 1 else zero, rows)
     return _Extras(
-        key_segments=None if extras.key_segments is None else extras.key_segments.at[b],
+        sequence=b,
+        key_segments=extras.key_segments,
         bias=bias,
         bias_at=at,
         slope=None if extras.slopes is None else plgpu.load(extras.slopes.at[head]),
