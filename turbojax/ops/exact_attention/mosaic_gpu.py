@@ -65,5 +65,6 @@ def attend(
     )
     key, value = (x.reshape(batch * room, kv_heads, 1, head_dim) for x in (cache.key, cache.value))
     pages = kernel.Pages(key, value, None, None, None, None, None)
+    settings = paged.fitting(settings, head_dim)
     out, _ = kernel.attend(query, pages, None, cache.lengths, None, settings)
     return out

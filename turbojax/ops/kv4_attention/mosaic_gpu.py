@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from turbojax._device import needs_bulk_copies
+from turbojax._device import has_bulk_copies, needs_e4m3, needs_mosaic
 from turbojax.ops.options import Options
+from turbojax.ops.paged_attention import mosaic_gpu as paged
 from turbojax.state.kv4 import TokenScaledCache
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def decode_unsupported(
         return f"head_dim={cache.head_dim} must be one of {_HEAD_DIMS}"
     if rows > _MOST_QUERY_ROWS:
         return f"{rows} queries of a KV head must be at most {_MOST_QUERY_ROWS}"
-    return needs_bulk_copies()
+    return needs_mosaic() or needs_e4m3()
 
 
 @functools.partial(jax.jit, static_argnames=("options", "launch"))
@@ -86,6 +87,7 @@ def decode(
     from pallas_kernels.mosaic.hopper.paged import kernel
 
     settings = settings_of(query, cache, options, launch or default_launch(query, cache))
+    settings = paged.fitting(settings, query.shape[3])
     pages = kernel.Pages(
         key=cache.key_codes,
         value=cache.value_codes,
@@ -130,4 +132,5 @@ def settings_of(
         block=launch.block,
         warpgroups=launch.warpgroups,
         stages=launch.stages,
+        copies_words=not has_bulk_copies(),
     )

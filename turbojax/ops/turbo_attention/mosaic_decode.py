@@ -5,7 +5,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
-from turbojax._device import needs_bulk_copies
+from turbojax._device import (
+    has_bulk_copies,
+    needs_mosaic,
+    shared_memory,
+    too_much_memory,
+)
 from turbojax.config import TurboConfig
 from turbojax.ops.options import Options
 from turbojax.sas import SAS
@@ -18,7 +23,7 @@ _LARGEST_HEAD_DIM = 256
 _BLOCKS = (32, 64, 128)
 _MOST_QUERY_ROWS = 128
 # Of an H100.
-_MULTIPROCESSORS, _SHARED_MEMORY = 132, 227 * 2**10
+_MULTIPROCESSORS = 132
 _WARPS = 4
 # Queries of a KV head that `hopper.decode` takes in one program, and channels times tokens of the
 # largest block of which the kernel for many takes 32.
@@ -57,7 +62,23 @@ def decode_unsupported(
         return f"buffer_size={config.buffer_size} must be block_kv={config.block_kv}"
     if rows > _MOST_QUERY_ROWS:
         return f"{rows} queries of a KV head must be at most {_MOST_QUERY_ROWS}"
-    return needs_bulk_copies()
+    return needs_mosaic() or too_much_memory(_memory(query, cache))
+
+
+def _memory(query: jax.Array, cache: ProgressiveCache) -> int:
+    """Bytes of shared memory of a program."""
+    from pallas_kernels.mosaic.hopper.decode.kernel import Settings
+    from pallas_kernels.mosaic.hopper.decode_rows.kernel import RowSettings
+
+    launch = default_launch(query, cache)
+    launch = launch._replace(rows=launch.rows or default_rows(query, cache))
+    given = _settings(cache, launch)
+    if launch.rows in _ROWS_OF_MANY:
+        of_many = RowSettings(**given)
+        return of_many.warps * of_many.warp_bytes(cache.head_dim)
+    del given["team"]
+    s = Settings(**given)
+    return s.warps * s.warp_bytes(cache.head_dim)
 
 
 def _query_rows(query: jax.Array, cache: ProgressiveCache) -> int:
@@ -134,6 +155,7 @@ def _settings(cache: ProgressiveCache, launch: Launch) -> dict[str, Any]:
             "key_bits": cache.key.bits,
             "value_bits": cache.value.bits,
             "block": cache.config.block_kv,
+            "copies_words": not has_bulk_copies(),
         }
     )
 
@@ -175,7 +197,7 @@ def default_launch(query: jax.Array, cache: ProgressiveCache) -> Launch:
     )
     useful = -(-blocks // (splits * _WARPS))
     wanted = 2 if splits * heads > 2 * _MULTIPROCESSORS else 3
-    stages = max(1, min(wanted, useful, _SHARED_MEMORY // stage))
+    stages = max(1, min(wanted, useful, shared_memory() // stage))
     return Launch(splits, 1, stages, cluster)
 
 
@@ -190,7 +212,7 @@ def _launch_of_many(query: jax.Array, cache: ProgressiveCache, rows: int) -> Lau
     for stages in (team + 1, team):
         launch = Launch(1, warpgroups, stages, rows=rows, team=team)
         s = RowSettings(**_settings(cache, launch))
-        fit = _SHARED_MEMORY // (s.warps * s.warp_bytes(cache.head_dim))
+        fit = shared_memory() // (s.warps * s.warp_bytes(cache.head_dim))
         if fit:
             break
     useful = blocks // (4 * warpgroups // team)
@@ -205,7 +227,8 @@ def _heads(query: jax.Array, cache: ProgressiveCache, rows: int) -> int:
 
 def _cluster(splits: int, blocks: int) -> int:
     """Waiting for each other costs more than a second kernel, but where there is little to do."""
-    return splits if splits <= _LARGEST_CLUSTER and blocks <= _FEW_BLOCKS else 1
+    is_little = splits <= _LARGEST_CLUSTER and blocks <= _FEW_BLOCKS and has_bulk_copies()
+    return splits if is_little else 1
 
 
 def _exponential(config: TurboConfig) -> "SparseExponential | None":

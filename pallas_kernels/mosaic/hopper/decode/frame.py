@@ -21,6 +21,7 @@ _GRID, _CLUSTER = ("tile", "part", "pair"), ("member",)
 def body(
     refs: tuple[Any, ...],
     run: Callable[[Arrays, list[Int], tuple[Pointer, Pointer]], None],
+    s: Settings,
 ) -> None:
     """A kernel's body, written for single lanes.
 
@@ -28,12 +29,13 @@ def body(
       refs: the kernel's references.
       run: ``run(arrays, ids, memory)``: the call's arrays, the program's numbers, and its shared
         memory, for its warps and for their barriers.
+      s: settings.
     """
 
     def inner(refs: Any, inputs: Any, ids: list[Int], memory: tuple[Any, Any]) -> None:
         run(Arrays.of(refs, inputs), ids, (Pointer.to(memory[0]), Pointer.to(memory[1])))
 
-    warp.inline(_GRID + _CLUSTER, refs, inner)
+    warp.inline(_GRID if s.copies_words else _GRID + _CLUSTER, refs, inner)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -147,8 +149,7 @@ def call(
         dict(zip(_GRID, (pl.cdiv(rows, s.rows), s.parts, pairs), strict=True)),
         s,
         head_dim,
-        cluster=(s.cluster,),
-        cluster_names=_CLUSTER,
+        **({} if s.copies_words else {"cluster": (s.cluster,), "cluster_names": _CLUSTER}),
     )
     results = run(query, key, value, *lengths)
     if s.parts == 1:

@@ -123,6 +123,8 @@ from pallas_kernels.mosaic.lane import Int, Pointer
 _GRID = ("tile", "run", "pair")
 # Of a contiguous cache, also of a ring, so many are one after the other.
 _RUN_OF_ROWS = 16
+# That a warp's lanes copy at once without bulk copies.
+_BYTES_OF_WARP = 32 * 16
 
 
 def _kernel(*refs: Any, s: Settings) -> None:
@@ -150,7 +152,7 @@ def _run(
 ) -> None:
     products, number = products_of(a.head_dim, s), lane.uniform(lane.thread() >> 5)
     size = s.block * s.token_bytes(a.head_dim)
-    arrivals = 32 if s.is_contiguous else 1
+    arrivals = 32 if s.is_contiguous or s.copies_words else 1
     slots = warp.Slots.of(smem, number, s.warp_bytes(a.head_dim), size, s.stages, arrivals)
     state = _walk(a, at, here, pages, products, slots, smem[0], s)
     if state is None:
@@ -312,6 +314,9 @@ def _start_copies(
     if s.is_contiguous:
         _copy_rows(a, at, here, block, target, s)
         return
+    if s.copies_words:
+        _copy_pages(a, at, here, block, page, target, s)
+        return
     slot, barrier = target
     count, size = _pages_per_block(a, s), min(a.page_size, s.block)
     begin = block * s.block
@@ -320,9 +325,7 @@ def _start_copies(
         with lane.when(here.is_first):
             lane.expect_bytes(barrier, held.minimum(count) * (size * s.token_bytes(a.head_dim)))
         lane.warp_barrier()
-        rows = s.key_bytes(a.head_dim), s.row_bytes(a.head_dim)
-        sources = list(zip((a.pages.key, a.pages.value), rows, strict=True))
-        sources += [(x, 2) for x in (a.pages.key_norm, a.pages.value_norm) if x is not None]
+        sources = _sources(a, s)
         with lane.when(here.number < held.minimum(count)):
             first = (page * a.kv_heads + at.head) * a.page_size
             if a.page_size > s.block:
@@ -332,6 +335,45 @@ def _start_copies(
                 to = slot.at(here.number * (size * width), offset)
                 lane.copy(source.times(first, width), to, size * width, barrier)
                 offset += s.block * width
+
+
+def _sources(a: Arrays, s: Settings) -> list[tuple[Pointer, int]]:
+    """What a block has in memory: where it is, and its bytes a token."""
+    rows = s.key_bytes(a.head_dim), s.row_bytes(a.head_dim)
+    sources = list(zip((a.pages.key, a.pages.value), rows, strict=True))
+    return sources + [(x, 2) for x in (a.pages.key_norm, a.pages.value_norm) if x is not None]
+
+
+def _copy_pages(
+    a: Arrays,
+    at: Program,
+    here: Place,
+    block: Int,
+    page: Int,
+    target: tuple[Pointer, Pointer],
+    s: Settings,
+) -> None:
+    """`_start_copies` for GPUs without bulk copies: every lane copies 16 bytes at a time."""
+    slot, barrier = target
+    count, size = _pages_per_block(a, s), min(a.page_size, s.block)
+    begin = block * s.block
+    with lane.when(block < at.stop):
+        held = (at.length - begin + (size - 1)) // size
+        for number in range(count):
+            own = lane.from_lane(page, lane.integer(number))
+            first = (own * a.kv_heads + at.head) * a.page_size
+            if a.page_size > s.block:
+                first = first + begin % a.page_size
+            offset = 0
+            for source, width in _sources(a, s):
+                start, bytes_of_page = source.times(first, width), size * width
+                to = slot.at(number * bytes_of_page + offset)
+                for done in range(0, bytes_of_page, _BYTES_OF_WARP):
+                    place = (here.number << 4) + done
+                    with lane.when(place < bytes_of_page):
+                        lane.copy_words(start.at(place), to.at(place), held > number)
+                offset += s.block * width
+        lane.arrive_after_copies(barrier)
 
 
 def _copy_rows(
