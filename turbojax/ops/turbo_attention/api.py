@@ -418,7 +418,7 @@ def decode(
       local_window_size: optional `w` or ``(left, right)``, relative to the query's position;
         of a cache made for a window at most that.
       logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
-      implementation: ``"mosaic_gpu"`` (compute capability 9.0 or 10.0), ``"triton"`` or ``"xla"``,
+      implementation: ``"mosaic_gpu"`` (Ampere to Blackwell), ``"triton"`` or ``"xla"``,
         or None for the first of them that can run this.
       return_residual: also return the log-sum-exp of the scores.
 
