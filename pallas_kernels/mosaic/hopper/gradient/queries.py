@@ -95,7 +95,7 @@ def _consume(
     )
     q_scale = q_scale * tiles.scores_factor(s)
     plgpu.barrier_wait(m.query_ready.at[me])
-    lse, delta = (tiles.load(ref.at[me], ROW) for ref in (m.lse, m.delta))
+    lse, delta = (ring.load(ref.at[me], ROW) for ref in (m.lse, m.delta))
 
     def factors(key: jax.Array) -> tuple[jax.Array, jax.Array]:
         k_scale = tiles.scale_at(x.k_scale, work.b, work.h, key, s.block_kv)

@@ -413,11 +413,6 @@ def is_seen(query: jax.Array, key: jax.Array, s: Settings) -> jax.Array:
     return seen
 
 
-def load(ref: Ref, layout: Any) -> jax.Array:
-    """A vector in shared memory."""
-    return plgpu.layout_cast(ref[...], layout)
-
-
 def zeros(columns: int) -> jax.Array:
     """An accumulator."""
     return plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), MATRIX)
