@@ -72,14 +72,17 @@ class _Work:
         part, row = lax.rem(row, jnp.int32(parts)), lax.div(row, jnp.int32(parts))
         self.b, self.h = lax.div(row, jnp.int32(kv_heads)), lax.rem(row, jnp.int32(kv_heads))
         self.group = heads // kv_heads
-        self.first = self.tile * _KEYS
+        self.first, self.shift = self.tile * _KEYS, x.shift(self.b)
         self.length = x.key_lengths[self.b]
         self.queries = x.query_lengths[self.b]
         width = min(head_dim, _CHANNELS)
         self.channels = pl.ds(part * width, width)
         # Where no key is, no query has anything to do.
         queries = jnp.where(self.first < self.length, self.queries, 0)
-        self.steps = tiles.span(self.first, _KEYS, queries, s.right, s.left)
+        # Of the query at the first key's position.
+        number = self.first if isinstance(self.shift, int) else self.first - self.shift
+        segments = tiles.bounds_at(x.key_bounds, self.b, self.tile)
+        self.steps = tiles.span(number, _KEYS, queries, s.right, s.left, segments=segments)
 
 
 class _Memory(NamedTuple):
@@ -99,6 +102,8 @@ class _Memory(NamedTuple):
     ready: Ref
     free: Ref
     turns: Ref | None
+    key_ids: Ref | None
+    query_ids: Ref | None
 
 
 def _consume(
@@ -130,7 +135,9 @@ def _consume(
         lse = ring.load(m.lse.at[slot], COLUMN)
         turns.wait()
         plgpu.wgmma_wait(1)
-        limits = tiles.limits_of(query, first, work.queries - query, is_masked)
+        position = tiles.shifted(query, work.shift)
+        ids = None if m.key_ids is None else (m.key_ids.at[me], m.query_ids.at[slot])
+        limits = tiles.limits_of(position, first, work.queries - query, ids, is_masked)
         weights, *slopes, words = tile.weigh(scores, lse, q_factor, limits)
         d_v = tiles.add_product(d_v, words, m.d_out.at[slot])
         turns.hand_on()
@@ -152,7 +159,7 @@ def _consume(
         plgpu.barrier_wait(m.ready.at[slot])
         add_one = functools.partial(add, d_k, d_v, query, head, slot, is_masked)
         if is_masked:
-            is_seen = tiles.is_seen(query, first, s)
+            is_seen = tiles.is_seen(tiles.shifted(query, work.shift), first, s)
             d_k, d_v = lax.cond(is_seen, add_one, lambda: skip(d_k, d_v))
         else:
             d_k, d_v = add_one()
@@ -180,6 +187,9 @@ def _produce(work: _Work, slot: jax.Array, x: Operands, m: _Memory, s: Settings)
         for ref, target in ((x.k8, m.k8), (x.v8, m.v8)):
             source = tiles.rows_of(ref, work.b, work.h, rows)
             plgpu.copy_gmem_to_smem(source, target.at[i], m.key_ready.at[i])
+        if m.key_ids is not None:
+            source = x.key_ids.at[work.b, rows]
+            plgpu.copy_gmem_to_smem(source, m.key_ids.at[i], m.key_ready.at[i])
 
     def head(g: jax.Array, slot: jax.Array) -> jax.Array:
         number = work.h * work.group + g
@@ -195,6 +205,9 @@ def _produce(work: _Work, slot: jax.Array, x: Operands, m: _Memory, s: Settings)
                     continue
                 source = tiles.rows_of(ref, work.b, number, rows)
                 plgpu.copy_gmem_to_smem(source, target.at[slot], m.ready.at[slot])
+            if m.query_ids is not None:
+                source = x.query_ids.at[work.b, rows]
+                plgpu.copy_gmem_to_smem(source, m.query_ids.at[slot], m.ready.at[slot])
             return ring.next_slot(slot, s.stages)
 
         return lax.fori_loop(work.steps.begin, work.steps.end, step, slot)
@@ -202,20 +215,21 @@ def _produce(work: _Work, slot: jax.Array, x: Operands, m: _Memory, s: Settings)
     return lax.fori_loop(jnp.int32(0), jnp.int32(work.group), head, slot)
 
 
-def _kernel(*refs: Ref, total: int, s: Settings) -> None:
-    """One persistent program, which takes every `s.programs`-th tile of keys."""
-    x, (dk_ref, dv_ref) = Operands(*refs[:-2]), refs[-2:]
+def _kernel(*refs: Ref, total: int, s: Settings, names: tuple[str, ...]) -> None:
+    """One persistent program, which takes every `s.programs`-th tile; `names` of its operands."""
+    x, (dk_ref, dv_ref) = Operands(**dict(zip(names, refs[:-2], strict=True))), refs[-2:]
     me, share = lax.axis_index("warpgroup"), ring.Share(total, together=2)
     head_dim, dtype = x.q.shape[-1], x.q.dtype
-    width = min(head_dim, _CHANNELS)
+    width, has_ids = min(head_dim, _CHANNELS), x.key_ids is not None
     # The same memory serves two products where it can.
     own = [ref.dtype != dtype or head_dim != width for ref in (x.q8, x.d8)]
 
     def body(*memory: Any) -> None:
-        k8, v8, q, d_out, lse, delta, out, ready, free, eights, turns = memory
+        k8, v8, q, d_out, lse, delta, out, ready, free, eights, turns, ids = memory
         q8, d8 = (eights.pop(0) if mine else x for mine, x in zip(own, (q, d_out), strict=True))
         rows = (k8, v8, q8, d8, q, d_out, lse, delta, out)
-        m = _Memory(*rows, ready[0], free[0], ready[1], free[1], *(turns or [None]))
+        of_slots = (ready[0], free[0], ready[1], free[1])
+        m = _Memory(*rows, *of_slots, *(turns or [None]), *(ids or [None, None]))
 
         def over_tiles(f: Any) -> None:
             share.loop(lambda number, slot: f(_Work(number, x, s), slot))
@@ -246,8 +260,8 @@ def _kernel(*refs: Ref, total: int, s: Settings) -> None:
         *[plgpu.SMEM((s.stages, ROWS), jnp.float32)] * 2,
         tiles.staging(dk_ref.dtype),
         [
-            plgpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS),
-            plgpu.Barrier(num_arrivals=4 + sum(own), num_barriers=s.stages),
+            plgpu.Barrier(num_arrivals=2 + has_ids, num_barriers=WARPGROUPS),
+            plgpu.Barrier(num_arrivals=4 + sum(own) + has_ids, num_barriers=s.stages),
         ],
         [
             plgpu.Barrier(num_barriers=WARPGROUPS),
@@ -259,6 +273,7 @@ def _kernel(*refs: Ref, total: int, s: Settings) -> None:
             if mine
         ],
         [ring.Turns.memory(WARPGROUPS)] * s.in_turns,
+        [plgpu.SMEM((n, ROWS), jnp.int32) for n in (WARPGROUPS, s.stages) if has_ids],
         collective_axes="warpgroup",
     )
 
@@ -271,10 +286,10 @@ def key_gradient(
     total = batch * kv_heads * pl.cdiv(head_dim, _CHANNELS) * tiles.numbers(size)
     out = jax.ShapeDtypeStruct((batch, size, kv_heads, head_dim), dtype)
     run = ring.launch(
-        functools.partial(_kernel, total=total, s=settings),
+        functools.partial(_kernel, total=total, s=settings, names=tuple(x.given)),
         "turbojax_key_gradient_hopper",
         (out, out),
         total // 2,
         settings.programs,
     )
-    return run(*x)
+    return run(*x.given.values())

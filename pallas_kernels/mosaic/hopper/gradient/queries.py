@@ -59,11 +59,13 @@ class _Work:
         row, tile = tiles.place_of(number, count)
         self.b, self.head = lax.div(row, jnp.int32(heads)), lax.rem(row, jnp.int32(heads))
         self.h = lax.div(self.head, jnp.int32(heads // kv_heads))
-        self.first = tile * _QUERIES
+        self.first, self.shift = tile * _QUERIES, x.shift(self.b)
         self.keys = x.key_lengths[self.b]
         exists = self.first < x.query_lengths[self.b]
         keys = jnp.where(exists, self.keys, 0)
-        self.steps = tiles.span(self.first, _QUERIES, keys, s.left, s.right, s.together)
+        position = tiles.shifted(self.first, self.shift)
+        segments = tiles.bounds_at(x.query_bounds, self.b, tile)
+        self.steps = tiles.span(position, _QUERIES, keys, s.left, s.right, s.together, segments)
 
 
 class _Memory(NamedTuple):
@@ -81,6 +83,8 @@ class _Memory(NamedTuple):
     query_free: Ref
     ready: Ref
     free: Ref
+    query_ids: Ref | None
+    key_ids: Ref | None
 
 
 def _consume(
@@ -88,6 +92,7 @@ def _consume(
 ) -> tuple[jax.Array, ...]:
     """The sums of a warpgroup's 64 queries, and which of them see nothing; the next slot."""
     first = work.first + me * ROWS
+    position = tiles.shifted(first, work.shift)
     tile = tiles.Tile(False, str(m.k.dtype), s)
     q_scale, d_scale = (
         tiles.scale_at(scales, work.b, work.head, first, s.block_q)
@@ -114,7 +119,8 @@ def _consume(
         for n, key in enumerate(keys):
             # Left: the other slot's two products, or the sum that was started last.
             plgpu.wgmma_wait(1 if n else 2 * (len(slots) - 1))
-            limits = tiles.limits_of(first, key, work.keys - key, is_masked)
+            ids = None if m.key_ids is None else (m.query_ids.at[me], m.key_ids.at[slots[n]])
+            limits = tiles.limits_of(position, key, work.keys - key, ids, is_masked)
             weights, *slopes = tile.weigh(products[n][0], lse, scales[n][0], limits)
             rest = (delta, scales[n][1], tuple(slopes), limits)
             words = tile.score_gradients(weights, products[n][1], *rest)
@@ -127,7 +133,7 @@ def _consume(
         key = i * ROWS
         plgpu.barrier_wait(m.ready.at[slot])
         total = lax.cond(
-            tiles.is_seen(first, key, s),
+            tiles.is_seen(position, key, s),
             lambda: add(total, key, [slot], is_masked=True),
             lambda: total,
         )
@@ -163,6 +169,9 @@ def _produce(work: _Work, slot: jax.Array, x: Operands, m: _Memory, s: Settings)
         for ref, target in ((x.q8, m.q8), (x.d8, m.d8), (x.lse, m.lse), (x.delta, m.delta)):
             source = tiles.rows_of(ref, work.b, work.head, rows)
             plgpu.copy_gmem_to_smem(source, target.at[i], m.query_ready.at[i])
+        if m.query_ids is not None:
+            source = x.query_ids.at[work.b, rows]
+            plgpu.copy_gmem_to_smem(source, m.query_ids.at[i], m.query_ready.at[i])
 
     def step(i: jax.Array, slot: jax.Array) -> jax.Array:
         rows = pl.ds(i * ROWS, ROWS)
@@ -173,22 +182,26 @@ def _produce(work: _Work, slot: jax.Array, x: Operands, m: _Memory, s: Settings)
         for ref, target in copies:
             source = tiles.rows_of(ref, work.b, work.h, rows)
             plgpu.copy_gmem_to_smem(source, target.at[slot], m.ready.at[slot])
+        if m.key_ids is not None:
+            source = x.key_ids.at[work.b, rows]
+            plgpu.copy_gmem_to_smem(source, m.key_ids.at[slot], m.ready.at[slot])
         return ring.next_slot(slot, s.stages)
 
     return lax.fori_loop(work.steps.begin, work.steps.end, step, slot)
 
 
-def _kernel(*refs: Ref, total: int, s: Settings) -> None:
-    """One persistent program, which takes every `s.programs`-th tile of queries."""
-    x, out_ref = Operands(*refs[:-1]), refs[-1]
+def _kernel(*refs: Ref, total: int, s: Settings, names: tuple[str, ...]) -> None:
+    """One persistent program, which takes every `s.programs`-th tile; `names` of its operands."""
+    x, out_ref = Operands(**dict(zip(names, refs[:-1], strict=True))), refs[-1]
     me, share = lax.axis_index("warpgroup"), ring.Share(total, together=2)
     head_dim = x.q.shape[-1]
     has_k8 = x.k8.dtype != x.k.dtype  # else the same memory serves both products
+    has_ids = x.query_ids is not None
 
     def body(*memory: Any) -> None:
-        q8, d8, lse, delta, v8, k, out, ready, free, k8 = memory
+        q8, d8, lse, delta, v8, k, out, ready, free, k8, ids = memory
         rows = (q8, d8, lse, delta, k8[0] if k8 else k, v8, k, out)
-        m = _Memory(*rows, ready[0], free[0], ready[1], free[1])
+        m = _Memory(*rows, ready[0], free[0], ready[1], free[1], *(ids or [None, None]))
 
         def over_tiles(f: Any) -> None:
             share.loop(lambda number, slot: f(_Work(number, x, s), slot))
@@ -217,14 +230,15 @@ def _kernel(*refs: Ref, total: int, s: Settings) -> None:
         *[ring.tile((s.stages, ROWS, head_dim), ref.dtype) for ref in (x.v8, x.k)],
         tiles.staging(out_ref.dtype),
         [
-            plgpu.Barrier(num_arrivals=4, num_barriers=WARPGROUPS),
-            plgpu.Barrier(num_arrivals=2 + has_k8, num_barriers=s.stages),
+            plgpu.Barrier(num_arrivals=4 + has_ids, num_barriers=WARPGROUPS),
+            plgpu.Barrier(num_arrivals=2 + has_k8 + has_ids, num_barriers=s.stages),
         ],
         [
             plgpu.Barrier(num_barriers=WARPGROUPS),
             plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=s.stages),
         ],
         [ring.tile((s.stages, ROWS, head_dim), x.k8.dtype)] * has_k8,
+        [plgpu.SMEM((n, ROWS), jnp.int32) for n in (WARPGROUPS, s.stages) if has_ids],
         collective_axes="warpgroup",
     )
 
@@ -234,10 +248,10 @@ def query_gradient(x: Operands, dtype: jax.typing.DTypeLike, settings: Settings)
     batch, tokens, heads, _ = x.q.shape
     total = batch * heads * tiles.numbers(tokens)
     run = ring.launch(
-        functools.partial(_kernel, total=total, s=settings),
+        functools.partial(_kernel, total=total, s=settings, names=tuple(x.given)),
         "turbojax_query_gradient_hopper",
         jax.ShapeDtypeStruct(x.q.shape, dtype),
         total // 2,
         settings.programs,
     )
-    return run(*x)
+    return run(*x.given.values())

@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.layouts import LOG2_E
 from pallas_kernels.layouts import Ref as Ref
 from pallas_kernels.mosaic import lane, ring, softmax
+from pallas_kernels.mosaic.hopper.segments import Bounds
 from pallas_kernels.mosaic.lane import Bool, Float, Int, fragments
 from pallas_kernels.mosaic.products import wgmma
 from pallas_kernels.mosaic.ring import COLUMN as COLUMN
@@ -95,6 +96,12 @@ class Operands(NamedTuple):
       delta: float32 ``[B, N, Tq]``: ``rowsum(d_out * out)`` less the residual's cotangent.
       query_lengths: int32 ``[B]``.
       key_lengths: int32 ``[B]``.
+      shifts: int32 ``[B]``, by how much a query's position exceeds that of the key of its number;
+        None if nowhere.
+      query_ids: int32 ``[B, Tq]``, segments; with them the three that follow, else None.
+      key_ids: int32 ``[B, Sk]``, `S` rounded up to 128.
+      query_bounds: int32 ``[B, 4, Tq / 128]``, `segments.bounds` of queries among 64 keys each.
+      key_bounds: int32 ``[B, 4, Sk / 128]``, of keys among 64 queries each.
     """
 
     q8: Any
@@ -112,6 +119,33 @@ class Operands(NamedTuple):
     delta: Any
     query_lengths: Any
     key_lengths: Any
+    shifts: Any = None
+    query_ids: Any = None
+    key_ids: Any = None
+    query_bounds: Any = None
+    key_bounds: Any = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Those that there are, by name."""
+        return {name: x for name, x in self._asdict().items() if x is not None}
+
+    def shift(self, b: jax.Array) -> jax.Array | int:
+        """Of a sequence's positions."""
+        return 0 if self.shifts is None else self.shifts[b]
+
+
+def shifted(position: jax.Array, shift: jax.Array | int) -> jax.Array:
+    """Their sum, or what there was if nothing is shifted."""
+    return position if isinstance(shift, int) else position + shift
+
+
+def bounds_at(bounds: Ref | None, b: jax.Array, tile: jax.Array) -> Bounds | None:
+    """Of a tile, or of the last one if there is no such tile."""
+    if bounds is None:
+        return None
+    tile = jnp.minimum(tile, bounds.shape[2] - 1)
+    return Bounds(*(bounds[b, i, tile] for i in range(4)))
 
 
 def rows_of(ref: Ref, b: jax.Array, head: jax.Array, rows: Any) -> Ref:
@@ -136,6 +170,7 @@ def span(
     before: int | None,
     after: int | None,
     together: int = 1,
+    segments: Bounds | None = None,
 ) -> Span:
     """Steps of 64 others that some of `count` positions have to do with, and all of them.
 
@@ -146,6 +181,7 @@ def span(
       before: how far back one goes, or None.
       after: how far ahead, or None.
       together: of how many the steps in the middle are a multiple.
+      segments: what those of the positions leave.
     """
     last = first + (count - 1)
     start, stop, full_start, full_stop = jnp.int32(0), length, jnp.int32(0), length
@@ -155,6 +191,10 @@ def span(
     if before is not None:
         start = jnp.maximum(first - before, 0)
         full_start = jnp.maximum(last - before, 0)
+    if segments is not None:
+        start, stop = jnp.maximum(start, segments.start), jnp.minimum(stop, segments.stop)
+        full_start = jnp.maximum(full_start, segments.full_start)
+        full_stop = jnp.minimum(full_stop, segments.full_stop)
     step = jnp.int32(ROWS)
     end = lax.div(jnp.maximum(stop, 0) + (step - 1), step)
     begin = jnp.minimum(lax.div(start, step), end)
@@ -207,19 +247,33 @@ def add_product(total: jax.Array, words: jax.Array, b: Ref) -> jax.Array:
     return ring.inline(f, types, ring.array(total.shape, total.dtype))(total, words, b)
 
 
+class _Mask(NamedTuple):
+    """What hides pairs of a tile.
+
+    Attributes:
+      distance: the first query relative to the first key.
+      stop: how many columns exist.
+      ids: segments of the lane's two rows and of its columns, or None.
+    """
+
+    distance: Int
+    stop: Int
+    ids: tuple[list[Int], list[Int]] | None
+
+
 def _visible(
-    limits: tuple[Int, Int], half: int, columns: int, rows_are_keys: bool, s: Settings
+    mask: _Mask, half: int, columns: int, rows_are_keys: bool, s: Settings
 ) -> list[Bool]:
     """For each of a row's columns whether the query sees the key.
 
     Args:
-      limits: the first query relative to the first key, and how many columns exist.
+      mask: what hides them.
       half: which of the thread's rows.
       columns: how many the thread holds of it.
       rows_are_keys: and columns queries; else the other way round.
       s: settings.
     """
-    distance, stop = limits
+    distance, stop, ids = mask
     row, t = fragments.row_and_place()
     two_t = t * 2
     row = row + 8 * half
@@ -227,19 +281,21 @@ def _visible(
     masks = []
     for c in range(columns):
         column = lane.integer(8 * (c // 2) + c % 2)
-        mask = column < stop
+        seen = column < stop
         # The key minus the query: from ``distance - left`` to ``distance + right``.
         if rows_are_keys:
             if s.right is not None:
-                mask = mask & (column >= row - distance - s.right - two_t)
+                seen = seen & (column >= row - distance - s.right - two_t)
             if s.left is not None:
-                mask = mask & (column <= row - distance + s.left - two_t)
+                seen = seen & (column <= row - distance + s.left - two_t)
         else:
             if s.right is not None:
-                mask = mask & (column <= row + distance + s.right - two_t)
+                seen = seen & (column <= row + distance + s.right - two_t)
             if s.left is not None:
-                mask = mask & (column >= row + distance - s.left - two_t)
-        masks.append(mask)
+                seen = seen & (column >= row + distance - s.left - two_t)
+        if ids is not None:
+            seen = seen & ids[0][half].equals(ids[1][c])
+        masks.append(seen)
     return masks
 
 
@@ -252,11 +308,12 @@ def _to_float(x: Any) -> Float:
     return x.to_float() if isinstance(x, Int) else x
 
 
-def _limits(limits: tuple[Any, ...]) -> tuple[Int, Int] | None:
+def _mask(limits: tuple[Any, ...]) -> _Mask | None:
+    """Of `limits_of` in a lane, and of ids of rows and columns."""
     if not limits:
         return None
-    [distance], [stop] = (fragments.scalars(x) for x in limits)
-    return distance, stop
+    [distance], [stop], *ids = (fragments.scalars(x) for x in limits)
+    return _Mask(distance, stop, (ids[0], ids[1]) if ids else None)
 
 
 def _weigh(
@@ -264,7 +321,7 @@ def _weigh(
 ) -> tuple[Any, ...]:
     """`weigh` in a lane."""
     scores = mgpu.optimization_barrier(scores)  # not before the product is there
-    [c], logarithms, bounds = fragments.scalars(factor), fragments.scalars(lse), _limits(limits)
+    [c], logarithms, bounds = fragments.scalars(factor), fragments.scalars(lse), _mask(limits)
     rows, slopes = [], []
     for half, x in enumerate(fragments.by_row(scores)):
         each = _of_each(logarithms, half, len(x), rows_are_keys)
@@ -306,7 +363,7 @@ def _gradients(
     if s.soft_cap is not None:
         slope, *others = others  # type: ignore[assignment]
         slopes = fragments.by_row(slope)
-    bounds = _limits(tuple(others))
+    bounds = _mask(tuple(others))
     rows = []
     pairs = zip(fragments.by_row(weights), fragments.by_row(products), slopes, strict=True)
     for half, (p, x, slope) in enumerate(pairs):
@@ -356,9 +413,9 @@ class Tile:
           scores: products, waited for.
           lse: of the queries, in powers of two.
           factor: of the scores, in powers of two; with a soft cap, in units of it.
-          limits: see `_visible`; none if nothing is hidden.
+          limits: distance, columns and ids, see `_Mask`; none if nothing is hidden.
         """
-        types = (MATRIX, self._queries, SCALAR, *[SCALAR] * len(limits))
+        types = (MATRIX, self._queries, SCALAR, *_types(limits))
         returns = [ring.array((ROWS, ROWS), jnp.float32)] * (1 if self.s.soft_cap is None else 2)
         if self.rows_are_keys:
             returns.append(ring.array((ROWS, 32), jnp.int32))
@@ -379,11 +436,15 @@ class Tile:
         """Words of ``weights * (factor * products - delta)``, times the soft cap's slopes."""
         words = ring.array((ROWS, 32), jnp.int32)
         types = [MATRIX, MATRIX, self._queries, SCALAR]
-        types += [MATRIX] * len(slopes) + [SCALAR] * len(limits)
+        types += [MATRIX] * len(slopes) + _types(limits)
         f = functools.partial(_gradients, **self._static)
         return ring.inline(f, tuple(types), words)(
             weights, products, delta, factor, *slopes, *limits
         )
+
+
+def _types(limits: tuple[jax.Array, ...]) -> list[Any]:
+    return [SCALAR, SCALAR, ROW, COLUMN][: len(limits)]
 
 
 def scores_factor(s: Settings) -> float:
@@ -392,10 +453,17 @@ def scores_factor(s: Settings) -> float:
 
 
 def limits_of(
-    query: jax.Array, key: jax.Array, columns: jax.Array, is_masked: bool
+    query: jax.Array,
+    key: jax.Array,
+    columns: jax.Array,
+    ids: tuple[Ref, Ref] | None,
+    is_masked: bool,
 ) -> tuple[jax.Array, ...]:
-    """See `_visible`."""
-    return (query - key, columns) if is_masked else ()
+    """See `_Mask`; `ids` of the rows and the columns in shared memory."""
+    if not is_masked:
+        return ()
+    limits = (query - key, columns)
+    return limits if ids is None else (*limits, ring.load(ids[0], ROW), ring.load(ids[1], COLUMN))
 
 
 def arrived(x: jax.Array) -> jax.Array:
