@@ -796,11 +796,14 @@ def _allocate(f: Callable[[_Memory], None], x: _Inputs, out: Ref, s: Settings) -
     """Calls `f` with the program's shared memory."""
     quantizes, warpgroups, head_dim = x.q_scale is None, s.consumers, x.k.shape[3]
     of_each, with_ids = (warpgroups, ROWS), int(x.query_ids is not None)
+    width = _out_width(out.shape[3], out.dtype)
+    if with_ids and head_dim > _PART:  # to have room for them
+        width //= 2
     memory = _Memory(
         q=ring.tile((_QUERY_SLOTS, *of_each, head_dim), x.k.dtype),
         k=ring.tile((s.stages, s.tile, head_dim), x.k.dtype),
         v=ring.tile((s.stages, head_dim, s.tile), x.v.dtype),
-        out=ring.tile((*of_each, _out_width(out.shape[3], out.dtype)), out.dtype),
+        out=ring.tile((*of_each, width), out.dtype),
         lse=plgpu.SMEM(of_each, jnp.float32),
         # Who quantizes arrives once, and each copy does.
         q_ready=plgpu.Barrier(

@@ -66,7 +66,7 @@ def bounds(
     least, most = (x[:, None, :] for x in _ranges(other, other_lengths, columns))
     meets = (low <= most) & (least <= high)
     is_full = (low == high) & (least == most) & (low == least)
-    number = jnp.arange(least.shape[2], dtype=jnp.int32)
+    number = jnp.arange(least.shape[2], dtype=jnp.int32)[None, None]
     start = jnp.min(jnp.where(meets, number * columns, _FAR), axis=2)
     stop = jnp.max(jnp.where(meets, (number + 1) * columns, 0), axis=2)
     # The first full tiles that follow each other: with sorted ids there are no others.
@@ -81,7 +81,7 @@ def bounds(
 
 def _ranges(ids: jax.Array, lengths: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:
     """The least and the largest id of each tile's real tokens: int32 ``[B, ceil(T / tile)]``."""
-    is_real = jnp.arange(ids.shape[1], dtype=jnp.int32) < lengths[:, None]
+    is_real = jnp.arange(ids.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
 
     def tiles(nothing: int) -> jax.Array:
         x = jnp.where(is_real, ids, nothing)
