@@ -20,7 +20,9 @@ def search(own, own_length, rows, other, other_length, columns):
 def test_bounds_hold_all_that_is_visible(is_sorted, rows, columns):
     rng = np.random.default_rng(0)
     tokens, size = 700, 900
-    own, other = (rng.integers(-2, 5, (3, n // 50 + 1)).repeat(50, 1)[:, :n] for n in (tokens, size))
+    own, other = (
+        rng.integers(-2, 5, (3, n // 50 + 1)).repeat(50, 1)[:, :n] for n in (tokens, size)
+    )
     if is_sorted:
         own, other = np.sort(own), np.sort(other)
     own_lengths, other_lengths = np.array([tokens, 300, 0]), np.array([size, 70, 500])

@@ -223,9 +223,7 @@ def test_segments_slopes_and_sinks(one, cap, has_segments, has_slope, sink):
         ids = (np.repeat(own[:, None], 4, 1), others[span]) if has_segments else None
         linear = (np.float32(slope * policy.exponential.unit), relative) if has_slope else None
         limits = (relative, np.int32(size - j * BLOCK))
-        weights, m, l, alpha, unit = one(
-            scores[:, span], m, l, factor, limits, policy, ids, linear
-        )
+        weights, m, l, alpha, unit = one(scores[:, span], m, l, factor, limits, policy, ids, linear)
         product = softmax.pack(weights, policy) @ values[span]
         out = out * alpha[:, :1] + product * np.where(unit == 0, 0, unit)[:, :1]
     last, sizes = np.int32(ROWS - 1), (HEAD_DIM, HEAD_DIM)

@@ -210,7 +210,9 @@ def seen(
             row = _fallen(row, linear, half)
         if ids is not None:
             own, others = (fragments.scalars(x) for x in ids)
-            row = [own[half].equals(k).where(v, -math.inf) for k, v in zip(others, row, strict=True)]
+            row = [
+                own[half].equals(k).where(v, -math.inf) for k, v in zip(others, row, strict=True)
+            ]
         if bounds is not None:
             masks = _visible(bounds, half, len(x), policy)
             row = [k.where(v, -math.inf) for k, v in zip(masks, row, strict=True)]

@@ -199,9 +199,7 @@ def _copy_raw(work: Work, x: _Inputs, y: _Memory, s: Settings) -> None:
     plgpu.copy_gmem_to_smem(source, y.raw, y.raw_ready)
 
 
-def _quantize_queries(
-    work: Work, place: jax.Array, x: _Inputs, y: _Memory, s: Settings
-) -> None:
+def _quantize_queries(work: Work, place: jax.Array, x: _Inputs, y: _Memory, s: Settings) -> None:
     """Quantizes the queries that came last, as room comes free."""
     assert y.raw is not None
     assert y.raw_ready is not None
@@ -927,7 +925,5 @@ def _of_segments(
     return {
         "query_ids": queries,
         "key_ids": jnp.swapaxes(keys, 2, 3).reshape(batch, size),
-        "bounds": packing.bounds(
-            x.queries, query_lengths, s.rows, x.keys, key_lengths, s.tile
-        ),
+        "bounds": packing.bounds(x.queries, query_lengths, s.rows, x.keys, key_lengths, s.tile),
     }

@@ -74,9 +74,9 @@ def unsupported(
         return f"{head_dim=} must be at most {_HEAD_DIMS[-1]}"
     if config.mode == "float" and head_dim > _HEAD_DIMS[-2]:
         return f"{head_dim=} must be at most {_HEAD_DIMS[-2]} where config.mode='float'"
-    if extras.query_segment_ids is not None and head_dim > _HEAD_DIMS[-2]:
-        if config.gradient != "8bit":
-            return f"{head_dim=} must be at most {_HEAD_DIMS[-2]} with segments, or gradient='8bit'"
+    is_wide, has_segments = head_dim > _HEAD_DIMS[-2], extras.query_segment_ids is not None
+    if is_wide and has_segments and config.gradient != "8bit":
+        return f"{head_dim=} must be at most {_HEAD_DIMS[-2]} with segments, or gradient='8bit'"
     return needs_hopper()
 
 
@@ -208,9 +208,7 @@ def _settings(config: TurboConfig, options: Options, stages: int, *, in_turns: b
     )
 
 
-def default_launch(
-    head_dim: int, config: TurboConfig, *, has_segments: bool = False
-) -> Launch:
+def default_launch(head_dim: int, config: TurboConfig, *, has_segments: bool = False) -> Launch:
     """As many stages as there is shared memory for, up to what was fastest.
 
     Turns were faster with 128 channels and 8 bits; with 64 or 256 they were not timed.

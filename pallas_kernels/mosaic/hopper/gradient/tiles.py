@@ -261,9 +261,7 @@ class _Mask(NamedTuple):
     ids: tuple[list[Int], list[Int]] | None
 
 
-def _visible(
-    mask: _Mask, half: int, columns: int, rows_are_keys: bool, s: Settings
-) -> list[Bool]:
+def _visible(mask: _Mask, half: int, columns: int, rows_are_keys: bool, s: Settings) -> list[Bool]:
     """For each of a row's columns whether the query sees the key.
 
     Args:
