@@ -1,4 +1,4 @@
-"""Which tiles of keys a tile of queries has to do with, by the ids of packed segments, in plain JAX.
+"""Which tiles of keys a tile of queries has to do with, by ids of packed segments, in plain JAX.
 
 A tile of tokens has the ids from its least to its largest one. Tiles of queries and keys whose
 ranges do not meet have no pair of one segment: a kernel walks from the first tile that meets its
