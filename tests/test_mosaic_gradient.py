@@ -75,9 +75,8 @@ def test_refusals_in_words(config, head_dim, dtype, words):
 
 @pytest.mark.usefixtures("hopper")
 def test_which_extras_it_has():
-    every = (*OFFSETS, *SEGMENTS, "sinks")
+    every = (*OFFSETS, *SEGMENTS, "alibi_slopes", "sinks")
     assert refusal(tj.TurboConfig(), extras=every) is None
-    assert refusal(tj.TurboConfig(), extras=(*every, "alibi_slopes")) == "it has no alibi_slopes"
     assert refusal(tj.TurboConfig(), extras=("bias",)) == "it has no bias"
     words = "head_dim=256 must be at most 128 with segments, or gradient='8bit'"
     assert refusal(tj.TurboConfig(), 256, extras=SEGMENTS) == words
@@ -155,7 +154,15 @@ def test_it_lowers(feature, rounding, head_dim, tokens, mode, dtype, is_ragged, 
 
 
 EXTRAS = pairwise(
-    extras=[SEGMENTS, (*SEGMENTS, *OFFSETS), (*SEGMENTS, "sinks"), OFFSETS, ("sinks",)],
+    extras=[
+        SEGMENTS,
+        (*SEGMENTS, *OFFSETS),
+        (*SEGMENTS, "sinks"),
+        OFFSETS,
+        ("sinks",),
+        (*SEGMENTS, "alibi_slopes"),
+        ("alibi_slopes", "query_offset"),
+    ],
     feature=list(FEATURES),
     rounding=["float", "8bit"],
     head_dim=[(128, 128), (64, 64), (192, 128), (80, 40)],

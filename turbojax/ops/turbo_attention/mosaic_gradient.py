@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +32,7 @@ _OPTIONS = (
     "key_offset",
     "query_segment_ids",
     "key_value_segment_ids",
+    "alibi_slopes",
     "sinks",
     "output_dtype",
     "value_head_dim",
@@ -151,16 +153,21 @@ def gradient(
     d8 = d8 or _as_it_is(d_o)
     x = tiles.Operands(*q8, *k8, *d8, *v8, q, k, d_o, lse, delta, query_length, key_length)
     x = x._replace(shifts=extras.shift(), **_of_segments(extras, query_length, key_length))
-    launch = launch or default_launch(q.shape[-1], config, has_segments=x.query_ids is not None)
+    if extras.alibi_slopes is not None:
+        x = x._replace(slopes=extras.alibi_slopes * math.log2(math.e))
+    launch = launch or default_launch(q.shape[-1], config, is_plain=x.query_ids is None and x.slopes is None)
     settings = functools.partial(_settings, config, options)
     dtype = query.dtype if unit is None else jnp.float32
-    d_q = queries.query_gradient(x, dtype, settings(launch.queries))[:, :tokens, :, :head_dim]
+    d_q, falls = queries.query_gradient(x, dtype, settings(launch.queries))
+    d_q = d_q[:, :tokens, :, :head_dim]
     d_k, d_v = keys.key_gradient(x, dtype, settings(launch.keys, in_turns=launch.in_turns))
     d_k, d_v = d_k[:, :size, :, :head_dim], d_v[:, :size, :, :of_values]
-    if unit is None:
+    if unit is not None:
+        d_q, d_k, d_v = ((y / unit).astype(query.dtype) for y in (d_q, d_k, d_v))
+        falls = None if falls is None else falls / unit[..., 0]
+    if falls is None:
         return d_q, d_k, d_v, NOTHING
-    d_q, d_k, d_v = ((y / unit).astype(query.dtype) for y in (d_q, d_k, d_v))
-    return d_q, d_k, d_v, NOTHING
+    return d_q, d_k, d_v, Extras(alibi_slopes=-jnp.sum(falls, axis=(0, 2)))
 
 
 def _of_segments(
@@ -208,7 +215,7 @@ def _settings(config: TurboConfig, options: Options, stages: int, *, in_turns: b
     )
 
 
-def default_launch(head_dim: int, config: TurboConfig, *, has_segments: bool = False) -> Launch:
+def default_launch(head_dim: int, config: TurboConfig, *, is_plain: bool = True) -> Launch:
     """As many stages as there is shared memory for, up to what was fastest.
 
     Turns were faster with 128 channels and 8 bits; with 64 or 256 they were not timed.
@@ -216,8 +223,8 @@ def default_launch(head_dim: int, config: TurboConfig, *, has_segments: bool = F
     is_8bit = config.gradient == "8bit"
     if head_dim == _HEAD_DIMS[-1]:
         return Launch(2, 2) if is_8bit else Launch(1, 1)
-    # Of segments' ids there is no room beside four steps of codes and two operands in 16 bits.
-    is_full = has_segments and not is_8bit and config.mode != "float"
+    # Beside four steps of codes and of two operands in 16 bits there is no room for anything else.
+    is_full = not is_plain and not is_8bit and config.mode != "float"
     return Launch(3 if is_full else 4, 3, in_turns=is_8bit and head_dim == _HEAD_DIMS[1])
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -102,6 +103,7 @@ class Operands(NamedTuple):
       key_ids: int32 ``[B, Sk]``, `S` rounded up to 128.
       query_bounds: int32 ``[B, 4, Tq / 128]``, `segments.bounds` of queries among 64 keys each.
       key_bounds: int32 ``[B, 4, Sk / 128]``, of keys among 64 queries each.
+      slopes: float32 ``[N]``, by which scores fall with the distance, in powers of two.
     """
 
     q8: Any
@@ -124,6 +126,7 @@ class Operands(NamedTuple):
     key_ids: Any = None
     query_bounds: Any = None
     key_bounds: Any = None
+    slopes: Any = None
 
     @property
     def given(self) -> dict[str, Any]:
@@ -297,6 +300,16 @@ def _visible(mask: _Mask, half: int, columns: int, rows_are_keys: bool, s: Setti
     return masks
 
 
+def _distances(distance: Int, half: int, columns: int, rows_are_keys: bool) -> list[Float]:
+    """How far each of a row's columns is from it, of the first query relative to the first key."""
+    row, t = fragments.row_and_place()
+    row = row + 8 * half
+    first = distance + t * 2 - row if rows_are_keys else distance + row - t * 2
+    sign = 1 if rows_are_keys else -1
+    steps = [lane.number(float(sign * (8 * (c // 2) + c % 2))) for c in range(columns)]
+    return [lane.absolute(first.to_float() + step) for step in steps]
+
+
 def _of_each(values: list[Float], half: int, columns: int, rows_are_keys: bool) -> list[Float]:
     """Numbers of queries, for the columns of one of the thread's rows."""
     return values if rows_are_keys else [values[half]] * columns
@@ -315,9 +328,17 @@ def _mask(limits: tuple[Any, ...]) -> _Mask | None:
 
 
 def _weigh(
-    scores: Any, lse: Any, factor: Any, *limits: Any, dtype: str, rows_are_keys: bool, s: Settings
+    scores: Any,
+    lse: Any,
+    factor: Any,
+    *others: Any,
+    dtype: str,
+    rows_are_keys: bool,
+    s: Settings,
+    is_linear: bool,
 ) -> tuple[Any, ...]:
     """`weigh` in a lane."""
+    linear, limits = (others[:2], others[2:]) if is_linear else ((), others)
     scores = mgpu.optimization_barrier(scores)  # not before the product is there
     [c], logarithms, bounds = fragments.scalars(factor), fragments.scalars(lse), _mask(limits)
     rows, slopes = [], []
@@ -330,6 +351,10 @@ def _weigh(
             x = [v * s.soft_cap for v in ratios]
             slopes.append([(-v).fma(v, lane.number(1.0)) for v in ratios])
         unit = c if s.soft_cap is None else lane.number(LOG2_E)
+        if linear:
+            [slope], [distance] = (fragments.scalars(a) for a in linear)
+            away = _distances(distance, half, len(x), rows_are_keys)
+            each = [d.fma(slope, l) for d, l in zip(away, each, strict=True)]
         p = [lane.exp2(v.fma(unit, -l)) for v, l in zip(x, each, strict=True)]
         if bounds is not None:
             masks = _visible(bounds, half, len(x), rows_are_keys, s)
@@ -353,6 +378,7 @@ def _gradients(
     dtype: str,
     rows_are_keys: bool,
     s: Settings,
+    is_linear: bool,
 ) -> Any:
     """`score_gradients` in a lane."""
     products = mgpu.optimization_barrier(products)  # not before they are there
@@ -361,6 +387,10 @@ def _gradients(
     if s.soft_cap is not None:
         slope, *others = others  # type: ignore[assignment]
         slopes = fragments.by_row(slope)
+    sums: Any = None
+    if is_linear:
+        total, distance, *others = others  # type: ignore[assignment]
+        sums, [distance] = fragments.scalars(total), fragments.scalars(distance)
     bounds = _mask(tuple(others))
     rows = []
     pairs = zip(fragments.by_row(weights), fragments.by_row(products), slopes, strict=True)
@@ -368,14 +398,31 @@ def _gradients(
         each = _of_each(deltas, half, len(x), rows_are_keys)
         d = [_to_float(v).fma(c, -e) for v, e in zip(x, each, strict=True)]
         d = [v * w for v, w in zip(d, p, strict=True)]
+        if sums is not None:
+            if bounds is not None:
+                masks = _visible(bounds, half, len(x), rows_are_keys, s)
+                d = [m.where(v, 0.0) for m, v in zip(masks, d, strict=True)]
+            for v, w in zip(d, _distances(distance, half, len(x), rows_are_keys), strict=True):
+                sums[half] = v.fma(w, sums[half])
         if slope is not None:
             d = [v * w for v, w in zip(d, slope, strict=True)]
         if bounds is not None:
             masks = _visible(bounds, half, len(x), rows_are_keys, s)
             d = [m.where(v, 0.0) for m, v in zip(masks, d, strict=True)]
         rows.append(d)
-    words = fragments.carrier(fragments.half_words(rows, dtype))
-    return mgpu.optimization_barrier(words)
+    words = mgpu.optimization_barrier(fragments.carrier(fragments.half_words(rows, dtype)))
+    return words if sums is None else (words, fragments.row_array(sums))
+
+
+def sum_of_four(x: jax.Array) -> jax.Array:
+    """Of a row's lanes, which have each their own number."""
+
+    def f(x: Any) -> Any:
+        return fragments.row_array(
+            [lane.among_four(v, operator.add) for v in fragments.scalars(x)]
+        )
+
+    return ring.inline(f, (ROW,), ring.array((ROWS,), jnp.float32, ROW))(x)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -401,7 +448,12 @@ class Tile:
         return {"dtype": self.dtype, "rows_are_keys": self.rows_are_keys, "s": self.s}
 
     def weigh(
-        self, scores: jax.Array, lse: jax.Array, factor: jax.Array, limits: tuple[jax.Array, ...]
+        self,
+        scores: jax.Array,
+        lse: jax.Array,
+        factor: jax.Array,
+        limits: tuple[jax.Array, ...],
+        linear: tuple[jax.Array, ...] = (),
     ) -> tuple[jax.Array, ...]:
         """Weights float32, with a soft cap its slopes, and if rows are keys the weights as words.
 
@@ -412,14 +464,15 @@ class Tile:
           lse: of the queries, in powers of two.
           factor: of the scores, in powers of two; with a soft cap, in units of it.
           limits: distance, columns and ids, see `_Mask`; none if nothing is hidden.
+          linear: the slope by which scores fall, in powers of two, and the distance; or none.
         """
-        types = (MATRIX, self._queries, SCALAR, *_types(limits))
+        types = (MATRIX, self._queries, SCALAR, *[SCALAR] * len(linear), *_types(limits))
         returns = [ring.array((ROWS, ROWS), jnp.float32)] * (1 if self.s.soft_cap is None else 2)
         if self.rows_are_keys:
             returns.append(ring.array((ROWS, 32), jnp.int32))
-        f = functools.partial(_weigh, **self._static)
+        f = functools.partial(_weigh, **self._static, is_linear=bool(linear))
         results: tuple[jax.Array, ...]
-        results = ring.inline(f, types, tuple(returns))(scores, lse, factor, *limits)
+        results = ring.inline(f, types, tuple(returns))(scores, lse, factor, *linear, *limits)
         return results
 
     def score_gradients(
@@ -430,14 +483,20 @@ class Tile:
         factor: jax.Array,
         slopes: tuple[jax.Array, ...],
         limits: tuple[jax.Array, ...],
-    ) -> jax.Array:
-        """Words of ``weights * (factor * products - delta)``, times the soft cap's slopes."""
-        words = ring.array((ROWS, 32), jnp.int32)
+        linear: tuple[jax.Array, ...] = (),
+    ) -> Any:
+        """Words of ``weights * (factor * products - delta)``, times the soft cap's slopes.
+
+        With `linear`, where rows are queries, what is to be added to and the distance, also the
+        sums over each lane's columns of the scores' gradients times distances.
+        """
+        words: Any = ring.array((ROWS, 32), jnp.int32)
         types = [MATRIX, MATRIX, self._queries, SCALAR]
-        types += [MATRIX] * len(slopes) + _types(limits)
-        f = functools.partial(_gradients, **self._static)
-        return ring.inline(f, tuple(types), words)(
-            weights, products, delta, factor, *slopes, *limits
+        types += [MATRIX] * len(slopes) + [ROW, SCALAR][: len(linear)] + _types(limits)
+        f = functools.partial(_gradients, **self._static, is_linear=bool(linear))
+        returns = (words, ring.array((ROWS,), jnp.float32, ROW)) if linear else words
+        return ring.inline(f, tuple(types), returns)(
+            weights, products, delta, factor, *slopes, *linear, *limits
         )
 
 
