@@ -155,7 +155,9 @@ def gradient(
     x = x._replace(shifts=extras.shift(), **_of_segments(extras, query_length, key_length))
     if extras.alibi_slopes is not None:
         x = x._replace(slopes=extras.alibi_slopes * math.log2(math.e))
-    launch = launch or default_launch(q.shape[-1], config, is_plain=x.query_ids is None and x.slopes is None)
+    launch = launch or default_launch(
+        q.shape[-1], config, is_plain=x.query_ids is None and x.slopes is None
+    )
     settings = functools.partial(_settings, config, options)
     dtype = query.dtype if unit is None else jnp.float32
     d_q, falls = queries.query_gradient(x, dtype, settings(launch.queries))

@@ -211,7 +211,9 @@ def _kernel(*refs: Ref, total: int, s: Settings, names: tuple[str, ...]) -> None
     def body(*memory: Any) -> None:
         q8, d8, lse, delta, v8, k, out, ready, free, k8, ids, falls = memory
         rows = (q8, d8, lse, delta, k8[0] if k8 else k, v8, k, out)
-        m = _Memory(*rows, ready[0], free[0], ready[1], free[1], *(ids or [None, None]), *(falls or [None]))
+        m = _Memory(
+            *rows, ready[0], free[0], ready[1], free[1], *(ids or [None, None]), *(falls or [None])
+        )
 
         def over_tiles(f: Any) -> None:
             share.loop(lambda number, slot: f(_Work(number, x, s), slot))

@@ -418,9 +418,7 @@ def sum_of_four(x: jax.Array) -> jax.Array:
     """Of a row's lanes, which have each their own number."""
 
     def f(x: Any) -> Any:
-        return fragments.row_array(
-            [lane.among_four(v, operator.add) for v in fragments.scalars(x)]
-        )
+        return fragments.row_array([lane.among_four(v, operator.add) for v in fragments.scalars(x)])
 
     return ring.inline(f, (ROW,), ring.array((ROWS,), jnp.float32, ROW))(x)
 
