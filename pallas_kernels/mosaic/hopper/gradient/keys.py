@@ -47,7 +47,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import ring
-from pallas_kernels.mosaic.hopper.gradient import tiles
+from pallas_kernels.mosaic.hopper.gradient import elementwise, tiles
 from pallas_kernels.mosaic.hopper.gradient.tiles import (
     COLUMN,
     ROWS,
@@ -111,7 +111,7 @@ def _consume(
 ) -> Any:
     """Sums over all queries of a warpgroup's 64 keys; the slot after the last."""
     first, width = work.first + me * ROWS, m.q.shape[-1]
-    tile = tiles.Tile(True, str(m.q.dtype), s)
+    tile = elementwise.Tile(True, str(m.q.dtype), s)
     k_scale, v_scale = (
         tiles.scale_at(scales, work.b, work.h, first, s.block_kv)
         for scales in (x.k_scale, x.v_scale)
@@ -137,7 +137,7 @@ def _consume(
         plgpu.wgmma_wait(1)
         position = tiles.shifted(query, work.shift)
         ids = None if m.key_ids is None else (m.key_ids.at[me], m.query_ids.at[slot])
-        limits = tiles.limits_of(position, first, work.queries - query, ids, is_masked)
+        limits = elementwise.limits_of(position, first, work.queries - query, ids, is_masked)
         linear = () if x.slopes is None else (x.slopes[head], position - first)
         weights, *slopes, words = tile.weigh(scores, lse, q_factor, limits, linear)
         d_v = tiles.add_product(d_v, words, m.d_out.at[slot])

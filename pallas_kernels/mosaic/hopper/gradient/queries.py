@@ -36,7 +36,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import ring
-from pallas_kernels.mosaic.hopper.gradient import tiles
+from pallas_kernels.mosaic.hopper.gradient import elementwise, tiles
 from pallas_kernels.mosaic.hopper.gradient.tiles import (
     ROW,
     ROWS,
@@ -97,7 +97,7 @@ def _consume(
     """
     first = work.first + me * ROWS
     position = tiles.shifted(first, work.shift)
-    tile = tiles.Tile(False, str(m.k.dtype), s)
+    tile = elementwise.Tile(False, str(m.k.dtype), s)
     q_scale, d_scale = (
         tiles.scale_at(scales, work.b, work.head, first, s.block_q)
         for scales in (x.q_scale, x.d_scale)
@@ -125,7 +125,7 @@ def _consume(
             # Left: the other slot's two products, or the sum that was started last.
             plgpu.wgmma_wait(1 if n else 2 * (len(slots) - 1))
             ids = None if m.key_ids is None else (m.query_ids.at[me], m.key_ids.at[slots[n]])
-            limits = tiles.limits_of(position, key, work.keys - key, ids, is_masked)
+            limits = elementwise.limits_of(position, key, work.keys - key, ids, is_masked)
             linear = () if x.slopes is None else (x.slopes[work.head], position - key)
             weights, *slopes = tile.weigh(products[n][0], lse, scales[n][0], limits, linear)
             rest = (delta, scales[n][1], tuple(slopes), limits)
@@ -225,7 +225,7 @@ def _kernel(*refs: Ref, total: int, s: Settings, names: tuple[str, ...]) -> None
             here = pl.ds(work.first + me * ROWS, ROWS)
             for fall, ref in zip(falls, fall_refs, strict=True):
                 assert m.falls is not None
-                m.falls[me] = jnp.where(is_blind, 0.0, tiles.sum_of_four(fall))
+                m.falls[me] = jnp.where(is_blind, 0.0, elementwise.sum_of_four(fall))
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(m.falls.at[me], ref.at[work.b, work.head, here])
             rows = (work.b, here, work.head)
