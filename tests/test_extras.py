@@ -167,6 +167,19 @@ def test_triton_equals_the_oracle(case):
     assert_near(lse, want[1], 1 + np.abs(want[1][np.isfinite(want[1])]).max(initial=0))
 
 
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+def test_slopes_where_nothing_is_masked(implementation):
+    """Whole blocks without a mask have additions too."""
+    static, arrays = options_of("none", "none", "no bias", True, "none", "all", None, False)
+    q, k, v, *_ = operands()
+    scores, rest = oracle_arguments(q, k, static, arrays)
+    want, _ = oracles.attention_with_extras(q, k, v, scores, **rest)
+    given = {n: jnp.asarray(x) for n, x in arrays.items()}
+    with interpreted(implementation):
+        out = attend(q, k, v, config=FLOAT, implementation=implementation, **static, **given)
+    assert_near(out, want, np.abs(v).max())
+
+
 def test_gradients_of_the_oracle_are_differences():
     """The oracle itself: directional derivatives, by finite differences in float64."""
     static, arrays = options_of("packed", "both", "of keys", True, "some", "causal", 3.0, False)

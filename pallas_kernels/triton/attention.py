@@ -234,10 +234,10 @@ def _scores(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Scores in the exponential's units as ``x * scale``, and their row maxima.
 
-    Without a mask and a cap the maximum is that of the products, and scaling and subtracting it
+    Without a mask, a cap and additions the maximum is that of the products, and scaling and subtracting it
     are one instruction per score.
     """
-    if mask is None and s.soft_cap is None:
+    if mask is None and s.soft_cap is None and added is None:
         factor = factor * s.unit
         return product, factor, jnp.max(product, axis=1) * factor
     x = product * factor[:, None]
