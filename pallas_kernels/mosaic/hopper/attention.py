@@ -701,9 +701,8 @@ def _store(
     for half, o in enumerate(halves):
         count = min(o.shape[1], channels - half * o.shape[1])
 
-        def f(*args: Any, count: int = count) -> tuple[Any, ...]:
-            sink = args[5] if sinks else None
-            return softmax.finish(*args[:5], s.policy, count, width, sink)
+        def f(o: Any, m: Any, l: Any, last: Any, scale: Any, *sink: Any, n: int = count) -> Any:
+            return softmax.finish(o, m, l, last, scale, s.policy, n, width, *sink)
 
         *parts, residual = ring.inline(
             f,

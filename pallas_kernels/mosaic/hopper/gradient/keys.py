@@ -86,7 +86,7 @@ class _Work:
 
 
 class _Memory(NamedTuple):
-    """Shared memory: keys and values of each warpgroup, and what steps need."""
+    """Shared memory: keys and values of each warpgroup, and what steps need; ids of both."""
 
     k8: Ref
     v8: Ref
@@ -102,8 +102,7 @@ class _Memory(NamedTuple):
     ready: Ref
     free: Ref
     turns: Ref | None
-    key_ids: Ref | None
-    query_ids: Ref | None
+    ids: tuple[Ref, Ref] | None
 
 
 def _consume(
@@ -136,7 +135,7 @@ def _consume(
         turns.wait()
         plgpu.wgmma_wait(1)
         position = tiles.shifted(query, work.shift)
-        ids = None if m.key_ids is None else (m.key_ids.at[me], m.query_ids.at[slot])
+        ids = None if m.ids is None else (m.ids[0].at[me], m.ids[1].at[slot])
         limits = elementwise.limits_of(position, first, work.queries - query, ids, is_masked)
         linear = () if x.slopes is None else (x.slopes[head], position - first)
         weights, *slopes, words = tile.weigh(scores, lse, q_factor, limits, linear)
@@ -188,9 +187,9 @@ def _produce(work: _Work, slot: jax.Array, x: Operands, m: _Memory, s: Settings)
         for ref, target in ((x.k8, m.k8), (x.v8, m.v8)):
             source = tiles.rows_of(ref, work.b, work.h, rows)
             plgpu.copy_gmem_to_smem(source, target.at[i], m.key_ready.at[i])
-        if m.key_ids is not None:
+        if m.ids is not None:
             source = x.key_ids.at[work.b, rows]
-            plgpu.copy_gmem_to_smem(source, m.key_ids.at[i], m.key_ready.at[i])
+            plgpu.copy_gmem_to_smem(source, m.ids[0].at[i], m.key_ready.at[i])
 
     def head(g: jax.Array, slot: jax.Array) -> jax.Array:
         number = work.h * work.group + g
@@ -206,9 +205,9 @@ def _produce(work: _Work, slot: jax.Array, x: Operands, m: _Memory, s: Settings)
                     continue
                 source = tiles.rows_of(ref, work.b, number, rows)
                 plgpu.copy_gmem_to_smem(source, target.at[slot], m.ready.at[slot])
-            if m.query_ids is not None:
+            if m.ids is not None:
                 source = x.query_ids.at[work.b, rows]
-                plgpu.copy_gmem_to_smem(source, m.query_ids.at[slot], m.ready.at[slot])
+                plgpu.copy_gmem_to_smem(source, m.ids[1].at[slot], m.ready.at[slot])
             return ring.next_slot(slot, s.stages)
 
         return lax.fori_loop(work.steps.begin, work.steps.end, step, slot)
@@ -230,7 +229,7 @@ def _kernel(*refs: Ref, total: int, s: Settings, names: tuple[str, ...]) -> None
         q8, d8 = (eights.pop(0) if mine else x for mine, x in zip(own, (q, d_out), strict=True))
         rows = (k8, v8, q8, d8, q, d_out, lse, delta, out)
         of_slots = (ready[0], free[0], ready[1], free[1])
-        m = _Memory(*rows, *of_slots, *(turns or [None]), *(ids or [None, None]))
+        m = _Memory(*rows, *of_slots, turns[0] if turns else None, tuple(ids) or None)
 
         def over_tiles(f: Any) -> None:
             share.loop(lambda number, slot: f(_Work(number, x, s), slot))

@@ -83,8 +83,7 @@ class _Memory(NamedTuple):
     query_free: Ref
     ready: Ref
     free: Ref
-    query_ids: Ref | None
-    key_ids: Ref | None
+    ids: tuple[Ref, Ref] | None
     falls: Ref | None
 
 
@@ -124,7 +123,7 @@ def _consume(
         for n, key in enumerate(keys):
             # Left: the other slot's two products, or the sum that was started last.
             plgpu.wgmma_wait(1 if n else 2 * (len(slots) - 1))
-            ids = None if m.key_ids is None else (m.query_ids.at[me], m.key_ids.at[slots[n]])
+            ids = None if m.ids is None else (m.ids[0].at[me], m.ids[1].at[slots[n]])
             limits = elementwise.limits_of(position, key, work.keys - key, ids, is_masked)
             linear = () if x.slopes is None else (x.slopes[work.head], position - key)
             weights, *slopes = tile.weigh(products[n][0], lse, scales[n][0], limits, linear)
@@ -178,9 +177,9 @@ def _produce(work: _Work, slot: jax.Array, x: Operands, m: _Memory, s: Settings)
         for ref, target in ((x.q8, m.q8), (x.d8, m.d8), (x.lse, m.lse), (x.delta, m.delta)):
             source = tiles.rows_of(ref, work.b, work.head, rows)
             plgpu.copy_gmem_to_smem(source, target.at[i], m.query_ready.at[i])
-        if m.query_ids is not None:
+        if m.ids is not None:
             source = x.query_ids.at[work.b, rows]
-            plgpu.copy_gmem_to_smem(source, m.query_ids.at[i], m.query_ready.at[i])
+            plgpu.copy_gmem_to_smem(source, m.ids[0].at[i], m.query_ready.at[i])
 
     def step(i: jax.Array, slot: jax.Array) -> jax.Array:
         rows = pl.ds(i * ROWS, ROWS)
@@ -191,9 +190,9 @@ def _produce(work: _Work, slot: jax.Array, x: Operands, m: _Memory, s: Settings)
         for ref, target in copies:
             source = tiles.rows_of(ref, work.b, work.h, rows)
             plgpu.copy_gmem_to_smem(source, target.at[slot], m.ready.at[slot])
-        if m.key_ids is not None:
+        if m.ids is not None:
             source = x.key_ids.at[work.b, rows]
-            plgpu.copy_gmem_to_smem(source, m.key_ids.at[slot], m.ready.at[slot])
+            plgpu.copy_gmem_to_smem(source, m.ids[1].at[slot], m.ready.at[slot])
         return ring.next_slot(slot, s.stages)
 
     return lax.fori_loop(work.steps.begin, work.steps.end, step, slot)
@@ -212,7 +211,7 @@ def _kernel(*refs: Ref, total: int, s: Settings, names: tuple[str, ...]) -> None
         q8, d8, lse, delta, v8, k, out, ready, free, k8, ids, falls = memory
         rows = (q8, d8, lse, delta, k8[0] if k8 else k, v8, k, out)
         m = _Memory(
-            *rows, ready[0], free[0], ready[1], free[1], *(ids or [None, None]), *(falls or [None])
+            *rows, ready[0], free[0], ready[1], free[1], tuple(ids) or None, *(falls or [None])
         )
 
         def over_tiles(f: Any) -> None:
