@@ -128,7 +128,8 @@ class _Inputs(NamedTuple):
     """What the kernel reads, see `attention`; no scales of queries that it quantizes itself.
 
     Of segments `query_ids` ``[B, tiles, consumers, 64]``, `key_ids` ``[B, Sp]`` in the order of the
-    keys, and `bounds` ``[B, 4, tiles]``, see `segments.Bounds`.
+    keys, and `bounds` ``[B, 4, tiles]``, see `segments.Bounds`, and
+    `order` ``[B * tiles]``, `segments.order`.
     """
 
     q: Ref
@@ -143,6 +144,7 @@ class _Inputs(NamedTuple):
     query_ids: Ref | None = None
     key_ids: Ref | None = None
     bounds: Ref | None = None
+    order: Ref | None = None
     sinks: Ref | None = None
     slopes: Ref | None = None
 
@@ -742,12 +744,15 @@ def _kernel(*refs: Ref, s: Settings, tiles: int, names: tuple[str, ...]) -> None
     *inputs, out_ref, lse_ref = refs
     x = _Inputs(**dict(zip(names, inputs, strict=True)))
     batch, _, heads, _ = out_ref.shape
-    me, share = lax.axis_index("warpgroup"), ring.Share(batch * heads * tiles, turns=s.is_causal)
+    me, share = (
+        lax.axis_index("warpgroup"),
+        ring.Share(batch * heads * tiles, turns=s.is_causal or s.has_segments),
+    )
     quantizes = x.q_scale is None
 
     def work(i: jax.Array) -> Work:
         lengths = (x.query_lengths, x.key_lengths)
-        return Work(share.number(i), tiles, heads, x.k, lengths, s, x.shifts, x.bounds)
+        return Work(share.number(i), tiles, heads, x.k, lengths, s, x.shifts, x.bounds, x.order)
 
     def body(y: _Memory) -> None:
         def consume(i: jax.Array, slot: jax.Array) -> jax.Array:
@@ -897,7 +902,7 @@ def attention(
         "slopes": slopes,
     }
     if segments is not None:
-        given |= _of_segments(segments, query_lengths, key_lengths, k.shape[2], s)
+        given |= _of_segments(segments, query_lengths, key_lengths, k.shape[2], shifts, s)
     given = {name: x for name, x in given.items() if x is not None}
     run = ring.launch(
         functools.partial(_kernel, s=s, tiles=tiles, names=tuple(given)),
@@ -915,14 +920,21 @@ def attention(
 
 
 def _of_segments(
-    x: Segments, query_lengths: jax.Array, key_lengths: jax.Array, size: int, s: Settings
+    x: Segments,
+    query_lengths: jax.Array,
+    key_lengths: jax.Array,
+    size: int,
+    shifts: jax.Array | None,
+    s: Settings,
 ) -> dict[str, jax.Array]:
     """What the kernel reads of segments, for `size` keys."""
     batch = x.queries.shape[0]
     queries = packing.padded(x.queries, s.rows).reshape(batch, -1, s.consumers, ROWS)
     keys = packing.padded(x.keys, size).reshape(batch, -1, 4, 2, 2)  # t, h, r
+    bounds = packing.bounds(x.queries, query_lengths, s.rows, x.keys, key_lengths, s.tile)
     return {
         "query_ids": queries,
         "key_ids": jnp.swapaxes(keys, 2, 3).reshape(batch, size),
-        "bounds": packing.bounds(x.queries, query_lengths, s.rows, x.keys, key_lengths, s.tile),
+        "bounds": bounds,
+        "order": packing.order(bounds, s.rows, shifts, s.policy.left, s.policy.right),
     }

@@ -79,6 +79,35 @@ def bounds(
     return jnp.stack([start, stop, full_start, full_stop], axis=1)
 
 
+def order(
+    found: jax.Array, rows: int, shifts: jax.Array | None, before: int | None, after: int | None
+) -> jax.Array:
+    """Tiles of all sequences, those first that have most to do with others.
+
+    Programs that take every so many-th of them, in turns, then have equally much to do, wherever
+    the long segments are.
+
+    Args:
+      found: of `bounds`, int32 ``[B, 4, n]``.
+      rows: of a tile.
+      shifts: int32 ``[B]``, added to the tiles' positions, or None.
+      before: how far back one goes, or None.
+      after: how far ahead, or None.
+
+    Returns:
+      int32 ``[B * n]``, sequence times `n` plus tile.
+    """
+    first = (jnp.arange(found.shape[2], dtype=jnp.int32) * rows)[None]
+    first = first if shifts is None else first + shifts[:, None]
+    start, stop = found[:, 0], found[:, 1]
+    if after is not None:
+        stop = jnp.minimum(stop, first + (rows + after))
+    if before is not None:
+        start = jnp.maximum(start, first - before)
+    count = jnp.maximum(stop - start, 0).reshape(-1)
+    return jnp.argsort(-count, stable=True).astype(jnp.int32)
+
+
 def _ranges(ids: jax.Array, lengths: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:
     """The least and the largest id of each tile's real tokens: int32 ``[B, ceil(T / tile)]``."""
     is_real = jnp.arange(ids.shape[1], dtype=jnp.int32)[None] < lengths[:, None]

@@ -146,6 +146,7 @@ class Work:
         s: Settings,
         shifts: Ref | None = None,
         bounds: Ref | None = None,
+        order: Ref | None = None,
     ) -> None:
         rows = jnp.int32(k.shape[0] * heads)
         row = lax.rem(number, rows)
@@ -153,6 +154,13 @@ class Work:
         self.h = lax.div(self.head, jnp.int32(heads // k.shape[1]))
         # The last tiles of a causal call have most to do: they start first.
         self.tile = tiles - 1 - lax.div(number, rows)
+        if order is not None:
+            entry, self.head = (
+                order[lax.div(number, jnp.int32(heads))],
+                lax.rem(number, jnp.int32(heads)),
+            )
+            self.b, self.tile = lax.div(entry, jnp.int32(tiles)), lax.rem(entry, jnp.int32(tiles))
+            self.h = lax.div(self.head, jnp.int32(heads // k.shape[1]))
         self.first = self.tile * s.rows
         self.length = lengths[1][self.b]
         self.query_length = lengths[0][self.b]

@@ -152,7 +152,7 @@ def gradient(
     q, k, d_o = (_in_16_bits(x) for x in (q, k, d_o))
     d8 = d8 or _as_it_is(d_o)
     x = tiles.Operands(*q8, *k8, *d8, *v8, q, k, d_o, lse, delta, query_length, key_length)
-    x = x._replace(shifts=extras.shift(), **_of_segments(extras, query_length, key_length))
+    x = x._replace(shifts=extras.shift(), **_of_segments(extras, query_length, key_length, options))
     if extras.alibi_slopes is not None:
         x = x._replace(slopes=extras.alibi_slopes * math.log2(math.e))
     launch = launch or default_launch(
@@ -173,20 +173,27 @@ def gradient(
 
 
 def _of_segments(
-    extras: Extras, query_length: jax.Array, key_length: jax.Array
+    extras: Extras, query_length: jax.Array, key_length: jax.Array, options: Options
 ) -> dict[str, jax.Array]:
     """What the kernels read of segments; nothing without."""
-    from pallas_kernels.mosaic.hopper.segments import bounds, padded
+    from pallas_kernels.mosaic.hopper.segments import bounds, order, padded
 
     queries, keys = extras.query_segment_ids, extras.key_value_segment_ids
     if queries is None or keys is None:
         return {}
     of_queries, of_keys = (queries, query_length), (keys, key_length)
+    left, right = options.window or (None, None)
+    right, shift = 0 if options.is_causal else right, extras.shift()
+    back = None if shift is None else -shift
+    query_bounds = bounds(*of_queries, _TILE, *of_keys, _ROWS)
+    key_bounds = bounds(*of_keys, _TILE, *of_queries, _ROWS)
     return {
         "query_ids": padded(queries, _TILE),
         "key_ids": padded(keys, _TILE),
-        "query_bounds": bounds(*of_queries, _TILE, *of_keys, _ROWS),
-        "key_bounds": bounds(*of_keys, _TILE, *of_queries, _ROWS),
+        "query_bounds": query_bounds,
+        "key_bounds": key_bounds,
+        "query_order": order(query_bounds, _TILE, shift, left, right),
+        "key_order": order(key_bounds, _TILE, back, right, left),
     }
 
 

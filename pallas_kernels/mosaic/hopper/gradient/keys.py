@@ -68,7 +68,7 @@ class _Work:
     def __init__(self, number: jax.Array, x: Operands, s: Settings) -> None:
         heads, (_, size, kv_heads, head_dim) = x.q.shape[2], x.k.shape
         parts, count = pl.cdiv(head_dim, _CHANNELS), pl.cdiv(size, _KEYS)
-        row, self.tile = tiles.place_of(number, count)
+        row, self.tile = tiles.place_of(number, count, x.key_order, kv_heads * parts)
         part, row = lax.rem(row, jnp.int32(parts)), lax.div(row, jnp.int32(parts))
         self.b, self.h = lax.div(row, jnp.int32(kv_heads)), lax.rem(row, jnp.int32(kv_heads))
         self.group = heads // kv_heads
@@ -218,7 +218,7 @@ def _produce(work: _Work, slot: jax.Array, x: Operands, m: _Memory, s: Settings)
 def _kernel(*refs: Ref, total: int, s: Settings, names: tuple[str, ...]) -> None:
     """One persistent program, which takes every `s.programs`-th tile; `names` of its operands."""
     x, (dk_ref, dv_ref) = Operands(**dict(zip(names, refs[:-2], strict=True))), refs[-2:]
-    me, share = lax.axis_index("warpgroup"), ring.Share(total, together=2)
+    me, share = lax.axis_index("warpgroup"), tiles.share_of(total, x.key_order)
     head_dim, dtype = x.q.shape[-1], x.q.dtype
     width, has_ids = min(head_dim, _CHANNELS), x.key_ids is not None
     # The same memory serves two products where it can.
@@ -283,13 +283,13 @@ def key_gradient(
 ) -> tuple[jax.Array, jax.Array]:
     """The gradients of keys and values, ``[B, S, K, H]`` in `dtype`; 0 past each length."""
     batch, size, kv_heads, head_dim = x.k.shape
-    total = batch * kv_heads * pl.cdiv(head_dim, _CHANNELS) * tiles.numbers(size)
+    total = batch * kv_heads * pl.cdiv(head_dim, _CHANNELS) * tiles.numbers(size, x.key_order)
     out = jax.ShapeDtypeStruct((batch, size, kv_heads, head_dim), dtype)
     run = ring.launch(
         functools.partial(_kernel, total=total, s=settings, names=tuple(x.given)),
         "turbojax_key_gradient_hopper",
         (out, out),
-        total // 2,
+        total if x.key_order is not None else total // 2,
         settings.programs,
     )
     return run(*x.given.values())

@@ -56,7 +56,7 @@ class _Work:
     def __init__(self, number: jax.Array, x: Operands, s: Settings) -> None:
         (_, tokens, heads, _), kv_heads = x.q.shape, x.k.shape[2]
         count = pl.cdiv(tokens, _QUERIES)
-        row, tile = tiles.place_of(number, count)
+        row, tile = tiles.place_of(number, count, x.query_order, heads)
         self.b, self.head = lax.div(row, jnp.int32(heads)), lax.rem(row, jnp.int32(heads))
         self.h = lax.div(self.head, jnp.int32(heads // kv_heads))
         self.first, self.shift = tile * _QUERIES, x.shift(self.b)
@@ -202,7 +202,7 @@ def _kernel(*refs: Ref, total: int, s: Settings, names: tuple[str, ...]) -> None
     """One persistent program, which takes every `s.programs`-th tile; `names` of its operands."""
     x = Operands(**dict(zip(names, refs, strict=False)))
     out_ref, *fall_refs = refs[len(names) :]
-    me, share = lax.axis_index("warpgroup"), ring.Share(total, together=2)
+    me, share = lax.axis_index("warpgroup"), tiles.share_of(total, x.query_order)
     head_dim = x.q.shape[-1]
     has_k8 = x.k8.dtype != x.k.dtype  # else the same memory serves both products
     has_ids = x.query_ids is not None
@@ -269,13 +269,13 @@ def query_gradient(
     And with slopes float32 ``[B, N, Tq]``, sums of the scores' gradients times distances.
     """
     batch, tokens, heads, _ = x.q.shape
-    total = batch * heads * tiles.numbers(tokens)
+    total = batch * heads * tiles.numbers(tokens, x.query_order)
     out = jax.ShapeDtypeStruct(x.q.shape, dtype)
     run = ring.launch(
         functools.partial(_kernel, total=total, s=settings, names=tuple(x.given)),
         "turbojax_query_gradient_hopper",
         out if x.slopes is None else (out, jax.ShapeDtypeStruct(x.lse.shape, jnp.float32)),
-        total // 2,
+        total if x.query_order is not None else total // 2,
         settings.programs,
     )
     results = run(*x.given.values())

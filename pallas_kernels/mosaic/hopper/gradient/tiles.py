@@ -99,6 +99,8 @@ class Operands(NamedTuple):
       key_ids: int32 ``[B, Sk]``, `S` rounded up to 128.
       query_bounds: int32 ``[B, 4, Tq / 128]``, `segments.bounds` of queries among 64 keys each.
       key_bounds: int32 ``[B, 4, Sk / 128]``, of keys among 64 queries each.
+      query_order: int32 ``[B * Tq / 128]``, `segments.order` of tiles of queries.
+      key_order: int32 ``[B * Sk / 128]``, of keys.
       slopes: float32 ``[N]``, by which scores fall with the distance, in powers of two.
     """
 
@@ -122,6 +124,8 @@ class Operands(NamedTuple):
     key_ids: Any = None
     query_bounds: Any = None
     key_bounds: Any = None
+    query_order: Any = None
+    key_order: Any = None
     slopes: Any = None
 
     @property
@@ -203,7 +207,9 @@ def span(
     return Span(begin, inner, outer, end)
 
 
-def place_of(number: jax.Array, tiles: int) -> tuple[jax.Array, jax.Array]:
+def place_of(
+    number: jax.Array, tiles: int, order: Ref | None, rows: int
+) -> tuple[jax.Array, jax.Array]:
     """Row and tile of a number: rows in turn, which share operands, in pairs from both ends.
 
     In a causal call one end has much to do and the other one little: all pairs have equally much.
@@ -211,15 +217,29 @@ def place_of(number: jax.Array, tiles: int) -> tuple[jax.Array, jax.Array]:
     Args:
       number: of `2 * ceil(tiles / 2)` a row; with an odd number of tiles one of them is none.
       tiles: of a row.
+      order: `segments.order`, or None. With it there are no pairs: all rows of a sequence take its
+        tile one after the other.
+      rows: of a sequence.
     """
+    if order is not None:
+        entry, row = order[lax.div(number, jnp.int32(rows))], lax.rem(number, jnp.int32(rows))
+        b, tile = lax.div(entry, jnp.int32(tiles)), lax.rem(entry, jnp.int32(tiles))
+        return b * rows + row, tile
     pairs = jnp.int32(pl.cdiv(tiles, 2))
     pair, is_second = lax.div(number, jnp.int32(2)), lax.rem(number, jnp.int32(2))
     row, place = lax.div(pair, pairs), lax.rem(pair, pairs)
     return row, jnp.where(is_second == 1, 2 * pairs - 1 - place, place)
 
 
-def numbers(tokens: int) -> int:
+def share_of(total: int, order: Ref | None) -> ring.Share:
+    """A program's, of so many numbers of `place_of`."""
+    return ring.Share(total, together=2) if order is None else ring.Share(total, turns=True)
+
+
+def numbers(tokens: int, order: jax.Array | None) -> int:
     """How many numbers `place_of` takes for a row."""
+    if order is not None:
+        return pl.cdiv(tokens, WARPGROUPS * ROWS)
     return 2 * pl.cdiv(tokens, 2 * WARPGROUPS * ROWS)
 
 
