@@ -110,6 +110,7 @@ from pallas_kernels.mosaic.softmax import Exponential
 __all__ = ["Exponential", "Segments", "Settings", "attention"]
 
 _MATRIX = plgpu.Layout.WGMMA
+_SPLITS = True
 # A number of each of a warpgroup's rows.
 _COLUMN = ring.array((ROWS,), jnp.float32, ROW)
 # Tiles whose queries are in shared memory: this one's and the next one's.
@@ -267,6 +268,7 @@ class _Consumer:
     turns: ring.Turns
     s: Settings
     ids: tuple[Ref, Ref] | None = None
+    segments: packing.Bounds | None = None
     slope: jax.Array | None = None
 
     def wait_for_key(self, j: jax.Array, slot: jax.Array) -> None:
@@ -322,12 +324,38 @@ class _Consumer:
         is_masked: bool,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """Scores of block `j`, in `slot`, as the softmax takes them, and their factors."""
-        ids: tuple[jax.Array, ...] = ()
-        if self.ids is not None:
-            if is_masked:
-                rows, columns = self.ids
-                ids = ring.load(rows, ROW), ring.load(columns.at[slot], COLUMN)
+        if self.ids is None:
+            return self.changed(scores, j, factors, (), is_masked)
+        if not is_masked:
             plgpu.barrier_arrive(self.free[0].at[slot])
+            return self.changed(scores, j, factors, (), is_masked)
+        rows, columns = self.ids
+
+        def of_several() -> jax.Array:
+            ids = ring.load(rows, ROW), ring.load(columns.at[slot], COLUMN)
+            plgpu.barrier_arrive(self.free[0].at[slot])
+            return self.changed(scores, j, factors, ids, is_masked)[0]
+
+        def of_one() -> jax.Array:
+            plgpu.barrier_arrive(self.free[0].at[slot])
+            return self.changed(scores, j, factors, (), is_masked)[0]
+
+        if not _SPLITS:
+            return of_several(), (jnp.float32(1.0),)
+        assert self.segments is not None
+        key = j * self.s.tile
+        is_one = (key >= self.segments.full_start) & (key + self.s.tile <= self.segments.full_stop)
+        return lax.cond(is_one, of_one, of_several), (jnp.float32(1.0),)
+
+    def changed(
+        self,
+        scores: jax.Array,
+        j: jax.Array,
+        factors: tuple[jax.Array, ...],
+        ids: tuple[jax.Array, ...],
+        is_masked: bool,
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """`seen`, with segments of rows and columns if these differ."""
         if not is_masked and not self.s.changes_scores:
             return scores, factors
         key = j * self.s.tile
@@ -677,6 +705,7 @@ def _attend(
         turns=ring.Turns(y.turns, me, s.consumers),
         s=s,
         ids=None if y.query_ids is None else (y.query_ids.at[place, me], y.key_ids),
+        segments=work.segments,
         slope=None if x.slopes is None else x.slopes[work.head] * s.exponential.unit,
     )
     if y.v.shape[1] > _PART:

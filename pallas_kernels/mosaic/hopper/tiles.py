@@ -166,10 +166,10 @@ class Work:
         self.query_length = lengths[0][self.b]
         # By how much a query's position exceeds that of the key of its number.
         self.shift = None if shifts is None else shifts[self.b]
-        segments = None
+        self.segments = None
         if bounds is not None:
-            segments = Bounds(*(bounds[self.b, i, self.tile] for i in range(4)))
-        self.blocks = _span(self.position(self.first), self.length, s, segments)
+            self.segments = Bounds(*(bounds[self.b, i, self.tile] for i in range(4)))
+        self.blocks = _span(self.position(self.first), self.length, s, self.segments)
 
     def position(self, query: jax.Array) -> jax.Array:
         """Of a query, relative to that of the first key."""
