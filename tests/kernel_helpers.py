@@ -3,6 +3,9 @@
 import contextlib
 
 import jax
+import jax.numpy as jnp
+
+from turbojax.ops.extras import Extras
 
 # The name by which newer versions of jax look up what a GPU can do.
 _GPU = "NVIDIA H100 80GB HBM3"
@@ -27,3 +30,21 @@ def lower_for_cuda(f, *args, **kwargs):
     with abstract_gpu():
         lowered = jitted.trace(*args, **kwargs).lower(lowering_platforms=("cuda",))
     return lowered.as_text()
+
+
+SEGMENTS = ("query_segment_ids", "key_value_segment_ids")
+OFFSETS = ("query_offset", "key_offset")
+
+
+def extras_of(names, batch, tokens, size, heads):
+    """Shapes and dtypes of these extras, as arguments of `lower_for_cuda`."""
+    kinds = {
+        "query_offset": ((batch,), jnp.int32),
+        "key_offset": ((batch,), jnp.int32),
+        "query_segment_ids": ((batch, tokens), jnp.int32),
+        "key_value_segment_ids": ((batch, size), jnp.int32),
+        "bias": ((batch, heads, tokens, size), jnp.float32),
+        "alibi_slopes": ((heads,), jnp.float32),
+        "sinks": ((heads,), jnp.float32),
+    }
+    return Extras(**{name: jax.ShapeDtypeStruct(*kinds[name]) for name in names})

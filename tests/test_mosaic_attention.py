@@ -4,6 +4,7 @@ No interpreter runs its matrix instructions: what it computes is checked on a GP
 `test_gpu_mosaic_attention.py`.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -12,10 +13,11 @@ import numpy as np
 import pytest
 from attention_helpers import EXACT, SAS_2, SAS_E
 from grids import pairwise
-from kernel_helpers import lower_for_cuda
+from kernel_helpers import OFFSETS, SEGMENTS, extras_of, lower_for_cuda
 
 import turbojax as tj
 from turbojax import _device
+from turbojax.ops.extras import NOTHING
 from turbojax.ops.options import Options
 from turbojax.ops.turbo_attention import mosaic_gpu
 from turbojax.ops.turbo_attention.operands import permute_tokens, quantize_queries
@@ -24,10 +26,11 @@ MODES = ("int8", "int8_fp8", "fp8")
 SEES_ALL = Options(False, scale=0.1)
 
 
-def refusal(config=tj.TurboConfig(), shape=(1, 8, 2, 64)):
+def refusal(config=tj.TurboConfig(), shape=(1, 8, 2, 64), extras=NOTHING, of_values=None):
     x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    options = {"options": SEES_ALL}
-    return mosaic_gpu.attention_unsupported(query=x, key=x, value=x, config=config, **options)
+    value = jax.ShapeDtypeStruct((*shape[:3], of_values or shape[3]), jnp.bfloat16)
+    given = {"config": config, "options": SEES_ALL, "extras": extras}
+    return mosaic_gpu.attention_unsupported(query=x, key=x, value=value, **given)
 
 
 @pytest.fixture
@@ -62,6 +65,16 @@ def test_refusals_in_words(config, shape, words):
         assert refusal(tj.TurboConfig(**config), shape) is None
 
 
+@pytest.mark.usefixtures("hopper")
+def test_which_extras_it_has():
+    every = ("query_offset", "key_offset", *SEGMENTS, "alibi_slopes", "sinks")
+    assert refusal(extras=extras_of(every, 1, 8, 8, 2)) is None
+    assert refusal(extras=extras_of((*every, "bias"), 1, 8, 8, 2)) == "it has no bias"
+    assert refusal(of_values=48) is None
+    words = "head_dim=80 of values must be at most that of keys, 64"
+    assert refusal(of_values=80) == words
+
+
 def test_it_needs_hopper(monkeypatch):
     for capability in (None, 8.9, 10.0):
         monkeypatch.setattr(_device, "gpu_compute_capability", lambda c=capability: c)
@@ -90,13 +103,25 @@ FEATURES = {
 }
 
 
-def lower(config, head_dim=64, dtype=jnp.bfloat16, tokens=100, options=SEES_ALL, launch=None):
+def lower(
+    config,
+    head_dim=64,
+    dtype=jnp.bfloat16,
+    tokens=100,
+    options=SEES_ALL,
+    launch=None,
+    extras=(),
+    of_values=None,
+):
     run = functools.partial(mosaic_gpu.attention, config=config, options=options, launch=launch)
-    query, key = (
-        jax.ShapeDtypeStruct((2, n, h, head_dim), dtype) for n, h in ((tokens, 4), (150, 2))
+    query, key, value = (
+        jax.ShapeDtypeStruct((2, n, h, d), dtype)
+        for n, h, d in ((tokens, 4, head_dim), (150, 2, head_dim), (150, 2, of_values or head_dim))
     )
     lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
-    return lower_for_cuda(lambda *x: run(*x), query, key, key, lengths, lengths)
+    given = extras_of(extras, 2, tokens, 150, 4)
+    arrays = (query, key, value, lengths, lengths, given)
+    return lower_for_cuda(lambda *x: run(*x[:-1], extras=x[-1]), *arrays)
 
 
 LOWERED = pairwise(
@@ -121,6 +146,42 @@ def test_it_lowers(feature, softmax, head_dim, tokens, mode, dtype, block_kv):
         mode=mode, softmax=softmax, block_q=128, block_kv=block_kv, buffer_size=block_kv
     )
     assert "mosaic_gpu" in lower(config, head_dim, dtype, tokens, FEATURES[feature])
+
+
+EXTRAS = pairwise(
+    extras=[
+        SEGMENTS,
+        (*SEGMENTS, *OFFSETS),
+        (*SEGMENTS, "sinks"),
+        (*SEGMENTS, "alibi_slopes"),
+        (*OFFSETS, "alibi_slopes"),
+        ("query_offset", "sinks"),
+        ("alibi_slopes", "sinks"),
+    ],
+    feature=list(FEATURES),
+    head_dim=[(128, 128), (64, 64), (192, 128), (80, 40)],
+    mode=list(MODES),
+    softmax=[SAS_E, EXACT, tj.SAS(-3.0)],
+    dtype=[jnp.bfloat16, jnp.float32],
+    out_dtype=[None, "float32"],
+    block_kv=[64, 128],
+)
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize(
+    ("extras", "feature", "head_dim", "mode", "softmax", "dtype", "out_dtype", "block_kv"),
+    EXTRAS[::3],
+)
+def test_extras_lower(extras, feature, head_dim, mode, softmax, dtype, out_dtype, block_kv):
+    """Each of them, with all else, in pairs."""
+    config = tj.TurboConfig(
+        mode=mode, softmax=softmax, block_q=128, block_kv=block_kv, buffer_size=block_kv
+    )
+    options = dataclasses.replace(FEATURES[feature], out_dtype=out_dtype)
+    head_dim, of_values = head_dim
+    given = {"options": options, "extras": extras, "of_values": of_values}
+    assert "mosaic_gpu" in lower(config, head_dim, dtype, 300, **given)
 
 
 LAUNCHES = [

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from attention_helpers import EXACT, MODES
 from grids import pairwise
-from kernel_helpers import lower_for_cuda
+from kernel_helpers import OFFSETS, SEGMENTS, extras_of, lower_for_cuda
 
 import turbojax as tj
 from turbojax import _device
@@ -33,9 +33,10 @@ def hopper(monkeypatch):
     monkeypatch.setattr(_device, "gpu_compute_capability", lambda: 9.0)
 
 
-def refusal(config, head_dim=64, dtype=jnp.bfloat16):
+def refusal(config, head_dim=64, dtype=jnp.bfloat16, extras=()):
     x = jax.ShapeDtypeStruct((1, 8, 2, head_dim), dtype)
-    return mosaic_gradient.unsupported(query=x, key=x, value=x, config=config, options=SEES_ALL)
+    given = {"options": SEES_ALL, "extras": extras_of(extras, 1, 8, 8, 2)}
+    return mosaic_gradient.unsupported(query=x, key=x, value=x, config=config, **given)
 
 
 @pytest.mark.usefixtures("hopper")
@@ -70,6 +71,16 @@ def test_hopper_runs_it(mode, head_dim):
 )
 def test_refusals_in_words(config, head_dim, dtype, words):
     assert words in refusal(tj.TurboConfig(**config), head_dim, dtype)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_which_extras_it_has():
+    every = (*OFFSETS, *SEGMENTS, "alibi_slopes", "sinks")
+    assert refusal(tj.TurboConfig(), extras=every) is None
+    assert refusal(tj.TurboConfig(), extras=("bias",)) == "it has no bias"
+    words = "head_dim=256 must be at most 128 with segments, or gradient='8bit'"
+    assert refusal(tj.TurboConfig(), 256, extras=SEGMENTS) == words
+    assert refusal(tj.TurboConfig(gradient="8bit"), 256, extras=SEGMENTS) is None
 
 
 def test_it_needs_hopper(monkeypatch):
@@ -140,3 +151,53 @@ def test_it_lowers(feature, rounding, head_dim, tokens, mode, dtype, is_ragged, 
     rows = jax.ShapeDtypeStruct(query.shape[:3], jnp.float32)
     arrays = (query, key, key, lengths, lengths, query, rows, query, rows)
     assert "mosaic_gpu" in lower_for_cuda(run, *arrays)
+
+
+EXTRAS = pairwise(
+    extras=[
+        SEGMENTS,
+        (*SEGMENTS, *OFFSETS),
+        (*SEGMENTS, "sinks"),
+        OFFSETS,
+        ("sinks",),
+        (*SEGMENTS, "alibi_slopes"),
+        ("alibi_slopes", "query_offset"),
+    ],
+    feature=list(FEATURES),
+    rounding=["float", "8bit"],
+    head_dim=[(128, 128), (64, 64), (192, 128), (80, 40)],
+    mode=list(MODES),
+    dtypes=[(jnp.bfloat16, jnp.bfloat16), (jnp.float16, jnp.float32), (jnp.float32, jnp.float32)],
+    is_ragged=[True, False],
+)
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize(
+    ("extras", "feature", "rounding", "head_dim", "mode", "dtypes", "is_ragged"), EXTRAS[::2]
+)
+def test_extras_lower(extras, feature, rounding, head_dim, mode, dtypes, is_ragged):
+    """Each of them, with all else, in pairs."""
+    dtype, out_dtype = dtypes
+    if head_dim[0] > 128 and SEGMENTS[0] in extras:
+        rounding = "8bit"  # what is refused otherwise
+    if mode == "float" and (head_dim[0] > 128 or dtype == jnp.float32 or rounding == "8bit"):
+        mode = "int8"
+    config = tj.TurboConfig(mode=mode, softmax=EXACT, gradient=rounding)
+    run = functools.partial(
+        mosaic_gradient.gradient, config=config, options=FEATURES[feature], is_ragged=is_ragged
+    )
+
+    def of(tokens, heads, channels, dtype=dtype):
+        return jax.ShapeDtypeStruct((2, tokens, heads, channels), dtype)
+
+    channels, of_values = head_dim
+    lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
+    rows = jax.ShapeDtypeStruct((2, 300, 4), jnp.float32)
+    arrays = (of(300, 4, channels), of(150, 2, channels), of(150, 2, of_values), lengths, lengths)
+    out = of(300, 4, of_values, out_dtype)
+    given = extras_of(extras, 2, 300, 150, 4)
+    text = lower_for_cuda(
+        lambda *x: run(*x[:-1], extras=x[-1]), *arrays, out, rows, out, rows, given
+    )
+    assert "mosaic_gpu" in text

@@ -39,22 +39,22 @@ def lanes(monkeypatch):
     monkeypatch.setattr(softmax, "mgpu", barrier)
 
 
-def prepared(scores, factors, limits, policy):
+def prepared(scores, factors, limits, policy, *extras):
     """As the kernel does it: what is hidden or capped is scaled before."""
     factors = factors if isinstance(factors, tuple) else (factors,)
-    if limits is None and policy.soft_cap is None:
+    if limits is None and policy.soft_cap is None and not extras:
         return scores, factors
-    return softmax.seen(scores, factors, limits, policy), (np.float32(1),)
+    return softmax.seen(scores, factors, limits, policy, *extras), (np.float32(1),)
 
 
-def by_step(scores, m, l, factors, limits, policy):
-    scores, factors = prepared(scores, factors, limits, policy)
+def by_step(scores, m, l, factors, limits, policy, *extras):
+    scores, factors = prepared(scores, factors, limits, policy, *extras)
     weights, m, l, alpha, unit = softmax.step(scores, m, l, factors, policy)
     return weights, m, l, alpha, unit
 
 
-def ahead(scores, m, l, factors, limits, policy):
-    scores, factors = prepared(scores, factors, limits, policy)
+def ahead(scores, m, l, factors, limits, policy, *extras):
+    scores, factors = prepared(scores, factors, limits, policy, *extras)
     top, new, alpha = softmax.maxima(scores, m, factors, policy)
     x = softmax.arguments(scores, new, factors, policy)
     weights, l, unit = softmax.weigh(x, top, new, alpha, l, policy)
@@ -195,3 +195,58 @@ def test_nan_stays_in_its_row(one):
     m, l = np.full((ROWS, 4), -np.inf, np.float32), np.zeros((ROWS, 4), np.float32)
     *_, l, _, _ = one(scores, m, l, np.float32(1), None, policy)
     assert np.isnan(l).any(1).tolist() == [row == 3 for row in range(ROWS)]
+
+
+@pytest.mark.usefixtures("lanes")
+@pytest.mark.parametrize("one", [by_step, ahead])
+@pytest.mark.parametrize("cap", [None, 3.0])
+@pytest.mark.parametrize("has_segments", [True, False])
+@pytest.mark.parametrize("has_slope", [True, False])
+@pytest.mark.parametrize("sink", [None, -1.0, 60.0, -np.inf])
+def test_segments_slopes_and_sinks(one, cap, has_segments, has_slope, sink):
+    """Against float64, with a row that sees nothing but the sink, and one of padding."""
+    rng = np.random.default_rng(2)
+    policy = softmax.Policy(softmax.Exponential(), True, None, None, cap)
+    blocks, first, scale, slope = 2, 40, 2e-3, 0.125
+    size = blocks * BLOCK
+    scores = rng.integers(-900, 900, (ROWS, size)).astype(np.int32)
+    values = rng.normal(size=(size, HEAD_DIM))
+    own = np.sort(rng.integers(0, 4, ROWS)).astype(np.int32)
+    own[3] = 9
+    others = np.sort(rng.integers(0, 4, size)).astype(np.int32)
+    factor = np.float32(scale if cap is not None else scale * policy.exponential.unit)
+    m, l = np.full((ROWS, 4), -np.inf, np.float32), np.zeros((ROWS, 4), np.float32)
+    out = np.zeros((ROWS, HEAD_DIM))
+    for j in range(blocks):
+        span = slice(j * BLOCK, (j + 1) * BLOCK)
+        relative = np.int32(first - j * BLOCK)
+        ids = (np.repeat(own[:, None], 4, 1), others[span]) if has_segments else None
+        linear = (np.float32(slope * policy.exponential.unit), relative) if has_slope else None
+        limits = (relative, np.int32(size - j * BLOCK))
+        weights, m, l, alpha, unit = one(scores[:, span], m, l, factor, limits, policy, ids, linear)
+        product = softmax.pack(weights, policy) @ values[span]
+        out = out * alpha[:, :1] + product * np.where(unit == 0, 0, unit)[:, :1]
+    last, sizes = np.int32(ROWS - 1), (HEAD_DIM, HEAD_DIM)
+    given = () if sink is None else (np.float32(sink),)
+    found, lse = softmax.finish(
+        out.astype(np.float32), m, l, last, np.float32(1), policy, *sizes, *given
+    )
+    x = scores * scale
+    x = x if cap is None else cap * np.tanh(x / cap)
+    if has_slope:
+        distance = first + np.arange(ROWS)[:, None] - np.arange(size)[None]
+        x = x - slope * np.abs(distance)
+    if has_segments:
+        x = np.where(own[:, None] == others[None], x, -np.inf)
+    want_lse = np.logaddexp.reduce(x, axis=1)
+    if sink is not None:
+        want_lse = np.logaddexp(want_lse, sink)
+    want_lse[-1] = -np.inf
+    weights = np.exp(x - np.where(np.isinf(want_lse), 0, want_lse)[:, None])
+    weights[-1] = 0
+    np.testing.assert_allclose(lse[:, 0], want_lse, rtol=1e-6, atol=2e-5)
+    error = np.linalg.norm(found - weights @ values, axis=1)
+    assert (error <= 0.03 * np.linalg.norm(weights @ values, axis=1) + 1e-7).all()
+    if has_segments:
+        assert (found[3] == 0).all()
+    assert (found[-1] == 0).all()

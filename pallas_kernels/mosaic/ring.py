@@ -194,6 +194,11 @@ def tile_type(ref: Ref) -> Any:
     return plgpu.RefType(_transforms(swizzle_of(ref.shape[-1], ref.dtype), ref.dtype))
 
 
+def load(ref: Ref, layout: Any) -> jax.Array:
+    """A vector in shared memory."""
+    return plgpu.layout_cast(ref[...], layout)
+
+
 def array(shape: tuple[int, ...], dtype: Any, layout: Any = plgpu.Layout.WGMMA) -> Any:
     """The type of a register array that `inline` returns."""
     return plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout)

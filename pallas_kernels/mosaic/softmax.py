@@ -174,6 +174,8 @@ def seen(
     factors: Sequence[Any],
     limits: tuple[Any, Any] | None,
     policy: Policy,
+    ids: tuple[Any, Any] | None = None,
+    linear: tuple[Any, Any] | None = None,
 ) -> Any:
     """Scores of a tile of keys in the exponential's units, capped, ``-inf`` where they are hidden.
 
@@ -186,6 +188,9 @@ def seen(
         cap in those of the scores.
       limits: see `_visible`; None if every row sees every key.
       policy: what is static.
+      ids: int32 ``[64]`` of the rows and ``[n]`` of the columns: a row sees those of its own alone.
+      linear: scalars: the slope by which scores fall with the distance, in the exponential's units,
+        and the first query's position relative to the tile's first key.
 
     Returns:
       float32 ``[64, n]``, with which the factor is 1.
@@ -201,12 +206,31 @@ def seen(
         for i, factor in enumerate(factors):
             [c] = fragments.scalars(factor)
             row += [_capped(v, c, policy) for v in _floats(x[i * size : (i + 1) * size])]
+        if linear is not None:
+            row = _fallen(row, linear, half)
+        if ids is not None:
+            own, others = (fragments.scalars(x) for x in ids)
+            row = [
+                own[half].equals(k).where(v, -math.inf) for k, v in zip(others, row, strict=True)
+            ]
         if bounds is not None:
             masks = _visible(bounds, half, len(x), policy)
             row = [k.where(v, -math.inf) for k, v in zip(masks, row, strict=True)]
         rows.append(row)
     # Now, because they replace the products.
     return mgpu.optimization_barrier(fragments.of_rows(rows))
+
+
+def _fallen(x: Sequence[Float], linear: tuple[Any, Any], half: int) -> list[Float]:
+    """Scores of a row less the slope times the distance of each of its keys."""
+    [slope], [query] = (fragments.scalars(a) for a in linear)
+    row, t = fragments.row_and_place()
+    distance = (query + row + 8 * half - t * 4).to_float()
+    tokens = [16 * (c // 4) + c % 4 for c in range(len(x))]
+    return [
+        lane.absolute(distance + lane.number(-float(token))).fma(-slope, v)
+        for token, v in zip(tokens, x, strict=True)
+    ]
 
 
 def _floats(x: Sequence[Any]) -> list[Float]:
@@ -402,8 +426,12 @@ def finish(
     policy: Policy,
     channels: int,
     width: int,
+    sink: Any = None,
 ) -> tuple[Any, ...]:
     """Normalized outputs and log-sum-exps; 0 and ``-inf`` in rows that saw nothing.
+
+    With a sink, which rows that are no padding see, too, 0 and the sink in those that saw nothing
+    else.
 
     Args:
       output: float32 ``[64, H]``.
@@ -414,6 +442,7 @@ def finish(
       policy: what is static.
       channels: how many are returned, the first ones, a multiple of `width`.
       width: of the parts that are returned.
+      sink: float32 scalar, a score that has a weight and no value.
 
     Returns:
       ``channels / width`` outputs ``[64, width]``, and the log-sum-exps ``[64]``.
@@ -432,14 +461,34 @@ def finish(
         is_padding = row + (8 * half) >= stop
         nothing = is_padding | total.equals(zero)
         weight = lane.reciprocal(total * power) * (gain * v_scale)
-        rows.append([nothing.where(zero, v * weight) for v in x])
+        row_of_outputs = [nothing.where(zero, v * weight) for v in x]
         natural = maximum * (1 / policy.exponential.unit)
         logarithm = lane.log2_of_any(total) + (-math.log2(policy.sum_unit))
         value = logarithm.fma(lane.number(1 / LOG2_E), natural)
-        lse.append(nothing.where(infinite, value))
+        value = nothing.where(infinite, value)
+        if sink is not None:
+            [weightless] = fragments.scalars(sink)
+            share, with_sink = _with_sink(value, weightless)
+            share = is_padding.where(1.0, share)
+            row_of_outputs = [v * share for v in row_of_outputs]
+            value = is_padding.where(infinite, with_sink)
+        rows.append(row_of_outputs)
+        lse.append(value)
     columns = width // 4
     parts = [
         fragments.of_rows([x[i : i + columns] for x in rows])
         for i in range(0, channels // 4, columns)
     ]
     return *parts, fragments.row_array(lse)
+
+
+def _with_sink(value: Float, sink: Float) -> tuple[Float, Float]:
+    """A row's share of the weight beside a sink, and their log-sum-exp."""
+    distance = (sink + -value) * LOG2_E
+    share = lane.reciprocal(lane.exp2(distance) + lane.number(1.0))
+    rest = lane.log2_of_any(lane.exp2(-lane.absolute(distance)) + lane.number(1.0))
+    total = (value < sink).where(sink, value) + rest * (1 / LOG2_E)
+    # Where neither has weight, the distance is NaN.
+    nothing = value.equals(-math.inf)
+    is_same = sink.equals(-math.inf)
+    return (nothing & is_same).where(1.0, share), nothing.where(sink, total)

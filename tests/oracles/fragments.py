@@ -49,6 +49,8 @@ class fragments:
         a = np.asarray(a)
         if a.ndim == 0:
             return [cls._number(np.full(32, a))]
+        if a.ndim == 1:  # of columns
+            return [cls._number(a[cls._token(c)]) for c in range(len(a) // 4)]
         return [cls._number(a[cls.G + 8 * half, cls.T]) for half in (0, 1)]
 
     @classmethod

@@ -100,14 +100,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layouts import Ref
 from pallas_kernels.mosaic import quantize, ring, softmax
+from pallas_kernels.mosaic.hopper import segments as packing
+from pallas_kernels.mosaic.hopper.segments import Segments
 from pallas_kernels.mosaic.hopper.tiles import Settings, Span, Work
 from pallas_kernels.mosaic.products import wgmma
-from pallas_kernels.mosaic.ring import ROW, ROWS, SCALAR
+from pallas_kernels.mosaic.ring import COLUMN, ROW, ROWS, SCALAR
 from pallas_kernels.mosaic.softmax import Exponential
 
-__all__ = ["Exponential", "Settings", "attention"]
+__all__ = ["Exponential", "Segments", "Settings", "attention"]
 
 _MATRIX = plgpu.Layout.WGMMA
+_SPLITS = True
 # A number of each of a warpgroup's rows.
 _COLUMN = ring.array((ROWS,), jnp.float32, ROW)
 # Tiles whose queries are in shared memory: this one's and the next one's.
@@ -123,7 +126,12 @@ _Found = tuple[tuple[jax.Array, ...], jax.Array, jax.Array, jax.Array]
 
 
 class _Inputs(NamedTuple):
-    """What the kernel reads, see `attention`; no scales of queries that it quantizes itself."""
+    """What the kernel reads, see `attention`; no scales of queries that it quantizes itself.
+
+    Of segments `query_ids` ``[B, tiles, consumers, 64]``, `key_ids` ``[B, Sp]`` in the order of the
+    keys, and `bounds` ``[B, 4, tiles]``, see `segments.Bounds`, and
+    `order` ``[B * tiles]``, `segments.order`.
+    """
 
     q: Ref
     k: Ref
@@ -133,6 +141,13 @@ class _Inputs(NamedTuple):
     query_lengths: Ref
     key_lengths: Ref
     q_scale: Ref | None = None
+    shifts: Ref | None = None
+    query_ids: Ref | None = None
+    key_ids: Ref | None = None
+    bounds: Ref | None = None
+    order: Ref | None = None
+    sinks: Ref | None = None
+    slopes: Ref | None = None
 
 
 class _Memory(NamedTuple):
@@ -157,6 +172,16 @@ class _Memory(NamedTuple):
     raw_ready: Ref | None = None
     q_scale: Ref | None = None
     turns: Ref | None = None
+    query_ids: Ref | None = None
+    key_ids: Ref | None = None
+
+
+def _copy_ids(work: Work, place: jax.Array, x: _Inputs, y: _Memory) -> None:
+    """Copies a tile's ids, with its queries."""
+    if x.query_ids is not None:
+        assert y.query_ids is not None
+        source = x.query_ids.at[work.b, work.tile]
+        plgpu.copy_gmem_to_smem(source, y.query_ids.at[place], y.q_ready.at[place])
 
 
 def _copy_queries(work: Work, place: jax.Array, x: _Inputs, y: _Memory, s: Settings) -> None:
@@ -166,6 +191,7 @@ def _copy_queries(work: Work, place: jax.Array, x: _Inputs, y: _Memory, s: Setti
         rows = pl.ds(work.first + i * ROWS, ROWS)
         source = x.q.at[work.b, work.head, rows]
         plgpu.copy_gmem_to_smem(source, y.q.at[place, i], y.q_ready.at[place])
+    _copy_ids(work, place, x, y)
 
 
 def _copy_raw(work: Work, x: _Inputs, y: _Memory, s: Settings) -> None:
@@ -176,7 +202,7 @@ def _copy_raw(work: Work, x: _Inputs, y: _Memory, s: Settings) -> None:
     plgpu.copy_gmem_to_smem(source, y.raw, y.raw_ready)
 
 
-def _quantize_queries(work: Work, place: jax.Array, y: _Memory, s: Settings) -> None:
+def _quantize_queries(work: Work, place: jax.Array, x: _Inputs, y: _Memory, s: Settings) -> None:
     """Quantizes the queries that came last, as room comes free."""
     assert y.raw is not None
     assert y.raw_ready is not None
@@ -186,6 +212,7 @@ def _quantize_queries(work: Work, place: jax.Array, y: _Memory, s: Settings) -> 
     )
     plgpu.barrier_wait(y.raw_ready)
     plgpu.barrier_wait(y.q_free.at[place])
+    _copy_ids(work, place, x, y)
     plain, codes = plgpu.RefType(), y.q.at[place]
     ring.inline(
         functools.partial(quantize.quantize, tile=tile),
@@ -203,6 +230,10 @@ def _copy_keys(work: Work, slot: jax.Array, x: _Inputs, y: _Memory, s: Settings)
         plgpu.barrier_wait(y.k_free.at[slot])
         source = x.k.at[work.b, work.h, tokens]
         plgpu.copy_gmem_to_smem(source, y.k.at[slot], y.k_ready.at[slot])
+        if x.key_ids is not None:
+            assert y.key_ids is not None
+            source = x.key_ids.at[work.b, tokens]
+            plgpu.copy_gmem_to_smem(source, y.key_ids.at[slot], y.k_ready.at[slot])
         plgpu.barrier_wait(y.v_free.at[slot])
         source = x.v.at[work.b, work.h, slice(None), tokens]
         plgpu.copy_gmem_to_smem(source, y.v.at[slot], y.v_ready.at[slot])
@@ -217,7 +248,11 @@ def _full(x: float, shape: tuple[int, ...], layout: Any, dtype: Any = jnp.float3
 
 @dataclasses.dataclass(frozen=True)
 class _Consumer:
-    """What a warpgroup's steps share. A block is a tile of keys."""
+    """What a warpgroup's steps share. A block is a tile of keys.
+
+    `first` is the position of the first query relative to that of the first key, `ids` are the
+    segments' of its queries and of the keys in each slot, and `slope` is the head's.
+    """
 
     q: Ref
     buffers: tuple[Ref, Ref]
@@ -232,6 +267,9 @@ class _Consumer:
     blocks: Span
     turns: ring.Turns
     s: Settings
+    ids: tuple[Ref, Ref] | None = None
+    segments: packing.Bounds | None = None
+    slope: jax.Array | None = None
 
     def wait_for_key(self, j: jax.Array, slot: jax.Array) -> None:
         """Until keys of block `j` are in shared memory, if there is such a block."""
@@ -272,22 +310,74 @@ class _Consumer:
         parts, scales = self.s.tile // self.s.block_kv, self.scales[0]
         return tuple(self.factor * scales[(*self.at, j * parts + i)] for i in range(parts))
 
+    def multiplied(self, slot: jax.Array) -> None:
+        """The keys are not needed any more, nor their ids, if there are none."""
+        if self.ids is None:
+            plgpu.barrier_arrive(self.free[0].at[slot])
+
     def seen(
-        self, scores: jax.Array, j: jax.Array, factors: tuple[jax.Array, ...], is_masked: bool
+        self,
+        scores: jax.Array,
+        j: jax.Array,
+        factors: tuple[jax.Array, ...],
+        slot: jax.Array,
+        is_masked: bool,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """Scores of block `j` as the softmax takes them, and their factors."""
-        if not is_masked and self.s.soft_cap is None:
+        """Scores of block `j`, in `slot`, as the softmax takes them, and their factors."""
+        if self.ids is None:
+            return self.changed(scores, j, factors, (), is_masked)
+        if not is_masked:
+            plgpu.barrier_arrive(self.free[0].at[slot])
+            return self.changed(scores, j, factors, (), is_masked)
+        rows, columns = self.ids
+
+        def of_several() -> jax.Array:
+            ids = ring.load(rows, ROW), ring.load(columns.at[slot], COLUMN)
+            plgpu.barrier_arrive(self.free[0].at[slot])
+            return self.changed(scores, j, factors, ids, is_masked)[0]
+
+        def of_one() -> jax.Array:
+            plgpu.barrier_arrive(self.free[0].at[slot])
+            return self.changed(scores, j, factors, (), is_masked)[0]
+
+        if not _SPLITS:
+            return of_several(), (jnp.float32(1.0),)
+        assert self.segments is not None
+        key = j * self.s.tile
+        is_one = (key >= self.segments.full_start) & (key + self.s.tile <= self.segments.full_stop)
+        return lax.cond(is_one, of_one, of_several), (jnp.float32(1.0),)
+
+    def changed(
+        self,
+        scores: jax.Array,
+        j: jax.Array,
+        factors: tuple[jax.Array, ...],
+        ids: tuple[jax.Array, ...],
+        is_masked: bool,
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """`seen`, with segments of rows and columns if these differ."""
+        if not is_masked and not self.s.changes_scores:
             return scores, factors
         key = j * self.s.tile
         limits = (self.first - key, self.length - key) if is_masked else ()
-        count = len(factors)
+        linear = () if self.slope is None else (self.slope, self.first - key)
+        given = [factors, limits, ids, linear]
 
         def f(scores: Any, *rest: Any) -> Any:
-            return softmax.seen(scores, rest[:count], rest[count:] or None, self.s.policy)
+            parts = []
+            for part in given:
+                parts.append(rest[: len(part)])
+                rest = rest[len(part) :]
+            factors, limits, ids, linear = parts
+            return softmax.seen(
+                scores, factors, limits or None, self.s.policy, ids or None, linear or None
+            )
 
-        types = (_MATRIX, *[SCALAR] * (count + len(limits)))
+        scalars = [[SCALAR] * len(part) for part in (factors, limits, linear)]
+        of_ids = [ROW, COLUMN] if ids else []
+        types = (_MATRIX, *scalars[0], *scalars[1], *of_ids, *scalars[2])
         found = ring.inline(f, types, ring.array(scores.shape, jnp.float32))
-        return found(scores, *factors, *limits), (jnp.float32(1.0),)
+        return found(scores, *factors, *limits, *ids, *linear), (jnp.float32(1.0),)
 
     def softmax(
         self, scores: jax.Array, m: jax.Array, l: jax.Array, factors: tuple[jax.Array, ...]
@@ -364,12 +454,12 @@ class _Consumer:
         self.wait_for_key(blocks.begin, slot)
         scores = self.scores(slot)
         plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(self.free[0].at[slot])
+        self.multiplied(slot)
         m, l = _full(-jnp.inf, (ROWS,), ROW), _full(0.0, (ROWS,), ROW)
         alpha, unit = _full(1.0, (ROWS,), ROW), _full(0.0, (ROWS,), ROW)
 
         def first(is_masked: bool) -> tuple[jax.Array, ...]:
-            y, c = self.seen(scores, blocks.begin, factors, is_masked)
+            y, c = self.seen(scores, blocks.begin, factors, slot, is_masked)
             return self.softmax(y, m, l, c)
 
         p, m, l, next_alpha, next_unit = lax.cond(
@@ -394,9 +484,9 @@ class _Consumer:
             o = self.merge(o, product, alpha, unit)
             product = self.output(p, before)
             plgpu.wgmma_wait(1)
-            plgpu.barrier_arrive(self.free[0].at[slot])
+            self.multiplied(slot)
             alpha, unit = next_alpha, value_unit
-            scores, factors = self.seen(scores, j, factors, is_masked)
+            scores, factors = self.seen(scores, j, factors, slot, is_masked)
             p, m, l, next_alpha, next_unit = self.softmax(scores, m, l, factors)
             # Loops over which the compiler moves no instructions: the softmax stays before them.
             self.wait_for_key(j + 1, following)
@@ -409,7 +499,7 @@ class _Consumer:
 
         carry = (o, product, alpha, unit, m, l, next_alpha, next_unit, p, slot, following)
         masked, plain = (functools.partial(step, is_masked=x) for x in (True, False))
-        if s.policy.left is not None:
+        if s.hides_first:
             carry = lax.fori_loop(blocks.begin + 1, blocks.inner, masked, carry)
         carry = lax.fori_loop(blocks.inner, blocks.outer, plain, carry)
         carry = lax.fori_loop(blocks.outer, blocks.end, masked, carry)
@@ -430,14 +520,14 @@ class _Consumer:
         s, blocks = self.s, self.blocks
 
         def first(is_masked: bool) -> tuple[jax.Array, ...]:
-            y, c = self.seen(scores, blocks.begin, factors, is_masked)
+            y, c = self.seen(scores, blocks.begin, factors, slot, is_masked)
             return self.softmax(y, _full(-jnp.inf, (ROWS,), ROW), _full(0.0, (ROWS,), ROW), c)
 
         factors = self.factors(blocks.begin)
         self.wait_for_key(blocks.begin, slot)
         scores = self.scores(slot)
         plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(self.free[0].at[slot])
+        self.multiplied(slot)
         p, m, l, alpha, unit = lax.cond(
             blocks.full_first, lambda: first(False), lambda: first(True)
         )
@@ -457,8 +547,8 @@ class _Consumer:
             scores = self.scores(slot)
             product = self.output(p, before, 0)
             plgpu.wgmma_wait(1)
-            plgpu.barrier_arrive(self.free[0].at[slot])
-            scores, factors = self.seen(scores, j, factors, is_masked)
+            self.multiplied(slot)
+            scores, factors = self.seen(scores, j, factors, slot, is_masked)
             weights, m, l, next_alpha, unit = self.softmax(scores, m, l, factors)
             # A loop, over which the compiler moves no instructions, as in `run`.
             self.wait_for_key(j + 1, following)
@@ -475,7 +565,7 @@ class _Consumer:
 
         carry = (left, right, alpha, unit, m, l, p, slot, following)
         masked, plain = (functools.partial(step, is_masked=x) for x in (True, False))
-        if s.policy.left is not None:
+        if s.hides_first:
             carry = lax.fori_loop(blocks.begin + 1, blocks.inner, masked, carry)
         carry = lax.fori_loop(blocks.inner, blocks.outer, plain, carry)
         carry = lax.fori_loop(blocks.outer, blocks.end, masked, carry)
@@ -507,7 +597,7 @@ class _Consumer:
         head_dim = self.buffers[1].shape[1]
 
         def first(is_masked: bool) -> tuple[jax.Array, ...]:
-            y, c = self.seen(scores, blocks.begin, factors, is_masked)
+            y, c = self.seen(scores, blocks.begin, factors, slot, is_masked)
             top, m, alpha = self.maxima(y, _full(-jnp.inf, (ROWS,), ROW), c)
             return self.arguments(y, m, c), top, m, alpha
 
@@ -515,7 +605,7 @@ class _Consumer:
         self.wait_for_key(blocks.begin, slot)
         scores = self.scores(slot)
         plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(self.free[0].at[slot])
+        self.multiplied(slot)
         x, top, m, alpha = lax.cond(blocks.full_first, lambda: first(False), lambda: first(True))
         following = ring.next_slot(slot, s.stages)
         self.wait_for_key(blocks.begin + 1, following)
@@ -532,13 +622,13 @@ class _Consumer:
             self.turns.hand_on()
             plgpu.wgmma_wait(0)
             product = self.output(self.pack(weights), before)
-            plgpu.barrier_arrive(self.free[0].at[slot])
+            self.multiplied(slot)
 
             @pl.when(factors[0] < 0)  # never: a loop that keeps maxima from coming between products
             def _() -> None:
                 plgpu.barrier_wait(self.ready[0].at[slot])
 
-            scores, factors = self.seen(scores, j, factors, is_masked)
+            scores, factors = self.seen(scores, j, factors, slot, is_masked)
             top, m, next_alpha = self.maxima(scores, m, factors)
             unit = self.value_unit(unit, j - 1)
             following = ring.next_slot(slot, s.stages)
@@ -552,7 +642,7 @@ class _Consumer:
 
         carry = (o, l, x, top, m, alpha, slot, following)
         masked, plain = (functools.partial(step, is_masked=x) for x in (True, False))
-        if s.policy.left is not None:
+        if s.hides_first:
             carry = lax.fori_loop(blocks.begin + 1, blocks.inner, masked, carry)
         carry = lax.fori_loop(blocks.inner, blocks.outer, plain, carry)
         carry = lax.fori_loop(blocks.outer, blocks.end, masked, carry)
@@ -609,11 +699,14 @@ def _attend(
         scales=(x.k_scale, x.v_scale),
         at=(work.b, work.h),
         factor=_query_scale(work, start, place, me, x, y, s) * (abs(s.scale) * unit),
-        first=start,
+        first=work.position(start),
         length=work.length,
         blocks=work.blocks,
         turns=ring.Turns(y.turns, me, s.consumers),
         s=s,
+        ids=None if y.query_ids is None else (y.query_ids.at[place, me], y.key_ids),
+        segments=work.segments,
+        slope=None if x.slopes is None else x.slopes[work.head] * s.exponential.unit,
     )
     if y.v.shape[1] > _PART:
         return consumer.run_in_halves(slot)
@@ -635,13 +728,18 @@ def _store(
     v_scale = jnp.float32(1.0) if s.mode == "int8" else x.v_scale[work.b, work.h, 0]
     channels, width = out_ref.shape[3], y.out.shape[-1]
     rows = pl.ds(start, ROWS)
+    sinks = () if x.sinks is None else (x.sinks[work.head],)
     for half, o in enumerate(halves):
         count = min(o.shape[1], channels - half * o.shape[1])
+
+        def f(o: Any, m: Any, l: Any, last: Any, scale: Any, *sink: Any, n: int = count) -> Any:
+            return softmax.finish(o, m, l, last, scale, s.policy, n, width, *sink)
+
         *parts, residual = ring.inline(
-            functools.partial(softmax.finish, policy=s.policy, channels=count, width=width),
-            (_MATRIX, ROW, ROW, SCALAR, SCALAR),
+            f,
+            (_MATRIX, ROW, ROW, SCALAR, SCALAR, *[SCALAR] * len(sinks)),
             (*[ring.array((ROWS, width), o.dtype)] * (count // width), _COLUMN),
-        )(o, m, l, work.query_length - start, v_scale)
+        )(o, m, l, work.query_length - start, v_scale, *sinks)
         for i, part in enumerate(parts):
             # Until what was stored last has left the memory: as late as can be.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -670,16 +768,20 @@ def writes(channels: int, head_dim: int, dtype: Any) -> int:
     return channels if is_one_copy and channels * jnp.dtype(dtype).itemsize % 32 == 0 else head_dim
 
 
-def _kernel(*refs: Ref, s: Settings, tiles: int) -> None:
-    """One persistent program, which takes every `s.programs`-th tile."""
+def _kernel(*refs: Ref, s: Settings, tiles: int, names: tuple[str, ...]) -> None:
+    """One persistent program, which takes every `s.programs`-th tile; `names` of its inputs."""
     *inputs, out_ref, lse_ref = refs
-    x = _Inputs(*inputs)
+    x = _Inputs(**dict(zip(names, inputs, strict=True)))
     batch, _, heads, _ = out_ref.shape
-    me, share = lax.axis_index("warpgroup"), ring.Share(batch * heads * tiles, turns=s.is_causal)
+    me, share = (
+        lax.axis_index("warpgroup"),
+        ring.Share(batch * heads * tiles, turns=s.is_causal or s.has_segments),
+    )
     quantizes = x.q_scale is None
 
     def work(i: jax.Array) -> Work:
-        return Work(share.number(i), tiles, heads, x.k, (x.query_lengths, x.key_lengths), s)
+        lengths = (x.query_lengths, x.key_lengths)
+        return Work(share.number(i), tiles, heads, x.k, lengths, s, x.shifts, x.bounds, x.order)
 
     def body(y: _Memory) -> None:
         def consume(i: jax.Array, slot: jax.Array) -> jax.Array:
@@ -702,7 +804,7 @@ def _kernel(*refs: Ref, s: Settings, tiles: int) -> None:
             if not quantizes:
                 _copy_queries(tile, place, x, y, s)
                 return _copy_keys(tile, slot, x, y, s)
-            _quantize_queries(tile, place, y, s)
+            _quantize_queries(tile, place, x, y, s)
 
             @pl.when(i + 1 < share.count)
             def _() -> None:
@@ -724,18 +826,21 @@ def _kernel(*refs: Ref, s: Settings, tiles: int) -> None:
 def _allocate(f: Callable[[_Memory], None], x: _Inputs, out: Ref, s: Settings) -> None:
     """Calls `f` with the program's shared memory."""
     quantizes, warpgroups, head_dim = x.q_scale is None, s.consumers, x.k.shape[3]
-    of_each = (warpgroups, ROWS)
+    of_each, with_ids = (warpgroups, ROWS), int(x.query_ids is not None)
+    width = _out_width(out.shape[3], out.dtype)
+    if with_ids and head_dim > _PART:  # to have room for them
+        width //= 2
     memory = _Memory(
         q=ring.tile((_QUERY_SLOTS, *of_each, head_dim), x.k.dtype),
         k=ring.tile((s.stages, s.tile, head_dim), x.k.dtype),
         v=ring.tile((s.stages, head_dim, s.tile), x.v.dtype),
-        out=ring.tile((*of_each, _out_width(out.shape[3], out.dtype)), out.dtype),
+        out=ring.tile((*of_each, width), out.dtype),
         lse=plgpu.SMEM(of_each, jnp.float32),
         # Who quantizes arrives once, and each copy does.
         q_ready=plgpu.Barrier(
-            num_arrivals=1 if quantizes else warpgroups, num_barriers=_QUERY_SLOTS
+            num_arrivals=(1 if quantizes else warpgroups) + with_ids, num_barriers=_QUERY_SLOTS
         ),
-        k_ready=plgpu.Barrier(num_barriers=s.stages),
+        k_ready=plgpu.Barrier(num_arrivals=1 + with_ids, num_barriers=s.stages),
         v_ready=plgpu.Barrier(num_barriers=s.stages),
         q_free=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=_QUERY_SLOTS),
         k_free=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=s.stages),
@@ -749,6 +854,11 @@ def _allocate(f: Callable[[_Memory], None], x: _Inputs, out: Ref, s: Settings) -
         )
     if s.in_turns:
         memory = memory._replace(turns=ring.Turns.memory(s.consumers))
+    if with_ids:
+        memory = memory._replace(
+            query_ids=plgpu.SMEM((_QUERY_SLOTS, *of_each), jnp.int32),
+            key_ids=plgpu.SMEM((s.stages, s.tile), jnp.int32),
+        )
     given = {name: kind for name, kind in memory._asdict().items() if kind is not None}
     pl.run_scoped(lambda **refs: f(_Memory(**refs)), collective_axes="warpgroup", **given)
 
@@ -767,6 +877,10 @@ def attention(
     channels: int,
     dtype: jax.typing.DTypeLike,
     settings: Settings,
+    shifts: jax.Array | None = None,
+    segments: Segments | None = None,
+    sinks: jax.Array | None = None,
+    slopes: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attends with operands that are quantized already, or with queries that are not.
 
@@ -787,18 +901,40 @@ def attention(
       tokens: `T`, queries of the output.
       channels: of the output, as `writes` gives them.
       dtype: of the output.
-      settings: numerics and launch.
+      settings: numerics and launch; what it says of segments and slopes is filled in here.
+      shifts: int32 ``[B]``, by how much a query's position exceeds that of the key of its number.
+      segments: ids of queries and keys, those of keys in the order of tokens.
+      sinks: float32 ``[N]``, scores that have a weight and no value.
+      slopes: float32 ``[N]``, by which scores fall with the distance.
 
     Returns:
       ``[B, T, N, channels]`` and the float32 log-sum-exp ``[B, T, N]``.
     """
-    s = settings
+    s = dataclasses.replace(
+        settings, has_segments=segments is not None, has_slopes=slopes is not None
+    )
     batch = q.shape[0]
     heads = q.shape[2 if q_scale is None else 1]
     tiles = pl.cdiv(tokens, s.rows)
     written = -(-tokens // 8) * 8  # copies take tokens in eights
+    given = {
+        "q": q,
+        "k": k,
+        "k_scale": k_scale,
+        "v": v,
+        "v_scale": v_scale,
+        "query_lengths": query_lengths,
+        "key_lengths": key_lengths,
+        "q_scale": q_scale,
+        "shifts": shifts,
+        "sinks": sinks,
+        "slopes": slopes,
+    }
+    if segments is not None:
+        given |= _of_segments(segments, query_lengths, key_lengths, k.shape[2], shifts, s)
+    given = {name: x for name, x in given.items() if x is not None}
     run = ring.launch(
-        functools.partial(_kernel, s=s, tiles=tiles),
+        functools.partial(_kernel, s=s, tiles=tiles, names=tuple(given)),
         "turbojax_attention_hopper",
         (
             jax.ShapeDtypeStruct((batch, written, heads, channels), dtype),
@@ -808,6 +944,26 @@ def attention(
         s.programs,
         consumers=s.consumers,
     )
-    scales = () if q_scale is None else (q_scale,)
-    out, lse = run(q, k, k_scale, v, v_scale, query_lengths, key_lengths, *scales)
+    out, lse = run(*given.values())
     return out[:, :tokens], jnp.swapaxes(lse[:, :, :tokens], 1, 2)
+
+
+def _of_segments(
+    x: Segments,
+    query_lengths: jax.Array,
+    key_lengths: jax.Array,
+    size: int,
+    shifts: jax.Array | None,
+    s: Settings,
+) -> dict[str, jax.Array]:
+    """What the kernel reads of segments, for `size` keys."""
+    batch = x.queries.shape[0]
+    queries = packing.padded(x.queries, s.rows).reshape(batch, -1, s.consumers, ROWS)
+    keys = packing.padded(x.keys, size).reshape(batch, -1, 4, 2, 2)  # t, h, r
+    bounds = packing.bounds(x.queries, query_lengths, s.rows, x.keys, key_lengths, s.tile)
+    return {
+        "query_ids": queries,
+        "key_ids": jnp.swapaxes(keys, 2, 3).reshape(batch, size),
+        "bounds": bounds,
+        "order": packing.order(bounds, s.rows, shifts, s.policy.left, s.policy.right),
+    }

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.layouts import Ref
+from pallas_kernels.mosaic.hopper.segments import Bounds
 from pallas_kernels.mosaic.ring import ROWS
 from pallas_kernels.mosaic.softmax import Exponential, Policy
 
@@ -31,6 +32,8 @@ class Settings:
         e4m3, a multiple of it.
       consumers: warpgroups that attend, with 64 queries each.
       in_turns: whether they compute exponentials in turns, see `ring.Turns`.
+      has_segments: whether queries see keys of their own segment alone.
+      has_slopes: whether scores fall with the distance.
       programs: how many run side by side, one to a multiprocessor.
     """
 
@@ -48,6 +51,18 @@ class Settings:
     tile: int = 128
     consumers: int = 2
     in_turns: bool = False
+    has_segments: bool = False
+    has_slopes: bool = False
+
+    @property
+    def hides_first(self) -> bool:
+        """Whether first keys are hidden from some queries that see later ones."""
+        return self.policy.left is not None or self.has_segments
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether scores become others than their products, where nothing is hidden too."""
+        return self.soft_cap is not None or self.has_slopes
 
     @property
     def rows(self) -> int:
@@ -82,10 +97,16 @@ class Span(NamedTuple):
     full_first: jax.Array
 
 
-def _span(first: jax.Array, length: jax.Array, s: Settings) -> Span:
+def _span(first: jax.Array, length: jax.Array, s: Settings, segments: Bounds | None) -> Span:
     """Key tiles that some of the queries ``first, ..`` see, and within them those that all see.
 
     At least one tile, whether or not there is a key.
+
+    Args:
+      first: position of the first query, relative to that of the first key.
+      length: how many keys there are.
+      s: settings.
+      segments: what those of the queries leave.
     """
     p = s.policy
     last = first + s.rows - 1
@@ -96,6 +117,10 @@ def _span(first: jax.Array, length: jax.Array, s: Settings) -> Span:
     if p.left is not None:
         start = jnp.maximum(first - p.left, 0)
         full_start = jnp.maximum(last - p.left, 0)
+    if segments is not None:
+        start, stop = jnp.maximum(start, segments.start), jnp.minimum(stop, segments.stop)
+        full_start = jnp.maximum(full_start, segments.full_start)
+        full_stop = jnp.minimum(full_stop, segments.full_stop)
     block = jnp.int32(s.tile)
     end = lax.div(stop + (block - 1), block)
     begin = lax.div(start, block)
@@ -119,13 +144,33 @@ class Work:
         k: Ref,
         lengths: tuple[Ref, Ref],
         s: Settings,
+        shifts: Ref | None = None,
+        bounds: Ref | None = None,
+        order: Ref | None = None,
     ) -> None:
         rows = jnp.int32(k.shape[0] * heads)
         row = lax.rem(number, rows)
         self.b, self.head = lax.div(row, jnp.int32(heads)), lax.rem(row, jnp.int32(heads))
         self.h = lax.div(self.head, jnp.int32(heads // k.shape[1]))
         # The last tiles of a causal call have most to do: they start first.
-        self.first = (tiles - 1 - lax.div(number, rows)) * s.rows
+        self.tile = tiles - 1 - lax.div(number, rows)
+        if order is not None:
+            entry, self.head = (
+                order[lax.div(number, jnp.int32(heads))],
+                lax.rem(number, jnp.int32(heads)),
+            )
+            self.b, self.tile = lax.div(entry, jnp.int32(tiles)), lax.rem(entry, jnp.int32(tiles))
+            self.h = lax.div(self.head, jnp.int32(heads // k.shape[1]))
+        self.first = self.tile * s.rows
         self.length = lengths[1][self.b]
         self.query_length = lengths[0][self.b]
-        self.blocks = _span(self.first, self.length, s)
+        # By how much a query's position exceeds that of the key of its number.
+        self.shift = None if shifts is None else shifts[self.b]
+        self.segments = None
+        if bounds is not None:
+            self.segments = Bounds(*(bounds[self.b, i, self.tile] for i in range(4)))
+        self.blocks = _span(self.position(self.first), self.length, s, self.segments)
+
+    def position(self, query: jax.Array) -> jax.Array:
+        """Of a query, relative to that of the first key."""
+        return query if self.shift is None else query + self.shift

@@ -11,6 +11,7 @@ from turbojax._device import multiprocessors, needs_hopper
 from turbojax.config import TurboConfig
 from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options
+from turbojax.ops.rows import pad_axis
 from turbojax.ops.turbo_attention.operands import (
     Stage1,
     plain_refusal,
@@ -26,6 +27,16 @@ _BLOCK_KV = (64, 128)
 _TILE = 128
 # Query rows of one warpgroup, which have one scale.
 _ROWS = 64
+_OPTIONS = (
+    "query_offset",
+    "key_offset",
+    "query_segment_ids",
+    "key_value_segment_ids",
+    "alibi_slopes",
+    "sinks",
+    "output_dtype",
+    "value_head_dim",
+)
 # Above it the hardware's powers of two cannot be shifted so far that they become 0.
 _HIGHEST_THRESHOLD = -5.0
 
@@ -40,7 +51,7 @@ def attention_unsupported(
     extras: Extras = NOTHING,
 ) -> str | None:
     """Why `turbo_attention` cannot run this here; None if it can."""
-    refusal = plain_refusal(key, value, options, extras)
+    refusal = plain_refusal(key, value, options, extras, _OPTIONS)
     if refusal is not None:
         return refusal
     head_dim = query.shape[-1]
@@ -99,7 +110,7 @@ def attention(
     Args:
       query: ``[B, T, N, H]``.
       key: ``[B, S, K, H]``.
-      value: ``[B, S, K, H]``.
+      value: ``[B, S, K, Hv]``, `Hv` at most `H`: zeros are added.
       query_length: int32 ``[B]``; queries at or past it are padding and give 0 and ``-inf``.
       key_length: int32 ``[B]``; keys at or past it are ignored.
       config: numerics and block sizes; not mode ``"float"``.
@@ -110,13 +121,14 @@ def attention(
       launch: `default_launch` if not given.
 
     Returns:
-      out ``[B, T, N, H]`` in the query's dtype and the float32 log-sum-exp ``[B, T, N]``.
+      out ``[B, T, N, Hv]`` in the options' dtype and the float32 log-sum-exp ``[B, T, N]``.
     """
     from pallas_kernels.mosaic.hopper import attention as kernel
 
     if options.scale < 0:  # the kernel takes the maximum of scores before it scales them
         query, options = -query, dataclasses.replace(options, scale=-options.scale)
     launch = launch or default_launch(query, config)
+    of_values, value = value.shape[3], pad_axis(value, 3, key.shape[3])
     head_dim, size = query.shape[-1], _padded_head_dim(query.shape[-1])
     stage1 = stage1 or quantize_keys_and_values(
         key, value, key_length, config, permuted=True, multiple=launch.tile, channels=size
@@ -127,18 +139,21 @@ def attention(
     if not launch.quantizes:
         q, q_scale = quantize_queries(query, query_length, config, size)
     k, k_scale, v, v_scale = stage1
+    dtype, segments = options.dtype_of_output(query), None
+    if extras.query_segment_ids is not None and extras.key_value_segment_ids is not None:
+        segments = kernel.Segments(extras.query_segment_ids, extras.key_value_segment_ids)
     out, residual = kernel.attention(
-        _pad(q, 3, size),
+        pad_axis(q, 3, size),
         q_scale,
-        _pad(k, 3, size),
+        pad_axis(k, 3, size),
         k_scale,
-        _pad(v, 2, size),
+        pad_axis(v, 2, size),
         v_scale,
         query_length,
         key_length,
         tokens=query.shape[1],
-        channels=kernel.writes(head_dim, size, query.dtype),
-        dtype=query.dtype,
+        channels=kernel.writes(head_dim, size, dtype),
+        dtype=dtype,
         settings=kernel.Settings(
             mode=config.mode,
             exponential=_exponential(config, kernel.Exponential),
@@ -155,8 +170,12 @@ def attention(
             consumers=launch.consumers,
             in_turns=launch.in_turns,
         ),
+        shifts=extras.shift(),
+        segments=segments,
+        sinks=extras.sinks,
+        slopes=extras.alibi_slopes,
     )
-    return out[..., :head_dim], residual
+    return out[..., :of_values], residual
 
 
 def default_launch(query: jax.Array, config: TurboConfig) -> Launch:
@@ -212,10 +231,3 @@ def _exponential(config: TurboConfig, make):  # type: ignore[no-untyped-def]
         return make("exact")
     kind = "hardware" if sas.threshold <= _HIGHEST_THRESHOLD else "polynomial"
     return make(kind, sas.threshold, sas.coefficients, sas.base == "2")
-
-
-def _pad(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """With zeros up to `size` along `axis`."""
-    extra = size - x.shape[axis]
-    widths = [(0, extra) if i == axis else (0, 0) for i in range(x.ndim)]
-    return jnp.pad(x, widths) if extra else x

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +25,18 @@ _HEAD_DIMS = (64, 128, 256)
 # Tokens that copies take together, and queries of a program.
 _COPY, _TILE = 8, 128
 _ROWS = 64
+
+
+_OPTIONS = (
+    "query_offset",
+    "key_offset",
+    "query_segment_ids",
+    "key_value_segment_ids",
+    "alibi_slopes",
+    "sinks",
+    "output_dtype",
+    "value_head_dim",
+)
 
 
 class Launch(NamedTuple):
@@ -51,7 +64,7 @@ def unsupported(
 ) -> str | None:
     """Why the gradient cannot be computed by these kernels here; None if it can."""
     head_dim = query.shape[-1]
-    refusal = plain_refusal(key, value, options, extras)
+    refusal = plain_refusal(key, value, options, extras, _OPTIONS)
     if refusal is not None:
         return refusal
     if config.mode == "float" and query.dtype == jnp.float32:
@@ -63,6 +76,9 @@ def unsupported(
         return f"{head_dim=} must be at most {_HEAD_DIMS[-1]}"
     if config.mode == "float" and head_dim > _HEAD_DIMS[-2]:
         return f"{head_dim=} must be at most {_HEAD_DIMS[-2]} where config.mode='float'"
+    is_wide, has_segments = head_dim > _HEAD_DIMS[-2], extras.query_segment_ids is not None
+    if is_wide and has_segments and config.gradient != "8bit":
+        return f"{head_dim=} must be at most {_HEAD_DIMS[-2]} with segments, or gradient='8bit'"
     return needs_hopper()
 
 
@@ -94,12 +110,12 @@ def gradient(
     Args:
       query: ``[B, T, N, H]``.
       key: ``[B, S, K, H]``.
-      value: ``[B, S, K, H]``.
+      value: ``[B, S, K, Hv]``, `Hv` at most `H`: zeros are added.
       query_length: int32 ``[B]``.
       key_length: int32 ``[B]``.
-      out: ``[B, T, N, H]``.
+      out: ``[B, T, N, Hv]``.
       residual: float32 ``[B, T, N]``.
-      d_out: ``[B, T, N, H]``.
+      d_out: ``[B, T, N, Hv]``.
       d_residual: float32 ``[B, T, N]``.
       config: numerics.
       options: of the call.
@@ -111,8 +127,11 @@ def gradient(
 
     (_, tokens, _, head_dim), size = query.shape, key.shape[1]
     padded = -(-tokens // _TILE) * _TILE
+    of_values = value.shape[3]
+    value, out, d_out = (rows.pad_axis(x, 3, head_dim) for x in (value, out, d_out))
     # A window may end before the last query, where there are fewer keys.
-    all_see = not is_ragged and (options.window is None or tokens <= size)
+    may_hide = is_ragged or set(extras.given) - {"sinks"}
+    all_see = not may_hide and (options.window is None or tokens <= size)
     d_out = d_out if all_see else rows.without_blind(d_out, residual)
     unit = None
     if query.dtype == jnp.float16:
@@ -133,16 +152,49 @@ def gradient(
     q, k, d_o = (_in_16_bits(x) for x in (q, k, d_o))
     d8 = d8 or _as_it_is(d_o)
     x = tiles.Operands(*q8, *k8, *d8, *v8, q, k, d_o, lse, delta, query_length, key_length)
-    launch = launch or default_launch(q.shape[-1], config)
+    x = x._replace(shifts=extras.shift(), **_of_segments(extras, query_length, key_length, options))
+    if extras.alibi_slopes is not None:
+        x = x._replace(slopes=extras.alibi_slopes * math.log2(math.e))
+    launch = launch or default_launch(
+        q.shape[-1], config, is_plain=x.query_ids is None and x.slopes is None
+    )
     settings = functools.partial(_settings, config, options)
     dtype = query.dtype if unit is None else jnp.float32
-    d_q = queries.query_gradient(x, dtype, settings(launch.queries))[:, :tokens, :, :head_dim]
+    d_q, falls = queries.query_gradient(x, dtype, settings(launch.queries))
+    d_q = d_q[:, :tokens, :, :head_dim]
     d_k, d_v = keys.key_gradient(x, dtype, settings(launch.keys, in_turns=launch.in_turns))
-    d_k, d_v = (y[:, :size, :, :head_dim] for y in (d_k, d_v))
-    if unit is None:
+    d_k, d_v = d_k[:, :size, :, :head_dim], d_v[:, :size, :, :of_values]
+    if unit is not None:
+        d_q, d_k, d_v = ((y / unit).astype(query.dtype) for y in (d_q, d_k, d_v))
+        falls = None if falls is None else falls / unit[..., 0]
+    if falls is None:
         return d_q, d_k, d_v, NOTHING
-    d_q, d_k, d_v = ((y / unit).astype(query.dtype) for y in (d_q, d_k, d_v))
-    return d_q, d_k, d_v, NOTHING
+    return d_q, d_k, d_v, Extras(alibi_slopes=-jnp.sum(falls, axis=(0, 2)))
+
+
+def _of_segments(
+    extras: Extras, query_length: jax.Array, key_length: jax.Array, options: Options
+) -> dict[str, jax.Array]:
+    """What the kernels read of segments; nothing without."""
+    from pallas_kernels.mosaic.hopper.segments import bounds, order, padded
+
+    queries, keys = extras.query_segment_ids, extras.key_value_segment_ids
+    if queries is None or keys is None:
+        return {}
+    of_queries, of_keys = (queries, query_length), (keys, key_length)
+    left, right = options.window or (None, None)
+    right, shift = 0 if options.is_causal else right, extras.shift()
+    back = None if shift is None else -shift
+    query_bounds = bounds(*of_queries, _TILE, *of_keys, _ROWS)
+    key_bounds = bounds(*of_keys, _TILE, *of_queries, _ROWS)
+    return {
+        "query_ids": padded(queries, _TILE),
+        "key_ids": padded(keys, _TILE),
+        "query_bounds": query_bounds,
+        "key_bounds": key_bounds,
+        "query_order": order(query_bounds, _TILE, shift, left, right),
+        "key_order": order(key_bounds, _TILE, back, right, left),
+    }
 
 
 def _unit(d_out: jax.Array) -> jax.Array:
@@ -172,7 +224,7 @@ def _settings(config: TurboConfig, options: Options, stages: int, *, in_turns: b
     )
 
 
-def default_launch(head_dim: int, config: TurboConfig) -> Launch:
+def default_launch(head_dim: int, config: TurboConfig, *, is_plain: bool = True) -> Launch:
     """As many stages as there is shared memory for, up to what was fastest.
 
     Turns were faster with 128 channels and 8 bits; with 64 or 256 they were not timed.
@@ -180,7 +232,9 @@ def default_launch(head_dim: int, config: TurboConfig) -> Launch:
     is_8bit = config.gradient == "8bit"
     if head_dim == _HEAD_DIMS[-1]:
         return Launch(2, 2) if is_8bit else Launch(1, 1)
-    return Launch(4, 3, in_turns=is_8bit and head_dim == _HEAD_DIMS[1])
+    # Beside four steps of codes and of two operands in 16 bits there is no room for anything else.
+    is_full = not is_plain and not is_8bit and config.mode != "float"
+    return Launch(3 if is_full else 4, 3, in_turns=is_8bit and head_dim == _HEAD_DIMS[1])
 
 
 def _padded(x: jax.Array) -> jax.Array:

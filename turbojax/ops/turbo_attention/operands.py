@@ -232,10 +232,14 @@ def plain_refusal(
       value: ``[B, S, K, Hv]``.
       options: of the call.
       extras: of the call.
-      supported: names of extras, and ``"output_dtype"``.
+      supported: names of extras, ``"output_dtype"``, and ``"value_head_dim"``, for values of fewer
+        channels than keys.
     """
-    if key.shape[3] != value.shape[3]:
-        return f"head dims {key.shape[3]} of keys and {value.shape[3]} of values must be equal"
+    of_keys, of_values = key.shape[3], value.shape[3]
+    if of_values > of_keys and "value_head_dim" in supported:
+        return f"head_dim={of_values} of values must be at most that of keys, {of_keys}"
+    if of_values != of_keys and "value_head_dim" not in supported:
+        return f"head dims {of_keys} of keys and {of_values} of values must be equal"
     if options.out_dtype is not None and "output_dtype" not in supported:
         return f"it has no output_dtype={options.out_dtype}"
     return extras.refusal(supported)

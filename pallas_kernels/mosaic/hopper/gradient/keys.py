@@ -47,7 +47,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import ring
-from pallas_kernels.mosaic.hopper.gradient import tiles
+from pallas_kernels.mosaic.hopper.gradient import elementwise, tiles
 from pallas_kernels.mosaic.hopper.gradient.tiles import (
     COLUMN,
     ROWS,
@@ -68,22 +68,25 @@ class _Work:
     def __init__(self, number: jax.Array, x: Operands, s: Settings) -> None:
         heads, (_, size, kv_heads, head_dim) = x.q.shape[2], x.k.shape
         parts, count = pl.cdiv(head_dim, _CHANNELS), pl.cdiv(size, _KEYS)
-        row, self.tile = tiles.place_of(number, count)
+        row, self.tile = tiles.place_of(number, count, x.key_order, kv_heads * parts)
         part, row = lax.rem(row, jnp.int32(parts)), lax.div(row, jnp.int32(parts))
         self.b, self.h = lax.div(row, jnp.int32(kv_heads)), lax.rem(row, jnp.int32(kv_heads))
         self.group = heads // kv_heads
-        self.first = self.tile * _KEYS
+        self.first, self.shift = self.tile * _KEYS, x.shift(self.b)
         self.length = x.key_lengths[self.b]
         self.queries = x.query_lengths[self.b]
         width = min(head_dim, _CHANNELS)
         self.channels = pl.ds(part * width, width)
         # Where no key is, no query has anything to do.
         queries = jnp.where(self.first < self.length, self.queries, 0)
-        self.steps = tiles.span(self.first, _KEYS, queries, s.right, s.left)
+        # Of the query at the first key's position.
+        number = self.first if isinstance(self.shift, int) else self.first - self.shift
+        segments = tiles.bounds_at(x.key_bounds, self.b, self.tile)
+        self.steps = tiles.span(number, _KEYS, queries, s.right, s.left, segments=segments)
 
 
 class _Memory(NamedTuple):
-    """Shared memory: keys and values of each warpgroup, and what steps need."""
+    """Shared memory: keys and values of each warpgroup, and what steps need; ids of both."""
 
     k8: Ref
     v8: Ref
@@ -99,6 +102,7 @@ class _Memory(NamedTuple):
     ready: Ref
     free: Ref
     turns: Ref | None
+    ids: tuple[Ref, Ref] | None
 
 
 def _consume(
@@ -106,7 +110,7 @@ def _consume(
 ) -> Any:
     """Sums over all queries of a warpgroup's 64 keys; the slot after the last."""
     first, width = work.first + me * ROWS, m.q.shape[-1]
-    tile = tiles.Tile(True, str(m.q.dtype), s)
+    tile = elementwise.Tile(True, str(m.q.dtype), s)
     k_scale, v_scale = (
         tiles.scale_at(scales, work.b, work.h, first, s.block_kv)
         for scales in (x.k_scale, x.v_scale)
@@ -127,14 +131,17 @@ def _consume(
         d_factor = v_scale * tiles.scale_at(x.d_scale, work.b, head, query, s.block_q)
         scores = tiles.product(m.k8.at[me], m.q8.at[slot])
         products = tiles.product(m.v8.at[me], m.d8.at[slot])
-        lse = tiles.load(m.lse.at[slot], COLUMN)
+        lse = ring.load(m.lse.at[slot], COLUMN)
         turns.wait()
         plgpu.wgmma_wait(1)
-        limits = tiles.limits_of(query, first, work.queries - query, is_masked)
-        weights, *slopes, words = tile.weigh(scores, lse, q_factor, limits)
+        position = tiles.shifted(query, work.shift)
+        ids = None if m.ids is None else (m.ids[0].at[me], m.ids[1].at[slot])
+        limits = elementwise.limits_of(position, first, work.queries - query, ids, is_masked)
+        linear = () if x.slopes is None else (x.slopes[head], position - first)
+        weights, *slopes, words = tile.weigh(scores, lse, q_factor, limits, linear)
         d_v = tiles.add_product(d_v, words, m.d_out.at[slot])
         turns.hand_on()
-        delta = tiles.load(m.delta.at[slot], COLUMN)
+        delta = ring.load(m.delta.at[slot], COLUMN)
         plgpu.wgmma_wait(1)
         words = tile.score_gradients(weights, products, delta, d_factor, tuple(slopes), limits)
         d_k = tiles.add_product(d_k, words, m.q.at[slot])
@@ -152,7 +159,7 @@ def _consume(
         plgpu.barrier_wait(m.ready.at[slot])
         add_one = functools.partial(add, d_k, d_v, query, head, slot, is_masked)
         if is_masked:
-            is_seen = tiles.is_seen(query, first, s)
+            is_seen = tiles.is_seen(tiles.shifted(query, work.shift), first, s)
             d_k, d_v = lax.cond(is_seen, add_one, lambda: skip(d_k, d_v))
         else:
             d_k, d_v = add_one()
@@ -180,6 +187,9 @@ def _produce(work: _Work, slot: jax.Array, x: Operands, m: _Memory, s: Settings)
         for ref, target in ((x.k8, m.k8), (x.v8, m.v8)):
             source = tiles.rows_of(ref, work.b, work.h, rows)
             plgpu.copy_gmem_to_smem(source, target.at[i], m.key_ready.at[i])
+        if m.ids is not None:
+            source = x.key_ids.at[work.b, rows]
+            plgpu.copy_gmem_to_smem(source, m.ids[0].at[i], m.key_ready.at[i])
 
     def head(g: jax.Array, slot: jax.Array) -> jax.Array:
         number = work.h * work.group + g
@@ -195,6 +205,9 @@ def _produce(work: _Work, slot: jax.Array, x: Operands, m: _Memory, s: Settings)
                     continue
                 source = tiles.rows_of(ref, work.b, number, rows)
                 plgpu.copy_gmem_to_smem(source, target.at[slot], m.ready.at[slot])
+            if m.ids is not None:
+                source = x.query_ids.at[work.b, rows]
+                plgpu.copy_gmem_to_smem(source, m.ids[1].at[slot], m.ready.at[slot])
             return ring.next_slot(slot, s.stages)
 
         return lax.fori_loop(work.steps.begin, work.steps.end, step, slot)
@@ -202,20 +215,21 @@ def _produce(work: _Work, slot: jax.Array, x: Operands, m: _Memory, s: Settings)
     return lax.fori_loop(jnp.int32(0), jnp.int32(work.group), head, slot)
 
 
-def _kernel(*refs: Ref, total: int, s: Settings) -> None:
-    """One persistent program, which takes every `s.programs`-th tile of keys."""
-    x, (dk_ref, dv_ref) = Operands(*refs[:-2]), refs[-2:]
-    me, share = lax.axis_index("warpgroup"), ring.Share(total, together=2)
+def _kernel(*refs: Ref, total: int, s: Settings, names: tuple[str, ...]) -> None:
+    """One persistent program, which takes every `s.programs`-th tile; `names` of its operands."""
+    x, (dk_ref, dv_ref) = Operands(**dict(zip(names, refs[:-2], strict=True))), refs[-2:]
+    me, share = lax.axis_index("warpgroup"), tiles.share_of(total, x.key_order)
     head_dim, dtype = x.q.shape[-1], x.q.dtype
-    width = min(head_dim, _CHANNELS)
+    width, has_ids = min(head_dim, _CHANNELS), x.key_ids is not None
     # The same memory serves two products where it can.
     own = [ref.dtype != dtype or head_dim != width for ref in (x.q8, x.d8)]
 
     def body(*memory: Any) -> None:
-        k8, v8, q, d_out, lse, delta, out, ready, free, eights, turns = memory
+        k8, v8, q, d_out, lse, delta, out, ready, free, eights, turns, ids = memory
         q8, d8 = (eights.pop(0) if mine else x for mine, x in zip(own, (q, d_out), strict=True))
         rows = (k8, v8, q8, d8, q, d_out, lse, delta, out)
-        m = _Memory(*rows, ready[0], free[0], ready[1], free[1], *(turns or [None]))
+        of_slots = (ready[0], free[0], ready[1], free[1])
+        m = _Memory(*rows, *of_slots, turns[0] if turns else None, tuple(ids) or None)
 
         def over_tiles(f: Any) -> None:
             share.loop(lambda number, slot: f(_Work(number, x, s), slot))
@@ -246,8 +260,8 @@ def _kernel(*refs: Ref, total: int, s: Settings) -> None:
         *[plgpu.SMEM((s.stages, ROWS), jnp.float32)] * 2,
         tiles.staging(dk_ref.dtype),
         [
-            plgpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS),
-            plgpu.Barrier(num_arrivals=4 + sum(own), num_barriers=s.stages),
+            plgpu.Barrier(num_arrivals=2 + has_ids, num_barriers=WARPGROUPS),
+            plgpu.Barrier(num_arrivals=4 + sum(own) + has_ids, num_barriers=s.stages),
         ],
         [
             plgpu.Barrier(num_barriers=WARPGROUPS),
@@ -259,6 +273,7 @@ def _kernel(*refs: Ref, total: int, s: Settings) -> None:
             if mine
         ],
         [ring.Turns.memory(WARPGROUPS)] * s.in_turns,
+        [plgpu.SMEM((n, ROWS), jnp.int32) for n in (WARPGROUPS, s.stages) if has_ids],
         collective_axes="warpgroup",
     )
 
@@ -268,13 +283,13 @@ def key_gradient(
 ) -> tuple[jax.Array, jax.Array]:
     """The gradients of keys and values, ``[B, S, K, H]`` in `dtype`; 0 past each length."""
     batch, size, kv_heads, head_dim = x.k.shape
-    total = batch * kv_heads * pl.cdiv(head_dim, _CHANNELS) * tiles.numbers(size)
+    total = batch * kv_heads * pl.cdiv(head_dim, _CHANNELS) * tiles.numbers(size, x.key_order)
     out = jax.ShapeDtypeStruct((batch, size, kv_heads, head_dim), dtype)
     run = ring.launch(
-        functools.partial(_kernel, total=total, s=settings),
+        functools.partial(_kernel, total=total, s=settings, names=tuple(x.given)),
         "turbojax_key_gradient_hopper",
         (out, out),
-        total // 2,
+        total if x.key_order is not None else total // 2,
         settings.programs,
     )
-    return run(*x)
+    return run(*x.given.values())

@@ -36,7 +36,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import ring
-from pallas_kernels.mosaic.hopper.gradient import tiles
+from pallas_kernels.mosaic.hopper.gradient import elementwise, tiles
 from pallas_kernels.mosaic.hopper.gradient.tiles import (
     ROW,
     ROWS,
@@ -56,14 +56,16 @@ class _Work:
     def __init__(self, number: jax.Array, x: Operands, s: Settings) -> None:
         (_, tokens, heads, _), kv_heads = x.q.shape, x.k.shape[2]
         count = pl.cdiv(tokens, _QUERIES)
-        row, tile = tiles.place_of(number, count)
+        row, tile = tiles.place_of(number, count, x.query_order, heads)
         self.b, self.head = lax.div(row, jnp.int32(heads)), lax.rem(row, jnp.int32(heads))
         self.h = lax.div(self.head, jnp.int32(heads // kv_heads))
-        self.first = tile * _QUERIES
+        self.first, self.shift = tile * _QUERIES, x.shift(self.b)
         self.keys = x.key_lengths[self.b]
         exists = self.first < x.query_lengths[self.b]
         keys = jnp.where(exists, self.keys, 0)
-        self.steps = tiles.span(self.first, _QUERIES, keys, s.left, s.right, s.together)
+        position = tiles.shifted(self.first, self.shift)
+        segments = tiles.bounds_at(x.query_bounds, self.b, tile)
+        self.steps = tiles.span(position, _QUERIES, keys, s.left, s.right, s.together, segments)
 
 
 class _Memory(NamedTuple):
@@ -81,21 +83,27 @@ class _Memory(NamedTuple):
     query_free: Ref
     ready: Ref
     free: Ref
+    ids: tuple[Ref, Ref] | None
+    falls: Ref | None
 
 
 def _consume(
     work: _Work, slot: jax.Array, me: jax.Array, x: Operands, m: _Memory, s: Settings
 ) -> tuple[jax.Array, ...]:
-    """The sums of a warpgroup's 64 queries, and which of them see nothing; the next slot."""
+    """The sums of a warpgroup's 64 queries, and which of them see nothing; the next slot.
+
+    With slopes, before the last: what their gradient is of each query and lane.
+    """
     first = work.first + me * ROWS
-    tile = tiles.Tile(False, str(m.k.dtype), s)
+    position = tiles.shifted(first, work.shift)
+    tile = elementwise.Tile(False, str(m.k.dtype), s)
     q_scale, d_scale = (
         tiles.scale_at(scales, work.b, work.head, first, s.block_q)
         for scales in (x.q_scale, x.d_scale)
     )
     q_scale = q_scale * tiles.scores_factor(s)
     plgpu.barrier_wait(m.query_ready.at[me])
-    lse, delta = (tiles.load(ref.at[me], ROW) for ref in (m.lse, m.delta))
+    lse, delta = (ring.load(ref.at[me], ROW) for ref in (m.lse, m.delta))
 
     def factors(key: jax.Array) -> tuple[jax.Array, jax.Array]:
         k_scale = tiles.scale_at(x.k_scale, work.b, work.h, key, s.block_kv)
@@ -106,53 +114,59 @@ def _consume(
         scores = tiles.product(m.q8.at[me], m.k8.at[slot])
         return scores, tiles.product(m.d8.at[me], m.v8.at[slot])
 
-    def add(total: jax.Array, begin: jax.Array, slots: list[jax.Array], is_masked: bool) -> Any:
+    def add(sums: Any, begin: jax.Array, slots: list[jax.Array], is_masked: bool) -> Any:
         """64 keys of each slot: the products of one run under the other's exponentials."""
+        total, *falls = sums
         keys = [begin + n * ROWS for n in range(len(slots))]
         scales = [factors(key) for key in keys]
         products = [start(slot) for slot in slots]
         for n, key in enumerate(keys):
             # Left: the other slot's two products, or the sum that was started last.
             plgpu.wgmma_wait(1 if n else 2 * (len(slots) - 1))
-            limits = tiles.limits_of(first, key, work.keys - key, is_masked)
-            weights, *slopes = tile.weigh(products[n][0], lse, scales[n][0], limits)
+            ids = None if m.ids is None else (m.ids[0].at[me], m.ids[1].at[slots[n]])
+            limits = elementwise.limits_of(position, key, work.keys - key, ids, is_masked)
+            linear = () if x.slopes is None else (x.slopes[work.head], position - key)
+            weights, *slopes = tile.weigh(products[n][0], lse, scales[n][0], limits, linear)
             rest = (delta, scales[n][1], tuple(slopes), limits)
-            words = tile.score_gradients(weights, products[n][1], *rest)
+            words = tile.score_gradients(weights, products[n][1], *rest, (*falls, *linear[1:]))
+            if falls:
+                words, falls[0] = words
             total = tiles.add_product(total, words, m.k.at[slots[n]])
         plgpu.wgmma_wait(0)
-        return tiles.arrived(total)
+        return tiles.arrived(total), *falls
 
     def edge(i: jax.Array, carry: Any) -> Any:
-        total, slot = carry
+        *sums, slot = carry
         key = i * ROWS
         plgpu.barrier_wait(m.ready.at[slot])
-        total = lax.cond(
-            tiles.is_seen(first, key, s),
-            lambda: add(total, key, [slot], is_masked=True),
-            lambda: total,
+        sums = lax.cond(
+            tiles.is_seen(position, key, s),
+            lambda: add(sums, key, [slot], is_masked=True),
+            lambda: tuple(sums),
         )
         plgpu.barrier_arrive(m.free.at[slot])
-        return total, ring.next_slot(slot, s.stages)
+        return *sums, ring.next_slot(slot, s.stages)
 
     def several(i: jax.Array, carry: Any) -> Any:
-        total, slot = carry
+        *sums, slot = carry
         slots = [ring.slot_after(slot, n, s.stages) for n in range(s.together)]
         for one in slots:
             plgpu.barrier_wait(m.ready.at[one])
         begin = (work.steps.inner + i * s.together) * ROWS
-        total = add(total, begin, slots, is_masked=False)
+        sums = add(sums, begin, slots, is_masked=False)
         for one in slots:
             plgpu.barrier_arrive(m.free.at[one])
-        return total, ring.slot_after(slot, s.together, s.stages)
+        return *sums, ring.slot_after(slot, s.together, s.stages)
 
-    carry = (tiles.zeros(m.k.shape[-1]), slot)
+    falls = [] if x.slopes is None else [plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), ROW)]
+    carry = (tiles.zeros(m.k.shape[-1]), *falls, slot)
     steps = work.steps
     carry = lax.fori_loop(steps.begin, steps.inner, edge, carry)
     count = lax.div(steps.outer - steps.inner, jnp.int32(s.together))
     carry = lax.fori_loop(jnp.int32(0), count, several, carry)
-    total, slot = lax.fori_loop(steps.outer, steps.end, edge, carry)
+    total, *falls, slot = lax.fori_loop(steps.outer, steps.end, edge, carry)
     plgpu.barrier_arrive(m.query_free.at[me])
-    return total, lse == jnp.inf, slot
+    return total, lse == jnp.inf, *falls, slot
 
 
 def _produce(work: _Work, slot: jax.Array, x: Operands, m: _Memory, s: Settings) -> jax.Array:
@@ -163,6 +177,9 @@ def _produce(work: _Work, slot: jax.Array, x: Operands, m: _Memory, s: Settings)
         for ref, target in ((x.q8, m.q8), (x.d8, m.d8), (x.lse, m.lse), (x.delta, m.delta)):
             source = tiles.rows_of(ref, work.b, work.head, rows)
             plgpu.copy_gmem_to_smem(source, target.at[i], m.query_ready.at[i])
+        if m.ids is not None:
+            source = x.query_ids.at[work.b, rows]
+            plgpu.copy_gmem_to_smem(source, m.ids[0].at[i], m.query_ready.at[i])
 
     def step(i: jax.Array, slot: jax.Array) -> jax.Array:
         rows = pl.ds(i * ROWS, ROWS)
@@ -173,31 +190,44 @@ def _produce(work: _Work, slot: jax.Array, x: Operands, m: _Memory, s: Settings)
         for ref, target in copies:
             source = tiles.rows_of(ref, work.b, work.h, rows)
             plgpu.copy_gmem_to_smem(source, target.at[slot], m.ready.at[slot])
+        if m.ids is not None:
+            source = x.key_ids.at[work.b, rows]
+            plgpu.copy_gmem_to_smem(source, m.ids[1].at[slot], m.ready.at[slot])
         return ring.next_slot(slot, s.stages)
 
     return lax.fori_loop(work.steps.begin, work.steps.end, step, slot)
 
 
-def _kernel(*refs: Ref, total: int, s: Settings) -> None:
-    """One persistent program, which takes every `s.programs`-th tile of queries."""
-    x, out_ref = Operands(*refs[:-1]), refs[-1]
-    me, share = lax.axis_index("warpgroup"), ring.Share(total, together=2)
+def _kernel(*refs: Ref, total: int, s: Settings, names: tuple[str, ...]) -> None:
+    """One persistent program, which takes every `s.programs`-th tile; `names` of its operands."""
+    x = Operands(**dict(zip(names, refs, strict=False)))
+    out_ref, *fall_refs = refs[len(names) :]
+    me, share = lax.axis_index("warpgroup"), tiles.share_of(total, x.query_order)
     head_dim = x.q.shape[-1]
     has_k8 = x.k8.dtype != x.k.dtype  # else the same memory serves both products
+    has_ids = x.query_ids is not None
 
     def body(*memory: Any) -> None:
-        q8, d8, lse, delta, v8, k, out, ready, free, k8 = memory
+        q8, d8, lse, delta, v8, k, out, ready, free, k8, ids, falls = memory
         rows = (q8, d8, lse, delta, k8[0] if k8 else k, v8, k, out)
-        m = _Memory(*rows, ready[0], free[0], ready[1], free[1])
+        m = _Memory(
+            *rows, ready[0], free[0], ready[1], free[1], tuple(ids) or None, *(falls or [None])
+        )
 
         def over_tiles(f: Any) -> None:
             share.loop(lambda number, slot: f(_Work(number, x, s), slot))
 
         def consume(work: _Work, slot: jax.Array) -> jax.Array:
-            sums, is_blind, slot = _consume(work, slot, me, x, m, s)
+            sums, is_blind, *falls, slot = _consume(work, slot, me, x, m, s)
             # A query that sees nothing gets nothing, even from keys with NaN.
             sums = jnp.where(tiles.along_rows(is_blind, head_dim), 0.0, sums * s.scale)
-            rows = (work.b, pl.ds(work.first + me * ROWS, ROWS), work.head)
+            here = pl.ds(work.first + me * ROWS, ROWS)
+            for fall, ref in zip(falls, fall_refs, strict=True):
+                assert m.falls is not None
+                m.falls[me] = jnp.where(is_blind, 0.0, elementwise.sum_of_four(fall))
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(m.falls.at[me], ref.at[work.b, work.head, here])
+            rows = (work.b, here, work.head)
             tiles.store(sums, m.out.at[me], out_ref.at[rows])
             return slot
 
@@ -217,27 +247,36 @@ def _kernel(*refs: Ref, total: int, s: Settings) -> None:
         *[ring.tile((s.stages, ROWS, head_dim), ref.dtype) for ref in (x.v8, x.k)],
         tiles.staging(out_ref.dtype),
         [
-            plgpu.Barrier(num_arrivals=4, num_barriers=WARPGROUPS),
-            plgpu.Barrier(num_arrivals=2 + has_k8, num_barriers=s.stages),
+            plgpu.Barrier(num_arrivals=4 + has_ids, num_barriers=WARPGROUPS),
+            plgpu.Barrier(num_arrivals=2 + has_k8 + has_ids, num_barriers=s.stages),
         ],
         [
             plgpu.Barrier(num_barriers=WARPGROUPS),
             plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=s.stages),
         ],
         [ring.tile((s.stages, ROWS, head_dim), x.k8.dtype)] * has_k8,
+        [plgpu.SMEM((n, ROWS), jnp.int32) for n in (WARPGROUPS, s.stages) if has_ids],
+        [plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32)] * len(fall_refs),
         collective_axes="warpgroup",
     )
 
 
-def query_gradient(x: Operands, dtype: jax.typing.DTypeLike, settings: Settings) -> jax.Array:
-    """The gradient of the queries, ``[B, T, N, H]`` in `dtype`; 0 where one sees nothing."""
+def query_gradient(
+    x: Operands, dtype: jax.typing.DTypeLike, settings: Settings
+) -> tuple[jax.Array, jax.Array | None]:
+    """The gradient of the queries, ``[B, T, N, H]`` in `dtype`; 0 where one sees nothing.
+
+    And with slopes float32 ``[B, N, Tq]``, sums of the scores' gradients times distances.
+    """
     batch, tokens, heads, _ = x.q.shape
-    total = batch * heads * tiles.numbers(tokens)
+    total = batch * heads * tiles.numbers(tokens, x.query_order)
+    out = jax.ShapeDtypeStruct(x.q.shape, dtype)
     run = ring.launch(
-        functools.partial(_kernel, total=total, s=settings),
+        functools.partial(_kernel, total=total, s=settings, names=tuple(x.given)),
         "turbojax_query_gradient_hopper",
-        jax.ShapeDtypeStruct(x.q.shape, dtype),
-        total // 2,
+        out if x.slopes is None else (out, jax.ShapeDtypeStruct(x.lse.shape, jnp.float32)),
+        total if x.query_order is not None else total // 2,
         settings.programs,
     )
-    return run(*x)
+    results = run(*x.given.values())
+    return (results, None) if x.slopes is None else results

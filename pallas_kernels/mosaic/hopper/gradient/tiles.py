@@ -1,7 +1,6 @@
-"""What the gradient's two kernels share: settings, a tile's weights and score gradients."""
+"""What the gradient's two kernels share: settings, operands, steps of a tile, products."""
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -13,13 +12,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layouts import LOG2_E
 from pallas_kernels.layouts import Ref as Ref
-from pallas_kernels.mosaic import lane, ring, softmax
-from pallas_kernels.mosaic.lane import Bool, Float, Int, fragments
+from pallas_kernels.mosaic import ring
+from pallas_kernels.mosaic.hopper.segments import Bounds
 from pallas_kernels.mosaic.products import wgmma
 from pallas_kernels.mosaic.ring import COLUMN as COLUMN
 from pallas_kernels.mosaic.ring import ROW as ROW
 from pallas_kernels.mosaic.ring import ROWS as ROWS
-from pallas_kernels.mosaic.ring import SCALAR
 from pallas_kernels.mosaic.ring import WARPGROUPS as WARPGROUPS
 
 MATRIX = plgpu.Layout.WGMMA
@@ -95,6 +93,15 @@ class Operands(NamedTuple):
       delta: float32 ``[B, N, Tq]``: ``rowsum(d_out * out)`` less the residual's cotangent.
       query_lengths: int32 ``[B]``.
       key_lengths: int32 ``[B]``.
+      shifts: int32 ``[B]``, by how much a query's position exceeds that of the key of its number;
+        None if nowhere.
+      query_ids: int32 ``[B, Tq]``, segments; with them the three that follow, else None.
+      key_ids: int32 ``[B, Sk]``, `S` rounded up to 128.
+      query_bounds: int32 ``[B, 4, Tq / 128]``, `segments.bounds` of queries among 64 keys each.
+      key_bounds: int32 ``[B, 4, Sk / 128]``, of keys among 64 queries each.
+      query_order: int32 ``[B * Tq / 128]``, `segments.order` of tiles of queries.
+      key_order: int32 ``[B * Sk / 128]``, of keys.
+      slopes: float32 ``[N]``, by which scores fall with the distance, in powers of two.
     """
 
     q8: Any
@@ -112,6 +119,36 @@ class Operands(NamedTuple):
     delta: Any
     query_lengths: Any
     key_lengths: Any
+    shifts: Any = None
+    query_ids: Any = None
+    key_ids: Any = None
+    query_bounds: Any = None
+    key_bounds: Any = None
+    query_order: Any = None
+    key_order: Any = None
+    slopes: Any = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Those that there are, by name."""
+        return {name: x for name, x in self._asdict().items() if x is not None}
+
+    def shift(self, b: jax.Array) -> jax.Array | int:
+        """Of a sequence's positions."""
+        return 0 if self.shifts is None else self.shifts[b]
+
+
+def shifted(position: jax.Array, shift: jax.Array | int) -> jax.Array:
+    """Their sum, or what there was if nothing is shifted."""
+    return position if isinstance(shift, int) else position + shift
+
+
+def bounds_at(bounds: Ref | None, b: jax.Array, tile: jax.Array) -> Bounds | None:
+    """Of a tile, or of the last one if there is no such tile."""
+    if bounds is None:
+        return None
+    tile = jnp.minimum(tile, bounds.shape[2] - 1)
+    return Bounds(*(bounds[b, i, tile] for i in range(4)))
 
 
 def rows_of(ref: Ref, b: jax.Array, head: jax.Array, rows: Any) -> Ref:
@@ -136,6 +173,7 @@ def span(
     before: int | None,
     after: int | None,
     together: int = 1,
+    segments: Bounds | None = None,
 ) -> Span:
     """Steps of 64 others that some of `count` positions have to do with, and all of them.
 
@@ -146,6 +184,7 @@ def span(
       before: how far back one goes, or None.
       after: how far ahead, or None.
       together: of how many the steps in the middle are a multiple.
+      segments: what those of the positions leave.
     """
     last = first + (count - 1)
     start, stop, full_start, full_stop = jnp.int32(0), length, jnp.int32(0), length
@@ -155,6 +194,10 @@ def span(
     if before is not None:
         start = jnp.maximum(first - before, 0)
         full_start = jnp.maximum(last - before, 0)
+    if segments is not None:
+        start, stop = jnp.maximum(start, segments.start), jnp.minimum(stop, segments.stop)
+        full_start = jnp.maximum(full_start, segments.full_start)
+        full_stop = jnp.minimum(full_stop, segments.full_stop)
     step = jnp.int32(ROWS)
     end = lax.div(jnp.maximum(stop, 0) + (step - 1), step)
     begin = jnp.minimum(lax.div(start, step), end)
@@ -164,7 +207,9 @@ def span(
     return Span(begin, inner, outer, end)
 
 
-def place_of(number: jax.Array, tiles: int) -> tuple[jax.Array, jax.Array]:
+def place_of(
+    number: jax.Array, tiles: int, order: Ref | None, rows: int
+) -> tuple[jax.Array, jax.Array]:
     """Row and tile of a number: rows in turn, which share operands, in pairs from both ends.
 
     In a causal call one end has much to do and the other one little: all pairs have equally much.
@@ -172,15 +217,29 @@ def place_of(number: jax.Array, tiles: int) -> tuple[jax.Array, jax.Array]:
     Args:
       number: of `2 * ceil(tiles / 2)` a row; with an odd number of tiles one of them is none.
       tiles: of a row.
+      order: `segments.order`, or None. With it there are no pairs: all rows of a sequence take its
+        tile one after the other.
+      rows: of a sequence.
     """
+    if order is not None:
+        entry, row = order[lax.div(number, jnp.int32(rows))], lax.rem(number, jnp.int32(rows))
+        b, tile = lax.div(entry, jnp.int32(tiles)), lax.rem(entry, jnp.int32(tiles))
+        return b * rows + row, tile
     pairs = jnp.int32(pl.cdiv(tiles, 2))
     pair, is_second = lax.div(number, jnp.int32(2)), lax.rem(number, jnp.int32(2))
     row, place = lax.div(pair, pairs), lax.rem(pair, pairs)
     return row, jnp.where(is_second == 1, 2 * pairs - 1 - place, place)
 
 
-def numbers(tokens: int) -> int:
+def share_of(total: int, order: Ref | None) -> ring.Share:
+    """A program's, of so many numbers of `place_of`."""
+    return ring.Share(total, together=2) if order is None else ring.Share(total, turns=True)
+
+
+def numbers(tokens: int, order: jax.Array | None) -> int:
     """How many numbers `place_of` takes for a row."""
+    if order is not None:
+        return pl.cdiv(tokens, WARPGROUPS * ROWS)
     return 2 * pl.cdiv(tokens, 2 * WARPGROUPS * ROWS)
 
 
@@ -207,195 +266,9 @@ def add_product(total: jax.Array, words: jax.Array, b: Ref) -> jax.Array:
     return ring.inline(f, types, ring.array(total.shape, total.dtype))(total, words, b)
 
 
-def _visible(
-    limits: tuple[Int, Int], half: int, columns: int, rows_are_keys: bool, s: Settings
-) -> list[Bool]:
-    """For each of a row's columns whether the query sees the key.
-
-    Args:
-      limits: the first query relative to the first key, and how many columns exist.
-      half: which of the thread's rows.
-      columns: how many the thread holds of it.
-      rows_are_keys: and columns queries; else the other way round.
-      s: settings.
-    """
-    distance, stop = limits
-    row, t = fragments.row_and_place()
-    two_t = t * 2
-    row = row + 8 * half
-    stop = stop - two_t
-    masks = []
-    for c in range(columns):
-        column = lane.integer(8 * (c // 2) + c % 2)
-        mask = column < stop
-        # The key minus the query: from ``distance - left`` to ``distance + right``.
-        if rows_are_keys:
-            if s.right is not None:
-                mask = mask & (column >= row - distance - s.right - two_t)
-            if s.left is not None:
-                mask = mask & (column <= row - distance + s.left - two_t)
-        else:
-            if s.right is not None:
-                mask = mask & (column <= row + distance + s.right - two_t)
-            if s.left is not None:
-                mask = mask & (column >= row + distance - s.left - two_t)
-        masks.append(mask)
-    return masks
-
-
-def _of_each(values: list[Float], half: int, columns: int, rows_are_keys: bool) -> list[Float]:
-    """Numbers of queries, for the columns of one of the thread's rows."""
-    return values if rows_are_keys else [values[half]] * columns
-
-
-def _to_float(x: Any) -> Float:
-    return x.to_float() if isinstance(x, Int) else x
-
-
-def _limits(limits: tuple[Any, ...]) -> tuple[Int, Int] | None:
-    if not limits:
-        return None
-    [distance], [stop] = (fragments.scalars(x) for x in limits)
-    return distance, stop
-
-
-def _weigh(
-    scores: Any, lse: Any, factor: Any, *limits: Any, dtype: str, rows_are_keys: bool, s: Settings
-) -> tuple[Any, ...]:
-    """`weigh` in a lane."""
-    scores = mgpu.optimization_barrier(scores)  # not before the product is there
-    [c], logarithms, bounds = fragments.scalars(factor), fragments.scalars(lse), _limits(limits)
-    rows, slopes = [], []
-    for half, x in enumerate(fragments.by_row(scores)):
-        each = _of_each(logarithms, half, len(x), rows_are_keys)
-        x = [_to_float(v) for v in x]
-        if s.soft_cap is not None:
-            tanh = lane.tanh if s.approximate_tanh else softmax.tanh
-            ratios = [tanh(v * c) for v in x]
-            x = [v * s.soft_cap for v in ratios]
-            slopes.append([(-v).fma(v, lane.number(1.0)) for v in ratios])
-        unit = c if s.soft_cap is None else lane.number(LOG2_E)
-        p = [lane.exp2(v.fma(unit, -l)) for v, l in zip(x, each, strict=True)]
-        if bounds is not None:
-            masks = _visible(bounds, half, len(x), rows_are_keys, s)
-            p = [m.where(v, 0.0) for m, v in zip(masks, p, strict=True)]
-        rows.append(p)
-    results = [fragments.of_rows(rows)]
-    if slopes:
-        results.append(fragments.of_rows(slopes))
-    if rows_are_keys:  # made here, by the barrier: the next product reads them
-        words = fragments.carrier(fragments.half_words(rows, dtype))
-        results.append(mgpu.optimization_barrier(words))
-    return tuple(results)
-
-
-def _gradients(
-    weights: Any,
-    products: Any,
-    delta: Any,
-    factor: Any,
-    *others: Any,
-    dtype: str,
-    rows_are_keys: bool,
-    s: Settings,
-) -> Any:
-    """`score_gradients` in a lane."""
-    products = mgpu.optimization_barrier(products)  # not before they are there
-    [c], deltas = fragments.scalars(factor), fragments.scalars(delta)
-    slopes: Any = [None, None]
-    if s.soft_cap is not None:
-        slope, *others = others  # type: ignore[assignment]
-        slopes = fragments.by_row(slope)
-    bounds = _limits(tuple(others))
-    rows = []
-    pairs = zip(fragments.by_row(weights), fragments.by_row(products), slopes, strict=True)
-    for half, (p, x, slope) in enumerate(pairs):
-        each = _of_each(deltas, half, len(x), rows_are_keys)
-        d = [_to_float(v).fma(c, -e) for v, e in zip(x, each, strict=True)]
-        d = [v * w for v, w in zip(d, p, strict=True)]
-        if slope is not None:
-            d = [v * w for v, w in zip(d, slope, strict=True)]
-        if bounds is not None:
-            masks = _visible(bounds, half, len(x), rows_are_keys, s)
-            d = [m.where(v, 0.0) for m, v in zip(masks, d, strict=True)]
-        rows.append(d)
-    words = fragments.carrier(fragments.half_words(rows, dtype))
-    return mgpu.optimization_barrier(words)
-
-
-@dataclasses.dataclass(frozen=True)
-class Tile:
-    """The two elementwise steps of a tile ``[64, 64]`` of weights.
-
-    Attributes:
-      rows_are_keys: and columns queries; else the other way round.
-      dtype: of the weights and gradients as operands: ``"bfloat16"`` or ``"float16"``.
-      s: settings.
-    """
-
-    rows_are_keys: bool
-    dtype: str
-    s: Settings
-
-    @property
-    def _queries(self) -> Any:
-        return COLUMN if self.rows_are_keys else ROW
-
-    @property
-    def _static(self) -> dict[str, Any]:
-        return {"dtype": self.dtype, "rows_are_keys": self.rows_are_keys, "s": self.s}
-
-    def weigh(
-        self, scores: jax.Array, lse: jax.Array, factor: jax.Array, limits: tuple[jax.Array, ...]
-    ) -> tuple[jax.Array, ...]:
-        """Weights float32, with a soft cap its slopes, and if rows are keys the weights as words.
-
-        Words are those of a 16-bit operand.
-
-        Args:
-          scores: products, waited for.
-          lse: of the queries, in powers of two.
-          factor: of the scores, in powers of two; with a soft cap, in units of it.
-          limits: see `_visible`; none if nothing is hidden.
-        """
-        types = (MATRIX, self._queries, SCALAR, *[SCALAR] * len(limits))
-        returns = [ring.array((ROWS, ROWS), jnp.float32)] * (1 if self.s.soft_cap is None else 2)
-        if self.rows_are_keys:
-            returns.append(ring.array((ROWS, 32), jnp.int32))
-        f = functools.partial(_weigh, **self._static)
-        results: tuple[jax.Array, ...]
-        results = ring.inline(f, types, tuple(returns))(scores, lse, factor, *limits)
-        return results
-
-    def score_gradients(
-        self,
-        weights: jax.Array,
-        products: jax.Array,
-        delta: jax.Array,
-        factor: jax.Array,
-        slopes: tuple[jax.Array, ...],
-        limits: tuple[jax.Array, ...],
-    ) -> jax.Array:
-        """Words of ``weights * (factor * products - delta)``, times the soft cap's slopes."""
-        words = ring.array((ROWS, 32), jnp.int32)
-        types = [MATRIX, MATRIX, self._queries, SCALAR]
-        types += [MATRIX] * len(slopes) + [SCALAR] * len(limits)
-        f = functools.partial(_gradients, **self._static)
-        return ring.inline(f, tuple(types), words)(
-            weights, products, delta, factor, *slopes, *limits
-        )
-
-
 def scores_factor(s: Settings) -> float:
     """Of products of unscaled codes, see `Tile.weigh`."""
     return s.scale * (LOG2_E if s.soft_cap is None else 1 / s.soft_cap)
-
-
-def limits_of(
-    query: jax.Array, key: jax.Array, columns: jax.Array, is_masked: bool
-) -> tuple[jax.Array, ...]:
-    """See `_visible`."""
-    return (query - key, columns) if is_masked else ()
 
 
 def arrived(x: jax.Array) -> jax.Array:
@@ -411,11 +284,6 @@ def is_seen(query: jax.Array, key: jax.Array, s: Settings) -> jax.Array:
     if s.left is not None:
         seen = seen & (key + (ROWS - 1) >= query - s.left)
     return seen
-
-
-def load(ref: Ref, layout: Any) -> jax.Array:
-    """A vector in shared memory."""
-    return plgpu.layout_cast(ref[...], layout)
 
 
 def zeros(columns: int) -> jax.Array:

@@ -1,0 +1,282 @@
+"""Weights and score gradients of a tile of the gradient's two kernels, in registers."""
+
+import dataclasses
+import functools
+import operator
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.mosaic.gpu as mgpu
+import jax.numpy as jnp
+
+from pallas_kernels.layouts import LOG2_E, Ref
+from pallas_kernels.mosaic import lane, ring, softmax
+from pallas_kernels.mosaic.hopper.gradient.tiles import MATRIX, Settings
+from pallas_kernels.mosaic.lane import Bool, Float, Int, fragments
+from pallas_kernels.mosaic.ring import COLUMN, ROW, ROWS, SCALAR
+
+
+class _Mask(NamedTuple):
+    """What hides pairs of a tile.
+
+    Attributes:
+      distance: the first query relative to the first key.
+      stop: how many columns exist.
+      ids: segments of the lane's two rows and of its columns, or None.
+    """
+
+    distance: Int
+    stop: Int
+    ids: tuple[list[Int], list[Int]] | None
+
+
+def _visible(mask: _Mask, half: int, columns: int, rows_are_keys: bool, s: Settings) -> list[Bool]:
+    """For each of a row's columns whether the query sees the key.
+
+    Args:
+      mask: what hides them.
+      half: which of the thread's rows.
+      columns: how many the thread holds of it.
+      rows_are_keys: and columns queries; else the other way round.
+      s: settings.
+    """
+    distance, stop, ids = mask
+    row, t = fragments.row_and_place()
+    two_t = t * 2
+    row = row + 8 * half
+    stop = stop - two_t
+    masks = []
+    for c in range(columns):
+        column = lane.integer(8 * (c // 2) + c % 2)
+        seen = column < stop
+        # The key minus the query: from ``distance - left`` to ``distance + right``.
+        if rows_are_keys:
+            if s.right is not None:
+                seen = seen & (column >= row - distance - s.right - two_t)
+            if s.left is not None:
+                seen = seen & (column <= row - distance + s.left - two_t)
+        else:
+            if s.right is not None:
+                seen = seen & (column <= row + distance + s.right - two_t)
+            if s.left is not None:
+                seen = seen & (column >= row + distance - s.left - two_t)
+        if ids is not None:
+            seen = seen & ids[0][half].equals(ids[1][c])
+        masks.append(seen)
+    return masks
+
+
+def _distances(distance: Int, half: int, columns: int, rows_are_keys: bool) -> list[Float]:
+    """How far each of a row's columns is from it, of the first query relative to the first key."""
+    row, t = fragments.row_and_place()
+    row = row + 8 * half
+    first = distance + t * 2 - row if rows_are_keys else distance + row - t * 2
+    sign = 1 if rows_are_keys else -1
+    steps = [lane.number(float(sign * (8 * (c // 2) + c % 2))) for c in range(columns)]
+    return [lane.absolute(first.to_float() + step) for step in steps]
+
+
+def _of_each(values: list[Float], half: int, columns: int, rows_are_keys: bool) -> list[Float]:
+    """Numbers of queries, for the columns of one of the thread's rows."""
+    return values if rows_are_keys else [values[half]] * columns
+
+
+def _to_float(x: Any) -> Float:
+    return x.to_float() if isinstance(x, Int) else x
+
+
+def _mask(limits: tuple[Any, ...]) -> _Mask | None:
+    """Of `limits_of` in a lane, and of ids of rows and columns."""
+    if not limits:
+        return None
+    [distance], [stop], *ids = (fragments.scalars(x) for x in limits)
+    return _Mask(distance, stop, (ids[0], ids[1]) if ids else None)
+
+
+def _weigh(
+    scores: Any,
+    lse: Any,
+    factor: Any,
+    *others: Any,
+    dtype: str,
+    rows_are_keys: bool,
+    s: Settings,
+    is_linear: bool,
+) -> tuple[Any, ...]:
+    """`weigh` in a lane."""
+    linear, limits = (others[:2], others[2:]) if is_linear else ((), others)
+    scores = mgpu.optimization_barrier(scores)  # not before the product is there
+    [c], logarithms, bounds = fragments.scalars(factor), fragments.scalars(lse), _mask(limits)
+    rows, slopes = [], []
+    for half, x in enumerate(fragments.by_row(scores)):
+        each = _of_each(logarithms, half, len(x), rows_are_keys)
+        x = [_to_float(v) for v in x]
+        if s.soft_cap is not None:
+            tanh = lane.tanh if s.approximate_tanh else softmax.tanh
+            ratios = [tanh(v * c) for v in x]
+            x = [v * s.soft_cap for v in ratios]
+            slopes.append([(-v).fma(v, lane.number(1.0)) for v in ratios])
+        unit = c if s.soft_cap is None else lane.number(LOG2_E)
+        if linear:
+            [slope], [distance] = (fragments.scalars(a) for a in linear)
+            away = _distances(distance, half, len(x), rows_are_keys)
+            each = [d.fma(slope, l) for d, l in zip(away, each, strict=True)]
+        p = [lane.exp2(v.fma(unit, -l)) for v, l in zip(x, each, strict=True)]
+        if bounds is not None:
+            masks = _visible(bounds, half, len(x), rows_are_keys, s)
+            p = [m.where(v, 0.0) for m, v in zip(masks, p, strict=True)]
+        rows.append(p)
+    results = [fragments.of_rows(rows)]
+    if slopes:
+        results.append(fragments.of_rows(slopes))
+    if rows_are_keys:  # made here, by the barrier: the next product reads them
+        words = fragments.carrier(fragments.half_words(rows, dtype))
+        results.append(mgpu.optimization_barrier(words))
+    return tuple(results)
+
+
+def _gradients(
+    weights: Any,
+    products: Any,
+    delta: Any,
+    factor: Any,
+    *others: Any,
+    dtype: str,
+    rows_are_keys: bool,
+    s: Settings,
+    is_linear: bool,
+) -> Any:
+    """`score_gradients` in a lane."""
+    products = mgpu.optimization_barrier(products)  # not before they are there
+    [c], deltas = fragments.scalars(factor), fragments.scalars(delta)
+    slopes: Any = [None, None]
+    if s.soft_cap is not None:
+        slope, *others = others  # type: ignore[assignment]
+        slopes = fragments.by_row(slope)
+    sums: Any = None
+    if is_linear:
+        total, distance, *others = others  # type: ignore[assignment]
+        sums, [distance] = fragments.scalars(total), fragments.scalars(distance)
+    bounds = _mask(tuple(others))
+    rows = []
+    pairs = zip(fragments.by_row(weights), fragments.by_row(products), slopes, strict=True)
+    for half, (p, x, slope) in enumerate(pairs):
+        each = _of_each(deltas, half, len(x), rows_are_keys)
+        d = [_to_float(v).fma(c, -e) for v, e in zip(x, each, strict=True)]
+        d = [v * w for v, w in zip(d, p, strict=True)]
+        if sums is not None:
+            if bounds is not None:
+                masks = _visible(bounds, half, len(x), rows_are_keys, s)
+                d = [m.where(v, 0.0) for m, v in zip(masks, d, strict=True)]
+            for v, w in zip(d, _distances(distance, half, len(x), rows_are_keys), strict=True):
+                sums[half] = v.fma(w, sums[half])
+        if slope is not None:
+            d = [v * w for v, w in zip(d, slope, strict=True)]
+        if bounds is not None:
+            masks = _visible(bounds, half, len(x), rows_are_keys, s)
+            d = [m.where(v, 0.0) for m, v in zip(masks, d, strict=True)]
+        rows.append(d)
+    words = mgpu.optimization_barrier(fragments.carrier(fragments.half_words(rows, dtype)))
+    return words if sums is None else (words, fragments.row_array(sums))
+
+
+def sum_of_four(x: jax.Array) -> jax.Array:
+    """Of a row's lanes, which have each their own number."""
+
+    def f(x: Any) -> Any:
+        return fragments.row_array([lane.among_four(v, operator.add) for v in fragments.scalars(x)])
+
+    return ring.inline(f, (ROW,), ring.array((ROWS,), jnp.float32, ROW))(x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """The two elementwise steps of a tile ``[64, 64]`` of weights.
+
+    Attributes:
+      rows_are_keys: and columns queries; else the other way round.
+      dtype: of the weights and gradients as operands: ``"bfloat16"`` or ``"float16"``.
+      s: settings.
+    """
+
+    rows_are_keys: bool
+    dtype: str
+    s: Settings
+
+    @property
+    def _queries(self) -> Any:
+        return COLUMN if self.rows_are_keys else ROW
+
+    @property
+    def _static(self) -> dict[str, Any]:
+        return {"dtype": self.dtype, "rows_are_keys": self.rows_are_keys, "s": self.s}
+
+    def weigh(
+        self,
+        scores: jax.Array,
+        lse: jax.Array,
+        factor: jax.Array,
+        limits: tuple[jax.Array, ...],
+        linear: tuple[jax.Array, ...] = (),
+    ) -> tuple[jax.Array, ...]:
+        """Weights float32, with a soft cap its slopes, and if rows are keys the weights as words.
+
+        Words are those of a 16-bit operand.
+
+        Args:
+          scores: products, waited for.
+          lse: of the queries, in powers of two.
+          factor: of the scores, in powers of two; with a soft cap, in units of it.
+          limits: distance, columns and ids, see `_Mask`; none if nothing is hidden.
+          linear: the slope by which scores fall, in powers of two, and the distance; or none.
+        """
+        types = (MATRIX, self._queries, SCALAR, *[SCALAR] * len(linear), *_types(limits))
+        returns = [ring.array((ROWS, ROWS), jnp.float32)] * (1 if self.s.soft_cap is None else 2)
+        if self.rows_are_keys:
+            returns.append(ring.array((ROWS, 32), jnp.int32))
+        f = functools.partial(_weigh, **self._static, is_linear=bool(linear))
+        results: tuple[jax.Array, ...]
+        results = ring.inline(f, types, tuple(returns))(scores, lse, factor, *linear, *limits)
+        return results
+
+    def score_gradients(
+        self,
+        weights: jax.Array,
+        products: jax.Array,
+        delta: jax.Array,
+        factor: jax.Array,
+        slopes: tuple[jax.Array, ...],
+        limits: tuple[jax.Array, ...],
+        linear: tuple[jax.Array, ...] = (),
+    ) -> Any:
+        """Words of ``weights * (factor * products - delta)``, times the soft cap's slopes.
+
+        With `linear`, where rows are queries, what is to be added to and the distance, also the
+        sums over each lane's columns of the scores' gradients times distances.
+        """
+        words: Any = ring.array((ROWS, 32), jnp.int32)
+        types = [MATRIX, MATRIX, self._queries, SCALAR]
+        types += [MATRIX] * len(slopes) + [ROW, SCALAR][: len(linear)] + _types(limits)
+        f = functools.partial(_gradients, **self._static, is_linear=bool(linear))
+        returns = (words, ring.array((ROWS,), jnp.float32, ROW)) if linear else words
+        return ring.inline(f, tuple(types), returns)(
+            weights, products, delta, factor, *slopes, *linear, *limits
+        )
+
+
+def _types(limits: tuple[jax.Array, ...]) -> list[Any]:
+    return [SCALAR, SCALAR, ROW, COLUMN][: len(limits)]
+
+
+def limits_of(
+    query: jax.Array,
+    key: jax.Array,
+    columns: jax.Array,
+    ids: tuple[Ref, Ref] | None,
+    is_masked: bool,
+) -> tuple[jax.Array, ...]:
+    """See `_Mask`; `ids` of the rows and the columns in shared memory."""
+    if not is_masked:
+        return ()
+    limits = (query - key, columns)
+    return limits if ids is None else (*limits, ring.load(ids[0], ROW), ring.load(ids[1], COLUMN))

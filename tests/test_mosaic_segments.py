@@ -1,0 +1,73 @@
+"""Which tiles the Hopper kernels load of packed segments: plain JAX, held to a search in numpy."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.mosaic.hopper import segments
+
+
+def search(own, own_length, rows, other, other_length, columns):
+    """For each tile what must be visited, and what every pair of is of one segment."""
+    for begin in range(0, len(own), rows):
+        mine = own[begin : min(begin + rows, own_length)]
+        seen = np.isin(other[:other_length], mine)
+        yield mine, np.flatnonzero(seen), columns
+
+
+@pytest.mark.parametrize("is_sorted", [True, False])
+@pytest.mark.parametrize(("rows", "columns"), [(128, 64), (64, 128)])
+def test_bounds_hold_all_that_is_visible(is_sorted, rows, columns):
+    rng = np.random.default_rng(0)
+    tokens, size = 700, 900
+    own, other = (
+        rng.integers(-2, 5, (3, n // 50 + 1)).repeat(50, 1)[:, :n] for n in (tokens, size)
+    )
+    if is_sorted:
+        own, other = np.sort(own), np.sort(other)
+    own_lengths, other_lengths = np.array([tokens, 300, 0]), np.array([size, 70, 500])
+    got = segments.bounds(
+        jnp.asarray(own, jnp.int32),
+        jnp.asarray(own_lengths, jnp.int32),
+        rows,
+        jnp.asarray(other, jnp.int32),
+        jnp.asarray(other_lengths, jnp.int32),
+        columns,
+    )
+    assert got.shape == (3, 4, -(-tokens // rows))
+    for b in range(3):
+        rest = search(own[b], own_lengths[b], rows, other[b], other_lengths[b], columns)
+        for tile, (mine, seen, _) in enumerate(rest):
+            start, stop, full_start, full_stop = np.asarray(got[b, :, tile])
+            if len(seen):
+                assert start <= seen[0]
+                assert stop > seen[-1]
+                if is_sorted:  # no tile more than needed, but where it has ids of more segments
+                    assert seen[0] - start < columns
+                    assert stop - seen[-1] <= columns
+            elif is_sorted and not len(mine):
+                assert stop <= start
+            inside = other[b, full_start : min(full_stop, other_lengths[b])]
+            assert np.isin(inside, mine).all()
+            if full_start < full_stop:
+                assert len(set(mine)) == 1
+
+
+def test_packed_sequences_cost_what_is_visible():
+    """Eight segments of 1,024: each tile walks over its own segment, and masks nothing."""
+    ids = jnp.asarray(np.arange(8192) // 1024, jnp.int32)[None]
+    lengths = jnp.asarray([8192], jnp.int32)
+    start, stop, full_start, full_stop = segments.bounds(ids, lengths, 128, ids, lengths, 128)[0]
+    own = np.arange(64) // 8 * 1024
+    for x in (start, full_start):
+        np.testing.assert_array_equal(x, own)
+    for x in (stop, full_stop):
+        np.testing.assert_array_equal(x, own + 1024)
+
+
+def test_the_first_full_tiles_are_those_that_follow_each_other():
+    ids = jnp.asarray(np.repeat([0, 0, 1, 0], 64), jnp.int32)[None]
+    lengths = jnp.asarray([256], jnp.int32)
+    found = segments.bounds(ids, lengths, 64, ids, lengths, 64)[0]
+    np.testing.assert_array_equal(found[:, 0], [0, 256, 0, 128])
+    np.testing.assert_array_equal(found[:, 2], [128, 192, 128, 192])
