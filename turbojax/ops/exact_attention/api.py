@@ -111,8 +111,8 @@ def decode(
       local_window_size: see `turbojax.decode`; of a ring (`turbojax.state.ring`) at most its own.
       logits_soft_cap: see `turbojax.decode`.
       implementation: ``"cudnn"`` (one query per sequence, neither window nor cap, at most 128
-        channels), ``"mosaic_gpu"`` (compute capability 9.0, bfloat16 or float16, 64, 128 or 256
-        channels, at most 64 queries of a KV head; of a window it reads no more than that),
+        channels), ``"mosaic_gpu"`` (compute capability 9.0 or 10.0, bfloat16 or float16, 64, 128 or
+        256 channels, at most 64 queries of a KV head; of a window it reads no more than that),
         ``"xla"``, or None for the first of them that can. The kernel's gradient is XLA's.
 
     Returns:
