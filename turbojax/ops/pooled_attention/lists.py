@@ -124,7 +124,7 @@ def by_query(
     order, found = kind, _segments(extras, query_length, key_length, options)
     if found is not None:
         complete &= found.equal()[:, None]
-        order = 2 * kind + ~complete
+        order = 2 * kind + jnp.where(complete, 0, 1)
     blocks = jnp.sort(order * levels.shape[3] + j, axis=-1) % levels.shape[3]
     has = [kind == number for number in range(len(LEVELS))]
     columns = [*has, *(x & complete for x in has)]
