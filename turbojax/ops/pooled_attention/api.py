@@ -189,7 +189,8 @@ def _attend(
     implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:
     """`pooled_attention` of checked arguments."""
-    levels = segments.attended(levels, query_length, key_length, extras, options)
+    sizes = (options.block_q, options.block_kv)
+    levels = segments.attended(levels, query_length, key_length, extras, *sizes)
     arguments = {
         "query": query,
         "key": key,

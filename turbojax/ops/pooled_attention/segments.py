@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from turbojax.ops.extras import Extras
-from turbojax.ops.pooled_attention.static import LEVELS, PooledOptions
+from turbojax.ops.pooled_attention.static import LEVELS
 
 _LIMITS = jnp.iinfo(jnp.int32)
 
@@ -70,11 +70,12 @@ class Segments(NamedTuple):
         return one & (q.least[:, :, None] == k.least[:, None])
 
 
-def _blocks(ids: jax.Array, length: jax.Array | None, block: int) -> Blocks:
+def blocks(ids: jax.Array, length: jax.Array | None, block: int) -> Blocks:
+    """The segments int32 ``[B, T]`` of tokens up to a length, int32 ``[B or 1]``, in blocks."""
     batch, size = ids.shape
     token = jnp.arange(size + -size % block, dtype=jnp.int32)[None]
-    stop = jnp.full((batch, 1), size) if length is None else jnp.minimum(length, size)[:, None]
-    there = (token < stop).reshape(batch, -1, block)
+    stop = jnp.full((1, 1), size) if length is None else jnp.minimum(length, size)[:, None]
+    there = jnp.broadcast_to(token < stop, (batch, token.shape[1])).reshape(batch, -1, block)
     ids = jnp.pad(ids, ((0, 0), (0, -size % block))).reshape(batch, -1, block)
     return Blocks(
         ids=ids,
@@ -95,16 +96,16 @@ def of(
 
     Args:
       extras: of the call.
-      query_length: optional int32 ``[B]``.
-      key_length: optional int32 ``[B]``.
+      query_length: optional int32 ``[B or 1]``.
+      key_length: the same.
       block_q: queries of a block.
       block_kv: keys of a block.
     """
     if extras.query_segment_ids is None or extras.key_value_segment_ids is None:
         return None
     return Segments(
-        _blocks(extras.query_segment_ids, query_length, block_q),
-        _blocks(extras.key_value_segment_ids, key_length, block_kv),
+        blocks(extras.query_segment_ids, query_length, block_q),
+        blocks(extras.key_value_segment_ids, key_length, block_kv),
     )
 
 
@@ -113,21 +114,23 @@ def attended(
     query_length: jax.Array | None,
     key_length: jax.Array | None,
     extras: Extras,
-    options: PooledOptions,
+    block_q: int,
+    block_kv: int,
 ) -> jax.Array:
     """The levels at which blocks are attended, of those that were asked for.
 
     Args:
       levels: integers ``[B or 1, N or 1, T_r, T_c]``; invalid ones stay.
-      query_length: optional int32 ``[B]``.
-      key_length: optional int32 ``[B]``.
+      query_length: optional int32 ``[B or 1]``.
+      key_length: the same.
       extras: of the call.
-      options: block sizes.
+      block_q: queries of a block.
+      block_kv: keys of a block.
 
     Returns:
       The same, of every sequence where there are segments.
     """
-    found = of(extras, query_length, key_length, options.block_q, options.block_kv)
+    found = of(extras, query_length, key_length, block_q, block_kv)
     if found is None:
         return levels
     fine = jnp.asarray(LEVELS[0], levels.dtype)
