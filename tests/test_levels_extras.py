@@ -14,7 +14,9 @@ from turbojax.levels import LocalWindow, SimilarityCap, Strided, Threshold, TopK
 TOKENS, SIZE, BLOCK_Q, BLOCK_KV = 150, 150, 32, 16
 LENGTHS = (150, 101)
 # Documents one after the other, padding with id 0 at the end; and ids that come again.
-IDS = np.stack([np.repeat([1, 2, 3, 0], [40, 71, 22, 17]), np.repeat([4, 9, 4, 2], [30, 40, 60, 20])])
+IDS = np.stack(
+    [np.repeat([1, 2, 3, 0], [40, 71, 22, 17]), np.repeat([4, 9, 4, 2], [30, 40, 60, 20])]
+)
 OFFSETS = np.array([0, 37])
 
 
@@ -135,9 +137,7 @@ def test_a_window_is_about_positions_and_sinks_about_what_a_row_sees_first():
         assert np.flatnonzero(levels[i]).tolist() == sorted({i // 4 * 4, i})
     # The second half of the queries alone.
     half = tj.select_levels(x[:, 96:], x, policy, query_offset=96, **blocks)
-    np.testing.assert_array_equal(
-        half, tj.select_levels(x, x, policy, **blocks)[:, :, 6:]
-    )
+    np.testing.assert_array_equal(half, tj.select_levels(x, x, policy, **blocks)[:, :, 6:])
 
 
 def test_documents_do_not_know_of_each_other():
@@ -147,7 +147,10 @@ def test_documents_do_not_know_of_each_other():
     options = {"block_q": BLOCK_Q, "block_kv": BLOCK_KV, "is_causal": True}
     segments = {"query_segment_ids": ids, "key_value_segment_ids": ids}
     packed = np.asarray(tj.select_levels(query, key, TopK(), **options, **segments))
-    for rows, columns, part in ((slice(2), slice(4), slice(64)), (slice(2, 4), slice(4, 8), slice(64, 128))):
+    for rows, columns, part in (
+        (slice(2), slice(4), slice(64)),
+        (slice(2, 4), slice(4, 8), slice(64, 128)),
+    ):
         alone = tj.select_levels(query[:, part], key[:, part], TopK(), **options)
         np.testing.assert_array_equal(packed[:, :, rows, columns], alone)
     assert not packed[:, :, 2:, :4].any()

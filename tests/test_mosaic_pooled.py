@@ -134,9 +134,7 @@ def test_extras_lower_for_cuda(block_kv, out_dtype):
         query_segment_ids=jax.ShapeDtypeStruct(query.shape[:2], jnp.int32),
         key_value_segment_ids=jax.ShapeDtypeStruct(key.shape[:2], jnp.int32),
     )
-    options = PooledOptions(
-        True, scale=0.1, block_q=128, block_kv=block_kv, out_dtype=out_dtype
-    )
+    options = PooledOptions(True, scale=0.1, block_q=128, block_kv=block_kv, out_dtype=out_dtype)
     out = jax.ShapeDtypeStruct(query.shape, options.dtype_of_output(query))
     residual = jax.ShapeDtypeStruct(query.shape[:3], jnp.float32)
 

@@ -42,7 +42,13 @@ CASES = {
         70, 133, batch=3, is_causal=True, query_offsets=(63, 5, 0), key_offsets=(0, 30, 70)
     ),
     "segments, offsets": Case(
-        130, 130, block_q=64, is_causal=True, segments=5, query_offsets=(11, 40), key_offsets=(0, 45)
+        130,
+        130,
+        block_q=64,
+        is_causal=True,
+        segments=5,
+        query_offsets=(11, 40),
+        key_offsets=(0, 45),
     ),
     "sinks": Case(70, 90, heads=4, is_causal=True, with_sinks=True, query_lengths=(70, 33)),
     "sinks, segments, offsets, lengths": Case(
@@ -234,9 +240,7 @@ def test_vmap_and_second_derivatives():
 
 Q = jnp.zeros((2, 16, 4, 8))
 BAD = {
-    "query_segment_ids need key_value_segment_ids": {
-        "query_segment_ids": jnp.zeros((2, 16), int)
-    },
+    "query_segment_ids need key_value_segment_ids": {"query_segment_ids": jnp.zeros((2, 16), int)},
     r"key_value_segment_ids.shape=\(2, 15\) must be \(2, 16\)": {
         "query_segment_ids": jnp.zeros((2, 16), int),
         "key_value_segment_ids": jnp.zeros((2, 15), int),

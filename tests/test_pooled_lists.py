@@ -271,7 +271,9 @@ def test_lists_of_packed_sequences(shape):
             for number, level in enumerate(LEVELS):
                 mine = blocks[begin : begin + counts[number]].tolist()
                 begin += counts[number]
-                assert {j for j in np.flatnonzero(seen[i]) if levels[b, n, i, j] == level} <= set(mine)
+                assert {j for j in np.flatnonzero(seen[i]) if levels[b, n, i, j] == level} <= set(
+                    mine
+                )
                 assert all(levels[b, n, i, j] == level for j in mine)
                 complete = counts[number + 4]
                 assert all(seen[i, j] == 2 for j in mine[:complete])

@@ -285,9 +285,7 @@ def _of_one_segment(
     )
     keys = jnp.pad(keys, ((0, 0), (0, grid.columns * grid.block_kv - grid.key_tokens)))
     found = segments.blocks(keys, grid.lengths(None, key_length)[1], grid.block_kv // means)
-    least, is_one = (
-        x.reshape(-1, 1, grid.columns, means) for x in (found.least, found.is_one)
-    )
+    least, is_one = (x.reshape(-1, 1, grid.columns, means) for x in (found.least, found.is_one))
     return is_one & (least == mine[:, :, None, None])
 
 

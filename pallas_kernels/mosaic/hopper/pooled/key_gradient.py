@@ -239,7 +239,9 @@ def _kernel(*refs: Ref, plan: _Plan) -> None:
                 plgpu.barrier_wait(query_ready.at[slot])
                 queries = tuple(x.at[slot] for x in (q, d_o, lse, delta))
                 keys = (k.at[me], values.at[me])
-                marked = tuple(x.at[i] for of, i in zip(segments, (me, slot), strict=True) for x in of)
+                marked = tuple(
+                    x.at[i] for of, i in zip(segments, (me, slot), strict=True) for x in of
+                )
                 at_key = marks.position(position, work.b)
                 arrays = (entry, at_key, rows, keys, queries, marked)
                 sums = lax.cond(
