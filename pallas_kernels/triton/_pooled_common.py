@@ -82,6 +82,10 @@ class Marks(NamedTuple):
         return _segments(self.keys, token, b)
 
 
+UNMARKED = Marks()
+"""A call without segments and offsets."""
+
+
 def _segments(of: tuple[Any, ...], index: jax.Array, b: jax.Array) -> jax.Array | None:
     if not of:
         return None

@@ -36,6 +36,7 @@ from pallas_kernels.triton import _common
 from pallas_kernels.triton._common import Ref
 from pallas_kernels.triton._packed import Span, whole
 from pallas_kernels.triton._pooled_common import (
+    UNMARKED,
     Keys,
     Lists,
     Marks,
@@ -149,7 +150,7 @@ def forward(
     query_lengths: jax.Array,
     key_lengths: jax.Array,
     settings: Settings,
-    marks: Marks = Marks(),
+    marks: Marks = UNMARKED,
     out_dtype: jax.typing.DTypeLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attends to pooled keys.

@@ -28,6 +28,7 @@ from pallas_kernels.triton import _common
 from pallas_kernels.triton._common import Ref
 from pallas_kernels.triton._packed import Span, whole
 from pallas_kernels.triton._pooled_common import (
+    UNMARKED,
     Marks,
     Queries,
     Side,
@@ -239,7 +240,7 @@ def key_gradient(
     query_lengths: jax.Array,
     key_lengths: jax.Array,
     settings: Settings,
-    marks: Marks = Marks(),
+    marks: Marks = UNMARKED,
 ) -> tuple[jax.Array, jax.Array]:
     """The gradients of the pooled keys and values of one level.
 

@@ -27,6 +27,7 @@ from pallas_kernels.triton import _common
 from pallas_kernels.triton._common import Ref
 from pallas_kernels.triton._packed import Span, whole
 from pallas_kernels.triton._pooled_common import (
+    UNMARKED,
     Keys,
     Lists,
     Marks,
@@ -130,7 +131,7 @@ def query_gradient(
     query_lengths: jax.Array,
     key_lengths: jax.Array,
     settings: Settings,
-    marks: Marks = Marks(),
+    marks: Marks = UNMARKED,
 ) -> jax.Array:
     """The gradient of the queries.
 

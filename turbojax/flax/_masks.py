@@ -134,7 +134,7 @@ def _read_segments(mask: jax.Array, rule: MaskRule) -> tuple[jax.Array, jax.Arra
 
     A segment's name is its first key. A query that sees none has -1, a key that nobody sees -2.
     """
-    batch, _, rows, size = mask.shape
+    rows, size = mask.shape[2:]
     row, column = jnp.arange(rows)[None], jnp.arange(size)[None]
     whole = jnp.full(1, size)
 

@@ -41,7 +41,8 @@ def block_importance(
     Each query block is cut into `query_samples` equal parts, and the last query of each part is
     sampled. The samples attend to `key_means` means of each key block, those of as many equal
     parts; a mean of `c` keys counts as `c`. A sampled query sees a mean if it sees the last of its
-    keys, and if they all are of its segment. The weights are added over a block and averaged over those samples that see something.
+    keys, and if they all are of its segment. The weights are added over a block and averaged over
+    those samples that see something.
 
     Args:
       query: ``[B, T, N, H]``; only the samples are read.
@@ -276,7 +277,7 @@ def _block_log_mass(
 def _of_one_segment(
     position: jax.Array, key_length: jax.Array | None, grid: Grid, means: int, extras: Extras
 ) -> jax.Array | None:
-    """Whether all keys of a mean are of a sample's segment: bool ``[B, P, T_c, means]``, or None."""
+    """Whether a mean's keys all are of a sample's segment: None or bool ``[B, P, T_c, means]``."""
     queries, keys = extras.query_segment_ids, extras.key_value_segment_ids
     if queries is None or keys is None:
         return None

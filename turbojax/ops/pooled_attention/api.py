@@ -108,9 +108,10 @@ def pooled_attention(
 
     Returns:
       ``[B, T, N, H]`` in the query's dtype or `output_dtype`; with `return_residual` also float32
-      ``[B, T, N]``. A query that sees nothing gives 0 and ``-inf``, and has gradient 0. NaN in a key or value
-      reaches the queries of the blocks that attend to its block. Under `jit`, where values cannot
-      be checked, a level that is none of the five makes its whole row of queries NaN.
+      ``[B, T, N]``. A query that sees nothing gives 0 and ``-inf``, and has gradient 0. NaN in a
+      key or value reaches the queries of the blocks that attend to its block, of whichever segment.
+      Under `jit`, where values cannot be checked, a level that is none of the five makes its whole
+      row of queries NaN.
 
     Raises:
       TypeError: if dtypes are not supported or differ, or if `levels` are not integers.

@@ -8,7 +8,6 @@ from turbojax.ops.extras import Extras
 from turbojax.ops.pooled_attention.pooling import group_counts
 from turbojax.ops.pooled_attention.static import LEVELS
 
-
 MARKS = ("query_offset", "key_offset", "query_segment_ids", "key_value_segment_ids")
 """What the kernels take of `Extras`."""
 

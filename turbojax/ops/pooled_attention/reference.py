@@ -81,8 +81,8 @@ def attention(
       extras: segments, for which `segments.attended` has changed the levels, and offsets.
 
     Returns:
-      out ``[B, T, N, H]`` in the query's dtype or the one asked for, and the log-sum-exp ``[B, T, N]`` in float32 (for
-      float64, which is computed in float64, in that).
+      out ``[B, T, N, H]`` in the query's dtype or the one asked for, and the log-sum-exp
+      ``[B, T, N]`` in float32 (for float64, which is computed in float64, in that).
     """
     batch, length, heads, channels = query.shape
     query_length, key_length = _lengths(query, key, query_length, key_length)

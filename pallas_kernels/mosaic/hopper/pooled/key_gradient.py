@@ -370,7 +370,8 @@ def key_gradient(
       entries: int32 ``[B or 1, N or 1, tiles, T_r]``: for each tile of 128 pooled keys, those of
         level 1 first, the query blocks `i` that attend to them, ``i << 16 | bits``; bit `p`: to
         the tile's block `p`.
-      counts: int32 ``[B or 1, N or 1, tiles, 2]``: entries, and how many, the first ones, need a mask.
+      counts: int32 ``[B or 1, N or 1, tiles, 2]``: entries, and how many, the first ones, need a
+        mask.
       key_lengths: int32 ``[B]``.
       settings: numerics and launch.
       marks: as in `pooled_forward.attention`, but segments of keys are int32 ``[B, tiles * 128]``,
