@@ -15,6 +15,8 @@ from turbojax._registry import (
 )
 from turbojax.config import TurboConfig
 from turbojax.ops import extras as given
+from turbojax.ops import newest
+from turbojax.ops import sinks as sinks_of_call
 from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options, require_causal
 from turbojax.ops.turbo_attention import (
@@ -252,6 +254,7 @@ def prefill(
     key_value_seq_lengths: jax.Array | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     logits_soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
     implementation: ImplementationName | None = None,
     return_residual: bool = False,
 ) -> tuple[jax.Array | tuple[jax.Array, jax.Array], ProgressiveCache]:
@@ -272,6 +275,7 @@ def prefill(
         content of the padding changes nothing; its outputs are 0 and ``-inf``.
       local_window_size: see `turbo_attention`.
       logits_soft_cap: see `turbo_attention`.
+      sinks: see `turbo_attention`.
       implementation: see `turbo_attention`; it also names what writes the cache, except for
         ``"mosaic_gpu"`` and ``"jax_triton"``, which only attend: then the writer is chosen.
       return_residual: see `turbo_attention`.
@@ -296,7 +300,8 @@ def prefill(
         local_window_size=local_window_size,
         logits_soft_cap=logits_soft_cap,
     )
-    may_be_exact = implementation is None and key_value_seq_lengths is None and not return_residual
+    wants_output_alone = not return_residual and sinks is None
+    may_be_exact = implementation is None and key_value_seq_lengths is None and wants_output_alone
     (out, residual), filled = _prefill(
         query,
         key,
@@ -304,6 +309,7 @@ def prefill(
         cache,
         lengths,
         options=options,
+        extras=given.of_layer(query, sinks),
         implementation=implementation,
         may_be_exact=may_be_exact,
     )
@@ -318,13 +324,13 @@ def attend_prompt(
     lengths: jax.Array | None = None,
     *,
     options: Options,
+    extras: Extras = NOTHING,
     implementation: ImplementationName | None = None,
 ) -> tuple[tuple[jax.Array, jax.Array], ProgressiveCache]:
     """`prefill` for callers that have `Options`; gives ``(output, log-sum-exp), cache``."""
     lengths = _check_prompt(query, key, value, cache, lengths)
-    return _prefill(
-        query, key, value, cache, lengths, options=options, implementation=implementation
-    )
+    static: dict[str, Any] = {"options": options, "implementation": implementation}
+    return _prefill(query, key, value, cache, lengths, extras=extras, **static)
 
 
 def _check_prompt(
@@ -353,13 +359,16 @@ def _prefill(
     lengths: jax.Array,
     *,
     options: Options,
+    extras: Extras,
     implementation: ImplementationName | None,
     may_be_exact: bool = False,
 ) -> tuple[tuple[jax.Array, Any], ProgressiveCache]:
     """`prefill` of checked arguments; no log-sum-exp if attention may be exact, and is."""
     static: dict[str, Any] = {"config": cache.config, "options": options}
     is_exact = may_be_exact and unrounded.is_faster(query, key, **static)
-    attend = ATTENTION.select(implementation, query=query, key=key, value=value, **static)
+    attend = ATTENTION.select(
+        implementation, query=query, key=key, value=value, extras=extras, **static
+    )
     store = STORE_PROMPT.select(STORE_PROMPT.beside(implementation), cache=cache, key=key)
     attends_to_codes = attend.name != "xla" and cache.config.mode != "float" and not is_exact
     shares_codes = store.name in SHARES_CODES and attends_to_codes
@@ -370,6 +379,7 @@ def _prefill(
         value: jax.Array,
         cache: ProgressiveCache,
         lengths: jax.Array,
+        extras: Extras,
     ) -> tuple[tuple[jax.Array, Any], ProgressiveCache]:
         inside = jnp.clip(lengths, 0, key.shape[1])
         if shares_codes:  # one pass over keys and values serves both
@@ -381,9 +391,10 @@ def _prefill(
             filled, extra = store.run(cache, key, value, lengths), {}
         if is_exact:
             return (unrounded.exact(query, key, value, options), None), filled
-        return attend.run(query, key, value, inside, inside, **static, **extra), filled
+        out = attend.run(query, key, value, inside, inside, extras=extras, **static, **extra)
+        return out, filled
 
-    return refuse_gradients(run, "prefill")(query, key, value, cache, lengths)
+    return refuse_gradients(run, "prefill")(query, key, value, cache, lengths, extras)
 
 
 def decode(
@@ -394,6 +405,10 @@ def decode(
     query_seq_lengths: jax.Array | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     logits_soft_cap: float | None = None,
+    query_offset: jax.Array | int | None = None,
+    key_offset: jax.Array | int | None = None,
+    sinks: jax.Array | None = None,
+    output_dtype: jax.typing.DTypeLike | None = None,
     implementation: ImplementationName | None = None,
     return_residual: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -417,20 +432,26 @@ def decode(
       local_window_size: optional `w` or ``(left, right)``, relative to the query's position;
         of a cache made for a window at most that.
       logits_soft_cap: optional `c`: scores become ``c * tanh(score / c)``.
+      query_offset: optional int ``[B]`` or scalar, the position of the first query, where it is
+        not one of the cache's last tokens: of several caches with parts of a text, see
+        `turbojax.merge_attention`. Several queries, or one with a window, are then plain JAX's.
+      key_offset: the position of the cache's first token, 0 if not given.
+      sinks: optional floating-point ``[N]``, see `turbojax.turbo_attention`.
+      output_dtype: float32 for results that will be merged; the query's if not given.
       implementation: ``"mosaic_gpu"`` (compute capability 9.0 alone), ``"triton"`` or ``"xla"``,
         or None for the first of them that can run this.
       return_residual: also return the log-sum-exp of the scores.
 
     Returns:
-      ``[B, T, N, H]`` in the query's dtype; with `return_residual` also float32 ``[B, T, N]``. An
-      empty sequence gives 0 and ``-inf``.
+      ``[B, T, N, H]`` in the query's dtype or `output_dtype`; with `return_residual` also float32
+      ``[B, T, N]``. An empty sequence gives 0 and ``-inf``, or the sink.
 
     Raises:
       TypeError: if `cache` is another kind or the query's dtype is not `cache.dtype`.
       ValueError: if a shape, window, cap or name does not fit, or the cache, made for a window,
         does not keep all that so many queries see: append and attend in parts of 16 then.
-      NotImplementedError: if the implementation asked for cannot run this, or when it is
-        differentiated.
+      NotImplementedError: if the implementation asked for cannot run this, when it is
+        differentiated, or if there is a `query_offset` and the cache keeps a window alone.
     """
     query_lengths = _check_newest(query, cache, query_seq_lengths)
     options = Options.complete(
@@ -439,10 +460,11 @@ def decode(
         is_causal=True,
         local_window_size=local_window_size,
         logits_soft_cap=logits_soft_cap,
+        output_dtype=output_dtype,
     )
-    out, residual = _decode(
-        query, cache, query_lengths, options=options, implementation=implementation
-    )
+    extras = given.of_cache(query, sinks=sinks, query_offset=query_offset, key_offset=key_offset)
+    static: dict[str, Any] = {"options": options, "implementation": implementation}
+    out, residual = _decode(query, cache, query_lengths, extras=extras, **static)
     return (out, residual) if return_residual else out
 
 
@@ -452,12 +474,14 @@ def attend_cache(
     query_lengths: jax.Array | None = None,
     *,
     options: Options,
+    extras: Extras = NOTHING,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`decode` for callers that have `Options`, causal ones; gives the log-sum-exp too."""
     require_causal(options)
     query_lengths = _check_newest(query, cache, query_lengths)
-    return _decode(query, cache, query_lengths, options=options, implementation=implementation)
+    static: dict[str, Any] = {"options": options, "implementation": implementation}
+    return _decode(query, cache, query_lengths, extras=extras, **static)
 
 
 def _check_newest(
@@ -475,11 +499,20 @@ def _decode(
     query_lengths: jax.Array,
     *,
     options: Options,
+    extras: Extras,
     implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:
     """`decode` of checked arguments."""
     ring.check_visible(cache, options.window, query.shape[1])
-    chosen = DECODE.select(implementation, query=query, cache=cache, options=options)
-    run = refuse_gradients(chosen.run, "decode", options=options)
-    out, residual = run(query, cache, jnp.clip(query_lengths, 0, query.shape[1]))
-    return out, residual
+    newest.check_whole(cache, extras)
+    real = jnp.clip(query_lengths, 0, query.shape[1])
+
+    def run(extras: Extras, options: Options) -> tuple[jax.Array, jax.Array]:
+        chosen = DECODE.select(
+            implementation, query=query, cache=cache, options=options, extras=extras
+        )
+        call = refuse_gradients(chosen.run, "decode", options=options)
+        out, residual = call(query, cache, real, extras)
+        return out, residual
+
+    return sinks_of_call.after(run, query, real, extras, options)
