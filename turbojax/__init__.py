@@ -13,9 +13,9 @@ from turbojax import quantizers as quantizers
 from turbojax.config import TurboConfig as TurboConfig
 from turbojax.levels import level_density as level_density
 from turbojax.levels import select_levels as select_levels
+from turbojax.ops.merging import merge_attention as merge_attention
 from turbojax.ops.paged_attention import paged_attention as paged_attention
 from turbojax.ops.pooled_attention import pooled_attention as pooled_attention
-from turbojax.ops.merging import merge_attention as merge_attention
 from turbojax.ops.turbo_attention import decode as decode
 from turbojax.ops.turbo_attention import prefill as prefill
 from turbojax.ops.turbo_attention import turbo_attention as turbo_attention
@@ -56,6 +56,7 @@ __all__ = [
     "init_paged_cache",
     "level_density",
     "levels",
+    "merge_attention",
     "models",
     "paged",
     "paged_attention",
@@ -65,7 +66,6 @@ __all__ = [
     "quantizers",
     "sas_softmax",
     "select_levels",
-    "merge_attention",
     "turbo_attention",
 ]
 
