@@ -214,7 +214,7 @@ def _first_seen(
     extras: Extras,
     options: Options,
 ) -> jax.Array | None:
-    """Of each sequence the first token that a query sees, int32 ``[B]``; None for the very first."""
+    """Of each sequence the first token that a query sees, int32 ``[B]``; None for token 0."""
     tokens = query.shape[1]
     if extras.query_offset is None or options.window is None:
         return page_checks.first_seen(lengths, query_lengths, tokens, options.window)
