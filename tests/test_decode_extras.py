@@ -1,6 +1,5 @@
 """Sinks, offsets and float32 parts of decoding over every kind of cache, in plain JAX."""
 
-import dataclasses
 import functools
 
 import jax
@@ -45,27 +44,27 @@ def queries(tokens):
     return jnp.asarray(rng.standard_normal((len(LENGTHS), tokens, HEADS, HEAD_DIM)), jnp.float32)
 
 
-def filled(kind, first=0, stops=LENGTHS):
+def filled(kind, first=0, stops=LENGTHS, dtype=jnp.float32):
     """A cache, or pages with their table and lengths, of tokens ``first`` to `stops`."""
-    key, value = (x[:, first:] for x in tensors())
+    key, value = (x[:, first:].astype(dtype) for x in tensors())
     lengths = jnp.maximum(jnp.asarray(stops, jnp.int32) - first, 0)
     batch, room = key.shape[:2]
     sizes = (batch, room, KV_HEADS, HEAD_DIM)
     if kind == "exact":
-        empty = exact.init_cache(*sizes, dtype=jnp.float32)
+        empty = exact.init_cache(*sizes, dtype=dtype)
         return exact.append(empty, key, value, lengths=lengths)
     if kind in ("kv4", "k8v4"):
         of = fireq if kind == "kv4" else k8v4
-        return of.append(of.init_cache(*sizes, dtype=jnp.float32), key, value, lengths=lengths)
+        return of.append(of.init_cache(*sizes, dtype=dtype), key, value, lengths=lengths)
     if kind == "4bit":
         # Scales of the buffers that do not depend on which tokens come first.
         scales = {"key_scale": jnp.float32(0.04), "value_scale": jnp.float32(0.04)}
-        empty = tj.init_cache(*sizes, config=CONFIG, dtype=jnp.float32, **scales)
+        empty = tj.init_cache(*sizes, config=CONFIG, dtype=dtype, **scales)
         return tj.append(empty, key, value, lengths=lengths)
     pages = -(-room // PAGE)
     tables = jnp.arange(batch * pages, dtype=jnp.int32).reshape(batch, pages)
     pool = paged.init_paged_cache(
-        batch * pages, PAGE, KV_HEADS, HEAD_DIM, kv_dtype=kind, dtype=jnp.float32
+        batch * pages, PAGE, KV_HEADS, HEAD_DIM, kv_dtype=kind, dtype=dtype
     )
     none = jnp.zeros(batch, jnp.int32)
     return paged.append(pool, key, value, tables, none, new_lengths=lengths), tables, lengths
@@ -153,21 +152,7 @@ def test_sinks_take_their_share(kind, tokens):
 @pytest.mark.parametrize("kind", SOME)
 def test_outputs_are_rounded_once(kind):
     """In 16 bits, sinks are applied to what was not rounded yet; float32 is on request."""
-    query, cache = queries(1), filled(kind)
-    if kind == "exact":
-        cache = dataclasses.replace(
-            cache, key=cache.key.astype(jnp.bfloat16), value=cache.value.astype(jnp.bfloat16)
-        )
-    elif not isinstance(cache, tuple):
-        cache = dataclasses.replace(cache, dtype=jnp.dtype(jnp.bfloat16))
-    else:
-        pool = cache[0]
-        arrays = {
-            n: getattr(pool, n).astype(jnp.bfloat16) if kind == "auto" else getattr(pool, n)
-            for n in ("key", "value")
-        }
-        pool = dataclasses.replace(pool, dtype=jnp.dtype(jnp.bfloat16), **arrays)
-        cache = (pool, *cache[1:])
+    query, cache = queries(1), filled(kind, dtype=jnp.bfloat16)
     query = query.astype(jnp.bfloat16)
     wide, lse = decode(kind, query, cache, sinks=SINKS, output_dtype=jnp.float32)
     got, same_lse = decode(kind, query, cache, sinks=SINKS)
@@ -287,3 +272,39 @@ def test_kernels_refuse_offsets_in_words(kind, monkeypatch):
     options = {"implementation": "mosaic_gpu", "query_offset": 3, "local_window_size": (5, 0)}
     with pytest.raises(NotImplementedError, match="it has no query_offset"):
         decode(kind, queries(1), cache, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens", "name"),
+    [
+        ("4bit", 1, "turbojax_decode_hopper"),
+        ("kv4", 1, "turbojax_paged_hopper"),
+        ("exact", 3, "turbojax_paged_hopper"),
+        ("turbo4", 1, "turbojax_paged_hopper"),
+        ("auto", 40, "turbojax_paged_join_hopper"),
+        ("auto", 600, "turbojax_paged_prompt_hopper"),
+    ],
+)
+def test_kernels_with_sinks_and_float32_are_lowered_for_hopper(kind, tokens, name, monkeypatch):
+    cache = filled(kind, dtype=jnp.bfloat16)
+    query = jax.ShapeDtypeStruct((len(LENGTHS), tokens, HEADS, HEAD_DIM), jnp.bfloat16)
+    monkeypatch.setattr("turbojax._device.gpu_compute_capability", lambda: 9.0)
+    wide = {} if tokens == 600 else {"output_dtype": jnp.float32}
+
+    def call(query, cache, sinks):
+        return decode(kind, query, cache, implementation="mosaic_gpu", sinks=sinks, **wide)
+
+    traced = jax.jit(call).trace(query, cache, jnp.asarray(SINKS))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert name in text
+    out = jax.eval_shape(call, query, cache, jnp.asarray(SINKS))[0]
+    assert out.dtype == (jnp.float32 if wide else jnp.bfloat16)
+
+
+def test_long_prompts_in_float32_are_refused_in_words(monkeypatch):
+    cache = filled("auto", dtype=jnp.bfloat16)
+    query = jnp.zeros((len(LENGTHS), 600, HEADS, HEAD_DIM), jnp.bfloat16)
+    monkeypatch.setattr("turbojax._device.gpu_compute_capability", lambda: 9.0)
+    words = "1200 queries of a KV head must be at most 1024 for float32 outputs"
+    with pytest.raises(NotImplementedError, match=words):
+        decode("auto", query, cache, implementation="mosaic_gpu", output_dtype=jnp.float32)
