@@ -16,7 +16,7 @@ from turbojax.levels import (
     select_levels,
 )
 from turbojax.ops import pooled_attention
-from turbojax.ops.extras import Extras
+from turbojax.ops.extras import of_layer
 from turbojax.ops.options import PLAIN, AttentionOptions, check_implementation, require_plain
 from turbojax.ops.pooled_attention.static import PooledOptions
 
@@ -64,6 +64,7 @@ class PooledAttention:
         value: jax.Array,
         cache: Any = None,
         options: AttentionOptions = PLAIN,
+        sinks: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
         """Attends over the given tokens alone; the cache passes through untouched.
@@ -73,7 +74,7 @@ class PooledAttention:
         """
         levels = self.levels(query, key, options=options, segment_ids=segment_ids)
         more = {"options": options, "segment_ids": segment_ids}
-        return self.attend(query, key, value, levels, **more), cache
+        return self.attend(query, key, value, levels, sinks=sinks, **more), cache
 
     def levels(
         self,
@@ -133,6 +134,7 @@ class PooledAttention:
         levels: jax.Array,
         lengths: jax.Array | None = None,
         options: AttentionOptions = PLAIN,
+        sinks: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
     ) -> jax.Array:
         """Attends under given levels.
@@ -144,6 +146,7 @@ class PooledAttention:
           levels: see `levels`.
           lengths: optional int32 ``[B]``; what lies past them is padding.
           options: of the layer.
+          sinks: float ``[N]`` of the layer, or None; levels are chosen without.
           segment_ids: optional int32 ``[B, T]``, of packed documents.
 
         Returns:
@@ -167,7 +170,11 @@ class PooledAttention:
             lengths,
             lengths,
             options=static,
-            extras=Extras(query_segment_ids=segment_ids, key_value_segment_ids=segment_ids),
+            extras=dataclasses.replace(
+                of_layer(query, sinks),
+                query_segment_ids=segment_ids,
+                key_value_segment_ids=segment_ids,
+            ),
             implementation=self.implementation,
         )
         return out

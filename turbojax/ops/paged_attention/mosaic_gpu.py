@@ -225,7 +225,8 @@ def attend(
     )
     out, lse = kernel.attend(query, pages, block_tables, lengths, query_lengths, settings)
     if settings.channels is not None:
-        out = polar.unrotate(out[..., : cache.head_dim], cache.rotation).astype(dtype)
+        out = polar.unrotate(out[..., : cache.head_dim], cache.rotation)
+        out = out.astype(options.out_dtype or dtype)
     return out, lse
 
 
@@ -345,4 +346,5 @@ def _common(rows: int, options: Options, launch: Launch) -> dict[str, Any]:
         "stages": launch.stages,
         "reserve": launch.reserve,
         "copies_words": not has_bulk_copies(),
+        "out_dtype": options.out_dtype,
     }

@@ -36,6 +36,7 @@ class Settings:
       stages: blocks in flight for each warp.
       copies_words: whether a warp's lanes copy blocks, 16 bytes at a time, and there are no
         clusters: for GPUs before Hopper.
+      out_dtype: of the output, ``"float32"``; None for the queries'.
 
     Raises:
       ValueError: if `splits` is not a multiple of `cluster`, or `cluster` larger than hardware
@@ -55,6 +56,7 @@ class Settings:
     warpgroups: int
     stages: int
     copies_words: bool = False
+    out_dtype: str | None = None
 
     def __post_init__(self) -> None:
         largest = 1 if self.copies_words else _LARGEST_CLUSTER

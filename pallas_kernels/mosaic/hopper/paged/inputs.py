@@ -63,6 +63,7 @@ class Settings:
       copies_words: whether lanes copy pages, 16 bytes at a time: for GPUs without bulk copies.
       channels: of what is stored there, where they are fewer than the queries'; the queries' others
         are 0, and those of outputs may be anything.
+      out_dtype: of the output, ``"float32"``; None for the queries'.
     """
 
     kind: str
@@ -84,6 +85,7 @@ class Settings:
     stored: tuple[Stored, Stored] | None = None
     channels: int | None = None
     copies_words: bool = False
+    out_dtype: str | None = None
 
     @property
     def is_contiguous(self) -> bool:
