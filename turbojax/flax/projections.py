@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -23,6 +24,7 @@ class AttentionProjections(nnx.Module):
       o_proj: ``[N H, D]``.
       q_norm: `RMSNorm` of each head's query before it is rotated, or None.
       k_norm: the same of keys.
+      sinks: ``[N]``, a logit of each head in the softmax's denominator, or None.
       rope: how positions turn queries and keys, or None.
       head_dim: channels of a head, `H`.
     """
@@ -40,6 +42,7 @@ class AttentionProjections(nnx.Module):
         qk_norm_eps: float | None = None,
         norm_offset: float = 0.0,
         output_gain: float = 1.0,
+        has_sinks: bool = False,
         sharding: tuple[str | None, str | None] | None = None,
         dtype: DTypeLike,
         param_dtype: DTypeLike,
@@ -58,6 +61,7 @@ class AttentionProjections(nnx.Module):
           qk_norm_eps: epsilon of norms of queries and keys; None for no such norms.
           norm_offset: of these norms, see `rms_norm`.
           output_gain: of the output's initial weights.
+          has_sinks: whether there are sinks.
           sharding: mesh axes, or logical ones, over which the residual stream and the heads are
             split, such as ``(None, "model")``; None for no annotations. With them Flax needs a mesh
             where parameters are made.
@@ -90,6 +94,7 @@ class AttentionProjections(nnx.Module):
         )
         self.q_norm = None if qk_norm_eps is None else norm()
         self.k_norm = None if qk_norm_eps is None else norm()
+        self.sinks = nnx.Param(jnp.zeros(num_heads, param_dtype)) if has_sinks else None
 
     def heads(
         self, x: jax.Array, angles: jax.Array | None, rope: Rope | None = None
