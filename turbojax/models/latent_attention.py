@@ -123,6 +123,10 @@ class LatentAttention(nnx.Module):
         values = jnp.einsum("btnc,cnh->btnh", attended, up)
         return self.o_proj(values.reshape(*values.shape[:2], -1))
 
+    def given_sinks(self) -> tuple[jax.Array, ...]:
+        """None, see `AttentionProjections`."""
+        return ()
+
     def output(self, attended: jax.Array) -> jax.Array:
         """Maps attended values ``[B, T, N, nope + R]``, padded as in `heads`, to ``[B, T, D]``."""
         values = attended[..., : self.latent.value_dim]

@@ -75,7 +75,7 @@ def _attention(
         qk_norm_eps=config.norm_eps if config.qk_norm else None,
         norm_offset=config.norm_offset,
         output_gain=gain,
-        has_sinks=config.attention_sinks,
+        use_sinks=config.attention_sinks,
         **dtypes,
     )
 
@@ -127,10 +127,7 @@ class Block(nnx.Module):
           rope: the layer's; all have the same module.
         """
         query, key, value = self.attention.heads(self.attention_norm(hidden), angles, rope)
-        given: dict[str, Any] = {}
-        if isinstance(self.attention, AttentionProjections) and self.attention.sinks is not None:
-            given["sinks"] = self.attention.sinks.get_value().astype(jnp.float32)
-        out, cache = attend(query, key, value, cache, options, **given)
+        out, cache = attend(query, key, value, cache, options, *self.attention.given_sinks())
         out = self.attention.output(out)
         hidden = hidden + (
             out if self.attention_post_norm is None else self.attention_post_norm(out)
