@@ -17,6 +17,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from turbojax.models.checkpoint import folder as _folder
+from turbojax.models.checkpoint import mxfp4
 from turbojax.models.config import DTYPES, TransformerConfig, stored_dtype
 from turbojax.models.decoder import Decoder
 from turbojax.models.families.tensors import (
@@ -252,6 +253,8 @@ def prepare(
     target = None if dtype is None else check_dtype(dtype)
     found = _folder.stored_tensors(folder)
     _folder.require_config(folder, hf)
+    if mxfp4.is_packed(hf):
+        found = mxfp4.unpacked(found)
     tensors = {name: x for name, x in found.items() if not is_ignored(name, config)}
     repeated = tensors.pop(HEAD, None) if config.tie_embeddings else None
     _folder.require_layers(tensors, config.num_layers, LAYERS, folder)
