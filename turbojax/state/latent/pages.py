@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +58,9 @@ class LatentPages(formats.Holder):
     latent_dim: int = dataclasses.field(metadata={"static": True})
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
     seed: int = dataclasses.field(metadata={"static": True})
+
+    PAGE_ARRAYS: ClassVar[tuple[str, ...]] = ("latent", "scale", "rope")
+    """The fields with an axis of pages, the first; None where the format has no such thing."""
 
     @property
     def num_pages(self) -> int:
