@@ -165,7 +165,8 @@ class LatentAttention(nnx.Module):
         if self.q_proj is not None:
             joined = self.q_proj(x)
         else:
-            assert self.q_a_proj is not None and self.q_b_proj is not None
+            assert self.q_a_proj is not None
+            assert self.q_b_proj is not None
             assert self.q_a_norm is not None
             joined = self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))
         each = joined.reshape(*x.shape[:2], self.num_heads, -1)

@@ -246,6 +246,9 @@ class Kept(NamedTuple):
     down_bias: jax.Array | None = None
 
 
+_NOTHING = Kept()
+
+
 def kept_of(params: LayerParams) -> Kept:
     """Sinks and experts' biases of a layer of a `Decoder`."""
     mlp, sinks = params["mlp"], params["attention"].get("sinks")
@@ -297,7 +300,7 @@ def layer_params(layer: LayerWeights, norm_offset: float = 0.0) -> LayerParams:
 
 
 def quantize_layer(
-    layer: LayerWeights, scale_dtype: ScaleDtype = "e4m3", kept: Kept = Kept()
+    layer: LayerWeights, scale_dtype: ScaleDtype = "e4m3", kept: Kept = _NOTHING
 ) -> QuantizedLayer:
     """Rounds the weights of a layer, smoothed or not; biases, norms and routers stay float32.
 
