@@ -23,12 +23,18 @@ ARCHITECTURES = {
     "phi3": "Phi3ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
 }
+# Keys for which transformers has a default that it cannot compute with.
+_NEEDED = {"deepseek_v2": {"num_experts_per_tok": 6}}
 
 
 def least(family: str, **keys) -> dict:
     """A config.json with nothing that has a default."""
-    return {"architectures": [ARCHITECTURES[family]], "model_type": family, **SIZES, **keys}
+    found = {"architectures": [ARCHITECTURES[family]], "model_type": family, **SIZES}
+    return {**found, **_NEEDED.get(family, {}), **keys}
 
 
 def least_files(family: str) -> tuple[dict, dict]:

@@ -179,7 +179,7 @@ def _tensors(
     """The tensors to be read, all there, of the right shapes and dtypes."""
     found = _folder.stored_tensors(folder)
     _folder.require_config(folder, hf)
-    tensors = {name: x for name, x in found.items() if not is_ignored(name)}
+    tensors = {name: x for name, x in found.items() if not is_ignored(name, config)}
     repeated = tensors.pop(HEAD, None) if config.tie_embeddings else None
     _folder.require_layers(tensors, config.num_layers, LAYERS, folder)
     _refuse_other_layers(tensors, config, packing)
