@@ -1,4 +1,4 @@
-"""The contract of `latent_attention`: float64 oracles; both forms agree; NaN; transforms; refusals."""
+"""The contract of `latent_attention`: float64 oracles, both forms, NaN, transforms, refusals."""
 
 import dataclasses
 import functools
@@ -137,13 +137,13 @@ def test_values_of_fewer_channels_have_a_gradient():
     assert both[1].shape == (1, 12, 2)
 
 
-# What is not finite --------------------------------------------------------------------------------
+# What is not finite -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kv_dtype", FORMATS)
 @pytest.mark.parametrize("what", ["latent", "rope"])
 def test_nan_reaches_who_sees_it_and_nobody_else(kv_dtype, what):
-    """One bad token of one sequence: queries before it, and whose window is past it, see nothing."""
+    """One bad token of one sequence: queries before it, or with a window past it, see nothing."""
     value = jnp.nan if kv_dtype == "turbo4" else jnp.inf
     latent, rope = normal(1, (2, 40, LATENT)), normal(2, (2, 40, ROPE))
     if what == "latent":
