@@ -19,6 +19,8 @@ from jax.typing import DTypeLike
 
 from turbojax.flax.norms import RMSNorm
 from turbojax.flax.projections import linear
+from turbojax.kv import Attend, AttentionOptions, attend_latents, holds_latents
+from turbojax.kv.base import Cache
 from turbojax.models.config import TransformerConfig
 from turbojax.models.families import LatentConfig
 from turbojax.rotary import Rope
@@ -77,6 +79,38 @@ class LatentAttention(nnx.Module):
             heads * latent.value_dim, size, gain=output_gain, use_bias=config.output_bias
         )
 
+    def __call__(
+        self,
+        x: jax.Array,
+        angles: jax.Array,
+        attend: Attend,
+        cache: Cache,
+        options: AttentionOptions,
+        rope: Rope,
+    ) -> tuple[jax.Array, Cache]:
+        """What attention adds to the residual stream, and the new cache.
+
+        Absorbed where the cache holds latents, which is all that it is given; expanded otherwise.
+
+        Args:
+          x: ``[B, T, D]``, normed.
+          angles: see `heads`.
+          attend: see `Attend`.
+          cache: the layer's.
+          options: the layer's.
+          rope: see `heads`.
+
+        Returns:
+          ``[B, T, D]`` and the cache.
+        """
+        if not holds_latents(cache):
+            out, cache = attend(*self.heads(x, angles, rope), cache, options)
+            return self.output(out), cache
+        query = self.absorbed_queries(x, angles, rope)
+        latent, rotary = self.latents(x, angles, rope)
+        out, cache = attend_latents(attend, query, latent, rotary[:, :, 0], cache, options)
+        return self.absorbed_output(out), cache
+
     def heads(
         self, x: jax.Array, angles: jax.Array, rope: Rope
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -122,10 +156,6 @@ class LatentAttention(nnx.Module):
         _, up = self._up()
         values = jnp.einsum("btnc,cnh->btnh", attended, up)
         return self.o_proj(values.reshape(*values.shape[:2], -1))
-
-    def given_sinks(self) -> tuple[jax.Array, ...]:
-        """None, see `AttentionProjections`."""
-        return ()
 
     def output(self, attended: jax.Array) -> jax.Array:
         """Maps attended values ``[B, T, N, nope + R]``, padded as in `heads`, to ``[B, T, D]``."""

@@ -126,9 +126,13 @@ class Block(nnx.Module):
           options: the layer's.
           rope: the layer's; all have the same module.
         """
-        query, key, value = self.attention.heads(self.attention_norm(hidden), angles, rope)
-        out, cache = attend(query, key, value, cache, options, *self.attention.given_sinks())
-        out = self.attention.output(out)
+        normed, attention = self.attention_norm(hidden), self.attention
+        if isinstance(attention, LatentAttention):
+            out, cache = attention(normed, angles, attend, cache, options, rope)
+        else:
+            heads = attention.heads(normed, angles, rope)
+            out, cache = attend(*heads, cache, options, *attention.given_sinks())
+            out = attention.output(out)
         hidden = hidden + (
             out if self.attention_post_norm is None else self.attention_post_norm(out)
         )
