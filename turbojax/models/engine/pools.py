@@ -77,19 +77,13 @@ def init_pools(
       TypeError, ValueError: see `kv_dtypes` and `turbojax.init_paged_cache`.
     """
     given: dict[str, Any] = {"key_scale": key_scale, "value_scale": value_scale, "seed": seed}
-    if config.latent is not None:
-        return _latent_pools(
-            config.latent,
-            config.num_layers,
-            dtype,
-            num_pages,
-            page_size,
-            kv_dtype,
-            uncompressed_layers,
-            **given,
-        )
-    sizes = (page_size, config.num_kv_heads, config.head_dim)
     kinds = kv_dtypes(config.num_layers, kv_dtype, uncompressed_layers)
+    if config.latent is not None:
+        _check_no_scales(key_scale=key_scale, value_scale=value_scale)
+        seeds = [seed if kind == kv_dtype else 0 for kind in kinds]
+        sizes_of_all = zip(num_pages, kinds, seeds, strict=True)
+        return tuple(_latent_pool(config.latent, dtype, page_size, *x) for x in sizes_of_all)
+    sizes = (page_size, config.num_kv_heads, config.head_dim)
     return tuple(
         paged.init_cache(
             count, *sizes, kv_dtype=kind, dtype=dtype, **(given if kind == kv_dtype else {})
