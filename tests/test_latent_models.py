@@ -33,7 +33,11 @@ def model():
 @functools.cache
 def texts(cache):
     return [
-        tuple(np.asarray(models.generate(model(), jnp.asarray([p]), max_new_tokens=NEW, cache=cache))[0])
+        tuple(
+            np.asarray(models.generate(model(), jnp.asarray([p]), max_new_tokens=NEW, cache=cache))[
+                0
+            ]
+        )
         for p in PROMPTS
     ]
 
