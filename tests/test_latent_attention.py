@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from latent_helpers import (
+from latent_cache_helpers import (
     FORMATS,
     HEADS,
     LATENT,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from latent_helpers import FORMATS, LATENT, ROPE, append, content, filled, stored
+from latent_cache_helpers import FORMATS, LATENT, ROPE, append, content, filled, stored
 from oracles import paged as oracle
 from oracles.polar import signs
 from paged_helpers import normal
