@@ -13,11 +13,14 @@ Roofline, H200 (4.3 TB/s and 790 T/s as measured):
   16 x 32k           140    79      47      92      140     185
 Target: 0.8 of the larger of the two.
 
-A program has four warpgroups. One finds weights of 64 tokens: scores from shared memory, softmax,
-and the weights back into shared memory. Two sum, each its half of the latent's channels, so that
-their 64 x 256 sums fit in registers. One copies, or expands what is stored in fewer bits, into two
-slots of 64 tokens, each of which serves as keys, and turned by the matrix unit's descriptor, as
-values. While sums are added up, the next tile's scores are found: the matrix unit is seldom idle.
+A program has three warpgroups. The first finds weights of 64 tokens: scores from shared memory,
+softmax, and the weights back into shared memory. Both the first and the second sum, each its half
+of the latent's channels, so that their 64 x 256 sums fit in registers; while the second one does,
+the first finds the next tile's scores. The third copies, or expands what is stored in fewer bits,
+into two slots of 64 tokens, each of which serves as keys and, turned by the matrix unit's
+descriptor, as values. (Four warpgroups, one of which only finds weights, would keep the matrix unit
+busier, but ptxas does not compile a product of 128 sums a thread where a thread starts with 128
+registers.)
 
 Sequences are taken in parts at fixed positions, and `paged_prompt.join` adds up what was found in
 order: a query's bits depend on its own position and on what its sequence holds alone.
@@ -35,7 +38,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.layouts import LOG2_E, Ref
 from pallas_kernels.mosaic import ring
 from pallas_kernels.mosaic.hopper.latent import expand, store
-from pallas_kernels.mosaic.hopper.latent.memory import CONSUMERS, STAGES, Memory, memory
+from pallas_kernels.mosaic.hopper.latent.memory import STAGES, Memory, memory
 from pallas_kernels.mosaic.hopper.latent.tiles import (
     HALF,
     HALVES,
@@ -130,7 +133,7 @@ def _copy(work: Work, slot: jax.Array, x: Inputs, y: Memory, s: Settings) -> jax
     return lax.fori_loop(work.tiles.begin, work.tiles.end, expanded, (slot, *first))[0]
 
 
-# What finds weights -------------------------------------------------------------------------------
+# What attends -------------------------------------------------------------------------------------
 
 
 def _scores(slot: jax.Array, y: Memory) -> jax.Array:
@@ -175,16 +178,17 @@ def _hand_over(p: jax.Array, factor: jax.Array, y: Memory) -> None:
     plgpu.barrier_arrive(y.p_ready)
 
 
-def _weigh(work: Work, slot: jax.Array, y: Memory, s: Settings) -> tuple[Any, ...]:
-    """The weights of a program's rows, tile by tile; maxima, sums, and the slot after."""
+def _attend(
+    work: Work, slot: jax.Array, results: tuple[Ref, Ref], y: Memory, s: Settings
+) -> jax.Array:
+    """The weights of a program's rows, and the first half of their channels; the slot after."""
 
     def step(j: jax.Array, carry: tuple[jax.Array, ...], is_edge: bool) -> tuple[jax.Array, ...]:
-        m, l, slot = carry
+        o, m, l, slot = carry
         plgpu.barrier_wait(y.ready.at[slot])
         found = _scores(slot, y) * (s.scale * LOG2_E)
         if is_edge:
             found = _hide(found, j, slot, work, y, s)
-        plgpu.barrier_arrive(y.free.at[slot])
         top = jnp.maximum(m, jnp.max(found, axis=1))
         # 0 in rows where nothing was visible yet.
         shift = jnp.where(top == -jnp.inf, 0.0, top)
@@ -192,43 +196,59 @@ def _weigh(work: Work, slot: jax.Array, y: Memory, s: Settings) -> tuple[Any, ..
         p = jnp.exp2(found - along(shift, found.shape, 0))
         l = l * alpha + jnp.sum(p, axis=1)
         _hand_over(p, alpha, y)
-        return top, l, ring.next_slot(slot, STAGES)
+        o = _add(o * along(alpha, o.shape, 0), slot, jnp.int32(0), y)
+        return o, top, l, ring.next_slot(slot, STAGES)
 
     edge, plain = (functools.partial(step, is_edge=x) for x in (True, False))
-    tiles = work.tiles
-    carry = (_full(-jnp.inf, (ROWS,), ROW), _full(0.0, (ROWS,), ROW), slot)
+    tiles, o = work.tiles, _full(0.0, (ROWS, HALF), _MATRIX)
+    carry = (o, _full(-jnp.inf, (ROWS,), ROW), _full(0.0, (ROWS,), ROW), slot)
     pl.when(work.is_any)(lambda: plgpu.barrier_wait(y.q_ready))
     if s.window is not None:
         carry = lax.fori_loop(tiles.begin, tiles.inner, edge, carry)
     carry = lax.fori_loop(tiles.inner, tiles.outer, plain, carry)
-    m, l, slot = lax.fori_loop(tiles.outer, tiles.end, edge, carry)
+    o, m, l, slot = lax.fori_loop(tiles.outer, tiles.end, edge, carry)
     pl.when(work.is_any)(lambda: plgpu.barrier_arrive(y.q_free))
-    return m, l, slot
-
-
-def _end_weights(
-    work: Work, m: jax.Array, l: jax.Array, lse_ref: Ref, y: Memory
-) -> None:
-    """Stores log-sum-exps, and tells those who sum what to multiply with in the end."""
     nothing = (work.token_of() >= work.real) | (l == 0)
     # A constant plus a scalar is a row array that loops can carry.
     broken = jnp.where(work.is_broken, jnp.nan, 0.0)
     share = jnp.where(nothing, 0.0, 1.0 / l) + broken
-    lse = jnp.where(nothing, -jnp.inf, m * (1 / LOG2_E) + jnp.log(l)) + broken
     plgpu.barrier_wait(y.p_free)
     y.factor[...] = share
     plgpu.commit_smem()
     plgpu.barrier_arrive(y.p_ready)
-    store.numbers(lse, lse_ref, work.base, work.first, work.rows)
+    lse = jnp.where(nothing, -jnp.inf, m * (1 / LOG2_E) + jnp.log(l)) + broken
+    _store(o, share, jnp.int32(0), work, results[0])
+    store.numbers(lse, results[1], work.base, work.first, work.rows)
+    return slot
 
 
-# What sums ----------------------------------------------------------------------------------------
+# What both do -------------------------------------------------------------------------------------
 
 
-def _sum(
-    half: jax.Array, work: Work, slot: jax.Array, out_ref: Ref, y: Memory
-) -> jax.Array:
-    """Half of the channels of a program's rows, added up and stored; the slot after."""
+def _add(o: jax.Array, slot: jax.Array, half: jax.Array, y: Memory) -> jax.Array:
+    """`o` and the weighted values of a tile; its slot is free then."""
+
+    def add(out: Ref) -> None:
+        plgpu.wgmma(out, y.p, y.latent.at[slot, half])
+
+    o = pl.run_state(add)(accumulator.init(o))
+    plgpu.barrier_arrive(y.free.at[slot])
+    return o
+
+
+def _store(o: jax.Array, share: jax.Array, half: jax.Array, work: Work, out: Ref) -> None:
+    """Stores half of the channels of the rows, each times its share."""
+    share = along(share, o.shape, 0)
+    # Rows that see nothing may have met others' tokens.
+    o = jnp.where(share == 0, 0.0, o * share)
+    store.channels(o, out, work.base, work.first, work.rows, half * HALF)
+
+
+# What sums the other half -------------------------------------------------------------------------
+
+
+def _follow(work: Work, slot: jax.Array, out: Ref, y: Memory) -> jax.Array:
+    """The second half of the channels of a program's rows; the slot after."""
 
     def factors() -> jax.Array:
         """What to multiply with, of each row, as of the next weights."""
@@ -239,23 +259,15 @@ def _sum(
         del j
         o, slot = carry
         plgpu.barrier_wait(y.ready.at[slot])
-        o = o * along(factors(), o.shape, 0)
-
-        def add(out: Ref) -> None:
-            plgpu.wgmma(out, y.p, y.latent.at[slot, half])
-
-        o = pl.run_state(add)(accumulator.init(o))
+        o = _add(o * along(factors(), o.shape, 0), slot, jnp.int32(1), y)
         plgpu.barrier_arrive(y.p_free)
-        plgpu.barrier_arrive(y.free.at[slot])
         return o, ring.next_slot(slot, STAGES)
 
     o = _full(0.0, (ROWS, HALF), _MATRIX)
     o, slot = lax.fori_loop(work.tiles.begin, work.tiles.end, step, (o, slot))
-    share = along(factors(), o.shape, 0)
+    share = factors()
     plgpu.barrier_arrive(y.p_free)
-    # Rows that see nothing may have met others' tokens.
-    o = jnp.where(share == 0, 0.0, o * share)
-    store.channels(o, out_ref, work.base, work.first, work.rows, half * HALF)
+    _store(o, share, jnp.int32(1), work, out)
     return slot
 
 
@@ -282,43 +294,25 @@ def _kernel(*refs: Ref, s: Settings, heads: int, total: int, is_whole: bool) -> 
 
             share.loop(one)
 
-        def weigh() -> None:
-            def step(work: Work, slot: jax.Array) -> jax.Array:
-                m, l, slot = _weigh(work, slot, y, s)
-                _end_weights(work, m, l, lse_ref, y)
-                return slot
-
-            plgpu.barrier_arrive(y.q_free)
+        def consume() -> None:
             ring.free_at_first(STAGES, (y.free,))
-            each(step)
 
-        def add() -> None:
-            half = me - 1
-            plgpu.barrier_arrive(y.p_free)
-            ring.free_at_first(STAGES, (y.free,))
-            each(lambda work, slot: _sum(half, work, slot, out_ref, y))
+            @pl.when(me == 0)
+            def _() -> None:
+                plgpu.barrier_arrive(y.q_free)
+                each(lambda work, slot: _attend(work, slot, (out_ref, lse_ref), y, s))
 
-        @pl.when(me == 0)
-        def _() -> None:
-            plgpu.set_max_registers(s.registers[0], action=_action(s.registers[0]))
-            weigh()
+            @pl.when(me == 1)
+            def _() -> None:
+                plgpu.barrier_arrive(y.p_free)
+                each(lambda work, slot: _follow(work, slot, out_ref, y))
 
-        @pl.when((me > 0) & (me < CONSUMERS))
-        def _() -> None:
-            plgpu.set_max_registers(s.registers[1], action=_action(s.registers[1]))
-            add()
-
-        @pl.when(me == CONSUMERS)
-        def _() -> None:
-            plgpu.set_max_registers(s.registers[2], action=_action(s.registers[2]))
+        def produce() -> None:
             each(lambda work, slot: _copy(work, slot, x, y, s))
 
+        ring.divide(me, HALVES, s.registers, consume, produce)
+
     pl.run_scoped(body, collective_axes="warpgroup", **memory(x, s)._asdict())
-
-
-def _action(registers: int) -> Any:
-    """From the 128 that a thread of four warpgroups starts with."""
-    return "increase" if registers > 128 else "decrease"
 
 
 def attend(
@@ -378,7 +372,6 @@ def attend(
         tuple(shapes),
         total * parts,
         settings.programs,
-        consumers=CONSUMERS,
         approx_math=True,
         # Rows are reduced by shuffles: there is no room for more.
         reduction_scratch_bytes=0,

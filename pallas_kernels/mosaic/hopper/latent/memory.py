@@ -14,9 +14,6 @@ from pallas_kernels.mosaic.ring import ROWS
 
 STAGES = 2
 """Tiles of tokens: all that there is room for."""
-CONSUMERS = 1 + HALVES
-"""Warpgroups: one finds weights, the others sum."""
-
 
 class Memory(NamedTuple):
     """Shared memory, and the barriers of its slots."""
@@ -52,7 +49,7 @@ def memory(x: Inputs, s: Settings) -> Memory:
         q_ready=plgpu.Barrier(num_arrivals=1 + HALVES),
         q_free=plgpu.Barrier(),
         ready=plgpu.Barrier(num_arrivals=arrivals, num_barriers=STAGES),
-        free=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=STAGES),
+        free=plgpu.Barrier(num_arrivals=HALVES, num_barriers=STAGES),
         p_ready=plgpu.Barrier(),
-        p_free=plgpu.Barrier(num_arrivals=HALVES),
+        p_free=plgpu.Barrier(),
     )

@@ -32,8 +32,7 @@ class Settings:
       window: how many earlier tokens a query sees, or None.
       part: tokens of the parts that programs take, a multiple of a tile's.
       codec: how the latent is stored if not in the query's 16 bits.
-      registers: of a thread that finds weights, of one that sums, and of one that copies; with the
-        second twice at most 512 together.
+      registers: of a thread that attends and of one that copies.
       programs: how many run side by side, one to a multiprocessor.
     """
 
@@ -41,7 +40,7 @@ class Settings:
     window: int | None = None
     part: int = 1024
     codec: Codec | None = None
-    registers: tuple[int, int, int] = (104, 184, 40)
+    registers: tuple[int, int] = (216, 72)
     programs: int = 132
 
 
@@ -64,7 +63,7 @@ def settings(
     """
     # What is written of parts grows with the rows, and the programs of a part do too.
     part = 1024 if rows <= ROWS else 2048
-    registers = (104, 184, 40) if codec is None else (96, 168, 80)
+    registers = (232, 40) if codec is None else (208, 88)
     return Settings(scale, window, part, codec, registers, programs)
 
 
