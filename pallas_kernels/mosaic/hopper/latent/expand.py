@@ -19,7 +19,7 @@ from pallas_kernels.mosaic.hopper.paged_prompt.expand import Codec, centroids
 from pallas_kernels.mosaic.lane import Float, Int, Pointer, fragments
 from pallas_kernels.mosaic.ring import ROWS, SCALAR
 
-_TOKENS = 16
+_TOKENS, _LANES = 16, 32
 _EIGHT = 8
 # Words of a lane that are on their way: what registers there are.
 _WORDS = 32
@@ -48,68 +48,81 @@ class Codes:
 
     def load(self, work: Work, j: jax.Array, chunk: int) -> list[jax.Array]:
         """Begins to load a chunk of a tile; what `store` takes."""
-        page_size, max_pages = self.x.rope.shape[1], self.x.tables.shape[1]
-        words = [
-            ring.array((ROWS, 2 * _WORDS), jnp.int32),
-            ring.array((ROWS, 8), jnp.float32),
-        ]
 
         def f(refs: Any, *numbers: Any) -> tuple[Any, Any]:
-            latent, scale, rope, tables = (Pointer.to(ref) for ref in refs)
-            b, tile, length = (lane.scalar(n) for n in numbers)
-            warp, own = (lane.special("tid.x") >> 5) & 3, lane.special("tid.x") & 31
-
-            def row_of(tile: Int) -> Int:
-                """The pool's number of the first token of the warp's in a tile."""
-                token = (tile * TILE + warp * _TOKENS).minimum((length - 1).maximum(0))
-                entry = (token // page_size).minimum(max_pages - 1)
-                page = tables.at((b * max_pages + entry) * 4).word()
-                return page * page_size + token % page_size // _TOKENS * _TOKENS
-
-            row = row_of(tile)
-            if chunk == 0:
-                self._ask_for(latent, rope, row_of(tile + _AHEAD), own)
-            first = row + chunk * self.tokens
-            factor = scale.times(first + (own & (self.tokens - 1)), 4).float()
-            size = LATENT * self.codec.bits // 8
-            at = latent.times(first, size).at(own * (4 * self.words))
-            found: list[Int] = []
-            for i in range(self.tokens):
-                for half in range(HALVES):
-                    found += at.at(i * size + half * size // HALVES).words(self.words)
+            arrays = [Pointer.to(ref) for ref in refs]
+            words, factor = self.loaded(arrays, [lane.scalar(n) for n in numbers], chunk)
             zero = lane.number(0.0)
-            return fragments.carrier(found), fragments.of_rows([[factor, zero], [zero, zero]])
+            return fragments.carrier(words), fragments.of_rows([[factor, zero], [zero, zero]])
 
-        kinds = ((plgpu.RefType(),) * 4, SCALAR, SCALAR, SCALAR)
         refs = (self.x.latent, self.x.scale, self.x.rope, self.x.tables)
-        return list(ring.inline(f, kinds, tuple(words))(refs, work.b, j, work.length))
+        types = ((plgpu.RefType(),) * len(refs), SCALAR, SCALAR, SCALAR)
+        out = ring.array((ROWS, 2 * _WORDS), jnp.int32), ring.array((ROWS, _EIGHT), jnp.float32)
+        return list(ring.inline(f, types, out)(refs, work.b, j, work.length))
+
+    def loaded(
+        self, arrays: list[Pointer], numbers: list[Int], chunk: int
+    ) -> tuple[list[Int], Float]:
+        """A lane's words of a chunk, and the factor of the warp's token with the lane's number.
+
+        Args:
+          arrays: latents, their scales, rotary parts, tables.
+          numbers: the sequence, the tile, and the sequence's length.
+          chunk: which of the tile's chunks.
+        """
+        latent, scale, rope, tables = arrays
+        b, tile, length = numbers
+        page_size, max_pages = self.x.rope.shape[1], self.x.tables.shape[1]
+        warp, own = _place()
+
+        def row_of(tile: Int) -> Int:
+            """The pool's number of the first token of the warp's in a tile."""
+            token = (tile * TILE + warp * _TOKENS).minimum((length - 1).maximum(0))
+            entry = (token // page_size).minimum(max_pages - 1)
+            page = tables.at((b * max_pages + entry) * 4).word()
+            return page * page_size + token % page_size // _TOKENS * _TOKENS
+
+        if chunk == 0:
+            self._ask_for(latent, rope, row_of(tile + _AHEAD), own)
+        first = row_of(tile) + chunk * self.tokens
+        factor = scale.times(first + (own & (self.tokens - 1)), 4).float()
+        size = LATENT * self.codec.bits // 8
+        at = latent.times(first, size).at(own * (4 * self.words))
+        words: list[Int] = []
+        for i in range(self.tokens):
+            for half in range(HALVES):
+                words += at.at(i * size + half * size // HALVES).words(self.words)
+        return words, factor
 
     def _ask_for(self, latent: Pointer, rope: Pointer, row: Int, own: Int) -> None:
         """Asks for a warp's tokens from the pool's row on in the L2 cache."""
         for base, size in ((latent, LATENT * self.codec.bits // 8), (rope, 2 * ROPE)):
             lines = _TOKENS * size // _LINE
-            for i in range(0, lines, 32):
-                line = own + i if lines >= 32 else own & (lines - 1)
+            for i in range(0, lines, _LANES):
+                line = own + i if lines >= _LANES else own & (lines - 1)
                 lane.prefetch(base.times(row, size).at(line * _LINE))
 
-    def store(self, words: list[jax.Array], target: Ref, chunk: int) -> None:
+    def store(self, loaded: list[jax.Array], target: Ref, chunk: int) -> None:
         """Stores a chunk of a tile to a slot ``[2, 64, 256]``."""
 
-        def f(found: Any, factors: Any, target: Any) -> None:
-            out = Pointer.to(target)
-            words, [[factor, _], _] = fragments.scalars(found), fragments.by_row(factors)
-            warp, own = (lane.special("tid.x") >> 5) & 3, lane.special("tid.x") & 31
-            for i in range(self.tokens):
-                unit = lane.from_lane(factor, lane.integer(i))
-                if self.codec.centroids:
-                    unit = unit * self.codec.unit
-                for half in range(HALVES):
-                    begin = (i * HALVES + half) * self.words
-                    at = out.at(offset(warp, chunk * self.tokens + i, half, own))
-                    at.store_words(self.numbers(words[begin : begin + self.words], unit))
+        def f(words: Any, factors: Any, target: Any) -> None:
+            factor = fragments.by_row(factors)[0][0]
+            self.stored(fragments.scalars(words), factor, Pointer.to(target), chunk)
 
-        kinds = (plgpu.Layout.WGMMA, plgpu.Layout.WGMMA, ring.tile_type(target))
-        ring.inline(f, kinds)(*words, target)
+        types = (plgpu.Layout.WGMMA, plgpu.Layout.WGMMA, ring.tile_type(target))
+        ring.inline(f, types)(*loaded, target)
+
+    def stored(self, words: list[Int], factor: Float, target: Pointer, chunk: int) -> None:
+        """A lane's part of `store`; see `loaded`."""
+        warp, own = _place()
+        for i in range(self.tokens):
+            unit = lane.from_lane(factor, lane.integer(i))
+            if self.codec.centroids:
+                unit = unit * self.codec.unit
+            for half in range(HALVES):
+                begin = (i * HALVES + half) * self.words
+                at = target.at(offset(warp, chunk * self.tokens + i, half, own))
+                at.store_words(self.numbers(words[begin : begin + self.words], unit))
 
     def numbers(self, words: list[Int], unit: Float) -> list[Int]:
         """Eight channels as four words, times a token's unit."""
@@ -120,6 +133,12 @@ class Codes:
             x = [v for half in halves for v in lane.half.unpack(half)]
         x = [v * unit for v in x]
         return [lane.half.pack(x[i], x[i + 1], self.dtype) for i in range(0, _EIGHT, 2)]
+
+
+def _place() -> tuple[Int, Int]:
+    """The warp's number in its warpgroup, and the lane's in its warp."""
+    thread = lane.special("tid.x")
+    return (thread >> 5) & 3, thread & (_LANES - 1)
 
 
 def offset(warp: Int, token: int, half: int, own: Int) -> Int:

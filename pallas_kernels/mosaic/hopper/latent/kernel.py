@@ -27,6 +27,7 @@ order: a query's bits depend on its own position and on what its sequence holds 
 """
 
 import functools
+import inspect
 from typing import Any
 
 import jax
@@ -59,6 +60,8 @@ __all__ = ["Settings", "attend", "settings"]
 
 _MATRIX = plgpu.Layout.WGMMA
 _EIGHT = 8
+# Until jax 0.11 a load takes an index.
+_ALL: tuple[Any, ...] = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
 
 
 def _full(x: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
@@ -253,7 +256,7 @@ def _follow(work: Work, slot: jax.Array, out: Ref, y: Memory) -> jax.Array:
     def factors() -> jax.Array:
         """What to multiply with, of each row, as of the next weights."""
         plgpu.barrier_wait(y.p_ready)
-        return plgpu.load(y.factor, (), layout=ROW)
+        return plgpu.load(y.factor, *_ALL, layout=ROW)
 
     def step(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         del j

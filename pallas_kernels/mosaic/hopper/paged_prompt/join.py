@@ -37,8 +37,8 @@ def _body(
     rows: tuple[int, ...],
     shape: tuple[int, ...],
     dtype: str,
-    tile: int,
     s: Settings,
+    tile: int = WARPGROUPS * ROWS,
 ) -> None:
     """Some rows, in the order of the kernel that found the parts."""
     assert s.part is not None
