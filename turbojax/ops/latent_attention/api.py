@@ -177,7 +177,30 @@ def attend_latents(
     if _checks.is_concrete(block_tables, lengths):
         first = page_checks.first_seen(lengths, query_lengths, tokens, options.window)
         page_checks.check_readable(cache, block_tables, lengths, first)
-    chosen = LATENT.select(
+    queries = query_latent, query_rope
+    chosen = select(implementation, *queries, cache, block_tables, options=options)
+    run = functools.partial(_attend, attend=chosen.run, interpret=interpreting())
+    call = refuse_gradients(run, "latent_attention", options=options)
+    out, residual = call(query_latent, query_rope, cache, block_tables, lengths, query_lengths)
+    return out, residual
+
+
+def select(
+    implementation: str | None,
+    query_latent: jax.Array | jax.ShapeDtypeStruct,
+    query_rope: jax.Array | jax.ShapeDtypeStruct,
+    cache: LatentPages,
+    block_tables: jax.Array | jax.ShapeDtypeStruct,
+    *,
+    options: Options,
+) -> Implementation:
+    """What runs a call with these arguments; only shapes and dtypes are used.
+
+    Raises:
+      ValueError: if the name is unknown.
+      NotImplementedError: if what is asked for cannot run this.
+    """
+    return LATENT.select(
         implementation,
         query_latent=query_latent,
         query_rope=query_rope,
@@ -185,10 +208,6 @@ def attend_latents(
         block_tables=block_tables,
         options=options,
     )
-    run = functools.partial(_attend, attend=chosen.run, interpret=interpreting())
-    call = refuse_gradients(run, "latent_attention", options=options)
-    out, residual = call(query_latent, query_rope, cache, block_tables, lengths, query_lengths)
-    return out, residual
 
 
 def _scale(scale: float) -> float:

@@ -186,6 +186,11 @@ def dequantize_latents(cache: LatentCache) -> tuple[jax.Array, jax.Array]:
       TypeError: if `cache` is another kind.
     """
     checks.check_kind(cache, LatentCache)
+    return _dequantize(cache)
+
+
+@jax.jit
+def _dequantize(cache: LatentCache) -> tuple[jax.Array, jax.Array]:
     held = (jnp.arange(cache.max_length)[None] < cache.lengths[:, None])[..., None]
     latent, rope = (
         jnp.where(held, x[:, : cache.max_length], 0) for x in formats.decode(cache, cache.tokens)

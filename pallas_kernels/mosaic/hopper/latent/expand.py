@@ -1,0 +1,157 @@
+"""Latents of codes or 8-bit floats as 16-bit numbers in shared memory, by the copying warpgroup.
+
+A warp has 16 tokens of a tile of 64, all in one page. For half a token at a time each lane loads
+eight channels, 4 or 8 bytes, and stores 16 bytes where the matrix unit finds them. What is loaded
+stays in registers until its slot is free, so loads run ahead of it; the tile after is asked for in
+the L2 cache meanwhile.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.layouts import Ref
+from pallas_kernels.mosaic import lane, ring
+from pallas_kernels.mosaic.hopper.latent.tiles import HALF, HALVES, LATENT, ROPE, TILE, Inputs, Work
+from pallas_kernels.mosaic.hopper.paged_prompt.expand import Codec, centroids
+from pallas_kernels.mosaic.lane import Float, Int, Pointer, fragments
+from pallas_kernels.mosaic.ring import ROWS, SCALAR
+
+_TOKENS, _LANES = 16, 32
+_EIGHT = 8
+# Words of a lane that are on their way: what registers there are.
+_WORDS = 32
+# Tiles ahead that are asked for in the L2 cache.
+_AHEAD = 2
+_LINE = 128
+
+
+class Codes:
+    """How a warpgroup expands tiles.
+
+    Args:
+      x: what the kernel reads.
+      codec: how the latent is stored.
+      dtype: of the result, ``"bfloat16"`` or ``"float16"``.
+    """
+
+    def __init__(self, x: Inputs, codec: Codec, dtype: str) -> None:
+        self.x, self.codec, self.dtype = x, codec, dtype
+        self.words = codec.bits // 4
+        """Of eight channels."""
+        self.chunks = HALVES * _TOKENS * self.words // _WORDS
+        """Parts of a tile, one after the other in registers."""
+        self.tokens = _TOKENS // self.chunks
+        """Of a chunk, of each warp."""
+
+    def load(self, work: Work, j: jax.Array, chunk: int) -> list[jax.Array]:
+        """Begins to load a chunk of a tile; what `store` takes."""
+
+        def f(refs: Any, *numbers: Any) -> tuple[Any, Any]:
+            arrays = [Pointer.to(ref) for ref in refs]
+            words, factor = self.loaded(arrays, [lane.scalar(n) for n in numbers], chunk)
+            zero = lane.number(0.0)
+            return fragments.carrier(words), fragments.of_rows([[factor, zero], [zero, zero]])
+
+        refs = (self.x.latent, self.x.scale, self.x.rope, self.x.tables)
+        types = ((plgpu.RefType(),) * len(refs), SCALAR, SCALAR, SCALAR)
+        out = ring.array((ROWS, 2 * _WORDS), jnp.int32), ring.array((ROWS, _EIGHT), jnp.float32)
+        return list(ring.inline(f, types, out)(refs, work.b, j, work.length))
+
+    def loaded(
+        self, arrays: list[Pointer], numbers: list[Int], chunk: int
+    ) -> tuple[list[Int], Float]:
+        """A lane's words of a chunk, and the factor of the warp's token with the lane's number.
+
+        Args:
+          arrays: latents, their scales, rotary parts, tables.
+          numbers: the sequence, the tile, and the sequence's length.
+          chunk: which of the tile's chunks.
+        """
+        latent, scale, rope, tables = arrays
+        b, tile, length = numbers
+        page_size, max_pages = self.x.rope.shape[1], self.x.tables.shape[1]
+        warp, own = _place()
+
+        def row_of(tile: Int) -> Int:
+            """The pool's number of the first token of the warp's in a tile."""
+            token = (tile * TILE + warp * _TOKENS).minimum((length - 1).maximum(0))
+            entry = (token // page_size).minimum(max_pages - 1)
+            page = tables.at((b * max_pages + entry) * 4).word()
+            return page * page_size + token % page_size // _TOKENS * _TOKENS
+
+        if chunk == 0:
+            self._ask_for(latent, rope, row_of(tile + _AHEAD), own)
+        first = row_of(tile) + chunk * self.tokens
+        factor = scale.times(first + (own & (self.tokens - 1)), 4).float()
+        size = LATENT * self.codec.bits // 8
+        at = latent.times(first, size).at(own * (4 * self.words))
+        words: list[Int] = []
+        for i in range(self.tokens):
+            for half in range(HALVES):
+                words += at.at(i * size + half * size // HALVES).words(self.words)
+        return words, factor
+
+    def _ask_for(self, latent: Pointer, rope: Pointer, row: Int, own: Int) -> None:
+        """Asks for a warp's tokens from the pool's row on in the L2 cache."""
+        for base, size in ((latent, LATENT * self.codec.bits // 8), (rope, 2 * ROPE)):
+            lines = _TOKENS * size // _LINE
+            for i in range(0, lines, _LANES):
+                line = own + i if lines >= _LANES else own & (lines - 1)
+                lane.prefetch(base.times(row, size).at(line * _LINE))
+
+    def store(self, loaded: list[jax.Array], target: Ref, chunk: int) -> None:
+        """Stores a chunk of a tile to a slot ``[2, 64, 256]``."""
+
+        def f(words: Any, factors: Any, target: Any) -> None:
+            factor = fragments.by_row(factors)[0][0]
+            self.stored(fragments.scalars(words), factor, Pointer.to(target), chunk)
+
+        types = (plgpu.Layout.WGMMA, plgpu.Layout.WGMMA, ring.tile_type(target))
+        ring.inline(f, types)(*loaded, target)
+
+    def stored(self, words: list[Int], factor: Float, target: Pointer, chunk: int) -> None:
+        """A lane's part of `store`; see `loaded`."""
+        warp, own = _place()
+        for i in range(self.tokens):
+            unit = lane.from_lane(factor, lane.integer(i))
+            if self.codec.centroids:
+                unit = unit * self.codec.unit
+            for half in range(HALVES):
+                begin = (i * HALVES + half) * self.words
+                at = target.at(offset(warp, chunk * self.tokens + i, half, own))
+                at.store_words(self.numbers(words[begin : begin + self.words], unit))
+
+    def numbers(self, words: list[Int], unit: Float) -> list[Int]:
+        """Eight channels as four words, times a token's unit."""
+        if self.codec.centroids:
+            x = centroids(words[0], self.codec)
+        else:
+            halves = [half for word in words for half in lane.half.from_e4m3(word)]
+            x = [v for half in halves for v in lane.half.unpack(half)]
+        x = [v * unit for v in x]
+        return [lane.half.pack(x[i], x[i + 1], self.dtype) for i in range(0, _EIGHT, 2)]
+
+
+def _place() -> tuple[Int, Int]:
+    """The warp's number in its warpgroup, and the lane's in its warp."""
+    thread = lane.special("tid.x")
+    return (thread >> 5) & 3, thread & (_LANES - 1)
+
+
+def offset(warp: Int, token: int, half: int, own: Int) -> Int:
+    """Of a lane's 16 bytes in a slot.
+
+    Eight rows of 64 channels lie together, pieces of 16 bytes interleaved.
+
+    Args:
+      warp: of the warpgroup.
+      token: of the warp's 16.
+      half: of the channels.
+      own: number of the lane, and of its piece in the half.
+    """
+    row, blocks = token % _EIGHT, HALF // 64
+    block = (warp * 2 + token // _EIGHT) * blocks + (own >> 3)
+    return block * 1024 + ((own ^ row) & 7) * 16 + (half * TILE * HALF * 2 + row * 128)

@@ -1,0 +1,89 @@
+"""Decode over latents by Pallas' own interpreter: see `interpreted_pooled`.
+
+    python tests/interpreted_latent.py plain
+
+What the interpreter cannot run, code for single lanes, is replaced by what it computes.
+"""
+
+import os
+import sys
+
+os.environ["NPROC"] = "16"  # Threads of XLA's pool; before jax starts.
+
+import interpreted_pooled as interpreted
+import interpreted_prompt
+import jax.numpy as jnp
+import latent_helpers as helpers
+import numpy as np
+from jax.experimental import pallas as pl
+
+from pallas_kernels.mosaic.hopper.latent import kernel, store
+from pallas_kernels.mosaic.hopper.paged_prompt import join, lost
+from pallas_kernels.mosaic.ring import ROWS
+
+
+def stored(x, out, base, first, rows, channel=None):
+    """`store.channels` or `store.numbers` of arrays."""
+    b = base // rows
+    is_part = len(out.shape) == (4 if channel is None else 5)
+    lead = (b // out.shape[1], b % out.shape[1], 0) if is_part else (b,)
+    for i in range(ROWS):
+
+        @pl.when(first + i < rows)
+        def _(i=i):
+            if channel is None:
+                out[(*lead, first + i)] = x[i]
+            else:
+                out[(*lead, first + i, pl.ds(channel, x.shape[1]))] = x[i].astype(out.dtype)
+
+
+def joined(found, found_lse, lengths, query_lengths, shape, dtype, s, *, tile):
+    """`join.join` of arrays, rows by rows as the kernel's."""
+    parts, batch, _, rows = found_lse.shape
+    _, tokens, heads, channels = shape
+    t = jnp.arange(rows) // s.group
+    position = (lengths - query_lengths)[:, None] + t
+    first = position - (2**30 if s.window is None else s.window)
+    start = jnp.arange(parts)[:, None, None] * s.part
+    seen = (t < query_lengths[:, None]) & (position >= 0)
+    seen = seen & (position >= start) & (first < start + s.part)
+    lse = jnp.where(seen, found_lse[:, :, 0], -jnp.inf)
+    top = jnp.max(lse, 0)
+    weight = jnp.exp(lse - jnp.where(top == -jnp.inf, 0.0, top))
+    total = jnp.sum(weight, 0)
+    out = jnp.sum(jnp.where(seen[..., None], found[:, :, 0], 0.0) * weight[..., None], 0)
+    out = out / jnp.where(total == 0, 1.0, total)[..., None]
+    lse = (top + jnp.log(total))[:, : tokens * heads].reshape(shape[:3])
+    return out[:, : tokens * heads].reshape(shape).astype(dtype), lse
+
+
+def install():
+    interpreted.install()
+    kernel.accumulator = interpreted.Accumulator
+    lost.clean = interpreted_prompt.clean
+    store.channels, store.numbers = stored, stored
+    join.join = joined
+    kernel.attend = interpreted.interpreted(kernel.attend)
+
+
+# Lengths, heads and tokens, page size, tokens of a part, window, real queries.
+CASES = {
+    "plain": ((150, 0, 1), 16, 1, 64, None, None, None),
+    "tokens, parts": ((300, 40), 20, 4, 16, 128, None, (4, 3)),
+    "rows, window": ((200, 70), 24, 3, 128, 128, 100, None),
+}
+
+
+def check(name):
+    lengths, heads, tokens, page_size, part, window, real = CASES[name]
+    given = {"heads": heads, "tokens": tokens, "page_size": page_size, "query_lengths": real}
+    if real is not None:
+        given["query_lengths"] = np.asarray(real, np.int32)
+    case = helpers.make("bfloat16", lengths, **given)
+    found = helpers.run(case, "bfloat16", part=part, window=window, programs=2)
+    helpers.assert_close(found, helpers.oracle(case, window=window))
+
+
+if __name__ == "__main__":
+    install()
+    check(sys.argv[1])

@@ -1,0 +1,121 @@
+"""Decode over latents on Hopper, on a CPU: lowering, expansion into slots, settings.
+
+Code for single lanes runs on arrays of 32 lanes (`oracles.warp`); the attention itself runs in
+Pallas' interpreter where that is (`test_mosaic_interpreted.py`), and on a GPU
+(`test_gpu_latent.py`).
+"""
+
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import latent_helpers as helpers
+import numpy as np
+import pytest
+from kernel_helpers import lower_for_cuda
+from oracles import warp
+from test_mosaic_prompt import Half, Memory, swizzle
+
+from pallas_kernels.mosaic.hopper.latent import expand, kernel, tiles
+
+
+def specification(name, batch=2, heads=16, tokens=1, page_size=64, pages=64):
+    """Shapes of a call."""
+    of = jax.ShapeDtypeStruct
+    dtype = jnp.float16 if name == "float16" else jnp.bfloat16
+    data = {"turbo4": (256, jnp.uint8), "fp8_e4m3": (512, jnp.float8_e4m3fn)}
+    width, kind = data.get(name, (512, dtype))
+    pool = (batch * pages, page_size)
+    return (
+        *(of((batch, tokens, heads, size), dtype) for size in (512, 64)),
+        of((*pool, width), kind),
+        of(pool, jnp.float32) if name in data else None,
+        of((*pool, 64), dtype),
+        of((batch, pages), jnp.int32),
+        of((batch,), jnp.int32),
+        of((batch,), jnp.int32),
+    )
+
+
+def lower(name, *, window=None, **shape):
+    arrays = specification(name, **shape)
+    rows = arrays[0].shape[1] * arrays[0].shape[2]
+    s = kernel.settings(helpers.SCALE, rows, window=window, codec=helpers.codec_of(name))
+    return lower_for_cuda(functools.partial(kernel.attend, settings=s), *arrays)
+
+
+@pytest.mark.quick(first=2)
+@pytest.mark.parametrize(
+    ("name", "shape", "is_joined"),
+    [
+        ("bfloat16", {}, True),
+        ("turbo4", {"pages": 16}, False),
+        ("float16", {"heads": 20, "tokens": 3, "page_size": 16, "window": 300}, False),
+        ("fp8_e4m3", {"heads": 128, "page_size": 128}, True),
+    ],
+)
+def test_it_lowers(name, shape, is_joined):
+    text = lower(name, **shape)
+    assert "turbojax_latent_hopper" in text
+    assert ("turbojax_paged_join_hopper" in text) == is_joined
+
+
+def test_settings_do_not_depend_on_the_batch_and_grow_with_the_rows():
+    few, many = (kernel.settings(0.1, rows) for rows in (64, 65))
+    assert (few.part, many.part) == (1024, 2048)
+    assert few.part % tiles.TILE == 0
+    for codec in (None, helpers.codec_of("turbo4")):
+        attends, copies = kernel.settings(0.1, 16, codec=codec).registers
+        # What three warpgroups have when they start.
+        assert 2 * attends + copies <= 3 * 168
+
+
+@pytest.fixture
+def lanes(monkeypatch):
+    """Runs code for lanes as one of a warpgroup's warps."""
+    prefetched = []
+    monkeypatch.setattr(warp, "special", lambda name: warp.thread(), raising=False)
+    monkeypatch.setattr(warp, "prefetch", lambda at: prefetched.append(at.offset), raising=False)
+    monkeypatch.setattr(warp, "half", Half)
+    monkeypatch.setattr(expand, "lane", warp)
+    monkeypatch.setattr("pallas_kernels.mosaic.hopper.paged_prompt.expand.lane", warp)
+
+    def run(number, f):
+        warp.STATE.number = number
+        return f()
+
+    run.prefetched = prefetched
+    return run
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "turbo4"])
+@pytest.mark.parametrize("page_size", [16, 128])
+def test_tiles_are_expanded_where_the_matrix_unit_finds_them(lanes, name, page_size):
+    length = 230
+    case = helpers.make(name, (3, length), page_size=page_size)
+    data, scale, rope, tables = (np.asarray(case.arrays[i]) for i in (2, 3, 4, 5))
+    arrays = [
+        Memory(np.ascontiguousarray(x).reshape(-1).view(np.uint8)) for x in (data, scale, rope, tables)
+    ]
+    x = types.SimpleNamespace(rope=rope, tables=tables)
+    codes = expand.Codes(x, helpers.codec_of(name), "bfloat16")
+    for tile in range(-(-length // tiles.TILE)):
+        slot = np.zeros(2 * 64 * 256 * 2, np.uint8)
+        numbers = [warp.integer(n) for n in (1, tile, length)]
+        for chunk in range(codes.chunks):
+            for number in range(4):
+
+                def f(chunk=chunk, numbers=numbers, slot=slot):
+                    words, factor = codes.loaded(arrays, numbers, chunk)
+                    codes.stored(words, factor, Memory(slot), chunk)
+
+                lanes(number, f)
+        found = slot.view(np.uint16).reshape(2, 8, 4, 8, 8, 8)
+        found = np.take_along_axis(found, swizzle()[None, None, None, :, :, None], 4)
+        found = found.transpose(1, 3, 0, 2, 4, 5).reshape(64, 512).view(jnp.bfloat16)
+        want = case.latent[1][tile * 64 : (tile + 1) * 64]
+        got = found[: len(want)].astype(np.float64)
+        assert (np.abs(got - want) <= 2.0**-8 * np.abs(want) + 1e-6).all()
+    for at in lanes.prefetched:
+        assert (at >= 0).all()
