@@ -100,7 +100,10 @@ def route(
     logits = logits.astype(jnp.float32)
     is_sigmoid = scores == "sigmoid"
     found = jax.nn.sigmoid(logits) if is_sigmoid else logits
-    by = found if correction is None else found + jnp.asarray(correction).astype(jnp.float32)
+    by = found
+    if correction is not None:
+        wide = jnp.asarray(correction).astype(jnp.float32)
+        by = found + wide.reshape((1,) * (found.ndim - 1) + wide.shape)
     if top_groups < groups:
         by = _within_groups(by, groups, top_groups, 2 if is_sigmoid else 1)
     chosen, experts = jax.lax.top_k(by, top_k)
@@ -159,7 +162,8 @@ def _within_groups(by: jax.Array, groups: int, top_groups: int, best: int) -> ja
     each = by.reshape(*by.shape[:-1], groups, -1)
     worth = jnp.sum(jax.lax.top_k(each, best)[0], axis=-1)
     _, kept = jax.lax.top_k(worth, top_groups)
-    is_kept = jnp.any(kept[..., None] == jnp.arange(groups, dtype=kept.dtype), axis=-2)
+    numbers = jnp.arange(groups, dtype=kept.dtype).reshape((1,) * kept.ndim + (groups,))
+    is_kept = jnp.any(kept[..., None] == numbers, axis=-2)
     return jnp.where(is_kept[..., None], each, -jnp.inf).reshape(by.shape)
 
 

@@ -93,7 +93,7 @@ def apply_experts(
     wide = (tokens.astype(jnp.float32), router.astype(jnp.float32))
     logits = jnp.dot(*wide, precision=jax.lax.Precision.HIGHEST)
     if bias is not None:
-        logits = logits + bias.astype(jnp.float32)
+        logits = logits + bias.astype(jnp.float32)[None]
     routing = route(
         logits,
         experts.per_token,

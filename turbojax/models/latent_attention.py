@@ -136,9 +136,7 @@ class LatentAttention(nnx.Module):
             jnp.pad(value, ((0, 0),) * 3 + ((0, padding),)),
         )
 
-    def latents(
-        self, x: jax.Array, angles: jax.Array, rope: Rope
-    ) -> tuple[jax.Array, jax.Array]:
+    def latents(self, x: jax.Array, angles: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
         """What is kept of tokens: normed latents ``[B, T, C]``, rotary keys ``[B, T, 1, R]``."""
         latent, rotary = jnp.split(self.kv_a_proj(x), [self.latent.rank], axis=-1)
         return self.kv_a_norm(latent), _turn(rotary[:, :, None], angles, rope, self.latent)
@@ -162,14 +160,13 @@ class LatentAttention(nnx.Module):
         values = attended[..., : self.latent.value_dim]
         return self.o_proj(values.reshape(*values.shape[:2], -1))
 
-    def _queries(
-        self, x: jax.Array, angles: jax.Array, rope: Rope
-    ) -> tuple[jax.Array, jax.Array]:
+    def _queries(self, x: jax.Array, angles: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
         """Both parts of queries, the second one turned."""
         if self.q_proj is not None:
             joined = self.q_proj(x)
         else:
-            assert self.q_a_proj is not None and self.q_b_proj is not None
+            assert self.q_a_proj is not None
+            assert self.q_b_proj is not None
             assert self.q_a_norm is not None
             joined = self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))
         each = joined.reshape(*x.shape[:2], self.num_heads, -1)

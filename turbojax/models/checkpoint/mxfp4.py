@@ -96,7 +96,8 @@ def unpacked(tensors: Mapping[str, _folder.Stored]) -> dict[str, _folder.Stored]
                     "must be U8"
                 )
         blocks, scales = parts[_BLOCKS], parts[_SCALES]
-        assert blocks is not None and scales is not None
+        assert blocks is not None
+        assert scales is not None
         if len(blocks.shape) != 4 or blocks.shape != (*scales.shape, _GROUP // 2):
             raise ValueError(
                 f"{blocks.file}: {name}{_BLOCKS} has shape {blocks.shape}, must be [E, out, in / "

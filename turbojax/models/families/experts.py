@@ -121,9 +121,7 @@ class ExpertsConfig:
             if value is None and name == "swiglu_limit":
                 continue
             if not _checks.is_finite_number(value) or value <= 0:
-                raise ValueError(
-                    f"experts.{name}={shown(value)} must be a positive, finite number"
-                )
+                raise ValueError(f"experts.{name}={shown(value)} must be a positive, finite number")
 
 
 # Of `ExpertsConfig`, since files were written that hold digests of it.

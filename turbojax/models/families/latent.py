@@ -1,4 +1,4 @@
-"""Latent attention (MLA) in a `config.json`: keys and values that are made of one latent per token."""
+"""Latent attention (MLA) in a `config.json`: keys and values made of one latent of each token."""
 
 import dataclasses
 import math

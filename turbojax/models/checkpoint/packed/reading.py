@@ -34,7 +34,7 @@ from turbojax.models.families.tensors import (
     checkpoint_tensors,
     is_ignored,
 )
-from turbojax.models.quantized import QuantizedDecoder, norm_shapes
+from turbojax.models.quantized import QuantizedDecoder, check_quantizable, norm_shapes
 from turbojax.models.quantized_layer import QuantizedLayer, QuantizedLinear, join_layer
 
 _NORM = "model.norm.weight"
@@ -67,6 +67,7 @@ def read(
     """
     packing = formats.parse(hf["quantization_config"])
     config = model_config(folder, hf, max_length)
+    check_quantizable(config)
     if config.experts is not None:
         raise NotImplementedError(
             f"{folder / _folder.CONFIG_NAME}: quant_method={packing.name!r} is not supported of a "
