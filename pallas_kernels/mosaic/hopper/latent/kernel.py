@@ -351,9 +351,7 @@ def attend(
     batch, tokens, heads, _ = query_latent.shape
     count = tokens * heads
     pad = ((0, 0), (0, -count % _EIGHT), (0, 0))
-    q, q_rope = (
-        jnp.pad(a.reshape(batch, count, -1), pad) for a in (query_latent, query_rope)
-    )
+    q, q_rope = (jnp.pad(a.reshape(batch, count, -1), pad) for a in (query_latent, query_rope))
     rows, places = q.shape[1], pl.cdiv(q.shape[1], ROWS)
     parts = pl.cdiv(block_tables.shape[1] * rope.shape[1], settings.part)
     of_parts = prompt_tiles.Settings(settings.window, None, STAGES, settings.part, heads)

@@ -15,6 +15,7 @@ from pallas_kernels.mosaic.ring import ROWS
 STAGES = 2
 """Tiles of tokens: all that there is room for."""
 
+
 class Memory(NamedTuple):
     """Shared memory, and the barriers of its slots."""
 
