@@ -28,6 +28,7 @@ order: a query's bits depend on its own position and on what its sequence holds 
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -175,7 +176,7 @@ def _hide(
 def _hand_over(p: jax.Array, factor: jax.Array, y: Memory) -> None:
     """Gives weights, and what sums are to be multiplied with before, to those who sum."""
     plgpu.barrier_wait(y.p_free)
-    y.p[...] = p.astype(y.p.dtype)
+    y.p[...] = p
     y.factor[...] = factor
     plgpu.commit_smem()
     plgpu.barrier_arrive(y.p_ready)
@@ -198,8 +199,8 @@ def _attend(
         alpha = jnp.exp2(m - shift)
         p = jnp.exp2(found - along(shift, found.shape, 0))
         l = l * alpha + jnp.sum(p, axis=1)
-        _hand_over(p, alpha, y)
-        o = _add(o * along(alpha, o.shape, 0), slot, jnp.int32(0), y)
+        o, p = o * along(alpha, o.shape, 0), p.astype(y.p.dtype)
+        o = _add(o, p, slot, jnp.int32(0), y, lambda: _hand_over(p, alpha, y))
         return o, top, l, ring.next_slot(slot, STAGES)
 
     edge, plain = (functools.partial(step, is_edge=x) for x in (True, False))
@@ -228,11 +229,17 @@ def _attend(
 # What both do -------------------------------------------------------------------------------------
 
 
-def _add(o: jax.Array, slot: jax.Array, half: jax.Array, y: Memory) -> jax.Array:
-    """`o` and the weighted values of a tile; its slot is free then."""
+def _add(
+    o: jax.Array, p: Any, slot: jax.Array, half: jax.Array, y: Memory, then: Callable[[], None]
+) -> jax.Array:
+    """`o` and the values of a tile times weights `p`; its slot is free after.
+
+    `then` happens while the product is on its way.
+    """
 
     def add(out: Ref) -> None:
-        plgpu.wgmma(out, y.p, y.latent.at[slot, half])
+        plgpu.wgmma(out, p, y.latent.at[slot, half])
+        then()
 
     o = pl.run_state(add)(accumulator.init(o))
     plgpu.barrier_arrive(y.free.at[slot])
@@ -262,7 +269,8 @@ def _follow(work: Work, slot: jax.Array, out: Ref, y: Memory) -> jax.Array:
         del j
         o, slot = carry
         plgpu.barrier_wait(y.ready.at[slot])
-        o = _add(o * along(factors(), o.shape, 0), slot, jnp.int32(1), y)
+        o = o * along(factors(), o.shape, 0)
+        o = _add(o, y.p, slot, jnp.int32(1), y, lambda: None)
         plgpu.barrier_arrive(y.p_free)
         return o, ring.next_slot(slot, STAGES)
 
