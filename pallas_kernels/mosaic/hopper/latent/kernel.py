@@ -126,15 +126,27 @@ def _copy(work: Work, slot: jax.Array, x: Inputs, y: Memory, s: Settings) -> jax
         plgpu.barrier_wait(y.free.at[slot])
         _copy_tile(work, j, slot, x, y)
         pl.when(j == work.tiles.begin)(lambda: _copy_queries(work, x, y))
-        for i in range(codes.chunks):
-            codes.store(words, y.latent.at[slot], i)
-            words = codes.load(work, j + (i + 1) // codes.chunks, (i + 1) % codes.chunks)
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(y.ready.at[slot])
-        return ring.next_slot(slot, STAGES), *words
+        return ring.next_slot(slot, STAGES), *_expand(codes, words, 0, work, j, slot, y)
 
     first = codes.load(work, work.tiles.begin, 0)
     return lax.fori_loop(work.tiles.begin, work.tiles.end, expanded, (slot, *first))[0]
+
+
+def _expand(
+    codes: expand.Codes,
+    words: list[jax.Array],
+    share: int,
+    work: Work,
+    j: jax.Array,
+    slot: jax.Array,
+    y: Memory,
+) -> list[jax.Array]:
+    """Stores a share of tile `j`, which was loaded before, and begins to load of the next tile."""
+    codes.store(words, y.latent.at[slot], share)
+    words = codes.load(work, j + 1, share)
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(y.ready.at[slot])
+    return words
 
 
 # What attends -------------------------------------------------------------------------------------
@@ -257,25 +269,44 @@ def _store(o: jax.Array, share: jax.Array, half: jax.Array, work: Work, out: Ref
 # What sums the other half -------------------------------------------------------------------------
 
 
-def _follow(work: Work, slot: jax.Array, out: Ref, y: Memory) -> jax.Array:
-    """The second half of the channels of a program's rows; the slot after."""
+def _follow(
+    work: Work, slot: jax.Array, out: Ref, x: Inputs, y: Memory, s: Settings
+) -> jax.Array:
+    """The second half of the channels of a program's rows; the slot after.
+
+    While the first warpgroup finds a tile's weights, this one expands its share of the next tile.
+    """
+    codes = None if s.codec is None else expand.Codes(x, s.codec, jnp.dtype(x.q.dtype).name)
 
     def factors() -> jax.Array:
         """What to multiply with, of each row, as of the next weights."""
         plgpu.barrier_wait(y.p_ready)
         return plgpu.load(y.factor, *_ALL, layout=ROW)
 
+    def expanded(words: list[jax.Array], j: jax.Array, slot: jax.Array) -> list[jax.Array]:
+        if codes is None:
+            return words
+
+        def do(words: list[jax.Array]) -> list[jax.Array]:
+            plgpu.barrier_wait(y.free.at[slot])
+            return _expand(codes, words, 1, work, j, slot, y)
+
+        return lax.cond(j < work.tiles.end, do, lambda words: words, words)
+
     def step(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        del j
-        o, slot = carry
+        o, slot, *words = carry
+        following = ring.next_slot(slot, STAGES)
+        words = expanded(words, j + 1, following)
         plgpu.barrier_wait(y.ready.at[slot])
         o = o * along(factors(), o.shape, 0)
         o = _add(o, y.p, slot, jnp.int32(1), y, lambda: None)
         plgpu.barrier_arrive(y.p_free)
-        return o, ring.next_slot(slot, STAGES)
+        return o, following, *words
 
+    begin, end = work.tiles.begin, work.tiles.end
+    words = [] if codes is None else expanded(codes.load(work, begin, 1), begin, slot)
     o = _full(0.0, (ROWS, HALF), _MATRIX)
-    o, slot = lax.fori_loop(work.tiles.begin, work.tiles.end, step, (o, slot))
+    o, slot, *_ = lax.fori_loop(begin, end, step, (o, slot, *words))
     share = factors()
     plgpu.barrier_arrive(y.p_free)
     _store(o, share, jnp.int32(1), work, out)
@@ -316,7 +347,7 @@ def _kernel(*refs: Ref, s: Settings, heads: int, total: int, is_whole: bool) -> 
             @pl.when(me == 1)
             def _() -> None:
                 plgpu.barrier_arrive(y.p_free)
-                each(lambda work, slot: _follow(work, slot, out_ref, y))
+                each(lambda work, slot: _follow(work, slot, out_ref, x, y, s))
 
         def produce() -> None:
             each(lambda work, slot: _copy(work, slot, x, y, s))
