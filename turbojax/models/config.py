@@ -65,7 +65,8 @@ class TransformerConfig:
       latent: of attention whose keys and values are made of a latent, or None; then there are as
         many KV heads as heads, of ``nope_dim + rope_dim`` channels, values are padded to as many,
         `qkv_bias` is that of the products that make latents, and scores have its scale.
-      attention_sinks: whether each head has a logit of its own in the softmax's denominator.
+      attention_sinks: whether every layer has a learned logit per query head in the denominator of
+        its softmax, see `turbojax.turbo_attention`.
 
     Raises:
       TypeError: if `experts` or `latent` is another kind.
@@ -222,8 +223,8 @@ class TransformerConfig:
         layer += self.qkv_bias * (width + 2 * kv_width) + self.output_bias * size
         if self.latent is not None:
             layer = self._latent_parameters(self.latent)
-        layer += self.attention_sinks * self.num_heads
         layer += self.mlp_bias * (2 * inner + size) + self.qk_norm * 2 * head
+        layer += self.attention_sinks * self.num_heads
         layer += (4 if self.post_norms else 2) * size
         tables = self.vocab_size * size * (1 if self.tie_embeddings else 2)
         dense, mlps = self.num_layers, 0

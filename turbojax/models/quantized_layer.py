@@ -144,7 +144,7 @@ class QuantizedLayer:
       mlp_post_norm: the same of the feed-forward layer.
       key_channel_scale: float32 ``[K, H]`` or None: rotated keys are divided by it, and the queries
         of their group multiplied (CRS).
-      sinks: float32 ``[N]``, a logit of each head in the softmax's denominator, or None.
+      sinks: float32 ``[N]``, see `AttentionProjections`, or None.
     """
 
     attention_norm: jax.Array
@@ -247,8 +247,8 @@ def join_layer(
     if first is None or second is None:
         raise ValueError("attention_norm and mlp_norm must not be None")
     others = {name: norms.get(name) for name in rest}
-    others |= {"key_channel_scale": key_channel_scale, "sinks": sinks}
-    return QuantizedLayer(first, qkv, o, second, mlp, **others)
+    rest_of_it = {**others, "key_channel_scale": key_channel_scale, "sinks": sinks}
+    return QuantizedLayer(first, qkv, o, second, mlp, **rest_of_it)
 
 
 def _heads(qkv: jax.Array, config: TransformerConfig) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -2,6 +2,7 @@
 
 import jax
 
+from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options
 from turbojax.ops.paged_attention import mosaic_gpu, mosaic_prompt
 from turbojax.state.pages.pool import PagedCache
@@ -15,11 +16,19 @@ def _has_many(query: jax.Array, cache: PagedCache) -> bool:
 
 
 def unsupported(
-    *, query: jax.Array, cache: PagedCache, block_tables: jax.Array, options: Options
+    *,
+    query: jax.Array,
+    cache: PagedCache,
+    block_tables: jax.Array,
+    options: Options,
+    extras: Extras = NOTHING,
 ) -> str | None:
     """Why `attend` cannot run this here; None if it can."""
+    refusal = extras.refusal()
+    if refusal is not None:
+        return refusal
     if _has_many(query, cache):
-        return mosaic_prompt.unsupported(cache)
+        return mosaic_prompt.unsupported(query, cache, options)
     return mosaic_gpu.unsupported(
         query=query, cache=cache, block_tables=block_tables, options=options
     )
@@ -31,9 +40,11 @@ def attend(
     block_tables: jax.Array,
     lengths: jax.Array,
     query_lengths: jax.Array | None,
+    extras: Extras = NOTHING,
     *,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
     """`mosaic_prompt.attend` of many queries, `mosaic_gpu.attend` of few."""
+    del extras  # see `unsupported`
     run = mosaic_prompt.attend if _has_many(query, cache) else mosaic_gpu.attend
     return run(query, cache, block_tables, lengths, query_lengths, options=options)

@@ -221,7 +221,8 @@ def attend(
     )
     out, lse = kernel.attend(query, pages, block_tables, lengths, query_lengths, settings)
     if settings.channels is not None:
-        out = polar.unrotate(out[..., : cache.head_dim], cache.rotation).astype(dtype)
+        out = polar.unrotate(out[..., : cache.head_dim], cache.rotation)
+        out = out.astype(options.out_dtype or dtype)
     return out, lse
 
 
@@ -333,4 +334,5 @@ def _common(rows: int, options: Options, launch: Launch) -> dict[str, Any]:
         "warpgroups": launch.warpgroups,
         "stages": launch.stages,
         "reserve": launch.reserve,
+        "out_dtype": options.out_dtype,
     }

@@ -49,8 +49,15 @@ def default_launch(query: jax.Array, cache: PagedCache) -> Launch:
     return Launch(_PART if rows <= _MOST_ROWS_IN_PARTS else None, 2 if few else 4)
 
 
-def unsupported(cache: PagedCache) -> str | None:
+def unsupported(
+    query: jax.Array | jax.ShapeDtypeStruct, cache: PagedCache, options: Options
+) -> str | None:
     """Why `attend` cannot read these pages here; None if it can."""
+    rows = query.shape[1] * query.shape[2] // cache.num_kv_heads
+    if options.out_dtype is not None and rows > _MOST_ROWS_IN_PARTS:
+        return (
+            f"{rows} queries of a KV head must be at most {_MOST_ROWS_IN_PARTS} for float32 outputs"
+        )
     if cache.dtype.itemsize != 2:
         return f"dtype={cache.dtype} must be bfloat16 or float16"
     if cache.head_dim not in _HEAD_DIMS:
@@ -141,6 +148,7 @@ def _attend(
         part=launch.part,
         registers=launch.registers,
         programs=multiprocessors(),
+        out_dtype=options.out_dtype,
     )
     keys, values, lost = cache.key, cache.value, None
     starts = jnp.zeros_like(lengths) if window is None else lengths - query_lengths - window

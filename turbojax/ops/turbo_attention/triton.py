@@ -10,8 +10,14 @@ import jax.numpy as jnp
 from turbojax._device import interpreting, needs_gpu, unindexable
 from turbojax.config import TurboConfig
 from turbojax.ops import numerics
+from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options
-from turbojax.ops.turbo_attention.operands import Operands, Stage1, quantize_operands
+from turbojax.ops.turbo_attention.operands import (
+    Operands,
+    Stage1,
+    plain_refusal,
+    quantize_operands,
+)
 from turbojax.sas import SAS
 from turbojax.state.progressive.cache import CacheSide, ProgressiveCache
 
@@ -31,9 +37,12 @@ def attention_unsupported(
     value: jax.Array,
     config: TurboConfig,
     options: Options,
+    extras: Extras = NOTHING,
 ) -> str | None:
     """Why `turbo_attention` cannot run this here; None if it can."""
-    del value, options
+    refusal = plain_refusal(key, value, options, extras)
+    if refusal is not None:
+        return refusal
     if config.mode != "float" and config.block_kv < _SHORTEST_8_BIT_BLOCK:
         return (
             f"block_kv={config.block_kv} must be at least {_SHORTEST_8_BIT_BLOCK}: 8-bit products "
@@ -70,6 +79,7 @@ def attention(
     *,
     config: TurboConfig,
     options: Options,
+    extras: Extras = NOTHING,
     stage1: Stage1 | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`reference.attention` as one kernel, after stage 1 in XLA where `stage1` does not hold it."""
@@ -182,9 +192,13 @@ def decode_unsupported(
     query: jax.Array,
     cache: ProgressiveCache,
     options: Options,
+    extras: Extras = NOTHING,
 ) -> str | None:
     """Why `decode` cannot run this here; None if it can."""
     del options
+    refusal = extras.refusal()
+    if refusal is not None:
+        return refusal
     group = query.shape[2] // cache.num_kv_heads
     if query.shape[1] * group > _MOST_QUERY_ROWS:
         return (
@@ -202,10 +216,12 @@ def decode(
     query: jax.Array,
     cache: ProgressiveCache,
     query_length: jax.Array,
+    extras: Extras = NOTHING,
     *,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
     """`decode_reference.decode` as one kernel and a merge."""
+    del extras  # see `decode_unsupported`
     return _decode(
         query,
         cache,
@@ -240,6 +256,7 @@ def _decode(
         scale=options.scale,
         window=options.window,
         soft_cap=options.logits_soft_cap,
+        out_dtype=options.out_dtype,
         splits=_splits(pairs, cache.key.block_scale.shape[2]),
         num_warps=_DECODE_WARPS,
         num_stages=_DECODE_STAGES,

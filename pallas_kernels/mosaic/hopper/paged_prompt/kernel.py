@@ -427,7 +427,7 @@ def attention(
       settings: numerics and launch.
 
     Returns:
-      ``[B, T, N, H]`` in the queries' dtype and the float32 log-sum-exp ``[B, T, N]``.
+      ``[B, T, N, H]`` in the queries' dtype, or the settings', and the float32 log-sum-exp ``[B, T, N]``.
     """
     if settings.group != 1:
         raise ValueError(f"{settings.group=} must be 1: it follows from the heads")
@@ -437,11 +437,14 @@ def attention(
         extra = lost_values, jnp.any(some, axis=(1, 3)).astype(jnp.int32)
     inputs = (k, v, tables, lengths, query_lengths, factors)
     if settings.part is None:
+        if settings.out_dtype is not None:
+            raise ValueError(f"{settings.out_dtype=} must be None without parts")
         return _whole(q, *inputs, parts_seen(lengths, query_lengths, settings), *extra, s=settings)
     settings = dataclasses.replace(settings, group=q.shape[2] // k.shape[1])
     seen = parts_seen(lengths, query_lengths, settings)
     found = _run(join.side_by_side(q, settings), *inputs, seen, *extra, s=settings)
-    return join.join(*found, lengths, query_lengths, q.shape, q.dtype, settings)
+    dtype = settings.out_dtype or q.dtype
+    return join.join(*found, lengths, query_lengths, q.shape, dtype, settings)
 
 
 def _whole(

@@ -32,6 +32,7 @@ class Settings:
         by side as those of one head; 1 where heads are apart.
       registers: of a thread that attends and of one that copies.
       programs: how many run side by side, one to a multiprocessor.
+      out_dtype: of the output, ``"float32"``, with parts alone; None for the queries'.
     """
 
     window: int | None
@@ -41,6 +42,7 @@ class Settings:
     group: int = 1
     registers: tuple[int, int] = (232, 40)
     programs: int = 132
+    out_dtype: str | None = None
 
 
 def together(group: int) -> int:
