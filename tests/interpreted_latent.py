@@ -38,9 +38,9 @@ def stored(x, out, base, first, rows, channel=None):
 
 
 def joined(found, found_lse, lengths, query_lengths, shape, dtype, s, *, tile):
-    """`join.join` of arrays, rows by rows as the kernel's."""
-    parts, batch, _, rows = found_lse.shape
-    _, tokens, heads, channels = shape
+    """`join.join` of arrays."""
+    parts, rows = found_lse.shape[0], found_lse.shape[-1]
+    _, tokens, heads, _ = shape
     t = jnp.arange(rows) // s.group
     position = (lengths - query_lengths)[:, None] + t
     first = position - (2**30 if s.window is None else s.window)

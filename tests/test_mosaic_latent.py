@@ -94,21 +94,20 @@ def lanes(monkeypatch):
 def test_tiles_are_expanded_where_the_matrix_unit_finds_them(lanes, name, page_size):
     length = 230
     case = helpers.make(name, (3, length), page_size=page_size)
-    data, scale, rope, tables = (np.asarray(case.arrays[i]) for i in (2, 3, 4, 5))
-    arrays = [
-        Memory(np.ascontiguousarray(x).reshape(-1).view(np.uint8)) for x in (data, scale, rope, tables)
-    ]
+    given = [np.asarray(case.arrays[i]) for i in (2, 3, 4, 5)]
+    arrays = [Memory(np.ascontiguousarray(x).reshape(-1).view(np.uint8)) for x in given]
+    rope, tables = given[2:]
     x = types.SimpleNamespace(rope=rope, tables=tables)
     codes = expand.Codes(x, helpers.codec_of(name), "bfloat16")
     for tile in range(-(-length // tiles.TILE)):
         slot = np.zeros(2 * 64 * 256 * 2, np.uint8)
         numbers = [warp.integer(n) for n in (1, tile, length)]
-        for chunk in range(codes.chunks):
+        for share in range(expand.SHARES):
             for number in range(4):
 
-                def f(chunk=chunk, numbers=numbers, slot=slot):
-                    words, factor = codes.loaded(arrays, numbers, chunk)
-                    codes.stored(words, factor, Memory(slot), chunk)
+                def f(share=share, numbers=numbers, slot=slot):
+                    words, factor = codes.loaded(arrays, numbers, share)
+                    codes.stored(words, factor, Memory(slot), share)
 
                 lanes(number, f)
         found = slot.view(np.uint16).reshape(2, 8, 4, 8, 8, 8)

@@ -1,9 +1,9 @@
-"""Latents of codes or 8-bit floats as 16-bit numbers in shared memory, by the copying warpgroup.
+"""Latents of codes or 8-bit floats as 16-bit numbers in shared memory.
 
-A warp has 16 tokens of a tile of 64, all in one page. For half a token at a time each lane loads
-eight channels, 4 or 8 bytes, and stores 16 bytes where the matrix unit finds them. What is loaded
-stays in registers until its slot is free, so loads run ahead of it; the tile after is asked for in
-the L2 cache meanwhile.
+Two warpgroups share a tile of 64 tokens: a warp of each has eight of 16 tokens, all in one page.
+For half a token at a time each lane loads eight channels, 4 or 8 bytes, and stores 16 bytes where
+the matrix unit finds them. What is loaded stays in registers until its slot is free, so loads run
+ahead of it; the tile after is asked for in the L2 cache meanwhile.
 """
 
 from typing import Any
@@ -21,8 +21,8 @@ from pallas_kernels.mosaic.ring import ROWS, SCALAR
 
 _TOKENS, _LANES = 16, 32
 _EIGHT = 8
-# Words of a lane that are on their way: what registers there are.
-_WORDS = 32
+SHARES = 2
+"""Warpgroups that expand a tile."""
 # Tiles ahead that are asked for in the L2 cache.
 _AHEAD = 2
 _LINE = 128
@@ -41,34 +41,34 @@ class Codes:
         self.x, self.codec, self.dtype = x, codec, dtype
         self.words = codec.bits // 4
         """Of eight channels."""
-        self.chunks = HALVES * _TOKENS * self.words // _WORDS
-        """Parts of a tile, one after the other in registers."""
-        self.tokens = _TOKENS // self.chunks
-        """Of a chunk, of each warp."""
+        self.tokens = _TOKENS // SHARES
+        """Of a warp, in a tile."""
+        self.count = HALVES * self.tokens * self.words
+        """Words of a lane."""
 
-    def load(self, work: Work, j: jax.Array, chunk: int) -> list[jax.Array]:
-        """Begins to load a chunk of a tile; what `store` takes."""
+    def load(self, work: Work, j: jax.Array, share: int) -> list[jax.Array]:
+        """Begins to load a share of a tile, 0 or 1; what `store` takes."""
 
         def f(refs: Any, *numbers: Any) -> tuple[Any, Any]:
             arrays = [Pointer.to(ref) for ref in refs]
-            words, factor = self.loaded(arrays, [lane.scalar(n) for n in numbers], chunk)
+            words, factor = self.loaded(arrays, [lane.scalar(n) for n in numbers], share)
             zero = lane.number(0.0)
             return fragments.carrier(words), fragments.of_rows([[factor, zero], [zero, zero]])
 
         refs = (self.x.latent, self.x.scale, self.x.rope, self.x.tables)
         types = ((plgpu.RefType(),) * len(refs), SCALAR, SCALAR, SCALAR)
-        out = ring.array((ROWS, 2 * _WORDS), jnp.int32), ring.array((ROWS, _EIGHT), jnp.float32)
+        out = ring.array((ROWS, 2 * self.count), jnp.int32), ring.array((ROWS, _EIGHT), jnp.float32)
         return list(ring.inline(f, types, out)(refs, work.b, j, work.length))
 
     def loaded(
-        self, arrays: list[Pointer], numbers: list[Int], chunk: int
+        self, arrays: list[Pointer], numbers: list[Int], share: int
     ) -> tuple[list[Int], Float]:
-        """A lane's words of a chunk, and the factor of the warp's token with the lane's number.
+        """A lane's words of a share, and the factor of the warp's token with the lane's number.
 
         Args:
           arrays: latents, their scales, rotary parts, tables.
           numbers: the sequence, the tile, and the sequence's length.
-          chunk: which of the tile's chunks.
+          share: which of the tile's.
         """
         latent, scale, rope, tables = arrays
         b, tile, length = numbers
@@ -82,9 +82,9 @@ class Codes:
             page = tables.at((b * max_pages + entry) * 4).word()
             return page * page_size + token % page_size // _TOKENS * _TOKENS
 
-        if chunk == 0:
+        if share == 0:
             self._ask_for(latent, rope, row_of(tile + _AHEAD), own)
-        first = row_of(tile) + chunk * self.tokens
+        first = row_of(tile) + share * self.tokens
         factor = scale.times(first + (own & (self.tokens - 1)), 4).float()
         size = LATENT * self.codec.bits // 8
         at = latent.times(first, size).at(own * (4 * self.words))
@@ -102,17 +102,17 @@ class Codes:
                 line = own + i if lines >= _LANES else own & (lines - 1)
                 lane.prefetch(base.times(row, size).at(line * _LINE))
 
-    def store(self, loaded: list[jax.Array], target: Ref, chunk: int) -> None:
-        """Stores a chunk of a tile to a slot ``[2, 64, 256]``."""
+    def store(self, loaded: list[jax.Array], target: Ref, share: int) -> None:
+        """Stores a share of a tile to a slot ``[2, 64, 256]``."""
 
         def f(words: Any, factors: Any, target: Any) -> None:
             factor = fragments.by_row(factors)[0][0]
-            self.stored(fragments.scalars(words), factor, Pointer.to(target), chunk)
+            self.stored(fragments.scalars(words), factor, Pointer.to(target), share)
 
         types = (plgpu.Layout.WGMMA, plgpu.Layout.WGMMA, ring.tile_type(target))
         ring.inline(f, types)(*loaded, target)
 
-    def stored(self, words: list[Int], factor: Float, target: Pointer, chunk: int) -> None:
+    def stored(self, words: list[Int], factor: Float, target: Pointer, share: int) -> None:
         """A lane's part of `store`; see `loaded`."""
         warp, own = _place()
         for i in range(self.tokens):
@@ -121,7 +121,7 @@ class Codes:
                 unit = unit * self.codec.unit
             for half in range(HALVES):
                 begin = (i * HALVES + half) * self.words
-                at = target.at(offset(warp, chunk * self.tokens + i, half, own))
+                at = target.at(offset(warp, share * self.tokens + i, half, own))
                 at.store_words(self.numbers(words[begin : begin + self.words], unit))
 
     def numbers(self, words: list[Int], unit: Float) -> list[Int]:

@@ -28,6 +28,7 @@ order: a query's bits depend on its own position and on what its sequence holds 
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -125,15 +126,27 @@ def _copy(work: Work, slot: jax.Array, x: Inputs, y: Memory, s: Settings) -> jax
         plgpu.barrier_wait(y.free.at[slot])
         _copy_tile(work, j, slot, x, y)
         pl.when(j == work.tiles.begin)(lambda: _copy_queries(work, x, y))
-        for i in range(codes.chunks):
-            codes.store(words, y.latent.at[slot], i)
-            words = codes.load(work, j + (i + 1) // codes.chunks, (i + 1) % codes.chunks)
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(y.ready.at[slot])
-        return ring.next_slot(slot, STAGES), *words
+        return ring.next_slot(slot, STAGES), *_expand(codes, words, 0, work, j, slot, y)
 
     first = codes.load(work, work.tiles.begin, 0)
     return lax.fori_loop(work.tiles.begin, work.tiles.end, expanded, (slot, *first))[0]
+
+
+def _expand(
+    codes: expand.Codes,
+    words: list[jax.Array],
+    share: int,
+    work: Work,
+    j: jax.Array,
+    slot: jax.Array,
+    y: Memory,
+) -> list[jax.Array]:
+    """Stores a share of tile `j`, which was loaded before, and begins to load of the next tile."""
+    codes.store(words, y.latent.at[slot], share)
+    words = codes.load(work, j + 1, share)
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(y.ready.at[slot])
+    return words
 
 
 # What attends -------------------------------------------------------------------------------------
@@ -175,7 +188,7 @@ def _hide(
 def _hand_over(p: jax.Array, factor: jax.Array, y: Memory) -> None:
     """Gives weights, and what sums are to be multiplied with before, to those who sum."""
     plgpu.barrier_wait(y.p_free)
-    y.p[...] = p.astype(y.p.dtype)
+    y.p[...] = p
     y.factor[...] = factor
     plgpu.commit_smem()
     plgpu.barrier_arrive(y.p_ready)
@@ -198,8 +211,8 @@ def _attend(
         alpha = jnp.exp2(m - shift)
         p = jnp.exp2(found - along(shift, found.shape, 0))
         l = l * alpha + jnp.sum(p, axis=1)
-        _hand_over(p, alpha, y)
-        o = _add(o * along(alpha, o.shape, 0), slot, jnp.int32(0), y)
+        o, p = o * along(alpha, o.shape, 0), p.astype(y.p.dtype)
+        o = _add(o, p, slot, jnp.int32(0), y, lambda: _hand_over(p, alpha, y))
         return o, top, l, ring.next_slot(slot, STAGES)
 
     edge, plain = (functools.partial(step, is_edge=x) for x in (True, False))
@@ -228,11 +241,17 @@ def _attend(
 # What both do -------------------------------------------------------------------------------------
 
 
-def _add(o: jax.Array, slot: jax.Array, half: jax.Array, y: Memory) -> jax.Array:
-    """`o` and the weighted values of a tile; its slot is free then."""
+def _add(
+    o: jax.Array, p: Any, slot: jax.Array, half: jax.Array, y: Memory, then: Callable[[], None]
+) -> jax.Array:
+    """`o` and the values of a tile times weights `p`; its slot is free after.
+
+    `then` happens while the product is on its way.
+    """
 
     def add(out: Ref) -> None:
-        plgpu.wgmma(out, y.p, y.latent.at[slot, half])
+        plgpu.wgmma(out, p, y.latent.at[slot, half])
+        then()
 
     o = pl.run_state(add)(accumulator.init(o))
     plgpu.barrier_arrive(y.free.at[slot])
@@ -250,24 +269,44 @@ def _store(o: jax.Array, share: jax.Array, half: jax.Array, work: Work, out: Ref
 # What sums the other half -------------------------------------------------------------------------
 
 
-def _follow(work: Work, slot: jax.Array, out: Ref, y: Memory) -> jax.Array:
-    """The second half of the channels of a program's rows; the slot after."""
+def _follow(
+    work: Work, slot: jax.Array, out: Ref, x: Inputs, y: Memory, s: Settings
+) -> jax.Array:
+    """The second half of the channels of a program's rows; the slot after.
+
+    While the first warpgroup finds a tile's weights, this one expands its share of the next tile.
+    """
+    codes = None if s.codec is None else expand.Codes(x, s.codec, jnp.dtype(x.q.dtype).name)
 
     def factors() -> jax.Array:
         """What to multiply with, of each row, as of the next weights."""
         plgpu.barrier_wait(y.p_ready)
         return plgpu.load(y.factor, *_ALL, layout=ROW)
 
-    def step(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        del j
-        o, slot = carry
-        plgpu.barrier_wait(y.ready.at[slot])
-        o = _add(o * along(factors(), o.shape, 0), slot, jnp.int32(1), y)
-        plgpu.barrier_arrive(y.p_free)
-        return o, ring.next_slot(slot, STAGES)
+    def expanded(words: list[jax.Array], j: jax.Array, slot: jax.Array) -> list[jax.Array]:
+        if codes is None:
+            return words
 
+        def do(words: list[jax.Array]) -> list[jax.Array]:
+            plgpu.barrier_wait(y.free.at[slot])
+            return _expand(codes, words, 1, work, j, slot, y)
+
+        return lax.cond(j < work.tiles.end, do, lambda words: words, words)
+
+    def step(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        o, slot, *words = carry
+        following = ring.next_slot(slot, STAGES)
+        words = expanded(words, j + 1, following)
+        plgpu.barrier_wait(y.ready.at[slot])
+        o = o * along(factors(), o.shape, 0)
+        o = _add(o, y.p, slot, jnp.int32(1), y, lambda: None)
+        plgpu.barrier_arrive(y.p_free)
+        return o, following, *words
+
+    begin, end = work.tiles.begin, work.tiles.end
+    words = [] if codes is None else expanded(codes.load(work, begin, 1), begin, slot)
     o = _full(0.0, (ROWS, HALF), _MATRIX)
-    o, slot = lax.fori_loop(work.tiles.begin, work.tiles.end, step, (o, slot))
+    o, slot, *_ = lax.fori_loop(begin, end, step, (o, slot, *words))
     share = factors()
     plgpu.barrier_arrive(y.p_free)
     _store(o, share, jnp.int32(1), work, out)
@@ -308,7 +347,7 @@ def _kernel(*refs: Ref, s: Settings, heads: int, total: int, is_whole: bool) -> 
             @pl.when(me == 1)
             def _() -> None:
                 plgpu.barrier_arrive(y.p_free)
-                each(lambda work, slot: _follow(work, slot, out_ref, y))
+                each(lambda work, slot: _follow(work, slot, out_ref, x, y, s))
 
         def produce() -> None:
             each(lambda work, slot: _copy(work, slot, x, y, s))
@@ -351,9 +390,7 @@ def attend(
     batch, tokens, heads, _ = query_latent.shape
     count = tokens * heads
     pad = ((0, 0), (0, -count % _EIGHT), (0, 0))
-    q, q_rope = (
-        jnp.pad(a.reshape(batch, count, -1), pad) for a in (query_latent, query_rope)
-    )
+    q, q_rope = (jnp.pad(a.reshape(batch, count, -1), pad) for a in (query_latent, query_rope))
     rows, places = q.shape[1], pl.cdiv(q.shape[1], ROWS)
     parts = pl.cdiv(block_tables.shape[1] * rope.shape[1], settings.part)
     of_parts = prompt_tiles.Settings(settings.window, None, STAGES, settings.part, heads)

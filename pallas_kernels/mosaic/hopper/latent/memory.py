@@ -7,6 +7,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layouts import Ref
 from pallas_kernels.mosaic import ring
+from pallas_kernels.mosaic.hopper.latent.expand import SHARES
 from pallas_kernels.mosaic.hopper.latent.tiles import HALF, HALVES, ROPE, TILE, Inputs, Settings
 from pallas_kernels.mosaic.hopper.paged_prompt import lost
 from pallas_kernels.mosaic.hopper.paged_prompt.memory import pieces
@@ -14,6 +15,7 @@ from pallas_kernels.mosaic.ring import ROWS
 
 STAGES = 2
 """Tiles of tokens: all that there is room for."""
+
 
 class Memory(NamedTuple):
     """Shared memory, and the barriers of its slots."""
@@ -36,8 +38,8 @@ class Memory(NamedTuple):
 def memory(x: Inputs, s: Settings) -> Memory:
     """The types of a program's shared memory."""
     copies, dtype = pieces(x.rope.shape[1], TILE), x.q.dtype
-    # Of the rotary part, and of either half, or one for all that is expanded.
-    arrivals = copies * (1 + HALVES) if s.codec is None else copies + 1
+    # Of the rotary part, and of either half, or of those who expand.
+    arrivals = copies * (1 + HALVES) if s.codec is None else copies + SHARES
     return Memory(
         q=ring.tile((HALVES, ROWS, HALF), dtype),
         q_rope=ring.tile((ROWS, ROPE), dtype),
