@@ -151,9 +151,11 @@ class Latent(Kind[LatentCache]):
         lengths: jax.Array,
         *,
         options: AttentionOptions = PLAIN,
+        sinks: jax.Array | None = None,
         implementation: Any = None,
     ) -> tuple[jax.Array, LatentCache]:
         """See `Kind.prefill`."""
+        _refuse_sinks(sinks)
         cache = self.append(cache, key, value, lengths=lengths)
         return attend_cache(query, cache, lengths, options, implementation), cache
 
@@ -163,9 +165,11 @@ class Latent(Kind[LatentCache]):
         cache: LatentCache,
         *,
         options: AttentionOptions = PLAIN,
+        sinks: jax.Array | None = None,
         implementation: Any = None,
     ) -> jax.Array:
         """See `Kind.decode`."""
+        _refuse_sinks(sinks)
         return attend_cache(query, cache, None, options, implementation)
 
     def why_nan(self, cache: LatentCache) -> str | None:
@@ -199,6 +203,12 @@ class Latent(Kind[LatentCache]):
     def validate(self, cache: LatentCache) -> None:
         """See `Stored.validate`."""
         validate_layers(cache)
+
+
+def _refuse_sinks(sinks: jax.Array | None) -> None:
+    """Raises NotImplementedError if a layer has sinks."""
+    if sinks is not None:
+        raise NotImplementedError(f"{sinks.shape=} must be none at all: latent attention has none")
 
 
 def tokens_of(key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
