@@ -9,6 +9,7 @@ from turbojax import paged
 from turbojax.kv import holds_latents
 from turbojax.kv.latent import split_query, tokens_of
 from turbojax.ops import latent_attention, paged_attention
+from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import PLAIN, Options
 
 Pool = paged.PagedCache | paged.LatentPages
@@ -85,11 +86,11 @@ def _attend_latents(
     query_lengths: jax.Array | None = None,
     *,
     options: Options,
-    extras: Any = None,
+    extras: Extras = NOTHING,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    if extras is not None:
-        raise NotImplementedError(f"{extras=} must be None: latent attention has none")
+    if refusal := extras.refusal():
+        raise NotImplementedError(f"latent_attention cannot run here: {refusal}")
     return latent_attention.attend_latents(
         *split_query(query, pool.latent_dim),
         pool,
