@@ -39,7 +39,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layouts import LOG2_E, Ref
 from pallas_kernels.mosaic import ring
-from pallas_kernels.mosaic.hopper.latent import expand, store
+from pallas_kernels.mosaic.hopper.latent import ahead, expand, store
 from pallas_kernels.mosaic.hopper.latent.memory import STAGES, Memory, memory
 from pallas_kernels.mosaic.hopper.latent.tiles import (
     HALF,
@@ -110,11 +110,16 @@ def _copy_tile(work: Work, j: jax.Array, slot: jax.Array, x: Inputs, y: Memory) 
 def _copy(work: Work, slot: jax.Array, x: Inputs, y: Memory, s: Settings) -> jax.Array:
     """Brings a program's tiles to shared memory, as room comes free; the next slot."""
 
-    def copied(j: jax.Array, slot: jax.Array) -> jax.Array:
-        plgpu.barrier_wait(y.free.at[slot])
+    def begin(j: jax.Array, slot: jax.Array) -> None:
         _copy_tile(work, j, slot, x, y)
         # Their room comes free later than the first tile's.
         pl.when(j == work.tiles.begin)(lambda: _copy_queries(work, x, y))
+        if s.ahead:
+            pl.when(j + s.ahead < work.tiles.end)(lambda: ahead.ask_for(work, j + s.ahead, x))
+
+    def copied(j: jax.Array, slot: jax.Array) -> jax.Array:
+        plgpu.barrier_wait(y.free.at[slot])
+        begin(j, slot)
         return ring.next_slot(slot, STAGES)
 
     if s.codec is None:
@@ -124,8 +129,7 @@ def _copy(work: Work, slot: jax.Array, x: Inputs, y: Memory, s: Settings) -> jax
     def expanded(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         slot, *words = carry
         plgpu.barrier_wait(y.free.at[slot])
-        _copy_tile(work, j, slot, x, y)
-        pl.when(j == work.tiles.begin)(lambda: _copy_queries(work, x, y))
+        begin(j, slot)
         return ring.next_slot(slot, STAGES), *_expand(codes, words, 0, work, j, slot, y)
 
     first = codes.load(work, work.tiles.begin, 0)
@@ -269,9 +273,7 @@ def _store(o: jax.Array, share: jax.Array, half: jax.Array, work: Work, out: Ref
 # What sums the other half -------------------------------------------------------------------------
 
 
-def _follow(
-    work: Work, slot: jax.Array, out: Ref, x: Inputs, y: Memory, s: Settings
-) -> jax.Array:
+def _follow(work: Work, slot: jax.Array, out: Ref, x: Inputs, y: Memory, s: Settings) -> jax.Array:
     """The second half of the channels of a program's rows; the slot after.
 
     While the first warpgroup finds a tile's weights, this one expands its share of the next tile.
