@@ -6,6 +6,7 @@ the matrix unit finds them. What is loaded stays in registers until its slot is 
 ahead of it.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from pallas_kernels.layouts import Ref
 from pallas_kernels.mosaic import lane, ring
 from pallas_kernels.mosaic.hopper.latent.ahead import TOKENS, first_row, place
 from pallas_kernels.mosaic.hopper.latent.tiles import HALF, HALVES, LATENT, TILE, Inputs, Work
-from pallas_kernels.mosaic.hopper.paged_prompt.expand import Codec, centroids
+from pallas_kernels.mosaic.hopper.paged_prompt.expand import BYTE_OFFSET, Codec, centroids
 from pallas_kernels.mosaic.lane import Float, Int, Pointer, fragments
 from pallas_kernels.mosaic.ring import ROWS, SCALAR
 
@@ -104,11 +105,13 @@ class Codes:
     def numbers(self, words: list[Int], unit: Float) -> list[Int]:
         """Eight channels as four words, times a token's unit."""
         if self.codec.centroids:
-            x = centroids(words[0], self.codec)
+            # What they are too large by is taken off as they are multiplied.
+            middle = unit * -(BYTE_OFFSET + self.codec.middle)
+            raw = dataclasses.replace(self.codec, middle=-BYTE_OFFSET)
+            x = [v.fma(unit, middle) for v in centroids(words[0], raw)]
         else:
             halves = [half for word in words for half in lane.half.from_e4m3(word)]
-            x = [v for half in halves for v in lane.half.unpack(half)]
-        x = [v * unit for v in x]
+            x = [v * unit for half in halves for v in lane.half.unpack(half)]
         return [lane.half.pack(x[i], x[i + 1], self.dtype) for i in range(0, _EIGHT, 2)]
 
 
