@@ -17,9 +17,9 @@ from turbojax.ops.latent_attention import (
     expanded_latent_attention as expanded_latent_attention,
 )
 from turbojax.ops.latent_attention import latent_attention as latent_attention
+from turbojax.ops.merging import merge_attention as merge_attention
 from turbojax.ops.paged_attention import paged_attention as paged_attention
 from turbojax.ops.pooled_attention import pooled_attention as pooled_attention
-from turbojax.ops.merging import merge_attention as merge_attention
 from turbojax.ops.turbo_attention import decode as decode
 from turbojax.ops.turbo_attention import prefill as prefill
 from turbojax.ops.turbo_attention import turbo_attention as turbo_attention
@@ -74,6 +74,7 @@ __all__ = [
     "latent_attention",
     "level_density",
     "levels",
+    "merge_attention",
     "models",
     "paged",
     "paged_attention",
@@ -83,7 +84,6 @@ __all__ = [
     "quantizers",
     "sas_softmax",
     "select_levels",
-    "merge_attention",
     "turbo_attention",
 ]
 

@@ -164,7 +164,8 @@ def decode(
       settings: factors and launch.
 
     Returns:
-      ``[B, T, N, H]`` in the query's dtype, or the settings', and the float32 log-sum-exp ``[B, T, N]``.
+      ``[B, T, N, H]`` in the query's dtype, or the settings', and the float32 log-sum-exp
+      ``[B, T, N]``.
     """
     batch, tokens, heads, head_dim = query.shape
     kv_heads = key.scale.shape[1]

@@ -148,9 +148,7 @@ class SelfAttention:
         if attention is None:
             attention = kind.whole_attention(self.cache)
         name = within_implementation(self.implementation, attention, kind.implementations)
-        return attend_within(
-            query, key, value, lengths, attention, self.options, name, sinks=sinks
-        )
+        return attend_within(query, key, value, lengths, attention, self.options, name, sinks=sinks)
 
     def _check(
         self, x: jax.Array, lengths: jax.Array | None, cache: LayerCache | None = None

@@ -45,9 +45,7 @@ def attend_prompt(
             )
         else:
             name = within_implementation(implementation, attention, kind.implementations)
-            out = attend_within(
-                query, key, value, lengths, attention, options, name, sinks=sinks
-            )
+            out = attend_within(query, key, value, lengths, attention, options, name, sinks=sinks)
             part = kind.store_prompt(part, key, value, lengths, implementation=implementation)
         return out, kind.put(cache, part, first)
 
@@ -72,9 +70,7 @@ def attend_new_tokens(implementation: str | None = None) -> Attend:
             q, k, v = (x[:, first : first + most] for x in (query, key, value))
             cache = kind.append(cache, k, v, implementation=implementation)
             outs.append(
-                kind.decode(
-                    q, cache, options=options, sinks=sinks, implementation=implementation
-                )
+                kind.decode(q, cache, options=options, sinks=sinks, implementation=implementation)
             )
         return outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=1), cache
 

@@ -135,15 +135,15 @@ class Extras:
                 bias = jnp.take(bias, queries, axis=2, mode="clip")
             parts.append(jnp.take(bias, keys, axis=3, mode="clip").astype(jnp.float32))
         if self.alibi_slopes is not None:
-            slopes = self.alibi_slopes[:, None, None]
+            slopes = self.alibi_slopes[None, :, None, None]
             parts.append(-slopes * self.distances(queries, keys)[:, None].astype(jnp.float32))
         return sum(parts[1:], parts[0]) if parts else None
 
     def distances(self, queries: jax.Array, keys: jax.Array) -> jax.Array:
         """int32 ``[B or 1, t, s]``, how far the positions of these are from each other."""
         shift = self.shift()
-        index = queries[:, None] - keys[None]
-        return jnp.abs(index[None] if shift is None else index + shift[:, None, None])
+        index = (queries[:, None] - keys[None])[None]
+        return jnp.abs(index if shift is None else index + shift[:, None, None])
 
 
 NOTHING = Extras()

@@ -35,7 +35,7 @@ def merge_attention(outputs: jax.Array, residuals: jax.Array) -> tuple[jax.Array
         )
     largest = jax.lax.stop_gradient(jnp.max(residuals, axis=0))
     largest = jnp.where(jnp.isneginf(largest), 0, largest)
-    weights = jnp.exp(residuals - largest)
+    weights = jnp.exp(residuals - largest[None])
     total = weights[0]
     summed = outputs[0].astype(jnp.float32) * weights[0][..., None]
     for out, weight in zip(outputs[1:], weights[1:], strict=True):  # in this order

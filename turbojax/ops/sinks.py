@@ -31,7 +31,7 @@ def with_sinks(
       The output in its dtype, and the log-sum-exp. A real query that sees nothing gives 0 and its
       head's sink.
     """
-    sinks = sinks.reshape((1,) * (residual.ndim - 1) + sinks.shape)
+    sinks = sinks[None, None]
     total = jnp.logaddexp(residual, sinks)
     # Where neither has weight the difference would be NaN.
     share = jnp.where(residual == -jnp.inf, 0, jnp.exp(residual - total))
@@ -103,7 +103,7 @@ def sink_gradient(
     Returns:
       float32 ``[N]``.
     """
-    sinks = sinks[None, None]
     # A sink of -inf weighs nothing, even where the query sees nothing and lse' is -inf too.
+    sinks = sinks[None, None]
     weight = jnp.where(sinks == -jnp.inf, 0, jnp.exp(sinks - residual))
     return -jnp.sum(jnp.where(real[..., None], weight * delta, 0), axis=(0, 1))

@@ -324,7 +324,11 @@ def _advice() -> tuple[str, ...]:
 
 
 def _as_words(op: OpReport) -> dict[str, str]:
-    return {name: refusal or "available" for name, refusal in op.refusals.items()}
+    words = {name: refusal or "available" for name, refusal in op.refusals.items()}
+    if op.refusals.get("mosaic_gpu", "") is None and not _device.is_measured():
+        capability = _device.gpu_compute_capability()
+        words["mosaic_gpu"] += f", not measured on compute capability {capability}"
+    return words
 
 
 def _version(package: str) -> str | None:

@@ -130,9 +130,10 @@ def decode(
       key_offset: the same.
       sinks: the same.
       output_dtype: the same.
-      implementation: ``"cudnn"`` (one query per sequence, the output alone, in its own dtype,
-        neither window nor cap nor sinks, at most 128 channels), ``"mosaic_gpu"`` (compute capability 9.0, bfloat16 or float16, 64, 128 or 256
-        channels, at most 64 queries of a KV head; of a window it reads no more than that),
+      implementation: ``"cudnn"`` (one query per sequence, an output in its own dtype alone, neither
+        window nor cap nor sinks, at most 128 channels), ``"mosaic_gpu"`` (compute capability 9.0 or
+        10.0, bfloat16 or float16, 64, 128 or 256 channels, at most 64 queries of a KV head; of a
+        window it reads no more than that),
         ``"xla"``, or None for the first of them that can. The kernel's gradient is XLA's.
       return_residual: also return the log-sum-exp of the scores.
 

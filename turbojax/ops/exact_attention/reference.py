@@ -36,9 +36,7 @@ def masked_attention(
       ``[B, T, N, H]`` in the query's dtype.
     """
     if sinks is not None:
-        parts = masked_part(
-            query, key, value, mask, scale=scale, logits_soft_cap=logits_soft_cap
-        )
+        parts = masked_part(query, key, value, mask, scale=scale, logits_soft_cap=logits_soft_cap)
         return with_sinks(*parts, sinks)[0].astype(query.dtype)
     if logits_soft_cap is None:
         return cudnn.dot_product_attention(query, key, value, scale=scale, mask=mask[:, None])

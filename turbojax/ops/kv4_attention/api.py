@@ -214,8 +214,8 @@ def decode(
 
     Returns:
       ``[B, T, N, H]`` in the query's dtype or `output_dtype`; with `return_residual` also float32
-      ``[B, T, N]``. An empty sequence gives 0 and ``-inf``, or the sink. A key, value or query that is not finite turns the
-      results it takes part in to NaN, and no others.
+      ``[B, T, N]``. An empty sequence gives 0 and ``-inf``, or the sink. A key, value or query that
+      is not finite turns the results it takes part in to NaN, and no others.
 
     Raises:
       TypeError: if `cache` is another kind or the query's dtype is not `cache.dtype`.

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from turbojax._device import needs_hopper
+from turbojax._device import needs_bulk_copies
 from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options
 from turbojax.state.kv4 import TokenScaledCache
@@ -75,7 +75,7 @@ def decode_unsupported(
         return f"head_dim={cache.head_dim} must be one of {_HEAD_DIMS}"
     if rows > _MOST_QUERY_ROWS:
         return f"{rows} queries of a KV head must be at most {_MOST_QUERY_ROWS}"
-    return needs_hopper()
+    return needs_bulk_copies()
 
 
 @functools.partial(jax.jit, static_argnames=("options", "launch"))

@@ -137,9 +137,9 @@ def paged_attention(
 
     Returns:
       ``[B, T, N, H]`` in the query's dtype or `output_dtype`; with `return_residual` also float32
-      ``[B, T, N]``. An empty sequence gives 0 and ``-inf``, or the sink. A key, value or query that is NaN turns the results it
-      takes part in to NaN, and no others. Under `jit`, all is NaN for a sequence whose length or a
-      needed page is out of range, and none of its pages is read.
+      ``[B, T, N]``. An empty sequence gives 0 and ``-inf``, or the sink. A key, value or query that
+      is NaN turns the results it takes part in to NaN, and no others. Under `jit`, all is NaN for a
+      sequence whose length or a needed page is out of range, and none of its pages is read.
 
     Raises:
       TypeError: if `cache` is another kind, the query's dtype is not `cache.dtype`, or tables or
@@ -214,7 +214,7 @@ def _first_seen(
     extras: Extras,
     options: Options,
 ) -> jax.Array | None:
-    """Of each sequence the first token that a query sees, int32 ``[B]``; None if it is the first."""
+    """Of each sequence the first token that a query sees, int32 ``[B]``; None for the very first."""
     tokens = query.shape[1]
     if extras.query_offset is None or options.window is None:
         return page_checks.first_seen(lengths, query_lengths, tokens, options.window)

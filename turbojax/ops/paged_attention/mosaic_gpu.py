@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from turbojax import polar
-from turbojax._device import needs_hopper
+from turbojax._device import needs_bulk_copies
 from turbojax.ops.options import Options
 from turbojax.state.pages.formats import Codes, Format
 from turbojax.state.pages.pool import PagedCache
@@ -172,7 +172,7 @@ def refusal(query: jax.Array | jax.ShapeDtypeStruct, kv_heads: int) -> str | Non
         return f"head_dim={head_dim} must be one of {_HEAD_DIMS}"
     if rows > _MOST_QUERY_ROWS:
         return f"{rows} queries of a KV head must be at most {_MOST_QUERY_ROWS}"
-    return needs_hopper()
+    return needs_bulk_copies()
 
 
 @functools.partial(jax.jit, static_argnames=("options", "launch"))

@@ -114,8 +114,8 @@ def turbo_attention(
       key_offset: the same of the first key.
       bias: optional ``[B or 1, N or 1, T or 1, S]``, floating-point, added to the scores after
         their scale and cap; ``-inf`` hides a key. Its gradient has its shape.
-      alibi_slopes: optional floating-point ``[N]``: ``-slope * |query's position - key's|`` is added
-        too (Press et al., 2022).
+      alibi_slopes: optional floating-point ``[N]``: ``-slope * |p - k|`` is added too, for a query
+        at `p` and a key at `k` (Press et al., 2022).
       sinks: optional floating-point ``[N]``, a logit of each head that takes part in the softmax's
         denominator alone, as of gpt-oss; a query that sees nothing has it as its log-sum-exp.
       output_dtype: float32 for the output of a part that will be merged, see
@@ -126,16 +126,17 @@ def turbo_attention(
         two names it is the first of these that can run. With None, calls in 16 bits that are too
         short for rounding to pay are exact attention by cuDNN on Hopper, and so is mode
         ``"float"``; not with lengths, a soft cap, SAS, a window unless it is causal, causal calls
-        with ``T != S``, the options after it, or the residual. When differentiated all are rounded: then a short call's
-        value differs from that of the same call alone, by what rounding costs.
+        with ``T != S``, any of the eight options above, or the residual. When differentiated all
+        are rounded: then a short call's value differs from that of the same call alone, by what
+        rounding costs.
       return_residual: also return the log-sum-exp of the scores.
 
     Returns:
       ``[B, T, N, Hv]`` in the query's dtype or `output_dtype`; with `return_residual` also float32
-      ``[B, T, N]``, the log-sum-exp. A query that sees nothing gives 0 and ``-inf``. NaN or infinity in a key or value makes every
-      query NaN that sees its block (in mode ``"float"`` what exact attention gives; e4m3 values
-      share one scale, so there a bad value reaches all queries of its KV head). In exact short
-      calls it reaches at least those that see it.
+      ``[B, T, N]``, the log-sum-exp. A query that sees nothing gives 0 and ``-inf``. NaN or
+      infinity in a key or value makes every query NaN that sees its block (in mode ``"float"``
+      what exact attention gives; e4m3 values share one scale, so there a bad value reaches all
+      queries of its KV head). In exact short calls it reaches at least those that see it.
 
     Raises:
       TypeError: if dtypes are not supported or differ.
@@ -438,7 +439,7 @@ def decode(
       key_offset: the position of the cache's first token, 0 if not given.
       sinks: optional floating-point ``[N]``, see `turbojax.turbo_attention`.
       output_dtype: float32 for results that will be merged; the query's if not given.
-      implementation: ``"mosaic_gpu"`` (compute capability 9.0 alone), ``"triton"`` or ``"xla"``,
+      implementation: ``"mosaic_gpu"`` (compute capability 9.0 or 10.0), ``"triton"`` or ``"xla"``,
         or None for the first of them that can run this.
       return_residual: also return the log-sum-exp of the scores.
 

@@ -46,9 +46,9 @@ def straight_through(
       is_ragged: whether lengths may be less than the arrays'.
 
     Returns:
-      A function of the five arrays and `Extras`. It gives what `run` gives; gradients have the dtype of the
-      input they belong to. A second derivative raises NotImplementedError, forward mode (`jvp`)
-      raises jax's TypeError about `custom_vjp`.
+      A function of the five arrays and `Extras`. It gives what `run` gives; gradients have the
+      dtype of the input they belong to. A second derivative raises NotImplementedError, forward
+      mode (`jvp`) raises jax's TypeError about `custom_vjp`.
     """
 
     def gradient(

@@ -41,7 +41,7 @@ def gradient(
     The weights ``P = exp(S - lse)`` are those of the forward pass: `S` are its scores, of rounded
     queries and keys, `lse` is its log-sum-exp, and the exponential is the exact one. With ``dP = dO
     V^T`` and a row's ``D = dO . O`` the scores' gradient is ``dS = P (dP - D + d_lse)``. `V` is
-    rounded there as it was when it gave `O`: then a row's `dS` sum to 0, but for `d_lse` and a sink.
+    rounded there as it was when it gave `O`: a row's `dS` sum to 0 but for `d_lse` and a sink.
     A bias and slopes get `dS` before its scale and the cap's derivative. With
     ``config.gradient="8bit"`` `dO` is rounded in both, in blocks as queries are. ``dQ = dS K``,
     ``dK = dS^T Q`` and ``dV = P^T dO`` are of the operands as they are.
@@ -113,11 +113,14 @@ def gradient(
             d_q, d_k, d_v, d_extras = sums
             keys = j * block_kv + jnp.arange(block_kv)
             mask = visible_pairs(position, keys, key_length, options, extras) & real[:, :, None]
+            added = extras.added(position, keys)
             mask = mask[:, None, None]
+            if added is not None:
+                added = in_groups(added, kv_heads)
+                mask = mask & (added != -jnp.inf)
             scores = dot("bkgqh,bkth->bkgqt", rounded_q, _at(rounded_k, j)) * options.scale
             scores = numerics.cap_logits(scores, options.logits_soft_cap)
-            added = extras.added(position, keys)
-            whole = scores if added is None else scores + in_groups(added, kv_heads)
+            whole = scores if added is None else scores + added
             p = jnp.where(mask, jnp.exp(whole - lse), 0)
             d_p = dot("bkgqh,bkth->bkgqt", rounded_d, _at(rounded_v, j))
             d_whole = p * (d_p - delta)
@@ -190,7 +193,7 @@ def _add_extras(
 
 
 def _whole_extras(d_extras: Extras, extras: Extras) -> Extras:
-    """The extras' gradients, in their shapes and dtypes, of those of blocks of queries ``[n, ...]``."""
+    """The extras' gradients, in their shapes and dtypes, of those of ``n`` blocks of queries."""
     bias, slopes = d_extras.bias, d_extras.alibi_slopes
     if bias is not None and extras.bias is not None:
         like = extras.bias

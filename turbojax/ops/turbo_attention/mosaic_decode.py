@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
-from turbojax._device import needs_hopper
+from turbojax._device import needs_bulk_copies
 from turbojax.config import TurboConfig
 from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options
@@ -62,7 +62,7 @@ def decode_unsupported(
         return f"buffer_size={config.buffer_size} must be block_kv={config.block_kv}"
     if rows > _MOST_QUERY_ROWS:
         return f"{rows} queries of a KV head must be at most {_MOST_QUERY_ROWS}"
-    return needs_hopper()
+    return needs_bulk_copies()
 
 
 def _query_rows(query: jax.Array, cache: ProgressiveCache) -> int:

@@ -75,7 +75,8 @@ def attention(
             scores = numerics.cap_logits(scores * factor[..., None, None], options.logits_soft_cap)
             added = extras.added(position, keys)
             if added is not None:
-                scores = scores + in_groups(added, kv_heads)
+                added = in_groups(added, kv_heads)
+                scores, mask = scores + added, mask & (added != -jnp.inf)
             return _online_step(state, scores, mask, _at(v, j), _at(v_scale, j), config)
 
         rows = q.shape[:-1]

@@ -1,5 +1,6 @@
 """The Triton kernels behind `turbo_attention` and `decode`: what they take, and their launch."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 
 from turbojax._device import interpreting, needs_gpu, unindexable
 from turbojax.config import TurboConfig
-from turbojax.ops import numerics
+from turbojax.ops import numerics, segments
 from turbojax.ops.extras import NOTHING, Extras
 from turbojax.ops.options import Options
 from turbojax.ops.turbo_attention.operands import (
@@ -28,6 +29,8 @@ _MOST_QUERY_ROWS = 64
 _SHORTEST_8_BIT_BLOCK = 32
 # Shared memory: one key block at most, and the key and value blocks in flight.
 _LARGEST_TILE, _BYTES_IN_FLIGHT = 2**16, 96 * 2**10
+# What the prefill kernel takes.
+_EXTRAS = (*(field.name for field in dataclasses.fields(Extras)), "output_dtype")
 
 
 def attention_unsupported(
@@ -40,7 +43,7 @@ def attention_unsupported(
     extras: Extras = NOTHING,
 ) -> str | None:
     """Why `turbo_attention` cannot run this here; None if it can."""
-    refusal = plain_refusal(key, value, options, extras)
+    refusal = plain_refusal(key, value, options, extras, _EXTRAS)
     if refusal is not None:
         return refusal
     if config.mode != "float" and config.block_kv < _SHORTEST_8_BIT_BLOCK:
@@ -92,6 +95,7 @@ def attention(
         stage1,
         config=config,
         options=options,
+        extras=extras,
         interpret=interpreting(),
     )
 
@@ -107,6 +111,7 @@ def _attention(
     *,
     config: TurboConfig,
     options: Options,
+    extras: Extras = NOTHING,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     operands = quantize_operands(query, key, value, query_length, key_length, config, stage1)
@@ -115,9 +120,10 @@ def _attention(
         query_length,
         key_length,
         tokens=query.shape[1],
-        dtype=query.dtype,
+        dtype=options.dtype_of_output(query),
         config=config,
         options=options,
+        extras=extras,
         interpret=interpret,
     )
 
@@ -131,6 +137,7 @@ def attend_operands(
     dtype: jax.typing.DTypeLike,
     config: TurboConfig,
     options: Options,
+    extras: Extras = NOTHING,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Launches the prefill kernel; see `pallas_kernels.triton.attention.attention`."""
@@ -156,8 +163,26 @@ def attend_operands(
         num_stages=num_stages,
         interpret=interpret,
     )
+    ranges = None
+    if extras.query_segment_ids is not None and extras.key_value_segment_ids is not None:
+        ids = extras.query_segment_ids, extras.key_value_segment_ids
+        ranges = segments.key_blocks(*ids, tile, config.block_kv)
     return kernel.attention(
-        *operands, query_length, key_length, tokens=tokens, dtype=dtype, settings=settings
+        *operands,
+        query_length,
+        key_length,
+        tokens=tokens,
+        dtype=dtype,
+        settings=settings,
+        extras=kernel.Extras(
+            extras.shift(),
+            extras.query_segment_ids,
+            extras.key_value_segment_ids,
+            ranges,
+            extras.bias,
+            extras.alibi_slopes,
+            extras.sinks,
+        ),
     )
 
 

@@ -133,7 +133,8 @@ def call(
       s: settings.
 
     Returns:
-      ``[B, T, N, H]`` in the query's dtype, or the settings', and the float32 log-sum-exp ``[B, T, N]``.
+      ``[B, T, N, H]`` in the query's dtype, or the settings', and the float32 log-sum-exp
+      ``[B, T, N]``.
     """
     batch, tokens, of_queries, head_dim = query.shape
     kv_heads = key.buffer.shape[1]

@@ -367,8 +367,8 @@ def merge(
       settings: of the kernel that found them.
 
     Returns:
-      ``[B, T, N, H]`` in the query's dtype, or the settings', and the float32 log-sum-exp ``[B, T, N]``; NaN for a
-      sequence whose length, or a page that it needs, is out of range.
+      ``[B, T, N, H]`` in the query's dtype, or the settings', and the float32 log-sum-exp
+      ``[B, T, N]``; NaN for a sequence whose length, or a page that it needs, is out of range.
     """
     batch, tokens, heads, head_dim = query.shape
     kv_heads, page_size = pages.key.shape[1:3]

@@ -427,7 +427,8 @@ def attention(
       settings: numerics and launch.
 
     Returns:
-      ``[B, T, N, H]`` in the queries' dtype, or the settings', and the float32 log-sum-exp ``[B, T, N]``.
+      ``[B, T, N, H]`` in the queries' dtype, or the settings', and the float32 log-sum-exp
+      ``[B, T, N]``.
     """
     if settings.group != 1:
         raise ValueError(f"{settings.group=} must be 1: it follows from the heads")
