@@ -116,8 +116,8 @@ def oracle(case, *, window=None, scale=SCALE):
 
 def run(case, name, *, window=None, part=None, programs=132, scale=SCALE):
     """By the kernel."""
-    rows = case.arrays[0].shape[1] * case.arrays[0].shape[2]
-    s = kernel.settings(scale, rows, window=window, codec=codec_of(name), programs=programs)
+    heads = case.arrays[0].shape[2]
+    s = kernel.settings(scale, heads, window=window, codec=codec_of(name), programs=programs)
     if part is not None:
         s = dataclasses.replace(s, part=part)
     return kernel.attend(*case.arrays, s)

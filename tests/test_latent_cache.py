@@ -306,6 +306,12 @@ def test_layers_caches_that_cannot_be(given, words):
         kv.init_layer_cache(2, 16, 1, 80, kind="latent", rope_dim=16, local_window_size=4)
 
 
+def test_sinks_are_refused():
+    cache = kv.init_layer_cache(2, 16, 1, 80, kind="latent", rope_dim=16, dtype=jnp.float32)
+    with pytest.raises(NotImplementedError, match="cannot attend with sinks"):
+        kv.kind_of(cache).decode(normal(0, (2, 1, 4, 80)), cache, sinks=jnp.zeros(4))
+
+
 def test_keys_and_values_of_several_heads_are_refused():
     cache = kv.init_layer_cache(2, 16, 1, 80, kind="latent", rope_dim=16, dtype=jnp.float32)
     with pytest.raises(ValueError, match=r"key.shape=\(2, 1, 2, 16\) must be \[B, T, 1, ch"):

@@ -69,7 +69,7 @@ def test_prompts_on_pages_equal_the_oracle_and_have_no_race(name):
 
 @pytest.mark.slow
 @WHOLE
-@pytest.mark.parametrize("name", ["plain", "tokens, parts", "rows, window"])
+@pytest.mark.parametrize("name", ["plain", "tokens, parts", "rows, window", "e4m3", "turbo4"])
 def test_latents_on_pages_equal_the_oracle_and_have_no_race(name):
     run("interpreted_latent.py", name)
 

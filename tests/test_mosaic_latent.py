@@ -17,7 +17,7 @@ from kernel_helpers import lower_for_cuda
 from oracles import warp
 from test_mosaic_prompt import Half, Memory, swizzle
 
-from pallas_kernels.mosaic.hopper.latent import expand, kernel, tiles
+from pallas_kernels.mosaic.hopper.latent import ahead, expand, kernel, tiles
 
 
 def specification(name, batch=2, heads=16, tokens=1, page_size=64, pages=64):
@@ -40,8 +40,8 @@ def specification(name, batch=2, heads=16, tokens=1, page_size=64, pages=64):
 
 def lower(name, *, window=None, **shape):
     arrays = specification(name, **shape)
-    rows = arrays[0].shape[1] * arrays[0].shape[2]
-    s = kernel.settings(helpers.SCALE, rows, window=window, codec=helpers.codec_of(name))
+    heads = arrays[0].shape[2]
+    s = kernel.settings(helpers.SCALE, heads, window=window, codec=helpers.codec_of(name))
     return lower_for_cuda(functools.partial(kernel.attend, settings=s), *arrays)
 
 
@@ -61,8 +61,8 @@ def test_it_lowers(name, shape, is_joined):
     assert ("turbojax_paged_join_hopper" in text) == is_joined
 
 
-def test_settings_do_not_depend_on_the_batch_and_grow_with_the_rows():
-    few, many = (kernel.settings(0.1, rows) for rows in (64, 65))
+def test_parts_grow_with_the_heads_and_registers_suffice():
+    few, many = (kernel.settings(0.1, heads) for heads in (64, 65))
     assert (few.part, many.part) == (1024, 2048)
     assert few.part % tiles.TILE == 0
     for codec in (None, helpers.codec_of("turbo4")):
@@ -76,9 +76,10 @@ def lanes(monkeypatch):
     """Runs code for lanes as one of a warpgroup's warps."""
     prefetched = []
     monkeypatch.setattr(warp, "special", lambda name: warp.thread(), raising=False)
-    monkeypatch.setattr(warp, "prefetch", lambda at: prefetched.append(at.offset), raising=False)
+    monkeypatch.setattr(warp, "prefetch", prefetched.append, raising=False)
     monkeypatch.setattr(warp, "half", Half)
-    monkeypatch.setattr(expand, "lane", warp)
+    for module in (expand, ahead):
+        monkeypatch.setattr(module, "lane", warp)
     monkeypatch.setattr("pallas_kernels.mosaic.hopper.paged_prompt.expand.lane", warp)
 
     def run(number, f):
@@ -94,9 +95,9 @@ def lanes(monkeypatch):
 def test_tiles_are_expanded_where_the_matrix_unit_finds_them(lanes, name, page_size):
     length = 230
     case = helpers.make(name, (3, length), page_size=page_size)
-    given = [np.asarray(case.arrays[i]) for i in (2, 3, 4, 5)]
+    given = [np.asarray(case.arrays[i]) for i in (2, 3, 5, 4)]
     arrays = [Memory(np.ascontiguousarray(x).reshape(-1).view(np.uint8)) for x in given]
-    rope, tables = given[2:]
+    tables, rope = given[2:]
     x = types.SimpleNamespace(rope=rope, tables=tables)
     codes = expand.Codes(x, helpers.codec_of(name), "bfloat16")
     for tile in range(-(-length // tiles.TILE)):
@@ -106,7 +107,7 @@ def test_tiles_are_expanded_where_the_matrix_unit_finds_them(lanes, name, page_s
             for number in range(4):
 
                 def f(share=share, numbers=numbers, slot=slot):
-                    words, factor = codes.loaded(arrays, numbers, share)
+                    words, factor = codes.loaded(arrays[:3], numbers, share)
                     codes.stored(words, factor, Memory(slot), share)
 
                 lanes(number, f)
@@ -116,5 +117,21 @@ def test_tiles_are_expanded_where_the_matrix_unit_finds_them(lanes, name, page_s
         want = case.latent[1][tile * 64 : (tile + 1) * 64]
         got = found[: len(want)].astype(np.float64)
         assert (np.abs(got - want) <= 2.0**-8 * np.abs(want) + 1e-6).all()
-    for at in lanes.prefetched:
-        assert (at >= 0).all()
+
+
+@pytest.mark.parametrize("name", helpers.FORMATS)
+def test_all_of_a_tile_is_asked_for_once(lanes, name):
+    case = helpers.make(name, (3, 230), page_size=16)
+    latent, _, rope, tables = (np.asarray(x) for x in case.arrays[2:6])
+    arrays = [Memory(np.zeros(0 if x is None else x.nbytes, np.uint8)) for x in (latent, rope)]
+    arrays.append(Memory(np.ascontiguousarray(tables).reshape(-1).view(np.uint8)))
+    x = types.SimpleNamespace(latent=latent, rope=rope, tables=tables)
+    numbers = [warp.integer(n) for n in (1, 2, 230)]
+    for number in range(4):
+        lanes(number, lambda: ahead.asked_for(arrays, numbers, x))
+    pages = tables[1, 8:12]
+    for memory, array in zip(arrays, (latent, rope), strict=False):
+        size = array[0].nbytes
+        lines = [at.offset // 128 for at in lanes.prefetched if at.memory is memory.memory]
+        want = {page * size // 128 + i for page in pages for i in range(size // 128)}
+        assert set(np.concatenate(lines).tolist()) == want

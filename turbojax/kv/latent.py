@@ -99,7 +99,7 @@ class Latent(Kind[LatentCache]):
         *,
         kind: Any,
         dtype: np.dtype,
-        rope_dim: int,
+        rope_dim: int | None = None,
     ) -> LatentCache:
         """See `Kind.init`.
 
@@ -110,14 +110,14 @@ class Latent(Kind[LatentCache]):
           head_dim: channels of latent and rotary key together, ``C + R``.
           kind: one of `LATENT_NAMES`.
           dtype: of queries, latents and rotary keys.
-          rope_dim: channels of the rotary key, `R`.
+          rope_dim: channels of the rotary key, `R`; must be given.
 
         Raises:
           ValueError: if a size does not fit.
         """
         if num_kv_heads != 1:
             raise ValueError(f"{num_kv_heads=} must be 1: a latent serves all heads")
-        if not 0 < rope_dim < head_dim:
+        if rope_dim is None or not 0 < rope_dim < head_dim:
             raise ValueError(f"{rope_dim=} must be at least 1 and less than {head_dim=}")
         return state.init_latent_cache(
             batch_size,
@@ -154,7 +154,7 @@ class Latent(Kind[LatentCache]):
         sinks: jax.Array | None = None,
         implementation: Any = None,
     ) -> tuple[jax.Array, LatentCache]:
-        """See `Kind.prefill`."""
+        """See `Kind.prefill`. There are no sinks."""
         _refuse_sinks(sinks)
         cache = self.append(cache, key, value, lengths=lengths)
         return attend_cache(query, cache, lengths, options, implementation), cache
@@ -168,7 +168,7 @@ class Latent(Kind[LatentCache]):
         sinks: jax.Array | None = None,
         implementation: Any = None,
     ) -> jax.Array:
-        """See `Kind.decode`."""
+        """See `Kind.decode`. There are no sinks."""
         _refuse_sinks(sinks)
         return attend_cache(query, cache, None, options, implementation)
 
@@ -206,9 +206,8 @@ class Latent(Kind[LatentCache]):
 
 
 def _refuse_sinks(sinks: jax.Array | None) -> None:
-    """Raises NotImplementedError if a layer has sinks."""
     if sinks is not None:
-        raise NotImplementedError(f"{sinks.shape=} must be none at all: latent attention has none")
+        raise NotImplementedError("a cache of latents cannot attend with sinks: must be None")
 
 
 def tokens_of(key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:

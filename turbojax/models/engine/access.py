@@ -89,11 +89,8 @@ def _attend_latents(
     extras: Extras = NOTHING,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    refusal = extras.refusal()
-    if refusal is not None:
-        raise NotImplementedError(
-            f"latent attention is not supported with these options: {refusal}"
-        )
+    if refusal := extras.refusal():
+        raise NotImplementedError(f"latent_attention cannot run here: {refusal}")
     return latent_attention.attend_latents(
         *split_query(query, pool.latent_dim),
         pool,

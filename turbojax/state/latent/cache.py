@@ -205,9 +205,10 @@ def as_pages(cache: LatentCache) -> tuple[LatentPages, jax.Array]:
     def split(x: jax.Array) -> jax.Array:
         return x.reshape(batch * pages, PAGE_SIZE, *x.shape[2:])
 
-    stored = jax.tree.map(split, cache.tokens)
     pool = LatentPages(
-        *stored,
+        latent=split(cache.latent),
+        scale=None if cache.scale is None else split(cache.scale),
+        rope=split(cache.rope),
         lost=jnp.zeros((), jnp.int32),
         kv_dtype=cache.kv_dtype,
         latent_dim=cache.latent_dim,

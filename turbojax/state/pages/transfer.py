@@ -13,7 +13,7 @@ from turbojax.state.pages import checks as page_checks
 from turbojax.state.pages.pool import PagedCache
 from turbojax.state.pages.writing import page_arrays
 
-PoolT = TypeVar("PoolT", PagedCache, LatentPages)
+PoolT = TypeVar("PoolT", bound=PagedCache | LatentPages)
 
 
 def copy_pages(cache: PoolT, sources: jax.Array, destinations: jax.Array) -> PoolT:

@@ -3,9 +3,10 @@
 Two warpgroups share a tile of 64 tokens: a warp of each has eight of 16 tokens, all in one page.
 For half a token at a time each lane loads eight channels, 4 or 8 bytes, and stores 16 bytes where
 the matrix unit finds them. What is loaded stays in registers until its slot is free, so loads run
-ahead of it; the tile after is asked for in the L2 cache meanwhile.
+ahead of it.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -14,18 +15,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layouts import Ref
 from pallas_kernels.mosaic import lane, ring
-from pallas_kernels.mosaic.hopper.latent.tiles import HALF, HALVES, LATENT, ROPE, TILE, Inputs, Work
-from pallas_kernels.mosaic.hopper.paged_prompt.expand import Codec, centroids
+from pallas_kernels.mosaic.hopper.latent.ahead import TOKENS, first_row, place
+from pallas_kernels.mosaic.hopper.latent.tiles import HALF, HALVES, LATENT, TILE, Inputs, Work
+from pallas_kernels.mosaic.hopper.paged_prompt.expand import BYTE_OFFSET, Codec, centroids
 from pallas_kernels.mosaic.lane import Float, Int, Pointer, fragments
 from pallas_kernels.mosaic.ring import ROWS, SCALAR
 
-_TOKENS, _LANES = 16, 32
 _EIGHT = 8
 SHARES = 2
 """Warpgroups that expand a tile."""
-# Tiles ahead that are asked for in the L2 cache.
-_AHEAD = 2
-_LINE = 128
 
 
 class Codes:
@@ -41,7 +39,7 @@ class Codes:
         self.x, self.codec, self.dtype = x, codec, dtype
         self.words = codec.bits // 4
         """Of eight channels."""
-        self.tokens = _TOKENS // SHARES
+        self.tokens = TOKENS // SHARES
         """Of a warp, in a tile."""
         self.count = HALVES * self.tokens * self.words
         """Words of a lane."""
@@ -55,7 +53,7 @@ class Codes:
             zero = lane.number(0.0)
             return fragments.carrier(words), fragments.of_rows([[factor, zero], [zero, zero]])
 
-        refs = (self.x.latent, self.x.scale, self.x.rope, self.x.tables)
+        refs = (self.x.latent, self.x.scale, self.x.tables)
         types = ((plgpu.RefType(),) * len(refs), SCALAR, SCALAR, SCALAR)
         out = ring.array((ROWS, 2 * self.count), jnp.int32), ring.array((ROWS, _EIGHT), jnp.float32)
         return list(ring.inline(f, types, out)(refs, work.b, j, work.length))
@@ -66,25 +64,13 @@ class Codes:
         """A lane's words of a share, and the factor of the warp's token with the lane's number.
 
         Args:
-          arrays: latents, their scales, rotary parts, tables.
+          arrays: latents, their scales, tables.
           numbers: the sequence, the tile, and the sequence's length.
           share: which of the tile's.
         """
-        latent, scale, rope, tables = arrays
-        b, tile, length = numbers
-        page_size, max_pages = self.x.rope.shape[1], self.x.tables.shape[1]
-        warp, own = _place()
-
-        def row_of(tile: Int) -> Int:
-            """The pool's number of the first token of the warp's in a tile."""
-            token = (tile * TILE + warp * _TOKENS).minimum((length - 1).maximum(0))
-            entry = (token // page_size).minimum(max_pages - 1)
-            page = tables.at((b * max_pages + entry) * 4).word()
-            return page * page_size + token % page_size // _TOKENS * _TOKENS
-
-        if share == 0:
-            self._ask_for(latent, rope, row_of(tile + _AHEAD), own)
-        first = row_of(tile) + share * self.tokens
+        latent, scale, tables = arrays
+        _, own = place()
+        first = first_row(tables, numbers, self.x) + share * self.tokens
         factor = scale.times(first + (own & (self.tokens - 1)), 4).float()
         size = LATENT * self.codec.bits // 8
         at = latent.times(first, size).at(own * (4 * self.words))
@@ -93,14 +79,6 @@ class Codes:
             for half in range(HALVES):
                 words += at.at(i * size + half * size // HALVES).words(self.words)
         return words, factor
-
-    def _ask_for(self, latent: Pointer, rope: Pointer, row: Int, own: Int) -> None:
-        """Asks for a warp's tokens from the pool's row on in the L2 cache."""
-        for base, size in ((latent, LATENT * self.codec.bits // 8), (rope, 2 * ROPE)):
-            lines = _TOKENS * size // _LINE
-            for i in range(0, lines, _LANES):
-                line = own + i if lines >= _LANES else own & (lines - 1)
-                lane.prefetch(base.times(row, size).at(line * _LINE))
 
     def store(self, loaded: list[jax.Array], target: Ref, share: int) -> None:
         """Stores a share of a tile to a slot ``[2, 64, 256]``."""
@@ -114,7 +92,7 @@ class Codes:
 
     def stored(self, words: list[Int], factor: Float, target: Pointer, share: int) -> None:
         """A lane's part of `store`; see `loaded`."""
-        warp, own = _place()
+        warp, own = place()
         for i in range(self.tokens):
             unit = lane.from_lane(factor, lane.integer(i))
             if self.codec.centroids:
@@ -127,18 +105,14 @@ class Codes:
     def numbers(self, words: list[Int], unit: Float) -> list[Int]:
         """Eight channels as four words, times a token's unit."""
         if self.codec.centroids:
-            x = centroids(words[0], self.codec)
+            # What they are too large by is taken off as they are multiplied.
+            middle = unit * -(BYTE_OFFSET + self.codec.middle)
+            raw = dataclasses.replace(self.codec, middle=-BYTE_OFFSET)
+            x = [v.fma(unit, middle) for v in centroids(words[0], raw)]
         else:
             halves = [half for word in words for half in lane.half.from_e4m3(word)]
-            x = [v for half in halves for v in lane.half.unpack(half)]
-        x = [v * unit for v in x]
+            x = [v * unit for half in halves for v in lane.half.unpack(half)]
         return [lane.half.pack(x[i], x[i + 1], self.dtype) for i in range(0, _EIGHT, 2)]
-
-
-def _place() -> tuple[Int, Int]:
-    """The warp's number in its warpgroup, and the lane's in its warp."""
-    thread = lane.special("tid.x")
-    return (thread >> 5) & 3, thread & (_LANES - 1)
 
 
 def offset(warp: Int, token: int, half: int, own: Int) -> Int:

@@ -32,6 +32,8 @@ class Settings:
       window: how many earlier tokens a query sees, or None.
       part: tokens of the parts that programs take, a multiple of a tile's.
       codec: how the latent is stored if not in the query's 16 bits.
+      ahead: how many tiles after the one that is copied is the one that is asked for in the L2
+        cache; 0 if none is.
       registers: of a thread that attends and of one that copies.
       programs: how many run side by side, one to a multiprocessor.
     """
@@ -40,31 +42,35 @@ class Settings:
     window: int | None = None
     part: int = 1024
     codec: Codec | None = None
+    ahead: int = 2
     registers: tuple[int, int] = (216, 72)
     programs: int = 132
 
 
 def settings(
     scale: float,
-    rows: int,
+    heads: int,
     *,
     window: int | None = None,
     codec: Codec | None = None,
     programs: int = 132,
 ) -> Settings:
-    """Settings for a call; they do not depend on the batch, so a sequence's bits do not either.
+    """Settings for a call.
+
+    How a sequence is cut into parts, and so its bits, depends on the heads alone: neither on the
+    batch nor on how many tokens are new.
 
     Args:
       scale: what products are multiplied with.
-      rows: queries of a sequence, heads times tokens.
+      heads: queries of a token.
       window: how many earlier tokens a query sees, or None.
       codec: how the latent is stored if not in the query's 16 bits.
       programs: multiprocessors.
     """
-    # What is written of parts grows with the rows, and the programs of a part do too.
-    part = 1024 if rows <= ROWS else 2048
+    # What is written of parts grows with the heads, and the programs of a part do too.
+    part = 1024 if heads <= ROWS else 2048
     registers = (232, 40) if codec is None else (208, 88)
-    return Settings(scale, window, part, codec, registers, programs)
+    return Settings(scale, window, part, codec, 2, registers, programs)
 
 
 class Inputs(NamedTuple):
