@@ -24,6 +24,9 @@ FAMILIES = (
     "gemma3",
     "mixtral",
     "qwen3-moe",
+    "gpt-oss",
+    "deepseek-v2-lite",
+    "deepseek-v3",
 )
 LENGTH = 60
 SHORT = 20
@@ -65,6 +68,10 @@ CONTINUED = (
     "gemma3-odd",
     "mixtral",
     "qwen3-moe",
+    "gpt-oss",
+    "deepseek-v2-lite",
+    "deepseek-v2",
+    "deepseek-v3",
 )
 
 

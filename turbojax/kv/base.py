@@ -185,6 +185,8 @@ class Kind(Stored[C]):
       implementations: the names that ``implementation=`` may have for its ops.
       has_rings: whether `init` takes a `local_window_size`, and the cache then holds no more than
         what such a window needs, see `turbojax.state.ring`.
+      has_latents: whether it is for latent attention and `init` takes a `rope_dim`, see
+        `turbojax.kv.latent`.
       in_one_pass: what decoding token by token through the cache attends to, for all tokens of
         whole sequences at once; None where a token's stored form depends on its neighbours.
     """
@@ -193,6 +195,7 @@ class Kind(Stored[C]):
     takes: tuple[str | type, ...]
     implementations: tuple[str, ...] = IMPLEMENTATION_NAMES
     has_rings: bool = False
+    has_latents: bool = False
     in_one_pass: Attend | None = None
 
     def stands_for(self, kind: Any) -> bool:

@@ -21,6 +21,7 @@ from turbojax.kv import Attend, AttentionOptions, causal_attention, padded_atten
 from turbojax.kv.base import Cache
 from turbojax.models.config import TransformerConfig
 from turbojax.models.feed_forward import Experts, FeedForward, output_gain
+from turbojax.models.latent_attention import LatentAttention
 from turbojax.rotary import Rope
 
 
@@ -57,6 +58,28 @@ def cap(logits: jax.Array, soft_cap: float | None) -> jax.Array:
     return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
 
 
+def _attention(
+    config: TransformerConfig, dtypes: dict[str, Any]
+) -> AttentionProjections | LatentAttention:
+    """The linear layers around a layer's attention."""
+    gain = output_gain(config)
+    if config.latent is not None:
+        return LatentAttention(config, output_gain=gain, **dtypes)
+    return AttentionProjections(
+        config.hidden_size,
+        config.num_heads,
+        config.num_kv_heads,
+        config.rope,
+        qkv_bias=config.qkv_bias,
+        output_bias=config.output_bias,
+        qk_norm_eps=config.norm_eps if config.qk_norm else None,
+        norm_offset=config.norm_offset,
+        output_gain=gain,
+        use_sinks=config.attention_sinks,
+        **dtypes,
+    )
+
+
 class Block(nnx.Module):
     """One pre-norm decoder layer."""
 
@@ -78,19 +101,7 @@ class Block(nnx.Module):
             param_dtype=param_dtype,
         )
         self.attention_norm = norm()
-        self.attention = AttentionProjections(
-            config.hidden_size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.rope,
-            qkv_bias=config.qkv_bias,
-            output_bias=config.output_bias,
-            qk_norm_eps=config.norm_eps if config.qk_norm else None,
-            norm_offset=config.norm_offset,
-            output_gain=output_gain(config),
-            use_sinks=config.attention_sinks,
-            **dtypes,
-        )
+        self.attention = _attention(config, dtypes)
         self.attention_post_norm = norm() if config.post_norms else None
         self.mlp_norm = norm()
         self.mlp = (Experts if has_experts else FeedForward)(config, **dtypes)
@@ -115,9 +126,13 @@ class Block(nnx.Module):
           options: the layer's.
           rope: the layer's; all have the same module.
         """
-        query, key, value = self.attention.heads(self.attention_norm(hidden), angles, rope)
-        out, cache = attend(query, key, value, cache, options, *self.attention.given_sinks())
-        out = self.attention.output(out)
+        normed, attention = self.attention_norm(hidden), self.attention
+        if isinstance(attention, LatentAttention):
+            out, cache = attention(normed, angles, attend, cache, options, rope)
+        else:
+            heads = attention.heads(normed, angles, rope)
+            out, cache = attend(*heads, cache, options, *attention.given_sinks())
+            out = attention.output(out)
         hidden = hidden + (
             out if self.attention_post_norm is None else self.attention_post_norm(out)
         )

@@ -90,6 +90,9 @@ class LayerWeights:
       key_channel_scale: ``[K, H]``, by which rotated keys are divided and rotated queries
         multiplied (CRS, see `scale_rotated`), or None.
       router: weight ``[E, D]``, of the input of gate and up, by which experts are chosen, or None.
+      is_up_linear: whether ``act(gate(m))`` is multiplied with ``up(m)`` itself, and not with what
+        a limit and a summand make of it, which must not be scaled. Biases of experts are those of
+        the caller alone.
     """
 
     attention_norm: jax.Array
@@ -110,6 +113,7 @@ class LayerWeights:
     mlp_post_norm: jax.Array | None = None
     key_channel_scale: jax.Array | None = None
     router: Projection | None = None
+    is_up_linear: bool = dataclasses.field(default=True, metadata={"static": True})
 
     @property
     def num_heads(self) -> int:

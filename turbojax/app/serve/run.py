@@ -25,7 +25,7 @@ from turbojax.models.text.tokenizer import Tokenizer
 from turbojax.rotary import LongRopeScaling
 
 # Of `TransformerConfig`, since results are kept: see `_shape`.
-_ADDED_FIELDS = ("local_rope_theta", "experts")
+_ADDED_FIELDS = ("local_rope_theta", "experts", "latent", "attention_sinks")
 
 
 @dataclasses.dataclass(frozen=True)

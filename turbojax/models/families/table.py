@@ -3,8 +3,11 @@
 from collections.abc import Mapping
 
 from turbojax.models.families.base import Family
+from turbojax.models.families.deepseek_v2 import DEEPSEEK_V2
+from turbojax.models.families.deepseek_v3 import DEEPSEEK_V3
 from turbojax.models.families.gemma2 import GEMMA2
 from turbojax.models.families.gemma3 import GEMMA3
+from turbojax.models.families.gpt_oss import GPT_OSS
 from turbojax.models.families.llama import LLAMA
 from turbojax.models.families.mistral import MISTRAL
 from turbojax.models.families.mixtral import MIXTRAL
@@ -25,6 +28,9 @@ FAMILIES: Mapping[str, Family] = {
         PHI3,
         GEMMA2,
         GEMMA3,
+        GPT_OSS,
+        DEEPSEEK_V2,
+        DEEPSEEK_V3,
     )
 }
 """By `model_type`, in the order in which errors list them."""

@@ -29,7 +29,7 @@ StorableCache = LayerCache | PagedCache | ModelCaches
 
 _MODEL, _SESSION = "model", "session"
 # Of `TransformerConfig`, since sessions are stored: those from before say nothing of them.
-_ADDED_FIELDS = ("local_rope_theta", "experts")
+_ADDED_FIELDS = ("local_rope_theta", "experts", "latent", "attention_sinks")
 _SAMPLED = 64
 """Numbers of every array of a model that go into its fingerprint as they are."""
 
@@ -294,8 +294,10 @@ def _fingerprint(decoder: Decoder | QuantizedDecoder) -> dict[str, Any]:
     config = {name: repr(x) for name, x in dataclasses.asdict(decoder.config).items()}
     del config["max_length"]  # it says what is allowed, and changes no number
     for name in _ADDED_FIELDS:
-        if getattr(decoder.config, name) is None:
+        if getattr(decoder.config, name) in (None, False):
             del config[name]
+    if decoder.config.experts is not None:
+        config["experts"] = repr(decoder.config.experts.told())
     scaling = decoder.config.rope_scaling
     if isinstance(scaling, LongRopeScaling):
         long = decoder.config.max_length > scaling.original_max_length

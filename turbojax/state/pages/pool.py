@@ -7,6 +7,7 @@ on its page nor on the call that brings it.
 
 import dataclasses
 import math
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -90,6 +91,9 @@ class PagedCache:
     head_dim: int = dataclasses.field(metadata={"static": True})
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
     seed: int = dataclasses.field(metadata={"static": True})
+
+    PAGE_ARRAYS: ClassVar[tuple[str, ...]] = ("key", "value", "key_norm", "value_norm")
+    """The fields with an axis of pages, the first; None where the format has no such thing."""
 
     @property
     def num_pages(self) -> int:
