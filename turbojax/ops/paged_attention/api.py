@@ -214,7 +214,7 @@ def _first_seen(
     extras: Extras,
     options: Options,
 ) -> jax.Array | None:
-    """Of each sequence the first token that a query sees, int32 ``[B]``; None for the very first."""
+    """Of each sequence the first token that a query sees, int32 ``[B]``; None for token 0."""
     tokens = query.shape[1]
     if extras.query_offset is None or options.window is None:
         return page_checks.first_seen(lengths, query_lengths, tokens, options.window)
@@ -246,7 +246,25 @@ def _run(
         out, residual = call(query, cache, block_tables, lengths, query_lengths, extras)
         return out, residual
 
+    if _kernel_has_sinks(implementation, query, cache, block_tables, extras, options):
+        return run(extras, options)
     return sinks_of_call.after(run, query, query_lengths, extras, options)
+
+
+def _kernel_has_sinks(
+    implementation: str | None,
+    query: jax.Array,
+    cache: PagedCache,
+    block_tables: jax.Array,
+    extras: Extras,
+    options: Options,
+) -> bool:
+    """Whether there are sinks, and what runs the call takes them itself."""
+    is_asked = extras.sinks is not None and implementation in (None, "mosaic_gpu")
+    if not is_asked or not hopper.has_sinks(query, cache):
+        return False
+    arguments: Any = {"query": query, "cache": cache, "block_tables": block_tables}
+    return hopper.unsupported(**arguments, options=options, extras=extras) is None
 
 
 def select(

@@ -15,6 +15,11 @@ def _has_many(query: jax.Array, cache: PagedCache) -> bool:
     return query.shape[1] * query.shape[2] // cache.num_kv_heads > _MOST_FEW_ROWS
 
 
+def has_sinks(query: jax.Array | jax.ShapeDtypeStruct, cache: PagedCache) -> bool:
+    """Whether the kernel itself takes sinks."""
+    return _has_many(query, cache) and mosaic_prompt.has_sinks(query, cache)
+
+
 def unsupported(
     *,
     query: jax.Array,
@@ -24,7 +29,7 @@ def unsupported(
     extras: Extras = NOTHING,
 ) -> str | None:
     """Why `attend` cannot run this here; None if it can."""
-    refusal = extras.refusal()
+    refusal = extras.refusal(("sinks",) if has_sinks(query, cache) else ())
     if refusal is not None:
         return refusal
     if _has_many(query, cache):
@@ -45,6 +50,7 @@ def attend(
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
     """`mosaic_prompt.attend` of many queries, `mosaic_gpu.attend` of few."""
-    del extras  # see `unsupported`
-    run = mosaic_prompt.attend if _has_many(query, cache) else mosaic_gpu.attend
-    return run(query, cache, block_tables, lengths, query_lengths, options=options)
+    arrays = query, cache, block_tables, lengths, query_lengths
+    if _has_many(query, cache):
+        return mosaic_prompt.attend(*arrays, extras.sinks, options=options)
+    return mosaic_gpu.attend(*arrays, options=options)

@@ -65,6 +65,11 @@ def unsupported(
     return needs_hopper()
 
 
+def has_sinks(query: jax.Array | jax.ShapeDtypeStruct, cache: PagedCache) -> bool:
+    """Whether the kernel itself takes sinks: where a program takes all that its rows see."""
+    return query.shape[1] * query.shape[2] // cache.num_kv_heads > _MOST_ROWS_IN_PARTS
+
+
 @functools.partial(jax.jit, static_argnames=("options", "launch"))
 def attend(
     query: jax.Array,
@@ -72,6 +77,7 @@ def attend(
     block_tables: jax.Array,
     lengths: jax.Array,
     query_lengths: jax.Array | None,
+    sinks: jax.Array | None = None,
     *,
     options: Options,
     launch: Launch | None = None,
@@ -87,6 +93,7 @@ def attend(
       block_tables: int32 ``[B, max_pages]``.
       lengths: int32 ``[B]``.
       query_lengths: int32 ``[B]``, or None.
+      sinks: float32 ``[N]``, or None; see `has_sinks`.
       options: of the call.
       launch: for tuning.
 
@@ -104,7 +111,11 @@ def attend(
         jnp.clip(query_lengths, 0, query.shape[1]),
     )
     run = functools.partial(
-        _attend, cache=cache, options=options, launch=launch or default_launch(query, cache)
+        _attend,
+        cache=cache,
+        sinks=sinks,
+        options=options,
+        launch=launch or default_launch(query, cache),
     )
     if _expanded_bytes(cache, block_tables) <= _MOST_EXPANDED:
         return run(*arrays)
@@ -133,6 +144,7 @@ def _attend(
     query_lengths: jax.Array,
     *,
     cache: PagedCache,
+    sinks: jax.Array | None,
     options: Options,
     launch: Launch,
 ) -> tuple[jax.Array, jax.Array]:
@@ -166,6 +178,7 @@ def _attend(
         query_lengths,
         jnp.stack(factors),
         lost,
+        sinks,
         settings=settings,
     )
     return out[:, :tokens], lse[:, :tokens]
