@@ -54,6 +54,7 @@ def test_sixteen_bits(dtype):
     assert_matches(queries(2, 2, dtype), pool, tables, lengths)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kv_dtype", FORMATS)
 def test_a_contiguous_cache_gives_the_bits_of_pages(kv_dtype):
     lengths = jnp.asarray([70, 9])
@@ -140,6 +141,7 @@ def test_values_of_fewer_channels_have_a_gradient():
 # What is not finite -------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("kv_dtype", FORMATS)
 @pytest.mark.parametrize("what", ["latent", "rope"])
 def test_nan_reaches_who_sees_it_and_nobody_else(kv_dtype, what):
@@ -314,6 +316,27 @@ def test_what_the_kernel_takes(monkeypatch):
         select("mosaic_gpu", latent_dim=256)
     with pytest.raises(NotImplementedError, match="must be bfloat16 or float16"):
         select("mosaic_gpu", dtype=jnp.float32)
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("kv_dtype", FORMATS)
+def test_the_kernel_is_lowered_for_what_the_op_gives_it(monkeypatch, kv_dtype):
+    from turbojax.ops.latent_attention import mosaic_gpu
+
+    monkeypatch.setattr(mosaic_gpu, "needs_hopper", lambda: None)
+    pool = jax.eval_shape(lambda: paged.init_latent_pages(8, 64, kv_dtype=kv_dtype))
+    attend = functools.partial(
+        paged.latent_attention,
+        scale=SCALE,
+        local_window_size=(99, 0),
+        implementation="mosaic_gpu",
+        return_residual=True,
+    )
+    queries = (jax.ShapeDtypeStruct((2, 3, 16, n), jnp.bfloat16) for n in (512, 64))
+    tables, lengths = (jax.ShapeDtypeStruct(n, jnp.int32) for n in ((2, 4), (2,)))
+    traced = jax.jit(attend).trace(*queries, pool, tables, lengths)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("turbojax_latent_hopper") > 0
 
 
 def test_caps_of_scores_are_refused():

@@ -250,6 +250,7 @@ def test_other_kinds_and_dtypes_are_refused():
 # As a layer's cache -------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", kv.LATENT_CACHE_NAMES)
 def test_as_a_layers_cache(kind, tmp_path, monkeypatch):
     """A prompt, in chunks too, gives what its tokens give one by one; files; parts of a batch."""

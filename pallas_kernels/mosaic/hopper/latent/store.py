@@ -40,7 +40,7 @@ def channels(
                 for i in range(0, len(values), 2):
                     pair, here = values[i : i + 2], target.at(4 * i * dtype.itemsize)
                     if dtype.itemsize == 2:
-                        here.store(lane.half.pack(*pair, dtype.name))
+                        here.store(lane.half.pack(pair[0], pair[1], dtype.name))
                     else:
                         here.store_words([v.as_int() for v in pair])
 
