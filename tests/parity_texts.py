@@ -24,6 +24,12 @@ FAMILIES = (
     "gemma3",
     "mixtral",
     "qwen3-moe",
+    "olmo2",
+    "smollm3",
+    "granite",
+    "cohere2",
+    "glm",
+    "glm4",
 )
 LENGTH = 60
 SHORT = 20
@@ -65,6 +71,13 @@ CONTINUED = (
     "gemma3-odd",
     "mixtral",
     "qwen3-moe",
+    "olmo2",
+    "smollm3-window",
+    "granite",
+    "cohere2",
+    "cohere2-odd",
+    "glm",
+    "glm4",
 )
 
 

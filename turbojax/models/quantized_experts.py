@@ -30,7 +30,7 @@ class QuantizedExperts:
     def __call__(
         self,
         hidden: jax.Array,
-        norm: jax.Array,
+        norm: jax.Array | None,
         config: TransformerConfig,
         *,
         residual: jax.Array | None = None,
@@ -43,7 +43,7 @@ class QuantizedExperts:
           config: of the model.
           residual: added in the end.
         """
-        assert config.experts is not None
+        assert config.experts is not None and norm is not None
         activation: Activation = "swiglu" if config.activation == "silu" else "geglu"
 
         def compute(x: jax.Array, sizes: jax.Array) -> jax.Array:

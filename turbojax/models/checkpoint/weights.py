@@ -28,6 +28,7 @@ from turbojax.models.families.tensors import (
     checkpoint_tensors,
     experts_tensors,
     is_ignored,
+    text_tensors,
 )
 from turbojax.models.transformer import Transformer, check_alike
 
@@ -252,7 +253,7 @@ def prepare(
       FileNotFoundError, NotImplementedError, ValueError: see `turbojax.models.load`.
     """
     target = None if dtype is None else check_dtype(dtype)
-    found = _folder.stored_tensors(folder)
+    found = text_tensors(hf, _folder.stored_tensors(folder))
     _folder.require_config(folder, hf)
     tensors = {name: x for name, x in found.items() if not is_ignored(name)}
     repeated = tensors.pop(HEAD, None) if config.tie_embeddings else None
