@@ -21,7 +21,7 @@ class AttentionProjections(nnx.Module):
       k_proj: ``[D, K H]``.
       v_proj: ``[D, K H]``.
       o_proj: ``[N H, D]``.
-      q_norm: `RMSNorm` of each head's query before it is rotated, or of all heads together, or None.
+      q_norm: `RMSNorm` of each head's query, or of all together, before they are rotated; or None.
       k_norm: the same of keys.
       rope: how positions turn queries and keys, or None.
       head_dim: channels of a head, `H`.

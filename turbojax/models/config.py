@@ -50,7 +50,7 @@ class TransformerConfig:
       joint_qk_norm: whether that norm is one of all heads of a token, not of each by itself.
       rope_scaling: optional change of the rotary frequencies.
       rotary_dim: channels of a head that RoPE turns, the first ones; all if not given.
-      rope_interleaved: whether RoPE turns channels 2i and 2i + 1 together, in place of i and i + R/2.
+      rope_interleaved: whether RoPE turns channels 2i and 2i + 1 together, not i and i + R/2.
       nope_layers: numbers of the layers without RoPE, ascending.
       local_rope_theta: base of the rotary frequencies of layers with a window, which then are not
         scaled; those of the other layers if not given.

@@ -43,7 +43,8 @@ class QuantizedExperts:
           config: of the model.
           residual: added in the end.
         """
-        assert config.experts is not None and norm is not None
+        assert config.experts is not None
+        assert norm is not None
         activation: Activation = "swiglu" if config.activation == "silu" else "geglu"
 
         def compute(x: jax.Array, sizes: jax.Array) -> jax.Array:

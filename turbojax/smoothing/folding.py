@@ -8,9 +8,9 @@ output. CRS cannot be folded, because a rotation does not commute with it: it st
 
 That is exact whatever else a layer has. Biases are scaled with the rows of their weight; soft caps,
 windows and factors of scores see the same scores; the activation of a gate is not scaled, only what
-it is multiplied with; norms after attention and feed-forward layer see the same outputs. Where
-one norm serves attention and feed-forward layer, its factor is divided by what is common to all five
-projections that read it. Inputs that no norm makes are not scaled: nothing before them could be.
+it is multiplied with; norms after attention and feed-forward layer see the same outputs. Where one
+norm serves both, its factor is divided by what is common to all five projections that read it.
+Inputs that no norm makes are not scaled: there is nothing before them to divide.
 """
 
 import dataclasses
@@ -46,9 +46,9 @@ class Smoothing:
         other channels instead, see `channel_rope_scale`.
       num_pairs: pairs of channels per head that CRS scales.
       cas_inputs: whether CAS also scales the inputs of q, k, v and of gate, up, which come from a
-        norm, where one does make them: "all" scales them, too, which outliers there need; "constant" gives all of them one
-        factor, as the paper does for stability, which is as if there were none. It can be a little
-        better for a model without such outliers.
+        norm, of layers that have one: "all" scales them, too, which outliers there need; "constant"
+        gives all of them one factor, as the paper does for stability, which is as if there were
+        none. It can be a little better for a model without such outliers.
 
     Raises:
       TypeError: if a factor is not a number or `num_pairs` not an integer.

@@ -58,10 +58,10 @@ class LayerWeights:
     ``h += o(attention(rope(q(a)), rope(k(a)), v(a)))`` of ``a = rms(h) * attention_norm``, then
     ``h += down(act(gate(m)) * up(m))`` of ``m = rms(h) * mlp_norm``. Where there are further norms,
     the heads of ``q(a)`` and ``k(a)`` become ``rms(.) * q_norm`` and ``rms(.) * k_norm``, and what
-    is added to ``h`` becomes ``rms(.) * attention_post_norm`` and ``rms(.) * mlp_post_norm``. Without
-    the norms before, ``a`` and ``m`` are ``h``; in a parallel layer ``m`` is ``a``, and both are added
-    at once. Nothing here depends on whether ``rms`` takes ``x`` less its mean, on which channels of
-    ``q(a)`` and ``k(a)`` it is the mean of, or on a factor of what is added.
+    is added to ``h`` becomes ``rms(.) * attention_post_norm`` and ``rms(.) * mlp_post_norm``. Where
+    a norm before is missing, ``a`` and ``m`` are ``h``; in a parallel layer ``m`` is ``a``, and
+    both are added at once. Nothing here depends on whether ``rms`` takes ``x`` less its mean, on
+    which channels of ``q(a)`` and ``k(a)`` it is taken over, or on a factor of what is added.
 
     Invariants, checked by `validate`:
       - D is the residual width, N and K the query and key/value heads, H the head dim, F the inner

@@ -1,4 +1,4 @@
-"""GLM-4, its first models: RoPE of neighbouring channels in half of each head, fused gate and up."""
+"""GLM-4, its first models: RoPE of neighbouring channels in half of a head, fused gate and up."""
 
 from collections.abc import Mapping
 from typing import Any
