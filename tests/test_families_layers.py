@@ -140,9 +140,9 @@ def test_inputs_that_no_norm_makes_are_not_folded(decoder):
     parallel = layer_weights(decoder("cohere2").layers[0], decoder("cohere2").config)
     with pytest.raises(ValueError, match="mlp_norm must be None in a parallel layer"):
         dataclasses.replace(parallel, mlp_norm=parallel.attention_norm).validate()
+    seen = models.calibration.calibrate(decoder("cohere2"), hf.tokens(1, 8))[0]
+    seen = dataclasses.replace(seen, interleaved=False)
     with pytest.raises(ValueError, match="interleaved=False must be the layer's, True"):
-        seen = models.calibration.calibrate(decoder("cohere2"), hf.tokens(1, 8))[0]
-        seen = dataclasses.replace(seen, interleaved=False)
         smoothing.smooth_layer(parallel, seen, smoothing.Smoothing(num_pairs=2))
     other = dataclasses.replace(seen, interleaved=True)
     with pytest.raises(ValueError, match=r"other.interleaved=True must equal self.interleaved"):

@@ -300,9 +300,10 @@ class TransformerConfig:
         """An equal model's configuration with the defaults filled in, for comparisons."""
         scale, windows = self.attention_scale, self.local_windows
         factors = ("embedding_scale", "residual_scale", "logit_scale")
+        idle: dict[str, Any] = {x: None for x in factors if getattr(self, x) == 1}
         return dataclasses.replace(
             self,
-            **{x: None for x in factors if getattr(self, x) == 1},
+            **idle,
             attention_scale=self.head_dim**-0.5 if scale is None else scale,
             local_windows=windows if any(windows) else (),
             rotary_dim=self.rope.channels,
